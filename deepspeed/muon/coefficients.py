@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Newton-Schulz coefficient schedules, as cited data.
+
+One step with coefficients (a, b, c) maps every singular value s of a matrix to
+``a s + b s^3 + c s^5``. A schedule is one triple per step.
+"""
+
+from __future__ import annotations
+
+Triple = tuple[float, float, float]
+Schedule = tuple[Triple, ...]
+
+#: The number of steps that ``ns_steps`` means when the user gives none.
+DEFAULT_STEPS = 5
+
+# One triple, repeated for as many steps as asked for.
+#: Keller Jordan, "Muon: An optimizer for hidden layers in neural networks" (2024).
+SIMPLE: Triple = (3.4445, -4.7750, 2.0315)
+
+# Schedules whose triples differ from step to step.
+#: You Jiacheng, published with modded-nanogpt (2025).
+YOU: Schedule = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+
+
+
+def _for_larger_norm(schedule: Schedule, factor: float) -> Schedule:
+    """The schedule that treats its input as if it had been divided by ``factor`` once more."""
+    a, b, c = schedule[0]
+    return ((a / factor, b / factor**3, c / factor**5), *schedule[1:])
+
+
+#: Amsel et al., "The Polar Express" (arXiv 2505.16932), 5 steps, safety 2e-2, cushion 2. Its input has
+#: norm 1 / 1.02, so that rounding cannot carry a singular value over one.
+POLAR_EXPRESS: Schedule = _for_larger_norm(((8.156555, -22.483293, 15.878770),
+    (4.042930, -2.808917, 0.500018),
+    (3.891668, -2.772484, 0.506065),
+    (3.285754, -2.368129, 0.464490),
+    (2.346541, -1.709783, 0.423236),
+), 1.02)
+
+NAMED: dict[str, Schedule] = {
+    "simple": (SIMPLE,),
+    "you": YOU,
+    "polar_express": POLAR_EXPRESS,
+}
+
+
+def schedule(coefficients: str | Schedule, steps: int | None = None) -> Schedule:
+    """The triples to use, one per step.
+
+    Args:
+        coefficients: a name of :data:`NAMED`, or triples given by the user.
+        steps: number of steps. A single triple is repeated; a schedule of several triples fixes
+            the number itself, and only its own length is accepted.
+
+    Raises:
+        ValueError: the name is unknown, or ``steps`` differs from a schedule's length.
+    """
+    if isinstance(coefficients, str):
+        if coefficients not in NAMED:
+            raise ValueError(f"unknown coefficients {coefficients!r}; known: {', '.join(sorted(NAMED))}")
+        triples = NAMED[coefficients]
+    else:
+        triples = tuple(tuple(float(x) for x in triple) for triple in coefficients)
+    if len(triples) == 1:
+        return triples * (DEFAULT_STEPS if steps is None else steps)
+    if steps not in (None, len(triples)):
+        raise ValueError(f"ns_steps is {steps}, but these coefficients are a schedule of {len(triples)} steps")
+    return triples

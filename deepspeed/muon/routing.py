@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which parameter goes to Muon, which to AdamW, and why.
+
+By module type and shape first, then by name: a hidden matrix is a 2-D weight of a linear-like module
+that is neither an embedding, nor an output head, nor a router. Every decision carries its reason.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+#: Attribute names of output heads; ``output`` counts only at the top level of the model.
+HEAD_NAMES = frozenset({"lm_head", "score", "classifier", "embed_out", "output_projection", "qa_outputs"})
+_LINEAR_LIKE = re.compile(r"linear|dense|conv1d|projection", re.IGNORECASE)
+_EMBEDDING_LIKE = re.compile(r"embed|(^|[._])(wte|wpe|pos(ition)?|tok(en)?)([._]|$)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A rows x cols rectangle of a parameter that is orthogonalized on its own.
+
+    Element (i, j) is element ``offset + i * stride + j`` of the flat parameter.
+    """
+
+    offset: int
+    rows: int
+    cols: int
+    stride: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.rows * self.cols
+
+    def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """The part of the block inside elements ``start .. stop`` of the parameter.
+
+        Yields:
+            (first element in the parameter, first element in the block, length), contiguous in both.
+        """
+        whole_rows = self.stride == self.cols
+        rows, cols = (1, self.numel) if whole_rows else (self.rows, self.cols)
+        first = max(0, (start - self.offset) // self.stride) if not whole_rows else 0
+        for row in range(first, rows):
+            begin = self.offset + row * self.stride
+            if begin >= stop:
+                return
+            low, high = max(begin, start), min(begin + cols, stop)
+            if low < high:
+                yield low, row * cols + low - begin, high - low
+
+
+@dataclass(frozen=True)
+class MatrixSpec:
+    """One parameter's route."""
+
+    name: str
+    shape: tuple[int, ...]
+    use_muon: bool
+    reason: str
+    blocks: tuple[Block, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+def route(model: nn.Module) -> dict[nn.Parameter, MatrixSpec]:
+    """Decide for every trainable parameter of ``model``.
+
+    A tag ``param.use_muon`` set by the user wins over the rules and is **removed**, because stock
+    DeepSpeed runs its own Muon on tagged parameters.
+
+    Raises:
+        ValueError: ``use_muon = True`` on a parameter that is not a matrix.
+    """
+    uses = _uses(model)
+    heads = _output_embeddings(model)
+    specs = {}
+    for name, param in model.named_parameters():
+        tag = param.__dict__.pop("use_muon", None)
+        if not param.requires_grad:
+            continue
+        shape = tuple(getattr(param, "ds_shape", param.shape))
+        use_muon, reason = _decide(name, shape, uses[param], param in heads, tag)
+        specs[param] = MatrixSpec(name, shape, use_muon, reason, _whole(shape) if use_muon else ())
+    return specs
+
+
+def _whole(shape: tuple[int, ...]) -> tuple[Block, ...]:
+    rows, cols = shape
+    return (Block(0, rows, cols, cols),)
+
+
+@dataclass(frozen=True)
+class _Use:
+    """One module that holds the parameter; a tied parameter has several."""
+
+    module: nn.Module
+    parent: nn.Module | None
+    path: str
+    attribute: str
+
+
+def _uses(model: nn.Module) -> dict[nn.Parameter, list[_Use]]:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    uses: dict[nn.Parameter, list[_Use]] = {}
+    for path, module in modules.items():
+        parent = modules.get(path.rpartition(".")[0]) if path else None
+        for attribute, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            uses.setdefault(param, []).append(_Use(module, parent, path, attribute))
+    return uses
+
+
+def _output_embeddings(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters of the head that a Hugging Face model names itself."""
+    get = getattr(model, "get_output_embeddings", None)
+    head = get() if callable(get) else None
+    return set(head.parameters()) if isinstance(head, nn.Module) else set()
+
+
+def _decide(name: str, shape: tuple[int, ...], uses: list[_Use], is_head: bool, tag: bool | None) -> tuple[bool, str]:
+    if tag is not None:
+        if tag and len(shape) != 2:
+            raise ValueError(f"{name}: use_muon = True, but its shape {list(shape)} is not that of a matrix")
+        return bool(tag), f"use_muon = {bool(tag)} set by the user"
+    if len(shape) != 2:
+        return False, "0-D or 1-D" if len(shape) < 2 else "more than two dimensions"
+    if min(shape) == 1:
+        return False, "a vector in the shape of a matrix"
+    for rule in (_embedding, _head, _router):
+        for use in uses:
+            if reason := rule(use):
+                return False, reason + (", tied" if len(uses) > 1 else "")
+    if is_head:
+        return False, "output head (get_output_embeddings)"
+    module = uses[0].module
+    kind = type(module).__name__
+    if _is_linear_like(module, uses[0].attribute):
+        return True, f"hidden matrix of {kind}"
+    return False, f"2-D, but {kind} is not known to be linear; set use_muon = True to choose Muon"
+
+
+def _embedding(use: _Use) -> str | None:
+    kind = type(use.module).__name__
+    if isinstance(use.module, (nn.Embedding, nn.EmbeddingBag)) or "Embedding" in kind:
+        return f"embedding ({kind})"
+    if not _is_linear_like(use.module, use.attribute) and _EMBEDDING_LIKE.search(use.attribute):
+        return f"embedding by its name {use.attribute}"
+    return None
+
+
+def _head(use: _Use) -> str | None:
+    leaf = use.path.rpartition(".")[2]
+    return f"output head {leaf}" if leaf in HEAD_NAMES or use.path == "output" else None
+
+
+def _router(use: _Use) -> str | None:
+    parts = use.path.split(".") if use.path else []
+    if any("router" in part.lower() for part in parts[-2:]) or "Router" in type(use.module).__name__:
+        return "MoE router"
+    gate = parts and (parts[-1] == "gate" or parts[-2:] == ["gate", "wg"])
+    is_moe = any(child in ("experts", "deepspeed_moe") for child, _ in _children(use.parent))
+    return "MoE router" if gate and (is_moe or parts[-1] == "wg" or "Gate" in type(use.module).__name__) else None
+
+
+def _children(module: nn.Module | None) -> Iterable[tuple[str, nn.Module]]:
+    return module.named_children() if module is not None else ()
+
+
+def _is_linear_like(module: nn.Module, attribute: str) -> bool:
+    if isinstance(module, nn.MultiheadAttention):
+        return attribute.endswith("proj_weight")
+    has_features = hasattr(module, "in_features") and hasattr(module, "out_features")
+    return isinstance(module, nn.Linear) or has_features or bool(_LINEAR_LIKE.search(type(module).__name__))

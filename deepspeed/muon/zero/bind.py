@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Binds the optimizer to an engine: layout, state, agreement of the ranks, one line of log."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+
+from deepspeed.muon.exchange import consult, differences
+from deepspeed.muon.logs import logger
+from deepspeed.muon.optimizer import MuonWithAuxAdam, Partition
+from deepspeed.muon.orthogonalize import bf16_is_fast, resolve_dtype
+from deepspeed.muon.update import update_rms
+from deepspeed.muon.version import __version__
+from deepspeed.muon.zero import stage0, stage3, stage12
+from deepspeed.muon.zero.checkpoint import keep_convertible
+from deepspeed.muon.zero.finite import NormWatch, is_valid
+from deepspeed.muon.zero.support import UnsupportedError, refuse_engine, refuse_unsupported
+
+#: A sub-group plan this much slower than the whole group's is worth a warning.
+SLOW_SUB_GROUPS = 1.25
+
+
+def bind_engine(engine: Any) -> None:
+    """Called once the engine has wrapped the optimizer.
+
+    Raises:
+        UnsupportedError: a wrapper, or a combination, that is not supported.
+        DisagreementError: the ranks do not run the same version, config and plan.
+    """
+    refuse_unsupported(engine._config)
+    refuse_engine(engine)
+    optimizer, wrapper = engine.basic_optimizer, engine.optimizer
+    verdict = consult(_facts(optimizer), _judge_settings)
+    partitions = _partitions(wrapper, optimizer)
+    muon = [p for index, p in partitions if optimizer.param_groups[index]["use_muon"]]
+    optimizer.bind(muon, resolve_dtype(optimizer.config.ns_dtype, verdict["bf16"]), _compute_device())
+    for index, partition in partitions:
+        for tensor in () if optimizer.param_groups[index]["use_muon"] else partition.tensors:
+            optimizer.adam_state(tensor)
+    consult({"plan": _plan_digest(optimizer)}, lambda facts: _verdict(differences(facts, {"plan": "the exchange plan"})))
+    if getattr(wrapper, "_hp_optimizer_states_linked", True) is False:
+        wrapper._lazy_init_hp_params_optimizer_state()
+    keep_convertible(wrapper, optimizer)
+    if engine.global_rank == 0:
+        _report(engine, optimizer, muon)
+
+
+def _partitions(wrapper: Any, optimizer: MuonWithAuxAdam) -> list[tuple[int, Partition]]:
+    """The layout, by the wrapper's kind, and with it the source of the finiteness check."""
+    kind = type(wrapper).__name__
+    if wrapper is optimizer or kind == "FP16_UnfusedOptimizer":
+        return stage0.partitions(wrapper, optimizer)
+    if kind == "BF16_Optimizer":
+        optimizer.is_finite = lambda: is_valid(wrapper._global_grad_norm)
+        return stage12.partitions(wrapper, optimizer)
+    if kind == "DeepSpeedZeroOptimizer":
+        optimizer.is_finite = NormWatch(wrapper)
+        return stage12.partitions(wrapper, optimizer)
+    if kind == "DeepSpeedZeroOptimizer_Stage3":
+        optimizer.is_finite = NormWatch(wrapper)
+        return stage3.partitions(wrapper, optimizer)
+    raise UnsupportedError(f"deepspeed-muon does not know the optimizer wrapper {kind}")
+
+
+def _compute_device() -> torch.device:
+    """Newton-Schulz and the exchange run on the accelerator, wherever ZeRO keeps the shards."""
+    from deepspeed.accelerator import get_accelerator
+
+    return torch.device(get_accelerator().current_device_name())
+
+
+def _facts(optimizer: MuonWithAuxAdam) -> dict[str, Any]:
+    routes = sorted(f"{s.name}{s.shape}{s.use_muon}{s.blocks}" for s in optimizer.specs.values())
+    return {
+        "version": __version__,
+        "config": optimizer.config.digest(),
+        "routes": hashlib.sha256("".join(routes).encode()).hexdigest()[:16],
+        "bf16": bf16_is_fast(),
+    }
+
+
+def _judge_settings(facts: list[dict[str, Any]]) -> dict[str, Any]:
+    titles = {"version": "the deepspeed-muon version", "config": "optimizer.params", "routes": "the routing"}
+    return _verdict(differences(facts, titles)) | {"bf16": all(stated["bf16"] for stated in facts)}
+
+
+def _verdict(error: str | None) -> dict[str, Any]:
+    return {"error": error} if error else {}
+
+
+def _plan_digest(optimizer: MuonWithAuxAdam) -> str:
+    return hashlib.sha256("".join(plan.digest for plan in optimizer.plans).encode()).hexdigest()[:16]
+
+
+def _report(engine: Any, optimizer: MuonWithAuxAdam, partitions: list[Partition]) -> None:
+    routed = {True: [], False: []}
+    for spec in optimizer.specs.values():
+        routed[spec.use_muon].append(spec)
+        logger.debug("deepspeed-muon: %s %s: %s, %s", spec.name, spec.shape, "Muon" if spec.use_muon else "AdamW", spec.reason)
+    matrices, rest = routed[True], routed[False]
+    if not matrices:
+        reasons = sorted({spec.reason for spec in rest})
+        logger.warning("deepspeed-muon: no parameter goes to Muon; the reasons are: %s", "; ".join(reasons))
+        return
+    bound = next(iter(optimizer._bound.values()))
+    itemsize = bound.exchange.dtype.itemsize
+    sent = sum(plan.sent_elements for plan in optimizer.plans) * itemsize
+    typical = sorted(matrices, key=lambda spec: spec.numel)[len(matrices) // 2]
+    rms = update_rms(optimizer.config.scale, *typical.shape)
+    logger.info(
+        "deepspeed-muon %s: %d matrices (%s parameters) to Muon, %d tensors (%s parameters) to AdamW, "
+        "%d ranks, %.1f MB sent per step by rank 0, %s Newton-Schulz on %s, kernels: torch; adjust_lr_fn %s: "
+        "update RMS %.3g x lr for %s %s",
+        __version__,
+        len(matrices),
+        f"{sum(s.numel for s in matrices):,}",
+        len(rest),
+        f"{sum(s.numel for s in rest):,}",
+        engine.world_size,
+        sent / 1e6,
+        str(bound.exchange.dtype).removeprefix("torch."),
+        bound.exchange.device.type,
+        optimizer.config.scale,
+        rms,
+        typical.name,
+        list(typical.shape),
+    )
+    _warn_of_small_sub_groups(optimizer, partitions)
+
+
+def _warn_of_small_sub_groups(optimizer: MuonWithAuxAdam, partitions: list[Partition]) -> None:
+    """Sub-groups are stepped one by one: one with fewer matrices than ranks leaves ranks idle."""
+    plans = optimizer.plans
+    if len(plans) < 2 or plans[0].world_size == 1:
+        return
+    spent = sum(max(plan.loads) for plan in plans)
+    possible = max(sum(sum(plan.loads) for plan in plans) / plans[0].world_size, *(max(plan.loads) for plan in plans))
+    if spent > SLOW_SUB_GROUPS * possible:
+        size = sum(partition.tensors[0].numel() for partition in partitions)
+        logger.warning(
+            "deepspeed-muon: zero_optimization.sub_group_size cuts the matrices into %d sub-groups, which leaves ranks "
+            "idle (%.1fx the Newton-Schulz time that is possible); write %d or more",
+            len(plans),
+            spent / possible,
+            size,
+        )

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether this step's gradient is finite, as ZeRO itself has found out on all ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+
+class NormWatch:
+    """Listens to the gradient norms that stages 1 to 3 reduce over all ranks, before the first group's update.
+
+    Each group's norm is -1 where a gradient is not finite. Several DeepSpeed versions square that into a
+    harmless 1 when they combine the groups, so the combined norm does not tell.
+    """
+
+    METHODS = ("get_grad_norm_direct", "complete_grad_norm_calculation_for_cpu_offload")
+
+    def __init__(self, wrapper: Any) -> None:
+        self._norms: list[Any] = []
+        self._was_read = False
+        for name in self.METHODS:
+            setattr(wrapper, name, self._listen(getattr(wrapper, name)))
+
+    def _listen(self, method: Any) -> Any:
+        def listening(*args: Any, **kwargs: Any) -> Any:
+            if self._was_read:
+                self._norms.clear()
+                self._was_read = False
+            norm = method(*args, **kwargs)
+            self._norms.append(norm)
+            return norm
+
+        return listening
+
+    def __call__(self) -> bool:
+        """False where any group's gradient is not finite; the same on all ranks."""
+        self._was_read = True
+        return all(is_valid(norm) for norm in self._norms)
+
+
+def is_valid(norm: Any) -> bool:
+    """Whether a gradient norm, a number or a 0-D tensor, is that of a finite gradient."""
+    return math.isfinite(float(norm)) and float(norm) >= 0

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts deepspeed-muon into DeepSpeed's seams, and takes it out again.
+
+The seams are four: the engine builds its optimizer, the engine wraps its optimizer, ZeRO lists the
+optimizer types that it accepts, and ``deepspeed.initialize`` tags parameters for stock's own Muon.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from packaging.version import Version
+
+from deepspeed.muon.config import parse
+from deepspeed.muon.logs import logger
+from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.version import TESTED_DEEPSPEED
+from deepspeed.muon.zero.bind import bind_engine
+from deepspeed.muon.zero.support import refuse_unsupported
+
+#: Values of ``optimizer.type`` in ds_config.json, in lower case. Stock cannot resolve the second.
+TYPES = ("muon", "muonwithauxadam")
+
+SEAMS = (
+    ("deepspeed.runtime.engine", "DeepSpeedEngine._configure_basic_optimizer"),
+    ("deepspeed.runtime.engine", "DeepSpeedEngine._configure_optimizer"),
+    ("deepspeed.runtime.zero.utils", "ZERO_SUPPORTED_OPTIMIZERS"),
+    ("deepspeed.runtime.config", "DeepSpeedConfig.__init__"),
+)
+
+_undo: list[Callable[[], None]] = []
+
+
+class SeamError(RuntimeError):
+    """The installed DeepSpeed lacks a place where deepspeed-muon hooks in; the message names it."""
+
+
+def install() -> None:
+    """Make ``"type": "Muon"`` mean deepspeed-muon. Does nothing the second time.
+
+    Raises:
+        SeamError: this DeepSpeed lacks a seam; nothing has been changed.
+    """
+    if _undo:
+        return
+    _check_seams()
+    engine = importlib.import_module("deepspeed.runtime.engine").DeepSpeedEngine
+    config = importlib.import_module("deepspeed.runtime.config").DeepSpeedConfig
+    supported = importlib.import_module("deepspeed.runtime.zero.utils").ZERO_SUPPORTED_OPTIMIZERS
+    _replace(engine, "_configure_basic_optimizer", _configure_basic_optimizer)
+    _replace(engine, "_configure_optimizer", _configure_optimizer)
+    _replace(config, "__init__", _read_config)
+    supported.append(MuonWithAuxAdam)
+    _undo.append(lambda: supported.remove(MuonWithAuxAdam))
+
+
+def uninstall() -> None:
+    """Give stock DeepSpeed back as it was. Engines that exist keep their optimizer."""
+    while _undo:
+        _undo.pop()()
+
+
+def activate() -> None:
+    """:func:`install`, but where a seam is missing only a run that asks for Muon fails."""
+    try:
+        install()
+    except SeamError as error:
+        logger.error("deepspeed-muon is not active: %s", error)
+        engine = importlib.import_module("deepspeed.runtime.engine").DeepSpeedEngine
+        message = str(error)
+
+        def refuse(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+            config = kwargs.get("config_class")
+            if is_muon(getattr(config, "optimizer_name", None)):
+                raise SeamError(message)
+            original(self, *args, **kwargs)
+
+        _replace(engine, "__init__", refuse)
+
+
+def is_muon(optimizer_name: str | None) -> bool:
+    """Whether ``optimizer.type`` means deepspeed-muon, in any case."""
+    return (optimizer_name or "").lower() in TYPES
+
+
+def _check_seams() -> None:
+    import deepspeed
+
+    for module, path in SEAMS:
+        owner: Any = importlib.import_module(module)
+        for name in path.split("."):
+            owner = getattr(owner, name, None)
+            if owner is None:
+                raise SeamError(
+                    f"DeepSpeed {deepspeed.__version__} has no {module}.{path}, where deepspeed-muon hooks in; "
+                    f"tested versions are {TESTED_DEEPSPEED[0]} to {TESTED_DEEPSPEED[1]}"
+                )
+    version = getattr(deepspeed, "__version__", None)
+    oldest, newest = map(Version, TESTED_DEEPSPEED)
+    if version and not oldest <= Version(Version(version).base_version) <= newest:
+        logger.warning("deepspeed-muon was tested on DeepSpeed %s to %s, this is %s", oldest, newest, version)
+
+
+def _replace(owner: Any, name: str, wrapper: Callable) -> None:
+    """Set ``owner.name`` to ``wrapper(original, ...)`` until :func:`uninstall`."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    setattr(owner, name, replacement)
+    _undo.append(lambda: setattr(owner, name, original))
+
+
+def _read_config(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+    """``DeepSpeedConfig.__init__``: refuse a wrong config before anything is allocated."""
+    original(self, *args, **kwargs)
+    if is_muon(self.optimizer_name):
+        parse(self.optimizer_params)
+        refuse_unsupported(self)
+    _keep_user_tags()
+
+
+def _keep_user_tags() -> None:
+    """Stop ``deepspeed.initialize`` from overwriting ``use_muon`` on parameters.
+
+    Done when a config is read and not at installation, because the hook on the engine fires before
+    ``deepspeed/__init__.py`` defines the function.
+    """
+    deepspeed = sys.modules["deepspeed"]
+    flags = getattr(deepspeed, "set_optimizer_flags", None)
+    if flags is None or getattr(flags, "keeps_user_tags", False):
+        return
+
+    def keep(original: Callable, config_class: Any, model: Any) -> None:
+        if not is_muon(config_class.optimizer_name):
+            original(config_class, model)
+
+    _replace(deepspeed, "set_optimizer_flags", keep)
+    deepspeed.set_optimizer_flags.keeps_user_tags = True
+
+
+def _configure_basic_optimizer(original: Callable, self: Any, model_parameters: Any) -> Any:
+    """``DeepSpeedEngine._configure_basic_optimizer``: build ours where the config asks for Muon."""
+    if not is_muon(self.optimizer_name()):
+        return original(self, model_parameters)
+    return MuonWithAuxAdam(model_parameters, model=self.module, **(self.optimizer_params() or {}))
+
+
+def _configure_optimizer(original: Callable, self: Any, client_optimizer: Any, model_parameters: Any) -> Any:
+    """``DeepSpeedEngine._configure_optimizer``: bind ours to the layout that the wrapper has made."""
+    if isinstance(client_optimizer, MuonWithAuxAdam):
+        refuse_unsupported(self._config)
+        self._config.zero_force_ds_cpu_optimizer = False
+    result = original(self, client_optimizer, model_parameters)
+    if isinstance(self.basic_optimizer, MuonWithAuxAdam):
+        bind_engine(self)
+    return result

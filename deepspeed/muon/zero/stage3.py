@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stage 3: each parameter is cut over all ranks; a sub-group's parts lie one after the other.
+
+The last ranks' parts may end in padding, which holds anything, even NaN: it never travels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepspeed.muon.optimizer import MuonWithAuxAdam, Partition
+from deepspeed.muon.plan import Placement, Shard
+
+
+def partitions(wrapper: Any, optimizer: MuonWithAuxAdam) -> list[tuple[int, Partition]]:
+    """One partition per sub-group.
+
+    Returns:
+        (index of the parameter group, partition) for every sub-group.
+    """
+    from deepspeed import comm
+
+    # Sub-groups have process groups of their own since DeepSpeed 0.19.4.
+    default = [wrapper.dp_process_group] * len(wrapper.fp16_groups)
+    groups = getattr(wrapper, "sub_group_process_groups", default)
+    result = []
+    for index, (params, group) in enumerate(zip(wrapper.fp16_groups, groups, strict=True)):
+        shards, base = [], 0
+        for param in params:
+            part = param.partition_numel()
+            shards.append(Shard(optimizer.specs[param], 0, Placement(0, part, base)))
+            base += part
+        tensor = wrapper.fp32_partitioned_groups_flat[index]
+        rank, world_size = comm.get_rank(group=group), comm.get_world_size(group=group)
+        partition = Partition((tensor,), tuple(shards), group, rank, world_size)
+        result.append((wrapper.sub_group_to_group_id[index], partition))
+    return result

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Combinations that are refused, each in words that say what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+class UnsupportedError(ValueError):
+    """A combination of settings that deepspeed-muon does not support; the message says what to change."""
+
+
+def refuse_unsupported(config: Any) -> None:
+    """Check a ``DeepSpeedConfig`` whose optimizer is Muon.
+
+    Raises:
+        UnsupportedError: listing every combination that is not supported.
+    """
+    problems = [f"{key}: {advice}" for key, applies, advice in RULES if applies(config)]
+    if problems:
+        raise UnsupportedError("deepspeed-muon does not support this configuration:\n  " + "\n  ".join(problems))
+
+
+def _get(config: Any, path: str, default: Any = None) -> Any:
+    for name in path.split("."):
+        config = getattr(config, name, None)
+        if config is None:
+            return default
+    return config
+
+
+def _is_set(path: str) -> Callable[[Any], bool]:
+    return lambda config: bool(_get(config, path))
+
+
+def _device(path: str) -> Callable[[Any], str]:
+    return lambda config: str(getattr(_get(config, path), "value", _get(config, path)))
+
+
+def _fp16_autocast(config: Any) -> bool:
+    return bool(_get(config, "torch_autocast_enabled")) and "float16" in str(_get(config, "torch_autocast_dtype")).replace(
+        "bfloat16", ""
+    )
+
+
+def _master_weights(config: Any) -> bool:
+    flags = (
+        "float16_config.fp16_master_weights_and_grads",
+        "bfloat16_config.bf16_master_weights_and_grads",
+        "bfloat16_config.bf16_optimizer_states",
+        "fp16_master_weights_and_gradients",
+    )
+    return any(_get(config, flag) for flag in flags)
+
+
+RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    (
+        "zero_optimization.offload_optimizer.device",
+        lambda c: _device("zero_config.offload_optimizer.device")(c) == "nvme",
+        '"nvme" is not supported yet; use "cpu"',
+    ),
+    (
+        "zero_optimization.offload_optimizer.ratio",
+        lambda c: _get(c, "zero_config.offload_optimizer.ratio", 1.0) < 1.0,
+        "a part on the accelerator is updated by another optimizer; remove the key or set it to 1.0",
+    ),
+    (
+        "zero_optimization.offload_optimizer.super_offload",
+        _is_set("zero_config.offload_optimizer.super_offload"),
+        "SuperOffload runs its own CPU Adam; set it to false",
+    ),
+    ("zero_optimization.zenflow", _is_set("zero_config.zenflow"), "ZenFlow runs its own CPU Adam; remove the section"),
+    (
+        "zero_optimization.elastic_checkpoint",
+        _is_set("zero_config.elastic_checkpoint"),
+        "it cannot store two kinds of optimizer state; set it to false and use universal checkpoints",
+    ),
+    (
+        "zero_optimization.compute_grad_norm",
+        lambda c: _get(c, "zero_config.compute_grad_norm", True) is False,
+        "the norm is what keeps a non-finite gradient out of the momentum; set it to true",
+    ),
+    (
+        "zero_optimization.mics_shard_size",
+        lambda c: (_get(c, "zero_config.mics_shard_size", -1) or -1) > 0,
+        "MiCS is not supported yet; remove the key",
+    ),
+    ("fp16 or bf16 master weights", _master_weights, "optimizer states are fp32; leave the master weights in fp32"),
+    ("torch_autocast.dtype", _fp16_autocast, "fp16 autocast skips steps rank by rank; use bfloat16"),
+    ("compile.deepcompile", _is_set("compile_config.deepcompile"), "DeepCompile is not supported; set it to false"),
+    (
+        "tensor_parallel.autotp_size",
+        lambda c: (_get(c, "tensor_parallel_config.autotp_size", 0) or 0) > 1,
+        "tensor parallelism is not supported yet; set it to 1",
+    ),
+    ("expert_parallel", _is_set("expert_parallel_config.enabled"), "expert parallelism is not supported yet"),
+    ("hybrid_engine", _is_set("hybrid_engine.enabled"), "the hybrid engine is not supported; set enabled to false"),
+)
+
+
+def refuse_engine(engine: Any) -> None:
+    """What only the engine knows: pipelines, native mixture of experts, sequence parallelism.
+
+    Raises:
+        UnsupportedError: as :func:`refuse_unsupported`.
+    """
+    problems = list(_engine_problems(engine))
+    if problems:
+        raise UnsupportedError("deepspeed-muon does not support this engine yet: " + "; ".join(problems))
+
+
+def _engine_problems(engine: Any) -> Iterator[str]:
+    if engine.pipeline_parallelism:
+        yield "pipeline parallelism"
+    if engine.has_moe_layers:
+        yield "deepspeed.moe layers"
+    if (getattr(engine, "sequence_parallel_size", 1) or 1) > 1:
+        yield "sequence parallelism"
+    if engine.mpu is not None and getattr(engine, "mp_world_size", 1) > 1:
+        yield "a model-parallel unit (mpu) of more than one rank"
