@@ -205,7 +205,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         return bool(torch.stack([norm.float().to(norms[0].device) for norm in norms]).isfinite().all())
 
     def _muon_step(self, group: dict[str, Any]) -> None:
-        bound = self._bound[id(group["params"][0])]
+        bound = self._bound.get(id(group["params"][0]))
+        if bound is None:
+            raise RuntimeError(f"group {group['name']!r} holds tensors that were not there when the optimizer was bound")
         for tensor in group["params"]:
             self._muon_state(tensor)["step"] += 1
         bound.exchange.run(

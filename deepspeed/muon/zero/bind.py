@@ -112,7 +112,7 @@ def _report(engine: Any, optimizer: MuonWithAuxAdam, partitions: list[Partition]
     rms = update_rms(optimizer.config.scale, *typical.shape)
     logger.info(
         "deepspeed-muon %s: %d matrices (%s parameters) to Muon, %d tensors (%s parameters) to AdamW, "
-        "%d ranks, %.1f MB sent per step by rank 0, %s Newton-Schulz on %s, kernels: torch; adjust_lr_fn %s: "
+        "%d ranks, %.1f MB sent per step by rank 0 (%.1f MB by all to balance the owners), %s Newton-Schulz on %s, kernels: torch; adjust_lr_fn %s: "
         "update RMS %.3g x lr for %s %s",
         __version__,
         len(matrices),
@@ -121,6 +121,7 @@ def _report(engine: Any, optimizer: MuonWithAuxAdam, partitions: list[Partition]
         f"{sum(s.numel for s in rest):,}",
         engine.world_size,
         sent / 1e6,
+        sum(2 * plan.moved_elements for plan in optimizer.plans) * itemsize / 1e6,
         str(bound.exchange.dtype).removeprefix("torch."),
         bound.exchange.device.type,
         optimizer.config.scale,
