@@ -28,7 +28,6 @@ YOU: Schedule = (
 )
 
 
-
 def _for_larger_norm(schedule: Schedule, factor: float) -> Schedule:
     """The schedule that treats its input as if it had been divided by ``factor`` once more."""
     a, b, c = schedule[0]
@@ -37,12 +36,16 @@ def _for_larger_norm(schedule: Schedule, factor: float) -> Schedule:
 
 #: Amsel et al., "The Polar Express" (arXiv 2505.16932), 5 steps, safety 2e-2, cushion 2. Its input has
 #: norm 1 / 1.02, so that rounding cannot carry a singular value over one.
-POLAR_EXPRESS: Schedule = _for_larger_norm(((8.156555, -22.483293, 15.878770),
-    (4.042930, -2.808917, 0.500018),
-    (3.891668, -2.772484, 0.506065),
-    (3.285754, -2.368129, 0.464490),
-    (2.346541, -1.709783, 0.423236),
-), 1.02)
+POLAR_EXPRESS: Schedule = _for_larger_norm(
+    (
+        (8.156555, -22.483293, 15.878770),
+        (4.042930, -2.808917, 0.500018),
+        (3.891668, -2.772484, 0.506065),
+        (3.285754, -2.368129, 0.464490),
+        (2.346541, -1.709783, 0.423236),
+    ),
+    1.02,
+)
 
 NAMED: dict[str, Schedule] = {
     "simple": (SIMPLE,),
@@ -67,7 +70,7 @@ def schedule(coefficients: str | Schedule, steps: int | None = None) -> Schedule
             raise ValueError(f"unknown coefficients {coefficients!r}; known: {', '.join(sorted(NAMED))}")
         triples = NAMED[coefficients]
     else:
-        triples = tuple(tuple(float(x) for x in triple) for triple in coefficients)
+        triples = tuple((float(a), float(b), float(c)) for a, b, c in coefficients)
     if len(triples) == 1:
         return triples * (DEFAULT_STEPS if steps is None else steps)
     if steps not in (None, len(triples)):

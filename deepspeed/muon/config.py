@@ -43,7 +43,9 @@ class MuonConfig(BaseModel):
     weight_decay: Rate = Field(0.0, description="decoupled weight decay of both halves")
     muon_weight_decay: Rate | None = Field(None, description="weight decay of the Muon half; default weight_decay")
     adam_weight_decay: Rate | None = Field(None, description="weight decay of the AdamW half; default weight_decay")
-    ns_method: Literal["auto", "standard", "gram"] = Field("auto", description="Newton-Schulz on the matrix or its Gram")
+    ns_method: Literal["auto", "standard", "gram"] = Field(
+        "auto", description="Newton-Schulz on the matrix or its Gram"
+    )
     ns_steps: Annotated[int, Field(ge=1, le=50)] | None = Field(None, description="Newton-Schulz steps; default 5")
     ns_coefficients: str | tuple[Triple, ...] = Field("simple", description="a named schedule, or triples (a, b, c)")
     ns_dtype: Literal["auto", "bf16", "fp32"] = Field("auto", description="dtype of Newton-Schulz and its exchange")
@@ -119,7 +121,7 @@ def parse(params: dict[str, Any] | None) -> MuonConfig:
     try:
         return MuonConfig(**params)
     except ValidationError as error:
-        lines = dict.fromkeys(_explain(item, params) for item in error.errors())
+        lines = dict.fromkeys(_explain(dict(item), params) for item in error.errors())
         raise MuonConfigError("\n".join(lines)) from None
 
 
@@ -138,8 +140,7 @@ def _explain(item: dict[str, Any], params: dict[str, Any]) -> str:
     if key == "ns_dtype" and str(params.get(key)).lower() in ("fp16", "float16", "half"):
         return "optimizer.params.ns_dtype: fp16 is refused, because gradients underflow in it; use bf16 or fp32"
     value = params.get(key)
-    near = _nearest_choice(key, value)
-    return f"optimizer.params.{key}: got {value!r}; {item['msg']}{near}"
+    return f"optimizer.params.{key}: got {value!r}; {item['msg']}{_nearest_choice(key, value)}"
 
 
 def _nearest_choice(key: str, value: Any) -> str:

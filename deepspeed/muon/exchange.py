@@ -105,7 +105,9 @@ class Exchange:
             return self._work.get(f"{name}{slot}", (numel,), self.dtype, self.device)
 
         matrices = get("matrices", bucket.matrix_elements)
-        return Transit(bucket, matrices, get("outbox", sum(bucket.send_counts)), get("inbox", sum(bucket.receive_counts)))
+        return Transit(
+            bucket, matrices, get("outbox", sum(bucket.send_counts)), get("inbox", sum(bucket.receive_counts))
+        )
 
     def _send(self, transit: Transit) -> None:
         bucket = transit.bucket
@@ -118,7 +120,7 @@ class Exchange:
             transit.pending = self._all_to_all(transit.outbox, transit.inbox, bucket.send_counts, bucket.receive_counts)
 
     def _all_to_all(self, received: Tensor, sent: Tensor, received_counts: tuple, sent_counts: tuple) -> Any:
-        from deepspeed import comm
+        from deepspeed import comm  # type: ignore[attr-defined]
 
         return comm.all_to_all_single(
             received, sent, list(received_counts), list(sent_counts), group=self.group, async_op=True

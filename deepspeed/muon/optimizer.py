@@ -14,11 +14,13 @@ from torch.optim.adamw import adamw
 
 from deepspeed.muon.config import MuonConfig, parse
 from deepspeed.muon.exchange import Exchange, Transit
+from deepspeed.muon.groups import split_groups
 from deepspeed.muon.logs import logger
 from deepspeed.muon.orthogonalize import Workspace, bf16_is_fast, choose_method, flops, orthogonalize, resolve_dtype
 from deepspeed.muon.plan import CostModel, Placement, Plan, Shard, flops_per_byte, make_plan
 from deepspeed.muon.routing import MatrixSpec, route
 from deepspeed.muon.update import SCALES, apply_, direction, momentum_
+
 
 @dataclass(frozen=True)
 class Partition:
@@ -75,33 +77,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self._work = Workspace()
         #: Called before an update; ``False`` skips it on every rank, for all groups alike.
         self.is_finite: Callable[[], bool] = self._gradients_are_finite
-        super().__init__(self._split(list(params)), defaults={})
-
-    def _split(self, params: list[Any]) -> list[dict[str, Any]]:
-        groups = [dict(item) for item in params if isinstance(item, dict)]
-        loose = [item for item in params if not isinstance(item, dict)]
-        groups += [{"params": loose}] if loose else []
-        halves = []
-        for index, group in enumerate(groups):
-            members = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
-            members = [p for p in members if p.requires_grad]
-            self._check_known(members)
-            base = group.get("name", f"group{index}" if len(groups) > 1 else "")
-            for use_muon, label, defaults in (
-                (True, "muon", self.config.muon_group()),
-                (False, "adam", self.config.adam_group()),
-            ):
-                half = [p for p in members if self.specs[p].use_muon is use_muon]
-                own = {key: value for key, value in group.items() if key in defaults}
-                name = f"{base}-{label}" if base else label
-                if half:
-                    halves.append({"params": half, **defaults, **own, "use_muon": use_muon, "name": name})
-        return halves
-
-    def _check_known(self, members: list[nn.Parameter]) -> None:
-        unknown = [tuple(p.shape) for p in members if p not in self.specs]
-        if unknown:
-            raise ValueError(f"{len(unknown)} parameters are not part of the model, first shape {list(unknown[0])}")
+        super().__init__(split_groups(params, self.specs, self.config), defaults={})
 
     # ---- binding ----------------------------------------------------------------------------------
 
@@ -127,6 +103,11 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     def plans(self) -> list[Plan]:
         """The bound plans, one per partition."""
         return [bound.plan for bound in self._bound.values()]
+
+    @property
+    def exchange(self) -> Exchange:
+        """The exchange of the first partition; all share one dtype, device and workspace."""
+        return next(iter(self._bound.values())).exchange
 
     def _cost(self, ns_dtype: torch.dtype, device: torch.device) -> CostModel:
         steps = len(self.config.schedule)
@@ -207,7 +188,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     def _muon_step(self, group: dict[str, Any]) -> None:
         bound = self._bound.get(id(group["params"][0]))
         if bound is None:
-            raise RuntimeError(f"group {group['name']!r} holds tensors that were not there when the optimizer was bound")
+            raise RuntimeError(
+                f"group {group['name']!r} holds tensors that were not there when the optimizer was bound"
+            )
         for tensor in group["params"]:
             self._muon_state(tensor)["step"] += 1
         bound.exchange.run(
@@ -252,7 +235,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             apply_(target, update, group["lr"], scale(run.rows, run.cols), group["weight_decay"])
 
     def _adam_step(self, group: dict[str, Any]) -> None:
-        """torch's fused AdamW over the group, equal to ``torch.optim.AdamW``."""
+        """Run torch's fused AdamW over the group, equal to ``torch.optim.AdamW``."""
         tensors = [p for p in group["params"] if p.grad is not None]
         states = [self.adam_state(p) for p in tensors]
         if not tensors:

@@ -138,7 +138,7 @@ def _square(x: Tensor, out: Tensor) -> Tensor:
 
 
 def _multiply(poly: Tensor, x: Tensor, beta: float, out: Tensor) -> Tensor:
-    """beta X + P X, or beta X + X P for a tall X; P is symmetric."""
+    """Return ``beta X + P X``, or ``beta X + X P`` for a tall X; P is symmetric."""
     left, right = (poly, x) if x.size(-2) <= x.size(-1) else (x, poly)
     return torch.baddbmm(x, left, right, beta=beta, out=out)
 

@@ -40,7 +40,9 @@ def bind_engine(engine: Any) -> None:
     for index, partition in partitions:
         for tensor in () if optimizer.param_groups[index]["use_muon"] else partition.tensors:
             optimizer.adam_state(tensor)
-    consult({"plan": _plan_digest(optimizer)}, lambda facts: _verdict(differences(facts, {"plan": "the exchange plan"})))
+    consult(
+        {"plan": _plan_digest(optimizer)}, lambda facts: _verdict(differences(facts, {"plan": "the exchange plan"}))
+    )
     if getattr(wrapper, "_hp_optimizer_states_linked", True) is False:
         wrapper._lazy_init_hp_params_optimizer_state()
     keep_convertible(wrapper, optimizer)
@@ -96,39 +98,29 @@ def _plan_digest(optimizer: MuonWithAuxAdam) -> str:
 
 
 def _report(engine: Any, optimizer: MuonWithAuxAdam, partitions: list[Partition]) -> None:
-    routed = {True: [], False: []}
+    matrices = [spec for spec in optimizer.specs.values() if spec.use_muon]
+    rest = [spec for spec in optimizer.specs.values() if not spec.use_muon]
     for spec in optimizer.specs.values():
-        routed[spec.use_muon].append(spec)
-        logger.debug("deepspeed-muon: %s %s: %s, %s", spec.name, spec.shape, "Muon" if spec.use_muon else "AdamW", spec.reason)
-    matrices, rest = routed[True], routed[False]
+        half = "Muon" if spec.use_muon else "AdamW"
+        logger.debug("deepspeed-muon: %s %s: %s, %s", spec.name, spec.shape, half, spec.reason)
     if not matrices:
         reasons = sorted({spec.reason for spec in rest})
         logger.warning("deepspeed-muon: no parameter goes to Muon; the reasons are: %s", "; ".join(reasons))
         return
-    bound = next(iter(optimizer._bound.values()))
-    itemsize = bound.exchange.dtype.itemsize
-    sent = sum(plan.sent_elements for plan in optimizer.plans) * itemsize
+    exchange, plans = optimizer.exchange, optimizer.plans
+    sent = sum(plan.sent_elements for plan in plans) * exchange.dtype.itemsize / 1e6
+    extra = sum(2 * plan.moved_elements for plan in plans) * exchange.dtype.itemsize / 1e6
     typical = sorted(matrices, key=lambda spec: spec.numel)[len(matrices) // 2]
     rms = update_rms(optimizer.config.scale, *typical.shape)
-    logger.info(
-        "deepspeed-muon %s: %d matrices (%s parameters) to Muon, %d tensors (%s parameters) to AdamW, "
-        "%d ranks, %.1f MB sent per step by rank 0 (%.1f MB by all to balance the owners), %s Newton-Schulz on %s, kernels: torch; adjust_lr_fn %s: "
-        "update RMS %.3g x lr for %s %s",
-        __version__,
-        len(matrices),
-        f"{sum(s.numel for s in matrices):,}",
-        len(rest),
-        f"{sum(s.numel for s in rest):,}",
-        engine.world_size,
-        sent / 1e6,
-        sum(2 * plan.moved_elements for plan in optimizer.plans) * itemsize / 1e6,
-        str(bound.exchange.dtype).removeprefix("torch."),
-        bound.exchange.device.type,
-        optimizer.config.scale,
-        rms,
-        typical.name,
-        list(typical.shape),
+    facts = (
+        f"{len(matrices)} matrices ({sum(s.numel for s in matrices):,} parameters) to Muon",
+        f"{len(rest)} tensors ({sum(s.numel for s in rest):,} parameters) to AdamW",
+        f"{engine.world_size} ranks",
+        f"{sent:.1f} MB sent per step by rank 0, {extra:.1f} MB by all ranks to balance the owners",
+        f"Newton-Schulz in {str(exchange.dtype).removeprefix('torch.')} on {exchange.device.type}, kernels: torch",
+        f"adjust_lr_fn {optimizer.config.scale}: update RMS {rms:.3g} x lr for {typical.name} {list(typical.shape)}",
     )
+    logger.info("deepspeed-muon %s: %s", __version__, "; ".join(facts))
     _warn_of_small_sub_groups(optimizer, partitions)
 
 

@@ -13,6 +13,7 @@ import os
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 
@@ -29,7 +30,7 @@ def keep_convertible(wrapper: Any, optimizer: MuonWithAuxAdam) -> None:
             setattr(wrapper, name, _repaired(wrapper, optimizer, load))
 
 
-def _export(optimizer: MuonWithAuxAdam, state_dict: dict[str, Any]) -> dict[str, Any]:
+def _export(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     state = dict(state_dict["state"])
     for index in _muon_indices(state_dict):
         entry = dict(state[index])
@@ -39,7 +40,7 @@ def _export(optimizer: MuonWithAuxAdam, state_dict: dict[str, Any]) -> dict[str,
     return {**state_dict, "state": state}
 
 
-def _import(optimizer: MuonWithAuxAdam, state_dict: dict[str, Any]) -> dict[str, Any]:
+def _import(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     saved = [group.get("use_muon") for group in state_dict["param_groups"]]
     current = [group["use_muon"] for group in optimizer.param_groups]
     if saved != current:
@@ -58,7 +59,13 @@ def _import(optimizer: MuonWithAuxAdam, state_dict: dict[str, Any]) -> dict[str,
 
 
 def _muon_indices(state_dict: dict[str, Any]) -> list[int]:
-    return [i for group in state_dict["param_groups"] if group.get("use_muon") for i in group["params"] if i in state_dict["state"]]
+    return [
+        i
+        for group in state_dict["param_groups"]
+        if group.get("use_muon")
+        for i in group["params"]
+        if i in state_dict["state"]
+    ]
 
 
 def _kinds(flags: list[bool | None]) -> str:
@@ -74,7 +81,7 @@ def _repaired(wrapper: Any, optimizer: MuonWithAuxAdam, load: Any) -> Any:
     @functools.wraps(load)
     def repaired(*args: Any, **kwargs: Any) -> Any:
         result = load(*args, **kwargs)
-        folder = kwargs.get("checkpoint_dir", args[-1] if args else None)
+        folder = str(kwargs.get("checkpoint_dir", args[-1] if args else ""))
         saved = torch.load(os.path.join(folder, "zero", "optimizer_state.pt"), map_location="cpu", weights_only=False)
         groups = _saved_groups(saved)
         for group, settings in zip(optimizer.param_groups, groups, strict=True):

@@ -90,16 +90,16 @@ def is_muon(optimizer_name: str | None) -> bool:
 def _check_seams() -> None:
     import deepspeed
 
+    version = getattr(deepspeed, "__version__", None)
     for module, path in SEAMS:
         owner: Any = importlib.import_module(module)
         for name in path.split("."):
             owner = getattr(owner, name, None)
             if owner is None:
                 raise SeamError(
-                    f"DeepSpeed {deepspeed.__version__} has no {module}.{path}, where deepspeed-muon hooks in; "
+                    f"DeepSpeed {version} has no {module}.{path}, where deepspeed-muon hooks in; "
                     f"tested versions are {TESTED_DEEPSPEED[0]} to {TESTED_DEEPSPEED[1]}"
                 )
-    version = getattr(deepspeed, "__version__", None)
     oldest, newest = map(Version, TESTED_DEEPSPEED)
     if version and not oldest <= Version(Version(version).base_version) <= newest:
         logger.warning("deepspeed-muon was tested on DeepSpeed %s to %s, this is %s", oldest, newest, version)

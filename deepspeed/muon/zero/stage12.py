@@ -22,7 +22,7 @@ def partitions(wrapper: Any, optimizer: MuonWithAuxAdam) -> list[tuple[int, Part
     Returns:
         (index of the parameter group, partition) for every group.
     """
-    from deepspeed import comm
+    from deepspeed import comm  # type: ignore[attr-defined]
 
     result = []
     for index, (params, offsets, flat, tensor) in enumerate(_groups(wrapper)):

@@ -18,7 +18,7 @@ def partitions(wrapper: Any, optimizer: MuonWithAuxAdam) -> list[tuple[int, Part
     Returns:
         (index of the parameter group, partition) for every sub-group.
     """
-    from deepspeed import comm
+    from deepspeed import comm  # type: ignore[attr-defined]
 
     # Sub-groups have process groups of their own since DeepSpeed 0.19.4.
     default = [wrapper.dp_process_group] * len(wrapper.fp16_groups)

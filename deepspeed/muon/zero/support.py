@@ -39,9 +39,9 @@ def _device(path: str) -> Callable[[Any], str]:
 
 
 def _fp16_autocast(config: Any) -> bool:
-    return bool(_get(config, "torch_autocast_enabled")) and "float16" in str(_get(config, "torch_autocast_dtype")).replace(
-        "bfloat16", ""
-    )
+    return bool(_get(config, "torch_autocast_enabled")) and "float16" in str(
+        _get(config, "torch_autocast_dtype")
+    ).replace("bfloat16", "")
 
 
 def _master_weights(config: Any) -> bool:
