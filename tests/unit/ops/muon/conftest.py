@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where compiled ops are kept, a time limit for every test and the end of the process pools."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+TIME_LIMIT = 300.0
+"""Seconds a test may take unless it is marked with time_limit(seconds)."""
+
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(__file__).parents[4] / "build" / "torch_extensions"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", f"time_limit(seconds): bound of a test, {TIME_LIMIT:g} s by default")
+
+
+@pytest.fixture(autouse=True)
+def time_limit(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that runs too long; the distributed `run` then ends its processes."""
+    marker = request.node.get_closest_marker("time_limit")
+    seconds = marker.args[0] if marker else TIME_LIMIT
+
+    def expire(*_: object) -> None:
+        pytest.fail(f"the test ran longer than {seconds:g} s")
+
+    previous = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, previous)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def pools() -> Iterator[None]:
+    """End the process pools with the session."""
+    yield
+    from distributed import shutdown
+
+    shutdown()

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small models, their data and the DeepSpeed training loop.
+
+Every model has `batch(step)`, the global batch of GLOBAL_BATCH samples of that step, and `forward(inputs,
+targets)`, the loss as the mean over the samples given, so that equal shares of the global batch may be spread
+over ranks and micro-steps in any way without changing the average. The global gradient norms of the first
+steps lie above 1, so that clipping at 1 acts.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+GLOBAL_BATCH = 48
+"""Samples of one optimizer step: divisible by every world size up to 4 times 1, 2 or 4 micro-steps."""
+UNEVEN = (7, 15, 9, 13, 11, 5)
+"""Widths whose matrices straddle the borders of the partitions at 2, 3 and 4 ranks."""
+EVEN = (16, 16, 32, 16, 16, 8)
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _gathered(model: nn.Module, modifier_rank: int | None = None) -> AbstractContextManager[None]:
+    """Holds the parameters of `model` in their full shapes; what rank `modifier_rank` writes to them stays."""
+    if not any(hasattr(param, "ds_id") for param in model.parameters()):
+        return nullcontext()
+    from deepspeed.runtime.zero import GatheredParameters
+
+    return GatheredParameters(list(model.parameters()), modifier_rank=modifier_rank)
+
+
+def initialize_(model: nn.Module, seed: int) -> None:
+    """Fill matrices from N(0, 1 / columns) and vectors from N(0, 0.01), norm weights from N(1, 0.01)."""
+    generator = _generator(seed)
+    with _gathered(model, modifier_rank=0), torch.no_grad():
+        for name, param in model.named_parameters():
+            noise = torch.randn(param.shape, generator=generator)
+            scale = 0.1 if param.ndim == 1 else param.shape[1] ** -0.5
+            param.copy_(noise * scale + (1.0 if name.endswith("norm.weight") else 0.0))
+
+
+def _mean_squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
+    dtype = torch.promote_types(outputs.dtype, torch.float32)
+    return F.mse_loss(outputs.to(dtype), targets.to(dtype))
+
+
+class Mlp(nn.Module):
+    """Linear layers with biases and tanh between them, from `widths[0]` inputs to `widths[-1]` outputs.
+
+    `tied`: pairs (i, j) where layer j uses the weight of layer i. `frozen`: layers that do not train.
+    `unused`: (inputs, outputs) of a trainable layer that takes no part in the loss.
+    """
+
+    def __init__(
+        self,
+        widths: Sequence[int] = UNEVEN,
+        tied: Sequence[tuple[int, int]] = (),
+        frozen: Sequence[int] = (),
+        unused: tuple[int, int] | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.widths = tuple(widths)
+        self.layers = nn.ModuleList(nn.Linear(n, m) for n, m in pairwise(widths))
+        for first, second in tied:
+            self.layers[second].weight = self.layers[first].weight
+        self.unused = nn.Linear(*unused) if unused else None
+        initialize_(self, seed)
+        for index in frozen:
+            self.layers[index].requires_grad_(False)
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean squared error, a scalar; `inputs` (batch, widths[0]), `targets` (batch, widths[-1])."""
+        hidden = inputs.to(self.layers[0].weight.dtype)
+        for layer in self.layers[:-1]:
+            hidden = torch.tanh(layer(hidden))
+        return _mean_squared_error(self.layers[-1](hidden), targets)
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Inputs (GLOBAL_BATCH, widths[0]) from N(0, 1), targets (GLOBAL_BATCH, widths[-1]) from N(0, 16), float32."""
+        generator = _generator(1000 + step)
+        inputs, targets = (torch.randn(GLOBAL_BATCH, self.widths[end], generator=generator) for end in (0, -1))
+        return inputs, 4 * targets
+
+
+class Block(nn.Module):
+    """Causal self-attention and a tanh MLP of odd width, each after a LayerNorm, on (batch, time, width)."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)  # a bias of the keys would have no gradient
+        self.proj = nn.Linear(width, width)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width + 5)
+        self.down = nn.Linear(2 * width + 5, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        batch, time, width = hidden.shape
+        qkv = self.qkv(self.attention_norm(hidden)).view(batch, time, 3, self.heads, width // self.heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + self.proj(mixed.transpose(1, 2).reshape(batch, time, width))
+        return hidden + self.down(torch.tanh(self.up(self.mlp_norm(hidden))))
+
+
+class TinyGpt(nn.Module):
+    """Token and position embeddings, 2 blocks and a head, which `tied` shares with the token embedding."""
+
+    def __init__(
+        self, vocab: int = 19, width: int = 12, heads: int = 2, time: int = 6, tied: bool = False, seed: int = 0
+    ) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocab, width)
+        self.positions = nn.Embedding(time, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(2))
+        self.norm = nn.LayerNorm(width)
+        self.lm_head = nn.Linear(width, vocab, bias=False)
+        if tied:
+            self.lm_head.weight = self.tokens.weight
+        self.vocab, self.time = vocab, time
+        initialize_(self, seed)
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Cross-entropy, summed over time, mean over the batch, a scalar; arguments (batch, time), int64."""
+        hidden = self.tokens(inputs) + self.positions(torch.arange(self.time, device=inputs.device))
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.lm_head(self.norm(hidden)).flatten(0, 1)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(logits, targets.flatten(), reduction="sum") / len(inputs)
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets (GLOBAL_BATCH, time), int64; the targets are the inputs one token later."""
+        text = torch.randint(self.vocab, (GLOBAL_BATCH, self.time + 1), generator=_generator(1000 + step))
+        return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": Mlp,
+    "wide": lambda: Mlp(EVEN),
+    "tied": lambda: Mlp((7, 11, 11, 11, 5), tied=[(1, 2)]),
+    "frozen": lambda: Mlp(frozen=[1]),
+    "unused": lambda: Mlp(unused=(6, 10)),
+    "few": lambda: Mlp((6, 4, 3)),  # at 3 and 4 ranks some rank holds nothing of a group but padding
+    "narrow": lambda: Mlp((12, 12, 8, 12, 6)),  # the global batch has 4 samples per column
+    "gpt": TinyGpt,
+    "gpt_tied": lambda: TinyGpt(tied=True),
+}
+"""Models by name, so that a test can name one to its ranks."""
+
+
+def make_batch(
+    model: nn.Module, step: int, micro: int, rank: int, world: int, accumulation: int = 1
+) -> tuple[Tensor, Tensor]:
+    """The share of `rank` in micro-step `micro` of the global batch of `step`.
+
+    The shares of all ranks and micro-steps are of one size and disjoint and make up the global batch.
+    """
+    size, rest = divmod(GLOBAL_BATCH, world * accumulation)
+    if rest:
+        raise ValueError(f"{GLOBAL_BATCH} samples do not split over {world} ranks and {accumulation} micro-steps")
+    start = (micro * world + rank) * size
+    inputs, targets = (part[start : start + size] for part in model.batch(step))
+    return inputs, targets
+
+
+def train_engine(engine: Any, steps: int, first_step: int = 0) -> list[float]:
+    """Train a DeepSpeed engine on its shares of `steps` global batches; the losses of its micro-steps."""
+    import torch.distributed as dist
+
+    rank, world, accumulation = dist.get_rank(), dist.get_world_size(), engine.gradient_accumulation_steps()
+    losses = []
+    for step in range(first_step, first_step + steps):
+        for micro in range(accumulation):
+            share = make_batch(engine.module, step, micro, rank, world, accumulation)
+            loss = engine(*(part.to(engine.device) for part in share))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    return losses
+
+
+def full_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of all parameters in their full shapes on the CPU; a collective at ZeRO stage 3."""
+    with _gathered(model):
+        return {name: param.detach().cpu().clone() for name, param in model.named_parameters()}

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole-matrix training in one process, written from the definitions of Muon and AdamW.
+
+It shares no code with the optimizer under test: it takes its gradients from plain autograd on the global
+batch and routes parameters by an explicit dict, name -> "muon" or "adam".
+"""
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+Coefficients = Sequence[tuple[float, float, float]]
+"""(a, b, c) of every iteration of Newton-Schulz."""
+
+QUINTIC: Coefficients = ((3.4445, -4.7750, 2.0315),) * 5
+
+SCALES: dict[str, Callable[[int, int], float]] = {
+    "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+    "spectral_unclamped": lambda rows, columns: math.sqrt(rows / columns),
+    "none": lambda rows, columns: 1.0,
+}
+"""Factor of the learning rate for a matrix of (rows, columns)."""
+
+
+def newton_schulz_fp64(matrix: Tensor, coefficients: Coefficients = QUINTIC) -> Tensor:
+    """Newton-Schulz iteration aX + (bA + cAA)X, A = XX', from X = matrix / |matrix|, in float64.
+
+    `matrix` (rows, columns) of any floating dtype; the result (rows, columns) is float64, and zero for zero.
+    """
+    assert matrix.ndim == 2
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.double().T if tall else matrix.double()
+    x = x / x.norm().clamp(min=torch.finfo(torch.float64).tiny)
+    for a, b, c in coefficients:
+        gram = x @ x.T
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    return x.T if tall else x
+
+
+def msign_svd(matrix: Tensor) -> Tensor:
+    """U V' of the singular value decomposition U S V' of `matrix` (rows, columns), in float64."""
+    u, _, vh = torch.linalg.svd(matrix.double(), full_matrices=False)
+    return u @ vh
+
+
+@dataclass(frozen=True)
+class OracleConfig:
+    """Hyperparameters; `schedule(step)` is a factor of both learning rates, `clip` 0 turns clipping off."""
+
+    lr: float = 0.02
+    momentum: float = 0.95
+    nesterov: bool = True
+    weight_decay: float = 0.0
+    scale: str = "original"
+    orthogonalize: Callable[[Tensor], Tensor] = newton_schulz_fp64
+    adam_lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    adam_weight_decay: float = 0.0
+    clip: float = 0.0
+    schedule: Callable[[int], float] = lambda step: 1.0
+
+
+@dataclass
+class OracleResult:
+    """By parameter name: first and last weights, momentum (for Adam the first moment) and second moment.
+
+    By step: loss and global gradient norm before clipping.
+    """
+
+    initial: dict[str, Tensor]
+    weights: dict[str, Tensor]
+    momentum: dict[str, Tensor] = field(default_factory=dict)
+    second_moment: dict[str, Tensor] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+
+
+def gradients_of(loss: Tensor, params: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Gradients of the scalar `loss` by name, zero for parameters that take no part in it."""
+    gradients = torch.autograd.grad(loss, list(params.values()), allow_unused=True, materialize_grads=True)
+    return dict(zip(params, gradients, strict=True))
+
+
+def clipped(gradients: dict[str, Tensor], clip: float) -> tuple[dict[str, Tensor], float]:
+    """`gradients` divided by max(1, (norm + 1e-6) / clip), as in DeepSpeed, and their norm before that."""
+    norm = math.sqrt(sum(gradient.double().square().sum().item() for gradient in gradients.values()))
+    divisor = max(1.0, (norm + 1e-6) / clip) if clip > 0 else 1.0
+    return {name: gradient / divisor for name, gradient in gradients.items()}, norm
+
+
+def muon_update(weight: Tensor, gradient: Tensor, momentum: Tensor, lr: float, cfg: OracleConfig) -> None:
+    """One step of Muon on `weight` and `momentum` (rows, columns) in place."""
+    mu = cfg.momentum
+    momentum.copy_(mu * momentum + (1 - mu) * gradient)
+    update = (1 - mu) * gradient + mu * momentum if cfg.nesterov else momentum
+    direction = cfg.orthogonalize(update).to(weight.dtype)
+    weight.mul_(1 - lr * cfg.weight_decay)
+    weight.sub_(lr * SCALES[cfg.scale](*weight.shape) * direction)
+
+
+def adam_update(
+    weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, count: int, lr: float, cfg: OracleConfig
+) -> None:
+    """Step number `count` (from 1) of AdamW on `weight` and its moments `first` and `second`, in place."""
+    beta1, beta2 = cfg.betas
+    first.copy_(beta1 * first + (1 - beta1) * gradient)
+    second.copy_(beta2 * second + (1 - beta2) * gradient.square())
+    denominator = (second / (1 - beta2**count)).sqrt() + cfg.eps
+    weight.mul_(1 - lr * cfg.adam_weight_decay)
+    weight.sub_(lr * first / (1 - beta1**count) / denominator)
+
+
+def _copies(params: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: param.detach().clone() for name, param in params.items()}
+
+
+def train_oracle(
+    model: nn.Module,
+    batches: Callable[[int], tuple[Tensor, ...]],
+    steps: int,
+    routing: dict[str, str],
+    cfg: OracleConfig = OracleConfig(),
+    dtype: torch.dtype = torch.float64,
+) -> OracleResult:
+    """Train a copy of `model` in `dtype`; step `s` of `steps` takes the mean loss `model(*batches(s))`.
+
+    `routing` names exactly the trainable parameters. A parameter without gradient counts as one with a zero
+    gradient, as it does in DeepSpeed's flat buffers.
+    """
+    model = copy.deepcopy(model).to(dtype)
+    params = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    assert routing.keys() == params.keys(), routing.keys() ^ params.keys()
+    momentum, second_moment = ({name: torch.zeros_like(p) for name, p in params.items()} for _ in range(2))
+    result = OracleResult(_copies(params), {}, momentum, second_moment)
+    for step in range(steps):
+        loss = model(*batches(step))
+        gradients, norm = clipped(gradients_of(loss, params), cfg.clip)
+        result.losses.append(loss.item())
+        result.norms.append(norm)
+        factor = cfg.schedule(step)
+        with torch.no_grad():
+            for name, param in params.items():
+                if routing[name] == "muon":
+                    muon_update(param, gradients[name], momentum[name], cfg.lr * factor, cfg)
+                else:
+                    moments = momentum[name], second_moment[name]
+                    adam_update(param, gradients[name], *moments, step + 1, cfg.adam_lr * factor, cfg)
+    result.weights = _copies(params)
+    return result
+
+
+def route(model: nn.Module, adam: Sequence[str] = ()) -> dict[str, str]:
+    """Trainable matrices to "muon" except those whose names start with one of `adam`; the rest to "adam"."""
+    trainable = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    return {
+        name: "adam" if param.ndim != 2 or name.startswith(tuple(adam)) else "muon" for name, param in trainable.items()
+    }
+
+
+def change_error(initial: Tensor, weight: Tensor, reference: Tensor) -> float:
+    """|weight - reference| / |reference - initial|, in float64: the error as a share of the change."""
+    initial, weight, reference = initial.double(), weight.double(), reference.double()
+    return ((weight - reference).norm() / (reference - initial).norm()).item()
+
+
+def change_cosine(initial: Tensor, weight: Tensor, reference: Tensor) -> float:
+    """Cosine of the angle between the changes weight - initial and reference - initial, in float64."""
+    change, expected = weight.double() - initial.double(), reference.double() - initial.double()
+    return ((change * expected).sum() / (change.norm() * expected.norm())).item()
