@@ -12,6 +12,7 @@ from deepspeed.muon.exchange import consult, differences
 from deepspeed.muon.logs import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam, Partition
 from deepspeed.muon.orthogonalize import bf16_is_fast, resolve_dtype
+from deepspeed.muon.plan import Plan
 from deepspeed.muon.update import update_rms
 from deepspeed.muon.version import __version__
 from deepspeed.muon.zero import stage0, stage3, stage12
@@ -47,7 +48,7 @@ def bind_engine(engine: Any) -> None:
         wrapper._lazy_init_hp_params_optimizer_state()
     keep_convertible(wrapper, optimizer)
     if engine.global_rank == 0:
-        _report(engine, optimizer, muon)
+        _report(engine, optimizer, partitions)
 
 
 def _partitions(wrapper: Any, optimizer: MuonWithAuxAdam) -> list[tuple[int, Partition]]:
@@ -97,7 +98,7 @@ def _plan_digest(optimizer: MuonWithAuxAdam) -> str:
     return hashlib.sha256("".join(plan.digest for plan in optimizer.plans).encode()).hexdigest()[:16]
 
 
-def _report(engine: Any, optimizer: MuonWithAuxAdam, partitions: list[Partition]) -> None:
+def _report(engine: Any, optimizer: MuonWithAuxAdam, partitions: list[tuple[int, Partition]]) -> None:
     matrices = [spec for spec in optimizer.specs.values() if spec.use_muon]
     rest = [spec for spec in optimizer.specs.values() if not spec.use_muon]
     for spec in optimizer.specs.values():
@@ -121,18 +122,19 @@ def _report(engine: Any, optimizer: MuonWithAuxAdam, partitions: list[Partition]
         f"adjust_lr_fn {optimizer.config.scale}: update RMS {rms:.3g} x lr for {typical.name} {list(typical.shape)}",
     )
     logger.info("deepspeed-muon %s: %s", __version__, "; ".join(facts))
-    _warn_of_small_sub_groups(optimizer, partitions)
+    _warn_of_small_sub_groups(optimizer, [pair for pair in partitions if optimizer.param_groups[pair[0]]["use_muon"]])
 
 
-def _warn_of_small_sub_groups(optimizer: MuonWithAuxAdam, partitions: list[Partition]) -> None:
+def _warn_of_small_sub_groups(optimizer: MuonWithAuxAdam, partitions: list[tuple[int, Partition]]) -> None:
     """Sub-groups are stepped one by one: one with fewer matrices than ranks leaves ranks idle."""
     plans = optimizer.plans
-    if len(plans) < 2 or plans[0].world_size == 1:
-        return
+    groups: dict[int, list[Plan]] = {}
+    for (index, _), plan in zip(partitions, plans, strict=True):
+        groups.setdefault(index, []).append(plan)
     spent = sum(max(plan.loads) for plan in plans)
-    possible = max(sum(sum(plan.loads) for plan in plans) / plans[0].world_size, *(max(plan.loads) for plan in plans))
+    possible = sum(_load_without_sub_groups(group) for group in groups.values())
     if spent > SLOW_SUB_GROUPS * possible:
-        size = sum(partition.tensors[0].numel() for partition in partitions)
+        size = sum(partition.tensors[0].numel() for _, partition in partitions)
         logger.warning(
             "deepspeed-muon: zero_optimization.sub_group_size cuts the matrices into %d sub-groups, which leaves ranks "
             "idle (%.1fx the Newton-Schulz time that is possible); write %d or more",
@@ -140,3 +142,8 @@ def _warn_of_small_sub_groups(optimizer: MuonWithAuxAdam, partitions: list[Parti
             spent / possible,
             size,
         )
+
+
+def _load_without_sub_groups(plans: list[Plan]) -> float:
+    """The least that the busiest rank could have to do if the sub-groups of one group were one."""
+    return max(sum(sum(plan.loads) for plan in plans) / plans[0].world_size, *(max(plan.loads) for plan in plans))

@@ -27,7 +27,9 @@ def keep_convertible(wrapper: Any, optimizer: MuonWithAuxAdam) -> None:
     for name in ("load_hp_checkpoint_state_from_checkpoint_dir", "load_hp_checkpoint_state_from_checkpoint_dir_stage3"):
         load = getattr(wrapper, name, None)
         if load is not None:
-            setattr(wrapper, name, _repaired(wrapper, optimizer, load))
+            setattr(wrapper, name, _repaired(optimizer, load))
+    if hasattr(wrapper, "_hp_optimizer_states_linked"):
+        wrapper.load_state_dict = _relinking(wrapper, wrapper.load_state_dict)
 
 
 def _export(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -72,7 +74,7 @@ def _kinds(flags: list[bool | None]) -> str:
     return str([{True: "Muon", False: "AdamW", None: "unknown"}[flag] for flag in flags])
 
 
-def _repaired(wrapper: Any, optimizer: MuonWithAuxAdam, load: Any) -> Any:
+def _repaired(optimizer: MuonWithAuxAdam, load: Any) -> Any:
     """Stock's universal loader, then: Adam's keys become the momentum, each group gets its own settings back.
 
     Stage 3 copies the settings of group 0 into all groups, and both stages give Muon's groups Adam's keys.
@@ -89,7 +91,6 @@ def _repaired(wrapper: Any, optimizer: MuonWithAuxAdam, load: Any) -> Any:
         for bound in optimizer._bound.values():
             for tensor in bound.partition.tensors:
                 _restore_momentum(optimizer.state[tensor])
-        _relink(wrapper)
         return result
 
     return repaired
@@ -107,8 +108,17 @@ def _restore_momentum(state: dict[str, Any]) -> None:
         state["step"] = torch.as_tensor(state["step"], dtype=torch.float32)
 
 
-def _relink(wrapper: Any) -> None:
-    """Let ``safe_get_full_optimizer_state`` find the momentum under its own name at stages 1 and 2."""
-    if hasattr(wrapper, "_hp_optimizer_states_linked"):
+def _relinking(wrapper: Any, load: Any) -> Any:
+    """Let ``safe_get_full_optimizer_state`` find the loaded state at stages 1 and 2.
+
+    Stock links parameters to state once, after the first step, and loading replaces the state.
+    """
+
+    @functools.wraps(load)
+    def relinking(*args: Any, **kwargs: Any) -> Any:
+        result = load(*args, **kwargs)
         wrapper._hp_optimizer_states_linked = False
         wrapper._lazy_init_hp_params_optimizer_state()
+        return result
+
+    return relinking

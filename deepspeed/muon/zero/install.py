@@ -20,7 +20,7 @@ from deepspeed.muon.logs import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.version import TESTED_DEEPSPEED
 from deepspeed.muon.zero.bind import bind_engine
-from deepspeed.muon.zero.support import refuse_unsupported
+from deepspeed.muon.zero.support import refuse_engine, refuse_unsupported
 
 #: Values of ``optimizer.type`` in ds_config.json, in lower case. Stock cannot resolve the second.
 TYPES = ("muon", "muonwithauxadam")
@@ -45,9 +45,10 @@ def install() -> None:
     Raises:
         SeamError: this DeepSpeed lacks a seam; nothing has been changed.
     """
+    _check_seams()
     if _undo:
         return
-    _check_seams()
+    _warn_of_untested_version()
     engine = importlib.import_module("deepspeed.runtime.engine").DeepSpeedEngine
     config = importlib.import_module("deepspeed.runtime.config").DeepSpeedConfig
     supported = importlib.import_module("deepspeed.runtime.zero.utils").ZERO_SUPPORTED_OPTIMIZERS
@@ -88,21 +89,26 @@ def is_muon(optimizer_name: str | None) -> bool:
 
 
 def _check_seams() -> None:
-    import deepspeed
-
-    version = getattr(deepspeed, "__version__", None)
     for module, path in SEAMS:
-        owner: Any = importlib.import_module(module)
-        for name in path.split("."):
-            owner = getattr(owner, name, None)
-            if owner is None:
-                raise SeamError(
-                    f"DeepSpeed {version} has no {module}.{path}, where deepspeed-muon hooks in; "
-                    f"tested versions are {TESTED_DEEPSPEED[0]} to {TESTED_DEEPSPEED[1]}"
-                )
+        try:
+            functools.reduce(getattr, path.split("."), importlib.import_module(module))
+        except (ImportError, AttributeError):
+            raise SeamError(
+                f"DeepSpeed {_deepspeed_version()} has no {module}.{path}, where deepspeed-muon hooks in; "
+                f"tested versions are {TESTED_DEEPSPEED[0]} to {TESTED_DEEPSPEED[1]}"
+            ) from None
+
+
+def _warn_of_untested_version() -> None:
     oldest, newest = map(Version, TESTED_DEEPSPEED)
-    if version and not oldest <= Version(Version(version).base_version) <= newest:
+    version = _deepspeed_version()
+    if not oldest <= Version(Version(version).base_version) <= newest:
         logger.warning("deepspeed-muon was tested on DeepSpeed %s to %s, this is %s", oldest, newest, version)
+
+
+def _deepspeed_version() -> str:
+    """``deepspeed.__version__``, which is not set yet when the hook on the engine fires."""
+    return importlib.import_module("deepspeed.git_version_info").version
 
 
 def _replace(owner: Any, name: str, wrapper: Callable) -> None:
@@ -149,6 +155,7 @@ def _configure_basic_optimizer(original: Callable, self: Any, model_parameters: 
     """``DeepSpeedEngine._configure_basic_optimizer``: build ours where the config asks for Muon."""
     if not is_muon(self.optimizer_name()):
         return original(self, model_parameters)
+    refuse_engine(self)
     return MuonWithAuxAdam(model_parameters, model=self.module, **(self.optimizer_params() or {}))
 
 
@@ -156,6 +163,7 @@ def _configure_optimizer(original: Callable, self: Any, client_optimizer: Any, m
     """``DeepSpeedEngine._configure_optimizer``: bind ours to the layout that the wrapper has made."""
     if isinstance(client_optimizer, MuonWithAuxAdam):
         refuse_unsupported(self._config)
+        refuse_engine(self)
         self._config.zero_force_ds_cpu_optimizer = False
     result = original(self, client_optimizer, model_parameters)
     if isinstance(self.basic_optimizer, MuonWithAuxAdam):

@@ -44,16 +44,6 @@ def _fp16_autocast(config: Any) -> bool:
     ).replace("bfloat16", "")
 
 
-def _master_weights(config: Any) -> bool:
-    flags = (
-        "float16_config.fp16_master_weights_and_grads",
-        "bfloat16_config.bf16_master_weights_and_grads",
-        "bfloat16_config.bf16_optimizer_states",
-        "fp16_master_weights_and_gradients",
-    )
-    return any(_get(config, flag) for flag in flags)
-
-
 RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "zero_optimization.offload_optimizer.device",
@@ -86,7 +76,16 @@ RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         lambda c: (_get(c, "zero_config.mics_shard_size", -1) or -1) > 0,
         "MiCS is not supported yet; remove the key",
     ),
-    ("fp16 or bf16 master weights", _master_weights, "optimizer states are fp32; leave the master weights in fp32"),
+    (
+        "fp16.fp16_master_weights_and_grads",
+        _is_set("float16_config.fp16_master_weights_and_grads"),
+        "master weights and optimizer states are fp32; set it to false",
+    ),
+    (
+        "bf16.bf16_master_weights_and_grads",
+        _is_set("bfloat16_config.bf16_master_weights_and_grads"),
+        "master weights and optimizer states are fp32; set it to false",
+    ),
     ("torch_autocast.dtype", _fp16_autocast, "fp16 autocast skips steps rank by rank; use bfloat16"),
     ("compile.deepcompile", _is_set("compile_config.deepcompile"), "DeepCompile is not supported; set it to false"),
     (
@@ -94,8 +93,12 @@ RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         lambda c: (_get(c, "tensor_parallel_config.autotp_size", 0) or 0) > 1,
         "tensor parallelism is not supported yet; set it to 1",
     ),
-    ("expert_parallel", _is_set("expert_parallel_config.enabled"), "expert parallelism is not supported yet"),
-    ("hybrid_engine", _is_set("hybrid_engine.enabled"), "the hybrid engine is not supported; set enabled to false"),
+    (
+        "expert_parallel.enabled",
+        _is_set("expert_parallel_config.enabled"),
+        "expert parallelism is not supported yet; set it to false",
+    ),
+    ("hybrid_engine.enabled", _is_set("hybrid_engine.enabled"), "the hybrid engine is not supported; set it to false"),
 )
 
 

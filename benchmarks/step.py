@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time, traffic and memory of one optimizer step: deepspeed-muon against stock DeepSpeed's Muon and AdamW.
+
+    python benchmarks/step.py [--world 2] [--repeats 3] [--steps 5] [--cases 1 3 2-offload] [--quick]
+
+Every variant is a launch of its own and the variants alternate (A B C A B C ...), so that a machine that
+grows slower or faster meets them all. The batch is small on purpose: what is timed is backward with its
+gradient reduction, and the optimizer step. Results go to benchmarks/results/ as CSV, Markdown and PNG.
+"""
+
+import argparse
+import json
+import sys
+import time
+
+import launch
+import machine
+import report
+from setups import CASES, VARIANTS, Job
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--world", type=int, default=2, help="ranks")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds over all variants")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps of a launch")
+    parser.add_argument("--warmup", type=int, default=4, help="untimed steps of a launch, for compilation")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE",
+                        help=f"of {[*CASES]}")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="VARIANT",
+                        help=f"of {[*VARIANTS]}")
+    parser.add_argument("--layers", type=int, default=8, help="blocks of three matrices")
+    parser.add_argument("--hidden", type=int, default=512, help="width of a block; inside it is 4 times that")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds that one launch may take")
+    parser.add_argument("--output", help="base name of the result files; a default names machine and setting")
+    parser.add_argument("--json", action="store_true", help="also print each launch's full record")
+    parser.add_argument("--quick", action="store_true", help="2 layers of 256, 1 repeat, 2 steps by default")
+    args = parser.parse_args()
+    if args.quick:  # other defaults; what is given on the command line still counts
+        parser.set_defaults(layers=2, hidden=256, repeats=1, steps=2)
+        args = parser.parse_args()
+    return args
+
+
+def job_of(args: argparse.Namespace, case: str, variant: str) -> Job:
+    """The job of one case and variant."""
+    return Job(case=case, variant=variant, world=args.world, layers=args.layers, hidden=args.hidden,
+               warmup=args.warmup, steps=args.steps)
+
+
+def output_name(args: argparse.Namespace) -> str:
+    """`step-<machine>`, with what deviates from the usual setting."""
+    deviations = ["quick"] if args.quick else []
+    deviations += [f"{args.world}-ranks"] if args.world != 2 else []
+    return args.output or "-".join(["step", *deviations, machine.slug()])
+
+
+def run_round(args: argparse.Namespace, number: int, records: list[dict], failed: dict[tuple, str]) -> None:
+    """One launch of every case and variant that has not failed; appends to the records."""
+    for case in args.cases:
+        for variant in args.variants:
+            if (case, variant) in failed:
+                continue
+            begin = time.perf_counter()
+            try:
+                record = launch.run(job_of(args, case, variant), args.timeout)
+            except launch.LaunchFailed as error:
+                failed[case, variant] = str(error)
+                print(error, file=sys.stderr, flush=True)
+                continue
+            records.append(record)
+            print(f"round {number + 1}, {CASES[case].label}, {VARIANTS[variant].label}: "
+                  f"{record['seconds']:.3f} s, {record['MB']:.1f} MB "
+                  f"(launch {time.perf_counter() - begin:.0f} s)", flush=True)
+            if args.json:
+                print(json.dumps(record), flush=True)
+            if record["compiled while timed"]:
+                print("  torch.compile ran while timed: raise --warmup", file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    """Run the rounds; write the results after each, so that an interrupted run leaves its complete rounds."""
+    args = arguments()
+    records: list[dict] = []
+    failed: dict[tuple, str] = {}
+    text = ""
+    for number in range(args.repeats):
+        run_round(args, number, records, failed)
+        text = report.write(records, job_of(args, args.cases[0], args.variants[0]), output_name(args))
+    print("\n" + text)
+    for case, variant in failed:
+        print(f"FAILED: {CASES[case].label}, {VARIANTS[variant].label}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

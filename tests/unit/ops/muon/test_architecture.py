@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules of the source tree: direction of imports, who communicates, lengths of files and functions."""
+
+import ast
+import graphlib
+import re
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[4]
+PACKAGE = ROOT / "deepspeed" / "muon"
+SHIM = ROOT / "deepspeed_muon.py"
+PREFIX = "deepspeed.muon"
+
+#: Module -> what it may import of the package. Modules of zero/ may import anything but the package itself.
+ALLOWED: dict[str, set[str]] = {
+    "coefficients": set(),
+    "logs": set(),
+    "routing": set(),
+    "update": set(),
+    "version": set(),
+    "config": {"coefficients"},
+    "orthogonalize": {"coefficients"},
+    "plan": {"routing"},
+    "groups": {"config", "routing"},
+    "exchange": {"orthogonalize", "plan"},
+    "optimizer": {"config", "exchange", "groups", "logs", "orthogonalize", "plan", "routing", "update"},
+    "": {"config", "exchange", "optimizer", "routing", "version", "zero.install", "zero.support"},
+}
+#: Modules that import nothing outside the standard library but these.
+EXTERNAL: dict[str, set[str]] = {
+    "version": set(),
+    "logs": set(),
+    "coefficients": set(),
+    "plan": set(),
+    "config": {"pydantic"},
+    "routing": {"torch"},
+    "update": {"torch"},
+    "orthogonalize": {"torch"},
+    "groups": {"torch"},
+    "optimizer": {"torch"},
+    "exchange": {"torch", "deepspeed"},
+}
+COLLECTIVES = ("torch.distributed", "deepspeed.comm")
+CORE = ("orthogonalize", "update", "plan", "exchange", "optimizer")
+
+MODULES = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").rstrip("."): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+SOURCES = [path for folder in ("deepspeed", "benchmarks", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def imported(nodes: Iterator[ast.AST]) -> Iterator[str]:
+    """Dotted names of what import statements bring in; `from a import b` gives a.b."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports are not used"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def dotted(node: ast.AST) -> str:
+    """The text of `a.b.c`, empty for anything else."""
+    if isinstance(node, ast.Attribute):
+        base = dotted(node.value)
+        return f"{base}.{node.attr}" if base else ""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def docstrings(module: ast.Module) -> set[int]:
+    """Ids of the nodes that are docstrings."""
+    holders = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    bodies = [node.body for node in ast.walk(module) if isinstance(node, holders)]
+    return {id(body[0].value) for body in bodies if body and isinstance(body[0], ast.Expr)}
+
+
+def mentions(module: ast.Module) -> set[str]:
+    """Everything that code can reach a module by: imports, attributes, and strings that are no docstrings."""
+    names = {*imported(ast.walk(module)), *(dotted(node) for node in ast.walk(module))}
+    texts = docstrings(module)
+    for node in ast.walk(module):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in texts:
+            names.update(re.findall(r"\w+(?:\.\w+)+", node.value))
+    return names
+
+
+def uses(module: ast.Module, *prefixes: str) -> set[str]:
+    return {name for name in mentions(module) for prefix in prefixes if f"{name}.".startswith(f"{prefix}.")}
+
+
+def internal_imports(module: ast.Module) -> set[str]:
+    """Modules of the package that this one imports, by the names of MODULES."""
+    found = set()
+    for name in imported(ast.walk(module)):
+        if f"{name}.".startswith(f"{PREFIX}."):
+            path = name.removeprefix(PREFIX).lstrip(".")
+            found.add(path if path in MODULES else path.rpartition(".")[0])
+    return found
+
+
+def external_imports(module: ast.Module) -> set[str]:
+    names = {name for name in imported(ast.walk(module)) if not f"{name}.".startswith(f"{PREFIX}.")}
+    return {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"__future__"}
+
+
+def module_level(module: ast.Module) -> Iterator[ast.AST]:
+    """Nodes that run on import: all but the insides of functions."""
+    pending: list[ast.AST] = [module]
+    while pending:
+        node = pending.pop()
+        yield node
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            pending.extend(ast.iter_child_nodes(node))
+
+
+def functions(path: Path) -> Iterator[tuple[str, int]]:
+    """(place and name, lines from `def` to the end) of every function."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            assert node.end_lineno is not None
+            yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", node.end_lineno - node.lineno + 1
+
+
+def lines(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+# ---- imports --------------------------------------------------------------------------------------------
+
+
+def test_the_table_lists_every_module() -> None:
+    assert {name for name in MODULES if name.split(".")[0] != "zero"} == ALLOWED.keys()
+
+
+@pytest.mark.parametrize("name", ALLOWED, ids=lambda name: name or "package")
+def test_imports_point_one_way(name: str) -> None:
+    assert internal_imports(tree(MODULES[name])) <= ALLOWED[name]
+
+
+def test_the_table_allows_nothing_that_is_not_used() -> None:
+    assert {name: internal_imports(tree(MODULES[name])) for name in ALLOWED} == ALLOWED
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("zero")])
+def test_zero_does_not_import_the_package_itself(name: str) -> None:
+    assert "" not in internal_imports(tree(MODULES[name]))
+
+
+def test_no_module_imports_itself_over_others() -> None:
+    graph = {name: internal_imports(tree(path)) for name, path in MODULES.items()}
+    list(graphlib.TopologicalSorter(graph).static_order())
+
+
+@pytest.mark.parametrize("name", EXTERNAL)
+def test_external_imports(name: str) -> None:
+    assert external_imports(tree(MODULES[name])) <= EXTERNAL[name]
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name != "exchange" and not name.startswith("zero")])
+def test_only_the_exchange_and_zero_communicate(name: str) -> None:
+    assert not uses(tree(MODULES[name]), *COLLECTIVES)
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if not name.startswith("zero")])
+def test_only_zero_touches_deepspeeds_runtime(name: str) -> None:
+    assert not uses(tree(MODULES[name]), "deepspeed.runtime", "deepspeed.accelerator", "deepspeed.utils")
+
+
+def test_the_tests_of_uses_can_fail() -> None:
+    """The rules above look at what these forms give, and the source has users of each kind."""
+    for text in (
+        "import torch.distributed as dist",
+        "from torch import distributed",
+        "from torch.distributed import all_reduce",
+        "import torch\ndef f():\n    torch.distributed.barrier()",
+        "import importlib\nimportlib.import_module('torch.distributed.nn')",
+        "from deepspeed import comm",
+        "from deepspeed.comm import all_to_all_single",
+    ):
+        assert uses(ast.parse(text), *COLLECTIVES), text
+    assert not uses(
+        ast.parse('"""torch.distributed is not used."""\nimport torch\nx.torch.distributions'), *COLLECTIVES
+    )
+    assert uses(tree(MODULES["exchange"]), *COLLECTIVES)
+    assert uses(tree(MODULES["zero.install"]), "deepspeed.runtime")
+
+
+def test_the_folder_is_laid_beside_deepspeeds_own_files() -> None:
+    """An `__init__.py` there would hide the installed DeepSpeed."""
+    assert not (ROOT / "deepspeed" / "__init__.py").exists()
+    assert (PACKAGE / "__init__.py").exists()
+
+
+def test_the_hook_imports_neither_torch_nor_deepspeed_on_import() -> None:
+    names = {name.partition(".")[0] for name in imported(module_level(tree(SHIM)))}
+    assert names <= sys.stdlib_module_names
+    inside = {name.partition(".")[0] for name in imported(ast.walk(tree(SHIM)))}
+    assert inside - names == {"deepspeed"}, "imported when it is called"
+
+
+# ---- size, docstrings, names ----------------------------------------------------------------------------
+
+
+def test_sources_are_found() -> None:
+    assert {path.relative_to(ROOT).parts[0] for path in SOURCES} == {"deepspeed", "benchmarks", "examples"}
+
+
+def test_files_are_short() -> None:
+    sizes = {str(path.relative_to(ROOT)): lines(path) for path in (*SOURCES, SHIM)}
+    assert {name: size for name, size in sizes.items() if size > 300} == {}
+    assert statistics.median(sizes.values()) <= 180
+
+
+def test_functions_are_short() -> None:
+    assert [found for path in (*SOURCES, SHIM) for found in functions(path) if found[1] > 40] == []
+
+
+def test_the_core_is_small() -> None:
+    assert sum(lines(MODULES[name]) for name in CORE) < 1200
+
+
+def undocumented(module: ast.Module) -> list[str]:
+    """Public classes, functions and methods of public classes without a docstring, and the module if it has none."""
+    found = [] if ast.get_docstring(module) else ["module"]
+    pending: list[tuple[str, ast.AST]] = [("", module)]
+    while pending:
+        path, holder = pending.pop()
+        for node in ast.iter_child_nodes(holder):
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and node.name[0] != "_":
+                if not ast.get_docstring(node):
+                    found.append(path + node.name)
+                if isinstance(node, ast.ClassDef):
+                    pending.append((f"{path}{node.name}.", node))
+    return found
+
+
+@pytest.mark.parametrize("name", MODULES, ids=lambda name: name or "package")
+def test_everything_public_has_a_docstring(name: str) -> None:
+    assert undocumented(tree(MODULES[name])) == []
+
+
+def test_what_the_package_exports_is_documented() -> None:
+    import deepspeed.muon
+
+    assert sorted(deepspeed.muon.__all__) == list(deepspeed.muon.__all__)
+    exported = [getattr(deepspeed.muon, name) for name in deepspeed.muon.__all__]
+    assert all(isinstance(thing, str) or thing.__doc__ for thing in exported)
+
+
+@pytest.mark.parametrize("path", [*SOURCES, SHIM], ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_source_has_its_licence_and_leaves_stocks_update_alone(path: Path) -> None:
+    text = path.read_text()
+    assert text.splitlines()[0] == "# SPDX-License-Identifier: Apache-2.0"
+    assert "muon_update" not in text

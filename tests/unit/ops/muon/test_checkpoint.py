@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints: exact resume, the state by name, the files, stock's universal converter, and the size of the state."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from distributed import run
+from models import MODELS, initialize_, train_engine
+from oracles import OracleConfig, change_error, route, train_oracle
+from training import PARAMS, ds_config, fp32_weights, make_engine
+
+FP32_GRADS = {"data_types": {"grad_accum_dtype": "fp32"}}
+BF16_OPTIMIZER = {"stage": 1, "dtype": "bf16", **FP32_GRADS}
+RESUMED: list[dict[str, Any]] = [
+    {"stage": 0},
+    {"stage": 0, "dtype": "bf16"},
+    *({"stage": stage, "dtype": dtype} for stage in (1, 2, 3) for dtype in ("fp32", "bf16")),
+    BF16_OPTIMIZER,
+    *({"stage": stage, "offload": True} for stage in (1, 2, 3)),
+    {"stage": 3, "zero": {"sub_group_size": 100}},
+    {"stage": 2, "zero": {"round_robin_gradients": True}},
+    {"stage": 1, "zero": {"round_robin_gradients": True}, "dtype": "bf16"},
+]
+#: Where ``safe_get_full_optimizer_state`` has to find every state.
+NAMED: list[dict[str, Any]] = [
+    {"stage": 1},
+    {"stage": 2},
+    {"stage": 3},
+    {"stage": 3, "zero": {"sub_group_size": 100}},
+    BF16_OPTIMIZER,
+    *({"stage": stage, "offload": True} for stage in (1, 2, 3)),
+]
+UNIVERSAL: list[dict[str, Any]] = [{"stage": 1}, {"stage": 2}, {"stage": 3}, BF16_OPTIMIZER]
+
+
+# ---- what an engine holds ---------------------------------------------------------------------------------
+
+
+def flat_tensors(engine: Any) -> list[Tensor]:
+    """The tensors that carry optimizer state, in an order that does not depend on the run."""
+    wrapper = engine.optimizer
+    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
+        if hasattr(wrapper, name):
+            return list(getattr(wrapper, name))
+    return [p for group in engine.basic_optimizer.param_groups for p in group["params"]]
+
+
+def local_states(engine: Any) -> list[dict[str, Tensor]]:
+    """Copies of this rank's state, one dict per tensor."""
+    state = engine.basic_optimizer.state
+    return [{key: torch.as_tensor(value).clone() for key, value in state[p].items()} for p in flat_tensors(engine)]
+
+
+def named_states(engine: Any) -> dict[str, Tensor]:
+    """Whole states by parameter and key, through DeepSpeed's public function; a collective."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    specs = engine.basic_optimizer.specs
+    keys = {
+        param: ("momentum_buffer",) if spec.use_muon else ("exp_avg", "exp_avg_sq") for param, spec in specs.items()
+    }
+    return {
+        f"{specs[param].name}.{key}": safe_get_full_optimizer_state(param, key).clone()
+        for param in specs
+        for key in keys[param]
+    }
+
+
+def snapshot(engine: Any) -> dict[str, Tensor]:
+    """Master weights, states and step counts. Stage 3 by name only: padding in its flat tensors holds anything."""
+    result = {f"weight {name}": weight for name, weight in fp32_weights(engine).items()}
+    by_name = engine.zero_optimization_stage() == 3
+    for index, entry in enumerate(local_states(engine)):
+        result |= {f"{index} {key}": value for key, value in entry.items() if key == "step" or not by_name}
+    return result | (named_states(engine) if by_name else {})
+
+
+def differing(left: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
+    """Names of what is not bit for bit the same."""
+    return sorted(
+        n for n in left.keys() | right.keys() if n not in left or n not in right or not left[n].equal(right[n])
+    )
+
+
+def fresh_engine(seed: int, case: dict[str, Any], **extra: Any) -> Any:
+    """An engine for the small model with weights of its own."""
+    net = MODELS["mlp"]()
+    initialize_(net, seed)
+    return make_engine(net, ds_config(**case, **extra))
+
+
+# ---- exact resume -----------------------------------------------------------------------------------------
+
+
+def save_and_go_on(case: dict[str, Any], folder: str) -> dict[str, Tensor]:
+    """Three steps, a checkpoint, three more steps."""
+    engine = fresh_engine(0, case)
+    train_engine(engine, 3)
+    engine.save_checkpoint(folder)
+    train_engine(engine, 3, first_step=3)
+    result = snapshot(engine)
+    engine.destroy()
+    return result
+
+
+def resume(case: dict[str, Any], folder: str) -> dict[str, Tensor]:
+    """What :func:`save_and_go_on` gives, by an engine that starts from other weights and loads the checkpoint."""
+    engine = fresh_engine(7, case)
+    train_engine(engine, 1, first_step=9)
+    assert engine.load_checkpoint(folder)[0] is not None
+    assert engine.global_steps == 3
+    train_engine(engine, 3, first_step=3)
+    result = snapshot(engine)
+    engine.destroy()
+    return result
+
+
+def resume_all(cases: list[dict[str, Any]], folders: list[str]) -> list[dict[str, Tensor]]:
+    return [resume(case, folder) for case, folder in zip(cases, folders, strict=True)]
+
+
+@pytest.mark.parametrize("case", RESUMED, ids=str)
+def test_resume_is_exact(case: dict[str, Any], tmp_path: Path) -> None:
+    expected = run(save_and_go_on, 2, case=case, folder=str(tmp_path))
+    for wanted, got in zip(expected, run(resume, 2, case=case, folder=str(tmp_path)), strict=True):
+        assert differing(wanted, got) == []
+
+
+def test_resume_in_a_fresh_process_is_exact(tmp_path: Path) -> None:
+    cases: list[dict[str, Any]] = [{"stage": 2}, {"stage": 3, "dtype": "bf16"}, {"stage": 3, "offload": True}]
+    folders = [str(tmp_path / str(index)) for index in range(len(cases))]
+    expected = [run(save_and_go_on, 2, case=case, folder=folder) for case, folder in zip(cases, folders, strict=True)]
+    for rank, results in enumerate(run(resume_all, 2, fresh=True, cases=cases, folders=folders)):
+        for index, got in enumerate(results):
+            assert differing(expected[index][rank], got) == [], cases[index]
+
+
+# ---- states by name ---------------------------------------------------------------------------------------
+
+
+def names_of_states(case: dict[str, Any], folder: str) -> dict[str, dict[str, Tensor]]:
+    """The states at first, after a step, loaded into another engine, and there after a second step."""
+    engine = fresh_engine(0, case)
+    result = {"first": named_states(engine)}
+    train_engine(engine, 1)
+    result["trained"] = named_states(engine)
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    engine = fresh_engine(7, case)
+    engine.load_checkpoint(folder)
+    result["loaded"] = named_states(engine)
+    train_engine(engine, 1, first_step=1)
+    result["resumed"] = named_states(engine)
+    engine.destroy()
+    return result
+
+
+def oracle_states(steps: int) -> dict[str, Tensor]:
+    """The same states after `steps` steps of the oracle."""
+    net = MODELS["mlp"]()
+    shared = {key: PARAMS[key] for key in ("lr", "adam_lr", "momentum", "weight_decay", "eps")}
+    config = OracleConfig(**shared, adam_weight_decay=PARAMS["weight_decay"], betas=(0.9, 0.95), clip=1.0)
+    routing = route(net)
+    reference = train_oracle(net, net.batch, steps, routing, config)
+    first = {"muon": "momentum_buffer", "adam": "exp_avg"}
+    states = {f"{name}.{first[kind]}": reference.momentum[name] for name, kind in routing.items()}
+    return states | {f"{n}.exp_avg_sq": reference.second_moment[n] for n, kind in routing.items() if kind == "adam"}
+
+
+@pytest.mark.parametrize("case", NAMED, ids=str)
+def test_states_are_found_by_name(case: dict[str, Any], tmp_path: Path) -> None:
+    expected = {"trained": oracle_states(1), "resumed": oracle_states(2)}
+    for result in run(names_of_states, 2, case=case, folder=str(tmp_path)):
+        assert not any(state.any() for state in result["first"].values())
+        assert differing(result["trained"], result["loaded"]) == []
+        for moment, states in expected.items():
+            assert result[moment].keys() == states.keys()
+            for name in states if case.get("dtype") != "bf16" else ():
+                error = (result[moment][name] - states[name]).norm() / states[name].norm()
+                assert error <= (1e-5 if moment == "trained" else 1e-3), (moment, name)
+
+
+# ---- files ------------------------------------------------------------------------------------------------
+
+
+def save_once(case: dict[str, Any], folder: str) -> list[list[str]]:
+    """One step and a checkpoint; the keys of each state in memory afterwards."""
+    engine = fresh_engine(0, case)
+    train_engine(engine, 1)
+    engine.save_checkpoint(folder)
+    keys = [sorted(entry) for entry in local_states(engine)]
+    engine.destroy()
+    return keys
+
+
+@pytest.mark.parametrize("case", [{"stage": 2}, {"stage": 3}, {"stage": 3, "offload": True}, BF16_OPTIMIZER], ids=str)
+def test_the_files_hold_adams_keys_and_no_second_moment_for_muon(case: dict[str, Any], tmp_path: Path) -> None:
+    adam, muon = ["exp_avg", "exp_avg_sq", "step"], ["momentum_buffer", "step"]
+    assert run(save_once, 2, case=case, folder=str(tmp_path)) == [[muon, adam]] * 2
+    files = sorted(tmp_path.glob("*/*zero_pp_rank_*_optim_states.pt"))
+    assert len(files) == 2
+    for file in files:
+        saved = torch.load(file, weights_only=False)["optimizer_state_dict"]
+        state = saved.get("optimizer_state_dict", saved.get("base_optimizer_state"))["state"]
+        assert [sorted(entry) for entry in state.values()] == [adam, adam]
+        assert state[0]["exp_avg_sq"].shape == state[0]["exp_avg"].shape
+        assert state[0]["exp_avg"].any() and not state[0]["exp_avg_sq"].any()
+        assert state[0]["exp_avg_sq"].untyped_storage().nbytes() == 4
+
+
+def save_with(case: dict[str, Any], folder: str, optimizer: dict[str, Any]) -> None:
+    """A checkpoint of another optimizer."""
+    import deepspeed
+
+    engine = deepspeed.initialize(model=MODELS["mlp"](), config=ds_config(**case, optimizer=optimizer))[0]
+    train_engine(engine, 1)
+    engine.save_checkpoint(folder)
+    engine.destroy()
+
+
+def load_with_tags(case: dict[str, Any], folder: str, tags: dict[int, bool]) -> str:
+    """The error of loading into an engine whose layers carry these tags."""
+    net = MODELS["mlp"]()
+    for layer, tag in tags.items():
+        net.layers[layer].weight.use_muon = tag
+    engine = make_engine(net, ds_config(**case))
+    before = snapshot(engine)
+    with pytest.raises(ValueError) as error:
+        engine.load_checkpoint(folder, load_module_strict=True)
+    del before
+    engine.destroy()
+    return str(error.value)
+
+
+FOREIGN = [{"stage": 0}, {"stage": 0, "dtype": "bf16"}, {"stage": 2}, {"stage": 3}, BF16_OPTIMIZER]
+
+
+@pytest.mark.parametrize("case", FOREIGN, ids=str)
+def test_a_checkpoint_of_stock_adamw_is_refused(case: dict[str, Any], tmp_path: Path) -> None:
+    run(save_with, 2, case=case, folder=str(tmp_path), optimizer={"type": "AdamW", "params": {"lr": 1e-3}})
+    for text in run(load_with_tags, 2, case=case, folder=str(tmp_path), tags={}):
+        assert "parameter groups" in text
+
+
+@pytest.mark.parametrize("tags", [{2: False}, {i: False for i in range(5)}, {0: False, 1: True}], ids=str)
+@pytest.mark.parametrize("case", FOREIGN, ids=str)
+def test_a_checkpoint_of_another_routing_is_refused(case: dict[str, Any], tags: Any, tmp_path: Path) -> None:
+    run(save_once, 2, case=case, folder=str(tmp_path))
+    for text in run(load_with_tags, 2, case=case, folder=str(tmp_path), tags=tags):
+        assert "routing" in text
+
+
+# ---- stock's universal converter --------------------------------------------------------------------------
+
+
+def settings(engine: Any) -> list[dict[str, Any]]:
+    """Each group's settings."""
+    return [{k: v for k, v in group.items() if k != "params"} for group in engine.basic_optimizer.param_groups]
+
+
+def save_for_conversion(case: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Three steps, another rate for AdamW, a checkpoint, three more steps."""
+    engine = fresh_engine(0, case)
+    initial = fp32_weights(engine)
+    train_engine(engine, 3)
+    engine.basic_optimizer.param_groups[1]["lr"] = 5e-4
+    engine.save_checkpoint(folder, tag="saved")
+    result = {"settings": settings(engine), "states": named_states(engine), "initial": initial}
+    train_engine(engine, 3, first_step=3)
+    result["weights"] = fp32_weights(engine)
+    engine.destroy()
+    return result
+
+
+def load_converted(case: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Load a universal checkpoint into an engine with other weights and take three more steps."""
+    engine = fresh_engine(7, case, checkpoint={"load_universal": True})
+    assert engine.load_checkpoint(folder, tag="universal")[0] is not None
+    result = {"settings": settings(engine), "states": named_states(engine), "local": local_states(engine)}
+    train_engine(engine, 3, first_step=3)
+    result["weights"] = fp32_weights(engine)
+    result["steps"] = [float(entry["step"]) for entry in local_states(engine)]
+    engine.destroy()
+    return result
+
+
+def convert(folder: Path) -> None:
+    """Run stock's converter by its own command."""
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    folders = ["--input_folder", str(folder / "saved"), "--output_folder", str(folder / "universal")]
+    done = subprocess.run(command + folders, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("case", UNIVERSAL, ids=str)
+def test_universal_checkpoint_on_fewer_ranks(case: dict[str, Any], tmp_path: Path) -> None:
+    saved = run(save_for_conversion, 2, case=case, folder=str(tmp_path))[0]
+    convert(tmp_path)
+    for target in [case, case | {"offload": True}] if case["stage"] == 3 else [case]:
+        (loaded,) = run(load_converted, 1, case=target, folder=str(tmp_path))
+        assert loaded["settings"] == saved["settings"]
+        assert differing(loaded["states"], saved["states"]) == []
+        assert [sorted(entry) for entry in loaded["local"]] == [
+            ["momentum_buffer", "step"],
+            ["exp_avg", "exp_avg_sq", "step"],
+        ]
+        assert [float(entry["step"]) for entry in loaded["local"]] == [3.0, 3.0] and loaded["steps"] == [6.0, 6.0]
+        for name, expected in saved["weights"].items():
+            error = change_error(saved["initial"][name], loaded["weights"][name], expected)
+            print(target, name, error)
+
+
+# ---- size -------------------------------------------------------------------------------------------------
+
+
+def state_sizes(cases: list[dict[str, Any]]) -> list[tuple[int, int, int]]:
+    """By case: bytes of this rank's Muon state, elements of its flat tensors, their number."""
+    sizes = []
+    for case in cases:
+        engine = fresh_engine(0, case)
+        train_engine(engine, 1)
+        optimizer = engine.basic_optimizer
+        flats = [tensor for tensor in flat_tensors(engine) if "momentum_buffer" in optimizer.state[tensor]]
+        values = [value for tensor in flats for value in optimizer.state[tensor].values()]
+        storages = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in values}
+        sizes.append((sum(storages.values()), sum(tensor.numel() for tensor in flats), len(flats)))
+        engine.destroy()
+    return sizes
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_muon_keeps_four_bytes_per_parameter(world: int) -> None:
+    cases = [{"stage": stage, "dtype": dtype} for stage in (1, 2, 3) for dtype in ("fp32", "bf16")]
+    matrices = [p.numel() for p in MODELS["mlp"]().parameters() if p.ndim == 2]
+    for case, *ranks in zip(cases, *run(state_sizes, world, cases=cases), strict=True):
+        used, flat, tensors = map(sum, zip(*ranks, strict=True))
+        assert used == 4 * flat + 4 * tensors, case  # the momentum, and the step count of each tensor
+        padding = flat - sum(matrices)
+        assert 0 <= padding < (len(matrices) * world if case["stage"] == 3 else 2 * world), case

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Newton-Schulz schedules: the published numbers, their length, and the map that they make of singular values."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepspeed.muon.coefficients import DEFAULT_STEPS, NAMED, SIMPLE, Schedule, schedule
+
+PUBLISHED_POLAR_EXPRESS = (
+    (8.156555, -22.483293, 15.878770),
+    (4.042930, -2.808917, 0.500018),
+    (3.891668, -2.772484, 0.506065),
+    (3.285754, -2.368129, 0.464490),
+    (2.346541, -1.709783, 0.423236),
+)
+
+
+def apply_to_values(triples: Schedule, values: Tensor) -> Tensor:
+    """The image of singular values under all steps."""
+    for a, b, c in triples:
+        values = a * values + b * values**3 + c * values**5
+    return values
+
+
+def test_simple_is_torchs() -> None:
+    from torch.optim import Muon
+
+    default = Muon([torch.nn.Parameter(torch.zeros(2, 2))]).defaults
+    assert default["ns_coefficients"] == SIMPLE
+    assert default["ns_steps"] == DEFAULT_STEPS
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5, 7])
+def test_a_single_triple_is_repeated(steps: int) -> None:
+    assert schedule("simple", steps) == (SIMPLE,) * steps
+    assert schedule(((1.5, -0.5, 0.0),), steps) == ((1.5, -0.5, 0.0),) * steps
+
+
+@pytest.mark.parametrize("coefficients", ["simple", ((1.5, -0.5, 0.0),)])
+def test_a_single_triple_takes_five_steps_by_default(coefficients: str | Schedule) -> None:
+    assert len(schedule(coefficients)) == DEFAULT_STEPS == 5
+
+
+@pytest.mark.parametrize("name", ["you", "polar_express"])
+def test_a_schedule_fixes_the_number_of_steps(name: str) -> None:
+    assert schedule(name) == schedule(name, 5) == NAMED[name]
+    assert len(set(schedule(name))) == 5, "every step has its own triple"
+
+
+def test_given_triples_become_floats() -> None:
+    triples = schedule([[3, -4, 2], [2, -1, 0]])
+    assert triples == ((3.0, -4.0, 2.0), (2.0, -1.0, 0.0))
+    assert all(type(value) is float for triple in triples for value in triple)
+
+
+@pytest.mark.parametrize(
+    ("coefficients", "steps", "length"),
+    [("you", 4, 5), ("polar_express", 6, 5), (((1, 0, 0), (1, 0, 0)), 1, 2), (((1, 0, 0), (1, 0, 0)), 3, 2)],
+)
+def test_other_steps_than_the_schedules_are_refused(coefficients: str | Schedule, steps: int, length: int) -> None:
+    with pytest.raises(ValueError, match=rf"ns_steps is {steps}\b.*{length} steps"):
+        schedule(coefficients, steps)
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="'polar_expres'") as error:
+        schedule("polar_expres")
+    assert all(name in str(error.value) for name in NAMED)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_singular_values_come_near_one(name: str) -> None:
+    """The input has Frobenius norm one, so its singular values are at most one."""
+    values = apply_to_values(schedule(name), torch.linspace(0.01, 1, 10_001, dtype=torch.float64))
+    assert values.min() > 0.3
+    assert values.max() < 1.3
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_small_values_grow_and_none_leaves_the_range(name: str) -> None:
+    """Below 0.01 values do not reach one, but stay positive and never overshoot; rounding may exceed one a little."""
+    values = apply_to_values(schedule(name), torch.logspace(-6, 0.004, 10_001, dtype=torch.float64))
+    assert values.min() > 0
+    assert values.max() < 1.3
+    slope = apply_to_values(schedule(name), torch.tensor(1e-9, dtype=torch.float64)) / 1e-9
+    assert slope > 300
+
+
+def test_polar_express_treats_its_input_as_if_divided_by_its_safety_factor() -> None:
+    values = torch.linspace(0, 1, 1001, dtype=torch.float64)
+    expected = apply_to_values(PUBLISHED_POLAR_EXPRESS, values / 1.02)
+    torch.testing.assert_close(apply_to_values(NAMED["polar_express"], values), expected, rtol=1e-12, atol=1e-12)
+    assert NAMED["polar_express"][1:] == PUBLISHED_POLAR_EXPRESS[1:]
+    assert NAMED["polar_express"][0][0] == pytest.approx(8.156555 / 1.02, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high"), [("simple", 0.68, 1.14), ("you", 0.97, 1.04), ("polar_express", 0.858, 1.142)]
+)
+def test_bounds_of_each_schedule(name: str, low: float, high: float) -> None:
+    """The narrow band of each on [0.01, 1]: a digit lost in the table shows here."""
+    values = apply_to_values(schedule(name), torch.linspace(0.01, 1, 10_001, dtype=torch.float64))
+    assert low < values.min()
+    assert values.max() < high

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizer in plain PyTorch, against torch.optim.Muon and torch.optim.AdamW."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deepspeed.muon import MuonConfigError, MuonWithAuxAdam
+from models import MODELS
+from oracles import OracleConfig, change_error, newton_schulz_fp64, route, train_oracle
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 5) -> dict[str, Tensor]:
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(*model.batch(step)).backward()
+        optimizer.step()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    params = list(model.parameters())
+    return [p for p in params if p.ndim == 2], [p for p in params if p.ndim != 2]
+
+
+@pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_equals_torch_muon_and_adamw(adjust_lr_fn: str, nesterov: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own iteration runs in bf16, so both get the same exact one; all else is torch's."""
+    import torch.optim._muon as torch_muon
+
+    def exact(grad: Tensor, coefficients: Any, steps: int, eps: float) -> Tensor:
+        return newton_schulz_fp64(grad, [coefficients] * steps).to(grad.dtype)
+
+    monkeypatch.setattr(torch_muon, "_zeropower_via_newtonschulz", exact)
+    ours, theirs = MODELS["mlp"](), MODELS["mlp"]()
+    settings = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}
+    mine = MuonWithAuxAdam(
+        ours.parameters(), model=ours, nesterov=nesterov, adjust_lr_fn=adjust_lr_fn, ns_dtype="fp32", **settings
+    )
+    matrices, vectors = split(theirs)
+    muon = torch.optim.Muon(matrices, nesterov=nesterov, adjust_lr_fn=adjust_lr_fn, **settings)
+    adam = torch.optim.AdamW(vectors, lr=0.02, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.1)
+    initial = {name: p.detach().clone() for name, p in ours.named_parameters()}
+    for step in range(5):
+        for optimizer in (muon, adam):
+            optimizer.zero_grad()
+        theirs(*theirs.batch(step)).backward()
+        muon.step()
+        adam.step()
+    got = train(ours, mine)
+    for name, p in theirs.named_parameters():
+        assert change_error(initial[name], got[name], p.detach()) <= 1e-4, name
+
+
+def test_bf16_tracks_torch_muon() -> None:
+    ours, theirs = MODELS["wide"](), MODELS["wide"]()
+    for model in (ours, theirs):
+        for p in split(model)[1]:
+            p.requires_grad_(False)
+    initial = {name: p.detach().clone() for name, p in ours.named_parameters()}
+    got = train(ours, MuonWithAuxAdam(ours.parameters(), model=ours, muon_lr=0.02, ns_dtype="bf16"))
+    wanted = train(theirs, torch.optim.Muon(split(theirs)[0], lr=0.02, weight_decay=0.0, momentum=0.95))
+    for name in (n for n, p in ours.named_parameters() if p.requires_grad):
+        assert change_error(initial[name], got[name], wanted[name]) <= 0.15, name
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_the_adam_half_equals_torch(decoupled: bool) -> None:
+    ours, theirs = MODELS["mlp"](), MODELS["mlp"]()
+    for p in ours.parameters():
+        p.use_muon = False
+    settings: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1}
+    reference = (torch.optim.AdamW if decoupled else torch.optim.Adam)(theirs.parameters(), **settings)
+    got = train(ours, MuonWithAuxAdam(ours.parameters(), model=ours, adam_w_mode=decoupled, **settings))
+    for name, wanted in train(theirs, reference).items():
+        torch.testing.assert_close(got[name], wanted, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("coefficients", ["simple", "polar_express", [[2.0, -1.5, 0.5]]])
+@pytest.mark.parametrize("method", ["standard", "gram"])
+def test_coefficients_and_methods_equal_the_oracle(coefficients: Any, method: str) -> None:
+    from deepspeed.muon.coefficients import schedule
+
+    model = MODELS["mlp"]()
+    triples = schedule(coefficients if isinstance(coefficients, str) else tuple(map(tuple, coefficients)))
+    reference = train_oracle(
+        model,
+        model.batch,
+        3,
+        route(model),
+        OracleConfig(
+            lr=0.02, adam_lr=1e-3, betas=(0.9, 0.95), eps=1e-10, orthogonalize=lambda m: newton_schulz_fp64(m, triples)
+        ),
+    )
+    optimizer = MuonWithAuxAdam(
+        model.parameters(),
+        model=model,
+        muon_lr=0.02,
+        adam_lr=1e-3,
+        ns_coefficients=coefficients,
+        ns_method=method,
+        ns_dtype="fp32",
+    )
+    for name, weight in train(model, optimizer, 3).items():
+        assert change_error(reference.initial[name], weight, reference.weights[name]) <= 1e-3, name
+
+
+def test_groups_keep_their_own_settings() -> None:
+    model = MODELS["mlp"]()
+    layers = model.layers
+    optimizer = MuonWithAuxAdam(
+        [
+            {"params": layers[0].parameters(), "lr": 0.5, "momentum": 0.5},
+            {"params": [p for layer in layers[1:] for p in layer.parameters()], "weight_decay": 0.25, "name": "rest"},
+        ],
+        model=model,
+        lr=0.01,
+        momentum=0.9,
+    )
+    settings = [(g["name"], g["lr"], g["weight_decay"], g.get("momentum")) for g in optimizer.param_groups]
+    assert settings == [
+        ("group0-muon", 0.5, 0.0, 0.5),
+        ("group0-adam", 0.5, 0.0, None),
+        ("rest-muon", 0.01, 0.25, 0.9),
+        ("rest-adam", 0.01, 0.25, None),
+    ]
+
+
+def test_bad_groups_are_refused() -> None:
+    model = MODELS["mlp"]()
+    with pytest.raises(MuonConfigError, match="weigth_decay"):
+        MuonWithAuxAdam([{"params": model.parameters(), "weigth_decay": 0.1}], model=model)
+    with pytest.raises(ValueError, match="not part of the model"):
+        MuonWithAuxAdam([torch.nn.Parameter(torch.zeros(3, 3))], model=model)
+
+
+def test_a_matrix_without_gradient_is_left_alone() -> None:
+    model = MODELS["mlp"]()
+    optimizer = MuonWithAuxAdam(model.parameters(), model=model, lr=0.02, weight_decay=0.1)
+    before = copy.deepcopy(model.state_dict())
+    loss = model(*model.batch(0))
+    loss.backward()
+    model.layers[2].weight.grad = None
+    optimizer.step()
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == before.keys() - {"layers.2.weight"}
+
+
+def test_a_non_finite_gradient_changes_nothing() -> None:
+    model = MODELS["mlp"]()
+    optimizer = MuonWithAuxAdam(model.parameters(), model=model, lr=0.02)
+    train(model, optimizer, 2)
+    before, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict()["state"])
+    model(*model.batch(5)).backward()
+    model.layers[4].bias.grad[0] = torch.nan
+    optimizer.step()
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    torch.testing.assert_close(optimizer.state_dict()["state"], state, rtol=0, atol=0)
+
+
+def test_state_dict_round_trip_is_exact() -> None:
+    straight, resumed = MODELS["mlp"](), MODELS["mlp"]()
+    first = MuonWithAuxAdam(straight.parameters(), model=straight, lr=0.02)
+    train(straight, first, 3)
+    resumed.load_state_dict(straight.state_dict())
+    second = MuonWithAuxAdam(resumed.parameters(), model=resumed, lr=0.5)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    torch.testing.assert_close(train(resumed, second, 3), train(straight, first, 3), rtol=0, atol=0)
+
+
+def test_a_closure_is_evaluated() -> None:
+    model = MODELS["mlp"]()
+    optimizer = MuonWithAuxAdam(model.parameters(), model=model, lr=0.02)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(*model.batch(0))
+        loss.backward()
+        return loss
+
+    first = optimizer.step(closure)
+    assert optimizer.step(closure) < first
+
+
+def test_flattened_parameters_of_an_unknown_wrapper_are_refused() -> None:
+    model = MODELS["mlp"]()
+    optimizer = MuonWithAuxAdam(model.parameters(), model=model)
+    flat = torch.nn.Parameter(torch.zeros(10))
+    optimizer.param_groups[0]["params"] = [flat]
+    flat.grad = torch.zeros(10)
+    optimizer.step()
+    flat.grad = torch.ones(10)
+    with pytest.raises(RuntimeError, match=r"deepspeed\.initialize"):
+        optimizer.step()
+
+
+def test_the_steady_state_allocates_no_workspace() -> None:
+    model = MODELS["wide"]()
+    optimizer = MuonWithAuxAdam(model.parameters(), model=model, lr=0.02)
+    train(model, optimizer, 1)
+    held = optimizer._work.nbytes()
+    train(model, optimizer, 3)
+    assert optimizer._work.nbytes() == held > 0

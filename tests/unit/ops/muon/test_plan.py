@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan: every element of every matrix travels once there and once back, and nothing else does."""
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepspeed.muon.plan import CostModel, Placement, Plan, Shard, make_plan
+from deepspeed.muon.routing import Block, MatrixSpec
+
+COST = CostModel(lambda rows, cols: 20.0 * min(rows, cols) ** 2 * max(rows, cols), 200.0, 2)
+
+
+def whole(rows: int, cols: int) -> tuple[Block, ...]:
+    return (Block(0, rows, cols, cols),)
+
+
+def columns(rows: int, cols: int) -> tuple[Block, ...]:
+    """Two blocks side by side, which are not contiguous in the parameter."""
+    half = cols // 2
+    return (Block(0, rows, half, cols), Block(half, rows, cols - half, cols))
+
+
+def specs(shapes: list[tuple[int, int]], split: bool = False) -> list[MatrixSpec]:
+    cut = columns if split else whole
+    return [MatrixSpec(f"p{i}", s, True, "test", cut(*s) if s[1] > 1 else whole(*s)) for i, s in enumerate(shapes)]
+
+
+def flat_layout(items: list[MatrixSpec], world_size: int, gap: int = 0) -> tuple[list[Shard], int]:
+    """Stages 1 and 2: one flat tensor cut into equal parts; `gap` elements of padding after each parameter."""
+    offsets = list(itertools.accumulate((spec.numel + gap for spec in items), initial=0))
+    span = math.ceil(offsets[-1] / world_size)
+    return [Shard(s, 0, Placement(o, span, 0)) for s, o in zip(items, offsets, strict=False)], span
+
+
+def part_layout(items: list[MatrixSpec], world_size: int) -> tuple[list[Shard], int]:
+    """Stage 3: each parameter cut over all ranks, the parts one after the other."""
+    shards, base = [], 0
+    for spec in items:
+        part = math.ceil(spec.numel / world_size)
+        shards.append(Shard(spec, 0, Placement(0, part, base)))
+        base += part
+    return shards, base
+
+
+def simulate(shards: list[Shard], size: int, world_size: int, bucket_bytes: int) -> list[Plan]:
+    """Carry numbered elements through the plans of all ranks, there and back, as the exchange would.
+
+    Checks that owners see each matrix whole and in order, and that each rank gets back what it sent, in place.
+    """
+    plans = [make_plan(shards, rank, world_size, COST, bucket_bytes) for rank in range(world_size)]
+    assert len({plan.digest for plan in plans}) == 1
+    assert len({len(plan.buckets) for plan in plans}) == 1
+    tensors = [filled(shards, rank, size) for rank in range(world_size)]
+    returned = [[None] * size for _ in range(world_size)]
+    seen = []
+    for buckets in zip(*(plan.buckets for plan in plans), strict=True):
+        outboxes, matrices = zip(*(pack(b, t) for b, t in zip(buckets, tensors, strict=True)), strict=True)
+        inboxes = all_to_all(outboxes, [b.send_counts for b in buckets], [b.receive_counts for b in buckets])
+        if not buckets[0].travels:
+            assert not any(outboxes)
+        for bucket, inbox, held in zip(buckets, inboxes, matrices, strict=True):
+            for source, target, length in bucket.received:
+                assert held[target : target + length] == [None] * length
+                held[target : target + length] = inbox[source : source + length]
+                inbox[source : source + length] = held[target : target + length]
+            assert None not in held
+            for batch in bucket.batches:
+                seen += [
+                    held[batch.start + k * batch.rows * batch.cols :][: batch.rows * batch.cols]
+                    for k in range(batch.count)
+                ]
+        back = all_to_all(inboxes, [b.receive_counts for b in buckets], [b.send_counts for b in buckets])
+        for bucket, outbox, held, result in zip(buckets, back, matrices, returned, strict=True):
+            for run in bucket.runs:
+                box = held if run.owned else outbox
+                result[run.start : run.start + run.length] = box[run.at : run.at + run.length]
+    assert returned == tensors
+    wanted = [[(shard.spec.name, e) for _, _, e in elements(block)] for shard in shards for block in shard.spec.blocks]
+    assert sorted(seen) == sorted(wanted)
+    return plans
+
+
+def elements(block: Block) -> list[tuple[int, int, int]]:
+    return [(i, j, block.offset + i * block.stride + j) for i in range(block.rows) for j in range(block.cols)]
+
+
+def filled(shards: list[Shard], rank: int, size: int) -> list[tuple[str, int] | None]:
+    """This rank's tensor, each element naming itself; padding is None."""
+    tensor: list[tuple[str, int] | None] = [None] * size
+    for shard in shards:
+        low, high = shard.placement.held(rank, 0, shard.spec.numel)
+        for element in range(low, high):
+            tensor[shard.placement.position(element)] = (shard.spec.name, element)
+    return tensor
+
+
+def pack(bucket, tensor: list) -> tuple[list, list]:
+    outbox, matrices = [None] * sum(bucket.send_counts), [None] * bucket.matrix_elements
+    for run in bucket.runs:
+        piece = tensor[run.start : run.start + run.length]
+        assert None not in piece, "padding would travel"
+        box = matrices if run.owned else outbox
+        box[run.at : run.at + run.length] = piece
+    assert None not in outbox
+    return outbox, matrices
+
+
+def all_to_all(outboxes: tuple, sent: list, received: list) -> list[list]:
+    """`torch.distributed.all_to_all_single` on lists; the counts of sender and receiver must agree."""
+    inboxes: list[list] = [[] for _ in outboxes]
+    for source, (outbox, counts) in enumerate(zip(outboxes, sent, strict=True)):
+        starts = list(itertools.accumulate(counts, initial=0))
+        for target, count in enumerate(counts):
+            assert received[target][source] == count
+            inboxes[target] += outbox[starts[target] : starts[target] + count]
+    return inboxes
+
+
+shape = st.tuples(st.integers(1, 9), st.integers(1, 9))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(shape, min_size=1, max_size=8),
+    st.integers(1, 64),
+    st.integers(2, 200),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 3),
+)
+def test_every_element_travels_once_there_and_once_back(shapes, world_size, bucket_bytes, by_part, split, gap) -> None:
+    items = specs(shapes, split)
+    shards, size = part_layout(items, world_size) if by_part else flat_layout(items, world_size, gap)
+    simulate(shards, size, world_size, bucket_bytes)
+
+
+def test_buckets_are_bounded() -> None:
+    shards, _ = part_layout(specs([(16, 16)] * 40 + [(64, 64)]), 4)
+    for rank in range(4):
+        for bucket in make_plan(shards, rank, 4, COST, bucket_bytes=2048).buckets:
+            assert bucket.matrix_elements <= 1024 or bucket.names.count("p40")
+
+
+def test_equal_shapes_form_one_batch() -> None:
+    shards, _ = part_layout(specs([(8, 4), (4, 8)] * 6), 1)
+    (bucket,) = make_plan(shards, 0, 1, COST).buckets
+    assert sorted((b.rows, b.cols, b.count) for b in bucket.batches) == [(4, 8, 6), (8, 4, 6)]
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8, 64])
+def test_owners_are_balanced(world_size: int) -> None:
+    """Longest first: no owner above 4/3 of the best possible (Graham 1969)."""
+    shapes = [(64, 64), (256, 64), (64, 256), (192, 64)] * 24
+    shards, _ = part_layout(specs(shapes), world_size)
+    loads = make_plan(shards, 0, world_size, CostModel(COST.flops, 0.0, 2)).loads
+    assert max(loads) <= 4 / 3 * max(sum(loads) / world_size, *(COST.flops(*s) for s in shapes))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_stage_3_traffic_bound(world_size: int) -> None:
+    """4 N (W - 1) / W^2 bytes as the mean; no rank above 1.1x that or four bytes per element of the largest."""
+    shapes = [(512, 512), (2048, 512), (512, 2048)] * 8
+    shards, _ = part_layout(specs(shapes), world_size)
+    sent = [make_plan(shards, rank, world_size, COST).sent_elements * 2 for rank in range(world_size)]
+    numel = sum(rows * cols for rows, cols in shapes)
+    mean = 4 * numel * (world_size - 1) / world_size**2
+    assert sum(sent) / world_size <= mean * 1.0001
+    assert max(sent) <= max(1.1 * mean, 4 * max(r * c for r, c in shapes))
+
+
+def test_matrices_stay_with_their_holders_where_bytes_are_dear() -> None:
+    shapes = [(8, 8)] * 6 + [(32, 32)]
+    shards, _ = flat_layout(specs(shapes), 2)
+    dear = make_plan(shards, 0, 2, CostModel(COST.flops, 1e12, 2))
+    assert dear.moved_elements == 0
+    holders = [shard.placement.ranks(0, shard.spec.numel) for shard in shards]
+    assert all(owner in ranks for owner, ranks in zip(dear.owners, holders, strict=True))
+    free = make_plan(shards, 0, 2, CostModel(COST.flops, 0.0, 2))
+    assert max(free.loads) <= max(make_plan(shards, 0, 2, CostModel(COST.flops, 0.0, 2)).loads)
+    assert free.moved_elements > 0
+
+
+def test_planning_is_linear_in_matrices_and_ranks() -> None:
+    """One rank of 1024 lists its own runs and its own matrices, not every rank's."""
+    shards, _ = part_layout(specs([(64, 64)] * 512), 1024)
+    plan = make_plan(shards, 3, 1024, COST)
+    assert sum(len(bucket.runs) for bucket in plan.buckets) == 512
+    assert sum(len(bucket.received) for bucket in plan.buckets) <= 1024
+
+
+def test_the_digest_tells_layouts_apart() -> None:
+    base, _ = part_layout(specs([(4, 4), (4, 6)]), 2)
+    other, _ = part_layout(specs([(4, 4), (6, 4)]), 2)
+    assert make_plan(base, 0, 2, COST).digest == make_plan(base, 1, 2, COST).digest
+    assert make_plan(base, 0, 2, COST).digest != make_plan(other, 0, 2, COST).digest
