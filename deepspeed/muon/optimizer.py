@@ -17,7 +17,9 @@ from deepspeed.muon.exchange import Exchange, Transit
 from deepspeed.muon.groups import split_groups
 from deepspeed.muon.logs import logger
 from deepspeed.muon.orthogonalize import Workspace, bf16_is_fast, choose_method, flops, orthogonalize, resolve_dtype
-from deepspeed.muon.plan import CostModel, Placement, Plan, Shard, flops_per_byte, make_plan
+from deepspeed.muon.owners import CostModel, flops_per_byte
+from deepspeed.muon.placement import Placement, Shard
+from deepspeed.muon.plan import Plan, make_plan
 from deepspeed.muon.routing import MatrixSpec, route
 from deepspeed.muon.update import SCALES, apply_, direction, momentum_
 

@@ -8,68 +8,15 @@ runs that it holds and the matrices that it owns. The work is O(matrices + ranks
 from __future__ import annotations
 
 import hashlib
-import heapq
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from deepspeed.muon.routing import Block, MatrixSpec
+from deepspeed.muon.owners import CostModel, assign
+from deepspeed.muon.placement import PlacedBlock, Shard
+from deepspeed.muon.routing import Block
 
 #: Bytes of matrices that one owner takes in one bucket. A larger matrix makes a bucket of its own.
 BUCKET_BYTES = 16 * 2**20
-#: Floating-point operations in the time of one byte on the wire: what moving a matrix away from the ranks
-#: that hold it must save. Cores on gloo; an accelerator on its fabric.
-CPU_FLOPS_PER_BYTE = 200.0
-ACCELERATOR_FLOPS_PER_BYTE = 8000.0
-
-
-@dataclass(frozen=True)
-class Placement:
-    """How one parameter lies over the ranks: an arithmetic rule, so nothing here grows with the ranks.
-
-    Element e is on rank ``(origin + e) // span``, at position ``base + (origin + e) % span`` of its tensor.
-    Stages 1 and 2 cut the flat group: origin is the parameter's offset in it, span the partition's size,
-    base 0. Stage 3 cuts each parameter: origin 0, span its partition's size, base its offset.
-    """
-
-    origin: int
-    span: int
-    base: int
-
-    def ranks(self, start: int, stop: int) -> range:
-        """Ranks that hold any of the elements ``start .. stop``."""
-        return range((self.origin + start) // self.span, (self.origin + stop - 1) // self.span + 1)
-
-    def held(self, rank: int, start: int, stop: int) -> tuple[int, int]:
-        """The part of ``start .. stop`` that ``rank`` holds; empty where first >= second."""
-        low = rank * self.span - self.origin
-        return max(start, low), min(stop, low + self.span)
-
-    def position(self, element: int) -> int:
-        """Where ``element`` lies in the tensor of the rank that holds it."""
-        return self.base + (self.origin + element) % self.span
-
-
-@dataclass(frozen=True)
-class Shard:
-    """A parameter of a partition: its route, the tensor that holds its elements, and how they lie."""
-
-    spec: MatrixSpec
-    tensor: int
-    placement: Placement
-
-
-def flops_per_byte(device_type: str) -> float:
-    """The exchange rate of :class:`CostModel` for a kind of device."""
-    return CPU_FLOPS_PER_BYTE if device_type == "cpu" else ACCELERATOR_FLOPS_PER_BYTE
-
-
-@dataclass(frozen=True)
-class CostModel:
-    """What balancing weighs: operations per matrix, and how many of them one byte of exchange is worth."""
-
-    flops: Callable[[int, int], float]
-    flops_per_byte: float
-    bytes_per_element: int
 
 
 @dataclass(frozen=True)
@@ -138,17 +85,6 @@ class Plan:
         return max(self.loads) * self.world_size / total if total else 1.0
 
 
-@dataclass(frozen=True)
-class _Item:
-    shard: Shard
-    block: Block
-
-    @property
-    def extent(self) -> tuple[int, int]:
-        """First element of the parameter, and one past the last, that the block touches."""
-        return self.block.offset, self.block.offset + (self.block.rows - 1) * self.block.stride + self.block.cols
-
-
 def make_plan(
     shards: Sequence[Shard], rank: int, world_size: int, cost: CostModel, bucket_bytes: int = BUCKET_BYTES
 ) -> Plan:
@@ -159,55 +95,24 @@ def make_plan(
         cost: weighs Newton-Schulz against exchange.
         bucket_bytes: bound on the matrices of one owner in one bucket.
     """
-    items = [_Item(shard, block) for shard in shards for block in shard.spec.blocks]
-    owners, loads, moved = _assign(items, world_size, cost)
+    items = [PlacedBlock(shard, block) for shard in shards for block in shard.spec.blocks]
+    owners, loads = assign(items, world_size, cost)
+    moved = sum(item.block.numel for item, owner in zip(items, owners, strict=True) if owner not in item.holders)
     limit = max(1, bucket_bytes // cost.bytes_per_element)
     rounds = _rounds(items, owners, world_size, limit)
     buckets = tuple(_bucket(round_items, rank, world_size) for round_items in rounds)
     return Plan(rank, world_size, buckets, tuple(owners), tuple(loads), moved, _digest(items, owners, rounds))
 
 
-def _assign(items: list[_Item], world_size: int, cost: CostModel) -> tuple[list[int], list[float], int]:
-    """Owners by longest processing time: the heaviest matrix first, to where it would be done earliest.
-
-    Candidates are the ranks that hold most of the matrix, and the least loaded rank, which has to receive
-    what it lacks. So a matrix leaves its holders only where that makes the step shorter by more than the
-    extra bytes cost. Under stage 3 all hold the same and the least loaded wins.
-    """
-    loads = [0.0] * world_size
-    heap = [(0.0, rank) for rank in range(world_size)]
-    owners = [0] * len(items)
-    moved = 0
-    weights = [cost.flops(item.block.rows, item.block.cols) for item in items]
-    for index in sorted(range(len(items)), key=lambda i: (-weights[i], i)):
-        item = items[index]
-        holders = item.shard.placement.ranks(*item.extent)
-        while heap[0][0] != loads[heap[0][1]]:
-            heapq.heappop(heap)
-        candidates = {holders[0], holders[-1], holders[len(holders) // 2], heap[0][1]}
-        price = {r: weights[index] + cost.flops_per_byte * _bytes_to(item, r, cost) for r in candidates}
-        owner = min(candidates, key=lambda r: (loads[r] + price[r], r))
-        owners[index] = owner
-        loads[owner] += price[owner]
-        heapq.heappush(heap, (loads[owner], owner))
-        moved += item.block.numel if owner not in holders else 0
-    return owners, loads, moved
-
-
-def _bytes_to(item: _Item, rank: int, cost: CostModel) -> int:
-    """Bytes that enter and leave ``rank`` when it owns the matrix."""
-    low, high = item.shard.placement.held(rank, *item.extent)
-    held = max(0, high - low) * item.block.cols // item.block.stride
-    return 2 * cost.bytes_per_element * (item.block.numel - held)
-
-
-def _rounds(items: list[_Item], owners: list[int], world_size: int, limit: int) -> list[list[tuple[int, _Item]]]:
+def _rounds(
+    items: list[PlacedBlock], owners: list[int], world_size: int, limit: int
+) -> list[list[tuple[int, PlacedBlock]]]:
     """Cut each owner's matrices, equal shapes together, into chunks of at most ``limit`` elements.
 
     Round k is every owner's k-th chunk, as (owner, item) in an order that all ranks share.
     """
     order = sorted(range(len(items)), key=lambda i: (owners[i], -items[i].block.numel, items[i].block.rows, i))
-    rounds: list[list[tuple[int, _Item]]] = []
+    rounds: list[list[tuple[int, PlacedBlock]]] = []
     filled = [0] * world_size
     chunk = [0] * world_size
     for index in order:
@@ -222,7 +127,7 @@ def _rounds(items: list[_Item], owners: list[int], world_size: int, limit: int) 
     return rounds
 
 
-def _bucket(items: list[tuple[int, _Item]], rank: int, world_size: int) -> Bucket:
+def _bucket(items: list[tuple[int, PlacedBlock]], rank: int, world_size: int) -> Bucket:
     runs: list[Run] = []
     sent = [0] * world_size
     incoming: list[list[tuple[int, int]]] = [[] for _ in range(world_size)]
@@ -231,7 +136,7 @@ def _bucket(items: list[tuple[int, _Item]], rank: int, world_size: int) -> Bucke
     send_at = 0
     for owner, item in items:
         mine = owner == rank
-        for start, at, length in _held_runs(item, rank):
+        for start, at, length in item.held_runs(rank):
             position = item.shard.placement.position(start)
             where = matrices + at if mine else send_at
             runs.append(Run(item.shard.tensor, position, length, mine, where, item.block.rows, item.block.cols))
@@ -239,20 +144,15 @@ def _bucket(items: list[tuple[int, _Item]], rank: int, world_size: int) -> Bucke
                 send_at += length
                 sent[owner] += length
         if mine:
-            for source in item.shard.placement.ranks(*item.extent):
+            for source in item.holders:
                 if source != rank:
-                    incoming[source].extend((matrices + at, length) for _, at, length in _held_runs(item, source))
+                    incoming[source].extend((matrices + at, length) for _, at, length in item.held_runs(source))
             shapes.append((matrices, item.block))
             matrices += item.block.numel
     received, counts = _unpacking(incoming)
-    travels = any(item.shard.placement.ranks(*item.extent) != range(owner, owner + 1) for owner, item in items)
+    travels = any(item.holders != range(owner, owner + 1) for owner, item in items)
     names = tuple(item.shard.spec.name for _, item in items)
     return Bucket(tuple(runs), tuple(_batches(shapes)), received, tuple(sent), counts, matrices, travels, names)
-
-
-def _held_runs(item: _Item, rank: int) -> Iterator[tuple[int, int, int]]:
-    low, high = item.shard.placement.held(rank, *item.extent)
-    return item.block.runs(low, high) if low < high else iter(())
 
 
 def _unpacking(incoming: list[list[tuple[int, int]]]) -> tuple[tuple[tuple[int, int, int], ...], tuple[int, ...]]:
@@ -280,7 +180,7 @@ def _batches(shapes: Iterable[tuple[int, Block]]) -> Iterator[Batch]:
         yield current
 
 
-def _digest(items: list[_Item], owners: list[int], rounds: list[list[tuple[int, _Item]]]) -> str:
+def _digest(items: list[PlacedBlock], owners: list[int], rounds: list[list[tuple[int, PlacedBlock]]]) -> str:
     """A hash of everything that the ranks must agree on."""
     text = hashlib.sha256()
     for item, owner in zip(items, owners, strict=True):

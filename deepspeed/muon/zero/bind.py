@@ -146,4 +146,6 @@ def _warn_of_small_sub_groups(optimizer: MuonWithAuxAdam, partitions: list[tuple
 
 def _load_without_sub_groups(plans: list[Plan]) -> float:
     """The least that the busiest rank could have to do if the sub-groups of one group were one."""
+    if len(plans) == 1:
+        return max(plans[0].loads)
     return max(sum(sum(plan.loads) for plan in plans) / plans[0].world_size, *(max(plan.loads) for plan in plans))

@@ -19,45 +19,60 @@ from deepspeed.muon.optimizer import MuonWithAuxAdam
 
 
 def keep_convertible(wrapper: Any, optimizer: MuonWithAuxAdam) -> None:
-    """Rename the momentum on the way out and in, and repair what stock's universal loaders do."""
-    if wrapper is optimizer:
-        return
+    """Rename the momentum on the way out and in, refuse another routing, repair what stock's loaders do."""
     optimizer.register_state_dict_post_hook(_export)
     optimizer.register_load_state_dict_pre_hook(_import)
+    if wrapper is optimizer:
+        return
+    wrapper.load_state_dict = _checked(wrapper, optimizer, wrapper.load_state_dict)
     for name in ("load_hp_checkpoint_state_from_checkpoint_dir", "load_hp_checkpoint_state_from_checkpoint_dir_stage3"):
         load = getattr(wrapper, name, None)
         if load is not None:
             setattr(wrapper, name, _repaired(optimizer, load))
-    if hasattr(wrapper, "_hp_optimizer_states_linked"):
-        wrapper.load_state_dict = _relinking(wrapper, wrapper.load_state_dict)
 
 
 def _export(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    matrices = sorted(_matrices(optimizer))
+    groups = [{**group, "matrices": matrices} if group["use_muon"] else group for group in state_dict["param_groups"]]
     state = dict(state_dict["state"])
     for index in _muon_indices(state_dict):
         entry = dict(state[index])
-        momentum = entry.pop("momentum_buffer")
-        entry |= {"exp_avg": momentum, "exp_avg_sq": momentum.new_zeros(()).expand(momentum.shape)}
+        if "momentum_buffer" in entry:
+            momentum = entry.pop("momentum_buffer")
+            entry |= {"exp_avg": momentum, "exp_avg_sq": momentum.new_zeros(()).expand(momentum.shape)}
         state[index] = entry
-    return {**state_dict, "state": state}
+    return {**state_dict, "state": state, "param_groups": groups}
 
 
 def _import(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    saved = [group.get("use_muon") for group in state_dict["param_groups"]]
-    current = [group["use_muon"] for group in optimizer.param_groups]
-    if saved != current:
-        raise ValueError(
-            f"the checkpoint's parameter groups are {_kinds(saved)}, the optimizer's are {_kinds(current)}: "
-            "it was saved with another optimizer or another routing"
-        )
+    _check(optimizer, state_dict["param_groups"])
+    groups = [_settings(group) | {"params": group["params"]} for group in state_dict["param_groups"]]
     state = dict(state_dict["state"])
     for index in _muon_indices(state_dict):
-        entry = dict(state[index])
-        if "exp_avg" in entry:
-            entry["momentum_buffer"] = entry.pop("exp_avg")
-            entry.pop("exp_avg_sq", None)
-        state[index] = entry
-    return {**state_dict, "state": state}
+        state[index] = dict(state[index])
+        _restore_momentum(state[index])
+    return {**state_dict, "state": state, "param_groups": groups}
+
+
+def _check(optimizer: Any, groups: list[dict[str, Any]]) -> None:
+    """Raise ValueError unless saved groups are of the same kinds and the same parameters go to Muon."""
+    saved, current = ([group.get("use_muon") for group in side] for side in (groups, optimizer.param_groups))
+    there = {name for group in groups for name in group.get("matrices", ())}
+    here = _matrices(optimizer)
+    if saved != current or there != here:
+        raise ValueError(
+            f"the checkpoint's parameter groups are {_kinds(saved)}, the optimizer's are {_kinds(current)}; "
+            f"Muon has {sorted(there - here)[:4]} in the checkpoint only and {sorted(here - there)[:4]} here only: "
+            "it was saved with another optimizer or another routing"
+        )
+
+
+def _matrices(optimizer: Any) -> set[str]:
+    return {spec.name for spec in optimizer.specs.values() if spec.use_muon}
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "matrices")}
 
 
 def _muon_indices(state_dict: dict[str, Any]) -> list[int]:
@@ -74,23 +89,52 @@ def _kinds(flags: list[bool | None]) -> str:
     return str([{True: "Muon", False: "AdamW", None: "unknown"}[flag] for flag in flags])
 
 
+def _checked(wrapper: Any, optimizer: MuonWithAuxAdam, load: Any) -> Any:
+    """Stock's ``load_state_dict``, after a check of the routing, whose lack it reports in misleading words.
+
+    At stages 1 and 2 stock links parameters to state once, after the first step. Loading replaces the state, so
+    they are linked again, for ``safe_get_full_optimizer_state``.
+    """
+
+    @functools.wraps(load)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        given = args[0] if args else kwargs.get("state_dict_list")
+        saved = next(filter(None, given), None) if isinstance(given, list) else given
+        if saved and kwargs.get("load_optimizer_states", True):
+            _check(optimizer, _saved_groups(saved))
+        result = load(*args, **kwargs)
+        if hasattr(wrapper, "_hp_optimizer_states_linked"):
+            wrapper._hp_optimizer_states_linked = False
+            wrapper._lazy_init_hp_params_optimizer_state()
+        return result
+
+    return checked
+
+
 def _repaired(optimizer: MuonWithAuxAdam, load: Any) -> Any:
     """Stock's universal loader, then: Adam's keys become the momentum, each group gets its own settings back.
 
-    Stage 3 copies the settings of group 0 into all groups, and both stages give Muon's groups Adam's keys.
+    Stage 3 copies the settings of group 0 into all groups and lets all tensors share one step count, and both
+    stages give Muon's groups Adam's keys.
     """
 
     @functools.wraps(load)
     def repaired(*args: Any, **kwargs: Any) -> Any:
-        result = load(*args, **kwargs)
         folder = str(kwargs.get("checkpoint_dir", args[-1] if args else ""))
-        saved = torch.load(os.path.join(folder, "zero", "optimizer_state.pt"), map_location="cpu", weights_only=False)
-        groups = _saved_groups(saved)
-        for group, settings in zip(optimizer.param_groups, groups, strict=True):
-            group.update({key: value for key, value in settings.items() if key != "params"})
+        file = os.path.join(folder, "zero", "optimizer_state.pt")
+        saved = _saved_groups(torch.load(file, map_location="cpu", weights_only=False))
+        _check(optimizer, saved)
+        result = load(*args, **kwargs)
+        for group, settings in zip(optimizer.param_groups, saved, strict=True):
+            params = group["params"]
+            group.clear()
+            group.update(_settings(settings), params=params)
         for bound in optimizer._bound.values():
             for tensor in bound.partition.tensors:
                 _restore_momentum(optimizer.state[tensor])
+        for tensor, state in optimizer.state.items():
+            device = tensor.device if "exp_avg" in state else None
+            state["step"] = torch.tensor(float(state["step"]), dtype=torch.float32, device=device)
         return result
 
     return repaired
@@ -105,20 +149,3 @@ def _restore_momentum(state: dict[str, Any]) -> None:
     if "exp_avg" in state:
         state["momentum_buffer"] = state.pop("exp_avg")
         state.pop("exp_avg_sq", None)
-        state["step"] = torch.as_tensor(state["step"], dtype=torch.float32)
-
-
-def _relinking(wrapper: Any, load: Any) -> Any:
-    """Let ``safe_get_full_optimizer_state`` find the loaded state at stages 1 and 2.
-
-    Stock links parameters to state once, after the first step, and loading replaces the state.
-    """
-
-    @functools.wraps(load)
-    def relinking(*args: Any, **kwargs: Any) -> Any:
-        result = load(*args, **kwargs)
-        wrapper._hp_optimizer_states_linked = False
-        wrapper._lazy_init_hp_params_optimizer_state()
-        return result
-
-    return relinking

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from deepspeed.muon.optimizer import MuonWithAuxAdam, Partition
-from deepspeed.muon.plan import Placement, Shard
+from deepspeed.muon.placement import Placement, Shard
 
 
 def partitions(wrapper: Any, optimizer: MuonWithAuxAdam) -> list[tuple[int, Partition]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from deepspeed.muon.optimizer import MuonWithAuxAdam, Partition
-from deepspeed.muon.plan import Placement, Shard
+from deepspeed.muon.placement import Placement, Shard
 
 
 def partitions(wrapper: Any, optimizer: MuonWithAuxAdam) -> list[tuple[int, Partition]]:

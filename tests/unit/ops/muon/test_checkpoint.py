@@ -224,16 +224,27 @@ def save_with(case: dict[str, Any], folder: str, optimizer: dict[str, Any]) -> N
     engine.destroy()
 
 
-def load_with_tags(case: dict[str, Any], folder: str, tags: dict[int, bool]) -> str:
-    """The error of loading into an engine whose layers carry these tags."""
+def tagged(tags: dict[int, bool]) -> Any:
+    """The small model with `use_muon` set on some of its layers."""
     net = MODELS["mlp"]()
     for layer, tag in tags.items():
         net.layers[layer].weight.use_muon = tag
-    engine = make_engine(net, ds_config(**case))
-    before = snapshot(engine)
+    return net
+
+
+def save_tagged(case: dict[str, Any], folder: str, tags: dict[int, bool]) -> None:
+    """A checkpoint of an engine whose layers carry these tags."""
+    engine = make_engine(tagged(tags), ds_config(**case))
+    train_engine(engine, 1)
+    engine.save_checkpoint(folder)
+    engine.destroy()
+
+
+def refusal(case: dict[str, Any], folder: str, tags: dict[int, bool]) -> str:
+    """The error of loading into an engine whose layers carry these tags."""
+    engine = make_engine(tagged(tags), ds_config(**case))
     with pytest.raises(ValueError) as error:
-        engine.load_checkpoint(folder, load_module_strict=True)
-    del before
+        engine.load_checkpoint(folder)
     engine.destroy()
     return str(error.value)
 
@@ -244,16 +255,15 @@ FOREIGN = [{"stage": 0}, {"stage": 0, "dtype": "bf16"}, {"stage": 2}, {"stage": 
 @pytest.mark.parametrize("case", FOREIGN, ids=str)
 def test_a_checkpoint_of_stock_adamw_is_refused(case: dict[str, Any], tmp_path: Path) -> None:
     run(save_with, 2, case=case, folder=str(tmp_path), optimizer={"type": "AdamW", "params": {"lr": 1e-3}})
-    for text in run(load_with_tags, 2, case=case, folder=str(tmp_path), tags={}):
-        assert "parameter groups" in text
+    for text in run(refusal, 2, case=case, folder=str(tmp_path), tags={}):
+        assert "['unknown']" in text and "another optimizer" in text
 
 
-@pytest.mark.parametrize("tags", [{2: False}, {i: False for i in range(5)}, {0: False, 1: True}], ids=str)
 @pytest.mark.parametrize("case", FOREIGN, ids=str)
-def test_a_checkpoint_of_another_routing_is_refused(case: dict[str, Any], tags: Any, tmp_path: Path) -> None:
-    run(save_once, 2, case=case, folder=str(tmp_path))
-    for text in run(load_with_tags, 2, case=case, folder=str(tmp_path), tags=tags):
-        assert "routing" in text
+def test_a_checkpoint_of_another_routing_is_refused(case: dict[str, Any], tmp_path: Path) -> None:
+    run(save_tagged, 2, case=case, folder=str(tmp_path), tags={0: False})
+    for text in run(refusal, 2, case=case, folder=str(tmp_path), tags={1: False}):
+        assert "['layers.1.weight'] in the checkpoint only" in text and "['layers.0.weight'] here only" in text
 
 
 # ---- stock's universal converter --------------------------------------------------------------------------

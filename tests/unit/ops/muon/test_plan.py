@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed.muon.plan import CostModel, Placement, Plan, Shard, make_plan
+from deepspeed.muon.owners import CostModel
+from deepspeed.muon.placement import Placement, Shard
+from deepspeed.muon.plan import Plan, make_plan
 from deepspeed.muon.routing import Block, MatrixSpec
 
 COST = CostModel(lambda rows, cols: 20.0 * min(rows, cols) ** 2 * max(rows, cols), 200.0, 2)

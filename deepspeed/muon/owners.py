@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rank orthogonalizes which matrix."""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from deepspeed.muon.placement import PlacedBlock
+
+#: Floating-point operations in the time of one byte on the wire: what moving a matrix away from the ranks
+#: that hold it must save. Cores on gloo; an accelerator on its fabric.
+CPU_FLOPS_PER_BYTE = 200.0
+ACCELERATOR_FLOPS_PER_BYTE = 8000.0
+
+
+def flops_per_byte(device_type: str) -> float:
+    """The exchange rate of :class:`CostModel` for a kind of device."""
+    return CPU_FLOPS_PER_BYTE if device_type == "cpu" else ACCELERATOR_FLOPS_PER_BYTE
+
+
+#: Up to so many ranks that hold a part of a matrix, each is weighed as its owner.
+FEW_HOLDERS = 8
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """What balancing weighs: operations per matrix, and how many of them one byte of exchange is worth."""
+
+    flops: Callable[[int, int], float]
+    flops_per_byte: float
+    bytes_per_element: int
+
+    def price(self, item: PlacedBlock, owner: int) -> float:
+        """Operations for the matrix, and what its bytes to and from the owner are worth in operations."""
+        work = self.flops(item.block.rows, item.block.cols)
+        return work + self.flops_per_byte * 2 * self.bytes_per_element * item.missing(owner)
+
+
+def assign(items: Sequence[PlacedBlock], world_size: int, cost: CostModel) -> tuple[list[int], list[float]]:
+    """Owners of the matrices and loads of the ranks, the same on every rank.
+
+    Longest processing time (Graham 1969) among the ranks that hold a part of the matrix: the heaviest
+    first, to where it would be done earliest, counting the bytes that its owner must receive. Then matrices
+    leave the busiest rank where that makes the step shorter although all their bytes travel.
+    """
+    loads = _Loads(world_size)
+    weights = [cost.flops(item.block.rows, item.block.cols) for item in items]
+    owners = [0] * len(items)
+    for index in sorted(range(len(items)), key=lambda i: (-weights[i], i)):
+        candidates = _candidates(items[index].holders, loads.least())
+        price = {rank: cost.price(items[index], rank) for rank in candidates}
+        owner = min(candidates, key=lambda rank: (loads.values[rank] + price[rank], rank))
+        owners[index] = owner
+        loads.add(owner, price[owner], index)
+    _rebalance(items, owners, loads, cost)
+    return owners, loads.values
+
+
+def _candidates(holders: range, least: int) -> set[int]:
+    """Holders worth a look. All but the first and the last hold equal parts, so of many a few stand for all."""
+    if len(holders) <= FEW_HOLDERS:
+        return set(holders)
+    some = {holders[0], holders[len(holders) // 2], holders[-1]}
+    return some | {least} if least in holders else some
+
+
+class _Loads:
+    """Load of every rank, the extremes at hand, and what each rank owns, the lightest first.
+
+    The heaps keep outdated entries until they come to the top.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.values = [0.0] * world_size
+        self.owned: list[list[tuple[float, int]]] = [[] for _ in range(world_size)]
+        self._low = [(0.0, rank) for rank in range(world_size)]
+        self._high = list(self._low)
+
+    def least(self) -> int:
+        while self._low[0][0] != self.values[self._low[0][1]]:
+            heapq.heappop(self._low)
+        return self._low[0][1]
+
+    def busiest(self) -> int:
+        while -self._high[0][0] != self.values[self._high[0][1]]:
+            heapq.heappop(self._high)
+        return self._high[0][1]
+
+    def add(self, rank: int, price: float, index: int) -> None:
+        bisect.insort(self.owned[rank], (price, index))
+        self._change(rank, price)
+
+    def remove(self, rank: int, position: int) -> None:
+        self._change(rank, -self.owned[rank].pop(position)[0])
+
+    def _change(self, rank: int, difference: float) -> None:
+        self.values[rank] += difference
+        heapq.heappush(self._low, (self.values[rank], rank))
+        heapq.heappush(self._high, (-self.values[rank], rank))
+
+
+def _rebalance(items: Sequence[PlacedBlock], owners: list[int], loads: _Loads, cost: CostModel) -> None:
+    """Move matrices from the busiest to the least loaded rank as long as the busier of the two gets less.
+
+    The best one to move costs about half the gap between them.
+    """
+    for _ in range(len(items)):
+        busiest, least = loads.busiest(), loads.least()
+        owned, gap = loads.owned[busiest], loads.values[busiest] - loads.values[least]
+        if not owned:
+            return
+        position = max(0, bisect.bisect_right(owned, (gap / 2, len(items))) - 1)
+        index = owned[position][1]
+        price = cost.price(items[index], least)
+        if price >= gap:
+            return
+        loads.remove(busiest, position)
+        loads.add(least, price, index)
+        owners[index] = least

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How parameters and their blocks lie over the ranks: arithmetic rules, so nothing here grows with the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from deepspeed.muon.routing import Block, MatrixSpec
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How one parameter lies over the ranks.
+
+    Element e is on rank ``(origin + e) // span``, at position ``base + (origin + e) % span`` of its tensor.
+    Stages 1 and 2 cut the flat group: origin is the parameter's offset in it, span the partition's size,
+    base 0. Stage 3 cuts each parameter: origin 0, span its partition's size, base its offset.
+    """
+
+    origin: int
+    span: int
+    base: int
+
+    def ranks(self, start: int, stop: int) -> range:
+        """Ranks that hold any of the elements ``start .. stop``."""
+        return range((self.origin + start) // self.span, (self.origin + stop - 1) // self.span + 1)
+
+    def held(self, rank: int, start: int, stop: int) -> tuple[int, int]:
+        """The part of ``start .. stop`` that ``rank`` holds; empty where first >= second."""
+        low = rank * self.span - self.origin
+        return max(start, low), min(stop, low + self.span)
+
+    def position(self, element: int) -> int:
+        """Where ``element`` lies in the tensor of the rank that holds it."""
+        return self.base + (self.origin + element) % self.span
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A parameter of a partition: its route, the tensor that holds its elements, and how they lie."""
+
+    spec: MatrixSpec
+    tensor: int
+    placement: Placement
+
+
+@dataclass(frozen=True)
+class PlacedBlock:
+    """One matrix to orthogonalize, and where its elements are."""
+
+    shard: Shard
+    block: Block
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """First element of the parameter, and one past the last, that the block touches."""
+        return self.block.offset, self.block.offset + (self.block.rows - 1) * self.block.stride + self.block.cols
+
+    @property
+    def holders(self) -> range:
+        """The ranks that hold a part of the matrix."""
+        return self.shard.placement.ranks(*self.extent)
+
+    def held_runs(self, rank: int) -> Iterator[tuple[int, int, int]]:
+        """What ``rank`` holds, as :meth:`Block.runs`."""
+        low, high = self.shard.placement.held(rank, *self.extent)
+        return self.block.runs(low, high) if low < high else iter(())
+
+    def missing(self, rank: int) -> int:
+        """Elements of the matrix that ``rank`` does not hold."""
+        low, high = self.shard.placement.held(rank, *self.extent)
+        return self.block.numel - max(0, high - low) * self.block.cols // self.block.stride
