@@ -6,15 +6,48 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from deepspeed.muon import coefficients
 
-Rate = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-Triple = tuple[float, float, float]
+
+def _not_a_flag(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("Input should be a number, not true or false")
+    return value
+
+
+def _as_triples(value: Any) -> Any:
+    """One triple may be given without the outer list, as to ``torch.optim.Muon``."""
+    if isinstance(value, (list, tuple)) and len(value) == 3 and all(isinstance(x, (int, float)) for x in value):
+        return [value]
+    return value
+
+
+def _known_schedule(value: Any) -> Any:
+    if isinstance(value, str):
+        if value not in coefficients.NAMED:
+            near = difflib.get_close_matches(value, coefficients.NAMED, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known names: {', '.join(coefficients.NAMED)}"
+            raise ValueError(f"no schedule of that name; {hint}")
+    elif not isinstance(value, (list, tuple)) or not value or not all(map(_is_triple, value)):
+        raise ValueError("Input should be a name or a list of triples of finite numbers (a, b, c), a not zero")
+    return value
+
+
+def _is_triple(value: Any) -> bool:
+    numbers = isinstance(value, (list, tuple)) and len(value) == 3 and all(type(x) in (int, float) for x in value)
+    return numbers and all(map(math.isfinite, value)) and value[0] != 0
+
+
+Number = Annotated[float, BeforeValidator(_not_a_flag), Field(allow_inf_nan=False)]
+Rate = Annotated[Number, Field(ge=0)]
+Fraction = Annotated[Number, Field(ge=0, lt=1)]
+Steps = Annotated[int, BeforeValidator(_not_a_flag), Field(ge=1, le=50)]
+Coefficients = Annotated[Any, BeforeValidator(_as_triples), AfterValidator(_known_schedule)]
 
 #: Keys that an AdamW section may hold as well. A section with only these was written for AdamW.
 ADAMW_KEYS = frozenset({"lr", "betas", "eps", "weight_decay", "adam_w_mode", "torch_adam", "fp32_optimizer_states"})
@@ -46,8 +79,8 @@ class MuonConfig(BaseModel):
     ns_method: Literal["auto", "standard", "gram"] = Field(
         "auto", description="Newton-Schulz on the matrix or its Gram"
     )
-    ns_steps: Annotated[int, Field(ge=1, le=50)] | None = Field(None, description="Newton-Schulz steps; default 5")
-    ns_coefficients: str | tuple[Triple, ...] = Field("simple", description="a named schedule, or triples (a, b, c)")
+    ns_steps: Steps | None = Field(None, description="Newton-Schulz steps; default 5")
+    ns_coefficients: Coefficients = Field("simple", description="a named schedule, or triples (a, b, c)")
     ns_dtype: Literal["auto", "bf16", "fp32"] = Field("auto", description="dtype of Newton-Schulz and its exchange")
     adjust_lr_fn: Literal["auto", "original", "match_rms_adamw", "spectral_unclamped", "none"] = Field(
         "auto", description="scale of the update by shape; auto: match_rms_adamw for a section with AdamW's keys only"
@@ -61,7 +94,10 @@ class MuonConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_schedule(self) -> MuonConfig:
-        coefficients.schedule(self.ns_coefficients, self.ns_steps)
+        try:
+            coefficients.schedule(self.ns_coefficients, self.ns_steps)
+        except ValueError as error:
+            raise ValueError(f"ns_steps: {error}") from None
         return self
 
     @property
@@ -105,42 +141,49 @@ class MuonConfig(BaseModel):
 
     def digest(self) -> str:
         """A hash of every setting, equal on all ranks of a correct launch."""
-        return hashlib.sha256(json.dumps(self.model_dump(), sort_keys=True).encode()).hexdigest()[:16]
+        settings = self.model_dump() | {"adjust_lr_fn": self.scale}
+        return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
 
 
 def parse(params: dict[str, Any] | None) -> MuonConfig:
-    """Check ``optimizer.params``.
+    """Check ``optimizer.params``; a value of null leaves the default.
 
     Raises:
         MuonConfigError: naming every key that is wrong, its value, what is allowed and, for an unknown
             key, the nearest one that exists.
     """
-    params = dict(params or {})
-    if "max_grad_norm" in params:
-        raise MuonConfigError("optimizer.params.max_grad_norm: clip with the top-level key gradient_clipping instead")
+    given = {key: value for key, value in (params or {}).items() if value is not None}
     try:
-        return MuonConfig(**params)
+        return MuonConfig(**given)
     except ValidationError as error:
-        lines = dict.fromkeys(_explain(dict(item), params) for item in error.errors())
+        lines = dict.fromkeys(_explain(dict(item), given) for item in error.errors())
         raise MuonConfigError("\n".join(lines)) from None
 
 
+#: What to say of values that are right elsewhere.
+ADVICE = {
+    "max_grad_norm": "clip with the top-level key gradient_clipping instead",
+    "per_head_muon": "true is not supported yet; remove the key",
+    "fp32_optimizer_states": "only true is supported; remove the key",
+    "amsgrad": "AMSGrad is not supported; remove the key",
+}
+
+
 def _explain(item: dict[str, Any], params: dict[str, Any]) -> str:
+    message = item["msg"].removeprefix("Value error, ")
     if not item["loc"]:
-        return f"optimizer.params: {item['msg'].removeprefix('Value error, ')}"
+        return f"optimizer.params.{message}"
     key = str(item["loc"][0])
+    if key in ADVICE:
+        return f"optimizer.params.{key}: got {params.get(key)!r}; {ADVICE[key]}"
     if item["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(key, MuonConfig.model_fields, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(key.lower(), MuonConfig.model_fields, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(MuonConfig.model_fields)}"
         return f"optimizer.params.{key}: unknown key; {hint}"
-    if key == "per_head_muon":
-        return "optimizer.params.per_head_muon: true is not supported yet; remove the key"
-    if key == "fp32_optimizer_states":
-        return "optimizer.params.fp32_optimizer_states: only true is supported; remove the key"
     if key == "ns_dtype" and str(params.get(key)).lower() in ("fp16", "float16", "half"):
         return "optimizer.params.ns_dtype: fp16 is refused, because gradients underflow in it; use bf16 or fp32"
     value = params.get(key)
-    return f"optimizer.params.{key}: got {value!r}; {item['msg']}{_nearest_choice(key, value)}"
+    return f"optimizer.params.{key}: got {value!r}; {message}{_nearest_choice(key, value)}"
 
 
 def _nearest_choice(key: str, value: Any) -> str:

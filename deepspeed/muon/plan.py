@@ -16,7 +16,7 @@ from deepspeed.muon.placement import PlacedBlock, Shard
 from deepspeed.muon.routing import Block
 
 #: Bytes of matrices that one owner takes in one bucket. A larger matrix makes a bucket of its own.
-BUCKET_BYTES = 16 * 2**20
+BUCKET_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-#: Attribute names of output heads; ``output`` counts only at the top level of the model.
+#: Attribute names of output heads, and those that are heads only at the top level of the model.
 HEAD_NAMES = frozenset({"lm_head", "score", "classifier", "embed_out", "output_projection", "qa_outputs"})
-_LINEAR_LIKE = re.compile(r"linear|dense|conv1d|projection", re.IGNORECASE)
+TOP_LEVEL_HEAD_NAMES = frozenset({"output", "head"})
+_LINEAR_LIKE = re.compile(r"(Linear|Dense|Projection)(Layer)?$|^Conv1D$")
 _EMBEDDING_LIKE = re.compile(r"embed|(^|[._])(wte|wpe|pos(ition)?|tok(en)?)([._]|$)", re.IGNORECASE)
 
 
@@ -134,7 +135,7 @@ def _decide(name: str, shape: tuple[int, ...], uses: list[_Use], is_head: bool, 
         return bool(tag), f"use_muon = {bool(tag)} set by the user"
     if len(shape) != 2:
         return False, "0-D or 1-D" if len(shape) < 2 else "more than two dimensions"
-    if min(shape) == 1:
+    if min(shape) <= 1:
         return False, "a vector in the shape of a matrix"
     for rule in (_embedding, _head, _router):
         for use in uses:
@@ -159,8 +160,12 @@ def _embedding(use: _Use) -> str | None:
 
 
 def _head(use: _Use) -> str | None:
-    leaf = use.path.rpartition(".")[2]
-    return f"output head {leaf}" if leaf in HEAD_NAMES or use.path == "output" else None
+    parts = use.path.split(".")
+    if parts[-1] in HEAD_NAMES or use.path in TOP_LEVEL_HEAD_NAMES:
+        return f"output head {parts[-1]}"
+    siblings = [child for _, child in _children(use.parent)]
+    is_last = "classifier" in parts[:-1] and bool(siblings) and use.module is siblings[-1]
+    return f"output head {use.path}" if is_last else None
 
 
 def _router(use: _Use) -> str | None:
@@ -169,7 +174,9 @@ def _router(use: _Use) -> str | None:
         return "MoE router"
     gate = parts and (parts[-1] == "gate" or parts[-2:] == ["gate", "wg"])
     is_moe = any(child in ("experts", "deepspeed_moe") for child, _ in _children(use.parent))
-    return "MoE router" if gate and (is_moe or parts[-1] == "wg" or "Gate" in type(use.module).__name__) else None
+    return (
+        "MoE router" if gate and (is_moe or parts[-1] == "wg" or type(use.module).__name__.endswith("Gate")) else None
+    )
 
 
 def _children(module: nn.Module | None) -> Iterable[tuple[str, nn.Module]]:

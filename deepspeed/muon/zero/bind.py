@@ -24,6 +24,17 @@ from deepspeed.muon.zero.support import UnsupportedError, refuse_engine, refuse_
 SLOW_SUB_GROUPS = 1.25
 
 
+def agree(optimizer: MuonWithAuxAdam) -> dict[str, Any]:
+    """The verdict on version, config and routing; ``bf16``: whether all ranks are fast in it.
+
+    Called before the engine wraps the optimizer too, as the collectives of ZeRO's construction follow the routing.
+
+    Raises:
+        DisagreementError: the ranks differ, or some are silent.
+    """
+    return consult(_facts(optimizer), _judge_settings)
+
+
 def bind_engine(engine: Any) -> None:
     """Called once the engine has wrapped the optimizer.
 
@@ -34,7 +45,7 @@ def bind_engine(engine: Any) -> None:
     refuse_unsupported(engine._config)
     refuse_engine(engine)
     optimizer, wrapper = engine.basic_optimizer, engine.optimizer
-    verdict = consult(_facts(optimizer), _judge_settings)
+    verdict = agree(optimizer)
     partitions = _partitions(wrapper, optimizer)
     muon = [p for index, p in partitions if optimizer.param_groups[index]["use_muon"]]
     optimizer.bind(muon, resolve_dtype(optimizer.config.ns_dtype, verdict["bf16"]), _compute_device())

@@ -19,7 +19,7 @@ from deepspeed.muon.config import parse
 from deepspeed.muon.logs import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.version import TESTED_DEEPSPEED
-from deepspeed.muon.zero.bind import bind_engine
+from deepspeed.muon.zero.bind import agree, bind_engine
 from deepspeed.muon.zero.support import refuse_engine, refuse_unsupported
 
 #: Values of ``optimizer.type`` in ds_config.json, in lower case. Stock cannot resolve the second.
@@ -127,6 +127,7 @@ def _read_config(original: Callable, self: Any, *args: Any, **kwargs: Any) -> No
     """``DeepSpeedConfig.__init__``: refuse a wrong config before anything is allocated."""
     original(self, *args, **kwargs)
     if is_muon(self.optimizer_name):
+        self.optimizer_name = TYPES[0]
         parse(self.optimizer_params)
         refuse_unsupported(self)
     _keep_user_tags()
@@ -156,7 +157,9 @@ def _configure_basic_optimizer(original: Callable, self: Any, model_parameters: 
     if not is_muon(self.optimizer_name()):
         return original(self, model_parameters)
     refuse_engine(self)
-    return MuonWithAuxAdam(model_parameters, model=self.module, **(self.optimizer_params() or {}))
+    optimizer = MuonWithAuxAdam(model_parameters, model=self.module, **(self.optimizer_params() or {}))
+    agree(optimizer)
+    return optimizer
 
 
 def _configure_optimizer(original: Callable, self: Any, client_optimizer: Any, model_parameters: Any) -> Any:
@@ -164,6 +167,7 @@ def _configure_optimizer(original: Callable, self: Any, client_optimizer: Any, m
     if isinstance(client_optimizer, MuonWithAuxAdam):
         refuse_unsupported(self._config)
         refuse_engine(self)
+        agree(client_optimizer)
         self._config.zero_force_ds_cpu_optimizer = False
     result = original(self, client_optimizer, model_parameters)
     if isinstance(self.basic_optimizer, MuonWithAuxAdam):

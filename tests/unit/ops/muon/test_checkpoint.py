@@ -13,6 +13,7 @@ from torch import Tensor
 from distributed import run
 from models import MODELS, initialize_, train_engine
 from oracles import OracleConfig, change_error, route, train_oracle
+from test_nonfinite import differing, flat_tensors, local_states, named_states, snapshot
 from training import PARAMS, ds_config, fp32_weights, make_engine
 
 FP32_GRADS = {"data_types": {"grad_accum_dtype": "fp32"}}
@@ -37,55 +38,6 @@ NAMED: list[dict[str, Any]] = [
     *({"stage": stage, "offload": True} for stage in (1, 2, 3)),
 ]
 UNIVERSAL: list[dict[str, Any]] = [{"stage": 1}, {"stage": 2}, {"stage": 3}, BF16_OPTIMIZER]
-
-
-# ---- what an engine holds ---------------------------------------------------------------------------------
-
-
-def flat_tensors(engine: Any) -> list[Tensor]:
-    """The tensors that carry optimizer state, in an order that does not depend on the run."""
-    wrapper = engine.optimizer
-    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
-        if hasattr(wrapper, name):
-            return list(getattr(wrapper, name))
-    return [p for group in engine.basic_optimizer.param_groups for p in group["params"]]
-
-
-def local_states(engine: Any) -> list[dict[str, Tensor]]:
-    """Copies of this rank's state, one dict per tensor."""
-    state = engine.basic_optimizer.state
-    return [{key: torch.as_tensor(value).clone() for key, value in state[p].items()} for p in flat_tensors(engine)]
-
-
-def named_states(engine: Any) -> dict[str, Tensor]:
-    """Whole states by parameter and key, through DeepSpeed's public function; a collective."""
-    from deepspeed.utils import safe_get_full_optimizer_state
-
-    specs = engine.basic_optimizer.specs
-    keys = {
-        param: ("momentum_buffer",) if spec.use_muon else ("exp_avg", "exp_avg_sq") for param, spec in specs.items()
-    }
-    return {
-        f"{specs[param].name}.{key}": safe_get_full_optimizer_state(param, key).clone()
-        for param in specs
-        for key in keys[param]
-    }
-
-
-def snapshot(engine: Any) -> dict[str, Tensor]:
-    """Master weights, states and step counts. Stage 3 by name only: padding in its flat tensors holds anything."""
-    result = {f"weight {name}": weight for name, weight in fp32_weights(engine).items()}
-    by_name = engine.zero_optimization_stage() == 3
-    for index, entry in enumerate(local_states(engine)):
-        result |= {f"{index} {key}": value for key, value in entry.items() if key == "step" or not by_name}
-    return result | (named_states(engine) if by_name else {})
-
-
-def differing(left: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
-    """Names of what is not bit for bit the same."""
-    return sorted(
-        n for n in left.keys() | right.keys() if n not in left or n not in right or not left[n].equal(right[n])
-    )
 
 
 def fresh_engine(seed: int, case: dict[str, Any], **extra: Any) -> Any:
@@ -254,7 +206,13 @@ FOREIGN = [{"stage": 0}, {"stage": 0, "dtype": "bf16"}, {"stage": 2}, {"stage": 
 
 @pytest.mark.parametrize("case", FOREIGN, ids=str)
 def test_a_checkpoint_of_stock_adamw_is_refused(case: dict[str, Any], tmp_path: Path) -> None:
-    run(save_with, 2, case=case, folder=str(tmp_path), optimizer={"type": "AdamW", "params": {"lr": 1e-3}})
+    run(
+        save_with,
+        2,
+        case=case,
+        folder=str(tmp_path),
+        optimizer={"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    )
     for text in run(refusal, 2, case=case, folder=str(tmp_path), tags={}):
         assert "['unknown']" in text and "another optimizer" in text
 

@@ -7,6 +7,13 @@ from torch import Tensor
 
 from deepspeed.muon.coefficients import DEFAULT_STEPS, NAMED, SIMPLE, Schedule, schedule
 
+PUBLISHED_YOU = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
 PUBLISHED_POLAR_EXPRESS = (
     (8.156555, -22.483293, 15.878770),
     (4.042930, -2.808917, 0.500018),
@@ -29,6 +36,10 @@ def test_simple_is_torchs() -> None:
     default = Muon([torch.nn.Parameter(torch.zeros(2, 2))]).defaults
     assert default["ns_coefficients"] == SIMPLE
     assert default["ns_steps"] == DEFAULT_STEPS
+
+
+def test_you_is_the_published_schedule() -> None:
+    assert NAMED["you"] == PUBLISHED_YOU
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5, 7])
@@ -99,7 +110,7 @@ def test_polar_express_treats_its_input_as_if_divided_by_its_safety_factor() -> 
     ("name", "low", "high"), [("simple", 0.68, 1.14), ("you", 0.97, 1.04), ("polar_express", 0.858, 1.142)]
 )
 def test_bounds_of_each_schedule(name: str, low: float, high: float) -> None:
-    """The narrow band of each on [0.01, 1]: a digit lost in the table shows here."""
+    """The narrow band of each on [0.01, 1]."""
     values = apply_to_values(schedule(name), torch.linspace(0.01, 1, 10_001, dtype=torch.float64))
     assert low < values.min()
     assert values.max() < high

@@ -173,7 +173,6 @@ def test_a_key_of_muons_counts_at_its_default_too(key: str) -> None:
     assert parse(ADAMW_SECTION | {key: MuonConfig.model_fields[key].default}).scale == "original"
 
 
-@pytest.mark.xfail(strict=True, reason="a null lr counts as one that was given, though 0.02 acts")
 def test_a_null_learning_rate_is_none_given() -> None:
     assert parse({"lr": None}).scale == parse({}).scale
 
@@ -192,13 +191,12 @@ WRONG: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"adjust_lr": "original"}, ("optimizer.params.adjust_lr", "did you mean adjust_lr_fn?")),
     ({"adam_weight_decy": 0.1}, ("optimizer.params.adam_weight_decy", "did you mean adam_weight_decay?")),
     # Unknown keys without a neighbour: what there is.
-    ({"amsgrad": True}, ("optimizer.params.amsgrad", "known keys: lr, muon_lr, adam_lr, momentum")),
+    ({"amsgrad": True}, ("optimizer.params.amsgrad", "not supported")),
     ({"bias_correction": False}, ("optimizer.params.bias_correction", "known keys: lr")),
     # Mistyped values.
     ({"lr": "fast"}, ("optimizer.params.lr", "'fast'", "number")),
     ({"lr": "auto"}, ("optimizer.params.lr", "'auto'", "number")),
     ({"lr": [0.1]}, ("optimizer.params.lr", "[0.1]", "number")),
-    ({"weight_decay": None}, ("optimizer.params.weight_decay", "None", "number")),
     ({"nesterov": "maybe"}, ("optimizer.params.nesterov", "'maybe'", "boolean")),
     ({"adam_w_mode": 2}, ("optimizer.params.adam_w_mode", "2", "boolean")),
     ({"ns_steps": 2.5}, ("optimizer.params.ns_steps", "2.5", "integer")),
@@ -229,7 +227,7 @@ WRONG: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"adjust_lr_fn": "match_rms_adam"}, ("optimizer.params.adjust_lr_fn", "did you mean 'match_rms_adamw'?")),
     ({"adjust_lr_fn": "rms"}, ("optimizer.params.adjust_lr_fn", "'rms'", "'match_rms_adamw'", "'none'")),
     # Schedules.
-    ({"ns_coefficients": "simpel"}, ("optimizer.params", "'simpel'", "simple", "you", "polar_express")),
+    ({"ns_coefficients": "simpel"}, ("optimizer.params.ns_coefficients", "did you mean 'simple'?")),
     ({"ns_coefficients": "you", "ns_steps": 4}, ("optimizer.params", "ns_steps is 4", "5 steps")),
     ({"ns_coefficients": [[1, 0, 0]] * 2, "ns_steps": 3}, ("optimizer.params", "ns_steps is 3", "2 steps")),
     # What exists elsewhere, or not yet.
@@ -273,45 +271,40 @@ def test_every_key_with_a_letter_missing_gets_a_suggestion(key: str) -> None:
     assert ratio[suggested[1]] == max(ratio.values())
 
 
-@pytest.mark.xfail(strict=True, reason="these two errors name the section but not the key")
 @pytest.mark.parametrize("section", [{"ns_coefficients": "simpel"}, {"ns_coefficients": "you", "ns_steps": 4}])
 def test_a_wrong_schedule_names_its_key(section: dict[str, Any]) -> None:
     assert re.search(r"optimizer\.params\.ns_(coefficients|steps):", message(section))
 
 
-@pytest.mark.xfail(strict=True, reason="no suggestion is made for schedule names")
 def test_a_misspelt_schedule_gets_a_suggestion() -> None:
     assert "did you mean 'simple'?" in message({"ns_coefficients": "simpel"})
 
 
-@pytest.mark.xfail(strict=True, reason="checked only where every field is right on its own")
 def test_a_wrong_schedule_is_named_beside_other_errors() -> None:
     text = message({"ns_coefficients": "simpel", "lr": -1})
     assert "simpel" in text
     assert "optimizer.params.lr" in text
 
 
-@pytest.mark.xfail(strict=True, reason="max_grad_norm is refused before the rest is looked at")
 def test_max_grad_norm_is_named_beside_other_errors() -> None:
     text = message({"max_grad_norm": 1.0, "lr": -1})
     assert "optimizer.params.max_grad_norm" in text
     assert "optimizer.params.lr" in text
 
 
-@pytest.mark.xfail(strict=True, reason="the union of a name and triples is reported as two errors, one on strings")
-def test_a_single_flat_triple_is_explained() -> None:
-    """``torch.optim.Muon`` takes one triple without the outer list."""
-    text = message({"ns_coefficients": [3.4445, -4.775, 2.0315]})
-    assert len(text.splitlines()) == 1
-    assert "triple" in text
+def test_a_single_triple_needs_no_outer_list() -> None:
+    """As in ``torch.optim.Muon``."""
+    assert parse({"ns_coefficients": [3.4445, -4.775, 2.0315]}).schedule == parse({}).schedule
 
 
-@pytest.mark.xfail(strict=True, reason="the comparison of keys is case-sensitive, and short keys share nothing else")
+def test_null_leaves_the_default() -> None:
+    assert parse({"weight_decay": None, "ns_steps": None}) == parse({})
+
+
 def test_a_key_in_upper_case_gets_a_suggestion() -> None:
     assert "did you mean lr?" in message({"LR": 0.1})
 
 
-@pytest.mark.xfail(strict=True, raises=pytest.fail.Exception, reason="accepted at present")
 @pytest.mark.parametrize(
     "section",
     [
@@ -346,7 +339,6 @@ def test_digest_sees_the_last_bit() -> None:
     assert parse({"lr": 0.1}).digest() != parse({"lr": 0.1 + 2**-55}).digest()
 
 
-@pytest.mark.xfail(strict=True, reason="adjust_lr_fn enters unresolved, and it depends on which keys were given")
 def test_digest_differs_where_the_scale_differs() -> None:
     tuned_for_adamw, tuned_for_muon = parse({"lr": 1e-3}), parse({"lr": 1e-3, "momentum": 0.95})
     assert tuned_for_adamw.scale != tuned_for_muon.scale

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A gradient that is not finite on one rank leaves no trace in weights and state on any rank."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepspeed.muon.zero.finite import NormWatch, is_valid
+from distributed import run
+from models import MODELS, full_weights, make_batch, train_engine
+from training import ds_config, fp32_weights, make_engine
+
+# ---- what an engine holds ---------------------------------------------------------------------------------
+
+
+def flat_tensors(engine: Any) -> list[Tensor]:
+    """The tensors that carry optimizer state, in an order that does not depend on the run."""
+    wrapper = engine.optimizer
+    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
+        if hasattr(wrapper, name):
+            return list(getattr(wrapper, name))
+    return [p for group in engine.basic_optimizer.param_groups for p in group["params"]]
+
+
+def local_states(engine: Any) -> list[dict[str, Tensor]]:
+    """Copies of this rank's state, one dict per tensor."""
+    state = engine.basic_optimizer.state
+    return [{key: torch.as_tensor(value).clone() for key, value in state[p].items()} for p in flat_tensors(engine)]
+
+
+def named_states(engine: Any) -> dict[str, Tensor]:
+    """Whole states by parameter and key, through DeepSpeed's public function; a collective."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    states = {}
+    for param, spec in engine.basic_optimizer.specs.items():
+        for key in ("momentum_buffer",) if spec.use_muon else ("exp_avg", "exp_avg_sq"):
+            states[f"{spec.name}.{key}"] = safe_get_full_optimizer_state(param, key).clone()
+    return states
+
+
+def snapshot(engine: Any) -> dict[str, Tensor]:
+    """Weights, master weights, states and step counts; a collective.
+
+    At stage 3 by name only, since padding in its flat tensors holds anything.
+    """
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    result = {f"weight {name}": weight for name, weight in full_weights(engine.module).items()}
+    entries = local_states(engine)
+    result |= {f"{index} step": entry.pop("step") for index, entry in enumerate(entries)}
+    if engine.zero_optimization_stage() == 3:
+        masters = {spec.name: safe_get_full_fp32_param(p) for p, spec in engine.basic_optimizer.specs.items()}
+        return result | named_states(engine) | {f"{name} master": tensor.clone() for name, tensor in masters.items()}
+    for index, (tensor, entry) in enumerate(zip(flat_tensors(engine), entries, strict=True)):
+        result |= {f"{index} master": tensor.detach().clone()} | {f"{index} {k}": v for k, v in entry.items()}
+    return result
+
+
+def differing(left: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
+    """Names of what is not bit for bit the same, or not a number."""
+    return sorted(
+        n for n in left.keys() | right.keys() if n not in left or n not in right or not left[n].equal(right[n])
+    )
+
+
+# ---- training through bad steps -----------------------------------------------------------------------------
+
+#: What the last rank's gradients hold in its first micro-step, and where.
+BAD = [("all", math.nan), ("adam", math.inf), ("muon", math.nan), ("adam", math.nan), ("muon", -math.inf)]
+
+
+def bad_step(engine: Any, step: int, where: str, value: float) -> None:
+    """A step in which the last rank has `value` in all gradients, in one of a matrix, or in one of a bias."""
+    layers = engine.module.layers
+    target = {"muon": layers[0].weight, "adam": layers[-1].bias, "all": None}[where]
+    rank, world, accumulation = engine.global_rank, engine.world_size, engine.gradient_accumulation_steps()
+
+    def poison(grad: Tensor) -> Tensor:
+        poisoned = grad.clone()
+        poisoned.view(-1)[-1] = value
+        return poisoned
+
+    for micro in range(accumulation):
+        is_bad = rank == world - 1 and micro == 0
+        hook = target.register_hook(poison) if is_bad and target is not None else None
+        loss = engine(*make_batch(engine.module, step, micro, rank, world, accumulation))
+        engine.backward(loss * value if is_bad and target is None else loss)
+        engine.step()
+        if hook:
+            hook.remove()
+
+
+def train_through(case: dict[str, Any], bad: list[tuple[str, float]]) -> tuple[list[Any], dict[str, Tensor]]:
+    """Good steps with bad ones between them; what changed in each bad step, and everything at the end."""
+    engine = make_engine(MODELS["mlp"](), ds_config(**case))
+    changes = []
+    for step in range(len(BAD)):
+        for where, value in bad[step : step + 1]:
+            before = snapshot(engine)
+            bad_step(engine, step, where, value)
+            if changed := differing(before, snapshot(engine)):
+                changes.append((where, value, changed))
+        train_engine(engine, 1, first_step=step)
+    result = snapshot(engine)
+    engine.destroy()
+    return changes, result
+
+
+def cases() -> list[dict[str, Any]]:
+    """Every stage, precision, kind of offload and of clipping; accumulation with clipping only."""
+    result = []
+    for stage in (0, 1, 2, 3):
+        for dtype in ("fp32", "bf16", "fp16"):
+            for offload in (False, True) if stage else (False,):
+                base = {"stage": stage, "dtype": dtype, "offload": offload}
+                result += [base | {"clip": 0.0, "accumulation": 1}, base | {"clip": 1.0, "accumulation": 2}]
+    extra = {"stage": 1, "dtype": "bf16", "data_types": {"grad_accum_dtype": "fp32"}}
+    return result + [extra | {"clip": clip} for clip in (0.0, 1.0)]
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda case: "-".join(map(str, case.values())))
+def test_a_bad_step_leaves_no_trace(case: dict[str, Any]) -> None:
+    expected = run(train_through, 2, case=case, bad=[])
+    for (changes, got), (_, wanted) in zip(run(train_through, 2, case=case, bad=BAD), expected, strict=True):
+        assert changes == []
+        assert differing(got, wanted) == []
+
+
+# ---- dynamic loss scale -------------------------------------------------------------------------------------
+
+
+def train_scaled(case: dict[str, Any], scale: dict[str, Any], steps: int = 3) -> dict[str, Any]:
+    """`steps` steps that were not skipped, each batch repeated until it is not."""
+    engine = make_engine(MODELS["mlp"](), ds_config(dtype="fp16", fp16={"enabled": True, **scale}, **case))
+    traces = []
+    for step in range(steps):
+        done = engine.global_steps - engine.skipped_steps
+        while engine.global_steps - engine.skipped_steps == done:
+            before = snapshot(engine)
+            train_engine(engine, 1, first_step=step)
+            if engine.global_steps - engine.skipped_steps == done:
+                traces += differing(before, snapshot(engine))
+    state = engine.optimizer
+    final = state.loss_scale_config.cur_scale if hasattr(state, "loss_scale_config") else state.loss_scale
+    result = {"traces": traces, "skipped": engine.skipped_steps, "scale": final, "end": snapshot(engine)}
+    engine.destroy()
+    return result
+
+
+@pytest.mark.parametrize(
+    "case", [{"stage": s, "offload": o} for s in (0, 1, 2, 3) for o in (False, True) if s or not o], ids=str
+)
+def test_a_skipped_step_of_the_dynamic_loss_scale_leaves_no_trace(case: dict[str, Any]) -> None:
+    huge = {"loss_scale": 0, "initial_scale_power": 24, "hysteresis": 1}
+    dynamic = run(train_scaled, 2, case=case, scale=huge)
+    assert dynamic[0]["skipped"] >= 1
+    static = run(train_scaled, 2, case=case, scale={"loss_scale": float(dynamic[0]["scale"])})
+    for got, wanted in zip(dynamic, static, strict=True):
+        assert got["traces"] == [] and wanted["skipped"] == 0
+        assert differing(got["end"], wanted["end"]) == []
+
+
+# ---- the watch alone ----------------------------------------------------------------------------------------
+
+
+def watched() -> tuple[Any, NormWatch]:
+    """A wrapper whose two methods return what they are given, and its watch."""
+    wrapper = SimpleNamespace(**{name: lambda norm: norm for name in NormWatch.METHODS})
+    return wrapper, NormWatch(wrapper)
+
+
+@pytest.mark.parametrize("method", NormWatch.METHODS)
+@pytest.mark.parametrize("bad", [-1, -1.0, math.nan, math.inf, torch.tensor(-1.0), torch.tensor(math.nan)], ids=str)
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_one_bad_group_spoils_all(method: str, bad: Any, place: int) -> None:
+    wrapper, watch = watched()
+    norms = [0.0, torch.tensor(3.5), 2]
+    norms[place] = bad
+    for norm in norms:
+        assert getattr(wrapper, method)(norm) is norm
+    assert [watch() for _ in norms] == [False] * 3
+
+
+@pytest.mark.parametrize("method", NormWatch.METHODS)
+def test_stale_norms_are_cleared(method: str) -> None:
+    wrapper, watch = watched()
+    for norms in ([1.0, -1.0], [1.0, 2.0], [math.nan, 1.0], [1.0, 0.0]):
+        for norm in norms:
+            getattr(wrapper, method)(norm)
+        assert watch() is watch() is all(is_valid(norm) for norm in norms)
+
+
+def test_a_step_that_zero_skips_itself_does_not_skip_the_next() -> None:
+    """ZeRO may find the overflow by itself and not ask."""
+    wrapper, watch = watched()
+    wrapper.get_grad_norm_direct(math.nan)
+    wrapper.get_grad_norm_direct(1.0)
+    print(watch())
