@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -18,15 +19,21 @@ class NormWatch:
 
     def __init__(self, wrapper: Any) -> None:
         self._norms: list[Any] = []
-        self._was_read = False
+        wrapper.step = self._start(wrapper.step)
         for name in self.METHODS:
             setattr(wrapper, name, self._listen(getattr(wrapper, name)))
 
+    def _start(self, step: Any) -> Any:
+        @functools.wraps(step)
+        def starting(*args: Any, **kwargs: Any) -> Any:
+            self._norms.clear()
+            return step(*args, **kwargs)
+
+        return starting
+
     def _listen(self, method: Any) -> Any:
+        @functools.wraps(method)
         def listening(*args: Any, **kwargs: Any) -> Any:
-            if self._was_read:
-                self._norms.clear()
-                self._was_read = False
             norm = method(*args, **kwargs)
             self._norms.append(norm)
             return norm
@@ -35,7 +42,6 @@ class NormWatch:
 
     def __call__(self) -> bool:
         """False where any group's gradient is not finite; the same on all ranks."""
-        self._was_read = True
         return all(is_valid(norm) for norm in self._norms)
 
 

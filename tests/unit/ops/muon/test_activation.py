@@ -20,7 +20,7 @@ import deepspeed.muon
 from deepspeed.muon import MuonWithAuxAdam, SeamError
 from deepspeed.muon.zero import install
 from distributed import run
-from models import MODELS, Mlp, train_engine
+from models import Mlp, TinyGpt, train_engine
 from training import ds_config, fp32_weights, make_engine, train
 
 ACTIVE = """
@@ -154,9 +154,9 @@ def outcome(call: Any) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def build(model: str = "mlp", **config: Any) -> str:
+def build(**config: Any) -> str:
     """The module of the basic optimizer's class."""
-    net = MODELS[model]()
+    net = Mlp()
     engine = deepspeed.initialize(model=net, config=ds_config(**config), model_parameters=net.parameters())[0]
     return type(engine.basic_optimizer).__module__
 
@@ -185,14 +185,13 @@ def test_names_of_the_optimizer(name: str, stage: int) -> None:
 
 def routes_with_tags(stage: int) -> tuple[dict[str, tuple[bool, str]], set[str], list[str]]:
     """Routes by name, the parameters in Muon's groups, and those that still carry a tag."""
-    net = MODELS["gpt"]()
+    net = TinyGpt()
     net.tokens.weight.use_muon, net.blocks[0].up.weight.use_muon = True, False
     engine = make_engine(net, ds_config(stage=stage))
-    optimizer, names = engine.basic_optimizer, {p: name for name, p in net.named_parameters()}
-    groups = optimizer.param_groups
+    names, groups = {p: name for name, p in net.named_parameters()}, engine.basic_optimizer.param_groups
     params = [group["params"] for group in groups] if stage == 0 else engine.optimizer.bit16_groups
     muon = {names[p] for group, held in zip(groups, params, strict=True) if group["use_muon"] for p in held}
-    routes = {spec.name: (spec.use_muon, spec.reason) for spec in optimizer.specs.values()}
+    routes = {spec.name: (spec.use_muon, spec.reason) for spec in engine.basic_optimizer.specs.values()}
     return routes, muon, [name for p, name in names.items() if hasattr(p, "use_muon")]
 
 
@@ -209,7 +208,7 @@ def train_without_stock_muon(tagged: bool, **config: Any) -> tuple[str, bool]:
     """The wrapper, and whether two steps changed the weights, with stock's Muon raising wherever it is named."""
     importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
     refuse = Mock(side_effect=AssertionError("stock's muon_update was called"))
-    net = MODELS["mlp"]()
+    net = Mlp()
     for p in net.parameters() if tagged else ():
         p.use_muon = p.ndim == 2
     with pytest.MonkeyPatch.context() as patch:
@@ -235,7 +234,7 @@ def test_stocks_muon_never_runs(case: int | str, offload: bool, tagged: bool) ->
 
 def train_as_client(steps: int, **config: Any) -> dict[str, Tensor]:
     """As `train`, with the optimizer given to `deepspeed.initialize`."""
-    net, settings = MODELS["mlp"](), ds_config(**config)
+    net, settings = Mlp(), ds_config(**config)
     optimizer = MuonWithAuxAdam(net.parameters(), model=net, **settings.pop("optimizer")["params"])
     engine = make_engine(net, settings, optimizer=optimizer)
     train_engine(engine, steps)
@@ -253,11 +252,9 @@ def test_a_client_optimizer_trains_as_the_config_does(stage: int, offload: bool)
 
 def records(widths: tuple[int, ...] = (7, 15, 9, 13, 11, 5), groups: int = 1, tag: Any = None, **config: Any) -> Any:
     """Level and text of what is logged while an engine for an MLP is made."""
-    lines: list[tuple[str, str]] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append((record.levelname, record.getMessage()))
-    net = Mlp(widths)
-    params = list(net.parameters())
+    seen: list[logging.LogRecord] = []
+    handler, net = logging.Handler(), Mlp(widths)
+    handler.emit, params = seen.append, list(net.parameters())
     for p in params if tag is not None else ():
         p.use_muon = tag
     halves = [{"params": params[i::groups]} for i in range(groups)]
@@ -266,14 +263,12 @@ def records(widths: tuple[int, ...] = (7, 15, 9, 13, 11, 5), groups: int = 1, ta
         make_engine(net, ds_config(**config), model_parameters=halves).destroy()
     finally:
         logging.getLogger("deepspeed.muon").removeHandler(handler)
-    return lines
+    return [(record.levelname, record.getMessage()) for record in seen]
 
 
 def test_one_line_of_log_on_rank_0() -> None:
-    logged, silent = run(records, 2, stage=3, widths=(512, 512, 512))
-    assert silent == []
-    ((level, text),) = logged
-    assert level == "INFO"
+    ((level, text),), silent = run(records, 2, stage=3, widths=(512, 512, 512))
+    assert level == "INFO" and silent == []
     for part in (
         f"deepspeed-muon {deepspeed.muon.__version__}: 2 matrices (524,288 parameters) to Muon; ",
         "2 tensors (1,024 parameters) to AdamW; 2 ranks; 1.0 MB sent per step by rank 0, 0.0 MB by all ranks",

@@ -37,7 +37,8 @@ NAMED: list[dict[str, Any]] = [
     BF16_OPTIMIZER,
     *({"stage": stage, "offload": True} for stage in (1, 2, 3)),
 ]
-UNIVERSAL: list[dict[str, Any]] = [{"stage": 1}, {"stage": 2}, {"stage": 3}, BF16_OPTIMIZER]
+ADAM, MUON = ["exp_avg", "exp_avg_sq", "step"], ["momentum_buffer", "step"]
+"""The keys of a tensor's state in memory."""
 
 
 def fresh_engine(seed: int, case: dict[str, Any], **extra: Any) -> Any:
@@ -141,9 +142,19 @@ def test_states_are_found_by_name(case: dict[str, Any], tmp_path: Path) -> None:
 # ---- files ------------------------------------------------------------------------------------------------
 
 
-def save_once(case: dict[str, Any], folder: str) -> list[list[str]]:
+def tagged(tags: dict[int, bool]) -> Any:
+    """The small model with `use_muon` set on some of its layers."""
+    net = MODELS["mlp"]()
+    for layer, tag in tags.items():
+        net.layers[layer].weight.use_muon = tag
+    return net
+
+
+def save_once(case: dict[str, Any], folder: str, tags: dict[int, bool], **extra: Any) -> list[list[str]]:
     """One step and a checkpoint; the keys of each state in memory afterwards."""
-    engine = fresh_engine(0, case)
+    import deepspeed
+
+    engine = deepspeed.initialize(model=tagged(tags), config=ds_config(**case, **extra))[0]
     train_engine(engine, 1)
     engine.save_checkpoint(folder)
     keys = [sorted(entry) for entry in local_states(engine)]
@@ -153,43 +164,16 @@ def save_once(case: dict[str, Any], folder: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("case", [{"stage": 2}, {"stage": 3}, {"stage": 3, "offload": True}, BF16_OPTIMIZER], ids=str)
 def test_the_files_hold_adams_keys_and_no_second_moment_for_muon(case: dict[str, Any], tmp_path: Path) -> None:
-    adam, muon = ["exp_avg", "exp_avg_sq", "step"], ["momentum_buffer", "step"]
-    assert run(save_once, 2, case=case, folder=str(tmp_path)) == [[muon, adam]] * 2
+    assert run(save_once, 2, case=case, folder=str(tmp_path), tags={}) == [[MUON, ADAM]] * 2
     files = sorted(tmp_path.glob("*/*zero_pp_rank_*_optim_states.pt"))
     assert len(files) == 2
     for file in files:
         saved = torch.load(file, weights_only=False)["optimizer_state_dict"]
         state = saved.get("optimizer_state_dict", saved.get("base_optimizer_state"))["state"]
-        assert [sorted(entry) for entry in state.values()] == [adam, adam]
+        assert [sorted(entry) for entry in state.values()] == [ADAM, ADAM]
         assert state[0]["exp_avg_sq"].shape == state[0]["exp_avg"].shape
         assert state[0]["exp_avg"].any() and not state[0]["exp_avg_sq"].any()
         assert state[0]["exp_avg_sq"].untyped_storage().nbytes() == 4
-
-
-def save_with(case: dict[str, Any], folder: str, optimizer: dict[str, Any]) -> None:
-    """A checkpoint of another optimizer."""
-    import deepspeed
-
-    engine = deepspeed.initialize(model=MODELS["mlp"](), config=ds_config(**case, optimizer=optimizer))[0]
-    train_engine(engine, 1)
-    engine.save_checkpoint(folder)
-    engine.destroy()
-
-
-def tagged(tags: dict[int, bool]) -> Any:
-    """The small model with `use_muon` set on some of its layers."""
-    net = MODELS["mlp"]()
-    for layer, tag in tags.items():
-        net.layers[layer].weight.use_muon = tag
-    return net
-
-
-def save_tagged(case: dict[str, Any], folder: str, tags: dict[int, bool]) -> None:
-    """A checkpoint of an engine whose layers carry these tags."""
-    engine = make_engine(tagged(tags), ds_config(**case))
-    train_engine(engine, 1)
-    engine.save_checkpoint(folder)
-    engine.destroy()
 
 
 def refusal(case: dict[str, Any], folder: str, tags: dict[int, bool]) -> str:
@@ -206,20 +190,15 @@ FOREIGN = [{"stage": 0}, {"stage": 0, "dtype": "bf16"}, {"stage": 2}, {"stage": 
 
 @pytest.mark.parametrize("case", FOREIGN, ids=str)
 def test_a_checkpoint_of_stock_adamw_is_refused(case: dict[str, Any], tmp_path: Path) -> None:
-    run(
-        save_with,
-        2,
-        case=case,
-        folder=str(tmp_path),
-        optimizer={"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-    )
+    stock = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+    run(save_once, 2, case=case, folder=str(tmp_path), tags={}, optimizer=stock)
     for text in run(refusal, 2, case=case, folder=str(tmp_path), tags={}):
         assert "['unknown']" in text and "another optimizer" in text
 
 
 @pytest.mark.parametrize("case", FOREIGN, ids=str)
 def test_a_checkpoint_of_another_routing_is_refused(case: dict[str, Any], tmp_path: Path) -> None:
-    run(save_tagged, 2, case=case, folder=str(tmp_path), tags={0: False})
+    run(save_once, 2, case=case, folder=str(tmp_path), tags={0: False})
     for text in run(refusal, 2, case=case, folder=str(tmp_path), tags={1: False}):
         assert "['layers.1.weight'] in the checkpoint only" in text and "['layers.0.weight'] here only" in text
 
@@ -266,22 +245,22 @@ def convert(folder: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("case", UNIVERSAL, ids=str)
-def test_universal_checkpoint_on_fewer_ranks(case: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", [{"stage": 1}, {"stage": 2}, {"stage": 3}, BF16_OPTIMIZER], ids=str)
+def test_universal_checkpoint_on_other_ranks(case: dict[str, Any], tmp_path: Path) -> None:
+    """Saved on 2 ranks, loaded on 1 and 4; bf16 gradients of other shares of a batch differ themselves."""
     saved = run(save_for_conversion, 2, case=case, folder=str(tmp_path))[0]
     convert(tmp_path)
-    for target in [case, case | {"offload": True}] if case["stage"] == 3 else [case]:
-        (loaded,) = run(load_converted, 1, case=target, folder=str(tmp_path))
+    targets = [(1, case), (4, case)] + [(1, case | {"offload": True})] * (case["stage"] == 3)
+    for world, target in targets:
+        loaded = run(load_converted, world, case=target, folder=str(tmp_path))[0]
         assert loaded["settings"] == saved["settings"]
         assert differing(loaded["states"], saved["states"]) == []
-        assert [sorted(entry) for entry in loaded["local"]] == [
-            ["momentum_buffer", "step"],
-            ["exp_avg", "exp_avg_sq", "step"],
-        ]
-        assert [float(entry["step"]) for entry in loaded["local"]] == [3.0, 3.0] and loaded["steps"] == [6.0, 6.0]
+        assert [sorted(entry) for entry in loaded["local"]] == [MUON, ADAM]
+        assert [float(entry["step"]) for entry in loaded["local"]] == [3.0, 3.0]
+        assert loaded["steps"] == [6.0, 6.0]
         for name, expected in saved["weights"].items():
             error = change_error(saved["initial"][name], loaded["weights"][name], expected)
-            print(target, name, error)
+            assert error <= (0.1 if "dtype" in case else 1e-5), (world, target, name)
 
 
 # ---- size -------------------------------------------------------------------------------------------------
@@ -307,7 +286,7 @@ def test_muon_keeps_four_bytes_per_parameter(world: int) -> None:
     cases = [{"stage": stage, "dtype": dtype} for stage in (1, 2, 3) for dtype in ("fp32", "bf16")]
     matrices = [p.numel() for p in MODELS["mlp"]().parameters() if p.ndim == 2]
     for case, *ranks in zip(cases, *run(state_sizes, world, cases=cases), strict=True):
-        used, flat, tensors = map(sum, zip(*ranks, strict=True))
+        used, flat, tensors = (sum(column) for column in zip(*ranks, strict=True))
         assert used == 4 * flat + 4 * tensors, case  # the momentum, and the step count of each tensor
         padding = flat - sum(matrices)
         assert 0 <= padding < (len(matrices) * world if case["stage"] == 3 else 2 * world), case

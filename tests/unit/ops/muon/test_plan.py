@@ -125,8 +125,7 @@ def all_to_all(outboxes: tuple, sent: list, received: list) -> list[list]:
 shape = st.tuples(st.integers(1, 9), st.integers(1, 9))
 
 
-@settings(max_examples=150, deadline=None)
-@given(
+plans = given(
     st.lists(shape, min_size=1, max_size=8),
     st.integers(1, 64),
     st.integers(2, 200),
@@ -134,10 +133,18 @@ shape = st.tuples(st.integers(1, 9), st.integers(1, 9))
     st.booleans(),
     st.integers(0, 3),
 )
-def test_every_element_travels_once_there_and_once_back(shapes, world_size, bucket_bytes, by_part, split, gap) -> None:
+
+
+def check(
+    shapes: list[tuple[int, int]], world_size: int, bucket_bytes: int, by_part: bool, split: bool, gap: int
+) -> None:
     items = specs(shapes, split)
     shards, size = part_layout(items, world_size) if by_part else flat_layout(items, world_size, gap)
     simulate(shards, size, world_size, bucket_bytes)
+
+
+test_every_element_travels_once_there_and_once_back = settings(max_examples=150, deadline=None)(plans(check))
+test_many_random_plans = pytest.mark.full(settings(max_examples=5000, deadline=None)(plans(check)))
 
 
 def test_buckets_are_bounded() -> None:
