@@ -24,8 +24,7 @@ REFERENCE = "torch default"
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--numel", type=int, default=20_000_000, help="elements of the flat fp32 tensor")
     parser.add_argument("--rounds", type=int, default=15, help="timed steps of each implementation")
     parser.add_argument("--warmup", type=int, default=3, help="untimed steps of each implementation")
@@ -40,6 +39,7 @@ def implementations() -> dict[str, Callable]:
 
     def deepspeed_cpu_adam(params):
         from deepspeed.ops.adam import DeepSpeedCPUAdam
+
         return DeepSpeedCPUAdam(params, adamw_mode=True, **HYPERPARAMETERS)
 
     return {
@@ -53,6 +53,7 @@ def implementations() -> dict[str, Callable]:
 def build(numel: int) -> dict:
     """An optimizer and its parameter for every implementation that works here, all from one start."""
     import torch
+
     generator = torch.Generator().manual_seed(0)
     start, gradient = (torch.randn(numel, generator=generator) for _ in range(2))
     built = {}
@@ -69,6 +70,7 @@ def build(numel: int) -> dict:
 def measure(args: argparse.Namespace) -> None:
     """The worker: alternate the implementations, print one JSON line of seconds and of differences."""
     import torch
+
     torch.set_num_threads(args.threads[0])
     built = build(args.numel)
     seconds = {name: [] for name in built}
@@ -78,15 +80,27 @@ def measure(args: argparse.Namespace) -> None:
             optimizer.step()
             seconds[name].append(time.perf_counter() - begin)
     reference = built[REFERENCE][1].detach()
-    apart = {name: (parameter.detach() - reference).abs().max().item()
-             for name, (_optimizer, parameter) in built.items()}
-    print(json.dumps({"seconds": {n: s[args.warmup:] for n, s in seconds.items()}, "difference": apart}))
+    apart = {
+        name: (parameter.detach() - reference).abs().max().item() for name, (_optimizer, parameter) in built.items()
+    }
+    print(json.dumps({"seconds": {n: s[args.warmup :] for n, s in seconds.items()}, "difference": apart}))
 
 
 def launch(args: argparse.Namespace, threads: int) -> dict:
     """Run the worker with this many threads and read its last line."""
-    command = [sys.executable, __file__, "--worker", "--threads", str(threads), "--numel", str(args.numel),
-               "--rounds", str(args.rounds), "--warmup", str(args.warmup)]
+    command = [
+        sys.executable,
+        __file__,
+        "--worker",
+        "--threads",
+        str(threads),
+        "--numel",
+        str(args.numel),
+        "--rounds",
+        str(args.rounds),
+        "--warmup",
+        str(args.warmup),
+    ]
     env = machine.cpu_environment() | {"OMP_NUM_THREADS": str(threads), "DS_MUON_AUTOLOAD": "0"}
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, timeout=1200, check=True)
     return json.loads(done.stdout.splitlines()[-1])

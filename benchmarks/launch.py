@@ -34,8 +34,14 @@ def free_port() -> int:
 def environment(job: Job, rank: int, port: int) -> dict[str, str]:
     """One thread per rank, CPU only, deepspeed-muon on or off as the variant says."""
     inherited = {name: text for name, text in machine.cpu_environment().items() if name != "DS_MUON_AUTOLOAD"}
-    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job.world, "LOCAL_WORLD_SIZE": job.world,
-             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": job.world,
+        "LOCAL_WORLD_SIZE": job.world,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     fixed = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     of_rank = {name: str(value) for name, value in ranks.items()}
     return inherited | of_rank | fixed | VARIANTS[job.variant].environment
@@ -49,8 +55,15 @@ def start(job: Job, folder: Path) -> list[subprocess.Popen]:
     for rank in range(job.world):
         command = [sys.executable, str(WORKER), job_text, str(folder / f"rank{rank}.json")]
         with (folder / f"rank{rank}.log").open("w") as log:
-            processes.append(subprocess.Popen(command, env=environment(job, rank, port), stdout=log,
-                                              stderr=subprocess.STDOUT, start_new_session=True))
+            processes.append(
+                subprocess.Popen(
+                    command,
+                    env=environment(job, rank, port),
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            )
     return processes
 
 
@@ -85,8 +98,9 @@ def run(job: Job, timeout: float) -> dict:
         finally:
             stop(processes)
         if problem:
-            tails = [f"--- rank {rank} ---\n{(folder / f'rank{rank}.log').read_text()[-3000:]}"
-                     for rank in range(job.world)]
+            tails = [
+                f"--- rank {rank} ---\n{(folder / f'rank{rank}.log').read_text()[-3000:]}" for rank in range(job.world)
+            ]
             raise LaunchFailed("\n".join([f"{job.case} {job.variant}: {problem}", *tails]))
         results = [(folder / f"rank{rank}.json").read_text() for rank in range(job.world)]
         return merge(job, [json.loads(text) for text in results])
@@ -95,8 +109,9 @@ def run(job: Job, timeout: float) -> dict:
 def merge(job: Job, ranks: list[dict]) -> dict:
     """One record of a launch: seconds of the slowest rank (median over steps), traffic, memory."""
     record: dict = {"case": job.case, "variant": job.variant, "optimizer": ranks[0]["optimizer"]}
-    steps = [{phase: max(rank["seconds"][step][phase] for rank in ranks) for phase in PHASES}
-             for step in range(job.steps)]
+    steps = [
+        {phase: max(rank["seconds"][step][phase] for rank in ranks) for phase in PHASES} for step in range(job.steps)
+    ]
     for phase in PHASES:
         sent = [rank["megabytes"][phase] for rank in ranks]
         record[f"{phase} s"] = statistics.median(step[phase] for step in steps)

@@ -41,8 +41,11 @@ def stock_muons(summary: Summary, case: str) -> list[str]:
 def ratio(summary: Summary, case: str, ours: str, other: str) -> tuple[float, float, float]:
     """Seconds of ours over the other's: medians, our fastest by its slowest, our slowest by its fastest."""
     a, b = summary[case, ours], summary[case, other]
-    return (a["seconds"] / b["seconds"], a["fastest round s"] / b["slowest round s"],
-            a["slowest round s"] / b["fastest round s"])
+    return (
+        a["seconds"] / b["seconds"],
+        a["fastest round s"] / b["slowest round s"],
+        a["slowest round s"] / b["fastest round s"],
+    )
 
 
 def main_table(summary: Summary) -> str:
@@ -76,11 +79,25 @@ def ratio_table(summary: Summary) -> str:
 
 def detail_table(summary: Summary) -> str:
     """Phases, spread, traffic by phase (mean and largest rank), state and memory."""
-    rows = [["case", "variant", "backward s", "step s", "rounds min-max s", "MB backward", "MB step",
-             "state bytes/parameter", "peak MB", "above start", "above start, timed steps"]]
+    rows = [
+        [
+            "case",
+            "variant",
+            "backward s",
+            "step s",
+            "rounds min-max s",
+            "MB backward",
+            "MB step",
+            "state bytes/parameter",
+            "peak MB",
+            "above start",
+            "above start, timed steps",
+        ]
+    ]
     for (case, variant), row in summary.items():
-        sent = [f"{row[f'{phase} MB']:.1f} (max {row[f'{phase} MB, largest rank']:.1f})"
-                for phase in ("backward", "step")]
+        sent = [
+            f"{row[f'{phase} MB']:.1f} (max {row[f'{phase} MB, largest rank']:.1f})" for phase in ("backward", "step")
+        ]
         spread = f"{row['fastest round s']:.3f}-{row['slowest round s']:.3f}"
         state = f"{row['state bytes/parameter']:.2f} ({row['state keys']})"
         peaks = ("peak MB", "peak MB above start", "peak MB above start, timed steps")
@@ -94,10 +111,12 @@ def caption(summary: Summary, job: Job) -> str:
     """What was measured, on what."""
     rounds = max(row["rounds"] for row in summary.values())
     d, h = job.hidden, 4 * job.hidden
-    return (f"{machine.one_line()}\n\n{job.layers} x {{{d}x{d}, {h}x{d}, {d}x{h}}} linear layers "
-            f"({job.parameters / 1e6:.1f} M parameters), bf16, {job.world} ranks, gloo, one thread per rank. "
-            f"Seconds: backward + step, slowest rank, median of {job.steps} steps, median of {rounds} "
-            "alternating rounds. MB: sent per rank in backward + step, mean of the ranks, ring cost.")
+    return (
+        f"{machine.one_line()}\n\n{job.layers} x {{{d}x{d}, {h}x{d}, {d}x{h}}} linear layers "
+        f"({job.parameters / 1e6:.1f} M parameters), bf16, {job.world} ranks, gloo, one thread per rank. "
+        f"Seconds: backward + step, slowest rank, median of {job.steps} steps, median of {rounds} "
+        "alternating rounds. MB: sent per rank in backward + step, mean of the ranks, ring cost."
+    )
 
 
 NOTES = """State: the optimizer's state tensors by true storage size, all ranks together, per parameter; fp32
@@ -132,22 +151,29 @@ def write_chart(summary: Summary, job: Job, path: Path) -> None:
         return
     matplotlib.use("Agg")
     from matplotlib import pyplot
+
     cases = list(dict.fromkeys(case for case, _ in summary))
     variants = [v for v in VARIANTS if any(key[1] == v for key in summary)]
     width = 0.8 / len(variants)
     figure, axes = pyplot.subplots(figsize=(9, 4.5))
     for index, variant in enumerate(variants):
-        places = [(place + (index - (len(variants) - 1) / 2) * width, summary[case, variant])
-                  for place, case in enumerate(cases) if (case, variant) in summary]
+        places = [
+            (place + (index - (len(variants) - 1) / 2) * width, summary[case, variant])
+            for place, case in enumerate(cases)
+            if (case, variant) in summary
+        ]
         color = f"C{list(VARIANTS).index(variant)}"
         where, found = [place for place, _ in places], [row for _, row in places]
         backward = [row["backward s"] for row in found]
         rest = [row["seconds"] - row["backward s"] for row in found]
-        spread = [[max(0.0, row["seconds"] - row["fastest round s"]) for row in found],
-                  [max(0.0, row["slowest round s"] - row["seconds"]) for row in found]]
+        spread = [
+            [max(0.0, row["seconds"] - row["fastest round s"]) for row in found],
+            [max(0.0, row["slowest round s"] - row["seconds"]) for row in found],
+        ]
         axes.bar(where, backward, width, color=color, alpha=0.45)
-        axes.bar(where, rest, width, bottom=backward, color=color, yerr=spread, capsize=2,
-                 label=VARIANTS[variant].label)
+        axes.bar(
+            where, rest, width, bottom=backward, color=color, yerr=spread, capsize=2, label=VARIANTS[variant].label
+        )
     axes.set_xticks(range(len(cases)), [CASES[case].label for case in cases])
     axes.set_ylabel("seconds (pale: backward, full: step)")
     size = f"{job.parameters / 1e6:.1f} M parameters, {job.world} ranks"

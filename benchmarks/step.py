@@ -21,16 +21,15 @@ from setups import CASES, VARIANTS, Job
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world", type=int, default=2, help="ranks")
     parser.add_argument("--repeats", type=int, default=3, help="rounds over all variants")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of a launch")
     parser.add_argument("--warmup", type=int, default=4, help="untimed steps of a launch, for compilation")
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE",
-                        help=f"of {[*CASES]}")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="VARIANT",
-                        help=f"of {[*VARIANTS]}")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help=f"of {[*CASES]}")
+    parser.add_argument(
+        "--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="VARIANT", help=f"of {[*VARIANTS]}"
+    )
     parser.add_argument("--layers", type=int, default=8, help="blocks of three matrices")
     parser.add_argument("--hidden", type=int, default=512, help="width of a block; inside it is 4 times that")
     parser.add_argument("--timeout", type=float, default=600, help="seconds that one launch may take")
@@ -46,8 +45,15 @@ def arguments() -> argparse.Namespace:
 
 def job_of(args: argparse.Namespace, case: str, variant: str) -> Job:
     """The job of one case and variant."""
-    return Job(case=case, variant=variant, world=args.world, layers=args.layers, hidden=args.hidden,
-               warmup=args.warmup, steps=args.steps)
+    return Job(
+        case=case,
+        variant=variant,
+        world=args.world,
+        layers=args.layers,
+        hidden=args.hidden,
+        warmup=args.warmup,
+        steps=args.steps,
+    )
 
 
 def output_name(args: argparse.Namespace) -> str:
@@ -71,9 +77,12 @@ def run_round(args: argparse.Namespace, number: int, records: list[dict], failed
                 print(error, file=sys.stderr, flush=True)
                 continue
             records.append(record)
-            print(f"round {number + 1}, {CASES[case].label}, {VARIANTS[variant].label}: "
-                  f"{record['seconds']:.3f} s, {record['MB']:.1f} MB "
-                  f"(launch {time.perf_counter() - begin:.0f} s)", flush=True)
+            print(
+                f"round {number + 1}, {CASES[case].label}, {VARIANTS[variant].label}: "
+                f"{record['seconds']:.3f} s, {record['MB']:.1f} MB "
+                f"(launch {time.perf_counter() - begin:.0f} s)",
+                flush=True,
+            )
             if args.json:
                 print(json.dumps(record), flush=True)
             if record["compiled while timed"]:

@@ -64,6 +64,7 @@ def compiled_graphs() -> int:
 def cpu_adam_builds() -> bool:
     """Whether DeepSpeedCPUAdam's operator can be built or is built already."""
     from deepspeed.ops.op_builder import CPUAdamBuilder
+
     try:
         CPUAdamBuilder().load()
     except Exception as error:  # compilers fail in many ways, and AdamW has a fallback
@@ -75,13 +76,15 @@ def cpu_adam_builds() -> bool:
 def build_engine(job: Job):
     """The DeepSpeed engine of a job, and the resident memory just before it was made."""
     import deepspeed
+
     deepspeed.utils.logger.setLevel(logging.WARNING)
     deepspeed.init_distributed(dist_backend="gloo")
     disable_shared_memory_reduce()
     torch.manual_seed(0)
     model = nn.Sequential(*[Block(job.hidden) for _ in range(job.layers)])
-    config = job.ds_config(has_cpu_adam=VARIANTS[job.variant].optimizer == "AdamW"
-                           and CASES[job.case].offload and cpu_adam_builds())
+    config = job.ds_config(
+        has_cpu_adam=VARIANTS[job.variant].optimizer == "AdamW" and CASES[job.case].offload and cpu_adam_builds()
+    )
     before = rss_mb()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     return engine, before
@@ -92,8 +95,10 @@ def check_optimizer(engine, variant: str) -> str:
     kind = type(engine.basic_optimizer)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if kind.__module__.startswith("deepspeed.muon") != VARIANTS[variant].is_ours:
-        raise RuntimeError(f"variant {variant!r} runs {name}: deepspeed-muon is "
-                           f"{'not active' if VARIANTS[variant].is_ours else 'active, but must not be'}")
+        raise RuntimeError(
+            f"variant {variant!r} runs {name}: deepspeed-muon is "
+            f"{'not active' if VARIANTS[variant].is_ours else 'active, but must not be'}"
+        )
     return name
 
 
@@ -135,8 +140,7 @@ def measure(job: Job, engine, counter: TrafficCounter) -> dict:
 
     def train(steps: int) -> list[dict[str, float]]:
         shape = job.batch, job.hidden
-        return [timed_step(engine, torch.randn(shape, generator=generator).bfloat16(), counter)
-                for _ in range(steps)]
+        return [timed_step(engine, torch.randn(shape, generator=generator).bfloat16(), counter) for _ in range(steps)]
 
     train(job.warmup)
     counter.reset()

@@ -110,8 +110,10 @@ class TrafficCounter:
 
     def by_collective(self) -> dict[str, dict[str, float]]:
         """`{"phase collective": {"calls": ..., "megabytes": ...}}`, for the record."""
-        return {f"{phase} {name}": {"calls": self.calls[phase, name], "megabytes": round(sent / 1e6, 6)}
-                for (phase, name), sent in sorted(self.sent.items())}
+        return {
+            f"{phase} {name}": {"calls": self.calls[phase, name], "megabytes": round(sent / 1e6, 6)}
+            for (phase, name), sent in sorted(self.sent.items())
+        }
 
     def reset(self) -> None:
         """Forget what was counted so far."""
@@ -148,5 +150,6 @@ class TrafficCounter:
 def disable_shared_memory_reduce() -> None:
     """Send DeepSpeed's CPU all-reduce through `torch.distributed`, where it is counted."""
     from deepspeed.comm import comm
+
     if hasattr(comm.cdb, "shm_vector_kernel_level"):
         comm.cdb.shm_vector_kernel_level = 0

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import mean
 
 from launch import CONFIGS, HERE, launch
-from losslog import Row, evaluations, final_loss, first_reaching, is_complete, read_log
+from losslog import Row, evaluations, final_loss, first_reaching, is_complete
 
 MAX_EXTENSIONS = 5
 
@@ -75,32 +75,27 @@ def write_csv(sweep: Sweep, target: float) -> None:
     """Write one line per run to sweep.csv."""
     with (sweep.out / "sweep.csv").open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["optimizer", "lr", "seed", "steps", "held_out", "seconds", "step_at_adamw_final"])
+        writer.writerow(["optimizer", "lr", "seed", "steps", "held_out", "step_at_adamw_final"])
         for run in sweep.done:
             reached = first_reaching(sweep.evaluations(run), target)
-            seconds = f"{read_log(sweep.log(run))[-1].seconds:.1f}"
-            values = [sweep.steps, sweep.final(run), seconds, reached.step if reached else ""]
+            values = [sweep.steps, sweep.final(run), reached.step if reached else ""]
             writer.writerow([run.optimizer, f"{run.lr:g}", run.seed, *values])
 
 
 def summary(sweep: Sweep, best: dict[str, list[Run]], interior: dict[str, bool], target: float) -> str:
     """Return the comparison at the best rates as Markdown."""
-    lines = ["| optimizer | best lr | inside the grid | mean final held-out loss | seconds per step |"]
+    lines = ["| optimizer | best lr | inside the grid | final held-out loss, mean of the seeds | of each seed |"]
     lines.append("|---|---|---|---|---|")
-    total = {}
     for name, runs in best.items():
-        total[name] = mean(sweep.evaluations(run)[-1].seconds for run in runs)
-        loss, inside = mean(map(sweep.final, runs)), "yes" if interior[name] else "no"
-        lines.append(f"| {name} | {runs[0].lr:g} | {inside} | {loss:.4f} | {total[name] / sweep.steps:.3f} |")
-    lines += ["", f"Muon on its way to AdamW's mean final held-out loss, {target:.4f}:", ""]
-    lines += ["| seed | steps | of AdamW's steps | seconds | of AdamW's seconds |", "|---|---|---|---|---|"]
+        losses, inside = [sweep.final(run) for run in runs], "yes" if interior[name] else "no"
+        each = ", ".join(f"{loss:.3f}" for loss in losses)
+        lines.append(f"| {name} | {runs[0].lr:g} | {inside} | {mean(losses):.3f} | {each} |")
+    lines += ["", f"Muon on its way to AdamW's mean final held-out loss, {target:.3f}:", ""]
+    lines += ["| seed | steps | of AdamW's steps |", "|---|---|---|"]
     for run in best["Muon"]:
         row = first_reaching(sweep.evaluations(run), target)
-        if row:
-            steps, seconds = row.step / sweep.steps, row.seconds / total["AdamW"]
-            lines.append(f"| {run.seed} | {row.step} | {steps:.0%} | {row.seconds:.0f} | {seconds:.0%} |")
-        else:
-            lines.append(f"| {run.seed} | not reached | | | |")
+        reached = f"{row.step} | {row.step / sweep.steps:.0%}" if row else "not reached |"
+        lines.append(f"| {run.seed} | {reached} |")
     return "\n".join(lines) + "\n"
 
 

@@ -164,6 +164,8 @@ def _configure_basic_optimizer(original: Callable, self: Any, model_parameters: 
 
 def _configure_optimizer(original: Callable, self: Any, client_optimizer: Any, model_parameters: Any) -> Any:
     """``DeepSpeedEngine._configure_optimizer``: bind ours to the layout that the wrapper has made."""
+    if client_optimizer is not None and not isinstance(client_optimizer, tuple(self._supported_optims())):
+        client_optimizer = client_optimizer(model_parameters)
     if isinstance(client_optimizer, MuonWithAuxAdam):
         refuse_unsupported(self._config)
         refuse_engine(self)

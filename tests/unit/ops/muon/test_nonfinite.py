@@ -118,6 +118,8 @@ def cases() -> list[dict[str, Any]]:
             for offload in (False, True) if stage else (False,):
                 base = {"stage": stage, "dtype": dtype, "offload": offload}
                 result += [base | {"clip": 0.0, "accumulation": 1}, base | {"clip": 1.0, "accumulation": 2}]
+                if dtype == "bf16" and stage:
+                    result.append(base | {"bf16": {"enabled": True, "check_grad_overflow": False}})
     extra = {"stage": 1, "dtype": "bf16", "data_types": {"grad_accum_dtype": "fp32"}}
     return result + [extra | {"clip": clip} for clip in (0.0, 1.0)]
 
