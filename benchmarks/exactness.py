@@ -13,21 +13,21 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[1:1] = [str(ROOT / "tests/unit/ops/muon"), str(ROOT / "examples/pretrain_gpt")]
 
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+from torch.optim._muon import _zeropower_via_newtonschulz as torch_iteration  # noqa: E402
+
 import data  # noqa: E402
 import exactness_jobs as jobs  # noqa: E402
 import machine  # noqa: E402
-import torch  # noqa: E402
+from deepspeed.muon.coefficients import SIMPLE, schedule  # noqa: E402
+from deepspeed.muon.orthogonalize import choose_method, orthogonalize  # noqa: E402
 from distributed import run, shutdown  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 from models import MODELS  # noqa: E402
 from oracles import OracleConfig, change_cosine, change_error, newton_schulz_fp64, route, train_oracle  # noqa: E402
 from test_parity import SHAPES, oracle, update_error  # noqa: E402
-from torch import Tensor  # noqa: E402
-from torch.optim._muon import _zeropower_via_newtonschulz as torch_iteration  # noqa: E402
 from training import PARAMS, train, train_on_gradients  # noqa: E402
-
-from deepspeed.muon.coefficients import SIMPLE, schedule  # noqa: E402
-from deepspeed.muon.orthogonalize import choose_method, orthogonalize  # noqa: E402
 
 STEPS = 5
 Table = list[list[str]]

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training jobs of `exactness.py`, run on every rank of a pool of worker processes."""
 
-from typing import Any
-
 import torch
-from models import MODELS, train_engine
 from torch import Tensor
+
+from models import MODELS, train_engine
 from training import PARAMS, ds_config, fp32_weights, make_engine
 
 #: What every run and the oracle use. Stock knows no ns_dtype, weight decay is left out.

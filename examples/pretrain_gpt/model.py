@@ -31,6 +31,7 @@ class Attention(nn.Module):
         self.proj = nn.Linear(config.width, config.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Mix `x` of shape (batch, time, width) over time."""
         projections = (self.query, self.key, self.value)
         q, k, v = (layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in projections)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -49,6 +50,7 @@ class Block(nn.Module):
         self.proj = nn.Linear(4 * config.width, config.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Add both branches to `x` of shape (batch, time, width)."""
         x = x + self.attn(self.attn_norm(x))
         return x + self.proj(F.gelu(self.up(self.mlp_norm(x))))
 

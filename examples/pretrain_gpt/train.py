@@ -11,17 +11,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import numpy as np
 import torch
-from deepspeed import DeepSpeedEngine
-from deepspeed import comm as dist
 from deepspeed.utils import set_log_level_from_string
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
+import deepspeed
 from data import Corpus, held_out_offsets, load_corpus, train_offsets, windows
+from deepspeed import DeepSpeedEngine
+from deepspeed import comm as dist
 from losslog import LossLog, Row
 from model import GPT, GPTConfig
 
