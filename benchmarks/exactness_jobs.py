@@ -49,7 +49,7 @@ def state_bytes(stage: int) -> dict[str, int]:
     net = MODELS["gpt"]()
     engine = make_engine(net, ds_config(stage=stage, dtype="bf16", optimizer=params))
     optimizer = engine.basic_optimizer
-    tensors = [t for bound in optimizer._bound.values() for t in bound.partition.tensors]
+    tensors = [t for partition in optimizer.partitions for t in partition.tensors]
     held = sum(
         v.untyped_storage().nbytes()
         for t in tensors

@@ -102,6 +102,11 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self._is_bound = True
 
     @property
+    def partitions(self) -> list[Partition]:
+        """What was bound: where the Muon parameters lie."""
+        return [bound.partition for bound in self._bound.values()]
+
+    @property
     def plans(self) -> list[Plan]:
         """The bound plans, one per partition."""
         return [bound.plan for bound in self._bound.values()]

@@ -129,8 +129,8 @@ def _repaired(optimizer: MuonWithAuxAdam, load: Any) -> Any:
             params = group["params"]
             group.clear()
             group.update(_settings(settings), params=params)
-        for bound in optimizer._bound.values():
-            for tensor in bound.partition.tensors:
+        for partition in optimizer.partitions:
+            for tensor in partition.tensors:
                 _restore_momentum(optimizer.state[tensor])
         for tensor, state in optimizer.state.items():
             device = tensor.device if "exp_avg" in state else None
