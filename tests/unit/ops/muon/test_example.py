@@ -48,6 +48,7 @@ def losses(log: Path) -> list[tuple[str, str]]:
         return [(row["step"], row["train"]) for row in csv.DictReader(file)]
 
 
+@pytest.mark.full
 @pytest.mark.time_limit(280)
 def test_a_run_resumes_where_it_stopped(tmp_path: Path) -> None:
     straight = launch.launch("Muon", tmp_path / "straight", OPTIONS)
