@@ -4,4 +4,4 @@
 __version__ = "0.1.0"
 
 #: Oldest and newest DeepSpeed version tested.
-TESTED_DEEPSPEED = ("0.19.0", "0.19.8")
+TESTED_DEEPSPEED = ("0.19.7", "0.19.8")

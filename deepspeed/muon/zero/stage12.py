@@ -45,6 +45,6 @@ def _groups(wrapper: Any) -> list[tuple[list, list[int], Tensor, Tensor]]:
         ordered, flats = wrapper.round_robin_bit16_groups, wrapper.bit16_groups_flat
         tensors = wrapper.single_partition_of_fp32_groups
     offsets = getattr(wrapper, "round_robin_bit16_offsets", None)
-    if offsets is None:  # before DeepSpeed 0.19.7 parameters follow each other without padding
+    if offsets is None:  # BF16_Optimizer puts parameters one after the other
         offsets = [[0, *accumulate(param.numel() for param in params)][: len(params)] for params in ordered]
     return list(zip(ordered, offsets, flats, tensors, strict=True))

@@ -20,11 +20,8 @@ def partitions(wrapper: Any, optimizer: MuonWithAuxAdam) -> list[tuple[int, Part
     """
     from deepspeed import comm  # type: ignore[attr-defined]
 
-    # Sub-groups have process groups of their own since DeepSpeed 0.19.4.
-    default = [wrapper.dp_process_group] * len(wrapper.fp16_groups)
-    groups = getattr(wrapper, "sub_group_process_groups", default)
     result = []
-    for index, (params, group) in enumerate(zip(wrapper.fp16_groups, groups, strict=True)):
+    for index, (params, group) in enumerate(zip(wrapper.fp16_groups, wrapper.sub_group_process_groups, strict=True)):
         shards, base = [], 0
         for param in params:
             part = param.partition_numel()
