@@ -34,7 +34,8 @@ def seams():
 
 def ours():
     types = [t.__module__ for t in utils.ZERO_SUPPORTED_OPTIMIZERS]
-    return sum(hasattr(f, "__wrapped__") for f in seams()), [name for name in types if name.startswith("deepspeed.muon")]
+    patched = sum(hasattr(f, "__wrapped__") for f in seams())
+    return patched, [name for name in types if name.startswith("deepspeed.muon")]
 
 def read_config():
     DeepSpeedConfig({"train_batch_size": 1, "optimizer": {"type": "Muon", "params": {"lr": 0.1}}})
