@@ -23,13 +23,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out what stock DeepSpeed before 0.19.8 gets wrong on CPU and gloo, with its AdamW too."""
+    """Leave out what stock DeepSpeed before 0.19.8 gets wrong on CPU and gloo, whatever the optimizer."""
     if Version(version("deepspeed")) >= Version("0.19.8"):
         return
-    skip = pytest.mark.skip(reason="before 0.19.8 stage 3's gathers, and overlapped buckets, race on CPU and gloo")
+    races = pytest.mark.skip(reason="before 0.19.8 stage 3's gathers, and overlapped buckets, race on CPU and gloo")
+    stops = pytest.mark.skip(reason="before 0.19.8 BF16_Optimizer stops the run at a non-finite norm")
     for item in items:
         if uses_racing_collectives(item):
-            item.add_marker(skip)
+            item.add_marker(races)
+        elif "test_a_bad_step" in item.name and "grad_accum_dtype" in item.name:
+            item.add_marker(stops)
 
 
 def uses_racing_collectives(item: pytest.Item) -> bool:
