@@ -1,59 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``optimizer.params`` section of a ds_config whose optimizer type is Muon."""
+"""The ``optimizer.params`` section of a ds_config whose optimizer type is Muon.
+
+Each field states its unit and its source; ``docs/configuration.md`` is generated from them.
+"""
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
-import math
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from deepspeed.muon import coefficients
-
-
-def _not_a_flag(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ValueError("Input should be a number, not true or false")
-    return value
-
-
-def _as_triples(value: Any) -> Any:
-    """One triple may be given without the outer list, as to ``torch.optim.Muon``."""
-    if isinstance(value, (list, tuple)) and len(value) == 3 and all(isinstance(x, (int, float)) for x in value):
-        return [value]
-    return value
-
-
-def _known_schedule(value: Any) -> Any:
-    if isinstance(value, str):
-        if value not in coefficients.NAMED:
-            near = difflib.get_close_matches(value, coefficients.NAMED, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known names: {', '.join(coefficients.NAMED)}"
-            raise ValueError(f"no schedule of that name; {hint}")
-    elif not isinstance(value, (list, tuple)) or not value or not all(map(_is_triple, value)):
-        raise ValueError("Input should be a name or a list of triples of finite numbers (a, b, c), a not zero")
-    return value
-
-
-def _is_triple(value: Any) -> bool:
-    numbers = isinstance(value, (list, tuple)) and len(value) == 3 and all(type(x) in (int, float) for x in value)
-    return numbers and all(map(math.isfinite, value)) and value[0] != 0
-
-
-Number = Annotated[float, BeforeValidator(_not_a_flag), Field(allow_inf_nan=False)]
-Rate = Annotated[Number, Field(ge=0)]
-Fraction = Annotated[Number, Field(ge=0, lt=1)]
-Steps = Annotated[int, BeforeValidator(_not_a_flag), Field(ge=1, le=50)]
-Coefficients = Annotated[Any, BeforeValidator(_as_triples), AfterValidator(_known_schedule)]
+from deepspeed.muon.explain import explain
+from deepspeed.muon.knobs import (
+    FLAG,
+    FRACTION,
+    KERAS,
+    PATTERNS,
+    RATE,
+    STOCK,
+    TORCH_MUON,
+    Coefficients,
+    Factor,
+    Fraction,
+    Interval,
+    Method,
+    Patterns,
+    Rate,
+    Scale,
+    Steps,
+    knob,
+)
 
 #: Keys that an AdamW section may hold as well. A section with only these was written for AdamW.
 ADAMW_KEYS = frozenset({"lr", "betas", "eps", "weight_decay", "adam_w_mode", "torch_adam", "fp32_optimizer_states"})
+#: Keys that change neither the update nor what was tuned.
+NEUTRAL_KEYS = frozenset({"adjust_lr_fn", "monitor_interval", "muon_include", "muon_exclude"})
+#: Keys that a parameter group may set for itself. A key on the left replaces the config's on the right.
+GROUP_KEYS: dict[str, tuple[str, ...]] = {
+    "lr": ("muon_lr", "adam_lr"),
+    "muon_lr": (),
+    "adam_lr": (),
+    "momentum": (),
+    "nesterov": (),
+    "weight_decay": ("muon_weight_decay", "adam_weight_decay"),
+    "muon_weight_decay": (),
+    "adam_weight_decay": (),
+    "ns_method": (),
+    "adjust_lr_fn": (),
+    "betas": (),
+    "eps": (),
+}
 #: Stock's learning rates where the section sets none.
 DEFAULT_MUON_LR = 0.02
 DEFAULT_ADAM_LR = 3e-4
+SECTION = "optimizer.params."
 
 
 class MuonConfigError(ValueError):
@@ -68,29 +72,86 @@ class MuonConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False, validate_default=True)
 
-    lr: Rate | None = Field(None, description="learning rate of both halves where the two below are not set")
-    muon_lr: Rate | None = Field(None, description="learning rate of the Muon half; default lr, else 0.02")
-    adam_lr: Rate | None = Field(None, description="learning rate of the AdamW half; default lr, else 3e-4")
-    momentum: Fraction = Field(0.95, description="decay of Muon's momentum, an exponential average")
-    nesterov: bool = Field(True, description="orthogonalize Nesterov's look-ahead instead of the momentum")
-    weight_decay: Rate = Field(0.0, description="decoupled weight decay of both halves")
-    muon_weight_decay: Rate | None = Field(None, description="weight decay of the Muon half; default weight_decay")
-    adam_weight_decay: Rate | None = Field(None, description="weight decay of the AdamW half; default weight_decay")
-    ns_method: Literal["auto", "standard", "gram"] = Field(
-        "auto", description="Newton-Schulz on the matrix or its Gram"
+    lr: Rate | None = knob(
+        None, "learning rate of both halves where the two below are not set", RATE, "per step", STOCK
     )
-    ns_steps: Steps | None = Field(None, description="Newton-Schulz steps; default 5")
-    ns_coefficients: Coefficients = Field("simple", description="a named schedule, or triples (a, b, c)")
-    ns_dtype: Literal["auto", "bf16", "fp32"] = Field("auto", description="dtype of Newton-Schulz and its exchange")
-    adjust_lr_fn: Literal["auto", "original", "match_rms_adamw", "spectral_unclamped", "none"] = Field(
-        "auto", description="scale of the update by shape; auto: match_rms_adamw for a section with AdamW's keys only"
+    muon_lr: Rate | None = knob(
+        None, "learning rate of the Muon half; default `lr`, else 0.02", RATE, "per step", STOCK
     )
-    betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="AdamW's decay rates")
-    eps: Rate = Field(1e-10, description="AdamW's epsilon")
-    adam_w_mode: bool = Field(True, description="decoupled decay in the AdamW half; false: Adam with L2")
-    torch_adam: bool = Field(False, description="accepted for stock's sake; the AdamW half is torch's fused one anyway")
-    fp32_optimizer_states: Literal[True] = Field(True, description="optimizer states are fp32")
-    per_head_muon: Literal[False] = Field(False, description="not supported yet")
+    adam_lr: Rate | None = knob(
+        None, "learning rate of the AdamW half; default `lr`, else 3e-4", RATE, "per step", STOCK
+    )
+    momentum: Fraction = knob(0.95, "decay of Muon's momentum, an exponential average", FRACTION, "per step", STOCK)
+    nesterov: bool = knob(True, "orthogonalize Nesterov's look-ahead instead of the momentum", FLAG, source=TORCH_MUON)
+    weight_decay: Rate = knob(
+        0.0, "decoupled weight decay of both halves; a step multiplies weights by 1 - lr x this", RATE, source=STOCK
+    )
+    muon_weight_decay: Rate | None = knob(
+        None, "weight decay of the Muon half; default `weight_decay`", RATE, source=KERAS
+    )
+    adam_weight_decay: Rate | None = knob(
+        None, "weight decay of the AdamW half; default `weight_decay`", RATE, source=KERAS
+    )
+    muon_include: Patterns = knob(
+        (), "searched in parameter names: matrices that go to Muon whatever the rules say", PATTERNS
+    )
+    muon_exclude: Patterns = knob(
+        (), "searched in parameter names: parameters that go to AdamW; wins over `muon_include`", PATTERNS
+    )
+    adjust_lr_fn: Scale = knob(
+        "auto",
+        "scale of the update by shape; `auto`: `match_rms_adamw` for a section with AdamW's keys only, else `original`",
+        "auto, original, match_rms_adamw, spectral_unclamped or none",
+        source=TORCH_MUON,
+    )
+    rms_scale: Factor = knob(
+        0.2,
+        "RMS of the update under `match_rms_adamw`, per unit of learning rate",
+        "a number above 0",
+        source="arXiv 2502.16982, section 2.2",
+    )
+    ns_method: Method = knob(
+        "auto",
+        "Newton-Schulz on the matrix (`standard`) or on its Gram matrix (`gram`); `auto`: by shape",
+        "auto, standard or gram",
+        source=STOCK,
+    )
+    ns_steps: Steps | None = knob(
+        None,
+        "Newton-Schulz steps; default 5, or the schedule's own",
+        "a whole number from 1 to 50",
+        "steps",
+        TORCH_MUON,
+    )
+    ns_coefficients: Coefficients = knob(
+        "simple",
+        "of the Newton-Schulz polynomial",
+        f"{', '.join(coefficients.NAMED)}, a triple (a, b, c), or a list of triples, one per step",
+        source=TORCH_MUON,
+    )
+    ns_dtype: Literal["auto", "bf16", "fp32"] = knob(
+        "auto",
+        "dtype of Newton-Schulz and its exchange; `auto`: bf16 where every rank multiplies it in hardware",
+        "auto, bf16 or fp32",
+    )
+    betas: tuple[Fraction, Fraction] = knob(
+        (0.9, 0.95), "AdamW's decay rates", "two numbers, each from 0 to below 1", "per step", STOCK
+    )
+    eps: Rate = knob(1e-10, "AdamW's epsilon", RATE, "of the gradient", STOCK)
+    adam_w_mode: bool = knob(True, "decoupled decay in the AdamW half; false: Adam with L2", FLAG, source=STOCK)
+    torch_adam: bool = knob(
+        False, "accepted for stock's sake; the AdamW half is torch's fused one anyway", FLAG, source=STOCK
+    )
+    fp32_optimizer_states: Literal[True] = knob(True, "optimizer states are fp32", "true", source=STOCK)
+    per_head_muon: Literal[False] = knob(
+        False, "one matrix per attention head: not supported yet", "false", source=STOCK
+    )
+    monitor_interval: Interval = knob(
+        10,
+        "steps from one record to the next in DeepSpeed's monitor, where one is enabled; 0: no records",
+        "a whole number, 0 or more",
+        "steps",
+    )
 
     @model_validator(mode="after")
     def _check_schedule(self) -> MuonConfig:
@@ -114,8 +175,32 @@ class MuonConfig(BaseModel):
         """
         if self.adjust_lr_fn != "auto":
             return self.adjust_lr_fn
-        given = self.model_fields_set
-        return "match_rms_adamw" if given & {"lr"} and given <= ADAMW_KEYS | {"adjust_lr_fn"} else "original"
+        given = self.model_fields_set - NEUTRAL_KEYS
+        return "match_rms_adamw" if "lr" in given and given <= ADAMW_KEYS else "original"
+
+    @property
+    def reference_lr(self) -> float:
+        """The learning rate that a schedule describes: ``lr``, else the Muon half's. Not 0 where any is not."""
+        candidates = (self.lr, self.muon_group()["lr"], self.adam_group()["lr"])
+        return next((lr for lr in candidates if lr), 0.0)
+
+    def for_group(self, own: Mapping[str, Any], where: str) -> MuonConfig:
+        """The config of a parameter group that has settings of its own, which win.
+
+        Args:
+            own: the group's settings, keys of :data:`GROUP_KEYS`.
+            where: what errors call the group.
+
+        Raises:
+            MuonConfigError: a key that a group cannot set, or a wrong value.
+        """
+        replaced = {key for general in own for key in GROUP_KEYS.get(general, ())} - own.keys()
+        base = {key: getattr(self, key) for key in self.model_fields_set - replaced}
+        tuned = self.lr is not None or self.model_fields_set - NEUTRAL_KEYS - ADAMW_KEYS
+        if tuned and own.get("adjust_lr_fn") is None:
+            base["adjust_lr_fn"] = self.scale
+        parse(dict(own), where, allowed=tuple(GROUP_KEYS))
+        return parse(base | {key: value for key, value in own.items() if value is not None}, where)
 
     def muon_group(self) -> dict[str, Any]:
         """Hyperparameters of a Muon group."""
@@ -124,7 +209,10 @@ class MuonConfig(BaseModel):
         return {
             "lr": DEFAULT_MUON_LR if lr is None else lr,
             "momentum": self.momentum,
+            "nesterov": self.nesterov,
             "weight_decay": self.weight_decay if decay is None else decay,
+            "ns_method": self.ns_method,
+            "adjust_lr_fn": self.scale,
         }
 
     def adam_group(self) -> dict[str, Any]:
@@ -145,51 +233,35 @@ class MuonConfig(BaseModel):
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
 
 
-def parse(params: dict[str, Any] | None) -> MuonConfig:
+def facts(name: str) -> dict[str, str]:
+    """By key, what :func:`deepspeed.muon.knobs.knob` was told: ``allowed``, ``unit`` or ``source``."""
+    extras = {key: field.json_schema_extra for key, field in MuonConfig.model_fields.items()}
+    return {key: str(extra[name]) for key, extra in extras.items() if isinstance(extra, dict)}
+
+
+def parse(params: Mapping[str, Any] | None, where: str = SECTION, allowed: tuple[str, ...] = ()) -> MuonConfig:
     """Check ``optimizer.params``; a value of null leaves the default.
+
+    Args:
+        where: what errors put before a key.
+        allowed: the keys that may be set here, by default all.
 
     Raises:
         MuonConfigError: naming every key that is wrong, its value, what is allowed and, for an unknown
             key, the nearest one that exists.
     """
     given = {key: value for key, value in (params or {}).items() if value is not None}
+    known = allowed or tuple(MuonConfig.model_fields)
+    errors: list[dict[str, Any]] = [
+        {"loc": (key,), "type": "not_here" if key in MuonConfig.model_fields else "extra_forbidden"}
+        for key in given
+        if key not in known
+    ]
     try:
-        return MuonConfig(**given)
+        config = MuonConfig(**{key: value for key, value in given.items() if key in known})
     except ValidationError as error:
-        lines = dict.fromkeys(_explain(dict(item), given) for item in error.errors())
+        errors += [dict(item) for item in error.errors()]
+    if errors:
+        lines = dict.fromkeys(explain(item, given, known, where, facts("allowed")) for item in errors)
         raise MuonConfigError("\n".join(lines)) from None
-
-
-#: What to say of values that are right elsewhere.
-ADVICE = {
-    "max_grad_norm": "clip with the top-level key gradient_clipping instead",
-    "per_head_muon": "true is not supported yet; remove the key",
-    "fp32_optimizer_states": "only true is supported; remove the key",
-    "amsgrad": "AMSGrad is not supported; remove the key",
-}
-
-
-def _explain(item: dict[str, Any], params: dict[str, Any]) -> str:
-    message = item["msg"].removeprefix("Value error, ")
-    if not item["loc"]:
-        return f"optimizer.params.{message}"
-    key = str(item["loc"][0])
-    if key in ADVICE:
-        return f"optimizer.params.{key}: got {params.get(key)!r}; {ADVICE[key]}"
-    if item["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(key.lower(), MuonConfig.model_fields, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(MuonConfig.model_fields)}"
-        return f"optimizer.params.{key}: unknown key; {hint}"
-    if key == "ns_dtype" and str(params.get(key)).lower() in ("fp16", "float16", "half"):
-        return "optimizer.params.ns_dtype: fp16 is refused, because gradients underflow in it; use bf16 or fp32"
-    value = params.get(key)
-    return f"optimizer.params.{key}: got {value!r}; {message}{_nearest_choice(key, value)}"
-
-
-def _nearest_choice(key: str, value: Any) -> str:
-    if not isinstance(value, str):
-        return ""
-    annotation = str(MuonConfig.model_fields[key].annotation)
-    choices = [word.strip(" '\"") for word in annotation.partition("[")[2].rstrip("]").split(",")]
-    near = difflib.get_close_matches(value, choices, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    return config

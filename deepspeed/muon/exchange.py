@@ -12,6 +12,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -76,25 +77,38 @@ class Exchange:
         prepare: Callable[[Transit], None],
         compute: Callable[[Transit], None],
         apply: Callable[[Transit], None],
+        phase: Callable[[str], AbstractContextManager] = lambda name: nullcontext(),
     ) -> None:
-        """Carry every bucket through prepare, the way there, compute, the way back, and apply."""
+        """Carry every bucket through prepare, the way there, compute, the way back, and apply.
+
+        ``phase`` is entered around each of them, by name; ``exchange`` is the time spent waiting.
+        """
         lag = 1 if self.communicates(plan) else 0
         transits = [self._open(k % (2 * lag + 1), bucket) for k, bucket in enumerate(plan.buckets)]
         for k in range(len(transits) + 2 * lag):
             if k < len(transits):
-                prepare(transits[k])
+                with phase("prepare"):
+                    prepare(transits[k])
                 self._send(transits[k])
             if lag <= k < len(transits) + lag:
-                now = transits[k - lag]
-                now.wait()
-                now.unpack()
-                compute(now)
-                now.pack()
-                self._send_back(now)
+                self._at_owner(transits[k - lag], compute, phase)
             if k >= 2 * lag:
                 behind = transits[k - 2 * lag]
-                behind.wait()
-                apply(behind)
+                with phase("exchange"):
+                    behind.wait()
+                with phase("apply"):
+                    apply(behind)
+
+    def _at_owner(
+        self, now: Transit, compute: Callable[[Transit], None], phase: Callable[[str], AbstractContextManager]
+    ) -> None:
+        with phase("exchange"):
+            now.wait()
+            now.unpack()
+        with phase("newton_schulz"):
+            compute(now)
+        now.pack()
+        self._send_back(now)
 
     def communicates(self, plan: Plan) -> bool:
         """Whether any matrix of the plan leaves the rank that holds it."""
@@ -123,7 +137,13 @@ class Exchange:
         from deepspeed import comm  # type: ignore[attr-defined]
 
         return comm.all_to_all_single(
-            received, sent, list(received_counts), list(sent_counts), group=self.group, async_op=True
+            received,
+            sent,
+            list(received_counts),
+            list(sent_counts),
+            group=self.group,
+            async_op=True,
+            log_name="muon_exchange",
         )
 
 

@@ -4,16 +4,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from deepspeed.muon.config import MuonConfig, MuonConfigError
-from deepspeed.muon.routing import MatrixSpec
+from deepspeed.muon.routing import MatrixSpec, unmatched
 
 
-def split_groups(params: Iterable[Any], specs: Mapping[Any, MatrixSpec], config: MuonConfig) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class Split:
+    """The halves of all groups, and how they come from the user's.
+
+    ``origins``: for each group as the user gave it, the indices of its halves (none, one or two).
+    ``given_lrs``: for each, the learning rate that a schedule describes.
+    """
+
+    halves: list[dict[str, Any]]
+    origins: list[tuple[int, ...]]
+    given_lrs: list[float]
+
+
+def split_groups(params: Iterable[Any], specs: Mapping[Any, MatrixSpec], config: MuonConfig) -> Split:
     """Groups of one kind each; frozen parameters and empty halves are left out.
+
+    Each half carries ``lr_ratio``, its learning rate over that of the group it comes from.
 
     Args:
         params: parameters, or dicts with ``params`` and settings of their own, which win over the config's.
@@ -21,31 +37,58 @@ def split_groups(params: Iterable[Any], specs: Mapping[Any, MatrixSpec], config:
 
     Raises:
         ValueError: a parameter without a route.
-        MuonConfigError: a group with a setting that neither half knows.
+        MuonConfigError: a group with a setting that neither half knows, or with a wrong value.
     """
     items = list(params)
     groups = [dict(item) for item in items if isinstance(item, dict)]
     loose = [item for item in items if not isinstance(item, dict)]
     groups += [{"params": loose}] if loose else []
-    halves = []
+    split = Split([], [], [])
     for index, group in enumerate(groups):
-        given = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
-        members = [param for param in given if param.requires_grad]
-        _check(group, members, specs, config)
         base = group.get("name", f"group{index}" if len(groups) > 1 else "")
-        for use_muon, label, settings in ((True, "muon", config.muon_group()), (False, "adam", config.adam_group())):
-            half = [param for param in members if specs[param].use_muon is use_muon]
-            own = {key: value for key, value in group.items() if key in settings}
-            name = f"{base}-{label}" if base else label
-            if half:
-                halves.append({"params": half, **settings, **own, "use_muon": use_muon, "name": name})
-    return halves
+        halves, given_lr = _halves(group, base, f"parameter group {base or index}: ", specs, config)
+        split.origins.append(tuple(range(len(split.halves), len(split.halves) + len(halves))))
+        split.halves.extend(halves)
+        split.given_lrs.append(given_lr)
+    return split
 
 
-def _check(group: dict[str, Any], members: list[Any], specs: Mapping[Any, MatrixSpec], config: MuonConfig) -> None:
+def _halves(
+    group: Mapping[str, Any], base: str, where: str, specs: Mapping[Any, MatrixSpec], config: MuonConfig
+) -> tuple[list[dict[str, Any]], float]:
+    given = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
+    members = [param for param in given if param.requires_grad]
     unknown = [list(param.shape) for param in members if param not in specs]
     if unknown:
         raise ValueError(f"{len(unknown)} parameters are not part of the model, first shape {unknown[0]}")
-    known = {"params", "name", *config.muon_group(), *config.adam_group()}
-    if strange := sorted(group.keys() - known):
-        raise MuonConfigError(f"parameter group: unknown keys {strange}; known: {sorted(known)}")
+    own = {key: value for key, value in group.items() if key not in ("params", "name")}
+    settings = config.for_group(own, where) if own else config
+    reference = settings.reference_lr
+    halves = []
+    for use_muon, label, values in ((True, "muon", settings.muon_group()), (False, "adam", settings.adam_group())):
+        half = [param for param in members if specs[param].use_muon is use_muon]
+        ratio = values["lr"] / reference if reference else 1.0
+        name = f"{base}-{label}" if base else label
+        if half:
+            halves.append({"params": half, **values, "lr_ratio": ratio, "use_muon": use_muon, "name": name})
+    return halves, reference
+
+
+def check_patterns(names: Mapping[str, tuple[int, ...]], config: MuonConfig) -> None:
+    """Raise MuonConfigError for a pattern that matches nothing it could act on.
+
+    Args:
+        names: the shape of every trainable parameter, by name.
+    """
+    problems = []
+    for key, candidates, kind in (
+        ("muon_include", [name for name, shape in names.items() if len(shape) == 2], "matrices"),
+        ("muon_exclude", list(names), "parameters"),
+    ):
+        for pattern in unmatched(getattr(config, key), candidates):
+            problems.append(
+                f"optimizer.params.{key}: {pattern!r} matches none of the {len(candidates)} trainable {kind}; "
+                f"the first are {', '.join(candidates[:3])}"
+            )
+    if problems:
+        raise MuonConfigError("\n".join(problems))

@@ -3,43 +3,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adam import adam
-from torch.optim.adamw import adamw
 
+from deepspeed.muon import adamw
 from deepspeed.muon.config import MuonConfig, parse
 from deepspeed.muon.exchange import Exchange, Transit
-from deepspeed.muon.groups import split_groups
+from deepspeed.muon.groups import check_patterns, split_groups
 from deepspeed.muon.logs import logger
+from deepspeed.muon.meter import Meter
 from deepspeed.muon.orthogonalize import Workspace, bf16_is_fast, choose_method, flops, orthogonalize, resolve_dtype
 from deepspeed.muon.owners import CostModel, flops_per_byte
 from deepspeed.muon.placement import Placement, Shard
 from deepspeed.muon.plan import Plan, make_plan
-from deepspeed.muon.routing import MatrixSpec, route
-from deepspeed.muon.update import SCALES, apply_, direction, momentum_
+from deepspeed.muon.routing import MatrixSpec, route, shapes
+from deepspeed.muon.schedule import GivenGroups
+from deepspeed.muon.update import apply_, direction, momentum_, scale_factor
 
 
 @dataclass(frozen=True)
 class Partition:
-    """Where the Muon parameters of one step of one group lie, over the ranks that share them.
+    """Where the parameters of one step of one group lie, over the ranks that share them.
 
     Args:
+        index: of the parameter group.
         tensors: the tensors that ``step`` will find in the group, in order: flat partitions under ZeRO,
             whole parameters otherwise.
         shards: the parameters they hold.
         group: process group of the ranks that share them, ``None`` for whole parameters.
     """
 
+    index: int
     tensors: tuple[Tensor, ...]
     shards: tuple[Shard, ...]
     group: Any = None
     rank: int = 0
     world_size: int = 1
+
+    def held(self) -> Iterator[tuple[Tensor, int, int]]:
+        """(tensor, first element, length) of what this rank holds, without padding."""
+        for shard in self.shards:
+            start, stop = shard.placement.held(self.rank, 0, shard.spec.numel)
+            if start < stop:
+                yield self.tensors[shard.tensor], shard.placement.position(start), stop - start
 
 
 @dataclass(frozen=True)
@@ -59,7 +71,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     Args:
         params: parameters, or groups of them. Each group is split into a Muon and an AdamW half, both of
-            which keep the group's own settings (lr, weight_decay, momentum, betas, eps).
+            which keep the group's own settings (:data:`deepspeed.muon.config.GROUP_KEYS`).
         model: whose modules decide the routing; see :func:`deepspeed.muon.routing.route`.
         config: every other keyword is a field of :class:`deepspeed.muon.config.MuonConfig`.
 
@@ -73,13 +85,27 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any], *, model: nn.Module, **config: Any) -> None:
         self.config: MuonConfig = parse(config)
-        self.specs: dict[nn.Parameter, MatrixSpec] = route(model)
+        check_patterns(shapes(model), self.config)
+        self.specs: dict[nn.Parameter, MatrixSpec] = route(model, self.config.muon_include, self.config.muon_exclude)
         self._bound: dict[int, _Bound] = {}
+        self._adam_partitions: list[Partition] = []
         self._is_bound = False
         self._work = Workspace()
         #: Called before an update; ``False`` skips it on every rank, for all groups alike.
         self.is_finite: Callable[[], bool] = self._gradients_are_finite
-        super().__init__(split_groups(params, self.specs, self.config), defaults={})
+        #: Entered around each phase of a step, by name: prepare, exchange, newton_schulz, apply, adamw.
+        self.phase: Callable[[str], AbstractContextManager] = lambda name: nullcontext()
+        #: Where the size of updates is recorded, if anywhere.
+        self.meter: Meter | None = None
+        split = split_groups(params, self.specs, self.config)
+        self._origins, self._given_lrs = split.origins, split.given_lrs
+        super().__init__(split.halves, defaults={})
+        self.defaults["lr"] = self.config.reference_lr
+
+    @cached_property
+    def given(self) -> GivenGroups:
+        """The parameter groups as they were given, before the split: what a learning-rate scheduler should see."""
+        return GivenGroups(self, self._origins, self._given_lrs, self.config.betas)
 
     # ---- binding ----------------------------------------------------------------------------------
 
@@ -87,14 +113,22 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         """Plan the exchange and allocate the state of every tensor. Called once, before the first step.
 
         Args:
-            partitions: of all Muon groups; a group stepped in several calls has one per call.
+            partitions: of all groups; a group stepped in several calls has one per call.
             ns_dtype: dtype of Newton-Schulz and of what travels.
             device: where Newton-Schulz runs; by default where the tensors are.
         """
         self._bound.clear()
+        self._adam_partitions = [p for p in partitions if not self.param_groups[p.index]["use_muon"]]
+        for partition in self._adam_partitions:
+            for tensor in partition.tensors:
+                adamw.state_of(self.state[tensor], tensor)
         for partition in partitions:
+            group = self.param_groups[partition.index]
+            if not group["use_muon"]:
+                continue
             where = partition.tensors[0].device if device is None else device
-            plan = make_plan(partition.shards, partition.rank, partition.world_size, self._cost(ns_dtype, where))
+            cost = self._cost(group["ns_method"], ns_dtype, where)
+            plan = make_plan(partition.shards, partition.rank, partition.world_size, cost)
             exchange = Exchange(partition.group, ns_dtype, where, self._work)
             self._bound[id(partition.tensors[0])] = _Bound(partition, plan, exchange)
             for tensor in partition.tensors:
@@ -103,7 +137,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     @property
     def partitions(self) -> list[Partition]:
-        """What was bound: where the Muon parameters lie."""
+        """Where the Muon parameters lie, as bound."""
         return [bound.partition for bound in self._bound.values()]
 
     @property
@@ -116,39 +150,27 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         """The exchange of the first partition; all share one dtype, device and workspace."""
         return next(iter(self._bound.values())).exchange
 
-    def _cost(self, ns_dtype: torch.dtype, device: torch.device) -> CostModel:
+    def _cost(self, method: str, ns_dtype: torch.dtype, device: torch.device) -> CostModel:
         steps = len(self.config.schedule)
 
         def cost(rows: int, cols: int) -> float:
-            return flops(rows, cols, steps, choose_method(rows, cols, self.config.ns_method))
+            return flops(rows, cols, steps, choose_method(rows, cols, method))
 
         return CostModel(cost, flops_per_byte(device.type), ns_dtype.itemsize)
 
     def _bind_whole(self) -> None:
         """Bind the parameters themselves: plain PyTorch, every rank holds every matrix."""
-        partitions = [whole_partition(g["params"], [self.specs[p] for p in g["params"]]) for g in self._muon_groups()]
+        partitions = [
+            whole_partition(index, group["params"], [self.specs[param] for param in group["params"]])
+            for index, group in enumerate(self.param_groups)
+        ]
         self.bind(partitions, resolve_dtype(self.config.ns_dtype, bf16_is_fast()))
-        for group in self.param_groups:
-            for tensor in () if group["use_muon"] else group["params"]:
-                self.adam_state(tensor)
-
-    def _muon_groups(self) -> list[dict[str, Any]]:
-        return [group for group in self.param_groups if group["use_muon"]]
 
     def _muon_state(self, tensor: Tensor) -> dict[str, Any]:
         state = self.state[tensor]
         if "momentum_buffer" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32)
             state["momentum_buffer"] = torch.zeros_like(tensor, requires_grad=False)
-        return state
-
-    def adam_state(self, tensor: Tensor) -> dict[str, Any]:
-        """The AdamW state of a tensor, zeros at first."""
-        state = self.state[tensor]
-        if "exp_avg" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
-            state["exp_avg"] = torch.zeros_like(tensor, requires_grad=False)
-            state["exp_avg_sq"] = torch.zeros_like(tensor, requires_grad=False)
         return state
 
     # ---- the step -------------------------------------------------------------------------------------
@@ -203,8 +225,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         bound.exchange.run(
             bound.plan,
             prepare=lambda transit: self._prepare(group, transit),
-            compute=self._orthogonalize,
+            compute=lambda transit: self._orthogonalize(group, transit),
             apply=lambda transit: self._apply(group, transit),
+            phase=self.phase,
         )
 
     def _prepare(self, group: dict[str, Any], transit: Transit) -> None:
@@ -219,19 +242,18 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             buffer = _slice(self.state[tensor]["momentum_buffer"], run.start, run.length)
             momentum_(buffer, grad, group["momentum"])
             scratch = self._work.get("shard", (run.length,), grad.dtype, grad.device)
-            target.copy_(direction(buffer, grad, group["momentum"], self.config.nesterov, out=scratch))
+            target.copy_(direction(buffer, grad, group["momentum"], group["nesterov"], out=scratch))
 
-    def _orthogonalize(self, transit: Transit) -> None:
+    def _orthogonalize(self, group: dict[str, Any], transit: Transit) -> None:
         """At the owner: equal shapes in one batch."""
         for batch in transit.bucket.batches:
             numel = batch.count * batch.rows * batch.cols
             matrices = transit.matrices[batch.start : batch.start + numel].view(batch.count, batch.rows, batch.cols)
-            method = choose_method(batch.rows, batch.cols, self.config.ns_method)
+            method = choose_method(batch.rows, batch.cols, group["ns_method"])
             orthogonalize(matrices, self.config.schedule, method, work=self._work)
 
     def _apply(self, group: dict[str, Any], transit: Transit) -> None:
         """On the shard: decay and scaled update."""
-        scale = SCALES[self.config.scale]
         for run in transit.bucket.runs:
             tensor = group["params"][run.tensor]
             if tensor.grad is None:
@@ -239,39 +261,30 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             result = (transit.matrices if run.owned else transit.outbox)[run.at : run.at + run.length]
             update = self._work.get("shard", (run.length,), tensor.dtype, tensor.device).copy_(result)
             target = _slice(tensor, run.start, run.length)
-            apply_(target, update, group["lr"], scale(run.rows, run.cols), group["weight_decay"])
+            scale = scale_factor(group["adjust_lr_fn"], run.rows, run.cols, self.config.rms_scale)
+            apply_(target, update, group["lr"], scale, group["weight_decay"])
+            if self.meter is not None:
+                self.meter.add("muon", torch.linalg.vector_norm(update).square() * scale**2, run.length)
 
     def _adam_step(self, group: dict[str, Any]) -> None:
-        """Run torch's fused AdamW over the group, equal to ``torch.optim.AdamW``."""
         tensors = [p for p in group["params"] if p.grad is not None]
-        states = [self.adam_state(p) for p in tensors]
-        if not tensors:
-            return
-        beta1, beta2 = group["betas"]
-        function = adamw if self.config.adam_w_mode else adam
-        function(
-            tensors,
-            [p.grad for p in tensors],
-            [s["exp_avg"] for s in states],
-            [s["exp_avg_sq"] for s in states],
-            [],
-            [s["step"] for s in states],
-            fused=True,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        with self.phase("adamw"):
+            states = [adamw.state_of(self.state[p], p) for p in tensors]
+            adamw.step(tensors, states, group, self.config.adam_w_mode)
+        if self.meter is not None:
+            stepped = {id(p): state for p, state in zip(tensors, states, strict=True)}
+            for partition in self._adam_partitions:
+                for tensor, start, length in partition.held():
+                    if id(tensor) in stepped:
+                        squares = adamw.update_squares(stepped[id(tensor)], group, start, length)
+                        self.meter.add("adamw", squares, length)
 
 
 def _slice(tensor: Tensor, start: int, length: int) -> Tensor:
     return tensor.view(-1)[start : start + length]
 
 
-def whole_partition(tensors: Sequence[Tensor], specs: Sequence[MatrixSpec]) -> Partition:
-    """The partition of parameters that this rank holds whole, each in its own tensor."""
+def whole_partition(index: int, tensors: Sequence[Tensor], specs: Sequence[MatrixSpec]) -> Partition:
+    """The partition of a group's parameters that this rank holds whole, each in its own tensor."""
     shards = [Shard(spec, i, Placement(0, spec.numel, 0)) for i, spec in enumerate(specs)]
-    return Partition(tuple(tensors), tuple(shards))
+    return Partition(index, tuple(tensors), tuple(shards))

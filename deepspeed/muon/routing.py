@@ -2,13 +2,14 @@
 """Which parameter goes to Muon, which to AdamW, and why.
 
 By module type and shape first, then by name: a hidden matrix is a 2-D weight of a linear-like module
-that is neither an embedding, nor an output head, nor a router. Every decision carries its reason.
+that is neither an embedding, nor an output head, nor a router, nor a factor of a low-rank adapter. Every
+decision carries its reason. The user's tags and patterns win over the rules.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -18,6 +19,10 @@ HEAD_NAMES = frozenset({"lm_head", "score", "classifier", "embed_out", "output_p
 TOP_LEVEL_HEAD_NAMES = frozenset({"output", "head"})
 _LINEAR_LIKE = re.compile(r"(Linear|Dense|Projection)(Layer)?$|^Conv1D$")
 _EMBEDDING_LIKE = re.compile(r"embed|(^|[._])(wte|wpe|pos(ition)?|tok(en)?)([._]|$)", re.IGNORECASE)
+#: Names of low-rank factors: PEFT, torchtune, diffusers, DeepSpeed-Chat, DeepSpeed's OptimizedLinear.
+_LORA = re.compile(
+    r"(^|[._])lora_?(embedding_)?(A|B|a|b|up|down|left_weight|right_weight|weight_[12]|magnitude_vector)([._]|$)"
+)
 
 
 @dataclass(frozen=True)
@@ -74,15 +79,20 @@ class MatrixSpec:
         return count
 
 
-def route(model: nn.Module) -> dict[nn.Parameter, MatrixSpec]:
+def route(model: nn.Module, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> dict[nn.Parameter, MatrixSpec]:
     """Decide for every trainable parameter of ``model``.
 
-    A tag ``param.use_muon`` set by the user wins over the rules and is **removed**, because stock
+    A tag ``param.use_muon`` set by the user wins over everything and is **removed**, because stock
     DeepSpeed runs its own Muon on tagged parameters.
+
+    Args:
+        include: regular expressions; a matrix whose name one of them finds goes to Muon.
+        exclude: regular expressions; a parameter whose name one of them finds goes to AdamW, included or not.
 
     Raises:
         ValueError: ``use_muon = True`` on a parameter that is not a matrix.
     """
+    wishes = (("muon_exclude", False, exclude), ("muon_include", True, include))
     uses = _uses(model)
     heads = _output_embeddings(model)
     specs = {}
@@ -90,10 +100,21 @@ def route(model: nn.Module) -> dict[nn.Parameter, MatrixSpec]:
         tag = param.__dict__.pop("use_muon", None)
         if not param.requires_grad:
             continue
-        shape = tuple(getattr(param, "ds_shape", param.shape))
-        use_muon, reason = _decide(name, shape, uses[param], param in heads, tag)
+        shape = _shape(param)
+        wish = _wish(name, tag, wishes)
+        use_muon, reason = _grant(name, shape, *wish) if wish else _decide(name, shape, uses[param], param in heads)
         specs[param] = MatrixSpec(name, shape, use_muon, reason, _whole(shape) if use_muon else ())
     return specs
+
+
+def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The true shape of every trainable parameter, by name."""
+    return {name: _shape(param) for name, param in model.named_parameters() if param.requires_grad}
+
+
+def _shape(param: nn.Parameter) -> tuple[int, ...]:
+    """The shape before ``zero.Init`` cut the parameter."""
+    return tuple(getattr(param, "ds_shape", param.shape))
 
 
 def _whole(shape: tuple[int, ...]) -> tuple[Block, ...]:
@@ -128,13 +149,50 @@ def _output_embeddings(model: nn.Module) -> set[nn.Parameter]:
     return set(head.parameters()) if isinstance(head, nn.Module) else set()
 
 
-def _decide(name: str, shape: tuple[int, ...], uses: list[_Use], is_head: bool, tag: bool | None) -> tuple[bool, str]:
+def unmatched(patterns: Iterable[str], names: Sequence[str]) -> list[str]:
+    """The regular expressions that are found in none of the names."""
+    return [pattern for pattern in patterns if not any(re.search(pattern, name) for name in names)]
+
+
+def is_lora(spec: MatrixSpec) -> bool:
+    """Whether the parameter is a factor of a low-rank adapter, by its name and its rank."""
+    return _lora(spec.name, spec.shape) is not None
+
+
+def _lora(name: str, shape: tuple[int, ...]) -> str | None:
+    if not _LORA.search(name) or (len(shape) == 2 and shape[0] == shape[1]):
+        return None
+    return f"LoRA factor of rank {min(shape)}" if len(shape) == 2 else "LoRA"
+
+
+def _wish(name: str, tag: bool | None, patterns: Iterable[tuple[str, bool, Sequence[str]]]) -> tuple[bool, str] | None:
+    """What the user asks for this parameter, and by what; ``None``: the rules decide."""
     if tag is not None:
-        if tag and len(shape) != 2:
-            raise ValueError(f"{name}: use_muon = True, but its shape {list(shape)} is not that of a matrix")
         return bool(tag), f"use_muon = {bool(tag)} set by the user"
+    for key, use_muon, expressions in patterns:
+        for expression in expressions:
+            if re.search(expression, name):
+                return use_muon, f"{key} {expression!r}"
+    return None
+
+
+def _grant(name: str, shape: tuple[int, ...], use_muon: bool, reason: str) -> tuple[bool, str]:
+    if not use_muon or len(shape) == 2:
+        return use_muon, reason
+    if reason.startswith("use_muon"):
+        raise ValueError(f"{name}: use_muon = True, but its shape {list(shape)} is not that of a matrix")
+    return False, f"{_not_a_matrix(shape)}, in spite of {reason}"
+
+
+def _not_a_matrix(shape: tuple[int, ...]) -> str:
+    return "0-D or 1-D" if len(shape) < 2 else "more than two dimensions"
+
+
+def _decide(name: str, shape: tuple[int, ...], uses: list[_Use], is_head: bool) -> tuple[bool, str]:
     if len(shape) != 2:
-        return False, "0-D or 1-D" if len(shape) < 2 else "more than two dimensions"
+        return False, _not_a_matrix(shape)
+    if lora := _lora(name, shape):
+        return False, lora
     if min(shape) <= 1:
         return False, "a vector in the shape of a matrix"
     for rule in (_embedding, _head, _router):

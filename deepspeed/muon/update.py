@@ -12,21 +12,30 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-#: Scale of the orthogonalized update by shape, under ``torch.optim.Muon``'s names.
+#: Scale of the orthogonalized update by shape, under ``torch.optim.Muon``'s names: formula and function.
 #: ``original``: Keller Jordan (2024). ``match_rms_adamw``: Liu et al., "Muon is Scalable for LLM
-#: Training" (arXiv 2502.16982), section 2.2: the update's RMS is about 0.2, as AdamW's.
+#: Training" (arXiv 2502.16982), section 2.2: the update's RMS is rms_scale, 0.2 as AdamW's.
 #: ``spectral_unclamped``: Bernstein (2025), the spectral condition sqrt(out / in).
-SCALES: dict[str, Callable[[int, int], float]] = {
-    "original": lambda rows, cols: math.sqrt(max(1.0, rows / cols)),
-    "match_rms_adamw": lambda rows, cols: 0.2 * math.sqrt(max(rows, cols)),
-    "spectral_unclamped": lambda rows, cols: math.sqrt(rows / cols),
-    "none": lambda rows, cols: 1.0,
+SCALES: dict[str, tuple[str, Callable[[int, int, float], float]]] = {
+    "original": ("sqrt(max(1, rows / cols))", lambda rows, cols, rms_scale: math.sqrt(max(1.0, rows / cols))),
+    "match_rms_adamw": (
+        "rms_scale * sqrt(max(rows, cols))",
+        lambda rows, cols, rms_scale: rms_scale * math.sqrt(max(rows, cols)),
+    ),
+    "spectral_unclamped": ("sqrt(rows / cols)", lambda rows, cols, rms_scale: math.sqrt(rows / cols)),
+    "none": ("1", lambda rows, cols, rms_scale: 1.0),
 }
+RMS_SCALE = 0.2
 
 
-def update_rms(adjust_lr_fn: str, rows: int, cols: int) -> float:
+def scale_factor(adjust_lr_fn: str, rows: int, cols: int, rms_scale: float = RMS_SCALE) -> float:
+    """The factor of :data:`SCALES` for a rows x cols matrix."""
+    return SCALES[adjust_lr_fn][1](rows, cols, rms_scale)
+
+
+def update_rms(adjust_lr_fn: str, rows: int, cols: int, rms_scale: float = RMS_SCALE) -> float:
     """RMS of one scaled update per unit of learning rate, for an exactly orthogonal rows x cols matrix."""
-    return SCALES[adjust_lr_fn](rows, cols) / math.sqrt(max(rows, cols))
+    return scale_factor(adjust_lr_fn, rows, cols, rms_scale) / math.sqrt(max(rows, cols))
 
 
 def momentum_(buffer: Tensor, grad: Tensor, momentum: float) -> None:
@@ -57,7 +66,7 @@ def apply_(param: Tensor, update: Tensor, lr: float, scale: float, weight_decay:
     Args:
         param: any shape, fp32 under ZeRO.
         update: same shape, any floating dtype: a slice of the orthogonalized matrix.
-        scale: of :data:`SCALES`, for the shape of the whole matrix.
+        scale: :func:`scale_factor` for the shape of the whole matrix.
     """
     if weight_decay:
         param.mul_(1.0 - lr * weight_decay)

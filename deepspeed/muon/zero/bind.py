@@ -13,11 +13,13 @@ from deepspeed.muon.logs import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam, Partition
 from deepspeed.muon.orthogonalize import bf16_is_fast, resolve_dtype
 from deepspeed.muon.plan import Plan
-from deepspeed.muon.update import update_rms
+from deepspeed.muon.routing import is_lora
+from deepspeed.muon.update import SCALES, update_rms
 from deepspeed.muon.version import __version__
 from deepspeed.muon.zero import stage0, stage3, stage12
 from deepspeed.muon.zero.checkpoint import keep_convertible
 from deepspeed.muon.zero.finite import NormWatch, is_valid
+from deepspeed.muon.zero.monitor import watch
 from deepspeed.muon.zero.support import UnsupportedError, refuse_engine, refuse_unsupported
 
 #: A sub-group plan this much slower than the whole group's is worth a warning.
@@ -47,22 +49,17 @@ def bind_engine(engine: Any) -> None:
     optimizer, wrapper = engine.basic_optimizer, engine.optimizer
     verdict = agree(optimizer)
     partitions = _partitions(wrapper, optimizer)
-    muon = [p for index, p in partitions if optimizer.param_groups[index]["use_muon"]]
-    optimizer.bind(muon, resolve_dtype(optimizer.config.ns_dtype, verdict["bf16"]), _compute_device())
-    for index, partition in partitions:
-        for tensor in () if optimizer.param_groups[index]["use_muon"] else partition.tensors:
-            optimizer.adam_state(tensor)
-    consult(
-        {"plan": _plan_digest(optimizer)}, lambda facts: _verdict(differences(facts, {"plan": "the exchange plan"}))
-    )
+    optimizer.bind(partitions, resolve_dtype(optimizer.config.ns_dtype, verdict["bf16"]), _compute_device())
+    facts = {"plan": _plan_digest(optimizer), "monitor": engine.monitor.enabled}
+    watch(engine, consult(facts, _judge_plans)["monitor"])
     if getattr(wrapper, "_hp_optimizer_states_linked", True) is False:
         wrapper._lazy_init_hp_params_optimizer_state()
     keep_convertible(wrapper, optimizer)
     if engine.global_rank == 0:
-        _report(engine, optimizer, partitions)
+        _report(engine, optimizer)
 
 
-def _partitions(wrapper: Any, optimizer: MuonWithAuxAdam) -> list[tuple[int, Partition]]:
+def _partitions(wrapper: Any, optimizer: MuonWithAuxAdam) -> list[Partition]:
     """The layout, by the wrapper's kind, and with it the source of the finiteness check."""
     kind = type(wrapper).__name__
     if wrapper is optimizer or kind == "FP16_UnfusedOptimizer":
@@ -101,6 +98,10 @@ def _judge_settings(facts: list[dict[str, Any]]) -> dict[str, Any]:
     return _verdict(differences(facts, titles)) | {"bf16": all(stated["bf16"] for stated in facts)}
 
 
+def _judge_plans(facts: list[dict[str, Any]]) -> dict[str, Any]:
+    return _verdict(differences(facts, {"plan": "the exchange plan"})) | {"monitor": facts[0]["monitor"]}
+
+
 def _verdict(error: str | None) -> dict[str, Any]:
     return {"error": error} if error else {}
 
@@ -109,7 +110,7 @@ def _plan_digest(optimizer: MuonWithAuxAdam) -> str:
     return hashlib.sha256("".join(plan.digest for plan in optimizer.plans).encode()).hexdigest()[:16]
 
 
-def _report(engine: Any, optimizer: MuonWithAuxAdam, partitions: list[tuple[int, Partition]]) -> None:
+def _report(engine: Any, optimizer: MuonWithAuxAdam) -> None:
     matrices = [spec for spec in optimizer.specs.values() if spec.use_muon]
     rest = [spec for spec in optimizer.specs.values() if not spec.use_muon]
     for spec in optimizer.specs.values():
@@ -123,29 +124,33 @@ def _report(engine: Any, optimizer: MuonWithAuxAdam, partitions: list[tuple[int,
     sent = sum(plan.sent_elements for plan in plans) * exchange.dtype.itemsize / 1e6
     extra = sum(2 * plan.moved_elements for plan in plans) * exchange.dtype.itemsize / 1e6
     typical = sorted(matrices, key=lambda spec: spec.numel)[len(matrices) // 2]
-    rms = update_rms(optimizer.config.scale, *typical.shape)
+    config, lora = optimizer.config, [spec for spec in rest if is_lora(spec)]
+    rows, cols = typical.shape
+    rms = update_rms(config.scale, rows, cols, config.rms_scale)
     facts = (
         f"{len(matrices)} matrices ({sum(s.numel for s in matrices):,} parameters) to Muon",
-        f"{len(rest)} tensors ({sum(s.numel for s in rest):,} parameters) to AdamW",
+        f"{len(rest)} tensors ({sum(s.numel for s in rest):,} parameters) to AdamW"
+        + (f", {len(lora)} of them LoRA factors (Muon by muon_include)" if lora else ""),
         f"{engine.world_size} ranks",
         f"{sent:.1f} MB sent per step by rank 0, {extra:.1f} MB by all ranks to balance the owners",
         f"Newton-Schulz in {str(exchange.dtype).removeprefix('torch.')} on {exchange.device.type}, kernels: torch",
-        f"adjust_lr_fn {optimizer.config.scale}: update RMS {rms:.3g} x lr for {typical.name} {list(typical.shape)}",
+        f"adjust_lr_fn {config.scale} = {SCALES[config.scale][0].replace('rms_scale', f'{config.rms_scale:g}')}: "
+        f"update RMS {rms:.3g} x lr for {typical.name} {list(typical.shape)}",
     )
     logger.info("deepspeed-muon %s: %s", __version__, "; ".join(facts))
-    _warn_of_small_sub_groups(optimizer, [pair for pair in partitions if optimizer.param_groups[pair[0]]["use_muon"]])
+    _warn_of_small_sub_groups(optimizer)
 
 
-def _warn_of_small_sub_groups(optimizer: MuonWithAuxAdam, partitions: list[tuple[int, Partition]]) -> None:
+def _warn_of_small_sub_groups(optimizer: MuonWithAuxAdam) -> None:
     """Sub-groups are stepped one by one: one with fewer matrices than ranks leaves ranks idle."""
     plans = optimizer.plans
     groups: dict[int, list[Plan]] = {}
-    for (index, _), plan in zip(partitions, plans, strict=True):
-        groups.setdefault(index, []).append(plan)
+    for partition, plan in zip(optimizer.partitions, plans, strict=True):
+        groups.setdefault(partition.index, []).append(plan)
     spent = sum(max(plan.loads) for plan in plans)
     possible = sum(_load_without_sub_groups(group) for group in groups.values())
     if spent > SLOW_SUB_GROUPS * possible:
-        size = sum(partition.tensors[0].numel() for _, partition in partitions)
+        size = sum(partition.tensors[0].numel() for partition in optimizer.partitions)
         logger.warning(
             "deepspeed-muon: zero_optimization.sub_group_size cuts the matrices into %d sub-groups, which leaves ranks "
             "idle (%.1fx the Newton-Schulz time that is possible); write %d or more",

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from deepspeed.muon.logs import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 
 
@@ -46,7 +47,8 @@ def _export(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
 
 def _import(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     _check(optimizer, state_dict["param_groups"])
-    groups = [_settings(group) | {"params": group["params"]} for group in state_dict["param_groups"]]
+    saved = zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
+    groups = [_merged(current, group) | {"params": group["params"]} for current, group in saved]
     state = dict(state_dict["state"])
     for index in _muon_indices(state_dict):
         state[index] = dict(state[index])
@@ -71,8 +73,26 @@ def _matrices(optimizer: Any) -> set[str]:
     return {spec.name for spec in optimizer.specs.values() if spec.use_muon}
 
 
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "matrices")}
+def _merged(current: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    """The saved settings of a group, which act as with any optimizer of torch's; a warning where the config's differ.
+
+    Learning rates are left out of the warning, since a schedule changes them.
+    """
+    settings = {key: value for key, value in saved.items() if key not in ("params", "matrices")}
+    other = {
+        key: value
+        for key, value in settings.items()
+        if key in current and not key.startswith(("lr", "initial_lr")) and value != current[key]
+    }
+    for key, value in other.items():
+        logger.warning(
+            "deepspeed-muon: group %s goes on with %s = %s from the checkpoint; the config has %s",
+            settings.get("name"),
+            key,
+            value,
+            current[key],
+        )
+    return {key: value for key, value in current.items() if key != "params"} | settings
 
 
 def _muon_indices(state_dict: dict[str, Any]) -> list[int]:
@@ -124,11 +144,12 @@ def _repaired(optimizer: MuonWithAuxAdam, load: Any) -> Any:
         file = os.path.join(folder, "zero", "optimizer_state.pt")
         saved = _saved_groups(torch.load(file, map_location="cpu", weights_only=False))
         _check(optimizer, saved)
+        before = [dict(group) for group in optimizer.param_groups]
         result = load(*args, **kwargs)
-        for group, settings in zip(optimizer.param_groups, saved, strict=True):
+        for group, current, settings in zip(optimizer.param_groups, before, saved, strict=True):
             params = group["params"]
             group.clear()
-            group.update(_settings(settings), params=params)
+            group.update(_merged(current, settings), params=params)
         for partition in optimizer.partitions:
             for tensor in partition.tensors:
                 _restore_momentum(optimizer.state[tensor])

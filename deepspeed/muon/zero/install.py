@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Puts deepspeed-muon into DeepSpeed's seams, and takes it out again.
 
-The seams are four: the engine builds its optimizer, the engine wraps its optimizer, ZeRO lists the
-optimizer types that it accepts, and ``deepspeed.initialize`` tags parameters for stock's own Muon.
+The seams: the engine builds its optimizer, wraps it, builds its scheduler and takes a step; ZeRO lists the
+optimizer types that it accepts; a config is read; ``deepspeed.initialize`` tags parameters for stock's own Muon.
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ from typing import Any
 from packaging.version import Version
 
 from deepspeed.muon.config import parse
+from deepspeed.muon.groups import check_patterns
 from deepspeed.muon.logs import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.routing import shapes
 from deepspeed.muon.version import TESTED_DEEPSPEED
 from deepspeed.muon.zero.bind import agree, bind_engine
+from deepspeed.muon.zero.monitor import take_step
+from deepspeed.muon.zero.scheduler import check_schedule, configure_scheduler, scheduler_from_config
 from deepspeed.muon.zero.support import refuse_engine, refuse_unsupported
 
 #: Values of ``optimizer.type`` in ds_config.json, in lower case. Stock cannot resolve the second.
@@ -28,6 +32,9 @@ TYPES = ("muon", "muonwithauxadam")
 SEAMS = (
     ("deepspeed.runtime.engine", "DeepSpeedEngine._configure_basic_optimizer"),
     ("deepspeed.runtime.engine", "DeepSpeedEngine._configure_optimizer"),
+    ("deepspeed.runtime.engine", "DeepSpeedEngine._configure_lr_scheduler"),
+    ("deepspeed.runtime.engine", "DeepSpeedEngine._scheduler_from_config"),
+    ("deepspeed.runtime.engine", "DeepSpeedEngine._take_model_step"),
     ("deepspeed.runtime.zero.utils", "ZERO_SUPPORTED_OPTIMIZERS"),
     ("deepspeed.runtime.config", "DeepSpeedConfig.__init__"),
 )
@@ -54,6 +61,9 @@ def install() -> None:
     supported = importlib.import_module("deepspeed.runtime.zero.utils").ZERO_SUPPORTED_OPTIMIZERS
     _replace(engine, "_configure_basic_optimizer", _configure_basic_optimizer)
     _replace(engine, "_configure_optimizer", _configure_optimizer)
+    _replace(engine, "_configure_lr_scheduler", configure_scheduler)
+    _replace(engine, "_scheduler_from_config", scheduler_from_config)
+    _replace(engine, "_take_model_step", take_step)
     _replace(config, "__init__", _read_config)
     supported.append(MuonWithAuxAdam)
     _undo.append(lambda: supported.remove(MuonWithAuxAdam))
@@ -99,6 +109,19 @@ def _check_seams() -> None:
             ) from None
 
 
+def seam_states() -> dict[str, str]:
+    """Of each seam: ``missing``, ``present``, or ``in use`` where :func:`install` has put deepspeed-muon there."""
+    states = {}
+    for module, path in SEAMS:
+        try:
+            functools.reduce(getattr, path.split("."), importlib.import_module(module))
+            states[f"{module}.{path}"] = "present"
+        except (ImportError, AttributeError):
+            states[f"{module}.{path}"] = "missing"
+    is_installed = bool(_undo) and "missing" not in states.values()
+    return dict.fromkeys(states, "in use") if is_installed else states
+
+
 def _warn_of_untested_version() -> None:
     oldest, newest = map(Version, TESTED_DEEPSPEED)
     version = _deepspeed_version()
@@ -134,7 +157,7 @@ def _read_config(original: Callable, self: Any, *args: Any, **kwargs: Any) -> No
 
 
 def _keep_user_tags() -> None:
-    """Stop ``deepspeed.initialize`` from overwriting ``use_muon`` on parameters.
+    """Stop ``deepspeed.initialize`` from overwriting ``use_muon`` on parameters; check patterns against names there.
 
     Done when a config is read and not at installation, because the hook on the engine fires before
     ``deepspeed/__init__.py`` defines the function.
@@ -145,7 +168,9 @@ def _keep_user_tags() -> None:
         return
 
     def keep(original: Callable, config_class: Any, model: Any) -> None:
-        if not is_muon(config_class.optimizer_name):
+        if is_muon(config_class.optimizer_name):
+            check_patterns(shapes(model), parse(config_class.optimizer_params))
+        else:
             original(config_class, model)
 
     _replace(deepspeed, "set_optimizer_flags", keep)
@@ -158,6 +183,7 @@ def _configure_basic_optimizer(original: Callable, self: Any, model_parameters: 
         return original(self, model_parameters)
     refuse_engine(self)
     optimizer = MuonWithAuxAdam(model_parameters, model=self.module, **(self.optimizer_params() or {}))
+    check_schedule(self, optimizer)
     agree(optimizer)
     return optimizer
 
@@ -169,6 +195,7 @@ def _configure_optimizer(original: Callable, self: Any, client_optimizer: Any, m
     if isinstance(client_optimizer, MuonWithAuxAdam):
         refuse_unsupported(self._config)
         refuse_engine(self)
+        check_schedule(self, client_optimizer)
         agree(client_optimizer)
         self._config.zero_force_ds_cpu_optimizer = False
     result = original(self, client_optimizer, model_parameters)

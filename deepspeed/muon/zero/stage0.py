@@ -8,17 +8,14 @@ from typing import Any
 from deepspeed.muon.optimizer import MuonWithAuxAdam, Partition, whole_partition
 
 
-def partitions(wrapper: Any, optimizer: MuonWithAuxAdam) -> list[tuple[int, Partition]]:
+def partitions(wrapper: Any, optimizer: MuonWithAuxAdam) -> list[Partition]:
     """The parameters themselves, or the fp32 clones that ``FP16_UnfusedOptimizer`` makes of them.
 
     Clones are matched by index, since they carry no attributes.
-
-    Returns:
-        (index of the parameter group, partition) for every group.
     """
     result = []
     for index, group in enumerate(optimizer.param_groups):
         params = group["params"] if wrapper is optimizer else wrapper.fp16_groups[index]
         specs = [optimizer.specs[param] for param in params]
-        result.append((index, whole_partition(group["params"], specs)))
+        result.append(whole_partition(index, group["params"], specs))
     return result

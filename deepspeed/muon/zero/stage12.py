@@ -16,12 +16,8 @@ from deepspeed.muon.optimizer import MuonWithAuxAdam, Partition
 from deepspeed.muon.placement import Placement, Shard
 
 
-def partitions(wrapper: Any, optimizer: MuonWithAuxAdam) -> list[tuple[int, Partition]]:
-    """One partition per group.
-
-    Returns:
-        (index of the parameter group, partition) for every group.
-    """
+def partitions(wrapper: Any, optimizer: MuonWithAuxAdam) -> list[Partition]:
+    """One partition per group."""
     from deepspeed import comm  # type: ignore[attr-defined]
 
     result = []
@@ -33,7 +29,7 @@ def partitions(wrapper: Any, optimizer: MuonWithAuxAdam) -> list[tuple[int, Part
             Shard(optimizer.specs[param], 0, Placement(offset, span, 0))
             for param, offset in zip(params, offsets, strict=True)
         ]
-        result.append((index, Partition((tensor,), tuple(shards), group, comm.get_rank(group=group), world_size)))
+        result.append(Partition(index, (tensor,), tuple(shards), group, comm.get_rank(group=group), world_size))
     return result
 
 

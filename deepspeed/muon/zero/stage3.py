@@ -12,12 +12,8 @@ from deepspeed.muon.optimizer import MuonWithAuxAdam, Partition
 from deepspeed.muon.placement import Placement, Shard
 
 
-def partitions(wrapper: Any, optimizer: MuonWithAuxAdam) -> list[tuple[int, Partition]]:
-    """One partition per sub-group.
-
-    Returns:
-        (index of the parameter group, partition) for every sub-group.
-    """
+def partitions(wrapper: Any, optimizer: MuonWithAuxAdam) -> list[Partition]:
+    """One partition per sub-group."""
     from deepspeed import comm  # type: ignore[attr-defined]
 
     result = []
@@ -29,6 +25,6 @@ def partitions(wrapper: Any, optimizer: MuonWithAuxAdam) -> list[tuple[int, Part
             base += part
         tensor = wrapper.fp32_partitioned_groups_flat[index]
         rank, world_size = comm.get_rank(group=group), comm.get_world_size(group=group)
-        partition = Partition((tensor,), tuple(shards), group, rank, world_size)
-        result.append((wrapper.sub_group_to_group_id[index], partition))
+        of_group = wrapper.sub_group_to_group_id[index]
+        result.append(Partition(of_group, (tensor,), tuple(shards), group, rank, world_size))
     return result

@@ -77,6 +77,12 @@ RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "MiCS is not supported yet; remove the key",
     ),
     (
+        "fp16.enabled",
+        lambda c: bool(_get(c, "float16_config.enabled")) and _get(c, "zero_optimization_stage", 0) == 0,
+        "at stage 0 DeepSpeed divides gradients by a loss scale by which it never multiplied the loss; "
+        "set zero_optimization.stage to 1, or use bf16",
+    ),
+    (
         "fp16.fp16_master_weights_and_grads",
         _is_set("float16_config.fp16_master_weights_and_grads"),
         "master weights and optimizer states are fp32; set it to false",

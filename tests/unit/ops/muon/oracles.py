@@ -7,8 +7,9 @@ batch and routes parameters by an explicit dict, name -> "muon" or "adam".
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -127,11 +128,12 @@ def train_oracle(
     routing: dict[str, str],
     cfg: OracleConfig = OracleConfig(),
     dtype: torch.dtype = torch.float64,
+    special: Mapping[str, OracleConfig] = MappingProxyType({}),
 ) -> OracleResult:
     """Train a copy of `model` in `dtype`; step `s` of `steps` takes the mean loss `model(*batches(s))`.
 
-    `routing` names exactly the trainable parameters. A parameter without gradient counts as one with a zero
-    gradient, as it does in DeepSpeed's flat buffers.
+    `routing` names exactly the trainable parameters; `special` holds hyperparameters by name, where they differ.
+    A parameter without gradient counts as one with a zero gradient, as it does in DeepSpeed's flat buffers.
     """
     model = copy.deepcopy(model).to(dtype)
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
@@ -146,11 +148,12 @@ def train_oracle(
         factor = cfg.schedule(step)
         with torch.no_grad():
             for name, param in params.items():
+                own = special.get(name, cfg)
                 if routing[name] == "muon":
-                    muon_update(param, gradients[name], momentum[name], cfg.lr * factor, cfg)
+                    muon_update(param, gradients[name], momentum[name], own.lr * factor, own)
                 else:
                     moments = momentum[name], second_moment[name]
-                    adam_update(param, gradients[name], *moments, step + 1, cfg.adam_lr * factor, cfg)
+                    adam_update(param, gradients[name], *moments, step + 1, own.adam_lr * factor, own)
     result.weights = _copies(params)
     return result
 

@@ -44,7 +44,8 @@ def message(params: dict[str, Any]) -> str:
 @pytest.mark.parametrize("section", [None, {}])
 def test_defaults_are_stocks(section: dict[str, Any] | None) -> None:
     config = parse(section)
-    assert config.muon_group() == {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0}
+    rates = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0}
+    assert config.muon_group() == rates | {"nesterov": True, "ns_method": "auto", "adjust_lr_fn": "original"}
     adam = config.adam_group()
     assert (adam["lr"], adam["betas"], adam["eps"], adam["weight_decay"]) == (3e-4, (0.9, 0.95), 1e-10, 0.0)
     assert config.nesterov
@@ -60,7 +61,8 @@ def test_defaults_equal_those_of_the_installed_stock() -> None:
     groups = [{"params": [torch.nn.Parameter(torch.zeros(2, 2))], "use_muon": flag} for flag in (True, False)]
     muon, adam = Stock(groups).param_groups
     config = parse({})
-    assert {key: muon[key] for key in config.muon_group()} == config.muon_group()
+    ours = config.muon_group()
+    assert {key: muon[key] for key in ("lr", "momentum", "weight_decay")}.items() <= ours.items()
     assert {key: adam[key] for key in ("lr", "betas", "eps", "weight_decay")} == {
         key: value for key, value in config.adam_group().items() if key != "fused"
     }
@@ -103,7 +105,8 @@ def test_weight_decays(section: dict[str, Any], muon: float, adam: float) -> Non
 
 def test_every_key_arrives() -> None:
     config = parse(EVERY_KEY)
-    assert config.muon_group() == {"lr": 0.2, "momentum": 0.9, "weight_decay": 0.02}
+    rates = {"lr": 0.2, "momentum": 0.9, "weight_decay": 0.02}
+    assert config.muon_group() == rates | {"nesterov": False, "ns_method": "gram", "adjust_lr_fn": "none"}
     adam = config.adam_group()
     assert (adam["lr"], adam["betas"], adam["eps"], adam["weight_decay"]) == (0.3, (0.8, 0.9), 1e-6, 0.03)
     assert (config.nesterov, config.adam_w_mode, config.torch_adam) == (False, False, True)
@@ -194,38 +197,38 @@ WRONG: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"amsgrad": True}, ("optimizer.params.amsgrad", "not supported")),
     ({"bias_correction": False}, ("optimizer.params.bias_correction", "known keys: lr")),
     # Mistyped values.
-    ({"lr": "fast"}, ("optimizer.params.lr", "'fast'", "number")),
-    ({"lr": "auto"}, ("optimizer.params.lr", "'auto'", "number")),
-    ({"lr": [0.1]}, ("optimizer.params.lr", "[0.1]", "number")),
-    ({"nesterov": "maybe"}, ("optimizer.params.nesterov", "'maybe'", "boolean")),
-    ({"adam_w_mode": 2}, ("optimizer.params.adam_w_mode", "2", "boolean")),
-    ({"ns_steps": 2.5}, ("optimizer.params.ns_steps", "2.5", "integer")),
-    ({"ns_steps": "five"}, ("optimizer.params.ns_steps", "'five'", "integer")),
-    ({"betas": 0.9}, ("optimizer.params.betas", "0.9", "tuple")),
-    ({"betas": [0.9, 0.95, 0.99]}, ("optimizer.params.betas", "[0.9, 0.95, 0.99]", "at most 2")),
+    ({"lr": "fast"}, ("optimizer.params.lr", "'fast'", "expected a number, 0 or more")),
+    ({"lr": "auto"}, ("optimizer.params.lr", "'auto'", "Hugging Face")),
+    ({"lr": [0.1]}, ("optimizer.params.lr", "[0.1]", "a number")),
+    ({"nesterov": "maybe"}, ("optimizer.params.nesterov", "'maybe'", "true or false")),
+    ({"adam_w_mode": 2}, ("optimizer.params.adam_w_mode", "2", "true or false")),
+    ({"ns_steps": 2.5}, ("optimizer.params.ns_steps", "2.5", "whole number from 1 to 50")),
+    ({"ns_steps": "five"}, ("optimizer.params.ns_steps", "'five'", "whole number")),
+    ({"betas": 0.9}, ("optimizer.params.betas", "0.9", "two numbers")),
+    ({"betas": [0.9, 0.95, 0.99]}, ("optimizer.params.betas", "[0.9, 0.95, 0.99]", "two numbers")),
     ({"ns_coefficients": 3}, ("optimizer.params.ns_coefficients", "got 3")),
     ({"ns_coefficients": [[1, 2]]}, ("optimizer.params.ns_coefficients", "[[1, 2]]")),
-    ({"ns_coefficients": [[1, 2, "x"]]}, ("optimizer.params.ns_coefficients", "'x'", "number")),
+    ({"ns_coefficients": [[1, 2, "x"]]}, ("optimizer.params.ns_coefficients", "'x'", "numbers")),
     # Out of range.
-    ({"lr": -1e-3}, ("optimizer.params.lr", "-0.001", "greater than or equal to 0")),
+    ({"lr": -1e-3}, ("optimizer.params.lr", "-0.001", "0 or more")),
     ({"lr": float("nan")}, ("optimizer.params.lr", "nan")),
-    ({"muon_lr": -1}, ("optimizer.params.muon_lr", "-1", "greater than or equal to 0")),
-    ({"adam_weight_decay": -1}, ("optimizer.params.adam_weight_decay", "-1", "greater than or equal to 0")),
-    ({"momentum": 1.0}, ("optimizer.params.momentum", "1.0", "less than 1")),
-    ({"momentum": -0.1}, ("optimizer.params.momentum", "-0.1", "greater than or equal to 0")),
-    ({"betas": [0.9, 1.0]}, ("optimizer.params.betas", "[0.9, 1.0]", "less than 1")),
-    ({"eps": -1e-8}, ("optimizer.params.eps", "-1e-08", "greater than or equal to 0")),
-    ({"ns_steps": 0}, ("optimizer.params.ns_steps", "0", "greater than or equal to 1")),
-    ({"ns_steps": 51}, ("optimizer.params.ns_steps", "51", "less than or equal to 50")),
+    ({"muon_lr": -1}, ("optimizer.params.muon_lr", "-1", "0 or more")),
+    ({"adam_weight_decay": -1}, ("optimizer.params.adam_weight_decay", "-1", "0 or more")),
+    ({"momentum": 1.0}, ("optimizer.params.momentum", "1.0", "from 0 to below 1")),
+    ({"momentum": -0.1}, ("optimizer.params.momentum", "-0.1", "from 0 to below 1")),
+    ({"betas": [0.9, 1.0]}, ("optimizer.params.betas", "[0.9, 1.0]", "from 0 to below 1")),
+    ({"eps": -1e-8}, ("optimizer.params.eps", "-1e-08", "0 or more")),
+    ({"ns_steps": 0}, ("optimizer.params.ns_steps", "0", "from 1 to 50")),
+    ({"ns_steps": 51}, ("optimizer.params.ns_steps", "51", "from 1 to 50")),
     # Choices.
-    ({"ns_method": "grams"}, ("optimizer.params.ns_method", "'grams'", "'auto', 'standard' or 'gram'", "mean 'gram'?")),
+    ({"ns_method": "grams"}, ("optimizer.params.ns_method", "'grams'", "auto, standard or gram", "mean 'gram'?")),
     ({"ns_method": "Standard"}, ("optimizer.params.ns_method", "did you mean 'standard'?")),
     ({"ns_dtype": "bfloat16"}, ("optimizer.params.ns_dtype", "'bfloat16'", "did you mean 'bf16'?")),
-    ({"ns_dtype": "fp64"}, ("optimizer.params.ns_dtype", "'fp64'", "'auto', 'bf16' or 'fp32'")),
+    ({"ns_dtype": "fp64"}, ("optimizer.params.ns_dtype", "'fp64'", "auto, bf16 or fp32")),
     ({"ns_dtype": "fp16"}, ("optimizer.params.ns_dtype", "fp16 is refused", "use bf16 or fp32")),
     ({"ns_dtype": "Half"}, ("optimizer.params.ns_dtype", "fp16 is refused")),
     ({"adjust_lr_fn": "match_rms_adam"}, ("optimizer.params.adjust_lr_fn", "did you mean 'match_rms_adamw'?")),
-    ({"adjust_lr_fn": "rms"}, ("optimizer.params.adjust_lr_fn", "'rms'", "'match_rms_adamw'", "'none'")),
+    ({"adjust_lr_fn": "rms"}, ("optimizer.params.adjust_lr_fn", "'rms'", "match_rms_adamw", "none")),
     # Schedules.
     ({"ns_coefficients": "simpel"}, ("optimizer.params.ns_coefficients", "did you mean 'simple'?")),
     ({"ns_coefficients": "you", "ns_steps": 4}, ("optimizer.params", "ns_steps is 4", "5 steps")),

@@ -25,8 +25,8 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 
 
 def is_possible(case: dict[str, Any]) -> bool:
-    """Offload needs ZeRO."""
-    return not (case["offload"] and case["stage"] == 0)
+    """Offload needs ZeRO; fp16 at stage 0 is refused."""
+    return case["stage"] > 0 or not (case["offload"] or case["dtype"] == "fp16")
 
 
 def all_pairs() -> list[dict[str, Any]]:

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The auxiliary AdamW: torch's fused one, over whatever slices of parameters a group holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
+
+#: Elements of which statistics are taken at once.
+CHUNK = 2**20
+
+
+def state_of(state: dict[str, Any], tensor: Tensor) -> dict[str, Any]:
+    """``state`` with ``exp_avg`` and ``exp_avg_sq`` of the tensor's shape and dtype, and ``step``; zeros at first."""
+    if "exp_avg" not in state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
+        state["exp_avg"] = torch.zeros_like(tensor, requires_grad=False)
+        state["exp_avg_sq"] = torch.zeros_like(tensor, requires_grad=False)
+    return state
+
+
+def step(
+    tensors: Sequence[Tensor], states: Sequence[dict[str, Any]], group: Mapping[str, Any], decoupled: bool
+) -> None:
+    """One step over tensors that have a gradient, equal to ``torch.optim.AdamW``'s.
+
+    Args:
+        states: of :func:`state_of`, one per tensor.
+        group: ``lr``, ``betas``, ``eps``, ``weight_decay``.
+        decoupled: weight decay as in AdamW; else as L2 in the gradient.
+    """
+    if not tensors:
+        return
+    beta1, beta2 = group["betas"]
+    (adamw if decoupled else adam)(
+        list(tensors),
+        [p.grad for p in tensors],  # type: ignore[misc]
+        [s["exp_avg"] for s in states],
+        [s["exp_avg_sq"] for s in states],
+        [],
+        [s["step"] for s in states],
+        fused=True,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+
+
+def update_squares(state: Mapping[str, Any], group: Mapping[str, Any], start: int, length: int) -> Tensor:
+    """Sum of squares of the last update per unit of learning rate, without weight decay.
+
+    Args:
+        state: after the step.
+        start: first element of the flat tensor to count, ``length`` of them.
+
+    Returns:
+        fp32, 0-D.
+    """
+    (beta1, beta2), steps = group["betas"], float(state["step"])
+    total = torch.zeros((), dtype=torch.float32, device=state["exp_avg"].device)
+    for first in range(start, start + length, CHUNK):
+        last = min(first + CHUNK, start + length)
+        mean = state["exp_avg"].view(-1)[first:last] / (1 - beta1**steps)
+        root = (state["exp_avg_sq"].view(-1)[first:last] / (1 - beta2**steps)).sqrt_().add_(group["eps"])
+        total += mean.div_(root).square_().sum()
+    return total

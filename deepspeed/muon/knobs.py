@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kinds of values that a knob of the configuration takes, and how a knob is described."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from deepspeed.muon import coefficients
+
+#: Peers' names of the scales. Dion: rms_norm, spectral_norm; Megatron: shape_scaling, unit_rms_norm.
+SCALE_ALIASES = {
+    "rms_norm": "match_rms_adamw",
+    "shape_scaling": "original",
+    "spectral_norm": "spectral_unclamped",
+    "unit_rms_norm": "spectral_unclamped",
+}
+
+
+def _not_a_flag(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("expected a number, not true or false")
+    return value
+
+
+def _as_triples(value: Any) -> Any:
+    """One triple may be given without the outer list, as to ``torch.optim.Muon``."""
+    if isinstance(value, (list, tuple)) and len(value) == 3 and all(isinstance(x, (int, float)) for x in value):
+        return [value]
+    return value
+
+
+def _known_schedule(value: Any) -> Any:
+    if isinstance(value, str):
+        if value not in coefficients.NAMED:
+            near = difflib.get_close_matches(value, coefficients.NAMED, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known names: {', '.join(coefficients.NAMED)}"
+            raise ValueError(f"no schedule of that name; {hint}")
+    elif not isinstance(value, (list, tuple)) or not value or not all(map(_is_triple, value)):
+        raise ValueError("expected a name or a list of triples of finite numbers (a, b, c), a not zero")
+    return value
+
+
+def _is_triple(value: Any) -> bool:
+    numbers = isinstance(value, (list, tuple)) and len(value) == 3 and all(type(x) in (int, float) for x in value)
+    return numbers and all(map(math.isfinite, value)) and value[0] != 0
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _compiles(value: str) -> str:
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise ValueError(f"{value!r} is not a regular expression: {error}") from None
+    return value
+
+
+def _canonical_scale(value: Any) -> Any:
+    return SCALE_ALIASES.get(value, value) if isinstance(value, str) else value
+
+
+Number = Annotated[float, BeforeValidator(_not_a_flag), Field(allow_inf_nan=False)]
+Rate = Annotated[Number, Field(ge=0)]
+Fraction = Annotated[Number, Field(ge=0, lt=1)]
+Factor = Annotated[Number, Field(gt=0)]
+Steps = Annotated[int, BeforeValidator(_not_a_flag), Field(ge=1, le=50)]
+Interval = Annotated[int, BeforeValidator(_not_a_flag), Field(ge=0)]
+Coefficients = Annotated[Any, BeforeValidator(_as_triples), AfterValidator(_known_schedule)]
+Patterns = Annotated[tuple[Annotated[str, AfterValidator(_compiles)], ...], BeforeValidator(_as_list)]
+Method = Literal["auto", "standard", "gram"]
+Scale = Annotated[
+    Literal["auto", "original", "match_rms_adamw", "spectral_unclamped", "none"], BeforeValidator(_canonical_scale)
+]
+
+STOCK = "stock DeepSpeed"
+TORCH_MUON = "`torch.optim.Muon`"
+KERAS = "keras"
+
+RATE = "a number, 0 or more"
+FRACTION = "a number from 0 to below 1"
+FLAG = "true or false"
+PATTERNS = "a regular expression or a list of them"
+
+
+def knob(default: Any, description: str, allowed: str, unit: str = "", source: str = "") -> Any:
+    """A pydantic field with what docs/configuration.md and error messages say of it."""
+    return Field(
+        default, description=description, json_schema_extra={"allowed": allowed, "unit": unit, "source": source}
+    )

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a learning-rate scheduler sees: the parameter groups as the user gave them.
+
+Each of them is two groups of the optimizer, a Muon and an AdamW half. A schedule that is written for
+AdamW sets one learning rate per group; each half follows it by its own ``lr_ratio``.
+"""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+
+
+class GivenGroup(UserDict):
+    """One group as the user gave it. ``lr``, ``momentum`` and ``betas`` are those of its halves.
+
+    Writing ``lr`` sets each half's to ``lr * lr_ratio``. Writing ``betas``, or ``momentum``, sets AdamW's
+    first rate and Muon's momentum to the same value. Every other key belongs to the scheduler.
+    """
+
+    def __init__(self, halves: Callable[[], list[dict[str, Any]]], lr: float, betas: tuple[float, float]) -> None:
+        self._halves = halves
+        self.data = {"params": [], "lr": lr, "betas": betas, "momentum": betas[0]}
+
+    def __getitem__(self, key: str) -> Any:
+        halves = self._halves()
+        if key == "params":
+            return [param for half in halves for param in half["params"]]
+        if key == "lr":
+            return next((half["lr"] / half["lr_ratio"] for half in halves if half["lr_ratio"]), self.data["lr"])
+        if key == "momentum":
+            return next((half["momentum"] for half in halves if half["use_muon"]), self.data["momentum"])
+        if key == "betas":
+            return next((half["betas"] for half in halves if not half["use_muon"]), self.data["betas"])
+        return self.data[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.data[key] = value
+        if key == "lr":
+            for half in self._halves():
+                half["lr"] = float(value) * half["lr_ratio"]
+        elif key == "betas":
+            self._set_momentum(*value)
+        elif key == "momentum":
+            self._set_momentum(value, self["betas"][1])
+
+    def _set_momentum(self, momentum: float, beta2: float) -> None:
+        self.data |= {"momentum": momentum, "betas": (momentum, beta2)}
+        for half in self._halves():
+            if half["use_muon"]:
+                half["momentum"] = momentum
+            else:
+                half["betas"] = (momentum, beta2)
+
+
+class GivenGroups(Optimizer):
+    """An optimizer in name only, for schedulers: the groups as the user gave them, and nothing to step.
+
+    Args:
+        optimizer: whose groups are the halves.
+        origins: for each group as given, the indices of its halves.
+        lrs: for each, the learning rate that was given.
+        betas: AdamW's, for a group without an AdamW half.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, origins: Sequence[Sequence[int]], lrs: Sequence[float], betas: tuple[float, float]
+    ) -> None:
+        self.optimizer = optimizer
+        self.defaults = {"lr": optimizer.defaults["lr"], "betas": betas, "momentum": betas[0]}
+        self.state = optimizer.state
+        groups = [GivenGroup(self._halves(indices), lr, betas) for indices, lr in zip(origins, lrs, strict=True)]
+        self.param_groups = groups  # type: ignore[assignment]
+        # Schedulers warn unless they see the optimizer step before they do.
+        optimizer.register_step_post_hook(lambda *_: self.step())
+
+    def _halves(self, indices: Sequence[int]) -> Callable[[], list[dict[str, Any]]]:
+        return lambda: [self.optimizer.param_groups[index] for index in indices]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Does nothing: the optimizer has stepped."""

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Live output of a run, through what DeepSpeed has: its monitor (TensorBoard, CSV, W&B, Comet) and its timers."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from deepspeed.muon.meter import HALVES, Meter
+from deepspeed.muon.optimizer import MuonWithAuxAdam
+
+#: Phases of a step, as DeepSpeed's timers name them with ``wall_clock_breakdown``.
+TIMERS = tuple(f"muon_{phase}" for phase in ("prepare", "exchange", "newton_schulz", "apply", "adamw"))
+#: What a record holds stands under this name.
+PREFIX = "Train/Muon/"
+
+
+def watch(engine: Any, monitored: bool) -> None:
+    """Set up what the config asks for.
+
+    Args:
+        monitored: whether rank 0's monitor is enabled; the ranks record together.
+    """
+    optimizer = engine.basic_optimizer
+    engine._muon_monitored = monitored and optimizer.config.monitor_interval > 0
+    if engine.wall_clock_breakdown():
+        optimizer.phase = _timed(engine.timers)
+
+
+def take_step(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> None:
+    """``DeepSpeedEngine._take_model_step``, with a record in every ``monitor_interval``-th step."""
+    optimizer = engine.basic_optimizer
+    if not isinstance(optimizer, MuonWithAuxAdam):
+        return original(engine, *args, **kwargs)
+    interval = optimizer.config.monitor_interval
+    if engine._muon_monitored and (engine.global_steps + 1) % interval == 0:
+        _record(lambda: original(engine, *args, **kwargs), engine, optimizer)
+    else:
+        original(engine, *args, **kwargs)
+    if engine.wall_clock_breakdown() and engine.global_rank == 0:
+        engine.timers.log(names=TIMERS)
+
+
+def _record(step: Callable[[], None], engine: Any, optimizer: MuonWithAuxAdam) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    meter = Meter(get_accelerator().synchronize)
+    rates = _learning_rates(optimizer)
+    phase, optimizer.phase, optimizer.meter = optimizer.phase, _both(optimizer.phase, meter.phase), meter
+    started = time.perf_counter()
+    try:
+        step()
+    finally:
+        optimizer.phase, optimizer.meter = phase, None
+    get_accelerator().synchronize()
+    seconds = time.perf_counter() - started
+    values = _update_rms(meter) | rates | {"step_ms": 1e3 * seconds}
+    values |= {f"{name}_ms": 1e3 * spent for name, spent in meter.seconds.items()}
+    norm = engine.get_global_grad_norm()
+    if norm is not None:
+        values["grad_norm"] = float(norm)
+    if engine.global_rank == 0:
+        engine.monitor.write_events([(PREFIX + name, value, engine.global_samples) for name, value in values.items()])
+
+
+def _learning_rates(optimizer: MuonWithAuxAdam) -> dict[str, float]:
+    """Of the first group of each half, as the step is about to use them."""
+    rates: dict[str, float] = {}
+    for group in optimizer.param_groups:
+        rates.setdefault(f"lr_{'muon' if group['use_muon'] else 'adamw'}", float(group["lr"]))
+    return rates
+
+
+def _update_rms(meter: Meter) -> dict[str, float]:
+    """Root mean square of each half's update per unit of learning rate, over all ranks; a collective."""
+    from deepspeed.accelerator import get_accelerator
+
+    from deepspeed import comm  # type: ignore[attr-defined]
+
+    sums = meter.sums().to(get_accelerator().current_device_name())
+    if comm.is_initialized():
+        comm.all_reduce(sums)
+    pairs = zip(HALVES, sums.tolist(), strict=True)
+    return {f"update_rms_{half}": math.sqrt(squares / count) for half, (squares, count) in pairs if count}
+
+
+def _both(outer: Callable[[str], Any], inner: Callable[[str], Any]) -> Callable[[str], Any]:
+    @contextmanager
+    def phase(name: str) -> Iterator[None]:
+        with outer(name), inner(name):
+            yield
+
+    return phase
+
+
+def _timed(timers: Any) -> Callable[[str], Any]:
+    @contextmanager
+    def phase(name: str) -> Iterator[None]:
+        timer = timers(f"muon_{name}")
+        timer.start()
+        yield
+        timer.stop()
+
+    return phase

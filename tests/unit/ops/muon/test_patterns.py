@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What overrules the routing's rules, muon_include and muon_exclude, and the rule of low-rank adapters."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deepspeed.muon import MuonConfigError, MuonWithAuxAdam, route
+from deepspeed.muon.routing import is_lora
+from distributed import run
+from models import TinyGpt
+from training import ds_config
+
+
+def specs_of(model: nn.Module, **patterns: Any) -> dict[str, tuple[bool, str]]:
+    return {s.name: (s.use_muon, s.reason) for s in route(model, **patterns).values()}
+
+
+def message(**params: Any) -> str:
+    net = TinyGpt()
+    with pytest.raises(MuonConfigError) as error:
+        MuonWithAuxAdam(net.parameters(), model=net, **params)
+    return str(error.value)
+
+
+def names_of(optimizer: MuonWithAuxAdam) -> set[str]:
+    return {spec.name for spec in optimizer.specs.values() if spec.use_muon}
+
+
+# ---- patterns -----------------------------------------------------------------------------------------------
+
+
+def test_exclude_takes_matrices_from_muon() -> None:
+    got = specs_of(TinyGpt(), exclude=[r"blocks\.0\.", "qkv"])
+    assert got["blocks.0.up.weight"] == (False, r"muon_exclude 'blocks\\.0\\.'")
+    assert got["blocks.1.qkv.weight"] == (False, "muon_exclude 'qkv'")
+    assert got["blocks.1.up.weight"][0]
+
+
+def test_include_brings_matrices_to_muon() -> None:
+    got = specs_of(TinyGpt(), include=["^lm_head", "positions"])
+    assert got["lm_head.weight"] == (True, "muon_include '^lm_head'")
+    assert got["positions.weight"][0] and not got["tokens.weight"][0]
+
+
+def test_include_leaves_vectors_to_adamw_and_says_so() -> None:
+    got = specs_of(TinyGpt(), include=["up"])
+    assert got["blocks.0.up.weight"][0]
+    assert got["blocks.0.up.bias"] == (False, "0-D or 1-D, in spite of muon_include 'up'")
+
+
+def test_exclude_wins_over_include_and_a_tag_over_both() -> None:
+    net = TinyGpt()
+    net.blocks[0].up.weight.use_muon = True
+    net.blocks[1].up.weight.use_muon = False
+    got = specs_of(net, include=["up", "down"], exclude=[r"\.0\."])
+    assert got["blocks.0.up.weight"] == (True, "use_muon = True set by the user")
+    assert got["blocks.1.up.weight"] == (False, "use_muon = False set by the user")
+    assert not got["blocks.0.down.weight"][0] and got["blocks.1.down.weight"][0]
+
+
+def test_a_single_pattern_needs_no_list() -> None:
+    net = TinyGpt()
+    optimizer = MuonWithAuxAdam(net.parameters(), model=net, muon_exclude="qkv")
+    assert names_of(optimizer) == {f"blocks.{i}.{name}.weight" for i in (0, 1) for name in ("proj", "up", "down")}
+
+
+@pytest.mark.parametrize("key", ["muon_include", "muon_exclude"])
+def test_a_pattern_that_matches_nothing_is_an_error(key: str) -> None:
+    text = message(**{key: ["qkv", "attention.query"]})
+    assert f"optimizer.params.{key}: 'attention.query' matches none of the" in text
+    assert "'qkv'" not in text and "the first are tokens.weight" in text
+
+
+def test_include_must_match_a_matrix() -> None:
+    assert "matches none of the 11 trainable matrices" in message(muon_include=["bias"])
+
+
+def test_a_pattern_must_compile() -> None:
+    text = message(muon_include=["qkv", "(up"])
+    assert "optimizer.params.muon_include" in text and "'(up' is not a regular expression" in text
+
+
+def test_a_pattern_must_be_text() -> None:
+    assert "optimizer.params.muon_exclude: got 3" in message(muon_exclude=3)
+
+
+def initialize_with(params: dict[str, Any]) -> tuple[str, bool]:
+    """The error of `deepspeed.initialize`, and whether the engine's construction had begun."""
+    import deepspeed
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    begun = []
+    original = DeepSpeedEngine.__init__
+    DeepSpeedEngine.__init__ = lambda self, *args, **kwargs: begun.append(1)  # type: ignore[method-assign]
+    try:
+        with pytest.raises(ValueError) as error:
+            deepspeed.initialize(model=TinyGpt(), config=ds_config(optimizer={"type": "Muon", "params": params}))
+    finally:
+        DeepSpeedEngine.__init__ = original  # type: ignore[method-assign]
+    return str(error.value), bool(begun)
+
+
+def test_a_pattern_without_a_match_is_refused_before_the_engine_exists() -> None:
+    text, begun = run(initialize_with, 1, params={"muon_exclude": "router"})[0]
+    assert "'router' matches none" in text and not begun
+
+
+# ---- low-rank adapters --------------------------------------------------------------------------------------
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with two factors, named as in a library."""
+
+    def __init__(self, down: str, up: str, rank: int = 2) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(8, 12)
+        self.base_layer.requires_grad_(False)
+        self.add_module(down, nn.Linear(8, rank, bias=False))
+        self.add_module(up, nn.Linear(rank, 12, bias=False))
+
+
+NAMES = [("lora_A", "lora_B"), ("lora_a", "lora_b"), ("lora_down", "lora_up"), ("lora_weight_1", "lora_weight_2")]
+
+
+@pytest.mark.parametrize(("down", "up"), NAMES)
+def test_factors_go_to_adamw(down: str, up: str) -> None:
+    net = nn.Sequential(Adapted(down, up))
+    specs = route(net).values()
+    assert [(s.use_muon, s.reason) for s in specs] == [(False, "LoRA factor of rank 2")] * 2
+    assert all(is_lora(spec) for spec in specs)
+
+
+def test_factors_go_to_muon_where_the_user_says_so() -> None:
+    got = specs_of(nn.Sequential(Adapted("lora_A", "lora_B")), include=["lora_B"])
+    assert [use_muon for use_muon, _ in got.values()] == [False, True]
+
+
+def test_a_square_matrix_is_no_factor() -> None:
+    net = nn.Sequential(Adapted("lora_A", "lora_B", rank=8))
+    assert [s.use_muon for s in route(net).values()] == [True, False]
+
+
+@pytest.mark.parametrize("name", ["lora", "flora_A", "lora_alpha", "explorable"])
+def test_other_names_are_none(name: str) -> None:
+    assert [s.use_muon for s in route(nn.ModuleDict({name: nn.Linear(8, 2, bias=False)})).values()] == [True]
+
+
+def peft_model() -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "vocab_size": 32, "num_attention_heads": 2}
+    config = LlamaConfig(num_hidden_layers=1, num_key_value_heads=1, **sizes)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "up_proj"], modules_to_save=["lm_head", "k_proj"])
+    return get_peft_model(LlamaForCausalLM(config), lora)
+
+
+def test_a_model_of_pefts() -> None:
+    got = specs_of(peft_model())
+    factors = {name: reason for name, (use_muon, reason) in got.items() if "lora" in name and not use_muon}
+    assert len(factors) == 4 and set(factors.values()) == {"LoRA factor of rank 4"}
+    saved = {name.split(".")[-4]: use_muon for name, (use_muon, _) in got.items() if "modules_to_save" in name}
+    assert saved == {"k_proj": True, "lm_head": False}
+
+
+def train_lora() -> list[float]:
+    import deepspeed
+
+    torch.manual_seed(0)
+    net = peft_model()
+    config = ds_config(stage=2, optimizer={"type": "Muon", "params": {"lr": 1e-2}})
+    engine = deepspeed.initialize(model=net, config=config, model_parameters=net.parameters())[0]
+    ids = torch.randint(32, (8, 12), generator=torch.Generator().manual_seed(1))
+    losses = []
+    for _ in range(5):
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    engine.destroy()
+    return losses
+
+
+def test_adapters_train_under_zero() -> None:
+    losses = run(train_lora, 2)[0]
+    assert losses[-1] < losses[0] - 0.1
