@@ -200,6 +200,12 @@ SUPPORTED: list[dict[str, Any]] = [
     {"stage": 2, "zero": offload(device="none", ratio=1.0)},
     {"stage": 2, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
     {"stage": 2, "hybrid_engine": {"enabled": False}, "compile": {"deepcompile": False}},
+    {"stage": 1, "prescale_gradients": True, "gradient_predivide_factor": 2.0},
+    {"stage": 2, "zero_force_ds_cpu_optimizer": True, "offload": True},
+    {"stage": 2, "managed_gradient_accumulation": False},
+    {"stage": 2, "zero": {"allgather_partitions": False, "use_multi_rank_bucket_allreduce": False}},
+    {"stage": 3, "zero": {"sub_group_size": 200, "stage3_param_persistence_threshold": 0}},
+    {"stage": 3, "communication_data_type": "fp32", "zero": {"use_all_reduce_for_fetch_params": True}},
 ]
 
 
