@@ -5,12 +5,20 @@ Imports neither torch nor deepspeed: it only asks to be told when DeepSpeed's en
 ``DS_MUON_AUTOLOAD=0`` leaves DeepSpeed untouched.
 """
 
+import contextlib
 import importlib.abc
 import importlib.util
 import os
 import sys
 
 _ENGINE = "deepspeed.runtime.engine"
+
+
+def command() -> int:
+    """Run ``ds_muon``. What DeepSpeed says when it is imported goes to stderr, so that ``--json`` is JSON alone."""
+    with contextlib.redirect_stdout(sys.stderr):
+        from deepspeed.muon.cli.command import main
+    return main()
 
 
 def autoload() -> None:

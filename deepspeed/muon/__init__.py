@@ -2,10 +2,10 @@
 """Muon for DeepSpeed ZeRO. Importing this package activates it; nothing is compiled."""
 
 from deepspeed.muon.config import MuonConfig, MuonConfigError
-from deepspeed.muon.exchange import DisagreementError
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.routing import Block, MatrixSpec, route
 from deepspeed.muon.version import __version__
+from deepspeed.muon.zero.agreement import DisagreementError
 from deepspeed.muon.zero.install import SeamError, activate, install, uninstall
 from deepspeed.muon.zero.support import UnsupportedError
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from deepspeed.muon.exchange import consult, differences
 from deepspeed.muon.logs import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam, Partition
 from deepspeed.muon.orthogonalize import bf16_is_fast, resolve_dtype
@@ -17,6 +16,7 @@ from deepspeed.muon.routing import is_lora
 from deepspeed.muon.update import SCALES, update_rms
 from deepspeed.muon.version import __version__
 from deepspeed.muon.zero import stage0, stage3, stage12
+from deepspeed.muon.zero.agreement import consult, differences
 from deepspeed.muon.zero.checkpoint import keep_convertible
 from deepspeed.muon.zero.finite import NormWatch, is_valid
 from deepspeed.muon.zero.monitor import watch

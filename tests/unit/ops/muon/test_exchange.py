@@ -96,7 +96,7 @@ def test_the_exchange_follows_ns_dtype() -> None:
 def state(facts: dict[str, Any]) -> str:
     import torch.distributed as dist
 
-    from deepspeed.muon.exchange import DisagreementError, consult, differences
+    from deepspeed.muon.zero.agreement import DisagreementError, consult, differences
 
     facts = {key: value[dist.get_rank()] if isinstance(value, list) else value for key, value in facts.items()}
     try:

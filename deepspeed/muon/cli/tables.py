@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan as rows and as text: repeated layers folded, columns aligned."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from deepspeed.muon.forecast import Half, Work
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+#: Owners that are listed one by one.
+FEW_OWNERS = 4
+TITLES = ("parameter", "shape", "rule", "blocks", "scale", "owner", "reason")
+
+
+def rows_of(halves: Sequence[Half], works: Sequence[Work], world_size: int, fold: bool) -> list[dict[str, Any]]:
+    """One row per parameter, or per set of parameters that differ in layer numbers and owners only.
+
+    Returns:
+        Rows with ``name``, ``count``, ``shape``, ``rule``, ``reason``, ``blocks``, ``scales`` of the blocks, and
+        ``owners``, the ranks that orthogonalize them; all ranks at stage 0, none for AdamW.
+    """
+    owners = _owners(works)
+    everyone = list(range(world_size))
+    found: dict[tuple, dict[str, Any]] = {}
+    names: dict[tuple, list[list[str]]] = {}
+    for half in halves:
+        for spec in half.specs:
+            scales = tuple(dict.fromkeys(half.scale(block) for block in spec.blocks))
+            pattern = _NUMBER.sub("{}", spec.name) if fold else spec.name
+            key = (pattern, spec.shape, half.use_muon, spec.reason, len(spec.blocks), scales)
+            row = found.get(key)
+            if row is None:
+                row = found[key] = _row(spec, half, scales)
+                names[key] = []
+            row["count"] += 1
+            row["owners"].update(owners.get(spec.name, ()))
+            if fold:
+                names[key].append(_NUMBER.findall(spec.name))
+    for key, row in found.items():
+        row["name"] = _folded(key[0], names[key]) if row["count"] > 1 else row["name"]
+        is_whole = any(work.part.world_size < world_size for work in works)
+        row["owners"] = (everyone if is_whole else sorted(row["owners"])) if row["rule"] == "Muon" else []
+    return list(found.values())
+
+
+def _row(spec: Any, half: Half, scales: tuple[float, ...]) -> dict[str, Any]:
+    return {
+        "name": spec.name,
+        "count": 0,
+        "shape": list(spec.shape),
+        "rule": "Muon" if half.use_muon else "AdamW",
+        "reason": spec.reason,
+        "blocks": len(spec.blocks),
+        "scales": list(scales),
+        "owners": set(),
+    }
+
+
+def _owners(works: Sequence[Work]) -> dict[str, set[int]]:
+    owners: dict[str, set[int]] = {}
+    for work in works:
+        names = (shard.spec.name for shard in work.part.shards for _ in shard.spec.blocks)
+        for name, owner in zip(names, work.owners, strict=True):
+            owners.setdefault(name, set()).add(owner)
+    return owners
+
+
+def _folded(pattern: str, numbers: Iterable[Sequence[str]]) -> str:
+    """The pattern with each place filled by the numbers that stand there, such as ``{0..31}``."""
+    places = ["{" + _ranges(sorted({int(number) for number in place})) + "}" for place in zip(*numbers, strict=True)]
+    filled = iter([place if re.search(r"\D", place[1:-1]) else place[1:-1] for place in places])
+    return re.sub(r"\{\}", lambda _: next(filled), pattern)
+
+
+def _ranges(values: Sequence[int]) -> str:
+    runs: list[list[int]] = []
+    for value in values:
+        if runs and value == runs[-1][1] + 1:
+            runs[-1][1] = value
+        else:
+            runs.append([value, value])
+    return ",".join(f"{low}..{high}" if high > low else str(low) for low, high in runs)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Rows as lines, columns padded to their widest cell; the last column is left as it is."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    return "\n".join(
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=True)), row[-1]]).rstrip()
+        for row in rows
+    )
+
+
+def parameter_table(rows: Sequence[dict[str, Any]], world_size: int) -> str:
+    """The rows of :func:`rows_of` for a terminal."""
+    lines = [
+        (
+            row["name"] + (f" x{row['count']:,}" if row["count"] > 1 else ""),
+            " x ".join(map(str, row["shape"])) or "scalar",
+            row["rule"],
+            str(row["blocks"]) if row["blocks"] else "-",
+            ", ".join(f"{scale:.3g}" for scale in row["scales"]) or "-",
+            _who(row["owners"], world_size),
+            row["reason"],
+        )
+        for row in rows
+    ]
+    return aligned([TITLES, *lines])
+
+
+def _who(owners: Sequence[int], world_size: int) -> str:
+    if not owners:
+        return "-"
+    if len(owners) == world_size > 1:
+        return "all"
+    return ", ".join(map(str, owners)) if len(owners) <= FEW_OWNERS else f"{len(owners):,} ranks"
+
+
+def quantity(value: float, unit: str = "B") -> str:
+    """Three digits and a prefix of a thousand, such as ``56.6 MB``."""
+    prefixes = iter(("", "k", "M", "G", "T", "P"))
+    prefix = next(prefixes)
+    while abs(value) >= 999.5 and prefix != "P":
+        value, prefix = value / 1000, next(prefixes)
+    return f"{value:.3g} {prefix}{unit}"
+
+
+def plan_text(facts: dict[str, Any]) -> str:
+    """The object that ``ds_muon plan --json`` prints, for a terminal."""
+    ranks, step, totals = facts["per_rank"], facts["step_ms"], facts["totals"]
+    halves = [f"{half['parameters']:,} parameters in {half['tensors']:,} tensors" for half in totals.values()]
+    where = "in the host's memory" if facts["offload"] else "on the device"
+    work = {key: quantity(value * 1e9, "FLOP") for key, value in ranks["newton_schulz_gflop"].items()}
+    lines = [
+        ("Muon", f"{halves[0]}, {totals['muon']['matrices']:,} matrices"),
+        ("AdamW", halves[1]),
+        ("optimizer state per rank", f"{quantity(ranks['state_bytes']['max'])} on every rank, {where}"),
+        ("sent per rank and step", _sent(facts)),
+        (
+            "Newton-Schulz per rank",
+            f"mean {work['mean']}, max {work['max']}; imbalance {ranks['imbalance']:.3f} (max over mean); "
+            f"heaviest matrix {work['heaviest_matrix']}",
+        ),
+        (
+            "step, predicted",
+            f"{_digits(step['total'])} ms: elementwise {_digits(step['elementwise'])}, then the longer of "
+            f"Newton-Schulz {_digits(step['newton_schulz'])} and exchange {_digits(step['exchange'])}",
+        ),
+        ("planning", f"{facts['planning_seconds']:.2f} s"),
+        ("coming from stock", _clipping(facts["stock_clipping"])),
+    ]
+    head = f"{facts['model']}, stage {facts['stage']}, {facts['world_size']:,} ranks, adjust_lr_fn {facts['scale']}"
+    table = parameter_table(facts["parameters"], facts["world_size"])
+    notes = [f"  {note}" for note in (*facts["assumptions"], *facts["notes"])]
+    return "\n".join([head, "", table, "", aligned(lines), "", "assumptions", *notes])
+
+
+def _sent(facts: dict[str, Any]) -> str:
+    ranks = facts["per_rank"]
+    sent = ranks["sent_bytes"]
+    if not sent["max"]:
+        return "nothing: every rank has every matrix whole"
+    factor = 8 if facts["ns_dtype"] == "fp32" else 4
+    least = f"{factor} N (W - 1) / W^2" if facts["stage"] == 3 else "with each matrix where most of it lies"
+    return (
+        f"mean {quantity(sent['mean'])}, max {quantity(sent['max'])}; {least}: {quantity(sent['least_mean'])}; "
+        f"{2 * ranks['rounds']:,} all-to-alls"
+        + (f" in {ranks['parts']} parts one by one" if ranks["parts"] > 1 else "")
+    )
+
+
+def _digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
+
+
+def _clipping(clip: dict[str, float]) -> str:
+    limit, factor = clip["gradient_clipping"], clip["divided_by"]
+    if limit <= 0:
+        return f"stock's clipping at {limit} had no effect on its updates"
+    if factor <= 1:
+        return f"stock's clipping at {limit} had no effect: its updates' norm is about {clip['update_norm']:.3g}"
+    return f"stock's clipping at {limit} divided its updates by about {factor:,.0f}"

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the optimizer will do on ranks that do not exist yet: layout, owners, state, traffic, work.
+
+Pure arithmetic over the routes of a model. The layouts are those that ``zero/stage0.py``, ``zero/stage12.py`` and
+``zero/stage3.py`` read off a live engine; owners come from the planner itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from deepspeed.muon.config import MuonConfig
+from deepspeed.muon.groups import check_patterns, split_groups
+from deepspeed.muon.orthogonalize import choose_method, flops
+from deepspeed.muon.owners import CostModel, assign, flops_per_byte
+from deepspeed.muon.placement import PlacedBlock, Placement, Shard
+from deepspeed.muon.plan import BUCKET_BYTES
+from deepspeed.muon.routing import Block, MatrixSpec, route, shapes
+from deepspeed.muon.update import scale_factor
+
+#: Stages 1 and 2 pad each flat group to a multiple of this many elements per rank (``nccl_start_alignment_factor``).
+FLAT_ALIGNMENT = 2
+#: Bytes of state per element: momentum; exp_avg and exp_avg_sq. All fp32, and so is ``step``, one per tensor.
+MUON_STATE_BYTES, ADAM_STATE_BYTES, STEP_BYTES = 4, 8, 4
+
+
+@dataclass(frozen=True)
+class Half:
+    """A parameter group of the optimizer, with the settings of it that a forecast needs."""
+
+    use_muon: bool
+    specs: tuple[MatrixSpec, ...]
+    ns_method: str = "auto"
+    adjust_lr_fn: str = "original"
+    rms_scale: float = 0.2
+    nesterov: bool = True
+    decays: bool = True
+
+    def scale(self, block: Block) -> float:
+        """The factor by which a block's orthogonalized update is scaled, beside the learning rate."""
+        return scale_factor(self.adjust_lr_fn, block.rows, block.cols, self.rms_scale)
+
+
+def halves_of(model: nn.Module, config: MuonConfig) -> list[Half]:
+    """The optimizer's parameter groups for one user group of all trainable parameters.
+
+    Args:
+        model: on any device, also meta.
+
+    Raises:
+        ValueError: a tag or a pattern of the user that cannot be followed.
+    """
+    if config.muon_include or config.muon_exclude:
+        check_patterns(shapes(model), config)
+    specs = route(model, config.muon_include, config.muon_exclude)
+    return [
+        Half(
+            group["use_muon"],
+            tuple(specs[param] for param in group["params"]),
+            group.get("ns_method", "auto"),
+            group.get("adjust_lr_fn", "original"),
+            config.rms_scale,
+            group.get("nesterov", True),
+            bool(group["weight_decay"]),
+        )
+        for group in split_groups(model.parameters(), specs, config).halves
+    ]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How ZeRO cuts parameter groups.
+
+    Args:
+        stage: 0 to 3.
+        sub_group_size: elements of one rank in one sub-group of stage 3.
+        round_robin: ``round_robin_gradients`` of stages 1 and 2.
+        alignment: elements to a multiple of which each parameter starts at stages 1 and 2 (``parameter_alignment``).
+    """
+
+    stage: int
+    world_size: int
+    sub_group_size: int = 10**9
+    round_robin: bool = False
+    alignment: int = 1
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one call of ``step`` updates of one group: all of it, or one sub-group of stage 3.
+
+    ``numel`` are the elements of one rank's tensors, padding included; equal on all ranks.
+    """
+
+    half: Half
+    shards: tuple[Shard, ...]
+    tensors: int
+    numel: int
+    #: Ranks that share the part: 1 at stage 0, where every rank holds it whole.
+    world_size: int
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state on each rank."""
+        per_element = MUON_STATE_BYTES if self.half.use_muon else ADAM_STATE_BYTES
+        return self.numel * per_element + self.tensors * STEP_BYTES
+
+    @property
+    def items(self) -> list[PlacedBlock]:
+        """The matrices, in the planner's order."""
+        return [PlacedBlock(shard, block) for shard in self.shards for block in shard.spec.blocks]
+
+
+def lay_out(halves: Sequence[Half], layout: Layout) -> list[Part]:
+    """The parts of all groups, in the order in which they are stepped."""
+    cut = (_whole, _flat, _flat, _by_parameter)[layout.stage]
+    return [part for half in halves for part in cut(half, layout)]
+
+
+def _whole(half: Half, layout: Layout) -> Iterator[Part]:
+    shards = tuple(Shard(spec, i, Placement(0, spec.numel, 0)) for i, spec in enumerate(half.specs))
+    yield Part(half, shards, len(shards), sum(spec.numel for spec in half.specs), 1)
+
+
+def _flat(half: Half, layout: Layout) -> Iterator[Part]:
+    """One flat buffer per group, cut into equal parts."""
+    world_size, order = layout.world_size, half.specs
+    if layout.round_robin:
+        order = tuple(spec for first in range(world_size) for spec in half.specs[first::world_size])
+    offsets, end = [], 0
+    for spec in order:
+        offset = _up(end, layout.alignment)
+        offsets.append(offset)
+        end = offset + spec.numel
+    span = _up(end, FLAT_ALIGNMENT * world_size) // world_size
+    shards = (Shard(spec, 0, Placement(offset, span, 0)) for spec, offset in zip(order, offsets, strict=True))
+    yield Part(half, tuple(shards), 1, span, world_size)
+
+
+def _by_parameter(half: Half, layout: Layout) -> Iterator[Part]:
+    """Each parameter cut over all ranks; a sub-group ends with the parameter that fills it."""
+    world_size, limit = layout.world_size, layout.sub_group_size
+    sizes = [_up(spec.numel, world_size) // world_size for spec in half.specs]
+    shards: list[Shard] = []
+    base = 0
+    for index, (spec, size) in enumerate(zip(half.specs, sizes, strict=True)):
+        shards.append(Shard(spec, 0, Placement(0, size, base)))
+        base += size
+        if base >= limit or index == len(sizes) - 1:
+            yield Part(half, tuple(shards), 1, base, world_size)
+            shards, base = [], 0
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def cost_model(half: Half, steps: int, itemsize: int, device_type: str) -> CostModel:
+    """What balancing weighs for a group; as ``MuonWithAuxAdam`` does.
+
+    Args:
+        steps: of Newton-Schulz.
+        itemsize: bytes of one element that travels.
+        device_type: ``cpu``, or an accelerator's.
+    """
+
+    @functools.cache
+    def cost(rows: int, cols: int) -> float:
+        return flops(rows, cols, steps, choose_method(rows, cols, half.ns_method))
+
+    return CostModel(cost, flops_per_byte(device_type), itemsize)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one Muon part costs; the lists are by rank, the bytes those of one step, there and back."""
+
+    part: Part
+    owners: list[int]
+    flops: list[float]
+    sent_bytes: list[int]
+    #: Rounds of the exchange; each is two all-to-alls where anything travels.
+    rounds: int
+    #: The mean of ``sent_bytes`` if each matrix were gathered where most of it lies.
+    least_bytes: float
+    heaviest: float
+
+
+def work_of(part: Part, cost: CostModel) -> Work:
+    """Plan one Muon part for all of its ranks in time O(matrices + ranks)."""
+    items = part.items
+    owners, _ = assign(items, part.world_size, cost)
+    work = [0.0] * part.world_size
+    heaviest = 0.0
+    for item, owner in zip(items, owners, strict=True):
+        amount = cost.flops(item.block.rows, item.block.cols)
+        work[owner] += amount
+        heaviest = max(heaviest, amount)
+    sent, least = _traffic(items, owners, part.world_size)
+    travelling = [count * cost.bytes_per_element for count in sent]
+    least_bytes = least * cost.bytes_per_element / part.world_size
+    return Work(part, owners, work, travelling, _rounds(items, owners, cost), least_bytes, heaviest)
+
+
+def _traffic(items: Sequence[PlacedBlock], owners: Sequence[int], world_size: int) -> tuple[list[int], int]:
+    """Elements that each rank sends per step, there and back, and the least possible sum of them.
+
+    A rank sends what it holds of the matrices of others, and sends back what they hold of its own. Matrices that lie
+    alike over the ranks are counted together, as all of one shape do at stage 3.
+    """
+    sent = [0] * world_size
+    least = 0
+    held_by: dict[tuple[Block, int, int], dict[int, int]] = {}
+    alike: Counter[tuple[Block, int, int]] = Counter()
+    for item, owner in zip(items, owners, strict=True):
+        placement = item.shard.placement
+        key = (item.block, placement.origin, placement.span)
+        if key not in held_by:
+            held_by[key] = {rank: _held(item, rank) for rank in item.holders}
+        alike[key] += 1
+        sent[owner] += item.block.numel - 2 * held_by[key].get(owner, 0)
+    for key, count in alike.items():
+        held = held_by[key]
+        least += 2 * count * (key[0].numel - max(held.values()))
+        for rank, elements in held.items():
+            sent[rank] += count * elements
+    return sent, least
+
+
+def _held(item: PlacedBlock, rank: int) -> int:
+    """Elements of the block on a rank, exactly, also where its rows are not contiguous."""
+    low, high = item.shard.placement.held(rank, *item.extent)
+    return _before(item.block, high) - _before(item.block, low) if low < high else 0
+
+
+def _before(block: Block, element: int) -> int:
+    """Elements of the block before an element of the parameter, one that lies in its extent or ends it."""
+    row, column = divmod(element - block.offset, block.stride)
+    return row * block.cols + min(column, block.cols)
+
+
+def _rounds(items: Sequence[PlacedBlock], owners: Sequence[int], cost: CostModel) -> int:
+    """Buckets of the owner that needs most: its matrices, the largest first, in chunks of at most ``BUCKET_BYTES``."""
+    limit = max(1, BUCKET_BYTES // cost.bytes_per_element)
+    owned: dict[int, list[int]] = {}
+    for item, owner in zip(items, owners, strict=True):
+        owned.setdefault(owner, []).append(item.block.numel)
+    return max((_chunks(sorted(sizes, reverse=True), limit) for sizes in owned.values()), default=0)
+
+
+def _chunks(sizes: Sequence[int], limit: int) -> int:
+    count, filled = 1, 0
+    for size in sizes:
+        if filled and filled + size > limit:
+            count, filled = count + 1, 0
+        filled += size
+    return count

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether all ranks of a job run the same optimizer, found out without a collective."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+
+class DisagreementError(RuntimeError):
+    """The ranks of one job do not run the same optimizer; the message names the ranks."""
+
+
+_consultations = itertools.count()
+
+
+def consult(facts: dict[str, Any], judge: Callable[[list[dict[str, Any]]], dict[str, Any]]) -> dict[str, Any]:
+    """Let rank 0 judge what all ranks state, through the rendezvous store.
+
+    A store and not a collective, because a rank that runs another optimizer would not take part in a
+    collective: here its silence ends in an error that names it. O(ranks) messages in all.
+
+    Args:
+        facts: this rank's statement, as JSON values.
+        judge: rank 0 calls it with every rank's facts, by rank; it returns the verdict for all ranks, in
+            which a key ``error`` is raised everywhere.
+
+    Raises:
+        DisagreementError: the judge found an error, or a rank was silent for ``DS_MUON_BIND_TIMEOUT`` seconds
+            (120 by default).
+    """
+    if not torch.distributed.is_initialized():
+        return judge([facts])
+    seconds = float(os.environ.get("DS_MUON_BIND_TIMEOUT", "120"))
+    store = torch.distributed.distributed_c10d._get_default_store()
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    prefix = f"deepspeed_muon/{next(_consultations)}"
+    store.set(f"{prefix}/{rank}", json.dumps(facts))
+    if rank == 0:
+        keys = [f"{prefix}/{r}" for r in range(world_size)]
+        silent = _silent(store, keys, seconds)
+        verdict = {"error": _silence(silent)} if silent else judge([json.loads(store.get(key)) for key in keys])
+        store.set(f"{prefix}/verdict", json.dumps(verdict))
+    elif _silent(store, [f"{prefix}/verdict"], 2 * seconds):
+        raise DisagreementError(_silence([0]))
+    else:
+        verdict = json.loads(store.get(f"{prefix}/verdict"))
+    if "error" in verdict:
+        raise DisagreementError(verdict["error"])
+    return verdict
+
+
+def _silent(store: Any, keys: list[str], seconds: float) -> list[int]:
+    """Indices of the keys that nobody has set in this time."""
+    deadline = time.monotonic() + seconds
+    silent = []
+    for index, key in enumerate(keys):
+        try:
+            store.wait([key], timedelta(seconds=max(0.01, deadline - time.monotonic())))
+        except RuntimeError:
+            silent.append(index)
+    return silent
+
+
+def _silence(ranks: list[int]) -> str:
+    return (
+        f"ranks {ranks} did not bind deepspeed-muon: they run stock DeepSpeed's Muon or another optimizer. "
+        "Install the same deepspeed-muon on every node and unset DS_MUON_AUTOLOAD=0, or raise DS_MUON_BIND_TIMEOUT "
+        "if those ranks are only slow"
+    )
+
+
+def differences(facts: list[dict[str, Any]], keys: dict[str, str]) -> str | None:
+    """An error text that names the ranks which differ from rank 0, or ``None``.
+
+    Args:
+        keys: fact -> what to call it in the message.
+    """
+    for key, title in keys.items():
+        odd = [rank for rank, stated in enumerate(facts) if stated[key] != facts[0][key]]
+        if odd:
+            return f"{title} differs: rank 0 has {facts[0][key]}, ranks {odd} have {[facts[r][key] for r in odd[:4]]}"
+    return None

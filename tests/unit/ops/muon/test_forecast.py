@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forecast is what the live engine binds: plans, owners, state and traffic; and its sums are the planner's."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepspeed.muon.config import MuonConfigError, parse
+from deepspeed.muon.estimate import ADAM_PASS_BYTES, Machine, estimate, pass_bytes, stock_clipping
+from deepspeed.muon.forecast import Half, Layout, Part, Work, cost_model, halves_of, lay_out, work_of
+from deepspeed.muon.plan import BUCKET_BYTES, make_plan
+from deepspeed.muon.routing import Block, MatrixSpec
+from distributed import run
+from models import MODELS
+from training import PARAMS, ds_config, make_engine
+
+STEPS, ITEMSIZE = 5, 4
+
+
+def bound(model: str, **config: Any) -> dict[str, Any]:
+    """What an engine has bound on this rank."""
+    engine = make_engine(MODELS[model](), ds_config(**config))
+    optimizer = engine.basic_optimizer
+    itemsize = optimizer.exchange.dtype.itemsize
+    states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    facts = {
+        "digests": [plan.digest for plan in optimizer.plans],
+        "owners": [list(plan.owners) for plan in optimizer.plans],
+        "rounds": [len(plan.buckets) for plan in optimizer.plans],
+        "sent": [plan.sent_elements * itemsize for plan in optimizer.plans],
+        "state": sum(tensor.numel() * tensor.element_size() for tensor in states),
+        "wrapper": type(engine.optimizer).__name__,
+    }
+    engine.destroy()
+    return facts
+
+
+def forecast(model: str, layout: Layout) -> tuple[list[Part], list[Work]]:
+    parts = lay_out(halves_of(MODELS[model](), parse(PARAMS)), layout)
+    return parts, [work_of(part, cost_model(part.half, STEPS, ITEMSIZE, "cpu")) for part in parts if part.half.use_muon]
+
+
+def check_against_the_engine(model: str, layout: Layout, **config: Any) -> set[str]:
+    """Compare on every rank; returns the kinds of wrappers met."""
+    parts, works = forecast(model, layout)
+    live = run(bound, layout.world_size, model=model, stage=layout.stage, **config)
+    state = sum(part.state_bytes for part in parts)
+    for rank, facts in enumerate(live):
+        plans = [
+            make_plan(work.part.shards, rank % work.part.world_size, work.part.world_size, cost)
+            for work in works
+            for cost in [cost_model(work.part.half, STEPS, ITEMSIZE, "cpu")]
+        ]
+        assert [plan.digest for plan in plans] == facts["digests"]
+        assert [work.owners for work in works] == facts["owners"]
+        assert [work.rounds for work in works] == facts["rounds"]
+        assert [work.sent_bytes[rank % work.part.world_size] for work in works] == facts["sent"]
+        assert state == facts["state"]
+    return {facts["wrapper"] for facts in live}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("model", ["mlp", "gpt"])
+def test_the_engine_binds_what_was_forecast(model: str, stage: int, world_size: int) -> None:
+    check_against_the_engine(model, Layout(stage, world_size))
+
+
+@pytest.mark.parametrize("model", ["tied", "frozen", "few"])
+def test_tied_frozen_and_tiny_models(model: str) -> None:
+    for stage in (0, 2, 3):
+        check_against_the_engine(model, Layout(stage, 3))
+
+
+@pytest.mark.parametrize("size", [20, 150, 216])  # the last one is filled exactly, by a matrix of 36 x 12
+def test_sub_groups_of_stage_3(size: int) -> None:
+    layout = Layout(3, 2, sub_group_size=size)
+    check_against_the_engine("gpt", layout, zero={"sub_group_size": size})
+    assert len(forecast("gpt", layout)[1]) > 1
+
+
+def test_round_robin_and_parameter_alignment() -> None:
+    check_against_the_engine("gpt", Layout(2, 3, round_robin=True), zero={"round_robin_gradients": True})
+    check_against_the_engine("mlp", Layout(1, 3, alignment=4), zero={"parameter_alignment": True})
+
+
+def test_bf16_optimizer_and_offload() -> None:
+    accumulate = {"data_types": {"grad_accum_dtype": "fp32"}}
+    wrappers = check_against_the_engine("gpt", Layout(1, 2), dtype="bf16", **accumulate)
+    assert wrappers == {"BF16_Optimizer"}
+    check_against_the_engine("gpt", Layout(2, 2), dtype="bf16", offload=True)
+
+
+# ---- without an engine ----------------------------------------------------------------------------------
+
+
+def columns(rows: int, cols: int) -> tuple[Block, ...]:
+    """Two blocks side by side, which are not contiguous in the parameter."""
+    half = cols // 2
+    return (Block(0, rows, half, cols), Block(half, rows, cols - half, cols))
+
+
+def group(shapes: list[tuple[int, int]], split: bool = False) -> Half:
+    """A Muon group of matrices of these shapes, each one block or two."""
+    blocks = [columns(*s) if split and s[1] > 1 else (Block(0, *s, s[1]),) for s in shapes]
+    pairs = enumerate(zip(shapes, blocks, strict=True))
+    return Half(True, tuple(MatrixSpec(f"p{i}", shape, True, "test", block) for i, (shape, block) in pairs))
+
+
+shape = st.tuples(st.integers(1, 9), st.integers(1, 9))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(shape, min_size=1, max_size=9),
+    st.integers(1, 12),
+    st.sampled_from([1, 3]),
+    st.booleans(),
+    st.integers(1, 4),
+    st.integers(1, 40),
+)
+def test_sums_of_all_ranks_are_those_of_the_plans(
+    shapes: list[tuple[int, int]], world_size: int, stage: int, split: bool, alignment: int, sub_group: int
+) -> None:
+    for part in lay_out([group(shapes, split)], Layout(stage, world_size, sub_group, alignment=alignment)):
+        cost = cost_model(part.half, STEPS, 2, "cuda")
+        work = work_of(part, cost)
+        plans = [make_plan(part.shards, rank, world_size, cost) for rank in range(world_size)]
+        assert [plan.sent_elements * 2 for plan in plans] == work.sent_bytes
+        assert tuple(work.owners) == plans[0].owners
+        batches = [[b for bucket in plan.buckets for b in bucket.batches] for plan in plans]
+        assert work.flops == [sum(b.count * cost.flops(b.rows, b.cols) for b in owned) for owned in batches]
+
+
+def test_rounds_are_those_of_the_plan() -> None:
+    """Matrices above and below the size of a bucket, uneven over the owners."""
+    side = int((BUCKET_BYTES // 2) ** 0.5)
+    shapes = [(side + 8, side)] * 3 + [(side // 2, side // 2)] * 11 + [(side // 4, side)] * 5
+    for stage, world_size in itertools.product((1, 3), (1, 2, 4)):
+        (part,) = lay_out([group(shapes)], Layout(stage, world_size))
+        cost = cost_model(part.half, STEPS, 2, "cuda")
+        assert work_of(part, cost).rounds == len(make_plan(part.shards, 0, world_size, cost).buckets) > 1
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_stage_3_sends_no_less_than_the_formula(world_size: int) -> None:
+    shapes = [(512, 512), (2048, 512), (512, 2048)] * 8
+    (part,) = lay_out([group(shapes)], Layout(3, world_size))
+    work = work_of(part, cost_model(part.half, STEPS, 2, "cuda"))
+    numel = sum(rows * cols for rows, cols in shapes)
+    assert work.least_bytes == 4 * numel * (world_size - 1) / world_size**2
+    assert sum(work.sent_bytes) / world_size == pytest.approx(work.least_bytes, rel=1e-6)
+
+
+def test_stage_0_sends_nothing_and_repeats_the_work() -> None:
+    halves = [group([(8, 8), (8, 16)])]
+    facts, works = estimate(halves, Layout(0, 4), STEPS, 2, "cuda", Machine(), False)
+    assert facts["per_rank"]["sent_bytes"] == {"mean": 0.0, "max": 0.0, "least_mean": 0.0}
+    gflop = facts["per_rank"]["newton_schulz_gflop"]
+    assert gflop["mean"] == gflop["max"] == sum(works[0].flops) / 1e9 > 0
+    assert facts["step_ms"]["exchange"] == 0.0
+
+
+def test_milliseconds_follow_the_machine() -> None:
+    """With one part: elementwise bytes over the bandwidth, then the longer of the other two."""
+    half = group([(256, 256)] * 4)
+    (part,) = lay_out([half], Layout(3, 2))
+    work = work_of(part, cost_model(half, STEPS, 2, "cuda"))
+    machine = Machine(tflops=2.0, memory_gbs=3.0, network_gbs=0.5, latency_us=7.0, host_memory_gbs=1.0)
+    for offload, rate in ((False, 3.0), (True, 1.0)):
+        step = estimate([half], Layout(3, 2), STEPS, 2, "cuda", machine, offload)[0]["step_ms"]
+        assert step["elementwise"] == pytest.approx(part.numel * 56 / rate / 1e6)
+        assert step["newton_schulz"] == pytest.approx(max(work.flops) / 2e9)
+        assert step["exchange"] == pytest.approx(max(work.sent_bytes) / 0.5e6 + 2 * work.rounds * 7e-3)
+        assert step["total"] == pytest.approx(step["elementwise"] + max(step["newton_schulz"], step["exchange"]))
+
+
+def test_bytes_of_the_elementwise_pass() -> None:
+    muon = group([(2, 2)])
+    assert pass_bytes(muon, 2) == 56
+    assert pass_bytes(Half(True, muon.specs, nesterov=False, decays=False), 4) == 40
+    assert pass_bytes(Half(False, muon.specs), 2) == ADAM_PASS_BYTES
+
+
+def test_the_norm_that_stock_clips() -> None:
+    """Singular values of an orthogonal matrix are one: min(rows, cols) of them, times the scale."""
+    halves = [group([(64, 16), (16, 64)]), Half(False, (MatrixSpec("e", (99, 9), False, "test"),))]
+    norm = (2.0**2 * 16 + 16) ** 0.5
+    assert stock_clipping(halves, 0.5) == {"gradient_clipping": 0.5, "update_norm": norm, "divided_by": norm / 0.5}
+    assert stock_clipping(halves, 0.0)["divided_by"] == stock_clipping(halves, 99.0)["divided_by"] == 1.0
+
+
+def test_settings_of_the_config_reach_the_groups() -> None:
+    params = PARAMS | {"ns_method": "gram", "nesterov": False, "adjust_lr_fn": "match_rms_adamw", "rms_scale": 0.4}
+    muon, adam = halves_of(MODELS["mlp"](), parse(params))
+    assert (muon.ns_method, muon.nesterov, muon.decays, adam.use_muon) == ("gram", False, True, False)
+    assert muon.scale(Block(0, 4, 9, 9)) == pytest.approx(0.4 * 3)
+    with pytest.raises(MuonConfigError, match="muon_include: 'nope' matches none"):
+        halves_of(MODELS["mlp"](), parse(PARAMS | {"muon_include": "nope"}))
