@@ -16,6 +16,7 @@ from typing import Any
 from packaging.version import Version
 
 from deepspeed.muon.config import parse
+from deepspeed.muon.explain import FILLED_KEYS
 from deepspeed.muon.groups import check_patterns
 from deepspeed.muon.logs import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
@@ -151,9 +152,14 @@ def _read_config(original: Callable, self: Any, *args: Any, **kwargs: Any) -> No
     original(self, *args, **kwargs)
     if is_muon(self.optimizer_name):
         self.optimizer_name = TYPES[0]
-        parse(self.optimizer_params)
+        # zero.Init reads the config before Hugging Face's integration has filled it in; initialize reads it again.
+        parse({key: value for key, value in (self.optimizer_params or {}).items() if not _to_be_filled(key, value)})
         refuse_unsupported(self)
     _keep_user_tags()
+
+
+def _to_be_filled(key: str, value: Any) -> bool:
+    return key in FILLED_KEYS and value == "auto"
 
 
 def _keep_user_tags() -> None:

@@ -89,8 +89,9 @@ def test_a_pattern_must_be_text() -> None:
 
 def initialize_with(params: dict[str, Any]) -> tuple[str, bool]:
     """The error of `deepspeed.initialize`, and whether the engine's construction had begun."""
-    import deepspeed
     from deepspeed.runtime.engine import DeepSpeedEngine
+
+    import deepspeed
 
     begun = []
     original = DeepSpeedEngine.__init__

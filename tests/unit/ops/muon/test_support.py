@@ -161,6 +161,23 @@ def test_zero_init_refuses_as_well() -> None:
     assert kind == "UnsupportedError" and "elastic_checkpoint" in text
 
 
+def read_early(params: dict[str, Any]) -> str | None:
+    """What a config says that is read before Hugging Face's integration has filled it in, as by `zero.Init`."""
+    try:
+        stock_config.DeepSpeedConfig(ds_config(optimizer={"type": "Muon", "params": params}))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def test_auto_is_refused_at_initialize_only() -> None:
+    filled = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}
+    assert run(read_early, 1, params=filled) == [None]
+    assert "muon_lr: got 'auto'" in run(read_early, 1, params={"muon_lr": "auto"})[0]
+    kind, text, entered = run(refuse_config, 1, optimizer={"type": "Muon", "params": filled})[0]
+    assert (kind, entered, text.count("got 'auto'")) == ("MuonConfigError", 0, 4)
+
+
 @pytest.mark.parametrize("name", ["Muon", "MuonWithAuxAdam"])
 def test_wrong_parameters_are_refused_before_the_engine_exists(name: str) -> None:
     optimizer = {"type": name, "params": PARAMS | {"momentumm": 0.9, "ns_steps": 0}}

@@ -122,10 +122,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def _attempt(reached: list[str], model: Callable[[], nn.Module], config: dict[str, Any], group: dict[str, Any]) -> str:
     """The message of `deepspeed.initialize`; `reached` gets what was allocated before it."""
     import pytest
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
     import deepspeed
     from deepspeed.muon import MuonWithAuxAdam
-    from deepspeed.runtime.engine import DeepSpeedEngine
 
     def note(original: Callable) -> Callable:
         def noted(*args: Any, **kwargs: Any) -> Any:
