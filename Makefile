@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/build/torch_extensions$(if $(DEEPSPEED),-$(DEEPSPEED))
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: venv demo test test-full lint format bench clean
+.PHONY: venv demo test test-full lint docs format bench clean
 
 # The development set is pinned; torch is taken as a CPU build where no other is installed.
 $(VENV)/.ready: requirements/requirements.txt requirements/requirements-dev.txt requirements/requirements-example.txt pyproject.toml setup.py
@@ -42,6 +42,10 @@ lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy -p deepspeed.muon
+
+# The documentation as a site, into build/site; a broken link is an error.
+docs: venv
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir build/site
 
 format: venv
 	$(BIN)/ruff format .

@@ -50,9 +50,16 @@ def configure_scheduler(original: Callable, engine: Any) -> None:
 
 
 def check_schedule(engine: Any, optimizer: MuonWithAuxAdam) -> None:
-    """Raise MuonConfigError for a list of another length than the groups, before anything is wrapped."""
-    if engine.client_lr_scheduler is None and engine.scheduler_name() in ABSOLUTE:
-        _target(optimizer, _lists(engine.scheduler_name(), engine.scheduler_params() or {}))
+    """Raise MuonConfigError for lists that do not fit the groups, before anything is wrapped."""
+    name, params = engine.scheduler_name(), engine.scheduler_params() or {}
+    if engine.client_lr_scheduler is not None or name not in ABSOLUTE:
+        return
+    target = _target(optimizer, _lists(name, params))
+    if target is optimizer and name == "OneCycle" and params.get("cycle_momentum", True):
+        raise MuonConfigError(
+            "scheduler.params.cycle_momentum: with one learning rate per half the momentum cannot be cycled, because "
+            "it belongs to a group and not to a half; set it to false, or write one learning rate per group"
+        )
 
 
 def _lists(name: str, params: dict[str, Any]) -> dict[str, Any]:

@@ -253,14 +253,14 @@ def test_a_script_for_adamw_has_one_lambda_per_group_of_its_own() -> None:
     assert got == pytest.approx(expected)
 
 
-def refused(values: Any) -> str:
+def refused(name: str, params: dict[str, Any]) -> str:
     with pytest.raises(ValueError) as error:
-        engine_of(schedule={"type": "WarmupLR", "params": WARMUP | {"warmup_max_lr": values}})
+        engine_of(schedule={"type": name, "params": params})
     return f"{type(error.value).__name__} {error.value}"
 
 
 def test_a_list_of_another_length_is_refused() -> None:
-    text = run(refused, 1, values=[0.1, 0.2, 0.3])[0]
+    text = run(refused, 1, name="WarmupLR", params=WARMUP | {"warmup_max_lr": [0.1, 0.2, 0.3]})[0]
     assert "MuonConfigError scheduler.params.warmup_max_lr: got 3 values" in text and "(muon, adam)" in text
 
 
@@ -284,6 +284,14 @@ def test_torchs_one_cycle_cycles_momentum_and_betas() -> None:
     record = run(run_client, 1, kind="torch", name="OneCycleLR", stage=2)[0]
     check_momentum(record, 0.85, 0.95)
     assert all(groups["adam"]["betas"][1] == 0.95 for groups in record), "the second rate stays"
+
+
+def test_a_cycle_of_the_momentum_needs_rates_per_group() -> None:
+    params = DEEPSPEED["OneCycle"] | {"cycle_max_lr": [0.02, 3e-4]}
+    text = run(refused, 1, name="OneCycle", params=params)[0]
+    assert "MuonConfigError scheduler.params.cycle_momentum" in text and "set it to false" in text
+    last = run(run_deepspeed, 1, name="OneCycle", values=params | {"cycle_momentum": False})[0][4]
+    assert (last["muon"]["lr"], last["adam"]["lr"]) == pytest.approx((0.02, 3e-4))
 
 
 def test_momentum_stays_where_the_cycle_leaves_it() -> None:

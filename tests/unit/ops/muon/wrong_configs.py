@@ -81,6 +81,7 @@ SECTIONS: list[dict[str, Any]] = [
     {"tensor_parallel": {"autotp_size": 2}},
     {"hybrid_engine": {"enabled": True}},
     {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": [0.1, 0.2, 0.3]}}},
+    {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1e-4, "cycle_max_lr": [0.02, 3e-4]}}},
 ]
 #: Parameter groups.
 GROUPS: list[dict[str, Any]] = [
