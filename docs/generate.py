@@ -37,8 +37,9 @@ exists ([all messages](errors.md)). Stock DeepSpeed's keys and defaults keep wor
 ## The scale of an update
 
 `adjust_lr_fn` multiplies the orthogonalized matrix by a number that depends on its shape; the log states the one that
-acts. `auto` takes `match_rms_adamw` where the section sets `lr` and holds AdamW's keys only, because then the learning
-rate was AdamW's; any key of Muon's own means that it was tuned for stock's scale, `original`.
+acts. `auto` takes `match_rms_adamw` where the section sets `lr` and none of the keys of stock's Muon (`muon_lr`,
+`adam_lr`, `momentum`, `nesterov`, `ns_method`, `per_head_muon`), because then the learning rate was AdamW's; otherwise
+it was tuned for stock's scale, `original`. Setting `rms_scale` asks for `match_rms_adamw` too.
 
 | value | formula | RMS per unit of lr, 1024 x 1024 | 4096 x 1024 | 1024 x 4096 | also called |
 |---|---|---|---|---|---|

@@ -37,8 +37,20 @@ from deepspeed.muon.knobs import (
 
 #: Keys that an AdamW section may hold as well. A section with only these was written for AdamW.
 ADAMW_KEYS = frozenset({"lr", "betas", "eps", "weight_decay", "adam_w_mode", "torch_adam", "fp32_optimizer_states"})
-#: Keys that change neither the update nor what was tuned.
-NEUTRAL_KEYS = frozenset({"adjust_lr_fn", "monitor_interval", "muon_include", "muon_exclude"})
+#: Keys that say nothing about what the learning rate was tuned for: they are neither AdamW's nor stock Muon's.
+NEUTRAL_KEYS = frozenset(
+    {
+        "adjust_lr_fn",
+        "adam_weight_decay",
+        "monitor_interval",
+        "muon_exclude",
+        "muon_include",
+        "muon_weight_decay",
+        "ns_coefficients",
+        "ns_dtype",
+        "ns_steps",
+    }
+)
 #: Keys that a parameter group may set for itself. A key on the left replaces the config's on the right.
 GROUP_KEYS: dict[str, tuple[str, ...]] = {
     "lr": ("muon_lr", "adam_lr"),
@@ -100,7 +112,7 @@ class MuonConfig(BaseModel):
     )
     adjust_lr_fn: Scale = knob(
         "auto",
-        "scale of the update by shape; `auto`: `match_rms_adamw` for a section with AdamW's keys only, else `original`",
+        "scale of the update by shape; `auto`: `match_rms_adamw` for an AdamW section, `original` for stock Muon's",
         "auto, original, match_rms_adamw, spectral_unclamped or none",
         source=TORCH_MUON,
     )
@@ -154,11 +166,15 @@ class MuonConfig(BaseModel):
     )
 
     @model_validator(mode="after")
-    def _check_schedule(self) -> MuonConfig:
+    def _check_pairs(self) -> MuonConfig:
         try:
             coefficients.schedule(self.ns_coefficients, self.ns_steps)
         except ValueError as error:
             raise ValueError(f"ns_steps: {error}") from None
+        if "rms_scale" in self.model_fields_set and self.scale != "match_rms_adamw":
+            raise ValueError(
+                f"rms_scale: acts under match_rms_adamw only, and adjust_lr_fn is {self.scale}; remove one of the two"
+            )
         return self
 
     @property
@@ -170,11 +186,13 @@ class MuonConfig(BaseModel):
     def scale(self) -> str:
         """``adjust_lr_fn`` with ``auto`` resolved.
 
-        A section that holds AdamW's keys only has AdamW's learning rate, so the update gets AdamW's RMS;
-        any key of Muon's own means that the section was tuned for stock's scale.
+        A section that holds AdamW's keys only has AdamW's learning rate, so the update gets AdamW's RMS; any key
+        of stock's Muon means that the section was tuned for stock's scale. ``rms_scale`` asks for an RMS.
         """
         if self.adjust_lr_fn != "auto":
             return self.adjust_lr_fn
+        if "rms_scale" in self.model_fields_set:
+            return "match_rms_adamw"
         given = self.model_fields_set - NEUTRAL_KEYS
         return "match_rms_adamw" if "lr" in given and given <= ADAMW_KEYS else "original"
 
@@ -199,6 +217,7 @@ class MuonConfig(BaseModel):
         tuned = self.lr is not None or self.model_fields_set - NEUTRAL_KEYS - ADAMW_KEYS
         if tuned and own.get("adjust_lr_fn") is None:
             base["adjust_lr_fn"] = self.scale
+        base.pop("rms_scale", None)  # the config's, for every group that has match_rms_adamw
         parse(dict(own), where, allowed=tuple(GROUP_KEYS))
         return parse(base | {key: value for key, value in own.items() if value is not None}, where)
 

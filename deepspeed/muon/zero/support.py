@@ -51,6 +51,11 @@ RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         '"nvme" is not supported yet; use "cpu"',
     ),
     (
+        "zero_optimization.offload_param.device",
+        lambda c: _device("zero_config.offload_param.device")(c) == "nvme",
+        '"nvme" is not supported yet; use "cpu"',
+    ),
+    (
         "zero_optimization.offload_optimizer.ratio",
         lambda c: _get(c, "zero_config.offload_optimizer.ratio", 1.0) < 1.0,
         "a part on the accelerator is updated by another optimizer; remove the key or set it to 1.0",
@@ -70,6 +75,16 @@ RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "zero_optimization.compute_grad_norm",
         lambda c: _get(c, "zero_config.compute_grad_norm", True) is False,
         "the norm is what keeps a non-finite gradient out of the momentum; set it to true",
+    ),
+    (
+        "zero_optimization.zero_quantized_weights",
+        _is_set("zero_config.zero_quantized_weights"),
+        "quantized gathering is not tested; set it to false",
+    ),
+    (
+        "zero_optimization.zero_quantized_gradients",
+        _is_set("zero_config.zero_quantized_gradients"),
+        "quantized reduction is not tested; set it to false",
     ),
     (
         "zero_optimization.mics_shard_size",

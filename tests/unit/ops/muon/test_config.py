@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from deepspeed.muon import coefficients
-from deepspeed.muon.config import ADAMW_KEYS, MuonConfig, MuonConfigError, parse
+from deepspeed.muon.config import ADAMW_KEYS, NEUTRAL_KEYS, MuonConfig, MuonConfigError, parse
 
 ADAMW_SECTION = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}
 EVERY_KEY = {
@@ -166,9 +166,27 @@ def test_auto_scale(section: dict[str, Any], scale: str) -> None:
     assert parse(section).scale == scale
 
 
-@pytest.mark.parametrize("key", sorted(EVERY_KEY.keys() - ADAMW_KEYS - {"adjust_lr_fn"}))
-def test_any_key_of_muons_means_the_original_scale(key: str) -> None:
+@pytest.mark.parametrize("key", ["muon_lr", "adam_lr", "momentum", "nesterov", "ns_method"])
+def test_any_key_of_stocks_muon_means_the_original_scale(key: str) -> None:
     assert parse(ADAMW_SECTION | {key: EVERY_KEY[key]}).scale == "original"
+
+
+@pytest.mark.parametrize("key", sorted(NEUTRAL_KEYS & EVERY_KEY.keys() - {"adjust_lr_fn"}))
+def test_keys_that_neither_stock_nor_adamw_has_decide_nothing(key: str) -> None:
+    assert parse(ADAMW_SECTION | {key: EVERY_KEY[key]}).scale == "match_rms_adamw"
+    assert parse({"muon_lr": 0.02, key: EVERY_KEY[key]}).scale == "original"
+
+
+def test_every_key_says_what_it_was_tuned_for_or_nothing() -> None:
+    """A new key has to be put into one of the sets, or is one of Muon's own."""
+    muons = {"muon_lr", "adam_lr", "momentum", "nesterov", "ns_method", "per_head_muon", "rms_scale"}
+    assert set(MuonConfig.model_fields) == ADAMW_KEYS | NEUTRAL_KEYS | muons
+
+
+def test_an_rms_asks_for_the_scale_that_has_one() -> None:
+    for section in ({"rms_scale": 0.3}, {"rms_scale": 0.3, "muon_lr": 0.02}, ADAMW_SECTION | {"rms_scale": 0.3}):
+        assert parse(section).scale == "match_rms_adamw"
+    assert "optimizer.params.rms_scale: acts under" in message({"rms_scale": 0.3, "adjust_lr_fn": "none"})
 
 
 @pytest.mark.parametrize("key", ["momentum", "nesterov", "ns_method", "per_head_muon"])

@@ -16,8 +16,7 @@ import torch
 from deepspeed.muon.zero.support import RULES, _engine_problems
 from distributed import run
 from models import MODELS, initialize_, train_engine
-from test_parity import CASES as PARITY
-from test_parity import GRID
+from test_parity import CELLS
 from training import ds_config, fp32_weights, make_engine
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -70,17 +69,15 @@ def test_the_matrix_names_tests() -> None:
 
 
 def test_the_matrix_says_what_is_compared_with_the_oracle() -> None:
-    cells = re.findall(
-        r"^\| stage (\d)(, CPU offload)? \| (.*?) \| (.*?) \| (.*?) \|", read("support.md"), re.MULTILINE
-    )
+    kinds = {"": "none", ", optimizer on the CPU": "optimizer", ", optimizer and parameters on the CPU": "both"}
+    rows = re.findall(r"^\| stage (\d)(.*?) \| (.*?) \| (.*?) \| (.*?) \| (.*?) \|", read("support.md"), re.MULTILINE)
     stated = {
-        (int(stage), bool(offload), dtype)
-        for stage, offload, *columns in cells
-        for dtype, cell in zip(("fp32", "bf16", "fp16"), columns, strict=True)
-        if "**O**" in cell
+        (int(stage), precision, kinds[offload])
+        for stage, offload, *columns in rows
+        for precision, cell in zip(("fp32", "bf16", "fp16", "autocast"), columns, strict=True)
+        if cell == "tested"
     }
-    assert len(cells) == 7
-    assert stated == {(case["stage"], case["offload"], case["dtype"]) for case in PARITY + GRID}
+    assert stated == set(CELLS)
 
 
 # ---- refusals -----------------------------------------------------------------------------------------------

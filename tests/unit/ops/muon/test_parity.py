@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from distributed import run
-from models import MODELS
+from models import MODELS, train_engine
 from oracles import OracleConfig, change_cosine, change_error, route, train_oracle
-from training import PARAMS, train, train_on_gradients
+from training import PARAMS, ds_config, make_engine, train, train_on_gradients
 
 STEPS = 5
 FACTORS: dict[str, tuple[Any, ...]] = {
@@ -94,7 +94,7 @@ def assert_parity(weights: dict[str, torch.Tensor], reference: Any, dtype: str =
 def test_the_selection_covers_every_pair() -> None:
     for a, b in itertools.combinations(FACTORS, 2):
         for x, y in itertools.product(FACTORS[a], FACTORS[b]):
-            if (a, x, b, y) in (("stage", 0, "offload", True),):
+            if (a, x, b, y) in (("stage", 0, "offload", True), ("stage", 0, "dtype", "fp16")):
                 continue
             assert any(case[a] == x and case[b] == y for case in CASES), (a, x, b, y)
 
@@ -106,6 +106,29 @@ def test_training_equals_the_oracle(case: dict[str, Any]) -> None:
     reference = oracle(case["model"], case["clip"], case["dtype"])
     for weights in results:
         assert_parity(weights, reference, case["dtype"])
+
+
+AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+#: (stage, precision, offload) of every cell of the first table of docs/support.md that is not refused.
+CELLS = [
+    (stage, precision, offload)
+    for stage in (0, 1, 2, 3)
+    for offload in ("none", "optimizer", "both")
+    for precision in ("fp32", "bf16", "fp16", "autocast")
+    if stage or (offload == "none" and precision != "fp16")
+    if stage == 3 or offload != "both"
+]
+
+
+@pytest.mark.parametrize(("stage", "precision", "offload"), CELLS)
+def test_every_cell_of_the_support_matrix(stage: int, precision: str, offload: str) -> None:
+    """Autocast computes in bf16 on weights that are fp32, so the oracle starts from fp32 weights."""
+    dtype, extra = ("fp32", AUTOCAST) if precision == "autocast" else (precision, {})
+    zero = {"offload_param": {"device": "cpu"}} if offload == "both" else {}
+    settings = {"stage": stage, "dtype": dtype, "offload": offload != "none", "zero": zero, **extra}
+    reference = oracle("wide", 1.0, dtype)
+    for weights in run(train, 2, model="wide", steps=STEPS, **settings):
+        assert_parity(weights, reference, "fp32" if precision == "fp32" else "bf16")
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -149,6 +172,30 @@ def test_bf16_model_with_fp32_gradients(stage: int) -> None:
     extra = {"data_types": {"grad_accum_dtype": "fp32"}}
     for weights in run(train, 3, model="mlp", steps=STEPS, stage=stage, dtype="bf16", **extra):
         assert_parity(weights, oracle("mlp", 1.0, "bf16"), "bf16")
+
+
+def run_otherwise(way: str, steps: int = 3) -> list[float]:
+    """Losses of an MLP whose layers are checkpointed by DeepSpeed, or that the engine compiles; as it is else."""
+    import deepspeed
+
+    net = MODELS["mlp"]()
+    if way == "checkpointing":
+        deepspeed.checkpointing.configure(None, partition_activations=False)
+        for layer in net.layers[1:]:
+            plain = layer.forward
+            layer.forward = lambda hidden, plain=plain: deepspeed.checkpointing.checkpoint(plain, hidden)
+    engine = make_engine(net, ds_config(stage=3))
+    if way == "compile":
+        engine.compile(backend="eager")
+    losses = train_engine(engine, steps)
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize("way", ["checkpointing", "compile"])
+def test_other_ways_to_run_the_model(way: str) -> None:
+    for got, expected in zip(run(run_otherwise, 2, way=way), run(run_otherwise, 2, way="plain"), strict=True):
+        assert got == pytest.approx(expected, rel=1e-5)
 
 
 SHAPES = [(24, 40), (40, 24), (32, 32), (33, 65), (24, 40)]

@@ -63,6 +63,13 @@ FALSE = "set it to false"
 #: settings, key that the message names, what it says to change
 CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "nvme": ({"zero": offload(**NVME)}, "zero_optimization.offload_optimizer.device", 'use "cpu"'),
+    "nvme params": (
+        {"stage": 3, "zero": {"offload_param": NVME}},
+        "zero_optimization.offload_param.device",
+        'use "cpu"',
+    ),
+    "qwZ": ({"stage": 3, "zero": {"zero_quantized_weights": True}}, "zero_optimization.zero_quantized_weights", FALSE),
+    "qgZ": ({"stage": 3, "zero": {"zero_quantized_gradients": True}}, "zero_optimization.zero_quantized_grad", FALSE),
     "ratio": ({"stage": 3, "zero": offload(**CPU, ratio=0.5)}, "offload_optimizer.ratio", "set it to 1.0"),
     "ratio 0": ({"stage": 3, "zero": offload(**CPU, ratio=0.0)}, "offload_optimizer.ratio", "remove the key"),
     "super": ({"stage": 3, "zero": offload(**CPU, super_offload=True)}, "offload_optimizer.super_offload", FALSE),
