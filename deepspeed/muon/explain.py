@@ -60,7 +60,7 @@ def explain(
     if key in ADVICE:
         return f"{where}{key}: got {value!r}; {ADVICE[key]}"
     if item["type"] == "extra_forbidden":
-        return f"{where}{key}: unknown key; {_nearest_key(key, known)}"
+        return f"{where}{key}: got {value!r}; unknown key, {_nearest_key(key, known)}"
     if item["type"] == "not_here":
         return f"{where}{key}: set it in optimizer.params, for all groups; a group may set {', '.join(known)}"
     return f"{where}{key}: got {value!r}; {_special(key, value) or _expected(item, value, allowed[key])}"

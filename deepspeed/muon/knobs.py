@@ -79,6 +79,7 @@ Scale = Annotated[
     Literal["auto", "original", "match_rms_adamw", "spectral_unclamped", "none"], BeforeValidator(_canonical_scale)
 ]
 
+OURS = "deepspeed-muon"
 STOCK = "stock DeepSpeed"
 TORCH_MUON = "`torch.optim.Muon`"
 KERAS = "keras"
@@ -89,7 +90,7 @@ FLAG = "true or false"
 PATTERNS = "a regular expression or a list of them"
 
 
-def knob(default: Any, description: str, allowed: str, unit: str = "", source: str = "") -> Any:
+def knob(default: Any, description: str, allowed: str, unit: str = "", source: str = OURS) -> Any:
     """A pydantic field with what docs/configuration.md and error messages say of it."""
     return Field(
         default, description=description, json_schema_extra={"allowed": allowed, "unit": unit, "source": source}

@@ -163,7 +163,10 @@ def test_a_function_of_a_module(folder: Path, capsys: pytest.CaptureFixture) -> 
 
 MUON = {"type": "Muon"}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "key": ({"optimizer": MUON | {"params": {"momentm": 1}}}, "params.momentm: unknown key; did you mean momentum?"),
+    "key": (
+        {"optimizer": MUON | {"params": {"momentm": 1}}},
+        "params.momentm: got 1; unknown key, did you mean momentum?",
+    ),
     "type": ({"optimizer": {"type": "AdamW"}}, "ds.json: optimizer.type: got 'AdamW', expected \"Muon\""),
     "section": ({"optimizer": None, "optimiser": MUON}, "did you mean optimizer where it says optimiser?"),
     "params": ({"optimizer": MUON | {"params": [1]}}, "optimizer.params: expected an object, got [1]"),
