@@ -197,6 +197,11 @@ class MuonConfig(BaseModel):
         return "match_rms_adamw" if "lr" in given and given <= ADAMW_KEYS else "original"
 
     @property
+    def sets_a_rate(self) -> bool:
+        """Whether any learning rate is given."""
+        return any(rate is not None for rate in (self.lr, self.muon_lr, self.adam_lr))
+
+    @property
     def reference_lr(self) -> float:
         """The learning rate that a schedule describes: ``lr``, else the Muon half's. Not 0 where any is not."""
         candidates = (self.lr, self.muon_group()["lr"], self.adam_group()["lr"])
@@ -212,14 +217,15 @@ class MuonConfig(BaseModel):
         Raises:
             MuonConfigError: a key that a group cannot set, or a wrong value.
         """
+        own = {key: value for key, value in own.items() if value is not None}
         replaced = {key for general in own for key in GROUP_KEYS.get(general, ())} - own.keys()
         base = {key: getattr(self, key) for key in self.model_fields_set - replaced}
         tuned = self.lr is not None or self.model_fields_set - NEUTRAL_KEYS - ADAMW_KEYS
-        if tuned and own.get("adjust_lr_fn") is None:
+        if tuned and "adjust_lr_fn" not in own:
             base["adjust_lr_fn"] = self.scale
         base.pop("rms_scale", None)  # the config's, for every group that has match_rms_adamw
-        parse(dict(own), where, allowed=tuple(GROUP_KEYS))
-        return parse(base | {key: value for key, value in own.items() if value is not None}, where)
+        parse(own, where, allowed=tuple(GROUP_KEYS))
+        return parse(base | own, where)
 
     def muon_group(self) -> dict[str, Any]:
         """Hyperparameters of a Muon group."""

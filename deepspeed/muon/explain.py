@@ -37,8 +37,13 @@ PEERS = {
     "rms_rate": "rms_scale",
     "wd": "weight_decay",
 }
-#: What Hugging Face's integration fills in.
-FILLED_KEYS = ("lr", "betas", "eps", "weight_decay")
+#: Who fills in an ``"auto"`` of these keys.
+FILLED_BY = {
+    "lr": "only Hugging Face's Trainer and accelerate fill in",
+    "weight_decay": "only Hugging Face's Trainer and accelerate fill in",
+    "betas": "only Hugging Face's Trainer fills in",
+    "eps": "only Hugging Face's Trainer fills in",
+}
 
 
 def explain(
@@ -83,8 +88,8 @@ def _special(key: str, value: Any) -> str:
         return "fp16 is refused, because gradients underflow in it; use bf16 or fp32"
     if key == "adjust_lr_fn" and text == "spectral":
         return 'Megatron\'s spectral is "match_rms_adamw" with rms_scale set to its muon_extra_scale_factor'
-    if text == "auto" and key in (*FILLED_KEYS, "muon_lr", "adam_lr"):
-        who = "only Hugging Face's integration fills in" if key in FILLED_KEYS else "nothing fills in"
+    if text == "auto" and key in (*FILLED_BY, "muon_lr", "adam_lr"):
+        who = FILLED_BY.get(key, "nothing fills in")
         return f"{who} this 'auto'; write a value or remove the key"
     return ""
 

@@ -18,12 +18,16 @@ class Split:
     """The halves of all groups, and how they come from the user's.
 
     ``origins``: for each group as the user gave it, the indices of its halves (none, one or two).
-    ``given_lrs``: for each, the learning rate that a schedule describes.
+    ``given_lrs``: for each, the learning rate that a schedule describes. ``reference_lr``: what a number of a
+    schedule for all groups describes, the config's rate, or where it has none that of the first group with one.
     """
 
     halves: list[dict[str, Any]]
     origins: list[tuple[int, ...]]
     given_lrs: list[float]
+    reference_lr: float
+    #: Whether the config or a group gives a learning rate.
+    sets_a_rate: bool
 
 
 def split_groups(params: Iterable[Any], specs: Mapping[Any, MatrixSpec], config: MuonConfig) -> Split:
@@ -43,7 +47,9 @@ def split_groups(params: Iterable[Any], specs: Mapping[Any, MatrixSpec], config:
     groups = [dict(item) for item in items if isinstance(item, dict)]
     loose = [item for item in items if not isinstance(item, dict)]
     groups += [{"params": loose}] if loose else []
-    split = Split([], [], [])
+    own = [group["lr"] for group in groups if group.get("lr") is not None] if not config.sets_a_rate else []
+    reference = float(own[0]) if own else config.reference_lr
+    split = Split([], [], [], reference, config.sets_a_rate or bool(own))
     for index, group in enumerate(groups):
         base = group.get("name", f"group{index}" if len(groups) > 1 else "")
         halves, given_lr = _halves(group, base, f"parameter group {base or index}: ", specs, config)

@@ -99,8 +99,10 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self.meter: Meter | None = None
         split = split_groups(params, self.specs, self.config)
         self._origins, self._given_lrs = split.origins, split.given_lrs
+        #: Whether the config or a parameter group gives a learning rate; else stock's defaults act.
+        self.sets_a_rate = split.sets_a_rate
         super().__init__(split.halves, defaults={})
-        self.defaults["lr"] = self.config.reference_lr
+        self.defaults["lr"] = split.reference_lr
 
     @cached_property
     def given(self) -> GivenGroups:

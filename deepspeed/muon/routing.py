@@ -19,6 +19,9 @@ HEAD_NAMES = frozenset({"lm_head", "score", "classifier", "embed_out", "output_p
 TOP_LEVEL_HEAD_NAMES = frozenset({"output", "head"})
 _LINEAR_LIKE = re.compile(r"(Linear|Dense|Projection)(Layer)?$|^Conv1D$")
 _EMBEDDING_LIKE = re.compile(r"embed|(^|[._])(wte|wpe|pos(ition)?|tok(en)?)([._]|$)", re.IGNORECASE)
+#: What PEFT puts between a module it trains whole and the module's own name, and before the model's own names.
+_SAVED_COPY = re.compile(r"\.modules_to_save\.[^.]+$")
+_PREFIX = re.compile(r"^((base_model\.model|_orig_mod|module)\.)+")
 #: Names of low-rank factors: PEFT, torchtune, diffusers, DeepSpeed-Chat, DeepSpeed's OptimizedLinear.
 _LORA = re.compile(
     r"(^|[._])lora_?(embedding_)?(A|B|a|b|up|down|left_weight|right_weight|weight_[12]|magnitude_vector)([._]|$)"
@@ -96,20 +99,28 @@ def route(model: nn.Module, include: Sequence[str] = (), exclude: Sequence[str] 
     uses = _uses(model)
     heads = _output_embeddings(model)
     specs = {}
-    for name, param in model.named_parameters():
+    for param, names in _names(model).items():
         tag = param.__dict__.pop("use_muon", None)
         if not param.requires_grad:
             continue
-        shape = _shape(param)
-        wish = _wish(name, tag, wishes)
+        name, shape = names[0], _shape(param)
+        wish = _wish(names, tag, wishes)
         use_muon, reason = _grant(name, shape, *wish) if wish else _decide(name, shape, uses[param], param in heads)
         specs[param] = MatrixSpec(name, shape, use_muon, reason, _whole(shape) if use_muon else ())
     return specs
 
 
 def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The true shape of every trainable parameter, by name."""
-    return {name: _shape(param) for name, param in model.named_parameters() if param.requires_grad}
+    """The true shape of every trainable parameter, by name; a tied one has several."""
+    named = _names(model).items()
+    return {name: _shape(param) for param, names in named if param.requires_grad for name in names}
+
+
+def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    return names
 
 
 def _shape(param: nn.Parameter) -> tuple[int, ...]:
@@ -136,9 +147,10 @@ def _uses(model: nn.Module) -> dict[nn.Parameter, list[_Use]]:
     modules = dict(model.named_modules(remove_duplicate=False))
     uses: dict[nn.Parameter, list[_Use]] = {}
     for path, module in modules.items():
-        parent = modules.get(path.rpartition(".")[0]) if path else None
+        place = _SAVED_COPY.sub("", path)
+        parent = modules.get(place.rpartition(".")[0]) if place else None
         for attribute, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            uses.setdefault(param, []).append(_Use(module, parent, path, attribute))
+            uses.setdefault(param, []).append(_Use(module, parent, _PREFIX.sub("", place), attribute))
     return uses
 
 
@@ -165,13 +177,15 @@ def _lora(name: str, shape: tuple[int, ...]) -> str | None:
     return f"LoRA factor of rank {min(shape)}" if len(shape) == 2 else "LoRA"
 
 
-def _wish(name: str, tag: bool | None, patterns: Iterable[tuple[str, bool, Sequence[str]]]) -> tuple[bool, str] | None:
+def _wish(
+    names: Sequence[str], tag: bool | None, patterns: Iterable[tuple[str, bool, Sequence[str]]]
+) -> tuple[bool, str] | None:
     """What the user asks for this parameter, and by what; ``None``: the rules decide."""
     if tag is not None:
         return bool(tag), f"use_muon = {bool(tag)} set by the user"
     for key, use_muon, expressions in patterns:
         for expression in expressions:
-            if re.search(expression, name):
+            if any(re.search(expression, name) for name in names):
                 return use_muon, f"{key} {expression!r}"
     return None
 
@@ -221,8 +235,8 @@ def _head(use: _Use) -> str | None:
     parts = use.path.split(".")
     if parts[-1] in HEAD_NAMES or use.path in TOP_LEVEL_HEAD_NAMES:
         return f"output head {parts[-1]}"
-    siblings = [child for _, child in _children(use.parent)]
-    is_last = "classifier" in parts[:-1] and bool(siblings) and use.module is siblings[-1]
+    siblings = [name for name, _ in _children(use.parent)]
+    is_last = "classifier" in parts[:-1] and bool(siblings) and parts[-1] == siblings[-1]
     return f"output head {use.path}" if is_last else None
 
 

@@ -13,12 +13,15 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+#: Keys that each half has in proportion.
+RATES = ("lr", "initial_lr")
+
 
 class GivenGroup(UserDict):
     """One group as the user gave it. ``lr``, ``momentum`` and ``betas`` are those of its halves.
 
-    Writing ``lr`` sets each half's to ``lr * lr_ratio``. Writing ``betas``, or ``momentum``, sets AdamW's
-    first rate and Muon's momentum to the same value. Every other key belongs to the scheduler.
+    Writing ``lr`` or ``initial_lr`` sets each half's to the value times ``lr_ratio``. Writing ``betas``, or
+    ``momentum``, sets AdamW's first rate and Muon's momentum to the same value. Every other key is the scheduler's own.
     """
 
     def __init__(self, halves: Callable[[], list[dict[str, Any]]], lr: float, betas: tuple[float, float]) -> None:
@@ -29,19 +32,24 @@ class GivenGroup(UserDict):
         halves = self._halves()
         if key == "params":
             return [param for half in halves for param in half["params"]]
-        if key == "lr":
-            return next((half["lr"] / half["lr_ratio"] for half in halves if half["lr_ratio"]), self.data["lr"])
+        if key in RATES:
+            rates = (half[key] / half["lr_ratio"] for half in halves if half["lr_ratio"] and key in half)
+            rate = next(rates, None)
+            return self.data[key] if rate is None else rate
         if key == "momentum":
             return next((half["momentum"] for half in halves if half["use_muon"]), self.data["momentum"])
         if key == "betas":
             return next((half["betas"] for half in halves if not half["use_muon"]), self.data["betas"])
         return self.data[key]
 
+    def __contains__(self, key: object) -> bool:
+        return key in self.data or (key in RATES and any(key in half for half in self._halves()))
+
     def __setitem__(self, key: str, value: Any) -> None:
         self.data[key] = value
-        if key == "lr":
+        if key in RATES:
             for half in self._halves():
-                half["lr"] = float(value) * half["lr_ratio"]
+                half[key] = float(value) * half["lr_ratio"]
         elif key == "betas":
             self._set_momentum(*value)
         elif key == "momentum":
@@ -71,11 +79,15 @@ class GivenGroups(Optimizer):
     ) -> None:
         self.optimizer = optimizer
         self.defaults = {"lr": optimizer.defaults["lr"], "betas": betas, "momentum": betas[0]}
-        self.state = optimizer.state
         groups = [GivenGroup(self._halves(indices), lr, betas) for indices, lr in zip(origins, lrs, strict=True)]
         self.param_groups = groups  # type: ignore[assignment]
         # Schedulers warn unless they see the optimizer step before they do.
         optimizer.register_step_post_hook(lambda *_: self.step())
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The optimizer's, which a load replaces."""
+        return self.optimizer.state
 
     def _halves(self, indices: Sequence[int]) -> Callable[[], list[dict[str, Any]]]:
         return lambda: [self.optimizer.param_groups[index] for index in indices]

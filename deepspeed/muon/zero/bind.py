@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from typing import Any
 
 import torch
@@ -84,10 +85,12 @@ def _compute_device() -> torch.device:
 
 
 def _facts(optimizer: MuonWithAuxAdam) -> dict[str, Any]:
+    groups = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
     routes = sorted(f"{s.name}{s.shape}{s.use_muon}{s.blocks}" for s in optimizer.specs.values())
     return {
         "version": __version__,
         "config": optimizer.config.digest(),
+        "groups": hashlib.sha256(json.dumps(groups).encode()).hexdigest()[:16],
         "routes": hashlib.sha256("".join(routes).encode()).hexdigest()[:16],
         "bf16": bf16_is_fast(),
     }
@@ -95,6 +98,7 @@ def _facts(optimizer: MuonWithAuxAdam) -> dict[str, Any]:
 
 def _judge_settings(facts: list[dict[str, Any]]) -> dict[str, Any]:
     titles = {"version": "the deepspeed-muon version", "config": "optimizer.params", "routes": "the routing"}
+    titles["groups"] = "the settings of parameter groups"
     return _verdict(differences(facts, titles)) | {"bf16": all(stated["bf16"] for stated in facts)}
 
 

@@ -76,13 +76,14 @@ def _matrices(optimizer: Any) -> set[str]:
 def _merged(current: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
     """The saved settings of a group, which act as with any optimizer of torch's; a warning where the config's differ.
 
-    Learning rates are left out of the warning, since a schedule changes them.
+    Learning rates are left out of the warning, since a schedule changes them. Their ratio is the config's: a schedule
+    is built from the config too.
     """
-    settings = {key: value for key, value in saved.items() if key not in ("params", "matrices")}
+    settings = {key: value for key, value in saved.items() if key not in ("params", "matrices", "lr_ratio")}
     other = {
         key: value
         for key, value in settings.items()
-        if key in current and not key.startswith(("lr", "initial_lr")) and value != current[key]
+        if key in current and key not in ("lr", "initial_lr") and value != current[key]
     }
     for key, value in other.items():
         logger.warning(

@@ -16,7 +16,7 @@ from typing import Any
 from packaging.version import Version
 
 from deepspeed.muon.config import parse
-from deepspeed.muon.explain import FILLED_KEYS
+from deepspeed.muon.explain import FILLED_BY
 from deepspeed.muon.groups import check_patterns
 from deepspeed.muon.logs import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
@@ -159,7 +159,7 @@ def _read_config(original: Callable, self: Any, *args: Any, **kwargs: Any) -> No
 
 
 def _to_be_filled(key: str, value: Any) -> bool:
-    return key in FILLED_KEYS and value == "auto"
+    return key in FILLED_BY and value == "auto"
 
 
 def _keep_user_tags() -> None:

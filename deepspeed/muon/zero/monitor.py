@@ -40,7 +40,7 @@ def take_step(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Non
         _record(lambda: original(engine, *args, **kwargs), engine, optimizer)
     else:
         original(engine, *args, **kwargs)
-    if engine.wall_clock_breakdown() and engine.global_rank == 0:
+    if engine.wall_clock_breakdown():  # on all ranks, as this also resets the timers; rank 0 prints
         engine.timers.log(names=TIMERS)
 
 

@@ -13,7 +13,7 @@ import hjson
 from pydantic import ValidationError
 
 from deepspeed.muon.config import MuonConfig, MuonConfigError, parse
-from deepspeed.muon.explain import FILLED_KEYS
+from deepspeed.muon.explain import FILLED_BY
 from deepspeed.muon.forecast import Layout
 from deepspeed.muon.zero.install import is_muon
 from deepspeed.muon.zero.support import UnsupportedError, refuse_unsupported
@@ -110,7 +110,7 @@ def _require_muon(path: str, section: dict[str, Any]) -> str:
 
 def _without_autos(params: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """``optimizer.params`` with what Hugging Face fills in: a learning rate counts as given, the rest as not set."""
-    autos = [key for key in FILLED_KEYS if params.get(key) == "auto"]
+    autos = [key for key in FILLED_BY if params.get(key) == "auto"]
     kept = {key: value for key, value in params.items() if key not in autos}
     return kept | ({"lr": SOME_LR} if "lr" in autos else {}), autos
 

@@ -11,7 +11,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from deepspeed.muon.config import MuonConfigError
+from deepspeed.muon.config import DEFAULT_ADAM_LR, DEFAULT_MUON_LR, MuonConfigError
+from deepspeed.muon.logs import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 
 #: Parameters of DeepSpeed's schedules that are learning rates; the others are relative or counts.
@@ -55,6 +56,14 @@ def check_schedule(engine: Any, optimizer: MuonWithAuxAdam) -> None:
     if engine.client_lr_scheduler is not None or name not in ABSOLUTE:
         return
     target = _target(optimizer, _lists(name, params))
+    numbers = [key for key in ABSOLUTE[name] if isinstance(params.get(key), (int, float)) and params[key]]
+    if numbers and not optimizer.sets_a_rate and engine.global_rank == 0:
+        logger.warning(
+            "deepspeed-muon: %s of the scheduler describes Muon's rate, because optimizer.params sets no lr; "
+            "AdamW's is %.3g of it. Write lr into optimizer.params to give both halves the same",
+            ", ".join(numbers),
+            DEFAULT_ADAM_LR / DEFAULT_MUON_LR,
+        )
     if target is optimizer and name == "OneCycle" and params.get("cycle_momentum", True):
         raise MuonConfigError(
             "scheduler.params.cycle_momentum: with one learning rate per half the momentum cannot be cycled, because "
@@ -70,7 +79,7 @@ def _proportional(optimizer: MuonWithAuxAdam, name: str, params: dict[str, Any])
     """The optimizer, or its groups as given, and the schedule's parameters with a value for each of its groups."""
     keys = ABSOLUTE.get(name, ())
     target = _target(optimizer, _lists(name, params))
-    reference = optimizer.config.reference_lr
+    reference = optimizer.defaults["lr"]
     ratios = [group["lr"] / reference if reference else 1.0 for group in target.param_groups]
     for key in keys:
         value = params.get(key, _default(name, key))

@@ -139,5 +139,16 @@ def test_wrong_settings_of_a_group_are_refused(own: dict[str, Any], parts: tuple
     assert all(part in str(error.value) for part in parts), error.value
 
 
+@pytest.mark.parametrize("own", [{"lr": None}, {"weight_decay": None, "momentum": None}], ids=str)
+def test_null_in_a_group_replaces_nothing(own: dict[str, Any]) -> None:
+    config = {"muon_lr": 0.05, "adam_lr": 1e-3, "muon_weight_decay": 0.3}
+    assert settings_of(config, own) == settings_of(config, {})
+
+
+def test_null_beside_a_groups_lr_is_none_given() -> None:
+    got = settings_of({"muon_lr": 0.05}, {"lr": 0.01, "muon_lr": None})
+    assert [group["lr"] for group in got.values()] == [0.01, 0.01]
+
+
 def test_null_in_a_group_leaves_the_configs_value() -> None:
     assert settings_of({"momentum": 0.5}, {"momentum": None})["muon"]["momentum"] == 0.5

@@ -61,6 +61,15 @@ def test_exclude_wins_over_include_and_a_tag_over_both() -> None:
     assert not got["blocks.0.down.weight"][0] and got["blocks.1.down.weight"][0]
 
 
+def test_a_tied_parameter_has_all_its_names() -> None:
+    net = TinyGpt(tied=True)
+    net.blocks[1].up.weight = net.blocks[0].up.weight
+    got = specs_of(net, exclude=["lm_head", r"blocks\.1\.up"])
+    assert got["tokens.weight"] == (False, "muon_exclude 'lm_head'")
+    assert got["blocks.0.up.weight"] == (False, r"muon_exclude 'blocks\\.1\\.up'")
+    MuonWithAuxAdam(net.parameters(), model=net, muon_exclude=["lm_head"])
+
+
 def test_a_single_pattern_needs_no_list() -> None:
     net = TinyGpt()
     optimizer = MuonWithAuxAdam(net.parameters(), model=net, muon_exclude="qkv")
@@ -165,6 +174,28 @@ def test_a_model_of_pefts() -> None:
     assert len(factors) == 4 and set(factors.values()) == {"LoRA factor of rank 4"}
     saved = {name.split(".")[-4]: use_muon for name, (use_muon, _) in got.items() if "modules_to_save" in name}
     assert saved == {"k_proj": True, "lm_head": False}
+
+
+@pytest.mark.parametrize(
+    ("kind", "task", "head"),
+    [("SequenceClassification", "SEQ_CLS", "score"), ("QuestionAnswering", "QUESTION_ANS", "qa_outputs")],
+)
+def test_heads_that_peft_trains_whole_stay_heads(kind: str, task: str, head: str) -> None:
+    import transformers
+    from peft import LoraConfig, get_peft_model
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "vocab_size": 32, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(num_hidden_layers=1, num_key_value_heads=1, num_labels=3, **sizes)
+    net = getattr(transformers, f"LlamaFor{kind}")(config)
+    got = specs_of(get_peft_model(net, LoraConfig(r=4, target_modules=["q_proj"], task_type=task)))
+    heads = {name: found for name, found in got.items() if f".{head}." in name and name.endswith("weight")}
+    assert list(heads.values()) == [(False, f"output head {head}")]
+
+
+def test_prefixes_of_wrappers_do_not_hide_a_head() -> None:
+    net = nn.ModuleDict({"_orig_mod": nn.ModuleDict({"head": nn.Linear(8, 4), "body": nn.Linear(8, 8)})})
+    got = {name: use_muon for name, (use_muon, _) in specs_of(net).items() if name.endswith("weight")}
+    assert got == {"_orig_mod.head.weight": False, "_orig_mod.body.weight": True}
 
 
 def train_lora() -> list[float]:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Learning-rate schedulers: the ratio of the two halves' rates, and what a schedule's numbers describe."""
 
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +33,9 @@ DEEPSPEED: dict[str, dict[str, Any]] = {
     "WarmupDecayLR": {"warmup_min_lr": 1e-3, "warmup_max_lr": 0.02, "warmup_num_steps": 5, "total_num_steps": 12},
     "WarmupCosineLR": {"total_num_steps": 12, "warmup_num_steps": 4, "warmup_min_ratio": 0.1},
 }
+
+
+DEEPSPEED_COSINE = {"type": "WarmupCosineLR", "params": DEEPSPEED["WarmupCosineLR"]}
 
 
 def chained(optimizer: Any) -> Any:
@@ -221,6 +225,44 @@ def test_a_scalar_describes_lr(params: dict[str, float], muon: float, adam: floa
     assert last["muon"]["lr"] == pytest.approx(muon) and last["adam"]["lr"] == pytest.approx(adam)
 
 
+def own_rates_only() -> dict[str, float]:
+    """A section without a rate, and groups that have their own, as scripts for AdamW do."""
+    net = Mlp()
+    layers = [list(layer.parameters()) for layer in net.layers]
+    given = [{"params": layers[0], "lr": 1e-3}, {"params": [p for layer in layers[1:] for p in layer], "lr": 1e-4}]
+    schedule = {"type": "WarmupLR", "params": WARMUP | {"warmup_max_lr": 1e-3}}
+    config = ds_config(optimizer={"type": "Muon", "params": {"weight_decay": 0.1}}, scheduler=schedule)
+    engine = make_engine(net, config, model_parameters=given)
+    train_engine(engine, 4)
+    rates = rates_of(engine)
+    engine.destroy()
+    return rates
+
+
+def test_without_a_rate_in_the_section_a_scalar_describes_the_first_groups() -> None:
+    expected = {"group0-muon": 1e-3, "group0-adam": 1e-3, "group1-muon": 1e-4, "group1-adam": 1e-4}
+    assert run(own_rates_only, 1)[0] == pytest.approx(expected)
+
+
+def warnings_of(params: dict[str, float], values: dict[str, Any]) -> list[str]:
+    from deepspeed.muon.logs import logger
+
+    seen: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    engine_of(params, schedule={"type": "WarmupLR", "params": values}).destroy()
+    logger.removeHandler(handler)
+    return seen
+
+
+def test_a_rate_in_the_schedule_alone_is_pointed_out() -> None:
+    (text,) = run(warnings_of, 1, params={"weight_decay": 0.1}, values=WARMUP)[0]
+    assert "warmup_max_lr of the scheduler describes Muon's rate" in text and "0.015 of it" in text
+    assert run(warnings_of, 1, params={"lr": 1e-3}, values=WARMUP) == [[]]
+    assert run(warnings_of, 1, params={}, values={"warmup_num_steps": 4}) == [[]]
+
+
 def test_the_users_groups_are_scaled_too() -> None:
     last = run(run_deepspeed, 1, name="WarmupLR", values=WARMUP, params={"lr": 0.02}, groups=2)[0][-1]
     got = {name: group["lr"] for name, group in last.items()}
@@ -324,6 +366,46 @@ def test_resume_is_exact(kind: str, stage: int, tmp_path: Any) -> None:
         assert straight == again
 
 
+def resumed_with_other_rates(folder: str, stage: int) -> dict[str, float]:
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 2, "warmup_type": "linear"}}
+    engine = engine_of(schedule=schedule, stage=stage)
+    train_engine(engine, 4)
+    engine.save_checkpoint(folder)
+    engine = engine_of({"muon_lr": 0.04, "adam_lr": 3e-4}, schedule=schedule, stage=stage)
+    engine.load_checkpoint(folder)
+    train_engine(engine, 1, first_step=4)
+    rates = rates_of(engine)
+    engine.destroy()
+    return rates
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_resumed_schedule_has_the_configs_rates(stage: int, tmp_path: Any) -> None:
+    rates = run(resumed_with_other_rates, 2, folder=str(tmp_path), stage=stage)[0]
+    assert rates == pytest.approx({"muon": 0.04, "adam": 3e-4})
+
+
+def state_kept_alive(folder: str, stage: int) -> int:
+    """How many tensors of the state from before a load are still there."""
+    import gc
+    import weakref
+
+    engine = engine_of(schedule=DEEPSPEED_COSINE, stage=stage)
+    train_engine(engine, 1)
+    engine.save_checkpoint(folder)
+    before = [weakref.ref(t) for s in engine.basic_optimizer.state.values() for t in s.values() if torch.is_tensor(t)]
+    engine.load_checkpoint(folder)
+    gc.collect()
+    alive = sum(reference() is not None for reference in before)
+    engine.destroy()
+    return alive
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_schedule_keeps_no_state_alive(stage: int, tmp_path: Any) -> None:
+    assert run(state_kept_alive, 1, folder=str(tmp_path), stage=stage) == [0]
+
+
 # ---- without DeepSpeed --------------------------------------------------------------------------------------
 
 
@@ -340,6 +422,23 @@ def test_given_groups_of_a_plain_optimizer(recwarn: pytest.WarningsRecorder) -> 
     assert muon["lr"] == pytest.approx(RATIO * adam["lr"], rel=1e-6)
     assert not [warning for warning in recwarn if "lr_scheduler" in str(warning.message)]
     assert optimizer.given.param_groups[0]["params"] == list(net.parameters())
+
+
+def test_a_schedule_goes_on_from_a_step_count() -> None:
+    """As torch's: the optimizer's state holds initial_lr, and a schedule starts at last_epoch."""
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    first, second = (MuonWithAuxAdam(net.parameters(), model=net, **RATES) for _ in range(2))
+    schedule = torch_schedules.CosineAnnealingLR(first.given, 10, eta_min=1e-3)
+    for _ in range(3):
+        first.step()
+        schedule.step()
+    second.load_state_dict(first.state_dict())
+    again = torch_schedules.CosineAnnealingLR(second.given, 10, eta_min=1e-3, last_epoch=3)
+    for optimizer, own in ((first, schedule), (second, again)):
+        optimizer.step()
+        own.step()
+    rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in (first, second)]
+    assert again.base_lrs == pytest.approx([0.02]) and rates[1][0] == pytest.approx(RATIO * rates[1][1], rel=1e-6)
 
 
 def test_a_relative_schedule_needs_no_view() -> None:

@@ -294,10 +294,13 @@ def disagree(about: str, stage: int, client: bool) -> Refusal | None:
     net, odd, kwargs = Mlp(), dist.get_rank() == 1, {}
     params = PARAMS | ({"momentum": 0.8} if about == "optimizer.params" and odd else {})
     config = ds_config(stage=stage, optimizer={"type": "Muon", "params": params})
+    if about == "the settings of parameter groups":
+        kwargs["model_parameters"] = [{"params": list(net.parameters()), "momentum": 0.8 if odd else 0.9}]
     if about == "the routing" and odd:
         net.layers[0].weight.use_muon = False
     if client:
-        kwargs["optimizer"] = MuonWithAuxAdam(net.parameters(), model=net, **config.pop("optimizer")["params"])
+        given = kwargs.pop("model_parameters", net.parameters())
+        kwargs["optimizer"] = MuonWithAuxAdam(given, model=net, **config.pop("optimizer")["params"])
     with pytest.MonkeyPatch.context() as patch:
         if about == "the deepspeed-muon version" and odd:
             patch.setattr("deepspeed.muon.zero.bind.__version__", "9.9")
@@ -305,7 +308,9 @@ def disagree(about: str, stage: int, client: bool) -> Refusal | None:
 
 
 @pytest.mark.parametrize(("stage", "client"), [(0, False), (2, True), (3, False), (3, True)])
-@pytest.mark.parametrize("about", ["optimizer.params", "the deepspeed-muon version", "the routing"])
+@pytest.mark.parametrize(
+    "about", ["optimizer.params", "the deepspeed-muon version", "the routing", "the settings of parameter groups"]
+)
 def test_ranks_that_disagree_are_named_on_every_rank(about: str, stage: int, client: bool) -> None:
     for kind, text, _ in run(disagree, 2, about=about, stage=stage, client=client):
         assert kind == "DisagreementError"
