@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 import time
+from collections import Counter
 
 import launch
 import machine
@@ -63,17 +64,20 @@ def output_name(args: argparse.Namespace) -> str:
     return args.output or "-".join(["step", *deviations, machine.slug()])
 
 
-def run_round(args: argparse.Namespace, number: int, records: list[dict], failed: dict[tuple, str]) -> None:
-    """One launch of every case and variant that has not failed; appends to the records."""
+def run_round(args: argparse.Namespace, number: int, records: list[dict], failures: Counter[tuple]) -> None:
+    """One launch of every case and variant that has not failed twice; appends to the records.
+
+    One failure is forgiven: gloo's threads sometimes abort a rank at its exit, whatever the optimizer.
+    """
     for case in args.cases:
         for variant in args.variants:
-            if (case, variant) in failed:
+            if failures[case, variant] > 1:
                 continue
             begin = time.perf_counter()
             try:
                 record = launch.run(job_of(args, case, variant), args.timeout)
             except launch.LaunchFailed as error:
-                failed[case, variant] = str(error)
+                failures[case, variant] += 1
                 print(error, file=sys.stderr, flush=True)
                 continue
             records.append(record)
@@ -93,15 +97,15 @@ def main() -> int:
     """Run the rounds; write the results after each, so that an interrupted run leaves its complete rounds."""
     args = arguments()
     records: list[dict] = []
-    failed: dict[tuple, str] = {}
+    failures: Counter[tuple] = Counter()
     text = ""
     for number in range(args.repeats):
-        run_round(args, number, records, failed)
+        run_round(args, number, records, failures)
         text = report.write(records, job_of(args, args.cases[0], args.variants[0]), output_name(args))
     print("\n" + text)
-    for case, variant in failed:
-        print(f"FAILED: {CASES[case].label}, {VARIANTS[variant].label}", file=sys.stderr)
-    return 1 if failed else 0
+    for (case, variant), count in failures.items():
+        print(f"FAILED {count} times: {CASES[case].label}, {VARIANTS[variant].label}", file=sys.stderr)
+    return 1 if any(count > 1 for count in failures.values()) else 0
 
 
 if __name__ == "__main__":

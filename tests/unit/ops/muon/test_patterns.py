@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What overrules the routing's rules, muon_include and muon_exclude, and the rule of low-rank adapters."""
+"""What overrules the routing's rules: muon_include, muon_exclude and tags; and the rule of low-rank adapters."""
 
 from typing import Any
 
@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from deepspeed.muon import MuonConfigError, MuonWithAuxAdam, route
-from deepspeed.muon.routing import is_lora
+from deepspeed.muon.routing import Block, is_lora
 from distributed import run
+from foreign_models import Gpt, Mixer, linear, module, muon_names, routes
 from models import TinyGpt
 from training import ds_config
 
@@ -116,6 +117,57 @@ def initialize_with(params: dict[str, Any]) -> tuple[str, bool]:
 def test_a_pattern_without_a_match_is_refused_before_the_engine_exists() -> None:
     text, begun = run(initialize_with, 1, params={"muon_exclude": "router"})[0]
     assert "'router' matches none" in text and not begun
+
+
+# ---- tags -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tag", [True, False, 1, 0])
+def test_a_tag_wins_over_the_rules_and_is_removed(tag: Any) -> None:
+    model = module(fc=linear(), tokens=nn.Embedding(9, 8), mixer=Mixer())
+    for param in model.parameters():
+        param.use_muon = tag
+    specs = routes(model)
+    assert all(spec.use_muon is bool(tag) for spec in specs.values())
+    assert {spec.reason for spec in specs.values()} == {f"use_muon = {bool(tag)} set by the user"}
+
+
+def test_tags_are_removed_from_frozen_and_tied_parameters_too() -> None:
+    model = Gpt(tied=True)
+    model.wte.weight.use_muon = True
+    model.wpe.use_muon = True
+    model.wpe.requires_grad_(False)
+    assert "wte.weight" in muon_names(model)
+
+
+def test_after_the_tags_are_gone_the_rules_decide() -> None:
+    model = module(fc=linear())
+    model.fc.weight.use_muon = False
+    assert muon_names(model) == set()
+    assert muon_names(model) == {"fc.weight"}
+
+
+def test_the_shape_before_stage_3_partitioned_counts() -> None:
+    """Under `zero.Init` the data is empty and `ds_shape` holds the shape."""
+    model = module(fc=linear(bias=True), head=module(lm_head=linear()), row=linear(8, 1), conv=nn.Conv2d(4, 8, 3))
+    for param in model.parameters():
+        param.ds_shape = param.shape
+        param.data = torch.empty(0)
+    specs = routes(model)
+    assert {name for name, spec in specs.items() if spec.use_muon} == {"fc.weight"}
+    assert specs["fc.weight"].shape == (16, 8)
+    assert specs["fc.weight"].blocks == (Block(0, 16, 8, 8),)
+    assert specs["fc.weight"].numel == 128
+    assert specs["conv.weight"].numel == 8 * 4 * 9
+    assert "more than two" in specs["conv.weight"].reason
+
+
+def test_muon_is_refused_by_the_shape_before_stage_3() -> None:
+    model = module(norm=nn.LayerNorm(8))
+    weight: Any = model.norm.weight
+    weight.ds_shape, weight.data, weight.use_muon = weight.shape, torch.empty(0), True
+    with pytest.raises(ValueError, match=r"norm\.weight"):
+        route(model)
 
 
 # ---- low-rank adapters --------------------------------------------------------------------------------------

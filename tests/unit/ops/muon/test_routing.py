@@ -2,170 +2,31 @@
 """Which parameter goes to Muon and which to AdamW, on small models built like those of well-known libraries."""
 
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
-from deepspeed.muon.routing import HEAD_NAMES, Block, MatrixSpec, route
-
-WIDTH = 8
-
-
-def module(**children: nn.Module) -> nn.Module:
-    """A module with these children and nothing else."""
-    parent = nn.Module()
-    for name, child in children.items():
-        parent.add_module(name, child)
-    return parent
-
-
-def linear(inputs: int = WIDTH, outputs: int = 2 * WIDTH, bias: bool = False) -> nn.Linear:
-    return nn.Linear(inputs, outputs, bias=bias)
-
-
-def routes(model: nn.Module) -> dict[str, MatrixSpec]:
-    """Specs by name, after the checks that hold for every model."""
-    specs = route(model)
-    trainable = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    assert list(specs) == list(trainable.values()), "every trainable parameter once, in the model's order"
-    for name, param in trainable.items():
-        spec = specs[param]
-        assert spec.name == name
-        assert spec.shape == tuple(getattr(param, "ds_shape", param.shape))
-        assert spec.reason
-        assert covered(spec) == (list(range(spec.numel)) if spec.use_muon else [])
-    assert not any(hasattr(param, "use_muon") for param in model.parameters())
-    return {spec.name: spec for spec in specs.values()}
-
-
-def covered(spec: MatrixSpec) -> list[int]:
-    """Elements of the blocks, sorted, with repetitions."""
-    return sorted(
-        block.offset + i * block.stride + j
-        for block in spec.blocks
-        for i in range(block.rows)
-        for j in range(block.cols)
-    )
-
-
-def muon_names(model: nn.Module) -> set[str]:
-    return {name for name, spec in routes(model).items() if spec.use_muon}
-
-
-def reason(model: nn.Module, name: str) -> str:
-    """Why `name` goes to AdamW."""
-    spec = routes(model)[name]
-    assert not spec.use_muon, spec.reason
-    return spec.reason
-
-
-# ---- modules of foreign libraries -----------------------------------------------------------------------
-
-
-class Conv1D(nn.Module):
-    """Like Hugging Face's of GPT-2: a linear layer whose weight is [in, out]."""
-
-    def __init__(self, outputs: int, inputs: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(inputs, outputs))
-        self.bias = nn.Parameter(torch.zeros(outputs))
-
-
-class Projector(nn.Module):
-    """Linear by its attributes, like quantized and parallel layers of several libraries."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.in_features, self.out_features = inputs, outputs
-        self.weight = nn.Parameter(torch.randn(outputs, inputs))
-
-
-class ColumnParallelLinear(nn.Module):
-    """Linear by the name of its class, like Megatron's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(12, 8))
-
-
-class TokenMixingLinear(nn.Module):
-    """Linear by the name of its class, with a weight that has a name of embeddings."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.token_weight = nn.Parameter(torch.randn(12, 8))
-
-
-class VocabParallelEmbedding(nn.Module):
-    """An embedding by the name of its class, like Megatron's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(30, 8))
-
-
-class Mixer(nn.Module):
-    """Holds a matrix, and nothing says what for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(6, 8))
-
-
-class Swiglu(nn.Module):
-    """Llama's MLP."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = linear(), linear(), linear(2 * WIDTH, WIDTH)
-
-
-class BertLayer(nn.Module):
-    """Nested modules called `output`, with a Linear called `dense`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = module(
-            self=module(query=linear(), key=linear(), value=linear()),
-            output=module(dense=linear(), LayerNorm=nn.LayerNorm(WIDTH)),
-        )
-        self.intermediate = module(dense=linear())
-        self.output = module(dense=linear(2 * WIDTH, WIDTH), LayerNorm=nn.LayerNorm(WIDTH))
-
-
-class Gpt(nn.Module):
-    """With positions as a parameter of its own."""
-
-    def __init__(self, tied: bool = False) -> None:
-        super().__init__()
-        self.wte = nn.Embedding(32, WIDTH)
-        self.wpe = nn.Parameter(torch.randn(16, WIDTH))
-        self.h = nn.ModuleList(
-            module(ln=nn.LayerNorm(WIDTH), attn=linear(WIDTH, 3 * WIDTH, bias=True), mlp=linear(bias=True))
-            for _ in range(2)
-        )
-        self.lm_head = linear(WIDTH, 32)
-        if tied:
-            self.lm_head.weight = self.wte.weight
-
-
-class HuggingFace(nn.Module):
-    """Names its head itself; the head may be None, a module, or something that is no module."""
-
-    def __init__(self, head: Any = "unembed") -> None:
-        super().__init__()
-        self.hidden = linear()
-        self.unembed = linear(WIDTH, 32, bias=True)
-        self._head = getattr(self, head) if isinstance(head, str) else head
-
-    def get_output_embeddings(self) -> Any:
-        return self._head
-
+from deepspeed.muon.routing import HEAD_NAMES, Block, route
+from foreign_models import (
+    WIDTH,
+    BertLayer,
+    ColumnParallelLinear,
+    Conv1D,
+    Gpt,
+    HuggingFace,
+    Mixer,
+    Projector,
+    Swiglu,
+    TokenMixingLinear,
+    VocabParallelEmbedding,
+    linear,
+    module,
+    muon_names,
+    reason,
+    routes,
+)
 
 # ---- Muon's half ----------------------------------------------------------------------------------------
 
@@ -364,31 +225,6 @@ def test_a_model_without_parameters() -> None:
     assert routes(nn.ReLU()) == {}
 
 
-@pytest.mark.parametrize("tag", [True, False, 1, 0])
-def test_a_tag_wins_over_the_rules_and_is_removed(tag: Any) -> None:
-    model = module(fc=linear(), tokens=nn.Embedding(9, 8), mixer=Mixer())
-    for param in model.parameters():
-        param.use_muon = tag
-    specs = routes(model)
-    assert all(spec.use_muon is bool(tag) for spec in specs.values())
-    assert {spec.reason for spec in specs.values()} == {f"use_muon = {bool(tag)} set by the user"}
-
-
-def test_tags_are_removed_from_frozen_and_tied_parameters_too() -> None:
-    model = Gpt(tied=True)
-    model.wte.weight.use_muon = True
-    model.wpe.use_muon = True
-    model.wpe.requires_grad_(False)
-    assert "wte.weight" in muon_names(model)
-
-
-def test_after_the_tags_are_gone_the_rules_decide() -> None:
-    model = module(fc=linear())
-    model.fc.weight.use_muon = False
-    assert muon_names(model) == set()
-    assert muon_names(model) == {"fc.weight"}
-
-
 @pytest.mark.parametrize(("name", "shape"), [("norm.weight", r"\[8\]"), ("conv.weight", r"\[8, 4, 3\]")])
 def test_muon_on_what_is_no_matrix_is_refused_by_name(name: str, shape: str) -> None:
     model = module(norm=nn.LayerNorm(8), conv=nn.Conv1d(4, 8, 3))
@@ -404,29 +240,6 @@ def test_adamw_may_be_asked_for_anything() -> None:
     assert muon_names(model) == set()
 
 
-def test_the_shape_before_stage_3_partitioned_counts() -> None:
-    """Under `zero.Init` the data is empty and `ds_shape` holds the shape."""
-    model = module(fc=linear(bias=True), head=module(lm_head=linear()), row=linear(8, 1), conv=nn.Conv2d(4, 8, 3))
-    for param in model.parameters():
-        param.ds_shape = param.shape
-        param.data = torch.empty(0)
-    specs = routes(model)
-    assert {name for name, spec in specs.items() if spec.use_muon} == {"fc.weight"}
-    assert specs["fc.weight"].shape == (16, 8)
-    assert specs["fc.weight"].blocks == (Block(0, 16, 8, 8),)
-    assert specs["fc.weight"].numel == 128
-    assert specs["conv.weight"].numel == 8 * 4 * 9
-    assert "more than two" in specs["conv.weight"].reason
-
-
-def test_muon_is_refused_by_the_shape_before_stage_3() -> None:
-    model = module(norm=nn.LayerNorm(8))
-    weight: Any = model.norm.weight
-    weight.ds_shape, weight.data, weight.use_muon = weight.shape, torch.empty(0), True
-    with pytest.raises(ValueError, match=r"norm\.weight"):
-        route(model)
-
-
 @pytest.mark.parametrize("name", ["head", "classifier.out_proj", "classifier.6"])
 def test_more_names_of_heads(name: str) -> None:
     """Of vision transformers, RoBERTa and VGG."""
@@ -439,103 +252,3 @@ def test_more_names_of_heads(name: str) -> None:
 def test_an_empty_matrix_does_not_go_to_muon() -> None:
     model = module(adapter=Projector(0, 4))
     assert muon_names(model) == set()
-
-
-# ---- dataclasses ----------------------------------------------------------------------------------------
-
-
-def test_specs_and_blocks_are_frozen() -> None:
-    spec = routes(module(fc=linear()))["fc.weight"]
-    for holder, name in ((spec, "use_muon"), (spec, "reason"), (spec.blocks[0], "rows")):
-        with pytest.raises(FrozenInstanceError):
-            setattr(holder, name, None)
-    assert hash(spec) == hash(MatrixSpec(spec.name, spec.shape, True, spec.reason, (Block(0, 16, 8, 8),)))
-
-
-@pytest.mark.parametrize(("shape", "numel"), [((), 1), ((7,), 7), ((3, 5), 15), ((2, 3, 4), 24), ((0, 3), 0)])
-def test_numel(shape: tuple[int, ...], numel: int) -> None:
-    assert MatrixSpec("x", shape, False, "").numel == numel
-    assert Block(3, 4, 5, 9).numel == 20
-
-
-# ---- runs -----------------------------------------------------------------------------------------------
-
-
-@st.composite
-def blocks(draw: st.DrawFn) -> tuple[Block, int]:
-    """A rectangle of a parameter, and the parameter's number of elements."""
-    height, width = draw(st.integers(1, 9)), draw(st.integers(1, 9))
-    kind = draw(st.sampled_from(["rows", "columns", "any"]))
-    top, left = (draw(st.integers(0, size - 1)) for size in (height, width))
-    rows, cols = draw(st.integers(1, height - top)), draw(st.integers(1, width - left))
-    if kind == "rows":
-        left, cols = 0, width
-    if kind == "columns":
-        top, rows = 0, height
-    return Block(top * width + left, rows, cols, width), height * width
-
-
-def brute_force(block: Block, start: int, stop: int) -> dict[int, int]:
-    """Element of the parameter -> element of the block, inside start .. stop."""
-    place = {
-        block.offset + i * block.stride + j: i * block.cols + j for i in range(block.rows) for j in range(block.cols)
-    }
-    return {element: at for element, at in place.items() if start <= element < stop}
-
-
-@settings(max_examples=500, deadline=None)
-@given(blocks(), st.data())
-def test_runs_against_brute_force(case: tuple[Block, int], data: st.DataObject) -> None:
-    block, numel = case
-    start = data.draw(st.integers(0, numel))
-    stop = data.draw(st.integers(start, numel))
-    runs = list(block.runs(start, stop))
-    listed = [(element + k, at + k) for element, at, length in runs for k in range(length)]
-    assert dict(listed) == brute_force(block, start, stop)
-    assert len(listed) == len(dict(listed)), "no element twice"
-    assert all(length > 0 for *_, length in runs)
-    assert runs == sorted(runs)
-
-
-@settings(max_examples=200, deadline=None)
-@given(blocks(), st.data())
-def test_runs_of_consecutive_ranges_cover_the_block_once(case: tuple[Block, int], data: st.DataObject) -> None:
-    """Partitions of the ranks: their runs together are the block."""
-    block, numel = case
-    span = data.draw(st.integers(1, numel))
-    listed = [
-        at + k
-        for start in range(0, numel, span)
-        for _, at, length in block.runs(start, min(start + span, numel))
-        for k in range(length)
-    ]
-    assert listed == list(range(block.numel))
-
-
-@given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 20))
-def test_runs_of_whole_rows_are_one(rows: int, cols: int, offset: int) -> None:
-    block = Block(offset, rows, cols, cols)
-    assert list(block.runs(0, 10**6)) == [(offset, 0, rows * cols)]
-    assert list(block.runs(offset, offset)) == []
-
-
-@pytest.mark.parametrize(("start", "stop"), [(0, 3), (17, 100), (5, 5), (6, 8)])
-def test_runs_outside_the_block_are_none(start: int, stop: int) -> None:
-    """Columns 3 .. 5 of rows 0 .. 2 of a matrix of 5 columns: elements 3, 4, 8, 9, 13, 14."""
-    assert list(Block(3, 3, 2, 5).runs(start, stop)) == []
-
-
-def test_runs_of_columns_by_hand() -> None:
-    block = Block(3, 3, 2, 5)
-    assert list(block.runs(0, 15)) == [(3, 0, 2), (8, 2, 2), (13, 4, 2)]
-    assert list(block.runs(4, 14)) == [(4, 1, 1), (8, 2, 2), (13, 4, 1)]
-
-
-def test_a_block_is_what_slicing_gives() -> None:
-    matrix = torch.arange(6 * 7)
-    columns = Block(2, 6, 3, 7)
-    piece = torch.full((columns.numel,), -1)
-    for element, at, length in columns.runs(0, 42):
-        piece[at : at + length] = matrix[element : element + length]
-    expected: Tensor = matrix.view(6, 7)[:, 2:5]
-    assert torch.equal(piece.view(6, 3), expected)

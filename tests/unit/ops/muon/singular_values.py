@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Newton-Schulz makes of singular values, computed in float64 without iterating matrices."""
+
+import torch
+from torch import Tensor
+
+from deepspeed.muon.coefficients import NAMED, Schedule, schedule
+
+#: Triples that all differ, so that any confusion of steps shows; each keeps singular values within (0, 1.3).
+VARIED: Schedule = (
+    (3.4445, -4.7750, 2.0315),
+    (2.8769, -3.1427, 1.2046),
+    (2.3465, -1.7098, 0.4232),
+    (1.8750, -1.2500, 0.3750),
+    (1.5000, -0.5000, 0.0000),
+    (2.0000, -1.5000, 0.5000),
+    (1.7000, -0.9000, 0.2000),
+)
+SCHEDULES = (
+    {f"varied[:{n}]": VARIED[:n] for n in range(1, 8)}
+    | {f"simple*{n}": schedule("simple", n) for n in range(1, 8)}
+    | {name: schedule(name) for name in NAMED}
+)
+#: (batch, rows, cols)
+SHAPES = {
+    "wide": (1, 12, 40),
+    "tall": (1, 40, 12),
+    "square": (1, 24, 24),
+    "batch": (3, 10, 33),
+    "tall_batch": (4, 21, 8),
+    "odd": (2, 17, 31),
+}
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def reference(x: Tensor, triples: Schedule) -> Tensor:
+    """U diag(p(s)) V' in float64 for x = U diag(s) V' of norm one, where p composes the steps."""
+    x = x.double()
+    u, s, vh = torch.linalg.svd(x / torch.linalg.matrix_norm(x, keepdim=True), full_matrices=False)
+    for a, b, c in triples:
+        s = a * s + b * s**3 + c * s**5
+    return (u * s.unsqueeze(-2)) @ vh
+
+
+def quick_reference(x: Tensor, triples: Schedule) -> Tensor:
+    """The same from the eigenvalues of the smaller Gram matrix, several times faster than an SVD."""
+    if x.size(-2) > x.size(-1):
+        return quick_reference(x.mT, triples).mT
+    x = x.double() / x.double().norm()
+    squares, u = torch.linalg.eigh(x @ x.mT)
+    factor = torch.ones_like(squares)
+    for a, b, c in triples:
+        step = a + b * squares + c * squares**2
+        factor, squares = factor * step, squares * step**2
+    return (u * factor) @ (u.mT @ x)
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return ((actual.double() - expected).norm() / expected.norm()).item()
