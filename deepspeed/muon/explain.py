@@ -40,9 +40,9 @@ PEERS = {
 #: Who fills in an ``"auto"`` of these keys.
 FILLED_BY = {
     "lr": "only Hugging Face's Trainer and accelerate fill in",
-    "weight_decay": "only Hugging Face's Trainer and accelerate fill in",
     "betas": "only Hugging Face's Trainer fills in",
     "eps": "only Hugging Face's Trainer fills in",
+    "weight_decay": "only Hugging Face's Trainer and accelerate fill in",
 }
 
 
