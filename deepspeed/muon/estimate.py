@@ -9,7 +9,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from deepspeed.muon.forecast import Half, Layout, Part, Work, cost_model, lay_out, work_of
+from deepspeed.muon.cost import cost_model
+from deepspeed.muon.forecast import Half, Layout, Part, Work, lay_out, work_of
 from deepspeed.muon.update import scale_factor
 
 #: Bytes read and written per element by torch's fused AdamW: gradient, parameter and two moments; all but the first
@@ -44,7 +45,11 @@ def estimate(
     """
     began = time.perf_counter()
     parts = lay_out(halves, layout)
-    works = [work_of(part, cost_model(part.half, steps, itemsize, device_type)) for part in parts if part.half.use_muon]
+    works = [
+        work_of(part, cost_model(part.half.ns_method, steps, itemsize, device_type))
+        for part in parts
+        if part.half.use_muon
+    ]
     seconds = time.perf_counter() - began
     facts = {
         "totals": {"muon": _totals(halves, True), "adamw": _totals(halves, False)},

@@ -7,7 +7,6 @@ Pure arithmetic over the routes of a model. The layouts are those that ``zero/st
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,8 +15,7 @@ from torch import nn
 
 from deepspeed.muon.config import MuonConfig
 from deepspeed.muon.groups import check_patterns, split_groups
-from deepspeed.muon.orthogonalize import choose_method, flops
-from deepspeed.muon.owners import CostModel, assign, flops_per_byte
+from deepspeed.muon.owners import CostModel, assign
 from deepspeed.muon.placement import PlacedBlock, Placement, Shard
 from deepspeed.muon.plan import BUCKET_BYTES
 from deepspeed.muon.routing import Block, MatrixSpec, route, shapes
@@ -158,22 +156,6 @@ def _by_parameter(half: Half, layout: Layout) -> Iterator[Part]:
 
 def _up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
-
-
-def cost_model(half: Half, steps: int, itemsize: int, device_type: str) -> CostModel:
-    """What balancing weighs for a group; as ``MuonWithAuxAdam`` does.
-
-    Args:
-        steps: of Newton-Schulz.
-        itemsize: bytes of one element that travels.
-        device_type: ``cpu``, or an accelerator's.
-    """
-
-    @functools.cache
-    def cost(rows: int, cols: int) -> float:
-        return flops(rows, cols, steps, choose_method(rows, cols, half.ns_method))
-
-    return CostModel(cost, flops_per_byte(device_type), itemsize)
 
 
 @dataclass(frozen=True)

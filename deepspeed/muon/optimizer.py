@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from deepspeed.muon import adamw
 from deepspeed.muon.config import MuonConfig, parse
+from deepspeed.muon.cost import cost_model
 from deepspeed.muon.exchange import Exchange, Transit
 from deepspeed.muon.groups import check_patterns, split_groups
 from deepspeed.muon.logs import logger
 from deepspeed.muon.meter import Meter
-from deepspeed.muon.orthogonalize import Workspace, bf16_is_fast, choose_method, flops, orthogonalize, resolve_dtype
-from deepspeed.muon.owners import CostModel, flops_per_byte
+from deepspeed.muon.orthogonalize import Workspace, bf16_is_fast, choose_method, orthogonalize, resolve_dtype
 from deepspeed.muon.placement import Placement, Shard
 from deepspeed.muon.plan import Plan, make_plan
 from deepspeed.muon.routing import MatrixSpec, route, shapes
@@ -129,7 +129,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             if not group["use_muon"]:
                 continue
             where = partition.tensors[0].device if device is None else device
-            cost = self._cost(group["ns_method"], ns_dtype, where)
+            cost = cost_model(group["ns_method"], len(self.config.schedule), ns_dtype.itemsize, where.type)
             plan = make_plan(partition.shards, partition.rank, partition.world_size, cost)
             exchange = Exchange(partition.group, ns_dtype, where, self._work)
             self._bound[id(partition.tensors[0])] = _Bound(partition, plan, exchange)
@@ -151,14 +151,6 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     def exchange(self) -> Exchange:
         """The exchange of the first partition; all share one dtype, device and workspace."""
         return next(iter(self._bound.values())).exchange
-
-    def _cost(self, method: str, ns_dtype: torch.dtype, device: torch.device) -> CostModel:
-        steps = len(self.config.schedule)
-
-        def cost(rows: int, cols: int) -> float:
-            return flops(rows, cols, steps, choose_method(rows, cols, method))
-
-        return CostModel(cost, flops_per_byte(device.type), ns_dtype.itemsize)
 
     def _bind_whole(self) -> None:
         """Bind the parameters themselves: plain PyTorch, every rank holds every matrix."""

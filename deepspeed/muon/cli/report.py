@@ -8,13 +8,11 @@ import platform
 from importlib import metadata
 from typing import Any
 
-from packaging.version import Version
-
 from deepspeed.muon.cli.tables import aligned
 from deepspeed.muon.orthogonalize import bf16_is_fast
 from deepspeed.muon.version import TESTED_DEEPSPEED, __version__
 from deepspeed.muon.zero.environment import accelerator, backends
-from deepspeed.muon.zero.install import seam_states
+from deepspeed.muon.zero.install import is_tested, seam_states
 
 #: The entry point that activates the package at ``import torch``.
 ENTRY_GROUP, ENTRY_NAME = "torch.backends", "deepspeed_muon"
@@ -26,7 +24,7 @@ def environment() -> dict[str, Any]:
     """Versions, seams, activation and devices; ``problems`` lists essential things that are missing."""
     deepspeed = _version("deepspeed")
     oldest, newest = TESTED_DEEPSPEED
-    tested = deepspeed is not None and Version(oldest) <= Version(Version(deepspeed).base_version) <= Version(newest)
+    tested = deepspeed is not None and is_tested(deepspeed)
     facts: dict[str, Any] = {
         "versions": {
             "python": platform.python_version(),

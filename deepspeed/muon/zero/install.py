@@ -124,10 +124,15 @@ def seam_states() -> dict[str, str]:
 
 
 def _warn_of_untested_version() -> None:
-    oldest, newest = map(Version, TESTED_DEEPSPEED)
     version = _deepspeed_version()
-    if not oldest <= Version(Version(version).base_version) <= newest:
-        logger.warning("deepspeed-muon was tested on DeepSpeed %s to %s, this is %s", oldest, newest, version)
+    if not is_tested(version):
+        logger.warning("deepspeed-muon was tested on DeepSpeed %s to %s, this is %s", *TESTED_DEEPSPEED, version)
+
+
+def is_tested(version: str) -> bool:
+    """Whether this version of DeepSpeed lies in the tested range."""
+    oldest, newest = map(Version, TESTED_DEEPSPEED)
+    return oldest <= Version(Version(version).base_version) <= newest
 
 
 def _deepspeed_version() -> str:

@@ -48,20 +48,21 @@ ALLOWED: dict[str, set[str]] = {
     "optimizer": {
         "adamw",
         "config",
+        "cost",
         "exchange",
         "groups",
         "logs",
         "meter",
         "orthogonalize",
-        "owners",
         "placement",
         "plan",
         "routing",
         "schedule",
         "update",
     },
-    "forecast": {"config", "groups", "orthogonalize", "owners", "placement", "plan", "routing", "update"},
-    "estimate": {"forecast", "update"},
+    "cost": {"orthogonalize", "owners"},
+    "forecast": {"config", "groups", "owners", "placement", "plan", "routing", "update"},
+    "estimate": {"cost", "forecast", "update"},
     "cli": set(),
     "cli.__main__": {"cli.command"},
     "cli.blueprint": set(),
@@ -88,6 +89,7 @@ EXTERNAL: dict[str, set[str]] = {
     "explain": set(),
     "placement": set(),
     "owners": set(),
+    "cost": set(),
     "plan": set(),
     "knobs": {"pydantic"},
     "config": {"pydantic"},
@@ -104,11 +106,11 @@ EXTERNAL: dict[str, set[str]] = {
     "estimate": set(),
     "cli.blueprint": {"torch", "transformers"},
     "cli.tables": set(),
-    "cli.report": {"packaging"},
+    "cli.report": set(),
     "cli.command": set(),
 }
 COLLECTIVES = ("torch.distributed", "deepspeed.comm")
-CORE = ("orthogonalize", "update", "adamw", "placement", "owners", "plan", "exchange", "optimizer")
+CORE = ("orthogonalize", "update", "adamw", "placement", "owners", "cost", "plan", "exchange", "optimizer")
 
 # ---- imports --------------------------------------------------------------------------------------------
 

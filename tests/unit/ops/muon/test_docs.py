@@ -188,10 +188,12 @@ def test_no_path_of_a_machine(path: Path) -> None:
 
 
 def test_paths_of_machines_are_noticed() -> None:
-    for text in ("/home/me/run", "see /work/x", "(/tmp/a)", "`/Users/me`"):
-        assert MACHINE.search(text), text
-    for text in ("docs/work/x", "https://a.b/home/c", "../data/x", "and/or"):
-        assert not MACHINE.search(text), text
+    for folder in ("home", "root", "tmp", "Users"):
+        path = f"/{folder}/me"
+        for text in (path, f"see {path}", f"({path})", f"`{path}`"):
+            assert MACHINE.search(text), text
+        for text in (f"docs{path}", f"https://a.b{path}", f"..{path}", "and/or"):
+            assert not MACHINE.search(text), text
 
 
 @pytest.mark.parametrize("path", [path for path in PAGES if path.name not in GENERATED], ids=page_id)

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed.muon.config import MuonConfigError, parse
+from deepspeed.muon.cost import cost_model
 from deepspeed.muon.estimate import ADAM_PASS_BYTES, Machine, estimate, pass_bytes, stock_clipping
-from deepspeed.muon.forecast import Half, Layout, Part, Work, cost_model, halves_of, lay_out, work_of
+from deepspeed.muon.forecast import Half, Layout, Part, Work, halves_of, lay_out, work_of
 from deepspeed.muon.plan import BUCKET_BYTES, make_plan
 from deepspeed.muon.routing import Block, MatrixSpec
 from distributed import run
@@ -41,7 +42,9 @@ def bound(model: str, **config: Any) -> dict[str, Any]:
 
 def forecast(model: str, layout: Layout) -> tuple[list[Part], list[Work]]:
     parts = lay_out(halves_of(MODELS[model](), parse(PARAMS)), layout)
-    return parts, [work_of(part, cost_model(part.half, STEPS, ITEMSIZE, "cpu")) for part in parts if part.half.use_muon]
+    return parts, [
+        work_of(part, cost_model(part.half.ns_method, STEPS, ITEMSIZE, "cpu")) for part in parts if part.half.use_muon
+    ]
 
 
 def check_against_the_engine(model: str, layout: Layout, **config: Any) -> set[str]:
@@ -53,7 +56,7 @@ def check_against_the_engine(model: str, layout: Layout, **config: Any) -> set[s
         plans = [
             make_plan(work.part.shards, rank % work.part.world_size, work.part.world_size, cost)
             for work in works
-            for cost in [cost_model(work.part.half, STEPS, ITEMSIZE, "cpu")]
+            for cost in [cost_model(work.part.half.ns_method, STEPS, ITEMSIZE, "cpu")]
         ]
         assert [plan.digest for plan in plans] == facts["digests"]
         assert [work.owners for work in works] == facts["owners"]
@@ -127,7 +130,7 @@ def test_sums_of_all_ranks_are_those_of_the_plans(
     shapes: list[tuple[int, int]], world_size: int, stage: int, split: bool, alignment: int, sub_group: int
 ) -> None:
     for part in lay_out([group(shapes, split)], Layout(stage, world_size, sub_group, alignment=alignment)):
-        cost = cost_model(part.half, STEPS, 2, "cuda")
+        cost = cost_model(part.half.ns_method, STEPS, 2, "cuda")
         work = work_of(part, cost)
         plans = [make_plan(part.shards, rank, world_size, cost) for rank in range(world_size)]
         assert [plan.sent_elements * 2 for plan in plans] == work.sent_bytes
@@ -142,7 +145,7 @@ def test_rounds_are_those_of_the_plan() -> None:
     shapes = [(side + 8, side)] * 3 + [(side // 2, side // 2)] * 11 + [(side // 4, side)] * 5
     for stage, world_size in itertools.product((1, 3), (1, 2, 4)):
         (part,) = lay_out([group(shapes)], Layout(stage, world_size))
-        cost = cost_model(part.half, STEPS, 2, "cuda")
+        cost = cost_model(part.half.ns_method, STEPS, 2, "cuda")
         assert work_of(part, cost).rounds == len(make_plan(part.shards, 0, world_size, cost).buckets) > 1
 
 
@@ -150,7 +153,7 @@ def test_rounds_are_those_of_the_plan() -> None:
 def test_stage_3_sends_no_less_than_the_formula(world_size: int) -> None:
     shapes = [(512, 512), (2048, 512), (512, 2048)] * 8
     (part,) = lay_out([group(shapes)], Layout(3, world_size))
-    work = work_of(part, cost_model(part.half, STEPS, 2, "cuda"))
+    work = work_of(part, cost_model(part.half.ns_method, STEPS, 2, "cuda"))
     numel = sum(rows * cols for rows, cols in shapes)
     assert work.least_bytes == 4 * numel * (world_size - 1) / world_size**2
     assert sum(work.sent_bytes) / world_size == pytest.approx(work.least_bytes, rel=1e-6)
@@ -169,7 +172,7 @@ def test_milliseconds_follow_the_machine() -> None:
     """With one part: elementwise bytes over the bandwidth, then the longer of the other two."""
     half = group([(256, 256)] * 4)
     (part,) = lay_out([half], Layout(3, 2))
-    work = work_of(part, cost_model(half, STEPS, 2, "cuda"))
+    work = work_of(part, cost_model(half.ns_method, STEPS, 2, "cuda"))
     machine = Machine(tflops=2.0, memory_gbs=3.0, network_gbs=0.5, latency_us=7.0, host_memory_gbs=1.0)
     for offload, rate in ((False, 3.0), (True, 1.0)):
         step = estimate([half], Layout(3, 2), STEPS, 2, "cuda", machine, offload)[0]["step_ms"]

@@ -11,23 +11,13 @@ from torch import nn
 from deepspeed.muon import MuonConfigError, MuonWithAuxAdam
 from distributed import run
 from models import MODELS, train_engine
-from oracles import OracleConfig, change_error, route, train_oracle
-from training import PARAMS, ds_config, fp32_weights, make_engine
+from oracles import change_error, route, train_oracle
+from training import ORACLE, ds_config, fp32_weights, make_engine
 
 STEPS = 4
 #: Settings of two groups besides the rest: layers 0 and 1, layers 2 and 3.
 SECOND = {"lr": 0.005, "momentum": 0.5, "weight_decay": 0.0, "betas": (0.8, 0.99), "eps": 1e-6}
 THIRD = {"muon_lr": 0.01, "nesterov": False, "adjust_lr_fn": "match_rms_adamw", "ns_method": "gram"}
-ORACLE = OracleConfig(
-    lr=PARAMS["lr"],
-    adam_lr=PARAMS["adam_lr"],
-    momentum=PARAMS["momentum"],
-    weight_decay=PARAMS["weight_decay"],
-    adam_weight_decay=PARAMS["weight_decay"],
-    betas=(0.9, 0.95),
-    eps=PARAMS["eps"],
-    clip=1.0,
-)
 ORACLE_SECOND = replace(
     ORACLE, lr=0.005, adam_lr=0.005, momentum=0.5, weight_decay=0.0, adam_weight_decay=0.0, betas=(0.8, 0.99), eps=1e-6
 )

@@ -2,6 +2,7 @@
 """Training under ZeRO against the whole-matrix oracle, which computes its own gradients from the raw data."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,8 +10,8 @@ import torch
 
 from distributed import run
 from models import MODELS, train_engine
-from oracles import OracleConfig, change_cosine, change_error, route, train_oracle
-from training import PARAMS, ds_config, make_engine, train, train_on_gradients
+from oracles import change_cosine, change_error, route, train_oracle
+from training import ORACLE, PARAMS, ds_config, make_engine, train, train_on_gradients
 
 STEPS = 5
 FACTORS: dict[str, tuple[Any, ...]] = {
@@ -65,17 +66,7 @@ def oracle(model: str, clip: float, dtype: str = "fp32", **settings: Any) -> Any
     """The reference in fp64, from the weights that a model of `dtype` starts with."""
     net = MODELS[model]().to(HALVES[dtype])
     adam = ("tokens", "positions", "lm_head") if model.startswith("gpt") else ()
-    config = OracleConfig(
-        lr=PARAMS["lr"],
-        adam_lr=PARAMS["adam_lr"],
-        momentum=PARAMS["momentum"],
-        weight_decay=PARAMS["weight_decay"],
-        adam_weight_decay=PARAMS["weight_decay"],
-        betas=(0.9, 0.95),
-        eps=PARAMS["eps"],
-        clip=clip,
-        **settings,
-    )
+    config = replace(ORACLE, clip=clip, **settings)
     return train_oracle(net, net.batch, STEPS, route(net, adam), config)
 
 

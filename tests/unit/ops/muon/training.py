@@ -7,9 +7,21 @@ import torch
 from torch import Tensor, nn
 
 from models import GLOBAL_BATCH, MODELS, full_weights, train_engine
+from oracles import OracleConfig
 
 PARAMS = {"lr": 0.02, "adam_lr": 1e-3, "momentum": 0.9, "weight_decay": 0.1, "eps": 1e-8, "ns_dtype": "fp32"}
-"""optimizer.params of most tests; `ORACLE` in test_parity.py is the same for the oracle."""
+"""optimizer.params of most tests."""
+ORACLE = OracleConfig(
+    lr=PARAMS["lr"],
+    adam_lr=PARAMS["adam_lr"],
+    momentum=PARAMS["momentum"],
+    weight_decay=PARAMS["weight_decay"],
+    adam_weight_decay=PARAMS["weight_decay"],
+    betas=(0.9, 0.95),
+    eps=PARAMS["eps"],
+    clip=1.0,
+)
+"""The same for the oracle."""
 
 
 def ds_config(
