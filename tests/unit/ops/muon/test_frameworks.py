@@ -163,15 +163,24 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     yield Runs(adamw, muon, resumed)
 
 
+ALL_RANKS_STARTED = f"""
+import os, pathlib, time
+here = pathlib.Path(__file__).parent
+(here / f"{{os.getpid()}}.pid").touch()
+while len(list(here.glob("*.pid"))) < {RANKS}:
+    time.sleep(0.01)
+"""
+
+
 @pytest.mark.parametrize(
     "code", ["raise SystemExit(int(os.environ['RANK']))", "os.abort()", "pass"], ids=["failed", "aborted", "hanging"]
 )
 def test_a_failed_or_hanging_rank_ends_the_others(code: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(f"import os, time\nprint(os.getpid(), flush=True)\n{code}\ntime.sleep(60)")
-    with pytest.raises(LaunchError) as error:
-        launch(script, [], tmp_path, timeout=2.0)
-    ranks = [line for line in str(error.value).splitlines() if line.isdigit()]
+    script.write_text(f"{ALL_RANKS_STARTED}{code}\ntime.sleep(60)")
+    with pytest.raises(LaunchError):
+        launch(script, [], tmp_path, timeout=5.0)
+    ranks = [file.stem for file in tmp_path.glob("*.pid")]
     assert len(ranks) == RANKS
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
 
