@@ -152,6 +152,10 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         """The exchange of the first partition; all share one dtype, device and workspace."""
         return next(iter(self._bound.values())).exchange
 
+    def release_workspace(self) -> None:
+        """Give back the memory of temporaries; the next step takes it again."""
+        self._work.clear()
+
     def _bind_whole(self) -> None:
         """Bind the parameters themselves: plain PyTorch, every rank holds every matrix."""
         partitions = [

@@ -46,6 +46,10 @@ class Workspace:
             held = self._storage[key] = torch.empty(numel, dtype=dtype, device=device)
         return held[:numel].view(shape)
 
+    def clear(self) -> None:
+        """Give back all storage."""
+        self._storage.clear()
+
     def nbytes(self) -> int:
         """Bytes held at present."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._storage.values())

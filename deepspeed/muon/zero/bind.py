@@ -21,6 +21,7 @@ from deepspeed.muon.zero.agreement import consult, differences
 from deepspeed.muon.zero.checkpoint import keep_convertible
 from deepspeed.muon.zero.finite import NormWatch, is_valid
 from deepspeed.muon.zero.monitor import watch
+from deepspeed.muon.zero.states import keep_accessible
 from deepspeed.muon.zero.support import UnsupportedError, refuse_engine, refuse_unsupported
 
 #: A sub-group plan this much slower than the whole group's is worth a warning.
@@ -53,8 +54,7 @@ def bind_engine(engine: Any) -> None:
     optimizer.bind(partitions, resolve_dtype(optimizer.config.ns_dtype, verdict["bf16"]), _compute_device())
     facts = {"plan": _plan_digest(optimizer), "monitor": engine.monitor.enabled}
     watch(engine, consult(facts, _judge_plans)["monitor"])
-    if getattr(wrapper, "_hp_optimizer_states_linked", True) is False:
-        wrapper._lazy_init_hp_params_optimizer_state()
+    keep_accessible(wrapper, optimizer)
     keep_convertible(wrapper, optimizer)
     if engine.global_rank == 0:
         _report(engine, optimizer)

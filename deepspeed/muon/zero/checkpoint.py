@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from deepspeed.muon.logs import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.zero.states import link
 
 
 def keep_convertible(wrapper: Any, optimizer: MuonWithAuxAdam) -> None:
@@ -111,11 +112,7 @@ def _kinds(flags: list[bool | None]) -> str:
 
 
 def _checked(wrapper: Any, optimizer: MuonWithAuxAdam, load: Any) -> Any:
-    """Stock's ``load_state_dict``, after a check of the routing, whose lack it reports in misleading words.
-
-    At stages 1 and 2 stock links parameters to state once, after the first step. Loading replaces the state, so
-    they are linked again, for ``safe_get_full_optimizer_state``.
-    """
+    """Stock's ``load_state_dict``, after a check of the routing, whose lack it reports in misleading words."""
 
     @functools.wraps(load)
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -124,9 +121,7 @@ def _checked(wrapper: Any, optimizer: MuonWithAuxAdam, load: Any) -> Any:
         if saved and kwargs.get("load_optimizer_states", True):
             _check(optimizer, _saved_groups(saved))
         result = load(*args, **kwargs)
-        if hasattr(wrapper, "_hp_optimizer_states_linked"):
-            wrapper._hp_optimizer_states_linked = False
-            wrapper._lazy_init_hp_params_optimizer_state()
+        link(wrapper)
         return result
 
     return checked

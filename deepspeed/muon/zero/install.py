@@ -22,6 +22,7 @@ from deepspeed.muon.logs import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.routing import shapes
 from deepspeed.muon.version import TESTED_DEEPSPEED
+from deepspeed.muon.zero.accumulation import begin_step_again, warn_of_unfinished_step
 from deepspeed.muon.zero.bind import agree, bind_engine
 from deepspeed.muon.zero.monitor import take_step
 from deepspeed.muon.zero.scheduler import check_schedule, configure_scheduler, scheduler_from_config
@@ -36,6 +37,8 @@ SEAMS = (
     ("deepspeed.runtime.engine", "DeepSpeedEngine._configure_lr_scheduler"),
     ("deepspeed.runtime.engine", "DeepSpeedEngine._scheduler_from_config"),
     ("deepspeed.runtime.engine", "DeepSpeedEngine._take_model_step"),
+    ("deepspeed.runtime.engine", "DeepSpeedEngine.save_checkpoint"),
+    ("deepspeed.runtime.engine", "DeepSpeedEngine.load_checkpoint"),
     ("deepspeed.runtime.zero.utils", "ZERO_SUPPORTED_OPTIMIZERS"),
     ("deepspeed.runtime.config", "DeepSpeedConfig.__init__"),
 )
@@ -65,6 +68,8 @@ def install() -> None:
     _replace(engine, "_configure_lr_scheduler", configure_scheduler)
     _replace(engine, "_scheduler_from_config", scheduler_from_config)
     _replace(engine, "_take_model_step", take_step)
+    _replace(engine, "save_checkpoint", _save_checkpoint)
+    _replace(engine, "load_checkpoint", _load_checkpoint)
     _replace(config, "__init__", _read_config)
     supported.append(MuonWithAuxAdam)
     _undo.append(lambda: supported.remove(MuonWithAuxAdam))
@@ -212,4 +217,17 @@ def _configure_optimizer(original: Callable, self: Any, client_optimizer: Any, m
     result = original(self, client_optimizer, model_parameters)
     if isinstance(self.basic_optimizer, MuonWithAuxAdam):
         bind_engine(self)
+    return result
+
+
+def _save_checkpoint(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    if isinstance(self.basic_optimizer, MuonWithAuxAdam):
+        warn_of_unfinished_step(self)
+    return original(self, *args, **kwargs)
+
+
+def _load_checkpoint(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(self, *args, **kwargs)
+    if isinstance(self.basic_optimizer, MuonWithAuxAdam):
+        begin_step_again(self)
     return result

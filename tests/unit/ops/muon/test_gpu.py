@@ -9,10 +9,10 @@ import torch
 from deepspeed.muon.coefficients import schedule
 from deepspeed.muon.orthogonalize import orthogonalize
 from distributed import run
-from models import MODELS
+from models import MODELS, train_engine
 from oracles import change_cosine, newton_schulz_fp64
 from test_parity import oracle
-from training import PARAMS, train
+from training import PARAMS, ds_config, make_engine, train
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,6 +29,30 @@ def test_the_iteration_on_the_gpu(method: str, shape: tuple[int, int]) -> None:
     exact = torch.stack([newton_schulz_fp64(m.cpu()) for m in matrix])
     result = orthogonalize(matrix.clone(), schedule("simple"), method).double().cpu()
     assert (result - exact).norm() / exact.norm() <= 0.03
+
+
+def offloaded(stage: int) -> list[set[str]]:
+    """Devices of masters and states at first, moved to the host, and back again."""
+    engine = make_engine(MODELS["narrow"](), ds_config(stage=stage, dtype="bf16"))
+    train_engine(engine, 1)
+
+    def devices() -> set[str]:
+        states = engine.basic_optimizer.state
+        return {t.device.type for p, entry in states.items() for t in (p, *entry.values()) if t.ndim}
+
+    result = [devices()]
+    engine.offload_states()
+    result.append(devices())
+    engine.reload_states()
+    result.append(devices())
+    train_engine(engine, 1, first_step=1)
+    engine.destroy()
+    return result
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_states_move_to_the_host_and_back(stage: int) -> None:
+    assert run(offloaded, 1, fresh=True, env=GPU, stage=stage) == [[{"cuda"}, {"cpu"}, {"cuda"}]]
 
 
 @pytest.mark.parametrize("offload", [False, True])
