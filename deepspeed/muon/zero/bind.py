@@ -22,6 +22,7 @@ from deepspeed.muon.zero.checkpoint import keep_convertible
 from deepspeed.muon.zero.finite import NormWatch, is_valid
 from deepspeed.muon.zero.monitor import watch
 from deepspeed.muon.zero.support import UnsupportedError, refuse_engine, refuse_unsupported
+from deepspeed.muon.zero.universal import read_universal
 
 #: A sub-group plan this much slower than the whole group's is worth a warning.
 SLOW_SUB_GROUPS = 1.25
@@ -56,6 +57,7 @@ def bind_engine(engine: Any) -> None:
     if getattr(wrapper, "_hp_optimizer_states_linked", True) is False:
         wrapper._lazy_init_hp_params_optimizer_state()
     keep_convertible(wrapper, optimizer)
+    read_universal(engine, optimizer)
     if engine.global_rank == 0:
         _report(engine, optimizer)
 
