@@ -9,7 +9,7 @@ is 1 / (1 - momentum) times the average.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -178,55 +178,67 @@ def chosen(optimizer: MuonWithAuxAdam, source: Source) -> str | None:
 def _of_state_dict(
     optimizer: MuonWithAuxAdam, state_dict: Mapping[str, Any], is_sum: bool, names: Sequence[str] | None
 ) -> Source:
+    specs = {spec.name: spec for spec in optimizer.specs.values()}
     groups = state_dict["param_groups"]
     group_of = {index: group for group in groups for index in group["params"]}
-    entries = dict(zip(_names(optimizer, groups, names), (state_dict["state"].get(i) for i in group_of), strict=True))
-    decays = dict(zip(entries, (group.get("momentum") for group in group_of.values()), strict=True))
-    entries = {name: entry for name, entry in entries.items() if entry}
-    _check_entries({spec.name: spec for spec in optimizer.specs.values()}, entries, decays, is_sum)
+    found = [state_dict["state"].get(index, {}) for index in group_of]
+    decays = [group.get("momentum") for group in group_of.values()]
+    problems = []
+    for order in _orders(list(specs.values()), groups, names):
+        entries = {name: entry for name, entry in zip(order, found, strict=True) if entry}
+        decay_of = dict(zip(order, decays, strict=True))
+        problems.append(list(_problems(specs, entries, decay_of, is_sum)))
+        if not problems[-1]:
+            break
+    else:
+        raise ImportStateError("the state_dict does not fit the model: " + "; ".join(problems[0][:8]))
 
     def read(name: str, key: str) -> Tensor:
         value = entries[name][key]
-        return value * (1.0 - decays[name]) if is_sum and key == "momentum_buffer" else value
+        return value * (1.0 - decay_of[name]) if is_sum and key == "momentum_buffer" else value
 
     return Source(
-        "the state_dict",
+        "a state_dict" + (", sums times 1 - momentum" if is_sum else ""),
         {name: "momentum_buffer" in entry for name, entry in entries.items()},
         read,
         lambda name: float(entries[name].get("step", 0)),
     )
 
 
-def _names(optimizer: MuonWithAuxAdam, groups: Sequence[Mapping[str, Any]], given: Sequence[str] | None) -> list[str]:
-    """The names of the state_dict's parameters, in its order."""
+def _orders(
+    specs: Sequence[MatrixSpec], groups: Sequence[Mapping[str, Any]], given: Sequence[str] | None
+) -> list[list[str]]:
+    """The orders in which the state_dict may name the parameters, the likeliest first.
+
+    Keller Jordan's Muon sorts its own by shape, the greatest first.
+    """
     count = sum(len(group["params"]) for group in groups)
     stated = [name for group in groups for name in group.get("param_names", ())]
-    trainable = [spec.name for spec in optimizer.specs.values()]
-    matrices = [spec.name for spec in optimizer.specs.values() if spec.use_muon]
-    candidates = [list(given)] if given is not None else [stated, trainable, matrices]
-    for names in candidates:
-        if len(names) == count and len(set(names)) == count:
-            return names
-    raise ImportStateError(
-        f"the state_dict holds {count} parameters, the model has {len(trainable)} trainable ones and {len(matrices)} "
-        f"Muon matrices{'' if given is None else f', names has {len(given)}'}: pass one name per parameter of it, each "
-        "once, in its order"
-    )
+    names = [spec.name for spec in specs]
+    muon = [spec.name for spec in specs if spec.use_muon]
+    by_shape = [spec.name for spec in sorted(specs, key=lambda spec: spec.shape, reverse=True) if spec.use_muon]
+    guesses = [stated, names, muon, by_shape, by_shape + [name for name in names if name not in set(muon)]]
+    orders = [list(given)] if given is not None else guesses
+    fitting = [order for order in orders if len(order) == count and len(set(order)) == count]
+    if not fitting:
+        raise ImportStateError(
+            f"the state_dict holds {count} parameters, the model has {len(names)} trainable ones and {len(muon)} Muon "
+            f"matrices{'' if given is None else f', names has {len(given)}'}: pass one name per parameter of it, each "
+            "once, in its order"
+        )
+    return fitting
 
 
-def _check_entries(
+def _problems(
     specs: Mapping[str, MatrixSpec], entries: Mapping[str, Mapping[str, Any]], decays: Mapping[str, Any], is_sum: bool
-) -> None:
-    problems = []
+) -> Iterator[str]:
     for name, entry in entries.items():
         keys = [keys for keys in KEYS.values() if all(isinstance(entry.get(key), Tensor) for key in keys)]
         if name not in specs:
-            problems.append(f"{name}: the model has no such trainable parameter")
+            yield f"{name}: the model has no such trainable parameter"
         elif not keys:
-            problems.append(f"{name}: neither momentum_buffer nor exp_avg and exp_avg_sq, but {sorted(entry)}")
+            yield f"{name}: neither momentum_buffer nor exp_avg and exp_avg_sq, but {sorted(entry)}"
         elif any(tuple(entry[key].shape) != specs[name].shape for key in keys[0]):
-            problems.append(f"{name}: {list(entry[keys[0][0]].shape)} there, {list(specs[name].shape)} here")
+            yield f"{name}: {list(entry[keys[0][0]].shape)} there, {list(specs[name].shape)} here"
         elif is_sum and "momentum_buffer" in entry and decays[name] is None:
-            problems.append(f"{name}: its group has no momentum, by which a sum becomes an average")
-    if problems:
-        raise ImportStateError("the state_dict does not fit the model: " + "; ".join(problems[:8]))
+            yield f"{name}: its group has no momentum, by which a sum becomes an average"

@@ -78,6 +78,7 @@ class Saved:
         self.groups: list[dict[str, Any]] = []
         self.matrices: set[str] = set()
         self.parts: Parts = {}
+        self.spans: list[int] = []
         self.loss_scale = 1.0
         self.steps = 0.0
 
@@ -128,11 +129,13 @@ def read(folder: Path) -> Saved:
         base = state.get("base_optimizer_state") or state["optimizer_state_dict"]
         if rank == 0:
             _take_groups(saved, base["param_groups"])
+            # Padding is at the end of a group: if the first rank has any, no other rank holds anything.
+            saved.spans = [part.numel() for part in state.get("single_partition_of_fp32_groups", ())]
         if stage == 3:
             _add_stage3(saved, state, base["state"], rank, len(ranks))
         else:
             is_bf16_optimizer = "zero_stage" not in state
-            _add_stage12(saved, state, base["state"], offloaded or is_bf16_optimizer)
+            _add_stage12(saved, state, base["state"], rank, offloaded or is_bf16_optimizer)
     _set_steps(saved, [entry for state in ranks for entry in _states(state).values()])
     return saved
 
@@ -151,12 +154,13 @@ def _take_groups(saved: Saved, groups: list[dict[str, Any]]) -> None:
     saved.groups = groups
 
 
-def _add_stage12(saved: Saved, state: Mapping[str, Any], states: Mapping[int, Any], is_share: bool) -> None:
+def _add_stage12(saved: Saved, state: Mapping[str, Any], states: Mapping[int, Any], rank: int, is_share: bool) -> None:
+    """One rank's share of each group, in which the parameters lie as ``param_shapes`` lists them."""
     for index, group in enumerate(saved.groups):
-        places = sorted(state["param_slice_mappings"][index].items(), key=lambda item: item[1].start)
         entry, before = states.get(index, {}), 0
-        for name, place in places:
-            saved.add(name, WEIGHT, state["single_partition_of_fp32_groups"][index][place.start :][: place.numel])
+        weights = state["single_partition_of_fp32_groups"][index]
+        for name, part in _held(saved, state, index, rank):
+            saved.add(name, WEIGHT, weights[part])
             if group["use_muon"]:
                 saved.matrices.add(name)
             for key in set(KEYS[group["use_muon"]]) & entry.keys():
@@ -165,7 +169,19 @@ def _add_stage12(saved: Saved, state: Mapping[str, Any], states: Mapping[int, An
                     saved.parts[name][key] = [entry[key][before : before + count]]
                     before += count
                 else:
-                    saved.add(name, key, entry[key][place.start :][: place.numel])
+                    saved.add(name, key, entry[key][part])
+
+
+def _held(saved: Saved, state: Mapping[str, Any], index: int, rank: int) -> Iterator[tuple[str, slice]]:
+    """The parameters of a group of which this rank holds a part, and where it lies."""
+    shapes = saved.model["param_shapes"][index]
+    paddings = state.get("param_alignment_paddings", {index: [0] * len(shapes)})[index]
+    span, start = saved.spans[index], 0
+    for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
+        low, high = max(start, rank * span), min(start + math.prod(shape), (rank + 1) * span)
+        if low < high:
+            yield name, slice(low - rank * span, high - rank * span)
+        start += math.prod(shape) + padding
 
 
 def _add_stage3(saved: Saved, state: Mapping[str, Any], states: Mapping[int, Any], rank: int, count: int) -> None:
@@ -189,7 +205,9 @@ def _read_stage0(folder: Path) -> Saved:
     base = outer.get("optimizer_state_dict", outer)
     _take_groups(saved, base.get("param_groups", [{}]))
     weights = {name: value for name, value in saved.model["module"].items() if value.is_floating_point()}
-    halves = {flag: [n for n, w in weights.items() if _has_muon(n, w) is flag] for flag in (True, False)}
+    muon = [name for name, weight in weights.items() if _has_muon(name, weight)]
+    muon.sort(key=lambda name: tuple(weights[name].shape), reverse=True)  # as stock's Muon orders its parameters
+    halves = {True: muon, False: [name for name in weights if name not in set(muon)]}
     masters = [master for group in outer.get("fp32_groups", ()) for master in group]
     order = [name for group in saved.groups for name in halves[group["use_muon"]][: len(group["params"])]]
     indices = [index for group in saved.groups for index in group["params"]]
@@ -203,7 +221,7 @@ def _read_stage0(folder: Path) -> Saved:
     for name, entry, *master in zip(order, found, masters or [weights[name] for name in order], strict=True):
         saved.shapes[name] = tuple(weights[name].shape)
         saved.add(name, WEIGHT, master[0].float())
-        if _has_muon(name, weights[name]):
+        if name in muon:
             saved.matrices.add(name)
         for key in set(KEYS[name in saved.matrices]) & entry.keys():
             saved.add(name, key, entry[key])

@@ -36,6 +36,8 @@ def read_universal(engine: Any, optimizer: MuonWithAuxAdam) -> None:
     wrapper = engine.optimizer
     if wrapper is optimizer or not hasattr(wrapper, "_load_universal_checkpoint"):
         return
+    if hasattr(wrapper, "_param_slice_mappings"):
+        wrapper._param_slice_mappings = _slices(optimizer)
 
     def load(checkpoint_folder: str, load_optimizer_states: bool, load_from_fp32_weights: bool) -> None:
         _load(engine, optimizer, Folder(checkpoint_folder), load_optimizer_states)
@@ -43,6 +45,20 @@ def read_universal(engine: Any, optimizer: MuonWithAuxAdam) -> None:
     wrapper._load_universal_checkpoint = load
     if engine.load_universal_checkpoint():
         engine._get_all_ckpt_names = _either_name(engine._get_all_ckpt_names)
+
+
+def _slices(optimizer: MuonWithAuxAdam) -> list[dict[str, Any]]:
+    """Where the converter finds each parameter in this rank's flat tensors, by group; stages 1 and 2.
+
+    Stock's own are those of the parameters in order, which ``round_robin_gradients`` changes.
+    """
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    partitions = sorted(optimizer.all_partitions, key=lambda partition: partition.index)
+    return [
+        {shard.spec.name: fragment_address(stop - start, position) for shard, start, stop, position in found.pieces()}
+        for found in partitions
+    ]
 
 
 def _either_name(original: Callable[[str, Any], list[str]]) -> Callable[[str, Any], list[str]]:
