@@ -2,6 +2,7 @@
 """Muon for DeepSpeed ZeRO. Importing this package activates it; nothing is compiled."""
 
 from deepspeed.muon.config import MuonConfig, MuonConfigError
+from deepspeed.muon.imports import ImportStateError, import_state
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.routing import Block, MatrixSpec, route
 from deepspeed.muon.version import __version__
@@ -12,6 +13,7 @@ from deepspeed.muon.zero.support import UnsupportedError
 __all__ = [
     "Block",
     "DisagreementError",
+    "ImportStateError",
     "MatrixSpec",
     "MuonConfig",
     "MuonConfigError",
@@ -19,6 +21,7 @@ __all__ = [
     "SeamError",
     "UnsupportedError",
     "__version__",
+    "import_state",
     "install",
     "route",
     "uninstall",

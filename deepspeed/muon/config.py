@@ -42,6 +42,7 @@ NEUTRAL_KEYS = frozenset(
     {
         "adjust_lr_fn",
         "adam_weight_decay",
+        "import_momentum",
         "monitor_interval",
         "muon_exclude",
         "muon_include",
@@ -157,6 +158,11 @@ class MuonConfig(BaseModel):
     fp32_optimizer_states: Literal[True] = knob(True, "optimizer states are fp32", "true", source=STOCK)
     per_head_muon: Literal[False] = knob(
         False, "one matrix per attention head: not supported yet", "false", source=STOCK
+    )
+    import_momentum: Literal["first_moment", "zero"] = knob(
+        "first_moment",
+        "what Muon's momentum starts from where a checkpoint or optimizer of AdamW is taken over",
+        "first_moment or zero",
     )
     monitor_interval: Interval = knob(
         10,

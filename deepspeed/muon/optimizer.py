@@ -46,12 +46,17 @@ class Partition:
     rank: int = 0
     world_size: int = 1
 
-    def held(self) -> Iterator[tuple[Tensor, int, int]]:
-        """(tensor, first element, length) of what this rank holds, without padding."""
+    def pieces(self) -> Iterator[tuple[Shard, int, int, int]]:
+        """(shard, first element of the parameter, one past the last, position in its tensor) held by this rank."""
         for shard in self.shards:
             start, stop = shard.placement.held(self.rank, 0, shard.spec.numel)
             if start < stop:
-                yield self.tensors[shard.tensor], shard.placement.position(start), stop - start
+                yield shard, start, stop, shard.placement.position(start)
+
+    def held(self) -> Iterator[tuple[Tensor, int, int]]:
+        """(tensor, first element, length) of what this rank holds, without padding."""
+        for shard, start, stop, position in self.pieces():
+            yield self.tensors[shard.tensor], position, stop - start
 
 
 @dataclass(frozen=True)
@@ -141,6 +146,11 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     def partitions(self) -> list[Partition]:
         """Where the Muon parameters lie, as bound."""
         return [bound.partition for bound in self._bound.values()]
+
+    @property
+    def all_partitions(self) -> list[Partition]:
+        """Where all parameters lie, as bound."""
+        return [*self.partitions, *self._adam_partitions]
 
     @property
     def plans(self) -> list[Plan]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``ds_muon``: ``plan`` shows what the optimizer would do, ``report`` whether it can."""
+"""The command ``ds_muon``: what the optimizer would do, whether it can, and checkpoints of stock's Muon for it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import gc
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from deepspeed.muon.cli.blueprint import EXPECTED, ModelError, build
@@ -19,11 +20,13 @@ from deepspeed.muon.cli.tables import plan_text, rows_of
 from deepspeed.muon.config import MuonConfigError
 from deepspeed.muon.estimate import Machine, assumptions, estimate, stock_clipping
 from deepspeed.muon.forecast import halves_of
+from deepspeed.muon.imports import ImportStateError
 from deepspeed.muon.version import __version__
 from deepspeed.muon.zero.preview import Settings, SettingsError, read_settings
+from deepspeed.muon.zero.stock import convert
 from deepspeed.muon.zero.support import UnsupportedError
 
-USER_ERRORS = (ModelError, MuonConfigError, SettingsError, UnsupportedError)
+USER_ERRORS = (ImportStateError, ModelError, MuonConfigError, SettingsError, UnsupportedError)
 MACHINE_FLAGS = {
     "tflops": "Newton-Schulz, TFLOP/s of one rank",
     "memory_gbs": "memory bandwidth of one rank, GB/s",
@@ -57,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    top = _Parser("ds_muon", description="Muon for DeepSpeed ZeRO: plan a run, report on the environment")
+    top = _Parser("ds_muon", description="Muon for DeepSpeed ZeRO: plan a run, report on the environment, import")
     top.add_argument("--version", action="version", version=f"deepspeed-muon {__version__}")
     commands = top.add_subparsers(dest="command", required=True)
     plan = commands.add_parser("plan", help="what the optimizer would do with a model on many ranks")
@@ -75,7 +78,11 @@ def parser() -> argparse.ArgumentParser:
     plan.set_defaults(run=_plan)
     report = commands.add_parser("report", help="versions, seams, activation, devices; status 1 if unfit")
     report.set_defaults(run=_report)
-    for command in (plan, report):
+    take = commands.add_parser("import", help="a universal checkpoint from one of stock DeepSpeed's Muon")
+    take.add_argument("--from", required=True, type=Path, dest="source", help="folder of one tag of the checkpoint")
+    take.add_argument("--to", required=True, type=Path, dest="target", help="new folder, of a tag too")
+    take.set_defaults(run=_import)
+    for command in (plan, report, take):
         command.add_argument("--json", action="store_true", help="print one JSON object")
     return top
 
@@ -121,6 +128,16 @@ def _rate(text: str) -> float:
 def _report(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     facts = environment()
     return facts, as_text(facts)
+
+
+def _import(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    facts = convert(args.source, args.target)
+    divided = f", divided by the loss scale {facts['loss_scale']:g}" if facts["loss_scale"] != 1.0 else ""
+    return facts, (
+        f"{facts['to']}: momentum of {facts['matrices']} matrices{divided}, AdamW's state of {facts['adamw']} tensors, "
+        f"from stage {facts['stage']}. Load it with the tag {args.target.name} and "
+        '"checkpoint": {"load_universal": true}'
+    )
 
 
 def _plan(args: argparse.Namespace) -> tuple[dict[str, Any], str]:

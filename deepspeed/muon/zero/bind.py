@@ -23,6 +23,7 @@ from deepspeed.muon.zero.finite import NormWatch, is_valid
 from deepspeed.muon.zero.monitor import watch
 from deepspeed.muon.zero.states import keep_accessible
 from deepspeed.muon.zero.support import UnsupportedError, refuse_engine, refuse_unsupported
+from deepspeed.muon.zero.universal import read_universal
 
 #: A sub-group plan this much slower than the whole group's is worth a warning.
 SLOW_SUB_GROUPS = 1.25
@@ -56,6 +57,7 @@ def bind_engine(engine: Any) -> None:
     watch(engine, consult(facts, _judge_plans)["monitor"])
     keep_accessible(wrapper, optimizer)
     keep_convertible(wrapper, optimizer)
+    read_universal(engine, optimizer)
     if engine.global_rank == 0:
         _report(engine, optimizer)
 

@@ -92,6 +92,11 @@ RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "MiCS is not supported yet; remove the key",
     ),
     (
+        "checkpoint.load_universal",
+        lambda c: bool(_get(c, "load_universal_checkpoint")) and _get(c, "zero_optimization_stage", 0) == 0,
+        "DeepSpeed loads universal checkpoints at stages 1 to 3 only; set zero_optimization.stage to 1",
+    ),
+    (
         "fp16.enabled",
         lambda c: bool(_get(c, "float16_config.enabled")) and _get(c, "zero_optimization_stage", 0) == 0,
         "at stage 0 DeepSpeed divides gradients by a loss scale by which it never multiplied the loss; "

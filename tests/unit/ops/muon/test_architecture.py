@@ -60,6 +60,7 @@ ALLOWED: dict[str, set[str]] = {
         "schedule",
         "update",
     },
+    "imports": {"logs", "optimizer", "routing"},
     "cost": {"orthogonalize", "owners"},
     "forecast": {"config", "groups", "owners", "placement", "plan", "routing", "update"},
     "estimate": {"cost", "forecast", "update"},
@@ -75,11 +76,13 @@ ALLOWED: dict[str, set[str]] = {
         "config",
         "estimate",
         "forecast",
+        "imports",
         "version",
         "zero.preview",
+        "zero.stock",
         "zero.support",
     },
-    "": {"config", "optimizer", "routing", "version", "zero.agreement", "zero.install", "zero.support"},
+    "": {"config", "imports", "optimizer", "routing", "version", "zero.agreement", "zero.install", "zero.support"},
 }
 #: Module -> what it may import besides the standard library and the package.
 EXTERNAL: dict[str, set[str]] = {
@@ -100,6 +103,7 @@ EXTERNAL: dict[str, set[str]] = {
     "update": {"torch"},
     "orthogonalize": {"torch"},
     "groups": {"torch"},
+    "imports": {"torch"},
     "optimizer": {"torch"},
     "exchange": {"torch", "deepspeed"},
     "forecast": {"torch"},

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: exact resume, the state by name, the files, stock's universal converter, and the size of the state."""
+"""Checkpoints: exact resume, the state by name, the files, zero_to_fp32, and the size of the state."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distributed import run
 from models import MODELS, initialize_, train_engine
-from oracles import OracleConfig, change_error, route, train_oracle
+from oracles import OracleConfig, route, train_oracle
 from test_nonfinite import differing, flat_tensors, local_states, named_states, snapshot
 from training import PARAMS, ds_config, fp32_weights, make_engine
 
@@ -193,7 +193,7 @@ def test_a_checkpoint_of_stock_adamw_is_refused(case: dict[str, Any], tmp_path: 
     stock = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
     run(save_once, 2, case=case, folder=str(tmp_path), tags={}, optimizer=stock)
     for text in run(refusal, 2, case=case, folder=str(tmp_path), tags={}):
-        assert "['unknown']" in text and "another optimizer" in text
+        assert "['unknown']" in text and "another optimizer" in text and "ds_to_universal" in text
 
 
 @pytest.mark.parametrize("case", FOREIGN, ids=str)
@@ -203,64 +203,38 @@ def test_a_checkpoint_of_another_routing_is_refused(case: dict[str, Any], tmp_pa
         assert "['layers.1.weight'] in the checkpoint only" in text and "['layers.0.weight'] here only" in text
 
 
-# ---- stock's universal converter --------------------------------------------------------------------------
+# ---- zero_to_fp32 ------------------------------------------------------------------------------------------
 
 
-def settings(engine: Any) -> list[dict[str, Any]]:
-    """Each group's settings."""
-    return [{k: v for k, v in group.items() if k != "params"} for group in engine.basic_optimizer.param_groups]
+def save_weights(cases: list[dict[str, Any]], folder: str) -> list[dict[str, Tensor]]:
+    """By case: the fp32 weights of an engine whose checkpoint is left."""
+    results = []
+    for index, case in enumerate(cases):
+        engine = fresh_engine(0, case)
+        train_engine(engine, 2)
+        engine.save_checkpoint(f"{folder}/{index}")
+        results.append(fp32_weights(engine))
+        engine.destroy()
+    return results
 
 
-def save_for_conversion(case: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Three steps, another rate for AdamW, a checkpoint, three more steps."""
-    engine = fresh_engine(0, case)
-    initial = fp32_weights(engine)
-    train_engine(engine, 3)
-    engine.basic_optimizer.param_groups[1]["lr"] = 5e-4
-    engine.save_checkpoint(folder, tag="saved")
-    result = {"settings": settings(engine), "states": named_states(engine), "initial": initial}
-    train_engine(engine, 3, first_step=3)
-    result["weights"] = fp32_weights(engine)
-    engine.destroy()
-    return result
+def test_zero_to_fp32_gives_the_weights(tmp_path: Path) -> None:
+    """The function for every wrapper, and the script that DeepSpeed leaves in the checkpoint."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-
-def load_converted(case: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Load a universal checkpoint into an engine with other weights and take three more steps."""
-    engine = fresh_engine(7, case, checkpoint={"load_universal": True})
-    assert engine.load_checkpoint(folder, tag="universal")[0] is not None
-    result = {"settings": settings(engine), "states": named_states(engine), "local": local_states(engine)}
-    train_engine(engine, 3, first_step=3)
-    result["weights"] = fp32_weights(engine)
-    result["steps"] = [float(entry["step"]) for entry in local_states(engine)]
-    engine.destroy()
-    return result
-
-
-def convert(folder: Path) -> None:
-    """Run stock's converter by its own command."""
-    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
-    folders = ["--input_folder", str(folder / "saved"), "--output_folder", str(folder / "universal")]
-    done = subprocess.run(command + folders, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-
-
-@pytest.mark.parametrize("case", [{"stage": 1}, {"stage": 2}, {"stage": 3}, BF16_OPTIMIZER], ids=str)
-def test_universal_checkpoint_on_other_ranks(case: dict[str, Any], tmp_path: Path) -> None:
-    """Saved on 2 ranks, loaded on 1 and 4; bf16 gradients of other shares of a batch differ themselves."""
-    saved = run(save_for_conversion, 2, case=case, folder=str(tmp_path))[0]
-    convert(tmp_path)
-    targets = [(1, case), (4, case)] + [(1, case | {"offload": True})] * (case["stage"] == 3)
-    for world, target in targets:
-        loaded = run(load_converted, world, case=target, folder=str(tmp_path))[0]
-        assert loaded["settings"] == saved["settings"]
-        assert differing(loaded["states"], saved["states"]) == []
-        assert [sorted(entry) for entry in loaded["local"]] == [MUON, ADAM]
-        assert [float(entry["step"]) for entry in loaded["local"]] == [3.0, 3.0]
-        assert loaded["steps"] == [6.0, 6.0]
-        for name, expected in saved["weights"].items():
-            error = change_error(saved["initial"][name], loaded["weights"][name], expected)
-            assert error <= (0.1 if "dtype" in case else 1e-5), (world, target, name)
+    pairs = [(stage, dtype) for stage in (1, 2, 3) for dtype in ("fp32", "bf16")]
+    stages: list[dict[str, Any]] = [{"stage": stage, "dtype": dtype} for stage, dtype in pairs]
+    cases = [*stages, {"stage": 3, "offload": True}, BF16_OPTIMIZER]
+    saved = run(save_weights, 2, cases=cases, folder=str(tmp_path))[0]
+    for index, weights in enumerate(saved):
+        assert differing(weights, get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / str(index)))) == [], index
+    for index in (2, 4):
+        folder = tmp_path / str(index)
+        command = [sys.executable, "zero_to_fp32.py", ".", "out", "--max_shard_size", "1GB"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+        (file,) = (folder / "out").glob("pytorch_model*.bin")
+        assert differing(saved[index], torch.load(file, weights_only=True)) == []
 
 
 # ---- size -------------------------------------------------------------------------------------------------

@@ -76,6 +76,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "zenflow": ({"zero": {"zenflow": {}}}, "zero_optimization.zenflow", "remove the section"),
     "elastic": ({"stage": 1, "zero": {"elastic_checkpoint": True}}, "zero_optimization.elastic_checkpoint", FALSE),
     "norm": ({"zero": {"compute_grad_norm": False}}, "zero_optimization.compute_grad_norm", "set it to true"),
+    "universal": ({"stage": 0, "checkpoint": {"load_universal": True}}, "checkpoint.load_universal", "stage to 1"),
     "fp16 stage 0": ({"stage": 0, "fp16": {"enabled": True}}, "fp16.enabled", "zero_optimization.stage to 1"),
     "fp16": ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "fp16.fp16_master_weights", FALSE),
     "bf16": ({"bf16": BF16}, "bf16.bf16_master_weights_and_grads", FALSE),

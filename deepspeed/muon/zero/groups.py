@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parameter groups of a checkpoint against those of the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from deepspeed.muon.logs import logger
+from deepspeed.muon.optimizer import MuonWithAuxAdam
+
+Groups = Sequence[Mapping[str, Any]]
+
+
+def saved_groups(saved: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The groups in what a wrapper of DeepSpeed's, or its converter, has written."""
+    inner = saved.get("optimizer_state_dict", saved)
+    return inner["param_groups"] if "param_groups" in inner else inner["base_optimizer_state"]["param_groups"]
+
+
+def matrices(optimizer: Any) -> set[str]:
+    """Names of the parameters that go to Muon."""
+    return {spec.name for spec in optimizer.specs.values() if spec.use_muon}
+
+
+def kinds(groups: Groups) -> list[bool | None]:
+    """Of each group, whether it is Muon's; ``None``: another optimizer's."""
+    return [group.get("use_muon") for group in groups]
+
+
+def check_groups(optimizer: MuonWithAuxAdam, groups: Groups) -> None:
+    """Raise ValueError unless saved groups are of the same kinds and the same parameters go to Muon."""
+    saved, current = kinds(groups), kinds(optimizer.param_groups)
+    there = {name for group in groups for name in group.get("matrices", ())}
+    here = matrices(optimizer)
+    if saved != current or there != here:
+        raise ValueError(
+            f"the checkpoint's parameter groups are {_words(saved)}, the optimizer's are {_words(current)}; "
+            f"Muon has {sorted(there - here)[:4]} in the checkpoint only and {sorted(here - there)[:4]} here only: "
+            "it was saved with another optimizer or another routing. To go on from AdamW, convert it with python -m "
+            "deepspeed.checkpoint.ds_to_universal --inject_missing_state, from stock's Muon with ds_muon import, "
+            'and load the result with "checkpoint": {"load_universal": true}'
+        )
+
+
+def settings_of(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The saved settings of a group, which act as with any optimizer of torch's; a warning where the config's differ.
+
+    Learning rates are left out of the warning, since a schedule changes them. Their ratio is the config's: a schedule
+    is built from the config too.
+    """
+    settings = {key: value for key, value in saved.items() if key not in ("params", "matrices", "lr_ratio")}
+    other = {
+        key: value
+        for key, value in settings.items()
+        if key in current and key not in ("lr", "initial_lr") and value != current[key]
+    }
+    for key, value in other.items():
+        logger.warning(
+            "deepspeed-muon: group %s goes on with %s = %s from the checkpoint; the config has %s",
+            settings.get("name"),
+            key,
+            value,
+            current[key],
+        )
+    return {key: value for key, value in current.items() if key != "params"} | settings
+
+
+def _words(flags: Sequence[bool | None]) -> str:
+    return str([{True: "Muon", False: "AdamW", None: "unknown"}[flag] for flag in flags])
