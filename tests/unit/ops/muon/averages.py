@@ -30,11 +30,12 @@ class Resting:
                 self.first[name] = mu * self.first.get(name, 0 * gradient) + (1 - mu) * gradient
                 self.second[name] = beta2 * self.second.get(name, 0 * gradient) + (1 - beta2) * gradient.square()
 
-    def go_on(self, steps: int, count: int) -> dict[str, Tensor]:
-        """The weights after steps of Muon and AdamW from these averages on, with the tests' hyperparameters."""
+    def go_on(self, steps: int, first_step: int, count: int) -> dict[str, Tensor]:
+        """The weights after steps of Muon and AdamW, of which AdamW has counted ``count`` before."""
         model, routing = copy.deepcopy(self.model), route(self.model)
         params = dict(model.named_parameters())
-        for step in range(count, count + steps):
+        for step in range(first_step, first_step + steps):
+            count += 1
             gradients, _ = clipped(gradients_of(model(*model.batch(step)), params), ORACLE.clip)
             with torch.no_grad():
                 for name, param in params.items():
@@ -42,7 +43,7 @@ class Resting:
                         muon_update(param, gradients[name], self.first[name], ORACLE.lr, ORACLE)
                     else:
                         moments = self.first[name], self.second[name]
-                        adam_update(param, gradients[name], *moments, step + 1, ORACLE.adam_lr, ORACLE)
+                        adam_update(param, gradients[name], *moments, count, ORACLE.adam_lr, ORACLE)
         return {name: param.detach().clone() for name, param in params.items()}
 
 

@@ -58,14 +58,14 @@ def take_over(jobs: list[tuple[str, Case]], **extra: Any) -> list[dict[str, Any]
     return results
 
 
-def compare(expected: Resting, got: dict[str, Any], tolerance: float, label: Any) -> None:
+def compare(expected: Resting, got: dict[str, Any], tolerance: float, label: Any, count: int = 3) -> None:
     """State, step count, and the next two steps against the definition."""
-    assert got["steps"] == [3.0] and got["count"] == 3
+    assert got["steps"] == [count] and got["count"] == 3
     for name, kind in route(expected.model).items():
         key = "momentum_buffer" if kind == "muon" else "exp_avg"
         error = (got["states"][f"{name}.{key}"] - expected.first[name]).norm() / expected.first[name].norm()
         assert error <= tolerance, (label, name, key)
-    after, initial = copy.deepcopy(expected).go_on(2, 3), dict(expected.model.named_parameters())
+    after, initial = copy.deepcopy(expected).go_on(2, 3, count), dict(expected.model.named_parameters())
     for name, weight in after.items():
         error = change_error(initial[name].detach(), got["after"][name], weight)
         assert error <= 100 * tolerance, (label, name, error)
@@ -90,7 +90,8 @@ def check_stock(cases: list[Case], folder: Path, targets: list[Case]) -> None:
             name for name, kind in route(definition.model).items() if kind == "muon"
         }
         half = "dtype" in case
-        compare(definition, got, 2e-2 if half else 1e-5, case)
+        # Stock's wrapper of stage 0 in bf16 makes a step with zero gradients when it is built.
+        compare(definition, got, 2e-2 if half else 1e-5, case, 4 if half and case["stage"] == 0 else 3)
 
 
 def test_going_on_from_stocks_muon(tmp_path: Path) -> None:

@@ -3,14 +3,15 @@
 
 import subprocess
 import sys
-import threading
 from argparse import Namespace
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from models import MODELS, initialize_, train_engine
 from training import ds_config, fp32_weights
@@ -123,21 +124,9 @@ def convert_by_command(folder: Path) -> None:
 
 
 def peak_of(action: Callable[[], Any]) -> float:
-    """MB of memory that a process takes for itself while it acts, at most, beyond what it had; mapped files not."""
-    peak, done = 0.0, threading.Event()
-
-    def anonymous() -> float:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(float(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
-
-    def watch() -> None:
-        nonlocal peak
-        while not done.wait(0.002):
-            peak = max(peak, anonymous())
-
-    before, watcher = anonymous(), threading.Thread(target=watch)
-    watcher.start()
-    action()
-    done.set()
-    watcher.join()
-    return max(peak, anonymous()) - before
+    """MB that torch allocates while it acts, at most, beyond what it had; mapped files are not allocated."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        action()
+    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(accumulate(sizes), default=0) / 2**20
