@@ -88,11 +88,16 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         check_patterns(shapes(model), self.config)
         self.specs: dict[nn.Parameter, MatrixSpec] = route(model, self.config.muon_include, self.config.muon_exclude)
         self._bound: dict[int, _Bound] = {}
-        self._adam_partitions: list[Partition] = []
+        #: Where the AdamW parameters lie, as bound.
+        self.adam_partitions: list[Partition] = []
         self._is_bound = False
         self._work = Workspace()
         #: Called before an update; ``False`` skips it on every rank, for all groups alike.
         self.is_finite: Callable[[], bool] = self._gradients_are_finite
+        #: Called where an update is skipped.
+        self.report_skip: Callable[[], None] = lambda: logger.warning(
+            "deepspeed-muon: the gradient is not finite; this step is skipped on all ranks"
+        )
         #: Entered around each phase of a step, by name: prepare, exchange, newton_schulz, apply, adamw.
         self.phase: Callable[[str], AbstractContextManager] = lambda name: nullcontext()
         #: Where the size of updates is recorded, if anywhere.
@@ -120,8 +125,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             device: where Newton-Schulz runs; by default where the tensors are.
         """
         self._bound.clear()
-        self._adam_partitions = [p for p in partitions if not self.param_groups[p.index]["use_muon"]]
-        for partition in self._adam_partitions:
+        self.adam_partitions = [p for p in partitions if not self.param_groups[p.index]["use_muon"]]
+        for partition in self.adam_partitions:
             for tensor in partition.tensors:
                 adamw.state_of(self.state[tensor], tensor)
         for partition in partitions:
@@ -131,7 +136,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             where = partition.tensors[0].device if device is None else device
             cost = cost_model(group["ns_method"], len(self.config.schedule), ns_dtype.itemsize, where.type)
             plan = make_plan(partition.shards, partition.rank, partition.world_size, cost)
-            exchange = Exchange(partition.group, ns_dtype, where, self._work)
+            exchange = Exchange(partition.group, ns_dtype, where, self._work, group["name"])
             self._bound[id(partition.tensors[0])] = _Bound(partition, plan, exchange)
             for tensor in partition.tensors:
                 self._muon_state(tensor)
@@ -182,7 +187,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         if not self._is_bound and not self._bind_on_first_use():
             return loss
         if not self.is_finite():
-            logger.warning("deepspeed-muon: the gradient is not finite; this step is skipped on all ranks")
+            self.report_skip()
             return loss
         for group in self.param_groups:
             if group["params"]:
@@ -267,7 +272,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             adamw.step(tensors, states, group, self.config.adam_w_mode)
         if self.meter is not None:
             stepped = {id(p): state for p, state in zip(tensors, states, strict=True)}
-            for partition in self._adam_partitions:
+            for partition in self.adam_partitions:
                 for tensor, start, length in partition.held():
                     if id(tensor) in stepped:
                         squares = adamw.update_squares(stepped[id(tensor)], group, start, length)

@@ -57,16 +57,22 @@ def _import(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check(optimizer: Any, groups: list[dict[str, Any]]) -> None:
-    """Raise ValueError unless saved groups are of the same kinds and the same parameters go to Muon."""
+    if text := routing_difference(optimizer, groups):
+        raise ValueError(text)
+
+
+def routing_difference(optimizer: Any, groups: list[dict[str, Any]]) -> str | None:
+    """An error text unless saved groups are of the same kinds and the same parameters go to Muon."""
     saved, current = ([group.get("use_muon") for group in side] for side in (groups, optimizer.param_groups))
     there = {name for group in groups for name in group.get("matrices", ())}
     here = _matrices(optimizer)
-    if saved != current or there != here:
-        raise ValueError(
-            f"the checkpoint's parameter groups are {_kinds(saved)}, the optimizer's are {_kinds(current)}; "
-            f"Muon has {sorted(there - here)[:4]} in the checkpoint only and {sorted(here - there)[:4]} here only: "
-            "it was saved with another optimizer or another routing"
-        )
+    if saved == current and there == here:
+        return None
+    return (
+        f"the checkpoint's parameter groups are {_kinds(saved)}, the optimizer's are {_kinds(current)}; "
+        f"Muon has {sorted(there - here)[:4]} in the checkpoint only and {sorted(here - there)[:4]} here only: "
+        "it was saved with another optimizer or another routing"
+    )
 
 
 def _matrices(optimizer: Any) -> set[str]:
@@ -122,7 +128,7 @@ def _checked(wrapper: Any, optimizer: MuonWithAuxAdam, load: Any) -> Any:
         given = args[0] if args else kwargs.get("state_dict_list")
         saved = next(filter(None, given), None) if isinstance(given, list) else given
         if saved and kwargs.get("load_optimizer_states", True):
-            _check(optimizer, _saved_groups(saved))
+            _check(optimizer, saved_groups(saved))
         result = load(*args, **kwargs)
         if hasattr(wrapper, "_hp_optimizer_states_linked"):
             wrapper._hp_optimizer_states_linked = False
@@ -143,7 +149,7 @@ def _repaired(optimizer: MuonWithAuxAdam, load: Any) -> Any:
     def repaired(*args: Any, **kwargs: Any) -> Any:
         folder = str(kwargs.get("checkpoint_dir", args[-1] if args else ""))
         file = os.path.join(folder, "zero", "optimizer_state.pt")
-        saved = _saved_groups(torch.load(file, map_location="cpu", weights_only=False))
+        saved = saved_groups(torch.load(file, map_location="cpu", weights_only=False))
         _check(optimizer, saved)
         before = [dict(group) for group in optimizer.param_groups]
         result = load(*args, **kwargs)
@@ -162,7 +168,8 @@ def _repaired(optimizer: MuonWithAuxAdam, load: Any) -> Any:
     return repaired
 
 
-def _saved_groups(saved: dict[str, Any]) -> list[dict[str, Any]]:
+def saved_groups(saved: dict[str, Any]) -> list[dict[str, Any]]:
+    """The parameter groups in what any of ZeRO's wrappers, or the optimizer itself, has saved."""
     inner = saved.get("optimizer_state_dict", saved)
     return inner["param_groups"] if "param_groups" in inner else inner["base_optimizer_state"]["param_groups"]
 

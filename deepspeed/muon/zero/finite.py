@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 
@@ -48,3 +49,16 @@ class NormWatch:
 def is_valid(norm: Any) -> bool:
     """Whether a gradient norm, a number or a 0-D tensor, is that of a finite gradient."""
     return math.isfinite(float(norm)) and float(norm) >= 0
+
+
+def once_per_step(engine: Any, report: Callable[[], None]) -> Callable[[], None]:
+    """A report on rank 0, and there once per step of the engine, however many groups are skipped in it."""
+    reported = -1
+
+    def on_rank_0() -> None:
+        nonlocal reported
+        if engine.global_rank == 0 and engine.global_steps != reported:
+            reported = engine.global_steps
+            report()
+
+    return on_rank_0

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Puts deepspeed-muon into DeepSpeed's seams, and takes it out again.
 
-The seams: the engine builds its optimizer, wraps it, builds its scheduler and takes a step; ZeRO lists the
-optimizer types that it accepts; a config is read; ``deepspeed.initialize`` tags parameters for stock's own Muon.
+The seams: the engine builds its optimizer, wraps it, builds its scheduler, takes a step, saves and loads; ZeRO lists
+the optimizer types that it accepts; a config is read; ``deepspeed.initialize`` tags parameters for stock's own Muon.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from deepspeed.muon.routing import shapes
 from deepspeed.muon.version import TESTED_DEEPSPEED
 from deepspeed.muon.zero.bind import agree, bind_engine
 from deepspeed.muon.zero.monitor import take_step
+from deepspeed.muon.zero.saving import load_checkpoint, save_checkpoint
 from deepspeed.muon.zero.scheduler import check_schedule, configure_scheduler, scheduler_from_config
 from deepspeed.muon.zero.support import refuse_engine, refuse_unsupported
 
@@ -36,6 +37,8 @@ SEAMS = (
     ("deepspeed.runtime.engine", "DeepSpeedEngine._configure_lr_scheduler"),
     ("deepspeed.runtime.engine", "DeepSpeedEngine._scheduler_from_config"),
     ("deepspeed.runtime.engine", "DeepSpeedEngine._take_model_step"),
+    ("deepspeed.runtime.engine", "DeepSpeedEngine.save_checkpoint"),
+    ("deepspeed.runtime.engine", "DeepSpeedEngine.load_checkpoint"),
     ("deepspeed.runtime.zero.utils", "ZERO_SUPPORTED_OPTIMIZERS"),
     ("deepspeed.runtime.config", "DeepSpeedConfig.__init__"),
 )
@@ -65,6 +68,8 @@ def install() -> None:
     _replace(engine, "_configure_lr_scheduler", configure_scheduler)
     _replace(engine, "_scheduler_from_config", scheduler_from_config)
     _replace(engine, "_take_model_step", take_step)
+    _replace(engine, "save_checkpoint", save_checkpoint)
+    _replace(engine, "load_checkpoint", load_checkpoint)
     _replace(config, "__init__", _read_config)
     supported.append(MuonWithAuxAdam)
     _undo.append(lambda: supported.remove(MuonWithAuxAdam))
