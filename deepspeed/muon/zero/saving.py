@@ -185,7 +185,9 @@ def _look(engine: Any, arguments: dict[str, Any]) -> dict[str, Any]:
             view["tag"] = latest
         if view["tag"] is not None:
             view["problems"] = _problems(engine, arguments, view, latest)
-    except Exception as error:  # whatever a damaged file makes torch raise, the other ranks have to hear of it
+    except CheckpointError as error:
+        view["problems"] = [str(error)]
+    except Exception as error:  # a file of unexpected contents: the other ranks have to hear of it
         view["problems"] = [f"{type(error).__name__}: {error}"]
     return view
 

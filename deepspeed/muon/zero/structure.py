@@ -14,6 +14,7 @@ import torch
 
 from deepspeed.muon.optimizer import MuonWithAuxAdam, Partition
 from deepspeed.muon.zero.checkpoint import routing_difference, saved_groups
+from deepspeed.muon.zero.manifest import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def of_files(engine: Any, folder: str, tag: str, with_optimizer: bool) -> dict[s
     """As :func:`of_engine`, as far as the files tell that stock is about to load; their tensors are not read.
 
     Raises:
-        OSError, RuntimeError, pickle.UnpicklingError and others: a file is missing or cannot be read.
+        CheckpointError: a file is missing or cannot be read.
     """
     model = peek(engine._get_ckpt_name(folder, tag))
     saved = {"world_size": model["dp_world_size"], "scheduler": model["lr_scheduler"] is not None}
@@ -88,11 +89,21 @@ def of_files(engine: Any, folder: str, tag: str, with_optimizer: bool) -> dict[s
 
 
 def peek(name: str) -> dict[str, Any]:
-    """A file of torch's; its tensors stay on disk where the format permits."""
+    """A file of torch's; its tensors stay on disk where the format permits.
+
+    Raises:
+        CheckpointError: it is missing or cannot be read.
+    """
     file = Path(name)
-    if not file.exists():
-        raise FileNotFoundError(f"{file.name} is missing")
-    return torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=False)
+    try:
+        return torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=False)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{file.name} is missing: damaged, or of another stage, precision or world size"
+        ) from None
+    except Exception as error:  # a damaged pickle can raise anything
+        reason = f"{type(error).__name__}: {error}".splitlines()[0].split(". ")[0]
+        raise CheckpointError(f"{file.name} cannot be read: {reason}") from error
 
 
 def difference(engine: Any, saved: dict[str, Any], current: dict[str, Any], request: Request) -> str | None:
