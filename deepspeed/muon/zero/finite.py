@@ -57,8 +57,14 @@ def once_per_step(engine: Any, report: Callable[[], None]) -> Callable[[], None]
 
     def on_rank_0() -> None:
         nonlocal reported
-        if engine.global_rank == 0 and engine.global_steps != reported:
-            reported = engine.global_steps
+        if engine.global_rank == 0 and engine.micro_steps != reported:
+            reported = engine.micro_steps
             report()
 
     return on_rank_0
+
+
+def skips_in_silence(wrapper: Any) -> bool:
+    """Whether the wrapper skips a step without a word: with no loss scaler, or, before 0.19.8, with a static one."""
+    scaler = getattr(wrapper, "loss_scaler", None)
+    return scaler is None or not {"log_dist", "logger"} & set(type(scaler).update_scale.__code__.co_names)

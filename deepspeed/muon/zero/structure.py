@@ -40,7 +40,6 @@ def of_engine(engine: Any, exclude_frozen: bool = False) -> dict[str, Any]:
         "wrapper": type(engine.optimizer).__name__,
         "dtype": "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32",
         "world_size": engine.seq_dp_world_size,
-        "nvme": bool(engine.zero_nvme_offload_optimizer()),
         "scheduler": engine.lr_scheduler is not None,
         "shapes": _shapes(engine.module, exclude_frozen),
         "groups": [group | ({"matrices": matrices} if group["use_muon"] else {}) for group in groups],
@@ -130,7 +129,7 @@ _CONVERT = "; convert it with DeepSpeed's ds_to_universal, or load it as it was 
 def _optimizer_difference(saved: dict[str, Any], current: dict[str, Any]) -> str | None:
     if saved["world_size"] != current["world_size"]:
         return f"it was saved on {saved['world_size']} ranks, this run has {current['world_size']}{_CONVERT}"
-    for key, title in {"wrapper": "ZeRO's optimizer", "dtype": "precision", "nvme": "the optimizer on NVMe"}.items():
+    for key, title in {"wrapper": "ZeRO's optimizer", "dtype": "precision"}.items():
         if saved.get(key, current[key]) != current[key]:
             return f"it was saved with {title} = {saved[key]}, this run has {current[key]}{_CONVERT}"
     if saved.get("layout", current["layout"]) != current["layout"]:
