@@ -8,10 +8,12 @@ from deepspeed.muon.routing import Block, MatrixSpec, route
 from deepspeed.muon.version import __version__
 from deepspeed.muon.zero.agreement import DisagreementError
 from deepspeed.muon.zero.install import SeamError, activate, install, uninstall
+from deepspeed.muon.zero.manifest import CheckpointError
 from deepspeed.muon.zero.support import UnsupportedError
 
 __all__ = [
     "Block",
+    "CheckpointError",
     "DisagreementError",
     "ImportStateError",
     "MatrixSpec",

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from deepspeed.muon.orthogonalize import Workspace
 from deepspeed.muon.plan import Bucket, Plan
+from deepspeed.muon.stalls import Flights
 
 
 @dataclass
@@ -25,10 +26,11 @@ class Transit:
 
     ``matrices``: flat, the matrices that this rank owns. ``outbox``: flat, the runs that other ranks own,
     by owner; after the way back it holds the orthogonalized runs in the same places. ``inbox``: flat, the
-    runs of owned matrices that other ranks hold.
+    runs of owned matrices that other ranks hold. ``number``: which bucket of how many, for messages.
     """
 
     bucket: Bucket
+    number: str
     matrices: Tensor
     outbox: Tensor
     inbox: Tensor
@@ -58,10 +60,12 @@ class Exchange:
         group: the ranks that share the partition; ``None`` where one rank holds every matrix whole.
         dtype: what travels and what Newton-Schulz computes in, bf16 or fp32.
         device: where Newton-Schulz runs and what the collectives carry.
+        name: of the parameter group, for messages.
     """
 
-    def __init__(self, group: Any, dtype: torch.dtype, device: torch.device, work: Workspace) -> None:
+    def __init__(self, group: Any, dtype: torch.dtype, device: torch.device, work: Workspace, name: str) -> None:
         self.group = group
+        self._flights = Flights(name)
         self.dtype = dtype
         self.device = device
         self._work = work
@@ -79,7 +83,8 @@ class Exchange:
         ``phase`` is entered around each of them, by name; ``exchange`` is the time spent waiting.
         """
         lag = 1 if self.communicates(plan) else 0
-        transits = [self._open(k % (2 * lag + 1), bucket) for k, bucket in enumerate(plan.buckets)]
+        total = len(plan.buckets)
+        transits = [self._open(k % (2 * lag + 1), b, f"{k + 1} of {total}") for k, b in enumerate(plan.buckets)]
         for k in range(len(transits) + 2 * lag):
             if k < len(transits):
                 with phase("prepare"):
@@ -109,34 +114,29 @@ class Exchange:
         """Whether any matrix of the plan leaves the rank that holds it."""
         return self.group is not None and any(bucket.travels for bucket in plan.buckets)
 
-    def _open(self, slot: int, bucket: Bucket) -> Transit:
+    def _open(self, slot: int, bucket: Bucket, number: str) -> Transit:
         def get(name: str, numel: int) -> Tensor:
             return self._work.get(f"{name}{slot}", (numel,), self.dtype, self.device)
 
         matrices = get("matrices", bucket.matrix_elements)
-        return Transit(
-            bucket, matrices, get("outbox", sum(bucket.send_counts)), get("inbox", sum(bucket.receive_counts))
-        )
+        outbox, inbox = get("outbox", sum(bucket.send_counts)), get("inbox", sum(bucket.receive_counts))
+        return Transit(bucket, number, matrices, outbox, inbox)
 
     def _send(self, transit: Transit) -> None:
-        bucket = transit.bucket
-        if bucket.travels:
-            transit.pending = self._all_to_all(transit.inbox, transit.outbox, bucket.receive_counts, bucket.send_counts)
+        there = transit.bucket.receive_counts, transit.bucket.send_counts
+        self._all_to_all(transit, transit.inbox, transit.outbox, *there)
 
     def _send_back(self, transit: Transit) -> None:
-        bucket = transit.bucket
-        if bucket.travels:
-            transit.pending = self._all_to_all(transit.outbox, transit.inbox, bucket.send_counts, bucket.receive_counts)
+        back = transit.bucket.send_counts, transit.bucket.receive_counts
+        self._all_to_all(transit, transit.outbox, transit.inbox, *back)
 
-    def _all_to_all(self, received: Tensor, sent: Tensor, received_counts: tuple, sent_counts: tuple) -> Any:
+    def _all_to_all(self, transit: Transit, received: Tensor, sent: Tensor, *counts: tuple[int, ...]) -> None:
         from deepspeed import comm  # type: ignore[attr-defined]
 
-        return comm.all_to_all_single(
-            received,
-            sent,
-            list(received_counts),
-            list(sent_counts),
-            group=self.group,
-            async_op=True,
-            log_name="muon_exchange",
-        )
+        def launch() -> Any:
+            return comm.all_to_all_single(
+                received, sent, *map(list, counts), group=self.group, async_op=True, log_name="muon_exchange"
+            )
+
+        if transit.bucket.travels:
+            transit.pending = self._flights.start(transit.number, transit.bucket.names, launch)

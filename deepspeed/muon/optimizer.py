@@ -98,6 +98,10 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self._work = Workspace()
         #: Called before an update; ``False`` skips it on every rank, for all groups alike.
         self.is_finite: Callable[[], bool] = self._gradients_are_finite
+        #: Called where an update is skipped.
+        self.report_skip: Callable[[], None] = lambda: logger.warning(
+            "deepspeed-muon: the gradient is not finite; this step is skipped on all ranks"
+        )
         #: Entered around each phase of a step, by name: prepare, exchange, newton_schulz, apply, adamw.
         self.phase: Callable[[str], AbstractContextManager] = lambda name: nullcontext()
         #: Where the size of updates is recorded, if anywhere.
@@ -136,7 +140,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             where = partition.tensors[0].device if device is None else device
             cost = cost_model(group["ns_method"], len(self.config.schedule), ns_dtype.itemsize, where.type)
             plan = make_plan(partition.shards, partition.rank, partition.world_size, cost)
-            exchange = Exchange(partition.group, ns_dtype, where, self._work)
+            exchange = Exchange(partition.group, ns_dtype, where, self._work, group["name"])
             self._bound[id(partition.tensors[0])] = _Bound(partition, plan, exchange)
             for tensor in partition.tensors:
                 self._muon_state(tensor)
@@ -196,7 +200,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         if not self._is_bound and not self._bind_on_first_use():
             return loss
         if not self.is_finite():
-            logger.warning("deepspeed-muon: the gradient is not finite; this step is skipped on all ranks")
+            self.report_skip()
             return loss
         for group in self.param_groups:
             if group["params"]:

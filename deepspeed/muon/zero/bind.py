@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from deepspeed.muon import stalls
 from deepspeed.muon.logs import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam, Partition
 from deepspeed.muon.orthogonalize import bf16_is_fast, resolve_dtype
@@ -19,7 +20,7 @@ from deepspeed.muon.version import __version__
 from deepspeed.muon.zero import stage0, stage3, stage12
 from deepspeed.muon.zero.agreement import consult, differences
 from deepspeed.muon.zero.checkpoint import keep_convertible
-from deepspeed.muon.zero.finite import NormWatch, is_valid
+from deepspeed.muon.zero.finite import NormWatch, is_valid, once_per_step
 from deepspeed.muon.zero.monitor import watch
 from deepspeed.muon.zero.states import keep_accessible
 from deepspeed.muon.zero.support import UnsupportedError, refuse_engine, refuse_unsupported
@@ -58,6 +59,8 @@ def bind_engine(engine: Any) -> None:
     keep_accessible(wrapper, optimizer)
     keep_convertible(wrapper, optimizer)
     read_universal(engine, optimizer)
+    optimizer.report_skip = once_per_step(engine, optimizer.report_skip)
+    stalls.watch()
     if engine.global_rank == 0:
         _report(engine, optimizer)
 

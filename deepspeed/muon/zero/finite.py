@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 
@@ -48,3 +49,22 @@ class NormWatch:
 def is_valid(norm: Any) -> bool:
     """Whether a gradient norm, a number or a 0-D tensor, is that of a finite gradient."""
     return math.isfinite(float(norm)) and float(norm) >= 0
+
+
+def once_per_step(engine: Any, report: Callable[[], None]) -> Callable[[], None]:
+    """A report on rank 0, and there once per step of the engine, however many groups are skipped in it."""
+    reported = -1
+
+    def on_rank_0() -> None:
+        nonlocal reported
+        if engine.global_rank == 0 and engine.micro_steps != reported:
+            reported = engine.micro_steps
+            report()
+
+    return on_rank_0
+
+
+def skips_in_silence(wrapper: Any) -> bool:
+    """Whether the wrapper skips a step without a word: with no loss scaler, or, before 0.19.8, with a static one."""
+    scaler = getattr(wrapper, "loss_scaler", None)
+    return scaler is None or not {"log_dist", "logger"} & set(type(scaler).update_scale.__code__.co_names)

@@ -29,18 +29,25 @@ def kinds(groups: Groups) -> list[bool | None]:
 
 
 def check_groups(optimizer: MuonWithAuxAdam, groups: Groups) -> None:
-    """Raise ValueError unless saved groups are of the same kinds and the same parameters go to Muon."""
+    """Raise ValueError where :func:`routing_difference` finds one."""
+    if text := routing_difference(optimizer, groups):
+        raise ValueError(text)
+
+
+def routing_difference(optimizer: MuonWithAuxAdam, groups: Groups) -> str | None:
+    """An error text unless saved groups are of the same kinds and the same parameters go to Muon."""
     saved, current = kinds(groups), kinds(optimizer.param_groups)
     there = {name for group in groups for name in group.get("matrices", ())}
     here = matrices(optimizer)
-    if saved != current or there != here:
-        raise ValueError(
-            f"the checkpoint's parameter groups are {_words(saved)}, the optimizer's are {_words(current)}; "
-            f"Muon has {sorted(there - here)[:4]} in the checkpoint only and {sorted(here - there)[:4]} here only: "
-            "it was saved with another optimizer or another routing. To go on from AdamW, convert it with python -m "
-            "deepspeed.checkpoint.ds_to_universal --inject_missing_state, from stock's Muon with ds_muon import, "
-            'and load the result with "checkpoint": {"load_universal": true}'
-        )
+    if saved == current and there == here:
+        return None
+    return (
+        f"the checkpoint's parameter groups are {_words(saved)}, the optimizer's are {_words(current)}; "
+        f"Muon has {sorted(there - here)[:4]} in the checkpoint only and {sorted(here - there)[:4]} here only: "
+        "it was saved with another optimizer or another routing. To go on from AdamW, convert it with python -m "
+        "deepspeed.checkpoint.ds_to_universal --inject_missing_state, from stock's Muon with ds_muon import, "
+        'and load the result with "checkpoint": {"load_universal": true}'
+    )
 
 
 def settings_of(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Puts deepspeed-muon into DeepSpeed's seams, and takes it out again.
 
-The seams: the engine builds its optimizer, wraps it, builds its scheduler and takes a step; ZeRO lists the
-optimizer types that it accepts; a config is read; ``deepspeed.initialize`` tags parameters for stock's own Muon.
+The seams: the engine builds its optimizer, wraps it, builds its scheduler, takes a step, saves and loads; ZeRO lists
+the optimizer types that it accepts; a config is read; ``deepspeed.initialize`` tags parameters for stock's own Muon.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from deepspeed.muon.logs import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.routing import shapes
 from deepspeed.muon.version import TESTED_DEEPSPEED
-from deepspeed.muon.zero.accumulation import begin_step_again, warn_of_unfinished_step
 from deepspeed.muon.zero.bind import agree, bind_engine
 from deepspeed.muon.zero.monitor import take_step
+from deepspeed.muon.zero.saving import load_checkpoint, save_checkpoint
 from deepspeed.muon.zero.scheduler import check_schedule, configure_scheduler, scheduler_from_config
 from deepspeed.muon.zero.support import refuse_engine, refuse_unsupported
 
@@ -68,8 +68,8 @@ def install() -> None:
     _replace(engine, "_configure_lr_scheduler", configure_scheduler)
     _replace(engine, "_scheduler_from_config", scheduler_from_config)
     _replace(engine, "_take_model_step", take_step)
-    _replace(engine, "save_checkpoint", _save_checkpoint)
-    _replace(engine, "load_checkpoint", _load_checkpoint)
+    _replace(engine, "save_checkpoint", save_checkpoint)
+    _replace(engine, "load_checkpoint", load_checkpoint)
     _replace(config, "__init__", _read_config)
     supported.append(MuonWithAuxAdam)
     _undo.append(lambda: supported.remove(MuonWithAuxAdam))
@@ -217,17 +217,4 @@ def _configure_optimizer(original: Callable, self: Any, client_optimizer: Any, m
     result = original(self, client_optimizer, model_parameters)
     if isinstance(self.basic_optimizer, MuonWithAuxAdam):
         bind_engine(self)
-    return result
-
-
-def _save_checkpoint(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    if isinstance(self.basic_optimizer, MuonWithAuxAdam):
-        warn_of_unfinished_step(self)
-    return original(self, *args, **kwargs)
-
-
-def _load_checkpoint(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    result = original(self, *args, **kwargs)
-    if isinstance(self.basic_optimizer, MuonWithAuxAdam):
-        begin_step_again(self)
     return result

@@ -11,6 +11,7 @@ from typing import Any
 
 from deepspeed.muon.meter import HALVES, Meter
 from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.zero.finite import skips_in_silence
 
 #: Phases of a step, as DeepSpeed's timers name them with ``wall_clock_breakdown``.
 TIMERS = tuple(f"muon_{phase}" for phase in ("prepare", "exchange", "newton_schulz", "apply", "adamw"))
@@ -31,15 +32,20 @@ def watch(engine: Any, monitored: bool) -> None:
 
 
 def take_step(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> None:
-    """``DeepSpeedEngine._take_model_step``, with a record in every ``monitor_interval``-th step."""
+    """``DeepSpeedEngine._take_model_step``, with a record in every ``monitor_interval``-th step.
+
+    A step that DeepSpeed skips without a word is reported.
+    """
     optimizer = engine.basic_optimizer
     if not isinstance(optimizer, MuonWithAuxAdam):
         return original(engine, *args, **kwargs)
-    interval = optimizer.config.monitor_interval
+    interval, skipped = optimizer.config.monitor_interval, engine.skipped_steps
     if engine._muon_monitored and (engine.global_steps + 1) % interval == 0:
         _record(lambda: original(engine, *args, **kwargs), engine, optimizer)
     else:
         original(engine, *args, **kwargs)
+    if engine.skipped_steps > skipped and skips_in_silence(engine.optimizer):
+        optimizer.report_skip()
     if engine.wall_clock_breakdown():  # on all ranks, as this also resets the timers; rank 0 prints
         engine.timers.log(names=TIMERS)
 

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[4]
 DOCS = ROOT / "docs"
 PACKAGE = ROOT / "deepspeed" / "muon"
 PAGES = sorted(DOCS.rglob("*.md"))
-GENERATED = ("configuration.md", "errors.md")
+GENERATED = ("configuration.md", "errors.md", "damaged-checkpoints.md")
 #: Functions whose strings are messages, though they are raised elsewhere.
 WRITERS = {"_silence", "differences", "check_patterns", "_target", "_engine_problems"}
 #: So many words of a message must stand in the page, in its own order.

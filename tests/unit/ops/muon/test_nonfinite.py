@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A gradient that is not finite on one rank leaves no trace in weights and state on any rank."""
 
+import logging
 import math
 from typing import Any
 
@@ -201,3 +202,49 @@ def test_stale_norms_are_cleared(method: str, asks: bool) -> None:
         good = all(math.isfinite(norm) and norm >= 0 for norm in norms)
         if good or asks:
             assert watch() is watch() is good
+
+
+# ---- what is reported -----------------------------------------------------------------------------------------
+
+
+def reports(cases: list[dict[str, Any]]) -> list[list[int]]:
+    """By case: the lines in the logs about a skip, our own and ZeRO's, after each of some bad steps."""
+    handler = logging.Handler(logging.WARNING)
+    messages: list[str] = []
+    handler.emit = lambda record: messages.append(record.getMessage())
+    loggers = [logging.getLogger("deepspeed.muon"), deepspeed_logger()]
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        return [count_reports(case, messages) for case in cases]
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+
+
+def deepspeed_logger() -> logging.Logger:
+    from deepspeed.utils import logger
+
+    return logger
+
+
+def count_reports(case: dict[str, Any], messages: list[str]) -> list[int]:
+    engine, counts = make_engine(MODELS["mlp"](), ds_config(**case)), []
+    for step, (where, value) in enumerate(BAD[:3]):
+        train_engine(engine, 1, first_step=step)
+        messages.clear()
+        bad_step(engine, step, where, value)
+        counts.append(sum("step is skipped" in text or "OVERFLOW" in text for text in messages))
+    engine.destroy()
+    return counts
+
+
+def test_a_skipped_step_is_reported_once() -> None:
+    """On rank 0, however many groups there are, and whoever skips it: ZeRO, or the optimizer where ZeRO would not."""
+    cases: list[dict[str, Any]] = [{"stage": stage, "dtype": d} for stage in (0, 1, 2, 3) for d in ("fp32", "bf16")]
+    cases += [{"stage": stage, "dtype": "bf16", "offload": True} for stage in (2, 3)]
+    cases += [{"stage": 1, "dtype": "bf16", "data_types": {"grad_accum_dtype": "fp32"}}]
+    cases += [{"stage": s, "dtype": "bf16", "bf16": {"enabled": True, "check_grad_overflow": False}} for s in (1, 2)]
+    first, second = run(reports, 2, cases=cases)
+    for case, *counts in zip(cases, first, second, strict=True):
+        assert counts == [[1, 1, 1], [0, 0, 0]], case

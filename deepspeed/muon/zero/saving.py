@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``save_checkpoint`` and ``load_checkpoint`` that fail closed.
+
+Saving: ``latest`` is written once the shards of all ranks are on disk. Loading: every rank looks at its files
+before the engine is changed, and all ranks raise the same error where any of them finds damage.
+"""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from deepspeed.muon.logs import logger
+from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.zero import structure
+from deepspeed.muon.zero.accumulation import begin_step_again, warn_of_unfinished_step
+from deepspeed.muon.zero.manifest import (
+    HEADER,
+    CheckpointError,
+    begin,
+    complete_tags,
+    damages,
+    finish,
+    read_header,
+    write_atomically,
+)
+
+#: So many problems are told in one error.
+TOLD = 4
+
+
+def save_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Any:
+    """``DeepSpeedEngine.save_checkpoint``, with manifests, and ``latest`` only once all ranks are done.
+
+    Raises:
+        CheckpointError: on all ranks, where one could not write its manifest.
+    """
+    call = inspect.signature(original).bind(engine, *args, **kwargs)
+    call.apply_defaults()
+    save_dir, tag = call.arguments["save_dir"], call.arguments["tag"]
+    if not _is_ours(engine) or not save_dir:
+        return original(engine, *args, **kwargs)
+    warn_of_unfinished_step(engine)
+    tag = str(f"global_step{engine.global_steps}" if tag is None else tag)
+    folder = Path(save_dir, tag)
+    writes_header = (engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0
+    if type(engine.checkpoint_engine).__name__ != "TorchCheckpointEngine":
+        if writes_header:
+            _leave_to_stock(engine, folder)
+        return original(engine, *args, **kwargs)
+    wants_latest = call.arguments["save_latest"]
+    call.arguments |= {"tag": tag, "save_latest": False}
+    save_id = _from_rank_0(uuid.uuid4().hex)
+    facts = {"save_id": save_id, "tag": tag, "step": engine.global_steps, "world_size": engine.world_size}
+    facts["structure"] = structure.of_engine(engine, call.arguments["exclude_frozen_parameters"])
+    _together(folder, lambda: begin(folder, facts) if writes_header else None)
+    shutil.rmtree(_offloaded(engine, folder), ignore_errors=True)  # stock refuses to copy over an older save
+    with _recorded(engine.checkpoint_engine) as written:
+        result = original(*call.args, **call.kwargs)
+    written += [file for file in _offloaded(engine, folder).rglob("*") if file.is_file()]
+    _together(folder, lambda: finish(folder, engine.global_rank, save_id, written))
+    _together(
+        folder, lambda: write_atomically(Path(save_dir, "latest"), tag) if wants_latest and writes_header else None
+    )
+    return result
+
+
+def _is_ours(engine: Any) -> bool:
+    return isinstance(getattr(engine, "basic_optimizer", None), MuonWithAuxAdam)
+
+
+def _leave_to_stock(engine: Any, folder: Path) -> None:
+    (folder / HEADER).unlink(missing_ok=True)
+    logger.warning(
+        "deepspeed-muon: %s writes this checkpoint, which therefore gets no manifest and is not verified when loaded",
+        type(engine.checkpoint_engine).__name__,
+    )
+
+
+def _offloaded(engine: Any, folder: Path) -> Path:
+    """Where this rank's files of an optimizer on NVMe are copied to."""
+    from deepspeed.checkpoint.ds_to_universal import dp_index_to_str
+
+    rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
+    return folder / "offloaded_tensors" / f"rank{dp_index_to_str(rank)}"
+
+
+@contextmanager
+def _recorded(checkpoint_engine: Any) -> Iterator[list[Path]]:
+    """The files that this rank's checkpoint engine writes meanwhile."""
+    files: list[Path] = []
+    save = checkpoint_engine.save
+
+    def recording(state_dict: Any, path: str, *args: Any, **kwargs: Any) -> Any:
+        files.append(Path(path))
+        return save(state_dict, path, *args, **kwargs)
+
+    checkpoint_engine.save = recording
+    try:
+        yield files
+    finally:
+        del checkpoint_engine.save
+
+
+def _from_rank_0(value: Any) -> Any:
+    from deepspeed import comm  # type: ignore[attr-defined]
+
+    values = [value]
+    comm.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def _gathered(value: Any) -> list[Any]:
+    from deepspeed import comm  # type: ignore[attr-defined]
+
+    values = [None] * comm.get_world_size()
+    comm.all_gather_object(values, value)
+    return values
+
+
+def _together(folder: Path, act: Callable[[], None]) -> None:
+    """Act on every rank, then wait for all; where one fails, all raise."""
+    problem = None
+    try:
+        act()
+    except OSError as error:
+        problem = str(error)
+    if failed := {rank: text for rank, text in enumerate(_gathered(problem)) if text}:
+        raise CheckpointError(f"the checkpoint {folder} could not be completed, and latest is as before: {failed}")
+
+
+def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Any:
+    """``DeepSpeedEngine.load_checkpoint``, after a look at the files by all ranks.
+
+    Raises:
+        CheckpointError: the same on all ranks; the engine is as before.
+    """
+    call = inspect.signature(original).bind(engine, *args, **kwargs)
+    call.apply_defaults()
+    if not _is_ours(engine):
+        return original(engine, *args, **kwargs)
+    if engine.load_universal_checkpoint():
+        return _loaded(engine, original(engine, *args, **kwargs))
+    found = _gathered(_look(engine, call.arguments))
+    problems = _by_text(found)
+    if not problems and any((one["tag"], one["save_id"]) != (found[0]["tag"], found[0]["save_id"]) for one in found):
+        problems = [f"the ranks see different checkpoints: {[(one['tag'], one['save_id']) for one in found][:TOLD]}"]
+    if problems:
+        raise CheckpointError(_from_rank_0(_refusal(call.arguments["load_dir"], found[0]["tag"], problems)))
+    tag = found[0]["tag"]
+    if tag is not None and found[0]["save_id"] is None and engine.global_rank == 0:
+        logger.info("deepspeed-muon: %s/%s has no manifest and is not verified", call.arguments["load_dir"], tag)
+    call.arguments["tag"] = tag
+    return _loaded(engine, original(*call.args, **call.kwargs))
+
+
+def _loaded(engine: Any, result: Any) -> Any:
+    begin_step_again(engine)
+    return result
+
+
+def _by_text(found: list[dict[str, Any]]) -> list[str]:
+    """Each problem once, with the ranks that found it."""
+    ranks: dict[str, list[int]] = {}
+    for rank, one in enumerate(found):
+        for text in one["problems"]:
+            ranks.setdefault(text, []).append(rank)
+    return [text if len(who) == len(found) else f"{text} (found by ranks {who})" for text, who in ranks.items()]
+
+
+def _refusal(load_dir: str, tag: str | None, problems: list[str]) -> str:
+    more = f" and {len(problems) - TOLD} more" if len(problems) > TOLD else ""
+    tags = [other for other in complete_tags(Path(load_dir)) if other != tag]
+    advice = f"complete there: {', '.join(tags[:TOLD])}; pass tag={tags[0]!r}" if tags else "no other is complete there"
+    return (
+        f"the checkpoint {Path(load_dir, tag or '')} cannot be loaded, and nothing was changed: "
+        f"{'; '.join(problems[:TOLD])}{more} ({advice})"
+    )
+
+
+def _look(engine: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """This rank's view: the tag, the id of the save, and what is wrong with it."""
+    view: dict[str, Any] = {"tag": arguments["tag"], "save_id": None, "problems": []}
+    try:
+        latest = _latest(Path(arguments["load_dir"]))
+        if view["tag"] is None:
+            view["tag"] = latest
+        if view["tag"] is not None:
+            view["problems"] = _problems(engine, arguments, view, latest)
+    except CheckpointError as error:
+        view["problems"] = [str(error)]
+    except Exception as error:  # a file of unexpected contents: the other ranks have to hear of it
+        view["problems"] = [f"{type(error).__name__}: {error}"]
+    return view
+
+
+def _latest(folder: Path) -> str | None:
+    file = folder / "latest"
+    if not file.is_file():
+        return None
+    if tag := file.read_text().strip():
+        return tag
+    raise CheckpointError("latest is empty")
+
+
+def _problems(engine: Any, arguments: dict[str, Any], view: dict[str, Any], latest: str | None) -> list[str]:
+    view["tag"] = str(view["tag"])
+    folder = Path(arguments["load_dir"], view["tag"])
+    if not folder.is_dir():
+        return [f"there is no folder {view['tag']}" + (", which latest names" if view["tag"] == latest else "")]
+    request = structure.Request(
+        strict=arguments["load_module_strict"] and arguments["custom_load_fn"] is None,
+        optimizer_states=arguments["load_optimizer_states"] and not arguments["load_module_only"],
+        scheduler_states=arguments["load_lr_scheduler_states"] and not arguments["load_module_only"],
+    )
+    if engine.zero_optimization_stage() == 3 and not arguments["load_optimizer_states"] and view["tag"] != latest:
+        return [f"without optimizer states DeepSpeed takes the weights of latest, which names {latest}"]
+    header = read_header(folder)
+    if header is None:
+        saved = structure.of_files(engine, arguments["load_dir"], view["tag"], request.optimizer_states)
+    else:
+        saved, view["save_id"] = header["structure"], header["save_id"]
+        mine = range(engine.global_rank, header["world_size"], engine.world_size)
+        if found := [text for rank in mine for text in damages(folder, header["save_id"], rank)]:
+            return found
+    text = structure.difference(engine, saved, structure.of_engine(engine), request)
+    return [text] if text else []

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a checkpoint fits an engine, found out before anything is loaded into it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepspeed.muon.optimizer import MuonWithAuxAdam, Partition
+from deepspeed.muon.zero.groups import routing_difference, saved_groups
+from deepspeed.muon.zero.manifest import CheckpointError
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a call of ``load_checkpoint`` asks for."""
+
+    strict: bool
+    optimizer_states: bool
+    scheduler_states: bool
+
+
+def of_engine(engine: Any, exclude_frozen: bool = False) -> dict[str, Any]:
+    """What of an engine decides whether a checkpoint fits, as JSON values, the same on all ranks.
+
+    ``shapes``: of everything in the model's state dict, by name. ``groups``: as in a saved optimizer.
+    ``layout``: a hash of where each parameter lies in the flat tensors of each rank.
+    """
+    optimizer: MuonWithAuxAdam = engine.basic_optimizer
+    groups = [{"use_muon": group["use_muon"]} for group in optimizer.param_groups]
+    matrices = sorted(spec.name for spec in optimizer.specs.values() if spec.use_muon)
+    return {
+        "stage": engine.zero_optimization_stage(),
+        "wrapper": type(engine.optimizer).__name__,
+        "dtype": "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32",
+        "world_size": engine.seq_dp_world_size,
+        "scheduler": engine.lr_scheduler is not None,
+        "shapes": _shapes(engine.module, exclude_frozen),
+        "groups": [group | ({"matrices": matrices} if group["use_muon"] else {}) for group in groups],
+        "layout": _layout(optimizer.all_partitions),
+    }
+
+
+def _shapes(module: torch.nn.Module, exclude_frozen: bool) -> dict[str, list[int]]:
+    frozen = {name for name, p in module.named_parameters() if exclude_frozen and not p.requires_grad}
+    state = module.state_dict(keep_vars=True)
+    return {
+        name: list(getattr(value, "ds_shape", value.shape))
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and name not in frozen
+    }
+
+
+def _layout(partitions: list[Partition]) -> str:
+    lines = sorted(
+        (partition.index, order, shard.spec.name, shard.placement.origin, shard.placement.span, shard.placement.base)
+        for partition in partitions
+        for order, shard in enumerate(partition.shards)
+    )
+    return hashlib.sha256(json.dumps(lines).encode()).hexdigest()[:16]
+
+
+def of_files(engine: Any, folder: str, tag: str, with_optimizer: bool) -> dict[str, Any]:
+    """As :func:`of_engine`, as far as the files tell that stock is about to load; their tensors are not read.
+
+    Raises:
+        CheckpointError: a file is missing or cannot be read.
+    """
+    model = peek(engine._get_ckpt_name(folder, tag))
+    saved = {"world_size": model["dp_world_size"], "scheduler": model["lr_scheduler"] is not None}
+    if engine.zero_optimization_partition_weights():
+        saved["partial_shapes"] = {n: list(s) for group in model["param_shapes"] for n, s in group.items()}
+    else:
+        saved["shapes"] = {n: list(v.shape) for n, v in model["module"].items() if isinstance(v, torch.Tensor)}
+    if with_optimizer:
+        is_zero = engine.zero_optimization()
+        state = (
+            peek(engine._get_zero_ckpt_name(folder, tag)) if is_zero else {"optimizer_state_dict": model["optimizer"]}
+        )
+        saved["groups"] = saved_groups(state["optimizer_state_dict"])
+    return saved
+
+
+def peek(name: str) -> dict[str, Any]:
+    """A file of torch's; its tensors stay on disk where the format permits.
+
+    Raises:
+        CheckpointError: it is missing or cannot be read.
+    """
+    file = Path(name)
+    try:
+        return torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=False)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{file.name} is missing: damaged, or of another stage, precision or world size"
+        ) from None
+    except Exception as error:  # a damaged pickle can raise anything
+        reason = f"{type(error).__name__}: {error}".splitlines()[0].split(". ")[0]
+        raise CheckpointError(f"{file.name} cannot be read: {reason}") from error
+
+
+def difference(engine: Any, saved: dict[str, Any], current: dict[str, Any], request: Request) -> str | None:
+    """Why the checkpoint cannot go into the engine, in words, or ``None``.
+
+    Args:
+        saved: of :func:`of_engine` then, or of :func:`of_files`, which leaves facts out.
+        current: of :func:`of_engine` now.
+    """
+    if request.scheduler_states and current["scheduler"] and not saved["scheduler"]:
+        return "it holds no state of a learning-rate scheduler; pass load_lr_scheduler_states=False"
+    if request.optimizer_states and (text := routing_difference(engine.basic_optimizer, saved["groups"])):
+        return text
+    if text := _shape_difference(saved, current, request.strict):
+        return text
+    if "stage" in saved and (saved["stage"] == 3) != (current["stage"] == 3):
+        return f"it was saved at ZeRO stage {saved['stage']}, this run has stage {current['stage']}{_CONVERT}"
+    return _optimizer_difference(saved, current) if request.optimizer_states else None
+
+
+_CONVERT = "; convert it with DeepSpeed's ds_to_universal, or load it as it was saved"
+
+
+def _optimizer_difference(saved: dict[str, Any], current: dict[str, Any]) -> str | None:
+    if saved["world_size"] != current["world_size"]:
+        return f"it was saved on {saved['world_size']} ranks, this run has {current['world_size']}{_CONVERT}"
+    for key, title in {"wrapper": "ZeRO's optimizer", "dtype": "precision"}.items():
+        if saved.get(key, current[key]) != current[key]:
+            return f"it was saved with {title} = {saved[key]}, this run has {current[key]}{_CONVERT}"
+    if saved.get("layout", current["layout"]) != current["layout"]:
+        return (
+            "the parameters lie elsewhere in the shards: parameter groups, their order, sub_group_size or "
+            f"round_robin_gradients differ{_CONVERT}"
+        )
+    return None
+
+
+def _shape_difference(saved: dict[str, Any], current: dict[str, Any], strict: bool) -> str | None:
+    there, here = saved.get("shapes", saved.get("partial_shapes", {})), current["shapes"]
+    for name in here.keys() & there.keys():
+        if there[name] != here[name]:
+            return f"{name} has shape {there[name]} in the checkpoint and {here[name]} in the model: another model"
+    missing, extra = (sorted(a.keys() - b.keys()) for a, b in ((here, there), (there, here)))
+    if strict and "shapes" in saved and (missing or extra):
+        return (
+            f"the model has {missing[:4]} which the checkpoint lacks, the checkpoint has {extra[:4]} which the model "
+            "lacks: another model; load_module_strict=False loads what both have"
+        )
+    return None
