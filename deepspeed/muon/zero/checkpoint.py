@@ -16,13 +16,14 @@ import torch
 from torch.optim import Optimizer
 
 from deepspeed.muon.logs import logger
+from deepspeed.muon.momentum import settle
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 
 
 def keep_convertible(wrapper: Any, optimizer: MuonWithAuxAdam) -> None:
     """Rename the momentum on the way out and in, refuse another routing, repair what stock's loaders do."""
     optimizer.register_state_dict_post_hook(_export)
-    optimizer.register_load_state_dict_pre_hook(_import)
+    optimizer.register_load_state_dict_pre_hook(_import, prepend=True)
     if wrapper is optimizer:
         return
     wrapper.load_state_dict = _checked(wrapper, optimizer, wrapper.load_state_dict)
@@ -154,6 +155,7 @@ def _repaired(optimizer: MuonWithAuxAdam, load: Any) -> Any:
         for partition in optimizer.partitions:
             for tensor in partition.tensors:
                 _restore_momentum(optimizer.state[tensor])
+        settle(optimizer)
         for tensor, state in optimizer.state.items():
             device = tensor.device if "exp_avg" in state else None
             state["step"] = torch.tensor(float(state["step"]), dtype=torch.float32, device=device)
