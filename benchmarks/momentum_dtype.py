@@ -50,7 +50,6 @@ def train(kind: str, seed: int, steps: int, out: Path) -> list[Row]:
 def work(rounding: str) -> None:
     """One run, in this process."""
     import train as example
-
     from deepspeed.muon import momentum
 
     if rounding == "nearest":
@@ -69,7 +68,9 @@ def write(runs: Runs, steps: int, path: Path) -> None:
         writer = csv.writer(file)
         writer.writerow(["momentum", "seed", "step", "held_out"])
         for kind, curves in runs.items():
-            writer.writerows([kind, s, row.step, f"{row.held_out:.5f}"] for s, rows in enumerate(curves) for row in rows)
+            writer.writerows(
+                [kind, s, row.step, f"{row.held_out:.5f}"] for s, rows in enumerate(curves) for row in rows
+            )
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
     for kind, curves in runs.items():
         for index, rows in enumerate(curves):
@@ -84,7 +85,9 @@ def write(runs: Runs, steps: int, path: Path) -> None:
     for kind, losses in finals.items():
         away = mean(a - b for a, b in zip(losses, finals["fp32"], strict=True))
         each = ", ".join(f"{loss:.4f}" for loss in losses)
-        lines.append([kind, f"{mean(losses):.4f}", f"{stdev(losses):.4f}" if len(losses) > 1 else "", each, f"{away:+.4f}"])
+        lines.append(
+            [kind, f"{mean(losses):.4f}", f"{stdev(losses):.4f}" if len(losses) > 1 else "", each, f"{away:+.4f}"]
+        )
     title = f"# Loss by momentum_dtype, {steps} steps of examples/pretrain_gpt\n\n{machine.one_line()}\n\n"
     path.with_suffix(".md").write_text(title + machine.markdown_table(lines) + "\n")
     print(path.with_suffix(".md").read_text())

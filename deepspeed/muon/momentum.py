@@ -21,7 +21,7 @@ CPU_CHUNK, CHUNK = 2**16, 2**21
 
 @dataclass(frozen=True)
 class Held:
-    """A momentum on its way through ``Optimizer.load_state_dict``, which casts a bare tensor to its parameter's dtype."""
+    """A momentum on its way through ``Optimizer.load_state_dict``, which would cast a bare tensor."""
 
     tensor: Tensor
 
