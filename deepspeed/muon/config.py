@@ -43,6 +43,7 @@ NEUTRAL_KEYS = frozenset(
         "adjust_lr_fn",
         "adam_weight_decay",
         "import_momentum",
+        "momentum_dtype",
         "monitor_interval",
         "muon_exclude",
         "muon_include",
@@ -95,6 +96,11 @@ class MuonConfig(BaseModel):
         None, "learning rate of the AdamW half; default `lr`, else 3e-4", RATE, "per step", STOCK
     )
     momentum: Fraction = knob(0.95, "decay of Muon's momentum, an exponential average", FRACTION, "per step", STOCK)
+    momentum_dtype: Literal["fp32", "bf16"] = knob(
+        "fp32",
+        "dtype of the momentum that is kept; `bf16`: half the memory, with stochastic rounding",
+        "fp32 or bf16",
+    )
     nesterov: bool = knob(True, "orthogonalize Nesterov's look-ahead instead of the momentum", FLAG, source=TORCH_MUON)
     weight_decay: Rate = knob(
         0.0, "decoupled weight decay of both halves; a step multiplies weights by 1 - lr x this", RATE, source=STOCK
@@ -155,7 +161,7 @@ class MuonConfig(BaseModel):
     torch_adam: bool = knob(
         False, "accepted for stock's sake; the AdamW half is torch's fused one anyway", FLAG, source=STOCK
     )
-    fp32_optimizer_states: Literal[True] = knob(True, "optimizer states are fp32", "true", source=STOCK)
+    fp32_optimizer_states: Literal[True] = knob(True, "AdamW's states are fp32", "true", source=STOCK)
     per_head_muon: Literal[False] = knob(
         False, "one matrix per attention head: not supported yet", "false", source=STOCK
     )

@@ -16,6 +16,9 @@ from deepspeed.muon.update import scale_factor
 #: Bytes read and written per element by torch's fused AdamW: gradient, parameter and two moments; all but the first
 #: are written.
 ADAM_PASS_BYTES = 28
+#: The same for what a bf16 momentum takes beyond an fp32 one: reading it up 6, random bits 108, rounding 62. At most,
+#: since the temporaries are chunks that a cache may hold.
+ROUNDING_PASS_BYTES = 176
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +134,8 @@ def pass_bytes(half: Half, itemsize: int) -> int:
     """
     if not half.use_muon:
         return ADAM_PASS_BYTES
-    return 12 + 12 * half.nesterov + 8 + 2 * itemsize + 8 * half.decays + 12
+    rounding = ROUNDING_PASS_BYTES * (half.momentum_dtype == "bf16")
+    return rounding + 12 + 12 * half.nesterov + 8 + 2 * itemsize + 8 * half.decays + 12
 
 
 def stock_clipping(halves: Sequence[Half], gradient_clipping: float) -> dict[str, float]:

@@ -23,8 +23,9 @@ from deepspeed.muon.update import scale_factor
 
 #: Stages 1 and 2 pad each flat group to a multiple of this many elements per rank (``nccl_start_alignment_factor``).
 FLAT_ALIGNMENT = 2
-#: Bytes of state per element: momentum; exp_avg and exp_avg_sq. All fp32, and so is ``step``, one per tensor.
-MUON_STATE_BYTES, ADAM_STATE_BYTES, STEP_BYTES = 4, 8, 4
+#: Bytes of state per element: momentum by ``momentum_dtype``; exp_avg and exp_avg_sq, fp32 like ``step``, one a tensor.
+MUON_STATE_BYTES = {"fp32": 4, "bf16": 2}
+ADAM_STATE_BYTES, STEP_BYTES = 8, 4
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Half:
     rms_scale: float = 0.2
     nesterov: bool = True
     decays: bool = True
+    momentum_dtype: str = "fp32"
 
     def scale(self, block: Block) -> float:
         """The factor by which a block's orthogonalized update is scaled, beside the learning rate."""
@@ -65,6 +67,7 @@ def halves_of(model: nn.Module, config: MuonConfig) -> list[Half]:
             config.rms_scale,
             group.get("nesterov", True),
             bool(group["weight_decay"]),
+            config.momentum_dtype,
         )
         for group in split_groups(model.parameters(), specs, config).halves
     ]
@@ -105,7 +108,7 @@ class Part:
     @property
     def state_bytes(self) -> int:
         """Bytes of optimizer state on each rank."""
-        per_element = MUON_STATE_BYTES if self.half.use_muon else ADAM_STATE_BYTES
+        per_element = MUON_STATE_BYTES[self.half.momentum_dtype] if self.half.use_muon else ADAM_STATE_BYTES
         return self.numel * per_element + self.tensors * STEP_BYTES
 
     @property

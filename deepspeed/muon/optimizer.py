@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.muon import adamw
+from deepspeed.muon import adamw, momentum
 from deepspeed.muon.config import MuonConfig, parse
 from deepspeed.muon.cost import cost_model
 from deepspeed.muon.exchange import Exchange, Transit
@@ -22,6 +22,7 @@ from deepspeed.muon.meter import Meter
 from deepspeed.muon.orthogonalize import Workspace, bf16_is_fast, choose_method, orthogonalize, resolve_dtype
 from deepspeed.muon.placement import Placement, Shard
 from deepspeed.muon.plan import Plan, make_plan
+from deepspeed.muon.rounding import key_of
 from deepspeed.muon.routing import MatrixSpec, route, shapes
 from deepspeed.muon.schedule import GivenGroups
 from deepspeed.muon.update import apply_, direction, momentum_, scale_factor
@@ -81,7 +82,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         config: every other keyword is a field of :class:`deepspeed.muon.config.MuonConfig`.
 
     State per tensor: ``momentum_buffer`` (Muon), or ``exp_avg`` and ``exp_avg_sq`` (AdamW), of the tensor's
-    own shape and dtype, which under ZeRO is fp32; and ``step``.
+    own shape and dtype, which under ZeRO is fp32 (momentum: bf16 where ``momentum_dtype`` says so); and ``step``.
 
     Raises:
         MuonConfigError: a wrong key or value.
@@ -112,6 +113,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self.sets_a_rate = split.sets_a_rate
         super().__init__(split.halves, defaults={})
         self.defaults["lr"] = split.reference_lr
+        self.register_load_state_dict_pre_hook(momentum.hold)
+        self.register_load_state_dict_post_hook(momentum.settle)
 
     @cached_property
     def given(self) -> GivenGroups:
@@ -179,11 +182,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self.bind(partitions, resolve_dtype(self.config.ns_dtype, bf16_is_fast()))
 
     def _muon_state(self, tensor: Tensor) -> dict[str, Any]:
-        state = self.state[tensor]
-        if "momentum_buffer" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            state["momentum_buffer"] = torch.zeros_like(tensor, requires_grad=False)
-        return state
+        return momentum.state_of(self.state[tensor], tensor, self.config.momentum_dtype)
 
     # ---- the step -------------------------------------------------------------------------------------
 
@@ -251,7 +250,12 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 target.zero_()
                 continue
             grad = _slice(tensor.grad.contiguous(), run.start, run.length)
-            buffer = _slice(self.state[tensor]["momentum_buffer"], run.start, run.length)
+            state = self.state[tensor]
+            buffer = _slice(state["momentum_buffer"], run.start, run.length)
+            if self.config.momentum_dtype == "bf16":
+                key, decay = key_of(run.name, int(state["step"])), group["momentum"]
+                momentum.advance(buffer, grad, target, decay, group["nesterov"], key, run.element, self._work)
+                continue
             momentum_(buffer, grad, group["momentum"])
             scratch = self._work.get("shard", (run.length,), grad.dtype, grad.device)
             target.copy_(direction(buffer, grad, group["momentum"], group["nesterov"], out=scratch))

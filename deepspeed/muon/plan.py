@@ -23,7 +23,8 @@ BUCKET_BYTES = 8 * 2**20
 class Run:
     """Consecutive elements of one block in this rank's tensor.
 
-    ``at`` is their place in the bucket's matrices where this rank owns the block, else in its send buffer.
+    ``at`` is their place in the bucket's matrices where this rank owns the block, else in its send buffer;
+    ``element`` is the index of the first in the parameter ``name``.
     """
 
     tensor: int
@@ -33,6 +34,8 @@ class Run:
     at: int
     rows: int
     cols: int
+    name: str
+    element: int
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,8 @@ def _bucket(items: list[tuple[int, PlacedBlock]], rank: int, world_size: int) ->
         for start, at, length in item.held_runs(rank):
             position = item.shard.placement.position(start)
             where = matrices + at if mine else send_at
-            runs.append(Run(item.shard.tensor, position, length, mine, where, item.block.rows, item.block.cols))
+            shape = item.block.rows, item.block.cols
+            runs.append(Run(item.shard.tensor, position, length, mine, where, *shape, item.shard.spec.name, start))
             if not mine:
                 send_at += length
                 sent[owner] += length

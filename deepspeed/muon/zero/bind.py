@@ -48,7 +48,7 @@ def bind_engine(engine: Any) -> None:
         UnsupportedError: a wrapper, or a combination, that is not supported.
         DisagreementError: the ranks do not run the same version, config and plan.
     """
-    refuse_unsupported(engine._config)
+    refuse_unsupported(engine._config, engine.basic_optimizer.config.momentum_dtype)
     refuse_engine(engine)
     optimizer, wrapper = engine.basic_optimizer, engine.optimizer
     verdict = agree(optimizer)

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from deepspeed.muon.momentum import settle
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.zero.groups import check_groups, matrices, saved_groups, settings_of
 from deepspeed.muon.zero.states import link
@@ -21,7 +22,7 @@ from deepspeed.muon.zero.states import link
 def keep_convertible(wrapper: Any, optimizer: MuonWithAuxAdam) -> None:
     """Rename the momentum on the way out and in, and refuse another routing."""
     optimizer.register_state_dict_post_hook(_export)
-    optimizer.register_load_state_dict_pre_hook(_import)
+    optimizer.register_load_state_dict_pre_hook(_import, prepend=True)
     if wrapper is not optimizer:
         wrapper.load_state_dict = _checked(wrapper, optimizer, wrapper.load_state_dict)
 

@@ -209,7 +209,7 @@ def _configure_optimizer(original: Callable, self: Any, client_optimizer: Any, m
     if client_optimizer is not None and not isinstance(client_optimizer, tuple(self._supported_optims())):
         client_optimizer = client_optimizer(model_parameters)
     if isinstance(client_optimizer, MuonWithAuxAdam):
-        refuse_unsupported(self._config)
+        refuse_unsupported(self._config, client_optimizer.config.momentum_dtype)
         refuse_engine(self)
         check_schedule(self, client_optimizer)
         agree(client_optimizer)

@@ -11,13 +11,19 @@ class UnsupportedError(ValueError):
     """A combination of settings that deepspeed-muon does not support; the message says what to change."""
 
 
-def refuse_unsupported(config: Any) -> None:
+def refuse_unsupported(config: Any, momentum_dtype: str | None = None) -> None:
     """Check a ``DeepSpeedConfig`` whose optimizer is Muon.
+
+    Args:
+        momentum_dtype: of the optimizer, where the script has built it; else the config's.
 
     Raises:
         UnsupportedError: listing every combination that is not supported.
     """
     problems = [f"{key}: {advice}" for key, applies, advice in RULES if applies(config)]
+    kept = momentum_dtype or (_get(config, "optimizer_params") or {}).get("momentum_dtype")
+    if kept == "bf16" and _device("zero_config.offload_optimizer.device")(config) == "nvme":
+        problems.append(f"{BF16_ON_NVME[0]}: {BF16_ON_NVME[1]}")
     if problems:
         raise UnsupportedError("deepspeed-muon does not support this configuration:\n  " + "\n  ".join(problems))
 
@@ -44,6 +50,11 @@ def _fp16_autocast(config: Any) -> bool:
     ).replace("bfloat16", "")
 
 
+#: A refusal that depends on the optimizer too.
+BF16_ON_NVME = (
+    "optimizer.params.momentum_dtype",
+    'DeepSpeed swaps optimizer states to NVMe in fp32; set it to "fp32", or offload_optimizer.device to "cpu"',
+)
 RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "zero_optimization.offload_optimizer.device",

@@ -69,3 +69,11 @@ def pools() -> Iterator[None]:
     from distributed import shutdown
 
     shutdown()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what tests record under the name `summary`."""
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties if report.when == "call" else ():
+            if name == "summary":
+                terminalreporter.write_line(str(value))

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A momentum in bf16: its step, its bytes, training against the fp32 oracle, the same bits whatever the sharding."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepspeed.muon import MuonWithAuxAdam
+from deepspeed.muon.momentum import CPU_CHUNK, advance
+from deepspeed.muon.orthogonalize import Workspace
+from deepspeed.muon.rounding import key_of
+from distributed import run
+from models import MODELS, full_weights, train_engine
+from oracles import change_cosine, change_error
+from test_checkpoint import BF16_OPTIMIZER, MUON, state_sizes
+from test_nonfinite import local_states
+from test_parity import oracle
+from test_support import NVME, attempt
+from training import PARAMS, FixedGradients, ds_config, fp32_weights, make_engine
+
+BF16 = {"type": "Muon", "params": PARAMS | {"momentum_dtype": "bf16"}}
+ULP = 2.0**-7
+"""The largest distance of two neighbours in bf16, relative."""
+
+# ---- one step ---------------------------------------------------------------------------------------------
+
+
+def test_a_step_is_computed_in_fp32_and_kept_rounded() -> None:
+    """Over several chunks, from an element in the middle; the look-ahead is that of the unrounded momentum."""
+    generator = torch.Generator().manual_seed(0)
+    numel = 2 * CPU_CHUNK + 1000
+    start, grad = (torch.randn(numel, generator=generator) for _ in range(2))
+    whole, out = start.bfloat16(), torch.empty(numel)
+    momentum = whole.float().lerp(grad, 0.05)
+    for nesterov, expected in ((True, torch.lerp(grad, momentum, 0.95)), (False, momentum)):
+        buffer = whole.clone()
+        advance(buffer, grad, out, 0.95, nesterov, key_of("w", 3), 0, Workspace())
+        assert out.equal(expected)
+        assert ((buffer.float() - momentum).abs() <= ULP * momentum.abs()).all()
+        assert (buffer != momentum.bfloat16()).float().mean() > 0.1, "some go to the farther neighbour"
+        part = whole[1000:].clone()
+        advance(part, grad[1000:], out[1000:], 0.95, nesterov, key_of("w", 3), 1000, Workspace())
+        assert part.equal(buffer[1000:]), "where chunks begin changes nothing"
+
+
+def test_the_workspace_is_bounded() -> None:
+    work = Workspace()
+    for numel in (3 * CPU_CHUNK, 10 * CPU_CHUNK):
+        grad = torch.ones(numel)
+        advance(grad.bfloat16(), grad, torch.empty(numel), 0.9, True, (1, 2), 0, work)
+        assert work.nbytes() == 16 * CPU_CHUNK
+
+
+def plain_optimizer(momentum_dtype: str) -> tuple[Any, MuonWithAuxAdam]:
+    net = MODELS["mlp"]()
+    return net, MuonWithAuxAdam(net.parameters(), model=net, **PARAMS, momentum_dtype=momentum_dtype)
+
+
+def plain_step(net: Any, optimizer: MuonWithAuxAdam, step: int) -> None:
+    optimizer.zero_grad()
+    net(*net.batch(step)).backward()
+    optimizer.step()
+
+
+def test_plain_pytorch_resumes_exactly_and_casts_once(caplog: pytest.LogCaptureFixture) -> None:
+    net, optimizer = plain_optimizer("bf16")
+    for step in range(2):
+        plain_step(net, optimizer, step)
+    saved = copy.deepcopy({"model": net.state_dict(), "optimizer": optimizer.state_dict()})
+    moments = [saved["optimizer"]["state"][index]["momentum_buffer"] for index in range(5)]
+    assert {moment.dtype for moment in moments} == {torch.bfloat16}
+    random = torch.get_rng_state()
+    plain_step(net, optimizer, 2)
+    assert torch.get_rng_state().equal(random), "torch's generator is the user's"
+    again, resumed = plain_optimizer("bf16")
+    again.load_state_dict(saved["model"])
+    resumed.load_state_dict(copy.deepcopy(saved["optimizer"]))
+    assert "momentum" not in caplog.text
+    plain_step(again, resumed, 2)
+    assert all(a.equal(b) for a, b in zip(net.parameters(), again.parameters(), strict=True))
+    _, wide = plain_optimizer("fp32")
+    wide.load_state_dict(saved["optimizer"])
+    assert "the checkpoint's momentum is bfloat16 and goes on in float32" in caplog.text
+    for index, tensor in enumerate(wide.param_groups[0]["params"]):
+        loaded = wide.state[tensor]["momentum_buffer"]
+        assert loaded.dtype == torch.float32 and loaded.equal(moments[index].float())
+
+
+# ---- under ZeRO -------------------------------------------------------------------------------------------
+
+
+def momenta(engine: Any) -> dict[str, tuple[int, Tensor]]:
+    """By name the first element that this rank holds and the momentum from there on.
+
+    Read off the layout, as DeepSpeed's functions by name do not follow `round_robin_gradients`.
+    """
+    held = {}
+    for partition in engine.basic_optimizer.partitions:
+        for shard in partition.shards:
+            start, stop = shard.placement.held(partition.rank, 0, shard.spec.numel)
+            if start < stop:
+                buffer = engine.basic_optimizer.state[partition.tensors[shard.tensor]]["momentum_buffer"]
+                position = shard.placement.position(start)
+                held[shard.spec.name] = start, buffer.view(-1)[position : position + stop - start].clone()
+    return held
+
+
+def train_all(cases: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
+    """Master weights of the small model after five steps of each case."""
+    results = []
+    for case in cases:
+        engine = make_engine(MODELS["mlp"](), ds_config(**case, optimizer=BF16))
+        train_engine(engine, 5)
+        results.append(fp32_weights(engine))
+        assert {e["momentum_buffer"].dtype for e in local_states(engine) if sorted(e) == MUON} == {torch.bfloat16}
+        engine.destroy()
+    return results
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_training_equals_the_oracle(world: int) -> None:
+    """The oracle's momentum is fp64. Rounding moves five steps by 3 % of the change at most; bf16 as in parity."""
+    cases: list[dict[str, Any]] = [
+        {"stage": stage, "dtype": dtype} for stage in (0, 1, 2, 3) for dtype in ("fp32", "bf16")
+    ]
+    cases += [BF16_OPTIMIZER, *({"stage": stage, "offload": True} for stage in (1, 2, 3))]
+    references = {dtype: oracle("mlp", 1.0, dtype) for dtype in ("fp32", "bf16")}
+    worst = 0.0
+    for results in run(train_all, world, cases=cases):
+        for case, weights in zip(cases, results, strict=True):
+            reference = references[case.get("dtype", "fp32")]
+            for key, expected in reference.weights.items():
+                initial = reference.initial[key]
+                if "dtype" in case and case["dtype"] == "bf16":
+                    assert change_cosine(initial, weights[key], expected) >= 0.9, (case, key)
+                else:
+                    worst = max(worst, change_error(initial, weights[key], expected))
+    print(f"world {world}: {worst:.1e}")
+    assert worst <= 0.03
+
+
+def momenta_of_given_gradients(cases: list[dict[str, Any]]) -> list[dict[str, tuple[int, Tensor]]]:
+    """After four steps without clipping, whose norm is a sum over ranks."""
+    results = []
+    for case in cases:
+        net = FixedGradients([(24, 40), (33, 65), (24, 40)])
+        engine = make_engine(net, ds_config(clip=0.0, optimizer=BF16, **case))
+        for step in range(4):
+            engine.backward(engine(net.gradients(step)))
+            engine.step()
+        results.append(momenta(engine))
+        engine.destroy()
+    return results
+
+
+def test_the_same_gradients_make_the_same_momentum_whatever_the_sharding() -> None:
+    """Bit for bit: the random bits of an element are those of its parameter, its index and the step."""
+    cases: list[dict[str, Any]] = [{"stage": stage} for stage in (0, 1, 2, 3)]
+    cases += [{"stage": 3, "zero": {"sub_group_size": 100}}, {"stage": 2, "zero": {"round_robin_gradients": True}}]
+    base = run(momenta_of_given_gradients, 1, cases=cases[:1])[0][0]
+    for world in (1, 2, 4):
+        for results in run(momenta_of_given_gradients, world, cases=cases):
+            for case, got in zip(cases, results, strict=True):
+                assert got or world > 1
+                for name, (start, values) in got.items():
+                    assert values.equal(base[name][1][start : start + len(values)]), (world, case, name)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_muon_keeps_two_bytes_per_parameter(world: int) -> None:
+    cases = [{"stage": s, "dtype": d, "optimizer": BF16} for s in (1, 2, 3) for d in ("fp32", "bf16")]
+    for case, *ranks in zip(cases, *run(state_sizes, world, cases=cases), strict=True):
+        used, flat, tensors = (sum(column) for column in zip(*ranks, strict=True))
+        assert used == 2 * flat + 4 * tensors, case
+
+
+# ---- states by name ---------------------------------------------------------------------------------------
+
+
+def set_by_name(cases: list[dict[str, Any]]) -> list[str]:
+    """What goes wrong when the momentum is written by name and read back.
+
+    Of an even model: at stage 3 DeepSpeed writes no parameter whose size the ranks do not divide, with any optimizer.
+    """
+    from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
+
+    found = []
+    for case in cases:
+        engine = make_engine(MODELS["wide"](), ds_config(**case, optimizer=BF16))
+        train_engine(engine, 1)
+        for param, spec in engine.basic_optimizer.specs.items():
+            if spec.use_muon:
+                value = torch.randn(spec.shape, generator=torch.Generator().manual_seed(spec.numel))
+                safe_set_full_optimizer_state(param, value, "momentum_buffer")
+                got = safe_get_full_optimizer_state(param, "momentum_buffer")
+                if got.dtype != torch.float32 or not got.equal(value.bfloat16().float()):
+                    found.append(f"{case} {spec.name} {got.dtype}")
+        kept = {e["momentum_buffer"].dtype for e in local_states(engine) if "momentum_buffer" in e}
+        found += [] if kept == {torch.bfloat16} else [f"{case} {kept}"]
+        weights = full_weights(engine.module)
+        train_engine(engine, 1, first_step=1)
+        found += [] if all(w.isfinite().all() for w in weights.values()) else [f"{case} not finite"]
+        engine.destroy()
+    return found
+
+
+def test_the_momentum_is_read_and_written_by_name() -> None:
+    """As fp32; what is written is rounded to nearest."""
+    cases: list[dict[str, Any]] = [{"stage": s, "dtype": d} for s in (1, 2, 3) for d in ("fp32", "bf16")]
+    cases += [BF16_OPTIMIZER, *({"stage": stage, "offload": True} for stage in (1, 2, 3))]
+    assert run(set_by_name, 2, cases=cases) == [[], []]
+
+
+# ---- refused ----------------------------------------------------------------------------------------------
+
+
+def refuse_on_nvme() -> list[Any]:
+    """With the config's optimizer, and with one that the script has built."""
+    import deepspeed
+
+    zero = {"offload_optimizer": NVME}
+    net = MODELS["mlp"]()
+    own = MuonWithAuxAdam(net.parameters(), model=net, **BF16["params"])
+    config = ds_config(stage=3, zero=zero)
+    del config["optimizer"]
+    return [
+        attempt(lambda: make_engine(MODELS["mlp"](), ds_config(stage=3, zero=zero, optimizer=BF16))),
+        attempt(lambda: deepspeed.initialize(model=net, config=config, optimizer=own)[0]),
+    ]
+
+
+def test_refused_on_nvme() -> None:
+    for kind, text, _ in run(refuse_on_nvme, 1)[0]:
+        assert kind == "UnsupportedError"
+        assert (
+            'optimizer.params.momentum_dtype: DeepSpeed swaps optimizer states to NVMe in fp32; set it to "fp32"'
+            in text
+        )
