@@ -12,8 +12,9 @@ import tempfile
 from pathlib import Path
 
 from deepspeed.muon.coefficients import NAMED
-from deepspeed.muon.config import GROUP_KEYS, MuonConfig, facts
+from deepspeed.muon.config import MuonConfig, facts
 from deepspeed.muon.explain import PEERS
+from deepspeed.muon.keys import GROUP_KEYS
 from deepspeed.muon.knobs import SCALE_ALIASES
 from deepspeed.muon.update import SCALES, update_rms
 

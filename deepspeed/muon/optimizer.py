@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,44 +20,12 @@ from deepspeed.muon.groups import check_patterns, split_groups
 from deepspeed.muon.logs import logger
 from deepspeed.muon.meter import Meter
 from deepspeed.muon.orthogonalize import Workspace, bf16_is_fast, choose_method, orthogonalize, resolve_dtype
-from deepspeed.muon.placement import Placement, Shard
+from deepspeed.muon.partition import Partition, whole_partition
 from deepspeed.muon.plan import Plan, make_plan
 from deepspeed.muon.rounding import key_of
 from deepspeed.muon.routing import MatrixSpec, route, shapes
 from deepspeed.muon.schedule import GivenGroups
 from deepspeed.muon.update import apply_, direction, momentum_, scale_factor
-
-
-@dataclass(frozen=True)
-class Partition:
-    """Where the parameters of one step of one group lie, over the ranks that share them.
-
-    Args:
-        index: of the parameter group.
-        tensors: the tensors that ``step`` will find in the group, in order: flat partitions under ZeRO,
-            whole parameters otherwise.
-        shards: the parameters they hold.
-        group: process group of the ranks that share them, ``None`` for whole parameters.
-    """
-
-    index: int
-    tensors: tuple[Tensor, ...]
-    shards: tuple[Shard, ...]
-    group: Any = None
-    rank: int = 0
-    world_size: int = 1
-
-    def pieces(self) -> Iterator[tuple[Shard, int, int, int]]:
-        """(shard, first element of the parameter, one past the last, position in its tensor) held by this rank."""
-        for shard in self.shards:
-            start, stop = shard.placement.held(self.rank, 0, shard.spec.numel)
-            if start < stop:
-                yield shard, start, stop, shard.placement.position(start)
-
-    def held(self) -> Iterator[tuple[Tensor, int, int]]:
-        """(tensor, first element, length) of what this rank holds, without padding."""
-        for shard, start, stop, position in self.pieces():
-            yield self.tensors[shard.tensor], position, stop - start
 
 
 @dataclass(frozen=True)
@@ -77,7 +45,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     Args:
         params: parameters, or groups of them. Each group is split into a Muon and an AdamW half, both of
-            which keep the group's own settings (:data:`deepspeed.muon.config.GROUP_KEYS`).
+            which keep the group's own settings (:data:`deepspeed.muon.keys.GROUP_KEYS`).
         model: whose modules decide the routing; see :func:`deepspeed.muon.routing.route`.
         config: every other keyword is a field of :class:`deepspeed.muon.config.MuonConfig`.
 
@@ -298,9 +266,3 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
 def _slice(tensor: Tensor, start: int, length: int) -> Tensor:
     return tensor.view(-1)[start : start + length]
-
-
-def whole_partition(index: int, tensors: Sequence[Tensor], specs: Sequence[MatrixSpec]) -> Partition:
-    """The partition of a group's parameters that this rank holds whole, each in its own tensor."""
-    shards = [Shard(spec, i, Placement(0, spec.numel, 0)) for i, spec in enumerate(specs)]
-    return Partition(index, tuple(tensors), tuple(shards))

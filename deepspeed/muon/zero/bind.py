@@ -11,8 +11,9 @@ import torch
 
 from deepspeed.muon import stalls
 from deepspeed.muon.logs import logger
-from deepspeed.muon.optimizer import MuonWithAuxAdam, Partition
+from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.orthogonalize import bf16_is_fast, resolve_dtype
+from deepspeed.muon.partition import Partition
 from deepspeed.muon.plan import Plan
 from deepspeed.muon.routing import is_lora
 from deepspeed.muon.update import SCALES, update_rms

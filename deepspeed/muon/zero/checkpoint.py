@@ -13,7 +13,6 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from deepspeed.muon.momentum import settle
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.zero.groups import check_groups, matrices, saved_groups, settings_of
 from deepspeed.muon.zero.states import link

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from deepspeed.muon.optimizer import MuonWithAuxAdam, Partition, whole_partition
+from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.partition import Partition, whole_partition
 
 
 def partitions(wrapper: Any, optimizer: MuonWithAuxAdam) -> list[Partition]:

@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from deepspeed.muon.optimizer import MuonWithAuxAdam, Partition
+from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.partition import Partition
 from deepspeed.muon.placement import Placement, Shard
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from deepspeed.muon.optimizer import MuonWithAuxAdam, Partition
+from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.partition import Partition
 from deepspeed.muon.placement import Placement, Shard
 
 

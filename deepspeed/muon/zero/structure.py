@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from deepspeed.muon.optimizer import MuonWithAuxAdam, Partition
+from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.partition import Partition
 from deepspeed.muon.zero.groups import routing_difference, saved_groups
 from deepspeed.muon.zero.manifest import CheckpointError
 

@@ -38,10 +38,12 @@ ALLOWED: dict[str, set[str]] = {
     "schedule": set(),
     "update": set(),
     "version": set(),
+    "keys": set(),
     "knobs": {"coefficients"},
-    "config": {"coefficients", "explain", "knobs"},
+    "config": {"coefficients", "explain", "keys", "knobs"},
     "orthogonalize": {"coefficients"},
     "placement": {"routing"},
+    "partition": {"placement", "routing"},
     "owners": {"placement"},
     "plan": {"owners", "placement", "routing"},
     "groups": {"config", "routing"},
@@ -57,7 +59,7 @@ ALLOWED: dict[str, set[str]] = {
         "meter",
         "momentum",
         "orthogonalize",
-        "placement",
+        "partition",
         "plan",
         "rounding",
         "routing",
@@ -94,6 +96,8 @@ EXTERNAL: dict[str, set[str]] = {
     "logs": set(),
     "coefficients": set(),
     "explain": set(),
+    "keys": set(),
+    "partition": {"torch"},
     "placement": set(),
     "owners": set(),
     "cost": set(),
@@ -120,7 +124,7 @@ EXTERNAL: dict[str, set[str]] = {
     "cli.command": set(),
 }
 COLLECTIVES = ("torch.distributed", "deepspeed.comm")
-CORE = ("orthogonalize", "update", "adamw", "placement", "owners", "cost", "plan", "exchange", "optimizer")
+CORE = ("orthogonalize", "update", "partition", "placement", "owners", "cost", "plan", "exchange", "optimizer")
 
 # ---- imports --------------------------------------------------------------------------------------------
 

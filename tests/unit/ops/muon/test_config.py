@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from deepspeed.muon import coefficients
-from deepspeed.muon.config import ADAMW_KEYS, NEUTRAL_KEYS, MuonConfig, MuonConfigError, parse
+from deepspeed.muon.config import MuonConfig, MuonConfigError, parse
+from deepspeed.muon.keys import ADAMW_KEYS, NEUTRAL_KEYS
 
 ADAMW_SECTION = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}
 EVERY_KEY = {

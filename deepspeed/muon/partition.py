@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the parameters of one step of one group lie, with the tensors that hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from deepspeed.muon.placement import Placement, Shard
+from deepspeed.muon.routing import MatrixSpec
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Where the parameters of one step of one group lie, over the ranks that share them.
+
+    Args:
+        index: of the parameter group.
+        tensors: the tensors that ``step`` will find in the group, in order: flat partitions under ZeRO,
+            whole parameters otherwise.
+        shards: the parameters they hold.
+        group: process group of the ranks that share them, ``None`` for whole parameters.
+    """
+
+    index: int
+    tensors: tuple[Tensor, ...]
+    shards: tuple[Shard, ...]
+    group: Any = None
+    rank: int = 0
+    world_size: int = 1
+
+    def pieces(self) -> Iterator[tuple[Shard, int, int, int]]:
+        """(shard, first element of the parameter, one past the last, position in its tensor) held by this rank."""
+        for shard in self.shards:
+            start, stop = shard.placement.held(self.rank, 0, shard.spec.numel)
+            if start < stop:
+                yield shard, start, stop, shard.placement.position(start)
+
+    def held(self) -> Iterator[tuple[Tensor, int, int]]:
+        """(tensor, first element, length) of what this rank holds, without padding."""
+        for shard, start, stop, position in self.pieces():
+            yield self.tensors[shard.tensor], position, stop - start
+
+
+def whole_partition(index: int, tensors: Sequence[Tensor], specs: Sequence[MatrixSpec]) -> Partition:
+    """The partition of a group's parameters that this rank holds whole, each in its own tensor."""
+    shards = [Shard(spec, i, Placement(0, spec.numel, 0)) for i, spec in enumerate(specs)]
+    return Partition(index, tuple(tensors), tuple(shards))
