@@ -19,11 +19,15 @@ from deepspeed.muon.zero.states import link
 
 
 def keep_convertible(wrapper: Any, optimizer: MuonWithAuxAdam) -> None:
-    """Rename the momentum on the way out and in, and refuse another routing."""
+    """Rename the momentum on the way out and in, refuse another routing, let ``zero_to_fp32`` read what is saved."""
     optimizer.register_state_dict_post_hook(_export)
     optimizer.register_load_state_dict_pre_hook(_import, prepend=True)
     if wrapper is not optimizer:
         wrapper.load_state_dict = _checked(wrapper, optimizer, wrapper.load_state_dict)
+    if type(wrapper).__name__ == "BF16_Optimizer":
+        save = wrapper.state_dict
+        # Its layout is stage 1's; zero_to_fp32 takes a file without this key for no ZeRO checkpoint.
+        wrapper.state_dict = lambda: {"zero_stage": 1, **save()}
 
 
 def _export(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

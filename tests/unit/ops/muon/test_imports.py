@@ -95,13 +95,14 @@ def check_stock(cases: list[Case], folder: Path, targets: list[Case]) -> None:
 
 
 def test_going_on_from_stocks_muon(tmp_path: Path) -> None:
-    """Its momentum bit for bit, by whatever layout it was saved; then the steps of the definition."""
+    """To stages 1 and 3, momentum bit for bit by whatever layout it was saved; then the steps of the definition."""
     check_stock(SAVED_BY_STOCK, tmp_path, TARGETS[:2])
 
 
 @pytest.mark.full
 @pytest.mark.time_limit(900)
 def test_going_on_from_stocks_muon_saved_otherwise(tmp_path: Path) -> None:
+    """The other stages, to 3, and precisions."""
     check_stock(SAVED_BY_STOCK[2:3] + REST, tmp_path, TARGETS)
 
 
@@ -186,7 +187,7 @@ def save_others(cases: list[Case], folder: str) -> list[dict[str, Tensor]]:
 
 
 def test_going_on_from_adamw(tmp_path: Path) -> None:
-    """The first moment becomes the momentum bit for bit, AdamW's half goes on; then the steps of the definition."""
+    """Stages 1 to 3: the first moment becomes the momentum bit for bit; then the steps of the definition."""
     resting_adamw = {"type": "AdamW", "params": ADAMW["params"] | {"lr": 0.0, "weight_decay": 0.0}}
     cases = [case | {"optimizer": resting_adamw} for case in (*TARGETS, BF16_OPTIMIZER)]
     saved = run(save_others, 2, cases=cases, folder=str(tmp_path))[0]

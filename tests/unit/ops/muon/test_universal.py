@@ -32,8 +32,8 @@ VARIANTS: list[Case] = [
     {"stage": 1, "zero": {"round_robin_gradients": True}},
     {"stage": 2, "zero": {"round_robin_gradients": True}, "offload": True},
     *({"stage": stage, "model": model} for stage in (2, 3) for model in ("tied", "frozen", "gpt_tied")),
-    *({"stage": stage, "model": "few"} for stage in (1, 2, 3)),
-    {**BF16_OPTIMIZER, "model": "few"},
+    *({"stage": stage, "model": "few", "groups": True} for stage in (1, 2, 3)),
+    {**BF16_OPTIMIZER, "model": "few", "groups": True},
 ]
 PAIRED: list[Case] = [
     *STAGES,
@@ -54,7 +54,7 @@ def restored(saved: dict[str, Any], loaded: dict[str, Any], settings: bool = Tru
 
 
 def test_the_run_goes_on_at_any_number_of_ranks(tmp_path: Path) -> None:
-    """fp32, saved at 2 ranks: exact through the normal loader, and through the converter within 2e-5."""
+    """fp32, stages 1 to 3, saved at 2 ranks: exact through the normal loader, through the converter within 2e-5."""
     saved = run(save_all, 2, cases=STAGES, folder=str(tmp_path))[0]
     jobs = [(str(tmp_path / str(index)), case) for index, case in enumerate(STAGES)]
     for case, before, after in zip(STAGES, saved, run(load_all, 2, jobs=jobs, universal=False)[0], strict=True):
@@ -70,7 +70,7 @@ def test_the_run_goes_on_at_any_number_of_ranks(tmp_path: Path) -> None:
 
 
 def test_the_converter_needs_no_flag(tmp_path: Path) -> None:
-    cases: list[Case] = [{"stage": 1}, {"stage": 3}, BF16_OPTIMIZER]
+    cases: list[Case] = [{"stage": 1}, {"stage": 3}]
     saved = run(save_all, 2, cases=cases, folder=str(tmp_path))[0]
     jobs = [(str(tmp_path / str(index)), case) for index, case in enumerate(cases)]
     for folder, _ in jobs:
@@ -79,29 +79,28 @@ def test_the_converter_needs_no_flag(tmp_path: Path) -> None:
         assert restored(before, after) == [], case
         for name, weight in before["after"].items():
             error = change_error(before["initial"][name], after["after"][name], weight)
-            assert error <= (0.1 if "dtype" in case else 1e-5), (case, name)
+            assert error <= 1e-5, (case, name)
 
 
 def test_models_groups_and_layouts(tmp_path: Path) -> None:
-    """Tied and frozen parameters, groups of different settings, ranks that hold only padding of a group."""
+    """Stages 1 to 3: tied and frozen parameters, groups of different settings, ranks with only padding of a group."""
     saved = run(save_all, 2, cases=VARIANTS, folder=str(tmp_path))[0]
     jobs = [(str(tmp_path / str(index)), case) for index, case in enumerate(VARIANTS)]
     for folder, _ in jobs:
         convert(Path(folder))
-    for world in (1, 4):
-        for case, before, after in zip(VARIANTS, saved, run(load_all, world, jobs=jobs)[0], strict=True):
-            is_frozen = case.get("model") == "frozen"
-            other = [name for name in differing(before["weights"], after["weights"]) if "layers.1." not in name]
-            assert other == [] and (is_frozen or differing(before["weights"], after["weights"]) == []), (world, case)
-            # What stock finds by name is wrong with round_robin_gradients; there the losses tell.
-            empty = {"weights": {}} | ({"states": {}} if "round_robin" in str(case) else {})
-            assert restored(before | empty, after | empty) == [], (world, case)
-            for a, b in zip(before["losses"], after["losses"], strict=True):
-                assert "dtype" in case or is_frozen or abs(a - b) <= 2e-5, (world, case)
+    for case, before, after in zip(VARIANTS, saved, run(load_all, 4, jobs=jobs)[0], strict=True):
+        is_frozen = case.get("model") == "frozen"
+        other = [name for name in differing(before["weights"], after["weights"]) if "layers.1." not in name]
+        assert other == [] and (is_frozen or differing(before["weights"], after["weights"]) == []), case
+        # What stock finds by name is wrong with round_robin_gradients; there the losses tell.
+        empty = {"weights": {}} | ({"states": {}} if "round_robin" in str(case) else {})
+        assert restored(before | empty, after | empty) == [], case
+        for a, b in zip(before["losses"], after["losses"], strict=True):
+            assert "dtype" in case or is_frozen or abs(a - b) <= 2e-5, case
 
 
 def test_a_checkpoint_with_padding_only_ranks_converts(tmp_path: Path) -> None:
-    cases: list[Case] = [{"stage": stage, "model": "few"} for stage in (1, 2, 3)]
+    cases: list[Case] = [{"stage": stage, "model": "few", "groups": True} for stage in (1, 2, 3)]
     saved = run(save_all, 4, cases=cases, folder=str(tmp_path))[0]
     for index in range(len(cases)):
         convert(tmp_path / str(index))
@@ -116,7 +115,7 @@ def test_a_checkpoint_with_padding_only_ranks_converts(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.time_limit(1800)
 def test_every_pair_of_stages_and_precisions(tmp_path: Path) -> None:
-    """Saved at 2 ranks, loaded at 3: momentum, moments and fp32 weights bit for bit, counts and settings."""
+    """Stages 1 to 3, from 2 ranks to 3: momentum, moments and fp32 weights bit for bit, counts and settings."""
     saved = run(save_all, 2, timeout=300, cases=PAIRED, folder=str(tmp_path))[0]
     for index in range(len(PAIRED)):
         convert(tmp_path / str(index))
