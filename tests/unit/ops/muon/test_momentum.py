@@ -11,7 +11,7 @@ from torch import Tensor
 from deepspeed.muon import MuonWithAuxAdam
 from deepspeed.muon.momentum import CPU_CHUNK, advance
 from deepspeed.muon.orthogonalize import Workspace
-from deepspeed.muon.rounding import key_of
+from deepspeed.muon.rounding import key_of, noise, round_
 from distributed import run
 from models import MODELS, full_weights, train_engine
 from oracles import change_cosine, change_error
@@ -65,6 +65,21 @@ def plain_step(net: Any, optimizer: MuonWithAuxAdam, step: int) -> None:
     optimizer.step()
 
 
+def test_the_bits_are_those_of_name_step_and_element() -> None:
+    net, optimizer = plain_optimizer("bf16")
+    for step in (1, 2, 3):
+        state = {p: optimizer.state[p]["momentum_buffer"].clone() for p in net.parameters() if p in optimizer.state}
+        plain_step(net, optimizer, step)
+        for name, param in net.named_parameters():
+            if param.ndim == 2:
+                before = state.get(param, torch.zeros_like(param)).view(-1)
+                wide = before.float().lerp(param.grad.view(-1), 1 - PARAMS["momentum"])
+                bits, spare = torch.empty(2, param.numel(), dtype=torch.int32)
+                expected = torch.empty_like(wide, dtype=torch.bfloat16)
+                round_(expected, wide, noise(bits, spare, key_of(name, step), 0), spare)
+                assert optimizer.state[param]["momentum_buffer"].view(-1).equal(expected), (step, name)
+
+
 def test_plain_pytorch_resumes_exactly_and_casts_once(caplog: pytest.LogCaptureFixture) -> None:
     net, optimizer = plain_optimizer("bf16")
     for step in range(2):
@@ -77,7 +92,10 @@ def test_plain_pytorch_resumes_exactly_and_casts_once(caplog: pytest.LogCaptureF
     assert torch.get_rng_state().equal(random), "torch's generator is the user's"
     again, resumed = plain_optimizer("bf16")
     again.load_state_dict(saved["model"])
-    resumed.load_state_dict(copy.deepcopy(saved["optimizer"]))
+    taken = copy.deepcopy(saved["optimizer"])
+    resumed.load_state_dict(taken)
+    first = resumed.state[resumed.param_groups[0]["params"][0]]["momentum_buffer"]
+    assert first.data_ptr() == taken["state"][0]["momentum_buffer"].data_ptr(), "an fp32 copy was made on the way"
     assert "momentum" not in caplog.text
     plain_step(again, resumed, 2)
     assert all(a.equal(b) for a, b in zip(net.parameters(), again.parameters(), strict=True))
