@@ -68,7 +68,7 @@ def plain_step(net: Any, optimizer: MuonWithAuxAdam, step: int) -> None:
 def test_the_bits_are_those_of_name_step_and_element() -> None:
     net, optimizer = plain_optimizer("bf16")
     for step in (1, 2, 3):
-        state = {p: optimizer.state[p]["momentum_buffer"].clone() for p in net.parameters() if p in optimizer.state}
+        state = {p: optimizer.state[p]["momentum_buffer"].clone() for p in net.parameters() if p.ndim == 2 and step > 1}
         plain_step(net, optimizer, step)
         for name, param in net.named_parameters():
             if param.ndim == 2:
@@ -141,10 +141,10 @@ def train_all(cases: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_training_equals_the_oracle(world: int) -> None:
     """The oracle's momentum is fp64. Rounding moves five steps by 3 % of the change at most; bf16 as in parity."""
-    cases: list[dict[str, Any]] = [
-        {"stage": stage, "dtype": dtype} for stage in (0, 1, 2, 3) for dtype in ("fp32", "bf16")
-    ]
-    cases += [BF16_OPTIMIZER, *({"stage": stage, "offload": True} for stage in (1, 2, 3))]
+    cases: list[dict[str, Any]] = [{"stage": stage} for stage in (1, 2, 3)]
+    if world == 2:
+        cases += [{"stage": 0}, BF16_OPTIMIZER, *({"stage": stage, "dtype": "bf16"} for stage in (0, 1, 2, 3))]
+        cases += [{"stage": stage, "offload": True} for stage in (1, 2, 3)]
     references = {dtype: oracle("mlp", 1.0, dtype) for dtype in ("fp32", "bf16")}
     worst = 0.0
     for results in run(train_all, world, cases=cases):
@@ -187,7 +187,7 @@ def test_the_same_gradients_make_the_same_momentum_whatever_the_sharding() -> No
                     assert values.equal(base[name][1][start : start + len(values)]), (world, case, name)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.full)])
 def test_muon_keeps_two_bytes_per_parameter(world: int) -> None:
     cases = [{"stage": s, "dtype": d, "optimizer": BF16} for s in (1, 2, 3) for d in ("fp32", "bf16")]
     for case, *ranks in zip(cases, *run(state_sizes, world, cases=cases), strict=True):
