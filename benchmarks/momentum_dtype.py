@@ -71,14 +71,17 @@ def write(runs: Runs, steps: int, path: Path) -> None:
             writer.writerows(
                 [kind, s, row.step, f"{row.held_out:.5f}"] for s, rows in enumerate(curves) for row in rows
             )
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    figure, panels = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for kind, curves in runs.items():
-        for index, rows in enumerate(curves):
-            label = kind if index == 0 else None
+        for index, (rows, base) in enumerate(zip(curves, runs["fp32"], strict=True)):
+            style = {"color": COLORS[kind], "linewidth": 1, "label": kind if index == 0 else None}
             x, y = [row.step for row in rows], [row.held_out for row in rows]
-            axes.plot(x, y, label=label, color=COLORS[kind], linewidth=1)
-    axes.set(xlabel="step", ylabel="held-out loss (nats per byte)", yscale="log")
-    axes.legend()
+            panels[0].plot(x, y, **style)
+            panels[1].plot(x, [a - b.held_out for a, b in zip(y, base, strict=True)], **style)
+    panels[0].set(xlabel="step", ylabel="held-out loss (nats per byte)")
+    panels[1].set(xlabel="step", ylabel="minus fp32's, same seed")
+    panels[1].set_yscale("symlog", linthresh=1e-2)
+    panels[0].legend()
     figure.savefig(path.with_suffix(".png"), dpi=150)
     finals = {kind: [rows[-1].held_out for rows in curves] for kind, curves in runs.items()}
     lines = [["momentum", "final held-out loss, mean", "standard deviation", "of each seed", "minus fp32, mean"]]
@@ -88,8 +91,10 @@ def write(runs: Runs, steps: int, path: Path) -> None:
         lines.append(
             [kind, f"{mean(losses):.4f}", f"{stdev(losses):.4f}" if len(losses) > 1 else "", each, f"{away:+.4f}"]
         )
+    spread = max(max(losses) - min(losses) for losses in finals.values())
+    note = f"\nSeeds of one kind lie up to {spread:.4f} apart; each line of the right panel is one seed.\n"
     title = f"# Loss by momentum_dtype, {steps} steps of examples/pretrain_gpt\n\n{machine.one_line()}\n\n"
-    path.with_suffix(".md").write_text(title + machine.markdown_table(lines) + "\n")
+    path.with_suffix(".md").write_text(title + machine.markdown_table(lines) + "\n" + note)
     print(path.with_suffix(".md").read_text())
 
 

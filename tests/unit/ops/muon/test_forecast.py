@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from deepspeed.muon.config import MuonConfigError, parse
 from deepspeed.muon.cost import cost_model
-from deepspeed.muon.estimate import ADAM_PASS_BYTES, Machine, estimate, pass_bytes, stock_clipping
+from deepspeed.muon.estimate import ADAM_PASS_BYTES, ROUNDING_PASS_BYTES, Machine, estimate, pass_bytes, stock_clipping
 from deepspeed.muon.forecast import Half, Layout, Part, Work, halves_of, lay_out, work_of
 from deepspeed.muon.plan import BUCKET_BYTES, make_plan
 from deepspeed.muon.routing import Block, MatrixSpec
 from distributed import run
 from models import MODELS
+from test_momentum import BF16
 from training import PARAMS, ds_config, make_engine
 
 STEPS, ITEMSIZE = 5, 4
@@ -40,8 +41,8 @@ def bound(model: str, **config: Any) -> dict[str, Any]:
     return facts
 
 
-def forecast(model: str, layout: Layout) -> tuple[list[Part], list[Work]]:
-    parts = lay_out(halves_of(MODELS[model](), parse(PARAMS)), layout)
+def forecast(model: str, layout: Layout, params: dict[str, Any] = PARAMS) -> tuple[list[Part], list[Work]]:
+    parts = lay_out(halves_of(MODELS[model](), parse(params)), layout)
     return parts, [
         work_of(part, cost_model(part.half.ns_method, STEPS, ITEMSIZE, "cpu")) for part in parts if part.half.use_muon
     ]
@@ -49,7 +50,7 @@ def forecast(model: str, layout: Layout) -> tuple[list[Part], list[Work]]:
 
 def check_against_the_engine(model: str, layout: Layout, **config: Any) -> set[str]:
     """Compare on every rank; returns the kinds of wrappers met."""
-    parts, works = forecast(model, layout)
+    parts, works = forecast(model, layout, config.get("optimizer", {"params": PARAMS})["params"])
     live = run(bound, layout.world_size, model=model, stage=layout.stage, **config)
     state = sum(part.state_bytes for part in parts)
     for rank, facts in enumerate(live):
@@ -89,6 +90,11 @@ def test_sub_groups_of_stage_3(size: int) -> None:
 def test_round_robin_and_parameter_alignment() -> None:
     check_against_the_engine("gpt", Layout(2, 3, round_robin=True), zero={"round_robin_gradients": True})
     check_against_the_engine("mlp", Layout(1, 3, alignment=4), zero={"parameter_alignment": True})
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_bf16_momentum(stage: int) -> None:
+    check_against_the_engine("gpt", Layout(stage, 2), optimizer=BF16)
 
 
 def test_bf16_optimizer_and_offload() -> None:
@@ -187,6 +193,7 @@ def test_bytes_of_the_elementwise_pass() -> None:
     assert pass_bytes(muon, 2) == 56
     assert pass_bytes(Half(True, muon.specs, nesterov=False, decays=False), 4) == 40
     assert pass_bytes(Half(False, muon.specs), 2) == ADAM_PASS_BYTES
+    assert pass_bytes(Half(True, muon.specs, momentum_dtype="bf16"), 2) == 56 + ROUNDING_PASS_BYTES
 
 
 def test_the_norm_that_stock_clips() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from deepspeed.muon import MuonWithAuxAdam
 from deepspeed.muon.momentum import CPU_CHUNK, advance
 from deepspeed.muon.orthogonalize import Workspace
-from deepspeed.muon.rounding import key_of
+from deepspeed.muon.rounding import key_of, noise, round_
 from distributed import run
 from models import MODELS, full_weights, train_engine
 from oracles import change_cosine, change_error
@@ -65,6 +65,21 @@ def plain_step(net: Any, optimizer: MuonWithAuxAdam, step: int) -> None:
     optimizer.step()
 
 
+def test_the_bits_are_those_of_name_step_and_element() -> None:
+    net, optimizer = plain_optimizer("bf16")
+    for step in (1, 2, 3):
+        state = {p: optimizer.state[p]["momentum_buffer"].clone() for p in net.parameters() if p.ndim == 2 and step > 1}
+        plain_step(net, optimizer, step)
+        for name, param in net.named_parameters():
+            if param.ndim == 2:
+                before = state.get(param, torch.zeros_like(param)).view(-1)
+                wide = before.float().lerp(param.grad.view(-1), 1 - PARAMS["momentum"])
+                bits, spare = torch.empty(2, param.numel(), dtype=torch.int32)
+                expected = torch.empty_like(wide, dtype=torch.bfloat16)
+                round_(expected, wide, noise(bits, spare, key_of(name, step), 0), spare)
+                assert optimizer.state[param]["momentum_buffer"].view(-1).equal(expected), (step, name)
+
+
 def test_plain_pytorch_resumes_exactly_and_casts_once(caplog: pytest.LogCaptureFixture) -> None:
     net, optimizer = plain_optimizer("bf16")
     for step in range(2):
@@ -77,7 +92,10 @@ def test_plain_pytorch_resumes_exactly_and_casts_once(caplog: pytest.LogCaptureF
     assert torch.get_rng_state().equal(random), "torch's generator is the user's"
     again, resumed = plain_optimizer("bf16")
     again.load_state_dict(saved["model"])
-    resumed.load_state_dict(copy.deepcopy(saved["optimizer"]))
+    taken = copy.deepcopy(saved["optimizer"])
+    resumed.load_state_dict(taken)
+    first = resumed.state[resumed.param_groups[0]["params"][0]]["momentum_buffer"]
+    assert first.data_ptr() == taken["state"][0]["momentum_buffer"].data_ptr(), "an fp32 copy was made on the way"
     assert "momentum" not in caplog.text
     plain_step(again, resumed, 2)
     assert all(a.equal(b) for a, b in zip(net.parameters(), again.parameters(), strict=True))
@@ -123,10 +141,10 @@ def train_all(cases: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_training_equals_the_oracle(world: int) -> None:
     """The oracle's momentum is fp64. Rounding moves five steps by 3 % of the change at most; bf16 as in parity."""
-    cases: list[dict[str, Any]] = [
-        {"stage": stage, "dtype": dtype} for stage in (0, 1, 2, 3) for dtype in ("fp32", "bf16")
-    ]
-    cases += [BF16_OPTIMIZER, *({"stage": stage, "offload": True} for stage in (1, 2, 3))]
+    cases: list[dict[str, Any]] = [{"stage": stage} for stage in (1, 2, 3)]
+    if world == 2:
+        cases += [{"stage": 0}, BF16_OPTIMIZER, *({"stage": stage, "dtype": "bf16"} for stage in (0, 1, 2, 3))]
+        cases += [{"stage": stage, "offload": True} for stage in (1, 2, 3)]
     references = {dtype: oracle("mlp", 1.0, dtype) for dtype in ("fp32", "bf16")}
     worst = 0.0
     for results in run(train_all, world, cases=cases):
@@ -169,7 +187,7 @@ def test_the_same_gradients_make_the_same_momentum_whatever_the_sharding() -> No
                     assert values.equal(base[name][1][start : start + len(values)]), (world, case, name)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.full)])
 def test_muon_keeps_two_bytes_per_parameter(world: int) -> None:
     cases = [{"stage": s, "dtype": d, "optimizer": BF16} for s in (1, 2, 3) for d in ("fp32", "bf16")]
     for case, *ranks in zip(cases, *run(state_sizes, world, cases=cases), strict=True):

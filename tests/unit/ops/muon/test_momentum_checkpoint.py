@@ -87,7 +87,7 @@ CHANGED: list[dict[str, Any]] = [{"stage": 1}, {"stage": 2, "dtype": "bf16"}, {"
 CHANGED += [{"stage": stage, "offload": True} for stage in (2, 3)]
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [("fp32", "bf16"), ("bf16", "fp32"), ("bf16", "bf16")])
+@pytest.mark.parametrize(("saved", "loaded"), [("fp32", "bf16"), ("bf16", "fp32")])
 def test_another_dtype_casts_once(saved: str, loaded: str, tmp_path: Path) -> None:
     """Exact from bf16, to nearest to bf16; AdamW's moments stay as they are."""
     folders = [str(tmp_path / str(index)) for index in range(len(CHANGED))]
@@ -97,7 +97,7 @@ def test_another_dtype_casts_once(saved: str, loaded: str, tmp_path: Path) -> No
             for name, value in before.items():
                 cast = value.to(DTYPES[loaded]).float() if name.endswith("momentum_buffer") else value
                 assert after[name].equal(cast), (case, name)
-            assert len(warnings) == (saved != loaded), case
+            assert len(warnings) == 1, case
             assert kept == {DTYPES[loaded]}, case
 
 

@@ -38,6 +38,7 @@ PARAMS: list[dict[str, Any]] = [
     {"lr": float("nan")},
     {"momentum": 1.0},
     {"momentum": -0.1},
+    {"momentum_dtype": "fp16"},
     {"nesterov": "maybe"},
     {"weight_decay": -0.1},
     {"adam_weight_decay": "none"},
