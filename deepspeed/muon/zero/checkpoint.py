@@ -9,7 +9,8 @@ share one element of storage; in memory it is ``momentum_buffer`` and nothing el
 from __future__ import annotations
 
 import functools
-import os
+import zipfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -148,8 +149,7 @@ def _repaired(optimizer: MuonWithAuxAdam, load: Any) -> Any:
     @functools.wraps(load)
     def repaired(*args: Any, **kwargs: Any) -> Any:
         folder = str(kwargs.get("checkpoint_dir", args[-1] if args else ""))
-        file = os.path.join(folder, "zero", "optimizer_state.pt")
-        saved = saved_groups(torch.load(file, map_location="cpu", weights_only=False))
+        saved = saved_groups(read_states(Path(folder, "zero", "optimizer_state.pt")))
         _check(optimizer, saved)
         before = [dict(group) for group in optimizer.param_groups]
         result = load(*args, **kwargs)
@@ -166,6 +166,20 @@ def _repaired(optimizer: MuonWithAuxAdam, load: Any) -> Any:
         return result
 
     return repaired
+
+
+def read_states(file: Path) -> dict[str, Any]:
+    """An optimizer's file, whose tensors stay on disk where its format permits; it runs no code of the file's.
+
+    Raises:
+        pickle.UnpicklingError: it holds other things than tensors and what ZeRO puts beside them.
+    """
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    with torch.serialization.safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]):
+        return torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=True)
 
 
 def saved_groups(saved: dict[str, Any]) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from deepspeed.muon.optimizer import MuonWithAuxAdam, Partition
-from deepspeed.muon.zero.checkpoint import routing_difference, saved_groups
+from deepspeed.muon.zero.checkpoint import read_states, routing_difference, saved_groups
 from deepspeed.muon.zero.manifest import CheckpointError
 
 
@@ -72,30 +73,30 @@ def of_files(engine: Any, folder: str, tag: str, with_optimizer: bool) -> dict[s
     Raises:
         CheckpointError: a file is missing or cannot be read.
     """
-    model = peek(engine._get_ckpt_name(folder, tag))
+    model = _opened(_read_model, engine._get_ckpt_name(folder, tag))
     saved = {"world_size": model["dp_world_size"], "scheduler": model["lr_scheduler"] is not None}
     if engine.zero_optimization_partition_weights():
         saved["partial_shapes"] = {n: list(s) for group in model["param_shapes"] for n, s in group.items()}
     else:
         saved["shapes"] = {n: list(v.shape) for n, v in model["module"].items() if isinstance(v, torch.Tensor)}
     if with_optimizer:
-        is_zero = engine.zero_optimization()
-        state = (
-            peek(engine._get_zero_ckpt_name(folder, tag)) if is_zero else {"optimizer_state_dict": model["optimizer"]}
-        )
-        saved["groups"] = saved_groups(state["optimizer_state_dict"])
+        if engine.zero_optimization():
+            state = _opened(read_states, engine._get_zero_ckpt_name(folder, tag))["optimizer_state_dict"]
+        else:
+            state = model["optimizer"]
+        saved["groups"] = saved_groups(state)
     return saved
 
 
-def peek(name: str) -> dict[str, Any]:
-    """A file of torch's; its tensors stay on disk where the format permits.
+def _read_model(file: Path) -> dict[str, Any]:
+    """With whatever objects the user has put beside the weights, as stock loads them too."""
+    return torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=False)
 
-    Raises:
-        CheckpointError: it is missing or cannot be read.
-    """
+
+def _opened(read: Callable[[Path], dict[str, Any]], name: str) -> dict[str, Any]:
     file = Path(name)
     try:
-        return torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=False)
+        return read(file)
     except FileNotFoundError:
         raise CheckpointError(
             f"{file.name} is missing: damaged, or of another stage, precision or world size"

@@ -123,7 +123,7 @@ def torment(server: Server, root: Path, case: dict[str, Any], phase: str, kills:
     expected = reference(server, root / "reference", case)
     rng, tally, chain = random.Random(seed), Tally(), 0
     folder = root / f"{phase}{chain}"
-    while tally.kills < kills:
+    while tally.kills < kills and not tally.problems:
         deaths = _choose(rng, phase, expected)
         outcome = server.attempt(folder, case, deaths)
         _judge(tally, outcome, deaths, folder, expected)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server of faults.py and the ranks that it forks."""
 
+import gc
 import hashlib
 import io
 import json
@@ -192,6 +193,7 @@ def serve(fd: int) -> None:
     for name in PRELOADED:
         import_module(name)
     torch.set_num_threads(1)
+    gc.freeze()  # stage 3 collects garbage while it is set up, which would copy every page that a rank inherits
     parent = Connection(fd)
     parent.send_bytes(b"ready")
     while True:

@@ -35,6 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "meter": set(),
     "routing": set(),
     "schedule": set(),
+    "stalls": {"logs"},
     "update": set(),
     "version": set(),
     "knobs": {"coefficients"},
@@ -44,7 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     "owners": {"placement"},
     "plan": {"owners", "placement", "routing"},
     "groups": {"config", "routing"},
-    "exchange": {"orthogonalize", "plan"},
+    "exchange": {"orthogonalize", "plan", "stalls"},
     "optimizer": {
         "adamw",
         "config",
@@ -79,12 +80,22 @@ ALLOWED: dict[str, set[str]] = {
         "zero.preview",
         "zero.support",
     },
-    "": {"config", "optimizer", "routing", "version", "zero.agreement", "zero.install", "zero.support"},
+    "": {
+        "config",
+        "optimizer",
+        "routing",
+        "version",
+        "zero.agreement",
+        "zero.install",
+        "zero.manifest",
+        "zero.support",
+    },
 }
 #: Module -> what it may import besides the standard library and the package.
 EXTERNAL: dict[str, set[str]] = {
     "version": set(),
     "logs": set(),
+    "stalls": set(),
     "coefficients": set(),
     "explain": set(),
     "placement": set(),
