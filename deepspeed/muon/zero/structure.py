@@ -143,8 +143,8 @@ def _optimizer_difference(saved: dict[str, Any], current: dict[str, Any]) -> str
 
 def _shape_difference(saved: dict[str, Any], current: dict[str, Any], strict: bool) -> str | None:
     there, here = saved.get("shapes", saved.get("partial_shapes", {})), current["shapes"]
-    for name in here.keys() & there.keys():
-        if there[name] != here[name]:
+    for name in here:
+        if there.get(name, here[name]) != here[name]:
             return f"{name} has shape {there[name]} in the checkpoint and {here[name]} in the model: another model"
     missing, extra = (sorted(a.keys() - b.keys()) for a, b in ((here, there), (there, here)))
     if strict and "shapes" in saved and (missing or extra):

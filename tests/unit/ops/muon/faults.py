@@ -63,15 +63,9 @@ class Server:
 
     def attempt(self, folder: Path, case: dict[str, Any], deaths: dict[int, tuple[str, int]], **job: Any) -> Outcome:
         """One start of the job in `folder`, where rank r meets its end at event n of a phase: deaths[r] = phase, n."""
-        job = {
-            "folder": str(folder),
-            "case": case,
-            "deaths": deaths,
-            "port": _free_port(),
-            "ranks": [*range(WORLD)],
-            **job,
-        }
-        self._connection.send_bytes(pickle.dumps((sys.path, job | {"timeout": TIMEOUT, "limit": TIMEOUT + MARGIN})))
+        known = {"folder": str(folder), "case": case, "deaths": deaths, "port": _free_port(), "ranks": [*range(WORLD)]}
+        limits = {"timeout": TIMEOUT, "limit": TIMEOUT + MARGIN}
+        self._connection.send_bytes(pickle.dumps((sys.path, known | limits | job)))
         if not self._connection.poll(TIMEOUT + 2 * MARGIN):
             self.close()
             raise TimeoutError("the server of ranks does not answer")
