@@ -49,11 +49,11 @@ def of_engine(engine: Any, exclude_frozen: bool = False) -> dict[str, Any]:
 
 
 def _shapes(module: torch.nn.Module, exclude_frozen: bool) -> dict[str, list[int]]:
-    frozen = {name for name, p in module.named_parameters() if exclude_frozen and not p.requires_grad}
-    state = module.state_dict(keep_vars=True)
+    params = dict(module.named_parameters(remove_duplicate=False))
+    frozen = {name for name, param in params.items() if exclude_frozen and not param.requires_grad}
     return {
-        name: list(getattr(value, "ds_shape", value.shape))
-        for name, value in state.items()
+        name: list(getattr(params.get(name, value), "ds_shape", value.shape))
+        for name, value in module.state_dict().items()
         if isinstance(value, torch.Tensor) and name not in frozen
     }
 

@@ -110,7 +110,8 @@ def train(job: dict[str, Any], rank: int) -> None:
     folder = Path(job["folder"])
     trap = Trap(job["deaths"].get(rank), job.get("stall", False))
     trap.set()
-    engine = make_engine(MODELS["mlp"](), ds_config(**_placed(job["case"], folder)))
+    case = _placed(job["case"], folder)
+    engine = make_engine(MODELS[case.pop("model", "mlp")](), ds_config(**case))
     if (folder / "saved" / "latest").exists():
         engine.load_checkpoint(str(folder / "saved"))
     first = engine.global_steps
