@@ -145,6 +145,7 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
     if not _is_ours(engine):
         return original(engine, *args, **kwargs)
     if engine.load_universal_checkpoint():
+        _say_unverified(engine, call.arguments["tag"])
         return _loaded(engine, original(engine, *args, **kwargs))
     found = _gathered(_look(engine, call.arguments))
     problems = _by_text(found)
@@ -153,8 +154,8 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
     if problems:
         raise CheckpointError(_from_rank_0(_refusal(call.arguments["load_dir"], found[0]["tag"], problems)))
     tag = found[0]["tag"]
-    if tag is not None and found[0]["save_id"] is None and engine.global_rank == 0:
-        logger.info("deepspeed-muon: %s/%s has no manifest and is not verified", call.arguments["load_dir"], tag)
+    if tag is not None and found[0]["save_id"] is None:
+        _say_unverified(engine, tag)
     call.arguments["tag"] = tag
     return _loaded(engine, original(*call.args, **call.kwargs))
 
@@ -162,6 +163,13 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
 def _loaded(engine: Any, result: Any) -> Any:
     begin_step_again(engine)
     return result
+
+
+def _say_unverified(engine: Any, tag: str | None) -> None:
+    if engine.global_rank == 0:
+        logger.info(
+            "deepspeed-muon: the checkpoint %s has no manifest and is not verified", tag or "named in latest_universal"
+        )
 
 
 def _by_text(found: list[dict[str, Any]]) -> list[str]:
@@ -191,7 +199,7 @@ def _look(engine: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         if view["tag"] is None:
             view["tag"] = latest
         if view["tag"] is not None:
-            view["problems"] = _problems(engine, arguments, view, latest)
+            view["problems"] = _misfits(engine, arguments, view, latest)
     except CheckpointError as error:
         view["problems"] = [str(error)]
     except Exception as error:  # a file of unexpected contents: the other ranks have to hear of it
@@ -208,7 +216,7 @@ def _latest(folder: Path) -> str | None:
     raise CheckpointError("latest is empty")
 
 
-def _problems(engine: Any, arguments: dict[str, Any], view: dict[str, Any], latest: str | None) -> list[str]:
+def _misfits(engine: Any, arguments: dict[str, Any], view: dict[str, Any], latest: str | None) -> list[str]:
     view["tag"] = str(view["tag"])
     folder = Path(arguments["load_dir"], view["tag"])
     if not folder.is_dir():

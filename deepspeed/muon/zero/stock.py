@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.imports import KEYS, ImportStateError
+from deepspeed.muon.zero.files import read_states
 from deepspeed.muon.zero.universal import MOMENTUM, ORIGIN, WEIGHT
 
 Parts = dict[str, dict[str, list[Tensor]]]
@@ -116,7 +117,7 @@ def read(folder: Path) -> Saved:
     optimizer_files = _by_rank(folder.glob("*zero_pp_rank_*_optim_states.pt"))
     if not optimizer_files:
         return _read_stage0(folder)
-    ranks = [_open(file)["optimizer_state_dict"] for file in optimizer_files]
+    ranks = [read_states(file)["optimizer_state_dict"] for file in optimizer_files]
     stage = int(ranks[0].get("zero_stage", 1))
     pattern = "zero_pp_rank_0_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
     saved = Saved(_only(folder, pattern), stage)
@@ -254,4 +255,5 @@ def _only(folder: Path, name: str) -> Path:
 
 
 def _open(file: Path) -> Any:
+    """The model's file, which holds whatever a script has put beside the weights."""
     return torch.load(str(file), map_location="cpu", mmap=True, weights_only=False)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.partition import Partition
+from deepspeed.muon.zero.files import read_states
 from deepspeed.muon.zero.groups import routing_difference, saved_groups
 from deepspeed.muon.zero.manifest import CheckpointError
 
@@ -49,11 +51,11 @@ def of_engine(engine: Any, exclude_frozen: bool = False) -> dict[str, Any]:
 
 
 def _shapes(module: torch.nn.Module, exclude_frozen: bool) -> dict[str, list[int]]:
-    frozen = {name for name, p in module.named_parameters() if exclude_frozen and not p.requires_grad}
-    state = module.state_dict(keep_vars=True)
+    params = dict(module.named_parameters(remove_duplicate=False))
+    frozen = {name for name, param in params.items() if exclude_frozen and not param.requires_grad}
     return {
-        name: list(getattr(value, "ds_shape", value.shape))
-        for name, value in state.items()
+        name: list(getattr(params.get(name, value), "ds_shape", value.shape))
+        for name, value in module.state_dict().items()
         if isinstance(value, torch.Tensor) and name not in frozen
     }
 
@@ -73,30 +75,30 @@ def of_files(engine: Any, folder: str, tag: str, with_optimizer: bool) -> dict[s
     Raises:
         CheckpointError: a file is missing or cannot be read.
     """
-    model = peek(engine._get_ckpt_name(folder, tag))
+    model = _opened(_read_model, engine._get_ckpt_name(folder, tag))
     saved = {"world_size": model["dp_world_size"], "scheduler": model["lr_scheduler"] is not None}
     if engine.zero_optimization_partition_weights():
         saved["partial_shapes"] = {n: list(s) for group in model["param_shapes"] for n, s in group.items()}
     else:
         saved["shapes"] = {n: list(v.shape) for n, v in model["module"].items() if isinstance(v, torch.Tensor)}
     if with_optimizer:
-        is_zero = engine.zero_optimization()
-        state = (
-            peek(engine._get_zero_ckpt_name(folder, tag)) if is_zero else {"optimizer_state_dict": model["optimizer"]}
-        )
-        saved["groups"] = saved_groups(state["optimizer_state_dict"])
+        if engine.zero_optimization():
+            state = _opened(read_states, engine._get_zero_ckpt_name(folder, tag))["optimizer_state_dict"]
+        else:
+            state = model["optimizer"]
+        saved["groups"] = saved_groups(state)
     return saved
 
 
-def peek(name: str) -> dict[str, Any]:
-    """A file of torch's; its tensors stay on disk where the format permits.
+def _read_model(file: Path) -> dict[str, Any]:
+    """With whatever objects the user has put beside the weights, as stock loads them too."""
+    return torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=False)
 
-    Raises:
-        CheckpointError: it is missing or cannot be read.
-    """
+
+def _opened(read: Callable[[Path], dict[str, Any]], name: str) -> dict[str, Any]:
     file = Path(name)
     try:
-        return torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=False)
+        return read(file)
     except FileNotFoundError:
         raise CheckpointError(
             f"{file.name} is missing: damaged, or of another stage, precision or world size"
@@ -143,8 +145,8 @@ def _optimizer_difference(saved: dict[str, Any], current: dict[str, Any]) -> str
 
 def _shape_difference(saved: dict[str, Any], current: dict[str, Any], strict: bool) -> str | None:
     there, here = saved.get("shapes", saved.get("partial_shapes", {})), current["shapes"]
-    for name in here.keys() & there.keys():
-        if there[name] != here[name]:
+    for name in here:
+        if there.get(name, here[name]) != here[name]:
             return f"{name} has shape {there[name]} in the checkpoint and {here[name]} in the model: another model"
     missing, extra = (sorted(a.keys() - b.keys()) for a, b in ((here, there), (there, here)))
     if strict and "shapes" in saved and (missing or extra):

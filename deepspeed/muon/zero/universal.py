@@ -18,6 +18,7 @@ from torch import Tensor
 from deepspeed.muon.imports import KEYS, Fates, ImportStateError, Source, chosen, decide, fill, report
 from deepspeed.muon.logs import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.zero.files import read_states
 from deepspeed.muon.zero.groups import check_groups, kinds, saved_groups, settings_of
 
 #: What the model's weights are called beside the state, and the file that holds Muon's momentum.
@@ -135,7 +136,7 @@ class Folder:
                 f"{file} is missing: not a universal checkpoint; make one with python -m "
                 "deepspeed.checkpoint.ds_to_universal, or, of stock's Muon, with ds_muon import"
             )
-        return torch.load(str(file), map_location="cpu", mmap=True, weights_only=False)
+        return read_states(file)
 
 
 @torch.no_grad()

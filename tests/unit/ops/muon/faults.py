@@ -63,15 +63,9 @@ class Server:
 
     def attempt(self, folder: Path, case: dict[str, Any], deaths: dict[int, tuple[str, int]], **job: Any) -> Outcome:
         """One start of the job in `folder`, where rank r meets its end at event n of a phase: deaths[r] = phase, n."""
-        job = {
-            "folder": str(folder),
-            "case": case,
-            "deaths": deaths,
-            "port": _free_port(),
-            "ranks": [*range(WORLD)],
-            **job,
-        }
-        self._connection.send_bytes(pickle.dumps((sys.path, job | {"timeout": TIMEOUT, "limit": TIMEOUT + MARGIN})))
+        known = {"folder": str(folder), "case": case, "deaths": deaths, "port": _free_port(), "ranks": [*range(WORLD)]}
+        limits = {"timeout": TIMEOUT, "limit": TIMEOUT + MARGIN}
+        self._connection.send_bytes(pickle.dumps((sys.path, known | limits | job)))
         if not self._connection.poll(TIMEOUT + 2 * MARGIN):
             self.close()
             raise TimeoutError("the server of ranks does not answer")
@@ -123,7 +117,7 @@ def torment(server: Server, root: Path, case: dict[str, Any], phase: str, kills:
     expected = reference(server, root / "reference", case)
     rng, tally, chain = random.Random(seed), Tally(), 0
     folder = root / f"{phase}{chain}"
-    while tally.kills < kills:
+    while tally.kills < kills and not tally.problems:
         deaths = _choose(rng, phase, expected)
         outcome = server.attempt(folder, case, deaths)
         _judge(tally, outcome, deaths, folder, expected)

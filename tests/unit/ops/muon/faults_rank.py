@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server of faults.py and the ranks that it forks."""
 
+import gc
 import hashlib
 import io
 import json
@@ -109,7 +110,8 @@ def train(job: dict[str, Any], rank: int) -> None:
     folder = Path(job["folder"])
     trap = Trap(job["deaths"].get(rank), job.get("stall", False))
     trap.set()
-    engine = make_engine(MODELS["mlp"](), ds_config(**_placed(job["case"], folder)))
+    case = _placed(job["case"], folder)
+    engine = make_engine(MODELS[case.pop("model", "mlp")](), ds_config(**case))
     if (folder / "saved" / "latest").exists():
         engine.load_checkpoint(str(folder / "saved"))
     first = engine.global_steps
@@ -192,6 +194,7 @@ def serve(fd: int) -> None:
     for name in PRELOADED:
         import_module(name)
     torch.set_num_threads(1)
+    gc.freeze()  # stage 3 collects garbage while it is set up, which would copy every page that a rank inherits
     parent = Connection(fd)
     parent.send_bytes(b"ready")
     while True:

@@ -36,6 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "rounding": set(),
     "routing": set(),
     "schedule": set(),
+    "stalls": {"logs"},
     "update": set(),
     "version": set(),
     "keys": set(),
@@ -47,8 +48,8 @@ ALLOWED: dict[str, set[str]] = {
     "owners": {"placement"},
     "plan": {"owners", "placement", "routing"},
     "groups": {"config", "routing"},
-    "exchange": {"orthogonalize", "plan"},
     "momentum": {"logs", "orthogonalize", "rounding", "update"},
+    "exchange": {"orthogonalize", "plan", "stalls"},
     "optimizer": {
         "adamw",
         "config",
@@ -88,12 +89,23 @@ ALLOWED: dict[str, set[str]] = {
         "zero.stock",
         "zero.support",
     },
-    "": {"config", "imports", "optimizer", "routing", "version", "zero.agreement", "zero.install", "zero.support"},
+    "": {
+        "config",
+        "imports",
+        "optimizer",
+        "routing",
+        "version",
+        "zero.agreement",
+        "zero.install",
+        "zero.manifest",
+        "zero.support",
+    },
 }
 #: Module -> what it may import besides the standard library and the package.
 EXTERNAL: dict[str, set[str]] = {
     "version": set(),
     "logs": set(),
+    "stalls": set(),
     "coefficients": set(),
     "explain": set(),
     "keys": set(),

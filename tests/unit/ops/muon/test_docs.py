@@ -25,7 +25,21 @@ PACKAGE = ROOT / "deepspeed" / "muon"
 PAGES = sorted(DOCS.rglob("*.md"))
 GENERATED = ("configuration.md", "errors.md", "damaged-checkpoints.md")
 #: Functions whose strings are messages, though they are raised elsewhere.
-WRITERS = {"_silence", "differences", "check_patterns", "_target", "_engine_problems"}
+WRITERS = {
+    "_silence",
+    "differences",
+    "check_patterns",
+    "_target",
+    "_engine_problems",
+    "damages",
+    "_damage",
+    "difference",
+    "routing_difference",
+    "_optimizer_difference",
+    "_shape_difference",
+    "_misfits",
+    "_refusal",
+}
 #: So many words of a message must stand in the page, in its own order.
 WORDS = 8
 

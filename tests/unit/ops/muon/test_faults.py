@@ -14,12 +14,12 @@ from deepspeed.muon import stalls
 from deepspeed.muon.zero.support import RULES
 from faults import WORLD, Server, reference, torment
 
-NVME = {"offload_optimizer": {"device": "nvme", "nvme_path": "SWAP"}}
+NVME = {"offload_optimizer": {"device": "nvme", "nvme_path": "SWAP", "buffer_count": 4}, "sub_group_size": 200_000}
 #: (name, config, phases in which ranks are killed)
 CELLS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("2", {"stage": 2}, ("training", "save", "exchange")),
     ("3", {"stage": 3}, ("training", "save", "exchange")),
-    ("3, optimizer on NVMe", {"stage": 3, "zero": NVME}, ("training", "save", "exchange", "swap")),
+    ("3, optimizer on NVMe", {"stage": 3, "model": "swapped", "zero": NVME}, ("training", "save", "exchange", "swap")),
 ]
 
 
