@@ -162,4 +162,4 @@ def _uses_flat_optimizer(stock: Any) -> bool:
 
 def _offloads(zero: Any) -> bool:
     device = getattr(zero.offload_optimizer, "device", None)
-    return str(getattr(device, "value", device)) == "cpu"
+    return str(getattr(device, "value", device)) in ("cpu", "nvme")

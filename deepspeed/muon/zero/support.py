@@ -34,8 +34,9 @@ def _is_set(path: str) -> Callable[[Any], bool]:
     return lambda config: bool(_get(config, path))
 
 
-def _device(path: str) -> Callable[[Any], str]:
-    return lambda config: str(getattr(_get(config, path), "value", _get(config, path)))
+def _on_nvme(config: Any, section: str) -> bool:
+    device = _get(config, f"zero_config.{section}.device")
+    return str(getattr(device, "value", device)) == "nvme"
 
 
 def _fp16_autocast(config: Any) -> bool:
@@ -47,13 +48,25 @@ def _fp16_autocast(config: Any) -> bool:
 RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "zero_optimization.offload_optimizer.device",
-        lambda c: _device("zero_config.offload_optimizer.device")(c) == "nvme",
-        '"nvme" is not supported yet; use "cpu"',
+        lambda c: _on_nvme(c, "offload_optimizer") and _get(c, "zero_optimization_stage", 0) != 3,
+        'DeepSpeed swaps to NVMe at stage 3 only and would keep the states in memory; use "cpu", or set '
+        "zero_optimization.stage to 3",
     ),
     (
         "zero_optimization.offload_param.device",
-        lambda c: _device("zero_config.offload_param.device")(c) == "nvme",
-        '"nvme" is not supported yet; use "cpu"',
+        lambda c: _on_nvme(c, "offload_param") and _get(c, "zero_optimization_stage", 0) != 3,
+        "DeepSpeed swaps to NVMe at stage 3 only and would keep the parameters in memory; remove offload_param, or set "
+        "zero_optimization.stage to 3",
+    ),
+    (
+        "zero_optimization.offload_optimizer.nvme_path",
+        lambda c: _on_nvme(c, "offload_optimizer") and not _get(c, "zero_config.offload_optimizer.nvme_path"),
+        'device "nvme" needs it; write a folder on the disk to use',
+    ),
+    (
+        "zero_optimization.offload_param.nvme_path",
+        lambda c: _on_nvme(c, "offload_param") and not _get(c, "zero_config.offload_param.nvme_path"),
+        'device "nvme" needs it; write a folder on the disk to use',
     ),
     (
         "zero_optimization.offload_optimizer.ratio",

@@ -26,6 +26,8 @@ PAGES = sorted(DOCS.rglob("*.md"))
 GENERATED = ("configuration.md", "errors.md")
 #: Functions whose strings are messages, though they are raised elsewhere.
 WRITERS = {"_silence", "differences", "check_patterns", "_target", "_engine_problems"}
+WRITERS |= {f"_{about}_problems" for about in ("path", "library", "optimizer", "param", "lock")}
+WRITERS |= {"_problem", "_layout_problem"}
 #: So many words of a message must stand in the page, in its own order.
 WORDS = 8
 
