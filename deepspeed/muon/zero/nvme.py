@@ -184,6 +184,8 @@ def create_states(wrapper: Any, optimizer: MuonWithAuxAdam) -> None:
     if not getattr(wrapper, "swap_optimizer", False):
         return
     stays = bool(wrapper.save_muon_momentum_buffer_in_memory)
+    swapper = wrapper.optimizer_swapper
+    swapper.swap_out_optimizer_state = _releasing(swapper, swapper.swap_out_optimizer_state)
     wrapper._prepare_sub_group = _without_holes(wrapper, wrapper._prepare_sub_group)
     for index, flat in enumerate(wrapper.fp32_partitioned_groups_flat):
         with swapped_in(wrapper, index):
@@ -206,6 +208,20 @@ def swapped_in(wrapper: Any, index: int) -> Iterator[Tensor]:
     if is_swapped:
         wrapper.optimizer_swapper.swap_out_optimizer_state(parameter=flat, async_swap=False)
         flat.grad = None
+
+
+def _releasing(swapper: Any, swap_out: Any) -> Any:
+    """Stock's writing of a sub-group, then empty tensors, as without pipelines.
+
+    The pipelined swapper leaves them on its buffers, whose next contents a checkpoint would hold.
+    """
+
+    @functools.wraps(swap_out)
+    def releasing(parameter: Tensor, *args: Any, **kwargs: Any) -> None:
+        swap_out(parameter, *args, **kwargs)
+        swapper.swap_params_info[parameter.ds_id].release_memory()  # type: ignore[attr-defined]
+
+    return releasing
 
 
 def _without_holes(wrapper: Any, prepare: Any) -> Any:

@@ -57,12 +57,11 @@ class _Loader:
 
         @functools.wraps(load)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            engine, asked = self.engine, self.engine.zero_nvme_offload_optimizer
-            engine.zero_nvme_offload_optimizer = lambda: False
+            self.engine.zero_nvme_offload_optimizer = lambda: False
             try:
                 return load(*args, **kwargs)
             finally:
-                engine.zero_nvme_offload_optimizer = asked
+                del self.engine.zero_nvme_offload_optimizer
                 self._saved, self._has_weights = None, False
 
         return wrapped
