@@ -95,7 +95,10 @@ class _Loader:
 
         @functools.wraps(load)
         def wrapped(saved: dict[str, Any], load_optimizer_states: bool = True) -> None:
-            if self.uses_nvme or self._saved is not None:
+            is_swapped = not all(flat.numel() for flat in saved["fp32_flat_groups"])
+            if is_swapped and self._saved is None:
+                raise CheckpointError(f"there is no {self._files}, which holds what offload_optimizer had on NVMe")
+            if self.uses_nvme or is_swapped:
                 self._restore(saved, load_optimizer_states)
             else:
                 load(saved, load_optimizer_states=load_optimizer_states)
@@ -154,6 +157,8 @@ class _Loader:
 
     def _problem(self, file: Path, whole: bool) -> str | None:
         """Open a zero file whose tensors are swapped; what is wrong with it, if anything."""
+        if not (self.uses_nvme or self._files.parent.is_dir()):
+            return None
         if not file.is_file():
             is_asked = self.uses_nvme and whole and file.parent.is_dir()
             return f"there is no {file}; use the same number of ranks as when it was saved" if is_asked else None
@@ -222,6 +227,7 @@ class _Loader:
         self._has_weights = True
 
     def _data(self, stored: Tensor, flat: Tensor, name: str, numel: int) -> Tensor:
+        """A tensor as it was saved: of the zero file, else of its own file, without a copy of that in memory."""
         if stored.numel():
             return stored
         return torch.from_file(str(self._path(flat, name)), shared=False, size=numel, dtype=torch.float32)

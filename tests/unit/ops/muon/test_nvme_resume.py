@@ -104,9 +104,9 @@ def test_checkpoints_cross_between_nvme_and_memory(tmp_path: Path) -> None:
 # ---- a part of a checkpoint -------------------------------------------------------------------------------
 
 
-def load_weights(folder: str, loader: str, **options: Any) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
+def load_weights(folder: str, case: dict[str, Any], **options: Any) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
     """What is not as it was in the optimizer; everything after loading; and after a step."""
-    engine = nvme_engine(7, folder=f"{folder}/other", device=loader)
+    engine = nvme_engine(7, folder=f"{folder}/other", **case)
     train_engine(engine, 1, first_step=9)
     before = named_states(engine)
     engine.load_checkpoint(f"{folder}/0", **options)
@@ -117,16 +117,25 @@ def load_weights(folder: str, loader: str, **options: Any) -> tuple[list[str], d
     return result
 
 
-@pytest.mark.parametrize("options", [{"load_optimizer_states": False}, {"load_module_only": True}], ids=str)
-def test_weights_alone(options: dict[str, bool], tmp_path: Path) -> None:
-    saved = run(save_and_go_on, 2, cases=[{"pipelined": True}], folder=str(tmp_path))[0][0][0]
-    for loader in ("nvme", "cpu"):
-        changed, loaded, after = run(load_weights, 2, folder=str(tmp_path), loader=loader, **options)[0]
-        weights = [name for name in saved["tensors"] if not name.endswith(("_buffer", "exp_avg", "exp_avg_sq"))]
-        assert differing(*({n: side["tensors"][n] for n in weights} for side in (loaded, saved))) == []
-        assert changed == [] and loaded["groups"][1]["lr"] == 1e-3
-        assert loaded["global steps"][0] == (1 if "load_module_only" in options else 2)
-        assert set(differing(loaded["tensors"], after["tensors"])) == set(saved["tensors"])
+BF16, ON_CPU = {"dtype": "bf16"}, {"device": "cpu"}
+#: saved by, loaded by, options
+ALONE: list[tuple[dict[str, Any], dict[str, Any], dict[str, bool]]] = [
+    (BF16 | {"pipelined": True}, BF16 | {"params": "nvme"}, {"load_optimizer_states": False}),
+    (BF16, BF16 | ON_CPU, {"load_module_only": True}),
+    (ON_CPU, {"pipelined": True}, {"load_optimizer_states": False, "load_module_only": True}),
+]
+
+
+@pytest.mark.parametrize(("saver", "loader", "options"), ALONE, ids=str)
+def test_weights_alone(saver: dict[str, Any], loader: dict[str, Any], options: dict[str, bool], tmp_path: Path) -> None:
+    """Exact also in bf16, as the fp32 weights come from the checkpoint."""
+    saved = run(save_and_go_on, 2, timeout=600, cases=[saver], folder=str(tmp_path))[0][0][0]
+    changed, loaded, after = run(load_weights, 2, folder=str(tmp_path), case=loader, **options)[0]
+    weights = [name for name in saved["tensors"] if not name.endswith(("_buffer", "exp_avg", "exp_avg_sq"))]
+    assert differing(*({n: side["tensors"][n] for n in weights} for side in (loaded, saved))) == []
+    assert changed == [] and loaded["groups"][1]["lr"] == 1e-3
+    assert loaded["global steps"][0] == (1 if "load_module_only" in options else 2)
+    assert set(differing(loaded["tensors"], after["tensors"])) >= set(weights)
 
 
 def load_universal(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -185,4 +194,6 @@ def test_a_checkpoint_that_does_not_fit_is_refused_on_all_ranks(tmp_path: Path) 
     momentum.write_bytes(content[:-1])
     assert "rank 1: " in said() and "1048575 bytes, expected at least 1048576" in said(device="cpu")
     shutil.rmtree(folder)
+    assert "which holds what offload_optimizer had on NVMe" in said()
+    shutil.rmtree(folder.parent)
     assert "which holds what offload_optimizer had on NVMe" in said()
