@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jobs of the tests of NVMe: a model with sub-groups above and below what is swapped, its configs, and its engines."""
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import distributed
 from models import GLOBAL_BATCH, full_weights, initialize_
 from training import ds_config, make_engine
 
+run = partial(distributed.run, timeout=900.0)
+"""With the time that building async_io may take, once."""
 SUB_GROUP = 200_000
 """Elements per rank that close a sub-group: at 2 ranks each large tensor of the model is one, the small ones share."""
 

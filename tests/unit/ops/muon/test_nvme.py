@@ -9,14 +9,13 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from distributed import run
 from models import make_batch, train_engine
 from oracles import change_error, route, train_oracle
-from swapping import Wide, files_of, nvme_engine, weights_of, why_not
+from swapping import Wide, files_of, nvme_engine, run, weights_of, why_not
 from test_nonfinite import differing, named_states
 from training import ORACLE
 
-pytestmark = [pytest.mark.skipif(why_not() is not None, reason=why_not() or ""), pytest.mark.time_limit(900)]
+pytestmark = [pytest.mark.skipif(why_not() is not None, reason=why_not() or ""), pytest.mark.time_limit(1200)]
 ON_CPU = {"device": "cpu"}
 SWAPPED: list[dict[str, Any]] = [
     {},
@@ -49,19 +48,19 @@ def test_training_equals_that_on_the_cpu(dtype: str, tmp_path: Path) -> None:
     """Two micro-steps a step; parameters alone on NVMe too."""
     cases = [ON_CPU, *SWAPPED, ON_CPU | {"params": "nvme"}]
     settings = {"folder": str(tmp_path), "dtype": dtype, "accumulation": 2}
-    for (losses, wanted), *others in run(train_all, 2, timeout=600, cases=cases, **settings):
+    for (losses, wanted), *others in run(train_all, 2, cases=cases, **settings):
         assert len(set(losses)) == len(losses)
         for case, (got_losses, got) in zip(cases[1:], others, strict=True):
             assert got_losses == losses, case
             assert differing(got, wanted) == [], case
 
 
-@pytest.mark.parametrize("pipelined", [False, True])
+@pytest.mark.parametrize("pipelined", [pytest.param(False, marks=pytest.mark.full), True])
 def test_training_equals_the_oracle(pipelined: bool, tmp_path: Path) -> None:
     net = Wide()
     reference = train_oracle(net, net.batch, 2, route(net, ["tokens"]), ORACLE)
     cases = [{"pipelined": pipelined}]
-    for ((_, weights),) in run(train_all, 2, timeout=600, cases=cases, folder=str(tmp_path)):
+    for ((_, weights),) in run(train_all, 2, cases=cases, folder=str(tmp_path)):
         for name, expected in reference.weights.items():
             for got in (weights[name], weights[f"{name} master"]):
                 assert change_error(reference.initial[name], got, expected) <= 1e-3, name
@@ -114,11 +113,11 @@ def test_what_lies_in_files(tmp_path: Path) -> None:
 # ---- gradients that are missing or bad --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pipelined", [False, True])
+@pytest.mark.parametrize("pipelined", [pytest.param(False, marks=pytest.mark.full), True])
 def test_parameters_without_a_gradient_get_none_of_another_tensor(pipelined: bool, tmp_path: Path) -> None:
     """One is alone in its sub-group, one shares it."""
     cases = [ON_CPU, {"pipelined": pipelined}]
-    wanted, got = run(train_all, 2, timeout=600, cases=cases, folder=str(tmp_path), unused=True)[0]
+    wanted, got = run(train_all, 2, cases=cases, folder=str(tmp_path), unused=True)[0]
     assert got[0] == wanted[0] and differing(got[1], wanted[1]) == []
 
 

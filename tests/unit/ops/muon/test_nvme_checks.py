@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from deepspeed.muon.zero.nvme import buffers_needed, threshold
-from distributed import run
 from models import train_engine
-from swapping import Wide, nvme_config, why_not
+from swapping import Wide, nvme_config, run, why_not
 from training import PARAMS, make_engine
 
+pytestmark = pytest.mark.time_limit(1200)
 needs_aio = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
 ALL_MUON = {"type": "Muon", "params": PARAMS | {"muon_include": "tokens"}}
 READ, WRITE = {"pipeline_read": True}, {"pipeline_write": True}
@@ -29,6 +29,9 @@ COUNTS: list[tuple[dict[str, Any], dict[str, Any], int]] = [
     ({"optimizer": ALL_MUON, "stays": True}, {}, 2),
     ({"optimizer": ALL_MUON}, READ | WRITE, 9),
 ]
+
+ALWAYS = (0, 3, 5, 7)
+"""Those that are not left to the full suite."""
 
 
 def attempt(folder: str, offload: dict[str, Any], **config: Any) -> str | None:
@@ -57,7 +60,11 @@ def count(folder: str, offload: dict[str, Any], needed: int, **config: Any) -> l
 
 
 @needs_aio
-@pytest.mark.parametrize(("settings", "offload", "needed"), COUNTS, ids=str)
+@pytest.mark.parametrize(
+    ("settings", "offload", "needed"),
+    [pytest.param(*case, marks=[pytest.mark.full] * (index not in ALWAYS)) for index, case in enumerate(COUNTS)],
+    ids=str,
+)
 def test_the_least_buffer_count_works(
     settings: dict[str, Any], offload: dict[str, Any], needed: int, tmp_path: Path
 ) -> None:

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from distributed import run
 from models import train_engine
-from swapping import nvme_engine, weights_of, why_not
+from swapping import nvme_engine, run, weights_of, why_not
 from test_checkpoint import convert
 from test_nonfinite import differing, named_states
 
-pytestmark = [pytest.mark.skipif(why_not() is not None, reason=why_not() or ""), pytest.mark.time_limit(900)]
+pytestmark = [pytest.mark.skipif(why_not() is not None, reason=why_not() or ""), pytest.mark.time_limit(1200)]
 FP16 = {"dtype": "fp16", "fp16": {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}}
 PLAIN: dict[str, Any] = {"stays": True}
 PIPELINED: dict[str, Any] = {"pipelined": True, "params": "nvme", "dtype": "bf16"}
@@ -73,8 +72,8 @@ def resume(
 
 
 def test_resume_in_a_fresh_process_is_exact(tmp_path: Path) -> None:
-    expected = run(save_and_go_on, 2, timeout=600, cases=CASES, folder=str(tmp_path))
-    results = run(resume, 2, timeout=600, fresh=True, cases=CASES, folder=str(tmp_path))
+    expected = run(save_and_go_on, 2, cases=CASES, folder=str(tmp_path))
+    results = run(resume, 2, fresh=True, cases=CASES, folder=str(tmp_path))
     for got, wanted in zip(results, expected, strict=True):
         for case, moments, expectations in zip(CASES, got, wanted, strict=True):
             for moment, expectation in zip(moments, expectations, strict=True):
@@ -85,7 +84,7 @@ def test_resume_in_a_fresh_process_is_exact(tmp_path: Path) -> None:
 def test_a_trained_engine_loads_exactly(tmp_path: Path) -> None:
     """Parameters are numbered per process, and files named after the numbers: here they differ."""
     cases = [{}, {"pipelined": True}]
-    expected = run(save_and_go_on, 2, timeout=600, cases=cases, folder=str(tmp_path))[0]
+    expected = run(save_and_go_on, 2, cases=cases, folder=str(tmp_path))[0]
     for got, wanted in zip(run(resume, 2, cases=cases, folder=str(tmp_path), trained=1)[0], expected, strict=True):
         for moment, expectation in zip(got, wanted, strict=True):
             assert_same(moment, expectation)
@@ -95,7 +94,7 @@ def test_checkpoints_cross_between_nvme_and_memory(tmp_path: Path) -> None:
     """Saved from one, loaded into the other; the momentum may stay in memory in one of them only."""
     saved = [{}, {"device": "cpu"}, {"stays": True}]
     loaded = [{"device": "cpu"}, {"pipelined": True}, {"pipelined": True}]
-    expected = run(save_and_go_on, 2, timeout=600, cases=saved, folder=str(tmp_path))[0]
+    expected = run(save_and_go_on, 2, cases=saved, folder=str(tmp_path))[0]
     for case, got, wanted in zip(loaded, run(resume, 2, cases=loaded, folder=str(tmp_path))[0], expected, strict=True):
         for moment, expectation in zip(got, wanted, strict=True):
             assert_same(moment, expectation, case)
@@ -129,7 +128,7 @@ ALONE: list[tuple[dict[str, Any], dict[str, Any], dict[str, bool]]] = [
 @pytest.mark.parametrize(("saver", "loader", "options"), ALONE, ids=str)
 def test_weights_alone(saver: dict[str, Any], loader: dict[str, Any], options: dict[str, bool], tmp_path: Path) -> None:
     """Exact also in bf16, as the fp32 weights come from the checkpoint."""
-    saved = run(save_and_go_on, 2, timeout=600, cases=[saver], folder=str(tmp_path))[0][0][0]
+    saved = run(save_and_go_on, 2, cases=[saver], folder=str(tmp_path))[0][0][0]
     changed, loaded, after = run(load_weights, 2, folder=str(tmp_path), case=loader, **options)[0]
     weights = [name for name in saved["tensors"] if not name.endswith(("_buffer", "exp_avg", "exp_avg_sq"))]
     assert differing(*({n: side["tensors"][n] for n in weights} for side in (loaded, saved))) == []
