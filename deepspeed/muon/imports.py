@@ -18,6 +18,7 @@ from torch import Tensor
 
 from deepspeed.muon.logs import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.partition import Partition
 from deepspeed.muon.routing import MatrixSpec
 
 #: The keys of a parameter's state, by whether it has Muon.
@@ -94,25 +95,24 @@ def decide(specs: Iterable[MatrixSpec], source: Source, choice: str | None) -> F
     return fates
 
 
-def fill(optimizer: MuonWithAuxAdam, source: Source, fates: Fates) -> None:
-    """Write what this rank holds of every parameter in ``fates`` into its state, in place.
+def fill(optimizer: MuonWithAuxAdam, partition: Partition, source: Source, fates: Fates) -> None:
+    """Write what this rank holds of a partition's parameters in ``fates`` into their state, in place.
 
     A tensor's step count becomes that of its parameters.
     """
-    for partition in optimizer.all_partitions:
-        served = [shard for shard in partition.shards if shard.spec.name in fates]
-        for shard in served:
-            optimizer.state[partition.tensors[shard.tensor]]["step"].fill_(source.step(shard.spec.name))
-        for shard, start, stop, position in partition.pieces():
-            fate = fates.get(shard.spec.name)
-            for key in KEYS[shard.spec.use_muon] if fate else ():
-                buffer = optimizer.state[partition.tensors[shard.tensor]][key]
-                target = buffer.view(-1)[position : position + stop - start]
-                if fate == "zero":
-                    target.zero_()
-                else:
-                    whole = source.read(shard.spec.name, "exp_avg" if fate == "first_moment" else key)
-                    target.copy_(whole.reshape(-1)[start:stop])
+    served = [shard for shard in partition.shards if shard.spec.name in fates]
+    for shard in served:
+        optimizer.state[partition.tensors[shard.tensor]]["step"].fill_(source.step(shard.spec.name))
+    for shard, start, stop, position in partition.pieces():
+        fate = fates.get(shard.spec.name)
+        for key in KEYS[shard.spec.use_muon] if fate else ():
+            buffer = optimizer.state[partition.tensors[shard.tensor]][key]
+            target = buffer.view(-1)[position : position + stop - start]
+            if fate == "zero":
+                target.zero_()
+            else:
+                whole = source.read(shard.spec.name, "exp_avg" if fate == "first_moment" else key)
+                target.copy_(whole.reshape(-1)[start:stop])
 
 
 def report(optimizer: MuonWithAuxAdam, source: Source, fates: Fates) -> None:
@@ -164,7 +164,8 @@ def import_state(
     source = _of_state_dict(optimizer, state_dict, convention == "sum", names)
     held = [spec for spec in optimizer.specs.values() if spec.name in source.is_muon]
     fates = decide(held, source, chosen(optimizer, source))
-    fill(optimizer, source, fates)
+    for partition in optimizer.all_partitions:
+        fill(optimizer, partition, source, fates)
     if engine.global_rank == 0:
         report(optimizer, source, fates)
 

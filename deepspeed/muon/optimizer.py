@@ -103,7 +103,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self._adam_partitions = [p for p in partitions if not self.param_groups[p.index]["use_muon"]]
         for partition in self._adam_partitions:
             for tensor in partition.tensors:
-                adamw.state_of(self.state[tensor], tensor)
+                self.create_state(tensor, use_muon=False)
         for partition in partitions:
             group = self.param_groups[partition.index]
             if not group["use_muon"]:
@@ -114,7 +114,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             exchange = Exchange(partition.group, ns_dtype, where, self._work, group["name"])
             self._bound[id(partition.tensors[0])] = _Bound(partition, plan, exchange)
             for tensor in partition.tensors:
-                self._muon_state(tensor)
+                self.create_state(tensor, use_muon=True)
         self._is_bound = True
 
     @property
@@ -148,6 +148,10 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             for index, group in enumerate(self.param_groups)
         ]
         self.bind(partitions, resolve_dtype(self.config.ns_dtype, bf16_is_fast()))
+
+    def create_state(self, tensor: Tensor, use_muon: bool) -> dict[str, Any]:
+        """The state of a tensor, zeros of its size where it has none yet. It is updated in place ever after."""
+        return self._muon_state(tensor) if use_muon else adamw.state_of(self.state[tensor], tensor)
 
     def _muon_state(self, tensor: Tensor) -> dict[str, Any]:
         return momentum.state_of(self.state[tensor], tensor, self.config.momentum_dtype)

@@ -23,6 +23,8 @@ from deepspeed.muon.zero.agreement import consult, differences
 from deepspeed.muon.zero.checkpoint import keep_convertible
 from deepspeed.muon.zero.finite import NormWatch, is_valid, once_per_step
 from deepspeed.muon.zero.monitor import watch
+from deepspeed.muon.zero.nvme import create_states
+from deepspeed.muon.zero.resume import keep_resumable
 from deepspeed.muon.zero.states import keep_accessible
 from deepspeed.muon.zero.support import UnsupportedError, refuse_engine, refuse_unsupported
 from deepspeed.muon.zero.universal import read_universal
@@ -54,10 +56,12 @@ def bind_engine(engine: Any) -> None:
     optimizer, wrapper = engine.basic_optimizer, engine.optimizer
     verdict = agree(optimizer)
     partitions = _partitions(wrapper, optimizer)
+    create_states(wrapper, optimizer)
     optimizer.bind(partitions, resolve_dtype(optimizer.config.ns_dtype, verdict["bf16"]), _compute_device())
     facts = {"plan": _plan_digest(optimizer), "monitor": engine.monitor.enabled}
     watch(engine, consult(facts, _judge_plans)["monitor"])
     keep_accessible(wrapper, optimizer)
+    keep_resumable(engine, optimizer)
     keep_convertible(wrapper, optimizer)
     read_universal(engine, optimizer)
     optimizer.report_skip = once_per_step(engine, optimizer.report_skip)
@@ -148,7 +152,8 @@ def _report(engine: Any, optimizer: MuonWithAuxAdam) -> None:
         f"update RMS {rms:.3g} x lr for {typical.name} {list(typical.shape)}",
     )
     logger.info("deepspeed-muon %s: %s", __version__, "; ".join(facts))
-    _warn_of_small_sub_groups(optimizer)
+    if not getattr(engine.optimizer, "swap_optimizer", False):  # there a sub-group bounds the memory of the buffers
+        _warn_of_small_sub_groups(optimizer)
 
 
 def _warn_of_small_sub_groups(optimizer: MuonWithAuxAdam) -> None:

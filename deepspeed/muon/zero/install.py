@@ -24,6 +24,7 @@ from deepspeed.muon.routing import shapes
 from deepspeed.muon.version import TESTED_DEEPSPEED
 from deepspeed.muon.zero.bind import agree, bind_engine
 from deepspeed.muon.zero.monitor import take_step
+from deepspeed.muon.zero.nvme import check_nvme
 from deepspeed.muon.zero.saving import load_checkpoint, save_checkpoint
 from deepspeed.muon.zero.scheduler import check_schedule, configure_scheduler, scheduler_from_config
 from deepspeed.muon.zero.support import refuse_engine, refuse_unsupported
@@ -200,6 +201,7 @@ def _configure_basic_optimizer(original: Callable, self: Any, model_parameters: 
     refuse_engine(self)
     optimizer = MuonWithAuxAdam(model_parameters, model=self.module, **(self.optimizer_params() or {}))
     check_schedule(self, optimizer)
+    check_nvme(self, optimizer)
     agree(optimizer)
     return optimizer
 
@@ -212,6 +214,7 @@ def _configure_optimizer(original: Callable, self: Any, client_optimizer: Any, m
         refuse_unsupported(self._config, client_optimizer.config.momentum_dtype)
         refuse_engine(self)
         check_schedule(self, client_optimizer)
+        check_nvme(self, client_optimizer)
         agree(client_optimizer)
         self._config.zero_force_ds_cpu_optimizer = False
     result = original(self, client_optimizer, model_parameters)

@@ -16,6 +16,7 @@ from deepspeed.muon.config import MuonConfig, MuonConfigError, parse
 from deepspeed.muon.explain import FILLED_BY
 from deepspeed.muon.forecast import Layout
 from deepspeed.muon.zero.install import is_muon
+from deepspeed.muon.zero.nvme import is_nvme
 from deepspeed.muon.zero.support import UnsupportedError, refuse_unsupported
 
 #: Keys that fit one launch only; the engine checks them against its world size.
@@ -68,6 +69,8 @@ def read_settings(path: str, world_size: int, stage: int | None = None) -> Setti
     refuse_unsupported(stock)
     notes.append("not checked: batch sizes, pipeline, native MoE layers, sequence parallelism, which an engine checks")
     zero = stock.zero_config
+    if any(is_nvme(section) for section in (zero.offload_optimizer, zero.offload_param)):
+        notes.append("zero_optimization: NVMe counts as the host's memory; reading and writing it is not predicted")
     half = stock.float16_config.enabled or stock.bfloat16_config.enabled
     aligned = _uses_flat_optimizer(stock) and getattr(zero, "parameter_alignment", False)
     itemsize = 2 if half else 4
@@ -162,4 +165,4 @@ def _uses_flat_optimizer(stock: Any) -> bool:
 
 def _offloads(zero: Any) -> bool:
     device = getattr(zero.offload_optimizer, "device", None)
-    return str(getattr(device, "value", device)) == "cpu"
+    return str(getattr(device, "value", device)) in ("cpu", "nvme")

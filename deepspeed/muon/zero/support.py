@@ -22,7 +22,7 @@ def refuse_unsupported(config: Any, momentum_dtype: str | None = None) -> None:
     """
     problems = [f"{key}: {advice}" for key, applies, advice in RULES if applies(config)]
     kept = momentum_dtype or (_get(config, "optimizer_params") or {}).get("momentum_dtype")
-    if kept == "bf16" and _device("zero_config.offload_optimizer.device")(config) == "nvme":
+    if kept == "bf16" and _on_nvme(config, "offload_optimizer"):
         problems.append(f"{BF16_ON_NVME[0]}: {BF16_ON_NVME[1]}")
     if problems:
         raise UnsupportedError("deepspeed-muon does not support this configuration:\n  " + "\n  ".join(problems))
@@ -40,8 +40,9 @@ def _is_set(path: str) -> Callable[[Any], bool]:
     return lambda config: bool(_get(config, path))
 
 
-def _device(path: str) -> Callable[[Any], str]:
-    return lambda config: str(getattr(_get(config, path), "value", _get(config, path)))
+def _on_nvme(config: Any, section: str) -> bool:
+    device = _get(config, f"zero_config.{section}.device")
+    return str(getattr(device, "value", device)) == "nvme"
 
 
 def _fp16_autocast(config: Any) -> bool:
@@ -58,13 +59,25 @@ BF16_ON_NVME = (
 RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "zero_optimization.offload_optimizer.device",
-        lambda c: _device("zero_config.offload_optimizer.device")(c) == "nvme",
-        '"nvme" is not supported yet; use "cpu"',
+        lambda c: _on_nvme(c, "offload_optimizer") and _get(c, "zero_optimization_stage", 0) != 3,
+        'DeepSpeed swaps to NVMe at stage 3 only and would keep the states in memory; use "cpu", or set '
+        "zero_optimization.stage to 3",
     ),
     (
         "zero_optimization.offload_param.device",
-        lambda c: _device("zero_config.offload_param.device")(c) == "nvme",
-        '"nvme" is not supported yet; use "cpu"',
+        lambda c: _on_nvme(c, "offload_param") and _get(c, "zero_optimization_stage", 0) != 3,
+        "DeepSpeed swaps to NVMe at stage 3 only and would keep the parameters in memory; remove offload_param, or set "
+        "zero_optimization.stage to 3",
+    ),
+    (
+        "zero_optimization.offload_optimizer.nvme_path",
+        lambda c: _on_nvme(c, "offload_optimizer") and not _get(c, "zero_config.offload_optimizer.nvme_path"),
+        'device "nvme" needs it; write a folder on the disk to use',
+    ),
+    (
+        "zero_optimization.offload_param.nvme_path",
+        lambda c: _on_nvme(c, "offload_param") and not _get(c, "zero_config.offload_param.nvme_path"),
+        'device "nvme" needs it; write a folder on the disk to use',
     ),
     (
         "zero_optimization.offload_optimizer.ratio",

@@ -8,7 +8,7 @@ optimizer is bound, so ranks, stage and order of the groups may change; files ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,10 @@ from torch import Tensor
 from deepspeed.muon.imports import KEYS, Fates, ImportStateError, Source, chosen, decide, fill, report
 from deepspeed.muon.logs import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.partition import Partition
 from deepspeed.muon.zero.files import read_states
 from deepspeed.muon.zero.groups import check_groups, kinds, saved_groups, settings_of
+from deepspeed.muon.zero.nvme import each_sub_group
 
 #: What the model's weights are called beside the state, and the file that holds Muon's momentum.
 WEIGHT, MOMENTUM = "fp32", "exp_avg"
@@ -143,17 +145,17 @@ class Folder:
 def _load(engine: Any, optimizer: MuonWithAuxAdam, folder: Folder, load_states: bool) -> None:
     """Weights, and with them state, settings and loss scale; everything is checked before anything is changed."""
     wrapper, source, fates = engine.optimizer, folder.source(), Fates()
-    if getattr(wrapper, "swap_optimizer", False):
-        raise ImportStateError("universal checkpoints cannot be loaded into an optimizer on NVMe; use CPU offload")
     if load_states:
         choice = chosen(optimizer, source)
         if folder.is_ours and choice is None:
             check_groups(optimizer, folder.groups)
         fates = decide(optimizer.specs.values(), source, choice)
     folder.check({s.name: (s.numel, _files(fates.get(s.name), s.use_muon)) for s in optimizer.specs.values()})
-    _load_weights(wrapper, optimizer, folder)
+    for partition in _resident(wrapper, optimizer):
+        _load_weights(partition, folder)
+        if load_states:
+            fill(optimizer, partition, source, fates)
     if load_states:
-        fill(optimizer, source, fates)
         _load_settings(wrapper, optimizer, folder)
     if engine.global_rank == 0:
         report(optimizer, source, fates)
@@ -167,17 +169,24 @@ def _files(fate: str | None, use_muon: bool) -> tuple[str, ...]:
     return (MOMENTUM,) if use_muon else KEYS[False]
 
 
-def _load_weights(wrapper: Any, optimizer: MuonWithAuxAdam, folder: Folder) -> None:
-    """The fp32 weights; at stages 1 and 2 the engine makes the model's own from them, at stage 3 this does."""
-    for partition in optimizer.all_partitions:
-        for shard, start, stop, position in partition.pieces():
-            target = partition.tensors[shard.tensor].view(-1)[position : position + stop - start]
-            target.copy_(folder.read(shard.spec.name, WEIGHT).reshape(-1)[start:stop])
-    for index, flat in enumerate(getattr(wrapper, "fp16_partitioned_groups_flat", ())):
-        flat.copy_(wrapper.fp32_partitioned_groups_flat[index])
-        parts = wrapper.fp16_partitioned_groups[index]
-        for part, values in zip(parts, wrapper.unflatten(flat, parts), strict=True):
-            part.data = values.data
+def _resident(wrapper: Any, optimizer: MuonWithAuxAdam) -> Iterator[Partition]:
+    """Each partition with its tensors in memory; at stage 3 its weights then go to the model.
+
+    At stages 1 and 2 the engine makes the model's weights from the fp32 ones itself.
+    """
+    if not hasattr(wrapper, "fp32_partitioned_groups_flat"):
+        yield from optimizer.all_partitions
+        return
+    found = {id(partition.tensors[0]): partition for partition in optimizer.all_partitions}
+    for _, flat in each_sub_group(wrapper):
+        yield found[id(flat)]
+
+
+def _load_weights(partition: Partition, folder: Folder) -> None:
+    """The fp32 weights."""
+    for shard, start, stop, position in partition.pieces():
+        target = partition.tensors[shard.tensor].view(-1)[position : position + stop - start]
+        target.copy_(folder.read(shard.spec.name, WEIGHT).reshape(-1)[start:stop])
 
 
 def _load_settings(wrapper: Any, optimizer: MuonWithAuxAdam, folder: Folder) -> None:

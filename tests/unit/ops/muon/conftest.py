@@ -30,8 +30,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     races = pytest.mark.skip(reason="before 0.19.8 stage 3's gathers, and overlapped buckets, race on CPU and gloo")
     stops = pytest.mark.skip(reason="before 0.19.8 BF16_Optimizer stops the run at a non-finite norm")
     streams = pytest.mark.skip(reason="before 0.19.8 DeepSpeed's activation checkpointing needs CUDA streams")
+    swapping = pytest.mark.skip(reason="offload to NVMe is refused before 0.19.8")
     for item in items:
-        if uses_racing_collectives(item):
+        if item.path.name.startswith("test_nvme"):
+            item.add_marker(swapping)
+        elif uses_racing_collectives(item):
             item.add_marker(races)
         elif "test_other_ways_to_run_the_model[checkpointing]" in item.name:
             item.add_marker(streams)

@@ -161,7 +161,7 @@ def test_a_function_of_a_module(folder: Path, capsys: pytest.CaptureFixture) -> 
 
 # ---- refusals -------------------------------------------------------------------------------------------
 
-MUON = {"type": "Muon"}
+MUON, NVME = {"type": "Muon"}, {"device": "nvme", "nvme_path": "nvme"}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "key": (
         {"optimizer": MUON | {"params": {"momentm": 1}}},
@@ -170,7 +170,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "type": ({"optimizer": {"type": "AdamW"}}, "ds.json: optimizer.type: got 'AdamW', expected \"Muon\""),
     "section": ({"optimizer": None, "optimiser": MUON}, "did you mean optimizer where it says optimiser?"),
     "params": ({"optimizer": MUON | {"params": [1]}}, "optimizer.params: expected an object, got [1]"),
-    "offload": ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, 'not supported yet; use "cpu"'),
+    "offload": ({"zero_optimization": {"offload_optimizer": NVME}}, "at stage 3 only and would keep the states"),
     "zero": ({"zero_optimization": {"stge": 3}}, "zero_optimization.stge: unknown key; did you mean stage?"),
     "stage": ({"zero_optimization": {"stage": 5}}, "zero_optimization.stage: got 5"),
     "both": ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "cannot be simultaneously enabled"),

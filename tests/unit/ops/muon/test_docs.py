@@ -40,6 +40,8 @@ WRITERS = {
     "_misfits",
     "_refusal",
 }
+WRITERS |= {f"_{about}_problems" for about in ("path", "library", "optimizer", "param", "lock")}
+WRITERS |= {"_problem", "_layout_problem"}
 #: So many words of a message must stand in the page, in its own order.
 WORDS = 8
 

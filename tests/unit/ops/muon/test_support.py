@@ -59,14 +59,20 @@ def offload(**settings: Any) -> dict[str, Any]:
 NVME, CPU = {"device": "nvme", "nvme_path": "/tmp"}, {"device": "cpu"}
 BF16 = {"enabled": True, "bf16_master_weights_and_grads": True}
 EXPERTS = {"enabled": True, "autoep_size": 2, "preset_model": "mixtral"}
-FALSE = "set it to false"
+FALSE, STAGE_3 = "set it to false", "set zero_optimization.stage to 3"
 #: settings, key that the message names, what it says to change
 CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "nvme": ({"zero": offload(**NVME)}, "zero_optimization.offload_optimizer.device", 'use "cpu"'),
-    "nvme params": (
-        {"stage": 3, "zero": {"offload_param": NVME}},
-        "zero_optimization.offload_param.device",
-        'use "cpu"',
+    "nvme params": ({"zero": {"offload_param": NVME}}, "zero_optimization.offload_param.device", STAGE_3),
+    "nvme path": (
+        {"stage": 3, "zero": offload(device="nvme")},
+        "zero_optimization.offload_optimizer.nvme_path",
+        "write a folder",
+    ),
+    "nvme params path": (
+        {"stage": 3, "zero": {"offload_param": {"device": "nvme"}}},
+        "zero_optimization.offload_param.nvme_path",
+        "write a folder",
     ),
     "qwZ": ({"stage": 3, "zero": {"zero_quantized_weights": True}}, "zero_optimization.zero_quantized_weights", FALSE),
     "qgZ": ({"stage": 3, "zero": {"zero_quantized_gradients": True}}, "zero_optimization.zero_quantized_grad", FALSE),

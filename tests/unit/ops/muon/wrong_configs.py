@@ -70,10 +70,12 @@ PARAMS: list[dict[str, Any]] = [
 CPU = {"device": "cpu"}
 #: Sections of ds_config that do not go together with Muon.
 SECTIONS: list[dict[str, Any]] = [
-    {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}},
+    {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}},
+    {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
     {"zero_optimization": {"stage": 3, "offload_optimizer": CPU | {"ratio": 0.5}}},
     {"zero_optimization": {"stage": 3, "offload_optimizer": CPU | {"super_offload": True}}},
-    {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/tmp"}}},
+    {"zero_optimization": {"stage": 2, "offload_param": {"device": "nvme", "nvme_path": "/tmp"}}},
+    {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
     {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
     {"zero_optimization": {"stage": 2, "compute_grad_norm": False}},
     {"zero_optimization": {"stage": 2, "zenflow": {}}},

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizer states and parameters on NVMe, stage 3: what DeepSpeed's swapper needs, checked before it allocates.
+
+Each sub-group whose partition has at least :func:`threshold` bytes lives in one file per tensor. For its step stock
+reads the tensors into pinned buffers, as the weights' and states' new storage, and writes them back afterwards:
+between steps these tensors are empty, and their objects must stay the ones that stock has registered.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.zero.support import UnsupportedError
+
+#: Stock's least size of a swapped tensor in bytes, unless ``aio.block_size`` is larger.
+LEAST_BYTES = 2**20
+#: Bit of CAP_IPC_LOCK, with which a process may lock any amount of memory.
+IPC_LOCK = 14
+
+
+def is_nvme(section: Any) -> bool:
+    """Whether an ``offload_optimizer`` or ``offload_param`` section asks for NVMe."""
+    device = getattr(section, "device", None)
+    return str(getattr(device, "value", device)) == "nvme"
+
+
+def threshold(config: Any) -> int:
+    """Bytes from which on a tensor is swapped."""
+    return max(LEAST_BYTES, int(config.aio_config["block_size"]))
+
+
+def check_nvme(engine: Any, optimizer: MuonWithAuxAdam) -> None:
+    """Refuse what would fail later in words that do not help. Called before ZeRO allocates.
+
+    Raises:
+        UnsupportedError: buffers that are too few or too small, a folder that does not do, a missing library, or a
+            limit of locked memory that is too low; all of them at once.
+    """
+    config = engine._config
+    sections = {name: getattr(config.zero_config, name) for name in ("offload_optimizer", "offload_param")}
+    asked = {name: section for name, section in sections.items() if is_nvme(section)}
+    if not asked or engine.zero_optimization_stage() != 3:
+        return
+    sizes = [(group, _sub_groups(group["params"], config, engine.dp_world_size)) for group in optimizer.param_groups]
+    problems = [
+        *(problem for name, section in asked.items() for problem in _path_problems(name, section.nvme_path)),
+        *_library_problems(),
+        *(_optimizer_problems(config, sizes) if "offload_optimizer" in asked else ()),
+        *(_param_problems(config, sizes, engine.dp_world_size) if "offload_param" in asked else ()),
+    ]
+    if problems:
+        raise UnsupportedError("offload to NVMe cannot work as configured:\n  " + "\n  ".join(problems))
+
+
+Sizes = list[tuple[dict[str, Any], list[int]]]
+"""Each parameter group and the elements of one rank in each of its sub-groups."""
+
+
+def _numel(param: Tensor) -> int:
+    return int(getattr(param, "ds_numel", param.numel()))
+
+
+def _sub_groups(params: list[Tensor], config: Any, world_size: int) -> list[int]:
+    """Sizes of the sub-groups into which stage 3 will cut a group: closed as soon as they reach the limit."""
+    parts, sizes, open_size = [ceil(_numel(p) / world_size) for p in params if p.requires_grad], [], 0
+    for part in parts:
+        open_size += part
+        if open_size >= config.zero_config.sub_group_size and sum(parts) > config.zero_config.sub_group_size:
+            sizes.append(open_size)
+            open_size = 0
+    return sizes + [open_size] * (open_size > 0)
+
+
+def _tensors(group: dict[str, Any], config: Any) -> int:
+    """Buffers of one sub-group in its step: weights, gradient and the states that are swapped."""
+    if not group["use_muon"]:
+        return 4
+    return 2 if config.zero_config.save_muon_momentum_buffer_in_memory else 3
+
+
+def buffers_needed(config: Any, sizes: Sizes) -> int:
+    """The least ``buffer_count``: with pipelines the neighbouring sub-groups' buffers are in use at the same time."""
+    section = config.zero_config.offload_optimizer
+    needs = [_tensors(group, config) for group, numels in sizes for numel in numels if 4 * numel >= threshold(config)]
+    window = 1 + section.pipeline_read + section.pipeline_write
+    return max((sum(needs[at : at + window]) for at in range(len(needs))), default=1)
+
+
+def _optimizer_problems(config: Any, sizes: Sizes) -> Iterator[str]:
+    section, needed = config.zero_config.offload_optimizer, buffers_needed(config, sizes)
+    if section.buffer_count < needed:
+        window = 1 + section.pipeline_read + section.pipeline_write
+        muon = _tensors({"use_muon": True}, config)
+        yield (
+            f"zero_optimization.offload_optimizer.buffer_count: got {section.buffer_count}; write {needed} or more. "
+            f"A sub-group of matrices takes {muon} buffers, one of AdamW 4, and up to {window} are in memory at once"
+        )
+    largest = max((numel for _, numels in sizes for numel in numels), default=0)
+    yield from _lock_problems("offload_optimizer.buffer_count", max(section.buffer_count, needed) * largest * 4)
+
+
+def _param_problems(config: Any, sizes: Sizes, world_size: int) -> Iterator[str]:
+    section, params = config.zero_config.offload_param, [p for group, _ in sizes for p in group["params"]]
+    parts = [(ceil(_numel(p) / world_size), p.element_size()) for p in params]
+    largest = max((part for part, itemsize in parts if part * itemsize >= threshold(config)), default=0)
+    if section.buffer_size < largest:
+        yield (
+            f"zero_optimization.offload_param.buffer_size: got {section.buffer_size}; write {largest} or more, the "
+            "elements of the largest parameter that one rank holds"
+        )
+    itemsize = max((itemsize for _, itemsize in parts), default=4)
+    yield from _lock_problems("offload_param.buffer_size", section.buffer_count * section.buffer_size * itemsize)
+
+
+def _lock_problems(key: str, wanted: int) -> Iterator[str]:
+    """The buffers are locked in memory, which the system may limit."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if limit != resource.RLIM_INFINITY and wanted > limit and not _may_lock():
+        yield (
+            f"zero_optimization.{key}: the buffers lock {wanted:,} bytes of memory and the limit of this process is "
+            f"{limit:,}; raise it (ulimit -l unlimited), or write a smaller sub_group_size or buffer_size"
+        )
+
+
+def _may_lock() -> bool:
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return True
+    capabilities = next((line for line in status.splitlines() if line.startswith("CapEff:")), "CapEff: 0")
+    return bool(int(capabilities.split()[1], 16) >> IPC_LOCK & 1)
+
+
+def _path_problems(name: str, path: Any) -> Iterator[str]:
+    """Stock reads and writes past the page cache, which not every file system can."""
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+        probe = Path(path) / f".deepspeed_muon_{os.getpid()}"
+        try:
+            os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | getattr(os, "O_DIRECT", 0)))
+        finally:
+            probe.unlink(missing_ok=True)
+    except OSError as error:
+        yield (
+            f"zero_optimization.{name}.nvme_path: no file can be written to {path} with direct I/O ({error.strerror}); "
+            "name a folder on a disk that this user can write to"
+        )
+
+
+def _library_problems() -> Iterator[str]:
+    """Stock builds async_io at the first use, from libaio's headers, unless it was installed with the op.
+
+    Before 0.19.8 its pipelined swapper could not give buffers back, and no tensor could be kept in memory.
+    """
+    from deepspeed.git_version_info import installed_ops
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+    from deepspeed.runtime.swap_tensor.pipelined_optimizer_swapper import PipelinedOptimizerSwapper
+
+    if not hasattr(PipelinedOptimizerSwapper, "release_swap_buffers"):
+        yield "zero_optimization: this DeepSpeed's swapper is incomplete; install 0.19.8 or later to offload to NVMe"
+    if not installed_ops.get("async_io") and not AsyncIOBuilder().is_compatible(verbose=False):
+        yield (
+            "zero_optimization: DeepSpeed cannot build async_io here; install libaio with its headers (libaio-dev, "
+            "libaio-devel), ninja and a C++ compiler"
+        )
+
+
+def create_states(wrapper: Any, optimizer: MuonWithAuxAdam) -> None:
+    """Zeros for the states of every swapped sub-group, written to its files, so that each has its files at once.
+
+    ``save_muon_momentum_buffer_in_memory`` keeps the momentum where it is.
+    """
+    if not getattr(wrapper, "swap_optimizer", False):
+        return
+    stays = bool(wrapper.save_muon_momentum_buffer_in_memory)
+    swapper = wrapper.optimizer_swapper
+    swapper.swap_out_optimizer_state = _releasing(swapper, swapper.swap_out_optimizer_state)
+    wrapper._prepare_sub_group = _without_holes(wrapper, wrapper._prepare_sub_group)
+    for index, flat in enumerate(wrapper.fp32_partitioned_groups_flat):
+        with swapped_in(wrapper, index):
+            use_muon = optimizer.param_groups[wrapper.sub_group_to_group_id[index]]["use_muon"]
+            state = optimizer.create_state(flat, use_muon)
+            if use_muon and stays:
+                state["momentum_buffer"].swappable = False
+
+
+@contextmanager
+def swapped_in(wrapper: Any, index: int) -> Iterator[Tensor]:
+    """The flat weights of a sub-group. Inside, its tensors are in memory; what is written to them stays.
+
+    Nothing is read and written where the sub-group is not swapped.
+    """
+    flat, is_swapped = wrapper.fp32_partitioned_groups_flat[index], wrapper._swappable_optimizer_subgroup(index)
+    if is_swapped:
+        wrapper.optimizer_swapper.swap_in_optimizer_state(parameter=flat, async_parameter=None)
+    yield flat
+    if is_swapped:
+        wrapper.optimizer_swapper.swap_out_optimizer_state(parameter=flat, async_swap=False)
+        flat.grad = None
+
+
+def each_sub_group(wrapper: Any) -> Iterator[tuple[int, Tensor]]:
+    """(index, flat weights) of stage 3, one after the other, in memory; what is written also goes to the model."""
+    wrapper._partition_all_parameters()
+    for index in range(len(wrapper.fp32_partitioned_groups_flat)):
+        with swapped_in(wrapper, index) as flat:
+            yield index, flat
+            wrapper._reassign_or_swap_out_partitioned_parameters(index)
+
+
+def _releasing(swapper: Any, swap_out: Any) -> Any:
+    """Stock's writing of a sub-group, then empty tensors, as without pipelines.
+
+    The pipelined swapper leaves them on its buffers, whose next contents a checkpoint would hold.
+    """
+
+    @functools.wraps(swap_out)
+    def releasing(parameter: Tensor, *args: Any, **kwargs: Any) -> None:
+        swap_out(parameter, *args, **kwargs)
+        swapper.swap_params_info[parameter.ds_id].release_memory()  # type: ignore[attr-defined]
+
+    return releasing
+
+
+def _without_holes(wrapper: Any, prepare: Any) -> Any:
+    """Stock's reading of a sub-group, then zeros where no parameter has left a gradient.
+
+    The gradient is read into a used buffer, so that a parameter without one would be updated with what another
+    tensor has left there.
+    """
+
+    @functools.wraps(prepare)
+    def prepared(sub_group_id: int, *args: Any, **kwargs: Any) -> Any:
+        result = prepare(sub_group_id, *args, **kwargs)
+        if wrapper._swappable_optimizer_subgroup(sub_group_id):
+            flat = wrapper.fp32_partitioned_groups_flat[sub_group_id]
+            if flat.grad is None:
+                flat.grad = torch.zeros_like(flat)
+            info, end = wrapper.optimizer_swapper.swap_params_info[flat.ds_id], 0
+            spans = [(at, part.length) for at, part in info.swapped_gradients.items()]
+            spans += [(at, part.numel()) for at, part in info.unswapped_gradients.items()]
+            for start, length in sorted(spans):
+                flat.grad[end:start].zero_()
+                end = start + length
+            flat.grad[end:].zero_()
+        return result
+
+    return prepared
