@@ -67,7 +67,7 @@ ALLOWED: dict[str, set[str]] = {
         "schedule",
         "update",
     },
-    "imports": {"logs", "optimizer", "routing"},
+    "imports": {"logs", "optimizer", "partition", "routing"},
     "cost": {"orthogonalize", "owners"},
     "forecast": {"config", "groups", "owners", "placement", "plan", "routing", "update"},
     "estimate": {"cost", "forecast", "update"},
