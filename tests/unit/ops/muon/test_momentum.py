@@ -140,7 +140,7 @@ def train_all(cases: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_training_equals_the_oracle(world: int) -> None:
-    """The oracle's momentum is fp64. Rounding moves five steps by 3 % of the change at most; bf16 as in parity."""
+    """The oracle's momentum is fp64. Rounding moves five steps by 4 % of the change at most; bf16 as in parity."""
     cases: list[dict[str, Any]] = [{"stage": stage} for stage in (1, 2, 3)]
     if world == 2:
         cases += [{"stage": 0}, BF16_OPTIMIZER, *({"stage": stage, "dtype": "bf16"} for stage in (0, 1, 2, 3))]
@@ -157,7 +157,7 @@ def test_training_equals_the_oracle(world: int) -> None:
                 else:
                     worst = max(worst, change_error(initial, weights[key], expected))
     print(f"world {world}: {worst:.1e}")
-    assert worst <= 0.03
+    assert worst <= 0.04
 
 
 def momenta_of_given_gradients(cases: list[dict[str, Any]]) -> list[dict[str, tuple[int, Tensor]]]:
