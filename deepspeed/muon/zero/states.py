@@ -39,9 +39,22 @@ def link(wrapper: Any) -> None:
 
     Stock links them once, after the first step; loading a checkpoint or moving the state replaces the tensors.
     """
-    if hasattr(wrapper, "_hp_optimizer_states_linked"):
-        wrapper._hp_optimizer_states_linked = False
-        wrapper._lazy_init_hp_params_optimizer_state()
+    if not hasattr(wrapper, "_hp_optimizer_states_linked"):
+        return
+    if getattr(wrapper, "round_robin_gradients", False):
+        _link_in_order(wrapper)
+    wrapper._hp_optimizer_states_linked = False
+    wrapper._lazy_init_hp_params_optimizer_state()
+
+
+def _link_in_order(wrapper: Any) -> None:
+    """Stock looks up where round-robin has put a parameter only in groups with padding between parameters."""
+    padding = wrapper.round_robin_bit16_padding
+    wrapper.round_robin_bit16_padding = [[True]] * len(padding)
+    try:
+        wrapper._link_all_hp_params()
+    finally:
+        wrapper.round_robin_bit16_padding = padding
 
 
 # ---- stage 0 --------------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ NAMED: list[dict[str, Any]] = [
     {"stage": 2},
     {"stage": 3},
     {"stage": 3, "zero": {"sub_group_size": 100}},
+    {"stage": 2, "zero": {"round_robin_gradients": True}},
     BF16_OPTIMIZER,
     *({"stage": stage, "offload": True} for stage in (1, 2, 3)),
 ]

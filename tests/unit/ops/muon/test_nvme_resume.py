@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from models import train_engine
 from swapping import nvme_engine, run, weights_of, why_not
-from test_checkpoint import convert
 from test_nonfinite import differing, named_states
+from universal import convert
 
 pytestmark = [pytest.mark.skipif(why_not() is not None, reason=why_not() or ""), pytest.mark.time_limit(1200)]
 FP16 = {"dtype": "fp16", "fp16": {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}}
@@ -137,16 +137,16 @@ def test_weights_alone(saver: dict[str, Any], loader: dict[str, Any], options: d
     assert set(differing(loaded["tensors"], after["tensors"])) >= set(weights)
 
 
-def load_universal(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A universal checkpoint loaded into an engine on NVMe, and two more steps."""
+def load_universal(folder: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """A universal checkpoint loaded into an engine on NVMe, its weights alone first, and two more steps."""
     settings = {"pipelined": True, "checkpoint": {"load_universal": True}}
     engine = nvme_engine(7, folder=f"{folder}/other", **settings)
-    with pytest.raises(ValueError, match="weights alone cannot be loaded"):
-        engine.load_checkpoint(f"{folder}/0", tag="universal", load_optimizer_states=False)
+    engine.load_checkpoint(f"{folder}/0", tag="universal", load_optimizer_states=False)
+    alone = weights_of(engine)
     engine.load_checkpoint(f"{folder}/0", tag="universal")
     loaded = everything(engine)
     losses = train_engine(engine, 2, first_step=2)
-    result = loaded, everything(engine) | {"losses": losses}
+    result = alone, loaded, everything(engine) | {"losses": losses}
     engine.destroy()
     return result
 
@@ -154,7 +154,9 @@ def load_universal(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
 def test_universal_checkpoint_into_nvme(tmp_path: Path) -> None:
     expected = run(save_and_go_on, 2, cases=[{"device": "cpu"}], folder=str(tmp_path))[0][0]
     convert(tmp_path / "0")
-    for moment, expectation in zip(run(load_universal, 2, folder=str(tmp_path))[0], expected, strict=True):
+    alone, *moments = run(load_universal, 2, folder=str(tmp_path))[0]
+    assert differing(alone, {name: expected[0]["tensors"][name] for name in alone}) == []
+    for moment, expectation in zip(moments, expected, strict=True):
         assert_same(moment, expectation)
 
 
@@ -178,6 +180,7 @@ def refused(folder: str, **case: Any) -> tuple[str, list[str]]:
 def test_a_checkpoint_that_does_not_fit_is_refused_on_all_ranks(tmp_path: Path) -> None:
     run(save_and_go_on, 2, cases=[{"pipelined": True}], folder=str(tmp_path))
     folder = tmp_path / "0" / "saved" / "offloaded_tensors" / "rank01"
+    manifests = list(folder.parents[1].glob("muon_save*.json"))
     assert len(list(folder.iterdir())) == 7
 
     def said(world: int = 2, **case: Any) -> str:
@@ -186,8 +189,12 @@ def test_a_checkpoint_that_does_not_fit_is_refused_on_all_ranks(tmp_path: Path) 
         assert len({text for text, _ in results}) == 1
         return results[0][0]
 
+    assert "parameters lie elsewhere" in said(sub_group=10**6)
+    assert "saved on 2 ranks" in said(world=1)
+    for manifest in manifests:  # a checkpoint without them is checked by its files
+        manifest.unlink()
     assert "its 5 sub-groups on 2 ranks are not this engine's 2 on 2" in said(sub_group=10**6)
-    assert "sub-groups on 2 ranks are not this engine's" in said(world=1)
+    assert "saved on 2 ranks" in said(world=1)
     momentum = next(folder.glob("momentum_buffer*"))
     content = momentum.read_bytes()
     momentum.write_bytes(content[:-1])
