@@ -5,14 +5,13 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from deepspeed.muon import stalls
-from deepspeed.muon.zero.support import RULES
 from faults import WORLD, Server, reference, torment
+from swapping import why_not
 
 NVME = {"offload_optimizer": {"device": "nvme", "nvme_path": "SWAP", "buffer_count": 4}, "sub_group_size": 200_000}
 #: (name, config, phases in which ranks are killed)
@@ -23,19 +22,6 @@ CELLS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
 ]
 
 
-def unavailable(case: dict[str, Any]) -> str | None:
-    """Why a case cannot run here."""
-    if "nvme" not in str(case):
-        return None
-    section = SimpleNamespace(offload_optimizer=SimpleNamespace(device="nvme", nvme_path="SWAP"))
-    config = SimpleNamespace(zero_optimization_stage=case["stage"], zero_config=section)
-    if any(applies(config) for key, applies, _ in RULES if key == "zero_optimization.offload_optimizer.device"):
-        return "the optimizer on NVMe is refused"
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
-    return None if AsyncIOBuilder().is_compatible(verbose=False) else "async_io cannot be built"
-
-
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     started = Server()
@@ -44,7 +30,7 @@ def server() -> Iterator[Server]:
 
 
 def check(server: Server, root: Path, case: dict[str, Any], phase: str, kills: int, seed: int) -> None:
-    if reason := unavailable(case):
+    if "zero" in case and (reason := why_not()):
         pytest.skip(reason)
     tally = torment(server, root, case, phase, kills, seed)
     print(phase, case, "seed", seed, tally)

@@ -8,20 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
+import universal
 from distributed import run
 from models import train_engine
 from test_checkpoint import (
     BF16_OPTIMIZER,
     RESUMED,
-    convert,
     differing,
     fresh_engine,
-    load_converted,
     local_states,
     named_states,
     resume_all,
     save_and_go_on,
-    save_for_conversion,
 )
 from test_momentum import BF16
 from training import PARAMS
@@ -110,14 +108,13 @@ SLOWER = [pytest.param(case, marks=pytest.mark.full) for case in ({"stage": 2}, 
 @pytest.mark.parametrize("case", [{"stage": 3}, *SLOWER], ids=str)
 def test_universal_checkpoint(case: dict[str, Any], tmp_path: Path) -> None:
     """Saved on 2 ranks in bf16, loaded on 1 and 2 in bf16, and in fp32: the same momentum, in the config's dtype."""
-    saved = run(save_for_conversion, 2, case=case | {"optimizer": BF16}, folder=str(tmp_path))[0]
-    convert(tmp_path)
+    saved = run(universal.save_all, 2, cases=[case | {"optimizer": BF16}], folder=str(tmp_path))[0][0]
+    universal.convert(tmp_path / "0")
     for world, dtype in ((1, "bf16"), (2, "bf16"), (1, "fp32")):
-        target = case | {"optimizer": OPTIMIZERS[dtype]}
-        loaded = run(load_converted, world, case=target, folder=str(tmp_path))[0]
+        jobs = [(str(tmp_path / "0"), case | {"optimizer": OPTIMIZERS[dtype]})]
+        loaded = run(universal.load_all, world, jobs=jobs)[0][0]
         assert differing(loaded["states"], saved["states"]) == []
-        kept = {entry["momentum_buffer"].dtype for entry in loaded["local"] if "momentum_buffer" in entry}
-        assert kept == {DTYPES[dtype]}, (world, dtype)
-        assert sorted(loaded["local"][0]) == ["momentum_buffer", "step"]
+        assert loaded["momentum"] == {DTYPES[dtype]}, (world, dtype)
+        assert loaded["keys"] == saved["keys"]
         if (world, dtype) == (2, "bf16"):
-            assert differing(loaded["weights"], saved["weights"]) == []
+            assert differing(loaded["after"], saved["after"]) == []

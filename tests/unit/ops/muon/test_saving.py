@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from deepspeed.muon import CheckpointError
-from deepspeed.muon.zero import checkpoint, manifest, saving
+from deepspeed.muon.zero import manifest, saving
 from distributed import run
 from models import MODELS, initialize_, train_engine
 from test_nonfinite import differing, snapshot
@@ -73,7 +73,7 @@ def test_an_optimizer_file_runs_no_code(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     torch.save({"optimizer_state_dict": Payload()}, "bad.pt")
     with pytest.raises(pickle.UnpicklingError):
-        checkpoint.read_states(Path("bad.pt"))
+        files.read_states(Path("bad.pt"))
     assert not Path("muon_was_here").exists()
 
 

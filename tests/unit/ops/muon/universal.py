@@ -63,6 +63,7 @@ def facts(engine: Any) -> dict[str, Any]:
         "weights": fp32_weights(engine),
         "states": states,
         "keys": sorted({key for state in optimizer.state.values() for key in state}),
+        "momentum": {s["momentum_buffer"].dtype for s in optimizer.state.values() if "momentum_buffer" in s},
         "steps": sorted({float(state["step"]) for state in optimizer.state.values()}),
         "settings": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
         "schedule": engine.lr_scheduler.state_dict() if engine.lr_scheduler else None,
