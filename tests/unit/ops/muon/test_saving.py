@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from deepspeed.muon import CheckpointError
-from deepspeed.muon.zero import manifest, saving
+from deepspeed.muon.zero import files, manifest, saving
 from distributed import run
 from models import MODELS, initialize_, train_engine
 from test_nonfinite import differing, snapshot
