@@ -23,6 +23,8 @@ import torch
 PARTS = 4
 """Pieces in which a file of torch's is written, with an event between them."""
 
+BIND_TIMEOUT = 20.0
+"""Seconds that the ranks wait for one that dies while its engine is built; rank 0's verdict for twice as long."""
 PRELOADED = (
     "deepspeed.muon",
     "deepspeed.runtime.zero.muon.muon_optimizer",
@@ -158,7 +160,8 @@ def _fork(job: dict[str, Any], rank: int) -> int:
         log = os.open(Path(job["folder"]) / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        os.environ.update(_environment(rank, len(job["ranks"]), job["port"], {}))
+        limit = {"DS_MUON_BIND_TIMEOUT": str(BIND_TIMEOUT)}
+        os.environ.update(_environment(rank, len(job["ranks"]), job["port"], limit))
         train(job, rank)
         code = 0
     except BaseException:
