@@ -36,6 +36,7 @@ VALID: dict[str, list[Any]] = {
     "torch_adam": [True, False],
     "fp32_optimizer_states": [True],
     "per_head_muon": [False],
+    "import_momentum": ["first_moment", "zero"],
     "monitor_interval": [0, 1, 10],
 }
 WRONG: dict[str, list[Any]] = {
@@ -62,6 +63,7 @@ WRONG: dict[str, list[Any]] = {
     "torch_adam": ["y e s", 3.5],
     "fp32_optimizer_states": [False, "no"],
     "per_head_muon": [True, 1],
+    "import_momentum": ["first", 0, True],
     "monitor_interval": [-1, 1.5, True, "often"],
     # keys that do not exist
     "learning_rate": [0.1],

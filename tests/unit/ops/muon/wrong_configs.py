@@ -62,6 +62,7 @@ PARAMS: list[dict[str, Any]] = [
     {"per_head_muon": True},
     {"fp32_optimizer_states": False},
     {"adam_w_mode": 2},
+    {"import_momentum": "exp_avg"},
     {"monitor_interval": -1},
     {"muon_include": "(up"},
     {"muon_include": "router"},
