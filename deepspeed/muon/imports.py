@@ -100,9 +100,13 @@ def fill(optimizer: MuonWithAuxAdam, partition: Partition, source: Source, fates
 
     A tensor's step count becomes that of its parameters.
     """
-    served = [shard for shard in partition.shards if shard.spec.name in fates]
-    for shard in served:
-        optimizer.state[partition.tensors[shard.tensor]]["step"].fill_(source.step(shard.spec.name))
+    steps: dict[int, float] = {}
+    for shard in partition.shards:
+        if fate := fates.get(shard.spec.name):  # moments at zero take their bias correction from the start
+            count = 0.0 if fate == "zero" else source.step(shard.spec.name)
+            steps[shard.tensor] = max(count, steps.get(shard.tensor, 0.0))
+    for index, count in steps.items():
+        optimizer.state[partition.tensors[index]]["step"].fill_(count)
     for shard, start, stop, position in partition.pieces():
         fate = fates.get(shard.spec.name)
         for key in KEYS[shard.spec.use_muon] if fate else ():

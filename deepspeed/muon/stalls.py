@@ -13,6 +13,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from deepspeed.muon.logs import logger
@@ -112,5 +113,6 @@ def watch() -> None:
 def _look_around() -> None:
     while True:
         time.sleep(SLOW / 4)
-        for flights in list(_all):
-            flights.report_slow()
+        with suppress(RuntimeError):  # of the backend, or of a set that grows meanwhile: the next round looks again
+            for flights in list(_all):
+                flights.report_slow()

@@ -38,4 +38,9 @@ def begin_step_again(engine: Any) -> None:
 
 
 def _position(engine: Any) -> int:
+    """Micro-batches since the last step; 0 where a script or framework says itself which one ends a step."""
+    if not getattr(engine, "managed_gradient_accumulation", lambda: True)():
+        return 0
+    if engine._is_gradient_accumulation_boundary is not None:
+        return 0
     return engine.micro_steps % engine.gradient_accumulation_steps()

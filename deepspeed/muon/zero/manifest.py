@@ -12,6 +12,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,7 @@ def write_atomically(file: Path, text: str) -> None:
     temporary.replace(file)
     folder = os.open(file.parent, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        with suppress(OSError):  # not every file system can do it for a folder
+            os.fsync(folder)
     finally:
         os.close(folder)

@@ -21,6 +21,7 @@ from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.zero.files import read_states
 from deepspeed.muon.zero.manifest import CheckpointError
 from deepspeed.muon.zero.nvme import each_sub_group, swapped_in
+from deepspeed.muon.zero.together import gathered
 
 
 def keep_resumable(engine: Any, optimizer: MuonWithAuxAdam) -> None:
@@ -69,7 +70,7 @@ class _Loader:
         def wrapped(load_dir: str, tag: str, **options: Any) -> Any:
             whole = options.get("load_optimizer_states", True) and not options.get("load_module_only", False)
             self._open(load_dir, tag, whole)
-            if self._saved is not None:
+            if self._saved is not None or self.engine.load_universal_checkpoint():
                 # Stock would gather the weights alone from the zero files, where swapped ones are empty.
                 options["load_optimizer_states"] = True
             return load(load_dir, tag, **options)
@@ -131,14 +132,14 @@ class _Loader:
         Raises:
             CheckpointError: on every rank, what one of them lacks.
         """
-        from deepspeed import comm  # type: ignore[attr-defined]
-
         if self.engine.load_universal_checkpoint():
             return
         self._files = self._folder(load_dir, tag)
-        problem = self._problem(Path(self.engine._get_zero_ckpt_name(load_dir, tag)), whole)
-        problems: list[str | None] = [None] * comm.get_world_size()
-        comm.all_gather_object(problems, problem)
+        try:
+            problem = self._problem(Path(self.engine._get_zero_ckpt_name(load_dir, tag)), whole)
+        except Exception as error:  # the other ranks have to hear of it
+            problem = f"{type(error).__name__}: {error}"
+        problems = gathered(problem)
         if any(problems):
             self._saved = None
             rank, problem = next((rank, text) for rank, text in enumerate(problems) if text)
@@ -193,7 +194,7 @@ class _Loader:
         state = saved["optimizer_state_dict"]["state"].get(index, {})
         for name, value in self.optimizer.state[self._flats[index]].items():
             if value.ndim:
-                yield name, state.get(name, state.get("exp_avg"))
+                yield name, state.get("exp_avg" if name == "momentum_buffer" else name)
 
     def _path(self, flat: Tensor, name: str) -> Path:
         return self._files / f"{name}{'-' if name else ''}{flat.ds_id}.tensor.swp"  # type: ignore[attr-defined]

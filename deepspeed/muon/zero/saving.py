@@ -7,6 +7,8 @@ before the engine is changed, and all ranks raise the same error where any of th
 
 from __future__ import annotations
 
+import functools
+import importlib
 import inspect
 import shutil
 import uuid
@@ -29,6 +31,7 @@ from deepspeed.muon.zero.manifest import (
     read_header,
     write_atomically,
 )
+from deepspeed.muon.zero.together import from_rank_0, gathered
 
 #: So many problems are told in one error.
 TOLD = 4
@@ -55,7 +58,7 @@ def save_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
         return original(engine, *args, **kwargs)
     wants_latest = call.arguments["save_latest"]
     call.arguments |= {"tag": tag, "save_latest": False}
-    save_id = _from_rank_0(uuid.uuid4().hex)
+    save_id = from_rank_0(uuid.uuid4().hex)
     facts = {"save_id": save_id, "tag": tag, "step": engine.global_steps, "world_size": engine.world_size}
     facts["structure"] = structure.of_engine(engine, call.arguments["exclude_frozen_parameters"])
     _together(folder, lambda: begin(folder, facts) if writes_header else None)
@@ -107,22 +110,6 @@ def _recorded(checkpoint_engine: Any) -> Iterator[list[Path]]:
         del checkpoint_engine.save
 
 
-def _from_rank_0(value: Any) -> Any:
-    from deepspeed import comm  # type: ignore[attr-defined]
-
-    values = [value]
-    comm.broadcast_object_list(values, src=0)
-    return values[0]
-
-
-def _gathered(value: Any) -> list[Any]:
-    from deepspeed import comm  # type: ignore[attr-defined]
-
-    values = [None] * comm.get_world_size()
-    comm.all_gather_object(values, value)
-    return values
-
-
 def _together(folder: Path, act: Callable[[], None]) -> None:
     """Act on every rank, then wait for all; where one fails, all raise."""
     problem = None
@@ -130,7 +117,7 @@ def _together(folder: Path, act: Callable[[], None]) -> None:
         act()
     except OSError as error:
         problem = str(error)
-    if failed := {rank: text for rank, text in enumerate(_gathered(problem)) if text}:
+    if failed := {rank: text for rank, text in enumerate(gathered(problem)) if text}:
         raise CheckpointError(f"the checkpoint {folder} could not be completed, and latest is as before: {failed}")
 
 
@@ -144,25 +131,46 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
     call.apply_defaults()
     if not _is_ours(engine):
         return original(engine, *args, **kwargs)
+    if engine.zero_optimization_stage() == 3 and call.arguments["load_module_only"]:
+        call.arguments["load_optimizer_states"] = False  # stock loads nothing where this one alone is asked for
     if engine.load_universal_checkpoint():
         _say_unverified(engine, call.arguments["tag"])
-        return _loaded(engine, original(engine, *args, **kwargs))
-    found = _gathered(_look(engine, call.arguments))
+        return _loaded(engine, original(*call.args, **call.kwargs), call.arguments)
+    found = gathered(_look(engine, call.arguments))
     problems = _by_text(found)
     if not problems and any((one["tag"], one["save_id"]) != (found[0]["tag"], found[0]["save_id"]) for one in found):
         problems = [f"the ranks see different checkpoints: {[(one['tag'], one['save_id']) for one in found][:TOLD]}"]
     if problems:
-        raise CheckpointError(_from_rank_0(_refusal(call.arguments["load_dir"], found[0]["tag"], problems)))
+        is_first = engine.global_rank == 0  # which alone looks for what could be loaded instead
+        text = _refusal(call.arguments["load_dir"], found[0]["tag"], problems) if is_first else None
+        raise CheckpointError(from_rank_0(text))
     tag = found[0]["tag"]
     if tag is not None and found[0]["save_id"] is None:
         _say_unverified(engine, tag)
     call.arguments["tag"] = tag
-    return _loaded(engine, original(*call.args, **call.kwargs))
+    with _weights_of(tag):
+        return _loaded(engine, original(*call.args, **call.kwargs), call.arguments)
 
 
-def _loaded(engine: Any, result: Any) -> Any:
-    begin_step_again(engine)
+def _loaded(engine: Any, result: Any, arguments: dict[str, Any]) -> Any:
+    if result[0] is not None:
+        begin_step_again(engine)
+        if engine.zero_optimization_stage() == 0 and not arguments["load_optimizer_states"]:
+            # Else the next step would put back the weights from before.
+            getattr(engine.optimizer, "refresh_fp32_params", lambda: None)()
     return result
+
+
+@contextmanager
+def _weights_of(tag: str | None) -> Iterator[None]:
+    """Stage 3 without optimizer states: stock gathers the weights of ``latest``, whatever the tag."""
+    module = importlib.import_module("deepspeed.runtime.engine")
+    gather = module.get_fp32_state_dict_from_zero_checkpoint
+    module.get_fp32_state_dict_from_zero_checkpoint = functools.partial(gather, tag=tag)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        module.get_fp32_state_dict_from_zero_checkpoint = gather  # type: ignore[attr-defined]
 
 
 def _say_unverified(engine: Any, tag: str | None) -> None:
@@ -195,11 +203,10 @@ def _look(engine: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     """This rank's view: the tag, the id of the save, and what is wrong with it."""
     view: dict[str, Any] = {"tag": arguments["tag"], "save_id": None, "problems": []}
     try:
-        latest = _latest(Path(arguments["load_dir"]))
         if view["tag"] is None:
-            view["tag"] = latest
+            view["tag"] = _latest(Path(arguments["load_dir"]))
         if view["tag"] is not None:
-            view["problems"] = _misfits(engine, arguments, view, latest)
+            view["problems"] = _misfits(engine, arguments, view)
     except CheckpointError as error:
         view["problems"] = [str(error)]
     except Exception as error:  # a file of unexpected contents: the other ranks have to hear of it
@@ -216,18 +223,17 @@ def _latest(folder: Path) -> str | None:
     raise CheckpointError("latest is empty")
 
 
-def _misfits(engine: Any, arguments: dict[str, Any], view: dict[str, Any], latest: str | None) -> list[str]:
+def _misfits(engine: Any, arguments: dict[str, Any], view: dict[str, Any]) -> list[str]:
     view["tag"] = str(view["tag"])
     folder = Path(arguments["load_dir"], view["tag"])
     if not folder.is_dir():
-        return [f"there is no folder {view['tag']}" + (", which latest names" if view["tag"] == latest else "")]
+        return [f"there is no folder {view['tag']}" + ("" if arguments["tag"] else ", which latest names")]
     request = structure.Request(
-        strict=arguments["load_module_strict"] and arguments["custom_load_fn"] is None,
+        shapes=arguments["custom_load_fn"] is None,
+        strict=arguments["load_module_strict"],
         optimizer_states=arguments["load_optimizer_states"] and not arguments["load_module_only"],
         scheduler_states=arguments["load_lr_scheduler_states"] and not arguments["load_module_only"],
     )
-    if engine.zero_optimization_stage() == 3 and not arguments["load_optimizer_states"] and view["tag"] != latest:
-        return [f"without optimizer states DeepSpeed takes the weights of latest, which names {latest}"]
     header = read_header(folder)
     if header is None:
         saved = structure.of_files(engine, arguments["load_dir"], view["tag"], request.optimizer_states)

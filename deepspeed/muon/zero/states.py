@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.zero.nvme import swapped_in
 
 
 def keep_accessible(wrapper: Any, optimizer: MuonWithAuxAdam) -> None:
@@ -22,6 +23,7 @@ def keep_accessible(wrapper: Any, optimizer: MuonWithAuxAdam) -> None:
     kind = type(wrapper).__name__
     if kind == "DeepSpeedZeroOptimizer_Stage3":
         wrapper.set_full_hp_param = functools.partial(_set_full, wrapper)
+        wrapper.set_local_hp_param = functools.partial(_set_local, wrapper)
         wrapper.offload_states = functools.partial(_offload_stage3, wrapper, optimizer, wrapper.offload_states)
         wrapper.reload_states = functools.partial(_reload_stage3, wrapper, optimizer, wrapper.reload_states)
     elif kind == "DeepSpeedZeroOptimizer":
@@ -130,8 +132,19 @@ def _set_full(wrapper: Any, value: Tensor, param: Any, optim_state_key: str | No
     part = param.partition_numel()
     start = part * wrapper._get_param_partition_rank(param)
     held = value.flatten()[start : start + part]
-    padded = torch.nn.functional.pad(held, (0, part - held.numel()))
-    wrapper.set_local_hp_param(padded, param, optim_state_key)
+    _set_local(wrapper, torch.nn.functional.pad(held, (0, part - held.numel())), param, optim_state_key)
+
+
+def _set_local(wrapper: Any, value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
+    """Stage 3's ``set_local_hp_param``, whose write to NVMe stock does not wait for where it is pipelined."""
+    if not param.requires_grad:
+        return
+    index, start, count = wrapper.grad_position[wrapper.get_param_id(param)]
+    if value.numel() != count:
+        raise ValueError(f"expected {count} elements of this rank's part, got {value.numel()}")
+    with swapped_in(wrapper, index) as flat:
+        target = flat.data if optim_state_key is None else wrapper.optimizer.state[flat][optim_state_key]
+        target[start : start + count].copy_(value.flatten())
 
 
 def _own_states(wrapper: Any, optimizer: MuonWithAuxAdam) -> dict[Any, list[Tensor]]:

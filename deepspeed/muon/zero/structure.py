@@ -24,6 +24,7 @@ from deepspeed.muon.zero.manifest import CheckpointError
 class Request:
     """What a call of ``load_checkpoint`` asks for."""
 
+    shapes: bool
     strict: bool
     optimizer_states: bool
     scheduler_states: bool
@@ -119,7 +120,7 @@ def difference(engine: Any, saved: dict[str, Any], current: dict[str, Any], requ
         return "it holds no state of a learning-rate scheduler; pass load_lr_scheduler_states=False"
     if request.optimizer_states and (text := routing_difference(engine.basic_optimizer, saved["groups"])):
         return text
-    if text := _shape_difference(saved, current, request.strict):
+    if request.shapes and (text := _shape_difference(saved, current, request.strict)):
         return text
     if "stage" in saved and (saved["stage"] == 3) != (current["stage"] == 3):
         return f"it was saved at ZeRO stage {saved['stage']}, this run has stage {current['stage']}{_CONVERT}"

@@ -3,7 +3,7 @@
 
 Stock's converter makes them from checkpoints of this optimizer and of AdamW, ``ds_muon import`` from stock's Muon.
 This loader takes the place of stock's, which knows one kind of group. It reads through the layout to which the
-optimizer is bound, so ranks, stage and order of the groups may change; files are mapped, each rank reads its share.
+optimizer is bound, so ranks, stage and the order of parameters may change; files are mapped, each rank reads its share.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from deepspeed.muon.partition import Partition
 from deepspeed.muon.zero.files import read_states
 from deepspeed.muon.zero.groups import check_groups, kinds, saved_groups, settings_of
 from deepspeed.muon.zero.nvme import each_sub_group
+from deepspeed.muon.zero.together import agreed
 
 #: What the model's weights are called beside the state, and the file that holds Muon's momentum.
 WEIGHT, MOMENTUM = "fp32", "exp_avg"
@@ -43,7 +44,8 @@ def read_universal(engine: Any, optimizer: MuonWithAuxAdam) -> None:
         wrapper._param_slice_mappings = _slices(optimizer)
 
     def load(checkpoint_folder: str, load_optimizer_states: bool, load_from_fp32_weights: bool) -> None:
-        _load(engine, optimizer, Folder(checkpoint_folder), load_optimizer_states)
+        source = agreed(lambda: _opened(engine, optimizer, checkpoint_folder, load_optimizer_states))
+        _load(engine, optimizer, *source, load_optimizer_states)
 
     wrapper._load_universal_checkpoint = load
     if engine.load_universal_checkpoint():
@@ -103,6 +105,8 @@ class Folder:
         state = self.common.get("optimizer_state_dict", {}).get("state", {})
         counts = [entry["step"] for entry in state.values() if "step" in entry]
         counts += [group["step"] for group in self.groups if "step" in group]
+        if not counts:
+            raise ImportStateError(f"the universal checkpoint {self.zero.parent} has no step count of {name}")
         return float(counts[0])
 
     def source(self) -> Source:
@@ -110,8 +114,11 @@ class Folder:
         title = f"a checkpoint of {self.origin or ('Muon' if self.is_ours else 'AdamW')}"
         return Source(title, self.is_muon, self.read, self.step)
 
-    def check(self, wanted: Mapping[str, tuple[int, Iterable[str]]]) -> None:
-        """Raise ImportStateError unless the folder has, by name, a weight of so many elements, and these states."""
+    def check(self, wanted: Mapping[str, tuple[int, Iterable[str]]], rank: int, world_size: int) -> None:
+        """Raise ImportStateError unless the folder has, by name, a weight of so many elements, and these states.
+
+        Each rank opens the files of its share of the names.
+        """
         missing = [
             f"zero/{name}/{key}.pt"
             for name, (_, keys) in wanted.items()
@@ -123,8 +130,12 @@ class Folder:
                 f"the universal checkpoint {self.zero.parent} lacks {len(missing)} files of this model's "
                 f"parameters, first {', '.join(missing[:4])}: it is of another model, or its conversion is incomplete"
             )
-        sizes = {name: (self.read(name, WEIGHT).numel(), count) for name, (count, _) in wanted.items()}
-        other = [f"{name} ({there} there, {here} here)" for name, (there, here) in sizes.items() if there != here]
+        other = []
+        for name, (here, keys) in list(wanted.items())[rank::world_size]:
+            self.step(name)
+            for key in (WEIGHT, *keys):
+                if (there := self.read(name, key).numel()) != here:
+                    other.append(f"{name}/{key}.pt ({there} there, {here} here)")
         if other:
             raise ImportStateError(f"the universal checkpoint holds parameters of other sizes: {', '.join(other[:4])}")
 
@@ -138,19 +149,32 @@ class Folder:
                 f"{file} is missing: not a universal checkpoint; make one with python -m "
                 "deepspeed.checkpoint.ds_to_universal, or, of stock's Muon, with ds_muon import"
             )
-        return read_states(file)
+        try:
+            return read_states(file)
+        except Exception as error:  # a damaged file can raise anything
+            raise ImportStateError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
 
 
-@torch.no_grad()
-def _load(engine: Any, optimizer: MuonWithAuxAdam, folder: Folder, load_states: bool) -> None:
-    """Weights, and with them state, settings and loss scale; everything is checked before anything is changed."""
-    wrapper, source, fates = engine.optimizer, folder.source(), Fates()
+def _opened(engine: Any, optimizer: MuonWithAuxAdam, path: str, load_states: bool) -> tuple[Folder, Source, Fates]:
+    """The folder and what becomes of each state, after all checks; nothing is changed yet."""
+    folder = Folder(path)
+    source, fates = folder.source(), Fates()
     if load_states:
         choice = chosen(optimizer, source)
         if folder.is_ours and choice is None:
             check_groups(optimizer, folder.groups)
         fates = decide(optimizer.specs.values(), source, choice)
-    folder.check({s.name: (s.numel, _files(fates.get(s.name), s.use_muon)) for s in optimizer.specs.values()})
+    wanted = {s.name: (s.numel, _files(fates.get(s.name), s.use_muon)) for s in optimizer.specs.values()}
+    folder.check(wanted, engine.global_rank, engine.world_size)
+    return folder, source, fates
+
+
+@torch.no_grad()
+def _load(
+    engine: Any, optimizer: MuonWithAuxAdam, folder: Folder, source: Source, fates: Fates, load_states: bool
+) -> None:
+    """Weights, and with them state, settings and loss scale."""
+    wrapper = engine.optimizer
     for partition in _resident(wrapper, optimizer):
         _load_weights(partition, folder)
         if load_states:

@@ -113,7 +113,7 @@ def test_plain_pytorch_resumes_exactly_and_casts_once(caplog: pytest.LogCaptureF
 def momenta(engine: Any) -> dict[str, tuple[int, Tensor]]:
     """By name the first element that this rank holds and the momentum from there on.
 
-    Read off the layout, as DeepSpeed's functions by name do not follow `round_robin_gradients`.
+    Read off the layout, without DeepSpeed's functions, which give fp32.
     """
     held = {}
     for partition in engine.basic_optimizer.partitions:

@@ -160,6 +160,38 @@ def test_universal_checkpoint_into_nvme(tmp_path: Path) -> None:
         assert_same(moment, expectation)
 
 
+def set_and_go_on(case: dict[str, Any], folder: str) -> bool:
+    """Set a momentum and a weight by name, then train and save; whether they were found as set."""
+    import torch
+    from deepspeed.utils import (
+        safe_get_full_fp32_param,
+        safe_get_full_optimizer_state,
+        safe_set_full_fp32_param,
+        safe_set_full_optimizer_state,
+    )
+
+    engine = nvme_engine(0, folder=folder, **case)
+    train_engine(engine, 1)
+    found = []
+    for param, spec in engine.basic_optimizer.specs.items():
+        if not spec.use_muon:
+            continue
+        value = torch.randn(spec.shape, generator=torch.Generator().manual_seed(1))
+        safe_set_full_fp32_param(param, value)
+        safe_set_full_optimizer_state(param, value, "momentum_buffer")
+        found += [safe_get_full_fp32_param(param).equal(value)]
+        found += [safe_get_full_optimizer_state(param, "momentum_buffer").equal(value)]
+    train_engine(engine, 2, first_step=1)
+    engine.save_checkpoint(f"{folder}/set")
+    engine.destroy()
+    return all(found)
+
+
+@pytest.mark.parametrize("case", [{}, {"pipelined": True}], ids=str)
+def test_states_set_by_name_reach_the_files(case: dict[str, Any], tmp_path: Path) -> None:
+    assert run(set_and_go_on, 2, case=case, folder=str(tmp_path)) == [True, True]
+
+
 # ---- refusals ---------------------------------------------------------------------------------------------
 
 

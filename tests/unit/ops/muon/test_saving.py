@@ -168,7 +168,6 @@ def misfortunes(folder: str) -> dict[str, Any]:
         result["views"] = refusal(lambda: engine.load_checkpoint(folder))
     result["latest"] = (root / "latest").read_text()
     engine.save_checkpoint(folder, tag="three")
-    result["tag"] = refusal(lambda: engine.load_checkpoint(folder, tag="one", load_optimizer_states=False))
     engine.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(engine.basic_optimizer)
     result["scheduler"] = refusal(lambda: engine.load_checkpoint(folder))
     engine.lr_scheduler = None
@@ -182,11 +181,10 @@ def misfortunes(folder: str) -> dict[str, Any]:
 
 def test_misfortunes_of_one_rank_are_heard_by_all(tmp_path: Path) -> None:
     first, second = run(misfortunes, 2, folder=str(tmp_path))
-    for key in ("full", "views", "tag", "scheduler", "latest", "header"):
+    for key in ("full", "views", "scheduler", "latest", "header"):
         assert first[key] == second[key]
     assert "could not be completed" in first["full"] and "{1: '[Errno 28] No space left'}" in first["full"]
     assert first["latest"] == "one" and not first["header"]
     assert "the ranks see different checkpoints: [('one', '" in first["views"] and "(None, None)]" in first["views"]
-    assert "which names three" in first["tag"]
     assert "load_lr_scheduler_states=False" in first["scheduler"]
     assert "OtherEngine writes this checkpoint" in first["other"][0] and second["other"] == []
