@@ -210,6 +210,14 @@ def swapped_in(wrapper: Any, index: int) -> Iterator[Tensor]:
         flat.grad = None
 
 
+def saved_files(engine: Any, folder: Path) -> Path:
+    """Where a checkpoint in this folder has this rank's files of an optimizer on NVMe."""
+    from deepspeed.checkpoint.ds_to_universal import dp_index_to_str
+
+    rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
+    return folder / "offloaded_tensors" / f"rank{dp_index_to_str(rank)}"
+
+
 def each_sub_group(wrapper: Any) -> Iterator[tuple[int, Tensor]]:
     """(index, flat weights) of stage 3, one after the other, in memory; what is written also goes to the model."""
     wrapper._partition_all_parameters()

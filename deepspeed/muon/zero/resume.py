@@ -9,7 +9,6 @@ tensors for the rest, which ``offloaded_tensors/rank*`` holds.
 from __future__ import annotations
 
 import functools
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from torch import Tensor
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.zero.files import read_states
 from deepspeed.muon.zero.manifest import CheckpointError
-from deepspeed.muon.zero.nvme import each_sub_group, swapped_in
+from deepspeed.muon.zero.nvme import each_sub_group, saved_files, swapped_in
 from deepspeed.muon.zero.together import gathered
 
 
@@ -31,7 +30,6 @@ def keep_resumable(engine: Any, optimizer: MuonWithAuxAdam) -> None:
         return
     loader = _Loader(engine, optimizer)
     engine._load_checkpoint = loader.checked(engine._load_checkpoint)
-    engine._save_zero_checkpoint = loader.saving(engine._save_zero_checkpoint)
     engine.load_checkpoint = loader.loading(engine.load_checkpoint)
     wrapper._rigid_load_state_dict = loader.restoring(wrapper._rigid_load_state_dict)
     wrapper._restore_from_bit16_weights = loader.refreshing(wrapper._restore_from_bit16_weights)
@@ -77,16 +75,6 @@ class _Loader:
 
         return wrapped
 
-    def saving(self, save: Callable) -> Callable:
-        """``engine._save_zero_checkpoint``; stock refuses to copy over files of an earlier save with the same tag."""
-
-        @functools.wraps(save)
-        def wrapped(save_path: str, tag: str) -> Any:
-            shutil.rmtree(self._folder(save_path, tag), ignore_errors=True)
-            return save(save_path, tag)
-
-        return wrapped
-
     def restoring(self, load: Callable) -> Callable:
         """``wrapper._rigid_load_state_dict``."""
 
@@ -119,13 +107,6 @@ class _Loader:
 
     # ---- before anything changes ---------------------------------------------------------------------------
 
-    def _folder(self, folder: str, tag: str) -> Path:
-        from deepspeed.checkpoint.ds_to_universal import dp_index_to_str
-
-        engine = self.engine
-        rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
-        return Path(folder) / str(tag) / "offloaded_tensors" / f"rank{dp_index_to_str(rank)}"
-
     def _open(self, load_dir: str, tag: str, whole: bool) -> None:
         """Read this rank's zero file and check its swapped tensors, on all ranks.
 
@@ -134,7 +115,7 @@ class _Loader:
         """
         if self.engine.load_universal_checkpoint():
             return
-        self._files = self._folder(load_dir, tag)
+        self._files = saved_files(self.engine, Path(load_dir, str(tag)))
         try:
             problem = self._problem(Path(self.engine._get_zero_ckpt_name(load_dir, tag)), whole)
         except Exception as error:  # the other ranks have to hear of it

@@ -31,6 +31,7 @@ from deepspeed.muon.zero.manifest import (
     read_header,
     write_atomically,
 )
+from deepspeed.muon.zero.nvme import saved_files
 from deepspeed.muon.zero.together import from_rank_0, gathered
 
 #: So many problems are told in one error.
@@ -51,6 +52,7 @@ def save_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
     warn_of_unfinished_step(engine)
     tag = str(f"global_step{engine.global_steps}" if tag is None else tag)
     folder = Path(save_dir, tag)
+    shutil.rmtree(saved_files(engine, folder), ignore_errors=True)  # stock refuses to copy over an older save
     writes_header = (engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0
     if type(engine.checkpoint_engine).__name__ != "TorchCheckpointEngine":
         if writes_header:
@@ -62,10 +64,9 @@ def save_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
     facts = {"save_id": save_id, "tag": tag, "step": engine.global_steps, "world_size": engine.world_size}
     facts["structure"] = structure.of_engine(engine, call.arguments["exclude_frozen_parameters"])
     _together(folder, lambda: begin(folder, facts) if writes_header else None)
-    shutil.rmtree(_offloaded(engine, folder), ignore_errors=True)  # stock refuses to copy over an older save
     with _recorded(engine.checkpoint_engine) as written:
         result = original(*call.args, **call.kwargs)
-    written += [file for file in _offloaded(engine, folder).rglob("*") if file.is_file()]
+    written += [file for file in saved_files(engine, folder).rglob("*") if file.is_file()]
     _together(folder, lambda: finish(folder, engine.global_rank, save_id, written))
     _together(
         folder, lambda: write_atomically(Path(save_dir, "latest"), tag) if wants_latest and writes_header else None
@@ -83,14 +84,6 @@ def _leave_to_stock(engine: Any, folder: Path) -> None:
         "deepspeed-muon: %s writes this checkpoint, which therefore gets no manifest and is not verified when loaded",
         type(engine.checkpoint_engine).__name__,
     )
-
-
-def _offloaded(engine: Any, folder: Path) -> Path:
-    """Where this rank's files of an optimizer on NVMe are copied to."""
-    from deepspeed.checkpoint.ds_to_universal import dp_index_to_str
-
-    rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
-    return folder / "offloaded_tensors" / f"rank{dp_index_to_str(rank)}"
 
 
 @contextmanager
