@@ -151,10 +151,10 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     def create_state(self, tensor: Tensor, use_muon: bool) -> dict[str, Any]:
         """The state of a tensor, zeros of its size where it has none yet. It is updated in place ever after."""
-        return self._muon_state(tensor) if use_muon else adamw.state_of(self.state[tensor], tensor)
-
-    def _muon_state(self, tensor: Tensor) -> dict[str, Any]:
-        return momentum.state_of(self.state[tensor], tensor, self.config.momentum_dtype)
+        state = self.state[tensor]
+        if use_muon:
+            return momentum.state_of(state, tensor, self.config.momentum_dtype)
+        return adamw.state_of(state, tensor)
 
     # ---- the step -------------------------------------------------------------------------------------
 
@@ -204,7 +204,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 f"group {group['name']!r} holds tensors that were not there when the optimizer was bound"
             )
         for tensor in group["params"]:
-            self._muon_state(tensor)["step"] += 1
+            self.create_state(tensor, use_muon=True)["step"] += 1
         bound.exchange.run(
             bound.plan,
             prepare=lambda transit: self._prepare(group, transit),
@@ -257,7 +257,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     def _adam_step(self, group: dict[str, Any]) -> None:
         tensors = [p for p in group["params"] if p.grad is not None]
         with self.phase("adamw"):
-            states = [adamw.state_of(self.state[p], p) for p in tensors]
+            states = [self.create_state(p, use_muon=False) for p in tensors]
             adamw.step(tensors, states, group, self.config.adam_w_mode)
         if self.meter is not None:
             stepped = {id(p): state for p, state in zip(tensors, states, strict=True)}

@@ -14,7 +14,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.zero.groups import check_groups, matrices, saved_groups, settings_of
+from deepspeed.muon.zero.groups import check_groups, matrices, settings_of
 from deepspeed.muon.zero.states import link
 
 
@@ -23,7 +23,7 @@ def keep_convertible(wrapper: Any, optimizer: MuonWithAuxAdam) -> None:
     optimizer.register_state_dict_post_hook(_export)
     optimizer.register_load_state_dict_pre_hook(_import, prepend=True)
     if wrapper is not optimizer:
-        wrapper.load_state_dict = _checked(wrapper, optimizer, wrapper.load_state_dict)
+        wrapper.load_state_dict = _linked(wrapper, wrapper.load_state_dict)
     if type(wrapper).__name__ == "BF16_Optimizer":
         save = wrapper.state_dict
         # Its layout is stage 1's; zero_to_fp32 takes a file without this key for no ZeRO checkpoint.
@@ -64,20 +64,16 @@ def _muon_indices(state_dict: dict[str, Any]) -> list[int]:
     ]
 
 
-def _checked(wrapper: Any, optimizer: MuonWithAuxAdam, load: Any) -> Any:
-    """Stock's ``load_state_dict``, after a check of the routing, whose lack it reports in misleading words."""
+def _linked(wrapper: Any, load: Any) -> Any:
+    """Stock's ``load_state_dict``, which replaces the tensors to which parameters were linked."""
 
     @functools.wraps(load)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        given = args[0] if args else kwargs.get("state_dict_list")
-        saved = next(filter(None, given), None) if isinstance(given, list) else given
-        if saved and kwargs.get("load_optimizer_states", True):
-            check_groups(optimizer, saved_groups(saved))
+    def linked(*args: Any, **kwargs: Any) -> Any:
         result = load(*args, **kwargs)
         link(wrapper)
         return result
 
-    return checked
+    return linked
 
 
 def _restore_momentum(state: dict[str, Any]) -> None:

@@ -21,18 +21,12 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.zero.support import UnsupportedError
+from deepspeed.muon.zero.support import UnsupportedError, is_nvme
 
 #: Stock's least size of a swapped tensor in bytes, unless ``aio.block_size`` is larger.
 LEAST_BYTES = 2**20
 #: Bit of CAP_IPC_LOCK, with which a process may lock any amount of memory.
 IPC_LOCK = 14
-
-
-def is_nvme(section: Any) -> bool:
-    """Whether an ``offload_optimizer`` or ``offload_param`` section asks for NVMe."""
-    device = getattr(section, "device", None)
-    return str(getattr(device, "value", device)) == "nvme"
 
 
 def threshold(config: Any) -> int:

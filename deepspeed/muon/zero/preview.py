@@ -16,8 +16,7 @@ from deepspeed.muon.config import MuonConfig, MuonConfigError, parse
 from deepspeed.muon.explain import FILLED_BY
 from deepspeed.muon.forecast import Layout
 from deepspeed.muon.zero.install import is_muon
-from deepspeed.muon.zero.nvme import is_nvme
-from deepspeed.muon.zero.support import UnsupportedError, refuse_unsupported
+from deepspeed.muon.zero.support import UnsupportedError, is_nvme, refuse_unsupported
 
 #: Keys that fit one launch only; the engine checks them against its world size.
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

@@ -184,7 +184,10 @@ def _by_text(found: list[dict[str, Any]]) -> list[str]:
 
 def _refusal(load_dir: str, tag: str | None, problems: list[str]) -> str:
     more = f" and {len(problems) - TOLD} more" if len(problems) > TOLD else ""
-    tags = [other for other in complete_tags(Path(load_dir)) if other != tag]
+    try:
+        tags = [other for other in complete_tags(Path(load_dir)) if other != tag]
+    except OSError:  # somebody deletes them meanwhile; the other ranks wait for this text
+        tags = []
     advice = f"complete there: {', '.join(tags[:TOLD])}; pass tag={tags[0]!r}" if tags else "no other is complete there"
     return (
         f"the checkpoint {Path(load_dir, tag or '')} cannot be loaded, and nothing was changed: "

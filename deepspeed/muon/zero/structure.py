@@ -16,7 +16,7 @@ import torch
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.partition import Partition
 from deepspeed.muon.zero.files import read_states
-from deepspeed.muon.zero.groups import routing_difference, saved_groups
+from deepspeed.muon.zero.groups import matrices, routing_difference, saved_groups
 from deepspeed.muon.zero.manifest import CheckpointError
 
 
@@ -38,7 +38,7 @@ def of_engine(engine: Any, exclude_frozen: bool = False) -> dict[str, Any]:
     """
     optimizer: MuonWithAuxAdam = engine.basic_optimizer
     groups = [{"use_muon": group["use_muon"]} for group in optimizer.param_groups]
-    matrices = sorted(spec.name for spec in optimizer.specs.values() if spec.use_muon)
+    names = sorted(matrices(optimizer))
     return {
         "stage": engine.zero_optimization_stage(),
         "wrapper": type(engine.optimizer).__name__,
@@ -46,7 +46,7 @@ def of_engine(engine: Any, exclude_frozen: bool = False) -> dict[str, Any]:
         "world_size": engine.seq_dp_world_size,
         "scheduler": engine.lr_scheduler is not None,
         "shapes": _shapes(engine.module, exclude_frozen),
-        "groups": [group | ({"matrices": matrices} if group["use_muon"] else {}) for group in groups],
+        "groups": [group | ({"matrices": names} if group["use_muon"] else {}) for group in groups],
         "layout": _layout(optimizer.all_partitions),
     }
 

@@ -40,9 +40,14 @@ def _is_set(path: str) -> Callable[[Any], bool]:
     return lambda config: bool(_get(config, path))
 
 
-def _on_nvme(config: Any, section: str) -> bool:
-    device = _get(config, f"zero_config.{section}.device")
+def is_nvme(section: Any) -> bool:
+    """Whether an ``offload_optimizer`` or ``offload_param`` section asks for NVMe."""
+    device = getattr(section, "device", None)
     return str(getattr(device, "value", device)) == "nvme"
+
+
+def _on_nvme(config: Any, section: str) -> bool:
+    return is_nvme(_get(config, f"zero_config.{section}"))
 
 
 def _fp16_autocast(config: Any) -> bool:
