@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.muon.orthogonalize import Workspace
 from deepspeed.muon.plan import Bucket, Plan
 from deepspeed.muon.stalls import Flights
+from deepspeed.muon.workspace import Workspace
 
 
 @dataclass

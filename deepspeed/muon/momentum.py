@@ -10,13 +10,6 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.logs import logger
-from deepspeed.muon.orthogonalize import Workspace
-from deepspeed.muon.rounding import Key, noise, round_
-from deepspeed.muon.update import direction, momentum_
-
-#: Elements that are rounded at once: on a CPU so few that they stay in its cache, elsewhere so many that the
-#: launches of kernels do not count.
-CPU_CHUNK, CHUNK = 2**17, 2**21
 
 
 @dataclass(frozen=True)
@@ -38,32 +31,6 @@ def state_of(state: dict[str, Any], tensor: Tensor, momentum_dtype: str) -> dict
 def kept_dtype(tensor: Tensor, momentum_dtype: str) -> torch.dtype:
     """The dtype of a tensor's momentum."""
     return torch.bfloat16 if momentum_dtype == "bf16" else tensor.dtype
-
-
-def advance(
-    buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool, key: Key, first: int, work: Workspace
-) -> None:
-    """A step of a bf16 momentum: computed in fp32, handed on unrounded, kept rounded.
-
-    Args:
-        buffer: bf16, 1-D.
-        grad: of the same shape, any floating dtype.
-        out: any floating dtype; receives what Newton-Schulz orthogonalizes.
-        key: of :func:`deepspeed.muon.rounding.key_of`.
-        first: index in its parameter of the first element.
-        work: where temporaries come from, 16 bytes for each element of a chunk (2 MiB on a CPU, 32 MiB elsewhere).
-    """
-    size = CPU_CHUNK if buffer.device.type == "cpu" else CHUNK
-    for start in range(0, buffer.numel(), size):
-        part = slice(start, min(start + size, buffer.numel()))
-        shape, device = (part.stop - part.start,), buffer.device
-        wide, ahead = (work.get(name, shape, torch.float32, device) for name in ("wide", "ahead"))
-        bits, spare = (work.get(name, shape, torch.int32, device) for name in ("bits", "spare_bits"))
-        wide.copy_(buffer[part])
-        steep = grad[part].float()
-        momentum_(wide, steep, momentum)
-        out[part].copy_(direction(wide, steep, momentum, nesterov, out=ahead))
-        round_(buffer[part], wide, noise(bits, spare, key, first + start), spare)
 
 
 def hold(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -17,15 +17,18 @@ from deepspeed.muon.config import MuonConfig, parse
 from deepspeed.muon.cost import cost_model
 from deepspeed.muon.exchange import Exchange, Transit
 from deepspeed.muon.groups import check_patterns, split_groups
+from deepspeed.muon.kernels import reference
+from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.logs import logger
 from deepspeed.muon.meter import Meter
-from deepspeed.muon.orthogonalize import Workspace, bf16_is_fast, choose_method, orthogonalize, resolve_dtype
+from deepspeed.muon.orthogonalize import bf16_is_fast, choose_method, orthogonalize, resolve_dtype
 from deepspeed.muon.partition import Partition, whole_partition
 from deepspeed.muon.plan import Plan, make_plan
 from deepspeed.muon.rounding import key_of
 from deepspeed.muon.routing import MatrixSpec, route, shapes
 from deepspeed.muon.schedule import GivenGroups
-from deepspeed.muon.update import apply_, direction, momentum_, scale_factor
+from deepspeed.muon.update import scale_factor
+from deepspeed.muon.workspace import Workspace
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self._adam_partitions: list[Partition] = []
         self._is_bound = False
         self._work = Workspace()
+        #: Who computes the operations of a step; equal on all ranks.
+        self.kernels: Operations = reference.OPERATIONS
         #: Called before an update; ``False`` skips it on every rank, for all groups alike.
         self.is_finite: Callable[[], bool] = self._gradients_are_finite
         #: Called where an update is skipped.
@@ -224,13 +229,12 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             grad = _slice(tensor.grad.contiguous(), run.start, run.length)
             state = self.state[tensor]
             buffer = _slice(state["momentum_buffer"], run.start, run.length)
+            decay, nesterov = group["momentum"], group["nesterov"]
             if self.config.momentum_dtype == "bf16":
-                key, decay = key_of(run.name, int(state["step"])), group["momentum"]
-                momentum.advance(buffer, grad, target, decay, group["nesterov"], key, run.element, self._work)
-                continue
-            momentum_(buffer, grad, group["momentum"])
-            scratch = self._work.get("shard", (run.length,), grad.dtype, grad.device)
-            target.copy_(direction(buffer, grad, group["momentum"], group["nesterov"], out=scratch))
+                key = key_of(run.name, int(state["step"]))
+                self.kernels.advance_rounded(buffer, grad, target, decay, nesterov, key, run.element, self._work)
+            else:
+                self.kernels.advance(buffer, grad, target, decay, nesterov, self._work)
 
     def _orthogonalize(self, group: dict[str, Any], transit: Transit) -> None:
         """At the owner: equal shapes in one batch."""
@@ -238,7 +242,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             numel = batch.count * batch.rows * batch.cols
             matrices = transit.matrices[batch.start : batch.start + numel].view(batch.count, batch.rows, batch.cols)
             method = choose_method(batch.rows, batch.cols, group["ns_method"])
-            orthogonalize(matrices, self.config.schedule, method, work=self._work)
+            orthogonalize(matrices, self.config.schedule, method, work=self._work, kernels=self.kernels)
 
     def _apply(self, group: dict[str, Any], transit: Transit) -> None:
         """On the shard: decay and scaled update."""
@@ -247,12 +251,12 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             if tensor.grad is None:
                 continue
             result = (transit.matrices if run.owned else transit.outbox)[run.at : run.at + run.length]
-            update = self._work.get("shard", (run.length,), tensor.dtype, tensor.device).copy_(result)
             target = _slice(tensor, run.start, run.length)
             scale = scale_factor(group["adjust_lr_fn"], run.rows, run.cols, self.config.rms_scale)
-            apply_(target, update, group["lr"], scale, group["weight_decay"])
+            self.kernels.apply_(target, result, group["lr"], scale, group["weight_decay"], self._work)
             if self.meter is not None:
-                self.meter.add("muon", torch.linalg.vector_norm(update).square() * scale**2, run.length)
+                norm = torch.linalg.vector_norm(result, dtype=torch.float32)
+                self.meter.add("muon", norm.square() * scale**2, run.length)
 
     def _adam_step(self, group: dict[str, Any]) -> None:
         tensors = [p for p in group["params"] if p.grad is not None]

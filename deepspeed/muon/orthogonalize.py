@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.coefficients import Schedule
+from deepspeed.muon.kernels import reference
+from deepspeed.muon.kernels.table import Operations
+from deepspeed.muon.workspace import Workspace
 
 METHODS = ("standard", "gram")
 #: Steps of ``gram`` between two restarts.
@@ -23,36 +26,6 @@ RESTART_EVERY = 2
 #: ``auto`` takes ``gram`` from this aspect ratio and this smaller dimension on.
 GRAM_MIN_ASPECT = 2
 GRAM_MIN_SIZE = 128
-
-
-class Workspace:
-    """Scratch tensors that live as long as the optimizer: the steady state allocates nothing.
-
-    Fresh pages cost as much as the arithmetic of a small product, so every temporary is asked for
-    here by name. Two requests of one name share storage; a larger one replaces it.
-    """
-
-    def __init__(self) -> None:
-        self._storage: dict[tuple, Tensor] = {}
-
-    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """An uninitialized contiguous tensor of this shape, valid until the next request of this name."""
-        numel = 1
-        for size in shape:
-            numel *= size
-        key = (name, dtype, device)
-        held = self._storage.get(key)
-        if held is None or held.numel() < numel:
-            held = self._storage[key] = torch.empty(numel, dtype=dtype, device=device)
-        return held[:numel].view(shape)
-
-    def clear(self) -> None:
-        """Give back all storage."""
-        self._storage.clear()
-
-    def nbytes(self) -> int:
-        """Bytes held at present."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._storage.values())
 
 
 def bf16_is_fast() -> bool:
@@ -96,7 +69,12 @@ def flops(rows: int, cols: int, steps: int, method: str) -> int:
 
 
 def orthogonalize(
-    x: Tensor, schedule: Schedule, method: str = "standard", out: Tensor | None = None, work: Workspace | None = None
+    x: Tensor,
+    schedule: Schedule,
+    method: str = "standard",
+    out: Tensor | None = None,
+    work: Workspace | None = None,
+    kernels: Operations = reference.OPERATIONS,
 ) -> Tensor:
     """Replace every singular value of each matrix by about one.
 
@@ -106,39 +84,18 @@ def orthogonalize(
         method: ``standard`` or ``gram``.
         out: receives the result, same shape and dtype as ``x``; by default ``x`` itself.
         work: where temporaries come from.
+        kernels: who computes the products.
 
     Returns:
         ``out``. A zero matrix gives zero; a non-finite one gives non-finite values.
     """
     work = Workspace() if work is None else work
     spare = work.get("spare", tuple(x.shape), x.dtype, x.device) if out is None else out
-    normalize_(x)
+    kernels.normalize_(x)
     iterate = {"standard": _standard, "gram": _gram}[method]
-    result = iterate(x, spare, schedule, work)
+    result = iterate(x, spare, schedule, work, kernels)
     target = x if out is None else out
     return result if result is target else target.copy_(result)
-
-
-def normalize_(x: Tensor) -> Tensor:
-    """Divide each matrix of ``[batch, rows, cols]`` by its Frobenius norm, in place, whatever its magnitude.
-
-    Squares of tiny or huge entries leave fp32's range, so the largest entry is first brought near one
-    by a power of two, which rounds nothing; the norm of that is taken in fp32 and needs no epsilon.
-    """
-    for matrix in x.unbind(0):
-        low, high = torch.aminmax(matrix)
-        _, exponent = torch.frexp(torch.maximum(high, -low).float())
-        # Within +-126 the power is a normal fp32 number; subnormal inputs end near 2^-23, which is safe.
-        matrix.mul_(torch.exp2(-exponent.clamp(-126, 126).float()))
-        norm = torch.linalg.vector_norm(matrix, dtype=torch.float32)
-        matrix.div_(torch.where(norm == 0, 1.0, norm))
-    return x
-
-
-def _square(x: Tensor, out: Tensor) -> Tensor:
-    """The smaller of X X^T and X^T X."""
-    left, right = (x, x.mT) if x.size(-2) <= x.size(-1) else (x.mT, x)
-    return torch.bmm(left, right, out=out)
 
 
 def _multiply(poly: Tensor, x: Tensor, beta: float, out: Tensor) -> Tensor:
@@ -147,14 +104,14 @@ def _multiply(poly: Tensor, x: Tensor, beta: float, out: Tensor) -> Tensor:
     return torch.baddbmm(x, left, right, beta=beta, out=out)
 
 
-def _standard(x: Tensor, spare: Tensor, schedule: Schedule, work: Workspace) -> Tensor:
+def _standard(x: Tensor, spare: Tensor, schedule: Schedule, work: Workspace, kernels: Operations) -> Tensor:
     size = min(x.shape[-2:])
     shape = (x.size(0), size, size)
     gram = work.get("gram", shape, x.dtype, x.device)
     poly = work.get("poly", shape, x.dtype, x.device)
     for a, b, c in schedule:
-        _square(x, gram)
-        torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=poly)
+        kernels.square(x, gram)
+        kernels.product(gram, gram, gram, poly, b, c)
         _multiply(poly, x, a, spare)
         x, spare = spare, x
     return x
@@ -165,29 +122,29 @@ def _segments(steps: int) -> list[int]:
     return [min(RESTART_EVERY, steps - done) for done in range(0, steps, RESTART_EVERY)]
 
 
-def _gram(x: Tensor, spare: Tensor, schedule: Schedule, work: Workspace) -> Tensor:
+def _gram(x: Tensor, spare: Tensor, schedule: Schedule, work: Workspace, kernels: Operations) -> Tensor:
     size = min(x.shape[-2:])
     shape = (x.size(0), size, size)
     r, z, p, t = (work.get(name, shape, x.dtype, x.device) for name in ("gram", "poly", "p", "t"))
     step = 0
     for segment in _segments(len(schedule)):
-        _square(x, r)
+        kernels.square(x, r)
         # Singular values are small at first, so the product of the first factors is alpha I plus a small P,
         # and holding P alone rounds little. Later the product is near I: there each factor is applied alone.
         accumulate, alpha = step == 0, 1.0
         for i, (a, b, c) in enumerate(schedule[step : step + segment]):
-            torch.baddbmm(r, r, r, beta=b, alpha=c, out=z)
+            kernels.product(r, r, r, z, b, c)
             if not accumulate:
                 x, spare = _multiply(z, x, a, spare), x
             elif i == 0:
                 p.copy_(z)
             else:
                 torch.add(z, p, alpha=a / alpha, out=t)
-                p, t = torch.baddbmm(t, z, p, beta=alpha, out=t), p
+                p, t = kernels.product(z, p, t, t, alpha), p
             alpha *= a
             if i + 1 < segment:
-                torch.baddbmm(r, z, r, beta=a, out=t)
-                torch.baddbmm(t, z, t, beta=a, out=r)
+                kernels.product(z, r, r, t, a)
+                kernels.product(z, t, t, r, a)
         if accumulate:
             x, spare = _multiply(p, x, alpha, spare), x
         step += segment

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.muon.coefficients import NAMED, SIMPLE, schedule
+from deepspeed.muon.kernels.reference import normalize_
 from deepspeed.muon.orthogonalize import (
     METHODS,
     choose_method,
-    normalize_,
     orthogonalize,
 )
 from singular_values import SCHEDULES, SHAPES, VARIED, generator, quick_reference, reference, relative_error

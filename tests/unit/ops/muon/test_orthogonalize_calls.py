@@ -15,7 +15,6 @@ from deepspeed.muon import orthogonalize as module
 from deepspeed.muon.coefficients import SIMPLE, schedule
 from deepspeed.muon.orthogonalize import (
     METHODS,
-    Workspace,
     bf16_is_fast,
     choose_method,
     flops,

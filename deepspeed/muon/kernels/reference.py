@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every operation in plain PyTorch, for all devices and dtypes: the twin that the faster ones are tested against."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deepspeed.muon.kernels.table import Operations
+from deepspeed.muon.rounding import Key, noise, round_
+from deepspeed.muon.workspace import Workspace
+
+#: Elements that are rounded at once: on a CPU so few that they stay in its cache, elsewhere so many that the
+#: launches of kernels do not count.
+CPU_CHUNK, CHUNK = 2**17, 2**21
+
+
+def advance(buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool, work: Workspace) -> None:
+    """A step of the momentum, an average and not a sum, and what Newton-Schulz orthogonalizes.
+
+    ``buffer <- momentum buffer + (1 - momentum) grad``; ``out <- momentum buffer + (1 - momentum) grad`` of the new
+    buffer (Nesterov's look-ahead), or the new buffer itself.
+
+    Args:
+        buffer: fp32, 1-D; the state key ``momentum_buffer``.
+        grad: same shape, any floating dtype: averaged, unscaled and clipped.
+        out: same shape, any floating dtype.
+        work: where temporaries come from.
+    """
+    buffer.lerp_(grad.to(buffer.dtype), 1.0 - momentum)
+    if nesterov:
+        ahead = work.get("shard", tuple(buffer.shape), buffer.dtype, buffer.device)
+        out.copy_(torch.lerp(grad.to(buffer.dtype), buffer, momentum, out=ahead))
+    else:
+        out.copy_(buffer)
+
+
+def advance_rounded(
+    buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool, key: Key, first: int, work: Workspace
+) -> None:
+    """:func:`advance` of a bf16 momentum: computed in fp32, handed on unrounded, kept with stochastic rounding.
+
+    Args:
+        buffer: bf16, 1-D.
+        grad: of the same shape, any floating dtype.
+        out: any floating dtype; receives what Newton-Schulz orthogonalizes.
+        key: of :func:`deepspeed.muon.rounding.key_of`.
+        first: index in its parameter of the first element.
+        work: where temporaries come from, 20 bytes for each element of a chunk (2.5 MiB on a CPU, 40 MiB elsewhere).
+    """
+    size = CPU_CHUNK if buffer.device.type == "cpu" else CHUNK
+    for start in range(0, buffer.numel(), size):
+        part = slice(start, min(start + size, buffer.numel()))
+        shape, device = (part.stop - part.start,), buffer.device
+        wide = work.get("wide", shape, torch.float32, device)
+        bits, spare = (work.get(name, shape, torch.int32, device) for name in ("bits", "spare_bits"))
+        wide.copy_(buffer[part])
+        advance(wide, grad[part], out[part], momentum, nesterov, work)
+        round_(buffer[part], wide, noise(bits, spare, key, first + start), spare)
+
+
+def apply_(param: Tensor, update: Tensor, lr: float, scale: float, weight_decay: float, work: Workspace) -> None:
+    """``param <- param (1 - lr weight_decay) - lr scale update``, in place.
+
+    Decoupled decay as in AdamW (Loshchilov and Hutter, arXiv 1711.05101), by the unscaled rate.
+
+    Args:
+        param: any shape, fp32 under ZeRO.
+        update: same shape, any floating dtype: a slice of the orthogonalized matrix.
+        scale: :func:`deepspeed.muon.update.scale_factor` for the shape of the whole matrix.
+        work: where temporaries come from.
+    """
+    if weight_decay:
+        param.mul_(1.0 - lr * weight_decay)
+    if update.dtype != param.dtype or update.device != param.device:
+        update = work.get("shard", tuple(param.shape), param.dtype, param.device).copy_(update)
+    param.add_(update, alpha=-lr * scale)
+
+
+def normalize_(x: Tensor) -> Tensor:
+    """Divide each matrix of ``[batch, rows, cols]`` by its Frobenius norm, in place, whatever its magnitude.
+
+    Squares of tiny or huge entries leave fp32's range, so the largest entry is first brought near one
+    by a power of two, which rounds nothing; the norm of that is taken in fp32 and needs no epsilon.
+    """
+    for matrix in x.unbind(0):
+        low, high = torch.aminmax(matrix)
+        _, exponent = torch.frexp(torch.maximum(high, -low).float())
+        # Within +-126 the power is a normal fp32 number; subnormal inputs end near 2^-23, which is safe.
+        matrix.mul_(torch.exp2(-exponent.clamp(-126, 126).float()))
+        norm = torch.linalg.vector_norm(matrix, dtype=torch.float32)
+        matrix.div_(torch.where(norm == 0, 1.0, norm))
+    return x
+
+
+def square(x: Tensor, out: Tensor) -> Tensor:
+    """The smaller of X X^T and X^T X.
+
+    Args:
+        x: ``[batch, rows, cols]``, contiguous, bf16 or fp32.
+        out: ``[batch, k, k]`` with k the smaller of rows and cols, same dtype.
+    """
+    left, right = (x, x.mT) if x.size(-2) <= x.size(-1) else (x.mT, x)
+    return torch.bmm(left, right, out=out)
+
+
+def product(a: Tensor, b: Tensor, add: Tensor, out: Tensor, beta: float, alpha: float = 1.0) -> Tensor:
+    """``out = beta add + alpha A B`` of symmetric matrices that commute, so that the result is symmetric.
+
+    Polynomials of one symmetric matrix commute. Only one triangle need be computed, and the other mirrored.
+
+    Args:
+        a, b, add, out: ``[batch, k, k]``, contiguous, bf16 or fp32, symmetric; ``out`` is none of ``a`` and ``b``.
+    """
+    return torch.baddbmm(add, a, b, beta=beta, alpha=alpha, out=out)
+
+
+OPERATIONS = Operations("torch", advance, advance_rounded, apply_, normalize_, square, product)
