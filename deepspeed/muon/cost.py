@@ -5,22 +5,23 @@ from __future__ import annotations
 
 import functools
 
+from deepspeed.muon.coefficients import Schedule
 from deepspeed.muon.orthogonalize import choose_method, flops
 from deepspeed.muon.owners import CostModel, flops_per_byte
 
 
-def cost_model(ns_method: str, steps: int, itemsize: int, device_type: str) -> CostModel:
+def cost_model(ns_method: str, schedule: Schedule, itemsize: int, device_type: str) -> CostModel:
     """The cost model of one group.
 
     Args:
         ns_method: of the group, ``auto`` included.
-        steps: of Newton-Schulz.
+        schedule: of Newton-Schulz.
         itemsize: bytes of one element that travels.
         device_type: ``cpu``, or an accelerator's.
     """
 
     @functools.cache
     def cost(rows: int, cols: int) -> float:
-        return flops(rows, cols, steps, choose_method(rows, cols, ns_method))
+        return flops(rows, cols, schedule, choose_method(rows, cols, ns_method))
 
     return CostModel(cost, flops_per_byte(device_type), itemsize)

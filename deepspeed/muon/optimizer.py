@@ -114,7 +114,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             if not group["use_muon"]:
                 continue
             where = partition.tensors[0].device if device is None else device
-            cost = cost_model(group["ns_method"], len(self.config.schedule), ns_dtype.itemsize, where.type)
+            cost = cost_model(group["ns_method"], self.config.schedule, ns_dtype.itemsize, where.type)
             plan = make_plan(partition.shards, partition.rank, partition.world_size, cost)
             exchange = Exchange(partition.group, ns_dtype, where, self._work, group["name"])
             self._bound[id(partition.tensors[0])] = _Bound(partition, plan, exchange)

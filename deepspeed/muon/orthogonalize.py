@@ -6,8 +6,7 @@ Pure math over batches ``[batch, rows, cols]``. Nothing here knows of ranks, sha
 ``standard`` iterates on the matrix X itself: with rows <= cols, A = X X^T, X <- a X + (b A + c A^2) X.
 ``gram`` (Zhang, Amsel, Chen and Dao, "Gram Newton-Schulz", 2026) iterates on the small Gram matrix
 instead, R = X X^T, and forms it from X anew only at restarts: the same map in exact arithmetic, in fewer
-operations when cols > rows. It restarts every two steps, because in bf16 the error of R grows with the
-steps since R was last formed from X.
+operations when cols > rows. All its small matrices are polynomials of R: symmetric, and each commutes with each.
 """
 
 from __future__ import annotations
@@ -17,12 +16,14 @@ from torch import Tensor
 
 from deepspeed.muon.coefficients import Schedule
 from deepspeed.muon.kernels import reference
-from deepspeed.muon.kernels.table import Operations
+from deepspeed.muon.kernels.table import Operations, Symmetric
 from deepspeed.muon.workspace import Workspace
 
 METHODS = ("standard", "gram")
-#: Steps of ``gram`` between two restarts.
-RESTART_EVERY = 2
+#: ``gram`` forms R from X anew before its first segment has enlarged small singular values by more than this, as the
+#: error of R in bf16 grows with their square; later segments have ``SEGMENT`` steps.
+FIRST_GROWTH = 50.0
+SEGMENT = 2
 #: ``auto`` takes ``gram`` from this aspect ratio and this smaller dimension on.
 GRAM_MIN_ASPECT = 2
 GRAM_MIN_SIZE = 128
@@ -53,19 +54,22 @@ def choose_method(rows: int, cols: int, ns_method: str = "auto") -> str:
     return "gram" if small >= GRAM_MIN_SIZE and large >= GRAM_MIN_ASPECT * small else "standard"
 
 
-def flops(rows: int, cols: int, steps: int, method: str) -> int:
-    """Floating-point operations to orthogonalize one m x n matrix, m <= n, every product counted in full.
+def flops(rows: int, cols: int, schedule: Schedule, method: str, symmetric: float = 1.0) -> int:
+    """Floating-point operations to orthogonalize one m x n matrix, m <= n.
 
-    Five steps: ``standard`` 20 m^2 n + 10 m^3, ``gram`` 14 m^2 n + 20 m^3.
+    The ``simple`` schedule, every product counted in full: ``standard`` 20 m^2 n + 10 m^3, ``gram`` 8 m^2 n + 28 m^3.
+
+    Args:
+        symmetric: the part of a product that is computed where its result is symmetric, 1 or about one half.
     """
     m, n = sorted((rows, cols))
+    steps = len(schedule)
     if method == "standard":
-        return steps * (4 * m * m * n + 2 * m**3)
-    segments = _segments(steps)
-    saved_products = segments[0] - 1
-    large = len(segments) + steps - saved_products
-    small = steps + saved_products + 2 * (steps - len(segments))
-    return 2 * m * m * n * large + 2 * m**3 * small
+        squares, multiplications, small = steps, steps, steps
+    else:
+        squares = multiplications = len(_segments(schedule))
+        small = 4 * steps - 3 * squares
+    return int(2 * m * m * (n * (symmetric * squares + multiplications) + m * symmetric * small))
 
 
 def orthogonalize(
@@ -98,54 +102,46 @@ def orthogonalize(
     return result if result is target else target.copy_(result)
 
 
-def _multiply(poly: Tensor, x: Tensor, beta: float, out: Tensor) -> Tensor:
-    """Return ``beta X + P X``, or ``beta X + X P`` for a tall X; P is symmetric."""
-    left, right = (poly, x) if x.size(-2) <= x.size(-1) else (x, poly)
-    return torch.baddbmm(x, left, right, beta=beta, out=out)
-
-
 def _standard(x: Tensor, spare: Tensor, schedule: Schedule, work: Workspace, kernels: Operations) -> Tensor:
-    size = min(x.shape[-2:])
-    shape = (x.size(0), size, size)
-    gram = work.get("gram", shape, x.dtype, x.device)
-    poly = work.get("poly", shape, x.dtype, x.device)
+    gram, factor = (_symmetric(name, x, work) for name in ("gram", "factor"))
     for a, b, c in schedule:
-        kernels.square(x, gram)
-        kernels.product(gram, gram, gram, poly, b, c)
-        _multiply(poly, x, a, spare)
-        x, spare = spare, x
+        kernels.square(x, gram, work)
+        kernels.product(gram, gram, factor, work, c, b, a)
+        x, spare = kernels.multiply(factor, x, spare, work), x
     return x
 
 
-def _segments(steps: int) -> list[int]:
+def _segments(schedule: Schedule) -> list[int]:
     """Numbers of steps between two restarts of ``gram``."""
-    return [min(RESTART_EVERY, steps - done) for done in range(0, steps, RESTART_EVERY)]
+    first, growth = 1, schedule[0][0]
+    while first < len(schedule) and growth * schedule[first][0] <= FIRST_GROWTH:
+        growth *= schedule[first][0]
+        first += 1
+    return [first, *(min(SEGMENT, len(schedule) - done) for done in range(first, len(schedule), SEGMENT))]
 
 
 def _gram(x: Tensor, spare: Tensor, schedule: Schedule, work: Workspace, kernels: Operations) -> Tensor:
-    size = min(x.shape[-2:])
-    shape = (x.size(0), size, size)
-    r, z, p, t = (work.get(name, shape, x.dtype, x.device) for name in ("gram", "poly", "p", "t"))
+    r, factor, q, t = (_symmetric(name, x, work) for name in ("gram", "factor", "q", "t"))
     step = 0
-    for segment in _segments(len(schedule)):
-        kernels.square(x, r)
-        # Singular values are small at first, so the product of the first factors is alpha I plus a small P,
-        # and holding P alone rounds little. Later the product is near I: there each factor is applied alone.
-        accumulate, alpha = step == 0, 1.0
+    for segment in _segments(schedule):
+        kernels.square(x, r, work)
         for i, (a, b, c) in enumerate(schedule[step : step + segment]):
-            kernels.product(r, r, r, z, b, c)
-            if not accumulate:
-                x, spare = _multiply(z, x, a, spare), x
-            elif i == 0:
-                p.copy_(z)
-            else:
-                torch.add(z, p, alpha=a / alpha, out=t)
-                p, t = kernels.product(z, p, t, t, alpha), p
-            alpha *= a
+            kernels.product(r, r, factor, work, c, b, a)
             if i + 1 < segment:
-                kernels.product(z, r, r, t, a)
-                kernels.product(z, t, t, r, a)
-        if accumulate:
-            x, spare = _multiply(p, x, alpha, spare), x
+                kernels.product(factor, r, t, work)
+                kernels.product(factor, t, r, work)
+            if i == 0:
+                q, factor = factor, q
+            else:
+                kernels.product(factor, q, t, work)
+                q, t = t, q
+        x, spare = kernels.multiply(q, x, spare, work), x
         step += segment
     return x
+
+
+def _symmetric(name: str, x: Tensor, work: Workspace) -> Symmetric:
+    """Room for symmetric matrices of the smaller size of ``x``."""
+    size = min(x.shape[-2:])
+    rest = work.get(name, (x.size(0), size, size), x.dtype, x.device)
+    return Symmetric(rest, work.get(f"{name} diagonal", (x.size(0), size), torch.float32, x.device))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepspeed.muon.kernels.table import Operations
+from deepspeed.muon.kernels.table import Operations, Symmetric
 from deepspeed.muon.rounding import Key, noise, round_
 from deepspeed.muon.workspace import Workspace
 
@@ -93,26 +93,56 @@ def normalize_(x: Tensor) -> Tensor:
     return x
 
 
-def square(x: Tensor, out: Tensor) -> Tensor:
+def square(x: Tensor, out: Symmetric, work: Workspace) -> None:
     """The smaller of X X^T and X^T X.
 
     Args:
         x: ``[batch, rows, cols]``, contiguous, bf16 or fp32.
-        out: ``[batch, k, k]`` with k the smaller of rows and cols, same dtype.
+        out: k is the smaller of rows and cols, the dtype that of ``x``.
+        work: where temporaries come from.
     """
-    left, right = (x, x.mT) if x.size(-2) <= x.size(-1) else (x.mT, x)
-    return torch.bmm(left, right, out=out)
+    wide = x if x.size(-2) <= x.size(-1) else x.mT
+    torch.bmm(wide, wide.mT, out=out.rest)
+    torch.linalg.vector_norm(wide, dim=-1, dtype=torch.float32, out=out.diagonal).square_()
+    out.rest.diagonal(dim1=-2, dim2=-1).zero_()
 
 
-def product(a: Tensor, b: Tensor, add: Tensor, out: Tensor, beta: float, alpha: float = 1.0) -> Tensor:
-    """``out = beta add + alpha A B`` of symmetric matrices that commute, so that the result is symmetric.
+def product(
+    a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, alpha: float = 1.0, beta: float = 0.0, shift: float = 0.0
+) -> None:
+    """``out = alpha A B + beta A + shift I`` of matrices that commute, so that the result is symmetric.
 
     Polynomials of one symmetric matrix commute. Only one triangle need be computed, and the other mirrored.
 
     Args:
-        a, b, add, out: ``[batch, k, k]``, contiguous, bf16 or fp32, symmetric; ``out`` is none of ``a`` and ``b``.
+        a, b: of one shape and dtype; may be the same.
+        out: of that shape and dtype, neither ``a`` nor ``b``.
+        work: where temporaries come from.
     """
-    return torch.baddbmm(add, a, b, beta=beta, alpha=alpha, out=out)
+    torch.baddbmm(a.rest, a.rest, b.rest, beta=beta, alpha=alpha, out=out.rest)
+    cross, more = (work.get(f"cross{i}", tuple(a.rest.shape), torch.float32, a.rest.device) for i in range(2))
+    torch.mul(a.rest, b.diagonal.unsqueeze(-2), out=cross)
+    cross.add_(torch.mul(b.rest, a.diagonal.unsqueeze(-1), out=more))
+    out.rest.add_(cross, alpha=alpha).diagonal(dim1=-2, dim2=-1).zero_()
+    torch.sum(torch.mul(a.rest, b.rest, out=cross), dim=-1, out=out.diagonal)
+    out.diagonal.addcmul_(a.diagonal, b.diagonal).mul_(alpha).add_(a.diagonal, alpha=beta).add_(shift)
 
 
-OPERATIONS = Operations("torch", advance, advance_rounded, apply_, normalize_, square, product)
+def multiply(p: Symmetric, x: Tensor, out: Tensor, work: Workspace) -> Tensor:
+    """``out = P X``, or ``X P`` for a tall X.
+
+    Args:
+        x: ``[batch, rows, cols]``, contiguous, of the dtype of ``p``.
+        out: of the same shape and dtype; not ``x``.
+        work: where temporaries come from.
+
+    Returns:
+        ``out``.
+    """
+    is_wide = x.size(-2) <= x.size(-1)
+    torch.bmm(*((p.rest, x) if is_wide else (x, p.rest)), out=out)
+    scaled = work.get("cross0", tuple(x.shape), torch.float32, x.device)
+    return out.add_(torch.mul(x, p.diagonal.unsqueeze(-1 if is_wide else -2), out=scaled))
+
+
+OPERATIONS = Operations("torch", advance, advance_rounded, apply_, normalize_, square, product, multiply)

@@ -5,8 +5,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
+
+
+class Symmetric(NamedTuple):
+    """A batch of symmetric matrices ``[batch, k, k]``: ``diagonal + rest``.
+
+    In Newton-Schulz they are a multiple of I and something smaller. In bf16 the entries of such a diagonal are all
+    rounded alike, which shifts every eigenvalue; so the diagonal is kept apart.
+
+    ``rest``: ``[batch, k, k]``, contiguous, bf16 or fp32, zero on its diagonal. ``diagonal``: ``[batch, k]``, fp32.
+    """
+
+    rest: Tensor
+    diagonal: Tensor
 
 
 @dataclass(frozen=True)
@@ -23,5 +37,6 @@ class Operations:
     advance_rounded: Callable[..., None]
     apply_: Callable[..., None]
     normalize_: Callable[[Tensor], Tensor]
-    square: Callable[[Tensor, Tensor], Tensor]
-    product: Callable[..., Tensor]
+    square: Callable[..., None]
+    product: Callable[..., None]
+    multiply: Callable[..., Tensor]

@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+// P X of a symmetric P and a wide X, or X P of a tall one.
+#include "muon.h"
+#include "symmetric.h"
+
+namespace muon {
+namespace {
+
+using at::Tensor;
+
+// Rows and columns of a tile of a product that is not symmetric.
+constexpr int64_t kWide = 64;
+
+// sum <- sum + d values, with one d for all of them or one for each.
+inline void scale_and_add(
+  const float* __restrict values, const float* __restrict d, bool each, float* __restrict sum, int64_t count) {
+  const float factor = *d;
+  for (int64_t c = 0; c < count; ++c) {
+    sum[c] += (each ? d[c] : factor) * values[c];
+  }
+}
+
+template <typename T>
+void multiply(const Symmetrics<T>& p, const Tensor& x, const Tensor& out) {
+  const int64_t rows = x.size(1), columns = x.size(2), size = std::min(rows, columns);
+  const bool tall = rows > columns;
+  const T* from = x.data_ptr<T>();
+  T* to = out.data_ptr<T>();
+  auto tile = [&](const Strip<T>& strip, int64_t n, int64_t i, int64_t j, int64_t height, int64_t width) {
+    alignas(64) float sums[kWide * kWide], values[kWide];
+    const T* left = tall ? from + n * rows * columns : p[n].rest;
+    strip.multiply(left + i * size, size, sums, height, width);
+    const float* d = p[n].diagonal;
+    for (int64_t r = 0; r < height; ++r) {
+      const int64_t at = (n * rows + i + r) * columns + j;
+      widen(from + at, values, width);
+      scale_and_add(values, d + (tall ? j : i + r), tall, sums + r * kWide, width);
+      at::vec::convert(sums + r * kWide, to + at, width);
+    }
+  };
+  const int64_t strips = (columns + kWide - 1) / kWide;
+  at::parallel_for(0, x.size(0) * strips, 1, [&](int64_t begin, int64_t end) {
+    Strip<T> strip(kWide);
+    for (int64_t unit = begin; unit < end; ++unit) {
+      const int64_t n = unit / strips, j = unit % strips * kWide, width = std::min(kWide, columns - j);
+      strip.pack_columns((tall ? p[n].rest : from + n * rows * columns) + j, columns, size, width);
+      for (int64_t i = 0; i < rows; i += kWide) {
+        tile(strip, n, i, j, std::min(kWide, rows - i), width);
+      }
+    }
+  });
+}
+
+}  // namespace
+
+bool multiply(const Tensor& p, const Tensor& diagonal, const Tensor& x, const Tensor& out) {
+  return has_products(p, diagonal, x, out) && with_product_type(x, p.size(-1), [&](auto zero) {
+       using T = decltype(zero);
+       multiply<T>(Symmetrics<T>(p, diagonal), x, out);
+     });
+}
+
+}  // namespace muon

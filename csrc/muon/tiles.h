@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+// Matrix products tile by tile, on oneDNN's kernels: a tile of fp32 sums stays in the cache until it is rounded, once.
+// The left factor is read where it lies; of the right one a strip of columns is packed, as dot products of 16-bit
+// numbers take pairs of rows.
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/cpu/vec/functional.h>
+#include <ATen/cpu/vec/vec.h>
+#include <ATen/native/CPUBlas.h>
+#include <c10/util/bit_cast.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <memory>
+#include <type_traits>
+#include <vector>
+
+namespace muon {
+
+// Rows of a pair in a packed strip.
+template <typename T>
+constexpr int64_t kPair = std::is_same_v<T, at::BFloat16> ? 2 : 1;
+
+// The longest sum that one kernel call makes, so that both factors of a tile stay in the cache.
+constexpr int64_t kDepth = 1024;
+
+// Transposes [rows, columns] into [columns, rows].
+template <typename T>
+void transpose(const T* from, int64_t from_stride, T* to, int64_t to_stride, int64_t rows, int64_t columns) {
+  constexpr int64_t kBlock = 64 / sizeof(T);
+  for (int64_t i = 0; i < rows; i += kBlock) {
+    for (int64_t j = 0; j < columns; j += kBlock) {
+      at::vec::transpose_mxn<T>(
+        from + i * from_stride + j, from_stride, to + j * to_stride + i, to_stride,
+        std::min(kBlock, rows - i), std::min(kBlock, columns - j));
+    }
+  }
+}
+
+// Numbers as fp32.
+inline void widen(const float* from, float* to, int64_t count) {
+  std::copy(from, from + count, to);
+}
+
+inline void widen(const at::BFloat16* from, float* to, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    to[i] = c10::bit_cast<float>(static_cast<uint32_t>(from[i].x) << 16);
+  }
+}
+
+// A strip of columns of a right factor, packed as [depth / pair, width, pair]; each thread has one.
+template <typename T>
+class Strip {
+ public:
+  explicit Strip(int64_t width) : width_(width) {}
+
+  ~Strip() {
+    at::native::cpublas::brgemm_release(kPair<T> == 2);
+  }
+
+  // Packs columns [0, count) of row-major y [depth, *].
+  void pack_columns(const T* y, int64_t stride, int64_t depth, int64_t count) {
+    T* packed = reserve(depth);
+    for (int64_t k = 0; k < depth; k += kPair<T>, packed += width_ * kPair<T>) {
+      const T* row = y + k * stride;
+      if constexpr (kPair<T> == 1) {
+        std::copy(row, row + count, packed);
+      } else {
+        auto* low = reinterpret_cast<const uint16_t*>(row);
+        auto* high = low + stride;
+        auto* pair = reinterpret_cast<uint32_t*>(packed);
+        for (int64_t j = 0; j < count; ++j) {
+          pair[j] = low[j] | static_cast<uint32_t>(high[j]) << 16;
+        }
+      }
+    }
+  }
+
+  // Packs rows [0, count) of row-major y [*, depth], the columns of its transpose; a pair is one 32-bit word.
+  void pack_rows(const T* y, int64_t stride, int64_t depth, int64_t count) {
+    auto* packed = reinterpret_cast<float*>(reserve(depth));
+    transpose(reinterpret_cast<const float*>(y), stride / kPair<T>, packed, width_, count, depth / kPair<T>);
+  }
+
+  // sums [rows, columns], of row stride `width` <- a [rows, depth] times the strip.
+  void multiply(const T* a, int64_t stride, float* sums, int64_t rows, int64_t columns) const {
+    for (int64_t k = 0; k < depth_; k += kDepth) {
+      at::native::cpublas::brgemm(
+        rows, columns, std::min(kDepth, depth_ - k), stride, width_, width_, k > 0, a + k,
+        packed_ + k * width_, sums, kPair<T> == 2);
+    }
+  }
+
+ private:
+  // Aligned to a cache line: a load that crosses one costs two.
+  T* reserve(int64_t depth) {
+    thread_local std::vector<std::byte> memory;
+    constexpr size_t kLine = 64;
+    const size_t bytes = depth * width_ * sizeof(T);
+    if (memory.size() < bytes + kLine) {
+      memory.resize(bytes + kLine);
+    }
+    depth_ = depth;
+    void* start = memory.data();
+    size_t space = memory.size();
+    return packed_ = static_cast<T*>(std::align(kLine, bytes, start, space));
+  }
+
+  T* packed_ = nullptr;
+  int64_t width_, depth_ = 0;
+};
+
+// Whether the tensors are of a kind that the products are made for.
+template <typename... Tensors>
+bool has_products(const Tensors&... tensors) {
+  return (... && (tensors.is_cpu() && tensors.is_contiguous()));
+}
+
+// Calls body with a zero of x's type where there are kernels for it. Pairs of rows must not cross the end of a factor.
+template <typename Body>
+bool with_product_type(const at::Tensor& x, int64_t depth, const Body& body) {
+  const int64_t size = std::min(x.size(-2), x.size(-1));
+  if (x.scalar_type() == at::kFloat) {
+    body(float());
+    return true;
+  }
+  if (x.scalar_type() != at::kBFloat16 || depth % 2 != 0 || size % 2 != 0 ||
+    !at::native::cpublas::could_pack(at::kBFloat16)) {
+    return false;
+  }
+  body(at::BFloat16());
+  return true;
+}
+
+}  // namespace muon
