@@ -1,0 +1,17 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <torch/csrc/utils/pybind.h>
+#include <torch/version.h>
+
+#include "muon.h"
+
+#define MUON_TEXT(x) MUON_QUOTED(x)
+#define MUON_QUOTED(x) #x
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.attr("torch_version") = MUON_TEXT(TORCH_VERSION_MAJOR) "." MUON_TEXT(TORCH_VERSION_MINOR);
+  m.attr("cpu_capability") = MUON_TEXT(CPU_CAPABILITY);
+  m.def("advance", &muon::advance);
+  m.def("advance_rounded", &muon::advance_rounded);
+  m.def("apply_", &muon::apply_);
+  m.def("normalize_", &muon::normalize_);
+}

@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0
+// The operations of deepspeed/muon/kernels/reference.py for a CPU. Each takes what its twin of the same name takes, less
+// the workspace, and returns whether it did the work: false, and nothing touched, for devices, dtypes and strides that
+// it is not made for. Each has one line here and one in bindings.cpp.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <utility>
+
+namespace muon {
+
+bool advance(const at::Tensor& buffer, const at::Tensor& grad, const at::Tensor& out, double momentum, bool nesterov);
+bool advance_rounded(const at::Tensor& buffer, const at::Tensor& grad, const at::Tensor& out, double momentum,
+                     bool nesterov, std::pair<int64_t, int64_t> key, int64_t first);
+bool apply_(const at::Tensor& param, const at::Tensor& update, double lr, double scale, double weight_decay);
+bool normalize_(const at::Tensor& x);
+
+}  // namespace muon
