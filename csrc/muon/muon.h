@@ -16,4 +16,10 @@ bool advance_rounded(const at::Tensor& buffer, const at::Tensor& grad, const at:
 bool apply_(const at::Tensor& param, const at::Tensor& update, double lr, double scale, double weight_decay);
 bool normalize_(const at::Tensor& x);
 
+// Symmetric matrices are two tensors each; `transposed` is room for a copy of a tall x.
+bool square(const at::Tensor& x, const at::Tensor& rest, const at::Tensor& diagonal, const at::Tensor& transposed);
+bool product(const at::Tensor& a, const at::Tensor& a_diagonal, const at::Tensor& b, const at::Tensor& b_diagonal,
+             const at::Tensor& out, const at::Tensor& out_diagonal, double alpha, double beta, double shift);
+bool multiply(const at::Tensor& p, const at::Tensor& diagonal, const at::Tensor& x, const at::Tensor& out);
+
 }  // namespace muon

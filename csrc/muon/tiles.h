@@ -118,6 +118,15 @@ bool has_products(const Tensors&... tensors) {
   return (... && (tensors.is_cpu() && tensors.is_contiguous()));
 }
 
+// Whether this CPU has dot products of bf16, which oneDNN's kernels need.
+inline bool multiplies_bf16() {
+#if defined(__x86_64__)
+  return __builtin_cpu_supports("avx512bf16");
+#else
+  return false;
+#endif
+}
+
 // Calls body with a zero of x's type where there are kernels for it. Pairs of rows must not cross the end of a factor.
 template <typename Body>
 bool with_product_type(const at::Tensor& x, int64_t depth, const Body& body) {
@@ -127,7 +136,7 @@ bool with_product_type(const at::Tensor& x, int64_t depth, const Body& body) {
     return true;
   }
   if (x.scalar_type() != at::kBFloat16 || depth % 2 != 0 || size % 2 != 0 ||
-    !at::native::cpublas::could_pack(at::kBFloat16)) {
+    !multiplies_bf16()) {
     return false;
   }
   body(at::BFloat16());
