@@ -134,14 +134,23 @@ def test_flops_is_the_count_of_the_products(
         monkeypatch.delattr(torch, other)
     orthogonalize(torch.randn(3, *shape), schedule("simple", steps), method)
     assert all(counted[name] for name in ("bmm", "baddbmm"))
-    assert counted.total() == 3 * flops(*shape, steps, method)
+    assert counted.total() == 3 * flops(*shape, schedule("simple", steps), method)
 
 
 def test_flops_of_five_steps() -> None:
     m, n = 6, 17
     for shape in ((m, n), (n, m)):
-        assert flops(*shape, 5, "standard") == 20 * m * m * n + 10 * m**3
-        assert flops(*shape, 5, "gram") == 14 * m * m * n + 20 * m**3
+        assert flops(*shape, schedule("simple"), "standard") == 20 * m * m * n + 10 * m**3
+        assert flops(*shape, schedule("simple"), "gram") == 8 * m * m * n + 28 * m**3
+        assert flops(*shape, schedule("simple"), "standard", symmetric=0.5) == 15 * m * m * n + 5 * m**3
+        assert flops(*shape, schedule("simple"), "gram", symmetric=0.5) == 6 * m * m * n + 14 * m**3
+
+
+@pytest.mark.parametrize(("name", "expected"), [("simple", [3, 2]), ("polar_express", [2, 2, 1]), ("you", [2, 2, 1])])
+def test_gram_begins_anew_before_small_values_have_grown_much(name: str, expected: list[int]) -> None:
+    assert module._segments(schedule(name)) == expected
+    assert module._segments(schedule("simple", 8)) == [3, 2, 2, 1]
+    assert [module._segments(schedule("simple", steps)) for steps in (1, 2, 3, 4)] == [[1], [2], [3], [3, 1]]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +177,8 @@ def test_choice_of_the_method(rows: int, cols: int, expected: str) -> None:
 def test_the_choice_never_costs_more_operations(steps: int) -> None:
     for shape in [(128, 256), (128, 300), (512, 2048), (11008, 4096)]:
         assert choose_method(*shape) == "gram"
-        assert flops(*shape, steps, "gram") <= flops(*shape, steps, "standard")
+        triples = schedule("simple", steps)
+        assert flops(*shape, triples, "gram") <= flops(*shape, triples, "standard")
 
 
 # ---- dtype ----------------------------------------------------------------------------------------------
