@@ -128,14 +128,18 @@ def run(job: Job, timeout: float) -> dict:
 def merge(job: Job, ranks: list[dict]) -> dict:
     """One record of a launch: seconds of the slowest rank (median over steps), traffic, memory."""
     record: dict = {"case": job.case, "variant": job.variant, "optimizer": ranks[0]["optimizer"]}
+    record |= {"world": job.world, "layers": job.layers, "hidden": job.hidden}
     steps = [
-        {phase: max(rank["seconds"][step][phase] for rank in ranks) for phase in PHASES} for step in range(job.steps)
+        {phase: max(rank["seconds"][step][phase] for rank in ranks) for phase in (*PHASES, "optimizer")}
+        for step in range(job.steps)
     ]
     for phase in PHASES:
         sent = [rank["megabytes"][phase] for rank in ranks]
         record[f"{phase} s"] = statistics.median(step[phase] for step in steps)
         record[f"{phase} MB"], record[f"{phase} MB, largest rank"] = statistics.fmean(sent), max(sent)
     record["seconds"] = statistics.median(step["backward"] + step["step"] for step in steps)
+    record["optimizer s"] = statistics.median(step["optimizer"] for step in steps)
+    record["first step s"] = max(sum(rank["first_seconds"][phase] for phase in PHASES[1:]) for rank in ranks)
     record["MB"] = record["backward MB"] + record["step MB"]
     state = sum(sum(rank["state_bytes"].values()) for rank in ranks)
     record["state bytes/parameter"] = state / job.parameters
@@ -146,4 +150,8 @@ def merge(job: Job, ranks: list[dict]) -> dict:
     record["peak MB above start, timed steps"] = max(in_steps) if in_steps else float("nan")
     record["compiled while timed"] = max(rank["compiled_while_timed"] for rank in ranks)
     record["collectives"] = ranks[0]["collectives"]
+    record["resident MB"] = ranks[0]["resident_mb"]
+    if "kernels" in ranks[0]:
+        record |= {"kernels": ranks[0]["kernels"], "symmetric": ranks[0]["symmetric"]}
+        record["workspace MB"] = max(rank["workspace_mb"] for rank in ranks)
     return record
