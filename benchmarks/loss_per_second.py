@@ -4,15 +4,17 @@
     python benchmarks/loss_per_second.py [--steps 240] [--only ours] [--out FOLDER]
 
 One process, ZeRO 2, bf16, the example's own configs and schedule. The clock counts training steps only: evaluation and
-start-up are not in it. Stock's Muon runs twice, with the example's gradient_clipping (which stock applies to the
-orthogonalized updates) and without, both with its faster method and with the rates that give square matrices the
-updates of ours. Runs that are already complete in --out are not repeated, so they can be made one at a time by --only.
+start-up are not in it; stock's compilation is, in its first step. Stock's Muon runs twice, with the example's
+gradient_clipping (which stock applies to the orthogonalized updates) and without, both with its faster method and with
+the rates that give square matrices the updates of ours. Runs that are already complete in --out are not repeated, so
+they can be made one at a time by --only.
 """
 
 import argparse
 import dataclasses
 import itertools
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +26,7 @@ from step_worker import check_optimizer
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "pretrain_gpt"
 sys.path.insert(0, str(EXAMPLE))
 
-from losslog import Row, evaluations, first_reaching, is_complete  # noqa: E402
+from losslog import Row, evaluations, first_reaching, is_complete, read_log  # noqa: E402
 
 #: Width of the example's model: an orthogonal square matrix of this size has entries of RMS width ** -0.5.
 WIDTH = 192
@@ -65,8 +67,8 @@ RUNS = {
 }
 
 
-def train(name: str, steps: int, out: Path) -> list[Row]:
-    """The evaluated rows of one run."""
+def train(name: str, steps: int, out: Path) -> None:
+    """One run, unless it is there."""
     run, folder = RUNS[name], out / name
     if not is_complete(folder / "loss.csv", steps):
         folder.mkdir(parents=True, exist_ok=True)
@@ -81,9 +83,8 @@ def train(name: str, steps: int, out: Path) -> list[Row]:
         ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         switch = {"OMP_NUM_THREADS": str(machine.cores()), "DS_MUON_AUTOLOAD": "1" if run.variant == "ours" else "0"}
         subprocess.run(command, env=machine.cpu_environment() | ranks | switch, check=True, stderr=subprocess.DEVNULL)
-    rows = evaluations(folder / "loss.csv")
-    print(f"{run.label}: {rows[-1].held_out:.4f} after {rows[-1].seconds:.0f} s", flush=True)
-    return rows
+    last = evaluations(folder / "loss.csv")[-1]
+    print(f"{run.label}: {last.held_out:.4f} after {last.seconds:.0f} s", flush=True)
 
 
 def work(variant: str) -> None:
@@ -110,13 +111,15 @@ def loss_at(rows: list[Row], seconds: float) -> float | str:
 
 
 def table(runs: dict[str, list[Row]]) -> list[dict]:
-    """One row per run; loss at equal seconds where AdamW has run, at half and at all of its seconds."""
-    reference = runs.get("adamw")
+    """One row per run, from all of its logged steps; what is relative to AdamW's run only where that is there."""
+    held_out = {name: [row for row in rows if not math.isnan(row.held_out)] for name, rows in runs.items()}
+    reference = held_out.get("adamw")
     result = []
-    for name, rows in runs.items():
-        last = rows[-1]
+    for name, rows in held_out.items():
+        last, first = rows[-1], runs[name][0]
         row = {"optimizer": RUNS[name].label, "final loss": round(last.held_out, 4), "seconds": round(last.seconds, 1)}
-        row["ms per step"] = round(1e3 * last.seconds / last.step, 1)
+        row["first step s"] = round(first.seconds, 1)
+        row["ms per later step"] = round(1e3 * (last.seconds - first.seconds) / (last.step - first.step), 1)
         if reference:
             goal, total = reference[-1].held_out, reference[-1].seconds
             reached = first_reaching(rows, goal)
@@ -134,7 +137,8 @@ def write(runs: dict[str, list[Row]], steps: int) -> str:
     def draw(axes) -> None:
         for name, rows in runs.items():
             style = {"label": RUNS[name].label, "color": RUNS[name].color}
-            axes.plot([row.seconds for row in rows], [row.held_out for row in rows], **style)
+            evaluated = [row for row in rows if not math.isnan(row.held_out)]
+            axes.plot([row.seconds for row in evaluated], [row.held_out for row in evaluated], **style)
         axes.set(xlabel="seconds of training, without evaluation", ylabel="held-out loss (nats per byte)")
         axes.legend()
 
@@ -142,6 +146,7 @@ def write(runs: dict[str, list[Row]], steps: int) -> str:
         {"optimizer": RUNS[name].label, "step": row.step, "seconds": row.seconds, "held_out": row.held_out}
         for name, rows in runs.items()
         for row in rows
+        if not math.isnan(row.held_out)
     ]
     rates = stock_params()
     text = (
@@ -163,7 +168,7 @@ def main() -> None:
     for name in args.only:
         train(name, args.steps, out)
     done = [name for name in RUNS if is_complete(out / name / "loss.csv", args.steps)]
-    print(write({name: evaluations(out / name / "loss.csv") for name in done}, args.steps))
+    print(write({name: read_log(out / name / "loss.csv") for name in done}, args.steps))
 
 
 if __name__ == "__main__":

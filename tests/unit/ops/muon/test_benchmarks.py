@@ -179,7 +179,8 @@ def test_loss_per_second_table() -> None:
     assert [row["seconds to AdamW's final loss"] for row in rows] == [30.0, 24.0]
     assert rows[1]["of AdamW's seconds"] == "80%"
     assert rows[1]["loss at 100% of AdamW's seconds"] == pytest.approx(1.5)
-    assert [row["ms per step"] for row in rows] == [1000.0, 1200.0]
+    assert [row["first step s"] for row in rows] == [10.0, 12.0]
+    assert [row["ms per later step"] for row in rows] == [1000.0, 1200.0]
 
 
 def test_stocks_rates_give_square_matrices_the_updates_of_ours() -> None:
