@@ -13,6 +13,7 @@ keep their rows of an earlier run.
 
 import argparse
 import csv
+import dataclasses
 import json
 import statistics
 import sys
@@ -26,7 +27,7 @@ import launch
 import output
 import roofline
 from candidates import SIMPLE, Candidate, candidates
-from rates import DTYPES, Rates
+from rates import DTYPES, Rates, product_rate
 from timing import seconds, summary
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tests/unit/ops/muon"))
@@ -119,6 +120,8 @@ def rows_of(shape: Shape, args: argparse.Namespace, rates: Rates) -> tuple[list[
     if not found:
         return [], [*notes, f"{shape} is left out: one call takes more than --limit"]
     accuracy, taken = errors(shape, found, args.device), times(shape, found, args.limit, args.device)
+    again = {name: max(getattr(rates, name), product_rate(dtype, args.device)) for name, dtype in DTYPES.items()}
+    least = floors(shape, found, dataclasses.replace(rates, **again), roofline.has_symmetric(table))
     medians = {name: statistics.median(calls[1:]) for name, calls in taken.items()}
     result = []
     for name in taken:
@@ -243,7 +246,7 @@ def main() -> None:
             continue
         rows += found["rows"]
         rows.sort(key=lambda row: (min(row["rows"], row["cols"]), row["cols"], row["batch"]))
-        notes = [f"Last measured rates: {roofline.describe(rates)}", *found["skipped"]]
+        notes = [f"Rates, measured again after every shape: {roofline.describe(rates)}", *found["skipped"]]
         output.write(path, rows, report(rows, notes, args.threads), draw(rows))
         print(shape, output.table(found["rows"], COLUMNS), sep="\n", flush=True)
 

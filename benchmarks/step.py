@@ -127,6 +127,7 @@ def main() -> int:
     text = ""
     for number in range(args.repeats):
         run_round(args, number, records, failures)
+        rates = rates and rates.best(roofline.measure(args.world))
         text = report.write(records, job_of(args, args.cases[0], args.variants[0]), output_name(args), rates)
     print("\n" + text)
     for (case, variant), count in failures.items():

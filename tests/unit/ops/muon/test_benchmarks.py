@@ -90,6 +90,10 @@ def test_a_floor_is_work_over_rates() -> None:
     assert roofline.floor([(8, 8)], Sharding(1), RATES, "fp32").newton_schulz == roofline.least_flops(8, 8) / 1e8
 
 
+def test_the_better_of_two_measurements() -> None:
+    assert RATES.best(Rates(2e9, 1e7, 1e6, 1e6)) == Rates(2e9, 1e8, 1e6, 1e6, network=float("inf"))
+
+
 def test_offload_runs_at_the_hosts_rates() -> None:
     rates = Rates(1e9, 1e9, copy=1e6, host_copy=1e5, link=1e3)
     found = roofline.floor([(8, 8)], Sharding(2, 1, offload=True), rates)
