@@ -86,6 +86,11 @@ def wait(processes: list[subprocess.Popen], timeout: float) -> str | None:
     return f"no end within {timeout:g} s"
 
 
+def end(*_) -> None:
+    """What SIGTERM does while ranks run: they are stopped on the way out, which the default action would not do."""
+    sys.exit(128 + signal.SIGTERM)
+
+
 def run_ranks(
     command: list[str],
     world: int,
@@ -99,6 +104,7 @@ def run_ranks(
     Raises:
         LaunchFailed: a rank failed or time ran out.
     """
+    signal.signal(signal.SIGTERM, end)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         port = free_port()

@@ -3,11 +3,11 @@
 
     python benchmarks/loss_per_second.py [--steps 240] [--only ours] [--out FOLDER]
 
-One process, ZeRO 2, bf16, the example's own configs and schedule. The clock counts training steps only: evaluation and
-start-up are not in it; stock's compilation is, in its first step. Stock's Muon runs twice, with the example's
-gradient_clipping (which stock applies to the orthogonalized updates) and without, both with its faster method and with
-the rates that give square matrices the updates of ours. Runs that are already complete in --out are not repeated, so
-they can be made one at a time by --only.
+Two ranks of one thread, ZeRO 2, bf16, the example's own configs and schedule. The clock counts training steps only:
+evaluation and start-up are not in it; stock's compilation is, in its first step. Stock's Muon runs twice, with the
+example's gradient_clipping (which stock applies to the orthogonalized updates) and without, both with its faster method
+and with the rates that give square matrices the updates of ours. Runs that are already complete in --out are not
+repeated, so they can be made one at a time by --only.
 """
 
 import argparse
@@ -15,12 +15,12 @@ import dataclasses
 import itertools
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 
-import machine
+import launch
 import output
+from setups import VARIANTS
 from step_worker import check_optimizer
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "pretrain_gpt"
@@ -30,6 +30,7 @@ from losslog import Row, evaluations, first_reaching, is_complete, read_log  # n
 
 #: Width of the example's model: an orthogonal square matrix of this size has entries of RMS width ** -0.5.
 WIDTH = 192
+RANKS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +68,7 @@ RUNS = {
 }
 
 
-def train(name: str, steps: int, out: Path) -> None:
+def train(name: str, steps: int, out: Path, timeout: float) -> None:
     """One run, unless it is there."""
     run, folder = RUNS[name], out / name
     if not is_complete(folder / "loss.csv", steps):
@@ -78,17 +79,15 @@ def train(name: str, steps: int, out: Path) -> None:
         if run.clip is not None:
             config["gradient_clipping"] = run.clip
         (folder / "ds_config.json").write_text(json.dumps(config))
-        command = [sys.executable, __file__, "--worker", run.variant, "--out", str(folder), "--steps", str(steps)]
+        command = [__file__, "--worker", run.variant, "--out", str(folder), "--steps", str(steps)]
         command += ["--deepspeed_config", str(folder / "ds_config.json"), "--eval-every", str(max(1, steps // 24))]
-        ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-        switch = {"OMP_NUM_THREADS": str(machine.cores()), "DS_MUON_AUTOLOAD": "1" if run.variant == "ours" else "0"}
-        subprocess.run(command, env=machine.cpu_environment() | ranks | switch, check=True, stderr=subprocess.DEVNULL)
+        launch.run_ranks(command, RANKS, timeout, extra=VARIANTS[run.variant].environment)
     last = evaluations(folder / "loss.csv")[-1]
     print(f"{run.label}: {last.held_out:.4f} after {last.seconds:.0f} s", flush=True)
 
 
 def work(variant: str) -> None:
-    """One run, in this process, with the distribution's optimizer that the variant names."""
+    """One rank of a run, with the distribution's optimizer that the variant names."""
     import train as example
 
     trained = example.train
@@ -150,7 +149,7 @@ def write(runs: dict[str, list[Row]], steps: int) -> str:
     ]
     rates = stock_params()
     text = (
-        f"# Loss per second, {steps} steps of examples/pretrain_gpt, one process\n\n"
+        f"# Loss per second, {steps} steps of examples/pretrain_gpt, {RANKS} ranks\n\n"
         f"{output.table(table(runs))}\n\nStock's rates: muon_lr {rates['muon_lr']}, adam_lr {rates['adam_lr']}, "
         f"ns_method {rates['ns_method']}; they are those of ours in stock's scale, not a sweep of its own."
     )
@@ -163,18 +162,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=240, help="length of every run")
     parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS), help="train only these now")
     parser.add_argument("--out", type=Path, default=Path("build/loss_per_second"), help="folder of the runs")
+    parser.add_argument("--timeout", type=float, default=900, help="seconds that one run may take")
     args = parser.parse_args()
     out = args.out.resolve()
     for name in args.only:
-        train(name, args.steps, out)
+        train(name, args.steps, out, args.timeout)
     done = [name for name in RUNS if is_complete(out / name / "loss.csv", args.steps)]
     print(write({name: read_log(out / name / "loss.csv") for name in done}, args.steps))
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
-        variant = sys.argv[2]
-        del sys.argv[1:3]
+        _, _, variant, *sys.argv[1:], result = sys.argv
         work(variant)
+        Path(result).write_text("{}")
     else:
         main()

@@ -79,7 +79,7 @@ def main() -> None:
         if "growth" in tables:
             tables["growth"] += [growth(case, v, args.world, args.steps, args.timeout) for v in ("ours", "adamw")]
         if "scratch" in tables:
-            tables["scratch"] += [scratch(case, layers, args.world, args.timeout) for layers in (8, 16, 32)]
+            tables["scratch"] += [scratch(case, layers, args.world, args.timeout) for layers in (16, 32, 64)]
     for part, rows in tables.items():
         text = f"# Steady state: {part}\n\n{args.world} ranks, one thread each.\n\n{output.table(rows)}"
         print(output.write(output.path_of(f"steady-{part}"), rows, text))
