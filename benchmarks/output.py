@@ -54,7 +54,7 @@ def write_csv(path: Path, rows: Rows) -> None:
         writer = csv.DictWriter(file, fieldnames=names, lineterminator="\n")
         writer.writeheader()
         for row in rows:
-            writer.writerow({name: round(v, 6) if isinstance(v, float) else v for name, v in row.items()})
+            writer.writerow({name: float(f"{v:.7g}") if isinstance(v, float) else v for name, v in row.items()})
 
 
 def _chart(path: Path, draw: Callable[[Any], None]) -> None:

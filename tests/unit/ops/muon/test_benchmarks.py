@@ -158,7 +158,7 @@ def test_files_of_a_result(tmp_path: Path) -> None:
     assert cells(text)[-1] == ["2", "-"] and "0.667" in text
     with (tmp_path / "r.csv").open(newline="") as file:
         found = list(csv.DictReader(file))
-    assert [(row["a"], row["b"], row["c"]) for row in found] == [("1", "0.666667", ""), ("2", "", "x")]
+    assert [(row["a"], row["b"], row["c"]) for row in found] == [("1", "0.6666667", ""), ("2", "", "x")]
     assert all(row["torch"] and row["date"] for row in found)
     assert (tmp_path / "r.png").stat().st_size > 1000
 
