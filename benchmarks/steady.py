@@ -4,7 +4,8 @@
     python benchmarks/steady.py [--cases 1 3] [--steps 200] [--parts first growth scratch]
 
 first    the first backward + step of ours beyond AdamW's, in steady steps of ours; medians of alternating launches
-growth   resident memory over --steps steps of a small model: its slope over the second half
+growth   resident memory over --steps steps of a small model: its slope over the second half; the allocator takes
+         and returns some megabytes at a time, so a slope means growth only if it stays as the steps become more
 scratch  what ours keeps between steps beside its state (buffers of the exchange, temporaries) for 1, 2 and 4 times
          as many layers: bounded by the size of a bucket, whatever the model
 Launches are those of step.py.
@@ -16,6 +17,9 @@ import statistics
 import launch
 import output
 from setups import CASES, VARIANTS, Job
+
+
+SLOPE = "MB per 100 steps, second half"
 
 
 def slope(values: list[float]) -> float:
@@ -45,8 +49,9 @@ def growth(case: str, variant: str, world: int, steps: int, timeout: float) -> d
     record = launch.run(Job(case, variant, world=world, layers=2, hidden=256, steps=steps), timeout)
     resident = record["resident MB"]
     row = {"case": CASES[case].label, "optimizer": VARIANTS[variant].label, "steps": len(resident)}
+    half = resident[len(resident) // 2 :]
     row |= {"MB after 10 steps": resident[min(10, len(resident) - 1)], "MB at the end": resident[-1]}
-    return row | {"MB per 100 steps, second half": slope(resident)}
+    return row | {"least-most MB, second half": f"{min(half):.0f}-{max(half):.0f}", SLOPE: slope(resident)}
 
 
 def scratch(case: str, layers: int, world: int, timeout: float) -> dict:
