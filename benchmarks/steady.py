@@ -18,7 +18,6 @@ import launch
 import output
 from setups import CASES, VARIANTS, Job
 
-
 SLOPE = "MB per 100 steps, second half"
 
 
