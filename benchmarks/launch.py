@@ -31,34 +31,32 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def environment(job: Job, rank: int, port: int) -> dict[str, str]:
-    """One thread per rank, CPU only, deepspeed-muon on or off as the variant says."""
-    inherited = {name: text for name, text in machine.cpu_environment().items() if name != "DS_MUON_AUTOLOAD"}
+def environment(rank: int, world: int, port: int, threads: int, device: str = "cpu") -> dict[str, str]:
+    """The rank's place in the job; nothing of the caller's switches deepspeed-muon on or off."""
+    given = machine.cpu_environment() if device == "cpu" else dict(os.environ)
+    inherited = {name: text for name, text in given.items() if name != "DS_MUON_AUTOLOAD"}
     ranks = {
         "RANK": rank,
         "LOCAL_RANK": rank,
-        "WORLD_SIZE": job.world,
-        "LOCAL_WORLD_SIZE": job.world,
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": world,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
+        "OMP_NUM_THREADS": threads,
+        "TORCHINDUCTOR_COMPILE_THREADS": 1,
     }
-    fixed = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    of_rank = {name: str(value) for name, value in ranks.items()}
-    return inherited | of_rank | fixed | VARIANTS[job.variant].environment
+    return inherited | {name: str(value) for name, value in ranks.items()}
 
 
-def start(job: Job, folder: Path) -> list[subprocess.Popen]:
+def start(command: list[str], environments: list[dict[str, str]], folder: Path) -> list[subprocess.Popen]:
     """Start every rank in a process group of its own, output to `rank<i>.log`, result to `rank<i>.json`."""
-    port = free_port()
     processes = []
-    job_text = json.dumps(dataclasses.asdict(job))
-    for rank in range(job.world):
-        command = [sys.executable, str(WORKER), job_text, str(folder / f"rank{rank}.json")]
+    for rank, env in enumerate(environments):
         with (folder / f"rank{rank}.log").open("w") as log:
             processes.append(
                 subprocess.Popen(
-                    command,
-                    env=environment(job, rank, port),
+                    [sys.executable, *command, str(folder / f"rank{rank}.json")],
+                    env=env,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
@@ -88,35 +86,66 @@ def wait(processes: list[subprocess.Popen], timeout: float) -> str | None:
     return f"no end within {timeout:g} s"
 
 
-def run(job: Job, timeout: float) -> dict:
-    """Run one job and return its merged measurement."""
+def end(*_) -> None:
+    """What SIGTERM does while ranks run: they are stopped on the way out, which the default action would not do."""
+    sys.exit(128 + signal.SIGTERM)
+
+
+def run_ranks(
+    command: list[str],
+    world: int,
+    timeout: float,
+    threads: int = 1,
+    extra: dict[str, str] | None = None,
+    device: str = "cpu",
+) -> list[dict]:
+    """Run `python COMMAND RESULT_FILE` as every rank of one job; what each wrote to its file, as JSON.
+
+    Raises:
+        LaunchFailed: a rank failed or time ran out.
+    """
+    signal.signal(signal.SIGTERM, end)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        processes = start(job, folder)
+        port = free_port()
+        environments = [environment(rank, world, port, threads, device) | (extra or {}) for rank in range(world)]
+        processes = start(command, environments, folder)
         try:
             problem = wait(processes, timeout)
         finally:
             stop(processes)
         if problem:
-            tails = [
-                f"--- rank {rank} ---\n{(folder / f'rank{rank}.log').read_text()[-3000:]}" for rank in range(job.world)
-            ]
-            raise LaunchFailed("\n".join([f"{job.case} {job.variant}: {problem}", *tails]))
-        results = [(folder / f"rank{rank}.json").read_text() for rank in range(job.world)]
-        return merge(job, [json.loads(text) for text in results])
+            logs = [(folder / f"rank{rank}.log").read_text()[-3000:] for rank in range(world)]
+            tails = [f"--- rank {rank} ---\n{text}" for rank, text in enumerate(logs)]
+            raise LaunchFailed("\n".join([problem, *tails]))
+        return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world)]
+
+
+def run(job: Job, timeout: float) -> dict:
+    """Run one job, one thread per rank, and return its merged measurement."""
+    command = [str(WORKER), json.dumps(dataclasses.asdict(job))]
+    try:
+        ranks = run_ranks(command, job.world, timeout, extra=VARIANTS[job.variant].environment)
+    except LaunchFailed as error:
+        raise LaunchFailed(f"{job.case} {job.variant}: {error}") from error
+    return merge(job, ranks)
 
 
 def merge(job: Job, ranks: list[dict]) -> dict:
     """One record of a launch: seconds of the slowest rank (median over steps), traffic, memory."""
     record: dict = {"case": job.case, "variant": job.variant, "optimizer": ranks[0]["optimizer"]}
+    record |= {"world": job.world, "layers": job.layers, "hidden": job.hidden}
     steps = [
-        {phase: max(rank["seconds"][step][phase] for rank in ranks) for phase in PHASES} for step in range(job.steps)
+        {phase: max(rank["seconds"][step][phase] for rank in ranks) for phase in (*PHASES, "optimizer")}
+        for step in range(job.steps)
     ]
     for phase in PHASES:
         sent = [rank["megabytes"][phase] for rank in ranks]
         record[f"{phase} s"] = statistics.median(step[phase] for step in steps)
         record[f"{phase} MB"], record[f"{phase} MB, largest rank"] = statistics.fmean(sent), max(sent)
     record["seconds"] = statistics.median(step["backward"] + step["step"] for step in steps)
+    record["optimizer s"] = statistics.median(step["optimizer"] for step in steps)
+    record["first step s"] = max(sum(rank["first_seconds"][phase] for phase in PHASES[1:]) for rank in ranks)
     record["MB"] = record["backward MB"] + record["step MB"]
     state = sum(sum(rank["state_bytes"].values()) for rank in ranks)
     record["state bytes/parameter"] = state / job.parameters
@@ -127,4 +156,8 @@ def merge(job: Job, ranks: list[dict]) -> dict:
     record["peak MB above start, timed steps"] = max(in_steps) if in_steps else float("nan")
     record["compiled while timed"] = max(rank["compiled_while_timed"] for rank in ranks)
     record["collectives"] = ranks[0]["collectives"]
+    record["resident MB"] = ranks[0]["resident_mb"]
+    if "kernels" in ranks[0]:
+        record |= {"kernels": ranks[0]["kernels"], "symmetric": ranks[0]["symmetric"]}
+        record["workspace MB"] = max(rank["workspace_mb"] for rank in ranks)
     return record

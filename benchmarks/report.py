@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """From the launches' records to CSV, Markdown and a bar chart."""
 
-import csv
 import statistics
 from pathlib import Path
 
 import machine
+import margins
+import output
+import roofline
 from machine import markdown_table
+from rates import Rates
 from setups import CASES, VARIANTS, Job
 
 Summary = dict[tuple[str, str], dict]
@@ -32,6 +35,11 @@ def _summary_of(rounds: list[dict]) -> dict:
     return row | {"fastest round s": min(seconds), "slowest round s": max(seconds), "rounds": len(rounds)}
 
 
+def shown(summary: Summary) -> list[str]:
+    """Variants that were measured, without those that only repeat another."""
+    return [v for v in VARIANTS if not VARIANTS[v].again and any(key[1] == v for key in summary)]
+
+
 def stock_muons(summary: Summary, case: str) -> list[str]:
     """Stock's Muon variants measured in a case, fastest first."""
     found = [v for v in VARIANTS if VARIANTS[v].is_stock_muon and (case, v) in summary]
@@ -50,7 +58,7 @@ def ratio(summary: Summary, case: str, ours: str, other: str) -> tuple[float, fl
 
 def main_table(summary: Summary) -> str:
     """Rows: cases. Columns: variants, cells `seconds (MB on the wire)`, then ours over stock's best."""
-    variants = [v for v in VARIANTS if any(key[1] == v for key in summary)]
+    variants = shown(summary)
     rows = [["seconds (MB on the wire)", *(VARIANTS[v].label for v in variants), "ours / stock's best"]]
     for case in dict.fromkeys(case for case, _ in summary):
         found = [summary.get((case, variant)) for variant in variants]
@@ -125,22 +133,21 @@ compilation included; "above start" is less what was resident just before `deeps
 steps" counts the peak after warm-up only."""
 
 
-def markdown(summary: Summary, job: Job) -> str:
+def markdown(summary: Summary, job: Job, rates: Rates | None) -> str:
     """The whole report."""
-    ratios = ratio_table(summary)
+    ratios, noise, additions = ratio_table(summary), margins.noise_table(summary), margins.additions_table(summary)
     parts = ["# Optimizer step", caption(summary, job), main_table(summary)]
+    parts += ["## Noise: one variant against itself", noise] if noise else []
     parts += ["## Ours against stock", ratios] if ratios else []
+    parts += ["## What Muon adds to AdamW's backward + step", additions] if additions else []
+    if rates is not None:
+        parts += ["## Distance from the floor", roofline.describe(rates), margins.floor_table(summary, job, rates)]
     return "\n\n".join([*parts, "## Details", detail_table(summary), NOTES]) + "\n"
 
 
 def write_csv(summary: Summary, path: Path) -> None:
     """One row per case and variant, with the machine in every row."""
-    rows = [row | machine.describe() for row in summary.values()]
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        for row in rows:
-            writer.writerow({name: round(v, 6) if isinstance(v, float) else v for name, v in row.items()})
+    output.write_csv(path, [row | machine.describe() for row in summary.values()])
 
 
 def write_chart(summary: Summary, job: Job, path: Path) -> None:
@@ -153,7 +160,7 @@ def write_chart(summary: Summary, job: Job, path: Path) -> None:
     from matplotlib import pyplot
 
     cases = list(dict.fromkeys(case for case, _ in summary))
-    variants = [v for v in VARIANTS if any(key[1] == v for key in summary)]
+    variants = shown(summary)
     width = 0.8 / len(variants)
     figure, axes = pyplot.subplots(figsize=(9, 4.5))
     for index, variant in enumerate(variants):
@@ -184,16 +191,18 @@ def write_chart(summary: Summary, job: Job, path: Path) -> None:
     pyplot.close(figure)
 
 
-def write(records: list[dict], job: Job, name: str) -> str:
+def write(records: list[dict], job: Job, name: str, rates: Rates | None = None) -> str:
     """Write all result files; returns the tables for the terminal, the short one last."""
     if not records:
         return "no results"
     machine.RESULTS.mkdir(exist_ok=True)
     summary = summarize(records)
     path = machine.RESULTS / name
-    path.with_name(f"{name}.md").write_text(markdown(summary, job))
+    path.with_name(f"{name}.md").write_text(markdown(summary, job, rates))
     write_csv(summary, path.with_name(f"{name}.csv"))
     write_chart(summary, job, path.with_name(f"{name}.png"))
     written = f"written: {', '.join(str(file) for file in sorted(path.parent.glob(f'{name}.*')))}"
-    parts = [written, detail_table(summary), ratio_table(summary), main_table(summary)]
+    parts = [written, detail_table(summary), margins.noise_table(summary), margins.additions_table(summary)]
+    parts += [margins.floor_table(summary, job, rates)] if rates else []
+    parts += [ratio_table(summary), main_table(summary)]
     return "\n\n".join(part for part in parts if part)

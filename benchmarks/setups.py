@@ -15,13 +15,18 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """An optimizer. `is_ours` decides whether deepspeed-muon is active in the launch."""
+    """An optimizer. `is_ours` decides whether deepspeed-muon is active in the launch.
+
+    `plain`: ours with the PyTorch twin of every kernel. `again`: the variant that this one repeats, to tell noise.
+    """
 
     label: str
     optimizer: str
     params: dict
     is_ours: bool = False
     is_stock_muon: bool = False
+    plain: bool = False
+    again: str = ""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -30,6 +35,7 @@ class Variant:
 
 
 MUON = {"lr": 1e-3, "momentum": 0.95, "weight_decay": 0.01}
+ADAMW = {"lr": 1e-3, "weight_decay": 0.01}
 STANDARD = {"ns_method": "standard"}  # runs in bf16; the default, gram, in fp16 or fp32
 
 PHASES = ("forward", "backward", "step")
@@ -46,7 +52,9 @@ VARIANTS = {
     "stock": Variant("stock Muon", "Muon", MUON, is_stock_muon=True),
     "stock-standard": Variant("stock Muon, standard", "Muon", MUON | STANDARD, is_stock_muon=True),
     "ours": Variant("deepspeed-muon", "Muon", MUON, is_ours=True),
-    "adamw": Variant("AdamW", "AdamW", {"lr": 1e-3, "weight_decay": 0.01}),
+    "ours-torch": Variant("deepspeed-muon, plain PyTorch", "Muon", MUON, is_ours=True, plain=True),
+    "adamw": Variant("AdamW", "AdamW", ADAMW),
+    "adamw-again": Variant("AdamW again", "AdamW", ADAMW, again="adamw"),
 }
 
 
@@ -64,9 +72,18 @@ class Job:
     steps: int = 5
 
     @property
+    def matrices(self) -> list[tuple[int, int]]:
+        """Shapes of the model's weights."""
+        return [
+            (self.hidden, self.hidden),
+            (4 * self.hidden, self.hidden),
+            (self.hidden, 4 * self.hidden),
+        ] * self.layers
+
+    @property
     def parameters(self) -> int:
-        """Elements of the model: per layer hidden x hidden, 4 hidden x hidden and hidden x 4 hidden."""
-        return self.layers * 9 * self.hidden**2
+        """Elements of the model."""
+        return sum(rows * cols for rows, cols in self.matrices)
 
     def ds_config(self, has_cpu_adam: bool) -> dict:
         """The ds_config.json of this job; AdamW is torch's unless offload lets DeepSpeedCPUAdam apply."""

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time, traffic and memory of one optimizer step: deepspeed-muon against stock DeepSpeed's Muon and AdamW.
 
-    python benchmarks/step.py [--world 2] [--repeats 3] [--steps 5] [--cases 1 3 2-offload] [--quick]
+    python benchmarks/step.py [--world 2] [--repeats 3] [--steps 5] [--cases 1 3 2-offload] [--quick] [--records FILE]
 
 Every variant is a launch of its own and the variants alternate (A B C A B C ...), so that a machine that
 grows slower or faster meets them all. The batch is small on purpose: what is timed is backward with its
-gradient reduction, and the optimizer step. Results go to benchmarks/results/ as CSV, Markdown and PNG.
+gradient reduction, and the optimizer step. AdamW is launched twice in every round: how far it is from itself is the
+noise of the run. Results go to benchmarks/results/ as CSV, Markdown and PNG. With --records, launches are added to a
+file and the report covers all that are in it, so that a long run can be made in pieces.
 """
 
 import argparse
@@ -13,11 +15,15 @@ import json
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 
 import launch
 import machine
 import report
+import roofline
 from setups import CASES, VARIANTS, Job
+
+USUAL = [name for name, variant in VARIANTS.items() if not variant.plain]
 
 
 def arguments() -> argparse.Namespace:
@@ -29,8 +35,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=4, help="untimed steps of a launch, for compilation")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help=f"of {[*CASES]}")
     parser.add_argument(
-        "--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="VARIANT", help=f"of {[*VARIANTS]}"
+        "--variants", nargs="+", choices=VARIANTS, metavar="VARIANT", help=f"of {[*VARIANTS]}, by default {USUAL}"
     )
+    parser.add_argument("--kernels", choices=("in-use", "torch", "both"), default="in-use", help="of ours")
+    parser.add_argument("--records", type=Path, help="a file of launches to add to and to report, one JSON a line")
+    parser.add_argument("--no-floor", action="store_true", help="do not measure the machine's rates")
     parser.add_argument("--layers", type=int, default=8, help="blocks of three matrices")
     parser.add_argument("--hidden", type=int, default=512, help="width of a block; inside it is 4 times that")
     parser.add_argument("--timeout", type=float, default=600, help="seconds that one launch may take")
@@ -41,6 +50,8 @@ def arguments() -> argparse.Namespace:
     if args.quick:  # other defaults; what is given on the command line still counts
         parser.set_defaults(layers=2, hidden=256, repeats=1, steps=2)
         args = parser.parse_args()
+    chosen = {"in-use": ["ours"], "torch": ["ours-torch"], "both": ["ours", "ours-torch"]}[args.kernels]
+    args.variants = args.variants or [v for v in VARIANTS if v in chosen or (v in USUAL and v != "ours")]
     return args
 
 
@@ -81,6 +92,9 @@ def run_round(args: argparse.Namespace, number: int, records: list[dict], failur
                 print(error, file=sys.stderr, flush=True)
                 continue
             records.append(record)
+            if args.records:
+                with args.records.open("a") as file:
+                    file.write(json.dumps(record) + "\n")
             print(
                 f"round {number + 1}, {CASES[case].label}, {VARIANTS[variant].label}: "
                 f"{record['seconds']:.3f} s, {record['MB']:.1f} MB "
@@ -93,15 +107,28 @@ def run_round(args: argparse.Namespace, number: int, records: list[dict], failur
                 print("  torch.compile ran while timed: raise --warmup", file=sys.stderr, flush=True)
 
 
+def earlier(args: argparse.Namespace) -> list[dict]:
+    """The launches in --records, which must be of the same size."""
+    if not args.records or not args.records.exists():
+        return []
+    records = [json.loads(line) for line in args.records.read_text().splitlines()]
+    size = args.world, args.layers, args.hidden
+    if any((record["world"], record["layers"], record["hidden"]) != size for record in records):
+        raise SystemExit(f"{args.records} holds launches of another --world, --layers or --hidden; name another file")
+    return records
+
+
 def main() -> int:
     """Run the rounds; write the results after each, so that an interrupted run leaves its complete rounds."""
     args = arguments()
-    records: list[dict] = []
+    records = earlier(args)
+    rates = None if args.no_floor else roofline.measure(args.world)
     failures: Counter[tuple] = Counter()
     text = ""
     for number in range(args.repeats):
         run_round(args, number, records, failures)
-        text = report.write(records, job_of(args, args.cases[0], args.variants[0]), output_name(args))
+        rates = rates and rates.best(roofline.measure(args.world))
+        text = report.write(records, job_of(args, args.cases[0], args.variants[0]), output_name(args), rates)
     print("\n" + text)
     for (case, variant), count in failures.items():
         print(f"FAILED {count} times: {CASES[case].label}, {VARIANTS[variant].label}", file=sys.stderr)

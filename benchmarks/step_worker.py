@@ -102,6 +102,47 @@ def check_optimizer(engine, variant: str) -> str:
     return name
 
 
+class OptimizerClock:
+    """Seconds inside the basic optimizer's own `step`, since they were last taken; ZeRO may call it several times."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._spent = self._began = 0.0
+        optimizer.register_step_pre_hook(self._begin)
+        optimizer.register_step_post_hook(self._end)
+
+    def _begin(self, *_) -> None:
+        self._began = time.perf_counter()
+
+    def _end(self, *_) -> None:
+        self._spent += time.perf_counter() - self._began
+
+    def take(self) -> float:
+        """The seconds so far; the count starts again."""
+        spent, self._spent = self._spent, 0.0
+        return spent
+
+
+def prepare_kernels(optimizer, variant: str) -> dict:
+    """What ours computes with, the plain twins where the variant says so; nothing for others.
+
+    The package is imported for ours only, because importing it activates it.
+    """
+    if not VARIANTS[variant].is_ours:
+        return {}
+    from deepspeed.muon.kernels import reference
+
+    if VARIANTS[variant].plain:
+        optimizer.kernels = reference.OPERATIONS
+    kernels = optimizer.kernels
+    return {"kernels": kernels.name, "symmetric": kernels.square is not reference.square}
+
+
+def workspace_mb(optimizer) -> float | None:
+    """Scratch memory that ours keeps between steps, the exchange's buffers included, in MB."""
+    work = getattr(optimizer, "_work", None)
+    return work.nbytes() / 1e6 if work is not None else None
+
+
 def state_bytes(optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """True storage bytes of the optimizer's state by key; a shared storage is counted once."""
     seen: set[int] = set()
@@ -115,7 +156,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> dict[str, int]:
     return sizes
 
 
-def timed_step(engine, batch: torch.Tensor, counter: TrafficCounter) -> dict[str, float]:
+def timed_step(engine, batch: torch.Tensor, counter: TrafficCounter, clock: OptimizerClock) -> dict[str, float]:
     """One training step; seconds by phase. A barrier before each makes the ranks' times comparable."""
     seconds: dict[str, float] = {}
 
@@ -131,24 +172,32 @@ def timed_step(engine, batch: torch.Tensor, counter: TrafficCounter) -> dict[str
     loss = phase("forward", lambda: engine(batch).float().square().mean())
     phase("backward", lambda: engine.backward(loss))
     phase("step", engine.step)
-    return seconds
+    return seconds | {"optimizer": clock.take()}
 
 
 def measure(job: Job, engine, counter: TrafficCounter) -> dict:
-    """Warm up, then time the steps and count their traffic."""
+    """Warm up, then time the steps and count their traffic; resident memory is read after each."""
     generator = torch.Generator().manual_seed(1 + torch.distributed.get_rank())
+    clock = OptimizerClock(engine.basic_optimizer)
+    resident: list[float] = []
 
     def train(steps: int) -> list[dict[str, float]]:
-        shape = job.batch, job.hidden
-        return [timed_step(engine, torch.randn(shape, generator=generator).bfloat16(), counter) for _ in range(steps)]
+        shape, seconds = (job.batch, job.hidden), []
+        for _ in range(steps):
+            batch = torch.randn(shape, generator=generator).bfloat16()
+            seconds.append(timed_step(engine, batch, counter, clock))
+            resident.append(rss_mb())
+        return seconds
 
-    train(job.warmup)
+    warmup = train(job.warmup)
     counter.reset()
     graphs, peak_in_warmup, has_peak = compiled_graphs(), peak_mb(), forget_peak()
     seconds = train(job.steps)
     peak = peak_mb()
     return {
+        "first_seconds": warmup[0] if warmup else seconds[0],
         "seconds": seconds,
+        "resident_mb": resident,
         "megabytes": {phase: counter.megabytes(phase) / job.steps for phase in PHASES},
         "collectives": counter.by_collective(),
         "peak_mb": max(peak, peak_in_warmup),
@@ -163,8 +212,10 @@ def main() -> None:
     torch.set_num_threads(1)
     counter = TrafficCounter().install()
     engine, before = build_engine(job)
-    result = {"optimizer": check_optimizer(engine, job.variant)} | measure(job, engine, counter)
+    result = {"optimizer": check_optimizer(engine, job.variant)} | prepare_kernels(engine.basic_optimizer, job.variant)
+    result |= measure(job, engine, counter)
     result["state_bytes"] = state_bytes(engine.basic_optimizer)
+    result["workspace_mb"] = workspace_mb(engine.basic_optimizer)
     result["before_mb"] = before
     result_file.write_text(json.dumps(result))
     torch.distributed.barrier()
