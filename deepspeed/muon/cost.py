@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 
-from deepspeed.muon.orthogonalize import choose_method, flops
+from deepspeed.muon.choice import choose_method, kind_of
+from deepspeed.muon.orthogonalize import flops
 from deepspeed.muon.owners import CostModel, flops_per_byte
 
 
-def cost_model(ns_method: str, steps: int, itemsize: int, device_type: str) -> CostModel:
+def cost_model(
+    ns_method: str, steps: int, itemsize: int, device_type: str, pinned: Mapping[str, str] | None = None
+) -> CostModel:
     """The cost model of one group.
 
     Args:
@@ -17,10 +21,12 @@ def cost_model(ns_method: str, steps: int, itemsize: int, device_type: str) -> C
         steps: of Newton-Schulz.
         itemsize: bytes of one element that travels.
         device_type: ``cpu``, or an accelerator's.
+        pinned: of the group, ``ns_methods``; by default what the shipped rule says.
     """
+    kind = kind_of(device_type, itemsize)
 
     @functools.cache
     def cost(rows: int, cols: int) -> float:
-        return flops(rows, cols, steps, choose_method(rows, cols, ns_method))
+        return flops(rows, cols, steps, choose_method(rows, cols, ns_method, kind, pinned))
 
     return CostModel(cost, flops_per_byte(device_type), itemsize)
