@@ -119,7 +119,7 @@ def basis(device: torch.device) -> str:
     """What was measured, when, on what."""
     facts = machine.describe()
     name = (
-        torch.cuda.get_device_name() if device.type == "cuda" else f"{facts['cpu']}, {torch.get_num_threads()} threads"
+        torch.cuda.get_device_name() if device.type == "cuda" else f"{facts['cpu']}, threads: {torch.get_num_threads()}"
     )
     return f"{name}, torch {facts['torch']}, kernels {reference.OPERATIONS.name}, {facts['date']}"
 

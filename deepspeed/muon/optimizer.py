@@ -69,7 +69,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self.shapes = shapes_of(self.specs.values())
         self._bound: dict[int, _Bound] = {}
         self._adam_partitions: list[Partition] = []
-        self._is_bound = False
+        self._binding: tuple[Sequence[Partition], torch.dtype, torch.device | None] | None = None
         self._work = Workspace()
         #: Who computes the operations of a step; equal on all ranks.
         self.kernels: Operations = reference.OPERATIONS
@@ -91,7 +91,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self.defaults["lr"] = split.reference_lr
         self.register_load_state_dict_pre_hook(momentum.hold)
         self.register_load_state_dict_post_hook(momentum.settle)
-        self.register_load_state_dict_post_hook(MuonWithAuxAdam.replan)  # type: ignore[arg-type]
+        self.register_load_state_dict_post_hook(MuonWithAuxAdam.bind_again)  # type: ignore[arg-type]
 
     @cached_property
     def given(self) -> GivenGroups:
@@ -101,7 +101,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     # ---- binding ----------------------------------------------------------------------------------
 
     def bind(self, partitions: Sequence[Partition], ns_dtype: torch.dtype, device: torch.device | None = None) -> None:
-        """Plan the exchange and allocate the state of every tensor. Called once, before the first step.
+        """Plan the exchange and allocate the state of every tensor that has none. Called before the first step.
 
         Args:
             partitions: of all groups; a group stepped in several calls has one per call.
@@ -118,22 +118,21 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             if not group["use_muon"]:
                 continue
             where = partition.tensors[0].device if device is None else device
+            kind = kind_of(where.type, ns_dtype.itemsize)
+            group["ns_methods"] = pins(self.shapes, kind) | group.get("ns_methods", {})
+            settings = group["ns_method"], len(self.config.schedule), ns_dtype.itemsize, where.type
+            cost = cost_model(*settings, group["ns_methods"])
+            plan = make_plan(partition.shards, partition.rank, partition.world_size, cost)
             exchange = Exchange(partition.group, ns_dtype, where, self._work, group["name"])
-            self._bound[id(partition.tensors[0])] = self._planned(partition, exchange)
+            self._bound[id(partition.tensors[0])] = _Bound(partition, plan, exchange)
             for tensor in partition.tensors:
                 self.create_state(tensor, use_muon=True)
-        self._is_bound = True
+        self._binding = (partitions, ns_dtype, device)
 
-    def _planned(self, partition: Partition, exchange: Exchange) -> _Bound:
-        group, dtype, where = self.param_groups[partition.index], exchange.dtype, exchange.device
-        group["ns_methods"] = pins(self.shapes, kind_of(where.type, dtype.itemsize)) | group.get("ns_methods", {})
-        settings = group["ns_method"], len(self.config.schedule), dtype.itemsize, where.type, group["ns_methods"]
-        plan = make_plan(partition.shards, partition.rank, partition.world_size, cost_model(*settings))
-        return _Bound(partition, plan, exchange)
-
-    def replan(self) -> None:
+    def bind_again(self) -> None:
         """After a load, whose settings act: each matrix gets the owner and the batch that it had in the saved run."""
-        self._bound = {key: self._planned(bound.partition, bound.exchange) for key, bound in self._bound.items()}
+        if self._binding is not None:
+            self.bind(*self._binding)
 
     @property
     def partitions(self) -> list[Partition]:
@@ -188,7 +187,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._is_bound and not self._bind_on_first_use():
+        if self._binding is None and not self._bind_on_first_use():
             return loss
         if not self.is_finite():
             self.report_skip()

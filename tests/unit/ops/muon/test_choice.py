@@ -243,3 +243,33 @@ def test_plain_pytorch_keeps_its_methods_and_does_not_measure(monkeypatch: pytes
         other.load_state_dict(saved)
         other.step()
         assert other.param_groups[0]["ns_methods"] == group["ns_methods"]
+
+
+# ---- what the commands say ------------------------------------------------------------------------------
+
+
+def test_plan_and_report_name_method_and_rule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    from deepspeed.muon.cli.command import main
+
+    (tmp_path / "net.py").write_text("from torch import nn\ndef net():\n    return nn.Sequential(nn.Linear(64, 640))\n")
+    monkeypatch.chdir(tmp_path)
+    rule = shipped()["cpu fp32"].method(64, 640)
+    for params, methods in (({"ns_method": "standard"}, ["standard"]), ({"ns_tuning": "measured"}, [rule])):
+        config = {"optimizer": {"type": "Muon", "params": {"ns_dtype": "fp32", "muon_include": "weight"} | params}}
+        (tmp_path / "ds.json").write_text(json.dumps(config))
+        command = ["plan", "--config", "ds.json", "--model", "net.py:net", "--world-size", "2", "--device", "cpu"]
+        assert main([*command, "--json"]) == main(command) == 0
+        facts, text = capsys.readouterr().out.split("\n", 1)
+        assert [row["methods"] for row in json.loads(facts)["parameters"]] == [methods, []]
+        assert ("rank 0 measures at start" in facts) is ("ns_tuning" in params)
+        (line,) = [line for line in text.splitlines() if "0.weight" in line]
+        assert methods[0] in line.split()
+    main(["report", "--json"])
+    main(["report"])
+    facts, text = capsys.readouterr().out.split("\n", 1)
+    stated = json.loads(facts)["ns_rule"]
+    assert stated["for"] in KINDS and stated["basis"] == shipped()[stated["for"]].basis
+    (line,) = [line for line in text.splitlines() if line.startswith("Newton-Schulz methods")]
+    assert stated["basis"] in line and f"{stated['for']}: gram from this aspect ratio on" in line
