@@ -11,7 +11,6 @@ deepspeed/muon/choice.json; without it the table judges the rule that is there. 
 import argparse
 import csv
 import json
-import math
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ import machine
 from deepspeed.muon import choice
 from deepspeed.muon.coefficients import schedule
 from deepspeed.muon.kernels import reference
-from deepspeed.muon.measure import MARGIN, race
+from deepspeed.muon.measure import race
 from deepspeed.muon.orthogonalize import METHODS, flops
 
 SIZES = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096)
@@ -33,6 +32,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 #: Of each shape, matrices in a model; a batch of a step has no more.
 COUNT = 8
 SCHEDULE = schedule("simple")
+#: What a band of its own has to save, as a sum over its shapes of how much slower they are than the better method.
+WORTH = 0.03
 
 
 @dataclass(frozen=True)
@@ -74,21 +75,21 @@ def _is_short(device: torch.device, size: int, aspect: float) -> bool:
 def fit(cells: list[Cell]) -> list[list[float | None]]:
     """The bands that lose least: for each size the least aspect ratio from which `gram` is taken, where it wins at all.
 
-    Between two that lose alike, by :data:`MARGIN`, a size takes that of the one before. The last band goes on.
+    A further band has to save :data:`WORTH`, else the rule would follow noise. The last one goes on.
     """
-    bands: list[list[float | None]] = [[1, None]]
+    ways: dict[float | None, tuple[float, list[list[float | None]]]] = {None: (0.0, [[1, None]])}
     for size in dict.fromkeys(cell.size for cell in cells):
         mine = [cell for cell in cells if cell.size == size]
-        candidates = [None, *(cell.aspect for cell in mine)]
-        lost = {
-            aspect: sum(c.loss("gram" if aspect is not None and c.aspect >= aspect else "standard") for c in mine)
-            for aspect in candidates
-        }
-        best = min(candidates, key=lambda aspect: lost[aspect])
-        before = bands[-1][1]
-        if best != before and lost.get(before, math.inf) > lost[best] + (MARGIN - 1):
-            bands.append([size, best])
-    return bands
+        further: dict[float | None, tuple[float, list[list[float | None]]]] = {}
+        for aspect in (*(cell.aspect for cell in mine), None):
+            lost = sum(c.loss("gram" if aspect is not None and c.aspect >= aspect else "standard") for c in mine)
+            found = [
+                (before + lost + WORTH * (last != aspect), bands + [[size, aspect]] * (last != aspect))
+                for last, (before, bands) in ways.items()
+            ]
+            further[aspect] = min(found, key=lambda way: way[0])
+        ways = further
+    return min(ways.values(), key=lambda way: way[0])[1]
 
 
 def table(cells: list[Cell], rule: choice.Rule) -> list[list[str]]:
