@@ -45,8 +45,7 @@ def race(
         seconds: after which no further round begins; one is timed at least.
     """
     generator = torch.Generator(device).manual_seed(0)  # torch's own generators stay as they are
-    batch = max(1, min(count, BATCH_BYTES // (shape[0] * shape[1] * dtype.itemsize)))
-    source = torch.randn(batch, *shape, generator=generator, device=device).to(dtype)
+    source = torch.randn(_batch(shape, count, dtype), *shape, generator=generator, device=device).to(dtype)
     x, work = torch.empty_like(source), Workspace()
 
     def run(method: str) -> float:
@@ -69,6 +68,10 @@ def race(
     return times
 
 
+def _batch(shape: Shape, count: int, dtype: torch.dtype) -> int:
+    return max(1, min(count, BATCH_BYTES // (shape[0] * shape[1] * dtype.itemsize)))
+
+
 def measure(
     shapes: Mapping[Shape, int],
     schedule: Schedule,
@@ -81,18 +84,20 @@ def measure(
     """Median seconds of each method, by shape; shapes for which no time is left are missing.
 
     Args:
-        shapes: how many matrices of each shape the model has. The cheap ones come first.
+        shapes: how many matrices of each shape the model has. The cheap ones come first; one that would take too long
+            at the pace of the one before ends the measurement, as do all after it.
     """
     found: dict[Shape, dict[str, float]] = {}
-    order = sorted(shapes, key=lambda shape: (min(shape) * shape[0] * shape[1], shape))
-    end = clock() + seconds
+    work = {shape: min(shape) * shape[0] * shape[1] * _batch(shape, shapes[shape], dtype) for shape in shapes}
+    order = sorted(shapes, key=lambda shape: (work[shape], shape))
+    end, pace = clock() + seconds, 0.0
     for index, shape in enumerate(order):
         left = end - clock()
-        if left <= 0:
+        if 2 * pace * work[shape] > left:  # both methods, twice
             break
-        share = left / (len(order) - index)
-        times = race(shape, shapes[shape], schedule, dtype, device, kernels, share, clock)
+        times = race(shape, shapes[shape], schedule, dtype, device, kernels, left / (len(order) - index), clock)
         found[shape] = {method: statistics.median(values) for method, values in times.items()}
+        pace = sum(found[shape].values()) / work[shape]
     return found
 
 

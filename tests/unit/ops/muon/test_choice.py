@@ -180,15 +180,16 @@ def test_a_measurement_is_bounded_and_keeps_the_median(monkeypatch: pytest.Monke
 
     def seconds(shape: tuple[int, ...], method: str) -> float:
         runs[shape, method] = runs.get((shape, method), 0) + 1
-        return 1.0 if runs[shape, method] == 1 else {"standard": 0.02, "gram": 0.01}[method] * shape[1]
+        operations = shape[0] * shape[1] ** 2 * shape[2]
+        return 1.0 if runs[shape, method] == 1 else {"standard": 3e-6, "gram": 1.5e-6}[method] * operations
 
     time = Time(seconds)
     monkeypatch.setattr(measure, "orthogonalize", time.orthogonalize)
-    shapes = {(8, 8): 100, (4, 8): 3, (64, 64): 1}
-    times = measure.measure(shapes, schedule("simple"), torch.float32, CPU, reference.OPERATIONS, 4.5, time)
-    assert list(times) == [(4, 8), (8, 8)], "cheap ones first; the third found no time"
-    assert times[4, 8] == pytest.approx({"standard": 0.08, "gram": 0.04})
-    assert time.now < 4.5 + 2.5
+    shapes = {(8, 8): 100, (4, 8): 3, (64, 64): 1, (640, 640): 1}
+    times = measure.measure(shapes, schedule("simple"), torch.float32, CPU, reference.OPERATIONS, 8.0, time)
+    assert list(times) == [(4, 8), (8, 8)], "cheap ones first; the third would take too long"
+    assert times[4, 8] == pytest.approx({"standard": 3 * 4 * 4 * 8 * 3e-6, "gram": 3 * 4 * 4 * 8 * 1.5e-6})
+    assert 4 < time.now <= 8.0
     assert max(count for _, count in time.calls) == 100 and time.calls[1] == ("standard", 3)
 
 
