@@ -36,6 +36,10 @@ SCHEDULE = schedule("simple")
 WORTH = 0.03
 
 
+#: Mean spread beyond which the machine was busy and no rule is written.
+BUSY = 0.25
+
+
 @dataclass(frozen=True)
 class Cell:
     """One shape: its median seconds by method, and the widest spread of one method's runs, over its median."""
@@ -180,7 +184,10 @@ def main() -> None:
         kind = choice.kind_of(device.type, DTYPES[name].itemsize)
         cells = measure(device, DTYPES[name], args.seconds)
         bands = fit(cells)
-        if args.write:
+        spread = statistics.mean(cell.spread for cell in cells)
+        if args.write and spread > BUSY:
+            print(f"NOT WRITTEN: the runs of one shape lie {spread:.0%} apart, so the machine is busy; try again")
+        elif args.write:
             put(kind, bands, basis(device))
         rule = choice.parse(json.loads(choice.FILE.read_text()))[kind]
         machine.RESULTS.mkdir(exist_ok=True)

@@ -118,15 +118,17 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return module
 
 
-@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize(("flag", "busy", "writes"), [("", 0, False), ("--write", 1e9, True), ("--write", -1, False)])
 def test_the_command_writes_a_rule_that_loads(
-    writes: bool, command: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    flag: str, busy: float, writes: bool, command: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
+    monkeypatch.setattr(command, "BUSY", busy)
     before = choice.FILE.read_text()
     monkeypatch.setattr(sys, "argv", ["choose.py", "--device", "cpu", "--dtype", "fp32", "--seconds", "0.1"])
-    sys.argv += ["--write"] * writes
+    sys.argv += [flag] * bool(flag)
     command.main()
     out = capsys.readouterr().out
+    assert ("NOT WRITTEN" in out) is (busy < 0)
     assert "8 x 64" in out and "Slower than the better method" in out
     rules = parse(json.loads(choice.FILE.read_text()))
     if writes:
