@@ -22,12 +22,12 @@ from deepspeed.muon import choice
 from deepspeed.muon.coefficients import schedule
 from deepspeed.muon.kernels import reference
 from deepspeed.muon.measure import race
-from deepspeed.muon.orthogonalize import METHODS, flops
+from deepspeed.muon.orthogonalize import METHODS
 
 SIZES = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096)
 ASPECTS = (1.0, 1.5, 2.0, 3.0, 4.0, 8.0)
-#: Operations of the longest call that is timed: about half a second.
-LONGEST = {"cpu": 6e10, "cuda": 1e14}
+#: Rows x rows x columns of the largest matrix that is timed: on one core about half a second of either method.
+LONGEST = {"cpu": 3.7e9, "cuda": 6e12}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 #: Of each shape, matrices in a model; a batch of a step has no more.
 COUNT = 8
@@ -60,7 +60,8 @@ class Cell:
 
 def measure(device: torch.device, dtype: torch.dtype, seconds: float) -> list[Cell]:
     """Every shape whose call is short enough; a longer budget buys more runs of each."""
-    shapes = [(size, aspect) for size in SIZES for aspect in ASPECTS if _is_short(device, size, aspect)]
+    grid = [(size, aspect) for size in SIZES for aspect in ASPECTS]
+    shapes = [(size, aspect) for size, aspect in grid if size**3 * aspect <= LONGEST[device.type]]
     cells = []
     for size, aspect in shapes:
         wide = size, round(size * aspect)
@@ -69,11 +70,6 @@ def measure(device: torch.device, dtype: torch.dtype, seconds: float) -> list[Ce
         spread = max((max(runs) - min(runs)) / middle[method] for method, runs in times.items())
         cells.append(Cell(size, aspect, middle, spread))
     return cells
-
-
-def _is_short(device: torch.device, size: int, aspect: float) -> bool:
-    """By one matrix: only a small one has others beside it in a batch."""
-    return flops(size, round(size * aspect), len(SCHEDULE), "gram") <= LONGEST[device.type]
 
 
 def fit(cells: list[Cell]) -> list[list[float | None]]:
