@@ -24,6 +24,7 @@ version = re.search(r'__version__ = "(.+?)"', (ROOT / "deepspeed/muon/version.py
 setup(
     version=version,
     packages=find_namespace_packages(include=["deepspeed.muon", "deepspeed.muon.*"]),
+    package_data={"deepspeed.muon": ["*.json"]},
     py_modules=["deepspeed_muon"],
     install_requires=requirements("requirements"),
     extras_require={"example": requirements("requirements-example"), "dev": requirements("requirements-dev")},

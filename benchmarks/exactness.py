@@ -20,8 +20,9 @@ from torch.optim._muon import _zeropower_via_newtonschulz as torch_iteration  # 
 import data  # noqa: E402
 import exactness_jobs as jobs  # noqa: E402
 import machine  # noqa: E402
+from deepspeed.muon.choice import choose_method  # noqa: E402
 from deepspeed.muon.coefficients import SIMPLE, schedule  # noqa: E402
-from deepspeed.muon.orthogonalize import choose_method, orthogonalize  # noqa: E402
+from deepspeed.muon.orthogonalize import orthogonalize  # noqa: E402
 from distributed import run, shutdown  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 from models import MODELS  # noqa: E402
@@ -131,7 +132,7 @@ def iteration() -> Table:
     for kind, matrix in cases + list(recorded()):
         half = matrix.bfloat16()
         exact = newton_schulz_fp64(half)
-        method = choose_method(*half.shape)
+        method = choose_method(*half.shape, "auto", "cpu bf16")
         result = orthogonalize(half.clone()[None], schedule("simple"), method)[0]
         errors = [
             float((x.double() - exact).norm() / exact.norm()) for x in (torch_iteration(half, SIMPLE, 5, 1e-7), result)

@@ -103,6 +103,11 @@ class MuonConfig(BaseModel):
         "auto, standard or gram",
         source=STOCK,
     )
+    ns_tuning: Literal["shipped", "measured"] = knob(
+        "shipped",
+        "what `ns_method: auto` follows: the package's rule, or what rank 0 measures at start. Checkpoints keep it",
+        "shipped or measured",
+    )
     ns_steps: Steps | None = knob(
         None,
         "Newton-Schulz steps; default 5, or the schedule's own",

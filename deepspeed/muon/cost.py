@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 
+from deepspeed.muon.choice import choose_method, kind_of
 from deepspeed.muon.coefficients import Schedule
-from deepspeed.muon.orthogonalize import choose_method, flops
+from deepspeed.muon.orthogonalize import flops
 from deepspeed.muon.owners import CostModel, flops_per_byte
 
 
-def cost_model(ns_method: str, schedule: Schedule, itemsize: int, device_type: str) -> CostModel:
+def cost_model(
+    ns_method: str, schedule: Schedule, itemsize: int, device_type: str, pinned: Mapping[str, str] | None = None
+) -> CostModel:
     """The cost model of one group.
 
     Args:
@@ -18,10 +22,12 @@ def cost_model(ns_method: str, schedule: Schedule, itemsize: int, device_type: s
         schedule: of Newton-Schulz.
         itemsize: bytes of one element that travels.
         device_type: ``cpu``, or an accelerator's.
+        pinned: of the group, ``ns_methods``; by default what the shipped rule says.
     """
+    kind = kind_of(device_type, itemsize)
 
     @functools.cache
     def cost(rows: int, cols: int) -> float:
-        return flops(rows, cols, schedule, choose_method(rows, cols, ns_method))
+        return flops(rows, cols, schedule, choose_method(rows, cols, ns_method, kind, pinned))
 
     return CostModel(cost, flops_per_byte(device_type), itemsize)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from deepspeed.muon.coefficients import Schedule
 from deepspeed.muon.cost import cost_model
 from deepspeed.muon.forecast import Half, Layout, Part, Work, lay_out, work_of
 from deepspeed.muon.update import scale_factor
@@ -33,12 +34,12 @@ class Machine:
 
 
 def estimate(
-    halves: Sequence[Half], layout: Layout, steps: int, itemsize: int, device_type: str, machine: Machine, offload: bool
+    halves: Sequence[Half], layout: Layout, schedule: Schedule, itemsize: int, device_type: str, machine: Machine, offload: bool
 ) -> tuple[dict[str, Any], list[Work]]:
     """Everything that the command prints but the table.
 
     Args:
-        steps: of Newton-Schulz.
+        schedule: of Newton-Schulz.
         itemsize: bytes of one element of Newton-Schulz and its exchange.
         device_type: ``cpu``, or an accelerator's.
         offload: whether the shards are in the host's memory.
@@ -49,7 +50,7 @@ def estimate(
     began = time.perf_counter()
     parts = lay_out(halves, layout)
     works = [
-        work_of(part, cost_model(part.half.ns_method, steps, itemsize, device_type))
+        work_of(part, cost_model(part.half.ns_method, schedule, itemsize, device_type))
         for part in parts
         if part.half.use_muon
     ]

@@ -17,6 +17,7 @@ NEUTRAL_KEYS = frozenset(
         "ns_coefficients",
         "ns_dtype",
         "ns_steps",
+        "ns_tuning",
     }
 )
 #: Keys that a parameter group may set for itself. A key on the left replaces the config's on the right.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.muon import adamw, momentum
+from deepspeed.muon.choice import choose_method, kind_of, pins, shapes_of
 from deepspeed.muon.config import MuonConfig, parse
 from deepspeed.muon.cost import cost_model
 from deepspeed.muon.exchange import Exchange, Transit
@@ -21,7 +22,7 @@ from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.logs import logger
 from deepspeed.muon.meter import Meter
-from deepspeed.muon.orthogonalize import bf16_is_fast, choose_method, orthogonalize, resolve_dtype
+from deepspeed.muon.orthogonalize import bf16_is_fast, orthogonalize, resolve_dtype
 from deepspeed.muon.partition import Partition, whole_partition
 from deepspeed.muon.plan import Plan, make_plan
 from deepspeed.muon.rounding import key_of
@@ -64,9 +65,11 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self.config: MuonConfig = parse(config)
         check_patterns(shapes(model), self.config)
         self.specs: dict[nn.Parameter, MatrixSpec] = route(model, self.config.muon_include, self.config.muon_exclude)
+        #: How many matrices of each shape go to Newton-Schulz.
+        self.shapes = shapes_of(self.specs.values())
         self._bound: dict[int, _Bound] = {}
         self._adam_partitions: list[Partition] = []
-        self._is_bound = False
+        self._binding: tuple[Sequence[Partition], torch.dtype, torch.device | None] | None = None
         self._work = Workspace()
         #: Who computes the operations of a step; equal on all ranks.
         self.kernels: Operations = reference.OPERATIONS
@@ -88,6 +91,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self.defaults["lr"] = split.reference_lr
         self.register_load_state_dict_pre_hook(momentum.hold)
         self.register_load_state_dict_post_hook(momentum.settle)
+        self.register_load_state_dict_post_hook(MuonWithAuxAdam.bind_again)  # type: ignore[arg-type]
 
     @cached_property
     def given(self) -> GivenGroups:
@@ -97,7 +101,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     # ---- binding ----------------------------------------------------------------------------------
 
     def bind(self, partitions: Sequence[Partition], ns_dtype: torch.dtype, device: torch.device | None = None) -> None:
-        """Plan the exchange and allocate the state of every tensor. Called once, before the first step.
+        """Plan the exchange and allocate the state of every tensor that has none. Called before the first step.
 
         Args:
             partitions: of all groups; a group stepped in several calls has one per call.
@@ -114,13 +118,21 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             if not group["use_muon"]:
                 continue
             where = partition.tensors[0].device if device is None else device
-            cost = cost_model(group["ns_method"], self.config.schedule, ns_dtype.itemsize, where.type)
+            kind = kind_of(where.type, ns_dtype.itemsize)
+            group["ns_methods"] = pins(self.shapes, kind) | group.get("ns_methods", {})
+            settings = group["ns_method"], self.config.schedule, ns_dtype.itemsize, where.type
+            cost = cost_model(*settings, group["ns_methods"])
             plan = make_plan(partition.shards, partition.rank, partition.world_size, cost)
             exchange = Exchange(partition.group, ns_dtype, where, self._work, group["name"])
             self._bound[id(partition.tensors[0])] = _Bound(partition, plan, exchange)
             for tensor in partition.tensors:
                 self.create_state(tensor, use_muon=True)
-        self._is_bound = True
+        self._binding = (partitions, ns_dtype, device)
+
+    def bind_again(self) -> None:
+        """After a load, whose settings act: each matrix gets the owner and the batch that it had in the saved run."""
+        if self._binding is not None:
+            self.bind(*self._binding)
 
     @property
     def partitions(self) -> list[Partition]:
@@ -148,6 +160,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     def _bind_whole(self) -> None:
         """Bind the parameters themselves: plain PyTorch, every rank holds every matrix."""
+        if self.config.ns_tuning == "measured":  # ranks that nobody compares could find different methods
+            logger.warning("deepspeed-muon: ns_tuning: measured acts under DeepSpeed only; the shipped rule is taken")
         partitions = [
             whole_partition(index, group["params"], [self.specs[param] for param in group["params"]])
             for index, group in enumerate(self.param_groups)
@@ -173,7 +187,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._is_bound and not self._bind_on_first_use():
+        if self._binding is None and not self._bind_on_first_use():
             return loss
         if not self.is_finite():
             self.report_skip()
@@ -241,7 +255,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         for batch in transit.bucket.batches:
             numel = batch.count * batch.rows * batch.cols
             matrices = transit.matrices[batch.start : batch.start + numel].view(batch.count, batch.rows, batch.cols)
-            method = choose_method(batch.rows, batch.cols, group["ns_method"])
+            kind = kind_of(matrices.device.type, matrices.element_size())
+            method = choose_method(batch.rows, batch.cols, group["ns_method"], kind, group["ns_methods"])
             orthogonalize(matrices, self.config.schedule, method, work=self._work, kernels=self.kernels)
 
     def _apply(self, group: dict[str, Any], transit: Transit) -> None:

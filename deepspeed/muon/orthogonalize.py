@@ -24,9 +24,6 @@ METHODS = ("standard", "gram")
 #: error of R in bf16 grows with their square; later segments have ``SEGMENT`` steps.
 FIRST_GROWTH = 50.0
 SEGMENT = 2
-#: ``auto`` takes ``gram`` from this aspect ratio and this smaller dimension on.
-GRAM_MIN_ASPECT = 2
-GRAM_MIN_SIZE = 128
 
 
 def bf16_is_fast() -> bool:
@@ -40,18 +37,6 @@ def bf16_is_fast() -> bool:
 def resolve_dtype(ns_dtype: str, bf16_everywhere: bool) -> torch.dtype:
     """``auto`` is bf16 where every rank is fast in it, else fp32."""
     return torch.bfloat16 if ns_dtype == "bf16" or (ns_dtype == "auto" and bf16_everywhere) else torch.float32
-
-
-def choose_method(rows: int, cols: int, ns_method: str = "auto") -> str:
-    """The method for one shape: the user's, or where it is ``auto`` the one with fewer operations.
-
-    See :func:`flops`: ``gram`` wins from cols = 1.7 rows on. Below ``GRAM_MIN_SIZE`` its small products
-    are too small to be fast. A rule of the shape alone, hence the same on every rank.
-    """
-    if ns_method != "auto":
-        return ns_method
-    small, large = sorted((rows, cols))
-    return "gram" if small >= GRAM_MIN_SIZE and large >= GRAM_MIN_ASPECT * small else "standard"
 
 
 def flops(rows: int, cols: int, schedule: Schedule, method: str, symmetric: float = 1.0) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from deepspeed.muon.choice import RuleError, kind_of
 from deepspeed.muon.cli.blueprint import EXPECTED, ModelError, build
 from deepspeed.muon.cli.report import as_text, environment
 from deepspeed.muon.cli.tables import plan_text, rows_of
@@ -26,13 +27,20 @@ from deepspeed.muon.zero.preview import Settings, SettingsError, read_settings
 from deepspeed.muon.zero.stock import convert
 from deepspeed.muon.zero.support import UnsupportedError
 
-USER_ERRORS = (ImportStateError, ModelError, MuonConfigError, SettingsError, UnsupportedError)
+USER_ERRORS = (ImportStateError, ModelError, MuonConfigError, RuleError, SettingsError, UnsupportedError)
 MACHINE_FLAGS = {
     "tflops": "Newton-Schulz, TFLOP/s of one rank",
     "memory_gbs": "memory bandwidth of one rank, GB/s",
     "network_gbs": "what one rank sends while it receives as much, GB/s",
     "latency_us": "of one all-to-all, microseconds",
     "host_memory_gbs": "share of the host's memory bandwidth of one rank, GB/s; with CPU offload",
+}
+
+
+#: What to say of the methods in the table.
+MEASURED_LATER = {
+    "shipped": (),
+    "measured": ("method: by the shipped rule; rank 0 measures at start, as ns_tuning says, and may choose otherwise",),
 }
 
 
@@ -169,8 +177,7 @@ def plan_facts(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
     except ValueError as error:
         raise ModelError(f"--model {args.model!r}: {error}") from None
     itemsize = 4 if ns_dtype == "fp32" else 2
-    steps = len(config.schedule)
-    numbers, works = estimate(halves, layout, steps, itemsize, args.device, machine, settings.offload)
+    numbers, works = estimate(halves, layout, config.schedule, itemsize, args.device, machine, settings.offload)
     return {
         "version": __version__,
         "model": args.model,
@@ -181,10 +188,10 @@ def plan_facts(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
         "ns_dtype": ns_dtype,
         "device": args.device,
         "offload": settings.offload,
-        "parameters": rows_of(halves, works, layout.world_size, not args.all),
+        "parameters": rows_of(halves, works, layout.world_size, not args.all, kind_of(args.device, itemsize)),
         **numbers,
         "stock_clipping": stock_clipping(halves, settings.gradient_clipping),
         "machine": dataclasses.asdict(machine),
         "assumptions": assumptions(machine, args.device, ns_dtype, settings.offload),
-        "notes": list(settings.notes),
+        "notes": [*settings.notes, *MEASURED_LATER[config.ns_tuning]],
     }

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import platform
 from importlib import metadata
 from typing import Any
 
+from deepspeed.muon.choice import kind_of, shipped
 from deepspeed.muon.cli.tables import aligned
 from deepspeed.muon.orthogonalize import bf16_is_fast
 from deepspeed.muon.version import TESTED_DEEPSPEED, __version__
@@ -39,9 +41,16 @@ def environment() -> dict[str, Any]:
         "bf16_is_fast": bf16_is_fast(),
         "backends": backends(),
     }
+    facts["ns_rule"] = _rule(facts["accelerator"]["kind"], facts["bf16_is_fast"])
     facts["problems"] = _problems(facts)
     facts["ok"] = not facts["problems"]
     return facts
+
+
+def _rule(device_type: str, in_bf16: bool) -> dict[str, Any]:
+    """The shipped rule for this device."""
+    kind = kind_of(device_type, 2 if in_bf16 else 4)
+    return {"for": kind, **dataclasses.asdict(shipped()[kind])}
 
 
 def _version(name: str) -> str | None:
@@ -71,6 +80,12 @@ def _problems(facts: dict[str, Any]) -> list[str]:
     return found
 
 
+def _rule_text(rule: dict[str, Any]) -> str:
+    parts = [f"from {size} on {'never' if aspect is None else f'{aspect:g}'}" for size, aspect in rule["bands"]]
+    head = "gram from this aspect ratio on, by the smaller dimension"
+    return f"{rule['for']}: {head}: {', '.join(parts)}; {rule['basis']}"
+
+
 def as_text(facts: dict[str, Any]) -> str:
     """The facts for a terminal."""
     tested, device = facts["tested_deepspeed"], facts["accelerator"]
@@ -87,5 +102,6 @@ def as_text(facts: dict[str, Any]) -> str:
     rows.append(["backends of torch", ", ".join(name for name, has in facts["backends"].items() if has) or "NONE"])
     rows.append(["kernels", facts["kernels"]])
     rows.append(["bf16 products", "in hardware" if facts["bf16_is_fast"] else "slow; ns_dtype auto takes fp32"])
+    rows.append(["Newton-Schulz methods", _rule_text(facts["ns_rule"])])
     verdict = [f"missing: {problem}" for problem in facts["problems"]] or ["nothing essential is missing"]
     return "\n".join([aligned(rows), "", *verdict])

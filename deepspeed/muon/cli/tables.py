@@ -7,20 +7,26 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from deepspeed.muon.choice import choose_method
 from deepspeed.muon.forecast import Half, Work
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 #: Owners that are listed one by one.
 FEW_OWNERS = 4
-TITLES = ("parameter", "shape", "rule", "blocks", "scale", "owner", "reason")
+TITLES = ("parameter", "shape", "rule", "blocks", "scale", "method", "owner", "reason")
 
 
-def rows_of(halves: Sequence[Half], works: Sequence[Work], world_size: int, fold: bool) -> list[dict[str, Any]]:
+def rows_of(
+    halves: Sequence[Half], works: Sequence[Work], world_size: int, fold: bool, kind: str
+) -> list[dict[str, Any]]:
     """One row per parameter, or per set of parameters that differ in layer numbers and owners only.
 
+    Args:
+        kind: of :func:`deepspeed.muon.choice.kind_of`.
+
     Returns:
-        Rows with ``name``, ``count``, ``shape``, ``rule``, ``reason``, ``blocks``, ``scales`` of the blocks, and
-        ``owners``, the ranks that orthogonalize them; all ranks at stage 0, none for AdamW.
+        Rows with ``name``, ``count``, ``shape``, ``rule``, ``reason``, ``blocks``, ``scales`` and ``methods`` of the
+        blocks, and ``owners``, the ranks that orthogonalize them; all ranks at stage 0, none for AdamW.
     """
     owners = _owners(works)
     everyone = list(range(world_size))
@@ -33,7 +39,7 @@ def rows_of(halves: Sequence[Half], works: Sequence[Work], world_size: int, fold
             key = (pattern, spec.shape, half.use_muon, spec.reason, len(spec.blocks), scales)
             row = found.get(key)
             if row is None:
-                row = found[key] = _row(spec, half, scales)
+                row = found[key] = _row(spec, half, scales, kind)
                 names[key] = []
             row["count"] += 1
             row["owners"].update(owners.get(spec.name, ()))
@@ -46,7 +52,8 @@ def rows_of(halves: Sequence[Half], works: Sequence[Work], world_size: int, fold
     return list(found.values())
 
 
-def _row(spec: Any, half: Half, scales: tuple[float, ...]) -> dict[str, Any]:
+def _row(spec: Any, half: Half, scales: tuple[float, ...], kind: str) -> dict[str, Any]:
+    methods = (choose_method(block.rows, block.cols, half.ns_method, kind) for block in spec.blocks)
     return {
         "name": spec.name,
         "count": 0,
@@ -55,6 +62,7 @@ def _row(spec: Any, half: Half, scales: tuple[float, ...]) -> dict[str, Any]:
         "reason": spec.reason,
         "blocks": len(spec.blocks),
         "scales": list(scales),
+        "methods": list(dict.fromkeys(methods)),
         "owners": set(),
     }
 
@@ -103,6 +111,7 @@ def parameter_table(rows: Sequence[dict[str, Any]], world_size: int) -> str:
             row["rule"],
             str(row["blocks"]) if row["blocks"] else "-",
             ", ".join(f"{scale:.3g}" for scale in row["scales"]) or "-",
+            ", ".join(row["methods"]) or "-",
             _who(row["owners"], world_size),
             row["reason"],
         )

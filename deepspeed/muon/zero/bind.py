@@ -22,6 +22,7 @@ from deepspeed.muon.zero import stage0, stage3, stage12
 from deepspeed.muon.zero.agreement import consult, differences
 from deepspeed.muon.zero.checkpoint import keep_convertible
 from deepspeed.muon.zero.finite import NormWatch, is_valid, once_per_step
+from deepspeed.muon.zero.methods import compare_plans, tune
 from deepspeed.muon.zero.monitor import watch
 from deepspeed.muon.zero.nvme import create_states
 from deepspeed.muon.zero.resume import keep_resumable
@@ -57,9 +58,10 @@ def bind_engine(engine: Any) -> None:
     verdict = agree(optimizer)
     partitions = _partitions(wrapper, optimizer)
     create_states(wrapper, optimizer)
-    optimizer.bind(partitions, resolve_dtype(optimizer.config.ns_dtype, verdict["bf16"]), _compute_device())
-    facts = {"plan": _plan_digest(optimizer), "monitor": engine.monitor.enabled}
-    watch(engine, consult(facts, _judge_plans)["monitor"])
+    ns_dtype, device = resolve_dtype(optimizer.config.ns_dtype, verdict["bf16"]), _compute_device()
+    tune(optimizer, ns_dtype, device)
+    optimizer.bind(partitions, ns_dtype, device)
+    watch(engine, compare_plans(optimizer, monitor=engine.monitor.enabled)["monitor"])
     keep_accessible(wrapper, optimizer)
     keep_resumable(engine, optimizer)
     keep_convertible(wrapper, optimizer)
@@ -109,19 +111,8 @@ def _facts(optimizer: MuonWithAuxAdam) -> dict[str, Any]:
 def _judge_settings(facts: list[dict[str, Any]]) -> dict[str, Any]:
     titles = {"version": "the deepspeed-muon version", "config": "optimizer.params", "routes": "the routing"}
     titles["groups"] = "the settings of parameter groups"
-    return _verdict(differences(facts, titles)) | {"bf16": all(stated["bf16"] for stated in facts)}
-
-
-def _judge_plans(facts: list[dict[str, Any]]) -> dict[str, Any]:
-    return _verdict(differences(facts, {"plan": "the exchange plan"})) | {"monitor": facts[0]["monitor"]}
-
-
-def _verdict(error: str | None) -> dict[str, Any]:
-    return {"error": error} if error else {}
-
-
-def _plan_digest(optimizer: MuonWithAuxAdam) -> str:
-    return hashlib.sha256("".join(plan.digest for plan in optimizer.plans).encode()).hexdigest()[:16]
+    error = differences(facts, titles)
+    return ({"error": error} if error else {}) | {"bf16": all(stated["bf16"] for stated in facts)}
 
 
 def _report(engine: Any, optimizer: MuonWithAuxAdam) -> None:
@@ -147,13 +138,23 @@ def _report(engine: Any, optimizer: MuonWithAuxAdam) -> None:
         + (f", {len(lora)} of them LoRA factors (Muon by muon_include)" if lora else ""),
         f"{engine.world_size} ranks",
         f"{sent:.1f} MB sent per step by rank 0, {extra:.1f} MB by all ranks to balance the owners",
-        f"Newton-Schulz in {str(exchange.dtype).removeprefix('torch.')} on {exchange.device.type}, kernels: torch",
+        f"Newton-Schulz in {str(exchange.dtype).removeprefix('torch.')} on {exchange.device.type}, kernels: torch, "
+        f"{_methods(optimizer)}",
         f"adjust_lr_fn {config.scale} = {SCALES[config.scale][0].replace('rms_scale', f'{config.rms_scale:g}')}: "
         f"update RMS {rms:.3g} x lr for {typical.name} {list(typical.shape)}",
     )
     logger.info("deepspeed-muon %s: %s", __version__, "; ".join(facts))
     if not getattr(engine.optimizer, "swap_optimizer", False):  # there a sub-group bounds the memory of the buffers
         _warn_of_small_sub_groups(optimizer)
+
+
+def _methods(optimizer: MuonWithAuxAdam) -> str:
+    """How often ``gram`` is taken."""
+    groups = [group for group in optimizer.param_groups if group["use_muon"]]
+    if any(group["ns_method"] != "auto" for group in groups):
+        return "ns_method " + ", ".join(sorted({group["ns_method"] for group in groups}))
+    chosen = list(groups[0]["ns_methods"].values())
+    return f"gram for {chosen.count('gram')} of {len(chosen)} shapes ({optimizer.config.ns_tuning} rule)"
 
 
 def _warn_of_small_sub_groups(optimizer: MuonWithAuxAdam) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from deepspeed.muon.choice import unknown_methods
 from deepspeed.muon.logs import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 
@@ -35,12 +36,13 @@ def check_groups(optimizer: MuonWithAuxAdam, groups: Groups) -> None:
 
 
 def routing_difference(optimizer: MuonWithAuxAdam, groups: Groups) -> str | None:
-    """An error text unless saved groups are of the same kinds and the same parameters go to Muon."""
+    """An error text unless saved groups are of the same kinds, of known methods, and the same parameters go to Muon."""
     saved, current = kinds(groups), kinds(optimizer.param_groups)
     there = {name for group in groups for name in group.get("matrices", ())}
     here = matrices(optimizer)
     if saved == current and there == here:
-        return None
+        unknown = [text for group in groups for text in unknown_methods(group.get("ns_methods", {}))]
+        return f"it was saved with methods that this deepspeed-muon lacks: {', '.join(unknown)}" if unknown else None
     return (
         f"the checkpoint's parameter groups are {_words(saved)}, the optimizer's are {_words(current)}; "
         f"Muon has {sorted(there - here)[:4]} in the checkpoint only and {sorted(here - there)[:4]} here only: "
@@ -54,21 +56,22 @@ def settings_of(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[st
     """The saved settings of a group, which act as with any optimizer of torch's; a warning where the config's differ.
 
     Learning rates are left out of the warning, since a schedule changes them. Their ratio is the config's: a schedule
-    is built from the config too.
+    is built from the config too. Of ``ns_methods`` the warning names the shapes that differ.
     """
     settings = {key: value for key, value in saved.items() if key not in ("params", "matrices", "lr_ratio")}
-    other = {
-        key: value
-        for key, value in settings.items()
-        if key in current and key not in ("lr", "initial_lr") and value != current[key]
-    }
-    for key, value in other.items():
+    for key, value in settings.items():
+        here = current.get(key, value)
+        if key == "ns_methods":
+            value = {shape: method for shape, method in value.items() if here.get(shape, method) != method}
+            here = {shape: here[shape] for shape in value}
+        if key in ("lr", "initial_lr") or value == here:
+            continue
         logger.warning(
             "deepspeed-muon: group %s goes on with %s = %s from the checkpoint; the config has %s",
             settings.get("name"),
             key,
             value,
-            current[key],
+            here,
         )
     return {key: value for key, value in current.items() if key != "params"} | settings
 

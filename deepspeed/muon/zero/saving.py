@@ -31,6 +31,7 @@ from deepspeed.muon.zero.manifest import (
     read_header,
     write_atomically,
 )
+from deepspeed.muon.zero.methods import compare_plans
 from deepspeed.muon.zero.nvme import saved_files
 from deepspeed.muon.zero.together import from_rank_0, gathered
 
@@ -148,6 +149,7 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
 def _loaded(engine: Any, result: Any, arguments: dict[str, Any]) -> Any:
     if result[0] is not None:
         begin_step_again(engine)
+        compare_plans(engine.basic_optimizer)
         if engine.zero_optimization_stage() == 0 and not arguments["load_optimizer_states"]:
             # Else the next step would put back the weights from before.
             getattr(engine.optimizer, "refresh_fp32_params", lambda: None)()

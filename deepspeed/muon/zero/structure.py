@@ -37,7 +37,8 @@ def of_engine(engine: Any, exclude_frozen: bool = False) -> dict[str, Any]:
     ``layout``: a hash of where each parameter lies in the flat tensors of each rank.
     """
     optimizer: MuonWithAuxAdam = engine.basic_optimizer
-    groups = [{"use_muon": group["use_muon"]} for group in optimizer.param_groups]
+    kept = ("use_muon", "ns_methods")
+    groups = [{key: group[key] for key in kept if key in group} for group in optimizer.param_groups]
     names = sorted(matrices(optimizer))
     return {
         "stage": engine.zero_optimization_stage(),

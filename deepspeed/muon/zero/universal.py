@@ -220,6 +220,7 @@ def _load_settings(wrapper: Any, optimizer: MuonWithAuxAdam, folder: Folder) -> 
     if kinds(folder.groups) == kinds(optimizer.param_groups):
         for group, saved in zip(optimizer.param_groups, folder.groups, strict=True):
             group.update(settings_of(group, saved))
+        optimizer.bind_again()
     common = folder.common
     if hasattr(wrapper, "clip_grad") and "clip_grad" in common:
         wrapper.clip_grad = common["clip_grad"]

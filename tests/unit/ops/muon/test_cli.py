@@ -100,7 +100,7 @@ KEYS = {
     "stock_clipping": "gradient_clipping update_norm divided_by",
     "machine": "tflops memory_gbs network_gbs latency_us host_memory_gbs",
 }
-ROW_KEYS = "name count shape rule reason blocks scales owners"
+ROW_KEYS = "name count shape rule reason blocks scales methods owners"
 
 
 def test_json_is_one_object_with_stable_keys(folder: Path, capsys: pytest.CaptureFixture) -> None:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepspeed.muon.coefficients import schedule
 from deepspeed.muon.config import MuonConfigError, parse
 from deepspeed.muon.cost import cost_model
 from deepspeed.muon.estimate import ADAM_PASS_BYTES, ROUNDING_PASS_BYTES, Machine, estimate, pass_bytes, stock_clipping
@@ -20,7 +21,7 @@ from models import MODELS
 from test_momentum import BF16
 from training import PARAMS, ds_config, make_engine
 
-STEPS, ITEMSIZE = 5, 4
+STEPS, ITEMSIZE = schedule("simple"), 4
 
 
 def bound(model: str, **config: Any) -> dict[str, Any]:

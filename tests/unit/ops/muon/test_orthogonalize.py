@@ -7,13 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from deepspeed.muon.choice import choose_method
 from deepspeed.muon.coefficients import NAMED, SIMPLE, schedule
 from deepspeed.muon.kernels.reference import normalize_
-from deepspeed.muon.orthogonalize import (
-    METHODS,
-    choose_method,
-    orthogonalize,
-)
+from deepspeed.muon.orthogonalize import METHODS, orthogonalize
 from singular_values import SCHEDULES, SHAPES, VARIED, generator, quick_reference, reference, relative_error
 
 # ---- fp32: the definition -------------------------------------------------------------------------------
@@ -134,7 +131,7 @@ def bf16_errors(shape: tuple[int, int], make: Callable[[int, int, int], Tensor],
         mantissa = 1 + torch.rand((), generator=generator(seed + 100))
         x = (mantissa * make(*shape, seed)).bfloat16()
         expected = quick_reference(x, schedule("simple"))
-        result = orthogonalize(x.clone()[None], schedule("simple"), choose_method(*shape))[0]
+        result = orthogonalize(x.clone()[None], schedule("simple"), choose_method(*shape, "auto", "cpu bf16"))[0]
         ours += relative_error(result, expected) / seeds
         torchs += relative_error(_zeropower_via_newtonschulz(x.clone(), SIMPLE, 5, 1e-7), expected) / seeds
     return ours, torchs
@@ -152,7 +149,7 @@ def test_bf16_is_as_accurate_as_torch(shape: tuple[int, int], kind: str) -> None
 def test_bf16_is_near_the_definition(shape: tuple[int, int], name: str) -> None:
     """For the schedules that torch does not have; the fp32 tests hold their numbers."""
     x = gaussian(*shape, 0).bfloat16()
-    result = orthogonalize(x.clone()[None], schedule(name), choose_method(*shape))[0]
+    result = orthogonalize(x.clone()[None], schedule(name), choose_method(*shape, "auto", "cpu bf16"))[0]
     assert result.dtype == torch.bfloat16
     assert relative_error(result, reference(x, schedule(name))) < 0.03
 

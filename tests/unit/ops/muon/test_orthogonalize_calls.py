@@ -16,7 +16,6 @@ from deepspeed.muon.coefficients import SIMPLE, schedule
 from deepspeed.muon.orthogonalize import (
     METHODS,
     bf16_is_fast,
-    choose_method,
     flops,
     orthogonalize,
     resolve_dtype,
@@ -109,7 +108,7 @@ def test_workspace_reuses_and_grows() -> None:
     assert work.get("empty", (0, 7), torch.float32, cpu).shape == (0, 7)
 
 
-# ---- flops, choose_method -------------------------------------------------------------------------------
+# ---- flops ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 6, 7, 8, 13])
@@ -151,34 +150,6 @@ def test_gram_begins_anew_before_small_values_have_grown_much(name: str, expecte
     assert module._segments(schedule(name)) == expected
     assert module._segments(schedule("simple", 8)) == [3, 2, 2, 1]
     assert [module._segments(schedule("simple", steps)) for steps in (1, 2, 3, 4)] == [[1], [2], [3], [3, 1]]
-
-
-@pytest.mark.parametrize(
-    ("rows", "cols", "expected"),
-    [
-        (128, 256, "gram"),
-        (128, 255, "standard"),
-        (127, 1024, "standard"),
-        (128, 128, "standard"),
-        (4096, 11008, "gram"),
-        (4096, 4096, "standard"),
-        (4096, 8191, "standard"),
-        (48, 116, "standard"),
-        (1, 10**6, "standard"),
-    ],
-)
-def test_choice_of_the_method(rows: int, cols: int, expected: str) -> None:
-    assert choose_method(rows, cols) == choose_method(cols, rows) == expected
-    for method in METHODS:
-        assert choose_method(rows, cols, method) == choose_method(cols, rows, method) == method
-
-
-@pytest.mark.parametrize("steps", range(1, 51))
-def test_the_choice_never_costs_more_operations(steps: int) -> None:
-    for shape in [(128, 256), (128, 300), (512, 2048), (11008, 4096)]:
-        assert choose_method(*shape) == "gram"
-        triples = schedule("simple", steps)
-        assert flops(*shape, triples, "gram") <= flops(*shape, triples, "standard")
 
 
 # ---- dtype ----------------------------------------------------------------------------------------------

@@ -50,6 +50,7 @@ PARAMS: list[dict[str, Any]] = [
     {"ns_steps": 2.5},
     {"ns_steps": 500},
     {"ns_method": "grams"},
+    {"ns_tuning": "measure"},
     {"ns_dtype": "bfloat16"},
     {"ns_dtype": "fp16"},
     {"ns_coefficients": "simpel"},

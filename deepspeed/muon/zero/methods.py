@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One choice of methods and one plan for all ranks: what rank 0 measures is broadcast, what each holds is compared."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from typing import Any
+
+import torch
+
+from deepspeed.muon.choice import kind_of, pins, shape_key
+from deepspeed.muon.logs import logger
+from deepspeed.muon.measure import better, measure
+from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.zero.agreement import consult, differences
+
+
+def tune(optimizer: MuonWithAuxAdam, ns_dtype: torch.dtype, device: torch.device) -> None:
+    """Where ``ns_tuning`` is ``measured``: rank 0 times the methods, and all ranks pin what it finds.
+
+    Raises:
+        DisagreementError: on all ranks, rank 0 cannot measure.
+    """
+    groups = [group for group in optimizer.param_groups if group["use_muon"]]
+    if optimizer.config.ns_tuning == "measured" and any(group["ns_method"] == "auto" for group in groups):
+        is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+        verdict = consult(_measured(optimizer, ns_dtype, device) if is_first else {}, lambda facts: facts[0])
+        for group in groups:
+            group["ns_methods"] = dict(verdict["methods"])
+
+
+def _measured(optimizer: MuonWithAuxAdam, ns_dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """The methods by shape, the shipped rule's where no other is clearly faster."""
+    began = time.perf_counter()
+    try:
+        times = measure(optimizer.shapes, optimizer.config.schedule, ns_dtype, device, optimizer.kernels)
+    except Exception as error:  # the other ranks have to hear of it
+        return {"error": f"{ON_ERROR} {type(error).__name__}: {error}"}
+    chosen = pins(optimizer.shapes, kind_of(device.type, ns_dtype.itemsize))
+    told = []
+    for shape, seconds in times.items():
+        key = shape_key(*shape)
+        chosen[key] = better(seconds, chosen[key])
+        told.append(f"{key} {chosen[key]} ({seconds['standard'] / seconds['gram']:.2f})")
+    logger.info(
+        "deepspeed-muon: rank 0 measured the methods of %d of %d shapes in %.1f s (standard's time over gram's): %s",
+        len(times),
+        len(chosen),
+        time.perf_counter() - began,
+        ", ".join(told),
+    )
+    return {"methods": chosen}
+
+
+ON_ERROR = "optimizer.params.ns_tuning: rank 0 cannot measure the methods; remove the key for the shipped rule."
+
+
+def compare_plans(optimizer: MuonWithAuxAdam, **mine: Any) -> dict[str, Any]:
+    """Make sure that all ranks have the same methods and the same plan.
+
+    Args:
+        mine: facts of which those of rank 0 count.
+
+    Returns:
+        Rank 0's.
+
+    Raises:
+        DisagreementError: they differ.
+    """
+    pinned = [group["ns_methods"] for group in optimizer.param_groups if group["use_muon"]]
+    plans = hashlib.sha256("".join(plan.digest for plan in optimizer.plans).encode()).hexdigest()[:16]
+    titles = {"methods": "the choice of Newton-Schulz methods", "plan": "the exchange plan"}
+
+    def judge(facts: list[dict[str, Any]]) -> dict[str, Any]:
+        error = differences(facts, titles)
+        return {"error": error} if error else facts[0]
+
+    return consult({"methods": pinned, "plan": plans, **mine}, judge)
