@@ -26,11 +26,12 @@ from torch.utils.flop_counter import FlopCounterMode
 import launch
 import output
 from deepspeed.muon.coefficients import schedule
+from deepspeed.muon.choice import choose_method
 from deepspeed.muon.cost import cost_model
 from deepspeed.muon.forecast import Half, Layout, lay_out, work_of
 from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.table import Operations
-from deepspeed.muon.orthogonalize import choose_method, orthogonalize
+from deepspeed.muon.orthogonalize import orthogonalize
 from deepspeed.muon.routing import Block, MatrixSpec
 from rates import Rates
 
@@ -106,7 +107,7 @@ def products(rows: int, cols: int, method: str, steps: int = 5) -> tuple[float, 
 
 def least_flops(rows: int, cols: int, method: str = "auto", steps: int = 5, symmetric: bool = False) -> float:
     """Least operations to orthogonalize one matrix; ``symmetric`` counts symmetric products half."""
-    mirrored, other = products(rows, cols, choose_method(rows, cols, method), steps)
+    mirrored, other = products(rows, cols, choose_method(rows, cols, method, "cpu bf16"), steps)
     return mirrored * (0.5 if symmetric else 1.0) + other
 
 
@@ -142,7 +143,7 @@ def _least_sent(matrices: Matrices, sharding: Sharding, itemsize: int) -> float:
         MatrixSpec(str(i), (rows, cols), True, "", (Block(0, rows, cols, cols),))
         for i, (rows, cols) in enumerate(matrices)
     )
-    layout, cost = Layout(sharding.stage, sharding.ranks), cost_model("auto", 5, itemsize, "cpu")
+    layout, cost = Layout(sharding.stage, sharding.ranks), cost_model("auto", schedule("simple"), itemsize, "cpu")
     return sum(work_of(part, cost).least_bytes for part in lay_out([Half(True, specs)], layout))
 
 
