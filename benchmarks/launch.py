@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import machine
@@ -31,6 +32,14 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where one rank runs: what stands before its command, and what its environment says beside the usual."""
+
+    prefix: tuple[str, ...] = ()
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
 def environment(job: Job, rank: int, port: int) -> dict[str, str]:
     """One thread per rank, CPU only, deepspeed-muon on or off as the variant says."""
     inherited = {name: text for name, text in machine.cpu_environment().items() if name != "DS_MUON_AUTOLOAD"}
@@ -47,18 +56,19 @@ def environment(job: Job, rank: int, port: int) -> dict[str, str]:
     return inherited | of_rank | fixed | VARIANTS[job.variant].environment
 
 
-def start(job: Job, folder: Path) -> list[subprocess.Popen]:
+def start(job: Job, folder: Path, worker: Path, places: Sequence[Place]) -> list[subprocess.Popen]:
     """Start every rank in a process group of its own, output to `rank<i>.log`, result to `rank<i>.json`."""
     port = free_port()
     processes = []
     job_text = json.dumps(dataclasses.asdict(job))
     for rank in range(job.world):
-        command = [sys.executable, str(WORKER), job_text, str(folder / f"rank{rank}.json")]
+        place = places[rank] if places else Place()
+        command = [*place.prefix, sys.executable, str(worker), job_text, str(folder / f"rank{rank}.json")]
         with (folder / f"rank{rank}.log").open("w") as log:
             processes.append(
                 subprocess.Popen(
                     command,
-                    env=environment(job, rank, port),
+                    env=environment(job, rank, port) | place.environment,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
@@ -90,9 +100,18 @@ def wait(processes: list[subprocess.Popen], timeout: float) -> str | None:
 
 def run(job: Job, timeout: float) -> dict:
     """Run one job and return its merged measurement."""
+    return merge(job, results(job, timeout))
+
+
+def results(job: Job, timeout: float, worker: Path = WORKER, places: Sequence[Place] = ()) -> list[dict]:
+    """Run one job and return what each rank measured.
+
+    Raises:
+        LaunchFailed: a rank failed, or they did not end in time.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        processes = start(job, folder)
+        processes = start(job, folder, worker, places)
         try:
             problem = wait(processes, timeout)
         finally:
@@ -102,8 +121,7 @@ def run(job: Job, timeout: float) -> dict:
                 f"--- rank {rank} ---\n{(folder / f'rank{rank}.log').read_text()[-3000:]}" for rank in range(job.world)
             ]
             raise LaunchFailed("\n".join([f"{job.case} {job.variant}: {problem}", *tails]))
-        results = [(folder / f"rank{rank}.json").read_text() for rank in range(job.world)]
-        return merge(job, [json.loads(text) for text in results])
+        return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(job.world)]
 
 
 def merge(job: Job, ranks: list[dict]) -> dict:
