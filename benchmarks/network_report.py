@@ -139,9 +139,9 @@ def markdown(summary: dict[Key, dict], args: argparse.Namespace) -> str:
     launches = max(row["launches"] for row in summary.values())
     caption = (
         f"{machine.one_line()}\n\nStage 3, {args.layers} x {{{d}x{d}, {h}x{d}, {d}x{h}}} linear layers, bf16, gloo "
-        f"over {where}, one thread per rank, each rank on one core of its host's half (4 ranks share 2 cores). Seconds: "
-        f"slowest rank, median of {args.steps} steps, median of {launches} alternating launches. MB per rank: ring cost; on the link: "
-        "what a host's interface has sent, backward + step."
+        f"over {where}, one thread per rank, each rank on one core of its host's half (4 ranks share 2 cores). "
+        f"Seconds: slowest rank, median of {args.steps} steps, median of {launches} alternating launches. MB per rank: "
+        "ring cost; on the link: what a host's interface has sent, backward + step."
     )
     parts = [
         "# Stage 3 over the network",
