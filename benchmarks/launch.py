@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import machine
@@ -31,6 +32,14 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where one rank runs: what stands before its command, and what its environment says beside the usual."""
+
+    prefix: tuple[str, ...] = ()
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
 def environment(rank: int, world: int, port: int, threads: int, device: str = "cpu") -> dict[str, str]:
     """The rank's place in the job; nothing of the caller's switches deepspeed-muon on or off."""
     given = machine.cpu_environment() if device == "cpu" else dict(os.environ)
@@ -48,15 +57,18 @@ def environment(rank: int, world: int, port: int, threads: int, device: str = "c
     return inherited | {name: str(value) for name, value in ranks.items()}
 
 
-def start(command: list[str], environments: list[dict[str, str]], folder: Path) -> list[subprocess.Popen]:
+def start(
+    command: list[str], environments: list[dict[str, str]], folder: Path, places: Sequence[Place] = ()
+) -> list[subprocess.Popen]:
     """Start every rank in a process group of its own, output to `rank<i>.log`, result to `rank<i>.json`."""
     processes = []
     for rank, env in enumerate(environments):
+        place = places[rank] if places else Place()
         with (folder / f"rank{rank}.log").open("w") as log:
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, *command, str(folder / f"rank{rank}.json")],
-                    env=env,
+                    [*place.prefix, sys.executable, *command, str(folder / f"rank{rank}.json")],
+                    env=env | place.environment,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
@@ -98,6 +110,7 @@ def run_ranks(
     threads: int = 1,
     extra: dict[str, str] | None = None,
     device: str = "cpu",
+    places: Sequence[Place] = (),
 ) -> list[dict]:
     """Run `python COMMAND RESULT_FILE` as every rank of one job; what each wrote to its file, as JSON.
 
@@ -109,7 +122,7 @@ def run_ranks(
         folder = Path(name)
         port = free_port()
         environments = [environment(rank, world, port, threads, device) | (extra or {}) for rank in range(world)]
-        processes = start(command, environments, folder)
+        processes = start(command, environments, folder, places)
         try:
             problem = wait(processes, timeout)
         finally:
@@ -123,12 +136,20 @@ def run_ranks(
 
 def run(job: Job, timeout: float) -> dict:
     """Run one job, one thread per rank, and return its merged measurement."""
-    command = [str(WORKER), json.dumps(dataclasses.asdict(job))]
+    return merge(job, results(job, timeout))
+
+
+def results(job: Job, timeout: float, worker: Path = WORKER, places: Sequence[Place] = ()) -> list[dict]:
+    """Run one job, one thread per rank, and return what each rank measured.
+
+    Raises:
+        LaunchFailed: a rank failed, or they did not end in time.
+    """
+    command = [str(worker), json.dumps(dataclasses.asdict(job))]
     try:
-        ranks = run_ranks(command, job.world, timeout, extra=VARIANTS[job.variant].environment)
+        return run_ranks(command, job.world, timeout, extra=VARIANTS[job.variant].environment, places=places)
     except LaunchFailed as error:
         raise LaunchFailed(f"{job.case} {job.variant}: {error}") from error
-    return merge(job, ranks)
 
 
 def merge(job: Job, ranks: list[dict]) -> dict:

@@ -24,12 +24,18 @@ ROUNDING_PASS_BYTES = 176
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What one rank can do; the defaults are those of one H100 on a fabric of 400 Gbit/s per rank."""
+    """What one rank can do; the defaults are those of one H100 on a fabric of 400 Gbit/s per rank.
+
+    ``message_us``: of each message that a rank sends in an all-to-all. ``run_us``: of the host per run of a shard, for
+    the launches of its elementwise passes. Both are assumed, not measured.
+    """
 
     tflops: float = 400.0
     memory_gbs: float = 3000.0
     network_gbs: float = 50.0
     latency_us: float = 50.0
+    message_us: float = 1.0
+    run_us: float = 30.0
     host_memory_gbs: float = 40.0
 
 
@@ -110,22 +116,31 @@ def _by_rank(lists: Sequence[Sequence[float]], world_size: int) -> list[float]:
 def _milliseconds(
     parts: Sequence[Part], works: Sequence[Work], itemsize: int, machine: Machine, offload: bool
 ) -> dict[str, float]:
-    """The elementwise pass, then per part the longer of Newton-Schulz and exchange, which run at the same time."""
+    """The elementwise pass, then per part Newton-Schulz and exchange, which run at the same time.
+
+    The first round's way there and the last one's way back overlap with nothing, so of the shorter of the two one
+    round's share adds to the longer.
+    """
     rate = machine.host_memory_gbs if offload else machine.memory_gbs
     elementwise = sum(part.numel * pass_bytes(part.half, itemsize) for part in parts) / (rate * 1e6)
+    elementwise += sum(work.runs for work in works) * machine.run_us / 1e3
     compute = [max(work.flops) / (machine.tflops * 1e9) for work in works]
     travel = [_travel(work, machine) for work in works]
+    together = sum(max(c, t) + min(c, t) / max(1, w.rounds) for c, t, w in zip(compute, travel, works, strict=True))
     return {
         "elementwise": elementwise,
         "newton_schulz": sum(compute),
         "exchange": sum(travel),
-        "total": elementwise + sum(map(max, compute, travel)),
+        "total": elementwise + together,
     }
 
 
 def _travel(work: Work, machine: Machine) -> float:
     most = max(work.sent_bytes)
-    return most / (machine.network_gbs * 1e6) + 2 * work.rounds * machine.latency_us / 1e3 if most else 0.0
+    if not most:
+        return 0.0
+    waits = 2 * work.rounds * machine.latency_us + work.messages * machine.message_us
+    return most / (machine.network_gbs * 1e6) + waits / 1e3
 
 
 def pass_bytes(half: Half, itemsize: int) -> int:
@@ -164,8 +179,10 @@ def assumptions(machine: Machine, device_type: str, ns_dtype: str, offload: bool
         f"Newton-Schulz in {ns_dtype} at {machine.tflops:g} TFLOP/s, every matrix shape alike",
         f"the elementwise pass moves {rate:g} GB/s through {where} and is not overlapped with anything",
         f"a rank sends {machine.network_gbs:g} GB/s and receives as much at the same time; "
-        f"an all-to-all takes {machine.latency_us:g} us besides",
-        "of each group or sub-group Newton-Schulz and exchange overlap wholly; one waits for the busiest rank",
+        f"an all-to-all takes {machine.latency_us:g} us besides, and {machine.message_us:g} us for each message",
+        f"a run of a shard takes {machine.run_us:g} us of the host, for the launches of its elementwise pass",
+        "of each group or sub-group Newton-Schulz and exchange overlap but for one round's share of the shorter; "
+        "one waits for the busiest rank",
         f"owners are balanced for {balance}; one user group of all trainable parameters",
         "not counted: ZeRO's own gradient reduction, parameter gathering, casts and norm",
     ]

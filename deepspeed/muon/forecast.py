@@ -171,6 +171,10 @@ class Work:
     sent_bytes: list[int]
     #: Rounds of the exchange; each is two all-to-alls where anything travels.
     rounds: int
+    #: Messages of the busiest rank in one step, there and back: one per round and rank that gets anything.
+    messages: int
+    #: Pieces of matrices on the rank that holds most of them.
+    runs: int
     #: The mean of ``sent_bytes`` if each matrix were gathered where most of it lies.
     least_bytes: float
     heaviest: float
@@ -186,20 +190,33 @@ def work_of(part: Part, cost: CostModel) -> Work:
         amount = cost.flops(item.block.rows, item.block.cols)
         work[owner] += amount
         heaviest = max(heaviest, amount)
-    sent, least = _traffic(items, owners, part.world_size)
-    travelling = [count * cost.bytes_per_element for count in sent]
-    least_bytes = least * cost.bytes_per_element / part.world_size
-    return Work(part, owners, work, travelling, _rounds(items, owners, cost), least_bytes, heaviest)
+    traffic = _traffic(items, owners, part.world_size)
+    travelling = [count * cost.bytes_per_element for count in traffic.sent]
+    least_bytes = traffic.least * cost.bytes_per_element / part.world_size
+    rounds = _rounds(items, owners, cost)
+    messages = traffic.messages(rounds * (part.world_size - 1))
+    return Work(part, owners, work, travelling, rounds, messages, max(traffic.runs, default=0), least_bytes, heaviest)
 
 
-def _traffic(items: Sequence[PlacedBlock], owners: Sequence[int], world_size: int) -> tuple[list[int], int]:
-    """Elements that each rank sends per step, there and back, and the least possible sum of them.
+class _Traffic:
+    """By rank: elements sent per step there and back, runs held, messages there and back if each matrix had its own."""
 
-    A rank sends what it holds of the matrices of others, and sends back what they hold of its own. Matrices that lie
-    alike over the ranks are counted together, as all of one shape do at stage 3.
+    def __init__(self, world_size: int) -> None:
+        self.sent, self.runs, self.there, self.back = ([0] * world_size for _ in range(4))
+        #: The least possible sum of what is sent.
+        self.least = 0
+
+    def messages(self, most: int) -> int:
+        """Of the busiest rank, with at most ``most`` in either direction: what goes to one rank in one round is one."""
+        return max(min(there, most) + min(back, most) for there, back in zip(self.there, self.back, strict=True))
+
+
+def _traffic(items: Sequence[PlacedBlock], owners: Sequence[int], world_size: int) -> _Traffic:
+    """A rank sends what it holds of the matrices of others, and sends back what they hold of its own.
+
+    Matrices that lie alike over the ranks are counted together, as all of one shape do at stage 3.
     """
-    sent = [0] * world_size
-    least = 0
+    traffic = _Traffic(world_size)
     held_by: dict[tuple[Block, int, int], dict[int, int]] = {}
     alike: Counter[tuple[Block, int, int]] = Counter()
     for item, owner in zip(items, owners, strict=True):
@@ -208,13 +225,17 @@ def _traffic(items: Sequence[PlacedBlock], owners: Sequence[int], world_size: in
         if key not in held_by:
             held_by[key] = {rank: _held(item, rank) for rank in item.holders}
         alike[key] += 1
-        sent[owner] += item.block.numel - 2 * held_by[key].get(owner, 0)
+        traffic.sent[owner] += item.block.numel - 2 * held_by[key].get(owner, 0)
+        traffic.there[owner] -= owner in held_by[key]
+        traffic.back[owner] += len(held_by[key]) - (owner in held_by[key])
     for key, count in alike.items():
         held = held_by[key]
-        least += 2 * count * (key[0].numel - max(held.values()))
+        traffic.least += 2 * count * (key[0].numel - max(held.values()))
         for rank, elements in held.items():
-            sent[rank] += count * elements
-    return sent, least
+            traffic.sent[rank] += count * elements
+            traffic.there[rank] += count
+            traffic.runs[rank] += count
+    return traffic
 
 
 def _held(item: PlacedBlock, rank: int) -> int:

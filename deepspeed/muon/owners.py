@@ -33,38 +33,48 @@ class CostModel:
     flops_per_byte: float
     bytes_per_element: int
 
-    def price(self, item: PlacedBlock, owner: int) -> float:
-        """Operations for the matrix, and what its bytes to and from the owner are worth in operations."""
-        work = self.flops(item.block.rows, item.block.cols)
-        return work + self.flops_per_byte * 2 * self.bytes_per_element * item.missing(owner)
+    def worth(self, elements: int) -> float:
+        """Operations that are worth the bytes of so many elements, to the owner and back."""
+        return self.flops_per_byte * 2 * self.bytes_per_element * elements
 
 
 def assign(items: Sequence[PlacedBlock], world_size: int, cost: CostModel) -> tuple[list[int], list[float]]:
     """Owners of the matrices and loads of the ranks, the same on every rank.
 
     Longest processing time (Graham 1969) among the ranks that hold a part of the matrix: the heaviest
-    first, to where it would be done earliest, counting the bytes that its owner must receive. Then matrices
-    leave the busiest rank where that makes the step shorter although all their bytes travel.
+    first, to where it would be done earliest, counting the bytes that this owner must receive and the best one
+    need not: those that travel anyway hide behind the work or delay every owner alike. Then matrices leave the
+    busiest rank where that makes the step shorter although all their bytes travel.
     """
     loads = _Loads(world_size)
     weights = [cost.flops(item.block.rows, item.block.cols) for item in items]
     owners = [0] * len(items)
+    spared = [0] * len(items)
     for index in sorted(range(len(items)), key=lambda i: (-weights[i], i)):
-        candidates = _candidates(items[index].holders, loads.least())
-        price = {rank: cost.price(items[index], rank) for rank in candidates}
-        owner = min(candidates, key=lambda rank: (loads.values[rank] + price[rank], rank))
+        missing = _candidates(items[index], loads.least())
+        spared[index] = least = min(missing.values())
+        price = {rank: weights[index] + cost.worth(elements - least) for rank, elements in missing.items()}
+        owner = min(price, key=lambda rank: (loads.values[rank] + price[rank], rank))
         owners[index] = owner
         loads.add(owner, price[owner], index)
-    _rebalance(items, owners, loads, cost)
+    prices = [w + cost.worth(item.block.numel - least) for w, item, least in zip(weights, items, spared, strict=True)]
+    _rebalance(prices, owners, loads)
     return owners, loads.values
 
 
-def _candidates(holders: range, least: int) -> set[int]:
-    """Holders worth a look. All but the first and the last hold equal parts, so of many a few stand for all."""
+def _candidates(item: PlacedBlock, least: int) -> dict[int, int]:
+    """Holders worth a look, with the elements that each of them lacks.
+
+    All but the first and the last hold equal parts, so of many a few stand for all.
+    """
+    holders = item.holders
     if len(holders) <= FEW_HOLDERS:
-        return set(holders)
-    some = {holders[0], holders[len(holders) // 2], holders[-1]}
-    return some | {least} if least in holders else some
+        return {rank: item.missing(rank) for rank in holders}
+    middle = holders[len(holders) // 2]
+    some = {rank: item.missing(rank) for rank in (holders[0], middle, holders[-1])}
+    if least in holders:
+        some.setdefault(least, some[middle])
+    return some
 
 
 class _Loads:
@@ -102,21 +112,23 @@ class _Loads:
         heapq.heappush(self._high, (-self.values[rank], rank))
 
 
-def _rebalance(items: Sequence[PlacedBlock], owners: list[int], loads: _Loads, cost: CostModel) -> None:
+def _rebalance(prices: Sequence[float], owners: list[int], loads: _Loads) -> None:
     """Move matrices from the busiest to the least loaded rank as long as the busier of the two gets less.
 
     The best one to move costs about half the gap between them.
+
+    Args:
+        prices: of each matrix at a rank that holds nothing of it.
     """
-    for _ in range(len(items)):
+    for _ in range(len(prices)):
         busiest, least = loads.busiest(), loads.least()
         owned, gap = loads.owned[busiest], loads.values[busiest] - loads.values[least]
         if not owned:
             return
-        position = max(0, bisect.bisect_right(owned, (gap / 2, len(items))) - 1)
+        position = max(0, bisect.bisect_right(owned, (gap / 2, len(prices))) - 1)
         index = owned[position][1]
-        price = cost.price(items[index], least)
-        if price >= gap:
+        if prices[index] >= gap:
             return
         loads.remove(busiest, position)
-        loads.add(least, price, index)
+        loads.add(least, prices[index], index)
         owners[index] = least

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from deepspeed.muon.routing import Block, MatrixSpec
 
@@ -52,12 +53,12 @@ class PlacedBlock:
     shard: Shard
     block: Block
 
-    @property
+    @cached_property
     def extent(self) -> tuple[int, int]:
         """First element of the parameter, and one past the last, that the block touches."""
         return self.block.offset, self.block.offset + (self.block.rows - 1) * self.block.stride + self.block.cols
 
-    @property
+    @cached_property
     def holders(self) -> range:
         """The ranks that hold a part of the matrix."""
         return self.shard.placement.ranks(*self.extent)

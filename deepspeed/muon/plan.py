@@ -188,6 +188,8 @@ def _digest(items: list[PlacedBlock], owners: list[int], rounds: list[list[tuple
     """A hash of everything that the ranks must agree on."""
     text = hashlib.sha256()
     for item, owner in zip(items, owners, strict=True):
-        text.update(f"{item.shard.spec.name}{item.shard.spec.shape}{item.block}{item.shard.placement}{owner};".encode())
+        spec, place, block = item.shard.spec, item.shard.placement, item.block
+        where = f"{block.offset} {block.rows} {block.cols} {block.stride} {place.origin} {place.span} {place.base}"
+        text.update(f"{spec.name}{spec.shape}{where} {owner};".encode())
     text.update(str([len(r) for r in rounds]).encode())
     return text.hexdigest()[:16]

@@ -33,6 +33,8 @@ MACHINE_FLAGS = {
     "memory_gbs": "memory bandwidth of one rank, GB/s",
     "network_gbs": "what one rank sends while it receives as much, GB/s",
     "latency_us": "of one all-to-all, microseconds",
+    "message_us": "of one message of an all-to-all, microseconds",
+    "run_us": "of the host per run of a shard, microseconds",
     "host_memory_gbs": "share of the host's memory bandwidth of one rank, GB/s; with CPU offload",
 }
 

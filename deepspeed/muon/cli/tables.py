@@ -156,7 +156,8 @@ def plan_text(facts: dict[str, Any]) -> str:
         (
             "step, predicted",
             f"{_digits(step['total'])} ms: elementwise {_digits(step['elementwise'])}, then the longer of "
-            f"Newton-Schulz {_digits(step['newton_schulz'])} and exchange {_digits(step['exchange'])}",
+            f"Newton-Schulz {_digits(step['newton_schulz'])} and exchange {_digits(step['exchange'])}, "
+            "and one round's share of the shorter",
         ),
         ("planning", f"{facts['planning_seconds']:.2f} s"),
         ("coming from stock", _clipping(facts["stock_clipping"])),

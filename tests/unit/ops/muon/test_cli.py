@@ -98,7 +98,7 @@ KEYS = {
     "per_rank": "state_bytes sent_bytes newton_schulz_gflop imbalance parts rounds",
     "step_ms": "elementwise newton_schulz exchange total",
     "stock_clipping": "gradient_clipping update_norm divided_by",
-    "machine": "tflops memory_gbs network_gbs latency_us host_memory_gbs",
+    "machine": "tflops memory_gbs network_gbs latency_us message_us run_us host_memory_gbs",
 }
 ROW_KEYS = "name count shape rule reason blocks scales methods owners"
 

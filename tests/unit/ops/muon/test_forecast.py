@@ -146,6 +146,21 @@ def test_sums_of_all_ranks_are_those_of_the_plans(
         assert work.flops == [sum(b.count * cost.flops(b.rows, b.cols) for b in owned) for owned in batches]
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.lists(shape, min_size=1, max_size=9), st.integers(1, 8), st.sampled_from([1, 3]))
+def test_messages_and_runs_are_those_of_the_plans(shapes: list[tuple[int, int]], world_size: int, stage: int) -> None:
+    """Exactly where each round holds one matrix of an owner at most, else no fewer than there are."""
+    (part,) = lay_out([group(shapes)], Layout(stage, world_size))
+    cost = cost_model(part.half.ns_method, STEPS, 2, "cuda")
+    work = work_of(part, cost)
+    plans = [make_plan(part.shards, rank, world_size, cost) for rank in range(world_size)]
+    sent = [sum(sum(map(bool, b.send_counts)) + sum(map(bool, b.receive_counts)) for b in p.buckets) for p in plans]
+    assert work.runs == max(sum(len(bucket.runs) for bucket in plan.buckets) for plan in plans)
+    assert max(sent) <= work.messages <= 2 * work.rounds * (world_size - 1)
+    if len(shapes) == 1:
+        assert work.messages == max(sent)
+
+
 def test_rounds_are_those_of_the_plan() -> None:
     """Matrices above and below the size of a bucket, uneven over the owners."""
     side = int((BUCKET_BYTES // 2) ** 0.5)
@@ -176,17 +191,21 @@ def test_stage_0_sends_nothing_and_repeats_the_work() -> None:
 
 
 def test_milliseconds_follow_the_machine() -> None:
-    """With one part: elementwise bytes over the bandwidth, then the longer of the other two."""
-    half = group([(256, 256)] * 4)
+    """With one part: the elementwise pass, then the longer of the other two and one round's share of the shorter."""
+    half = group([(2048, 2048)] * 4)
     (part,) = lay_out([half], Layout(3, 2))
     work = work_of(part, cost_model(half.ns_method, STEPS, 2, "cuda"))
-    machine = Machine(tflops=2.0, memory_gbs=3.0, network_gbs=0.5, latency_us=7.0, host_memory_gbs=1.0)
+    machine = Machine(
+        tflops=2.0, memory_gbs=3.0, network_gbs=0.5, latency_us=7.0, message_us=3.0, run_us=11.0, host_memory_gbs=1.0
+    )
     for offload, rate in ((False, 3.0), (True, 1.0)):
         step = estimate([half], Layout(3, 2), STEPS, 2, "cuda", machine, offload)[0]["step_ms"]
-        assert step["elementwise"] == pytest.approx(part.numel * 56 / rate / 1e6)
+        assert step["elementwise"] == pytest.approx(part.numel * 56 / rate / 1e6 + 4 * 11e-3)
         assert step["newton_schulz"] == pytest.approx(max(work.flops) / 2e9)
-        assert step["exchange"] == pytest.approx(max(work.sent_bytes) / 0.5e6 + 2 * work.rounds * 7e-3)
-        assert step["total"] == pytest.approx(step["elementwise"] + max(step["newton_schulz"], step["exchange"]))
+        assert step["exchange"] == pytest.approx(max(work.sent_bytes) / 0.5e6 + 2 * work.rounds * 7e-3 + 4 * 3e-3)
+        longer, shorter = step["newton_schulz"], step["exchange"]
+        assert (work.rounds, longer > shorter) == (2, True)
+        assert step["total"] == pytest.approx(step["elementwise"] + longer + shorter / 2)
 
 
 def test_bytes_of_the_elementwise_pass() -> None:
