@@ -25,8 +25,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import launch
 import output
-from deepspeed.muon.coefficients import schedule
 from deepspeed.muon.choice import choose_method
+from deepspeed.muon.coefficients import schedule
 from deepspeed.muon.cost import cost_model
 from deepspeed.muon.forecast import Half, Layout, lay_out, work_of
 from deepspeed.muon.kernels import reference
