@@ -17,7 +17,7 @@ from deepspeed.muon.config import MuonConfig, parse
 from deepspeed.muon.cost import cost_model
 from deepspeed.muon.exchange import Exchange, Transit
 from deepspeed.muon.groups import check_patterns, split_groups
-from deepspeed.muon.kernels import reference
+from deepspeed.muon.kernels import native, reference
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.logs import logger
 from deepspeed.muon.meter import Meter
@@ -68,7 +68,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self._adam_partitions: list[Partition] = []
         self._is_bound = False
         self._work = Workspace()
-        #: Who computes the operations of a step; equal on all ranks.
+        #: Who computes the operations of a step; equal on all ranks. See :meth:`choose_kernels`.
         self.kernels: Operations = reference.OPERATIONS
         #: Called before an update; ``False`` skips it on every rank, for all groups alike.
         self.is_finite: Callable[[], bool] = self._gradients_are_finite
@@ -146,6 +146,18 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         """Give back the memory of temporaries; the next step takes it again."""
         self._work.clear()
 
+    def missing_kernels(self, partitions: Sequence[Partition]) -> str | None:
+        """Why the operations in C++ cannot be used for these tensors, or ``None``; builds them at the first call."""
+        if self.config.kernels == "torch":
+            return "optimizer.params.kernels"
+        if not any(tensor.device.type == "cpu" for partition in partitions for tensor in partition.tensors):
+            return "nothing lies on the CPU"
+        return native.unavailable()
+
+    def choose_kernels(self, missing: str | None) -> None:
+        """Take C++ where nothing is missing on any rank, else plain PyTorch."""
+        self.kernels = native.operations() if missing is None else reference.OPERATIONS
+
     def _bind_whole(self) -> None:
         """Bind the parameters themselves: plain PyTorch, every rank holds every matrix."""
         partitions = [
@@ -153,6 +165,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             for index, group in enumerate(self.param_groups)
         ]
         self.bind(partitions, resolve_dtype(self.config.ns_dtype, bf16_is_fast()))
+        self.choose_kernels(self.missing_kernels(partitions))
 
     def create_state(self, tensor: Tensor, use_muon: bool) -> dict[str, Any]:
         """The state of a tensor, zeros of its size where it has none yet. It is updated in place ever after."""

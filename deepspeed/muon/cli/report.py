@@ -9,6 +9,7 @@ from importlib import metadata
 from typing import Any
 
 from deepspeed.muon.cli.tables import aligned
+from deepspeed.muon.kernels import native
 from deepspeed.muon.orthogonalize import bf16_is_fast
 from deepspeed.muon.version import TESTED_DEEPSPEED, __version__
 from deepspeed.muon.zero.environment import accelerator, backends
@@ -35,13 +36,19 @@ def environment() -> dict[str, Any]:
         "seams": seam_states(),
         "activation": _activation(),
         "accelerator": accelerator(),
-        "kernels": "torch",
+        "kernels": _kernels(),
         "bf16_is_fast": bf16_is_fast(),
         "backends": backends(),
     }
     facts["problems"] = _problems(facts)
     facts["ok"] = not facts["problems"]
     return facts
+
+
+def _kernels() -> str:
+    """What a step on the CPU would run on; built here if it is not yet, as it would be then."""
+    missing = native.unavailable()
+    return native.operations().name if missing is None else f"torch ({missing})"
 
 
 def _version(name: str) -> str | None:

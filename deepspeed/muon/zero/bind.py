@@ -58,8 +58,11 @@ def bind_engine(engine: Any) -> None:
     partitions = _partitions(wrapper, optimizer)
     create_states(wrapper, optimizer)
     optimizer.bind(partitions, resolve_dtype(optimizer.config.ns_dtype, verdict["bf16"]), _compute_device())
-    facts = {"plan": _plan_digest(optimizer), "monitor": engine.monitor.enabled}
-    watch(engine, consult(facts, _judge_plans)["monitor"])
+    missing = optimizer.missing_kernels(optimizer.partitions)
+    facts = {"plan": _plan_digest(optimizer), "monitor": engine.monitor.enabled, "no_native": missing}
+    verdict = consult(facts, _judge_plans)
+    watch(engine, verdict["monitor"])
+    optimizer.choose_kernels(verdict["no_native"])
     keep_accessible(wrapper, optimizer)
     keep_resumable(engine, optimizer)
     keep_convertible(wrapper, optimizer)
@@ -67,7 +70,7 @@ def bind_engine(engine: Any) -> None:
     optimizer.report_skip = once_per_step(engine, optimizer.report_skip)
     stalls.watch()
     if engine.global_rank == 0:
-        _report(engine, optimizer)
+        _report(engine, optimizer, verdict["no_native"])
 
 
 def _partitions(wrapper: Any, optimizer: MuonWithAuxAdam) -> list[Partition]:
@@ -113,7 +116,9 @@ def _judge_settings(facts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _judge_plans(facts: list[dict[str, Any]]) -> dict[str, Any]:
-    return _verdict(differences(facts, {"plan": "the exchange plan"})) | {"monitor": facts[0]["monitor"]}
+    missing = next((f"rank {rank}: {own['no_native']}" for rank, own in enumerate(facts) if own["no_native"]), None)
+    verdict = {"monitor": facts[0]["monitor"], "no_native": missing}
+    return _verdict(differences(facts, {"plan": "the exchange plan"})) | verdict
 
 
 def _verdict(error: str | None) -> dict[str, Any]:
@@ -124,7 +129,7 @@ def _plan_digest(optimizer: MuonWithAuxAdam) -> str:
     return hashlib.sha256("".join(plan.digest for plan in optimizer.plans).encode()).hexdigest()[:16]
 
 
-def _report(engine: Any, optimizer: MuonWithAuxAdam) -> None:
+def _report(engine: Any, optimizer: MuonWithAuxAdam, no_native: str | None) -> None:
     matrices = [spec for spec in optimizer.specs.values() if spec.use_muon]
     rest = [spec for spec in optimizer.specs.values() if not spec.use_muon]
     for spec in optimizer.specs.values():
@@ -147,7 +152,9 @@ def _report(engine: Any, optimizer: MuonWithAuxAdam) -> None:
         + (f", {len(lora)} of them LoRA factors (Muon by muon_include)" if lora else ""),
         f"{engine.world_size} ranks",
         f"{sent:.1f} MB sent per step by rank 0, {extra:.1f} MB by all ranks to balance the owners",
-        f"Newton-Schulz in {str(exchange.dtype).removeprefix('torch.')} on {exchange.device.type}, kernels: torch",
+        f"Newton-Schulz in {str(exchange.dtype).removeprefix('torch.')} on {exchange.device.type}, kernels: "
+        + optimizer.kernels.name
+        + (f" ({no_native})" if no_native else ""),
         f"adjust_lr_fn {config.scale} = {SCALES[config.scale][0].replace('rms_scale', f'{config.rms_scale:g}')}: "
         f"update RMS {rms:.3g} x lr for {typical.name} {list(typical.shape)}",
     )

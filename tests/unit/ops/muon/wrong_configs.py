@@ -52,6 +52,7 @@ PARAMS: list[dict[str, Any]] = [
     {"ns_method": "grams"},
     {"ns_dtype": "bfloat16"},
     {"ns_dtype": "fp16"},
+    {"kernels": "tourch"},
     {"ns_coefficients": "simpel"},
     {"ns_coefficients": [[1, 2]]},
     {"ns_coefficients": "you", "ns_steps": 4},
