@@ -33,10 +33,10 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         return reference.OPERATIONS
     if native.unavailable() and shutil.which("c++") is None:
         pytest.skip("no C++ compiler")
-    monkeypatch.setattr(
-        native, "reference", SimpleNamespace(advance=never, advance_rounded=never, apply_=never, normalize_=never)
-    )
-    return native.operations()
+    table = native.operations()
+    unused = SimpleNamespace(advance=never, advance_rounded=never, apply_=never, normalize_=never)
+    monkeypatch.setattr(native, "reference", unused)
+    return table
 
 
 def randn(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
