@@ -41,15 +41,14 @@ class MuonBuilder(CPUOpBuilder):
         return [str(path) for folder in folders if folder.is_dir() for path in sorted(folder.glob("*.cpp"))]
 
     def cxx_args(self) -> list[str]:
-        """DeepSpeed's for this CPU. No contraction: an element's bits must not depend on how a loop is compiled."""
+        """DeepSpeed's for this CPU. No contraction: an element's bits must not depend on how a loop is compiled.
+
+        There is no -fopenmp for the linker: the threads are torch's, whose own copy of the library has them.
+        """
         capability = torch.backends.cpu.get_cpu_capability()
         vectors = next((flags for start, flags in VECTORS.items() if capability.startswith(start)), DEFAULT)
         given = [flag for flag in super().cxx_args() if flag != "-g"]
         return [*given, *vectors, "-ffp-contract=off", "-DAT_PARALLEL_OPENMP=1"]
-
-    def extra_ldflags(self) -> list[str]:
-        """The threads of at::parallel_for."""
-        return ["-fopenmp"]
 
     def is_compatible(self, verbose: bool = False) -> bool:
         """Whether there are sources and a compiler."""
