@@ -255,7 +255,7 @@ def test_norm_is_one_whatever_the_magnitude(
     stored = x.double()
     assert kernels.normalize_(x) is x
     expected = stored / torch.linalg.matrix_norm(stored, keepdim=True)
-    tolerance = 1e-6 if dtype == torch.float32 else 2**-7
+    tolerance = 4e-6 if dtype == torch.float32 else 2**-7
     torch.testing.assert_close(x.double(), expected, rtol=tolerance, atol=1e-30)
     if kernels.name != "torch":
         torch.testing.assert_close(x, reference.normalize_(stored.to(dtype)), rtol=tolerance, atol=1e-30)
