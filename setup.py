@@ -5,7 +5,9 @@ The repository's ``deepspeed/`` folder has no ``__init__.py``: it is laid beside
 DeepSpeed, and a folder without one does not hide them.
 """
 
+import os
 import re
+import runpy
 from pathlib import Path
 
 from setuptools import find_namespace_packages, setup
@@ -19,13 +21,27 @@ def requirements(name: str) -> list[str]:
     return [line for line in (raw.partition("#")[0].strip() for raw in lines) if line]
 
 
+def ahead_of_time() -> dict:
+    """csrc/muon compiled into the package, for ``DS_BUILD_MUON=1 pip install --no-build-isolation``."""
+    if os.environ.get("DS_BUILD_MUON", "0") != "1":
+        return {}
+    from torch.utils.cpp_extension import BuildExtension
+
+    builder = runpy.run_path(str(ROOT / "deepspeed/muon/kernels/builder.py"))["MuonBuilder"]()
+    extension = builder.builder()
+    extension.sources = [os.path.relpath(path, ROOT) for path in extension.sources]
+    return {"ext_modules": [extension], "cmdclass": {"build_ext": BuildExtension}}
+
+
 version = re.search(r'__version__ = "(.+?)"', (ROOT / "deepspeed/muon/version.py").read_text()).group(1)
 
 setup(
     version=version,
-    packages=find_namespace_packages(include=["deepspeed.muon", "deepspeed.muon.*"]),
-    package_data={"deepspeed.muon": ["*.json"]},
+    packages=[*find_namespace_packages(include=["deepspeed.muon", "deepspeed.muon.*"]), "deepspeed.muon.csrc"],
+    package_dir={"deepspeed.muon.csrc": "csrc/muon"},
+    package_data={"deepspeed.muon": ["*.json"], "deepspeed.muon.csrc": ["*.cpp", "*.h"]},
     py_modules=["deepspeed_muon"],
     install_requires=requirements("requirements"),
     extras_require={"example": requirements("requirements-example"), "dev": requirements("requirements-dev")},
+    **ahead_of_time(),
 )

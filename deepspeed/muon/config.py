@@ -126,6 +126,11 @@ class MuonConfig(BaseModel):
         "dtype of Newton-Schulz and its exchange; `auto`: bf16 where every rank multiplies it in hardware",
         "auto, bf16 or fp32",
     )
+    kernels: Literal["auto", "torch"] = knob(
+        "auto",
+        "who computes the operations of a step; `auto`: C++ where it can be built, `torch`: plain PyTorch",
+        "auto or torch",
+    )
     betas: tuple[Fraction, Fraction] = knob(
         (0.9, 0.95), "AdamW's decay rates", "two numbers, each from 0 to below 1", "per step", STOCK
     )

@@ -16,6 +16,7 @@ NEUTRAL_KEYS = frozenset(
         "muon_weight_decay",
         "ns_coefficients",
         "ns_dtype",
+        "kernels",
         "ns_steps",
         "ns_tuning",
     }

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,3 +49,8 @@ def whole_partition(index: int, tensors: Sequence[Tensor], specs: Sequence[Matri
     """The partition of a group's parameters that this rank holds whole, each in its own tensor."""
     shards = [Shard(spec, i, Placement(0, spec.numel, 0)) for i, spec in enumerate(specs)]
     return Partition(index, tuple(tensors), tuple(shards))
+
+
+def device_types(partitions: Iterable[Partition]) -> list[str]:
+    """The kinds of devices that the tensors lie on."""
+    return sorted({tensor.device.type for partition in partitions for tensor in partition.tensors})

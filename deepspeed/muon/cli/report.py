@@ -11,6 +11,7 @@ from typing import Any
 
 from deepspeed.muon.choice import kind_of, shipped
 from deepspeed.muon.cli.tables import aligned
+from deepspeed.muon.kernels import selection
 from deepspeed.muon.orthogonalize import bf16_is_fast
 from deepspeed.muon.version import TESTED_DEEPSPEED, __version__
 from deepspeed.muon.zero.environment import accelerator, backends
@@ -37,7 +38,7 @@ def environment() -> dict[str, Any]:
         "seams": seam_states(),
         "activation": _activation(),
         "accelerator": accelerator(),
-        "kernels": "torch",
+        "kernels": _kernels(),
         "bf16_is_fast": bf16_is_fast(),
         "backends": backends(),
     }
@@ -51,6 +52,12 @@ def _rule(device_type: str, in_bf16: bool) -> dict[str, Any]:
     """The shipped rule for this device."""
     kind = kind_of(device_type, 2 if in_bf16 else 4)
     return {"for": kind, **dataclasses.asdict(shipped()[kind])}
+
+
+def _kernels() -> str:
+    """What a step on the CPU would run on; built here if it is not yet, as it would be then."""
+    missing = selection.missing("auto", ["cpu"])
+    return selection.describe(selection.choose(missing), missing)
 
 
 def _version(name: str) -> str | None:

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from deepspeed.muon import stalls
+from deepspeed.muon.kernels import selection
 from deepspeed.muon.logs import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.orthogonalize import bf16_is_fast, resolve_dtype
-from deepspeed.muon.partition import Partition
+from deepspeed.muon.partition import Partition, device_types
 from deepspeed.muon.plan import Plan
 from deepspeed.muon.routing import is_lora
 from deepspeed.muon.update import SCALES, update_rms
@@ -59,6 +60,9 @@ def bind_engine(engine: Any) -> None:
     partitions = _partitions(wrapper, optimizer)
     create_states(wrapper, optimizer)
     ns_dtype, device = resolve_dtype(optimizer.config.ns_dtype, verdict["bf16"]), _compute_device()
+    kinds = sorted({*device_types(partitions), device.type})
+    lacking = consult(selection.missing(optimizer.config.kernels, kinds), _judge_kernels)
+    optimizer.kernels = selection.choose(lacking)
     tune(optimizer, ns_dtype, device)
     optimizer.bind(partitions, ns_dtype, device)
     watch(engine, compare_plans(optimizer, monitor=engine.monitor.enabled)["monitor"])
@@ -69,7 +73,7 @@ def bind_engine(engine: Any) -> None:
     optimizer.report_skip = once_per_step(engine, optimizer.report_skip)
     stalls.watch()
     if engine.global_rank == 0:
-        _report(engine, optimizer)
+        _report(engine, optimizer, lacking)
 
 
 def _partitions(wrapper: Any, optimizer: MuonWithAuxAdam) -> list[Partition]:
@@ -115,7 +119,16 @@ def _judge_settings(facts: list[dict[str, Any]]) -> dict[str, Any]:
     return ({"error": error} if error else {}) | {"bf16": all(stated["bf16"] for stated in facts)}
 
 
-def _report(engine: Any, optimizer: MuonWithAuxAdam) -> None:
+def _judge_kernels(facts: list[dict[str, Any]]) -> dict[str, Any]:
+    """What any rank lacks, all do without."""
+    return {kind: _first_reason(facts, kind) for kind in {kind for stated in facts for kind in stated}}
+
+
+def _first_reason(facts: list[dict[str, Any]], kind: str) -> str | None:
+    return next((f"rank {rank}: {stated[kind]}" for rank, stated in enumerate(facts) if stated.get(kind)), None)
+
+
+def _report(engine: Any, optimizer: MuonWithAuxAdam, lacking: selection.Missing) -> None:
     matrices = [spec for spec in optimizer.specs.values() if spec.use_muon]
     rest = [spec for spec in optimizer.specs.values() if not spec.use_muon]
     for spec in optimizer.specs.values():
@@ -138,8 +151,8 @@ def _report(engine: Any, optimizer: MuonWithAuxAdam) -> None:
         + (f", {len(lora)} of them LoRA factors (Muon by muon_include)" if lora else ""),
         f"{engine.world_size} ranks",
         f"{sent:.1f} MB sent per step by rank 0, {extra:.1f} MB by all ranks to balance the owners",
-        f"Newton-Schulz in {str(exchange.dtype).removeprefix('torch.')} on {exchange.device.type}, kernels: torch, "
-        f"{_methods(optimizer)}",
+        f"Newton-Schulz in {str(exchange.dtype).removeprefix('torch.')} on {exchange.device.type}, kernels: "
+        f"{selection.describe(optimizer.kernels, lacking)}, {_methods(optimizer)}",
         f"adjust_lr_fn {config.scale} = {SCALES[config.scale][0].replace('rms_scale', f'{config.rms_scale:g}')}: "
         f"update RMS {rms:.3g} x lr for {typical.name} {list(typical.shape)}",
     )

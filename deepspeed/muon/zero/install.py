@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -72,6 +73,7 @@ def install() -> None:
     _replace(engine, "save_checkpoint", save_checkpoint)
     _replace(engine, "load_checkpoint", load_checkpoint)
     _replace(config, "__init__", _read_config)
+    _list_op()
     supported.append(MuonWithAuxAdam)
     _undo.append(lambda: supported.remove(MuonWithAuxAdam))
 
@@ -171,6 +173,17 @@ def _read_config(original: Callable, self: Any, *args: Any, **kwargs: Any) -> No
 
 def _to_be_filled(key: str, value: Any) -> bool:
     return key in FILLED_BY and value == "auto"
+
+
+def _list_op() -> None:
+    """Let ``ds_report`` list csrc/muon among DeepSpeed's own operations."""
+    builder = importlib.import_module("deepspeed.muon.kernels.builder").MuonBuilder()
+    listed = importlib.import_module("deepspeed.ops.op_builder.all_ops").ALL_OPS
+    installed = importlib.import_module("deepspeed.git_version_info").installed_ops
+    listed[builder.NAME] = builder
+    installed[builder.NAME] = importlib.util.find_spec(builder.absolute_name()) is not None
+    for names in (listed, installed):
+        _undo.append(functools.partial(names.pop, builder.NAME))
 
 
 def _keep_user_tags() -> None:

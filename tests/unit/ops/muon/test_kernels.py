@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The elementwise operations of a step, in every table: against float64, their twin in PyTorch, and each other."""
 
+import shutil
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from deepspeed.muon.kernels import reference
+from deepspeed.muon.kernels import native, reference
+from deepspeed.muon.kernels.builder import MuonBuilder
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.rounding import key_of
 from deepspeed.muon.workspace import Workspace
@@ -20,9 +23,20 @@ SIZES = [1, 15, 16, 33, 1000, 2**17 + 13]
 SLICES = (0, 1, 14, 77, 130, 1000, 40_001)
 
 
-@pytest.fixture(params=["torch"])
-def kernels(request: pytest.FixtureRequest) -> Operations:
-    return reference.OPERATIONS
+def never(*args: Any) -> Any:
+    raise AssertionError("the twin was called instead")
+
+
+@pytest.fixture(params=["torch", "native"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Operations:
+    if request.param == "torch":
+        return reference.OPERATIONS
+    if native.unavailable() and shutil.which("c++") is None:
+        pytest.skip("no C++ compiler")
+    table = native.operations()
+    unused = SimpleNamespace(advance=never, advance_rounded=never, apply_=never, normalize_=never)
+    monkeypatch.setattr(native, "reference", unused)
+    return table
 
 
 def randn(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -147,6 +161,62 @@ def step(kernels: Operations, given: dict[str, Tensor], start: int = 0) -> None:
     kernels.apply_(param, out, 0.1, 0.7, 0.0, work)
 
 
+def assert_twins(kernels: Operations, given: dict[str, Tensor]) -> None:
+    """Every tensor of ``given`` after a step has the bits that PyTorch gives it."""
+    expected = {name: tensor.clone() for name, tensor in given.items()}
+    step(kernels, given)
+    step(reference.OPERATIONS, expected)
+    for name, tensor in expected.items():
+        assert tensor.equal(given[name]), name
+
+
+def test_the_bits_are_those_of_the_twin(kernels: Operations) -> None:
+    """Rounded to nearest, at random, and once at the end of a product and a sum: on every CPU with such products."""
+    for numel in (*SIZES, 0):
+        assert_twins(kernels, operands(numel))
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan, 3.4e38, 1e-40, -1e-45, -0.0])
+def test_extreme_values(kernels: Operations, value: float) -> None:
+    given = operands(70)
+    for tensor in given.values():
+        tensor[5::7] = value
+    expected = {name: tensor.clone() for name, tensor in given.items()}
+    step(kernels, given)
+    step(reference.OPERATIONS, expected)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(given[name], tensor, rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+def test_what_cpp_is_not_made_for_falls_to_the_twin() -> None:
+    """Strides, dtypes, and shapes that do not match, which the twin may refuse."""
+    if native.unavailable():
+        pytest.skip("no C++ compiler")
+    module = MuonBuilder().load()
+    wide, narrow = randn(64, 0), randn(64, 1, torch.bfloat16)
+    for grad, out in ((wide[::2], wide[32:]), (wide[:32].double(), wide[32:]), (wide[:31], wide[32:])):
+        kept = wide.clone()
+        assert not module.advance(wide[:32], grad, out, 0.9, True)
+        assert wide.equal(kept)
+    assert not module.advance(narrow, wide, wide, 0.9, True)
+    assert not module.advance_rounded(wide, wide, wide, 0.9, True, (1, 2), 0)
+    assert not module.apply_(narrow, narrow, 0.1, 1.0, 0.1)
+    assert not module.normalize_(wide.view(2, 4, 8).mT) and not module.normalize_(wide.double().view(2, 4, 8))
+    for name in ("buffer", "param"):
+        given = operands(64)
+        given[name] = torch.cat([given[name], given[name]])[::2]
+        assert_twins(native.operations(), given)
+
+
+def test_autograd_sees_the_update(kernels: Operations) -> None:
+    weight = randn(40, 0).requires_grad_()
+    loss = weight.square().sum()
+    with torch.no_grad():
+        kernels.apply_(weight.view(-1)[:40], randn(40, 1), 0.1, 1.0, 0.1, Workspace())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 @pytest.fixture
 def two_threads() -> Iterator[None]:
     before = torch.get_num_threads()
@@ -163,3 +233,51 @@ def test_neither_slices_nor_threads_change_a_bit(kernels: Operations, two_thread
         step(kernels, {name: tensor[start:stop] for name, tensor in sliced.items()}, start)
     for name, tensor in whole.items():
         assert tensor.equal(sliced[name]), name
+
+
+# ---- normalize_ -------------------------------------------------------------------------------------------
+
+MAGNITUDES = [(torch.float32, 10.0**e) for e in (-44, -42, -38, -30, -19, -3, 0, 8, 19, 25, 38)]
+MAGNITUDES += [(torch.bfloat16, 10.0**e) for e in (-38, -30, -19, -3, 0, 8, 19, 25, 38)]
+
+
+def matrices(shape: tuple[int, ...], magnitude: float, dtype: torch.dtype) -> Tensor:
+    uniform = torch.rand(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return (magnitude * (6 * uniform - 3)).to(dtype)
+
+
+@pytest.mark.parametrize(("dtype", "magnitude"), MAGNITUDES)
+@pytest.mark.parametrize("shape", [(1, 6, 10), (3, 33, 7), (2, 130, 300)])
+def test_norm_is_one_whatever_the_magnitude(
+    kernels: Operations, shape: tuple[int, ...], dtype: torch.dtype, magnitude: float
+) -> None:
+    x = matrices(shape, magnitude, dtype)
+    stored = x.double()
+    assert kernels.normalize_(x) is x
+    expected = stored / torch.linalg.matrix_norm(stored, keepdim=True)
+    tolerance = 4e-6 if dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(x.double(), expected, rtol=tolerance, atol=1e-30)
+    if kernels.name != "torch":
+        torch.testing.assert_close(x, reference.normalize_(stored.to(dtype)), rtol=tolerance, atol=1e-30)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_normalized_on_one_and_two_threads(kernels: Operations, dtype: torch.dtype, two_threads: None) -> None:
+    x = matrices((5, 301, 257), 1e-3, dtype)
+    many, single = x.clone(), x.clone()
+    kernels.normalize_(many)
+    torch.set_num_threads(1)
+    alone = torch.cat([kernels.normalize_(matrix.clone()[None]) for matrix in x])
+    assert torch.equal(kernels.normalize_(single), alone), "whatever the batch"
+    if kernels.name != "torch":
+        assert torch.equal(many, single), "PyTorch's own sums depend on the threads"
+
+
+def test_zero_subnormal_and_non_finite_matrices(kernels: Operations) -> None:
+    x = torch.zeros(6, 4, 6)
+    x[1, 2, 3], x[2, 1, 1], x[2, 0, 0] = -1e-44, 3e38, 1e-44
+    x[3, 0, 1], x[4, 3, 5], x[5, 3, 5] = torch.nan, torch.inf, 1.2345
+    kernels.normalize_(x)
+    assert not x[0].any()
+    assert x[1, 2, 3] == -1.0 and x[2, 1, 1] == 1.0 and x[2, 0, 0] == 0.0 and x[5, 3, 5] == 1.0
+    assert not x[3].isfinite().all() and not x[4].isfinite().all()

@@ -53,6 +53,7 @@ PARAMS: list[dict[str, Any]] = [
     {"ns_tuning": "measure"},
     {"ns_dtype": "bfloat16"},
     {"ns_dtype": "fp16"},
+    {"kernels": "tourch"},
     {"ns_coefficients": "simpel"},
     {"ns_coefficients": [[1, 2]]},
     {"ns_coefficients": "you", "ns_steps": 4},

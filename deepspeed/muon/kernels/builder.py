@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds csrc/muon by DeepSpeed's conventions: with ninja at the first use, or by ``DS_BUILD_MUON=1 pip install``."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.ops.op_builder.cpu.builder import CPUOpBuilder
+
+#: What ATen's vectors need to be told, by the start of ``torch.backends.cpu.get_cpu_capability()``.
+VECTORS = {
+    "AVX512": ["-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512"],
+    "AVX2": ["-DCPU_CAPABILITY=AVX2", "-DCPU_CAPABILITY_AVX2"],
+}
+DEFAULT = ["-DCPU_CAPABILITY=DEFAULT"]
+
+
+class MuonBuilder(CPUOpBuilder):
+    """The C++ operations for the CPU, whatever the accelerator: with offload the shards are there."""
+
+    BUILD_VAR = "DS_BUILD_MUON"
+    NAME = "muon"
+
+    def __init__(self) -> None:
+        super().__init__(name=self.NAME)
+
+    def absolute_name(self) -> str:
+        """Where the module that is built ahead of time lies."""
+        return f"deepspeed.muon.kernels.{self.NAME}_op"
+
+    def sources(self) -> list[str]:
+        """All of csrc/muon, which a wheel keeps in the package and a checkout beside it."""
+        package = Path(__file__).resolve().parents[1]
+        folders = (package / "csrc", package.parents[1] / "csrc" / "muon")
+        return [str(path) for folder in folders if folder.is_dir() for path in sorted(folder.glob("*.cpp"))]
+
+    def cxx_args(self) -> list[str]:
+        """DeepSpeed's for this CPU. No contraction: an element's bits must not depend on how a loop is compiled.
+
+        There is no -fopenmp for the linker: the threads are torch's, whose own copy of the library has them.
+        """
+        capability = torch.backends.cpu.get_cpu_capability()
+        vectors = next((flags for start, flags in VECTORS.items() if capability.startswith(start)), DEFAULT)
+        given = [flag for flag in super().cxx_args() if flag != "-g"]
+        return [*given, *vectors, "-ffp-contract=off", "-DAT_PARALLEL_OPENMP=1"]
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Whether there are sources and a compiler."""
+        compiler = os.environ.get("CXX", "c++").split()[0]
+        if not self.sources():
+            self.error_log = "the sources of csrc/muon are not installed"
+        elif shutil.which(compiler) is None:
+            self.error_log = f"there is no C++ compiler {compiler}"
+        else:
+            return super().is_compatible(verbose)
+        if verbose:
+            self.warning(self.error_log)
+        return False
+
+    def load(self, verbose: bool = False) -> Any:
+        """The module: built ahead of time if it fits this torch and CPU, else just in time.
+
+        Raises:
+            Exception: of any kind, where there is no compiler or the build fails.
+        """
+        if self.NAME in self._loaded_ops:
+            return self._loaded_ops[self.NAME]
+        return self._installed() or self.jit_load(verbose)
+
+    def _installed(self) -> Any:
+        if importlib.util.find_spec(self.absolute_name()) is None:
+            return None
+        try:
+            module = importlib.import_module(self.absolute_name())
+        except ImportError:  # another torch's symbols
+            return None
+        fits = module.torch_version == ".".join(torch.__version__.split(".")[:2])
+        if not fits or not torch.backends.cpu.get_cpu_capability().startswith((module.cpu_capability, "AVX512")):
+            return None
+        self._loaded_ops[self.NAME] = module
+        return module

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operations in C++ for the CPU. What they are not made for, their twins in PyTorch do, call by call."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from deepspeed.muon.kernels import reference
+from deepspeed.muon.kernels.table import Operations, Symmetric
+from deepspeed.muon.logs import logger
+from deepspeed.muon.rounding import Key
+from deepspeed.muon.workspace import Workspace
+
+#: Seconds after which a rank that waits for the build says so.
+PATIENCE = 60.0
+
+
+class KernelError(RuntimeError):
+    """The C++ operations cannot be had here; the message says why and what to install."""
+
+
+@functools.cache
+def operations() -> Operations:
+    """The table in C++, built at the first call in a process and kept for later ones.
+
+    Several ranks of a machine may call it: one builds, the others wait for its lock.
+
+    Raises:
+        KernelError: no compiler, or the build failed.
+    """
+    return table(_load())
+
+
+def unavailable() -> str | None:
+    """Why :func:`operations` raises, or ``None`` where it does not."""
+    try:
+        operations()
+    except KernelError as error:
+        return str(error)
+    return None
+
+
+def _load() -> Any:
+    try:
+        from deepspeed.muon.kernels.builder import MuonBuilder
+
+        waiting = threading.Timer(PATIENCE, _say_what_is_waited_for)
+        waiting.daemon = True
+        waiting.start()
+        try:
+            return MuonBuilder().load()
+        finally:
+            waiting.cancel()
+    except Exception as error:
+        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise KernelError(f"{line}; a C++ compiler (g++ 11 or later) and ninja are needed") from error
+
+
+def _say_what_is_waited_for() -> None:
+    from torch.utils.cpp_extension import _get_build_directory
+
+    lock = Path(_get_build_directory("muon", False)) / "lock"
+    logger.warning(
+        "deepspeed-muon: the C++ operations are being compiled, by this process or by the one that made %s; if no "
+        "such process is left, delete that file",
+        lock,
+    )
+
+
+def table(module: Any) -> Operations:
+    """The operations of a built module: each gives false, and does nothing, where it is not made for its tensors."""
+
+    def advance(buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool, work: Workspace) -> None:
+        if not module.advance(buffer, grad, out, momentum, nesterov):
+            reference.advance(buffer, grad, out, momentum, nesterov, work)
+
+    def advance_rounded(
+        buffer: Tensor,
+        grad: Tensor,
+        out: Tensor,
+        momentum: float,
+        nesterov: bool,
+        key: Key,
+        first: int,
+        work: Workspace,
+    ) -> None:
+        if not module.advance_rounded(buffer, grad, out, momentum, nesterov, key, first):
+            reference.advance_rounded(buffer, grad, out, momentum, nesterov, key, first, work)
+
+    def apply_(param: Tensor, update: Tensor, lr: float, scale: float, weight_decay: float, work: Workspace) -> None:
+        if not module.apply_(param, update, lr, scale, weight_decay):
+            reference.apply_(param, update, lr, scale, weight_decay, work)
+
+    def normalize_(x: Tensor) -> Tensor:
+        return x if module.normalize_(x) else reference.normalize_(x)
+
+    def square(x: Tensor, out: Symmetric, work: Workspace) -> None:
+        rows, cols = x.shape[-2:]
+        transposed = work.get("transposed", (x.size(0), cols, rows) if rows > cols else (0,), x.dtype, x.device)
+        if not module.square(x, *out, transposed):
+            reference.square(x, out, work)
+
+    def product(
+        a: Symmetric,
+        b: Symmetric,
+        out: Symmetric,
+        work: Workspace,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+        shift: float = 0.0,
+    ) -> None:
+        if not module.product(*a, *b, *out, alpha, beta, shift):
+            reference.product(a, b, out, work, alpha, beta, shift)
+
+    def multiply(p: Symmetric, x: Tensor, out: Tensor, work: Workspace) -> Tensor:
+        return out if module.multiply(*p, x, out) else reference.multiply(p, x, out, work)
+
+    name = f"C++ ({module.cpu_capability})"
+    return Operations(name, advance, advance_rounded, apply_, normalize_, square, product, multiply)
