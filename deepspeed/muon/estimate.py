@@ -40,7 +40,13 @@ class Machine:
 
 
 def estimate(
-    halves: Sequence[Half], layout: Layout, schedule: Schedule, itemsize: int, device_type: str, machine: Machine, offload: bool
+    halves: Sequence[Half],
+    layout: Layout,
+    schedule: Schedule,
+    itemsize: int,
+    device_type: str,
+    machine: Machine,
+    offload: bool,
 ) -> tuple[dict[str, Any], list[Work]]:
     """Everything that the command prints but the table.
 

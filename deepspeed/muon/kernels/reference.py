@@ -108,7 +108,13 @@ def square(x: Tensor, out: Symmetric, work: Workspace) -> None:
 
 
 def product(
-    a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, alpha: float = 1.0, beta: float = 0.0, shift: float = 0.0
+    a: Symmetric,
+    b: Symmetric,
+    out: Symmetric,
+    work: Workspace,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    shift: float = 0.0,
 ) -> None:
     """``out = alpha A B + beta A + shift I`` of matrices that commute, so that the result is symmetric.
 
