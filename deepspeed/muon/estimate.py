@@ -94,6 +94,7 @@ def _per_rank(parts: Sequence[Part], works: Sequence[Work], world_size: int) -> 
         "imbalance": waited_for / mean if mean else 1.0,
         "parts": len(works),
         "rounds": sum(work.rounds for work in works),
+        "collectives": sum(work.collectives for work in works),
     }
 
 
@@ -124,7 +125,7 @@ def _milliseconds(
 
 def _travel(work: Work, machine: Machine) -> float:
     most = max(work.sent_bytes)
-    return most / (machine.network_gbs * 1e6) + 2 * work.rounds * machine.latency_us / 1e3 if most else 0.0
+    return most / (machine.network_gbs * 1e6) + work.collectives * machine.latency_us / 1e3
 
 
 def pass_bytes(half: Half, itemsize: int) -> int:
@@ -163,7 +164,7 @@ def assumptions(machine: Machine, device_type: str, ns_dtype: str, offload: bool
         f"Newton-Schulz in {ns_dtype} at {machine.tflops:g} TFLOP/s, every matrix shape alike",
         f"the elementwise pass moves {rate:g} GB/s through {where} and is not overlapped with anything",
         f"a rank sends {machine.network_gbs:g} GB/s and receives as much at the same time; "
-        f"an all-to-all takes {machine.latency_us:g} us besides",
+        f"a collective takes {machine.latency_us:g} us besides",
         "of each group or sub-group Newton-Schulz and exchange overlap wholly; one waits for the busiest rank",
         f"owners are balanced for {balance}; one user group of all trainable parameters",
         "not counted: ZeRO's own gradient reduction, parameter gathering, casts and norm",

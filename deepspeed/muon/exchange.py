@@ -2,7 +2,8 @@
 """Runs a plan: shards to their owner, matrices orthogonalized there, shards of the result back.
 
 The only file with collectives. Bucket k + 1 travels while bucket k is orthogonalized and while the
-result of bucket k - 1 travels back, so at most three buckets are in memory.
+result of bucket k - 1 travels back, so at most three buckets are in memory. Where every rank holds every matrix,
+only results travel, from each owner to all.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.plan import Bucket, Plan
+from deepspeed.muon.staging import Staging
 from deepspeed.muon.stalls import Flights
 from deepspeed.muon.workspace import Workspace
 
@@ -27,6 +29,9 @@ class Transit:
     ``matrices``: flat, the matrices that this rank owns. ``outbox``: flat, the runs that other ranks own,
     by owner; after the way back it holds the orthogonalized runs in the same places. ``inbox``: flat, the
     runs of owned matrices that other ranks hold. ``number``: which bucket of how many, for messages.
+    Where every rank holds every matrix, the outbox has a share for each owner, and ``matrices`` is this rank's.
+    ``near``: one slice of them per run. ``places``: the same slices, or in their stead memory where the shards
+    lie: ``prepare`` fills them, and ``apply`` finds the result there.
     """
 
     bucket: Bucket
@@ -34,7 +39,11 @@ class Transit:
     matrices: Tensor
     outbox: Tensor
     inbox: Tensor
+    near: list[Tensor]
+    places: list[Tensor]
     pending: Any = None
+    #: The last copy between host and accelerator, where there is any.
+    copied: Any = None
 
     def wait(self) -> None:
         """Wait for the collective under way."""
@@ -61,10 +70,20 @@ class Exchange:
         dtype: what travels and what Newton-Schulz computes in, bf16 or fp32.
         device: where Newton-Schulz runs and what the collectives carry.
         name: of the parameter group, for messages.
+        staging: where the shards lie in the host's memory and ``device`` is an accelerator.
     """
 
-    def __init__(self, group: Any, dtype: torch.dtype, device: torch.device, work: Workspace, name: str) -> None:
+    def __init__(
+        self,
+        group: Any,
+        dtype: torch.dtype,
+        device: torch.device,
+        work: Workspace,
+        name: str,
+        staging: Staging | None = None,
+    ) -> None:
         self.group = group
+        self._staging = staging
         self._flights = Flights(name)
         self.dtype = dtype
         self.device = device
@@ -82,9 +101,8 @@ class Exchange:
 
         ``phase`` is entered around each of them, by name; ``exchange`` is the time spent waiting.
         """
-        lag = 1 if self.communicates(plan) else 0
-        total = len(plan.buckets)
-        transits = [self._open(k % (2 * lag + 1), b, f"{k + 1} of {total}") for k, b in enumerate(plan.buckets)]
+        lag = 1 if self._staging or self.communicates(plan) else 0
+        transits = [self._open(plan, k, slot=k % (2 * lag + 1)) for k in range(len(plan.buckets))]
         for k in range(len(transits) + 2 * lag):
             if k < len(transits):
                 with phase("prepare"):
@@ -96,6 +114,8 @@ class Exchange:
                 behind = transits[k - 2 * lag]
                 with phase("exchange"):
                     behind.wait()
+                    if behind.copied is not None:
+                        behind.copied.synchronize()
                 with phase("apply"):
                     apply(behind)
 
@@ -104,6 +124,8 @@ class Exchange:
     ) -> None:
         with phase("exchange"):
             now.wait()
+            if now.copied is not None:
+                now.copied.wait()
             now.unpack()
         with phase("newton_schulz"):
             compute(now)
@@ -114,21 +136,50 @@ class Exchange:
         """Whether any matrix of the plan leaves the rank that holds it."""
         return self.group is not None and any(bucket.travels for bucket in plan.buckets)
 
-    def _open(self, slot: int, bucket: Bucket, number: str) -> Transit:
+    def _open(self, plan: Plan, index: int, slot: int) -> Transit:
+        bucket = plan.buckets[index]
+
         def get(name: str, numel: int) -> Tensor:
             return self._work.get(f"{name}{slot}", (numel,), self.dtype, self.device)
 
-        matrices = get("matrices", bucket.matrix_elements)
-        outbox, inbox = get("outbox", sum(bucket.send_counts)), get("inbox", sum(bucket.receive_counts))
-        return Transit(bucket, number, matrices, outbox, inbox)
+        if bucket.share:
+            outbox, first = get("outbox", plan.world_size * bucket.share), plan.rank * bucket.share
+            matrices, inbox = outbox[first : first + bucket.share], outbox[:0]
+        else:
+            matrices = get("matrices", bucket.matrix_elements)
+            outbox, inbox = get("outbox", sum(bucket.send_counts)), get("inbox", sum(bucket.receive_counts))
+        near = [(matrices if run.owned else outbox)[run.at : run.at + run.length] for run in bucket.runs]
+        places = near if self._staging is None else self._staging.places(near, self._work, slot)
+        return Transit(bucket, f"{index + 1} of {len(plan.buckets)}", matrices, outbox, inbox, near, places)
 
     def _send(self, transit: Transit) -> None:
-        there = transit.bucket.receive_counts, transit.bucket.send_counts
-        self._all_to_all(transit, transit.inbox, transit.outbox, *there)
+        if self._staging is None:
+            return self._collect(transit)
+        with self._staging.way_up():
+            transit.copied = self._staging.copy(transit.places, transit.near)
+            self._collect(transit)
 
     def _send_back(self, transit: Transit) -> None:
-        back = transit.bucket.send_counts, transit.bucket.receive_counts
-        self._all_to_all(transit, transit.outbox, transit.inbox, *back)
+        if self._staging is None:
+            return self._return(transit)
+        with self._staging.way_down():
+            self._return(transit)
+            transit.wait()
+            transit.copied = self._staging.copy(transit.near, transit.places)
+
+    def _collect(self, transit: Transit) -> None:
+        """Launch the way to the owners."""
+        bucket = transit.bucket
+        if not bucket.share:
+            self._all_to_all(transit, transit.inbox, transit.outbox, bucket.receive_counts, bucket.send_counts)
+
+    def _return(self, transit: Transit) -> None:
+        """Launch the way back."""
+        bucket = transit.bucket
+        if bucket.share:
+            self._all_gather(transit)
+        else:
+            self._all_to_all(transit, transit.outbox, transit.inbox, bucket.send_counts, bucket.receive_counts)
 
     def _all_to_all(self, transit: Transit, received: Tensor, sent: Tensor, *counts: tuple[int, ...]) -> None:
         from deepspeed import comm  # type: ignore[attr-defined]
@@ -140,3 +191,13 @@ class Exchange:
 
         if transit.bucket.travels:
             transit.pending = self._flights.start(transit.number, transit.bucket.names, launch)
+
+    def _all_gather(self, transit: Transit) -> None:
+        from deepspeed import comm  # type: ignore[attr-defined]
+
+        def launch() -> Any:
+            return comm.all_gather_into_tensor(
+                transit.outbox, transit.matrices, group=self.group, async_op=True, log_name="muon_exchange"
+            )
+
+        transit.pending = self._flights.start(transit.number, transit.bucket.names, launch)

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from torch import nn
 
 from deepspeed.muon.config import MuonConfig
 from deepspeed.muon.groups import check_patterns, split_groups
-from deepspeed.muon.owners import CostModel, assign
+from deepspeed.muon.owners import CostModel, assign, is_worth_sharing
 from deepspeed.muon.placement import PlacedBlock, Placement, Shard
-from deepspeed.muon.plan import BUCKET_BYTES
+from deepspeed.muon.plan import bucket_limit
 from deepspeed.muon.routing import Block, MatrixSpec, route, shapes
 from deepspeed.muon.update import scale_factor
 
@@ -102,7 +103,7 @@ class Part:
     shards: tuple[Shard, ...]
     tensors: int
     numel: int
-    #: Ranks that share the part: 1 at stage 0, where every rank holds it whole.
+    #: Ranks that share the part, or at stage 0, where every rank holds it whole, its work; else 1.
     world_size: int
 
     @property
@@ -116,6 +117,16 @@ class Part:
         """The matrices, in the planner's order."""
         return [PlacedBlock(shard, block) for shard in self.shards for block in shard.spec.blocks]
 
+    @property
+    def copies(self) -> int:
+        """Ranks that hold all of it and share its work."""
+        return max((shard.placement.copies for shard in self.shards), default=1)
+
+    def alone(self) -> Part:
+        """The same where each rank repeats the work."""
+        shards = tuple(replace(shard, placement=replace(shard.placement, copies=1)) for shard in self.shards)
+        return replace(self, shards=shards, world_size=1)
+
 
 def lay_out(halves: Sequence[Half], layout: Layout) -> list[Part]:
     """The parts of all groups, in the order in which they are stepped."""
@@ -124,8 +135,9 @@ def lay_out(halves: Sequence[Half], layout: Layout) -> list[Part]:
 
 
 def _whole(half: Half, layout: Layout) -> Iterator[Part]:
-    shards = tuple(Shard(spec, i, Placement(0, spec.numel, 0)) for i, spec in enumerate(half.specs))
-    yield Part(half, shards, len(shards), sum(spec.numel for spec in half.specs), 1)
+    copies = layout.world_size if half.use_muon else 1
+    shards = tuple(Shard(spec, i, Placement(0, spec.numel, 0, copies)) for i, spec in enumerate(half.specs))
+    yield Part(half, shards, len(shards), sum(spec.numel for spec in half.specs), copies)
 
 
 def _flat(half: Half, layout: Layout) -> Iterator[Part]:
@@ -169,15 +181,24 @@ class Work:
     owners: list[int]
     flops: list[float]
     sent_bytes: list[int]
-    #: Rounds of the exchange; each is two all-to-alls where anything travels.
+    #: Rounds of the exchange; each is two all-to-alls, or one all-gather, where anything travels.
     rounds: int
     #: The mean of ``sent_bytes`` if each matrix were gathered where most of it lies.
     least_bytes: float
     heaviest: float
 
+    @property
+    def collectives(self) -> int:
+        """Calls of collectives in one step."""
+        if not any(self.sent_bytes):
+            return 0
+        return self.rounds if self.part.copies > 1 else 2 * self.rounds
+
 
 def work_of(part: Part, cost: CostModel) -> Work:
     """Plan one Muon part for all of its ranks in time O(matrices + ranks)."""
+    if part.copies > 1 and not is_worth_sharing(part.items, part.copies, cost):
+        part = part.alone()
     items = part.items
     owners, _ = assign(items, part.world_size, cost)
     work = [0.0] * part.world_size
@@ -186,10 +207,15 @@ def work_of(part: Part, cost: CostModel) -> Work:
         amount = cost.flops(item.block.rows, item.block.cols)
         work[owner] += amount
         heaviest = max(heaviest, amount)
-    sent, least = _traffic(items, owners, part.world_size)
+    rounds = _rounds(items, owners, cost, part.copies)
+    if part.copies > 1:
+        numel = sum(item.block.numel for item in items)
+        sent, least = [sum(rounds) * (part.copies - 1)] * part.copies, numel * (part.copies - 1)
+    else:
+        sent, least = _traffic(items, owners, part.world_size)
     travelling = [count * cost.bytes_per_element for count in sent]
     least_bytes = least * cost.bytes_per_element / part.world_size
-    return Work(part, owners, work, travelling, _rounds(items, owners, cost), least_bytes, heaviest)
+    return Work(part, owners, work, travelling, len(rounds), least_bytes, heaviest)
 
 
 def _traffic(items: Sequence[PlacedBlock], owners: Sequence[int], world_size: int) -> tuple[list[int], int]:
@@ -229,19 +255,20 @@ def _before(block: Block, element: int) -> int:
     return row * block.cols + min(column, block.cols)
 
 
-def _rounds(items: Sequence[PlacedBlock], owners: Sequence[int], cost: CostModel) -> int:
-    """Buckets of the owner that needs most: its matrices, the largest first, in chunks of at most ``BUCKET_BYTES``."""
-    limit = max(1, BUCKET_BYTES // cost.bytes_per_element)
+def _rounds(items: Sequence[PlacedBlock], owners: Sequence[int], cost: CostModel, copies: int) -> list[int]:
+    """Elements of the owner that has most in each bucket: its matrices, the largest first, in bounded chunks."""
+    limit = bucket_limit(copies, cost)
     owned: dict[int, list[int]] = {}
     for item, owner in zip(items, owners, strict=True):
         owned.setdefault(owner, []).append(item.block.numel)
-    return max((_chunks(sorted(sizes, reverse=True), limit) for sizes in owned.values()), default=0)
+    chunks = (_chunks(sorted(sizes, reverse=True), limit) for sizes in owned.values())
+    return [max(sizes) for sizes in zip_longest(*chunks, fillvalue=0)]
 
 
-def _chunks(sizes: Sequence[int], limit: int) -> int:
-    count, filled = 1, 0
+def _chunks(sizes: Sequence[int], limit: int) -> list[int]:
+    filled = [0]
     for size in sizes:
-        if filled and filled + size > limit:
-            count, filled = count + 1, 0
-        filled += size
-    return count
+        if filled[-1] and filled[-1] + size > limit:
+            filled.append(0)
+        filled[-1] += size
+    return filled

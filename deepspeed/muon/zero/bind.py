@@ -55,7 +55,7 @@ def bind_engine(engine: Any) -> None:
     refuse_engine(engine)
     optimizer, wrapper = engine.basic_optimizer, engine.optimizer
     verdict = agree(optimizer)
-    partitions = _partitions(wrapper, optimizer)
+    partitions = _partitions(engine, optimizer)
     create_states(wrapper, optimizer)
     optimizer.bind(partitions, resolve_dtype(optimizer.config.ns_dtype, verdict["bf16"]), _compute_device())
     facts = {"plan": _plan_digest(optimizer), "monitor": engine.monitor.enabled}
@@ -70,11 +70,12 @@ def bind_engine(engine: Any) -> None:
         _report(engine, optimizer)
 
 
-def _partitions(wrapper: Any, optimizer: MuonWithAuxAdam) -> list[Partition]:
+def _partitions(engine: Any, optimizer: MuonWithAuxAdam) -> list[Partition]:
     """The layout, by the wrapper's kind, and with it the source of the finiteness check."""
+    wrapper = engine.optimizer
     kind = type(wrapper).__name__
     if wrapper is optimizer or kind == "FP16_UnfusedOptimizer":
-        return stage0.partitions(wrapper, optimizer)
+        return stage0.partitions(wrapper, optimizer, engine.seq_data_parallel_group)
     if kind == "BF16_Optimizer":
         optimizer.is_finite = lambda: is_valid(wrapper._global_grad_norm)
         return stage12.partitions(wrapper, optimizer)
@@ -145,7 +146,7 @@ def _report(engine: Any, optimizer: MuonWithAuxAdam) -> None:
         f"{len(matrices)} matrices ({sum(s.numel for s in matrices):,} parameters) to Muon",
         f"{len(rest)} tensors ({sum(s.numel for s in rest):,} parameters) to AdamW"
         + (f", {len(lora)} of them LoRA factors (Muon by muon_include)" if lora else ""),
-        f"{engine.world_size} ranks",
+        f"{engine.world_size} ranks{_stage_0(engine, optimizer)}",
         f"{sent:.1f} MB sent per step by rank 0, {extra:.1f} MB by all ranks to balance the owners",
         f"Newton-Schulz in {str(exchange.dtype).removeprefix('torch.')} on {exchange.device.type}, kernels: torch",
         f"adjust_lr_fn {config.scale} = {SCALES[config.scale][0].replace('rms_scale', f'{config.rms_scale:g}')}: "
@@ -154,6 +155,18 @@ def _report(engine: Any, optimizer: MuonWithAuxAdam) -> None:
     logger.info("deepspeed-muon %s: %s", __version__, "; ".join(facts))
     if not getattr(engine.optimizer, "swap_optimizer", False):  # there a sub-group bounds the memory of the buffers
         _warn_of_small_sub_groups(optimizer)
+
+
+def _stage_0(engine: Any, optimizer: MuonWithAuxAdam) -> str:
+    """How ranks that all hold everything divide the work, for the line of log."""
+    if engine.world_size == 1 or engine.zero_optimization_stage() > 0:
+        return ""
+    shared = [partition.is_replicated for partition in optimizer.partitions]
+    return (
+        " that share Newton-Schulz"
+        if all(shared)
+        else " of which each orthogonalizes " + ("the small groups itself" if any(shared) else "everything itself")
+    )
 
 
 def _warn_of_small_sub_groups(optimizer: MuonWithAuxAdam) -> None:
