@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon import MuonWithAuxAdam
-from deepspeed.muon.momentum import CPU_CHUNK, advance
-from deepspeed.muon.orthogonalize import Workspace
 from deepspeed.muon.rounding import key_of, noise, round_
 from distributed import run
 from models import MODELS, full_weights, train_engine
@@ -22,36 +20,8 @@ from test_support import NVME, attempt
 from training import PARAMS, FixedGradients, ds_config, fp32_weights, make_engine
 
 BF16 = {"type": "Muon", "params": PARAMS | {"momentum_dtype": "bf16"}}
-ULP = 2.0**-7
-"""The largest distance of two neighbours in bf16, relative."""
 
 # ---- one step ---------------------------------------------------------------------------------------------
-
-
-def test_a_step_is_computed_in_fp32_and_kept_rounded() -> None:
-    """Over several chunks, from an element in the middle; the look-ahead is that of the unrounded momentum."""
-    generator = torch.Generator().manual_seed(0)
-    numel = 2 * CPU_CHUNK + 1000
-    start, grad = (torch.randn(numel, generator=generator) for _ in range(2))
-    whole, out = start.bfloat16(), torch.empty(numel)
-    momentum = whole.float().lerp(grad, 0.05)
-    for nesterov, expected in ((True, torch.lerp(grad, momentum, 0.95)), (False, momentum)):
-        buffer = whole.clone()
-        advance(buffer, grad, out, 0.95, nesterov, key_of("w", 3), 0, Workspace())
-        assert out.equal(expected)
-        assert ((buffer.float() - momentum).abs() <= ULP * momentum.abs()).all()
-        assert (buffer != momentum.bfloat16()).float().mean() > 0.1, "some go to the farther neighbour"
-        part = whole[1000:].clone()
-        advance(part, grad[1000:], out[1000:], 0.95, nesterov, key_of("w", 3), 1000, Workspace())
-        assert part.equal(buffer[1000:]), "where chunks begin changes nothing"
-
-
-def test_the_workspace_is_bounded() -> None:
-    work = Workspace()
-    for numel in (3 * CPU_CHUNK, 10 * CPU_CHUNK):
-        grad = torch.ones(numel)
-        advance(grad.bfloat16(), grad, torch.empty(numel), 0.9, True, (1, 2), 0, work)
-        assert work.nbytes() == 16 * CPU_CHUNK
 
 
 def plain_optimizer(momentum_dtype: str) -> tuple[Any, MuonWithAuxAdam]:

@@ -21,6 +21,7 @@ from deepspeed.muon.orthogonalize import (
     orthogonalize,
     resolve_dtype,
 )
+from deepspeed.muon.workspace import Workspace
 from singular_values import SHAPES, VARIED, generator, reference, relative_error
 
 # ---- out, work ------------------------------------------------------------------------------------------
