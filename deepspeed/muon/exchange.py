@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -171,33 +172,22 @@ class Exchange:
         """Launch the way to the owners."""
         bucket = transit.bucket
         if not bucket.share:
-            self._all_to_all(transit, transit.inbox, transit.outbox, bucket.receive_counts, bucket.send_counts)
+            counts = list(bucket.receive_counts), list(bucket.send_counts)
+            self._launch(transit, "all_to_all_single", transit.inbox, transit.outbox, *counts)
 
     def _return(self, transit: Transit) -> None:
         """Launch the way back."""
         bucket = transit.bucket
         if bucket.share:
-            self._all_gather(transit)
+            self._launch(transit, "all_gather_into_tensor", transit.outbox, transit.matrices)
         else:
-            self._all_to_all(transit, transit.outbox, transit.inbox, bucket.send_counts, bucket.receive_counts)
+            counts = list(bucket.send_counts), list(bucket.receive_counts)
+            self._launch(transit, "all_to_all_single", transit.outbox, transit.inbox, *counts)
 
-    def _all_to_all(self, transit: Transit, received: Tensor, sent: Tensor, *counts: tuple[int, ...]) -> None:
+    def _launch(self, transit: Transit, collective: str, *arguments: Any) -> None:
         from deepspeed import comm  # type: ignore[attr-defined]
-
-        def launch() -> Any:
-            return comm.all_to_all_single(
-                received, sent, *map(list, counts), group=self.group, async_op=True, log_name="muon_exchange"
-            )
 
         if transit.bucket.travels:
+            call = partial(getattr(comm, collective), *arguments)
+            launch = partial(call, group=self.group, async_op=True, log_name="muon_exchange")
             transit.pending = self._flights.start(transit.number, transit.bucket.names, launch)
-
-    def _all_gather(self, transit: Transit) -> None:
-        from deepspeed import comm  # type: ignore[attr-defined]
-
-        def launch() -> Any:
-            return comm.all_gather_into_tensor(
-                transit.outbox, transit.matrices, group=self.group, async_op=True, log_name="muon_exchange"
-            )
-
-        transit.pending = self._flights.start(transit.number, transit.bucket.names, launch)
