@@ -155,39 +155,30 @@ class Exchange:
 
     def _send(self, transit: Transit) -> None:
         if self._staging is None:
-            return self._collect(transit)
+            return self._launch(transit, back=False)
         with self._staging.way_up():
             transit.copied = self._staging.copy(transit.places, transit.near)
-            self._collect(transit)
+            self._launch(transit, back=False)
 
     def _send_back(self, transit: Transit) -> None:
         if self._staging is None:
-            return self._return(transit)
+            return self._launch(transit, back=True)
         with self._staging.way_down():
-            self._return(transit)
+            self._launch(transit, back=True)
             transit.wait()
             transit.copied = self._staging.copy(transit.near, transit.places)
 
-    def _collect(self, transit: Transit) -> None:
-        """Launch the way to the owners."""
-        bucket = transit.bucket
-        if not bucket.share:
-            counts = list(bucket.receive_counts), list(bucket.send_counts)
-            self._launch(transit, "all_to_all_single", transit.inbox, transit.outbox, *counts)
-
-    def _return(self, transit: Transit) -> None:
-        """Launch the way back."""
-        bucket = transit.bucket
-        if bucket.share:
-            self._launch(transit, "all_gather_into_tensor", transit.outbox, transit.matrices)
-        else:
-            counts = list(bucket.send_counts), list(bucket.receive_counts)
-            self._launch(transit, "all_to_all_single", transit.outbox, transit.inbox, *counts)
-
-    def _launch(self, transit: Transit, collective: str, *arguments: Any) -> None:
+    def _launch(self, transit: Transit, back: bool) -> None:
         from deepspeed import comm  # type: ignore[attr-defined]
 
-        if transit.bucket.travels:
-            call = partial(getattr(comm, collective), *arguments)
-            launch = partial(call, group=self.group, async_op=True, log_name="muon_exchange")
-            transit.pending = self._flights.start(transit.number, transit.bucket.names, launch)
+        bucket = transit.bucket
+        if not bucket.travels or (bucket.share and not back):
+            return
+        if bucket.share:
+            call = partial(comm.all_gather_into_tensor, transit.outbox, transit.matrices)
+        else:
+            ends = (transit.inbox, list(bucket.receive_counts)), (transit.outbox, list(bucket.send_counts))
+            (received, into), (sent, out_of) = reversed(ends) if back else ends
+            call = partial(comm.all_to_all_single, received, sent, into, out_of)
+        launch = partial(call, group=self.group, async_op=True, log_name="muon_exchange")
+        transit.pending = self._flights.start(transit.number, bucket.names, launch)
