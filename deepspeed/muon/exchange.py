@@ -8,9 +8,9 @@ only results travel, from each owner to all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from deepspeed.muon.plan import Bucket, Plan
 from deepspeed.muon.staging import Staging
-from deepspeed.muon.stalls import Flights
+from deepspeed.muon.stalls import Flight, Flights
 from deepspeed.muon.workspace import Workspace
 
 
@@ -30,7 +30,6 @@ class Transit:
     ``matrices``: flat, the matrices that this rank owns. ``outbox``: flat, the runs that other ranks own,
     by owner; after the way back it holds the orthogonalized runs in the same places. ``inbox``: flat, the
     runs of owned matrices that other ranks hold. ``number``: which bucket of how many, for messages.
-    Where every rank holds every matrix, the outbox has a share for each owner, and ``matrices`` is this rank's.
     ``near``: one slice of them per run. ``places``: the same slices, or in their stead memory where the shards
     lie: ``prepare`` fills them, and ``apply`` finds the result there.
     """
@@ -42,15 +41,14 @@ class Transit:
     inbox: Tensor
     near: list[Tensor]
     places: list[Tensor]
-    pending: Any = None
+    pending: list[Flight] = field(default_factory=list)
     #: The last copy between host and accelerator, where there is any.
     copied: Any = None
 
     def wait(self) -> None:
-        """Wait for the collective under way."""
-        if self.pending is not None:
-            self.pending.wait()
-            self.pending = None
+        """Wait for the collectives under way."""
+        while self.pending:
+            self.pending.pop().wait()
 
     def unpack(self) -> None:
         """Put received runs into their matrices."""
@@ -143,12 +141,8 @@ class Exchange:
         def get(name: str, numel: int) -> Tensor:
             return self._work.get(f"{name}{slot}", (numel,), self.dtype, self.device)
 
-        if bucket.share:
-            outbox, first = get("outbox", plan.world_size * bucket.share), plan.rank * bucket.share
-            matrices, inbox = outbox[first : first + bucket.share], outbox[:0]
-        else:
-            matrices = get("matrices", bucket.matrix_elements)
-            outbox, inbox = get("outbox", sum(bucket.send_counts)), get("inbox", sum(bucket.receive_counts))
+        matrices = get("matrices", bucket.matrix_elements)
+        outbox, inbox = get("outbox", sum(bucket.send_counts)), get("inbox", sum(bucket.receive_counts))
         near = [(matrices if run.owned else outbox)[run.at : run.at + run.length] for run in bucket.runs]
         places = near if self._staging is None else self._staging.places(near, self._work, slot)
         return Transit(bucket, f"{index + 1} of {len(plan.buckets)}", matrices, outbox, inbox, near, places)
@@ -169,16 +163,27 @@ class Exchange:
             transit.copied = self._staging.copy(transit.near, transit.places)
 
     def _launch(self, transit: Transit, back: bool) -> None:
-        from deepspeed import comm  # type: ignore[attr-defined]
-
         bucket = transit.bucket
-        if not bucket.travels or (bucket.share and not back):
-            return
-        if bucket.share:
-            call = partial(comm.all_gather_into_tensor, transit.outbox, transit.matrices)
-        else:
+        if bucket.replicated and back:
+            transit.pending = [self._start(transit, *call) for call in self._broadcasts(transit)]
+        elif bucket.travels and not bucket.replicated:
             ends = (transit.inbox, list(bucket.receive_counts)), (transit.outbox, list(bucket.send_counts))
             (received, into), (sent, out_of) = reversed(ends) if back else ends
-            call = partial(comm.all_to_all_single, received, sent, into, out_of)
+            transit.pending = [self._start(transit, "all_to_all_single", received, sent, into, out_of)]
+
+    def _broadcasts(self, transit: Transit) -> Iterator[tuple[str, Tensor, int]]:
+        """Each owner's results, to all. An all-gather would want equal parts, and gloo's copies them twice."""
+        from deepspeed import comm  # type: ignore[attr-defined]
+
+        rank = comm.get_rank(group=self.group)
+        for owner, part in enumerate(transit.outbox.split(transit.bucket.send_counts)):
+            results = transit.matrices if owner == rank else part
+            if results.numel():
+                yield "broadcast", results, comm.get_global_rank(self.group, owner)
+
+    def _start(self, transit: Transit, collective: str, *arguments: Any) -> Flight:
+        from deepspeed import comm  # type: ignore[attr-defined]
+
+        call = partial(getattr(comm, collective), *arguments)
         launch = partial(call, group=self.group, async_op=True, log_name="muon_exchange")
-        transit.pending = self._flights.start(transit.number, bucket.names, launch)
+        return self._flights.start(transit.number, transit.bucket.names, launch)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 
 from torch import nn
 
@@ -181,18 +180,13 @@ class Work:
     owners: list[int]
     flops: list[float]
     sent_bytes: list[int]
-    #: Rounds of the exchange; each is two all-to-alls, or one all-gather, where anything travels.
+    #: Rounds of the exchange.
     rounds: int
+    #: Calls of collectives: two all-to-alls for each round, or one broadcast for each owner in it; 0 on one rank.
+    collectives: int
     #: The mean of ``sent_bytes`` if each matrix were gathered where most of it lies.
     least_bytes: float
     heaviest: float
-
-    @property
-    def collectives(self) -> int:
-        """Calls of collectives in one step."""
-        if not any(self.sent_bytes):
-            return 0
-        return self.rounds if self.part.copies > 1 else 2 * self.rounds
 
 
 def work_of(part: Part, cost: CostModel) -> Work:
@@ -207,15 +201,22 @@ def work_of(part: Part, cost: CostModel) -> Work:
         amount = cost.flops(item.block.rows, item.block.cols)
         work[owner] += amount
         heaviest = max(heaviest, amount)
-    rounds = _rounds(items, owners, cost, part.copies)
-    if part.copies > 1:
-        numel = sum(item.block.numel for item in items)
-        sent, least = [sum(rounds) * (part.copies - 1)] * part.copies, numel * (part.copies - 1)
-    else:
-        sent, least = _traffic(items, owners, part.world_size)
+    chunks = _chunks_by_owner(items, owners, bucket_limit(part.copies, cost))
+    rounds = max(chunks, default=0)
+    spread = _broadcasts if part.copies > 1 else _traffic
+    sent, least = spread(items, owners, part.world_size)
     travelling = [count * cost.bytes_per_element for count in sent]
+    collectives = (sum(chunks) if part.copies > 1 else 2 * rounds) * any(sent)
     least_bytes = least * cost.bytes_per_element / part.world_size
-    return Work(part, owners, work, travelling, len(rounds), least_bytes, heaviest)
+    return Work(part, owners, work, travelling, rounds, collectives, least_bytes, heaviest)
+
+
+def _broadcasts(items: Sequence[PlacedBlock], owners: Sequence[int], copies: int) -> tuple[list[int], int]:
+    """As :func:`_traffic`, where each owner sends its results to all the others."""
+    sent = [0] * copies
+    for item, owner in zip(items, owners, strict=True):
+        sent[owner] += item.block.numel * (copies - 1)
+    return sent, sum(sent)
 
 
 def _traffic(items: Sequence[PlacedBlock], owners: Sequence[int], world_size: int) -> tuple[list[int], int]:
@@ -255,20 +256,18 @@ def _before(block: Block, element: int) -> int:
     return row * block.cols + min(column, block.cols)
 
 
-def _rounds(items: Sequence[PlacedBlock], owners: Sequence[int], cost: CostModel, copies: int) -> list[int]:
-    """Elements of the owner that has most in each bucket: its matrices, the largest first, in bounded chunks."""
-    limit = bucket_limit(copies, cost)
+def _chunks_by_owner(items: Sequence[PlacedBlock], owners: Sequence[int], limit: int) -> list[int]:
+    """Buckets that each owner fills: its matrices, the largest first, in chunks of at most ``limit`` elements."""
     owned: dict[int, list[int]] = {}
     for item, owner in zip(items, owners, strict=True):
         owned.setdefault(owner, []).append(item.block.numel)
-    chunks = (_chunks(sorted(sizes, reverse=True), limit) for sizes in owned.values())
-    return [max(sizes) for sizes in zip_longest(*chunks, fillvalue=0)]
+    return [_chunks(sorted(sizes, reverse=True), limit) for sizes in owned.values()]
 
 
-def _chunks(sizes: Sequence[int], limit: int) -> list[int]:
-    filled = [0]
+def _chunks(sizes: Sequence[int], limit: int) -> int:
+    count, filled = 1, 0
     for size in sizes:
-        if filled[-1] and filled[-1] + size > limit:
-            filled.append(0)
-        filled[-1] += size
-    return filled
+        if filled and filled + size > limit:
+            count, filled = count + 1, 0
+        filled += size
+    return count

@@ -62,9 +62,9 @@ class Bucket:
     #: Whether any rank sends anything in this round; the same on all ranks.
     travels: bool
     names: tuple[str, ...]
-    #: Where every rank holds every matrix and only results travel, each owner's to all: elements for one owner's
-    #: results among the gathered ones, as many as the busiest needs; else 0.
-    share: int = 0
+    #: Whether every rank holds every matrix: then only results travel, each owner's to all, and ``send_counts`` are
+    #: the elements of each owner's.
+    replicated: bool
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,12 @@ class Plan:
     @property
     def sent_elements(self) -> int:
         """Elements that this rank sends per step, there and back."""
-        gathered = (self.world_size - 1) * sum(bucket.share for bucket in self.buckets)
-        return gathered + sum(sum(bucket.send_counts) + sum(bucket.receive_counts) for bucket in self.buckets)
+        return sum(
+            bucket.matrix_elements * (self.world_size - 1)
+            if bucket.replicated
+            else sum(bucket.send_counts) + sum(bucket.receive_counts)
+            for bucket in self.buckets
+        )
 
     @property
     def imbalance(self) -> float:
@@ -109,8 +113,7 @@ def make_plan(
     copies = max((shard.placement.copies for shard in shards), default=1)
     limit = bucket_limit(copies, cost, bucket_bytes)
     rounds = _rounds(items, owners, world_size, limit)
-    view = _gathered if copies > 1 else _bucket
-    buckets = tuple(view(round_items, rank, world_size) for round_items in rounds)
+    buckets = tuple(_bucket(round_items, rank, world_size) for round_items in rounds)
     return Plan(rank, world_size, buckets, tuple(owners), tuple(loads), moved, _digest(items, owners, rounds))
 
 
@@ -149,15 +152,19 @@ def _bucket(items: list[tuple[int, PlacedBlock]], rank: int, world_size: int) ->
     shapes: list[tuple[int, Block]] = []
     matrices = 0
     send_at = 0
+    replicated = any(item.shard.placement.copies > 1 for _, item in items)
     for owner, item in items:
         mine = owner == rank
         for start, at, length in item.held_runs(rank):
-            runs.append(_run(item, start, length, mine, matrices + at if mine else send_at))
+            position = item.shard.placement.position(start)
+            where = matrices + at if mine else send_at
+            shape = item.block.rows, item.block.cols
+            runs.append(Run(item.shard.tensor, position, length, mine, where, *shape, item.shard.spec.name, start))
             if not mine:
                 send_at += length
                 sent[owner] += length
         if mine:
-            for source in item.holders:
+            for source in () if replicated else item.holders:
                 if source != rank:
                     incoming[source].extend((matrices + at, length) for _, at, length in item.held_runs(source))
             shapes.append((matrices, item.block))
@@ -165,33 +172,8 @@ def _bucket(items: list[tuple[int, PlacedBlock]], rank: int, world_size: int) ->
     received, counts = _unpacking(incoming)
     travels = any(item.holders != range(owner, owner + 1) for owner, item in items)
     names = tuple(item.shard.spec.name for _, item in items)
-    return Bucket(tuple(runs), tuple(_batches(shapes)), received, tuple(sent), counts, matrices, travels, names)
-
-
-def _gathered(items: list[tuple[int, PlacedBlock]], rank: int, world_size: int) -> Bucket:
-    """A round of matrices that every rank holds: nothing travels to owners, and their results to all."""
-    at = [0] * world_size
-    for owner, item in items:
-        at[owner] += item.block.numel
-    share, owned = max(at), at[rank]
-    at = [0 if owner == rank else owner * share for owner in range(world_size)]
-    runs: list[Run] = []
-    shapes: list[tuple[int, Block]] = []
-    for owner, item in items:
-        mine = owner == rank
-        runs.extend(_run(item, start, n, mine, at[owner] + place) for start, place, n in item.held_runs(rank))
-        if mine:
-            shapes.append((at[owner], item.block))
-        at[owner] += item.block.numel
-    nothing = (0,) * world_size
-    names = tuple(item.shard.spec.name for _, item in items)
-    return Bucket(tuple(runs), tuple(_batches(shapes)), (), nothing, nothing, owned, True, names, share)
-
-
-def _run(item: PlacedBlock, start: int, length: int, owned: bool, at: int) -> Run:
-    shard, block = item.shard, item.block
-    place = shard.placement.position(start)
-    return Run(shard.tensor, place, length, owned, at, block.rows, block.cols, shard.spec.name, start)
+    batches = tuple(_batches(shapes))
+    return Bucket(tuple(runs), batches, received, tuple(sent), counts, matrices, travels, names, replicated)
 
 
 def _unpacking(incoming: list[list[tuple[int, int]]]) -> tuple[tuple[tuple[int, int, int], ...], tuple[int, ...]]:

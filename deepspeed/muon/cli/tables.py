@@ -163,14 +163,13 @@ def _sent(facts: dict[str, Any]) -> str:
     sent = ranks["sent_bytes"]
     if not sent["max"]:
         return "nothing: every rank has every matrix whole and orthogonalizes it"
+    mean = f"mean {quantity(sent['mean'])}, max {quantity(sent['max'])}"
+    if facts["stage"] == 0:
+        return f"{mean}; {ranks['collectives']:,} broadcasts of shared results"
     factor = 8 if facts["ns_dtype"] == "fp32" else 4
-    least = {0: "without padding", 3: f"{factor} N (W - 1) / W^2"}.get(
-        facts["stage"], "with each matrix where most of it lies"
-    )
-    kind = "all-gathers of shared results" if facts["stage"] == 0 else "all-to-alls"
-    return (
-        f"mean {quantity(sent['mean'])}, max {quantity(sent['max'])}; {least}: {quantity(sent['least_mean'])}; "
-        f"{ranks['collectives']:,} {kind}" + (f" in {ranks['parts']} parts one by one" if ranks["parts"] > 1 else "")
+    least = f"{factor} N (W - 1) / W^2" if facts["stage"] == 3 else "with each matrix where most of it lies"
+    return f"{mean}; {least}: {quantity(sent['least_mean'])}; {ranks['collectives']:,} all-to-alls" + (
+        f" in {ranks['parts']} parts one by one" if ranks["parts"] > 1 else ""
     )
 
 
