@@ -72,8 +72,8 @@ def staged(kind: type[Staging] | None, bucket_bytes: int, **config: Any) -> tupl
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_copies_that_come_late_change_nothing(stage: int) -> None:
     """One rank, more buckets than are in flight: waiting and the reuse of buffers are all that keeps it right."""
-    plain, _ = run(staged, 1, kind=None, bucket_bytes=8192, stage=stage)[0]
-    late, buckets = run(staged, 1, kind=LateStaging, bucket_bytes=8192, stage=stage)[0]
+    plain, _ = run(staged, 1, kind=None, bucket_bytes=4096, stage=stage)[0]
+    late, buckets = run(staged, 1, kind=LateStaging, bucket_bytes=4096, stage=stage)[0]
     assert buckets > 3
     torch.testing.assert_close(late, plain, rtol=0, atol=0)
 
