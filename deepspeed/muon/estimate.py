@@ -107,6 +107,7 @@ def _per_rank(parts: Sequence[Part], works: Sequence[Work], world_size: int) -> 
         "imbalance": waited_for / mean if mean else 1.0,
         "parts": len(works),
         "rounds": sum(work.rounds for work in works),
+        "collectives": sum(work.collectives for work in works),
     }
 
 
@@ -145,7 +146,7 @@ def _travel(work: Work, machine: Machine) -> float:
     most = max(work.sent_bytes)
     if not most:
         return 0.0
-    waits = 2 * work.rounds * machine.latency_us + work.messages * machine.message_us
+    waits = work.collectives * machine.latency_us + work.messages * machine.message_us
     return most / (machine.network_gbs * 1e6) + waits / 1e3
 
 
@@ -185,7 +186,7 @@ def assumptions(machine: Machine, device_type: str, ns_dtype: str, offload: bool
         f"Newton-Schulz in {ns_dtype} at {machine.tflops:g} TFLOP/s, every matrix shape alike",
         f"the elementwise pass moves {rate:g} GB/s through {where} and is not overlapped with anything",
         f"a rank sends {machine.network_gbs:g} GB/s and receives as much at the same time; "
-        f"an all-to-all takes {machine.latency_us:g} us besides, and {machine.message_us:g} us for each message",
+        f"a collective takes {machine.latency_us:g} us besides, and {machine.message_us:g} us for each message",
         f"a run of a shard takes {machine.run_us:g} us of the host, for the launches of its elementwise pass",
         "of each group or sub-group Newton-Schulz and exchange overlap but for one round's share of the shorter; "
         "one waits for the busiest rank",

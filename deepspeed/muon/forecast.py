@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from deepspeed.muon.config import MuonConfig
 from deepspeed.muon.groups import check_patterns, split_groups
-from deepspeed.muon.owners import CostModel, assign
+from deepspeed.muon.owners import CostModel, assign, is_worth_sharing
 from deepspeed.muon.placement import PlacedBlock, Placement, Shard
-from deepspeed.muon.plan import BUCKET_BYTES
+from deepspeed.muon.plan import bucket_limit
 from deepspeed.muon.routing import Block, MatrixSpec, route, shapes
 from deepspeed.muon.update import scale_factor
 
@@ -102,7 +102,7 @@ class Part:
     shards: tuple[Shard, ...]
     tensors: int
     numel: int
-    #: Ranks that share the part: 1 at stage 0, where every rank holds it whole.
+    #: Ranks that share the part, or at stage 0, where every rank holds it whole, its work; else 1.
     world_size: int
 
     @property
@@ -116,6 +116,16 @@ class Part:
         """The matrices, in the planner's order."""
         return [PlacedBlock(shard, block) for shard in self.shards for block in shard.spec.blocks]
 
+    @property
+    def copies(self) -> int:
+        """Ranks that hold all of it and share its work."""
+        return max((shard.placement.copies for shard in self.shards), default=1)
+
+    def alone(self) -> Part:
+        """The same where each rank repeats the work."""
+        shards = tuple(replace(shard, placement=replace(shard.placement, copies=1)) for shard in self.shards)
+        return replace(self, shards=shards, world_size=1)
+
 
 def lay_out(halves: Sequence[Half], layout: Layout) -> list[Part]:
     """The parts of all groups, in the order in which they are stepped."""
@@ -124,8 +134,9 @@ def lay_out(halves: Sequence[Half], layout: Layout) -> list[Part]:
 
 
 def _whole(half: Half, layout: Layout) -> Iterator[Part]:
-    shards = tuple(Shard(spec, i, Placement(0, spec.numel, 0)) for i, spec in enumerate(half.specs))
-    yield Part(half, shards, len(shards), sum(spec.numel for spec in half.specs), 1)
+    copies = layout.world_size if half.use_muon else 1
+    shards = tuple(Shard(spec, i, Placement(0, spec.numel, 0, copies)) for i, spec in enumerate(half.specs))
+    yield Part(half, shards, len(shards), sum(spec.numel for spec in half.specs), copies)
 
 
 def _flat(half: Half, layout: Layout) -> Iterator[Part]:
@@ -169,8 +180,10 @@ class Work:
     owners: list[int]
     flops: list[float]
     sent_bytes: list[int]
-    #: Rounds of the exchange; each is two all-to-alls where anything travels.
+    #: Rounds of the exchange.
     rounds: int
+    #: Calls of collectives: two all-to-alls for each round, or one broadcast for each owner in it; 0 on one rank.
+    collectives: int
     #: Messages of the busiest rank in one step, there and back: one per round and rank that gets anything.
     messages: int
     #: Pieces of matrices on the rank that holds most of them.
@@ -182,6 +195,8 @@ class Work:
 
 def work_of(part: Part, cost: CostModel) -> Work:
     """Plan one Muon part for all of its ranks in time O(matrices + ranks)."""
+    if part.copies > 1 and not is_worth_sharing(part.items, part.copies, cost):
+        part = part.alone()
     items = part.items
     owners, _ = assign(items, part.world_size, cost)
     work = [0.0] * part.world_size
@@ -190,25 +205,46 @@ def work_of(part: Part, cost: CostModel) -> Work:
         amount = cost.flops(item.block.rows, item.block.cols)
         work[owner] += amount
         heaviest = max(heaviest, amount)
-    traffic = _traffic(items, owners, part.world_size)
-    travelling = [count * cost.bytes_per_element for count in traffic.sent]
-    least_bytes = traffic.least * cost.bytes_per_element / part.world_size
-    rounds = _rounds(items, owners, cost)
-    messages = traffic.messages(rounds * (part.world_size - 1))
-    return Work(part, owners, work, travelling, rounds, messages, max(traffic.runs, default=0), least_bytes, heaviest)
+    chunks = _chunks_by_owner(items, owners, bucket_limit(part.copies, cost))
+    rounds = max(chunks, default=0)
+    traffic = (_broadcasts if part.copies > 1 else _traffic)(items, owners, part.world_size)
+    collectives = (sum(chunks) if part.copies > 1 else 2 * rounds) * any(traffic.sent)
+    return Work(
+        part,
+        owners,
+        work,
+        [count * cost.bytes_per_element for count in traffic.sent],
+        rounds,
+        collectives,
+        traffic.messages(rounds * (part.world_size - 1)),
+        max(traffic.runs, default=0),
+        traffic.least * cost.bytes_per_element / part.world_size,
+        heaviest,
+    )
 
 
 class _Traffic:
     """By rank: elements sent per step there and back, runs held, messages there and back if each matrix had its own."""
 
-    def __init__(self, world_size: int) -> None:
-        self.sent, self.runs, self.there, self.back = ([0] * world_size for _ in range(4))
+    def __init__(self, world_size: int, runs: int = 0) -> None:
+        self.sent, self.there, self.back = ([0] * world_size for _ in range(3))
+        self.runs = [runs] * world_size
         #: The least possible sum of what is sent.
         self.least = 0
 
     def messages(self, most: int) -> int:
         """Of the busiest rank, with at most ``most`` in either direction: what goes to one rank in one round is one."""
         return max(min(there, most) + min(back, most) for there, back in zip(self.there, self.back, strict=True))
+
+
+def _broadcasts(items: Sequence[PlacedBlock], owners: Sequence[int], copies: int) -> _Traffic:
+    """Each owner sends its results to all the others, who hold every matrix whole."""
+    traffic = _Traffic(copies, len(items))
+    for item, owner in zip(items, owners, strict=True):
+        traffic.sent[owner] += item.block.numel * (copies - 1)
+        traffic.back[owner] += copies - 1
+    traffic.least = sum(traffic.sent)
+    return traffic
 
 
 def _traffic(items: Sequence[PlacedBlock], owners: Sequence[int], world_size: int) -> _Traffic:
@@ -250,13 +286,12 @@ def _before(block: Block, element: int) -> int:
     return row * block.cols + min(column, block.cols)
 
 
-def _rounds(items: Sequence[PlacedBlock], owners: Sequence[int], cost: CostModel) -> int:
-    """Buckets of the owner that needs most: its matrices, the largest first, in chunks of at most ``BUCKET_BYTES``."""
-    limit = max(1, BUCKET_BYTES // cost.bytes_per_element)
+def _chunks_by_owner(items: Sequence[PlacedBlock], owners: Sequence[int], limit: int) -> list[int]:
+    """Buckets that each owner fills: its matrices, the largest first, in chunks of at most ``limit`` elements."""
     owned: dict[int, list[int]] = {}
     for item, owner in zip(items, owners, strict=True):
         owned.setdefault(owner, []).append(item.block.numel)
-    return max((_chunks(sorted(sizes, reverse=True), limit) for sizes in owned.values()), default=0)
+    return [_chunks(sorted(sizes, reverse=True), limit) for sizes in owned.values()]
 
 
 def _chunks(sizes: Sequence[int], limit: int) -> int:

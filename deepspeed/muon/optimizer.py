@@ -24,11 +24,13 @@ from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.logs import logger
 from deepspeed.muon.meter import Meter
 from deepspeed.muon.orthogonalize import bf16_is_fast, orthogonalize, resolve_dtype
+from deepspeed.muon.owners import is_worth_sharing
 from deepspeed.muon.partition import Partition, device_types, whole_partition
 from deepspeed.muon.plan import Plan, make_plan
 from deepspeed.muon.rounding import key_of
 from deepspeed.muon.routing import MatrixSpec, route, shapes
 from deepspeed.muon.schedule import GivenGroups
+from deepspeed.muon.staging import Staging
 from deepspeed.muon.update import scale_factor
 from deepspeed.muon.workspace import Workspace
 
@@ -114,17 +116,21 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         for partition in self._adam_partitions:
             for tensor in partition.tensors:
                 self.create_state(tensor, use_muon=False)
+        shards = partitions[0].tensors[0].device
+        where = shards if device is None else device
+        staging = Staging(where) if where.type != shards.type else None
         for partition in partitions:
             group = self.param_groups[partition.index]
             if not group["use_muon"]:
                 continue
-            where = partition.tensors[0].device if device is None else device
             kind = kind_of(where.type, ns_dtype.itemsize)
             group["ns_methods"] = pins(self.shapes, kind) | group.get("ns_methods", {})
             settings = group["ns_method"], self.config.schedule, ns_dtype.itemsize, where.type
             cost = cost_model(*settings, group["ns_methods"])
+            if partition.is_replicated and not is_worth_sharing(partition.blocks, partition.world_size, cost):
+                partition = partition.alone()
             plan = make_plan(partition.shards, partition.rank, partition.world_size, cost)
-            exchange = Exchange(partition.group, ns_dtype, where, self._work, group["name"])
+            exchange = Exchange(partition.group, ns_dtype, where, self._work, group["name"], staging)
             self._bound[id(partition.tensors[0])] = _Bound(partition, plan, exchange)
             for tensor in partition.tensors:
                 self.create_state(tensor, use_muon=True)
@@ -236,9 +242,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     def _prepare(self, group: dict[str, Any], transit: Transit) -> None:
         """On the shard: momentum, Nesterov, cast, into the place from which it travels."""
-        for run in transit.bucket.runs:
+        for run, target in zip(transit.bucket.runs, transit.places, strict=True):
             tensor = group["params"][run.tensor]
-            target = (transit.matrices if run.owned else transit.outbox)[run.at : run.at + run.length]
             if tensor.grad is None:
                 target.zero_()
                 continue
@@ -263,11 +268,10 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     def _apply(self, group: dict[str, Any], transit: Transit) -> None:
         """On the shard: decay and scaled update."""
-        for run in transit.bucket.runs:
+        for run, result in zip(transit.bucket.runs, transit.places, strict=True):
             tensor = group["params"][run.tensor]
             if tensor.grad is None:
                 continue
-            result = (transit.matrices if run.owned else transit.outbox)[run.at : run.at + run.length]
             target = _slice(tensor, run.start, run.length)
             scale = scale_factor(group["adjust_lr_fn"], run.rows, run.cols, self.config.rms_scale)
             self.kernels.apply_(target, result, group["lr"], scale, group["weight_decay"], self._work)

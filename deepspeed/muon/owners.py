@@ -62,6 +62,16 @@ def assign(items: Sequence[PlacedBlock], world_size: int, cost: CostModel) -> tu
     return owners, loads.values
 
 
+def is_worth_sharing(items: Sequence[PlacedBlock], world_size: int, cost: CostModel) -> bool:
+    """Whether ranks that all hold the same matrices are done earlier if each orthogonalizes some of them for all.
+
+    The operations of all matrices, against those of the busiest owner and the bytes of the others' results.
+    """
+    _, loads = assign(items, world_size, cost)
+    received = sum(item.block.numel for item in items) * cost.bytes_per_element * (world_size - 1) / world_size
+    return max(loads) + cost.flops_per_byte * received < sum(loads)
+
+
 def _candidates(item: PlacedBlock, least: int) -> dict[int, int]:
     """Holders worth a look, with the elements that each of them lacks.
 

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
-from deepspeed.muon.placement import Placement, Shard
+from deepspeed.muon.placement import PlacedBlock, Placement, Shard
 from deepspeed.muon.routing import MatrixSpec
 
 
@@ -22,7 +22,7 @@ class Partition:
         tensors: the tensors that ``step`` will find in the group, in order: flat partitions under ZeRO,
             whole parameters otherwise.
         shards: the parameters they hold.
-        group: process group of the ranks that share them, ``None`` for whole parameters.
+        group: process group of the ranks that share them or their work, ``None`` for one rank alone.
     """
 
     index: int
@@ -31,6 +31,21 @@ class Partition:
     group: Any = None
     rank: int = 0
     world_size: int = 1
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether several ranks each hold all of it."""
+        return any(shard.placement.copies > 1 for shard in self.shards)
+
+    @property
+    def blocks(self) -> list[PlacedBlock]:
+        """The matrices, in the planner's order."""
+        return [PlacedBlock(shard, block) for shard in self.shards for block in shard.spec.blocks]
+
+    def alone(self) -> Partition:
+        """The same of one rank that shares nothing with the others that hold all of it."""
+        shards = tuple(replace(shard, placement=replace(shard.placement, copies=1)) for shard in self.shards)
+        return replace(self, shards=shards, group=None, rank=0, world_size=1)
 
     def pieces(self) -> Iterator[tuple[Shard, int, int, int]]:
         """(shard, first element of the parameter, one past the last, position in its tensor) held by this rank."""
@@ -45,10 +60,21 @@ class Partition:
             yield self.tensors[shard.tensor], position, stop - start
 
 
-def whole_partition(index: int, tensors: Sequence[Tensor], specs: Sequence[MatrixSpec]) -> Partition:
-    """The partition of a group's parameters that this rank holds whole, each in its own tensor."""
-    shards = [Shard(spec, i, Placement(0, spec.numel, 0)) for i, spec in enumerate(specs)]
-    return Partition(index, tuple(tensors), tuple(shards))
+def whole_partition(
+    index: int,
+    tensors: Sequence[Tensor],
+    specs: Sequence[MatrixSpec],
+    group: Any = None,
+    rank: int = 0,
+    copies: int = 1,
+) -> Partition:
+    """The partition of a group's parameters that this rank holds whole, each in its own tensor.
+
+    Args:
+        copies: ranks of ``group`` that hold the same.
+    """
+    shards = [Shard(spec, i, Placement(0, spec.numel, 0, copies)) for i, spec in enumerate(specs)]
+    return Partition(index, tuple(tensors), tuple(shards), group, rank, copies)
 
 
 def device_types(partitions: Iterable[Partition]) -> list[str]:

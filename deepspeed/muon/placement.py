@@ -17,18 +17,24 @@ class Placement:
     Element e is on rank ``(origin + e) // span``, at position ``base + (origin + e) % span`` of its tensor.
     Stages 1 and 2 cut the flat group: origin is the parameter's offset in it, span the partition's size,
     base 0. Stage 3 cuts each parameter: origin 0, span its partition's size, base its offset.
+    Stage 0 cuts nothing: origin 0, span the parameter's size, base 0, and ``copies`` ranks hold all of it.
     """
 
     origin: int
     span: int
     base: int
+    copies: int = 1
 
     def ranks(self, start: int, stop: int) -> range:
         """Ranks that hold any of the elements ``start .. stop``."""
+        if self.copies > 1:
+            return range(self.copies)
         return range((self.origin + start) // self.span, (self.origin + stop - 1) // self.span + 1)
 
     def held(self, rank: int, start: int, stop: int) -> tuple[int, int]:
         """The part of ``start .. stop`` that ``rank`` holds; empty where first >= second."""
+        if self.copies > 1:
+            return start, stop
         low = rank * self.span - self.origin
         return max(start, low), min(stop, low + self.span)
 

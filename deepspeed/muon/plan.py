@@ -62,6 +62,9 @@ class Bucket:
     #: Whether any rank sends anything in this round; the same on all ranks.
     travels: bool
     names: tuple[str, ...]
+    #: Whether every rank holds every matrix: then only results travel, each owner's to all, and ``send_counts`` are
+    #: the elements of each owner's.
+    replicated: bool
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,12 @@ class Plan:
     @property
     def sent_elements(self) -> int:
         """Elements that this rank sends per step, there and back."""
-        return sum(sum(bucket.send_counts) + sum(bucket.receive_counts) for bucket in self.buckets)
+        return sum(
+            bucket.matrix_elements * (self.world_size - 1)
+            if bucket.replicated
+            else sum(bucket.send_counts) + sum(bucket.receive_counts)
+            for bucket in self.buckets
+        )
 
     @property
     def imbalance(self) -> float:
@@ -96,15 +104,22 @@ def make_plan(
     Args:
         shards: the partition's Muon parameters, in the same order on all ranks.
         cost: weighs Newton-Schulz against exchange.
-        bucket_bytes: bound on the matrices of one owner in one bucket.
+        bucket_bytes: bound on the matrices of one owner in one bucket; where every rank receives all
+            results, of all owners together.
     """
     items = [PlacedBlock(shard, block) for shard in shards for block in shard.spec.blocks]
     owners, loads = assign(items, world_size, cost)
     moved = sum(item.block.numel for item, owner in zip(items, owners, strict=True) if owner not in item.holders)
-    limit = max(1, bucket_bytes // cost.bytes_per_element)
+    copies = max((shard.placement.copies for shard in shards), default=1)
+    limit = bucket_limit(copies, cost, bucket_bytes)
     rounds = _rounds(items, owners, world_size, limit)
     buckets = tuple(_bucket(round_items, rank, world_size) for round_items in rounds)
     return Plan(rank, world_size, buckets, tuple(owners), tuple(loads), moved, _digest(items, owners, rounds))
+
+
+def bucket_limit(copies: int, cost: CostModel, bucket_bytes: int = BUCKET_BYTES) -> int:
+    """Elements of one owner in one bucket, of matrices that ``copies`` ranks hold whole."""
+    return max(1, bucket_bytes // copies // cost.bytes_per_element)
 
 
 def _rounds(
@@ -137,6 +152,7 @@ def _bucket(items: list[tuple[int, PlacedBlock]], rank: int, world_size: int) ->
     shapes: list[tuple[int, Block]] = []
     matrices = 0
     send_at = 0
+    replicated = any(item.shard.placement.copies > 1 for _, item in items)
     for owner, item in items:
         mine = owner == rank
         for start, at, length in item.held_runs(rank):
@@ -148,7 +164,7 @@ def _bucket(items: list[tuple[int, PlacedBlock]], rank: int, world_size: int) ->
                 send_at += length
                 sent[owner] += length
         if mine:
-            for source in item.holders:
+            for source in () if replicated else item.holders:
                 if source != rank:
                     incoming[source].extend((matrices + at, length) for _, at, length in item.held_runs(source))
             shapes.append((matrices, item.block))
@@ -156,7 +172,8 @@ def _bucket(items: list[tuple[int, PlacedBlock]], rank: int, world_size: int) ->
     received, counts = _unpacking(incoming)
     travels = any(item.holders != range(owner, owner + 1) for owner, item in items)
     names = tuple(item.shard.spec.name for _, item in items)
-    return Bucket(tuple(runs), tuple(_batches(shapes)), received, tuple(sent), counts, matrices, travels, names)
+    batches = tuple(_batches(shapes))
+    return Bucket(tuple(runs), batches, received, tuple(sent), counts, matrices, travels, names, replicated)
 
 
 def _unpacking(incoming: list[list[tuple[int, int]]]) -> tuple[tuple[tuple[int, int, int], ...], tuple[int, ...]]:

@@ -17,15 +17,20 @@ class Workspace:
     def __init__(self) -> None:
         self._storage: dict[tuple, Tensor] = {}
 
-    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """An uninitialized contiguous tensor of this shape, valid until the next request of this name."""
+    def get(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, pinned: bool = False
+    ) -> Tensor:
+        """An uninitialized contiguous tensor of this shape, valid until the next request of this name.
+
+        ``pinned``: in memory of the host that an accelerator copies from and to by itself.
+        """
         numel = 1
         for size in shape:
             numel *= size
         key = (name, dtype, device)
         held = self._storage.get(key)
         if held is None or held.numel() < numel:
-            held = self._storage[key] = torch.empty(numel, dtype=dtype, device=device)
+            held = self._storage[key] = torch.empty(numel, dtype=dtype, device=device, pin_memory=pinned)
         return held[:numel].view(shape)
 
     def clear(self) -> None:

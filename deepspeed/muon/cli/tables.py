@@ -172,13 +172,14 @@ def _sent(facts: dict[str, Any]) -> str:
     ranks = facts["per_rank"]
     sent = ranks["sent_bytes"]
     if not sent["max"]:
-        return "nothing: every rank has every matrix whole"
+        return "nothing: every rank has every matrix whole and orthogonalizes it"
+    mean = f"mean {quantity(sent['mean'])}, max {quantity(sent['max'])}"
+    if facts["stage"] == 0:
+        return f"{mean}; {ranks['collectives']:,} broadcasts of shared results"
     factor = 8 if facts["ns_dtype"] == "fp32" else 4
     least = f"{factor} N (W - 1) / W^2" if facts["stage"] == 3 else "with each matrix where most of it lies"
-    return (
-        f"mean {quantity(sent['mean'])}, max {quantity(sent['max'])}; {least}: {quantity(sent['least_mean'])}; "
-        f"{2 * ranks['rounds']:,} all-to-alls"
-        + (f" in {ranks['parts']} parts one by one" if ranks["parts"] > 1 else "")
+    return f"{mean}; {least}: {quantity(sent['least_mean'])}; {ranks['collectives']:,} all-to-alls" + (
+        f" in {ranks['parts']} parts one by one" if ranks["parts"] > 1 else ""
     )
 
 

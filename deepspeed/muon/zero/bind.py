@@ -57,7 +57,7 @@ def bind_engine(engine: Any) -> None:
     refuse_engine(engine)
     optimizer, wrapper = engine.basic_optimizer, engine.optimizer
     verdict = agree(optimizer)
-    partitions = _partitions(wrapper, optimizer)
+    partitions = _partitions(engine, optimizer)
     create_states(wrapper, optimizer)
     ns_dtype, device = resolve_dtype(optimizer.config.ns_dtype, verdict["bf16"]), _compute_device()
     kinds = sorted({*device_types(partitions), device.type})
@@ -76,11 +76,12 @@ def bind_engine(engine: Any) -> None:
         _report(engine, optimizer, lacking)
 
 
-def _partitions(wrapper: Any, optimizer: MuonWithAuxAdam) -> list[Partition]:
+def _partitions(engine: Any, optimizer: MuonWithAuxAdam) -> list[Partition]:
     """The layout, by the wrapper's kind, and with it the source of the finiteness check."""
+    wrapper = engine.optimizer
     kind = type(wrapper).__name__
     if wrapper is optimizer or kind == "FP16_UnfusedOptimizer":
-        return stage0.partitions(wrapper, optimizer)
+        return stage0.partitions(wrapper, optimizer, engine.seq_data_parallel_group)
     if kind == "BF16_Optimizer":
         optimizer.is_finite = lambda: is_valid(wrapper._global_grad_norm)
         return stage12.partitions(wrapper, optimizer)
@@ -149,7 +150,7 @@ def _report(engine: Any, optimizer: MuonWithAuxAdam, lacking: selection.Missing)
         f"{len(matrices)} matrices ({sum(s.numel for s in matrices):,} parameters) to Muon",
         f"{len(rest)} tensors ({sum(s.numel for s in rest):,} parameters) to AdamW"
         + (f", {len(lora)} of them LoRA factors (Muon by muon_include)" if lora else ""),
-        f"{engine.world_size} ranks",
+        f"{engine.world_size} ranks{_stage_0(engine, optimizer)}",
         f"{sent:.1f} MB sent per step by rank 0, {extra:.1f} MB by all ranks to balance the owners",
         f"Newton-Schulz in {str(exchange.dtype).removeprefix('torch.')} on {exchange.device.type}, kernels: "
         f"{selection.describe(optimizer.kernels, lacking)}, {_methods(optimizer)}",
@@ -159,6 +160,16 @@ def _report(engine: Any, optimizer: MuonWithAuxAdam, lacking: selection.Missing)
     logger.info("deepspeed-muon %s: %s", __version__, "; ".join(facts))
     if not getattr(engine.optimizer, "swap_optimizer", False):  # there a sub-group bounds the memory of the buffers
         _warn_of_small_sub_groups(optimizer)
+
+
+def _stage_0(engine: Any, optimizer: MuonWithAuxAdam) -> str:
+    """How ranks that all hold everything divide the work, for the line of log."""
+    if engine.world_size == 1 or engine.zero_optimization_stage() > 0:
+        return ""
+    shared = [partition.is_replicated for partition in optimizer.partitions]
+    if all(shared):
+        return " that share Newton-Schulz"
+    return " of which each orthogonalizes " + ("the small groups itself" if any(shared) else "everything itself")
 
 
 def _methods(optimizer: MuonWithAuxAdam) -> str:

@@ -71,7 +71,7 @@ class Trap:
         from deepspeed.muon.exchange import Exchange
         from deepspeed.muon.stalls import Flight
 
-        self.around(Exchange, "_all_to_all", "exchange")
+        self.around(Exchange, "_launch", "exchange")
         self.around(Flight, "wait", "exchange")
         self.around(Path, "replace", "save")  # header, manifest and latest are put in place by it
         swappers = [OptimizerSwapper, *_subclasses(OptimizerSwapper)]

@@ -153,6 +153,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "few": lambda: Mlp((6, 4, 3)),  # at 3 and 4 ranks some rank holds nothing of a group but padding
     "narrow": lambda: Mlp((12, 12, 8, 12, 6)),  # the global batch has 4 samples per column
     "swapped": lambda: Mlp((512, 1024, 512, 8)),  # at 2 ranks its large matrices are just what is swapped to NVMe
+    "broad": lambda: Mlp((64, 96, 96, 128, 64, 8)),  # ranks that hold them whole share its large matrices
     "gpt": TinyGpt,
     "gpt_tied": lambda: TinyGpt(tied=True),
 }

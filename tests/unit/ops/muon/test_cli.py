@@ -95,7 +95,7 @@ def test_all_lists_every_parameter(folder: Path, capsys: pytest.CaptureFixture) 
 KEYS = {
     "": "version model config stage world_size scale ns_dtype device offload parameters totals per_rank step_ms "
     "planning_seconds stock_clipping machine assumptions notes",
-    "per_rank": "state_bytes sent_bytes newton_schulz_gflop imbalance parts rounds",
+    "per_rank": "state_bytes sent_bytes newton_schulz_gflop imbalance parts rounds collectives",
     "step_ms": "elementwise newton_schulz exchange total",
     "stock_clipping": "gradient_clipping update_norm divided_by",
     "machine": "tflops memory_gbs network_gbs latency_us message_us run_us host_memory_gbs",

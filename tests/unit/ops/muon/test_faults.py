@@ -61,10 +61,12 @@ NAMED = r"ExchangeError: the exchange failed in bucket 1 of 1 of group muon \(la
 
 
 @pytest.mark.parametrize(
-    ("stage", "stall"), [(2, False), (3, False), (3, True), pytest.param(2, True, marks=pytest.mark.full)]
+    ("stage", "stall"), [(0, False), (2, False), (3, False), (3, True), pytest.param(2, True, marks=pytest.mark.full)]
 )
 def test_who_waits_for_a_lost_rank_names_the_bucket(server: Server, tmp_path: Path, stage: int, stall: bool) -> None:
-    outcome = server.attempt(tmp_path, {"stage": stage}, {1: ("exchange", 0)}, stall=stall, timeout=STALLED)
+    """At stage 0 the matrices must be large enough to be shared."""
+    case = {"stage": stage} | ({} if stage else {"model": "broad"})
+    outcome = server.attempt(tmp_path, case, {1: ("exchange", 0)}, stall=stall, timeout=STALLED)
     assert outcome.codes == [1, None if stall else -9]
     assert re.search(NAMED, outcome.output[0]), outcome.output[0]
     if stall:

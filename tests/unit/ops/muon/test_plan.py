@@ -206,3 +206,17 @@ def test_the_digest_tells_layouts_apart() -> None:
     other, _ = part_layout(specs([(4, 4), (6, 4)]), 2)
     assert make_plan(base, 0, 2, COST).digest == make_plan(base, 1, 2, COST).digest
     assert make_plan(base, 0, 2, COST).digest != make_plan(other, 0, 2, COST).digest
+
+
+def test_a_bucket_cuts_batches_only_where_it_is_full() -> None:
+    """The equal matrices of one owner are in no more calls than their bytes need, and one more at each end."""
+    shapes = [(64, 16), (16, 64), (32, 32), (8, 8)] * 12
+    shards, _ = part_layout(specs(shapes), 2)
+    for rank, bucket_bytes in itertools.product(range(2), (4096, 8192, 2**20)):
+        plan = make_plan(shards, rank, 2, COST, bucket_bytes)
+        batches = [batch for bucket in plan.buckets for batch in bucket.batches]
+        for rows, cols in set(shapes):
+            counts = [batch.count for batch in batches if (batch.rows, batch.cols) == (rows, cols)]
+            fit = bucket_bytes // (rows * cols * COST.bytes_per_element)
+            assert max(counts) <= fit and len(counts) <= math.ceil(sum(counts) / fit) + 1
+            assert all(count == fit for count in counts[1:-1])
