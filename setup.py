@@ -26,5 +26,5 @@ setup(
     packages=find_namespace_packages(include=["deepspeed.muon", "deepspeed.muon.*"]),
     py_modules=["deepspeed_muon"],
     install_requires=requirements("requirements"),
-    extras_require={"example": requirements("requirements-example"), "dev": requirements("requirements-dev")},
+    extras_require={name: requirements(f"requirements-{name}") for name in ("example", "dev", "hopper")},
 )

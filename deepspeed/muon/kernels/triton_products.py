@@ -119,7 +119,7 @@ tuned_kernel = triton.autotune(
 )(symmetric_kernel)
 
 
-def _tiles(size: int, rows: int, cols: int) -> int:
+def tiles(size: int, rows: int, cols: int) -> int:
     """Programs for one matrix."""
     squares = triton.cdiv(size, cols)
     return squares * (squares + 1) // 2 * (cols // rows)
@@ -130,7 +130,7 @@ def _run(a: Tensor, b: Tensor, add: Tensor, out: Tensor, strides: tuple[int, int
     depth = a[0].numel() // size
 
     def grid(chosen: dict[str, Any]) -> tuple[int, int]:
-        return _tiles(size, chosen["ROWS"], chosen["COLS"]), batch
+        return tiles(size, chosen["ROWS"], chosen["COLS"]), batch
 
     tuned_kernel[grid](a, b, add, out, size, depth, *strides, **scalars, GROUP=GROUP, **OPTIONS)
     return out
