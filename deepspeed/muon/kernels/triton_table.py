@@ -15,6 +15,8 @@ from deepspeed.muon.workspace import Workspace
 #: From this smaller dimension on, products whose result is symmetric are computed as one triangle. Below it there are
 #: too few tiles to fill the chip, and a library's plain product is faster. `benchmarks/gpu.sh` measures it.
 SYMMETRIC_FROM = 2048
+#: Sixteen bytes are loaded at a time where sizes are multiples of so many 16-bit numbers; else products stay plain.
+MULTIPLE = 8
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -27,6 +29,19 @@ def why_not() -> str | None:
         return "no NVIDIA GPU"
     if torch.cuda.get_device_capability() < (8, 0):
         return "the GPU is older than Ampere"
+    return _why_not_compiled()
+
+
+def _why_not_compiled() -> str | None:
+    """One launch of a small kernel, as Triton also needs a C compiler and a driver that it knows."""
+    from deepspeed.muon.kernels import triton_elementwise as elementwise
+
+    try:
+        one = torch.zeros(1, device="cuda")
+        elementwise.apply_(one, one.clone(), 0.0, 1.0, 0.0)
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"Triton's kernels do not run: {error}"
     return None
 
 
@@ -102,4 +117,5 @@ def _is_plain(*tensors: Tensor) -> bool:
 
 
 def _is_symmetric_faster(x: Tensor, out: Tensor) -> bool:
-    return is_on_gpu(x) and x.dtype in HALVES and out.size(-1) >= SYMMETRIC_FROM
+    is_aligned = all(size % MULTIPLE == 0 for size in x.shape[-2:])
+    return is_on_gpu(x) and x.dtype in HALVES and is_aligned and out.size(-1) >= SYMMETRIC_FROM

@@ -52,7 +52,7 @@ def interpreted_table(symmetric_from: int = 1) -> Operations:
 
     assert triton.knobs.runtime.interpret
     triton_table.is_on_gpu, triton_table.SYMMETRIC_FROM = lambda tensor: True, symmetric_from
-    triton_table.HALVES = tuple(FLOATS)
+    triton_table.HALVES, triton_table.MULTIPLE = tuple(FLOATS), 1
     products.tuned_kernel.configs = [triton.Config({"ROWS": 16, "COLS": 32, "DEPTH": 16})]
     return triton_table.operations(reference.OPERATIONS)
 
@@ -295,6 +295,7 @@ def test_a_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     assert triton_table.why_not() == "no NVIDIA GPU"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for capability, reason in (((7, 5), "the GPU is older than Ampere"), ((9, 0), None)):
+    monkeypatch.setattr(triton_table, "_why_not_compiled", lambda: "no compiler")
+    for capability, reason in (((7, 5), "the GPU is older than Ampere"), ((9, 0), "no compiler")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
         assert triton_table.why_not() == reason
