@@ -94,9 +94,8 @@ def round_as_the_twin(name: str, step: int, first: int) -> None:
     """Averages of these with weight 1/4 are rounded once in any arithmetic, so that the noise alone decides."""
     normal = randn(3000).bfloat16().float()
     start = torch.cat([normal, torch.tensor([0.0, -0.0, 0.0, MAX, -MAX, 0.0])])
-    grad = torch.cat(
-        [normal * (1 + 2.0**-9 + 2.0**-15), torch.tensor([0.0, -0.0, 1.5 * 2.0**-133, 3.4e38, -3.4e38, math.inf])]
-    )
+    edges = torch.tensor([0.0, -0.0, 1.5 * 2.0**-133, 3.4e38, -3.4e38, math.inf])
+    grad = torch.cat([normal * (1 + 2.0**-8 + 2.0**-15), edges])
     outs = torch.empty(2, start.numel())
     for nesterov in (True, False):
         twin, ours = start.bfloat16(), start.bfloat16()
