@@ -61,6 +61,28 @@ def _square_of(index: tl.tensor, squares: tl.tensor, GROUP: tl.constexpr) -> tup
 
 
 @triton.jit
+def _sum_of_products(
+    a_ptrs: tl.tensor,
+    b_ptrs: tl.tensor,
+    depth: tl.tensor,
+    along: tl.tensor,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+) -> tl.tensor:
+    """One tile of A B^T in fp32, from pointers to the first ``DEPTH`` columns of both."""
+    deep = tl.arange(0, DEPTH)
+    total = tl.zeros((ROWS, COLS), tl.float32)
+    for start in range(0, depth, DEPTH):
+        a = tl.load(a_ptrs, deep[None, :] < depth - start, other=0.0)
+        b = tl.load(b_ptrs, deep[:, None] < depth - start, other=0.0)
+        total = tl.dot(a, b, total, input_precision="ieee")
+        a_ptrs += DEPTH * along
+        b_ptrs += DEPTH * along
+    return total
+
+
+@triton.jit
 def symmetric_kernel(
     a_ptr: tl.tensor,
     b_ptr: tl.tensor,
@@ -88,13 +110,7 @@ def symmetric_kernel(
     deep = tl.arange(0, DEPTH)
     a_ptrs = a_ptr + matrix * size * depth + (rows % size)[:, None] * across + deep[None, :] * along
     b_ptrs = b_ptr + matrix * size * depth + deep[:, None] * along + (cols % size)[None, :] * across
-    total = tl.zeros((ROWS, COLS), tl.float32)
-    for start in range(0, depth, DEPTH):
-        a = tl.load(a_ptrs, deep[None, :] < depth - start, other=0.0)
-        b = tl.load(b_ptrs, deep[:, None] < depth - start, other=0.0)
-        total = tl.dot(a, b, total, input_precision="ieee")
-        a_ptrs += DEPTH * along
-        b_ptrs += DEPTH * along
+    total = _sum_of_products(a_ptrs, b_ptrs, depth, along, ROWS, COLS, DEPTH)
     total *= alpha
     exists = (rows < size)[:, None] & (cols < size)[None, :]
     base = matrix * size * size

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepspeed.muon.kernels.table import Operations
-from deepspeed.muon.rounding import Key
-from deepspeed.muon.workspace import Workspace
 
 #: From this smaller dimension on, products whose result is symmetric are computed as one triangle. Below it there are
 #: too few tiles to fill the chip, and a library's plain product is faster. `benchmarks/gpu.sh` measures it.
@@ -51,58 +52,42 @@ def operations(other: Operations) -> Operations:
     Raises:
         ImportError: Triton is not installed; see :func:`why_not`.
     """
-    from deepspeed.muon.kernels import triton_elementwise as elementwise
+    from deepspeed.muon.kernels import triton_elementwise as passes
     from deepspeed.muon.kernels import triton_products as products
 
-    def advance(buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool, work: Workspace) -> None:
-        if buffer.dtype == torch.float32 and _is_plain(buffer, grad, out):
-            with torch.cuda.device_of(buffer):
-                elementwise.advance(buffer, grad, out, momentum, nesterov)
-        else:
-            other.advance(buffer, grad, out, momentum, nesterov, work)
+    def either(fits: Callable[..., bool], ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+        """Ours on the device of the first argument, or theirs."""
 
-    def advance_rounded(
-        buffer: Tensor,
-        grad: Tensor,
-        out: Tensor,
-        momentum: float,
-        nesterov: bool,
-        key: Key,
-        first: int,
-        work: Workspace,
-    ) -> None:
-        if buffer.dtype == torch.bfloat16 and _is_plain(buffer, grad, out):
-            with torch.cuda.device_of(buffer):
-                elementwise.advance_rounded(buffer, grad, out, momentum, nesterov, key, first)
-        else:
-            other.advance_rounded(buffer, grad, out, momentum, nesterov, key, first, work)
+        @functools.wraps(theirs)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not fits(*args):
+                return theirs(*args, **kwargs)
+            with torch.cuda.device_of(args[0]):
+                return ours(*args, **kwargs)
 
-    def apply_(param: Tensor, update: Tensor, lr: float, scale: float, weight_decay: float, work: Workspace) -> None:
-        if _is_plain(param, update):
-            with torch.cuda.device_of(param):
-                elementwise.apply_(param, update, lr, scale, weight_decay)
-        else:
-            other.apply_(param, update, lr, scale, weight_decay, work)
+        return call
 
-    def normalize_(x: Tensor) -> Tensor:
-        if not _is_plain(x):
-            return other.normalize_(x)
-        with torch.cuda.device_of(x):
-            return elementwise.normalize_(x)
+    def without_workspace(ours: Callable[..., None]) -> Callable[..., None]:
+        return lambda *args: ours(*args[:-1])
 
-    def square(x: Tensor, out: Tensor) -> Tensor:
-        if not _is_symmetric_faster(x, out):
-            return other.square(x, out)
-        with torch.cuda.device_of(x):
-            return products.square(x, out)
+    return Operations(
+        "triton",
+        either(_fits_advance(torch.float32), without_workspace(passes.advance), other.advance),
+        either(_fits_advance(torch.bfloat16), without_workspace(passes.advance_rounded), other.advance_rounded),
+        either(_fits_apply, without_workspace(passes.apply_), other.apply_),
+        either(_is_plain, passes.normalize_, other.normalize_),
+        either(_is_symmetric_faster, products.square, other.square),
+        either(lambda a, b, add, out, *_: _is_symmetric_faster(a, out), products.product, other.product),
+    )
 
-    def product(a: Tensor, b: Tensor, add: Tensor, out: Tensor, beta: float, alpha: float = 1.0) -> Tensor:
-        if not _is_symmetric_faster(a, out):
-            return other.product(a, b, add, out, beta, alpha)
-        with torch.cuda.device_of(a):
-            return products.product(a, b, add, out, beta, alpha)
 
-    return Operations("triton", advance, advance_rounded, apply_, normalize_, square, product)
+def _fits_advance(dtype: torch.dtype) -> Callable[..., bool]:
+    """Whether the kernel for a momentum of this dtype fits the arguments."""
+    return lambda buffer, grad, out, *_: buffer.dtype == dtype and _is_plain(buffer, grad, out)
+
+
+def _fits_apply(param: Tensor, update: Tensor, *_: Any) -> bool:
+    return _is_plain(param, update)
 
 
 def is_on_gpu(tensor: Tensor) -> bool:
