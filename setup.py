@@ -42,6 +42,6 @@ setup(
     package_data={"deepspeed.muon": ["*.json"], "deepspeed.muon.csrc": ["*.cpp", "*.h"]},
     py_modules=["deepspeed_muon"],
     install_requires=requirements("requirements"),
-    extras_require={"example": requirements("requirements-example"), "dev": requirements("requirements-dev")},
+    extras_require={name: requirements(f"requirements-{name}") for name in ("example", "dev", "hopper")},
     **ahead_of_time(),
 )

@@ -40,7 +40,7 @@ def noise(out: Tensor, spare: Tensor, key: Key, first: int) -> Tensor:
         spare: int32, of the same shape; overwritten.
     """
     torch.arange(out.numel(), out=out)
-    out.add_(_signed(key[0] + first))
+    out.add_(signed(key[0] + first))
     _mix(out, spare, SHIFTS[0], MULTIPLIERS[0])
     out.add_(key[1])
     _mix(out, spare, SHIFTS[1], MULTIPLIERS[1])
@@ -53,7 +53,8 @@ def _mix(x: Tensor, spare: Tensor, shift: int, multiplier: int) -> None:
     x.bitwise_xor_(spare.bitwise_and_((1 << (32 - shift)) - 1)).mul_(multiplier)
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
+    """The signed 32-bit number that is ``value`` modulo 2^32."""
     return (value + 2**31) % 2**32 - 2**31
 
 

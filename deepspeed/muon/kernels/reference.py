@@ -89,7 +89,10 @@ def normalize_(x: Tensor) -> Tensor:
         # Within +-126 the power is a normal fp32 number; subnormal inputs end near 2^-23, which is safe.
         matrix.mul_(torch.exp2(-exponent.clamp(-126, 126).float()))
         norm = torch.linalg.vector_norm(matrix, dtype=torch.float32)
-        matrix.div_(torch.where(norm == 0, 1.0, norm))
+        norm = torch.where(norm == 0, 1.0, norm)
+        # CUDA rounds a 0-D operand to the matrix's dtype, up to 0.4 %, and reads one with dimensions as it is. A CPU
+        # reads a 0-D one as it is, and for one with dimensions copies the matrix.
+        matrix.div_(norm if norm.device.type == "cpu" else norm.view(1, 1))
     return x
 
 

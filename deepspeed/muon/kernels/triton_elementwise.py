@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The elementwise passes of a step in Triton: each reads and writes every element once.
+
+Same contracts as the functions of the same names in :mod:`deepspeed.muon.kernels.reference`. Sums of products are
+written as fused multiply-adds, so that the bits of an element do not depend on what a compiler contracts.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepspeed.muon.rounding import LARGEST, MULTIPLIERS, SHIFTS, Key, signed
+
+#: What is fused is written as such: bits of an element depend neither on a compiler's choice nor on its version.
+OPTIONS = {"enable_fp_fusion": False}
+#: Elements of one program: 16 for each of its 128 threads.
+BLOCK = 2048
+#: Elements that one program of the normalization sums.
+SUM_BLOCK = 8192
+
+_FIRST_SHIFT, _SECOND_SHIFT = (tl.constexpr(shift) for shift in SHIFTS)
+_FIRST_MULTIPLIER, _SECOND_MULTIPLIER = (tl.constexpr(multiplier % 2**32) for multiplier in MULTIPLIERS)
+_LARGEST = tl.constexpr(LARGEST)
+
+
+@triton.jit
+def _place(numel: tl.tensor, BLOCK: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Elements of this program and which of them exist; 64-bit, as a shard may have more than 2^31."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    return offsets, offsets < numel
+
+
+@triton.jit
+def _lerp(start: tl.tensor, end: tl.tensor, weight: tl.tensor) -> tl.tensor:
+    """``torch.lerp``: from the nearer end, so that weights 0 and 1 give the ends themselves."""
+    away = end - start
+    return tl.where(weight < 0.5, tl.fma(away, weight, start), tl.fma(-away, 1.0 - weight, end))
+
+
+@triton.jit
+def _average(
+    buffer: tl.tensor, grad: tl.tensor, momentum: tl.tensor, rate: tl.tensor, NESTEROV: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """The new momentum, and what is orthogonalized."""
+    buffer = _lerp(buffer, grad, rate)
+    ahead = buffer
+    if NESTEROV:
+        ahead = _lerp(grad, buffer, momentum)
+    return buffer, ahead
+
+
+@triton.jit
+def _round(value: tl.tensor, noise: tl.tensor) -> tl.tensor:
+    """bf16 by stochastic rounding: fp32 plus the noise below bf16's last bit where that stays finite, then cut."""
+    bits = value.to(tl.uint32, bitcast=True)
+    noise = tl.where((bits & 0x7FFFFFFF) < _LARGEST, noise, 0)
+    return ((bits + noise) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _noise(index: tl.tensor, key: tl.tensor) -> tl.tensor:
+    """:func:`deepspeed.muon.rounding.noise`; ``index`` already holds the key's first number."""
+    x = (index ^ (index >> _FIRST_SHIFT)) * _FIRST_MULTIPLIER
+    x += key
+    x = (x ^ (x >> _SECOND_SHIFT)) * _SECOND_MULTIPLIER
+    return x >> 16
+
+
+@triton.jit
+def advance_kernel(
+    buffer_ptr: tl.tensor,
+    grad_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    numel: tl.tensor,
+    momentum: tl.tensor,
+    rate: tl.tensor,
+    NESTEROV: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """``rate``: one less the momentum, rounded from fp64."""
+    at, mask = _place(numel, BLOCK)
+    grad = tl.load(grad_ptr + at, mask).to(tl.float32)
+    buffer, ahead = _average(tl.load(buffer_ptr + at, mask), grad, momentum, rate, NESTEROV)
+    tl.store(buffer_ptr + at, buffer, mask)
+    tl.store(out_ptr + at, ahead.to(out_ptr.dtype.element_ty), mask)
+
+
+@triton.jit(do_not_specialize=["first_key", "second_key"])
+def advance_rounded_kernel(
+    buffer_ptr: tl.tensor,
+    grad_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    numel: tl.tensor,
+    momentum: tl.tensor,
+    rate: tl.tensor,
+    first_key: tl.tensor,
+    second_key: tl.tensor,
+    NESTEROV: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """The keys: signed 32-bit; the first already holds the index of the first element."""
+    at, mask = _place(numel, BLOCK)
+    grad = tl.load(grad_ptr + at, mask).to(tl.float32)
+    buffer = tl.load(buffer_ptr + at, mask).to(tl.float32)
+    buffer, ahead = _average(buffer, grad, momentum, rate, NESTEROV)
+    noise = _noise(at.to(tl.uint32) + first_key.to(tl.uint32), second_key.to(tl.uint32))
+    tl.store(buffer_ptr + at, _round(buffer, noise), mask)
+    tl.store(out_ptr + at, ahead.to(out_ptr.dtype.element_ty), mask)
+
+
+@triton.jit
+def apply_kernel(
+    param_ptr: tl.tensor, update_ptr: tl.tensor, numel: tl.tensor, keep: tl.tensor, step: tl.tensor, BLOCK: tl.constexpr
+) -> None:
+    """``param <- keep param + step update``."""
+    at, mask = _place(numel, BLOCK)
+    param = tl.load(param_ptr + at, mask).to(tl.float32) * keep
+    update = tl.load(update_ptr + at, mask).to(tl.float32)
+    tl.store(param_ptr + at, tl.fma(update, step, param).to(param_ptr.dtype.element_ty), mask)
+
+
+@triton.jit
+def _exponent(largest: tl.tensor) -> tl.tensor:
+    """E with largest / 2^e in [1/2, 1), within +-126, where 2^e and 2^-e are normal numbers."""
+    biased = ((largest.to(tl.uint32, bitcast=True) >> 23) & 0xFF).to(tl.int32)
+    return tl.minimum(tl.maximum(biased - 126, -126), 126)
+
+
+@triton.jit
+def _power(exponent: tl.tensor) -> tl.tensor:
+    """2^exponent, exactly, from -126 to 127; below that zero."""
+    return tl.where(exponent < -126, 0, (exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def sum_kernel(
+    x_ptr: tl.tensor,
+    exponent_ptr: tl.tensor,
+    sum_ptr: tl.tensor,
+    numel: tl.tensor,
+    parts: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Of one part of one matrix: the exponent of its largest entry, and the sum of squares over 4^exponent."""
+    at, mask = _place(numel, BLOCK)
+    matrix = tl.program_id(1).to(tl.int64)
+    x = tl.load(x_ptr + matrix * numel + at, mask, other=0.0).to(tl.float32)
+    exponent = _exponent(tl.max(tl.abs(x), axis=0))
+    x *= _power(-exponent)
+    place = matrix * parts + tl.program_id(0)
+    tl.store(exponent_ptr + place, exponent)
+    tl.store(sum_ptr + place, tl.sum(x * x, axis=0))
+
+
+@triton.jit
+def norm_kernel(
+    exponent_ptr: tl.tensor, sum_ptr: tl.tensor, norm_ptr: tl.tensor, parts: tl.tensor, BLOCK: tl.constexpr
+) -> None:
+    """Of one matrix: (2^-e, norm / 2^e) with the largest exponent e of its parts; a norm of zero counts as one."""
+    matrix = tl.program_id(0).to(tl.int64)
+    top = tl.full((BLOCK,), -126, tl.int32)
+    for start in range(0, parts, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        top = tl.maximum(top, tl.load(exponent_ptr + matrix * parts + at, at < parts, other=-126))
+    exponent = tl.max(top, axis=0)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, parts, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        below = tl.load(exponent_ptr + matrix * parts + at, at < parts, other=-126) - exponent
+        scale = _power(tl.maximum(below, -127))
+        total += tl.load(sum_ptr + matrix * parts + at, at < parts, other=0.0) * scale * scale
+    norm = tl.sqrt(tl.sum(total, axis=0))
+    tl.store(norm_ptr + 2 * matrix, _power(-exponent))
+    tl.store(norm_ptr + 2 * matrix + 1, tl.where(norm == 0, 1.0, norm))
+
+
+@triton.jit
+def divide_kernel(x_ptr: tl.tensor, norm_ptr: tl.tensor, numel: tl.tensor, BLOCK: tl.constexpr) -> None:
+    """Every entry of one matrix times 2^-e, which is exact, and then by its norm."""
+    at, mask = _place(numel, BLOCK)
+    matrix = tl.program_id(1).to(tl.int64)
+    power, norm = tl.load(norm_ptr + 2 * matrix), tl.load(norm_ptr + 2 * matrix + 1)
+    place = x_ptr + matrix * numel + at
+    x = tl.load(place, mask).to(tl.float32) * power / norm
+    tl.store(place, x.to(x_ptr.dtype.element_ty), mask)
+
+
+def _grid(numel: int) -> tuple[int]:
+    return (triton.cdiv(numel, BLOCK),)
+
+
+def advance(buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool) -> None:
+    """One pass: ``buffer`` fp32, read and written, ``grad`` read, ``out`` written; all 1-D on one device."""
+    numel = buffer.numel()
+    advance_kernel[_grid(numel)](buffer, grad, out, numel, momentum, 1.0 - momentum, nesterov, BLOCK, **OPTIONS)
+
+
+def advance_rounded(
+    buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool, key: Key, first: int
+) -> None:
+    """One pass over a bf16 ``buffer``, with the bits of :mod:`deepspeed.muon.rounding`."""
+    numel = buffer.numel()
+    keys = signed(key[0] + first), key[1]
+    advance_rounded_kernel[_grid(numel)](
+        buffer, grad, out, numel, momentum, 1.0 - momentum, *keys, nesterov, BLOCK, **OPTIONS
+    )
+
+
+def apply_(param: Tensor, update: Tensor, lr: float, scale: float, weight_decay: float) -> None:
+    """One pass: ``param`` read and written, ``update`` read; contiguous, of one shape on one device."""
+    numel = param.numel()
+    apply_kernel[_grid(numel)](param, update, numel, 1.0 - lr * weight_decay, -lr * scale, BLOCK, **OPTIONS)
+
+
+def normalize_(x: Tensor) -> Tensor:
+    """Two passes over ``[batch, rows, cols]``, contiguous: sums of squares, and the division."""
+    batch, numel = x.size(0), x.size(1) * x.size(2)
+    parts = triton.cdiv(numel, SUM_BLOCK)
+    exponents = torch.empty(batch, parts, dtype=torch.int32, device=x.device)
+    sums = torch.empty(batch, parts, dtype=torch.float32, device=x.device)
+    norms = torch.empty(batch, 2, dtype=torch.float32, device=x.device)
+    sum_kernel[(parts, batch)](x, exponents, sums, numel, parts, SUM_BLOCK, num_warps=8, **OPTIONS)
+    norm_kernel[(batch,)](exponents, sums, norms, parts, 1024, **OPTIONS)
+    divide_kernel[(triton.cdiv(numel, BLOCK), batch)](x, norms, numel, BLOCK, **OPTIONS)
+    return x

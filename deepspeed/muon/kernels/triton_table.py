@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of operations on CUDA, in Triton. Importable without Triton; :func:`operations` then says so."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.muon.kernels.table import Operations
+
+#: From this smaller dimension on, products whose result is symmetric are computed as one triangle. Below it there are
+#: too few tiles to fill the chip, and a library's plain product is faster. `benchmarks/gpu.sh` measures it.
+SYMMETRIC_FROM = 2048
+#: Sixteen bytes are loaded at a time where sizes are multiples of so many 16-bit numbers; else products stay plain.
+MULTIPLE = 8
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def why_not() -> str | None:
+    """What keeps Triton's kernels from this process's accelerator, in words; ``None`` where nothing does."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if torch.version.hip or not torch.cuda.is_available():
+        return "no NVIDIA GPU"
+    if torch.cuda.get_device_capability() < (8, 0):
+        return "the GPU is older than Ampere"
+    return _why_not_compiled()
+
+
+def _why_not_compiled() -> str | None:
+    """One launch of a small kernel, as Triton also needs a C compiler and a driver that it knows."""
+    from deepspeed.muon.kernels import triton_elementwise as elementwise
+
+    try:
+        one = torch.zeros(1, device="cuda")
+        elementwise.apply_(one, one.clone(), 0.0, 1.0, 0.0)
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"Triton's kernels do not run: {error}"
+    return None
+
+
+def operations(other: Operations) -> Operations:
+    """Triton's table. What is not on a GPU, or of an unusual dtype or layout, goes to ``other``.
+
+    Raises:
+        ImportError: Triton is not installed; see :func:`why_not`.
+    """
+    from deepspeed.muon.kernels import triton_elementwise as passes
+    from deepspeed.muon.kernels import triton_products as products
+
+    def either(fits: Callable[..., bool], ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+        """Ours on the device of the first argument, or theirs."""
+
+        @functools.wraps(theirs)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not fits(*args):
+                return theirs(*args, **kwargs)
+            with torch.cuda.device_of(args[0]):
+                return ours(*args, **kwargs)
+
+        return call
+
+    def without_workspace(ours: Callable[..., None]) -> Callable[..., None]:
+        return lambda *args: ours(*args[:-1])
+
+    return Operations(
+        "triton",
+        either(_fits_advance(torch.float32), without_workspace(passes.advance), other.advance),
+        either(_fits_advance(torch.bfloat16), without_workspace(passes.advance_rounded), other.advance_rounded),
+        either(_fits_apply, without_workspace(passes.apply_), other.apply_),
+        either(_is_plain, passes.normalize_, other.normalize_),
+        either(_is_symmetric_faster, products.square, other.square),
+        either(lambda a, b, add, out, *_: _is_symmetric_faster(a, out), products.product, other.product),
+    )
+
+
+def _fits_advance(dtype: torch.dtype) -> Callable[..., bool]:
+    """Whether the kernel for a momentum of this dtype fits the arguments."""
+    return lambda buffer, grad, out, *_: buffer.dtype == dtype and _is_plain(buffer, grad, out)
+
+
+def _fits_apply(param: Tensor, update: Tensor, *_: Any) -> bool:
+    return _is_plain(param, update)
+
+
+def is_on_gpu(tensor: Tensor) -> bool:
+    """Whether a kernel of Triton may touch it."""
+    return tensor.is_cuda
+
+
+def _is_plain(*tensors: Tensor) -> bool:
+    """Whether one kernel can walk through all of them together."""
+    first = tensors[0]
+    return all(is_on_gpu(t) and t.device == first.device and t.dtype in FLOATS and t.is_contiguous() for t in tensors)
+
+
+def _is_symmetric_faster(x: Tensor, out: Tensor) -> bool:
+    is_aligned = all(size % MULTIPLE == 0 for size in x.shape[-2:])
+    return is_on_gpu(x) and x.dtype in HALVES and is_aligned and out.size(-1) >= SYMMETRIC_FROM

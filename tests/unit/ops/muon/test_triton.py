@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton's table without a GPU: every kernel under Triton's interpreter, against float64 and its twin in PyTorch.
+
+The interpreter cuts fp32 to bf16 where a GPU rounds, and does not know products of bf16: here outputs are fp32 or
+fp16. Whether the kernels compile for a GPU is test_triton_compile.py's; what they do on one is test_gpu.py's.
+"""
+
+import importlib.util
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepspeed.muon.coefficients import schedule
+from deepspeed.muon.kernels import reference, triton_table
+from deepspeed.muon.kernels.table import Operations
+from deepspeed.muon.orthogonalize import orthogonalize
+from deepspeed.muon.rounding import key_of
+from deepspeed.muon.workspace import Workspace
+from distributed import Pool
+from oracles import newton_schulz_fp64
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+Interpret = Callable[..., Any]
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+MAX = torch.finfo(torch.bfloat16).max
+TILES = [(16, 16, 16), (16, 32, 16), (32, 32, 16)]
+
+
+@pytest.fixture(scope="module")
+def interpret() -> Iterator[Interpret]:
+    """Runs a function where kernels are interpreted: in a process that knew so before it imported Triton."""
+    pools = [Pool(1, {"TRITON_INTERPRET": "1"})]
+
+    def run(fn: Callable[..., Any], **kwargs: Any) -> Any:
+        if pools[-1].closed:  # by a failure
+            pools.append(Pool(1, {"TRITON_INTERPRET": "1"}))
+        return pools[-1].run(fn, kwargs, 120)[0]
+
+    yield run
+    pools[-1].close()
+
+
+def interpreted_table(symmetric_from: int = 1) -> Operations:
+    """Triton's table, which takes tensors of the CPU for those of a GPU, with tiles that suit small matrices."""
+    import triton
+
+    from deepspeed.muon.kernels import triton_products as products
+
+    assert triton.knobs.runtime.interpret
+    triton_table.is_on_gpu, triton_table.SYMMETRIC_FROM = lambda tensor: True, symmetric_from
+    triton_table.HALVES, triton_table.MULTIPLE = tuple(FLOATS), 1
+    products.tuned_kernel.configs = [triton.Config({"ROWS": 16, "COLS": 32, "DEPTH": 16})]
+    return triton_table.operations(reference.OPERATIONS)
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def relative(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+# ---- elementwise --------------------------------------------------------------------------------------------
+
+
+def advance(numel: int, grad_dtype: torch.dtype, out_dtype: torch.dtype, nesterov: bool, momentum: float) -> None:
+    kernels = interpreted_table()
+    buffer, grad = randn(numel), randn(numel, seed=1, dtype=grad_dtype)
+    out = torch.full((numel,), torch.nan).to(out_dtype)
+    expected = momentum * buffer.double() + (1 - momentum) * grad.double()
+    ahead = momentum * expected + (1 - momentum) * grad.double() if nesterov else expected
+    kernels.advance(buffer, grad, out, momentum, nesterov, Workspace())
+    assert relative(buffer, expected) <= 1e-7
+    assert relative(out, ahead) <= {torch.float32: 1e-7, torch.float16: 2**-11, torch.bfloat16: 2**-7}[out_dtype]
+
+
+@needs_triton
+@pytest.mark.parametrize(("numel", "momentum"), [(1, 0.95), (2049, 0.3), (5000, 0.95)])
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_momentum_is_an_average(
+    interpret: Interpret, dtype: torch.dtype, nesterov: bool, numel: int, momentum: float
+) -> None:
+    other = {torch.float32: torch.float16, torch.float16: torch.bfloat16, torch.bfloat16: torch.float32}[dtype]
+    interpret(advance, numel=numel, grad_dtype=dtype, out_dtype=other, nesterov=nesterov, momentum=momentum)
+
+
+def round_as_the_twin(name: str, step: int, first: int) -> None:
+    """Averages of these with weight 1/4 are rounded once in any arithmetic, so that the noise alone decides."""
+    normal = randn(3000).bfloat16().float()
+    start = torch.cat([normal, torch.tensor([0.0, -0.0, 0.0, MAX, -MAX, 0.0])])
+    edges = torch.tensor([0.0, -0.0, 1.5 * 2.0**-133, 3.4e38, -3.4e38, math.inf])
+    grad = torch.cat([normal * (1 + 2.0**-8 + 2.0**-15), edges])
+    outs = torch.empty(2, start.numel())
+    for nesterov in (True, False):
+        twin, ours = start.bfloat16(), start.bfloat16()
+        for kernels, kept, out in ((reference.OPERATIONS, twin, outs[0]), (interpreted_table(), ours, outs[1])):
+            kernels.advance_rounded(kept, grad, out, 0.75, nesterov, key_of(name, step), first, Workspace())
+        assert ours.view(torch.int16).equal(twin.view(torch.int16))
+        assert outs[0, :-1].equal(outs[1, :-1])
+    assert (ours != start.bfloat16()).float().mean() > 0.1
+    assert ours[-3:].tolist() == [MAX, -MAX, math.inf]
+
+
+@needs_triton
+@pytest.mark.parametrize("first", [0, 2**31 - 100, 2**32 - 5, 2**40 + 7])
+def test_a_rounded_momentum_has_the_twins_bits(interpret: Interpret, first: int) -> None:
+    for name in ("w", "layers.0.weight"):
+        interpret(round_as_the_twin, name=name, step=first % 1000 + 1, first=first)
+
+
+def apply_(weight_decay: float, dtype: torch.dtype) -> None:
+    param, update = randn(50, 90), randn(50, 90, seed=1, dtype=dtype)
+    expected = param.double() * (1 - 0.02 * weight_decay) - 0.02 * 1.7 * update.double()
+    interpreted_table().apply_(param, update, 0.02, 1.7, weight_decay, Workspace())
+    assert relative(param, expected) <= 1e-7
+
+
+@needs_triton
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_decay_and_update(interpret: Interpret, dtype: torch.dtype, weight_decay: float) -> None:
+    interpret(apply_, weight_decay=weight_decay, dtype=dtype)
+
+
+def step(kernels: Operations, given: dict[str, Tensor], start: int = 0) -> None:
+    buffer, grad, rounded, param, out = given.values()
+    kernels.advance(buffer, grad, out, 0.95, True, Workspace())
+    kernels.apply_(param, out, 0.1, 0.7, 0.1, Workspace())
+    kernels.advance_rounded(rounded, grad, out, 0.95, True, key_of("w", 7), start, Workspace())
+    kernels.apply_(param, out, 0.1, 0.7, 0.0, Workspace())
+
+
+def step_in_slices() -> None:
+    kernels = interpreted_table()
+    names = ("buffer", "grad", "rounded", "param", "out")
+    whole = {name: randn(6000, seed=seed) for seed, name in enumerate(names)}
+    whole["rounded"] = whole["rounded"].bfloat16()
+    sliced = {name: tensor.clone() for name, tensor in whole.items()}
+    step(kernels, whole)
+    for start, stop in ((0, 1), (1, 78), (78, 2500), (2500, 6000)):
+        step(kernels, {name: tensor[start:stop] for name, tensor in sliced.items()}, start)
+    assert [name for name, tensor in whole.items() if not tensor.equal(sliced[name])] == []
+
+
+@needs_triton
+def test_slices_change_no_bit(interpret: Interpret) -> None:
+    interpret(step_in_slices)
+
+
+# ---- normalization ------------------------------------------------------------------------------------------
+
+
+def normalize(dtype: torch.dtype) -> None:
+    """Magnitudes whose squares leave fp32, parts of a matrix of very different magnitude, and zero.
+
+    Subnormal numbers in fp32 alone: the interpreter misreads those of bf16.
+    """
+    kernels = interpreted_table()
+    matrices, tiny = randn(5, 130, 200).double(), 1e-39 if dtype == torch.float32 else 1e-35
+    matrices *= torch.tensor([1.0, 1e-25, 1e18, tiny, 0.0], dtype=torch.float64)[:, None, None]
+    matrices[0, 70:] *= 1e-20
+    given = matrices.to(dtype)
+    expected = given.double() / given.double().norm(dim=(1, 2), keepdim=True).clamp(min=1e-300)
+    result = kernels.normalize_(given.clone())
+    error = (result.double() - expected).norm(dim=(1, 2))
+    assert float(error.max()) <= (1e-6 if dtype == torch.float32 else 2**-7)
+    assert not result[4].any()
+    assert kernels.normalize_(given[2:3].clone())[0].equal(result[2]), "no matrix knows the others of its batch"
+    for wrong in (math.inf, math.nan):
+        given[1, 100, 100] = wrong
+        assert not kernels.normalize_(given.clone())[1].isfinite().all()
+        assert kernels.normalize_(given.clone())[0].equal(result[0])
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_normalization(interpret: Interpret, dtype: torch.dtype) -> None:
+    interpret(normalize, dtype=dtype)
+
+
+# ---- products -----------------------------------------------------------------------------------------------
+
+
+def square(shape: tuple[int, int, int], dtype: torch.dtype, tiles: tuple[int, int, int], group: int) -> None:
+    from deepspeed.muon.kernels import triton_products as products
+
+    interpreted_table()
+    products.tuned_kernel.configs[0].kwargs = dict(zip(("ROWS", "COLS", "DEPTH"), tiles, strict=True))
+    products.GROUP = group
+    x = randn(*shape, dtype=dtype)
+    out = torch.full((shape[0], min(shape[1:]), min(shape[1:])), torch.nan, dtype=dtype)
+    products.square(x, out)
+    wide = x.double() if shape[1] <= shape[2] else x.double().mT
+    assert relative(out, wide @ wide.mT) <= (1e-6 if dtype == torch.float32 else 2**-11)
+    assert out.equal(out.mT)
+
+
+@needs_triton
+@pytest.mark.parametrize("tiles", TILES, ids=str)
+@pytest.mark.parametrize("shape", [(2, 70, 100), (1, 100, 70), (3, 64, 64), (1, 5, 7)], ids=str)
+def test_square(interpret: Interpret, shape: tuple[int, int, int], tiles: tuple[int, int, int]) -> None:
+    for dtype in (torch.float32, torch.float16):
+        interpret(square, shape=shape, dtype=dtype, tiles=tiles, group=2)
+
+
+@needs_triton
+@pytest.mark.parametrize("group", [1, 3, 8])
+def test_every_order_reaches_every_tile(interpret: Interpret, group: int) -> None:
+    """What is not reached stays NaN; 1 to 17 squares on a side."""
+    for size in (16, 48, 128, 144, 272):
+        interpret(square, shape=(1, size, size), dtype=torch.float32, tiles=(16, 16, 128), group=group)
+
+
+def product(alias: str, size: int) -> None:
+    kernels = interpreted_table()
+    root = randn(2, size, size)
+    r = root @ root.mT / size
+    operands = {"a": r, "b": r @ r, "add": r @ r @ r}
+    out = torch.full_like(r, torch.nan)
+    if alias == "out":
+        out = operands["add"].clone()
+    add = {"out": out, "": operands["add"]}.get(alias, operands.get(alias))
+    expected = -1.7 * add.double() + 0.6 * operands["a"].double() @ operands["b"].double()
+    kept = operands["a"].clone(), operands["b"].clone()
+    assert kernels.product(operands["a"], operands["b"], add, out, -1.7, 0.6) is out
+    assert relative(out, expected) <= 1e-6
+    assert operands["a"].equal(kept[0]) and operands["b"].equal(kept[1])
+
+
+@needs_triton
+@pytest.mark.parametrize("alias", ["", "a", "b", "out"])
+@pytest.mark.parametrize("size", [96, 130])
+def test_product_whatever_is_added(interpret: Interpret, alias: str, size: int) -> None:
+    interpret(product, alias=alias, size=size)
+
+
+def iterate(method: str, shape: tuple[int, int, int]) -> None:
+    x = randn(*shape)
+    exact = torch.stack([newton_schulz_fp64(matrix) for matrix in x])
+    result = orthogonalize(x.clone(), schedule("simple"), method, kernels=interpreted_table())
+    assert relative(result, exact) <= 1e-4
+
+
+@needs_triton
+@pytest.mark.parametrize("method", ["standard", "gram"])
+@pytest.mark.parametrize("shape", [(2, 40, 100), (1, 100, 40)], ids=str)
+def test_the_iteration(interpret: Interpret, method: str, shape: tuple[int, int, int]) -> None:
+    interpret(iterate, method=method, shape=shape)
+
+
+# ---- the table ----------------------------------------------------------------------------------------------
+
+
+def names_of_calls(kernels: Operations) -> list[str]:
+    """Calls every operation with tensors of the CPU."""
+    x, k = randn(2, 64, 64), randn(2, 64, 64)
+    work, flat = Workspace(), randn(8)
+    kernels.advance(flat, flat.clone(), flat.clone(), 0.9, True, work)
+    kernels.advance_rounded(flat.bfloat16(), flat, flat.clone(), 0.9, True, (1, 2), 0, work)
+    kernels.apply_(flat, flat.clone(), 0.1, 1.0, 0.1, work)
+    kernels.normalize_(x)
+    kernels.square(x, k)
+    kernels.product(x, x, x, k, 1.0)
+    return ["advance", "advance_rounded", "apply_", "normalize_", "square", "product"]
+
+
+@needs_triton
+def test_the_rest_goes_to_the_other_table() -> None:
+    called = []
+
+    def noted(name: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            called.append(name)
+            return getattr(reference, name)(*args)
+
+        return call
+
+    names = ("advance", "advance_rounded", "apply_", "normalize_", "square", "product")
+    table = triton_table.operations(Operations("noted", *map(noted, names)))
+    assert table.name == "triton"
+    assert names_of_calls(table) == called
+
+
+def test_a_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert triton_table.why_not() == "triton is not installed"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    assert triton_table.why_not() == "no NVIDIA GPU"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(triton_table, "_why_not_compiled", lambda: "no compiler")
+    for capability, reason in (((7, 5), "the GPU is older than Ampere"), ((9, 0), "no compiler")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        assert triton_table.why_not() == reason

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton's kernels compile for an H100 or H200 on any machine: registers, spills, and the instructions that count."""
+
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+from deepspeed.muon.kernels import triton_elementwise as elementwise  # noqa: E402
+from deepspeed.muon.kernels import triton_products as products  # noqa: E402
+
+HOPPER = ("cuda", 90, 32)
+SHARED_BYTES = 227 * 1024
+"""Shared memory that a block may have on Hopper."""
+BLOCK = {"BLOCK": elementwise.BLOCK}
+NUMBERS = {
+    **dict.fromkeys(("numel", "parts", "size", "depth", "across", "along", "first_key", "second_key"), "i32"),
+    **dict.fromkeys(("momentum", "rate", "keep", "step", "alpha", "beta"), "fp32"),
+    **{"exponent_ptr": "*i32", "sum_ptr": "*fp32", "norm_ptr": "*fp32"},
+}
+"""Types of what is not of a dtype of its own."""
+
+
+@pytest.fixture(autouse=True)
+def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Triton's own compiler; what it compiles is kept for this test alone."""
+    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    if not all((folder / name).exists() for name in ("ptxas", "cuobjdump")):
+        pytest.skip("Triton's ptxas is missing")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    yield
+
+
+def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: Any) -> tuple[Any, str, str]:
+    """A kernel for Hopper, of pointers and sizes that are multiples of 16: itself, its resources and its code."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name) or NUMBERS[name] for name in names}
+    aligned = [n for n, kind in signature.items() if kind not in ("constexpr", "fp32") and not n.endswith("_key")]
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(kernel, signature, constants, attributes)
+    found = triton.compile(source, target=GPUTarget(*HOPPER), options=options | elementwise.OPTIONS)
+    return found, *(dump(found.asm["cubin"], option) for option in ("-res-usage", "-sass"))
+
+
+def dump(cubin: bytes, option: str) -> str:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    file = Path(triton.knobs.cache.dir) / "kernel.cubin"
+    file.write_bytes(cubin)
+    done = subprocess.run([str(tool), option, str(file)], capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout
+
+
+def resources(report: str) -> dict[str, int]:
+    """Registers of a thread and bytes of its stack, to which registers would spill."""
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", report)}
+
+
+ELEMENTWISE: list[tuple[str, dict[str, str], dict[str, Any]]] = [
+    *(
+        (f"{name}_kernel", {"buffer_ptr": kept, "grad_ptr": grad, "out_ptr": out}, {"NESTEROV": nesterov} | BLOCK)
+        for name, kept in (("advance", "*fp32"), ("advance_rounded", "*bf16"))
+        for grad, out, nesterov in (("*fp32", "*bf16", True), ("*bf16", "*fp32", False), ("*fp16", "*fp16", True))
+    ),
+    ("apply_kernel", {"param_ptr": "*fp32", "update_ptr": "*bf16"}, BLOCK),
+    ("apply_kernel", {"param_ptr": "*bf16", "update_ptr": "*fp16"}, BLOCK),
+    *(("sum_kernel", {"x_ptr": kind}, {"BLOCK": elementwise.SUM_BLOCK}) for kind in ("*bf16", "*fp32")),
+    ("norm_kernel", {}, {"BLOCK": 1024}),
+    *(("divide_kernel", {"x_ptr": kind}, BLOCK) for kind in ("*bf16", "*fp32")),
+]
+
+
+@pytest.mark.parametrize(("name", "types", "constants"), ELEMENTWISE, ids=lambda value: str(value))
+def test_elementwise(name: str, types: dict[str, str], constants: dict[str, Any]) -> None:
+    """Sixteen bytes at a time, and nothing spilled."""
+    _, report, code = compiled(getattr(elementwise, name), types, constants)
+    assert resources(report)["STACK"] == 0 and resources(report)["REG"] <= 128
+    if name != "norm_kernel":
+        assert re.search(r"LDG\S*\.128", code) and not re.search(r"LDG\S*\.(U16|U8)", code)
+
+
+SYMMETRIC = [
+    pytest.param(kind, config, tall, adds, id=f"{kind}-{index}-{'tall' if tall else 'wide'}-{'add' if adds else 'no'}")
+    for index, config in enumerate(products.CONFIGS)
+    for kind, tall, adds in (
+        ("bf16", False, True),
+        ("bf16", True, False),
+        ("bf16", False, False),
+        ("fp16", False, True),
+    )
+]
+QUICK = {"bf16-2-wide-add", "bf16-0-tall-no"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "tall", "adds"),
+    [p if p.id in QUICK else pytest.param(*p.values, id=p.id, marks=pytest.mark.full) for p in SYMMETRIC],
+)
+def test_symmetric_products(kind: str, config: Any, tall: bool, adds: bool, record_property: Any) -> None:
+    """On Hopper's matrix units, fed by asynchronous copies of sixteen bytes, within a block's memory."""
+    constants = {"ADDS": adds, "GROUP": products.GROUP, **config.kwargs, "across" if tall else "along": 1}
+    types = dict.fromkeys(("a_ptr", "b_ptr", "add_ptr", "out_ptr"), f"*{kind}")
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    found, report, code = compiled(products.symmetric_kernel, types, constants, **options)
+    used = resources(report)
+    assert used["STACK"] == 0 and found.metadata.shared <= SHARED_BYTES
+    assert "HGMMA" in code and re.search(r"LDGSTS\S*\.128", code) and re.search(r"STG\S*\.128", code)
+    record_property("summary", f"{config}: {used['REG']} registers, {found.metadata.shared} bytes of shared memory")
