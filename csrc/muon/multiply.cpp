@@ -11,13 +11,18 @@ using at::Tensor;
 // Rows and columns of a tile of a product that is not symmetric.
 constexpr int64_t kWide = 64;
 
-// sum <- sum + d values, with one d for all of them or one for each.
-inline void scale_and_add(
-  const float* __restrict values, const float* __restrict d, bool each, float* __restrict sum, int64_t count) {
-  const float factor = *d;
-  for (int64_t c = 0; c < count; ++c) {
-    sum[c] += (each ? d[c] : factor) * values[c];
+// out <- sums + d x for one row, with one d for all of it or one for each element.
+template <typename T>
+[[gnu::always_inline]] inline void finish_row(
+  const T* x, const float* d, bool each, const float* sums, T* out, int64_t count) {
+  float values[kWide], total[kWide];
+  widen(x, values, count);
+  if (each) {
+    for (int64_t c = 0; c < count; ++c) total[c] = sums[c] + d[c] * values[c];
+  } else {
+    for (int64_t c = 0; c < count; ++c) total[c] = sums[c] + *d * values[c];
   }
+  at::vec::convert(total, out, count);
 }
 
 template <typename T>
@@ -27,15 +32,18 @@ void multiply(const Symmetrics<T>& p, const Tensor& x, const Tensor& out) {
   const T* from = x.data_ptr<T>();
   T* to = out.data_ptr<T>();
   auto tile = [&](const Strip<T>& strip, int64_t n, int64_t i, int64_t j, int64_t height, int64_t width) {
-    alignas(64) float sums[kWide * kWide], values[kWide];
+    alignas(64) float sums[kWide * kWide];
     const T* left = tall ? from + n * rows * columns : p[n].rest;
     strip.multiply(left + i * size, size, sums, height, width);
     const float* d = p[n].diagonal;
     for (int64_t r = 0; r < height; ++r) {
       const int64_t at = (n * rows + i + r) * columns + j;
-      widen(from + at, values, width);
-      scale_and_add(values, d + (tall ? j : i + r), tall, sums + r * kWide, width);
-      at::vec::convert(sums + r * kWide, to + at, width);
+      const float* of_row = d + (tall ? j : i + r);
+      if (width == kWide) {  // known to the compiler, which then unrolls
+        finish_row(from + at, of_row, tall, sums + r * kWide, to + at, kWide);
+      } else {
+        finish_row(from + at, of_row, tall, sums + r * kWide, to + at, width);
+      }
     }
   };
   const int64_t strips = (columns + kWide - 1) / kWide;
