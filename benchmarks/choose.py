@@ -20,7 +20,8 @@ import torch
 import machine
 from deepspeed.muon import choice
 from deepspeed.muon.coefficients import schedule
-from deepspeed.muon.kernels import reference
+from deepspeed.muon.kernels import selection
+from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.measure import race
 from deepspeed.muon.orthogonalize import METHODS
 
@@ -58,6 +59,11 @@ class Cell:
         return self.seconds[method] / min(self.seconds.values()) - 1
 
 
+def kernels_of(device: torch.device) -> Operations:
+    """The table that a step on this device has."""
+    return selection.choose(selection.missing("auto", [device.type]))
+
+
 def measure(device: torch.device, dtype: torch.dtype, seconds: float) -> list[Cell]:
     """Every shape whose call is short enough; a longer budget buys more runs of each."""
     grid = [(size, aspect) for size in SIZES for aspect in ASPECTS]
@@ -65,7 +71,7 @@ def measure(device: torch.device, dtype: torch.dtype, seconds: float) -> list[Ce
     cells = []
     for size, aspect in shapes:
         wide = size, round(size * aspect)
-        times = race(wide, COUNT, SCHEDULE, dtype, device, reference.OPERATIONS, seconds / len(shapes))
+        times = race(wide, COUNT, SCHEDULE, dtype, device, kernels_of(device), seconds / len(shapes))
         middle = {method: statistics.median(runs) for method, runs in times.items()}
         spread = max((max(runs) - min(runs)) / middle[method] for method, runs in times.items())
         cells.append(Cell(size, aspect, middle, spread))
@@ -122,7 +128,7 @@ def basis(device: torch.device) -> str:
     name = (
         torch.cuda.get_device_name() if device.type == "cuda" else f"{facts['cpu']}, threads: {torch.get_num_threads()}"
     )
-    return f"{name}, torch {facts['torch']}, kernels {reference.OPERATIONS.name}, {facts['date']}"
+    return f"{name}, torch {facts['torch']}, kernels {kernels_of(device).name}, {facts['date']}"
 
 
 def write(cells: list[Cell], kind: str, rule: choice.Rule, path: Path) -> None:
