@@ -229,8 +229,7 @@ class _Traffic:
     def __init__(self, world_size: int, runs: int = 0) -> None:
         self.sent, self.there, self.back = ([0] * world_size for _ in range(3))
         self.runs = [runs] * world_size
-        #: The least possible sum of what is sent.
-        self.least = 0
+        self.least = 0  # possible sum of what is sent
 
     def messages(self, most: int) -> int:
         """Of the busiest rank, with at most ``most`` in either direction: what goes to one rank in one round is one."""
@@ -239,10 +238,10 @@ class _Traffic:
 
 def _broadcasts(items: Sequence[PlacedBlock], owners: Sequence[int], copies: int) -> _Traffic:
     """Each owner sends its results to all the others, who hold every matrix whole."""
-    traffic = _Traffic(copies, len(items))
+    traffic, others = _Traffic(copies, len(items)), copies - 1
     for item, owner in zip(items, owners, strict=True):
-        traffic.sent[owner] += item.block.numel * (copies - 1)
-        traffic.back[owner] += copies - 1
+        traffic.sent[owner] += item.block.numel * others
+        traffic.back[owner] += others
     traffic.least = sum(traffic.sent)
     return traffic
 
@@ -256,8 +255,7 @@ def _traffic(items: Sequence[PlacedBlock], owners: Sequence[int], world_size: in
     held_by: dict[tuple[Block, int, int], dict[int, int]] = {}
     alike: Counter[tuple[Block, int, int]] = Counter()
     for item, owner in zip(items, owners, strict=True):
-        placement = item.shard.placement
-        key = (item.block, placement.origin, placement.span)
+        key = (item.block, item.shard.placement.origin, item.shard.placement.span)
         if key not in held_by:
             held_by[key] = {rank: _held(item, rank) for rank in item.holders}
         alike[key] += 1
@@ -297,7 +295,6 @@ def _chunks_by_owner(items: Sequence[PlacedBlock], owners: Sequence[int], limit:
 def _chunks(sizes: Sequence[int], limit: int) -> int:
     count, filled = 1, 0
     for size in sizes:
-        if filled and filled + size > limit:
-            count, filled = count + 1, 0
-        filled += size
+        is_full = filled > 0 and filled + size > limit
+        count, filled = count + is_full, size if is_full else filled + size
     return count

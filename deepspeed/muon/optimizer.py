@@ -25,7 +25,7 @@ from deepspeed.muon.logs import logger
 from deepspeed.muon.meter import Meter
 from deepspeed.muon.orthogonalize import bf16_is_fast, orthogonalize, resolve_dtype
 from deepspeed.muon.owners import is_worth_sharing
-from deepspeed.muon.partition import Partition, device_types, whole_partition
+from deepspeed.muon.partition import Partition, whole_partition
 from deepspeed.muon.plan import Plan, make_plan
 from deepspeed.muon.rounding import key_of
 from deepspeed.muon.routing import MatrixSpec, route, shapes
@@ -173,7 +173,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             whole_partition(index, group["params"], [self.specs[param] for param in group["params"]])
             for index, group in enumerate(self.param_groups)
         ]
-        self.kernels = choose(missing(self.config.kernels, device_types(partitions)))
+        self.kernels = choose(missing(self.config.kernels, {p.device.type for p in self.specs}))
         self.bind(partitions, resolve_dtype(self.config.ns_dtype, bf16_is_fast()))
 
     def create_state(self, tensor: Tensor, use_muon: bool) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,8 +75,3 @@ def whole_partition(
     """
     shards = [Shard(spec, i, Placement(0, spec.numel, 0, copies)) for i, spec in enumerate(specs)]
     return Partition(index, tuple(tensors), tuple(shards), group, rank, copies)
-
-
-def device_types(partitions: Iterable[Partition]) -> list[str]:
-    """The kinds of devices that the tensors lie on."""
-    return sorted({tensor.device.type for partition in partitions for tensor in partition.tensors})

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,11 @@ def _say_what_is_waited_for() -> None:
 
 def table(module: Any) -> Operations:
     """The operations of a built module: each gives false, and does nothing, where it is not made for its tensors."""
+    return Operations(f"C++ ({module.cpu_capability})", *_passes(module), *_products(module))
+
+
+def _passes(module: Any) -> tuple[Callable[..., Any], ...]:
+    """The elementwise ones, in the order of the table."""
 
     def advance(buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool, work: Workspace) -> None:
         if not module.advance(buffer, grad, out, momentum, nesterov):
@@ -99,6 +105,12 @@ def table(module: Any) -> Operations:
     def normalize_(x: Tensor) -> Tensor:
         return x if module.normalize_(x) else reference.normalize_(x)
 
+    return advance, advance_rounded, apply_, normalize_
+
+
+def _products(module: Any) -> tuple[Callable[..., Any], ...]:
+    """Those of Newton-Schulz, in the order of the table."""
+
     def square(x: Tensor, out: Symmetric, work: Workspace) -> None:
         rows, cols = x.shape[-2:]
         transposed = work.get("transposed", (x.size(0), cols, rows) if rows > cols else (0,), x.dtype, x.device)
@@ -120,5 +132,4 @@ def table(module: Any) -> Operations:
     def multiply(p: Symmetric, x: Tensor, out: Tensor, work: Workspace) -> Tensor:
         return out if module.multiply(*p, x, out) else reference.multiply(p, x, out, work)
 
-    name = f"C++ ({module.cpu_capability})"
-    return Operations(name, advance, advance_rounded, apply_, normalize_, square, product, multiply)
+    return square, product, multiply

@@ -14,7 +14,7 @@ from deepspeed.muon.kernels import selection
 from deepspeed.muon.logs import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.orthogonalize import bf16_is_fast, resolve_dtype
-from deepspeed.muon.partition import Partition, device_types
+from deepspeed.muon.partition import Partition
 from deepspeed.muon.plan import Plan
 from deepspeed.muon.routing import is_lora
 from deepspeed.muon.update import SCALES, update_rms
@@ -60,8 +60,8 @@ def bind_engine(engine: Any) -> None:
     partitions = _partitions(engine, optimizer)
     create_states(wrapper, optimizer)
     ns_dtype, device = resolve_dtype(optimizer.config.ns_dtype, verdict["bf16"]), _compute_device()
-    kinds = sorted({*device_types(partitions), device.type})
-    lacking = consult(selection.missing(optimizer.config.kernels, kinds), _judge_kernels)
+    kinds = {device.type, *(tensor.device.type for partition in partitions for tensor in partition.tensors)}
+    lacking = consult(selection.missing(optimizer.config.kernels, sorted(kinds)), _judge_kernels)
     optimizer.kernels = selection.choose(lacking)
     tune(optimizer, ns_dtype, device)
     optimizer.bind(partitions, ns_dtype, device)
