@@ -205,7 +205,7 @@ def work_of(part: Part, cost: CostModel) -> Work:
         amount = cost.flops(item.block.rows, item.block.cols)
         work[owner] += amount
         heaviest = max(heaviest, amount)
-    chunks = _chunks_by_owner(items, owners, bucket_limit(part.copies, cost))
+    chunks = _chunks_by_owner(items, owners, bucket_limit(items, part.world_size, part.copies, cost))
     rounds = max(chunks, default=0)
     traffic = (_broadcasts if part.copies > 1 else _traffic)(items, owners, part.world_size)
     collectives = (sum(chunks) if part.copies > 1 else 2 * rounds) * any(traffic.sent)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products whose result is symmetric, in Triton: one triangle of tiles is computed, each tile stored twice.
 
-Batches ``[batch, k, k]`` in bf16 or fp16, sums in fp32. Same contracts as ``square`` and ``product`` of
-:mod:`deepspeed.muon.kernels.reference`. The triangle is cut into squares of ``COLS x COLS``, each of them into tiles
-of ``ROWS x COLS``: squares on the diagonal are computed whole, those above it also stored transposed below it. So
-every element is written once, and read by no program but the one that writes it.
+Batches ``[batch, k, k]`` in bf16 or fp16, sums in fp32, each element rounded once. Same contracts as ``square`` and
+``product`` of :mod:`deepspeed.muon.kernels.reference`. The triangle is cut into squares of ``COLS x COLS``, each of
+them into tiles of ``ROWS x COLS``: squares on the diagonal are computed whole, those above it also stored transposed
+below it. So every element is written once.
 
 A tile sums over its depth in one order whatever its size, so that a configuration changes the time and not the bits.
 """
@@ -18,7 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepspeed.muon.kernels.table import Symmetric
 from deepspeed.muon.kernels.triton_elementwise import OPTIONS
+from deepspeed.muon.workspace import Workspace
 
 #: Columns of squares that are visited together, row by row: what they share stays in the L2 cache.
 GROUP = 8
@@ -83,24 +85,48 @@ def _sum_of_products(
 
 
 @triton.jit
+def _tile(ptr: tl.tensor, rows: tl.tensor, cols: tl.tensor, size: tl.tensor) -> tl.tensor:
+    """A tile of a matrix, in fp32; zero outside."""
+    exists = (rows < size)[:, None] & (cols < size)[None, :]
+    return tl.load(ptr + rows[:, None] * size + cols[None, :], exists, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _vector(ptr: tl.tensor, places: tl.tensor, size: tl.tensor) -> tl.tensor:
+    return tl.load(ptr + places, places < size, other=0.0)
+
+
+@triton.jit
+def _diagonal_of(total: tl.tensor, rows: tl.tensor, cols: tl.tensor) -> tl.tensor:
+    """The elements of a tile on the matrix's diagonal, one for each row; of a tile in a square on the diagonal."""
+    return tl.sum(tl.where(rows[:, None] == cols[None, :], total, 0.0), axis=1)
+
+
+@triton.jit
 def symmetric_kernel(
     a_ptr: tl.tensor,
     b_ptr: tl.tensor,
-    add_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    a_diagonal_ptr: tl.tensor,
+    b_diagonal_ptr: tl.tensor,
+    out_diagonal_ptr: tl.tensor,
     size: tl.tensor,
     depth: tl.tensor,
     across: tl.tensor,
     along: tl.tensor,
-    beta: tl.tensor,
     alpha: tl.tensor,
-    ADDS: tl.constexpr,
+    beta: tl.tensor,
+    shift: tl.tensor,
+    DIAGONALS: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> None:
-    """``out = beta add + alpha A B^T`` with A and B ``[size, depth]``, of strides ``across`` and ``along``."""
+    """``A B^T`` with A and B ``[size, depth]``, of strides ``across`` and ``along``.
+
+    With ``DIAGONALS``, A and B are symmetric with diagonals kept apart, and it is ``alpha A B + beta A + shift I``.
+    """
     per_square: tl.constexpr = COLS // ROWS
     row, column = _square_of(tl.program_id(0) // per_square, tl.cdiv(size, COLS), GROUP)
     rows = row * COLS + tl.program_id(0) % per_square * ROWS + tl.arange(0, ROWS)
@@ -108,20 +134,31 @@ def symmetric_kernel(
     matrix = tl.program_id(1).to(tl.int64)
     # Rows beyond the last are read from the start again: they are not stored, and loads need no mask.
     deep = tl.arange(0, DEPTH)
-    a_ptrs = a_ptr + matrix * size * depth + (rows % size)[:, None] * across + deep[None, :] * along
-    b_ptrs = b_ptr + matrix * size * depth + deep[:, None] * along + (cols % size)[None, :] * across
+    a_ptr += matrix * size * depth
+    b_ptr += matrix * size * depth
+    a_ptrs = a_ptr + (rows % size)[:, None] * across + deep[None, :] * along
+    b_ptrs = b_ptr + deep[:, None] * along + (cols % size)[None, :] * across
+    a_diagonal_ptr += matrix * size
+    b_diagonal_ptr += matrix * size
     total = _sum_of_products(a_ptrs, b_ptrs, depth, along, ROWS, COLS, DEPTH)
-    total *= alpha
+    if DIAGONALS:
+        of_columns = tl.fma(_vector(b_diagonal_ptr, cols, size), alpha, beta)
+        total = tl.fma(_tile(a_ptr, rows, cols, size), of_columns[None, :], total * alpha)
+        of_rows = _vector(a_diagonal_ptr, rows, size) * alpha
+        total = tl.fma(_tile(b_ptr, rows, cols, size), of_rows[:, None], total)
+    out_ptr += matrix * size * size
+    if row == column:
+        diagonal = _diagonal_of(total, rows, cols)
+        if DIAGONALS:
+            of_a, of_b = _vector(a_diagonal_ptr, rows, size), _vector(b_diagonal_ptr, rows, size)
+            diagonal = tl.fma(of_a, tl.fma(of_b, alpha, beta), diagonal) + shift
+        tl.store(out_diagonal_ptr + matrix * size + rows, diagonal, rows < size)
+    result = tl.where(rows[:, None] == cols[None, :], 0.0, total).to(out_ptr.dtype.element_ty)
     exists = (rows < size)[:, None] & (cols < size)[None, :]
-    base = matrix * size * size
-    if ADDS:  # The program's own tile alone, before both stores: `add` may be `out`.
-        add = tl.load(add_ptr + base + rows[:, None] * size + cols[None, :], exists, other=0.0)
-        total = tl.fma(add.to(tl.float32), beta, total)
-    result = total.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + base + rows[:, None] * size + cols[None, :], result, exists)
+    tl.store(out_ptr + rows[:, None] * size + cols[None, :], result, exists)
     if row != column:
         mirrored = (cols < size)[:, None] & (rows < size)[None, :]
-        tl.store(out_ptr + base + cols[:, None] * size + rows[None, :], tl.trans(result), mirrored)
+        tl.store(out_ptr + cols[:, None] * size + rows[None, :], tl.trans(result), mirrored)
 
 
 def _bench(call: Callable[[], None], quantiles: Any) -> Any:
@@ -129,10 +166,7 @@ def _bench(call: Callable[[], None], quantiles: Any) -> Any:
     return triton.testing.do_bench(call, warmup=5, rep=20, quantiles=quantiles)
 
 
-# `add` may be `out`: what a trial run writes must be taken back before the next one.
-tuned_kernel = triton.autotune(
-    CONFIGS, key=["size", "depth", "along", "ADDS"], restore_value=["out_ptr"], do_bench=_bench
-)(symmetric_kernel)
+tuned_kernel = triton.autotune(CONFIGS, key=["size", "depth", "along", "DIAGONALS"], do_bench=_bench)(symmetric_kernel)
 
 
 def tiles(size: int, rows: int, cols: int) -> int:
@@ -141,24 +175,37 @@ def tiles(size: int, rows: int, cols: int) -> int:
     return squares * (squares + 1) // 2 * (cols // rows)
 
 
-def _run(a: Tensor, b: Tensor, add: Tensor, out: Tensor, strides: tuple[int, int], **scalars: Any) -> Tensor:
-    batch, size = out.size(0), out.size(-1)
-    depth = a[0].numel() // size
+def _run(
+    tensors: tuple[Tensor, ...], depth: int, strides: tuple[int, int], scalars: tuple[float, ...], diagonals: bool
+) -> None:
+    """``tensors``: A, B and the result, then their diagonals."""
+    batch, size = tensors[2].size(0), tensors[2].size(-1)
 
     def grid(chosen: dict[str, Any]) -> tuple[int, int]:
         return tiles(size, chosen["ROWS"], chosen["COLS"]), batch
 
-    tuned_kernel[grid](a, b, add, out, size, depth, *strides, **scalars, GROUP=GROUP, **OPTIONS)
-    return out
+    numbers = map(float, scalars)
+    tuned_kernel[grid](*tensors, size, depth, *strides, *numbers, DIAGONALS=diagonals, GROUP=GROUP, **OPTIONS)
 
 
-def square(x: Tensor, out: Tensor) -> Tensor:
-    """The smaller of X X^T and X^T X; ``x`` is ``[batch, rows, cols]``, ``out`` ``[batch, k, k]``, both contiguous."""
+def square(x: Tensor, out: Symmetric, work: Workspace) -> None:
+    """The smaller of X X^T and X^T X; everything is contiguous. The diagonal is what the matrix units sum."""
     rows, cols = x.shape[-2:]
     strides = (cols, 1) if rows <= cols else (1, cols)
-    return _run(x, x, out, out, strides, beta=0.0, alpha=1.0, ADDS=False)
+    tensors = x, x, out.rest, out.diagonal, out.diagonal, out.diagonal
+    _run(tensors, max(rows, cols), strides, (1.0, 0.0, 0.0), diagonals=False)
 
 
-def product(a: Tensor, b: Tensor, add: Tensor, out: Tensor, beta: float, alpha: float = 1.0) -> Tensor:
-    """``beta add + alpha A B`` of symmetric matrices that commute; ``add`` may be any of the others."""
-    return _run(a, b, add, out, (out.size(-1), 1), beta=float(beta), alpha=float(alpha), ADDS=True)
+def product(
+    a: Symmetric,
+    b: Symmetric,
+    out: Symmetric,
+    work: Workspace,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    shift: float = 0.0,
+) -> None:
+    """``alpha A B + beta A + shift I`` of symmetric matrices that commute; everything is contiguous."""
+    size = out.rest.size(-1)
+    tensors = a.rest, b.rest, out.rest, a.diagonal, b.diagonal, out.diagonal
+    _run(tensors, size, (size, 1), (alpha, beta, shift), diagonals=True)

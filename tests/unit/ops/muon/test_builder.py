@@ -12,7 +12,7 @@ from deepspeed.ops.op_builder.all_ops import ALL_OPS
 import deepspeed.muon
 from deepspeed.muon.kernels import native, reference
 from deepspeed.muon.kernels.builder import MuonBuilder
-from deepspeed.muon.zero.bind import _judge_plans
+from deepspeed.muon.zero.bind import _judge_kernels
 from distributed import run
 from models import MODELS, train_engine
 from training import PARAMS, ds_config, make_engine
@@ -75,8 +75,8 @@ def test_who_waits_says_for_which_file(caplog: pytest.LogCaptureFixture, fresh: 
 
 def test_all_ranks_or_none() -> None:
     reasons = (None, None), (None, "there is no C++ compiler c++")
-    verdicts = [_judge_plans([{"plan": "p", "monitor": False, "no_native": own} for own in case]) for case in reasons]
-    assert [verdict["no_native"] for verdict in verdicts] == [None, "rank 1: there is no C++ compiler c++"]
+    verdicts = [_judge_kernels([{"cpu": own} for own in case]) for case in reasons]
+    assert verdicts == [{"cpu": None}, {"cpu": "rank 1: there is no C++ compiler c++"}]
 
 
 @needs_compiler

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed.muon.owners import CostModel
-from deepspeed.muon.placement import Placement, Shard
-from deepspeed.muon.plan import Plan, make_plan
+from deepspeed.muon.placement import PlacedBlock, Placement, Shard
+from deepspeed.muon.plan import Plan, bucket_limit, make_plan
 from deepspeed.muon.routing import Block, MatrixSpec
 
 COST = CostModel(lambda rows, cols: 20.0 * min(rows, cols) ** 2 * max(rows, cols), 200.0, 2)
@@ -152,6 +152,50 @@ def test_buckets_are_bounded() -> None:
     for rank in range(4):
         for bucket in make_plan(shards, rank, 4, COST, bucket_bytes=2048).buckets:
             assert bucket.matrix_elements <= 1024 or bucket.names.count("p40")
+
+
+MIB = 2**20
+LIMITS = [
+    # bytes of all matrices, ranks, device, copies, bytes of one owner in one bucket
+    (2**40, 4, "cpu", 1, 8 * MIB),
+    (64 * MIB, 2, "cpu", 1, 4 * MIB),
+    (64 * MIB, 4, "cpu", 1, 2 * MIB),
+    (64 * MIB, 64, "cpu", 1, MIB),
+    (64 * MIB, 1, "cpu", 1, 8 * MIB),
+    (64 * MIB, 4, "cpu", 4, 2 * MIB),
+    (64 * MIB, 4, "cuda", 1, 128 * MIB),
+    (64 * MIB, 1, "xpu", 1, 128 * MIB),
+    (64 * MIB, 4, "cuda", 4, 32 * MIB),
+]
+
+
+@pytest.mark.parametrize(("total", "world_size", "device_type", "copies", "expected"), LIMITS, ids=str)
+def test_the_size_of_a_bucket(total: int, world_size: int, device_type: str, copies: int, expected: int) -> None:
+    """In the matrices' own bytes: half as many elements in bf16."""
+    cost = CostModel(COST.flops, 200.0, 2, device_type)
+    (spec,) = specs([(total // 2**12, 2**11)])
+    items = [PlacedBlock(Shard(spec, 0, Placement(0, 1, 0)), spec.blocks[0])]
+    assert bucket_limit(items, world_size, copies, cost) * cost.bytes_per_element == expected
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@pytest.mark.parametrize("layers", [1, 20])
+def test_buckets_are_bounded_whatever_the_model(layers: int, device_type: str, world_size: int) -> None:
+    """8 MiB of one owner on CPUs, 128 MiB elsewhere, or one matrix."""
+    bound = 8 * MIB if device_type == "cpu" else 128 * MIB
+    shapes = [(512, 512), (512, 512), (2048, 512), (512, 2048), (64, 64), (8192, 8192)] * layers
+    shards, _ = part_layout(specs(shapes), world_size)
+    plans = [make_plan(shards, r, world_size, CostModel(COST.flops, 200.0, 2, device_type)) for r in range(world_size)]
+    for bucket in (bucket for plan in plans for bucket in plan.buckets):
+        assert 2 * bucket.matrix_elements <= bound or sum(batch.count for batch in bucket.batches) == 1
+
+
+def test_a_small_model_is_cut_into_about_eight_rounds() -> None:
+    """On several ranks the first way there and the last way back hide behind nothing."""
+    shards, _ = part_layout(specs([(512, 512), (512, 1024)] * 22), 2)  # 33 MiB in bf16
+    assert 8 <= len(make_plan(shards, 0, 2, COST).buckets) <= 10
+    assert len(make_plan(shards, 0, 1, COST).buckets) == 5
 
 
 def test_equal_shapes_form_one_batch() -> None:
