@@ -11,16 +11,10 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from deepspeed.muon.buckets import bucket_limit
 from deepspeed.muon.owners import CostModel, assign
 from deepspeed.muon.placement import PlacedBlock, Shard
 from deepspeed.muon.routing import Block
-
-#: Bytes of matrices that one owner takes in one bucket, at most; a larger matrix makes a bucket of its own. Of an
-#: accelerator several large matrices at once fill the chip.
-CPU_BUCKET_BYTES, BUCKET_BYTES = 8 * 2**20, 128 * 2**20
-#: On CPUs a bucket shrinks to this as long as there are fewer than so many rounds: the first way there and the last
-#: way back hide behind nothing.
-LEAST_BUCKET_BYTES, ROUNDS = 2**20, 8
 
 
 @dataclass(frozen=True)
@@ -109,7 +103,7 @@ def make_plan(
         shards: the partition's Muon parameters, in the same order on all ranks.
         cost: weighs Newton-Schulz against exchange.
         bucket_bytes: bound on the matrices of one owner in one bucket; where every rank receives all
-            results, of all owners together. By default that of :func:`bucket_limit`.
+            results, of all owners together. By default that of :mod:`deepspeed.muon.buckets`.
     """
     items = [PlacedBlock(shard, block) for shard in shards for block in shard.spec.blocks]
     owners, loads = assign(items, world_size, cost)
@@ -119,24 +113,6 @@ def make_plan(
     rounds = _rounds(items, owners, world_size, limit)
     buckets = tuple(_bucket(round_items, rank, world_size) for round_items in rounds)
     return Plan(rank, world_size, buckets, tuple(owners), tuple(loads), moved, _digest(items, owners, rounds))
-
-
-def bucket_limit(
-    items: Sequence[PlacedBlock], world_size: int, copies: int, cost: CostModel, bucket_bytes: int | None = None
-) -> int:
-    """Elements of one owner in one bucket: a rule of the device, the model and the number of ranks alone.
-
-    Args:
-        items: all matrices of the partition.
-        copies: ranks that hold the matrices whole; there a bucket, which stays large, is that of all owners together.
-        bucket_bytes: instead of the rule's.
-    """
-    if bucket_bytes is None:
-        bucket_bytes = CPU_BUCKET_BYTES if cost.device_type == "cpu" else BUCKET_BYTES
-        if cost.device_type == "cpu" and world_size > 1 and copies == 1:
-            total = sum(item.block.numel for item in items) * cost.bytes_per_element
-            bucket_bytes = min(bucket_bytes, max(LEAST_BUCKET_BYTES, total // (ROUNDS * world_size)))
-    return max(1, bucket_bytes // copies // cost.bytes_per_element)
 
 
 def _rounds(

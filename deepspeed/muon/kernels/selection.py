@@ -50,5 +50,6 @@ def choose(missing: Mapping[str, str | None]) -> Operations:
 
 def describe(table: Operations, missing: Mapping[str, str | None]) -> str:
     """The table's name, and why it is not a faster one."""
-    reasons = [f"{kind}: {reason}" for kind, reason in missing.items() if reason]
+    asked = [kind for kind in missing if kind != "quack" or _has(missing, "cuda")]
+    reasons = [f"{kind}: {missing[kind]}" for kind in asked if missing[kind]]
     return f"{table.name} ({'; '.join(reasons)})" if reasons else table.name

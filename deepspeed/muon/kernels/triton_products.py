@@ -64,17 +64,20 @@ def _square_of(index: tl.tensor, squares: tl.tensor, GROUP: tl.constexpr) -> tup
 
 @triton.jit
 def _sum_of_products(
-    a_ptrs: tl.tensor,
-    b_ptrs: tl.tensor,
+    a_ptr: tl.tensor,
+    b_ptr: tl.tensor,
+    rows: tl.tensor,
+    cols: tl.tensor,
     depth: tl.tensor,
+    across: tl.tensor,
     along: tl.tensor,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
     DEPTH: tl.constexpr,
 ) -> tl.tensor:
-    """One tile of A B^T in fp32, from pointers to the first ``DEPTH`` columns of both."""
+    """One tile of A B^T in fp32."""
     deep = tl.arange(0, DEPTH)
-    total = tl.zeros((ROWS, COLS), tl.float32)
+    a_ptrs = a_ptr + rows[:, None] * across + deep[None, :] * along
+    b_ptrs = b_ptr + deep[:, None] * along + cols[None, :] * across
+    total = tl.zeros((rows.shape[0], cols.shape[0]), tl.float32)
     for start in range(0, depth, DEPTH):
         a = tl.load(a_ptrs, deep[None, :] < depth - start, other=0.0)
         b = tl.load(b_ptrs, deep[:, None] < depth - start, other=0.0)
@@ -92,14 +95,62 @@ def _tile(ptr: tl.tensor, rows: tl.tensor, cols: tl.tensor, size: tl.tensor) -> 
 
 
 @triton.jit
-def _vector(ptr: tl.tensor, places: tl.tensor, size: tl.tensor) -> tl.tensor:
-    return tl.load(ptr + places, places < size, other=0.0)
+def _with_diagonals(
+    total: tl.tensor,
+    a_ptr: tl.tensor,
+    b_ptr: tl.tensor,
+    a_diagonal_ptr: tl.tensor,
+    b_diagonal_ptr: tl.tensor,
+    rows: tl.tensor,
+    cols: tl.tensor,
+    size: tl.tensor,
+    alpha: tl.tensor,
+    beta: tl.tensor,
+) -> tl.tensor:
+    """A tile of ``alpha A B + beta A`` off the diagonal, from the sum over what lies off the diagonals of A and B."""
+    of_rows = tl.load(a_diagonal_ptr + rows, rows < size, other=0.0)
+    of_columns = tl.fma(tl.load(b_diagonal_ptr + cols, cols < size, other=0.0), alpha, beta)
+    total = tl.fma(_tile(a_ptr, rows, cols, size), of_columns[None, :], total * alpha)
+    return tl.fma(_tile(b_ptr, rows, cols, size), (of_rows * alpha)[:, None], total)
 
 
 @triton.jit
-def _diagonal_of(total: tl.tensor, rows: tl.tensor, cols: tl.tensor) -> tl.tensor:
-    """The elements of a tile on the matrix's diagonal, one for each row; of a tile in a square on the diagonal."""
-    return tl.sum(tl.where(rows[:, None] == cols[None, :], total, 0.0), axis=1)
+def _on_diagonal(
+    a_diagonal_ptr: tl.tensor,
+    b_diagonal_ptr: tl.tensor,
+    rows: tl.tensor,
+    size: tl.tensor,
+    alpha: tl.tensor,
+    beta: tl.tensor,
+    shift: tl.tensor,
+) -> tl.tensor:
+    """What the diagonals contribute to that of ``alpha A B + beta A + shift I``."""
+    of_a = tl.load(a_diagonal_ptr + rows, rows < size, other=0.0)
+    of_b = tl.load(b_diagonal_ptr + rows, rows < size, other=0.0)
+    return tl.fma(of_a, tl.fma(of_b, alpha, beta), shift)
+
+
+@triton.jit
+def _store(
+    total: tl.tensor,
+    on_diagonal: tl.tensor,
+    out_ptr: tl.tensor,
+    diagonal_ptr: tl.tensor,
+    rows: tl.tensor,
+    cols: tl.tensor,
+    size: tl.tensor,
+    is_above: tl.tensor,
+) -> None:
+    """A tile, and that below the diagonal which mirrors it; or, of one on the diagonal, its diagonal apart."""
+    on_it = rows[:, None] == cols[None, :]
+    result = tl.where(on_it, 0.0, total).to(out_ptr.dtype.element_ty)
+    exists = (rows < size)[:, None] & (cols < size)[None, :]
+    tl.store(out_ptr + rows[:, None] * size + cols[None, :], result, exists)
+    if is_above:
+        mirrored = (cols < size)[:, None] & (rows < size)[None, :]
+        tl.store(out_ptr + cols[:, None] * size + rows[None, :], tl.trans(result), mirrored)
+    else:
+        tl.store(diagonal_ptr + rows, tl.sum(tl.where(on_it, total, 0.0), axis=1) + on_diagonal, rows < size)
 
 
 @triton.jit
@@ -123,42 +174,22 @@ def symmetric_kernel(
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> None:
-    """``A B^T`` with A and B ``[size, depth]``, of strides ``across`` and ``along``.
-
-    With ``DIAGONALS``, A and B are symmetric with diagonals kept apart, and it is ``alpha A B + beta A + shift I``.
-    """
+    """``A B^T``, or with ``DIAGONALS``, those of A and B kept apart, ``alpha A B + beta A + shift I``."""
     per_square: tl.constexpr = COLS // ROWS
     row, column = _square_of(tl.program_id(0) // per_square, tl.cdiv(size, COLS), GROUP)
     rows = row * COLS + tl.program_id(0) % per_square * ROWS + tl.arange(0, ROWS)
     cols = column * COLS + tl.arange(0, COLS)
     matrix = tl.program_id(1).to(tl.int64)
+    a, b = a_ptr + matrix * size * depth, b_ptr + matrix * size * depth
     # Rows beyond the last are read from the start again: they are not stored, and loads need no mask.
-    deep = tl.arange(0, DEPTH)
-    a_ptr += matrix * size * depth
-    b_ptr += matrix * size * depth
-    a_ptrs = a_ptr + (rows % size)[:, None] * across + deep[None, :] * along
-    b_ptrs = b_ptr + deep[:, None] * along + (cols % size)[None, :] * across
-    a_diagonal_ptr += matrix * size
-    b_diagonal_ptr += matrix * size
-    total = _sum_of_products(a_ptrs, b_ptrs, depth, along, ROWS, COLS, DEPTH)
+    total = _sum_of_products(a, b, rows % size, cols % size, depth, across, along, DEPTH)
+    on_it = tl.zeros((ROWS,), tl.float32)
     if DIAGONALS:
-        of_columns = tl.fma(_vector(b_diagonal_ptr, cols, size), alpha, beta)
-        total = tl.fma(_tile(a_ptr, rows, cols, size), of_columns[None, :], total * alpha)
-        of_rows = _vector(a_diagonal_ptr, rows, size) * alpha
-        total = tl.fma(_tile(b_ptr, rows, cols, size), of_rows[:, None], total)
-    out_ptr += matrix * size * size
-    if row == column:
-        diagonal = _diagonal_of(total, rows, cols)
-        if DIAGONALS:
-            of_a, of_b = _vector(a_diagonal_ptr, rows, size), _vector(b_diagonal_ptr, rows, size)
-            diagonal = tl.fma(of_a, tl.fma(of_b, alpha, beta), diagonal) + shift
-        tl.store(out_diagonal_ptr + matrix * size + rows, diagonal, rows < size)
-    result = tl.where(rows[:, None] == cols[None, :], 0.0, total).to(out_ptr.dtype.element_ty)
-    exists = (rows < size)[:, None] & (cols < size)[None, :]
-    tl.store(out_ptr + rows[:, None] * size + cols[None, :], result, exists)
-    if row != column:
-        mirrored = (cols < size)[:, None] & (rows < size)[None, :]
-        tl.store(out_ptr + cols[:, None] * size + rows[None, :], tl.trans(result), mirrored)
+        of_a, of_b = a_diagonal_ptr + matrix * size, b_diagonal_ptr + matrix * size
+        total = _with_diagonals(total, a, b, of_a, of_b, rows, cols, size, alpha, beta)
+        on_it = _on_diagonal(of_a, of_b, rows, size, alpha, beta, shift)
+    out, diagonal = out_ptr + matrix * size * size, out_diagonal_ptr + matrix * size
+    _store(total, on_it, out, diagonal, rows, cols, size, row != column)
 
 
 def _bench(call: Callable[[], None], quantiles: Any) -> Any:

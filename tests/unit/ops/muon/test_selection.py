@@ -118,7 +118,7 @@ def chosen(lacking: int | None) -> tuple[str, list[str]]:
 
 def test_all_ranks_of_an_engine_have_one_table() -> None:
     for lacking, name, reason in (
-        (None, "triton + torch", f"quack: {ABSENT}"),
+        (None, "triton + torch", f"quack: rank 0: {ABSENT}"),
         (1, "torch", "cuda: rank 1: triton is not installed"),
     ):
         (first, lines), (second, _) = run(chosen, 2, lacking=lacking)

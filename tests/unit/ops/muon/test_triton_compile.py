@@ -142,7 +142,7 @@ def test_symmetric_products(kind: str, config: Any, tall: bool, product: bool, r
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     found, report, code = compiled(products.symmetric_kernel, types, constants, **options)
     used = resources(report)
-    assert used["STACK"] <= (256 if product else 0) and found.metadata.shared <= SHARED_BYTES
+    assert used["STACK"] <= (384 if product else 0) and found.metadata.shared <= SHARED_BYTES
     sums = [i for i, line in enumerate(code.splitlines()) if "HGMMA" in line]
     assert sums and not re.search(r"STL|LDL", "\n".join(code.splitlines()[sums[0] : sums[-1]]))
     assert re.search(r"LDGSTS\S*\.128", code) and re.search(r"STG\S*\.128", code)
