@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts of gpu.py that need no engine: Newton-Schulz, the elementwise passes, and where symmetric products begin."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 import gpu_timing as timing
 from deepspeed.muon.coefficients import schedule
 from deepspeed.muon.kernels import quack, reference, triton_table
-from deepspeed.muon.kernels.table import Operations
+from deepspeed.muon.kernels.table import Operations, Symmetric
 from deepspeed.muon.orthogonalize import orthogonalize
 from deepspeed.muon.rounding import key_of
 from deepspeed.muon.workspace import Workspace
@@ -19,8 +20,6 @@ from roofline import least_flops
 
 Row = dict[str, Any]
 SIMPLE = schedule("simple", 5)
-#: The step before which the experiment restarts.
-RESTART = 2
 SHAPES = ((4, 2048, 8192), (4, 4096, 4096), (1, 4096, 4096))
 QUICK_SHAPES = ((2, 48, 160), (2, 64, 64))
 #: Where the error against fp64 is measured; of each shape's aspect ratio.
@@ -53,41 +52,6 @@ def ours(method: str, table: Operations) -> Callable[[Tensor], Tensor]:
     return lambda x: orthogonalize(x, SIMPLE, method, work=work, kernels=table)
 
 
-def accumulated(table: Operations) -> Callable[[Tensor], Tensor]:
-    """Gram Newton-Schulz as its authors have it: fp16, one restart, factors accumulated. An experiment."""
-    work = Workspace()
-
-    def run(given: Tensor) -> Tensor:
-        x = table.normalize_(given).half()
-        small = (x.size(0), min(x.shape[-2:]), min(x.shape[-2:]))
-        r, z, q, t = (work.get(name, small, x.dtype, x.device) for name in "rzqt")
-        table.square(x, r)
-        for i, (a, b, c) in enumerate(SIMPLE):
-            if i == RESTART:
-                x = q @ x if x.size(-2) <= x.size(-1) else x @ q
-                table.square(x, r)
-            table.product(r, r, r, z, b, c)
-            if i in (0, RESTART):
-                q.copy_(z).diagonal(dim1=-2, dim2=-1).add_(a)
-            else:
-                table.product(z, q, q, t, a)
-                q, t = t, q
-            if i + 1 not in (RESTART, len(SIMPLE)):
-                table.product(z, r, r, t, a)
-                table.product(z, t, t, r, a)
-        return q @ x if x.size(-2) <= x.size(-1) else x @ q
-
-    return run
-
-
-def least(rows: int, cols: int, method: str) -> float:
-    """Operations for one matrix, symmetric products counted half."""
-    if method != "accumulated":
-        return least_flops(rows, cols, method, symmetric=True)
-    m, n = sorted((rows, cols))
-    return 6 * m * m * n + 14 * m**3
-
-
 def candidates(device: str) -> dict[str, tuple[str, Callable[[Tensor], Tensor]]]:
     """Name -> (method whose floor counts, function of ``[batch, rows, cols]`` in bf16, which it may overwrite)."""
     from deepspeed.runtime.zero.muon import original_muon as stock
@@ -97,7 +61,6 @@ def candidates(device: str) -> dict[str, tuple[str, Callable[[Tensor], Tensor]]]
     for name, table in tables().items():
         for method in ("gram", "standard"):
             found[f"ours, {method}, {name}"] = method, ours(method, table)
-        found[f"experiment, gram in fp16, {name}"] = "accumulated", accumulated(table)
     for method, function in (
         ("gram", stock.zeropower_via_gram_newtonschulz),
         ("standard", stock.zeropower_via_newtonschulz5),
@@ -125,7 +88,7 @@ def newton_schulz(device: str, quick: bool, rates: Rates, attempt: Callable) -> 
                 works[name] = lambda run=run: run(x)
         times = timing.alternate(works, device, 3 if quick else 15, prepare=lambda: x.copy_(source))
         for name, spent in times.items():
-            flops = batch * least(rows, cols, methods[name])
+            flops = batch * least_flops(rows, cols, methods[name], symmetric=True)
             row = {"part": "Newton-Schulz", "case": f"{batch}x{rows}x{cols}", "what": name} | timing.summary(spent)
             row |= {"TFLOP/s": flops / row["ms"] / 1e9, "of floor": row["ms"] * rates.bf16 / flops / 1e3}
             yield row | {"error": errors[name]}
@@ -161,28 +124,44 @@ def elementwise(device: str, quick: bool, rates: Rates, attempt: Callable) -> It
 def threshold(device: str, quick: bool, rates: Rates, attempt: Callable) -> Iterator[Row]:
     """Symmetric products over plain ones by size and batch: above one, the symmetric kernel is faster."""
     rivals = {name: table for name, table in tables().items() if name != "torch"}
+    work = Workspace()
     kept = triton_table.SYMMETRIC_FROM, quack.SYMMETRIC_FROM
     triton_table.SYMMETRIC_FROM = quack.SYMMETRIC_FROM = 1
     try:
         for size in (64,) if quick else (256, 512, 1024, 1536, 2048, 3072, 4096):
             for batch in (2,) if quick else (1, 4, 16):
                 x = torch.randn(batch, size, 2 * size, device=device, dtype=torch.bfloat16)
-                r, out = torch.empty(2, batch, size, size, device=device, dtype=torch.bfloat16).unbind(0)
-                reference.square(x, r)
+                r, out = (symmetric(batch, size, device) for _ in range(2))
+                reference.square(x.div_(size), r, work)
                 for name, table in ({"torch": reference.OPERATIONS} if quick else {} | rivals).items():
                     with attempt(f"symmetric products {batch}x{size}, {name}"):
-                        yield _against_plain(name, table, x, r, out, device)
+                        yield _against_plain(name, table, x, r, out, plain_table())
     finally:
         triton_table.SYMMETRIC_FROM, quack.SYMMETRIC_FROM = kept
 
 
-def _against_plain(name: str, table: Operations, x: Tensor, r: Tensor, out: Tensor, device: str) -> Row:
-    spent = {}
+def symmetric(batch: int, size: int, device: str) -> Symmetric:
+    """Room for matrices in bf16."""
+    rest = torch.empty(batch, size, size, device=device, dtype=torch.bfloat16)
+    return Symmetric(rest, torch.empty(batch, size, device=device))
+
+
+def plain_table() -> Operations:
+    """What runs below the threshold: a library's product, and where Triton is, one pass over it."""
+    if triton_table.why_not() is not None:
+        return reference.OPERATIONS
+    from deepspeed.muon.kernels import triton_diagonals
+
+    return dataclasses.replace(reference.OPERATIONS, product=triton_diagonals.product)
+
+
+def _against_plain(name: str, table: Operations, x: Tensor, r: Symmetric, out: Symmetric, plain: Operations) -> Row:
+    spent, work, device = {}, Workspace(), x.device.type
     for kind, call in (
-        ("square", lambda chosen: chosen.square(x, out)),
-        ("product", lambda chosen: chosen.product(r, r, r, out, 0.5, 0.1)),
+        ("square", lambda chosen: chosen.square(x, out, work)),
+        ("product", lambda chosen: chosen.product(r, r, out, work, 0.1, 0.5, 1.0)),
     ):
-        works = {"plain": lambda call=call: call(reference.OPERATIONS), "symmetric": lambda call=call: call(table)}
+        works = {"plain": lambda call=call: call(plain), "symmetric": lambda call=call: call(table)}
         spent[kind] = {which: timing.summary(t)["ms"] for which, t in timing.alternate(works, device, 10).items()}
     row = {"part": "threshold", "case": f"{x.size(0)}x{x.size(1)}", "what": name, "ms": spent["square"]["symmetric"]}
     return row | {f"{kind} plain / symmetric": ms["plain"] / ms["symmetric"] for kind, ms in spent.items()}

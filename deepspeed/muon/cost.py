@@ -30,4 +30,4 @@ def cost_model(
     def cost(rows: int, cols: int) -> float:
         return flops(rows, cols, schedule, choose_method(rows, cols, ns_method, kind, pinned))
 
-    return CostModel(cost, flops_per_byte(device_type), itemsize)
+    return CostModel(cost, flops_per_byte(device_type), itemsize, device_type)

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from deepspeed.muon.buckets import bucket_limit
 from deepspeed.muon.config import MuonConfig
 from deepspeed.muon.groups import check_patterns, split_groups
 from deepspeed.muon.owners import CostModel, assign, is_worth_sharing
 from deepspeed.muon.placement import PlacedBlock, Placement, Shard
-from deepspeed.muon.plan import bucket_limit
 from deepspeed.muon.routing import Block, MatrixSpec, route, shapes
 from deepspeed.muon.update import scale_factor
 
@@ -47,10 +47,7 @@ class Half:
 
 
 def halves_of(model: nn.Module, config: MuonConfig) -> list[Half]:
-    """The optimizer's parameter groups for one user group of all trainable parameters.
-
-    Args:
-        model: on any device, also meta.
+    """The optimizer's parameter groups for one user group of all trainable parameters; the model may be on meta.
 
     Raises:
         ValueError: a tag or a pattern of the user that cannot be followed.
@@ -205,7 +202,7 @@ def work_of(part: Part, cost: CostModel) -> Work:
         amount = cost.flops(item.block.rows, item.block.cols)
         work[owner] += amount
         heaviest = max(heaviest, amount)
-    chunks = _chunks_by_owner(items, owners, bucket_limit(part.copies, cost))
+    chunks = _chunks_by_owner(items, owners, bucket_limit(items, part.world_size, part.copies, cost))
     rounds = max(chunks, default=0)
     traffic = (_broadcasts if part.copies > 1 else _traffic)(items, owners, part.world_size)
     collectives = (sum(chunks) if part.copies > 1 else 2 * rounds) * any(traffic.sent)

@@ -32,6 +32,8 @@ class CostModel:
     flops: Callable[[int, int], float]
     flops_per_byte: float
     bytes_per_element: int
+    #: Where Newton-Schulz runs.
+    device_type: str = "cpu"
 
     def worth(self, elements: int) -> float:
         """Operations that are worth the bytes of so many elements, to the owner and back."""

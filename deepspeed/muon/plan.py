@@ -11,12 +11,10 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from deepspeed.muon.buckets import bucket_limit
 from deepspeed.muon.owners import CostModel, assign
 from deepspeed.muon.placement import PlacedBlock, Shard
 from deepspeed.muon.routing import Block
-
-#: Bytes of matrices that one owner takes in one bucket. A larger matrix makes a bucket of its own.
-BUCKET_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ class Plan:
 
 
 def make_plan(
-    shards: Sequence[Shard], rank: int, world_size: int, cost: CostModel, bucket_bytes: int = BUCKET_BYTES
+    shards: Sequence[Shard], rank: int, world_size: int, cost: CostModel, bucket_bytes: int | None = None
 ) -> Plan:
     """Plan one partition from the view of ``rank``.
 
@@ -105,21 +103,16 @@ def make_plan(
         shards: the partition's Muon parameters, in the same order on all ranks.
         cost: weighs Newton-Schulz against exchange.
         bucket_bytes: bound on the matrices of one owner in one bucket; where every rank receives all
-            results, of all owners together.
+            results, of all owners together. By default that of :mod:`deepspeed.muon.buckets`.
     """
     items = [PlacedBlock(shard, block) for shard in shards for block in shard.spec.blocks]
     owners, loads = assign(items, world_size, cost)
     moved = sum(item.block.numel for item, owner in zip(items, owners, strict=True) if owner not in item.holders)
     copies = max((shard.placement.copies for shard in shards), default=1)
-    limit = bucket_limit(copies, cost, bucket_bytes)
+    limit = bucket_limit(items, world_size, copies, cost, bucket_bytes)
     rounds = _rounds(items, owners, world_size, limit)
     buckets = tuple(_bucket(round_items, rank, world_size) for round_items in rounds)
     return Plan(rank, world_size, buckets, tuple(owners), tuple(loads), moved, _digest(items, owners, rounds))
-
-
-def bucket_limit(copies: int, cost: CostModel, bucket_bytes: int = BUCKET_BYTES) -> int:
-    """Elements of one owner in one bucket, of matrices that ``copies`` ranks hold whole."""
-    return max(1, bucket_bytes // copies // cost.bytes_per_element)
 
 
 def _rounds(

@@ -12,7 +12,9 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from deepspeed.muon.kernels.table import Operations
+from deepspeed.muon.kernels import reference
+from deepspeed.muon.kernels.table import Operations, Symmetric
+from deepspeed.muon.workspace import Workspace
 
 #: From this smaller dimension on; the tile of one of its clusters, as in gram-newton-schulz.
 SYMMETRIC_FROM = 512
@@ -34,31 +36,40 @@ def why_not() -> str | None:
 def operations(other: Operations) -> Operations:
     """``other`` with the symmetric products of 16-bit matrices on a GPU replaced.
 
+    The library's output is rounded before what the diagonals contribute is added, in a pass of Triton.
+
     Raises:
-        ImportError: quack-kernels is not installed; see :func:`why_not`.
+        ImportError: quack-kernels or Triton is not installed; see :func:`why_not`.
     """
     from quack.gemm_interface import gemm_symmetric
 
-    def square(x: Tensor, out: Tensor) -> Tensor:
+    from deepspeed.muon.kernels import triton_diagonals
+
+    def square(x: Tensor, out: Symmetric, work: Workspace) -> None:
         if not _fits(x, out):
-            return other.square(x, out)
+            return other.square(x, out, work)
         wide = x if x.size(-2) <= x.size(-1) else x.mT
-        gemm_symmetric(wide, wide.mT, out=out)
-        return out
+        gemm_symmetric(wide, wide.mT, out=out.rest)
+        reference.separate(wide, out)
 
-    def product(a: Tensor, b: Tensor, add: Tensor, out: Tensor, beta: float, alpha: float = 1.0) -> Tensor:
-        if not _fits(a, out):
-            return other.product(a, b, add, out, beta, alpha)
-        # The library does not say that its C may be its output.
-        c = add.clone() if add.data_ptr() == out.data_ptr() else add
-        gemm_symmetric(a, b, C=c, out=out, alpha=float(alpha), beta=float(beta))
-        return out
+    def product(
+        a: Symmetric,
+        b: Symmetric,
+        out: Symmetric,
+        work: Workspace,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+        shift: float = 0.0,
+    ) -> None:
+        if not _fits(a.rest, out):
+            return other.product(a, b, out, work, alpha, beta, shift)
+        gemm_symmetric(a.rest, b.rest, out=out.rest)
+        triton_diagonals.complete(a, b, out, alpha, beta, shift)
 
-    return dataclasses.replace(other, name="quack", square=square, product=product)
+    return dataclasses.replace(other, name=f"quack + {other.name}", square=square, product=product)
 
 
-def _fits(x: Tensor, out: Tensor) -> bool:
+def _fits(x: Tensor, out: Symmetric) -> bool:
     is_half = x.dtype in (torch.bfloat16, torch.float16)
-    return (
-        x.is_cuda and is_half and out.size(-1) >= SYMMETRIC_FROM and all(size % MULTIPLE == 0 for size in x.shape[-2:])
-    )
+    is_large = out.rest.size(-1) >= SYMMETRIC_FROM
+    return x.is_cuda and is_half and is_large and all(size % MULTIPLE == 0 for size in x.shape[-2:])

@@ -106,6 +106,11 @@ def square(x: Tensor, out: Symmetric, work: Workspace) -> None:
     """
     wide = x if x.size(-2) <= x.size(-1) else x.mT
     torch.bmm(wide, wide.mT, out=out.rest)
+    separate(wide, out)
+
+
+def separate(wide: Tensor, out: Symmetric) -> None:
+    """The diagonal of X X^T, from X in fp32, in place of the rounded one in ``out.rest``, which becomes zero."""
     torch.linalg.vector_norm(wide, dim=-1, dtype=torch.float32, out=out.diagonal).square_()
     out.rest.diagonal(dim1=-2, dim2=-1).zero_()
 

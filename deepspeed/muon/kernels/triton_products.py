@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products whose result is symmetric, in Triton: one triangle of tiles is computed, each tile stored twice.
 
-Batches ``[batch, k, k]`` in bf16 or fp16, sums in fp32. Same contracts as ``square`` and ``product`` of
-:mod:`deepspeed.muon.kernels.reference`. The triangle is cut into squares of ``COLS x COLS``, each of them into tiles
-of ``ROWS x COLS``: squares on the diagonal are computed whole, those above it also stored transposed below it. So
-every element is written once, and read by no program but the one that writes it.
+Batches ``[batch, k, k]`` in bf16 or fp16, sums in fp32, each element rounded once. Same contracts as ``square`` and
+``product`` of :mod:`deepspeed.muon.kernels.reference`. The triangle is cut into squares of ``COLS x COLS``, each of
+them into tiles of ``ROWS x COLS``: squares on the diagonal are computed whole, those above it also stored transposed
+below it. So every element is written once.
 
 A tile sums over its depth in one order whatever its size, so that a configuration changes the time and not the bits.
 """
@@ -18,7 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepspeed.muon.kernels.table import Symmetric
 from deepspeed.muon.kernels.triton_elementwise import OPTIONS
+from deepspeed.muon.workspace import Workspace
 
 #: Columns of squares that are visited together, row by row: what they share stays in the L2 cache.
 GROUP = 8
@@ -62,17 +64,20 @@ def _square_of(index: tl.tensor, squares: tl.tensor, GROUP: tl.constexpr) -> tup
 
 @triton.jit
 def _sum_of_products(
-    a_ptrs: tl.tensor,
-    b_ptrs: tl.tensor,
+    a_ptr: tl.tensor,
+    b_ptr: tl.tensor,
+    rows: tl.tensor,
+    cols: tl.tensor,
     depth: tl.tensor,
+    across: tl.tensor,
     along: tl.tensor,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
     DEPTH: tl.constexpr,
 ) -> tl.tensor:
-    """One tile of A B^T in fp32, from pointers to the first ``DEPTH`` columns of both."""
+    """One tile of A B^T in fp32."""
     deep = tl.arange(0, DEPTH)
-    total = tl.zeros((ROWS, COLS), tl.float32)
+    a_ptrs = a_ptr + rows[:, None] * across + deep[None, :] * along
+    b_ptrs = b_ptr + deep[:, None] * along + cols[None, :] * across
+    total = tl.zeros((rows.shape[0], cols.shape[0]), tl.float32)
     for start in range(0, depth, DEPTH):
         a = tl.load(a_ptrs, deep[None, :] < depth - start, other=0.0)
         b = tl.load(b_ptrs, deep[:, None] < depth - start, other=0.0)
@@ -83,45 +88,108 @@ def _sum_of_products(
 
 
 @triton.jit
+def _tile(ptr: tl.tensor, rows: tl.tensor, cols: tl.tensor, size: tl.tensor) -> tl.tensor:
+    """A tile of a matrix, in fp32; zero outside."""
+    exists = (rows < size)[:, None] & (cols < size)[None, :]
+    return tl.load(ptr + rows[:, None] * size + cols[None, :], exists, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _with_diagonals(
+    total: tl.tensor,
+    a_ptr: tl.tensor,
+    b_ptr: tl.tensor,
+    a_diagonal_ptr: tl.tensor,
+    b_diagonal_ptr: tl.tensor,
+    rows: tl.tensor,
+    cols: tl.tensor,
+    size: tl.tensor,
+    alpha: tl.tensor,
+    beta: tl.tensor,
+) -> tl.tensor:
+    """A tile of ``alpha A B + beta A`` off the diagonal, from the sum over what lies off the diagonals of A and B."""
+    of_rows = tl.load(a_diagonal_ptr + rows, rows < size, other=0.0)
+    of_columns = tl.fma(tl.load(b_diagonal_ptr + cols, cols < size, other=0.0), alpha, beta)
+    total = tl.fma(_tile(a_ptr, rows, cols, size), of_columns[None, :], total * alpha)
+    return tl.fma(_tile(b_ptr, rows, cols, size), (of_rows * alpha)[:, None], total)
+
+
+@triton.jit
+def _on_diagonal(
+    a_diagonal_ptr: tl.tensor,
+    b_diagonal_ptr: tl.tensor,
+    rows: tl.tensor,
+    size: tl.tensor,
+    alpha: tl.tensor,
+    beta: tl.tensor,
+    shift: tl.tensor,
+) -> tl.tensor:
+    """What the diagonals contribute to that of ``alpha A B + beta A + shift I``."""
+    of_a = tl.load(a_diagonal_ptr + rows, rows < size, other=0.0)
+    of_b = tl.load(b_diagonal_ptr + rows, rows < size, other=0.0)
+    return tl.fma(of_a, tl.fma(of_b, alpha, beta), shift)
+
+
+@triton.jit
+def _store(
+    total: tl.tensor,
+    on_diagonal: tl.tensor,
+    out_ptr: tl.tensor,
+    diagonal_ptr: tl.tensor,
+    rows: tl.tensor,
+    cols: tl.tensor,
+    size: tl.tensor,
+    is_above: tl.tensor,
+) -> None:
+    """A tile, and that below the diagonal which mirrors it; or, of one on the diagonal, its diagonal apart."""
+    on_it = rows[:, None] == cols[None, :]
+    result = tl.where(on_it, 0.0, total).to(out_ptr.dtype.element_ty)
+    exists = (rows < size)[:, None] & (cols < size)[None, :]
+    tl.store(out_ptr + rows[:, None] * size + cols[None, :], result, exists)
+    if is_above:
+        mirrored = (cols < size)[:, None] & (rows < size)[None, :]
+        tl.store(out_ptr + cols[:, None] * size + rows[None, :], tl.trans(result), mirrored)
+    else:
+        tl.store(diagonal_ptr + rows, tl.sum(tl.where(on_it, total, 0.0), axis=1) + on_diagonal, rows < size)
+
+
+@triton.jit
 def symmetric_kernel(
     a_ptr: tl.tensor,
     b_ptr: tl.tensor,
-    add_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    a_diagonal_ptr: tl.tensor,
+    b_diagonal_ptr: tl.tensor,
+    out_diagonal_ptr: tl.tensor,
     size: tl.tensor,
     depth: tl.tensor,
     across: tl.tensor,
     along: tl.tensor,
-    beta: tl.tensor,
     alpha: tl.tensor,
-    ADDS: tl.constexpr,
+    beta: tl.tensor,
+    shift: tl.tensor,
+    DIAGONALS: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> None:
-    """``out = beta add + alpha A B^T`` with A and B ``[size, depth]``, of strides ``across`` and ``along``."""
+    """``A B^T``, or with ``DIAGONALS``, those of A and B kept apart, ``alpha A B + beta A + shift I``."""
     per_square: tl.constexpr = COLS // ROWS
     row, column = _square_of(tl.program_id(0) // per_square, tl.cdiv(size, COLS), GROUP)
     rows = row * COLS + tl.program_id(0) % per_square * ROWS + tl.arange(0, ROWS)
     cols = column * COLS + tl.arange(0, COLS)
     matrix = tl.program_id(1).to(tl.int64)
+    a, b = a_ptr + matrix * size * depth, b_ptr + matrix * size * depth
     # Rows beyond the last are read from the start again: they are not stored, and loads need no mask.
-    deep = tl.arange(0, DEPTH)
-    a_ptrs = a_ptr + matrix * size * depth + (rows % size)[:, None] * across + deep[None, :] * along
-    b_ptrs = b_ptr + matrix * size * depth + deep[:, None] * along + (cols % size)[None, :] * across
-    total = _sum_of_products(a_ptrs, b_ptrs, depth, along, ROWS, COLS, DEPTH)
-    total *= alpha
-    exists = (rows < size)[:, None] & (cols < size)[None, :]
-    base = matrix * size * size
-    if ADDS:  # The program's own tile alone, before both stores: `add` may be `out`.
-        add = tl.load(add_ptr + base + rows[:, None] * size + cols[None, :], exists, other=0.0)
-        total = tl.fma(add.to(tl.float32), beta, total)
-    result = total.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + base + rows[:, None] * size + cols[None, :], result, exists)
-    if row != column:
-        mirrored = (cols < size)[:, None] & (rows < size)[None, :]
-        tl.store(out_ptr + base + cols[:, None] * size + rows[None, :], tl.trans(result), mirrored)
+    total = _sum_of_products(a, b, rows % size, cols % size, depth, across, along, DEPTH)
+    on_it = tl.zeros((ROWS,), tl.float32)
+    if DIAGONALS:
+        of_a, of_b = a_diagonal_ptr + matrix * size, b_diagonal_ptr + matrix * size
+        total = _with_diagonals(total, a, b, of_a, of_b, rows, cols, size, alpha, beta)
+        on_it = _on_diagonal(of_a, of_b, rows, size, alpha, beta, shift)
+    out, diagonal = out_ptr + matrix * size * size, out_diagonal_ptr + matrix * size
+    _store(total, on_it, out, diagonal, rows, cols, size, row != column)
 
 
 def _bench(call: Callable[[], None], quantiles: Any) -> Any:
@@ -129,10 +197,7 @@ def _bench(call: Callable[[], None], quantiles: Any) -> Any:
     return triton.testing.do_bench(call, warmup=5, rep=20, quantiles=quantiles)
 
 
-# `add` may be `out`: what a trial run writes must be taken back before the next one.
-tuned_kernel = triton.autotune(
-    CONFIGS, key=["size", "depth", "along", "ADDS"], restore_value=["out_ptr"], do_bench=_bench
-)(symmetric_kernel)
+tuned_kernel = triton.autotune(CONFIGS, key=["size", "depth", "along", "DIAGONALS"], do_bench=_bench)(symmetric_kernel)
 
 
 def tiles(size: int, rows: int, cols: int) -> int:
@@ -141,24 +206,37 @@ def tiles(size: int, rows: int, cols: int) -> int:
     return squares * (squares + 1) // 2 * (cols // rows)
 
 
-def _run(a: Tensor, b: Tensor, add: Tensor, out: Tensor, strides: tuple[int, int], **scalars: Any) -> Tensor:
-    batch, size = out.size(0), out.size(-1)
-    depth = a[0].numel() // size
+def _run(
+    tensors: tuple[Tensor, ...], depth: int, strides: tuple[int, int], scalars: tuple[float, ...], diagonals: bool
+) -> None:
+    """``tensors``: A, B and the result, then their diagonals."""
+    batch, size = tensors[2].size(0), tensors[2].size(-1)
 
     def grid(chosen: dict[str, Any]) -> tuple[int, int]:
         return tiles(size, chosen["ROWS"], chosen["COLS"]), batch
 
-    tuned_kernel[grid](a, b, add, out, size, depth, *strides, **scalars, GROUP=GROUP, **OPTIONS)
-    return out
+    numbers = map(float, scalars)
+    tuned_kernel[grid](*tensors, size, depth, *strides, *numbers, DIAGONALS=diagonals, GROUP=GROUP, **OPTIONS)
 
 
-def square(x: Tensor, out: Tensor) -> Tensor:
-    """The smaller of X X^T and X^T X; ``x`` is ``[batch, rows, cols]``, ``out`` ``[batch, k, k]``, both contiguous."""
+def square(x: Tensor, out: Symmetric, work: Workspace) -> None:
+    """The smaller of X X^T and X^T X; everything is contiguous. The diagonal is what the matrix units sum."""
     rows, cols = x.shape[-2:]
     strides = (cols, 1) if rows <= cols else (1, cols)
-    return _run(x, x, out, out, strides, beta=0.0, alpha=1.0, ADDS=False)
+    tensors = x, x, out.rest, out.diagonal, out.diagonal, out.diagonal
+    _run(tensors, max(rows, cols), strides, (1.0, 0.0, 0.0), diagonals=False)
 
 
-def product(a: Tensor, b: Tensor, add: Tensor, out: Tensor, beta: float, alpha: float = 1.0) -> Tensor:
-    """``beta add + alpha A B`` of symmetric matrices that commute; ``add`` may be any of the others."""
-    return _run(a, b, add, out, (out.size(-1), 1), beta=float(beta), alpha=float(alpha), ADDS=True)
+def product(
+    a: Symmetric,
+    b: Symmetric,
+    out: Symmetric,
+    work: Workspace,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    shift: float = 0.0,
+) -> None:
+    """``alpha A B + beta A + shift I`` of symmetric matrices that commute; everything is contiguous."""
+    size = out.rest.size(-1)
+    tensors = a.rest, b.rest, out.rest, a.diagonal, b.diagonal, out.diagonal
+    _run(tensors, size, (size, 1), (alpha, beta, shift), diagonals=True)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.muon.kernels.table import Operations
+from deepspeed.muon.kernels.table import Operations, Symmetric
 
 #: From this smaller dimension on, products whose result is symmetric are computed as one triangle. Below it there are
 #: too few tiles to fill the chip, and a library's plain product is faster. `benchmarks/gpu.sh` measures it.
@@ -42,7 +42,8 @@ def _why_not_compiled() -> str | None:
         elementwise.apply_(one, one.clone(), 0.0, 1.0, 0.0)
         torch.cuda.synchronize()
     except Exception as error:
-        return f"Triton's kernels do not run: {error}"
+        line = str(error).strip().partition("\n")[0] or type(error).__name__
+        return f"Triton's kernels do not run: {line}"
     return None
 
 
@@ -52,33 +53,37 @@ def operations(other: Operations) -> Operations:
     Raises:
         ImportError: Triton is not installed; see :func:`why_not`.
     """
+    from deepspeed.muon.kernels import triton_diagonals as diagonals
     from deepspeed.muon.kernels import triton_elementwise as passes
     from deepspeed.muon.kernels import triton_products as products
-
-    def either(fits: Callable[..., bool], ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
-        """Ours on the device of the first argument, or theirs."""
-
-        @functools.wraps(theirs)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if not fits(*args):
-                return theirs(*args, **kwargs)
-            with torch.cuda.device_of(args[0]):
-                return ours(*args, **kwargs)
-
-        return call
 
     def without_workspace(ours: Callable[..., None]) -> Callable[..., None]:
         return lambda *args: ours(*args[:-1])
 
+    plain_product = _either(_fits_product, diagonals.product, other.product)
     return Operations(
-        "triton",
-        either(_fits_advance(torch.float32), without_workspace(passes.advance), other.advance),
-        either(_fits_advance(torch.bfloat16), without_workspace(passes.advance_rounded), other.advance_rounded),
-        either(_fits_apply, without_workspace(passes.apply_), other.apply_),
-        either(_is_plain, passes.normalize_, other.normalize_),
-        either(_is_symmetric_faster, products.square, other.square),
-        either(lambda a, b, add, out, *_: _is_symmetric_faster(a, out), products.product, other.product),
+        f"triton + {other.name}",
+        _either(_fits_advance(torch.float32), without_workspace(passes.advance), other.advance),
+        _either(_fits_advance(torch.bfloat16), without_workspace(passes.advance_rounded), other.advance_rounded),
+        _either(_fits_apply, without_workspace(passes.apply_), other.apply_),
+        _either(_is_plain, passes.normalize_, other.normalize_),
+        _either(lambda x, out, *_: _is_symmetric_faster(x, out), products.square, other.square),
+        _either(lambda a, b, out, *_: _is_symmetric_faster(a.rest, out), products.product, plain_product),
+        _either(lambda p, x, out, *_: _is_plain(*p, x, out), diagonals.multiply, other.multiply),
     )
+
+
+def _either(fits: Callable[..., bool], ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Ours on the device of the first argument, or theirs."""
+
+    @functools.wraps(theirs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not fits(*args):
+            return theirs(*args, **kwargs)
+        with torch.cuda.device_of(args[0].rest if isinstance(args[0], Symmetric) else args[0]):
+            return ours(*args, **kwargs)
+
+    return call
 
 
 def _fits_advance(dtype: torch.dtype) -> Callable[..., bool]:
@@ -101,6 +106,10 @@ def _is_plain(*tensors: Tensor) -> bool:
     return all(is_on_gpu(t) and t.device == first.device and t.dtype in FLOATS and t.is_contiguous() for t in tensors)
 
 
-def _is_symmetric_faster(x: Tensor, out: Tensor) -> bool:
+def _fits_product(a: Symmetric, b: Symmetric, out: Symmetric, *_: Any) -> bool:
+    return _is_plain(*a, *b, *out)
+
+
+def _is_symmetric_faster(x: Tensor, out: Symmetric) -> bool:
     is_aligned = all(size % MULTIPLE == 0 for size in x.shape[-2:])
-    return is_on_gpu(x) and x.dtype in HALVES and is_aligned and out.size(-1) >= SYMMETRIC_FROM
+    return _is_plain(x, *out) and x.dtype in HALVES and is_aligned and out.rest.size(-1) >= SYMMETRIC_FROM

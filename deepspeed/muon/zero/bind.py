@@ -122,7 +122,7 @@ def _judge_settings(facts: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _judge_kernels(facts: list[dict[str, Any]]) -> dict[str, Any]:
     """What any rank lacks, all do without."""
-    return {kind: _first_reason(facts, kind) for kind in {kind for stated in facts for kind in stated}}
+    return {kind: _first_reason(facts, kind) for kind in sorted({kind for stated in facts for kind in stated})}
 
 
 def _first_reason(facts: list[dict[str, Any]], kind: str) -> str | None:

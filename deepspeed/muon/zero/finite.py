@@ -20,6 +20,7 @@ class NormWatch:
 
     def __init__(self, wrapper: Any) -> None:
         self._norms: list[Any] = []
+        self._are_valid: bool | None = None
         wrapper.step = self._start(wrapper.step)
         for name in self.METHODS:
             setattr(wrapper, name, self._listen(getattr(wrapper, name)))
@@ -28,6 +29,7 @@ class NormWatch:
         @functools.wraps(step)
         def starting(*args: Any, **kwargs: Any) -> Any:
             self._norms.clear()
+            self._are_valid = None
             return step(*args, **kwargs)
 
         return starting
@@ -37,18 +39,24 @@ class NormWatch:
         def listening(*args: Any, **kwargs: Any) -> Any:
             norm = method(*args, **kwargs)
             self._norms.append(norm)
+            self._are_valid = None
             return norm
 
         return listening
 
     def __call__(self) -> bool:
-        """False where any group's gradient is not finite; the same on all ranks."""
-        return all(is_valid(norm) for norm in self._norms)
+        """False where any group's gradient is not finite; the same on all ranks.
+
+        Reading a norm waits for the accelerator: each is read once per step, whatever the number of calls.
+        """
+        if self._are_valid is None:
+            self._are_valid = all(is_valid(norm) for norm in self._norms)
+        return self._are_valid
 
 
 def is_valid(norm: Any) -> bool:
     """Whether a gradient norm, a number or a 0-D tensor, is that of a finite gradient."""
-    return math.isfinite(float(norm)) and float(norm) >= 0
+    return 0 <= float(norm) < math.inf  # false of NaN, too
 
 
 def once_per_step(engine: Any, report: Callable[[], None]) -> Callable[[], None]:

@@ -5,9 +5,10 @@ import inspect
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.version import Version
@@ -72,6 +73,23 @@ def pools() -> Iterator[None]:
     from distributed import shutdown
 
     shutdown()
+
+
+@pytest.fixture(scope="session")
+def interpret() -> Iterator[Callable[..., Any]]:
+    """Runs a function where Triton interprets: in one process that knew so before it imported Triton."""
+    from distributed import Pool
+
+    held: list[Pool] = []
+
+    def run(fn: Callable[..., Any], **kwargs: Any) -> Any:
+        if not held or held[-1].closed:  # by a failure
+            held.append(Pool(1, {"TRITON_INTERPRET": "1"}))
+        return held[-1].run(fn, kwargs, 120)[0]
+
+    yield run
+    for pool in held:
+        pool.close()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -137,7 +137,7 @@ def fail_inside_the_exchange(stage: int) -> None:
     from deepspeed.muon.exchange import Exchange
 
     if dist.get_rank() == 1:
-        Exchange._launch = lambda *args: os._exit(3)
+        Exchange._launch = lambda *args, **kwargs: os._exit(3)
     train_on_gradients(SHAPES, 1, stage=stage)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deepspeed.muon.coefficients import schedule
 from deepspeed.muon.kernels import quack, reference, triton_table
-from deepspeed.muon.kernels.table import Operations
+from deepspeed.muon.kernels.table import Operations, Symmetric
 from deepspeed.muon.orthogonalize import orthogonalize
 from deepspeed.muon.rounding import key_of
 from deepspeed.muon.workspace import Workspace
@@ -104,46 +104,86 @@ def test_normalization(table: str, dtype: torch.dtype) -> None:
     assert not chosen.normalize_(given)[1].isfinite().all()
 
 
+def empty(batch: int, size: int, dtype: torch.dtype) -> Symmetric:
+    """What is not reached stays NaN."""
+    rest = torch.full((batch, size, size), torch.nan, dtype=dtype, device=GPU)
+    return Symmetric(rest, torch.full((batch, size), torch.nan, device=GPU))
+
+
+def dense(matrix: Symmetric) -> Tensor:
+    return matrix.rest.double() + torch.diag_embed(matrix.diagonal.double())
+
+
+def near_identity(batch: int, size: int, factor: float, power: int, dtype: torch.dtype) -> Symmetric:
+    """One of several symmetric matrices that commute."""
+    root = randn(batch, size, size).double()
+    matrix = torch.linalg.matrix_power(root @ root.mT / size, power) / 8
+    diagonal = matrix.diagonal(dim1=-2, dim2=-1)
+    return Symmetric((matrix - torch.diag_embed(diagonal)).to(dtype), diagonal.float() + factor)
+
+
+def assert_is(actual: Symmetric, expected: Tensor) -> None:
+    """The diagonal is fp32, the rest rounded once or twice, and zero on it."""
+    diagonal = expected.diagonal(dim1=-2, dim2=-1)
+    assert not actual.rest.diagonal(dim1=-2, dim2=-1).any()
+    assert relative(actual.diagonal, diagonal) <= 1e-5
+    assert relative(actual.rest, expected - torch.diag_embed(diagonal)) <= 8e-3
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(3, 520, 1032), (2, 1032, 520), (1, 264, 264), (2, 200, 136)], ids=str)
 def test_square(kernels: Operations, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    x, k = randn(*shape, dtype=dtype), min(shape[1:])
-    out = torch.full((shape[0], k, k), torch.nan, dtype=dtype, device=GPU)
-    kernels.square(x, out)
+    x, out = randn(*shape, dtype=dtype), empty(shape[0], min(shape[1:]), dtype)
+    kernels.square(x, out, Workspace())
     wide = x.double() if shape[1] <= shape[2] else x.double().mT
-    assert relative(out, wide @ wide.mT) <= 4e-3
-    assert out.equal(out.mT)
+    assert_is(out, wide @ wide.mT)
+    assert out.rest.equal(out.rest.mT)
 
 
-@pytest.mark.parametrize("alias", ["", "a", "b", "out"])
+@pytest.mark.parametrize("symmetric_from", [1, 10**9], ids=["symmetric", "library and pass"])
 @pytest.mark.parametrize("size", [264, 520])
-def test_product_whatever_is_added(kernels: Operations, alias: str, size: int) -> None:
-    root = randn(2, size, size)
-    r = (root @ root.mT / size).bfloat16()
-    a, b, add = r, reference.square(r, torch.empty_like(r)), r * 0.5
-    out = add.clone() if alias == "out" else torch.full_like(r, torch.nan)
-    add = {"a": a, "b": b, "out": out}.get(alias, add)
-    expected = -1.7 * add.double() + 0.6 * a.double() @ b.double()
-    kernels.product(a, b, add, out, -1.7, 0.6)
-    assert relative(out, expected) <= 4e-3
+def test_product(kernels: Operations, size: int, symmetric_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_table, "SYMMETRIC_FROM", symmetric_from)
+    monkeypatch.setattr(quack, "SYMMETRIC_FROM", symmetric_from)
+    a, b = (near_identity(2, size, factor, power, torch.bfloat16) for factor, power in ((3.0, 1), (-1.0, 2)))
+    for left, right in ((a, a), (a, b)):
+        for alpha, beta, shift in ((1.0, 0.0, 0.0), (0.6, -1.7, 2.5)):
+            out = empty(2, size, torch.bfloat16)
+            kernels.product(left, right, out, Workspace(), alpha, beta, shift)
+            identity = torch.eye(size, dtype=torch.float64, device=GPU)
+            assert_is(out, alpha * dense(left) @ dense(right) + beta * dense(left) + shift * identity)
 
 
-def test_every_configuration_gives_the_same_bits() -> None:
+@pytest.mark.parametrize("shape", [(2, 264, 520), (2, 520, 264), (1, 264, 264)], ids=str)
+def test_multiply(kernels: Operations, shape: tuple[int, int, int]) -> None:
+    p, x = near_identity(shape[0], min(shape[1:]), 3.0, 1, torch.bfloat16), randn(*shape, dtype=torch.bfloat16)
+    out = torch.full_like(x, torch.nan)
+    assert kernels.multiply(p, x, out, Workspace()) is out
+    expected = dense(p) @ x.double() if shape[1] <= shape[2] else x.double() @ dense(p)
+    assert relative(out, expected) <= 8e-3
+
+
+@pytest.mark.parametrize("diagonals", [False, True], ids=["square", "product"])
+def test_every_configuration_gives_the_same_bits(diagonals: bool) -> None:
     """Hence tuning may differ from rank to rank and from run to run."""
     if triton_table.why_not():
         pytest.skip(str(triton_table.why_not()))
     from deepspeed.muon.kernels import triton_products as products
 
-    x, size = randn(2, 520, 1032, dtype=torch.bfloat16), 520
+    size = 520
+    depth = size if diagonals else 1032
+    a = near_identity(2, size, 3.0, 1, torch.bfloat16)
+    x = a.rest if diagonals else randn(2, size, depth, dtype=torch.bfloat16)
     results = []
     for config in products.CONFIGS:
-        out = torch.full((2, size, size), torch.nan, dtype=x.dtype, device=GPU)
+        out = empty(2, size, torch.bfloat16)
         grid = products.tiles(size, config.kwargs["ROWS"], config.kwargs["COLS"]), 2
-        numbers = {"size": size, "depth": 1032, "across": 1032, "along": 1, "beta": 0.0, "alpha": 1.0}
-        chosen = {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
-        products.symmetric_kernel[grid](x, x, out, out, **numbers, ADDS=False, GROUP=8, **chosen)
+        numbers = {"size": size, "depth": depth, "across": depth, "along": 1, "alpha": 0.6, "beta": -1.7, "shift": 2.5}
+        chosen = {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages, **products.OPTIONS}
+        tensors = x, x, out.rest, a.diagonal, a.diagonal, out.diagonal
+        products.symmetric_kernel[grid](*tensors, **numbers, DIAGONALS=diagonals, GROUP=8, **chosen)
         results.append(out)
-    assert all(result.equal(results[0]) for result in results)
+    assert all(part.equal(first) for result in results for part, first in zip(result, results[0], strict=True))
 
 
 @pytest.mark.parametrize("method", ["standard", "gram"])

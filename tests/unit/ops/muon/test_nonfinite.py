@@ -192,6 +192,27 @@ def test_one_bad_group_spoils_all(method: str, bad: Any, place: int) -> None:
     assert [watch() for _ in norms] == [False] * 3
 
 
+class Reads:
+    """A norm that counts how often it is read."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __float__(self) -> float:
+        self.count += 1
+        return 1.0
+
+
+def test_a_norm_is_read_once_per_step() -> None:
+    """On an accelerator each reading waits for it; ZeRO calls the optimizer once per sub-group."""
+    wrapper, norms = Wrapper(), [Reads(), Reads()]
+    watch = NormWatch(wrapper)
+    for step in (1, 2):
+        wrapper.step(NormWatch.METHODS[0], norms)
+        assert [watch() for _ in range(5)] == [True] * 5
+        assert [norm.count for norm in norms] == [step, step]
+
+
 @pytest.mark.parametrize("method", NormWatch.METHODS)
 @pytest.mark.parametrize("asks", [False, True], ids=["ZeRO skips the bad steps itself", "the optimizer skips them"])
 def test_stale_norms_are_cleared(method: str, asks: bool) -> None:

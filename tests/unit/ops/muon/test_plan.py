@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepspeed.muon.buckets import bucket_limit
 from deepspeed.muon.owners import CostModel
-from deepspeed.muon.placement import Placement, Shard
+from deepspeed.muon.placement import PlacedBlock, Placement, Shard
 from deepspeed.muon.plan import Plan, make_plan
 from deepspeed.muon.routing import Block, MatrixSpec
 
@@ -154,6 +155,50 @@ def test_buckets_are_bounded() -> None:
             assert bucket.matrix_elements <= 1024 or bucket.names.count("p40")
 
 
+MIB = 2**20
+LIMITS = [
+    # bytes of all matrices, ranks, device, copies, bytes of one owner in one bucket
+    (2**40, 4, "cpu", 1, 8 * MIB),
+    (64 * MIB, 2, "cpu", 1, 4 * MIB),
+    (64 * MIB, 4, "cpu", 1, 2 * MIB),
+    (64 * MIB, 64, "cpu", 1, MIB),
+    (64 * MIB, 1, "cpu", 1, 8 * MIB),
+    (64 * MIB, 4, "cpu", 4, 2 * MIB),
+    (64 * MIB, 4, "cuda", 1, 128 * MIB),
+    (64 * MIB, 1, "xpu", 1, 128 * MIB),
+    (64 * MIB, 4, "cuda", 4, 32 * MIB),
+]
+
+
+@pytest.mark.parametrize(("total", "world_size", "device_type", "copies", "expected"), LIMITS, ids=str)
+def test_the_size_of_a_bucket(total: int, world_size: int, device_type: str, copies: int, expected: int) -> None:
+    """In the matrices' own bytes: half as many elements in bf16."""
+    cost = CostModel(COST.flops, 200.0, 2, device_type)
+    (spec,) = specs([(total // 2**12, 2**11)])
+    items = [PlacedBlock(Shard(spec, 0, Placement(0, 1, 0)), spec.blocks[0])]
+    assert bucket_limit(items, world_size, copies, cost) * cost.bytes_per_element == expected
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@pytest.mark.parametrize("layers", [1, 20])
+def test_buckets_are_bounded_whatever_the_model(layers: int, device_type: str, world_size: int) -> None:
+    """8 MiB of one owner on CPUs, 128 MiB elsewhere, or one matrix."""
+    bound = 8 * MIB if device_type == "cpu" else 128 * MIB
+    shapes = [(512, 512), (512, 512), (2048, 512), (512, 2048), (64, 64), (8192, 8192)] * layers
+    shards, _ = part_layout(specs(shapes), world_size)
+    plans = [make_plan(shards, r, world_size, CostModel(COST.flops, 200.0, 2, device_type)) for r in range(world_size)]
+    for bucket in (bucket for plan in plans for bucket in plan.buckets):
+        assert 2 * bucket.matrix_elements <= bound or sum(batch.count for batch in bucket.batches) == 1
+
+
+def test_a_small_model_is_cut_into_about_eight_rounds() -> None:
+    """On several ranks the first way there and the last way back hide behind nothing."""
+    items = specs([(512, 512), (512, 1024)] * 22)  # 33 MiB in bf16
+    assert 8 <= len(make_plan(part_layout(items, 2)[0], 0, 2, COST).buckets) <= 10
+    assert len(make_plan(part_layout(items, 1)[0], 0, 1, COST).buckets) == 5
+
+
 def test_equal_shapes_form_one_batch() -> None:
     shards, _ = part_layout(specs([(8, 4), (4, 8)] * 6), 1)
     (bucket,) = make_plan(shards, 0, 1, COST).buckets
@@ -218,5 +263,5 @@ def test_a_bucket_cuts_batches_only_where_it_is_full() -> None:
         for rows, cols in set(shapes):
             counts = [batch.count for batch in batches if (batch.rows, batch.cols) == (rows, cols)]
             fit = bucket_bytes // (rows * cols * COST.bytes_per_element)
-            assert max(counts) <= fit and len(counts) <= math.ceil(sum(counts) / fit) + 1
+            assert max(counts, default=0) <= fit and len(counts) <= math.ceil(sum(counts) / fit) + 1
             assert all(count == fit for count in counts[1:-1])

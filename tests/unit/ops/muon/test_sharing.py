@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from deepspeed.muon.coefficients import schedule
 from deepspeed.muon.cost import cost_model
 from deepspeed.muon.forecast import Layout
 from deepspeed.muon.owners import is_worth_sharing
@@ -70,7 +71,7 @@ def test_the_results_of_a_bucket_are_bounded(copies: int) -> None:
 
 def test_work_is_shared_where_it_outweighs_the_bytes() -> None:
     def decision(shape: tuple[int, int], count: int = 4, copies: int = 2, **changes: Any) -> bool:
-        cost = replace(cost_model("standard", 5, 2, "cpu"), **changes)
+        cost = replace(cost_model("standard", schedule("simple"), 2, "cpu"), **changes)
         items = [PlacedBlock(s, block) for s in replicas([shape] * count, copies) for block in s.spec.blocks]
         return is_worth_sharing(items, copies, cost)
 

@@ -1,68 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton's table without a GPU: every kernel under Triton's interpreter, against float64 and its twin in PyTorch.
 
-The interpreter cuts fp32 to bf16 where a GPU rounds, and does not know products of bf16: here outputs are fp32 or
-fp16. Whether the kernels compile for a GPU is test_triton_compile.py's; what they do on one is test_gpu.py's.
+The interpreter cuts fp32 to bf16 where a GPU rounds: here outputs are fp32 or fp16. Products: test_triton_products.py.
+Whether the kernels compile for a GPU is test_triton_compile.py's; what they do on one is test_gpu.py's.
 """
 
+import dataclasses
 import importlib.util
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from deepspeed.muon.coefficients import schedule
 from deepspeed.muon.kernels import reference, triton_table
-from deepspeed.muon.kernels.table import Operations
-from deepspeed.muon.orthogonalize import orthogonalize
+from deepspeed.muon.kernels.table import Operations, Symmetric
 from deepspeed.muon.rounding import key_of
 from deepspeed.muon.workspace import Workspace
-from distributed import Pool
-from oracles import newton_schulz_fp64
+from interpreting import FLOATS, Interpret, interpreted_table, needs_triton, randn, relative
 
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-Interpret = Callable[..., Any]
-FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 MAX = torch.finfo(torch.bfloat16).max
-TILES = [(16, 16, 16), (16, 32, 16), (32, 32, 16)]
-
-
-@pytest.fixture(scope="module")
-def interpret() -> Iterator[Interpret]:
-    """Runs a function where kernels are interpreted: in a process that knew so before it imported Triton."""
-    pools = [Pool(1, {"TRITON_INTERPRET": "1"})]
-
-    def run(fn: Callable[..., Any], **kwargs: Any) -> Any:
-        if pools[-1].closed:  # by a failure
-            pools.append(Pool(1, {"TRITON_INTERPRET": "1"}))
-        return pools[-1].run(fn, kwargs, 120)[0]
-
-    yield run
-    pools[-1].close()
-
-
-def interpreted_table(symmetric_from: int = 1) -> Operations:
-    """Triton's table, which takes tensors of the CPU for those of a GPU, with tiles that suit small matrices."""
-    import triton
-
-    from deepspeed.muon.kernels import triton_products as products
-
-    assert triton.knobs.runtime.interpret
-    triton_table.is_on_gpu, triton_table.SYMMETRIC_FROM = lambda tensor: True, symmetric_from
-    triton_table.HALVES, triton_table.MULTIPLE = tuple(FLOATS), 1
-    products.tuned_kernel.configs = [triton.Config({"ROWS": 16, "COLS": 32, "DEPTH": 16})]
-    return triton_table.operations(reference.OPERATIONS)
-
-
-def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def relative(actual: Tensor, expected: Tensor) -> float:
-    return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
 # ---- elementwise --------------------------------------------------------------------------------------------
@@ -184,90 +143,24 @@ def test_normalization(interpret: Interpret, dtype: torch.dtype) -> None:
     interpret(normalize, dtype=dtype)
 
 
-# ---- products -----------------------------------------------------------------------------------------------
-
-
-def square(shape: tuple[int, int, int], dtype: torch.dtype, tiles: tuple[int, int, int], group: int) -> None:
-    from deepspeed.muon.kernels import triton_products as products
-
-    interpreted_table()
-    products.tuned_kernel.configs[0].kwargs = dict(zip(("ROWS", "COLS", "DEPTH"), tiles, strict=True))
-    products.GROUP = group
-    x = randn(*shape, dtype=dtype)
-    out = torch.full((shape[0], min(shape[1:]), min(shape[1:])), torch.nan, dtype=dtype)
-    products.square(x, out)
-    wide = x.double() if shape[1] <= shape[2] else x.double().mT
-    assert relative(out, wide @ wide.mT) <= (1e-6 if dtype == torch.float32 else 2**-11)
-    assert out.equal(out.mT)
-
-
-@needs_triton
-@pytest.mark.parametrize("tiles", TILES, ids=str)
-@pytest.mark.parametrize("shape", [(2, 70, 100), (1, 100, 70), (3, 64, 64), (1, 5, 7)], ids=str)
-def test_square(interpret: Interpret, shape: tuple[int, int, int], tiles: tuple[int, int, int]) -> None:
-    for dtype in (torch.float32, torch.float16):
-        interpret(square, shape=shape, dtype=dtype, tiles=tiles, group=2)
-
-
-@needs_triton
-@pytest.mark.parametrize("group", [1, 3, 8])
-def test_every_order_reaches_every_tile(interpret: Interpret, group: int) -> None:
-    """What is not reached stays NaN; 1 to 17 squares on a side."""
-    for size in (16, 48, 128, 144, 272):
-        interpret(square, shape=(1, size, size), dtype=torch.float32, tiles=(16, 16, 128), group=group)
-
-
-def product(alias: str, size: int) -> None:
-    kernels = interpreted_table()
-    root = randn(2, size, size)
-    r = root @ root.mT / size
-    operands = {"a": r, "b": r @ r, "add": r @ r @ r}
-    out = torch.full_like(r, torch.nan)
-    if alias == "out":
-        out = operands["add"].clone()
-    add = {"out": out, "": operands["add"]}.get(alias, operands.get(alias))
-    expected = -1.7 * add.double() + 0.6 * operands["a"].double() @ operands["b"].double()
-    kept = operands["a"].clone(), operands["b"].clone()
-    assert kernels.product(operands["a"], operands["b"], add, out, -1.7, 0.6) is out
-    assert relative(out, expected) <= 1e-6
-    assert operands["a"].equal(kept[0]) and operands["b"].equal(kept[1])
-
-
-@needs_triton
-@pytest.mark.parametrize("alias", ["", "a", "b", "out"])
-@pytest.mark.parametrize("size", [96, 130])
-def test_product_whatever_is_added(interpret: Interpret, alias: str, size: int) -> None:
-    interpret(product, alias=alias, size=size)
-
-
-def iterate(method: str, shape: tuple[int, int, int]) -> None:
-    x = randn(*shape)
-    exact = torch.stack([newton_schulz_fp64(matrix) for matrix in x])
-    result = orthogonalize(x.clone(), schedule("simple"), method, kernels=interpreted_table())
-    assert relative(result, exact) <= 1e-4
-
-
-@needs_triton
-@pytest.mark.parametrize("method", ["standard", "gram"])
-@pytest.mark.parametrize("shape", [(2, 40, 100), (1, 100, 40)], ids=str)
-def test_the_iteration(interpret: Interpret, method: str, shape: tuple[int, int, int]) -> None:
-    interpret(iterate, method=method, shape=shape)
-
-
 # ---- the table ----------------------------------------------------------------------------------------------
+
+
+NAMES = [field.name for field in dataclasses.fields(Operations)[1:]]
 
 
 def names_of_calls(kernels: Operations) -> list[str]:
     """Calls every operation with tensors of the CPU."""
-    x, k = randn(2, 64, 64), randn(2, 64, 64)
+    x, k = randn(2, 64, 64), Symmetric(randn(2, 64, 64), randn(2, 64))
     work, flat = Workspace(), randn(8)
     kernels.advance(flat, flat.clone(), flat.clone(), 0.9, True, work)
     kernels.advance_rounded(flat.bfloat16(), flat, flat.clone(), 0.9, True, (1, 2), 0, work)
     kernels.apply_(flat, flat.clone(), 0.1, 1.0, 0.1, work)
     kernels.normalize_(x)
-    kernels.square(x, k)
-    kernels.product(x, x, x, k, 1.0)
-    return ["advance", "advance_rounded", "apply_", "normalize_", "square", "product"]
+    kernels.square(x, k, work)
+    kernels.product(k, k, Symmetric(x, randn(2, 64)), work, 0.1, beta=1.0)
+    assert kernels.multiply(k, x, x.clone(), work) is not None
+    return NAMES
 
 
 @needs_triton
@@ -275,15 +168,14 @@ def test_the_rest_goes_to_the_other_table() -> None:
     called = []
 
     def noted(name: str) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             called.append(name)
-            return getattr(reference, name)(*args)
+            return getattr(reference, name)(*args, **kwargs)
 
         return call
 
-    names = ("advance", "advance_rounded", "apply_", "normalize_", "square", "product")
-    table = triton_table.operations(Operations("noted", *map(noted, names)))
-    assert table.name == "triton"
+    table = triton_table.operations(Operations("noted", *map(noted, NAMES)))
+    assert table.name == "triton + noted"
     assert names_of_calls(table) == called
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
+from deepspeed.muon.kernels import triton_diagonals as diagonals  # noqa: E402
 from deepspeed.muon.kernels import triton_elementwise as elementwise  # noqa: E402
 from deepspeed.muon.kernels import triton_products as products  # noqa: E402
 
@@ -19,8 +20,10 @@ SHARED_BYTES = 227 * 1024
 BLOCK = {"BLOCK": elementwise.BLOCK}
 NUMBERS = {
     **dict.fromkeys(("numel", "parts", "size", "depth", "across", "along", "first_key", "second_key"), "i32"),
-    **dict.fromkeys(("momentum", "rate", "keep", "step", "alpha", "beta"), "fp32"),
+    **dict.fromkeys(("rows", "cols"), "i32"),
+    **dict.fromkeys(("momentum", "rate", "keep", "step", "alpha", "beta", "shift"), "fp32"),
     **{"exponent_ptr": "*i32", "sum_ptr": "*fp32", "norm_ptr": "*fp32"},
+    **{f"{name}diagonal_ptr": "*fp32" for name in ("", "a_", "b_", "out_")},
 }
 """Types of what is not of a dtype of its own."""
 
@@ -76,7 +79,16 @@ ELEMENTWISE: list[tuple[str, dict[str, str], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "types", "constants"), ELEMENTWISE, ids=lambda value: str(value))
+def quick_if(condition: bool, *values: Any) -> Any:
+    """A case of `make test` if the condition holds, else of `make test-full`."""
+    return pytest.param(*values, marks=() if condition else pytest.mark.full)
+
+
+@pytest.mark.parametrize(
+    ("name", "types", "constants"),
+    [quick_if(case[1].get("out_ptr") != "*fp16" and "*bf16" in case[1].values(), *case) for case in ELEMENTWISE],
+    ids=lambda value: str(value),
+)
 def test_elementwise(name: str, types: dict[str, str], constants: dict[str, Any]) -> None:
     """Sixteen bytes at a time, and nothing spilled."""
     _, report, code = compiled(getattr(elementwise, name), types, constants)
@@ -85,30 +97,54 @@ def test_elementwise(name: str, types: dict[str, str], constants: dict[str, Any]
         assert re.search(r"LDG\S*\.128", code) and not re.search(r"LDG\S*\.(U16|U8)", code)
 
 
+PASSES: list[tuple[str, dict[str, Any]]] = [
+    ("complete_kernel", {}),
+    ("scale_kernel", {"TALL": True}),
+    ("scale_kernel", {"TALL": False}),
+]
+
+
+@pytest.mark.parametrize(("name", "constants"), PASSES, ids=lambda value: str(value))
+def test_passes_over_a_product(name: str, constants: dict[str, Any]) -> None:
+    """Sixteen bytes at a time, and nothing spilled."""
+    kernel = getattr(diagonals, name)
+    types = {pointer: "*bf16" for pointer in kernel.arg_names if pointer in ("a_ptr", "b_ptr", "x_ptr", "out_ptr")}
+    _, report, code = compiled(kernel, types, constants | {"BLOCK": diagonals.BLOCK})
+    assert resources(report)["STACK"] == 0 and resources(report)["REG"] <= 128
+    assert re.search(r"LDG\S*\.128", code) and re.search(r"STG\S*\.128", code)
+    assert not re.search(r"LDG\S*\.(U16|U8)", code)
+
+
 SYMMETRIC = [
-    pytest.param(kind, config, tall, adds, id=f"{kind}-{index}-{'tall' if tall else 'wide'}-{'add' if adds else 'no'}")
+    pytest.param(kind, config, tall, product, id=f"{kind}-{index}-{'tall' if tall else 'wide'}-{name}")
     for index, config in enumerate(products.CONFIGS)
-    for kind, tall, adds in (
-        ("bf16", False, True),
-        ("bf16", True, False),
-        ("bf16", False, False),
-        ("fp16", False, True),
+    for kind, tall, product, name in (
+        ("bf16", False, True, "product"),
+        ("bf16", True, False, "square"),
+        ("bf16", False, False, "square"),
+        ("fp16", False, True, "product"),
     )
 ]
-QUICK = {"bf16-2-wide-add", "bf16-0-tall-no"}
+QUICK = {"bf16-2-wide-product", "bf16-0-tall-square"}
 
 
 @pytest.mark.parametrize(
-    ("kind", "config", "tall", "adds"),
+    ("kind", "config", "tall", "product"),
     [p if p.id in QUICK else pytest.param(*p.values, id=p.id, marks=pytest.mark.full) for p in SYMMETRIC],
 )
-def test_symmetric_products(kind: str, config: Any, tall: bool, adds: bool, record_property: Any) -> None:
-    """On Hopper's matrix units, fed by asynchronous copies of sixteen bytes, within a block's memory."""
-    constants = {"ADDS": adds, "GROUP": products.GROUP, **config.kwargs, "across" if tall else "along": 1}
-    types = dict.fromkeys(("a_ptr", "b_ptr", "add_ptr", "out_ptr"), f"*{kind}")
+def test_symmetric_products(kind: str, config: Any, tall: bool, product: bool, record_property: Any) -> None:
+    """On Hopper's matrix units, fed by asynchronous copies of sixteen bytes, within a block's memory.
+
+    Beside the widest tiles of a product its diagonals' part does not fit the registers: spilled once, after the sum.
+    """
+    constants = {"DIAGONALS": product, "GROUP": products.GROUP, **config.kwargs, "across" if tall else "along": 1}
+    types = dict.fromkeys(("a_ptr", "b_ptr", "out_ptr"), f"*{kind}")
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     found, report, code = compiled(products.symmetric_kernel, types, constants, **options)
     used = resources(report)
-    assert used["STACK"] == 0 and found.metadata.shared <= SHARED_BYTES
-    assert "HGMMA" in code and re.search(r"LDGSTS\S*\.128", code) and re.search(r"STG\S*\.128", code)
-    record_property("summary", f"{config}: {used['REG']} registers, {found.metadata.shared} bytes of shared memory")
+    assert used["STACK"] <= (384 if product else 0) and found.metadata.shared <= SHARED_BYTES
+    sums = [i for i, line in enumerate(code.splitlines()) if "HGMMA" in line]
+    assert sums and not re.search(r"STL|LDL", "\n".join(code.splitlines()[sums[0] : sums[-1]]))
+    assert re.search(r"LDGSTS\S*\.128", code) and re.search(r"STG\S*\.128", code)
+    memory = f"{used['STACK']} bytes spilled, {found.metadata.shared} bytes of shared memory"
+    record_property("summary", f"{config}: {used['REG']} registers, {memory}")

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What diagonals kept apart contribute to a product that a library has computed: one fused pass over it, in Triton.
+
+Same contracts as ``product`` and ``multiply`` of :mod:`deepspeed.muon.kernels.reference`, whose temporaries in fp32
+this saves. The library rounds a product before the pass reads it, so an element is rounded twice.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepspeed.muon.kernels.table import Symmetric
+from deepspeed.muon.kernels.triton_elementwise import OPTIONS
+from deepspeed.muon.workspace import Workspace
+
+#: Columns of one program at a time, at most.
+BLOCK = 1024
+
+
+@triton.jit
+def complete_kernel(
+    a_ptr: tl.tensor,
+    b_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    a_diagonal_ptr: tl.tensor,
+    b_diagonal_ptr: tl.tensor,
+    out_diagonal_ptr: tl.tensor,
+    size: tl.tensor,
+    alpha: tl.tensor,
+    beta: tl.tensor,
+    shift: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One row of ``alpha A B + beta A + shift I``, in place of that of the product of what is off the diagonals."""
+    row = tl.program_id(0)
+    first = tl.program_id(1).to(tl.int64) * size
+    at_row = (first + row) * size
+    a_diagonal = tl.load(a_diagonal_ptr + first + row)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, size, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        exists = cols < size
+        a = tl.load(a_ptr + at_row + cols, exists, other=0.0).to(tl.float32)
+        b = tl.load(b_ptr + at_row + cols, exists, other=0.0).to(tl.float32)
+        product = tl.load(out_ptr + at_row + cols, exists, other=0.0).to(tl.float32)
+        total = tl.fma(a, b, total)
+        b_diagonal = tl.load(b_diagonal_ptr + first + cols, exists, other=0.0)
+        product = tl.fma(a, tl.fma(b_diagonal, alpha, beta), product * alpha)
+        product = tl.fma(b, a_diagonal * alpha, product)
+        result = tl.where(cols == row, 0.0, product).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + at_row + cols, result, exists)
+    # B is symmetric: the product's diagonal element is the sum over its row, and never left fp32.
+    factor = tl.fma(tl.load(b_diagonal_ptr + first + row), alpha, beta)
+    diagonal = tl.fma(a_diagonal, factor, tl.sum(total, axis=0) * alpha) + shift
+    tl.store(out_diagonal_ptr + first + row, diagonal)
+
+
+@triton.jit
+def scale_kernel(
+    x_ptr: tl.tensor,
+    diagonal_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    rows: tl.tensor,
+    cols: tl.tensor,
+    TALL: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """``out <- out + D X``, or ``out + X D`` for a tall X; part of one row."""
+    matrix, row = tl.program_id(2).to(tl.int64), tl.program_id(0)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    exists = at < cols
+    place = (matrix * rows + row) * cols + at
+    if TALL:
+        diagonal = tl.load(diagonal_ptr + matrix * cols + at, exists, other=0.0)
+    else:
+        diagonal = tl.load(diagonal_ptr + matrix * rows + row)
+    x = tl.load(x_ptr + place, exists, other=0.0).to(tl.float32)
+    result = tl.fma(x, diagonal, tl.load(out_ptr + place, exists, other=0.0).to(tl.float32))
+    tl.store(out_ptr + place, result.to(out_ptr.dtype.element_ty), exists)
+
+
+def _block(cols: int) -> int:
+    return min(BLOCK, triton.next_power_of_2(cols))
+
+
+def complete(a: Symmetric, b: Symmetric, out: Symmetric, alpha: float, beta: float, shift: float) -> None:
+    """One pass: ``out.rest``, which holds ``a.rest b.rest``, becomes that of ``alpha A B + beta A + shift I``."""
+    batch, size = out.diagonal.shape
+    tensors = a.rest, b.rest, out.rest, a.diagonal, b.diagonal, out.diagonal
+    complete_kernel[(size, batch)](*tensors, size, float(alpha), float(beta), float(shift), _block(size), **OPTIONS)
+
+
+def product(
+    a: Symmetric,
+    b: Symmetric,
+    out: Symmetric,
+    work: Workspace,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    shift: float = 0.0,
+) -> None:
+    """``alpha A B + beta A + shift I``, every tile computed: a library's product, and one pass."""
+    torch.bmm(a.rest, b.rest, out=out.rest)
+    complete(a, b, out, alpha, beta, shift)
+
+
+def multiply(p: Symmetric, x: Tensor, out: Tensor, work: Workspace) -> Tensor:
+    """``P X``, or ``X P`` for a tall X: a library's product, and one pass."""
+    batch, rows, cols = x.shape
+    is_tall = rows > cols
+    torch.bmm(*((x, p.rest) if is_tall else (p.rest, x)), out=out)
+    grid = rows, triton.cdiv(cols, _block(cols)), batch
+    scale_kernel[grid](x, p.diagonal, out, rows, cols, is_tall, _block(cols), **OPTIONS)
+    return out
