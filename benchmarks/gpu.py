@@ -22,7 +22,7 @@ import torch
 import gpu_kernels
 import gpu_step
 import gpu_timing as timing
-import launch
+import launcher
 import machine
 import output
 import rates
@@ -46,7 +46,7 @@ def launched(setting: dict, device: str) -> dict:
     """What one rank reports of a setting of gpu_step.py."""
     worker = str(Path(gpu_step.__file__).resolve())
     environment = {"DS_ACCELERATOR": device}
-    return launch.run_ranks([worker, json.dumps(setting)], 1, 240, torch.get_num_threads(), environment, device)[0]
+    return launcher.run_ranks([worker, json.dumps(setting)], 1, 240, torch.get_num_threads(), environment, device)[0]
 
 
 def step(device: str, quick: bool, found: rates.Rates, attempt: Callable) -> Iterator[Row]:

@@ -18,7 +18,7 @@ import math
 import sys
 from pathlib import Path
 
-import launch
+import launcher
 import output
 from setups import VARIANTS
 from step_worker import check_optimizer
@@ -81,7 +81,7 @@ def train(name: str, steps: int, out: Path, timeout: float) -> None:
         (folder / "ds_config.json").write_text(json.dumps(config))
         command = [__file__, "--worker", run.variant, "--out", str(folder), "--steps", str(steps)]
         command += ["--deepspeed_config", str(folder / "ds_config.json"), "--eval-every", str(max(1, steps // 24))]
-        launch.run_ranks(command, RANKS, timeout, extra=VARIANTS[run.variant].environment)
+        launcher.run_ranks(command, RANKS, timeout, extra=VARIANTS[run.variant].environment)
     last = evaluations(folder / "loss.csv")[-1]
     print(f"{run.label}: {last.held_out:.4f} after {last.seconds:.0f} s", flush=True)
 

@@ -12,7 +12,7 @@ import itertools
 import sys
 from pathlib import Path
 
-import launch
+import launcher
 import machine
 import network_report
 from setups import VARIANTS, Job
@@ -56,7 +56,7 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def places(args: argparse.Namespace, world: int, variant: str) -> list[launch.Place]:
+def places(args: argparse.Namespace, world: int, variant: str) -> list[launcher.Place]:
     """Where each rank runs: the first half on the first host. A host has its share of the machine's cores."""
     per_host = world // 2 if args.hosts else world
     cores = machine.cores()
@@ -74,7 +74,7 @@ def places(args: argparse.Namespace, world: int, variant: str) -> list[launch.Pl
         }
         if VARIANTS[variant].is_ours:
             environment["BUCKETS_MIB"] = " ".join(map(str, args.buckets))
-        found.append(launch.Place(prefix, environment))
+        found.append(launcher.Place(prefix, environment))
     return found
 
 
@@ -90,8 +90,8 @@ def main() -> int:
         for world, variant in itertools.product(args.worlds, args.variants):
             job = Job("3", variant, world, args.layers, args.hidden, warmup=args.warmup, steps=args.steps)
             try:
-                ranks = launch.results(job, args.timeout, WORKER, places(args, world, variant))
-            except launch.LaunchFailed as error:
+                ranks = launcher.results(job, args.timeout, WORKER, places(args, world, variant))
+            except launcher.LaunchFailed as error:
                 failures += 1
                 print(error, file=sys.stderr, flush=True)
                 continue

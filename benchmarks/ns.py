@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import launch
+import launcher
 import output
 import roofline
 from candidates import SIMPLE, Candidate, candidates
@@ -235,10 +235,10 @@ def main() -> None:
         setting = {"args": vars(args), "shapes": [shape], "rates": vars(rates)}
         command = [__file__, "--worker", json.dumps(setting)]
         try:
-            (found,) = launch.run_ranks(
+            (found,) = launcher.run_ranks(
                 command, 1, 120 + 40 * args.limit, args.threads, {"DS_MUON_AUTOLOAD": "0"}, args.device
             )
-        except launch.LaunchFailed as error:
+        except launcher.LaunchFailed as error:
             print(f"{shape}: {error}", file=sys.stderr)
             continue
         if not found["rows"]:

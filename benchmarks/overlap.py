@@ -22,7 +22,7 @@ import time
 from functools import partial
 from typing import Any
 
-import launch
+import launcher
 import machine
 
 SHAPES = [(512, 512), (2048, 512), (512, 2048)] * 8
@@ -122,7 +122,7 @@ def work(args: argparse.Namespace) -> None:
 
 def start(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Run all ranks and return what rank 0 measured."""
-    port, ranks = launch.free_port(), []
+    port, ranks = launcher.free_port(), []
     for rank in range(args.world):
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": args.world, "MASTER_PORT": port}
         env = machine.cpu_environment() | {name: str(number) for name, number in numbers.items()}

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-import launch
+import launcher
 import output
 from deepspeed.muon.choice import choose_method
 from deepspeed.muon.coefficients import schedule
@@ -172,7 +172,7 @@ def measure(ranks: int = 1, threads: int = 1, device: str = "cpu", timeout: floa
     """The rates of one rank of this many, the mean of all; some ten seconds."""
     worker = str(Path(__file__).resolve().parent / "rates.py")
     setting = json.dumps({"threads": threads, "device": device})
-    found = launch.run_ranks([worker, setting], ranks, timeout, threads, {"DS_MUON_AUTOLOAD": "0"}, device)
+    found = launcher.run_ranks([worker, setting], ranks, timeout, threads, {"DS_MUON_AUTOLOAD": "0"}, device)
     return Rates(**{name: sum(rates[name] for rates in found) / ranks for name in found[0]})
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-import launch
+import launcher
 import machine
 from deepspeed.muon import coefficients
 from deepspeed.muon.cost import cost_model
@@ -90,8 +90,8 @@ def measure(stages: list[int], repeats: int) -> tuple[list[dict], Machine]:
         for world in WORLDS:
             for stage in stages:
                 job = Job(str(stage), "ours", world, warmup=2)
-                places = [launch.Place((), {"GLOO_SOCKET_IFNAME": "lo"})] * world
-                ranks = [records[0] for records in launch.results(job, 300, WORKER, places)]
+                places = [launcher.Place((), {"GLOO_SOCKET_IFNAME": "lo"})] * world
+                ranks = [records[0] for records in launcher.results(job, 300, WORKER, places)]
                 found.setdefault((world, stage), []).append(ranks)
                 print(f"measured: {world} ranks, stage {stage}", flush=True)
     exchange = found.get((2, 3), [[{"exchange alone s": 0.0, "exchange MB": 0.0}]])

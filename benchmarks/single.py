@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-import launch
+import launcher
 import output
 import roofline
 from deepspeed.muon.kernels import reference
@@ -178,7 +178,7 @@ def main() -> None:
     setting = {name: getattr(args, name) for name in ("threads", "rounds", "layers", "hidden")}
     setting["plain"] = args.kernels == "torch"
     command = [__file__, "--worker", json.dumps(setting)]
-    (result,) = launch.run_ranks(command, 1, 600, args.threads, {"DS_MUON_AUTOLOAD": "0"})
+    (result,) = launcher.run_ranks(command, 1, 600, args.threads, {"DS_MUON_AUTOLOAD": "0"})
     print(report(args, result, rates.best(roofline.measure(1, args.threads))))
 
 

@@ -14,7 +14,7 @@ Launches are those of step.py.
 import argparse
 import statistics
 
-import launch
+import launcher
 import output
 from setups import CASES, VARIANTS, Job
 
@@ -33,7 +33,7 @@ def first(case: str, world: int, rounds: int, timeout: float) -> dict:
     found: dict[str, list[dict]] = {"ours": [], "adamw": []}
     for _ in range(rounds):
         for variant, records in found.items():
-            records.append(launch.run(Job(case, variant, world=world), timeout))
+            records.append(launcher.run(Job(case, variant, world=world), timeout))
     row: dict = {"case": CASES[case].label}
     for variant, records in found.items():
         row[f"{VARIANTS[variant].label}, first s"] = statistics.median(record["first step s"] for record in records)
@@ -45,7 +45,7 @@ def first(case: str, world: int, rounds: int, timeout: float) -> dict:
 
 def growth(case: str, variant: str, world: int, steps: int, timeout: float) -> dict:
     """One row: resident memory of rank 0 after the warm-up and at the end, and its slope."""
-    record = launch.run(Job(case, variant, world=world, layers=2, hidden=256, steps=steps), timeout)
+    record = launcher.run(Job(case, variant, world=world, layers=2, hidden=256, steps=steps), timeout)
     resident = record["resident MB"]
     row = {"case": CASES[case].label, "optimizer": VARIANTS[variant].label, "steps": len(resident)}
     half = resident[len(resident) // 2 :]
@@ -55,7 +55,7 @@ def growth(case: str, variant: str, world: int, steps: int, timeout: float) -> d
 
 def scratch(case: str, layers: int, world: int, timeout: float) -> dict:
     """One row: what the largest rank keeps between steps beside its state."""
-    record = launch.run(Job(case, "ours", world=world, layers=layers, warmup=1, steps=1), timeout)
+    record = launcher.run(Job(case, "ours", world=world, layers=layers, warmup=1, steps=1), timeout)
     model = 4 * Job(case, "ours", layers=layers).parameters / 1e6
     return {
         "case": CASES[case].label,

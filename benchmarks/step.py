@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import launch
+import launcher
 import machine
 import report
 import roofline
@@ -86,8 +86,8 @@ def run_round(args: argparse.Namespace, number: int, records: list[dict], failur
                 continue
             begin = time.perf_counter()
             try:
-                record = launch.run(job_of(args, case, variant), args.timeout)
-            except launch.LaunchFailed as error:
+                record = launcher.run(job_of(args, case, variant), args.timeout)
+            except launcher.LaunchFailed as error:
                 failures[case, variant] += 1
                 print(error, file=sys.stderr, flush=True)
                 continue
