@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,13 @@ def table(module: Any) -> Operations:
     def normalize_(x: Tensor) -> Tensor:
         return x if module.normalize_(x) else reference.normalize_(x)
 
+    name = f"C++ ({module.cpu_capability})"
+    return Operations(name, advance, advance_rounded, apply_, normalize_, *_products(module))
+
+
+def _products(module: Any) -> tuple[Callable[..., None], Callable[..., None], Callable[..., Tensor]]:
+    """``square``, ``product`` and ``multiply``."""
+
     def square(x: Tensor, out: Symmetric, work: Workspace) -> None:
         rows, cols = x.shape[-2:]
         transposed = work.get("transposed", (x.size(0), cols, rows) if rows > cols else (0,), x.dtype, x.device)
@@ -120,5 +128,4 @@ def table(module: Any) -> Operations:
     def multiply(p: Symmetric, x: Tensor, out: Tensor, work: Workspace) -> Tensor:
         return out if module.multiply(*p, x, out) else reference.multiply(p, x, out, work)
 
-    name = f"C++ ({module.cpu_capability})"
-    return Operations(name, advance, advance_rounded, apply_, normalize_, square, product, multiply)
+    return square, product, multiply
