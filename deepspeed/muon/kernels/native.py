@@ -75,11 +75,6 @@ def _say_what_is_waited_for() -> None:
 
 def table(module: Any) -> Operations:
     """The operations of a built module: each gives false, and does nothing, where it is not made for its tensors."""
-    return Operations(f"C++ ({module.cpu_capability})", *_passes(module), *_products(module))
-
-
-def _passes(module: Any) -> tuple[Callable[..., Any], ...]:
-    """The elementwise ones, in the order of the table."""
 
     def advance(buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool, work: Workspace) -> None:
         if not module.advance(buffer, grad, out, momentum, nesterov):
@@ -105,11 +100,12 @@ def _passes(module: Any) -> tuple[Callable[..., Any], ...]:
     def normalize_(x: Tensor) -> Tensor:
         return x if module.normalize_(x) else reference.normalize_(x)
 
-    return advance, advance_rounded, apply_, normalize_
+    name = f"C++ ({module.cpu_capability})"
+    return Operations(name, advance, advance_rounded, apply_, normalize_, *_products(module))
 
 
-def _products(module: Any) -> tuple[Callable[..., Any], ...]:
-    """Those of Newton-Schulz, in the order of the table."""
+def _products(module: Any) -> tuple[Callable[..., None], Callable[..., None], Callable[..., Tensor]]:
+    """``square``, ``product`` and ``multiply``."""
 
     def square(x: Tensor, out: Symmetric, work: Workspace) -> None:
         rows, cols = x.shape[-2:]

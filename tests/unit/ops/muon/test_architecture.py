@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from import_tables import ALLOWED, EXTERNAL
+from import_rules import ALLOWED, EXTERNAL
 from source_tree import (
     MODULES,
     PACKAGE,

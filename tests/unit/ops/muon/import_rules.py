@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each module may import; test_architecture.py holds the source to it."""
+"""Who may import what: the tables of test_architecture.py."""
 
 #: Module -> what it imports of the package. Modules of zero/ may import anything but the package itself.
 ALLOWED: dict[str, set[str]] = {
