@@ -211,6 +211,10 @@ def test_a_norm_is_read_once_per_step() -> None:
         wrapper.step(NormWatch.METHODS[0], norms)
         assert [watch() for _ in range(5)] == [True] * 5
         assert [norm.count for norm in norms] == [step, step]
+    wrapper.step(NormWatch.METHODS[0], [-1.0])
+    assert not watch()
+    wrapper.step(NormWatch.METHODS[0], [])
+    assert watch(), "what was found in another step is forgotten"
 
 
 @pytest.mark.parametrize("method", NormWatch.METHODS)
