@@ -86,6 +86,8 @@ def fit(cells: list[Cell]) -> list[list[float | None]]:
     ways: dict[float | None, tuple[float, list[list[float | None]]]] = {None: (0.0, [[1, None]])}
     for size in dict.fromkeys(cell.size for cell in cells):
         mine = [cell for cell in cells if cell.size == size]
+        if len(mine) == 1:  # says nothing of where `gram` begins to win
+            continue
         further: dict[float | None, tuple[float, list[list[float | None]]]] = {}
         for aspect in (*(cell.aspect for cell in mine), None):
             lost = sum(c.loss("gram" if aspect is not None and c.aspect >= aspect else "standard") for c in mine)
@@ -157,6 +159,8 @@ def _draw(cells: list[Cell], kind: str, path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     for size in dict.fromkeys(cell.size for cell in cells):
         mine = [cell for cell in cells if cell.size == size]
+        if len(mine) == 1:  # says nothing of where `gram` begins to win
+            continue
         ratios = [cell.seconds["standard"] / cell.seconds["gram"] for cell in mine]
         axes.plot([cell.aspect for cell in mine], ratios, marker="o", markersize=3, label=str(size))
     axes.axhline(1.0, color="black", linewidth=0.8)

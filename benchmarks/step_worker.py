@@ -156,7 +156,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> dict[str, int]:
     return sizes
 
 
-def timed_step(engine, batch: torch.Tensor, counter: TrafficCounter, clock: OptimizerClock) -> dict[str, float]:
+def timed_step(engine, batch: torch.Tensor, counter: TrafficCounter) -> dict[str, float]:
     """One training step; seconds by phase. A barrier before each makes the ranks' times comparable."""
     seconds: dict[str, float] = {}
 
@@ -172,7 +172,7 @@ def timed_step(engine, batch: torch.Tensor, counter: TrafficCounter, clock: Opti
     loss = phase("forward", lambda: engine(batch).float().square().mean())
     phase("backward", lambda: engine.backward(loss))
     phase("step", engine.step)
-    return seconds | {"optimizer": clock.take()}
+    return seconds
 
 
 def measure(job: Job, engine, counter: TrafficCounter) -> dict:
@@ -185,7 +185,7 @@ def measure(job: Job, engine, counter: TrafficCounter) -> dict:
         shape, seconds = (job.batch, job.hidden), []
         for _ in range(steps):
             batch = torch.randn(shape, generator=generator).bfloat16()
-            seconds.append(timed_step(engine, batch, counter, clock))
+            seconds.append(timed_step(engine, batch, counter) | {"optimizer": clock.take()})
             resident.append(rss_mb())
         return seconds
 
