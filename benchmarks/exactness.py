@@ -22,6 +22,7 @@ import exactness_jobs as jobs  # noqa: E402
 import machine  # noqa: E402
 from deepspeed.muon.choice import choose_method  # noqa: E402
 from deepspeed.muon.coefficients import SIMPLE, schedule  # noqa: E402
+from deepspeed.muon.kernels import selection  # noqa: E402
 from deepspeed.muon.orthogonalize import orthogonalize  # noqa: E402
 from distributed import run, shutdown  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
@@ -31,6 +32,7 @@ from test_parity import SHAPES, oracle, update_error  # noqa: E402
 from training import PARAMS, train, train_on_gradients  # noqa: E402
 
 STEPS = 5
+KERNELS = selection.choose(selection.missing("auto", ["cpu"]))
 Table = list[list[str]]
 
 
@@ -133,7 +135,7 @@ def iteration() -> Table:
         half = matrix.bfloat16()
         exact = newton_schulz_fp64(half)
         method = choose_method(*half.shape, "auto", "cpu bf16")
-        result = orthogonalize(half.clone()[None], schedule("simple"), method)[0]
+        result = orthogonalize(half.clone()[None], schedule("simple"), method, kernels=KERNELS)[0]
         errors = [
             float((x.double() - exact).norm() / exact.norm()) for x in (torch_iteration(half, SIMPLE, 5, 1e-7), result)
         ]
