@@ -11,7 +11,7 @@ from torch import Tensor
 import gpu_timing as timing
 from deepspeed.muon.coefficients import schedule
 from deepspeed.muon.kernels import quack, reference, triton_table
-from deepspeed.muon.kernels.table import Operations, Symmetric
+from deepspeed.muon.kernels.table import Operations, Scalars, Symmetric
 from deepspeed.muon.orthogonalize import orthogonalize
 from deepspeed.muon.rounding import key_of
 from deepspeed.muon.workspace import Workspace
@@ -159,7 +159,7 @@ def _against_plain(name: str, table: Operations, x: Tensor, r: Symmetric, out: S
     spent, work, device = {}, Workspace(), x.device.type
     for kind, call in (
         ("square", lambda chosen: chosen.square(x, out, work)),
-        ("product", lambda chosen: chosen.product(r, r, out, work, 0.1, 0.5, 1.0)),
+        ("product", lambda chosen: chosen.product(r, r, out, work, Scalars(0.1, 0.5, 1.0))),
     ):
         works = {"plain": lambda call=call: call(plain), "symmetric": lambda call=call: call(table)}
         spent[kind] = {which: timing.summary(t)["ms"] for which, t in timing.alternate(works, device, 10).items()}

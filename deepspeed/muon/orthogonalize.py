@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deepspeed.muon.coefficients import Schedule
 from deepspeed.muon.kernels import reference
-from deepspeed.muon.kernels.table import Operations, Symmetric
+from deepspeed.muon.kernels.table import Operations, Scalars, Symmetric
 from deepspeed.muon.workspace import Workspace
 
 METHODS = ("standard", "gram")
@@ -91,7 +91,7 @@ def _standard(x: Tensor, spare: Tensor, schedule: Schedule, work: Workspace, ker
     gram, factor = (_symmetric(name, x, work) for name in ("gram", "factor"))
     for a, b, c in schedule:
         kernels.square(x, gram, work)
-        kernels.product(gram, gram, factor, work, c, b, a)
+        kernels.product(gram, gram, factor, work, Scalars(c, b, a))
         x, spare = kernels.multiply(factor, x, spare, work), x
     return x
 
@@ -111,7 +111,7 @@ def _gram(x: Tensor, spare: Tensor, schedule: Schedule, work: Workspace, kernels
     for segment in _segments(schedule):
         kernels.square(x, r, work)
         for i, (a, b, c) in enumerate(schedule[step : step + segment]):
-            kernels.product(r, r, factor, work, c, b, a)
+            kernels.product(r, r, factor, work, Scalars(c, b, a))
             if i + 1 < segment:
                 kernels.product(factor, r, t, work)
                 kernels.product(factor, t, r, work)

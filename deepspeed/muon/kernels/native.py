@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from deepspeed.muon.kernels import reference
-from deepspeed.muon.kernels.table import Operations, Symmetric
+from deepspeed.muon.kernels.table import PLAIN, Operations, Scalars, Symmetric
 from deepspeed.muon.logs import logger
 from deepspeed.muon.rounding import Key
 from deepspeed.muon.workspace import Workspace
@@ -113,17 +113,9 @@ def _products(module: Any) -> tuple[Callable[..., None], Callable[..., None], Ca
         if not module.square(x, *out, transposed):
             reference.square(x, out, work)
 
-    def product(
-        a: Symmetric,
-        b: Symmetric,
-        out: Symmetric,
-        work: Workspace,
-        alpha: float = 1.0,
-        beta: float = 0.0,
-        shift: float = 0.0,
-    ) -> None:
-        if not module.product(*a, *b, *out, alpha, beta, shift):
-            reference.product(a, b, out, work, alpha, beta, shift)
+    def product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, by: Scalars = PLAIN) -> None:
+        if not module.product(*a, *b, *out, *by):
+            reference.product(a, b, out, work, by)
 
     def multiply(p: Symmetric, x: Tensor, out: Tensor, work: Workspace) -> Tensor:
         return out if module.multiply(*p, x, out) else reference.multiply(p, x, out, work)

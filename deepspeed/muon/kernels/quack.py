@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.kernels import reference
-from deepspeed.muon.kernels.table import Operations, Symmetric
+from deepspeed.muon.kernels.table import PLAIN, Operations, Scalars, Symmetric
 from deepspeed.muon.workspace import Workspace
 
 #: From this smaller dimension on; the tile of one of its clusters, as in gram-newton-schulz.
@@ -52,19 +52,11 @@ def operations(other: Operations) -> Operations:
         gemm_symmetric(wide, wide.mT, out=out.rest)
         reference.separate(wide, out)
 
-    def product(
-        a: Symmetric,
-        b: Symmetric,
-        out: Symmetric,
-        work: Workspace,
-        alpha: float = 1.0,
-        beta: float = 0.0,
-        shift: float = 0.0,
-    ) -> None:
+    def product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, by: Scalars = PLAIN) -> None:
         if not _fits(a.rest, out):
-            return other.product(a, b, out, work, alpha, beta, shift)
+            return other.product(a, b, out, work, by)
         gemm_symmetric(a.rest, b.rest, out=out.rest)
-        triton_diagonals.complete(a, b, out, alpha, beta, shift)
+        triton_diagonals.complete(a, b, out, by)
 
     return dataclasses.replace(other, name=f"quack + {other.name}", square=square, product=product)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepspeed.muon.kernels.table import Operations, Symmetric
+from deepspeed.muon.kernels.table import PLAIN, Operations, Scalars, Symmetric
 from deepspeed.muon.rounding import Key, noise, round_
 from deepspeed.muon.workspace import Workspace
 
@@ -115,15 +115,7 @@ def separate(wide: Tensor, out: Symmetric) -> None:
     out.rest.diagonal(dim1=-2, dim2=-1).zero_()
 
 
-def product(
-    a: Symmetric,
-    b: Symmetric,
-    out: Symmetric,
-    work: Workspace,
-    alpha: float = 1.0,
-    beta: float = 0.0,
-    shift: float = 0.0,
-) -> None:
+def product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, by: Scalars = PLAIN) -> None:
     """``out = alpha A B + beta A + shift I`` of matrices that commute, so that the result is symmetric.
 
     Polynomials of one symmetric matrix commute. Only one triangle need be computed, and the other mirrored.
@@ -132,13 +124,15 @@ def product(
         a, b: of one shape and dtype; may be the same.
         out: of that shape and dtype, neither ``a`` nor ``b``.
         work: where temporaries come from.
+        by: alpha, beta and shift.
     """
+    alpha, beta, shift = by
     torch.baddbmm(a.rest, a.rest, b.rest, beta=beta, alpha=alpha, out=out.rest)
     cross, more = (work.get(f"cross{i}", tuple(a.rest.shape), torch.float32, a.rest.device) for i in range(2))
     torch.mul(a.rest, b.diagonal.unsqueeze(-2), out=cross)
     cross.add_(torch.mul(b.rest, a.diagonal.unsqueeze(-1), out=more))
     out.rest.add_(cross, alpha=alpha).diagonal(dim1=-2, dim2=-1).zero_()
-    torch.sum(torch.mul(a.rest, b.rest, out=cross), dim=-1, out=out.diagonal)
+    torch.sum(cross.copy_(a.rest).mul_(b.rest), dim=-1, out=out.diagonal)  # bf16 times bf16 would be rounded to bf16
     out.diagonal.addcmul_(a.diagonal, b.diagonal).mul_(alpha).add_(a.diagonal, alpha=beta).add_(shift)
 
 

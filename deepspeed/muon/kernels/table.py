@@ -23,6 +23,18 @@ class Symmetric(NamedTuple):
     diagonal: Tensor
 
 
+class Scalars(NamedTuple):
+    """Of ``alpha A B + beta A + shift I``."""
+
+    alpha: float = 1.0
+    beta: float = 0.0
+    shift: float = 0.0
+
+
+#: Those of A B.
+PLAIN = Scalars()
+
+
 @dataclass(frozen=True)
 class Operations:
     """One implementation of every operation; what each does, its shapes and dtypes: see its twin of the same name in

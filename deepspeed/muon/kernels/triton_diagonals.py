@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepspeed.muon.kernels.table import Symmetric
+from deepspeed.muon.kernels.table import PLAIN, Scalars, Symmetric
 from deepspeed.muon.kernels.triton_elementwise import OPTIONS
 from deepspeed.muon.workspace import Workspace
 
@@ -86,25 +86,17 @@ def _block(cols: int) -> int:
     return min(BLOCK, triton.next_power_of_2(cols))
 
 
-def complete(a: Symmetric, b: Symmetric, out: Symmetric, alpha: float, beta: float, shift: float) -> None:
+def complete(a: Symmetric, b: Symmetric, out: Symmetric, by: Scalars) -> None:
     """One pass: ``out.rest``, which holds ``a.rest b.rest``, becomes that of ``alpha A B + beta A + shift I``."""
     batch, size = out.diagonal.shape
     tensors = a.rest, b.rest, out.rest, a.diagonal, b.diagonal, out.diagonal
-    complete_kernel[(size, batch)](*tensors, size, float(alpha), float(beta), float(shift), _block(size), **OPTIONS)
+    complete_kernel[(size, batch)](*tensors, size, *map(float, by), _block(size), **OPTIONS)
 
 
-def product(
-    a: Symmetric,
-    b: Symmetric,
-    out: Symmetric,
-    work: Workspace,
-    alpha: float = 1.0,
-    beta: float = 0.0,
-    shift: float = 0.0,
-) -> None:
+def product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, by: Scalars = PLAIN) -> None:
     """``alpha A B + beta A + shift I``, every tile computed: a library's product, and one pass."""
     torch.bmm(a.rest, b.rest, out=out.rest)
-    complete(a, b, out, alpha, beta, shift)
+    complete(a, b, out, by)
 
 
 def multiply(p: Symmetric, x: Tensor, out: Tensor, work: Workspace) -> Tensor:

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepspeed.muon.kernels.table import Symmetric
+from deepspeed.muon.kernels.table import PLAIN, Scalars, Symmetric
 from deepspeed.muon.kernels.triton_elementwise import OPTIONS
 from deepspeed.muon.workspace import Workspace
 
@@ -206,9 +206,7 @@ def tiles(size: int, rows: int, cols: int) -> int:
     return squares * (squares + 1) // 2 * (cols // rows)
 
 
-def _run(
-    tensors: tuple[Tensor, ...], depth: int, strides: tuple[int, int], scalars: tuple[float, ...], diagonals: bool
-) -> None:
+def _run(tensors: tuple[Tensor, ...], depth: int, strides: tuple[int, int], scalars: Scalars, diagonals: bool) -> None:
     """``tensors``: A, B and the result, then their diagonals."""
     batch, size = tensors[2].size(0), tensors[2].size(-1)
 
@@ -224,19 +222,11 @@ def square(x: Tensor, out: Symmetric, work: Workspace) -> None:
     rows, cols = x.shape[-2:]
     strides = (cols, 1) if rows <= cols else (1, cols)
     tensors = x, x, out.rest, out.diagonal, out.diagonal, out.diagonal
-    _run(tensors, max(rows, cols), strides, (1.0, 0.0, 0.0), diagonals=False)
+    _run(tensors, max(rows, cols), strides, PLAIN, diagonals=False)
 
 
-def product(
-    a: Symmetric,
-    b: Symmetric,
-    out: Symmetric,
-    work: Workspace,
-    alpha: float = 1.0,
-    beta: float = 0.0,
-    shift: float = 0.0,
-) -> None:
+def product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, by: Scalars = PLAIN) -> None:
     """``alpha A B + beta A + shift I`` of symmetric matrices that commute; everything is contiguous."""
     size = out.rest.size(-1)
     tensors = a.rest, b.rest, out.rest, a.diagonal, b.diagonal, out.diagonal
-    _run(tensors, size, (size, 1), (alpha, beta, shift), diagonals=True)
+    _run(tensors, size, (size, 1), by, diagonals=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deepspeed.muon.coefficients import schedule
 from deepspeed.muon.kernels import quack, reference, triton_table
-from deepspeed.muon.kernels.table import Operations, Symmetric
+from deepspeed.muon.kernels.table import Operations, Scalars, Symmetric
 from deepspeed.muon.orthogonalize import orthogonalize
 from deepspeed.muon.rounding import key_of
 from deepspeed.muon.workspace import Workspace
@@ -149,7 +149,7 @@ def test_product(kernels: Operations, size: int, symmetric_from: int, monkeypatc
     for left, right in ((a, a), (a, b)):
         for alpha, beta, shift in ((1.0, 0.0, 0.0), (0.6, -1.7, 2.5)):
             out = empty(2, size, torch.bfloat16)
-            kernels.product(left, right, out, Workspace(), alpha, beta, shift)
+            kernels.product(left, right, out, Workspace(), Scalars(alpha, beta, shift))
             identity = torch.eye(size, dtype=torch.float64, device=GPU)
             assert_is(out, alpha * dense(left) @ dense(right) + beta * dense(left) + shift * identity)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.kernels import reference, triton_table
-from deepspeed.muon.kernels.table import Operations, Symmetric
+from deepspeed.muon.kernels.table import Operations, Scalars, Symmetric
 from deepspeed.muon.rounding import key_of
 from deepspeed.muon.workspace import Workspace
 from interpreting import FLOATS, Interpret, interpreted_table, needs_triton, randn, relative
@@ -158,7 +158,7 @@ def names_of_calls(kernels: Operations) -> list[str]:
     kernels.apply_(flat, flat.clone(), 0.1, 1.0, 0.1, work)
     kernels.normalize_(x)
     kernels.square(x, k, work)
-    kernels.product(k, k, Symmetric(x, randn(2, 64)), work, 0.1, beta=1.0)
+    kernels.product(k, k, Symmetric(x, randn(2, 64)), work, Scalars(0.1, 1.0))
     assert kernels.multiply(k, x, x.clone(), work) is not None
     return NAMES
 

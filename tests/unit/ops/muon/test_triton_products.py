@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.coefficients import schedule
-from deepspeed.muon.kernels.table import Symmetric
+from deepspeed.muon.kernels.table import Scalars, Symmetric
 from deepspeed.muon.orthogonalize import orthogonalize
 from deepspeed.muon.workspace import Workspace
 from interpreting import Interpret, interpreted_table, needs_triton, randn, relative
@@ -91,7 +91,7 @@ def product(size: int, symmetric_from: int, same: bool) -> None:
         kept = [part.clone() for part in (*a, *b)]
         for alpha, beta, shift in ((1.0, 0.0, 0.0), (0.6, -1.7, 2.5)):
             out = empty(2, size, dtype)
-            kernels.product(a, b, out, Workspace(), alpha, beta, shift)
+            kernels.product(a, b, out, Workspace(), Scalars(alpha, beta, shift))
             expected = alpha * dense(a) @ dense(b) + beta * dense(a) + shift * torch.eye(size).double()
             # Twice: in the triangle the rounded factors commute no more, elsewhere the pass rounds again.
             assert_is(out, expected, 2 * tolerance)
@@ -147,9 +147,9 @@ def non_finite(symmetric_from: int) -> None:
     for wrong in (math.nan, math.inf):
         a, x = near_identity(2, 20, 3.0, 1), randn(2, 20, 30)
         good, bad = empty(2, 20, torch.float32), empty(2, 20, torch.float32)
-        kernels.product(a, a, good, work, 0.6, -1.7, 2.5)
+        kernels.product(a, a, good, work, Scalars(0.6, -1.7, 2.5))
         a.rest[1, 3, 5] = a.rest[1, 5, 3] = x[1, 3, 5] = wrong
-        kernels.product(a, a, bad, work, 0.6, -1.7, 2.5)
+        kernels.product(a, a, bad, work, Scalars(0.6, -1.7, 2.5))
         assert all(part[0].equal(other[0]) for part, other in zip(good, bad, strict=True))
         assert not bad.rest[1].isfinite().all() and not bad.diagonal[1].isfinite().all()
         kernels.square(x, bad, work)
