@@ -13,20 +13,22 @@ template <typename T>
 void complete(
   const Symmetric<T>& a, const Symmetric<T>& b, float alpha, float beta, float shift, float* sums, int64_t i,
   int64_t j, int64_t rows, int64_t columns) {
-  float from_a[kTile], from_b[kTile];
-  for (int64_t r = 0; r < rows; ++r) {
-    const int64_t at = (i + r) * a.size + j;
-    widen(a.rest + at, from_a, columns);
-    widen(b.rest + at, from_b, columns);
-    float* sum = sums + r * kTile;
-    const float diagonal = a.diagonal[i + r];
-    for (int64_t c = 0; c < columns; ++c) {
-      sum[c] = alpha * (sum[c] + (diagonal * from_b[c] + from_a[c] * b.diagonal[j + c])) + beta * from_a[c];
+  with_width<kTile>(columns, [&](auto width) {
+    float from_a[kTile], from_b[kTile];
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t at = (i + r) * a.size + j;
+      widen(a.rest + at, from_a, width);
+      widen(b.rest + at, from_b, width);
+      float* sum = sums + r * kTile;
+      const float diagonal = a.diagonal[i + r];
+      for (int64_t c = 0; c < width; ++c) {
+        sum[c] = alpha * (sum[c] + (diagonal * from_b[c] + from_a[c] * b.diagonal[j + c])) + beta * from_a[c];
+      }
+      if (i == j) {
+        sum[r] += alpha * (diagonal * b.diagonal[i + r]) + beta * diagonal + shift;
+      }
     }
-    if (i == j) {
-      sum[r] += alpha * (diagonal * b.diagonal[i + r]) + beta * diagonal + shift;
-    }
-  }
+  });
 }
 
 template <typename T>

@@ -22,15 +22,14 @@ struct Symmetric {
     if (i == j) {
       store_diagonal(values, i, rows);
     }
-    for (int64_t r = 0; r < rows; ++r) {
-      at::vec::convert(values + r * kTile, rest + (i + r) * size + j, columns);
-    }
-    if (i != j) {
-      alignas(64) float mirrored[kTile * kTile];
-      transpose(values, kTile, mirrored, kTile, rows, columns);
-      for (int64_t c = 0; c < columns; ++c) {
-        at::vec::convert(mirrored + c * kTile, rest + (j + c) * size + i, rows);
+    T* tile = rest + i * size + j;
+    with_width<kTile>(columns, [&](auto width) {
+      for (int64_t r = 0; r < rows; ++r) {
+        at::vec::convert(values + r * kTile, tile + r * size, width);
       }
+    });
+    if (i != j) {
+      transpose(tile, size, rest + j * size + i, size, rows, columns);
     }
   }
 

@@ -26,6 +26,16 @@ constexpr int64_t kPair = std::is_same_v<T, at::BFloat16> ? 2 : 1;
 // The longest sum that one kernel call makes, so that both factors of a tile stay in the cache.
 constexpr int64_t kDepth = 1024;
 
+// Calls body with the width of a tile, as a constant where the tile is whole: the compiler then unrolls its loops.
+template <int64_t kWhole, typename Body>
+void with_width(int64_t width, const Body& body) {
+  if (width == kWhole) {
+    body(std::integral_constant<int64_t, kWhole>());
+  } else {
+    body(width);
+  }
+}
+
 // Transposes [rows, columns] into [columns, rows].
 template <typename T>
 void transpose(const T* from, int64_t from_stride, T* to, int64_t to_stride, int64_t rows, int64_t columns) {

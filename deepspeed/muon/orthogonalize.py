@@ -17,7 +17,7 @@ from torch import Tensor
 from deepspeed.muon.coefficients import Schedule
 from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.table import Operations, Scalars, Symmetric
-from deepspeed.muon.workspace import Workspace
+from deepspeed.muon.workspace import Workspace, matrices_together
 
 METHODS = ("standard", "gram")
 #: ``gram`` forms R from X anew before its first segment has enlarged small singular values by more than this, as the
@@ -79,12 +79,16 @@ def orthogonalize(
         ``out``. A zero matrix gives zero; a non-finite one gives non-finite values.
     """
     work = Workspace() if work is None else work
-    spare = work.get("spare", tuple(x.shape), x.dtype, x.device) if out is None else out
-    kernels.normalize_(x)
     iterate = {"standard": _standard, "gram": _gram}[method]
-    result = iterate(x, spare, schedule, work, kernels)
     target = x if out is None else out
-    return result if result is target else target.copy_(result)
+    together = matrices_together(x)
+    for part, result in zip(x.split(together), target.split(together), strict=True):
+        spare = work.get("spare", tuple(part.shape), x.dtype, x.device) if out is None else result
+        kernels.normalize_(part)
+        found = iterate(part, spare, schedule, work, kernels)
+        if found.data_ptr() != result.data_ptr():
+            result.copy_(found)
+    return target
 
 
 def _standard(x: Tensor, spare: Tensor, schedule: Schedule, work: Workspace, kernels: Operations) -> Tensor:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Newton-Schulz as a call: where it writes, what it allocates, its cost, its choice of method and dtype."""
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from deepspeed.muon import orthogonalize as module
+from deepspeed.muon import workspace
 from deepspeed.muon.coefficients import SIMPLE, schedule
+from deepspeed.muon.kernels import reference as twins
 from deepspeed.muon.orthogonalize import (
     METHODS,
     bf16_is_fast,
@@ -90,6 +93,30 @@ def test_the_steady_state_allocates_nothing(method: str, own_out: bool) -> None:
             step()
         assert not later.found
         assert work.nbytes() == held
+
+
+@pytest.mark.parametrize("own_out", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_cpu_works_on_few_large_matrices_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, method: str, own_out: bool
+) -> None:
+    """As many as its caches hold, and the same result in every bit as of each alone."""
+    x = torch.randn(7, 16, 24, generator=generator(0))
+    alone = torch.cat([orthogonalize(one.clone(), VARIED, method) for one in x.split(1)])
+    nbytes = 2 * 4 * (16 * 24 + 2 * 16 * 16)
+    monkeypatch.setattr(workspace, "CACHED_BYTES", 3 * nbytes + 1)
+    counts: list[int] = []
+    kernels = dataclasses.replace(
+        twins.OPERATIONS, normalize_=lambda part: (counts.append(len(part)), twins.OPERATIONS.normalize_(part))
+    )
+    out = torch.full_like(x, torch.nan) if own_out else None
+    result = orthogonalize(x, VARIED, method, out=out, kernels=kernels)
+    assert counts == [3, 3, 1]
+    assert result is (out if own_out else x)
+    assert torch.equal(result, alone)
+    monkeypatch.setattr(workspace, "CACHED_BYTES", 1)
+    assert workspace.matrices_together(x) == torch.get_num_threads()
+    assert workspace.matrices_together(x.to("meta")) == 7
 
 
 def test_workspace_reuses_and_grows() -> None:
