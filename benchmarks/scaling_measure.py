@@ -15,7 +15,8 @@ from deepspeed.muon import coefficients
 from deepspeed.muon.cost import cost_model
 from deepspeed.muon.estimate import Machine, estimate, pass_bytes
 from deepspeed.muon.forecast import Half, Layout
-from deepspeed.muon.kernels import reference
+from deepspeed.muon.kernels import selection
+from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.orthogonalize import choose_method, orthogonalize
 from deepspeed.muon.routing import Block, MatrixSpec
 from deepspeed.muon.workspace import Workspace
@@ -52,6 +53,7 @@ def rates(job: Job) -> Machine:
     The network's rate and latency are filled in from the exchange alone, by :func:`measure`.
     """
     torch.set_num_threads(1)
+    kernels = selection.choose(selection.missing("auto", ["cpu"]))
     work, schedule = Workspace(), coefficients.schedule("simple")
     cost = cost_model("auto", len(schedule), 2, "cpu")
     flops = seconds = 0.0
@@ -59,22 +61,22 @@ def rates(job: Job) -> Machine:
     for spec in half.specs:
         x = torch.randn(BATCH, *spec.shape).bfloat16()
         method = choose_method(*spec.shape)
-        seconds += seconds_of(lambda x=x, method=method: orthogonalize(x, schedule, method, work=work))
+        seconds += seconds_of(lambda x=x, method=method: orthogonalize(x, schedule, method, work=work, kernels=kernels))
         flops += BATCH * cost.flops(*spec.shape)
-    passes, run = elementwise(2**20, work), elementwise(64, work)
+    passes, run = elementwise(2**20, work, kernels), elementwise(64, work, kernels)
     return Machine(
         tflops=flops / seconds / 1e12, memory_gbs=2**20 * pass_bytes(half, 2) / (passes - run) / 1e9, run_us=run * 1e6
     )
 
 
-def elementwise(numel: int, work: Workspace) -> float:
+def elementwise(numel: int, work: Workspace, kernels: Operations) -> float:
     """Seconds of both passes over one run of so many elements."""
     buffer, grad, param = (torch.randn(numel) for _ in range(3))
     out = torch.empty(numel, dtype=torch.bfloat16)
 
     def both() -> None:
-        reference.advance(buffer, grad, out, 0.95, True, work)
-        reference.apply_(param, out, 1e-3, 1.0, 0.1, work)
+        kernels.advance(buffer, grad, out, 0.95, True, work)
+        kernels.apply_(param, out, 1e-3, 1.0, 0.1, work)
 
     return seconds_of(both, 21)
 
