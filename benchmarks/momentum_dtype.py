@@ -50,10 +50,11 @@ def train(kind: str, seed: int, steps: int, out: Path) -> list[Row]:
 def work(rounding: str) -> None:
     """One run, in this process."""
     import train as example
-    from deepspeed.muon import momentum
+    from deepspeed.muon.kernels import reference, selection
 
-    if rounding == "nearest":
-        momentum.round_ = lambda target, source, noise, spare: target.copy_(source)
+    if rounding == "nearest":  # of the PyTorch operations, which then are those in use
+        reference.round_ = lambda target, source, noise, spare: target.copy_(source)
+        selection.choose = lambda missing: reference.OPERATIONS
     example.main()
 
 

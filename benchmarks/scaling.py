@@ -16,13 +16,14 @@ import time
 import machine
 import scaling_measure
 import scaling_report
+from deepspeed.muon import coefficients
 from deepspeed.muon.cost import cost_model
 from deepspeed.muon.estimate import Machine, estimate
 from deepspeed.muon.forecast import Half, Layout, Work, lay_out
 from deepspeed.muon.plan import make_plan
 from scaling_models import MODELS
 
-STEPS, ITEMSIZE, DEVICE = 5, 2, "cuda"
+SCHEDULE, ITEMSIZE, DEVICE = coefficients.schedule("simple"), 2, "cuda"
 
 
 def arguments() -> argparse.Namespace:
@@ -43,7 +44,7 @@ def planning_seconds(halves: list[Half], layout: Layout, rank: int) -> float:
     gc.collect()
     begin = time.perf_counter()
     for part in parts:
-        make_plan(part.shards, rank, part.world_size, cost_model(part.half.ns_method, STEPS, ITEMSIZE, DEVICE))
+        make_plan(part.shards, rank, part.world_size, cost_model(part.half.ns_method, SCHEDULE, ITEMSIZE, DEVICE))
     return time.perf_counter() - begin
 
 
@@ -61,7 +62,7 @@ def imbalance(works: list[Work]) -> float:
 def predict(name: str, stage: int, ranks: int) -> dict:
     """One row of the table."""
     halves, layout = MODELS[name].halves(), Layout(stage, ranks)
-    facts, works = estimate(halves, layout, STEPS, ITEMSIZE, DEVICE, Machine(), offload=False)
+    facts, works = estimate(halves, layout, SCHEDULE, ITEMSIZE, DEVICE, Machine(), offload=False)
     per_rank, step = facts["per_rank"], facts["step_ms"]
     return {
         "model": name,

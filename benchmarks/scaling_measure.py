@@ -12,12 +12,13 @@ import torch
 import launcher
 import machine
 from deepspeed.muon import coefficients
+from deepspeed.muon.choice import choose_method, kind_of
 from deepspeed.muon.cost import cost_model
 from deepspeed.muon.estimate import Machine, estimate, pass_bytes
 from deepspeed.muon.forecast import Half, Layout
 from deepspeed.muon.kernels import selection
 from deepspeed.muon.kernels.table import Operations
-from deepspeed.muon.orthogonalize import choose_method, orthogonalize
+from deepspeed.muon.orthogonalize import orthogonalize
 from deepspeed.muon.routing import Block, MatrixSpec
 from deepspeed.muon.workspace import Workspace
 from setups import Job
@@ -55,12 +56,13 @@ def rates(job: Job) -> Machine:
     torch.set_num_threads(1)
     kernels = selection.choose(selection.missing("auto", ["cpu"]))
     work, schedule = Workspace(), coefficients.schedule("simple")
-    cost = cost_model("auto", len(schedule), 2, "cpu")
+    cost = cost_model("auto", schedule, 2, "cpu")
     flops = seconds = 0.0
     half = half_of(dataclasses.replace(job, layers=1))
     for spec in half.specs:
         x = torch.randn(BATCH, *spec.shape).bfloat16()
-        method = choose_method(*spec.shape)
+        rows, cols = spec.shape
+        method = choose_method(rows, cols, "auto", kind_of("cpu", x.element_size()))
         seconds += seconds_of(lambda x=x, method=method: orthogonalize(x, schedule, method, work=work, kernels=kernels))
         flops += BATCH * cost.flops(*spec.shape)
     passes, run = elementwise(2**20, work, kernels), elementwise(64, work, kernels)
@@ -110,7 +112,9 @@ def point(world: int, stage: int, launches: list[list[dict]], alone: Machine) ->
     names = ("tflops", "memory_gbs", "network_gbs")
     of_rank = dataclasses.replace(alone, **{name: getattr(alone, name) * share for name in names})
     of_rank = dataclasses.replace(of_rank, run_us=alone.run_us / share)
-    predicted = estimate([half_of(Job("3", "ours"))], Layout(stage, world), 5, 2, "cpu", of_rank, False)[0]["step_ms"]
+    predicted = estimate(
+        [half_of(Job("3", "ours"))], Layout(stage, world), coefficients.schedule("simple"), 2, "cpu", of_rank, False
+    )[0]["step_ms"]
 
     def median(name: str, over_ranks: Callable) -> float:
         steps = (

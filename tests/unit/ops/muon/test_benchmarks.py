@@ -2,6 +2,7 @@
 """What the benchmarks compute without measuring: least work, floors, tables."""
 
 import csv
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,16 @@ from rates import Rates  # noqa: E402
 from roofline import Sharding  # noqa: E402
 from setups import Job  # noqa: E402
 
+SCRIPTS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py"))
+
 #: Round numbers: one operation and one byte a unit.
 RATES = Rates(bf16=1e9, fp32=1e8, copy=1e6, host_copy=1e5, network=1e3)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_script_can_be_imported(name: str) -> None:
+    """What it takes from the package is there; some need a GPU to run."""
+    importlib.import_module(name)
 
 
 @pytest.mark.parametrize("rows, cols", [(6, 10), (10, 6), (8, 8)])
