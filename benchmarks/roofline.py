@@ -25,6 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import launcher
 import output
+from deepspeed.muon.blocks import Block
 from deepspeed.muon.choice import choose_method
 from deepspeed.muon.coefficients import schedule
 from deepspeed.muon.cost import cost_model
@@ -32,7 +33,7 @@ from deepspeed.muon.forecast import Half, Layout, lay_out, work_of
 from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.orthogonalize import orthogonalize
-from deepspeed.muon.routing import Block, MatrixSpec
+from deepspeed.muon.routing import MatrixSpec
 from rates import Rates
 
 GRADIENT_BYTES, PARAMETER_BYTES, MOMENTUM_BYTES = 4, 4, 4

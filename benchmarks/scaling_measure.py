@@ -12,6 +12,7 @@ import torch
 import launcher
 import machine
 from deepspeed.muon import coefficients
+from deepspeed.muon.blocks import Block
 from deepspeed.muon.choice import choose_method, kind_of
 from deepspeed.muon.cost import cost_model
 from deepspeed.muon.estimate import Machine, estimate, pass_bytes
@@ -19,7 +20,7 @@ from deepspeed.muon.forecast import Half, Layout
 from deepspeed.muon.kernels import selection
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.orthogonalize import orthogonalize
-from deepspeed.muon.routing import Block, MatrixSpec
+from deepspeed.muon.routing import MatrixSpec
 from deepspeed.muon.workspace import Workspace
 from setups import Job
 

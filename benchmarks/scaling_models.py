@@ -4,8 +4,9 @@
 import dataclasses
 from collections.abc import Iterator
 
+from deepspeed.muon.blocks import Block
 from deepspeed.muon.forecast import Half
-from deepspeed.muon.routing import Block, MatrixSpec
+from deepspeed.muon.routing import MatrixSpec
 
 Shapes = dict[str, tuple[int, ...]]
 

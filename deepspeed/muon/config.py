@@ -25,6 +25,7 @@ from deepspeed.muon.knobs import (
     STOCK,
     TORCH_MUON,
     Coefficients,
+    Cuts,
     Factor,
     Fraction,
     Interval,
@@ -35,6 +36,7 @@ from deepspeed.muon.knobs import (
     Steps,
     knob,
 )
+from deepspeed.muon.wishes import Wishes
 
 #: Stock's learning rates where the section sets none.
 DEFAULT_MUON_LR = 0.02
@@ -84,6 +86,17 @@ class MuonConfig(BaseModel):
     )
     muon_exclude: Patterns = knob(
         (), "searched in parameter names: parameters that go to AdamW; wins over `muon_include`", PATTERNS
+    )
+    muon_split: Cuts = knob(
+        {},
+        "by pattern searched in parameter names: sizes of the rows that are matrices of their own; [more](blocks.md)",
+        "an object: regular expression -> sizes, or an object of sizes, axis and groups",
+    )
+    muon_conv: Literal["adamw", "flatten"] = knob(
+        "adamw", "convolutions: to AdamW, or to Muon as matrices [out, in x kernel]", "adamw or flatten"
+    )
+    muon_lora: Literal["none", "B", "both"] = knob(
+        "none", "factors of low-rank adapters that go to Muon; the others go to AdamW", "none, B or both"
     )
     adjust_lr_fn: Scale = knob(
         "auto",
@@ -140,9 +153,7 @@ class MuonConfig(BaseModel):
         False, "accepted for stock's sake; the AdamW half is torch's fused one anyway", FLAG, source=STOCK
     )
     fp32_optimizer_states: Literal[True] = knob(True, "AdamW's states are fp32", "true", source=STOCK)
-    per_head_muon: Literal[False] = knob(
-        False, "one matrix per attention head: not supported yet", "false", source=STOCK
-    )
+    per_head_muon: bool = knob(False, "attention: one matrix per head; `muon_split` wins", FLAG, source=STOCK)
     import_momentum: Literal["first_moment", "zero"] = knob(
         "first_moment",
         "what Muon's momentum starts from where a checkpoint or optimizer of AdamW is taken over",
@@ -171,6 +182,12 @@ class MuonConfig(BaseModel):
     def schedule(self) -> coefficients.Schedule:
         """Newton-Schulz coefficients, one triple per step."""
         return coefficients.schedule(self.ns_coefficients, self.ns_steps)
+
+    @property
+    def wishes(self) -> Wishes:
+        """What routing has to know."""
+        muon = (self.muon_include, self.muon_exclude, self.muon_split, self.muon_conv, self.muon_lora)
+        return Wishes(*muon, self.per_head_muon)
 
     @property
     def scale(self) -> str:
@@ -244,7 +261,7 @@ class MuonConfig(BaseModel):
 
     def digest(self) -> str:
         """A hash of every setting, equal on all ranks of a correct launch."""
-        settings = self.model_dump() | {"adjust_lr_fn": self.scale}
+        settings = self.model_dump() | {"adjust_lr_fn": self.scale, "muon_split": str(self.muon_split)}
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
 
 

@@ -11,7 +11,6 @@ from typing import Any
 #: What to say of keys that are right elsewhere, or not yet.
 ADVICE = {
     "max_grad_norm": "clip with the top-level key gradient_clipping instead",
-    "per_head_muon": "true is not supported yet; remove the key",
     "fp32_optimizer_states": "only true is supported; remove the key",
     "amsgrad": "AMSGrad is not supported; remove the key",
     "use_muon": "set it on parameters, param.use_muon = True, or use muon_include and muon_exclude",

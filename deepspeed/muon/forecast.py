@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from deepspeed.muon.blocks import Block
 from deepspeed.muon.buckets import bucket_limit
 from deepspeed.muon.config import MuonConfig
-from deepspeed.muon.groups import check_patterns, split_groups
+from deepspeed.muon.groups import check_patterns, check_splits, split_groups
 from deepspeed.muon.owners import CostModel, assign, is_worth_sharing
 from deepspeed.muon.placement import PlacedBlock, Placement, Shard
-from deepspeed.muon.routing import Block, MatrixSpec, route, shapes
+from deepspeed.muon.routing import MatrixSpec, route, shapes
 from deepspeed.muon.update import scale_factor
 
 #: Stages 1 and 2 pad each flat group to a multiple of this many elements per rank (``nccl_start_alignment_factor``).
@@ -52,9 +53,10 @@ def halves_of(model: nn.Module, config: MuonConfig) -> list[Half]:
     Raises:
         ValueError: a tag or a pattern of the user that cannot be followed.
     """
-    if config.muon_include or config.muon_exclude:
+    if config.muon_include or config.muon_exclude or config.muon_split:
         check_patterns(shapes(model), config)
-    specs = route(model, config.muon_include, config.muon_exclude)
+    specs = route(model, config.wishes)
+    check_splits(specs.values(), config)
     return [
         Half(
             group["use_muon"],
@@ -254,7 +256,7 @@ def _traffic(items: Sequence[PlacedBlock], owners: Sequence[int], world_size: in
     for item, owner in zip(items, owners, strict=True):
         key = (item.block, item.shard.placement.origin, item.shard.placement.span)
         if key not in held_by:
-            held_by[key] = {rank: _held(item, rank) for rank in item.holders}
+            held_by[key] = {rank: item.held(rank) for rank in item.holders}
         alike[key] += 1
         traffic.sent[owner] += item.block.numel - 2 * held_by[key].get(owner, 0)
         traffic.there[owner] -= owner in held_by[key]
@@ -267,18 +269,6 @@ def _traffic(items: Sequence[PlacedBlock], owners: Sequence[int], world_size: in
             traffic.there[rank] += count
             traffic.runs[rank] += count
     return traffic
-
-
-def _held(item: PlacedBlock, rank: int) -> int:
-    """Elements of the block on a rank, exactly, also where its rows are not contiguous."""
-    low, high = item.shard.placement.held(rank, *item.extent)
-    return _before(item.block, high) - _before(item.block, low) if low < high else 0
-
-
-def _before(block: Block, element: int) -> int:
-    """Elements of the block before an element of the parameter, one that lies in its extent or ends it."""
-    row, column = divmod(element - block.offset, block.stride)
-    return row * block.cols + min(column, block.cols)
 
 
 def _chunks_by_owner(items: Sequence[PlacedBlock], owners: Sequence[int], limit: int) -> list[int]:

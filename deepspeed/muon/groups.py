@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from deepspeed.muon.blocks import cut, matrices
 from deepspeed.muon.config import MuonConfig, MuonConfigError
 from deepspeed.muon.routing import MatrixSpec, unmatched
 
@@ -88,13 +89,39 @@ def check_patterns(names: Mapping[str, tuple[int, ...]], config: MuonConfig) -> 
     """
     problems = []
     for key, candidates, kind in (
-        ("muon_include", [name for name, shape in names.items() if len(shape) == 2], "matrices"),
+        ("muon_include", [name for name, shape in names.items() if len(shape) >= 2], "matrices"),
         ("muon_exclude", list(names), "parameters"),
+        ("muon_split", [name for name, shape in names.items() if len(shape) >= 2], "matrices"),
     ):
         for pattern in unmatched(getattr(config, key), candidates):
             problems.append(
                 f"optimizer.params.{key}: {pattern!r} matches none of the {len(candidates)} trainable {kind}; "
                 f"the first are {', '.join(candidates[:3])}"
             )
+    problems += [f"optimizer.params.{problem}" for problem in _misfits(names, config)]
+    if problems:
+        raise MuonConfigError("\n".join(problems))
+
+
+def _misfits(names: Mapping[str, tuple[int, ...]], config: MuonConfig) -> Iterator[str]:
+    """Matrices and stacks of them that the sizes of ``muon_split`` do not make up."""
+    for name, shape in names.items():
+        found = config.wishes.cut_for([name]) if len(shape) in (2, 3) and min(shape) else None
+        if found:
+            try:
+                cut(matrices(shape)[0], found[1])
+            except ValueError as error:
+                yield f"muon_split: {found[0]!r} finds {name} {list(shape)}, but {error}"
+
+
+def check_splits(specs: Iterable[MatrixSpec], config: MuonConfig) -> None:
+    """Raise MuonConfigError for a pattern of ``muon_split`` that cuts nothing that Muon trains."""
+    found = {cut[0] for spec in specs if spec.use_muon and (cut := config.wishes.cut_for([spec.name]))}
+    problems = [
+        f"optimizer.params.muon_split: {pattern!r} cuts no parameter of the Muon half: what it finds goes to AdamW, or "
+        "an earlier pattern finds it too"
+        for pattern in config.muon_split
+        if pattern not in found
+    ]
     if problems:
         raise MuonConfigError("\n".join(problems))

@@ -6,11 +6,14 @@ from __future__ import annotations
 import difflib
 import math
 import re
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from deepspeed.muon import coefficients
+from deepspeed.muon.blocks import Cut
 
 #: Peers' names of the scales. Dion: rms_norm, spectral_norm; Megatron: shape_scaling, unit_rms_norm.
 SCALE_ALIASES = {
@@ -62,6 +65,36 @@ def _compiles(value: str) -> str:
     return value
 
 
+def _as_cuts(value: Any) -> dict[str, Cut]:
+    if not isinstance(value, Mapping):
+        raise ValueError("expected an object: regular expression -> sizes")
+    return {_compiles(str(pattern)): _as_cut(str(pattern), given) for pattern, given in value.items()}
+
+
+def _as_cut(pattern: str, given: Any) -> Cut:
+    """Sizes of rows, or an object of sizes, axis and groups."""
+    if isinstance(given, Cut):
+        return given
+    if given == "whole":
+        return Cut(())
+    known = {field.name for field in fields(Cut)}
+    given = dict(given) if isinstance(given, Mapping) else {"sizes": given}
+    for key in given.keys() - known:
+        near = difflib.get_close_matches(str(key), known, n=1)
+        hint = f"did you mean {near[0]}?" if near else "known keys: sizes, axis, groups"
+        raise ValueError(f"{pattern!r}: unknown key {key!r}, {hint}")
+    sizes, axis, groups = given.get("sizes"), given.get("axis", 0), given.get("groups", 1)
+    if not isinstance(sizes, (list, tuple)) or not sizes or not all(type(n) is int and n > 0 for n in sizes):
+        raise ValueError(f"{pattern!r}: expected whole, or sizes, a list of whole numbers above 0, not {sizes!r}")
+    if type(axis) is not int or axis not in (0, 1):
+        raise ValueError(f"{pattern!r}: expected axis 0 (rows) or 1 (columns), not {axis!r}")
+    if type(groups) is not int or groups < 1:
+        raise ValueError(f"{pattern!r}: expected groups, a whole number above 0, not {groups!r}")
+    if axis == 1 and groups > 1:
+        raise ValueError(f"{pattern!r}: only rows, axis 0, can have groups")
+    return Cut(tuple(sizes), axis, groups)
+
+
 def _canonical_scale(value: Any) -> Any:
     return SCALE_ALIASES.get(value, value) if isinstance(value, str) else value
 
@@ -74,6 +107,7 @@ Steps = Annotated[int, BeforeValidator(_not_a_flag), Field(ge=1, le=50)]
 Interval = Annotated[int, BeforeValidator(_not_a_flag), Field(ge=0)]
 Coefficients = Annotated[Any, BeforeValidator(_as_triples), AfterValidator(_known_schedule)]
 Patterns = Annotated[tuple[Annotated[str, AfterValidator(_compiles)], ...], BeforeValidator(_as_list)]
+Cuts = Annotated[Any, AfterValidator(_as_cuts)]
 Method = Literal["auto", "standard", "gram"]
 Scale = Annotated[
     Literal["auto", "original", "match_rms_adamw", "spectral_unclamped", "none"], BeforeValidator(_canonical_scale)

@@ -17,7 +17,7 @@ from deepspeed.muon.choice import choose_method, kind_of, pins, shapes_of
 from deepspeed.muon.config import MuonConfig, parse
 from deepspeed.muon.cost import cost_model
 from deepspeed.muon.exchange import Exchange, Transit
-from deepspeed.muon.groups import check_patterns, split_groups
+from deepspeed.muon.groups import check_patterns, check_splits, split_groups
 from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.selection import choose, missing
 from deepspeed.muon.kernels.table import Operations
@@ -31,6 +31,7 @@ from deepspeed.muon.rounding import key_of
 from deepspeed.muon.routing import MatrixSpec, route, shapes
 from deepspeed.muon.schedule import GivenGroups
 from deepspeed.muon.staging import Staging
+from deepspeed.muon.strided import put, take
 from deepspeed.muon.update import scale_factor
 from deepspeed.muon.workspace import Workspace
 
@@ -67,7 +68,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     def __init__(self, params: Iterable[Any], *, model: nn.Module, **config: Any) -> None:
         self.config: MuonConfig = parse(config)
         check_patterns(shapes(model), self.config)
-        self.specs: dict[nn.Parameter, MatrixSpec] = route(model, self.config.muon_include, self.config.muon_exclude)
+        self.specs: dict[nn.Parameter, MatrixSpec] = route(model, self.config.wishes)
+        check_splits(self.specs.values(), self.config)
         #: How many matrices of each shape go to Newton-Schulz.
         self.shapes = shapes_of(self.specs.values())
         self._bound: dict[int, _Bound] = {}
@@ -247,15 +249,16 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             if tensor.grad is None:
                 target.zero_()
                 continue
-            grad = _slice(tensor.grad.contiguous(), run.start, run.length)
             state = self.state[tensor]
-            buffer = _slice(state["momentum_buffer"], run.start, run.length)
+            grad = take(tensor.grad.contiguous(), run, self._work, "gradient")
+            buffer = take(state["momentum_buffer"], run, self._work, "momentum")
             decay, nesterov = group["momentum"], group["nesterov"]
             if self.config.momentum_dtype == "bf16":
                 key = key_of(run.name, int(state["step"]))
-                self.kernels.advance_rounded(buffer, grad, target, decay, nesterov, key, run.element, self._work)
+                self.kernels.advance_rounded(buffer, grad, target, decay, nesterov, key, run.piece.at, self._work)
             else:
                 self.kernels.advance(buffer, grad, target, decay, nesterov, self._work)
+            put(buffer, state["momentum_buffer"], run)
 
     def _orthogonalize(self, group: dict[str, Any], transit: Transit) -> None:
         """At the owner: equal shapes in one batch."""
@@ -272,9 +275,10 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             tensor = group["params"][run.tensor]
             if tensor.grad is None:
                 continue
-            target = _slice(tensor, run.start, run.length)
+            target = take(tensor, run, self._work, "parameter")
             scale = scale_factor(group["adjust_lr_fn"], run.rows, run.cols, self.config.rms_scale)
             self.kernels.apply_(target, result, group["lr"], scale, group["weight_decay"], self._work)
+            put(target, tensor, run)
             if self.meter is not None:
                 norm = torch.linalg.vector_norm(result, dtype=torch.float32)
                 self.meter.add("muon", norm.square() * scale**2, run.length)
@@ -291,7 +295,3 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                     if id(tensor) in stepped:
                         squares = adamw.update_squares(stepped[id(tensor)], group, start, length)
                         self.meter.add("adamw", squares, length)
-
-
-def _slice(tensor: Tensor, start: int, length: int) -> Tensor:
-    return tensor.view(-1)[start : start + length]

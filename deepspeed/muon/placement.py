@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from deepspeed.muon.routing import Block, MatrixSpec
+from deepspeed.muon.blocks import Block, Piece
+from deepspeed.muon.routing import MatrixSpec
 
 
 @dataclass(frozen=True)
@@ -59,22 +60,32 @@ class PlacedBlock:
     shard: Shard
     block: Block
 
+    @property
+    def name(self) -> str:
+        """The parameter's, with the block's first element where it is not the parameter's."""
+        offset = self.block.offset
+        return f"{self.shard.spec.name}[{offset}]" if offset else self.shard.spec.name
+
     @cached_property
     def extent(self) -> tuple[int, int]:
         """First element of the parameter, and one past the last, that the block touches."""
-        return self.block.offset, self.block.offset + (self.block.rows - 1) * self.block.stride + self.block.cols
+        return self.block.offset, self.block.stop
 
     @cached_property
     def holders(self) -> range:
         """The ranks that hold a part of the matrix."""
         return self.shard.placement.ranks(*self.extent)
 
-    def held_runs(self, rank: int) -> Iterator[tuple[int, int, int]]:
-        """What ``rank`` holds, as :meth:`Block.runs`."""
+    def pieces(self, rank: int) -> Iterator[Piece]:
+        """What ``rank`` holds, as :meth:`Block.pieces`."""
         low, high = self.shard.placement.held(rank, *self.extent)
-        return self.block.runs(low, high) if low < high else iter(())
+        return self.block.pieces(low, high) if low < high else iter(())
+
+    def held(self, rank: int) -> int:
+        """Elements of the matrix that ``rank`` holds."""
+        low, high = self.shard.placement.held(rank, *self.extent)
+        return self.block.before(high) - self.block.before(low) if low < high else 0
 
     def missing(self, rank: int) -> int:
         """Elements of the matrix that ``rank`` does not hold."""
-        low, high = self.shard.placement.held(rank, *self.extent)
-        return self.block.numel - max(0, high - low) * self.block.cols // self.block.stride
+        return self.block.numel - self.held(rank)

@@ -9,31 +9,36 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
+from deepspeed.muon.blocks import Block, Piece
 from deepspeed.muon.buckets import bucket_limit
 from deepspeed.muon.owners import CostModel, assign
 from deepspeed.muon.placement import PlacedBlock, Shard
-from deepspeed.muon.routing import Block
 
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive elements of one block in this rank's tensor.
+    """Elements of one block in this rank's tensor, where the first of them is element ``start``.
 
-    ``at`` is their place in the bucket's matrices where this rank owns the block, else in its send buffer;
-    ``element`` is the index of the first in the parameter ``name``.
+    ``at`` is their place in the bucket's matrices where this rank owns the block, else in its send buffer: there they
+    are contiguous. ``rows`` and ``cols`` are the block's, ``name`` is the parameter's, with the block's first element
+    where it is not the parameter's.
     """
 
     tensor: int
     start: int
-    length: int
+    piece: Piece
     owned: bool
     at: int
     rows: int
     cols: int
     name: str
-    element: int
+
+    @property
+    def length(self) -> int:
+        """Number of elements."""
+        return self.piece.numel
 
 
 @dataclass(frozen=True)
@@ -148,23 +153,23 @@ def _bucket(items: list[tuple[int, PlacedBlock]], rank: int, world_size: int) ->
     replicated = any(item.shard.placement.copies > 1 for _, item in items)
     for owner, item in items:
         mine = owner == rank
-        for start, at, length in item.held_runs(rank):
-            position = item.shard.placement.position(start)
-            where = matrices + at if mine else send_at
+        for piece in item.pieces(rank):
+            position = item.shard.placement.position(piece.element)
+            where = matrices + piece.at if mine else send_at
             shape = item.block.rows, item.block.cols
-            runs.append(Run(item.shard.tensor, position, length, mine, where, *shape, item.shard.spec.name, start))
+            runs.append(Run(item.shard.tensor, position, piece, mine, where, *shape, item.name))
             if not mine:
-                send_at += length
-                sent[owner] += length
+                send_at += piece.numel
+                sent[owner] += piece.numel
         if mine:
             for source in () if replicated else item.holders:
                 if source != rank:
-                    incoming[source].extend((matrices + at, length) for _, at, length in item.held_runs(source))
+                    incoming[source].extend((matrices + piece.at, piece.numel) for piece in item.pieces(source))
             shapes.append((matrices, item.block))
             matrices += item.block.numel
     received, counts = _unpacking(incoming)
     travels = any(item.holders != range(owner, owner + 1) for owner, item in items)
-    names = tuple(item.shard.spec.name for _, item in items)
+    names = tuple(item.name for _, item in items)
     batches = tuple(_batches(shapes))
     return Bucket(tuple(runs), batches, received, tuple(sent), counts, matrices, travels, names, replicated)
 
@@ -199,7 +204,7 @@ def _digest(items: list[PlacedBlock], owners: list[int], rounds: list[list[tuple
     text = hashlib.sha256()
     for item, owner in zip(items, owners, strict=True):
         spec, place, block = item.shard.spec, item.shard.placement, item.block
-        where = f"{block.offset} {block.rows} {block.cols} {block.stride} {place.origin} {place.span} {place.base}"
+        where = f"{astuple(block)} {place.origin} {place.span} {place.base}"
         text.update(f"{spec.name}{spec.shape}{where} {owner};".encode())
     text.update(str([len(r) for r in rounds]).encode())
     return text.hexdigest()[:16]

@@ -2,17 +2,22 @@
 """Which parameter goes to Muon, which to AdamW, and why.
 
 By module type and shape first, then by name: a hidden matrix is a 2-D weight of a linear-like module
-that is neither an embedding, nor an output head, nor a router, nor a factor of a low-rank adapter. Every
-decision carries its reason. The user's tags and patterns win over the rules.
+that is neither an embedding, nor an output head, nor a router, nor a factor of a low-rank adapter; a stack of
+experts is several. Every decision carries its reason. The user's tags and patterns win over the rules.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
+
+from deepspeed.muon.blocks import Block
+from deepspeed.muon.heads import is_projection
+from deepspeed.muon.splitting import Use, blocks_of, is_convolution, is_stack
+from deepspeed.muon.wishes import NO_WISHES, Wishes
 
 #: Attribute names of output heads, and those that are heads only at the top level of the model.
 HEAD_NAMES = frozenset({"lm_head", "score", "classifier", "embed_out", "output_projection", "qa_outputs"})
@@ -28,50 +33,21 @@ _LORA = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Block:
-    """A rows x cols rectangle of a parameter that is orthogonalized on its own.
-
-    Element (i, j) is element ``offset + i * stride + j`` of the flat parameter.
-    """
-
-    offset: int
-    rows: int
-    cols: int
-    stride: int
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return self.rows * self.cols
-
-    def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """The part of the block inside elements ``start .. stop`` of the parameter.
-
-        Yields:
-            (first element in the parameter, first element in the block, length), contiguous in both.
-        """
-        whole_rows = self.stride == self.cols
-        rows, cols = (1, self.numel) if whole_rows else (self.rows, self.cols)
-        first = max(0, (start - self.offset) // self.stride) if not whole_rows else 0
-        for row in range(first, rows):
-            begin = self.offset + row * self.stride
-            if begin >= stop:
-                return
-            low, high = max(begin, start), min(begin + cols, stop)
-            if low < high:
-                yield low, row * cols + low - begin, high - low
+#: Of those, the factor that starts at zero and is applied second.
+_LORA_B = re.compile(r"(^|[._])lora_?(embedding_)?(B|b|up|left_weight|weight_2)([._]|$)")
 
 
 @dataclass(frozen=True)
 class MatrixSpec:
-    """One parameter's route."""
+    """One parameter's route, and the matrices that it is for Muon."""
 
     name: str
     shape: tuple[int, ...]
     use_muon: bool
     reason: str
     blocks: tuple[Block, ...] = ()
+    #: In words, how it was split into them; empty for one matrix.
+    split: str = ""
 
     @property
     def numel(self) -> int:
@@ -82,20 +58,15 @@ class MatrixSpec:
         return count
 
 
-def route(model: nn.Module, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> dict[nn.Parameter, MatrixSpec]:
+def route(model: nn.Module, wishes: Wishes = NO_WISHES) -> dict[nn.Parameter, MatrixSpec]:
     """Decide for every trainable parameter of ``model``.
 
     A tag ``param.use_muon`` set by the user wins over everything and is **removed**, because stock
     DeepSpeed runs its own Muon on tagged parameters.
 
-    Args:
-        include: regular expressions; a matrix whose name one of them finds goes to Muon.
-        exclude: regular expressions; a parameter whose name one of them finds goes to AdamW, included or not.
-
     Raises:
-        ValueError: ``use_muon = True`` on a parameter that is not a matrix.
+        ValueError: ``use_muon = True`` on a parameter that is not a matrix, or a split that does not fit.
     """
-    wishes = (("muon_exclude", False, exclude), ("muon_include", True, include))
     uses = _uses(model)
     heads = _output_embeddings(model)
     specs = {}
@@ -104,9 +75,16 @@ def route(model: nn.Module, include: Sequence[str] = (), exclude: Sequence[str] 
         if not param.requires_grad:
             continue
         name, shape = names[0], _shape(param)
-        wish = _wish(names, tag, wishes)
-        use_muon, reason = _grant(name, shape, *wish) if wish else _decide(name, shape, uses[param], param in heads)
-        specs[param] = MatrixSpec(name, shape, use_muon, reason, _whole(shape) if use_muon else ())
+        used = uses[param]
+        asked = _asked(names, tag, wishes)
+        use_muon, reason = _grant(name, shape, *asked) if asked else _decide(name, shape, used, param in heads, wishes)
+        blocks, split = blocks_of(names, shape, used[0], wishes, model) if use_muon else ((), "")
+        specs[param] = MatrixSpec(name, shape, use_muon, reason, blocks, split)
+    if wishes.per_head and not any(spec.use_muon and is_projection(uses[p][0].leaf) for p, spec in specs.items()):
+        raise ValueError(
+            "optimizer.params.per_head_muon: true, but no parameter of the Muon half is an attention projection by its "
+            "name; give their sizes in muon_split"
+        )
     return specs
 
 
@@ -128,29 +106,14 @@ def _shape(param: nn.Parameter) -> tuple[int, ...]:
     return tuple(getattr(param, "ds_shape", param.shape))
 
 
-def _whole(shape: tuple[int, ...]) -> tuple[Block, ...]:
-    rows, cols = shape
-    return (Block(0, rows, cols, cols),)
-
-
-@dataclass(frozen=True)
-class _Use:
-    """One module that holds the parameter; a tied parameter has several."""
-
-    module: nn.Module
-    parent: nn.Module | None
-    path: str
-    attribute: str
-
-
-def _uses(model: nn.Module) -> dict[nn.Parameter, list[_Use]]:
+def _uses(model: nn.Module) -> dict[nn.Parameter, list[Use]]:
     modules = dict(model.named_modules(remove_duplicate=False))
-    uses: dict[nn.Parameter, list[_Use]] = {}
+    uses: dict[nn.Parameter, list[Use]] = {}
     for path, module in modules.items():
         place = _SAVED_COPY.sub("", path)
         parent = modules.get(place.rpartition(".")[0]) if place else None
         for attribute, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            uses.setdefault(param, []).append(_Use(module, parent, _PREFIX.sub("", place), attribute))
+            uses.setdefault(param, []).append(Use(module, parent, _PREFIX.sub("", place), attribute))
     return uses
 
 
@@ -177,13 +140,14 @@ def _lora(name: str, shape: tuple[int, ...]) -> str | None:
     return f"LoRA factor of rank {min(shape)}" if len(shape) == 2 else "LoRA"
 
 
-def _wish(
-    names: Sequence[str], tag: bool | None, patterns: Iterable[tuple[str, bool, Sequence[str]]]
-) -> tuple[bool, str] | None:
+def _asked(names: Sequence[str], tag: bool | None, wishes: Wishes) -> tuple[bool, str] | None:
     """What the user asks for this parameter, and by what; ``None``: the rules decide."""
     if tag is not None:
         return bool(tag), f"use_muon = {bool(tag)} set by the user"
-    for key, use_muon, expressions in patterns:
+    for key, use_muon, expressions in (
+        ("muon_exclude", False, wishes.exclude),
+        ("muon_include", True, wishes.include),
+    ):
         for expression in expressions:
             if any(re.search(expression, name) for name in names):
                 return use_muon, f"{key} {expression!r}"
@@ -191,7 +155,7 @@ def _wish(
 
 
 def _grant(name: str, shape: tuple[int, ...], use_muon: bool, reason: str) -> tuple[bool, str]:
-    if not use_muon or len(shape) == 2:
+    if not use_muon or (len(shape) >= 2 and min(shape) > 0):
         return use_muon, reason
     if reason.startswith("use_muon"):
         raise ValueError(f"{name}: use_muon = True, but its shape {list(shape)} is not that of a matrix")
@@ -199,14 +163,27 @@ def _grant(name: str, shape: tuple[int, ...], use_muon: bool, reason: str) -> tu
 
 
 def _not_a_matrix(shape: tuple[int, ...]) -> str:
-    return "0-D or 1-D" if len(shape) < 2 else "more than two dimensions"
+    return "0-D or 1-D" if len(shape) < 2 else "more than two dimensions" if min(shape) else "no elements"
 
 
-def _decide(name: str, shape: tuple[int, ...], uses: list[_Use], is_head: bool) -> tuple[bool, str]:
+def _of_more_dimensions(shape: tuple[int, ...], use: Use, conv: str) -> tuple[bool, str]:
+    kind = type(use.module).__name__
+    if is_convolution(use.module) and len(shape) > 2:
+        one_group = getattr(use.module, "groups", 1) == 1
+        if conv == "flatten" and one_group:
+            return True, f"{kind}, by muon_conv"
+        return False, f"convolution ({kind}); muon_conv: flatten is for Muon" if one_group else f"grouped {kind}"
+    if is_stack(use.module, use.path, shape):
+        return True, f"stack of {shape[0]} matrices of {kind}"
+    return False, _not_a_matrix(shape)
+
+
+def _decide(name: str, shape: tuple[int, ...], uses: list[Use], is_head: bool, wishes: Wishes) -> tuple[bool, str]:
     if len(shape) != 2:
-        return False, _not_a_matrix(shape)
+        return _of_more_dimensions(shape, uses[0], wishes.conv)
     if lora := _lora(name, shape):
-        return False, lora
+        use_muon = wishes.lora == "both" or (wishes.lora == "B" and bool(_LORA_B.search(name)))
+        return use_muon and min(shape) > 1, lora + (f", by muon_lora {wishes.lora}" if use_muon else "")
     if min(shape) <= 1:
         return False, "a vector in the shape of a matrix"
     for rule in (_embedding, _head, _router):
@@ -222,7 +199,7 @@ def _decide(name: str, shape: tuple[int, ...], uses: list[_Use], is_head: bool) 
     return False, f"2-D, but {kind} is not known to be linear; set use_muon = True to choose Muon"
 
 
-def _embedding(use: _Use) -> str | None:
+def _embedding(use: Use) -> str | None:
     kind = type(use.module).__name__
     if isinstance(use.module, (nn.Embedding, nn.EmbeddingBag)) or "Embedding" in kind:
         return f"embedding ({kind})"
@@ -231,7 +208,7 @@ def _embedding(use: _Use) -> str | None:
     return None
 
 
-def _head(use: _Use) -> str | None:
+def _head(use: Use) -> str | None:
     parts = use.path.split(".")
     if parts[-1] in HEAD_NAMES or use.path in TOP_LEVEL_HEAD_NAMES:
         return f"output head {parts[-1]}"
@@ -240,7 +217,7 @@ def _head(use: _Use) -> str | None:
     return f"output head {use.path}" if is_last else None
 
 
-def _router(use: _Use) -> str | None:
+def _router(use: Use) -> str | None:
     parts = use.path.split(".") if use.path else []
     if any("router" in part.lower() for part in parts[-2:]) or "Router" in type(use.module).__name__:
         return "MoE router"

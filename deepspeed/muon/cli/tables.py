@@ -36,7 +36,7 @@ def rows_of(
         for spec in half.specs:
             scales = tuple(dict.fromkeys(half.scale(block) for block in spec.blocks))
             pattern = _NUMBER.sub("{}", spec.name) if fold else spec.name
-            key = (pattern, spec.shape, half.use_muon, spec.reason, len(spec.blocks), scales)
+            key = (pattern, spec.shape, half.use_muon, spec.reason, spec.split, len(spec.blocks), scales)
             row = found.get(key)
             if row is None:
                 row = found[key] = _row(spec, half, scales, kind)
@@ -59,7 +59,7 @@ def _row(spec: Any, half: Half, scales: tuple[float, ...], kind: str) -> dict[st
         "count": 0,
         "shape": list(spec.shape),
         "rule": "Muon" if half.use_muon else "AdamW",
-        "reason": spec.reason,
+        "reason": f"{spec.reason}; {spec.split}" if spec.split else spec.reason,
         "blocks": len(spec.blocks),
         "scales": list(scales),
         "methods": list(dict.fromkeys(methods)),

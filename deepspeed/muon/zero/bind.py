@@ -16,7 +16,7 @@ from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.orthogonalize import bf16_is_fast, resolve_dtype
 from deepspeed.muon.partition import Partition
 from deepspeed.muon.plan import Plan
-from deepspeed.muon.routing import is_lora
+from deepspeed.muon.routing import MatrixSpec, is_lora
 from deepspeed.muon.update import SCALES, update_rms
 from deepspeed.muon.version import __version__
 from deepspeed.muon.zero import stage0, stage3, stage12
@@ -144,10 +144,9 @@ def _report(engine: Any, optimizer: MuonWithAuxAdam, lacking: selection.Missing)
     extra = sum(2 * plan.moved_elements for plan in plans) * exchange.dtype.itemsize / 1e6
     typical = sorted(matrices, key=lambda spec: spec.numel)[len(matrices) // 2]
     config, lora = optimizer.config, [spec for spec in rest if is_lora(spec)]
-    rows, cols = typical.shape
-    rms = update_rms(config.scale, rows, cols, config.rms_scale)
+    rms = update_rms(config.scale, typical.blocks[0].rows, typical.blocks[0].cols, config.rms_scale)
     facts = (
-        f"{len(matrices)} matrices ({sum(s.numel for s in matrices):,} parameters) to Muon",
+        f"{sum(len(s.blocks) for s in matrices)} matrices ({sum(s.numel for s in matrices):,} parameters) to Muon",
         f"{len(rest)} tensors ({sum(s.numel for s in rest):,} parameters) to AdamW"
         + (f", {len(lora)} of them LoRA factors (Muon by muon_include)" if lora else ""),
         f"{engine.world_size} ranks{_stage_0(engine, optimizer)}",
@@ -158,8 +157,19 @@ def _report(engine: Any, optimizer: MuonWithAuxAdam, lacking: selection.Missing)
         f"update RMS {rms:.3g} x lr for {typical.name} {list(typical.shape)}",
     )
     logger.info("deepspeed-muon %s: %s", __version__, "; ".join(facts))
+    for split, names in _splits(matrices).items():
+        logger.info("deepspeed-muon: split into %s: %d parameters, first %s", split, len(names), names[0])
     if not getattr(engine.optimizer, "swap_optimizer", False):  # there a sub-group bounds the memory of the buffers
         _warn_of_small_sub_groups(optimizer)
+
+
+def _splits(specs: list[MatrixSpec]) -> dict[str, list[str]]:
+    """By what was done, in words, the parameters that are several matrices, or one of another shape."""
+    found: dict[str, list[str]] = {}
+    for spec in specs:
+        if spec.split:
+            found.setdefault(spec.split, []).append(spec.name)
+    return found
 
 
 def _stage_0(engine: Any, optimizer: MuonWithAuxAdam) -> str:

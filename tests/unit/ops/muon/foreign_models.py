@@ -160,3 +160,14 @@ class HuggingFace(nn.Module):
 
     def get_output_embeddings(self) -> Any:
         return self._head
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with two factors, named as in a library."""
+
+    def __init__(self, down: str, up: str, rank: int = 2) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(8, 12)
+        self.base_layer.requires_grad_(False)
+        self.add_module(down, nn.Linear(8, rank, bias=False))
+        self.add_module(up, nn.Linear(rank, 12, bias=False))

@@ -38,6 +38,9 @@ VALID: dict[str, list[Any]] = {
     "torch_adam": [True, False],
     "fp32_optimizer_states": [True],
     "per_head_muon": [False],
+    "muon_split": [{}, {}],
+    "muon_conv": ["adamw", "flatten"],
+    "muon_lora": ["none", "B", "both"],
     "import_momentum": ["first_moment", "zero"],
     "monitor_interval": [0, 1, 10],
 }
@@ -66,7 +69,10 @@ WRONG: dict[str, list[Any]] = {
     "adam_w_mode": [2, "perhaps", []],
     "torch_adam": ["y e s", 3.5],
     "fp32_optimizer_states": [False, "no"],
-    "per_head_muon": [True, 1],
+    "per_head_muon": [True, 1, 2],
+    "muon_split": [{"nowhere": [1]}, {"weight": [1]}, {"weight": 3}, ["layers"], {"(": [1]}, "layers", True],
+    "muon_conv": ["flat", True, 2],
+    "muon_lora": ["A", "b", True],
     "import_momentum": ["first", 0, True],
     "monitor_interval": [-1, 1.5, True, "often"],
     # keys that do not exist

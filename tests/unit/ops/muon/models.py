@@ -144,6 +144,59 @@ class TinyGpt(nn.Module):
         return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
+class Conv1D(nn.Module):
+    """A linear map whose weight (inputs, outputs) is the transpose of `nn.Linear`'s, as GPT-2's."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(inputs, outputs))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden @ self.weight
+
+
+class Experts(nn.Module):
+    """The mean of several maps; their weights are one stack (experts, inputs, outputs)."""
+
+    def __init__(self, experts: int, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.down = nn.Parameter(torch.empty(experts, inputs, outputs))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.tanh(torch.einsum("bi,eio->beo", hidden, self.down)).mean(1)
+
+
+class Fused(nn.Module):
+    """Every kind of parameter that is several matrices, or one of another shape, one after the other.
+
+    `qkv`: rows 7 + 5 + 4. `c_attn`: columns 5 + 4 + 3. `grouped`: rows (4 + 2 + 2) x 3 groups. `experts`: 3 of 24 x 6.
+    `conv`: (5, 2, 3, 3), a matrix 5 x 18.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 5, 3)
+        self.qkv = nn.Linear(80, 16)
+        self.c_attn = Conv1D(16, 12)
+        self.grouped = nn.Linear(12, 24)
+        self.experts = Experts(3, 24, 6)
+        self.lm_head = nn.Linear(6, 5)
+        initialize_(self, seed)
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean squared error, a scalar; `inputs` (batch, 2, 6, 6), `targets` (batch, 5)."""
+        hidden = torch.tanh(self.conv(inputs.to(self.conv.weight.dtype))).flatten(1)
+        for layer in (self.qkv, self.c_attn, self.grouped, self.experts):
+            hidden = torch.tanh(layer(hidden))
+        return _mean_squared_error(self.lm_head(hidden), targets)
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Inputs (GLOBAL_BATCH, 2, 6, 6) from N(0, 1), targets (GLOBAL_BATCH, 5) from N(0, 16), float32."""
+        generator = _generator(1000 + step)
+        inputs = torch.randn(GLOBAL_BATCH, 2, 6, 6, generator=generator)
+        return inputs, 4 * torch.randn(GLOBAL_BATCH, 5, generator=generator)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": Mlp,
     "wide": lambda: Mlp(EVEN),
@@ -154,6 +207,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "narrow": lambda: Mlp((12, 12, 8, 12, 6)),  # the global batch has 4 samples per column
     "swapped": lambda: Mlp((512, 1024, 512, 8)),  # at 2 ranks its large matrices are just what is swapped to NVMe
     "broad": lambda: Mlp((64, 96, 96, 128, 64, 8)),  # ranks that hold them whole share its large matrices
+    "fused": Fused,
     "gpt": TinyGpt,
     "gpt_tied": lambda: TinyGpt(tied=True),
 }

@@ -14,6 +14,9 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
+Part = Tensor
+"""The elements of a flat parameter that are one matrix: their indices, (rows, columns), int64."""
+
 Coefficients = Sequence[tuple[float, float, float]]
 """(a, b, c) of every iteration of Newton-Schulz."""
 
@@ -105,6 +108,17 @@ def muon_update(weight: Tensor, gradient: Tensor, momentum: Tensor, lr: float, c
     weight.sub_(lr * SCALES[cfg.scale](*weight.shape) * direction)
 
 
+def muon_update_of_parts(
+    weight: Tensor, gradient: Tensor, momentum: Tensor, lr: float, cfg: OracleConfig, parts: Sequence[Part]
+) -> None:
+    """One step of Muon, in place, on each part of a parameter of any shape as on a matrix of its own."""
+    for part in parts:
+        matrices = [tensor.reshape(-1)[part] for tensor in (weight, gradient, momentum)]
+        muon_update(*matrices, lr, cfg)
+        weight.reshape(-1)[part] = matrices[0]
+        momentum.reshape(-1)[part] = matrices[2]
+
+
 def adam_update(
     weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, count: int, lr: float, cfg: OracleConfig
 ) -> None:
@@ -129,10 +143,12 @@ def train_oracle(
     cfg: OracleConfig = OracleConfig(),
     dtype: torch.dtype = torch.float64,
     special: Mapping[str, OracleConfig] = MappingProxyType({}),
+    parts: Mapping[str, Sequence[Part]] = MappingProxyType({}),
 ) -> OracleResult:
     """Train a copy of `model` in `dtype`; step `s` of `steps` takes the mean loss `model(*batches(s))`.
 
-    `routing` names exactly the trainable parameters; `special` holds hyperparameters by name, where they differ.
+    `routing` names exactly the trainable parameters; `special` holds hyperparameters by name, where they differ, and
+    `parts` the matrices of parameters that are not one matrix.
     A parameter without gradient counts as one with a zero gradient, as it does in DeepSpeed's flat buffers.
     """
     model = copy.deepcopy(model).to(dtype)
@@ -149,7 +165,9 @@ def train_oracle(
         with torch.no_grad():
             for name, param in params.items():
                 own = special.get(name, cfg)
-                if routing[name] == "muon":
+                if name in parts:
+                    muon_update_of_parts(param, gradients[name], momentum[name], own.lr * factor, own, parts[name])
+                elif routing[name] == "muon":
                     muon_update(param, gradients[name], momentum[name], own.lr * factor, own)
                 else:
                     moments = momentum[name], second_moment[name]

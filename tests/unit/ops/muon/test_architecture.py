@@ -28,7 +28,7 @@ from source_tree import (
 )
 
 COLLECTIVES = ("torch.distributed", "deepspeed.comm")
-CORE = ("orthogonalize", "update", "partition", "placement", "owners", "cost", "plan", "exchange", "optimizer")
+CORE = ("orthogonalize", "update", "partition", "owners", "plan", "exchange", "optimizer")
 
 # ---- imports --------------------------------------------------------------------------------------------
 

@@ -63,7 +63,7 @@ WRONG: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"ns_coefficients": [[1, 0, 0]] * 2, "ns_steps": 3}, ("optimizer.params", "ns_steps is 3", "2 steps")),
     # What exists elsewhere, or not yet.
     ({"max_grad_norm": 1.0}, ("optimizer.params.max_grad_norm", "gradient_clipping")),
-    ({"per_head_muon": True}, ("optimizer.params.per_head_muon", "not supported yet", "remove")),
+    ({"per_head_muon": 2}, ("optimizer.params.per_head_muon", "true or false")),
     ({"fp32_optimizer_states": False}, ("optimizer.params.fp32_optimizer_states", "only true", "remove")),
 ]
 
@@ -84,7 +84,7 @@ def test_the_error_is_a_value_error_without_a_chain() -> None:
 
 
 def test_every_wrong_key_is_named_once() -> None:
-    text = message({"lr": -1, "momentun": 0.9, "ns_dtype": "fp16", "per_head_muon": True, "betas": [2, 3], "eps": 1e-8})
+    text = message({"lr": -1, "momentun": 0.9, "ns_dtype": "fp16", "per_head_muon": 2, "betas": [2, 3], "eps": 1e-8})
     keys = ("lr", "momentun", "ns_dtype", "per_head_muon", "betas")
     assert [text.count(f"optimizer.params.{key}:") for key in keys] == [1] * len(keys), text
     assert "optimizer.params.eps" not in text

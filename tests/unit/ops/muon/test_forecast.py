@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepspeed.muon.blocks import Block
 from deepspeed.muon.buckets import CPU_BUCKET_BYTES
 from deepspeed.muon.coefficients import schedule
 from deepspeed.muon.config import MuonConfigError, parse
@@ -16,7 +17,7 @@ from deepspeed.muon.cost import cost_model
 from deepspeed.muon.estimate import ADAM_PASS_BYTES, ROUNDING_PASS_BYTES, Machine, estimate, pass_bytes, stock_clipping
 from deepspeed.muon.forecast import Half, Layout, Part, Work, halves_of, lay_out, work_of
 from deepspeed.muon.plan import make_plan
-from deepspeed.muon.routing import Block, MatrixSpec
+from deepspeed.muon.routing import MatrixSpec
 from distributed import run
 from models import MODELS
 from test_momentum import BF16

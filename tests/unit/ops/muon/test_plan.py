@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepspeed.muon.blocks import Block
 from deepspeed.muon.buckets import bucket_limit
 from deepspeed.muon.owners import CostModel
 from deepspeed.muon.placement import PlacedBlock, Placement, Shard
-from deepspeed.muon.plan import Plan, make_plan
-from deepspeed.muon.routing import Block, MatrixSpec
+from deepspeed.muon.plan import Plan, Run, make_plan
+from deepspeed.muon.routing import MatrixSpec
 
 COST = CostModel(lambda rows, cols: 20.0 * min(rows, cols) ** 2 * max(rows, cols), 200.0, 2)
 
@@ -80,7 +81,8 @@ def simulate(shards: list[Shard], size: int, world_size: int, bucket_bytes: int)
         for bucket, outbox, held, result in zip(buckets, back, matrices, returned, strict=True):
             for run in bucket.runs:
                 box = held if run.owned else outbox
-                result[run.start : run.start + run.length] = box[run.at : run.at + run.length]
+                for place, at in places(run):
+                    result[place] = box[at]
     assert returned == tensors
     wanted = [[(shard.spec.name, e) for _, _, e in elements(block)] for shard in shards for block in shard.spec.blocks]
     assert sorted(seen) == sorted(wanted)
@@ -101,13 +103,20 @@ def filled(shards: list[Shard], rank: int, size: int) -> list[tuple[str, int] | 
     return tensor
 
 
+def places(run: Run) -> list[tuple[int, int]]:
+    """(place in the tensor, place in the buffer) of every element of a run."""
+    piece = run.piece
+    grid = [run.start + r * piece.stride + c for r in range(piece.rows) for c in range(piece.cols)]
+    return [(place, run.at + k) for k, place in enumerate(grid)]
+
+
 def pack(bucket, tensor: list) -> tuple[list, list]:
     outbox, matrices = [None] * sum(bucket.send_counts), [None] * bucket.matrix_elements
     for run in bucket.runs:
-        piece = tensor[run.start : run.start + run.length]
-        assert None not in piece, "padding would travel"
         box = matrices if run.owned else outbox
-        box[run.at : run.at + run.length] = piece
+        for place, at in places(run):
+            assert tensor[place] is not None, "padding would travel"
+            box[at] = tensor[place]
     assert None not in outbox
     return outbox, matrices
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.muon.routing import HEAD_NAMES, Block, route
+from deepspeed.muon.blocks import Block
+from deepspeed.muon.routing import HEAD_NAMES, route
 from foreign_models import (
     WIDTH,
     BertLayer,
@@ -109,8 +110,8 @@ ADAMW: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "bias": (lambda: module(fc=linear(bias=True)), "fc.bias", "1-D"),
     "layer norm": (lambda: module(norm=nn.LayerNorm(8)), "norm.weight", "1-D"),
     "scalar": (lambda: nn.ParameterDict({"s": nn.Parameter(torch.tensor(1.0))}), "s", "0-D"),
-    "conv1d": (lambda: module(conv=nn.Conv1d(4, 8, 3)), "conv.weight", "more than two"),
-    "conv2d": (lambda: module(conv=nn.Conv2d(4, 8, 3)), "conv.weight", "more than two"),
+    "conv1d": (lambda: module(conv=nn.Conv1d(4, 8, 3)), "conv.weight", "convolution (Conv1d)"),
+    "conv2d": (lambda: module(conv=nn.Conv2d(4, 8, 3)), "conv.weight", "convolution (Conv2d)"),
     "bilinear": (lambda: module(mix=nn.Bilinear(4, 5, 6)), "mix.weight", "more than two"),
     "3-D experts": (lambda: nn.ParameterDict({"w": torch.randn(2, 8, 8)}), "w", "more than two"),
     "row": (lambda: module(shared_expert_gate=linear(8, 1)), "shared_expert_gate.weight", "vector"),
@@ -225,9 +226,9 @@ def test_a_model_without_parameters() -> None:
     assert routes(nn.ReLU()) == {}
 
 
-@pytest.mark.parametrize(("name", "shape"), [("norm.weight", r"\[8\]"), ("conv.weight", r"\[8, 4, 3\]")])
+@pytest.mark.parametrize(("name", "shape"), [("norm.weight", r"\[8\]"), ("empty.weight", r"\[4, 0\]")])
 def test_muon_on_what_is_no_matrix_is_refused_by_name(name: str, shape: str) -> None:
-    model = module(norm=nn.LayerNorm(8), conv=nn.Conv1d(4, 8, 3))
+    model = module(norm=nn.LayerNorm(8), empty=nn.Linear(0, 4))
     model.get_parameter(name).use_muon = True
     with pytest.raises(ValueError, match=rf"{name}: use_muon = True.*{shape}"):
         route(model)

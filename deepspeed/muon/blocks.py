@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The matrices inside a parameter: where their elements lie, and how a parameter is cut into them. Integers only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+
+class Piece(NamedTuple):
+    """Elements of a block that lie on a regular grid: ``rows`` runs of ``cols`` elements, ``stride`` apart.
+
+    ``element``: the first one's place in the parameter. ``at``: in the block, where the piece is contiguous.
+    """
+
+    element: int
+    at: int
+    rows: int
+    cols: int
+    stride: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.rows * self.cols
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a matrix is cut: ``sizes`` along ``axis``, that many times over for several ``groups``; no sizes: not."""
+
+    sizes: tuple[int, ...]
+    axis: int = 0
+    groups: int = 1
+
+    def __str__(self) -> str:
+        if not self.sizes:
+            return "left whole"
+        count = len(self.sizes)
+        period = next(k for k in range(1, count + 1) if self.sizes[:k] * (count // k) == self.sizes)
+        times = f"{count // period} x " if period < count else ""
+        groups = f" in {self.groups} groups" if self.groups > 1 else ""
+        return f"{times}{' + '.join(map(str, self.sizes[:period]))} {('rows', 'columns')[self.axis]}{groups}"
+
+
+@dataclass(frozen=True)
+class Block:
+    """A rows x cols matrix inside a parameter that is orthogonalized on its own.
+
+    Its rows come in ``bands`` equal groups whose beginnings are ``gap`` elements apart; within one, rows are ``stride``
+    elements apart. Element (i, j) is element ``offset + i // n * gap + i % n * stride + j`` of the flat parameter,
+    with n = rows / bands.
+    """
+
+    offset: int
+    rows: int
+    cols: int
+    stride: int
+    bands: int = 1
+    gap: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.rows * self.cols
+
+    @property
+    def stop(self) -> int:
+        """One past the last element of the parameter that belongs to the block."""
+        return self.element(self.numel - 1) + 1
+
+    def element(self, at: int) -> int:
+        """Where element ``at`` of the block, row by row, lies in the parameter."""
+        row, column = divmod(at, self.cols)
+        band, row = divmod(row, self.rows // self.bands)
+        return self.offset + band * self.gap + row * self.stride + column
+
+    def before(self, element: int) -> int:
+        """How many of the block's elements lie before ``element`` of the parameter."""
+        whole = self.numel // self.bands
+        inside = max(0, element - self.offset)
+        band, inside = divmod(inside, self.gap) if self.bands > 1 else (0, inside)
+        row, column = divmod(inside, self.stride)
+        return min(band * whole + min(row * self.cols + min(column, self.cols), whole), self.numel)
+
+    def pieces(self, start: int, stop: int) -> Iterator[Piece]:
+        """The part of the block inside elements ``start .. stop`` of the parameter, in order."""
+        at, end = self.before(start), self.before(stop)
+        in_band = self.numel // self.bands
+        while at < end:
+            left = min(end, (at // in_band + 1) * in_band) - at
+            column = at % self.cols
+            if self.stride == self.cols or self.rows == 1:
+                rows, cols = 1, left
+            elif column or left < self.cols:
+                rows, cols = 1, min(self.cols - column, left)
+            else:
+                rows, cols = left // self.cols, self.cols
+            yield Piece(self.element(at), at, rows, cols, self.stride if rows > 1 else cols)
+            at += rows * cols
+
+
+def matrices(shape: Sequence[int]) -> tuple[Block, ...]:
+    """One block for a matrix, one for each matrix of a stack ``[..., rows, cols]``."""
+    *stack, rows, cols = shape
+    count = 1
+    for size in stack:
+        count *= size
+    return tuple(Block(i * rows * cols, rows, cols, cols) for i in range(count))
+
+
+def flattened(shape: Sequence[int]) -> tuple[Block, ...]:
+    """A convolution ``[out, in, *kernel]`` as one matrix ``[out, in x kernel]``."""
+    rows, *rest = shape
+    cols = 1
+    for size in rest:
+        cols *= size
+    return (Block(0, rows, cols, cols),)
+
+
+def cut(block: Block, by: Cut) -> tuple[Block, ...]:
+    """Cut a matrix into ranges of rows (axis 0) or columns (axis 1), one matrix for each size.
+
+    With several groups the sizes repeat along the axis, as queries, keys and values of Megatron's fused projections
+    do, and the ranges of one size are one matrix, whose rows lie in bands.
+
+    Raises:
+        ValueError: the sizes do not make up the axis, or columns in groups.
+    """
+    if not by.sizes:
+        return (block,)
+    length, total = (block.rows, block.cols)[by.axis], sum(by.sizes) * by.groups
+    if total != length:
+        raise ValueError(f"{by} make {total}, not {length}")
+    if by.axis == 1 and by.groups > 1:
+        raise ValueError("only rows, axis 0, can have groups: columns in groups are not contiguous")
+    starts = [sum(by.sizes[:i]) for i in range(len(by.sizes))]
+    if by.axis == 1:
+        pairs = zip(starts, by.sizes, strict=True)
+        return tuple(replace(block, offset=block.offset + start, cols=size) for start, size in pairs)
+    gap = sum(by.sizes) * block.stride if by.groups > 1 else 0
+    return tuple(
+        Block(block.offset + start * block.stride, size * by.groups, block.cols, block.stride, by.groups, gap)
+        for start, size in zip(starts, by.sizes, strict=True)
+    )

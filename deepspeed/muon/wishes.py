@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the user asks of routing and splitting."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from deepspeed.muon.blocks import Cut
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """The keys of ``optimizer.params`` that begin with ``muon_`` and say what becomes of a parameter.
+
+    Args:
+        include: regular expressions; a matrix whose name one of them finds goes to Muon.
+        exclude: regular expressions; a parameter whose name one of them finds goes to AdamW, included or not.
+        split: by regular expression, how parameters that it finds are cut; the first that is found counts.
+        conv: ``flatten``: a convolution is the matrix ``[out, in x kernel]``; ``adamw``: it goes to AdamW.
+        lora: the factors of low-rank adapters that go to Muon, ``none``, ``B`` or ``both``.
+        per_head: whether attention projections are cut into one matrix per head; the only key of these without
+            ``muon_`` in front, as it is stock's.
+    """
+
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    split: Mapping[str, Cut] = field(default_factory=dict)
+    conv: str = "adamw"
+    lora: str = "none"
+    per_head: bool = False
+
+    def cut_for(self, names: Sequence[str]) -> tuple[str, Cut] | None:
+        """The first pattern of ``split`` that is found in one of a parameter's names, and how it cuts."""
+        for pattern, by in self.split.items():
+            if any(re.search(pattern, name) for name in names):
+                return pattern, by
+        return None
+
+
+NO_WISHES = Wishes()
