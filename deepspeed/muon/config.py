@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from deepspeed.muon import coefficients
+from deepspeed.muon.explain import MuonConfigError as MuonConfigError
 from deepspeed.muon.explain import explain
 from deepspeed.muon.keys import ADAMW_KEYS, GROUP_KEYS, NEUTRAL_KEYS
 from deepspeed.muon.knobs import (
@@ -42,10 +43,6 @@ from deepspeed.muon.wishes import Wishes
 DEFAULT_MUON_LR = 0.02
 DEFAULT_ADAM_LR = 3e-4
 SECTION = "optimizer.params."
-
-
-class MuonConfigError(ValueError):
-    """A value in ``optimizer.params`` that cannot be used; the message names the key and what is allowed."""
 
 
 class MuonConfig(BaseModel):

@@ -8,6 +8,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+
+class MuonConfigError(ValueError):
+    """A value in ``optimizer.params`` that cannot be used; the message names the key and what is allowed."""
+
+
 #: What to say of keys that are right elsewhere, or not yet.
 ADVICE = {
     "max_grad_norm": "clip with the top-level key gradient_clipping instead",

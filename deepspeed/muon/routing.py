@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from deepspeed.muon.blocks import Block
+from deepspeed.muon.explain import MuonConfigError
 from deepspeed.muon.heads import is_projection
 from deepspeed.muon.splitting import Use, blocks_of, is_convolution, is_stack
 from deepspeed.muon.wishes import NO_WISHES, Wishes
@@ -65,7 +66,8 @@ def route(model: nn.Module, wishes: Wishes = NO_WISHES) -> dict[nn.Parameter, Ma
     DeepSpeed runs its own Muon on tagged parameters.
 
     Raises:
-        ValueError: ``use_muon = True`` on a parameter that is not a matrix, or a split that does not fit.
+        ValueError: ``use_muon = True`` on a parameter that is not a matrix.
+        MuonConfigError: a split that does not fit, heads that are not known.
     """
     uses = _uses(model)
     heads = _output_embeddings(model)
@@ -81,7 +83,7 @@ def route(model: nn.Module, wishes: Wishes = NO_WISHES) -> dict[nn.Parameter, Ma
         blocks, split = blocks_of(names, shape, used[0], wishes, model) if use_muon else ((), "")
         specs[param] = MatrixSpec(name, shape, use_muon, reason, blocks, split)
     if wishes.per_head and not any(spec.use_muon and is_projection(uses[p][0].leaf) for p, spec in specs.items()):
-        raise ValueError(
+        raise MuonConfigError(
             "optimizer.params.per_head_muon: true, but no parameter of the Muon half is an attention projection by its "
             "name; give their sizes in muon_split"
         )

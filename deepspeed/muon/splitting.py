@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from deepspeed.muon.blocks import Block, Cut, cut, flattened, matrices
+from deepspeed.muon.explain import MuonConfigError
 from deepspeed.muon.heads import Heads, config_or_module, cut_by_head, is_projection
 from deepspeed.muon.wishes import Wishes
 
@@ -54,7 +55,7 @@ def blocks_of(
         names: of the parameter; a tied one has several.
 
     Raises:
-        ValueError: sizes that do not make up the parameter, or heads that are not known.
+        MuonConfigError: sizes that do not make up the parameter, or heads that are not known.
     """
     is_flattened = is_convolution(use.module) and len(shape) > 2
     whole = flattened(shape) if is_flattened else matrices(shape)
@@ -71,7 +72,7 @@ def blocks_of(
     try:
         return tuple(part for matrix in whole for part in cut(matrix, by)), ", ".join([*how, why])
     except ValueError as error:
-        raise ValueError(f"optimizer.params.{source} {error}") from None
+        raise MuonConfigError(f"optimizer.params.{source} {error}") from None
 
 
 def _by_head(name: str, shape: Sequence[int], use: Use, model: nn.Module) -> Cut:
@@ -81,7 +82,7 @@ def _by_head(name: str, shape: Sequence[int], use: Use, model: nn.Module) -> Cut
             raise ValueError("neither the model's config nor its module gives a number of heads")
         return cut_by_head(use.leaf, shape, type(use.module).__name__ == "Conv1D", heads)
     except ValueError as error:
-        raise ValueError(
+        raise MuonConfigError(
             f"optimizer.params.per_head_muon: {name} {list(shape)} is an attention projection by its name, but "
             f'{error}; give its sizes in muon_split, or "whole"'
         ) from None
