@@ -7,6 +7,8 @@ One step with coefficients (a, b, c) maps every singular value s of a matrix to
 
 from __future__ import annotations
 
+import functools
+
 Triple = tuple[float, float, float]
 Schedule = tuple[Triple, ...]
 
@@ -76,3 +78,48 @@ def schedule(coefficients: str | Schedule, steps: int | None = None) -> Schedule
     if steps not in (None, len(triples)):
         raise ValueError(f"ns_steps is {steps}, but these coefficients are a schedule of {len(triples)} steps")
     return triples
+
+
+#: The Gram iteration composes two steps where a relative error of ``ROUNDING`` in the Gram matrix between them, which
+#: is some roundings to bf16 that nothing averages out, moves no singular value by more than ``MOVED`` after ``AHEAD``
+#: further steps: enough for a value that diverges to be seen.
+ROUNDING, MOVED, AHEAD = 2**-7, 0.06, 3
+
+
+@functools.cache
+def segments(schedule: Schedule) -> tuple[int, ...]:
+    """Numbers of steps, one or two, after which the Gram iteration forms the Gram matrix anew.
+
+    What its small matrices say of the iterate drifts from the iterate. Where a polynomial is steep at the largest
+    singular values the drift grows, and the next one then diverges from a value that it would have kept.
+    """
+    found: list[int] = []
+    done = 0
+    while done < len(schedule):
+        found.append(2 if done + 1 < len(schedule) and _moved(schedule, done) <= MOVED else 1)
+        done += found[-1]
+    return tuple(found)
+
+
+def _moved(schedule: Schedule, first: int) -> float:
+    """How far an error of the Gram matrix after step ``first`` moves a singular value, at most."""
+    worst, after = 0.0, schedule[first + 2 : first + 2 + AHEAD]
+    for i in range(1, 1001):
+        between = _map(schedule[: first + 1], i / 1000)
+        exact = _map((schedule[first + 1], *after), between)
+        for error in (-ROUNDING, ROUNDING):
+            drifted = between * _factor(schedule[first + 1], between * between * (1 + error))
+            moved = abs(_map(after, drifted) - exact)
+            worst = moved if not moved <= worst else worst  # a NaN counts as far
+    return worst
+
+
+def _factor(triple: Triple, square: float) -> float:
+    a, b, c = triple
+    return a + (b + c * square) * square
+
+
+def _map(schedule: Schedule, value: float) -> float:
+    for triple in schedule:
+        value *= _factor(triple, value * value)
+    return value

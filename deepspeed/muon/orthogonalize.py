@@ -14,16 +14,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepspeed.muon.coefficients import Schedule
+from deepspeed.muon.coefficients import Schedule, segments
 from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.table import Operations, Scalars, Symmetric
 from deepspeed.muon.workspace import Workspace, matrices_together
 
 METHODS = ("standard", "gram")
-#: ``gram`` forms R from X anew before its first segment has enlarged small singular values by more than this, as the
-#: error of R in bf16 grows with their square; later segments have ``SEGMENT`` steps.
-FIRST_GROWTH = 50.0
-SEGMENT = 2
 
 
 def bf16_is_fast() -> bool:
@@ -42,7 +38,7 @@ def resolve_dtype(ns_dtype: str, bf16_everywhere: bool) -> torch.dtype:
 def flops(rows: int, cols: int, schedule: Schedule, method: str, symmetric: float = 1.0) -> int:
     """Floating-point operations to orthogonalize one m x n matrix, m <= n.
 
-    The ``simple`` schedule, every product counted in full: ``standard`` 20 m^2 n + 10 m^3, ``gram`` 8 m^2 n + 28 m^3.
+    The ``simple`` schedule, every product counted in full: ``standard`` 20 m^2 n + 10 m^3, ``gram`` 12 m^2 n + 22 m^3.
 
     Args:
         symmetric: the part of a product that is computed where its result is symmetric, 1 or about one half.
@@ -52,7 +48,7 @@ def flops(rows: int, cols: int, schedule: Schedule, method: str, symmetric: floa
     if method == "standard":
         squares, multiplications, small = steps, steps, steps
     else:
-        squares = multiplications = len(_segments(schedule))
+        squares = multiplications = len(segments(schedule))
         small = 4 * steps - 3 * squares
     return int(2 * m * m * (n * (symmetric * squares + multiplications) + m * symmetric * small))
 
@@ -100,19 +96,10 @@ def _standard(x: Tensor, spare: Tensor, schedule: Schedule, work: Workspace, ker
     return x
 
 
-def _segments(schedule: Schedule) -> list[int]:
-    """Numbers of steps between two restarts of ``gram``."""
-    first, growth = 1, schedule[0][0]
-    while first < len(schedule) and growth * schedule[first][0] <= FIRST_GROWTH:
-        growth *= schedule[first][0]
-        first += 1
-    return [first, *(min(SEGMENT, len(schedule) - done) for done in range(first, len(schedule), SEGMENT))]
-
-
 def _gram(x: Tensor, spare: Tensor, schedule: Schedule, work: Workspace, kernels: Operations) -> Tensor:
     r, factor, q, t = (_symmetric(name, x, work) for name in ("gram", "factor", "q", "t"))
     step = 0
-    for segment in _segments(schedule):
+    for segment in segments(schedule):
         kernels.square(x, r, work)
         for i, (a, b, c) in enumerate(schedule[step : step + segment]):
             kernels.product(r, r, factor, work, Scalars(c, b, a))

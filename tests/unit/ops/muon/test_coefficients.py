@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed.muon.coefficients import DEFAULT_STEPS, NAMED, SIMPLE, Schedule, schedule
+from deepspeed.muon.coefficients import DEFAULT_STEPS, NAMED, SIMPLE, Schedule, schedule, segments
 
 PUBLISHED_YOU = (
     (4.0848, -6.8946, 2.9270),
@@ -114,3 +114,20 @@ def test_bounds_of_each_schedule(name: str, low: float, high: float) -> None:
     values = apply_to_values(schedule(name), torch.linspace(0.01, 1, 10_001, dtype=torch.float64))
     assert low < values.min()
     assert values.max() < high
+
+
+@pytest.mark.parametrize(
+    ("triples", "expected"),
+    [
+        (schedule("simple"), (2, 2, 1)),
+        (schedule("simple", 8), (2, 2, 2, 2)),
+        (schedule("simple", 1), (1,)),
+        (schedule("you"), (2, 2, 1)),
+        (schedule("polar_express"), (1, 1, 2, 1)),
+        (((2.0, -1.5, 0.5),) * 4, (2, 2)),
+        (((30.0, -1.5, 0.5),) * 3, (1, 1, 1)),
+    ],
+)
+def test_two_steps_are_composed_where_that_is_safe(triples: Schedule, expected: tuple[int, ...]) -> None:
+    """Not after the steep start of `polar_express`, and never where the map itself diverges."""
+    assert segments(triples) == expected
