@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from deepspeed.muon import MuonWithAuxAdam
 from distributed import run
 from models import MODELS, Fused, train_engine
 from oracles import Part, change_error, route, train_oracle
@@ -110,6 +111,20 @@ def test_rounding_is_independent_of_the_ranks(stage: int) -> None:
         assert value.abs().max() > 0
         # The gradients' mean over the ranks differs in its last bit.
         assert torch.isclose(value, second[name], rtol=2**-7, atol=0).float().mean() > 0.99, name
+
+
+def test_blocks_of_one_parameter_are_rounded_each_by_its_own_numbers() -> None:
+    """Equal gradients in two blocks: equal draws would make the same errors in both."""
+    net = nn.Sequential(nn.Linear(64, 8, bias=False))
+    optimizer = MuonWithAuxAdam(
+        net.parameters(), model=net, lr=0.1, momentum_dtype="bf16", muon_split={"0.weight": [4, 4]}
+    )
+    half = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    net[0].weight.grad = torch.cat([half, half])
+    optimizer.step()
+    first, second = optimizer.state[net[0].weight]["momentum_buffer"].float().view(2, 4, 64)
+    assert torch.isclose(first, second, rtol=2**-7, atol=0).all()
+    assert 0.1 < (first == second).float().mean() < 0.9
 
 
 def go_on(stage: int, folder: str, load: bool) -> dict[str, Tensor]:
