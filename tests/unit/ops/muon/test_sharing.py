@@ -17,7 +17,7 @@ from distributed import run
 from models import MODELS, train_engine
 from test_activation import records
 from test_forecast import check_against_the_engine, forecast
-from test_plan import COST, specs
+from test_plan import COST, places, specs
 from training import ds_config, fp32_weights, make_engine
 
 SHAPES = [(16, 16), (8, 24), (24, 8), (16, 16), (4, 4), (24, 24), (16, 16)]
@@ -44,16 +44,15 @@ def test_every_result_reaches_every_rank_and_nothing_else_travels(copies: int, b
         matrices = [torch.zeros(bucket.matrix_elements) for bucket in buckets]
         for rank, bucket in enumerate(buckets):
             for part in (part for part in bucket.runs if part.owned):
-                numbers = torch.arange(part.start, part.start + part.length) + 1000.0 * part.tensor
-                matrices[rank][part.at : part.at + part.length] = numbers
+                for place, at in places(part):
+                    matrices[rank][at] = place + 1000.0 * part.tensor
         for rank, bucket in enumerate(buckets):
             others = [m for owner, m in enumerate(matrices) if owner != rank]
             assert bucket.replicated and sum(bucket.receive_counts) == 0
             assert bucket.send_counts == tuple(m.numel() * (o != rank) for o, m in enumerate(matrices))
             for part in bucket.runs:
                 source = matrices[rank] if part.owned else torch.cat(others)
-                values = enumerate(source[part.at : part.at + part.length])
-                found[rank] |= {(part.tensor, part.start + i): float(v) for i, v in values}
+                found[rank] |= {(part.tensor, place): float(source[at]) for place, at in places(part)}
     expected = {(i, e): 1000.0 * i + e for i, (rows, cols) in enumerate(SHAPES) for e in range(rows * cols)}
     assert found == [expected] * copies
     owned = [sum(batch.count for bucket in plan.buckets for batch in bucket.batches) for plan in plans]
