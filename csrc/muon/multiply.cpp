@@ -36,15 +36,12 @@ void multiply(const Symmetrics<T>& p, const Tensor& x, const Tensor& out) {
     const T* left = tall ? from + n * rows * columns : p[n].rest;
     strip.multiply(left + i * size, size, sums, height, width);
     const float* d = p[n].diagonal;
-    for (int64_t r = 0; r < height; ++r) {
-      const int64_t at = (n * rows + i + r) * columns + j;
-      const float* of_row = d + (tall ? j : i + r);
-      if (width == kWide) {  // known to the compiler, which then unrolls
-        finish_row(from + at, of_row, tall, sums + r * kWide, to + at, kWide);
-      } else {
-        finish_row(from + at, of_row, tall, sums + r * kWide, to + at, width);
+    with_width<kWide>(width, [&](auto count) {
+      for (int64_t r = 0; r < height; ++r) {
+        const int64_t at = (n * rows + i + r) * columns + j;
+        finish_row(from + at, d + (tall ? j : i + r), tall, sums + r * kWide, to + at, count);
       }
-    }
+    });
   };
   const int64_t strips = (columns + kWide - 1) / kWide;
   at::parallel_for(0, x.size(0) * strips, 1, [&](int64_t begin, int64_t end) {

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -28,11 +29,19 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """How a matrix is cut: ``sizes`` along ``axis``, that many times over for several ``groups``; no sizes: not."""
+    """How a matrix is cut: ``sizes`` along ``axis``, that many times over for several ``groups``; no sizes: not.
+
+    Raises:
+        ValueError: columns in groups.
+    """
 
     sizes: tuple[int, ...]
     axis: int = 0
     groups: int = 1
+
+    def __post_init__(self) -> None:
+        if self.axis == 1 and self.groups > 1:
+            raise ValueError("only rows, axis 0, can have groups: columns in groups are not contiguous")
 
     def __str__(self) -> str:
         if not self.sizes:
@@ -104,18 +113,12 @@ class Block:
 def matrices(shape: Sequence[int]) -> tuple[Block, ...]:
     """One block for a matrix, one for each matrix of a stack ``[..., rows, cols]``."""
     *stack, rows, cols = shape
-    count = 1
-    for size in stack:
-        count *= size
-    return tuple(Block(i * rows * cols, rows, cols, cols) for i in range(count))
+    return tuple(Block(i * rows * cols, rows, cols, cols) for i in range(math.prod(stack)))
 
 
 def flattened(shape: Sequence[int]) -> tuple[Block, ...]:
     """A convolution ``[out, in, *kernel]`` as one matrix ``[out, in x kernel]``."""
-    rows, *rest = shape
-    cols = 1
-    for size in rest:
-        cols *= size
+    rows, cols = shape[0], math.prod(shape[1:])
     return (Block(0, rows, cols, cols),)
 
 
@@ -126,15 +129,13 @@ def cut(block: Block, by: Cut) -> tuple[Block, ...]:
     do, and the ranges of one size are one matrix, whose rows lie in bands.
 
     Raises:
-        ValueError: the sizes do not make up the axis, or columns in groups.
+        ValueError: the sizes do not make up the axis.
     """
     if not by.sizes:
         return (block,)
     length, total = (block.rows, block.cols)[by.axis], sum(by.sizes) * by.groups
     if total != length:
         raise ValueError(f"{by} make {total}, not {length}")
-    if by.axis == 1 and by.groups > 1:
-        raise ValueError("only rows, axis 0, can have groups: columns in groups are not contiguous")
     starts = [sum(by.sizes[:i]) for i in range(len(by.sizes))]
     if by.axis == 1:
         pairs = zip(starts, by.sizes, strict=True)

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from deepspeed.muon.blocks import cut, matrices
 from deepspeed.muon.config import MuonConfig, MuonConfigError
 from deepspeed.muon.routing import MatrixSpec, unmatched
 
@@ -98,20 +97,8 @@ def check_patterns(names: Mapping[str, tuple[int, ...]], config: MuonConfig) -> 
                 f"optimizer.params.{key}: {pattern!r} matches none of the {len(candidates)} trainable {kind}; "
                 f"the first are {', '.join(candidates[:3])}"
             )
-    problems += [f"optimizer.params.{problem}" for problem in _misfits(names, config)]
     if problems:
         raise MuonConfigError("\n".join(problems))
-
-
-def _misfits(names: Mapping[str, tuple[int, ...]], config: MuonConfig) -> Iterator[str]:
-    """Matrices and stacks of them that the sizes of ``muon_split`` do not make up."""
-    for name, shape in names.items():
-        found = config.wishes.cut_for([name]) if len(shape) in (2, 3) and min(shape) else None
-        if found:
-            try:
-                cut(matrices(shape)[0], found[1])
-            except ValueError as error:
-                yield f"muon_split: {found[0]!r} finds {name} {list(shape)}, but {error}"
 
 
 def check_splits(specs: Iterable[MatrixSpec], config: MuonConfig) -> None:

@@ -90,9 +90,10 @@ def _as_cut(pattern: str, given: Any) -> Cut:
         raise ValueError(f"{pattern!r}: expected axis 0 (rows) or 1 (columns), not {axis!r}")
     if type(groups) is not int or groups < 1:
         raise ValueError(f"{pattern!r}: expected groups, a whole number above 0, not {groups!r}")
-    if axis == 1 and groups > 1:
-        raise ValueError(f"{pattern!r}: only rows, axis 0, can have groups")
-    return Cut(tuple(sizes), axis, groups)
+    try:
+        return Cut(tuple(sizes), axis, groups)
+    except ValueError as error:
+        raise ValueError(f"{pattern!r}: {error}") from None
 
 
 def _canonical_scale(value: Any) -> Any:

@@ -72,6 +72,12 @@ def whole_partition(
 
     Args:
         copies: ranks of ``group`` that hold the same.
+
+    Raises:
+        ValueError: a parameter of the Muon half that is not contiguous, as a convolution's in channels_last.
     """
+    for tensor, spec in zip(tensors, specs, strict=True):
+        if spec.use_muon and not tensor.is_contiguous():
+            raise ValueError(f"{spec.name}: Muon needs a contiguous parameter; leave channels_last, or use ZeRO 1 to 3")
     shards = [Shard(spec, i, Placement(0, spec.numel, 0, copies)) for i, spec in enumerate(specs)]
     return Partition(index, tuple(tensors), tuple(shards), group, rank, copies)

@@ -58,7 +58,7 @@ ALLOWED: dict[str, set[str]] = {
     "owners": {"placement"},
     "buckets": {"owners", "placement"},
     "plan": {"blocks", "buckets", "owners", "placement"},
-    "groups": {"blocks", "config", "routing"},
+    "groups": {"config", "routing"},
     "momentum": {"logs"},
     "exchange": {"plan", "staging", "stalls", "workspace"},
     "staging": {"workspace"},

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The elementwise operations of a step, in every table: against float64, their twin in PyTorch, and each other."""
 
-import shutil
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +13,7 @@ from deepspeed.muon.kernels.builder import MuonBuilder
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.rounding import key_of
 from deepspeed.muon.workspace import Workspace
+from native_only import native_only
 
 ULP = 2.0**-7
 """The largest distance of two neighbours in bf16, relative."""
@@ -23,20 +22,11 @@ SIZES = [1, 15, 16, 33, 1000, 2**17 + 13]
 SLICES = (0, 1, 14, 77, 130, 1000, 40_001)
 
 
-def never(*args: Any) -> Any:
-    raise AssertionError("the twin was called instead")
-
-
 @pytest.fixture(params=["torch", "native"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Operations:
     if request.param == "torch":
         return reference.OPERATIONS
-    if native.unavailable() and shutil.which("c++") is None:
-        pytest.skip("no C++ compiler")
-    table = native.operations()
-    unused = SimpleNamespace(advance=never, advance_rounded=never, apply_=never, normalize_=never)
-    monkeypatch.setattr(native, "reference", unused)
-    return table
+    return native_only(monkeypatch, "advance", "advance_rounded", "apply_", "normalize_")
 
 
 def randn(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:

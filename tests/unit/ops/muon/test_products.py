@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The products of Newton-Schulz, in PyTorch and in C++: against float64, and each other."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +9,7 @@ from deepspeed.muon.kernels import native, reference
 from deepspeed.muon.kernels.table import PLAIN, Operations, Scalars, Symmetric
 from deepspeed.muon.orthogonalize import bf16_is_fast
 from deepspeed.muon.workspace import Workspace
+from native_only import native_only
 
 #: Wide, tall and square; smaller than a tile, ragged ones, and a sum longer than one call of the kernel makes.
 SHAPES = [(1, 2, 6), (2, 32, 64), (3, 34, 70), (2, 66, 34), (2, 130, 130), (1, 48, 2050), (1, 1100, 64)]
@@ -20,19 +18,11 @@ BY = [PLAIN, Scalars(2.0315, -4.775, 3.4445), Scalars(0.5, 0.0, -1.0)]
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8}
 
 
-def never(*args: Any) -> Any:
-    raise AssertionError("the twin was called instead")
-
-
 @pytest.fixture(params=["torch", "native"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Operations:
     if request.param == "torch":
         return reference.OPERATIONS
-    if native.unavailable():
-        pytest.skip(str(native.unavailable()))
-    table = native.operations()
-    monkeypatch.setattr(native, "reference", SimpleNamespace(square=never, product=never, multiply=never))
-    return table
+    return native_only(monkeypatch, "square", "product", "multiply")
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

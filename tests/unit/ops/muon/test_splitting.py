@@ -159,6 +159,13 @@ def test_sizes_that_do_not_fit_are_refused_with_the_shape() -> None:
         route(Fused(), Wishes(split={"conv": Cut((4,))}, conv="flatten"))
 
 
+def test_sizes_of_a_parameter_that_goes_to_adamw_do_not_matter() -> None:
+    """A pattern may find a head too."""
+    net = Fused()
+    specs = MuonWithAuxAdam(net.parameters(), model=net, muon_split={"qkv|lm_head": [7, 5, 4]}).specs
+    assert {spec.name for spec in specs.values() if len(spec.blocks) == 3} == {"qkv.weight", "experts.down"}
+
+
 def test_a_pattern_that_cuts_nothing_is_refused() -> None:
     assert "muon_split: 'w_qkv' matches none" in message(Fused(), muon_split={"w_qkv": [1]})
     assert "'lm_head' cuts no parameter of the Muon half" in message(Fused(), muon_split={"lm_head": [2, 3]})
@@ -229,6 +236,14 @@ def test_convolutions_go_to_muon_when_asked_for() -> None:
     assert not specs["deep.weight"].use_muon and specs["deep.weight"].reason == "grouped Conv2d"
     assert not specs["up.weight"].use_muon
     assert not any(spec.use_muon for spec in route(net).values())
+
+
+def test_a_convolution_in_channels_last_is_refused_without_zero() -> None:
+    net = module(one=nn.Conv2d(4, 8, 3)).to(memory_format=torch.channels_last)
+    optimizer = MuonWithAuxAdam(net.parameters(), model=net, muon_conv="flatten")
+    net.one.weight.grad = torch.ones_like(net.one.weight)
+    with pytest.raises(ValueError, match=r"one\.weight: Muon needs a contiguous parameter"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize(("asked", "expected"), [("none", set()), ("B", {"up"}), ("both", {"up", "down"})])
