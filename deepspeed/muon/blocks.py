@@ -6,13 +6,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 
 class Piece(NamedTuple):
     """Elements of a block that lie on a regular grid: ``rows`` runs of ``cols`` elements, ``stride`` apart.
 
-    ``element``: the first one's place in the parameter. ``at``: in the block, where the piece is contiguous.
+    ``element``: the first one's place in the parameter. ``at``: in the block, where the runs are ``pitch`` apart: one
+    after the other, unless the block is a part of a wider matrix.
     """
 
     element: int
@@ -20,6 +22,12 @@ class Piece(NamedTuple):
     rows: int
     cols: int
     stride: int
+    pitch: int
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the piece is contiguous in the block."""
+        return self.rows == 1 or self.pitch == self.cols
 
     @property
     def numel(self) -> int:
@@ -74,7 +82,7 @@ class Block:
         """Number of elements."""
         return self.rows * self.cols
 
-    @property
+    @cached_property
     def stop(self) -> int:
         """One past the last element of the parameter that belongs to the block."""
         return self.element(self.numel - 1) + 1
@@ -93,20 +101,26 @@ class Block:
         row, column = divmod(inside, self.stride)
         return min(band * whole + min(row * self.cols + min(column, self.cols), whole), self.numel)
 
-    def pieces(self, start: int, stop: int) -> Iterator[Piece]:
-        """The part of the block inside elements ``start .. stop`` of the parameter, in order."""
+    def pieces(self, start: int, stop: int, pitch: int | None = None) -> Iterator[Piece]:
+        """The part of the block inside elements ``start .. stop`` of the parameter, in order.
+
+        Args:
+            pitch: columns of the matrix of which the block is a part; then ``at`` counts from its first element there.
+        """
         at, end = self.before(start), self.before(stop)
         in_band = self.numel // self.bands
         while at < end:
             left = min(end, (at // in_band + 1) * in_band) - at
             column = at % self.cols
-            if self.stride == self.cols or self.rows == 1:
+            if self.rows == 1 or (self.stride == self.cols and pitch in (None, self.cols)):
                 rows, cols = 1, left
             elif column or left < self.cols:
                 rows, cols = 1, min(self.cols - column, left)
             else:
                 rows, cols = left // self.cols, self.cols
-            yield Piece(self.element(at), at, rows, cols, self.stride if rows > 1 else cols)
+            place = at if pitch is None else at // self.cols * pitch + column
+            stride = self.stride if rows > 1 else cols
+            yield Piece(self.element(at), place, rows, cols, stride, (pitch or self.cols) if rows > 1 else cols)
             at += rows * cols
 
 

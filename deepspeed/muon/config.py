@@ -151,6 +151,11 @@ class MuonConfig(BaseModel):
     )
     fp32_optimizer_states: Literal[True] = knob(True, "AdamW's states are fp32", "true", source=STOCK)
     per_head_muon: bool = knob(False, "attention: one matrix per head; `muon_split` wins", FLAG, source=STOCK)
+    tp_mode: Literal["whole", "shard"] = knob(
+        "whole",
+        "a matrix cut by tensor parallelism: orthogonalized whole, or each rank's shard for itself, an approximation",
+        "whole or shard",
+    )
     import_momentum: Literal["first_moment", "zero"] = knob(
         "first_moment",
         "what Muon's momentum starts from where a checkpoint or optimizer of AdamW is taken over",
@@ -183,8 +188,7 @@ class MuonConfig(BaseModel):
     @property
     def wishes(self) -> Wishes:
         """What routing has to know."""
-        muon = (self.muon_include, self.muon_exclude, self.muon_split, self.muon_conv, self.muon_lora)
-        return Wishes(*muon, self.per_head_muon)
+        return Wishes.of(self)
 
     @property
     def scale(self) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.muon.plan import Bucket, Plan
+from deepspeed.muon.plan import Bucket, Landing, Plan
 from deepspeed.muon.staging import Staging
 from deepspeed.muon.stalls import Flight, Flights
 from deepspeed.muon.workspace import Workspace
@@ -52,13 +52,21 @@ class Transit:
 
     def unpack(self) -> None:
         """Put received runs into their matrices."""
-        for source, target, length in self.bucket.received:
-            self.matrices[target : target + length].copy_(self.inbox[source : source + length])
+        for landing in self.bucket.received:
+            matrix, run = self._ends(landing)
+            matrix.copy_(run)
 
     def pack(self) -> None:
         """Take the runs of other ranks out of the matrices."""
-        for source, target, length in self.bucket.received:
-            self.inbox[source : source + length].copy_(self.matrices[target : target + length])
+        for landing in self.bucket.received:
+            matrix, run = self._ends(landing)
+            run.copy_(matrix)
+
+    def _ends(self, landing: Landing) -> tuple[Tensor, Tensor]:
+        """Received elements in their matrix, and as they travel, both [rows, cols]."""
+        size = landing.rows, landing.cols
+        matrix = torch.as_strided(self.matrices[landing.target :], size, (landing.pitch, 1))
+        return matrix, self.inbox[landing.source : landing.source + landing.rows * landing.cols].view(size)
 
 
 class Exchange:
@@ -143,7 +151,7 @@ class Exchange:
 
         matrices = get("matrices", bucket.matrix_elements)
         outbox, inbox = get("outbox", sum(bucket.send_counts)), get("inbox", sum(bucket.receive_counts))
-        near = [(matrices if run.owned else outbox)[run.at : run.at + run.length] for run in bucket.runs]
+        near = [(matrices if run.in_place else outbox)[run.at : run.at + run.length] for run in bucket.runs]
         places = near if self._staging is None else self._staging.places(near, self._work, slot)
         return Transit(bucket, f"{index + 1} of {len(plan.buckets)}", matrices, outbox, inbox, near, places)
 

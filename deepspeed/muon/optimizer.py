@@ -131,7 +131,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             cost = cost_model(*settings, group["ns_methods"])
             if partition.is_replicated and not is_worth_sharing(partition.blocks, partition.world_size, cost):
                 partition = partition.alone()
-            plan = make_plan(partition.shards, partition.rank, partition.world_size, cost)
+            plan = make_plan(partition.planned, partition.rank, partition.world_size, cost)
             exchange = Exchange(partition.group, ns_dtype, where, self._work, group["name"], staging)
             self._bound[id(partition.tensors[0])] = _Bound(partition, plan, exchange)
             for tensor in partition.tensors:
@@ -254,8 +254,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             buffer = take(state["momentum_buffer"], run, self._work, "momentum")
             decay, nesterov = group["momentum"], group["nesterov"]
             if self.config.momentum_dtype == "bf16":
-                key = key_of(run.name, int(state["step"]))
-                self.kernels.advance_rounded(buffer, grad, target, decay, nesterov, key, run.piece.at, self._work)
+                name, first = run.draws
+                key = key_of(name, int(state["step"]))
+                self.kernels.advance_rounded(buffer, grad, target, decay, nesterov, key, first, self._work)
             else:
                 self.kernels.advance(buffer, grad, target, decay, nesterov, self._work)
             put(buffer, state["momentum_buffer"], run)

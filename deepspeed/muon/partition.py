@@ -23,6 +23,8 @@ class Partition:
             whole parameters otherwise.
         shards: the parameters they hold.
         group: process group of the ranks that share them or their work, ``None`` for one rank alone.
+        planned: the shards that are planned together: these, unless ranks of a tensor-parallel group hold parameters
+            that are not cut, each for itself.
     """
 
     index: int
@@ -31,6 +33,11 @@ class Partition:
     group: Any = None
     rank: int = 0
     world_size: int = 1
+    planned: tuple[Shard, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.planned:
+            object.__setattr__(self, "planned", self.shards)
 
     @property
     def is_replicated(self) -> bool:
@@ -40,12 +47,12 @@ class Partition:
     @property
     def blocks(self) -> list[PlacedBlock]:
         """The matrices, in the planner's order."""
-        return [PlacedBlock(shard, block) for shard in self.shards for block in shard.spec.blocks]
+        return [PlacedBlock(shard, block) for shard in self.planned for block in shard.spec.blocks]
 
     def alone(self) -> Partition:
         """The same of one rank that shares nothing with the others that hold all of it."""
         shards = tuple(replace(shard, placement=replace(shard.placement, copies=1)) for shard in self.shards)
-        return replace(self, shards=shards, group=None, rank=0, world_size=1)
+        return replace(self, shards=shards, group=None, rank=0, world_size=1, planned=shards)
 
     def pieces(self) -> Iterator[tuple[Shard, int, int, int]]:
         """(shard, first element of the parameter, one past the last, position in its tensor) held by this rank."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field
+from typing import NamedTuple
 
 from deepspeed.muon.blocks import Block, Piece
 from deepspeed.muon.buckets import bucket_limit
@@ -21,15 +22,16 @@ from deepspeed.muon.placement import PlacedBlock, Shard
 class Run:
     """Elements of one block in this rank's tensor, where the first of them is element ``start``.
 
-    ``at`` is their place in the bucket's matrices where this rank owns the block, else in its send buffer: there they
-    are contiguous. ``rows`` and ``cols`` are the block's, ``name`` is the parameter's, with the block's first element
-    where it is not the parameter's.
+    ``at`` is their place in the bucket's matrices where ``in_place``, else in this rank's send buffer: there they are
+    contiguous. They are in place where this rank owns the block, unless they are columns of it: those it sends to
+    itself. ``rows`` and ``cols`` are the block's, ``name`` is the parameter's, with the block's first element where it
+    is not the parameter's.
     """
 
     tensor: int
     start: int
     piece: Piece
-    owned: bool
+    in_place: bool
     at: int
     rows: int
     cols: int
@@ -39,6 +41,14 @@ class Run:
     def length(self) -> int:
         """Number of elements."""
         return self.piece.numel
+
+    @property
+    def draws(self) -> tuple[str, int]:
+        """Whose random numbers its elements take, and the first one's: the matrix's, by element.
+
+        Columns of a matrix do not follow each other in it, so they have numbers of their own.
+        """
+        return (self.name, self.piece.at) if self.piece.is_contiguous else (f"{self.name}@{self.piece.at}", 0)
 
 
 @dataclass(frozen=True)
@@ -51,14 +61,26 @@ class Batch:
     cols: int
 
 
+class Landing(NamedTuple):
+    """Received elements, contiguous from ``source`` on in the receive buffer: where they belong in the matrices.
+
+    There they are ``rows`` runs of ``cols`` elements, ``pitch`` apart, from ``target`` on.
+    """
+
+    source: int
+    target: int
+    rows: int
+    cols: int
+    pitch: int
+
+
 @dataclass(frozen=True)
 class Bucket:
     """One round of the exchange, as one rank sees it. All positions and counts are in elements."""
 
     runs: tuple[Run, ...]
     batches: tuple[Batch, ...]
-    #: (first element in the receive buffer, first element in the matrices, length)
-    received: tuple[tuple[int, int, int], ...]
+    received: tuple[Landing, ...]
     send_counts: tuple[int, ...]
     receive_counts: tuple[int, ...]
     matrix_elements: int
@@ -84,11 +106,12 @@ class Plan:
 
     @property
     def sent_elements(self) -> int:
-        """Elements that this rank sends per step, there and back."""
+        """Elements that this rank sends to others per step, there and back."""
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
         return sum(
             bucket.matrix_elements * (self.world_size - 1)
             if bucket.replicated
-            else sum(bucket.send_counts) + sum(bucket.receive_counts)
+            else sum(counts[to] for counts in (bucket.send_counts, bucket.receive_counts) for to in others)
             for bucket in self.buckets
         )
 
@@ -146,7 +169,7 @@ def _rounds(
 def _bucket(items: list[tuple[int, PlacedBlock]], rank: int, world_size: int) -> Bucket:
     runs: list[Run] = []
     sent = [0] * world_size
-    incoming: list[list[tuple[int, int]]] = [[] for _ in range(world_size)]
+    incoming: list[list[tuple[int, Piece]]] = [[] for _ in range(world_size)]
     shapes: list[tuple[int, Block]] = []
     matrices = 0
     send_at = 0
@@ -155,16 +178,17 @@ def _bucket(items: list[tuple[int, PlacedBlock]], rank: int, world_size: int) ->
         mine = owner == rank
         for piece in item.pieces(rank):
             position = item.shard.placement.position(piece.element)
-            where = matrices + piece.at if mine else send_at
+            in_place = mine and piece.is_contiguous
+            where = matrices + piece.at if in_place else send_at
             shape = item.block.rows, item.block.cols
-            runs.append(Run(item.shard.tensor, position, piece, mine, where, *shape, item.name))
-            if not mine:
+            runs.append(Run(item.shard.tensor, position, piece, in_place, where, *shape, item.name))
+            if not in_place:
                 send_at += piece.numel
                 sent[owner] += piece.numel
         if mine:
             for source in () if replicated else item.holders:
-                if source != rank:
-                    incoming[source].extend((matrices + piece.at, piece.numel) for piece in item.pieces(source))
+                pieces = (piece for piece in item.pieces(source) if source != rank or not piece.is_contiguous)
+                incoming[source].extend((matrices, piece) for piece in pieces)
             shapes.append((matrices, item.block))
             matrices += item.block.numel
     received, counts = _unpacking(incoming)
@@ -174,14 +198,16 @@ def _bucket(items: list[tuple[int, PlacedBlock]], rank: int, world_size: int) ->
     return Bucket(tuple(runs), batches, received, tuple(sent), counts, matrices, travels, names, replicated)
 
 
-def _unpacking(incoming: list[list[tuple[int, int]]]) -> tuple[tuple[tuple[int, int, int], ...], tuple[int, ...]]:
+def _unpacking(incoming: list[list[tuple[int, Piece]]]) -> tuple[tuple[Landing, ...], tuple[int, ...]]:
     """Where received elements belong: the receive buffer is ordered by source, then as the source sent."""
     received, counts, at = [], [], 0
     for pieces in incoming:
         before = at
-        for target, length in pieces:
-            received.append((at, target, length))
-            at += length
+        for matrix, piece in pieces:
+            # A contiguous piece is one run, however its elements lie where they come from.
+            rows, cols = (1, piece.numel) if piece.is_contiguous else (piece.rows, piece.cols)
+            received.append(Landing(at, matrix + piece.at, rows, cols, piece.pitch))
+            at += piece.numel
         counts.append(at - before)
     return tuple(received), tuple(counts)
 
@@ -203,8 +229,7 @@ def _digest(items: list[PlacedBlock], owners: list[int], rounds: list[list[tuple
     """A hash of everything that the ranks must agree on."""
     text = hashlib.sha256()
     for item, owner in zip(items, owners, strict=True):
-        spec, place, block = item.shard.spec, item.shard.placement, item.block
-        where = f"{astuple(block)} {place.origin} {place.span} {place.base}"
-        text.update(f"{spec.name}{spec.shape}{where} {owner};".encode())
+        places = [(p.placement.origin, p.placement.span, p.placement.base) for p in item.parts]
+        text.update(f"{item.shard.spec.name}{astuple(item.block)}{places} {owner};".encode())
     text.update(str([len(r) for r in rounds]).encode())
     return text.hexdigest()[:16]

@@ -8,6 +8,7 @@ experts is several. Every decision carries its reason. The user's tags and patte
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,13 +18,15 @@ from torch import nn
 from deepspeed.muon.blocks import Block
 from deepspeed.muon.explain import MuonConfigError
 from deepspeed.muon.heads import is_projection
+from deepspeed.muon.sharding import Sharding, local_shape, sharding_of, whole_shape
 from deepspeed.muon.splitting import Use, blocks_of, is_convolution, is_stack
 from deepspeed.muon.wishes import NO_WISHES, Wishes
 
 #: Attribute names of output heads, and those that are heads only at the top level of the model.
 HEAD_NAMES = frozenset({"lm_head", "score", "classifier", "embed_out", "output_projection", "qa_outputs"})
 TOP_LEVEL_HEAD_NAMES = frozenset({"output", "head"})
-_LINEAR_LIKE = re.compile(r"(Linear|Dense|Projection)(Layer)?$|^Conv1D$")
+#: ``LinearLayer`` and ``LinearAllreduce`` are those of DeepSpeed's tensor parallelism.
+_LINEAR_LIKE = re.compile(r"(Linear|Dense|Projection)(Layer|Allreduce)?$|^Conv1D$")
 _EMBEDDING_LIKE = re.compile(r"embed|(^|[._])(wte|wpe|pos(ition)?|tok(en)?)([._]|$)", re.IGNORECASE)
 #: What PEFT puts between a module it trains whole and the module's own name, and before the model's own names.
 _SAVED_COPY = re.compile(r"\.modules_to_save\.[^.]+$")
@@ -40,7 +43,11 @@ _LORA_B = re.compile(r"(^|[._])lora_?(embedding_)?(B|b|up|left_weight|weight_2)(
 
 @dataclass(frozen=True)
 class MatrixSpec:
-    """One parameter's route, and the matrices that it is for Muon."""
+    """One parameter's route, and the matrices that it is for Muon.
+
+    ``shape`` is that of the tensor that a rank has, before ZeRO cut it. Where tensor parallelism cut it before,
+    ``sharding`` says how, and ``blocks`` are those of the whole.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -49,14 +56,17 @@ class MatrixSpec:
     blocks: tuple[Block, ...] = ()
     #: In words, how it was split into them; empty for one matrix.
     split: str = ""
+    sharding: Sharding | None = None
 
     @property
     def numel(self) -> int:
         """Number of elements."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The shape before tensor parallelism cut it."""
+        return self.sharding.shape if self.sharding else self.shape
 
 
 def route(model: nn.Module, wishes: Wishes = NO_WISHES) -> dict[nn.Parameter, MatrixSpec]:
@@ -76,12 +86,16 @@ def route(model: nn.Module, wishes: Wishes = NO_WISHES) -> dict[nn.Parameter, Ma
         tag = param.__dict__.pop("use_muon", None)
         if not param.requires_grad:
             continue
-        name, shape = names[0], _shape(param)
-        used = uses[param]
+        name, shape, used = names[0], whole_shape(param), uses[param]
         asked = _asked(names, tag, wishes)
         use_muon, reason = _grant(name, shape, *asked) if asked else _decide(name, shape, used, param in heads, wishes)
         blocks, split = blocks_of(names, shape, used[0], wishes, model) if use_muon else ((), "")
-        specs[param] = MatrixSpec(name, shape, use_muon, reason, blocks, split)
+        sharding = _sharding(name, param, use_muon)
+        if use_muon and sharding and wishes.tp_mode == "shard":
+            rank = used[0].module.tp_index
+            blocks = tuple(part for block in blocks for part, _ in sharding.parts(block, rank))
+            split, sharding = ", ".join(filter(None, [split, "tensor-parallel shards, by tp_mode"])), None
+        specs[param] = MatrixSpec(name, local_shape(param), use_muon, reason, blocks, split, sharding)
     if wishes.per_head and not any(spec.use_muon and is_projection(uses[p][0].leaf) for p, spec in specs.items()):
         raise MuonConfigError(
             "optimizer.params.per_head_muon: true, but no parameter of the Muon half is an attention projection by its "
@@ -91,9 +105,9 @@ def route(model: nn.Module, wishes: Wishes = NO_WISHES) -> dict[nn.Parameter, Ma
 
 
 def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The true shape of every trainable parameter, by name; a tied one has several."""
+    """The whole shape of every trainable parameter, by name; a tied one has several."""
     named = _names(model).items()
-    return {name: _shape(param) for param, names in named if param.requires_grad for name in names}
+    return {name: whole_shape(param) for param, names in named if param.requires_grad for name in names}
 
 
 def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
@@ -103,9 +117,15 @@ def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     return names
 
 
-def _shape(param: nn.Parameter) -> tuple[int, ...]:
-    """The shape before ``zero.Init`` cut the parameter."""
-    return tuple(getattr(param, "ds_shape", param.shape))
+def _sharding(name: str, param: nn.Parameter, use_muon: bool) -> Sharding | None:
+    try:
+        return sharding_of(param)
+    except ValueError as error:
+        if not use_muon:
+            return None
+        raise MuonConfigError(
+            f"{name}: tensor parallelism cut it, and {error}; name it in optimizer.params.muon_exclude"
+        ) from None
 
 
 def _uses(model: nn.Module) -> dict[nn.Parameter, list[Use]]:

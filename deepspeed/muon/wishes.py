@@ -6,13 +6,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from deepspeed.muon.blocks import Cut
 
 
 @dataclass(frozen=True)
 class Wishes:
-    """The keys of ``optimizer.params`` that begin with ``muon_`` and say what becomes of a parameter.
+    """The keys of ``optimizer.params`` that say what becomes of a parameter.
 
     Args:
         include: regular expressions; a matrix whose name one of them finds goes to Muon.
@@ -20,8 +21,8 @@ class Wishes:
         split: by regular expression, how parameters that it finds are cut; the first that is found counts.
         conv: ``flatten``: a convolution is the matrix ``[out, in x kernel]``; ``adamw``: it goes to AdamW.
         lora: the factors of low-rank adapters that go to Muon, ``none``, ``B`` or ``both``.
-        per_head: whether attention projections are cut into one matrix per head; the only key of these without
-            ``muon_`` in front, as it is stock's.
+        per_head: whether attention projections are cut into one matrix per head.
+        tp_mode: ``whole``: a matrix that tensor parallelism cut is one; ``shard``: what each rank holds is one.
     """
 
     include: Sequence[str] = ()
@@ -30,6 +31,20 @@ class Wishes:
     conv: str = "adamw"
     lora: str = "none"
     per_head: bool = False
+    tp_mode: str = "whole"
+
+    @classmethod
+    def of(cls, config: Any) -> Wishes:
+        """Those of a :class:`deepspeed.muon.config.MuonConfig`."""
+        return cls(
+            config.muon_include,
+            config.muon_exclude,
+            config.muon_split,
+            config.muon_conv,
+            config.muon_lora,
+            config.per_head_muon,
+            config.tp_mode,
+        )
 
     def cut_for(self, names: Sequence[str]) -> tuple[str, Cut] | None:
         """The first pattern of ``split`` that is found in one of a parameter's names, and how it cuts."""

@@ -29,6 +29,7 @@ from deepspeed.muon.zero.nvme import create_states
 from deepspeed.muon.zero.resume import keep_resumable
 from deepspeed.muon.zero.states import keep_accessible
 from deepspeed.muon.zero.support import UnsupportedError, refuse_engine, refuse_unsupported
+from deepspeed.muon.zero.tensor_parallel import joined
 from deepspeed.muon.zero.universal import read_universal
 
 #: A sub-group plan this much slower than the whole group's is worth a warning.
@@ -57,7 +58,7 @@ def bind_engine(engine: Any) -> None:
     refuse_engine(engine)
     optimizer, wrapper = engine.basic_optimizer, engine.optimizer
     verdict = agree(optimizer)
-    partitions = _partitions(engine, optimizer)
+    partitions = joined(_partitions(engine, optimizer), optimizer, engine)
     create_states(wrapper, optimizer)
     ns_dtype, device = resolve_dtype(optimizer.config.ns_dtype, verdict["bf16"]), _compute_device()
     kinds = {device.type, *(tensor.device.type for partition in partitions for tensor in partition.tensors)}
@@ -103,7 +104,7 @@ def _compute_device() -> torch.device:
 
 def _facts(optimizer: MuonWithAuxAdam) -> dict[str, Any]:
     groups = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
-    routes = sorted(f"{s.name}{s.shape}{s.use_muon}{s.blocks}" for s in optimizer.specs.values())
+    routes = sorted(f"{s.name}{s.whole}{s.use_muon}{s.blocks}" for s in optimizer.specs.values())
     return {
         "version": __version__,
         "config": optimizer.config.digest(),

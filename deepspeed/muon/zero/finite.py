@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 
 class NormWatch:
     """Listens to the gradient norms that stages 1 to 3 reduce over all ranks, before the first group's update.
@@ -57,6 +59,20 @@ class NormWatch:
 def is_valid(norm: Any) -> bool:
     """Whether a gradient norm, a number or a 0-D tensor, is that of a finite gradient."""
     return 0 <= float(norm) < math.inf  # false of NaN, too
+
+
+def on_all_ranks(is_finite: Callable[[], bool], group: Any) -> Callable[[], bool]:
+    """Whether it is so on all ranks of the group, for gradients of which nobody reduces the norm."""
+
+    def check() -> bool:
+        from deepspeed import comm  # type: ignore[attr-defined]
+        from deepspeed.accelerator import get_accelerator
+
+        flag = torch.tensor(float(is_finite()), device=get_accelerator().current_device_name())
+        comm.all_reduce(flag, op=comm.ReduceOp.MIN, group=group)
+        return bool(flag)
+
+    return check
 
 
 def once_per_step(engine: Any, report: Callable[[], None]) -> Callable[[], None]:

@@ -144,11 +144,6 @@ RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("torch_autocast.dtype", _fp16_autocast, "fp16 autocast skips steps rank by rank; use bfloat16"),
     ("compile.deepcompile", _is_set("compile_config.deepcompile"), "DeepCompile is not supported; set it to false"),
     (
-        "tensor_parallel.autotp_size",
-        lambda c: (_get(c, "tensor_parallel_config.autotp_size", 0) or 0) > 1,
-        "tensor parallelism is not supported yet; set it to 1",
-    ),
-    (
         "expert_parallel.enabled",
         _is_set("expert_parallel_config.enabled"),
         "expert parallelism is not supported yet; set it to false",
@@ -175,5 +170,5 @@ def _engine_problems(engine: Any) -> Iterator[str]:
         yield "deepspeed.moe layers"
     if (getattr(engine, "sequence_parallel_size", 1) or 1) > 1:
         yield "sequence parallelism"
-    if engine.mpu is not None and getattr(engine, "mp_world_size", 1) > 1:
+    if engine.mpu is not None and engine.autotp_size() <= 1 and getattr(engine, "mp_world_size", 1) > 1:
         yield "a model-parallel unit (mpu) of more than one rank"

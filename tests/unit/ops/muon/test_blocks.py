@@ -110,7 +110,7 @@ def test_pieces_of_consecutive_ranges_cover_the_block_once(case: tuple[Block, in
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 20))
 def test_whole_rows_are_one_piece(rows: int, cols: int, offset: int) -> None:
     block = Block(offset, rows, cols, cols)
-    assert list(block.pieces(0, 10**6)) == [Piece(offset, 0, 1, rows * cols, rows * cols)]
+    assert list(block.pieces(0, 10**6)) == [Piece(offset, 0, 1, rows * cols, rows * cols, rows * cols)]
     assert list(block.pieces(offset, offset)) == []
 
 
@@ -123,8 +123,8 @@ def test_pieces_outside_the_block_are_none(start: int, stop: int) -> None:
 def test_pieces_of_columns_by_hand() -> None:
     """Whole rows are one piece, however many there are."""
     block = Block(3, 3, 2, 5)
-    assert list(block.pieces(0, 15)) == [(3, 0, 3, 2, 5)]
-    assert list(block.pieces(4, 14)) == [(4, 1, 1, 1, 1), (8, 2, 1, 2, 2), (13, 4, 1, 1, 1)]
+    assert list(block.pieces(0, 15)) == [(3, 0, 3, 2, 5, 2)]
+    assert list(block.pieces(4, 14)) == [(4, 1, 1, 1, 1, 1), (8, 2, 1, 2, 2, 2), (13, 4, 1, 1, 1, 1)]
     assert len(list(Block(3, 1000, 2, 5).pieces(4, 4989))) == 3
 
 

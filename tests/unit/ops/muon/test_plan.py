@@ -12,7 +12,7 @@ from deepspeed.muon.blocks import Block
 from deepspeed.muon.buckets import bucket_limit
 from deepspeed.muon.owners import CostModel
 from deepspeed.muon.placement import PlacedBlock, Placement, Shard
-from deepspeed.muon.plan import Plan, Run, make_plan
+from deepspeed.muon.plan import Landing, Plan, Run, make_plan
 from deepspeed.muon.routing import MatrixSpec
 
 COST = CostModel(lambda rows, cols: 20.0 * min(rows, cols) ** 2 * max(rows, cols), 200.0, 2)
@@ -67,10 +67,10 @@ def simulate(shards: list[Shard], size: int, world_size: int, bucket_bytes: int)
         if not buckets[0].travels:
             assert not any(outboxes)
         for bucket, inbox, held in zip(buckets, inboxes, matrices, strict=True):
-            for source, target, length in bucket.received:
-                assert held[target : target + length] == [None] * length
-                held[target : target + length] = inbox[source : source + length]
-                inbox[source : source + length] = held[target : target + length]
+            for landing in bucket.received:
+                for k, at in enumerate(spread(landing)):
+                    assert held[at] is None
+                    held[at] = inbox[landing.source + k]
             assert None not in held
             for batch in bucket.batches:
                 seen += [
@@ -80,7 +80,7 @@ def simulate(shards: list[Shard], size: int, world_size: int, bucket_bytes: int)
         back = all_to_all(inboxes, [b.receive_counts for b in buckets], [b.send_counts for b in buckets])
         for bucket, outbox, held, result in zip(buckets, back, matrices, returned, strict=True):
             for run in bucket.runs:
-                box = held if run.owned else outbox
+                box = held if run.in_place else outbox
                 for place, at in places(run):
                     result[place] = box[at]
     assert returned == tensors
@@ -110,10 +110,15 @@ def places(run: Run) -> list[tuple[int, int]]:
     return [(place, run.at + k) for k, place in enumerate(grid)]
 
 
+def spread(landing: Landing) -> list[int]:
+    """Where received elements belong, in the order in which they come."""
+    return [landing.target + r * landing.pitch + c for r in range(landing.rows) for c in range(landing.cols)]
+
+
 def pack(bucket, tensor: list) -> tuple[list, list]:
     outbox, matrices = [None] * sum(bucket.send_counts), [None] * bucket.matrix_elements
     for run in bucket.runs:
-        box = matrices if run.owned else outbox
+        box = matrices if run.in_place else outbox
         for place, at in places(run):
             assert tensor[place] is not None, "padding would travel"
             box[at] = tensor[place]

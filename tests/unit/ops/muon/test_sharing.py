@@ -43,7 +43,7 @@ def test_every_result_reaches_every_rank_and_nothing_else_travels(copies: int, b
     for buckets in zip(*(plan.buckets for plan in plans), strict=True):
         matrices = [torch.zeros(bucket.matrix_elements) for bucket in buckets]
         for rank, bucket in enumerate(buckets):
-            for part in (part for part in bucket.runs if part.owned):
+            for part in (part for part in bucket.runs if part.in_place):
                 for place, at in places(part):
                     matrices[rank][at] = place + 1000.0 * part.tensor
         for rank, bucket in enumerate(buckets):
@@ -51,7 +51,7 @@ def test_every_result_reaches_every_rank_and_nothing_else_travels(copies: int, b
             assert bucket.replicated and sum(bucket.receive_counts) == 0
             assert bucket.send_counts == tuple(m.numel() * (o != rank) for o, m in enumerate(matrices))
             for part in bucket.runs:
-                source = matrices[rank] if part.owned else torch.cat(others)
+                source = matrices[rank] if part.in_place else torch.cat(others)
                 found[rank] |= {(part.tensor, place): float(source[at]) for place, at in places(part)}
     expected = {(i, e): 1000.0 * i + e for i, (rows, cols) in enumerate(SHAPES) for e in range(rows * cols)}
     assert found == [expected] * copies

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small language models under AutoTP, and jobs that train them on ranks of data x tensor parallelism."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import (
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from models import GLOBAL_BATCH, initialize_
+from training import ds_config, make_engine
+
+VOCABULARY, LENGTH = 32, 6
+
+
+class Language(nn.Module):
+    """Added to a model of transformers: the batches, and the loss as output."""
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Token ids and what follows them."""
+        generator = torch.Generator().manual_seed(1000 + step)
+        tokens = torch.randint(VOCABULARY, (GLOBAL_BATCH, LENGTH + 1), generator=generator)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss."""
+        logits = super().forward(input_ids=inputs, use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+#: 6 query heads and 3 of keys and values, so that two ranks hold 4 + 2 and 2 + 1 of them.
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 24,
+    "intermediate_size": 34,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "attn_implementation": "eager",
+}
+
+
+class TinyLlama(Language, LlamaForCausalLM):
+    """Projections of their own."""
+
+
+class TinyNeoX(Language, GPTNeoXForCausalLM):
+    """Fused queries, keys and values, head by head."""
+
+
+class Gated(nn.Module):
+    """Gate and up in one weight, of which a rank holds a part of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.ModuleList(nn.Linear(12, 2 * 17, bias=False) for _ in range(2))
+        self.down_proj = nn.ModuleList(nn.Linear(17, 12, bias=False) for _ in range(2))
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Vectors and their targets."""
+        generator = torch.Generator().manual_seed(1000 + step)
+        return tuple(torch.randn(GLOBAL_BATCH, 12, generator=generator) * 3 for _ in range(2))
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The mean squared error."""
+        for gate_up, down in zip(self.gate_up_proj, self.down_proj, strict=True):
+            gate, up = gate_up(inputs.to(gate_up.weight.dtype)).chunk(2, dim=-1)
+            inputs = inputs + down(torch.tanh(gate) * up)
+        return F.mse_loss(inputs.double(), targets.double())
+
+
+def model(name: str, seed: int = 0) -> nn.Module:
+    """A model of this name."""
+    kinds = {"llama": (TinyLlama, LlamaConfig), "neox": (TinyNeoX, GPTNeoXConfig)}
+    if name == "gated":
+        net: nn.Module = Gated()
+    else:
+        kind, config = kinds[name]
+        net = kind(config(**SIZES))
+    initialize_(net, seed)
+    return net
+
+
+def whole_weights(engine: Any) -> dict[str, Tensor]:
+    """The master weights by name, put together over the tensor-parallel group by the note on each parameter."""
+    import deepspeed.comm as dist
+    from deepspeed.utils import groups, safe_get_full_fp32_param
+
+    group = groups.get_tensor_model_parallel_group()
+    found = {}
+    for name, param in engine.module.named_parameters():
+        mine = safe_get_full_fp32_param(param) if engine.zero_optimization() and getattr(param, "ds_numel", param.numel()) else param
+        note = getattr(param, "ds_autotp_universal_checkpoint_meta", None)
+        shards: list[Any] = [None] * dist.get_world_size(group=group)
+        dist.all_gather_object(shards, mine.detach().clone(), group=group)
+        found[name] = shards[0] if note is None or note["replicated"] else _put_together(shards, note)
+    return found
+
+
+def _put_together(shards: list[Tensor], note: dict[str, Any]) -> Tensor:
+    """A weight whose parts, one or several, were each cut over the ranks."""
+    axis, widths = note["partition_dim"], note["sub_param_shard_widths"] or [note["partition_sizes"]]
+    of_ranks = [shard.split([sizes[t] for sizes in widths], dim=axis) for t, shard in enumerate(shards)]
+    return torch.cat([part[k] for k in range(len(widths)) for part in of_ranks], dim=axis)
+
+
+def train_steps(engine: Any, steps: int, tp: int, first: int = 0) -> None:
+    """Steps on the global batches; the ranks of a tensor-parallel group take the same share."""
+    import torch.distributed as dist
+
+    dp, rank = dist.get_world_size() // tp, dist.get_rank() // tp
+    size = GLOBAL_BATCH // dp
+    for step in range(first, first + steps):
+        share = (part[rank * size : (rank + 1) * size] for part in engine.module.batch(step))
+        engine.backward(engine(*share))
+        engine.step()
+
+
+#: What tells AutoTP that a weight has two parts, each to be cut over the ranks.
+IN_PARTS = {
+    "partition_config": {
+        "use_default_specs": False,
+        "layer_specs": [
+            {"patterns": [r".*gate_up_proj\.\d\.weight$"], "partition_type": "column", "shape": [2, -1]},
+            {"patterns": [r".*down_proj\.\d\.weight$"], "partition_type": "row"},
+        ],
+    }
+}
+
+
+def engine_of(net: nn.Module, tp: int, **config: Any) -> Any:
+    """An engine of tensor-parallel size `tp`."""
+    import torch.distributed as dist
+
+    from deepspeed.utils import groups
+
+    groups._TENSOR_MODEL_PARALLEL_GROUP = groups._DATA_PARALLEL_GROUP = groups._MODEL_PARALLEL_GROUP = None
+    settings = ds_config(**config, tensor_parallel={"autotp_size": tp, **(IN_PARTS if isinstance(net, Gated) else {})})
+    settings["train_micro_batch_size_per_gpu"] = GLOBAL_BATCH // (dist.get_world_size() // tp)
+    return make_engine(net, settings)
+
+
+def train(name: str, tp: int, steps: int, **config: Any) -> dict[str, Tensor]:
+    """Whole weights after some steps."""
+    engine = engine_of(model(name), tp, **config)
+    train_steps(engine, steps, tp)
+    weights = whole_weights(engine)
+    engine.destroy()
+    return weights
