@@ -61,12 +61,13 @@ def is_valid(norm: Any) -> bool:
 
 def once_per_step(engine: Any, report: Callable[[], None]) -> Callable[[], None]:
     """A report on rank 0, and there once per step of the engine, however many groups are skipped in it."""
-    reported = -1
+    reported = -1, -1
 
     def on_rank_0() -> None:
         nonlocal reported
-        if engine.global_rank == 0 and engine.micro_steps != reported:
-            reported = engine.micro_steps
+        step = engine.micro_steps, engine.global_steps  # a pipeline does not count micro-steps
+        if engine.global_rank == 0 and step != reported:
+            reported = step
             report()
 
     return on_rank_0

@@ -19,6 +19,7 @@ from typing import Any
 
 from deepspeed.muon.logs import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.pipeline import stages_of
 from deepspeed.muon.zero import structure
 from deepspeed.muon.zero.accumulation import begin_step_again, warn_of_unfinished_step
 from deepspeed.muon.zero.manifest import (
@@ -63,7 +64,7 @@ def save_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
     call.arguments |= {"tag": tag, "save_latest": False}
     save_id = from_rank_0(uuid.uuid4().hex)
     facts = {"save_id": save_id, "tag": tag, "step": engine.global_steps, "world_size": engine.world_size}
-    facts["structure"] = structure.of_engine(engine, call.arguments["exclude_frozen_parameters"])
+    facts["structures"] = _structures(engine, call.arguments["exclude_frozen_parameters"])
     _together(folder, lambda: begin(folder, facts) if writes_header else None)
     with _recorded(engine.checkpoint_engine) as written:
         result = original(*call.args, **call.kwargs)
@@ -73,6 +74,16 @@ def save_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
         folder, lambda: write_atomically(Path(save_dir, "latest"), tag) if wants_latest and writes_header else None
     )
     return result
+
+
+def _structures(engine: Any, exclude_frozen: bool) -> list[dict[str, Any]]:
+    """Of each stage of a pipeline; else the one of all ranks."""
+    mine = structure.of_engine(engine, exclude_frozen)
+    stages = stages_of(engine.module)
+    if stages == 1:
+        return [mine]
+    found = gathered((engine.basic_optimizer.stage, mine) if engine.mpu.get_data_parallel_rank() == 0 else None)
+    return [of_stage for _, of_stage in sorted((one for one in found if one), key=lambda one: one[0])]
 
 
 def _is_ours(engine: Any) -> bool:
@@ -236,7 +247,11 @@ def _misfits(engine: Any, arguments: dict[str, Any], view: dict[str, Any]) -> li
     if header is None:
         saved = structure.of_files(engine, arguments["load_dir"], view["tag"], request.optimizer_states)
     else:
-        saved, view["save_id"] = header["structure"], header["save_id"]
+        view["save_id"] = header["save_id"]
+        stages, here = len(header["structures"]), stages_of(engine.module)
+        if stages != here:
+            return [f"it was saved by a pipeline of {stages} stages, this run has {here}; use as many"]
+        saved = header["structures"][engine.basic_optimizer.stage]
         mine = range(engine.global_rank, header["world_size"], engine.world_size)
         if found := [text for rank in mine for text in damages(folder, header["save_id"], rank)]:
             return found

@@ -31,7 +31,7 @@ class Request:
 
 
 def of_engine(engine: Any, exclude_frozen: bool = False) -> dict[str, Any]:
-    """What of an engine decides whether a checkpoint fits, as JSON values, the same on all ranks.
+    """What of an engine decides whether a checkpoint fits, as JSON values, the same on all ranks of a pipeline's stage.
 
     ``shapes``: of everything in the model's state dict, by name. ``groups``: as in a saved optimizer.
     ``layout``: a hash of where each parameter lies in the flat tensors of each rank.
@@ -81,7 +81,7 @@ def of_files(engine: Any, folder: str, tag: str, with_optimizer: bool) -> dict[s
     saved = {"world_size": model["dp_world_size"], "scheduler": model["lr_scheduler"] is not None}
     if engine.zero_optimization_partition_weights():
         saved["partial_shapes"] = {n: list(s) for group in model["param_shapes"] for n, s in group.items()}
-    else:
+    elif model["module"] is not None:  # a pipeline saves its layers in files of their own
         saved["shapes"] = {n: list(v.shape) for n, v in model["module"].items() if isinstance(v, torch.Tensor)}
     if with_optimizer:
         if engine.zero_optimization():
