@@ -16,10 +16,10 @@ from torch import nn
 from deepspeed.muon.blocks import Block
 from deepspeed.muon.buckets import bucket_limit
 from deepspeed.muon.config import MuonConfig
-from deepspeed.muon.groups import check_patterns, check_splits, split_groups
+from deepspeed.muon.groups import check_wishes, split_groups
 from deepspeed.muon.owners import CostModel, assign, is_worth_sharing
 from deepspeed.muon.placement import PlacedBlock, Placement, Shard
-from deepspeed.muon.routing import MatrixSpec, route, shapes
+from deepspeed.muon.routing import MatrixSpec, route
 from deepspeed.muon.update import scale_factor
 
 #: Stages 1 and 2 pad each flat group to a multiple of this many elements per rank (``nccl_start_alignment_factor``).
@@ -53,10 +53,8 @@ def halves_of(model: nn.Module, config: MuonConfig) -> list[Half]:
     Raises:
         ValueError: a tag or a pattern of the user that cannot be followed.
     """
-    if config.muon_include or config.muon_exclude or config.muon_split:
-        check_patterns(shapes(model), config)
     specs = route(model, config.wishes)
-    check_splits(specs.values(), config)
+    check_wishes(model, specs.values(), config)
     return [
         Half(
             group["use_muon"],

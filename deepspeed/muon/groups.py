@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepspeed.muon.config import MuonConfig, MuonConfigError
-from deepspeed.muon.routing import MatrixSpec, unmatched
+from deepspeed.muon.pipeline import stages_of
+from deepspeed.muon.routing import MatrixSpec, shapes, unmatched
 
 
 @dataclass(frozen=True)
@@ -80,35 +81,61 @@ def _halves(
     return halves, reference
 
 
-def check_patterns(names: Mapping[str, tuple[int, ...]], config: MuonConfig) -> None:
-    """Raise MuonConfigError for a pattern that matches nothing it could act on.
+def check_wishes(model: nn.Module, specs: Iterable[MatrixSpec], config: MuonConfig) -> dict[str, str]:
+    """Refuse wishes of the config that nothing in the model follows.
 
-    Args:
-        names: the shape of every trainable parameter, by name.
+    Returns:
+        Those of one stage of a pipeline, where another stage may follow them: by wish, what to say of it.
+
+    Raises:
+        MuonConfigError: of a whole model.
     """
-    problems = []
+    specs = list(specs)
+    idle = _idle_heads(specs, config) | _idle_splits(specs, config) | _idle_patterns(shapes(model), config)
+    if idle and stages_of(model) == 1:
+        raise MuonConfigError("\n".join(idle.values()))
+    return idle
+
+
+def check_patterns(model: nn.Module, config: MuonConfig) -> None:
+    """Raise MuonConfigError for a pattern that matches nothing in a whole model that it could act on."""
+    idle = _idle_patterns(shapes(model), config)
+    if idle and stages_of(model) == 1:
+        raise MuonConfigError("\n".join(idle.values()))
+
+
+def _idle_patterns(names: Mapping[str, tuple[int, ...]], config: MuonConfig) -> dict[str, str]:
+    """Patterns that match nothing they could act on. ``names``: the shape of every trainable parameter."""
+    idle = {}
     for key, candidates, kind in (
         ("muon_include", [name for name, shape in names.items() if len(shape) >= 2], "matrices"),
         ("muon_exclude", list(names), "parameters"),
         ("muon_split", [name for name, shape in names.items() if len(shape) >= 2], "matrices"),
     ):
         for pattern in unmatched(getattr(config, key), candidates):
-            problems.append(
+            idle[f"{key} {pattern}"] = (
                 f"optimizer.params.{key}: {pattern!r} matches none of the {len(candidates)} trainable {kind}; "
                 f"the first are {', '.join(candidates[:3])}"
             )
-    if problems:
-        raise MuonConfigError("\n".join(problems))
+    return idle
 
 
-def check_splits(specs: Iterable[MatrixSpec], config: MuonConfig) -> None:
-    """Raise MuonConfigError for a pattern of ``muon_split`` that cuts nothing that Muon trains."""
+def _idle_splits(specs: Iterable[MatrixSpec], config: MuonConfig) -> dict[str, str]:
+    """Patterns of ``muon_split`` that cut nothing that Muon trains."""
     found = {cut[0] for spec in specs if spec.use_muon and (cut := config.wishes.cut_for([spec.name]))}
-    problems = [
-        f"optimizer.params.muon_split: {pattern!r} cuts no parameter of the Muon half: what it finds goes to AdamW, or "
-        "an earlier pattern finds it too"
+    return {
+        f"muon_split {pattern}": f"optimizer.params.muon_split: {pattern!r} cuts no parameter of the Muon half: what "
+        "it finds goes to AdamW, or an earlier pattern finds it too"
         for pattern in config.muon_split
         if pattern not in found
-    ]
-    if problems:
-        raise MuonConfigError("\n".join(problems))
+    }
+
+
+def _idle_heads(specs: Iterable[MatrixSpec], config: MuonConfig) -> dict[str, str]:
+    """``per_head_muon`` where no projection is in the Muon half."""
+    if not config.wishes.per_head or any(spec.use_muon and spec.is_projection for spec in specs):
+        return {}
+    return {
+        "per_head_muon": "optimizer.params.per_head_muon: true, but no parameter of the Muon half is an attention "
+        "projection by its name; give their sizes in muon_split"
+    }

@@ -15,6 +15,7 @@ NEUTRAL_KEYS = frozenset(
         "muon_exclude",
         "muon_include",
         "muon_lora",
+        "tp_mode",
         "muon_split",
         "muon_weight_decay",
         "ns_coefficients",

@@ -17,7 +17,7 @@ from deepspeed.muon.choice import choose_method, kind_of, pins, shapes_of
 from deepspeed.muon.config import MuonConfig, parse
 from deepspeed.muon.cost import cost_model
 from deepspeed.muon.exchange import Exchange, Transit
-from deepspeed.muon.groups import check_patterns, check_splits, split_groups
+from deepspeed.muon.groups import check_wishes, split_groups
 from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.selection import choose, missing
 from deepspeed.muon.kernels.table import Operations
@@ -26,9 +26,10 @@ from deepspeed.muon.meter import Meter
 from deepspeed.muon.orthogonalize import bf16_is_fast, orthogonalize, resolve_dtype
 from deepspeed.muon.owners import is_worth_sharing
 from deepspeed.muon.partition import Partition, whole_partition
+from deepspeed.muon.pipeline import stage_of
 from deepspeed.muon.plan import Plan, make_plan
 from deepspeed.muon.rounding import key_of
-from deepspeed.muon.routing import MatrixSpec, route, shapes
+from deepspeed.muon.routing import MatrixSpec, route
 from deepspeed.muon.schedule import GivenGroups
 from deepspeed.muon.staging import Staging
 from deepspeed.muon.strided import put, take
@@ -67,9 +68,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any], *, model: nn.Module, **config: Any) -> None:
         self.config: MuonConfig = parse(config)
-        check_patterns(shapes(model), self.config)
         self.specs: dict[nn.Parameter, MatrixSpec] = route(model, self.config.wishes)
-        check_splits(self.specs.values(), self.config)
+        #: The stage of a pipeline that ``model`` is, and the wishes that a stage has to follow and this one does not.
+        self.stage, self.idle = stage_of(model), check_wishes(model, self.specs.values(), self.config)
         #: How many matrices of each shape go to Newton-Schulz.
         self.shapes = shapes_of(self.specs.values())
         self._bound: dict[int, _Bound] = {}

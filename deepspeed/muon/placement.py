@@ -17,8 +17,8 @@ from deepspeed.muon.routing import MatrixSpec
 class Placement:
     """How one parameter lies over the ranks.
 
-    Element e is in part ``(origin + e) // span``, at position ``base + (origin + e) % span`` of its tensor; part k is on
-    rank ``first + k * step``.
+    Element e is in part ``(origin + e) // span``, at position ``base + (origin + e) % span`` of its tensor; part k is
+    on rank ``first + k * step``.
     Stages 1 and 2 cut the flat group: origin is the parameter's offset in it, span the partition's size,
     base 0. Stage 3 cuts each parameter: origin 0, span its partition's size, base its offset.
     Stage 0 cuts nothing: origin 0, span the parameter's size, base 0, and ``copies`` ranks hold all of it.

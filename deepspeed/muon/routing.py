@@ -12,12 +12,14 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from deepspeed.muon.blocks import Block
 from deepspeed.muon.explain import MuonConfigError
 from deepspeed.muon.heads import is_projection
+from deepspeed.muon.pipeline import outer_parameters, shared_parameters
 from deepspeed.muon.sharding import Sharding, local_shape, sharding_of, whole_shape
 from deepspeed.muon.splitting import Use, blocks_of, is_convolution, is_stack
 from deepspeed.muon.wishes import NO_WISHES, Wishes
@@ -57,6 +59,8 @@ class MatrixSpec:
     #: In words, how it was split into them; empty for one matrix.
     split: str = ""
     sharding: Sharding | None = None
+    #: Whether it is an attention projection by the name of its module.
+    is_projection: bool = False
 
     @property
     def numel(self) -> int:
@@ -76,32 +80,41 @@ def route(model: nn.Module, wishes: Wishes = NO_WISHES) -> dict[nn.Parameter, Ma
     DeepSpeed runs its own Muon on tagged parameters.
 
     Raises:
-        ValueError: ``use_muon = True`` on a parameter that is not a matrix.
+        ValueError: ``use_muon = True`` on a parameter that is not a matrix; Muon asked for where several stages of a
+            pipeline have copies of the parameter.
         MuonConfigError: a split that does not fit, heads that are not known.
     """
     uses = _uses(model)
-    heads = _output_embeddings(model)
-    specs = {}
+    outer = _output_embeddings(model) | outer_parameters(model)
+    specs, shared = {}, shared_parameters(model)
     for param, names in _names(model).items():
         tag = param.__dict__.pop("use_muon", None)
         if not param.requires_grad:
             continue
         name, shape, used = names[0], whole_shape(param), uses[param]
         asked = _asked(names, tag, wishes)
-        use_muon, reason = _grant(name, shape, *asked) if asked else _decide(name, shape, used, param in heads, wishes)
+        use_muon, reason = (
+            _grant(name, shape, *asked) if asked else _decide(name, shape, used, outer.get(param), wishes)
+        )
+        if use_muon and param in shared:
+            raise ValueError(
+                f"{name}: {reason}, but stages of the pipeline have copies, which Muon's rounding would drive apart; "
+                "leave it to AdamW"
+            )
         blocks, split = blocks_of(names, shape, used[0], wishes, model) if use_muon else ((), "")
         sharding = _sharding(name, param, use_muon)
         if use_muon and sharding and wishes.tp_mode == "shard":
-            rank = used[0].module.tp_index
-            blocks = tuple(part for block in blocks for part, _ in sharding.parts(block, rank))
-            split, sharding = ", ".join(filter(None, [split, "tensor-parallel shards, by tp_mode"])), None
-        specs[param] = MatrixSpec(name, local_shape(param), use_muon, reason, blocks, split, sharding)
-    if wishes.per_head and not any(spec.use_muon and is_projection(uses[p][0].leaf) for p, spec in specs.items()):
-        raise MuonConfigError(
-            "optimizer.params.per_head_muon: true, but no parameter of the Muon half is an attention projection by its "
-            "name; give their sizes in muon_split"
-        )
+            blocks, split = _shards(blocks, split, sharding, used[0].module)
+            sharding = None
+        projection = is_projection(used[0].leaf)
+        specs[param] = MatrixSpec(name, local_shape(param), use_muon, reason, blocks, split, sharding, projection)
     return specs
+
+
+def _shards(blocks: Sequence[Block], split: str, sharding: Sharding, module: Any) -> tuple[tuple[Block, ...], str]:
+    """What this rank of the tensor-parallel group holds of each block, as a matrix of its own."""
+    held = tuple(part for block in blocks for part, _ in sharding.parts(block, module.tp_index))
+    return held, ", ".join(filter(None, [split, "tensor-parallel shards, by tp_mode"]))
 
 
 def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -139,11 +152,12 @@ def _uses(model: nn.Module) -> dict[nn.Parameter, list[Use]]:
     return uses
 
 
-def _output_embeddings(model: nn.Module) -> set[nn.Parameter]:
-    """Parameters of the head that a Hugging Face model names itself."""
+def _output_embeddings(model: nn.Module) -> dict[nn.Parameter, str]:
+    """Parameters of the head that a Hugging Face model names itself, with that reason."""
     get = getattr(model, "get_output_embeddings", None)
     head = get() if callable(get) else None
-    return set(head.parameters()) if isinstance(head, nn.Module) else set()
+    found = head.parameters() if isinstance(head, nn.Module) else ()
+    return dict.fromkeys(found, "output head (get_output_embeddings)")
 
 
 def unmatched(patterns: Iterable[str], names: Sequence[str]) -> list[str]:
@@ -200,7 +214,7 @@ def _of_more_dimensions(shape: tuple[int, ...], use: Use, conv: str) -> tuple[bo
     return False, _not_a_matrix(shape)
 
 
-def _decide(name: str, shape: tuple[int, ...], uses: list[Use], is_head: bool, wishes: Wishes) -> tuple[bool, str]:
+def _decide(name: str, shape: tuple[int, ...], uses: list[Use], outer: str | None, wishes: Wishes) -> tuple[bool, str]:
     if len(shape) != 2:
         return _of_more_dimensions(shape, uses[0], wishes.conv)
     if lora := _lora(name, shape):
@@ -212,8 +226,8 @@ def _decide(name: str, shape: tuple[int, ...], uses: list[Use], is_head: bool, w
         for use in uses:
             if reason := rule(use):
                 return False, reason + (", tied" if len(uses) > 1 else "")
-    if is_head:
-        return False, "output head (get_output_embeddings)"
+    if outer:
+        return False, outer
     module = uses[0].module
     kind = type(module).__name__
     if _is_linear_like(module, uses[0].attribute):

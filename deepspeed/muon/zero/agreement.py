@@ -77,14 +77,19 @@ def _silence(ranks: list[int]) -> str:
     )
 
 
-def differences(facts: list[dict[str, Any]], keys: dict[str, str]) -> str | None:
-    """An error text that names the ranks which differ from rank 0, or ``None``.
+def differences(facts: list[dict[str, Any]], keys: dict[str, str], within: str | None = None) -> str | None:
+    """An error text that names the ranks which differ from the first, or ``None``.
 
     Args:
         keys: fact -> what to call it in the message.
+        within: a fact; only ranks that state the same of it are compared with each other.
     """
+    teams: dict[Any, list[int]] = {}
+    for rank, stated in enumerate(facts):
+        teams.setdefault(stated[within] if within else None, []).append(rank)
     for key, title in keys.items():
-        odd = [rank for rank, stated in enumerate(facts) if stated[key] != facts[0][key]]
-        if odd:
-            return f"{title} differs: rank 0 has {facts[0][key]}, ranks {odd} have {[facts[r][key] for r in odd[:4]]}"
+        for first, *others in teams.values():
+            if odd := [rank for rank in others if facts[rank][key] != facts[first][key]]:
+                theirs = [facts[rank][key] for rank in odd[:4]]
+                return f"{title} differs: rank {first} has {facts[first][key]}, ranks {odd} have {theirs}"
     return None

@@ -65,8 +65,9 @@ def on_all_ranks(is_finite: Callable[[], bool], group: Any) -> Callable[[], bool
     """Whether it is so on all ranks of the group, for gradients of which nobody reduces the norm."""
 
     def check() -> bool:
-        from deepspeed import comm  # type: ignore[attr-defined]
         from deepspeed.accelerator import get_accelerator
+
+        from deepspeed import comm  # type: ignore[attr-defined]
 
         flag = torch.tensor(float(is_finite()), device=get_accelerator().current_device_name())
         comm.all_reduce(flag, op=comm.ReduceOp.MIN, group=group)
@@ -77,12 +78,13 @@ def on_all_ranks(is_finite: Callable[[], bool], group: Any) -> Callable[[], bool
 
 def once_per_step(engine: Any, report: Callable[[], None]) -> Callable[[], None]:
     """A report on rank 0, and there once per step of the engine, however many groups are skipped in it."""
-    reported = -1
+    reported = -1, -1
 
     def on_rank_0() -> None:
         nonlocal reported
-        if engine.global_rank == 0 and engine.micro_steps != reported:
-            reported = engine.micro_steps
+        step = engine.micro_steps, engine.global_steps  # a pipeline does not count micro-steps
+        if engine.global_rank == 0 and step != reported:
+            reported = step
             report()
 
     return on_rank_0

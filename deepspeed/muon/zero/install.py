@@ -21,7 +21,6 @@ from deepspeed.muon.explain import FILLED_BY
 from deepspeed.muon.groups import check_patterns
 from deepspeed.muon.logs import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.routing import shapes
 from deepspeed.muon.version import TESTED_DEEPSPEED
 from deepspeed.muon.zero.bind import agree, bind_engine
 from deepspeed.muon.zero.monitor import take_step
@@ -199,7 +198,7 @@ def _keep_user_tags() -> None:
 
     def keep(original: Callable, config_class: Any, model: Any) -> None:
         if is_muon(config_class.optimizer_name):
-            check_patterns(shapes(model), parse(config_class.optimizer_params))
+            check_patterns(model, parse(config_class.optimizer_params))
         else:
             original(config_class, model)
 

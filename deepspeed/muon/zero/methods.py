@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,30 +16,45 @@ from deepspeed.muon.logs import logger
 from deepspeed.muon.measure import better, measure
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.zero.agreement import consult, differences
+from deepspeed.muon.zero.tensor_parallel import share_of
 
 
-def tune(optimizer: MuonWithAuxAdam, ns_dtype: torch.dtype, device: torch.device) -> None:
+def shapes_to_measure(optimizer: MuonWithAuxAdam) -> Counter[tuple[int, int]]:
+    """How many matrices there are of each shape whose method ``ns_tuning: measured`` is to choose."""
+    is_open = any(group["use_muon"] and group["ns_method"] == "auto" for group in optimizer.param_groups)
+    return optimizer.shapes if optimizer.config.ns_tuning == "measured" and is_open else Counter()
+
+
+def tune(
+    optimizer: MuonWithAuxAdam, shapes: Sequence[Sequence[int]], ns_dtype: torch.dtype, device: torch.device
+) -> None:
     """Where ``ns_tuning`` is ``measured``: rank 0 times the methods, and all ranks pin what it finds.
+
+    Args:
+        shapes: rows, columns and number of the matrices of all ranks, those of other pipeline stages included.
 
     Raises:
         DisagreementError: on all ranks, rank 0 cannot measure.
     """
-    groups = [group for group in optimizer.param_groups if group["use_muon"]]
-    if optimizer.config.ns_tuning == "measured" and any(group["ns_method"] == "auto" for group in groups):
+    if shapes:
         is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-        verdict = consult(_measured(optimizer, ns_dtype, device) if is_first else {}, lambda facts: facts[0])
-        for group in groups:
-            group["ns_methods"] = dict(verdict["methods"])
+        counts = Counter({(rows, cols): count for rows, cols, count in shapes})
+        verdict = consult(_measured(optimizer, counts, ns_dtype, device) if is_first else {}, lambda facts: facts[0])
+        for group in optimizer.param_groups:
+            if group["use_muon"]:
+                group["ns_methods"] = dict(verdict["methods"])
 
 
-def _measured(optimizer: MuonWithAuxAdam, ns_dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+def _measured(
+    optimizer: MuonWithAuxAdam, shapes: Counter[tuple[int, int]], ns_dtype: torch.dtype, device: torch.device
+) -> dict[str, Any]:
     """The methods by shape, the shipped rule's where no other is clearly faster."""
     began = time.perf_counter()
     try:
-        times = measure(optimizer.shapes, optimizer.config.schedule, ns_dtype, device, optimizer.kernels)
+        times = measure(shapes, optimizer.config.schedule, ns_dtype, device, optimizer.kernels)
     except Exception as error:  # the other ranks have to hear of it
         return {"error": f"{ON_ERROR} {type(error).__name__}: {error}"}
-    chosen = pins(optimizer.shapes, kind_of(device.type, ns_dtype.itemsize))
+    chosen = pins(shapes, kind_of(device.type, ns_dtype.itemsize))
     told = []
     for shape, seconds in times.items():
         key = shape_key(*shape)
@@ -57,7 +74,7 @@ ON_ERROR = "optimizer.params.ns_tuning: rank 0 cannot measure the methods; remov
 
 
 def compare_plans(optimizer: MuonWithAuxAdam, **mine: Any) -> dict[str, Any]:
-    """Make sure that all ranks have the same methods and the same plan.
+    """Make sure that all ranks that hold the same parameters have the same methods and the same plan.
 
     Args:
         mine: facts of which those of rank 0 count.
@@ -73,7 +90,7 @@ def compare_plans(optimizer: MuonWithAuxAdam, **mine: Any) -> dict[str, Any]:
     titles = {"methods": "the choice of Newton-Schulz methods", "plan": "the exchange plan"}
 
     def judge(facts: list[dict[str, Any]]) -> dict[str, Any]:
-        error = differences(facts, titles)
+        error = differences(facts, titles, within="stage")
         return {"error": error} if error else facts[0]
 
-    return consult({"methods": pinned, "plan": plans, **mine}, judge)
+    return consult({"stage": share_of(optimizer), "methods": pinned, "plan": plans, **mine}, judge)

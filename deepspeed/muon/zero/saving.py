@@ -63,7 +63,7 @@ def save_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
     call.arguments |= {"tag": tag, "save_latest": False}
     save_id = from_rank_0(uuid.uuid4().hex)
     facts = {"save_id": save_id, "tag": tag, "step": engine.global_steps, "world_size": engine.world_size}
-    facts["structure"] = structure.of_engine(engine, call.arguments["exclude_frozen_parameters"])
+    facts["structures"] = _structures(engine, call.arguments["exclude_frozen_parameters"])
     _together(folder, lambda: begin(folder, facts) if writes_header else None)
     with _recorded(engine.checkpoint_engine) as written:
         result = original(*call.args, **call.kwargs)
@@ -73,6 +73,18 @@ def save_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
         folder, lambda: write_atomically(Path(save_dir, "latest"), tag) if wants_latest and writes_header else None
     )
     return result
+
+
+def _structures(engine: Any, exclude_frozen: bool) -> list[dict[str, Any]]:
+    """Of each share of the model."""
+    from deepspeed import comm  # type: ignore[attr-defined]
+
+    mine = structure.of_engine(engine, exclude_frozen)
+    share, shares = structure.share_of(engine)
+    if shares == 1:
+        return [mine]
+    found = gathered((share, mine) if comm.get_rank(group=engine.seq_data_parallel_group) == 0 else None)
+    return [structure for _, structure in sorted((one for one in found if one), key=lambda one: one[0])]
 
 
 def _is_ours(engine: Any) -> bool:
@@ -236,7 +248,12 @@ def _misfits(engine: Any, arguments: dict[str, Any], view: dict[str, Any]) -> li
     if header is None:
         saved = structure.of_files(engine, arguments["load_dir"], view["tag"], request.optimizer_states)
     else:
-        saved, view["save_id"] = header["structure"], header["save_id"]
+        view["save_id"] = header["save_id"]
+        there, (share, here) = len(header["structures"]), structure.share_of(engine)
+        if there != here:
+            what = "stages of a pipeline, or ranks of tensor parallelism"
+            return [f"it was saved with the model divided into {there} {what}, this run has {here}; use as many"]
+        saved = header["structures"][share]
         mine = range(engine.global_rank, header["world_size"], engine.world_size)
         if found := [text for rank in mine for text in damages(folder, header["save_id"], rank)]:
             return found

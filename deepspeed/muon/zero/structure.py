@@ -15,6 +15,7 @@ import torch
 
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.partition import Partition
+from deepspeed.muon.pipeline import stages_of
 from deepspeed.muon.zero.files import read_states
 from deepspeed.muon.zero.groups import matrices, routing_difference, saved_groups
 from deepspeed.muon.zero.manifest import CheckpointError
@@ -31,7 +32,7 @@ class Request:
 
 
 def of_engine(engine: Any, exclude_frozen: bool = False) -> dict[str, Any]:
-    """What of an engine decides whether a checkpoint fits, as JSON values, the same on all ranks.
+    """What of an engine decides whether a checkpoint fits, as JSON values, the same on all ranks of one share.
 
     ``shapes``: of everything in the model's state dict, by name. ``groups``: as in a saved optimizer.
     ``layout``: a hash of where each parameter lies in the flat tensors of each rank.
@@ -50,6 +51,15 @@ def of_engine(engine: Any, exclude_frozen: bool = False) -> dict[str, Any]:
         "groups": [group | ({"matrices": names} if group["use_muon"] else {}) for group in groups],
         "layout": _layout(optimizer.all_partitions),
     }
+
+
+def share_of(engine: Any) -> tuple[int, int]:
+    """Which share of the model's parameters this rank has, of how many: a pipeline's stage, or a shard of each."""
+    if engine.autotp_size() > 1:
+        from deepspeed.utils import groups
+
+        return groups.get_tensor_model_parallel_rank(), engine.autotp_size()
+    return engine.basic_optimizer.stage, stages_of(engine.module)
 
 
 def _shapes(module: torch.nn.Module, exclude_frozen: bool) -> dict[str, list[int]]:
@@ -81,7 +91,7 @@ def of_files(engine: Any, folder: str, tag: str, with_optimizer: bool) -> dict[s
     saved = {"world_size": model["dp_world_size"], "scheduler": model["lr_scheduler"] is not None}
     if engine.zero_optimization_partition_weights():
         saved["partial_shapes"] = {n: list(s) for group in model["param_shapes"] for n, s in group.items()}
-    else:
+    elif model["module"] is not None:  # a pipeline saves its layers in files of their own
         saved["shapes"] = {n: list(v.shape) for n, v in model["module"].items() if isinstance(v, torch.Tensor)}
     if with_optimizer:
         if engine.zero_optimization():

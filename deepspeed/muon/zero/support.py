@@ -153,7 +153,7 @@ RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 
 def refuse_engine(engine: Any) -> None:
-    """What only the engine knows: pipelines, native mixture of experts, sequence parallelism.
+    """What only the engine knows: kinds of pipelines, native mixture of experts, model parallelism.
 
     Raises:
         UnsupportedError: as :func:`refuse_unsupported`.
@@ -165,10 +165,25 @@ def refuse_engine(engine: Any) -> None:
 
 def _engine_problems(engine: Any) -> Iterator[str]:
     if engine.pipeline_parallelism:
-        yield "pipeline parallelism"
+        yield from _pipeline_problems(engine)
+    elif engine.mpu is not None and engine.autotp_size() <= 1 and getattr(engine, "mp_world_size", 1) > 1:
+        yield "a model-parallel unit (mpu) of more than one rank"
     if engine.has_moe_layers:
         yield "deepspeed.moe layers"
-    if (getattr(engine, "sequence_parallel_size", 1) or 1) > 1:
-        yield "sequence parallelism"
-    if engine.mpu is not None and engine.autotp_size() <= 1 and getattr(engine, "mp_world_size", 1) > 1:
-        yield "a model-parallel unit (mpu) of more than one rank"
+
+
+def _pipeline_problems(engine: Any) -> Iterator[str]:
+    stage = engine.zero_optimization_stage()
+    if stage > 1:
+        yield "a pipeline at ZeRO stage 2 or 3, which DeepSpeed refuses; set zero_optimization.stage to 1"
+    if stage == 0 and not engine.bfloat16_enabled():
+        yield (
+            "a pipeline without ZeRO, where DeepSpeed clips by the norm of the first stage alone; set "
+            "zero_optimization.stage to 1"
+        )
+    if hasattr(engine.module, "phase_bounds"):
+        yield "DualPipeV, whose ranks hold two stages each; use PipelineModule"
+    if engine.mpu.get_slice_parallel_world_size() > 1:
+        yield 'a topology with a "model" axis, whose matrices are cut; use pipe and data axes only'
+    if engine.load_universal_checkpoint():
+        yield "universal checkpoints of pipelines; resume with the same stages, without checkpoint.load_universal"

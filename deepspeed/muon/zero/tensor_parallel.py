@@ -30,8 +30,9 @@ def joined(partitions: list[Partition], optimizer: MuonWithAuxAdam, engine: Any)
     """
     if engine.autotp_size() <= 1 or optimizer.config.tp_mode == "shard":
         return partitions
-    from deepspeed import comm  # type: ignore[attr-defined]
     from deepspeed.utils import groups
+
+    from deepspeed import comm  # type: ignore[attr-defined]
 
     group = groups.get_tensor_model_parallel_group()
     mine = [{shard.spec.name: astuple(shard.placement) for shard in partition.shards} for partition in partitions]
@@ -53,17 +54,30 @@ def joined(partitions: list[Partition], optimizer: MuonWithAuxAdam, engine: Any)
     ]
 
 
+def share_of(optimizer: MuonWithAuxAdam) -> int:
+    """Ranks of one share have the same matrices: those of a pipeline's stage, or of equal shards where each is one."""
+    from deepspeed.utils import groups
+
+    cut = optimizer.config.tp_mode == "shard" and groups._TENSOR_MODEL_PARALLEL_GROUP is not None
+    return groups.get_tensor_model_parallel_rank() if cut else optimizer.stage
+
+
 def _are_alike(everyones: Sequence[Sequence[Lane]], specs: Mapping[str, MatrixSpec]) -> bool:
     """Whether the ranks have the same parameters in each partition, but for those of which they hold nothing."""
     if len({len(partitions) for partitions in everyones}) > 1:
         return False
     for lanes in zip(*everyones, strict=True):
-        names = list(max(lanes, key=len))
+        names = _most(lanes)
         for t, lane in enumerate(lanes):
             empty = {n for n in names if (cut := specs[n].sharding) and not cut.size(t)}
             if [n for n in names if n in lane or n not in empty] != list(lane):
                 return False
     return True
+
+
+def _most(lanes: Sequence[Lane]) -> list[str]:
+    """The names of the rank that knows the most parameters, in its order."""
+    return max(map(list, lanes), key=len)
 
 
 def _over(group: Any, partition: Partition, everyones: Sequence[Lane], specs: Mapping[str, MatrixSpec]) -> Partition:
@@ -73,7 +87,7 @@ def _over(group: Any, partition: Partition, everyones: Sequence[Lane], specs: Ma
     size, rank = len(everyones), comm.get_rank(group=group)
     tensors = {shard.spec.name: shard.tensor for shard in partition.shards}
     shards, planned = [], []
-    for name in max(everyones, key=len):
+    for name in _most(everyones):
         # The ranks that hold nothing of a parameter may not know it.
         alone = (replace(Placement(*lane.get(name, (0, 1, 0))), copies=1) for lane in everyones)
         lanes = tuple(replace(lane, first=t, step=size) for t, lane in enumerate(alone))

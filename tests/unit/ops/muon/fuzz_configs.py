@@ -41,6 +41,7 @@ VALID: dict[str, list[Any]] = {
     "muon_split": [{}, {}],
     "muon_conv": ["adamw", "flatten"],
     "muon_lora": ["none", "B", "both"],
+    "tp_mode": ["whole", "shard"],
     "import_momentum": ["first_moment", "zero"],
     "monitor_interval": [0, 1, 10],
 }
@@ -73,6 +74,7 @@ WRONG: dict[str, list[Any]] = {
     "muon_split": [{"nowhere": [1]}, {"weight": [1]}, {"weight": 3}, ["layers"], {"(": [1]}, "layers", True],
     "muon_conv": ["flat", True, 2],
     "muon_lora": ["A", "b", True],
+    "tp_mode": ["shards", False],
     "import_momentum": ["first", 0, True],
     "monitor_interval": [-1, 1.5, True, "often"],
     # keys that do not exist

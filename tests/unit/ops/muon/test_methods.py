@@ -288,7 +288,7 @@ def test_an_unknown_method_is_refused_before_anything_changes(tmp_path: Path) ->
     run(save_all, 2, cases=[{"stage": 2}], folder=str(tmp_path))
     (header,) = tmp_path.glob("0/*/muon_save.json")
     header.write_text(header.read_text().replace('"16x64": "gram"', '"16x64": "quintic"'))
-    assert "quintic" in json.loads(header.read_text())["structure"]["groups"][0]["ns_methods"].values()
+    assert "quintic" in json.loads(header.read_text())["structures"][0]["groups"][0]["ns_methods"].values()
     for text, is_unchanged in run(load_what_was_edited, 2, folder=str(tmp_path / "0")):
         assert "it was saved with methods that this deepspeed-muon lacks: 'quintic' for 16x64" in text
         assert is_unchanged

@@ -2,11 +2,9 @@
 """Matrices cut by tensor parallelism: their parts and plans against plain indexing."""
 
 import itertools
-from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
-import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor
@@ -15,7 +13,7 @@ from deepspeed.muon.blocks import Block, Cut, cut, matrices
 from deepspeed.muon.placement import Placement, Shard
 from deepspeed.muon.plan import make_plan
 from deepspeed.muon.routing import MatrixSpec
-from deepspeed.muon.sharding import AUTOTP, Sharding, sharding_of, whole_shape
+from deepspeed.muon.sharding import Sharding
 from test_plan import COST, all_to_all, places, spread
 
 
@@ -116,9 +114,7 @@ def test_owners_see_whole_matrices(data: st.DataObject, dp: int, stage: int, lim
     first = data.draw(shardings())
     tp = len(first.ranges)
     found = [first, *(s for s in data.draw(st.lists(shardings(), max_size=3)) if len(s.ranges) == tp)]
-    specs = [
-        MatrixSpec(f"w{i}", (0,), True, "", cuts(data.draw, s.shape), sharding=s) for i, s in enumerate(found)
-    ]
+    specs = [MatrixSpec(f"w{i}", (0,), True, "", cuts(data.draw, s.shape), sharding=s) for i, s in enumerate(found)]
     wholes = [torch.arange(s.shape[0] * s.shape[1]).view(s.shape) for s in found]
     ranks = [Rank(r, specs, tp, dp, stage) for r in range(dp * tp)]
     plans = [make_plan(rank.shards, r, dp * tp, COST, limit) for r, rank in enumerate(ranks)]

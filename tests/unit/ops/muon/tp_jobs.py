@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small language models under AutoTP, and jobs that train them on ranks of data x tensor parallelism."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -94,13 +96,19 @@ def whole_weights(engine: Any) -> dict[str, Tensor]:
     import deepspeed.comm as dist
     from deepspeed.utils import groups, safe_get_full_fp32_param
 
-    group = groups.get_tensor_model_parallel_group()
+    group = groups._TENSOR_MODEL_PARALLEL_GROUP
     found = {}
     for name, param in engine.module.named_parameters():
-        mine = safe_get_full_fp32_param(param) if engine.zero_optimization() and getattr(param, "ds_numel", param.numel()) else param
-        note = getattr(param, "ds_autotp_universal_checkpoint_meta", None)
-        shards: list[Any] = [None] * dist.get_world_size(group=group)
-        dist.all_gather_object(shards, mine.detach().clone(), group=group)
+        mine = (
+            safe_get_full_fp32_param(param)
+            if engine.zero_optimization() and getattr(param, "ds_numel", param.numel())
+            else param
+        )
+        note = getattr(param, "ds_autotp_universal_checkpoint_meta", None) if group is not None else None
+        shards: list[Any] = [mine.detach().clone()]
+        if group is not None:
+            shards *= dist.get_world_size(group=group)
+            dist.all_gather_object(shards, shards[0], group=group)
         found[name] = shards[0] if note is None or note["replicated"] else _put_together(shards, note)
     return found
 
@@ -136,22 +144,52 @@ IN_PARTS = {
 }
 
 
-def engine_of(net: nn.Module, tp: int, **config: Any) -> Any:
-    """An engine of tensor-parallel size `tp`."""
+@contextmanager
+def engine_of(net: nn.Module, tp: int, **config: Any) -> Iterator[Any]:
+    """An engine of tensor-parallel size `tp`; afterwards the process knows nothing of it."""
     import torch.distributed as dist
-
+    from deepspeed.module_inject import layers
     from deepspeed.utils import groups
 
-    groups._TENSOR_MODEL_PARALLEL_GROUP = groups._DATA_PARALLEL_GROUP = groups._MODEL_PARALLEL_GROUP = None
-    settings = ds_config(**config, tensor_parallel={"autotp_size": tp, **(IN_PARTS if isinstance(net, Gated) else {})})
+    known = ("_TENSOR_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP", "mpu")
+    before = {name: getattr(groups, name) for name in known}
+    mode = layers.DEEPSPEED_AUTOTP_MODE
+    vars(groups).update(dict.fromkeys(known))
+    cut = {"autotp_size": tp, **(IN_PARTS if isinstance(net, Gated) else {})}
+    settings = ds_config(**config, tensor_parallel=cut)
     settings["train_micro_batch_size_per_gpu"] = GLOBAL_BATCH // (dist.get_world_size() // tp)
-    return make_engine(net, settings)
+    try:
+        engine = make_engine(net, settings)
+        yield engine
+        engine.destroy()
+    finally:
+        layers.DEEPSPEED_AUTOTP_MODE = mode
+        vars(groups).update(before)
 
 
 def train(name: str, tp: int, steps: int, **config: Any) -> dict[str, Tensor]:
     """Whole weights after some steps."""
-    engine = engine_of(model(name), tp, **config)
-    train_steps(engine, steps, tp)
-    weights = whole_weights(engine)
-    engine.destroy()
-    return weights
+    with engine_of(model(name), tp, **config) as engine:
+        train_steps(engine, steps, tp)
+        return whole_weights(engine)
+
+
+def holders(name: str, tp: int, **config: Any) -> dict[str, tuple[int, list[int]]]:
+    """By name of the matrices: their owner, and the ranks that hold a part."""
+    with engine_of(model(name), tp, **config) as engine:
+        optimizer = engine.basic_optimizer
+        pairs = zip(optimizer.partitions, optimizer.plans, strict=True)
+        placed = ((block, owner) for p, plan in pairs for block, owner in zip(p.blocks, plan.owners, strict=True))
+        return {block.name: (owner, list(block.holders)) for block, owner in placed}
+
+
+def go_on(name: str, tp: int, folder: str, load: bool, **config: Any) -> dict[str, Tensor]:
+    """Three steps, saved after the first or loaded from there."""
+    with engine_of(model(name, seed=int(load)), tp, **config) as engine:
+        if load:
+            engine.load_checkpoint(folder)
+        else:
+            train_steps(engine, 1, tp)
+            engine.save_checkpoint(folder)
+        train_steps(engine, 2, tp, first=1)
+        return whole_weights(engine)

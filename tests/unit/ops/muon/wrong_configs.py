@@ -69,6 +69,7 @@ PARAMS: list[dict[str, Any]] = [
     {"muon_split": ["qkv"]},
     {"muon_conv": "flat"},
     {"muon_lora": "A"},
+    {"tp_mode": "sharded"},
     {"fp32_optimizer_states": False},
     {"adam_w_mode": 2},
     {"import_momentum": "exp_avg"},
