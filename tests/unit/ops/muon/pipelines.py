@@ -224,3 +224,10 @@ def train_pipeline(
         return weights, norms
     finally:
         forget()
+
+
+def everything(engine: Any) -> dict[str, Tensor]:
+    """Master weights and states of this rank."""
+    states = engine.basic_optimizer.state.values()
+    kept = {f"{i} {key}": value.clone() for i, state in enumerate(states) for key, value in state.items()}
+    return fp32_weights(engine) | kept
