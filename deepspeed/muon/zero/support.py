@@ -170,6 +170,12 @@ def _engine_problems(engine: Any) -> Iterator[str]:
         yield "a model-parallel unit (mpu) of more than one rank"
     if engine.has_moe_layers:
         yield "deepspeed.moe layers"
+    is_spread = (getattr(engine, "sequence_parallel_size", 1) or 1) > 1
+    if is_spread and not hasattr(engine.mpu, "get_sequence_data_parallel_group"):
+        yield (
+            "sequence parallelism by data_parallel_size in the config, where DeepSpeed leaves each rank of a sequence "
+            "its own gradients; pass mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp to initialize"
+        )
 
 
 def _pipeline_problems(engine: Any) -> Iterator[str]:

@@ -210,18 +210,24 @@ def shares(name: str, engine: Any, step: int) -> Iterator[tuple[Tensor, Tensor]]
 
 
 def train_pipeline(
-    name: str, stages: int, steps: int = 5, client: Callable[[Any], None] | None = None, **config: Any
-) -> dict[str, Tensor]:
-    """This rank's master weights after some steps."""
+    name: str, stages: int = 2, steps: int = 5, options: dict[str, Any] | None = None, **config: Any
+) -> tuple[dict[str, Tensor], list[float]]:
+    """This rank's master weights after some steps, and the gradient norm of each step."""
+    norms = []
     try:
-        net = make_pipeline(name, stages)
-        engine = make_engine(net, pipeline_config(stages, **config))
-        if client:
-            client(engine)
+        engine = make_engine(make_pipeline(name, stages, **(options or {})), pipeline_config(stages, **config))
         for step in range(steps):
             engine.train_batch(shares(name, engine, step))
+            norms.append(float(engine.get_global_grad_norm()))
         weights = fp32_weights(engine)
         engine.destroy()
-        return weights
+        return weights, norms
     finally:
         forget()
+
+
+def everything(engine: Any) -> dict[str, Tensor]:
+    """Master weights and states of this rank."""
+    states = engine.basic_optimizer.state.values()
+    kept = {f"{i} {key}": value.clone() for i, state in enumerate(states) for key, value in state.items()}
+    return fp32_weights(engine) | kept

@@ -8,12 +8,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from deepspeed.muon.zero.support import BF16_ON_NVME, RULES, _engine_problems
+from deepspeed.muon.zero.support import BF16_ON_NVME, RULES, _engine_problems, _pipeline_problems
 from distributed import run
 from models import MODELS, initialize_, train_engine
 from test_parity import CELLS
@@ -28,9 +29,7 @@ GENERATED = ("configuration.md", "errors.md", "damaged-checkpoints.md")
 WRITERS = {
     "_silence",
     "differences",
-    "check_patterns",
     "_target",
-    "_engine_problems",
     "damages",
     "_damage",
     "difference",
@@ -40,8 +39,8 @@ WRITERS = {
     "_misfits",
     "_refusal",
 }
-WRITERS |= {f"_{about}_problems" for about in ("path", "library", "optimizer", "param", "lock")}
-WRITERS |= {"_problem", "_layout_problem"}
+WRITERS |= {f"_{about}_problems" for about in ("path", "library", "optimizer", "param", "lock", "engine", "pipeline")}
+WRITERS |= {"_problem", "_layout_problem", "_idle_patterns", "_idle_splits", "_idle_heads"}
 #: So many words of a message must stand in the page, in its own order.
 WORDS = 8
 
@@ -102,16 +101,30 @@ def test_the_matrix_says_what_is_compared_with_the_oracle() -> None:
 class EverythingIsWrong:
     """An engine to which every refusal applies."""
 
-    pipeline_parallelism = has_moe_layers = True
+    pipeline_parallelism, has_moe_layers = False, True
     sequence_parallel_size = mp_world_size = 2
     mpu = object()
 
 
+class WrongPipeline:
+    """A pipeline to which every refusal applies, but for the stage of ZeRO, which can be one only."""
+
+    def __init__(self, stage: int) -> None:
+        self.zero_optimization_stage = lambda: stage
+        self.bfloat16_enabled, self.load_universal_checkpoint = bool, lambda: True
+        self.module = SimpleNamespace(phase_bounds=[])
+        self.mpu = SimpleNamespace(get_slice_parallel_world_size=lambda: 2)
+
+
 def test_every_refusal_is_in_the_support_matrix() -> None:
-    problems = list(_engine_problems(EverythingIsWrong()))
-    assert len(problems) == len(strings_in(function(PACKAGE / "zero" / "support.py", "_engine_problems")))
+    engines = list(_engine_problems(EverythingIsWrong()))
+    pipelines = list(dict.fromkeys(text for stage in (0, 2) for text in _pipeline_problems(WrongPipeline(stage))))
+    for name, problems in {"_engine_problems": engines, "_pipeline_problems": pipelines}.items():
+        texts = strings_in(function(PACKAGE / "zero" / "support.py", name))
+        assert len(problems) == len([text for text in texts if "_" not in text.split()[0]])
     refusals = [line for line in read("support.md").splitlines() if "refused" in line]
-    refused = [f"`{key}`" for key in (*(rule[0] for rule in RULES), BF16_ON_NVME[0])] + problems
+    refused = [f"`{key}`" for key in (*(rule[0] for rule in RULES), BF16_ON_NVME[0])]
+    refused += [re.split("[,;]", problem)[0] for problem in engines + pipelines]
     assert [key for key in refused if not any(key in line for line in refusals)] == []
 
 

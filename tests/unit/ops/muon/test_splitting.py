@@ -128,7 +128,7 @@ def test_a_split_of_the_user_wins_over_heads() -> None:
 def test_heads_that_are_not_known_are_refused(make: Any, text: str) -> None:
     """Never silently inactive."""
     with pytest.raises(ValueError) as error:
-        route(make(), Wishes(per_head=True))
+        MuonWithAuxAdam((net := make()).parameters(), model=net, per_head_muon=True)
     assert text in str(error.value)
     assert str(error.value).startswith("optimizer.params.per_head_muon: ")
 

@@ -70,7 +70,7 @@ def fp32_weights(engine: Any) -> dict[str, Tensor]:
     model, optimizer = engine.module, engine.optimizer
     if next(model.parameters()).dtype == torch.float32:
         return full_weights(model)
-    if engine.zero_optimization_stage() == 0:
+    if hasattr(optimizer, "fp32_groups"):  # FP16_UnfusedOptimizer
         names = {id(p): name for name, p in model.named_parameters()}
         groups = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
         pairs = (pair for params, masters in groups for pair in zip(params, masters, strict=True))

@@ -111,13 +111,6 @@ GROUPS: list[dict[str, Any]] = [
 ]
 
 
-def pipeline() -> nn.Module:
-    """Layers that DeepSpeed runs as a pipeline."""
-    from deepspeed.pipe import PipelineModule
-
-    return PipelineModule([nn.Linear(8, 8), nn.Linear(8, 8)], num_stages=1, loss_fn=nn.MSELoss())
-
-
 def experts() -> nn.Module:
     """DeepSpeed's own mixture of experts."""
     from deepspeed.moe.layer import MoE
@@ -133,7 +126,6 @@ def tagged() -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "a PipelineModule": pipeline,
     "a model with deepspeed.moe.layer.MoE": experts,
     "bias.use_muon = True": tagged,
 }
