@@ -68,6 +68,8 @@ def read_settings(path: str, world_size: int, stage: int | None = None) -> Setti
     refuse_unsupported(stock)
     notes.append("not checked: batch sizes, pipeline, native MoE layers, sequence parallelism, which an engine checks")
     zero = stock.zero_config
+    if stock.tensor_parallel_config.autotp_size > 1:
+        notes.append("tensor_parallel: planned as if all ranks were data-parallel, which hold and own as much")
     if any(is_nvme(section) for section in (zero.offload_optimizer, zero.offload_param)):
         notes.append("zero_optimization: NVMe counts as the host's memory; reading and writing it is not predicted")
     half = stock.float16_config.enabled or stock.bfloat16_config.enabled

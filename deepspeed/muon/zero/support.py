@@ -168,6 +168,8 @@ def _engine_problems(engine: Any) -> Iterator[str]:
         yield from _pipeline_problems(engine)
     elif engine.mpu is not None and engine.autotp_size() <= 1 and getattr(engine, "mp_world_size", 1) > 1:
         yield "a model-parallel unit (mpu) of more than one rank"
+    if engine.autotp_size() > 1 and engine.load_universal_checkpoint():
+        yield "universal checkpoints with tensor parallelism; resume on as many ranks without checkpoint.load_universal"
     if engine.has_moe_layers:
         yield "deepspeed.moe layers"
     is_spread = (getattr(engine, "sequence_parallel_size", 1) or 1) > 1

@@ -102,6 +102,10 @@ class EverythingIsWrong:
     """An engine to which every refusal applies."""
 
     pipeline_parallelism, has_moe_layers = False, True
+
+    def __init__(self, tensor_parallel: int) -> None:
+        self.autotp_size, self.load_universal_checkpoint = lambda: tensor_parallel, lambda: True
+
     sequence_parallel_size = mp_world_size = 2
     mpu = object()
 
@@ -117,7 +121,7 @@ class WrongPipeline:
 
 
 def test_every_refusal_is_in_the_support_matrix() -> None:
-    engines = list(_engine_problems(EverythingIsWrong()))
+    engines = list(dict.fromkeys(text for size in (1, 2) for text in _engine_problems(EverythingIsWrong(size))))
     pipelines = list(dict.fromkeys(text for stage in (0, 2) for text in _pipeline_problems(WrongPipeline(stage))))
     for name, problems in {"_engine_problems": engines, "_pipeline_problems": pipelines}.items():
         texts = strings_in(function(PACKAGE / "zero" / "support.py", name))

@@ -88,7 +88,6 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "bf16 states": ({"bf16": BF16 | {"bf16_optimizer_states": True}}, "bf16.bf16_master_weights_and_grads", FALSE),
     "autocast": ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "torch_autocast.dtype", "use bfloat16"),
     "deepcompile": ({"compile": {"deepcompile": True}}, "compile.deepcompile", FALSE),
-    "tensor": ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size", "set it to 1"),
     "expert": ({"expert_parallel": EXPERTS}, "expert_parallel.enabled", FALSE),
     "hybrid": ({"hybrid_engine": {"enabled": True}}, "hybrid_engine.enabled", FALSE),
 }

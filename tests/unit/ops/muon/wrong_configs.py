@@ -96,7 +96,6 @@ SECTIONS: list[dict[str, Any]] = [
     {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
     {"torch_autocast": {"enabled": True, "dtype": "float16"}},
     {"compile": {"deepcompile": True}},
-    {"tensor_parallel": {"autotp_size": 2}},
     {"expert_parallel": {"enabled": True, "autoep_size": 2, "preset_model": "mixtral"}},
     {"hybrid_engine": {"enabled": True}},
     {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": [0.1, 0.2, 0.3]}}},
