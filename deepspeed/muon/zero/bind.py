@@ -22,7 +22,7 @@ from deepspeed.muon.version import __version__
 from deepspeed.muon.zero import stage0, stage3, stage12
 from deepspeed.muon.zero.agreement import consult, differences
 from deepspeed.muon.zero.checkpoint import keep_convertible
-from deepspeed.muon.zero.finite import NormWatch, is_valid, once_per_step
+from deepspeed.muon.zero.finite import NormWatch, is_valid, on_all_ranks, once_per_step
 from deepspeed.muon.zero.methods import compare_plans, tune
 from deepspeed.muon.zero.monitor import watch
 from deepspeed.muon.zero.nvme import create_states
@@ -81,7 +81,9 @@ def _partitions(engine: Any, optimizer: MuonWithAuxAdam) -> list[Partition]:
     wrapper = engine.optimizer
     kind = type(wrapper).__name__
     if wrapper is optimizer or kind == "FP16_UnfusedOptimizer":
-        return stage0.partitions(wrapper, optimizer, engine.seq_data_parallel_group)
+        if engine.has_moe_layers:
+            optimizer.is_finite = on_all_ranks(optimizer.is_finite)
+        return stage0.partitions(wrapper, optimizer, lambda group: _averaging_group(engine, group))
     if kind == "BF16_Optimizer":
         optimizer.is_finite = lambda: is_valid(wrapper._global_grad_norm)
         return stage12.partitions(wrapper, optimizer)
@@ -92,6 +94,11 @@ def _partitions(engine: Any, optimizer: MuonWithAuxAdam) -> list[Partition]:
         optimizer.is_finite = NormWatch(wrapper)
         return stage3.partitions(wrapper, optimizer)
     raise UnsupportedError(f"deepspeed-muon does not know the optimizer wrapper {kind}")
+
+
+def _averaging_group(engine: Any, group: dict[str, Any]) -> Any:
+    """At stage 0, the ranks over which gradients of a parameter group are averaged: those that hold the same values."""
+    return engine.expert_data_parallel_group[group["name"]] if group.get("moe") else engine.seq_data_parallel_group
 
 
 def _compute_device() -> torch.device:

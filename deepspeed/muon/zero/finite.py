@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 
 class NormWatch:
     """Listens to the gradient norms that stages 1 to 3 reduce over all ranks, before the first group's update.
@@ -57,6 +59,20 @@ class NormWatch:
 def is_valid(norm: Any) -> bool:
     """Whether a gradient norm, a number or a 0-D tensor, is that of a finite gradient."""
     return 0 <= float(norm) < math.inf  # false of NaN, too
+
+
+def on_all_ranks(check: Callable[[], bool]) -> Callable[[], bool]:
+    """The check, passed where all ranks pass it: ranks with experts of their own have gradients of their own."""
+    from deepspeed.accelerator import get_accelerator
+
+    from deepspeed import comm  # type: ignore[attr-defined]
+
+    def agreed() -> bool:
+        passed = torch.tensor(float(check()), device=get_accelerator().current_device_name())
+        comm.all_reduce(passed, op=comm.ReduceOp.MIN)
+        return bool(passed)
+
+    return agreed
 
 
 def once_per_step(engine: Any, report: Callable[[], None]) -> Callable[[], None]:

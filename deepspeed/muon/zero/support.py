@@ -148,11 +148,6 @@ RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         lambda c: (_get(c, "tensor_parallel_config.autotp_size", 0) or 0) > 1,
         "tensor parallelism is not supported yet; set it to 1",
     ),
-    (
-        "expert_parallel.enabled",
-        _is_set("expert_parallel_config.enabled"),
-        "expert parallelism is not supported yet; set it to false",
-    ),
     ("hybrid_engine.enabled", _is_set("hybrid_engine.enabled"), "the hybrid engine is not supported; set it to false"),
 )
 
@@ -171,8 +166,6 @@ def refuse_engine(engine: Any) -> None:
 def _engine_problems(engine: Any) -> Iterator[str]:
     if engine.pipeline_parallelism:
         yield "pipeline parallelism"
-    if engine.has_moe_layers:
-        yield "deepspeed.moe layers"
     if (getattr(engine, "sequence_parallel_size", 1) or 1) > 1:
         yield "sequence parallelism"
     if engine.mpu is not None and getattr(engine, "mp_world_size", 1) > 1:
