@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from deepspeed.muon.version import __version__
 from deepspeed.muon.zero import stage0, stage3, stage12
 from deepspeed.muon.zero.agreement import consult, differences
 from deepspeed.muon.zero.checkpoint import keep_convertible
+from deepspeed.muon.zero.experts import describe, holders
 from deepspeed.muon.zero.finite import NormWatch, is_valid, on_all_ranks, once_per_step
 from deepspeed.muon.zero.methods import compare_plans, tune
 from deepspeed.muon.zero.monitor import watch
@@ -83,7 +85,7 @@ def _partitions(engine: Any, optimizer: MuonWithAuxAdam) -> list[Partition]:
     if wrapper is optimizer or kind == "FP16_UnfusedOptimizer":
         if engine.has_moe_layers:
             optimizer.is_finite = on_all_ranks(optimizer.is_finite)
-        return stage0.partitions(wrapper, optimizer, lambda group: _averaging_group(engine, group))
+        return stage0.partitions(wrapper, optimizer, partial(holders, engine))
     if kind == "BF16_Optimizer":
         optimizer.is_finite = lambda: is_valid(wrapper._global_grad_norm)
         return stage12.partitions(wrapper, optimizer)
@@ -94,11 +96,6 @@ def _partitions(engine: Any, optimizer: MuonWithAuxAdam) -> list[Partition]:
         optimizer.is_finite = NormWatch(wrapper)
         return stage3.partitions(wrapper, optimizer)
     raise UnsupportedError(f"deepspeed-muon does not know the optimizer wrapper {kind}")
-
-
-def _averaging_group(engine: Any, group: dict[str, Any]) -> Any:
-    """At stage 0, the ranks over which gradients of a parameter group are averaged: those that hold the same values."""
-    return engine.expert_data_parallel_group[group["name"]] if group.get("moe") else engine.seq_data_parallel_group
 
 
 def _compute_device() -> torch.device:
@@ -154,6 +151,7 @@ def _report(engine: Any, optimizer: MuonWithAuxAdam, lacking: selection.Missing)
     rms = update_rms(config.scale, typical.blocks[0].rows, typical.blocks[0].cols, config.rms_scale)
     facts = (
         f"{sum(len(s.blocks) for s in matrices)} matrices ({sum(s.numel for s in matrices):,} parameters) to Muon",
+        *describe(engine, optimizer),
         f"{len(rest)} tensors ({sum(s.numel for s in rest):,} parameters) to AdamW"
         + (f", {len(lora)} of them LoRA factors (Muon by muon_include)" if lora else ""),
         f"{engine.world_size} ranks{_stage_0(engine, optimizer)}",

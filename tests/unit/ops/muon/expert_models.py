@@ -86,11 +86,11 @@ def global_name(name: str, rank: int) -> str:
     return _LOCAL.sub(lambda match: f"{match[1]}{first + int(match[2])}", name)
 
 
-def spread_model(seed: int = 0) -> WithExperts:
+def spread_model(width: int = 11, seed: int = 0) -> WithExperts:
     """The model as this rank has it, with the weights of its twin."""
     import torch.distributed as dist
 
-    net, twin = WithExperts(spread=True), WithExperts(spread=False, seed=seed).state_dict()
+    net, twin = WithExperts(True, width), WithExperts(False, width, seed).state_dict()
     weights: dict[str, Any] = {name: twin[global_name(name, dist.get_rank())] for name in net.state_dict()}
     net.load_state_dict(weights)
     return net

@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """AutoEP: the experts of a transformers model, spread over ranks, train as if they were all in one place."""
 
+import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import MixtralConfig, MixtralForCausalLM
 
+from deepspeed.muon import MuonWithAuxAdam
+from deepspeed.muon.zero.support import UnsupportedError
 from distributed import run
-from models import GLOBAL_BATCH, initialize_, train_engine
+from models import GLOBAL_BATCH, full_weights, initialize_, train_engine
 from oracles import OracleResult, Part, change_error, train_oracle
-from training import ORACLE, ds_config, fp32_weights, make_engine
+from training import ORACLE, PARAMS, ds_config, fp32_weights, make_engine
 
 STEPS, VOCAB, WIDTH, INNER, TIME = 5, 19, 12, 10, 5
 
@@ -109,3 +114,103 @@ def test_training_equals_that_of_all_experts_in_one_place(stage: int, world: int
         assert weights.keys() == last.keys()
         for name, weight in last.items():
             assert change_error(initial[name], weights[name], weight) <= 1e-3, (rank, name)
+
+
+def routes(include: list[str] | None = None) -> dict[str, tuple[bool, str, str]]:
+    """Where each parameter goes, why, and how it was split."""
+    optimizer = {"type": "Muon", "params": PARAMS | ({"muon_exclude": include} if include else {})}
+    engine = make_engine(Mixtral(), autoep(2, 2, optimizer=optimizer))
+    found = {s.name: (s.use_muon, s.reason, s.split) for s in engine.basic_optimizer.specs.values()}
+    engine.destroy()
+    return found
+
+
+def test_the_router_goes_to_adamw_and_experts_to_muon_one_by_one() -> None:
+    found = run(routes, 2)[0]
+    prefix = "model.layers.1.mlp."
+    assert found[f"{prefix}router.gate.weight"] == (False, "MoE router", "")
+    for name, size in (("w1", "10 x 12"), ("w2", "12 x 10"), ("w3", "10 x 12")):
+        reason = "stack of 2 matrices of GroupedExperts"
+        assert found[f"{prefix}experts.{name}"] == (True, reason, f"2 of {size}")
+
+
+def test_patterns_may_name_parameters_that_stock_has_put_in() -> None:
+    found = run(routes, 2, include=[r"experts\.w3$"])[0]
+    assert [name for name, (use_muon, *_) in found.items() if "experts" in name and not use_muon] == [
+        f"model.layers.{layer}.mlp.experts.w3" for layer in (0, 1)
+    ]
+
+
+def train_with_given(kind: str) -> str | None:
+    """Train two steps with an optimizer of the script's; what is refused."""
+    net, config = Mixtral(), autoep(2, 2)
+    params = config.pop("optimizer")["params"]
+
+    def build(parameters: Any) -> MuonWithAuxAdam:
+        return MuonWithAuxAdam(parameters, model=net, **params)
+
+    given = build(net.parameters()) if kind == "built before" else build
+    try:
+        engine = make_engine(net, config, optimizer=given, model_parameters=list(net.parameters()))
+    except UnsupportedError as error:
+        return str(error)
+    train_engine(engine, 2)
+    engine.destroy()
+    return None
+
+
+def test_an_optimizer_of_the_script() -> None:
+    assert run(train_with_given, 2, kind="function") == [None, None]
+    for text in run(train_with_given, 2, kind="built before"):
+        assert text is not None and "DeepSpeed has replaced parameters" in text
+
+
+def go_on(stage: int, folder: str, load: bool) -> dict[str, Tensor]:
+    """Three steps, saved after the first or loaded from there; weights and momenta of experts."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    engine = make_engine(Mixtral(seed=int(load)), autoep(stage, 2))
+    if load:
+        engine.load_checkpoint(folder)
+    else:
+        train_engine(engine, 1)
+        engine.save_checkpoint(folder)
+    train_engine(engine, 2, first_step=1)
+    weights = fp32_weights(engine)
+    experts = {name: param for name, param in engine.module.named_parameters() if ".experts." in name}
+    weights |= {f"{n} momentum": safe_get_full_optimizer_state(p, "momentum_buffer") for n, p in experts.items()}
+    engine.destroy()
+    return weights
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_resume_is_exact(stage: int, tmp_path: Path) -> None:
+    straight, resumed = (run(go_on, 4, stage=stage, folder=str(tmp_path), load=load) for load in (False, True))
+    for rank, weights in enumerate(straight):
+        for name, weight in weights.items():
+            assert torch.equal(resumed[rank][name], weight), (rank, name)
+    name = "model.layers.0.mlp.experts.w1"
+    assert not torch.equal(straight[0][name], straight[1][name])
+
+
+def spoil(stage: int) -> list[dict[str, Tensor]]:
+    """This rank's weights after each step; in the second, the experts of rank 0 have a gradient that is not finite."""
+    net, found = Mixtral(), []
+    engine = make_engine(net, autoep(stage, 2, clip=0.0))
+    experts = net.model.layers[0].mlp.experts
+    for step in range(3):
+        is_bad = step == 1 and dist.get_rank() == 0
+        handle = experts.register_forward_hook(lambda *args: args[-1] * math.nan) if is_bad else None
+        train_engine(engine, 1, first_step=step)
+        if handle:
+            handle.remove()
+        found.append(full_weights(net))
+    engine.destroy()
+    return found
+
+
+def test_a_bad_step_of_one_ranks_experts_is_skipped_by_all_at_stage_3() -> None:
+    for first, second, third in run(spoil, 4, stage=3):
+        for name, weight in first.items():
+            assert torch.equal(second[name], weight), name
+            assert third[name].isfinite().all() and not torch.equal(third[name], weight), name
