@@ -191,7 +191,7 @@ def _decide(name: str, shape: tuple[int, ...], uses: list[Use], is_head: bool, w
     for rule in (_embedding, _head, _router):
         for use in uses:
             if reason := rule(use):
-                return False, reason + (", tied" if len({id(use.module) for use in uses}) > 1 else "")
+                return False, reason + (", tied" if len(uses) > 1 else "")
     if is_head:
         return False, "output head (get_output_embeddings)"
     module = uses[0].module

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from deepspeed.muon.groups import expert_group
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.zero.support import UnsupportedError
 
@@ -16,6 +17,19 @@ def holders(engine: Any, group: Mapping[str, Any]) -> Any:
     Those are all data-parallel ranks, but for experts the ranks that have the same ones.
     """
     return engine.expert_data_parallel_group[group["name"]] if group.get("moe") else engine.seq_data_parallel_group
+
+
+def local_experts(optimizer: MuonWithAuxAdam) -> dict[str, tuple[slice, int]]:
+    """By name of each stack of experts that ranks divide: this rank's of them, and how many there are."""
+    from deepspeed.utils import groups
+
+    found = {}
+    for param, spec in optimizer.specs.items():
+        if group := expert_group(param):
+            count, ranks = spec.shape[0], groups._get_expert_parallel_world_size(group)
+            first = count * groups._get_expert_parallel_rank(group)
+            found[spec.name] = slice(first, first + count), count * ranks
+    return found
 
 
 def with_names(params: Iterable[Any]) -> list[Any]:

@@ -184,5 +184,5 @@ def _problems_with_experts(engine: Any) -> Iterator[str]:
     sizes = (getattr(engine, name, 1) or 1 for name in ("mp_world_size", "sequence_parallel_size"))
     if engine.pipeline_parallelism or max(sizes) > 1:
         yield "experts (deepspeed.moe layers, AutoEP) together with tensor, sequence or pipeline parallelism"
-    if engine.load_universal_checkpoint():
-        yield "universal checkpoints of a model with experts; load a checkpoint of as many ranks as it was saved on"
+    if engine.moe_layers and engine.load_universal_checkpoint():
+        yield "universal checkpoints of deepspeed.moe layers, which DeepSpeed's converter does not know"

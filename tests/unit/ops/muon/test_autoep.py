@@ -3,7 +3,6 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,7 +127,7 @@ def routes(include: list[str] | None = None) -> dict[str, tuple[bool, str, str]]
 def test_the_router_goes_to_adamw_and_experts_to_muon_one_by_one() -> None:
     found = run(routes, 2)[0]
     prefix = "model.layers.1.mlp."
-    assert found[f"{prefix}router.gate.weight"] == (False, "MoE router", "")
+    assert found[f"{prefix}router.gate.weight"] == (False, "MoE router, tied", "")  # stock keeps its old name beside
     for name, size in (("w1", "10 x 12"), ("w2", "12 x 10"), ("w3", "10 x 12")):
         reason = "stack of 2 matrices of GroupedExperts"
         assert found[f"{prefix}experts.{name}"] == (True, reason, f"2 of {size}")
@@ -163,34 +162,6 @@ def test_an_optimizer_of_the_script() -> None:
     assert run(train_with_given, 2, kind="function") == [None, None]
     for text in run(train_with_given, 2, kind="built before"):
         assert text is not None and "DeepSpeed has replaced parameters" in text
-
-
-def go_on(stage: int, folder: str, load: bool) -> dict[str, Tensor]:
-    """Three steps, saved after the first or loaded from there; weights and momenta of experts."""
-    from deepspeed.utils import safe_get_full_optimizer_state
-
-    engine = make_engine(Mixtral(seed=int(load)), autoep(stage, 2))
-    if load:
-        engine.load_checkpoint(folder)
-    else:
-        train_engine(engine, 1)
-        engine.save_checkpoint(folder)
-    train_engine(engine, 2, first_step=1)
-    weights = fp32_weights(engine)
-    experts = {name: param for name, param in engine.module.named_parameters() if ".experts." in name}
-    weights |= {f"{n} momentum": safe_get_full_optimizer_state(p, "momentum_buffer") for n, p in experts.items()}
-    engine.destroy()
-    return weights
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_resume_is_exact(stage: int, tmp_path: Path) -> None:
-    straight, resumed = (run(go_on, 4, stage=stage, folder=str(tmp_path), load=load) for load in (False, True))
-    for rank, weights in enumerate(straight):
-        for name, weight in weights.items():
-            assert torch.equal(resumed[rank][name], weight), (rank, name)
-    name = "model.layers.0.mlp.experts.w1"
-    assert not torch.equal(straight[0][name], straight[1][name])
 
 
 def spoil(stage: int) -> list[dict[str, Tensor]]:
