@@ -169,20 +169,14 @@ def refuse_engine(engine: Any) -> None:
 
 
 def _engine_problems(engine: Any) -> Iterator[str]:
-    if engine.has_moe_layers:
-        yield from _problems_with_experts(engine)
+    sizes = [getattr(engine, name, 1) or 1 for name in ("mp_world_size", "sequence_parallel_size")]
+    if engine.has_moe_layers and (engine.pipeline_parallelism or max(sizes) > 1):
+        yield "experts (deepspeed.moe layers, AutoEP) together with tensor, sequence or pipeline parallelism"
+    if engine.moe_layers and engine.load_universal_checkpoint():
+        yield "universal checkpoints of deepspeed.moe layers, which DeepSpeed's converter does not know"
     if engine.pipeline_parallelism:
         yield "pipeline parallelism"
     if (getattr(engine, "sequence_parallel_size", 1) or 1) > 1:
         yield "sequence parallelism"
     if engine.mpu is not None and getattr(engine, "mp_world_size", 1) > 1:
         yield "a model-parallel unit (mpu) of more than one rank"
-
-
-def _problems_with_experts(engine: Any) -> Iterator[str]:
-    """Experts beside what else divides a model, and checkpoints in which ranks would find each other's experts."""
-    sizes = (getattr(engine, name, 1) or 1 for name in ("mp_world_size", "sequence_parallel_size"))
-    if engine.pipeline_parallelism or max(sizes) > 1:
-        yield "experts (deepspeed.moe layers, AutoEP) together with tensor, sequence or pipeline parallelism"
-    if engine.moe_layers and engine.load_universal_checkpoint():
-        yield "universal checkpoints of deepspeed.moe layers, which DeepSpeed's converter does not know"

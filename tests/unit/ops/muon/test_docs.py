@@ -102,9 +102,12 @@ def test_the_matrix_says_what_is_compared_with_the_oracle() -> None:
 class EverythingIsWrong:
     """An engine to which every refusal applies."""
 
-    pipeline_parallelism = has_moe_layers = True
+    pipeline_parallelism = has_moe_layers = moe_layers = True
     sequence_parallel_size = mp_world_size = 2
     mpu = object()
+
+    def load_universal_checkpoint(self) -> bool:
+        return True
 
 
 def test_every_refusal_is_in_the_support_matrix() -> None:
