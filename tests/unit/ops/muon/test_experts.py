@@ -2,6 +2,7 @@
 """Experts on ranks of their own: groups, batches, bad gradients, and what is refused."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from deepspeed.muon.owners import CostModel
 from deepspeed.muon.placement import Placement, Shard
 from deepspeed.muon.plan import make_plan
 from deepspeed.muon.routing import route
-from deepspeed.muon.zero.support import UnsupportedError
+from deepspeed.muon.zero.experts import describe, holders
+from deepspeed.muon.zero.support import UnsupportedError, refuse_engine
 from distributed import run
 from expert_models import spread_model
 from models import full_weights, train_engine
@@ -140,8 +142,30 @@ def test_universal_checkpoints_are_refused() -> None:
         assert text is not None and "universal checkpoints of deepspeed.moe layers" in text
 
 
-def test_other_parallelism_beside_experts_is_refused() -> None:
-    """In a pool of its own, because DeepSpeed keeps these groups in globals."""
-    settings = {"sequence_parallel_size": 2, "data_parallel_size": 1, "train_micro_batch_size_per_gpu": 4}
-    for text in run(refusal, 2, fresh=True, stage=2, **settings):
-        assert text is not None and "experts (deepspeed.moe layers, AutoEP) together with tensor" in text
+@pytest.mark.parametrize(
+    "other", [{"pipeline_parallelism": True}, {"sequence_parallel_size": 2}, {"mp_world_size": 2}], ids=str
+)
+def test_other_parallelism_beside_experts_is_refused(other: dict[str, Any]) -> None:
+    plain = {"pipeline_parallelism": False, "sequence_parallel_size": 1, "mp_world_size": 1, "mpu": None}
+    plain |= {"has_moe_layers": True, "moe_layers": []}
+    refuse_engine(SimpleNamespace(**plain))
+    with pytest.raises(UnsupportedError, match=r"experts .* together with tensor, sequence or pipeline parallelism"):
+        refuse_engine(SimpleNamespace(**plain | other))
+
+
+# ---- the ranks of a group -----------------------------------------------------------------------------------------
+
+
+def ranks_of_groups() -> tuple[list[tuple[bool, int]], list[str]]:
+    """Of each parameter group whether it is of experts and how many ranks divide it; what the log says."""
+    engine = make_engine(spread_model(), ds_config())
+    optimizer = engine.basic_optimizer
+    found = [(g.get("moe", False), dist.get_world_size(holders(engine, g))) for g in optimizer.param_groups]
+    words = describe(engine, optimizer)
+    engine.destroy()
+    return found, words
+
+
+def test_experts_are_divided_among_the_ranks_that_have_them() -> None:
+    expected = [(False, 4), (False, 4), (True, 2), (True, 2)]
+    assert run(ranks_of_groups, 4) == [(expected, ["4 of them are experts that 2 ranks have"])] * 4
