@@ -62,7 +62,7 @@ One step takes a singular value s to a s + b s^3 + c s^5.
 A group that the script passes keeps its own settings, in both of its halves:
 {group_keys}. A group's `lr` replaces the config's `muon_lr` and `adam_lr` as well, its `weight_decay` both decays; to
 set one half of a group, write `muon_lr` or `adam_lr` into it. The halves are named `group0-muon`, `group0-adam` and so
-on, or after the group's `name`.
+on, or after the group's `name`; those of experts on ranks of their own have the name of their process group.
 
 ## Which parameters go to Muon
 

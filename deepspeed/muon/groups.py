@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Splits the user's parameter groups into a Muon and an AdamW half each."""
+"""Splits the user's parameter groups into a Muon and an AdamW half each, those of experts apart."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from deepspeed.muon.routing import MatrixSpec, shapes, unmatched
 class Split:
     """The halves of all groups, and how they come from the user's.
 
-    ``origins``: for each group as the user gave it, the indices of its halves (none, one or two).
+    ``origins``: for each group as the user gave it, the indices of its halves (none, one, two, or more with experts).
     ``given_lrs``: for each, the learning rate that a schedule describes. ``reference_lr``: what a number of a
     schedule for all groups describes, the config's rate, or where it has none that of the first group with one.
     """
@@ -34,7 +34,9 @@ class Split:
 def split_groups(params: Iterable[Any], specs: Mapping[Any, MatrixSpec], config: MuonConfig) -> Split:
     """Groups of one kind each; frozen parameters and empty halves are left out.
 
-    Each half carries ``lr_ratio``, its learning rate over that of the group it comes from.
+    Each half carries ``lr_ratio``, its learning rate over that of the group it comes from. Experts that lie on other
+    ranks than the rest get halves of their own, with the marks by which ZeRO finds their ranks: ``moe``, and as
+    ``name`` that of their process group.
 
     Args:
         params: parameters, or dicts with ``params`` and settings of their own, which win over the config's.
@@ -68,17 +70,26 @@ def _halves(
     unknown = [list(param.shape) for param in members if param not in specs]
     if unknown:
         raise ValueError(f"{len(unknown)} parameters are not part of the model, first shape {unknown[0]}")
-    own = {key: value for key, value in group.items() if key not in ("params", "name")}
+    own = {key: value for key, value in group.items() if key not in ("params", "name", "moe")}
     settings = config.for_group(own, where) if own else config
     reference = settings.reference_lr
     halves = []
-    for use_muon, label, values in ((True, "muon", settings.muon_group()), (False, "adam", settings.adam_group())):
-        half = [param for param in members if specs[param].use_muon is use_muon]
-        ratio = values["lr"] / reference if reference else 1.0
-        name = f"{base}-{label}" if base else label
-        if half:
-            halves.append({"params": half, **values, "lr_ratio": ratio, "use_muon": use_muon, "name": name})
+    for experts in sorted({expert_group(param) for param in members}):
+        for use_muon, label, values in ((True, "muon", settings.muon_group()), (False, "adam", settings.adam_group())):
+            half = [p for p in members if specs[p].use_muon is use_muon and expert_group(p) == experts]
+            ratio = values["lr"] / reference if reference else 1.0
+            marks = {"name": experts, "moe": True} if experts else {"name": f"{base}-{label}" if base else label}
+            if half:
+                halves.append({"params": half, **values, "lr_ratio": ratio, "use_muon": use_muon, **marks})
     return halves, reference
+
+
+def expert_group(param: Any) -> str:
+    """The name of the expert-parallel group over which the parameter's layer spreads its experts; empty for none.
+
+    By DeepSpeed's marks: ``allreduce = False`` on a parameter that other ranks have other values of.
+    """
+    return "" if getattr(param, "allreduce", True) else str(param.group_name)
 
 
 def check_wishes(model: nn.Module, specs: Iterable[MatrixSpec], config: MuonConfig) -> dict[str, str]:

@@ -24,7 +24,11 @@ Key = tuple[int, int]
 
 
 def key_of(name: str, step: int) -> Key:
-    """Two signed 32-bit numbers for a parameter and a step; the same on every rank and every machine."""
+    """Two signed 32-bit numbers for a parameter and a step; the same on every rank and every machine.
+
+    Experts of one name on different ranks draw the same numbers: their values differ, and no sum runs over them, so
+    that their errors do not add up.
+    """
     digest = hashlib.blake2s(f"{name}\0{step}".encode(), digest_size=8).digest()
     return int.from_bytes(digest[:4], "little", signed=True), int.from_bytes(digest[4:], "little", signed=True)
 

@@ -248,20 +248,24 @@ def _head(use: Use) -> str | None:
     parts = use.path.split(".")
     if parts[-1] in HEAD_NAMES or use.path in TOP_LEVEL_HEAD_NAMES:
         return f"output head {parts[-1]}"
+    if "classifier" not in parts[:-1]:
+        return None
     siblings = [name for name, _ in _children(use.parent)]
-    is_last = "classifier" in parts[:-1] and bool(siblings) and parts[-1] == siblings[-1]
-    return f"output head {use.path}" if is_last else None
+    return f"output head {use.path}" if siblings and parts[-1] == siblings[-1] else None
 
 
 def _router(use: Use) -> str | None:
     parts = use.path.split(".") if use.path else []
     if any("router" in part.lower() for part in parts[-2:]) or "Router" in type(use.module).__name__:
         return "MoE router"
-    gate = parts and (parts[-1] == "gate" or parts[-2:] == ["gate", "wg"])
+    if parts[-2:] == ["gate", "wg"]:
+        return "MoE router"
+    if not parts or parts[-1] not in ("gate", "coefficient"):
+        return None
     is_moe = any(child in ("experts", "deepspeed_moe") for child, _ in _children(use.parent))
-    return (
-        "MoE router" if gate and (is_moe or parts[-1] == "wg" or type(use.module).__name__.endswith("Gate")) else None
-    )
+    if parts[-1] == "coefficient":
+        return "mixture of a residual MoE" if is_moe else None
+    return "MoE router" if is_moe or type(use.module).__name__.endswith("Gate") else None
 
 
 def _children(module: nn.Module | None) -> Iterable[tuple[str, nn.Module]]:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ from deepspeed.muon.version import __version__
 from deepspeed.muon.zero import stage0, stage3, stage12
 from deepspeed.muon.zero.agreement import consult, differences
 from deepspeed.muon.zero.checkpoint import keep_convertible
-from deepspeed.muon.zero.finite import NormWatch, is_valid, once_per_step
+from deepspeed.muon.zero.experts import describe, holders
+from deepspeed.muon.zero.finite import NormWatch, is_valid, on_all_ranks, once_per_step
 from deepspeed.muon.zero.methods import compare_plans, shapes_to_measure, tune
 from deepspeed.muon.zero.monitor import watch
 from deepspeed.muon.zero.nvme import create_states
@@ -96,7 +98,9 @@ def _partitions(engine: Any, optimizer: MuonWithAuxAdam) -> list[Partition]:
     wrapper = engine.optimizer
     kind = type(wrapper).__name__
     if wrapper is optimizer or kind == "FP16_UnfusedOptimizer":
-        return stage0.partitions(wrapper, optimizer, engine.seq_data_parallel_group)
+        if engine.has_moe_layers:
+            optimizer.is_finite = on_all_ranks(optimizer.is_finite)
+        return stage0.partitions(wrapper, optimizer, partial(holders, engine))
     if kind == "BF16_Optimizer":
         optimizer.is_finite = lambda: is_valid(wrapper._global_grad_norm)
         return stage12.partitions(wrapper, optimizer)
@@ -182,6 +186,7 @@ def _report(engine: Any, optimizer: MuonWithAuxAdam, lacking: selection.Missing,
     facts = (
         *_place(engine, optimizer),
         f"{sum(len(s.blocks) for s in matrices)} matrices ({_elements(matrices):,} parameters) to Muon",
+        *describe(engine, optimizer),
         f"{len(rest)} tensors ({_elements(rest):,} parameters) to AdamW"
         + (f", {len(lora)} of them LoRA factors (Muon by muon_include)" if lora else ""),
         *(_steps(engine, optimizer, lacking, matrices) if matrices else ()),

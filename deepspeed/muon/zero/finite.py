@@ -61,19 +61,18 @@ def is_valid(norm: Any) -> bool:
     return 0 <= float(norm) < math.inf  # false of NaN, too
 
 
-def on_all_ranks(is_finite: Callable[[], bool], group: Any) -> Callable[[], bool]:
-    """Whether it is so on all ranks of the group, for gradients of which nobody reduces the norm."""
+def on_all_ranks(check: Callable[[], bool], group: Any = None) -> Callable[[], bool]:
+    """The check, passed where all ranks of the group pass it: ranks with own parameters have own gradients."""
+    from deepspeed.accelerator import get_accelerator
 
-    def check() -> bool:
-        from deepspeed.accelerator import get_accelerator
+    from deepspeed import comm  # type: ignore[attr-defined]
 
-        from deepspeed import comm  # type: ignore[attr-defined]
+    def agreed() -> bool:
+        passed = torch.tensor(float(check()), device=get_accelerator().current_device_name())
+        comm.all_reduce(passed, op=comm.ReduceOp.MIN, group=group)
+        return bool(passed)
 
-        flag = torch.tensor(float(is_finite()), device=get_accelerator().current_device_name())
-        comm.all_reduce(flag, op=comm.ReduceOp.MIN, group=group)
-        return bool(flag)
-
-    return check
+    return agreed
 
 
 def once_per_step(engine: Any, report: Callable[[], None]) -> Callable[[], None]:

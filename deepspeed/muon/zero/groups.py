@@ -10,6 +10,8 @@ from deepspeed.muon.choice import unknown_methods
 from deepspeed.muon.logs import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 
+#: What a group keeps whatever is loaded: its ratio of the schedule, and by what ZeRO finds the ranks of its experts.
+OWN = ("lr_ratio", "name", "moe")
 Groups = Sequence[Mapping[str, Any]]
 
 
@@ -58,7 +60,7 @@ def settings_of(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[st
     Learning rates are left out of the warning, since a schedule changes them. Their ratio is the config's: a schedule
     is built from the config too. Of ``ns_methods`` the warning names the shapes that differ.
     """
-    settings = {key: value for key, value in saved.items() if key not in ("params", "matrices", "lr_ratio")}
+    settings = {key: value for key, value in saved.items() if key not in (*OWN, "params", "matrices")}
     for key, value in settings.items():
         here = current.get(key, value)
         if key == "ns_methods":
@@ -68,7 +70,7 @@ def settings_of(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[st
             continue
         logger.warning(
             "deepspeed-muon: group %s goes on with %s = %s from the checkpoint; the config has %s",
-            settings.get("name"),
+            current.get("name"),
             key,
             value,
             here,

@@ -23,11 +23,12 @@ from deepspeed.muon.logs import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.version import TESTED_DEEPSPEED
 from deepspeed.muon.zero.bind import agree, bind_engine
+from deepspeed.muon.zero.experts import refuse_replaced, with_names
 from deepspeed.muon.zero.monitor import take_step
 from deepspeed.muon.zero.nvme import check_nvme
 from deepspeed.muon.zero.saving import load_checkpoint, save_checkpoint
 from deepspeed.muon.zero.scheduler import check_schedule, configure_scheduler, scheduler_from_config
-from deepspeed.muon.zero.support import refuse_engine, refuse_unsupported
+from deepspeed.muon.zero.support import refuse_engine, refuse_unsupported, renames_parameters
 
 #: Values of ``optimizer.type`` in ds_config.json, in lower case. Stock cannot resolve the second.
 TYPES = ("muon", "muonwithauxadam")
@@ -198,7 +199,8 @@ def _keep_user_tags() -> None:
 
     def keep(original: Callable, config_class: Any, model: Any) -> None:
         if is_muon(config_class.optimizer_name):
-            check_patterns(model, parse(config_class.optimizer_params))
+            if not renames_parameters(config_class):  # else the optimizer checks, which sees the new names
+                check_patterns(model, parse(config_class.optimizer_params))
         else:
             original(config_class, model)
 
@@ -225,10 +227,13 @@ def _configure_optimizer(original: Callable, self: Any, client_optimizer: Any, m
     if isinstance(client_optimizer, MuonWithAuxAdam):
         refuse_unsupported(self._config, client_optimizer.config.momentum_dtype)
         refuse_engine(self)
+        refuse_replaced(client_optimizer)
         check_schedule(self, client_optimizer)
         check_nvme(self, client_optimizer)
         agree(client_optimizer)
         self._config.zero_force_ds_cpu_optimizer = False
+    elif client_optimizer is None and is_muon(self.optimizer_name()) and self.has_moe_layers:
+        model_parameters = with_names(model_parameters)
     result = original(self, client_optimizer, model_parameters)
     if isinstance(self.basic_optimizer, MuonWithAuxAdam):
         bind_engine(self)

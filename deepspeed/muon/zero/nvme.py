@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.zero.experts import holders
 from deepspeed.muon.zero.support import UnsupportedError, is_nvme
 
 #: Stock's least size of a swapped tensor in bytes, unless ``aio.block_size`` is larger.
@@ -46,7 +47,7 @@ def check_nvme(engine: Any, optimizer: MuonWithAuxAdam) -> None:
     asked = {name: section for name, section in sections.items() if is_nvme(section)}
     if not asked or engine.zero_optimization_stage() != 3:
         return
-    sizes = [(group, _sub_groups(group["params"], config, engine.dp_world_size)) for group in optimizer.param_groups]
+    sizes = [(group, _sub_groups(group["params"], config, _ranks(engine, group))) for group in optimizer.param_groups]
     problems = [
         *(problem for name, section in asked.items() for problem in _path_problems(name, section.nvme_path)),
         *_library_problems(),
@@ -55,6 +56,12 @@ def check_nvme(engine: Any, optimizer: MuonWithAuxAdam) -> None:
     ]
     if problems:
         raise UnsupportedError("offload to NVMe cannot work as configured:\n  " + "\n  ".join(problems))
+
+
+def _ranks(engine: Any, group: dict[str, Any]) -> int:
+    from deepspeed import comm  # type: ignore[attr-defined]
+
+    return comm.get_world_size(group=holders(engine, group))
 
 
 Sizes = list[tuple[dict[str, Any], list[int]]]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import gcd
 from pathlib import Path
@@ -16,7 +17,7 @@ from deepspeed.muon.config import MuonConfig, MuonConfigError, parse
 from deepspeed.muon.explain import FILLED_BY
 from deepspeed.muon.forecast import Layout
 from deepspeed.muon.zero.install import is_muon
-from deepspeed.muon.zero.support import UnsupportedError, is_nvme, refuse_unsupported
+from deepspeed.muon.zero.support import UnsupportedError, is_nvme, refuse_unsupported, renames_parameters
 
 #: Keys that fit one launch only; the engine checks them against its world size.
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -66,12 +67,8 @@ def read_settings(path: str, world_size: int, stage: int | None = None) -> Setti
         section["zero_optimization"] = dict(section.get("zero_optimization") or {}) | {"stage": stage}
     stock = _stock_config(path, section)
     refuse_unsupported(stock)
-    notes.append("not checked: batch sizes, pipeline, native MoE layers, sequence parallelism, which an engine checks")
+    notes += _not_predicted(stock)
     zero = stock.zero_config
-    if stock.tensor_parallel_config.autotp_size > 1:
-        notes.append("tensor_parallel: planned as if all ranks were data-parallel, which hold and own as much")
-    if any(is_nvme(section) for section in (zero.offload_optimizer, zero.offload_param)):
-        notes.append("zero_optimization: NVMe counts as the host's memory; reading and writing it is not predicted")
     half = stock.float16_config.enabled or stock.bfloat16_config.enabled
     aligned = _uses_flat_optimizer(stock) and getattr(zero, "parameter_alignment", False)
     itemsize = 2 if half else 4
@@ -83,6 +80,16 @@ def read_settings(path: str, world_size: int, stage: int | None = None) -> Setti
         ALIGNED_BYTES // gcd(ALIGNED_BYTES, itemsize) if aligned else 1,
     )
     return Settings(config, layout, _offloads(zero), float(stock.gradient_clipping), tuple(notes))
+
+
+def _not_predicted(stock: Any) -> Iterator[str]:
+    yield "not checked: batch sizes, pipeline, native MoE layers, sequence parallelism, which an engine checks"
+    if renames_parameters(stock):
+        yield "expert_parallel: predicted as if every rank had all experts, under the names that they have now"
+    if stock.tensor_parallel_config.autotp_size > 1:
+        yield "tensor_parallel: planned as if all ranks were data-parallel, which hold and own as much"
+    if any(is_nvme(section) for section in (stock.zero_config.offload_optimizer, stock.zero_config.offload_param)):
+        yield "zero_optimization: NVMe counts as the host's memory; reading and writing it is not predicted"
 
 
 def _load(path: str) -> dict[str, Any]:

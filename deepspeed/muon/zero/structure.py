@@ -92,7 +92,8 @@ def of_files(engine: Any, folder: str, tag: str, with_optimizer: bool) -> dict[s
     if engine.zero_optimization_partition_weights():
         saved["partial_shapes"] = {n: list(s) for group in model["param_shapes"] for n, s in group.items()}
     elif model["module"] is not None:  # a pipeline saves its layers in files of their own
-        saved["shapes"] = {n: list(v.shape) for n, v in model["module"].items() if isinstance(v, torch.Tensor)}
+        key = "partial_shapes" if engine.has_moe_layers else "shapes"  # experts lie in files of their own
+        saved[key] = {n: list(v.shape) for n, v in model["module"].items() if isinstance(v, torch.Tensor)}
     if with_optimizer:
         if engine.zero_optimization():
             state = _opened(read_states, engine._get_zero_ckpt_name(folder, tag))["optimizer_state_dict"]

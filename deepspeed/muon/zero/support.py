@@ -143,17 +143,17 @@ RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     ("torch_autocast.dtype", _fp16_autocast, "fp16 autocast skips steps rank by rank; use bfloat16"),
     ("compile.deepcompile", _is_set("compile_config.deepcompile"), "DeepCompile is not supported; set it to false"),
-    (
-        "expert_parallel.enabled",
-        _is_set("expert_parallel_config.enabled"),
-        "expert parallelism is not supported yet; set it to false",
-    ),
     ("hybrid_engine.enabled", _is_set("hybrid_engine.enabled"), "the hybrid engine is not supported; set it to false"),
 )
 
 
+def renames_parameters(config: Any) -> bool:
+    """Whether DeepSpeed is going to put parameters of other names and shapes into the model."""
+    return bool(_get(config, "expert_parallel_config.enabled"))
+
+
 def refuse_engine(engine: Any) -> None:
-    """What only the engine knows: kinds of pipelines, native mixture of experts, model parallelism.
+    """What only the engine knows: kinds of pipelines, of model and sequence parallelism, experts beside them.
 
     Raises:
         UnsupportedError: as :func:`refuse_unsupported`.
@@ -164,14 +164,17 @@ def refuse_engine(engine: Any) -> None:
 
 
 def _engine_problems(engine: Any) -> Iterator[str]:
+    sizes = [getattr(engine, name, 1) or 1 for name in ("mp_world_size", "sequence_parallel_size")]
+    if engine.has_moe_layers and (engine.pipeline_parallelism or max(sizes) > 1):
+        yield "experts (deepspeed.moe layers, AutoEP) together with tensor, sequence or pipeline parallelism"
+    if engine.moe_layers and engine.load_universal_checkpoint():
+        yield "universal checkpoints of deepspeed.moe layers, which DeepSpeed's converter does not know"
     if engine.pipeline_parallelism:
         yield from _pipeline_problems(engine)
     elif engine.mpu is not None and engine.autotp_size() <= 1 and getattr(engine, "mp_world_size", 1) > 1:
         yield "a model-parallel unit (mpu) of more than one rank"
     if engine.autotp_size() > 1 and engine.load_universal_checkpoint():
         yield "universal checkpoints with tensor parallelism; resume on as many ranks without checkpoint.load_universal"
-    if engine.has_moe_layers:
-        yield "deepspeed.moe layers"
     is_spread = (getattr(engine, "sequence_parallel_size", 1) or 1) > 1
     if is_spread and not hasattr(engine.mpu, "get_sequence_data_parallel_group"):
         yield (

@@ -26,8 +26,7 @@ def joined(partitions: list[Partition], optimizer: MuonWithAuxAdam, engine: Any)
     """The partitions, those of the Muon half over all ranks of the tensor-parallel group where there is one.
 
     Raises:
-        UnsupportedError: on all ranks, where they do not have the same parameters in one sub-group, or the ranks of a
-            partition are not those that are equal to this one but for the tensor-parallel group.
+        UnsupportedError: on all ranks, where they do not have the same parameters in one sub-group.
     """
     if engine.autotp_size() <= 1 or optimizer.config.tp_mode == "shard":
         return partitions
@@ -36,12 +35,6 @@ def joined(partitions: list[Partition], optimizer: MuonWithAuxAdam, engine: Any)
     from deepspeed import comm  # type: ignore[attr-defined]
 
     group = groups.get_tensor_model_parallel_group()
-    lane = list(range(comm.get_rank(group=group), comm.get_world_size(), comm.get_world_size(group=group)))
-    if any(comm.get_all_ranks_from_group(partition.group) != lane for partition in partitions):
-        raise UnsupportedError(
-            "deepspeed-muon does not support this engine: tensor parallelism together with parameters that are sharded "
-            "over other ranks than the data-parallel ones, as experts are; leave one of the two out"
-        )
     mine = [{shard.spec.name: astuple(shard.placement) for shard in partition.shards} for partition in partitions]
     everyones: list[Any] = [None] * comm.get_world_size(group=group)
     comm.all_gather_object(everyones, mine, group=group)

@@ -19,6 +19,7 @@ from deepspeed.muon.imports import KEYS, Fates, ImportStateError, Source, chosen
 from deepspeed.muon.logs import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.partition import Partition
+from deepspeed.muon.zero.experts import local_experts
 from deepspeed.muon.zero.files import read_states
 from deepspeed.muon.zero.groups import check_groups, kinds, saved_groups, settings_of
 from deepspeed.muon.zero.nvme import each_sub_group
@@ -78,10 +79,15 @@ def _either_name(original: Callable[[str, Any], list[str]]) -> Callable[[str, An
 
 
 class Folder:
-    """A universal checkpoint."""
+    """A universal checkpoint.
 
-    def __init__(self, folder: str) -> None:
+    Args:
+        experts: as :func:`local_experts`.
+    """
+
+    def __init__(self, folder: str, experts: Mapping[str, tuple[slice, int]]) -> None:
         self.zero = Path(folder, "zero")
+        self.experts = experts
         self.common: dict[str, Any] = self._open("optimizer_state.pt")
         self.groups = saved_groups(self.common)
         self.origin: str | None = self.common.get(ORIGIN)
@@ -96,7 +102,9 @@ class Folder:
     def read(self, name: str, key: str) -> Tensor:
         """A parameter's weight or state, mapped; what is not touched is not read."""
         value = self._open(f"{name}/{MOMENTUM if key == 'momentum_buffer' else key}.pt")
-        return value["param"] if isinstance(value, dict) else value
+        whole = value["param"] if isinstance(value, dict) else value
+        mine, count = self.experts.get(name, (slice(None), 0))
+        return whole[mine] if whole.ndim and len(whole) == count else whole
 
     def step(self, name: str) -> float:
         """How many steps the parameter has taken."""
@@ -157,7 +165,7 @@ class Folder:
 
 def _opened(engine: Any, optimizer: MuonWithAuxAdam, path: str, load_states: bool) -> tuple[Folder, Source, Fates]:
     """The folder and what becomes of each state, after all checks; nothing is changed yet."""
-    folder = Folder(path)
+    folder = Folder(path, local_experts(optimizer))
     source, fates = folder.source(), Fates()
     if load_states:
         choice = chosen(optimizer, source)

@@ -101,13 +101,12 @@ def test_the_matrix_says_what_is_compared_with_the_oracle() -> None:
 class EverythingIsWrong:
     """An engine to which every refusal applies."""
 
-    pipeline_parallelism, has_moe_layers = False, True
+    pipeline_parallelism, has_moe_layers, moe_layers = False, True, True
+    sequence_parallel_size = mp_world_size = 2
+    mpu = object()
 
     def __init__(self, tensor_parallel: int) -> None:
         self.autotp_size, self.load_universal_checkpoint = lambda: tensor_parallel, lambda: True
-
-    sequence_parallel_size = mp_world_size = 2
-    mpu = object()
 
 
 class WrongPipeline:

@@ -126,6 +126,11 @@ ADAMW: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "top-level output": (lambda: module(output=linear()), "output.weight", "output head output"),
     "hugging face head": (HuggingFace, "unembed.weight", "output head (get_output_embeddings)"),
     "mixtral": (lambda: moe("experts", gate=linear(8, 2)), "block.gate.weight", "MoE router"),
+    "residual": (
+        lambda: moe("experts", coefficient=linear(8, 2)),
+        "block.coefficient.weight",
+        "mixture of a residual MoE",
+    ),
     "switch": (lambda: moe("mlps", router=module(proj=linear(8, 2))), "block.router.proj.weight", "MoE router"),
     "router": (lambda: moe("mlps", my_router=linear(8, 2)), "block.my_router.weight", "MoE router"),
     "router by its class": (lambda: module(mlp=named("TopKRouter")), "mlp.table", "MoE router"),

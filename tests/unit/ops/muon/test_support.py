@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from deepspeed.module_inject import layers
-from deepspeed.moe.layer import MoE
+from deepspeed.pipe import PipelineModule
 from deepspeed.runtime import config as stock_config
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -57,7 +57,6 @@ def offload(**settings: Any) -> dict[str, Any]:
 
 NVME, CPU = {"device": "nvme", "nvme_path": "/tmp"}, {"device": "cpu"}
 BF16 = {"enabled": True, "bf16_master_weights_and_grads": True}
-EXPERTS = {"enabled": True, "autoep_size": 2, "preset_model": "mixtral"}
 FALSE, STAGE_3 = "set it to false", "set zero_optimization.stage to 3"
 #: settings, key that the message names, what it says to change
 CASES: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -88,7 +87,6 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "bf16 states": ({"bf16": BF16 | {"bf16_optimizer_states": True}}, "bf16.bf16_master_weights_and_grads", FALSE),
     "autocast": ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "torch_autocast.dtype", "use bfloat16"),
     "deepcompile": ({"compile": {"deepcompile": True}}, "compile.deepcompile", FALSE),
-    "expert": ({"expert_parallel": EXPERTS}, "expert_parallel.enabled", FALSE),
     "hybrid": ({"hybrid_engine": {"enabled": True}}, "hybrid_engine.enabled", FALSE),
 }
 #: settings that stock refuses by itself, with words of its message; it had MiCS before 0.19.7
@@ -102,8 +100,7 @@ STOCK: dict[str, tuple[dict[str, Any], str]] = {
 
 def unknown_keys() -> list[str]:
     """Names of cases whose key this DeepSpeed does not have yet."""
-    norm = [] if "compute_grad_norm" in DeepSpeedZeroConfig.model_fields else ["norm"]
-    return norm + ([] if hasattr(stock_config, "get_expert_parallel_config") else ["expert"])
+    return [] if "compute_grad_norm" in DeepSpeedZeroConfig.model_fields else ["norm"]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -224,7 +221,11 @@ def model_parallel_unit() -> SimpleNamespace:
 def refuse_parallel(kind: str, client: bool = False) -> Refusal | None:
     """What only the engine knows, with the optimizer from the config or from the user."""
     config, kwargs = ds_config(stage=1) | {"train_micro_batch_size_per_gpu": 4}, {}
-    net = nn.Sequential(nn.Linear(8, 8), MoE(8, nn.Linear(8, 8), num_experts=2)) if kind == "moe" else Mlp()
+    if kind == "pipeline":
+        config |= {"zero_optimization": {"stage": 2}}
+        net = PipelineModule([nn.Linear(8, 8), nn.Linear(8, 8)], num_stages=1, loss_fn=nn.MSELoss())
+    else:
+        net = Mlp()
     if kind == "sequence":
         config |= {"sequence_parallel_size": 2, "data_parallel_size": 1}
     if kind == "mpu":
@@ -241,8 +242,8 @@ def refuse_all_parallel(kinds: list[str]) -> list[Refusal | None]:
 
 @pytest.mark.parametrize("client", [False, True])
 def test_engines_that_are_refused(client: bool) -> None:
-    name, text, _ = run(refuse_parallel, 1, kind="moe", client=client)[0]
-    assert name == "UnsupportedError" and "deepspeed.moe layers" in text
+    name, text, _ = run(refuse_parallel, 1, kind="pipeline", client=client)[0]
+    assert name == "UnsupportedError" and "a pipeline at ZeRO stage 2 or 3" in text
 
 
 def test_parallelism_over_ranks_is_refused() -> None:

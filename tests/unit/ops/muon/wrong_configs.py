@@ -96,7 +96,6 @@ SECTIONS: list[dict[str, Any]] = [
     {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
     {"torch_autocast": {"enabled": True, "dtype": "float16"}},
     {"compile": {"deepcompile": True}},
-    {"expert_parallel": {"enabled": True, "autoep_size": 2, "preset_model": "mixtral"}},
     {"hybrid_engine": {"enabled": True}},
     {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": [0.1, 0.2, 0.3]}}},
     {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1e-4, "cycle_max_lr": [0.02, 3e-4]}}},
@@ -110,13 +109,6 @@ GROUPS: list[dict[str, Any]] = [
 ]
 
 
-def experts() -> nn.Module:
-    """DeepSpeed's own mixture of experts."""
-    from deepspeed.moe.layer import MoE
-
-    return nn.Sequential(nn.Linear(8, 8), MoE(8, nn.Linear(8, 8), num_experts=2))
-
-
 def tagged() -> nn.Module:
     """A vector that is tagged for Muon."""
     net = Mlp()
@@ -125,7 +117,6 @@ def tagged() -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "a model with deepspeed.moe.layer.MoE": experts,
     "bias.use_muon = True": tagged,
 }
 
