@@ -74,7 +74,7 @@ def forget() -> None:
 
     import deepspeed
 
-    checkpointing.mp_rank = checkpointing.mp_size = checkpointing.mp_group = None
+    checkpointing.mp_rank, checkpointing.mp_size, checkpointing.mp_group, checkpointing.mpu = 0, 1, None, None
     deepspeed.checkpointing.configure(None, partition_activations=False)
 
 
