@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from deepspeed import pipe
 from distributed import run
 from pipelines import Whole, everything, forget, make_pipeline, pipeline_config, shares
 from test_pipeline_stages import PRECISIONS, SHARED
@@ -80,7 +81,6 @@ def test_a_checkpoint_without_manifests_loads(tmp_path: Path) -> None:
 
 def refused(kind: str) -> tuple[str, str]:
     """What is refused of a pipeline on two ranks."""
-    from deepspeed.pipe import DualPipeVModule, PipelineModule
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
     config, stage = {}, {"no ZeRO": 0, "stage 2": 2}.get(kind, 1)
@@ -91,7 +91,8 @@ def refused(kind: str) -> tuple[str, str]:
     if kind == "universal":
         config["checkpoint"] = {"load_universal": True}
     try:
-        net = (DualPipeVModule if kind == "DualPipeV" else PipelineModule)(layers, loss_fn=nn.MSELoss(), **options)
+        kind_of = pipe.DualPipeVModule if kind == "DualPipeV" else pipe.PipelineModule
+        net = kind_of(layers, loss_fn=nn.MSELoss(), **options)
         make_engine(net, ds_config(stage=stage, **config) | {"train_micro_batch_size_per_gpu": 4})
     except Exception as error:
         return type(error).__name__, str(error)
@@ -111,6 +112,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_is_refused_of_pipelines(kind: str) -> None:
+    if kind == "DualPipeV" and not hasattr(pipe, "DualPipeVModule"):
+        pytest.skip("this DeepSpeed does not have it yet")
     for name, text in run(refused, 2, kind=kind):
         assert name == "UnsupportedError", text
         assert REFUSED[kind] in text

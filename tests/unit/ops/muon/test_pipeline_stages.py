@@ -32,33 +32,46 @@ def muon(**params: Any) -> dict[str, Any]:
 # ---- steps that are skipped -----------------------------------------------------------------------------------
 
 
-def step_badly(name: str, bad_rank: int, **config: Any) -> tuple[list[str], list[bool], int]:
-    """What differs after a step in which one rank's gradient is infinite; whether steps move weights; skipped ones."""
+def step_badly(name: str, bad_rank: int, **config: Any) -> tuple[list[str], list[bool], int, int]:
+    """Two steps in which one rank's gradient is infinite: what they change, which steps move weights, what is said."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("deepspeed.muon")
+    logger.addHandler(handler)
     try:
         engine = make_engine(make_pipeline(name, 2), pipeline_config(2, **config))
         factor = 1.0
         next(engine.module.parameters()).register_hook(lambda grad: grad * factor)
         seen = [everything(engine)]
-        for step in range(3):
-            factor = float("inf") if step == 1 and dist.get_rank() == bad_rank else 1.0
+        for step in range(4):
+            factor = float("inf") if step in (1, 2) and dist.get_rank() == bad_rank else 1.0
             engine.train_batch(shares(name, engine, step))
             seen.append(everything(engine))
-        changed = [key for key, value in seen[1].items() if not torch.equal(value, seen[2][key])]
+        changed = [key for key, value in seen[1].items() if not torch.equal(value, seen[3][key])]
         moved = [any(not torch.equal(a[key], b[key]) for key in a) for a, b in pairwise(seen)]
         skipped = engine.skipped_steps
         engine.destroy()
-        return changed, moved, skipped
+        return changed, moved, skipped, len([line for line in said if "is not finite" in line])
     finally:
+        logger.removeHandler(handler)
         forget()
 
 
+UNCHECKED = {"dtype": "bf16", "bf16": {"enabled": True, "check_grad_overflow": False}}
+"""Here DeepSpeed goes on, and the optimizer itself skips each group."""
+
+
 @pytest.mark.parametrize("bad_rank", [0, 3])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", [*PRECISIONS, "unchecked"])
 def test_a_bad_gradient_of_one_stage_skips_the_step_of_all(precision: str, bad_rank: int) -> None:
+    """Where DeepSpeed does not say so itself, rank 0 does, once for each step."""
+    config = PRECISIONS.get(precision, UNCHECKED)
     for name in ("tied", "late"):
-        ranks = run(step_badly, 4, name=name, bad_rank=bad_rank, **PRECISIONS[precision])
-        assert [(changed, moved) for changed, moved, _ in ranks] == [([], [True, False, True])] * 4
-        assert len({skipped for *_, skipped in ranks}) == 1
+        ranks = run(step_badly, 4, name=name, bad_rank=bad_rank, **config)
+        assert [(changed, moved) for changed, moved, *_ in ranks] == [([], [True, False, False, True])] * 4
+        assert len({skipped for _, _, skipped, _ in ranks}) == 1
+        assert [said for *_, said in ranks] == [2 * (precision in ("BF16_Optimizer", "unchecked")), 0, 0, 0]
 
 
 # ---- what the config asks for ---------------------------------------------------------------------------------
