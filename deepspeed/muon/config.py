@@ -89,6 +89,9 @@ class MuonConfig(BaseModel):
         "by pattern searched in parameter names: sizes of the rows that are matrices of their own; [more](blocks.md)",
         "an object: regular expression -> sizes, or an object of sizes, axis and groups",
     )
+    muon_fused: Literal["split", "whole"] = knob(
+        "split", "fused queries, keys and values, gate and up: a matrix each; [more](blocks.md)", "split or whole"
+    )
     muon_conv: Literal["adamw", "flatten"] = knob(
         "adamw", "convolutions: to AdamW, or to Muon as matrices [out, in x kernel]", "adamw or flatten"
     )
@@ -184,7 +187,7 @@ class MuonConfig(BaseModel):
     def wishes(self) -> Wishes:
         """What routing has to know."""
         muon = (self.muon_include, self.muon_exclude, self.muon_split, self.muon_conv, self.muon_lora)
-        return Wishes(*muon, self.per_head_muon)
+        return Wishes(*muon, self.per_head_muon, self.muon_fused)
 
     @property
     def scale(self) -> str:

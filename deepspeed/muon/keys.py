@@ -13,6 +13,7 @@ NEUTRAL_KEYS = frozenset(
         "monitor_interval",
         "muon_conv",
         "muon_exclude",
+        "muon_fused",
         "muon_include",
         "muon_lora",
         "muon_split",

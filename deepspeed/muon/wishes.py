@@ -22,6 +22,7 @@ class Wishes:
         lora: the factors of low-rank adapters that go to Muon, ``none``, ``B`` or ``both``.
         per_head: whether attention projections are cut into one matrix per head; the only key of these without
             ``muon_`` in front, as it is stock's.
+        fused: ``split``: a weight that is known to hold several projections is cut into them; ``whole``: it is not.
     """
 
     include: Sequence[str] = ()
@@ -30,6 +31,7 @@ class Wishes:
     conv: str = "adamw"
     lora: str = "none"
     per_head: bool = False
+    fused: str = "split"
 
     def cut_for(self, names: Sequence[str]) -> tuple[str, Cut] | None:
         """The first pattern of ``split`` that is found in one of a parameter's names, and how it cuts."""
