@@ -20,7 +20,7 @@ from training import ORACLE, PARAMS
 
 STEPS = 5
 STAGES_AND_WORLDS = [(stage, world) for stage in (1, 2, 3) for world in (1, 2, 3)]
-#: Of Layouts, which takes longest, each stage and each number of ranks twice; all pairs in the longer loop.
+#: Of Layouts, which takes longest, each stage and each number of ranks at least twice; all pairs in the longer loop.
 QUICK = [(0, 2), (0, 3), (1, 1), (1, 3), (2, 2), (2, 3), (3, 1), (3, 2), (3, 3)]
 REST = [pair for pair in itertools.product((0, 1, 2, 3), (1, 2, 3)) if pair not in QUICK]
 
