@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from deepspeed.muon import coefficients
 from deepspeed.muon.explain import MuonConfigError as MuonConfigError
 from deepspeed.muon.explain import explain
-from deepspeed.muon.keys import ADAMW_KEYS, GROUP_KEYS, NEUTRAL_KEYS
+from deepspeed.muon.keys import ADAMW_KEYS, DEFAULT_ADAM_LR, DEFAULT_MUON_LR, GROUP_KEYS, NEUTRAL_KEYS
 from deepspeed.muon.knobs import (
     FLAG,
     FRACTION,
@@ -39,9 +39,6 @@ from deepspeed.muon.knobs import (
 )
 from deepspeed.muon.wishes import Wishes
 
-#: Stock's learning rates where the section sets none.
-DEFAULT_MUON_LR = 0.02
-DEFAULT_ADAM_LR = 3e-4
 SECTION = "optimizer.params."
 
 
@@ -88,6 +85,9 @@ class MuonConfig(BaseModel):
         {},
         "by pattern searched in parameter names: sizes of the rows that are matrices of their own; [more](blocks.md)",
         "an object: regular expression -> sizes, or an object of sizes, axis and groups",
+    )
+    muon_fused: Literal["split", "whole"] = knob(
+        "split", "fused queries, keys and values, gate and up: a matrix each; [more](blocks.md)", "split or whole"
     )
     muon_conv: Literal["adamw", "flatten"] = knob(
         "adamw", "convolutions: to AdamW, or to Muon as matrices [out, in x kernel]", "adamw or flatten"

@@ -37,6 +37,7 @@ PEERS = {
     "muon_momentum": "momentum",
     "muon_num_ns_steps": "ns_steps",
     "muon_scale_mode": "adjust_lr_fn",
+    "muon_split_qkv": "muon_fused",
     "newton_schulz_steps": "ns_steps",
     "rms_rate": "rms_scale",
     "wd": "weight_decay",

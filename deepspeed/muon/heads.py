@@ -22,8 +22,8 @@ FUSED = frozenset({"qkv_proj", "query_key_value", "c_attn", "wqkv", "qkv", "in_p
 LATENT = frozenset({"kv_b_proj"})
 
 _COUNTS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "heads")
-_KV_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads")
-_WIDTHS = ("head_dim", "d_kv", "head_size")
+_KV_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads", "kv_heads", "num_query_groups")
+_WIDTHS = ("head_dim", "d_kv", "head_size", "kv_channels")
 _SIZES = ("hidden_size", "n_embd", "embed_dim", "d_model", "dim")
 
 
@@ -45,7 +45,10 @@ class Heads:
 def heads_of(source: Any) -> Heads | None:
     """What a model's config, or an attention module, says of its heads; ``None`` where it gives no number."""
     get = getattr(source, "get_text_config", None)
-    source = get() if callable(get) else source
+    try:
+        source = get() if callable(get) else source
+    except ValueError:  # a config of several models for text
+        return None
     queries = _first(source, _COUNTS)
     if not queries:
         return None
@@ -101,3 +104,9 @@ def _words(heads: Heads) -> str:
 def config_or_module(model: nn.Module, attention: nn.Module | None) -> Heads | None:
     """The model's config tells where it has one, else the module that holds the projection."""
     return heads_of(getattr(model, "config", None)) or heads_of(attention)
+
+
+def near(model: nn.Module, owner: nn.Module | None) -> Iterator[Heads]:
+    """What the attention's own config, the attention, and the model's config say of heads, as far as they say it."""
+    sources = (getattr(owner, "config", None), owner, getattr(model, "config", None))
+    return (heads for heads in map(heads_of, sources) if heads)

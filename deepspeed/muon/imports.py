@@ -20,6 +20,7 @@ from deepspeed.muon.logs import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.partition import Partition
 from deepspeed.muon.routing import MatrixSpec
+from deepspeed.muon.splitting import is_fused
 
 #: The keys of a parameter's state, by whether it has Muon.
 KEYS = {True: ("momentum_buffer",), False: ("exp_avg", "exp_avg_sq")}
@@ -133,6 +134,19 @@ def report(optimizer: MuonWithAuxAdam, source: Source, fates: Fates) -> None:
             logger.info("deepspeed-muon: group %s: from %s: %s", name, source.title, ", ".join(kinds))
 
 
+def warn_of_fused(optimizer: MuonWithAuxAdam, source: Source, fates: Fates) -> None:
+    """Another Muon's state goes on in parameters that it may not have cut."""
+    names = [s.name for s in optimizer.specs.values() if is_fused(s.split) and fates.get(s.name) == "kept"]
+    if names:
+        logger.warning(
+            "deepspeed-muon: %d fused parameters go on as several matrices, first %s; where %s has them as one, "
+            '"muon_fused": "whole" goes on as before',
+            len(names),
+            names[0],
+            source.title,
+        )
+
+
 # ---- a torch optimizer's state_dict ----------------------------------------------------------------------------
 
 
@@ -172,6 +186,7 @@ def import_state(
         fill(optimizer, partition, source, fates)
     if engine.global_rank == 0:
         report(optimizer, source, fates)
+        warn_of_fused(optimizer, source, fates)
 
 
 def chosen(optimizer: MuonWithAuxAdam, source: Source) -> str | None:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the keys of ``optimizer.params`` tell besides their values."""
 
+#: Stock's learning rates where the section sets none.
+DEFAULT_MUON_LR, DEFAULT_ADAM_LR = 0.02, 3e-4
 #: Keys that an AdamW section may hold as well. A section with only these was written for AdamW.
 ADAMW_KEYS = frozenset({"lr", "betas", "eps", "weight_decay", "adam_w_mode", "torch_adam", "fp32_optimizer_states"})
 #: Keys that say nothing about what the learning rate was tuned for: they are neither AdamW's nor stock Muon's.
@@ -13,6 +15,7 @@ NEUTRAL_KEYS = frozenset(
         "monitor_interval",
         "muon_conv",
         "muon_exclude",
+        "muon_fused",
         "muon_include",
         "muon_lora",
         "tp_mode",

@@ -10,6 +10,7 @@ from torch import nn
 
 from deepspeed.muon.blocks import Block, Cut, cut, flattened, matrices
 from deepspeed.muon.explain import MuonConfigError
+from deepspeed.muon.fused import cut_fused
 from deepspeed.muon.heads import Heads, config_or_module, cut_by_head, is_projection
 from deepspeed.muon.wishes import Wishes
 
@@ -45,6 +46,20 @@ class Use:
         is_whole = isinstance(self.module, nn.MultiheadAttention)
         return config_or_module(model, self.module if is_whole else self.parent)
 
+    def fused(self, shape: Sequence[int], model: nn.Module) -> tuple[Cut, str] | str | None:
+        """As :func:`cut_fused`; a parameter that is not a module's ``weight`` is called by its own name."""
+        is_weight = self.attribute == "weight"
+        name, owner = (self.leaf, self.parent) if is_weight else (self.attribute, self.module)
+        return cut_fused(name, shape[-2:], type(self.module).__name__ == "Conv1D", owner, model)
+
+
+def is_fused(split: str) -> bool:
+    """Whether these words, of :func:`blocks_of`, say that ``muon_fused`` cut the parameter."""
+    return split.endswith(_BY_FUSED)
+
+
+_BY_FUSED = "by muon_fused"
+
 
 def blocks_of(
     names: Sequence[str], shape: Sequence[int], use: Use, wishes: Wishes, model: nn.Module
@@ -67,6 +82,11 @@ def blocks_of(
     elif wishes.per_head and len(shape) == 2 and is_projection(use.leaf):
         by = _by_head(names[0], shape, use, model)
         why, source = f"{by}, one matrix per head", ""
+    elif wishes.fused == "split" and not is_flattened and (layout := use.fused(shape, model)):
+        if isinstance(layout, str):
+            return whole, ", ".join([*how, f"left whole: {layout}"])
+        by, source = layout[0], ""
+        why = f"{by}, {layout[1]} {_BY_FUSED}"
     else:
         return whole, ", ".join(how)
     try:

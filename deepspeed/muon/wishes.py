@@ -22,6 +22,7 @@ class Wishes:
         conv: ``flatten``: a convolution is the matrix ``[out, in x kernel]``; ``adamw``: it goes to AdamW.
         lora: the factors of low-rank adapters that go to Muon, ``none``, ``B`` or ``both``.
         per_head: whether attention projections are cut into one matrix per head.
+        fused: ``split``: a weight that is known to hold several projections is cut into them; ``whole``: it is not.
         tp_mode: ``whole``: a matrix that tensor parallelism cut is one; ``shard``: what each rank holds is one.
     """
 
@@ -31,6 +32,7 @@ class Wishes:
     conv: str = "adamw"
     lora: str = "none"
     per_head: bool = False
+    fused: str = "split"
     tp_mode: str = "whole"
 
     @classmethod
@@ -43,6 +45,7 @@ class Wishes:
             config.muon_conv,
             config.muon_lora,
             config.per_head_muon,
+            config.muon_fused,
             config.tp_mode,
         )
 

@@ -193,7 +193,8 @@ def _report(engine: Any, optimizer: MuonWithAuxAdam, lacking: selection.Missing,
     )
     logger.info("deepspeed-muon %s: %s", __version__, "; ".join(facts))
     for split, names in _splits(matrices).items():
-        logger.info("deepspeed-muon: split into %s: %d parameters, first %s", split, len(names), names[0])
+        what = split if split.startswith("left whole") else f"split into {split}"
+        logger.info("deepspeed-muon: %s: %d parameters, first %s", what, len(names), names[0])
     if not getattr(engine.optimizer, "swap_optimizer", False):  # there a sub-group bounds the memory of the buffers
         _warn_of_small_sub_groups(optimizer)
 
@@ -234,7 +235,7 @@ def _steps(
 
 
 def _splits(specs: list[MatrixSpec]) -> dict[str, list[str]]:
-    """By what was done, in words, the parameters that are several matrices, or one of another shape."""
+    """By what was done, in words, the parameters that are several matrices, or one of another shape, or could be."""
     found: dict[str, list[str]] = {}
     for spec in specs:
         if spec.split:

@@ -14,7 +14,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.zero.groups import check_groups, matrices, settings_of
+from deepspeed.muon.zero.groups import blocks, check_groups, matrices, settings_of
 from deepspeed.muon.zero.states import link
 
 
@@ -31,8 +31,8 @@ def keep_convertible(wrapper: Any, optimizer: MuonWithAuxAdam) -> None:
 
 
 def _export(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    names = sorted(matrices(optimizer))
-    groups = [{**group, "matrices": names} if group["use_muon"] else group for group in state_dict["param_groups"]]
+    facts = {"matrices": sorted(matrices(optimizer)), "blocks": blocks(optimizer)}
+    groups = [group | facts if group["use_muon"] else group for group in state_dict["param_groups"]]
     state = dict(state_dict["state"])
     for index in _muon_indices(state_dict):
         entry = dict(state[index])

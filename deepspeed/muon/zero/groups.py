@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deepspeed.muon.choice import unknown_methods
 from deepspeed.muon.logs import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.splitting import is_fused
 
 #: What a group keeps whatever is loaded: its ratio of the schedule, and by what ZeRO finds the ranks of its experts.
 OWN = ("lr_ratio", "name", "moe")
@@ -26,15 +28,43 @@ def matrices(optimizer: Any) -> set[str]:
     return {spec.name for spec in optimizer.specs.values() if spec.use_muon}
 
 
+def blocks(optimizer: Any) -> dict[str, str]:
+    """By name, of each parameter that is several matrices a hash of where these lie in it."""
+    return {
+        spec.name: hashlib.sha256(str([(b.offset, b.rows, b.cols, b.bands) for b in spec.blocks]).encode()).hexdigest()[
+            :8
+        ]
+        for spec in optimizer.specs.values()
+        if len(spec.blocks) > 1
+    }
+
+
 def kinds(groups: Groups) -> list[bool | None]:
     """Of each group, whether it is Muon's; ``None``: another optimizer's."""
     return [group.get("use_muon") for group in groups]
 
 
 def check_groups(optimizer: MuonWithAuxAdam, groups: Groups) -> None:
-    """Raise ValueError where :func:`routing_difference` finds one."""
+    """Raise ValueError where :func:`routing_difference` finds one; warn where parameters are cut otherwise here."""
     if text := routing_difference(optimizer, groups):
         raise ValueError(text)
+    here = blocks(optimizer)
+    stated = [group["blocks"] for group in groups if "blocks" in group]
+    # What knows no blocks was saved before fused weights were cut.
+    there = stated[0] if stated else {name: here[name] for name in here.keys() - fused(optimizer)}
+    if other := sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name)):
+        logger.warning(
+            "deepspeed-muon: %d parameters are cut into other matrices than in the run that was saved, first %s; "
+            'muon_fused, muon_split and per_head_muon as there ("muon_fused": "whole" if it knew no such key) go on '
+            "with the same updates",
+            len(other),
+            other[0],
+        )
+
+
+def fused(optimizer: Any) -> set[str]:
+    """Names of the parameters that ``muon_fused`` cuts."""
+    return {spec.name for spec in optimizer.specs.values() if is_fused(spec.split)}
 
 
 def routing_difference(optimizer: MuonWithAuxAdam, groups: Groups) -> str | None:
@@ -60,7 +90,7 @@ def settings_of(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[st
     Learning rates are left out of the warning, since a schedule changes them. Their ratio is the config's: a schedule
     is built from the config too. Of ``ns_methods`` the warning names the shapes that differ.
     """
-    settings = {key: value for key, value in saved.items() if key not in (*OWN, "params", "matrices")}
+    settings = {key: value for key, value in saved.items() if key not in (*OWN, "params", "matrices", "blocks")}
     for key, value in settings.items():
         here = current.get(key, value)
         if key == "ns_methods":

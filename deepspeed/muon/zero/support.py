@@ -165,7 +165,7 @@ def refuse_engine(engine: Any) -> None:
 
 def _engine_problems(engine: Any) -> Iterator[str]:
     sizes = [getattr(engine, name, 1) or 1 for name in ("mp_world_size", "sequence_parallel_size")]
-    if engine.has_moe_layers and (engine.pipeline_parallelism or max(sizes) > 1):
+    if engine.has_moe_layers and (engine.pipeline_parallelism or max(*sizes, engine.autotp_size()) > 1):
         yield "experts (deepspeed.moe layers, AutoEP) together with tensor, sequence or pipeline parallelism"
     if engine.moe_layers and engine.load_universal_checkpoint():
         yield "universal checkpoints of deepspeed.moe layers, which DeepSpeed's converter does not know"

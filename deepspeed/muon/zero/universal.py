@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.muon.imports import KEYS, Fates, ImportStateError, Source, chosen, decide, fill, report
+from deepspeed.muon.imports import KEYS, Fates, ImportStateError, Source, chosen, decide, fill, report, warn_of_fused
 from deepspeed.muon.logs import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.partition import Partition
@@ -191,6 +191,8 @@ def _load(
         _load_settings(wrapper, optimizer, folder)
     if engine.global_rank == 0:
         report(optimizer, source, fates)
+        if not folder.is_ours:
+            warn_of_fused(optimizer, source, fates)
         _warn_of_what_stays(engine, optimizer)
 
 

@@ -144,6 +144,12 @@ class TinyGpt(nn.Module):
         return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
+def fused_parts(model: nn.Module) -> dict[str, list[Tensor]]:
+    """By name, of each `qkv` of a TinyGpt the elements of queries, keys and values, which are matrices of their own."""
+    named = {name: param for name, param in model.named_parameters() if name.endswith("qkv.weight")}
+    return {name: list(torch.arange(param.numel()).view(param.shape).chunk(3)) for name, param in named.items()}
+
+
 class Conv1D(nn.Module):
     """A linear map whose weight (inputs, outputs) is the transpose of `nn.Linear`'s, as GPT-2's."""
 

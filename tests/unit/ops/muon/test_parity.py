@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distributed import run
-from models import MODELS, train_engine
+from models import MODELS, fused_parts, train_engine
 from oracles import change_cosine, change_error, route, train_oracle
 from training import ORACLE, PARAMS, ds_config, make_engine, train, train_on_gradients
 
@@ -67,7 +67,7 @@ def oracle(model: str, clip: float, dtype: str = "fp32", **settings: Any) -> Any
     net = MODELS[model]().to(HALVES[dtype])
     adam = ("tokens", "positions", "lm_head") if model.startswith("gpt") else ()
     config = replace(ORACLE, clip=clip, **settings)
-    return train_oracle(net, net.batch, STEPS, route(net, adam), config)
+    return train_oracle(net, net.batch, STEPS, route(net, adam), config, parts=fused_parts(net))
 
 
 def assert_parity(weights: dict[str, torch.Tensor], reference: Any, dtype: str = "fp32") -> None:

@@ -75,7 +75,13 @@ def splits(model: nn.Module, **wishes: Any) -> dict[str, str]:
         ),
         ("gpt2", {"attn.c_attn.weight": "12 x 8 columns, one matrix per head"}),
         ("gpt_neox", {"attention.query_key_value.weight": "12 x 8 rows, one matrix per head"}),
-        ("phi3", {"self_attn.qkv_proj.weight": "8 x 8 rows, one matrix per head"}),
+        (
+            "phi3",
+            {
+                "self_attn.qkv_proj.weight": "8 x 8 rows, one matrix per head",
+                "mlp.gate_up_proj.weight": "2 x 48 rows, gate and up by muon_fused",
+            },
+        ),
         (
             "deepseek_v3",
             {
@@ -94,7 +100,7 @@ def test_heads_of_known_models(name: str, expected: dict[str, str]) -> None:
 
 def test_nothing_is_split_unless_asked_for() -> None:
     assert splits(MODELS["llama"]()) == {}
-    assert splits(MODELS["gpt2"]()) == {}
+    assert splits(MODELS["gpt2"](), fused="whole") == {}
 
 
 def test_the_width_of_a_head_by_its_module() -> None:
@@ -205,7 +211,7 @@ def test_the_digest_tells_splits_apart() -> None:
 
 
 def test_experts_are_stacks() -> None:
-    specs = {spec.name: spec for spec in route(MODELS["mixtral"]()).values()}
+    specs = {spec.name: spec for spec in route(MODELS["mixtral"](), Wishes(fused="whole")).values()}
     stacks = {name: spec for name, spec in specs.items() if "experts" in name}
     assert len(stacks) == 2
     for spec in stacks.values():

@@ -67,6 +67,8 @@ PARAMS: list[dict[str, Any]] = [
     {"muon_split": {"qkv": [64, 64, 64]}},
     {"muon_split": {"layers.0": {"size": [3, 4]}}},
     {"muon_split": ["qkv"]},
+    {"muon_fused": "spilt"},
+    {"muon_split_qkv": True},
     {"muon_conv": "flat"},
     {"muon_lora": "A"},
     {"tp_mode": "sharded"},
