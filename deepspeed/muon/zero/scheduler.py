@@ -11,7 +11,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from deepspeed.muon.config import DEFAULT_ADAM_LR, DEFAULT_MUON_LR, MuonConfigError
+from deepspeed.muon.config import MuonConfigError
+from deepspeed.muon.keys import DEFAULT_ADAM_LR, DEFAULT_MUON_LR
 from deepspeed.muon.logs import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 
