@@ -10,7 +10,7 @@ from torch import Tensor
 
 from distributed import run
 from oracles import Part, change_cosine, change_error, route, train_oracle
-from tp_jobs import go_on, holders, model, train
+from tp_jobs import bad_step, go_on, holders, model, train
 from training import ORACLE, PARAMS
 
 STEPS = 5
@@ -157,3 +157,9 @@ def test_resume_is_exact(stage: int, world: int, kind: str, tmp_path: Path) -> N
     expected, found = (run(go_on, world, load=load, optimizer=optimizer, **settings)[0] for load in (False, True))
     for name, weight in expected.items():
         assert torch.equal(found[name], weight), name
+
+
+@pytest.mark.parametrize(("stage", "clip"), [(0, 0.0), (2, 1.0), (3, 0.0)])
+def test_a_bad_gradient_of_one_rank_skips_the_step_on_all(stage: int, clip: float) -> None:
+    optimizer = {"type": "Muon", "params": PARAMS}
+    assert run(bad_step, 2, tp=2, stage=stage, clip=clip, optimizer=optimizer) == [(True, True)] * 2

@@ -193,3 +193,22 @@ def go_on(name: str, tp: int, folder: str, load: bool, **config: Any) -> dict[st
             engine.save_checkpoint(folder)
         train_steps(engine, 2, tp, first=1)
         return whole_weights(engine)
+
+
+def bad_step(tp: int, **config: Any) -> tuple[bool, bool]:
+    """Whether a step in which one rank alone has a bad gradient changes nothing, and the next one something."""
+    import torch.distributed as dist
+
+    with engine_of(model("llama"), tp, **config) as engine:
+        train_steps(engine, 1, tp)
+        before = whole_weights(engine)
+        cut = dict(engine.module.named_parameters())["model.layers.0.mlp.up_proj.weight"]
+        bad = cut.register_hook(lambda gradient: gradient * torch.nan) if dist.get_rank() == 1 else None
+        train_steps(engine, 1, tp, first=1)
+        after = whole_weights(engine)
+        if bad is not None:
+            bad.remove()
+        train_steps(engine, 1, tp, first=2)
+        last = whole_weights(engine)
+    unchanged = all(torch.equal(after[name], weight) for name, weight in before.items())
+    return unchanged, all(last[name].isfinite().all() and not torch.equal(last[name], after[name]) for name in before)
