@@ -23,8 +23,8 @@ class Partition:
             whole parameters otherwise.
         shards: the parameters they hold.
         group: process group of the ranks that share them or their work, ``None`` for one rank alone.
-        planned: the shards that are planned together: these, unless ranks of a tensor-parallel group hold parameters
-            that are not cut, each for itself.
+        planned: the shards that are planned: these, and parameters of which only others of a tensor-parallel group hold
+            anything.
     """
 
     index: int

@@ -56,7 +56,7 @@ class Placement:
 class Shard:
     """A parameter of a partition: its route, the tensor that holds its elements, and how they lie.
 
-    ``lanes``: where tensor parallelism cut the parameter, how the shard of each rank of its group lies.
+    ``lanes``: with tensor parallelism, how the parameter of each rank of its group lies: a shard, or a copy of all.
     """
 
     spec: MatrixSpec
@@ -104,12 +104,15 @@ class PlacedBlock:
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """The rectangles that make it up: one, or those of the ranks of a tensor-parallel group."""
-        sharding = self.shard.spec.sharding
+        """The rectangles that make it up: one, or those of the ranks of a tensor-parallel group.
+
+        Copies lie on each other: the owner takes any, and all get its result, so that they stay equal bit by bit.
+        """
+        sharding, lanes = self.shard.spec.sharding, self.shard.lanes or (self.shard.placement,)
         if sharding is None:
-            return (Part(self.block, 0, self.shard.placement),)
-        lanes = enumerate(self.shard.lanes)
-        return tuple(Part(block, at, lane) for t, lane in lanes for block, at in sharding.parts(self.block, t))
+            return tuple(Part(self.block, 0, lane) for lane in lanes)
+        cuts = ((lane, sharding.parts(self.block, t)) for t, lane in enumerate(lanes))
+        return tuple(Part(block, at, lane) for lane, parts in cuts for block, at in parts)
 
     @cached_property
     def holders(self) -> Sequence[int]:

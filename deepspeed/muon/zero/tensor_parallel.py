@@ -93,7 +93,7 @@ def _over(group: Any, partition: Partition, everyones: Sequence[Lane], specs: Ma
         lanes = tuple(replace(lane, first=t, step=size) for t, lane in enumerate(alone))
         shard = Shard(specs[name], tensors.get(name, 0), lanes[rank % size], lanes)
         shards += [shard] if name in tensors else []
-        planned += [shard] if shard.spec.sharding else [replace(shard, placement=lane) for lane in lanes]
+        planned.append(shard)
     return replace(
         partition,
         shards=tuple(shards),

@@ -59,10 +59,11 @@ class TinyNeoX(Language, GPTNeoXForCausalLM):
 
 
 class Gated(nn.Module):
-    """Gate and up in one weight, of which a rank holds a part of each."""
+    """Gate and up in one weight, of which a rank holds a part of each, after a matrix that is not cut."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.mix = nn.Linear(12, 12, bias=False)
         self.gate_up_proj = nn.ModuleList(nn.Linear(12, 2 * 17, bias=False) for _ in range(2))
         self.down_proj = nn.ModuleList(nn.Linear(17, 12, bias=False) for _ in range(2))
 
@@ -73,8 +74,9 @@ class Gated(nn.Module):
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The mean squared error."""
+        inputs = self.mix(inputs.to(self.mix.weight.dtype))
         for gate_up, down in zip(self.gate_up_proj, self.down_proj, strict=True):
-            gate, up = gate_up(inputs.to(gate_up.weight.dtype)).chunk(2, dim=-1)
+            gate, up = gate_up(inputs).chunk(2, dim=-1)
             inputs = inputs + down(torch.tanh(gate) * up)
         return F.mse_loss(inputs.double(), targets.double())
 
@@ -109,7 +111,9 @@ def whole_weights(engine: Any) -> dict[str, Tensor]:
         if group is not None:
             shards *= dist.get_world_size(group=group)
             dist.all_gather_object(shards, shards[0], group=group)
-        found[name] = shards[0] if note is None or note["replicated"] else _put_together(shards, note)
+        is_cut = note is not None and not note["replicated"]
+        assert is_cut or all(torch.equal(shards[0], copy) for copy in shards), f"copies of {name} differ"
+        found[name] = _put_together(shards, note) if is_cut else shards[0]
     return found
 
 
