@@ -148,6 +148,9 @@ def test_owners_see_whole_matrices(data: st.DataObject, dp: int, stage: int, lim
                 for place, at in places(run):
                     result[place] = (matrix if run.in_place else box)[at]
     assert returned == tensors
+    runs = [run for plan in plans for bucket in plan.buckets for run in bucket.runs]
+    draws = [(run.draws[0], run.draws[1] + k) for run in runs for k in range(run.length)]
+    assert len(set(draws)) == len(draws)  # no two elements are rounded by one number
     wanted = [
         [(i, e) for e in wholes[i].view(-1)[indices(block)].view(-1).tolist()]
         for i, spec in enumerate(specs)
