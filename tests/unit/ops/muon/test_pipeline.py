@@ -8,6 +8,7 @@ import pytest
 from torch import Tensor
 
 from distributed import run
+from models import fused_parts
 from oracles import route, train_oracle
 from pipelines import MODELS, Whole, train_pipeline
 from test_parity import HALVES, assert_parity
@@ -20,7 +21,8 @@ ADAM = {"tied": ["tied_modules", "1."], "untied": ["0.", "1.", "5."], "late": ["
 
 def oracle(name: str, clip: float = 1.0, dtype: str = "fp32") -> Any:
     net = Whole(name).to(HALVES[dtype])
-    return train_oracle(net, net.batch, STEPS, route(net, ADAM[name]), replace(ORACLE, clip=clip))
+    config = replace(ORACLE, clip=clip)
+    return train_oracle(net, net.batch, STEPS, route(net, ADAM[name]), config, parts=fused_parts(net))
 
 
 def assert_equal(ranks: list[tuple[dict[str, Tensor], list[float]]], reference: Any, dtype: str = "fp32") -> None:

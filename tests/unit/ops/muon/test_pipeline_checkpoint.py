@@ -59,7 +59,7 @@ def test_checkpoints_that_do_not_fit_are_refused_on_all_ranks(tmp_path: Path) ->
     names = [of_stage["shapes"].keys() for of_stage in header["structures"]]
     assert names[0] | names[1] == Whole("tied").state_dict().keys() and names[0] & names[1] == {SHARED}
     for text in run(go_on, 2, folder=str(tmp_path), load=True, stages=1):
-        assert "it was saved by a pipeline of 2 stages, this run has 1" in text
+        assert "2 stages of a pipeline" in text and "this run has 1" in text
     for text in run(go_on, 2, folder=str(tmp_path), load=True, name="late"):
         assert "cannot be loaded, and nothing was changed" in text
     next(tmp_path.glob("*/layer_03-model_states.pt")).unlink()
