@@ -184,13 +184,6 @@ def make_pipeline(name: str, stages: int, **options: Any) -> Any:
     return net
 
 
-def forget() -> None:
-    """DeepSpeed keeps a pipeline's grid for the engines that follow in this process."""
-    from deepspeed.utils import groups
-
-    groups.mpu = None
-
-
 def pipeline_config(stages: int, micro_batches: int = 2, **config: Any) -> dict[str, Any]:
     """A ds_config for the ranks of this job."""
     import torch.distributed as dist
@@ -214,16 +207,13 @@ def train_pipeline(
 ) -> tuple[dict[str, Tensor], list[float]]:
     """This rank's master weights after some steps, and the gradient norm of each step."""
     norms = []
-    try:
-        engine = make_engine(make_pipeline(name, stages, **(options or {})), pipeline_config(stages, **config))
-        for step in range(steps):
-            engine.train_batch(shares(name, engine, step))
-            norms.append(float(engine.get_global_grad_norm()))
-        weights = fp32_weights(engine)
-        engine.destroy()
-        return weights, norms
-    finally:
-        forget()
+    engine = make_engine(make_pipeline(name, stages, **(options or {})), pipeline_config(stages, **config))
+    for step in range(steps):
+        engine.train_batch(shares(name, engine, step))
+        norms.append(float(engine.get_global_grad_norm()))
+    weights = fp32_weights(engine)
+    engine.destroy()
+    return weights, norms
 
 
 def everything(engine: Any) -> dict[str, Tensor]:

@@ -14,7 +14,6 @@ from distributed import run
 from models import GLOBAL_BATCH, initialize_
 from oracles import route, train_oracle
 from test_parity import assert_parity
-from test_ulysses import end
 from training import ORACLE, ds_config, fp32_weights
 
 STEPS, CLIP, VOCAB, TIME = 3, 1.0, 17, 6
@@ -70,7 +69,6 @@ def train(stage: int) -> dict[str, Tensor]:
         return weights
     finally:
         ALL_ATTENTION_FUNCTIONS["sdpa"] = own
-        end()
 
 
 @pytest.mark.parametrize("stage", [2, 3])

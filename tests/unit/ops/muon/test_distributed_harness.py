@@ -4,6 +4,7 @@
 import os
 import time
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -56,6 +57,18 @@ def subgroup_timeout() -> float:
     return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
 
+def threads_after_groups(count: int) -> int:
+    """How many threads this rank had before it makes groups that DeepSpeed remembers."""
+    from deepspeed.utils import groups
+
+    assert not groups._EXPERT_PARALLEL_GROUP
+    threads = psutil.Process().num_threads()
+    for index in range(count):
+        groups._EXPERT_PARALLEL_GROUP[str(index)] = group = dist.new_group(range(dist.get_world_size()))
+        dist.barrier(group)
+    return threads
+
+
 def train_half() -> torch.Tensor:
     """Weight, shape (4, 4) and dtype float16, after one step of DeepSpeed in float16."""
     import deepspeed
@@ -72,6 +85,11 @@ def train_half() -> torch.Tensor:
     engine.step()
     engine.destroy()
     return model.weight
+
+
+def test_process_groups_end_with_the_job() -> None:
+    first, second = (run(threads_after_groups, 2, count=5)[0] for _ in range(2))
+    assert first == second
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

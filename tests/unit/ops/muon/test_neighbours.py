@@ -69,16 +69,6 @@ def of_deepspeed(ranks: int = 1) -> Callable[..., Tensor]:
     return deepspeed.checkpointing.checkpoint
 
 
-def forget() -> None:
-    """DeepSpeed keeps the ranks for the models that follow in this process."""
-    from deepspeed.runtime.activation_checkpointing import checkpointing
-
-    import deepspeed
-
-    checkpointing.mp_rank, checkpointing.mp_size, checkpointing.mp_group, checkpointing.mpu = 0, 1, None, None
-    deepspeed.checkpointing.configure(None, partition_activations=False)
-
-
 KINDS: dict[str, Callable[[], Callable[..., Tensor]]] = {
     "torch": of_torch,
     "DeepSpeed": of_deepspeed,
@@ -105,22 +95,19 @@ class Counted(nn.Module):
 def train_with_checkpointing(kind: str, stage: int) -> tuple[dict[str, Tensor], list[int]]:
     """Master weights, and how often layers ran. Ranks over which activations are partitioned have the same data."""
     net, is_partitioned = Mlp(), kind == "partitioned"
-    try:
-        save = KINDS[kind]()
-        for index in range(1, len(net.layers)):
-            net.layers[index] = Counted(net.layers[index], save)
-        engine = make_engine(net, ds_config(stage=stage))
-        for step in range(STEPS):
-            batch: Any = net.batch(step)
-            rows = slice(None) if is_partitioned else slice(24 * dist.get_rank(), 24 * dist.get_rank() + 24)
-            engine.backward(engine(*(part[rows] for part in batch)))
-            engine.step()
-        weights = {name.replace(".layer.", "."): value for name, value in fp32_weights(engine).items()}
-        counts = [layer.count for layer in net.layers[1:]]
-        engine.destroy()
-        return weights, counts
-    finally:
-        forget()
+    save = KINDS[kind]()
+    for index in range(1, len(net.layers)):
+        net.layers[index] = Counted(net.layers[index], save)
+    engine = make_engine(net, ds_config(stage=stage))
+    for step in range(STEPS):
+        batch: Any = net.batch(step)
+        rows = slice(None) if is_partitioned else slice(24 * dist.get_rank(), 24 * dist.get_rank() + 24)
+        engine.backward(engine(*(part[rows] for part in batch)))
+        engine.step()
+    weights = {name.replace(".layer.", "."): value for name, value in fp32_weights(engine).items()}
+    counts = [layer.count for layer in net.layers[1:]]
+    engine.destroy()
+    return weights, counts
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

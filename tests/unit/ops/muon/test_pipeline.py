@@ -42,6 +42,13 @@ def test_training_equals_the_oracle(name: str, world: int) -> None:
     assert ranks[0][0].keys() != ranks[-1][0].keys()
 
 
+@pytest.mark.parametrize("name", ["tied", "mlp"])
+def test_four_stages(name: str) -> None:
+    """All matrices of the tied GPT for Muon are on the second; the last has those of the first again, for AdamW."""
+    ranks = run(train_pipeline, 4, name=name, stages=4, steps=STEPS)
+    assert_equal(ranks, oracle(name))
+
+
 FP32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}
 SETTINGS: dict[str, dict[str, Any]] = {
     "bf16": {"dtype": "bf16"},

@@ -11,7 +11,7 @@ from torch import nn
 
 from deepspeed import pipe
 from distributed import run
-from pipelines import Whole, everything, forget, make_pipeline, pipeline_config, shares
+from pipelines import Whole, everything, make_pipeline, pipeline_config, shares
 from test_pipeline_stages import PRECISIONS, SHARED
 from training import ds_config, make_engine
 
@@ -38,8 +38,6 @@ def go_on(folder: str, load: bool, name: str = "tied", stages: int = 2, **config
         return found
     except ValueError as error:
         return str(error)
-    finally:
-        forget()
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -96,8 +94,6 @@ def refused(kind: str) -> tuple[str, str]:
         make_engine(net, ds_config(stage=stage, **config) | {"train_micro_batch_size_per_gpu": 4})
     except Exception as error:
         return type(error).__name__, str(error)
-    finally:
-        forget()
     return "nothing", ""
 
 

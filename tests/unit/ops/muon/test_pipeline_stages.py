@@ -14,7 +14,7 @@ from deepspeed.muon.zero.stages import sum_as_many_norms
 from distributed import run
 from models import fused_parts
 from oracles import Part, route, train_oracle
-from pipelines import Whole, everything, forget, make_pipeline, pipeline_config, shares, train_pipeline
+from pipelines import Whole, everything, make_pipeline, pipeline_config, shares, train_pipeline
 from test_pipeline import ADAM, FP32_GRADIENTS, STEPS, assert_equal
 from training import ORACLE, PARAMS, make_engine
 
@@ -56,7 +56,6 @@ def step_badly(name: str, bad_rank: int, **config: Any) -> tuple[list[str], list
         return changed, moved, skipped, len([line for line in said if "is not finite" in line])
     finally:
         logger.removeHandler(handler)
-        forget()
 
 
 UNCHECKED = {"dtype": "bf16", "bf16": {"enabled": True, "check_grad_overflow": False}}
@@ -115,8 +114,6 @@ def built(name: str = "late", stages: int = 2, tag: str = "", **config: Any) -> 
         return specs
     except Exception as error:
         return type(error).__name__, str(error)
-    finally:
-        forget()
 
 
 def test_patterns_act_on_the_stage_that_has_what_they_find() -> None:
@@ -164,15 +161,12 @@ def tied_linear() -> list[tuple[str, str]]:
 
     from deepspeed.muon.routing import route as decide
 
-    try:
-        specs = [TiedLayerSpec("e", nn.Embedding, 9, 8), LayerSpec(nn.Linear, 8, 8), LayerSpec(nn.Linear, 8, 8)]
-        last = TiedLayerSpec("e", nn.Linear, 8, 9, bias=False)
-        net = PipelineModule([*specs, last], num_stages=2, partition_method="uniform")
-        found = [(spec.name, spec.reason) for spec in decide(net).values() if len(spec.shape) == 2]
-        net = PipelineModule([*specs[1:], nn.Tanh()], num_stages=1)
-        return found + [(spec.name, spec.reason) for spec in decide(net).values() if len(spec.shape) == 2]
-    finally:
-        forget()
+    specs = [TiedLayerSpec("e", nn.Embedding, 9, 8), LayerSpec(nn.Linear, 8, 8), LayerSpec(nn.Linear, 8, 8)]
+    last = TiedLayerSpec("e", nn.Linear, 8, 9, bias=False)
+    net = PipelineModule([*specs, last], num_stages=2, partition_method="uniform")
+    found = [(spec.name, spec.reason) for spec in decide(net).values() if len(spec.shape) == 2]
+    net = PipelineModule([*specs[1:], nn.Tanh()], num_stages=1)
+    return found + [(spec.name, spec.reason) for spec in decide(net).values() if len(spec.shape) == 2]
 
 
 def test_the_outer_layers_of_a_pipeline_are_known_by_their_place() -> None:
@@ -201,7 +195,6 @@ def logged(name: str, **config: Any) -> tuple[list[str], list[dict[str, str]]]:
         return lines, methods
     finally:
         logger.removeHandler(handler)
-        forget()
 
 
 def test_each_stage_has_its_line_of_log() -> None:

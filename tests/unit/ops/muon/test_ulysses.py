@@ -3,7 +3,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from distributed import run
-from models import GLOBAL_BATCH, Block, TinyGpt
+from models import GLOBAL_BATCH, Block, TinyGpt, fused_parts
 from oracles import change_error, route, train_oracle
 from test_parity import HALVES, assert_parity
 from training import ORACLE, PARAMS, ds_config, fp32_weights, make_engine
@@ -77,15 +76,6 @@ def begin(sp: int, optimizer: dict[str, Any] | None = None, **config: Any) -> An
     return deepspeed.initialize(model=SpreadGpt(), config=settings, mpu=parallel_state_sp)[0]
 
 
-def end() -> None:
-    """DeepSpeed keeps these groups for the engines that follow in this process."""
-    from deepspeed.runtime.sequence_parallel import parallel_state_sp
-    from deepspeed.utils import groups
-
-    groups.mpu = groups.mesh_device = None
-    parallel_state_sp._SEQUENCE_PARALLEL_GROUP = parallel_state_sp._SEQUENCE_DATA_PARALLEL_GROUP = None
-
-
 def take_steps(engine: Any, sp: int, steps: range) -> list[float]:
     """Train on this rank's rows and times of the global batches; the norm of each step."""
     rank, net, norms = dist.get_rank(), engine.module, []
@@ -101,14 +91,11 @@ def take_steps(engine: Any, sp: int, steps: range) -> list[float]:
 
 def train(sp: int = 2, **config: Any) -> tuple[dict[str, Tensor], list[float]]:
     """Master weights, and the norm of each step."""
-    try:
-        engine = begin(sp, **config)
-        norms = take_steps(engine, sp, range(STEPS))
-        weights = fp32_weights(engine)
-        engine.destroy()
-        return weights, norms
-    finally:
-        end()
+    engine = begin(sp, **config)
+    norms = take_steps(engine, sp, range(STEPS))
+    weights = fp32_weights(engine)
+    engine.destroy()
+    return weights, norms
 
 
 class ScaledGpt(TinyGpt):
@@ -121,12 +108,12 @@ class ScaledGpt(TinyGpt):
         return super().forward(inputs, targets) / self.divisor
 
 
-def oracle(divisor: int = 1, clip: float = CLIP, dtype: str = "fp32", parts: Any = MappingProxyType({})) -> Any:
-    """Of a loss that is divided."""
+def oracle(divisor: int = 1, clip: float = CLIP, dtype: str = "fp32", parts: Any = None) -> Any:
+    """Of a loss that is divided; queries, keys and values are matrices of their own, or `parts` are."""
     net = ScaledGpt().to(HALVES[dtype])
     net.divisor = divisor
     routing = route(net, ["tokens", "positions", "lm_head"])
-    return train_oracle(net, net.batch, STEPS, routing, replace(ORACLE, clip=clip), parts=parts)
+    return train_oracle(net, net.batch, STEPS, routing, replace(ORACLE, clip=clip), parts=parts or fused_parts(net))
 
 
 #: DeepSpeed sums gradients over a sequence's ranks at stages 0 to 2, and takes their mean at stage 3.
@@ -166,19 +153,16 @@ def test_the_oracle_tells_a_gradient_of_another_scale() -> None:
 
 def go_on(folder: str, stage: int, load: bool) -> dict[str, Tensor]:
     """Three steps, saved after the first or loaded from there."""
-    try:
-        engine = begin(2, stage=stage)
-        if load:
-            engine.load_checkpoint(folder)
-        else:
-            take_steps(engine, 2, range(1))
-            engine.save_checkpoint(folder)
-        take_steps(engine, 2, range(1, 3))
-        weights = fp32_weights(engine)
-        engine.destroy()
-        return weights
-    finally:
-        end()
+    engine = begin(2, stage=stage)
+    if load:
+        engine.load_checkpoint(folder)
+    else:
+        take_steps(engine, 2, range(1))
+        engine.save_checkpoint(folder)
+    take_steps(engine, 2, range(1, 3))
+    weights = fp32_weights(engine)
+    engine.destroy()
+    return weights
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -195,8 +179,6 @@ def without_sums() -> tuple[str, str]:
         make_engine(SpreadGpt(), ds_config(stage=1) | sizes)
     except Exception as error:
         return type(error).__name__, str(error)
-    finally:
-        end()
     return "nothing", ""
 
 

@@ -150,25 +150,15 @@ IN_PARTS = {
 
 @contextmanager
 def engine_of(net: nn.Module, tp: int, **config: Any) -> Iterator[Any]:
-    """An engine of tensor-parallel size `tp`; afterwards the process knows nothing of it."""
+    """An engine of tensor-parallel size `tp`."""
     import torch.distributed as dist
-    from deepspeed.module_inject import layers
-    from deepspeed.utils import groups
 
-    known = ("_TENSOR_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP", "mpu")
-    before = {name: getattr(groups, name) for name in known}
-    mode = layers.DEEPSPEED_AUTOTP_MODE
-    vars(groups).update(dict.fromkeys(known))
     cut = {"autotp_size": tp, **(IN_PARTS if isinstance(net, Gated) else {})}
     settings = ds_config(**config, tensor_parallel=cut)
     settings["train_micro_batch_size_per_gpu"] = GLOBAL_BATCH // (dist.get_world_size() // tp)
-    try:
-        engine = make_engine(net, settings)
-        yield engine
-        engine.destroy()
-    finally:
-        layers.DEEPSPEED_AUTOTP_MODE = mode
-        vars(groups).update(before)
+    engine = make_engine(net, settings)
+    yield engine
+    engine.destroy()
 
 
 def train(name: str, tp: int, steps: int, **config: Any) -> dict[str, Tensor]:

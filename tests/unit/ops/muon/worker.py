@@ -10,12 +10,17 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import copy
 from datetime import timedelta
 from importlib import import_module
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from torch.distributed import distributed_c10d
 from torch.utils import _pytree as pytree
 
 
@@ -30,7 +35,6 @@ def _start(collective_timeout: float) -> None:
     """Initialise torch.distributed through DeepSpeed, for training in float32, bfloat16 and float16."""
     from deepspeed.accelerator import get_accelerator
     from deepspeed.utils import logger
-    from torch.distributed import distributed_c10d
 
     import deepspeed
 
@@ -52,12 +56,37 @@ def _portable(result: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu().clone(), result)
 
 
+#: Modules of DeepSpeed that remember the groups of ranks which an engine's parallelism made.
+KEEPERS = (
+    "deepspeed.utils.groups",
+    "deepspeed.module_inject.layers",
+    "deepspeed.runtime.activation_checkpointing.checkpointing",
+    "deepspeed.runtime.sequence_parallel.parallel_state_sp",
+)
+
+
+@contextmanager
+def _own_groups() -> Iterator[None]:
+    """A job leaves no process group, whose threads would poll from then on, and DeepSpeed remembers none."""
+    keepers = [vars(import_module(name)) for name in KEEPERS if find_spec(name)]
+    before = [{key: copy(value) if isinstance(value, dict) else value for key, value in k.items()} for k in keepers]
+    made_before = set(distributed_c10d._world.pg_map)
+    try:
+        yield
+    finally:
+        for keeper, values in zip(keepers, before, strict=True):
+            keeper.update(values)
+        for group in set(distributed_c10d._world.pg_map) - made_before:
+            distributed_c10d.destroy_process_group(group)
+
+
 def _run(message: bytes) -> bytes:
     """The pickled reply, ("ok", result) or ("error", traceback), to a pickled (function, kwargs)."""
     torch.manual_seed(0)
     try:
         fn, kwargs = pickle.loads(message)
-        return pickle.dumps(("ok", _portable(fn(**kwargs))))
+        with _own_groups():
+            return pickle.dumps(("ok", _portable(fn(**kwargs))))
     except BaseException:
         return pickle.dumps(("error", traceback.format_exc()))
 
