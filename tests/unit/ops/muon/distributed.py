@@ -20,12 +20,16 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 START_TIMEOUT = 300.0
 """Seconds in which the ranks of a new pool must meet."""
 COLLECTIVE_TIMEOUT = 90.0
 """Seconds after which a collective that some rank does not join raises in the others."""
 GRACE = 5.0
 """Seconds that the other ranks have to report after one rank failed."""
+MAX_THREADS = 200
+"""Threads of a rank from which on its pool is replaced; those of groups that an engine keeps alive poll for ever."""
 TAIL = 4000
 """Characters of each rank's output shown with a failure."""
 
@@ -127,6 +131,10 @@ class Pool:
             self.close()
             raise
 
+    def is_worn(self) -> bool:
+        """Whether what earlier tests left in the processes slows the next."""
+        return not self.closed and any(psutil.Process(r.process.pid).num_threads() > MAX_THREADS for r in self.ranks)
+
     def close(self) -> None:
         self.closed = True
         for rank in self.ranks:
@@ -197,6 +205,8 @@ def run(
             return pool.run(fn, kwargs, timeout)
         finally:
             pool.close()
+    if world_size in _pools and _pools[world_size].is_worn():
+        _pools[world_size].close()
     if world_size not in _pools or _pools[world_size].closed:
         _pools[world_size] = Pool(world_size)
     return _pools[world_size].run(fn, kwargs, timeout)

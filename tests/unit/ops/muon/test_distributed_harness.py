@@ -69,6 +69,17 @@ def threads_after_groups(count: int) -> int:
     return threads
 
 
+KEPT: list[object] = []
+
+
+def keep_groups(count: int) -> int:
+    """This process, which then has three threads more for each group."""
+    for _ in range(count):
+        KEPT.append(dist.new_group(range(dist.get_world_size())))
+        dist.barrier(KEPT[-1])
+    return os.getpid()
+
+
 def train_half() -> torch.Tensor:
     """Weight, shape (4, 4) and dtype float16, after one step of DeepSpeed in float16."""
     import deepspeed
@@ -85,6 +96,11 @@ def train_half() -> torch.Tensor:
     engine.step()
     engine.destroy()
     return model.weight
+
+
+def test_a_pool_whose_groups_add_up_is_replaced() -> None:
+    first, second, third, fourth = (run(keep_groups, 2, count=count)[0] for count in (3, 70, 0, 0))
+    assert first == second != third == fourth
 
 
 def test_process_groups_end_with_the_job() -> None:

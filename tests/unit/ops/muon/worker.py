@@ -67,7 +67,7 @@ KEEPERS = (
 
 @contextmanager
 def _own_groups() -> Iterator[None]:
-    """A job leaves no process group, whose threads would poll from then on, and DeepSpeed remembers none."""
+    """Ends the process groups that a job made, whose threads would poll from then on; DeepSpeed remembers none."""
     keepers = [vars(import_module(name)) for name in KEEPERS if find_spec(name)]
     before = [{key: copy(value) if isinstance(value, dict) else value for key, value in k.items()} for k in keepers]
     made_before = set(distributed_c10d._world.pg_map)
