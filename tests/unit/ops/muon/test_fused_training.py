@@ -6,6 +6,7 @@ The oracle's matrices come from plain indexing, by what the models' own forward 
 
 import functools
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +15,9 @@ from torch import Tensor, nn
 
 from distributed import run
 from language_models import WIDTH, train
-from models import MODELS
+from models import MODELS, train_engine
 from oracles import OracleResult, Part, change_error, route, train_oracle
-from training import ORACLE, PARAMS
+from training import ORACLE, PARAMS, ds_config, fp32_weights, make_engine
 
 STEPS = 5
 STAGES_AND_WORLDS = [(stage, world) for stage in (1, 2, 3) for world in (1, 2, 3)]
@@ -121,3 +122,44 @@ def test_low_rank_factors(stage: int, world: int, lora: str) -> None:
     for weights in run(train, world, model="adapters", steps=STEPS, **settings):
         assert expected.weights.keys() <= weights.keys()
         assert differing(weights, expected) == set()
+
+
+#: Of each kind of block that test_fused.py's model has not: the model, and how it is asked for.
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "heads": ("gpt", {"per_head_muon": True}),
+    "heads of latent attention": ("deepseek_v3", {"per_head_muon": True}),
+    "fused projections": ("layouts", {}),
+    "low-rank factors": ("adapters", {"muon_lora": "both"}),
+}
+#: Each stage and each number of ranks once; all pairs in the longer loop.
+RESUME_QUICK = [(1, 3), (2, 1), (3, 2)]
+RESUME_REST = [pair for pair in STAGES_AND_WORLDS if pair not in RESUME_QUICK]
+
+
+def go_on(kind: str, stage: int, folder: str, load: bool) -> dict[str, Tensor]:
+    """Three steps, saved after the first; or loaded from there, by a run that began with other weights."""
+    model, params = KINDS[kind]
+    net = MODELS[model]()
+    if load:
+        for param in filter(lambda each: each.requires_grad, net.parameters()):
+            param.data.add_(1)
+    engine = make_engine(net, ds_config(stage=stage, optimizer=optimizer(**params)))
+    if load:
+        engine.load_checkpoint(folder)
+    else:
+        train_engine(engine, 1)
+        engine.save_checkpoint(folder)
+    train_engine(engine, 2, first_step=1)
+    weights = fp32_weights(engine)
+    engine.destroy()
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("stage", "world"), [*RESUME_QUICK, *(pytest.param(*pair, marks=pytest.mark.full) for pair in RESUME_REST)]
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_resume_is_exact(kind: str, stage: int, world: int, tmp_path: Path) -> None:
+    settings = {"kind": kind, "stage": stage, "folder": str(tmp_path)}
+    expected, found = (run(go_on, world, **settings, load=load)[0] for load in (False, True))
+    assert {name for name, weight in expected.items() if not found[name].equal(weight)} == set()

@@ -49,6 +49,8 @@ def _start(collective_timeout: float) -> None:
     # Groups made by new_group take this default and not the timeout of the world group.
     distributed_c10d.default_pg_timeout = timeout
     deepspeed.init_distributed("gloo", timeout=timeout)
+    # One for all jobs: engines at stage 3 are never freed, with any optimizer, and keep the one they were made with.
+    import_module("deepspeed.utils.groups")._clone_world_group()
 
 
 def _portable(result: Any) -> Any:
