@@ -66,6 +66,15 @@ def time_limit(request: pytest.FixtureRequest) -> Iterator[None]:
     signal.signal(signal.SIGALRM, previous)
 
 
+@pytest.fixture(autouse=True)
+def worn_pools() -> Iterator[None]:
+    """Close the process pools that the test has worn out."""
+    yield
+    from distributed import end_worn_pools
+
+    end_worn_pools()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def pools() -> Iterator[None]:
     """End the process pools with the session."""

@@ -205,11 +205,16 @@ def run(
             return pool.run(fn, kwargs, timeout)
         finally:
             pool.close()
-    if world_size in _pools and _pools[world_size].is_worn():
-        _pools[world_size].close()
     if world_size not in _pools or _pools[world_size].closed:
         _pools[world_size] = Pool(world_size)
     return _pools[world_size].run(fn, kwargs, timeout)
+
+
+def end_worn_pools() -> None:
+    """Close the pools that what tests left slows down; between tests, as within one the runs are compared."""
+    for pool in _pools.values():
+        if pool.is_worn():
+            pool.close()
 
 
 @atexit.register

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distributed import RankError, run
+from distributed import RankError, end_worn_pools, run
+from training import train
 
 
 def rank_sum(value: torch.Tensor) -> tuple[int, int, torch.Tensor]:
@@ -99,8 +100,19 @@ def train_half() -> torch.Tensor:
 
 
 def test_a_pool_whose_groups_add_up_is_replaced() -> None:
-    first, second, third, fourth = (run(keep_groups, 2, count=count)[0] for count in (3, 70, 0, 0))
-    assert first == second != third == fourth
+    first, second, third = (run(keep_groups, 2, count=count)[0] for count in (3, 70, 0))
+    end_worn_pools()
+    fourth, fifth = (run(keep_groups, 2, count=0)[0] for _ in range(2))
+    assert first == second == third != fourth == fifth
+
+
+def name_of_linear() -> str:
+    return torch.nn.functional.linear.__name__
+
+
+def test_a_job_finds_torch_as_it_is_after_stage_3() -> None:
+    run(train, 1, model="mlp", steps=1, stage=3)
+    assert run(name_of_linear, 1) == ["linear"]
 
 
 def test_process_groups_end_with_the_job() -> None:
