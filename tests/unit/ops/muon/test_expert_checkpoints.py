@@ -15,7 +15,7 @@ from expert_models import global_name, spread_model
 from models import train_engine
 from oracles import change_error
 from test_autoep import Mixtral, autoep
-from training import ds_config, fp32_weights, make_engine
+from training import ds_config, fp32_weights, make_engine, train_around_a_checkpoint
 from universal import convert
 
 
@@ -40,12 +40,7 @@ def contents(engine: Any) -> dict[str, Tensor]:
 def go_on(kind: str, stage: int, folder: str, load: bool) -> dict[str, Tensor]:
     """Three steps, saved after the first or loaded from there."""
     engine = build(kind, stage, seed=int(load))
-    if load:
-        engine.load_checkpoint(folder)
-    else:
-        train_engine(engine, 1)
-        engine.save_checkpoint(folder)
-    train_engine(engine, 2, first_step=1)
+    train_around_a_checkpoint(engine, folder, load)
     found = contents(engine)
     engine.destroy()
     return found

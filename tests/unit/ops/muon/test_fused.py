@@ -12,7 +12,7 @@ from deepspeed.muon import MuonWithAuxAdam
 from distributed import run
 from models import MODELS, Fused, train_engine
 from oracles import Part, change_error, route, train_oracle
-from training import ORACLE, PARAMS, ds_config, fp32_weights, make_engine, train
+from training import ORACLE, PARAMS, ds_config, fp32_weights, make_engine, train, train_around_a_checkpoint
 
 STEPS = 5
 SPLIT = {
@@ -130,12 +130,7 @@ def test_blocks_of_one_parameter_are_rounded_each_by_its_own_numbers() -> None:
 def go_on(stage: int, folder: str, load: bool) -> dict[str, Tensor]:
     """Three steps, saved after the first or loaded from there."""
     engine = make_engine(Fused(seed=int(load)), ds_config(stage=stage, optimizer=OPTIMIZER))
-    if load:
-        engine.load_checkpoint(folder)
-    else:
-        train_engine(engine, 1)
-        engine.save_checkpoint(folder)
-    train_engine(engine, 3, first_step=1)
+    train_around_a_checkpoint(engine, folder, load)
     weights = fp32_weights(engine)
     engine.destroy()
     return weights

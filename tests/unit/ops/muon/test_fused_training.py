@@ -15,15 +15,22 @@ from torch import Tensor, nn
 
 from distributed import run
 from language_models import WIDTH, train
-from models import MODELS, train_engine
+from models import MODELS
 from oracles import OracleResult, Part, change_error, route, train_oracle
-from training import ORACLE, PARAMS, ds_config, fp32_weights, make_engine
+from training import ORACLE, PARAMS, ds_config, fp32_weights, make_engine, train_around_a_checkpoint
 
 STEPS = 5
 STAGES_AND_WORLDS = [(stage, world) for stage in (1, 2, 3) for world in (1, 2, 3)]
 #: Of Layouts, which takes longest, each stage and each number of ranks at least twice; all pairs in the longer loop.
 QUICK = [(0, 2), (0, 3), (1, 1), (1, 3), (2, 2), (2, 3), (3, 1), (3, 2), (3, 3)]
-REST = [pair for pair in itertools.product((0, 1, 2, 3), (1, 2, 3)) if pair not in QUICK]
+#: Of resume, each stage and each number of ranks once.
+RESUMED = [(1, 3), (2, 1), (3, 2)]
+
+
+def pairs(stages: tuple[int, ...], quick: list[tuple[int, int]]) -> list[Any]:
+    """Stages with 1 to 3 ranks; what is not `quick` in the longer loop alone."""
+    every = itertools.product(stages, (1, 2, 3))
+    return [pair if pair in quick else pytest.param(*pair, marks=pytest.mark.full) for pair in every]
 
 
 def index_of(model: nn.Module) -> dict[str, Tensor]:
@@ -87,7 +94,7 @@ def optimizer(**params: Any) -> dict[str, Any]:
     return {"type": "Muon", "params": PARAMS | params}
 
 
-@pytest.mark.parametrize(("stage", "world"), [*QUICK, *(pytest.param(*pair, marks=pytest.mark.full) for pair in REST)])
+@pytest.mark.parametrize(("stage", "world"), pairs((0, 1, 2, 3), QUICK))
 def test_fused_projections(stage: int, world: int) -> None:
     expected = reference("layouts", fused_parts)
     for weights in run(train, world, model="layouts", steps=STEPS, stage=stage, optimizer=optimizer()):
@@ -131,9 +138,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "fused projections": ("layouts", {}),
     "low-rank factors": ("adapters", {"muon_lora": "both"}),
 }
-#: Each stage and each number of ranks once; all pairs in the longer loop.
-RESUME_QUICK = [(1, 3), (2, 1), (3, 2)]
-RESUME_REST = [pair for pair in STAGES_AND_WORLDS if pair not in RESUME_QUICK]
 
 
 def go_on(kind: str, stage: int, folder: str, load: bool) -> dict[str, Tensor]:
@@ -141,23 +145,16 @@ def go_on(kind: str, stage: int, folder: str, load: bool) -> dict[str, Tensor]:
     model, params = KINDS[kind]
     net = MODELS[model]()
     if load:
-        for param in filter(lambda each: each.requires_grad, net.parameters()):
-            param.data.add_(1)
+        for param in net.parameters():
+            param.data.mul_(0.5)
     engine = make_engine(net, ds_config(stage=stage, optimizer=optimizer(**params)))
-    if load:
-        engine.load_checkpoint(folder)
-    else:
-        train_engine(engine, 1)
-        engine.save_checkpoint(folder)
-    train_engine(engine, 2, first_step=1)
+    train_around_a_checkpoint(engine, folder, load)
     weights = fp32_weights(engine)
     engine.destroy()
     return weights
 
 
-@pytest.mark.parametrize(
-    ("stage", "world"), [*RESUME_QUICK, *(pytest.param(*pair, marks=pytest.mark.full) for pair in RESUME_REST)]
-)
+@pytest.mark.parametrize(("stage", "world"), pairs((1, 2, 3), RESUMED))
 @pytest.mark.parametrize("kind", KINDS)
 def test_resume_is_exact(kind: str, stage: int, world: int, tmp_path: Path) -> None:
     settings = {"kind": kind, "stage": stage, "folder": str(tmp_path)}

@@ -96,6 +96,16 @@ def train(model: str, steps: int = 5, zero_init: bool = False, **config: Any) ->
     return weights
 
 
+def train_around_a_checkpoint(engine: Any, folder: str, load: bool) -> None:
+    """Three steps: saved after the first or, with `load`, the first loaded from there."""
+    if load:
+        engine.load_checkpoint(folder)
+    else:
+        train_engine(engine, 1)
+        engine.save_checkpoint(folder)
+    train_engine(engine, 2, first_step=1)
+
+
 class FixedGradient(nn.Linear):
     """A matrix whose gradient is exactly what `forward` is given."""
 
