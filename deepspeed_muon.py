@@ -17,7 +17,7 @@ _ENGINE = "deepspeed.runtime.engine"
 def command() -> int:
     """Run ``ds_muon``. What DeepSpeed says when it is imported goes to stderr, so that ``--json`` is JSON alone."""
     with contextlib.redirect_stdout(sys.stderr):
-        from deepspeed.muon.cli.command import main
+        from deepspeed.muon.cli.main import main
     return main()
 
 

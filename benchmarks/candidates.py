@@ -7,12 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from deepspeed.muon.coefficients import schedule
 from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.table import Operations
+from deepspeed.muon.kernels.workspace import Workspace
+from deepspeed.muon.math.coefficients import schedule
+from deepspeed.muon.math.newton_schulz import METHODS, orthogonalize
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.orthogonalize import METHODS, orthogonalize
-from deepspeed.muon.workspace import Workspace
 from rates import DTYPES
 
 STEPS = 5

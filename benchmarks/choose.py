@@ -18,12 +18,12 @@ from pathlib import Path
 import torch
 
 import machine
-from deepspeed.muon import choice
-from deepspeed.muon.coefficients import schedule
 from deepspeed.muon.kernels import selection
 from deepspeed.muon.kernels.table import Operations
-from deepspeed.muon.measure import race
-from deepspeed.muon.orthogonalize import METHODS
+from deepspeed.muon.math import choice
+from deepspeed.muon.math.coefficients import schedule
+from deepspeed.muon.math.measure import race
+from deepspeed.muon.math.newton_schulz import METHODS
 
 SIZES = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096)
 ASPECTS = (1.0, 1.5, 2.0, 3.0, 4.0, 8.0)

@@ -20,10 +20,10 @@ from torch.optim._muon import _zeropower_via_newtonschulz as torch_iteration  # 
 import data  # noqa: E402
 import exactness_jobs as jobs  # noqa: E402
 import machine  # noqa: E402
-from deepspeed.muon.choice import choose_method  # noqa: E402
-from deepspeed.muon.coefficients import SIMPLE, schedule  # noqa: E402
 from deepspeed.muon.kernels import selection  # noqa: E402
-from deepspeed.muon.orthogonalize import orthogonalize  # noqa: E402
+from deepspeed.muon.math.choice import choose_method  # noqa: E402
+from deepspeed.muon.math.coefficients import SIMPLE, schedule  # noqa: E402
+from deepspeed.muon.math.newton_schulz import orthogonalize  # noqa: E402
 from distributed import run, shutdown  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 from models import MODELS  # noqa: E402

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import gpu_timing as timing
-from deepspeed.muon.plan import Bucket, Plan
+from deepspeed.muon.plan.plan import Bucket, Plan
 
 #: Llama 3.2 1B: width, of its keys and values, of its feed-forward network, layers.
 LLAMA_1B, QUICK = (2048, 512, 8192, 16), (64, 32, 96, 2)

@@ -47,7 +47,7 @@ class LinkCounter(TrafficCounter):
 def plan_anew(optimizer, mebibytes: float) -> None:
     """Let the steps from now on have buckets of this size."""
     from deepspeed.muon import optimizer as module
-    from deepspeed.muon import plan
+    from deepspeed.muon.plan import plan
 
     module.make_plan = functools.partial(plan.make_plan, bucket_bytes=int(mebibytes * 2**20))
     optimizer.bind(optimizer.all_partitions, optimizer.exchange.dtype, optimizer.exchange.device)
@@ -89,7 +89,7 @@ def exchange_alone(optimizer, repeats: int) -> float:
         torch.distributed.barrier()
         begin = time.perf_counter()
         for plan in optimizer.plans:
-            optimizer.exchange.run(plan, *[lambda transit: None] * 3)
+            optimizer.exchange.run(plan, *[lambda buffers: None] * 3)
         seconds.append(time.perf_counter() - begin)
     return statistics.median(seconds)
 

@@ -48,8 +48,8 @@ def bound(bucket_mib: float, plan_module: Any) -> Any:
 
     from deepspeed.muon import MuonWithAuxAdam
     from deepspeed.muon import optimizer as module
-    from deepspeed.muon.partition import Partition
-    from deepspeed.muon.placement import Placement, Shard
+    from deepspeed.muon.exchange.partition import Partition
+    from deepspeed.muon.plan.placement import Placement, Shard
 
     model = torch.nn.Sequential(*[torch.nn.Linear(cols, rows, bias=False) for rows, cols in SHAPES])
     optimizer = MuonWithAuxAdam(model.parameters(), model=model, lr=1e-3, ns_dtype="bf16")
@@ -71,8 +71,8 @@ def measure(bucket_mib: float, repeats: int) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from deepspeed.muon import plan as plan_module
-    from deepspeed.muon.exchange import Exchange
+    from deepspeed.muon.exchange.exchange import Exchange
+    from deepspeed.muon.plan import plan as plan_module
 
     optimizer = bound(bucket_mib, plan_module)
     launch_collective, plan = Exchange._launch, optimizer.plans[0]
@@ -84,7 +84,7 @@ def measure(bucket_mib: float, repeats: int) -> dict[str, Any]:
         finally:
             Exchange._launch = launch_collective
 
-    def nothing(transit: Any) -> None:
+    def nothing(buffers: Any) -> None:
         pass
 
     kinds = {

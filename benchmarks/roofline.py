@@ -25,15 +25,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import launcher
 import output
-from deepspeed.muon.blocks import Block
-from deepspeed.muon.choice import choose_method
-from deepspeed.muon.coefficients import schedule
-from deepspeed.muon.cost import cost_model
-from deepspeed.muon.forecast import Half, Layout, lay_out, work_of
+from deepspeed.muon.forecast.layout import Half, Layout, lay_out, step_cost
 from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.table import Operations
-from deepspeed.muon.orthogonalize import orthogonalize
-from deepspeed.muon.routing import MatrixSpec
+from deepspeed.muon.math.choice import choose_method
+from deepspeed.muon.math.coefficients import schedule
+from deepspeed.muon.math.newton_schulz import orthogonalize
+from deepspeed.muon.matrices.block import Block
+from deepspeed.muon.matrices.routing import MatrixSpec
+from deepspeed.muon.plan.cost import cost_model
 from rates import Rates
 
 GRADIENT_BYTES, PARAMETER_BYTES, MOMENTUM_BYTES = 4, 4, 4
@@ -145,7 +145,7 @@ def _least_sent(matrices: Matrices, sharding: Sharding, itemsize: int) -> float:
         for i, (rows, cols) in enumerate(matrices)
     )
     layout, cost = Layout(sharding.stage, sharding.ranks), cost_model("auto", schedule("simple"), itemsize, "cpu")
-    return sum(work_of(part, cost).least_bytes for part in lay_out([Half(True, specs)], layout))
+    return sum(step_cost(part, cost).least_bytes for part in lay_out([Half(True, specs)], layout))
 
 
 def floor_of(demand: Demand, rates: Rates, dtype: str = "bf16") -> Floor:

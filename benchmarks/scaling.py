@@ -16,11 +16,11 @@ import time
 import machine
 import scaling_measure
 import scaling_report
-from deepspeed.muon import coefficients
-from deepspeed.muon.cost import cost_model
-from deepspeed.muon.estimate import Machine, estimate
-from deepspeed.muon.forecast import Half, Layout, Work, lay_out
-from deepspeed.muon.plan import make_plan
+from deepspeed.muon.forecast.estimate import Machine, estimate
+from deepspeed.muon.forecast.layout import Half, Layout, StepCost, lay_out
+from deepspeed.muon.math import coefficients
+from deepspeed.muon.plan.cost import cost_model
+from deepspeed.muon.plan.plan import make_plan
 from scaling_models import MODELS
 
 SCHEDULE, ITEMSIZE, DEVICE = coefficients.schedule("simple"), 2, "cuda"
@@ -48,7 +48,7 @@ def planning_seconds(halves: list[Half], layout: Layout, rank: int) -> float:
     return time.perf_counter() - begin
 
 
-def imbalance(works: list[Work]) -> float:
+def imbalance(works: list[StepCost]) -> float:
     """The busiest rank's work over the larger of the mean and the heaviest matrix, which no plan can go below.
 
     Sub-groups of stage 3 are stepped one after the other, so each waits for its own busiest rank; the bound is that of

@@ -11,17 +11,17 @@ import torch
 
 import launcher
 import machine
-from deepspeed.muon import coefficients
-from deepspeed.muon.blocks import Block
-from deepspeed.muon.choice import choose_method, kind_of
-from deepspeed.muon.cost import cost_model
-from deepspeed.muon.estimate import Machine, estimate, pass_bytes
-from deepspeed.muon.forecast import Half, Layout
+from deepspeed.muon.forecast.estimate import Machine, estimate, pass_bytes
+from deepspeed.muon.forecast.layout import Half, Layout
 from deepspeed.muon.kernels import selection
 from deepspeed.muon.kernels.table import Operations
-from deepspeed.muon.orthogonalize import orthogonalize
-from deepspeed.muon.routing import MatrixSpec
-from deepspeed.muon.workspace import Workspace
+from deepspeed.muon.kernels.workspace import Workspace
+from deepspeed.muon.math import coefficients
+from deepspeed.muon.math.choice import choose_method, kind_of
+from deepspeed.muon.math.newton_schulz import orthogonalize
+from deepspeed.muon.matrices.block import Block
+from deepspeed.muon.matrices.routing import MatrixSpec
+from deepspeed.muon.plan.cost import cost_model
 from setups import Job
 
 WORKER = Path(__file__).resolve().parent / "network_worker.py"

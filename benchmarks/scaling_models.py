@@ -4,9 +4,9 @@
 import dataclasses
 from collections.abc import Iterator
 
-from deepspeed.muon.blocks import Block
-from deepspeed.muon.forecast import Half
-from deepspeed.muon.routing import MatrixSpec
+from deepspeed.muon.forecast.layout import Half
+from deepspeed.muon.matrices.block import Block
+from deepspeed.muon.matrices.routing import MatrixSpec
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -5,7 +5,7 @@ import csv
 import dataclasses
 
 import machine
-from deepspeed.muon.estimate import Machine, assumptions
+from deepspeed.muon.forecast.estimate import Machine, assumptions
 from scaling_models import MODELS
 
 FORMATS = {"error": "{:+.0%}", "imbalance": "{:.3f}", "step ms": "{:.1f}"}

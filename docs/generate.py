@@ -11,12 +11,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from deepspeed.muon.coefficients import NAMED
-from deepspeed.muon.config import MuonConfig, facts
-from deepspeed.muon.explain import PEERS
-from deepspeed.muon.keys import GROUP_KEYS
-from deepspeed.muon.knobs import SCALE_ALIASES
-from deepspeed.muon.update import SCALES, update_rms
+from deepspeed.muon.config.fields import GROUP_KEYS, SCALE_ALIASES
+from deepspeed.muon.config.messages import PEERS
+from deepspeed.muon.config.schema import MuonConfig, facts
+from deepspeed.muon.math.coefficients import NAMED
+from deepspeed.muon.math.scale import SCALES, update_rms
 
 DOCS = Path(__file__).parent
 TESTS = DOCS.parent / "tests" / "unit" / "ops" / "muon"

@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Muon for DeepSpeed ZeRO. Importing this package activates it; nothing is compiled."""
 
-from deepspeed.muon.config import MuonConfig, MuonConfigError
-from deepspeed.muon.imports import ImportStateError, import_state
+from deepspeed.muon.config.schema import MuonConfig
+from deepspeed.muon.errors import (
+    CheckpointError,
+    DisagreementError,
+    ImportStateError,
+    MuonConfigError,
+    SeamError,
+    UnsupportedError,
+)
+from deepspeed.muon.matrices.routing import Block, MatrixSpec, route
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.routing import Block, MatrixSpec, route
+from deepspeed.muon.state_import import import_state
 from deepspeed.muon.version import __version__
-from deepspeed.muon.zero.agreement import DisagreementError
-from deepspeed.muon.zero.install import SeamError, activate, install, uninstall
-from deepspeed.muon.zero.manifest import CheckpointError
-from deepspeed.muon.zero.support import UnsupportedError
+from deepspeed.muon.zero.hooks import activate, install, uninstall
 
 __all__ = [
     "Block",

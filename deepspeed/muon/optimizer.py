@@ -12,29 +12,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.muon import adamw, momentum
-from deepspeed.muon.choice import choose_method, kind_of, pins, shapes_of
-from deepspeed.muon.config import MuonConfig, parse
-from deepspeed.muon.cost import cost_model
-from deepspeed.muon.exchange import Exchange, Transit
-from deepspeed.muon.groups import check_wishes, split_groups
+from deepspeed.muon.config.schema import MuonConfig, parse
+from deepspeed.muon.exchange.exchange import BucketBuffers, Exchange, gather, scatter
+from deepspeed.muon.exchange.host_staging import Staging
+from deepspeed.muon.exchange.partition import Partition, whole_partition
 from deepspeed.muon.kernels import reference
+from deepspeed.muon.kernels.rounding import key_of
 from deepspeed.muon.kernels.selection import choose, missing
 from deepspeed.muon.kernels.table import Operations
-from deepspeed.muon.logs import logger
-from deepspeed.muon.meter import Meter
-from deepspeed.muon.orthogonalize import bf16_is_fast, orthogonalize, resolve_dtype
-from deepspeed.muon.owners import is_worth_sharing
-from deepspeed.muon.partition import Partition, whole_partition
-from deepspeed.muon.pipeline import stage_of
-from deepspeed.muon.plan import Plan, make_plan
-from deepspeed.muon.rounding import key_of
-from deepspeed.muon.routing import MatrixSpec, route
-from deepspeed.muon.schedule import GivenGroups
-from deepspeed.muon.staging import Staging
-from deepspeed.muon.strided import put, take
-from deepspeed.muon.update import scale_factor
-from deepspeed.muon.workspace import Workspace
+from deepspeed.muon.kernels.workspace import Workspace
+from deepspeed.muon.log import logger
+from deepspeed.muon.lr_groups import GivenGroups
+from deepspeed.muon.math import adamw, momentum
+from deepspeed.muon.math.choice import choose_method, kind_of, pins
+from deepspeed.muon.math.newton_schulz import bf16_is_fast, orthogonalize, resolve_dtype
+from deepspeed.muon.math.scale import scale_factor
+from deepspeed.muon.matrices.pipeline import stage_of
+from deepspeed.muon.matrices.routing import MatrixSpec, route, shapes_of
+from deepspeed.muon.param_groups import check_options, split_groups
+from deepspeed.muon.plan.cost import cost_model
+from deepspeed.muon.plan.owners import is_worth_sharing
+from deepspeed.muon.plan.plan import Plan, make_plan
+from deepspeed.muon.step_stats import StepStats
 
 
 @dataclass(frozen=True)
@@ -54,9 +53,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     Args:
         params: parameters, or groups of them. Each group is split into a Muon and an AdamW half, both of
-            which keep the group's own settings (:data:`deepspeed.muon.keys.GROUP_KEYS`).
-        model: whose modules decide the routing; see :func:`deepspeed.muon.routing.route`.
-        config: every other keyword is a field of :class:`deepspeed.muon.config.MuonConfig`.
+            which keep the group's own settings (:data:`deepspeed.muon.config.fields.GROUP_KEYS`).
+        model: whose modules decide the routing; see :func:`deepspeed.muon.matrices.routing.route`.
+        config: every other keyword is a field of :class:`deepspeed.muon.config.schema.MuonConfig`.
 
     State per tensor: ``momentum_buffer`` (Muon), or ``exp_avg`` and ``exp_avg_sq`` (AdamW), of the tensor's
     own shape and dtype, which under ZeRO is fp32 (momentum: bf16 where ``momentum_dtype`` says so); and ``step``.
@@ -68,9 +67,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any], *, model: nn.Module, **config: Any) -> None:
         self.config: MuonConfig = parse(config)
-        self.specs: dict[nn.Parameter, MatrixSpec] = route(model, self.config.wishes)
-        #: The stage of a pipeline that ``model`` is, and the wishes that a stage has to follow and this one does not.
-        self.stage, self.idle = stage_of(model), check_wishes(model, self.specs.values(), self.config)
+        self.specs: dict[nn.Parameter, MatrixSpec] = route(model, self.config.matrix_options)
+        #: The stage of a pipeline that ``model`` is, and the options that a stage has to follow and this one does not.
+        self.stage, self.idle = stage_of(model), check_options(model, self.specs.values(), self.config)
         #: How many matrices of each shape go to Newton-Schulz.
         self.shapes = shapes_of(self.specs.values())
         self._bound: dict[int, _Bound] = {}
@@ -88,7 +87,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         #: Entered around each phase of a step, by name: prepare, exchange, newton_schulz, apply, adamw.
         self.phase: Callable[[str], AbstractContextManager] = lambda name: nullcontext()
         #: Where the size of updates is recorded, if anywhere.
-        self.meter: Meter | None = None
+        self.step_stats: StepStats | None = None
         split = split_groups(params, self.specs, self.config)
         self._origins, self._given_lrs = split.origins, split.given_lrs
         #: Whether the config or a parameter group gives a learning rate; else stock's defaults act.
@@ -237,22 +236,22 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             self.create_state(tensor, use_muon=True)["step"] += 1
         bound.exchange.run(
             bound.plan,
-            prepare=lambda transit: self._prepare(group, transit),
-            compute=lambda transit: self._orthogonalize(group, transit),
-            apply=lambda transit: self._apply(group, transit),
+            prepare=lambda buffers: self._prepare(group, buffers),
+            compute=lambda buffers: self._orthogonalize(group, buffers),
+            apply=lambda buffers: self._apply(group, buffers),
             phase=self.phase,
         )
 
-    def _prepare(self, group: dict[str, Any], transit: Transit) -> None:
+    def _prepare(self, group: dict[str, Any], buffers: BucketBuffers) -> None:
         """On the shard: momentum, Nesterov, cast, into the place from which it travels."""
-        for run, target in zip(transit.bucket.runs, transit.places, strict=True):
+        for run, target in zip(buffers.bucket.runs, buffers.shard_slices, strict=True):
             tensor = group["params"][run.tensor]
             if tensor.grad is None:
                 target.zero_()
                 continue
             state = self.state[tensor]
-            grad = take(tensor.grad.contiguous(), run, self._work, "gradient")
-            buffer = take(state["momentum_buffer"], run, self._work, "momentum")
+            grad = gather(tensor.grad.contiguous(), run, self._work, "gradient")
+            buffer = gather(state["momentum_buffer"], run, self._work, "momentum")
             decay, nesterov = group["momentum"], group["nesterov"]
             if self.config.momentum_dtype == "bf16":
                 name, first = run.draws
@@ -260,40 +259,40 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 self.kernels.advance_rounded(buffer, grad, target, decay, nesterov, key, first, self._work)
             else:
                 self.kernels.advance(buffer, grad, target, decay, nesterov, self._work)
-            put(buffer, state["momentum_buffer"], run)
+            scatter(buffer, state["momentum_buffer"], run)
 
-    def _orthogonalize(self, group: dict[str, Any], transit: Transit) -> None:
+    def _orthogonalize(self, group: dict[str, Any], buffers: BucketBuffers) -> None:
         """At the owner: equal shapes in one batch."""
-        for batch in transit.bucket.batches:
+        for batch in buffers.bucket.batches:
             numel = batch.count * batch.rows * batch.cols
-            matrices = transit.matrices[batch.start : batch.start + numel].view(batch.count, batch.rows, batch.cols)
+            matrices = buffers.matrices[batch.start : batch.start + numel].view(batch.count, batch.rows, batch.cols)
             kind = kind_of(matrices.device.type, matrices.element_size())
             method = choose_method(batch.rows, batch.cols, group["ns_method"], kind, group["ns_methods"])
             orthogonalize(matrices, self.config.schedule, method, work=self._work, kernels=self.kernels)
 
-    def _apply(self, group: dict[str, Any], transit: Transit) -> None:
+    def _apply(self, group: dict[str, Any], buffers: BucketBuffers) -> None:
         """On the shard: decay and scaled update."""
-        for run, result in zip(transit.bucket.runs, transit.places, strict=True):
+        for run, result in zip(buffers.bucket.runs, buffers.shard_slices, strict=True):
             tensor = group["params"][run.tensor]
             if tensor.grad is None:
                 continue
-            target = take(tensor, run, self._work, "parameter")
+            target = gather(tensor, run, self._work, "parameter")
             scale = scale_factor(group["adjust_lr_fn"], run.rows, run.cols, self.config.rms_scale)
             self.kernels.apply_(target, result, group["lr"], scale, group["weight_decay"], self._work)
-            put(target, tensor, run)
-            if self.meter is not None:
+            scatter(target, tensor, run)
+            if self.step_stats is not None:
                 norm = torch.linalg.vector_norm(result, dtype=torch.float32)
-                self.meter.add("muon", norm.square() * scale**2, run.length)
+                self.step_stats.add("muon", norm.square() * scale**2, run.length)
 
     def _adam_step(self, group: dict[str, Any]) -> None:
         tensors = [p for p in group["params"] if p.grad is not None]
         with self.phase("adamw"):
             states = [self.create_state(p, use_muon=False) for p in tensors]
             adamw.step(tensors, states, group, self.config.adam_w_mode)
-        if self.meter is not None:
+        if self.step_stats is not None:
             stepped = {id(p): state for p, state in zip(tensors, states, strict=True)}
             for partition in self._adam_partitions:
                 for tensor, start, length in partition.held():
                     if id(tensor) in stepped:
                         squares = adamw.update_squares(stepped[id(tensor)], group, start, length)
-                        self.meter.add("adamw", squares, length)
+                        self.step_stats.add("adamw", squares, length)

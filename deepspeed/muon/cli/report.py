@@ -9,13 +9,13 @@ import platform
 from importlib import metadata
 from typing import Any
 
-from deepspeed.muon.choice import kind_of, shipped
 from deepspeed.muon.cli.tables import aligned
 from deepspeed.muon.kernels import selection
-from deepspeed.muon.orthogonalize import bf16_is_fast
+from deepspeed.muon.math.choice import kind_of, shipped
+from deepspeed.muon.math.newton_schulz import bf16_is_fast
 from deepspeed.muon.version import TESTED_DEEPSPEED, __version__
-from deepspeed.muon.zero.environment import accelerator, backends
-from deepspeed.muon.zero.install import is_tested, seam_states
+from deepspeed.muon.zero.hooks import is_tested, seam_states
+from deepspeed.muon.zero.read_config import accelerator, backends
 
 #: The entry point that activates the package at ``import torch``.
 ENTRY_GROUP, ENTRY_NAME = "torch.backends", "deepspeed_muon"
@@ -57,7 +57,7 @@ def _rule(device_type: str, in_bf16: bool) -> dict[str, Any]:
 def _kernels() -> str:
     """What a step on the CPU would run on; built here if it is not yet, as it would be then."""
     missing = selection.missing("auto", ["cpu"])
-    return selection.describe(selection.choose(missing), missing)
+    return selection.summary(selection.choose(missing), missing)
 
 
 def _version(name: str) -> str | None:

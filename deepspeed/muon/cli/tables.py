@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from deepspeed.muon.choice import choose_method
-from deepspeed.muon.forecast import Half, Work
+from deepspeed.muon.forecast.layout import Half, StepCost
+from deepspeed.muon.math.choice import choose_method
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 #: Owners that are listed one by one.
@@ -17,12 +17,12 @@ TITLES = ("parameter", "shape", "rule", "blocks", "scale", "method", "owner", "r
 
 
 def rows_of(
-    halves: Sequence[Half], works: Sequence[Work], world_size: int, fold: bool, kind: str
+    halves: Sequence[Half], works: Sequence[StepCost], world_size: int, fold: bool, kind: str
 ) -> list[dict[str, Any]]:
     """One row per parameter, or per set of parameters that differ in layer numbers and owners only.
 
     Args:
-        kind: of :func:`deepspeed.muon.choice.kind_of`.
+        kind: of :func:`deepspeed.muon.math.choice.kind_of`.
 
     Returns:
         Rows with ``name``, ``count``, ``shape``, ``rule``, ``reason``, ``blocks``, ``scales`` and ``methods`` of the
@@ -67,7 +67,7 @@ def _row(spec: Any, half: Half, scales: tuple[float, ...], kind: str) -> dict[st
     }
 
 
-def _owners(works: Sequence[Work]) -> dict[str, set[int]]:
+def _owners(works: Sequence[StepCost]) -> dict[str, set[int]]:
     owners: dict[str, set[int]] = {}
     for work in works:
         names = (shard.spec.name for shard in work.part.shards for _ in shard.spec.blocks)

@@ -11,18 +11,15 @@ from typing import Any
 
 from torch import Tensor
 
+from deepspeed.muon.errors import KernelError
 from deepspeed.muon.kernels import reference
+from deepspeed.muon.kernels.rounding import Key
 from deepspeed.muon.kernels.table import PLAIN, Operations, Scalars, Symmetric
-from deepspeed.muon.logs import logger
-from deepspeed.muon.rounding import Key
-from deepspeed.muon.workspace import Workspace
+from deepspeed.muon.kernels.workspace import Workspace
+from deepspeed.muon.log import logger
 
 #: Seconds after which a rank that waits for the build says so.
 PATIENCE = 60.0
-
-
-class KernelError(RuntimeError):
-    """The C++ operations cannot be had here; the message says why and what to install."""
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.table import PLAIN, Operations, Scalars, Symmetric
-from deepspeed.muon.workspace import Workspace
+from deepspeed.muon.kernels.workspace import Workspace
 
 #: From this smaller dimension on; the tile of one of its clusters, as in gram-newton-schulz.
 SYMMETRIC_FROM = 512

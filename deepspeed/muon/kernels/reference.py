@@ -6,9 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deepspeed.muon.kernels.rounding import Key, noise, round_
 from deepspeed.muon.kernels.table import PLAIN, Operations, Scalars, Symmetric
-from deepspeed.muon.rounding import Key, noise, round_
-from deepspeed.muon.workspace import Workspace
+from deepspeed.muon.kernels.workspace import Workspace
 
 #: Elements that are rounded at once: on a CPU so few that they stay in its cache, elsewhere so many that the
 #: launches of kernels do not count.
@@ -44,7 +44,7 @@ def advance_rounded(
         buffer: bf16, 1-D.
         grad: of the same shape, any floating dtype.
         out: any floating dtype; receives what Newton-Schulz orthogonalizes.
-        key: of :func:`deepspeed.muon.rounding.key_of`.
+        key: of :func:`deepspeed.muon.kernels.rounding.key_of`.
         first: index in its parameter of the first element.
         work: where temporaries come from, 20 bytes for each element of a chunk (2.5 MiB on a CPU, 40 MiB elsewhere).
     """
@@ -67,7 +67,7 @@ def apply_(param: Tensor, update: Tensor, lr: float, scale: float, weight_decay:
     Args:
         param: any shape, fp32 under ZeRO.
         update: same shape, any floating dtype: a slice of the orthogonalized matrix.
-        scale: :func:`deepspeed.muon.update.scale_factor` for the shape of the whole matrix.
+        scale: :func:`deepspeed.muon.math.scale.scale_factor` for the shape of the whole matrix.
         work: where temporaries come from.
     """
     if weight_decay:

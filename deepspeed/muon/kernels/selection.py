@@ -48,7 +48,7 @@ def choose(missing: Mapping[str, str | None]) -> Operations:
     return table
 
 
-def describe(table: Operations, missing: Mapping[str, str | None]) -> str:
+def summary(table: Operations, missing: Mapping[str, str | None]) -> str:
     """The table's name, and why it is not a faster one."""
     asked = [kind for kind in missing if kind != "quack" or _has(missing, "cuda")]
     reasons = [f"{kind}: {missing[kind]}" for kind in asked if missing[kind]]

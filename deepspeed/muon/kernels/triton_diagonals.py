@@ -14,7 +14,7 @@ from torch import Tensor
 
 from deepspeed.muon.kernels.table import PLAIN, Scalars, Symmetric
 from deepspeed.muon.kernels.triton_elementwise import OPTIONS
-from deepspeed.muon.workspace import Workspace
+from deepspeed.muon.kernels.workspace import Workspace
 
 #: Columns of one program at a time, at most.
 BLOCK = 1024

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepspeed.muon.rounding import LARGEST, MULTIPLIERS, SHIFTS, Key, signed
+from deepspeed.muon.kernels.rounding import LARGEST, MULTIPLIERS, SHIFTS, Key, signed
 
 #: What is fused is written as such: bits of an element depend neither on a compiler's choice nor on its version.
 OPTIONS = {"enable_fp_fusion": False}
@@ -62,7 +62,7 @@ def _round(value: tl.tensor, noise: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _noise(index: tl.tensor, key: tl.tensor) -> tl.tensor:
-    """:func:`deepspeed.muon.rounding.noise`; ``index`` already holds the key's first number."""
+    """:func:`deepspeed.muon.kernels.rounding.noise`; ``index`` already holds the key's first number."""
     x = (index ^ (index >> _FIRST_SHIFT)) * _FIRST_MULTIPLIER
     x += key
     x = (x ^ (x >> _SECOND_SHIFT)) * _SECOND_MULTIPLIER
@@ -201,7 +201,7 @@ def advance(buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov
 def advance_rounded(
     buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool, key: Key, first: int
 ) -> None:
-    """One pass over a bf16 ``buffer``, with the bits of :mod:`deepspeed.muon.rounding`."""
+    """One pass over a bf16 ``buffer``, with the bits of :mod:`deepspeed.muon.kernels.rounding`."""
     numel = buffer.numel()
     keys = signed(key[0] + first), key[1]
     advance_rounded_kernel[_grid(numel)](

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from deepspeed.muon.kernels.table import PLAIN, Scalars, Symmetric
 from deepspeed.muon.kernels.triton_elementwise import OPTIONS
-from deepspeed.muon.workspace import Workspace
+from deepspeed.muon.kernels.workspace import Workspace
 
 #: Columns of squares that are visited together, row by row: what they share stays in the L2 cache.
 GROUP = 8

@@ -11,28 +11,28 @@ from typing import Any
 
 import torch
 
-from deepspeed.muon import stalls
-from deepspeed.muon.explain import MuonConfigError
+from deepspeed.muon.errors import MuonConfigError, UnsupportedError
+from deepspeed.muon.exchange import watchdog
+from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.kernels import selection
+from deepspeed.muon.math.newton_schulz import bf16_is_fast, resolve_dtype
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.orthogonalize import bf16_is_fast, resolve_dtype
-from deepspeed.muon.partition import Partition
 from deepspeed.muon.version import __version__
-from deepspeed.muon.zero import stage0, stage3, stage12
-from deepspeed.muon.zero.agreement import consult, differences
-from deepspeed.muon.zero.announce import announce
-from deepspeed.muon.zero.checkpoint import keep_convertible
-from deepspeed.muon.zero.experts import holders
-from deepspeed.muon.zero.finite import NormWatch, is_valid, on_all_ranks, once_per_step
+from deepspeed.muon.zero.checkpoint.nvme_load import keep_resumable
+from deepspeed.muon.zero.checkpoint.state_keys import keep_convertible
+from deepspeed.muon.zero.checkpoint.universal import read_universal
+from deepspeed.muon.zero.consensus import consult, differences
 from deepspeed.muon.zero.methods import compare_plans, shapes_to_measure, tune
-from deepspeed.muon.zero.monitor import watch
+from deepspeed.muon.zero.monitor import set_up_monitor
 from deepspeed.muon.zero.nvme import create_states
-from deepspeed.muon.zero.resume import keep_resumable
-from deepspeed.muon.zero.stages import sum_as_many_norms
-from deepspeed.muon.zero.states import keep_accessible
-from deepspeed.muon.zero.support import UnsupportedError, refuse_engine, refuse_unsupported
-from deepspeed.muon.zero.tensor_parallel import joined, share_of
-from deepspeed.muon.zero.universal import read_universal
+from deepspeed.muon.zero.refusals import refuse_engine, refuse_unsupported
+from deepspeed.muon.zero.startup_log import log_startup
+from deepspeed.muon.zero.state_access import keep_accessible
+from deepspeed.muon.zero.wrappers import stage0, stage3, stage12
+from deepspeed.muon.zero.wrappers.experts import holders
+from deepspeed.muon.zero.wrappers.grad_norm import NormWatch, is_valid, on_all_ranks, once_per_step
+from deepspeed.muon.zero.wrappers.pipeline_stages import sum_as_many_norms
+from deepspeed.muon.zero.wrappers.tensor_parallel import joined, matrix_share
 
 
 def agree(optimizer: MuonWithAuxAdam) -> dict[str, Any]:
@@ -74,15 +74,15 @@ def bind_engine(engine: Any) -> None:
     optimizer.kernels = selection.choose(lacking)
     tune(optimizer, verdict["shapes"], ns_dtype, device)
     optimizer.bind(partitions, ns_dtype, device)
-    watch(engine, compare_plans(optimizer, monitor=engine.monitor.enabled)["monitor"])
+    set_up_monitor(engine, compare_plans(optimizer, monitor=engine.monitor.enabled)["monitor"])
     keep_accessible(wrapper, optimizer)
     keep_resumable(engine, optimizer)
     keep_convertible(wrapper, optimizer)
     read_universal(engine, optimizer)
     optimizer.report_skip = once_per_step(engine, optimizer.report_skip)
-    stalls.watch()
+    watchdog.start_watchdog()
     if engine.global_rank in verdict["firsts"]:
-        announce(engine, optimizer, lacking, verdict["matrices"])
+        log_startup(engine, optimizer, lacking, verdict["matrices"])
 
 
 def _partitions(engine: Any, optimizer: MuonWithAuxAdam) -> list[Partition]:
@@ -118,7 +118,7 @@ def _facts(optimizer: MuonWithAuxAdam) -> dict[str, Any]:
     return {
         "version": __version__,
         "config": optimizer.config.digest(),
-        "stage": share_of(optimizer),
+        "stage": matrix_share(optimizer),
         "groups": hashlib.sha256(json.dumps(groups).encode()).hexdigest()[:16],
         "routes": hashlib.sha256("".join(routes).encode()).hexdigest()[:16],
         "bf16": bf16_is_fast(),

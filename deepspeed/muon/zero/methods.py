@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from deepspeed.muon.choice import kind_of, pins, shape_key
-from deepspeed.muon.logs import logger
-from deepspeed.muon.measure import better, measure
+from deepspeed.muon.log import logger
+from deepspeed.muon.math.choice import kind_of, pins, shape_key
+from deepspeed.muon.math.measure import better, measure
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.zero.agreement import consult, differences
-from deepspeed.muon.zero.tensor_parallel import share_of
+from deepspeed.muon.zero.consensus import consult, differences
+from deepspeed.muon.zero.wrappers.tensor_parallel import matrix_share
 
 
 def shapes_to_measure(optimizer: MuonWithAuxAdam) -> Counter[tuple[int, int]]:
@@ -93,4 +93,4 @@ def compare_plans(optimizer: MuonWithAuxAdam, **mine: Any) -> dict[str, Any]:
         error = differences(facts, titles, within="stage")
         return {"error": error} if error else facts[0]
 
-    return consult({"stage": share_of(optimizer), "methods": pinned, "plan": plans, **mine}, judge)
+    return consult({"stage": matrix_share(optimizer), "methods": pinned, "plan": plans, **mine}, judge)

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from deepspeed.muon.meter import HALVES, Meter
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.zero.finite import skips_in_silence
+from deepspeed.muon.step_stats import HALVES, StepStats
+from deepspeed.muon.zero.wrappers.grad_norm import skips_in_silence
 
 #: Phases of a step, as DeepSpeed's timers name them with ``wall_clock_breakdown``.
 TIMERS = tuple(f"muon_{phase}" for phase in ("prepare", "exchange", "newton_schulz", "apply", "adamw"))
@@ -19,7 +19,7 @@ TIMERS = tuple(f"muon_{phase}" for phase in ("prepare", "exchange", "newton_schu
 PREFIX = "Train/Muon/"
 
 
-def watch(engine: Any, monitored: bool) -> None:
+def set_up_monitor(engine: Any, monitored: bool) -> None:
     """Set up what the config asks for.
 
     Args:
@@ -53,18 +53,18 @@ def take_step(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Non
 def _record(step: Callable[[], None], engine: Any, optimizer: MuonWithAuxAdam) -> None:
     from deepspeed.accelerator import get_accelerator
 
-    meter = Meter(get_accelerator().synchronize)
+    stats = StepStats(get_accelerator().synchronize)
     rates = _learning_rates(optimizer)
-    phase, optimizer.phase, optimizer.meter = optimizer.phase, _both(optimizer.phase, meter.phase), meter
+    phase, optimizer.phase, optimizer.step_stats = optimizer.phase, _both(optimizer.phase, stats.phase), stats
     started = time.perf_counter()
     try:
         step()
     finally:
-        optimizer.phase, optimizer.meter = phase, None
+        optimizer.phase, optimizer.step_stats = phase, None
     get_accelerator().synchronize()
     seconds = time.perf_counter() - started
-    values = _update_rms(meter) | rates | {"step_ms": 1e3 * seconds}
-    values |= {f"{name}_ms": 1e3 * spent for name, spent in meter.seconds.items()}
+    values = _update_rms(stats) | rates | {"step_ms": 1e3 * seconds}
+    values |= {f"{name}_ms": 1e3 * spent for name, spent in stats.seconds.items()}
     norm = engine.get_global_grad_norm()
     if norm is not None:
         values["grad_norm"] = float(norm)
@@ -80,13 +80,13 @@ def _learning_rates(optimizer: MuonWithAuxAdam) -> dict[str, float]:
     return rates
 
 
-def _update_rms(meter: Meter) -> dict[str, float]:
+def _update_rms(stats: StepStats) -> dict[str, float]:
     """Root mean square of each half's update per unit of learning rate, over all ranks; a collective."""
     from deepspeed.accelerator import get_accelerator
 
     from deepspeed import comm  # type: ignore[attr-defined]
 
-    sums = meter.sums().to(get_accelerator().current_device_name())
+    sums = stats.sums().to(get_accelerator().current_device_name())
     if comm.is_initialized():
         comm.all_reduce(sums)
     pairs = zip(HALVES, sums.tolist(), strict=True)

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed.muon.errors import UnsupportedError
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.zero.experts import holders
-from deepspeed.muon.zero.support import UnsupportedError, is_nvme
+from deepspeed.muon.zero.refusals import is_nvme
+from deepspeed.muon.zero.wrappers.experts import holders
 
 #: Stock's least size of a swapped tensor in bytes, unless ``aio.block_size`` is larger.
 LEAST_BYTES = 2**20

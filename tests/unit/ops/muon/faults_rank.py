@@ -68,11 +68,11 @@ class Trap:
         """Put the events into the product and into torch, in this process."""
         from deepspeed.runtime.swap_tensor.optimizer_utils import OptimizerSwapper
 
-        from deepspeed.muon.exchange import Exchange
-        from deepspeed.muon.stalls import Flight
+        from deepspeed.muon.exchange.exchange import Exchange
+        from deepspeed.muon.exchange.watchdog import PendingCollective
 
         self.around(Exchange, "_launch", "exchange")
-        self.around(Flight, "wait", "exchange")
+        self.around(PendingCollective, "wait", "exchange")
         self.around(Path, "replace", "save")  # header, manifest and latest are put in place by it
         swappers = [OptimizerSwapper, *_subclasses(OptimizerSwapper)]
         for owner in swappers:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.muon.routing import MatrixSpec, route
+from deepspeed.muon.matrices.routing import MatrixSpec, route
 
 WIDTH = 8
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.muon.coefficients import NAMED
+from deepspeed.muon.math.coefficients import NAMED
 from oracles import OracleConfig, adam_update, clipped, gradients_of, muon_update, newton_schulz_fp64
 
 STOCK_MUON = {"muon_lr", "adam_lr", "momentum", "nesterov", "ns_method", "per_head_muon"}

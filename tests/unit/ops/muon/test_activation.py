@@ -18,7 +18,7 @@ from torch import Tensor
 import deepspeed
 import deepspeed.muon
 from deepspeed.muon import MuonWithAuxAdam, SeamError
-from deepspeed.muon.zero import install
+from deepspeed.muon.zero import hooks
 from distributed import run
 from models import Mlp, TinyGpt, train_engine
 from training import ds_config, fp32_weights, make_engine, train
@@ -132,19 +132,19 @@ def without_seam(module: str, path: str) -> dict[str, str]:
     """What the ways in do while a seam is missing."""
     *parts, name = path.split(".")
     owner = functools.reduce(getattr, parts, importlib.import_module(module))
-    install.uninstall()
+    hooks.uninstall()
     seam, results = getattr(owner, name), {}
     delattr(owner, name)
     try:
-        for what, call in (("install", install.install), ("activate", install.activate), ("again", install.install)):
+        for what, call in (("install", hooks.install), ("activate", hooks.activate), ("again", hooks.install)):
             results[what] = outcome(call)
         results["muon"] = outcome(lambda: build(optimizer={"type": "Muon"}))
         setattr(owner, name, seam)  # stock itself needs it
         results["adamw"] = outcome(lambda: build(optimizer={"type": "AdamW", "params": {"torch_adam": True}}))
     finally:
         setattr(owner, name, seam)
-        install.uninstall()
-        install.install()
+        hooks.uninstall()
+        hooks.install()
     return results
 
 
@@ -163,7 +163,7 @@ def build(**config: Any) -> str:
     return type(engine.basic_optimizer).__module__
 
 
-@pytest.mark.parametrize(("module", "path"), install.SEAMS[:3])
+@pytest.mark.parametrize(("module", "path"), hooks.SEAMS[:3])
 def test_a_missing_seam_fails_runs_with_muon_only(module: str, path: str) -> None:
     results = run(without_seam, 1, module=module, path=path)[0]
     for refused in ("install", "again", "muon"):
@@ -176,7 +176,7 @@ def test_a_missing_seam_fails_runs_with_muon_only(module: str, path: str) -> Non
 def test_a_missing_module_is_a_missing_seam(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed.runtime.zero.utils", None)
     with pytest.raises(SeamError, match="ZERO_SUPPORTED_OPTIMIZERS"):
-        install.install()
+        hooks.install()
 
 
 @pytest.mark.parametrize("stage", [0, 2])

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from deepspeed.muon import MuonWithAuxAdam
-from deepspeed.muon.zero.support import UnsupportedError
+from deepspeed.muon.errors import UnsupportedError
 from distributed import run
 from models import GLOBAL_BATCH, full_weights, initialize_, train_engine
 from oracles import OracleResult, Part, change_error, train_oracle

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deepspeed.muon.blocks import Block, Cut, Piece, cut, flattened, matrices
-from deepspeed.muon.routing import MatrixSpec
+from deepspeed.muon.matrices.block import Block, Cut, Piece, cut, flattened, matrices
+from deepspeed.muon.matrices.routing import MatrixSpec
 from foreign_models import (
     linear,
     module,

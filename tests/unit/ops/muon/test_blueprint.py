@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from deepspeed.muon.cli.blueprint import ModelError, build
+from deepspeed.muon.cli.model import build
+from deepspeed.muon.errors import ModelError
 from models import TinyGpt
 
 

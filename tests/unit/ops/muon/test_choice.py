@@ -13,12 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed.muon import choice, measure
-from deepspeed.muon.choice import KINDS, Rule, RuleError, choose_method, kind_of, parse, pins, shape_key, shipped
-from deepspeed.muon.coefficients import schedule
+from deepspeed.muon.errors import RuleError
 from deepspeed.muon.kernels import reference
+from deepspeed.muon.math import choice, measure
+from deepspeed.muon.math.choice import KINDS, Rule, choose_method, kind_of, parse, pins, shape_key, shipped
+from deepspeed.muon.math.coefficients import schedule
+from deepspeed.muon.math.newton_schulz import METHODS
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.orthogonalize import METHODS
 from models import Mlp
 
 BENCHMARKS = Path(__file__).parents[4] / "benchmarks"
@@ -243,7 +244,7 @@ def test_plain_pytorch_keeps_its_methods_and_does_not_measure(monkeypatch: pytes
 def test_plan_and_report_name_method_and_rule(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    from deepspeed.muon.cli.command import main
+    from deepspeed.muon.cli.main import main
 
     (tmp_path / "net.py").write_text("from torch import nn\ndef net():\n    return nn.Sequential(nn.Linear(64, 640))\n")
     monkeypatch.chdir(tmp_path)

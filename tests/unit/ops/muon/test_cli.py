@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from deepspeed.muon.cli import command, report
+from deepspeed.muon.cli import main, report
 from deepspeed.muon.cli.tables import quantity
-from deepspeed.muon.zero import install
+from deepspeed.muon.zero import hooks
 
 EXAMPLES = Path(__file__).parents[4] / "examples" / "plan"
 OPTIMIZER = {"type": "Muon", "params": {"lr": 1e-3, "weight_decay": 0.1}}
@@ -56,7 +56,7 @@ def plan(capsys: pytest.CaptureFixture, *flags: str, model: str = "small.py:mode
 
 def outcome(capsys: pytest.CaptureFixture, arguments: list[str]) -> tuple[int, str, str]:
     try:
-        status = command.main(arguments)
+        status = main.main(arguments)
     except SystemExit as stop:
         status = int(stop.code or 0)
     captured = capsys.readouterr()
@@ -219,7 +219,7 @@ def test_report(capsys: pytest.CaptureFixture) -> None:
     status, out, err = outcome(capsys, ["report", "--json"])
     facts = json.loads(out)
     assert (status, err, facts["ok"], facts["problems"]) == (0, "", True, [])
-    assert len(facts["seams"]) == len(install.SEAMS) and set(facts["seams"].values()) == {"in use"}
+    assert len(facts["seams"]) == len(hooks.SEAMS) and set(facts["seams"].values()) == {"in use"}
     assert facts["versions"]["deepspeed-muon"] and facts["tested_deepspeed"]["includes_installed"] is True
     assert facts["backends"]["gloo"] is True and facts["activation"]["entry_point_registered"] is True
     status, out, _ = outcome(capsys, ["report"])
@@ -230,7 +230,7 @@ def test_report_fails_where_something_is_missing(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seam = ("deepspeed.runtime.engine", "DeepSpeedEngine._nowhere")
-    monkeypatch.setattr(install, "SEAMS", (*install.SEAMS, seam))
+    monkeypatch.setattr(hooks, "SEAMS", (*hooks.SEAMS, seam))
     monkeypatch.setattr(report, "ENTRY_NAME", "nobody")
     status, out, _ = outcome(capsys, ["report", "--json"])
     facts = json.loads(out)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed.muon.coefficients import DEFAULT_STEPS, NAMED, SIMPLE, Schedule, schedule, segments
+from deepspeed.muon.math.coefficients import DEFAULT_STEPS, NAMED, SIMPLE, Schedule, schedule, segments
 
 PUBLISHED_YOU = (
     (4.0848, -6.8946, 2.9270),

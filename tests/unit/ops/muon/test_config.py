@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from deepspeed.muon import coefficients
-from deepspeed.muon.config import MuonConfig, MuonConfigError, parse
-from deepspeed.muon.keys import ADAMW_KEYS, NEUTRAL_KEYS
+from deepspeed.muon.config.fields import ADAMW_KEYS, NEUTRAL_KEYS
+from deepspeed.muon.config.schema import MuonConfig, parse
+from deepspeed.muon.errors import MuonConfigError
+from deepspeed.muon.math import coefficients
 
 ADAMW_SECTION = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}
 EVERY_KEY = {

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from deepspeed.muon.config import MuonConfig, MuonConfigError, parse
+from deepspeed.muon.config.schema import MuonConfig, parse
+from deepspeed.muon.errors import MuonConfigError
 from test_config import message
 
 WRONG: list[tuple[dict[str, Any], tuple[str, ...]]] = [

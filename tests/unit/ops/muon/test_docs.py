@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.muon.zero.support import BF16_ON_NVME, RULES, _engine_problems, _pipeline_problems
+from deepspeed.muon.zero.refusals import BF16_ON_NVME, RULES, _engine_problems, _pipeline_problems
 from distributed import run
 from models import MODELS, initialize_, train_engine
 from test_parity import CELLS

@@ -15,7 +15,8 @@ SHAPES = [(24, 40), (40, 24), (32, 32), (33, 65), (24, 40), (8, 8)]
 
 def in_small_buckets(bucket_bytes: int, **config: Any) -> tuple[dict[str, torch.Tensor], int]:
     """`train_on_gradients`, and the largest number of buckets of a plan."""
-    from deepspeed.muon import optimizer, plan
+    from deepspeed.muon import optimizer
+    from deepspeed.muon.plan import plan
 
     counts = []
 
@@ -96,7 +97,8 @@ def test_the_exchange_follows_ns_dtype() -> None:
 def state(facts: dict[str, Any]) -> str:
     import torch.distributed as dist
 
-    from deepspeed.muon.zero.agreement import DisagreementError, consult, differences
+    from deepspeed.muon.errors import DisagreementError
+    from deepspeed.muon.zero.consensus import consult, differences
 
     facts = {key: value[dist.get_rank()] if isinstance(value, list) else value for key, value in facts.items()}
     try:
@@ -134,7 +136,7 @@ def fail_inside_the_exchange(stage: int) -> None:
 
     import torch.distributed as dist
 
-    from deepspeed.muon.exchange import Exchange
+    from deepspeed.muon.exchange.exchange import Exchange
 
     if dist.get_rank() == 1:
         Exchange._launch = lambda *args, **kwargs: os._exit(3)

@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepspeed.muon import MuonWithAuxAdam
-from deepspeed.muon.owners import CostModel
-from deepspeed.muon.placement import Placement, Shard
-from deepspeed.muon.plan import make_plan
-from deepspeed.muon.routing import route
-from deepspeed.muon.zero.experts import describe, holders
-from deepspeed.muon.zero.support import UnsupportedError, refuse_engine
+from deepspeed.muon.errors import UnsupportedError
+from deepspeed.muon.matrices.routing import route
+from deepspeed.muon.plan.owners import CostModel
+from deepspeed.muon.plan.placement import Placement, Shard
+from deepspeed.muon.plan.plan import make_plan
+from deepspeed.muon.zero.refusals import refuse_engine
+from deepspeed.muon.zero.wrappers.experts import describe, holders
 from distributed import run
 from expert_models import spread_model
 from models import full_weights, train_engine

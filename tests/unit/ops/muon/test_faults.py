@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed.muon import stalls
+from deepspeed.muon.exchange import watchdog
 from faults import WORLD, Server, reference, torment
 from swapping import why_not
 
@@ -89,17 +89,17 @@ def test_a_collective_that_does_not_end_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What NCCL's watchdog leaves in the log, since it ends the process without Python."""
-    monkeypatch.setattr(stalls.logger, "propagate", True)
-    monkeypatch.setattr(stalls, "SLOW", 0.05)
-    flights, first, second = stalls.Flights("group0-muon"), Work(), Work()
+    monkeypatch.setattr(watchdog.logger, "propagate", True)
+    monkeypatch.setattr(watchdog, "SLOW", 0.05)
+    collectives, first, second = watchdog.PendingCollectives("group0-muon"), Work(), Work()
     first.done = True
     for number, work in enumerate((first, second)):
-        flights.start(f"{number + 1} of 2", ("a", "b", "c", "d", "e"), lambda work=work: work).wait()
-    flights.report_slow()
+        collectives.start(f"{number + 1} of 2", ("a", "b", "c", "d", "e"), lambda work=work: work).wait()
+    collectives.report_slow()
     assert caplog.messages == []
     time.sleep(0.06)
-    flights.report_slow()
-    flights.report_slow()
+    collectives.report_slow()
+    collectives.report_slow()
     assert len(caplog.messages) == 1
     assert "does not end in bucket 2 of 2 of group group0-muon (a, b, c, d and 1 more)" in caplog.messages[0]
 

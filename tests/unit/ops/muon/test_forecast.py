@@ -9,15 +9,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed.muon.blocks import Block
-from deepspeed.muon.buckets import CPU_BUCKET_BYTES
-from deepspeed.muon.coefficients import schedule
-from deepspeed.muon.config import MuonConfigError, parse
-from deepspeed.muon.cost import cost_model
-from deepspeed.muon.estimate import ADAM_PASS_BYTES, ROUNDING_PASS_BYTES, Machine, estimate, pass_bytes, stock_clipping
-from deepspeed.muon.forecast import Half, Layout, Part, Work, halves_of, lay_out, work_of
-from deepspeed.muon.plan import make_plan
-from deepspeed.muon.routing import MatrixSpec
+from deepspeed.muon.config.schema import parse
+from deepspeed.muon.errors import MuonConfigError
+from deepspeed.muon.forecast.estimate import (
+    ADAM_PASS_BYTES,
+    ROUNDING_PASS_BYTES,
+    Machine,
+    estimate,
+    pass_bytes,
+    stock_clipping,
+)
+from deepspeed.muon.forecast.layout import Half, Layout, StepCost, StepPart, halves_of, lay_out, step_cost
+from deepspeed.muon.math.coefficients import schedule
+from deepspeed.muon.matrices.block import Block
+from deepspeed.muon.matrices.routing import MatrixSpec
+from deepspeed.muon.plan.cost import cost_model
+from deepspeed.muon.plan.plan import CPU_BUCKET_BYTES, make_plan
 from distributed import run
 from models import MODELS
 from test_momentum import BF16
@@ -44,10 +51,10 @@ def bound(model: str, **config: Any) -> dict[str, Any]:
     return facts
 
 
-def forecast(model: str, layout: Layout, params: dict[str, Any] = PARAMS) -> tuple[list[Part], list[Work]]:
+def forecast(model: str, layout: Layout, params: dict[str, Any] = PARAMS) -> tuple[list[StepPart], list[StepCost]]:
     parts = lay_out(halves_of(MODELS[model](), parse(params)), layout)
     return parts, [
-        work_of(part, cost_model(part.half.ns_method, STEPS, ITEMSIZE, "cpu")) for part in parts if part.half.use_muon
+        step_cost(part, cost_model(part.half.ns_method, STEPS, ITEMSIZE, "cpu")) for part in parts if part.half.use_muon
     ]
 
 
@@ -140,7 +147,7 @@ def test_sums_of_all_ranks_are_those_of_the_plans(
 ) -> None:
     for part in lay_out([group(shapes, split)], Layout(stage, world_size, sub_group, alignment=alignment)):
         cost = cost_model(part.half.ns_method, STEPS, 2, "cuda")
-        work = work_of(part, cost)
+        work = step_cost(part, cost)
         plans = [make_plan(part.shards, rank, world_size, cost) for rank in range(world_size)]
         assert [plan.sent_elements * 2 for plan in plans] == work.sent_bytes
         assert tuple(work.owners) == plans[0].owners
@@ -154,7 +161,7 @@ def test_messages_and_runs_are_those_of_the_plans(shapes: list[tuple[int, int]],
     """Exactly where each round holds one matrix of an owner at most, else no fewer than there are."""
     (part,) = lay_out([group(shapes)], Layout(stage, world_size))
     cost = cost_model(part.half.ns_method, STEPS, 2, "cuda")
-    work = work_of(part, cost)
+    work = step_cost(part, cost)
     plans = [make_plan(part.shards, rank, world_size, cost) for rank in range(world_size)]
     sent = [sum(sum(map(bool, b.send_counts)) + sum(map(bool, b.receive_counts)) for b in p.buckets) for p in plans]
     assert work.runs == max(sum(len(bucket.runs) for bucket in plan.buckets) for plan in plans)
@@ -170,14 +177,14 @@ def test_rounds_are_those_of_the_plan() -> None:
     for stage, world_size in itertools.product((1, 3), (1, 2, 4)):
         (part,) = lay_out([group(shapes)], Layout(stage, world_size))
         cost = cost_model(part.half.ns_method, STEPS, 2, "cpu")
-        assert work_of(part, cost).rounds == len(make_plan(part.shards, 0, world_size, cost).buckets) > 1
+        assert step_cost(part, cost).rounds == len(make_plan(part.shards, 0, world_size, cost).buckets) > 1
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_stage_3_sends_no_less_than_the_formula(world_size: int) -> None:
     shapes = [(512, 512), (2048, 512), (512, 2048)] * 8
     (part,) = lay_out([group(shapes)], Layout(3, world_size))
-    work = work_of(part, cost_model(part.half.ns_method, STEPS, 2, "cuda"))
+    work = step_cost(part, cost_model(part.half.ns_method, STEPS, 2, "cuda"))
     numel = sum(rows * cols for rows, cols in shapes)
     assert work.least_bytes == 4 * numel * (world_size - 1) / world_size**2
     assert sum(work.sent_bytes) / world_size == pytest.approx(work.least_bytes, rel=1e-6)
@@ -196,7 +203,7 @@ def test_milliseconds_follow_the_machine() -> None:
     """With one part: the elementwise pass, then the longer of the other two and one round's share of the shorter."""
     half = group([(8192, 8192)] * 4)
     (part,) = lay_out([half], Layout(3, 2))
-    work = work_of(part, cost_model(half.ns_method, STEPS, 2, "cuda"))
+    work = step_cost(part, cost_model(half.ns_method, STEPS, 2, "cuda"))
     machine = Machine(
         tflops=2.0, memory_gbs=3.0, network_gbs=0.5, latency_us=7.0, message_us=3.0, run_us=11.0, host_memory_gbs=1.0
     )

@@ -9,8 +9,8 @@ import transformers
 from torch import Tensor, nn
 
 from deepspeed.muon import route
-from deepspeed.muon.routing import MatrixSpec
-from deepspeed.muon.wishes import Wishes
+from deepspeed.muon.matrices.options import MatrixOptions
+from deepspeed.muon.matrices.routing import MatrixSpec
 from foreign_models import linear, module
 from models import Conv1D, TinyGpt
 from test_splitting import EXPERTS, GQA, LATENT, MODELS, SIZES, from_config
@@ -240,10 +240,10 @@ def test_the_attention_knows_better_than_the_models_config() -> None:
 
 def test_what_wins() -> None:
     """muon_split, then per_head_muon, then muon_fused."""
-    from deepspeed.muon.blocks import Cut
+    from deepspeed.muon.matrices.block import Cut
 
-    def found(**wishes: Any) -> set[str]:
-        return {spec.split for spec in route(TinyGpt(), Wishes(**wishes)).values() if spec.split}
+    def found(**options: Any) -> set[str]:
+        return {spec.split for spec in route(TinyGpt(), MatrixOptions(**options)).values() if spec.split}
 
     assert found() == {f"3 x 12 rows, {QKV}"}
     assert found(per_head=True) == {"6 x 6 rows, one matrix per head"}

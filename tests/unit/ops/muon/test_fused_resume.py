@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deepspeed.muon import MuonWithAuxAdam, import_state
-from deepspeed.muon.zero.checkpoint import keep_convertible
+from deepspeed.muon.zero.checkpoint.state_keys import keep_convertible
 from distributed import run
 from models import TinyGpt, train_engine
 from training import PARAMS, ds_config, make_engine

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.muon.coefficients import schedule
-from deepspeed.muon.orthogonalize import orthogonalize
+from deepspeed.muon.math.coefficients import schedule
+from deepspeed.muon.math.newton_schulz import orthogonalize
 from distributed import run
 from models import MODELS, train_engine
 from oracles import change_cosine, newton_schulz_fp64

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed.muon.coefficients import schedule
 from deepspeed.muon.kernels import quack, reference, triton_table
+from deepspeed.muon.kernels.rounding import key_of
 from deepspeed.muon.kernels.table import Operations, Scalars, Symmetric
-from deepspeed.muon.orthogonalize import orthogonalize
-from deepspeed.muon.rounding import key_of
-from deepspeed.muon.workspace import Workspace
+from deepspeed.muon.kernels.workspace import Workspace
+from deepspeed.muon.math.coefficients import schedule
+from deepspeed.muon.math.newton_schulz import orthogonalize
 
 pytestmark = [
     pytest.mark.gpu,

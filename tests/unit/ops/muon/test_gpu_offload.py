@@ -52,7 +52,7 @@ def offloaded(stage: int, bucket_bytes: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_staging_on_the_gpu(stage: int) -> None:
-    """Many buckets in flight end where one bucket after the other does; a race would show in the bits."""
+    """Many buckets in collective end where one bucket after the other does; a race would show in the bits."""
     one = run(offloaded, 1, fresh=True, env=GPU, stage=stage, bucket_bytes=2**30)[0]
     many = run(offloaded, 1, fresh=True, env=GPU, stage=stage, bucket_bytes=2**18)[0]
     assert one["buckets"] == 1 and many["buckets"] > 6

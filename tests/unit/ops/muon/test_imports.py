@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from averages import Resting, resting
 from deepspeed.muon import ImportStateError, import_state
-from deepspeed.muon.cli.command import main
+from deepspeed.muon.cli.main import main
 from distributed import run
 from models import MODELS, train_engine
 from oracles import change_error, route

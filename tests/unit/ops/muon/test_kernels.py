@@ -10,9 +10,9 @@ from torch import Tensor
 
 from deepspeed.muon.kernels import native, reference
 from deepspeed.muon.kernels.builder import MuonBuilder
+from deepspeed.muon.kernels.rounding import key_of
 from deepspeed.muon.kernels.table import Operations
-from deepspeed.muon.rounding import key_of
-from deepspeed.muon.workspace import Workspace
+from deepspeed.muon.kernels.workspace import Workspace
 from native_only import native_only
 
 ULP = 2.0**-7

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed.muon.zero.accumulation import _position
-from deepspeed.muon.zero.files import read_states
+from deepspeed.muon.zero.checkpoint.safe_load import read_states
+from deepspeed.muon.zero.checkpoint.save_load import _position
 from distributed import run
 from models import full_weights, train_engine
 from test_checkpoint import BF16_OPTIMIZER, fresh_engine

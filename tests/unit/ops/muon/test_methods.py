@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import universal
-from deepspeed.muon.choice import pins
-from deepspeed.muon.orthogonalize import METHODS
+from deepspeed.muon.math.choice import pins
+from deepspeed.muon.math.newton_schulz import METHODS
 from distributed import run
 from models import Mlp, initialize_, train_engine
 from test_checkpoint import BF16_OPTIMIZER

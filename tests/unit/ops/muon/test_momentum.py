@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon import MuonWithAuxAdam
-from deepspeed.muon.rounding import key_of, noise, round_
+from deepspeed.muon.kernels.rounding import key_of, noise, round_
 from distributed import run
 from models import MODELS, full_weights, train_engine
 from oracles import change_cosine, change_error

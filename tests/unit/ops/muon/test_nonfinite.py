@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed.muon.zero.finite import NormWatch
+from deepspeed.muon.zero.wrappers.grad_norm import NormWatch
 from distributed import run
 from models import MODELS, full_weights, make_batch, train_engine
 from training import ds_config, make_engine

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deepspeed.muon.choice import choose_method
-from deepspeed.muon.coefficients import NAMED, SIMPLE, schedule
 from deepspeed.muon.kernels import native
 from deepspeed.muon.kernels.reference import OPERATIONS, normalize_
 from deepspeed.muon.kernels.selection import choose, missing
 from deepspeed.muon.kernels.table import Operations
-from deepspeed.muon.orthogonalize import METHODS, orthogonalize
+from deepspeed.muon.math.choice import choose_method
+from deepspeed.muon.math.coefficients import NAMED, SIMPLE, schedule
+from deepspeed.muon.math.newton_schulz import METHODS, orthogonalize
 from singular_values import SCHEDULES, SHAPES, VARIED, generator, quick_reference, reference, relative_error
 
 # ---- fp32: the definition -------------------------------------------------------------------------------

@@ -12,18 +12,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from deepspeed.muon import orthogonalize as module
-from deepspeed.muon import workspace
-from deepspeed.muon.coefficients import SIMPLE, schedule
 from deepspeed.muon.kernels import reference as twins
-from deepspeed.muon.orthogonalize import (
-    METHODS,
-    bf16_is_fast,
-    flops,
-    orthogonalize,
-    resolve_dtype,
-)
-from deepspeed.muon.workspace import Workspace
+from deepspeed.muon.kernels import workspace
+from deepspeed.muon.kernels.workspace import Workspace
+from deepspeed.muon.math import newton_schulz as module
+from deepspeed.muon.math.coefficients import SIMPLE, schedule
+from deepspeed.muon.math.newton_schulz import METHODS, bf16_is_fast, flops, orthogonalize, resolve_dtype
 from singular_values import SHAPES, VARIED, generator, reference, relative_error
 
 # ---- out, work ------------------------------------------------------------------------------------------

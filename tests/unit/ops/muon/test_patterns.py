@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from deepspeed.muon import MuonConfigError, MuonWithAuxAdam, route
-from deepspeed.muon.blocks import Block
-from deepspeed.muon.routing import is_lora
-from deepspeed.muon.wishes import Wishes
+from deepspeed.muon.matrices.block import Block
+from deepspeed.muon.matrices.options import MatrixOptions
+from deepspeed.muon.matrices.routing import is_lora
 from distributed import run
 from foreign_models import Adapted, Gpt, Mixer, linear, module, muon_names, routes
 from models import TinyGpt
@@ -18,7 +18,7 @@ from training import ds_config
 
 
 def specs_of(model: nn.Module, **patterns: Any) -> dict[str, tuple[bool, str]]:
-    return {s.name: (s.use_muon, s.reason) for s in route(model, Wishes(**patterns)).values()}
+    return {s.name: (s.use_muon, s.reason) for s in route(model, MatrixOptions(**patterns)).values()}
 
 
 def message(**params: Any) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the stages of a pipeline have to agree on: bad steps, wishes, methods, checkpoints, refusals."""
+"""What the stages of a pipeline have to agree on: bad steps, options, methods, checkpoints, refusals."""
 
 import logging
 from itertools import pairwise
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepspeed.muon.zero.stages import sum_as_many_norms
+from deepspeed.muon.zero.wrappers.pipeline_stages import sum_as_many_norms
 from distributed import run
 from models import fused_parts
 from oracles import Part, route, train_oracle
@@ -159,7 +159,7 @@ def tied_linear() -> list[tuple[str, str]]:
     """Routes of a layer that is an embedding on one stage and linear on the other, and of the last layer's matrix."""
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
-    from deepspeed.muon.routing import route as decide
+    from deepspeed.muon.matrices.routing import route as decide
 
     specs = [TiedLayerSpec("e", nn.Embedding, 9, 8), LayerSpec(nn.Linear, 8, 8), LayerSpec(nn.Linear, 8, 8)]
     last = TiedLayerSpec("e", nn.Linear, 8, 9, bias=False)

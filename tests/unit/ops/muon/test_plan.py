@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed.muon.blocks import Block
-from deepspeed.muon.buckets import bucket_limit
-from deepspeed.muon.owners import CostModel
-from deepspeed.muon.placement import PlacedBlock, Placement, Shard
-from deepspeed.muon.plan import Landing, Plan, Run, make_plan
-from deepspeed.muon.routing import MatrixSpec
+from deepspeed.muon.matrices.block import Block
+from deepspeed.muon.matrices.routing import MatrixSpec
+from deepspeed.muon.plan.owners import CostModel
+from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard
+from deepspeed.muon.plan.plan import Plan, Run, Unpack, bucket_limit, make_plan
 
 COST = CostModel(lambda rows, cols: 20.0 * min(rows, cols) ** 2 * max(rows, cols), 200.0, 2)
 
@@ -67,10 +66,10 @@ def simulate(shards: list[Shard], size: int, world_size: int, bucket_bytes: int)
         if not buckets[0].travels:
             assert not any(outboxes)
         for bucket, inbox, held in zip(buckets, inboxes, matrices, strict=True):
-            for landing in bucket.received:
-                for k, at in enumerate(spread(landing)):
+            for unpack in bucket.received:
+                for k, at in enumerate(spread(unpack)):
                     assert held[at] is None
-                    held[at] = inbox[landing.source + k]
+                    held[at] = inbox[unpack.source + k]
             assert None not in held
             for batch in bucket.batches:
                 seen += [
@@ -110,9 +109,9 @@ def places(run: Run) -> list[tuple[int, int]]:
     return [(place, run.at + k) for k, place in enumerate(grid)]
 
 
-def spread(landing: Landing) -> list[int]:
+def spread(unpack: Unpack) -> list[int]:
     """Where received elements belong, in the order in which they come."""
-    return [landing.target + r * landing.pitch + c for r in range(landing.rows) for c in range(landing.cols)]
+    return [unpack.target + r * unpack.pitch + c for r in range(unpack.rows) for c in range(unpack.cols)]
 
 
 def pack(bucket, tensor: list) -> tuple[list, list]:

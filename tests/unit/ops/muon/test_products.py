@@ -7,8 +7,8 @@ from torch import Tensor
 
 from deepspeed.muon.kernels import native, reference
 from deepspeed.muon.kernels.table import PLAIN, Operations, Scalars, Symmetric
-from deepspeed.muon.orthogonalize import bf16_is_fast
-from deepspeed.muon.workspace import Workspace
+from deepspeed.muon.kernels.workspace import Workspace
+from deepspeed.muon.math.newton_schulz import bf16_is_fast
 from native_only import native_only
 
 #: Wide, tall and square; smaller than a tile, ragged ones, and a sum longer than one call of the kernel makes.

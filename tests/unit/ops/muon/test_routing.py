@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.muon.blocks import Block
-from deepspeed.muon.routing import HEAD_NAMES, route
+from deepspeed.muon.matrices.block import Block
+from deepspeed.muon.matrices.routing import HEAD_NAMES, route
 from foreign_models import (
     WIDTH,
     BertLayer,

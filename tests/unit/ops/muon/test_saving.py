@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from deepspeed.muon import CheckpointError
-from deepspeed.muon.zero import files, manifest, saving
+from deepspeed.muon.zero.checkpoint import manifest, safe_load, save_load
 from distributed import run
 from models import MODELS, initialize_, train_engine
 from test_nonfinite import differing, snapshot
@@ -73,7 +73,7 @@ def test_an_optimizer_file_runs_no_code(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     torch.save({"optimizer_state_dict": Payload()}, "bad.pt")
     with pytest.raises(pickle.UnpicklingError):
-        files.read_states(Path("bad.pt"))
+        safe_load.read_states(Path("bad.pt"))
     assert not Path("muon_was_here").exists()
 
 
@@ -159,9 +159,9 @@ def misfortunes(folder: str) -> dict[str, Any]:
     train_engine(engine, 1)
     if dist.get_rank() == 1:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(saving, "finish", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+            patch.setattr(save_load, "finish", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
             result["full"] = refusal(lambda: engine.save_checkpoint(folder, tag="two"))
-            patch.setattr(saving, "_latest", lambda _: None)
+            patch.setattr(save_load, "_latest", lambda _: None)
             result["views"] = refusal(lambda: engine.load_checkpoint(folder))
     else:
         result["full"] = refusal(lambda: engine.save_checkpoint(folder, tag="two"))

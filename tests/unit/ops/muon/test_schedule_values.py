@@ -66,7 +66,7 @@ def test_without_a_rate_in_the_section_a_scalar_describes_the_first_groups() -> 
 
 
 def warnings_of(params: dict[str, float], values: dict[str, Any]) -> list[str]:
-    from deepspeed.muon.logs import logger
+    from deepspeed.muon.log import logger
 
     seen: list[str] = []
     handler = logging.Handler(logging.WARNING)

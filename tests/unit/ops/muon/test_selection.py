@@ -53,7 +53,7 @@ CHOICES = [
 def test_the_best_table_for_the_devices(fakes: Fakes, kinds: list[str], missing: dict[str, str], text: str) -> None:
     fakes(**missing)
     found = selection.missing("auto", kinds)
-    assert selection.describe(selection.choose(found), found) == text
+    assert selection.summary(selection.choose(found), found) == text
 
 
 def test_plain_operations_where_they_are_asked_for(fakes: Fakes) -> None:
@@ -61,7 +61,7 @@ def test_plain_operations_where_they_are_asked_for(fakes: Fakes) -> None:
     found = selection.missing("torch", ["cpu", "cuda"])
     assert selection.choose(found) is reference.OPERATIONS
     reason = "optimizer.params.kernels"
-    assert selection.describe(reference.OPERATIONS, found) == f"torch (cpu: {reason}; cuda: {reason})"
+    assert selection.summary(reference.OPERATIONS, found) == f"torch (cpu: {reason}; cuda: {reason})"
 
 
 RANKS = [
@@ -78,7 +78,7 @@ def test_what_one_rank_lacks_no_rank_has(fakes: Fakes, ranks: list[dict[str, str
         fakes(**own)
         stated.append(selection.missing("auto", ["cuda"]))
     verdict = _judge_kernels(stated)
-    assert selection.describe(selection.choose(verdict), verdict) == text
+    assert selection.summary(selection.choose(verdict), verdict) == text
 
 
 def chosen(lacking: int | None) -> tuple[str, list[str]]:

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from deepspeed.muon.blocks import Block, Cut, cut, matrices
-from deepspeed.muon.placement import Placement, Shard
-from deepspeed.muon.plan import make_plan
-from deepspeed.muon.routing import MatrixSpec
-from deepspeed.muon.sharding import Sharding
+from deepspeed.muon.matrices.block import Block, Cut, cut, matrices
+from deepspeed.muon.matrices.routing import MatrixSpec
+from deepspeed.muon.matrices.tp_sharding import Sharding
+from deepspeed.muon.plan.placement import Placement, Shard
+from deepspeed.muon.plan.plan import make_plan
 from test_plan import COST, all_to_all, places, spread
 
 
@@ -76,9 +76,10 @@ class Rank:
 
     def __init__(self, rank: int, specs: list[MatrixSpec], tp: int, dp: int, stage: int) -> None:
         self.lane, self.part = rank % tp, rank // tp
-        lanes = [layout(specs, t, tp, dp, stage) for t in range(tp)]
+        tp_placements = [layout(specs, t, tp, dp, stage) for t in range(tp)]
         self.shards = [
-            Shard(spec, 0, lanes[self.lane][i], tuple(lane[i] for lane in lanes)) for i, spec in enumerate(specs)
+            Shard(spec, 0, tp_placements[self.lane][i], tuple(lane[i] for lane in tp_placements))
+            for i, spec in enumerate(specs)
         ]
 
 
@@ -134,10 +135,10 @@ def test_owners_see_whole_matrices(data: st.DataObject, dp: int, stage: int, lim
         sent, received = [b.send_counts for b in buckets], [b.receive_counts for b in buckets]
         inboxes = all_to_all(tuple(outboxes), sent, received)
         for bucket, inbox, matrix in zip(buckets, inboxes, held, strict=True):
-            for landing in bucket.received:
-                for k, at in enumerate(spread(landing)):
+            for unpack in bucket.received:
+                for k, at in enumerate(spread(unpack)):
                     assert matrix[at] is None
-                    matrix[at] = inbox[landing.source + k]
+                    matrix[at] = inbox[unpack.source + k]
             assert None not in matrix
             for b in bucket.batches:
                 size = b.rows * b.cols

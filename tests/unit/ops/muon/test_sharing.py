@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.muon.coefficients import schedule
-from deepspeed.muon.cost import cost_model
-from deepspeed.muon.forecast import Layout
-from deepspeed.muon.owners import is_worth_sharing
-from deepspeed.muon.placement import PlacedBlock, Placement, Shard
-from deepspeed.muon.plan import make_plan
+from deepspeed.muon.forecast.layout import Layout
+from deepspeed.muon.math.coefficients import schedule
+from deepspeed.muon.plan.cost import cost_model
+from deepspeed.muon.plan.owners import is_worth_sharing
+from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard
+from deepspeed.muon.plan.plan import make_plan
 from distributed import run
 from models import MODELS, train_engine
 from test_activation import records

@@ -9,9 +9,9 @@ import transformers
 from torch import nn
 
 from deepspeed.muon import MuonConfigError, MuonWithAuxAdam, route
-from deepspeed.muon.blocks import Block, Cut
-from deepspeed.muon.config import parse
-from deepspeed.muon.wishes import Wishes
+from deepspeed.muon.config.schema import parse
+from deepspeed.muon.matrices.block import Block, Cut
+from deepspeed.muon.matrices.options import MatrixOptions
 from foreign_models import Adapted, linear, module
 from models import Fused, TinyGpt
 
@@ -45,9 +45,9 @@ MODELS = {
 }
 
 
-def splits(model: nn.Module, **wishes: Any) -> dict[str, str]:
+def splits(model: nn.Module, **options: Any) -> dict[str, str]:
     """By the last words of its name, how each parameter of the Muon half was split."""
-    specs = route(model, Wishes(**wishes)).values()
+    specs = route(model, MatrixOptions(**options)).values()
     return {".".join(spec.name.split(".")[-3:]): spec.split for spec in specs if spec.use_muon and spec.split}
 
 
@@ -94,7 +94,7 @@ def splits(model: nn.Module, **wishes: Any) -> dict[str, str]:
 def test_heads_of_known_models(name: str, expected: dict[str, str]) -> None:
     model = MODELS[name]()
     assert splits(model, per_head=True) == expected
-    for spec in route(model, Wishes(per_head=True)).values():
+    for spec in route(model, MatrixOptions(per_head=True)).values():
         assert sum(block.numel for block in spec.blocks) == (spec.numel if spec.use_muon else 0)
 
 
@@ -162,7 +162,7 @@ def test_sizes_that_do_not_fit_are_refused_with_the_shape() -> None:
     with pytest.raises(
         ValueError, match=r"muon_split: 'conv' finds conv.weight \[5, 2, 3, 3\], but 4 rows make 4, not 5"
     ):
-        route(Fused(), Wishes(split={"conv": Cut((4,))}, conv="flatten"))
+        route(Fused(), MatrixOptions(split={"conv": Cut((4,))}, conv="flatten"))
 
 
 def test_sizes_of_a_parameter_that_goes_to_adamw_do_not_matter() -> None:
@@ -211,7 +211,7 @@ def test_the_digest_tells_splits_apart() -> None:
 
 
 def test_experts_are_stacks() -> None:
-    specs = {spec.name: spec for spec in route(MODELS["mixtral"](), Wishes(fused="whole")).values()}
+    specs = {spec.name: spec for spec in route(MODELS["mixtral"](), MatrixOptions(fused="whole")).values()}
     stacks = {name: spec for name, spec in specs.items() if "experts" in name}
     assert len(stacks) == 2
     for spec in stacks.values():
@@ -223,7 +223,9 @@ def test_experts_are_stacks() -> None:
 
 def test_a_split_cuts_every_matrix_of_a_stack() -> None:
     model = MODELS["mixtral"]()
-    spec = next(s for s in route(model, Wishes(split={"gate_up": Cut((48, 48))})).values() if "gate_up" in s.name)
+    spec = next(
+        s for s in route(model, MatrixOptions(split={"gate_up": Cut((48, 48))})).values() if "gate_up" in s.name
+    )
     assert spec.split == "4 of 96 x 32, 2 x 48 rows, by muon_split 'gate_up'"
     assert len(spec.blocks) == 8
 
@@ -235,7 +237,7 @@ def test_convolutions_go_to_muon_when_asked_for() -> None:
         deep=nn.Conv2d(4, 4, 3, groups=4),
         up=nn.ConvTranspose2d(4, 8, 3),
     )
-    specs = {spec.name: spec for spec in route(net, Wishes(conv="flatten")).values()}
+    specs = {spec.name: spec for spec in route(net, MatrixOptions(conv="flatten")).values()}
     assert specs["one.weight"].blocks == (Block(0, 8, 36, 36),)
     assert specs["line.weight"].blocks == (Block(0, 8, 12, 12),)
     assert specs["one.weight"].split == "flattened to 8 x 36"
@@ -256,7 +258,7 @@ def test_a_convolution_in_channels_last_is_refused_without_zero() -> None:
 @pytest.mark.parametrize(("down", "up"), [("lora_A", "lora_B"), ("lora_weight_1", "lora_weight_2")])
 def test_low_rank_factors(asked: str, expected: set[str], down: str, up: str) -> None:
     names = {"down": down, "up": up}
-    specs = route(Adapted(down, up), Wishes(lora=asked)).values()
+    specs = route(Adapted(down, up), MatrixOptions(lora=asked)).values()
     assert {key for key, name in names.items() for s in specs if name in s.name and s.use_muon} == expected
     assert all("by muon_lora" in s.reason for s in specs if s.use_muon and "LoRA" in s.reason)
 

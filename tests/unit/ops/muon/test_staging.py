@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed.muon.staging import Staging
-from deepspeed.muon.workspace import Workspace
+from deepspeed.muon.exchange.host_staging import Staging
+from deepspeed.muon.kernels.workspace import Workspace
 from distributed import run
 from training import train_on_gradients
 
@@ -71,7 +71,7 @@ def staged(kind: type[Staging] | None, bucket_bytes: int, **config: Any) -> tupl
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_copies_that_come_late_change_nothing(stage: int) -> None:
-    """One rank, more buckets than are in flight: waiting and the reuse of buffers are all that keeps it right."""
+    """One rank, more buckets than are in collective: waiting and the reuse of buffers are all that keeps it right."""
     plain, _ = run(staged, 1, kind=None, bucket_bytes=4096, stage=stage)[0]
     late, buckets = run(staged, 1, kind=LateStaging, bucket_bytes=4096, stage=stage)[0]
     assert buckets > 3

@@ -15,7 +15,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.muon import MuonWithAuxAdam, UnsupportedError, uninstall
-from deepspeed.muon.zero.support import RULES, refuse_unsupported
+from deepspeed.muon.zero.refusals import RULES, refuse_unsupported
 from distributed import run
 from models import Mlp
 from training import PARAMS, ds_config, make_engine

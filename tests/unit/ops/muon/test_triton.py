@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.kernels import reference, triton_table
+from deepspeed.muon.kernels.rounding import key_of
 from deepspeed.muon.kernels.table import Operations, Scalars, Symmetric
-from deepspeed.muon.rounding import key_of
-from deepspeed.muon.workspace import Workspace
+from deepspeed.muon.kernels.workspace import Workspace
 from interpreting import FLOATS, Interpret, interpreted_table, needs_triton, randn, relative
 
 MAX = torch.finfo(torch.bfloat16).max

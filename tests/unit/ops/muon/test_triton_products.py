@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed.muon.coefficients import schedule
 from deepspeed.muon.kernels.table import Scalars, Symmetric
-from deepspeed.muon.orthogonalize import orthogonalize
-from deepspeed.muon.workspace import Workspace
+from deepspeed.muon.kernels.workspace import Workspace
+from deepspeed.muon.math.coefficients import schedule
+from deepspeed.muon.math.newton_schulz import orthogonalize
 from interpreting import Interpret, interpreted_table, needs_triton, randn, relative
 from oracles import newton_schulz_fp64
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed.muon.config import MuonConfig
+from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.kernels.reference import apply_
-from deepspeed.muon.update import SCALES, scale_factor, update_rms
-from deepspeed.muon.workspace import Workspace
+from deepspeed.muon.kernels.workspace import Workspace
+from deepspeed.muon.math.scale import SCALES, scale_factor, update_rms
 
 
 def randn(shape: tuple[int, ...], seed: int) -> Tensor:

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command ``ds_muon``: what the optimizer would do, whether it can, and checkpoints of stock's Muon for it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import difflib
+import gc
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from deepspeed.muon.cli.model import EXPECTED, build
+from deepspeed.muon.cli.report import as_text, environment
+from deepspeed.muon.cli.tables import plan_text, rows_of
+from deepspeed.muon.errors import (
+    ImportStateError,
+    ModelError,
+    MuonConfigError,
+    RuleError,
+    SettingsError,
+    UnsupportedError,
+)
+from deepspeed.muon.forecast.estimate import Machine, assumptions, estimate, stock_clipping
+from deepspeed.muon.forecast.layout import halves_of
+from deepspeed.muon.math.choice import kind_of
+from deepspeed.muon.version import __version__
+from deepspeed.muon.zero.checkpoint.from_stock import convert
+from deepspeed.muon.zero.read_config import Settings, read_settings
+
+USER_ERRORS = (ImportStateError, ModelError, MuonConfigError, RuleError, SettingsError, UnsupportedError)
+MACHINE_FLAGS = {
+    "tflops": "Newton-Schulz, TFLOP/s of one rank",
+    "memory_gbs": "memory bandwidth of one rank, GB/s",
+    "network_gbs": "what one rank sends while it receives as much, GB/s",
+    "latency_us": "of one all-to-all, microseconds",
+    "message_us": "of one message of an all-to-all, microseconds",
+    "run_us": "of the host per run of a shard, microseconds",
+    "host_memory_gbs": "share of the host's memory bandwidth of one rank, GB/s; with CPU offload",
+}
+
+
+#: What to say of the methods in the table.
+MEASURED_LATER = {
+    "shipped": (),
+    "measured": ("method: by the shipped rule; rank 0 measures at start, as ns_tuning says, and may choose otherwise",),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Returns:
+        The exit status: 0; 1 where ``report`` misses something essential; 2 for a mistake of the user.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    top = parser()
+    _refuse_unknown_flags(top, arguments)
+    args = top.parse_args(arguments)
+    try:
+        # What the user's own code prints must not mix with the output.
+        with contextlib.redirect_stdout(sys.stderr):
+            facts, text = args.run(args)
+    except USER_ERRORS as error:
+        print(f"ds_muon {args.command}: {error}", file=sys.stderr)
+        return 2
+    with contextlib.suppress(BrokenPipeError):
+        print(json.dumps(facts) if args.json else text, flush=True)
+    return 0 if facts.get("ok", True) else 1
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = _Parser("ds_muon", description="Muon for DeepSpeed ZeRO: plan a run, report on the environment, import")
+    top.add_argument("--version", action="version", version=f"deepspeed-muon {__version__}")
+    commands = top.add_subparsers(dest="command", required=True)
+    plan = commands.add_parser("plan", help="what the optimizer would do with a model on many ranks")
+    plan.add_argument("--config", required=True, help="ds_config.json with optimizer.type Muon")
+    plan.add_argument("--model", required=True, help=EXPECTED.removeprefix("expected "))
+    plan.add_argument("--world-size", required=True, type=_positive, help="number of data-parallel ranks")
+    plan.add_argument("--stage", type=int, choices=range(4), help="ZeRO stage instead of the config's")
+    plan.add_argument("--all", action="store_true", help="list every parameter, repeated layers too")
+    plan.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="what the owners are balanced for")
+    for field in dataclasses.fields(Machine):
+        flag = f"--{field.name.replace('_', '-')}"
+        plan.add_argument(
+            flag, type=_rate, default=field.default, help=f"{MACHINE_FLAGS[field.name]} (default %(default)g)"
+        )
+    plan.set_defaults(run=_plan)
+    report = commands.add_parser("report", help="versions, seams, activation, devices; status 1 if unfit")
+    report.set_defaults(run=_report)
+    take = commands.add_parser("import", help="a universal checkpoint from one of stock DeepSpeed's Muon")
+    take.add_argument("--from", required=True, type=Path, dest="source", help="folder of one tag of the checkpoint")
+    take.add_argument("--to", required=True, type=Path, dest="target", help="new folder, of a tag too")
+    take.set_defaults(run=_import)
+    for command in (plan, report, take):
+        command.add_argument("--json", action="store_true", help="print one JSON object")
+    return top
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def _refuse_unknown_flags(top: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
+    """Before argparse misses the flag that was meant."""
+    commands: dict[str, Any] = next(action.choices for action in top._actions if isinstance(action.choices, dict))
+    if not arguments or arguments[0] not in commands:
+        return
+    chosen = commands[arguments[0]]
+    known = list(chosen._option_string_actions)
+    for argument in arguments:
+        flag = argument.partition("=")[0]
+        if flag.startswith("--") and not any(name.startswith(flag) for name in known):
+            near = difflib.get_close_matches(flag, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known: {' '.join(known)}"
+            chosen.error(f"unknown flag {flag}; {hint}")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of at least 1")
+    return int(text)
+
+
+def _rate(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number above 0")
+    return value
+
+
+def _report(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    facts = environment()
+    return facts, as_text(facts)
+
+
+def _import(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    facts = convert(args.source, args.target)
+    divided = f", divided by the loss scale {facts['loss_scale']:g}" if facts["loss_scale"] != 1.0 else ""
+    return facts, (
+        f"{facts['to']}: momentum of {facts['matrices']} matrices{divided}, AdamW's state of {facts['adamw']} tensors, "
+        f"from stage {facts['stage']}. Load it with the tag {args.target.name} and "
+        '"checkpoint": {"load_universal": true}'
+    )
+
+
+def _plan(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    collects = gc.isenabled()
+    gc.disable()  # Millions of small objects, all of which live to the end.
+    try:
+        facts = plan_facts(args, read_settings(args.config, args.world_size, args.stage))
+        return facts, "" if args.json else plan_text(facts)
+    finally:
+        if collects:
+            gc.enable()
+
+
+def plan_facts(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
+    """The object that ``ds_muon plan --json`` prints; its keys are stable.
+
+    Raises:
+        ModelError: no such model.
+        MuonConfigError: a pattern that matches nothing.
+    """
+    config, layout = settings.config, settings.layout
+    machine = Machine(**{name: getattr(args, name) for name in MACHINE_FLAGS})
+    ns_dtype = "fp32" if config.ns_dtype == "fp32" else "bf16"
+    model = build(args.model)
+    try:
+        halves = halves_of(model, config)
+    except MuonConfigError:
+        raise
+    except ValueError as error:
+        raise ModelError(f"--model {args.model!r}: {error}") from None
+    itemsize = 4 if ns_dtype == "fp32" else 2
+    numbers, works = estimate(halves, layout, config.schedule, itemsize, args.device, machine, settings.offload)
+    return {
+        "version": __version__,
+        "model": args.model,
+        "config": args.config,
+        "stage": layout.stage,
+        "world_size": layout.world_size,
+        "scale": config.scale,
+        "ns_dtype": ns_dtype,
+        "device": args.device,
+        "offload": settings.offload,
+        "parameters": rows_of(halves, works, layout.world_size, not args.all, kind_of(args.device, itemsize)),
+        **numbers,
+        "stock_clipping": stock_clipping(halves, settings.gradient_clipping),
+        "machine": dataclasses.asdict(machine),
+        "assumptions": assumptions(machine, args.device, ns_dtype, settings.offload),
+        "notes": [*settings.notes, *MEASURED_LATER[config.ns_tuning]],
+    }

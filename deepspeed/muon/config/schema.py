@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``optimizer.params`` section of a ds_config whose optimizer type is Muon.
+
+Each field states its unit and its source; ``docs/configuration.md`` is generated from them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+from deepspeed.muon.config.fields import (
+    ADAMW_KEYS,
+    DEFAULT_ADAM_LR,
+    DEFAULT_MUON_LR,
+    FLAG,
+    FRACTION,
+    GROUP_KEYS,
+    KERAS,
+    NEUTRAL_KEYS,
+    PATTERNS,
+    RATE,
+    STOCK,
+    TORCH_MUON,
+    Coefficients,
+    Cuts,
+    Factor,
+    Fraction,
+    Interval,
+    Method,
+    Patterns,
+    Rate,
+    Scale,
+    Steps,
+    field,
+)
+from deepspeed.muon.config.messages import explain
+from deepspeed.muon.errors import MuonConfigError
+from deepspeed.muon.math import coefficients
+from deepspeed.muon.matrices.options import MatrixOptions
+
+SECTION = "optimizer.params."
+
+
+class MuonConfig(BaseModel):
+    """Every knob of the optimizer. Unknown keys are refused.
+
+    Rates are per step, times are in steps. Defaults are stock DeepSpeed's where stock has the key.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, validate_default=True)
+
+    lr: Rate | None = field(
+        None, "learning rate of both halves where the two below are not set", RATE, "per step", STOCK
+    )
+    muon_lr: Rate | None = field(
+        None, "learning rate of the Muon half; default `lr`, else 0.02", RATE, "per step", STOCK
+    )
+    adam_lr: Rate | None = field(
+        None, "learning rate of the AdamW half; default `lr`, else 3e-4", RATE, "per step", STOCK
+    )
+    momentum: Fraction = field(0.95, "decay of Muon's momentum, an exponential average", FRACTION, "per step", STOCK)
+    momentum_dtype: Literal["fp32", "bf16"] = field(
+        "fp32",
+        "dtype of the momentum that is kept; `bf16`: half the memory, with stochastic rounding",
+        "fp32 or bf16",
+    )
+    nesterov: bool = field(True, "orthogonalize Nesterov's look-ahead instead of the momentum", FLAG, source=TORCH_MUON)
+    weight_decay: Rate = field(
+        0.0, "decoupled weight decay of both halves; a step multiplies weights by 1 - lr x this", RATE, source=STOCK
+    )
+    muon_weight_decay: Rate | None = field(
+        None, "weight decay of the Muon half; default `weight_decay`", RATE, source=KERAS
+    )
+    adam_weight_decay: Rate | None = field(
+        None, "weight decay of the AdamW half; default `weight_decay`", RATE, source=KERAS
+    )
+    muon_include: Patterns = field(
+        (), "searched in parameter names: matrices that go to Muon whatever the rules say", PATTERNS
+    )
+    muon_exclude: Patterns = field(
+        (), "searched in parameter names: parameters that go to AdamW; wins over `muon_include`", PATTERNS
+    )
+    muon_split: Cuts = field(
+        {},
+        "by pattern searched in parameter names: sizes of the rows that are matrices of their own; [more](blocks.md)",
+        "an object: regular expression -> sizes, or an object of sizes, axis and groups",
+    )
+    muon_fused: Literal["split", "whole"] = field(
+        "split", "fused queries, keys and values, gate and up: a matrix each; [more](blocks.md)", "split or whole"
+    )
+    muon_conv: Literal["adamw", "flatten"] = field(
+        "adamw", "convolutions: to AdamW, or to Muon as matrices [out, in x kernel]", "adamw or flatten"
+    )
+    muon_lora: Literal["none", "B", "both"] = field(
+        "none", "factors of low-rank adapters that go to Muon; the others go to AdamW", "none, B or both"
+    )
+    adjust_lr_fn: Scale = field(
+        "auto",
+        "scale of the update by shape; `auto`: `match_rms_adamw` for an AdamW section, `original` for stock Muon's",
+        "auto, original, match_rms_adamw, spectral_unclamped or none",
+        source=TORCH_MUON,
+    )
+    rms_scale: Factor = field(
+        0.2,
+        "RMS of the update under `match_rms_adamw`, per unit of learning rate",
+        "a number above 0",
+        source="arXiv 2502.16982, section 2.2",
+    )
+    ns_method: Method = field(
+        "auto",
+        "Newton-Schulz on the matrix (`standard`) or on its Gram matrix (`gram`); `auto`: by shape",
+        "auto, standard or gram",
+        source=STOCK,
+    )
+    ns_tuning: Literal["shipped", "measured"] = field(
+        "shipped",
+        "what `ns_method: auto` follows: the package's rule, or what rank 0 measures at start. Checkpoints keep it",
+        "shipped or measured",
+    )
+    ns_steps: Steps | None = field(
+        None,
+        "Newton-Schulz steps; default 5, or the schedule's own",
+        "a whole number from 1 to 50",
+        "steps",
+        TORCH_MUON,
+    )
+    ns_coefficients: Coefficients = field(
+        "simple",
+        "of the Newton-Schulz polynomial",
+        f"{', '.join(coefficients.NAMED)}, a triple (a, b, c), or a list of triples, one per step",
+        source=TORCH_MUON,
+    )
+    ns_dtype: Literal["auto", "bf16", "fp32"] = field(
+        "auto",
+        "dtype of Newton-Schulz and its exchange; `auto`: bf16 where every rank multiplies it in hardware",
+        "auto, bf16 or fp32",
+    )
+    kernels: Literal["auto", "torch"] = field(
+        "auto",
+        "who computes the operations of a step; `auto`: C++ where it can be built, `torch`: plain PyTorch",
+        "auto or torch",
+    )
+    betas: tuple[Fraction, Fraction] = field(
+        (0.9, 0.95), "AdamW's decay rates", "two numbers, each from 0 to below 1", "per step", STOCK
+    )
+    eps: Rate = field(1e-10, "AdamW's epsilon", RATE, "of the gradient", STOCK)
+    adam_w_mode: bool = field(True, "decoupled decay in the AdamW half; false: Adam with L2", FLAG, source=STOCK)
+    torch_adam: bool = field(
+        False, "accepted for stock's sake; the AdamW half is torch's fused one anyway", FLAG, source=STOCK
+    )
+    fp32_optimizer_states: Literal[True] = field(True, "AdamW's states are fp32", "true", source=STOCK)
+    per_head_muon: bool = field(False, "attention: one matrix per head; `muon_split` wins", FLAG, source=STOCK)
+    tp_mode: Literal["whole", "shard"] = field(
+        "whole",
+        "a matrix cut by tensor parallelism: orthogonalized whole, or each rank's shard for itself, an approximation",
+        "whole or shard",
+    )
+    import_momentum: Literal["first_moment", "zero"] = field(
+        "first_moment",
+        "what Muon's momentum starts from where a checkpoint or optimizer of AdamW is taken over",
+        "first_moment or zero",
+    )
+    monitor_interval: Interval = field(
+        10,
+        "steps from one record to the next in DeepSpeed's monitor, where one is enabled; 0: no records",
+        "a whole number, 0 or more",
+        "steps",
+    )
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> MuonConfig:
+        try:
+            coefficients.schedule(self.ns_coefficients, self.ns_steps)
+        except ValueError as error:
+            raise ValueError(f"ns_steps: {error}") from None
+        if "rms_scale" in self.model_fields_set and self.scale != "match_rms_adamw":
+            raise ValueError(
+                f"rms_scale: acts under match_rms_adamw only, and adjust_lr_fn is {self.scale}; remove one of the two"
+            )
+        return self
+
+    @property
+    def schedule(self) -> coefficients.Schedule:
+        """Newton-Schulz coefficients, one triple per step."""
+        return coefficients.schedule(self.ns_coefficients, self.ns_steps)
+
+    @property
+    def matrix_options(self) -> MatrixOptions:
+        """What routing has to know."""
+        return MatrixOptions.of(self)
+
+    @property
+    def scale(self) -> str:
+        """``adjust_lr_fn`` with ``auto`` resolved.
+
+        A section that holds AdamW's keys only has AdamW's learning rate, so the update gets AdamW's RMS; any key
+        of stock's Muon means that the section was tuned for stock's scale. ``rms_scale`` asks for an RMS.
+        """
+        if self.adjust_lr_fn != "auto":
+            return self.adjust_lr_fn
+        if "rms_scale" in self.model_fields_set:
+            return "match_rms_adamw"
+        given = self.model_fields_set - NEUTRAL_KEYS
+        return "match_rms_adamw" if "lr" in given and given <= ADAMW_KEYS else "original"
+
+    @property
+    def sets_a_rate(self) -> bool:
+        """Whether any learning rate is given."""
+        return any(rate is not None for rate in (self.lr, self.muon_lr, self.adam_lr))
+
+    @property
+    def reference_lr(self) -> float:
+        """The learning rate that a schedule describes: ``lr``, else the Muon half's. Not 0 where any is not."""
+        candidates = (self.lr, self.muon_group()["lr"], self.adam_group()["lr"])
+        return next((lr for lr in candidates if lr), 0.0)
+
+    def for_group(self, own: Mapping[str, Any], where: str) -> MuonConfig:
+        """The config of a parameter group that has settings of its own, which win.
+
+        Args:
+            own: the group's settings, keys of :data:`GROUP_KEYS`.
+            where: what errors call the group.
+
+        Raises:
+            MuonConfigError: a key that a group cannot set, or a wrong value.
+        """
+        own = {key: value for key, value in own.items() if value is not None}
+        replaced = {key for general in own for key in GROUP_KEYS.get(general, ())} - own.keys()
+        base = {key: getattr(self, key) for key in self.model_fields_set - replaced}
+        tuned = self.lr is not None or self.model_fields_set - NEUTRAL_KEYS - ADAMW_KEYS
+        if tuned and "adjust_lr_fn" not in own:
+            base["adjust_lr_fn"] = self.scale
+        base.pop("rms_scale", None)  # the config's, for every group that has match_rms_adamw
+        parse(own, where, allowed=tuple(GROUP_KEYS))
+        return parse(base | own, where)
+
+    def muon_group(self) -> dict[str, Any]:
+        """Hyperparameters of a Muon group."""
+        lr = self.muon_lr if self.muon_lr is not None else self.lr
+        decay = self.muon_weight_decay
+        return {
+            "lr": DEFAULT_MUON_LR if lr is None else lr,
+            "momentum": self.momentum,
+            "nesterov": self.nesterov,
+            "weight_decay": self.weight_decay if decay is None else decay,
+            "ns_method": self.ns_method,
+            "adjust_lr_fn": self.scale,
+        }
+
+    def adam_group(self) -> dict[str, Any]:
+        """Hyperparameters of an AdamW group."""
+        lr = self.adam_lr if self.adam_lr is not None else self.lr
+        decay = self.adam_weight_decay
+        return {
+            "lr": DEFAULT_ADAM_LR if lr is None else lr,
+            "betas": self.betas,
+            "eps": self.eps,
+            "weight_decay": self.weight_decay if decay is None else decay,
+            "fused": True,
+        }
+
+    def digest(self) -> str:
+        """A hash of every setting, equal on all ranks of a correct launch."""
+        settings = self.model_dump() | {"adjust_lr_fn": self.scale, "muon_split": str(self.muon_split)}
+        return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
+
+
+def facts(name: str) -> dict[str, str]:
+    """By key, what :func:`deepspeed.muon.config.fields.knob` was told: ``allowed``, ``unit`` or ``source``."""
+    extras = {key: field.json_schema_extra for key, field in MuonConfig.model_fields.items()}
+    return {key: str(extra[name]) for key, extra in extras.items() if isinstance(extra, dict)}
+
+
+def parse(params: Mapping[str, Any] | None, where: str = SECTION, allowed: tuple[str, ...] = ()) -> MuonConfig:
+    """Check ``optimizer.params``; a value of null leaves the default.
+
+    Args:
+        where: what errors put before a key.
+        allowed: the keys that may be set here, by default all.
+
+    Raises:
+        MuonConfigError: naming every key that is wrong, its value, what is allowed and, for an unknown
+            key, the nearest one that exists.
+    """
+    given = {key: value for key, value in (params or {}).items() if value is not None}
+    known = allowed or tuple(MuonConfig.model_fields)
+    errors: list[dict[str, Any]] = [
+        {"loc": (key,), "type": "not_here" if key in MuonConfig.model_fields else "extra_forbidden"}
+        for key in given
+        if key not in known
+    ]
+    try:
+        config = MuonConfig(**{key: value for key, value in given.items() if key in known})
+    except ValidationError as error:
+        errors += [dict(item) for item in error.errors()]
+    if errors:
+        lines = dict.fromkeys(explain(item, given, known, where, facts("allowed")) for item in errors)
+        raise MuonConfigError("\n".join(lines)) from None
+    return config

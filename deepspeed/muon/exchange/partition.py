@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the parameters of one step of one group lie, with the tensors that hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from deepspeed.muon.matrices.routing import MatrixSpec
+from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Where the parameters of one step of one group lie, over the ranks that share them.
+
+    Args:
+        index: of the parameter group.
+        tensors: the tensors that ``step`` will find in the group, in order: flat partitions under ZeRO,
+            whole parameters otherwise.
+        shards: the parameters they hold.
+        group: process group of the ranks that share them or their work, ``None`` for one rank alone.
+        planned: the shards that are planned: these, and parameters of which only others of a tensor-parallel group hold
+            anything.
+    """
+
+    index: int
+    tensors: tuple[Tensor, ...]
+    shards: tuple[Shard, ...]
+    group: Any = None
+    rank: int = 0
+    world_size: int = 1
+    planned: tuple[Shard, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.planned:
+            object.__setattr__(self, "planned", self.shards)
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether several ranks each hold all of it."""
+        return any(shard.placement.copies > 1 for shard in self.shards)
+
+    @property
+    def blocks(self) -> list[PlacedBlock]:
+        """The matrices, in the planner's order."""
+        return [PlacedBlock(shard, block) for shard in self.planned for block in shard.spec.blocks]
+
+    def alone(self) -> Partition:
+        """The same of one rank that shares nothing with the others that hold all of it."""
+        shards = tuple(replace(shard, placement=replace(shard.placement, copies=1)) for shard in self.shards)
+        return replace(self, shards=shards, group=None, rank=0, world_size=1, planned=shards)
+
+    def pieces(self) -> Iterator[tuple[Shard, int, int, int]]:
+        """(shard, first element of the parameter, one past the last, position in its tensor) held by this rank."""
+        for shard in self.shards:
+            start, stop = shard.placement.held(self.rank, 0, shard.spec.numel)
+            if start < stop:
+                yield shard, start, stop, shard.placement.position(start)
+
+    def held(self) -> Iterator[tuple[Tensor, int, int]]:
+        """(tensor, first element, length) of what this rank holds, without padding."""
+        for shard, start, stop, position in self.pieces():
+            yield self.tensors[shard.tensor], position, stop - start
+
+
+def whole_partition(
+    index: int,
+    tensors: Sequence[Tensor],
+    specs: Sequence[MatrixSpec],
+    group: Any = None,
+    rank: int = 0,
+    copies: int = 1,
+) -> Partition:
+    """The partition of a group's parameters that this rank holds whole, each in its own tensor.
+
+    Args:
+        copies: ranks of ``group`` that hold the same.
+
+    Raises:
+        ValueError: a parameter of the Muon half that is not contiguous, as a convolution's in channels_last.
+    """
+    for tensor, spec in zip(tensors, specs, strict=True):
+        if spec.use_muon and not tensor.is_contiguous():
+            raise ValueError(f"{spec.name}: Muon needs a contiguous parameter; leave channels_last, or use ZeRO 1 to 3")
+    shards = [Shard(spec, i, Placement(0, spec.numel, 0, copies)) for i, spec in enumerate(specs)]
+    return Partition(index, tuple(tensors), tuple(shards), group, rank, copies)

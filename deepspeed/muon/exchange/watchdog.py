@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names the collective that never ends: in an error where the backend raises, else in the log.
+
+gloo raises in ``wait()``. NCCL returns from ``wait()`` at once and its watchdog ends the process later without
+running any Python, so a thread looks now and then at what was launched last. A step pays for one small object per
+collective and for nothing else.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from deepspeed.muon.errors import ExchangeError
+from deepspeed.muon.log import logger
+
+#: Seconds after which a collective that has not ended is named in the log.
+SLOW = 60.0
+#: So many matrices of a bucket are named.
+NAMED = 4
+
+
+class PendingCollective:
+    """One collective under way.
+
+    Args:
+        title: its bucket and group, as text.
+        names: the parameters whose matrices the bucket holds.
+        start: launches it; returns the work handle.
+    """
+
+    def __init__(self, title: str, names: tuple[str, ...], start: Callable[[], Any]) -> None:
+        self.title, self.names, self.since = title, names, time.monotonic()
+        self._work = self._named(start)
+
+    def wait(self) -> None:
+        """Wait for it.
+
+        Raises:
+            ExchangeError: another rank died, or did not join within the process group's timeout.
+        """
+        self._named(self._work.wait)
+
+    def is_slow(self) -> bool:
+        """Whether it has been under way for longer than ``SLOW``; asks the backend only then."""
+        return time.monotonic() - self.since > SLOW and not self._work.is_completed()
+
+    def location(self) -> str:
+        """Where it is and for how long, for a message."""
+        more = f" and {len(self.names) - NAMED} more" if len(self.names) > NAMED else ""
+        seconds = time.monotonic() - self.since
+        return f"{self.title} ({', '.join(self.names[:NAMED])}{more}), {seconds:.1f} s after it began"
+
+    def _named(self, act: Callable[[], Any]) -> Any:
+        try:
+            return act()
+        except RuntimeError as error:
+            raise ExchangeError(
+                f"the exchange failed in {self.location()}: another rank died, or did not come within the timeout of "
+                "the process group; look first at the log of a rank without this error. Where ranks are only slow, "
+                f"set DEEPSPEED_TIMEOUT (minutes). The backend says: {error}"
+            ) from error
+
+
+class PendingCollectives:
+    """The last collectives of one exchange.
+
+    Args:
+        group: name of the parameter group.
+    """
+
+    def __init__(self, group: str) -> None:
+        self._group = group
+        self._recent: deque[PendingCollective] = deque(maxlen=4)
+        _all.add(self)
+
+    def start(self, bucket: str, names: tuple[str, ...], launch: Callable[[], Any]) -> PendingCollective:
+        """Launch a collective, as :class:`PendingCollective`; ``bucket`` says which of how many."""
+        collective = PendingCollective(f"bucket {bucket} of group {self._group}", names, launch)
+        self._recent.append(collective)
+        return collective
+
+    def report_slow(self) -> None:
+        """Log the first collective that does not end, once."""
+        slow = next((collective for collective in list(self._recent) if collective.is_slow()), None)
+        if slow is not None:
+            self._recent.clear()
+            logger.error(
+                "deepspeed-muon: the exchange does not end in %s; another rank is slow or gone", slow.location()
+            )
+
+
+_all: weakref.WeakSet[PendingCollectives] = weakref.WeakSet()
+_watcher: threading.Thread | None = None
+
+
+def start_watchdog() -> None:
+    """Start the thread that reports; once per process."""
+    global _watcher
+    if _watcher is None:
+        _watcher = threading.Thread(target=_look_around, name="deepspeed-muon stalls", daemon=True)
+        _watcher.start()
+
+
+def _look_around() -> None:
+    while True:
+        time.sleep(SLOW / 4)
+        with suppress(RuntimeError):  # of the backend, or of a set that grows meanwhile: the next round looks again
+            for collectives in list(_all):
+                collectives.report_slow()

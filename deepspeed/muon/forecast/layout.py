@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the optimizer will do on ranks that do not exist yet: layout, owners, state, traffic, work.
+
+Pure arithmetic over the routes of a model. The layouts are those that ``zero/stage0.py``, ``zero/stage12.py`` and
+``zero/stage3.py`` read off a live engine; owners come from the planner itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from deepspeed.muon.config.schema import MuonConfig
+from deepspeed.muon.math.scale import scale_factor
+from deepspeed.muon.matrices.block import Block
+from deepspeed.muon.matrices.routing import MatrixSpec, route
+from deepspeed.muon.param_groups import check_options, split_groups
+from deepspeed.muon.plan.owners import CostModel, assign, is_worth_sharing
+from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard
+from deepspeed.muon.plan.plan import bucket_limit
+
+#: Stages 1 and 2 pad each flat group to a multiple of this many elements per rank (``nccl_start_alignment_factor``).
+FLAT_ALIGNMENT = 2
+#: Bytes of state per element: momentum by ``momentum_dtype``; exp_avg and exp_avg_sq, fp32 like ``step``, one a tensor.
+MUON_STATE_BYTES = {"fp32": 4, "bf16": 2}
+ADAM_STATE_BYTES, STEP_BYTES = 8, 4
+
+
+@dataclass(frozen=True)
+class Half:
+    """A parameter group of the optimizer, with the settings of it that a forecast needs."""
+
+    use_muon: bool
+    specs: tuple[MatrixSpec, ...]
+    ns_method: str = "auto"
+    adjust_lr_fn: str = "original"
+    rms_scale: float = 0.2
+    nesterov: bool = True
+    decays: bool = True
+    momentum_dtype: str = "fp32"
+
+    def scale(self, block: Block) -> float:
+        """The factor by which a block's orthogonalized update is scaled, beside the learning rate."""
+        return scale_factor(self.adjust_lr_fn, block.rows, block.cols, self.rms_scale)
+
+
+def halves_of(model: nn.Module, config: MuonConfig) -> list[Half]:
+    """The optimizer's parameter groups for one user group of all trainable parameters; the model may be on meta.
+
+    Raises:
+        ValueError: a tag or a pattern of the user that cannot be followed.
+    """
+    specs = route(model, config.matrix_options)
+    check_options(model, specs.values(), config)
+    return [
+        Half(
+            group["use_muon"],
+            tuple(specs[param] for param in group["params"]),
+            group.get("ns_method", "auto"),
+            group.get("adjust_lr_fn", "original"),
+            config.rms_scale,
+            group.get("nesterov", True),
+            bool(group["weight_decay"]),
+            config.momentum_dtype,
+        )
+        for group in split_groups(model.parameters(), specs, config).halves
+    ]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How ZeRO cuts parameter groups.
+
+    Args:
+        stage: 0 to 3.
+        sub_group_size: elements of one rank in one sub-group of stage 3.
+        round_robin: ``round_robin_gradients`` of stages 1 and 2.
+        alignment: elements to a multiple of which each parameter starts at stages 1 and 2 (``parameter_alignment``).
+    """
+
+    stage: int
+    world_size: int
+    sub_group_size: int = 10**9
+    round_robin: bool = False
+    alignment: int = 1
+
+
+@dataclass(frozen=True)
+class StepPart:
+    """What one call of ``step`` updates of one group: all of it, or one sub-group of stage 3.
+
+    ``numel`` are the elements of one rank's tensors, padding included; equal on all ranks.
+    """
+
+    half: Half
+    shards: tuple[Shard, ...]
+    tensors: int
+    numel: int
+    #: Ranks that share the part, or at stage 0, where every rank holds it whole, its work; else 1.
+    world_size: int
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state on each rank."""
+        per_element = MUON_STATE_BYTES[self.half.momentum_dtype] if self.half.use_muon else ADAM_STATE_BYTES
+        return self.numel * per_element + self.tensors * STEP_BYTES
+
+    @property
+    def items(self) -> list[PlacedBlock]:
+        """The matrices, in the planner's order."""
+        return [PlacedBlock(shard, block) for shard in self.shards for block in shard.spec.blocks]
+
+    @property
+    def copies(self) -> int:
+        """Ranks that hold all of it and share its work."""
+        return max((shard.placement.copies for shard in self.shards), default=1)
+
+    def alone(self) -> StepPart:
+        """The same where each rank repeats the work."""
+        shards = tuple(replace(shard, placement=replace(shard.placement, copies=1)) for shard in self.shards)
+        return replace(self, shards=shards, world_size=1)
+
+
+def lay_out(halves: Sequence[Half], layout: Layout) -> list[StepPart]:
+    """The parts of all groups, in the order in which they are stepped."""
+    cut = (_whole, _flat, _flat, _by_parameter)[layout.stage]
+    return [part for half in halves for part in cut(half, layout)]
+
+
+def _whole(half: Half, layout: Layout) -> Iterator[StepPart]:
+    copies = layout.world_size if half.use_muon else 1
+    shards = tuple(Shard(spec, i, Placement(0, spec.numel, 0, copies)) for i, spec in enumerate(half.specs))
+    yield StepPart(half, shards, len(shards), sum(spec.numel for spec in half.specs), copies)
+
+
+def _flat(half: Half, layout: Layout) -> Iterator[StepPart]:
+    """One flat buffer per group, cut into equal parts."""
+    world_size, order = layout.world_size, half.specs
+    if layout.round_robin:
+        order = tuple(spec for first in range(world_size) for spec in half.specs[first::world_size])
+    offsets, end = [], 0
+    for spec in order:
+        offset = _up(end, layout.alignment)
+        offsets.append(offset)
+        end = offset + spec.numel
+    span = _up(end, FLAT_ALIGNMENT * world_size) // world_size
+    shards = (Shard(spec, 0, Placement(offset, span, 0)) for spec, offset in zip(order, offsets, strict=True))
+    yield StepPart(half, tuple(shards), 1, span, world_size)
+
+
+def _by_parameter(half: Half, layout: Layout) -> Iterator[StepPart]:
+    """Each parameter cut over all ranks; a sub-group ends with the parameter that fills it."""
+    world_size, limit = layout.world_size, layout.sub_group_size
+    sizes = [_up(spec.numel, world_size) // world_size for spec in half.specs]
+    shards: list[Shard] = []
+    base = 0
+    for index, (spec, size) in enumerate(zip(half.specs, sizes, strict=True)):
+        shards.append(Shard(spec, 0, Placement(0, size, base)))
+        base += size
+        if base >= limit or index == len(sizes) - 1:
+            yield StepPart(half, tuple(shards), 1, base, world_size)
+            shards, base = [], 0
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What one Muon part costs; the lists are by rank, the bytes those of one step, there and back."""
+
+    part: StepPart
+    owners: list[int]
+    flops: list[float]
+    sent_bytes: list[int]
+    #: Rounds of the exchange.
+    rounds: int
+    #: Calls of collectives: two all-to-alls for each round, or one broadcast for each owner in it; 0 on one rank.
+    collectives: int
+    #: Messages of the busiest rank in one step, there and back: one per round and rank that gets anything.
+    messages: int
+    #: Pieces of matrices on the rank that holds most of them.
+    runs: int
+    #: The mean of ``sent_bytes`` if each matrix were gathered where most of it lies.
+    least_bytes: float
+    heaviest: float
+
+
+def step_cost(part: StepPart, cost: CostModel) -> StepCost:
+    """Plan one Muon part for all of its ranks in time O(matrices + ranks)."""
+    if part.copies > 1 and not is_worth_sharing(part.items, part.copies, cost):
+        part = part.alone()
+    items = part.items
+    owners, _ = assign(items, part.world_size, cost)
+    work = [0.0] * part.world_size
+    heaviest = 0.0
+    for item, owner in zip(items, owners, strict=True):
+        amount = cost.flops(item.block.rows, item.block.cols)
+        work[owner] += amount
+        heaviest = max(heaviest, amount)
+    chunks = _chunks_by_owner(items, owners, bucket_limit(items, part.world_size, part.copies, cost))
+    rounds = max(chunks, default=0)
+    traffic = (_broadcasts if part.copies > 1 else _traffic)(items, owners, part.world_size)
+    collectives = (sum(chunks) if part.copies > 1 else 2 * rounds) * any(traffic.sent)
+    return StepCost(
+        part,
+        owners,
+        work,
+        [count * cost.bytes_per_element for count in traffic.sent],
+        rounds,
+        collectives,
+        traffic.messages(rounds * (part.world_size - 1)),
+        max(traffic.runs, default=0),
+        traffic.least * cost.bytes_per_element / part.world_size,
+        heaviest,
+    )
+
+
+class _Traffic:
+    """By rank: elements sent per step there and back, runs held, messages there and back if each matrix had its own."""
+
+    def __init__(self, world_size: int, runs: int = 0) -> None:
+        self.sent, self.there, self.back = ([0] * world_size for _ in range(3))
+        self.runs = [runs] * world_size
+        self.least = 0  # possible sum of what is sent
+
+    def messages(self, most: int) -> int:
+        """Of the busiest rank, with at most ``most`` in either direction: what goes to one rank in one round is one."""
+        return max(min(there, most) + min(back, most) for there, back in zip(self.there, self.back, strict=True))
+
+
+def _broadcasts(items: Sequence[PlacedBlock], owners: Sequence[int], copies: int) -> _Traffic:
+    """Each owner sends its results to all the others, who hold every matrix whole."""
+    traffic, others = _Traffic(copies, len(items)), copies - 1
+    for item, owner in zip(items, owners, strict=True):
+        traffic.sent[owner] += item.block.numel * others
+        traffic.back[owner] += others
+    traffic.least = sum(traffic.sent)
+    return traffic
+
+
+def _traffic(items: Sequence[PlacedBlock], owners: Sequence[int], world_size: int) -> _Traffic:
+    """A rank sends what it holds of the matrices of others, and sends back what they hold of its own.
+
+    Matrices that lie alike over the ranks are counted together, as all of one shape do at stage 3.
+    """
+    traffic = _Traffic(world_size)
+    held_by: dict[tuple[Block, int, int], dict[int, int]] = {}
+    alike: Counter[tuple[Block, int, int]] = Counter()
+    for item, owner in zip(items, owners, strict=True):
+        key = (item.block, item.shard.placement.origin, item.shard.placement.span)
+        if key not in held_by:
+            held_by[key] = {rank: item.held(rank) for rank in item.holders}
+        alike[key] += 1
+        traffic.sent[owner] += item.block.numel - 2 * held_by[key].get(owner, 0)
+        traffic.there[owner] -= owner in held_by[key]
+        traffic.back[owner] += len(held_by[key]) - (owner in held_by[key])
+    for key, count in alike.items():
+        held = held_by[key]
+        traffic.least += 2 * count * (key[0].numel - max(held.values()))
+        for rank, elements in held.items():
+            traffic.sent[rank] += count * elements
+            traffic.there[rank] += count
+            traffic.runs[rank] += count
+    return traffic
+
+
+def _chunks_by_owner(items: Sequence[PlacedBlock], owners: Sequence[int], limit: int) -> list[int]:
+    """Buckets that each owner fills: its matrices, the largest first, in chunks of at most ``limit`` elements."""
+    owned: dict[int, list[int]] = {}
+    for item, owner in zip(items, owners, strict=True):
+        owned.setdefault(owner, []).append(item.block.numel)
+    return [_chunks(sorted(sizes, reverse=True), limit) for sizes in owned.values()]
+
+
+def _chunks(sizes: Sequence[int], limit: int) -> int:
+    count, filled = 1, 0
+    for size in sizes:
+        is_full = filled > 0 and filled + size > limit
+        count, filled = count + is_full, size if is_full else filled + size
+    return count

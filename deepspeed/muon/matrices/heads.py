@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How attention projections are cut into one matrix per head, the "Muon Split" of GLM-5's report.
+
+A name claims that a weight is a projection of a kind; only a shape that is exactly heads x width confirms it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from deepspeed.muon.matrices.block import Cut
+
+QUERIES = frozenset({"q_proj", "query", "wq", "q_lin", "q", "q_b_proj"})
+KEYS_AND_VALUES = frozenset({"k_proj", "v_proj", "key", "value", "wk", "wv", "k_lin", "v_lin", "k", "v"})
+#: Queries, keys and values in one weight: whatever their order, each head is consecutive.
+FUSED = frozenset({"qkv_proj", "query_key_value", "c_attn", "wqkv", "qkv", "in_proj_weight"})
+#: The up-projection of keys and values of multi-head latent attention: per head, first keys, then values.
+LATENT = frozenset({"kv_b_proj"})
+
+_COUNTS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "heads")
+_KV_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads", "kv_heads", "num_query_groups")
+_WIDTHS = ("head_dim", "d_kv", "head_size", "kv_channels")
+_SIZES = ("hidden_size", "n_embd", "embed_dim", "d_model", "dim")
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Numbers of heads and their widths; ``nope``, ``rope`` and ``value`` are those of latent attention.
+
+    A ``width`` of 0 is not known; the shape then tells it.
+    """
+
+    queries: int
+    keys: int
+    width: int = 0
+    nope: int = 0
+    rope: int = 0
+    value: int = 0
+
+
+def heads_of(source: Any) -> Heads | None:
+    """What a model's config, or an attention module, says of its heads; ``None`` where it gives no number."""
+    get = getattr(source, "get_text_config", None)
+    try:
+        source = get() if callable(get) else source
+    except ValueError:  # a config of several models for text
+        return None
+    queries = _first(source, _COUNTS)
+    if not queries:
+        return None
+    width = _first(source, _WIDTHS) or _first(source, _SIZES) // queries
+    latent = (_first(source, (name,)) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    return Heads(queries, _first(source, _KV_COUNTS) or queries, width, *latent)
+
+
+def _first(source: Any, names: Sequence[str]) -> int:
+    values = (getattr(source, name, None) for name in names)
+    return next((value for value in values if type(value) is int and value > 0), 0)
+
+
+def is_projection(leaf: str) -> bool:
+    """Whether a module of this name, without its path, is an attention projection with whole heads."""
+    return leaf.lower() in QUERIES | KEYS_AND_VALUES | FUSED | LATENT
+
+
+def cut_by_head(leaf: str, shape: Sequence[int], is_transposed: bool, heads: Heads) -> Cut:
+    """How the projection is cut into its heads.
+
+    Args:
+        leaf: the name of its module.
+        is_transposed: whether its columns are its outputs.
+
+    Raises:
+        ValueError: its outputs are not whole heads, or could be heads of several widths.
+    """
+    axis = 1 if is_transposed else 0
+    fitting = {sizes for sizes in _candidates(leaf.lower(), heads, shape[axis]) if sum(sizes) == shape[axis]}
+    if len(fitting) == 1:
+        return Cut(fitting.pop(), axis)
+    what = "could be heads of several widths" if fitting else "are not whole heads"
+    raise ValueError(f"its {shape[axis]} outputs {what}; {_known_heads(heads)}")
+
+
+def _candidates(leaf: str, heads: Heads, outputs: int) -> Iterator[tuple[int, ...]]:
+    if leaf in LATENT:
+        yield (heads.nope, heads.value) * heads.queries
+        return
+    both = heads.queries + 2 * heads.keys
+    count = heads.queries if leaf in QUERIES else heads.keys if leaf in KEYS_AND_VALUES else both
+    yield (heads.width or outputs // count,) * count
+    if leaf in QUERIES and heads.nope:
+        yield (heads.nope + heads.rope,) * count
+
+
+def _known_heads(heads: Heads) -> str:
+    latent = f", latent widths {heads.nope} + {heads.rope} and {heads.value}" if heads.nope else ""
+    return f"the model has {heads.queries} query and {heads.keys} key-value heads of width {heads.width}{latent}"
+
+
+def config_or_module(model: nn.Module, attention: nn.Module | None) -> Heads | None:
+    """The model's config tells where it has one, else the module that holds the projection."""
+    return heads_of(getattr(model, "config", None)) or heads_of(attention)
+
+
+def possible_heads(model: nn.Module, owner: nn.Module | None) -> Iterator[Heads]:
+    """What the attention's own config, the attention, and the model's config say of heads, as far as they say it."""
+    sources = (getattr(owner, "config", None), owner, getattr(model, "config", None))
+    return (heads for heads in map(heads_of, sources) if heads)

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How tensor parallelism cuts a matrix: which rows or columns of the whole each rank of its group holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from deepspeed.muon.matrices.block import Block
+
+#: Where DeepSpeed's AutoTP describes the layout of a parameter that it cut.
+AUTOTP = "ds_autotp_universal_checkpoint_meta"
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """A parameter cut along one axis over the ranks of a tensor-parallel group.
+
+    Args:
+        shape: of the whole, [rows, cols] where it is a matrix.
+        axis: 0 where the ranks hold rows (DeepSpeed: column parallel), 1 where they hold columns.
+        ranges: of each rank, the (start, size) of the rows or columns that lie one after the other in its shard.
+            A fused weight is cut part by part, so that a rank holds several.
+    """
+
+    shape: tuple[int, ...]
+    axis: int
+    ranges: tuple[tuple[tuple[int, int], ...], ...]
+
+    def size(self, rank: int) -> int:
+        """Rows or columns that a rank holds."""
+        return sum(size for _, size in self.ranges[rank])
+
+    def parts(self, block: Block, rank: int) -> Iterator[tuple[Block, int]]:
+        """What a rank's shard of a matrix holds of a block of the whole.
+
+        Yields:
+            Blocks of the shard, rectangles all, each with the place of its first element in the given block.
+        """
+        width = self.shape[1] if self.axis == 0 else self.size(rank)
+        first_row, first_column = divmod(block.offset, self.shape[1])
+        height, gap = block.rows // block.bands, block.gap // self.shape[1]
+        inside = 0
+        for start, size in self.ranges[rank]:
+            for band in range(block.bands):
+                row, at = first_row + band * gap, band * height * block.cols
+                if self.axis == 0:
+                    low, high = max(row, start), min(row + height, start + size)
+                    held = Block((inside + low - start) * width + first_column, high - low, block.cols, width)
+                    at += (low - row) * block.cols
+                else:
+                    low, high = max(first_column, start), min(first_column + block.cols, start + size)
+                    held = Block(row * width + inside + low - start, height, high - low, width)
+                    at += low - first_column
+                if low < high:
+                    yield held, at
+            inside += size
+
+
+def sharding_of(param: Any) -> Sharding | None:
+    """The layout that AutoTP noted on a parameter; ``None`` where every rank of the group holds it whole.
+
+    Raises:
+        ValueError: it was cut in a way that the note does not describe by rows or columns.
+    """
+    note = getattr(param, AUTOTP, None)
+    if not note:
+        if getattr(param, "tensor_model_parallel", False):
+            raise ValueError("it is marked tensor_model_parallel, but nothing says how it was cut")
+        return None
+    if note["replicated"]:
+        return None
+    axis, shape = note["partition_dim"], note["logical_shape"] or note["original_shape"]
+    widths = note["sub_param_shard_widths"] or ([note["partition_sizes"]] if note["partition_sizes"] else [])
+    if not widths or axis not in range(min(len(shape), 2)):
+        raise ValueError(note["conversion"]["unsupported_reason"] or "its layout is not described by rows or columns")
+    starts = [0, *accumulate(sum(sizes) for sizes in widths)]
+    ranges = tuple(
+        tuple((start + sum(sizes[:rank]), sizes[rank]) for start, sizes in zip(starts, widths, strict=False))
+        for rank in range(len(widths[0]))
+    )
+    return Sharding(tuple(shape), axis, ranges)
+
+
+def local_shape(param: Any) -> tuple[int, ...]:
+    """The shape before ``zero.Init`` cut the parameter, and after tensor parallelism did."""
+    return tuple(getattr(param, "ds_shape", param.shape))
+
+
+def whole_shape(param: Any) -> tuple[int, ...]:
+    """The shape before tensor parallelism cut the parameter."""
+    note = getattr(param, AUTOTP, None) or {}
+    return tuple(note.get("logical_shape") or note.get("original_shape") or local_shape(param))

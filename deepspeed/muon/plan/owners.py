@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rank orthogonalizes which matrix."""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from deepspeed.muon.plan.placement import PlacedBlock
+
+#: Floating-point operations in the time of one byte on the wire: what moving a matrix away from the ranks
+#: that hold it must save. Cores on gloo; an accelerator on its fabric.
+CPU_FLOPS_PER_BYTE = 200.0
+ACCELERATOR_FLOPS_PER_BYTE = 8000.0
+
+
+def flops_per_byte(device_type: str) -> float:
+    """The exchange rate of :class:`CostModel` for a kind of device."""
+    return CPU_FLOPS_PER_BYTE if device_type == "cpu" else ACCELERATOR_FLOPS_PER_BYTE
+
+
+#: Up to so many ranks that hold a part of a matrix, each is weighed as its owner.
+FEW_HOLDERS = 8
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """What balancing weighs: operations per matrix, and how many of them one byte of exchange is worth."""
+
+    flops: Callable[[int, int], float]
+    flops_per_byte: float
+    bytes_per_element: int
+    #: Where Newton-Schulz runs.
+    device_type: str = "cpu"
+
+    def worth(self, elements: int) -> float:
+        """Operations that are worth the bytes of so many elements, to the owner and back."""
+        return self.flops_per_byte * 2 * self.bytes_per_element * elements
+
+
+def assign(items: Sequence[PlacedBlock], world_size: int, cost: CostModel) -> tuple[list[int], list[float]]:
+    """Owners of the matrices and loads of the ranks, the same on every rank.
+
+    Longest processing time (Graham 1969) among the ranks that hold a part of the matrix: the heaviest
+    first, to where it would be done earliest, counting the bytes that this owner must receive and the best one
+    need not: those that travel anyway hide behind the work or delay every owner alike. Then matrices leave the
+    busiest rank where that makes the step shorter although all their bytes travel.
+    """
+    loads = _Loads(world_size)
+    weights = [cost.flops(item.block.rows, item.block.cols) for item in items]
+    owners = [0] * len(items)
+    spared = [0] * len(items)
+    for index in sorted(range(len(items)), key=lambda i: (-weights[i], i)):
+        missing = _candidates(items[index], loads.least())
+        spared[index] = least = min(missing.values())
+        price = {rank: weights[index] + cost.worth(elements - least) for rank, elements in missing.items()}
+        owner = min(price, key=lambda rank: (loads.values[rank] + price[rank], rank))
+        owners[index] = owner
+        loads.add(owner, price[owner], index)
+    prices = [w + cost.worth(item.block.numel - least) for w, item, least in zip(weights, items, spared, strict=True)]
+    _rebalance(prices, owners, loads)
+    return owners, loads.values
+
+
+def is_worth_sharing(items: Sequence[PlacedBlock], world_size: int, cost: CostModel) -> bool:
+    """Whether ranks that all hold the same matrices are done earlier if each orthogonalizes some of them for all.
+
+    The operations of all matrices, against those of the busiest owner and the bytes of the others' results.
+    """
+    _, loads = assign(items, world_size, cost)
+    received = sum(item.block.numel for item in items) * cost.bytes_per_element * (world_size - 1) / world_size
+    return max(loads) + cost.flops_per_byte * received < sum(loads)
+
+
+def _candidates(item: PlacedBlock, least: int) -> dict[int, int]:
+    """Holders worth a look, with the elements that each of them lacks.
+
+    All but the first and the last hold equal parts, so of many a few stand for all.
+    """
+    holders = item.holders
+    if len(holders) <= FEW_HOLDERS:
+        return {rank: item.missing(rank) for rank in holders}
+    middle = holders[len(holders) // 2]
+    some = {rank: item.missing(rank) for rank in (holders[0], middle, holders[-1])}
+    if least in holders:
+        some.setdefault(least, some[middle])
+    return some
+
+
+class _Loads:
+    """Load of every rank, the extremes at hand, and what each rank owns, the lightest first.
+
+    The heaps keep outdated entries until they come to the top.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.values = [0.0] * world_size
+        self.owned: list[list[tuple[float, int]]] = [[] for _ in range(world_size)]
+        self._low = [(0.0, rank) for rank in range(world_size)]
+        self._high = list(self._low)
+
+    def least(self) -> int:
+        while self._low[0][0] != self.values[self._low[0][1]]:
+            heapq.heappop(self._low)
+        return self._low[0][1]
+
+    def busiest(self) -> int:
+        while -self._high[0][0] != self.values[self._high[0][1]]:
+            heapq.heappop(self._high)
+        return self._high[0][1]
+
+    def add(self, rank: int, price: float, index: int) -> None:
+        bisect.insort(self.owned[rank], (price, index))
+        self._change(rank, price)
+
+    def remove(self, rank: int, position: int) -> None:
+        self._change(rank, -self.owned[rank].pop(position)[0])
+
+    def _change(self, rank: int, difference: float) -> None:
+        self.values[rank] += difference
+        heapq.heappush(self._low, (self.values[rank], rank))
+        heapq.heappush(self._high, (-self.values[rank], rank))
+
+
+def _rebalance(prices: Sequence[float], owners: list[int], loads: _Loads) -> None:
+    """Move matrices from the busiest to the least loaded rank as long as the busier of the two gets less.
+
+    The best one to move costs about half the gap between them.
+
+    Args:
+        prices: of each matrix at a rank that holds nothing of it.
+    """
+    for _ in range(len(prices)):
+        busiest, least = loads.busiest(), loads.least()
+        owned, gap = loads.owned[busiest], loads.values[busiest] - loads.values[least]
+        if not owned:
+            return
+        position = max(0, bisect.bisect_right(owned, (gap / 2, len(prices))) - 1)
+        index = owned[position][1]
+        if prices[index] >= gap:
+            return
+        loads.remove(busiest, position)
+        loads.add(least, prices[index], index)
+        owners[index] = least

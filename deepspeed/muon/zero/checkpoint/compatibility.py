@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a checkpoint fits an engine, found out before anything is loaded into it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepspeed.muon.errors import CheckpointError
+from deepspeed.muon.exchange.partition import Partition
+from deepspeed.muon.log import logger
+from deepspeed.muon.math.choice import unknown_methods
+from deepspeed.muon.matrices.pipeline import stages_of
+from deepspeed.muon.matrices.splitting import is_fused
+from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.zero.checkpoint.safe_load import read_states
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a call of ``load_checkpoint`` asks for."""
+
+    shapes: bool
+    strict: bool
+    optimizer_states: bool
+    scheduler_states: bool
+
+
+def of_engine(engine: Any, exclude_frozen: bool = False) -> dict[str, Any]:
+    """What of an engine decides whether a checkpoint fits, as JSON values, the same on all ranks of one share.
+
+    ``shapes``: of everything in the model's state dict, by name. ``groups``: as in a saved optimizer.
+    ``layout``: a hash of where each parameter lies in the flat tensors of each rank.
+    """
+    optimizer: MuonWithAuxAdam = engine.basic_optimizer
+    kept = ("use_muon", "ns_methods")
+    groups = [{key: group[key] for key in kept if key in group} for group in optimizer.param_groups]
+    names = sorted(matrices(optimizer))
+    return {
+        "stage": engine.zero_optimization_stage(),
+        "wrapper": type(engine.optimizer).__name__,
+        "dtype": "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32",
+        "world_size": engine.seq_dp_world_size,
+        "scheduler": engine.lr_scheduler is not None,
+        "shapes": _shapes(engine.module, exclude_frozen),
+        "groups": [group | ({"matrices": names} if group["use_muon"] else {}) for group in groups],
+        "layout": _layout(optimizer.all_partitions),
+    }
+
+
+def model_share(engine: Any) -> tuple[int, int]:
+    """Which share of the model's parameters this rank has, of how many: a pipeline's stage, or a shard of each."""
+    if engine.autotp_size() > 1:
+        from deepspeed.utils import groups
+
+        return groups.get_tensor_model_parallel_rank(), engine.autotp_size()
+    return engine.basic_optimizer.stage, stages_of(engine.module)
+
+
+def _shapes(module: torch.nn.Module, exclude_frozen: bool) -> dict[str, list[int]]:
+    params = dict(module.named_parameters(remove_duplicate=False))
+    frozen = {name for name, param in params.items() if exclude_frozen and not param.requires_grad}
+    return {
+        name: list(getattr(params.get(name, value), "ds_shape", value.shape))
+        for name, value in module.state_dict().items()
+        if isinstance(value, torch.Tensor) and name not in frozen
+    }
+
+
+def _layout(partitions: list[Partition]) -> str:
+    lines = sorted(
+        (partition.index, order, shard.spec.name, shard.placement.origin, shard.placement.span, shard.placement.base)
+        for partition in partitions
+        for order, shard in enumerate(partition.shards)
+    )
+    return hashlib.sha256(json.dumps(lines).encode()).hexdigest()[:16]
+
+
+def of_files(engine: Any, folder: str, tag: str, with_optimizer: bool) -> dict[str, Any]:
+    """As :func:`of_engine`, as far as the files tell that stock is about to load; their tensors are not read.
+
+    Raises:
+        CheckpointError: a file is missing or cannot be read.
+    """
+    model = _opened(_read_model, engine._get_ckpt_name(folder, tag))
+    saved = {"world_size": model["dp_world_size"], "scheduler": model["lr_scheduler"] is not None}
+    if engine.zero_optimization_partition_weights():
+        saved["partial_shapes"] = {n: list(s) for group in model["param_shapes"] for n, s in group.items()}
+    elif model["module"] is not None:  # a pipeline saves its layers in files of their own
+        key = "partial_shapes" if engine.has_moe_layers else "shapes"  # experts lie in files of their own
+        saved[key] = {n: list(v.shape) for n, v in model["module"].items() if isinstance(v, torch.Tensor)}
+    if with_optimizer:
+        if engine.zero_optimization():
+            state = _opened(read_states, engine._get_zero_ckpt_name(folder, tag))["optimizer_state_dict"]
+        else:
+            state = model["optimizer"]
+        saved["groups"] = saved_groups(state)
+    return saved
+
+
+def _read_model(file: Path) -> dict[str, Any]:
+    """With whatever objects the user has put beside the weights, as stock loads them too."""
+    return torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=False)
+
+
+def _opened(read: Callable[[Path], dict[str, Any]], name: str) -> dict[str, Any]:
+    file = Path(name)
+    try:
+        return read(file)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{file.name} is missing: damaged, or of another stage, precision or world size"
+        ) from None
+    except Exception as error:  # a damaged pickle can raise anything
+        reason = f"{type(error).__name__}: {error}".splitlines()[0].split(". ")[0]
+        raise CheckpointError(f"{file.name} cannot be read: {reason}") from error
+
+
+def difference(engine: Any, saved: dict[str, Any], current: dict[str, Any], request: Request) -> str | None:
+    """Why the checkpoint cannot go into the engine, in words, or ``None``.
+
+    Args:
+        saved: of :func:`of_engine` then, or of :func:`of_files`, which leaves facts out.
+        current: of :func:`of_engine` now.
+    """
+    if request.scheduler_states and current["scheduler"] and not saved["scheduler"]:
+        return "it holds no state of a learning-rate scheduler; pass load_lr_scheduler_states=False"
+    if request.optimizer_states and (text := routing_difference(engine.basic_optimizer, saved["groups"])):
+        return text
+    if request.shapes and (text := _shape_difference(saved, current, request.strict)):
+        return text
+    if "stage" in saved and (saved["stage"] == 3) != (current["stage"] == 3):
+        return f"it was saved at ZeRO stage {saved['stage']}, this run has stage {current['stage']}{_CONVERT}"
+    return _optimizer_difference(saved, current) if request.optimizer_states else None
+
+
+_CONVERT = "; convert it with DeepSpeed's ds_to_universal, or load it as it was saved"
+
+
+def _optimizer_difference(saved: dict[str, Any], current: dict[str, Any]) -> str | None:
+    if saved["world_size"] != current["world_size"]:
+        return f"it was saved on {saved['world_size']} ranks, this run has {current['world_size']}{_CONVERT}"
+    for key, title in {"wrapper": "ZeRO's optimizer", "dtype": "precision"}.items():
+        if saved.get(key, current[key]) != current[key]:
+            return f"it was saved with {title} = {saved[key]}, this run has {current[key]}{_CONVERT}"
+    if saved.get("layout", current["layout"]) != current["layout"]:
+        return (
+            "the parameters lie elsewhere in the shards: parameter groups, their order, sub_group_size or "
+            f"round_robin_gradients differ{_CONVERT}"
+        )
+    return None
+
+
+def _shape_difference(saved: dict[str, Any], current: dict[str, Any], strict: bool) -> str | None:
+    there, here = saved.get("shapes", saved.get("partial_shapes", {})), current["shapes"]
+    for name in here:
+        if there.get(name, here[name]) != here[name]:
+            return f"{name} has shape {there[name]} in the checkpoint and {here[name]} in the model: another model"
+    missing, extra = (sorted(a.keys() - b.keys()) for a, b in ((here, there), (there, here)))
+    if strict and "shapes" in saved and (missing or extra):
+        return (
+            f"the model has {missing[:4]} which the checkpoint lacks, the checkpoint has {extra[:4]} which the model "
+            "lacks: another model; load_module_strict=False loads what both have"
+        )
+    return None
+
+
+#: What a group keeps whatever is loaded: its ratio of the schedule, and by what ZeRO finds the ranks of its experts.
+OWN = ("lr_ratio", "name", "moe")
+Groups = Sequence[Mapping[str, Any]]
+
+
+def saved_groups(saved: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The groups in what a wrapper of DeepSpeed's, or its converter, has written."""
+    inner = saved.get("optimizer_state_dict", saved)
+    return inner["param_groups"] if "param_groups" in inner else inner["base_optimizer_state"]["param_groups"]
+
+
+def matrices(optimizer: Any) -> set[str]:
+    """Names of the parameters that go to Muon."""
+    return {spec.name for spec in optimizer.specs.values() if spec.use_muon}
+
+
+def blocks(optimizer: Any) -> dict[str, str]:
+    """By name, of each parameter that is several matrices a hash of where these lie in it."""
+    return {
+        spec.name: hashlib.sha256(str([(b.offset, b.rows, b.cols, b.bands) for b in spec.blocks]).encode()).hexdigest()[
+            :8
+        ]
+        for spec in optimizer.specs.values()
+        if len(spec.blocks) > 1
+    }
+
+
+def kinds(groups: Groups) -> list[bool | None]:
+    """Of each group, whether it is Muon's; ``None``: another optimizer's."""
+    return [group.get("use_muon") for group in groups]
+
+
+def check_groups(optimizer: MuonWithAuxAdam, groups: Groups) -> None:
+    """Raise ValueError where :func:`routing_difference` finds one; warn where parameters are cut otherwise here."""
+    if text := routing_difference(optimizer, groups):
+        raise ValueError(text)
+    here = blocks(optimizer)
+    stated = [group["blocks"] for group in groups if "blocks" in group]
+    # What knows no blocks was saved before fused weights were cut.
+    there = stated[0] if stated else {name: here[name] for name in here.keys() - fused(optimizer)}
+    if other := sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name)):
+        logger.warning(
+            "deepspeed-muon: %d parameters are cut into other matrices than in the run that was saved, first %s; "
+            'muon_fused, muon_split and per_head_muon as there ("muon_fused": "whole" if it knew no such key) go on '
+            "with the same updates",
+            len(other),
+            other[0],
+        )
+
+
+def fused(optimizer: Any) -> set[str]:
+    """Names of the parameters that ``muon_fused`` cuts."""
+    return {spec.name for spec in optimizer.specs.values() if is_fused(spec.split)}
+
+
+def routing_difference(optimizer: MuonWithAuxAdam, groups: Groups) -> str | None:
+    """An error text unless saved groups are of the same kinds, of known methods, and the same parameters go to Muon."""
+    saved, current = kinds(groups), kinds(optimizer.param_groups)
+    there = {name for group in groups for name in group.get("matrices", ())}
+    here = matrices(optimizer)
+    if saved == current and there == here:
+        unknown = [text for group in groups for text in unknown_methods(group.get("ns_methods", {}))]
+        return f"it was saved with methods that this deepspeed-muon lacks: {', '.join(unknown)}" if unknown else None
+    return (
+        f"the checkpoint's parameter groups are {_kinds_text(saved)}, the optimizer's are {_kinds_text(current)}; "
+        f"Muon has {sorted(there - here)[:4]} in the checkpoint only and {sorted(here - there)[:4]} here only: "
+        "it was saved with another optimizer or another routing. To go on from AdamW, convert it with python -m "
+        "deepspeed.checkpoint.ds_to_universal --inject_missing_state, from stock's Muon with ds_muon import, "
+        'and load the result with "checkpoint": {"load_universal": true}'
+    )
+
+
+def settings_of(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The saved settings of a group, which act as with any optimizer of torch's; a warning where the config's differ.
+
+    Learning rates are left out of the warning, since a schedule changes them. Their ratio is the config's: a schedule
+    is built from the config too. Of ``ns_methods`` the warning names the shapes that differ.
+    """
+    settings = {key: value for key, value in saved.items() if key not in (*OWN, "params", "matrices", "blocks")}
+    for key, value in settings.items():
+        here = current.get(key, value)
+        if key == "ns_methods":
+            value = {shape: method for shape, method in value.items() if here.get(shape, method) != method}
+            here = {shape: here[shape] for shape in value}
+        if key in ("lr", "initial_lr") or value == here:
+            continue
+        logger.warning(
+            "deepspeed-muon: group %s goes on with %s = %s from the checkpoint; the config has %s",
+            current.get("name"),
+            key,
+            value,
+            here,
+        )
+    return {key: value for key, value in current.items() if key != "params"} | settings
+
+
+def _kinds_text(flags: Sequence[bool | None]) -> str:
+    return str([{True: "Muon", False: "AdamW", None: "unknown"}[flag] for flag in flags])

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a checkpoint of stock DeepSpeed's Muon to a universal one, without a GPU or a running job.
+
+Stock's converter stops at stock's own Muon (it looks for ``exp_avg``), whose momentum has a layout per stage:
+
+=====================================  ===========================================================================
+stage 3; stages 1 and 2 with offload,  that of the fp32 weights: each rank's share
+``BF16_Optimizer``
+stages 1 and 2                         whole matrices, one after the other: all those of which the rank holds a part
+stage 0                                one tensor per parameter, in the order of the groups
+=====================================  ===========================================================================
+
+It is an exponential average of gradients everywhere, in fp32 or bf16; under fp16 without offload of gradients that
+carry the loss scale.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.muon.errors import ImportStateError
+from deepspeed.muon.state_import import KEYS
+from deepspeed.muon.zero.checkpoint.safe_load import read_states
+from deepspeed.muon.zero.checkpoint.universal import MOMENTUM, ORIGIN, WEIGHT
+
+Parts = dict[str, dict[str, list[Tensor]]]
+#: What stock's Muon takes no part in, by a piece of the parameter's name.
+ADAMW_NAMES = ("embed", "lm_head")
+
+
+def convert(source: Path, target: Path) -> dict[str, Any]:
+    """Write the universal checkpoint ``target`` from the folder of one tag of a checkpoint of stock's Muon.
+
+    Returns:
+        ``stage``, ``matrices`` and ``adamw`` (numbers of parameters), ``loss_scale`` (by which momentum was divided).
+
+    Raises:
+        ImportStateError: it is no such checkpoint, or lacks the momentum of matrices, which are named. Nothing is left.
+    """
+    if target.exists():
+        raise ImportStateError(f"{target} exists already: name a new folder")
+    saved = read(source)
+    work = target.with_name(f".{target.name}.part")
+    shutil.rmtree(work, ignore_errors=True)
+    try:
+        for name, states in saved.whole():
+            folder = work / "zero" / name
+            folder.mkdir(parents=True)
+            for key, value in states.items():
+                file = folder / f"{MOMENTUM if key == 'momentum_buffer' else key}.pt"
+                torch.save({"param": value.clone()} if isinstance(value, Tensor) else value, file)
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in saved.groups]
+        groups = [group | ({"matrices": sorted(saved.matrices)} if group["use_muon"] else {}) for group in groups]
+        torch.save({"param_groups": groups, ORIGIN: "stock's Muon"}, work / "zero" / "optimizer_state.pt")
+        shutil.copy2(saved.model_file, work)
+        work.rename(target)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    (target.parent / "latest_universal").write_text(target.name)
+    rest = len(saved.shapes) - len(saved.matrices)
+    facts = {"stage": saved.stage, "matrices": len(saved.matrices), "adamw": rest, "loss_scale": saved.loss_scale}
+    return {"from": str(source), "to": str(target), **facts}
+
+
+class Saved:
+    """A checkpoint of stock's Muon: names, shapes and the parts of each parameter's weight and state, by rank."""
+
+    def __init__(self, model_file: Path, stage: int) -> None:
+        self.model_file, self.stage = model_file, stage
+        self.model = _open(model_file)
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.groups: list[dict[str, Any]] = []
+        self.matrices: set[str] = set()
+        self.parts: Parts = {}
+        self.spans: list[int] = []
+        self.loss_scale = 1.0
+        self.steps = 0.0
+
+    def add(self, name: str, key: str, part: Tensor) -> None:
+        """One rank's part, in the order of the ranks."""
+        self.parts.setdefault(name, {}).setdefault(key, []).append(part)
+
+    def whole(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """(name, fp32 weight, state and step count) of every parameter, in its shape.
+
+        Raises:
+            ImportStateError: parameters without state.
+        """
+        absent = [n for n in self.shapes for key in KEYS[n in self.matrices] if key not in self.parts.get(n, {})]
+        if absent:
+            raise ImportStateError(
+                f"it holds no optimizer state of {', '.join(absent[:8])}: was it saved with "
+                "save_muon_momentum_buffer_in_memory, which loses the momentum? Take its weights alone"
+            )
+        for name, shape in self.shapes.items():
+            states: dict[str, Any] = {"step": self.steps}
+            for key in (WEIGHT, *KEYS[name in self.matrices]):
+                flat = torch.cat([part.reshape(-1) for part in self.parts[name][key]])[: math.prod(shape)]
+                is_scaled = key == "momentum_buffer" and self.loss_scale != 1.0
+                states[key] = (flat.float() / self.loss_scale if is_scaled else flat).view(shape)
+            yield name, states
+
+
+def read(folder: Path) -> Saved:
+    """Open a checkpoint; tensors are mapped, not read.
+
+    Raises:
+        ImportStateError: it is not one of stock's Muon.
+    """
+    optimizer_files = _by_rank(folder.glob("*zero_pp_rank_*_optim_states.pt"))
+    if not optimizer_files:
+        return _read_stage0(folder)
+    ranks = [read_states(file)["optimizer_state_dict"] for file in optimizer_files]
+    stage = int(ranks[0].get("zero_stage", 1))
+    pattern = "zero_pp_rank_0_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
+    saved = Saved(_only(folder, pattern), stage)
+    offloaded = _is_offloaded(saved.model)
+    if not offloaded:
+        scaler = ranks[0].get("loss_scaler")
+        saved.loss_scale = float(getattr(scaler, "cur_scale", 1.0))
+    saved.shapes = {n: tuple(shape) for group in saved.model["param_shapes"] for n, shape in group.items()}
+    for rank, state in enumerate(ranks):
+        base = state.get("base_optimizer_state") or state["optimizer_state_dict"]
+        if rank == 0:
+            _take_groups(saved, base["param_groups"])
+            # Padding is at the end of a group: if the first rank has any, no other rank holds anything.
+            saved.spans = [part.numel() for part in state.get("single_partition_of_fp32_groups", ())]
+        if stage == 3:
+            _add_stage3(saved, state, base["state"], rank, len(ranks))
+        else:
+            is_bf16_optimizer = "zero_stage" not in state
+            _add_stage12(saved, state, base["state"], rank, offloaded or is_bf16_optimizer)
+    _set_steps(saved, [entry for state in ranks for entry in _states(state).values()])
+    return saved
+
+
+def _states(state: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    return (state.get("base_optimizer_state") or state["optimizer_state_dict"])["state"]
+
+
+def _take_groups(saved: Saved, groups: list[dict[str, Any]]) -> None:
+    flags = [group.get("use_muon") for group in groups]
+    if any(flag is None for flag in flags) or any("matrices" in group for group in groups):
+        raise ImportStateError(
+            f"{saved.model_file.parent} is no checkpoint of stock's Muon; AdamW's and this Muon's are converted by "
+            "python -m deepspeed.checkpoint.ds_to_universal (AdamW's with --inject_missing_state)"
+        )
+    saved.groups = groups
+
+
+def _add_stage12(saved: Saved, state: Mapping[str, Any], states: Mapping[int, Any], rank: int, is_share: bool) -> None:
+    """One rank's share of each group, in which the parameters lie as ``param_shapes`` lists them."""
+    for index, group in enumerate(saved.groups):
+        entry, before = states.get(index, {}), 0
+        weights = state["single_partition_of_fp32_groups"][index]
+        for name, part in _held(saved, state, index, rank):
+            saved.add(name, WEIGHT, weights[part])
+            if group["use_muon"]:
+                saved.matrices.add(name)
+            for key in set(KEYS[group["use_muon"]]) & entry.keys():
+                if group["use_muon"] and not is_share:
+                    count = math.prod(saved.shapes[name])
+                    saved.parts[name][key] = [entry[key][before : before + count]]
+                    before += count
+                else:
+                    saved.add(name, key, entry[key][part])
+
+
+def _held(saved: Saved, state: Mapping[str, Any], index: int, rank: int) -> Iterator[tuple[str, slice]]:
+    """The parameters of a group of which this rank holds a part, and where it lies."""
+    shapes = saved.model["param_shapes"][index]
+    paddings = state.get("param_alignment_paddings", {index: [0] * len(shapes)})[index]
+    span, start = saved.spans[index], 0
+    for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
+        low, high = max(start, rank * span), min(start + math.prod(shape), (rank + 1) * span)
+        if low < high:
+            yield name, slice(low - rank * span, high - rank * span)
+        start += math.prod(shape) + padding
+
+
+def _add_stage3(saved: Saved, state: Mapping[str, Any], states: Mapping[int, Any], rank: int, count: int) -> None:
+    muon = {i for group in saved.groups if group["use_muon"] for i in group["params"]}
+    for index, shapes in enumerate(saved.model["param_shapes"]):
+        start, entry = 0, states.get(index, {})
+        for name, shape in shapes.items():
+            share = -(-math.prod(shape) // count)
+            saved.add(name, WEIGHT, state["fp32_flat_groups"][index][start : start + share])
+            if index in muon:
+                saved.matrices.add(name)
+            for key in set(KEYS[index in muon]) & entry.keys():
+                saved.add(name, key, entry[key][start : start + share])
+            start += share
+
+
+def _read_stage0(folder: Path) -> Saved:
+    """Parameters carry no names there: they are the model's, split by stock's rule, and checked by their shapes."""
+    saved = Saved(_only(folder, "mp_rank_00_model_states.pt"), 0)
+    outer = saved.model["optimizer"] or {}
+    base = outer.get("optimizer_state_dict", outer)
+    _take_groups(saved, base.get("param_groups", [{}]))
+    weights = {name: value for name, value in saved.model["module"].items() if value.is_floating_point()}
+    muon = [name for name, weight in weights.items() if _has_muon(name, weight)]
+    muon.sort(key=lambda name: tuple(weights[name].shape), reverse=True)  # as stock's Muon orders its parameters
+    halves = {True: muon, False: [name for name in weights if name not in set(muon)]}
+    masters = [master for group in outer.get("fp32_groups", ()) for master in group]
+    order = [name for group in saved.groups for name in halves[group["use_muon"]][: len(group["params"])]]
+    indices = [index for group in saved.groups for index in group["params"]]
+    found = [base["state"].get(index, {}) for index in indices]
+    shapes = [next(iter(e[k].shape for k in ("momentum_buffer", "exp_avg") if k in e), None) for e in found]
+    if len(order) != len(weights) or shapes != [weights[name].shape for name in order]:
+        raise ImportStateError(
+            "at stage 0 states carry no names, and these do not fit the model's parameters in order (frozen, tied or "
+            "grouped ones, or buffers): load the weights alone and bring the state with deepspeed.muon.import_state"
+        )
+    for name, entry, *master in zip(order, found, masters or [weights[name] for name in order], strict=True):
+        saved.shapes[name] = tuple(weights[name].shape)
+        saved.add(name, WEIGHT, master[0].float())
+        if name in muon:
+            saved.matrices.add(name)
+        for key in set(KEYS[name in saved.matrices]) & entry.keys():
+            saved.add(name, key, entry[key])
+    _set_steps(saved, found)
+    return saved
+
+
+def _has_muon(name: str, weight: Tensor) -> bool:
+    return weight.ndim >= 2 and not any(part in name.lower() for part in ADAMW_NAMES)
+
+
+def _set_steps(saved: Saved, entries: list[dict[str, Any]]) -> None:
+    counts = [float(entry["step"]) for entry in entries if "step" in entry]
+    saved.steps = counts[0] if counts else float(saved.model["global_steps"] - saved.model["skipped_steps"])
+
+
+def _is_offloaded(model: Mapping[str, Any]) -> bool:
+    section = (model.get("ds_config") or {}).get("zero_optimization", {}).get("offload_optimizer") or {}
+    return section.get("device", "none") != "none"
+
+
+def _by_rank(files: Iterator[Path]) -> list[Path]:
+    return sorted(files, key=lambda file: [int(number) for number in re.findall(r"\d+", file.name)])
+
+
+def _only(folder: Path, name: str) -> Path:
+    if not (folder / name).is_file():
+        raise ImportStateError(f"{folder} holds no {name}: name the folder of one tag of a checkpoint")
+    return folder / name
+
+
+def _open(file: Path) -> Any:
+    """The model's file, which holds whatever a script has put beside the weights."""
+    return torch.load(str(file), map_location="cpu", mmap=True, weights_only=False)

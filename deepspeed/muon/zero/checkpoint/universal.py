@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Universal checkpoints: a folder with one file per parameter and state, read by stock and by this loader.
+
+Stock's converter makes them from checkpoints of this optimizer and of AdamW, ``ds_muon import`` from stock's Muon.
+This loader takes the place of stock's, which knows one kind of group. It reads through the layout to which the
+optimizer is bound, so ranks, stage and the order of parameters may change; files are mapped, each rank reads its share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.muon.errors import ImportStateError
+from deepspeed.muon.exchange.partition import Partition
+from deepspeed.muon.log import logger
+from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.state_import import KEYS, Actions, Source, chosen, decide, fill, report, warn_of_fused
+from deepspeed.muon.zero.checkpoint.compatibility import check_groups, kinds, saved_groups, settings_of
+from deepspeed.muon.zero.checkpoint.safe_load import read_states
+from deepspeed.muon.zero.consensus import agreed
+from deepspeed.muon.zero.nvme import each_sub_group
+from deepspeed.muon.zero.wrappers.experts import local_experts
+
+#: What the model's weights are called beside the state, and the file that holds Muon's momentum.
+WEIGHT, MOMENTUM = "fp32", "exp_avg"
+#: In ``optimizer_state.pt``: what ``ds_muon import`` made the folder from.
+ORIGIN = "deepspeed_muon_origin"
+
+
+def read_universal(engine: Any, optimizer: MuonWithAuxAdam) -> None:
+    """Make ``engine`` write the metadata that stock's converter needs, and load what it converts."""
+    from deepspeed.checkpoint import constants
+
+    if getattr(engine.module, constants.UNIVERSAL_CHECKPOINT_INFO, None) is None:
+        info = {constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE}
+        setattr(engine.module, constants.UNIVERSAL_CHECKPOINT_INFO, info)
+    wrapper = engine.optimizer
+    if wrapper is optimizer or not hasattr(wrapper, "_load_universal_checkpoint"):
+        return
+    if hasattr(wrapper, "_param_slice_mappings"):
+        wrapper._param_slice_mappings = _slices(optimizer)
+
+    def load(checkpoint_folder: str, load_optimizer_states: bool, load_from_fp32_weights: bool) -> None:
+        source = agreed(lambda: _opened(engine, optimizer, checkpoint_folder, load_optimizer_states))
+        _load(engine, optimizer, *source, load_optimizer_states)
+
+    wrapper._load_universal_checkpoint = load
+    if engine.load_universal_checkpoint():
+        engine._get_all_ckpt_names = _either_name(engine._get_all_ckpt_names)
+
+
+def _slices(optimizer: MuonWithAuxAdam) -> list[dict[str, Any]]:
+    """Where the converter finds each parameter in this rank's flat tensors, by group; stages 1 and 2.
+
+    Stock's own are those of the parameters in order, which ``round_robin_gradients`` changes.
+    """
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    partitions = sorted(optimizer.all_partitions, key=lambda partition: partition.index)
+    return [
+        {shard.spec.name: fragment_address(stop - start, position) for shard, start, stop, position in found.pieces()}
+        for found in partitions
+    ]
+
+
+def _either_name(original: Callable[[str, Any], list[str]]) -> Callable[[str, Any], list[str]]:
+    """The file of counts and schedules is named by the stage that saved it; stock looks for the present stage's."""
+
+    def names(folder: str, tag: Any) -> list[str]:
+        patterns = ("mp_rank_*_model_states.pt", "zero_pp_rank_0_mp_rank_*_model_states.pt")
+        others = (sorted(map(str, Path(folder, str(tag)).glob(pattern))) for pattern in patterns)
+        return next(filter(None, (original(folder, tag), *others)), [])
+
+    return names
+
+
+class Folder:
+    """A universal checkpoint.
+
+    Args:
+        experts: as :func:`local_experts`.
+    """
+
+    def __init__(self, folder: str, experts: Mapping[str, tuple[slice, int]]) -> None:
+        self.zero = Path(folder, "zero")
+        self.experts = experts
+        self.common: dict[str, Any] = self._open("optimizer_state.pt")
+        self.groups = saved_groups(self.common)
+        self.origin: str | None = self.common.get(ORIGIN)
+        matrices = {name for group in self.groups for name in group.get("matrices", ())}
+        self.is_muon = {name: name in matrices for name in self._names()}
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this optimizer saved it, so that the settings of its groups mean the same here."""
+        return self.origin is None and any("use_muon" in group for group in self.groups)
+
+    def read(self, name: str, key: str) -> Tensor:
+        """A parameter's weight or state, mapped; what is not touched is not read."""
+        value = self._open(f"{name}/{MOMENTUM if key == 'momentum_buffer' else key}.pt")
+        whole = value["param"] if isinstance(value, dict) else value
+        mine, count = self.experts.get(name, (slice(None), 0))
+        return whole[mine] if whole.ndim and len(whole) == count else whole
+
+    def step(self, name: str) -> float:
+        """How many steps the parameter has taken."""
+        if (self.zero / name / "step.pt").is_file():
+            return float(self._open(f"{name}/step.pt"))
+        state = self.common.get("optimizer_state_dict", {}).get("state", {})
+        counts = [entry["step"] for entry in state.values() if "step" in entry]
+        counts += [group["step"] for group in self.groups if "step" in group]
+        if not counts:
+            raise ImportStateError(f"the universal checkpoint {self.zero.parent} has no step count of {name}")
+        return float(counts[0])
+
+    def source(self) -> Source:
+        """For :mod:`deepspeed.muon.state_import`."""
+        title = f"a checkpoint of {self.origin or ('Muon' if self.is_ours else 'AdamW')}"
+        return Source(title, self.is_muon, self.read, self.step)
+
+    def check(self, wanted: Mapping[str, tuple[int, Iterable[str]]], rank: int, world_size: int) -> None:
+        """Raise ImportStateError unless the folder has, by name, a weight of so many elements, and these states.
+
+        Each rank opens the files of its share of the names.
+        """
+        missing = [
+            f"zero/{name}/{key}.pt"
+            for name, (_, keys) in wanted.items()
+            for key in (WEIGHT, *keys)
+            if not (self.zero / name / f"{key}.pt").is_file()
+        ]
+        if missing:
+            raise ImportStateError(
+                f"the universal checkpoint {self.zero.parent} lacks {len(missing)} files of this model's "
+                f"parameters, first {', '.join(missing[:4])}: it is of another model, or its conversion is incomplete"
+            )
+        other = []
+        for name, (here, keys) in list(wanted.items())[rank::world_size]:
+            self.step(name)
+            for key in (WEIGHT, *keys):
+                if (there := self.read(name, key).numel()) != here:
+                    other.append(f"{name}/{key}.pt ({there} there, {here} here)")
+        if other:
+            raise ImportStateError(f"the universal checkpoint holds parameters of other sizes: {', '.join(other[:4])}")
+
+    def _names(self) -> list[str]:
+        return [str(file.parent.relative_to(self.zero)) for file in self.zero.rglob(f"{WEIGHT}.pt")]
+
+    def _open(self, name: str) -> Any:
+        file = self.zero / name
+        if not file.is_file():
+            raise ImportStateError(
+                f"{file} is missing: not a universal checkpoint; make one with python -m "
+                "deepspeed.checkpoint.ds_to_universal, or, of stock's Muon, with ds_muon import"
+            )
+        try:
+            return read_states(file)
+        except Exception as error:  # a damaged file can raise anything
+            raise ImportStateError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _opened(engine: Any, optimizer: MuonWithAuxAdam, path: str, load_states: bool) -> tuple[Folder, Source, Actions]:
+    """The folder and what becomes of each state, after all checks; nothing is changed yet."""
+    folder = Folder(path, local_experts(optimizer))
+    source, actions = folder.source(), Actions()
+    if load_states:
+        choice = chosen(optimizer, source)
+        if folder.is_ours and choice is None:
+            check_groups(optimizer, folder.groups)
+        actions = decide(optimizer.specs.values(), source, choice)
+    wanted = {s.name: (s.numel, _files(actions.get(s.name), s.use_muon)) for s in optimizer.specs.values()}
+    folder.check(wanted, engine.global_rank, engine.world_size)
+    return folder, source, actions
+
+
+@torch.no_grad()
+def _load(
+    engine: Any, optimizer: MuonWithAuxAdam, folder: Folder, source: Source, actions: Actions, load_states: bool
+) -> None:
+    """Weights, and with them state, settings and loss scale."""
+    wrapper = engine.optimizer
+    for partition in _resident(wrapper, optimizer):
+        _load_weights(partition, folder)
+        if load_states:
+            fill(optimizer, partition, source, actions)
+    if load_states:
+        _load_settings(wrapper, optimizer, folder)
+    if engine.global_rank == 0:
+        report(optimizer, source, actions)
+        if not folder.is_ours:
+            warn_of_fused(optimizer, source, actions)
+        _warn_of_what_stays(engine, optimizer)
+
+
+def _files(action: str | None, use_muon: bool) -> tuple[str, ...]:
+    """The states that a action reads."""
+    if action is None or action == "zero":
+        return ()
+    return (MOMENTUM,) if use_muon else KEYS[False]
+
+
+def _resident(wrapper: Any, optimizer: MuonWithAuxAdam) -> Iterator[Partition]:
+    """Each partition with its tensors in memory; at stage 3 its weights then go to the model.
+
+    At stages 1 and 2 the engine makes the model's weights from the fp32 ones itself.
+    """
+    if not hasattr(wrapper, "fp32_partitioned_groups_flat"):
+        yield from optimizer.all_partitions
+        return
+    found = {id(partition.tensors[0]): partition for partition in optimizer.all_partitions}
+    for _, flat in each_sub_group(wrapper):
+        yield found[id(flat)]
+
+
+def _load_weights(partition: Partition, folder: Folder) -> None:
+    """The fp32 weights."""
+    for shard, start, stop, position in partition.pieces():
+        target = partition.tensors[shard.tensor].view(-1)[position : position + stop - start]
+        target.copy_(folder.read(shard.spec.name, WEIGHT).reshape(-1)[start:stop])
+
+
+def _load_settings(wrapper: Any, optimizer: MuonWithAuxAdam, folder: Folder) -> None:
+    """Each group's own settings, where they are of this optimizer; clipping and the loss scale, where of one kind."""
+    if not folder.is_ours:
+        return
+    if kinds(folder.groups) == kinds(optimizer.param_groups):
+        for group, saved in zip(optimizer.param_groups, folder.groups, strict=True):
+            group.update(settings_of(group, saved))
+        optimizer.bind_again()
+    common = folder.common
+    if hasattr(wrapper, "clip_grad") and "clip_grad" in common:
+        wrapper.clip_grad = common["clip_grad"]
+    scaler = common.get("loss_scaler")
+    if scaler is not None and type(scaler) is type(getattr(wrapper, "loss_scaler", None)):
+        wrapper.loss_scaler = scaler
+
+
+def _warn_of_what_stays(engine: Any, optimizer: MuonWithAuxAdam) -> None:
+    trained = {id(param) for param in optimizer.specs}
+    frozen = [name for name, param in engine.module.named_parameters() if id(param) not in trained]
+    buffers = [name for name, _ in engine.module.named_buffers()]
+    if frozen or buffers:
+        logger.warning(
+            "deepspeed-muon: a universal checkpoint restores what is trained: %d frozen parameters and %d buffers keep "
+            "the values with which the model was built, first %s",
+            len(frozen),
+            len(buffers),
+            ", ".join([*frozen, *buffers][:3]),
+        )

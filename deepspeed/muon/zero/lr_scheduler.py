@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Learning-rate schedulers, DeepSpeed's from the config and callables: they schedule the groups as given.
+
+A scalar of a DeepSpeed schedule describes ``lr`` where the config gives it, else ``muon_lr``; every group
+gets it in proportion to its own learning rate. A list has one value per group as given, or one per half.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from deepspeed.muon.config.fields import DEFAULT_ADAM_LR, DEFAULT_MUON_LR
+from deepspeed.muon.errors import MuonConfigError
+from deepspeed.muon.log import logger
+from deepspeed.muon.optimizer import MuonWithAuxAdam
+
+#: Parameters of DeepSpeed's schedules that are learning rates; the others are relative or counts.
+ABSOLUTE = {
+    "LRRangeTest": ("lr_range_test_min_lr",),
+    "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
+    "WarmupLR": ("warmup_min_lr", "warmup_max_lr"),
+    "WarmupDecayLR": ("warmup_min_lr", "warmup_max_lr"),
+}
+
+
+def scheduler_from_config(original: Callable, engine: Any, optimizer: Any) -> Any:
+    """``DeepSpeedEngine._scheduler_from_config``.
+
+    Raises:
+        MuonConfigError: a list of another length than the groups.
+    """
+    ours, name, params = engine.basic_optimizer, engine.scheduler_name(), engine.scheduler_params()
+    if not isinstance(ours, MuonWithAuxAdam) or name is None:
+        return original(engine, optimizer)
+    target, values = _proportional(ours, name, dict(params or {}))
+    engine._config.scheduler_params = values
+    try:
+        return original(engine, target)
+    finally:
+        engine._config.scheduler_params = params
+
+
+def configure_scheduler(original: Callable, engine: Any) -> None:
+    """``DeepSpeedEngine._configure_lr_scheduler``: a callable is called with the groups as given."""
+    ours, client = engine.basic_optimizer, engine.client_lr_scheduler
+    if isinstance(ours, MuonWithAuxAdam) and callable(client):
+        engine.client_lr_scheduler = lambda _: client(ours.given)
+    original(engine)
+    engine.client_lr_scheduler = client
+
+
+def check_schedule(engine: Any, optimizer: MuonWithAuxAdam) -> None:
+    """Raise MuonConfigError for lists that do not fit the groups, before anything is wrapped."""
+    name, params = engine.scheduler_name(), engine.scheduler_params() or {}
+    if engine.client_lr_scheduler is not None or name not in ABSOLUTE:
+        return
+    target = _target(optimizer, _lists(name, params))
+    numbers = [key for key in ABSOLUTE[name] if isinstance(params.get(key), (int, float)) and params[key]]
+    if numbers and not optimizer.sets_a_rate and engine.global_rank == 0:
+        logger.warning(
+            "deepspeed-muon: %s of the scheduler describes Muon's rate, because optimizer.params sets no lr; "
+            "AdamW's is %.3g of it. Write lr into optimizer.params to give both halves the same",
+            ", ".join(numbers),
+            DEFAULT_ADAM_LR / DEFAULT_MUON_LR,
+        )
+    if target is optimizer and name == "OneCycle" and params.get("cycle_momentum", True):
+        raise MuonConfigError(
+            "scheduler.params.cycle_momentum: with one learning rate per half the momentum cannot be cycled, because "
+            "it belongs to a group and not to a half; set it to false, or write one learning rate per group"
+        )
+
+
+def _lists(name: str, params: dict[str, Any]) -> dict[str, Any]:
+    return {key: params[key] for key in ABSOLUTE.get(name, ()) if isinstance(params.get(key), (list, tuple))}
+
+
+def _proportional(optimizer: MuonWithAuxAdam, name: str, params: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The optimizer, or its groups as given, and the schedule's parameters with a value for each of its groups."""
+    keys = ABSOLUTE.get(name, ())
+    target = _target(optimizer, _lists(name, params))
+    reference = optimizer.defaults["lr"]
+    ratios = [group["lr"] / reference if reference else 1.0 for group in target.param_groups]
+    for key in keys:
+        value = params.get(key, _default(name, key))
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            params[key] = [value * ratio for ratio in ratios]
+    return target, params
+
+
+def _target(optimizer: MuonWithAuxAdam, lists: dict[str, Any]) -> Any:
+    """Whose groups the lists describe."""
+    given, halves = len(optimizer.given.param_groups), len(optimizer.param_groups)
+    lengths = {len(value) for value in lists.values()}
+    if lengths <= {given}:
+        return optimizer.given
+    if lengths == {halves}:
+        return optimizer
+    names = ", ".join(group["name"] for group in optimizer.param_groups)
+    raise MuonConfigError(
+        "\n".join(
+            f"scheduler.params.{key}: got {len(value)} values; write one number, {given} (one per parameter group) or "
+            f"{halves} ({names}), the same for all keys"
+            for key, value in lists.items()
+        )
+    )
+
+
+def _default(name: str, key: str) -> Any:
+    """The schedule's own default; none where it has none, or where it is the groups' learning rate."""
+    from deepspeed.runtime import lr_schedules
+
+    default = inspect.signature(getattr(lr_schedules, name)).parameters[key].default
+    return None if default is inspect.Parameter.empty else default

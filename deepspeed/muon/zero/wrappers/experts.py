@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts that lie on ranks of their own: DeepSpeed's MoE layers and AutoEP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from deepspeed.muon.errors import UnsupportedError
+from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.param_groups import expert_group
+
+
+def holders(engine: Any, group: Mapping[str, Any]) -> Any:
+    """The process group of the ranks among which ZeRO divides a parameter group, or which all hold it.
+
+    Those are all data-parallel ranks, but for experts the ranks that have the same ones.
+    """
+    return engine.expert_data_parallel_group[group["name"]] if group.get("moe") else engine.seq_data_parallel_group
+
+
+def local_experts(optimizer: MuonWithAuxAdam) -> dict[str, tuple[slice, int]]:
+    """By name of each stack of experts that ranks divide: this rank's of them, and how many there are."""
+    from deepspeed.utils import groups
+
+    found = {}
+    for param, spec in optimizer.specs.items():
+        if group := expert_group(param):
+            count, ranks = spec.shape[0], groups._get_expert_parallel_world_size(group)
+            first = count * groups._get_expert_parallel_rank(group)
+            found[spec.name] = slice(first, first + count), count * ranks
+    return found
+
+
+def with_names(params: Iterable[Any]) -> list[Any]:
+    """Parameter groups with a name each, by which stock sets those of experts apart."""
+    return [{"name": f"group{i}", **item} if isinstance(item, dict) else item for i, item in enumerate(params)]
+
+
+def expert_counts(engine: Any, optimizer: MuonWithAuxAdam) -> list[str]:
+    """In words, how many matrices are experts, by the ranks that share them."""
+    from deepspeed import comm  # type: ignore[attr-defined]
+
+    counts: dict[int, int] = {}
+    for partition in optimizer.partitions:
+        group = optimizer.param_groups[partition.index]
+        if group.get("moe"):
+            ranks = comm.get_world_size(group=holders(engine, group))
+            counts[ranks] = counts.get(ranks, 0) + len(partition.blocks)
+    return [f"{count} of them are experts that {ranks} ranks have" for ranks, count in counts.items()]
+
+
+def refuse_replaced(optimizer: MuonWithAuxAdam) -> None:
+    """Raise UnsupportedError if DeepSpeed has put other parameters into an optimizer that the script had built."""
+    if any(param not in optimizer.specs for group in optimizer.param_groups for param in group["params"]):
+        raise UnsupportedError(
+            "DeepSpeed has replaced parameters (AutoEP, AutoTP) since the optimizer was built, which does not know the "
+            'new ones; set "type": "Muon" in ds_config.json, or pass optimizer=lambda params: MuonWithAuxAdam(params, '
+            "model=model, ...) to deepspeed.initialize"
+        )

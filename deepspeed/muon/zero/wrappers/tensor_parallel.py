@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor parallelism: a matrix that is cut over several ranks' parameters is planned as one.
+
+Each rank of a tensor-parallel group has parameters of its own, which its data-parallel group shards as ever. The plan
+is made over all these ranks at once; where ZeRO shards nothing, over one tensor-parallel group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, replace
+from typing import Any
+
+from deepspeed.muon.errors import UnsupportedError
+from deepspeed.muon.exchange.partition import Partition
+from deepspeed.muon.matrices.routing import MatrixSpec
+from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.plan.placement import Placement, Shard
+from deepspeed.muon.zero.wrappers.grad_norm import on_all_ranks
+
+#: Where one rank's parameters lie among its own data-parallel ranks, by name.
+Lane = Mapping[str, tuple]
+
+
+def joined(partitions: list[Partition], optimizer: MuonWithAuxAdam, engine: Any) -> list[Partition]:
+    """The partitions, those of the Muon half over all ranks of the tensor-parallel group where there is one.
+
+    Raises:
+        UnsupportedError: on all ranks, where they do not have the same parameters in one sub-group.
+    """
+    if engine.autotp_size() <= 1 or optimizer.config.tp_mode == "shard":
+        return partitions
+    from deepspeed.utils import groups
+
+    from deepspeed import comm  # type: ignore[attr-defined]
+
+    group = groups.get_tensor_model_parallel_group()
+    mine = [{shard.spec.name: astuple(shard.placement) for shard in partition.shards} for partition in partitions]
+    everyones: list[Any] = [None] * comm.get_world_size(group=group)
+    comm.all_gather_object(everyones, mine, group=group)
+    specs = {spec.name: spec for spec in optimizer.specs.values()}
+    if not _are_alike(everyones, specs):
+        raise UnsupportedError(
+            "deepspeed-muon does not support this engine: zero_optimization.sub_group_size cuts the ranks of a "
+            "tensor-parallel group at different parameters; write a larger one"
+        )
+    is_sharded = engine.zero_optimization()
+    if not is_sharded:
+        optimizer.is_finite = on_all_ranks(optimizer.is_finite, group)
+    over = comm.get_world_group() if is_sharded else group
+    return [
+        _over(over, partition, tp_placements, specs)
+        if optimizer.param_groups[partition.index]["use_muon"]
+        else partition
+        for partition, *tp_placements in zip(partitions, *everyones, strict=True)
+    ]
+
+
+def matrix_share(optimizer: MuonWithAuxAdam) -> int:
+    """Ranks of one share have the same matrices: those of a pipeline's stage, or of equal shards where each is one."""
+    from deepspeed.utils import groups
+
+    cut = optimizer.config.tp_mode == "shard" and groups._TENSOR_MODEL_PARALLEL_GROUP is not None
+    return groups.get_tensor_model_parallel_rank() if cut else optimizer.stage
+
+
+def _are_alike(everyones: Sequence[Sequence[Lane]], specs: Mapping[str, MatrixSpec]) -> bool:
+    """Whether the ranks have the same parameters in each partition, but for those of which they hold nothing."""
+    if len({len(partitions) for partitions in everyones}) > 1:
+        return False
+    for tp_placements in zip(*everyones, strict=True):
+        names = _most(tp_placements)
+        for t, lane in enumerate(tp_placements):
+            empty = {n for n in names if (cut := specs[n].sharding) and not cut.size(t)}
+            if [n for n in names if n in lane or n not in empty] != list(lane):
+                return False
+    return True
+
+
+def _most(tp_placements: Sequence[Lane]) -> list[str]:
+    """The names of the rank that knows the most parameters, in its order."""
+    return max(map(list, tp_placements), key=len)
+
+
+def _over(group: Any, partition: Partition, everyones: Sequence[Lane], specs: Mapping[str, MatrixSpec]) -> Partition:
+    """The partition over a group in which the ranks of one tensor-parallel group follow each other."""
+    from deepspeed import comm  # type: ignore[attr-defined]
+
+    size, rank = len(everyones), comm.get_rank(group=group)
+    tensors = {shard.spec.name: shard.tensor for shard in partition.shards}
+    shards, planned = [], []
+    for name in _most(everyones):
+        # The ranks that hold nothing of a parameter may not know it.
+        alone = (replace(Placement(*lane.get(name, (0, 1, 0))), copies=1) for lane in everyones)
+        tp_placements = tuple(replace(lane, first=t, step=size) for t, lane in enumerate(alone))
+        shard = Shard(specs[name], tensors.get(name, 0), tp_placements[rank % size], tp_placements)
+        shards += [shard] if name in tensors else []
+        planned.append(shard)
+    return replace(
+        partition,
+        shards=tuple(shards),
+        group=group,
+        rank=rank,
+        world_size=comm.get_world_size(group=group),
+        planned=tuple(planned),
+    )
