@@ -17,7 +17,7 @@ from deepspeed.muon.plan.owners import CostModel
 from deepspeed.muon.plan.placement import Placement, Shard
 from deepspeed.muon.plan.plan import make_plan
 from deepspeed.muon.zero.refusals import refuse_engine
-from deepspeed.muon.zero.wrappers.experts import describe, holders
+from deepspeed.muon.zero.wrappers.experts import expert_counts, holders
 from distributed import run
 from expert_models import spread_model
 from models import full_weights, train_engine
@@ -164,7 +164,7 @@ def ranks_of_groups() -> tuple[list[tuple[bool, int]], list[str]]:
     engine = make_engine(spread_model(), ds_config())
     optimizer = engine.basic_optimizer
     found = [(g.get("moe", False), dist.get_world_size(holders(engine, g))) for g in optimizer.param_groups]
-    words = describe(engine, optimizer)
+    words = expert_counts(engine, optimizer)
     engine.destroy()
     return found, words
 
