@@ -95,7 +95,7 @@ def interpret() -> Iterator[Callable[..., Any]]:
 
     def run(fn: Callable[..., Any], **kwargs: Any) -> Any:
         if not held or held[-1].closed:  # by a failure
-            held.append(Pool(1, {"TRITON_INTERPRET": "1"}))
+            held.append(Pool(1, {"TRITON_INTERPRET": "1"}, restart=True))
         return held[-1].run(fn, kwargs, 120)[0]
 
     yield run

@@ -75,7 +75,7 @@ def compare(expected: Resting, got: dict[str, Any], tolerance: float, label: Any
 
 
 def check_stock(cases: list[Case], folder: Path, targets: list[Case]) -> None:
-    stock = run(save_stock, 2, fresh=True, env=STOCK, timeout=250, cases=cases, folder=str(folder))
+    stock = run(save_stock, 2, fresh=True, restart=True, env=STOCK, timeout=250, cases=cases, folder=str(folder))
     definition = resting(0.0, 0.9, 0.8)
     for index in range(len(cases)):
         assert main(["import", "--from", f"{folder}/{index}/saved", "--to", f"{folder}/{index}/universal"]) == 0
@@ -129,7 +129,7 @@ def outcome(folder: str, universal: bool, params: dict[str, Any]) -> tuple[str, 
 
 def test_what_changes_its_optimizer_is_refused_by_name(tmp_path: Path) -> None:
     """Stock gives the embeddings `tokens` and `positions` to Muon."""
-    run(save_stock, 2, fresh=True, env=STOCK, cases=[{"stage": 2, "model": "gpt"}], folder=str(tmp_path))
+    run(save_stock, 2, fresh=True, restart=True, env=STOCK, cases=[{"stage": 2, "model": "gpt"}], folder=str(tmp_path))
     folder = str(tmp_path / "0")
     ask = {"folder": folder, "params": {}}
     error, _ = run(outcome, 2, universal=False, **ask)[0]

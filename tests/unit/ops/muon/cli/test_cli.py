@@ -266,7 +266,7 @@ def test_stdout_is_json_alone_where_deepspeed_talks_at_import() -> None:
 
 BIG = """
 import json, resource, sys
-from deepspeed.muon.cli.command import main
+from deepspeed.muon.cli.main import main
 main(sys.argv[1:])
 used = resource.getrusage(resource.RUSAGE_SELF)
 print(json.dumps([used.ru_utime + used.ru_stime, used.ru_maxrss / 2**20]), file=sys.stderr)
