@@ -36,7 +36,7 @@ def compare(state: Callable[[], Facts], judge: Callable[[list[Facts]], Facts]) -
 
     Args:
         state: this rank's facts, as JSON values. It may take long, and may raise.
-        judge: called on rank 0 with every rank's facts, by rank. It returns the verdict; an ``error`` there is raised on
+        judge: called on rank 0 with every rank's facts, by rank. It returns the verdict; ``error`` in it is raised on
             all ranks.
 
     Raises:

@@ -28,6 +28,7 @@ from deepspeed.muon.zero.checkpoint.manifest import (
     damages,
     finish,
     forget,
+    manifest_name,
     on_disk,
     read_header,
     write_atomically,
@@ -213,8 +214,8 @@ class _Save:
     def clean_up(self) -> None:
         """Leave room for the next save, and no ``latest`` that names what is not there."""
         shutil.rmtree(saved_files(self.engine, self.folder), ignore_errors=True)
-        was_begun = forget(self.folder, self.engine.global_rank, self.save_id, self.begun)
-        if was_begun and self.is_first:
+        names = [manifest_name(self.engine.global_rank), *([HEADER] if self.is_first else [])]
+        if forget(self.folder, self.save_id, self.begun, names):
             with suppress(OSError):
                 _repoint_latest(self.save_dir, self.tag)
 
