@@ -126,18 +126,13 @@ def _check_seams() -> None:
 
 
 def seam_states() -> dict[str, str]:
-    """Of each seam: ``missing``; ``present``; ``in use`` once :func:`install` has replaced it; or when it will be:
-    ``present, in use by engines with Muon``, ``present, in use during saves and loads``.
+    """Of each seam: ``missing`` or ``present``. After :func:`install`: ``in use``, or ``ready`` where an engine with
+    Muon, a save or a load is going to replace it.
     """
     states = {str(seam): "present" if seam.exists() else "missing" for seam in SEAMS}
     if not _undo or "missing" in states.values():
         return states
-    uses = {
-        "import": "in use",
-        "engine": "present, in use by engines with Muon",
-        "call": "present, in use during saves and loads",
-    }
-    return {str(seam): uses[seam.scope] for seam in SEAMS}
+    return {str(seam): "in use" if seam.scope == "import" else "ready" for seam in SEAMS}
 
 
 def _warn_of_untested_version() -> None:

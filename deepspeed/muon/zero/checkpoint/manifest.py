@@ -53,9 +53,12 @@ def on_disk(file: Path) -> WrittenFile:
     return WrittenFile(file, file.stat().st_size, checksum(file))
 
 
-def forget(folder: Path, rank: int, save_id: str, files: Iterable[Path]) -> bool:
-    """Remove what is left of a save that failed: this rank's files, its manifest and the header, if they are that
-    save's.
+def forget(folder: Path, save_id: str, files: Iterable[Path], names: Iterable[str]) -> bool:
+    """Remove what is left of a save that failed.
+
+    Args:
+        files: of checkpoints, that this rank has begun to write.
+        names: of this rank's manifest, and of the header where this rank writes it; removed if they are that save's.
 
     Returns:
         Whether the header was that save's. Then the folder holds no complete checkpoint any more.
@@ -63,15 +66,15 @@ def forget(folder: Path, rank: int, save_id: str, files: Iterable[Path]) -> bool
     for file in files:
         with suppress(OSError):
             file.unlink(missing_ok=True)
-    was_begun = False
-    for name in (manifest_name(rank), HEADER):
+    removed = []
+    for name in names:
         with suppress(OSError, ValueError, KeyError, TypeError):
             if json.loads((folder / name).read_text())["save_id"] == save_id:
                 (folder / name).unlink()
-                was_begun = was_begun or name == HEADER
+                removed.append(name)
     with suppress(OSError):
         folder.rmdir()  # only where nothing else is in it
-    return was_begun
+    return HEADER in removed
 
 
 def read_header(folder: Path) -> dict[str, Any] | None:
@@ -93,7 +96,7 @@ def read_header(folder: Path) -> dict[str, Any] | None:
 
 
 def damages(folder: Path, save_id: str, rank: int, contents: bool = True) -> list[str]:
-    """What is wrong with the files of one rank of a save, in words.
+    """Messages about what is wrong with the files of one rank of a save.
 
     Args:
         rank: the rank that wrote them.
@@ -127,7 +130,7 @@ def _damage(path: Path, name: str, size: int, crc: int, contents: bool) -> str |
 
 
 def complete_tags(folder: Path) -> list[str]:
-    """The tags below a folder whose files are all there in full size, last saved first."""
+    """The tags below a folder whose files are all there in full size, the newest first."""
     headers = sorted(folder.glob(f"*/{HEADER}"), key=lambda file: file.stat().st_mtime, reverse=True)
     return [file.parent.name for file in headers if _is_complete(file.parent)]
 

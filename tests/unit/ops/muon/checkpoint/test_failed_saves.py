@@ -5,6 +5,7 @@ Disks are full at a file size that the system enforces, as a limit of the proces
 own or a privileged user, and DeepSpeed's and torch's own writing fail as they would on a real one.
 """
 
+import inspect
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,10 +16,10 @@ import pytest
 import torch.distributed as dist
 
 from deepspeed.muon import CheckpointError
-from distributed import run
-from models import MODELS, initialize_, train_engine
-from test_nonfinite import differing, snapshot
-from training import ds_config, make_engine
+from helpers.distributed import run
+from helpers.engine_state import differing, snapshot
+from helpers.models import MODELS, initialize_, train_engine
+from helpers.training import ds_config, make_engine
 
 
 @contextmanager
@@ -118,16 +119,20 @@ def test_other_failures(stage: int, tmp_path: Path) -> None:
     assert first["good"] == "saved"
 
 
+def functions(owner: Any) -> list[str]:
+    return sorted(name for name, value in vars(owner).items() if inspect.isroutine(value))
+
+
 def replace_and_save(folder: str) -> tuple[list[str], list[str]]:
-    """Attributes of the engine and its checkpoint engine that a script had set, before and after a save and a load."""
+    """Functions that engine, checkpoint engine and wrapper have as attributes, before and after a save and a load."""
     engine = engine_of(0, stage=3)
     train_engine(engine, 1)
     engine.checkpoint_engine.save = mine = type(engine.checkpoint_engine).save.__get__(engine.checkpoint_engine)
     owners = (engine, engine.checkpoint_engine, engine.optimizer)
-    before = [sorted(vars(owner)) for owner in owners]
+    before = [functions(owner) for owner in owners]
     engine.save_checkpoint(folder)
     engine.load_checkpoint(folder)
-    after = [sorted(vars(owner)) for owner in owners]
+    after = [functions(owner) for owner in owners]
     assert engine.checkpoint_engine.save is mine
     engine.muon_adapter.release()
     assert not {"step", "get_grad_norm_direct"} & vars(engine.optimizer).keys()
