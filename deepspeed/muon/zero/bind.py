@@ -32,6 +32,7 @@ from deepspeed.muon.zero.wrappers import stage0, stage3, stage12
 from deepspeed.muon.zero.wrappers.experts import holders
 from deepspeed.muon.zero.wrappers.grad_norm import NormWatch, is_valid, on_all_ranks, once_per_step
 from deepspeed.muon.zero.wrappers.pipeline_stages import sum_as_many_norms
+from deepspeed.muon.zero.wrappers.stock_muon import keep_clear_of_stocks_muon
 from deepspeed.muon.zero.wrappers.tensor_parallel import joined, matrix_share
 
 
@@ -67,6 +68,7 @@ def bind_engine(engine: Any) -> None:
     partitions = joined(_partitions(engine, optimizer), optimizer, engine)
     if type(wrapper).__name__ == "DeepSpeedZeroOptimizer":
         sum_as_many_norms(wrapper, verdict["groups"])
+        keep_clear_of_stocks_muon(wrapper)
     create_states(wrapper, optimizer)
     ns_dtype, device = resolve_dtype(optimizer.config.ns_dtype, verdict["bf16"]), _compute_device()
     kinds = {device.type, *(tensor.device.type for partition in partitions for tensor in partition.tensors)}
@@ -113,6 +115,8 @@ def _compute_device() -> torch.device:
 
 
 def _facts(optimizer: MuonWithAuxAdam) -> dict[str, Any]:
+    from deepspeed.accelerator import get_accelerator
+
     groups = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
     routes = sorted(f"{s.name}{s.whole}{s.use_muon}{s.blocks}" for s in optimizer.specs.values())
     return {
@@ -121,11 +125,11 @@ def _facts(optimizer: MuonWithAuxAdam) -> dict[str, Any]:
         "stage": matrix_share(optimizer),
         "groups": hashlib.sha256(json.dumps(groups).encode()).hexdigest()[:16],
         "routes": hashlib.sha256("".join(routes).encode()).hexdigest()[:16],
-        "bf16": bf16_is_fast(),
+        "bf16": bf16_is_fast(_compute_device().type, get_accelerator().is_bf16_supported()),
         "shapes": [[*shape, count] for shape, count in shapes_to_measure(optimizer).items()],
         "group_count": len(groups),
         "matrices": sum(len(spec.blocks) for spec in optimizer.specs.values()),
-        "idle": optimizer.idle,
+        "idle": optimizer.unused_options,
     }
 
 

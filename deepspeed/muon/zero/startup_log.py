@@ -47,8 +47,8 @@ def log_startup(engine: Any, optimizer: MuonWithAuxAdam, lacking: selection.Miss
         *(_steps(engine, optimizer, lacking, matrices) if matrices else ()),
     )
     logger.info("deepspeed-muon %s: %s", __version__, "; ".join(facts))
-    for split, names in _splits(matrices).items():
-        what = split if split.startswith("left whole") else f"split into {split}"
+    for (split, is_whole), names in _splits(matrices).items():
+        what = split if is_whole else f"split into {split}"
         logger.info("deepspeed-muon: %s: %d parameters, first %s", what, len(names), names[0])
     if not getattr(engine.optimizer, "swap_optimizer", False):  # there a sub-group bounds the memory of the buffers
         _warn_of_small_sub_groups(optimizer)
@@ -87,16 +87,16 @@ def _steps(
         f"Newton-Schulz in {str(exchange.dtype).removeprefix('torch.')} on {exchange.device.type}, kernels: "
         f"{selection.summary(optimizer.kernels, lacking)}, {_methods(optimizer)}",
         f"adjust_lr_fn {config.scale} = {SCALES[config.scale][0].replace('rms_scale', f'{config.rms_scale:g}')}: "
-        f"update RMS {rms:.3g} x lr for {typical.name} {list(typical.whole)}",
+        f"update RMS {rms:.3g} x lr for {typical.name} {list(typical.whole)} ({config.scale_reason})",
     )
 
 
-def _splits(specs: list[MatrixSpec]) -> dict[str, list[str]]:
-    """By what was done, in words, the parameters that are several matrices, or one of another shape, or could be."""
-    found: dict[str, list[str]] = {}
+def _splits(specs: list[MatrixSpec]) -> dict[tuple[str, bool], list[str]]:
+    """Names of parameters by how they are split, as text, and whether that means that they stay whole."""
+    found: dict[tuple[str, bool], list[str]] = {}
     for spec in specs:
         if spec.split:
-            found.setdefault(spec.split, []).append(spec.name)
+            found.setdefault((spec.split, spec.left_whole), []).append(spec.name)
     return found
 
 
