@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from deepspeed.muon.config.fields import GROUP_KEYS, SCALE_ALIASES
+from deepspeed.muon.config.fields import GROUP_KEYS, SCALE_ALIASES, STOCK_TUNING_KEYS
 from deepspeed.muon.config.messages import PEERS
 from deepspeed.muon.config.schema import MuonConfig, facts
 from deepspeed.muon.math.coefficients import NAMED
@@ -22,7 +22,7 @@ TESTS = DOCS.parent / "tests" / "unit" / "ops" / "muon"
 
 CONFIGURATION = """# Configuration
 
-Generated from `deepspeed/muon/config.py` by `python docs/generate.py`.
+Generated from `deepspeed/muon/config/` by `python docs/generate.py`.
 
 ```json
 {{"optimizer": {{"type": "Muon", "params": {{"lr": 1e-3, "weight_decay": 0.1}}}}}}
@@ -37,10 +37,13 @@ exists ([all messages](errors.md)). Stock DeepSpeed's keys and defaults keep wor
 
 ## The scale of an update
 
-`adjust_lr_fn` multiplies the orthogonalized matrix by a number that depends on its shape; the log states the one that
-acts. `auto` takes `match_rms_adamw` where the section sets `lr` and none of the keys of stock's Muon (`muon_lr`,
-`adam_lr`, `momentum`, `nesterov`, `ns_method`, `per_head_muon`), because then the learning rate was AdamW's; otherwise
-it was tuned for stock's scale, `original`. Setting `rms_scale` asks for `match_rms_adamw` too.
+`adjust_lr_fn` multiplies the orthogonalized matrix by a number that depends on its shape. With `auto`:
+
+- a section that sets `lr` and none of {tuning} has AdamW's learning rate and gets `match_rms_adamw`;
+- any of these three keys, or no `lr` at all, means values tuned for stock's Muon, and `original`;
+- `rms_scale` asks for `match_rms_adamw`.
+
+No other key has a say. The log states the scale that acts and why.
 
 | value | formula | RMS per unit of lr, 1024 x 1024 | 4096 x 1024 | 1024 x 4096 | also called |
 |---|---|---|---|---|---|
@@ -78,7 +81,7 @@ A schedule changes both halves in proportion: the ratio of `muon_lr` to `adam_lr
   number such as `warmup_max_lr` describes `lr` if the section gives it, else `muon_lr`, or, in a section without any
   rate, that of the script's first group with one; every group gets it in proportion to its own. A list has one value
   per group of the script, or one per half, as for stock's Muon.
-- A callable passed as `lr_scheduler`, which is what Hugging Face's Trainer does, gets the script's own groups:
+- A callable passed as `lr_scheduler`, as Hugging Face's Trainer passes one, gets the script's own groups:
   absolute numbers such as `eta_min` and `max_lr` describe `lr`, and a list of lambdas has one per group of the script.
 - In plain PyTorch write `Schedule(optimizer.given, ...)` instead of `Schedule(optimizer, ...)` for schedules with
   absolute numbers.
@@ -150,6 +153,7 @@ def configuration() -> str:
         scales=rows(scales),
         schedules=rows(schedules),
         group_keys=", ".join(f"`{key}`" for key in GROUP_KEYS),
+        tuning=", ".join(f"`{key}`" for key in STOCK_TUNING_KEYS),
         peers=rows([(f"`{theirs}`", f"`{ours}`") for theirs, ours in sorted(PEERS.items())]),
     )
 
