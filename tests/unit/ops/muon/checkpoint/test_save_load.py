@@ -51,7 +51,7 @@ def test_complete_tags_are_listed_latest_first(tmp_path: Path) -> None:
         os.utime(folder / manifest.HEADER, (number, number))
         for rank in range(1 if tag == "half" else 2):
             (folder / f"file{rank}").write_bytes(b"12345")
-            manifest.finish(folder, rank, tag, [folder / f"file{rank}"])
+            manifest.finish(folder, rank, tag, [manifest.on_disk(folder / f"file{rank}")])
     (tmp_path / "short" / "file1").write_bytes(b"1234")
     assert manifest.complete_tags(tmp_path) == ["new", "old"]
 
@@ -183,7 +183,7 @@ def test_misfortunes_of_one_rank_are_heard_by_all(tmp_path: Path) -> None:
     first, second = run(misfortunes, 2, folder=str(tmp_path))
     for key in ("full", "views", "scheduler", "latest", "header"):
         assert first[key] == second[key]
-    assert "could not be completed" in first["full"] and "{1: '[Errno 28] No space left'}" in first["full"]
+    assert "could not be saved: rank 1: [Errno 28] No space left" in first["full"]
     assert first["latest"] == "one" and not first["header"]
     assert "the ranks see different checkpoints: [('one', '" in first["views"] and "(None, None)]" in first["views"]
     assert "load_lr_scheduler_states=False" in first["scheduler"]

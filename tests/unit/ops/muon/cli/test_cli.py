@@ -13,6 +13,7 @@ import pytest
 from deepspeed.muon.cli import main, report
 from deepspeed.muon.cli.tables import quantity
 from deepspeed.muon.zero import hooks
+from deepspeed.muon.zero.seams import Seam
 from helpers.paths import ROOT
 
 EXAMPLES = ROOT / "examples" / "plan"
@@ -220,7 +221,7 @@ def test_report(capsys: pytest.CaptureFixture) -> None:
     status, out, err = outcome(capsys, ["report", "--json"])
     facts = json.loads(out)
     assert (status, err, facts["ok"], facts["problems"]) == (0, "", True, [])
-    assert len(facts["seams"]) == len(hooks.SEAMS) and set(facts["seams"].values()) == {"in use"}
+    assert len(facts["seams"]) == len(hooks.SEAMS) and set(facts["seams"].values()) == {"in use", "ready"}
     assert facts["versions"]["deepspeed-muon"] and facts["tested_deepspeed"]["includes_installed"] is True
     assert facts["backends"]["gloo"] is True and facts["activation"]["entry_point_registered"] is True
     status, out, _ = outcome(capsys, ["report"])
@@ -230,7 +231,7 @@ def test_report(capsys: pytest.CaptureFixture) -> None:
 def test_report_fails_where_something_is_missing(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seam = ("deepspeed.runtime.engine", "DeepSpeedEngine._nowhere")
+    seam = Seam("deepspeed.runtime.engine", "DeepSpeedEngine._nowhere")
     monkeypatch.setattr(hooks, "SEAMS", (*hooks.SEAMS, seam))
     monkeypatch.setattr(report, "ENTRY_NAME", "nobody")
     status, out, _ = outcome(capsys, ["report", "--json"])

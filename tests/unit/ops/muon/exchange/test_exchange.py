@@ -2,11 +2,14 @@
 """The exchange over several buckets, its traffic, and the agreement of the ranks."""
 
 import functools
+import time
 from typing import Any
 
 import pytest
 import torch
 
+from deepspeed.muon.errors import DisagreementError
+from deepspeed.muon.zero.consensus import compare, differences
 from helpers.distributed import RankError, run
 from helpers.training import PARAMS, ds_config, make_engine, train_on_gradients
 
@@ -97,14 +100,23 @@ def test_the_exchange_follows_ns_dtype() -> None:
 def state(facts: dict[str, Any]) -> str:
     import torch.distributed as dist
 
-    from deepspeed.muon.errors import DisagreementError
-    from deepspeed.muon.zero.consensus import consult, differences
-
     facts = {key: value[dist.get_rank()] if isinstance(value, list) else value for key, value in facts.items()}
     try:
-        return str(consult(facts, lambda stated: {"error": e} if (e := differences(stated, {"x": "x"})) else {"ok": 1}))
+        return str(compare(lambda: prepared(facts), judge))
     except DisagreementError as error:
         return str(error)
+
+
+def prepared(facts: dict[str, Any]) -> dict[str, Any]:
+    """The facts, after the time that it takes to have them; `raise` is an error instead."""
+    time.sleep(facts.get("seconds", 0))
+    if facts.get("raise"):
+        raise OSError("no compiler")
+    return facts
+
+
+def judge(stated: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"error": e} if (e := differences(stated, {"x": "x"})) else {"ok": 1}
 
 
 def test_ranks_that_agree_get_the_verdict() -> None:
@@ -115,6 +127,17 @@ def test_ranks_that_differ_are_named() -> None:
     for text in run(state, 3, facts={"x": [1, 2, 1]}):
         assert "x differs" in text
         assert "ranks [1]" in text
+
+
+def test_a_rank_that_takes_long_to_get_ready_is_not_silent() -> None:
+    """As a slow node that compiles the kernels."""
+    results = run(state, 2, fresh=True, env={"DS_MUON_BIND_TIMEOUT": "1"}, facts={"x": 1, "seconds": [0, 4]})
+    assert results == ["{'ok': 1}"] * 2
+
+
+def test_a_rank_that_cannot_get_ready_is_heard_by_all() -> None:
+    for text in run(state, 2, facts={"x": 1, "raise": [False, True]}):
+        assert text == "rank 1: OSError: no compiler"
 
 
 def stay_silent() -> str:

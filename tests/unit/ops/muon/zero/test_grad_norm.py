@@ -3,13 +3,15 @@
 
 import logging
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from deepspeed.muon.zero.wrappers.grad_norm import NormWatch
+from deepspeed.muon.zero import seams
+from deepspeed.muon.zero.wrappers.grad_norm import NORM_METHODS, NormWatch
 from helpers.distributed import run
 from helpers.engine_state import differing, snapshot
 from helpers.models import MODELS, make_batch, train_engine
@@ -130,12 +132,12 @@ class Wrapper:
         return [getattr(self, method)(norm) for norm in norms]
 
 
-@pytest.mark.parametrize("method", NormWatch.METHODS)
+@pytest.mark.parametrize("method", NORM_METHODS)
 @pytest.mark.parametrize("bad", [-1, -1.0, math.nan, math.inf, torch.tensor(-1.0), torch.tensor(math.nan)], ids=str)
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_one_bad_group_spoils_all(method: str, bad: Any, place: int) -> None:
     wrapper = Wrapper()
-    watch = NormWatch(wrapper)
+    watch = NormWatch(partial(seams.replace, wrapper))
     norms = [0.0, torch.tensor(3.5), 2]
     norms[place] = bad
     assert all(got is norm for got, norm in zip(wrapper.step(method, norms), norms, strict=True))
@@ -156,22 +158,33 @@ class Reads:
 def test_a_norm_is_read_once_per_step() -> None:
     """On an accelerator each reading waits for it; ZeRO calls the optimizer once per sub-group."""
     wrapper, norms = Wrapper(), [Reads(), Reads()]
-    watch = NormWatch(wrapper)
+    watch = NormWatch(partial(seams.replace, wrapper))
     for step in (1, 2):
-        wrapper.step(NormWatch.METHODS[0], norms)
+        wrapper.step(NORM_METHODS[0], norms)
         assert [watch() for _ in range(5)] == [True] * 5
         assert [norm.count for norm in norms] == [step, step]
-    wrapper.step(NormWatch.METHODS[0], [-1.0])
+    wrapper.step(NORM_METHODS[0], [-1.0])
     assert not watch()
-    wrapper.step(NormWatch.METHODS[0], [])
+    wrapper.step(NORM_METHODS[0], [1.0])
     assert watch(), "what was found in another step is forgotten"
 
 
-@pytest.mark.parametrize("method", NormWatch.METHODS)
+def test_a_step_without_norms_is_refused() -> None:
+    """A DeepSpeed that computes norms by other methods would let a NaN into the momentum."""
+    wrapper = Wrapper()
+    watch = NormWatch(partial(seams.replace, wrapper))
+    wrapper.step(NORM_METHODS[0], [1.0])
+    assert watch()
+    wrapper.step(NORM_METHODS[0], [])
+    with pytest.raises(RuntimeError, match=r"heard no gradient norm in this step.*get_grad_norm_direct"):
+        watch()
+
+
+@pytest.mark.parametrize("method", NORM_METHODS)
 @pytest.mark.parametrize("asks", [False, True], ids=["ZeRO skips the bad steps itself", "the optimizer skips them"])
 def test_stale_norms_are_cleared(method: str, asks: bool) -> None:
     wrapper = Wrapper()
-    watch = NormWatch(wrapper)
+    watch = NormWatch(partial(seams.replace, wrapper))
     for norms in ([1.0, -1.0], [1.0, 2.0], [math.nan, 1.0], [-1.0, math.inf], [1.0, 0.0]):
         wrapper.step(method, norms)
         good = all(math.isfinite(norm) and norm >= 0 for norm in norms)
