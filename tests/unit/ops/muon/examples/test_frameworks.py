@@ -142,6 +142,7 @@ def test_the_scripts_do_not_know_the_optimizer(framework: str) -> None:
     assert "muon" not in code.lower()
 
 
+@pytest.mark.sample(1)
 def test_ours_took_the_matrices(runs: Runs) -> None:
     line = (
         "deepspeed-muon 0.1.0: 14 matrices (98,304 parameters) to Muon; 7 tensors (33,088 parameters) to AdamW; 2 ranks"
@@ -151,12 +152,14 @@ def test_ours_took_the_matrices(runs: Runs) -> None:
     assert "deepspeed-muon" not in runs.adamw.output
 
 
+@pytest.mark.sample(1)
 def test_the_loss_falls(runs: Runs) -> None:
     losses = [row["loss"] for row in runs.muon.rows()]
     assert len(losses) == STEPS
     assert losses[-1] < losses[0] - 0.5
 
 
+@pytest.mark.sample(1)
 def test_the_gradient_norm_is_adamws(runs: Runs) -> None:
     """Before clipping, the norm of the first step does not depend on the optimizer.
 
@@ -167,6 +170,7 @@ def test_the_gradient_norm_is_adamws(runs: Runs) -> None:
     assert muon["grad_norm"] == pytest.approx(adamw["grad_norm"], rel=1e-6)
 
 
+@pytest.mark.sample(1)
 def test_a_run_resumes_exactly(runs: Runs) -> None:
     late = [[row for row in run.rows() if row["step"] > STEPS // 2] for run in (runs.muon, runs.resumed)]
     assert len(late[0]) == STEPS // 2

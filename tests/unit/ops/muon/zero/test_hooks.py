@@ -204,6 +204,7 @@ def test_a_missing_module_is_a_missing_seam(monkeypatch: pytest.MonkeyPatch) -> 
         hooks.install()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize("name", ["Muon", "muon", "MUON", "MuonWithAuxAdam"])
 def test_names_of_the_optimizer(name: str, stage: int) -> None:
@@ -281,6 +282,7 @@ WRAPPERS = {
 }
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("tagged", [False, True])
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -306,6 +308,7 @@ def train_as_client(steps: int, **config: Any) -> dict[str, Tensor]:
     return fp32_weights(engine)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("stage", "offload"), [(0, False), *((s, o) for s in (1, 2, 3) for o in (False, True))])
 def test_a_client_optimizer_trains_as_the_config_does(stage: int, offload: bool) -> None:
     config = {"stage": stage, "offload": offload, "dtype": "bf16" if stage == 0 else "fp32"}

@@ -50,6 +50,7 @@ def train_groups(folder: str | None = None, **config: Any) -> dict[str, Any]:
     return weights
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_groups_train_as_the_oracle(stage: int, world: int) -> None:
