@@ -24,12 +24,12 @@ from deepspeed.muon.kernels import selection  # noqa: E402
 from deepspeed.muon.math.choice import choose_method  # noqa: E402
 from deepspeed.muon.math.coefficients import SIMPLE, schedule  # noqa: E402
 from deepspeed.muon.math.newton_schulz import orthogonalize  # noqa: E402
-from distributed import run, shutdown  # noqa: E402
+from helpers.distributed import run, shutdown  # noqa: E402
+from helpers.models import MODELS  # noqa: E402
+from helpers.oracles import OracleConfig, change_cosine, change_error, newton_schulz_fp64, route, train_oracle  # noqa: E402
+from helpers.parity import SHAPES, oracle, update_error  # noqa: E402
+from helpers.training import PARAMS, train, train_on_gradients  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
-from models import MODELS  # noqa: E402
-from oracles import OracleConfig, change_cosine, change_error, newton_schulz_fp64, route, train_oracle  # noqa: E402
-from test_parity import SHAPES, oracle, update_error  # noqa: E402
-from training import PARAMS, train, train_on_gradients  # noqa: E402
 
 STEPS = 5
 KERNELS = selection.choose(selection.missing("auto", ["cpu"]))

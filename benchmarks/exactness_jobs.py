@@ -4,8 +4,8 @@
 import torch
 from torch import Tensor
 
-from models import MODELS, train_engine
-from training import PARAMS, ds_config, fp32_weights, make_engine
+from helpers.models import MODELS, train_engine
+from helpers.training import PARAMS, ds_config, fp32_weights, make_engine
 
 #: What every run and the oracle use. Stock knows no ns_dtype, weight decay is left out.
 SETTINGS = {"lr": 0.02, "adam_lr": 1e-3, "momentum": 0.9, "eps": 1e-8}

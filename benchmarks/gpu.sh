@@ -34,8 +34,8 @@ failed=()
 begin=$SECONDS
 if [ "$device" = cuda ]; then
     echo "== tests on the GPU"
-    timeout 180 python3 -m pytest -q -p no:cacheprovider -m gpu tests/unit/ops/muon/test_gpu.py \
-        tests/unit/ops/muon/test_gpu_kernels.py || failed+=("tests")
+    timeout 180 python3 -m pytest -q -p no:cacheprovider -m gpu tests/unit/ops/muon/zero/test_gpu.py \
+        tests/unit/ops/muon/kernels/test_gpu_kernels.py || failed+=("tests")
 fi
 echo "== measurements"
 timeout $((580 - SECONDS + begin)) python3 benchmarks/gpu.py "${arguments[@]}" || failed+=("gpu.py")

@@ -32,7 +32,7 @@ from timing import seconds, summary
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tests/unit/ops/muon"))
 
-from singular_values import quick_reference, relative_error
+from helpers.singular_values import quick_reference, relative_error
 
 #: Elements of a batch: what a bucket of the exchange holds in bf16.
 BUCKET = 2**22

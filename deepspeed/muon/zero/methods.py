@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One choice of methods and one plan for all ranks: what rank 0 measures is broadcast, what each holds is compared."""
+"""One choice of methods and one plan for all ranks: rank 0 measures for all, and the ranks compare what they have."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deepspeed.muon.log import logger
 from deepspeed.muon.math.choice import kind_of, pins, shape_key
 from deepspeed.muon.math.measure import better, measure
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.zero.consensus import consult, differences
+from deepspeed.muon.zero.consensus import compare, differences
 from deepspeed.muon.zero.wrappers.tensor_parallel import matrix_share
 
 
@@ -28,7 +28,7 @@ def shapes_to_measure(optimizer: MuonWithAuxAdam) -> Counter[tuple[int, int]]:
 def tune(
     optimizer: MuonWithAuxAdam, shapes: Sequence[Sequence[int]], ns_dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Where ``ns_tuning`` is ``measured``: rank 0 times the methods, and all ranks pin what it finds.
+    """Under ``ns_tuning: measured``, let rank 0 time the methods, and pin its choice on all ranks.
 
     Args:
         shapes: rows, columns and number of the matrices of all ranks, those of other pipeline stages included.
@@ -39,7 +39,9 @@ def tune(
     if shapes:
         is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
         counts = Counter({(rows, cols): count for rows, cols, count in shapes})
-        verdict = consult(_measured(optimizer, counts, ns_dtype, device) if is_first else {}, lambda facts: facts[0])
+        verdict = compare(
+            lambda: _measured(optimizer, counts, ns_dtype, device) if is_first else {}, lambda facts: facts[0]
+        )
         for group in optimizer.param_groups:
             if group["use_muon"]:
                 group["ns_methods"] = dict(verdict["methods"])
@@ -48,11 +50,11 @@ def tune(
 def _measured(
     optimizer: MuonWithAuxAdam, shapes: Counter[tuple[int, int]], ns_dtype: torch.dtype, device: torch.device
 ) -> dict[str, Any]:
-    """The methods by shape, the shipped rule's where no other is clearly faster."""
+    """The method of each shape: the shipped rule's, unless another is clearly faster."""
     began = time.perf_counter()
     try:
         times = measure(shapes, optimizer.config.schedule, ns_dtype, device, optimizer.kernels)
-    except Exception as error:  # the other ranks have to hear of it
+    except Exception as error:  # the other ranks wait for this
         return {"error": f"{ON_ERROR} {type(error).__name__}: {error}"}
     chosen = pins(shapes, kind_of(device.type, ns_dtype.itemsize))
     told = []
@@ -93,4 +95,5 @@ def compare_plans(optimizer: MuonWithAuxAdam, **mine: Any) -> dict[str, Any]:
         error = differences(facts, titles, within="stage")
         return {"error": error} if error else facts[0]
 
-    return consult({"stage": matrix_share(optimizer), "methods": pinned, "plan": plans, **mine}, judge)
+    stated = {"stage": matrix_share(optimizer), "methods": pinned, "plan": plans, **mine}
+    return compare(lambda: stated, judge)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the log says at start: who does what, which parameters were split, and what would make it faster."""
+"""The log at start: who does what, which parameters were split, and what would make a step faster."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from deepspeed.muon.matrices.routing import MatrixSpec, is_lora
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.plan.plan import Plan
 from deepspeed.muon.version import __version__
+from deepspeed.muon.zero.wrappers.adapter import Adapter
 from deepspeed.muon.zero.wrappers.experts import expert_counts
 from deepspeed.muon.zero.wrappers.tensor_parallel import matrix_share
 
@@ -21,13 +22,14 @@ from deepspeed.muon.zero.wrappers.tensor_parallel import matrix_share
 SLOW_SUB_GROUPS = 1.25
 
 
-def log_startup(engine: Any, optimizer: MuonWithAuxAdam, lacking: selection.Missing, matrices_of_all: int) -> None:
+def log_startup(adapter: Adapter, lacking: selection.Missing, matrices_of_all: int) -> None:
     """Log one line for this rank's share of the model, and one for each kind of split.
 
     Args:
         lacking: why kernels are not used, by kind.
         matrices_of_all: of all shares.
     """
+    engine, optimizer = adapter.engine, adapter.optimizer
     matrices = [spec for spec in optimizer.specs.values() if spec.use_muon]
     rest = [spec for spec in optimizer.specs.values() if not spec.use_muon]
     for spec in optimizer.specs.values():
@@ -50,17 +52,17 @@ def log_startup(engine: Any, optimizer: MuonWithAuxAdam, lacking: selection.Miss
     for (split, is_whole), names in _splits(matrices).items():
         what = split if is_whole else f"split into {split}"
         logger.info("deepspeed-muon: %s: %d parameters, first %s", what, len(names), names[0])
-    if not getattr(engine.optimizer, "swap_optimizer", False):  # there a sub-group bounds the memory of the buffers
+    if not adapter.bounds_memory_by_sub_groups:
         _warn_of_small_sub_groups(optimizer)
 
 
 def _elements(specs: list[MatrixSpec]) -> int:
-    """As many as there are before tensor parallelism cuts them."""
+    """Number of elements before tensor parallelism cuts the matrices."""
     return sum(math.prod(spec.whole) for spec in specs)
 
 
 def _place(engine: Any, optimizer: MuonWithAuxAdam) -> tuple[str, ...]:
-    """Of which share of the model the line of log speaks: each that plans for itself has a line of its own."""
+    """Which share of the model this line is about: each share that plans for itself logs its own line."""
     if engine.autotp_size() > 1:
         cut = f"tensor parallelism over {engine.autotp_size()} ranks"
         is_whole = optimizer.config.tp_mode == "whole"
@@ -74,7 +76,7 @@ def _place(engine: Any, optimizer: MuonWithAuxAdam) -> tuple[str, ...]:
 def _steps(
     engine: Any, optimizer: MuonWithAuxAdam, lacking: selection.Missing, matrices: list[MatrixSpec]
 ) -> tuple[str, ...]:
-    """How a step is done, for the line of log."""
+    """How a step runs: ranks, traffic, Newton-Schulz, scale."""
     exchange, plans, config = optimizer.exchange, optimizer.plans, optimizer.config
     sent = sum(plan.sent_elements for plan in plans) * exchange.dtype.itemsize / 1e6
     extra = sum(2 * plan.moved_elements for plan in plans) * exchange.dtype.itemsize / 1e6
@@ -101,7 +103,7 @@ def _splits(specs: list[MatrixSpec]) -> dict[tuple[str, bool], list[str]]:
 
 
 def _stage_0(engine: Any, optimizer: MuonWithAuxAdam) -> str:
-    """How ranks that all hold everything divide the work, for the line of log."""
+    """How ranks that all hold everything divide the work."""
     if engine.world_size == 1 or engine.zero_optimization_stage() > 0 or engine.autotp_size() > 1:
         return ""
     shared = [partition.is_replicated for partition in optimizer.partitions]
@@ -111,7 +113,7 @@ def _stage_0(engine: Any, optimizer: MuonWithAuxAdam) -> str:
 
 
 def _methods(optimizer: MuonWithAuxAdam) -> str:
-    """How often ``gram`` is taken."""
+    """The methods of Newton-Schulz, and who chose them."""
     groups = [group for group in optimizer.param_groups if group["use_muon"]]
     if any(group["ns_method"] != "auto" for group in groups):
         return "ns_method " + ", ".join(sorted({group["ns_method"] for group in groups}))
@@ -120,7 +122,7 @@ def _methods(optimizer: MuonWithAuxAdam) -> str:
 
 
 def _warn_of_small_sub_groups(optimizer: MuonWithAuxAdam) -> None:
-    """Sub-groups are stepped one by one: one with fewer matrices than ranks leaves ranks idle."""
+    """Sub-groups are stepped one after the other, so one with fewer matrices than ranks leaves ranks idle."""
     plans = optimizer.plans
     groups: dict[int, list[Plan]] = {}
     for partition, plan in zip(optimizer.partitions, plans, strict=True):
@@ -139,7 +141,7 @@ def _warn_of_small_sub_groups(optimizer: MuonWithAuxAdam) -> None:
 
 
 def _load_without_sub_groups(plans: list[Plan]) -> float:
-    """The least that the busiest rank could have to do if the sub-groups of one group were one."""
+    """A lower bound on the busiest rank's load if the sub-groups of one group were stepped as one."""
     if len(plans) == 1:
         return max(plans[0].loads)
     return max(sum(sum(plan.loads) for plan in plans) / plans[0].world_size, *(max(plan.loads) for plan in plans))

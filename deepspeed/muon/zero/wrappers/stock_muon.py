@@ -8,25 +8,17 @@ class itself.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from deepspeed.muon.matrices.routing import TAG
 
 
-def keep_clear_of_stocks_muon(wrapper: Any) -> None:
-    """Hide the tags, whoever set them, while a ``DeepSpeedZeroOptimizer`` builds a flat gradient."""
-    flatten = wrapper.get_flat_partition
-
-    @functools.wraps(flatten)
-    def of_gradients(tensor_list: list[Any], *args: Any, **kwargs: Any) -> Any:
-        with _without_tags(tensor_list):
-            return flatten(tensor_list, *args, **kwargs)
-
-    wrapper.get_flat_partition = of_gradients
-    wrapper._is_muon_group = lambda tensor_list: False
+def without_stocks_muon(get_flat_partition: Callable, tensor_list: list[Any], *args: Any, **kwargs: Any) -> Any:
+    """A replacement of ``get_flat_partition`` that hides the tags, whoever set them, while it runs."""
+    with _without_tags(tensor_list):
+        return get_flat_partition(tensor_list, *args, **kwargs)
 
 
 @contextmanager
