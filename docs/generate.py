@@ -39,11 +39,12 @@ exists ([all messages](errors.md)). Stock DeepSpeed's keys and defaults keep wor
 
 `adjust_lr_fn` multiplies the orthogonalized matrix by a number that depends on its shape. With `auto`:
 
-- a section that sets `lr` and none of {tuning} has AdamW's learning rate and gets `match_rms_adamw`;
-- any of these three keys, or no `lr` at all, means values tuned for stock's Muon, and `original`;
+- a section that sets `lr`, and none of {tuning}, has AdamW's learning rate and gets
+  `match_rms_adamw`;
+- any of these three keys, or no `lr`, means values tuned for stock's Muon and gets `original`;
 - `rms_scale` asks for `match_rms_adamw`.
 
-No other key has a say. The log states the scale that acts and why.
+No other key decides. The log states the scale that acts and why.
 
 | value | formula | RMS per unit of lr, 1024 x 1024 | 4096 x 1024 | 1024 x 4096 | also called |
 |---|---|---|---|---|---|
@@ -71,7 +72,9 @@ on, or after the group's `name`; those of experts on ranks of their own have the
 In this order: `param.use_muon`, set before `deepspeed.initialize`; `muon_exclude`; `muon_include`; then the rules.
 Hidden matrices, that is 2-D weights of linear layers, go to Muon; embeddings, output heads, routers, norms, biases,
 convolutions and LoRA factors go to AdamW. Patterns are regular expressions, searched anywhere in a parameter's name;
-one that matches nothing is an error. `ds_muon plan` prints every parameter's route and reason.
+one that matches nothing is an error, and so is a model of which nothing goes to Muon. `ds_muon plan` prints every
+parameter's route and reason. Afterwards every parameter carries `param.use_muon` as routed; the next optimizer takes
+only the tags that you have set.
 
 ## Learning-rate schedules
 
@@ -81,7 +84,7 @@ A schedule changes both halves in proportion: the ratio of `muon_lr` to `adam_lr
   number such as `warmup_max_lr` describes `lr` if the section gives it, else `muon_lr`, or, in a section without any
   rate, that of the script's first group with one; every group gets it in proportion to its own. A list has one value
   per group of the script, or one per half, as for stock's Muon.
-- A callable passed as `lr_scheduler`, as Hugging Face's Trainer passes one, gets the script's own groups:
+- A callable passed as `lr_scheduler`, which is what Hugging Face's Trainer does, gets the script's own groups:
   absolute numbers such as `eta_min` and `max_lr` describe `lr`, and a list of lambdas has one per group of the script.
 - In plain PyTorch write `Schedule(optimizer.given, ...)` instead of `Schedule(optimizer, ...)` for schedules with
   absolute numbers.

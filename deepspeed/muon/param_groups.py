@@ -42,7 +42,8 @@ def split_groups(params: Iterable[Any], specs: Mapping[Any, MatrixSpec], config:
     their own, marked as ZeRO expects: ``moe``, and the name of their process group as ``name``.
 
     Args:
-        params: parameters, or dicts with ``params`` and settings of their own, which override the config's.
+        params: parameters, named or not, or dicts with ``params`` and settings of their own, which override the
+            config's.
         specs: the route of every trainable parameter.
 
     Raises:
@@ -68,7 +69,7 @@ def split_groups(params: Iterable[Any], specs: Mapping[Any, MatrixSpec], config:
 def _halves(
     group: Mapping[str, Any], base: str, where: str, specs: Mapping[Any, MatrixSpec], config: MuonConfig
 ) -> tuple[list[dict[str, Any]], float]:
-    given = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
+    given = [group["params"]] if isinstance(group["params"], Tensor) else map(_without_name, group["params"])
     members = [param for param in given if param.requires_grad]
     unknown = [list(param.shape) for param in members if param not in specs]
     if unknown:
@@ -85,6 +86,11 @@ def _halves(
             if half:
                 halves.append({"params": half, **values, "lr_ratio": ratio, "use_muon": use_muon, **marks})
     return halves, reference
+
+
+def _without_name(param: Any) -> Any:
+    """The parameter of an item of ``model.named_parameters()``."""
+    return param[1] if isinstance(param, tuple) else param
 
 
 def expert_group(param: Any) -> str:

@@ -132,6 +132,17 @@ def test_groups_keep_their_own_settings() -> None:
     ]
 
 
+def test_named_parameters_are_parameters() -> None:
+    """As for torch's optimizers."""
+    plain, named, grouped = (MODELS["mlp"]() for _ in range(3))
+    expected = train(plain, MuonWithAuxAdam(plain.parameters(), model=plain, lr=0.02))
+    got = train(named, MuonWithAuxAdam(named.named_parameters(), model=named, lr=0.02))
+    group = {"params": grouped.named_parameters(), "lr": 0.02}
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    got = train(grouped, MuonWithAuxAdam([group], model=grouped))
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
 def test_bad_groups_are_refused() -> None:
     model = MODELS["mlp"]()
     with pytest.raises(MuonConfigError, match="weigth_decay"):
