@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where compiled ops are kept, a time limit for every test and the end of the process pools."""
+"""What is compiled before the tests, marks, a time limit for every test and the end of the process pools."""
 
 import inspect
 import itertools
@@ -8,25 +8,31 @@ import re
 import signal
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import pytest
 from packaging.version import Version
 
 pytest.register_assert_rewrite("helpers")
+from helpers import extensions  # noqa: E402
 
 TIME_LIMIT = 300.0
 """Seconds a test may take unless it is marked with time_limit(seconds)."""
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are built from configs; nothing is fetched
-os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(__file__).resolve().parents[4] / "build" / "torch_extensions"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"time_limit(seconds): bound of a test, {TIME_LIMIT:g} s by default")
     config.addinivalue_line("markers", "sample(count): so many of its cases run by default, the others in full runs")
     config.addinivalue_line("markers", "ranks: may run functions on pools of ranks; set by this file")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Compile what the tests need, in the process that starts the others."""
+    if not hasattr(session.config, "workerinput") and not session.config.option.collectonly:
+        extensions.remove_locks()
+        extensions.build()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -24,6 +24,7 @@ from typing import Any
 
 import psutil
 
+from helpers import extensions
 from helpers.paths import TESTS
 
 START_TIMEOUT = 300.0
@@ -207,11 +208,13 @@ class Pool:
 
     def run(self, fn: Callable[..., Any], kwargs: dict[str, Any], timeout: float) -> list[Any]:
         """The results of fn(**kwargs) by rank; a failure closes the pool, as its ranks may be out of step."""
+        started = time.time()
         try:
             self.send(fn, [kwargs] * len(self.ranks))
             return self._results(timeout)
         except BaseException:
             self.close()
+            extensions.remove_locks(since=started)
             raise
 
     def send(self, fn: Callable[..., Any], kwargs: list[dict[str, Any]]) -> None:

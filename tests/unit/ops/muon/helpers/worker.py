@@ -151,7 +151,11 @@ def serve_forks(parent: Connection) -> None:
     """Be the server: answer "ready", then every request for a rank with its process id, or for an exit code."""
     for name in PRELOADED:
         import_module(name)
-    assert threading.active_count() == 1, "a fork would lose the other threads"
+    import_module("deepspeed.muon.kernels.native").unavailable()  # loads the C++ operations, if they can be built
+    for thread in threading.enumerate():  # a fork would lose them
+        if thread is not threading.current_thread():
+            thread.join(timeout=10)
+            assert not thread.is_alive(), thread
     gc.collect()
     gc.freeze()  # a collection in a rank would copy every page that it inherits
     parent.send("ready")
