@@ -8,6 +8,7 @@ import re
 import signal
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
