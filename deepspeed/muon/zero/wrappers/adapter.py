@@ -48,8 +48,7 @@ class Adapter:
             owner: by default the wrapper.
         """
         declared = [*self.REPLACED] if owner is None else [seam.path.rpartition(".")[2] for seam in self.ELSEWHERE]
-        if name not in declared:
-            raise AssertionError(f"{type(self).__name__} does not declare that it replaces {name}")
+        assert name in declared, f"{type(self).__name__} does not declare that it replaces {name}"
         self._undo.append(seams.replace(self.wrapper if owner is None else owner, name, function))
 
     def release(self) -> None:
