@@ -26,7 +26,8 @@ demo: venv
 ifeq ($(DEEPSPEED),)
 test: venv
 	rm -rf build/torch_extensions/*/*/lock
-	$(BIN)/python -m pytest -m "not full"
+	$(BIN)/python -m pytest -m "not full and not ranks" -n 2
+	$(BIN)/python -m pytest -m "not full and ranks"
 else
 test:
 	$(MAKE) venv VENV=.venv-$(DEEPSPEED) DEEPSPEED=

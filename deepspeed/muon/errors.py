@@ -25,11 +25,11 @@ class SeamError(RuntimeError):
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is incomplete, damaged or of another run; nothing was loaded. The message names the file."""
+    """A checkpoint that is incomplete, damaged or of another run; the message names the file. Nothing was loaded."""
 
 
 class ImportStateError(ValueError):
-    """State that cannot be taken over; the message names the parameters and what to do. Nothing has been changed."""
+    """State that cannot be imported; the message names the parameters and what to do. Nothing has been changed."""
 
 
 class ExchangeError(RuntimeError):
@@ -37,7 +37,7 @@ class ExchangeError(RuntimeError):
 
 
 class KernelError(RuntimeError):
-    """The C++ operations cannot be had here; the message says why and what to install."""
+    """The C++ operations are not available here; the message says why and what to install."""
 
 
 class SettingsError(ValueError):

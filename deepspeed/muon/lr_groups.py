@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a learning-rate scheduler sees: the parameter groups as the user gave them.
 
-Each of them is two groups of the optimizer, a Muon and an AdamW half. A schedule that is written for
-AdamW sets one learning rate per group; each half follows it by its own ``lr_ratio``.
+The optimizer has split each of them into a Muon and an AdamW half. A schedule written for AdamW sets one learning rate
+per group, and each half gets it times its own ``lr_ratio``.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-#: Keys that each half has in proportion.
+#: Keys that scale with ``lr_ratio``.
 RATES = ("lr", "initial_lr")
 
 
 class GivenGroup(UserDict):
-    """One group as the user gave it. ``lr``, ``momentum`` and ``betas`` are those of its halves.
+    """One group as the user gave it. ``lr``, ``momentum`` and ``betas`` are read from its halves.
 
-    Writing ``lr`` or ``initial_lr`` sets each half's to the value times ``lr_ratio``. Writing ``betas``, or
-    ``momentum``, sets AdamW's first rate and Muon's momentum to the same value. Every other key is the scheduler's own.
+    Writing ``lr`` or ``initial_lr`` sets each half's to the value times its ``lr_ratio``. Writing ``betas`` or
+    ``momentum`` sets AdamW's first rate and Muon's momentum to the same value. All other keys are the scheduler's own.
     """
 
     def __init__(self, halves: Callable[[], list[dict[str, Any]]], lr: float, betas: tuple[float, float]) -> None:
@@ -65,13 +65,13 @@ class GivenGroup(UserDict):
 
 
 class GivenGroups(Optimizer):
-    """An optimizer in name only, for schedulers: the groups as the user gave them, and nothing to step.
+    """An optimizer for schedulers only: it has the groups as the user gave them, and its step does nothing.
 
     Args:
-        optimizer: whose groups are the halves.
-        origins: for each group as given, the indices of its halves.
-        lrs: for each, the learning rate that was given.
-        betas: AdamW's, for a group without an AdamW half.
+        optimizer: its groups are the halves.
+        origins: for each of the user's groups, the indices of its halves.
+        lrs: for each of the user's groups, its learning rate.
+        betas: AdamW's, for groups without an AdamW half.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class GivenGroups(Optimizer):
         self.defaults = {"lr": optimizer.defaults["lr"], "betas": betas, "momentum": betas[0]}
         groups = [GivenGroup(self._halves(indices), lr, betas) for indices, lr in zip(origins, lrs, strict=True)]
         self.param_groups = groups  # type: ignore[assignment]
-        # Schedulers warn unless they see the optimizer step before they do.
+        # Schedulers warn unless the optimizer steps before they do.
         optimizer.register_step_post_hook(lambda *_: self.step())
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The optimizer's, which a load replaces."""
+        """The optimizer's; a load replaces it."""
         return self.optimizer.state
 
     def _halves(self, indices: Sequence[int]) -> Callable[[], list[dict[str, Any]]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one step did, for a run's live output: the size of the updates, and the seconds of each phase."""
+"""Facts about one step for the monitor: the size of its updates and the seconds of each phase."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StepStats:
     """Records one step on one rank.
 
     Args:
-        synchronize: waits for the accelerator, so that seconds belong to the phase in which they are spent.
+        synchronize: waits for the accelerator, so that time counts for the phase that spends it.
     """
 
     def __init__(self, synchronize: Callable[[], None]) -> None:
@@ -29,13 +29,13 @@ class StepStats:
         self._synchronize = synchronize
 
     def add(self, half: str, squares: Tensor, count: int) -> None:
-        """Count the sum of squares, 0-D, of ``count`` elements of an update."""
+        """Add the sum of squares, 0-D, of ``count`` elements of an update."""
         self._squares[half].append(squares)
         self._counts[half] += count
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time inside as this phase's."""
+        """Add the time spent inside to this phase."""
         self._synchronize()
         started = time.perf_counter()
         yield
@@ -43,6 +43,6 @@ class StepStats:
         self.seconds[name] += time.perf_counter() - started
 
     def sums(self) -> Tensor:
-        """(sum of squares, elements) of each half, fp64, on the CPU; to be added over the ranks."""
+        """(sum of squares, number of elements) of each half, fp64, [2, 2], on the CPU; add them over the ranks."""
         values = [(sum(float(s) for s in self._squares[half]), float(self._counts[half])) for half in HALVES]
         return torch.tensor(values, dtype=torch.float64)

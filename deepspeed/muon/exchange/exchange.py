@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a plan: shards to their owner, matrices orthogonalized there, shards of the result back.
+"""Runs a plan: sends shards to the owners, has the matrices orthogonalized, and sends shards of the results back.
 
-The only file with collectives. Bucket k + 1 travels while bucket k is orthogonalized and while the
-result of bucket k - 1 travels back, so at most three buckets are in memory. Where every rank holds every matrix,
-only results travel, from each owner to all.
+Bucket k + 1 travels while bucket k is orthogonalized and the result of bucket k - 1 travels back, so at most three
+buckets are in memory. Where every rank holds every matrix, only results travel, from each owner to all.
 """
 
 from __future__ import annotations
@@ -25,15 +24,16 @@ from deepspeed.muon.plan.plan import Bucket, Plan, Run, Unpack
 
 @dataclass
 class BucketBuffers:
-    """The buffers of one bucket in flight, all in the exchange dtype on the exchange device.
+    """The buffers of one bucket in flight, in the exchange dtype on the exchange device.
 
-    ``matrices``: flat, the matrices that this rank owns.
-    ``outbox``: flat, the runs that other ranks own, ordered by owner. The results come back to the same positions.
-    ``inbox``: flat, the runs of owned matrices that other ranks hold.
-    ``number``: which bucket of how many, for messages.
-    ``device_slices``: one slice of these buffers per run.
-    ``shard_slices``: what ``prepare`` fills and ``apply`` reads, on the device of the shards: pinned host memory under
-    CPU offload with an accelerator, else the same tensors as ``device_slices``.
+    Args:
+        number: which bucket of how many, for messages.
+        matrices: flat, the matrices that this rank owns.
+        outbox: flat, the runs of other ranks' matrices, ordered by owner. Results come back to the same positions.
+        inbox: flat, the runs of this rank's matrices that other ranks hold.
+        device_slices: one slice of these buffers per run.
+        shard_slices: what ``prepare`` fills and ``apply`` reads, on the shards' device: pinned host memory under CPU
+            offload with an accelerator, else the same tensors as ``device_slices``.
     """
 
     bucket: Bucket
@@ -44,28 +44,28 @@ class BucketBuffers:
     device_slices: list[Tensor]
     shard_slices: list[Tensor]
     pending: list[PendingCollective] = field(default_factory=list)
-    #: The last copy between host and accelerator, where there is any.
+    #: The end of the last copy between host and accelerator, if there is one.
     copied: Any = None
 
     def wait(self) -> None:
-        """Wait for the collectives under way."""
+        """Wait for the pending collectives."""
         while self.pending:
             self.pending.pop().wait()
 
     def unpack(self) -> None:
-        """Put received runs into their matrices."""
+        """Copy received runs into their matrices."""
         for unpack in self.bucket.received:
             matrix, run = self._ends(unpack)
             matrix.copy_(run)
 
     def pack(self) -> None:
-        """Take the runs of other ranks out of the matrices."""
+        """Copy the runs of other ranks out of the matrices."""
         for unpack in self.bucket.received:
             matrix, run = self._ends(unpack)
             run.copy_(matrix)
 
     def _ends(self, unpack: Unpack) -> tuple[Tensor, Tensor]:
-        """Received elements in their matrix, and as they travel, both [rows, cols]."""
+        """Views of received elements in their matrix and in the inbox, both [rows, cols]."""
         size = unpack.rows, unpack.cols
         matrix = torch.as_strided(self.matrices[unpack.target :], size, (unpack.pitch, 1))
         return matrix, self.inbox[unpack.source : unpack.source + unpack.rows * unpack.cols].view(size)
@@ -76,10 +76,11 @@ class Exchange:
 
     Args:
         group: the ranks that share the partition; ``None`` where one rank holds every matrix whole.
-        dtype: what travels and what Newton-Schulz computes in, bf16 or fp32.
-        device: where Newton-Schulz runs and what the collectives carry.
+        dtype: of Newton-Schulz and of what travels, bf16 or fp32.
+        device: of Newton-Schulz and of the collectives.
+        work: holds the buffers.
         name: of the parameter group, for messages.
-        staging: where the shards lie in the host's memory and ``device`` is an accelerator.
+        staging: copies between the shards in host memory and ``device``, if that is an accelerator.
     """
 
     def __init__(
@@ -106,9 +107,10 @@ class Exchange:
         apply: Callable[[BucketBuffers], None],
         phase: Callable[[str], AbstractContextManager] = lambda name: nullcontext(),
     ) -> None:
-        """Carry every bucket through prepare, the way there, compute, the way back, and apply.
+        """Carry every bucket through prepare, the exchange to its owners, compute, the exchange back, and apply.
 
-        ``phase`` is entered around each of them, by name; ``exchange`` is the time spent waiting.
+        Args:
+            phase: entered around each phase, by name; ``exchange`` is the time spent waiting.
         """
         lag = 1 if self._staging or self.communicates(plan) else 0
         in_flight = [self._open(plan, k, slot=k % (2 * lag + 1)) for k in range(len(plan.buckets))]
@@ -189,7 +191,7 @@ class Exchange:
             buffers.pending = [self._start(buffers, "all_to_all_single", received, sent, into, out_of)]
 
     def _broadcasts(self, buffers: BucketBuffers) -> Iterator[tuple[str, Tensor, int]]:
-        """Each owner's results, to all. An all-gather would want equal parts, and gloo's copies them twice."""
+        """One broadcast per owner. An all-gather would need equal parts, and gloo's copies them twice."""
         from deepspeed import comm  # type: ignore[attr-defined]
 
         rank = comm.get_rank(group=self.group)
@@ -207,11 +209,12 @@ class Exchange:
 
 
 def gather(tensor: Tensor, run: Run, work: Workspace, name: str) -> Tensor:
-    """The run's elements, 1-D: a view of ``tensor`` where they lie one after the other, else a copy.
+    """The run's elements, 1-D: a view of ``tensor`` if they are contiguous there, else a copy.
 
     Args:
         tensor: contiguous.
-        name: of the copy in ``work``.
+        work: holds the copy.
+        name: of the copy.
     """
     if run.piece.rows == 1:
         return tensor.view(-1)[run.start : run.start + run.piece.numel]
@@ -220,7 +223,7 @@ def gather(tensor: Tensor, run: Run, work: Workspace, name: str) -> Tensor:
 
 
 def scatter(values: Tensor, tensor: Tensor, run: Run) -> None:
-    """Write back what :func:`gather` gave; nothing to do for a view."""
+    """Write back the copy from :func:`gather`; does nothing for a view."""
     if run.piece.rows > 1:
         grid = _grid(tensor, run)
         grid.copy_(values.view(grid.shape))

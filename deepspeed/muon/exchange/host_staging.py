@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carries shards that lie in the host's memory to the accelerator that orthogonalizes, and results back.
+"""Copies shards from host memory to the accelerator, and results back.
 
-Two streams beside the one that computes: while bucket k is orthogonalized, bucket k + 1 is copied up and the result
-of bucket k - 1 down, between pinned memory and the accelerator, and the CPU works on the shards. Each bucket in
-flight has its own buffer, so no buffer is rewritten before its result has arrived.
+Two streams run beside the computing one: while bucket k is orthogonalized, bucket k + 1 is copied from pinned memory to
+the accelerator and the result of bucket k - 1 back, and the CPU works on the shards. Each bucket in flight has its own
+buffer, so no buffer is overwritten before its result has arrived.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ class Staging:
         self._up, self._down = self._streams.Stream(), self._streams.Stream()
 
     def host_slices(self, device_slices: list[Tensor], work: Workspace, slot: int) -> list[Tensor]:
-        """Pinned memory for slices of the accelerator's, one after the other."""
+        """Contiguous pinned memory, one slice per device slice."""
         sizes = [part.numel() for part in device_slices]
         dtype = device_slices[0].dtype if device_slices else torch.bfloat16
         return list(work.get(f"pinned{slot}", (sum(sizes),), dtype, torch.device("cpu"), pinned=True).split(sizes))
 
     def way_up(self) -> AbstractContextManager:
-        """Inside, copies and collectives are queued beside the computation."""
+        """Inside, copies and collectives are queued to run beside the computation."""
         return self._streams.stream(self._up)
 
     def way_down(self) -> AbstractContextManager:
-        """As :meth:`way_up`, after all that has been queued for the computation so far."""
+        """As :meth:`way_up`, but after everything queued for the computation so far."""
         self._down.wait_stream(self._streams.current_stream())
         return self._streams.stream(self._down)
 
     def copy(self, sources: list[Tensor], targets: list[Tensor]) -> Any:
-        """Queue copies, of which one side lies in pinned memory; returns the event of their end."""
+        """Queue copies to or from pinned memory; returns an event at their end."""
         for source, target in zip(sources, targets, strict=True):
             target.copy_(source, non_blocking=True)
         event = self._streams.Event()

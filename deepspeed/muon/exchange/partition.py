@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the parameters of one step of one group lie, with the tensors that hold them."""
+"""The parameters of one step of one group: their layout and the tensors that hold them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard
 
 @dataclass(frozen=True)
 class Partition:
-    """Where the parameters of one step of one group lie, over the ranks that share them.
+    """The parameters of one step of one group, over the ranks that share them.
 
     Args:
         index: of the parameter group.
-        tensors: the tensors that ``step`` will find in the group, in order: flat partitions under ZeRO,
-            whole parameters otherwise.
-        shards: the parameters they hold.
-        group: process group of the ranks that share them or their work, ``None`` for one rank alone.
-        planned: the shards that are planned: these, and parameters of which only others of a tensor-parallel group hold
-            anything.
+        tensors: what ``step`` will find in the group, in order: flat partitions under ZeRO, else whole parameters.
+        shards: the parameters in them.
+        group: process group of the ranks that share the parameters or their work; ``None`` for one rank alone.
+        planned: the shards to plan: these, and parameters that only other ranks of a tensor-parallel group hold.
     """
 
     index: int
@@ -46,11 +44,11 @@ class Partition:
 
     @property
     def blocks(self) -> list[PlacedBlock]:
-        """The matrices, in the planner's order."""
+        """The matrices, in the order of the plan."""
         return [PlacedBlock(shard, block) for shard in self.planned for block in shard.spec.blocks]
 
     def alone(self) -> Partition:
-        """The same of one rank that shares nothing with the others that hold all of it."""
+        """The same for a rank that does all the work itself."""
         shards = tuple(replace(shard, placement=replace(shard.placement, copies=1)) for shard in self.shards)
         return replace(self, shards=shards, group=None, rank=0, world_size=1, planned=shards)
 
@@ -62,7 +60,7 @@ class Partition:
                 yield shard, start, stop, shard.placement.position(start)
 
     def held(self) -> Iterator[tuple[Tensor, int, int]]:
-        """(tensor, first element, length) of what this rank holds, without padding."""
+        """(tensor, first position, length) of what this rank holds, without padding."""
         for shard, start, stop, position in self.pieces():
             yield self.tensors[shard.tensor], position, stop - start
 
@@ -75,13 +73,13 @@ def whole_partition(
     rank: int = 0,
     copies: int = 1,
 ) -> Partition:
-    """The partition of a group's parameters that this rank holds whole, each in its own tensor.
+    """The partition of a group whose parameters this rank holds whole, each in its own tensor.
 
     Args:
-        copies: ranks of ``group`` that hold the same.
+        copies: number of ranks of ``group`` that hold the same.
 
     Raises:
-        ValueError: a parameter of the Muon half that is not contiguous, as a convolution's in channels_last.
+        ValueError: a parameter of the Muon half is not contiguous, such as a convolution in channels_last.
     """
     for tensor, spec in zip(tensors, specs, strict=True):
         if spec.use_muon and not tensor.is_contiguous():

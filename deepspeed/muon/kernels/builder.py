@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds csrc/muon by DeepSpeed's conventions: with ninja at the first use, or by ``DS_BUILD_MUON=1 pip install``."""
+"""Builds csrc/muon as DeepSpeed builds its own ops: with ninja at first use, or by ``DS_BUILD_MUON=1 pip install``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from deepspeed.ops.op_builder.cpu.builder import CPUOpBuilder
 
-#: What ATen's vectors need to be told, by the start of ``torch.backends.cpu.get_cpu_capability()``.
+#: Flags that ATen's vectors need, by the start of ``torch.backends.cpu.get_cpu_capability()``.
 VECTORS = {
     "AVX512": ["-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512"],
     "AVX2": ["-DCPU_CAPABILITY=AVX2", "-DCPU_CAPABILITY_AVX2"],
@@ -22,7 +22,7 @@ DEFAULT = ["-DCPU_CAPABILITY=DEFAULT"]
 
 
 class MuonBuilder(CPUOpBuilder):
-    """The C++ operations for the CPU, whatever the accelerator: with offload the shards are there."""
+    """The C++ operations for the CPU, whatever the accelerator: with CPU offload the shards are in host memory."""
 
     BUILD_VAR = "DS_BUILD_MUON"
     NAME = "muon"
@@ -31,19 +31,19 @@ class MuonBuilder(CPUOpBuilder):
         super().__init__(name=self.NAME)
 
     def absolute_name(self) -> str:
-        """Where the module that is built ahead of time lies."""
+        """The name of the module if it was built ahead of time."""
         return f"deepspeed.muon.kernels.{self.NAME}_op"
 
     def sources(self) -> list[str]:
-        """All of csrc/muon, which a wheel keeps in the package and a checkout beside it."""
+        """All of csrc/muon; a wheel has it inside the package, a checkout beside it."""
         package = Path(__file__).resolve().parents[1]
         folders = (package / "csrc", package.parents[1] / "csrc" / "muon")
         return [str(path) for folder in folders if folder.is_dir() for path in sorted(folder.glob("*.cpp"))]
 
     def cxx_args(self) -> list[str]:
-        """DeepSpeed's for this CPU. No contraction: an element's bits must not depend on how a loop is compiled.
+        """DeepSpeed's flags for this CPU, without contraction: bits must not depend on how a loop is compiled.
 
-        There is no -fopenmp for the linker: the threads are torch's, whose own copy of the library has them.
+        -fopenmp is not passed to the linker, because the threads must be those of torch's own copy of the library.
         """
         capability = torch.backends.cpu.get_cpu_capability()
         vectors = next((flags for start, flags in VECTORS.items() if capability.startswith(start)), DEFAULT)
@@ -64,10 +64,10 @@ class MuonBuilder(CPUOpBuilder):
         return False
 
     def load(self, verbose: bool = False) -> Any:
-        """The module: built ahead of time if it fits this torch and CPU, else just in time.
+        """The module: the one built ahead of time if it fits this torch and CPU, else built now.
 
         Raises:
-            Exception: of any kind, where there is no compiler or the build fails.
+            Exception: of any type, if there is no compiler or the build fails.
         """
         if self.NAME in self._loaded_ops:
             return self._loaded_ops[self.NAME]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operations in C++ for the CPU. What they are not made for, their twins in PyTorch do, call by call."""
+"""The operations in C++ for the CPU. Calls that they do not support go to the reference in PyTorch."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from deepspeed.muon.kernels.table import PLAIN, Operations, Scalars, Symmetric
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.log import logger
 
-#: Seconds after which a rank that waits for the build says so.
+#: Seconds after which a rank that waits for the build logs it.
 PATIENCE = 60.0
 
 
 @functools.cache
 def operations() -> Operations:
-    """The table in C++, built at the first call in a process and kept for later ones.
+    """The table in C++, built at the first call in a process.
 
     Several ranks of a machine may call it: one builds, the others wait for its lock.
 
@@ -35,7 +35,7 @@ def operations() -> Operations:
 
 
 def unavailable() -> str | None:
-    """Why :func:`operations` raises, or ``None`` where it does not."""
+    """Why :func:`operations` raises; ``None`` if it does not."""
     try:
         operations()
     except KernelError as error:
@@ -71,7 +71,7 @@ def _say_what_is_waited_for() -> None:
 
 
 def table(module: Any) -> Operations:
-    """The operations of a built module: each gives false, and does nothing, where it is not made for its tensors."""
+    """The operations of a built module. Its functions return false, and do nothing, for unsupported tensors."""
 
     def advance(buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool, work: Workspace) -> None:
         if not module.advance(buffer, grad, out, momentum, nesterov):
@@ -102,7 +102,7 @@ def table(module: Any) -> Operations:
 
 
 def _products(module: Any) -> tuple[Callable[..., None], Callable[..., None], Callable[..., Tensor]]:
-    """``square``, ``product`` and ``multiply``."""
+    """``square``, ``product`` and ``multiply``, in this order."""
 
     def square(x: Tensor, out: Symmetric, work: Workspace) -> None:
         rows, cols = x.shape[-2:]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Symmetric products of quack-kernels (Dao-AILab), written in CuTe for Hopper and Blackwell; the extra ``hopper``.
 
-Importable without the library; :func:`operations` then raises.
+The module imports without the library; :func:`operations` then raises.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.table import PLAIN, Operations, Scalars, Symmetric
 from deepspeed.muon.kernels.workspace import Workspace
 
-#: From this smaller dimension on; the tile of one of its clusters, as in gram-newton-schulz.
+#: The least smaller dimension: the tile of one of its clusters, as in gram-newton-schulz.
 SYMMETRIC_FROM = 512
-#: Its copies move sixteen bytes: sizes are multiples of so many 16-bit numbers.
+#: Its copies move sixteen bytes, so sizes must be multiples of this many 16-bit numbers.
 MULTIPLE = 8
 
 
 def why_not() -> str | None:
-    """What keeps quack's kernels from this process's accelerator, in words; ``None`` where nothing does."""
+    """Why quack's kernels cannot run on this process's accelerator; ``None`` if they can."""
     if importlib.util.find_spec("quack") is None:
         return "quack-kernels is not installed"
     if torch.version.hip or not torch.cuda.is_available():
@@ -34,9 +34,9 @@ def why_not() -> str | None:
 
 
 def operations(other: Operations) -> Operations:
-    """``other`` with the symmetric products of 16-bit matrices on a GPU replaced.
+    """``other``, with the symmetric products of 16-bit matrices on a GPU replaced.
 
-    The library's output is rounded before what the diagonals contribute is added, in a pass of Triton.
+    The library's output is rounded before a Triton pass adds the contribution of the diagonals.
 
     Raises:
         ImportError: quack-kernels or Triton is not installed; see :func:`why_not`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every operation in plain PyTorch, for all devices and dtypes: the twin that the faster ones are tested against."""
+"""Every operation in plain PyTorch, for all devices and dtypes: the reference that faster ones are tested against."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from deepspeed.muon.kernels.rounding import Key, noise, round_
 from deepspeed.muon.kernels.table import PLAIN, Operations, Scalars, Symmetric
 from deepspeed.muon.kernels.workspace import Workspace
 
-#: Elements that are rounded at once: on a CPU so few that they stay in its cache, elsewhere so many that the
-#: launches of kernels do not count.
+#: Elements rounded at once: on a CPU few enough for its cache, elsewhere enough that kernel launches cost little.
 CPU_CHUNK, CHUNK = 2**17, 2**21
 
 
 def advance(buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool, work: Workspace) -> None:
-    """A step of the momentum, an average and not a sum, and what Newton-Schulz orthogonalizes.
+    """A step of the momentum, which is an average and not a sum, and the input of Newton-Schulz.
 
-    ``buffer <- momentum buffer + (1 - momentum) grad``; ``out <- momentum buffer + (1 - momentum) grad`` of the new
-    buffer (Nesterov's look-ahead), or the new buffer itself.
+    ``buffer <- momentum buffer + (1 - momentum) grad``. ``out`` is the same formula applied to the new buffer
+    (Nesterov's look-ahead), or the new buffer itself.
 
     Args:
         buffer: fp32, 1-D; the state key ``momentum_buffer``.
         grad: same shape, any floating dtype: averaged, unscaled and clipped.
-        out: same shape, any floating dtype.
-        work: where temporaries come from.
+        out: same shape, any floating dtype, other memory than ``buffer``: Newton-Schulz overwrites it.
+        work: holds the temporaries.
     """
     buffer.lerp_(grad.to(buffer.dtype), 1.0 - momentum)
     if nesterov:
@@ -38,15 +37,15 @@ def advance(buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov
 def advance_rounded(
     buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool, key: Key, first: int, work: Workspace
 ) -> None:
-    """:func:`advance` of a bf16 momentum: computed in fp32, handed on unrounded, kept with stochastic rounding.
+    """:func:`advance` of a bf16 momentum: computed in fp32, written to ``out`` unrounded, kept stochastically rounded.
 
     Args:
         buffer: bf16, 1-D.
-        grad: of the same shape, any floating dtype.
-        out: any floating dtype; receives what Newton-Schulz orthogonalizes.
-        key: of :func:`deepspeed.muon.kernels.rounding.key_of`.
-        first: index in its parameter of the first element.
-        work: where temporaries come from, 20 bytes for each element of a chunk (2.5 MiB on a CPU, 40 MiB elsewhere).
+        grad: same shape, any floating dtype.
+        out: same shape, any floating dtype; the input of Newton-Schulz.
+        key: from :class:`deepspeed.muon.kernels.rounding.Keys`.
+        first: index of the first element among those drawn under ``key``.
+        work: holds the temporaries, 20 bytes per element of a chunk (2.5 MiB on a CPU, 40 MiB elsewhere).
     """
     size = CPU_CHUNK if buffer.device.type == "cpu" else CHUNK
     for start in range(0, buffer.numel(), size):
@@ -68,7 +67,7 @@ def apply_(param: Tensor, update: Tensor, lr: float, scale: float, weight_decay:
         param: any shape, fp32 under ZeRO.
         update: same shape, any floating dtype: a slice of the orthogonalized matrix.
         scale: :func:`deepspeed.muon.math.scale.scale_factor` for the shape of the whole matrix.
-        work: where temporaries come from.
+        work: holds the temporaries.
     """
     if weight_decay:
         param.mul_(1.0 - lr * weight_decay)
@@ -80,8 +79,8 @@ def apply_(param: Tensor, update: Tensor, lr: float, scale: float, weight_decay:
 def normalize_(x: Tensor) -> Tensor:
     """Divide each matrix of ``[batch, rows, cols]`` by its Frobenius norm, in place, whatever its magnitude.
 
-    Squares of tiny or huge entries leave fp32's range, so the largest entry is first brought near one
-    by a power of two, which rounds nothing; the norm of that is taken in fp32 and needs no epsilon.
+    Squares of tiny or huge entries leave fp32's range, so a power of two, which rounds nothing, first brings the
+    largest entry near one. The norm of that is taken in fp32 and needs no epsilon.
     """
     for matrix in x.unbind(0):
         low, high = torch.aminmax(matrix)
@@ -90,8 +89,8 @@ def normalize_(x: Tensor) -> Tensor:
         matrix.mul_(torch.exp2(-exponent.clamp(-126, 126).float()))
         norm = torch.linalg.vector_norm(matrix, dtype=torch.float32)
         norm = torch.where(norm == 0, 1.0, norm)
-        # CUDA rounds a 0-D operand to the matrix's dtype, up to 0.4 %, and reads one with dimensions as it is. A CPU
-        # reads a 0-D one as it is, and for one with dimensions copies the matrix.
+        # CUDA rounds a 0-D operand to the matrix's dtype, by up to 0.4 %, but not one with dimensions. A CPU does not
+        # round a 0-D operand, but copies the matrix for one with dimensions.
         matrix.div_(norm if norm.device.type == "cpu" else norm.view(1, 1))
     return x
 
@@ -101,8 +100,8 @@ def square(x: Tensor, out: Symmetric, work: Workspace) -> None:
 
     Args:
         x: ``[batch, rows, cols]``, contiguous, bf16 or fp32.
-        out: k is the smaller of rows and cols, the dtype that of ``x``.
-        work: where temporaries come from.
+        out: of ``x``'s dtype; k is the smaller of rows and cols.
+        work: holds the temporaries.
     """
     wide = x if x.size(-2) <= x.size(-1) else x.mT
     torch.bmm(wide, wide.mT, out=out.rest)
@@ -110,20 +109,20 @@ def square(x: Tensor, out: Symmetric, work: Workspace) -> None:
 
 
 def separate(wide: Tensor, out: Symmetric) -> None:
-    """The diagonal of X X^T, from X in fp32, in place of the rounded one in ``out.rest``, which becomes zero."""
+    """Set ``out.diagonal`` to that of X X^T, from X in fp32, and the rounded diagonal of ``out.rest`` to zero."""
     torch.linalg.vector_norm(wide, dim=-1, dtype=torch.float32, out=out.diagonal).square_()
     out.rest.diagonal(dim1=-2, dim2=-1).zero_()
 
 
 def product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, by: Scalars = PLAIN) -> None:
-    """``out = alpha A B + beta A + shift I`` of matrices that commute, so that the result is symmetric.
+    """``out = alpha A B + beta A + shift I`` for matrices that commute, so that the result is symmetric.
 
-    Polynomials of one symmetric matrix commute. Only one triangle need be computed, and the other mirrored.
+    Polynomials of one symmetric matrix commute. Only one triangle has to be computed; the other mirrors it.
 
     Args:
         a, b: of one shape and dtype; may be the same.
         out: of that shape and dtype, neither ``a`` nor ``b``.
-        work: where temporaries come from.
+        work: holds the temporaries.
         by: alpha, beta and shift.
     """
     alpha, beta, shift = by
@@ -140,9 +139,9 @@ def multiply(p: Symmetric, x: Tensor, out: Tensor, work: Workspace) -> Tensor:
     """``out = P X``, or ``X P`` for a tall X.
 
     Args:
-        x: ``[batch, rows, cols]``, contiguous, of the dtype of ``p``.
+        x: ``[batch, rows, cols]``, contiguous, of ``p``'s dtype.
         out: of the same shape and dtype; not ``x``.
-        work: where temporaries come from.
+        work: holds the temporaries.
 
     Returns:
         ``out``.

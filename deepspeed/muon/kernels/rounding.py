@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stochastic rounding of fp32 to bf16, with random bits that are a function of what is rounded and when.
+"""Stochastic rounding of fp32 to bf16, with random bits that depend only on the element and the step.
 
 Gupta, Agrawal, Gopalakrishnan and Narayanan, "Deep Learning with Limited Numerical Precision" (arXiv 1502.02551),
-section 3: a value between two neighbours goes to the upper one with the probability that keeps its mean. For bf16,
-the upper half of fp32, that is a sum with 16 uniform bits below and a cut (Zamirai, Zhang, Aberger and De Sa,
+section 3: a value between two neighbours is rounded up with the probability that keeps its mean. bf16 is the upper half
+of fp32, so that means adding 16 uniform bits below and cutting them off (Zamirai, Zhang, Aberger and De Sa,
 "Revisiting BFloat16 Training", arXiv 2010.06192).
 """
 
@@ -14,8 +14,8 @@ import hashlib
 import torch
 from torch import Tensor
 
-#: Multipliers and shifts of a mixer of 32 bits found by search for the least bias: Wellons, "Prospecting for Hash
-#: Functions" (2018), ``lowbias32``. The second multiplier is 0x846ca68b as a signed number.
+#: Multipliers and shifts of a 32-bit mixer with little bias: Wellons, "Prospecting for Hash Functions" (2018),
+#: ``lowbias32``. The second multiplier is 0x846ca68b as a signed number.
 MULTIPLIERS = (0x7FEB352D, 0x846CA68B - 2**32)
 SHIFTS = (16, 15)
 #: The largest finite bf16, as the bits of an fp32.
@@ -23,25 +23,38 @@ LARGEST = 0x7F7F0000
 Key = tuple[int, int]
 
 
-def key_of(name: str, step: int) -> Key:
-    """Two signed 32-bit numbers for a parameter and a step; the same on every rank and every machine.
+class Keys:
+    """The keys of one parameter, one per step; the same on every rank and every machine.
 
-    Experts of one name on different ranks draw the same numbers: their values differ, and no sum runs over them, so
-    that their errors do not add up.
+    Experts of one name on different ranks draw the same numbers. Their values differ and are never summed, so their
+    rounding errors do not add up.
     """
-    digest = hashlib.blake2s(f"{name}\0{step}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest[:4], "little", signed=True), int.from_bytes(digest[4:], "little", signed=True)
+
+    def __init__(self, name: str) -> None:
+        self._prefix = hashlib.blake2s(f"{name}\0".encode(), digest_size=8)
+
+    def at(self, step: int) -> Key:
+        """Two signed 32-bit numbers."""
+        hashed = self._prefix.copy()  # the name is hashed once
+        hashed.update(str(step).encode())
+        digest = hashed.digest()
+        return int.from_bytes(digest[:4], "little", signed=True), int.from_bytes(digest[4:], "little", signed=True)
+
+
+def key_of(name: str, step: int) -> Key:
+    """The key of one parameter at one step."""
+    return Keys(name).at(step)
 
 
 def noise(out: Tensor, spare: Tensor, key: Key, first: int) -> Tensor:
     """Uniform numbers from 0 to 2^16 - 1, each a function of the key and of its element's index alone.
 
-    The counter-based scheme of Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (2011):
-    no state, hence the same bits for an element whatever part of its matrix a rank holds.
+    The counter-based scheme of Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (2011). It
+    has no state, so an element gets the same bits whatever part of its matrix a rank holds.
 
     Args:
         out: int32, 1-D; receives the numbers of elements ``first``, ``first + 1`` and so on.
-        spare: int32, of the same shape; overwritten.
+        spare: int32, same shape; overwritten.
     """
     torch.arange(out.numel(), out=out)
     out.add_(signed(key[0] + first))
@@ -52,30 +65,30 @@ def noise(out: Tensor, spare: Tensor, key: Key, first: int) -> Tensor:
 
 
 def _mix(x: Tensor, spare: Tensor, shift: int, multiplier: int) -> None:
-    """``x <- (x ^ x >> shift) multiplier`` modulo 2^32; the shift of a signed number needs its sign cut off."""
+    """``x <- (x ^ x >> shift) multiplier`` modulo 2^32; shifting a signed number needs its sign bits masked."""
     torch.bitwise_right_shift(x, shift, out=spare)
     x.bitwise_xor_(spare.bitwise_and_((1 << (32 - shift)) - 1)).mul_(multiplier)
 
 
 def signed(value: int) -> int:
-    """The signed 32-bit number that is ``value`` modulo 2^32."""
+    """The signed 32-bit number equal to ``value`` modulo 2^32."""
     return (value + 2**31) % 2**32 - 2**31
 
 
 def round_(target: Tensor, source: Tensor, noise: Tensor, spare: Tensor) -> None:
     """``target <- source`` rounded to a neighbour, so that the mean over uniform noise is ``source``.
 
-    Exact for values that bf16 has, and never to infinity from a finite value: what exceeds bf16's largest value becomes
-    that. Infinities stay, and so does every NaN that arithmetic produces (a quiet one).
+    Exact for values that bf16 can represent. A finite value never becomes infinite: one beyond bf16's largest value is
+    rounded down to it. Infinities and quiet NaNs, which arithmetic produces, stay.
 
     Args:
         target: bf16.
-        source: fp32, of the same shape; overwritten.
+        source: fp32, same shape; overwritten.
         noise: int32 from 0 to 2^16 - 1; overwritten.
         spare: int32; overwritten.
     """
     bits = source.view(torch.int32)
     torch.bitwise_and(bits, 0x7FFFFFFF, out=spare)
-    is_below = spare.sub_(LARGEST).bitwise_right_shift_(31)  # all bits set where a carry stays finite, else none
+    is_below = spare.sub_(LARGEST).bitwise_right_shift_(31)  # all bits where a carry stays finite, else none
     bits.add_(noise.bitwise_and_(is_below)).bitwise_and_(-0x10000)
     target.copy_(source)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which table of operations a run has: the best for its devices that is to be had on every rank."""
+"""Chooses the table of operations: the fastest for a run's devices that every rank has."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from collections.abc import Iterable, Mapping
 from deepspeed.muon.kernels import native, quack, reference, triton_table
 from deepspeed.muon.kernels.table import Operations
 
-#: Why a device type has no operations of its own, by device type; ``None`` where it has them. Beside the types
-#: ``quack``, a library for some GPUs.
+#: By device type, why it has no operations of its own; ``None`` if it has. Key ``quack``: a library for some GPUs.
 Missing = dict[str, str | None]
 
 
-def missing(asked: str, device_types: Iterable[str]) -> Missing:
-    """What keeps this process from the faster operations; builds those of the CPU at the first call.
+def missing(kernels: str, device_types: Iterable[str]) -> Missing:
+    """Why this process cannot use the faster operations; builds the CPU's at the first call.
 
     Args:
-        asked: ``kernels`` of the config.
+        kernels: as in the config.
         device_types: of all tensors of a step.
     """
-    if asked == "torch":
+    if kernels == "torch":
         return dict.fromkeys(device_types, "optimizer.params.kernels")
     reasons: Missing = {kind: _why_not(kind) for kind in device_types}
     if _has(reasons, "cuda"):
@@ -50,6 +49,6 @@ def choose(missing: Mapping[str, str | None]) -> Operations:
 
 def summary(table: Operations, missing: Mapping[str, str | None]) -> str:
     """The table's name, and why it is not a faster one."""
-    asked = [kind for kind in missing if kind != "quack" or _has(missing, "cuda")]
-    reasons = [f"{kind}: {missing[kind]}" for kind in asked if missing[kind]]
+    relevant = [kind for kind in missing if kind != "quack" or _has(missing, "cuda")]
+    reasons = [f"{kind}: {missing[kind]}" for kind in relevant if missing[kind]]
     return f"{table.name} ({'; '.join(reasons)})" if reasons else table.name

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operations that a step spends its time in. Each kind of device has the best table that is built for it."""
+"""The operations in which a step spends its time. Each type of device has a table of its own."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 class Symmetric(NamedTuple):
     """A batch of symmetric matrices ``[batch, k, k]``: ``diagonal + rest``.
 
-    In Newton-Schulz they are a multiple of I and something smaller. In bf16 the entries of such a diagonal are all
-    rounded alike, which shifts every eigenvalue; so the diagonal is kept apart.
+    In Newton-Schulz they are a multiple of I plus something smaller. bf16 would round all entries of such a diagonal
+    alike and so shift every eigenvalue, which is why the diagonal is kept apart.
 
     ``rest``: ``[batch, k, k]``, contiguous, bf16 or fp32, zero on its diagonal. ``diagonal``: ``[batch, k]``, fp32.
     """
@@ -24,24 +24,24 @@ class Symmetric(NamedTuple):
 
 
 class Scalars(NamedTuple):
-    """Of ``alpha A B + beta A + shift I``."""
+    """The scalars of ``alpha A B + beta A + shift I``."""
 
     alpha: float = 1.0
     beta: float = 0.0
     shift: float = 0.0
 
 
-#: Those of A B.
+#: The scalars of A B.
 PLAIN = Scalars()
 
 
 @dataclass(frozen=True)
 class Operations:
-    """One implementation of every operation; what each does, its shapes and dtypes: see its twin of the same name in
-    :mod:`deepspeed.muon.kernels.reference`.
+    """One implementation of every operation; the functions of the same names in
+    :mod:`deepspeed.muon.kernels.reference` say what each does, with shapes and dtypes.
 
-    An element's result depends on nothing but the element: not on where a slice begins, how long it is or how many
-    threads there are. Hence ranks that hold other parts of a matrix, and other numbers of ranks, get equal bits.
+    An element's result depends on the element alone: not on where a slice begins, on its length or on the number of
+    threads. So ranks that hold other parts of a matrix, and other numbers of ranks, get equal bits.
     """
 
     name: str

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What diagonals kept apart contribute to a product that a library has computed: one fused pass over it, in Triton.
+"""Adds the contribution of the separate diagonals to a library's product, in one fused Triton pass.
 
-Same contracts as ``product`` and ``multiply`` of :mod:`deepspeed.muon.kernels.reference`, whose temporaries in fp32
-this saves. The library rounds a product before the pass reads it, so an element is rounded twice.
+Same contracts as ``product`` and ``multiply`` of :mod:`deepspeed.muon.kernels.reference`, without their temporaries in
+fp32. The library rounds a product before the pass reads it, so an element is rounded twice.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from deepspeed.muon.kernels.table import PLAIN, Scalars, Symmetric
 from deepspeed.muon.kernels.triton_elementwise import OPTIONS
 from deepspeed.muon.kernels.workspace import Workspace
 
-#: Columns of one program at a time, at most.
+#: The most columns that one program handles at a time.
 BLOCK = 1024
 
 
@@ -34,7 +34,7 @@ def complete_kernel(
     shift: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One row of ``alpha A B + beta A + shift I``, in place of that of the product of what is off the diagonals."""
+    """Overwrite one row of ``A.rest B.rest`` with that of ``alpha A B + beta A + shift I``."""
     row = tl.program_id(0)
     first = tl.program_id(1).to(tl.int64) * size
     at_row = (first + row) * size
@@ -52,7 +52,7 @@ def complete_kernel(
         product = tl.fma(b, a_diagonal * alpha, product)
         result = tl.where(cols == row, 0.0, product).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + at_row + cols, result, exists)
-    # B is symmetric: the product's diagonal element is the sum over its row, and never left fp32.
+    # B is symmetric, so the product's diagonal element is the sum over the row, which stays in fp32.
     factor = tl.fma(tl.load(b_diagonal_ptr + first + row), alpha, beta)
     diagonal = tl.fma(a_diagonal, factor, tl.sum(total, axis=0) * alpha) + shift
     tl.store(out_diagonal_ptr + first + row, diagonal)
@@ -68,7 +68,7 @@ def scale_kernel(
     TALL: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """``out <- out + D X``, or ``out + X D`` for a tall X; part of one row."""
+    """``out <- out + D X``, or ``out + X D`` for a tall X; a part of one row."""
     matrix, row = tl.program_id(2).to(tl.int64), tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = at < cols
@@ -87,20 +87,20 @@ def _block(cols: int) -> int:
 
 
 def complete(a: Symmetric, b: Symmetric, out: Symmetric, by: Scalars) -> None:
-    """One pass: ``out.rest``, which holds ``a.rest b.rest``, becomes that of ``alpha A B + beta A + shift I``."""
+    """In one pass, turn ``out``, whose ``rest`` is ``a.rest b.rest``, into ``alpha A B + beta A + shift I``."""
     batch, size = out.diagonal.shape
     tensors = a.rest, b.rest, out.rest, a.diagonal, b.diagonal, out.diagonal
     complete_kernel[(size, batch)](*tensors, size, *map(float, by), _block(size), **OPTIONS)
 
 
 def product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, by: Scalars = PLAIN) -> None:
-    """``alpha A B + beta A + shift I``, every tile computed: a library's product, and one pass."""
+    """``alpha A B + beta A + shift I``: a library's full product and one pass."""
     torch.bmm(a.rest, b.rest, out=out.rest)
     complete(a, b, out, by)
 
 
 def multiply(p: Symmetric, x: Tensor, out: Tensor, work: Workspace) -> Tensor:
-    """``P X``, or ``X P`` for a tall X: a library's product, and one pass."""
+    """``P X``, or ``X P`` for a tall X: a library's product and one pass."""
     batch, rows, cols = x.shape
     is_tall = rows > cols
     torch.bmm(*((x, p.rest) if is_tall else (p.rest, x)), out=out)

@@ -2,7 +2,7 @@
 """The elementwise passes of a step in Triton: each reads and writes every element once.
 
 Same contracts as the functions of the same names in :mod:`deepspeed.muon.kernels.reference`. Sums of products are
-written as fused multiply-adds, so that the bits of an element do not depend on what a compiler contracts.
+explicit fused multiply-adds, so that the bits do not depend on what a compiler contracts.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import Tensor
 
 from deepspeed.muon.kernels.rounding import LARGEST, MULTIPLIERS, SHIFTS, Key, signed
 
-#: What is fused is written as such: bits of an element depend neither on a compiler's choice nor on its version.
+#: The compiler must not fuse anything itself: bits must not depend on its choice or version.
 OPTIONS = {"enable_fp_fusion": False}
 #: Elements of one program: 16 for each of its 128 threads.
 BLOCK = 2048
-#: Elements that one program of the normalization sums.
+#: Elements summed by one program of the normalization.
 SUM_BLOCK = 8192
 
 _FIRST_SHIFT, _SECOND_SHIFT = (tl.constexpr(shift) for shift in SHIFTS)
@@ -28,14 +28,14 @@ _LARGEST = tl.constexpr(LARGEST)
 
 @triton.jit
 def _place(numel: tl.tensor, BLOCK: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Elements of this program and which of them exist; 64-bit, as a shard may have more than 2^31."""
+    """This program's elements and a mask of those that exist; 64-bit, as a shard may have more than 2^31."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     return offsets, offsets < numel
 
 
 @triton.jit
 def _lerp(start: tl.tensor, end: tl.tensor, weight: tl.tensor) -> tl.tensor:
-    """``torch.lerp``: from the nearer end, so that weights 0 and 1 give the ends themselves."""
+    """``torch.lerp``: from the nearer end, so that weights 0 and 1 give the ends exactly."""
     away = end - start
     return tl.where(weight < 0.5, tl.fma(away, weight, start), tl.fma(-away, 1.0 - weight, end))
 
@@ -44,7 +44,7 @@ def _lerp(start: tl.tensor, end: tl.tensor, weight: tl.tensor) -> tl.tensor:
 def _average(
     buffer: tl.tensor, grad: tl.tensor, momentum: tl.tensor, rate: tl.tensor, NESTEROV: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The new momentum, and what is orthogonalized."""
+    """The new momentum, and the input of Newton-Schulz."""
     buffer = _lerp(buffer, grad, rate)
     ahead = buffer
     if NESTEROV:
@@ -80,7 +80,7 @@ def advance_kernel(
     NESTEROV: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """``rate``: one less the momentum, rounded from fp64."""
+    """``rate``: 1 - momentum, rounded from fp64."""
     at, mask = _place(numel, BLOCK)
     grad = tl.load(grad_ptr + at, mask).to(tl.float32)
     buffer, ahead = _average(tl.load(buffer_ptr + at, mask), grad, momentum, rate, NESTEROV)
@@ -101,7 +101,7 @@ def advance_rounded_kernel(
     NESTEROV: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """The keys: signed 32-bit; the first already holds the index of the first element."""
+    """Keys are signed 32-bit; the first already includes the index of the first element."""
     at, mask = _place(numel, BLOCK)
     grad = tl.load(grad_ptr + at, mask).to(tl.float32)
     buffer = tl.load(buffer_ptr + at, mask).to(tl.float32)
@@ -124,7 +124,7 @@ def apply_kernel(
 
 @triton.jit
 def _exponent(largest: tl.tensor) -> tl.tensor:
-    """E with largest / 2^e in [1/2, 1), within +-126, where 2^e and 2^-e are normal numbers."""
+    """The e with largest / 2^e in [1/2, 1), clamped to +-126, where 2^e and 2^-e are normal numbers."""
     biased = ((largest.to(tl.uint32, bitcast=True) >> 23) & 0xFF).to(tl.int32)
     return tl.minimum(tl.maximum(biased - 126, -126), 126)
 
@@ -144,7 +144,7 @@ def sum_kernel(
     parts: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Of one part of one matrix: the exponent of its largest entry, and the sum of squares over 4^exponent."""
+    """For a part of one matrix: the exponent of its largest entry, and the sum of squares over 4^exponent."""
     at, mask = _place(numel, BLOCK)
     matrix = tl.program_id(1).to(tl.int64)
     x = tl.load(x_ptr + matrix * numel + at, mask, other=0.0).to(tl.float32)
@@ -159,7 +159,7 @@ def sum_kernel(
 def norm_kernel(
     exponent_ptr: tl.tensor, sum_ptr: tl.tensor, norm_ptr: tl.tensor, parts: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
-    """Of one matrix: (2^-e, norm / 2^e) with the largest exponent e of its parts; a norm of zero counts as one."""
+    """For one matrix: (2^-e, norm / 2^e), e the largest exponent of its parts; a norm of zero becomes one."""
     matrix = tl.program_id(0).to(tl.int64)
     top = tl.full((BLOCK,), -126, tl.int32)
     for start in range(0, parts, BLOCK):
@@ -179,7 +179,7 @@ def norm_kernel(
 
 @triton.jit
 def divide_kernel(x_ptr: tl.tensor, norm_ptr: tl.tensor, numel: tl.tensor, BLOCK: tl.constexpr) -> None:
-    """Every entry of one matrix times 2^-e, which is exact, and then by its norm."""
+    """Multiply every entry of one matrix by 2^-e, which is exact, and divide it by the norm."""
     at, mask = _place(numel, BLOCK)
     matrix = tl.program_id(1).to(tl.int64)
     power, norm = tl.load(norm_ptr + 2 * matrix), tl.load(norm_ptr + 2 * matrix + 1)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products whose result is symmetric, in Triton: one triangle of tiles is computed, each tile stored twice.
+"""Products with a symmetric result, in Triton: one triangle of tiles is computed, and each tile stored twice.
 
 Batches ``[batch, k, k]`` in bf16 or fp16, sums in fp32, each element rounded once. Same contracts as ``square`` and
-``product`` of :mod:`deepspeed.muon.kernels.reference`. The triangle is cut into squares of ``COLS x COLS``, each of
-them into tiles of ``ROWS x COLS``: squares on the diagonal are computed whole, those above it also stored transposed
-below it. So every element is written once.
+``product`` of :mod:`deepspeed.muon.kernels.reference`. The triangle consists of squares of ``COLS x COLS``, and each
+square of tiles of ``ROWS x COLS``. Squares on the diagonal are computed whole; those above it are also stored
+transposed below it. So every element is written once.
 
-A tile sums over its depth in one order whatever its size, so that a configuration changes the time and not the bits.
+A tile of any size sums over its depth in the same order, so a configuration changes the time but not the bits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from deepspeed.muon.kernels.table import PLAIN, Scalars, Symmetric
 from deepspeed.muon.kernels.triton_elementwise import OPTIONS
 from deepspeed.muon.kernels.workspace import Workspace
 
-#: Columns of squares that are visited together, row by row: what they share stays in the L2 cache.
+#: Columns of squares visited together, row by row, so that what they share stays in the L2 cache.
 GROUP = 8
 
 
@@ -30,7 +30,7 @@ def _config(rows: int, cols: int, depth: int, warps: int, stages: int) -> triton
     return triton.Config({"ROWS": rows, "COLS": cols, "DEPTH": depth}, num_warps=warps, num_stages=stages)
 
 
-#: Tiles that fill Hopper's matrix units, whose fp32 sums fit its registers; two to four of them in flight.
+#: Tiles that fill Hopper's matrix units and whose fp32 sums fit its registers, three or four of them in flight.
 CONFIGS = [
     _config(128, 128, 64, 4, 3),
     _config(128, 128, 64, 8, 4),
@@ -42,7 +42,7 @@ CONFIGS = [
 
 @triton.jit
 def _triangle(index: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """(row, column) of a place in the upper triangle, counted column by column; exact up to 2^22 places."""
+    """(row, column) of an index into the upper triangle, counted column by column; exact up to 2^22."""
     column = ((tl.sqrt(8.0 * index.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
     column = tl.where(column * (column + 1) // 2 > index, column - 1, column)
     column = tl.where((column + 1) * (column + 2) // 2 <= index, column + 1, column)
@@ -107,7 +107,7 @@ def _with_diagonals(
     alpha: tl.tensor,
     beta: tl.tensor,
 ) -> tl.tensor:
-    """A tile of ``alpha A B + beta A`` off the diagonal, from the sum over what lies off the diagonals of A and B."""
+    """A tile of ``alpha A B + beta A`` off the diagonal, from the sum over A.rest and B.rest."""
     of_rows = tl.load(a_diagonal_ptr + rows, rows < size, other=0.0)
     of_columns = tl.fma(tl.load(b_diagonal_ptr + cols, cols < size, other=0.0), alpha, beta)
     total = tl.fma(_tile(a_ptr, rows, cols, size), of_columns[None, :], total * alpha)
@@ -124,7 +124,7 @@ def _on_diagonal(
     beta: tl.tensor,
     shift: tl.tensor,
 ) -> tl.tensor:
-    """What the diagonals contribute to that of ``alpha A B + beta A + shift I``."""
+    """The contribution of the diagonals to the diagonal of ``alpha A B + beta A + shift I``."""
     of_a = tl.load(a_diagonal_ptr + rows, rows < size, other=0.0)
     of_b = tl.load(b_diagonal_ptr + rows, rows < size, other=0.0)
     return tl.fma(of_a, tl.fma(of_b, alpha, beta), shift)
@@ -141,7 +141,7 @@ def _store(
     size: tl.tensor,
     is_above: tl.tensor,
 ) -> None:
-    """A tile, and that below the diagonal which mirrors it; or, of one on the diagonal, its diagonal apart."""
+    """Store a tile and its mirror image below the diagonal; of a tile on the diagonal, the diagonal separately."""
     on_it = rows[:, None] == cols[None, :]
     result = tl.where(on_it, 0.0, total).to(out_ptr.dtype.element_ty)
     exists = (rows < size)[:, None] & (cols < size)[None, :]
@@ -174,14 +174,14 @@ def symmetric_kernel(
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> None:
-    """``A B^T``, or with ``DIAGONALS``, those of A and B kept apart, ``alpha A B + beta A + shift I``."""
+    """``A B^T``; with ``DIAGONALS``, ``alpha A B + beta A + shift I`` of matrices whose diagonals are separate."""
     per_square: tl.constexpr = COLS // ROWS
     row, column = _square_of(tl.program_id(0) // per_square, tl.cdiv(size, COLS), GROUP)
     rows = row * COLS + tl.program_id(0) % per_square * ROWS + tl.arange(0, ROWS)
     cols = column * COLS + tl.arange(0, COLS)
     matrix = tl.program_id(1).to(tl.int64)
     a, b = a_ptr + matrix * size * depth, b_ptr + matrix * size * depth
-    # Rows beyond the last are read from the start again: they are not stored, and loads need no mask.
+    # Rows beyond the last wrap around to the first: they are not stored, and loads need no mask.
     total = _sum_of_products(a, b, rows % size, cols % size, depth, across, along, DEPTH)
     on_it = tl.zeros((ROWS,), tl.float32)
     if DIAGONALS:
@@ -193,7 +193,7 @@ def symmetric_kernel(
 
 
 def _bench(call: Callable[[], None], quantiles: Any) -> Any:
-    """Milliseconds of one configuration; short trials, as every shape of a model pays for them in its first step."""
+    """Milliseconds of one configuration. Trials are short, since each shape pays for them in its first step."""
     return triton.testing.do_bench(call, warmup=5, rep=20, quantiles=quantiles)
 
 
@@ -201,7 +201,7 @@ tuned_kernel = triton.autotune(CONFIGS, key=["size", "depth", "along", "DIAGONAL
 
 
 def tiles(size: int, rows: int, cols: int) -> int:
-    """Programs for one matrix."""
+    """Number of programs for one matrix."""
     squares = triton.cdiv(size, cols)
     return squares * (squares + 1) // 2 * (cols // rows)
 
@@ -218,7 +218,7 @@ def _run(tensors: tuple[Tensor, ...], depth: int, strides: tuple[int, int], scal
 
 
 def square(x: Tensor, out: Symmetric, work: Workspace) -> None:
-    """The smaller of X X^T and X^T X; everything is contiguous. The diagonal is what the matrix units sum."""
+    """The smaller of X X^T and X^T X; all tensors are contiguous. The diagonal is the matrix units' fp32 sum."""
     rows, cols = x.shape[-2:]
     strides = (cols, 1) if rows <= cols else (1, cols)
     tensors = x, x, out.rest, out.diagonal, out.diagonal, out.diagonal
@@ -226,7 +226,7 @@ def square(x: Tensor, out: Symmetric, work: Workspace) -> None:
 
 
 def product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, by: Scalars = PLAIN) -> None:
-    """``alpha A B + beta A + shift I`` of symmetric matrices that commute; everything is contiguous."""
+    """``alpha A B + beta A + shift I`` for symmetric matrices that commute; all tensors are contiguous."""
     size = out.rest.size(-1)
     tensors = a.rest, b.rest, out.rest, a.diagonal, b.diagonal, out.diagonal
     _run(tensors, size, (size, 1), by, diagonals=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of operations on CUDA, in Triton. Importable without Triton; :func:`operations` then says so."""
+"""The table of operations on CUDA, in Triton. The module imports without Triton; :func:`operations` then raises."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch import Tensor
 
 from deepspeed.muon.kernels.table import Operations, Symmetric
 
-#: From this smaller dimension on, products whose result is symmetric are computed as one triangle. Below it there are
-#: too few tiles to fill the chip, and a library's plain product is faster. `benchmarks/gpu.sh` measures it.
+#: The smaller dimension from which symmetric products are computed as one triangle. Below it there are too few tiles to
+#: fill the chip, and a library's plain product is faster. ``benchmarks/gpu.sh`` measures it.
 SYMMETRIC_FROM = 2048
-#: Sixteen bytes are loaded at a time where sizes are multiples of so many 16-bit numbers; else products stay plain.
+#: Loads move sixteen bytes, so sizes must be multiples of this many 16-bit numbers; else products stay plain.
 MULTIPLE = 8
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 HALVES = (torch.bfloat16, torch.float16)
 
 
 def why_not() -> str | None:
-    """What keeps Triton's kernels from this process's accelerator, in words; ``None`` where nothing does."""
+    """Why Triton's kernels cannot run on this process's accelerator; ``None`` if they can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if torch.version.hip or not torch.cuda.is_available():
@@ -34,7 +34,7 @@ def why_not() -> str | None:
 
 
 def _why_not_compiled() -> str | None:
-    """One launch of a small kernel, as Triton also needs a C compiler and a driver that it knows."""
+    """Launch one small kernel, since Triton also needs a C compiler and a driver that it knows."""
     from deepspeed.muon.kernels import triton_elementwise as elementwise
 
     try:
@@ -48,7 +48,7 @@ def _why_not_compiled() -> str | None:
 
 
 def operations(other: Operations) -> Operations:
-    """Triton's table. What is not on a GPU, or of an unusual dtype or layout, goes to ``other``.
+    """Triton's table. Tensors that are not on a GPU, or of an unusual dtype or layout, go to ``other``.
 
     Raises:
         ImportError: Triton is not installed; see :func:`why_not`.
@@ -74,7 +74,7 @@ def operations(other: Operations) -> Operations:
 
 
 def _either(fits: Callable[..., bool], ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Ours on the device of the first argument, or theirs."""
+    """Ours if it fits the arguments, on the device of the first one; else theirs."""
 
     @functools.wraps(theirs)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -96,12 +96,12 @@ def _fits_apply(param: Tensor, update: Tensor, *_: Any) -> bool:
 
 
 def is_on_gpu(tensor: Tensor) -> bool:
-    """Whether a kernel of Triton may touch it."""
+    """Whether Triton's kernels can access it."""
     return tensor.is_cuda
 
 
 def _is_plain(*tensors: Tensor) -> bool:
-    """Whether one kernel can walk through all of them together."""
+    """Whether one kernel can process all of them together."""
     first = tensors[0]
     return all(is_on_gpu(t) and t.device == first.device and t.dtype in FLOATS and t.is_contiguous() for t in tensors)
 

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scratch memory that is taken once, and how many matrices share it."""
+"""Scratch memory that is allocated once, and how many matrices share it."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-#: Matrices that a CPU orthogonalizes together take at most this many bytes with their temporaries, so that its caches
-#: keep them from one product to the next: Newton-Schulz on matrices of 512 and more takes 5 to 10 % less time.
+#: The most bytes of matrices and temporaries that a CPU orthogonalizes together, so that they stay in its caches from
+#: one product to the next: Newton-Schulz on matrices of 512 and more takes 5 to 10 % less time.
 CACHED_BYTES = 8 << 20
 
 
 class Workspace:
-    """Scratch tensors that live as long as the optimizer: the steady state allocates nothing.
+    """Scratch tensors that live as long as the optimizer, so that the steady state allocates nothing.
 
-    Fresh pages cost as much as the arithmetic of a small product, so every temporary is asked for
-    here by name. Two requests of one name share storage; a larger one replaces it.
+    Fresh pages cost as much as the arithmetic of a small product, so every temporary comes from here, by name. Requests
+    of one name share storage; a larger one replaces it.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,8 @@ class Workspace:
     ) -> Tensor:
         """An uninitialized contiguous tensor of this shape, valid until the next request of this name.
 
-        ``pinned``: in memory of the host that an accelerator copies from and to by itself.
+        Args:
+            pinned: in page-locked host memory, which an accelerator copies from and to asynchronously.
         """
         numel = 1
         for size in shape:
@@ -38,18 +39,18 @@ class Workspace:
         return held[:numel].view(shape)
 
     def clear(self) -> None:
-        """Give back all storage."""
+        """Free all storage."""
         self._storage.clear()
 
     def nbytes(self) -> int:
-        """Bytes held at present."""
+        """Bytes held."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._storage.values())
 
 
 def matrices_together(x: Tensor) -> int:
     """How many of the matrices ``[batch, rows, cols]`` to orthogonalize at a time.
 
-    All on an accelerator; on a CPU what its caches hold, and at least one for each thread.
+    All of them on an accelerator; on a CPU as many as its caches hold, and at least one per thread.
     """
     if x.device.type != "cpu":
         return max(1, x.size(0))

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mathematics of a step; nothing here knows of ranks."""
+"""The mathematics of a step, without ranks."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which method of Newton-Schulz a matrix gets where ``ns_method`` is ``auto``.
+"""The method of Newton-Schulz for each shape where ``ns_method`` is ``auto``.
 
-The rule is data that travels with the package: ``choice.json``, which ``python benchmarks/choose.py --write`` measures
-anew. What it says of a model's shapes is pinned in the parameter groups, key ``ns_methods``, and saved with them in
-every checkpoint: a resumed run keeps its methods whatever a newer rule says.
+The rule is data shipped with the package, ``choice.json``, which ``python benchmarks/choose.py --write`` measures. Its
+choices for a model's shapes are pinned in the parameter groups, key ``ns_methods``, and saved with them in every
+checkpoint, so a resumed run keeps its methods even if a newer rule differs.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ from typing import Any
 from deepspeed.muon.errors import RuleError
 from deepspeed.muon.math.newton_schulz import METHODS
 
-#: The rule that is shipped, by kind, see :func:`kind_of`.
+#: The shipped rule, by kind; see :func:`kind_of`.
 FILE = Path(__file__).with_name("choice.json")
 KINDS = ("cpu bf16", "cpu fp32", "cuda bf16", "cuda fp32")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """From which aspect ratio on ``gram`` is taken.
+    """The aspect ratio from which ``gram`` is chosen.
 
-    ``bands``: the smaller dimension from which a band goes, ascending from 1, and its least aspect ratio of ``gram``;
-    ``None``: never. ``basis``: what it was measured on, and when.
+    ``bands``: the smaller dimension at which a band starts, ascending from 1, and the least aspect ratio for ``gram``
+    in it; ``None`` means never. ``basis``: where and when it was measured.
     """
 
     bands: tuple[tuple[int, float | None], ...]
     basis: str
 
     def method(self, rows: int, cols: int) -> str:
-        """``standard`` or ``gram``, for a matrix and its transpose alike."""
+        """``standard`` or ``gram``; the same for a matrix and its transpose."""
         small, large = sorted((rows, cols))
         aspect = next((aspect for size, aspect in reversed(self.bands) if size <= small), None)
         return "gram" if aspect is not None and large >= aspect * small else "standard"
 
 
 def kind_of(device_type: str, itemsize: int) -> str:
-    """What a rule is for: ``cpu``, or ``cuda`` for every accelerator, and the dtype of Newton-Schulz by its bytes."""
+    """The key of a rule: ``cpu``, or ``cuda`` for any accelerator, with the dtype of Newton-Schulz by its bytes."""
     return f"{'cpu' if device_type == 'cpu' else 'cuda'} {'bf16' if itemsize == 2 else 'fp32'}"
 
 
 @functools.cache
 def shipped() -> dict[str, Rule]:
-    """The rule of each kind.
+    """The rules by kind.
 
     Raises:
-        RuleError: the file is not as :func:`parse` wants it.
+        RuleError: :func:`parse` refuses the file.
     """
     try:
         return parse(json.loads(FILE.read_text()))
@@ -61,10 +61,10 @@ def shipped() -> dict[str, Rule]:
 
 
 def parse(data: Any) -> dict[str, Rule]:
-    """The rules that a file holds: ``{kind: {"basis": text, "bands": [[size, aspect or null], ...]}}``.
+    """The rules in a file: ``{kind: {"basis": text, "bands": [[size, aspect or null], ...]}}``.
 
     Raises:
-        ValueError: naming the kind and what is expected there.
+        ValueError: names the kind and what is expected there.
     """
     if not isinstance(data, dict) or set(data) != set(KINDS):
         raise ValueError(f"expected one rule for each of {', '.join(KINDS)}")
@@ -83,25 +83,25 @@ def _rule(kind: str, entry: Any) -> Rule:
 
 
 def shape_key(rows: int, cols: int) -> str:
-    """How a shape and its transpose are named in ``ns_methods``."""
+    """The name of a shape, and of its transpose, in ``ns_methods``."""
     return "x".join(map(str, sorted((rows, cols))))
 
 
 def pins(shapes: Iterable[tuple[int, int]], kind: str) -> dict[str, str]:
-    """What the shipped rule says of these shapes, by :func:`shape_key`, the small ones first."""
+    """The shipped rule's methods for these shapes, by :func:`shape_key`, small shapes first."""
     rule = shipped()[kind]
     return {shape_key(*shape): rule.method(*shape) for shape in sorted(shapes)}
 
 
 def choose_method(rows: int, cols: int, ns_method: str, kind: str, pinned: Mapping[str, str] | None = None) -> str:
-    """The method for one shape: the user's; where that is ``auto`` the pinned one, else by the shipped rule."""
+    """The method for one shape: the user's; for ``auto`` the pinned one, else the shipped rule's."""
     if ns_method != "auto":
         return ns_method
     return (pinned or {}).get(shape_key(rows, cols)) or shipped()[kind].method(rows, cols)
 
 
 def unknown_methods(pinned: Any) -> list[str]:
-    """What of a saved ``ns_methods`` this version cannot follow, in words."""
+    """The entries of a saved ``ns_methods`` that this version does not know, as texts."""
     if not isinstance(pinned, Mapping):
         return [repr(pinned)]
     return [f"{method!r} for {shape}" for shape, method in pinned.items() if method not in METHODS]

@@ -12,10 +12,10 @@ import functools
 Triple = tuple[float, float, float]
 Schedule = tuple[Triple, ...]
 
-#: The number of steps that ``ns_steps`` means when the user gives none.
+#: The default of ``ns_steps``.
 DEFAULT_STEPS = 5
 
-# One triple, repeated for as many steps as asked for.
+# One triple, repeated for every step.
 #: Keller Jordan, "Muon: An optimizer for hidden layers in neural networks" (2024).
 SIMPLE: Triple = (3.4445, -4.7750, 2.0315)
 
@@ -31,7 +31,7 @@ YOU: Schedule = (
 
 
 def _for_larger_norm(schedule: Schedule, factor: float) -> Schedule:
-    """The schedule that treats its input as if it had been divided by ``factor`` once more."""
+    """The schedule that acts as if its input were divided by ``factor`` first."""
     a, b, c = schedule[0]
     return ((a / factor, b / factor**3, c / factor**5), *schedule[1:])
 
@@ -61,8 +61,8 @@ def schedule(coefficients: str | Schedule, steps: int | None = None) -> Schedule
 
     Args:
         coefficients: a name of :data:`NAMED`, or triples given by the user.
-        steps: number of steps. A single triple is repeated; a schedule of several triples fixes
-            the number itself, and only its own length is accepted.
+        steps: number of steps, for a single triple. A schedule of several triples has a fixed length, and no other
+            is accepted.
 
     Raises:
         ValueError: the name is unknown, or ``steps`` differs from a schedule's length.
@@ -80,18 +80,18 @@ def schedule(coefficients: str | Schedule, steps: int | None = None) -> Schedule
     return triples
 
 
-#: The Gram iteration composes two steps where a relative error of ``ROUNDING`` in the Gram matrix between them, which
-#: is some roundings to bf16 that nothing averages out, moves no singular value by more than ``MOVED`` after ``AHEAD``
-#: further steps: enough for a value that diverges to be seen.
+#: The Gram iteration composes two steps if a relative error of ``ROUNDING`` in the Gram matrix between them moves no
+#: singular value by more than ``MOVED`` after ``AHEAD`` further steps. The error stands for a few bf16 roundings that
+#: nothing averages out, and the further steps show a value that diverges.
 ROUNDING, MOVED, AHEAD = 2**-7, 0.06, 3
 
 
 @functools.cache
 def segments(schedule: Schedule) -> tuple[int, ...]:
-    """Numbers of steps, one or two, after which the Gram iteration forms the Gram matrix anew.
+    """Numbers of steps, one or two, after which the Gram iteration forms the Gram matrix from the iterate again.
 
-    What its small matrices say of the iterate drifts from the iterate. Where a polynomial is steep at the largest
-    singular values the drift grows, and the next one then diverges from a value that it would have kept.
+    Between restarts its small matrices drift away from the iterate. A polynomial that is steep at the largest singular
+    values amplifies the drift, and the next step may then diverge.
     """
     found: list[int] = []
     done = 0
@@ -102,7 +102,7 @@ def segments(schedule: Schedule) -> tuple[int, ...]:
 
 
 def _moved(schedule: Schedule, first: int) -> float:
-    """How far an error of the Gram matrix after step ``first`` moves a singular value, at most."""
+    """The most by which an error of the Gram matrix after step ``first`` moves a singular value."""
     worst, after = 0.0, schedule[first + 2 : first + 2 + AHEAD]
     for i in range(1, 1001):
         between = _map(schedule[: first + 1], i / 1000)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times both methods of Newton-Schulz on the shapes of a model, on one device, in bounded time."""
+"""Times both methods of Newton-Schulz on a model's shapes, on one device, in bounded time."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.newton_schulz import METHODS, orthogonalize
 
-#: Seconds that all shapes together may take, beside the first run of each, in which kernels may be compiled.
+#: Seconds for all shapes together, without the first run of each, in which kernels may be compiled.
 SECONDS = 10.0
-#: Matrices of so many bytes make a batch, as in a step.
+#: Bytes of the matrices in one batch, as in a step.
 BATCH_BYTES = 8 * 2**20
-#: Timed runs of each method at most; a method is told from the other by its median.
+#: At most this many timed runs of each method; their medians are compared.
 ROUNDS = 9
-#: A method takes the place of the rule's only where it is so many times faster.
+#: A method replaces the rule's only if it is faster by this factor.
 MARGIN = 1.03
 
 Shape = tuple[int, int]
@@ -37,14 +37,14 @@ def race(
     seconds: float,
     clock: Clock = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Seconds of each method's runs on one batch, in turn, after one run of each that is not counted.
+    """Seconds of each method's runs on one batch, alternating, after one untimed run of each.
 
     Args:
         shape: rows and columns.
-        count: matrices in the model; the batch has no more than these.
-        seconds: after which no further round begins; one is timed at least.
+        count: matrices of this shape in the model, the most that a batch holds.
+        seconds: no new round begins after this time; one is always timed.
     """
-    generator = torch.Generator(device).manual_seed(0)  # torch's own generators stay as they are
+    generator = torch.Generator(device).manual_seed(0)  # leaves torch's own generators alone
     source = torch.randn(_batch(shape, count, dtype), *shape, generator=generator, device=device).to(dtype)
     x, work = torch.empty_like(source), Workspace()
 
@@ -83,25 +83,26 @@ def measure(
 ) -> dict[Shape, dict[str, float]]:
     """Median seconds of each method, by shape; shapes for which no time is left are missing.
 
+    Cheap shapes come first. The measurement ends before the first that would take too long at the pace of the last.
+
     Args:
-        shapes: how many matrices of each shape the model has. The cheap ones come first; one that would take too long
-            at the pace of the one before ends the measurement, as do all after it.
+        shapes: how many matrices of each shape the model has.
     """
     found: dict[Shape, dict[str, float]] = {}
-    work = {shape: min(shape) * shape[0] * shape[1] * _batch(shape, shapes[shape], dtype) for shape in shapes}
-    order = sorted(shapes, key=lambda shape: (work[shape], shape))
+    costs = {shape: min(shape) * shape[0] * shape[1] * _batch(shape, shapes[shape], dtype) for shape in shapes}
+    order = sorted(shapes, key=lambda shape: (costs[shape], shape))
     end, pace = clock() + seconds, 0.0
     for index, shape in enumerate(order):
         left = end - clock()
-        if 2 * pace * work[shape] > left:  # both methods, twice
+        if 2 * pace * costs[shape] > left:  # both methods, twice
             break
         times = race(shape, shapes[shape], schedule, dtype, device, kernels, left / (len(order) - index), clock)
         found[shape] = {method: statistics.median(values) for method, values in times.items()}
-        pace = sum(found[shape].values()) / work[shape]
+        pace = sum(found[shape].values()) / costs[shape]
     return found
 
 
 def better(times: Mapping[str, float], usual: str) -> str:
-    """The faster method, if it is faster than the usual one by more than :data:`MARGIN`, which is noise."""
+    """The faster method; the usual one unless the other is faster by more than :data:`MARGIN`, the noise."""
     fastest = min(METHODS, key=lambda method: times[method])
     return fastest if times[usual] > MARGIN * times[fastest] else usual

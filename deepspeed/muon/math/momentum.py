@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the momentum is kept: in the dtype of the tensor, fp32 under ZeRO, or in bf16 with stochastic rounding."""
+"""The momentum as it is kept: in the tensor's dtype, which is fp32 under ZeRO, or in bf16."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deepspeed.muon.log import logger
 
 @dataclass(frozen=True)
 class Held:
-    """A momentum on its way through ``Optimizer.load_state_dict``, which would cast a bare tensor."""
+    """Hides a momentum from ``Optimizer.load_state_dict``, which would cast a bare tensor."""
 
     tensor: Tensor
 
@@ -34,7 +34,7 @@ def kept_dtype(tensor: Tensor, momentum_dtype: str) -> torch.dtype:
 
 
 def hold(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Before ``load_state_dict``: keep every momentum as it was saved."""
+    """Hook before ``load_state_dict``: keep every momentum as it was saved."""
     state = {
         index: {**entry, "momentum_buffer": Held(entry["momentum_buffer"])} if "momentum_buffer" in entry else entry
         for index, entry in state_dict["state"].items()
@@ -43,7 +43,7 @@ def hold(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def settle(optimizer: Any) -> None:
-    """After loading: every momentum in the dtype of the config, on its tensor's device; a warning where it changes."""
+    """Hook after loading: cast every momentum to the config's dtype, on its tensor's device; warn if it changes."""
     changes = set()
     for tensor, state in optimizer.state.items():
         if "momentum_buffer" not in state:

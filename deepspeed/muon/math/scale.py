@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scale of an update by the shape of its matrix."""
+"""The scale of an update, by the shape of its matrix."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable
 
 #: Scale of the orthogonalized update by shape, under ``torch.optim.Muon``'s names: formula and function.
-#: ``original``: Keller Jordan (2024). ``match_rms_adamw``: Liu et al., "Muon is Scalable for LLM
-#: Training" (arXiv 2502.16982), section 2.2: the update's RMS is rms_scale, 0.2 as AdamW's.
+#: ``original``: Keller Jordan (2024). ``match_rms_adamw``: Liu et al., "Muon is Scalable for LLM Training"
+#: (arXiv 2502.16982), section 2.2: the update's RMS is rms_scale, by default 0.2, like AdamW's.
 #: ``spectral_unclamped``: Bernstein (2025), the spectral condition sqrt(out / in).
 SCALES: dict[str, tuple[str, Callable[[int, int, float], float]]] = {
     "original": ("sqrt(max(1, rows / cols))", lambda rows, cols, rms_scale: math.sqrt(max(1.0, rows / cols))),

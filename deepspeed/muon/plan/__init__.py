@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who orthogonalizes which matrix, and which elements travel for it. Without torch."""
+"""Which rank orthogonalizes which matrix, and which elements travel. Without torch."""

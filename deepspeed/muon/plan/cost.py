@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What balancing weighs for a parameter group: the operations of its Newton-Schulz against bytes on the wire."""
+"""The cost model of a parameter group: operations of its Newton-Schulz against bytes on the wire."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def cost_model(
     """The cost model of one group.
 
     Args:
-        ns_method: of the group, ``auto`` included.
+        ns_method: the group's, which may be ``auto``.
         schedule: of Newton-Schulz.
-        itemsize: bytes of one element that travels.
+        itemsize: bytes per element of the exchange.
         device_type: ``cpu``, or an accelerator's.
-        pinned: of the group, ``ns_methods``; by default what the shipped rule says.
+        pinned: the group's ``ns_methods``; by default the shipped rule's.
     """
     kind = kind_of(device_type, itemsize)
 

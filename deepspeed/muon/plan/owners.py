@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank orthogonalizes which matrix."""
+"""Assigns each matrix to the rank that orthogonalizes it."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from dataclasses import dataclass
 
 from deepspeed.muon.plan.placement import PlacedBlock
 
-#: Floating-point operations in the time of one byte on the wire: what moving a matrix away from the ranks
-#: that hold it must save. Cores on gloo; an accelerator on its fabric.
+#: Floating-point operations that take as long as one byte on the wire: what moving a matrix to a rank that does not
+#: hold it must save. For cores on gloo, and for an accelerator on its fabric.
 CPU_FLOPS_PER_BYTE = 200.0
 ACCELERATOR_FLOPS_PER_BYTE = 8000.0
 
 
 def flops_per_byte(device_type: str) -> float:
-    """The exchange rate of :class:`CostModel` for a kind of device."""
+    """``flops_per_byte`` of :class:`CostModel` for a type of device."""
     return CPU_FLOPS_PER_BYTE if device_type == "cpu" else ACCELERATOR_FLOPS_PER_BYTE
 
 
-#: Up to so many ranks that hold a part of a matrix, each is weighed as its owner.
+#: If at most this many ranks hold a part of a matrix, each is considered as its owner.
 FEW_HOLDERS = 8
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """What balancing weighs: operations per matrix, and how many of them one byte of exchange is worth."""
+    """Operations per matrix, and how many of them one byte of exchange is worth."""
 
     flops: Callable[[int, int], float]
     flops_per_byte: float
@@ -36,17 +36,17 @@ class CostModel:
     device_type: str = "cpu"
 
     def worth(self, elements: int) -> float:
-        """Operations that are worth the bytes of so many elements, to the owner and back."""
+        """Operations worth the bytes of ``elements`` elements, to the owner and back."""
         return self.flops_per_byte * 2 * self.bytes_per_element * elements
 
 
 def assign(items: Sequence[PlacedBlock], world_size: int, cost: CostModel) -> tuple[list[int], list[float]]:
-    """Owners of the matrices and loads of the ranks, the same on every rank.
+    """Owners of the matrices and loads of the ranks, in operations; the same on every rank.
 
-    Longest processing time (Graham 1969) among the ranks that hold a part of the matrix: the heaviest
-    first, to where it would be done earliest, counting the bytes that this owner must receive and the best one
-    need not: those that travel anyway hide behind the work or delay every owner alike. Then matrices leave the
-    busiest rank where that makes the step shorter although all their bytes travel.
+    Longest processing time first (Graham 1969), among the ranks that hold a part of the matrix: the heaviest matrix
+    goes where it would be done earliest. An owner pays for the bytes that it must receive beyond those that the best
+    owner must receive; the latter travel anyway. Then matrices leave the busiest rank while that shortens the step
+    although all their bytes travel.
     """
     loads = _Loads(world_size)
     weights = [cost.flops(item.block.rows, item.block.cols) for item in items]
@@ -65,9 +65,9 @@ def assign(items: Sequence[PlacedBlock], world_size: int, cost: CostModel) -> tu
 
 
 def is_worth_sharing(items: Sequence[PlacedBlock], world_size: int, cost: CostModel) -> bool:
-    """Whether ranks that all hold the same matrices are done earlier if each orthogonalizes some of them for all.
+    """Whether ranks that all hold the same matrices finish earlier if each orthogonalizes some of them for all.
 
-    The operations of all matrices, against those of the busiest owner and the bytes of the others' results.
+    Compares the operations of all matrices with those of the busiest owner plus the bytes of the others' results.
     """
     _, loads = assign(items, world_size, cost)
     received = sum(item.block.numel for item in items) * cost.bytes_per_element * (world_size - 1) / world_size
@@ -75,9 +75,9 @@ def is_worth_sharing(items: Sequence[PlacedBlock], world_size: int, cost: CostMo
 
 
 def _candidates(item: PlacedBlock, least: int) -> dict[int, int]:
-    """Holders worth a look, with the elements that each of them lacks.
+    """Ranks to consider as the owner, with the elements that each of them lacks.
 
-    All but the first and the last hold equal parts, so of many a few stand for all.
+    All holders but the first and the last hold equal parts, so a few stand for many.
     """
     holders = item.holders
     if len(holders) <= FEW_HOLDERS:
@@ -90,9 +90,9 @@ def _candidates(item: PlacedBlock, least: int) -> dict[int, int]:
 
 
 class _Loads:
-    """Load of every rank, the extremes at hand, and what each rank owns, the lightest first.
+    """Load of every rank, with fast access to the extremes, and the matrices of each rank, the lightest first.
 
-    The heaps keep outdated entries until they come to the top.
+    Outdated entries stay in the heaps until they reach the top.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -125,12 +125,12 @@ class _Loads:
 
 
 def _rebalance(prices: Sequence[float], owners: list[int], loads: _Loads) -> None:
-    """Move matrices from the busiest to the least loaded rank as long as the busier of the two gets less.
+    """Move matrices from the busiest to the least loaded rank while that lowers the higher of the two loads.
 
-    The best one to move costs about half the gap between them.
+    The best matrix to move costs about half the gap between them.
 
     Args:
-        prices: of each matrix at a rank that holds nothing of it.
+        prices: of each matrix, at a rank that holds nothing of it.
     """
     for _ in range(len(prices)):
         busiest, least = loads.busiest(), loads.least()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How parameters and their blocks lie over the ranks: arithmetic rules, so nothing here grows with the ranks."""
+"""How parameters and their blocks lie over the ranks, by arithmetic rules whose size does not grow with the ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from deepspeed.muon.matrices.routing import MatrixSpec
 class Placement:
     """How one parameter lies over the ranks.
 
-    Element e is in part ``(origin + e) // span``, at position ``base + (origin + e) % span`` of its tensor; part k is
-    on rank ``first + k * step``.
-    Stages 1 and 2 cut the flat group: origin is the parameter's offset in it, span the partition's size,
-    base 0. Stage 3 cuts each parameter: origin 0, span its partition's size, base its offset.
-    Stage 0 cuts nothing: origin 0, span the parameter's size, base 0, and ``copies`` ranks hold all of it.
-    With tensor parallelism rank t of T has a parameter of its own: first t, step T.
+    Element e is in part ``(origin + e) // span``, at position ``base + (origin + e) % span`` of the tensor there. Part
+    k is on rank ``first + k * step``.
+
+    - Stages 1 and 2 cut the flat group: origin is the parameter's offset in it, span the partition's size, base 0.
+    - Stage 3 cuts each parameter: origin 0, span its partition's size, base its offset.
+    - Stage 0 cuts nothing: origin 0, span the parameter's size, base 0; ``copies`` ranks hold all of it.
+    - With tensor parallelism, rank t of T has a parameter of its own: first t, step T.
     """
 
     origin: int
@@ -33,14 +34,14 @@ class Placement:
     step: int = 1
 
     def ranks(self, start: int, stop: int) -> range:
-        """Ranks that hold any of the elements ``start .. stop``."""
+        """Ranks that hold any of elements ``start .. stop``."""
         if self.copies > 1:
             return range(self.copies)
         low, high = (self.origin + start) // self.span, (self.origin + stop - 1) // self.span
         return range(self.first + low * self.step, self.first + high * self.step + 1, self.step)
 
     def held(self, rank: int, start: int, stop: int) -> tuple[int, int]:
-        """The part of ``start .. stop`` that ``rank`` holds; empty where first >= second."""
+        """The range within ``start .. stop`` that ``rank`` holds; empty if its start is not below its stop."""
         if self.copies > 1:
             return start, stop
         part, other = divmod(rank - self.first, self.step)
@@ -48,15 +49,15 @@ class Placement:
         return (max(start, low), min(stop, low + self.span)) if not other else (stop, start)
 
     def position(self, element: int) -> int:
-        """Where ``element`` lies in the tensor of the rank that holds it."""
+        """Position of ``element`` in the tensor of the rank that holds it."""
         return self.base + (self.origin + element) % self.span
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A parameter of a partition: its route, the tensor that holds its elements, and how they lie.
+    """A parameter of a partition: its route, the index of the tensor that holds its elements, and its placement.
 
-    ``tp_placements``: under tensor parallelism, where the parameter of each rank of its group lies: a shard or a copy.
+    ``tp_placements``: with tensor parallelism, the placement of each rank's parameter, a shard or a copy.
     """
 
     spec: MatrixSpec
@@ -66,7 +67,7 @@ class Shard:
 
 
 class Rectangle(NamedTuple):
-    """A rectangle of a matrix, inside one parameter or one shard of it; ``at``: its first element in the matrix."""
+    """A rectangle of a matrix inside one parameter or shard; ``at``: index of its first element in the matrix."""
 
     block: Block
     at: int
@@ -74,16 +75,16 @@ class Rectangle(NamedTuple):
 
     @property
     def ranks(self) -> range:
-        """The ranks that hold any of it."""
+        """Ranks that hold any of it."""
         return self.placement.ranks(self.block.offset, self.block.stop)
 
     def held(self, rank: int) -> int:
-        """Elements that ``rank`` holds."""
+        """Number of elements that ``rank`` holds."""
         low, high = self.placement.held(rank, self.block.offset, self.block.stop)
         return self.block.before(high) - self.block.before(low) if low < high else 0
 
     def pieces(self, rank: int, pitch: int) -> Iterator[Piece]:
-        """What ``rank`` holds, as :meth:`Block.pieces` of the matrix with ``pitch`` columns."""
+        """The part that ``rank`` holds, as :meth:`Block.pieces` of a matrix with ``pitch`` columns."""
         low, high = self.placement.held(rank, self.block.offset, self.block.stop)
         for piece in self.block.pieces(low, high, pitch) if low < high else ():
             yield piece._replace(at=self.at + piece.at)
@@ -91,22 +92,23 @@ class Rectangle(NamedTuple):
 
 @dataclass(frozen=True)
 class PlacedBlock:
-    """One matrix to orthogonalize, and where its elements are."""
+    """One matrix to orthogonalize, with the placement of its elements."""
 
     shard: Shard
     block: Block
 
     @property
     def name(self) -> str:
-        """The parameter's, with the block's first element where it is not the parameter's."""
+        """The parameter's name, with the index of the block's first element unless that is 0."""
         offset = self.block.offset
         return f"{self.shard.spec.name}[{offset}]" if offset else self.shard.spec.name
 
     @cached_property
     def parts(self) -> tuple[Rectangle, ...]:
-        """The rectangles that make it up: one, or those of the ranks of a tensor-parallel group.
+        """The rectangles that make it up: one, or those on the ranks of a tensor-parallel group.
 
-        Copies lie on each other: the owner takes any, and all get its result, so that they stay equal bit by bit.
+        The rectangles of copies are equal. The owner uses any of them, and all get its result, so that copies stay
+        equal bit by bit.
         """
         sharding, tp_placements = self.shard.spec.sharding, self.shard.tp_placements or (self.shard.placement,)
         if sharding is None:
@@ -116,19 +118,19 @@ class PlacedBlock:
 
     @cached_property
     def holders(self) -> Sequence[int]:
-        """The ranks that hold a part of the matrix, in order."""
+        """Ranks that hold a part of the matrix, in order."""
         if len(self.parts) == 1:
             return self.parts[0].ranks
         return sorted({rank for part in self.parts for rank in part.ranks})
 
     def pieces(self, rank: int) -> Iterator[Piece]:
-        """What ``rank`` holds, as :meth:`Block.pieces`."""
+        """The part that ``rank`` holds, as :meth:`Block.pieces`."""
         return chain.from_iterable(part.pieces(rank, self.block.cols) for part in self.parts)
 
     def held(self, rank: int) -> int:
-        """Elements of the matrix that ``rank`` holds."""
+        """Number of the matrix's elements that ``rank`` holds."""
         return sum(part.held(rank) for part in self.parts)
 
     def missing(self, rank: int) -> int:
-        """Elements of the matrix that ``rank`` does not hold."""
+        """Number of the matrix's elements that ``rank`` does not hold."""
         return self.block.numel - self.held(rank)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who orthogonalizes which matrix, and which elements travel for it. Pure Python, no communication.
+"""The plan of the exchange: owners, and the elements that travel. Pure Python, no communication.
 
-Every rank derives the same owners and buckets from the same facts, then lists only its own part: the
-runs that it holds and the matrices that it owns. The work is O(matrices + ranks) for one rank.
+Every rank derives the same owners and buckets from the same facts, then lists only its own part: the runs that it holds
+and the matrices that it owns. One rank's plan takes O(matrices + ranks) time.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from deepspeed.muon.matrices.block import Block, Piece
@@ -19,12 +20,19 @@ from deepspeed.muon.plan.placement import PlacedBlock, Shard
 
 @dataclass(frozen=True)
 class Run:
-    """Elements of one block in this rank's tensor, where the first of them is element ``start``.
+    """Elements of one block that this rank holds.
 
-    ``at`` is their place in the bucket's matrices where ``in_place``, else in this rank's send buffer: there they are
-    contiguous. They are in place where this rank owns the block, unless they are columns of it: those it sends to
-    itself. ``rows`` and ``cols`` are the block's, ``name`` is the parameter's, with the block's first element where it
-    is not the parameter's.
+    Args:
+        tensor: index of the tensor that holds them.
+        start: position of the first one in that tensor.
+        piece: their layout.
+        in_place: whether they are written straight into the bucket's matrices. That needs this rank to own the block
+            and the piece to be contiguous in it; columns of an own block travel through the send buffer.
+        at: position of the first one in the bucket's matrices if ``in_place``, else in the send buffer. They are
+            contiguous there.
+        rows: of the block.
+        cols: of the block.
+        name: of the block, as :attr:`PlacedBlock.name`.
     """
 
     tensor: int
@@ -41,18 +49,18 @@ class Run:
         """Number of elements."""
         return self.piece.numel
 
-    @property
+    @cached_property
     def draws(self) -> tuple[str, int]:
-        """Whose random numbers its elements take, and the first one's: the matrix's, by element.
+        """The name under which its random numbers are drawn, and the index of the first one.
 
-        Columns of a matrix do not follow each other in it, so they have numbers of their own.
+        Numbers belong to the elements of the matrix. Columns are not contiguous in it and have numbers of their own.
         """
         return (self.name, self.piece.at) if self.piece.is_contiguous else (f"{self.name}@{self.piece.at}", 0)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Equal matrices that lie one after the other in the bucket's matrices."""
+    """Matrices of one shape, adjacent in the bucket's matrices."""
 
     start: int
     count: int
@@ -61,9 +69,9 @@ class Batch:
 
 
 class Unpack(NamedTuple):
-    """Received elements, contiguous from ``source`` on in the receive buffer: where they belong in the matrices.
+    """Received elements, contiguous from ``source`` in the receive buffer, and their place in the matrices.
 
-    There they are ``rows`` runs of ``cols`` elements, ``pitch`` apart, from ``target`` on.
+    There they are ``rows`` runs of ``cols`` elements, ``pitch`` apart, starting at ``target``.
     """
 
     source: int
@@ -75,7 +83,7 @@ class Unpack(NamedTuple):
 
 @dataclass(frozen=True)
 class Bucket:
-    """One round of the exchange, as one rank sees it. All positions and counts are in elements."""
+    """One round of the exchange as one rank sees it; positions and counts are in elements."""
 
     runs: tuple[Run, ...]
     batches: tuple[Batch, ...]
@@ -83,17 +91,17 @@ class Bucket:
     send_counts: tuple[int, ...]
     receive_counts: tuple[int, ...]
     matrix_elements: int
-    #: Whether any rank sends anything in this round; the same on all ranks.
+    #: Whether any rank sends anything in this round; equal on all ranks.
     travels: bool
     names: tuple[str, ...]
-    #: Whether every rank holds every matrix: then only results travel, each owner's to all, and ``send_counts`` are
-    #: the elements of each owner's.
+    #: Whether every rank holds every matrix. Then only results travel, from each owner to all, and ``send_counts`` are
+    #: the numbers of elements of each owner's results.
     replicated: bool
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All rounds of one partition, with what they cost."""
+    """All rounds of one partition and their cost."""
 
     rank: int
     world_size: int
@@ -105,7 +113,7 @@ class Plan:
 
     @property
     def sent_elements(self) -> int:
-        """Elements that this rank sends to others per step, there and back."""
+        """Elements that this rank sends to others per step, to the owners and back."""
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         return sum(
             bucket.matrix_elements * (self.world_size - 1)
@@ -113,12 +121,6 @@ class Plan:
             else sum(counts[to] for counts in (bucket.send_counts, bucket.receive_counts) for to in others)
             for bucket in self.buckets
         )
-
-    @property
-    def imbalance(self) -> float:
-        """Load of the busiest owner over the mean: 1 is perfect, world_size is one owner for all."""
-        total = sum(self.loads)
-        return max(self.loads) * self.world_size / total if total else 1.0
 
 
 def make_plan(
@@ -128,9 +130,9 @@ def make_plan(
 
     Args:
         shards: the partition's Muon parameters, in the same order on all ranks.
-        cost: weighs Newton-Schulz against exchange.
-        bucket_bytes: bound on the matrices of one owner in one bucket; where every rank receives all
-            results, of all owners together. By default that of :mod:`deepspeed.muon.plan.plan`.
+        cost: weighs Newton-Schulz against the exchange.
+        bucket_bytes: the most bytes of one owner's matrices in one bucket, or of all owners' where every rank receives
+            all results; by default as :func:`bucket_limit` chooses.
     """
     items = [PlacedBlock(shard, block) for shard in shards for block in shard.spec.blocks]
     owners, loads = assign(items, world_size, cost)
@@ -147,7 +149,7 @@ def _rounds(
 ) -> list[list[tuple[int, PlacedBlock]]]:
     """Cut each owner's matrices, equal shapes together, into chunks of at most ``limit`` elements.
 
-    Round k is every owner's k-th chunk, as (owner, item) in an order that all ranks share.
+    Round k holds every owner's k-th chunk, as (owner, item), in the same order on all ranks.
     """
     order = sorted(range(len(items)), key=lambda i: (owners[i], -items[i].block.numel, items[i].block.rows, i))
     rounds: list[list[tuple[int, PlacedBlock]]] = []
@@ -198,12 +200,12 @@ def _bucket(items: list[tuple[int, PlacedBlock]], rank: int, world_size: int) ->
 
 
 def _unpacking(incoming: list[list[tuple[int, Piece]]]) -> tuple[tuple[Unpack, ...], tuple[int, ...]]:
-    """Where received elements belong: the receive buffer is ordered by source, then as the source sent."""
+    """Where received elements belong. The receive buffer is ordered by source rank, then as that rank sent."""
     received, counts, at = [], [], 0
     for pieces in incoming:
         before = at
         for matrix, piece in pieces:
-            # A contiguous piece is one run, however its elements lie where they come from.
+            # A piece that is contiguous in the matrix is one run, whatever its layout at the source.
             rows, cols = (1, piece.numel) if piece.is_contiguous else (piece.rows, piece.cols)
             received.append(Unpack(at, matrix + piece.at, rows, cols, piece.pitch))
             at += piece.numel
@@ -225,7 +227,7 @@ def _batches(shapes: Iterable[tuple[int, Block]]) -> Iterator[Batch]:
 
 
 def _digest(items: list[PlacedBlock], owners: list[int], rounds: list[list[tuple[int, PlacedBlock]]]) -> str:
-    """A hash of everything that the ranks must agree on."""
+    """A hash of all that the ranks must agree on."""
     text = hashlib.sha256()
     for item, owner in zip(items, owners, strict=True):
         places = [(p.placement.origin, p.placement.span, p.placement.base) for p in item.parts]
@@ -234,23 +236,24 @@ def _digest(items: list[PlacedBlock], owners: list[int], rounds: list[list[tuple
     return text.hexdigest()[:16]
 
 
-#: Bytes of matrices that one owner takes in one bucket, at most; a larger matrix makes a bucket of its own. On an
-#: accelerator several large matrices at once fill the chip.
+#: The most bytes of matrices that one owner takes in one bucket; a larger matrix has a bucket to itself. An accelerator
+#: needs several large matrices at once to be busy.
 CPU_BUCKET_BYTES, BUCKET_BYTES = 8 * 2**20, 128 * 2**20
-#: On CPUs buckets shrink to no less than this where there would be fewer rounds than so many: the first way there and
-#: the last way back hide behind nothing.
+#: On CPUs buckets shrink, down to this size, until there are this many rounds: nothing hides the first exchange to the
+#: owners and the last one back.
 LEAST_BUCKET_BYTES, ROUNDS = 2**20, 8
 
 
 def bucket_limit(
     items: Sequence[PlacedBlock], world_size: int, copies: int, cost: CostModel, bucket_bytes: int | None = None
 ) -> int:
-    """Elements of one owner in one bucket.
+    """The most elements of one owner in one bucket.
 
     Args:
         items: all matrices of the partition.
-        copies: ranks that hold the matrices whole; there a bucket, which stays large, is that of all owners together.
-        bucket_bytes: instead of the rule's.
+        copies: ranks that hold the matrices whole. With several, a bucket belongs to all owners together and stays
+            large.
+        bucket_bytes: overrides the rule.
     """
     if bucket_bytes is None:
         bucket_bytes = CPU_BUCKET_BYTES if cost.device_type == "cpu" else BUCKET_BYTES

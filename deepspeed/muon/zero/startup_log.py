@@ -49,8 +49,8 @@ def log_startup(adapter: Adapter, lacking: selection.Missing, matrices_of_all: i
         *(_steps(engine, optimizer, lacking, matrices) if matrices else ()),
     )
     logger.info("deepspeed-muon %s: %s", __version__, "; ".join(facts))
-    for split, names in _splits(matrices).items():
-        what = split if split.startswith("left whole") else f"split into {split}"
+    for (split, is_whole), names in _splits(matrices).items():
+        what = split if is_whole else f"split into {split}"
         logger.info("deepspeed-muon: %s: %d parameters, first %s", what, len(names), names[0])
     if not adapter.bounds_memory_by_sub_groups:
         _warn_of_small_sub_groups(optimizer)
@@ -89,16 +89,16 @@ def _steps(
         f"Newton-Schulz in {str(exchange.dtype).removeprefix('torch.')} on {exchange.device.type}, kernels: "
         f"{selection.summary(optimizer.kernels, lacking)}, {_methods(optimizer)}",
         f"adjust_lr_fn {config.scale} = {SCALES[config.scale][0].replace('rms_scale', f'{config.rms_scale:g}')}: "
-        f"update RMS {rms:.3g} x lr for {typical.name} {list(typical.whole)}",
+        f"update RMS {rms:.3g} x lr for {typical.name} {list(typical.whole)} ({config.scale_reason})",
     )
 
 
-def _splits(specs: list[MatrixSpec]) -> dict[str, list[str]]:
-    """Names of the parameters that were split or reshaped, or that were left whole for a reason, by that text."""
-    found: dict[str, list[str]] = {}
+def _splits(specs: list[MatrixSpec]) -> dict[tuple[str, bool], list[str]]:
+    """Names of parameters by how they are split, as text, and whether that means that they stay whole."""
+    found: dict[tuple[str, bool], list[str]] = {}
     for spec in specs:
         if spec.split:
-            found.setdefault(spec.split, []).append(spec.name)
+            found.setdefault((spec.split, spec.left_whole), []).append(spec.name)
     return found
 
 

@@ -18,7 +18,6 @@ from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.log import logger
 from deepspeed.muon.math.choice import unknown_methods
 from deepspeed.muon.matrices.pipeline import stages_of
-from deepspeed.muon.matrices.splitting import is_fused
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.zero.checkpoint.safe_load import read_states
 
@@ -224,7 +223,7 @@ def check_groups(optimizer: MuonWithAuxAdam, groups: Groups) -> None:
 
 def fused(optimizer: Any) -> set[str]:
     """Names of the parameters that ``muon_fused`` cuts."""
-    return {spec.name for spec in optimizer.specs.values() if is_fused(spec.split)}
+    return {spec.name for spec in optimizer.specs.values() if spec.split_by == "muon_fused"}
 
 
 def routing_difference(optimizer: MuonWithAuxAdam, groups: Groups) -> str | None:

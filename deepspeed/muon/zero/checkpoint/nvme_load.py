@@ -62,7 +62,7 @@ class NvmeLoad:
     # ---- in place of DeepSpeed's functions -------------------------------------------------------------------
 
     def _load_checkpoint(self, original: Callable, load_dir: str, tag: str, **options: Any) -> Any:
-        """``DeepSpeedEngine._load_checkpoint``, which would gather weights alone from zero files, where they are empty."""
+        """``DeepSpeedEngine._load_checkpoint``, which would gather weights from empty zero files."""
         if self._saved is not None or self.engine.load_universal_checkpoint():
             options["load_optimizer_states"] = True
         return original(load_dir, tag, **options)

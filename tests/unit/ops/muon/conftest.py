@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where compiled ops are kept, a time limit for every test and the end of the process pools."""
+"""What is compiled before the tests, marks, a time limit for every test and the end of the process pools."""
 
 import inspect
+import itertools
 import os
 import re
 import signal
@@ -14,20 +15,82 @@ import pytest
 from packaging.version import Version
 
 pytest.register_assert_rewrite("helpers")
+from helpers import extensions  # noqa: E402
 
 TIME_LIMIT = 300.0
 """Seconds a test may take unless it is marked with time_limit(seconds)."""
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are built from configs; nothing is fetched
-os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(__file__).resolve().parents[4] / "build" / "torch_extensions"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"time_limit(seconds): bound of a test, {TIME_LIMIT:g} s by default")
+    config.addinivalue_line("markers", "sample(count): so many of its cases run by default, the others in full runs")
+    config.addinivalue_line("markers", "ranks: may run functions on pools of ranks; set by this file")
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Compile what the tests need, in the process that starts the others."""
+    if not hasattr(session.config, "workerinput") and not session.config.option.collectonly:
+        extensions.remove_locks()
+        extensions.build()
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out what stock DeepSpeed before 0.19.8 gets wrong on CPU and gloo, whatever the optimizer."""
+    """Mark what runs on ranks and what runs in full runs only; leave out what this DeepSpeed gets wrong."""
+    _mark_ranks(items)
+    _mark_all_but_a_sample(items)
+    _leave_out_stocks_faults(items)
+
+
+def _mark_ranks(items: list[pytest.Item]) -> None:
+    for item in items:
+        if any("helpers.distributed" in str(getattr(value, "__module__", "")) for value in vars(item.module).values()):
+            item.add_marker(pytest.mark.ranks)
+
+
+def _mark_all_but_a_sample(items: list[pytest.Item]) -> None:
+    """Of each test marked ``sample(count)``, the cases beyond the sample are ``full``."""
+    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sample"):
+            cases.setdefault((item.path, item.originalname), []).append(item)
+    for found in cases.values():
+        kept = sample([case.callspec.params for case in found], found[0].get_closest_marker("sample").args[0])
+        for index, item in enumerate(found):
+            if index not in kept:
+                item.add_marker(pytest.mark.full)
+
+
+def sample(cases: list[dict[str, Any]], count: int) -> set[int]:
+    """Indices of ``count`` cases that cover as many values, and then pairs of values, of the parameters as they can."""
+    facts = [[{fact} for fact in _values(case)] for case in cases]
+    pairs = [[a | b for a, b in itertools.combinations(one, 2)] for one in facts]
+    kept: list[int] = []
+    seen: set[frozenset] = set()
+    while len(kept) < min(count, len(cases)):
+        left = [index for index in range(len(cases)) if index not in kept]
+
+        def gain(index: int) -> tuple[int, int]:
+            new = [sum(frozenset(fact) not in seen for fact in of[index]) for of in (facts, pairs)]
+            return new[0], new[1]
+
+        kept.append(max(left, key=gain))
+        seen |= {frozenset(fact) for of in (facts, pairs) for fact in of[kept[-1]]}
+    return set(kept)
+
+
+def _values(case: dict[str, Any]) -> list[tuple[str, str]]:
+    """(name, value) of each parameter; a parameter that is a dict counts as its entries."""
+    found = []
+    for name, value in case.items():
+        found += [(key, str(one)) for key, one in value.items()] if isinstance(value, dict) else [(name, str(value))]
+    return found
+
+
+def _leave_out_stocks_faults(items: list[pytest.Item]) -> None:
+    """What stock DeepSpeed before 0.19.8 gets wrong on CPU and gloo, whatever the optimizer."""
     if Version(version("deepspeed")) >= Version("0.19.8"):
         return
     races = pytest.mark.skip(reason="before 0.19.8 stage 3's gathers, and overlapped buckets, race on CPU and gloo")
@@ -95,7 +158,7 @@ def interpret() -> Iterator[Callable[..., Any]]:
 
     def run(fn: Callable[..., Any], **kwargs: Any) -> Any:
         if not held or held[-1].closed:  # by a failure
-            held.append(Pool(1, {"TRITON_INTERPRET": "1"}))
+            held.append(Pool(1, {"TRITON_INTERPRET": "1"}, restart=True))
         return held[-1].run(fn, kwargs, 120)[0]
 
     yield run

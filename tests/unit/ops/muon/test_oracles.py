@@ -164,6 +164,7 @@ def test_shares_average_to_the_global_loss(world: int, accumulation: int) -> Non
     torch.testing.assert_close(mean, model(*model.batch(3)))
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_not_tiny(name: str) -> None:
     model = MODELS[name]()
@@ -172,6 +173,7 @@ def test_gradients_are_not_tiny(name: str) -> None:
     assert min(norms.values()) > 1e-3, norms
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
 def test_models_compute_in_half_precision(name: str, dtype: torch.dtype) -> None:
@@ -181,6 +183,7 @@ def test_models_compute_in_half_precision(name: str, dtype: torch.dtype) -> None
     torch.testing.assert_close(low(*model.batch(0)), model(*model.batch(0)), rtol=0.05, atol=0.05, check_dtype=False)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", ["mlp", "frozen", "unused", "gpt_tied"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_adam_matches_deepspeed(stage: int, name: str) -> None:

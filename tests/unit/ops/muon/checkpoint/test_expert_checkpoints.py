@@ -49,6 +49,7 @@ OFTEN = [("moe", 0), ("moe", 2), ("autoep", 2), ("autoep", 3)]
 CASES = [*(("moe", stage) for stage in (0, 1, 2)), *(("autoep", stage) for stage in (0, 1, 2, 3))]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("kind", "stage"), [case if case in OFTEN else pytest.param(*case, marks=pytest.mark.full) for case in CASES]
 )

@@ -70,6 +70,7 @@ def save_into_a_full_disk(folder: str, limits: dict[int, int], tag: str, **case:
     return found
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("limits", [{1: 0}, {0: 600, 1: 600}, {0: 0}], ids=["rank 1", "both, later", "rank 0"])
 def test_a_full_disk(stage: int, limits: dict[int, int], tmp_path: Path) -> None:

@@ -3,28 +3,23 @@
 
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from deepspeed.muon.errors import ExchangeError
 from deepspeed.muon.exchange import watchdog
-from helpers.faults import CELLS, WORLD, Server, reference, torment
+from helpers.faults import CELLS, WORLD, Tally, _judge, attempt, reference, torment
 from helpers.nvme import why_not
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    started = Server()
-    yield started
-    started.close()
-
-
-def check(server: Server, root: Path, case: dict[str, Any], phase: str, kills: int, seed: int) -> None:
+def check(root: Path, case: dict[str, Any], phase: str, kills: int, seed: int) -> None:
     if "zero" in case and (reason := why_not()):
         pytest.skip(reason)
-    tally = torment(server, root, case, phase, kills, seed)
+    tally = torment(root, case, phase, kills, seed)
     print(phase, case, "seed", seed, tally)
     assert tally.problems == []
     assert tally.kills >= kills and tally.completed >= 1
@@ -34,15 +29,15 @@ def check(server: Server, root: Path, case: dict[str, Any], phase: str, kills: i
 
 
 @pytest.mark.parametrize(("stage", "phase", "kills"), [(2, "save", 2), (3, "exchange", 2), (3, "training", 1)])
-def test_a_killed_job_goes_on_exactly(server: Server, tmp_path: Path, stage: int, phase: str, kills: int) -> None:
-    check(server, tmp_path, {"stage": stage}, phase, kills, seed=0)
+def test_a_killed_job_goes_on_exactly(tmp_path: Path, stage: int, phase: str, kills: int) -> None:
+    check(tmp_path, {"stage": stage}, phase, kills, seed=0)
 
 
 @pytest.mark.full
 @pytest.mark.time_limit(900)
 @pytest.mark.parametrize(("case", "phase"), [(c, p) for _, c, phases in CELLS for p in phases], ids=str)
-def test_many_kills(server: Server, tmp_path: Path, case: dict[str, Any], phase: str) -> None:
-    check(server, tmp_path, case, phase, kills=10, seed=1)
+def test_many_kills(tmp_path: Path, case: dict[str, Any], phase: str) -> None:
+    check(tmp_path, case, phase, kills=10, seed=1)
 
 
 # ---- inside the exchange ------------------------------------------------------------------------------------
@@ -55,10 +50,10 @@ NAMED = r"ExchangeError: the exchange failed in bucket 1 of 1 of group muon \(la
 @pytest.mark.parametrize(
     ("stage", "stall"), [(0, False), (2, False), (3, False), (3, True), pytest.param(2, True, marks=pytest.mark.full)]
 )
-def test_who_waits_for_a_lost_rank_names_the_bucket(server: Server, tmp_path: Path, stage: int, stall: bool) -> None:
+def test_who_waits_for_a_lost_rank_names_the_bucket(tmp_path: Path, stage: int, stall: bool) -> None:
     """At stage 0 the matrices must be large enough to be shared."""
     case = {"stage": stage} | ({} if stage else {"model": "broad"})
-    outcome = server.attempt(tmp_path, case, {1: ("exchange", 0)}, stall=stall, timeout=STALLED)
+    outcome = attempt(tmp_path, case, {1: ("exchange", 0)}, stall=stall, timeout=STALLED)
     assert outcome.codes == [1, None if stall else -9]
     assert re.search(NAMED, outcome.output[0]), outcome.output[0]
     if stall:
@@ -75,6 +70,54 @@ class Work:
 
     def wait(self) -> None:
         pass
+
+
+def collective(launch: Any = None, wait: Any = None) -> watchdog.PendingCollective:
+    """One whose launch or wait raises what is given."""
+
+    def act(error: Exception | None) -> SimpleNamespace:
+        if error is not None:
+            raise error
+        return SimpleNamespace(wait=lambda: act(wait))
+
+    return watchdog.PendingCollective("bucket 1 of 2 of group muon", ("up.weight",), lambda: act(launch))
+
+
+@pytest.mark.parametrize(
+    "error", [torch.distributed.DistBackendError("NCCL"), RuntimeError("Connection closed by peer")], ids=repr
+)
+def test_an_error_of_the_backend_is_that_of_another_rank(error: Exception) -> None:
+    """Gloo's errors are plain RuntimeErrors, and come when the collective is waited for."""
+    with pytest.raises(ExchangeError, match=r"bucket 1 of 2 of group muon \(up\.weight\).*another rank died"):
+        collective(wait=error).wait()
+    if isinstance(error, torch.distributed.DistError):
+        with pytest.raises(ExchangeError, match="another rank died"):
+            collective(launch=error)
+
+
+@pytest.mark.parametrize("when", ["launch", "wait"])
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), NotImplementedError("sparse"), TypeError("int"), MemoryError()],
+    ids=repr,
+)
+def test_any_other_error_passes_as_it_is(
+    error: Exception, when: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log names the bucket. An error on this rank must not send its user to the others' logs."""
+    monkeypatch.setattr(watchdog.logger, "propagate", True)
+    with pytest.raises(type(error)) as raised:
+        collective(**{when: error}).wait()
+    assert raised.value is error
+    (line,) = caplog.messages
+    assert f"{type(error).__name__} in bucket 1 of 2 of group muon (up.weight)" in line
+
+
+def test_a_wrong_call_is_no_fault_of_another_rank() -> None:
+    error = RuntimeError("Tensors must be contiguous")
+    with pytest.raises(RuntimeError) as raised:
+        collective(launch=error)
+    assert raised.value is error
 
 
 def test_a_collective_that_does_not_end_is_logged_once(
@@ -96,12 +139,10 @@ def test_a_collective_that_does_not_end_is_logged_once(
     assert "does not end in bucket 2 of 2 of group group0-muon (a, b, c, d and 1 more)" in caplog.messages[0]
 
 
-def test_the_harness_notices_a_wrong_resume(server: Server, tmp_path: Path) -> None:
+def test_the_harness_notices_a_wrong_resume(tmp_path: Path) -> None:
     """A run whose checkpoint is ahead of its trace, or whose losses differ, is a problem."""
-    from helpers.faults import Tally, _judge
-
-    expected = reference(server, tmp_path / "run", {"stage": 2})
-    outcome = server.attempt(tmp_path / "run", {"stage": 2}, {})
+    expected = reference(tmp_path / "run", {"stage": 2})
+    outcome = attempt(tmp_path / "run", {"stage": 2}, {})
     tally = Tally()
     _judge(tally, outcome, {}, tmp_path / "run", expected)
     assert tally.problems == [] and outcome.codes == [0] * WORLD

@@ -39,6 +39,7 @@ def go_on(folder: str, load: bool, name: str = "tied", stages: int = 2, **config
         return str(error)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(("name", "world"), [("tied", 4), ("late", 2)])
 def test_resume_is_exact(name: str, world: int, precision: str, tmp_path: Path) -> None:

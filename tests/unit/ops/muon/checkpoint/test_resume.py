@@ -32,6 +32,7 @@ NAMED: list[dict[str, Any]] = [
 # ---- exact resume -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("case", RESUMED, ids=str)
 def test_resume_is_exact(case: dict[str, Any], tmp_path: Path) -> None:
     expected = run(save_and_go_on, 2, case=case, folder=str(tmp_path))
@@ -80,6 +81,7 @@ def oracle_states(steps: int) -> dict[str, Tensor]:
     return states | {f"{n}.exp_avg_sq": reference.second_moment[n] for n, kind in routing.items() if kind == "adam"}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("case", NAMED, ids=str)
 def test_states_are_found_by_name(case: dict[str, Any], tmp_path: Path) -> None:
     expected = {"trained": oracle_states(1), "resumed": oracle_states(2)}

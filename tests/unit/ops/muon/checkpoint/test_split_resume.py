@@ -50,6 +50,7 @@ def trained(**params: Any) -> MuonWithAuxAdam:
     return optimizer
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("here", [WHOLE, SPLIT, HEADS])
 @pytest.mark.parametrize("there", [WHOLE, SPLIT, HEADS])
 def test_other_blocks_than_were_saved_are_told(there: Any, here: Any, warnings: list[str]) -> None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs test functions on every rank of a pool of processes joined by torch.distributed (gloo, CPU).
+"""Runs functions on every rank of a pool of processes joined by torch.distributed (gloo, CPU).
 
-The pools, one for each world size, start at their first use and serve all tests of the session.
+The pools, one for each world size, start at their first use and serve all tests of the session. One server process,
+which has imported torch, DeepSpeed and the package, forks their ranks.
 """
 
 import atexit
@@ -17,23 +18,29 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from helpers import extensions
 from helpers.paths import TESTS
 
 START_TIMEOUT = 300.0
-"""Seconds in which the ranks of a new pool must meet."""
+"""Seconds in which the server must be ready, and the ranks of a new pool must meet."""
 COLLECTIVE_TIMEOUT = 90.0
 """Seconds after which a collective that some rank does not join raises in the others."""
 GRACE = 5.0
 """Seconds that the other ranks have to report after one rank failed."""
 MAX_THREADS = 200
 """Threads of a rank from which on its pool is replaced; those of groups that an engine keeps alive poll for ever."""
+MAX_BYTES = 2**31
+"""Memory of a rank from which on its pool is replaced; engines at stage 3 are never freed."""
 TAIL = 4000
 """Characters of each rank's output shown with a failure."""
+Reply = tuple[str, Any]
+"""("ok", result), ("error", traceback) or ("ended", what is known of its end)."""
 
 
 class RankError(AssertionError):
@@ -46,7 +53,7 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _environment(rank: int, world_size: int, port: int, extra: dict[str, str]) -> dict[str, str]:
+def environment(rank: int, world_size: int, port: int, extra: dict[str, str]) -> dict[str, str]:
     """The environment variables of one rank; `extra` overrides the rest."""
     defaults = {"DS_ACCELERATOR": "cpu"}
     if "lo" in (name for _, name in socket.if_nameindex()):
@@ -57,24 +64,83 @@ def _environment(rank: int, world_size: int, port: int, extra: dict[str, str]) -
     return defaults | dict(os.environ) | {name: str(value) for name, value in fixed.items()} | extra
 
 
-class Rank:
-    """One worker process, its connection and its log file."""
+def start(mode: str, theirs: Connection, env: dict[str, str], *arguments: str, **options: Any) -> subprocess.Popen:
+    """A new interpreter with worker.py as `mode`, at its end of a connection."""
+    command = [sys.executable, "-m", "helpers.worker", mode, str(theirs.fileno()), *arguments]
+    options = {"stdin": subprocess.DEVNULL, "pass_fds": [theirs.fileno()], "start_new_session": True} | options
+    return subprocess.Popen(command, env=env, **options)
 
-    def __init__(self, log: Path, env: dict[str, str]) -> None:
+
+class Server:
+    """The process that forks ranks."""
+
+    def __init__(self) -> None:
+        self._connection, theirs = Pipe()
+        self._process = start("server", theirs, environment(0, 1, 0, {}))
+        theirs.close()
+        try:
+            if not self._connection.poll(START_TIMEOUT):
+                raise TimeoutError("the server of ranks did not start")
+            self._connection.recv()
+        except BaseException:
+            self.close()
+            raise
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def fork(self, theirs: Connection, **rank: Any) -> int:
+        """The process id of a new rank."""
+        return self._ask("fork", rank, theirs)
+
+    def exit_code(self, pid: int) -> int | None:
+        """What a rank ended with."""
+        return self._ask("exit code", pid) if self.is_alive() else None
+
+    def close(self) -> None:
+        """End the process; its ranks follow."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._connection.close()
+
+    def _ask(self, request: str, argument: Any, handle: Connection | None = None) -> Any:
+        try:
+            self._connection.send((request, argument))
+            if handle is not None:
+                send_handle(self._connection, handle.fileno(), self._process.pid)
+            return self._connection.recv()
+        except BaseException:  # a time limit too: the next answer would be taken for another request's
+            self.close()
+            raise
+
+
+_servers: list[Server] = []
+
+
+def server() -> Server:
+    """The server of this session."""
+    if not _servers or not _servers[-1].is_alive():
+        _servers.append(Server())
+    return _servers[-1]
+
+
+class Rank:
+    """One process, its connection and its log file."""
+
+    def __init__(self, log: Path, env: dict[str, str], timeout: float | None, restart: bool) -> None:
         self.connection, theirs = Pipe()
-        self.log = log
-        self.mark = 0
-        command = [sys.executable, "-m", "helpers.worker", str(theirs.fileno()), str(COLLECTIVE_TIMEOUT)]
-        with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                command,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+        self.log, self.mark, self.code = log, 0, None
+        self._process, self._server = None, None
+        if restart:
+            arguments = [] if timeout is None else [str(timeout)]
+            with log.open("wb") as output:
+                self._process = start("rank", theirs, env, *arguments, stdout=output, stderr=subprocess.STDOUT)
+            self.pid = self._process.pid
+        else:
+            log.touch()
+            self._server = server()
+            self.pid = self._server.fork(theirs, log=str(log), env=env, collective_timeout=timeout)
         theirs.close()
 
     def send(self, *messages: bytes) -> None:
@@ -82,12 +148,21 @@ class Rank:
         for message in messages:
             self.connection.send_bytes(message)
 
-    def receive(self) -> tuple[str, Any]:
-        """The reply: ("ok", result) or ("error", text)."""
+    def receive(self) -> Reply:
+        """The reply to what was sent."""
         try:
             return pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
-            return "error", f"the process ended with code {self.process.wait(timeout=GRACE)}"
+            return "ended", f"the process ended with code {self.exit_code()}"
+
+    def exit_code(self) -> int | None:
+        """Waits a little for the process to end; None if it does not."""
+        if self.code is None and self._process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                self.code = self._process.wait(timeout=GRACE)
+        elif self.code is None and self._server is not None:
+            self.code = self._server.exit_code(self.pid)
+        return self.code
 
     def output(self) -> str:
         """The end of what the rank wrote since `mark`, which moves to the end of the log."""
@@ -100,14 +175,24 @@ class Rank:
     def kill(self) -> None:
         self.connection.close()
         with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+            os.killpg(self.pid, signal.SIGKILL)
+        self.exit_code()
 
 
 class Pool:
-    """`world_size` processes in one torch.distributed job, with the environment variables `env` added."""
+    """`world_size` processes in one torch.distributed job.
 
-    def __init__(self, world_size: int, env: dict[str, str] | None = None) -> None:
+    `env` is added to their environment; what is read when a module is imported needs `restart`, a new interpreter.
+    Without `timeout`, of their collectives, they do not meet: the jobs see to that.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        env: dict[str, str] | None = None,
+        restart: bool = False,
+        timeout: float | None = COLLECTIVE_TIMEOUT,
+    ) -> None:
         self.closed = False
         self.ranks: list[Rank] = []
         self.logs = tempfile.TemporaryDirectory(prefix="muon_ranks_")
@@ -115,7 +200,7 @@ class Pool:
         try:
             for rank in range(world_size):
                 log = Path(self.logs.name) / f"rank{rank}.log"
-                self.ranks.append(Rank(log, _environment(rank, world_size, port, env or {})))
+                self.ranks.append(Rank(log, environment(rank, world_size, port, env or {}), timeout, restart))
             self._results(START_TIMEOUT)
         except BaseException:
             self.close()
@@ -123,36 +208,25 @@ class Pool:
 
     def run(self, fn: Callable[..., Any], kwargs: dict[str, Any], timeout: float) -> list[Any]:
         """The results of fn(**kwargs) by rank; a failure closes the pool, as its ranks may be out of step."""
-        messages = pickle.dumps(sys.path), pickle.dumps((fn, kwargs))
+        started = time.time()
         try:
-            for rank in self.ranks:
-                rank.send(*messages)
+            self.send(fn, [kwargs] * len(self.ranks))
             return self._results(timeout)
         except BaseException:
             self.close()
+            extensions.remove_locks(since=started)
             raise
 
-    def is_worn(self) -> bool:
-        """Whether what earlier tests left in the processes slows the next."""
-        return not self.closed and any(psutil.Process(r.process.pid).num_threads() > MAX_THREADS for r in self.ranks)
+    def send(self, fn: Callable[..., Any], kwargs: list[dict[str, Any]]) -> None:
+        """Start fn(**kwargs[rank]) on every rank."""
+        for rank, own in zip(self.ranks, kwargs, strict=True):
+            rank.send(pickle.dumps(sys.path), pickle.dumps((fn, own)))
 
-    def close(self) -> None:
-        self.closed = True
-        for rank in self.ranks:
-            rank.kill()
-        self.logs.cleanup()
-
-    def _results(self, timeout: float) -> list[Any]:
-        """The next result of every rank in order; raises RankError if any is missing or a failure."""
-        replies = self._replies(timeout)
-        if len(replies) == len(self.ranks) and all(status == "ok" for status, _ in replies.values()):
-            return [replies[rank][1] for rank in range(len(self.ranks))]
-        raise RankError(self._report(replies, timeout))
-
-    def _replies(self, timeout: float) -> dict[int, tuple[str, Any]]:
-        """The replies by rank that came within `timeout` seconds, or GRACE seconds after the first failure."""
-        replies: dict[int, tuple[str, Any]] = {}
-        waiting: dict[Connection, int] = {rank.connection: number for number, rank in enumerate(self.ranks)}
+    def replies(self, timeout: float, grace: float = GRACE, ranks: list[int] | None = None) -> dict[int, Reply]:
+        """The replies of `ranks` that came within `timeout` seconds, or `grace` seconds after the first failure."""
+        replies: dict[int, Reply] = {}
+        numbers = range(len(self.ranks)) if ranks is None else ranks
+        waiting: dict[Connection, int] = {self.ranks[number].connection: number for number in numbers}
         deadline = time.monotonic() + timeout
         while waiting:
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
@@ -162,15 +236,33 @@ class Pool:
                 number = waiting.pop(connection)
                 replies[number] = self.ranks[number].receive()
                 if replies[number][0] != "ok":
-                    deadline = min(deadline, time.monotonic() + GRACE)
+                    deadline = min(deadline, time.monotonic() + grace)
         return replies
 
-    def _report(self, replies: dict[int, tuple[str, Any]], timeout: float) -> str:
+    def is_worn(self) -> bool:
+        """Whether what earlier tests left in the processes slows the next."""
+        processes = [] if self.closed else [psutil.Process(rank.pid) for rank in self.ranks]
+        return any(p.num_threads() > MAX_THREADS or p.memory_info().rss > MAX_BYTES for p in processes)
+
+    def close(self) -> None:
+        self.closed = True
+        for rank in self.ranks:
+            rank.kill()
+        self.logs.cleanup()
+
+    def _results(self, timeout: float) -> list[Any]:
+        """The next result of every rank in order; raises RankError if any is missing or a failure."""
+        replies = self.replies(timeout)
+        if len(replies) == len(self.ranks) and all(status == "ok" for status, _ in replies.values()):
+            return [replies[rank][1] for rank in range(len(self.ranks))]
+        raise RankError(self._report(replies, timeout))
+
+    def _report(self, replies: dict[int, Reply], timeout: float) -> str:
         """What every rank did and wrote, with the Python stack of those that are still running."""
         missing = [rank for number, rank in enumerate(self.ranks) if number not in replies]
         outputs = [rank.output() for rank in self.ranks]
         for rank in missing:
-            rank.process.send_signal(signal.SIGUSR1)
+            os.kill(rank.pid, signal.SIGUSR1)
         time.sleep(0.5 if missing else 0.0)
         failed = any(status != "ok" for status, _ in replies.values())
         lines = ["a rank failed" if failed else f"not all ranks answered within {timeout:g} s"]
@@ -189,6 +281,7 @@ def run(
     world_size: int,
     timeout: float = 120.0,
     fresh: bool = False,
+    restart: bool = False,
     env: dict[str, str] | None = None,
     **kwargs: Any,
 ) -> list[Any]:
@@ -196,12 +289,13 @@ def run(
 
     `fn` is a function at the top level of a module; arguments and results are pickled, the tensors in
     results arrive detached on the CPU. Raises RankError, and ends the processes, if a rank raises or if not
-    all answer within `timeout` seconds. `fresh` runs in a pool of its own, to which `env` adds variables.
+    all answer within `timeout` seconds. `fresh` runs in a pool of its own, to which `env` adds variables, and
+    `restart` in new interpreters.
     """
-    if env and not fresh:
-        raise ValueError("env needs fresh=True")
+    if (env or restart) and not fresh:
+        raise ValueError("env and restart need fresh=True")
     if fresh:
-        pool = Pool(world_size, env)
+        pool = Pool(world_size, env, restart)
         try:
             return pool.run(fn, kwargs, timeout)
         finally:
@@ -220,6 +314,8 @@ def end_worn_pools() -> None:
 
 @atexit.register
 def shutdown() -> None:
-    """End the processes of all pools."""
+    """End the processes of all pools, and the server."""
     while _pools:
         _pools.popitem()[1].close()
+    while _servers:
+        _servers.pop().close()

@@ -1,34 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kills ranks of a training job at chosen events, starts it again, and compares it with a run that nobody killed.
 
-A server process imports torch and DeepSpeed once and forks the ranks of every attempt. The ranks count events of four
-kinds: points of the training loop, of a save, of the exchange, of a swap to NVMe; a rank ends itself, or stands still,
-at the event it is told. `python -m helpers.faults 4`, from the
-folder of the tests, prints the table of docs/checkpoints.md for four kills per cell.
+`python -m helpers.faults 4`, from the folder of the tests, prints the table of docs/checkpoints.md for four kills per
+cell.
 """
 
 import json
-import os
-import pickle
 import random
 import signal
-import subprocess
 import sys
+import tempfile
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
-from helpers.distributed import START_TIMEOUT, _environment, _free_port
+from helpers.distributed import Pool, shutdown
+from helpers.faulty_training import STEPS, WORLD, train
+from helpers.nvme import why_not
 
-STEPS, EVERY, WORLD = 9, 2, 2
-"""Steps of a run, steps between its checkpoints, ranks."""
 TIMEOUT = 20.0
 """Seconds of the process group's timeout, within which a rank must end that lost another one."""
+BIND_TIMEOUT = "20"
+"""Seconds that the ranks wait for one that dies while its engine is built; rank 0's verdict for twice as long."""
 MARGIN = 40.0
 """Seconds beside it for starting and training, on a loaded machine."""
+NVME = {"offload_optimizer": {"device": "nvme", "nvme_path": "SWAP", "buffer_count": 4}, "sub_group_size": 200_000}
+
+
+#: (name, config, phases in which ranks are killed)
+CELLS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    ("2", {"stage": 2}, ("training", "save", "exchange")),
+    ("3", {"stage": 3}, ("training", "save", "exchange")),
+    ("3, optimizer on NVMe", {"stage": 3, "model": "swapped", "zero": NVME}, ("training", "save", "exchange", "swap")),
+]
 
 
 @dataclass
@@ -43,40 +48,31 @@ class Outcome:
     output: list[str]
 
 
-class Server:
-    """The process that forks ranks."""
-
-    def __init__(self) -> None:
-        self._connection, theirs = Pipe()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "helpers.faults_rank", str(theirs.fileno())],
-            env=_environment(0, WORLD, 0, {}),
-            stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
-        )
-        theirs.close()
-        if not self._connection.poll(START_TIMEOUT):
-            self.close()
-            raise TimeoutError("the server of ranks did not start")
-        self._connection.recv_bytes()
-
-    def attempt(self, folder: Path, case: dict[str, Any], deaths: dict[int, tuple[str, int]], **job: Any) -> Outcome:
-        """One start of the job in `folder`, where rank r meets its end at event n of a phase: deaths[r] = phase, n."""
-        known = {"folder": str(folder), "case": case, "deaths": deaths, "port": _free_port(), "ranks": [*range(WORLD)]}
-        limits = {"timeout": TIMEOUT, "limit": TIMEOUT + MARGIN}
-        self._connection.send_bytes(pickle.dumps((sys.path, known | limits | job)))
-        if not self._connection.poll(TIMEOUT + 2 * MARGIN):
-            self.close()
-            raise TimeoutError("the server of ranks does not answer")
-        codes, seconds = pickle.loads(self._connection.recv_bytes())
-        output = [(folder / f"rank{rank}.log").read_text() for rank in range(WORLD)]
-        return Outcome(codes, seconds, output)
-
-    def close(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+def attempt(
+    folder: Path,
+    case: dict[str, Any],
+    deaths: dict[int, tuple[str, int]],
+    stall: bool = False,
+    timeout: float = TIMEOUT,
+) -> Outcome:
+    """One start of the job in `folder`, where rank r meets its end at event n of a phase: deaths[r] = phase, n."""
+    folder.mkdir(parents=True, exist_ok=True)
+    limit = timeout + MARGIN
+    started = time.monotonic()
+    pool = Pool(WORLD, {"DS_MUON_BIND_TIMEOUT": BIND_TIMEOUT}, timeout=None)
+    try:
+        job = {"folder": folder, "case": case, "stall": stall, "timeout": timeout}
+        pool.send(train, [job | {"rank": rank, "death": deaths.get(rank)} for rank in range(WORLD)])
+        awaited = [rank for rank in range(WORLD) if not (stall and rank in deaths)]
+        replies = pool.replies(limit, grace=limit, ranks=awaited)
+        seconds = time.monotonic() - started
+        codes: list[int | None] = [None] * WORLD
+        for rank, (status, _) in replies.items():
+            codes[rank] = pool.ranks[rank].exit_code() if status == "ended" else int(status == "error")
+        said = {rank: str(reply) for rank, (_, reply) in replies.items()}
+        return Outcome(codes, seconds, [rank.output() + said.get(n, "") for n, rank in enumerate(pool.ranks)])
+    finally:
+        pool.close()
 
 
 def read_log(folder: Path, rank: int) -> list[list[str]]:
@@ -93,8 +89,8 @@ class Reference:
     events: list[dict[str, int]]
 
 
-def reference(server: Server, folder: Path, case: dict[str, Any]) -> Reference:
-    outcome = server.attempt(folder, case, {})
+def reference(folder: Path, case: dict[str, Any]) -> Reference:
+    outcome = attempt(folder, case, {})
     assert outcome.codes == [0] * WORLD, outcome.output
     lines = [{" ".join(line[:-1]): line[-1] for line in read_log(folder, rank)} for rank in range(WORLD)]
     assert all(f"step {n}" in one for one in lines for n in range(STEPS))
@@ -112,20 +108,20 @@ class Tally:
     problems: list[str] = field(default_factory=list)
 
 
-def torment(server: Server, root: Path, case: dict[str, Any], phase: str, kills: int, seed: int) -> Tally:
+def torment(root: Path, case: dict[str, Any], phase: str, kills: int, seed: int) -> Tally:
     """Kill until `kills` attempts were killed in `phase`, restarting from `latest` each time, then let it finish."""
-    expected = reference(server, root / "reference", case)
+    expected = reference(root / "reference", case)
     rng, tally, chain = random.Random(seed), Tally(), 0
     folder = root / f"{phase}{chain}"
     while tally.kills < kills and not tally.problems:
         deaths = _choose(rng, phase, expected)
-        outcome = server.attempt(folder, case, deaths)
+        outcome = attempt(folder, case, deaths)
         _judge(tally, outcome, deaths, folder, expected)
         if outcome.codes == [0] * WORLD:  # it was nearly done: the chosen event was never reached
             tally.completed += 1
             chain += 1
             folder = root / f"{phase}{chain}"
-    outcome = server.attempt(folder, case, {})
+    outcome = attempt(folder, case, {})
     _judge(tally, outcome, {}, folder, expected)
     tally.completed += outcome.codes == [0] * WORLD
     return tally
@@ -182,31 +178,16 @@ def table(rows: list[tuple[str, str, Tally]]) -> str:
 
 def main(kills: int) -> None:
     """Print the table; the seed is fixed."""
-    import tempfile
-
-    from helpers.nvme import why_not
-
-    server, rows = Server(), []
+    rows = []
     started = time.monotonic()
     for name, case, phases in CELLS:
         for phase in () if "zero" in case and why_not() else phases:
             with tempfile.TemporaryDirectory() as root:
-                rows.append((name, phase, torment(server, Path(root), case, phase, kills, seed=1)))
+                rows.append((name, phase, torment(Path(root), case, phase, kills, seed=1)))
                 print(rows[-1], flush=True)
-    server.close()
+    shutdown()
     print(table(rows), f"\n{time.monotonic() - started:.0f} s")
 
 
 if __name__ == "__main__":
     main(int(sys.argv[1]))
-
-
-NVME = {"offload_optimizer": {"device": "nvme", "nvme_path": "SWAP", "buffer_count": 4}, "sub_group_size": 200_000}
-
-
-#: (name, config, phases in which ranks are killed)
-CELLS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
-    ("2", {"stage": 2}, ("training", "save", "exchange")),
-    ("3", {"stage": 3}, ("training", "save", "exchange")),
-    ("3, optimizer on NVMe", {"stage": 3, "model": "swapped", "zero": NVME}, ("training", "save", "exchange", "swap")),
-]

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of a pool of distributed.py: runs the functions it is sent until the parent goes away."""
+"""The processes of distributed.py: a rank, which runs the functions it is sent, and the server that forks ranks.
+
+Both live until the connection to their parent ends, a rank also until the process that started it is gone.
+"""
 
 import faulthandler
 import gc
@@ -11,18 +14,37 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from datetime import timedelta
 from importlib import import_module
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 from typing import Any
 
-import torch
-from torch.distributed import distributed_c10d
-from torch.nn import functional
-from torch.utils import _pytree as pytree
+PRELOADED = (
+    "deepspeed.muon",
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # loads torch's compiler
+    "deepspeed.runtime.zero.stage3",
+    "deepspeed.runtime.zero.stage_1_and_2",
+    "deepspeed.runtime.bf16_optimizer",
+    "deepspeed.runtime.pipe.engine",
+    "deepspeed.runtime.swap_tensor.pipelined_optimizer_swapper",
+    "helpers.engine_state",
+    "hypothesis",
+    "transformers",
+)
+"""What every rank would import by itself."""
+#: Modules of DeepSpeed that remember the groups of ranks which an engine's parallelism made.
+KEEPERS = (
+    "deepspeed.utils.groups",
+    "deepspeed.module_inject.layers",
+    "deepspeed.runtime.activation_checkpointing.checkpointing",
+    "deepspeed.runtime.sequence_parallel.parallel_state_sp",
+)
+
+# ---- a rank -----------------------------------------------------------------------------------------------------
 
 
 def _die_with(parent: int) -> None:
@@ -32,10 +54,12 @@ def _die_with(parent: int) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _start(collective_timeout: float) -> None:
+def join(collective_timeout: float) -> None:
     """Initialise torch.distributed through DeepSpeed, for training in float32, bfloat16 and float16."""
+    import torch
     from deepspeed.accelerator import get_accelerator
     from deepspeed.utils import logger
+    from torch.distributed import distributed_c10d
 
     import deepspeed
 
@@ -56,16 +80,10 @@ def _start(collective_timeout: float) -> None:
 
 def _portable(result: Any) -> Any:
     """`result` with every tensor copied to the CPU without its graph and the rest of its storage."""
+    import torch
+    from torch.utils import _pytree as pytree
+
     return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu().clone(), result)
-
-
-#: Modules of DeepSpeed that remember the groups of ranks which an engine's parallelism made.
-KEEPERS = (
-    "deepspeed.utils.groups",
-    "deepspeed.module_inject.layers",
-    "deepspeed.runtime.activation_checkpointing.checkpointing",
-    "deepspeed.runtime.sequence_parallel.parallel_state_sp",
-)
 
 
 @contextmanager
@@ -74,6 +92,9 @@ def _nothing_left() -> Iterator[None]:
 
     At stage 3 DeepSpeed replaces torch's `linear` for good, by one that rounds otherwise in bf16: it is put back.
     """
+    from torch.distributed import distributed_c10d
+    from torch.nn import functional
+
     linear = functional.linear
     keepers = [vars(import_module(name)) for name in KEEPERS if find_spec(name)]
     before = [{key: copy(value) if isinstance(value, dict) else value for key, value in k.items()} for k in keepers]
@@ -88,23 +109,28 @@ def _nothing_left() -> Iterator[None]:
             distributed_c10d.destroy_process_group(group)
 
 
-def _run(message: bytes) -> bytes:
+def _run(message: bytes, cleans: bool) -> bytes:
     """The pickled reply, ("ok", result) or ("error", traceback), to a pickled (function, kwargs)."""
+    import torch
+
     torch.manual_seed(0)
     try:
         fn, kwargs = pickle.loads(message)
-        with _nothing_left():
+        with _nothing_left() if cleans else nullcontext():
             return pickle.dumps(("ok", _portable(fn(**kwargs))))
     except BaseException:
         return pickle.dumps(("error", traceback.format_exc()))
 
 
-def main(fd: int, collective_timeout: float) -> None:
-    """Answer "ready", then every pair of messages: sys.path of the parent, (function, kwargs)."""
+def serve_jobs(parent: Connection, collective_timeout: float | None) -> None:
+    """Be a rank: answer "ready", then every pair of messages: sys.path of the parent, (function, kwargs).
+
+    Without `collective_timeout` the ranks do not meet before the first job, which is their last.
+    """
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     threading.Thread(target=_die_with, args=(os.getppid(),), daemon=True).start()
-    parent = Connection(fd)
-    _start(collective_timeout)
+    if collective_timeout is not None:
+        join(collective_timeout)
     parent.send_bytes(pickle.dumps(("ok", "ready")))
     while True:
         try:
@@ -112,11 +138,70 @@ def main(fd: int, collective_timeout: float) -> None:
             message = parent.recv_bytes()
         except EOFError:
             return
-        reply = _run(message)
-        gc.collect()
+        reply = _run(message, cleans=collective_timeout is not None)
+        gc.collect()  # of what the job made: the rest is frozen
         sys.stdout.flush()
         parent.send_bytes(reply)
 
 
+# ---- the server -------------------------------------------------------------------------------------------------
+
+
+def serve_forks(parent: Connection) -> None:
+    """Be the server: answer "ready", then every request for a rank with its process id, or for an exit code."""
+    for name in PRELOADED:
+        import_module(name)
+    import_module("deepspeed.muon.kernels.native").unavailable()  # loads the C++ operations, if they can be built
+    for thread in threading.enumerate():  # a fork would lose them
+        if thread is not threading.current_thread():
+            thread.join(timeout=10)
+            assert not thread.is_alive(), thread
+    gc.collect()
+    gc.freeze()  # a collection in a rank would copy every page that it inherits
+    parent.send("ready")
+    while True:
+        try:
+            request, argument = parent.recv()
+        except EOFError:
+            return
+        parent.send(_fork(parent, **argument) if request == "fork" else _exit_code(argument))
+
+
+def _fork(server: Connection, log: str, env: dict[str, str], collective_timeout: float | None) -> int:
+    """Start a rank that writes to `log`; its process id. Its end of the connection follows the request."""
+    handle = recv_handle(server)
+    if pid := os.fork():
+        os.close(handle)
+        return pid
+    try:
+        os.setsid()
+        server.close()
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.environ.clear()
+        os.environ.update(env)
+        serve_jobs(Connection(handle), collective_timeout)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _exit_code(pid: int, patience: float = 5.0) -> int | None:
+    """What a rank ended with, or None if it runs on."""
+    deadline = time.monotonic() + patience
+    while True:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(0.005)
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), float(sys.argv[2]))
+    connection, waits = Connection(int(sys.argv[2])), float(sys.argv[3]) if len(sys.argv) > 3 else None
+    serve_forks(connection) if sys.argv[1] == "server" else serve_jobs(connection, waits)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from helpers.foreign_models import Adapted
 from helpers.models import Mlp
 from helpers.training import ds_config
 
@@ -120,6 +121,7 @@ def tagged() -> nn.Module:
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "bias.use_muon = True": tagged,
+    "a model that trains LoRA factors alone": lambda: nn.ModuleList(Adapted("lora_A", "lora_B") for _ in range(2)),
 }
 
 

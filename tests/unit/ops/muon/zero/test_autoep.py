@@ -64,6 +64,7 @@ OFTEN = [(0, *SIZES[1]), (1, *SIZES[2]), *((stage, *size) for stage in (2, 3) fo
 CASES = [(stage, *size) for stage in (0, 1, 2, 3) for size in SIZES]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("stage", "world", "experts", "ep"),
     [case if case in OFTEN else pytest.param(*case, marks=pytest.mark.full) for case in CASES],

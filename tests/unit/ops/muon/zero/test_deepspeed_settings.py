@@ -39,6 +39,7 @@ SUPPORTED: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("settings", SUPPORTED, ids=str)
 def test_settings_that_are_not_refused_change_nothing(settings: dict[str, Any]) -> None:
     results = run(losses, 2, **settings)

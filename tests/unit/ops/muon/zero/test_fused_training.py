@@ -94,6 +94,7 @@ def optimizer(**params: Any) -> dict[str, Any]:
     return {"type": "Muon", "params": PARAMS | params}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("stage", "world"), pairs((0, 1, 2, 3), QUICK))
 def test_fused_projections(stage: int, world: int) -> None:
     expected = reference("layouts", fused_parts)
@@ -113,6 +114,7 @@ def test_whole_fused_projections_are_something_else() -> None:
     assert differing(whole, reference("layouts", experts)) == set()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("stage", "world"), STAGES_AND_WORLDS)
 def test_latent_attention_per_head(stage: int, world: int) -> None:
     expected = reference("deepseek_v3", head_parts)
@@ -121,6 +123,7 @@ def test_latent_attention_per_head(stage: int, world: int) -> None:
         assert differing(weights, expected) == set()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("lora", ["B", "both"])
 @pytest.mark.parametrize(("stage", "world"), STAGES_AND_WORLDS)
 def test_low_rank_factors(stage: int, world: int, lora: str) -> None:
@@ -154,6 +157,7 @@ def go_on(kind: str, stage: int, folder: str, load: bool) -> dict[str, Tensor]:
     return weights
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("stage", "world"), pairs((1, 2, 3), RESUMED))
 @pytest.mark.parametrize("kind", KINDS)
 def test_resume_is_exact(kind: str, stage: int, world: int, tmp_path: Path) -> None:

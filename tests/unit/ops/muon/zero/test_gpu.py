@@ -52,14 +52,16 @@ def offloaded(stage: int) -> list[set[str]]:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_states_move_to_the_host_and_back(stage: int) -> None:
-    assert run(offloaded, 1, fresh=True, env=GPU, stage=stage) == [[{"cuda"}, {"cpu"}, {"cuda"}]]
+    assert run(offloaded, 1, fresh=True, restart=True, env=GPU, stage=stage) == [[{"cuda"}, {"cpu"}, {"cuda"}]]
 
 
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_training_on_the_gpu(stage: int, offload: bool) -> None:
     settings: dict[str, Any] = {"optimizer": {"type": "Muon", "params": PARAMS | {"ns_dtype": "bf16"}}}
-    weights = run(train, 1, fresh=True, env=GPU, model="narrow", steps=5, stage=stage, offload=offload, **settings)[0]
+    weights = run(
+        train, 1, fresh=True, restart=True, env=GPU, model="narrow", steps=5, stage=stage, offload=offload, **settings
+    )[0]
     reference = oracle("narrow", 1.0)
     for name in dict(MODELS["narrow"]().named_parameters()):
         assert change_cosine(reference.initial[name], weights[name], reference.weights[name]) >= 0.99, name

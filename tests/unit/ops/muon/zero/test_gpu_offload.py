@@ -53,8 +53,8 @@ def offloaded(stage: int, bucket_bytes: int) -> dict[str, Any]:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_staging_on_the_gpu(stage: int) -> None:
     """Many buckets in collective end where one bucket after the other does; a race would show in the bits."""
-    one = run(offloaded, 1, fresh=True, env=GPU, stage=stage, bucket_bytes=2**30)[0]
-    many = run(offloaded, 1, fresh=True, env=GPU, stage=stage, bucket_bytes=2**18)[0]
+    one = run(offloaded, 1, fresh=True, restart=True, env=GPU, stage=stage, bucket_bytes=2**30)[0]
+    many = run(offloaded, 1, fresh=True, restart=True, env=GPU, stage=stage, bucket_bytes=2**18)[0]
     assert one["buckets"] == 1 and many["buckets"] > 6
     assert many["devices"] == {"cpu"} and many["near"] == {"cuda"}
     staged = {name: pinned for name, pinned in many["pinned"].items() if name.startswith("pinned")}

@@ -77,6 +77,7 @@ def cases() -> list[dict[str, Any]]:
     return result + [extra | {"clip": clip} for clip in (0.0, 1.0)]
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("case", cases(), ids=lambda case: "-".join(map(str, case.values())))
 def test_a_bad_step_leaves_no_trace(case: dict[str, Any]) -> None:
     expected = run(train_through, 2, case=case, bad=[])
@@ -105,6 +106,7 @@ def train_scaled(case: dict[str, Any], fp16: dict[str, Any], steps: int = 3) -> 
     return result
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", [{"stage": s, "offload": o} for s in (1, 2, 3) for o in (False, True)], ids=str)
 def test_a_skipped_step_of_the_dynamic_loss_scale_leaves_no_trace(case: dict[str, Any]) -> None:
     huge = {"loss_scale": 0, "initial_scale_power": 24, "hysteresis": 1}

@@ -180,6 +180,7 @@ def resumed(folder: str, kind: str, stage: int) -> tuple[list[Any], list[Any]]:
     return straight, history(engine, 6)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("kind", ["deepspeed", "CosineAnnealingLR", "OneCycleLR", "SequentialLR"])
 def test_resume_is_exact(kind: str, stage: int, tmp_path: Any) -> None:

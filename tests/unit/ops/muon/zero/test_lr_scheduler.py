@@ -19,6 +19,7 @@ from helpers.schedules import (
 )
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("name", DEEPSPEED)
 def test_deepspeeds_schedules_keep_the_ratio(name: str, stage: int) -> None:
@@ -26,12 +27,14 @@ def test_deepspeeds_schedules_keep_the_ratio(name: str, stage: int) -> None:
     assert len(set(lrs)) > 4 and min(lrs[1:]) > 0
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", TORCH)
 def test_torchs_schedules_keep_the_ratio(name: str) -> None:
     lrs = check_ratio(run(run_client, 1, kind="torch", name=name, stage=2)[0])
     assert len(set(lrs)) > 1
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["CosineAnnealingLR", "OneCycleLR", "SequentialLR"])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_torchs_schedules_at_other_stages(name: str, stage: int) -> None:
@@ -43,6 +46,7 @@ def test_a_name_of_hugging_face_is_known(name: str) -> None:
     assert name in hugging_face()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", list(hugging_face()))
 def test_hugging_faces_schedules_keep_the_ratio(name: str) -> None:
     lrs = check_ratio(run(run_client, 1, kind="hugging_face", name=name, stage=2)[0])

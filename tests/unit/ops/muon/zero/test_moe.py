@@ -67,6 +67,7 @@ def assert_equal(found: list[dict[str, Any]], expected: OracleResult) -> None:
     assert seen == expected.weights.keys()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_training_equals_that_of_all_experts_in_one_place(stage: int, world: int) -> None:
@@ -99,6 +100,7 @@ def test_ranks_that_have_the_same_experts_share_the_work_at_stage_0() -> None:
     assert_equal(found, reference(0.0, width=96))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("config", [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 1, **FP32_SUMS}], ids=str)
 def test_in_half_precision(config: dict[str, Any]) -> None:
     expected = reference(0.0)

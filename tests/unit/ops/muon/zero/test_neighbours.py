@@ -41,6 +41,7 @@ def test_hierarchical_partitioning_of_blocks() -> None:
 # ---- autocast -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_autocast_of_blocks(stage: int) -> None:
     expected = reference()
@@ -110,6 +111,7 @@ def train_with_checkpointing(kind: str, stage: int) -> tuple[dict[str, Tensor], 
     return weights, counts
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_activation_checkpointing(kind: str, stage: int) -> None:

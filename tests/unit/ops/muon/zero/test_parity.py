@@ -65,6 +65,7 @@ def test_the_selection_covers_every_pair() -> None:
             assert any(case[a] == x and case[b] == y for case in CASES), (a, x, b, y)
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("case", CASES + GRID, ids=name)
 def test_training_equals_the_oracle(case: dict[str, Any]) -> None:
     settings = {key: value for key, value in case.items() if key != "world"}
@@ -74,6 +75,7 @@ def test_training_equals_the_oracle(case: dict[str, Any]) -> None:
         assert_parity(weights, reference, case["dtype"])
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize(("stage", "precision", "offload"), CELLS)
 def test_every_cell_of_the_support_matrix(stage: int, precision: str, offload: str) -> None:
     """Autocast computes in bf16 on weights that are fp32, so the oracle starts from fp32 weights."""
@@ -85,6 +87,7 @@ def test_every_cell_of_the_support_matrix(stage: int, precision: str, offload: s
         assert_parity(weights, reference, "fp32" if precision == "fp32" else "bf16")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("model", ["frozen", "unused", "tied", "gpt_tied"])
 def test_unusual_models(stage: int, model: str) -> None:
@@ -98,6 +101,7 @@ def test_zero_init(offload: bool) -> None:
         assert_parity(weights, oracle("gpt", 1.0))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "zero",
     [
@@ -120,6 +124,7 @@ def test_hierarchical_partitioning() -> None:
         assert_parity(weights, oracle("mlp", 1.0))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_bf16_model_with_fp32_gradients(stage: int) -> None:
     """Stage 1 of these is BF16_Optimizer."""
@@ -152,6 +157,7 @@ def test_other_ways_to_run_the_model(way: str) -> None:
         assert got == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_same_gradients_make_the_same_update_whatever_the_sharding(stage: int) -> None:
     base = run(train_on_gradients, 1, shapes=SHAPES, steps=3, stage=0)[0]

@@ -11,6 +11,7 @@ from helpers.pipelines import MODELS, assert_equal, oracle, train_pipeline
 from helpers.training import FP32_GRADIENTS
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_training_equals_the_oracle(name: str, world: int) -> None:
@@ -39,6 +40,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["tied", "late"])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_precision_and_settings(setting: str, name: str) -> None:

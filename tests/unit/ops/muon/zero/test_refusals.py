@@ -81,6 +81,7 @@ def unknown_keys() -> list[str]:
     return [] if "compute_grad_norm" in DeepSpeedZeroConfig.model_fields else ["norm"]
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("name", CASES)
 def test_a_config_is_refused_before_the_engine_exists(name: str) -> None:
     settings, key, advice = CASES[name]
@@ -249,6 +250,7 @@ def disagree(about: str, stage: int, client: bool) -> Refusal | None:
         return attempt(lambda: make_engine(net, config, **kwargs))
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("stage", "client"), [(0, False), (2, True), (3, False), (3, True)])
 @pytest.mark.parametrize(
     "about", ["optimizer.params", "the deepspeed-muon version", "the routing", "the settings of parameter groups"]

@@ -17,6 +17,7 @@ from helpers.split_model import OPTIMIZER, parts, reference
 from helpers.training import ORACLE, PARAMS, ds_config, fp32_weights, make_engine, train, train_around_a_checkpoint
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_training_equals_that_of_separate_matrices(stage: int, world: int) -> None:
@@ -38,6 +39,7 @@ def head_parts() -> dict[str, list[Part]]:
     return {name: list(torch.arange(param.numel()).view(param.shape).split(6)) for name, param in named.items()}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_training_per_head(stage: int, world: int) -> None:
@@ -104,6 +106,7 @@ def go_on(stage: int, folder: str, load: bool) -> dict[str, Tensor]:
     return weights
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_resume_is_exact(stage: int, world: int, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ def replicas(shapes: list[tuple[int, int]], copies: int, split: bool = False) ->
 # ---- the plan -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("bucket_bytes", [64, 1024, 2**20])
 @pytest.mark.parametrize("copies", [2, 3, 5])

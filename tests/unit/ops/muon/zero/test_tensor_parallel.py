@@ -67,6 +67,7 @@ def errors(weights: dict[str, Tensor], expected: Any) -> dict[str, float]:
     return {n: change_error(expected.initial[n], weights[n], w) for n, w in compared}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_training_equals_the_oracle(stage: int, world: int) -> None:
@@ -85,6 +86,7 @@ def test_two_ranks_equal_one() -> None:
     assert max(change_error(initial[n].detach(), two[n], weight) for n, weight in one.items()) <= 1e-3
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "kind", "stage", "world"),
     [

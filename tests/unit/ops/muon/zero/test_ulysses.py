@@ -120,6 +120,7 @@ def oracle(divisor: int = 1, clip: float = CLIP, dtype: str = "fp32", parts: Any
 DIVISORS = {0: 1, 1: 1, 2: 1, 3: 2}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_training_equals_the_oracle(stage: int, world: int) -> None:

@@ -1,41 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server of faults.py and the ranks that it forks."""
+"""A training job whose ranks count events, and one of which ends itself or stands still at the event that it is told.
 
-import gc
+Events are of four kinds: points of the training loop, of a save, of the exchange, of a swap to NVMe.
+"""
+
 import hashlib
 import io
 import json
 import os
-import pickle
 import signal
-import sys
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable
-from importlib import import_module
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from helpers.engine_state import snapshot
+from helpers.models import MODELS, make_batch
+from helpers.training import ds_config, make_engine
+from helpers.worker import join
+
+STEPS, EVERY, WORLD = 9, 2, 2
+"""Steps of a run, steps between its checkpoints, ranks."""
 PARTS = 4
 """Pieces in which a file of torch's is written, with an event between them."""
-
-BIND_TIMEOUT = 20.0
-"""Seconds that the ranks wait for one that dies while its engine is built; rank 0's verdict for twice as long."""
-PRELOADED = (
-    "deepspeed.muon",
-    "deepspeed.runtime.zero.muon.muon_optimizer",
-    "deepspeed.runtime.zero.stage3",
-    "deepspeed.runtime.zero.stage_1_and_2",
-    "deepspeed.runtime.swap_tensor.pipelined_optimizer_swapper",
-    "helpers.engine_state",
-    "helpers.training",
-    "helpers.worker",
-)
-"""What a rank would import at leisure; the first of stock's Muon loads torch's compiler."""
 
 
 class Trap:
@@ -100,19 +90,14 @@ def _subclasses(owner: type) -> list[type]:
     return [sub for one in owner.__subclasses__() for sub in (one, *_subclasses(one))]
 
 
-def train(job: dict[str, Any], rank: int) -> None:
-    """Go on from `latest`, save now and then, and note every loss."""
-    from helpers.engine_state import snapshot
-    from helpers.faults import EVERY, STEPS, WORLD
-    from helpers.models import MODELS, make_batch
-    from helpers.training import ds_config, make_engine
-    from helpers.worker import _start
-
-    _start(job["timeout"])
-    folder = Path(job["folder"])
-    trap = Trap(job["deaths"].get(rank), job.get("stall", False))
+def train(
+    rank: int, folder: Path, case: dict[str, Any], death: tuple[str, int] | None, stall: bool, timeout: float
+) -> None:
+    """Go on from `latest`, save now and then, and note every loss; `timeout`: of the process group, in seconds."""
+    join(timeout)
+    trap = Trap(death, stall)
     trap.set()
-    case = _placed(job["case"], folder)
+    case = json.loads(json.dumps(case).replace("SWAP", str(folder / "swap")))
     engine = make_engine(MODELS[case.pop("model", "mlp")](), ds_config(**case))
     if (folder / "saved" / "latest").exists():
         engine.load_checkpoint(str(folder / "saved"))
@@ -136,78 +121,8 @@ def train(job: dict[str, Any], rank: int) -> None:
     (folder / f"events{rank}").write_text(json.dumps(trap.counts))
 
 
-def _placed(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The case, with the folder of the swap files below the job's."""
-    text = json.dumps(case).replace("SWAP", str(folder / "swap"))
-    return json.loads(text)
-
-
 def _note(folder: Path, rank: int, line: str) -> None:
     with (folder / f"trace{rank}").open("a") as file:
         file.write(line + "\n")
         file.flush()
         os.fsync(file.fileno())
-
-
-def _fork(job: dict[str, Any], rank: int) -> int:
-    """Start a rank; its process id."""
-    from helpers.distributed import _environment
-
-    if pid := os.fork():
-        return pid
-    code = 1
-    try:
-        log = os.open(Path(job["folder"]) / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        limit = {"DS_MUON_BIND_TIMEOUT": str(BIND_TIMEOUT)}
-        os.environ.update(_environment(rank, len(job["ranks"]), job["port"], limit))
-        train(job, rank)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def launch(job: dict[str, Any]) -> tuple[list[int | None], float]:
-    """Fork the ranks; their exit codes, and seconds from the first end to the last that came in time."""
-    Path(job["folder"]).mkdir(parents=True, exist_ok=True)
-    started = ended = time.monotonic()
-    running = {_fork(job, rank): rank for rank in job["ranks"]}
-    codes: list[int | None] = [None] * len(running)
-    waits = set(job["ranks"]) - set(job["deaths"]) if job.get("stall") else set(job["ranks"])
-    while waits & set(running.values()) and time.monotonic() - started < job["limit"]:
-        for pid in list(running):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                codes[running.pop(pid)] = os.waitstatus_to_exitcode(status)
-                ended = time.monotonic()
-        time.sleep(0.02)
-    for pid in running:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    return codes, ended - started
-
-
-def serve(fd: int) -> None:
-    """Answer "ready", then every job with what :func:`launch` gives, until the parent goes away."""
-    for name in PRELOADED:
-        import_module(name)
-    torch.set_num_threads(1)
-    gc.freeze()  # stage 3 collects garbage while it is set up, which would copy every page that a rank inherits
-    parent = Connection(fd)
-    parent.send_bytes(b"ready")
-    while True:
-        try:
-            path, job = pickle.loads(parent.recv_bytes())
-        except EOFError:
-            return
-        sys.path[:] = path
-        parent.send_bytes(pickle.dumps(launch(job)))
-
-
-if __name__ == "__main__":
-    serve(int(sys.argv[1]))

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""C++ extensions that are compiled at their first use: built once per checkout, before the tests that need them."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from helpers.paths import ROOT
+
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / "build" / "torch_extensions"))
+FOLDER = Path(os.environ["TORCH_EXTENSIONS_DIR"])
+BUILD = "from deepspeed.muon.kernels.builder import MuonBuilder; MuonBuilder().load()"
+TIMEOUT = 600.0
+"""Seconds a build may take on a loaded machine."""
+
+
+def remove_locks(since: float = 0.0) -> None:
+    """Remove what killed builds left, on which the next one would wait for ever; only locks taken after `since`."""
+    for lock in FOLDER.glob("**/lock"):
+        if lock.stat().st_mtime >= since:
+            lock.unlink(missing_ok=True)
+
+
+def build() -> None:
+    """Compile csrc/muon if its sources are newer than the result. A failure is reported by the tests that need it."""
+    sources = [path.stat().st_mtime for path in (ROOT / "csrc" / "muon").iterdir()]
+    built = [path.stat().st_mtime for path in FOLDER.glob("**/muon.so")]
+    if shutil.which("c++") and max(sources) > max(built, default=0.0):
+        subprocess.run([sys.executable, "-c", BUILD], capture_output=True, timeout=TIMEOUT)
