@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/build/torch_extensions$(if $(DEEPSPEED),-$(DEEPSPEED))
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: venv demo test test-full lint docs format bench clean
+.PHONY: venv demo test test-full lint docs format bench release-check clean
 
 # The development set is pinned; torch is taken as a CPU build where no other is installed.
 $(VENV)/.ready: requirements/requirements.txt requirements/requirements-dev.txt requirements/requirements-example.txt pyproject.toml setup.py
@@ -54,6 +54,10 @@ format: venv
 
 bench: venv
 	$(BIN)/python benchmarks/step.py
+
+# Builds sdist and wheel and proves the wheel beside stock DeepSpeed, in a fresh environment.
+release-check: venv
+	$(BIN)/python tools/release_check.py
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
