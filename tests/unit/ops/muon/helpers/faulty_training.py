@@ -12,6 +12,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +73,11 @@ class Trap:
         torch.save = self._in_pieces(torch.save)
 
     def _in_pieces(self, save: Callable) -> Callable:
-        def saving(value: Any, path: str, *args: Any, **kwargs: Any) -> None:
+        def saving(value: Any, target: Any, *args: Any, **kwargs: Any) -> None:
             whole = io.BytesIO()
             save(value, whole, *args, **kwargs)
             size = -(-whole.tell() // PARTS)
-            with open(path, "wb") as file:
+            with nullcontext(target) if hasattr(target, "write") else open(target, "wb") as file:
                 for part in range(PARTS):
                     self.event("save")
                     file.write(whole.getvalue()[part * size : (part + 1) * size])
