@@ -1,255 +1,200 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Newton-Schulz alone: methods x dtypes x shapes against torch.optim.Muon's iteration and stock's; time and accuracy.
+"""Newton-Schulz alone: ours, torch.optim.Muon's, stock's and Dao-AILab's, by method, dtype and shape."""
 
-    python benchmarks/ns.py [--shapes 8x512x2048 1x1024x4096] [--full] [--compiled] [--kernels torch] [--threads 2]
-
-Every implementation makes five steps with the same coefficients, from an input of its own dtype, and they take turns
-(A B C A B C ...) until --limit seconds are over, after one call of each that is not counted. What needs a quarter of
-the limit for a call is called once; what must need longer than the limit, by its floor, is left out. A row's floor is
-the least work of its method in its dtype (roofline.py). Errors are relative to the same polynomial of the singular
-values in float64: of a Gaussian matrix, and of one with singular values from 1 to 1e-5. Shapes that are not measured
-keep their rows of an earlier run.
-"""
-
-import argparse
-import csv
 import dataclasses
-import json
 import statistics
-import sys
-import time
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-import launcher
-import output
-import roofline
-from candidates import SIMPLE, Candidate, candidates
-from rates import DTYPES, Rates, product_rate
-from timing import seconds, summary
+from benchmarks import report
+from benchmarks.rates import DTYPES, Rates, alternate, measure, summary
+from benchmarks.roofline import has_symmetric, least_flops
+from deepspeed.muon.kernels import quack, reference, selection, triton_table
+from deepspeed.muon.kernels.table import Operations
+from deepspeed.muon.kernels.workspace import Workspace
+from deepspeed.muon.math.coefficients import schedule
+from deepspeed.muon.math.newton_schulz import METHODS, orthogonalize
 
-sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tests/unit/ops/muon"))
-
-from singular_values import quick_reference, relative_error
-
-#: Elements of a batch: what a bucket of the exchange holds in bf16.
+SIMPLE = schedule("simple", 5)
+#: Elements of a batch: a bucket of the exchange in bf16.
 BUCKET = 2**22
-#: Errors are computed up to this smaller dimension: the reference takes an eigendecomposition in float64.
+#: Errors are measured up to this smaller dimension on a CPU.
 EXACT_UP_TO = 1024
-MOST_CALLS = 12
+COLUMNS = ("implementation", "first call ms", "median ms", "fastest ms", "slowest ms", "calls", "TFLOP/s")
+COLUMNS = (*COLUMNS, "time / floor", "speed / torch", "error, Gaussian", "error, 1 to 1e-5")
 Shape = tuple[int, int, int]
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One implementation: `run` gets [batch, rows, cols] in `dtype`, may overwrite it, and returns the result."""
+
+    method: str
+    dtype: str
+    run: Callable[[Tensor], Tensor]
+
+
+def tables(device: str) -> dict[str, Operations]:
+    """Our tables of operations that run here by name, the fastest last."""
+    found = {"torch": reference.OPERATIONS}
+    if device == "cpu":
+        table = selection.choose(selection.missing("auto", ["cpu"]))
+        return found if table is reference.OPERATIONS else found | {"C++": table}
+    if triton_table.why_not() is None:
+        found["triton"] = triton_table.operations(reference.OPERATIONS)
+        if quack.why_not() is None:
+            found["quack"] = quack.operations(found["triton"])
+    return found
+
+
+def ours(table: Operations, method: str) -> Callable[[Tensor], Tensor]:
+    """Our iteration, with a workspace that is kept from call to call."""
+    work = Workspace()
+    return lambda x: orthogonalize(x, SIMPLE, method, work=work, kernels=table)
+
+
+def candidates(device: str, compiled: bool = False) -> tuple[dict[str, Candidate], list[str]]:
+    """All that run here by name, and a line for each that does not."""
+    from deepspeed.runtime.zero.muon import original_muon as stock
+    from torch.optim._muon import _zeropower_via_newtonschulz as of_torch
+
+    found = {
+        f"ours, {method}, {dtype}, {name}": Candidate(method, dtype, ours(table, method))
+        for name, table in reversed(tables(device).items())
+        for dtype in DTYPES
+        for method in METHODS
+    }
+    one_by_one = lambda x: torch.stack([of_torch(matrix, SIMPLE[0], 5, 1e-7) for matrix in x])  # noqa: E731
+    found["torch.optim.Muon"] = Candidate("standard", "bf16", one_by_one)
+    functions = {"gram": stock.zeropower_via_gram_newtonschulz, "standard": stock.zeropower_via_newtonschulz5}
+    for method, function in functions.items():
+        dtype = str(stock.ns_compute_dtype(method)).removeprefix("torch.").replace("float", "fp").replace("bfp", "bf")
+        eager = getattr(function, "__wrapped__", function)
+        for how, call in {"eager": eager, "compiled": function}.items():
+            if how == "eager" or compiled:
+                given, run = "fp32" if dtype == "fp32" else "bf16", lambda x, call=call: call(x, steps=5)
+                found[f"stock, {method}, {dtype}, {how}"] = Candidate(method, given, run)
+    try:
+        from gram_newton_schulz.gram_newton_schulz import GramNewtonSchulz
+
+        settings: dict[str, Any] = {} if device != "cpu" else {"compile_kwargs": None}
+        dao = GramNewtonSchulz(ns_coefficients=list(map(list, SIMPLE)), ns_use_kernels=device != "cpu", **settings)
+        return found | {"gram-newton-schulz, fp16": Candidate("gram", "bf16", dao)}, []
+    except ImportError as error:
+        return found, [f"gram-newton-schulz is left out: {error}"]
+
+
+def exact(x: Tensor) -> Tensor:
+    """The iteration in float64."""
+    wide = x.double() if x.size(-2) <= x.size(-1) else x.double().mT
+    wide = wide / wide.norm(dim=(-2, -1), keepdim=True)
+    for a, b, c in SIMPLE:
+        gram = wide @ wide.mT
+        wide = a * wide + (b * gram + c * gram @ gram) @ wide
+    return wide if x.size(-2) <= x.size(-1) else wide.mT
+
+
+def inputs(rows: int, cols: int, device: str) -> dict[str, Tensor]:
+    """Two matrices in fp32 to judge errors by: Gaussian, and with singular values from 1 to 1e-5."""
+    torch.manual_seed(0)
+    small = min(rows, cols)
+    left, right = (torch.linalg.qr(torch.randn(size, small, device=device))[0] for size in (rows, cols))
+    spectrum = (left * torch.logspace(0, -5, small, device=device)) @ right.mT
+    return {"error, Gaussian": torch.randn(rows, cols, device=device), "error, 1 to 1e-5": spectrum}
+
+
+def rows_of(shape: Shape, found: dict[str, Candidate], rates: Rates, device: str, limit: float) -> Iterator[Row]:
+    """A row per candidate whose floor lets it make a call within the limit."""
+    batch, rows, cols = shape
+    symmetric = has_symmetric(list(tables(device).values())[-1])
+    flops = {name: batch * least_flops(rows, cols, c.method, symmetric=symmetric) for name, c in found.items()}
+    floors = {name: flops[name] / getattr(rates, c.dtype) for name, c in found.items()}
+    sources = {name: torch.randn(shape, device=device).to(dtype) for name, dtype in DTYPES.items()}
+    given = {name: source.clone() for name, source in sources.items()}
+
+    def refresh() -> None:
+        for name, source in sources.items():
+            given[name].copy_(source)
+
+    calls = {n: lambda c=candidate: c.run(given[c.dtype]) for n, candidate in found.items() if floors[n] < limit}
+    times = alternate(calls, device, 12, limit, refresh)
+    judged = {} if device == "cpu" and min(rows, cols) > EXACT_UP_TO else inputs(rows, cols, device)
+    truths = {kind: exact(matrix) for kind, matrix in judged.items()}
+    torch_median = statistics.median(times["torch.optim.Muon"][1:]) if "torch.optim.Muon" in times else float("nan")
+    for name, (first, *rest) in times.items():
+        row = {"batch": batch, "rows": rows, "cols": cols, "implementation": name, "first call ms": 1e3 * first}
+        row |= summary(rest)
+        row["TFLOP/s"] = flops[name] / row["median ms"] / 1e9
+        row["time / floor"] = row["median ms"] / 1e3 / floors[name]
+        row["speed / torch"] = 1e3 * torch_median / row["median ms"]
+        for kind, matrix in judged.items():
+            result = found[name].run(matrix.to(DTYPES[found[name].dtype])[None].clone())[0].double()
+            row[kind] = float((result - truths[kind]).norm() / truths[kind].norm())
+        yield row
 
 
 def default_shapes() -> list[Shape]:
     """What takes minutes on two cores."""
     sizes = {128: (1, 4), 256: (1, 4), 512: (1, 2, 4, 8), 1024: (1, 4)}
-    return [(batch(m, a * m), m, a * m) for m, aspects in sizes.items() for a in aspects] + [(1, 512, 2048)]
+    return [(fill(m, a * m), m, a * m) for m, aspects in sizes.items() for a in aspects] + [(1, 512, 2048)]
 
 
 def full_shapes() -> list[Shape]:
     """Smaller dimension 128 to 8192, aspect 1 to 8, one matrix and a bucket of them, wide and tall."""
-    shapes = []
-    for m in (128, 256, 512, 1024, 2048, 4096, 8192):
-        for aspect in (1, 2, 4, 8):
-            shapes += [(b, m, aspect * m) for b in sorted({1, batch(m, aspect * m)})]
-        shapes.append((1, 4 * m, m))
-    return shapes
+    sizes = [2**k for k in range(7, 14)]
+    wide = [(b, m, a * m) for m in sizes for a in (1, 2, 4, 8) for b in sorted({1, fill(m, a * m)})]
+    return wide + [(1, 4 * m, m) for m in sizes]
 
 
-def batch(rows: int, cols: int) -> int:
-    """How many matrices share a bucket."""
+def fill(rows: int, cols: int) -> int:
+    """How many matrices fill a bucket."""
     return max(1, BUCKET // (rows * cols))
 
 
-def inputs(shape: Shape, device: str) -> dict[str, Tensor]:
-    """Two matrices in fp32 to judge by: Gaussian, and with singular values from 1 to 1e-5."""
-    generator = torch.Generator().manual_seed(0)
-    _, rows, cols = shape
-    gaussian = torch.randn(rows, cols, generator=generator)
-    left, right = (torch.linalg.qr(torch.randn(n, min(rows, cols), generator=generator))[0] for n in (rows, cols))
-    spectrum = torch.logspace(0, -5, min(rows, cols))
-    return {"error, Gaussian": gaussian.to(device), "error, 1 to 1e-5": ((left * spectrum) @ right.mT).to(device)}
+def ns(
+    shapes: tuple[str, ...] = (),
+    full: bool = False,
+    limit: float = 4.0,
+    threads: int = 2,
+    compiled: bool = False,
+    plain: bool = False,
+    device: str = "cpu",
+) -> str:
+    """Newton-Schulz: methods x dtypes x shapes, ours against torch.optim.Muon's, stock's and Dao-AILab's.
 
+    All make five steps with the same coefficients and take turns. Errors are relative to the same iteration in float64,
+    of a Gaussian matrix and of one with singular values from 1 to 1e-5. The floor is the least work of a row's method
+    over the rate of products in its dtype. The report is written anew after every shape.
 
-def errors(shape: Shape, found: list[Candidate], device: str) -> dict[str, dict[str, float]]:
-    """Relative errors by candidate and input; none for matrices too large for the reference."""
-    if min(shape[1:]) > EXACT_UP_TO:
-        return {candidate.name: {} for candidate in found}
-    result: dict[str, dict[str, float]] = {candidate.name: {} for candidate in found}
-    for name, matrix in inputs(shape, device).items():
-        exact = quick_reference(matrix, SIMPLE)
-        for candidate in found:
-            given = matrix.to(DTYPES[candidate.dtype])[None].clone()
-            result[candidate.name][name] = relative_error(candidate.run(given)[0], exact)
-    return result
-
-
-def times(shape: Shape, found: list[Candidate], limit: float, device: str) -> dict[str, list[float]]:
-    """Seconds of calls in turn; before them, as the first entry, of the call that compiles and fills caches."""
-    source = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
-    sources = {name: source.to(dtype) for name, dtype in DTYPES.items()}
-
-    def call(candidate: Candidate) -> float:
-        x = sources[candidate.dtype].clone()
-        return seconds(lambda: candidate.run(x), device)
-
-    taken = {candidate.name: [call(candidate), call(candidate)] for candidate in found}
-    quick = [candidate for candidate in found if taken[candidate.name][1] < limit / 4]
-    begin, rounds = time.perf_counter(), 1
-    while quick and rounds < MOST_CALLS and time.perf_counter() - begin < limit:
-        for candidate in quick:
-            taken[candidate.name].append(call(candidate))
-        rounds += 1
-    return taken
-
-
-def floors(shape: Shape, found: list[Candidate], rates: Rates, symmetric: bool) -> dict[str, float]:
-    """Least seconds of each candidate's method in its dtype."""
-    batches, rows, cols = shape
-    work = {c.name: batches * roofline.least_flops(rows, cols, c.method, symmetric=symmetric) for c in found}
-    return {c.name: work[c.name] / getattr(rates, c.dtype) for c in found}
-
-
-def rows_of(shape: Shape, args: argparse.Namespace, rates: Rates) -> tuple[list[dict], list[str]]:
-    """One row per candidate, and what is left out."""
-    known, notes, table = candidates(args.device, args.kernels == "torch", args.compiled)
-    least = floors(shape, known, rates, roofline.has_symmetric(table))
-    found = [candidate for candidate in known if least[candidate.name] < args.limit]
-    if not found:
-        return [], [*notes, f"{shape} is left out: one call takes more than --limit"]
-    accuracy, taken = errors(shape, found, args.device), times(shape, found, args.limit, args.device)
-    again = {name: max(getattr(rates, name), product_rate(dtype, args.device)) for name, dtype in DTYPES.items()}
-    least = floors(shape, found, dataclasses.replace(rates, **again), roofline.has_symmetric(table))
-    medians = {name: statistics.median(calls[1:]) for name, calls in taken.items()}
-    result = []
-    for name in taken:
-        row = {"batch": shape[0], "rows": shape[1], "cols": shape[2], "implementation": name}
-        row |= {"first call ms": 1e3 * taken[name][0]} | summary(taken[name][1:])
-        row |= {"floor ms": 1e3 * least[name], "time / floor": medians[name] / least[name]}
-        if "torch.optim.Muon" in medians:
-            row["speed / torch"] = medians["torch.optim.Muon"] / medians[name]
-        result.append(row | accuracy[name] | {"kernels": table.name, "threads": args.threads})
-    return result, notes
-
-
-def kept(path: Path, shapes: list[Shape]) -> list[dict]:
-    """Rows of an earlier run whose shapes are not measured now."""
-    file = path.with_name(f"{path.name}.csv")
-    if not file.exists():
-        return []
-    with file.open(newline="") as lines:
-        rows = [{name: number(text) for name, text in row.items() if text} for row in csv.DictReader(lines)]
-    return [row for row in rows if (row["batch"], row["rows"], row["cols"]) not in shapes]
-
-
-def number(text: str) -> float | int | str:
-    """A cell of a CSV as it was."""
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
+    Args:
+        shapes: BATCHxROWSxCOLS instead of the usual ones
+        full: shapes up to 8192 x 65536
+        limit: seconds of timed calls per shape, about; what must need longer for a call is left out
+        threads: of the process
+        compiled: stock's through torch.compile too, as it runs them
+        plain: of ours, the PyTorch twins of the kernels only
+        device: cpu or cuda
+    """
+    chosen = [tuple(map(int, text.split("x"))) for text in shapes] or (full_shapes() if full else default_shapes())
+    rates, rows, text = measure(1, threads, device), [], ""
+    torch.set_num_threads(threads)
+    found, notes = candidates(device, compiled)
+    if plain:
+        found = {name: c for name, c in found.items() if not name.startswith("ours") or name.endswith("torch")}
+    setting = "shapes" * bool(shapes), "full" * full, f"{threads}-threads" * (threads != 2), "plain" * plain
+    name = report.name_of("ns", *setting, device * (device != "cpu"))
+    for shape in chosen:
+        rows += rows_of(shape, found, rates, device, limit)
+        parts = [str(rates), *notes]
+        for of in dict.fromkeys((row["batch"], row["rows"], row["cols"]) for row in rows):
+            own = [row for row in rows if (row["batch"], row["rows"], row["cols"]) == of]
+            parts.append("## {} x {} x {}\n\n".format(*of) + report.table(own, COLUMNS))
+        print(parts[-1], flush=True)
+        drawn = [row | {"shape": "{batch}x{rows}x{cols}".format(**row)} for row in rows]
+        chart = report.lines(drawn, lambda row: row["implementation"], "shape", "speed / torch", yscale="log")
+        text = report.write(name, f"Newton-Schulz, {threads} threads", rows, *parts, draw=chart)
     return text
-
-
-COLUMNS = ("implementation", "median ms", "fastest ms", "slowest ms", "calls", "time / floor", "speed / torch")
-COLUMNS = (*COLUMNS, "error, Gaussian", "error, 1 to 1e-5")
-
-
-def report(rows: list[dict], notes: list[str], threads: int) -> str:
-    """A table per shape."""
-    shapes = dict.fromkeys((row["batch"], row["rows"], row["cols"]) for row in rows)
-    parts = [f"# Newton-Schulz, {threads} threads", *notes]
-    for shape in shapes:
-        own = [row for row in rows if (row["batch"], row["rows"], row["cols"]) == shape]
-        parts += [f"## {shape[0]} x {shape[1]} x {shape[2]}", output.table(own, COLUMNS)]
-    return "\n\n".join(parts)
-
-
-def draw(rows: list[dict]):
-    """Speed relative to torch's iteration, a line per implementation over the shapes."""
-
-    def on(axes) -> None:
-        shapes = list(dict.fromkeys(f"{row['batch']}x{row['rows']}x{row['cols']}" for row in rows))
-        for name in dict.fromkeys(row["implementation"] for row in rows):
-            own = {
-                f"{row['batch']}x{row['rows']}x{row['cols']}": row.get("speed / torch")
-                for row in rows
-                if row["implementation"] == name
-            }
-            axes.plot([own.get(shape) for shape in shapes], "o-", label=name, markersize=4)
-        axes.set_xticks(range(len(shapes)), shapes, rotation=45, ha="right")
-        axes.set_ylabel("speed relative to torch.optim.Muon's iteration")
-        axes.set_yscale("log")
-        axes.legend(fontsize=7)
-
-    return on
-
-
-def arguments() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", metavar="BATCHxROWSxCOLS")
-    parser.add_argument("--full", action="store_true", help="all shapes, up to 8192 x 65536")
-    parser.add_argument("--limit", type=float, default=4.0, help="seconds of timed calls per shape, about")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--kernels", choices=("in-use", "torch"), default="in-use", help="of ours")
-    parser.add_argument("--compiled", action="store_true", help="stock's through torch.compile too, as it runs them")
-    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
-    return parser.parse_args()
-
-
-def shapes_of(args: argparse.Namespace) -> list[Shape]:
-    """What to measure."""
-    if args.shapes:
-        return [tuple(map(int, text.split("x"))) for text in args.shapes]
-    return full_shapes() if args.full else default_shapes()
-
-
-def work(args: argparse.Namespace) -> None:
-    """The worker: one shape after another, each printed when it is done."""
-    setting, result = json.loads(args.worker[0]), Path(args.worker[1])
-    args = argparse.Namespace(**setting["args"])
-    torch.set_num_threads(args.threads)
-    rows, skipped = [], []
-    for shape in map(tuple, setting["shapes"]):
-        more, skipped = rows_of(shape, args, Rates(**setting["rates"]))
-        rows += more
-    result.write_text(json.dumps({"rows": rows, "skipped": skipped}))
-
-
-def main() -> None:
-    """Measure the rates and every shape in a process of its own, and report after each."""
-    args = arguments()
-    if args.worker:
-        work(args)
-        return
-    rates = roofline.measure(1, args.threads, args.device)
-    shapes, deviations = shapes_of(args), [f"{args.threads}-threads"] * (args.threads != 2)
-    path = output.path_of("ns", *deviations, *(["plain"] if args.kernels == "torch" else []))
-    rows = kept(path, shapes)
-    for shape in shapes:
-        setting = {"args": vars(args), "shapes": [shape], "rates": vars(rates)}
-        command = [__file__, "--worker", json.dumps(setting)]
-        try:
-            (found,) = launcher.run_ranks(
-                command, 1, 120 + 40 * args.limit, args.threads, {"DS_MUON_AUTOLOAD": "0"}, args.device
-            )
-        except launcher.LaunchFailed as error:
-            print(f"{shape}: {error}", file=sys.stderr)
-            continue
-        if not found["rows"]:
-            print(*found["skipped"], sep="\n")
-            continue
-        rows += found["rows"]
-        rows.sort(key=lambda row: (min(row["rows"], row["cols"]), row["cols"], row["batch"]))
-        notes = [f"Rates, measured again after every shape: {roofline.describe(rates)}", *found["skipped"]]
-        output.write(path, rows, report(rows, notes, args.threads), draw(rows))
-        print(shape, output.table(found["rows"], COLUMNS), sep="\n", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts the bytes one rank sends, by wrapping the collectives of `torch.distributed`.
+"""Counts the bytes a rank sends, by wrapping the collectives of `torch.distributed`.
 
-Install it before DeepSpeed is imported: DeepSpeed keeps references to some of the functions. Ring
-algorithms are assumed, W ranks in the group: an all-gather, a reduce-scatter or a rooted collective of B
-bytes costs B (W-1)/W per rank, an all-reduce twice that. All-to-all, gather, scatter and point-to-point
-are counted as what this rank addresses to others. A collective called by another is counted once. What goes
-to a process group's own methods or through torch's functional collectives is not seen.
+Install it before DeepSpeed is imported, which keeps references to some of the functions. Ring algorithms are assumed:
+among W ranks, a collective of B bytes costs each B (W-1)/W, an all-reduce twice that. All-to-all, gather, scatter and
+point-to-point count as what the rank addresses to others. A collective called by another counts once. Calls of a
+process group's own methods and torch's functional collectives are not seen.
 """
 
 import collections
@@ -17,21 +16,24 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+#: Bytes sent by one call, from its arguments, the rank and the number of ranks.
+Cost = Callable[[dict, int, int], float]
+
 
 def nbytes(tensors: torch.Tensor | list) -> int:
-    """Bytes of a tensor or of a list of tensors."""
+    """Of a tensor or of a list of tensors."""
     if isinstance(tensors, torch.Tensor):
         return tensors.numel() * tensors.element_size()
     return sum(nbytes(tensor) for tensor in tensors)
 
 
-def _ring(argument: str, passes: int = 1) -> Callable:
-    """Cost of a collective whose whole payload is the named argument."""
+def _ring(argument: str, passes: int = 1) -> Cost:
+    return lambda call, rank, world: passes * nbytes(call[argument]) * (world - 1) / world
 
-    def cost(call: dict, rank: int, world: int) -> float:
-        return passes * nbytes(call[argument]) * (world - 1) / world
 
-    return cost
+def _to_others(argument: str) -> Cost:
+    """All but the rank's own of a list of tensors, which is empty where the rank sends nothing."""
+    return lambda call, rank, world: nbytes(call[argument]) - nbytes(call[argument][rank]) if call[argument] else 0.0
 
 
 def _all_to_all_single(call: dict, rank: int, world: int) -> float:
@@ -39,33 +41,10 @@ def _all_to_all_single(call: dict, rank: int, world: int) -> float:
     tensor, splits = call["input"], call["input_split_sizes"]
     if not splits:
         return nbytes(tensor) * (world - 1) / world
-    row_bytes = nbytes(tensor) / max(1, tensor.shape[0])
-    return row_bytes * (sum(splits) - splits[rank])
+    return nbytes(tensor) / max(1, tensor.shape[0]) * (sum(splits) - splits[rank])
 
 
-def _all_to_all(call: dict, rank: int, world: int) -> float:
-    """The tensors of the input list that go to other ranks."""
-    inputs = call["input_tensor_list"]
-    return nbytes(inputs) - nbytes(inputs[rank])
-
-
-def _gather(call: dict, rank: int, world: int) -> float:
-    """Everyone but the destination sends its tensor."""
-    return 0.0 if call["gather_list"] else nbytes(call["tensor"])
-
-
-def _scatter(call: dict, rank: int, world: int) -> float:
-    """The source sends all but its own tensor."""
-    inputs = call["scatter_list"]
-    return nbytes(inputs) - nbytes(inputs[rank]) if inputs else 0.0
-
-
-def _send(call: dict, rank: int, world: int) -> float:
-    """Point to point: the whole tensor."""
-    return nbytes(call["tensor"])
-
-
-COSTS: dict[str, Callable] = {
+COSTS: dict[str, Cost] = {
     "all_gather": _ring("tensor_list"),
     "all_gather_coalesced": _ring("output_tensor_lists"),
     "all_gather_into_tensor": _ring("output_tensor"),
@@ -78,11 +57,11 @@ COSTS: dict[str, Callable] = {
     "broadcast": _ring("tensor"),
     "reduce": _ring("tensor"),
     "all_to_all_single": _all_to_all_single,
-    "all_to_all": _all_to_all,
-    "gather": _gather,
-    "scatter": _scatter,
-    "send": _send,
-    "isend": _send,
+    "all_to_all": _to_others("input_tensor_list"),
+    "gather": lambda call, rank, world: 0.0 if call["gather_list"] else nbytes(call["tensor"]),
+    "scatter": _to_others("scatter_list"),
+    "send": lambda call, rank, world: nbytes(call["tensor"]),
+    "isend": lambda call, rank, world: nbytes(call["tensor"]),
 }
 
 
@@ -105,22 +84,19 @@ class TrafficCounter:
         return self
 
     def megabytes(self, phase: str) -> float:
-        """Megabytes (10^6 bytes) this rank has sent in a phase."""
+        """Megabytes (10^6 bytes) that this rank has sent in a phase."""
         return sum(sent for (of, _), sent in self.sent.items() if of == phase) / 1e6
 
-    def by_collective(self) -> dict[str, dict[str, float]]:
-        """`{"phase collective": {"calls": ..., "megabytes": ...}}`, for the record."""
-        return {
-            f"{phase} {name}": {"calls": self.calls[phase, name], "megabytes": round(sent / 1e6, 6)}
-            for (phase, name), sent in sorted(self.sent.items())
-        }
+    def by_collective(self) -> dict[str, list[float]]:
+        """Phase and collective, calls and megabytes."""
+        return {f"{p} {c}": [self.calls[p, c], round(sent / 1e6, 6)] for (p, c), sent in sorted(self.sent.items())}
 
     def reset(self) -> None:
         """Forget what was counted so far."""
         self.sent.clear()
         self.calls.clear()
 
-    def _counted(self, name: str, function: Callable, cost: Callable) -> Callable:
+    def _counted(self, name: str, function: Callable, cost: Cost) -> Callable:
         signature = inspect.signature(function)
 
         @functools.wraps(function)
@@ -138,18 +114,9 @@ class TrafficCounter:
 
         return counted
 
-    def _record(self, name: str, call: dict, cost: Callable) -> None:
+    def _record(self, name: str, call: dict, cost: Cost) -> None:
         group = call.get("group")
         rank, world = dist.get_rank(group), dist.get_world_size(group)
-        if rank < 0:  # not a member of the group: takes no part
-            return
-        self.sent[self.phase, name] += cost(call, rank, world)
-        self.calls[self.phase, name] += 1
-
-
-def disable_shared_memory_reduce() -> None:
-    """Send DeepSpeed's CPU all-reduce through `torch.distributed`, where it is counted."""
-    from deepspeed.comm import comm
-
-    if hasattr(comm.cdb, "shm_vector_kernel_level"):
-        comm.cdb.shm_vector_kernel_level = 0
+        if rank >= 0:  # else not a member of the group
+            self.sent[self.phase, name] += cost(call, rank, world)
+            self.calls[self.phase, name] += 1

@@ -114,12 +114,6 @@ class Plan:
             for bucket in self.buckets
         )
 
-    @property
-    def imbalance(self) -> float:
-        """Load of the busiest owner over the mean: 1 is perfect, world_size is one owner for all."""
-        total = sum(self.loads)
-        return max(self.loads) * self.world_size / total if total else 1.0
-
 
 def make_plan(
     shards: Sequence[Shard], rank: int, world_size: int, cost: CostModel, bucket_bytes: int | None = None
