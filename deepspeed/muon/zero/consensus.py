@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether all ranks of a job run the same optimizer, found out without a collective."""
+"""How all ranks come to one result.
+
+:func:`compare`: before anything is built, through the rendezvous store. A rank that runs another optimizer would not
+join a collective; here its silence ends in an error that names it.
+:func:`together`: after work on each rank that may fail. A rank that raised alone would leave the others waiting in
+their next collective; here all of them raise.
+"""
 
 from __future__ import annotations
 
@@ -13,57 +19,88 @@ from typing import Any, TypeVar
 
 import torch
 
-from deepspeed.muon.errors import CheckpointError, DisagreementError
+from deepspeed.muon.errors import DisagreementError
 
-_consultations = itertools.count()
+Facts = dict[str, Any]
+Result = TypeVar("Result")
+
+#: Seconds that a rank may take to state its facts once it has shown that it runs deepspeed-muon: compiling the C++
+#: kernels takes minutes on a slow node.
+PREPARATION = 1800.0
+
+_comparisons = itertools.count()
 
 
-def consult(facts: dict[str, Any], judge: Callable[[list[dict[str, Any]]], dict[str, Any]]) -> dict[str, Any]:
-    """Let rank 0 judge what all ranks state, through the rendezvous store.
-
-    A store and not a collective, because a rank that runs another optimizer would not take part in a
-    collective: here its silence ends in an error that names it. O(ranks) messages in all.
+def compare(state: Callable[[], Facts], judge: Callable[[list[Facts]], Facts]) -> Facts:
+    """Let rank 0 judge what all ranks state, with O(ranks) messages through the rendezvous store.
 
     Args:
-        facts: this rank's statement, as JSON values.
-        judge: rank 0 calls it with every rank's facts, by rank; it returns the verdict for all ranks, in
-            which a key ``error`` is raised everywhere.
+        state: this rank's facts, as JSON values. It may take long, and may raise.
+        judge: called on rank 0 with every rank's facts, by rank. It returns the verdict; ``error`` in it is raised on
+            all ranks.
 
     Raises:
-        DisagreementError: the judge found an error, or a rank was silent for ``DS_MUON_BIND_TIMEOUT`` seconds
-            (120 by default).
+        DisagreementError: the judge found an error, ``state`` raised on some rank, or a rank was silent for
+            ``DS_MUON_BIND_TIMEOUT`` seconds (120 by default).
     """
-    if not torch.distributed.is_initialized():
-        return judge([facts])
-    seconds = float(os.environ.get("DS_MUON_BIND_TIMEOUT", "120"))
-    store = torch.distributed.distributed_c10d._get_default_store()
-    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    prefix = f"deepspeed_muon/{next(_consultations)}"
-    store.set(f"{prefix}/{rank}", json.dumps(facts))
-    if rank == 0:
-        keys = [f"{prefix}/{r}" for r in range(world_size)]
-        silent = _silent(store, keys, seconds)
-        verdict = {"error": _silence(silent)} if silent else judge([json.loads(store.get(key)) for key in keys])
-        store.set(f"{prefix}/verdict", json.dumps(verdict))
-    elif _silent(store, [f"{prefix}/verdict"], 2 * seconds):
-        raise DisagreementError(_silence([0]))
-    else:
-        verdict = json.loads(store.get(f"{prefix}/verdict"))
+    alone = not torch.distributed.is_initialized()
+    verdict = judge([state()]) if alone else _through_the_store(state, judge)
     if "error" in verdict:
         raise DisagreementError(verdict["error"])
     return verdict
 
 
-def _silent(store: Any, keys: list[str], seconds: float) -> list[int]:
+def _through_the_store(state: Callable[[], Facts], judge: Callable[[list[Facts]], Facts]) -> Facts:
+    """Each rank first says that it is there, then what it has to state: only the first must come soon."""
+    seconds = float(os.environ.get("DS_MUON_BIND_TIMEOUT", "120"))
+    store = torch.distributed.distributed_c10d._get_default_store()
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    prefix = f"deepspeed_muon/{next(_comparisons)}"
+    store.set(f"{prefix}/here/{rank}", "")
+    store.set(f"{prefix}/{rank}", json.dumps(_stated(state)))
+    if rank == 0:
+        verdict = _verdict(store, prefix, world_size, seconds, judge)
+        store.set(f"{prefix}/verdict", json.dumps(verdict))
+        return verdict
+    if _missing(store, [f"{prefix}/here/0"], 2 * seconds):
+        raise DisagreementError(_silence([0]))
+    if _missing(store, [f"{prefix}/verdict"], 2 * seconds + PREPARATION):
+        raise DisagreementError(f"rank 0 came to no verdict within {PREPARATION:.0f} s; look at its log")
+    return json.loads(store.get(f"{prefix}/verdict"))
+
+
+def _stated(state: Callable[[], Facts]) -> Facts:
+    try:
+        return {"facts": state()}
+    except Exception as error:  # the other ranks wait for this rank's facts
+        return {"raised": f"{type(error).__name__}: {error}"}
+
+
+def _verdict(store: Any, prefix: str, world_size: int, seconds: float, judge: Callable[[list[Facts]], Facts]) -> Facts:
+    ranks = range(world_size)
+    if silent := _missing(store, [f"{prefix}/here/{rank}" for rank in ranks], seconds):
+        return {"error": _silence(silent)}
+    if slow := _missing(store, [f"{prefix}/{rank}" for rank in ranks], PREPARATION):
+        return {"error": f"ranks {slow} did not get ready within {PREPARATION:.0f} s; look at their logs"}
+    stated = [json.loads(store.get(f"{prefix}/{rank}")) for rank in ranks]
+    if raised := [f"rank {rank}: {one['raised']}" for rank, one in enumerate(stated) if "raised" in one]:
+        return {"error": "; ".join(raised[:4])}
+    try:
+        return judge([one["facts"] for one in stated])
+    except Exception as error:  # the other ranks wait for the verdict
+        return {"error": f"rank 0 cannot compare the ranks: {type(error).__name__}: {error}"}
+
+
+def _missing(store: Any, keys: list[str], seconds: float) -> list[int]:
     """Indices of the keys that nobody has set in this time."""
     deadline = time.monotonic() + seconds
-    silent = []
+    missing = []
     for index, key in enumerate(keys):
         try:
             store.wait([key], timedelta(seconds=max(0.01, deadline - time.monotonic())))
         except RuntimeError:
-            silent.append(index)
-    return silent
+            missing.append(index)
+    return missing
 
 
 def _silence(ranks: list[int]) -> str:
@@ -74,17 +111,17 @@ def _silence(ranks: list[int]) -> str:
     )
 
 
-def differences(facts: list[dict[str, Any]], keys: dict[str, str], within: str | None = None) -> str | None:
-    """An error text that names the ranks which differ from the first, or ``None``.
+def differences(facts: list[Facts], titles: dict[str, str], within: str | None = None) -> str | None:
+    """A message that names the ranks which differ from the first, or ``None``.
 
     Args:
-        keys: fact -> what to call it in the message.
-        within: a fact; only ranks that state the same of it are compared with each other.
+        titles: fact -> what the message calls it.
+        within: a fact; only ranks that state the same value of it are compared with each other.
     """
     teams: dict[Any, list[int]] = {}
     for rank, stated in enumerate(facts):
         teams.setdefault(stated[within] if within else None, []).append(rank)
-    for key, title in keys.items():
+    for key, title in titles.items():
         for first, *others in teams.values():
             if odd := [rank for rank in others if facts[rank][key] != facts[first][key]]:
                 theirs = [facts[rank][key] for rank in odd[:4]]
@@ -92,11 +129,45 @@ def differences(facts: list[dict[str, Any]], keys: dict[str, str], within: str |
     return None
 
 
-Result = TypeVar("Result")
+def together(act: Callable[[], Result], explain: Callable[[dict[int, str]], Exception]) -> Result:
+    """What ``act`` returns on this rank, once it has returned on all ranks.
+
+    Args:
+        act: work of this rank alone. It contains no collective, and may raise anything.
+        explain: makes the error for all ranks from what was raised, by rank.
+
+    Raises:
+        Exception: that of ``explain``, on every rank.
+    """
+    result, error = None, None
+    try:
+        result = act()
+    except Exception as raised:
+        error = raised
+    texts = gathered(None if error is None else _text(error))
+    if failed := {rank: text for rank, text in enumerate(texts) if text is not None}:
+        raise explain(failed) from error
+    return result  # type: ignore[return-value]
+
+
+def _text(error: Exception) -> str:
+    """Errors of the system and our own speak for themselves; for others the type is half of the message."""
+    own = type(error).__module__.startswith("deepspeed.muon")
+    return str(error) if own or isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+
+
+def by_text(failed: dict[int, str], world_size: int) -> str:
+    """Each message once, with the ranks that have it; without ranks where all have the same."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in sorted(failed.items()):
+        ranks.setdefault(text, []).append(rank)
+    if len(ranks) == 1 and len(failed) == world_size:
+        return next(iter(ranks))
+    return "; ".join(f"rank{'s' * (len(who) > 1)} {str(who).strip('[]')}: {text}" for text, who in ranks.items())
 
 
 def gathered(value: Any) -> list[Any]:
-    """The value of every rank, by rank."""
+    """The value of every rank, by rank; a collective."""
     from deepspeed import comm  # type: ignore[attr-defined]
 
     values = [None] * comm.get_world_size()
@@ -105,7 +176,7 @@ def gathered(value: Any) -> list[Any]:
 
 
 def from_rank_0(value: Any) -> Any:
-    """The value that rank 0 has."""
+    """The value that rank 0 has; a collective."""
     from deepspeed import comm  # type: ignore[attr-defined]
 
     values = [value]
@@ -113,22 +184,15 @@ def from_rank_0(value: Any) -> Any:
     return values[0]
 
 
-def agreed(act: Callable[[], Result]) -> Result:
-    """What ``act`` returns, once it has returned on all ranks.
+def on_all_ranks(check: Callable[[], bool], group: Any = None) -> Callable[[], bool]:
+    """The check, passed where all ranks of the group pass it: ranks with their own parameters have own gradients."""
+    from deepspeed.accelerator import get_accelerator
 
-    Raises:
-        Exception: its own, where it raised here.
-        CheckpointError: where it raised on another rank.
-    """
-    result, error = None, None
-    try:
-        result = act()
-    except Exception as raised:
-        error = raised
-    texts = gathered(None if error is None else f"{type(error).__name__}: {error}")
-    if error is not None:
-        raise error
-    for rank, text in enumerate(texts):
-        if text is not None:
-            raise CheckpointError(f"rank {rank} cannot load the checkpoint, and nothing was changed: {text}")
-    return result  # type: ignore[return-value]
+    from deepspeed import comm  # type: ignore[attr-defined]
+
+    def agreed() -> bool:
+        passed = torch.tensor(float(check()), device=get_accelerator().current_device_name())
+        comm.all_reduce(passed, op=comm.ReduceOp.MIN, group=group)
+        return bool(passed)
+
+    return agreed

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts deepspeed-muon into DeepSpeed's seams, and takes it out again.
+"""Puts deepspeed-muon into DeepSpeed, and takes it out again.
 
-The seams: the engine builds its optimizer, wraps it, builds its scheduler, takes a step, saves and loads; ZeRO lists
-the optimizer types that it accepts; a config is read; ``deepspeed.initialize`` tags parameters for stock's own Muon.
+The engine builds its optimizer, wraps it, builds its scheduler, takes a step, saves and loads; ZeRO lists the optimizer
+types that it accepts; a config is read; ``deepspeed.initialize`` tags parameters for stock's own Muon. These are
+replaced at activation. What is replaced later, for an engine with this Muon, its adapter declares; all of it is checked
+at activation.
 """
 
 from __future__ import annotations
@@ -24,26 +26,33 @@ from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.param_groups import check_patterns
 from deepspeed.muon.version import TESTED_DEEPSPEED
 from deepspeed.muon.zero.bind import agree, bind_engine
-from deepspeed.muon.zero.checkpoint.save_load import load_checkpoint, save_checkpoint
+from deepspeed.muon.zero.checkpoint import save_load, universal
 from deepspeed.muon.zero.lr_scheduler import check_schedule, configure_scheduler, scheduler_from_config
 from deepspeed.muon.zero.monitor import take_step
 from deepspeed.muon.zero.nvme import check_nvme
 from deepspeed.muon.zero.refusals import refuse_engine, refuse_unsupported, renames_parameters
+from deepspeed.muon.zero.seams import Seam, replace
+from deepspeed.muon.zero.wrappers import ADAPTERS
 from deepspeed.muon.zero.wrappers.experts import refuse_replaced, with_names
 
 #: Values of ``optimizer.type`` in ds_config.json, in lower case. Stock cannot resolve the second.
 TYPES = ("muon", "muonwithauxadam")
 
-SEAMS = (
-    ("deepspeed.runtime.engine", "DeepSpeedEngine._configure_basic_optimizer"),
-    ("deepspeed.runtime.engine", "DeepSpeedEngine._configure_optimizer"),
-    ("deepspeed.runtime.engine", "DeepSpeedEngine._configure_lr_scheduler"),
-    ("deepspeed.runtime.engine", "DeepSpeedEngine._scheduler_from_config"),
-    ("deepspeed.runtime.engine", "DeepSpeedEngine._take_model_step"),
-    ("deepspeed.runtime.engine", "DeepSpeedEngine.save_checkpoint"),
-    ("deepspeed.runtime.engine", "DeepSpeedEngine.load_checkpoint"),
-    ("deepspeed.runtime.zero.utils", "ZERO_SUPPORTED_OPTIMIZERS"),
-    ("deepspeed.runtime.config", "DeepSpeedConfig.__init__"),
+_ENGINE = "deepspeed.runtime.engine"
+#: Everything of DeepSpeed that is replaced or extended.
+SEAMS: tuple[Seam, ...] = (
+    Seam(_ENGINE, "DeepSpeedEngine._configure_basic_optimizer"),
+    Seam(_ENGINE, "DeepSpeedEngine._configure_optimizer"),
+    Seam(_ENGINE, "DeepSpeedEngine._configure_lr_scheduler"),
+    Seam(_ENGINE, "DeepSpeedEngine._scheduler_from_config"),
+    Seam(_ENGINE, "DeepSpeedEngine._take_model_step"),
+    Seam(_ENGINE, "DeepSpeedEngine.save_checkpoint"),
+    Seam(_ENGINE, "DeepSpeedEngine.load_checkpoint"),
+    Seam("deepspeed.runtime.zero.utils", "ZERO_SUPPORTED_OPTIMIZERS"),
+    Seam("deepspeed.runtime.config", "DeepSpeedConfig.__init__"),
+    *(seam for adapter in ADAPTERS for seam in adapter.seams()),
+    *save_load.SEAMS,
+    *universal.SEAMS,
 )
 
 _undo: list[Callable[[], None]] = []
@@ -53,23 +62,26 @@ def install() -> None:
     """Make ``"type": "Muon"`` mean deepspeed-muon. Does nothing the second time.
 
     Raises:
-        SeamError: this DeepSpeed lacks a seam; nothing has been changed.
+        SeamError: this DeepSpeed lacks something that deepspeed-muon replaces; nothing has been changed.
     """
     _check_seams()
     if _undo:
         return
     _warn_of_untested_version()
-    engine = importlib.import_module("deepspeed.runtime.engine").DeepSpeedEngine
+    engine = importlib.import_module(_ENGINE).DeepSpeedEngine
     config = importlib.import_module("deepspeed.runtime.config").DeepSpeedConfig
     supported = importlib.import_module("deepspeed.runtime.zero.utils").ZERO_SUPPORTED_OPTIMIZERS
-    _replace(engine, "_configure_basic_optimizer", _configure_basic_optimizer)
-    _replace(engine, "_configure_optimizer", _configure_optimizer)
-    _replace(engine, "_configure_lr_scheduler", configure_scheduler)
-    _replace(engine, "_scheduler_from_config", scheduler_from_config)
-    _replace(engine, "_take_model_step", take_step)
-    _replace(engine, "save_checkpoint", save_checkpoint)
-    _replace(engine, "load_checkpoint", load_checkpoint)
-    _replace(config, "__init__", _read_config)
+    for owner, name, function in (
+        (engine, "_configure_basic_optimizer", _configure_basic_optimizer),
+        (engine, "_configure_optimizer", _configure_optimizer),
+        (engine, "_configure_lr_scheduler", configure_scheduler),
+        (engine, "_scheduler_from_config", scheduler_from_config),
+        (engine, "_take_model_step", take_step),
+        (engine, "save_checkpoint", save_load.save_checkpoint),
+        (engine, "load_checkpoint", save_load.load_checkpoint),
+        (config, "__init__", _read_config),
+    ):
+        _undo.append(replace(owner, name, function))
     _list_op()
     supported.append(MuonWithAuxAdam)
     _undo.append(lambda: supported.remove(MuonWithAuxAdam))
@@ -87,7 +99,7 @@ def activate() -> None:
         install()
     except SeamError as error:
         logger.error("deepspeed-muon is not active: %s", error)
-        engine = importlib.import_module("deepspeed.runtime.engine").DeepSpeedEngine
+        engine = importlib.import_module(_ENGINE).DeepSpeedEngine
         message = str(error)
 
         def refuse(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -96,7 +108,7 @@ def activate() -> None:
                 raise SeamError(message)
             original(self, *args, **kwargs)
 
-        _replace(engine, "__init__", refuse)
+        _undo.append(replace(engine, "__init__", refuse))
 
 
 def is_muon(optimizer_name: str | None) -> bool:
@@ -105,27 +117,22 @@ def is_muon(optimizer_name: str | None) -> bool:
 
 
 def _check_seams() -> None:
-    for module, path in SEAMS:
-        try:
-            functools.reduce(getattr, path.split("."), importlib.import_module(module))
-        except (ImportError, AttributeError):
-            raise SeamError(
-                f"DeepSpeed {_deepspeed_version()} has no {module}.{path}, where deepspeed-muon hooks in; "
-                f"tested versions are {TESTED_DEEPSPEED[0]} to {TESTED_DEEPSPEED[1]}"
-            ) from None
+    missing = [str(seam) for seam in SEAMS if not seam.exists()]
+    if missing:
+        raise SeamError(
+            f"DeepSpeed {_deepspeed_version()} has no {', '.join(missing)}, where deepspeed-muon hooks in; "
+            f"tested versions are {TESTED_DEEPSPEED[0]} to {TESTED_DEEPSPEED[1]}"
+        )
 
 
 def seam_states() -> dict[str, str]:
-    """Of each seam: ``missing``, ``present``, or ``in use`` where :func:`install` has put deepspeed-muon there."""
-    states = {}
-    for module, path in SEAMS:
-        try:
-            functools.reduce(getattr, path.split("."), importlib.import_module(module))
-            states[f"{module}.{path}"] = "present"
-        except (ImportError, AttributeError):
-            states[f"{module}.{path}"] = "missing"
-    is_installed = bool(_undo) and "missing" not in states.values()
-    return dict.fromkeys(states, "in use") if is_installed else states
+    """Of each seam: ``missing`` or ``present``. After :func:`install`: ``in use``, or ``ready`` where an engine with
+    Muon, a save or a load is going to replace it.
+    """
+    states = {str(seam): "present" if seam.exists() else "missing" for seam in SEAMS}
+    if not _undo or "missing" in states.values():
+        return states
+    return {str(seam): "in use" if seam.scope == "import" else "ready" for seam in SEAMS}
 
 
 def _warn_of_untested_version() -> None:
@@ -143,18 +150,6 @@ def is_tested(version: str) -> bool:
 def _deepspeed_version() -> str:
     """``deepspeed.__version__``, which is not set yet when the hook on the engine fires."""
     return importlib.import_module("deepspeed.git_version_info").version
-
-
-def _replace(owner: Any, name: str, wrapper: Callable) -> None:
-    """Set ``owner.name`` to ``wrapper(original, ...)`` until :func:`uninstall`."""
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *args, **kwargs)
-
-    setattr(owner, name, replacement)
-    _undo.append(lambda: setattr(owner, name, original))
 
 
 def _read_config(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -201,7 +196,7 @@ def _keep_user_tags() -> None:
         else:
             original(config_class, model)
 
-    _replace(deepspeed, "set_optimizer_flags", keep)
+    _undo.append(replace(deepspeed, "set_optimizer_flags", keep))
     deepspeed.set_optimizer_flags.keeps_user_tags = True
 
 
@@ -211,27 +206,43 @@ def _configure_basic_optimizer(original: Callable, self: Any, model_parameters: 
         return original(self, model_parameters)
     refuse_engine(self)
     optimizer = MuonWithAuxAdam(model_parameters, model=self.module, **(self.optimizer_params() or {}))
-    check_schedule(self, optimizer)
-    check_nvme(self, optimizer)
-    agree(optimizer)
+    _check(self, optimizer)
     return optimizer
 
 
 def _configure_optimizer(original: Callable, self: Any, client_optimizer: Any, model_parameters: Any) -> Any:
     """``DeepSpeedEngine._configure_optimizer``: bind ours to the layout that the wrapper has made."""
-    if client_optimizer is not None and not isinstance(client_optimizer, tuple(self._supported_optims())):
-        client_optimizer = client_optimizer(model_parameters)
     if isinstance(client_optimizer, MuonWithAuxAdam):
-        refuse_unsupported(self._config, client_optimizer.config.momentum_dtype)
-        refuse_engine(self)
-        refuse_replaced(client_optimizer)
-        check_schedule(self, client_optimizer)
-        check_nvme(self, client_optimizer)
-        agree(client_optimizer)
-        self._config.zero_force_ds_cpu_optimizer = False
+        _check_client(self, client_optimizer)
+    elif client_optimizer is not None and not isinstance(client_optimizer, tuple(self._supported_optims())):
+        client_optimizer = functools.partial(_called, self, client_optimizer)
     elif client_optimizer is None and is_muon(self.optimizer_name()) and self.has_moe_layers:
         model_parameters = with_names(model_parameters)
     result = original(self, client_optimizer, model_parameters)
     if isinstance(self.basic_optimizer, MuonWithAuxAdam):
         bind_engine(self)
     return result
+
+
+def _called(engine: Any, build: Callable, model_parameters: Any) -> Any:
+    """A script's function that builds the optimizer, called by DeepSpeed; what it has built is checked at once."""
+    optimizer = build(model_parameters)
+    if isinstance(optimizer, MuonWithAuxAdam):
+        _check_client(engine, optimizer)
+    return optimizer
+
+
+def _check_client(engine: Any, optimizer: MuonWithAuxAdam) -> None:
+    """An optimizer that the script has built: nothing of it was checked with the config."""
+    refuse_unsupported(engine._config, optimizer.config.momentum_dtype)
+    refuse_engine(engine)
+    refuse_replaced(optimizer)
+    _check(engine, optimizer)
+    engine._config.zero_force_ds_cpu_optimizer = False
+
+
+def _check(engine: Any, optimizer: MuonWithAuxAdam) -> None:
+    """What can be refused before ZeRO allocates."""
+    check_schedule(engine, optimizer)
+    check_nvme(engine, optimizer)
+    agree(optimizer)

@@ -15,7 +15,7 @@ from deepspeed.muon.log import logger
 from deepspeed.muon.math.choice import kind_of, pins, shape_key
 from deepspeed.muon.math.measure import better, measure
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.zero.consensus import consult, differences
+from deepspeed.muon.zero.consensus import compare, differences
 from deepspeed.muon.zero.wrappers.tensor_parallel import matrix_share
 
 
@@ -39,7 +39,9 @@ def tune(
     if shapes:
         is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
         counts = Counter({(rows, cols): count for rows, cols, count in shapes})
-        verdict = consult(_measured(optimizer, counts, ns_dtype, device) if is_first else {}, lambda facts: facts[0])
+        verdict = compare(
+            lambda: _measured(optimizer, counts, ns_dtype, device) if is_first else {}, lambda facts: facts[0]
+        )
         for group in optimizer.param_groups:
             if group["use_muon"]:
                 group["ns_methods"] = dict(verdict["methods"])
@@ -93,4 +95,5 @@ def compare_plans(optimizer: MuonWithAuxAdam, **mine: Any) -> dict[str, Any]:
         error = differences(facts, titles, within="stage")
         return {"error": error} if error else facts[0]
 
-    return consult({"stage": matrix_share(optimizer), "methods": pinned, "plan": plans, **mine}, judge)
+    stated = {"stage": matrix_share(optimizer), "methods": pinned, "plan": plans, **mine}
+    return compare(lambda: stated, judge)

@@ -8,10 +8,9 @@ between steps these tensors are empty, and their objects must stay the ones that
 
 from __future__ import annotations
 
-import functools
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import ceil
 from pathlib import Path
@@ -183,12 +182,7 @@ def create_states(wrapper: Any, optimizer: MuonWithAuxAdam) -> None:
 
     ``save_muon_momentum_buffer_in_memory`` keeps the momentum where it is.
     """
-    if not getattr(wrapper, "swap_optimizer", False):
-        return
     stays = bool(wrapper.save_muon_momentum_buffer_in_memory)
-    swapper = wrapper.optimizer_swapper
-    swapper.swap_out_optimizer_state = _releasing(swapper, swapper.swap_out_optimizer_state)
-    wrapper._prepare_sub_group = _without_holes(wrapper, wrapper._prepare_sub_group)
     for index, flat in enumerate(wrapper.fp32_partitioned_groups_flat):
         with swapped_in(wrapper, index):
             use_muon = optimizer.param_groups[wrapper.sub_group_to_group_id[index]]["use_muon"]
@@ -229,30 +223,28 @@ def each_sub_group(wrapper: Any) -> Iterator[tuple[int, Tensor]]:
             wrapper._reassign_or_swap_out_partitioned_parameters(index)
 
 
-def _releasing(swapper: Any, swap_out: Any) -> Any:
-    """Stock's writing of a sub-group, then empty tensors, as without pipelines.
+def swap_out_and_release(wrapper: Any) -> Callable[..., None]:
+    """A replacement of the swapper's ``swap_out_optimizer_state``, after which the tensors are empty.
 
-    The pipelined swapper leaves them on its buffers, whose next contents a checkpoint would hold.
+    With pipelines DeepSpeed leaves them on the swapper's buffers, whose next contents a checkpoint would hold.
     """
 
-    @functools.wraps(swap_out)
-    def releasing(parameter: Tensor, *args: Any, **kwargs: Any) -> None:
-        swap_out(parameter, *args, **kwargs)
-        swapper.swap_params_info[parameter.ds_id].release_memory()  # type: ignore[attr-defined]
+    def swap_out_optimizer_state(original: Callable, parameter: Tensor, *args: Any, **kwargs: Any) -> None:
+        original(parameter, *args, **kwargs)
+        wrapper.optimizer_swapper.swap_params_info[parameter.ds_id].release_memory()  # type: ignore[attr-defined]
 
-    return releasing
+    return swap_out_optimizer_state
 
 
-def _without_holes(wrapper: Any, prepare: Any) -> Any:
-    """Stock's reading of a sub-group, then zeros where no parameter has left a gradient.
+def prepare_without_holes(wrapper: Any) -> Callable[..., Any]:
+    """A replacement of ``_prepare_sub_group`` that leaves zeros where no parameter has left a gradient.
 
-    The gradient is read into a used buffer, so that a parameter without one would be updated with what another
-    tensor has left there.
+    DeepSpeed reads the gradient into a used buffer: a parameter without one would be updated with what another tensor
+    has left there.
     """
 
-    @functools.wraps(prepare)
-    def prepared(sub_group_id: int, *args: Any, **kwargs: Any) -> Any:
-        result = prepare(sub_group_id, *args, **kwargs)
+    def _prepare_sub_group(original: Callable, sub_group_id: int, *args: Any, **kwargs: Any) -> Any:
+        result = original(sub_group_id, *args, **kwargs)
         if wrapper._swappable_optimizer_subgroup(sub_group_id):
             flat = wrapper.fp32_partitioned_groups_flat[sub_group_id]
             if flat.grad is None:
@@ -266,4 +258,4 @@ def _without_holes(wrapper: Any, prepare: Any) -> Any:
             flat.grad[end:].zero_()
         return result
 
-    return prepared
+    return _prepare_sub_group

@@ -14,6 +14,7 @@ from deepspeed.muon.matrices.routing import MatrixSpec, is_lora
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.plan.plan import Plan
 from deepspeed.muon.version import __version__
+from deepspeed.muon.zero.wrappers.adapter import Adapter
 from deepspeed.muon.zero.wrappers.experts import expert_counts
 from deepspeed.muon.zero.wrappers.tensor_parallel import matrix_share
 
@@ -21,13 +22,14 @@ from deepspeed.muon.zero.wrappers.tensor_parallel import matrix_share
 SLOW_SUB_GROUPS = 1.25
 
 
-def log_startup(engine: Any, optimizer: MuonWithAuxAdam, lacking: selection.Missing, matrices_of_all: int) -> None:
+def log_startup(adapter: Adapter, lacking: selection.Missing, matrices_of_all: int) -> None:
     """Log one line for this rank's share of the model, and one for each kind of split.
 
     Args:
         lacking: why kernels are not used, by kind.
         matrices_of_all: of all shares.
     """
+    engine, optimizer = adapter.engine, adapter.optimizer
     matrices = [spec for spec in optimizer.specs.values() if spec.use_muon]
     rest = [spec for spec in optimizer.specs.values() if not spec.use_muon]
     for spec in optimizer.specs.values():
@@ -50,7 +52,7 @@ def log_startup(engine: Any, optimizer: MuonWithAuxAdam, lacking: selection.Miss
     for split, names in _splits(matrices).items():
         what = split if split.startswith("left whole") else f"split into {split}"
         logger.info("deepspeed-muon: %s: %d parameters, first %s", what, len(names), names[0])
-    if not getattr(engine.optimizer, "swap_optimizer", False):  # there a sub-group bounds the memory of the buffers
+    if not adapter.bounds_memory_by_sub_groups:
         _warn_of_small_sub_groups(optimizer)
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.muon.errors import CheckpointError
+from deepspeed.muon.zero.checkpoint.file_writer import WrittenFile
 
 HEADER = "muon_save.json"
 FORMAT = 1
@@ -39,14 +40,41 @@ def begin(folder: Path, facts: dict[str, Any]) -> None:
     write_atomically(folder / HEADER, json.dumps({"format": FORMAT, **facts}))
 
 
-def finish(folder: Path, rank: int, save_id: str, files: Iterable[Path]) -> None:
-    """Bring this rank's files to disk and list them; they lie below the folder."""
-    listed = {}
-    for file in files:
-        with file.open("rb+") as written:
-            os.fsync(written.fileno())
-        listed[file.relative_to(folder).as_posix()] = {"bytes": file.stat().st_size, "crc32": checksum(file)}
+def finish(folder: Path, rank: int, save_id: str, files: Iterable[WrittenFile]) -> None:
+    """List this rank's files, which are on disk and lie below the folder."""
+    listed = {file.path.relative_to(folder).as_posix(): {"bytes": file.length, "crc32": file.crc32} for file in files}
     write_atomically(folder / manifest_name(rank), json.dumps({"save_id": save_id, "rank": rank, "files": listed}))
+
+
+def on_disk(file: Path) -> WrittenFile:
+    """A file that something else has written, once its contents are on disk."""
+    with file.open("rb+") as written:
+        os.fsync(written.fileno())
+    return WrittenFile(file, file.stat().st_size, checksum(file))
+
+
+def forget(folder: Path, save_id: str, files: Iterable[Path], names: Iterable[str]) -> bool:
+    """Remove what is left of a save that failed.
+
+    Args:
+        files: of checkpoints, that this rank has begun to write.
+        names: of this rank's manifest, and of the header where this rank writes it; removed if they are that save's.
+
+    Returns:
+        Whether the header was that save's. Then the folder holds no complete checkpoint any more.
+    """
+    for file in files:
+        with suppress(OSError):
+            file.unlink(missing_ok=True)
+    removed = []
+    for name in names:
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            if json.loads((folder / name).read_text())["save_id"] == save_id:
+                (folder / name).unlink()
+                removed.append(name)
+    with suppress(OSError):
+        folder.rmdir()  # only where nothing else is in it
+    return HEADER in removed
 
 
 def read_header(folder: Path) -> dict[str, Any] | None:
@@ -129,11 +157,16 @@ def checksum(file: Path) -> int:
 def write_atomically(file: Path, text: str) -> None:
     """Replace a small file: after a crash it holds the old text or the new, never a part."""
     temporary = file.with_name(f"{file.name}.tmp")
-    with temporary.open("w") as target:
-        target.write(text)
-        target.flush()
-        os.fsync(target.fileno())
-    temporary.replace(file)
+    try:
+        with temporary.open("w") as target:
+            target.write(text)
+            target.flush()
+            os.fsync(target.fileno())
+        temporary.replace(file)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
     folder = os.open(file.parent, os.O_RDONLY)
     try:
         with suppress(OSError):  # not every file system can do it for a folder

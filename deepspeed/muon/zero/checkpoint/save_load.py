@@ -7,13 +7,12 @@ before the engine is changed, and all ranks raise the same error where any of th
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,109 +20,222 @@ from deepspeed.muon.errors import CheckpointError
 from deepspeed.muon.log import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.zero.checkpoint import compatibility
+from deepspeed.muon.zero.checkpoint.file_writer import FileWriter, WrittenFile
 from deepspeed.muon.zero.checkpoint.manifest import (
     HEADER,
     begin,
     complete_tags,
     damages,
     finish,
+    forget,
+    manifest_name,
+    on_disk,
     read_header,
     write_atomically,
 )
-from deepspeed.muon.zero.consensus import from_rank_0, gathered
+from deepspeed.muon.zero.consensus import by_text, from_rank_0, gathered, together
 from deepspeed.muon.zero.methods import compare_plans
 from deepspeed.muon.zero.nvme import saved_files
+from deepspeed.muon.zero.seams import Seam, replaced
 
-#: So many problems are told in one error.
+#: How many problems one error tells of.
 TOLD = 4
+#: Methods of the engine and its checkpoint engine in which a rank does work of its own during a save.
+GUARDED = ("_save_checkpoint", "_save_moe_checkpoint", "_save_zero_checkpoint", "_copy_recovery_script")
+_ENGINE, _CHECKPOINT_ENGINE = (
+    ("deepspeed.runtime.engine", "DeepSpeedEngine"),
+    ("deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine", "TorchCheckpointEngine"),
+)
+SEAMS = (
+    *(Seam(_ENGINE[0], f"{_ENGINE[1]}.{name}", "call") for name in (*GUARDED, "zero_nvme_offload_optimizer")),
+    *(Seam(_CHECKPOINT_ENGINE[0], f"{_CHECKPOINT_ENGINE[1]}.{name}", "call") for name in ("save", "makedirs")),
+    Seam("deepspeed.runtime.engine", "get_fp32_state_dict_from_zero_checkpoint", "call"),
+    Seam("deepspeed.runtime.engine", "DeepSpeedEngine._load_checkpoint", "call"),
+)
+
+
+# ---- saving -----------------------------------------------------------------------------------------------------
 
 
 def save_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Any:
     """``DeepSpeedEngine.save_checkpoint``, with manifests, and ``latest`` only once all ranks are done.
 
     Raises:
-        CheckpointError: on all ranks, where one could not write its manifest.
+        CheckpointError: on all ranks, where anything failed on one of them. Nothing of the checkpoint is left,
+            ``latest`` names no incomplete one, and the engine can train on and save again.
     """
     call = inspect.signature(original).bind(engine, *args, **kwargs)
     call.apply_defaults()
     save_dir, tag = call.arguments["save_dir"], call.arguments["tag"]
     if not _is_ours(engine) or not save_dir:
         return original(engine, *args, **kwargs)
-    warn_of_unfinished_step(engine)
+    _warn_of_unfinished_step(engine)
     tag = str(f"global_step{engine.global_steps}" if tag is None else tag)
-    folder = Path(save_dir, tag)
-    shutil.rmtree(saved_files(engine, folder), ignore_errors=True)  # stock refuses to copy over an older save
-    writes_header = (engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0
+    save = _Save(engine, Path(save_dir), tag)
     if type(engine.checkpoint_engine).__name__ != "TorchCheckpointEngine":
-        if writes_header:
-            _leave_to_stock(engine, folder)
+        save.leave_to_deepspeed()
         return original(engine, *args, **kwargs)
     wants_latest = call.arguments["save_latest"]
     call.arguments |= {"tag": tag, "save_latest": False}
-    save_id = from_rank_0(uuid.uuid4().hex)
-    facts = {"save_id": save_id, "tag": tag, "step": engine.global_steps, "world_size": engine.world_size}
-    facts["structures"] = _structures(engine, call.arguments["exclude_frozen_parameters"])
-    _together(folder, lambda: begin(folder, facts) if writes_header else None)
-    with _recorded(engine.checkpoint_engine) as written:
-        result = original(*call.args, **call.kwargs)
-    written += [file for file in saved_files(engine, folder).rglob("*") if file.is_file()]
-    _together(folder, lambda: finish(folder, engine.global_rank, save_id, written))
-    _together(
-        folder, lambda: write_atomically(Path(save_dir, "latest"), tag) if wants_latest and writes_header else None
-    )
+    try:
+        save.begin(call.arguments["exclude_frozen_parameters"])
+        with save.guarded():
+            result = original(*call.args, **call.kwargs)
+        save.finish()
+        if wants_latest:
+            save.name_latest()
+    except CheckpointError:
+        save.clean_up()
+        raise
     return result
 
 
-def _structures(engine: Any, exclude_frozen: bool) -> list[dict[str, Any]]:
-    """Of each share of the model."""
-    from deepspeed import comm  # type: ignore[attr-defined]
+class _Save:
+    """One save, as one rank sees it."""
 
-    mine = compatibility.of_engine(engine, exclude_frozen)
-    share, shares = compatibility.model_share(engine)
-    if shares == 1:
-        return [mine]
-    found = gathered((share, mine) if comm.get_rank(group=engine.seq_data_parallel_group) == 0 else None)
-    return [structure for _, structure in sorted((one for one in found if one), key=lambda one: one[0])]
+    def __init__(self, engine: Any, save_dir: Path, tag: str) -> None:
+        self.engine, self.save_dir, self.tag, self.folder = engine, save_dir, tag, save_dir / tag
+        rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
+        #: Whether this rank writes what belongs to all.
+        self.is_first = rank == 0
+        self.save_id = ""
+        self.begun: list[Path] = []
+        self.written: list[WrittenFile] = []
+        self.error: Exception | None = None
+
+    def together(self, act: Callable[[], Any]) -> Any:
+        """:func:`consensus.together` with the error of a save."""
+        return together(act, self._failure)
+
+    def _failure(self, failed: dict[int, str]) -> CheckpointError:
+        reasons = by_text(failed, self.engine.world_size)
+        return CheckpointError(
+            f"the checkpoint {self.folder} could not be saved: {reasons}. What was written of it is removed, latest "
+            "names no incomplete checkpoint, and training can go on"
+        )
+
+    def leave_to_deepspeed(self) -> None:
+        """Another checkpoint engine writes: a header of ours would be that of an older save."""
+        if self.is_first:
+            self.together(lambda: (self.folder / HEADER).unlink(missing_ok=True))
+            logger.warning(
+                "deepspeed-muon: %s writes this checkpoint, which therefore gets no manifest and is not verified when "
+                "loaded",
+                type(self.engine.checkpoint_engine).__name__,
+            )
+        else:
+            self.together(lambda: None)
+
+    def begin(self, exclude_frozen: bool) -> None:
+        """Write the header, which makes an older checkpoint of this tag incomplete."""
+        self.save_id = from_rank_0(uuid.uuid4().hex)
+        facts = {
+            "save_id": self.save_id,
+            "tag": self.tag,
+            "step": self.engine.global_steps,
+            "world_size": self.engine.world_size,
+            "structures": self._structures(exclude_frozen),
+        }
+
+        def write() -> None:
+            shutil.rmtree(saved_files(self.engine, self.folder), ignore_errors=True)
+            if self.is_first:
+                begin(self.folder, facts)
+
+        self.together(write)
+
+    def _structures(self, exclude_frozen: bool) -> list[dict[str, Any]]:
+        """Of each share of the model."""
+        from deepspeed import comm  # type: ignore[attr-defined]
+
+        engine = self.engine
+        mine = self.together(lambda: compatibility.of_engine(engine, exclude_frozen))
+        share, shares = compatibility.model_share(engine)
+        if shares == 1:
+            return [mine]
+        found = gathered((share, mine) if comm.get_rank(group=engine.seq_data_parallel_group) == 0 else None)
+        return [structure for _, structure in sorted((one for one in found if one), key=lambda one: one[0])]
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Inside, no failure of this rank alone keeps it from the collectives of DeepSpeed's save."""
+        on_engine = dict.fromkeys(GUARDED, self._attempt) | {"zero_nvme_offload_optimizer": lambda original: False}
+        on_files = {"save": self._write, "makedirs": self._attempt}
+        try:
+            with replaced(self.engine, **on_engine), replaced(self.engine.checkpoint_engine, **on_files):
+                yield
+        except Exception as error:
+            self._keep(error)
+
+    def _attempt(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        except Exception as error:  # told to all ranks once they have all come to the end of the save
+            self._keep(error)
+
+    def _write(self, original: Callable, state_dict: Any, path: str) -> None:
+        """``TorchCheckpointEngine.save``, to a file that does not raise in the middle."""
+        if self.error is not None:
+            return
+        self.begun.append(Path(path))
+        writer = FileWriter(Path(path))
+        self._attempt(original, state_dict, writer)
+        try:
+            self.written.append(writer.finish())
+        except OSError as error:
+            self._keep(error)
+
+    def _keep(self, error: Exception) -> None:
+        self.error = self.error or error
+
+    def finish(self) -> None:
+        """List this rank's files, those of an optimizer on NVMe included."""
+
+        def write() -> None:
+            if self.error is not None:
+                raise self.error
+            swapped = self._copy_swapped_files()
+            finish(self.folder, self.engine.global_rank, self.save_id, [*self.written, *swapped])
+
+        self.together(write)
+
+    def _copy_swapped_files(self) -> list[WrittenFile]:
+        if not self.engine.zero_nvme_offload_optimizer():
+            return []
+        target = saved_files(self.engine, self.folder)
+        source = self.engine.optimizer.optimizer_swapper.swap_folder
+        shutil.copytree(source, target, ignore=shutil.ignore_patterns("*gradient*"))
+        return [on_disk(file) for file in target.rglob("*") if file.is_file()]
+
+    def name_latest(self) -> None:
+        """Write ``latest``."""
+        self.together(lambda: write_atomically(self.save_dir / "latest", self.tag) if self.is_first else None)
+
+    def clean_up(self) -> None:
+        """Leave room for the next save, and no ``latest`` that names what is not there."""
+        shutil.rmtree(saved_files(self.engine, self.folder), ignore_errors=True)
+        names = [manifest_name(self.engine.global_rank), *([HEADER] if self.is_first else [])]
+        if forget(self.folder, self.save_id, self.begun, names):
+            with suppress(OSError):
+                _repoint_latest(self.save_dir, self.tag)
+
+
+def _repoint_latest(save_dir: Path, lost: str) -> None:
+    """A save over an older one of the same tag has destroyed it: ``latest`` names the last complete one, or is gone."""
+    latest = save_dir / "latest"
+    if not latest.is_file() or latest.read_text().strip() != lost:
+        return
+    if tags := [tag for tag in complete_tags(save_dir) if tag != lost]:
+        write_atomically(latest, tags[0])
+    else:
+        latest.unlink()
 
 
 def _is_ours(engine: Any) -> bool:
     return isinstance(getattr(engine, "basic_optimizer", None), MuonWithAuxAdam)
 
 
-def _leave_to_stock(engine: Any, folder: Path) -> None:
-    (folder / HEADER).unlink(missing_ok=True)
-    logger.warning(
-        "deepspeed-muon: %s writes this checkpoint, which therefore gets no manifest and is not verified when loaded",
-        type(engine.checkpoint_engine).__name__,
-    )
-
-
-@contextmanager
-def _recorded(checkpoint_engine: Any) -> Iterator[list[Path]]:
-    """The files that this rank's checkpoint engine writes meanwhile."""
-    files: list[Path] = []
-    save = checkpoint_engine.save
-
-    def recording(state_dict: Any, path: str, *args: Any, **kwargs: Any) -> Any:
-        files.append(Path(path))
-        return save(state_dict, path, *args, **kwargs)
-
-    checkpoint_engine.save = recording
-    try:
-        yield files
-    finally:
-        del checkpoint_engine.save
-
-
-def _together(folder: Path, act: Callable[[], None]) -> None:
-    """Act on every rank, then wait for all; where one fails, all raise."""
-    problem = None
-    try:
-        act()
-    except OSError as error:
-        problem = str(error)
-    if failed := {rank: text for rank, text in enumerate(gathered(problem)) if text}:
-        raise CheckpointError(f"the checkpoint {folder} could not be completed, and latest is as before: {failed}")
+# ---- loading ----------------------------------------------------------------------------------------------------
 
 
 def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Any:
@@ -140,7 +252,7 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
         call.arguments["load_optimizer_states"] = False  # stock loads nothing where this one alone is asked for
     if engine.load_universal_checkpoint():
         _say_unverified(engine, call.arguments["tag"])
-        return _loaded(engine, original(*call.args, **call.kwargs), call.arguments)
+        return _load(original, engine, call)
     found = gathered(_look(engine, call.arguments))
     problems = _by_text(found)
     if not problems and any((one["tag"], one["save_id"]) != (found[0]["tag"], found[0]["save_id"]) for one in found):
@@ -154,29 +266,29 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
         _say_unverified(engine, tag)
     call.arguments["tag"] = tag
     with _weights_of(tag):
-        return _loaded(engine, original(*call.args, **call.kwargs), call.arguments)
+        return _load(original, engine, call)
 
 
-def _loaded(engine: Any, result: Any, arguments: dict[str, Any]) -> Any:
+def _load(original: Callable, engine: Any, call: inspect.BoundArguments) -> Any:
+    adapter, arguments = engine.muon_adapter, call.arguments
+    with adapter.loading(Path(arguments["load_dir"]), arguments["tag"], arguments):
+        result = original(*call.args, **call.kwargs)
     if result[0] is not None:
-        begin_step_again(engine)
+        _begin_step_again(engine)
         compare_plans(engine.basic_optimizer)
-        if engine.zero_optimization_stage() == 0 and not arguments["load_optimizer_states"]:
-            # Else the next step would put back the weights from before.
-            getattr(engine.optimizer, "refresh_fp32_params", lambda: None)()
+        if not arguments["load_optimizer_states"]:
+            adapter.refresh_masters()
     return result
 
 
-@contextmanager
-def _weights_of(tag: str | None) -> Iterator[None]:
-    """Stage 3 without optimizer states: stock gathers the weights of ``latest``, whatever the tag."""
+def _weights_of(tag: str | None) -> AbstractContextManager[None]:
+    """Stage 3 without optimizer states: DeepSpeed gathers the weights of ``latest``, whatever the tag."""
     module = importlib.import_module("deepspeed.runtime.engine")
-    gather = module.get_fp32_state_dict_from_zero_checkpoint
-    module.get_fp32_state_dict_from_zero_checkpoint = functools.partial(gather, tag=tag)  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        module.get_fp32_state_dict_from_zero_checkpoint = gather  # type: ignore[attr-defined]
+
+    def of_tag(original: Callable, *args: Any, **options: Any) -> Any:
+        return original(*args, **options | {"tag": tag})
+
+    return replaced(module, get_fp32_state_dict_from_zero_checkpoint=of_tag)
 
 
 def _say_unverified(engine: Any, tag: str | None) -> None:
@@ -199,7 +311,7 @@ def _refusal(load_dir: str, tag: str | None, problems: list[str]) -> str:
     more = f" and {len(problems) - TOLD} more" if len(problems) > TOLD else ""
     try:
         tags = [other for other in complete_tags(Path(load_dir)) if other != tag]
-    except OSError:  # somebody deletes them meanwhile; the other ranks wait for this text
+    except Exception:  # somebody deletes them meanwhile; the other ranks wait for this text
         tags = []
     advice = f"complete there: {', '.join(tags[:TOLD])}; pass tag={tags[0]!r}" if tags else "no other is complete there"
     return (
@@ -260,7 +372,10 @@ def _misfits(engine: Any, arguments: dict[str, Any], view: dict[str, Any]) -> li
     return [text] if text else []
 
 
-def warn_of_unfinished_step(engine: Any) -> None:
+# ---- gradient accumulation: a step that was under way at the save begins again with its first micro-batch --------
+
+
+def _warn_of_unfinished_step(engine: Any) -> None:
     """Say so where a checkpoint is saved between the micro-batches of a step."""
     done, total = _position(engine), engine.gradient_accumulation_steps()
     if done and engine.global_rank == 0:
@@ -273,17 +388,10 @@ def warn_of_unfinished_step(engine: Any) -> None:
         )
 
 
-def begin_step_again(engine: Any) -> None:
+def _begin_step_again(engine: Any) -> None:
     """Forget the micro-batches and gradients since the last step, which belong to other weights after a load."""
     engine.micro_steps -= _position(engine)
-    engine.zero_grad()
-    wrapper = engine.optimizer
-    if hasattr(wrapper, "zero_grad"):
-        wrapper.zero_grad(set_to_none=True)
-    for name in ("averaged_gradients", "all_grad_tensors"):
-        getattr(wrapper, name, {}).clear()
-    if type(wrapper).__name__ == "DeepSpeedZeroOptimizer":
-        wrapper.micro_step_id = -1  # counted up before the first micro-batch, which replaces what is accumulated
+    engine.muon_adapter.drop_gradients()
 
 
 def _position(engine: Any) -> int:

@@ -8,26 +8,18 @@ is ``momentum_buffer`` and nothing else.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from torch.optim import Optimizer
 
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.zero.checkpoint.compatibility import blocks, check_groups, matrices, settings_of
-from deepspeed.muon.zero.state_access import link
 
 
-def keep_convertible(wrapper: Any, optimizer: MuonWithAuxAdam) -> None:
-    """Rename the momentum on the way out and in, refuse another routing, let ``zero_to_fp32`` read what is saved."""
+def keep_convertible(optimizer: MuonWithAuxAdam) -> None:
+    """Rename the momentum on the way out and in; refuse another routing on the way in."""
     optimizer.register_state_dict_post_hook(_export)
     optimizer.register_load_state_dict_pre_hook(_import, prepend=True)
-    if wrapper is not optimizer:
-        wrapper.load_state_dict = _linked(wrapper, wrapper.load_state_dict)
-    if type(wrapper).__name__ == "BF16_Optimizer":
-        save = wrapper.state_dict
-        # Its layout is stage 1's; zero_to_fp32 takes a file without this key for no ZeRO checkpoint.
-        wrapper.state_dict = lambda: {"zero_stage": 1, **save()}
 
 
 def _export(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -62,18 +54,6 @@ def _muon_indices(state_dict: dict[str, Any]) -> list[int]:
         for i in group["params"]
         if i in state_dict["state"]
     ]
-
-
-def _linked(wrapper: Any, load: Any) -> Any:
-    """Stock's ``load_state_dict``, which replaces the tensors to which parameters were linked."""
-
-    @functools.wraps(load)
-    def linked(*args: Any, **kwargs: Any) -> Any:
-        result = load(*args, **kwargs)
-        link(wrapper)
-        return result
-
-    return linked
 
 
 def _restore_momentum(state: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ optimizer is bound, so ranks, stage and the order of parameters may change; file
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,9 @@ from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.state_import import KEYS, Actions, Source, chosen, decide, fill, report, warn_of_fused
 from deepspeed.muon.zero.checkpoint.compatibility import check_groups, kinds, saved_groups, settings_of
 from deepspeed.muon.zero.checkpoint.safe_load import read_states
-from deepspeed.muon.zero.consensus import agreed
-from deepspeed.muon.zero.nvme import each_sub_group
+from deepspeed.muon.zero.consensus import by_text, gathered, together
+from deepspeed.muon.zero.seams import Seam, replace
+from deepspeed.muon.zero.wrappers.adapter import Adapter
 from deepspeed.muon.zero.wrappers.experts import local_experts
 
 #: What the model's weights are called beside the state, and the file that holds Muon's momentum.
@@ -32,51 +33,37 @@ WEIGHT, MOMENTUM = "fp32", "exp_avg"
 ORIGIN = "deepspeed_muon_origin"
 
 
-def read_universal(engine: Any, optimizer: MuonWithAuxAdam) -> None:
-    """Make ``engine`` write the metadata that stock's converter needs, and load what it converts."""
+#: Replaced where the config asks for a universal checkpoint.
+SEAMS = (Seam("deepspeed.runtime.engine", "DeepSpeedEngine._get_all_ckpt_names", "engine"),)
+
+
+def read_universal(adapter: Adapter) -> None:
+    """Make the engine write the metadata that DeepSpeed's converter needs, and load what it converts."""
     from deepspeed.checkpoint import constants
 
+    engine, optimizer = adapter.engine, adapter.optimizer
     if getattr(engine.module, constants.UNIVERSAL_CHECKPOINT_INFO, None) is None:
         info = {constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE}
         setattr(engine.module, constants.UNIVERSAL_CHECKPOINT_INFO, info)
-    wrapper = engine.optimizer
-    if wrapper is optimizer or not hasattr(wrapper, "_load_universal_checkpoint"):
-        return
-    if hasattr(wrapper, "_param_slice_mappings"):
-        wrapper._param_slice_mappings = _slices(optimizer)
 
-    def load(checkpoint_folder: str, load_optimizer_states: bool, load_from_fp32_weights: bool) -> None:
-        source = agreed(lambda: _opened(engine, optimizer, checkpoint_folder, load_optimizer_states))
-        _load(engine, optimizer, *source, load_optimizer_states)
+    def load(folder: str, load_optimizer_states: bool, load_from_fp32_weights: bool) -> None:
+        opened = together(lambda: _opened(engine, optimizer, folder, load_optimizer_states), _refusal)
+        _load(adapter, *opened, load_optimizer_states)
 
-    wrapper._load_universal_checkpoint = load
+    adapter.read_universal(load)
     if engine.load_universal_checkpoint():
-        engine._get_all_ckpt_names = _either_name(engine._get_all_ckpt_names)
+        replace(engine, "_get_all_ckpt_names", _either_name)
 
 
-def _slices(optimizer: MuonWithAuxAdam) -> list[dict[str, Any]]:
-    """Where the converter finds each parameter in this rank's flat tensors, by group; stages 1 and 2.
-
-    Stock's own are those of the parameters in order, which ``round_robin_gradients`` changes.
-    """
-    from deepspeed.utils.tensor_fragment import fragment_address
-
-    partitions = sorted(optimizer.all_partitions, key=lambda partition: partition.index)
-    return [
-        {shard.spec.name: fragment_address(stop - start, position) for shard, start, stop, position in found.pieces()}
-        for found in partitions
-    ]
+def _refusal(failed: dict[int, str]) -> ImportStateError:
+    return ImportStateError(f"nothing was loaded: {by_text(failed, len(gathered(None)))}")
 
 
-def _either_name(original: Callable[[str, Any], list[str]]) -> Callable[[str, Any], list[str]]:
-    """The file of counts and schedules is named by the stage that saved it; stock looks for the present stage's."""
-
-    def names(folder: str, tag: Any) -> list[str]:
-        patterns = ("mp_rank_*_model_states.pt", "zero_pp_rank_0_mp_rank_*_model_states.pt")
-        others = (sorted(map(str, Path(folder, str(tag)).glob(pattern))) for pattern in patterns)
-        return next(filter(None, (original(folder, tag), *others)), [])
-
-    return names
+def _either_name(original: Callable[[str, Any], list[str]], folder: str, tag: Any) -> list[str]:
+    """The file of counts and schedules is named by the stage that saved it; DeepSpeed looks for the present one's."""
+    patterns = ("mp_rank_*_model_states.pt", "zero_pp_rank_0_mp_rank_*_model_states.pt")
+    others = (sorted(map(str, Path(folder, str(tag)).glob(pattern))) for pattern in patterns)
+    return next(filter(None, (original(folder, tag), *others)), [])
 
 
 class Folder:
@@ -179,12 +166,13 @@ def _opened(engine: Any, optimizer: MuonWithAuxAdam, path: str, load_states: boo
 
 
 @torch.no_grad()
-def _load(
-    engine: Any, optimizer: MuonWithAuxAdam, folder: Folder, source: Source, actions: Actions, load_states: bool
-) -> None:
-    """Weights, and with them state, settings and loss scale."""
-    wrapper = engine.optimizer
-    for partition in _resident(wrapper, optimizer):
+def _load(adapter: Adapter, folder: Folder, source: Source, actions: Actions, load_states: bool) -> None:
+    """Weights, and with them state, settings and loss scale.
+
+    At stages 1 and 2 the engine makes the model's weights from the fp32 ones itself.
+    """
+    engine, optimizer, wrapper = adapter.engine, adapter.optimizer, adapter.wrapper
+    for partition in adapter.resident_partitions():
         _load_weights(partition, folder)
         if load_states:
             fill(optimizer, partition, source, actions)
@@ -198,23 +186,10 @@ def _load(
 
 
 def _files(action: str | None, use_muon: bool) -> tuple[str, ...]:
-    """The states that a action reads."""
+    """The states that an action reads."""
     if action is None or action == "zero":
         return ()
     return (MOMENTUM,) if use_muon else KEYS[False]
-
-
-def _resident(wrapper: Any, optimizer: MuonWithAuxAdam) -> Iterator[Partition]:
-    """Each partition with its tensors in memory; at stage 3 its weights then go to the model.
-
-    At stages 1 and 2 the engine makes the model's weights from the fp32 ones itself.
-    """
-    if not hasattr(wrapper, "fp32_partitioned_groups_flat"):
-        yield from optimizer.all_partitions
-        return
-    found = {id(partition.tensors[0]): partition for partition in optimizer.all_partitions}
-    for _, flat in each_sub_group(wrapper):
-        yield found[id(flat)]
 
 
 def _load_weights(partition: Partition, folder: Folder) -> None:

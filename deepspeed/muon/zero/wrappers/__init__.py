@@ -1,2 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One adapter for each of DeepSpeed's optimizer wrappers."""
+"""One adapter for each of DeepSpeed's optimizer wrappers. A new wrapper is a new file and a line here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepspeed.muon.errors import UnsupportedError
+from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.zero.wrappers.adapter import Adapter
+from deepspeed.muon.zero.wrappers.bf16 import Bf16
+from deepspeed.muon.zero.wrappers.stage0 import Plain, Stage0
+from deepspeed.muon.zero.wrappers.stage3 import Stage3
+from deepspeed.muon.zero.wrappers.stage12 import Stage12
+
+ADAPTERS: tuple[type[Adapter], ...] = (Stage0, Stage12, Bf16, Stage3)
+
+
+def adapter_for(engine: Any, optimizer: MuonWithAuxAdam) -> Adapter:
+    """The adapter for the wrapper that the engine has put around ``optimizer``.
+
+    Raises:
+        UnsupportedError: there is none for this wrapper.
+    """
+    name = type(engine.optimizer).__name__
+    if engine.optimizer is optimizer:
+        return Plain(engine, optimizer)
+    for adapter in ADAPTERS:
+        if name == adapter.CLASS:
+            return adapter(engine, optimizer)
+    known = ", ".join(adapter.CLASS for adapter in ADAPTERS)
+    raise UnsupportedError(f"deepspeed-muon does not know the optimizer wrapper {name}; it knows {known}")

@@ -3,55 +3,57 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
+#: Methods of ZeRO's wrappers that return the norm of a group's gradient, reduced over all ranks.
+NORM_METHODS = ("get_grad_norm_direct", "complete_grad_norm_calculation_for_cpu_offload")
 
 
 class NormWatch:
-    """Listens to the gradient norms that stages 1 to 3 reduce over all ranks, before the first group's update.
+    """Listens to the gradient norms that stages 1 to 3 reduce over all ranks before they update the first group.
 
-    Each group's norm is -1 where a gradient is not finite. Several DeepSpeed versions square that into a
-    harmless 1 when they combine the groups, so the combined norm does not tell.
+    A group's norm is -1 where a gradient is not finite. Several versions of DeepSpeed square that into a harmless 1
+    when they combine the groups, so the combined norm does not tell.
+
+    Args:
+        replace: (method, function) -> replaces that method of the wrapper, see :meth:`Adapter.replace`.
     """
 
-    METHODS = ("get_grad_norm_direct", "complete_grad_norm_calculation_for_cpu_offload")
-
-    def __init__(self, wrapper: Any) -> None:
+    def __init__(self, replace: Callable[[str, Callable], None]) -> None:
         self._norms: list[Any] = []
         self._are_valid: bool | None = None
-        wrapper.step = self._start(wrapper.step)
-        for name in self.METHODS:
-            setattr(wrapper, name, self._listen(getattr(wrapper, name)))
+        replace("step", self._start)
+        for name in NORM_METHODS:
+            replace(name, self._listen)
 
-    def _start(self, step: Any) -> Any:
-        @functools.wraps(step)
-        def starting(*args: Any, **kwargs: Any) -> Any:
-            self._norms.clear()
-            self._are_valid = None
-            return step(*args, **kwargs)
+    def _start(self, step: Callable, *args: Any, **kwargs: Any) -> Any:
+        self._norms.clear()
+        self._are_valid = None
+        return step(*args, **kwargs)
 
-        return starting
-
-    def _listen(self, method: Any) -> Any:
-        @functools.wraps(method)
-        def listening(*args: Any, **kwargs: Any) -> Any:
-            norm = method(*args, **kwargs)
-            self._norms.append(norm)
-            self._are_valid = None
-            return norm
-
-        return listening
+    def _listen(self, method: Callable, *args: Any, **kwargs: Any) -> Any:
+        norm = method(*args, **kwargs)
+        self._norms.append(norm)
+        self._are_valid = None
+        return norm
 
     def __call__(self) -> bool:
         """False where any group's gradient is not finite; the same on all ranks.
 
         Reading a norm waits for the accelerator: each is read once per step, whatever the number of calls.
+
+        Raises:
+            RuntimeError: on all ranks, if ZeRO has computed no norm in this step, so that nothing is known.
         """
         if self._are_valid is None:
+            if not self._norms:
+                raise RuntimeError(
+                    f"deepspeed-muon heard no gradient norm in this step: this DeepSpeed calls none of "
+                    f"{', '.join(NORM_METHODS)}, which tell whether the gradient is finite. Nothing was updated; run "
+                    "ds_muon report, and install a tested version of DeepSpeed"
+                )
             self._are_valid = all(is_valid(norm) for norm in self._norms)
         return self._are_valid
 
@@ -59,20 +61,6 @@ class NormWatch:
 def is_valid(norm: Any) -> bool:
     """Whether a gradient norm, a number or a 0-D tensor, is that of a finite gradient."""
     return 0 <= float(norm) < math.inf  # false of NaN, too
-
-
-def on_all_ranks(check: Callable[[], bool], group: Any = None) -> Callable[[], bool]:
-    """The check, passed where all ranks of the group pass it: ranks with own parameters have own gradients."""
-    from deepspeed.accelerator import get_accelerator
-
-    from deepspeed import comm  # type: ignore[attr-defined]
-
-    def agreed() -> bool:
-        passed = torch.tensor(float(check()), device=get_accelerator().current_device_name())
-        comm.all_reduce(passed, op=comm.ReduceOp.MIN, group=group)
-        return bool(passed)
-
-    return agreed
 
 
 def once_per_step(engine: Any, report: Callable[[], None]) -> Callable[[], None]:
@@ -90,6 +78,6 @@ def once_per_step(engine: Any, report: Callable[[], None]) -> Callable[[], None]
 
 
 def skips_in_silence(wrapper: Any) -> bool:
-    """Whether the wrapper skips a step without a word: with no loss scaler, or, before 0.19.8, with a static one."""
+    """Whether the wrapper logs nothing when it skips a step: it has no loss scaler, or, before 0.19.8, a static one."""
     scaler = getattr(wrapper, "loss_scaler", None)
     return scaler is None or not {"log_dist", "logger"} & set(type(scaler).update_scale.__code__.co_names)

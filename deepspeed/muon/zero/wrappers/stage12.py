@@ -1,47 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages 1 and 2, and ``BF16_Optimizer``: each group is one flat tensor, cut into equal partitions.
-
-A matrix may straddle a border. The offsets are those of the order in which the group was flattened,
-which ``round_robin_gradients`` changes; stock's ``_hp_mapping`` does not follow it and is not used.
-"""
+"""Stages 1 and 2."""
 
 from __future__ import annotations
 
-from itertools import accumulate
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import Tensor
-
-from deepspeed.muon.exchange.partition import Partition
-from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.plan.placement import Placement, Shard
-
-
-def partitions(wrapper: Any, optimizer: MuonWithAuxAdam) -> list[Partition]:
-    """One partition per group."""
-    from deepspeed import comm  # type: ignore[attr-defined]
-
-    result = []
-    for index, (params, offsets, flat, tensor) in enumerate(_groups(wrapper)):
-        group = wrapper.real_dp_process_group[index]
-        world_size = comm.get_world_size(group=group)
-        span = flat.numel() // world_size
-        shards = [
-            Shard(optimizer.specs[param], 0, Placement(offset, span, 0))
-            for param, offset in zip(params, offsets, strict=True)
-        ]
-        result.append(Partition(index, (tensor,), tuple(shards), group, comm.get_rank(group=group), world_size))
-    return result
+from deepspeed.muon.zero import state_access
+from deepspeed.muon.zero.wrappers.flat import Flat, FlatGroup
+from deepspeed.muon.zero.wrappers.grad_norm import NORM_METHODS, NormWatch
+from deepspeed.muon.zero.wrappers.pipeline_stages import with_norms_of_all_stages
 
 
-def _groups(wrapper: Any) -> list[tuple[list, list[int], Tensor, Tensor]]:
-    """(parameters in flattened order, their offsets, the whole flat group, this rank's fp32 part) per group."""
-    if hasattr(wrapper, "bf16_groups"):
-        ordered, flats, tensors = wrapper.bf16_groups, wrapper.bf16_groups_flat, wrapper.fp32_groups_flat_partition
-    else:
-        ordered, flats = wrapper.round_robin_bit16_groups, wrapper.bit16_groups_flat
-        tensors = wrapper.single_partition_of_fp32_groups
-    offsets = getattr(wrapper, "round_robin_bit16_offsets", None)
-    if offsets is None:  # BF16_Optimizer puts parameters one after the other
-        offsets = [[0, *accumulate(param.numel() for param in params)][: len(params)] for params in ordered]
-    return list(zip(ordered, offsets, flats, tensors, strict=True))
+class Stage12(Flat):
+    """``DeepSpeedZeroOptimizer``."""
+
+    MODULE, CLASS = "deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer"
+    REPLACED = (
+        "step",
+        *NORM_METHODS,
+        "scaled_global_norm",
+        "load_state_dict",
+        "offload_states",
+        "reload_states",
+        "_load_universal_checkpoint",
+    )
+
+    def groups(self) -> Iterator[FlatGroup]:
+        """In the order that ``round_robin_gradients`` may have changed."""
+        wrapper = self.wrapper
+        flats = wrapper.bit16_groups_flat, wrapper.single_partition_of_fp32_groups
+        lists = wrapper.round_robin_bit16_groups, wrapper.round_robin_bit16_offsets, *flats
+        return (FlatGroup(*group) for group in zip(*lists, strict=True))
+
+    def watch_gradients(self) -> None:
+        """ZeRO's norms are those of all ranks."""
+        self.optimizer.is_finite = NormWatch(self.replace)
+
+    def join_pipeline(self, group_count: int) -> None:
+        """Each group's norm is a collective over the pipeline."""
+        missing = group_count - len(self.optimizer.param_groups)
+        if missing > 0:
+            self.replace("scaled_global_norm", with_norms_of_all_stages(self.wrapper, missing))
+
+    def open_states(self) -> None:
+        """DeepSpeed moves state by putting other tensors in its place, which parameters do not find by themselves."""
+        super().open_states()
+        self.replace("offload_states", self._move)
+        self.replace("reload_states", self._move)
+
+    def _move(self, move: Callable, *args: Any, **kwargs: Any) -> None:
+        from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+
+        self.optimizer.release_workspace()
+        move(*args, **kwargs)
+        if OffloadStateTypeEnum.hp_params not in self.wrapper.offloaded_states:
+            state_access.link(self.wrapper)
+
+    def drop_gradients(self) -> None:
+        """Also those that are accumulated in the wrapper."""
+        super().drop_gradients()
+        self.wrapper.zero_grad(set_to_none=True)
+        for name in ("averaged_gradients", "all_grad_tensors"):
+            getattr(self.wrapper, name, {}).clear()
+        self.wrapper.micro_step_id = -1  # counted up before the first micro-batch, which replaces what is accumulated

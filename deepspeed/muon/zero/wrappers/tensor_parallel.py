@@ -16,7 +16,7 @@ from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.matrices.routing import MatrixSpec
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.plan.placement import Placement, Shard
-from deepspeed.muon.zero.wrappers.grad_norm import on_all_ranks
+from deepspeed.muon.zero.consensus import on_all_ranks
 
 #: Where one rank's parameters lie among its own data-parallel ranks, by name.
 Lane = Mapping[str, tuple]

@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
+pytest.register_assert_rewrite("helpers")
+
 TIME_LIMIT = 300.0
 """Seconds a test may take unless it is marked with time_limit(seconds)."""
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are built from configs; nothing is fetched
-os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(__file__).parents[4] / "build" / "torch_extensions"))
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(__file__).resolve().parents[4] / "build" / "torch_extensions"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -70,7 +72,7 @@ def time_limit(request: pytest.FixtureRequest) -> Iterator[None]:
 def worn_pools() -> Iterator[None]:
     """Close the process pools that the test has worn out."""
     yield
-    from distributed import end_worn_pools
+    from helpers.distributed import end_worn_pools
 
     end_worn_pools()
 
@@ -79,7 +81,7 @@ def worn_pools() -> Iterator[None]:
 def pools() -> Iterator[None]:
     """End the process pools with the session."""
     yield
-    from distributed import shutdown
+    from helpers.distributed import shutdown
 
     shutdown()
 
@@ -87,7 +89,7 @@ def pools() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def interpret() -> Iterator[Callable[..., Any]]:
     """Runs a function where Triton interprets: in one process that knew so before it imported Triton."""
-    from distributed import Pool
+    from helpers.distributed import Pool
 
     held: list[Pool] = []
 

@@ -1,90 +1,265 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of the source tree: direction of imports, who communicates, lengths of files and functions."""
+"""Rules of the source tree: what each folder may know, docstrings, licences."""
 
 import ast
 import graphlib
-import statistics
+import re
 import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
-from import_rules import ALLOWED, EXTERNAL
-from source_tree import (
-    MODULES,
-    PACKAGE,
-    ROOT,
-    SHIM,
-    SOURCES,
-    TESTS,
-    external_imports,
-    functions,
-    imported,
-    internal_imports,
-    lines,
-    module_level,
-    tree,
-    uses,
-)
+from helpers.paths import PACKAGE, ROOT
 
+PREFIX = "deepspeed.muon"
+SHIM = ROOT / "deepspeed_muon.py"
+SOURCES = [path for folder in ("deepspeed", "benchmarks", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
+#: Layer (a folder or a module beside the folders) -> the layers right below; what lies below those is below it too.
+#: The package itself, "", is on top of all and is imported by none of them.
+LAYERS: dict[str, set[str]] = {
+    "errors": set(),
+    "log": set(),
+    "version": set(),
+    "kernels": {"errors", "log", "version"},
+    "math": {"kernels"},
+    "matrices": {"errors", "log", "version"},
+    "config": {"math", "matrices"},
+    "plan": {"math", "matrices"},
+    "exchange": {"plan"},
+    "param_groups": {"config"},
+    "lr_groups": {"errors", "log", "version"},
+    "step_stats": {"errors", "log", "version"},
+    "optimizer": {"exchange", "lr_groups", "param_groups", "step_stats"},
+    "state_import": {"optimizer"},
+    "forecast": {"optimizer"},
+    "zero": {"forecast", "state_import"},
+    "cli": {"zero"},
+    "": {"cli"},
+}
+#: What layers may import beside the standard library, the package and DeepSpeed, if it is not torch alone.
+LIBRARIES: dict[str, set[str]] = {
+    **{name: set() for name in ("errors", "log", "version", "plan")},
+    "kernels": {"torch", "triton", "quack"},
+    "config": {"pydantic"},
+    "zero": {"torch", "numpy", "packaging", "pydantic", "hjson"},  # as DeepSpeed itself
+    "cli": {"torch", "transformers"},
+}
 COLLECTIVES = ("torch.distributed", "deepspeed.comm")
-CORE = ("orthogonalize", "update", "partition", "owners", "plan", "exchange", "optimizer")
-
-# ---- imports --------------------------------------------------------------------------------------------
-
-
-def test_the_table_lists_every_module() -> None:
-    assert {name for name in MODULES if name.split(".")[0] != "zero"} == ALLOWED.keys()
+RANKS = re.compile(r"(^|_)(rank|ranks|world_size|process_group)$")
+Tree = Mapping[str, ast.Module]
+"""The modules of the package by their names below it; "" is the package itself."""
 
 
-@pytest.mark.parametrize("name", ALLOWED, ids=lambda name: name or "package")
-def test_imports_point_one_way(name: str) -> None:
-    """Equality, so that the table allows nothing that is not used."""
-    assert internal_imports(tree(MODULES[name])) == ALLOWED[name]
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").rstrip(".")
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("zero")])
-def test_zero_does_not_import_the_package_itself(name: str) -> None:
-    assert "" not in internal_imports(tree(MODULES[name]))
+PACKAGE_TREE: Tree = {name_of(path): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+
+# ---- what a module mentions -------------------------------------------------------------------------------------
 
 
-def test_imports_form_no_cycle() -> None:
-    graph = {name: internal_imports(tree(path)) for name, path in MODULES.items()}
-    list(graphlib.TopologicalSorter(graph).static_order())
+def imported(nodes: Iterator[ast.AST]) -> Iterator[str]:
+    """Dotted names of what import statements bring in; `from a import b` gives a.b."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{'.' * node.level}{node.module}.{alias.name}" for alias in node.names)
 
 
-@pytest.mark.parametrize("name", EXTERNAL)
-def test_external_imports(name: str) -> None:
-    assert external_imports(tree(MODULES[name])) <= EXTERNAL[name]
+def dotted(node: ast.AST) -> str:
+    """The text of `a.b.c`, empty for anything else."""
+    if isinstance(node, ast.Attribute):
+        base = dotted(node.value)
+        return f"{base}.{node.attr}" if base else ""
+    return node.id if isinstance(node, ast.Name) else ""
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if name != "exchange" and not name.startswith("zero")])
-def test_only_the_exchange_and_zero_communicate(name: str) -> None:
-    assert not uses(tree(MODULES[name]), *COLLECTIVES)
+def mentions(module: ast.Module) -> set[str]:
+    """Everything that code can reach a module by: imports, attributes, and strings that are no docstrings."""
+    names = {*imported(ast.walk(module)), *(dotted(node) for node in ast.walk(module))}
+    texts = {id(node.value) for node in ast.walk(module) if isinstance(node, ast.Expr)}
+    for node in ast.walk(module):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in texts:
+            names.update(re.findall(r"\w+(?:\.\w+)+", node.value))
+    return names
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if not name.startswith("zero")])
-def test_only_zero_touches_deepspeeds_runtime(name: str) -> None:
-    assert not uses(tree(MODULES[name]), "deepspeed.runtime", "deepspeed.accelerator", "deepspeed.utils")
+def below(name: str, *prefixes: str) -> bool:
+    return any(f"{name}.".startswith(f"{prefix}.") for prefix in prefixes)
 
 
-def test_the_tests_of_uses_can_fail() -> None:
-    """The rules above look at what these forms give, and the source has users of each kind."""
-    for text in (
-        "import torch.distributed as dist",
-        "from torch import distributed",
-        "from torch.distributed import all_reduce",
-        "import torch\ndef f():\n    torch.distributed.barrier()",
-        "import importlib\nimportlib.import_module('torch.distributed.nn')",
-        "from deepspeed import comm",
-        "from deepspeed.comm import all_to_all_single",
-    ):
-        assert uses(ast.parse(text), *COLLECTIVES), text
-    assert not uses(
-        ast.parse('"""torch.distributed is not used."""\nimport torch\nx.torch.distributions'), *COLLECTIVES
-    )
-    assert uses(tree(MODULES["exchange"]), *COLLECTIVES)
-    assert uses(tree(MODULES["zero.install"]), "deepspeed.runtime")
+def inside(module: ast.Module, tree: Tree) -> set[str]:
+    """The modules of the package that one imports."""
+    paths = [name.removeprefix(PREFIX).lstrip(".") for name in imported(ast.walk(module)) if below(name, PREFIX)]
+    return {path if path in tree else path.rpartition(".")[0] for path in paths}
+
+
+def layer(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def all_below(name: str) -> set[str]:
+    """The layers below one, at any depth."""
+    return {name for direct in LAYERS[name] for name in (direct, *all_below(direct))}
+
+
+# ---- the rules: each gives what breaks it -----------------------------------------------------------------------
+
+
+def unknown_layers(tree: Tree) -> list[str]:
+    return [name for name in tree if layer(name) not in LAYERS]
+
+
+def upward_imports(tree: Tree) -> list[str]:
+    """Imports of a layer that is not below."""
+    pairs = [(name, other) for name, module in tree.items() for other in inside(module, tree)]
+    return [f"{a} imports {b}" for a, b in pairs if layer(b) not in {layer(a), *all_below(layer(a))}]
+
+
+def relative_imports(tree: Tree) -> list[str]:
+    return [name for name, module in tree.items() if any(one.startswith(".") for one in imported(ast.walk(module)))]
+
+
+def cycles(tree: Tree) -> list[str]:
+    try:
+        list(graphlib.TopologicalSorter({name: inside(module, tree) for name, module in tree.items()}).static_order())
+    except graphlib.CycleError as error:
+        return [" -> ".join(error.args[1])]
+    return []
+
+
+def imports_of_the_package(tree: Tree) -> list[str]:
+    return [name for name, module in tree.items() if "" in inside(module, tree)]
+
+
+def collectives_elsewhere(tree: Tree) -> list[str]:
+    """Only `exchange` and `zero` communicate."""
+    others = {name: module for name, module in tree.items() if layer(name) not in ("exchange", "zero")}
+    return [name for name, module in others.items() if any(below(one, *COLLECTIVES) for one in mentions(module))]
+
+
+def deepspeed_elsewhere(tree: Tree) -> list[str]:
+    """Only `zero` knows DeepSpeed, but for the collectives and the class from which builders of ops inherit."""
+    allowed = {"exchange": ("deepspeed.comm",), "kernels.builder": ("deepspeed.ops.op_builder",)}
+    found = []
+    for name, module in tree.items():
+        known = (PREFIX, *allowed.get(name, ()), *allowed.get(layer(name), ()))
+        others = [one for one in imported(ast.walk(module)) if below(one, "deepspeed") and not below(one, *known)]
+        others += [one for one in mentions(module) if below(one, "deepspeed.runtime")]
+        if others and layer(name) != "zero":
+            found.append(f"{name} mentions {sorted(set(others))}")
+    return found
+
+
+def other_libraries(tree: Tree) -> list[str]:
+    found = []
+    for name, module in tree.items():
+        tops = {layer(one) for one in imported(ast.walk(module))} - sys.stdlib_module_names - {"deepspeed", ""}
+        allowed = set() if name == "matrices.block" else LIBRARIES.get(layer(name), {"torch"})
+        found += [f"{name} imports {one}" for one in sorted(tops - allowed)]
+    return found
+
+
+def ranks_in_math(tree: Tree) -> list[str]:
+    """`math` has no argument, variable or attribute that is named after ranks."""
+    found = []
+    for name, module in tree.items():
+        nodes = list(ast.walk(module)) if layer(name) == "math" else []
+        names = [getattr(node, key, None) for node in nodes for key in ("id", "attr", "arg", "name")]
+        found += [f"{name} has {one}" for one in names if isinstance(one, str) and RANKS.search(one)]
+    return found
+
+
+def undocumented(tree: Tree) -> list[str]:
+    """Public classes and functions, and methods of public classes, without a docstring; and such modules."""
+    found = []
+    for name, module in tree.items():
+        pending: list[tuple[str, ast.AST]] = [(name, module)]
+        found += [] if ast.get_docstring(module) else [name]
+        while pending:
+            path, holder = pending.pop()
+            for node in ast.iter_child_nodes(holder):
+                if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and node.name[0] != "_":
+                    found += [] if ast.get_docstring(node) else [f"{path}.{node.name}"]
+                    pending += [(f"{path}.{node.name}", node)] if isinstance(node, ast.ClassDef) else []
+    return found
+
+
+RULES: list[Callable[[Tree], list[str]]] = [
+    unknown_layers,
+    upward_imports,
+    relative_imports,
+    cycles,
+    imports_of_the_package,
+    collectives_elsewhere,
+    deepspeed_elsewhere,
+    other_libraries,
+    ranks_in_math,
+    undocumented,
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_package_keeps_the_rule(rule: Callable[[Tree], list[str]]) -> None:
+    assert rule(PACKAGE_TREE) == []
+
+
+BROKEN: list[tuple[Callable[[Tree], list[str]], str, str]] = [
+    (unknown_layers, "utils", ""),
+    (unknown_layers, "utils.strings", ""),
+    (upward_imports, "kernels.new", "from deepspeed.muon.math.adamw import step"),
+    (upward_imports, "matrices.new", "from deepspeed.muon.kernels import table"),
+    (upward_imports, "math.new", "def f():\n    import deepspeed.muon.plan.plan"),
+    (upward_imports, "plan.new", "from deepspeed.muon.exchange.partition import Partition"),
+    (upward_imports, "config.new", "from deepspeed.muon import param_groups"),
+    (upward_imports, "lr_groups", "from deepspeed.muon.config.schema import parse"),
+    (upward_imports, "optimizer", "from deepspeed.muon import state_import"),
+    (upward_imports, "forecast.new", "from deepspeed.muon.zero import hooks"),
+    (upward_imports, "zero.new", "from deepspeed.muon.cli.main import main"),
+    (relative_imports, "zero.new", "from .hooks import activate"),
+    (cycles, "math.adamw", "from deepspeed.muon.math import new"),
+    (imports_of_the_package, "zero.new", "import deepspeed.muon"),
+    (imports_of_the_package, "cli.new", "def f():\n    from deepspeed.muon import route"),
+    (collectives_elsewhere, "math.new", "import torch.distributed as dist"),
+    (collectives_elsewhere, "math.new", "from torch import distributed"),
+    (collectives_elsewhere, "plan.new", "from torch.distributed import all_reduce"),
+    (collectives_elsewhere, "optimizer", "import torch\ndef f():\n    torch.distributed.barrier()"),
+    (collectives_elsewhere, "cli.new", "import importlib\nimportlib.import_module('torch.distributed.nn')"),
+    (collectives_elsewhere, "kernels.new", "from deepspeed import comm"),
+    (collectives_elsewhere, "state_import", "from deepspeed.comm import all_to_all_single"),
+    (deepspeed_elsewhere, "exchange.new", "from deepspeed.accelerator import get_accelerator"),
+    (deepspeed_elsewhere, "kernels.new", "from deepspeed.ops.op_builder import CPUOpBuilder"),
+    (deepspeed_elsewhere, "kernels.builder", "import deepspeed.runtime.engine"),
+    (deepspeed_elsewhere, "cli.new", "find('deepspeed.runtime.engine')"),
+    (other_libraries, "plan.new", "import torch"),
+    (other_libraries, "matrices.block", "from torch import Tensor"),
+    (other_libraries, "matrices.new", "import numpy"),
+    (other_libraries, "config.new", "import torch"),
+    (ranks_in_math, "math.new", "def scale(rows, world_size):\n    return rows"),
+    (ranks_in_math, "math.new", "rows = spec.rank"),
+    (ranks_in_math, "math.new", "owner_rank = 1"),
+    (undocumented, "math.new", "x = 1"),
+    (undocumented, "math.new", '"""Something."""\ndef f():\n    pass'),
+    (undocumented, "math.new", '"""Something."""\nclass A:\n    """A."""\n    def f(self):\n        pass'),
+]
+
+
+@pytest.mark.parametrize(("rule", "name", "source"), BROKEN, ids=lambda value: getattr(value, "__name__", value))
+def test_a_broken_rule_is_noticed(rule: Callable[[Tree], list[str]], name: str, source: str) -> None:
+    imports = "from deepspeed.muon.math import adamw" if rule is cycles else ""
+    tree = {**PACKAGE_TREE, "math.new": ast.parse(f'"""New."""\n{imports}')}
+    assert set(rule({**tree, name: ast.parse(source)})) - set(rule(tree))
+
+
+def test_what_the_rules_allow_is_not_noticed() -> None:
+    text = '"""torch.distributed and deepspeed.runtime are not used."""\nimport torch\nx.torch.distributions, franks'
+    assert [rule({**PACKAGE_TREE, "math.new": ast.parse(text)}) for rule in RULES] == [[]] * len(RULES)
+
+
+# ---- beside the package -----------------------------------------------------------------------------------------
 
 
 def test_the_folder_is_laid_beside_deepspeeds_own_files() -> None:
@@ -93,53 +268,21 @@ def test_the_folder_is_laid_beside_deepspeeds_own_files() -> None:
     assert (PACKAGE / "__init__.py").exists()
 
 
-def test_the_hook_imports_neither_torch_nor_deepspeed_on_import() -> None:
-    names = {name.partition(".")[0] for name in imported(module_level(tree(SHIM)))}
-    assert names <= sys.stdlib_module_names
-    inside = {name.partition(".")[0] for name in imported(ast.walk(tree(SHIM)))}
-    assert inside - names == {"deepspeed"}, "imported when it is called"
-
-
-# ---- size, docstrings, names ----------------------------------------------------------------------------
-
-
-def test_sources_are_found() -> None:
-    assert {path.relative_to(ROOT).parts[0] for path in SOURCES} == {"deepspeed", "benchmarks", "examples"}
-
-
-def test_files_are_short() -> None:
-    sizes = {str(path.relative_to(ROOT)): lines(path) for path in (*SOURCES, SHIM)}
-    assert {name: size for name, size in sizes.items() if size > 300} == {}
-    assert statistics.median(sizes.values()) <= 180
-    assert {path.name: lines(path) for path in TESTS if lines(path) > 300} == {}
-
-
-def test_functions_are_short() -> None:
-    assert [found for path in (*SOURCES, SHIM) for found in functions(path) if found[1] > 40] == []
-
-
-def test_the_core_is_small() -> None:
-    assert sum(lines(MODULES[name]) for name in CORE) < 1200
-
-
-def undocumented(module: ast.Module) -> list[str]:
-    """Public classes, functions and methods of public classes without a docstring, and the module if it has none."""
-    found = [] if ast.get_docstring(module) else ["module"]
-    pending: list[tuple[str, ast.AST]] = [("", module)]
+def module_level(module: ast.Module) -> Iterator[ast.AST]:
+    """Nodes that run on import: all but the insides of functions."""
+    pending: list[ast.AST] = [module]
     while pending:
-        path, holder = pending.pop()
-        for node in ast.iter_child_nodes(holder):
-            if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and node.name[0] != "_":
-                if not ast.get_docstring(node):
-                    found.append(path + node.name)
-                if isinstance(node, ast.ClassDef):
-                    pending.append((f"{path}{node.name}.", node))
-    return found
+        node = pending.pop()
+        yield node
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            pending.extend(ast.iter_child_nodes(node))
 
 
-@pytest.mark.parametrize("name", MODULES, ids=lambda name: name or "package")
-def test_everything_public_has_a_docstring(name: str) -> None:
-    assert undocumented(tree(MODULES[name])) == []
+def test_the_hook_imports_neither_torch_nor_deepspeed_on_import() -> None:
+    shim = ast.parse(SHIM.read_text())
+    names = {layer(name) for name in imported(module_level(shim))}
+    assert names <= sys.stdlib_module_names
+    assert {layer(name) for name in imported(ast.walk(shim))} - names == {"deepspeed"}, "imported when it is called"
 
 
 def test_what_the_package_exports_is_documented() -> None:
@@ -150,8 +293,21 @@ def test_what_the_package_exports_is_documented() -> None:
     assert all(isinstance(thing, str) or thing.__doc__ for thing in exported)
 
 
+def test_sources_are_found() -> None:
+    assert {path.relative_to(ROOT).parts[0] for path in SOURCES} == {"deepspeed", "benchmarks", "examples"}
+    assert len(PACKAGE_TREE) > 60
+
+
 @pytest.mark.parametrize("path", [*SOURCES, SHIM], ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_source_has_its_licence_and_leaves_stocks_update_alone(path: Path) -> None:
     text = path.read_text()
     assert text.splitlines()[0] == "# SPDX-License-Identifier: Apache-2.0"
     assert "muon_update" not in text
+
+
+def test_no_test_imports_another() -> None:
+    """What they share is in `helpers`."""
+    files = {path.stem: path for path in (ROOT / "tests").rglob("test_*.py")}
+    found = {path.name: {layer(n) for n in imported(ast.walk(ast.parse(path.read_text())))} for path in files.values()}
+    assert {name: names & files.keys() for name, names in found.items() if names & files.keys()} == {}
+    assert len(files) == len(list((ROOT / "tests").rglob("test_*.py"))), "two files have one name"

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[4]
+from helpers.paths import ROOT
+
 sys.path[1:1] = [str(ROOT / "benchmarks"), str(ROOT / "examples/pretrain_gpt")]
 
 import loss_per_second  # noqa: E402

@@ -15,14 +15,12 @@ import pytest
 import torch
 
 from deepspeed.muon.zero.refusals import BF16_ON_NVME, RULES, _engine_problems, _pipeline_problems
-from distributed import run
-from models import MODELS, initialize_, train_engine
-from test_parity import CELLS
-from training import ds_config, fp32_weights, make_engine
+from helpers.distributed import run
+from helpers.models import MODELS, initialize_, train_engine
+from helpers.parity import CELLS
+from helpers.paths import DOCS, PACKAGE, ROOT, TESTS
+from helpers.training import ds_config, fp32_weights, make_engine
 
-ROOT = Path(__file__).resolve().parents[4]
-DOCS = ROOT / "docs"
-PACKAGE = ROOT / "deepspeed" / "muon"
 PAGES = sorted(DOCS.rglob("*.md"))
 GENERATED = ("configuration.md", "errors.md", "damaged-checkpoints.md")
 #: Functions whose strings are messages, though they are raised elsewhere.
@@ -56,17 +54,26 @@ def page_id(path: Path) -> str:
 # ---- names of tests -----------------------------------------------------------------------------------------
 
 
-def cases_of(file: str) -> set[str]:
-    """Names of the tests of a file of this folder."""
-    tree = ast.parse((Path(__file__).parent / file).read_text())
-    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+def cases_of(file: Path) -> set[str]:
+    """Names of the tests of a file."""
+    named = [name for node in ast.parse(file.read_text()).body for name in names_of(node)]
+    return {name for name in named if name.startswith("test_")}
+
+
+def names_of(node: ast.AST) -> list[str]:
+    """What a statement at the top of a file defines."""
+    if isinstance(node, ast.Assign):
+        return [target.id for target in node.targets if isinstance(target, ast.Name)]
+    return [node.name] if isinstance(node, ast.FunctionDef) else []
 
 
 def missing_tests(text: str) -> list[str]:
     """The tests that a text names and that do not exist."""
+    files = {path.name: path for path in TESTS.rglob("test_*.py")}
     named = set(re.findall(r"(test_\w+\.py)::(\w+)", text))
-    files = {file: cases_of(file) if (Path(__file__).parent / file).is_file() else set() for file, _ in named}
-    return sorted(f"{file}::{name}" for file, name in named if name not in files[file])
+    found = {file: cases_of(files[file]) if file in files else set() for file, _ in named}
+    missing = {f"{file}::{name}" for file, name in named if name not in found[file]}
+    return sorted(missing | {file for file in re.findall(r"\btest_\w+\.py", text) if file not in files})
 
 
 @pytest.mark.parametrize("path", PAGES, ids=page_id)
@@ -75,8 +82,8 @@ def test_every_named_test_exists(path: Path) -> None:
 
 
 def test_a_test_that_does_not_exist_is_noticed() -> None:
-    text = "`test_docs.py::test_every_named_test_exists`, `test_docs.py::test_nothing`, `test_none.py::test_it`"
-    assert missing_tests(text) == ["test_docs.py::test_nothing", "test_none.py::test_it"]
+    text = "`test_docs.py::test_messages_are_found`, `test_docs.py::test_nothing`, `test_none.py::test_it`, test_no.py"
+    assert missing_tests(text) == ["test_docs.py::test_nothing", "test_no.py", "test_none.py", "test_none.py::test_it"]
 
 
 def test_the_matrix_names_tests() -> None:
@@ -123,7 +130,7 @@ def test_every_refusal_is_in_the_support_matrix() -> None:
     engines = list(dict.fromkeys(text for size in (1, 2) for text in _engine_problems(EverythingIsWrong(size))))
     pipelines = list(dict.fromkeys(text for stage in (0, 2) for text in _pipeline_problems(WrongPipeline(stage))))
     for name, problems in {"_engine_problems": engines, "_pipeline_problems": pipelines}.items():
-        texts = strings_in(function(PACKAGE / "zero" / "support.py", name))
+        texts = strings_in(function(PACKAGE / "zero" / "refusals.py", name))
         assert len(problems) == len([text for text in texts if "_" not in text.split()[0]])
     refusals = [line for line in read("support.md").splitlines() if "refused" in line]
     refused = [f"`{key}`" for key in (*(rule[0] for rule in RULES), BF16_ON_NVME[0])]

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[4]
+from helpers.paths import ROOT
+
 PARTS = {"Newton-Schulz", "elementwise", "threshold", "step", "exchange"}
 
 

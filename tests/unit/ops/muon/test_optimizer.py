@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.muon import MuonConfigError, MuonWithAuxAdam
-from models import MODELS
-from oracles import OracleConfig, change_error, newton_schulz_fp64, route, train_oracle
+from helpers.models import MODELS
+from helpers.oracles import OracleConfig, change_error, newton_schulz_fp64, route, train_oracle
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 5) -> dict[str, Tensor]:

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import language_models  # noqa: F401 - MODELS has its models too
-from distributed import run
-from models import GLOBAL_BATCH, MODELS, full_weights, make_batch, train_engine
-from oracles import (
+from helpers.distributed import run
+from helpers.models import GLOBAL_BATCH, MODELS, full_weights, make_batch, train_engine
+from helpers.oracles import (
     SCALES,
     OracleConfig,
     OracleResult,

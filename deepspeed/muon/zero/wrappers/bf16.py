@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""bf16 with fp32 gradient accumulation: stage 1, and pipelines without ZeRO."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from deepspeed.muon.zero.wrappers.flat import Flat, FlatGroup, offsets_of
+from deepspeed.muon.zero.wrappers.grad_norm import is_valid
+
+
+class Bf16(Flat):
+    """``BF16_Optimizer``."""
+
+    MODULE, CLASS = "deepspeed.runtime.bf16_optimizer", "BF16_Optimizer"
+    REPLACED = ("load_state_dict", "state_dict", "_load_universal_checkpoint")
+
+    def groups(self) -> Iterator[FlatGroup]:
+        """Parameters lie one after the other."""
+        wrapper = self.wrapper
+        lists = wrapper.bf16_groups, wrapper.bf16_groups_flat, wrapper.fp32_groups_flat_partition
+        return (FlatGroup(params, offsets_of(params), *tensors) for params, *tensors in zip(*lists, strict=True))
+
+    def watch_gradients(self) -> None:
+        """The wrapper keeps the norm of all ranks."""
+        self.optimizer.is_finite = lambda: is_valid(self.wrapper._global_grad_norm)
+
+    def open_states(self) -> None:
+        """``zero_to_fp32`` takes a file without this key for no ZeRO checkpoint; the layout is stage 1's."""
+        super().open_states()
+        self.replace("state_dict", lambda state_dict: {"zero_stage": 1, **state_dict()})
+
+    def refresh_masters(self) -> None:
+        """At stage 0, where the engine does not."""
+        if self.engine.zero_optimization_stage() == 0:
+            self.wrapper.refresh_fp32_params()
+
+    def drop_gradients(self) -> None:
+        """Also those that are accumulated in the wrapper."""
+        super().drop_gradients()
+        self.wrapper.zero_grad(set_to_none=True)

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Killed and stalled ranks: a job that is started again goes on exactly, and nobody waits for ever."""
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed.muon.exchange import watchdog
+from helpers.faults import CELLS, WORLD, Server, reference, torment
+from helpers.nvme import why_not
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    started = Server()
+    yield started
+    started.close()
+
+
+def check(server: Server, root: Path, case: dict[str, Any], phase: str, kills: int, seed: int) -> None:
+    if "zero" in case and (reason := why_not()):
+        pytest.skip(reason)
+    tally = torment(server, root, case, phase, kills, seed)
+    print(phase, case, "seed", seed, tally)
+    assert tally.problems == []
+    assert tally.kills >= kills and tally.completed >= 1
+
+
+# ---- killed ranks -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("stage", "phase", "kills"), [(2, "save", 2), (3, "exchange", 2), (3, "training", 1)])
+def test_a_killed_job_goes_on_exactly(server: Server, tmp_path: Path, stage: int, phase: str, kills: int) -> None:
+    check(server, tmp_path, {"stage": stage}, phase, kills, seed=0)
+
+
+@pytest.mark.full
+@pytest.mark.time_limit(900)
+@pytest.mark.parametrize(("case", "phase"), [(c, p) for _, c, phases in CELLS for p in phases], ids=str)
+def test_many_kills(server: Server, tmp_path: Path, case: dict[str, Any], phase: str) -> None:
+    check(server, tmp_path, case, phase, kills=10, seed=1)
+
+
+# ---- inside the exchange ------------------------------------------------------------------------------------
+
+STALLED = 8.0
+"""Seconds of the process group's timeout in the tests that wait for it."""
+NAMED = r"ExchangeError: the exchange failed in bucket 1 of 1 of group muon \(layers\.\d\.weight, .*\), [\d.]+ s"
+
+
+@pytest.mark.parametrize(
+    ("stage", "stall"), [(0, False), (2, False), (3, False), (3, True), pytest.param(2, True, marks=pytest.mark.full)]
+)
+def test_who_waits_for_a_lost_rank_names_the_bucket(server: Server, tmp_path: Path, stage: int, stall: bool) -> None:
+    """At stage 0 the matrices must be large enough to be shared."""
+    case = {"stage": stage} | ({} if stage else {"model": "broad"})
+    outcome = server.attempt(tmp_path, case, {1: ("exchange", 0)}, stall=stall, timeout=STALLED)
+    assert outcome.codes == [1, None if stall else -9]
+    assert re.search(NAMED, outcome.output[0]), outcome.output[0]
+    if stall:
+        assert outcome.seconds >= STALLED
+
+
+class Work:
+    """A collective that ends when it is told."""
+
+    done = False
+
+    def is_completed(self) -> bool:
+        return self.done
+
+    def wait(self) -> None:
+        pass
+
+
+def test_a_collective_that_does_not_end_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What NCCL's watchdog leaves in the log, since it ends the process without Python."""
+    monkeypatch.setattr(watchdog.logger, "propagate", True)
+    monkeypatch.setattr(watchdog, "SLOW", 0.05)
+    collectives, first, second = watchdog.PendingCollectives("group0-muon"), Work(), Work()
+    first.done = True
+    for number, work in enumerate((first, second)):
+        collectives.start(f"{number + 1} of 2", ("a", "b", "c", "d", "e"), lambda work=work: work).wait()
+    collectives.report_slow()
+    assert caplog.messages == []
+    time.sleep(0.06)
+    collectives.report_slow()
+    collectives.report_slow()
+    assert len(caplog.messages) == 1
+    assert "does not end in bucket 2 of 2 of group group0-muon (a, b, c, d and 1 more)" in caplog.messages[0]
+
+
+def test_the_harness_notices_a_wrong_resume(server: Server, tmp_path: Path) -> None:
+    """A run whose checkpoint is ahead of its trace, or whose losses differ, is a problem."""
+    from helpers.faults import Tally, _judge
+
+    expected = reference(server, tmp_path / "run", {"stage": 2})
+    outcome = server.attempt(tmp_path / "run", {"stage": 2}, {})
+    tally = Tally()
+    _judge(tally, outcome, {}, tmp_path / "run", expected)
+    assert tally.problems == [] and outcome.codes == [0] * WORLD
+    expected.lines[1]["step 3"] = "0x1.0p+0"
+    _judge(tally, outcome, {}, tmp_path / "run", expected)
+    assert any("rank 1 has ['step', '3'" in text for text in tally.problems)

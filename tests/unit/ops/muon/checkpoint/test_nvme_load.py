@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of engines that offload to NVMe: exact resume, what is refused, and other ways to load."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from helpers.engine_state import differing, named_states
+from helpers.models import train_engine
+from helpers.nvme import nvme_engine, run, weights_of, why_not
+from helpers.universal import convert
+
+pytestmark = [pytest.mark.skipif(why_not() is not None, reason=why_not() or ""), pytest.mark.time_limit(1200)]
+FP16 = {"dtype": "fp16", "fp16": {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}}
+PLAIN: dict[str, Any] = {"stays": True}
+PIPELINED: dict[str, Any] = {"pipelined": True, "params": "nvme", "dtype": "bf16"}
+CASES: list[dict[str, Any]] = [PLAIN, PIPELINED, {"pipelined": True, "stays": True}, FP16]
+
+
+def everything(engine: Any) -> dict[str, Any]:
+    """Weights and states by name; settings, step counts and the loss scale."""
+    optimizer = engine.basic_optimizer
+    flats = engine.optimizer.fp32_partitioned_groups_flat
+    return {
+        "tensors": weights_of(engine) | named_states(engine),
+        "groups": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
+        "steps": [float(optimizer.state[flat]["step"]) for flat in flats],
+        "scale": engine.optimizer.loss_scale,
+        "global steps": (engine.global_steps, engine.skipped_steps),
+    }
+
+
+def assert_same(got: dict[str, Any], wanted: dict[str, Any], about: Any = "") -> None:
+    assert differing(got.pop("tensors"), wanted["tensors"]) == [], about
+    assert got == {key: value for key, value in wanted.items() if key != "tensors"}, about
+
+
+def save_and_go_on(cases: list[dict[str, Any]], folder: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Two steps, another rate for AdamW, a checkpoint twice under one tag, two more steps; before and after these."""
+    results = []
+    for index, case in enumerate(cases):
+        engine = nvme_engine(folder=f"{folder}/nvme{index}", **case)
+        train_engine(engine, 1)
+        engine.save_checkpoint(f"{folder}/{index}", tag="saved")
+        engine.basic_optimizer.param_groups[1]["lr"] = 5e-4
+        train_engine(engine, 1, first_step=1)
+        engine.save_checkpoint(f"{folder}/{index}", tag="saved")
+        saved = everything(engine)
+        losses = train_engine(engine, 2, first_step=2)
+        results.append((saved, everything(engine) | {"losses": losses}))
+        engine.destroy()
+    return results
+
+
+def resume(
+    cases: list[dict[str, Any]], folder: str, trained: int = 0, first: int = 0
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """What :func:`save_and_go_on` gives, by engines that start from other weights and may have trained."""
+    results = []
+    for index, case in enumerate(cases, start=first):
+        engine = nvme_engine(7, folder=f"{folder}/other{index}", **case)
+        train_engine(engine, trained, first_step=9)
+        assert engine.load_checkpoint(f"{folder}/{index}")[0] is not None
+        loaded = everything(engine)
+        losses = train_engine(engine, 2, first_step=2)
+        results.append((loaded, everything(engine) | {"losses": losses}))
+        engine.destroy()
+    return results
+
+
+def test_resume_in_a_fresh_process_is_exact(tmp_path: Path) -> None:
+    expected = run(save_and_go_on, 2, cases=CASES, folder=str(tmp_path))
+    results = run(resume, 2, fresh=True, cases=CASES, folder=str(tmp_path))
+    for got, wanted in zip(results, expected, strict=True):
+        for case, moments, expectations in zip(CASES, got, wanted, strict=True):
+            for moment, expectation in zip(moments, expectations, strict=True):
+                assert_same(moment, expectation, case)
+    assert expected[0][3][0]["global steps"][1] > 0, "no step was skipped by the loss scale"
+
+
+def test_a_trained_engine_loads_exactly(tmp_path: Path) -> None:
+    """Parameters are numbered per process, and files named after the numbers: here they differ."""
+    cases = [{}, {"pipelined": True}]
+    expected = run(save_and_go_on, 2, cases=cases, folder=str(tmp_path))[0]
+    for got, wanted in zip(run(resume, 2, cases=cases, folder=str(tmp_path), trained=1)[0], expected, strict=True):
+        for moment, expectation in zip(got, wanted, strict=True):
+            assert_same(moment, expectation)
+
+
+def test_checkpoints_cross_between_nvme_and_memory(tmp_path: Path) -> None:
+    """Saved from one, loaded into the other; the momentum may stay in memory in one of them only."""
+    saved = [{}, {"device": "cpu"}, {"stays": True}]
+    loaded = [{"device": "cpu"}, {"pipelined": True}, {"pipelined": True}]
+    expected = run(save_and_go_on, 2, cases=saved, folder=str(tmp_path))[0]
+    for case, got, wanted in zip(loaded, run(resume, 2, cases=loaded, folder=str(tmp_path))[0], expected, strict=True):
+        for moment, expectation in zip(got, wanted, strict=True):
+            assert_same(moment, expectation, case)
+
+
+# ---- a part of a checkpoint -------------------------------------------------------------------------------
+
+
+def load_weights(folder: str, case: dict[str, Any], **options: Any) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
+    """What is not as it was in the optimizer; everything after loading; and after a step."""
+    engine = nvme_engine(7, folder=f"{folder}/other", **case)
+    train_engine(engine, 1, first_step=9)
+    before = named_states(engine)
+    engine.load_checkpoint(f"{folder}/0", **options)
+    changed, loaded = differing(before, named_states(engine)), everything(engine)
+    train_engine(engine, 1)
+    result = changed, loaded, everything(engine)
+    engine.destroy()
+    return result
+
+
+BF16, ON_CPU = {"dtype": "bf16"}, {"device": "cpu"}
+#: saved by, loaded by, options
+ALONE: list[tuple[dict[str, Any], dict[str, Any], dict[str, bool]]] = [
+    (BF16 | {"pipelined": True}, BF16 | {"params": "nvme"}, {"load_optimizer_states": False}),
+    (BF16, BF16 | ON_CPU, {"load_module_only": True}),
+    (ON_CPU, {"pipelined": True}, {"load_optimizer_states": False, "load_module_only": True}),
+]
+
+
+@pytest.mark.parametrize(("saver", "loader", "options"), ALONE, ids=str)
+def test_weights_alone(saver: dict[str, Any], loader: dict[str, Any], options: dict[str, bool], tmp_path: Path) -> None:
+    """Exact also in bf16, as the fp32 weights come from the checkpoint."""
+    saved = run(save_and_go_on, 2, cases=[saver], folder=str(tmp_path))[0][0][0]
+    changed, loaded, after = run(load_weights, 2, folder=str(tmp_path), case=loader, **options)[0]
+    weights = [name for name in saved["tensors"] if not name.endswith(("_buffer", "exp_avg", "exp_avg_sq"))]
+    assert differing(*({n: side["tensors"][n] for n in weights} for side in (loaded, saved))) == []
+    assert changed == [] and loaded["groups"][1]["lr"] == 1e-3
+    assert loaded["global steps"][0] == (1 if "load_module_only" in options else 2)
+    assert set(differing(loaded["tensors"], after["tensors"])) >= set(weights)
+
+
+def load_universal(folder: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """A universal checkpoint loaded into an engine on NVMe, its weights alone first, and two more steps."""
+    settings = {"pipelined": True, "checkpoint": {"load_universal": True}}
+    engine = nvme_engine(7, folder=f"{folder}/other", **settings)
+    engine.load_checkpoint(f"{folder}/0", tag="universal", load_optimizer_states=False)
+    alone = weights_of(engine)
+    engine.load_checkpoint(f"{folder}/0", tag="universal")
+    loaded = everything(engine)
+    losses = train_engine(engine, 2, first_step=2)
+    result = alone, loaded, everything(engine) | {"losses": losses}
+    engine.destroy()
+    return result
+
+
+def test_universal_checkpoint_into_nvme(tmp_path: Path) -> None:
+    expected = run(save_and_go_on, 2, cases=[{"device": "cpu"}], folder=str(tmp_path))[0][0]
+    convert(tmp_path / "0")
+    alone, *moments = run(load_universal, 2, folder=str(tmp_path))[0]
+    assert differing(alone, {name: expected[0]["tensors"][name] for name in alone}) == []
+    for moment, expectation in zip(moments, expected, strict=True):
+        assert_same(moment, expectation)
+
+
+def set_and_go_on(case: dict[str, Any], folder: str) -> bool:
+    """Set a momentum and a weight by name, then train and save; whether they were found as set."""
+    import torch
+    from deepspeed.utils import (
+        safe_get_full_fp32_param,
+        safe_get_full_optimizer_state,
+        safe_set_full_fp32_param,
+        safe_set_full_optimizer_state,
+    )
+
+    engine = nvme_engine(0, folder=folder, **case)
+    train_engine(engine, 1)
+    found = []
+    for param, spec in engine.basic_optimizer.specs.items():
+        if not spec.use_muon:
+            continue
+        value = torch.randn(spec.shape, generator=torch.Generator().manual_seed(1))
+        safe_set_full_fp32_param(param, value)
+        safe_set_full_optimizer_state(param, value, "momentum_buffer")
+        found += [safe_get_full_fp32_param(param).equal(value)]
+        found += [safe_get_full_optimizer_state(param, "momentum_buffer").equal(value)]
+    train_engine(engine, 2, first_step=1)
+    engine.save_checkpoint(f"{folder}/set")
+    engine.destroy()
+    return all(found)
+
+
+@pytest.mark.parametrize("case", [{}, {"pipelined": True}], ids=str)
+def test_states_set_by_name_reach_the_files(case: dict[str, Any], tmp_path: Path) -> None:
+    assert run(set_and_go_on, 2, case=case, folder=str(tmp_path)) == [True, True]
+
+
+# ---- refusals ---------------------------------------------------------------------------------------------
+
+
+def refused(folder: str, **case: Any) -> tuple[str, list[str]]:
+    """What loading says, and what it has changed."""
+    engine = nvme_engine(7, folder=f"{folder}/other", **case)
+    train_engine(engine, 1)
+    before = everything(engine)
+    with pytest.raises(ValueError) as error:
+        engine.load_checkpoint(f"{folder}/0")
+    after = everything(engine)
+    changed = differing(before.pop("tensors"), after.pop("tensors")) + [k for k in before if before[k] != after[k]]
+    dist.barrier()
+    engine.destroy()
+    return str(error.value), changed
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    run(save_and_go_on, 2, cases=[{"pipelined": True}], folder=str(tmp_path))
+    folder = tmp_path / "0" / "saved" / "offloaded_tensors" / "rank01"
+    manifests = list(folder.parents[1].glob("muon_save*.json"))
+    assert len(list(folder.iterdir())) == 7
+
+    def said(world: int = 2, **case: Any) -> str:
+        results = run(refused, world, folder=str(tmp_path), **case)
+        assert all(changed == [] for _, changed in results)
+        assert len({text for text, _ in results}) == 1
+        return results[0][0]
+
+    assert "parameters lie elsewhere" in said(sub_group=10**6)
+    assert "saved on 2 ranks" in said(world=1)
+    for manifest in manifests:  # a checkpoint without them is checked by its files
+        manifest.unlink()
+    assert "its 5 sub-groups on 2 ranks are not this engine's 2 on 2" in said(sub_group=10**6)
+    assert "saved on 2 ranks" in said(world=1)
+    momentum = next(folder.glob("momentum_buffer*"))
+    content = momentum.read_bytes()
+    momentum.write_bytes(content[:-1])
+    assert "rank 1: " in said() and "1048575 bytes, expected at least 1048576" in said(device="cpu")
+    shutil.rmtree(folder)
+    assert "which holds what offload_optimizer had on NVMe" in said()
+    shutil.rmtree(folder.parent)
+    assert "which holds what offload_optimizer had on NVMe" in said()

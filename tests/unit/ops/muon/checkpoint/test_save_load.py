@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saving and loading that fail closed: when `latest` is written, what is verified, what is left to DeepSpeed."""
+
+import json
+import logging
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deepspeed.muon import CheckpointError
+from deepspeed.muon.zero.checkpoint import manifest, safe_load, save_load
+from helpers.distributed import run
+from helpers.engine_state import differing, snapshot
+from helpers.models import MODELS, initialize_, train_engine
+from helpers.training import ds_config, make_engine
+
+# ---- files only -----------------------------------------------------------------------------------------------
+
+
+def test_a_small_file_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever dies before the last moment leaves the old text."""
+    file = tmp_path / "latest"
+    manifest.write_atomically(file, "one")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            manifest.write_atomically(file, "two")
+    assert file.read_text() == "one"
+    manifest.write_atomically(file, "three")
+    assert file.read_text() == "three"
+
+
+def test_a_checksum_covers_all_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import zlib
+
+    monkeypatch.setattr(manifest, "CHUNK", 10)
+    data = os.urandom(37)
+    (tmp_path / "x").write_bytes(data)
+    assert manifest.checksum(tmp_path / "x") == zlib.crc32(data)
+
+
+def test_complete_tags_are_listed_latest_first(tmp_path: Path) -> None:
+    for number, tag in enumerate(("old", "new", "half", "short")):
+        folder = tmp_path / tag
+        manifest.begin(folder, {"save_id": tag, "world_size": 2})
+        os.utime(folder / manifest.HEADER, (number, number))
+        for rank in range(1 if tag == "half" else 2):
+            (folder / f"file{rank}").write_bytes(b"12345")
+            manifest.finish(folder, rank, tag, [manifest.on_disk(folder / f"file{rank}")])
+    (tmp_path / "short" / "file1").write_bytes(b"1234")
+    assert manifest.complete_tags(tmp_path) == ["new", "old"]
+
+
+def test_a_header_of_the_future_is_refused(tmp_path: Path) -> None:
+    (tmp_path / manifest.HEADER).write_text(json.dumps({"format": manifest.FORMAT + 1}))
+    with pytest.raises(CheckpointError, match="newer deepspeed-muon"):
+        manifest.read_header(tmp_path)
+
+
+class Payload:
+    """What a hostile pickle would do."""
+
+    def __reduce__(self) -> tuple:
+        return (os.mkdir, ("muon_was_here",))
+
+
+def test_an_optimizer_file_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"optimizer_state_dict": Payload()}, "bad.pt")
+    with pytest.raises(pickle.UnpicklingError):
+        safe_load.read_states(Path("bad.pt"))
+    assert not Path("muon_was_here").exists()
+
+
+# ---- engines --------------------------------------------------------------------------------------------------
+
+
+def engine_of(seed: int, model: nn.Module | None = None, **case: Any) -> Any:
+    net = model or MODELS["mlp"]()
+    initialize_(net, seed)
+    return make_engine(net, ds_config(**case))
+
+
+def refusal(load: Any) -> str:
+    try:
+        load()
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
+def logged(act: Any) -> list[str]:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("deepspeed.muon").addHandler(handler)
+    try:
+        act()
+    finally:
+        logging.getLogger("deepspeed.muon").removeHandler(handler)
+    return [text for text in messages if "manifest" in text]
+
+
+FOLLOWERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"stage": 0}, {"stage": 0}),
+    ({"stage": 1}, {"stage": 2}),
+    ({"stage": 3, "dtype": "bf16"}, {"stage": 3, "dtype": "bf16"}),
+    (
+        {"stage": 2, "dtype": "fp16", "fp16": {"enabled": True}},
+        {"stage": 2, "dtype": "fp16", "fp16": {"enabled": True}},
+    ),
+]
+"""(saved as, loaded as)"""
+
+
+def load_without_manifest(folder: str) -> list[tuple[list[str], list[str]]]:
+    """By follower: what differs after loading a checkpoint whose manifests are gone, and what the log says."""
+    import torch.distributed as dist
+
+    results = []
+    for number, (saved, loaded) in enumerate(FOLLOWERS):
+        place = Path(folder) / str(number)
+        engine = engine_of(0, **saved)
+        train_engine(engine, 2)
+        engine.save_checkpoint(str(place))
+        expected = snapshot(engine)
+        engine.destroy()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            for file in place.glob("*/muon_save*"):
+                file.unlink()
+        dist.barrier()
+        other = engine_of(7, **loaded)
+        lines = logged(lambda other=other, place=place: other.load_checkpoint(str(place)))
+        results.append((differing(expected, snapshot(other)), lines))
+        other.destroy()
+    return results
+
+
+def test_a_checkpoint_without_manifest_loads_with_a_word(tmp_path: Path) -> None:
+    first, second = run(load_without_manifest, 2, folder=str(tmp_path))
+    assert [changed for changed, _ in first + second] == [[]] * 2 * len(FOLLOWERS)
+    assert all(len(lines) == 1 and "is not verified" in lines[0] for _, lines in first)
+    assert all(lines == [] for _, lines in second)
+
+
+def misfortunes(folder: str) -> dict[str, Any]:
+    """Errors in the manifest phase, different views of the ranks, calls that DeepSpeed would answer wrongly."""
+    import torch.distributed as dist
+
+    engine, root, result = engine_of(0, stage=3), Path(folder), {}
+    train_engine(engine, 1)
+    engine.save_checkpoint(folder, tag="one")
+    train_engine(engine, 1)
+    if dist.get_rank() == 1:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(save_load, "finish", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+            result["full"] = refusal(lambda: engine.save_checkpoint(folder, tag="two"))
+            patch.setattr(save_load, "_latest", lambda _: None)
+            result["views"] = refusal(lambda: engine.load_checkpoint(folder))
+    else:
+        result["full"] = refusal(lambda: engine.save_checkpoint(folder, tag="two"))
+        result["views"] = refusal(lambda: engine.load_checkpoint(folder))
+    result["latest"] = (root / "latest").read_text()
+    engine.save_checkpoint(folder, tag="three")
+    engine.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(engine.basic_optimizer)
+    result["scheduler"] = refusal(lambda: engine.load_checkpoint(folder))
+    engine.lr_scheduler = None
+    other = type("OtherEngine", (type(engine.checkpoint_engine),), {})
+    engine.checkpoint_engine.__class__ = other
+    result["other"] = logged(lambda: engine.save_checkpoint(folder, tag="three"))
+    result["header"] = (root / "three" / manifest.HEADER).exists()
+    engine.destroy()
+    return result
+
+
+def test_misfortunes_of_one_rank_are_heard_by_all(tmp_path: Path) -> None:
+    first, second = run(misfortunes, 2, folder=str(tmp_path))
+    for key in ("full", "views", "scheduler", "latest", "header"):
+        assert first[key] == second[key]
+    assert "could not be saved: rank 1: [Errno 28] No space left" in first["full"]
+    assert first["latest"] == "one" and not first["header"]
+    assert "the ranks see different checkpoints: [('one', '" in first["views"] and "(None, None)]" in first["views"]
+    assert "load_lr_scheduler_states=False" in first["scheduler"]
+    assert "OtherEngine writes this checkpoint" in first["other"][0] and second["other"] == []

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command ds_muon: what it prints, as text and as JSON, what it refuses and in which words."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed.muon.cli import main, report
+from deepspeed.muon.cli.tables import quantity
+from deepspeed.muon.zero import hooks
+from deepspeed.muon.zero.seams import Seam
+from helpers.paths import ROOT
+
+EXAMPLES = ROOT / "examples" / "plan"
+OPTIMIZER = {"type": "Muon", "params": {"lr": 1e-3, "weight_decay": 0.1}}
+MODEL = """
+from torch import nn
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(1000, 64)
+        self.layers = nn.ModuleList(Layer() for _ in range(6))
+        self.lm_head = nn.Linear(64, 1000)
+def model():
+    print("a model talks")
+    return Model()
+def broken():
+    raise RuntimeError("no luck\\nsecond line")
+def nothing():
+    return None
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with a model of 6 layers."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "small.py").write_text(MODEL)
+    return tmp_path
+
+
+def plan(capsys: pytest.CaptureFixture, *flags: str, model: str = "small.py:model", **config: Any) -> tuple:
+    """Exit status, stdout and stderr of a plan for 4 ranks."""
+    Path("ds.json").write_text(json.dumps({"optimizer": OPTIMIZER, "zero_optimization": {"stage": 3}} | config))
+    arguments = ["plan", "--config", "ds.json", "--model", model, "--world-size", "4", *flags]
+    return outcome(capsys, arguments)
+
+
+def outcome(capsys: pytest.CaptureFixture, arguments: list[str]) -> tuple[int, str, str]:
+    try:
+        status = main.main(arguments)
+    except SystemExit as stop:
+        status = int(stop.code or 0)
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def as_json(capsys: pytest.CaptureFixture, *flags: str, **config: Any) -> dict[str, Any]:
+    """The object that a plan prints; `model` among the keys is the flag."""
+    status, out, err = plan(capsys, "--json", *flags, **config)
+    assert status == 0, err
+    return json.loads(out)
+
+
+# ---- plan: what it prints -------------------------------------------------------------------------------
+
+
+def test_repeated_layers_are_folded(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    status, out, err = plan(capsys)
+    assert status == 0 and err == "a model talks\n"
+    (line,) = [line for line in out.splitlines() if ".up.weight" in line]
+    assert line.split()[:7] == ["layers.{0..5}.up.weight", "x6", "256", "x", "64", "Muon", "1"]
+    assert line.endswith("hidden matrix of Linear")
+    for words in ("196,608 parameters in 12 tensors, 12 matrices", "4 N (W - 1) / W^2", "stage 3, 4 ranks"):
+        assert words in out
+    scale_squared = 256 / 64
+    norm = (6 * scale_squared * 64 + 6 * 64) ** 0.5
+    assert f"stock's clipping at 1.0 divided its updates by about {norm:.0f}\n" in out
+
+
+def test_all_lists_every_parameter(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    rows = as_json(capsys, "--all")["parameters"]
+    assert [row["count"] for row in rows] == [1] * 27
+    assert [len(row["owners"]) for row in rows if row["rule"] == "Muon"] == [1] * 12
+
+
+KEYS = {
+    "": "version model config stage world_size scale ns_dtype device offload parameters totals per_rank step_ms "
+    "planning_seconds stock_clipping machine assumptions notes",
+    "per_rank": "state_bytes sent_bytes newton_schulz_gflop imbalance parts rounds collectives",
+    "step_ms": "elementwise newton_schulz exchange total",
+    "stock_clipping": "gradient_clipping update_norm divided_by",
+    "machine": "tflops memory_gbs network_gbs latency_us message_us run_us host_memory_gbs",
+}
+ROW_KEYS = "name count shape rule reason blocks scales methods owners"
+
+
+def test_json_is_one_object_with_stable_keys(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    facts = as_json(capsys)
+    assert {path: " ".join(facts[path] if path else facts) for path in KEYS} == KEYS
+    assert {" ".join(row) for row in facts["parameters"]} == {ROW_KEYS}
+    assert facts["totals"]["muon"] == {"tensors": 12, "parameters": 12 * 64 * 256, "matrices": 12}
+    assert facts["per_rank"]["sent_bytes"]["least_mean"] == 4 * 12 * 64 * 256 * 3 / 16
+    assert facts["per_rank"]["imbalance"] == 1.0, "12 matrices of equal cost over 4 ranks"
+
+
+def test_flags_win_over_the_config(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    facts = as_json(capsys, "--stage", "0", "--tflops", "2", "--network-gbs", "3")
+    assert (facts["stage"], facts["machine"]["tflops"], facts["machine"]["network_gbs"]) == (0, 2.0, 3.0)
+    assert all(row["owners"] == [0, 1, 2, 3] for row in facts["parameters"] if row["rule"] == "Muon")
+    assert "nothing: every rank has every matrix whole" in plan(capsys, "--stage", "0")[1]
+
+
+def test_the_config_is_read_as_the_engine_reads_it(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    zero = {"stage": 3, "sub_group_size": 9000, "offload_optimizer": {"device": "cpu"}}
+    facts = as_json(capsys, zero_optimization=zero, gradient_clipping=0.0)
+    assert facts["per_rank"]["parts"] == 4, "a rank has 4,096 elements of each of 12 matrices, 3 fill a sub-group"
+    assert facts["offload"] is True
+    assert facts["stock_clipping"]["divided_by"] == 1.0
+    fp32 = as_json(capsys, optimizer=OPTIMIZER | {"params": {"ns_dtype": "fp32"}})
+    assert (fp32["ns_dtype"], fp32["scale"]) == ("fp32", "original")
+
+
+def test_auto_of_hugging_face_counts_as_filled_in_later(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    auto = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
+    batch = dict.fromkeys(("train_batch_size", "gradient_accumulation_steps", "gradient_clipping"), "auto")
+    zero = {"stage": 2, "reduce_bucket_size": "auto"}
+    optimizer = OPTIMIZER | {"params": auto}
+    facts = as_json(capsys, optimizer=optimizer, zero_optimization=zero, bf16={"enabled": "auto"}, **batch)
+    assert facts["scale"] == "match_rms_adamw", "a learning rate will be there"
+    assert facts["notes"][0].startswith("optimizer.params: lr, betas, eps, weight_decay auto")
+    assert "zero_optimization.reduce_bucket_size: auto taken as DeepSpeed's default" in facts["notes"]
+    assert facts["stock_clipping"]["gradient_clipping"] == 1.0
+
+
+def test_quantities_have_a_prefix() -> None:
+    given = {0: "0 B", 999: "999 B", 56.62e6: "56.6 MB", 999.6e6: "1 GB", 4e18: "4e+03 PB"}
+    assert {value: quantity(value) for value in given} == given
+
+
+def test_folding_keeps_unlike_parameters_apart(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    (folder / "uneven.py").write_text(
+        "from torch import nn\ndef model():\n"
+        "    return nn.Sequential(*[nn.Linear(8, 16 if i == 2 else 8, bias=i > 4) for i in (0, 1, 2, 3, 5)])\n"
+    )
+    rows = as_json(capsys, model="uneven.py:model")["parameters"]
+    assert [row["name"] for row in rows] == ["{0..1,3..4}.weight", "2.weight", "4.bias"]
+
+
+def test_a_function_of_a_module(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    assert as_json(capsys, model="small:model")["totals"]["muon"]["tensors"] == 12
+
+
+# ---- refusals -------------------------------------------------------------------------------------------
+
+MUON, NVME = {"type": "Muon"}, {"device": "nvme", "nvme_path": "nvme"}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "key": (
+        {"optimizer": MUON | {"params": {"momentm": 1}}},
+        "params.momentm: got 1; unknown key, did you mean momentum?",
+    ),
+    "type": ({"optimizer": {"type": "AdamW"}}, "ds.json: optimizer.type: got 'AdamW', expected \"Muon\""),
+    "section": ({"optimizer": None, "optimiser": MUON}, "did you mean optimizer where it says optimiser?"),
+    "params": ({"optimizer": MUON | {"params": [1]}}, "optimizer.params: expected an object, got [1]"),
+    "offload": ({"zero_optimization": {"offload_optimizer": NVME}}, "at stage 3 only and would keep the states"),
+    "zero": ({"zero_optimization": {"stge": 3}}, "zero_optimization.stge: unknown key; did you mean stage?"),
+    "stage": ({"zero_optimization": {"stage": 5}}, "zero_optimization.stage: got 5"),
+    "both": ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "cannot be simultaneously enabled"),
+    "pattern": ({"optimizer": MUON | {"params": {"muon_include": "nope"}}}, "muon_include: 'nope' matches none"),
+    "missing file": ({"model": "nope.py:model"}, "there is no file nope.py"),
+    "missing module": ({"model": "nope.mod:model"}, "importing nope.mod raised ModuleNotFoundError"),
+    "function": ({"model": "small.py:modl"}, "small.py has no function 'modl'; did you mean model?"),
+    "raises": ({"model": "small.py:broken"}, "the function raised RuntimeError: no luck\n"),
+    "no module": ({"model": "small.py:nothing"}, "returned NoneType, expected a torch.nn.Module"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_mistakes_get_one_line(name: str, folder: Path, capsys: pytest.CaptureFixture) -> None:
+    config, words = REFUSED[name]
+    status, out, err = plan(capsys, **config)
+    assert (status, out) == (2, "")
+    assert words in err and err.removeprefix("a model talks\n").startswith("ds_muon plan: ")
+    assert err.removeprefix("a model talks\n").count("\n") == (2 if name == "offload" else 1)
+
+
+def test_unknown_hugging_face_models_get_a_suggestion(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    pytest.importorskip("transformers")
+    for model, words in (("lama", "did you mean llama?"), ("nope.json", "no such file or folder; expected a Hugging")):
+        status, out, err = plan(capsys, model=model)
+        assert (status, out) == (2, "") and words in err and err.count("\n") == 1
+
+
+def test_wrong_flags(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    for flags, words in (
+        (["--wrld-size", "4"], "unknown flag --wrld-size; did you mean --world-size?"),
+        (["--world-size", "0"], "--world-size: got '0', expected a whole number of at least 1"),
+        (["--tflops", "-1"], "--tflops: got '-1', expected a number above 0"),
+        (["--stage", "4"], "--stage: invalid choice: 4 (choose from 0, 1, 2, 3)"),
+    ):
+        status, out, err = plan(capsys, *flags)
+        assert (status, out) == (2, "") and words in err and err.count("\n") == 1
+    missing = ["plan", "--config", "nope.json", "--model", "small.py:model", "--world-size", "1"]
+    assert outcome(capsys, missing) == (2, "", "ds_muon plan: --config nope.json: No such file or directory\n")
+
+
+# ---- report ---------------------------------------------------------------------------------------------
+
+
+def test_report(capsys: pytest.CaptureFixture) -> None:
+    status, out, err = outcome(capsys, ["report", "--json"])
+    facts = json.loads(out)
+    assert (status, err, facts["ok"], facts["problems"]) == (0, "", True, [])
+    assert len(facts["seams"]) == len(hooks.SEAMS) and set(facts["seams"].values()) == {"in use", "ready"}
+    assert facts["versions"]["deepspeed-muon"] and facts["tested_deepspeed"]["includes_installed"] is True
+    assert facts["backends"]["gloo"] is True and facts["activation"]["entry_point_registered"] is True
+    status, out, _ = outcome(capsys, ["report"])
+    assert status == 0 and "nothing essential is missing" in out
+
+
+def test_report_fails_where_something_is_missing(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seam = Seam("deepspeed.runtime.engine", "DeepSpeedEngine._nowhere")
+    monkeypatch.setattr(hooks, "SEAMS", (*hooks.SEAMS, seam))
+    monkeypatch.setattr(report, "ENTRY_NAME", "nobody")
+    status, out, _ = outcome(capsys, ["report", "--json"])
+    facts = json.loads(out)
+    assert status == 1 and not facts["ok"]
+    assert facts["problems"][0] == "seam missing: deepspeed.runtime.engine.DeepSpeedEngine._nowhere"
+    assert "entry point nobody" in facts["problems"][1]
+    assert set(facts["seams"].values()) == {"present", "missing"}
+
+
+@pytest.mark.parametrize(("name", "value"), [("DS_MUON_AUTOLOAD", "0"), ("TORCH_DEVICE_BACKEND_AUTOLOAD", "off")])
+def test_report_sees_the_switches(
+    name: str, value: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    facts = json.loads(outcome(capsys, ["report", "--json"])[1])
+    assert facts["activation"]["automatic"] is False and facts["activation"]["switches"][name] == value
+
+
+# ---- the process ----------------------------------------------------------------------------------------
+
+COMMAND = "import sys, deepspeed_muon; sys.exit(deepspeed_muon.command())"
+
+
+def test_stdout_is_json_alone_where_deepspeed_talks_at_import() -> None:
+    """Without a GPU and without DS_ACCELERATOR, DeepSpeed warns on stdout."""
+    env = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND, "report", "--json"], env=env, capture_output=True, text=True, timeout=120
+    )
+    assert json.loads(done.stdout)["ok"] is (done.returncode == 0)
+
+
+BIG = """
+import json, resource, sys
+from deepspeed.muon.cli.main import main
+main(sys.argv[1:])
+used = resource.getrusage(resource.RUSAGE_SELF)
+print(json.dumps([used.ru_utime + used.ru_stime, used.ru_maxrss / 2**20]), file=sys.stderr)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", ["llama_8b.json", "moe_1t.json", "moe_1t.py:model"])
+def test_models_far_larger_than_the_machine(model: str) -> None:
+    """Ten seconds of one core and 2 GiB, as a whole process."""
+    if model.endswith(".json"):
+        pytest.importorskip("transformers")
+    arguments = ["plan", "--config", "ds_config.json", "--model", model, "--world-size", "1024", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-c", BIG, *arguments], cwd=EXAMPLES, capture_output=True, text=True, timeout=120
+    )
+    seconds, gib = json.loads(done.stderr.splitlines()[-1])
+    assert seconds < 10 and gib < 2
+    facts = json.loads(done.stdout)
+    assert sum(half["parameters"] for half in facts["totals"].values()) > (8e9 if "llama" in model else 1e12)

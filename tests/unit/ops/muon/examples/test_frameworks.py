@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The examples for transformers.Trainer, accelerate and Lightning on two ranks, at ZeRO stages 2 and 3."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.distributed import TAIL, _environment, _free_port
+from helpers.paths import EXAMPLES
+
+ENV = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+RANKS, STEPS, TIMEOUT = 2, 8, 480.0
+GLOO_ABORT = "terminate called without an active exception"
+"""What a process may print at its exit, once in many, where groups of gloo are left (pytorch/pytorch#190489)."""
+
+
+class LaunchError(AssertionError):
+    """A rank of an example failed or took too long."""
+
+
+def kill(process: subprocess.Popen) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def exit_code(process: subprocess.Popen, log: Path) -> int | None:
+    """The exit code; 0 where gloo's threads aborted a process that was done: what it wrote shows whether it was."""
+    code = process.poll()
+    return 0 if code == -signal.SIGABRT and GLOO_ABORT in log.read_text(errors="replace") else code
+
+
+def start(script: Path, arguments: list[str], folder: Path, log: Path) -> list[subprocess.Popen]:
+    """Start the script on all ranks with the environment that torchrun gives."""
+    port = _free_port()
+    with log.open("wb") as output:
+        return [
+            subprocess.Popen(
+                [sys.executable, str(script), *arguments],
+                cwd=folder,
+                env=_environment(rank, RANKS, port, ENV),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            for rank in range(RANKS)
+        ]
+
+
+def launch(script: Path, arguments: list[str], folder: Path, timeout: float = TIMEOUT) -> str:
+    """Run the script on all ranks, end all of them at the first failure, return their output."""
+    log, deadline = folder / "output.log", time.monotonic() + timeout
+    processes = start(script, arguments, folder, log)
+    try:
+        while None in (codes := [exit_code(process, log) for process in processes]):
+            if time.monotonic() > deadline or any(codes):
+                break
+            time.sleep(0.05)
+    finally:
+        for process in processes:
+            kill(process)
+        if codes != [0] * RANKS:  # a build that was killed leaves its lock, on which the next would wait for ever
+            for lock in Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("**/lock"):
+                lock.unlink()
+    text = log.read_text(errors="replace")
+    if codes != [0] * RANKS:
+        raise LaunchError(f"{script} {arguments}: exit codes {codes} within {timeout:g} s\n{text[-TAIL:]}")
+    return text
+
+
+@dataclass
+class Run:
+    """One finished run of an example."""
+
+    framework: str
+    folder: Path
+    output: str
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Step, loss, gradient norm and learning rate of every step, as the framework reports them."""
+        if self.framework == "huggingface_trainer":
+            rows = json.loads((self.folder / "trainer_state.json").read_text())["log_history"]
+            return [row for row in rows if "loss" in row]
+        return json.loads((self.folder / "history.json").read_text())
+
+    def optimizer_states(self, step: int) -> list[Any]:
+        """What the checkpoint after `step` holds of fp32 weights and optimizer state, by rank."""
+        files = sorted(self.checkpoint(step).glob("*/*optim_states.pt"))
+        assert len(files) == RANKS
+        return [torch.load(file, weights_only=False)["optimizer_state_dict"] for file in files]
+
+    def checkpoint(self, step: int) -> Path:
+        names = {
+            "huggingface_trainer": f"checkpoint-{step}",
+            "accelerate": f"step_{step}",
+            "lightning": f"epoch={2 * step // STEPS - 1}.ckpt",
+        }
+        return self.folder / names[self.framework]
+
+
+def arguments(framework: str, config: Path, folder: Path, steps: int, resume: Path | None) -> list[str]:
+    """The command line of one run that saves a checkpoint every STEPS / 2 steps."""
+    if framework == "huggingface_trainer":
+        line = (
+            f"--deepspeed {config} --output_dir {folder} --max_steps {steps} --save_steps {STEPS // 2} --bf16 --use_cpu"
+        )
+        return [*line.split(), *(["--resume_from_checkpoint", str(resume)] if resume else [])]
+    line = f"--deepspeed_config {config} --out {folder}"
+    if framework == "accelerate":
+        line += f" --steps {steps} --save_every {STEPS // 2}"
+    else:
+        line += f" --epochs {max(1, 2 * steps // STEPS)} --epoch_steps {min(steps, STEPS // 2)}"
+    return [*line.split(), *(["--resume", str(resume)] if resume else [])]
+
+
+def train(
+    framework: str, optimizer: str, stage: int, folder: Path, steps: int = STEPS, resume: Path | None = None
+) -> Run:
+    """Run an example with its config for the optimizer at another ZeRO stage."""
+    config = json.loads((EXAMPLES / framework / f"ds_config_{optimizer}.json").read_text())
+    config["zero_optimization"]["stage"] = stage
+    folder.mkdir(parents=True)
+    path = folder / "ds_config.json"
+    path.write_text(json.dumps(config))
+    line = arguments(framework, path, folder, steps, resume)
+    return Run(framework, folder, launch(EXAMPLES / framework / "train.py", line, folder))
+
+
+@dataclass
+class Runs:
+    """AdamW's first step, and Muon's run without and with an interruption."""
+
+    adamw: Run
+    muon: Run
+    resumed: Run
+
+
+FRAMEWORKS = ("huggingface_trainer", "accelerate", "lightning")
+
+
+def label(param: tuple[str, int]) -> str:
+    return f"{param[0]}-stage{param[1]}"
+
+
+@pytest.fixture(scope="module", params=[(name, stage) for name in FRAMEWORKS for stage in (2, 3)], ids=label)
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    framework, stage = request.param
+    pytest.importorskip("lightning.pytorch" if framework == "lightning" else "accelerate")
+    pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp(framework)
+    adamw = train(framework, "adamw", stage, folder / "adamw", steps=1)
+    muon = train(framework, "muon", stage, folder / "muon")
+    resumed = train(framework, "muon", stage, folder / "resumed", resume=muon.checkpoint(STEPS // 2))
+    yield Runs(adamw, muon, resumed)
+
+
+ALL_RANKS_STARTED = f"""
+import os, pathlib, time
+here = pathlib.Path(__file__).parent
+(here / f"{{os.getpid()}}.pid").touch()
+while len(list(here.glob("*.pid"))) < {RANKS}:
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize(
+    "code", ["raise SystemExit(int(os.environ['RANK']))", "os.abort()", "pass"], ids=["failed", "aborted", "hanging"]
+)
+def test_a_failed_or_hanging_rank_ends_the_others(code: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"{ALL_RANKS_STARTED}{code}\ntime.sleep(60)")
+    with pytest.raises(LaunchError):
+        launch(script, [], tmp_path, timeout=5.0)
+    ranks = [file.stem for file in tmp_path.glob("*.pid")]
+    assert len(ranks) == RANKS
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_the_configs_differ_in_the_optimizers_type_only(framework: str) -> None:
+    adamw, muon = (
+        json.loads((EXAMPLES / framework / f"ds_config_{name}.json").read_text()) for name in ("adamw", "muon")
+    )
+    assert (adamw["optimizer"].pop("type"), muon["optimizer"].pop("type")) == ("AdamW", "Muon")
+    assert adamw == muon
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_the_scripts_do_not_know_the_optimizer(framework: str) -> None:
+    code = (EXAMPLES / framework / "train.py").read_text().partition('"""\n\n')[2]
+    assert "muon" not in code.lower()
+
+
+def test_ours_took_the_matrices(runs: Runs) -> None:
+    line = (
+        "deepspeed-muon 0.1.0: 14 matrices (98,304 parameters) to Muon; 7 tensors (33,088 parameters) to AdamW; 2 ranks"
+    )
+    assert line in runs.muon.output
+    assert line in runs.resumed.output
+    assert "deepspeed-muon" not in runs.adamw.output
+
+
+def test_the_loss_falls(runs: Runs) -> None:
+    losses = [row["loss"] for row in runs.muon.rows()]
+    assert len(losses) == STEPS
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_the_gradient_norm_is_adamws(runs: Runs) -> None:
+    """Before clipping, the norm of the first step does not depend on the optimizer.
+
+    Up to its last bits: ZeRO adds the squares up by parameter group, and Muon's groups are others.
+    """
+    adamw, muon = runs.adamw.rows()[0], runs.muon.rows()[0]
+    assert adamw["loss"] == muon["loss"]
+    assert muon["grad_norm"] == pytest.approx(adamw["grad_norm"], rel=1e-6)
+
+
+def test_a_run_resumes_exactly(runs: Runs) -> None:
+    late = [[row for row in run.rows() if row["step"] > STEPS // 2] for run in (runs.muon, runs.resumed)]
+    assert len(late[0]) == STEPS // 2
+    assert late[0] == late[1]
+    assert same(runs.muon.optimizer_states(STEPS), runs.resumed.optimizer_states(STEPS))
+    assert not same(runs.muon.optimizer_states(STEPS // 2), runs.muon.optimizer_states(STEPS))
+
+
+def same(left: Any, right: Any) -> bool:
+    """Whether two nests of containers hold the same numbers bit for bit."""
+    if torch.is_tensor(left):
+        return torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(same, left, right))
+    return left == right or (hasattr(left, "__dict__") and same(vars(left), vars(right)))

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The exchange over several buckets, its traffic, and the agreement of the ranks."""
+
+import functools
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed.muon.errors import DisagreementError
+from deepspeed.muon.zero.consensus import compare, differences
+from helpers.distributed import RankError, run
+from helpers.training import PARAMS, ds_config, make_engine, train_on_gradients
+
+SHAPES = [(24, 40), (40, 24), (32, 32), (33, 65), (24, 40), (8, 8)]
+
+
+def in_small_buckets(bucket_bytes: int, **config: Any) -> tuple[dict[str, torch.Tensor], int]:
+    """`train_on_gradients`, and the largest number of buckets of a plan."""
+    from deepspeed.muon import optimizer
+    from deepspeed.muon.plan import plan
+
+    counts = []
+
+    def make_plan(*args: Any) -> plan.Plan:
+        made = plan.make_plan(*args, bucket_bytes=bucket_bytes)
+        counts.append(len(made.buckets))
+        return made
+
+    optimizer.make_plan, original = make_plan, optimizer.make_plan
+    try:
+        return train_on_gradients(SHAPES, 3, **config), max(counts)
+    finally:
+        optimizer.make_plan = original
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("world", [2, 3])
+def test_many_buckets_in_flight_change_nothing(stage: int, world: int) -> None:
+    whole, _ = run(in_small_buckets, 1, stage=0, bucket_bytes=2**20)[0]
+    for update, buckets in run(in_small_buckets, world, stage=stage, bucket_bytes=512):
+        assert buckets >= 3
+        for name, expected in whole.items():
+            torch.testing.assert_close(update[name], expected, rtol=1e-4, atol=1e-6)
+
+
+def count_traffic(stage: int, dtype: str, kind: str) -> tuple[int, int]:
+    """Bytes that this rank sends in the all-to-alls of one step, and all other collectives' calls during it."""
+    import torch.distributed as dist
+
+    from helpers.training import FixedGradients
+
+    net = FixedGradients([(64, 64), (256, 64), (64, 256)] * 4)
+    params = {key: value for key, value in PARAMS.items() if key != "ns_dtype"} | {"ns_dtype": kind}
+    engine = make_engine(net, ds_config(stage=stage, dtype=dtype, optimizer={"type": "Muon", "params": params}))
+    sent, rank = [], dist.get_rank()
+    original = dist.all_to_all_single
+
+    @functools.wraps(original)
+    def counted(**kwargs: Any) -> Any:
+        tensor, splits = kwargs["input"], kwargs["input_split_sizes"]
+        sent.append(sum(n for r, n in enumerate(splits) if r != rank) * tensor.element_size())
+        return original(**kwargs)
+
+    dist.all_to_all_single = counted
+    try:
+        engine.backward(engine(net.gradients(0)))
+        engine.step()
+    finally:
+        dist.all_to_all_single = original
+    numel = sum(p.ds_numel if hasattr(p, "ds_numel") else p.numel() for p in net.parameters())
+    engine.destroy()
+    return sum(sent), numel
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_stage_3_sends_no_more_than_its_bound(world: int) -> None:
+    results = run(count_traffic, world, stage=3, dtype="bf16", kind="bf16")
+    numel = results[0][1]
+    mean = 4 * numel * (world - 1) / world**2
+    sent = [bytes_ for bytes_, _ in results]
+    assert 0 < sum(sent) / world <= mean * 1.001
+    assert max(sent) <= max(1.1 * mean, 4 * 256 * 64)
+
+
+def test_stages_1_and_2_send_what_straddles_and_what_balances() -> None:
+    for stage in (1, 2):
+        sent = [bytes_ for bytes_, _ in run(count_traffic, 2, stage=stage, dtype="bf16", kind="bf16")]
+        stage3 = [bytes_ for bytes_, _ in run(count_traffic, 2, stage=3, dtype="bf16", kind="bf16")]
+        assert sum(sent) < 0.75 * sum(stage3)
+
+
+def test_the_exchange_follows_ns_dtype() -> None:
+    half = run(count_traffic, 2, stage=3, dtype="fp32", kind="bf16")[0][0]
+    full = run(count_traffic, 2, stage=3, dtype="fp32", kind="fp32")[0][0]
+    assert full == 2 * half
+
+
+def state(facts: dict[str, Any]) -> str:
+    import torch.distributed as dist
+
+    facts = {key: value[dist.get_rank()] if isinstance(value, list) else value for key, value in facts.items()}
+    try:
+        return str(compare(lambda: prepared(facts), judge))
+    except DisagreementError as error:
+        return str(error)
+
+
+def prepared(facts: dict[str, Any]) -> dict[str, Any]:
+    """The facts, after the time that it takes to have them; `raise` is an error instead."""
+    time.sleep(facts.get("seconds", 0))
+    if facts.get("raise"):
+        raise OSError("no compiler")
+    return facts
+
+
+def judge(stated: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"error": e} if (e := differences(stated, {"x": "x"})) else {"ok": 1}
+
+
+def test_ranks_that_agree_get_the_verdict() -> None:
+    assert run(state, 3, facts={"x": 1}) == ["{'ok': 1}"] * 3
+
+
+def test_ranks_that_differ_are_named() -> None:
+    for text in run(state, 3, facts={"x": [1, 2, 1]}):
+        assert "x differs" in text
+        assert "ranks [1]" in text
+
+
+def test_a_rank_that_takes_long_to_get_ready_is_not_silent() -> None:
+    """As a slow node that compiles the kernels."""
+    results = run(state, 2, fresh=True, env={"DS_MUON_BIND_TIMEOUT": "1"}, facts={"x": 1, "seconds": [0, 4]})
+    assert results == ["{'ok': 1}"] * 2
+
+
+def test_a_rank_that_cannot_get_ready_is_heard_by_all() -> None:
+    for text in run(state, 2, facts={"x": 1, "raise": [False, True]}):
+        assert text == "rank 1: OSError: no compiler"
+
+
+def stay_silent() -> str:
+    import torch.distributed as dist
+
+    text = "" if dist.get_rank() == 1 else state({"x": 1})
+    dist.barrier()
+    return text
+
+
+def test_a_silent_rank_is_named() -> None:
+    first, _, last = run(stay_silent, 3, fresh=True, env={"DS_MUON_BIND_TIMEOUT": "2"})
+    assert "ranks [1]" in first == last
+
+
+def fail_inside_the_exchange(stage: int) -> None:
+    """Rank 1 dies before its first collective; the others must not hang."""
+    import os
+
+    import torch.distributed as dist
+
+    from deepspeed.muon.exchange.exchange import Exchange
+
+    if dist.get_rank() == 1:
+        Exchange._launch = lambda *args, **kwargs: os._exit(3)
+    train_on_gradients(SHAPES, 1, stage=stage)
+
+
+def test_a_rank_that_dies_in_the_exchange_ends_the_others() -> None:
+    with pytest.raises(RankError, match="ended with code 3"):
+        run(fail_inside_the_exchange, 2, fresh=True, stage=3)

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forecast is what the live engine binds: plans, owners, state and traffic; and its sums are the planner's."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepspeed.muon.config.schema import parse
+from deepspeed.muon.errors import MuonConfigError
+from deepspeed.muon.forecast.estimate import (
+    ADAM_PASS_BYTES,
+    ROUNDING_PASS_BYTES,
+    Machine,
+    estimate,
+    pass_bytes,
+    stock_clipping,
+)
+from deepspeed.muon.forecast.layout import Half, Layout, halves_of, lay_out, step_cost
+from deepspeed.muon.matrices.block import Block
+from deepspeed.muon.matrices.routing import MatrixSpec
+from deepspeed.muon.plan.cost import cost_model
+from deepspeed.muon.plan.plan import CPU_BUCKET_BYTES, make_plan
+from helpers.forecasts import STEPS, check_against_the_engine, forecast
+from helpers.models import MODELS
+from helpers.training import BF16_MOMENTUM, PARAMS
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("model", ["mlp", "gpt"])
+def test_the_engine_binds_what_was_forecast(model: str, stage: int, world_size: int) -> None:
+    check_against_the_engine(model, Layout(stage, world_size))
+
+
+@pytest.mark.parametrize("model", ["tied", "frozen", "few"])
+def test_tied_frozen_and_tiny_models(model: str) -> None:
+    for stage in (0, 2, 3):
+        check_against_the_engine(model, Layout(stage, 3))
+
+
+@pytest.mark.parametrize("size", [20, 150, 216])  # the last one is filled exactly, by a matrix of 36 x 12
+def test_sub_groups_of_stage_3(size: int) -> None:
+    layout = Layout(3, 2, sub_group_size=size)
+    check_against_the_engine("gpt", layout, zero={"sub_group_size": size})
+    assert len(forecast("gpt", layout)[1]) > 1
+
+
+def test_round_robin_and_parameter_alignment() -> None:
+    check_against_the_engine("gpt", Layout(2, 3, round_robin=True), zero={"round_robin_gradients": True})
+    check_against_the_engine("mlp", Layout(1, 3, alignment=4), zero={"parameter_alignment": True})
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_bf16_momentum(stage: int) -> None:
+    check_against_the_engine("gpt", Layout(stage, 2), optimizer=BF16_MOMENTUM)
+
+
+def test_bf16_optimizer_and_offload() -> None:
+    accumulate = {"data_types": {"grad_accum_dtype": "fp32"}}
+    wrappers = check_against_the_engine("gpt", Layout(1, 2), dtype="bf16", **accumulate)
+    assert wrappers == {"BF16_Optimizer"}
+    check_against_the_engine("gpt", Layout(2, 2), dtype="bf16", offload=True)
+
+
+# ---- without an engine ----------------------------------------------------------------------------------
+
+
+def columns(rows: int, cols: int) -> tuple[Block, ...]:
+    """Two blocks side by side, which are not contiguous in the parameter."""
+    half = cols // 2
+    return (Block(0, rows, half, cols), Block(half, rows, cols - half, cols))
+
+
+def group(shapes: list[tuple[int, int]], split: bool = False) -> Half:
+    """A Muon group of matrices of these shapes, each one block or two."""
+    blocks = [columns(*s) if split and s[1] > 1 else (Block(0, *s, s[1]),) for s in shapes]
+    pairs = enumerate(zip(shapes, blocks, strict=True))
+    return Half(True, tuple(MatrixSpec(f"p{i}", shape, True, "test", block) for i, (shape, block) in pairs))
+
+
+shape = st.tuples(st.integers(1, 9), st.integers(1, 9))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(shape, min_size=1, max_size=9),
+    st.integers(1, 12),
+    st.sampled_from([1, 3]),
+    st.booleans(),
+    st.integers(1, 4),
+    st.integers(1, 40),
+)
+def test_sums_of_all_ranks_are_those_of_the_plans(
+    shapes: list[tuple[int, int]], world_size: int, stage: int, split: bool, alignment: int, sub_group: int
+) -> None:
+    for part in lay_out([group(shapes, split)], Layout(stage, world_size, sub_group, alignment=alignment)):
+        cost = cost_model(part.half.ns_method, STEPS, 2, "cuda")
+        work = step_cost(part, cost)
+        plans = [make_plan(part.shards, rank, world_size, cost) for rank in range(world_size)]
+        assert [plan.sent_elements * 2 for plan in plans] == work.sent_bytes
+        assert tuple(work.owners) == plans[0].owners
+        batches = [[b for bucket in plan.buckets for b in bucket.batches] for plan in plans]
+        assert work.flops == [sum(b.count * cost.flops(b.rows, b.cols) for b in owned) for owned in batches]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(shape, min_size=1, max_size=9), st.integers(1, 8), st.sampled_from([1, 3]))
+def test_messages_and_runs_are_those_of_the_plans(shapes: list[tuple[int, int]], world_size: int, stage: int) -> None:
+    """Exactly where each round holds one matrix of an owner at most, else no fewer than there are."""
+    (part,) = lay_out([group(shapes)], Layout(stage, world_size))
+    cost = cost_model(part.half.ns_method, STEPS, 2, "cuda")
+    work = step_cost(part, cost)
+    plans = [make_plan(part.shards, rank, world_size, cost) for rank in range(world_size)]
+    sent = [sum(sum(map(bool, b.send_counts)) + sum(map(bool, b.receive_counts)) for b in p.buckets) for p in plans]
+    assert work.runs == max(sum(len(bucket.runs) for bucket in plan.buckets) for plan in plans)
+    assert max(sent) <= work.messages <= 2 * work.rounds * (world_size - 1)
+    if len(shapes) == 1:
+        assert work.messages == max(sent)
+
+
+def test_rounds_are_those_of_the_plan() -> None:
+    """Matrices above and below the size of a bucket, uneven over the owners."""
+    side = int((CPU_BUCKET_BYTES // 2) ** 0.5)
+    shapes = [(side + 8, side)] * 3 + [(side // 2, side // 2)] * 11 + [(side // 4, side)] * 5
+    for stage, world_size in itertools.product((1, 3), (1, 2, 4)):
+        (part,) = lay_out([group(shapes)], Layout(stage, world_size))
+        cost = cost_model(part.half.ns_method, STEPS, 2, "cpu")
+        assert step_cost(part, cost).rounds == len(make_plan(part.shards, 0, world_size, cost).buckets) > 1
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_stage_3_sends_no_less_than_the_formula(world_size: int) -> None:
+    shapes = [(512, 512), (2048, 512), (512, 2048)] * 8
+    (part,) = lay_out([group(shapes)], Layout(3, world_size))
+    work = step_cost(part, cost_model(part.half.ns_method, STEPS, 2, "cuda"))
+    numel = sum(rows * cols for rows, cols in shapes)
+    assert work.least_bytes == 4 * numel * (world_size - 1) / world_size**2
+    assert sum(work.sent_bytes) / world_size == pytest.approx(work.least_bytes, rel=1e-6)
+
+
+def test_stage_0_sends_nothing_and_repeats_the_work() -> None:
+    halves = [group([(8, 8), (8, 16)])]
+    facts, works = estimate(halves, Layout(0, 4), STEPS, 2, "cuda", Machine(), False)
+    assert facts["per_rank"]["sent_bytes"] == {"mean": 0.0, "max": 0.0, "least_mean": 0.0}
+    gflop = facts["per_rank"]["newton_schulz_gflop"]
+    assert gflop["mean"] == gflop["max"] == sum(works[0].flops) / 1e9 > 0
+    assert facts["step_ms"]["exchange"] == 0.0
+
+
+def test_milliseconds_follow_the_machine() -> None:
+    """With one part: the elementwise pass, then the longer of the other two and one round's share of the shorter."""
+    half = group([(8192, 8192)] * 4)
+    (part,) = lay_out([half], Layout(3, 2))
+    work = step_cost(part, cost_model(half.ns_method, STEPS, 2, "cuda"))
+    machine = Machine(
+        tflops=2.0, memory_gbs=3.0, network_gbs=0.5, latency_us=7.0, message_us=3.0, run_us=11.0, host_memory_gbs=1.0
+    )
+    for offload, rate in ((False, 3.0), (True, 1.0)):
+        step = estimate([half], Layout(3, 2), STEPS, 2, "cuda", machine, offload)[0]["step_ms"]
+        assert step["elementwise"] == pytest.approx(part.numel * 56 / rate / 1e6 + 4 * 11e-3)
+        assert step["newton_schulz"] == pytest.approx(max(work.flops) / 2e9)
+        assert step["exchange"] == pytest.approx(max(work.sent_bytes) / 0.5e6 + 2 * work.rounds * 7e-3 + 4 * 3e-3)
+        longer, shorter = step["newton_schulz"], step["exchange"]
+        assert (work.rounds, longer > shorter) == (2, True)
+        assert step["total"] == pytest.approx(step["elementwise"] + longer + shorter / 2)
+
+
+def test_bytes_of_the_elementwise_pass() -> None:
+    muon = group([(2, 2)])
+    assert pass_bytes(muon, 2) == 56
+    assert pass_bytes(Half(True, muon.specs, nesterov=False, decays=False), 4) == 40
+    assert pass_bytes(Half(False, muon.specs), 2) == ADAM_PASS_BYTES
+    assert pass_bytes(Half(True, muon.specs, momentum_dtype="bf16"), 2) == 56 + ROUNDING_PASS_BYTES
+
+
+def test_the_norm_that_stock_clips() -> None:
+    """Singular values of an orthogonal matrix are one: min(rows, cols) of them, times the scale."""
+    halves = [group([(64, 16), (16, 64)]), Half(False, (MatrixSpec("e", (99, 9), False, "test"),))]
+    norm = (2.0**2 * 16 + 16) ** 0.5
+    assert stock_clipping(halves, 0.5) == {"gradient_clipping": 0.5, "update_norm": norm, "divided_by": norm / 0.5}
+    assert stock_clipping(halves, 0.0)["divided_by"] == stock_clipping(halves, 99.0)["divided_by"] == 1.0
+
+
+def test_settings_of_the_config_reach_the_groups() -> None:
+    params = PARAMS | {"ns_method": "gram", "nesterov": False, "adjust_lr_fn": "match_rms_adamw", "rms_scale": 0.4}
+    muon, adam = halves_of(MODELS["mlp"](), parse(params))
+    assert (muon.ns_method, muon.nesterov, muon.decays, adam.use_muon) == ("gram", False, True, False)
+    assert muon.scale(Block(0, 4, 9, 9)) == pytest.approx(0.4 * 3)
+    with pytest.raises(MuonConfigError, match="muon_include: 'nope' matches none"):
+        halves_of(MODELS["mlp"](), parse(PARAMS | {"muon_include": "nope"}))

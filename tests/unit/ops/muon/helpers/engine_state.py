@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine holds: copies of its weights and states, and what differs between two of them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from helpers.models import full_weights, train_engine
+from helpers.training import fresh_engine
+
+
+def flat_tensors(engine: Any) -> list[Tensor]:
+    """The tensors that carry optimizer state, in an order that does not depend on the run."""
+    wrapper = engine.optimizer
+    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
+        if hasattr(wrapper, name):
+            return list(getattr(wrapper, name))
+    return [p for group in engine.basic_optimizer.param_groups for p in group["params"]]
+
+
+def local_states(engine: Any) -> list[dict[str, Tensor]]:
+    """Copies of this rank's state, one dict per tensor."""
+    state = engine.basic_optimizer.state
+    return [{key: torch.as_tensor(value).clone() for key, value in state[p].items()} for p in flat_tensors(engine)]
+
+
+def named_states(engine: Any) -> dict[str, Tensor]:
+    """Whole states by parameter and key, through DeepSpeed's public function; a collective."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    states = {}
+    for param, spec in engine.basic_optimizer.specs.items():
+        for key in ("momentum_buffer",) if spec.use_muon else ("exp_avg", "exp_avg_sq"):
+            states[f"{spec.name}.{key}"] = safe_get_full_optimizer_state(param, key).clone()
+    return states
+
+
+def snapshot(engine: Any) -> dict[str, Tensor]:
+    """Weights, master weights, states and step counts; a collective.
+
+    At stage 3 by name only, since padding in its flat tensors holds anything.
+    """
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    result = {f"weight {name}": weight for name, weight in full_weights(engine.module).items()}
+    entries = local_states(engine)
+    result |= {f"{index} step": entry.pop("step") for index, entry in enumerate(entries)}
+    if engine.zero_optimization_stage() == 3:
+        masters = {spec.name: safe_get_full_fp32_param(p) for p, spec in engine.basic_optimizer.specs.items()}
+        return result | named_states(engine) | {f"{name} master": tensor.clone() for name, tensor in masters.items()}
+    for index, (tensor, entry) in enumerate(zip(flat_tensors(engine), entries, strict=True)):
+        result |= {f"{index} master": tensor.detach().clone()} | {f"{index} {k}": v for k, v in entry.items()}
+    return result
+
+
+def differing(left: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
+    """Names of what is not bit for bit the same, or not a number."""
+    return sorted(
+        n for n in left.keys() | right.keys() if n not in left or n not in right or not left[n].equal(right[n])
+    )
+
+
+ADAM, MUON = ["exp_avg", "exp_avg_sq", "step"], ["momentum_buffer", "step"]
+"""The keys of a tensor's state in memory."""
+
+
+def state_sizes(cases: list[dict[str, Any]]) -> list[tuple[int, int, int]]:
+    """By case: bytes of this rank's Muon state, elements of its flat tensors, their number."""
+    sizes = []
+    for case in cases:
+        engine = fresh_engine(0, case)
+        train_engine(engine, 1)
+        optimizer = engine.basic_optimizer
+        flats = [tensor for tensor in flat_tensors(engine) if "momentum_buffer" in optimizer.state[tensor]]
+        values = [value for tensor in flats for value in optimizer.state[tensor].values()]
+        storages = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in values}
+        sizes.append((sum(storages.values()), sum(tensor.numel() for tensor in flats), len(flats)))
+        engine.destroy()
+    return sizes

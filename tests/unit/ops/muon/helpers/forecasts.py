@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is forecast for a model, compared with what an engine binds."""
+
+from typing import Any
+
+import torch
+
+from deepspeed.muon.config.schema import parse
+from deepspeed.muon.forecast.layout import Layout, StepCost, StepPart, halves_of, lay_out, step_cost
+from deepspeed.muon.math.coefficients import schedule
+from deepspeed.muon.plan.cost import cost_model
+from deepspeed.muon.plan.plan import make_plan
+from helpers.distributed import run
+from helpers.models import MODELS
+from helpers.training import PARAMS, ds_config, make_engine
+
+STEPS, ITEMSIZE = schedule("simple"), 4
+
+
+def bound(model: str, **config: Any) -> dict[str, Any]:
+    """What an engine has bound on this rank."""
+    engine = make_engine(MODELS[model](), ds_config(**config))
+    optimizer = engine.basic_optimizer
+    itemsize = optimizer.exchange.dtype.itemsize
+    states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    facts = {
+        "digests": [plan.digest for plan in optimizer.plans],
+        "owners": [list(plan.owners) for plan in optimizer.plans],
+        "rounds": [len(plan.buckets) for plan in optimizer.plans],
+        "sent": [plan.sent_elements * itemsize for plan in optimizer.plans],
+        "state": sum(tensor.numel() * tensor.element_size() for tensor in states),
+        "wrapper": type(engine.optimizer).__name__,
+    }
+    engine.destroy()
+    return facts
+
+
+def forecast(model: str, layout: Layout, params: dict[str, Any] = PARAMS) -> tuple[list[StepPart], list[StepCost]]:
+    parts = lay_out(halves_of(MODELS[model](), parse(params)), layout)
+    return parts, [
+        step_cost(part, cost_model(part.half.ns_method, STEPS, ITEMSIZE, "cpu")) for part in parts if part.half.use_muon
+    ]
+
+
+def check_against_the_engine(model: str, layout: Layout, **config: Any) -> set[str]:
+    """Compare on every rank; returns the kinds of wrappers met."""
+    parts, works = forecast(model, layout, config.get("optimizer", {"params": PARAMS})["params"])
+    live = run(bound, layout.world_size, model=model, stage=layout.stage, **config)
+    state = sum(part.state_bytes for part in parts)
+    for rank, facts in enumerate(live):
+        plans = [
+            make_plan(work.part.shards, rank % work.part.world_size, work.part.world_size, cost)
+            for work in works
+            for cost in [cost_model(work.part.half.ns_method, STEPS, ITEMSIZE, "cpu")]
+        ]
+        assert [plan.digest for plan in plans] == facts["digests"]
+        assert [work.owners for work in works] == facts["owners"]
+        assert [work.rounds for work in works] == facts["rounds"]
+        assert [work.sent_bytes[rank % work.part.world_size] for work in works] == facts["sent"]
+        assert state == facts["state"]
+    return {facts["wrapper"] for facts in live}

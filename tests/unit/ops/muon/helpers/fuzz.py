@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random ds_configs, the keys that are wrong in each by the documentation's rules, and how each must train."""
+
+import itertools
+import json
+import math
+import re
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from deepspeed.muon.math.coefficients import NAMED
+from helpers.oracles import OracleConfig, adam_update, clipped, gradients_of, muon_update, newton_schulz_fp64
+
+SIMPLE = [3.4445, -4.7750, 2.0315]
+CUBIC = [1.5, -0.5, 0.0]
+#: Values of `optimizer.params` that are allowed, and some next to them that are not. `None` is the default of any key.
+VALID: dict[str, list[Any]] = {
+    "lr": [1e-3, 0.02, 0.1, 0, "1e-2"],
+    "muon_lr": [1e-3, 0.02, 0.3],
+    "adam_lr": [1e-3, 0.02],
+    "momentum": [0.0, 0.9, 0.95, 0.99],
+    "momentum_dtype": ["fp32", "bf16"],
+    "nesterov": [True, False, "true", 0],
+    "weight_decay": [0.0, 0.1, 1],
+    "muon_weight_decay": [0.0, 0.3],
+    "adam_weight_decay": [0.0, 0.3],
+    "muon_include": [[], "layers", [r"layers\.0", "weight"]],
+    "muon_exclude": [[], r"layers\.1", ["layers.0.weight", "bias"], ".*"],
+    "adjust_lr_fn": ["auto", "original", "match_rms_adamw", "spectral_unclamped", "none", "rms_norm", "shape_scaling"],
+    "rms_scale": [0.2, 0.4, 1],
+    "ns_method": ["auto", "standard", "gram"],
+    "ns_tuning": ["shipped", "measured"],
+    "ns_steps": [1, 3, 5, 6],
+    "ns_coefficients": ["simple", "you", "polar_express", SIMPLE, CUBIC, [SIMPLE] * 3, [SIMPLE, CUBIC]],
+    "ns_dtype": ["auto", "bf16", "fp32", "fp32"],
+    "kernels": ["auto", "torch"],
+    "betas": [[0.9, 0.95], (0.8, 0.99), [0, 0.5]],
+    "eps": [1e-8, 1e-10, 1e-4],
+    "adam_w_mode": [True, False],
+    "torch_adam": [True, False],
+    "fp32_optimizer_states": [True],
+    "per_head_muon": [False],
+    "muon_split": [{}, {}],
+    "muon_fused": ["split", "whole"],
+    "muon_conv": ["adamw", "flatten"],
+    "muon_lora": ["none", "B", "both"],
+    "tp_mode": ["whole", "shard"],
+    "import_momentum": ["first_moment", "zero"],
+    "monitor_interval": [0, 1, 10],
+}
+WRONG: dict[str, list[Any]] = {
+    "lr": [-1e-3, math.nan, math.inf, True, "fast", "auto", [1e-3], {}],
+    "muon_lr": [-0.1, "auto", False],
+    "adam_lr": ["0.1.2", [0.1], -math.inf],
+    "momentum": [1.0, 1, -0.1, "high", [0.9]],
+    "momentum_dtype": ["fp16", "BF16", "float32", 2, True, ["bf16"]],
+    "nesterov": ["maybe", 2, [], 0.5],
+    "weight_decay": [-0.1, "none", True],
+    "muon_weight_decay": [-1, "auto"],
+    "adam_weight_decay": [math.nan, {}],
+    "muon_include": ["nowhere", "(", 3, ["layers", "no such name"], [r"bias"]],
+    "muon_exclude": ["nowhere", ["["], {"layers": 1}, True],
+    "adjust_lr_fn": ["Original", "spectral", "match_rms", 1, True],
+    "rms_scale": [0, -1, "0.2x", True],
+    "ns_method": ["grams", "", 1, True],
+    "ns_tuning": ["measure", "auto", True, 10],
+    "ns_steps": [0, 51, 2.5, "five", True, [5]],
+    "ns_coefficients": ["simpel", [], [1, 2], [[0, 1, 1]], [["a", 1, 1]], 5, {"a": 1}, [math.nan, 1, 1]],
+    "ns_dtype": ["fp16", "bfloat16", 16],
+    "kernels": ["native", True],
+    "betas": [0.9, [0.9], [0.9, 1.0], [0.9, -0.1], [0.9, 0.95, 0.99], "0.9", [True, 0.9]],
+    "eps": [-1e-8, "small", math.inf],
+    "adam_w_mode": [2, "perhaps", []],
+    "torch_adam": ["y e s", 3.5],
+    "fp32_optimizer_states": [False, "no"],
+    "per_head_muon": [True, 1, 2],
+    "muon_split": [{"nowhere": [1]}, {"weight": [1]}, {"weight": 3}, ["layers"], {"(": [1]}, "layers", True],
+    "muon_fused": ["Split", "none", True, {"qkv": [1]}],
+    "muon_conv": ["flat", True, 2],
+    "muon_lora": ["A", "b", True],
+    "tp_mode": ["shards", False],
+    "import_momentum": ["first", 0, True],
+    "monitor_interval": [-1, 1.5, True, "often"],
+    # keys that do not exist
+    "learning_rate": [0.1],
+    "LR": [0.1],
+    "Momentum": [0.9],
+    "mometum": [0.9],
+    "mu": [0.95],
+    "beta1": [0.9],
+    "muon-lr": [0.1],
+    "ns_step": [5],
+    "wd": [0.1],
+    "use_muon": [True],
+    "max_grad_norm": [1.0],
+    "amsgrad": [False],
+    "momentum_type": ["bf16"],
+    "": [1],
+}
+ZERO: dict[str, list[Any]] = {
+    "overlap_comm": [True, False],
+    "contiguous_gradients": [True, False],
+    "reduce_scatter": [True, False],
+    "round_robin_gradients": [True, False],
+    "sub_group_size": [1, 50, 10**9],
+    "reduce_bucket_size": [40, 1000, 5 * 10**8],
+    "stage3_param_persistence_threshold": [0, 20, 10**5],
+    "stage3_max_live_parameters": [0, 10**9],
+    "stage3_max_reuse_distance": [0, 10**9],
+    "stage3_prefetch_bucket_size": [0, 100, 5 * 10**7],
+}
+#: Settings of ZeRO that are refused together with Muon, and what the message calls them.
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"offload_optimizer": {"device": "cpu", "ratio": 0.5}}, "offload_optimizer.ratio"),
+    ({"offload_optimizer": {"device": "cpu", "super_offload": True}}, "super_offload"),
+    ({"zenflow": {}}, "zenflow"),
+    ({"elastic_checkpoint": True}, "elastic_checkpoint"),
+    ({"compute_grad_norm": False}, "compute_grad_norm"),
+    ({"zero_quantized_weights": True}, "zero_quantized_weights"),
+    ({"zero_quantized_gradients": True}, "zero_quantized_gradients"),
+    ({"mics_shard_size": 1}, "mics_shard_size"),
+]
+#: What stock DeepSpeed refuses itself.
+STOCKS: list[dict[str, Any]] = [
+    {"sub_group_size": "big"},
+    {"reduce_bucket_size": -1},
+    {"overlap_com": True},
+    {"stage": 4},
+    {"offload_optimizer": {"device": "gpu"}},
+    {"offload_param": "cpu"},
+]
+TRIPLES = {"you": 5, "polar_express": 5}
+Case = dict[str, Any]
+"""`config`, what goes into a ds_config; `wrong`, keys of which the message must name one; `stock`, if stock refuses."""
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Mostly right: one in three has a wrong value or key, one in eight a refused setting."""
+    keys = draw(st.lists(st.sampled_from(sorted(VALID)), max_size=8, unique=True))
+    params = {key: draw(st.sampled_from([*VALID[key], None])) for key in keys}
+    wrong = [key for key in draw(st.lists(st.sampled_from(sorted(WRONG)), max_size=2)) if draw(st.integers(0, 2)) == 0]
+    params |= {key: draw(st.sampled_from(WRONG[key])) for key in wrong}
+    zero = {"stage": draw(st.integers(0, 3))}
+    zero |= {key: draw(st.sampled_from(ZERO[key])) for key in draw(st.lists(st.sampled_from(sorted(ZERO)), max_size=4))}
+    if draw(st.booleans()):
+        zero["offload_optimizer"] = draw(offloads())
+    if params.get("momentum_dtype") == "bf16" and draw(st.integers(0, 3)) == 3:
+        zero["offload_optimizer"] = {"device": "nvme", "nvme_path": "/tmp"}
+        wrong.append("optimizer.params.momentum_dtype")
+    if zero["stage"] == 3 and draw(st.integers(0, 3)) == 0:
+        zero["offload_param"] = {"device": draw(st.sampled_from(["none", "cpu"]))}
+    config = {"params": params, "zero": zero, **draw(tops())}
+    stock = draw(st.integers(0, 15)) == 15
+    if stock:
+        zero |= draw(st.sampled_from(STOCKS))
+    elif draw(st.integers(0, 7)) == 7:
+        section, name = draw(st.sampled_from(REFUSED))
+        zero |= section
+        wrong.append(name)
+    return {"config": config, "wrong": sorted({*wrong, *contradictions(config)}), "stock": stock}
+
+
+def offloads() -> st.SearchStrategy[dict[str, Any]]:
+    """The section `offload_optimizer` as it is allowed."""
+    extras = {"pin_memory": st.booleans(), "ratio": st.just(1.0), "fast_init": st.booleans()}
+    return st.fixed_dictionaries({"device": st.sampled_from(["none", "cpu"])}, optional=extras)
+
+
+def tops() -> st.SearchStrategy[dict[str, Any]]:
+    """Keys at the top of a ds_config: precision, accumulation, clipping, and those that change nothing."""
+    needed = {
+        "dtype": st.sampled_from(["fp32", "fp32", "fp32", "bf16", "bf16", "fp16"]),
+        "accumulation": st.sampled_from([1, 2, 4]),
+        "clip": st.sampled_from([0.0, 1.0, 0.01]),
+    }
+    extras = {
+        "prescale_gradients": st.booleans(),
+        "data_types": st.just({"grad_accum_dtype": "fp32"}),
+        "type": st.sampled_from(["muon", "Muon", "MUON", "MuonWithAuxAdam"]),
+    }
+    return st.fixed_dictionaries(needed, optional=extras)
+
+
+def contradictions(config: dict[str, Any]) -> list[str]:
+    """Keys that are right alone and wrong beside others."""
+    params = {key: value for key, value in config["params"].items() if value is not None}
+    found = []
+    coefficients, steps = params.get("ns_coefficients", "simple"), params.get("ns_steps")
+    if isinstance(coefficients, str):
+        length = TRIPLES.get(coefficients, 1)
+    else:
+        length = (
+            len(coefficients) if isinstance(coefficients, list) and isinstance(next(iter(coefficients), 0), list) else 1
+        )
+    if steps is not None and length != 1 and steps != length:
+        found.append("ns_steps")
+    others = {"original", "spectral_unclamped", "none", "shape_scaling"}
+    if "rms_scale" in params and params.get("adjust_lr_fn") in others:
+        found.append("rms_scale")
+    if config["dtype"] == "fp16" and config["zero"]["stage"] == 0:
+        found.append("fp16.enabled")
+    return found
+
+
+def sample(count: int) -> list[Case]:
+    """`count` distinct cases; the same ones in every run."""
+    found: dict[str, Case] = {}
+    for number in itertools.count():
+        if len(found) >= count:
+            return list(found.values())[:count]
+
+        @seed(number)
+        @settings(
+            max_examples=count,
+            database=None,
+            deadline=None,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(cases())
+        def collect(case: Case) -> None:
+            found.setdefault(json.dumps(case), case)
+
+        collect()
+    return []
+
+
+def smaller(case: Case) -> list[Case]:
+    """The case without one of its keys, for each; what is wrong is found out anew."""
+    results = []
+    for section in ("params", "zero"):
+        for key in case["config"][section]:
+            if key != "stage":
+                config = case["config"] | {section: {k: v for k, v in case["config"][section].items() if k != key}}
+                left = [name for name in case["wrong"] if key not in (name, name.split(".")[0])]
+                results.append(case | {"config": config, "wrong": left})
+    return results
+
+
+STOCK_MUON = {"muon_lr", "adam_lr", "momentum", "nesterov", "ns_method", "per_head_muon"}
+PEERS = {"rms_norm": "match_rms_adamw", "shape_scaling": "original"}
+
+
+def keys_given(config: dict[str, Any]) -> dict[str, Any]:
+    """The keys that have a value."""
+    return {key: value for key, value in config["params"].items() if value is not None}
+
+
+def scale_of(params: dict[str, Any]) -> str:
+    """`adjust_lr_fn` as docs/configuration.md resolves it."""
+    name = params.get("adjust_lr_fn", "auto")
+    if name != "auto":
+        return PEERS.get(name, name)
+    is_adamws = "lr" in params and not STOCK_MUON & params.keys()
+    return "match_rms_adamw" if "rms_scale" in params or is_adamws else "original"
+
+
+def triples(params: dict[str, Any]) -> list[tuple[float, float, float]]:
+    """One triple per step."""
+    value = params.get("ns_coefficients", "simple")
+    value = NAMED[value] if isinstance(value, str) else value
+    schedule = list(value) if isinstance(value[0], (list, tuple)) else [value]
+    if len(schedule) == 1:
+        schedule = schedule * params.get("ns_steps", 5)
+    return [tuple(triple) for triple in schedule]
+
+
+def flag(value: Any) -> bool:
+    return value in (True, "true")
+
+
+def oracle_config(config: dict[str, Any]) -> OracleConfig:
+    """The oracle's settings; `rms_scale` over the oracle's 0.2 is a factor of the orthogonalized matrix."""
+    params = keys_given(config)
+    lr = params.get("lr")
+    muon_lr = float(params.get("muon_lr", 0.02 if lr is None else lr))
+    decay = params.get("weight_decay", 0.0)
+    schedule = triples(params)
+    factor = params.get("rms_scale", 0.2) / 0.2 if scale_of(params) == "match_rms_adamw" else 1.0
+    return OracleConfig(
+        lr=muon_lr,
+        momentum=params.get("momentum", 0.95),
+        nesterov=flag(params.get("nesterov", True)),
+        weight_decay=params.get("muon_weight_decay", decay),
+        scale=scale_of(params),
+        orthogonalize=lambda matrix: newton_schulz_fp64(matrix, schedule) * factor,
+        adam_lr=float(params.get("adam_lr", 3e-4 if lr is None else lr)),
+        betas=tuple(params.get("betas", (0.9, 0.95))),
+        eps=params.get("eps", 1e-10),
+        adam_weight_decay=params.get("adam_weight_decay", decay),
+        clip=config["clip"],
+    )
+
+
+def goes_to_muon(name: str, param: nn.Parameter, params: dict[str, Any]) -> bool:
+    """Matrices of linear layers, but for the exclusions."""
+    patterns = params.get("muon_exclude", [])
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    return param.ndim == 2 and not any(re.search(pattern, name) for pattern in patterns)
+
+
+def train(model: nn.Module, steps: int, config: dict[str, Any]) -> dict[str, Tensor]:
+    """Weights in fp64 after `steps` global batches."""
+    model, cfg, params = model.double(), oracle_config(config), keys_given(config)
+    decoupled = params.get("adam_w_mode", True)
+    weights = dict(model.named_parameters())
+    moments = {name: (torch.zeros_like(w), torch.zeros_like(w)) for name, w in weights.items()}
+    for step in range(steps):
+        gradients, _ = clipped(gradients_of(model(*model.batch(step)), weights), cfg.clip)
+        with torch.no_grad():
+            for name, weight in weights.items():
+                gradient = gradients[name]
+                if goes_to_muon(name, weight, params):
+                    muon_update(weight, gradient, moments[name][0], cfg.lr, cfg)
+                    continue
+                if not decoupled:
+                    gradient = gradient + cfg.adam_weight_decay * weight
+                    weight /= 1 - cfg.adam_lr * cfg.adam_weight_decay  # undone by adam_update
+                adam_update(weight, gradient, *moments[name], step + 1, cfg.adam_lr, cfg)
+    return {name: weight.detach() for name, weight in weights.items()}
+
+
+def is_half(config: dict[str, Any]) -> bool:
+    """Whether the run computes anything in half precision, on this machine or on another."""
+    return config["dtype"] != "fp32" or keys_given(config).get("ns_dtype", "auto") != "fp32"
+
+
+def difference(name: str, config: dict[str, Any], initial: Tensor, weight: Tensor, expected: Tensor) -> str:
+    """What is wrong with a weight, or nothing.
+
+    In fp32 an error of 0.2 % of the change, of 3 % with a rounded momentum. Half precision as in parity.py.
+    """
+    change, wanted = (end.double() - initial.double() for end in (weight, expected))
+    floor = 1e-6 * float(initial.double().norm())
+    error = float((change - wanted).norm())
+    rounded = keys_given(config).get("momentum_dtype") == "bf16"
+    if not is_half(config):
+        limit = (0.03 if rounded else 2e-3) * float(wanted.norm()) + floor
+        return "" if error <= limit else f"{name}: error {error:.2e}, change {float(wanted.norm()):.2e}"
+    cosine = float((change * wanted).sum() / (change.norm() * wanted.norm()).clamp(min=1e-300))
+    ratio = float(change.norm() / wanted.norm().clamp(min=1e-300))
+    if error <= floor or (cosine >= 0.9 and 0.85 <= ratio <= 1.15):
+        return ""
+    return f"{name}: cosine {cosine:.3f}, size {ratio:.3f}"

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of operations with nobody to fall back to: Triton's where kernels are interpreted (conftest.py's
+``interpret``), and the one in C++.
+"""
+
+import importlib.util
+import shutil
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepspeed.muon.kernels import native, reference, triton_table
+from deepspeed.muon.kernels.table import Operations
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+Interpret = Callable[..., Any]
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+DEFAULT_TILES = (16, 32, 16)
+
+
+def interpreted_table(symmetric_from: int = 1, tiles: tuple[int, int, int] = DEFAULT_TILES) -> Operations:
+    """Triton's table, which takes tensors of the CPU for those of a GPU, with tiles that suit small matrices."""
+    import triton
+
+    from deepspeed.muon.kernels import triton_products as products
+
+    assert triton.knobs.runtime.interpret
+    triton_table.is_on_gpu, triton_table.SYMMETRIC_FROM = lambda tensor: True, symmetric_from
+    triton_table.HALVES, triton_table.MULTIPLE = tuple(FLOATS), 1
+    products.tuned_kernel.configs = [triton.Config(dict(zip(("ROWS", "COLS", "DEPTH"), tiles, strict=True)))]
+    return triton_table.operations(reference.OPERATIONS)
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normal numbers, the same on every call."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def relative(actual: Tensor, expected: Tensor) -> float:
+    """Frobenius norm of the error over that of what is expected."""
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+def native_only(monkeypatch: pytest.MonkeyPatch, *names: str) -> Operations:
+    """The table in C++ whose operations of these names fail where they would call their twin; skips without a compiler.
+
+    With a compiler a build that fails is an error.
+    """
+    if native.unavailable() and shutil.which("c++") is None:
+        pytest.skip("no C++ compiler")
+    table = native.operations()
+    monkeypatch.setattr(native, "reference", SimpleNamespace(**dict.fromkeys(names, _never)))
+    return table
+
+
+def _never(*args: Any) -> Any:
+    raise AssertionError("the twin was called instead")

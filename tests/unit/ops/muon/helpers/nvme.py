@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs of the tests of NVMe: a model with sub-groups above and below what is swapped, its configs, and its engines."""
+
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from helpers import distributed
+from helpers.models import GLOBAL_BATCH, full_weights, initialize_
+from helpers.training import ds_config, make_engine
+
+run = partial(distributed.run, timeout=900.0)
+"""With the time that building async_io may take, once."""
+SUB_GROUP = 200_000
+"""Elements per rank that close a sub-group: at 2 ranks each large tensor of the model is one, the small ones share."""
+
+
+class Wide(nn.Module):
+    """An embedding and two matrices of 2 MiB in fp32, half of which is what stock swaps, and small ones after them."""
+
+    def __init__(self, seed: int = 0, unused: bool = False) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(1024, 512)
+        self.up = nn.Linear(512, 1024)
+        self.down = nn.Linear(1024, 512)
+        self.narrow = nn.Linear(512, 24)
+        self.last = nn.Linear(24, 12)
+        if unused:  # the first shares the small ones' sub-group, which it fills, the second is alone
+            self.unused = nn.ModuleList(nn.Linear(512, 1024, bias=False) for _ in range(2))
+        initialize_(self, seed)
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean squared error, a scalar; `inputs` (batch,), int64, `targets` (batch, 12)."""
+        hidden = torch.tanh(self.down(torch.tanh(self.up(self.tokens(inputs)))))
+        outputs = self.last(torch.tanh(self.narrow(hidden)))
+        return F.mse_loss(outputs.to(torch.promote_types(outputs.dtype, torch.float32)), targets)
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Inputs (GLOBAL_BATCH,), int64, targets (GLOBAL_BATCH, 12) from N(0, 16), float32."""
+        generator = torch.Generator().manual_seed(1000 + step)
+        inputs = torch.randint(1024, (GLOBAL_BATCH,), generator=generator)
+        return inputs, 4 * torch.randn(GLOBAL_BATCH, 12, generator=generator)
+
+
+@cache
+def why_not() -> str | None:
+    """Why async_io cannot be built here, if it cannot."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    return None if AsyncIOBuilder().is_compatible(verbose=False) else "async_io needs libaio's headers (libaio-dev)"
+
+
+def nvme_config(
+    folder: str,
+    pipelined: bool = False,
+    params: str = "none",
+    stays: bool = False,
+    device: str = "nvme",
+    sub_group: int = SUB_GROUP,
+    **extra: Any,
+) -> dict[str, Any]:
+    """A ds_config at stage 3; `params` is where parameters are kept, `stays` keeps the momentum in memory."""
+    optimizer: dict[str, Any] = {"device": device}
+    if device == "nvme":
+        optimizer |= {"nvme_path": folder, "buffer_count": 12 if pipelined else 4}
+        optimizer |= {"pipeline_read": True, "pipeline_write": True} if pipelined else {}
+    zero: dict[str, Any] = {"sub_group_size": sub_group, "offload_optimizer": optimizer}
+    if params != "none":
+        zero["offload_param"] = {"device": params}
+    if params == "nvme":
+        zero["offload_param"] |= {"nvme_path": folder, "max_in_cpu": 0, "buffer_size": 300_000, "buffer_count": 6}
+    if stays:
+        zero["save_muon_momentum_buffer_in_memory"] = True
+    return ds_config(stage=3, zero=zero, **extra)
+
+
+def nvme_engine(seed: int = 0, unused: bool = False, **config: Any) -> Any:
+    """An engine for the wide model."""
+    return make_engine(Wide(seed, unused), nvme_config(**config))
+
+
+def files_of(folder: str, rank: int) -> dict[str, int]:
+    """Bytes of the optimizer's files of a rank, by the state's name ("" for weights) and sub-group; no gradients."""
+    files = (Path(folder) / "zero_stage_3" / "optimizer" / f"rank{rank}").glob("*.tensor.swp")
+    return {file.name.removesuffix(".tensor.swp"): file.stat().st_size for file in files if "gradient" not in file.name}
+
+
+def weights_of(engine: Any) -> dict[str, Tensor]:
+    """The model's and the master weights by name."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    masters = {f"{s.name} master": safe_get_full_fp32_param(p).clone() for p, s in engine.basic_optimizer.specs.items()}
+    return full_weights(engine.module) | masters

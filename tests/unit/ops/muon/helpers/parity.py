@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings that are compared with the oracle, and the comparison."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from helpers.models import MODELS, fused_parts
+from helpers.oracles import change_cosine, change_error, route, train_oracle
+from helpers.training import ORACLE
+
+STEPS = 5
+"""Of most comparisons."""
+HALVES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+SHAPES = [(24, 40), (40, 24), (32, 32), (33, 65), (24, 40)]
+"""Of the matrices that take given gradients."""
+#: (stage, precision, offload) of every cell of the first table of docs/support.md that is not refused.
+CELLS = [
+    (stage, precision, offload)
+    for stage in (0, 1, 2, 3)
+    for offload in ("none", "optimizer", "both")
+    for precision in ("fp32", "bf16", "fp16", "autocast")
+    if stage or (offload == "none" and precision != "fp16")
+    if stage == 3 or offload != "both"
+]
+
+
+def oracle(model: str, clip: float, dtype: str = "fp32", **settings: Any) -> Any:
+    """The reference in fp64, from the weights that a model of `dtype` starts with."""
+    net = MODELS[model]().to(HALVES[dtype])
+    adam = ("tokens", "positions", "lm_head") if model.startswith("gpt") else ()
+    config = replace(ORACLE, clip=clip, **settings)
+    return train_oracle(net, net.batch, STEPS, route(net, adam), config, parts=fused_parts(net))
+
+
+def assert_parity(weights: dict[str, torch.Tensor], reference: Any, dtype: str = "fp32") -> None:
+    """Relative to the change: 1e-3 in fp32; half-precision gradients differ from the oracle's themselves."""
+    for key, expected in reference.weights.items():
+        initial = reference.initial[key]
+        if dtype == "fp32":
+            assert change_error(initial, weights[key], expected) <= 1e-3, key
+            continue
+        assert change_cosine(initial, weights[key], expected) >= 0.9, key
+        change, wanted = (weights[key] - initial).norm(), (expected - initial).norm()
+        assert 0.85 <= change / wanted <= 1.15, key
+
+
+def update_error(update: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
+    """The largest difference of a matrix's update, relative to its norm."""
+    return max(float((update[key] - reference[key]).norm() / reference[key].norm()) for key in reference)

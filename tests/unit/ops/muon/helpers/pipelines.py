@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small models as DeepSpeed pipelines, and as whole modules with the same names and values for the oracle."""
+
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from helpers.models import GLOBAL_BATCH, Block, TinyGpt, fused_parts, make_batch
+from helpers.oracles import route, train_oracle
+from helpers.parity import HALVES, STEPS, assert_parity
+from helpers.training import FP32_GRADIENTS, ORACLE, ds_config, fp32_weights, make_engine
+
+VOCAB, WIDTH, TIME = 19, 12, 6
+TIED = "embed"
+"""The key of the layer that is an embedding and the head."""
+SHARED = f"tied_modules.{TIED}.weight"
+#: What is not for Muon, by beginning of the name: embeddings, positions, and the head, which comes last.
+ADAM = {"tied": ["tied_modules", "1."], "untied": ["0.", "1.", "5."], "late": ["0.", "1.", "5."], "mlp": ["8."]}
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"dtype": "bf16"},
+    "BF16_Optimizer": {"dtype": "bf16", **FP32_GRADIENTS},
+}
+
+
+def _like_head(module: nn.Module, hidden: Tensor) -> Tensor:
+    return hidden @ module.weight.T
+
+
+class Positions(nn.Module):
+    """Adds an embedding of the position to (batch, time, width)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(TIME, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.table(torch.arange(TIME, device=hidden.device))
+
+
+class Norm(nn.LayerNorm):
+    """A LayerNorm."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH)
+
+
+class Head(nn.Linear):
+    """Logits, by a module whose name in a pipeline is a number."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, VOCAB, bias=False)
+
+
+def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Summed over time, mean over the batch."""
+    logits = outputs.flatten(0, 1).to(torch.promote_types(outputs.dtype, torch.float32))
+    return F.cross_entropy(logits, targets.flatten(), reduction="sum") / len(targets)
+
+
+def squares(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean squared error."""
+    dtype = torch.promote_types(outputs.dtype, torch.float32)
+    return F.mse_loss(outputs.to(dtype), targets.to(dtype))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A module of a pipeline. `key`: shared with the layers of that key; `forward`: what it does if not its own."""
+
+    kind: type[nn.Module]
+    args: tuple[Any, ...] = ()
+    key: str | None = None
+    forward: Callable[[nn.Module, Tensor], Tensor] | None = None
+
+    def make(self) -> nn.Module:
+        """The module."""
+        return self.kind(*self.args)
+
+
+def gpt(tied: bool) -> list[Layer]:
+    """Embedding, positions, two blocks, norm, head. The first of two uniform stages ends with a block."""
+    key = TIED if tied else None
+    embedding = Layer(nn.Embedding, (VOCAB, WIDTH), key)
+    head = replace(embedding, forward=_like_head) if tied else Layer(Head)
+    return [embedding, Layer(Positions), Layer(Block, (WIDTH, 2)), Layer(Block, (WIDTH, 2)), Layer(Norm), head]
+
+
+def late() -> list[Layer]:
+    """The first of two uniform stages has no matrix for Muon, the second has two blocks."""
+    embedding, positions, *blocks, norm, head = gpt(tied=False)
+    return [embedding, positions, norm, *blocks, head]
+
+
+def mlp() -> list[Layer]:
+    """The first of two uniform stages has nothing for AdamW, the second has biases and the head."""
+    widths = list(pairwise((7, 15, 9, 13, 11, 5)))
+    hidden = [Layer(nn.Linear, (n, m, i > 1)) for i, (n, m) in enumerate(widths)]
+    return [layer for linear in hidden for layer in (linear, Layer(nn.Tanh))][:-1]
+
+
+MODELS: dict[str, tuple[Callable[[], list[Layer]], Callable[[Tensor, Tensor], Tensor]]] = {
+    "tied": (lambda: gpt(tied=True), cross_entropy),
+    "untied": (lambda: gpt(tied=False), cross_entropy),
+    "late": (late, cross_entropy),
+    "mlp": (mlp, squares),
+}
+
+
+def initialize_by_name(model: nn.Module) -> None:
+    """A parameter's values follow from its name alone, whichever stage holds it."""
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            scale = 0.1 if param.ndim == 1 else param.shape[1] ** -0.5
+            is_norm = param.ndim == 1 and name.endswith("weight")
+            param.copy_(torch.randn(param.shape, generator=generator) * scale + (1.0 if is_norm else 0.0))
+
+
+class Whole(nn.Module):
+    """All layers of a pipeline in one module; the names of the parameters are the pipeline's."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        layers, self.loss = MODELS[name]
+        self.name, self.run = name, []
+        self.tied_modules = nn.ModuleDict()
+        for index, layer in enumerate(layers()):
+            if layer.key is None:
+                self.add_module(str(index), layer.make())
+            elif layer.key not in self.tied_modules:
+                self.tied_modules[layer.key] = layer.make()
+            module = self.tied_modules[layer.key] if layer.key else getattr(self, str(index))
+            self.run.append((module, layer.forward))
+        initialize_by_name(self)
+
+    def __deepcopy__(self, memo: Any) -> "Whole":
+        copy = Whole(self.name)
+        copy.load_state_dict(self.state_dict())
+        return copy
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The loss, a scalar."""
+        hidden = inputs.to(next(self.parameters()).dtype) if inputs.is_floating_point() else inputs
+        for layer, forward in self.run:
+            hidden = layer(hidden) if forward is None else forward(layer, hidden)
+        return self.loss(hidden, targets)
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """The global batch of a step."""
+        return batch(self.name, step)
+
+
+def batch(name: str, step: int) -> tuple[Tensor, Tensor]:
+    """Tokens (GLOBAL_BATCH, TIME) and the next ones; for the MLP as in `models.Mlp`."""
+    if name != "mlp":
+        return TinyGpt(VOCAB, WIDTH, 2, TIME).batch(step)
+    generator = torch.Generator().manual_seed(1000 + step)
+    inputs, targets = (torch.randn(GLOBAL_BATCH, width, generator=generator) for width in (7, 5))
+    return inputs, 4 * targets
+
+
+class Batches:
+    """What `make_batch` asks of a model."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """The global batch of a step."""
+        return batch(self.name, step)
+
+
+def make_pipeline(name: str, stages: int, **options: Any) -> Any:
+    """A `PipelineModule` with uniform stages."""
+    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+
+    layers, loss = MODELS[name]
+    specs = [
+        TiedLayerSpec(layer.key, layer.kind, *layer.args, forward_fn=layer.forward)
+        if layer.key
+        else LayerSpec(layer.kind, *layer.args)
+        for layer in layers()
+    ]
+    settings = {"num_stages": stages, "loss_fn": loss, "partition_method": "uniform"} | options
+    net = PipelineModule(specs, **settings)
+    initialize_by_name(net)
+    return net
+
+
+def pipeline_config(stages: int, micro_batches: int = 2, **config: Any) -> dict[str, Any]:
+    """A ds_config for the ranks of this job."""
+    import torch.distributed as dist
+
+    config = ds_config(stage=config.pop("stage", 1), **config)
+    rows = GLOBAL_BATCH * stages // (dist.get_world_size() * micro_batches)
+    return config | {"train_micro_batch_size_per_gpu": rows, "gradient_accumulation_steps": micro_batches}
+
+
+def shares(name: str, engine: Any, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The micro-batches of this rank's pipeline."""
+    grid, count = engine.grid, engine.micro_batches
+    for micro in range(count):
+        inputs, targets = make_batch(Batches(name), step, micro, grid.data_parallel_id, grid.data_parallel_size, count)
+        dtype = next(engine.module.parameters()).dtype
+        yield (inputs.to(dtype) if inputs.is_floating_point() else inputs), targets
+
+
+def train_pipeline(
+    name: str, stages: int = 2, steps: int = 5, options: dict[str, Any] | None = None, **config: Any
+) -> tuple[dict[str, Tensor], list[float]]:
+    """This rank's master weights after some steps, and the gradient norm of each step."""
+    norms = []
+    engine = make_engine(make_pipeline(name, stages, **(options or {})), pipeline_config(stages, **config))
+    for step in range(steps):
+        engine.train_batch(shares(name, engine, step))
+        norms.append(float(engine.get_global_grad_norm()))
+    weights = fp32_weights(engine)
+    engine.destroy()
+    return weights, norms
+
+
+def everything(engine: Any) -> dict[str, Tensor]:
+    """Master weights and states of this rank."""
+    states = engine.basic_optimizer.state.values()
+    kept = {f"{i} {key}": value.clone() for i, state in enumerate(states) for key, value in state.items()}
+    return fp32_weights(engine) | kept
+
+
+def assert_equal(ranks: list[tuple[dict[str, Tensor], list[float]]], reference: Any, dtype: str = "fp32") -> None:
+    """Every rank's weights are the oracle's, together they are all of them, and the norms are those of all stages."""
+    assert set().union(*(weights for weights, _ in ranks)) == reference.weights.keys()
+    for weights, norms in ranks:
+        own = replace(reference, weights={name: reference.weights[name] for name in weights})
+        assert_parity(weights, own, dtype)
+        assert norms == pytest.approx(reference.norms, rel=1e-3 if dtype == "fp32" else 0.1)
+
+
+def oracle(name: str, clip: float = 1.0, dtype: str = "fp32") -> Any:
+    """The training of the whole module."""
+    net = Whole(name).to(HALVES[dtype])
+    config = replace(ORACLE, clip=clip)
+    return train_oracle(net, net.batch, STEPS, route(net, ADAM[name]), config, parts=fused_parts(net))

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small language models under AutoTP, and jobs that train them on ranks of data x tensor parallelism."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import (
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from helpers.models import GLOBAL_BATCH, initialize_
+from helpers.training import ds_config, make_engine
+
+VOCABULARY, LENGTH = 32, 6
+
+
+class Language(nn.Module):
+    """Added to a model of transformers: the batches, and the loss as output."""
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Token ids and what follows them."""
+        generator = torch.Generator().manual_seed(1000 + step)
+        tokens = torch.randint(VOCABULARY, (GLOBAL_BATCH, LENGTH + 1), generator=generator)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss."""
+        logits = super().forward(input_ids=inputs, use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+#: 6 query heads and 3 of keys and values, so that two ranks hold 4 + 2 and 2 + 1 of them.
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 24,
+    "intermediate_size": 34,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "attn_implementation": "eager",
+}
+
+
+class TinyLlama(Language, LlamaForCausalLM):
+    """Projections of their own."""
+
+
+class TinyNeoX(Language, GPTNeoXForCausalLM):
+    """Fused queries, keys and values, head by head."""
+
+
+class Gated(nn.Module):
+    """Gate and up in one weight, of which a rank holds a part of each, after a matrix that is not cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(12, 12, bias=False)
+        self.gate_up_proj = nn.ModuleList(nn.Linear(12, 2 * 17, bias=False) for _ in range(2))
+        self.down_proj = nn.ModuleList(nn.Linear(17, 12, bias=False) for _ in range(2))
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Vectors and their targets."""
+        generator = torch.Generator().manual_seed(1000 + step)
+        return tuple(torch.randn(GLOBAL_BATCH, 12, generator=generator) * 3 for _ in range(2))
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The mean squared error."""
+        inputs = self.mix(inputs.to(self.mix.weight.dtype))
+        for gate_up, down in zip(self.gate_up_proj, self.down_proj, strict=True):
+            gate, up = gate_up(inputs).chunk(2, dim=-1)
+            inputs = inputs + down(torch.tanh(gate) * up)
+        return F.mse_loss(inputs.double(), targets.double())
+
+
+def model(name: str, seed: int = 0) -> nn.Module:
+    """A model of this name."""
+    kinds = {"llama": (TinyLlama, LlamaConfig), "neox": (TinyNeoX, GPTNeoXConfig)}
+    if name == "gated":
+        net: nn.Module = Gated()
+    else:
+        kind, config = kinds[name]
+        net = kind(config(**SIZES))
+    initialize_(net, seed)
+    return net
+
+
+def whole_weights(engine: Any) -> dict[str, Tensor]:
+    """The master weights by name, put together over the tensor-parallel group by the note on each parameter."""
+    import deepspeed.comm as dist
+    from deepspeed.utils import groups, safe_get_full_fp32_param
+
+    group = groups._TENSOR_MODEL_PARALLEL_GROUP
+    found = {}
+    for name, param in engine.module.named_parameters():
+        mine = (
+            safe_get_full_fp32_param(param)
+            if engine.zero_optimization() and getattr(param, "ds_numel", param.numel())
+            else param
+        )
+        note = getattr(param, "ds_autotp_universal_checkpoint_meta", None) if group is not None else None
+        shards: list[Any] = [mine.detach().clone()]
+        if group is not None:
+            shards *= dist.get_world_size(group=group)
+            dist.all_gather_object(shards, shards[0], group=group)
+        is_cut = note is not None and not note["replicated"]
+        assert is_cut or all(torch.equal(shards[0], copy) for copy in shards), f"copies of {name} differ"
+        found[name] = _put_together(shards, note) if is_cut else shards[0]
+    return found
+
+
+def _put_together(shards: list[Tensor], note: dict[str, Any]) -> Tensor:
+    """A weight whose parts, one or several, were each cut over the ranks."""
+    axis, widths = note["partition_dim"], note["sub_param_shard_widths"] or [note["partition_sizes"]]
+    of_ranks = [shard.split([sizes[t] for sizes in widths], dim=axis) for t, shard in enumerate(shards)]
+    return torch.cat([part[k] for k in range(len(widths)) for part in of_ranks], dim=axis)
+
+
+def train_steps(engine: Any, steps: int, tp: int, first: int = 0) -> None:
+    """Steps on the global batches; the ranks of a tensor-parallel group take the same share."""
+    import torch.distributed as dist
+
+    dp, rank = dist.get_world_size() // tp, dist.get_rank() // tp
+    size = GLOBAL_BATCH // dp
+    for step in range(first, first + steps):
+        share = (part[rank * size : (rank + 1) * size] for part in engine.module.batch(step))
+        engine.backward(engine(*share))
+        engine.step()
+
+
+#: What tells AutoTP that a weight has two parts, each to be cut over the ranks.
+IN_PARTS = {
+    "partition_config": {
+        "use_default_specs": False,
+        "layer_specs": [
+            {"patterns": [r".*gate_up_proj\.\d\.weight$"], "partition_type": "column", "shape": [2, -1]},
+            {"patterns": [r".*down_proj\.\d\.weight$"], "partition_type": "row"},
+        ],
+    }
+}
+
+
+@contextmanager
+def engine_of(net: nn.Module, tp: int, **config: Any) -> Iterator[Any]:
+    """An engine of tensor-parallel size `tp`."""
+    import torch.distributed as dist
+
+    cut = {"autotp_size": tp, **(IN_PARTS if isinstance(net, Gated) else {})}
+    settings = ds_config(**config, tensor_parallel=cut)
+    settings["train_micro_batch_size_per_gpu"] = GLOBAL_BATCH // (dist.get_world_size() // tp)
+    engine = make_engine(net, settings)
+    yield engine
+    engine.destroy()
+
+
+def train(name: str, tp: int, steps: int, **config: Any) -> dict[str, Tensor]:
+    """Whole weights after some steps."""
+    with engine_of(model(name), tp, **config) as engine:
+        train_steps(engine, steps, tp)
+        return whole_weights(engine)
+
+
+def holders(name: str, tp: int, **config: Any) -> dict[str, tuple[int, list[int]]]:
+    """By name of the matrices: their owner, and the ranks that hold a part."""
+    with engine_of(model(name), tp, **config) as engine:
+        optimizer = engine.basic_optimizer
+        pairs = zip(optimizer.partitions, optimizer.plans, strict=True)
+        placed = ((block, owner) for p, plan in pairs for block, owner in zip(p.blocks, plan.owners, strict=True))
+        return {block.name: (owner, list(block.holders)) for block, owner in placed}
+
+
+def go_on(name: str, tp: int, folder: str, load: bool, **config: Any) -> dict[str, Tensor]:
+    """Three steps, saved after the first or loaded from there."""
+    with engine_of(model(name, seed=int(load)), tp, **config) as engine:
+        if load:
+            engine.load_checkpoint(folder)
+        else:
+            train_steps(engine, 1, tp)
+            engine.save_checkpoint(folder)
+        train_steps(engine, 2, tp, first=1)
+        return whole_weights(engine)
+
+
+def bad_step(tp: int, **config: Any) -> tuple[bool, bool]:
+    """Whether a step in which one rank alone has a bad gradient changes nothing, and the next one something."""
+    import torch.distributed as dist
+
+    with engine_of(model("llama"), tp, **config) as engine:
+        train_steps(engine, 1, tp)
+        before = whole_weights(engine)
+        cut = dict(engine.module.named_parameters())["model.layers.0.mlp.up_proj.weight"]
+        bad = cut.register_hook(lambda gradient: gradient * torch.nan) if dist.get_rank() == 1 else None
+        train_steps(engine, 1, tp, first=1)
+        after = whole_weights(engine)
+        if bad is not None:
+            bad.remove()
+        train_steps(engine, 1, tp, first=2)
+        last = whole_weights(engine)
+    unchanged = all(torch.equal(after[name], weight) for name, weight in before.items())
+    return unchanged, all(last[name].isfinite().all() and not torch.equal(last[name], after[name]) for name in before)

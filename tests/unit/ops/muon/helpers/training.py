@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs that distributed tests run on every rank: train a small model with the product, report weights and state."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from helpers.models import GLOBAL_BATCH, MODELS, full_weights, initialize_, train_engine
+from helpers.oracles import OracleConfig
+
+PARAMS = {"lr": 0.02, "adam_lr": 1e-3, "momentum": 0.9, "weight_decay": 0.1, "eps": 1e-8, "ns_dtype": "fp32"}
+"""optimizer.params of most tests."""
+BF16_MOMENTUM = {"type": "Muon", "params": PARAMS | {"momentum_dtype": "bf16"}}
+FP32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}
+BF16_OPTIMIZER: dict[str, Any] = {"stage": 1, "dtype": "bf16", **FP32_GRADIENTS}
+"""The settings under which DeepSpeed takes BF16_Optimizer."""
+ORACLE = OracleConfig(
+    lr=PARAMS["lr"],
+    adam_lr=PARAMS["adam_lr"],
+    momentum=PARAMS["momentum"],
+    weight_decay=PARAMS["weight_decay"],
+    adam_weight_decay=PARAMS["weight_decay"],
+    betas=(0.9, 0.95),
+    eps=PARAMS["eps"],
+    clip=1.0,
+)
+"""The same for the oracle."""
+
+
+def ds_config(
+    stage: int = 2,
+    accumulation: int = 1,
+    clip: float = 1.0,
+    dtype: str = "fp32",
+    offload: bool = False,
+    optimizer: dict[str, Any] | None = None,
+    zero: dict[str, Any] | None = None,
+    **extra: Any,
+) -> dict[str, Any]:
+    """A ds_config for the ranks of this job."""
+    import torch.distributed as dist
+
+    section = {"stage": stage} | ({"offload_optimizer": {"device": "cpu"}} if offload else {}) | (zero or {})
+    precision: dict[str, Any] = {"bf16": {"bf16": {"enabled": True}}, "fp32": {}}.get(
+        dtype, {"fp16": {"enabled": True, "loss_scale": 64}}
+    )
+    return {
+        "train_micro_batch_size_per_gpu": GLOBAL_BATCH // (dist.get_world_size() * accumulation),
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": clip,
+        "optimizer": {"type": "Muon", "params": PARAMS} if optimizer is None else optimizer,
+        "zero_optimization": section,
+        "steps_per_print": 10**9,
+        **precision,
+        **extra,
+    }
+
+
+def make_engine(model: nn.Module, config: dict[str, Any], **kwargs: Any) -> Any:
+    """An engine whose optimizer is the product's."""
+    import deepspeed
+
+    kwargs = kwargs or {"model_parameters": [p for p in model.parameters() if p.requires_grad]}
+    engine = deepspeed.initialize(model=model, config=config, **kwargs)[0]
+    assert type(engine.basic_optimizer).__module__ == "deepspeed.muon.optimizer"
+    return engine
+
+
+def fp32_weights(engine: Any) -> dict[str, Tensor]:
+    """The master weights by name, whole, on every rank."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    model, optimizer = engine.module, engine.optimizer
+    if next(model.parameters()).dtype == torch.float32:
+        return full_weights(model)
+    if hasattr(optimizer, "fp32_groups"):  # FP16_UnfusedOptimizer
+        names = {id(p): name for name, p in model.named_parameters()}
+        groups = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
+        pairs = (pair for params, masters in groups for pair in zip(params, masters, strict=True))
+        return {names[id(p)]: master.detach().clone() for p, master in pairs}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return {name: safe_get_full_fp32_param(p).detach().cpu().clone() for name, p in trained.items()}
+
+
+def train(model: str, steps: int = 5, zero_init: bool = False, **config: Any) -> dict[str, Tensor]:
+    """Master weights after `steps` steps of `MODELS[model]`."""
+    import deepspeed
+
+    settings = ds_config(**config)
+    if zero_init:
+        with deepspeed.zero.Init(config_dict_or_path=settings):
+            net = MODELS[model]()
+    else:
+        net = MODELS[model]()
+    engine = make_engine(net, settings)
+    train_engine(engine, steps)
+    weights = fp32_weights(engine)
+    engine.destroy()
+    return weights
+
+
+def train_around_a_checkpoint(engine: Any, folder: str, load: bool) -> None:
+    """Three steps: saved after the first or, with `load`, the first loaded from there."""
+    if load:
+        engine.load_checkpoint(folder)
+    else:
+        train_engine(engine, 1)
+        engine.save_checkpoint(folder)
+    train_engine(engine, 2, first_step=1)
+
+
+class FixedGradient(nn.Linear):
+    """A matrix whose gradient is exactly what `forward` is given."""
+
+    def forward(self, gradient: Tensor) -> Tensor:
+        """The sum of weight times gradient, a scalar."""
+        return (self.weight * gradient.to(self.weight.dtype)).sum()
+
+
+class FixedGradients(nn.Module):
+    """Matrices of some shapes, each with a gradient of its own for every step."""
+
+    def __init__(self, shapes: list[tuple[int, int]]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(FixedGradient(cols, rows, bias=False) for rows, cols in shapes)
+        generator = torch.Generator().manual_seed(0)
+        for layer in self.layers:
+            layer.weight.data.normal_(generator=generator)
+
+    def gradients(self, step: int) -> list[Tensor]:
+        """What the layers are given in this step."""
+        generator = torch.Generator().manual_seed(100 + step)
+        return [torch.randn(layer.out_features, layer.in_features, generator=generator) for layer in self.layers]
+
+    def forward(self, gradients: list[Tensor]) -> Tensor:
+        """A loss whose gradients are `gradients`."""
+        return torch.stack([layer(g) for layer, g in zip(self.layers, gradients, strict=True)]).sum()
+
+
+def train_on_gradients(
+    shapes: list[tuple[int, int]], steps: int, ulp: bool = False, **config: Any
+) -> dict[str, Tensor]:
+    """Change of the master weights after steps with given gradients; `ulp` moves every gradient to the next float."""
+    net = FixedGradients(shapes)
+    initial = {name: p.detach().clone() for name, p in net.named_parameters()}
+    engine = make_engine(net, ds_config(**config))
+    for step in range(steps):
+        gradients = net.gradients(step)
+        if ulp:
+            gradients = [torch.nextafter(g, torch.tensor(torch.inf)) for g in gradients]
+        engine.backward(engine(gradients))
+        engine.step()
+    weights = fp32_weights(engine)
+    engine.destroy()
+    return {name: weights[name] - initial[name] for name in initial}
+
+
+def fresh_engine(seed: int, case: dict[str, Any], **extra: Any) -> Any:
+    """An engine for the small model with weights of its own."""
+    net = MODELS["mlp"]()
+    initialize_(net, seed)
+    return make_engine(net, ds_config(**case, **extra))

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs that save, convert and load universal checkpoints on the ranks of a pool."""
+
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from helpers.models import MODELS, initialize_, train_engine
+from helpers.training import ds_config, fp32_weights
+
+Case = dict[str, Any]
+"""Arguments of ds_config, and ``model``, ``groups`` (of different settings) and ``seed``."""
+WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.02, "warmup_num_steps": 8}}
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.8, 0.95], "eps": 1e-8, "torch_adam": True}}
+
+
+def groups_of(net: nn.Module) -> list[dict[str, Any]]:
+    """The parameters as two groups of different settings, the second listed backwards."""
+    params = [param for param in net.parameters() if param.requires_grad]
+    own = {"momentum": 0.8, "ns_method": "standard", "weight_decay": 0.0, "betas": (0.7, 0.9)}
+    return [{"params": params[:3], **own}, {"params": params[3:][::-1], "lr": 0.01}]
+
+
+def build(case: Case, seed: int, **extra: Any) -> Any:
+    """An engine of this case whose weights come from ``seed``."""
+    import deepspeed
+
+    case = dict(case)
+    net = MODELS[case.pop("model", "mlp")]()
+    initialize_(net, seed)
+    params = groups_of(net) if case.pop("groups", False) else [p for p in net.parameters() if p.requires_grad]
+    return deepspeed.initialize(model=net, config=ds_config(**case, **extra), model_parameters=params)[0]
+
+
+def mean_losses(engine: Any, steps: int, first_step: int) -> list[float]:
+    """Losses of ``steps`` steps, the mean over the ranks."""
+    import torch.distributed as dist
+
+    losses = torch.tensor(train_engine(engine, steps, first_step), dtype=torch.float64)
+    dist.all_reduce(losses)
+    return (losses / dist.get_world_size()).tolist()
+
+
+def facts(engine: Any) -> dict[str, Any]:
+    """What a checkpoint has to restore: weights, states and step counts by name, settings of groups, schedule."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    optimizer = engine.basic_optimizer
+    states = {}
+    for param, spec in getattr(optimizer, "specs", {}).items():
+        for key in ("momentum_buffer",) if spec.use_muon else ("exp_avg", "exp_avg_sq"):
+            states[f"{spec.name}.{key}"] = safe_get_full_optimizer_state(param, key).clone()
+    return {
+        "weights": fp32_weights(engine),
+        "states": states,
+        "keys": sorted({key for state in optimizer.state.values() for key in state}),
+        "momentum": {s["momentum_buffer"].dtype for s in optimizer.state.values() if "momentum_buffer" in s},
+        "steps": sorted({float(state["step"]) for state in optimizer.state.values()}),
+        "settings": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
+        "schedule": engine.lr_scheduler.state_dict() if engine.lr_scheduler else None,
+        "count": engine.global_steps,
+    }
+
+
+def save_all(cases: list[Case], folder: str, **extra: Any) -> list[dict[str, Any]]:
+    """By case: three steps, a checkpoint, three steps more; with the model's weights before and after."""
+    results = []
+    for index, case in enumerate(cases):
+        engine = build(case, 0, **extra)
+        initial = fp32_weights(engine)
+        train_engine(engine, 3)
+        if engine.lr_scheduler is None:
+            engine.basic_optimizer.param_groups[-1]["lr"] *= 0.5
+        engine.save_checkpoint(f"{folder}/{index}", tag="saved")
+        result = facts(engine) | {"initial": initial}
+        results.append(result | {"losses": mean_losses(engine, 3, 3), "after": fp32_weights(engine)})
+        engine.destroy()
+    return results
+
+
+def load_all(jobs: list[tuple[str, Case]], steps: int = 3, universal: bool = True) -> list[dict[str, Any]]:
+    """By (folder, case): what a checkpoint restores in an engine of other weights, and the steps after it."""
+    results = []
+    for folder, case in jobs:
+        engine = build(case, 7, **({"checkpoint": {"load_universal": True}} if universal else {}))
+        assert engine.load_checkpoint(folder, tag="universal" if universal else "saved")[0] is not None
+        result = facts(engine)
+        results.append(result | {"losses": mean_losses(engine, steps, 3), "after": fp32_weights(engine)})
+        engine.destroy()
+    return results
+
+
+def convert(folder: Path, inject: bool = False) -> None:
+    """Run stock's converter in this process: its own code, unmodified."""
+    from deepspeed.checkpoint.ds_to_universal import main
+
+    main(
+        Namespace(
+            input_folder=str(folder / "saved"),
+            output_folder=str(folder / "universal"),
+            num_extract_workers=1,
+            num_merge_workers=1,
+            keep_temp_folder=False,
+            strict=True,
+            inject_missing_state=inject,
+        )
+    )
+
+
+def convert_by_command(folder: Path) -> None:
+    """Run stock's converter by its own command, without further flags."""
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
+    folders = ["--input_folder", str(folder / "saved"), "--output_folder", str(folder / "universal")]
+    done = subprocess.run(command + folders, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def peak_of(action: Callable[[], Any]) -> float:
+    """MB that torch allocates while it acts, at most, beyond what it had; mapped files are not allocated."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        action()
+    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(accumulate(sizes), default=0) / 2**20

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wrong configurations, and what each of them gets: the cases of docs/errors.md."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from helpers.models import Mlp
+from helpers.training import ds_config
+
+#: What a user may write into optimizer.params, and should not.
+PARAMS: list[dict[str, Any]] = [
+    {"mometum": 0.9},
+    {"beta": [0.9, 0.95]},
+    {"weigth_decay": 0.1},
+    {"muon-lr": 0.1},
+    {"LR": 0.1},
+    {"learning_rate": 0.1},
+    {"ns_step": 5},
+    {"nestrov": True},
+    {"adjust_lr": "original"},
+    {"muon_momentum": 0.95},
+    {"mu": 0.95},
+    {"rms_rate": 0.2},
+    {"adam_betas": [0.9, 0.95]},
+    {"max_grad_norm": 1.0},
+    {"amsgrad": True},
+    {"use_muon": True},
+    {"bias_correction": False},
+    {"lr": "fast"},
+    {"lr": "auto"},
+    {"muon_lr": "auto"},
+    {"lr": [0.1]},
+    {"lr": True},
+    {"lr": -1e-3},
+    {"lr": float("nan")},
+    {"momentum": 1.0},
+    {"momentum": -0.1},
+    {"momentum_dtype": "fp16"},
+    {"nesterov": "maybe"},
+    {"weight_decay": -0.1},
+    {"adam_weight_decay": "none"},
+    {"betas": 0.9},
+    {"betas": [0.9, 1.0]},
+    {"betas": [0.9, 0.95, 0.99]},
+    {"eps": -1e-8},
+    {"ns_steps": 0},
+    {"ns_steps": 2.5},
+    {"ns_steps": 500},
+    {"ns_method": "grams"},
+    {"ns_tuning": "measure"},
+    {"ns_dtype": "bfloat16"},
+    {"ns_dtype": "fp16"},
+    {"kernels": "tourch"},
+    {"ns_coefficients": "simpel"},
+    {"ns_coefficients": [[1, 2]]},
+    {"ns_coefficients": "you", "ns_steps": 4},
+    {"adjust_lr_fn": "match_rms_adam"},
+    {"adjust_lr_fn": "spectral"},
+    {"rms_scale": 0},
+    {"rms_scale": 0.3, "adjust_lr_fn": "original"},
+    {"per_head_muon": True},
+    {"per_head_muon": 4},
+    {"muon_split": {"layers.0": [3, 4]}},
+    {"muon_split": {"qkv": [64, 64, 64]}},
+    {"muon_split": {"layers.0": {"size": [3, 4]}}},
+    {"muon_split": ["qkv"]},
+    {"muon_fused": "spilt"},
+    {"muon_split_qkv": True},
+    {"muon_conv": "flat"},
+    {"muon_lora": "A"},
+    {"tp_mode": "sharded"},
+    {"fp32_optimizer_states": False},
+    {"adam_w_mode": 2},
+    {"import_momentum": "exp_avg"},
+    {"monitor_interval": -1},
+    {"muon_include": "(up"},
+    {"muon_include": "router"},
+    {"muon_exclude": ["layers", "atention"]},
+]
+CPU = {"device": "cpu"}
+#: Sections of ds_config that do not go together with Muon.
+SECTIONS: list[dict[str, Any]] = [
+    {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}},
+    {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
+    {"zero_optimization": {"stage": 3, "offload_optimizer": CPU | {"ratio": 0.5}}},
+    {"zero_optimization": {"stage": 3, "offload_optimizer": CPU | {"super_offload": True}}},
+    {"zero_optimization": {"stage": 2, "offload_param": {"device": "nvme", "nvme_path": "/tmp"}}},
+    {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+    {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
+    {"zero_optimization": {"stage": 2, "compute_grad_norm": False}},
+    {"zero_optimization": {"stage": 2, "zenflow": {}}},
+    {"zero_optimization": {"stage": 1, "elastic_checkpoint": True}},
+    {"zero_optimization": {"stage": 0}, "fp16": {"enabled": True}},
+    {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
+    {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+    {"torch_autocast": {"enabled": True, "dtype": "float16"}},
+    {"compile": {"deepcompile": True}},
+    {"hybrid_engine": {"enabled": True}},
+    {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": [0.1, 0.2, 0.3]}}},
+    {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1e-4, "cycle_max_lr": [0.02, 3e-4]}}},
+]
+#: Parameter groups.
+GROUPS: list[dict[str, Any]] = [
+    {"momentun": 0.9},
+    {"momentum": 1.5},
+    {"ns_steps": 3},
+    {"maximize": True},
+]
+
+
+def tagged() -> nn.Module:
+    """A vector that is tagged for Muon."""
+    net = Mlp()
+    net.layers[0].bias.use_muon = True
+    return net
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "bias.use_muon = True": tagged,
+}
+
+
+def _attempt(reached: list[str], model: Callable[[], nn.Module], config: dict[str, Any], group: dict[str, Any]) -> str:
+    """The message of `deepspeed.initialize`; `reached` gets what was allocated before it."""
+    import pytest
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    import deepspeed
+    from deepspeed.muon import MuonWithAuxAdam
+
+    def note(original: Callable) -> Callable:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            reached.append(original.__name__)
+            return original(*args, **kwargs)
+
+        return noted
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in (
+            (DeepSpeedEngine, "_configure_zero_optimizer"),
+            (DeepSpeedEngine, "_configure_bf16_optimizer"),
+            (DeepSpeedEngine, "_configure_fp16_optimizer"),
+            (MuonWithAuxAdam, "bind"),
+        ):
+            patch.setattr(owner, name, note(getattr(owner, name)))
+        net = model()
+        given: Any = [{"params": list(net.parameters()), **group}] if group else list(net.parameters())
+        try:
+            deepspeed.initialize(model=net, config=config, model_parameters=given)[0].destroy()
+        except ValueError as error:
+            return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+def attempt_all() -> list[tuple[str, str, list[str]]]:
+    """(what was written, the message, what was allocated by then) of every case, in one process."""
+    plain = ds_config()
+    muon: dict[str, Any] = {"type": "Muon", "params": {}}
+    cases: list[tuple[str, Callable[[], nn.Module], dict[str, Any], dict[str, Any]]] = []
+    for params in PARAMS:
+        cases.append((_text(params), Mlp, plain | {"optimizer": muon | {"params": params}}, {}))
+    for section in SECTIONS:
+        cases.append((_text(section), Mlp, plain | {"optimizer": muon} | section, {}))
+    for group in GROUPS:
+        cases.append((f"a parameter group with {_text(group)}", Mlp, plain | {"optimizer": muon}, group))
+    small = plain | {"optimizer": muon, "train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}}
+    for title, model in MODELS.items():
+        cases.append((title, model, small, {}))
+    results = []
+    for title, model, config, group in cases:
+        torch.manual_seed(0)
+        reached: list[str] = []
+        results.append((title, _attempt(reached, model, config, group), reached))
+    return results
+
+
+def _text(value: dict[str, Any]) -> str:
+    import json
+
+    return json.dumps(value)
+
+
+def table(results: list[tuple[str, str, list[str]]]) -> str:
+    """The cases as a Markdown table."""
+    lines = ["| written | message |", "|---|---|"]
+    for title, message, _ in results:
+        cells = (f"`{title}`" if "{" in title else title, "<br>".join(message.splitlines()))
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines)

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Building and choosing the C++ operations: DeepSpeed's conventions, and what happens where they cannot be built."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deepspeed.git_version_info import installed_ops
+from deepspeed.ops.op_builder.all_ops import ALL_OPS
+
+import deepspeed.muon
+from deepspeed.muon.kernels import native, reference
+from deepspeed.muon.kernels.builder import MuonBuilder
+from deepspeed.muon.zero.bind import _judge_kernels
+from helpers.distributed import run
+from helpers.models import MODELS, train_engine
+from helpers.training import PARAMS, ds_config, make_engine
+
+needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A process that has loaded nothing, and a folder in which nothing is built."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(MuonBuilder, "_loaded_ops", {})
+
+
+@needs_compiler
+def test_it_builds_and_loads_once() -> None:
+    assert native.unavailable() is None
+    assert native.operations() is native.operations()
+    assert native.operations().name.startswith("C++ (")
+    assert MuonBuilder().load() is MuonBuilder().load()
+
+
+def test_ds_report_lists_it_while_installed() -> None:
+    assert isinstance(ALL_OPS["muon"], MuonBuilder)
+    assert "muon" in installed_ops
+    deepspeed.muon.uninstall()
+    try:
+        assert "muon" not in ALL_OPS and "muon" not in installed_ops
+    finally:
+        deepspeed.muon.install()
+    assert "muon" in ALL_OPS
+
+
+def test_without_a_compiler(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert not MuonBuilder().is_compatible()
+    with pytest.raises(native.KernelError, match=r"no C\+\+ compiler no-such-compiler.*; a C\+\+ compiler .*ninja"):
+        native._load()
+
+
+def test_without_sources(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MuonBuilder, "sources", lambda self: [])
+    with pytest.raises(native.KernelError, match="the sources of csrc/muon are not installed"):
+        native._load()
+
+
+@needs_compiler
+def test_a_build_that_fails(fresh: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.cpp"
+    broken.write_text("this is not C++\n")
+    monkeypatch.setattr(MuonBuilder, "sources", lambda self: [str(broken)])
+    with pytest.raises(native.KernelError, match="Error building extension"):
+        native._load()
+
+
+def test_who_waits_says_for_which_file(caplog: pytest.LogCaptureFixture, fresh: None, tmp_path: Path) -> None:
+    native._say_what_is_waited_for()
+    assert str(tmp_path) in caplog.text and "muon/lock" in caplog.text
+
+
+def test_all_ranks_or_none() -> None:
+    reasons = (None, None), (None, "there is no C++ compiler c++")
+    verdicts = [_judge_kernels([{"cpu": own} for own in case]) for case in reasons]
+    assert verdicts == [{"cpu": None}, {"cpu": "rank 1: there is no C++ compiler c++"}]
+
+
+@needs_compiler
+@pytest.mark.parametrize(("asked", "name"), [("auto", "C++"), ("torch", "torch")])
+def test_the_choice_without_an_engine(asked: str, name: str) -> None:
+    net: Any = MODELS["mlp"]()
+    optimizer = deepspeed.muon.MuonWithAuxAdam(net.parameters(), model=net, **PARAMS, kernels=asked)
+    assert optimizer.kernels is reference.OPERATIONS, "nothing is built before the first step"
+    net(*net.batch(0)).backward()
+    optimizer.step()
+    assert optimizer.kernels.name.startswith(name)
+
+
+def chosen(missing_on: int | None = None) -> str:
+    """The table of an engine's optimizer after a step; one rank may lack the compiler."""
+    import torch.distributed
+
+    kept = native.unavailable
+    if torch.distributed.get_rank() == missing_on:
+        native.unavailable = lambda: "no compiler"
+    try:
+        engine = make_engine(MODELS["mlp"](), ds_config(stage=2, optimizer={"type": "Muon", "params": PARAMS}))
+        train_engine(engine, 1)
+        name = engine.basic_optimizer.kernels.name
+        engine.destroy()
+        return name
+    finally:
+        native.unavailable = kept
+
+
+@needs_compiler
+def test_the_choice_of_all_ranks() -> None:
+    assert all(name.startswith("C++") for name in run(chosen, 2))
+    assert run(chosen, 2, missing_on=1) == ["torch", "torch"]

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which table of operations a run has: the best that every rank has for its devices, and the reasons in the log."""
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from deepspeed.muon.kernels import native, quack, reference, selection, triton_table
+from deepspeed.muon.kernels.table import Operations
+from deepspeed.muon.zero.bind import _judge_kernels
+from helpers.distributed import run
+from helpers.models import MODELS, train_engine
+from helpers.training import PARAMS, ds_config, make_engine
+
+Fakes = Callable[..., None]
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
+    """Tables that are to be had but for a reason, and which name those below them."""
+
+    def over(name: str) -> Callable[[Operations], Operations]:
+        return lambda other: dataclasses.replace(other, name=f"{name} + {other.name}")
+
+    def install(cpu: str | None = None, cuda: str | None = None, quack_: str | None = None) -> None:
+        monkeypatch.setattr(native, "unavailable", lambda: cpu)
+        monkeypatch.setattr(native, "operations", lambda: dataclasses.replace(reference.OPERATIONS, name="C++"))
+        monkeypatch.setattr(triton_table, "why_not", lambda: cuda)
+        monkeypatch.setattr(triton_table, "operations", over("triton"))
+        monkeypatch.setattr(quack, "why_not", lambda: quack_)
+        monkeypatch.setattr(quack, "operations", over("quack"))
+
+    return install
+
+
+ABSENT = "quack-kernels is not installed"
+CHOICES = [
+    (["cuda"], {}, "quack + triton + torch"),
+    (["cuda"], {"quack_": ABSENT}, f"triton + torch (quack: {ABSENT})"),
+    (["cpu", "cuda"], {"quack_": ABSENT}, f"triton + C++ (quack: {ABSENT})"),
+    (["cpu", "cuda"], {"cpu": "no compiler"}, "quack + triton + torch (cpu: no compiler)"),
+    (["cpu", "cuda"], {"cuda": "no NVIDIA GPU"}, "C++ (cuda: no NVIDIA GPU)"),
+    (["cuda"], {"cuda": "triton is not installed"}, "torch (cuda: triton is not installed)"),
+    (["cpu"], {}, "C++"),
+    (["cpu", "xpu"], {}, "C++ (xpu: plain PyTorch there)"),
+]
+
+
+@pytest.mark.parametrize(("kinds", "missing", "text"), CHOICES, ids=lambda value: str(value))
+def test_the_best_table_for_the_devices(fakes: Fakes, kinds: list[str], missing: dict[str, str], text: str) -> None:
+    fakes(**missing)
+    found = selection.missing("auto", kinds)
+    assert selection.summary(selection.choose(found), found) == text
+
+
+def test_plain_operations_where_they_are_asked_for(fakes: Fakes) -> None:
+    fakes()
+    found = selection.missing("torch", ["cpu", "cuda"])
+    assert selection.choose(found) is reference.OPERATIONS
+    reason = "optimizer.params.kernels"
+    assert selection.summary(reference.OPERATIONS, found) == f"torch (cpu: {reason}; cuda: {reason})"
+
+
+RANKS = [
+    ([{}, {}], "quack + triton + torch"),
+    ([{}, {"cuda": "triton is not installed"}], "torch (cuda: rank 1: triton is not installed)"),
+    ([{"quack_": ABSENT}, {}], f"triton + torch (quack: rank 0: {ABSENT})"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "text"), RANKS, ids=lambda value: str(value))
+def test_what_one_rank_lacks_no_rank_has(fakes: Fakes, ranks: list[dict[str, str]], text: str) -> None:
+    stated = []
+    for own in ranks:
+        fakes(**own)
+        stated.append(selection.missing("auto", ["cuda"]))
+    verdict = _judge_kernels(stated)
+    assert selection.summary(selection.choose(verdict), verdict) == text
+
+
+def chosen(lacking: int | None) -> tuple[str, list[str]]:
+    """The table of an engine's optimizer, and the lines of log that name it, where CPUs are taken for GPUs."""
+    import torch.distributed
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger, rank = logging.getLogger("deepspeed.muon"), torch.distributed.get_rank()
+    patches: list[tuple[Any, str, Any]] = [
+        (selection, "_why_not", lambda kind: "triton is not installed" if rank == lacking else None),
+        (selection.quack, "why_not", lambda: ABSENT),
+        (triton_table, "operations", lambda other: dataclasses.replace(other, name=f"triton + {other.name}")),
+        (native, "operations", lambda: reference.OPERATIONS),
+    ]
+    kept = [(where, name, getattr(where, name)) for where, name, _ in patches]
+    missing, level = selection.missing, logger.level
+    patches.append((selection, "missing", lambda asked, kinds: missing(asked, ["cuda"])))
+    kept.append((selection, "missing", missing))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        for patch in patches:
+            setattr(*patch)
+        engine = make_engine(MODELS["mlp"](), ds_config(stage=2, optimizer={"type": "Muon", "params": PARAMS}))
+        train_engine(engine, 1)
+        name = engine.basic_optimizer.kernels.name
+        engine.destroy()
+    finally:
+        for patch in kept:
+            setattr(*patch)
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    return name, [line.partition("kernels: ")[2] for line in lines if "kernels: " in line]
+
+
+def test_all_ranks_of_an_engine_have_one_table() -> None:
+    for lacking, name, reason in (
+        (None, "triton + torch", f"quack: rank 0: {ABSENT}"),
+        (1, "torch", "cuda: rank 1: triton is not installed"),
+    ):
+        (first, lines), (second, _) = run(chosen, 2, lacking=lacking)
+        assert first == second == name
+        assert len(lines) == 1 and lines[0].startswith(f"{name} ({reason}), "), lines

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Newton-Schulz as a call: where it writes, what it allocates, its cost, its choice of method and dtype."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from deepspeed.muon.kernels import reference as twins
+from deepspeed.muon.kernels import workspace
+from deepspeed.muon.kernels.workspace import Workspace
+from deepspeed.muon.math import newton_schulz as module
+from deepspeed.muon.math.coefficients import SIMPLE, schedule
+from deepspeed.muon.math.newton_schulz import METHODS, bf16_is_fast, flops, orthogonalize, resolve_dtype
+from helpers.singular_values import SHAPES, VARIED, generator, reference, relative_error
+
+# ---- out, work ------------------------------------------------------------------------------------------
+
+
+class Allocations(TorchDispatchMode):
+    """Lists the operators that return a storage of several elements which none of their arguments has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.numel() > 1 and tensor.untyped_storage().data_ptr() not in given:
+                self.found.append(str(func))
+        return result
+
+
+@pytest.mark.parametrize("steps", range(1, 8))
+@pytest.mark.parametrize("shape", [(2, 8, 20), (2, 20, 8)])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_result_is_where_it_was_asked_for(method: str, shape: tuple[int, int, int], steps: int) -> None:
+    """An odd and an even number of products end in different buffers."""
+    x = torch.randn(shape, generator=generator(0))
+    expected = reference(x, VARIED[:steps])
+    out = torch.full(shape, torch.nan)
+    assert orthogonalize(x.clone(), VARIED[:steps], method, out=out) is out
+    assert relative_error(out, expected) < 1e-4
+    place = x.data_ptr()
+    assert orthogonalize(x, VARIED[:steps], method) is x
+    assert x.data_ptr() == place
+    assert relative_error(x, expected) < 1e-4
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_slices_of_one_buffer_are_orthogonalized_in_place(method: str) -> None:
+    flat = torch.randn(600, generator=generator(0))
+    kept = flat.clone()
+    view = flat[100:500].view(2, 10, 20)
+    orthogonalize(view, schedule("simple"), method)
+    assert relative_error(flat[100:500].view(2, 10, 20), reference(kept[100:500].view(2, 10, 20), (SIMPLE,) * 5)) < 1e-4
+    assert torch.equal(flat[:100], kept[:100])
+    assert torch.equal(flat[500:], kept[500:])
+
+
+@pytest.mark.parametrize("own_out", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_steady_state_allocates_nothing(method: str, own_out: bool) -> None:
+    work = Workspace()
+    xs = [torch.randn(shape, generator=generator(0)) for shape in SHAPES.values()]
+    outs = [torch.empty_like(x) if own_out else None for x in xs]
+
+    def step() -> None:
+        for x, out in zip(xs, outs, strict=True):
+            orthogonalize(x, schedule("simple"), method, out=out, work=work)
+
+    with Allocations() as first:
+        step()
+    held = work.nbytes()
+    assert first.found, "the first call fills the workspace"
+    assert held > 0
+    for _ in range(3):
+        with Allocations() as later:
+            step()
+        assert not later.found
+        assert work.nbytes() == held
+
+
+@pytest.mark.parametrize("own_out", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_cpu_works_on_few_large_matrices_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, method: str, own_out: bool
+) -> None:
+    """As many as its caches hold, and the same result in every bit as of each alone."""
+    x = torch.randn(7, 16, 24, generator=generator(0))
+    alone = torch.cat([orthogonalize(one.clone(), VARIED, method) for one in x.split(1)])
+    nbytes = 2 * 4 * (16 * 24 + 2 * 16 * 16)
+    monkeypatch.setattr(workspace, "CACHED_BYTES", 3 * nbytes + 1)
+    counts: list[int] = []
+    kernels = dataclasses.replace(
+        twins.OPERATIONS, normalize_=lambda part: (counts.append(len(part)), twins.OPERATIONS.normalize_(part))
+    )
+    out = torch.full_like(x, torch.nan) if own_out else None
+    result = orthogonalize(x, VARIED, method, out=out, kernels=kernels)
+    assert counts == [3, 3, 1]
+    assert result is (out if own_out else x)
+    assert torch.equal(result, alone)
+    monkeypatch.setattr(workspace, "CACHED_BYTES", 1)
+    assert workspace.matrices_together(x) == torch.get_num_threads()
+    assert workspace.matrices_together(x.to("meta")) == 7
+
+
+def test_workspace_reuses_and_grows() -> None:
+    work, cpu = Workspace(), torch.device("cpu")
+    first = work.get("a", (4, 6), torch.float32, cpu)
+    assert (first.shape, first.dtype, first.is_contiguous()) == ((4, 6), torch.float32, True)
+    assert work.get("a", (3, 8), torch.float32, cpu).data_ptr() == first.data_ptr()
+    assert work.get("a", (2, 1, 3), torch.float32, cpu).data_ptr() == first.data_ptr()
+    assert work.nbytes() == 24 * 4
+    assert work.get("b", (4, 6), torch.float32, cpu).data_ptr() != first.data_ptr()
+    assert work.get("a", (4, 6), torch.bfloat16, cpu).data_ptr() != first.data_ptr()
+    assert work.nbytes() == 24 * (4 + 4 + 2)
+    grown = work.get("a", (5, 6), torch.float32, cpu)
+    assert work.nbytes() == (30 + 24) * 4 + 24 * 2, "the smaller one is let go"
+    assert work.get("a", (30,), torch.float32, cpu).data_ptr() == grown.data_ptr()
+    assert work.get("empty", (0, 7), torch.float32, cpu).shape == (0, 7)
+
+
+# ---- flops ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 6, 7, 8, 13])
+@pytest.mark.parametrize("shape", [(8, 20), (20, 8), (9, 9)])
+@pytest.mark.parametrize("method", METHODS)
+def test_flops_is_the_count_of_the_products(
+    monkeypatch: pytest.MonkeyPatch, method: str, shape: tuple[int, int], steps: int
+) -> None:
+    counted: Counter[str] = Counter()
+
+    def counting(name: str, original: Callable[..., Tensor], skip: int) -> Callable[..., Tensor]:
+        def product(*args: Tensor, **kwargs: Any) -> Tensor:
+            left, right = args[skip], args[skip + 1]
+            counted[name] += 2 * left.size(0) * left.size(1) * left.size(2) * right.size(2)
+            return original(*args, **kwargs)
+
+        return product
+
+    monkeypatch.setattr(torch, "bmm", counting("bmm", torch.bmm, 0))
+    monkeypatch.setattr(torch, "baddbmm", counting("baddbmm", torch.baddbmm, 1))
+    for other in ("mm", "addmm", "matmul", "einsum"):
+        monkeypatch.delattr(torch, other)
+    orthogonalize(torch.randn(3, *shape), schedule("simple", steps), method)
+    assert all(counted[name] for name in ("bmm", "baddbmm"))
+    assert counted.total() == 3 * flops(*shape, schedule("simple", steps), method)
+
+
+def test_flops_of_five_steps() -> None:
+    m, n = 6, 17
+    for shape in ((m, n), (n, m)):
+        assert flops(*shape, schedule("simple"), "standard") == 20 * m * m * n + 10 * m**3
+        assert flops(*shape, schedule("simple"), "gram") == 12 * m * m * n + 22 * m**3
+        assert flops(*shape, schedule("simple"), "standard", symmetric=0.5) == 15 * m * m * n + 5 * m**3
+        assert flops(*shape, schedule("simple"), "gram", symmetric=0.5) == 9 * m * m * n + 11 * m**3
+
+
+# ---- dtype ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ns_dtype", "everywhere", "expected"),
+    [
+        ("auto", True, torch.bfloat16),
+        ("auto", False, torch.float32),
+        ("bf16", True, torch.bfloat16),
+        ("bf16", False, torch.bfloat16),
+        ("fp32", True, torch.float32),
+        ("fp32", False, torch.float32),
+    ],
+)
+def test_dtype(ns_dtype: str, everywhere: bool, expected: torch.dtype) -> None:
+    assert resolve_dtype(ns_dtype, everywhere) == expected
+
+
+@pytest.mark.parametrize(
+    ("cpu", "mkldnn", "fast"),
+    [("AVX512", True, True), ("AVX512", False, False), ("AVX2", True, False), ("DEFAULT", True, False)],
+)
+def test_bf16_on_a_cpu(monkeypatch: pytest.MonkeyPatch, cpu: str, mkldnn: bool, fast: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: cpu)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: mkldnn)
+    assert bf16_is_fast() is fast
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_bf16_on_an_accelerator_is_not_emulated(monkeypatch: pytest.MonkeyPatch, fast: bool) -> None:
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **options: asked.append(options) or fast)
+    assert bf16_is_fast() is fast
+    assert asked == [{"including_emulation": False}]
+
+
+def test_an_unknown_method_is_refused() -> None:
+    with pytest.raises(KeyError):
+        orthogonalize(torch.randn(1, 2, 2), schedule("simple"), "auto")
+    assert {"standard", "gram"} == set(module.METHODS)

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan: every element of every matrix travels once there and once back, and nothing else does."""
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepspeed.muon.matrices.block import Block
+from deepspeed.muon.matrices.routing import MatrixSpec
+from deepspeed.muon.plan.owners import CostModel
+from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard
+from deepspeed.muon.plan.plan import Plan, bucket_limit, make_plan
+from helpers.plans import COST, all_to_all, places, specs, spread
+
+
+def flat_layout(items: list[MatrixSpec], world_size: int, gap: int = 0) -> tuple[list[Shard], int]:
+    """Stages 1 and 2: one flat tensor cut into equal parts; `gap` elements of padding after each parameter."""
+    offsets = list(itertools.accumulate((spec.numel + gap for spec in items), initial=0))
+    span = math.ceil(offsets[-1] / world_size)
+    return [Shard(s, 0, Placement(o, span, 0)) for s, o in zip(items, offsets, strict=False)], span
+
+
+def part_layout(items: list[MatrixSpec], world_size: int) -> tuple[list[Shard], int]:
+    """Stage 3: each parameter cut over all ranks, the parts one after the other."""
+    shards, base = [], 0
+    for spec in items:
+        part = math.ceil(spec.numel / world_size)
+        shards.append(Shard(spec, 0, Placement(0, part, base)))
+        base += part
+    return shards, base
+
+
+def simulate(shards: list[Shard], size: int, world_size: int, bucket_bytes: int) -> list[Plan]:
+    """Carry numbered elements through the plans of all ranks, there and back, as the exchange would.
+
+    Checks that owners see each matrix whole and in order, and that each rank gets back what it sent, in place.
+    """
+    plans = [make_plan(shards, rank, world_size, COST, bucket_bytes) for rank in range(world_size)]
+    assert len({plan.digest for plan in plans}) == 1
+    assert len({len(plan.buckets) for plan in plans}) == 1
+    tensors = [filled(shards, rank, size) for rank in range(world_size)]
+    returned = [[None] * size for _ in range(world_size)]
+    seen = []
+    for buckets in zip(*(plan.buckets for plan in plans), strict=True):
+        outboxes, matrices = zip(*(pack(b, t) for b, t in zip(buckets, tensors, strict=True)), strict=True)
+        inboxes = all_to_all(outboxes, [b.send_counts for b in buckets], [b.receive_counts for b in buckets])
+        if not buckets[0].travels:
+            assert not any(outboxes)
+        for bucket, inbox, held in zip(buckets, inboxes, matrices, strict=True):
+            for unpack in bucket.received:
+                for k, at in enumerate(spread(unpack)):
+                    assert held[at] is None
+                    held[at] = inbox[unpack.source + k]
+            assert None not in held
+            for batch in bucket.batches:
+                seen += [
+                    held[batch.start + k * batch.rows * batch.cols :][: batch.rows * batch.cols]
+                    for k in range(batch.count)
+                ]
+        back = all_to_all(inboxes, [b.receive_counts for b in buckets], [b.send_counts for b in buckets])
+        for bucket, outbox, held, result in zip(buckets, back, matrices, returned, strict=True):
+            for run in bucket.runs:
+                box = held if run.in_place else outbox
+                for place, at in places(run):
+                    result[place] = box[at]
+    assert returned == tensors
+    wanted = [[(shard.spec.name, e) for _, _, e in elements(block)] for shard in shards for block in shard.spec.blocks]
+    assert sorted(seen) == sorted(wanted)
+    return plans
+
+
+def elements(block: Block) -> list[tuple[int, int, int]]:
+    return [(i, j, block.offset + i * block.stride + j) for i in range(block.rows) for j in range(block.cols)]
+
+
+def filled(shards: list[Shard], rank: int, size: int) -> list[tuple[str, int] | None]:
+    """This rank's tensor, each element naming itself; padding is None."""
+    tensor: list[tuple[str, int] | None] = [None] * size
+    for shard in shards:
+        low, high = shard.placement.held(rank, 0, shard.spec.numel)
+        for element in range(low, high):
+            tensor[shard.placement.position(element)] = (shard.spec.name, element)
+    return tensor
+
+
+def pack(bucket, tensor: list) -> tuple[list, list]:
+    outbox, matrices = [None] * sum(bucket.send_counts), [None] * bucket.matrix_elements
+    for run in bucket.runs:
+        box = matrices if run.in_place else outbox
+        for place, at in places(run):
+            assert tensor[place] is not None, "padding would travel"
+            box[at] = tensor[place]
+    assert None not in outbox
+    return outbox, matrices
+
+
+shape = st.tuples(st.integers(1, 9), st.integers(1, 9))
+
+
+plans = given(
+    st.lists(shape, min_size=1, max_size=8),
+    st.integers(1, 64),
+    st.integers(2, 200),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 3),
+)
+
+
+def check(
+    shapes: list[tuple[int, int]], world_size: int, bucket_bytes: int, by_part: bool, split: bool, gap: int
+) -> None:
+    items = specs(shapes, split)
+    shards, size = part_layout(items, world_size) if by_part else flat_layout(items, world_size, gap)
+    simulate(shards, size, world_size, bucket_bytes)
+
+
+test_every_element_travels_once_there_and_once_back = settings(max_examples=150, deadline=None)(plans(check))
+test_many_random_plans = pytest.mark.full(settings(max_examples=5000, deadline=None)(plans(check)))
+
+
+def test_buckets_are_bounded() -> None:
+    shards, _ = part_layout(specs([(16, 16)] * 40 + [(64, 64)]), 4)
+    for rank in range(4):
+        for bucket in make_plan(shards, rank, 4, COST, bucket_bytes=2048).buckets:
+            assert bucket.matrix_elements <= 1024 or bucket.names.count("p40")
+
+
+MIB = 2**20
+LIMITS = [
+    # bytes of all matrices, ranks, device, copies, bytes of one owner in one bucket
+    (2**40, 4, "cpu", 1, 8 * MIB),
+    (64 * MIB, 2, "cpu", 1, 4 * MIB),
+    (64 * MIB, 4, "cpu", 1, 2 * MIB),
+    (64 * MIB, 64, "cpu", 1, MIB),
+    (64 * MIB, 1, "cpu", 1, 8 * MIB),
+    (64 * MIB, 4, "cpu", 4, 2 * MIB),
+    (64 * MIB, 4, "cuda", 1, 128 * MIB),
+    (64 * MIB, 1, "xpu", 1, 128 * MIB),
+    (64 * MIB, 4, "cuda", 4, 32 * MIB),
+]
+
+
+@pytest.mark.parametrize(("total", "world_size", "device_type", "copies", "expected"), LIMITS, ids=str)
+def test_the_size_of_a_bucket(total: int, world_size: int, device_type: str, copies: int, expected: int) -> None:
+    """In the matrices' own bytes: half as many elements in bf16."""
+    cost = CostModel(COST.flops, 200.0, 2, device_type)
+    (spec,) = specs([(total // 2**12, 2**11)])
+    items = [PlacedBlock(Shard(spec, 0, Placement(0, 1, 0)), spec.blocks[0])]
+    assert bucket_limit(items, world_size, copies, cost) * cost.bytes_per_element == expected
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@pytest.mark.parametrize("layers", [1, 20])
+def test_buckets_are_bounded_whatever_the_model(layers: int, device_type: str, world_size: int) -> None:
+    """8 MiB of one owner on CPUs, 128 MiB elsewhere, or one matrix."""
+    bound = 8 * MIB if device_type == "cpu" else 128 * MIB
+    shapes = [(512, 512), (512, 512), (2048, 512), (512, 2048), (64, 64), (8192, 8192)] * layers
+    shards, _ = part_layout(specs(shapes), world_size)
+    plans = [make_plan(shards, r, world_size, CostModel(COST.flops, 200.0, 2, device_type)) for r in range(world_size)]
+    for bucket in (bucket for plan in plans for bucket in plan.buckets):
+        assert 2 * bucket.matrix_elements <= bound or sum(batch.count for batch in bucket.batches) == 1
+
+
+def test_a_small_model_is_cut_into_about_eight_rounds() -> None:
+    """On several ranks the first way there and the last way back hide behind nothing."""
+    items = specs([(512, 512), (512, 1024)] * 22)  # 33 MiB in bf16
+    assert 8 <= len(make_plan(part_layout(items, 2)[0], 0, 2, COST).buckets) <= 10
+    assert len(make_plan(part_layout(items, 1)[0], 0, 1, COST).buckets) == 5
+
+
+def test_equal_shapes_form_one_batch() -> None:
+    shards, _ = part_layout(specs([(8, 4), (4, 8)] * 6), 1)
+    (bucket,) = make_plan(shards, 0, 1, COST).buckets
+    assert sorted((b.rows, b.cols, b.count) for b in bucket.batches) == [(4, 8, 6), (8, 4, 6)]
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8, 64])
+def test_owners_are_balanced(world_size: int) -> None:
+    """Longest first: no owner above 4/3 of the best possible (Graham 1969)."""
+    shapes = [(64, 64), (256, 64), (64, 256), (192, 64)] * 24
+    shards, _ = part_layout(specs(shapes), world_size)
+    loads = make_plan(shards, 0, world_size, CostModel(COST.flops, 0.0, 2)).loads
+    assert max(loads) <= 4 / 3 * max(sum(loads) / world_size, *(COST.flops(*s) for s in shapes))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_stage_3_traffic_bound(world_size: int) -> None:
+    """4 N (W - 1) / W^2 bytes as the mean; no rank above 1.1x that or four bytes per element of the largest."""
+    shapes = [(512, 512), (2048, 512), (512, 2048)] * 8
+    shards, _ = part_layout(specs(shapes), world_size)
+    sent = [make_plan(shards, rank, world_size, COST).sent_elements * 2 for rank in range(world_size)]
+    numel = sum(rows * cols for rows, cols in shapes)
+    mean = 4 * numel * (world_size - 1) / world_size**2
+    assert sum(sent) / world_size <= mean * 1.0001
+    assert max(sent) <= max(1.1 * mean, 4 * max(r * c for r, c in shapes))
+
+
+def test_matrices_stay_with_their_holders_where_bytes_are_dear() -> None:
+    shapes = [(8, 8)] * 6 + [(32, 32)]
+    shards, _ = flat_layout(specs(shapes), 2)
+    dear = make_plan(shards, 0, 2, CostModel(COST.flops, 1e12, 2))
+    assert dear.moved_elements == 0
+    holders = [shard.placement.ranks(0, shard.spec.numel) for shard in shards]
+    assert all(owner in ranks for owner, ranks in zip(dear.owners, holders, strict=True))
+    free = make_plan(shards, 0, 2, CostModel(COST.flops, 0.0, 2))
+    assert max(free.loads) <= max(make_plan(shards, 0, 2, CostModel(COST.flops, 0.0, 2)).loads)
+    assert free.moved_elements > 0
+
+
+def test_planning_is_linear_in_matrices_and_ranks() -> None:
+    """One rank of 1024 lists its own runs and its own matrices, not every rank's."""
+    shards, _ = part_layout(specs([(64, 64)] * 512), 1024)
+    plan = make_plan(shards, 3, 1024, COST)
+    assert sum(len(bucket.runs) for bucket in plan.buckets) == 512
+    assert sum(len(bucket.received) for bucket in plan.buckets) <= 1024
+
+
+def test_the_digest_tells_layouts_apart() -> None:
+    base, _ = part_layout(specs([(4, 4), (4, 6)]), 2)
+    other, _ = part_layout(specs([(4, 4), (6, 4)]), 2)
+    assert make_plan(base, 0, 2, COST).digest == make_plan(base, 1, 2, COST).digest
+    assert make_plan(base, 0, 2, COST).digest != make_plan(other, 0, 2, COST).digest
+
+
+def test_a_bucket_cuts_batches_only_where_it_is_full() -> None:
+    """The equal matrices of one owner are in no more calls than their bytes need, and one more at each end."""
+    shapes = [(64, 16), (16, 64), (32, 32), (8, 8)] * 12
+    shards, _ = part_layout(specs(shapes), 2)
+    for rank, bucket_bytes in itertools.product(range(2), (4096, 8192, 2**20)):
+        plan = make_plan(shards, rank, 2, COST, bucket_bytes)
+        batches = [batch for bucket in plan.buckets for batch in bucket.batches]
+        for rows, cols in set(shapes):
+            counts = [batch.count for batch in batches if (batch.rows, batch.cols) == (rows, cols)]
+            fit = bucket_bytes // (rows * cols * COST.bytes_per_element)
+            assert max(counts, default=0) <= fit and len(counts) <= math.ceil(sum(counts) / fit) + 1
+            assert all(count == fit for count in counts[1:-1])

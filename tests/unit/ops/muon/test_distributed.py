@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pool of processes itself: results, failures, hangs and reuse."""
+
+import os
+import time
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from helpers.distributed import RankError, end_worn_pools, run
+from helpers.training import train
+
+
+def rank_sum(value: torch.Tensor) -> tuple[int, int, torch.Tensor]:
+    """Rank, world size and the sum over ranks of value + rank, shape of `value`."""
+    total = (value + dist.get_rank()).requires_grad_() * 1
+    with torch.no_grad():
+        dist.all_reduce(total)
+    return dist.get_rank(), dist.get_world_size(), total
+
+
+def pid() -> int:
+    return os.getpid()
+
+
+def variable(name: str) -> str | None:
+    return os.environ.get(name)
+
+
+def fail_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        print("output before the error")
+        raise ValueError(f"bad value on rank {rank}")
+
+
+def fail_and_leave_the_others_waiting() -> None:
+    fail_on(0)
+    dist.barrier()
+
+
+def sleep_forever_on(rank: int) -> int:
+    print(f"output of process {os.getpid()}")
+    while dist.get_rank() == rank:
+        time.sleep(0.1)
+    return os.getpid()
+
+
+def exit_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os._exit(7)
+
+
+def subgroup_timeout() -> float:
+    """Seconds a collective of a new group waits."""
+    group = dist.new_group(range(dist.get_world_size()))
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
+def threads_after_groups(count: int) -> int:
+    """How many threads this rank had before it makes groups that DeepSpeed remembers."""
+    from deepspeed.utils import groups
+
+    assert not groups._EXPERT_PARALLEL_GROUP
+    threads = psutil.Process().num_threads()
+    for index in range(count):
+        groups._EXPERT_PARALLEL_GROUP[str(index)] = group = dist.new_group(range(dist.get_world_size()))
+        dist.barrier(group)
+    return threads
+
+
+KEPT: list[object] = []
+
+
+def keep_groups(count: int) -> int:
+    """This process, which then has three threads more for each group."""
+    for _ in range(count):
+        KEPT.append(dist.new_group(range(dist.get_world_size())))
+        dist.barrier(KEPT[-1])
+    return os.getpid()
+
+
+def train_half() -> torch.Tensor:
+    """Weight, shape (4, 4) and dtype float16, after one step of DeepSpeed in float16."""
+    import deepspeed
+
+    model = torch.nn.Linear(4, 4)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+        "fp16": {"enabled": True, "initial_scale_power": 4},
+        "zero_optimization": {"stage": 1},
+    }
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    engine.backward(engine(torch.ones(1, 4, dtype=torch.float16)).sum())
+    engine.step()
+    engine.destroy()
+    return model.weight
+
+
+def test_a_pool_whose_groups_add_up_is_replaced() -> None:
+    first, second, third = (run(keep_groups, 2, count=count)[0] for count in (3, 70, 0))
+    end_worn_pools()
+    fourth, fifth = (run(keep_groups, 2, count=0)[0] for _ in range(2))
+    assert first == second == third != fourth == fifth
+
+
+def name_of_linear() -> str:
+    return torch.nn.functional.linear.__name__
+
+
+def test_a_job_finds_torch_as_it_is_after_stage_3() -> None:
+    run(train, 1, model="mlp", steps=1, stage=3)
+    assert run(name_of_linear, 1) == ["linear"]
+
+
+def test_process_groups_end_with_the_job() -> None:
+    first, second = (run(threads_after_groups, 2, count=5)[0] for _ in range(2))
+    assert first == second
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_results_come_by_rank(world_size: int) -> None:
+    results = run(rank_sum, world_size, value=torch.ones(2))
+    for rank, (their_rank, their_size, total) in enumerate(results):
+        assert (their_rank, their_size) == (rank, world_size)
+        assert total.tolist() == [sum(1 + r for r in range(world_size))] * 2
+        assert not total.requires_grad
+
+
+def test_pool_is_reused() -> None:
+    assert run(pid, 2) == run(pid, 2)
+
+
+def test_fresh_pool_has_its_own_processes_and_environment() -> None:
+    assert run(variable, 1, fresh=True, env={"MUON_TEST_VARIABLE": "5"}, name="MUON_TEST_VARIABLE") == ["5"]
+    assert run(variable, 1, name="MUON_TEST_VARIABLE") == [None]
+    with pytest.raises(ValueError):
+        run(pid, 1, env={"MUON_TEST_VARIABLE": "5"})
+
+
+def test_exception_reaches_the_parent() -> None:
+    before = run(pid, 2)
+    with pytest.raises(RankError) as caught:
+        run(fail_on, 2, rank=1)
+    for text in ("ValueError: bad value on rank 1", "output before the error", "in fail_on"):
+        assert text in str(caught.value)
+    assert not set(before) & set(run(pid, 2))
+
+
+def test_exception_is_reported_while_the_others_wait() -> None:
+    start = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        run(fail_and_leave_the_others_waiting, 2)
+    assert time.monotonic() - start < 30
+    for text in ("ValueError: bad value on rank 0", "rank 1: was still running", "in barrier"):
+        assert text in str(caught.value)
+
+
+def test_rank_that_sleeps_forever_is_killed_and_the_next_run_works() -> None:
+    pids = run(pid, 2)
+    with pytest.raises(RankError) as caught:
+        run(sleep_forever_on, 2, timeout=2, rank=1)
+    for text in ("within 2 s", f"output of process {pids[1]}", "rank 1: was still running", "in sleep_forever_on"):
+        assert text in str(caught.value)
+    for old in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(old, 0)
+    assert [rank for rank, _, _ in run(rank_sum, 2, value=torch.ones(1))] == [0, 1]
+
+
+def test_death_of_a_process_is_reported() -> None:
+    with pytest.raises(RankError, match="ended with code 7"):
+        run(exit_on, 2, rank=1)
+
+
+def test_groups_time_out_before_the_tests() -> None:
+    assert max(run(subgroup_timeout, 2)) < 120
+
+
+def test_float16_trains() -> None:
+    weights = run(train_half, 2)
+    assert weights[0].dtype == torch.float16
+    assert torch.equal(*weights)

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A gradient that is not finite on one rank leaves no trace in weights and state on any rank."""
+
+import logging
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepspeed.muon.zero import seams
+from deepspeed.muon.zero.wrappers.grad_norm import NORM_METHODS, NormWatch
+from helpers.distributed import run
+from helpers.engine_state import differing, snapshot
+from helpers.models import MODELS, make_batch, train_engine
+from helpers.training import ds_config, make_engine
+
+# ---- what an engine holds ---------------------------------------------------------------------------------
+
+
+# ---- training through bad steps -----------------------------------------------------------------------------
+
+#: What the last rank's gradients hold in its first micro-step, and where.
+BAD = [("all", math.nan), ("adam", math.inf), ("muon", math.nan), ("adam", math.nan), ("muon", -math.inf)]
+
+
+def bad_step(engine: Any, step: int, where: str, value: float) -> None:
+    """A step in which the last rank has `value` in all gradients, in one of a matrix, or in one of a bias."""
+    layers = engine.module.layers
+    target = {"muon": layers[0].weight, "adam": layers[-1].bias, "all": None}[where]
+    rank, world, accumulation = engine.global_rank, engine.world_size, engine.gradient_accumulation_steps()
+
+    def poison(grad: Tensor) -> Tensor:
+        poisoned = grad.clone()
+        poisoned.view(-1)[-1] = value
+        return poisoned
+
+    for micro in range(accumulation):
+        is_bad = rank == world - 1 and micro == 0
+        hook = target.register_hook(poison) if is_bad and target is not None else None
+        loss = engine(*make_batch(engine.module, step, micro, rank, world, accumulation))
+        engine.backward(loss * value if is_bad and target is None else loss)
+        engine.step()
+        if hook:
+            hook.remove()
+
+
+def train_through(case: dict[str, Any], bad: list[tuple[str, float]]) -> tuple[list[Any], dict[str, Tensor]]:
+    """Good steps with bad ones between them; what changed in each bad step, and everything at the end."""
+    engine = make_engine(MODELS["mlp"](), ds_config(**case))
+    changes = []
+    for step in range(len(BAD)):
+        for where, value in bad[step : step + 1]:
+            before = snapshot(engine)
+            bad_step(engine, step, where, value)
+            if changed := differing(before, snapshot(engine)):
+                changes.append((where, value, changed))
+        train_engine(engine, 1, first_step=step)
+    result = snapshot(engine)
+    engine.destroy()
+    return changes, result
+
+
+def cases() -> list[dict[str, Any]]:
+    """Every stage, precision, kind of offload and of clipping; accumulation with clipping only."""
+    result = []
+    for stage in (0, 1, 2, 3):
+        for dtype in ("fp32", "bf16", "fp16") if stage else ("fp32", "bf16"):
+            for offload in (False, True) if stage else (False,):
+                base = {"stage": stage, "dtype": dtype, "offload": offload}
+                result += [base | {"clip": 0.0, "accumulation": 1}, base | {"clip": 1.0, "accumulation": 2}]
+                if dtype == "bf16" and stage:
+                    result.append(base | {"bf16": {"enabled": True, "check_grad_overflow": False}})
+    extra = {"stage": 1, "dtype": "bf16", "data_types": {"grad_accum_dtype": "fp32"}}
+    return result + [extra | {"clip": clip} for clip in (0.0, 1.0)]
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda case: "-".join(map(str, case.values())))
+def test_a_bad_step_leaves_no_trace(case: dict[str, Any]) -> None:
+    expected = run(train_through, 2, case=case, bad=[])
+    for (changes, got), (_, wanted) in zip(run(train_through, 2, case=case, bad=BAD), expected, strict=True):
+        assert changes == []
+        assert differing(got, wanted) == []
+
+
+# ---- dynamic loss scale -------------------------------------------------------------------------------------
+
+
+def train_scaled(case: dict[str, Any], fp16: dict[str, Any], steps: int = 3) -> dict[str, Any]:
+    """`steps` steps that were not skipped, each batch repeated until it is not."""
+    engine = make_engine(MODELS["mlp"](), ds_config(dtype="fp16", fp16={"enabled": True, **fp16}, **case))
+    traces = []
+    for step in range(steps):
+        done = engine.global_steps - engine.skipped_steps
+        while engine.global_steps - engine.skipped_steps == done:
+            before = snapshot(engine)
+            train_engine(engine, 1, first_step=step)
+            if engine.global_steps - engine.skipped_steps == done:
+                traces += differing(before, snapshot(engine))
+    scale = engine.optimizer.loss_scale
+    result = {"traces": traces, "skipped": engine.skipped_steps, "scale": scale, "end": snapshot(engine)}
+    engine.destroy()
+    return result
+
+
+@pytest.mark.parametrize("case", [{"stage": s, "offload": o} for s in (1, 2, 3) for o in (False, True)], ids=str)
+def test_a_skipped_step_of_the_dynamic_loss_scale_leaves_no_trace(case: dict[str, Any]) -> None:
+    huge = {"loss_scale": 0, "initial_scale_power": 24, "hysteresis": 1}
+    dynamic = run(train_scaled, 2, case=case, fp16=huge)
+    assert dynamic[0]["skipped"] >= 1
+    static = run(train_scaled, 2, case=case, fp16={"loss_scale": float(dynamic[0]["scale"])})
+    for got, wanted in zip(dynamic, static, strict=True):
+        assert got["traces"] == [] and wanted["skipped"] == 0
+        assert differing(got["end"], wanted["end"]) == []
+
+
+# ---- the watch alone ----------------------------------------------------------------------------------------
+
+
+class Wrapper:
+    """What the watch sees of ZeRO: a step that takes the norms of its groups."""
+
+    def get_grad_norm_direct(self, norm: Any) -> Any:
+        return norm
+
+    def complete_grad_norm_calculation_for_cpu_offload(self, norm: Any) -> Any:
+        return norm
+
+    def step(self, method: str, norms: list[Any]) -> list[Any]:
+        return [getattr(self, method)(norm) for norm in norms]
+
+
+@pytest.mark.parametrize("method", NORM_METHODS)
+@pytest.mark.parametrize("bad", [-1, -1.0, math.nan, math.inf, torch.tensor(-1.0), torch.tensor(math.nan)], ids=str)
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_one_bad_group_spoils_all(method: str, bad: Any, place: int) -> None:
+    wrapper = Wrapper()
+    watch = NormWatch(partial(seams.replace, wrapper))
+    norms = [0.0, torch.tensor(3.5), 2]
+    norms[place] = bad
+    assert all(got is norm for got, norm in zip(wrapper.step(method, norms), norms, strict=True))
+    assert [watch() for _ in norms] == [False] * 3
+
+
+class Reads:
+    """A norm that counts how often it is read."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __float__(self) -> float:
+        self.count += 1
+        return 1.0
+
+
+def test_a_norm_is_read_once_per_step() -> None:
+    """On an accelerator each reading waits for it; ZeRO calls the optimizer once per sub-group."""
+    wrapper, norms = Wrapper(), [Reads(), Reads()]
+    watch = NormWatch(partial(seams.replace, wrapper))
+    for step in (1, 2):
+        wrapper.step(NORM_METHODS[0], norms)
+        assert [watch() for _ in range(5)] == [True] * 5
+        assert [norm.count for norm in norms] == [step, step]
+    wrapper.step(NORM_METHODS[0], [-1.0])
+    assert not watch()
+    wrapper.step(NORM_METHODS[0], [1.0])
+    assert watch(), "what was found in another step is forgotten"
+
+
+def test_a_step_without_norms_is_refused() -> None:
+    """A DeepSpeed that computes norms by other methods would let a NaN into the momentum."""
+    wrapper = Wrapper()
+    watch = NormWatch(partial(seams.replace, wrapper))
+    wrapper.step(NORM_METHODS[0], [1.0])
+    assert watch()
+    wrapper.step(NORM_METHODS[0], [])
+    with pytest.raises(RuntimeError, match=r"heard no gradient norm in this step.*get_grad_norm_direct"):
+        watch()
+
+
+@pytest.mark.parametrize("method", NORM_METHODS)
+@pytest.mark.parametrize("asks", [False, True], ids=["ZeRO skips the bad steps itself", "the optimizer skips them"])
+def test_stale_norms_are_cleared(method: str, asks: bool) -> None:
+    wrapper = Wrapper()
+    watch = NormWatch(partial(seams.replace, wrapper))
+    for norms in ([1.0, -1.0], [1.0, 2.0], [math.nan, 1.0], [-1.0, math.inf], [1.0, 0.0]):
+        wrapper.step(method, norms)
+        good = all(math.isfinite(norm) and norm >= 0 for norm in norms)
+        if good or asks:
+            assert watch() is watch() is good
+
+
+# ---- what is reported -----------------------------------------------------------------------------------------
+
+
+def reports(cases: list[dict[str, Any]]) -> list[list[int]]:
+    """By case: the lines in the logs about a skip, our own and ZeRO's, after each of some bad steps."""
+    handler = logging.Handler(logging.WARNING)
+    messages: list[str] = []
+    handler.emit = lambda record: messages.append(record.getMessage())
+    loggers = [logging.getLogger("deepspeed.muon"), deepspeed_logger()]
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        return [count_reports(case, messages) for case in cases]
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+
+
+def deepspeed_logger() -> logging.Logger:
+    from deepspeed.utils import logger
+
+    return logger
+
+
+def count_reports(case: dict[str, Any], messages: list[str]) -> list[int]:
+    engine, counts = make_engine(MODELS["mlp"](), ds_config(**case)), []
+    for step, (where, value) in enumerate(BAD[:3]):
+        train_engine(engine, 1, first_step=step)
+        messages.clear()
+        bad_step(engine, step, where, value)
+        counts.append(sum("step is skipped" in text or "OVERFLOW" in text for text in messages))
+    engine.destroy()
+    return counts
+
+
+def test_a_skipped_step_is_reported_once() -> None:
+    """On rank 0, however many groups there are, and whoever skips it: ZeRO, or the optimizer where ZeRO would not."""
+    cases: list[dict[str, Any]] = [{"stage": stage, "dtype": d} for stage in (0, 1, 2, 3) for d in ("fp32", "bf16")]
+    cases += [{"stage": stage, "dtype": "bf16", "offload": True} for stage in (2, 3)]
+    cases += [{"stage": 1, "dtype": "bf16", "data_types": {"grad_accum_dtype": "fp32"}}]
+    cases += [{"stage": s, "dtype": "bf16", "bf16": {"enabled": True, "check_grad_overflow": False}} for s in (1, 2)]
+    first, second = run(reports, 2, cases=cases)
+    for case, *counts in zip(cases, first, second, strict=True):
+        assert counts == [[1, 1, 1], [0, 0, 0]], case

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the package gets into DeepSpeed, what it says, what it leaves alone and how it leaves."""
+
+import functools
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import deepspeed
+import deepspeed.muon
+from deepspeed.muon import MuonWithAuxAdam, SeamError
+from deepspeed.muon.zero import hooks
+from helpers.distributed import run
+from helpers.models import Mlp, TinyGpt, train_engine
+from helpers.startup_log import records
+from helpers.training import ds_config, fp32_weights, make_engine, train
+
+ACTIVE = """
+import deepspeed, deepspeed.runtime.zero.utils as utils, sys
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+def seams():
+    engine = [DeepSpeedEngine._configure_basic_optimizer, DeepSpeedEngine._configure_optimizer]
+    return [*engine, DeepSpeedConfig.__init__, deepspeed.set_optimizer_flags]
+
+def ours():
+    types = [t.__module__ for t in utils.ZERO_SUPPORTED_OPTIMIZERS]
+    patched = sum(hasattr(f, "__wrapped__") for f in seams())
+    return patched, [name for name in types if name.startswith("deepspeed.muon")]
+
+def read_config():
+    DeepSpeedConfig({"train_batch_size": 1, "optimizer": {"type": "Muon", "params": {"lr": 0.1}}})
+
+ON, OFF = (3, ["deepspeed.muon.optimizer"]), (0, [])
+"""
+
+
+def python(folder: Path, script: str, **env: str) -> str:
+    """What a script writes to stderr in a process that starts in `folder`."""
+    unset = {name: value for name, value in os.environ.items() if "AUTOLOAD" not in name}
+    env = unset | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"} | env
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize("order", ["import torch", "import deepspeed"])
+def test_importing_deepspeed_is_enough(order: str, tmp_path: Path) -> None:
+    first = "import sys, torch; assert 'deepspeed' not in sys.modules\n" if order == "import torch" else order + "\n"
+    python(tmp_path, first + ACTIVE + "assert 'deepspeed.muon' in sys.modules and ours() == ON, ours()")
+
+
+STOCK_THEN_OURS = """
+assert ours() == OFF and "deepspeed.muon" not in sys.modules
+read_config()
+assert ours() == OFF
+import os, torch, torch.utils.cpp_extension as cpp
+torch.compile = torch.jit.script = cpp.load = cpp.load_inline = None
+before = set(sys.modules); import deepspeed.muon
+assert ours() == ON and "deepspeed.runtime.zero.muon.original_muon" not in set(sys.modules) - before
+assert not os.path.exists(os.environ["TORCH_EXTENSIONS_DIR"])
+read_config()
+assert ours() == (4, ON[1])
+"""
+
+
+@pytest.mark.parametrize("switch", ["DS_MUON_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"])
+def test_switched_off_until_imported(switch: str, tmp_path: Path) -> None:
+    """Stock is untouched, an import activates, and compiles nothing."""
+    python(tmp_path, ACTIVE + STOCK_THEN_OURS, TORCH_EXTENSIONS_DIR=str(tmp_path / "extensions"), **{switch: "0"})
+
+
+UNINSTALL = """
+def state(): return seams(), list(utils.ZERO_SUPPORTED_OPTIMIZERS)
+original = state()
+from deepspeed.muon import install, uninstall
+for _ in range(2):
+    install(); install(); read_config(); read_config()
+    assert ours() == (4, ON[1])
+    assert [f.__wrapped__ for f in seams()] == original[0]
+    uninstall()
+    assert all(a is b for one, other in zip(original, state(), strict=True) for a, b in zip(one, other, strict=True))
+    uninstall()
+"""
+
+
+def test_uninstall_gives_stock_back_and_install_works_again(tmp_path: Path) -> None:
+    python(tmp_path, ACTIVE + UNINSTALL, DS_MUON_AUTOLOAD="0")
+
+
+BROKEN = """
+import sys
+sys.modules["deepspeed.muon"] = None
+import torch, deepspeed_muon
+deepspeed_muon.autoload()  # the second time
+assert sum("deepspeed_muon" in type(finder).__module__ for finder in sys.meta_path) == 1
+"""
+
+
+def test_autoload_never_raises(tmp_path: Path) -> None:
+    stderr = python(tmp_path, BROKEN + ACTIVE + "deepspeed_muon.autoload(); assert ours() == OFF")
+    assert stderr.count("deepspeed-muon is not active: ModuleNotFoundError: import of deepspeed.muon halted") == 2
+
+
+VERSION = """
+import sys, types
+sys.modules["deepspeed.git_version_info"] = module = types.ModuleType("deepspeed.git_version_info")
+names = "git_hash git_branch installed_ops compatible_ops accelerator_name torch_info"
+vars(module).update(dict.fromkeys(names.split(), {}), version="0.99.0")
+import torch, deepspeed
+assert deepspeed.__version__ == "0.99.0"
+deepspeed.muon.install()
+"""
+
+
+def test_an_untested_version_gets_one_warning(tmp_path: Path) -> None:
+    assert python(tmp_path, VERSION).count("deepspeed-muon was tested on DeepSpeed") == 1
+    assert "tested" not in python(tmp_path, "import torch, deepspeed; deepspeed.muon.install()")
+
+
+def without_seam(module: str, path: str) -> dict[str, str]:
+    """What the ways in do while a seam is missing."""
+    *parts, name = path.split(".")
+    owner = functools.reduce(getattr, parts, importlib.import_module(module))
+    hooks.uninstall()
+    seam, results = getattr(owner, name), {}
+    delattr(owner, name)
+    try:
+        for what, call in (("install", hooks.install), ("activate", hooks.activate), ("again", hooks.install)):
+            results[what] = outcome(call)
+        results["muon"] = outcome(lambda: build(optimizer={"type": "Muon"}))
+        setattr(owner, name, seam)  # stock itself needs it
+        results["adamw"] = outcome(lambda: build(optimizer={"type": "AdamW", "params": {"torch_adam": True}}))
+    finally:
+        setattr(owner, name, seam)
+        hooks.uninstall()
+        hooks.install()
+    return results
+
+
+def outcome(call: Any) -> str:
+    """The error's type and text, or the result."""
+    try:
+        return str(call())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def build(**config: Any) -> str:
+    """The module of the basic optimizer's class."""
+    net = Mlp()
+    engine = deepspeed.initialize(model=net, config=ds_config(**config), model_parameters=net.parameters())[0]
+    return type(engine.basic_optimizer).__module__
+
+
+ONE_OF_EACH_SCOPE = [
+    next(seam[:2] for seam in hooks.SEAMS if seam.scope == scope) for scope in ("import", "engine", "call")
+]
+
+
+@pytest.mark.parametrize(("module", "path"), ONE_OF_EACH_SCOPE)
+def test_a_missing_seam_fails_runs_with_muon_only(module: str, path: str) -> None:
+    results = run(without_seam, 1, module=module, path=path)[0]
+    for refused in ("install", "again", "muon"):
+        assert results[refused].startswith("SeamError: DeepSpeed ") and f"{module}.{path}" in results[refused]
+    assert results["activate"] == "None"
+    assert results["adamw"].startswith("torch.optim")
+    assert run(build, 1) == ["deepspeed.muon.optimizer"]
+
+
+def test_a_missing_module_is_a_missing_seam(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed.runtime.zero.utils", None)
+    with pytest.raises(SeamError, match="ZERO_SUPPORTED_OPTIMIZERS"):
+        hooks.install()
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("name", ["Muon", "muon", "MUON", "MuonWithAuxAdam"])
+def test_names_of_the_optimizer(name: str, stage: int) -> None:
+    assert run(build, 1, stage=stage, optimizer={"type": name}) == ["deepspeed.muon.optimizer"]
+
+
+def routes_with_tags(stage: int) -> tuple[dict[str, tuple[bool, str]], set[str], list[str]]:
+    """Routes by name, the parameters in Muon's groups, and those that still carry a tag."""
+    net = TinyGpt()
+    net.tokens.weight.use_muon, net.blocks[0].up.weight.use_muon = True, False
+    engine = make_engine(net, ds_config(stage=stage))
+    names, groups = {p: name for name, p in net.named_parameters()}, engine.basic_optimizer.param_groups
+    params = [group["params"] for group in groups] if stage == 0 else engine.optimizer.bit16_groups
+    muon = {names[p] for group, held in zip(groups, params, strict=True) if group["use_muon"] for p in held}
+    routes = {spec.name: (spec.use_muon, spec.reason) for spec in engine.basic_optimizer.specs.values()}
+    return routes, muon, [name for p, name in names.items() if hasattr(p, "use_muon")]
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_the_users_tags_win_and_are_taken_off(stage: int) -> None:
+    routes, muon, tagged = run(routes_with_tags, 1, stage=stage)[0]
+    assert routes["tokens.weight"] == (True, "use_muon = True set by the user")
+    assert routes["blocks.0.up.weight"] == (False, "use_muon = False set by the user")
+    assert muon == {name for name, (use_muon, _) in routes.items() if use_muon}
+    assert tagged == []
+
+
+def train_without_stock_muon(tagged: bool, **config: Any) -> tuple[str, bool]:
+    """The wrapper, and whether two steps changed the weights, with stock's Muon raising wherever it is named."""
+    importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    refuse = Mock(side_effect=AssertionError("stock's muon_update was called"))
+    net = Mlp()
+    for p in net.parameters() if tagged else ():
+        p.use_muon = p.ndim == 2
+    with pytest.MonkeyPatch.context() as patch:
+        for module in [m for m in list(sys.modules.values()) if "muon_update" in getattr(m, "__dict__", {})]:
+            patch.setattr(module, "muon_update", refuse)
+        engine = make_engine(net, ds_config(**config))
+        before, _, after = fp32_weights(engine), train_engine(engine, 2), fp32_weights(engine)
+    return type(engine.optimizer).__name__, all(not torch.equal(before[name], after[name]) for name in before)
+
+
+BF16 = {"stage": 1, "dtype": "bf16", "data_types": {"grad_accum_dtype": "fp32"}}
+WRAPPERS = {1: "DeepSpeedZeroOptimizer", 2: "DeepSpeedZeroOptimizer", 3: "DeepSpeedZeroOptimizer_Stage3"}
+
+
+@pytest.mark.parametrize("tagged", [False, True])
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("case", [1, 2, 3, "bf16"])
+def test_stocks_muon_never_runs(case: int | str, offload: bool, tagged: bool) -> None:
+    config = BF16 if case == "bf16" else {"stage": case}
+    wrapper = "BF16_Optimizer" if case == "bf16" and not offload else WRAPPERS[config["stage"]]
+    assert run(train_without_stock_muon, 2, tagged=tagged, offload=offload, **config) == [(wrapper, True)] * 2
+
+
+def train_as_client(steps: int, **config: Any) -> dict[str, Tensor]:
+    """As `train`, with the optimizer given to `deepspeed.initialize`."""
+    net, settings = Mlp(), ds_config(**config)
+    optimizer = MuonWithAuxAdam(net.parameters(), model=net, **settings.pop("optimizer")["params"])
+    engine = make_engine(net, settings, optimizer=optimizer)
+    train_engine(engine, steps)
+    return fp32_weights(engine)
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(0, False), *((s, o) for s in (1, 2, 3) for o in (False, True))])
+def test_a_client_optimizer_trains_as_the_config_does(stage: int, offload: bool) -> None:
+    config = {"stage": stage, "offload": offload, "dtype": "bf16" if stage == 0 else "fp32"}
+    expected = run(train, 2, model="mlp", steps=3, **config)
+    for weights, wanted in zip(run(train_as_client, 2, steps=3, **config), expected, strict=True):
+        assert weights.keys() == wanted.keys()
+        assert max(float((weights[name] - wanted[name]).abs().max()) for name in wanted) == 0
+
+
+def test_one_line_of_log_on_rank_0() -> None:
+    ((level, text),), silent = run(records, 2, stage=3, widths=(512, 512, 512))
+    assert level == "INFO" and silent == []
+    for part in (
+        f"deepspeed-muon {deepspeed.muon.__version__}: 2 matrices (524,288 parameters) to Muon; ",
+        "2 tensors (1,024 parameters) to AdamW; 2 ranks; 1.0 MB sent per step by rank 0, 0.0 MB by all ranks",
+        "Newton-Schulz in float32 on cpu",
+        "adjust_lr_fn original = sqrt(max(1, rows / cols)): update RMS 0.0442 x lr for layers.1.weight [512, 512]",
+    ):
+        assert part in text
+
+
+def test_no_matrix_for_muon_is_a_warning_with_the_reasons() -> None:
+    logged, silent = run(records, 2, tag=False)
+    assert silent == []
+    text = "deepspeed-muon: no parameter goes to Muon; the reasons are: use_muon = False set by the user"
+    assert logged == [("WARNING", text)]
+
+
+def test_small_sub_groups_are_a_warning_with_the_size_that_helps() -> None:
+    warning = run(records, 2, stage=3, zero={"sub_group_size": 50})[0][1]
+    assert warning[0] == "WARNING" and "sub_group_size cuts the matrices into 5 sub-groups" in warning[1]
+    size = int(warning[1].rpartition("write ")[2].split()[0])
+    for enough, lines in ((size // 2, 2), (size, 1)):
+        assert len(run(records, 2, stage=3, zero={"sub_group_size": enough})[0]) == lines
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_parameter_groups_of_the_user_are_no_sub_groups(stage: int) -> None:
+    assert [level for level, _ in run(records, 2, stage=stage, groups=3)[0]] == ["INFO"]

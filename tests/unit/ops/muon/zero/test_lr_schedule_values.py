@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a schedule's numbers describe, cycles of the momentum, resuming, and schedules without DeepSpeed."""
+
+import logging
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler as torch_schedules
+
+from deepspeed.muon import MuonWithAuxAdam
+from helpers.distributed import run
+from helpers.models import Mlp, train_engine
+from helpers.schedules import (
+    DEEPSPEED,
+    DEEPSPEED_COSINE,
+    RATES,
+    RATIO,
+    TORCH,
+    engine_of,
+    history,
+    rates_of,
+    run_client,
+    run_deepspeed,
+)
+from helpers.training import ds_config, make_engine
+
+# ---- what the numbers describe ------------------------------------------------------------------------------
+
+WARMUP = {"warmup_min_lr": 0.0, "warmup_max_lr": 0.01, "warmup_num_steps": 2, "warmup_type": "linear"}
+
+
+@pytest.mark.parametrize(
+    ("params", "muon", "adam"),
+    [
+        ({"lr": 0.02}, 0.01, 0.01),
+        ({"lr": 0.02, "adam_lr": 0.002}, 0.01, 0.001),  # the scalar is lr's: half of 0.02
+        ({"muon_lr": 0.02, "adam_lr": 0.002}, 0.01, 0.001),  # without lr it is muon_lr's
+        ({"lr": 0.1, "muon_lr": 0.02, "adam_lr": 0.002}, 0.002, 0.0002),
+        ({}, 0.01, 0.01 * 3e-4 / 0.02),
+    ],
+)
+def test_a_scalar_describes_lr(params: dict[str, float], muon: float, adam: float) -> None:
+    last = run(run_deepspeed, 1, name="WarmupLR", values=WARMUP, params=params)[0][-1]
+    assert last["muon"]["lr"] == pytest.approx(muon) and last["adam"]["lr"] == pytest.approx(adam)
+
+
+def own_rates_only() -> dict[str, float]:
+    """A section without a rate, and groups that have their own, as scripts for AdamW do."""
+    net = Mlp()
+    layers = [list(layer.parameters()) for layer in net.layers]
+    given = [{"params": layers[0], "lr": 1e-3}, {"params": [p for layer in layers[1:] for p in layer], "lr": 1e-4}]
+    schedule = {"type": "WarmupLR", "params": WARMUP | {"warmup_max_lr": 1e-3}}
+    config = ds_config(optimizer={"type": "Muon", "params": {"weight_decay": 0.1}}, scheduler=schedule)
+    engine = make_engine(net, config, model_parameters=given)
+    train_engine(engine, 4)
+    rates = rates_of(engine)
+    engine.destroy()
+    return rates
+
+
+def test_without_a_rate_in_the_section_a_scalar_describes_the_first_groups() -> None:
+    expected = {"group0-muon": 1e-3, "group0-adam": 1e-3, "group1-muon": 1e-4, "group1-adam": 1e-4}
+    assert run(own_rates_only, 1)[0] == pytest.approx(expected)
+
+
+def warnings_of(params: dict[str, float], values: dict[str, Any]) -> list[str]:
+    from deepspeed.muon.log import logger
+
+    seen: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    engine_of(params, schedule={"type": "WarmupLR", "params": values}).destroy()
+    logger.removeHandler(handler)
+    return seen
+
+
+def test_a_rate_in_the_schedule_alone_is_pointed_out() -> None:
+    (text,) = run(warnings_of, 1, params={"weight_decay": 0.1}, values=WARMUP)[0]
+    assert "warmup_max_lr of the scheduler describes Muon's rate" in text and "0.015 of it" in text
+    assert run(warnings_of, 1, params={"lr": 1e-3}, values=WARMUP) == [[]]
+    assert run(warnings_of, 1, params={}, values={"warmup_num_steps": 4}) == [[]]
+
+
+def test_the_users_groups_are_scaled_too() -> None:
+    last = run(run_deepspeed, 1, name="WarmupLR", values=WARMUP, params={"lr": 0.02}, groups=2)[0][-1]
+    got = {name: group["lr"] for name, group in last.items()}
+    assert got == pytest.approx({"group0-muon": 1e-3, "group0-adam": 1e-3, "group1-muon": 0.01, "group1-adam": 0.01})
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([0.02, 3e-4], {"muon": 0.02, "adam": 3e-4}),  # one per half, as with stock's Muon
+        ([0.01], {"muon": 0.01, "adam": 1.5e-4}),  # one per group as given
+    ],
+)
+def test_lists(values: list[float], expected: dict[str, float]) -> None:
+    settings = WARMUP | {"warmup_max_lr": values}
+    last = run(run_deepspeed, 1, name="WarmupLR", values=settings)[0][-1]
+    assert {name: group["lr"] for name, group in last.items()} == pytest.approx(expected)
+
+
+def one_lambda_per_group() -> list[dict[str, Any]]:
+    factors = [lambda step: 0.5, lambda step: 0.25]
+    schedule = lambda optimizer: torch_schedules.LambdaLR(optimizer, factors)  # noqa: E731
+    return history(engine_of({"lr": 0.02, "adam_lr": 0.002}, groups=2, schedule=schedule, stage=3), 2)
+
+
+def test_a_script_for_adamw_has_one_lambda_per_group_of_its_own() -> None:
+    last = run(one_lambda_per_group, 1)[0][-1]
+    got = {name: group["lr"] for name, group in last.items()}
+    expected = {"group0-muon": 1e-3, "group0-adam": 1e-3, "group1-muon": 0.005, "group1-adam": 0.0005}
+    assert got == pytest.approx(expected)
+
+
+def refused(name: str, params: dict[str, Any]) -> str:
+    with pytest.raises(ValueError) as error:
+        engine_of(schedule={"type": name, "params": params})
+    return f"{type(error.value).__name__} {error.value}"
+
+
+def test_a_list_of_another_length_is_refused() -> None:
+    text = run(refused, 1, name="WarmupLR", params=WARMUP | {"warmup_max_lr": [0.1, 0.2, 0.3]})[0]
+    assert "MuonConfigError scheduler.params.warmup_max_lr: got 3 values" in text and "(muon, adam)" in text
+
+
+# ---- momentum -----------------------------------------------------------------------------------------------
+
+
+def check_momentum(record: list[dict[str, Any]], low: float, high: float) -> None:
+    values = [groups["muon"]["momentum"] for groups in record]
+    assert min(values) == pytest.approx(low, abs=0.02) and max(values) == pytest.approx(high, abs=0.02)
+    assert len(set(values)) > 4
+    for groups in record:
+        assert groups["adam"]["betas"][0] == groups["muon"]["momentum"]
+
+
+def test_deepspeeds_one_cycle_cycles_momentum_and_betas() -> None:
+    values = DEEPSPEED["OneCycle"] | {"cycle_min_mom": 0.8, "cycle_max_mom": 0.9}
+    check_momentum(run(run_deepspeed, 1, name="OneCycle", values=values)[0], 0.8, 0.9)
+
+
+def test_torchs_one_cycle_cycles_momentum_and_betas() -> None:
+    record = run(run_client, 1, kind="torch", name="OneCycleLR", stage=2)[0]
+    check_momentum(record, 0.85, 0.95)
+    assert all(groups["adam"]["betas"][1] == 0.95 for groups in record), "the second rate stays"
+
+
+def test_a_cycle_of_the_momentum_needs_rates_per_group() -> None:
+    params = DEEPSPEED["OneCycle"] | {"cycle_max_lr": [0.02, 3e-4]}
+    text = run(refused, 1, name="OneCycle", params=params)[0]
+    assert "MuonConfigError scheduler.params.cycle_momentum" in text and "set it to false" in text
+    last = run(run_deepspeed, 1, name="OneCycle", values=params | {"cycle_momentum": False})[0][4]
+    assert (last["muon"]["lr"], last["adam"]["lr"]) == pytest.approx((0.02, 3e-4))
+
+
+def test_momentum_stays_where_the_cycle_leaves_it() -> None:
+    values = DEEPSPEED["OneCycle"] | {"cycle_momentum": False}
+    for groups in run(run_deepspeed, 1, name="OneCycle", values=values)[0]:
+        assert (groups["muon"]["momentum"], groups["adam"]["betas"]) == (0.95, (0.9, 0.95))
+
+
+# ---- resume -------------------------------------------------------------------------------------------------
+
+
+def resumed(folder: str, kind: str, stage: int) -> tuple[list[Any], list[Any]]:
+    """Rates of steps 6 to 11 of one run, and of one that was saved and loaded before step 6."""
+    schedule: Any = (
+        {"type": "WarmupDecayLR", "params": DEEPSPEED["WarmupDecayLR"]} if kind == "deepspeed" else TORCH[kind]
+    )
+    engine = engine_of(schedule=schedule, stage=stage)
+    train_engine(engine, 6)
+    engine.save_checkpoint(folder)
+    straight = history(engine, 6)
+    engine = engine_of(schedule=schedule, stage=stage)
+    engine.load_checkpoint(folder)
+    return straight, history(engine, 6)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("kind", ["deepspeed", "CosineAnnealingLR", "OneCycleLR", "SequentialLR"])
+def test_resume_is_exact(kind: str, stage: int, tmp_path: Any) -> None:
+    for straight, again in run(resumed, 2, folder=str(tmp_path), kind=kind, stage=stage):
+        assert straight == again
+
+
+def resumed_with_other_rates(folder: str, stage: int) -> dict[str, float]:
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 2, "warmup_type": "linear"}}
+    engine = engine_of(schedule=schedule, stage=stage)
+    train_engine(engine, 4)
+    engine.save_checkpoint(folder)
+    engine = engine_of({"muon_lr": 0.04, "adam_lr": 3e-4}, schedule=schedule, stage=stage)
+    engine.load_checkpoint(folder)
+    train_engine(engine, 1, first_step=4)
+    rates = rates_of(engine)
+    engine.destroy()
+    return rates
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_resumed_schedule_has_the_configs_rates(stage: int, tmp_path: Any) -> None:
+    rates = run(resumed_with_other_rates, 2, folder=str(tmp_path), stage=stage)[0]
+    assert rates == pytest.approx({"muon": 0.04, "adam": 3e-4})
+
+
+def state_kept_alive(folder: str, stage: int) -> int:
+    """How many tensors of the state from before a load are still there."""
+    import gc
+    import weakref
+
+    engine = engine_of(schedule=DEEPSPEED_COSINE, stage=stage)
+    train_engine(engine, 1)
+    engine.save_checkpoint(folder)
+    before = [weakref.ref(t) for s in engine.basic_optimizer.state.values() for t in s.values() if torch.is_tensor(t)]
+    engine.load_checkpoint(folder)
+    gc.collect()
+    alive = sum(reference() is not None for reference in before)
+    engine.destroy()
+    return alive
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_schedule_keeps_no_state_alive(stage: int, tmp_path: Any) -> None:
+    assert run(state_kept_alive, 1, folder=str(tmp_path), stage=stage) == [0]
+
+
+# ---- without DeepSpeed --------------------------------------------------------------------------------------
+
+
+def test_given_groups_of_a_plain_optimizer(recwarn: pytest.WarningsRecorder) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    optimizer = MuonWithAuxAdam(net.parameters(), model=net, **RATES)
+    schedule = torch_schedules.CosineAnnealingLR(optimizer.given, 10, eta_min=1e-3)
+    for _ in range(5):
+        net(torch.randn(2, 4)).square().sum().backward()
+        optimizer.step()
+        schedule.step()
+    muon, adam = optimizer.param_groups
+    assert muon["lr"] == pytest.approx(1e-3 + (0.02 - 1e-3) * (1 + math.cos(math.pi / 2)) / 2)
+    assert muon["lr"] == pytest.approx(RATIO * adam["lr"], rel=1e-6)
+    assert not [warning for warning in recwarn if "lr_scheduler" in str(warning.message)]
+    assert optimizer.given.param_groups[0]["params"] == list(net.parameters())
+
+
+def test_a_schedule_goes_on_from_a_step_count() -> None:
+    """As torch's: the optimizer's state holds initial_lr, and a schedule starts at last_epoch."""
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    first, second = (MuonWithAuxAdam(net.parameters(), model=net, **RATES) for _ in range(2))
+    schedule = torch_schedules.CosineAnnealingLR(first.given, 10, eta_min=1e-3)
+    for _ in range(3):
+        first.step()
+        schedule.step()
+    second.load_state_dict(first.state_dict())
+    again = torch_schedules.CosineAnnealingLR(second.given, 10, eta_min=1e-3, last_epoch=3)
+    for optimizer, own in ((first, schedule), (second, again)):
+        optimizer.step()
+        own.step()
+    rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in (first, second)]
+    assert again.base_lrs == pytest.approx([0.02]) and rates[1][0] == pytest.approx(RATIO * rates[1][1], rel=1e-6)
+
+
+def test_a_relative_schedule_needs_no_view() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    optimizer = MuonWithAuxAdam(net.parameters(), model=net, **RATES)
+    torch_schedules.LambdaLR(optimizer, lambda step: 0.5)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.01, 1.5e-4])

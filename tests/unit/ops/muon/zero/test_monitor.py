@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run writes while it goes on: DeepSpeed's monitor, its timers and its communication log."""
+
+import csv
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.distributed import run
+from helpers.models import MODELS, Mlp, train_engine
+from helpers.training import PARAMS, ds_config, fp32_weights, make_engine
+
+NAMES = {"grad_norm", "update_rms_muon", "update_rms_adamw", "lr_muon", "lr_adamw", "step_ms"}
+PHASES = {"prepare_ms", "exchange_ms", "newton_schulz_ms", "apply_ms", "adamw_ms"}
+
+
+def monitored(folder: str, interval: int, **extra: Any) -> dict[str, Any]:
+    section = {"enabled": True, "output_path": folder, "job_name": "run"}
+    optimizer = {"type": "Muon", "params": PARAMS | {"weight_decay": 0.0, "monitor_interval": interval}}
+    return ds_config(optimizer=optimizer, csv_monitor=section, **extra)
+
+
+def write_records(folder: str, interval: int = 2, steps: int = 4, **config: Any) -> dict[str, Any]:
+    """What the weights did in every step, and the gradient norms; rank 0 leaves its records in the folder."""
+    engine = make_engine(Mlp(), monitored(folder, interval, **config))
+    norms, changes = [], []
+    for step in range(steps):
+        before = fp32_weights(engine)
+        train_engine(engine, 1, first_step=step)
+        after = fp32_weights(engine)
+        changes.append({name: after[name] - before[name] for name in after})
+        norms.append(engine.get_global_grad_norm())
+    engine.destroy()
+    return {"norms": norms, "changes": changes}
+
+
+def records(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """(samples, value) of every record by name."""
+    found = {}
+    for file in sorted((folder / "run").glob("Train_Muon_*.csv")):
+        with file.open() as lines:
+            rows = list(csv.reader(lines))[1:]
+        found[file.stem.removeprefix("Train_Muon_")] = [(int(samples), float(value)) for samples, value in rows]
+    return found
+
+
+def rms(tensors: list[torch.Tensor]) -> float:
+    total = sum(float(t.double().square().sum()) for t in tensors)
+    return math.sqrt(total / sum(t.numel() for t in tensors))
+
+
+CASES = [{"stage": 0}, {"stage": 1}, {"stage": 2, "offload": True}, {"stage": 3}, {"stage": 3, "dtype": "bf16"}]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_records_tell_what_happened(case: dict[str, Any], tmp_path: Path) -> None:
+    """Without decay the size of the updates is that of the weights' change."""
+    result = run(write_records, 2, folder=str(tmp_path), **case)[0]
+    found = records(tmp_path)
+    missing = {"grad_norm"} if case["stage"] == 0 else set()  # DeepSpeed keeps none there
+    assert set(found) == (NAMES | PHASES) - missing
+    assert [samples for samples, _ in found["update_rms_muon"]] == [2 * 48, 4 * 48]
+    for index, step in enumerate((1, 3)):
+        value = {name: rows[index][1] for name, rows in found.items()}
+        change = result["changes"][step].values()
+        assert value["update_rms_muon"] == pytest.approx(rms([d / 0.02 for d in change if d.ndim == 2]), rel=1e-3)
+        assert value["update_rms_adamw"] == pytest.approx(rms([d / 1e-3 for d in change if d.ndim == 1]), rel=1e-3)
+        assert (value["lr_muon"], value["lr_adamw"]) == (0.02, 1e-3)
+        assert missing or value["grad_norm"] == pytest.approx(float(result["norms"][step]))
+        assert value["step_ms"] > sum(value[name] for name in PHASES) > 0
+
+
+def test_an_interval_of_zero_writes_nothing(tmp_path: Path) -> None:
+    run(write_records, 2, folder=str(tmp_path), interval=0)
+    assert records(tmp_path) == {}
+
+
+def train_weights(folder: str, interval: int, stage: int) -> dict[str, torch.Tensor]:
+    engine = make_engine(Mlp(), monitored(folder, interval, stage=stage))
+    train_engine(engine, 3)
+    weights = fp32_weights(engine)
+    engine.destroy()
+    return weights
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_record_changes_no_weight(stage: int, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    with_records, without = (run(train_weights, 2, folder=folder, interval=n, stage=stage)[0] for n in (1, 0))
+    assert records(tmp_path)
+    assert all(torch.equal(with_records[name], without[name]) for name in without)
+
+
+def uneven_monitor(folder: str) -> int:
+    """Rank 1's file has no monitor: rank 0 decides, and nobody waits for anybody."""
+    import torch.distributed as dist
+
+    settings = monitored(folder, 1, stage=2)
+    if dist.get_rank() == 1:
+        del settings["csv_monitor"]
+    engine = make_engine(Mlp(), settings)
+    losses = train_engine(engine, 2)
+    engine.destroy()
+    return len(losses)
+
+
+def test_rank_zero_decides_whether_there_are_records(tmp_path: Path) -> None:
+    assert run(uneven_monitor, 2, timeout=60, folder=str(tmp_path)) == [2, 2]
+    assert len(records(tmp_path)["step_ms"]) == 2
+
+
+def time_it(stage: int) -> dict[str, Any]:
+    engine = make_engine(MODELS["mlp"](), ds_config(stage=stage, wall_clock_breakdown=True))
+    logged: list[list[str]] = []
+    log = engine.timers.log
+
+    def spy(names: Any, *args: Any, **kwargs: Any) -> None:
+        logged.append([name for name in names if name in engine.timers.timers])
+        log(names, *args, **kwargs)
+
+    engine.timers.log = spy
+    train_engine(engine, 2)
+    engine.destroy()
+    kept = [len(timer.event_timers) for name, timer in engine.timers.timers.items() if name.startswith("muon_")]
+    return {"logged": [names for names in logged if any(name.startswith("muon_") for name in names)], "kept": kept}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_deepspeeds_timers_show_the_phases(stage: int) -> None:
+    timers = ["muon_prepare", "muon_exchange", "muon_newton_schulz", "muon_apply", "muon_adamw"]
+    for rank in run(time_it, 2, stage=stage):
+        assert rank["logged"] == [timers, timers]
+        assert rank["kept"] == [0] * len(timers), "no rank collects them"
+
+
+def log_communication() -> dict[str, Any]:
+    from deepspeed.comm import comm
+
+    section = {"enabled": True, "verbose": False, "prof_all": True, "debug": False}
+    engine = make_engine(Mlp(), ds_config(stage=3, comms_logger=section))
+    train_engine(engine, 2)
+    found = {op: list(sizes) for op, sizes in comm.comms_logger.comms_dict.items()}
+    engine.destroy()
+    comm.comms_logger.enabled = False
+    return found
+
+
+def test_deepspeeds_communication_log_names_the_exchange() -> None:
+    found = run(log_communication, 2, fresh=True)[0]
+    assert len(found["muon_exchange"]) >= 1, found
+
+
+def test_tensorboard_gets_the_same_records(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    section = {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}
+    run(write_tensorboard, 2, section=section)
+    events = EventAccumulator(str(tmp_path / "run")).Reload()
+    assert {f"Train/Muon/{name}" for name in NAMES | PHASES} <= set(events.Tags()["scalars"])
+
+
+def write_tensorboard(section: dict[str, Any]) -> None:
+    optimizer = {"type": "Muon", "params": PARAMS | {"monitor_interval": 1}}
+    engine = make_engine(Mlp(), ds_config(optimizer=optimizer, tensorboard=section))
+    train_engine(engine, 2)
+    if engine.monitor.tb_monitor:  # rank 0
+        engine.monitor.tb_monitor.summary_writer.flush()
+    engine.destroy()

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizer states and parameters on NVMe at stage 3: the same training, bit for bit, and what lies where."""
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+from helpers.engine_state import differing, named_states
+from helpers.models import make_batch, train_engine
+from helpers.nvme import Wide, files_of, nvme_engine, run, weights_of, why_not
+from helpers.oracles import change_error, route, train_oracle
+from helpers.training import ORACLE
+
+pytestmark = [pytest.mark.skipif(why_not() is not None, reason=why_not() or ""), pytest.mark.time_limit(1200)]
+ON_CPU = {"device": "cpu"}
+SWAPPED: list[dict[str, Any]] = [
+    {},
+    {"pipelined": True},
+    {"params": "cpu"},
+    {"params": "nvme", "pipelined": True},
+]
+MIB = 2**20
+
+
+def never_called(*_: Any, **__: Any) -> Any:
+    raise AssertionError("stock's muon_update was called")
+
+
+def train_all(cases: list[dict[str, Any]], folder: str, steps: int = 2, **config: Any) -> list[Any]:
+    """Losses; model's and master weights and states, of each case."""
+    results = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("deepspeed.runtime.zero.muon.original_muon.muon_update", never_called)
+        for index, case in enumerate(cases):
+            engine = nvme_engine(folder=f"{folder}/{index}", **config, **case)
+            losses = train_engine(engine, steps)
+            results.append((losses, weights_of(engine) | named_states(engine)))
+            engine.destroy()
+    return results
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_training_equals_that_on_the_cpu(dtype: str, tmp_path: Path) -> None:
+    """Two micro-steps a step; parameters alone on NVMe too."""
+    cases = [ON_CPU, *SWAPPED, ON_CPU | {"params": "nvme"}]
+    settings = {"folder": str(tmp_path), "dtype": dtype, "accumulation": 2}
+    for (losses, wanted), *others in run(train_all, 2, cases=cases, **settings):
+        assert len(set(losses)) == len(losses)
+        for case, (got_losses, got) in zip(cases[1:], others, strict=True):
+            assert got_losses == losses, case
+            assert differing(got, wanted) == [], case
+
+
+def test_training_equals_that_without_offload(tmp_path: Path) -> None:
+    """Without clipping: DeepSpeed adds up the norm in another order under offload, to the CPU as well."""
+    cases: list[dict[str, Any]] = [{"device": "none"}, {}, {"pipelined": True}]
+    settings = {"folder": str(tmp_path), "accumulation": 2, "clip": 0.0}
+    for (losses, wanted), *others in run(train_all, 2, cases=cases, **settings):
+        for case, (got_losses, got) in zip(cases[1:], others, strict=True):
+            assert got_losses == losses, case
+            assert differing(got, wanted) == [], case
+
+
+@pytest.mark.parametrize("pipelined", [pytest.param(False, marks=pytest.mark.full), True])
+def test_training_equals_the_oracle(pipelined: bool, tmp_path: Path) -> None:
+    net = Wide()
+    reference = train_oracle(net, net.batch, 2, route(net, ["tokens"]), ORACLE)
+    cases = [{"pipelined": pipelined}]
+    for ((_, weights),) in run(train_all, 2, cases=cases, folder=str(tmp_path)):
+        for name, expected in reference.weights.items():
+            for got in (weights[name], weights[f"{name} master"]):
+                assert change_error(reference.initial[name], got, expected) <= 1e-3, name
+
+
+# ---- what lies where --------------------------------------------------------------------------------------
+
+
+def sizes_in_memory(engine: Any) -> list[dict[str, int]]:
+    """Elements in memory between steps, by sub-group: of the weights, "", and of each state."""
+    state = engine.basic_optimizer.state
+    flats = engine.optimizer.fp32_partitioned_groups_flat
+    return [{"": p.numel()} | {k: v.numel() for k, v in state[p].items() if k != "step"} for p in flats]
+
+
+def look(cases: list[dict[str, Any]], folder: str) -> list[Any]:
+    """What lies in memory and in files at first and after a step."""
+    results = []
+    for index, case in enumerate(cases):
+        engine = nvme_engine(folder=f"{folder}/{index}", **case)
+        names = [p.ds_id for p in engine.optimizer.fp32_partitioned_groups_flat]
+        moments = []
+        for steps in (0, 1):
+            train_engine(engine, steps)
+            moments.append((sizes_in_memory(engine), files_of(f"{folder}/{index}", dist.get_rank())))
+        results.append((names, moments))
+        engine.destroy()
+    return results
+
+
+def test_what_lies_in_files(tmp_path: Path) -> None:
+    """Sub-groups up, down, the narrow ones; tokens, the biases. Only the momentum stays, where it is asked to."""
+    cases = [{"pipelined": p, "stays": s} for p in (False, True) for s in (False, True)]
+    for case, (names, moments) in zip(cases, run(look, 2, cases=cases, folder=str(tmp_path))[1], strict=True):
+        up, down, _, tokens, _ = names
+        momentum = 262_144 if case["stays"] else 0
+        files = [up, down, tokens, f"exp_avg-{tokens}", f"exp_avg_sq-{tokens}"]
+        files += [] if case["stays"] else [f"momentum_buffer-{up}", f"momentum_buffer-{down}"]
+        for sizes, found in moments:
+            assert found == dict.fromkeys(files, MIB), case
+            assert sizes == [
+                {"": 0, "momentum_buffer": momentum},
+                {"": 0, "momentum_buffer": momentum},
+                {"": 6288, "momentum_buffer": 6288},
+                {"": 0, "exp_avg": 0, "exp_avg_sq": 0},
+                {"": 786, "exp_avg": 786, "exp_avg_sq": 786},
+            ], case
+
+
+# ---- gradients that are missing or bad --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pipelined", [pytest.param(False, marks=pytest.mark.full), True])
+def test_parameters_without_a_gradient_get_none_of_another_tensor(pipelined: bool, tmp_path: Path) -> None:
+    """One is alone in its sub-group, one shares it."""
+    cases = [ON_CPU, {"pipelined": pipelined}]
+    wanted, got = run(train_all, 2, cases=cases, folder=str(tmp_path), unused=True)[0]
+    assert got[0] == wanted[0] and differing(got[1], wanted[1]) == []
+
+
+def train_through(cases: list[dict[str, Any]], folder: str) -> list[Any]:
+    """A step, one with a loss that is not a number on the last rank, and another; with the second and without."""
+    results = []
+    for index, (case, is_bad) in enumerate((case, is_bad) for case in cases for is_bad in (False, True)):
+        engine = nvme_engine(folder=f"{folder}/{index}", **case)
+        train_engine(engine, 1)
+        if is_bad:
+            loss = engine(*make_batch(engine.module, 1, 0, engine.global_rank, engine.world_size))
+            engine.backward(loss * (math.nan if engine.global_rank == engine.world_size - 1 else 1))
+            engine.step()
+        losses = train_engine(engine, 1, first_step=2)
+        results.append((losses, weights_of(engine) | named_states(engine)))
+        engine.destroy()
+    return results
+
+
+def test_a_bad_step_leaves_no_trace(tmp_path: Path) -> None:
+    cases = [{"pipelined": True}, {"dtype": "bf16"}]
+    results: list[tuple[list[float], dict[str, Tensor]]] = run(train_through, 2, cases=cases, folder=str(tmp_path))[0]
+    for (losses, wanted), (got_losses, got) in zip(results[::2], results[1::2], strict=True):
+        assert got_losses == losses and not math.isnan(losses[0])
+        assert differing(got, wanted) == []
+
+
+# ---- reading ahead ----------------------------------------------------------------------------------------
+
+
+def reads_and_steps(folder: str, pipelined: bool) -> tuple[list[tuple[str, int]], list[int]]:
+    """What happens in one step, in order: reads that are submitted, steps that end; and the sub-groups that swap."""
+    engine = nvme_engine(folder=folder, pipelined=pipelined)
+    train_engine(engine, 1)
+    zero, events = engine.optimizer, []
+    flats = {id(flat): index for index, flat in enumerate(zero.fp32_partitioned_groups_flat)}
+    read, step = zero.optimizer_swapper.swap_in_optimizer_state, engine.basic_optimizer.step
+    submit = type(zero.optimizer_swapper).__dict__.get("_swap_in_optimizer_state")
+
+    def submitted(swapper: Any, aio_handle: Any, parameter: Any) -> Any:
+        events.append(("read", flats[id(parameter)]))
+        return submit(swapper, aio_handle=aio_handle, parameter=parameter)
+
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        if submit is None:
+            events.append(("read", flats[id(kwargs["parameter"])]))
+        return read(*args, **kwargs)
+
+    def stepped(*args: Any, **kwargs: Any) -> Any:
+        result = step(*args, **kwargs)
+        groups = engine.basic_optimizer.param_groups
+        events.append(("stepped", next(flats[id(p)] for group in groups for p in group["params"])))
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        if submit is not None:
+            patch.setattr(type(zero.optimizer_swapper), "_swap_in_optimizer_state", submitted)
+        patch.setattr(zero.optimizer_swapper, "swap_in_optimizer_state", asked)
+        patch.setattr(engine.basic_optimizer, "step", stepped)
+        train_engine(engine, 1, first_step=1)
+    swapping = [index for index in flats.values() if zero._swappable_optimizer_subgroup(index)]
+    engine.destroy()
+    return events, swapping
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_the_next_sub_group_is_read_while_this_one_is_stepped(pipelined: bool, tmp_path: Path) -> None:
+    """With pipeline_read its read is submitted before; without, only after."""
+    for events, swapping in run(reads_and_steps, 2, folder=str(tmp_path), pipelined=pipelined):
+        assert len(swapping) == 3
+        for this, following in itertools.pairwise(swapping):
+            assert (events.index(("read", following)) < events.index(("stepped", this))) == pipelined, events

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameter groups of the user's: each keeps its own settings after the split, at every stage."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deepspeed.muon import MuonConfigError, MuonWithAuxAdam
+from helpers.distributed import run
+from helpers.models import MODELS, train_engine
+from helpers.oracles import change_error, route, train_oracle
+from helpers.training import ORACLE, ds_config, fp32_weights, make_engine
+
+STEPS = 4
+#: Settings of two groups besides the rest: layers 0 and 1, layers 2 and 3.
+SECOND = {"lr": 0.005, "momentum": 0.5, "weight_decay": 0.0, "betas": (0.8, 0.99), "eps": 1e-6}
+THIRD = {"muon_lr": 0.01, "nesterov": False, "adjust_lr_fn": "match_rms_adamw", "ns_method": "gram"}
+ORACLE_SECOND = replace(
+    ORACLE, lr=0.005, adam_lr=0.005, momentum=0.5, weight_decay=0.0, adam_weight_decay=0.0, betas=(0.8, 0.99), eps=1e-6
+)
+ORACLE_THIRD = replace(ORACLE, lr=0.01, nesterov=False, scale="match_rms_adamw")
+
+
+def grouped(net: nn.Module) -> list[dict[str, Any]]:
+    """The model's parameters in three groups."""
+    layers = [list(layer.parameters()) for layer in net.layers]
+    return [
+        {"params": [p for layer in layers[4:] for p in layer]},
+        {"params": layers[0] + layers[1], "name": "second", **SECOND},
+        {"params": layers[2] + layers[3], **THIRD},
+    ]
+
+
+def train_groups(folder: str | None = None, **config: Any) -> dict[str, Any]:
+    """Weights after the steps; with a folder, saved and loaded into another engine half way."""
+    net = MODELS["mlp"]()
+    engine = make_engine(net, ds_config(**config), model_parameters=grouped(net))
+    train_engine(engine, STEPS // 2)
+    if folder:
+        engine.save_checkpoint(folder)
+        net = MODELS["mlp"]()
+        engine = make_engine(net, ds_config(**config), model_parameters=grouped(net))
+        engine.load_checkpoint(folder)
+    train_engine(engine, STEPS // 2, first_step=STEPS // 2)
+    weights = fp32_weights(engine)
+    engine.destroy()
+    return weights
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_groups_train_as_the_oracle(stage: int, world: int) -> None:
+    net = MODELS["mlp"]()
+    special = {
+        name: ORACLE_SECOND if name[7] in "01" else ORACLE_THIRD
+        for name, _ in net.named_parameters()
+        if name[7] in "0123"
+    }
+    reference = train_oracle(net, net.batch, STEPS, route(net), ORACLE, special=special)
+    for weights in run(train_groups, world, stage=stage):
+        for name, expected in reference.weights.items():
+            assert change_error(reference.initial[name], weights[name], expected) <= 1e-3, name
+
+
+@pytest.mark.parametrize("config", [{"stage": 0}, {"stage": 2, "offload": True}, {"stage": 3}], ids=str)
+def test_resume_keeps_each_groups_settings(config: dict[str, Any], tmp_path: Any) -> None:
+    straight, resumed = (run(train_groups, 2, folder=folder, **config)[0] for folder in (None, str(tmp_path)))
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+
+
+def settings_of(params: dict[str, Any], *groups: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Settings by half of groups that hold one layer each."""
+    net = nn.Sequential(*(nn.Linear(4, 4) for _ in groups))
+    given = [{"params": list(layer.parameters()), **own} for layer, own in zip(net, groups, strict=True)]
+    optimizer = MuonWithAuxAdam(given, model=net, **params)
+    return {g["name"]: {k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups}
+
+
+def test_a_groups_lr_wins_over_both_of_the_configs() -> None:
+    got = settings_of({"lr": 1.0, "muon_lr": 0.5, "adam_lr": 0.25}, {"lr": 0.125}, {})
+    assert [group["lr"] for group in got.values()] == [0.125, 0.125, 0.5, 0.25]
+    assert [group["lr_ratio"] for group in got.values()] == [1.0, 1.0, 0.5, 0.25]
+
+
+def test_a_groups_weight_decay_wins_over_both_of_the_configs() -> None:
+    got = settings_of({"muon_weight_decay": 0.5, "adam_weight_decay": 0.25}, {"weight_decay": 0.0}, {})
+    assert [group["weight_decay"] for group in got.values()] == [0.0, 0.0, 0.5, 0.25]
+
+
+def test_a_group_may_set_one_half() -> None:
+    got = settings_of({"lr": 1.0}, {"adam_lr": 0.5, "muon_weight_decay": 0.1})
+    assert [(group["lr"], group["weight_decay"]) for group in got.values()] == [(1.0, 0.1), (0.5, 0.0)]
+
+
+def test_the_scale_follows_where_the_learning_rate_comes_from() -> None:
+    def scales(params: dict[str, Any], *groups: dict[str, Any]) -> list[str]:
+        return [g["adjust_lr_fn"] for g in settings_of(params, *groups).values() if g["use_muon"]]
+
+    assert scales({}, {"lr": 1e-3}, {}) == ["match_rms_adamw", "original"]
+    assert scales({"lr": 1e-3}, {"lr": 1e-4}, {"momentum": 0.9}) == ["match_rms_adamw"] * 2
+    assert scales({"muon_lr": 0.02}, {"lr": 1e-3}, {}) == ["original"] * 2
+    assert scales({"lr": 1e-3, "adjust_lr_fn": "none"}, {"adjust_lr_fn": "original"}, {}) == ["original", "none"]
+
+
+def test_a_reference_of_zero_divides_nothing() -> None:
+    assert [g["lr_ratio"] for g in settings_of({"lr": 0}, {}).values()] == [1.0, 1.0]
+    assert [g["lr_ratio"] for g in settings_of({"lr": 0, "muon_lr": 0.1}, {}).values()] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("own", "parts"),
+    [
+        ({"momentun": 0.9}, ("parameter group 0: momentun", "did you mean momentum?")),
+        ({"momentum": 1.5}, ("parameter group 0: momentum", "1.5", "from 0 to below 1")),
+        ({"lr": -1}, ("parameter group 0: lr", "-1")),
+        ({"ns_method": "grams"}, ("parameter group 0: ns_method", "did you mean 'gram'?")),
+        ({"ns_steps": 3}, ("parameter group 0: ns_steps: set it in optimizer.params", "a group may set lr")),
+        ({"name": "body", "betas": 0.9}, ("parameter group body: betas",)),
+        ({"initial_lr": 0.1, "maximize": False}, ("initial_lr", "maximize")),
+    ],
+    ids=str,
+)
+def test_wrong_settings_of_a_group_are_refused(own: dict[str, Any], parts: tuple[str, ...]) -> None:
+    with pytest.raises(MuonConfigError) as error:
+        settings_of({}, own)
+    assert all(part in str(error.value) for part in parts), error.value
+
+
+@pytest.mark.parametrize("own", [{"lr": None}, {"weight_decay": None, "momentum": None}], ids=str)
+def test_null_in_a_group_replaces_nothing(own: dict[str, Any]) -> None:
+    config = {"muon_lr": 0.05, "adam_lr": 1e-3, "muon_weight_decay": 0.3}
+    assert settings_of(config, own) == settings_of(config, {})
+
+
+def test_null_beside_a_groups_lr_is_none_given() -> None:
+    got = settings_of({"muon_lr": 0.05}, {"lr": 0.01, "muon_lr": None})
+    assert [group["lr"] for group in got.values()] == [0.01, 0.01]
+
+
+def test_null_in_a_group_leaves_the_configs_value() -> None:
+    assert settings_of({"momentum": 0.5}, {"momentum": None})["muon"]["momentum"] == 0.5

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the stages of a pipeline have to agree on: bad steps, options, methods, checkpoints, refusals."""
+
+import logging
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from deepspeed.muon.zero import seams
+from deepspeed.muon.zero.wrappers.pipeline_stages import with_norms_of_all_stages
+from helpers.distributed import run
+from helpers.models import fused_parts
+from helpers.oracles import Part, route, train_oracle
+from helpers.parity import STEPS
+from helpers.pipelines import (
+    ADAM,
+    PRECISIONS,
+    SHARED,
+    Whole,
+    assert_equal,
+    everything,
+    make_pipeline,
+    pipeline_config,
+    shares,
+    train_pipeline,
+)
+from helpers.training import ORACLE, PARAMS, make_engine
+
+
+def muon(**params: Any) -> dict[str, Any]:
+    return {"type": "Muon", "params": PARAMS | params}
+
+
+# ---- steps that are skipped -----------------------------------------------------------------------------------
+
+
+def step_badly(name: str, bad_rank: int, **config: Any) -> tuple[list[str], list[bool], int, int]:
+    """Two steps in which one rank's gradient is infinite: what they change, which steps move weights, what is said."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("deepspeed.muon")
+    logger.addHandler(handler)
+    try:
+        engine = make_engine(make_pipeline(name, 2), pipeline_config(2, **config))
+        factor = 1.0
+        next(engine.module.parameters()).register_hook(lambda grad: grad * factor)
+        seen = [everything(engine)]
+        for step in range(4):
+            factor = float("inf") if step in (1, 2) and dist.get_rank() == bad_rank else 1.0
+            engine.train_batch(shares(name, engine, step))
+            seen.append(everything(engine))
+        changed = [key for key, value in seen[1].items() if not torch.equal(value, seen[3][key])]
+        moved = [any(not torch.equal(a[key], b[key]) for key in a) for a, b in pairwise(seen)]
+        skipped = engine.skipped_steps
+        engine.destroy()
+        return changed, moved, skipped, len([line for line in said if "is not finite" in line])
+    finally:
+        logger.removeHandler(handler)
+
+
+UNCHECKED = {"dtype": "bf16", "bf16": {"enabled": True, "check_grad_overflow": False}}
+"""Here DeepSpeed goes on, and the optimizer itself skips each group."""
+
+
+@pytest.mark.parametrize("bad_rank", [0, 3])
+@pytest.mark.parametrize("precision", [*PRECISIONS, "unchecked"])
+def test_a_bad_gradient_of_one_stage_skips_the_step_of_all(precision: str, bad_rank: int) -> None:
+    """Where DeepSpeed does not say so itself, rank 0 does, once for each step."""
+    config = PRECISIONS.get(precision, UNCHECKED)
+    for name in ("tied", "late"):
+        ranks = run(step_badly, 4, name=name, bad_rank=bad_rank, **config)
+        assert [(changed, moved) for changed, moved, *_ in ranks] == [([], [True, False, False, True])] * 4
+        assert len({skipped for _, _, skipped, _ in ranks}) == 1
+        assert [said for *_, said in ranks] == [2 * (precision in ("BF16_Optimizer", "unchecked")), 0, 0, 0]
+
+
+# ---- what the config asks for ---------------------------------------------------------------------------------
+
+
+def head_parts(name: str) -> dict[str, list[Part]]:
+    """One matrix for each head of the fused queries, keys and values: 6 rows each."""
+    named = {key: param for key, param in Whole(name).named_parameters() if "qkv" in key}
+    return {key: list(torch.arange(param.numel()).view(param.shape).split(6)) for key, param in named.items()}
+
+
+def split_parts(name: str) -> dict[str, list[Part]]:
+    """The same for one block only, which the second stage has; the other's queries, keys and values are three."""
+    heads = {key: parts for key, parts in head_parts(name).items() if key.startswith("4.")}
+    return fused_parts(Whole(name)) | heads
+
+
+BLOCKS = {"per_head_muon": (True, head_parts), "muon_split": ({r"^4\.qkv": [6] * 6}, split_parts)}
+
+
+@pytest.mark.parametrize("key", BLOCKS)
+def test_blocks_of_a_stage_train_as_matrices_of_their_own(key: str) -> None:
+    """The first stage has no attention and nothing that is split."""
+    value, parts = BLOCKS[key]
+    net = Whole("late")
+    expected = train_oracle(net, net.batch, STEPS, route(net, ADAM["late"]), ORACLE, parts=parts("late"))
+    assert_equal(run(train_pipeline, 4, name="late", optimizer=muon(**{key: value})), expected)
+
+
+def built(name: str = "late", stages: int = 2, tag: str = "", **config: Any) -> Any:
+    """Type and text of the error of `initialize`, or what goes to Muon."""
+    try:
+        net = make_pipeline(name, stages)
+        for key, param in net.named_parameters():
+            if key == tag and dist.get_rank() == 3:
+                param.use_muon = False
+        engine = make_engine(net, pipeline_config(stages, **config))
+        specs = [spec.name for spec in engine.basic_optimizer.specs.values() if spec.use_muon]
+        engine.destroy()
+        return specs
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+def test_patterns_act_on_the_stage_that_has_what_they_find() -> None:
+    first, second = run(built, 2, optimizer=muon(muon_include=["^1\\.table"], muon_exclude=["^3\\."]))
+    assert first == ["1.table.weight"]
+    assert second == [f"4.{name}.weight" for name in ("qkv", "proj", "up", "down")]
+
+
+WISHES = {
+    "muon_exclude": (["nowhere"], "muon_exclude: 'nowhere' matches none of the"),
+    "muon_split": ({"^5": [4, 15]}, "muon_split: '^5' cuts no parameter of the Muon half"),
+}
+
+
+@pytest.mark.parametrize("key", WISHES)
+def test_a_wish_that_no_stage_follows_is_refused_on_all_ranks(key: str) -> None:
+    value, text = WISHES[key]
+    for kind, found in run(built, 2, optimizer=muon(**{key: value})):
+        assert kind == "MuonConfigError"
+        assert f"stage 1: optimizer.params.{text}" in found
+        assert "stage 0: optimizer.params" in found
+
+
+def test_heads_without_attention_are_refused() -> None:
+    for kind, found in run(built, 2, name="mlp", optimizer=muon(per_head_muon=True)):
+        assert kind == "MuonConfigError" and "no parameter of the Muon half is an attention projection" in found
+
+
+def test_ranks_of_one_stage_that_differ_are_named() -> None:
+    for kind, text in run(built, 4, tag="3.up.weight"):
+        assert kind == "DisagreementError"
+        assert text.startswith("the routing differs: rank 2 has ") and "ranks [3] have" in text
+
+
+def test_a_tied_layer_stays_with_adamw() -> None:
+    """Its copies are equal only as long as their updates are."""
+    for kind, text in run(built, 2, name="tied", optimizer=muon(muon_include=["tied"])):
+        assert kind == "ValueError"
+        assert text.startswith(f"{SHARED}: muon_include 'tied', but stages of the pipeline have copies")
+
+
+def tied_linear() -> list[tuple[str, str]]:
+    """Routes of a layer that is an embedding on one stage and linear on the other, and of the last layer's matrix."""
+    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+
+    from deepspeed.muon.matrices.routing import route as decide
+
+    specs = [TiedLayerSpec("e", nn.Embedding, 9, 8), LayerSpec(nn.Linear, 8, 8), LayerSpec(nn.Linear, 8, 8)]
+    last = TiedLayerSpec("e", nn.Linear, 8, 9, bias=False)
+    net = PipelineModule([*specs, last], num_stages=2, partition_method="uniform")
+    found = [(spec.name, spec.reason) for spec in decide(net).values() if len(spec.shape) == 2]
+    net = PipelineModule([*specs[1:], nn.Tanh()], num_stages=1)
+    return found + [(spec.name, spec.reason) for spec in decide(net).values() if len(spec.shape) == 2]
+
+
+def test_the_outer_layers_of_a_pipeline_are_known_by_their_place() -> None:
+    """The head is the last layer's only matrix; without names, and whatever follows that has no parameters."""
+    first, second = run(tied_linear, 2)
+    hidden, head = "hidden matrix of Linear", "output head, the only matrix of the pipeline's last layer"
+    alone = [("0.weight", hidden), ("1.weight", head)]
+    assert first == [("tied_modules.e.weight", "embedding (Embedding)"), ("1.weight", hidden), *alone]
+    assert second == [("tied_modules.e.weight", "tied layer of a pipeline"), ("2.weight", hidden), *alone]
+
+
+# ---- log and methods ------------------------------------------------------------------------------------------
+
+
+def logged(name: str, **config: Any) -> tuple[list[str], list[dict[str, str]]]:
+    """What `initialize` logs on this rank, and the methods of the Muon half."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("deepspeed.muon")
+    logger.addHandler(handler)
+    try:
+        engine = make_engine(make_pipeline(name, 2), pipeline_config(2, **config))
+        methods = [group["ns_methods"] for group in engine.basic_optimizer.param_groups if group["use_muon"]]
+        engine.destroy()
+        return lines, methods
+    finally:
+        logger.removeHandler(handler)
+
+
+def test_each_stage_has_its_line_of_log() -> None:
+    ranks = [[line for line in lines if "to AdamW" in line] for lines, _ in run(logged, 4, name="late")]
+    assert [len(lines) for lines in ranks] == [1, 0, 1, 0]
+    assert "stage 1 of 2 of the pipeline; 0 matrices" in ranks[0][0]
+    assert "stage 2 of 2 of the pipeline; 12 matrices" in ranks[2][0]
+    assert "2 ranks" in ranks[2][0] and "by rank 2" in ranks[2][0]
+
+
+def test_methods_are_measured_for_the_shapes_of_all_stages() -> None:
+    for name, measured in {"late": 2, "mlp": 4}.items():
+        ranks = run(logged, 2, name=name, optimizer=muon(ns_tuning="measured"))
+        assert any(f"measured the methods of {measured} of {measured} shapes" in line for line in ranks[0][0])
+        found = [methods for _, groups in ranks for methods in groups]
+        assert all(methods == found[0] for methods in found) and len(found[0]) == measured
+
+
+# ---- norms ----------------------------------------------------------------------------------------------------
+
+
+class Wrapper:
+    """Stands for a stage with one group of norm 3."""
+
+    device, cpu_offload = torch.device("cpu"), False
+
+    def __init__(self, others: list[float]) -> None:
+        self.optimizer = nn.Module()
+        self.optimizer.param_groups = [{}]
+        self.others = others
+
+    def scaled_global_norm(self) -> Tensor:
+        return torch.tensor(3.0)
+
+    def get_grad_norm_direct(self, gradients: list[Tensor], params: list[Tensor]) -> Tensor:
+        assert gradients == params == []
+        return torch.tensor(self.others.pop(0))
+
+
+@pytest.mark.parametrize(("others", "norm"), [([4.0], 5.0), ([4.0, 12.0], 13.0), ([-1.0], float("inf")), ([], 3.0)])
+def test_norms_of_groups_that_other_stages_have_count(others: list[float], norm: float) -> None:
+    wrapper = Wrapper(list(others))
+    if others:
+        seams.replace(wrapper, "scaled_global_norm", with_norms_of_all_stages(wrapper, len(others)))
+    assert float(wrapper.scaled_global_norm()) == norm
+    assert wrapper.others == []

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stage 0, where every rank holds everything: the work is shared where that is faster, and nobody sees it."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed.muon.forecast.layout import Layout
+from deepspeed.muon.math.coefficients import schedule
+from deepspeed.muon.plan.cost import cost_model
+from deepspeed.muon.plan.owners import is_worth_sharing
+from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard
+from deepspeed.muon.plan.plan import make_plan
+from helpers.distributed import run
+from helpers.forecasts import check_against_the_engine, forecast
+from helpers.models import MODELS, train_engine
+from helpers.plans import COST, places, specs
+from helpers.startup_log import records
+from helpers.training import ds_config, fp32_weights, make_engine
+
+SHAPES = [(16, 16), (8, 24), (24, 8), (16, 16), (4, 4), (24, 24), (16, 16)]
+
+
+def replicas(shapes: list[tuple[int, int]], copies: int, split: bool = False) -> list[Shard]:
+    """Parameters that so many ranks hold whole, each in a tensor of its own."""
+    return [Shard(spec, i, Placement(0, spec.numel, 0, copies)) for i, spec in enumerate(specs(shapes, split))]
+
+
+# ---- the plan -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("bucket_bytes", [64, 1024, 2**20])
+@pytest.mark.parametrize("copies", [2, 3, 5])
+def test_every_result_reaches_every_rank_and_nothing_else_travels(copies: int, bucket_bytes: int, split: bool) -> None:
+    """Owners write numbers where their matrices are; after the broadcasts each rank finds them by its runs."""
+    shards = replicas(SHAPES, copies, split)
+    plans = [make_plan(shards, rank, copies, COST, bucket_bytes) for rank in range(copies)]
+    assert len({plan.digest for plan in plans}) == 1
+    found: list[dict[tuple[int, int], float]] = [{} for _ in plans]
+    for buckets in zip(*(plan.buckets for plan in plans), strict=True):
+        matrices = [torch.zeros(bucket.matrix_elements) for bucket in buckets]
+        for rank, bucket in enumerate(buckets):
+            for part in (part for part in bucket.runs if part.in_place):
+                for place, at in places(part):
+                    matrices[rank][at] = place + 1000.0 * part.tensor
+        for rank, bucket in enumerate(buckets):
+            others = [m for owner, m in enumerate(matrices) if owner != rank]
+            assert bucket.replicated and sum(bucket.receive_counts) == 0
+            assert bucket.send_counts == tuple(m.numel() * (o != rank) for o, m in enumerate(matrices))
+            for part in bucket.runs:
+                source = matrices[rank] if part.in_place else torch.cat(others)
+                found[rank] |= {(part.tensor, place): float(source[at]) for place, at in places(part)}
+    expected = {(i, e): 1000.0 * i + e for i, (rows, cols) in enumerate(SHAPES) for e in range(rows * cols)}
+    assert found == [expected] * copies
+    owned = [sum(batch.count for bucket in plan.buckets for batch in bucket.batches) for plan in plans]
+    assert owned == [plans[0].owners.count(rank) for rank in range(copies)]
+
+
+@pytest.mark.parametrize("copies", [2, 4])
+def test_the_results_of_a_bucket_are_bounded(copies: int) -> None:
+    plans = [make_plan(replicas([(16, 16)] * 40, copies), r, copies, COST, bucket_bytes=4096) for r in range(copies)]
+    for plan in plans:
+        for bucket in plan.buckets:
+            assert (sum(bucket.send_counts) + bucket.matrix_elements) * COST.bytes_per_element <= 4096
+    assert sum(plan.sent_elements for plan in plans) == 40 * 256 * (copies - 1)
+
+
+def test_work_is_shared_where_it_outweighs_the_bytes() -> None:
+    def decision(shape: tuple[int, int], count: int = 4, copies: int = 2, **changes: Any) -> bool:
+        cost = replace(cost_model("standard", schedule("simple"), 2, "cpu"), **changes)
+        items = [PlacedBlock(s, block) for s in replicas([shape] * count, copies) for block in s.spec.blocks]
+        return is_worth_sharing(items, copies, cost)
+
+    # One rank does 30 m^3 per matrix, two do half of it and receive half of 2 m^2 bytes at 200 operations each.
+    assert [m for m in (4, 8, 13, 14, 16, 64) if decision((m, m))] == [14, 16, 64]
+    assert decision((64, 64), flops_per_byte=0.0) and not decision((64, 64), flops_per_byte=1e6)
+    assert not decision((64, 64), count=1), "one owner does all of it"
+    assert not decision((64, 64), copies=1)
+
+
+# ---- training -----------------------------------------------------------------------------------------------
+
+
+def trained(share: bool, model: str = "broad", steps: int = 4, **config: Any) -> dict[str, Any]:
+    """Weights and momentum of this rank, matrices that it orthogonalized, bytes that its plans send."""
+    from deepspeed.muon import optimizer as module
+
+    done, originals = [], (module.orthogonalize, module.is_worth_sharing)
+
+    def counted(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        done.append(x.size(0))
+        return originals[0](x, *args, **kwargs)
+
+    module.orthogonalize = counted
+    if not share:
+        module.is_worth_sharing = lambda *args: False
+    try:
+        engine = make_engine(MODELS[model](), ds_config(stage=0, **config))
+        optimizer = engine.basic_optimizer
+        train_engine(engine, steps)
+    finally:
+        module.orthogonalize, module.is_worth_sharing = originals
+    buffers = [s["momentum_buffer"] for s in optimizer.state.values() if "momentum_buffer" in s]
+    sent = sum(plan.sent_elements for plan in optimizer.plans)
+    result = {"weights": fp32_weights(engine), "momentum": buffers, "done": sum(done), "sent": sent}
+    engine.destroy()
+    return result
+
+
+@pytest.mark.parametrize(("world", "dtype", "clip"), [(2, "fp32", 1.0), (3, "fp32", 0.0), (2, "bf16", 0.01)])
+def test_shared_work_gives_the_same_bits(world: int, dtype: str, clip: float) -> None:
+    shared = run(trained, world, share=True, dtype=dtype, clip=clip)
+    repeated = run(trained, world, share=False, dtype=dtype, clip=clip)
+    matrices, steps = 5, 4
+    assert [rank["done"] for rank in repeated] == [matrices * steps] * world
+    assert sum(rank["done"] for rank in shared) == matrices * steps
+    assert all(rank["sent"] > 0 for rank in shared) and not any(rank["sent"] for rank in repeated)
+    for rank in shared:
+        torch.testing.assert_close(rank["weights"], repeated[0]["weights"], rtol=0, atol=0)
+        torch.testing.assert_close(rank["momentum"], repeated[0]["momentum"], rtol=0, atol=0)
+
+
+def test_a_rank_alone_sends_nothing() -> None:
+    (alone,) = run(trained, 1, share=True, steps=1)
+    assert (alone["done"], alone["sent"]) == (5, 0)
+
+
+# ---- what is said about it ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_forecast_is_what_the_engine_binds(world: int) -> None:
+    check_against_the_engine("broad", Layout(0, world))
+    _, (work,) = forecast("broad", Layout(0, world))
+    assert sum(work.sent_bytes) == world * work.least_bytes > 0
+    assert work.collectives == len(set(work.owners)) > work.rounds == 1
+
+
+def test_the_line_of_log_says_who_does_the_work() -> None:
+    said = {widths: run(records, 2, stage=0, widths=widths)[0][0][1] for widths in ((96, 96, 96, 96), (7, 9, 5, 8))}
+    assert " 2 ranks that share Newton-Schulz; 0.1 MB sent" in said[96, 96, 96, 96]
+    assert " 2 ranks of which each orthogonalizes everything itself; 0.0 MB sent" in said[7, 9, 5, 8]
+    alone = run(records, 1, stage=0, widths=(96, 96, 96, 96))[0][0][1]
+    assert " 1 ranks; 0.0 MB sent" in alone
