@@ -11,19 +11,18 @@ import inspect
 import re
 import sys
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 BENCHMARKS = {
-    "step": ("step", "backward + step under ZeRO: stock's Muon, deepspeed-muon and AdamW in turn"),
-    "steady": ("step", "the first step, growth of memory, scratch memory"),
-    "network": ("network", "stage 3 over a network: seconds, bytes, how much of the exchange is hidden"),
-    "roofline": ("roofline", "what this machine can do, and the least time of a step on it"),
-    "ns": ("ns", "Newton-Schulz by method, dtype and shape: time and error, ours and others'"),
+    "step": (
+        "step",
+        "backward + step under ZeRO: stock's Muon, deepspeed-muon and AdamW in turn; also over a slow link",
+    ),
     "single": ("optimizers", "the optimizers alone, on one process"),
-    "adamw": ("optimizers", "implementations of AdamW on a CPU"),
-    "choose": ("choose", "methods of Newton-Schulz by shape, and the rule of `ns_method: auto`"),
-    "loss": ("learning", "held-out loss against seconds: AdamW, stock's Muon, deepspeed-muon"),
-    "momentum": ("learning", "held-out loss by `momentum_dtype`"),
+    "ns": ("ns", "Newton-Schulz by method, dtype and shape: time and error, ours and others'"),
+    "choose": ("ns", "methods of Newton-Schulz by shape, and the rule of `ns_method: auto`"),
+    "roofline": ("roofline", "what this machine can do, and the least time of a step on it"),
+    "loss": ("learning", "held-out loss against seconds, by optimizer or dtype of the momentum"),
     "handover": ("learning", "held-out loss after AdamW hands over to Muon, by what momentum starts from"),
     "scaling": ("scaling", "plans of known models on up to 4096 ranks; predicted against measured steps"),
     "exactness": ("exactness", "errors against oracles, stock and torch; writes docs/exactness.md"),
@@ -56,16 +55,15 @@ def parser_of(benchmark: Callable) -> argparse.ArgumentParser:
     return parser
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(name: str = "", *options: str) -> int:
     """Run one benchmark and print its report, or list all of them."""
-    if not arguments or arguments[0] not in BENCHMARKS:
-        print(f"{__doc__}\n" + "\n".join(f"  {name:10}  {text}" for name, (_, text) in BENCHMARKS.items()))
-        return 2 if arguments and arguments[0] not in ("-h", "--help") else 0
-    name, *rest = arguments
+    if name not in BENCHMARKS:
+        print(f"{__doc__}\n" + "\n".join(f"  {known:10} {text}" for known, (_, text) in BENCHMARKS.items()))
+        return 0 if name in ("", "-h", "--help") else 2
     benchmark = getattr(importlib.import_module(f"benchmarks.{BENCHMARKS[name][0]}"), name)
-    print(benchmark(**vars(parser_of(benchmark).parse_args(rest))))
+    print(benchmark(**vars(parser_of(benchmark).parse_args(options))))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(*sys.argv[1:]))

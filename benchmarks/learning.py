@@ -12,24 +12,22 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks import ranks, report
-from benchmarks.training import VARIANTS, check_optimizer
+from benchmarks.training import VARIANTS
 
 EXAMPLE = report.ROOT / "examples" / "pretrain_gpt"
 sys.path.append(str(EXAMPLE))
 
 from losslog import Row, evaluations, first_reaching, is_complete, read_log  # noqa: E402
 
-#: Width of the example's model: an orthogonal square matrix of this size has entries of RMS width ** -0.5.
-WIDTH = 192
-
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """A training of the example. `params` replace those of its optimizer; `nearest`: its bf16 momentum is rounded so."""
+    """A training of the example. `params` replace its optimizer's; `nearest`: a bf16 momentum is rounded so."""
 
     label: str
     variant: str = "ours"
@@ -39,27 +37,20 @@ class Curve:
     nearest: bool = False
 
 
-def muon_params(**more: Any) -> dict[str, Any]:
-    """Those of the example's config, and more."""
-    return json.loads((EXAMPLE / "ds_config_muon.json").read_text())["optimizer"]["params"] | more
-
-
-def stock_params() -> dict[str, Any]:
-    """Stock's keys for the rates of ours: an update of RMS 0.2 lr for square matrices, and lr for the AdamW half."""
-    ours = muon_params()
-    kept = {name: ours[name] for name in ("weight_decay", "betas", "eps")}
-    muon_lr = round(0.2 * ours["lr"] * WIDTH**0.5, 4)
-    return kept | {"muon_lr": muon_lr, "adam_lr": ours["lr"], "momentum": 0.95, "ns_method": "standard"}
-
-
+PARAMS = json.loads((EXAMPLE / "ds_config_muon.json").read_text())["optimizer"]["params"]
+#: Stock's keys for the rates of ours: an update of RMS 0.2 lr for the square matrices, which have 192 rows and, if
+#: orthogonal, entries of RMS 192 ** -0.5; and lr for the AdamW half.
+STOCK = {name: PARAMS[name] for name in ("weight_decay", "betas", "eps")} | {"momentum": 0.95, "ns_method": "standard"}
+STOCK |= {"muon_lr": round(0.2 * PARAMS["lr"] * 192**0.5, 4), "adam_lr": PARAMS["lr"]}
+BF16 = PARAMS | {"momentum_dtype": "bf16"}
 CURVES = {
     "adamw": Curve("AdamW", "adamw", "ds_config_adamw.json"),
-    "stock-clip": Curve("stock Muon, clip 1", "stock", params=stock_params()),
-    "stock": Curve("stock Muon, no clip", "stock", params=stock_params(), clip=0.0),
+    "stock-clip": Curve("stock Muon, clip 1", "stock", params=STOCK),
+    "stock": Curve("stock Muon, no clip", "stock", params=STOCK, clip=0.0),
     "ours": Curve("deepspeed-muon, clip 1"),
-    "fp32": Curve("momentum in fp32", params=muon_params(momentum_dtype="fp32")),
-    "bf16": Curve("momentum in bf16", params=muon_params(momentum_dtype="bf16")),
-    "nearest": Curve("bf16, rounded to nearest", params=muon_params(momentum_dtype="bf16"), nearest=True),
+    "fp32": Curve("momentum in fp32", params=PARAMS | {"momentum_dtype": "fp32"}),
+    "bf16": Curve("momentum in bf16", params=BF16),
+    "nearest": Curve("bf16, rounded to nearest", params=BF16, nearest=True),
 }
 
 
@@ -75,7 +66,7 @@ def rank(arguments: list[str], variant: str, nearest: bool) -> None:
     train = example.train
 
     def checked(engine: Any, *rest: Any) -> None:
-        check_optimizer(engine, VARIANTS[variant])
+        VARIANTS[variant].check(engine)
         train(engine, *rest)
 
     example.train, sys.argv = checked, ["train.py", *arguments]
@@ -99,13 +90,9 @@ def trained(curve: Curve, folder: Path, steps: int, seed: int, world: int) -> li
     return read_log(log)
 
 
-def loss_at(rows: list[Row], seconds: float) -> float | str:
-    """Held-out loss after this many seconds, between the two evaluations around them."""
-    for before, after in itertools.pairwise(rows):
-        if before.seconds <= seconds <= after.seconds:
-            share = (seconds - before.seconds) / (after.seconds - before.seconds)
-            return before.held_out + share * (after.held_out - before.held_out)
-    return "-"
+def loss_at(rows: list[Row], seconds: float) -> float:
+    """Held-out loss after this many seconds, between the two evaluations around them; NaN after the last."""
+    return float(numpy.interp(seconds, [row.seconds for row in rows], [row.held_out for row in rows], right=math.nan))
 
 
 def compared(runs: Mapping[str, list[list[Row]]]) -> list[dict[str, Any]]:
@@ -135,7 +122,6 @@ def loss(
     steps: int = 240,
     seeds: int = 1,
     world: int = 2,
-    out: str = "build/loss",
     output: str = "",
 ) -> str:
     """Held-out loss against seconds of training on examples/pretrain_gpt: AdamW, stock's Muon, ours.
@@ -143,7 +129,7 @@ def loss(
     ZeRO 2, bf16, one thread per rank, the example's own configs and schedule. The clock counts training steps only;
     stock's compilation is in its first step. Stock's Muon runs with the example's gradient_clipping, which it applies
     to the orthogonalized updates, and without; with its faster method, and with the rates that give square matrices the
-    updates of ours. Runs that are complete in --out are not repeated. The dtypes of the momentum:
+    updates of ours. Runs that are complete in build/loss are not repeated. The dtypes of the momentum:
     --runs fp32 bf16 nearest --steps 60 --seeds 3 --world 1 --output momentum-dtype.
 
     Args:
@@ -151,87 +137,36 @@ def loss(
         steps: length of every run
         seeds: runs of each
         world: ranks
-        out: folder of the runs
         output: base name of the result files
     """
     logs: dict[str, list[list[Row]]] = {name: [] for name in runs}
     for seed, name in itertools.product(range(seeds), runs):
-        folder = report.ROOT / out / f"{name}-seed{seed}-{steps}"
+        folder = report.ROOT / "build" / "loss" / f"{name}-seed{seed}-{steps}"
         logs[name].append(trained(CURVES[name], folder, steps, seed, world))
     rows = [
-        {
-            "run": CURVES[name].label,
-            "seed": seed,
-            "step": row.step,
-            "seconds": row.seconds,
-            "held-out loss": row.held_out,
-        }
+        {"run": CURVES[name].label, "seed": seed} | dataclasses.asdict(row)
         for name, of_run in logs.items()
         for seed, log in enumerate(of_run)
         for row in log
         if not math.isnan(row.held_out)
     ]
-    note = "Stock has the rates of ours in its own scale, not of a sweep of its own: {muon_lr} and {adam_lr}."
+    note = "Stock's rates are those of ours in its own scale, not of a sweep of its own: {muon_lr} and {adam_lr}."
     title = f"Loss per second, {steps} steps of examples/pretrain_gpt, {world} ranks"
-    chart = report.lines(rows, lambda row: f"{row['run']}, {row['seed']}", "seconds", "held-out loss")
-    told = note.format(**stock_params()) if "stock" in " ".join(runs) else ""
-    name = output or report.name_of("loss-per-second")
-    return report.write(name, title, rows, report.table(compared(logs)), told, draw=chart)
+    chart = report.lines(rows, lambda row: f"{row['run']}, {row['seed']}", "seconds", "held_out")
+    tables = report.table(compared(logs)), note.format(**STOCK) if "stock" in " ".join(runs) else ""
+    return report.write(output or report.name_of("loss-per-second"), title, rows, *tables, draw=chart)
 
 
-# ---- from AdamW to Muon ---------------------------------------------------------------------------------
-
-BATCH, BEFORE, WARMUP, ADAM_RATE, MUON_RATES, EVALUATED = 16, 120, 12, 2e-3, (2e-3, 1.6e-2), (1, 10, 20, 40, 80)
+BATCH, BEFORE, WARMUP, CONTEXT, ADAM_RATE, MUON_RATES, EVALUATED = (
+    16,
+    120,
+    12,
+    96,
+    2e-3,
+    (2e-3, 1.6e-2),
+    (1, 10, 20, 40, 80),
+)
 STARTS: dict[str, Callable[[Tensor], Tensor]] = {"first moment": torch.clone, "zero": torch.zeros_like}
-
-
-class Run:
-    """The example's model, smaller, in fp32 on one process."""
-
-    def __init__(self, seed: int) -> None:
-        import data
-        import model
-
-        torch.manual_seed(seed)
-        self.data, self.corpus, self.seed, self.steps = data, data.load_corpus(), seed, 0
-        self.model = model.GPT(model.GPTConfig(layers=3, width=128, heads=4, context=96))
-
-    def loss(self, text: Any, offsets: Any) -> Tensor:
-        """Of the windows of a text at these offsets."""
-        return self.model(*self.data.windows(text, offsets, 96))
-
-    def train(self, optimizer: torch.optim.Optimizer) -> None:
-        """One step."""
-        self.loss(self.corpus.train, self.data.train_offsets(self.corpus, self.seed, self.steps, BATCH, 96)).backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        self.steps += 1
-
-    @torch.no_grad()
-    def held_out(self) -> float:
-        """Loss on a fixed sample of the held-out text."""
-        offsets = self.data.held_out_offsets(self.corpus, 4 * BATCH, 96).reshape(4, BATCH)
-        return statistics.fmean(self.loss(self.corpus.held_out, part).item() for part in offsets)
-
-
-def handed_over(before: Run, adamw: torch.optim.Optimizer, rate: float, start: str) -> dict[str, float]:
-    """Held-out losses of a run that goes on with Muon from the weights of another, at EVALUATED steps."""
-    from deepspeed.muon import MuonWithAuxAdam
-
-    run, losses = Run(before.seed), {}
-    run.model, run.steps = copy.deepcopy(before.model), before.steps
-    settings = {"lr": rate, "adam_lr": ADAM_RATE, "betas": (0.9, 0.95), "eps": 1e-8, "adjust_lr_fn": "match_rms_adamw"}
-    muon = MuonWithAuxAdam(run.model.parameters(), model=run.model, **settings)
-    for ours, theirs in zip(run.model.parameters(), before.model.parameters(), strict=True):
-        saved = {key: value.clone() for key, value in adamw.state[theirs].items()}
-        started = {"step": saved["step"], "momentum_buffer": STARTS[start](saved["exp_avg"])}
-        muon.state[ours] = started if muon.specs[ours].use_muon else saved
-    for number in range(1, EVALUATED[-1] + 1):
-        run.train(muon)
-        if number in EVALUATED:
-            losses[str(number)] = run.held_out()
-    return losses
 
 
 def handover(seeds: int = 3) -> str:
@@ -243,18 +178,46 @@ def handover(seeds: int = 3) -> str:
     Args:
         seeds: runs of each kind
     """
+    import data
+    from deepspeed.muon import MuonWithAuxAdam
+    from model import GPT, GPTConfig
+
     torch.set_num_threads(report.cores())
-    kinds, rows, means = list(itertools.product(MUON_RATES, STARTS)), [], []
+    corpus, rows, adam = data.load_corpus(), [], {"betas": (0.9, 0.95), "eps": 1e-8}
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, step: int) -> None:
+        offsets = data.train_offsets(corpus, seed, step, BATCH, CONTEXT)
+        model(*data.windows(corpus.train, offsets, CONTEXT)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    @torch.no_grad()
+    def held_out(model: nn.Module) -> float:
+        offsets = data.held_out_offsets(corpus, 4 * BATCH, CONTEXT).reshape(4, BATCH)
+        return statistics.fmean(model(*data.windows(corpus.held_out, part, CONTEXT)).item() for part in offsets)
+
     for seed in range(seeds):
-        run, betas = Run(seed), (0.9, 0.95)
-        adamw = torch.optim.AdamW(run.model.parameters(), lr=ADAM_RATE, betas=betas, eps=1e-8, weight_decay=0.0)
+        torch.manual_seed(seed)
+        model = GPT(GPTConfig(layers=3, width=128, heads=4, context=CONTEXT))
+        adamw = torch.optim.AdamW(model.parameters(), lr=ADAM_RATE, weight_decay=0.0, **adam)
         for step in range(BEFORE):
             adamw.param_groups[0]["lr"] = ADAM_RATE * min(1.0, (step + 1) / WARMUP)
-            run.train(adamw)
-        for rate, start in kinds:
-            rows.append({"muon_lr": rate, "start": start, "seed": seed} | handed_over(run, adamw, rate, start))
-            print(rows[-1], flush=True)
-    for rate, start in kinds:
+            train(model, adamw, seed, step)
+        for rate, start in itertools.product(MUON_RATES, STARTS):
+            twin, row = copy.deepcopy(model), {"muon_lr": rate, "start": start, "seed": seed}
+            settings = {"lr": rate, "adam_lr": ADAM_RATE, "adjust_lr_fn": "match_rms_adamw"} | adam
+            muon = MuonWithAuxAdam(twin.parameters(), model=twin, **settings)
+            for own, theirs in zip(twin.parameters(), model.parameters(), strict=True):
+                saved = {key: value.clone() for key, value in adamw.state[theirs].items()}
+                started = {"step": saved["step"], "momentum_buffer": STARTS[start](saved["exp_avg"])}
+                muon.state[own] = started if muon.specs[own].use_muon else saved
+            for number in range(EVALUATED[-1]):
+                train(twin, muon, seed, BEFORE + number)
+                row |= {str(number + 1): held_out(twin)} if number + 1 in EVALUATED else {}
+            rows.append(row)
+    means = []
+    for rate, start in itertools.product(MUON_RATES, STARTS):
         own = [row for row in rows if (row["muon_lr"], row["start"]) == (rate, start)]
         losses = {str(n): f"{statistics.fmean(row[str(n)] for row in own):.3f}" for n in EVALUATED}
         means.append({"steps after the change": f"Muon at {rate:g}, {start}"} | losses)

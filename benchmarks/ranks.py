@@ -5,8 +5,8 @@ A rank is started as `python -m benchmarks.ranks MODULE:FUNCTION SETTING_AS_JSON
 """
 
 import contextlib
-import dataclasses
 import importlib
+import itertools
 import json
 import os
 import signal
@@ -18,9 +18,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.report import ROOT, cores
 
 
 class RanksFailed(RuntimeError):
@@ -31,12 +31,11 @@ class RanksFailed(RuntimeError):
         self.results = results
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where one rank runs: what stands before its command, and what its environment has beside the usual."""
 
     prefix: tuple[str, ...] = ()
-    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    environment: Mapping[str, str] = {}
 
 
 def run(
@@ -54,14 +53,16 @@ def run(
     Args:
         function: of a module of this package; its result can be written as JSON.
         environment: of all ranks. deepspeed-muon is active in them unless it says otherwise.
-        places: of each rank.
 
     Raises:
         RanksFailed: a rank failed or time ran out; all ranks are killed then.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that `finally` below runs
     command = [sys.executable, "-m", "benchmarks.ranks", f"{function.__module__}:{function.__qualname__}"]
-    port, processes, problem = _free_port(), [], None
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    processes: list[subprocess.Popen] = []
     with tempfile.TemporaryDirectory() as name:
         logs = [Path(name) / f"rank{rank}.log" for rank in range(world)]
         results = [log.with_suffix(".json") for log in logs]
@@ -75,18 +76,15 @@ def run(
                     processes.append(subprocess.Popen(line, env=variables, **settings))
             problem = _wait(processes, timeout)
         finally:
-            _kill(processes)
+            for process in processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # the compilers that it may have started too
+                process.wait()
         found = [json.loads(result.read_text()) if result.exists() else None for result in results]
         if problem:
             tails = [f"--- rank {rank} ---\n{log.read_text()[-3000:]}" for rank, log in enumerate(logs)]
             raise RanksFailed("\n".join([f"{function.__qualname__}: {problem}", *tails]), found[0])
         return found
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def _environment(rank: int, world: int, port: int, threads: int, device: str) -> dict[str, str]:
@@ -117,12 +115,45 @@ def _wait(processes: Sequence[subprocess.Popen], timeout: float) -> str | None:
     return f"no end within {timeout:g} s"
 
 
-def _kill(processes: Sequence[subprocess.Popen]) -> None:
-    """Every rank, with the compilers it may have started."""
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+@contextlib.contextmanager
+def two_hosts(rate: str) -> Iterator[list[tuple[str, ...]]]:
+    """Prefixes of commands on either of two network namespaces, joined by a link whose rate is as tc writes it.
+
+    In the end both go, with what still runs in them.
+    """
+    names = [f"dsmuon{os.getpid()}-{host}" for host in "ab"]
+
+    def ip(*words: str) -> str:
+        return subprocess.run(["ip", *words], check=True, stdout=subprocess.PIPE, text=True).stdout
+
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("-n", names[0], "link", "add", "link0", "type", "veth", "peer", "name", "link0", "netns", names[1])
+        for number, name in enumerate(names, 1):
+            ip("-n", name, "address", "add", f"10.213.0.{number}/24", "dev", "link0")
+            for device in ("lo", "link0"):
+                ip("-n", name, "link", "set", device, "up")
+            # A packet that the sender offloads whole has up to 64 KiB, so the token bucket must hold more than one.
+            limit = ["root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
+            subprocess.run(["tc", "-n", name, "qdisc", "add", "dev", "link0", *limit], check=True)
+        yield [("ip", "netns", "exec", name) for name in names]
+    finally:
+        for name in names:
+            with contextlib.suppress(subprocess.CalledProcessError):
+                for pid in ip("netns", "pids", name).split():
+                    subprocess.run(["kill", "-9", pid])
+                ip("netns", "delete", name)
+
+
+def places_on(hosts: list[tuple[str, ...]], world: int) -> list[Place]:
+    """Where each rank runs: the first half on the first host, each on one core of its host's share of the machine."""
+    per_host, found = world // len(hosts), []
+    for rank in range(world):
+        prefix = *hosts[rank // per_host], "taskset", "--cpu-list", str(rank * cores() // world)
+        environment = {"LOCAL_RANK": str(rank % per_host), "LOCAL_WORLD_SIZE": str(per_host)}
+        found.append(Place(prefix, environment | {"GLOO_SOCKET_IFNAME": "link0", "MASTER_ADDR": "10.213.0.1"}))
+    return found
 
 
 @contextlib.contextmanager
@@ -144,13 +175,9 @@ def main() -> None:
     """One rank: call the function; after each item of a generator the file has all items so far."""
     (module, _, function), setting, file = sys.argv[1].partition(":"), json.loads(sys.argv[2]), Path(sys.argv[3])
     result = getattr(importlib.import_module(module), function)(**setting)
-    if not isinstance(result, Iterator):
-        file.write_text(json.dumps(result))
-        return
-    items: list[Any] = []
-    for item in result:
-        items.append(item)
-        file.with_suffix(".new").write_text(json.dumps(items))
+    values = itertools.accumulate(([item] for item in result), initial=[]) if isinstance(result, Iterator) else [result]
+    for value in values:
+        file.with_suffix(".new").write_text(json.dumps(value))
         file.with_suffix(".new").replace(file)
 
 

@@ -2,8 +2,7 @@
 """How time is taken, and what the machine can do: products, bytes copied and bytes sent per second.
 
 A rate is that of one rank while all ranks of the job do the same at the same time. It is the best that was seen, so
-that a floor computed from it is one; of copies alone the median, because ranks share the memory and one that is alone
-for a moment is faster.
+that a floor computed from it is one; of copies the median, as a rank that is alone with the memory is faster.
 """
 
 import dataclasses
@@ -17,41 +16,31 @@ import torch.distributed as dist
 from benchmarks import ranks
 
 Call = Callable[[], object]
-
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 #: (batch, rows, inner, columns) of the products that are tried, and more of them for an accelerator.
 PRODUCTS = ((16, 512, 512, 2048), (16, 512, 512, 512), (4, 1024, 1024, 1024), (2, 1024, 1024, 4096), (1, *[2048] * 3))
 LARGE_PRODUCTS = ((4, 4096, 4096, 4096), (4, 2048, 2048, 8192), (1, 8192, 8192, 8192))
-#: Bytes of each of the two tensors of a copy: several times a cache.
-COPY_BYTES = 2**27
-#: Bytes that a rank sends in one all-to-all.
-MESSAGES = (2**20, 2**22, 2**24)
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-# ---- time -----------------------------------------------------------------------------------------------
-
-
-def synchronize(device: str) -> None:
-    """Wait until an accelerator has done what was launched."""
-    if device != "cpu":
-        torch.cuda.synchronize()
+#: Bytes of each of the two tensors of a copy, several times a cache; that a rank sends in one all-to-all.
+COPY_BYTES, MESSAGES = 2**27, (2**20, 2**22, 2**24)
 
 
 def seconds(call: Call, device: str = "cpu") -> float:
-    """Of one call."""
-    synchronize(device)
+    """Of one call, between two moments at which the device is idle."""
+    synchronize = torch.cuda.synchronize if device != "cpu" else lambda: None
+    synchronize()
     begin = time.perf_counter()
     call()
-    synchronize(device)
+    synchronize()
     return time.perf_counter() - begin
 
 
 def alternate(
     calls: Mapping[str, Call], device: str = "cpu", rounds: int = 12, limit: float = 60, prepare: Call = lambda: None
 ) -> dict[str, list[float]]:
-    """Seconds of each candidate's calls, the first one's apart, in turn: A B C A B C, so that all meet the same drift.
+    """Seconds of each candidate's calls, one more than rounds, in turn: A B C A B C, so that all meet the same drift.
 
-    No round begins after `limit` seconds. What needs a quarter of them for a call is called twice only. `prepare` runs
-    before every call and is not timed.
+    No round begins after `limit` seconds, and what needs a quarter of them for a call is called twice only. `prepare`
+    runs before every call and is not timed.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     begin = time.perf_counter()
@@ -65,8 +54,8 @@ def alternate(
     return times
 
 
-def repeat(call: Call, budget: float, device: str = "cpu") -> list[float]:
-    """Seconds of as many calls as fit into the budget, at least three, after one that is not counted."""
+def repeat(call: Call, budget: float, device: str) -> list[float]:
+    """Seconds of the calls that fit into a budget, after one that is not counted."""
     return alternate({"": call}, device, 10**6, budget)[""][1:]
 
 
@@ -76,14 +65,11 @@ def summary(times: list[float]) -> dict[str, float]:
     return {f"{name} ms": 1e3 * value for name, value in spread.items()} | {"calls": len(times)}
 
 
-# ---- rates ----------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class Rates:
     """Of one rank, in operations and bytes per second.
 
-    `bf16`, `fp32`: of products into a preallocated result, a multiply-add is two operations. `copy`: bytes read and
+    `bf16`, `fp32`: of products into a preallocated result; a multiply-add is two operations. `copy`: bytes read and
     written. `network`: bytes sent to others in an all-to-all; infinite for one rank.
     """
 
@@ -94,8 +80,7 @@ class Rates:
 
     def best(self, other: "Rates") -> "Rates":
         """The better of two measurements, rate by rate: something else may have run during one of them."""
-        theirs = dataclasses.asdict(other)
-        return Rates(**{name: max(rate, theirs[name]) for name, rate in dataclasses.asdict(self).items()})
+        return Rates(*map(max, dataclasses.astuple(self), dataclasses.astuple(other)))
 
     def __str__(self) -> str:
         text = f"Per rank: bf16 products {self.bf16 / 1e12:.3f} TFLOP/s, fp32 {self.fp32 / 1e12:.3f}"
@@ -106,18 +91,20 @@ class Rates:
 def measure(world: int = 1, threads: int = 1, device: str = "cpu") -> Rates:
     """The rates of one rank of this many, the mean of all; some ten seconds."""
     found = ranks.run(rank, {"device": device}, world, 180, threads, device, {"DS_MUON_AUTOLOAD": "0"})
-    return Rates(**{name: sum(rates[name] for rates in found) / world for name in found[0]})
+    return Rates(*map(statistics.fmean, zip(*found, strict=True)))
 
 
-def rank(device: str) -> dict[str, float]:
+def rank(device: str) -> list[float]:
     """All rates of this rank."""
     with ranks.joined():
-        rates = {}
-        for name, dtype in DTYPES.items():
+        rates = []
+        for dtype in DTYPES.values():
             dist.barrier()
-            rates[name] = product_rate(dtype, device)
+            rates.append(product_rate(dtype, device))
+        source, target = (torch.ones(COPY_BYTES // 4, device=device) for _ in range(2))
         dist.barrier()
-        return rates | {"copy": copy_rate(device), "network": network_rate(device)}
+        spent = statistics.median(repeat(lambda: target.copy_(source), 0.5, device))
+        return [*rates, 2 * COPY_BYTES / spent, network_rate(device)]
 
 
 def product_rate(dtype: torch.dtype, device: str) -> float:
@@ -131,18 +118,10 @@ def product_rate(dtype: torch.dtype, device: str) -> float:
     return max(rates)
 
 
-def copy_rate(device: str) -> float:
-    """Bytes read and written per second by a copy between tensors that no cache holds."""
-    source, target = (torch.ones(COPY_BYTES // 4, device=device) for _ in range(2))
-    return 2 * COPY_BYTES / statistics.median(repeat(lambda: target.copy_(source), 0.5, device))
-
-
 def network_rate(device: str) -> float:
     """Bytes that this rank sends to others per second of an all-to-all of large messages."""
-    world, rates = dist.get_world_size(), []
-    if world == 1:
-        return float("inf")
-    for size in MESSAGES:
+    world, rates = dist.get_world_size(), [float("inf")] * (dist.get_world_size() == 1)
+    for size in MESSAGES if world > 1 else ():
         sent = torch.ones(size // 2 // world * world, dtype=torch.bfloat16, device=device)
         received, times = torch.empty_like(sent), []
         for _ in range(12):

@@ -4,6 +4,7 @@
 import csv
 import datetime
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import re
@@ -17,29 +18,13 @@ Rows = Sequence[dict[str, Any]]
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
-# ---- the machine ----------------------------------------------------------------------------------------
-
-
-def cpu_model() -> str:
-    """The processor's name as the kernel reports it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    names = re.findall(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.M) if cpuinfo.exists() else []
-    return names[0] if names else platform.processor() or platform.machine()
-
 
 def cores() -> int:
     """Cores this process may use; in a container that can be fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def slug(text: str = "") -> str:
-    """A part of a file name, by default for this machine: `amd-epyc-2-cores`."""
-    text = text or re.sub(r"\(r\)|\(tm\)|\bcpu\b|\bprocessor\b|@.*", "", cpu_model().lower()) + f" {cores()} cores"
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
-
-
 def version(distribution: str) -> str:
-    """The installed version."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -48,19 +33,28 @@ def version(distribution: str) -> str:
 
 def describe() -> dict[str, str]:
     """Machine, versions and date: columns of every CSV."""
-    facts = {"cpu": cpu_model(), "cores": str(cores()), "python": platform.python_version()}
+    cpuinfo = Path("/proc/cpuinfo")
+    models = re.findall(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.M) if cpuinfo.exists() else []
+    cpu = (models or [platform.processor() or platform.machine()])[0]
+    facts = {"cpu": cpu, "cores": str(cores()), "python": platform.python_version()}
     facts |= {name: version(name) for name in ("torch", "deepspeed", "deepspeed-muon")}
     return facts | {"date": datetime.date.today().isoformat()}
 
 
 def one_line() -> str:
     """`describe` as a caption."""
-    facts = describe()
-    versions = ", ".join(f"{name} {facts[name]}" for name in ("torch", "deepspeed", "deepspeed-muon"))
-    return f"{facts['cpu']}, {facts['cores']} cores, {versions}, {facts['date']}"
+    cpu, cores, _, torch, deepspeed, ours, date = describe().values()
+    return f"{cpu}, {cores} cores, torch {torch}, deepspeed {deepspeed}, deepspeed-muon {ours}, {date}"
 
 
-# ---- tables ---------------------------------------------------------------------------------------------
+def slug(text: str) -> str:
+    """A part of a file name."""
+    return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\(r\)|\(tm\)|\bcpu\b|\bprocessor\b|@.*", "", text.lower())).strip("-")
+
+
+def name_of(benchmark: str, *deviations: str) -> str:
+    """The base name of a benchmark's files on this machine, with whatever deviates from its usual setting."""
+    return "-".join([benchmark, *filter(None, deviations), slug(describe()["cpu"]), f"{cores()}-cores"])
 
 
 def cell(value: Any) -> str:
@@ -96,64 +90,40 @@ def summarize(records: Rows, *keys: str) -> list[dict[str, Any]]:
     return rows
 
 
-# ---- files ----------------------------------------------------------------------------------------------
-
-
-def name_of(benchmark: str, *deviations: str) -> str:
-    """The base name of a benchmark's files on this machine, with whatever deviates from its usual setting."""
-    return "-".join([benchmark, *filter(None, deviations), slug()])
-
-
 def write(name: str, title: str, rows: Rows, *parts: str, draw: Callable[[Any], None] | None = None) -> str:
-    """Write `name`.csv, .md and .png; returns the Markdown, for the terminal.
+    """Write `name`.csv of the rows, .md of the title and the parts that are not empty, and .png; returns the Markdown.
 
-    Args:
-        name: base name of the files.
-        title: first line of the report.
-        rows: of the CSV.
-        parts: of the report; empty ones are left out.
-        draw: gets matplotlib's axes. No chart without it, or without matplotlib.
+    `draw` gets matplotlib's axes. There is no chart without it, or without matplotlib.
     """
     RESULTS.mkdir(exist_ok=True)
     text = "\n\n".join([f"# {title}", one_line(), *filter(None, parts)]) + "\n"
     (RESULTS / f"{name}.md").write_text(text)
     write_csv(RESULTS / f"{name}.csv", [describe() | row for row in rows])
-    if draw is not None:
-        _chart(RESULTS / f"{name}.png", draw)
+    if draw is not None and importlib.util.find_spec("matplotlib"):
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(9, 4.5), layout="constrained")
+        draw(figure.subplots())
+        figure.savefig(RESULTS / f"{name}.png", dpi=120)
     return text
 
 
 def write_csv(path: Path, rows: Rows) -> None:
     """One line per row; floats with seven digits."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=names, lineterminator="\n")
+        writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
         writer.writeheader()
         for row in rows:
             writer.writerow({name: float(f"{v:.7g}") if isinstance(v, float) else v for name, v in row.items()})
 
 
-def _chart(path: Path, draw: Callable[[Any], None]) -> None:
-    try:
-        import matplotlib
-    except ImportError:
-        return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
-    draw(axes)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
-def bars(rows: Rows, label: Callable[[dict], str], *columns: str, unit: str, scale: float = 1) -> Callable[[Any], None]:
-    """One bar per row, made of the columns one on the other; those a row lacks count nothing."""
+def bars(rows: Rows, label: Callable[[dict], str], *columns: str, unit: str) -> Callable[[Any], None]:
+    """One bar per row, made of the columns one after the other."""
 
     def draw(axes: Any) -> None:
         names, left = [label(row) for row in rows], [0.0] * len(rows)
         for column in columns:
-            values = [scale * row.get(column, 0.0) for row in rows]
+            values = [row[column] for row in rows]
             axes.barh(names, values, left=left, label=column)
             left = [a + b for a, b in zip(left, values, strict=True)]
         axes.invert_yaxis()

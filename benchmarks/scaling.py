@@ -18,11 +18,12 @@ from benchmarks.roofline import muon_half
 from benchmarks.training import Job, rounds
 from deepspeed.muon.cli.model import build
 from deepspeed.muon.config.schema import parse
-from deepspeed.muon.forecast.estimate import Estimate, Machine, Network, estimate, milliseconds, per_rank, totals
+from deepspeed.muon.forecast.estimate import Machine, Network, estimate, milliseconds, per_rank, totals
 from deepspeed.muon.forecast.layout import Half, Layout, halves_of
 from deepspeed.muon.forecast.measured import measure
 from deepspeed.muon.kernels.selection import choose, missing
 from deepspeed.muon.math.coefficients import schedule
+from deepspeed.muon.math.newton_schulz import bf16_is_fast, resolve_dtype
 from deepspeed.muon.plan.cost import cost_model
 from deepspeed.muon.plan.plan import make_plan
 
@@ -40,16 +41,6 @@ messages: sent per rank and step, there and back; messages and runs are of the b
 of all parts, measured on this machine. Parts: sub-groups of stage 3, stepped one after the other."""
 
 
-def planning_seconds(found: Estimate, rank: int) -> float:
-    """Of one rank's plans of all its parts, as the optimizer makes them."""
-    gc.collect()
-    begin = time.perf_counter()
-    for cost in found.costs:
-        part = cost.part
-        make_plan(part.shards, rank, part.world_size, cost_model(part.half.ns_method, SIMPLE, 2, "cuda"))
-    return time.perf_counter() - begin
-
-
 def forecast(name: str, halves: Sequence[Half], stage: int, world: int, machine: Machine | None) -> dict[str, Any]:
     """A row of the table."""
     found = estimate(halves, Layout(stage, world), SIMPLE, 2, "cuda")
@@ -61,7 +52,13 @@ def forecast(name: str, halves: Sequence[Half], stage: int, world: int, machine:
     row |= {"MB mean": facts["sent_bytes"]["mean"] / 1e6, "MB max": facts["sent_bytes"]["max"] / 1e6}
     row |= {"messages": sum(cost.messages for cost in found.costs), "runs": sum(cost.runs for cost in found.costs)}
     row |= {f"{phase} ms": value for phase, value in milliseconds(found, machine).items()} if machine else {}
-    return row | {"planning s": planning_seconds(found, 0), "of a middle rank": planning_seconds(found, world // 2)}
+    for title, rank in {"planning s": 0, "of a middle rank": world // 2}.items():
+        gc.collect()
+        begin = time.perf_counter()
+        for part in (cost.part for cost in found.costs):
+            make_plan(part.shards, rank, part.world_size, cost_model(part.half.ns_method, SIMPLE, 2, "cuda"))
+        row[title] = time.perf_counter() - begin
+    return row
 
 
 def scaling(
@@ -70,7 +67,6 @@ def scaling(
     stages: tuple[int, ...] = (1, 3),
     machine: str = "",
     measured: tuple[int, ...] = (1, 2, 4),
-    repeats: int = 2,
 ) -> str:
     """Plans of known models on up to 4096 ranks, and predicted against measured steps of a small model.
 
@@ -84,7 +80,6 @@ def scaling(
         stages: of ZeRO
         machine: JSON file with every constant of deepspeed.muon.forecast.estimate.Machine, for columns of milliseconds
         measured: numbers of ranks whose steps are measured; 0 for none
-        repeats: rounds of measured launches
     """
     stated, rows, points = None, [], []
     if machine:
@@ -97,18 +92,20 @@ def scaling(
             print(rows[-1], flush=True)
     parts = [f"Milliseconds are predicted for {stated}, not measured." if stated else "", report.table(rows), NOTES]
     if any(measured):
-        alone, points = compare(measured, stages, repeats)
+        alone, points = compare(measured, stages)
         parts += [f"## Measured points\n\nPredicted for {alone}.\n\n{report.table(points)}"]
-    text = report.write(report.name_of("scaling"), "Scaling of the plan", rows, *parts)
-    report.write_csv(report.RESULTS / f"{report.name_of('scaling')}-measured.csv", points)
-    return text
+        report.write_csv(report.RESULTS / f"{report.name_of('scaling')}-measured.csv", points)
+    return report.write(report.name_of("scaling"), "Scaling of the plan", rows, *parts)
 
 
-def compare(worlds: Sequence[int], stages: Sequence[int], repeats: int) -> tuple[Machine, list[dict[str, Any]]]:
+def compare(worlds: Sequence[int], stages: Sequence[int]) -> tuple[Machine, list[dict[str, Any]]]:
     """The rates of one core alone, and measured steps beside those that follow from them."""
-    jobs = [Job(str(stage), "ours", world, warmup=2) for world in worlds for stage in stages]
+    jobs, itemsize = (
+        [Job(str(s), "ours", w, warmup=2) for w in worlds for s in stages],
+        resolve_dtype("auto", bf16_is_fast()).itemsize,
+    )
     (alone,) = ranks.run(rank, {"shapes": jobs[0].matrices})
-    *_, records = rounds(jobs, repeats)
+    *_, records = rounds(jobs, 2)
     found = report.summarize(records, "world", "case")
     sent = [row["exchange MB"] / 1e3 / row["alone s"] for row in found if row["world"] == 2 and row["exchange MB"]]
     network = Network(gbs=statistics.fmean(sent), latency_us=0.0, message_us=0.0) if sent else None
@@ -119,7 +116,7 @@ def compare(worlds: Sequence[int], stages: Sequence[int], repeats: int) -> tuple
         link = network and dataclasses.replace(network, gbs=network.gbs / share)
         of_rank = dataclasses.replace(machine, tflops=machine.tflops / share, network=link, **slower)
         halves, layout = [muon_half(jobs[0].matrices)], Layout(int(row["case"]), row["world"])
-        step = milliseconds(estimate(halves, layout, SIMPLE, 2, "cpu"), of_rank)
+        step = milliseconds(estimate(halves, layout, SIMPLE, itemsize, "cpu"), of_rank)
         predicted, measured = step.get("total", step["elementwise"] + step["newton_schulz"]), 1e3 * row["optimizer s"]
         point = {"ranks": row["world"], "stage": row["case"], "measured ms": measured, "predicted ms": predicted}
         point |= {"error": f"{predicted / measured - 1:+.0%}", "Newton-Schulz ms": 1e3 * row["newton_schulz s"]}
@@ -133,5 +130,5 @@ def rank(shapes: list[tuple[int, int]]) -> dict[str, Any]:
     """The constants of one core alone."""
     torch.set_num_threads(1)
     halves, cpu = [muon_half([tuple(shape) for shape in shapes])], torch.device("cpu")
-    kernels = choose(missing("auto", ["cpu"]))
-    return dataclasses.asdict(measure(halves, SIMPLE, torch.bfloat16, cpu, cpu, kernels, world_size=1)[0])
+    dtype, kernels = resolve_dtype("auto", bf16_is_fast()), choose(missing("auto", ["cpu"]))
+    return dataclasses.asdict(measure(halves, SIMPLE, dtype, cpu, cpu, kernels, world_size=1)[0])

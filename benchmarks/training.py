@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A launch: a model of linear layers trained with one optimizer under ZeRO; time, traffic and memory of its steps.
 
-Nothing of deepspeed-muon is imported here, because that would activate it in the launches of others.
+Nothing of deepspeed-muon is imported before a launch of ours needs it, because that would activate it in others.
 """
 
 import collections
@@ -27,15 +27,6 @@ from benchmarks.traffic import TrafficCounter
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """A ZeRO configuration."""
-
-    label: str
-    stage: int
-    offload: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
 class Variant:
     """An optimizer. `again`: the variant that it repeats, to show the noise."""
 
@@ -43,7 +34,6 @@ class Variant:
     optimizer: str
     params: Mapping[str, Any]
     is_ours: bool = False
-    is_stock_muon: bool = False
     again: str = ""
 
     @property
@@ -51,27 +41,31 @@ class Variant:
         """Whether deepspeed-muon is active in the launch."""
         return {} if self.is_ours else {"DS_MUON_AUTOLOAD": "0"}
 
+    def check(self, engine: Any) -> None:
+        """Raises unless the engine's optimizer is from the distribution that the variant names."""
+        if (module := type(engine.basic_optimizer).__module__).startswith("deepspeed.muon") is not self.is_ours:
+            raise RuntimeError(f"{self.label} runs an optimizer of {module}")
+
 
 MUON, ADAMW = {"lr": 1e-3, "momentum": 0.95, "weight_decay": 0.01}, {"lr": 1e-3, "weight_decay": 0.01}
 STANDARD = {"ns_method": "standard"}  # runs in bf16; the default, gram, in fp16 or fp32
-
-CASES = {
-    "1": Case("stage 1", 1),
-    "2": Case("stage 2", 2),
-    "3": Case("stage 3", 3),
-    "2-offload": Case("stage 2, CPU offload", 2, offload=True),
-    "3-offload": Case("stage 3, CPU offload", 3, offload=True),
-}
 VARIANTS = {
-    "stock": Variant("stock Muon", "Muon", MUON, is_stock_muon=True),
-    "stock-standard": Variant("stock Muon, standard", "Muon", MUON | STANDARD, is_stock_muon=True),
+    "stock": Variant("stock Muon", "Muon", MUON),
+    "stock-standard": Variant("stock Muon, standard", "Muon", MUON | STANDARD),
     "ours": Variant("deepspeed-muon", "Muon", MUON, is_ours=True),
     "ours-torch": Variant("deepspeed-muon, plain PyTorch", "Muon", MUON | {"kernels": "torch"}, is_ours=True),
     "adamw": Variant("AdamW", "AdamW", ADAMW),
     "adamw-again": Variant("AdamW again", "AdamW", ADAMW, again="adamw"),
 }
-PHASES = ("backward", "step")
-OUR_PHASES = ("prepare", "exchange", "newton_schulz", "apply")
+#: (label, stage, whether with CPU offload)
+CASES = {
+    "1": ("stage 1", 1, False),
+    "2": ("stage 2", 2, False),
+    "3": ("stage 3", 3, False),
+    "2-offload": ("stage 2, CPU offload", 2, True),
+    "3-offload": ("stage 3, CPU offload", 3, True),
+}
+PHASES, OUR_PHASES = ("backward", "step"), ("prepare", "exchange", "newton_schulz", "apply")
 #: Matrices of a layer by its width; `qwen` are those of Qwen3-1.7B at 2048, which has 28 layers.
 LAYERS: dict[str, Callable[[int], list[tuple[int, int]]]] = {
     "flat": lambda h: [(h, h)],
@@ -98,25 +92,19 @@ class Job:
 
     @property
     def matrices(self) -> list[tuple[int, int]]:
-        """(rows, columns) of the model's weights."""
         return LAYERS[self.model](self.hidden) * self.layers
 
     @property
     def parameters(self) -> int:
-        """Elements of the model."""
         return sum(rows * cols for rows, cols in self.matrices)
 
     def __str__(self) -> str:
         bucket = f", {self.bucket:g} MiB" * bool(self.bucket)
-        return f"{CASES[self.case].label}, {self.world} ranks, {VARIANTS[self.variant].label}{bucket}"
+        return f"{CASES[self.case][0]}, {self.world} ranks, {VARIANTS[self.variant].label}{bucket}"
 
 
 class Layer(nn.Module):
-    """Linear layers around a residual stream of some width; every matrix gets a gradient.
-
-    What leaves the stream returns by the matrix that takes its size, two of one size as a product; what no matrix
-    takes, by its mean.
-    """
+    """Linear layers around a residual stream. What leaves it returns by the matrix of its size, else by its mean."""
 
     def __init__(self, width: int, matrices: Sequence[tuple[int, int]]) -> None:
         super().__init__()
@@ -137,23 +125,22 @@ class Layer(nn.Module):
         return x
 
 
-# ---- in a rank ------------------------------------------------------------------------------------------
+def stack(model: str, layers: int, hidden: int, device: str) -> nn.Module:
+    """A model, always with the same weights."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        return nn.Sequential(*[Layer(hidden, LAYERS[model](hidden)) for _ in range(layers)])
 
 
-def rss_mb() -> float:
-    """Resident memory of this process, in MB."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
-
-
-def peak_mb() -> float:
-    """The kernel's mark of peak memory, in MB."""
-    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024 / 1e6
+def memory_mb(field: str) -> float:
+    """Of this process, in MB: VmRSS, what is resident, or VmHWM, the mark of its peak."""
+    return int(Path("/proc/self/status").read_text().split(f"{field}:")[1].split()[0]) * 1024 / 1e6
 
 
 def link_mb() -> float:
     """Megabytes that the network interface of gloo has sent so far; 0 for a loopback device."""
-    file = Path("/sys/class/net") / os.environ.get("GLOO_SOCKET_IFNAME", "lo") / "statistics/tx_bytes"
-    return int(file.read_text()) / 1e6 if file.exists() and "/lo/" not in str(file) else 0.0
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    return int(Path(f"/sys/class/net/{name}/statistics/tx_bytes").read_text()) / 1e6 if name != "lo" else 0.0
 
 
 def compiled_graphs() -> int:
@@ -163,21 +150,15 @@ def compiled_graphs() -> int:
 
 
 def ds_config(job: Job) -> dict[str, Any]:
-    """The ds_config.json of a job."""
-    from deepspeed.ops.op_builder import CPUAdamBuilder
-
-    case, variant = CASES[job.case], VARIANTS[job.variant]
-    zero, params = {"stage": case.stage}, dict(variant.params)
-    if case.offload:
+    """Its ds_config.json."""
+    (_, stage, offload), variant = CASES[job.case], VARIANTS[job.variant]
+    zero, params = {"stage": stage}, dict(variant.params)
+    if offload:
         zero["offload_optimizer"] = {"device": "cpu"}
-    if variant.is_stock_muon and case.stage == 3:
+    elif variant.optimizer == "AdamW":
+        params["torch_adam"] = True  # with offload it is DeepSpeedCPUAdam
+    if job.variant.startswith("stock") and stage == 3:
         zero["reduce_scatter"] = False  # stock's Muon raises without it
-    if variant.optimizer == "AdamW":
-        try:
-            CPUAdamBuilder().load() if case.offload else params.update(torch_adam=True)
-        except Exception as error:  # compilers fail in many ways
-            print(f"DeepSpeedCPUAdam does not build, so torch's AdamW is used: {error}")
-            params["torch_adam"] = True
     return {
         "train_micro_batch_size_per_gpu": job.batch,
         "gradient_clipping": 1.0,
@@ -189,7 +170,7 @@ def ds_config(job: Job) -> dict[str, Any]:
 
 
 def build_engine(job: Job) -> Any:
-    """The DeepSpeed engine of a job; raises if its optimizer is not from the distribution the variant names."""
+    """The DeepSpeed engine of a job."""
     from deepspeed.comm import comm
 
     import deepspeed
@@ -197,52 +178,35 @@ def build_engine(job: Job) -> Any:
     deepspeed.utils.logger.setLevel(logging.WARNING)
     if hasattr(comm.cdb, "shm_vector_kernel_level"):
         comm.cdb.shm_vector_kernel_level = 0  # DeepSpeed's all-reduce goes through torch.distributed, to be counted
-    variant = VARIANTS[job.variant]
     if job.bucket:
         from deepspeed.muon import optimizer as module
 
         module.make_plan = functools.partial(module.make_plan, bucket_bytes=int(job.bucket * 2**20))
-    torch.manual_seed(0)
-    with torch.device(job.device):
-        model = nn.Sequential(*[Layer(job.hidden, LAYERS[job.model](job.hidden)) for _ in range(job.layers)])
+    model = stack(job.model, job.layers, job.hidden, job.device)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=ds_config(job))
-    check_optimizer(engine, variant)
+    VARIANTS[job.variant].check(engine)
     return engine
 
 
-def check_optimizer(engine: Any, variant: Variant) -> None:
-    """Raises unless the engine's optimizer is from the distribution that the variant names."""
-    module = type(engine.basic_optimizer).__module__
-    if module.startswith("deepspeed.muon") != variant.is_ours:
-        raise RuntimeError(
-            f"{variant.label} runs an optimizer of {module}: is deepspeed-muon active, or must it not be?"
-        )
-
-
 class PhaseClock:
-    """Seconds inside the optimizer's own `step`, as `optimizer`, and of ours inside its phases, by name."""
+    """Seconds inside an optimizer's own `step`, as `optimizer`, and of ours inside its phases, by name."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: str = "cpu") -> None:
         self._spent: dict[str, float] = collections.defaultdict(float)
-        self._began = 0.0
         self._synchronize = torch.cuda.synchronize if device != "cpu" else lambda: None
-        optimizer.register_step_pre_hook(self._begin)
-        optimizer.register_step_post_hook(self._end)
+        step = contextlib.ExitStack()
+        optimizer.register_step_pre_hook(lambda *_: step.enter_context(self.phase("optimizer")))
+        optimizer.register_step_post_hook(lambda *_: step.close())
         if hasattr(optimizer, "phase"):
-            optimizer.phase = self._phase
-
-    def _begin(self, *_) -> None:
-        self._synchronize()
-        self._began = time.perf_counter()
-
-    def _end(self, *_) -> None:
-        self._synchronize()
-        self._spent["optimizer"] += time.perf_counter() - self._began
+            optimizer.phase = self.phase
 
     @contextlib.contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> Iterator[None]:
+        """Adds the time inside."""
+        self._synchronize()
         begin = time.perf_counter()
         yield
+        self._synchronize()
         self._spent[name] += time.perf_counter() - begin
 
     def take(self) -> dict[str, float]:
@@ -253,50 +217,45 @@ class PhaseClock:
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """True storage bytes of the optimizer's state by key; a shared storage counts once."""
-    storages = {}
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            if isinstance(value, Tensor):
-                storages.setdefault(value.untyped_storage().data_ptr(), (name, value.untyped_storage().nbytes()))
-    sizes: dict[str, int] = collections.defaultdict(int)
-    for name, size in storages.values():
-        sizes[name] += size
+    sizes, seen = collections.defaultdict(int), set()
+    for name, value in (item for state in optimizer.state.values() for item in state.items()):
+        if isinstance(value, Tensor) and (storage := value.untyped_storage()).data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            sizes[name] += storage.nbytes()
     return dict(sizes)
 
 
 def timed_step(engine: Any, batch: Tensor, counter: TrafficCounter, device: str) -> dict[str, float]:
     """One training step: seconds by phase, and megabytes on the link. A barrier before each makes ranks comparable."""
-    loss, found = engine(batch).float().square().mean(), {}
-    for name, call in zip(PHASES, (lambda: engine.backward(loss), engine.step), strict=True):
+    loss: list[Tensor] = []
+    found = {"forward": seconds(lambda: loss.append(engine(batch).float().square().mean()), device)}
+    for name, call in zip(PHASES, (lambda: engine.backward(loss[0]), engine.step), strict=True):
         torch.distributed.barrier()
         counter.phase, sent = name, link_mb()
         found[name] = seconds(call, device)
         found[f"link {name}"] = link_mb() - sent
-        counter.phase = "other"
+        counter.phase = ""
     return found
 
 
-def exchange_alone(optimizer: Any, repeats: int) -> dict[str, float]:
-    """Seconds of all collectives of one step of ours with nothing computed; its rounds, and megabytes sent."""
-    times = []
+def exchange_alone(optimizer: Any, repeats: int, device: str) -> float:
+    """Median seconds of all collectives of one step of ours with nothing computed."""
+    times, run = [], optimizer.exchange.run
     for _ in range(repeats):
         torch.distributed.barrier()
-        run = optimizer.exchange.run
-        times.append(seconds(lambda: [run(plan, *[lambda buffers: None] * 3) for plan in optimizer.plans]))
-    sent = sum(plan.sent_elements for plan in optimizer.plans) * optimizer.exchange.dtype.itemsize
-    rounds = sum(len(plan.buckets) for plan in optimizer.plans)
-    return {"alone s": statistics.median(times), "exchange MB": sent / 1e6, "exchange rounds": rounds}
+        times.append(seconds(lambda: [run(plan, *[lambda buffers: None] * 3) for plan in optimizer.plans], device))
+    return statistics.median(times)
 
 
 def rank(**setting: Any) -> dict[str, Any]:
-    """Train as one rank of a job, and say what was measured."""
+    """Train as one rank of a job: `times` of the steps, and values of which :func:`merge` takes the maximum or mean
+    of all ranks, or those of the first.
+    """
     job = Job(**setting)
-    on_gpu, is_ours = job.device != "cpu", VARIANTS[job.variant].is_ours
-    if not on_gpu:
-        torch.set_num_threads(1)
-    counter = TrafficCounter().install()
+    torch.set_num_threads(1)
+    counter = TrafficCounter()
     with ranks.joined():
-        before = rss_mb()
+        before = memory_mb("VmRSS")
         engine = build_engine(job)
         optimizer = engine.basic_optimizer
         clock, resident = PhaseClock(optimizer, job.device), []
@@ -307,112 +266,90 @@ def rank(**setting: Any) -> dict[str, Any]:
             for _ in range(steps):
                 batch = torch.randn((job.batch, job.hidden), generator=generator).bfloat16().to(job.device)
                 times.append(timed_step(engine, batch, counter, job.device) | clock.take())
-                resident.append(rss_mb())
+                resident.append(memory_mb("VmRSS"))
             return times
 
-        warmup = train(job.warmup)
-        counter.reset()
-        graphs, peaks = compiled_graphs(), [peak_mb()]
+        warmup, peak, graphs = train(job.warmup), memory_mb("VmHWM"), compiled_graphs()
+        counter.megabytes.clear()
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # the mark of peak memory starts again
         times = train(job.steps)
-        result = {"times": times, "first": (warmup or times)[0], "resident MB": resident, "before MB": before}
-        result |= {"peak MB": max(*peaks, peak_mb()), "peak MB, timed steps": peak_mb()}
-        result |= {"GPU peak MB": torch.cuda.max_memory_allocated() / 1e6 if on_gpu else 0.0}
-        result["MB"] = {phase: counter.megabytes(phase) / job.steps for phase in PHASES}
-        result |= {"state bytes": state_bytes(optimizer), "compiled while timed": compiled_graphs() - graphs}
-        result["optimizer"] = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-        if is_ours:
+        if compiled_graphs() > graphs:
+            raise RuntimeError("torch.compile ran in timed steps: raise --warmup")
+        state, peaks = state_bytes(optimizer), (max(peak, memory_mb("VmHWM")), memory_mb("VmHWM"))
+        sent = {f"{phase} MB": counter.megabytes[phase] / job.steps for phase in PHASES}
+        largest = {f"{name}, largest rank": value for name, value in sent.items()}
+        largest |= {"first step s": sum((warmup or times)[0][phase] for phase in PHASES), "peak MB": peaks[0]}
+        largest |= {"peak MB above start": peaks[0] - before, "peak MB above start, timed steps": peaks[1] - before}
+        largest["GPU peak MB"] = torch.cuda.max_memory_allocated() / 1e6 if job.device != "cpu" else 0.0
+        sent |= {f"link {phase} MB": statistics.median(time[f"link {phase}"] for time in times) for phase in PHASES}
+        sent["state bytes/parameter"] = job.world * sum(state.values()) / job.parameters
+        first = {"resident MB": resident, "state keys": " ".join(sorted(state))}
+        if VARIANTS[job.variant].is_ours:
             from deepspeed.muon.kernels import reference
 
-            result |= exchange_alone(optimizer, 2 * job.steps + 1)
-            result |= {"kernels": optimizer.kernels.name, "workspace MB": optimizer._work.nbytes() / 1e6}
-            result["symmetric"] = optimizer.kernels.square is not reference.square
-        return result
-
-
-# ---- launches -------------------------------------------------------------------------------------------
+            symmetric = optimizer.kernels.square is not reference.square
+            rounds = sum(len(plan.buckets) for plan in optimizer.plans)
+            first |= {"kernels": optimizer.kernels.name, "symmetric": symmetric, "exchange rounds": rounds}
+            elements = sum(plan.sent_elements for plan in optimizer.plans)
+            largest |= {"exchange MB": elements * optimizer.exchange.dtype.itemsize / 1e6}
+            largest |= {"scratch MB": optimizer._work.nbytes() / 1e6}
+            largest |= {"alone s": exchange_alone(optimizer, 2 * job.steps + 1, job.device)}
+            medians = {name: statistics.median(time.get(name, 0.0) for time in times) for name in OUR_PHASES}
+            sent |= {f"{name} s": value for name, value in medians.items()}
+        return {"times": times, "max": largest, "mean": sent, "first": first}
 
 
 def merge(job: Job, found: Sequence[dict]) -> dict[str, Any]:
-    """One record of a launch: medians over the steps, each step that of its slowest rank; our phases as means."""
+    """One record of a launch; seconds are medians over the steps, each step that of its slowest rank."""
 
     def slowest(*names: str) -> float:
         steps = zip(*(of_rank["times"] for of_rank in found), strict=True)
         return statistics.median(max(sum(time[name] for name in names) for time in step) for step in steps)
 
-    def mean(name: str) -> float:
-        of_ranks = (statistics.median(time.get(name, 0.0) for time in of_rank["times"]) for of_rank in found)
-        return statistics.fmean(of_ranks)
-
-    def largest(name: str) -> float:
-        return max(of_rank[name] for of_rank in found)
-
-    record: dict[str, Any] = dataclasses.asdict(job) | {"class": found[0]["optimizer"]}
-    for phase in PHASES:
-        sent = [of_rank["MB"][phase] for of_rank in found]
-        record |= {f"{phase} s": slowest(phase), f"{phase} MB": statistics.fmean(sent)}
-        record |= {f"{phase} MB, largest rank": max(sent), f"link {phase} MB": mean(f"link {phase}")}
-    record |= {"seconds": slowest("backward", "step"), "optimizer s": slowest("optimizer")}
-    record |= {f"{name} s": mean(name) for name in OUR_PHASES}
-    record["first step s"] = max(sum(of_rank["first"][phase] for phase in PHASES) for of_rank in found)
-    record["MB"] = record["backward MB"] + record["step MB"]
-    state = sum(sum(of_rank["state bytes"].values()) for of_rank in found)
-    record["state bytes/parameter"] = state / job.parameters
-    record["state keys"] = " ".join(sorted({key for of_rank in found for key in of_rank["state bytes"]}))
-    record |= {name: largest(name) for name in ("peak MB", "GPU peak MB")}
-    for name in ("peak MB", "peak MB, timed steps"):
-        record[f"{name}, above start"] = max(of_rank[name] - of_rank["before MB"] for of_rank in found)
-    record |= {"compiled while timed": largest("compiled while timed"), "resident MB": found[0]["resident MB"]}
-    if "kernels" in found[0]:
-        record |= {name: found[0][name] for name in ("kernels", "symmetric", "exchange rounds")}
-        record |= {name: largest(name) for name in ("workspace MB", "alone s", "exchange MB")}
-    return record
+    record: dict[str, Any] = dataclasses.asdict(job) | found[0]["first"] | {"seconds": slowest(*PHASES)}
+    record |= {f"{name} s": slowest(name) for name in (*PHASES, "forward", "optimizer")}
+    for kind, reduce in {"max": max, "mean": statistics.fmean}.items():
+        record |= {name: reduce([of_rank[kind][name] for of_rank in found]) for name in found[0][kind]}
+    return record | {"MB": sum(record[f"{phase} MB"] for phase in PHASES)}
 
 
 def launch(job: Job, timeout: float = 600, places: Sequence[ranks.Place] = ()) -> dict[str, Any]:
-    """Run one job, one thread per rank on a CPU, and return its merged record."""
+    """Run one job, one thread per rank, and return its merged record."""
     settings = {"device": job.device, "environment": VARIANTS[job.variant].environment, "places": places}
-    found = ranks.run(rank, dataclasses.asdict(job), job.world, timeout, **settings)
-    if max(of_rank["compiled while timed"] for of_rank in found):
-        print(f"{job}: torch.compile ran in timed steps; raise --warmup", file=sys.stderr, flush=True)
-    return merge(job, found)
+    return merge(job, ranks.run(rank, dataclasses.asdict(job), job.world, timeout, **settings))
 
 
 def rounds(
     jobs: Sequence[Job],
     repeats: int,
-    timeout: float = 600,
     places: Callable[[Job], Sequence[ranks.Place]] = lambda job: (),
-    records_file: str = "",
+    file: Path | None = None,
 ) -> Iterator[list[dict]]:
     """All records so far, after each launch. The jobs alternate (A B C A B C ...), so that all meet the same drift.
 
     One failure of a job is forgiven: gloo's threads sometimes abort a rank at its exit, whatever the optimizer. After
-    the second it is left out, and SystemExit is raised at the end.
-
-    Args:
-        records_file: records are added to it, and those in it come first; they must be of models of the same size.
+    the second it is left out, and SystemExit is raised at the end. Records are added to the file, if there is one, and
+    those in it come first; they must be of models of the same size.
     """
-    file, failures = Path(records_file), collections.Counter()
-    records = [json.loads(line) for line in file.read_text().splitlines()] if records_file and file.exists() else []
-    if {(r["world"], r["layers"], r["hidden"]) for r in records} - {(j.world, j.layers, j.hidden) for j in jobs}:
+    records = [json.loads(line) for line in file.read_text().splitlines()] if file and file.exists() else []
+    if {(r["layers"], r["hidden"]) for r in records} - {(job.layers, job.hidden) for job in jobs}:
         raise SystemExit(f"{file} holds launches of another size; name another file")
+    failures = collections.Counter()
     for number in range(repeats):
         for job in (job for job in jobs if failures[job] < 2):
             begin = time.perf_counter()
             try:
-                record = launch(job, timeout, places(job))
+                records.append(launch(job, places=places(job)))
             except ranks.RanksFailed as error:
                 failures[job] += 1
                 print(f"FAILED: {job}: {error}", file=sys.stderr, flush=True)
                 continue
-            records.append(record)
-            if records_file:
+            if file:
                 with file.open("a") as lines:
-                    lines.write(json.dumps(record) + "\n")
-            told = f"{record['seconds']:.3f} s, {record['MB']:.1f} MB"
+                    lines.write(json.dumps(records[-1]) + "\n")
+            told = f"{records[-1]['seconds']:.3f} s, {records[-1]['MB']:.1f} MB"
             print(f"round {number + 1}, {job}: {told} (launch {time.perf_counter() - begin:.0f} s)", flush=True)
             yield records
-    if any(count > 1 for count in failures.values()):
-        raise SystemExit("left out: " + "; ".join(str(job) for job, count in failures.items() if count > 1))
+    if left_out := [str(job) for job, count in failures.items() if count > 1]:
+        raise SystemExit(f"left out: {'; '.join(left_out)}")

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How exact deepspeed-muon is, as tables: against the oracle, across shardings, beside stock and torch.optim.Muon.
+
+The oracle is that of the tests, which shares no code with the package.
+"""
+
+import statistics
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import report
+from deepspeed.muon.kernels.selection import choose, missing
+from deepspeed.muon.math.choice import choose_method
+from deepspeed.muon.math.coefficients import SIMPLE, schedule
+from deepspeed.muon.math.newton_schulz import orthogonalize
+
+sys.path[1:1] = [str(report.ROOT / folder) for folder in ("tests/unit/ops/muon", "examples/pretrain_gpt")]
+
+from helpers import oracles  # noqa: E402
+from helpers.distributed import run, shutdown  # noqa: E402
+from helpers.exactness import state_bytes, weights_of  # noqa: E402
+from helpers.models import MODELS  # noqa: E402
+from helpers.parity import SHAPES, STEPS, oracle, update_error  # noqa: E402
+from helpers.training import PARAMS, train, train_on_gradients  # noqa: E402
+
+Rows = Iterator[dict[str, str]]
+RANKS = {1: "1 rank", 2: "2 ranks", 3: "3 ranks", 4: "4 ranks"}
+
+
+def parity() -> Rows:
+    """Against the oracle: fp32, 5 steps, accumulation 4, gradient_clipping 1.0, error relative to the change"""
+    reference = oracle("mlp", 1.0)
+    for stage in range(4):
+        settings: dict[str, Any] = {"stage": stage, "accumulation": 4, "clip": 1.0, "offload": stage > 0}
+        row = {"stage": f"{stage}{', CPU offload' * (stage > 0)}"}
+        for world, column in RANKS.items():
+            weights = run(train, world, model="mlp", steps=STEPS, **settings)[0]
+            errors = (oracles.change_error(reference.initial[n], weights[n], w) for n, w in reference.weights.items())
+            row[column] = f"{max(errors):.1e}"
+        yield row
+
+
+def invariance() -> Rows:
+    """The same gradients at every stage and world size: difference of the update, relative to its norm"""
+
+    def update(world: int, stage: int, **more: Any) -> dict[str, Tensor]:
+        return run(train_on_gradients, world, shapes=SHAPES, steps=3, stage=stage, **more)[0]
+
+    base = update(1, 0)
+    for stage in range(4):
+        row = {RANKS[world]: f"{update_error(update(world, stage), base):.1e}" for world in (1, 2, 4)}
+        yield {"stage": str(stage)} | row
+    control = update_error(update(1, 0, ulp=True), base)
+    yield {"stage": "control: gradients moved by one ulp", "1 rank": f"{control:.1e}"}
+
+
+def changes(reference: Any, weights: dict[str, Tensor], kind: str) -> tuple[list[float], float]:
+    """Of all parameters of a kind: norms of the change relative to the oracle's, and the least cosine with it."""
+    triples = [(reference.initial[n], weights[n], w) for n, w in reference.weights.items() if n.endswith(kind)]
+    norms = [float((weight - initial).norm() / (wanted - initial).norm()) for initial, weight, wanted in triples]
+    return norms, min(oracles.change_cosine(*triple) for triple in triples)
+
+
+def clipping() -> Rows:
+    """DeepSpeed's default clipping: the change after 5 steps, relative to the oracle's, 2 ranks"""
+    for clip in (0.0, 1.0):
+        net, common = MODELS["mlp"](), {"lr": 0.02, "adam_lr": 1e-3, "momentum": 0.9, "betas": (0.9, 0.95)}
+        config = oracles.OracleConfig(**common, clip=clip)
+        reference = oracles.train_oracle(net, net.batch, STEPS, oracles.route(net), config)
+        for stage in (1, 2, 3):
+            row = {"gradient_clipping": f"{clip:g}" if clip else "off", "stage": str(stage)}
+            for who in ("stock", "ours"):
+                weights = run(weights_of, 2, timeout=500, who=who, stage=stage, clip=clip)[0]
+                for half, kind in {"Muon": "weight", "AdamW": "bias"}.items():
+                    norms, cosine = changes(reference, weights, kind)
+                    row[f"{who}: {half} weights"] = f"{statistics.fmean(norms):.3f} x, cosine {cosine:.4f}"
+            yield row
+
+
+def matrices() -> Iterator[tuple[str, Tensor]]:
+    """Matrices whose singular values lie differently, and gradients of the example at its third step."""
+    import data
+    from model import GPT, GPTConfig
+
+    for rows, cols in ((192, 192), (192, 768), (512, 2048), (2048, 512)):
+        torch.manual_seed(0)
+        u, _, v = torch.linalg.svd(gaussian := torch.randn(rows, cols), full_matrices=False)
+        yield "Gaussian", gaussian
+        yield "singular values 1 to 1e-5", u @ torch.diag(torch.logspace(0, -5, min(rows, cols))) @ v
+        yield "rank 8", torch.randn(rows, 8) @ torch.randn(8, cols)
+    torch.manual_seed(0)
+    model, corpus = GPT(GPTConfig()), data.load_corpus()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(*data.windows(corpus.train, data.train_offsets(corpus, 0, step, 8, 192), 192)).backward()
+        optimizer.step()
+    for name in ("blocks.1.attn.query", "blocks.1.up", "blocks.1.proj"):
+        yield f"gradient of {name}", model.get_submodule(name).weight.grad.clone()
+
+
+def iteration() -> Rows:
+    """The bf16 iteration: error to fp64"""
+    from torch.optim._muon import _zeropower_via_newtonschulz as of_torch
+
+    kernels = choose(missing("auto", ["cpu"]))
+    for kind, matrix in matrices():
+        half = matrix.bfloat16()
+        exact, method = oracles.newton_schulz_fp64(half), choose_method(*half.shape, "auto", "cpu bf16")
+        own = orthogonalize(half.clone()[None], schedule("simple"), method, kernels=kernels)[0]
+        a, b = (float((x.double() - exact).norm() / exact.norm()) for x in (of_torch(half, SIMPLE, 5, 1e-7), own))
+        row = {"shape": "{} x {}".format(*half.shape), "input": kind, "method": method}
+        yield row | {"torch.optim.Muon": f"{a:.4f}", "ours": f"{b:.4f}", "ratio": f"{b / a:.2f}"}
+
+
+def bf16_training() -> Rows:
+    """Newton-Schulz and exchange in bf16: training against the fp64 oracle, 2 ranks"""
+    reference, optimizer = oracle("narrow", 1.0), {"type": "Muon", "params": PARAMS | {"ns_dtype": "bf16"}}
+    for stage in range(4):
+        weights = run(train, 2, model="narrow", steps=STEPS, stage=stage, optimizer=optimizer)[0]
+        norms, cosine = changes(reference, weights, "weight")
+        row = {"stage": str(stage), "smallest cosine of a change": f"{cosine:.5f}"}
+        yield row | {"largest difference of its norm": f"{max(abs(norm - 1) for norm in norms):.2%}"}
+
+
+def state() -> Rows:
+    """Optimizer state of the Muon half"""
+    for stage, world in ((stage, world) for stage in (1, 2, 3) for world in (2, 4)):
+        nbytes, padded, elements = zip(*run(state_bytes, world, stage=stage), strict=True)
+        row = {"stage": str(stage), "ranks": str(world), "bytes per parameter": f"{sum(nbytes) / elements[0]:.3f}"}
+        yield row | {"of that padding": f"{4 * (sum(padded) - elements[0]) / elements[0]:.3f}"}
+
+
+def exactness() -> str:
+    """Errors against oracles, stock and torch; writes docs/exactness.md."""
+    parts = [f"# Exactness\n\n{report.one_line()}"]
+    for rows in (parity, invariance, clipping, iteration, bf16_training, state):
+        parts.append(f"## {rows.__doc__}\n\n{report.table(list(rows()))}")
+        print(parts[-1], flush=True)
+    shutdown()
+    (report.ROOT / "docs" / "exactness.md").write_text("\n\n".join(parts) + "\n")
+    return "written: docs/exactness.md"
