@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the entry point in group ``torch.backends`` calls at ``import torch``.
+"""The entry point in group ``torch.backends``, called by ``import torch``.
 
-Imports neither torch nor deepspeed: it only asks to be told when DeepSpeed's engine is imported.
-``DS_MUON_AUTOLOAD=0`` leaves DeepSpeed untouched.
+It imports neither torch nor deepspeed, but hooks the import of DeepSpeed's engine. ``DS_MUON_AUTOLOAD=0`` leaves
+DeepSpeed untouched.
 """
 
 import contextlib
 import importlib.abc
-import importlib.util
 import os
 import sys
 
@@ -15,7 +14,7 @@ _ENGINE = "deepspeed.runtime.engine"
 
 
 def command() -> int:
-    """Run ``ds_muon``. What DeepSpeed says when it is imported goes to stderr, so that ``--json`` is JSON alone."""
+    """Run ``ds_muon``. What DeepSpeed prints on import goes to stderr, so that ``--json`` prints JSON only."""
     with contextlib.redirect_stdout(sys.stderr):
         from deepspeed.muon.cli.main import main
     return main()
@@ -24,7 +23,7 @@ def command() -> int:
 def autoload() -> None:
     """Activate deepspeed-muon as soon as ``deepspeed.runtime.engine`` is imported.
 
-    Raises nothing: an exception here would break ``import torch`` for everybody.
+    Raises nothing, because an exception would break ``import torch``.
     """
     if os.environ.get("DS_MUON_AUTOLOAD", "1") == "0":
         return
@@ -42,13 +41,14 @@ def _activate() -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the engine's module with the ordinary finders and adds a step after its execution."""
+    """Finds the engine's module with the other finders, and activates deepspeed-muon once it has been executed."""
 
     def find_spec(self, name, path=None, target=None):
         if name != _ENGINE:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        others = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
+        specs = (finder.find_spec(name, path, target) for finder in others if hasattr(finder, "find_spec"))
+        spec = next((found for found in specs if found is not None), None)
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader)
         return spec
@@ -58,10 +58,14 @@ class _Loader(importlib.abc.Loader):
     def __init__(self, loader):
         self._loader = loader
 
+    def __getattr__(self, name):  # for those who only look at the spec
+        return getattr(self._loader, name)
+
     def create_module(self, spec):
         return self._loader.create_module(spec)
 
     def exec_module(self, module):
         module.__loader__ = module.__spec__.loader = self._loader
         self._loader.exec_module(module)
+        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
         _activate()

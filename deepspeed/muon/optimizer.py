@@ -3,21 +3,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from deepspeed.muon.config.schema import MuonConfig, parse
+from deepspeed.muon.errors import UnsupportedError
 from deepspeed.muon.exchange.exchange import BucketBuffers, Exchange, gather, scatter
 from deepspeed.muon.exchange.host_staging import Staging
 from deepspeed.muon.exchange.partition import Partition, whole_partition
 from deepspeed.muon.kernels import reference
-from deepspeed.muon.kernels.rounding import key_of
+from deepspeed.muon.kernels.rounding import Keys
 from deepspeed.muon.kernels.selection import choose, missing
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace
@@ -28,19 +29,30 @@ from deepspeed.muon.math.choice import choose_method, kind_of, pins
 from deepspeed.muon.math.newton_schulz import bf16_is_fast, orthogonalize, resolve_dtype
 from deepspeed.muon.math.scale import scale_factor
 from deepspeed.muon.matrices.pipeline import stage_of
-from deepspeed.muon.matrices.routing import MatrixSpec, route, shapes_of
+from deepspeed.muon.matrices.routing import MatrixSpec, route, shapes_of, tag_parameters
 from deepspeed.muon.param_groups import check_options, split_groups
 from deepspeed.muon.plan.cost import cost_model
 from deepspeed.muon.plan.owners import is_worth_sharing
 from deepspeed.muon.plan.plan import Plan, make_plan
 from deepspeed.muon.step_stats import StepStats
 
+Shape = tuple[int, int]
+
 
 @dataclass(frozen=True)
 class _Bound:
+    """One partition of the Muon half, and what its steps have in common.
+
+    ``methods`` and ``scales``: of Newton-Schulz and of the update, by the shape of the matrix. ``keys``: by the name
+    under which a run draws random numbers; empty where the momentum is not rounded.
+    """
+
     partition: Partition
     plan: Plan
     exchange: Exchange
+    methods: Mapping[Shape, str]
+    scales: Mapping[Shape, float]
+    keys: Mapping[str, Keys]
 
 
 class MuonWithAuxAdam(torch.optim.Optimizer):
@@ -52,41 +64,46 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         optimizer = MuonWithAuxAdam(model.parameters(), model=model, lr=1e-3, weight_decay=0.1)
 
     Args:
-        params: parameters, or groups of them. Each group is split into a Muon and an AdamW half, both of
-            which keep the group's own settings (:data:`deepspeed.muon.config.fields.GROUP_KEYS`).
-        model: whose modules decide the routing; see :func:`deepspeed.muon.matrices.routing.route`.
+        params: parameters, or groups of them. Each group is split into a Muon and an AdamW half, which keep the
+            group's own settings (:data:`deepspeed.muon.config.fields.GROUP_KEYS`).
+        model: its modules decide the routing; see :func:`deepspeed.muon.matrices.routing.route`. Every parameter gets
+            ``param.use_muon`` as routed, unless the user has set it.
         config: every other keyword is a field of :class:`deepspeed.muon.config.schema.MuonConfig`.
 
-    State per tensor: ``momentum_buffer`` (Muon), or ``exp_avg`` and ``exp_avg_sq`` (AdamW), of the tensor's
-    own shape and dtype, which under ZeRO is fp32 (momentum: bf16 where ``momentum_dtype`` says so); and ``step``.
+    State per tensor: ``momentum_buffer`` (Muon), or ``exp_avg`` and ``exp_avg_sq`` (AdamW), of the tensor's shape and
+    dtype, which under ZeRO is fp32 (the momentum bf16 with ``momentum_dtype: bf16``); and ``step``.
 
     Raises:
-        MuonConfigError: a wrong key or value.
+        MuonConfigError: a wrong key or value, an option without effect, or no matrix for Muon.
         ValueError: a parameter that is not in ``model``.
     """
+
+    _is_built = False
 
     def __init__(self, params: Iterable[Any], *, model: nn.Module, **config: Any) -> None:
         self.config: MuonConfig = parse(config)
         self.specs: dict[nn.Parameter, MatrixSpec] = route(model, self.config.matrix_options)
-        #: The stage of a pipeline that ``model`` is, and the options that a stage has to follow and this one does not.
-        self.stage, self.idle = stage_of(model), check_options(model, self.specs.values(), self.config)
+        #: The pipeline stage that ``model`` is; 0 outside pipelines.
+        self.stage = stage_of(model)
+        #: Options that nothing in this pipeline stage follows, with the message if no other stage does; else empty.
+        self.unused_options = check_options(model, self.specs.values(), self.config)
         #: How many matrices of each shape go to Newton-Schulz.
         self.shapes = shapes_of(self.specs.values())
         self._bound: dict[int, _Bound] = {}
         self._adam_partitions: list[Partition] = []
         self._binding: tuple[Sequence[Partition], torch.dtype, torch.device | None] | None = None
         self._work = Workspace()
-        #: Who computes the operations of a step; equal on all ranks.
+        #: The kernels of a step; equal on all ranks.
         self.kernels: Operations = reference.OPERATIONS
-        #: Called before an update; ``False`` skips it on every rank, for all groups alike.
+        #: Called before an update; ``False`` skips it. All ranks, and all groups of a step, get the same answer.
         self.is_finite: Callable[[], bool] = self._gradients_are_finite
-        #: Called where an update is skipped.
+        #: Called when an update is skipped.
         self.report_skip: Callable[[], None] = lambda: logger.warning(
             "deepspeed-muon: the gradient is not finite; this step is skipped on all ranks"
         )
         #: Entered around each phase of a step, by name: prepare, exchange, newton_schulz, apply, adamw.
         self.phase: Callable[[str], AbstractContextManager] = lambda name: nullcontext()
-        #: Where the size of updates is recorded, if anywhere.
+        #: Records the size of updates, if set.
         self.step_stats: StepStats | None = None
         split = split_groups(params, self.specs, self.config)
         self._origins, self._given_lrs = split.origins, split.given_lrs
@@ -97,10 +114,25 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self.register_load_state_dict_pre_hook(momentum.hold)
         self.register_load_state_dict_post_hook(momentum.settle)
         self.register_load_state_dict_post_hook(MuonWithAuxAdam.bind_again)  # type: ignore[arg-type]
+        tag_parameters(model, self.specs)
+        self._is_built = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not supported after construction.
+
+        Raises:
+            UnsupportedError: always, except while the constructor adds the halves.
+        """
+        if self._is_built:
+            raise UnsupportedError(
+                "MuonWithAuxAdam cannot take a parameter group after it was built, because it routes and plans all "
+                "parameters together; build a new optimizer with all parameters that now train"
+            )
+        super().add_param_group(param_group)
 
     @cached_property
     def given(self) -> GivenGroups:
-        """The parameter groups as they were given, before the split: what a learning-rate scheduler should see."""
+        """The parameter groups as the user gave them, before the split: what a learning-rate scheduler should see."""
         return GivenGroups(self, self._origins, self._given_lrs, self.config.betas)
 
     # ---- binding ----------------------------------------------------------------------------------
@@ -108,9 +140,11 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     def bind(self, partitions: Sequence[Partition], ns_dtype: torch.dtype, device: torch.device | None = None) -> None:
         """Plan the exchange and allocate the state of every tensor that has none. Called before the first step.
 
+        The ``ns_method``, ``ns_methods`` and ``adjust_lr_fn`` of each group are read here, and not again in a step.
+
         Args:
             partitions: of all groups; a group stepped in several calls has one per call.
-            ns_dtype: dtype of Newton-Schulz and of what travels.
+            ns_dtype: dtype of Newton-Schulz and of the exchange.
             device: where Newton-Schulz runs; by default where the tensors are.
         """
         self._bound.clear()
@@ -133,53 +167,68 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 partition = partition.alone()
             plan = make_plan(partition.planned, partition.rank, partition.world_size, cost)
             exchange = Exchange(partition.group, ns_dtype, where, self._work, group["name"], staging)
-            self._bound[id(partition.tensors[0])] = _Bound(partition, plan, exchange)
+            self._bound[id(partition.tensors[0])] = self._bound_to(partition, plan, exchange, group, kind)
             for tensor in partition.tensors:
                 self.create_state(tensor, use_muon=True)
         self._binding = (partitions, ns_dtype, device)
 
+    def _bound_to(
+        self, partition: Partition, plan: Plan, exchange: Exchange, group: Mapping[str, Any], kind: str
+    ) -> _Bound:
+        runs = [run for bucket in plan.buckets for run in bucket.runs]
+        matrices = {(batch.rows, batch.cols) for bucket in plan.buckets for batch in bucket.batches}
+        methods = {shape: choose_method(*shape, group["ns_method"], kind, group["ns_methods"]) for shape in matrices}
+        scales = {
+            shape: scale_factor(group["adjust_lr_fn"], *shape, self.config.rms_scale)
+            for shape in {(run.rows, run.cols) for run in runs}
+        }
+        is_rounded = self.config.momentum_dtype == "bf16"
+        keys = {name: Keys(name) for name in {run.draws[0] for run in runs}} if is_rounded else {}
+        return _Bound(partition, plan, exchange, methods, scales, keys)
+
     def bind_again(self) -> None:
-        """After a load, whose settings act: each matrix gets the owner and the batch that it had in the saved run."""
+        """Bind with the settings of a loaded checkpoint, so that each matrix has the owner and method it had there."""
         if self._binding is not None:
             self.bind(*self._binding)
 
     @property
     def partitions(self) -> list[Partition]:
-        """Where the Muon parameters lie, as bound."""
+        """The bound partitions of the Muon half."""
         return [bound.partition for bound in self._bound.values()]
 
     @property
     def all_partitions(self) -> list[Partition]:
-        """Where all parameters lie, as bound."""
+        """The bound partitions of both halves."""
         return [*self.partitions, *self._adam_partitions]
 
     @property
     def plans(self) -> list[Plan]:
-        """The bound plans, one per partition."""
+        """The bound plans, one per partition of the Muon half."""
         return [bound.plan for bound in self._bound.values()]
 
     @property
     def exchange(self) -> Exchange:
-        """The exchange of the first partition; all share one dtype, device and workspace."""
+        """The exchange of the first partition; all have the same dtype, device and workspace."""
         return next(iter(self._bound.values())).exchange
 
     def release_workspace(self) -> None:
-        """Give back the memory of temporaries; the next step takes it again."""
+        """Free the memory of temporaries; the next step allocates it again."""
         self._work.clear()
 
     def _bind_whole(self) -> None:
-        """Bind the parameters themselves: plain PyTorch, every rank holds every matrix."""
-        if self.config.ns_tuning == "measured":  # ranks that nobody compares could find different methods
+        """Bind the parameters themselves: in plain PyTorch every rank holds every matrix."""
+        if self.config.ns_tuning == "measured":  # nothing here would make the ranks agree on what they measure
             logger.warning("deepspeed-muon: ns_tuning: measured acts under DeepSpeed only; the shipped rule is taken")
         partitions = [
             whole_partition(index, group["params"], [self.specs[param] for param in group["params"]])
             for index, group in enumerate(self.param_groups)
         ]
         self.kernels = choose(missing(self.config.kernels, {p.device.type for p in self.specs}))
-        self.bind(partitions, resolve_dtype(self.config.ns_dtype, bf16_is_fast()))
+        device_type = partitions[0].tensors[0].device.type
+        self.bind(partitions, resolve_dtype(self.config.ns_dtype, bf16_is_fast(device_type)))
 
     def create_state(self, tensor: Tensor, use_muon: bool) -> dict[str, Any]:
-        """The state of a tensor, zeros of its size where it has none yet. It is updated in place ever after."""
+        """The state of a tensor, zeros at first. Steps update it in place."""
         state = self.state[tensor]
         if use_muon:
             return momentum.state_of(state, tensor, self.config.momentum_dtype)
@@ -236,14 +285,14 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             self.create_state(tensor, use_muon=True)["step"] += 1
         bound.exchange.run(
             bound.plan,
-            prepare=lambda buffers: self._prepare(group, buffers),
-            compute=lambda buffers: self._orthogonalize(group, buffers),
-            apply=lambda buffers: self._apply(group, buffers),
+            prepare=partial(self._prepare, bound, group),
+            compute=partial(self._orthogonalize, bound),
+            apply=partial(self._apply, bound, group),
             phase=self.phase,
         )
 
-    def _prepare(self, group: dict[str, Any], buffers: BucketBuffers) -> None:
-        """On the shard: momentum, Nesterov, cast, into the place from which it travels."""
+    def _prepare(self, bound: _Bound, group: dict[str, Any], buffers: BucketBuffers) -> None:
+        """On the shard: momentum and Nesterov, written in the exchange dtype to where it is sent from."""
         for run, target in zip(buffers.bucket.runs, buffers.shard_slices, strict=True):
             tensor = group["params"][run.tensor]
             if tensor.grad is None:
@@ -253,31 +302,30 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             grad = gather(tensor.grad.contiguous(), run, self._work, "gradient")
             buffer = gather(state["momentum_buffer"], run, self._work, "momentum")
             decay, nesterov = group["momentum"], group["nesterov"]
-            if self.config.momentum_dtype == "bf16":
+            if bound.keys:
                 name, first = run.draws
-                key = key_of(name, int(state["step"]))
+                key = bound.keys[name].at(int(state["step"]))
                 self.kernels.advance_rounded(buffer, grad, target, decay, nesterov, key, first, self._work)
             else:
                 self.kernels.advance(buffer, grad, target, decay, nesterov, self._work)
             scatter(buffer, state["momentum_buffer"], run)
 
-    def _orthogonalize(self, group: dict[str, Any], buffers: BucketBuffers) -> None:
+    def _orthogonalize(self, bound: _Bound, buffers: BucketBuffers) -> None:
         """At the owner: equal shapes in one batch."""
         for batch in buffers.bucket.batches:
             numel = batch.count * batch.rows * batch.cols
             matrices = buffers.matrices[batch.start : batch.start + numel].view(batch.count, batch.rows, batch.cols)
-            kind = kind_of(matrices.device.type, matrices.element_size())
-            method = choose_method(batch.rows, batch.cols, group["ns_method"], kind, group["ns_methods"])
+            method = bound.methods[batch.rows, batch.cols]
             orthogonalize(matrices, self.config.schedule, method, work=self._work, kernels=self.kernels)
 
-    def _apply(self, group: dict[str, Any], buffers: BucketBuffers) -> None:
+    def _apply(self, bound: _Bound, group: dict[str, Any], buffers: BucketBuffers) -> None:
         """On the shard: decay and scaled update."""
         for run, result in zip(buffers.bucket.runs, buffers.shard_slices, strict=True):
             tensor = group["params"][run.tensor]
             if tensor.grad is None:
                 continue
             target = gather(tensor, run, self._work, "parameter")
-            scale = scale_factor(group["adjust_lr_fn"], run.rows, run.cols, self.config.rms_scale)
+            scale = bound.scales[run.rows, run.cols]
             self.kernels.apply_(target, result, group["lr"], scale, group["weight_decay"], self._work)
             scatter(target, tensor, run)
             if self.step_stats is not None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Splits the user's parameter groups into a Muon and an AdamW half each, those of experts apart."""
+"""Splits each of the user's parameter groups into a Muon and an AdamW half, and checks that options have an effect."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,40 +12,42 @@ from torch import Tensor, nn
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.matrices.pipeline import stages_of
-from deepspeed.muon.matrices.routing import MatrixSpec, shapes, unmatched
+from deepspeed.muon.matrices.routing import MatrixSpec, is_lora, shapes, unmatched
 
 
 @dataclass(frozen=True)
 class Split:
-    """The halves of all groups, and how they come from the user's.
+    """The halves of all groups, and the user's group that each comes from.
 
-    ``origins``: for each group as the user gave it, the indices of its halves (none, one, two, or more with experts).
-    ``given_lrs``: for each, the learning rate that a schedule describes. ``reference_lr``: what a number of a
-    schedule for all groups describes, the config's rate, or where it has none that of the first group with one.
+    Args:
+        halves: parameter groups of the optimizer.
+        origins: for each of the user's groups, the indices of its halves: none, one, two, or more with experts.
+        given_lrs: for each of the user's groups, the learning rate that a schedule describes.
+        reference_lr: what one number of a schedule for all groups describes: the config's rate, else that of the first
+            group with one.
+        sets_a_rate: whether the config or a group gives a learning rate.
     """
 
     halves: list[dict[str, Any]]
     origins: list[tuple[int, ...]]
     given_lrs: list[float]
     reference_lr: float
-    #: Whether the config or a group gives a learning rate.
     sets_a_rate: bool
 
 
 def split_groups(params: Iterable[Any], specs: Mapping[Any, MatrixSpec], config: MuonConfig) -> Split:
-    """Groups of one kind each; frozen parameters and empty halves are left out.
+    """Split every group; frozen parameters and empty halves are left out.
 
-    Each half carries ``lr_ratio``, its learning rate over that of the group it comes from. Experts that lie on other
-    ranks than the rest get halves of their own, with the marks by which ZeRO finds their ranks: ``moe``, and as
-    ``name`` that of their process group.
+    Each half carries ``lr_ratio``, its learning rate over its group's. Experts on ranks of their own get halves of
+    their own, marked as ZeRO expects: ``moe``, and the name of their process group as ``name``.
 
     Args:
-        params: parameters, or dicts with ``params`` and settings of their own, which win over the config's.
+        params: parameters, or dicts with ``params`` and settings of their own, which override the config's.
         specs: the route of every trainable parameter.
 
     Raises:
         ValueError: a parameter without a route.
-        MuonConfigError: a group with a setting that neither half knows, or with a wrong value.
+        MuonConfigError: a group with an unknown setting or a wrong value.
     """
     items = list(params)
     groups = [dict(item) for item in items if isinstance(item, dict)]
@@ -86,68 +88,100 @@ def _halves(
 
 
 def expert_group(param: Any) -> str:
-    """The name of the expert-parallel group over which the parameter's layer spreads its experts; empty for none.
+    """The expert-parallel group that spreads the parameter's experts over ranks; empty for none.
 
-    By DeepSpeed's marks: ``allreduce = False`` on a parameter that other ranks have other values of.
+    DeepSpeed marks parameters whose values differ between ranks with ``allreduce = False``.
     """
     return "" if getattr(param, "allreduce", True) else str(param.group_name)
 
 
 def check_options(model: nn.Module, specs: Iterable[MatrixSpec], config: MuonConfig) -> dict[str, str]:
-    """Refuse options of the config that nothing in the model follows.
+    """Refuse options that nothing in the model follows, and Muon where no matrix goes to it.
 
     Returns:
-        Those of one stage of a pipeline, where another stage may follow them: by wish, what to say of it.
+        For a stage of a pipeline, where another stage may follow them: by option, the message.
 
     Raises:
-        MuonConfigError: of a whole model.
+        MuonConfigError: for a whole model.
     """
     specs = list(specs)
-    idle = _idle_heads(specs, config) | _idle_splits(specs, config) | _idle_patterns(shapes(model), config)
-    if idle and stages_of(model) == 1:
-        raise MuonConfigError("\n".join(idle.values()))
-    return idle
+    unused = _unused_heads(specs, config) | _unused_splits(specs, config) | _unused_patterns(shapes(model), config)
+    if message := empty_muon_half(specs):
+        unused["type"] = message
+    return _refuse(unused, model)
 
 
 def check_patterns(model: nn.Module, config: MuonConfig) -> None:
     """Raise MuonConfigError for a pattern that matches nothing in a whole model that it could act on."""
-    idle = _idle_patterns(shapes(model), config)
-    if idle and stages_of(model) == 1:
-        raise MuonConfigError("\n".join(idle.values()))
+    _refuse(_unused_patterns(shapes(model), config), model)
 
 
-def _idle_patterns(names: Mapping[str, tuple[int, ...]], config: MuonConfig) -> dict[str, str]:
+def _refuse(unused: dict[str, str], model: nn.Module) -> dict[str, str]:
+    if unused and stages_of(model) == 1:
+        raise MuonConfigError("\n".join(unused.values()))
+    return unused
+
+
+def _unused_patterns(names: Mapping[str, tuple[int, ...]], config: MuonConfig) -> dict[str, str]:
     """Patterns that match nothing they could act on. ``names``: the shape of every trainable parameter."""
-    idle = {}
+    unused = {}
     for key, candidates, kind in (
         ("muon_include", [name for name, shape in names.items() if len(shape) >= 2], "matrices"),
         ("muon_exclude", list(names), "parameters"),
         ("muon_split", [name for name, shape in names.items() if len(shape) >= 2], "matrices"),
     ):
         for pattern in unmatched(getattr(config, key), candidates):
-            idle[f"{key} {pattern}"] = (
+            unused[f"{key} {pattern}"] = (
                 f"optimizer.params.{key}: {pattern!r} matches none of the {len(candidates)} trainable {kind}; "
                 f"the first are {', '.join(candidates[:3])}"
             )
-    return idle
+    return unused
 
 
-def _idle_splits(specs: Iterable[MatrixSpec], config: MuonConfig) -> dict[str, str]:
-    """Patterns of ``muon_split`` that cut nothing that Muon trains."""
-    found = {cut[0] for spec in specs if spec.use_muon and (cut := config.matrix_options.cut_for([spec.name]))}
+def _unused_splits(specs: Iterable[MatrixSpec], config: MuonConfig) -> dict[str, str]:
+    """Patterns of ``muon_split`` that cut nothing that Muon updates."""
+    used = {spec.split_pattern for spec in specs if spec.split_by == "muon_split"}
     return {
         f"muon_split {pattern}": f"optimizer.params.muon_split: {pattern!r} cuts no parameter of the Muon half: what "
-        "it finds goes to AdamW, or an earlier pattern finds it too"
+        "it matches goes to AdamW, or an earlier pattern matches it too"
         for pattern in config.muon_split
-        if pattern not in found
+        if pattern not in used
     }
 
 
-def _idle_heads(specs: Iterable[MatrixSpec], config: MuonConfig) -> dict[str, str]:
+def _unused_heads(specs: Iterable[MatrixSpec], config: MuonConfig) -> dict[str, str]:
     """``per_head_muon`` where no projection is in the Muon half."""
-    if not config.matrix_options.per_head or any(spec.use_muon and spec.is_projection for spec in specs):
+    if not config.per_head_muon or any(spec.use_muon and spec.is_projection for spec in specs):
         return {}
     return {
         "per_head_muon": "optimizer.params.per_head_muon: true, but no parameter of the Muon half is an attention "
         "projection by its name; give their sizes in muon_split"
     }
+
+
+#: At most this many reasons stand in a message.
+TOLD = 4
+
+
+def empty_muon_half(specs: Sequence[MatrixSpec]) -> str | None:
+    """Why no parameter goes to Muon, as an error message.
+
+    ``None`` where one does, or where the user has taken matrices away from Muon (``muon_exclude``, ``use_muon =
+    False``), so that the half is empty on purpose.
+    """
+    matrices = [spec for spec in specs if len(spec.whole) >= 2]
+    is_on_purpose = bool(matrices) and all(spec.chosen_by for spec in matrices)
+    if is_on_purpose or any(spec.use_muon or spec.overrides_rules for spec in specs):
+        return None
+    reasons: dict[str, list[str]] = {}
+    for spec in matrices or specs:
+        reasons.setdefault(spec.reason, []).append(spec.name)
+    told = sorted(reasons.items(), key=lambda item: -len(item[1]))
+    texts = [f"{len(names)} x {reason} ({', '.join(names[:2])})" for reason, names in told[:TOLD]]
+    texts += [f"{len(told) - TOLD} other reasons"] if len(told) > TOLD else []
+    what = "matrices" if matrices else "trainable parameters"
+    lora = 'for low-rank adapters write "muon_lora": "both"; ' if any(map(is_lora, matrices)) else ""
+    return (
+        f"optimizer.type: Muon, but all {len(matrices or specs)} {what} go to AdamW: {'; '.join(texts)}. To change "
+        f'that, {lora}name matrices in muon_include; or set the type to "AdamW"'
+    )

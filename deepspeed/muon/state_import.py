@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of another run's optimizer, by parameter name, and how it becomes the state of this one.
+"""Imports the state of another run's optimizer, by parameter name.
 
-Muon's momentum here is an exponential average of gradients: buf = momentum * buf + (1 - momentum) * grad. So is
-AdamW's first moment, with beta1 for momentum; the sum of Keller Jordan's first Muon, buf = momentum * buf + grad,
+Muon's momentum here is an exponential average of gradients, buf = momentum * buf + (1 - momentum) * grad. AdamW's
+first moment is one too, with beta1 for momentum. The sum in Keller Jordan's first Muon, buf = momentum * buf + grad,
 is 1 / (1 - momentum) times the average.
 """
 
@@ -20,12 +20,11 @@ from deepspeed.muon.errors import ImportStateError
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.log import logger
 from deepspeed.muon.matrices.routing import MatrixSpec
-from deepspeed.muon.matrices.splitting import is_fused
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 
 #: The keys of a parameter's state, by whether it has Muon.
 KEYS = {True: ("momentum_buffer",), False: ("exp_avg", "exp_avg_sq")}
-#: What becomes of a parameter's state, and what the log says of it.
+#: What may become of a parameter's state, with the text for the log.
 ACTIONS = {
     "kept": "{key} as saved",
     "first_moment": "{key} from the first moment",
@@ -39,10 +38,10 @@ class Source:
     """Where state comes from.
 
     Args:
-        title: what the log calls it.
-        is_muon: by name of a parameter, whether Muon updated it there (else AdamW).
-        read: (name, key of :data:`KEYS`) -> the whole parameter's state, of any shape with its number of elements.
-        step: name -> how many steps it has taken.
+        title: its name in the log.
+        is_muon: by parameter name, whether Muon updated it there (else AdamW).
+        read: (name, key of :data:`KEYS`) -> the state of the whole parameter, in any shape.
+        step: name -> number of steps taken.
     """
 
     title: str
@@ -52,15 +51,15 @@ class Source:
 
 
 def decide(specs: Iterable[MatrixSpec], source: Source, choice: str | None) -> Actions:
-    """What becomes of each parameter's state: a key of :data:`ACTIONS`, by name.
+    """What becomes of each parameter's state: by name, a key of :data:`ACTIONS`.
 
     Args:
-        specs: the parameters to be served.
-        choice: ``import_momentum``, for parameters that AdamW updated there and Muon updates here; ``"zero"`` is for
-            those of the opposite kind as well. ``None``: such parameters are refused.
+        specs: the parameters that need state.
+        choice: ``import_momentum``, for parameters that AdamW updated there and Muon updates here; ``"zero"`` also
+            covers the opposite change. ``None`` refuses both.
 
     Raises:
-        ImportStateError: naming the parameters that ``source`` lacks, and those whose kind changes against the choice.
+        ImportStateError: names the parameters that ``source`` lacks, and those whose change the choice does not cover.
     """
     actions: Actions = {}
     absent: list[str] = []
@@ -94,13 +93,16 @@ def decide(specs: Iterable[MatrixSpec], source: Source, choice: str | None) -> A
 
 
 def fill(optimizer: MuonWithAuxAdam, partition: Partition, source: Source, actions: Actions) -> None:
-    """Write what this rank holds of a partition's parameters in ``actions`` into their state, in place.
+    """Write this rank's part of the state of a partition's parameters, in place.
 
-    A tensor's step count becomes that of its parameters.
+    A tensor's step count becomes the largest of its parameters'.
+
+    Args:
+        actions: from :func:`decide`; parameters that are not in it are left alone.
     """
     steps: dict[int, float] = {}
     for shard in partition.shards:
-        if action := actions.get(shard.spec.name):  # moments at zero take their bias correction from the start
+        if action := actions.get(shard.spec.name):  # the bias correction of moments at zero starts anew
             count = 0.0 if action == "zero" else source.step(shard.spec.name)
             steps[shard.tensor] = max(count, steps.get(shard.tensor, 0.0))
     for index, count in steps.items():
@@ -109,12 +111,15 @@ def fill(optimizer: MuonWithAuxAdam, partition: Partition, source: Source, actio
         action = actions.get(shard.spec.name)
         for key in KEYS[shard.spec.use_muon] if action else ():
             buffer = optimizer.state[partition.tensors[shard.tensor]][key]
-            target = buffer.view(-1)[position : position + stop - start]
+            flat = buffer.reshape(-1)  # a copy where the buffer is not contiguous
+            target = flat[position : position + stop - start]
             if action == "zero":
                 target.zero_()
             else:
                 whole = source.read(shard.spec.name, "exp_avg" if action == "first_moment" else key)
                 target.copy_(whole.reshape(-1)[start:stop])
+            if not buffer.is_contiguous():
+                buffer.copy_(flat.view(buffer.shape))
 
 
 def report(optimizer: MuonWithAuxAdam, source: Source, actions: Actions) -> None:
@@ -132,8 +137,9 @@ def report(optimizer: MuonWithAuxAdam, source: Source, actions: Actions) -> None
 
 
 def warn_of_fused(optimizer: MuonWithAuxAdam, source: Source, actions: Actions) -> None:
-    """Another Muon's state goes on in parameters that it may not have cut."""
-    names = [s.name for s in optimizer.specs.values() if is_fused(s.split) and actions.get(s.name) == "kept"]
+    """Warn where the momentum of another Muon continues in parameters that it may not have cut."""
+    fused = [spec.name for spec in optimizer.specs.values() if spec.split_by == "muon_fused"]
+    names = [name for name in fused if actions.get(name) == "kept"]
     if names:
         logger.warning(
             "deepspeed-muon: %d fused parameters go on as several matrices, first %s; where %s has them as one, "
@@ -154,22 +160,22 @@ def import_state(
     convention: Literal["ema", "sum"],
     names: Sequence[str] | None = None,
 ) -> None:
-    """Take over the state of a plain PyTorch optimizer, on every rank of a live engine.
+    """Import the state of a plain PyTorch optimizer, on every rank of a live engine.
 
-    Parameters that the optimizer does not hold are left alone, so that one call can bring a Muon and another
-    the AdamW beside it. Weights, schedules and DeepSpeed's own counts are not touched.
+    Parameters that the state_dict does not hold are left alone, so one call can import a Muon and another the AdamW
+    beside it. Weights, schedules and DeepSpeed's own counters are not touched.
 
     Args:
-        engine: of ``deepspeed.initialize``, with this Muon.
+        engine: from ``deepspeed.initialize``, with this Muon.
         state_dict: of ``torch.optim.Muon``, of a Muon in Keller Jordan's style, or of (torch's) Adam or AdamW: per
             parameter ``momentum_buffer``, or ``exp_avg``, ``exp_avg_sq`` and ``step``, in the parameter's shape.
         convention: what ``momentum_buffer`` is: ``"ema"``, buf = momentum * buf + (1 - momentum) * grad, as in
             ``torch.optim.Muon``; or ``"sum"``, buf = momentum * buf + grad, which is multiplied by 1 - momentum.
-        names: of the parameters by index in the state_dict. By default its own ``param_names``, else the model's
-            trainable parameters in order, or its Muon matrices where their number fits.
+        names: of the parameters, by index in the state_dict. By default its own ``param_names``, which torch writes
+            where the optimizer was built with ``model.named_parameters()``.
 
     Raises:
-        ImportStateError: naming what does not fit, before anything is changed.
+        ImportStateError: names what does not fit, before anything is changed.
     """
     optimizer = engine.basic_optimizer
     if getattr(engine.optimizer, "swap_optimizer", False):
@@ -187,32 +193,27 @@ def import_state(
 
 
 def chosen(optimizer: MuonWithAuxAdam, source: Source) -> str | None:
-    """``import_momentum`` where the config sets it, or where no parameter had Muon; else the kinds must agree."""
-    is_asked = "import_momentum" in optimizer.config.model_fields_set
-    return optimizer.config.import_momentum if is_asked or not any(source.is_muon.values()) else None
+    """``import_momentum`` where the config sets it or no parameter had Muon; ``None``, the kinds must agree, else."""
+    is_set = "import_momentum" in optimizer.config.model_fields_set
+    return optimizer.config.import_momentum if is_set or not any(source.is_muon.values()) else None
 
 
 def _of_state_dict(
-    optimizer: MuonWithAuxAdam, state_dict: Mapping[str, Any], is_sum: bool, names: Sequence[str] | None
+    optimizer: MuonWithAuxAdam, state_dict: Mapping[str, Any], is_sum: bool, given: Sequence[str] | None
 ) -> Source:
     specs = {spec.name: spec for spec in optimizer.specs.values()}
     groups = state_dict["param_groups"]
+    names = _names(groups, given)
     group_of = {index: group for group in groups for index in group["params"]}
     found = [state_dict["state"].get(index, {}) for index in group_of]
-    decays = [group.get("momentum") for group in group_of.values()]
-    problems = []
-    for order in _orders(list(specs.values()), groups, names):
-        entries = {name: entry for name, entry in zip(order, found, strict=True) if entry}
-        decay_of = dict(zip(order, decays, strict=True))
-        problems.append(list(_problems(specs, entries, decay_of, is_sum)))
-        if not problems[-1]:
-            break
-    else:
-        raise ImportStateError("the state_dict does not fit the model: " + "; ".join(problems[0][:8]))
+    entries = {name: entry for name, entry in zip(names, found, strict=True) if entry}
+    decays = {name: group.get("momentum") for name, group in zip(names, group_of.values(), strict=True)}
+    if problems := list(_problems(specs, entries, decays, is_sum)):
+        raise ImportStateError("the state_dict does not fit the model: " + "; ".join(problems[:8]))
 
     def read(name: str, key: str) -> Tensor:
         value = entries[name][key]
-        return value * (1.0 - decay_of[name]) if is_sum and key == "momentum_buffer" else value
+        return value * (1.0 - decays[name]) if is_sum and key == "momentum_buffer" else value
 
     return Source(
         "a state_dict" + (", sums times 1 - momentum" if is_sum else ""),
@@ -222,28 +223,22 @@ def _of_state_dict(
     )
 
 
-def _orders(
-    specs: Sequence[MatrixSpec], groups: Sequence[Mapping[str, Any]], given: Sequence[str] | None
-) -> list[list[str]]:
-    """The orders in which the state_dict may name the parameters, the likeliest first.
-
-    Keller Jordan's Muon sorts its own by shape, the greatest first.
-    """
+def _names(groups: Sequence[Mapping[str, Any]], given: Sequence[str] | None) -> list[str]:
+    """The names of a state_dict's parameters, in its order: as given, else its own."""
     count = sum(len(group["params"]) for group in groups)
-    stated = [name for group in groups for name in group.get("param_names", ())]
-    names = [spec.name for spec in specs]
-    muon = [spec.name for spec in specs if spec.use_muon]
-    by_shape = [spec.name for spec in sorted(specs, key=lambda spec: spec.shape, reverse=True) if spec.use_muon]
-    guesses = [stated, names, muon, by_shape, by_shape + [name for name in names if name not in set(muon)]]
-    orders = [list(given)] if given is not None else guesses
-    fitting = [order for order in orders if len(order) == count and len(set(order)) == count]
-    if not fitting:
+    names = [name for group in groups for name in group.get("param_names", ())] if given is None else list(given)
+    if not names:
         raise ImportStateError(
-            f"the state_dict holds {count} parameters, the model has {len(names)} trainable ones and {len(muon)} Muon "
-            f"matrices{'' if given is None else f', names has {len(given)}'}: pass one name per parameter of it, each "
-            "once, in its order"
+            f"the state_dict does not name its {count} parameters, and parameters of equal shape could be swapped "
+            "unnoticed: pass names=[...], one per parameter in its order, as [name for name, _ in "
+            "model.named_parameters()] for an optimizer that was built with model.parameters()"
         )
-    return fitting
+    if len(names) != count or len(set(names)) != count:
+        raise ImportStateError(
+            f"the state_dict holds {count} parameters, and there are {len(set(names))} names: pass one name per "
+            "parameter of it, each once, in its order"
+        )
+    return names
 
 
 def _problems(

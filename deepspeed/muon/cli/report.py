@@ -39,7 +39,7 @@ def environment() -> dict[str, Any]:
         "activation": _activation(),
         "accelerator": accelerator(),
         "kernels": _kernels(),
-        "bf16_is_fast": bf16_is_fast(),
+        "bf16_is_fast": bf16_is_fast(accelerator()["kind"]),
         "backends": backends(),
     }
     facts["ns_rule"] = _rule(facts["accelerator"]["kind"], facts["bf16_is_fast"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kinds of values that a knob of the configuration takes, and how a knob is described."""
+"""The types of values in ``optimizer.params``, how a field is described, and which keys belong together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from deepspeed.muon.math import coefficients
 from deepspeed.muon.matrices.block import Cut
 
-#: Peers' names of the scales. Dion: rms_norm, spectral_norm; Megatron: shape_scaling, unit_rms_norm.
+#: Other projects' names of the scales. Dion: rms_norm, spectral_norm; Megatron: shape_scaling, unit_rms_norm.
 SCALE_ALIASES = {
     "rms_norm": "match_rms_adamw",
     "shape_scaling": "original",
@@ -31,7 +31,7 @@ def _not_a_flag(value: Any) -> Any:
 
 
 def _as_triples(value: Any) -> Any:
-    """One triple may be given without the outer list, as to ``torch.optim.Muon``."""
+    """A single triple needs no outer list, as in ``torch.optim.Muon``."""
     if isinstance(value, (list, tuple)) and len(value) == 3 and all(isinstance(x, (int, float)) for x in value):
         return [value]
     return value
@@ -72,7 +72,7 @@ def _as_cuts(value: Any) -> dict[str, Cut]:
 
 
 def _as_cut(pattern: str, given: Any) -> Cut:
-    """Sizes of rows, or an object of sizes, axis and groups."""
+    """From a list of sizes of rows, or an object with sizes, axis and groups."""
     if isinstance(given, Cut):
         return given
     if given == "whole":
@@ -126,7 +126,7 @@ PATTERNS = "a regular expression or a list of them"
 
 
 def field(default: Any, description: str, allowed: str, unit: str = "", source: str = OURS) -> Any:
-    """A pydantic field with what docs/configuration.md and error messages say of it."""
+    """A pydantic field with its texts for docs/configuration.md and for error messages."""
     return Field(
         default, description=description, json_schema_extra={"allowed": allowed, "unit": unit, "source": source}
     )
@@ -134,32 +134,10 @@ def field(default: Any, description: str, allowed: str, unit: str = "", source: 
 
 #: Stock's learning rates where the section sets none.
 DEFAULT_MUON_LR, DEFAULT_ADAM_LR = 0.02, 3e-4
-#: Keys that an AdamW section may hold as well. A section with only these was written for AdamW.
-ADAMW_KEYS = frozenset({"lr", "betas", "eps", "weight_decay", "adam_w_mode", "torch_adam", "fp32_optimizer_states"})
-#: Keys that say nothing about what the learning rate was tuned for: they are neither AdamW's nor stock Muon's.
-NEUTRAL_KEYS = frozenset(
-    {
-        "adjust_lr_fn",
-        "adam_weight_decay",
-        "import_momentum",
-        "momentum_dtype",
-        "monitor_interval",
-        "muon_conv",
-        "muon_exclude",
-        "muon_fused",
-        "muon_include",
-        "muon_lora",
-        "tp_mode",
-        "muon_split",
-        "muon_weight_decay",
-        "ns_coefficients",
-        "ns_dtype",
-        "kernels",
-        "ns_steps",
-        "ns_tuning",
-    }
-)
-#: Keys that a parameter group may set for itself. A key on the left replaces the config's on the right.
+#: Keys whose values are tuned for stock's Muon and its scale, ``original``. A section with ``lr`` and none of these has
+#: AdamW's learning rate.
+STOCK_TUNING_KEYS = ("muon_lr", "adam_lr", "momentum")
+#: Keys that a parameter group may set. A key on the left replaces the config's keys on the right.
 GROUP_KEYS: dict[str, tuple[str, ...]] = {
     "lr": ("muon_lr", "adam_lr"),
     "muon_lr": (),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Words for what is wrong with a value of ``optimizer.params``."""
+"""Messages about wrong keys and values of ``optimizer.params``."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-#: What to say of keys that are right elsewhere, or not yet.
+#: Advice for keys that belong elsewhere or are not supported.
 ADVICE = {
     "max_grad_norm": "clip with the top-level key gradient_clipping instead",
     "fp32_optimizer_states": "only true is supported; remove the key",
     "amsgrad": "AMSGrad is not supported; remove the key",
     "use_muon": "set it on parameters, param.use_muon = True, or use muon_include and muon_exclude",
 }
-#: What other projects call a key.
+#: Other projects' names, and the key here.
 PEERS = {
     "adam_betas": "betas",
     "adamw_betas": "betas",
@@ -37,7 +37,7 @@ PEERS = {
     "rms_rate": "rms_scale",
     "wd": "weight_decay",
 }
-#: Who fills in an ``"auto"`` of these keys.
+#: Keys whose ``"auto"`` something else may fill in, and what does.
 FILLED_BY = {
     "lr": "only Hugging Face's Trainer and accelerate fill in",
     "betas": "only Hugging Face's Trainer fills in",
@@ -49,14 +49,14 @@ FILLED_BY = {
 def explain(
     item: Mapping[str, Any], params: Mapping[str, Any], known: Sequence[str], where: str, allowed: Mapping[str, str]
 ) -> str:
-    """One line that names the key, its value, what is allowed and the nearest valid spelling.
+    """One line with the key, its value, what is allowed and the nearest valid spelling.
 
     Args:
-        item: an error as ``pydantic.ValidationError.errors`` lists it.
-        params: what was given.
+        item: an error from ``pydantic.ValidationError.errors``.
+        params: the keys and values that were given.
         known: the keys that exist.
         where: what stands before the key.
-        allowed: by key, which values are.
+        allowed: by key, the allowed values.
     """
     if not item["loc"]:
         return f"{where}{_own_message(item)}"
@@ -82,7 +82,7 @@ def _nearest_key(key: str, known: Sequence[str]) -> str:
 
 
 def _special(key: str, value: Any) -> str:
-    """Values that deserve more than the rule they break."""
+    """Advice for particular values; empty for all others."""
     text = str(value).lower()
     if key == "ns_dtype" and text in ("fp16", "float16", "half"):
         return "fp16 is refused, because gradients underflow in it; use bf16 or fp32"
@@ -95,7 +95,7 @@ def _special(key: str, value: Any) -> str:
 
 
 def _expected(item: Mapping[str, Any], value: Any, allowed: str) -> str:
-    """Our own words where a validator of ours has found the error, else what is allowed."""
+    """The message of our own validator, else what is allowed."""
     return _own_message(item) if item["type"] == "value_error" else f"expected {allowed}{_nearest_choice(item, value)}"
 
 

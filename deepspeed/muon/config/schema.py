@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``optimizer.params`` section of a ds_config whose optimizer type is Muon.
+"""The section ``optimizer.params`` of a ds_config whose optimizer type is Muon.
 
-Each field states its unit and its source; ``docs/configuration.md`` is generated from them.
+Each field states its unit and source; ``docs/configuration.md`` is generated from them.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from deepspeed.muon.config.fields import (
-    ADAMW_KEYS,
     DEFAULT_ADAM_LR,
     DEFAULT_MUON_LR,
     FLAG,
     FRACTION,
     GROUP_KEYS,
     KERAS,
-    NEUTRAL_KEYS,
     PATTERNS,
     RATE,
     STOCK,
+    STOCK_TUNING_KEYS,
     TORCH_MUON,
     Coefficients,
     Cuts,
@@ -47,9 +46,9 @@ SECTION = "optimizer.params."
 
 
 class MuonConfig(BaseModel):
-    """Every knob of the optimizer. Unknown keys are refused.
+    """All settings of the optimizer. Unknown keys are refused.
 
-    Rates are per step, times are in steps. Defaults are stock DeepSpeed's where stock has the key.
+    Rates are per step, times in steps. Keys that stock DeepSpeed has keep its defaults.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False, validate_default=True)
@@ -66,7 +65,7 @@ class MuonConfig(BaseModel):
     momentum: Fraction = field(0.95, "decay of Muon's momentum, an exponential average", FRACTION, "per step", STOCK)
     momentum_dtype: Literal["fp32", "bf16"] = field(
         "fp32",
-        "dtype of the momentum that is kept; `bf16`: half the memory, with stochastic rounding",
+        "dtype in which the momentum is kept; `bf16`: half the memory, with stochastic rounding",
         "fp32 or bf16",
     )
     nesterov: bool = field(True, "orthogonalize Nesterov's look-ahead instead of the momentum", FLAG, source=TORCH_MUON)
@@ -80,28 +79,28 @@ class MuonConfig(BaseModel):
         None, "weight decay of the AdamW half; default `weight_decay`", RATE, source=KERAS
     )
     muon_include: Patterns = field(
-        (), "searched in parameter names: matrices that go to Muon whatever the rules say", PATTERNS
+        (), "searched in parameter names: matrices that go to Muon even if the rules say AdamW", PATTERNS
     )
     muon_exclude: Patterns = field(
-        (), "searched in parameter names: parameters that go to AdamW; wins over `muon_include`", PATTERNS
+        (), "searched in parameter names: parameters that go to AdamW; overrides `muon_include`", PATTERNS
     )
     muon_split: Cuts = field(
         {},
-        "by pattern searched in parameter names: sizes of the rows that are matrices of their own; [more](blocks.md)",
+        "by pattern searched in parameter names: sizes of the matrices that a parameter is cut into; [more](blocks.md)",
         "an object: regular expression -> sizes, or an object of sizes, axis and groups",
     )
     muon_fused: Literal["split", "whole"] = field(
-        "split", "fused queries, keys and values, gate and up: a matrix each; [more](blocks.md)", "split or whole"
+        "split", "fused queries, keys and values, or gate and up: one matrix each; [more](blocks.md)", "split or whole"
     )
     muon_conv: Literal["adamw", "flatten"] = field(
         "adamw", "convolutions: to AdamW, or to Muon as matrices [out, in x kernel]", "adamw or flatten"
     )
     muon_lora: Literal["none", "B", "both"] = field(
-        "none", "factors of low-rank adapters that go to Muon; the others go to AdamW", "none, B or both"
+        "none", "which factors of low-rank adapters go to Muon; the others go to AdamW", "none, B or both"
     )
     adjust_lr_fn: Scale = field(
         "auto",
-        "scale of the update by shape; `auto`: `match_rms_adamw` for an AdamW section, `original` for stock Muon's",
+        "scale of the update by shape; `auto`: by the keys of the section, [see below](#the-scale-of-an-update)",
         "auto, original, match_rms_adamw, spectral_unclamped or none",
         source=TORCH_MUON,
     )
@@ -119,7 +118,7 @@ class MuonConfig(BaseModel):
     )
     ns_tuning: Literal["shipped", "measured"] = field(
         "shipped",
-        "what `ns_method: auto` follows: the package's rule, or what rank 0 measures at start. Checkpoints keep it",
+        "what `ns_method: auto` follows: the shipped rule, or what rank 0 measures at start. Checkpoints keep it",
         "shipped or measured",
     )
     ns_steps: Steps | None = field(
@@ -142,7 +141,7 @@ class MuonConfig(BaseModel):
     )
     kernels: Literal["auto", "torch"] = field(
         "auto",
-        "who computes the operations of a step; `auto`: C++ where it can be built, `torch`: plain PyTorch",
+        "which kernels run a step; `auto`: the fastest that every rank has, C++ on a CPU; `torch`: plain PyTorch",
         "auto or torch",
     )
     betas: tuple[Fraction, Fraction] = field(
@@ -151,23 +150,23 @@ class MuonConfig(BaseModel):
     eps: Rate = field(1e-10, "AdamW's epsilon", RATE, "of the gradient", STOCK)
     adam_w_mode: bool = field(True, "decoupled decay in the AdamW half; false: Adam with L2", FLAG, source=STOCK)
     torch_adam: bool = field(
-        False, "accepted for stock's sake; the AdamW half is torch's fused one anyway", FLAG, source=STOCK
+        False, "accepted because stock has it; the AdamW half is torch's fused AdamW anyway", FLAG, source=STOCK
     )
     fp32_optimizer_states: Literal[True] = field(True, "AdamW's states are fp32", "true", source=STOCK)
-    per_head_muon: bool = field(False, "attention: one matrix per head; `muon_split` wins", FLAG, source=STOCK)
+    per_head_muon: bool = field(False, "attention: one matrix per head; `muon_split` overrides it", FLAG, source=STOCK)
     tp_mode: Literal["whole", "shard"] = field(
         "whole",
-        "a matrix cut by tensor parallelism: orthogonalized whole, or each rank's shard for itself, an approximation",
+        "a matrix cut by tensor parallelism: orthogonalized whole, or each rank's shard alone, an approximation",
         "whole or shard",
     )
     import_momentum: Literal["first_moment", "zero"] = field(
         "first_moment",
-        "what Muon's momentum starts from where a checkpoint or optimizer of AdamW is taken over",
+        "what Muon's momentum starts from when a checkpoint or optimizer of AdamW is imported",
         "first_moment or zero",
     )
     monitor_interval: Interval = field(
         10,
-        "steps from one record to the next in DeepSpeed's monitor, where one is enabled; 0: no records",
+        "steps between records in DeepSpeed's monitor, where one is enabled; 0: no records",
         "a whole number, 0 or more",
         "steps",
     )
@@ -191,22 +190,38 @@ class MuonConfig(BaseModel):
 
     @property
     def matrix_options(self) -> MatrixOptions:
-        """What routing has to know."""
+        """The options of routing and splitting."""
         return MatrixOptions.of(self)
 
     @property
     def scale(self) -> str:
-        """``adjust_lr_fn`` with ``auto`` resolved.
+        """``adjust_lr_fn`` with ``auto`` resolved."""
+        return self._resolve_scale()[0]
 
-        A section that holds AdamW's keys only has AdamW's learning rate, so the update gets AdamW's RMS; any key
-        of stock's Muon means that the section was tuned for stock's scale. ``rms_scale`` asks for an RMS.
+    @property
+    def scale_reason(self) -> str:
+        """Why :attr:`scale` is what it is, for people."""
+        return self._resolve_scale()[1]
+
+    def _resolve_scale(self) -> tuple[str, str]:
+        """The scale and the reason.
+
+        A section with ``lr`` and none of :data:`STOCK_TUNING_KEYS` has AdamW's learning rate, so its updates get
+        AdamW's RMS. Any of these keys, or no ``lr``, means values tuned for stock's scale. No other key decides.
         """
         if self.adjust_lr_fn != "auto":
-            return self.adjust_lr_fn
+            return self.adjust_lr_fn, "set by adjust_lr_fn"
         if "rms_scale" in self.model_fields_set:
-            return "match_rms_adamw"
-        given = self.model_fields_set - NEUTRAL_KEYS
-        return "match_rms_adamw" if "lr" in given and given <= ADAMW_KEYS else "original"
+            return "match_rms_adamw", "because rms_scale is set"
+        if self._stock_tuning:
+            return "original", f"stock Muon's, because of {', '.join(self._stock_tuning)}"
+        if self.lr is None:
+            return "original", "stock Muon's, because lr is not set"
+        return "match_rms_adamw", f"AdamW's size, because lr is set and none of {', '.join(STOCK_TUNING_KEYS)}"
+
+    @property
+    def _stock_tuning(self) -> list[str]:
+        return [key for key in STOCK_TUNING_KEYS if key in self.model_fields_set]
 
     @property
     def sets_a_rate(self) -> bool:
@@ -215,16 +230,16 @@ class MuonConfig(BaseModel):
 
     @property
     def reference_lr(self) -> float:
-        """The learning rate that a schedule describes: ``lr``, else the Muon half's. Not 0 where any is not."""
+        """The learning rate that a schedule describes: the first of ``lr``, Muon's and AdamW's that is not 0."""
         candidates = (self.lr, self.muon_group()["lr"], self.adam_group()["lr"])
         return next((lr for lr in candidates if lr), 0.0)
 
     def for_group(self, own: Mapping[str, Any], where: str) -> MuonConfig:
-        """The config of a parameter group that has settings of its own, which win.
+        """The config of a parameter group with settings of its own, which override these.
 
         Args:
             own: the group's settings, keys of :data:`GROUP_KEYS`.
-            where: what errors call the group.
+            where: what error messages call the group.
 
         Raises:
             MuonConfigError: a key that a group cannot set, or a wrong value.
@@ -232,10 +247,10 @@ class MuonConfig(BaseModel):
         own = {key: value for key, value in own.items() if value is not None}
         replaced = {key for general in own for key in GROUP_KEYS.get(general, ())} - own.keys()
         base = {key: getattr(self, key) for key in self.model_fields_set - replaced}
-        tuned = self.lr is not None or self.model_fields_set - NEUTRAL_KEYS - ADAMW_KEYS
-        if tuned and "adjust_lr_fn" not in own:
+        is_tuned = self.lr is not None or self._stock_tuning
+        if is_tuned and "adjust_lr_fn" not in own:
             base["adjust_lr_fn"] = self.scale
-        base.pop("rms_scale", None)  # the config's, for every group that has match_rms_adamw
+        base.pop("rms_scale", None)  # one value for all groups
         parse(own, where, allowed=tuple(GROUP_KEYS))
         return parse(base | own, where)
 
@@ -271,21 +286,20 @@ class MuonConfig(BaseModel):
 
 
 def facts(name: str) -> dict[str, str]:
-    """By key, what :func:`deepspeed.muon.config.fields.knob` was told: ``allowed``, ``unit`` or ``source``."""
+    """By key, one of the texts of :func:`deepspeed.muon.config.fields.field`: ``allowed``, ``unit`` or ``source``."""
     extras = {key: field.json_schema_extra for key, field in MuonConfig.model_fields.items()}
     return {key: str(extra[name]) for key, extra in extras.items() if isinstance(extra, dict)}
 
 
 def parse(params: Mapping[str, Any] | None, where: str = SECTION, allowed: tuple[str, ...] = ()) -> MuonConfig:
-    """Check ``optimizer.params``; a value of null leaves the default.
+    """Check ``optimizer.params``; null means the default.
 
     Args:
-        where: what errors put before a key.
-        allowed: the keys that may be set here, by default all.
+        where: what error messages put before a key.
+        allowed: the keys that may be set here; by default all.
 
     Raises:
-        MuonConfigError: naming every key that is wrong, its value, what is allowed and, for an unknown
-            key, the nearest one that exists.
+        MuonConfigError: names every wrong key, its value, what is allowed and, for an unknown key, the nearest one.
     """
     given = {key: value for key, value in (params or {}).items() if value is not None}
     known = allowed or tuple(MuonConfig.model_fields)

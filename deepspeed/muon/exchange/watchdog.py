@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names the collective that never ends: in an error where the backend raises, else in the log.
+"""Names the collective that never ends: in an error if the backend raises one, else in the log.
 
-gloo raises in ``wait()``. NCCL returns from ``wait()`` at once and its watchdog ends the process later without
-running any Python, so a thread looks now and then at what was launched last. A step pays for one small object per
-collective and for nothing else.
+gloo raises in ``wait()``. NCCL returns from ``wait()`` at once, and its watchdog ends the process later without running
+any Python, so a thread checks the latest collectives from time to time. A step pays for one small object per
+collective.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
+
+import torch
 
 from deepspeed.muon.errors import ExchangeError
 from deepspeed.muon.log import logger
 
-#: Seconds after which a collective that has not ended is named in the log.
+#: Seconds after which an unfinished collective is named in the log.
 SLOW = 60.0
-#: So many matrices of a bucket are named.
+#: At most this many matrices of a bucket are named.
 NAMED = 4
 
 
@@ -31,12 +33,16 @@ class PendingCollective:
     Args:
         title: its bucket and group, as text.
         names: the parameters whose matrices the bucket holds.
-        start: launches it; returns the work handle.
+        start: launches it and returns its handle.
+
+    Raises:
+        ExchangeError: the backend failed. Other errors pass as they are.
     """
 
     def __init__(self, title: str, names: tuple[str, ...], start: Callable[[], Any]) -> None:
         self.title, self.names, self.since = title, names, time.monotonic()
-        self._work = self._named(start)
+        with self._named_errors():
+            self._handle = start()
 
     def wait(self) -> None:
         """Wait for it.
@@ -44,25 +50,36 @@ class PendingCollective:
         Raises:
             ExchangeError: another rank died, or did not join within the process group's timeout.
         """
-        self._named(self._work.wait)
+        # gloo's errors have no class of their own; errors of memory and of the device are subclasses of RuntimeError.
+        with self._named_errors(RuntimeError):
+            self._handle.wait()
 
     def is_slow(self) -> bool:
         """Whether it has been under way for longer than ``SLOW``; asks the backend only then."""
-        return time.monotonic() - self.since > SLOW and not self._work.is_completed()
+        return time.monotonic() - self.since > SLOW and not self._handle.is_completed()
 
     def location(self) -> str:
-        """Where it is and for how long, for a message."""
+        """Its bucket and its age, for a message."""
         more = f" and {len(self.names) - NAMED} more" if len(self.names) > NAMED else ""
         seconds = time.monotonic() - self.since
         return f"{self.title} ({', '.join(self.names[:NAMED])}{more}), {seconds:.1f} s after it began"
 
-    def _named(self, act: Callable[[], Any]) -> Any:
+    @contextmanager
+    def _named_errors(self, plain: type[Exception] | None = None) -> Iterator[None]:
+        """Turn the backend's errors into ExchangeError, and log the bucket of any other.
+
+        Args:
+            plain: a class of which the backend's errors may be, beside torch's own; subclasses do not count.
+        """
         try:
-            return act()
-        except RuntimeError as error:
+            yield
+        except Exception as error:
+            if type(error) is not plain and not isinstance(error, torch.distributed.DistError):
+                logger.error("deepspeed-muon: %s in %s", type(error).__name__, self.location())
+                raise
             raise ExchangeError(
                 f"the exchange failed in {self.location()}: another rank died, or did not come within the timeout of "
-                "the process group; look first at the log of a rank without this error. Where ranks are only slow, "
+                "the process group; look first at the log of a rank without this error. If ranks are only slow, "
                 f"set DEEPSPEED_TIMEOUT (minutes). The backend says: {error}"
             ) from error
 
@@ -80,13 +97,13 @@ class PendingCollectives:
         _all.add(self)
 
     def start(self, bucket: str, names: tuple[str, ...], launch: Callable[[], Any]) -> PendingCollective:
-        """Launch a collective, as :class:`PendingCollective`; ``bucket`` says which of how many."""
+        """Launch a collective, as :class:`PendingCollective`; ``bucket``: which of how many."""
         collective = PendingCollective(f"bucket {bucket} of group {self._group}", names, launch)
         self._recent.append(collective)
         return collective
 
     def report_slow(self) -> None:
-        """Log the first collective that does not end, once."""
+        """Log the first slow collective, once."""
         slow = next((collective for collective in list(self._recent) if collective.is_slow()), None)
         if slow is not None:
             self._recent.clear()
@@ -100,16 +117,16 @@ _watcher: threading.Thread | None = None
 
 
 def start_watchdog() -> None:
-    """Start the thread that reports; once per process."""
+    """Start the thread that reports slow collectives; once per process."""
     global _watcher
     if _watcher is None:
-        _watcher = threading.Thread(target=_look_around, name="deepspeed-muon stalls", daemon=True)
+        _watcher = threading.Thread(target=_watch, name="deepspeed-muon watchdog", daemon=True)
         _watcher.start()
 
 
-def _look_around() -> None:
+def _watch() -> None:
     while True:
         time.sleep(SLOW / 4)
-        with suppress(RuntimeError):  # of the backend, or of a set that grows meanwhile: the next round looks again
+        with suppress(RuntimeError):  # of the backend, or because the set changes meanwhile: the next round sees it
             for collectives in list(_all):
                 collectives.report_slow()

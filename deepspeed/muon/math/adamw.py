@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The auxiliary AdamW: torch's fused one, over whatever slices of parameters a group holds."""
+"""The auxiliary AdamW: torch's fused one, over the slices of parameters that a group holds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
-#: Elements of which statistics are taken at once.
+#: Elements that statistics are taken of at once.
 CHUNK = 2**20
 
 
@@ -27,12 +27,12 @@ def state_of(state: dict[str, Any], tensor: Tensor) -> dict[str, Any]:
 def step(
     tensors: Sequence[Tensor], states: Sequence[dict[str, Any]], group: Mapping[str, Any], decoupled: bool
 ) -> None:
-    """One step over tensors that have a gradient, equal to ``torch.optim.AdamW``'s.
+    """One step of ``torch.optim.AdamW`` over tensors that have a gradient.
 
     Args:
-        states: of :func:`state_of`, one per tensor.
+        states: one per tensor, from :func:`state_of`.
         group: ``lr``, ``betas``, ``eps``, ``weight_decay``.
-        decoupled: weight decay as in AdamW; else as L2 in the gradient.
+        decoupled: weight decay as in AdamW; else L2 in the gradient.
     """
     if not tensors:
         return
@@ -59,17 +59,19 @@ def update_squares(state: Mapping[str, Any], group: Mapping[str, Any], start: in
     """Sum of squares of the last update per unit of learning rate, without weight decay.
 
     Args:
-        state: after the step.
-        start: first element of the flat tensor to count, ``length`` of them.
+        state: after the step; any strides.
+        start: first element to count, row by row.
+        length: number of elements.
 
     Returns:
         fp32, 0-D.
     """
     (beta1, beta2), steps = group["betas"], float(state["step"])
-    total = torch.zeros((), dtype=torch.float32, device=state["exp_avg"].device)
+    means, squares = state["exp_avg"].reshape(-1), state["exp_avg_sq"].reshape(-1)
+    total = torch.zeros((), dtype=torch.float32, device=means.device)
     for first in range(start, start + length, CHUNK):
         last = min(first + CHUNK, start + length)
-        mean = state["exp_avg"].view(-1)[first:last] / (1 - beta1**steps)
-        root = (state["exp_avg_sq"].view(-1)[first:last] / (1 - beta2**steps)).sqrt_().add_(group["eps"])
+        mean = means[first:last] / (1 - beta1**steps)
+        root = (squares[first:last] / (1 - beta2**steps)).sqrt_().add_(group["eps"])
         total += mean.div_(root).square_().sum()
     return total

@@ -6,7 +6,7 @@ Pure math over batches ``[batch, rows, cols]``. Nothing here knows of ranks, sha
 ``standard`` iterates on the matrix X itself: with rows <= cols, A = X X^T, X <- a X + (b A + c A^2) X.
 ``gram`` (Zhang, Amsel, Chen and Dao, "Gram Newton-Schulz", 2026) iterates on the small Gram matrix
 instead, R = X X^T, and forms it from X anew only at restarts: the same map in exact arithmetic, in fewer
-operations when cols > rows. All its small matrices are polynomials of R: symmetric, and each commutes with each.
+operations when cols > rows. All its small matrices are polynomials of R, so they are symmetric and commute.
 """
 
 from __future__ import annotations
@@ -22,12 +22,22 @@ from deepspeed.muon.math.coefficients import Schedule, segments
 METHODS = ("standard", "gram")
 
 
-def bf16_is_fast() -> bool:
-    """Whether this rank multiplies bf16 matrices in hardware."""
-    if torch.cuda.is_available():
+def bf16_is_fast(device_type: str, supported: bool | None = None) -> bool:
+    """Whether the device on which Newton-Schulz runs multiplies bf16 matrices in hardware.
+
+    Args:
+        device_type: ``cpu``, ``cuda`` or another accelerator's.
+        supported: whether that other accelerator supports bf16; by default what its module in torch says.
+    """
+    if device_type == "cpu":
+        cpu = torch.backends.cpu.get_cpu_capability() if hasattr(torch.backends, "cpu") else ""
+        return cpu.startswith("AVX512") and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if device_type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    cpu = torch.backends.cpu.get_cpu_capability() if hasattr(torch.backends, "cpu") else ""
-    return cpu.startswith("AVX512") and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if supported is None:
+        ask = getattr(torch.get_device_module(device_type), "is_bf16_supported", None)
+        return bool(ask and ask())
+    return supported
 
 
 def resolve_dtype(ns_dtype: str, bf16_everywhere: bool) -> torch.dtype:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The matrices inside a parameter: where their elements lie, and how a parameter is cut into them. Integers only."""
+"""Matrices inside a parameter: where their elements lie, and how a parameter is cut. Integers only."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 
 class Piece(NamedTuple):
-    """Elements of a block that lie on a regular grid: ``rows`` runs of ``cols`` elements, ``stride`` apart.
+    """Elements of a block on a regular grid: ``rows`` runs of ``cols`` elements, ``stride`` apart in the parameter.
 
-    ``element``: the first one's place in the parameter. ``at``: in the block, where the runs are ``pitch`` apart: one
-    after the other, unless the block is a part of a wider matrix.
+    ``element``: index of the first one in the parameter. ``at``: its index in the block, where the runs are ``pitch``
+    apart; they are contiguous there unless the block is part of a wider matrix.
     """
 
     element: int
@@ -37,7 +37,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """How a matrix is cut: ``sizes`` along ``axis``, that many times over for several ``groups``; no sizes: not.
+    """How a matrix is cut: into ``sizes`` along ``axis``, repeated for each of ``groups``. No sizes: not at all.
 
     Raises:
         ValueError: columns in groups.
@@ -63,11 +63,11 @@ class Cut:
 
 @dataclass(frozen=True)
 class Block:
-    """A rows x cols matrix inside a parameter that is orthogonalized on its own.
+    """A rows x cols matrix inside a parameter, orthogonalized on its own.
 
-    Its rows come in ``bands`` equal groups whose beginnings are ``gap`` elements apart; within one, rows are ``stride``
-    elements apart. Element (i, j) is element ``offset + i // n * gap + i % n * stride + j`` of the flat parameter,
-    with n = rows / bands.
+    Its rows come in ``bands`` equal groups that start ``gap`` elements apart; rows of one band are ``stride`` elements
+    apart. With n = rows / bands, element (i, j) is element ``offset + i // n * gap + i % n * stride + j`` of the flat
+    parameter.
     """
 
     offset: int
@@ -84,17 +84,17 @@ class Block:
 
     @cached_property
     def stop(self) -> int:
-        """One past the last element of the parameter that belongs to the block."""
+        """Index in the parameter after the block's last element."""
         return self.element(self.numel - 1) + 1
 
     def element(self, at: int) -> int:
-        """Where element ``at`` of the block, row by row, lies in the parameter."""
+        """Index in the parameter of element ``at`` of the block, counted row by row."""
         row, column = divmod(at, self.cols)
         band, row = divmod(row, self.rows // self.bands)
         return self.offset + band * self.gap + row * self.stride + column
 
     def before(self, element: int) -> int:
-        """How many of the block's elements lie before ``element`` of the parameter."""
+        """Number of the block's elements before ``element`` of the parameter."""
         whole = self.numel // self.bands
         inside = max(0, element - self.offset)
         band, inside = divmod(inside, self.gap) if self.bands > 1 else (0, inside)
@@ -105,7 +105,7 @@ class Block:
         """The part of the block inside elements ``start .. stop`` of the parameter, in order.
 
         Args:
-            pitch: columns of the matrix of which the block is a part; then ``at`` counts from its first element there.
+            pitch: columns of the wider matrix that the block is part of; ``at`` then counts within that matrix.
         """
         at, end = self.before(start), self.before(stop)
         in_band = self.numel // self.bands
@@ -125,7 +125,7 @@ class Block:
 
 
 def matrices(shape: Sequence[int]) -> tuple[Block, ...]:
-    """One block for a matrix, one for each matrix of a stack ``[..., rows, cols]``."""
+    """The block of a matrix, or one block per matrix of a stack ``[..., rows, cols]``."""
     *stack, rows, cols = shape
     return tuple(Block(i * rows * cols, rows, cols, cols) for i in range(math.prod(stack)))
 
@@ -137,13 +137,13 @@ def flattened(shape: Sequence[int]) -> tuple[Block, ...]:
 
 
 def cut(block: Block, by: Cut) -> tuple[Block, ...]:
-    """Cut a matrix into ranges of rows (axis 0) or columns (axis 1), one matrix for each size.
+    """Cut a matrix into ranges of rows (axis 0) or columns (axis 1), one matrix per size.
 
-    With several groups the sizes repeat along the axis, as queries, keys and values of Megatron's fused projections
-    do, and the ranges of one size are one matrix, whose rows lie in bands.
+    With several groups the sizes repeat along the axis, as in Megatron's fused queries, keys and values. The ranges
+    of one size then form one matrix, whose rows lie in bands.
 
     Raises:
-        ValueError: the sizes do not make up the axis.
+        ValueError: the sizes do not add up to the axis.
     """
     if not by.sizes:
         return (block,)

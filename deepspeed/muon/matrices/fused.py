@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which weights hold several projections, and how these lie in them.
+"""Which weights hold several projections, and where each projection lies.
 
-A name claims that a weight is fused, the name or the class of its module says in which order, and only a shape that is
-made up exactly of the parts confirms it. What is not certain stays whole, with a reason.
+A weight's name suggests that it is fused, the name or class of its module gives the order of the parts, and the shape
+must equal their sum exactly. A weight that fails any of these stays whole, with a reason.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from deepspeed.muon.matrices.tp_sharding import whole_shape
 
 #: Queries, then keys, then values, each of all heads.
 CONTIGUOUS = frozenset({"c_attn", "qkv", "qkv_proj", "Wqkv", "in_proj_weight", "to_qkv", "qkv_linear"})
-#: For each key-value head: its queries, its key, its value. By the weight's name, and by the class of its attention.
+#: For each key-value head its queries, its key, its value: by the weight's name, and by the class of its attention.
 GROUPED = frozenset({"linear_qkv"})
 GROUPED_CLASSES = ("Bloom", "Falcon", "GPTBigCode", "GPTNeoX", "InternLM2", "MiniMaxLightning", "Persimmon")
-#: Attention whose queries, values and keys were laid out for so many devices of tensor parallelism.
+#: Attention whose queries, values and keys are laid out for this many tensor-parallel devices.
 DEVICES = {"CodeGen": 4}
 #: Experts whose columns alternate between gate and up.
 ALTERNATING_CLASSES = ("GptOss",)
@@ -34,16 +34,16 @@ QKV, KV, GATE_UP = "queries, keys and values", "keys and values", "gate and up"
 def cut_fused(
     name: str, shape: Sequence[int], is_transposed: bool, owner: nn.Module | None, model: nn.Module
 ) -> tuple[Cut, str] | str | None:
-    """How a weight is cut into the projections that it holds.
+    """How a weight is cut into its projections.
 
     Args:
-        name: by which ``owner``, the attention or the feed-forward module, calls the weight.
-        shape: (rows, cols), of one matrix of a stack.
+        name: of the weight in ``owner``, the attention or feed-forward module.
+        shape: (rows, cols); of a stack, one matrix's.
         is_transposed: whether the columns of an attention weight are its outputs.
 
     Returns:
-        The cut, and in words what its parts are; or why the weight stays whole though its name says that it is fused;
-        ``None`` where the name does not.
+        The cut and a name for its parts; or, as a text, why a weight whose name suggests that it is fused stays
+        whole; or ``None`` for any other weight.
     """
     if name in LATENT:
         return _latent(name, shape, owner, model)
@@ -87,7 +87,7 @@ def _latent(name: str, shape: Sequence[int], owner: nn.Module | None, model: nn.
 
 
 def _gate_and_up(name: str, shape: Sequence[int], owner: nn.Module | None) -> tuple[Cut, str] | str:
-    """The shape of the projection down, beside it, tells which axis holds both."""
+    """The shape of the down projection beside it tells which axis holds both."""
     if getattr(owner, "is_concatenated", True) is False or _is_a(owner, *ALTERNATING_CLASSES):
         return f"gate and up of {name} alternate one by one"
     rows, cols = shape
@@ -100,7 +100,7 @@ def _gate_and_up(name: str, shape: Sequence[int], owner: nn.Module | None) -> tu
 
 
 def _shape(down: Any) -> tuple[int, ...]:
-    """Of a module's weight or of a parameter, before anything cut it; without the stack."""
+    """Shape of a module's weight, or of a parameter, before anything cut it; of a stack, one matrix's."""
     weight = getattr(down, "weight", down)
     return whole_shape(weight)[-2:] if isinstance(weight, Tensor) else ()
 

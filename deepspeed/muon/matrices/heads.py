@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How attention projections are cut into one matrix per head, the "Muon Split" of GLM-5's report.
 
-A name claims that a weight is a projection of a kind; only a shape that is exactly heads x width confirms it.
+A weight's name suggests which projection it is; its shape must be exactly heads x width.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _SIZES = ("hidden_size", "n_embd", "embed_dim", "d_model", "dim")
 
 @dataclass(frozen=True)
 class Heads:
-    """Numbers of heads and their widths; ``nope``, ``rope`` and ``value`` are those of latent attention.
+    """Numbers of heads and their widths; ``nope``, ``rope`` and ``value`` are widths of latent attention.
 
-    A ``width`` of 0 is not known; the shape then tells it.
+    A ``width`` of 0 means unknown; it then follows from the shape.
     """
 
     queries: int
@@ -43,7 +43,7 @@ class Heads:
 
 
 def heads_of(source: Any) -> Heads | None:
-    """What a model's config, or an attention module, says of its heads; ``None`` where it gives no number."""
+    """The heads by a model's config or an attention module; ``None`` where it gives no number."""
     get = getattr(source, "get_text_config", None)
     try:
         source = get() if callable(get) else source
@@ -63,7 +63,7 @@ def _first(source: Any, names: Sequence[str]) -> int:
 
 
 def is_projection(leaf: str) -> bool:
-    """Whether a module of this name, without its path, is an attention projection with whole heads."""
+    """Whether a module of this name (without its path) is an attention projection made of whole heads."""
     return leaf.lower() in QUERIES | KEYS_AND_VALUES | FUSED | LATENT
 
 
@@ -72,10 +72,10 @@ def cut_by_head(leaf: str, shape: Sequence[int], is_transposed: bool, heads: Hea
 
     Args:
         leaf: the name of its module.
-        is_transposed: whether its columns are its outputs.
+        is_transposed: whether the columns are the outputs.
 
     Raises:
-        ValueError: its outputs are not whole heads, or could be heads of several widths.
+        ValueError: its outputs are not whole heads, or fit several widths.
     """
     axis = 1 if is_transposed else 0
     fitting = {sizes for sizes in _candidates(leaf.lower(), heads, shape[axis]) if sum(sizes) == shape[axis]}
@@ -102,11 +102,11 @@ def _known_heads(heads: Heads) -> str:
 
 
 def config_or_module(model: nn.Module, attention: nn.Module | None) -> Heads | None:
-    """The model's config tells where it has one, else the module that holds the projection."""
+    """The heads by the model's config, else by the module that holds the projection."""
     return heads_of(getattr(model, "config", None)) or heads_of(attention)
 
 
 def possible_heads(model: nn.Module, owner: nn.Module | None) -> Iterator[Heads]:
-    """What the attention's own config, the attention, and the model's config say of heads, as far as they say it."""
+    """The heads by the attention's own config, by the attention and by the model's config, as far as each is known."""
     sources = (getattr(owner, "config", None), owner, getattr(model, "config", None))
     return (heads for heads in map(heads_of, sources) if heads)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the user asks of routing and splitting."""
+"""The options of routing and splitting."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from deepspeed.muon.matrices.block import Cut
 
 @dataclass(frozen=True)
 class MatrixOptions:
-    """The keys of ``optimizer.params`` that say what becomes of a parameter.
+    """The keys of ``optimizer.params`` that decide a parameter's route and its matrices.
 
     Args:
-        include: regular expressions; a matrix whose name one of them finds goes to Muon.
-        exclude: regular expressions; a parameter whose name one of them finds goes to AdamW, included or not.
-        split: by regular expression, how parameters that it finds are cut; the first that is found counts.
-        conv: ``flatten``: a convolution is the matrix ``[out, in x kernel]``; ``adamw``: it goes to AdamW.
-        lora: the factors of low-rank adapters that go to Muon, ``none``, ``B`` or ``both``.
+        include: regular expressions; matrices whose name matches one go to Muon.
+        exclude: regular expressions; parameters whose name matches one go to AdamW, even if ``include`` matches.
+        split: by regular expression, how matching parameters are cut; the first match counts.
+        conv: ``flatten``: a convolution is a matrix ``[out, in x kernel]``; ``adamw``: it goes to AdamW.
+        lora: which factors of low-rank adapters go to Muon: ``none``, ``B`` or ``both``.
         per_head: whether attention projections are cut into one matrix per head.
-        fused: ``split``: a weight that is known to hold several projections is cut into them; ``whole``: it is not.
-        tp_mode: ``whole``: a matrix that tensor parallelism cut is one; ``shard``: what each rank holds is one.
+        fused: ``split``: a weight known to hold several projections is cut into them; ``whole``: it is not.
+        tp_mode: of a matrix that tensor parallelism cut: ``whole``, or each rank's ``shard`` as a matrix of its own.
     """
 
     include: Sequence[str] = ()
@@ -37,20 +37,20 @@ class MatrixOptions:
 
     @classmethod
     def of(cls, config: Any) -> MatrixOptions:
-        """Those of a :class:`deepspeed.muon.config.schema.MuonConfig`."""
+        """The options in a :class:`deepspeed.muon.config.schema.MuonConfig`."""
         return cls(
-            config.muon_include,
-            config.muon_exclude,
-            config.muon_split,
-            config.muon_conv,
-            config.muon_lora,
-            config.per_head_muon,
-            config.muon_fused,
-            config.tp_mode,
+            include=config.muon_include,
+            exclude=config.muon_exclude,
+            split=config.muon_split,
+            conv=config.muon_conv,
+            lora=config.muon_lora,
+            per_head=config.per_head_muon,
+            fused=config.muon_fused,
+            tp_mode=config.tp_mode,
         )
 
     def cut_for(self, names: Sequence[str]) -> tuple[str, Cut] | None:
-        """The first pattern of ``split`` that is found in one of a parameter's names, and how it cuts."""
+        """The first pattern of ``split`` that matches one of a parameter's names, and how it cuts."""
         for pattern, by in self.split.items():
             if any(re.search(pattern, name) for name in names):
                 return pattern, by

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model of DeepSpeed's ``PipelineModule`` tells of itself: which stage it is, and which layers are outer ones.
+"""Facts about a stage of DeepSpeed's ``PipelineModule``: its number, and which of its layers are not hidden ones.
 
-Its layers are named by their numbers, so no name tells the output head; their order does.
+Layers are named by number, so their order identifies the output head, not a name.
 """
 
 from __future__ import annotations
@@ -10,29 +10,29 @@ from typing import Any
 
 from torch import nn
 
-#: Where a pipeline keeps the layers that several places of it share.
+#: The attribute under which a pipeline keeps layers used in several places.
 TIED = "tied_modules"
 
 
 def is_pipeline(model: Any) -> bool:
-    """Whether the model is a stage of a pipeline, which may have no other."""
+    """Whether the model is a stage of a pipeline, possibly the only one."""
     return callable(getattr(model, "num_pipeline_stages", None))
 
 
 def stage_of(model: Any) -> int:
-    """The number of the stage that the model is; 0 outside of pipelines."""
+    """The model's stage number; 0 outside pipelines."""
     return model.stage_id if is_pipeline(model) else 0
 
 
 def stages_of(model: Any) -> int:
-    """How many stages there are; 1 outside of pipelines."""
+    """The number of stages; 1 outside pipelines."""
     return model.num_pipeline_stages() if is_pipeline(model) else 1
 
 
 def outer_parameters(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Matrices of a pipeline that are none of its hidden ones, each with the reason.
+    """Parameters of a pipeline that are not hidden matrices, each with the reason.
 
-    Layers that are tied, as an embedding to the output head, and the only matrix of the layer that comes last.
+    Those of tied layers, such as an embedding tied to the output head, and the only matrix of the last layer.
     """
     if not is_pipeline(model):
         return {}
@@ -47,6 +47,6 @@ def outer_parameters(model: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def shared_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Parameters of which another stage has a copy too, kept equal by equal updates."""
+    """Parameters that another stage has a copy of; equal updates keep the copies equal."""
     ties = model.tied_comms.values() if is_pipeline(model) else ()  # type: ignore[union-attr,operator]
     return {param for tie in ties if len(tie["ranks"]) > 1 for param in tie["module"].parameters()}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which parameter goes to Muon, which to AdamW, and why.
 
-By module type and shape first, then by name: a hidden matrix is a 2-D weight of a linear-like module
-that is neither an embedding, nor an output head, nor a router, nor a factor of a low-rank adapter; a stack of
-experts is several. Every decision carries its reason. The user's tags and patterns win over the rules.
+By module type and shape first, then by name: a hidden matrix is a 2-D weight of a linear-like module that is neither
+an embedding, nor an output head, nor a router, nor a factor of a low-rank adapter. A stack of experts is several
+matrices. Every decision carries its reason. The user's tags and patterns override the rules.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -22,34 +22,50 @@ from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.matrices.heads import is_projection
 from deepspeed.muon.matrices.options import DEFAULT_OPTIONS, MatrixOptions
 from deepspeed.muon.matrices.pipeline import outer_parameters, shared_parameters
-from deepspeed.muon.matrices.splitting import Use, blocks_of, is_convolution, is_stack
+from deepspeed.muon.matrices.splitting import Splitting, Use, is_convolution, is_stack, split_parameter
 from deepspeed.muon.matrices.tp_sharding import Sharding, local_shape, sharding_of, whole_shape
+
+#: The attribute of a parameter by which users, stock DeepSpeed and other projects say whether Muon updates it.
+TAG = "use_muon"
+#: Beside a tag that :func:`tag_parameters` has set, its value; a tag of another value is the user's.
+ROUTED_TAG = "_use_muon_routed"
 
 #: Attribute names of output heads, and those that are heads only at the top level of the model.
 HEAD_NAMES = frozenset({"lm_head", "score", "classifier", "embed_out", "output_projection", "qa_outputs"})
 TOP_LEVEL_HEAD_NAMES = frozenset({"output", "head"})
-#: ``LinearLayer`` and ``LinearAllreduce`` are those of DeepSpeed's tensor parallelism.
+#: ``LinearLayer`` and ``LinearAllreduce`` belong to DeepSpeed's tensor parallelism.
 _LINEAR_LIKE = re.compile(r"(Linear|Dense|Projection)(Layer|Allreduce)?$|^Conv1D$")
 _EMBEDDING_LIKE = re.compile(r"embed|(^|[._])(wte|wpe|pos(ition)?|tok(en)?)([._]|$)", re.IGNORECASE)
-#: What PEFT puts between a module it trains whole and the module's own name, and before the model's own names.
+#: What PEFT puts between a module that it trains whole and the module's own name, and before the model's own names.
 _SAVED_COPY = re.compile(r"\.modules_to_save\.[^.]+$")
 _PREFIX = re.compile(r"^((base_model\.model|_orig_mod|module)\.)+")
 #: Names of low-rank factors: PEFT, torchtune, diffusers, DeepSpeed-Chat, DeepSpeed's OptimizedLinear.
 _LORA = re.compile(
     r"(^|[._])lora_?(embedding_)?(A|B|a|b|up|down|left_weight|right_weight|weight_[12]|magnitude_vector)([._]|$)"
 )
-
-
 #: Of those, the factor that starts at zero and is applied second.
 _LORA_B = re.compile(r"(^|[._])lora_?(embedding_)?(B|b|up|left_weight|weight_2)([._]|$)")
 
 
 @dataclass(frozen=True)
 class MatrixSpec:
-    """One parameter's route, and the matrices that it is for Muon.
+    """One parameter's route, and the matrices that Muon sees in it.
 
-    ``shape`` is that of the tensor that a rank has, before ZeRO cut it. Where tensor parallelism cut it before,
-    ``sharding`` says how, and ``blocks`` are those of the whole.
+    Args:
+        name: of the parameter in the model; of a tied one, the first.
+        shape: of the tensor on this rank, before ZeRO partitions it.
+        use_muon: whether Muon updates it; else AdamW.
+        reason: for people, why.
+        blocks: the matrices; empty for AdamW. With ``sharding`` they are blocks of the whole parameter.
+        split: for people, how the parameter is split into them; empty for one matrix.
+        sharding: how tensor parallelism cut the parameter, if it did.
+        is_projection: whether its module's name says that it is an attention projection.
+        chosen_by: the user's option that decided the route: ``use_muon``, ``muon_exclude`` or ``muon_include``;
+            ``None`` where the rules did.
+        overrides_rules: whether the rules alone would have chosen the other half.
+        split_by: the option that cut it: ``muon_split``, ``per_head_muon`` or ``muon_fused``; ``None`` for none.
+        split_pattern: which pattern of ``muon_split`` did.
+        left_whole: whether ``split`` says why the parameter stays one matrix.
     """
 
     name: str
@@ -57,15 +73,18 @@ class MatrixSpec:
     use_muon: bool
     reason: str
     blocks: tuple[Block, ...] = ()
-    #: In words, how it was split into them; empty for one matrix.
     split: str = ""
     sharding: Sharding | None = None
-    #: Whether it is an attention projection by the name of its module.
     is_projection: bool = False
+    chosen_by: str | None = None
+    overrides_rules: bool = False
+    split_by: str | None = None
+    split_pattern: str = ""
+    left_whole: bool = False
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of elements on this rank, before ZeRO partitions it."""
         return math.prod(self.shape)
 
     @property
@@ -74,58 +93,96 @@ class MatrixSpec:
         return self.sharding.shape if self.sharding else self.shape
 
 
-def route(model: nn.Module, options: MatrixOptions = DEFAULT_OPTIONS) -> dict[nn.Parameter, MatrixSpec]:
-    """Decide for every trainable parameter of ``model``.
+class Route(NamedTuple):
+    """A decision for one parameter; the fields are those of :class:`MatrixSpec`."""
 
-    A tag ``param.use_muon`` set by the user wins over everything and is **removed**, because stock
-    DeepSpeed runs its own Muon on tagged parameters.
+    use_muon: bool
+    reason: str
+    chosen_by: str | None = None
+
+
+def route(model: nn.Module, options: MatrixOptions = DEFAULT_OPTIONS) -> dict[nn.Parameter, MatrixSpec]:
+    """Decide for every trainable parameter of ``model``, which is left as it is.
+
+    A tag ``param.use_muon`` that the user has set overrides everything else.
 
     Raises:
-        ValueError: ``use_muon = True`` on a parameter that is not a matrix; Muon asked for where several stages of a
-            pipeline have copies of the parameter.
-        MuonConfigError: a split that does not fit, heads that are not known.
+        ValueError: ``use_muon = True`` on a parameter that is not a matrix, or Muon for a parameter of which several
+            stages of a pipeline have copies.
+        MuonConfigError: a split that does not fit, or heads that are not known.
     """
     uses = _uses(model)
     outer = _output_embeddings(model) | outer_parameters(model)
     specs, shared = {}, shared_parameters(model)
     for param, names in _names(model).items():
-        tag = param.__dict__.pop("use_muon", None)
         if not param.requires_grad:
             continue
         name, shape, used = names[0], whole_shape(param), uses[param]
-        asked = _asked(names, tag, options)
-        use_muon, reason = (
-            _grant(name, shape, *asked) if asked else _decide(name, shape, used, outer.get(param), options)
-        )
-        if use_muon and param in shared:
+        by_rules = _route_by_rules(name, shape, used, outer.get(param), options)
+        decided = _route_by_user(names, shape, user_tag(param), options) or by_rules
+        if decided.use_muon and param in shared:
             raise ValueError(
-                f"{name}: {reason}, but stages of the pipeline have copies, which Muon's rounding would drive apart; "
-                "leave it to AdamW"
+                f"{name}: {decided.reason}, but several stages of the pipeline have copies of it, and rounding in Muon "
+                "would let them drift apart; leave it to AdamW"
             )
-        blocks, split = blocks_of(names, shape, used[0], options, model) if use_muon else ((), "")
-        sharding = _sharding(name, param, use_muon)
-        if use_muon and sharding and options.tp_mode == "shard":
-            blocks, split = _shards(blocks, split, sharding, used[0].module)
+        found = Splitting()
+        if decided.use_muon:
+            found = split_parameter(names, shape, used[0], options, model)
+        sharding = _sharding(name, param, decided.use_muon)
+        if decided.use_muon and sharding and options.tp_mode == "shard":
+            found = _split_into_shards(found, sharding, used[0].module)
             sharding = None
-        projection = is_projection(used[0].leaf)
-        specs[param] = MatrixSpec(name, local_shape(param), use_muon, reason, blocks, split, sharding, projection)
+        specs[param] = MatrixSpec(
+            name=name,
+            shape=local_shape(param),
+            use_muon=decided.use_muon,
+            reason=decided.reason,
+            blocks=found.blocks,
+            split=found.text,
+            sharding=sharding,
+            is_projection=is_projection(used[0].leaf),
+            chosen_by=decided.chosen_by,
+            overrides_rules=decided.use_muon is not by_rules.use_muon,
+            split_by=found.by,
+            split_pattern=found.pattern,
+            left_whole=found.left_whole,
+        )
     return specs
 
 
-def _shards(blocks: Sequence[Block], split: str, sharding: Sharding, module: Any) -> tuple[tuple[Block, ...], str]:
+def user_tag(param: nn.Parameter) -> bool | None:
+    """The user's ``param.use_muon``; ``None`` where there is no tag, or the one that :func:`tag_parameters` set."""
+    tag = param.__dict__.get(TAG)
+    return None if tag is None or tag == param.__dict__.get(ROUTED_TAG) else bool(tag)
+
+
+def tag_parameters(model: nn.Module, specs: Mapping[nn.Parameter, MatrixSpec]) -> None:
+    """Set ``param.use_muon`` as routed on every parameter that the user has not tagged; ``False`` on frozen ones.
+
+    Other code reads the tag to find Muon's parameters. The next :func:`route` does not take it for the user's.
+    """
+    for param in model.parameters():
+        if user_tag(param) is None:
+            routed = param in specs and specs[param].use_muon
+            setattr(param, TAG, routed)
+            setattr(param, ROUTED_TAG, routed)
+
+
+def _split_into_shards(found: Splitting, sharding: Sharding, module: Any) -> Splitting:
     """What this rank of the tensor-parallel group holds of each block, as a matrix of its own."""
-    held = tuple(part for block in blocks for part, _ in sharding.parts(block, module.tp_index))
-    return held, ", ".join(filter(None, [split, "tensor-parallel shards, by tp_mode"]))
+    held = tuple(part for block in found.blocks for part, _ in sharding.parts(block, module.tp_index))
+    text = ", ".join(filter(None, [found.text, "tensor-parallel shards, by tp_mode"]))
+    return found._replace(blocks=held, text=text)
 
 
 def shapes_of(specs: Iterable[MatrixSpec]) -> Counter[tuple[int, int]]:
-    """How many matrices of each shape go to Newton-Schulz; a shape and its transpose are one, the wide one."""
+    """How many matrices of each shape go to Newton-Schulz; a shape and its transpose count as the wide one."""
     blocks = (block for spec in specs if spec.use_muon for block in spec.blocks)
     return Counter((min(block.rows, block.cols), max(block.rows, block.cols)) for block in blocks)
 
 
 def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The whole shape of every trainable parameter, by name; a tied one has several."""
+    """The whole shape of every trainable parameter, by name; a tied one has several names."""
     named = _names(model).items()
     return {name: whole_shape(param) for param, names in named if param.requires_grad for name in names}
 
@@ -160,7 +217,7 @@ def _uses(model: nn.Module) -> dict[nn.Parameter, list[Use]]:
 
 
 def _output_embeddings(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Parameters of the head that a Hugging Face model names itself, with that reason."""
+    """Parameters of the head that a Hugging Face model declares, with the reason."""
     get = getattr(model, "get_output_embeddings", None)
     head = get() if callable(get) else None
     found = head.parameters() if isinstance(head, nn.Module) else ()
@@ -168,7 +225,7 @@ def _output_embeddings(model: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def unmatched(patterns: Iterable[str], names: Sequence[str]) -> list[str]:
-    """The regular expressions that are found in none of the names."""
+    """The regular expressions that match none of the names."""
     return [pattern for pattern in patterns if not any(re.search(pattern, name) for name in names)]
 
 
@@ -183,65 +240,66 @@ def _lora(name: str, shape: tuple[int, ...]) -> str | None:
     return f"LoRA factor of rank {min(shape)}" if len(shape) == 2 else "LoRA"
 
 
-def _asked(names: Sequence[str], tag: bool | None, options: MatrixOptions) -> tuple[bool, str] | None:
-    """What the user asks for this parameter, and by what; ``None``: the rules decide."""
+def _route_by_user(
+    names: Sequence[str], shape: tuple[int, ...], tag: bool | None, options: MatrixOptions
+) -> Route | None:
+    """The route that the user's tag or patterns choose; ``None`` where they say nothing."""
+    is_matrix = len(shape) >= 2 and min(shape) > 0
     if tag is not None:
-        return bool(tag), f"use_muon = {bool(tag)} set by the user"
-    for key, use_muon, expressions in (
+        if tag and not is_matrix:
+            raise ValueError(f"{names[0]}: use_muon = True, but its shape {list(shape)} is not that of a matrix")
+        return Route(tag, f"use_muon = {tag} set by the user", TAG)
+    for option, use_muon, expressions in (
         ("muon_exclude", False, options.exclude),
         ("muon_include", True, options.include),
     ):
         for expression in expressions:
             if any(re.search(expression, name) for name in names):
-                return use_muon, f"{key} {expression!r}"
+                reason = f"{option} {expression!r}"
+                if use_muon and not is_matrix:
+                    return Route(False, f"{_not_a_matrix(shape)}, in spite of {reason}", option)
+                return Route(use_muon, reason, option)
     return None
-
-
-def _grant(name: str, shape: tuple[int, ...], use_muon: bool, reason: str) -> tuple[bool, str]:
-    if not use_muon or (len(shape) >= 2 and min(shape) > 0):
-        return use_muon, reason
-    if reason.startswith("use_muon"):
-        raise ValueError(f"{name}: use_muon = True, but its shape {list(shape)} is not that of a matrix")
-    return False, f"{_not_a_matrix(shape)}, in spite of {reason}"
 
 
 def _not_a_matrix(shape: tuple[int, ...]) -> str:
     return "0-D or 1-D" if len(shape) < 2 else "more than two dimensions" if min(shape) else "no elements"
 
 
-def _of_more_dimensions(shape: tuple[int, ...], use: Use, conv: str) -> tuple[bool, str]:
-    kind = type(use.module).__name__
-    if is_convolution(use.module) and len(shape) > 2:
-        one_group = getattr(use.module, "groups", 1) == 1
-        if conv == "flatten" and one_group:
-            return True, f"{kind}, by muon_conv"
-        return False, f"convolution ({kind}); muon_conv: flatten is for Muon" if one_group else f"grouped {kind}"
-    if is_stack(use.module, use.path, shape):
-        return True, f"stack of {shape[0]} matrices of {kind}"
-    return False, _not_a_matrix(shape)
-
-
-def _decide(
+def _route_by_rules(
     name: str, shape: tuple[int, ...], uses: list[Use], outer: str | None, options: MatrixOptions
-) -> tuple[bool, str]:
+) -> Route:
     if len(shape) != 2:
-        return _of_more_dimensions(shape, uses[0], options.conv)
+        return _route_of_more_dimensions(shape, uses[0], options.conv)
     if lora := _lora(name, shape):
         use_muon = options.lora == "both" or (options.lora == "B" and bool(_LORA_B.search(name)))
-        return use_muon and min(shape) > 1, lora + (f", by muon_lora {options.lora}" if use_muon else "")
+        return Route(use_muon and min(shape) > 1, lora + (f", by muon_lora {options.lora}" if use_muon else ""))
     if min(shape) <= 1:
-        return False, "a vector in the shape of a matrix"
+        return Route(False, "a vector in the shape of a matrix")
     for rule in (_embedding, _head, _router):
         for use in uses:
             if reason := rule(use):
-                return False, reason + (", tied" if len(uses) > 1 else "")
+                return Route(False, reason + (", tied" if len(uses) > 1 else ""))
     if outer:
-        return False, outer
+        return Route(False, outer)
     module = uses[0].module
     kind = type(module).__name__
     if _is_linear_like(module, uses[0].attribute):
-        return True, f"hidden matrix of {kind}"
-    return False, f"2-D, but {kind} is not known to be linear; set use_muon = True to choose Muon"
+        return Route(True, f"hidden matrix of {kind}")
+    return Route(False, f"2-D, but {kind} is not known to be linear; set use_muon = True to choose Muon")
+
+
+def _route_of_more_dimensions(shape: tuple[int, ...], use: Use, conv: str) -> Route:
+    kind = type(use.module).__name__
+    if is_convolution(use.module) and len(shape) > 2:
+        if getattr(use.module, "groups", 1) > 1:
+            return Route(False, f"grouped {kind}")
+        if conv == "flatten":
+            return Route(True, f"{kind}, by muon_conv")
+        return Route(False, f"convolution ({kind}); muon_conv: flatten is for Muon")
+    if is_stack(use.module, use.path, shape):
+        return Route(True, f"stack of {shape[0]} matrices of {kind}")
+    return Route(False, _not_a_matrix(shape))
 
 
 def _embedding(use: Use) -> str | None:

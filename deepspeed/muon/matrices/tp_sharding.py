@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How tensor parallelism cuts a matrix: which rows or columns of the whole each rank of its group holds."""
+"""How tensor parallelism cuts a matrix: which rows or columns each rank of its group holds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from deepspeed.muon.matrices.block import Block
 
-#: Where DeepSpeed's AutoTP describes the layout of a parameter that it cut.
+#: The attribute in which DeepSpeed's AutoTP describes the layout of a parameter that it cut.
 AUTOTP = "ds_autotp_universal_checkpoint_meta"
 
 
@@ -19,10 +19,10 @@ class Sharding:
     """A parameter cut along one axis over the ranks of a tensor-parallel group.
 
     Args:
-        shape: of the whole, [rows, cols] where it is a matrix.
-        axis: 0 where the ranks hold rows (DeepSpeed: column parallel), 1 where they hold columns.
-        ranges: of each rank, the (start, size) of the rows or columns that lie one after the other in its shard.
-            A fused weight is cut part by part, so that a rank holds several.
+        shape: of the whole parameter, [rows, cols] for a matrix.
+        axis: 0 where the ranks hold rows (DeepSpeed's column parallel), 1 where they hold columns.
+        ranges: for each rank, the (start, size) of the rows or columns in its shard, in order. A rank has several
+            ranges of a fused weight, because each part is cut on its own.
     """
 
     shape: tuple[int, ...]
@@ -30,14 +30,14 @@ class Sharding:
     ranges: tuple[tuple[tuple[int, int], ...], ...]
 
     def size(self, rank: int) -> int:
-        """Rows or columns that a rank holds."""
+        """Number of rows or columns that a rank holds."""
         return sum(size for _, size in self.ranges[rank])
 
     def parts(self, block: Block, rank: int) -> Iterator[tuple[Block, int]]:
-        """What a rank's shard of a matrix holds of a block of the whole.
+        """The parts of a block of the whole that a rank's shard holds.
 
         Yields:
-            Blocks of the shard, rectangles all, each with the place of its first element in the given block.
+            Rectangular blocks of the shard, each with the index of its first element in the given block.
         """
         width = self.shape[1] if self.axis == 0 else self.size(rank)
         first_row, first_column = divmod(block.offset, self.shape[1])
@@ -60,10 +60,10 @@ class Sharding:
 
 
 def sharding_of(param: Any) -> Sharding | None:
-    """The layout that AutoTP noted on a parameter; ``None`` where every rank of the group holds it whole.
+    """The layout that AutoTP recorded on a parameter; ``None`` where every rank of the group holds it whole.
 
     Raises:
-        ValueError: it was cut in a way that the note does not describe by rows or columns.
+        ValueError: the record does not describe the cut by rows or columns.
     """
     note = getattr(param, AUTOTP, None)
     if not note:
@@ -85,7 +85,7 @@ def sharding_of(param: Any) -> Sharding | None:
 
 
 def local_shape(param: Any) -> tuple[int, ...]:
-    """The shape before ``zero.Init`` cut the parameter, and after tensor parallelism did."""
+    """The shape after tensor parallelism and before ``zero.Init`` cut the parameter."""
     return tuple(getattr(param, "ds_shape", param.shape))
 
 

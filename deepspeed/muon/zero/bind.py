@@ -43,8 +43,8 @@ def agree(optimizer: MuonWithAuxAdam) -> Facts:
         MuonConfigError: an option of the config that no pipeline stage follows.
     """
     verdict = compare(lambda: _facts(optimizer), _judge_settings)
-    if verdict["idle"]:
-        raise MuonConfigError("\n".join(verdict["idle"]))
+    if verdict["unused_options"]:
+        raise MuonConfigError("\n".join(verdict["unused_options"]))
     return verdict
 
 
@@ -61,6 +61,7 @@ def bind_engine(engine: Any) -> None:
     verdict = agree(optimizer)
     adapter = engine.muon_adapter = adapter_for(engine, optimizer)
     adapter.watch_gradients()
+    adapter.stay_clear_of_stock()
     partitions = joined(adapter.partitions(), optimizer, engine)
     adapter.join_pipeline(verdict["groups"])
     adapter.create_states()
@@ -88,6 +89,8 @@ def _compute_device() -> torch.device:
 
 
 def _facts(optimizer: MuonWithAuxAdam) -> Facts:
+    from deepspeed.accelerator import get_accelerator
+
     groups = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
     routes = sorted(f"{s.name}{s.whole}{s.use_muon}{s.blocks}" for s in optimizer.specs.values())
     return {
@@ -96,11 +99,11 @@ def _facts(optimizer: MuonWithAuxAdam) -> Facts:
         "stage": matrix_share(optimizer),
         "groups": hashlib.sha256(json.dumps(groups).encode()).hexdigest()[:16],
         "routes": hashlib.sha256("".join(routes).encode()).hexdigest()[:16],
-        "bf16": bf16_is_fast(),
+        "bf16": bf16_is_fast(_compute_device().type, get_accelerator().is_bf16_supported()),
         "shapes": [[*shape, count] for shape, count in shapes_to_measure(optimizer).items()],
         "group_count": len(groups),
         "matrices": sum(len(spec.blocks) for spec in optimizer.specs.values()),
-        "idle": optimizer.idle,
+        "unused_options": optimizer.unused_options,
     }
 
 
@@ -121,10 +124,10 @@ def _judge_settings(facts: list[Facts]) -> Facts:
         "groups": max(stated["group_count"] for stated in stages),
         "matrices": sum(stated["matrices"] for stated in stages),
         "firsts": sorted(firsts.values()),
-        "idle": [
-            f"stage {stated['stage']}: {stated['idle'][option]}"
-            for option in stages[0]["idle"]
-            if all(option in stated["idle"] for stated in stages)
+        "unused_options": [
+            f"stage {stated['stage']}: {stated['unused_options'][option]}"
+            for option in stages[0]["unused_options"]
+            if all(option in stated["unused_options"] for stated in stages)
             for stated in stages
         ],
     }

@@ -129,12 +129,12 @@ def differences(facts: list[Facts], titles: dict[str, str], within: str | None =
     return None
 
 
-def together(act: Callable[[], Result], explain: Callable[[dict[int, str]], Exception]) -> Result:
+def together(act: Callable[[], Result], explain: Callable[[str], Exception]) -> Result:
     """What ``act`` returns on this rank, once it has returned on all ranks.
 
     Args:
         act: work of this rank alone. It contains no collective, and may raise anything.
-        explain: makes the error for all ranks from what was raised, by rank.
+        explain: makes the error for all ranks from what was raised, and on which ranks.
 
     Raises:
         Exception: that of ``explain``, on every rank.
@@ -145,8 +145,8 @@ def together(act: Callable[[], Result], explain: Callable[[dict[int, str]], Exce
     except Exception as raised:
         error = raised
     texts = gathered(None if error is None else _text(error))
-    if failed := {rank: text for rank, text in enumerate(texts) if text is not None}:
-        raise explain(failed) from error
+    if any(text is not None for text in texts):
+        raise explain(_by_text(texts)) from error
     return result  # type: ignore[return-value]
 
 
@@ -156,12 +156,13 @@ def _text(error: Exception) -> str:
     return str(error) if own or isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
 
-def by_text(failed: dict[int, str], world_size: int) -> str:
+def _by_text(texts: list[str | None]) -> str:
     """Each message once, with the ranks that have it; without ranks where all have the same."""
     ranks: dict[str, list[int]] = {}
-    for rank, text in sorted(failed.items()):
-        ranks.setdefault(text, []).append(rank)
-    if len(ranks) == 1 and len(failed) == world_size:
+    for rank, text in enumerate(texts):
+        if text is not None:
+            ranks.setdefault(text, []).append(rank)
+    if len(set(texts)) == 1:
         return next(iter(ranks))
     return "; ".join(f"rank{'s' * (len(who) > 1)} {str(who).strip('[]')}: {text}" for text, who in ranks.items())
 

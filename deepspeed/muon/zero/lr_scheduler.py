@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learning-rate schedulers, DeepSpeed's from the config and callables: they schedule the groups as given.
+"""Learning-rate schedulers, from the config or passed as callables, schedule the parameter groups as given.
 
 A scalar of a DeepSpeed schedule describes ``lr`` where the config gives it, else ``muon_lr``; every group
 gets it in proportion to its own learning rate. A list has one value per group as given, or one per half.
@@ -43,7 +43,7 @@ def scheduler_from_config(original: Callable, engine: Any, optimizer: Any) -> An
 
 
 def configure_scheduler(original: Callable, engine: Any) -> None:
-    """``DeepSpeedEngine._configure_lr_scheduler``: a callable is called with the groups as given."""
+    """``DeepSpeedEngine._configure_lr_scheduler``: pass the groups as given to a scheduler that is a callable."""
     ours, client = engine.basic_optimizer, engine.client_lr_scheduler
     if isinstance(ours, MuonWithAuxAdam) and callable(client):
         engine.client_lr_scheduler = lambda _: client(ours.given)
@@ -77,7 +77,7 @@ def _lists(name: str, params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _proportional(optimizer: MuonWithAuxAdam, name: str, params: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The optimizer, or its groups as given, and the schedule's parameters with a value for each of its groups."""
+    """What the scheduler schedules (the optimizer, or its groups as given), and its parameters, one value per group."""
     keys = ABSOLUTE.get(name, ())
     target = _target(optimizer, _lists(name, params))
     reference = optimizer.defaults["lr"]
@@ -90,7 +90,7 @@ def _proportional(optimizer: MuonWithAuxAdam, name: str, params: dict[str, Any])
 
 
 def _target(optimizer: MuonWithAuxAdam, lists: dict[str, Any]) -> Any:
-    """Whose groups the lists describe."""
+    """The optimizer or its groups as given, whichever has as many groups as the lists have values."""
     given, halves = len(optimizer.given.param_groups), len(optimizer.param_groups)
     lengths = {len(value) for value in lists.values()}
     if lengths <= {given}:
@@ -108,7 +108,7 @@ def _target(optimizer: MuonWithAuxAdam, lists: dict[str, Any]) -> Any:
 
 
 def _default(name: str, key: str) -> Any:
-    """The schedule's own default; none where it has none, or where it is the groups' learning rate."""
+    """The schedule's own default; ``None`` if it has none or takes the groups' learning rate."""
     from deepspeed.runtime import lr_schedules
 
     default = inspect.signature(getattr(lr_schedules, name)).parameters[key].default

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One choice of methods and one plan for all ranks: what rank 0 measures is broadcast, what each holds is compared."""
+"""One choice of methods and one plan for all ranks: rank 0 measures for all, and the ranks compare what they have."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def shapes_to_measure(optimizer: MuonWithAuxAdam) -> Counter[tuple[int, int]]:
 def tune(
     optimizer: MuonWithAuxAdam, shapes: Sequence[Sequence[int]], ns_dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Where ``ns_tuning`` is ``measured``: rank 0 times the methods, and all ranks pin what it finds.
+    """Under ``ns_tuning: measured``, let rank 0 time the methods, and pin its choice on all ranks.
 
     Args:
         shapes: rows, columns and number of the matrices of all ranks, those of other pipeline stages included.
@@ -50,11 +50,11 @@ def tune(
 def _measured(
     optimizer: MuonWithAuxAdam, shapes: Counter[tuple[int, int]], ns_dtype: torch.dtype, device: torch.device
 ) -> dict[str, Any]:
-    """The methods by shape, the shipped rule's where no other is clearly faster."""
+    """The method of each shape: the shipped rule's, unless another is clearly faster."""
     began = time.perf_counter()
     try:
         times = measure(shapes, optimizer.config.schedule, ns_dtype, device, optimizer.kernels)
-    except Exception as error:  # the other ranks have to hear of it
+    except Exception as error:  # the other ranks wait for this
         return {"error": f"{ON_ERROR} {type(error).__name__}: {error}"}
     chosen = pins(shapes, kind_of(device.type, ns_dtype.itemsize))
     told = []

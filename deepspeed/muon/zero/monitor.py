@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Live output of a run, through what DeepSpeed has: its monitor (TensorBoard, CSV, W&B, Comet) and its timers."""
+"""Live output of a run, through DeepSpeed's monitor (TensorBoard, CSV, W&B, Comet) and timers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deepspeed.muon.zero.wrappers.grad_norm import skips_in_silence
 
 #: Phases of a step, as DeepSpeed's timers name them with ``wall_clock_breakdown``.
 TIMERS = tuple(f"muon_{phase}" for phase in ("prepare", "exchange", "newton_schulz", "apply", "adamw"))
-#: What a record holds stands under this name.
+#: Prefix of the names of all recorded values.
 PREFIX = "Train/Muon/"
 
 
@@ -34,7 +34,7 @@ def set_up_monitor(engine: Any, monitored: bool) -> None:
 def take_step(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> None:
     """``DeepSpeedEngine._take_model_step``, with a record in every ``monitor_interval``-th step.
 
-    A step that DeepSpeed skips without a word is reported.
+    A skipped step that DeepSpeed does not log is reported.
     """
     optimizer = engine.basic_optimizer
     if not isinstance(optimizer, MuonWithAuxAdam):
@@ -73,7 +73,7 @@ def _record(step: Callable[[], None], engine: Any, optimizer: MuonWithAuxAdam) -
 
 
 def _learning_rates(optimizer: MuonWithAuxAdam) -> dict[str, float]:
-    """Of the first group of each half, as the step is about to use them."""
+    """The rates of the first Muon group and the first AdamW group, as this step uses them."""
     rates: dict[str, float] = {}
     for group in optimizer.param_groups:
         rates.setdefault(f"lr_{'muon' if group['use_muon'] else 'adamw'}", float(group["lr"]))

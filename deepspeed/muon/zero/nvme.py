@@ -24,19 +24,19 @@ from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.zero.refusals import is_nvme
 from deepspeed.muon.zero.wrappers.experts import holders
 
-#: Stock's least size of a swapped tensor in bytes, unless ``aio.block_size`` is larger.
+#: DeepSpeed swaps tensors of at least so many bytes, or of ``aio.block_size`` if that is larger.
 LEAST_BYTES = 2**20
 #: Bit of CAP_IPC_LOCK, with which a process may lock any amount of memory.
 IPC_LOCK = 14
 
 
 def threshold(config: Any) -> int:
-    """Bytes from which on a tensor is swapped."""
+    """The least size in bytes of a tensor that is swapped."""
     return max(LEAST_BYTES, int(config.aio_config["block_size"]))
 
 
 def check_nvme(engine: Any, optimizer: MuonWithAuxAdam) -> None:
-    """Refuse what would fail later in words that do not help. Called before ZeRO allocates.
+    """Refuse, before ZeRO allocates, what would fail later with an unhelpful message.
 
     Raises:
         UnsupportedError: buffers that are too few or too small, a folder that does not do, a missing library, or a
@@ -125,7 +125,7 @@ def _param_problems(config: Any, sizes: Sizes, world_size: int) -> Iterator[str]
 
 
 def _lock_problems(key: str, wanted: int) -> Iterator[str]:
-    """The buffers are locked in memory, which the system may limit."""
+    """DeepSpeed locks the buffers in memory; the system may limit how much a process locks."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if limit != resource.RLIM_INFINITY and wanted > limit and not _may_lock():
         yield (
@@ -144,7 +144,7 @@ def _may_lock() -> bool:
 
 
 def _path_problems(name: str, path: Any) -> Iterator[str]:
-    """Stock reads and writes past the page cache, which not every file system can."""
+    """DeepSpeed uses direct I/O, which not every file system supports."""
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
         probe = Path(path) / f".deepspeed_muon_{os.getpid()}"
@@ -160,7 +160,7 @@ def _path_problems(name: str, path: Any) -> Iterator[str]:
 
 
 def _library_problems() -> Iterator[str]:
-    """Stock builds async_io at the first use, from libaio's headers, unless it was installed with the op.
+    """DeepSpeed builds async_io from libaio's headers at first use, unless it was installed with the op.
 
     Before 0.19.8 its pipelined swapper could not give buffers back, and no tensor could be kept in memory.
     """
@@ -178,7 +178,7 @@ def _library_problems() -> Iterator[str]:
 
 
 def create_states(wrapper: Any, optimizer: MuonWithAuxAdam) -> None:
-    """Zeros for the states of every swapped sub-group, written to its files, so that each has its files at once.
+    """Write zeros as the state of every swapped sub-group, so that all of its files exist from the start.
 
     ``save_muon_momentum_buffer_in_memory`` keeps the momentum where it is.
     """
@@ -193,7 +193,7 @@ def create_states(wrapper: Any, optimizer: MuonWithAuxAdam) -> None:
 
 @contextmanager
 def swapped_in(wrapper: Any, index: int) -> Iterator[Tensor]:
-    """The flat weights of a sub-group. Inside, its tensors are in memory; what is written to them stays.
+    """The flat weights of a sub-group, in memory for as long as the context lasts; changes are kept.
 
     Nothing is read and written where the sub-group is not swapped.
     """
@@ -207,7 +207,7 @@ def swapped_in(wrapper: Any, index: int) -> Iterator[Tensor]:
 
 
 def saved_files(engine: Any, folder: Path) -> Path:
-    """Where a checkpoint in this folder has this rank's files of an optimizer on NVMe."""
+    """The folder for this rank's swapped files in a checkpoint."""
     from deepspeed.checkpoint.ds_to_universal import dp_index_to_str
 
     rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
@@ -215,7 +215,7 @@ def saved_files(engine: Any, folder: Path) -> Path:
 
 
 def each_sub_group(wrapper: Any) -> Iterator[tuple[int, Tensor]]:
-    """(index, flat weights) of stage 3, one after the other, in memory; what is written also goes to the model."""
+    """(index, flat weights) of each sub-group, in memory in turn; changes also reach the model's weights."""
     wrapper._partition_all_parameters()
     for index in range(len(wrapper.fp32_partitioned_groups_flat)):
         with swapped_in(wrapper, index) as flat:

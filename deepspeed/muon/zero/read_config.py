@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a ds_config says about the optimizer, read as an engine would read it, but without one."""
+"""Reads a ds_config as an engine would, without building one; and what the installed DeepSpeed offers here."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from deepspeed.muon.forecast.layout import Layout
 from deepspeed.muon.zero.hooks import is_muon
 from deepspeed.muon.zero.refusals import is_nvme, refuse_unsupported, renames_parameters
 
-#: Keys that fit one launch only; the engine checks them against its world size.
+#: Keys that depend on the number of ranks; the engine checks them.
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-#: Stands for a learning rate that is filled in later. No plan depends on its value, only on its presence.
+#: Placeholder for a learning rate that is filled in later: a plan depends on its presence, not on its value.
 SOME_LR = 1e-3
 #: Bytes to which ``parameter_alignment`` aligns each parameter.
 ALIGNED_BYTES = 16

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Combinations that are refused, each in words that say what to change."""
+"""Unsupported combinations of settings. Each is refused with a message that says what to change."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _fp16_autocast(config: Any) -> bool:
     ).replace("bfloat16", "")
 
 
-#: A refusal that depends on the optimizer too.
+#: This refusal depends on the optimizer as well.
 BF16_ON_NVME = (
     "optimizer.params.momentum_dtype",
     'DeepSpeed swaps optimizer states to NVMe in fp32; set it to "fp32", or offload_optimizer.device to "cpu"',
@@ -146,12 +146,12 @@ RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 
 def renames_parameters(config: Any) -> bool:
-    """Whether DeepSpeed is going to put parameters of other names and shapes into the model."""
+    """Whether DeepSpeed will replace parameters of the model by others with new names and shapes."""
     return bool(_get(config, "expert_parallel_config.enabled"))
 
 
 def refuse_engine(engine: Any) -> None:
-    """What only the engine knows: kinds of pipelines, of model and sequence parallelism, experts beside them.
+    """Refuse what only the engine knows: kinds of pipelines and of model and sequence parallelism, experts beside them.
 
     Raises:
         UnsupportedError: as :func:`refuse_unsupported`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the log says at start: who does what, which parameters were split, and what would make it faster."""
+"""The log at start: who does what, which parameters were split, and what would make a step faster."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ def log_startup(adapter: Adapter, lacking: selection.Missing, matrices_of_all: i
         *(_steps(engine, optimizer, lacking, matrices) if matrices else ()),
     )
     logger.info("deepspeed-muon %s: %s", __version__, "; ".join(facts))
-    for split, names in _splits(matrices).items():
-        what = split if split.startswith("left whole") else f"split into {split}"
+    for (split, is_whole), names in _splits(matrices).items():
+        what = split if is_whole else f"split into {split}"
         logger.info("deepspeed-muon: %s: %d parameters, first %s", what, len(names), names[0])
     if not adapter.bounds_memory_by_sub_groups:
         _warn_of_small_sub_groups(optimizer)
 
 
 def _elements(specs: list[MatrixSpec]) -> int:
-    """As many as there are before tensor parallelism cuts them."""
+    """Number of elements before tensor parallelism cuts the matrices."""
     return sum(math.prod(spec.whole) for spec in specs)
 
 
 def _place(engine: Any, optimizer: MuonWithAuxAdam) -> tuple[str, ...]:
-    """Of which share of the model the line of log speaks: each that plans for itself has a line of its own."""
+    """Which share of the model this line is about: each share that plans for itself logs its own line."""
     if engine.autotp_size() > 1:
         cut = f"tensor parallelism over {engine.autotp_size()} ranks"
         is_whole = optimizer.config.tp_mode == "whole"
@@ -76,7 +76,7 @@ def _place(engine: Any, optimizer: MuonWithAuxAdam) -> tuple[str, ...]:
 def _steps(
     engine: Any, optimizer: MuonWithAuxAdam, lacking: selection.Missing, matrices: list[MatrixSpec]
 ) -> tuple[str, ...]:
-    """How a step is done, for the line of log."""
+    """How a step runs: ranks, traffic, Newton-Schulz, scale."""
     exchange, plans, config = optimizer.exchange, optimizer.plans, optimizer.config
     sent = sum(plan.sent_elements for plan in plans) * exchange.dtype.itemsize / 1e6
     extra = sum(2 * plan.moved_elements for plan in plans) * exchange.dtype.itemsize / 1e6
@@ -89,21 +89,21 @@ def _steps(
         f"Newton-Schulz in {str(exchange.dtype).removeprefix('torch.')} on {exchange.device.type}, kernels: "
         f"{selection.summary(optimizer.kernels, lacking)}, {_methods(optimizer)}",
         f"adjust_lr_fn {config.scale} = {SCALES[config.scale][0].replace('rms_scale', f'{config.rms_scale:g}')}: "
-        f"update RMS {rms:.3g} x lr for {typical.name} {list(typical.whole)}",
+        f"update RMS {rms:.3g} x lr for {typical.name} {list(typical.whole)} ({config.scale_reason})",
     )
 
 
-def _splits(specs: list[MatrixSpec]) -> dict[str, list[str]]:
-    """By what was done, in words, the parameters that are several matrices, or one of another shape, or could be."""
-    found: dict[str, list[str]] = {}
+def _splits(specs: list[MatrixSpec]) -> dict[tuple[str, bool], list[str]]:
+    """Names of parameters by how they are split, as text, and whether that means that they stay whole."""
+    found: dict[tuple[str, bool], list[str]] = {}
     for spec in specs:
         if spec.split:
-            found.setdefault(spec.split, []).append(spec.name)
+            found.setdefault((spec.split, spec.left_whole), []).append(spec.name)
     return found
 
 
 def _stage_0(engine: Any, optimizer: MuonWithAuxAdam) -> str:
-    """How ranks that all hold everything divide the work, for the line of log."""
+    """How ranks that all hold everything divide the work."""
     if engine.world_size == 1 or engine.zero_optimization_stage() > 0 or engine.autotp_size() > 1:
         return ""
     shared = [partition.is_replicated for partition in optimizer.partitions]
@@ -113,7 +113,7 @@ def _stage_0(engine: Any, optimizer: MuonWithAuxAdam) -> str:
 
 
 def _methods(optimizer: MuonWithAuxAdam) -> str:
-    """How often ``gram`` is taken."""
+    """The methods of Newton-Schulz, and who chose them."""
     groups = [group for group in optimizer.param_groups if group["use_muon"]]
     if any(group["ns_method"] != "auto" for group in groups):
         return "ns_method " + ", ".join(sorted({group["ns_method"] for group in groups}))
@@ -122,7 +122,7 @@ def _methods(optimizer: MuonWithAuxAdam) -> str:
 
 
 def _warn_of_small_sub_groups(optimizer: MuonWithAuxAdam) -> None:
-    """Sub-groups are stepped one by one: one with fewer matrices than ranks leaves ranks idle."""
+    """Sub-groups are stepped one after the other, so one with fewer matrices than ranks leaves ranks idle."""
     plans = optimizer.plans
     groups: dict[int, list[Plan]] = {}
     for partition, plan in zip(optimizer.partitions, plans, strict=True):
@@ -141,7 +141,7 @@ def _warn_of_small_sub_groups(optimizer: MuonWithAuxAdam) -> None:
 
 
 def _load_without_sub_groups(plans: list[Plan]) -> float:
-    """The least that the busiest rank could have to do if the sub-groups of one group were one."""
+    """A lower bound on the busiest rank's load if the sub-groups of one group were stepped as one."""
     if len(plans) == 1:
         return max(plans[0].loads)
     return max(sum(sum(plan.loads) for plan in plans) / plans[0].world_size, *(max(plan.loads) for plan in plans))

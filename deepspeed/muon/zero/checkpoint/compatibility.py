@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a checkpoint fits an engine, found out before anything is loaded into it."""
+"""Whether a checkpoint fits an engine, checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.log import logger
 from deepspeed.muon.math.choice import unknown_methods
 from deepspeed.muon.matrices.pipeline import stages_of
-from deepspeed.muon.matrices.splitting import is_fused
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.zero.checkpoint.safe_load import read_states
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a call of ``load_checkpoint`` asks for."""
+    """What a call of ``load_checkpoint`` wants to load."""
 
     shapes: bool
     strict: bool
@@ -34,7 +33,7 @@ class Request:
 
 
 def of_engine(engine: Any, exclude_frozen: bool = False) -> dict[str, Any]:
-    """What of an engine decides whether a checkpoint fits, as JSON values, the same on all ranks of one share.
+    """The facts about an engine that decide whether a checkpoint fits: JSON values, equal on all ranks of one share.
 
     ``shapes``: of everything in the model's state dict, by name. ``groups``: as in a saved optimizer.
     ``layout``: a hash of where each parameter lies in the flat tensors of each rank.
@@ -56,7 +55,7 @@ def of_engine(engine: Any, exclude_frozen: bool = False) -> dict[str, Any]:
 
 
 def model_share(engine: Any) -> tuple[int, int]:
-    """Which share of the model's parameters this rank has, of how many: a pipeline's stage, or a shard of each."""
+    """(index, count) of this rank's share of the model: its pipeline stage, or its tensor-parallel rank."""
     if engine.autotp_size() > 1:
         from deepspeed.utils import groups
 
@@ -84,7 +83,7 @@ def _layout(partitions: list[Partition]) -> str:
 
 
 def of_files(engine: Any, folder: str, tag: str, with_optimizer: bool) -> dict[str, Any]:
-    """As :func:`of_engine`, as far as the files tell that stock is about to load; their tensors are not read.
+    """As :func:`of_engine`, as far as the files that DeepSpeed will load tell it; their tensors are not read.
 
     Raises:
         CheckpointError: a file is missing or cannot be read.
@@ -106,7 +105,7 @@ def of_files(engine: Any, folder: str, tag: str, with_optimizer: bool) -> dict[s
 
 
 def _read_model(file: Path) -> dict[str, Any]:
-    """With whatever objects the user has put beside the weights, as stock loads them too."""
+    """May unpickle objects that the user saved beside the weights, as DeepSpeed does."""
     return torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=False)
 
 
@@ -124,7 +123,7 @@ def _opened(read: Callable[[Path], dict[str, Any]], name: str) -> dict[str, Any]
 
 
 def difference(engine: Any, saved: dict[str, Any], current: dict[str, Any], request: Request) -> str | None:
-    """Why the checkpoint cannot go into the engine, in words, or ``None``.
+    """A message that says why the checkpoint cannot be loaded into the engine, or ``None``.
 
     Args:
         saved: of :func:`of_engine` then, or of :func:`of_files`, which leaves facts out.
@@ -172,13 +171,13 @@ def _shape_difference(saved: dict[str, Any], current: dict[str, Any], strict: bo
     return None
 
 
-#: What a group keeps whatever is loaded: its ratio of the schedule, and by what ZeRO finds the ranks of its experts.
+#: Keys of a group that a load does not change: its ratio to the schedule, and how ZeRO finds its experts' ranks.
 OWN = ("lr_ratio", "name", "moe")
 Groups = Sequence[Mapping[str, Any]]
 
 
 def saved_groups(saved: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The groups in what a wrapper of DeepSpeed's, or its converter, has written."""
+    """The parameter groups in a file written by one of DeepSpeed's wrappers or by its converter."""
     inner = saved.get("optimizer_state_dict", saved)
     return inner["param_groups"] if "param_groups" in inner else inner["base_optimizer_state"]["param_groups"]
 
@@ -189,7 +188,7 @@ def matrices(optimizer: Any) -> set[str]:
 
 
 def blocks(optimizer: Any) -> dict[str, str]:
-    """By name, of each parameter that is several matrices a hash of where these lie in it."""
+    """For each parameter that is several matrices, by name: a hash of where they lie in it."""
     return {
         spec.name: hashlib.sha256(str([(b.offset, b.rows, b.cols, b.bands) for b in spec.blocks]).encode()).hexdigest()[
             :8
@@ -200,17 +199,17 @@ def blocks(optimizer: Any) -> dict[str, str]:
 
 
 def kinds(groups: Groups) -> list[bool | None]:
-    """Of each group, whether it is Muon's; ``None``: another optimizer's."""
+    """For each group, whether Muon updates it; ``None`` in files of other optimizers."""
     return [group.get("use_muon") for group in groups]
 
 
 def check_groups(optimizer: MuonWithAuxAdam, groups: Groups) -> None:
-    """Raise ValueError where :func:`routing_difference` finds one; warn where parameters are cut otherwise here."""
+    """Raise ValueError if :func:`routing_difference` finds one; warn about parameters that are cut differently here."""
     if text := routing_difference(optimizer, groups):
         raise ValueError(text)
     here = blocks(optimizer)
     stated = [group["blocks"] for group in groups if "blocks" in group]
-    # What knows no blocks was saved before fused weights were cut.
+    # A checkpoint without blocks was saved by a version that did not cut fused weights.
     there = stated[0] if stated else {name: here[name] for name in here.keys() - fused(optimizer)}
     if other := sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name)):
         logger.warning(
@@ -224,11 +223,11 @@ def check_groups(optimizer: MuonWithAuxAdam, groups: Groups) -> None:
 
 def fused(optimizer: Any) -> set[str]:
     """Names of the parameters that ``muon_fused`` cuts."""
-    return {spec.name for spec in optimizer.specs.values() if is_fused(spec.split)}
+    return {spec.name for spec in optimizer.specs.values() if spec.split_by == "muon_fused"}
 
 
 def routing_difference(optimizer: MuonWithAuxAdam, groups: Groups) -> str | None:
-    """An error text unless saved groups are of the same kinds, of known methods, and the same parameters go to Muon."""
+    """A message if saved groups differ in kind, name unknown methods, or give Muon other parameters; else ``None``."""
     saved, current = kinds(groups), kinds(optimizer.param_groups)
     there = {name for group in groups for name in group.get("matrices", ())}
     here = matrices(optimizer)
@@ -245,7 +244,7 @@ def routing_difference(optimizer: MuonWithAuxAdam, groups: Groups) -> str | None
 
 
 def settings_of(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The saved settings of a group, which act as with any optimizer of torch's; a warning where the config's differ.
+    """The saved settings of a group, which win as with any optimizer of torch; warn where the config differs.
 
     Learning rates are left out of the warning, since a schedule changes them. Their ratio is the config's: a schedule
     is built from the config too. Of ``ns_methods`` the warning names the shapes that differ.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a checkpoint of stock DeepSpeed's Muon to a universal one, without a GPU or a running job.
+"""Converts a checkpoint of stock DeepSpeed's Muon to a universal one, without a GPU or a running job.
 
 Stock's converter stops at stock's own Muon (it looks for ``exp_avg``), whose momentum has a layout per stage:
 
@@ -32,7 +32,7 @@ from deepspeed.muon.zero.checkpoint.safe_load import read_states
 from deepspeed.muon.zero.checkpoint.universal import MOMENTUM, ORIGIN, WEIGHT
 
 Parts = dict[str, dict[str, list[Tensor]]]
-#: What stock's Muon takes no part in, by a piece of the parameter's name.
+#: Stock's Muon leaves parameters to AdamW whose names contain one of these.
 ADAMW_NAMES = ("embed", "lm_head")
 
 
@@ -110,7 +110,7 @@ class Saved:
 
 
 def read(folder: Path) -> Saved:
-    """Open a checkpoint; tensors are mapped, not read.
+    """Open a checkpoint without reading its tensors, which are memory-mapped.
 
     Raises:
         ImportStateError: it is not one of stock's Muon.
@@ -157,7 +157,7 @@ def _take_groups(saved: Saved, groups: list[dict[str, Any]]) -> None:
 
 
 def _add_stage12(saved: Saved, state: Mapping[str, Any], states: Mapping[int, Any], rank: int, is_share: bool) -> None:
-    """One rank's share of each group, in which the parameters lie as ``param_shapes`` lists them."""
+    """Add one rank's share of each group. Parameters lie in the order of ``param_shapes``."""
     for index, group in enumerate(saved.groups):
         entry, before = states.get(index, {}), 0
         weights = state["single_partition_of_fp32_groups"][index]
@@ -201,7 +201,7 @@ def _add_stage3(saved: Saved, state: Mapping[str, Any], states: Mapping[int, Any
 
 
 def _read_stage0(folder: Path) -> Saved:
-    """Parameters carry no names there: they are the model's, split by stock's rule, and checked by their shapes."""
+    """States carry no names at stage 0: take the model's, route them by stock's rule, and check the shapes."""
     saved = Saved(_only(folder, "mp_rank_00_model_states.pt"), 0)
     outer = saved.model["optimizer"] or {}
     base = outer.get("optimizer_state_dict", outer)
@@ -256,5 +256,5 @@ def _only(folder: Path, name: str) -> Path:
 
 
 def _open(file: Path) -> Any:
-    """The model's file, which holds whatever a script has put beside the weights."""
+    """The model's file, which may hold objects that the script saved beside the weights."""
     return torch.load(str(file), map_location="cpu", mmap=True, weights_only=False)

@@ -96,7 +96,7 @@ def read_header(folder: Path) -> dict[str, Any] | None:
 
 
 def damages(folder: Path, save_id: str, rank: int, contents: bool = True) -> list[str]:
-    """What is wrong with the files of one rank of a save, in words.
+    """Messages about what is wrong with the files of one rank of a save.
 
     Args:
         rank: the rank that wrote them.
@@ -130,7 +130,7 @@ def _damage(path: Path, name: str, size: int, crc: int, contents: bool) -> str |
 
 
 def complete_tags(folder: Path) -> list[str]:
-    """The tags below a folder whose files are all there in full size, last saved first."""
+    """The tags below a folder whose files are all there in full size, the newest first."""
     headers = sorted(folder.glob(f"*/{HEADER}"), key=lambda file: file.stat().st_mtime, reverse=True)
     return [file.parent.name for file in headers if _is_complete(file.parent)]
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resuming at stage 3 where tensors of an engine, or of a checkpoint, lie in files on NVMe.
+"""Loading at stage 3, where tensors of the engine or of the checkpoint lie in files on NVMe.
 
-Stock copies the files of the checkpoint and skips the rest, so that settings, step counts, the loss scale and every
-tensor that was not swapped are lost. Here both come back: ``zero_pp_rank_*`` holds what was in memory and empty
-tensors for the rest, which ``offloaded_tensors/rank*`` holds.
+DeepSpeed copies the swapped files of the checkpoint and skips the rest, so settings, step counts, the loss scale and
+every tensor that was not swapped are lost. Here both are loaded: ``zero_pp_rank_*`` holds what was in memory, with
+empty tensors in place of those that ``offloaded_tensors/rank*`` holds.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class NvmeLoad:
 
     @contextmanager
     def around(self, load_dir: Path, tag: str | None, arguments: dict[str, Any]) -> Iterator[None]:
-        """Check this rank's files, then let DeepSpeed take the way of an engine without NVMe, with replacements.
+        """Check this rank's files; then let DeepSpeed load as without NVMe, with some of its functions replaced.
 
         Raises:
             CheckpointError: on every rank, what one of them lacks.
@@ -46,7 +46,8 @@ class NvmeLoad:
             whole = arguments["load_optimizer_states"] and not arguments["load_module_only"]
             self._files = saved_files(self.engine, load_dir / tag)
             file = Path(self.engine._get_zero_ckpt_name(str(load_dir), tag))
-            together(lambda: self._check(file, whole), lambda failed: _refusal(load_dir / tag, failed))
+            refusal = f"the checkpoint {load_dir / tag} cannot be loaded"
+            together(lambda: self._check(file, whole), lambda reasons: CheckpointError(f"{refusal}: {reasons}"))
         on_engine: dict[str, Callable] = {
             "_load_checkpoint": self._load_checkpoint,
             "zero_nvme_offload_optimizer": lambda original: False,
@@ -61,7 +62,7 @@ class NvmeLoad:
     # ---- in place of DeepSpeed's functions -------------------------------------------------------------------
 
     def _load_checkpoint(self, original: Callable, load_dir: str, tag: str, **options: Any) -> Any:
-        """``DeepSpeedEngine._load_checkpoint``, which would gather the weights alone from zero files without them."""
+        """``DeepSpeedEngine._load_checkpoint``, which would gather weights from empty zero files."""
         if self._saved is not None or self.engine.load_universal_checkpoint():
             options["load_optimizer_states"] = True
         return original(load_dir, tag, **options)
@@ -132,7 +133,7 @@ class NvmeLoad:
         return list(self.wrapper.fp32_partitioned_groups_flat)
 
     def _stored(self, saved: dict[str, Any], index: int) -> Iterator[tuple[str, Tensor | None]]:
-        """What the zero file has in place of a sub-group's weights, named "", and of each of its states."""
+        """(name, tensor) in the zero file for a sub-group's weights, named "", and each of its states."""
         yield "", saved["fp32_flat_groups"][index]
         state = saved["optimizer_state_dict"]["state"].get(index, {})
         for name, value in self.optimizer.state[self._flats[index]].items():
@@ -145,7 +146,7 @@ class NvmeLoad:
     # ---- loading -------------------------------------------------------------------------------------------
 
     def _restore(self, saved: dict[str, Any], load_optimizer_states: bool) -> None:
-        """Weights, states, settings and the loss scale, every tensor in place, from the zero file or its own file."""
+        """Load weights, states, settings and the loss scale, every tensor in place."""
         self._check_layout(saved)
         wrapper, optimizer = self.wrapper, self.optimizer
         loaded: dict[Tensor, dict[str, Any]] = {}
@@ -161,13 +162,13 @@ class NvmeLoad:
         self._has_weights = True
 
     def _data(self, stored: Tensor, flat: Tensor, name: str, numel: int) -> Tensor:
-        """A tensor as it was saved: of the zero file, else of its own file, without a copy of that in memory."""
+        """A saved tensor: from the zero file, or memory-mapped from its own file."""
         if stored.numel():
             return stored
         return torch.from_file(str(self._path(flat, name)), shared=False, size=numel, dtype=torch.float32)
 
     def _load_settings(self, saved: dict[str, Any]) -> dict[Tensor, dict[str, Any]]:
-        """The groups' settings, through torch's own loader; the loaded states, without binding them to the tensors."""
+        """Load the groups' settings with torch's loader; the loaded states are returned, not bound to the tensors."""
         wrapper, optimizer = self.wrapper, self.optimizer
         bound = {flat: optimizer.state[flat] for flat in self._flats}
         wrapper._set_fp32_optimizer_param_groups()
@@ -187,11 +188,6 @@ class NvmeLoad:
                     buffer = torch.empty_like(flat)
                     wrapper._swap_in_sub_group_to_flat_buffer(buffer, index)
                 flat.data.copy_(buffer if half is None else half.data)
-
-
-def _refusal(folder: Path, failed: dict[int, str]) -> CheckpointError:
-    rank, text = next(iter(failed.items()))
-    return CheckpointError(f"the checkpoint {folder} cannot be loaded: rank {rank}: {text}")
 
 
 def _span(flat: Tensor) -> tuple[int, ...]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of checkpoints that hold optimizer state, read without running code of theirs."""
+"""Reads optimizer state from a checkpoint without running code from the file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 
 def read_states(file: Path) -> Any:
-    """An optimizer's file, whose tensors stay on disk where its format permits.
+    """The contents of an optimizer's file; tensors are memory-mapped where its format permits.
 
     Raises:
         pickle.UnpicklingError: it holds other things than tensors, numbers and what ZeRO puts beside them.
@@ -23,7 +23,7 @@ def read_states(file: Path) -> Any:
     from deepspeed.utils.tensor_fragment import fragment_address
 
     def stage(kind: Any, name: str) -> Any:
-        """In place of ``getattr``, by which some versions of Python pickle the members of enumerations."""
+        """Stands in for ``getattr``, which some versions of Python use to pickle members of enumerations."""
         if kind is not ZeroStageEnum:
             raise pickle.UnpicklingError(f"{file.name} asks for {name} of {kind}")
         return ZeroStageEnum[name]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``save_checkpoint`` and ``load_checkpoint`` that fail closed.
 
-Saving: ``latest`` is written once the shards of all ranks are on disk. Loading: every rank looks at its files
-before the engine is changed, and all ranks raise the same error where any of them finds damage.
+Saving: ``latest`` is written once the files of all ranks are on disk, and a failure on one rank is an error on all.
+Loading: every rank checks its files before the engine is changed; all ranks raise the same error if any finds damage.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from deepspeed.muon.zero.checkpoint.manifest import (
     read_header,
     write_atomically,
 )
-from deepspeed.muon.zero.consensus import by_text, from_rank_0, gathered, together
+from deepspeed.muon.zero.consensus import from_rank_0, gathered, together
 from deepspeed.muon.zero.methods import compare_plans
 from deepspeed.muon.zero.nvme import saved_files
 from deepspeed.muon.zero.seams import Seam, replaced
@@ -82,11 +82,11 @@ def save_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
         with save.guarded():
             result = original(*call.args, **call.kwargs)
         save.finish()
-        if wants_latest:
-            save.name_latest()
     except CheckpointError:
         save.clean_up()
         raise
+    if wants_latest:
+        save.name_latest()
     return result
 
 
@@ -107,24 +107,21 @@ class _Save:
         """:func:`consensus.together` with the error of a save."""
         return together(act, self._failure)
 
-    def _failure(self, failed: dict[int, str]) -> CheckpointError:
-        reasons = by_text(failed, self.engine.world_size)
+    def _failure(self, reasons: str) -> CheckpointError:
         return CheckpointError(
             f"the checkpoint {self.folder} could not be saved: {reasons}. What was written of it is removed, latest "
             "names no incomplete checkpoint, and training can go on"
         )
 
     def leave_to_deepspeed(self) -> None:
-        """Another checkpoint engine writes: a header of ours would be that of an older save."""
+        """Another checkpoint engine writes. A header of ours in this folder is from an older save: remove it."""
+        self.together(lambda: (self.folder / HEADER).unlink(missing_ok=True) if self.is_first else None)
         if self.is_first:
-            self.together(lambda: (self.folder / HEADER).unlink(missing_ok=True))
             logger.warning(
                 "deepspeed-muon: %s writes this checkpoint, which therefore gets no manifest and is not verified when "
                 "loaded",
                 type(self.engine.checkpoint_engine).__name__,
             )
-        else:
-            self.together(lambda: None)
 
     def begin(self, exclude_frozen: bool) -> None:
         """Write the header, which makes an older checkpoint of this tag incomplete."""
@@ -145,7 +142,7 @@ class _Save:
         self.together(write)
 
     def _structures(self, exclude_frozen: bool) -> list[dict[str, Any]]:
-        """Of each share of the model."""
+        """The facts of each share of the model, in order."""
         from deepspeed import comm  # type: ignore[attr-defined]
 
         engine = self.engine
@@ -158,7 +155,7 @@ class _Save:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Inside, no failure of this rank alone keeps it from the collectives of DeepSpeed's save."""
+        """Keep this rank in the collectives of DeepSpeed's save, whatever fails in its own work."""
         on_engine = dict.fromkeys(GUARDED, self._attempt) | {"zero_nvme_offload_optimizer": lambda original: False}
         on_files = {"save": self._write, "makedirs": self._attempt}
         try:
@@ -174,7 +171,7 @@ class _Save:
             self._keep(error)
 
     def _write(self, original: Callable, state_dict: Any, path: str) -> None:
-        """``TorchCheckpointEngine.save``, to a file that does not raise in the middle."""
+        """``TorchCheckpointEngine.save``, through a :class:`FileWriter`."""
         if self.error is not None:
             return
         self.begun.append(Path(path))
@@ -189,7 +186,7 @@ class _Save:
         self.error = self.error or error
 
     def finish(self) -> None:
-        """List this rank's files, those of an optimizer on NVMe included."""
+        """Copy swapped files and list all files of this rank; raise what failed on any rank."""
 
         def write() -> None:
             if self.error is not None:
@@ -209,10 +206,14 @@ class _Save:
 
     def name_latest(self) -> None:
         """Write ``latest``."""
-        self.together(lambda: write_atomically(self.save_dir / "latest", self.tag) if self.is_first else None)
+
+        def explain(reasons: str) -> CheckpointError:
+            return CheckpointError(f"the checkpoint {self.folder} is complete, but latest does not name it: {reasons}")
+
+        together(lambda: write_atomically(self.save_dir / "latest", self.tag) if self.is_first else None, explain)
 
     def clean_up(self) -> None:
-        """Leave room for the next save, and no ``latest`` that names what is not there."""
+        """Remove what was written, and leave no ``latest`` that names it."""
         shutil.rmtree(saved_files(self.engine, self.folder), ignore_errors=True)
         names = [manifest_name(self.engine.global_rank), *([HEADER] if self.is_first else [])]
         if forget(self.folder, self.save_id, self.begun, names):
@@ -239,7 +240,7 @@ def _is_ours(engine: Any) -> bool:
 
 
 def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Any:
-    """``DeepSpeedEngine.load_checkpoint``, after a look at the files by all ranks.
+    """``DeepSpeedEngine.load_checkpoint``, after all ranks have checked the files.
 
     Raises:
         CheckpointError: the same on all ranks; the engine is as before.
@@ -249,7 +250,7 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
     if not _is_ours(engine):
         return original(engine, *args, **kwargs)
     if engine.zero_optimization_stage() == 3 and call.arguments["load_module_only"]:
-        call.arguments["load_optimizer_states"] = False  # stock loads nothing where this one alone is asked for
+        call.arguments["load_optimizer_states"] = False  # with this one alone DeepSpeed would load nothing
     if engine.load_universal_checkpoint():
         _say_unverified(engine, call.arguments["tag"])
         return _load(original, engine, call)
@@ -258,7 +259,7 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
     if not problems and any((one["tag"], one["save_id"]) != (found[0]["tag"], found[0]["save_id"]) for one in found):
         problems = [f"the ranks see different checkpoints: {[(one['tag'], one['save_id']) for one in found][:TOLD]}"]
     if problems:
-        is_first = engine.global_rank == 0  # which alone looks for what could be loaded instead
+        is_first = engine.global_rank == 0  # it alone looks for another tag to suggest
         text = _refusal(call.arguments["load_dir"], found[0]["tag"], problems) if is_first else None
         raise CheckpointError(from_rank_0(text))
     tag = found[0]["tag"]
@@ -330,7 +331,7 @@ def _look(engine: Any, arguments: dict[str, Any]) -> dict[str, Any]:
             view["problems"] = _misfits(engine, arguments, view)
     except CheckpointError as error:
         view["problems"] = [str(error)]
-    except Exception as error:  # a file of unexpected contents: the other ranks have to hear of it
+    except Exception as error:  # a damaged file can raise anything, and the other ranks wait for this view
         view["problems"] = [f"{type(error).__name__}: {error}"]
     return view
 
@@ -376,7 +377,7 @@ def _misfits(engine: Any, arguments: dict[str, Any], view: dict[str, Any]) -> li
 
 
 def _warn_of_unfinished_step(engine: Any) -> None:
-    """Say so where a checkpoint is saved between the micro-batches of a step."""
+    """Warn when a checkpoint is saved between the micro-batches of a step."""
     done, total = _position(engine), engine.gradient_accumulation_steps()
     if done and engine.global_rank == 0:
         logger.warning(
@@ -395,7 +396,7 @@ def _begin_step_again(engine: Any) -> None:
 
 
 def _position(engine: Any) -> int:
-    """Micro-batches since the last step; 0 where a script or framework says itself which one ends a step."""
+    """Micro-batches since the last step; 0 if the script or framework decides itself which one ends a step."""
     if not getattr(engine, "managed_gradient_accumulation", lambda: True)():
         return 0
     if engine._is_gradient_accumulation_boundary is not None:

@@ -22,14 +22,14 @@ from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.state_import import KEYS, Actions, Source, chosen, decide, fill, report, warn_of_fused
 from deepspeed.muon.zero.checkpoint.compatibility import check_groups, kinds, saved_groups, settings_of
 from deepspeed.muon.zero.checkpoint.safe_load import read_states
-from deepspeed.muon.zero.consensus import by_text, gathered, together
+from deepspeed.muon.zero.consensus import together
 from deepspeed.muon.zero.seams import Seam, replace
 from deepspeed.muon.zero.wrappers.adapter import Adapter
 from deepspeed.muon.zero.wrappers.experts import local_experts
 
-#: What the model's weights are called beside the state, and the file that holds Muon's momentum.
+#: Names of the files that hold a parameter's fp32 weight and Muon's momentum.
 WEIGHT, MOMENTUM = "fp32", "exp_avg"
-#: In ``optimizer_state.pt``: what ``ds_muon import`` made the folder from.
+#: Key in ``optimizer_state.pt``: which optimizer's checkpoint ``ds_muon import`` converted.
 ORIGIN = "deepspeed_muon_origin"
 
 
@@ -55,12 +55,12 @@ def read_universal(adapter: Adapter) -> None:
         replace(engine, "_get_all_ckpt_names", _either_name)
 
 
-def _refusal(failed: dict[int, str]) -> ImportStateError:
-    return ImportStateError(f"nothing was loaded: {by_text(failed, len(gathered(None)))}")
+def _refusal(reasons: str) -> ImportStateError:
+    return ImportStateError(f"nothing was loaded: {reasons}")
 
 
 def _either_name(original: Callable[[str, Any], list[str]], folder: str, tag: Any) -> list[str]:
-    """The file of counts and schedules is named by the stage that saved it; DeepSpeed looks for the present one's."""
+    """The file with counts and schedules is named after the stage that saved it, not after the one that loads it."""
     patterns = ("mp_rank_*_model_states.pt", "zero_pp_rank_0_mp_rank_*_model_states.pt")
     others = (sorted(map(str, Path(folder, str(tag)).glob(pattern))) for pattern in patterns)
     return next(filter(None, (original(folder, tag), *others)), [])
@@ -84,11 +84,11 @@ class Folder:
 
     @property
     def is_ours(self) -> bool:
-        """Whether this optimizer saved it, so that the settings of its groups mean the same here."""
+        """Whether deepspeed-muon saved it, so that the groups' settings have the same meaning here."""
         return self.origin is None and any("use_muon" in group for group in self.groups)
 
     def read(self, name: str, key: str) -> Tensor:
-        """A parameter's weight or state, mapped; what is not touched is not read."""
+        """A parameter's weight or state, memory-mapped."""
         value = self._open(f"{name}/{MOMENTUM if key == 'momentum_buffer' else key}.pt")
         whole = value["param"] if isinstance(value, dict) else value
         mine, count = self.experts.get(name, (slice(None), 0))
@@ -152,7 +152,7 @@ class Folder:
 
 
 def _opened(engine: Any, optimizer: MuonWithAuxAdam, path: str, load_states: bool) -> tuple[Folder, Source, Actions]:
-    """The folder and what becomes of each state, after all checks; nothing is changed yet."""
+    """The folder and what to do with each state, after all checks and before any change."""
     folder = Folder(path, local_experts(optimizer))
     source, actions = folder.source(), Actions()
     if load_states:
@@ -167,7 +167,7 @@ def _opened(engine: Any, optimizer: MuonWithAuxAdam, path: str, load_states: boo
 
 @torch.no_grad()
 def _load(adapter: Adapter, folder: Folder, source: Source, actions: Actions, load_states: bool) -> None:
-    """Weights, and with them state, settings and loss scale.
+    """Load weights and, if asked for, state, settings and loss scale.
 
     At stages 1 and 2 the engine makes the model's weights from the fp32 ones itself.
     """
@@ -186,7 +186,7 @@ def _load(adapter: Adapter, folder: Folder, source: Source, actions: Actions, lo
 
 
 def _files(action: str | None, use_muon: bool) -> tuple[str, ...]:
-    """The states that an action reads."""
+    """The files that an action reads."""
     if action is None or action == "zero":
         return ()
     return (MOMENTUM,) if use_muon else KEYS[False]
@@ -200,7 +200,7 @@ def _load_weights(partition: Partition, folder: Folder) -> None:
 
 
 def _load_settings(wrapper: Any, optimizer: MuonWithAuxAdam, folder: Folder) -> None:
-    """Each group's own settings, where they are of this optimizer; clipping and the loss scale, where of one kind."""
+    """Load each group's settings, clipping and the loss scale, as far as they have the same meaning here."""
     if not folder.is_ours:
         return
     if kinds(folder.groups) == kinds(optimizer.param_groups):

@@ -67,6 +67,9 @@ class Adapter:
         """Set ``optimizer.is_finite``; it must give the same answer on all ranks."""
         raise NotImplementedError
 
+    def stay_clear_of_stock(self) -> None:
+        """Keep the wrapper from running stock DeepSpeed's own Muon on parameters that are tagged ``use_muon``."""
+
     def join_pipeline(self, group_count: int) -> None:
         """Take part in the collectives of pipeline stages that have up to ``group_count`` parameter groups."""
 

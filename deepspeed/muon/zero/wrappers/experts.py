@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts that lie on ranks of their own: DeepSpeed's MoE layers and AutoEP."""
+"""Experts that are spread over ranks: DeepSpeed's MoE layers and AutoEP."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deepspeed.muon.param_groups import expert_group
 
 
 def holders(engine: Any, group: Mapping[str, Any]) -> Any:
-    """The process group of the ranks among which ZeRO divides a parameter group, or which all hold it.
+    """The process group over which ZeRO shards a parameter group, or whose ranks all hold it.
 
     Those are all data-parallel ranks, but for experts the ranks that have the same ones.
     """
@@ -20,7 +20,7 @@ def holders(engine: Any, group: Mapping[str, Any]) -> Any:
 
 
 def local_experts(optimizer: MuonWithAuxAdam) -> dict[str, tuple[slice, int]]:
-    """By name of each stack of experts that ranks divide: this rank's of them, and how many there are."""
+    """For each stack of experts that is spread over ranks, by name: this rank's slice, and the number of experts."""
     from deepspeed.utils import groups
 
     found = {}
@@ -33,12 +33,12 @@ def local_experts(optimizer: MuonWithAuxAdam) -> dict[str, tuple[slice, int]]:
 
 
 def with_names(params: Iterable[Any]) -> list[Any]:
-    """Parameter groups with a name each, by which stock sets those of experts apart."""
+    """Parameter groups with a name each, which DeepSpeed needs to separate those of experts."""
     return [{"name": f"group{i}", **item} if isinstance(item, dict) else item for i, item in enumerate(params)]
 
 
 def expert_counts(engine: Any, optimizer: MuonWithAuxAdam) -> list[str]:
-    """In words, how many matrices are experts, by the ranks that share them."""
+    """For the log: how many matrices are experts, by the number of ranks that share them."""
     from deepspeed import comm  # type: ignore[attr-defined]
 
     counts: dict[int, int] = {}
@@ -51,7 +51,7 @@ def expert_counts(engine: Any, optimizer: MuonWithAuxAdam) -> list[str]:
 
 
 def refuse_replaced(optimizer: MuonWithAuxAdam) -> None:
-    """Raise UnsupportedError if DeepSpeed has put other parameters into an optimizer that the script had built."""
+    """Raise UnsupportedError if DeepSpeed has replaced parameters of an optimizer that the script has built."""
     if any(param not in optimizer.specs for group in optimizer.param_groups for param in group["params"]):
         raise UnsupportedError(
             "DeepSpeed has replaced parameters (AutoEP, AutoTP) since the optimizer was built, which does not know the "

@@ -10,6 +10,7 @@ from deepspeed.muon.zero import state_access
 from deepspeed.muon.zero.wrappers.flat import Flat, FlatGroup
 from deepspeed.muon.zero.wrappers.grad_norm import NORM_METHODS, NormWatch
 from deepspeed.muon.zero.wrappers.pipeline_stages import with_norms_of_all_stages
+from deepspeed.muon.zero.wrappers.stock_muon import without_stocks_muon
 
 
 class Stage12(Flat):
@@ -20,6 +21,8 @@ class Stage12(Flat):
         "step",
         *NORM_METHODS,
         "scaled_global_norm",
+        "get_flat_partition",
+        "_is_muon_group",
         "load_state_dict",
         "offload_states",
         "reload_states",
@@ -36,6 +39,11 @@ class Stage12(Flat):
     def watch_gradients(self) -> None:
         """ZeRO's norms are those of all ranks."""
         self.optimizer.is_finite = NormWatch(self.replace)
+
+    def stay_clear_of_stock(self) -> None:
+        """Stock's own Muon must not change the gradients of tagged parameters."""
+        self.replace("get_flat_partition", without_stocks_muon)
+        self.replace("_is_muon_group", lambda original, params: False)
 
     def join_pipeline(self, group_count: int) -> None:
         """Each group's norm is a collective over the pipeline."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor parallelism: a matrix that is cut over several ranks' parameters is planned as one.
+"""Tensor parallelism: a matrix whose parts are parameters of several ranks is planned as one.
 
 Each rank of a tensor-parallel group has parameters of its own, which its data-parallel group shards as ever. The plan
 is made over all these ranks at once; where ZeRO shards nothing, over one tensor-parallel group.
@@ -19,11 +19,11 @@ from deepspeed.muon.plan.placement import Placement, Shard
 from deepspeed.muon.zero.consensus import on_all_ranks
 
 #: Where one rank's parameters lie among its own data-parallel ranks, by name.
-Lane = Mapping[str, tuple]
+Placements = Mapping[str, tuple]
 
 
 def joined(partitions: list[Partition], optimizer: MuonWithAuxAdam, engine: Any) -> list[Partition]:
-    """The partitions, those of the Muon half over all ranks of the tensor-parallel group where there is one.
+    """The partitions; under tensor parallelism those of Muon groups span all ranks of the tensor-parallel group.
 
     Raises:
         UnsupportedError: on all ranks, where they do not have the same parameters in one sub-group.
@@ -57,42 +57,47 @@ def joined(partitions: list[Partition], optimizer: MuonWithAuxAdam, engine: Any)
 
 
 def matrix_share(optimizer: MuonWithAuxAdam) -> int:
-    """Ranks of one share have the same matrices: those of a pipeline's stage, or of equal shards where each is one."""
+    """The index of this rank's share; ranks of one share have the same matrices.
+
+    A share is a pipeline stage or, under ``tp_mode: shard``, a tensor-parallel rank.
+    """
     from deepspeed.utils import groups
 
     cut = optimizer.config.tp_mode == "shard" and groups._TENSOR_MODEL_PARALLEL_GROUP is not None
     return groups.get_tensor_model_parallel_rank() if cut else optimizer.stage
 
 
-def _are_alike(everyones: Sequence[Sequence[Lane]], specs: Mapping[str, MatrixSpec]) -> bool:
+def _are_alike(everyones: Sequence[Sequence[Placements]], specs: Mapping[str, MatrixSpec]) -> bool:
     """Whether the ranks have the same parameters in each partition, but for those of which they hold nothing."""
     if len({len(partitions) for partitions in everyones}) > 1:
         return False
     for tp_placements in zip(*everyones, strict=True):
         names = _most(tp_placements)
-        for t, lane in enumerate(tp_placements):
+        for t, placement in enumerate(tp_placements):
             empty = {n for n in names if (cut := specs[n].sharding) and not cut.size(t)}
-            if [n for n in names if n in lane or n not in empty] != list(lane):
+            if [n for n in names if n in placement or n not in empty] != list(placement):
                 return False
     return True
 
 
-def _most(tp_placements: Sequence[Lane]) -> list[str]:
-    """The names of the rank that knows the most parameters, in its order."""
+def _most(tp_placements: Sequence[Placements]) -> list[str]:
+    """The parameter names of the rank that has the most, in its order."""
     return max(map(list, tp_placements), key=len)
 
 
-def _over(group: Any, partition: Partition, everyones: Sequence[Lane], specs: Mapping[str, MatrixSpec]) -> Partition:
-    """The partition over a group in which the ranks of one tensor-parallel group follow each other."""
+def _over(
+    group: Any, partition: Partition, everyones: Sequence[Placements], specs: Mapping[str, MatrixSpec]
+) -> Partition:
+    """The partition over ``group``, in which the ranks of a tensor-parallel group are consecutive."""
     from deepspeed import comm  # type: ignore[attr-defined]
 
     size, rank = len(everyones), comm.get_rank(group=group)
     tensors = {shard.spec.name: shard.tensor for shard in partition.shards}
     shards, planned = [], []
     for name in _most(everyones):
-        # The ranks that hold nothing of a parameter may not know it.
-        alone = (replace(Placement(*lane.get(name, (0, 1, 0))), copies=1) for lane in everyones)
-        tp_placements = tuple(replace(lane, first=t, step=size) for t, lane in enumerate(alone))
+        # A rank that holds nothing of a parameter may not have it.
+        alone = (replace(Placement(*placement.get(name, (0, 1, 0))), copies=1) for placement in everyones)
+        tp_placements = tuple(replace(placement, first=t, step=size) for t, placement in enumerate(alone))
         shard = Shard(specs[name], tensors.get(name, 0), tp_placements[rank % size], tp_placements)
         shards += [shard] if name in tensors else []
         planned.append(shard)

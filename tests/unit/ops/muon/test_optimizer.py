@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deepspeed.muon import MuonConfigError, MuonWithAuxAdam
+from deepspeed.muon import MuonConfigError, MuonWithAuxAdam, UnsupportedError
+from deepspeed.muon.math import adamw
+from deepspeed.muon.step_stats import StepStats
 from helpers.models import MODELS
 from helpers.oracles import OracleConfig, change_error, newton_schulz_fp64, route, train_oracle
 
@@ -136,6 +138,79 @@ def test_bad_groups_are_refused() -> None:
         MuonWithAuxAdam([{"params": model.parameters(), "weigth_decay": 0.1}], model=model)
     with pytest.raises(ValueError, match="not part of the model"):
         MuonWithAuxAdam([torch.nn.Parameter(torch.zeros(3, 3))], model=model)
+
+
+def test_a_group_cannot_be_added_later() -> None:
+    """It would be neither routed nor planned."""
+    model = MODELS["frozen"]()
+    optimizer = MuonWithAuxAdam(model.parameters(), model=model, lr=0.02)
+    before, late = copy.deepcopy(optimizer.state_dict()), [p for p in model.parameters() if not p.requires_grad]
+    for p in late:
+        p.requires_grad_(True)
+    with pytest.raises(UnsupportedError, match="build a new optimizer with all parameters that now train"):
+        optimizer.add_param_group({"params": late})
+    assert optimizer.state_dict() == before
+    train(model, optimizer, 1)
+
+
+class WithConvolution(nn.Module):
+    """A matrix for Muon, and a convolution in channels_last for AdamW."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+        self.fc = nn.Linear(4, 5)
+
+    def forward(self) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        images = torch.randn(6, 3, 2, 2, generator=generator)
+        return self.fc(torch.tanh(self.conv(images)).flatten(1)).square().sum()
+
+
+def test_the_size_of_an_update_in_channels_last() -> None:
+    """By the change of the weights."""
+    model = WithConvolution()
+    optimizer = MuonWithAuxAdam(model.parameters(), model=model, lr=0.01)
+    optimizer.step_stats = StepStats(lambda: None)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model().backward()
+    optimizer.step()
+    assert not optimizer.state[model.conv.weight]["exp_avg"].is_contiguous()
+    change = {name: (p.detach() - before[name]) / 0.01 for name, p in model.named_parameters()}
+    _, (squares, count) = optimizer.step_stats.sums().tolist()
+    of_adamw = [delta for name, delta in change.items() if name != "fc.weight"]
+    assert count == sum(delta.numel() for delta in of_adamw)
+    assert squares == pytest.approx(sum(float(delta.square().sum()) for delta in of_adamw), rel=1e-3)
+
+
+def test_squares_of_a_part_of_an_update_in_channels_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elements count row by row, not as they lie in memory."""
+    monkeypatch.setattr(adamw, "CHUNK", 5)
+    values = torch.arange(1.0, 25).view(2, 3, 2, 2)
+    state = {"step": 1.0, "exp_avg": values.contiguous(memory_format=torch.channels_last)}
+    state["exp_avg_sq"] = torch.ones_like(state["exp_avg"])
+    got = adamw.update_squares(state, {"betas": (0.0, 0.0), "eps": 0.0}, 3, 13)
+    assert float(got) == float(values.view(-1)[3:16].square().sum())
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize(("momentum_dtype", "ns_dtype"), [("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32")])
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+def test_newton_schulz_leaves_the_momentum_alone(
+    kernels: str, momentum_dtype: str, ns_dtype: str, nesterov: bool
+) -> None:
+    """It works in place on what travels, which must not be the state, even where both have one dtype and shape."""
+    model = MODELS["wide"]()
+    dtypes = {"momentum_dtype": momentum_dtype, "ns_dtype": ns_dtype}
+    optimizer = MuonWithAuxAdam(
+        model.parameters(), model=model, lr=0.02, momentum=0.5, nesterov=nesterov, kernels=kernels, **dtypes
+    )
+    model(*model.batch(0)).backward()
+    optimizer.step()
+    for p in split(model)[0]:
+        kept, average = optimizer.state[p]["momentum_buffer"], 0.5 * p.grad
+        assert kept.dtype == {"bf16": torch.bfloat16, "fp32": torch.float32}[momentum_dtype]
+        torch.testing.assert_close(kept.float(), average, rtol=2**-7 if momentum_dtype == "bf16" else 1e-6, atol=0)
 
 
 def test_a_matrix_without_gradient_is_left_alone() -> None:

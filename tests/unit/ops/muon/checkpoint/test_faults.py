@@ -5,10 +5,13 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from deepspeed.muon.errors import ExchangeError
 from deepspeed.muon.exchange import watchdog
 from helpers.faults import CELLS, WORLD, Server, reference, torment
 from helpers.nvme import why_not
@@ -75,6 +78,54 @@ class Work:
 
     def wait(self) -> None:
         pass
+
+
+def collective(launch: Any = None, wait: Any = None) -> watchdog.PendingCollective:
+    """One whose launch or wait raises what is given."""
+
+    def act(error: Exception | None) -> SimpleNamespace:
+        if error is not None:
+            raise error
+        return SimpleNamespace(wait=lambda: act(wait))
+
+    return watchdog.PendingCollective("bucket 1 of 2 of group muon", ("up.weight",), lambda: act(launch))
+
+
+@pytest.mark.parametrize(
+    "error", [torch.distributed.DistBackendError("NCCL"), RuntimeError("Connection closed by peer")], ids=repr
+)
+def test_an_error_of_the_backend_is_that_of_another_rank(error: Exception) -> None:
+    """Gloo's errors are plain RuntimeErrors, and come when the collective is waited for."""
+    with pytest.raises(ExchangeError, match=r"bucket 1 of 2 of group muon \(up\.weight\).*another rank died"):
+        collective(wait=error).wait()
+    if isinstance(error, torch.distributed.DistError):
+        with pytest.raises(ExchangeError, match="another rank died"):
+            collective(launch=error)
+
+
+@pytest.mark.parametrize("when", ["launch", "wait"])
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), NotImplementedError("sparse"), TypeError("int"), MemoryError()],
+    ids=repr,
+)
+def test_any_other_error_passes_as_it_is(
+    error: Exception, when: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log names the bucket. An error on this rank must not send its user to the others' logs."""
+    monkeypatch.setattr(watchdog.logger, "propagate", True)
+    with pytest.raises(type(error)) as raised:
+        collective(**{when: error}).wait()
+    assert raised.value is error
+    (line,) = caplog.messages
+    assert f"{type(error).__name__} in bucket 1 of 2 of group muon (up.weight)" in line
+
+
+def test_a_wrong_call_is_no_fault_of_another_rank() -> None:
+    error = RuntimeError("Tensors must be contiguous")
+    with pytest.raises(RuntimeError) as raised:
+        collective(launch=error)
+    assert raised.value is error
 
 
 def test_a_collective_that_does_not_end_is_logged_once(

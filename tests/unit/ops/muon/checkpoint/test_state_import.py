@@ -5,13 +5,14 @@ import copy
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from deepspeed.muon import ImportStateError, import_state
+from deepspeed.muon import ImportStateError, MuonWithAuxAdam, import_state
 from deepspeed.muon.cli.main import main
 from helpers.averages import Resting, resting
 from helpers.distributed import run
@@ -213,7 +214,8 @@ def plain_optimizers(net: nn.Module, convention: str) -> tuple[dict[str, Any], d
     """state_dicts of a Muon and of the AdamW beside it, after three steps that leave the weights alone."""
     matrices = [p for p in net.parameters() if p.ndim == 2]
     adamw = torch.optim.AdamW([p for p in net.parameters() if p.ndim < 2], lr=0.0, betas=(0.8, 0.95), weight_decay=0.0)
-    muon = torch.optim.Muon(matrices, lr=0.0, momentum=0.9, weight_decay=0.0)
+    named = [(name, p) for name, p in net.named_parameters() if p.ndim == 2]
+    muon = torch.optim.Muon(named[::-1], lr=0.0, momentum=0.9, weight_decay=0.0)  # its state_dict has their names
     sums = [torch.zeros_like(p) for p in matrices]
     for step in range(3):
         net.zero_grad()
@@ -224,7 +226,7 @@ def plain_optimizers(net: nn.Module, convention: str) -> tuple[dict[str, Any], d
         adamw.step()
     state = muon.state_dict()
     if convention == "sum":
-        state["state"] = {index: {"momentum_buffer": total} for index, total in enumerate(sums)}
+        state["state"] = {index: {"momentum_buffer": total} for index, total in enumerate(sums[::-1])}
     return state, adamw.state_dict()
 
 
@@ -249,7 +251,7 @@ def import_plain(case: Case, convention: str) -> tuple[dict[str, Any], dict[str,
     result["after"] = facts(engine)["weights"]
     engine.destroy()
     names = [name for name, p in net.named_parameters() if p.ndim == 2]
-    return result, {n: muon["state"][i]["momentum_buffer"] for i, n in enumerate(names)}, errors
+    return result, {n: muon["state"][i]["momentum_buffer"] for i, n in enumerate(names[::-1])}, errors
 
 
 @pytest.mark.parametrize("convention", ["ema", "sum"])
@@ -263,3 +265,30 @@ def test_going_on_from_a_state_dict(case: Case, convention: str) -> None:
     compare(resting(0.0, 0.9, 0.8), result, 1e-5, convention)
     assert "pass one name per parameter" in errors[0] and "nothing: the model has no such" in errors[1]
     assert "there, [" in errors[2] and json.dumps(errors)
+    assert "does not name its 5 parameters, and parameters of equal shape could be swapped unnoticed" in errors[3]
+    assert "pass names=[...]" in errors[3]
+
+
+class WithConvolution(nn.Module):
+    """A matrix for Muon, and a convolution in channels_last for AdamW."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+        self.fc = nn.Linear(4, 5)
+
+
+def test_state_of_a_convolution_in_channels_last() -> None:
+    """Each element arrives at its index, not at its place in memory."""
+    net = WithConvolution()
+    optimizer = MuonWithAuxAdam(net.parameters(), model=net, lr=0.1)
+    for p in net.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    moments = {key: torch.randn(4, 3, 2, 2) for key in ("exp_avg", "exp_avg_sq")}
+    saved = {"state": {0: {**moments, "step": 7}}, "param_groups": [{"params": [0], "param_names": ["conv.weight"]}]}
+    engine = SimpleNamespace(basic_optimizer=optimizer, optimizer=optimizer, global_rank=1)
+    import_state(engine, saved, "ema")
+    state = optimizer.state[net.conv.weight]
+    assert not state["exp_avg"].is_contiguous() and float(state["step"]) == 7
+    assert all(state[key].equal(value) for key, value in moments.items())

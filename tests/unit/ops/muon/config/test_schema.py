@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed.muon.config.fields import ADAMW_KEYS, NEUTRAL_KEYS
+from deepspeed.muon.config.fields import STOCK_TUNING_KEYS
 from deepspeed.muon.config.schema import MuonConfig, parse
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.math import coefficients
@@ -168,32 +168,45 @@ def test_auto_scale(section: dict[str, Any], scale: str) -> None:
     assert parse(section).scale == scale
 
 
-@pytest.mark.parametrize("key", ["muon_lr", "adam_lr", "momentum", "nesterov", "ns_method"])
-def test_any_key_of_stocks_muon_means_the_original_scale(key: str) -> None:
+@pytest.mark.parametrize("key", ["muon_lr", "adam_lr", "momentum"])
+def test_a_value_tuned_for_stocks_muon_means_its_scale(key: str) -> None:
+    """Also at the value that is the default."""
     assert parse(ADAMW_SECTION | {key: EVERY_KEY[key]}).scale == "original"
+    if key == "momentum":
+        assert parse(ADAMW_SECTION | {key: MuonConfig.model_fields[key].default}).scale == "original"
 
 
-@pytest.mark.parametrize("key", sorted(NEUTRAL_KEYS & EVERY_KEY.keys() - {"adjust_lr_fn"}))
-def test_keys_that_neither_stock_nor_adamw_has_decide_nothing(key: str) -> None:
-    assert parse(ADAMW_SECTION | {key: EVERY_KEY[key]}).scale == "match_rms_adamw"
-    assert parse({"muon_lr": 0.02, key: EVERY_KEY[key]}).scale == "original"
+OTHERS = sorted(MuonConfig.model_fields.keys() - {*STOCK_TUNING_KEYS, "lr", "adjust_lr_fn", "rms_scale"})
+VALUES = EVERY_KEY | {"ns_coefficients": [[1.5, -0.5, 0]], "per_head_muon": True, "tp_mode": "shard"}
 
 
-def test_every_key_says_what_it_was_tuned_for_or_nothing() -> None:
-    """A new key has to be put into one of the sets, or is one of Muon's own."""
-    muons = {"muon_lr", "adam_lr", "momentum", "nesterov", "ns_method", "per_head_muon", "rms_scale"}
-    assert set(MuonConfig.model_fields) == ADAMW_KEYS | NEUTRAL_KEYS | muons
+@pytest.mark.parametrize("key", OTHERS)
+def test_no_other_key_decides_by_being_there(key: str) -> None:
+    """Whoever goes from AdamW to Muon with AdamW's learning rate may add any key, those to come included."""
+    values = [VALUES.get(key), MuonConfig.model_fields[key].default]
+    for value in [value for value in values if value is not None]:
+        assert parse(ADAMW_SECTION | {key: value}).scale == "match_rms_adamw"
+        assert parse({"muon_lr": 0.02, key: value}).scale == "original"
+
+
+@pytest.mark.parametrize(
+    ("section", "reason"),
+    [
+        ({"lr": 1e-3, "adjust_lr_fn": "none"}, "set by adjust_lr_fn"),
+        ({"lr": 1e-3, "rms_scale": 0.3}, "because rms_scale is set"),
+        ({"lr": 1e-3, "muon_lr": 0.02, "momentum": 0.9}, "stock Muon's, because of muon_lr, momentum"),
+        ({"nesterov": False}, "stock Muon's, because lr is not set"),
+        ({"lr": 1e-3, "nesterov": False}, "AdamW's size, because lr is set and none of muon_lr, adam_lr, momentum"),
+    ],
+)
+def test_the_scale_has_a_reason(section: dict[str, Any], reason: str) -> None:
+    assert parse(section).scale_reason == reason
 
 
 def test_an_rms_asks_for_the_scale_that_has_one() -> None:
     for section in ({"rms_scale": 0.3}, {"rms_scale": 0.3, "muon_lr": 0.02}, ADAMW_SECTION | {"rms_scale": 0.3}):
         assert parse(section).scale == "match_rms_adamw"
     assert "optimizer.params.rms_scale: acts under" in message({"rms_scale": 0.3, "adjust_lr_fn": "none"})
-
-
-@pytest.mark.parametrize("key", ["momentum", "nesterov", "ns_method", "per_head_muon"])
-def test_a_key_of_muons_counts_at_its_default_too(key: str) -> None:
-    assert parse(ADAMW_SECTION | {key: MuonConfig.model_fields[key].default}).scale == "original"
 
 
 def test_a_null_learning_rate_is_none_given() -> None:

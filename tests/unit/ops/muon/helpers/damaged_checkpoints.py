@@ -86,25 +86,25 @@ def name_in_latest(text: str) -> Callable[[Path], Any]:
 DAMAGES: dict[str, Callable[[Path], Any]] = {
     "rank 1's shard is truncated": lambda f: truncate(shard(f, 1)),
     "rank 1's shard is empty": lambda f: truncate(shard(f, 1), 0),
-    "one byte of rank 1's tensors is another": lambda f: flip(shard(f, 1)),
+    "one byte of rank 1's tensors is changed": lambda f: flip(shard(f, 1)),
     "rank 1's shard is missing": lambda f: shard(f, 1).unlink(),
     "rank 1's shard is a pickle of something else": lambda f: torch.save({"hello": 1}, shard(f, 1)),
     "the shards of rank 0 and 1 are swapped": lambda f: swap(shard(f, 0), shard(f, 1)),
-    "rank 1's shard is of an earlier save": lambda f: shutil.copy(shard(f.parent / "one", 1), shard(f, 1)),
-    "rank 1's shard and manifest are of an earlier save": lambda f: [
+    "rank 1's shard is from an earlier save": lambda f: shutil.copy(shard(f.parent / "one", 1), shard(f, 1)),
+    "rank 1's shard and manifest are from an earlier save": lambda f: [
         shutil.copy(find(f.parent / "one", 1), find(f, 1)) for find in (shard, manifest)
     ],
     "the model's file is truncated": lambda f: truncate(model_file(f)),
     "the model's file is missing": lambda f: model_file(f).unlink(),
     "rank 1's manifest is missing: it was killed while saving": lambda f: manifest(f, 1).unlink(),
-    "rank 1's manifest is cut off": lambda f: truncate(manifest(f, 1)),
-    "the header is cut off": lambda f: truncate(f / "muon_save.json"),
+    "rank 1's manifest is truncated": lambda f: truncate(manifest(f, 1)),
+    "the header is truncated": lambda f: truncate(f / "muon_save.json"),
     "a save over this tag was killed": interrupt,
-    "latest names a tag that is not there": name_in_latest("three"),
+    "latest names a tag that does not exist": name_in_latest("three"),
     "latest is empty": name_in_latest(""),
     "no manifest, rank 1's shard is truncated": unverified(lambda f: truncate(shard(f, 1))),
     "no manifest, rank 1's shard is missing": unverified(lambda f: shard(f, 1).unlink()),
-    "no manifest, rank 1's shard is no pickle": unverified(lambda f: shard(f, 1).write_bytes(b"garbage" * 99)),
+    "no manifest, rank 1's shard is not a pickle": unverified(lambda f: shard(f, 1).write_bytes(b"garbage" * 99)),
     "no manifest, the model's file is truncated": unverified(lambda f: truncate(model_file(f))),
 }
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from deepspeed.muon import MuonWithAuxAdam
 from deepspeed.muon.kernels import reference as twins
 from deepspeed.muon.kernels import workspace
 from deepspeed.muon.kernels.workspace import Workspace
@@ -189,19 +190,47 @@ def test_dtype(ns_dtype: str, everywhere: bool, expected: torch.dtype) -> None:
     [("AVX512", True, True), ("AVX512", False, False), ("AVX2", True, False), ("DEFAULT", True, False)],
 )
 def test_bf16_on_a_cpu(monkeypatch: pytest.MonkeyPatch, cpu: str, mkldnn: bool, fast: bool) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    """Whatever accelerator the machine has."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **options: not fast)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: cpu)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: mkldnn)
-    assert bf16_is_fast() is fast
+    assert bf16_is_fast("cpu", supported=not fast) is fast
 
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_bf16_on_an_accelerator_is_not_emulated(monkeypatch: pytest.MonkeyPatch, fast: bool) -> None:
     asked = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **options: asked.append(options) or fast)
-    assert bf16_is_fast() is fast
+    assert bf16_is_fast("cuda", supported=not fast) is fast
     assert asked == [{"including_emulation": False}]
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_bf16_on_another_accelerator_is_what_that_says(monkeypatch: pytest.MonkeyPatch, fast: bool) -> None:
+    """Not what the host's CPU or a GPU beside it could do."""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **options: not fast)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2" if fast else "AVX512")
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: not fast)
+    assert bf16_is_fast("xpu", supported=fast) is fast
+    monkeypatch.setattr(torch.xpu, "is_bf16_supported", lambda: fast, raising=False)
+    assert bf16_is_fast("xpu") is fast
+    monkeypatch.delattr(torch.xpu, "is_bf16_supported")
+    assert bf16_is_fast("xpu") is False
+
+
+@pytest.mark.parametrize("host", [True, False])
+def test_the_dtype_follows_the_device_that_computes(monkeypatch: pytest.MonkeyPatch, host: bool) -> None:
+    """Parameters on a CPU, beside a GPU that says otherwise."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **options: not host)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: host)
+    net = torch.nn.Linear(4, 3)
+    optimizer = MuonWithAuxAdam(net.parameters(), model=net, lr=0.1, kernels="torch")
+    net(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    assert optimizer.exchange.dtype == (torch.bfloat16 if host else torch.float32)
 
 
 def test_an_unknown_method_is_refused() -> None:

@@ -12,7 +12,7 @@ from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.matrices.options import MatrixOptions
 from deepspeed.muon.matrices.routing import is_lora
 from helpers.distributed import run
-from helpers.foreign_models import Adapted, Gpt, Mixer, linear, module, muon_names, routes
+from helpers.foreign_models import Adapted, Gpt, Mixer, linear, module, routes
 from helpers.models import TinyGpt
 from helpers.training import ds_config
 
@@ -52,6 +52,18 @@ def test_include_leaves_vectors_to_adamw_and_says_so() -> None:
     got = specs_of(TinyGpt(), include=["up"])
     assert got["blocks.0.up.weight"][0]
     assert got["blocks.0.up.bias"] == (False, "0-D or 1-D, in spite of muon_include 'up'")
+
+
+def test_who_decided_is_a_field_and_not_a_text() -> None:
+    net = TinyGpt()
+    net.lm_head.weight.use_muon = False
+    specs = {s.name: s for s in route(net, MatrixOptions(include=["up"], exclude=["qkv"])).values()}
+    by = {name: (spec.chosen_by, spec.overrides_rules) for name, spec in specs.items()}
+    assert by["blocks.0.qkv.weight"] == ("muon_exclude", True)
+    assert by["blocks.0.up.weight"] == ("muon_include", False)
+    assert by["blocks.0.up.bias"] == ("muon_include", False)
+    assert by["lm_head.weight"] == ("use_muon", False)
+    assert by["blocks.0.down.weight"] == (None, False)
 
 
 def test_exclude_wins_over_include_and_a_tag_over_both() -> None:
@@ -125,28 +137,65 @@ def test_a_pattern_without_a_match_is_refused_before_the_engine_exists() -> None
 
 
 @pytest.mark.parametrize("tag", [True, False, 1, 0])
-def test_a_tag_wins_over_the_rules_and_is_removed(tag: Any) -> None:
+def test_a_tag_wins_over_the_rules_and_stays(tag: Any) -> None:
     model = module(fc=linear(), tokens=nn.Embedding(9, 8), mixer=Mixer())
     for param in model.parameters():
         param.use_muon = tag
     specs = routes(model)
     assert all(spec.use_muon is bool(tag) for spec in specs.values())
     assert {spec.reason for spec in specs.values()} == {f"use_muon = {bool(tag)} set by the user"}
+    assert all(vars(param) == {"use_muon": tag} for param in model.parameters())
 
 
-def test_tags_are_removed_from_frozen_and_tied_parameters_too() -> None:
+def test_looking_at_the_routes_changes_no_parameter() -> None:
+    """Neither the user's tags nor any other attribute, however often."""
     model = Gpt(tied=True)
     model.wte.weight.use_muon = True
     model.wpe.use_muon = True
     model.wpe.requires_grad_(False)
-    assert "wte.weight" in muon_names(model)
+    before = {name: dict(vars(param)) for name, param in model.named_parameters()}
+    first = route(model)
+    assert "wte.weight" in {spec.name for spec in first.values() if spec.use_muon}
+    assert route(model) == first
+    assert {name: vars(param) for name, param in model.named_parameters()} == before
 
 
-def test_after_the_tags_are_gone_the_rules_decide() -> None:
-    model = module(fc=linear())
-    model.fc.weight.use_muon = False
-    assert muon_names(model) == set()
-    assert muon_names(model) == {"fc.weight"}
+def tags(model: nn.Module) -> dict[str, bool]:
+    return {name: param.use_muon for name, param in model.named_parameters()}
+
+
+def test_parameters_are_tagged_as_routed() -> None:
+    """By Python's own bool, which stock compares with `is`."""
+    net = TinyGpt()
+    net.blocks[1].down.requires_grad_(False)
+    MuonWithAuxAdam(net.parameters(), model=net, muon_exclude=["qkv"])
+    muon = {f"blocks.{i}.{name}.weight" for i in (0, 1) for name in ("proj", "up", "down")} - {"blocks.1.down.weight"}
+    assert {name for name, tag in tags(net).items() if tag is True} == muon
+    assert {tag for tag in tags(net).values() if tag is not True} == {False}
+
+
+def test_our_tags_are_not_the_users_and_theirs_stay() -> None:
+    net = TinyGpt()
+    net.tokens.weight.use_muon = True
+    first = MuonWithAuxAdam(net.parameters(), model=net, muon_exclude=["qkv"])
+    assert {spec.chosen_by for spec in first.specs.values()} == {None, "use_muon", "muon_exclude"}
+    second = MuonWithAuxAdam(net.parameters(), model=net)
+    specs = {spec.name: spec for spec in second.specs.values()}
+    assert specs["blocks.0.qkv.weight"].use_muon and specs["blocks.0.qkv.weight"].chosen_by is None
+    assert specs["tokens.weight"].chosen_by == "use_muon" and tags(net)["tokens.weight"]
+    net.blocks[0].qkv.weight.use_muon = False
+    net.lm_head.weight.use_muon = True
+    third = MuonWithAuxAdam(net.parameters(), model=net)
+    changed = {spec.name: spec.use_muon for spec in third.specs.values() if spec.chosen_by == "use_muon"}
+    assert changed == {"tokens.weight": True, "blocks.0.qkv.weight": False, "lm_head.weight": True}
+    assert {name for name, tag in tags(net).items() if tag} == {s.name for s in third.specs.values() if s.use_muon}
+
+
+def test_a_refused_optimizer_leaves_no_tag() -> None:
+    net = TinyGpt()
+    with pytest.raises(MuonConfigError):
+        MuonWithAuxAdam(net.parameters(), model=net, muon_exclude=["nothing"])
+    assert not any(vars(param) for param in net.parameters())
 
 
 def test_the_shape_before_stage_3_partitioned_counts() -> None:
@@ -170,6 +219,81 @@ def test_muon_is_refused_by_the_shape_before_stage_3() -> None:
     weight.ds_shape, weight.data, weight.use_muon = weight.shape, torch.empty(0), True
     with pytest.raises(ValueError, match=r"norm\.weight"):
         route(model)
+
+
+# ---- nothing for Muon -------------------------------------------------------------------------------------------
+
+
+def refusal(net: nn.Module, **params: Any) -> str:
+    with pytest.raises(MuonConfigError) as error:
+        MuonWithAuxAdam(net.parameters(), model=net, **params)
+    assert not any(hasattr(param, "use_muon") for param in net.parameters())
+    return str(error.value)
+
+
+def test_low_rank_factors_alone_are_refused_with_the_option_that_helps() -> None:
+    net = nn.ModuleList(Adapted("lora_A", "lora_B") for _ in range(3))
+    net.append(nn.Embedding(4, 8))
+    text = refusal(net)
+    assert text == (
+        "optimizer.type: Muon, but all 7 matrices go to AdamW: 6 x LoRA factor of rank 2 (0.lora_A.weight, "
+        "0.lora_B.weight); 1 x embedding (Embedding) (3.weight). To change that, for low-rank adapters write "
+        '"muon_lora": "both"; name matrices in muon_include; or set the type to "AdamW"'
+    )
+    assert MuonWithAuxAdam(net.parameters(), model=net, muon_lora="both").shapes
+
+
+def test_reasons_are_counted_the_most_common_first() -> None:
+    odd = [nn.Embedding(4, 8), nn.ModuleDict({"lm_head": linear()}), Mixer(), nn.Conv2d(2, 3, 2), linear(8, 1)]
+    net = nn.ModuleList([nn.Embedding(4, 8), *odd])
+    text = refusal(net)
+    assert text.startswith("optimizer.type: Muon, but all 6 matrices go to AdamW: 2 x embedding (Embedding) (0.weight,")
+    assert "1 other reasons. To change that, name matrices" in text and "lora" not in text
+
+
+def test_a_model_that_trains_no_matrix_is_refused() -> None:
+    """As when only biases are trained."""
+    net = TinyGpt()
+    for param in net.parameters():
+        param.requires_grad_(param.ndim < 2)
+    assert "all 16 trainable parameters go to AdamW: 16 x 0-D or 1-D (" in refusal(net)
+
+
+@pytest.mark.parametrize("how", ["tags", "pattern", "embeddings alone"])
+def test_a_half_that_is_empty_on_purpose_is_not_refused(how: str) -> None:
+    net = nn.ModuleDict({"tokens": nn.Embedding(4, 8)}) if how == "embeddings alone" else TinyGpt()
+    for param in net.parameters() if how != "pattern" else ():
+        param.use_muon = False
+    params = {"muon_exclude": "blocks"} if how == "pattern" else {}
+    optimizer = MuonWithAuxAdam(net.parameters(), model=net, **params)
+    assert not optimizer.shapes and optimizer.unused_options == {}
+
+
+def test_an_exclusion_that_changes_nothing_is_no_purpose() -> None:
+    net = nn.ModuleDict({"lora": Adapted("lora_A", "lora_B"), "lm_head": linear()})
+    assert '"muon_lora": "both"' in refusal(net, muon_exclude="lm_head")
+
+
+class Stage(nn.Module):
+    """One stage of a pipeline of two, as far as the routing looks at it; without matrices."""
+
+    stage_id = 0
+    tied_comms: dict[str, Any] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.tied_modules, self.forward_funcs = nn.LayerNorm(8), nn.ModuleDict(), []
+
+    def num_pipeline_stages(self) -> int:
+        return 2
+
+
+def test_a_stage_without_matrices_leaves_the_verdict_to_all_stages() -> None:
+    """`agree` raises where every stage says so."""
+    net = Stage()
+    optimizer = MuonWithAuxAdam(net.parameters(), model=net, muon_include=["fc"])
+    assert list(optimizer.unused_options) == ["muon_include fc", "type"]
+    assert "all 2 trainable parameters go to AdamW" in optimizer.unused_options["type"]
 
 
 # ---- low-rank adapters --------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ from deepspeed.muon import MuonConfigError, MuonWithAuxAdam, route
 from deepspeed.muon.config.schema import parse
 from deepspeed.muon.matrices.block import Block, Cut
 from deepspeed.muon.matrices.options import MatrixOptions
+from deepspeed.muon.matrices.tp_sharding import AUTOTP
+from deepspeed.muon.zero.checkpoint.compatibility import fused
 from helpers.foreign_models import Adapted, linear, module
 from helpers.models import Fused, TinyGpt
 from helpers.transformers_models import MODELS
@@ -148,6 +150,49 @@ def test_a_pattern_that_cuts_nothing_is_refused() -> None:
     assert "'lm_head' cuts no parameter of the Muon half" in message(Fused(), muon_split={"lm_head": [2, 3]})
     shadowed = {"qkv": [7, 5, 4], "^qkv": [8, 8]}
     assert "'^qkv' cuts no parameter of the Muon half" in message(Fused(), muon_split=shadowed)
+
+
+def test_a_pattern_may_find_the_alias_of_a_tied_parameter() -> None:
+    net = TinyGpt()
+    net.blocks[1].up.weight = net.blocks[0].up.weight
+    optimizer = MuonWithAuxAdam(net.parameters(), model=net, muon_split={r"blocks\.1\.up": [14, 15]})
+    spec = optimizer.specs[net.blocks[0].up.weight]
+    assert (spec.name, spec.split_by, spec.split_pattern) == ("blocks.0.up.weight", "muon_split", r"blocks\.1\.up")
+    assert [block.rows for block in spec.blocks] == [14, 15]
+
+
+def test_what_cut_a_parameter_is_a_field_and_not_a_text() -> None:
+    options = MatrixOptions(split={"experts": Cut((8, 16)), "conv": Cut(())}, conv="flatten")
+    specs = {spec.name: spec for spec in route(Fused(), options).values()}
+    assert (specs["experts.down"].split_by, specs["experts.down"].split_pattern) == ("muon_split", "experts")
+    assert specs["qkv.weight"].split_by is None and specs["qkv.weight"].left_whole
+    assert specs["conv.weight"].split_by == "muon_split" and not specs["conv.weight"].left_whole, "it is flattened"
+    specs = {spec.name: spec for spec in route(TinyGpt()).values()}
+    assert specs["blocks.0.qkv.weight"].split_by == "muon_fused"
+    specs = {spec.name: spec for spec in route(TinyGpt(), MatrixOptions(split={"qkv": Cut(())})).values()}
+    assert specs["blocks.0.qkv.weight"].left_whole
+    specs = {spec.name: spec for spec in route(TinyGpt(), MatrixOptions(per_head=True)).values()}
+    assert specs["blocks.0.qkv.weight"].split_by == "per_head_muon"
+
+
+@pytest.mark.parametrize("tp_mode", ["whole", "shard"])
+def test_a_fused_matrix_is_fused_on_every_tensor_parallel_rank(tp_mode: str) -> None:
+    """Warnings about checkpoints that knew it as one matrix depend on it."""
+    net = TinyGpt()
+    whole = net.blocks[0].qkv.weight
+    shard = nn.Parameter(torch.zeros(whole.shape[0] // 2, whole.shape[1]))
+    vars(shard)[AUTOTP] = {
+        "replicated": False,
+        "partition_dim": 0,
+        "logical_shape": tuple(whole.shape),
+        "sub_param_shard_widths": [[6, 6]] * 3,
+    }
+    net.blocks[0].qkv.weight, net.blocks[0].qkv.tp_index = shard, 1
+    optimizer = MuonWithAuxAdam(net.parameters(), model=net, tp_mode=tp_mode)
+    spec = optimizer.specs[shard]
+    assert [block.rows for block in spec.blocks] == [12 if tp_mode == "whole" else 6] * 3
+    assert spec.split_by == "muon_fused"
+    assert fused(optimizer) == {"blocks.0.qkv.weight", "blocks.1.qkv.weight"}
 
 
 @pytest.mark.parametrize(

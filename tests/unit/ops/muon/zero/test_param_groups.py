@@ -102,6 +102,7 @@ def test_the_scale_follows_where_the_learning_rate_comes_from() -> None:
     assert scales({}, {"lr": 1e-3}, {}) == ["match_rms_adamw", "original"]
     assert scales({"lr": 1e-3}, {"lr": 1e-4}, {"momentum": 0.9}) == ["match_rms_adamw"] * 2
     assert scales({"muon_lr": 0.02}, {"lr": 1e-3}, {}) == ["original"] * 2
+    assert scales({"nesterov": False}, {"lr": 1e-3}, {"muon_lr": 0.02}) == ["match_rms_adamw", "original"]
     assert scales({"lr": 1e-3, "adjust_lr_fn": "none"}, {"adjust_lr_fn": "original"}, {}) == ["original", "none"]
 
 
