@@ -163,7 +163,7 @@ def gpu(
     for of in parts or [of for of, (number, *_) in PARTS.items() if number == call]:
         setting = {"name": of, "device": device, "quick": quick, "rates": dataclasses.asdict(rates)}
         try:
-            (found,) = ranks.run(part, setting, 1, PARTS[of][1], 8, device)
+            (found,) = ranks.run(part, setting, 1, PARTS[of][1] * (1 if device == "cuda" else 5), 8, device)
         except ranks.RanksFailed as error:
             print(f"FAILED: {error}", file=sys.stderr, flush=True)
             failed.append(of)

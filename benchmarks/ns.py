@@ -259,14 +259,14 @@ def choose(
     for name in dtype:
         kind, rows = choice.kind_of(device, DTYPES[name].itemsize), compare(device, DTYPES[name], seconds)
         bands, spread = fit(rows), statistics.mean(row["spread"] for row in rows)
-        rules = json.loads(choice.FILE.read_text())
-        if write and spread > BUSY:
-            print(f"NOT WRITTEN: the runs of one shape lie {spread:.0%} apart, so the machine is busy; try again")
-        elif write:
-            rules[kind] = {"basis": basis, "bands": bands}
-            lines = ",\n".join(f"  {json.dumps(of)}: {json.dumps(rule)}" for of, rule in rules.items())
-            choice.FILE.write_text(f"{{\n{lines}\n}}\n")
+        rules, writes = json.loads(choice.FILE.read_text()), write and spread <= BUSY
+        rules |= {kind: {"basis": basis, "bands": bands}} if writes else {}
         rule = choice.parse(rules)[kind]
+        if writes:
+            lines = ",\n".join(f"  {json.dumps(of)}: {json.dumps(entry)}" for of, entry in rules.items())
+            choice.FILE.write_text(f"{{\n{lines}\n}}\n")
+        elif write:
+            print(f"NOT WRITTEN: the runs of one shape lie {spread:.0%} apart, so the machine is busy; try again")
         for row in rows:
             row["rule"] = rule.method(row["rows"], row["cols"])
             row["slower than the better"] = f"{loss(row, row['rule']):.0%}"

@@ -102,7 +102,7 @@ def compare(worlds: Sequence[int], stages: Sequence[int]) -> tuple[Machine, list
     """The rates of one core alone, and measured steps beside those that follow from them."""
     jobs, itemsize = (
         [Job(str(s), "ours", w, warmup=2) for w in worlds for s in stages],
-        resolve_dtype("auto", bf16_is_fast()).itemsize,
+        resolve_dtype("auto", bf16_is_fast("cpu")).itemsize,
     )
     (alone,) = ranks.run(rank, {"shapes": jobs[0].matrices})
     *_, records = rounds(jobs, 2)
@@ -130,5 +130,5 @@ def rank(shapes: list[tuple[int, int]]) -> dict[str, Any]:
     """The constants of one core alone."""
     torch.set_num_threads(1)
     halves, cpu = [muon_half([tuple(shape) for shape in shapes])], torch.device("cpu")
-    dtype, kernels = resolve_dtype("auto", bf16_is_fast()), choose(missing("auto", ["cpu"]))
+    dtype, kernels = resolve_dtype("auto", bf16_is_fast("cpu")), choose(missing("auto", ["cpu"]))
     return dataclasses.asdict(measure(halves, SIMPLE, dtype, cpu, cpu, kernels, world_size=1)[0])

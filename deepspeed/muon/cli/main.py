@@ -158,7 +158,7 @@ def plan_facts(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
     """
     config, layout, device = settings.config, settings.layout, torch.device(args.device)
     # A run takes bf16 where the machine is fast in it. Only --measured is about this machine.
-    dtype = resolve_dtype(config.ns_dtype, bf16_is_fast() if args.measured else True)
+    dtype = resolve_dtype(config.ns_dtype, bf16_is_fast(args.device) if args.measured else True)
     model = build(args.model)
     try:
         halves = halves_of(model, config)
@@ -193,12 +193,10 @@ def _measured(found: Estimate, settings: Settings, dtype: torch.dtype, device: t
     """Rates of this process and the milliseconds that follow from them.
 
     Raises:
-        SettingsError: there is nothing to measure, or no such device.
+        SettingsError: no such device.
     """
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SettingsError("--measured: torch sees no GPU here; --device cpu measures this machine's CPU")
-    if not found.costs:
-        raise SettingsError("--measured: no parameter of the model goes to Muon")
     config, shards = settings.config, torch.device("cpu") if settings.offload else device
     kernels = choose(missing(config.kernels, {device.type, shards.type}))
     began = time.perf_counter()

@@ -14,7 +14,7 @@ from torch import Tensor
 from deepspeed.muon.kernels.table import Operations, Symmetric
 
 #: From this smaller dimension on, products whose result is symmetric are computed as one triangle. Below it there are
-#: too few tiles to fill the chip, and a library's plain product is faster. `benchmarks/gpu.sh` measures it.
+#: too few tiles to fill the chip, and a library's plain product is faster. `python -m benchmarks gpu` measures it.
 SYMMETRIC_FROM = 2048
 #: Sixteen bytes are loaded at a time where sizes are multiples of so many 16-bit numbers; else products stay plain.
 MULTIPLE = 8

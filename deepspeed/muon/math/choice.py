@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which method of Newton-Schulz a matrix gets where ``ns_method`` is ``auto``.
 
-The rule is data that travels with the package: ``choice.json``, which ``python benchmarks/choose.py --write`` measures
-anew. What it says of a model's shapes is pinned in the parameter groups, key ``ns_methods``, and saved with them in
+The rule is data that travels with the package: ``choice.json``, which ``python -m benchmarks choose --write``
+measures anew. What it says of a model's shapes is pinned in the parameter groups, key ``ns_methods``, and saved with them in
 every checkpoint: a resumed run keeps its methods whatever a newer rule says.
 """
 
@@ -56,7 +56,7 @@ def shipped() -> dict[str, Rule]:
     try:
         return parse(json.loads(FILE.read_text()))
     except (OSError, ValueError) as error:
-        message = f"{FILE.name}: {error}; install deepspeed-muon again, or run python benchmarks/choose.py --write"
+        message = f"{FILE.name}: {error}; install deepspeed-muon again, or run python -m benchmarks choose --write"
         raise RuleError(message) from None
 
 
