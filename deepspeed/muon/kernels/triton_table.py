@@ -14,7 +14,7 @@ from torch import Tensor
 from deepspeed.muon.kernels.table import Operations, Symmetric
 
 #: The smaller dimension from which symmetric products are computed as one triangle. Below it there are too few tiles to
-#: fill the chip, and a library's plain product is faster. ``benchmarks/gpu.sh`` measures it.
+#: fill the chip, and a library's plain product is faster. ``python -m benchmarks gpu`` measures it.
 SYMMETRIC_FROM = 2048
 #: Loads move sixteen bytes, so sizes must be multiples of this many 16-bit numbers; else products stay plain.
 MULTIPLE = 8
