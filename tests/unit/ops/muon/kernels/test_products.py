@@ -8,7 +8,6 @@ from torch import Tensor
 from deepspeed.muon.kernels import native, reference
 from deepspeed.muon.kernels.table import PLAIN, Operations, Scalars, Symmetric
 from deepspeed.muon.kernels.workspace import Workspace
-from deepspeed.muon.math.newton_schulz import bf16_is_fast
 from helpers.kernels import native_only
 
 #: Wide, tall and square; smaller than a tile, ragged ones, and a sum longer than one call of the kernel makes.
@@ -27,7 +26,11 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def dtype(request: pytest.FixtureRequest, kernels: Operations) -> torch.dtype:
-    if request.param == torch.bfloat16 and kernels is not reference.OPERATIONS and not bf16_is_fast("cpu"):
+    if (
+        request.param == torch.bfloat16
+        and kernels is not reference.OPERATIONS
+        and not torch.cpu._is_avx512_bf16_supported()
+    ):
         pytest.skip("this CPU has no dot products of bf16")
     return request.param
 
