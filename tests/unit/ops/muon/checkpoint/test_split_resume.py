@@ -44,7 +44,7 @@ def trained(**params: Any) -> MuonWithAuxAdam:
     """An optimizer that saves as it does under DeepSpeed, after one step."""
     net = TinyGpt()
     optimizer = MuonWithAuxAdam(net.parameters(), model=net, adjust_lr_fn="original", **params)
-    keep_convertible(optimizer, optimizer)
+    keep_convertible(optimizer)
     net(*net.batch(0)).backward()
     optimizer.step()
     return optimizer
