@@ -53,7 +53,7 @@ format: venv
 	$(BIN)/ruff check --fix .
 
 bench: venv
-	$(BIN)/python benchmarks/step.py
+	$(BIN)/python -m benchmarks step
 
 # Builds sdist and wheel and proves the wheel beside stock DeepSpeed, in a fresh environment.
 release-check: venv

@@ -1,144 +1,178 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that is measured on one GPU; started by gpu.sh, which runs the tests first.
+"""Everything on one GPU, in two calls of less than ten minutes each, the most informative parts first."""
 
-    python benchmarks/gpu.py [--parts ns elementwise threshold step exchange] [--name NAME] [--device cpu] [--quick]
-
-A case that fails is reported where it fails and in the last table, and the others go on; the exit code is then 1.
-Results go to benchmarks/results/gpu-<name>.csv and .md. With `--device cpu --quick` every line of it runs on a CPU.
-"""
-
-import argparse
-import contextlib
 import dataclasses
-import json
-import re
+import subprocess
 import sys
-import traceback
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
+from typing import Annotated, Any
 
 import torch
 
-import gpu_kernels
-import gpu_step
-import gpu_timing as timing
-import launcher
-import machine
-import output
-import rates
-from gpu_kernels import Row
-from roofline import Sharding, describe, floor
+from benchmarks import ns, optimizers, ranks, report, training
+from benchmarks.rates import Rates, alternate, measure, summary
+from deepspeed.muon.kernels import quack, triton_table
+from deepspeed.muon.kernels.table import Scalars, Symmetric
+from deepspeed.muon.kernels.workspace import Workspace
+from deepspeed.muon.plan.plan import Bucket, Unpack
 
-FAILED: list[str] = []
-
-
-@contextlib.contextmanager
-def attempt(case: str) -> Iterator[None]:
-    """One case: what it raises is printed and counted."""
-    try:
-        yield
-    except Exception:
-        FAILED.append(case)
-        print(f"FAILED: {case}\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-
-
-def launched(setting: dict, device: str) -> dict:
-    """What one rank reports of a setting of gpu_step.py."""
-    worker = str(Path(gpu_step.__file__).resolve())
-    environment = {"DS_ACCELERATOR": device}
-    return launcher.run_ranks([worker, json.dumps(setting)], 1, 240, torch.get_num_threads(), environment, device)[0]
-
-
-def step(device: str, quick: bool, found: rates.Rates, attempt: Callable) -> Iterator[Row]:
-    """The step of a Llama of 1B parameters on one rank, against its floor."""
-    sizes = gpu_step.QUICK if quick else gpu_step.LLAMA_1B
-    shapes = gpu_step.matrices(sizes)
-    setting = {"sizes": sizes, "device": device, "wire": False, "steps": 3 if quick else 10}
-    result = launched(setting, device)
-    for symmetric in (True, False):
-        least = floor(shapes, Sharding(1), found, symmetric=symmetric).total
-        label = "symmetric products half" if symmetric else "every product in full"
-        for what in ("optimizer", "engine"):
-            row = {"part": "step", "case": f"{sum(a * b for a, b in shapes) / 1e6:.0f} M, floor: {label}"}
-            row |= {"what": f"{what}.step, {result['kernels']}"} | timing.summary(result[what])
-            yield row | {"of floor": row["ms"] / 1e3 / least, "peak GB": result["peak GB"]}
-
-
-def exchange(device: str, quick: bool, found: rates.Rates, attempt: Callable) -> Iterator[Row]:
-    """The same step with every matrix sent from the rank to itself: same weights, and what it costs."""
-    width, narrow, inside, _ = gpu_step.QUICK if quick else gpu_step.LLAMA_1B
-    setting = {"sizes": (width, narrow, inside, 2 if quick else 4), "device": device, "steps": 3 if quick else 10}
-    results = {wire: launched(setting | {"wire": wire}, device) for wire in (False, True)}
-    for wire, result in results.items():
-        row = {"part": "exchange", "case": f"{setting['sizes'][3]} layers"}
-        yield row | {"what": "over the wire" if wire else "no exchange"} | timing.summary(result["optimizer"])
-    with attempt("exchange: the weights are the same bits"):
-        assert results[True]["weights"] == results[False]["weights"], results
-
-
-PARTS: dict[str, Callable[..., Iterator[Row]]] = {
-    "ns": gpu_kernels.newton_schulz,
-    "elementwise": gpu_kernels.elementwise,
-    "threshold": gpu_kernels.threshold,
-    "step": step,
-    "exchange": exchange,
+Rows = Iterator[dict[str, Any]]
+#: Part -> its call, the seconds that it may take, and the tests that it is, if it is no function of this module.
+PARTS = {
+    "symmetric": (1, 160, ()),
+    "exchange": (1, 100, ()),
+    "newton_schulz": (1, 120, ()),
+    "kernel_tests": (1, 150, ("kernels/test_gpu_kernels.py",)),
+    "alone": (2, 120, ()),
+    "share": (2, 240, ()),
+    "engine_tests": (2, 200, ("zero/test_gpu.py", "zero/test_gpu_offload.py")),
 }
+#: Aligned to 16 elements, as the shapes of real models are: Triton compiles other code for those that are not.
+ALIGNED, QUICK = ((3, 512, 1024), (2, 1024, 512), (2, 2048, 8192), (1, 4096, 4096)), ((2, 48, 160), (2, 64, 64))
+BY = Scalars(0.1, 0.5, 1.0)
 
 
-def rivals(rows: list[Row]) -> list[str]:
-    """Our fastest shipped Newton-Schulz against stock's gram and torch.optim.Muon, by shape."""
-    lines = []
-    for case in dict.fromkeys(row["case"] for row in rows if row["part"] == "Newton-Schulz"):
-        spent = {row["what"]: row["ms"] for row in rows if row["case"] == case and row["part"] == "Newton-Schulz"}
-        best = min((name for name in spent if name.startswith("ours")), key=spent.__getitem__, default=None)
-        if best:
-            others = [name for name in ("stock, gram", "stock, standard", "torch.optim.Muon") if name in spent]
-            against = ", ".join(f"{spent[name] / spent[best]:.2f}x {name}" for name in others)
-            lines.append(f"{case}: {best}: {against}")
-    return lines
+def symmetric(device: str, quick: bool, rates: dict[str, float]) -> Rows:
+    """Symmetric square and product: error against float64, and how many times as long torch takes.
+
+    SYMMETRIC_FROM is where the ratio passes 1.
+    """
+    squares, tables = [(batch, n, n) for n in (512, 1024, 2048, 3072, 8192) for batch in (1, 4)], ns.tables(device)
+    for batch, rows, cols in QUICK if quick else (*ALIGNED, *squares):
+        x, size = torch.randn(batch, rows, cols, device=device).bfloat16() / max(rows, cols) ** 0.5, min(rows, cols)
+        rests = [torch.zeros(batch, size, size, device=device, dtype=torch.bfloat16) for _ in range(2)]
+        square, product = (Symmetric(rest, torch.zeros(batch, size, device=device)) for rest in rests)
+        calls = {f"square, {name}": lambda t=table: t.square(x, square, Workspace()) for name, table in tables.items()}
+        for name, table in tables.items():
+            calls[f"product, {name}"] = lambda t=table: t.product(square, square, product, Workspace(), BY)
+        times = {name: summary(spent[1:])["median ms"] for name, spent in alternate(calls, device, 10).items()}
+        wide, identity = x.double() if rows <= cols else x.double().mT, torch.eye(size, device=device).double()
+        for name in tables:
+            row = {"shape": f"{batch} x {rows} x {cols}", "kernels": name}
+            for kind, result in {"square": square, "product": product}.items():
+                calls[f"{kind}, {name}"]()
+                whole = square.rest.double() + torch.diag_embed(square.diagonal.double())
+                wanted = wide @ wide.mT if kind == "square" else BY.alpha * whole @ whole + BY.beta * whole + identity
+                error = result.rest.double() + torch.diag_embed(result.diagonal.double()) - wanted
+                row |= {f"{kind} ms": times[f"{kind}, {name}"], f"{kind} error": float(error.norm() / wanted.norm())}
+                row[f"{kind}: torch / this"] = times[f"{kind}, torch"] / times[f"{kind}, {name}"]
+            yield row
 
 
-def report(rows: list[Row], found: rates.Rates, name: str) -> str:
-    """Write the files; the tables, the short one last."""
-    parts = [f"# One GPU: {name}\n\n{describe(found)}"]
-    for part in dict.fromkeys(row["part"] for row in rows):
-        of_part = [row for row in rows if row["part"] == part]
-        parts.append(f"## {part}\n\n" + output.table(of_part))
-    failures = "\n".join(f"- FAILED: {case}" for case in FAILED) or "No case failed."
-    parts.append("## In short\n\n" + "\n".join(f"- {line}" for line in rivals(rows)) + f"\n\n{failures}")
-    if rows:
-        facts = dataclasses.asdict(found)
-        return output.write(machine.RESULTS / f"gpu-{name}", [row | facts for row in rows], "\n\n".join(parts))
-    return "\n\n".join(parts)
+def sent_to_itself(bucket: Bucket) -> Bucket:
+    """A bucket of one rank, which owns and holds every matrix, with each run sent from the rank to itself."""
+    columns, runs, received, at = iter(bucket.received), [], [], 0
+    for run in bucket.runs:
+        to = Unpack(at, run.at, 1, run.length, run.length) if run.in_place else next(columns)
+        received.append(to._replace(source=at))
+        runs.append(dataclasses.replace(run, in_place=False, at=at))
+        at += run.length
+    changes = {"runs": tuple(runs), "received": tuple(received), "send_counts": (at,), "receive_counts": (at,)}
+    return dataclasses.replace(bucket, **changes, travels=True)
 
 
-def name_of(device: str) -> str:
-    """A file-name part: the GPU's, or the CPU's."""
-    text = torch.cuda.get_device_name() if device == "cuda" else machine.slug()
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+def exchange(device: str, quick: bool, rates: dict[str, float]) -> Rows:
+    """The collectives of a step on one rank that sends every matrix to itself: equal weights, and what it costs."""
+    size = (2, 32) if quick else (4, 2048)
+    job, weights = training.Job("1", "ours", 1, *size, model="qwen", device=device), []
+    with ranks.joined():
+        for way in ("in place", "to itself"):
+            engine, times = training.build_engine(job), []
+            optimizer = engine.basic_optimizer
+            for key, bound in optimizer._bound.items() if way == "to itself" else ():
+                bound.exchange.group = torch.distributed.group.WORLD
+                plan = dataclasses.replace(bound.plan, buckets=tuple(map(sent_to_itself, bound.plan.buckets)))
+                optimizer._bound[key] = dataclasses.replace(bound, plan=plan)
+                assert bound.exchange.communicates(plan)
+            clock = training.PhaseClock(optimizer, device)
+            x = torch.randn(8, job.hidden, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
+            for _ in range(8):
+                engine.backward(engine(x).float().square().mean())
+                engine.step()
+                times.append(clock.take()["optimizer"])
+            weights.append([parameter.detach().cpu() for parameter in engine.module.parameters()])
+            engine.destroy()
+            same = all(map(torch.equal, weights[0], weights[-1]))
+            yield {"way": way, "kernels": optimizer.kernels.name, "equal weights": same} | summary(times[3:])
+            assert same
 
 
-def main() -> int:
-    """Run the parts."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--name", help="of the result files; by default the GPU's")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that it runs, measures nothing")
-    args = parser.parse_args()
-    bf16, fp32 = (rates.product_rate(dtype, args.device) for dtype in (torch.bfloat16, torch.float32))
-    copy = rates.copy_rate(args.device)
-    found = rates.Rates(bf16, fp32, copy, copy)
-    rows: list[Row] = []
-    for part in args.parts:
-        with attempt(part):
-            for row in PARTS[part](args.device, args.quick, found, attempt):
-                rows.append(row)
-                print(", ".join(f"{key} {output.cell(value)}" for key, value in row.items()), flush=True)
-    name = (args.name or name_of(args.device)) + ("-quick" if args.quick else "")
-    print("\n" + report(rows, found, name), flush=True)
-    return 1 if FAILED else 0
+def newton_schulz(device: str, quick: bool, rates: dict[str, float]) -> Rows:
+    """By method, dtype and table: time, share of the roofline, error."""
+    found, more = ns.candidates(device, compiled=device != "cpu")[0], ((4, 2048, 8192), (4, 4096, 4096))
+    for shape in QUICK if quick else (*ALIGNED, *more):
+        yield from ns.rows_of(shape, found, Rates(**rates), device, 0.1 if quick else 3)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def alone(device: str, quick: bool, rates: dict[str, float]) -> Rows:
+    """The step of each optimizer, on the matrices of Qwen3-1.7B; one after the other, to have the memory for itself."""
+    for name in ("ours", "torch-muon", "stock-muon", "adamw-fused"):
+        found = optimizers.rank("qwen", *(1, 32) if quick else (28, 2048), [name], 8, device)
+        phases = {f"{phase} ms": 1e3 * spent for phase, spent in found["phases"].items() if phase != "optimizer"}
+        yield {"optimizer": name} | summary(found["times"][name]) | phases
+
+
+def share(device: str, quick: bool, rates: dict[str, float]) -> Rows:
+    """The optimizer's part of a training step of Qwen3-1.7B's matrices at stage 1, by tokens per step."""
+    for tokens in (8,) if quick else (4096, 16384):
+        for variant in ("ours", "stock", "adamw"):
+            size = {"layers": 1, "hidden": 32} if quick else {"layers": 28, "hidden": 2048}
+            job = training.Job("1", variant, 1, **size, batch=tokens, model="qwen", device=device)
+            record = training.launch(job, 200)
+            total = record["forward s"] + record["seconds"]
+            row = {"tokens": tokens, "optimizer": variant, "optimizer ms": 1e3 * record["optimizer s"]}
+            row |= {"step ms": 1e3 * record["step s"], "forward + backward + step ms": 1e3 * total}
+            yield row | {"optimizer's share": record["optimizer s"] / total, "peak MB": record["GPU peak MB"]}
+
+
+def part(name: str, device: str, quick: bool, rates: dict[str, float]) -> Rows:
+    """One part, in a process of its own. In the first call, symmetric products have their kernels at every size."""
+    call, _, files = PARTS[name]
+    if call == 1:
+        triton_table.SYMMETRIC_FROM = quack.SYMMETRIC_FROM = 1
+    if not files:
+        yield from globals()[name](device, quick, rates)
+    elif device == "cuda":
+        paths = [str(report.ROOT / "tests/unit/ops/muon" / file) for file in files]
+        subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths], check=True)
+        yield {"passed": " ".join(files)}
+
+
+def gpu(
+    call: int = 1,
+    parts: Annotated[tuple[str, ...], PARTS] = (),
+    device: Annotated[str, ("cuda", "cpu")] = "cuda",
+    quick: bool = False,
+    output: str = "",
+) -> str:
+    """Everything on one GPU, in two calls of less than ten minutes, the most informative parts first.
+
+    Each part has a process and a time limit of its own; where it fails its rows so far are kept, and the others go on.
+    The exit code is 1 then. With --device cpu --quick all of it but the tests runs on a CPU.
+
+    Args:
+        call: 1 products, exchange, Newton-Schulz, tests of kernels; 2 optimizers, training, tests of engines
+        parts: these instead of those of the call
+        device: where
+        quick: tiny sizes, to see that it runs
+        output: base name of the result files; by default the GPU's
+    """
+    name = output or f"gpu-{report.slug(torch.cuda.get_device_name() if device == 'cuda' else 'cpu')}-{call}"
+    rates, rows, failed = measure(1, 8, device), [], []
+    sections = [str(rates)]
+    for of in parts or [of for of, (number, *_) in PARTS.items() if number == call]:
+        setting = {"name": of, "device": device, "quick": quick, "rates": dataclasses.asdict(rates)}
+        try:
+            (found,) = ranks.run(part, setting, 1, PARTS[of][1] * (1 if device == "cuda" else 5), 8, device)
+        except ranks.RanksFailed as error:
+            print(f"FAILED: {error}", file=sys.stderr, flush=True)
+            failed.append(of)
+            found = error.results or []
+        rows += [{"part": of} | row for row in found]
+        sections.append(f"## {of}\n\n{report.table(found)}")
+        print(sections[-1], flush=True)
+    sections.append(f"FAILED: {', '.join(failed)}" if failed else "Nothing failed.")
+    text = report.write(name, f"One GPU: {name}", rows, *sections)
+    if failed:
+        raise SystemExit(text)
+    return text

@@ -1,106 +1,134 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the plan gives known models on 8 to 4096 ranks, and how well its predicted step meets a measured one.
+"""Plans of known models on up to 4096 ranks, and predicted against measured steps of a small model."""
 
-    python benchmarks/scaling.py [--models gpt2-xl moe-1t] [--ranks 8 64 512 4096] [--stages 1 3] [--no-measure]
-
-The table is a prediction for the machine that `estimate.Machine` describes; planning seconds are measured here. The
-measured points are steps of a small model at 1, 2 and 4 ranks, predicted from rates that are measured apart.
-"""
-
-import argparse
+import dataclasses
 import gc
 import itertools
-import sys
+import json
+import statistics
 import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
 
-import machine
-import scaling_measure
-import scaling_report
-from deepspeed.muon.forecast.estimate import Machine, estimate
-from deepspeed.muon.forecast.layout import Half, Layout, StepCost, lay_out
-from deepspeed.muon.math import coefficients
+import torch
+
+from benchmarks import ranks, report
+from benchmarks.roofline import muon_half
+from benchmarks.training import Job, rounds
+from deepspeed.muon.cli.model import build
+from deepspeed.muon.config.schema import parse
+from deepspeed.muon.forecast.estimate import Machine, Network, estimate, milliseconds, per_rank, totals
+from deepspeed.muon.forecast.layout import Half, Layout, halves_of
+from deepspeed.muon.forecast.measured import measure
+from deepspeed.muon.kernels.selection import choose, missing
+from deepspeed.muon.math.coefficients import schedule
+from deepspeed.muon.math.newton_schulz import bf16_is_fast, resolve_dtype
 from deepspeed.muon.plan.cost import cost_model
 from deepspeed.muon.plan.plan import make_plan
-from scaling_models import MODELS
 
-SCHEDULE, ITEMSIZE, DEVICE = coefficients.schedule("simple"), 2, "cuda"
-
-
-def arguments() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL")
-    parser.add_argument("--ranks", nargs="+", type=int, default=[8, 64, 512, 1024, 4096])
-    parser.add_argument("--stages", nargs="+", type=int, choices=(1, 2, 3), default=[1, 3])
-    parser.add_argument("--no-measure", action="store_true", help="leave out the measured points")
-    parser.add_argument("--repeats", type=int, default=2, help="rounds over the measured points")
-    parser.add_argument("--output", help="base name of the result files; a default names the machine")
-    return parser.parse_args()
+OWN, EXAMPLES = Path(__file__).parent / "models", report.ROOT / "examples" / "plan"
+MODELS = {
+    "gpt2-xl": OWN / "gpt2-xl.json",
+    "llama3-8b": EXAMPLES / "llama_8b.json",
+    "llama3-70b": OWN / "llama3-70b.json",
+    "llama3-405b": OWN / "llama3-405b.json",
+    "moe-1t": f"{EXAMPLES / 'moe_1t.py'}:model",
+}
+SIMPLE = schedule("simple")
+NOTES = """Imbalance: Newton-Schulz of the busiest rank over the larger of the mean and the most expensive matrix. MB,
+messages: sent per rank and step, there and back; messages and runs are of the busiest rank. Planning: one rank's plans
+of all parts, measured on this machine. Parts: sub-groups of stage 3, stepped one after the other."""
 
 
-def planning_seconds(halves: list[Half], layout: Layout, rank: int) -> float:
-    """Of one rank's plans of all its parts, as `MuonWithAuxAdam.bind` makes them."""
-    parts = [part for part in lay_out(halves, layout) if part.half.use_muon]
-    gc.collect()
-    begin = time.perf_counter()
-    for part in parts:
-        make_plan(part.shards, rank, part.world_size, cost_model(part.half.ns_method, SCHEDULE, ITEMSIZE, DEVICE))
-    return time.perf_counter() - begin
+def forecast(name: str, halves: Sequence[Half], stage: int, world: int, machine: Machine | None) -> dict[str, Any]:
+    """A row of the table."""
+    found = estimate(halves, Layout(stage, world), SIMPLE, 2, "cuda")
+    facts, flops = per_rank(found), [cost.flops for cost in found.costs]
+    # Parts are stepped one after the other, so each waits for its own busiest rank.
+    least = max(sum(map(sum, flops)) / found.costs[0].part.world_size, *(cost.heaviest for cost in found.costs))
+    row = {"model": name, "stage": stage, "ranks": world, "matrices": totals(halves, True)["matrices"]}
+    row |= {"parts": facts["parts"], "rounds": facts["rounds"], "imbalance": sum(map(max, flops)) / least}
+    row |= {"MB mean": facts["sent_bytes"]["mean"] / 1e6, "MB max": facts["sent_bytes"]["max"] / 1e6}
+    row |= {"messages": sum(cost.messages for cost in found.costs), "runs": sum(cost.runs for cost in found.costs)}
+    row |= {f"{phase} ms": value for phase, value in milliseconds(found, machine).items()} if machine else {}
+    for title, rank in {"planning s": 0, "of a middle rank": world // 2}.items():
+        gc.collect()
+        begin = time.perf_counter()
+        for part in (cost.part for cost in found.costs):
+            make_plan(part.shards, rank, part.world_size, cost_model(part.half.ns_method, SIMPLE, 2, "cuda"))
+        row[title] = time.perf_counter() - begin
+    return row
 
 
-def imbalance(works: list[StepCost]) -> float:
-    """The busiest rank's work over the larger of the mean and the heaviest matrix, which no plan can go below.
+def scaling(
+    models: Annotated[tuple[str, ...], MODELS] = tuple(MODELS),
+    worlds: tuple[int, ...] = (8, 64, 512, 1024, 4096),
+    stages: tuple[int, ...] = (1, 3),
+    machine: str = "",
+    measured: tuple[int, ...] = (1, 2, 4),
+) -> str:
+    """Plans of known models on up to 4096 ranks, and predicted against measured steps of a small model.
 
-    Sub-groups of stage 3 are stepped one after the other, so each waits for its own busiest rank; the bound is that of
-    all matrices together.
+    Owners are balanced for an accelerator. The small model is that of `step`, on gloo over loopback, one thread per
+    rank; its steps are predicted from Newton-Schulz, passes and exchange that are measured alone. A rank that shares
+    its core has its share of the rates.
+
+    Args:
+        models: which
+        worlds: numbers of ranks
+        stages: of ZeRO
+        machine: JSON file with every constant of deepspeed.muon.forecast.estimate.Machine, for columns of milliseconds
+        measured: numbers of ranks whose steps are measured; 0 for none
     """
-    waited = sum(max(work.flops) for work in works)
-    mean = sum(sum(work.flops) for work in works) / works[0].part.world_size
-    return waited / max(mean, *(work.heaviest for work in works))
+    stated, rows, points = None, [], []
+    if machine:
+        given = json.loads(Path(machine).read_text())
+        stated = Machine(**given | {"network": Network(**given["network"])})
+    for name in models:
+        halves = halves_of(build(str(MODELS[name])), parse({"lr": 1e-3}))
+        for stage, world in itertools.product(stages, worlds):
+            rows.append(forecast(name, halves, stage, world, stated))
+            print(rows[-1], flush=True)
+    parts = [f"Milliseconds are predicted for {stated}, not measured." if stated else "", report.table(rows), NOTES]
+    if any(measured):
+        alone, points = compare(measured, stages)
+        parts += [f"## Measured points\n\nPredicted for {alone}.\n\n{report.table(points)}"]
+        report.write_csv(report.RESULTS / f"{report.name_of('scaling')}-measured.csv", points)
+    return report.write(report.name_of("scaling"), "Scaling of the plan", rows, *parts)
 
 
-def predict(name: str, stage: int, ranks: int) -> dict:
-    """One row of the table."""
-    halves, layout = MODELS[name].halves(), Layout(stage, ranks)
-    facts, works = estimate(halves, layout, SCHEDULE, ITEMSIZE, DEVICE, Machine(), offload=False)
-    per_rank, step = facts["per_rank"], facts["step_ms"]
-    return {
-        "model": name,
-        "stage": stage,
-        "ranks": ranks,
-        "matrices": facts["totals"]["muon"]["matrices"],
-        "parts": per_rank["parts"],
-        "rounds": per_rank["rounds"],
-        "imbalance": imbalance(works),
-        "MB sent, mean": per_rank["sent_bytes"]["mean"] / 1e6,
-        "MB sent, max": per_rank["sent_bytes"]["max"] / 1e6,
-        "messages, max": sum(work.messages for work in works),
-        "runs, max": sum(work.runs for work in works),
-        "elementwise ms": step["elementwise"],
-        "Newton-Schulz ms": step["newton_schulz"],
-        "exchange ms": step["exchange"],
-        "step ms": step["total"],
-        "planning s, rank 0": planning_seconds(halves, layout, 0),
-        "planning s, middle rank": planning_seconds(halves, layout, ranks // 2),
-    }
+def compare(worlds: Sequence[int], stages: Sequence[int]) -> tuple[Machine, list[dict[str, Any]]]:
+    """The rates of one core alone, and measured steps beside those that follow from them."""
+    jobs, itemsize = (
+        [Job(str(s), "ours", w, warmup=2) for w in worlds for s in stages],
+        resolve_dtype("auto", bf16_is_fast("cpu")).itemsize,
+    )
+    (alone,) = ranks.run(rank, {"shapes": jobs[0].matrices})
+    *_, records = rounds(jobs, 2)
+    found = report.summarize(records, "world", "case")
+    sent = [row["exchange MB"] / 1e3 / row["alone s"] for row in found if row["world"] == 2 and row["exchange MB"]]
+    network = Network(gbs=statistics.fmean(sent), latency_us=0.0, message_us=0.0) if sent else None
+    machine, points = Machine(**alone | {"network": network}), []
+    for row in found:
+        share = max(1.0, row["world"] / report.cores())
+        slower = {name: getattr(machine, name) * share for name in ("muon_ns", "adamw_ns", "run_us")}
+        link = network and dataclasses.replace(network, gbs=network.gbs / share)
+        of_rank = dataclasses.replace(machine, tflops=machine.tflops / share, network=link, **slower)
+        halves, layout = [muon_half(jobs[0].matrices)], Layout(int(row["case"]), row["world"])
+        step = milliseconds(estimate(halves, layout, SIMPLE, itemsize, "cpu"), of_rank)
+        predicted, measured = step.get("total", step["elementwise"] + step["newton_schulz"]), 1e3 * row["optimizer s"]
+        point = {"ranks": row["world"], "stage": row["case"], "measured ms": measured, "predicted ms": predicted}
+        point |= {"error": f"{predicted / measured - 1:+.0%}", "Newton-Schulz ms": 1e3 * row["newton_schulz s"]}
+        point |= {"predicted Newton-Schulz ms": step["newton_schulz"], "predicted elementwise ms": step["elementwise"]}
+        point |= {"elementwise ms": 1e3 * (row["prepare s"] + row["apply s"]), "waiting ms": 1e3 * row["exchange s"]}
+        points.append(point | {"predicted exchange ms": step.get("exchange", 0.0)})
+    return machine, points
 
 
-def main() -> int:
-    """Predict, measure, write."""
-    args = arguments()
-    name = args.output or f"scaling-{machine.slug()}"
-    rows: list[dict] = []
-    for model, stage, ranks in itertools.product(args.models, args.stages, args.ranks):
-        rows.append(predict(model, stage, ranks))
-        row = rows[-1]
-        planning = max(row["planning s, rank 0"], row["planning s, middle rank"])
-        print(
-            f"{model}, stage {stage}, {ranks} ranks: {row['step ms']:.1f} ms, planned in {planning:.2f} s", flush=True
-        )
-    points, rates = ([], None) if args.no_measure else scaling_measure.measure(args.stages, args.repeats)
-    print("\n" + scaling_report.write(rows, points, rates, name))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def rank(shapes: list[tuple[int, int]]) -> dict[str, Any]:
+    """The constants of one core alone."""
+    torch.set_num_threads(1)
+    halves, cpu = [muon_half([tuple(shape) for shape in shapes])], torch.device("cpu")
+    dtype, kernels = resolve_dtype("auto", bf16_is_fast("cpu")), choose(missing("auto", ["cpu"]))
+    return dataclasses.asdict(measure(halves, SIMPLE, dtype, cpu, cpu, kernels, world_size=1)[0])

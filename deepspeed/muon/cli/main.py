@@ -10,9 +10,12 @@ import difflib
 import gc
 import json
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
+
+import torch
 
 from deepspeed.muon.cli.model import EXPECTED, build
 from deepspeed.muon.cli.report import as_text, environment
@@ -25,30 +28,24 @@ from deepspeed.muon.errors import (
     SettingsError,
     UnsupportedError,
 )
-from deepspeed.muon.forecast.estimate import Machine, assumptions, estimate, stock_clipping
+from deepspeed.muon.forecast.estimate import Estimate, estimate, milliseconds, per_rank, stock_clipping, totals
 from deepspeed.muon.forecast.layout import halves_of
+from deepspeed.muon.forecast.measured import measure
+from deepspeed.muon.kernels.selection import choose, missing
 from deepspeed.muon.math.choice import kind_of
+from deepspeed.muon.math.newton_schulz import bf16_is_fast, resolve_dtype
 from deepspeed.muon.version import __version__
 from deepspeed.muon.zero.checkpoint.from_stock import convert
 from deepspeed.muon.zero.read_config import Settings, read_settings
 
 USER_ERRORS = (ImportStateError, ModelError, MuonConfigError, RuleError, SettingsError, UnsupportedError)
-MACHINE_FLAGS = {
-    "tflops": "Newton-Schulz, TFLOP/s of one rank",
-    "memory_gbs": "memory bandwidth of one rank, GB/s",
-    "network_gbs": "what one rank sends while it receives as much, GB/s",
-    "latency_us": "of one all-to-all, microseconds",
-    "message_us": "of one message of an all-to-all, microseconds",
-    "run_us": "of the host per run of a shard, microseconds",
-    "host_memory_gbs": "share of the host's memory bandwidth of one rank, GB/s; with CPU offload",
-}
-
-
-#: What to say of the methods in the table.
+#: What to add about the methods in the table, by ``ns_tuning``.
 MEASURED_LATER = {
     "shipped": (),
-    "measured": ("method: by the shipped rule; rank 0 measures at start, as ns_tuning says, and may choose otherwise",),
+    "measured": ("methods are the shipped rule's; under ns_tuning: measured, rank 0 may choose others at start",),
 }
+ASSUMED = "owners are balanced for {}; one user group of all trainable parameters"
+MEASURED = "also milliseconds, from rates measured here on the device of --device in about 10 s"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _refuse_unknown_flags(top, arguments)
     args = top.parse_args(arguments)
     try:
-        # What the user's own code prints must not mix with the output.
+        # Whatever the user's own code prints must not mix with the output.
         with contextlib.redirect_stdout(sys.stderr):
             facts, text = args.run(args)
     except USER_ERRORS as error:
@@ -85,11 +82,7 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--stage", type=int, choices=range(4), help="ZeRO stage instead of the config's")
     plan.add_argument("--all", action="store_true", help="list every parameter, repeated layers too")
     plan.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="what the owners are balanced for")
-    for field in dataclasses.fields(Machine):
-        flag = f"--{field.name.replace('_', '-')}"
-        plan.add_argument(
-            flag, type=_rate, default=field.default, help=f"{MACHINE_FLAGS[field.name]} (default %(default)g)"
-        )
+    plan.add_argument("--measured", action="store_true", help=MEASURED)
     plan.set_defaults(run=_plan)
     report = commands.add_parser("report", help="versions, seams, activation, devices; status 1 if unfit")
     report.set_defaults(run=_report)
@@ -110,7 +103,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _refuse_unknown_flags(top: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
-    """Before argparse misses the flag that was meant."""
+    """Before argparse does, which would not name the flag that was meant."""
     commands: dict[str, Any] = next(action.choices for action in top._actions if isinstance(action.choices, dict))
     if not arguments or arguments[0] not in commands:
         return
@@ -128,16 +121,6 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of at least 1")
     return int(text)
-
-
-def _rate(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number above 0")
-    return value
 
 
 def _report(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
@@ -173,9 +156,9 @@ def plan_facts(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
         ModelError: no such model.
         MuonConfigError: a pattern that matches nothing.
     """
-    config, layout = settings.config, settings.layout
-    machine = Machine(**{name: getattr(args, name) for name in MACHINE_FLAGS})
-    ns_dtype = "fp32" if config.ns_dtype == "fp32" else "bf16"
+    config, layout, device = settings.config, settings.layout, torch.device(args.device)
+    # A run takes bf16 where the machine is fast in it. Only --measured is about this machine.
+    dtype = resolve_dtype(config.ns_dtype, bf16_is_fast(args.device) if args.measured else True)
     model = build(args.model)
     try:
         halves = halves_of(model, config)
@@ -183,8 +166,8 @@ def plan_facts(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
         raise
     except ValueError as error:
         raise ModelError(f"--model {args.model!r}: {error}") from None
-    itemsize = 4 if ns_dtype == "fp32" else 2
-    numbers, works = estimate(halves, layout, config.schedule, itemsize, args.device, machine, settings.offload)
+    found = estimate(halves, layout, config.schedule, dtype.itemsize, args.device)
+    kind = kind_of(args.device, dtype.itemsize)
     return {
         "version": __version__,
         "model": args.model,
@@ -192,13 +175,40 @@ def plan_facts(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
         "stage": layout.stage,
         "world_size": layout.world_size,
         "scale": config.scale,
-        "ns_dtype": ns_dtype,
+        "ns_dtype": "fp32" if dtype == torch.float32 else "bf16",
         "device": args.device,
         "offload": settings.offload,
-        "parameters": rows_of(halves, works, layout.world_size, not args.all, kind_of(args.device, itemsize)),
-        **numbers,
+        "parameters": rows_of(halves, found.costs, layout.world_size, config.schedule, kind, fold=not args.all),
+        "totals": {"muon": totals(halves, True), "adamw": totals(halves, False)},
+        "per_rank": per_rank(found),
+        "measured": _measured(found, settings, dtype, device) if args.measured else None,
+        "planning_seconds": round(found.planning_seconds, 3),
         "stock_clipping": stock_clipping(halves, settings.gradient_clipping),
-        "machine": dataclasses.asdict(machine),
-        "assumptions": assumptions(machine, args.device, ns_dtype, settings.offload),
+        "assumptions": [ASSUMED.format("a CPU on gloo" if args.device == "cpu" else "an accelerator on its fabric")],
         "notes": [*settings.notes, *MEASURED_LATER[config.ns_tuning]],
+    }
+
+
+def _measured(found: Estimate, settings: Settings, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """Rates of this process and the milliseconds that follow from them.
+
+    Raises:
+        SettingsError: no such device.
+    """
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SettingsError("--measured: torch sees no GPU here; --device cpu measures this machine's CPU")
+    config, shards = settings.config, torch.device("cpu") if settings.offload else device
+    kernels = choose(missing(config.kernels, {device.type, shards.type}))
+    began = time.perf_counter()
+    machine, shapes = measure(
+        found.halves, config.schedule, dtype, device, shards, kernels, world_size=found.world_size
+    )
+    name = torch.cuda.get_device_name() if device.type == "cuda" else f"this CPU, {torch.get_num_threads()} threads"
+    return {
+        "device": name,
+        "kernels": kernels.name,
+        "seconds": round(time.perf_counter() - began, 1),
+        "machine": dataclasses.asdict(machine),
+        "shapes": [dataclasses.asdict(shape) for shape in shapes],
+        "step_ms": milliseconds(found, machine),
     }

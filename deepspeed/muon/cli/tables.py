@@ -9,27 +9,34 @@ from typing import Any
 
 from deepspeed.muon.forecast.layout import Half, StepCost
 from deepspeed.muon.math.choice import choose_method
+from deepspeed.muon.math.coefficients import Schedule
+from deepspeed.muon.math.newton_schulz import flops
+from deepspeed.muon.matrices.routing import MatrixSpec
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-#: Owners that are listed one by one.
+#: Up to this many owners are listed one by one.
 FEW_OWNERS = 4
-TITLES = ("parameter", "shape", "rule", "blocks", "scale", "method", "owner", "reason")
+TITLES = ("parameter", "shape", "rule", "blocks", "scale", "method", "cost", "owner", "reason")
 
 
 def rows_of(
-    halves: Sequence[Half], works: Sequence[StepCost], world_size: int, fold: bool, kind: str
+    halves: Sequence[Half], costs: Sequence[StepCost], world_size: int, schedule: Schedule, kind: str, fold: bool
 ) -> list[dict[str, Any]]:
-    """One row per parameter, or per set of parameters that differ in layer numbers and owners only.
+    """One row per parameter, or per set of parameters that differ only in layer numbers and owners.
 
     Args:
+        halves: the optimizer's parameter groups.
+        costs: of the Muon parts.
+        schedule: of Newton-Schulz.
         kind: of :func:`deepspeed.muon.math.choice.kind_of`.
+        fold: whether to fold repeated layers into one row.
 
     Returns:
         Rows with ``name``, ``count``, ``shape``, ``rule``, ``reason``, ``blocks``, ``scales`` and ``methods`` of the
-        blocks, and ``owners``, the ranks that orthogonalize them; all ranks at stage 0, none for AdamW.
+        blocks, ``cost``, the share of the model's Newton-Schulz operations, and ``owners``, the ranks that
+        orthogonalize them: all ranks where each orthogonalizes everything, none for AdamW.
     """
-    owners = _owners(works)
-    everyone = list(range(world_size))
+    owners = _owners(costs)
     found: dict[tuple, dict[str, Any]] = {}
     names: dict[tuple, list[list[str]]] = {}
     for half in halves:
@@ -39,21 +46,26 @@ def rows_of(
             key = (pattern, spec.shape, half.use_muon, spec.reason, spec.split, len(spec.blocks), scales)
             row = found.get(key)
             if row is None:
-                row = found[key] = _row(spec, half, scales, kind)
+                row = found[key] = _row(spec, half, scales, schedule, kind)
                 names[key] = []
             row["count"] += 1
             row["owners"].update(owners.get(spec.name, ()))
             if fold:
                 names[key].append(_NUMBER.findall(spec.name))
+    total = sum(row["count"] * row["cost"] for row in found.values())
+    each_does_all = any(cost.part.world_size < world_size for cost in costs)
     for key, row in found.items():
         row["name"] = _folded(key[0], names[key]) if row["count"] > 1 else row["name"]
-        is_whole = any(work.part.world_size < world_size for work in works)
-        row["owners"] = (everyone if is_whole else sorted(row["owners"])) if row["rule"] == "Muon" else []
+        row["cost"] = row["count"] * row["cost"] / total if total else 0.0
+        is_muon = row["rule"] == "Muon"
+        row["owners"] = list(range(world_size)) if is_muon and each_does_all else sorted(row["owners"])
     return list(found.values())
 
 
-def _row(spec: Any, half: Half, scales: tuple[float, ...], kind: str) -> dict[str, Any]:
-    methods = (choose_method(block.rows, block.cols, half.ns_method, kind) for block in spec.blocks)
+def _row(spec: MatrixSpec, half: Half, scales: tuple[float, ...], schedule: Schedule, kind: str) -> dict[str, Any]:
+    """The row of one parameter; ``cost`` in operations, ``count`` and ``owners`` still empty."""
+    methods = [choose_method(block.rows, block.cols, half.ns_method, kind) for block in spec.blocks]
+    pairs = zip(spec.blocks, methods, strict=True)
     return {
         "name": spec.name,
         "count": 0,
@@ -63,21 +75,21 @@ def _row(spec: Any, half: Half, scales: tuple[float, ...], kind: str) -> dict[st
         "blocks": len(spec.blocks),
         "scales": list(scales),
         "methods": list(dict.fromkeys(methods)),
+        "cost": sum(flops(block.rows, block.cols, schedule, method) for block, method in pairs),
         "owners": set(),
     }
 
 
-def _owners(works: Sequence[StepCost]) -> dict[str, set[int]]:
+def _owners(costs: Sequence[StepCost]) -> dict[str, set[int]]:
     owners: dict[str, set[int]] = {}
-    for work in works:
-        names = (shard.spec.name for shard in work.part.shards for _ in shard.spec.blocks)
-        for name, owner in zip(names, work.owners, strict=True):
-            owners.setdefault(name, set()).add(owner)
+    for cost in costs:
+        for item, owner in zip(cost.part.items, cost.owners, strict=True):
+            owners.setdefault(item.shard.spec.name, set()).add(owner)
     return owners
 
 
 def _folded(pattern: str, numbers: Iterable[Sequence[str]]) -> str:
-    """The pattern with each place filled by the numbers that stand there, such as ``{0..31}``."""
+    """The pattern with each place filled by its numbers, such as ``{0..31}``."""
     places = ["{" + _ranges(sorted({int(number) for number in place})) + "}" for place in zip(*numbers, strict=True)]
     filled = iter([place if re.search(r"\D", place[1:-1]) else place[1:-1] for place in places])
     return re.sub(r"\{\}", lambda _: next(filled), pattern)
@@ -112,6 +124,7 @@ def parameter_table(rows: Sequence[dict[str, Any]], world_size: int) -> str:
             str(row["blocks"]) if row["blocks"] else "-",
             ", ".join(f"{scale:.3g}" for scale in row["scales"]) or "-",
             ", ".join(row["methods"]) or "-",
+            f"{row['cost']:.1%}" if row["methods"] else "-",
             _who(row["owners"], world_size),
             row["reason"],
         )
@@ -139,10 +152,10 @@ def quantity(value: float, unit: str = "B") -> str:
 
 def plan_text(facts: dict[str, Any]) -> str:
     """The object that ``ds_muon plan --json`` prints, for a terminal."""
-    ranks, step, totals = facts["per_rank"], facts["step_ms"], facts["totals"]
+    ranks, totals = facts["per_rank"], facts["totals"]
     halves = [f"{half['parameters']:,} parameters in {half['tensors']:,} tensors" for half in totals.values()]
     where = "in the host's memory" if facts["offload"] else "on the device"
-    work = {key: quantity(value * 1e9, "FLOP") for key, value in ranks["newton_schulz_gflop"].items()}
+    flop = {key: quantity(value * 1e9, "FLOP") for key, value in ranks["newton_schulz_gflop"].items()}
     lines = [
         ("Muon", f"{halves[0]}, {totals['muon']['matrices']:,} matrices"),
         ("AdamW", halves[1]),
@@ -150,15 +163,10 @@ def plan_text(facts: dict[str, Any]) -> str:
         ("sent per rank and step", _sent(facts)),
         (
             "Newton-Schulz per rank",
-            f"mean {work['mean']}, max {work['max']}; imbalance {ranks['imbalance']:.3f} (max over mean); "
-            f"heaviest matrix {work['heaviest_matrix']}",
+            f"mean {flop['mean']}, max {flop['max']}; imbalance {ranks['imbalance']:.3f} (max over mean); "
+            f"heaviest matrix {flop['heaviest_matrix']}",
         ),
-        (
-            "step, predicted",
-            f"{_digits(step['total'])} ms: elementwise {_digits(step['elementwise'])}, then the longer of "
-            f"Newton-Schulz {_digits(step['newton_schulz'])} and exchange {_digits(step['exchange'])}, "
-            "and one round's share of the shorter",
-        ),
+        *_measured(facts),
         ("planning", f"{facts['planning_seconds']:.2f} s"),
         ("coming from stock", _clipping(facts["stock_clipping"])),
     ]
@@ -168,18 +176,44 @@ def plan_text(facts: dict[str, Any]) -> str:
     return "\n".join([head, "", table, "", aligned(lines), "", "assumptions", *notes])
 
 
+def _measured(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """The lines of ``--measured``: what a step takes at the rates of this process, and how each shape was timed."""
+    found = facts["measured"]
+    if found is None:
+        return []
+    machine, step = found["machine"], found["step_ms"]
+    lines = [
+        (
+            "step at measured rates",
+            f"Newton-Schulz {_digits(step['newton_schulz'])} ms on the busiest rank ({machine['tflops']:.3g} TFLOP/s), "
+            f"elementwise passes {_digits(step['elementwise'])} ms; without the exchange",
+        ),
+        ("measured on", f"{found['device']}, kernels {found['kernels']}, in {found['seconds']:.1f} s"),
+    ]
+    for rate in found["shapes"]:
+        batch, *size = rate["run_as"]
+        smaller = "" if size == [rate["rows"], rate["cols"]] else f" of {size[0]} x {size[1]}, which stand for it"
+        lines.append(
+            (
+                f"  {rate['rows']} x {rate['cols']}, {rate['method']}",
+                f"{rate['tflops']:.3g} TFLOP/s, {batch} at a time{smaller}",
+            )
+        )
+    return lines
+
+
 def _sent(facts: dict[str, Any]) -> str:
     ranks = facts["per_rank"]
     sent = ranks["sent_bytes"]
     if not sent["max"]:
-        return "nothing: every rank has every matrix whole and orthogonalizes it"
+        return "nothing: every rank holds every matrix whole and orthogonalizes it"
     mean = f"mean {quantity(sent['mean'])}, max {quantity(sent['max'])}"
     if facts["stage"] == 0:
         return f"{mean}; {ranks['collectives']:,} broadcasts of shared results"
     factor = 8 if facts["ns_dtype"] == "fp32" else 4
-    least = f"{factor} N (W - 1) / W^2" if facts["stage"] == 3 else "with each matrix where most of it lies"
+    least = f"{factor} N (W - 1) / W^2" if facts["stage"] == 3 else "with each matrix at the rank that holds most of it"
     return f"{mean}; {least}: {quantity(sent['least_mean'])}; {ranks['collectives']:,} all-to-alls" + (
-        f" in {ranks['parts']} parts one by one" if ranks["parts"] > 1 else ""
+        f" in {ranks['parts']} parts, one after the other" if ranks["parts"] > 1 else ""
     )
 
 

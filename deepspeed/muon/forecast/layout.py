@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the optimizer will do on ranks that do not exist yet: layout, owners, state, traffic, work.
+"""What the optimizer will do on ranks that do not exist yet: layout, owners, state, traffic, operations.
 
-Pure arithmetic over the routes of a model. The layouts are those that ``zero/stage0.py``, ``zero/stage12.py`` and
-``zero/stage3.py`` read off a live engine; owners come from the planner itself.
+Pure arithmetic over the routes of a model. The layouts are those that the adapters in ``zero/wrappers`` read off a live
+engine; owners come from the planner itself.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ MUON_STATE_BYTES = {"fp32": 4, "bf16": 2}
 ADAM_STATE_BYTES, STEP_BYTES = 8, 4
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Half:
-    """A parameter group of the optimizer, with the settings of it that a forecast needs."""
+    """A parameter group of the optimizer, with those of its settings that a forecast needs."""
 
     use_muon: bool
     specs: tuple[MatrixSpec, ...]
@@ -51,20 +51,21 @@ def halves_of(model: nn.Module, config: MuonConfig) -> list[Half]:
     """The optimizer's parameter groups for one user group of all trainable parameters; the model may be on meta.
 
     Raises:
-        ValueError: a tag or a pattern of the user that cannot be followed.
+        MuonConfigError: a pattern of the config that matches no parameter.
+        ValueError: a tag of the model that cannot be followed.
     """
     specs = route(model, config.matrix_options)
     check_options(model, specs.values(), config)
     return [
         Half(
-            group["use_muon"],
-            tuple(specs[param] for param in group["params"]),
-            group.get("ns_method", "auto"),
-            group.get("adjust_lr_fn", "original"),
-            config.rms_scale,
-            group.get("nesterov", True),
-            bool(group["weight_decay"]),
-            config.momentum_dtype,
+            use_muon=group["use_muon"],
+            specs=tuple(specs[param] for param in group["params"]),
+            ns_method=group.get("ns_method", "auto"),
+            adjust_lr_fn=group.get("adjust_lr_fn", "original"),
+            rms_scale=config.rms_scale,
+            nesterov=group.get("nesterov", True),
+            decays=bool(group["weight_decay"]),
+            momentum_dtype=config.momentum_dtype,
         )
         for group in split_groups(model.parameters(), specs, config).halves
     ]
@@ -76,9 +77,11 @@ class Layout:
 
     Args:
         stage: 0 to 3.
-        sub_group_size: elements of one rank in one sub-group of stage 3.
-        round_robin: ``round_robin_gradients`` of stages 1 and 2.
-        alignment: elements to a multiple of which each parameter starts at stages 1 and 2 (``parameter_alignment``).
+        world_size: number of data-parallel ranks.
+        sub_group_size: elements of one rank in one sub-group, at stage 3.
+        round_robin: ``round_robin_gradients``, at stages 1 and 2.
+        alignment: each parameter starts at a multiple of this many elements, at stages 1 and 2
+            (``parameter_alignment``).
     """
 
     stage: int
@@ -88,18 +91,16 @@ class Layout:
     alignment: int = 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepPart:
-    """What one call of ``step`` updates of one group: all of it, or one sub-group of stage 3.
-
-    ``numel`` are the elements of one rank's tensors, padding included; equal on all ranks.
-    """
+    """The part of a group that one call of ``step`` updates: all of it, or one sub-group of stage 3."""
 
     half: Half
     shards: tuple[Shard, ...]
+    #: Tensors on one rank, and their elements, padding included; equal on all ranks.
     tensors: int
     numel: int
-    #: Ranks that share the part, or at stage 0, where every rank holds it whole, its work; else 1.
+    #: Ranks that share the elements or, at stage 0, where every rank holds all of them, the Newton-Schulz; else 1.
     world_size: int
 
     @property
@@ -115,11 +116,11 @@ class StepPart:
 
     @property
     def copies(self) -> int:
-        """Ranks that hold all of it and share its work."""
+        """Ranks that hold the part whole and share its Newton-Schulz; else 1."""
         return max((shard.placement.copies for shard in self.shards), default=1)
 
     def alone(self) -> StepPart:
-        """The same where each rank repeats the work."""
+        """The same part where each rank orthogonalizes every matrix itself."""
         shards = tuple(replace(shard, placement=replace(shard.placement, copies=1)) for shard in self.shards)
         return replace(self, shards=shards, world_size=1)
 
@@ -133,7 +134,8 @@ def lay_out(halves: Sequence[Half], layout: Layout) -> list[StepPart]:
 def _whole(half: Half, layout: Layout) -> Iterator[StepPart]:
     copies = layout.world_size if half.use_muon else 1
     shards = tuple(Shard(spec, i, Placement(0, spec.numel, 0, copies)) for i, spec in enumerate(half.specs))
-    yield StepPart(half, shards, len(shards), sum(spec.numel for spec in half.specs), copies)
+    numel = sum(spec.numel for spec in half.specs)
+    yield StepPart(half=half, shards=shards, tensors=len(shards), numel=numel, world_size=copies)
 
 
 def _flat(half: Half, layout: Layout) -> Iterator[StepPart]:
@@ -147,8 +149,8 @@ def _flat(half: Half, layout: Layout) -> Iterator[StepPart]:
         offsets.append(offset)
         end = offset + spec.numel
     span = _up(end, FLAT_ALIGNMENT * world_size) // world_size
-    shards = (Shard(spec, 0, Placement(offset, span, 0)) for spec, offset in zip(order, offsets, strict=True))
-    yield StepPart(half, tuple(shards), 1, span, world_size)
+    shards = tuple(Shard(spec, 0, Placement(offset, span, 0)) for spec, offset in zip(order, offsets, strict=True))
+    yield StepPart(half=half, shards=shards, tensors=1, numel=span, world_size=world_size)
 
 
 def _by_parameter(half: Half, layout: Layout) -> Iterator[StepPart]:
@@ -161,7 +163,7 @@ def _by_parameter(half: Half, layout: Layout) -> Iterator[StepPart]:
         shards.append(Shard(spec, 0, Placement(0, size, base)))
         base += size
         if base >= limit or index == len(sizes) - 1:
-            yield StepPart(half, tuple(shards), 1, base, world_size)
+            yield StepPart(half=half, shards=tuple(shards), tensors=1, numel=base, world_size=world_size)
             shards, base = [], 0
 
 
@@ -169,72 +171,72 @@ def _up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """What one Muon part costs; the lists are by rank, the bytes those of one step, there and back."""
+    """What one Muon part costs in a step. Lists are by rank; bytes and messages count both ways."""
 
     part: StepPart
+    #: The rank that orthogonalizes each matrix of the part.
     owners: list[int]
+    #: Floating-point operations of Newton-Schulz.
     flops: list[float]
     sent_bytes: list[int]
     #: Rounds of the exchange.
     rounds: int
-    #: Calls of collectives: two all-to-alls for each round, or one broadcast for each owner in it; 0 on one rank.
+    #: Collective calls: two all-to-alls per round, or one broadcast per round and owner; 0 if nothing is sent.
     collectives: int
-    #: Messages of the busiest rank in one step, there and back: one per round and rank that gets anything.
+    #: Messages of the busiest rank: one per round and rank that it sends anything to.
     messages: int
     #: Pieces of matrices on the rank that holds most of them.
     runs: int
-    #: The mean of ``sent_bytes`` if each matrix were gathered where most of it lies.
+    #: The mean of ``sent_bytes`` if each matrix were gathered by the rank that holds most of it.
     least_bytes: float
+    #: Operations of the most expensive matrix.
     heaviest: float
 
 
 def step_cost(part: StepPart, cost: CostModel) -> StepCost:
-    """Plan one Muon part for all of its ranks in time O(matrices + ranks)."""
+    """Plan one Muon part for all of its ranks, in time O(matrices + ranks)."""
     if part.copies > 1 and not is_worth_sharing(part.items, part.copies, cost):
         part = part.alone()
     items = part.items
     owners, _ = assign(items, part.world_size, cost)
-    work = [0.0] * part.world_size
-    heaviest = 0.0
-    for item, owner in zip(items, owners, strict=True):
-        amount = cost.flops(item.block.rows, item.block.cols)
-        work[owner] += amount
-        heaviest = max(heaviest, amount)
+    operations = [cost.flops(item.block.rows, item.block.cols) for item in items]
+    flops = [0.0] * part.world_size
+    for count, owner in zip(operations, owners, strict=True):
+        flops[owner] += count
     chunks = _chunks_by_owner(items, owners, bucket_limit(items, part.world_size, part.copies, cost))
     rounds = max(chunks, default=0)
     traffic = (_broadcasts if part.copies > 1 else _traffic)(items, owners, part.world_size)
-    collectives = (sum(chunks) if part.copies > 1 else 2 * rounds) * any(traffic.sent)
     return StepCost(
-        part,
-        owners,
-        work,
-        [count * cost.bytes_per_element for count in traffic.sent],
-        rounds,
-        collectives,
-        traffic.messages(rounds * (part.world_size - 1)),
-        max(traffic.runs, default=0),
-        traffic.least * cost.bytes_per_element / part.world_size,
-        heaviest,
+        part=part,
+        owners=owners,
+        flops=flops,
+        sent_bytes=[count * cost.bytes_per_element for count in traffic.sent],
+        rounds=rounds,
+        collectives=(sum(chunks) if part.copies > 1 else 2 * rounds) * any(traffic.sent),
+        messages=traffic.messages(rounds * (part.world_size - 1)),
+        runs=max(traffic.runs, default=0),
+        least_bytes=traffic.least * cost.bytes_per_element / part.world_size,
+        heaviest=max(operations, default=0.0),
     )
 
 
 class _Traffic:
-    """By rank: elements sent per step there and back, runs held, messages there and back if each matrix had its own."""
+    """By rank: elements sent per step, both ways; runs held; messages each way if no two matrices shared one."""
 
     def __init__(self, world_size: int, runs: int = 0) -> None:
         self.sent, self.there, self.back = ([0] * world_size for _ in range(3))
         self.runs = [runs] * world_size
-        self.least = 0  # possible sum of what is sent
+        self.least = 0  # elements that all ranks send together at least
 
     def messages(self, most: int) -> int:
-        """Of the busiest rank, with at most ``most`` in either direction: what goes to one rank in one round is one."""
+        """Of the busiest rank, at most ``most`` each way: all that goes to one rank in one round is one message."""
         return max(min(there, most) + min(back, most) for there, back in zip(self.there, self.back, strict=True))
 
 
 def _broadcasts(items: Sequence[PlacedBlock], owners: Sequence[int], copies: int) -> _Traffic:
-    """Each owner sends its results to all the others, who hold every matrix whole."""
+    """Every rank holds every matrix whole; each owner sends its results to all others."""
     traffic, others = _Traffic(copies, len(items)), copies - 1
     for item, owner in zip(items, owners, strict=True):
         traffic.sent[owner] += item.block.numel * others
@@ -244,9 +246,9 @@ def _broadcasts(items: Sequence[PlacedBlock], owners: Sequence[int], copies: int
 
 
 def _traffic(items: Sequence[PlacedBlock], owners: Sequence[int], world_size: int) -> _Traffic:
-    """A rank sends what it holds of the matrices of others, and sends back what they hold of its own.
+    """A rank sends what it holds of the others' matrices, and sends back what they hold of its own.
 
-    Matrices that lie alike over the ranks are counted together, as all of one shape do at stage 3.
+    Matrices that are cut alike, as all of one shape are at stage 3, are counted together.
     """
     traffic = _Traffic(world_size)
     held_by: dict[tuple[Block, int, int], dict[int, int]] = {}
@@ -270,7 +272,7 @@ def _traffic(items: Sequence[PlacedBlock], owners: Sequence[int], world_size: in
 
 
 def _chunks_by_owner(items: Sequence[PlacedBlock], owners: Sequence[int], limit: int) -> list[int]:
-    """Buckets that each owner fills: its matrices, the largest first, in chunks of at most ``limit`` elements."""
+    """Number of buckets of each owner: its matrices, largest first, in chunks of at most ``limit`` elements."""
     owned: dict[int, list[int]] = {}
     for item, owner in zip(items, owners, strict=True):
         owned.setdefault(owner, []).append(item.block.numel)

@@ -97,8 +97,17 @@ def table(module: Any) -> Operations:
     def normalize_(x: Tensor) -> Tensor:
         return x if module.normalize_(x) else reference.normalize_(x)
 
-    name = f"C++ ({module.cpu_capability})"
-    return Operations(name, advance, advance_rounded, apply_, normalize_, *_products(module))
+    square, product, multiply = _products(module)
+    return Operations(
+        name=f"C++ ({module.cpu_capability})",
+        advance=advance,
+        advance_rounded=advance_rounded,
+        apply_=apply_,
+        normalize_=normalize_,
+        square=square,
+        product=product,
+        multiply=multiply,
+    )
 
 
 def _products(module: Any) -> tuple[Callable[..., None], Callable[..., None], Callable[..., Tensor]]:

@@ -152,4 +152,13 @@ def multiply(p: Symmetric, x: Tensor, out: Tensor, work: Workspace) -> Tensor:
     return out.add_(torch.mul(x, p.diagonal.unsqueeze(-1 if is_wide else -2), out=scaled))
 
 
-OPERATIONS = Operations("torch", advance, advance_rounded, apply_, normalize_, square, product, multiply)
+OPERATIONS = Operations(
+    name="torch",
+    advance=advance,
+    advance_rounded=advance_rounded,
+    apply_=apply_,
+    normalize_=normalize_,
+    square=square,
+    product=product,
+    multiply=multiply,
+)

@@ -14,7 +14,7 @@ from torch import Tensor
 from deepspeed.muon.kernels.table import Operations, Symmetric
 
 #: The smaller dimension from which symmetric products are computed as one triangle. Below it there are too few tiles to
-#: fill the chip, and a library's plain product is faster. ``benchmarks/gpu.sh`` measures it.
+#: fill the chip, and a library's plain product is faster. ``python -m benchmarks gpu`` measures it.
 SYMMETRIC_FROM = 2048
 #: Loads move sixteen bytes, so sizes must be multiples of this many 16-bit numbers; else products stay plain.
 MULTIPLE = 8
@@ -61,15 +61,16 @@ def operations(other: Operations) -> Operations:
         return lambda *args: ours(*args[:-1])
 
     plain_product = _either(_fits_product, diagonals.product, other.product)
+    advance, advance_rounded = without_workspace(passes.advance), without_workspace(passes.advance_rounded)
     return Operations(
-        f"triton + {other.name}",
-        _either(_fits_advance(torch.float32), without_workspace(passes.advance), other.advance),
-        _either(_fits_advance(torch.bfloat16), without_workspace(passes.advance_rounded), other.advance_rounded),
-        _either(_fits_apply, without_workspace(passes.apply_), other.apply_),
-        _either(_is_plain, passes.normalize_, other.normalize_),
-        _either(lambda x, out, *_: _is_symmetric_faster(x, out), products.square, other.square),
-        _either(lambda a, b, out, *_: _is_symmetric_faster(a.rest, out), products.product, plain_product),
-        _either(lambda p, x, out, *_: _is_plain(*p, x, out), diagonals.multiply, other.multiply),
+        name=f"triton + {other.name}",
+        advance=_either(_fits_advance(torch.float32), advance, other.advance),
+        advance_rounded=_either(_fits_advance(torch.bfloat16), advance_rounded, other.advance_rounded),
+        apply_=_either(_fits_apply, without_workspace(passes.apply_), other.apply_),
+        normalize_=_either(_is_plain, passes.normalize_, other.normalize_),
+        square=_either(lambda x, out, *_: _is_symmetric_faster(x, out), products.square, other.square),
+        product=_either(lambda a, b, out, *_: _is_symmetric_faster(a.rest, out), products.product, plain_product),
+        multiply=_either(lambda p, x, out, *_: _is_plain(*p, x, out), diagonals.multiply, other.multiply),
     )
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The method of Newton-Schulz for each shape where ``ns_method`` is ``auto``.
 
-The rule is data shipped with the package, ``choice.json``, which ``python benchmarks/choose.py --write`` measures. Its
-choices for a model's shapes are pinned in the parameter groups, key ``ns_methods``, and saved with them in every
+The rule is data shipped with the package, ``choice.json``, which ``python -m benchmarks choose --write`` measures.
+Its choices for a model's shapes are pinned in the parameter groups, key ``ns_methods``, and saved with them in every
 checkpoint, so a resumed run keeps its methods even if a newer rule differs.
 """
 
@@ -56,7 +56,7 @@ def shipped() -> dict[str, Rule]:
     try:
         return parse(json.loads(FILE.read_text()))
     except (OSError, ValueError) as error:
-        message = f"{FILE.name}: {error}; install deepspeed-muon again, or run python benchmarks/choose.py --write"
+        message = f"{FILE.name}: {error}; install deepspeed-muon again, or run python -m benchmarks choose --write"
         raise RuleError(message) from None
 
 

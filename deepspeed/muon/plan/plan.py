@@ -141,7 +141,15 @@ def make_plan(
     limit = bucket_limit(items, world_size, copies, cost, bucket_bytes)
     rounds = _rounds(items, owners, world_size, limit)
     buckets = tuple(_bucket(round_items, rank, world_size) for round_items in rounds)
-    return Plan(rank, world_size, buckets, tuple(owners), tuple(loads), moved, _digest(items, owners, rounds))
+    return Plan(
+        rank=rank,
+        world_size=world_size,
+        buckets=buckets,
+        owners=tuple(owners),
+        loads=tuple(loads),
+        moved_elements=moved,
+        digest=_digest(items, owners, rounds),
+    )
 
 
 def _rounds(
@@ -181,8 +189,17 @@ def _bucket(items: list[tuple[int, PlacedBlock]], rank: int, world_size: int) ->
             position = item.shard.placement.position(piece.element)
             in_place = mine and piece.is_contiguous
             where = matrices + piece.at if in_place else send_at
-            shape = item.block.rows, item.block.cols
-            runs.append(Run(item.shard.tensor, position, piece, in_place, where, *shape, item.name))
+            run = Run(
+                tensor=item.shard.tensor,
+                start=position,
+                piece=piece,
+                in_place=in_place,
+                at=where,
+                rows=item.block.rows,
+                cols=item.block.cols,
+                name=item.name,
+            )
+            runs.append(run)
             if not in_place:
                 send_at += piece.numel
                 sent[owner] += piece.numel
@@ -193,10 +210,18 @@ def _bucket(items: list[tuple[int, PlacedBlock]], rank: int, world_size: int) ->
             shapes.append((matrices, item.block))
             matrices += item.block.numel
     received, counts = _unpacking(incoming)
-    travels = any(item.holders != range(owner, owner + 1) for owner, item in items)
-    names = tuple(item.name for _, item in items)
-    batches = tuple(_batches(shapes))
-    return Bucket(tuple(runs), batches, received, tuple(sent), counts, matrices, travels, names, replicated)
+    return Bucket(
+        runs=tuple(runs),
+        batches=tuple(_batches(shapes)),
+        received=received,
+        send_counts=tuple(sent),
+        receive_counts=counts,
+        matrix_elements=matrices,
+        # A matrix in several parts may have columns that even a lone holder puts together by sending to itself.
+        travels=any(len(item.parts) > 1 or list(item.holders) != [owner] for owner, item in items),
+        names=tuple(item.name for _, item in items),
+        replicated=replicated,
+    )
 
 
 def _unpacking(incoming: list[list[tuple[int, Piece]]]) -> tuple[tuple[Unpack, ...], tuple[int, ...]]:

@@ -249,11 +249,14 @@ def test_a_non_finite_gradient_changes_nothing() -> None:
 
 
 def test_state_dict_round_trip_is_exact() -> None:
+    """The saved settings act, also on an optimizer that has begun with others."""
     straight, resumed = MODELS["mlp"](), MODELS["mlp"]()
-    first = MuonWithAuxAdam(straight.parameters(), model=straight, lr=0.02)
+    first = MuonWithAuxAdam(straight.parameters(), model=straight, lr=0.02, ns_method="gram")
     train(straight, first, 3)
+    others = {"adjust_lr_fn": "none", "ns_method": "standard", "nesterov": False}
+    second = MuonWithAuxAdam(resumed.parameters(), model=resumed, lr=0.5, **others)
+    train(resumed, second, 1)
     resumed.load_state_dict(straight.state_dict())
-    second = MuonWithAuxAdam(resumed.parameters(), model=resumed, lr=0.5)
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     torch.testing.assert_close(train(resumed, second, 3), train(straight, first, 3), rtol=0, atol=0)
 

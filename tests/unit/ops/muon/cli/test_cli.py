@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from deepspeed.muon.cli import main, report
 from deepspeed.muon.cli.tables import quantity
+from deepspeed.muon.forecast import measured
 from deepspeed.muon.zero import hooks
 from deepspeed.muon.zero.seams import Seam
 from helpers.paths import ROOT
@@ -95,14 +97,12 @@ def test_all_lists_every_parameter(folder: Path, capsys: pytest.CaptureFixture) 
 
 
 KEYS = {
-    "": "version model config stage world_size scale ns_dtype device offload parameters totals per_rank step_ms "
-    "planning_seconds stock_clipping machine assumptions notes",
+    "": "version model config stage world_size scale ns_dtype device offload parameters totals per_rank measured "
+    "planning_seconds stock_clipping assumptions notes",
     "per_rank": "state_bytes sent_bytes newton_schulz_gflop imbalance parts rounds collectives",
-    "step_ms": "elementwise newton_schulz exchange total",
     "stock_clipping": "gradient_clipping update_norm divided_by",
-    "machine": "tflops memory_gbs network_gbs latency_us message_us run_us host_memory_gbs",
 }
-ROW_KEYS = "name count shape rule reason blocks scales methods owners"
+ROW_KEYS = "name count shape rule reason blocks scales methods cost owners"
 
 
 def test_json_is_one_object_with_stable_keys(folder: Path, capsys: pytest.CaptureFixture) -> None:
@@ -112,13 +112,38 @@ def test_json_is_one_object_with_stable_keys(folder: Path, capsys: pytest.Captur
     assert facts["totals"]["muon"] == {"tensors": 12, "parameters": 12 * 64 * 256, "matrices": 12}
     assert facts["per_rank"]["sent_bytes"]["least_mean"] == 4 * 12 * 64 * 256 * 3 / 16
     assert facts["per_rank"]["imbalance"] == 1.0, "12 matrices of equal cost over 4 ranks"
+    assert [row["cost"] for row in facts["parameters"] if row["rule"] == "Muon"] == [0.5, 0.5], "6 + 6 of one shape"
+    assert facts["measured"] is None, "no milliseconds without --measured"
 
 
 def test_flags_win_over_the_config(folder: Path, capsys: pytest.CaptureFixture) -> None:
-    facts = as_json(capsys, "--stage", "0", "--tflops", "2", "--network-gbs", "3")
-    assert (facts["stage"], facts["machine"]["tflops"], facts["machine"]["network_gbs"]) == (0, 2.0, 3.0)
+    facts = as_json(capsys, "--stage", "0")
+    assert facts["stage"] == 0
     assert all(row["owners"] == [0, 1, 2, 3] for row in facts["parameters"] if row["rule"] == "Muon")
-    assert "nothing: every rank has every matrix whole" in plan(capsys, "--stage", "0")[1]
+    assert "nothing: every rank holds every matrix whole" in plan(capsys, "--stage", "0")[1]
+
+
+def test_measured_milliseconds(folder: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From rates of this process on its own device, without an exchange; their sum of shapes is the model's."""
+    monkeypatch.setattr(measured, "LARGE_RUN", 2**14)
+    config = {"optimizer": OPTIMIZER | {"params": {"ns_dtype": "fp32", "kernels": "torch"}}}
+    facts = as_json(capsys, "--measured", "--device", "cpu", **config)
+    found = facts["measured"]
+    assert " ".join(found) == "device kernels seconds machine shapes step_ms"
+    assert (found["kernels"], found["machine"]["network"], found["seconds"] < 30) == ("torch", None, True)
+    assert sum(shape["count"] for shape in found["shapes"]) == 12
+    gflop = facts["per_rank"]["newton_schulz_gflop"]["max"]
+    assert set(found["step_ms"]) == {"elementwise", "newton_schulz"}
+    assert found["step_ms"]["newton_schulz"] == pytest.approx(gflop / found["machine"]["tflops"])
+    text = plan(capsys, "--measured", "--device", "cpu", **config)[1]
+    assert "step at measured rates" in text and "without the exchange" in text
+
+
+def test_a_gpu_that_is_not_there_cannot_be_measured(
+    folder: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "torch sees no GPU here; --device cpu measures" in plan(capsys, "--measured")[2]
 
 
 def test_the_config_is_read_as_the_engine_reads_it(folder: Path, capsys: pytest.CaptureFixture) -> None:
@@ -205,7 +230,7 @@ def test_wrong_flags(folder: Path, capsys: pytest.CaptureFixture) -> None:
     for flags, words in (
         (["--wrld-size", "4"], "unknown flag --wrld-size; did you mean --world-size?"),
         (["--world-size", "0"], "--world-size: got '0', expected a whole number of at least 1"),
-        (["--tflops", "-1"], "--tflops: got '-1', expected a number above 0"),
+        (["--tflops", "400"], "unknown flag --tflops"),
         (["--stage", "4"], "--stage: invalid choice: 4 (choose from 0, 1, 2, 3)"),
     ):
         status, out, err = plan(capsys, *flags)

@@ -13,7 +13,7 @@ from helpers.models import TinyGpt
 
 
 def test_a_model_is_built_without_data_and_init_works_again() -> None:
-    model = build("models:TinyGpt")
+    model = build("helpers.models:TinyGpt")
     assert {param.device.type for param in model.parameters()} == {"meta"}
     assert TinyGpt().tokens.weight.device.type == "cpu"
     assert nn.Linear(4, 4).weight.abs().sum() > 0
@@ -35,5 +35,5 @@ def test_hugging_face_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_init_works_again_after_a_model_that_raises() -> None:
     with pytest.raises(ModelError, match="the function raised TypeError"):
-        build("models:Block")
+        build("helpers.models:Block")
     assert nn.Linear(4, 4).weight.abs().sum() > 0

@@ -1,23 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forecast is what the live engine binds: plans, owners, state and traffic; and its sums are the planner's."""
 
+import dataclasses
 import itertools
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed.muon.config.schema import parse
 from deepspeed.muon.errors import MuonConfigError
-from deepspeed.muon.forecast.estimate import (
-    ADAM_PASS_BYTES,
-    ROUNDING_PASS_BYTES,
-    Machine,
-    estimate,
-    pass_bytes,
-    stock_clipping,
-)
+from deepspeed.muon.forecast import measured as forecast_measured
+from deepspeed.muon.forecast.estimate import Machine, Network, estimate, milliseconds, per_rank, stock_clipping
 from deepspeed.muon.forecast.layout import Half, Layout, halves_of, lay_out, step_cost
+from deepspeed.muon.forecast.measured import ShapeRate, measure
+from deepspeed.muon.kernels import reference
+from deepspeed.muon.math.newton_schulz import flops
 from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.matrices.routing import MatrixSpec
 from deepspeed.muon.plan.cost import cost_model
@@ -77,7 +76,9 @@ def group(shapes: list[tuple[int, int]], split: bool = False) -> Half:
     """A Muon group of matrices of these shapes, each one block or two."""
     blocks = [columns(*s) if split and s[1] > 1 else (Block(0, *s, s[1]),) for s in shapes]
     pairs = enumerate(zip(shapes, blocks, strict=True))
-    return Half(True, tuple(MatrixSpec(f"p{i}", shape, True, "test", block) for i, (shape, block) in pairs))
+    return Half(
+        use_muon=True, specs=tuple(MatrixSpec(f"p{i}", shape, True, "test", block) for i, (shape, block) in pairs)
+    )
 
 
 shape = st.tuples(st.integers(1, 9), st.integers(1, 9))
@@ -97,12 +98,12 @@ def test_sums_of_all_ranks_are_those_of_the_plans(
 ) -> None:
     for part in lay_out([group(shapes, split)], Layout(stage, world_size, sub_group, alignment=alignment)):
         cost = cost_model(part.half.ns_method, STEPS, 2, "cuda")
-        work = step_cost(part, cost)
+        step = step_cost(part, cost)
         plans = [make_plan(part.shards, rank, world_size, cost) for rank in range(world_size)]
-        assert [plan.sent_elements * 2 for plan in plans] == work.sent_bytes
-        assert tuple(work.owners) == plans[0].owners
+        assert [plan.sent_elements * 2 for plan in plans] == step.sent_bytes
+        assert tuple(step.owners) == plans[0].owners
         batches = [[b for bucket in plan.buckets for b in bucket.batches] for plan in plans]
-        assert work.flops == [sum(b.count * cost.flops(b.rows, b.cols) for b in owned) for owned in batches]
+        assert step.flops == [sum(b.count * cost.flops(b.rows, b.cols) for b in owned) for owned in batches]
 
 
 @settings(max_examples=60, deadline=None)
@@ -111,13 +112,13 @@ def test_messages_and_runs_are_those_of_the_plans(shapes: list[tuple[int, int]],
     """Exactly where each round holds one matrix of an owner at most, else no fewer than there are."""
     (part,) = lay_out([group(shapes)], Layout(stage, world_size))
     cost = cost_model(part.half.ns_method, STEPS, 2, "cuda")
-    work = step_cost(part, cost)
+    step = step_cost(part, cost)
     plans = [make_plan(part.shards, rank, world_size, cost) for rank in range(world_size)]
     sent = [sum(sum(map(bool, b.send_counts)) + sum(map(bool, b.receive_counts)) for b in p.buckets) for p in plans]
-    assert work.runs == max(sum(len(bucket.runs) for bucket in plan.buckets) for plan in plans)
-    assert max(sent) <= work.messages <= 2 * work.rounds * (world_size - 1)
+    assert step.runs == max(sum(len(bucket.runs) for bucket in plan.buckets) for plan in plans)
+    assert max(sent) <= step.messages <= 2 * step.rounds * (world_size - 1)
     if len(shapes) == 1:
-        assert work.messages == max(sent)
+        assert step.messages == max(sent)
 
 
 def test_rounds_are_those_of_the_plan() -> None:
@@ -134,50 +135,95 @@ def test_rounds_are_those_of_the_plan() -> None:
 def test_stage_3_sends_no_less_than_the_formula(world_size: int) -> None:
     shapes = [(512, 512), (2048, 512), (512, 2048)] * 8
     (part,) = lay_out([group(shapes)], Layout(3, world_size))
-    work = step_cost(part, cost_model(part.half.ns_method, STEPS, 2, "cuda"))
+    step = step_cost(part, cost_model(part.half.ns_method, STEPS, 2, "cuda"))
     numel = sum(rows * cols for rows, cols in shapes)
-    assert work.least_bytes == 4 * numel * (world_size - 1) / world_size**2
-    assert sum(work.sent_bytes) / world_size == pytest.approx(work.least_bytes, rel=1e-6)
+    assert step.least_bytes == 4 * numel * (world_size - 1) / world_size**2
+    assert sum(step.sent_bytes) / world_size == pytest.approx(step.least_bytes, rel=1e-6)
 
 
-def test_stage_0_sends_nothing_and_repeats_the_work() -> None:
-    halves = [group([(8, 8), (8, 16)])]
-    facts, works = estimate(halves, Layout(0, 4), STEPS, 2, "cuda", Machine(), False)
-    assert facts["per_rank"]["sent_bytes"] == {"mean": 0.0, "max": 0.0, "least_mean": 0.0}
-    gflop = facts["per_rank"]["newton_schulz_gflop"]
-    assert gflop["mean"] == gflop["max"] == sum(works[0].flops) / 1e9 > 0
-    assert facts["step_ms"]["exchange"] == 0.0
+MACHINE = Machine(
+    tflops=2.0, muon_ns=3.0, adamw_ns=5.0, run_us=11.0, network=Network(gbs=0.5, latency_us=7.0, message_us=3.0)
+)
+
+
+def test_stage_0_sends_nothing_and_repeats_newton_schulz() -> None:
+    found = estimate([group([(8, 8), (8, 16)])], Layout(0, 4), STEPS, 2, "cuda")
+    facts = per_rank(found)
+    assert facts["sent_bytes"] == {"mean": 0.0, "max": 0.0, "least_mean": 0.0}
+    gflop = facts["newton_schulz_gflop"]
+    assert gflop["mean"] == gflop["max"] == sum(found.costs[0].flops) / 1e9 > 0
+    assert milliseconds(found, MACHINE)["exchange"] == 0.0
 
 
 def test_milliseconds_follow_the_machine() -> None:
-    """With one part: the elementwise pass, then the longer of the other two and one round's share of the shorter."""
-    half = group([(8192, 8192)] * 4)
-    (part,) = lay_out([half], Layout(3, 2))
-    work = step_cost(part, cost_model(half.ns_method, STEPS, 2, "cuda"))
-    machine = Machine(
-        tflops=2.0, memory_gbs=3.0, network_gbs=0.5, latency_us=7.0, message_us=3.0, run_us=11.0, host_memory_gbs=1.0
-    )
-    for offload, rate in ((False, 3.0), (True, 1.0)):
-        step = estimate([half], Layout(3, 2), STEPS, 2, "cuda", machine, offload)[0]["step_ms"]
-        assert step["elementwise"] == pytest.approx(part.numel * 56 / rate / 1e6 + 4 * 11e-3)
-        assert step["newton_schulz"] == pytest.approx(max(work.flops) / 2e9)
-        assert step["exchange"] == pytest.approx(max(work.sent_bytes) / 0.5e6 + 2 * work.rounds * 7e-3 + 4 * 3e-3)
-        longer, shorter = step["newton_schulz"], step["exchange"]
-        assert (work.rounds, longer > shorter) == (2, True)
-        assert step["total"] == pytest.approx(step["elementwise"] + longer + shorter / 2)
+    """Elementwise passes, then the longer of the other two and one round's share of the shorter."""
+    muon = group([(8192, 8192)] * 4)
+    adamw = Half(use_muon=False, specs=(MatrixSpec("e", (10, 10), False, "test"),))
+    found = estimate([muon, adamw], Layout(3, 2), STEPS, 2, "cuda")
+    (cost,) = found.costs
+    step = milliseconds(found, MACHINE)
+    assert step["elementwise"] == pytest.approx((cost.part.numel * 3 + 50 * 5) / 1e6 + 4 * 11e-3)
+    assert step["newton_schulz"] == pytest.approx(max(cost.flops) / 2e9)
+    assert step["exchange"] == pytest.approx(max(cost.sent_bytes) / 0.5e6 + 2 * cost.rounds * 7e-3 + 4 * 3e-3)
+    longer, shorter = step["newton_schulz"], step["exchange"]
+    assert (cost.rounds, longer > shorter) == (2, True)
+    assert step["total"] == pytest.approx(step["elementwise"] + longer + shorter / 2)
 
 
-def test_bytes_of_the_elementwise_pass() -> None:
-    muon = group([(2, 2)])
-    assert pass_bytes(muon, 2) == 56
-    assert pass_bytes(Half(True, muon.specs, nesterov=False, decays=False), 4) == 40
-    assert pass_bytes(Half(False, muon.specs), 2) == ADAM_PASS_BYTES
-    assert pass_bytes(Half(True, muon.specs, momentum_dtype="bf16"), 2) == 56 + ROUNDING_PASS_BYTES
+def test_without_a_network_there_is_no_exchange_and_no_total() -> None:
+    found = estimate([group([(8, 8)])], Layout(3, 2), STEPS, 2, "cuda")
+    unknown = milliseconds(found, dataclasses.replace(MACHINE, network=None))
+    assert unknown == {name: milliseconds(found, MACHINE)[name] for name in ("elementwise", "newton_schulz")}
+
+
+# ---- measured -------------------------------------------------------------------------------------------
+
+CPU = torch.device("cpu")
+
+
+def measured(half: Half, world_size: int = 1, seconds: float = 0.05) -> tuple[Machine, list[ShapeRate]]:
+    return measure([half], STEPS, torch.float32, CPU, CPU, reference.OPERATIONS, world_size, seconds)
+
+
+@pytest.mark.parametrize("momentum_dtype", ["fp32", "bf16"])
+def test_constants_are_measured_on_this_machine(momentum_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the network's. The rate of the model is that of its matrices one after the other."""
+    monkeypatch.setattr(forecast_measured, "LARGE_RUN", 2**14)
+    half = dataclasses.replace(group([(64, 64)] * 3 + [(16, 48)]), momentum_dtype=momentum_dtype)
+    machine, rates = measured(half)
+    assert machine.network is None
+    assert min(machine.tflops, machine.muon_ns, machine.adamw_ns, machine.run_us) > 0
+    assert {(rate.rows, rate.cols, rate.count) for rate in rates} == {(64, 64, 3), (16, 48, 1)}
+    operations = [rate.count * flops(rate.rows, rate.cols, STEPS, rate.method) for rate in rates]
+    spent = sum(count / rate.tflops for count, rate in zip(operations, rates, strict=True))
+    assert machine.tflops == pytest.approx(sum(operations) / spent)
+
+
+def test_a_shape_that_would_take_too_long_is_measured_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that advances by the operations, 10^12 a second: half of 0.1 s holds 5 calls of 512 x 1024 at 6 ms."""
+    now, calls = [0.0], []
+
+    def orthogonalize(x: torch.Tensor, schedule: object, method: str, **rest: object) -> None:
+        now[0] += x.size(0) * flops(x.size(1), x.size(2), STEPS, method) / 1e12
+        calls.append(tuple(x.shape))
+
+    monkeypatch.setattr(forecast_measured, "orthogonalize", orthogonalize)
+    monkeypatch.setattr(forecast_measured.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(forecast_measured, "_muon_pass", lambda numel, *rest: numel * 1e-9)
+    monkeypatch.setattr(forecast_measured, "_adamw_pass", lambda numel, *rest: numel * 2e-9)
+    machine, (rate,) = measured(group([(2048, 4096)] * 64), world_size=8, seconds=0.1)
+    assert rate.tflops == pytest.approx(1.0) and machine.tflops == pytest.approx(1.0)
+    batch, rows, cols = rate.run_as
+    assert (rows, cols) == (512, 1024) and batch <= 8, "an owner has 8 of 64"
+    assert max(size for _, size, _ in calls) == 512, "nothing larger was run"
+    assert now[0] < 0.1
+    _, (rate,) = measured(group([(2048, 4096)] * 64), world_size=8, seconds=60)
+    assert rate.run_as[1:] == (2048, 4096)
 
 
 def test_the_norm_that_stock_clips() -> None:
     """Singular values of an orthogonal matrix are one: min(rows, cols) of them, times the scale."""
-    halves = [group([(64, 16), (16, 64)]), Half(False, (MatrixSpec("e", (99, 9), False, "test"),))]
+    halves = [group([(64, 16), (16, 64)]), Half(use_muon=False, specs=(MatrixSpec("e", (99, 9), False, "test"),))]
     norm = (2.0**2 * 16 + 16) ** 0.5
     assert stock_clipping(halves, 0.5) == {"gradient_clipping": 0.5, "update_norm": norm, "divided_by": norm / 0.5}
     assert stock_clipping(halves, 0.0)["divided_by"] == stock_clipping(halves, 99.0)["divided_by"] == 1.0

@@ -44,18 +44,17 @@ def forecast(model: str, layout: Layout, params: dict[str, Any] = PARAMS) -> tup
 
 def check_against_the_engine(model: str, layout: Layout, **config: Any) -> set[str]:
     """Compare on every rank; returns the kinds of wrappers met."""
-    parts, works = forecast(model, layout, config.get("optimizer", {"params": PARAMS})["params"])
+    parts, costs = forecast(model, layout, config.get("optimizer", {"params": PARAMS})["params"])
     live = run(bound, layout.world_size, model=model, stage=layout.stage, **config)
     state = sum(part.state_bytes for part in parts)
     for rank, facts in enumerate(live):
         plans = [
-            make_plan(work.part.shards, rank % work.part.world_size, work.part.world_size, cost)
-            for work in works
-            for cost in [cost_model(work.part.half.ns_method, STEPS, ITEMSIZE, "cpu")]
+            make_plan(part.shards, rank % part.world_size, part.world_size, cost_model(method, STEPS, ITEMSIZE, "cpu"))
+            for part, method in ((cost.part, cost.part.half.ns_method) for cost in costs)
         ]
         assert [plan.digest for plan in plans] == facts["digests"]
-        assert [work.owners for work in works] == facts["owners"]
-        assert [work.rounds for work in works] == facts["rounds"]
-        assert [work.sent_bytes[rank % work.part.world_size] for work in works] == facts["sent"]
+        assert [cost.owners for cost in costs] == facts["owners"]
+        assert [cost.rounds for cost in costs] == facts["rounds"]
+        assert [cost.sent_bytes[rank % cost.part.world_size] for cost in costs] == facts["sent"]
         assert state == facts["state"]
     return {facts["wrapper"] for facts in live}

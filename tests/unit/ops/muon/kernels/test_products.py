@@ -27,7 +27,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def dtype(request: pytest.FixtureRequest, kernels: Operations) -> torch.dtype:
-    if request.param == torch.bfloat16 and kernels is not reference.OPERATIONS and not bf16_is_fast():
+    if request.param == torch.bfloat16 and kernels is not reference.OPERATIONS and not bf16_is_fast("cpu"):
         pytest.skip("this CPU has no dot products of bf16")
     return request.param
 

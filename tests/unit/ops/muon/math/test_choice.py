@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rule for ns_method auto: the shipped file, the command that measures it anew, and a measurement's bounds."""
 
-import csv
-import importlib
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,12 +13,11 @@ from torch import Tensor
 from deepspeed.muon.errors import RuleError
 from deepspeed.muon.kernels import reference
 from deepspeed.muon.math import choice, measure
-from deepspeed.muon.math.choice import KINDS, Rule, choose_method, kind_of, parse, pins, shape_key, shipped
+from deepspeed.muon.math.choice import KINDS, choose_method, kind_of, parse, pins, shape_key, shipped
 from deepspeed.muon.math.coefficients import schedule
 from deepspeed.muon.math.newton_schulz import METHODS
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from helpers.models import Mlp
-from helpers.paths import BENCHMARKS
 
 CPU = torch.device("cpu")
 SIDES = (1, 3, 48, 64, 127, 128, 200, 512, 1024, 4096, 11008, 10**6)
@@ -73,7 +69,8 @@ def test_a_bad_file_is_refused_in_words(name: str, tmp_path: Path, monkeypatch: 
     shipped.cache_clear()
     try:
         with pytest.raises(
-            RuleError, match=r"^choice.json: .*; install deepspeed-muon again, or run python benchmarks"
+            RuleError,
+            match=r"^choice.json: .*; install deepspeed-muon again, or run python -m benchmarks choose --write",
         ):
             choose_method(64, 64, "auto", "cpu bf16")
     finally:
@@ -89,63 +86,6 @@ def test_what_wins() -> None:
         assert choose_method(16, 9, "auto", kind, {"8x16": method}) == shipped()[kind].method(16, 9)
     assert choice.unknown_methods({"8x16": "gram", "9x9": "quintic"}) == ["'quintic' for 9x9"]
     assert choice.unknown_methods(["gram"]) == ["['gram']"]
-
-
-# ---- the command ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """benchmarks/choose.py on tiny shapes, which writes below a folder of the test."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    module = importlib.import_module("choose")
-    file = tmp_path / "choice.json"
-    file.write_text(choice.FILE.read_text())
-    monkeypatch.setattr(choice, "FILE", file)
-    monkeypatch.setattr(module.put, "__defaults__", (file,))
-    monkeypatch.setattr(module.machine, "RESULTS", tmp_path)
-    monkeypatch.setattr(module, "SIZES", (8, 16))
-    return module
-
-
-@pytest.mark.parametrize(("flag", "busy", "writes"), [("", 0, False), ("--write", 1e9, True), ("--write", -1, False)])
-def test_the_command_writes_a_rule_that_loads(
-    flag: str, busy: float, writes: bool, command: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.setattr(command, "BUSY", busy)
-    before = choice.FILE.read_text()
-    monkeypatch.setattr(sys, "argv", ["choose.py", "--device", "cpu", "--dtype", "fp32", "--seconds", "0.1"])
-    sys.argv += [flag] * bool(flag)
-    command.main()
-    out = capsys.readouterr().out
-    assert ("NOT WRITTEN" in out) is (busy < 0)
-    assert "8 x 64" in out and "Slower than the better method" in out
-    rules = parse(json.loads(choice.FILE.read_text()))
-    if writes:
-        assert rules["cpu fp32"].basis == command.basis(CPU), "measured here and now"
-    else:
-        assert choice.FILE.read_text() == before
-    assert rules["cuda bf16"] == shipped()["cuda bf16"], "the other kinds stay"
-    (table,) = choice.FILE.parent.glob("choose-cpu-fp32-*.csv")
-    with table.open() as lines:
-        rows = list(csv.DictReader(lines))
-    assert len(rows) == 2 * len(command.ASPECTS)
-    for row in rows:
-        assert row["rule"] == rules["cpu fp32"].method(int(row["rows"]), int(row["cols"]))
-
-
-def test_the_rule_that_fits_loses_least(command: Any) -> None:
-    """Gram is twice as fast from aspect 2 on at 16, always slower at 8; 32 is no better than 16 says."""
-    gains = {8: lambda aspect: 2.0, 16: lambda aspect: 0.5 if aspect >= 2 else 1.5, 32: lambda aspect: 0.99}
-    cells = [
-        command.Cell(size, aspect, {"standard": 1.0, "gram": gain(aspect)}, 0.0)
-        for size, gain in gains.items()
-        for aspect in command.ASPECTS
-    ]
-    bands = command.fit(cells)
-    assert bands == [[1, None], [16, 2.0]]
-    rule = Rule(tuple(map(tuple, bands)), "")
-    assert "the rule 0.1% on average, 1% at worst" in command.verdict(cells, rule)
 
 
 # ---- a measurement --------------------------------------------------------------------------------------
@@ -256,7 +196,7 @@ def test_plan_and_report_name_method_and_rule(
         assert main([*command, "--json"]) == main(command) == 0
         facts, text = capsys.readouterr().out.split("\n", 1)
         assert [row["methods"] for row in json.loads(facts)["parameters"]] == [methods, []]
-        assert ("rank 0 measures at start" in facts) is ("ns_tuning" in params)
+        assert ("rank 0 may choose others at start" in facts) is ("ns_tuning" in params)
         (line,) = [line for line in text.splitlines() if "0.weight" in line]
         assert methods[0] in line.split()
     main(["report", "--json"])

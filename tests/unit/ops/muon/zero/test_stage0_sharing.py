@@ -135,9 +135,9 @@ def test_a_rank_alone_sends_nothing() -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_forecast_is_what_the_engine_binds(world: int) -> None:
     check_against_the_engine("broad", Layout(0, world))
-    _, (work,) = forecast("broad", Layout(0, world))
-    assert sum(work.sent_bytes) == world * work.least_bytes > 0
-    assert work.collectives == len(set(work.owners)) > work.rounds == 1
+    _, (cost,) = forecast("broad", Layout(0, world))
+    assert sum(cost.sent_bytes) == world * cost.least_bytes > 0
+    assert cost.collectives == len(set(cost.owners)) > cost.rounds == 1
 
 
 def test_the_line_of_log_says_who_does_the_work() -> None:

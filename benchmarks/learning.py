@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Held-out losses on examples/pretrain_gpt: against seconds, after AdamW's hand-over."""
+
+import copy
+import dataclasses
+import itertools
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from benchmarks import ranks, report
+from benchmarks.training import VARIANTS
+
+EXAMPLE = report.ROOT / "examples" / "pretrain_gpt"
+sys.path.append(str(EXAMPLE))
+
+from losslog import Row, evaluations, first_reaching, is_complete, read_log  # noqa: E402
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """A training of the example. `params` replace its optimizer's; `nearest`: a bf16 momentum is rounded so."""
+
+    label: str
+    variant: str = "ours"
+    config: str = "ds_config_muon.json"
+    params: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    clip: float = 1.0
+    nearest: bool = False
+
+
+PARAMS = json.loads((EXAMPLE / "ds_config_muon.json").read_text())["optimizer"]["params"]
+#: Stock's keys for the rates of ours: an update of RMS 0.2 lr for the square matrices, which have 192 rows and, if
+#: orthogonal, entries of RMS 192 ** -0.5; and lr for the AdamW half.
+STOCK = {name: PARAMS[name] for name in ("weight_decay", "betas", "eps")} | {"momentum": 0.95, "ns_method": "standard"}
+STOCK |= {"muon_lr": round(0.2 * PARAMS["lr"] * 192**0.5, 4), "adam_lr": PARAMS["lr"]}
+BF16 = PARAMS | {"momentum_dtype": "bf16"}
+CURVES = {
+    "adamw": Curve("AdamW", "adamw", "ds_config_adamw.json"),
+    "stock-clip": Curve("stock Muon, clip 1", "stock", params=STOCK),
+    "stock": Curve("stock Muon, no clip", "stock", params=STOCK, clip=0.0),
+    "ours": Curve("deepspeed-muon, clip 1"),
+    "fp32": Curve("momentum in fp32", params=PARAMS | {"momentum_dtype": "fp32"}),
+    "bf16": Curve("momentum in bf16", params=BF16),
+    "nearest": Curve("bf16, rounded to nearest", params=BF16, nearest=True),
+}
+
+
+def rank(arguments: list[str], variant: str, nearest: bool) -> None:
+    """One rank of a training, with the optimizer that the variant names."""
+    import train as example
+
+    if nearest:  # of the PyTorch operations, which then are those in use
+        from deepspeed.muon.kernels import reference, selection
+
+        reference.round_ = lambda target, source, noise, spare: target.copy_(source)
+        selection.choose = lambda missing: reference.OPERATIONS
+    train = example.train
+
+    def checked(engine: Any, *rest: Any) -> None:
+        VARIANTS[variant].check(engine)
+        train(engine, *rest)
+
+    example.train, sys.argv = checked, ["train.py", *arguments]
+    example.main()
+
+
+def trained(curve: Curve, folder: Path, steps: int, seed: int, world: int) -> list[Row]:
+    """The log of a training, which is run unless it is complete in the folder."""
+    log = folder / "loss.csv"
+    if not is_complete(log, steps):
+        folder.mkdir(parents=True, exist_ok=True)
+        config = json.loads((EXAMPLE / curve.config).read_text()) | {"gradient_clipping": curve.clip}
+        config["optimizer"]["params"] = dict(curve.params or config["optimizer"]["params"])
+        (folder / "ds_config.json").write_text(json.dumps(config))
+        arguments = ["--deepspeed_config", str(folder / "ds_config.json"), "--out", str(folder), "--seed", str(seed)]
+        arguments += ["--steps", str(steps), "--eval-every", str(max(1, steps // 24))]
+        setting = {"arguments": arguments, "variant": curve.variant, "nearest": curve.nearest}
+        ranks.run(rank, setting, world, 3600, environment=VARIANTS[curve.variant].environment)
+    last = evaluations(log)[-1]
+    print(f"{curve.label}, seed {seed}: {last.held_out:.4f} after {last.seconds:.0f} s", flush=True)
+    return read_log(log)
+
+
+def loss_at(rows: list[Row], seconds: float) -> float:
+    """Held-out loss after this many seconds, between the two evaluations around them; NaN after the last."""
+    return float(numpy.interp(seconds, [row.seconds for row in rows], [row.held_out for row in rows], right=math.nan))
+
+
+def compared(runs: Mapping[str, list[list[Row]]]) -> list[dict[str, Any]]:
+    """A row for the seeds of each run; what is relative to the first run is that of the first seed, or of each."""
+    held_out = {name: [[r for r in rows if not math.isnan(r.held_out)] for rows in logs] for name, logs in runs.items()}
+    base, result = next(iter(held_out)), []
+    target, total = held_out[base][0][-1].held_out, held_out[base][0][-1].seconds
+    for name, logs in held_out.items():
+        (first, *_, last), finals = runs[name][0], [rows[-1].held_out for rows in logs]
+        away = statistics.fmean(a - b[-1].held_out for a, b in zip(finals, held_out[base], strict=True))
+        row = {"run": CURVES[name].label, "final loss": f"{statistics.fmean(finals):.4f}"}
+        if len(finals) > 1:
+            row |= {"standard deviation": f"{statistics.stdev(finals):.4f}", f"less {base}'s": f"{away:+.4f}"}
+            row["of each seed"] = ", ".join(f"{loss:.4f}" for loss in finals)
+        row |= {"seconds": last.seconds, "first step s": first.seconds}
+        row["ms per later step"] = 1e3 * (last.seconds - first.seconds) / (last.step - first.step)
+        reached = first_reaching(logs[0], target)
+        row[f"seconds to {base}'s final loss"] = reached.seconds if reached else "not reached"
+        row[f"of {base}'s seconds"] = f"{reached.seconds / total:.0%}" if reached else "-"
+        row |= {f"loss at {p:.0%} of {base}'s seconds": loss_at(logs[0], p * total) for p in (0.25, 0.5, 1.0)}
+        result.append(row)
+    return result
+
+
+def loss(
+    runs: Annotated[tuple[str, ...], CURVES] = ("adamw", "stock-clip", "stock", "ours"),
+    steps: int = 240,
+    seeds: int = 1,
+    world: int = 2,
+    output: str = "",
+) -> str:
+    """Held-out loss against seconds of training on examples/pretrain_gpt: AdamW, stock's Muon, ours.
+
+    ZeRO 2, bf16, one thread per rank, the example's own configs and schedule. The clock counts training steps only;
+    stock's compilation is in its first step. Stock's Muon runs with the example's gradient_clipping, which it applies
+    to the orthogonalized updates, and without; with its faster method, and with the rates that give square matrices the
+    updates of ours. Runs that are complete in build/loss are not repeated. The dtypes of the momentum:
+    --runs fp32 bf16 nearest --steps 60 --seeds 3 --world 1 --output momentum-dtype.
+
+    Args:
+        runs: optimizers; the others are relative to the first
+        steps: length of every run
+        seeds: runs of each
+        world: ranks
+        output: base name of the result files
+    """
+    logs: dict[str, list[list[Row]]] = {name: [] for name in runs}
+    for seed, name in itertools.product(range(seeds), runs):
+        folder = report.ROOT / "build" / "loss" / f"{name}-seed{seed}-{steps}"
+        logs[name].append(trained(CURVES[name], folder, steps, seed, world))
+    rows = [
+        {"run": CURVES[name].label, "seed": seed} | dataclasses.asdict(row)
+        for name, of_run in logs.items()
+        for seed, log in enumerate(of_run)
+        for row in log
+        if not math.isnan(row.held_out)
+    ]
+    note = "Stock's rates are those of ours in its own scale, not of a sweep of its own: {muon_lr} and {adam_lr}."
+    title = f"Loss per second, {steps} steps of examples/pretrain_gpt, {world} ranks"
+    chart = report.lines(rows, lambda row: f"{row['run']}, {row['seed']}", "seconds", "held_out")
+    tables = report.table(compared(logs)), note.format(**STOCK) if "stock" in " ".join(runs) else ""
+    return report.write(output or report.name_of("loss-per-second"), title, rows, *tables, draw=chart)
+
+
+BATCH, BEFORE, WARMUP, CONTEXT, ADAM_RATE, MUON_RATES, EVALUATED = (
+    16,
+    120,
+    12,
+    96,
+    2e-3,
+    (2e-3, 1.6e-2),
+    (1, 10, 20, 40, 80),
+)
+STARTS: dict[str, Callable[[Tensor], Tensor]] = {"first moment": torch.clone, "zero": torch.zeros_like}
+
+
+def handover(seeds: int = 3) -> str:
+    """What Muon's momentum should start from where AdamW's run goes on with Muon: the first moment, or zero.
+
+    The model of examples/pretrain_gpt, smaller, in fp32 on one process: AdamW with warm-up, then Muon at a constant
+    rate, with AdamW's half going on.
+
+    Args:
+        seeds: runs of each kind
+    """
+    import data
+    from deepspeed.muon import MuonWithAuxAdam
+    from model import GPT, GPTConfig
+
+    torch.set_num_threads(report.cores())
+    corpus, rows, adam = data.load_corpus(), [], {"betas": (0.9, 0.95), "eps": 1e-8}
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, step: int) -> None:
+        offsets = data.train_offsets(corpus, seed, step, BATCH, CONTEXT)
+        model(*data.windows(corpus.train, offsets, CONTEXT)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    @torch.no_grad()
+    def held_out(model: nn.Module) -> float:
+        offsets = data.held_out_offsets(corpus, 4 * BATCH, CONTEXT).reshape(4, BATCH)
+        return statistics.fmean(model(*data.windows(corpus.held_out, part, CONTEXT)).item() for part in offsets)
+
+    for seed in range(seeds):
+        torch.manual_seed(seed)
+        model = GPT(GPTConfig(layers=3, width=128, heads=4, context=CONTEXT))
+        adamw = torch.optim.AdamW(model.parameters(), lr=ADAM_RATE, weight_decay=0.0, **adam)
+        for step in range(BEFORE):
+            adamw.param_groups[0]["lr"] = ADAM_RATE * min(1.0, (step + 1) / WARMUP)
+            train(model, adamw, seed, step)
+        for rate, start in itertools.product(MUON_RATES, STARTS):
+            twin, row = copy.deepcopy(model), {"muon_lr": rate, "start": start, "seed": seed}
+            settings = {"lr": rate, "adam_lr": ADAM_RATE, "adjust_lr_fn": "match_rms_adamw"} | adam
+            muon = MuonWithAuxAdam(twin.parameters(), model=twin, **settings)
+            for own, theirs in zip(twin.parameters(), model.parameters(), strict=True):
+                saved = {key: value.clone() for key, value in adamw.state[theirs].items()}
+                started = {"step": saved["step"], "momentum_buffer": STARTS[start](saved["exp_avg"])}
+                muon.state[own] = started if muon.specs[own].use_muon else saved
+            for number in range(EVALUATED[-1]):
+                train(twin, muon, seed, BEFORE + number)
+                row |= {str(number + 1): held_out(twin)} if number + 1 in EVALUATED else {}
+            rows.append(row)
+    means = []
+    for rate, start in itertools.product(MUON_RATES, STARTS):
+        own = [row for row in rows if (row["muon_lr"], row["start"]) == (rate, start)]
+        losses = {str(n): f"{statistics.fmean(row[str(n)] for row in own):.3f}" for n in EVALUATED}
+        means.append({"steps after the change": f"Muon at {rate:g}, {start}"} | losses)
+    told = f"Held-out loss after {BEFORE} steps of AdamW at {ADAM_RATE:g} and some of Muon, mean of {seeds} seeds."
+    name = report.name_of("import-momentum")
+    return report.write(name, "Where Muon's momentum starts", rows, told, report.table(means))

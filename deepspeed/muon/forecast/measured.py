@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures the constants of a :class:`Machine` in this process, in bounded time; a network needs more than one."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deepspeed.muon.forecast.estimate import Machine
+from deepspeed.muon.forecast.layout import Half
+from deepspeed.muon.kernels.rounding import key_of
+from deepspeed.muon.kernels.table import Operations
+from deepspeed.muon.kernels.workspace import Workspace
+from deepspeed.muon.math import adamw
+from deepspeed.muon.math.choice import choose_method, kind_of
+from deepspeed.muon.math.coefficients import Schedule
+from deepspeed.muon.math.newton_schulz import flops, orthogonalize
+from deepspeed.muon.plan.plan import BUCKET_BYTES, CPU_BUCKET_BYTES
+
+#: Seconds that all shapes together may take, beside the first call of each, which may compile kernels.
+SECONDS = 8.0
+#: Timed calls of one shape; the median counts.
+CALLS = 5
+#: Smaller dimension of the first, smaller copy of a shape by which its time is judged.
+SMALL = 128
+#: Elements of the shard on which the elementwise passes are timed, and of one so small that only the launch counts.
+LARGE_RUN, SMALL_RUN = 2**22, 64
+#: Passes over a shard between two looks at the clock, so that an accelerator is kept busy.
+REPEATS = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapeRate:
+    """Newton-Schulz of one shape: what was run for it, and how fast that was.
+
+    ``count``: matrices of this shape in the model. ``run_as``: batch, rows and columns of the timed call, smaller by
+    a power of two where the shape itself would have taken too long.
+    """
+
+    rows: int
+    cols: int
+    count: int
+    method: str
+    run_as: tuple[int, int, int]
+    tflops: float
+
+
+def measure(
+    halves: Sequence[Half],
+    schedule: Schedule,
+    dtype: torch.dtype,
+    device: torch.device,
+    shard_device: torch.device,
+    kernels: Operations,
+    world_size: int,
+    seconds: float = SECONDS,
+) -> tuple[Machine, list[ShapeRate]]:
+    """The constants of this process's device, for a model.
+
+    ``Machine.tflops`` is the rate of all matrices of the model one after the other; ``Machine.network`` is ``None``.
+
+    Args:
+        halves: the optimizer's parameter groups, at least one of Muon.
+        dtype: of Newton-Schulz.
+        device: where Newton-Schulz runs.
+        shard_device: where momentum and parameters are: the CPU with ZeRO-Offload.
+        kernels: the run's.
+        world_size: ranks that share the matrices, which bounds how many of one shape an owner has in a batch.
+    """
+    kind = kind_of(device.type, dtype.itemsize)
+    shapes = Counter(
+        (block.rows, block.cols, choose_method(block.rows, block.cols, half.ns_method, kind))
+        for half in halves
+        if half.use_muon
+        for spec in half.specs
+        for block in spec.blocks
+    )
+    rates = _newton_schulz(shapes, schedule, dtype, device, kernels, world_size, seconds)
+    operations = [rate.count * flops(rate.rows, rate.cols, schedule, rate.method) for rate in rates]
+    spent = sum(count / rate.tflops for count, rate in zip(operations, rates, strict=True))
+    muon = next(half for half in halves if half.use_muon)
+    large, small = (_muon_pass(numel, muon, dtype, shard_device, kernels) for numel in (LARGE_RUN, SMALL_RUN))
+    machine = Machine(
+        tflops=sum(operations) / spent,
+        muon_ns=max(0.0, large - small) / LARGE_RUN * 1e9,
+        adamw_ns=_adamw_pass(LARGE_RUN, shard_device) / LARGE_RUN * 1e9,
+        run_us=small * 1e6,
+        network=None,
+    )
+    return machine, rates
+
+
+def _newton_schulz(
+    shapes: Counter[tuple[int, int, str]],
+    schedule: Schedule,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Operations,
+    world_size: int,
+    seconds: float,
+) -> list[ShapeRate]:
+    """One rate per shape, the cheap ones first; each has an equal share of the time that is left."""
+    work, found, end = Workspace(), [], time.perf_counter() + seconds
+
+    def pace_of(batch: int, rows: int, cols: int, method: str, calls: int) -> float:
+        """Seconds per operation, the median of some calls after one that is not counted."""
+        x = torch.randn(batch, rows, cols, device=device).to(dtype)
+        taken = _median(lambda: orthogonalize(x, schedule, method, work=work, kernels=kernels), device, calls)
+        return taken / (batch * flops(rows, cols, schedule, method))
+
+    order = sorted(shapes, key=lambda shape: (flops(shape[0], shape[1], schedule, shape[2]), shape))
+    bucket = CPU_BUCKET_BYTES if device.type == "cpu" else BUCKET_BYTES
+    for index, (rows, cols, method) in enumerate(order):
+        count, share = shapes[rows, cols, method], (end - time.perf_counter()) / (len(order) - index)
+        # Small matrices are slower per operation, so from copies divided by a power of two the size doubles while
+        # the next one fits into half of the share by the pace of the last. Then a batch is timed.
+        scale = max(1, 2 ** math.ceil(math.log2(min(rows, cols) / SMALL)))
+        pace = pace_of(1, *_divided(rows, cols, scale), method, 1)
+        while scale > 1 and CALLS * pace * flops(*_divided(rows, cols, scale // 2), schedule, method) < share / 2:
+            scale //= 2
+            pace = pace_of(1, *_divided(rows, cols, scale), method, 1)
+        size = _divided(rows, cols, scale)
+        fitting = int(share / 2 / CALLS / (pace * flops(*size, schedule, method)))
+        batch = max(1, min(-(-count // world_size), bucket // (rows * cols * dtype.itemsize), fitting))
+        tflops = 1e-12 / pace_of(batch, *size, method, CALLS - 1)
+        found.append(ShapeRate(rows=rows, cols=cols, count=count, method=method, run_as=(batch, *size), tflops=tflops))
+    return found
+
+
+def _divided(rows: int, cols: int, scale: int) -> tuple[int, int]:
+    return max(1, rows // scale), max(1, cols // scale)
+
+
+def _muon_pass(numel: int, half: Half, dtype: torch.dtype, device: torch.device, kernels: Operations) -> float:
+    """Seconds of both of Muon's elementwise passes over one run of a shard."""
+    grad, param = (torch.randn(numel, device=device) for _ in range(2))
+    rounded = half.momentum_dtype == "bf16"
+    momentum = torch.zeros(numel, device=device, dtype=torch.bfloat16 if rounded else torch.float32)
+    out, work, decay = torch.empty(numel, device=device, dtype=dtype), Workspace(), 0.1 if half.decays else 0.0
+    key = key_of("measured", 1)
+
+    def both() -> None:
+        for _ in range(REPEATS):
+            if rounded:
+                kernels.advance_rounded(momentum, grad, out, 0.95, half.nesterov, key, 0, work)
+            else:
+                kernels.advance(momentum, grad, out, 0.95, half.nesterov, work)
+            kernels.apply_(param, out, 1e-3, 1.0, decay, work)
+
+    return _median(both, device, CALLS) / REPEATS
+
+
+def _adamw_pass(numel: int, device: torch.device) -> float:
+    """Seconds of AdamW's step over one flat tensor."""
+    param = torch.randn(numel, device=device)
+    param.grad = torch.randn(numel, device=device)
+    state: dict[str, Any] = adamw.state_of({}, param)
+    group = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    return _median(lambda: adamw.step([param], [state], group, True), device, CALLS)
+
+
+@torch.no_grad()
+def _median(call: Callable[[], object], device: torch.device, calls: int) -> float:
+    """Median seconds of a call, after one that is not counted."""
+    times = []
+    for _ in range(calls + 1):
+        _wait(device)
+        began = time.perf_counter()
+        call()
+        _wait(device)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[1:])
+
+
+def _wait(device: torch.device) -> None:
+    """Until the device has done what was launched."""
+    if device.type != "cpu":
+        torch.zeros((), device=device).item()
