@@ -179,8 +179,9 @@ class Rank:
         """End the process, once: later its number may be another's."""
         self.connection.close()
         if self.code is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+            for kill in (os.kill, os.killpg):  # a rank that has just been forked leads no group yet
+                with suppress(ProcessLookupError):
+                    kill(self.pid, signal.SIGKILL)
             self.code = self.exit_code() or -signal.SIGKILL
 
 
