@@ -94,13 +94,16 @@ class Server:
         return self._ask("fork", rank, theirs)
 
     def exit_code(self, pid: int) -> int | None:
-        """What a rank ended with."""
-        return self._ask("exit code", pid) if self.is_alive() else None
+        """What a rank ended with; None if it runs on, or if nobody knows."""
+        with suppress(OSError, EOFError):
+            return self._ask("exit code", pid) if self.is_alive() else None
+        return None
 
     def close(self) -> None:
         """End the process; its ranks follow."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        if self.is_alive():
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._connection.close()
 
@@ -173,10 +176,13 @@ class Rank:
         return text.decode(errors="replace")[-TAIL:]
 
     def kill(self) -> None:
+        """End the process, once: later its number may be another's."""
         self.connection.close()
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self.exit_code()
+        if self.code is None:
+            for kill in (os.kill, os.killpg):  # a rank that has just been forked leads no group yet
+                with suppress(ProcessLookupError):
+                    kill(self.pid, signal.SIGKILL)
+            self.code = self.exit_code() or -signal.SIGKILL
 
 
 class Pool:
@@ -240,9 +246,12 @@ class Pool:
         return replies
 
     def is_worn(self) -> bool:
-        """Whether what earlier tests left in the processes slows the next."""
-        processes = [] if self.closed else [psutil.Process(rank.pid) for rank in self.ranks]
-        return any(p.num_threads() > MAX_THREADS or p.memory_info().rss > MAX_BYTES for p in processes)
+        """Whether what earlier tests left in the processes slows the next, or one of them is gone."""
+        try:
+            processes = [] if self.closed else [psutil.Process(rank.pid) for rank in self.ranks]
+            return any(p.num_threads() > MAX_THREADS or p.memory_info().rss > MAX_BYTES for p in processes)
+        except psutil.NoSuchProcess:
+            return True
 
     def close(self) -> None:
         self.closed = True

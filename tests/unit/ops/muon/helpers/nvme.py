@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jobs of the tests of NVMe: a model with sub-groups above and below what is swapped, its configs, and its engines."""
 
-from functools import cache, partial
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,11 @@ from torch.nn import functional as F
 
 from helpers import distributed
 from helpers.models import GLOBAL_BATCH, full_weights, initialize_
+from helpers.plain_files import instead_of_async_io
 from helpers.training import ds_config, make_engine
 
-run = partial(distributed.run, timeout=900.0)
-"""With the time that building async_io may take, once."""
+ASYNC_IO = os.environ.get("TEST_ASYNC_IO") == "1"
+"""Whether DeepSpeed's own async_io is tested, which is compiled in minutes; else files are read and written plainly."""
 SUB_GROUP = 200_000
 """Elements per rank that close a sub-group: at 2 ranks each large tensor of the model is one, the small ones share."""
 
@@ -46,12 +49,15 @@ class Wide(nn.Module):
         return inputs, 4 * torch.randn(GLOBAL_BATCH, 12, generator=generator)
 
 
-@cache
-def why_not() -> str | None:
-    """Why async_io cannot be built here, if it cannot."""
-    from deepspeed.ops.op_builder import AsyncIOBuilder
+def run(fn: Callable[..., Any], world_size: int, fresh: bool = False, **kwargs: Any) -> list[Any]:
+    """As `distributed.run`, where DeepSpeed has async_io; with the time that building it may take, once."""
+    return distributed.run(job, world_size, timeout=900.0, fresh=fresh, task=fn, arguments=kwargs)
 
-    return None if AsyncIOBuilder().is_compatible(verbose=False) else "async_io needs libaio's headers (libaio-dev)"
+
+def job(task: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """What :func:`run` runs on each rank."""
+    with nullcontext() if ASYNC_IO else instead_of_async_io():
+        return task(**arguments)
 
 
 def nvme_config(

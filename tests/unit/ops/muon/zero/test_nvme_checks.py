@@ -9,11 +9,10 @@ import pytest
 
 from deepspeed.muon.zero.nvme import buffers_needed, threshold
 from helpers.models import train_engine
-from helpers.nvme import Wide, nvme_config, run, why_not
+from helpers.nvme import Wide, nvme_config, run
 from helpers.training import PARAMS, make_engine
 
 pytestmark = pytest.mark.time_limit(1200)
-needs_aio = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
 ALL_MUON = {"type": "Muon", "params": PARAMS | {"muon_include": "tokens"}}
 READ, WRITE = {"pipeline_read": True}, {"pipeline_write": True}
 #: settings, offload_optimizer, the least buffer_count. The sub-groups are up, down and tokens of Wide, or their halves.
@@ -59,7 +58,6 @@ def count(folder: str, offload: dict[str, Any], needed: int, **config: Any) -> l
         return [*results, attempt(folder, few, **config)]
 
 
-@needs_aio
 @pytest.mark.parametrize(
     ("settings", "offload", "needed"),
     [pytest.param(*case, marks=[pytest.mark.full] * (index not in ALWAYS)) for index, case in enumerate(COUNTS)],
@@ -110,8 +108,6 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], list[str]
 @pytest.mark.parametrize("name", WRONG)
 def test_what_cannot_work_is_said_at_initialize(name: str, tmp_path: Path) -> None:
     patches, params, offload, words = WRONG[name]
-    if why_not() and "several" not in name and "library" not in name:
-        pytest.skip(why_not() or "")
     text = run(what_is_wrong, 1, folder=str(tmp_path), patches=patches, params=params, **offload)[0]
     assert text is not None and text.startswith("offload to NVMe cannot work as configured:")
     assert [word for word in words if word not in text] == []
