@@ -2,6 +2,7 @@
 """What the stages of a pipeline have to agree on: bad steps, options, methods, checkpoints, refusals."""
 
 import logging
+import re
 from itertools import pairwise
 from typing import Any
 
@@ -67,7 +68,6 @@ UNCHECKED = {"dtype": "bf16", "bf16": {"enabled": True, "check_grad_overflow": F
 """Here DeepSpeed goes on, and the optimizer itself skips each group."""
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("bad_rank", [0, 3])
 @pytest.mark.parametrize("precision", [*PRECISIONS, "unchecked"])
 def test_a_bad_gradient_of_one_stage_skips_the_step_of_all(precision: str, bad_rank: int) -> None:
@@ -107,13 +107,14 @@ def test_blocks_of_a_stage_train_as_matrices_of_their_own(key: str) -> None:
     assert_equal(run(train_pipeline, 4, name="late", optimizer=muon(**{key: value})), expected)
 
 
-def built(name: str = "late", stages: int = 2, tag: str = "", **config: Any) -> Any:
-    """Type and text of the error of `initialize`, or what goes to Muon."""
+def built(name: str = "late", stages: int = 2, tag: str = "", frozen: str = "$", **config: Any) -> Any:
+    """Type and text of the error of `initialize`, or what goes to Muon. `frozen`: matrices that do not train."""
     try:
         net = make_pipeline(name, stages)
         for key, param in net.named_parameters():
             if key == tag and dist.get_rank() == 3:
                 param.use_muon = False
+            param.requires_grad_(param.ndim < 2 or re.match(frozen, key) is None)
         engine = make_engine(net, pipeline_config(stages, **config))
         specs = [spec.name for spec in engine.basic_optimizer.specs.values() if spec.use_muon]
         engine.destroy()
@@ -128,15 +129,24 @@ def test_patterns_act_on_the_stage_that_has_what_they_find() -> None:
     assert second == [f"4.{name}.weight" for name in ("qkv", "proj", "up", "down")]
 
 
-WISHES = {
+def test_no_matrix_for_muon_on_any_stage_is_refused_on_all_ranks() -> None:
+    """The first stage of this model never has one. What is excluded on purpose is not refused."""
+    for kind, found in run(built, 2, frozen=r"[34]\."):
+        assert kind == "MuonConfigError"
+        for stage in (0, 1):
+            assert f"stage {stage}: optimizer.type: Muon, but all " in found
+    assert run(built, 2, optimizer=muon(muon_exclude=[r"^[34]\."])) == [[], []]
+
+
+OPTIONS = {
     "muon_exclude": (["nowhere"], "muon_exclude: 'nowhere' matches none of the"),
     "muon_split": ({"^5": [4, 15]}, "muon_split: '^5' cuts no parameter of the Muon half"),
 }
 
 
-@pytest.mark.parametrize("key", WISHES)
-def test_a_wish_that_no_stage_follows_is_refused_on_all_ranks(key: str) -> None:
-    value, text = WISHES[key]
+@pytest.mark.parametrize("key", OPTIONS)
+def test_an_option_that_no_stage_follows_is_refused_on_all_ranks(key: str) -> None:
+    value, text = OPTIONS[key]
     for kind, found in run(built, 2, optimizer=muon(**{key: value})):
         assert kind == "MuonConfigError"
         assert f"stage 1: optimizer.params.{text}" in found
@@ -158,7 +168,7 @@ def test_a_tied_layer_stays_with_adamw() -> None:
     """Its copies are equal only as long as their updates are."""
     for kind, text in run(built, 2, name="tied", optimizer=muon(muon_include=["tied"])):
         assert kind == "ValueError"
-        assert text.startswith(f"{SHARED}: muon_include 'tied', but several stages of the pipeline have copies")
+        assert text.startswith(f"{SHARED}: muon_include 'tied', but several stages of the pipeline have copies of it")
 
 
 def tied_linear() -> list[tuple[str, str]]:
