@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One command for every measurement: `python -m benchmarks NAME [options]`; without a name it lists them.
 
-A benchmark is a function of the module named beside it. Its parameters are the command's options, its docstring the
-help.
+A benchmark is a function of the module named beside it; its parameters are the options, its docstring is the help.
 """
 
 import argparse
@@ -14,10 +13,7 @@ import typing
 from collections.abc import Callable
 
 BENCHMARKS = {
-    "step": (
-        "step",
-        "backward + step under ZeRO: stock's Muon, deepspeed-muon and AdamW in turn; also over a slow link",
-    ),
+    "step": ("step", "backward + step under ZeRO, also over a slow link: deepspeed-muon, stock's Muon, AdamW"),
     "single": ("optimizers", "the optimizers alone, on one process"),
     "ns": ("ns", "Newton-Schulz by method, dtype and shape: time and error, ours and others'"),
     "choose": ("ns", "methods of Newton-Schulz by shape, and the rule of `ns_method: auto`"),

@@ -122,9 +122,8 @@ def single(
     sizes = ", ".join(f"{rows}x{cols}" for rows, cols in shapes)
     caption = f"{layers} x {{{sizes}}}, fp32 parameters and gradients; {rounds} alternating steps. {rates}"
     changed = f"{threads}-threads" * (threads != 2), f"{model}-{layers}x{hidden}" * ((layers, hidden) != (8, 512))
-    name = output or report.name_of(
-        "single", "plain" * ("ours-torch" in optimizers), *changed, device * (device != "cpu")
-    )
+    changed = *changed, "plain" * ("ours-torch" in optimizers), device * (device != "cpu")
+    name = output or report.name_of("single", *changed)
     chart = report.bars(rows, lambda row: row["optimizer"], "median ms", unit="milliseconds of a step")
     title = f"The optimizer alone, one process, {threads} threads"
     return report.write(name, title, rows, caption, report.table(rows), of_ours, draw=chart)
