@@ -1,19 +1,23 @@
 # A fresh clone needs Python >= 3.10, a C++ compiler and make; everything else comes with `make venv`.
 PYTHON ?= python3
-VENV ?= .venv
+# DEEPSPEED=x.y.z takes another version of DeepSpeed, in an environment of its own.
 DEEPSPEED ?=
+VENV ?= .venv$(if $(DEEPSPEED),-$(DEEPSPEED))
 BIN := $(VENV)/bin
+# Processes that run tests at the same time.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/build/torch_extensions$(if $(DEEPSPEED),-$(DEEPSPEED))
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: venv demo test test-full lint docs format bench release-check clean
+.PHONY: venv demo test test-full fuzz lint docs format bench release-check clean
 
 # The development set is pinned; torch is taken as a CPU build where no other is installed.
 $(VENV)/.ready: requirements/requirements.txt requirements/requirements-dev.txt requirements/requirements-example.txt pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip
 	$(BIN)/python -m pip install -q -r requirements/requirements-dev.txt -r requirements/requirements-example.txt
-	$(BIN)/python -m pip install -q --no-deps -e .
+	$(BIN)/python -m pip install -q --no-deps -e . $(if $(DEEPSPEED),deepspeed==$(DEEPSPEED))
 	touch $@
 
 venv: $(VENV)/.ready
@@ -22,22 +26,18 @@ venv: $(VENV)/.ready
 demo: venv
 	$(BIN)/python examples/pretrain_gpt/compare.py
 
-# The whole suite; DEEPSPEED=x.y.z runs it on another version of DeepSpeed, in an environment of its own.
-ifeq ($(DEEPSPEED),)
+# Every test, but of long matrices a sample of their cases.
 test: venv
-	rm -rf build/torch_extensions/*/*/lock
-	$(BIN)/python -m pytest -m "not full and not ranks" -n 2
-	$(BIN)/python -m pytest -m "not full and ranks"
-else
-test:
-	$(MAKE) venv VENV=.venv-$(DEEPSPEED) DEEPSPEED=
-	.venv-$(DEEPSPEED)/bin/python -m pip install -q --no-deps deepspeed==$(DEEPSPEED)
-	rm -rf $(TORCH_EXTENSIONS_DIR)/*/*/lock
-	PATH=$(CURDIR)/.venv-$(DEEPSPEED)/bin:$$PATH .venv-$(DEEPSPEED)/bin/python -m pytest -m "not full"
-endif
+	$(PYTEST) -m "not full" -n $(WORKERS) --dist worksteal
 
+# Everything, and NVMe with DeepSpeed's async_io, which is compiled in minutes and needs libaio's headers.
 test-full: venv
-	$(BIN)/python -m pytest
+	TEST_ASYNC_IO=1 $(PYTEST) -n $(WORKERS) --dist worksteal
+
+# Trains N random configs against the oracle.
+N ?= 2000
+fuzz: venv
+	FUZZ=$(N) $(PYTEST) "tests/unit/ops/muon/zero/test_fuzz.py::test_every_config_trains_or_is_refused_in_words_that_help[$(N)]"
 
 lint: venv
 	$(BIN)/ruff format --check .

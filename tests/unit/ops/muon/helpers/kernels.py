@@ -35,6 +35,11 @@ def interpreted_table(symmetric_from: int = 1, tiles: tuple[int, int, int] = DEF
     return triton_table.operations(reference.OPERATIONS)
 
 
+def native_bf16() -> bool:
+    """Whether the products in C++ compute in bf16 here: they need the CPU's dot products of bf16."""
+    return native.unavailable() is None and torch.cpu._is_avx512_bf16_supported()
+
+
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     """Normal numbers, the same on every call."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)

@@ -8,7 +8,7 @@ from torch import Tensor
 from deepspeed.muon.kernels import native, reference
 from deepspeed.muon.kernels.table import PLAIN, Operations, Scalars, Symmetric
 from deepspeed.muon.kernels.workspace import Workspace
-from helpers.kernels import native_only
+from helpers.kernels import native_bf16, native_only
 
 #: Wide, tall and square; smaller than a tile, ragged ones, and a sum longer than one call of the kernel makes.
 SHAPES = [(1, 2, 6), (2, 32, 64), (3, 34, 70), (2, 66, 34), (2, 130, 130), (1, 48, 2050), (1, 1100, 64)]
@@ -26,11 +26,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def dtype(request: pytest.FixtureRequest, kernels: Operations) -> torch.dtype:
-    if (
-        request.param == torch.bfloat16
-        and kernels is not reference.OPERATIONS
-        and not torch.cpu._is_avx512_bf16_supported()
-    ):
+    if request.param == torch.bfloat16 and kernels is not reference.OPERATIONS and not native_bf16():
         pytest.skip("this CPU has no dot products of bf16")
     return request.param
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deepspeed.muon.kernels import native
 from deepspeed.muon.kernels.reference import OPERATIONS, normalize_
 from deepspeed.muon.kernels.selection import choose, missing
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.math.choice import choose_method
 from deepspeed.muon.math.coefficients import NAMED, SIMPLE, schedule
 from deepspeed.muon.math.newton_schulz import METHODS, orthogonalize
+from helpers.kernels import native_bf16
 from helpers.singular_values import SCHEDULES, SHAPES, VARIED, generator, quick_reference, reference, relative_error
 
 # ---- fp32: the definition -------------------------------------------------------------------------------
@@ -146,10 +146,10 @@ def bf16_errors(
 @pytest.mark.parametrize("kind", MATRICES)
 @pytest.mark.parametrize("shape", [(128, 512), (512, 128), (192, 192), (192, 768), (48, 116), (512, 2048)])
 def test_bf16_is_as_accurate_as_torch(shape: tuple[int, int], kind: str) -> None:
-    """The kernels in use round once where the twin in PyTorch rounds twice."""
+    """The products in C++ round once where those in PyTorch round twice."""
     for table, bound in (
         (OPERATIONS, 1.2),
-        (choose(missing("auto", ["cpu"])), 1.05 if native.unavailable() is None else 1.2),
+        (choose(missing("auto", ["cpu"])), 1.05 if native_bf16() else 1.2),
     ):
         ours, torchs = bf16_errors(shape, MATRICES[kind], kernels=table)
         assert ours <= bound * torchs, f"{table.name}: {ours:.4f}, torch's {torchs:.4f}"

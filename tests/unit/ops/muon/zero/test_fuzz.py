@@ -2,6 +2,7 @@
 """Random configs: each trains as the oracle does, or is refused in words that name the key, or by stock itself."""
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -12,6 +13,8 @@ import pytest
 from helpers.distributed import run
 from helpers.fuzz import STOCKS, Case, sample, smaller
 
+CONFIGS = int(os.environ.get("FUZZ", "100"))
+"""How many, in full runs; `make fuzz N=2000` sets it."""
 STEPS = 2
 WIDTHS = (6, 9, 7, 5)
 #: Stock's own refusals: a pattern for the error, and the configs (and their section `zero`) to which stock may say it.
@@ -141,14 +144,14 @@ def check(cases: list[Case], world: int, timeout: float) -> Counter[str]:
 
 
 @pytest.mark.time_limit(1500)
-@pytest.mark.parametrize("count", [100, pytest.param(2000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [20, pytest.param(CONFIGS, marks=pytest.mark.full)])
 def test_every_config_trains_or_is_refused_in_words_that_help(count: int, record_property: Any) -> None:
     cases = sample(count)
     counts = check(cases, 1, timeout=1400)
     right = [case for case in cases if not case["wrong"] and not case["stock"]]
-    check(right[: count // 20], 2, timeout=600)
+    check(right[: max(4, count // 20)], 2, timeout=600)
     record_property("summary", f"fuzz, {count} configs: " + ", ".join(f"{n} {o}" for o, n in counts.most_common()))
-    assert counts[TRAINS] >= 0.4 * count and counts.keys() == {TRAINS, OURS, BY_STOCK}
+    assert counts[TRAINS] >= 0.4 * count and (count < 100 or counts.keys() == {TRAINS, OURS, BY_STOCK})
 
 
 def test_a_wrong_expectation_is_noticed() -> None:
