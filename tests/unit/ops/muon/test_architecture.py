@@ -2,6 +2,7 @@
 """Rules of the source tree: what each folder may know, docstrings, licences."""
 
 import ast
+import functools
 import graphlib
 import re
 import sys
@@ -60,13 +61,18 @@ PACKAGE_TREE: Tree = {name_of(path): ast.parse(path.read_text()) for path in sor
 # ---- what a module mentions -------------------------------------------------------------------------------------
 
 
-def imported(nodes: Iterator[ast.AST]) -> Iterator[str]:
+def imported_by(nodes: Iterator[ast.AST]) -> Iterator[str]:
     """Dotted names of what import statements bring in; `from a import b` gives a.b."""
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield from (f"{'.' * node.level}{node.module}.{alias.name}" for alias in node.names)
+
+
+@functools.cache
+def imported(module: ast.Module) -> list[str]:
+    return list(imported_by(ast.walk(module)))
 
 
 def dotted(node: ast.AST) -> str:
@@ -77,9 +83,10 @@ def dotted(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
+@functools.cache
 def mentions(module: ast.Module) -> set[str]:
     """Everything that code can reach a module by: imports, attributes, and strings that are no docstrings."""
-    names = {*imported(ast.walk(module)), *(dotted(node) for node in ast.walk(module))}
+    names = {*imported(module), *(dotted(node) for node in ast.walk(module))}
     texts = {id(node.value) for node in ast.walk(module) if isinstance(node, ast.Expr)}
     for node in ast.walk(module):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in texts:
@@ -93,7 +100,7 @@ def below(name: str, *prefixes: str) -> bool:
 
 def inside(module: ast.Module, tree: Tree) -> set[str]:
     """The modules of the package that one imports."""
-    paths = [name.removeprefix(PREFIX).lstrip(".") for name in imported(ast.walk(module)) if below(name, PREFIX)]
+    paths = [name.removeprefix(PREFIX).lstrip(".") for name in imported(module) if below(name, PREFIX)]
     return {path if path in tree else path.rpartition(".")[0] for path in paths}
 
 
@@ -120,7 +127,7 @@ def upward_imports(tree: Tree) -> list[str]:
 
 
 def relative_imports(tree: Tree) -> list[str]:
-    return [name for name, module in tree.items() if any(one.startswith(".") for one in imported(ast.walk(module)))]
+    return [name for name, module in tree.items() if any(one.startswith(".") for one in imported(module))]
 
 
 def cycles(tree: Tree) -> list[str]:
@@ -147,7 +154,7 @@ def deepspeed_elsewhere(tree: Tree) -> list[str]:
     found = []
     for name, module in tree.items():
         known = (PREFIX, *allowed.get(name, ()), *allowed.get(layer(name), ()))
-        others = [one for one in imported(ast.walk(module)) if below(one, "deepspeed") and not below(one, *known)]
+        others = [one for one in imported(module) if below(one, "deepspeed") and not below(one, *known)]
         others += [one for one in mentions(module) if below(one, "deepspeed.runtime")]
         if others and layer(name) != "zero":
             found.append(f"{name} mentions {sorted(set(others))}")
@@ -157,7 +164,7 @@ def deepspeed_elsewhere(tree: Tree) -> list[str]:
 def other_libraries(tree: Tree) -> list[str]:
     found = []
     for name, module in tree.items():
-        tops = {layer(one) for one in imported(ast.walk(module))} - sys.stdlib_module_names - {"deepspeed", ""}
+        tops = {layer(one) for one in imported(module)} - sys.stdlib_module_names - {"deepspeed", ""}
         allowed = set() if name == "matrices.block" else LIBRARIES.get(layer(name), {"torch"})
         found += [f"{name} imports {one}" for one in sorted(tops - allowed)]
     return found
@@ -280,9 +287,9 @@ def module_level(module: ast.Module) -> Iterator[ast.AST]:
 
 def test_the_hook_imports_neither_torch_nor_deepspeed_on_import() -> None:
     shim = ast.parse(SHIM.read_text())
-    names = {layer(name) for name in imported(module_level(shim))}
+    names = {layer(name) for name in imported_by(module_level(shim))}
     assert names <= sys.stdlib_module_names
-    assert {layer(name) for name in imported(ast.walk(shim))} - names == {"deepspeed"}, "imported when it is called"
+    assert {layer(name) for name in imported(shim)} - names == {"deepspeed"}, "imported when it is called"
 
 
 def test_what_the_package_exports_is_documented() -> None:
@@ -308,6 +315,6 @@ def test_every_source_has_its_licence_and_leaves_stocks_update_alone(path: Path)
 def test_no_test_imports_another() -> None:
     """What they share is in `helpers`."""
     files = {path.stem: path for path in (ROOT / "tests").rglob("test_*.py")}
-    found = {path.name: {layer(n) for n in imported(ast.walk(ast.parse(path.read_text())))} for path in files.values()}
+    found = {path.name: {layer(n) for n in imported(ast.parse(path.read_text()))} for path in files.values()}
     assert {name: names & files.keys() for name, names in found.items() if names & files.keys()} == {}
     assert len(files) == len(list((ROOT / "tests").rglob("test_*.py"))), "two files have one name"

@@ -377,6 +377,7 @@ def test_stocks_rates_give_square_matrices_the_updates_of_ours() -> None:
 # ---- one GPU --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_the_exchange_on_one_rank(results: Path) -> None:
     """Every matrix goes from the rank to itself through the process group, and the weights get the same bits."""
     text = gpu.gpu(parts=("exchange",), device="cpu", quick=True, output="test")
