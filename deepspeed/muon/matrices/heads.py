@@ -67,22 +67,25 @@ def is_projection(leaf: str) -> bool:
     return leaf.lower() in QUERIES | KEYS_AND_VALUES | FUSED | LATENT
 
 
-def cut_by_head(leaf: str, shape: Sequence[int], is_transposed: bool, heads: Heads) -> Cut:
+def cut_by_head(leaf: str, outputs: int, axis: int, heads: Heads) -> Cut:
     """How the projection is cut into its heads.
 
     Args:
         leaf: the name of its module.
-        is_transposed: whether the columns are the outputs.
+        outputs: how many it has, along ``axis``.
 
     Raises:
         ValueError: its outputs are not whole heads, or fit several widths.
     """
-    axis = 1 if is_transposed else 0
-    fitting = {sizes for sizes in _candidates(leaf.lower(), heads, shape[axis]) if sum(sizes) == shape[axis]}
+    fitting = {sizes for sizes in _candidates(leaf.lower(), heads, outputs) if sum(sizes) == outputs}
     if len(fitting) == 1:
         return Cut(fitting.pop(), axis)
     what = "could be heads of several widths" if fitting else "are not whole heads"
-    raise ValueError(f"its {shape[axis]} outputs {what}; {_known_heads(heads)}")
+    latent = f", latent widths {heads.nope} + {heads.rope} and {heads.value}" if heads.nope else ""
+    raise ValueError(
+        f"its {outputs} outputs {what}; the model has {heads.queries} query and {heads.keys} key-value heads of width "
+        f"{heads.width}{latent}"
+    )
 
 
 def _candidates(leaf: str, heads: Heads, outputs: int) -> Iterator[tuple[int, ...]]:
@@ -96,17 +99,7 @@ def _candidates(leaf: str, heads: Heads, outputs: int) -> Iterator[tuple[int, ..
         yield (heads.nope + heads.rope,) * count
 
 
-def _known_heads(heads: Heads) -> str:
-    latent = f", latent widths {heads.nope} + {heads.rope} and {heads.value}" if heads.nope else ""
-    return f"the model has {heads.queries} query and {heads.keys} key-value heads of width {heads.width}{latent}"
-
-
-def config_or_module(model: nn.Module, attention: nn.Module | None) -> Heads | None:
-    """The heads by the model's config, else by the module that holds the projection."""
-    return heads_of(getattr(model, "config", None)) or heads_of(attention)
-
-
-def possible_heads(model: nn.Module, owner: nn.Module | None) -> Iterator[Heads]:
+def possible_heads(model: nn.Module, owner: nn.Module) -> Iterator[Heads]:
     """The heads by the attention's own config, by the attention and by the model's config, as far as each is known."""
     sources = (getattr(owner, "config", None), owner, getattr(model, "config", None))
     return (heads for heads in map(heads_of, sources) if heads)
