@@ -20,7 +20,7 @@ from deepspeed.muon.matrices.routing import MatrixSpec, route
 from deepspeed.muon.param_groups import check_options, split_groups
 from deepspeed.muon.plan.owners import CostModel, assign, is_worth_sharing
 from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard
-from deepspeed.muon.plan.plan import bucket_limit
+from deepspeed.muon.plan.plan import _rounds, bucket_limit
 
 #: Stages 1 and 2 pad each flat group to a multiple of this many elements per rank (``nccl_start_alignment_factor``).
 FLAT_ALIGNMENT = 2
@@ -205,8 +205,8 @@ def step_cost(part: StepPart, cost: CostModel) -> StepCost:
     flops = [0.0] * part.world_size
     for count, owner in zip(operations, owners, strict=True):
         flops[owner] += count
-    chunks = _chunks_by_owner(items, owners, bucket_limit(items, part.world_size, part.copies, cost))
-    rounds = max(chunks, default=0)
+    buckets = _rounds(items, owners, part.world_size, bucket_limit(items, part.world_size, part.copies, cost))
+    broadcasts, rounds = sum(len({owner for owner, _ in bucket}) for bucket in buckets), len(buckets)
     traffic = (_broadcasts if part.copies > 1 else _traffic)(items, owners, part.world_size)
     return StepCost(
         part=part,
@@ -214,7 +214,7 @@ def step_cost(part: StepPart, cost: CostModel) -> StepCost:
         flops=flops,
         sent_bytes=[count * cost.bytes_per_element for count in traffic.sent],
         rounds=rounds,
-        collectives=(sum(chunks) if part.copies > 1 else 2 * rounds) * any(traffic.sent),
+        collectives=(broadcasts if part.copies > 1 else 2 * rounds) * any(traffic.sent),
         messages=traffic.messages(rounds * (part.world_size - 1)),
         runs=max(traffic.runs, default=0),
         least_bytes=traffic.least * cost.bytes_per_element / part.world_size,
@@ -269,19 +269,3 @@ def _traffic(items: Sequence[PlacedBlock], owners: Sequence[int], world_size: in
             traffic.there[rank] += count
             traffic.runs[rank] += count
     return traffic
-
-
-def _chunks_by_owner(items: Sequence[PlacedBlock], owners: Sequence[int], limit: int) -> list[int]:
-    """Number of buckets of each owner: its matrices, largest first, in chunks of at most ``limit`` elements."""
-    owned: dict[int, list[int]] = {}
-    for item, owner in zip(items, owners, strict=True):
-        owned.setdefault(owner, []).append(item.block.numel)
-    return [_chunks(sorted(sizes, reverse=True), limit) for sizes in owned.values()]
-
-
-def _chunks(sizes: Sequence[int], limit: int) -> int:
-    count, filled = 1, 0
-    for size in sizes:
-        is_full = filled > 0 and filled + size > limit
-        count, filled = count + is_full, size if is_full else filled + size
-    return count
