@@ -31,15 +31,9 @@ from deepspeed.muon.version import __version__
 from deepspeed.muon.zero.checkpoint.from_stock import convert
 from deepspeed.muon.zero.read_config import Settings, read_settings
 
-USER_ERRORS = (
-    *(errors.ImportStateError, errors.ModelError, errors.MuonConfigError),
-    *(errors.RuleError, errors.SettingsError, errors.UnsupportedError),
-)
-#: What to add about the methods in the table, by ``ns_tuning``.
-MEASURED_LATER = {
-    "shipped": (),
-    "measured": ("methods are the shipped rule's; under ns_tuning: measured, rank 0 may choose others at start",),
-}
+USER_ERRORS: tuple[type[Exception], ...] = (errors.ImportStateError, errors.ModelError, errors.MuonConfigError)
+USER_ERRORS += (errors.RuleError, errors.SettingsError, errors.UnsupportedError)
+MEASURED_LATER = "methods are the shipped rule's; under ns_tuning: measured, rank 0 may choose others at start"
 ASSUMED = "owners are balanced for {}; one user group of all trainable parameters"
 MEASURED = "also milliseconds, from rates measured here on the device of --device in about 10 s"
 
@@ -127,14 +121,12 @@ def _import(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def _plan(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    collects = gc.isenabled()
     gc.disable()  # Millions of small objects, all of which live to the end.
     try:
         facts = plan_facts(args, read_settings(args.config, args.world_size, args.stage))
         return facts, "" if args.json else plan_text(facts)
     finally:
-        if collects:
-            gc.enable()
+        gc.enable()
 
 
 def plan_facts(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
@@ -173,7 +165,7 @@ def plan_facts(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
         "planning_seconds": round(found.planning_seconds, 3),
         "stock_clipping": stock_clipping(halves, settings.gradient_clipping),
         "assumptions": [ASSUMED.format("a CPU on gloo" if args.device == "cpu" else "an accelerator on its fabric")],
-        "notes": [*settings.notes, *MEASURED_LATER[config.ns_tuning]],
+        "notes": [*settings.notes, *([MEASURED_LATER] if config.ns_tuning == "measured" else [])],
     }
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import platform
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -45,7 +45,7 @@ def environment() -> dict[str, Any]:
         "backends": backends(),
         "ns_rule": {"for": kind, **dataclasses.asdict(shipped()[kind])},
     }
-    problems = _problems(facts)
+    problems = list(_problems(facts))
     return facts | {"problems": problems, "ok": not problems}
 
 
@@ -65,15 +65,14 @@ def _activation() -> dict[str, Any]:
     return {"entry_point_registered": registered, "automatic": automatic, "switches": switches}
 
 
-def _problems(facts: dict[str, Any]) -> list[str]:
-    found = [f"seam missing: {name}" for name, state in facts["seams"].items() if state == "missing"]
+def _problems(facts: dict[str, Any]) -> Iterator[str]:
+    yield from (f"seam missing: {name}" for name, state in facts["seams"].items() if state == "missing")
     if not facts["activation"]["entry_point_registered"]:
-        found.append(f"the entry point {ENTRY_NAME} of group {ENTRY_GROUP} is not registered: install deepspeed-muon")
+        yield f"the entry point {ENTRY_NAME} of group {ENTRY_GROUP} is not registered: install deepspeed-muon"
     if not any(facts["backends"].values()):
-        found.append("torch has neither gloo nor nccl")
+        yield "torch has neither gloo nor nccl"
     if facts["accelerator"]["kind"] == "cuda" and not facts["backends"]["nccl"]:
-        found.append("torch sees a GPU, but was built without nccl")
-    return found
+        yield "torch sees a GPU, but was built without nccl"
 
 
 def _seam_rows(states: Mapping[str, str]) -> list[list[str]]:

@@ -25,12 +25,7 @@ def rows_of(
 ) -> list[dict[str, Any]]:
     """One row per parameter, or per set of parameters that differ only in layer numbers and owners.
 
-    Args:
-        halves: the optimizer's parameter groups.
-        costs: of the Muon parts.
-        schedule: of Newton-Schulz.
-        kind: of :func:`deepspeed.muon.math.choice.kind_of`.
-        fold: whether to fold repeated layers into one row.
+    ``costs``: of the Muon parts. ``kind``: of :func:`deepspeed.muon.math.choice.kind_of`.
 
     Returns:
         Rows with ``name``, ``count``, ``shape``, ``rule``, ``reason``, ``blocks``, ``scales`` and ``methods`` of the

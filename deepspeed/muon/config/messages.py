@@ -47,33 +47,26 @@ def explain(
 
     Args:
         item: an error from ``pydantic.ValidationError.errors``.
-        params: what was given.
-        known: the keys that may be given.
+        params: what was given; ``known``: the keys that may be given; ``allowed``: by key, the allowed values.
         where: what stands before the key.
-        allowed: by key, the allowed values.
     """
+    own = str(item.get("msg")).removeprefix("Value error, ")
     if not item["loc"]:
-        return f"{where}{_own_message(item)}"
+        return f"{where}{own}"
     key = str(item["loc"][0])
-    value = params.get(key)
+    value, peer = params.get(key), PEERS.get(key.lower(), "")
     if key in ADVICE:
-        return f"{where}{key}: got {value!r}; {ADVICE[key]}"
-    if item["type"] == "extra_forbidden":
-        return f"{where}{key}: got {value!r}; unknown key, {_nearest_key(key, known)}"
-    if item["type"] == "not_here":
+        text = ADVICE[key]
+    elif item["type"] == "not_here":
         return f"{where}{key}: set it in optimizer.params, for all groups; a group may set {', '.join(known)}"
-    return f"{where}{key}: got {value!r}; {_special(key, value) or _expected(item, value, allowed[key])}"
-
-
-def _own_message(item: Mapping[str, Any]) -> str:
-    return str(item["msg"]).removeprefix("Value error, ")
-
-
-def _nearest_key(key: str, known: Sequence[str]) -> str:
-    peer = PEERS.get(key.lower(), "")
-    if peer in known:
-        return f"did you mean {peer}?"
-    return did_you_mean(key.lower(), known, f"known keys: {', '.join(known)}", cutoff=0.5)
+    elif item["type"] == "extra_forbidden":
+        near = did_you_mean(key.lower(), known, f"known keys: {', '.join(known)}", cutoff=0.5)
+        text = "unknown key, " + (f"did you mean {peer}?" if peer in known else near)
+    elif not (text := _special(key, value)):
+        choices = re.findall(r"'([^']+)'", str(item.get("ctx", {}).get("expected", "")))
+        hint = did_you_mean(value, choices, "", quote="'") if isinstance(value, str) else ""
+        text = own if item["type"] == "value_error" else "; ".join(filter(None, [f"expected {allowed[key]}", hint]))
+    return f"{where}{key}: got {value!r}; {text}"
 
 
 def _special(key: str, value: Any) -> str:
@@ -87,12 +80,3 @@ def _special(key: str, value: Any) -> str:
         who = FILLED_BY.get(key, "nothing fills in")
         return f"{who} this 'auto'; write a value or remove the key"
     return ""
-
-
-def _expected(item: Mapping[str, Any], value: Any, allowed: str) -> str:
-    """The message of our own validator, else what is allowed and the nearest of the choices."""
-    if item["type"] == "value_error":
-        return _own_message(item)
-    choices = re.findall(r"'([^']+)'", str(item.get("ctx", {}).get("expected", "")))
-    hint = did_you_mean(value, choices, "", quote="'") if isinstance(value, str) else ""
-    return "; ".join(filter(None, [f"expected {allowed}", hint]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -116,7 +117,7 @@ class MuonConfig(BaseModel):
     @property
     def matrix_options(self) -> MatrixOptions:
         """The options of routing and splitting."""
-        return MatrixOptions.of(self)
+        return MatrixOptions(**{field.name: getattr(self, field.name) for field in fields(MatrixOptions)})
 
     @property
     def scale(self) -> str:
@@ -221,18 +222,18 @@ def parse(params: Mapping[str, Any] | None, where: str = SECTION, known: tuple[s
         MuonConfigError: names every wrong key, its value, what is allowed and, for an unknown key, the nearest one.
     """
     given = {key: value for key, value in (params or {}).items() if value is not None}
-    fields = MuonConfig.model_fields
-    known = known or tuple(fields)
+    described = MuonConfig.model_fields
+    known = known or tuple(described)
     strange = [key for key in given if key not in known]
     errors: list[dict[str, Any]] = [
-        {"loc": (key,), "type": "not_here" if key in fields else "extra_forbidden"} for key in strange
+        {"loc": (key,), "type": "not_here" if key in described else "extra_forbidden"} for key in strange
     ]
     try:
         config = MuonConfig(**{key: value for key, value in given.items() if key in known})
     except ValidationError as error:
         errors += [dict(item) for item in error.errors()]
     if errors:
-        allowed = {key: types.allowed(field) for key, field in fields.items()}
+        allowed = {key: types.allowed(field) for key, field in described.items()}
         lines = dict.fromkeys(explain(item, given, known, where, allowed) for item in errors)
         raise MuonConfigError("\n".join(lines)) from None
     return config

@@ -58,12 +58,8 @@ class Estimate:
 def estimate(halves: Sequence[Half], layout: Layout, schedule: Schedule, itemsize: int, device_type: str) -> Estimate:
     """Plan a step for all ranks.
 
-    Args:
-        halves: the optimizer's parameter groups.
-        layout: how ZeRO cuts them.
-        schedule: of Newton-Schulz.
-        itemsize: bytes of one element of Newton-Schulz and its exchange.
-        device_type: ``cpu``, or an accelerator's; owners are balanced for it.
+    ``itemsize``: bytes of one element of Newton-Schulz and its exchange. Owners are balanced for ``device_type``:
+    ``cpu``, or an accelerator's.
     """
     began = time.perf_counter()
     parts = lay_out(halves, layout)

@@ -73,15 +73,11 @@ def halves_of(model: nn.Module, config: MuonConfig) -> list[Half]:
 
 @dataclass(frozen=True)
 class Layout:
-    """How ZeRO cuts parameter groups.
+    """How ZeRO cuts parameter groups, by stage, 0 to 3, and number of data-parallel ranks.
 
-    Args:
-        stage: 0 to 3.
-        world_size: number of data-parallel ranks.
-        sub_group_size: elements of one rank in one sub-group, at stage 3.
-        round_robin: ``round_robin_gradients``, at stages 1 and 2.
-        alignment: each parameter starts at a multiple of this many elements, at stages 1 and 2
-            (``parameter_alignment``).
+    ``sub_group_size``: elements of one rank in one sub-group, at stage 3. ``round_robin``: ``round_robin_gradients``.
+    ``alignment``: each parameter starts at a multiple of this many elements (``parameter_alignment``). The last two act
+    at stages 1 and 2.
     """
 
     stage: int
@@ -93,14 +89,16 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class StepPart:
-    """The part of a group that one call of ``step`` updates: all of it, or one sub-group of stage 3."""
+    """The part of a group that one call of ``step`` updates: all of it, or one sub-group of stage 3.
+
+    ``tensors``, ``numel``: tensors on one rank and their elements, padding included; equal on all ranks.
+    ``world_size``: ranks that share the elements or, at stage 0, where every rank holds all of them, the Newton-Schulz.
+    """
 
     half: Half
     shards: tuple[Shard, ...]
-    #: Tensors on one rank, and their elements, padding included; equal on all ranks.
     tensors: int
     numel: int
-    #: Ranks that share the elements or, at stage 0, where every rank holds all of them, the Newton-Schulz; else 1.
     world_size: int
 
     @property
@@ -173,25 +171,24 @@ def _up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """What one Muon part costs in a step. Lists are by rank; bytes and messages count both ways."""
+    """What one Muon part costs in a step. Lists are by rank; bytes and messages count both ways.
+
+    ``owners``: the rank that orthogonalizes each matrix of the part. ``flops``: floating-point operations of
+    Newton-Schulz; ``heaviest``: those of the most expensive matrix. ``rounds``: of the exchange. ``collectives``: two
+    all-to-alls per round, or one broadcast per round and owner; 0 if nothing is sent. ``messages``: of the busiest
+    rank, one per round and rank that it sends anything to. ``runs``: pieces of matrices on the rank that holds most of
+    them. ``least_bytes``: the mean of ``sent_bytes`` if each matrix were gathered by the rank that holds most of it.
+    """
 
     part: StepPart
-    #: The rank that orthogonalizes each matrix of the part.
     owners: list[int]
-    #: Floating-point operations of Newton-Schulz.
     flops: list[float]
     sent_bytes: list[int]
-    #: Rounds of the exchange.
     rounds: int
-    #: Collective calls: two all-to-alls per round, or one broadcast per round and owner; 0 if nothing is sent.
     collectives: int
-    #: Messages of the busiest rank: one per round and rank that it sends anything to.
     messages: int
-    #: Pieces of matrices on the rank that holds most of them.
     runs: int
-    #: The mean of ``sent_bytes`` if each matrix were gathered by the rank that holds most of it.
     least_bytes: float
-    #: Operations of the most expensive matrix.
     heaviest: float
 
 

@@ -82,7 +82,32 @@ def measure(
         for spec in half.specs
         for block in spec.blocks
     )
-    rates = _newton_schulz(shapes, schedule, dtype, device, kernels, world_size, seconds)
+    work, rates, end = Workspace(), [], time.perf_counter() + seconds
+
+    def pace_of(batch: int, rows: int, cols: int, method: str, calls: int) -> float:
+        """Seconds per operation, the median of some calls after one that is not counted."""
+        x = torch.randn(batch, rows, cols, device=device).to(dtype)
+        taken = _median(lambda: orthogonalize(x, schedule, method, work=work, kernels=kernels), device, calls)
+        return taken / (batch * flops(rows, cols, schedule, method))
+
+    # The cheap shapes first; each has an equal share of the time that is left.
+    order = sorted(shapes, key=lambda shape: (flops(shape[0], shape[1], schedule, shape[2]), shape))
+    bucket = (CPU_BUCKET_BYTES if device.type == "cpu" else BUCKET_BYTES) // dtype.itemsize
+    for index, (rows, cols, method) in enumerate(order):
+        count, share = shapes[rows, cols, method], (end - time.perf_counter()) / (len(order) - index)
+        # Small matrices are slower per operation, so from copies divided by a power of two the size doubles while
+        # the next one fits into half of the share by the pace of the last. Then a batch is timed.
+        halvings = max(0, math.ceil(math.log2(min(rows, cols) / SMALL)))
+        size, *larger = [(max(1, rows >> k), max(1, cols >> k)) for k in range(halvings, -1, -1)]
+        pace = pace_of(1, *size, method, 1)
+        for following in larger:
+            if CALLS * pace * flops(*following, schedule, method) >= share / 2:
+                break
+            size, pace = following, pace_of(1, *following, method, 1)
+        fitting = int(share / 2 / CALLS / (pace * flops(*size, schedule, method)))
+        batch = max(1, min(-(-count // world_size), bucket // (rows * cols), fitting))
+        tflops = 1e-12 / pace_of(batch, *size, method, CALLS - 1)
+        rates.append(ShapeRate(rows=rows, cols=cols, count=count, method=method, run_as=(batch, *size), tflops=tflops))
     operations = [rate.count * flops(rate.rows, rate.cols, schedule, rate.method) for rate in rates]
     spent = sum(count / rate.tflops for count, rate in zip(operations, rates, strict=True))
     muon = next(half for half in halves if half.use_muon)
@@ -95,47 +120,6 @@ def measure(
         network=None,
     )
     return machine, rates
-
-
-def _newton_schulz(
-    shapes: Counter[tuple[int, int, str]],
-    schedule: Schedule,
-    dtype: torch.dtype,
-    device: torch.device,
-    kernels: Operations,
-    world_size: int,
-    seconds: float,
-) -> list[ShapeRate]:
-    """One rate per shape, the cheap ones first; each has an equal share of the time that is left."""
-    work, found, end = Workspace(), [], time.perf_counter() + seconds
-
-    def pace_of(batch: int, rows: int, cols: int, method: str, calls: int) -> float:
-        """Seconds per operation, the median of some calls after one that is not counted."""
-        x = torch.randn(batch, rows, cols, device=device).to(dtype)
-        taken = _median(lambda: orthogonalize(x, schedule, method, work=work, kernels=kernels), device, calls)
-        return taken / (batch * flops(rows, cols, schedule, method))
-
-    order = sorted(shapes, key=lambda shape: (flops(shape[0], shape[1], schedule, shape[2]), shape))
-    bucket = CPU_BUCKET_BYTES if device.type == "cpu" else BUCKET_BYTES
-    for index, (rows, cols, method) in enumerate(order):
-        count, share = shapes[rows, cols, method], (end - time.perf_counter()) / (len(order) - index)
-        # Small matrices are slower per operation, so from copies divided by a power of two the size doubles while
-        # the next one fits into half of the share by the pace of the last. Then a batch is timed.
-        scale = max(1, 2 ** math.ceil(math.log2(min(rows, cols) / SMALL)))
-        pace = pace_of(1, *_divided(rows, cols, scale), method, 1)
-        while scale > 1 and CALLS * pace * flops(*_divided(rows, cols, scale // 2), schedule, method) < share / 2:
-            scale //= 2
-            pace = pace_of(1, *_divided(rows, cols, scale), method, 1)
-        size = _divided(rows, cols, scale)
-        fitting = int(share / 2 / CALLS / (pace * flops(*size, schedule, method)))
-        batch = max(1, min(-(-count // world_size), bucket // (rows * cols * dtype.itemsize), fitting))
-        tflops = 1e-12 / pace_of(batch, *size, method, CALLS - 1)
-        found.append(ShapeRate(rows=rows, cols=cols, count=count, method=method, run_as=(batch, *size), tflops=tflops))
-    return found
-
-
-def _divided(rows: int, cols: int, scale: int) -> tuple[int, int]:
-    return max(1, rows // scale), max(1, cols // scale)
 
 
 def _muon_pass(numel: int, half: Half, dtype: torch.dtype, device: torch.device, kernels: Operations) -> float:

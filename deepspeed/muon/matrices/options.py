@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
 
 from deepspeed.muon.matrices.block import Cut
 
@@ -23,11 +22,6 @@ class MatrixOptions:
     muon_fused: str = "split"
     per_head_muon: bool = False
     tp_mode: str = "whole"
-
-    @classmethod
-    def of(cls, config: Any) -> MatrixOptions:
-        """The options in a :class:`deepspeed.muon.config.schema.MuonConfig`."""
-        return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
 
 
 DEFAULT_OPTIONS = MatrixOptions()
