@@ -34,7 +34,6 @@ from deepspeed.muon.zero.read_config import Settings, read_settings
 USER_ERRORS: tuple[type[Exception], ...] = (errors.ImportStateError, errors.ModelError, errors.MuonConfigError)
 USER_ERRORS += (errors.RuleError, errors.SettingsError, errors.UnsupportedError)
 MEASURED_LATER = "methods are the shipped rule's; under ns_tuning: measured, rank 0 may choose others at start"
-ASSUMED = "owners are balanced for {}; one user group of all trainable parameters"
 MEASURED = "also milliseconds, from rates measured here on the device of --device in about 10 s"
 
 
@@ -148,6 +147,7 @@ def plan_facts(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
         raise errors.ModelError(f"--model {args.model!r}: {error}") from None
     found = estimate(halves, layout, config.schedule, dtype.itemsize, args.device)
     kind = kind_of(args.device, dtype.itemsize)
+    where = "a CPU on gloo" if args.device == "cpu" else "an accelerator on its fabric"
     return {
         "version": __version__,
         "model": args.model,
@@ -164,7 +164,7 @@ def plan_facts(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
         "measured": _measured(found, settings, dtype, device) if args.measured else None,
         "planning_seconds": round(found.planning_seconds, 3),
         "stock_clipping": stock_clipping(halves, settings.gradient_clipping),
-        "assumptions": [ASSUMED.format("a CPU on gloo" if args.device == "cpu" else "an accelerator on its fabric")],
+        "assumptions": [f"owners are balanced for {where}; one user group of all trainable parameters"],
         "notes": [*settings.notes, *([MEASURED_LATER] if config.ns_tuning == "measured" else [])],
     }
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -84,15 +84,12 @@ def _ranges(values: Sequence[int]) -> str:
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
     """Rows as lines, columns padded to their widest cell; the last column is left as it is."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    return "\n".join(
-        "  ".join([*(cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=True)), row[-1]]).rstrip()
-        for row in rows
-    )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths[-1] = 0
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def parameter_table(rows: Sequence[dict[str, Any]], world_size: int) -> str:
-    """The rows of :func:`rows_of` for a terminal."""
+def _parameter_table(rows: Sequence[dict[str, Any]], world_size: int) -> str:
     lines = [
         (
             row["name"] + (f" x{row['count']:,}" if row["count"] > 1 else ""),
@@ -133,49 +130,36 @@ def plan_text(facts: dict[str, Any]) -> str:
     halves = [f"{half['parameters']:,} parameters in {half['tensors']:,} tensors" for half in totals.values()]
     where = "in the host's memory" if facts["offload"] else "on the device"
     flop = {key: quantity(value * 1e9, "FLOP") for key, value in ranks["newton_schulz_gflop"].items()}
+    imbalance = f"imbalance {ranks['imbalance']:.3f} (max over mean); heaviest matrix {flop['heaviest_matrix']}"
     lines = [
         ("Muon", f"{halves[0]}, {totals['muon']['matrices']:,} matrices"),
         ("AdamW", halves[1]),
         ("optimizer state per rank", f"{quantity(ranks['state_bytes']['max'])} on every rank, {where}"),
         ("sent per rank and step", _sent(facts)),
-        (
-            "Newton-Schulz per rank",
-            f"mean {flop['mean']}, max {flop['max']}; imbalance {ranks['imbalance']:.3f} (max over mean); "
-            f"heaviest matrix {flop['heaviest_matrix']}",
-        ),
-        *_measured(facts),
+        ("Newton-Schulz per rank", f"mean {flop['mean']}, max {flop['max']}; {imbalance}"),
+        *_measured(facts["measured"]),
         ("planning", f"{facts['planning_seconds']:.2f} s"),
         ("coming from stock", _clipping(facts["stock_clipping"])),
     ]
     head = f"{facts['model']}, stage {facts['stage']}, {facts['world_size']:,} ranks, adjust_lr_fn {facts['scale']}"
-    table = parameter_table(facts["parameters"], facts["world_size"])
+    table = _parameter_table(facts["parameters"], facts["world_size"])
     notes = [f"  {note}" for note in (*facts["assumptions"], *facts["notes"])]
     return "\n".join([head, "", table, "", aligned(lines), "", "assumptions", *notes])
 
 
-def _measured(facts: dict[str, Any]) -> list[tuple[str, str]]:
+def _measured(found: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
     """The lines of ``--measured``: what a step takes at the rates of this process, and how each shape was timed."""
-    found = facts["measured"]
     if found is None:
-        return []
-    machine, step = found["machine"], found["step_ms"]
-    newton_schulz, elementwise = (
-        f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}" for value in (step["newton_schulz"], step["elementwise"])
-    )
-    lines = [
-        (
-            "step at measured rates",
-            f"Newton-Schulz {newton_schulz} ms on the busiest rank ({machine['tflops']:.3g} TFLOP/s), "
-            f"elementwise passes {elementwise} ms; without the exchange",
-        ),
-        ("measured on", f"{found['device']}, kernels {found['kernels']}, in {found['seconds']:.1f} s"),
-    ]
+        return
+    took = {key: f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}" for key, value in found["step_ms"].items()}
+    work = f"Newton-Schulz {took['newton_schulz']} ms on the busiest rank ({found['machine']['tflops']:.3g} TFLOP/s)"
+    yield "step at measured rates", f"{work}, elementwise passes {took['elementwise']} ms; without the exchange"
+    yield "measured on", f"{found['device']}, kernels {found['kernels']}, in {found['seconds']:.1f} s"
     for rate in found["shapes"]:
         batch, *size = rate["run_as"]
         smaller = "" if size == [rate["rows"], rate["cols"]] else f" of {size[0]} x {size[1]}, which stand for it"
         title = f"  {rate['rows']} x {rate['cols']}, {rate['method']}"
-        lines.append((title, f"{rate['tflops']:.3g} TFLOP/s, {batch} at a time{smaller}"))
-    return lines
+        yield title, f"{rate['tflops']:.3g} TFLOP/s, {batch} at a time{smaller}"
 
 
 def _sent(facts: dict[str, Any]) -> str:

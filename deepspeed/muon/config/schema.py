@@ -161,11 +161,7 @@ class MuonConfig(BaseModel):
         return next((lr for lr in candidates if lr), 0.0)
 
     def for_group(self, own: Mapping[str, Any], where: str) -> MuonConfig:
-        """The config of a parameter group with settings of its own, which override these.
-
-        Args:
-            own: the group's settings, keys of :data:`GROUP_KEYS`.
-            where: what error messages call the group.
+        """The config of a parameter group with ``own`` settings of :data:`GROUP_KEYS`; errors call it ``where``.
 
         Raises:
             MuonConfigError: a key that a group cannot set, or a wrong value.
@@ -214,9 +210,7 @@ def _first(*values: Any) -> Any:
 def parse(params: Mapping[str, Any] | None, where: str = SECTION, known: tuple[str, ...] = ()) -> MuonConfig:
     """Check ``optimizer.params``; null means the default.
 
-    Args:
-        where: what error messages put before a key.
-        known: the keys that may be set here; by default all.
+    ``where`` stands before a key in error messages. ``known``: the keys that may be set here; by default all.
 
     Raises:
         MuonConfigError: names every wrong key, its value, what is allowed and, for an unknown key, the nearest one.

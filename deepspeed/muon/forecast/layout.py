@@ -7,7 +7,6 @@ engine; owners come from the planner itself.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -58,14 +57,11 @@ def halves_of(model: nn.Module, config: MuonConfig) -> list[Half]:
     check_options(model, specs.values(), config)
     return [
         Half(
-            use_muon=group["use_muon"],
             specs=tuple(specs[param] for param in group["params"]),
-            ns_method=group.get("ns_method", "auto"),
-            adjust_lr_fn=group.get("adjust_lr_fn", "original"),
             rms_scale=config.rms_scale,
-            nesterov=group.get("nesterov", True),
             decays=bool(group["weight_decay"]),
             momentum_dtype=config.momentum_dtype,
+            **{key: group[key] for key in ("use_muon", "ns_method", "adjust_lr_fn", "nesterov") if key in group},
         )
         for group in split_groups(model.parameters(), specs, config).halves
     ]
@@ -143,9 +139,8 @@ def _flat(half: Half, layout: Layout) -> Iterator[StepPart]:
         order = tuple(spec for first in range(world_size) for spec in half.specs[first::world_size])
     offsets, end = [], 0
     for spec in order:
-        offset = _up(end, layout.alignment)
-        offsets.append(offset)
-        end = offset + spec.numel
+        offsets.append(_up(end, layout.alignment))
+        end = offsets[-1] + spec.numel
     span = _up(end, FLAT_ALIGNMENT * world_size) // world_size
     shards = tuple(Shard(spec, 0, Placement(offset, span, 0)) for spec, offset in zip(order, offsets, strict=True))
     yield StepPart(half=half, shards=shards, tensors=1, numel=span, world_size=world_size)
@@ -154,13 +149,13 @@ def _flat(half: Half, layout: Layout) -> Iterator[StepPart]:
 def _by_parameter(half: Half, layout: Layout) -> Iterator[StepPart]:
     """Each parameter cut over all ranks; a sub-group ends with the parameter that fills it."""
     world_size, limit = layout.world_size, layout.sub_group_size
-    sizes = [_up(spec.numel, world_size) // world_size for spec in half.specs]
     shards: list[Shard] = []
     base = 0
-    for index, (spec, size) in enumerate(zip(half.specs, sizes, strict=True)):
+    for count, spec in enumerate(half.specs, 1):
+        size = _up(spec.numel, world_size) // world_size
         shards.append(Shard(spec, 0, Placement(0, size, base)))
         base += size
-        if base >= limit or index == len(sizes) - 1:
+        if base >= limit or count == len(half.specs):
             yield StepPart(half=half, shards=tuple(shards), tensors=1, numel=base, world_size=world_size)
             shards, base = [], 0
 
@@ -204,6 +199,7 @@ def step_cost(part: StepPart, cost: CostModel) -> StepCost:
         flops[owner] += count
     buckets = _rounds(items, owners, part.world_size, bucket_limit(items, part.world_size, part.copies, cost))
     broadcasts, rounds = sum(len({owner for owner, _ in bucket}) for bucket in buckets), len(buckets)
+    most = rounds * (part.world_size - 1)
     traffic = (_broadcasts if part.copies > 1 else _traffic)(items, owners, part.world_size)
     return StepCost(
         part=part,
@@ -212,7 +208,8 @@ def step_cost(part: StepPart, cost: CostModel) -> StepCost:
         sent_bytes=[count * cost.bytes_per_element for count in traffic.sent],
         rounds=rounds,
         collectives=(broadcasts if part.copies > 1 else 2 * rounds) * any(traffic.sent),
-        messages=traffic.messages(rounds * (part.world_size - 1)),
+        # All that goes to one rank in one round is one message.
+        messages=max(min(a, most) + min(b, most) for a, b in zip(traffic.there, traffic.back, strict=True)),
         runs=max(traffic.runs, default=0),
         least_bytes=traffic.least * cost.bytes_per_element / part.world_size,
         heaviest=max(operations, default=0.0),
@@ -226,10 +223,6 @@ class _Traffic:
         self.sent, self.there, self.back = ([0] * world_size for _ in range(3))
         self.runs = [runs] * world_size
         self.least = 0  # elements that all ranks send together at least
-
-    def messages(self, most: int) -> int:
-        """Of the busiest rank, at most ``most`` each way: all that goes to one rank in one round is one message."""
-        return max(min(there, most) + min(back, most) for there, back in zip(self.there, self.back, strict=True))
 
 
 def _broadcasts(items: Sequence[PlacedBlock], owners: Sequence[int], copies: int) -> _Traffic:
@@ -248,19 +241,17 @@ def _traffic(items: Sequence[PlacedBlock], owners: Sequence[int], world_size: in
     Matrices that are cut alike, as all of one shape are at stage 3, are counted together.
     """
     traffic = _Traffic(world_size)
-    held_by: dict[tuple[Block, int, int], dict[int, int]] = {}
-    alike: Counter[tuple[Block, int, int]] = Counter()
+    alike: dict[tuple[Block, int, int], tuple[PlacedBlock, list[int]]] = {}
     for item, owner in zip(items, owners, strict=True):
         key = (item.block, item.shard.placement.origin, item.shard.placement.span)
-        if key not in held_by:
-            held_by[key] = {rank: item.held(rank) for rank in item.holders}
-        alike[key] += 1
-        traffic.sent[owner] += item.block.numel - 2 * held_by[key].get(owner, 0)
-        traffic.there[owner] -= owner in held_by[key]
-        traffic.back[owner] += len(held_by[key]) - (owner in held_by[key])
-    for key, count in alike.items():
-        held = held_by[key]
-        traffic.least += 2 * count * (key[0].numel - max(held.values()))
+        alike.setdefault(key, (item, []))[1].append(owner)
+    for item, owners_of_alike in alike.values():
+        held, numel, count = {rank: item.held(rank) for rank in item.holders}, item.block.numel, len(owners_of_alike)
+        for owner in owners_of_alike:
+            traffic.sent[owner] += numel - 2 * held.get(owner, 0)
+            traffic.there[owner] -= owner in held
+            traffic.back[owner] += len(held) - (owner in held)
+        traffic.least += 2 * count * (numel - max(held.values()))
         for rank, elements in held.items():
             traffic.sent[rank] += count * elements
             traffic.there[rank] += count

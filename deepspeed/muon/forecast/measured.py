@@ -68,20 +68,14 @@ def measure(
 
     Args:
         halves: the optimizer's parameter groups, at least one of Muon.
-        dtype: of Newton-Schulz.
-        device: where Newton-Schulz runs.
+        dtype, device: of Newton-Schulz.
         shard_device: where momentum and parameters are: the CPU with ZeRO-Offload.
-        kernels: the run's.
         world_size: ranks that share the matrices, which bounds how many of one shape an owner has in a batch.
     """
     kind = kind_of(device.type, dtype.itemsize)
-    shapes = Counter(
-        (block.rows, block.cols, choose_method(block.rows, block.cols, half.ns_method, kind))
-        for half in halves
-        if half.use_muon
-        for spec in half.specs
-        for block in spec.blocks
-    )
+    muon = [half for half in halves if half.use_muon]
+    blocks = [(block.rows, block.cols, half.ns_method) for half in muon for spec in half.specs for block in spec.blocks]
+    shapes = Counter((rows, cols, choose_method(rows, cols, method, kind)) for rows, cols, method in blocks)
     work, rates, end = Workspace(), [], time.perf_counter() + seconds
 
     def pace_of(batch: int, rows: int, cols: int, method: str, calls: int) -> float:
@@ -110,8 +104,7 @@ def measure(
         rates.append(ShapeRate(rows=rows, cols=cols, count=count, method=method, run_as=(batch, *size), tflops=tflops))
     operations = [rate.count * flops(rate.rows, rate.cols, schedule, rate.method) for rate in rates]
     spent = sum(count / rate.tflops for count, rate in zip(operations, rates, strict=True))
-    muon = next(half for half in halves if half.use_muon)
-    large, small = (_muon_pass(numel, muon, dtype, shard_device, kernels) for numel in (LARGE_RUN, SMALL_RUN))
+    large, small = (_muon_pass(numel, muon[0], dtype, shard_device, kernels) for numel in (LARGE_RUN, SMALL_RUN))
     machine = Machine(
         tflops=sum(operations) / spent,
         muon_ns=max(0.0, large - small) / LARGE_RUN * 1e9,
@@ -153,17 +146,11 @@ def _adamw_pass(numel: int, device: torch.device) -> float:
 @torch.no_grad()
 def _median(call: Callable[[], object], device: torch.device, calls: int) -> float:
     """Median seconds of a call, after one that is not counted."""
-    times = []
+    times, wait = [], torch.zeros((), device=device).item  # until the device has done what was launched
     for _ in range(calls + 1):
-        _wait(device)
+        wait()
         began = time.perf_counter()
         call()
-        _wait(device)
+        wait()
         times.append(time.perf_counter() - began)
     return statistics.median(times[1:])
-
-
-def _wait(device: torch.device) -> None:
-    """Until the device has done what was launched."""
-    if device.type != "cpu":
-        torch.zeros((), device=device).item()

@@ -19,9 +19,9 @@ from torch import nn
 
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.matrices.block import Block
-from deepspeed.muon.matrices.heads import is_projection
 from deepspeed.muon.matrices.options import DEFAULT_OPTIONS, MatrixOptions, first_match
 from deepspeed.muon.matrices.pipeline import outer_parameters, shared_parameters
+from deepspeed.muon.matrices.projections import is_projection
 from deepspeed.muon.matrices.splitting import Splitting, Use, is_convolution, is_stack, split_parameter
 from deepspeed.muon.matrices.tp_sharding import Sharding, local_shape, sharding_of, whole_shape
 
@@ -127,8 +127,10 @@ def route(model: nn.Module, options: MatrixOptions = DEFAULT_OPTIONS) -> dict[nn
         found = split_parameter(names, shape, uses[0], options, model) if decided.use_muon else Splitting()
         sharding = _sharding(names[0], param, decided.use_muon)
         if decided.use_muon and sharding and options.tp_mode == "shard":
-            found = _split_into_shards(found, sharding, uses[0].module)
-            sharding = None
+            rank: Any = uses[0].module.tp_index  # of which the shards are matrices of their own
+            held = tuple(part for block in found.blocks for part, _ in sharding.parts(block, rank))
+            text = ", ".join(filter(None, [found.split, "tensor-parallel shards, by tp_mode"]))
+            found, sharding = found._replace(blocks=held, split=text), None
         specs[param] = MatrixSpec(
             name=names[0],
             shape=local_shape(param),
@@ -157,13 +159,6 @@ def tag_parameters(model: nn.Module, specs: Mapping[nn.Parameter, MatrixSpec]) -
             routed = param in specs and specs[param].use_muon
             setattr(param, TAG, routed)
             setattr(param, ROUTED_TAG, routed)
-
-
-def _split_into_shards(found: Splitting, sharding: Sharding, module: Any) -> Splitting:
-    """What this rank of the tensor-parallel group holds of each block, as a matrix of its own."""
-    held = tuple(part for block in found.blocks for part, _ in sharding.parts(block, module.tp_index))
-    text = ", ".join(filter(None, [found.split, "tensor-parallel shards, by tp_mode"]))
-    return found._replace(blocks=held, split=text)
 
 
 def shapes_of(specs: Iterable[MatrixSpec]) -> Counter[tuple[int, int]]:

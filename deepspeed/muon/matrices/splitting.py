@@ -11,9 +11,8 @@ from torch import nn
 
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.matrices.block import Block, Cut, cut, flattened, matrices
-from deepspeed.muon.matrices.fused import cut_fused
-from deepspeed.muon.matrices.heads import cut_by_head, heads_of, is_projection
 from deepspeed.muon.matrices.options import MatrixOptions, first_match
+from deepspeed.muon.matrices.projections import cut_by_head, cut_fused, heads_of, is_projection
 
 
 def is_convolution(module: nn.Module) -> bool:
@@ -63,10 +62,7 @@ class Splitting(NamedTuple):
 def split_parameter(
     names: Sequence[str], shape: Sequence[int], use: Use, options: MatrixOptions, model: nn.Module
 ) -> Splitting:
-    """The matrices that Muon sees in a parameter.
-
-    Args:
-        names: of the parameter; a tied one has several.
+    """The matrices that Muon sees in a parameter of these names; a tied one has several.
 
     Raises:
         MuonConfigError: sizes that do not add up to the parameter's, or heads that are not known.
