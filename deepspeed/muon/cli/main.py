@@ -170,11 +170,7 @@ def plan_facts(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
 
 
 def _measured(found: Estimate, settings: Settings, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """Rates of this process and the milliseconds that follow from them.
-
-    Raises:
-        SettingsError: no such device.
-    """
+    """Rates of this process and the milliseconds that follow from them; a device that is not there is refused."""
     if device.type == "cuda" and not torch.cuda.is_available():
         raise errors.SettingsError("--measured: torch sees no GPU here; --device cpu measures this machine's CPU")
     config, shards = settings.config, torch.device("cpu") if settings.offload else device

@@ -169,8 +169,7 @@ class MuonConfig(BaseModel):
         own = {key: value for key, value in own.items() if value is not None}
         replaced = {key for general in own for key in REPLACES.get(general, ())} - own.keys()
         base = {key: getattr(self, key) for key in self.model_fields_set - replaced}
-        is_tuned = self.lr is not None or self._stock_tuning
-        if is_tuned and "adjust_lr_fn" not in own:
+        if (self.lr is not None or self._stock_tuning) and "adjust_lr_fn" not in own:
             base["adjust_lr_fn"] = self.scale
         base.pop("rms_scale", None)  # one value for all groups
         parse(own, where, GROUP_KEYS)

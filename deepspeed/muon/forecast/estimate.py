@@ -145,7 +145,6 @@ def stock_clipping(halves: Sequence[Half], gradient_clipping: float) -> dict[str
         ``gradient_clipping``, ``update_norm``, and ``divided_by``: 1 where nothing is clipped.
     """
     blocks = [block for half in halves for spec in half.specs for block in spec.blocks]
-    squares = (scale_factor("original", b.rows, b.cols) ** 2 * min(b.rows, b.cols) for b in blocks)
-    norm = math.sqrt(sum(squares))
+    norm = math.sqrt(sum(scale_factor("original", b.rows, b.cols) ** 2 * min(b.rows, b.cols) for b in blocks))
     factor = max(1.0, norm / gradient_clipping) if gradient_clipping > 0 else 1.0
     return {"gradient_clipping": gradient_clipping, "update_norm": norm, "divided_by": factor}

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -44,8 +43,7 @@ _SUGGESTIVE = re.compile(r"qkv|query_key_value|gate_up_proj$|^c_attn$|^in_proj_w
 QKV, KV, GATE_UP = "queries, keys and values", "keys and values", "gate and up"
 
 
-@dataclass(frozen=True)
-class Heads:
+class Heads(NamedTuple):
     """Numbers of heads and their widths; ``nope``, ``rope`` and ``value`` are widths of latent attention.
 
     A ``width`` of 0 means unknown; it then follows from the shape.

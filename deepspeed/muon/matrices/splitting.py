@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import nn
@@ -26,8 +25,7 @@ def is_stack(module: nn.Module, path: str, shape: Sequence[int]) -> bool:
     return len(shape) == 3 and min(shape[1:]) > 1 and any("expert" in name.lower() for name in names)
 
 
-@dataclass(frozen=True)
-class Use:
+class Use(NamedTuple):
     """One module that holds the parameter; a tied parameter has several. ``path`` is without wrappers."""
 
     name: str

@@ -62,11 +62,9 @@ def sharding_of(param: Any) -> Sharding | None:
         ValueError: the record does not describe the cut by rows or columns.
     """
     note = getattr(param, AUTOTP, None)
-    if not note:
-        if getattr(param, "tensor_model_parallel", False):
-            raise ValueError("it is marked tensor_model_parallel, but nothing says how it was cut")
-        return None
-    if note["replicated"]:
+    if not note and getattr(param, "tensor_model_parallel", False):
+        raise ValueError("it is marked tensor_model_parallel, but nothing says how it was cut")
+    if not note or note["replicated"]:
         return None
     axis, shape = note["partition_dim"], note["logical_shape"] or note["original_shape"]
     widths = note["sub_param_shard_widths"] or ([note["partition_sizes"]] if note["partition_sizes"] else [])
