@@ -128,11 +128,8 @@ def milliseconds(found: Estimate, machine: Machine) -> dict[str, float]:
 
 
 def _travel(cost: StepCost, network: Network) -> float:
-    most = max(cost.sent_bytes)
-    if not most:
-        return 0.0
-    waits = cost.collectives * network.latency_us + cost.messages * network.message_us
-    return most / (network.gbs * 1e6) + waits / 1e3
+    waits = cost.collectives * network.latency_us + cost.messages * network.message_us  # none where nothing is sent
+    return max(cost.sent_bytes) / (network.gbs * 1e6) + waits / 1e3
 
 
 def stock_clipping(halves: Sequence[Half], gradient_clipping: float) -> dict[str, float]:
