@@ -11,9 +11,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from deepspeed.muon.config.fields import GROUP_KEYS, SCALE_ALIASES, STOCK_TUNING_KEYS
+from deepspeed.muon.config.fields import GROUP_KEYS, SCALE_ALIASES, STOCK_TUNING_KEYS, allowed
 from deepspeed.muon.config.messages import PEERS
-from deepspeed.muon.config.schema import MuonConfig, facts
+from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.math.coefficients import NAMED
 from deepspeed.muon.math.scale import SCALES, update_rms
 
@@ -131,10 +131,10 @@ def default(value: object) -> str:
 
 def configuration() -> str:
     """The text of docs/configuration.md."""
-    allowed, units, sources = facts("allowed"), facts("unit"), facts("source")
     keys = [
-        (f"`{key}`", default(field.default), allowed[key], units[key], field.description or "", sources[key])
+        (f"`{key}`", default(field.default), allowed(field), extra["unit"], field.description or "", extra["source"])
         for key, field in MuonConfig.model_fields.items()
+        for extra in (field.json_schema_extra,)
     ]
     aliases = {name: [alias for alias, meant in SCALE_ALIASES.items() if meant == name] for name in SCALES}
     shapes = ((1024, 1024), (4096, 1024), (1024, 4096))

@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import difflib
 import gc
 import json
 import sys
@@ -17,17 +16,11 @@ from typing import Any, NoReturn
 
 import torch
 
+from deepspeed.muon import errors
 from deepspeed.muon.cli.model import EXPECTED, build
 from deepspeed.muon.cli.report import as_text, environment
 from deepspeed.muon.cli.tables import plan_text, rows_of
-from deepspeed.muon.errors import (
-    ImportStateError,
-    ModelError,
-    MuonConfigError,
-    RuleError,
-    SettingsError,
-    UnsupportedError,
-)
+from deepspeed.muon.config.messages import did_you_mean
 from deepspeed.muon.forecast.estimate import Estimate, estimate, milliseconds, per_rank, stock_clipping, totals
 from deepspeed.muon.forecast.layout import halves_of
 from deepspeed.muon.forecast.measured import measure
@@ -38,13 +31,9 @@ from deepspeed.muon.version import __version__
 from deepspeed.muon.zero.checkpoint.from_stock import convert
 from deepspeed.muon.zero.read_config import Settings, read_settings
 
-USER_ERRORS = (ImportStateError, ModelError, MuonConfigError, RuleError, SettingsError, UnsupportedError)
-#: What to add about the methods in the table, by ``ns_tuning``.
-MEASURED_LATER = {
-    "shipped": (),
-    "measured": ("methods are the shipped rule's; under ns_tuning: measured, rank 0 may choose others at start",),
-}
-ASSUMED = "owners are balanced for {}; one user group of all trainable parameters"
+USER_ERRORS: tuple[type[Exception], ...] = (errors.ImportStateError, errors.ModelError, errors.MuonConfigError)
+USER_ERRORS += (errors.RuleError, errors.SettingsError, errors.UnsupportedError)
+MEASURED_LATER = "methods are the shipped rule's; under ns_tuning: measured, rank 0 may choose others at start"
 MEASURED = "also milliseconds, from rates measured here on the device of --device in about 10 s"
 
 
@@ -54,10 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0; 1 where ``report`` misses something essential; 2 for a mistake of the user.
     """
-    arguments = sys.argv[1:] if arguments is None else arguments
-    top = parser()
-    _refuse_unknown_flags(top, arguments)
-    args = top.parse_args(arguments)
+    args = parser().parse_args(arguments)
     try:
         # Whatever the user's own code prints must not mix with the output.
         with contextlib.redirect_stdout(sys.stderr):
@@ -96,25 +82,20 @@ def parser() -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """Says what is wrong in one line, and which flag was meant."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse the unknown flags of a command before argparse misses others."""
+        known = list(self._option_string_actions)
+        otherwise = f"known: {' '.join(known)}"
+        for flag in () if self._subparsers else [argument.partition("=")[0] for argument in args]:
+            if flag.startswith("--") and not any(name.startswith(flag) for name in known):
+                self.error(f"unknown flag {flag}; {did_you_mean(flag, known, otherwise)}")
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
+        """One line and status 2."""
         self.exit(2, f"{self.prog}: {message}\n")
-
-
-def _refuse_unknown_flags(top: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
-    """Before argparse does, which would not name the flag that was meant."""
-    commands: dict[str, Any] = next(action.choices for action in top._actions if isinstance(action.choices, dict))
-    if not arguments or arguments[0] not in commands:
-        return
-    chosen = commands[arguments[0]]
-    known = list(chosen._option_string_actions)
-    for argument in arguments:
-        flag = argument.partition("=")[0]
-        if flag.startswith("--") and not any(name.startswith(flag) for name in known):
-            near = difflib.get_close_matches(flag, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known: {' '.join(known)}"
-            chosen.error(f"unknown flag {flag}; {hint}")
 
 
 def _positive(text: str) -> int:
@@ -139,14 +120,12 @@ def _import(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def _plan(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    collects = gc.isenabled()
     gc.disable()  # Millions of small objects, all of which live to the end.
     try:
         facts = plan_facts(args, read_settings(args.config, args.world_size, args.stage))
         return facts, "" if args.json else plan_text(facts)
     finally:
-        if collects:
-            gc.enable()
+        gc.enable()
 
 
 def plan_facts(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
@@ -162,12 +141,13 @@ def plan_facts(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
     model = build(args.model)
     try:
         halves = halves_of(model, config)
-    except MuonConfigError:
+    except errors.MuonConfigError:
         raise
     except ValueError as error:
-        raise ModelError(f"--model {args.model!r}: {error}") from None
+        raise errors.ModelError(f"--model {args.model!r}: {error}") from None
     found = estimate(halves, layout, config.schedule, dtype.itemsize, args.device)
     kind = kind_of(args.device, dtype.itemsize)
+    where = "a CPU on gloo" if args.device == "cpu" else "an accelerator on its fabric"
     return {
         "version": __version__,
         "model": args.model,
@@ -184,19 +164,15 @@ def plan_facts(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
         "measured": _measured(found, settings, dtype, device) if args.measured else None,
         "planning_seconds": round(found.planning_seconds, 3),
         "stock_clipping": stock_clipping(halves, settings.gradient_clipping),
-        "assumptions": [ASSUMED.format("a CPU on gloo" if args.device == "cpu" else "an accelerator on its fabric")],
-        "notes": [*settings.notes, *MEASURED_LATER[config.ns_tuning]],
+        "assumptions": [f"owners are balanced for {where}; one user group of all trainable parameters"],
+        "notes": [*settings.notes, *([MEASURED_LATER] if config.ns_tuning == "measured" else [])],
     }
 
 
 def _measured(found: Estimate, settings: Settings, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """Rates of this process and the milliseconds that follow from them.
-
-    Raises:
-        SettingsError: no such device.
-    """
+    """Rates of this process and the milliseconds that follow from them; a device that is not there is refused."""
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise SettingsError("--measured: torch sees no GPU here; --device cpu measures this machine's CPU")
+        raise errors.SettingsError("--measured: torch sees no GPU here; --device cpu measures this machine's CPU")
     config, shards = settings.config, torch.device("cpu") if settings.offload else device
     kernels = choose(missing(config.kernels, {device.type, shards.type}))
     began = time.perf_counter()

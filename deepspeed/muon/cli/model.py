@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib
 import importlib.util
 import sys
@@ -16,7 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.muon.config.messages import did_you_mean
 from deepspeed.muon.errors import ModelError
+from deepspeed.muon.zero.seams import replaced
 
 EXPECTED = (
     "expected a Hugging Face config.json or its folder, a model type such as llama, a name on the hub, "
@@ -35,45 +36,47 @@ def build(text: str) -> nn.Module:
         ModelError: there is no such thing, or it cannot be built.
     """
     source, colon, function = text.rpartition(":")
-    if colon and not Path(text).exists():
-        return _from_function(text, source, function)
-    return _from_hugging_face(text)
+    try:
+        if colon and not Path(text).exists():
+            return _from_function(source, function)
+        return _from_hugging_face(text)
+    except ModelError as error:
+        raise ModelError(f"--model {text!r}: {error}") from None
+
+
+@contextlib.contextmanager
+def _blaming(what: str) -> Iterator[None]:
+    """Whatever is raised inside becomes a ModelError of one line."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:
+        brief = (str(error).strip().splitlines() or [""])[0]
+        raise ModelError(f"{what} {type(error).__name__}: {brief}") from None
 
 
 @contextlib.contextmanager
 def _without_data() -> Iterator[None]:
     """Tensors get no storage, and ``torch.nn.init`` does nothing, as there is nothing to fill."""
     names = [name for name in vars(nn.init) if name.endswith("_") and not name.startswith("_")]
-    originals = {name: getattr(nn.init, name) for name in names}
-    for name in names:
-        setattr(nn.init, name, lambda tensor, *args, **kwargs: tensor)
-    try:
-        with torch.device("meta"):
-            yield
-    finally:
-        for name, original in originals.items():
-            setattr(nn.init, name, original)
+    fillers = dict.fromkeys(names, lambda original, tensor, *args, **kwargs: tensor)
+    with replaced(nn.init, **fillers), torch.device("meta"):
+        yield
 
 
-def _from_function(text: str, source: str, name: str) -> nn.Module:
-    try:
+def _from_function(source: str, name: str) -> nn.Module:
+    with _blaming(f"importing {source} raised"):
         module = _load(source)
-    except ModelError:
-        raise
-    except Exception as error:
-        raise ModelError(f"--model {text!r}: importing {source} raised {_brief(error)}") from None
     function = getattr(module, name, None)
     if not callable(function):
-        near = difflib.get_close_matches(name, [key for key, value in vars(module).items() if callable(value)], n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ModelError(f"--model {text!r}: {source} has no function {name!r}{hint}")
-    try:
-        with _without_data():
-            model = function()
-    except Exception as error:
-        raise ModelError(f"--model {text!r}: the function raised {_brief(error)}") from None
+        callables = [key for key, value in vars(module).items() if callable(value)]
+        hint = did_you_mean(name, callables, "")
+        raise ModelError("; ".join(filter(None, [f"{source} has no function {name!r}", hint])))
+    with _blaming("the function raised"), _without_data():
+        model = function()
     if not isinstance(model, nn.Module):
-        raise ModelError(f"--model {text!r}: the function returned {type(model).__name__}, expected a torch.nn.Module")
+        raise ModelError(f"the function returned {type(model).__name__}, expected a torch.nn.Module")
     return model
 
 
@@ -83,7 +86,7 @@ def _load(source: str) -> ModuleType:
         sys.path.insert(0, str(Path.cwd()))
         return importlib.import_module(source)
     if not path.is_file():
-        raise ModelError(f"--model: there is no file {source}")
+        raise ModelError(f"there is no file {source}")
     sys.path.insert(0, str(path.resolve().parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
@@ -96,18 +99,15 @@ def _from_hugging_face(text: str) -> nn.Module:
     try:
         import transformers
     except ImportError:
-        raise ModelError(f"--model {text!r}: needs the package transformers; {EXPECTED}") from None
+        raise ModelError(f"needs the package transformers; {EXPECTED}") from None
     config = _config(transformers, text)
-    try:
-        with _without_data():
-            try:
-                return transformers.AutoModelForCausalLM.from_config(config)
-            except ValueError as error:
-                if "Unrecognized configuration class" not in str(error):
-                    raise
-                return transformers.AutoModel.from_config(config)
-    except Exception as error:
-        raise ModelError(f"--model {text!r}: building {type(config).__name__} raised {_brief(error)}") from None
+    with _blaming(f"building {type(config).__name__} raised"), _without_data():
+        try:
+            return transformers.AutoModelForCausalLM.from_config(config)
+        except ValueError as error:
+            if "Unrecognized configuration class" not in str(error):
+                raise
+            return transformers.AutoModel.from_config(config)
 
 
 def _config(transformers: ModuleType, text: str) -> Any:
@@ -115,17 +115,13 @@ def _config(transformers: ModuleType, text: str) -> Any:
     exists = Path(text).exists()
     if not exists and text in types:
         return transformers.AutoConfig.for_model(text)
-    near = difflib.get_close_matches(text, types, n=1)
-    hint = f"did you mean {near[0]}?" if near else EXPECTED
     if not exists and (text.count("/") > 1 or text.endswith(".json") or text.startswith((".", "/"))):
-        raise ModelError(f"--model {text!r}: no such file or folder; {EXPECTED}")
+        raise ModelError(f"no such file or folder; {EXPECTED}")
     try:
-        return transformers.AutoConfig.from_pretrained(text)
-    except Exception as error:
+        with _blaming("its config cannot be read:"):
+            return transformers.AutoConfig.from_pretrained(text)
+    except ModelError:
         if exists or "/" in text:
-            raise ModelError(f"--model {text!r}: its config cannot be read: {_brief(error)}") from None
-        raise ModelError(f"--model {text!r}: no such file, folder, model type or name on the hub; {hint}") from None
-
-
-def _brief(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+            raise
+        hint = did_you_mean(text, types, EXPECTED)
+        raise ModelError(f"no such file, folder, model type or name on the hub; {hint}") from None

@@ -6,6 +6,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -25,39 +27,26 @@ SWITCHES = ("DS_MUON_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD")
 
 def environment() -> dict[str, Any]:
     """Versions, seams, activation and devices; ``problems`` lists essential things that are missing."""
-    deepspeed = _version("deepspeed")
-    oldest, newest = TESTED_DEEPSPEED
-    tested = deepspeed is not None and is_tested(deepspeed)
+    versions = {name: _version(name) for name in ("torch", "deepspeed", "numpy", "transformers")}
+    tested = dict(zip(("oldest", "newest"), TESTED_DEEPSPEED, strict=True))
+    includes_installed = bool(versions["deepspeed"]) and is_tested(str(versions["deepspeed"]))
+    device, lacking = accelerator(), selection.missing("auto", ["cpu"])
+    is_fast = bf16_is_fast(device["kind"])
+    kind = kind_of(device["kind"], 2 if is_fast else 4)
     facts: dict[str, Any] = {
-        "versions": {
-            "python": platform.python_version(),
-            **{name: _version(name) for name in ("torch", "deepspeed", "numpy", "transformers")},
-            "deepspeed-muon": __version__,
-        },
-        "tested_deepspeed": {"oldest": oldest, "newest": newest, "includes_installed": tested},
+        "versions": {"python": platform.python_version(), **versions, "deepspeed-muon": __version__},
+        "tested_deepspeed": {**tested, "includes_installed": includes_installed},
         "seams": seam_states(),
         "activation": _activation(),
-        "accelerator": accelerator(),
-        "kernels": _kernels(),
-        "bf16_is_fast": bf16_is_fast(accelerator()["kind"]),
+        "accelerator": device,
+        # What a step on the CPU would run on; built here if it is not yet, as it would be then.
+        "kernels": selection.summary(selection.choose(lacking), lacking),
+        "bf16_is_fast": is_fast,
         "backends": backends(),
+        "ns_rule": {"for": kind, **dataclasses.asdict(shipped()[kind])},
     }
-    facts["ns_rule"] = _rule(facts["accelerator"]["kind"], facts["bf16_is_fast"])
-    facts["problems"] = _problems(facts)
-    facts["ok"] = not facts["problems"]
-    return facts
-
-
-def _rule(device_type: str, in_bf16: bool) -> dict[str, Any]:
-    """The shipped rule for this device."""
-    kind = kind_of(device_type, 2 if in_bf16 else 4)
-    return {"for": kind, **dataclasses.asdict(shipped()[kind])}
-
-
-def _kernels() -> str:
-    """What a step on the CPU would run on; built here if it is not yet, as it would be then."""
-    missing = selection.missing("auto", ["cpu"])
-    return selection.summary(selection.choose(missing), missing)
+    problems = list(_problems(facts))
+    return facts | {"problems": problems, "ok": not problems}
 
 
 def _version(name: str) -> str | None:
@@ -76,39 +65,49 @@ def _activation() -> dict[str, Any]:
     return {"entry_point_registered": registered, "automatic": automatic, "switches": switches}
 
 
-def _problems(facts: dict[str, Any]) -> list[str]:
-    found = [f"seam missing: {name}" for name, state in facts["seams"].items() if state == "missing"]
+def _problems(facts: dict[str, Any]) -> Iterator[str]:
+    yield from (f"seam missing: {name}" for name, state in facts["seams"].items() if state == "missing")
     if not facts["activation"]["entry_point_registered"]:
-        found.append(f"the entry point {ENTRY_NAME} of group {ENTRY_GROUP} is not registered: install deepspeed-muon")
+        yield f"the entry point {ENTRY_NAME} of group {ENTRY_GROUP} is not registered: install deepspeed-muon"
     if not any(facts["backends"].values()):
-        found.append("torch has neither gloo nor nccl")
+        yield "torch has neither gloo nor nccl"
     if facts["accelerator"]["kind"] == "cuda" and not facts["backends"]["nccl"]:
-        found.append("torch sees a GPU, but was built without nccl")
-    return found
+        yield "torch sees a GPU, but was built without nccl"
 
 
-def _rule_text(rule: dict[str, Any]) -> str:
-    parts = [f"from {size} on {'never' if aspect is None else f'{aspect:g}'}" for size, aspect in rule["bands"]]
-    head = "gram from this aspect ratio on, by the smaller dimension"
-    return f"{rule['for']}: {head}: {', '.join(parts)}; {rule['basis']}"
+def _seam_rows(states: Mapping[str, str]) -> list[list[str]]:
+    """One row per class or module with its attributes; a state is named where it is not that of most of them."""
+    (usual, _), *_ = Counter(states.values()).most_common()
+    rows = [["replaced in DeepSpeed", f"{len(states)} attributes, {usual} unless another state is named"]]
+    owners: dict[str, dict[str, list[str]]] = {}
+    for seam, state in states.items():
+        owner, _, name = seam.rpartition(".")
+        owners.setdefault(owner, {}).setdefault(state, []).append(name)
+    for owner, by_state in owners.items():
+        texts = [("" if state == usual else f"{state}: ") + ", ".join(names) for state, names in by_state.items()]
+        rows.append([f"  {owner.split('.', 2)[2]}", "; ".join(texts)])
+    return rows
 
 
 def as_text(facts: dict[str, Any]) -> str:
     """The facts for a terminal."""
-    tested, device = facts["tested_deepspeed"], facts["accelerator"]
-    rows = [[name, version or "not installed"] for name, version in facts["versions"].items()]
+    tested, activation = facts["tested_deepspeed"], facts["activation"]
+    device, rule = facts["accelerator"], facts["ns_rule"]
     inside = "tested" if tested["includes_installed"] else "NOT TESTED"
-    rows.append(["tested DeepSpeed", f"{tested['oldest']} to {tested['newest']}; this one: {inside}"])
-    rows += [[f"seam {name.split('.', 2)[2]}", state] for name, state in facts["seams"].items()]
-    activation = facts["activation"]
-    rows.append(["entry point", "registered" if activation["entry_point_registered"] else "NOT REGISTERED"])
-    rows += [[name, "not set" if value is None else value] for name, value in activation["switches"].items()]
-    how = "at import deepspeed" if activation["automatic"] else "only by import deepspeed.muon"
-    rows.append(["active", how])
-    rows.append(["accelerator", f"{device['count']} x {device['name']}, backend {device['backend']}"])
-    rows.append(["backends of torch", ", ".join(name for name, has in facts["backends"].items() if has) or "NONE"])
-    rows.append(["kernels", facts["kernels"]])
-    rows.append(["bf16 products", "in hardware" if facts["bf16_is_fast"] else "slow; ns_dtype auto takes fp32"])
-    rows.append(["Newton-Schulz methods", _rule_text(facts["ns_rule"])])
+    bands = [f"from {size} on {'never' if aspect is None else f'{aspect:g}'}" for size, aspect in rule["bands"]]
+    head = f"{rule['for']}: gram from this aspect ratio on, by the smaller dimension"
+    rows = [
+        *([name, version or "not installed"] for name, version in facts["versions"].items()),
+        ["tested DeepSpeed", f"{tested['oldest']} to {tested['newest']}; this one: {inside}"],
+        *_seam_rows(facts["seams"]),
+        ["entry point", "registered" if activation["entry_point_registered"] else "NOT REGISTERED"],
+        *([name, "not set" if value is None else value] for name, value in activation["switches"].items()),
+        ["active", "at import deepspeed" if activation["automatic"] else "only by import deepspeed.muon"],
+        ["accelerator", f"{device['count']} x {device['name']}, backend {device['backend']}"],
+        ["backends of torch", ", ".join(name for name, has in facts["backends"].items() if has) or "NONE"],
+        ["kernels", facts["kernels"]],
+        ["bf16 products", "in hardware" if facts["bf16_is_fast"] else "slow; ns_dtype auto takes fp32"],
+        ["Newton-Schulz methods", f"{head}: {', '.join(bands)}; {rule['basis']}"],
+    ]
     verdict = [f"missing: {problem}" for problem in facts["problems"]] or ["nothing essential is missing"]
     return "\n".join([aligned(rows), "", *verdict])

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 from deepspeed.muon.forecast.layout import Half, StepCost
@@ -24,98 +25,71 @@ def rows_of(
 ) -> list[dict[str, Any]]:
     """One row per parameter, or per set of parameters that differ only in layer numbers and owners.
 
-    Args:
-        halves: the optimizer's parameter groups.
-        costs: of the Muon parts.
-        schedule: of Newton-Schulz.
-        kind: of :func:`deepspeed.muon.math.choice.kind_of`.
-        fold: whether to fold repeated layers into one row.
+    ``costs``: of the Muon parts. ``kind``: of :func:`deepspeed.muon.math.choice.kind_of`.
 
     Returns:
         Rows with ``name``, ``count``, ``shape``, ``rule``, ``reason``, ``blocks``, ``scales`` and ``methods`` of the
         blocks, ``cost``, the share of the model's Newton-Schulz operations, and ``owners``, the ranks that
         orthogonalize them: all ranks where each orthogonalizes everything, none for AdamW.
     """
-    owners = _owners(costs)
-    found: dict[tuple, dict[str, Any]] = {}
-    names: dict[tuple, list[list[str]]] = {}
-    for half in halves:
-        for spec in half.specs:
-            scales = tuple(dict.fromkeys(half.scale(block) for block in spec.blocks))
-            pattern = _NUMBER.sub("{}", spec.name) if fold else spec.name
-            key = (pattern, spec.shape, half.use_muon, spec.reason, spec.split, len(spec.blocks), scales)
-            row = found.get(key)
-            if row is None:
-                row = found[key] = _row(spec, half, scales, schedule, kind)
-                names[key] = []
-            row["count"] += 1
-            row["owners"].update(owners.get(spec.name, ()))
-            if fold:
-                names[key].append(_NUMBER.findall(spec.name))
-    total = sum(row["count"] * row["cost"] for row in found.values())
-    each_does_all = any(cost.part.world_size < world_size for cost in costs)
-    for key, row in found.items():
-        row["name"] = _folded(key[0], names[key]) if row["count"] > 1 else row["name"]
-        row["cost"] = row["count"] * row["cost"] / total if total else 0.0
-        is_muon = row["rule"] == "Muon"
-        row["owners"] = list(range(world_size)) if is_muon and each_does_all else sorted(row["owners"])
-    return list(found.values())
-
-
-def _row(spec: MatrixSpec, half: Half, scales: tuple[float, ...], schedule: Schedule, kind: str) -> dict[str, Any]:
-    """The row of one parameter; ``cost`` in operations, ``count`` and ``owners`` still empty."""
-    methods = [choose_method(block.rows, block.cols, half.ns_method, kind) for block in spec.blocks]
-    pairs = zip(spec.blocks, methods, strict=True)
-    return {
-        "name": spec.name,
-        "count": 0,
-        "shape": list(spec.shape),
-        "rule": "Muon" if half.use_muon else "AdamW",
-        "reason": f"{spec.reason}; {spec.split}" if spec.split else spec.reason,
-        "blocks": len(spec.blocks),
-        "scales": list(scales),
-        "methods": list(dict.fromkeys(methods)),
-        "cost": sum(flops(block.rows, block.cols, schedule, method) for block, method in pairs),
-        "owners": set(),
-    }
-
-
-def _owners(costs: Sequence[StepCost]) -> dict[str, set[int]]:
     owners: dict[str, set[int]] = {}
     for cost in costs:
         for item, owner in zip(cost.part.items, cost.owners, strict=True):
             owners.setdefault(item.shard.spec.name, set()).add(owner)
-    return owners
+    each_does_all = any(cost.part.world_size < world_size for cost in costs)
+    alike: dict[tuple, tuple[Half, list[MatrixSpec]]] = {}
+    for half in halves:
+        for spec in half.specs:
+            pattern = _NUMBER.sub("{}", spec.name) if fold else spec.name
+            scales = tuple(dict.fromkeys(half.scale(block) for block in spec.blocks))
+            key = (pattern, spec.shape, half.use_muon, spec.reason, spec.split, len(spec.blocks), scales)
+            alike.setdefault(key, (half, []))[1].append(spec)
+    rows: list[dict[str, Any]] = []
+    for (pattern, *_, scales), (half, specs) in alike.items():
+        spec = specs[0]
+        methods = [choose_method(block.rows, block.cols, half.ns_method, kind) for block in spec.blocks]
+        pairs = zip(spec.blocks, methods, strict=True)
+        some = {owner for each in specs for owner in owners.get(each.name, ())}
+        rows.append(
+            {
+                "name": _folded(pattern, [each.name for each in specs]),
+                "count": len(specs),
+                "shape": list(spec.shape),
+                "rule": "Muon" if half.use_muon else "AdamW",
+                "reason": f"{spec.reason}; {spec.split}" if spec.split else spec.reason,
+                "blocks": len(spec.blocks),
+                "scales": list(scales),
+                "methods": list(dict.fromkeys(methods)),
+                "cost": len(specs) * sum(flops(block.rows, block.cols, schedule, method) for block, method in pairs),
+                "owners": list(range(world_size)) if half.use_muon and each_does_all else sorted(some),
+            }
+        )
+    total = sum(row["cost"] for row in rows)
+    return [row | {"cost": row["cost"] / total if total else 0.0} for row in rows]
 
 
-def _folded(pattern: str, numbers: Iterable[Sequence[str]]) -> str:
-    """The pattern with each place filled by its numbers, such as ``{0..31}``."""
-    places = ["{" + _ranges(sorted({int(number) for number in place})) + "}" for place in zip(*numbers, strict=True)]
-    filled = iter([place if re.search(r"\D", place[1:-1]) else place[1:-1] for place in places])
+def _folded(pattern: str, names: Sequence[str]) -> str:
+    """The pattern with each place filled by its numbers in the names, such as ``{0..31}``; a lone name as it is."""
+    if len(names) == 1:
+        return names[0]
+    places = [_ranges(sorted(set(map(int, place)))) for place in zip(*map(_NUMBER.findall, names), strict=True)]
+    filled = iter([place if place.isdecimal() else "{" + place + "}" for place in places])
     return re.sub(r"\{\}", lambda _: next(filled), pattern)
 
 
 def _ranges(values: Sequence[int]) -> str:
-    runs: list[list[int]] = []
-    for value in values:
-        if runs and value == runs[-1][1] + 1:
-            runs[-1][1] = value
-        else:
-            runs.append([value, value])
-    return ",".join(f"{low}..{high}" if high > low else str(low) for low, high in runs)
+    runs = [[value for _, value in run] for _, run in groupby(enumerate(values), lambda pair: pair[1] - pair[0])]
+    return ",".join(f"{run[0]}..{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
     """Rows as lines, columns padded to their widest cell; the last column is left as it is."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    return "\n".join(
-        "  ".join([*(cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=True)), row[-1]]).rstrip()
-        for row in rows
-    )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths[-1] = 0
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def parameter_table(rows: Sequence[dict[str, Any]], world_size: int) -> str:
-    """The rows of :func:`rows_of` for a terminal."""
+def _parameter_table(rows: Sequence[dict[str, Any]], world_size: int) -> str:
     lines = [
         (
             row["name"] + (f" x{row['count']:,}" if row["count"] > 1 else ""),
@@ -156,50 +130,36 @@ def plan_text(facts: dict[str, Any]) -> str:
     halves = [f"{half['parameters']:,} parameters in {half['tensors']:,} tensors" for half in totals.values()]
     where = "in the host's memory" if facts["offload"] else "on the device"
     flop = {key: quantity(value * 1e9, "FLOP") for key, value in ranks["newton_schulz_gflop"].items()}
+    imbalance = f"imbalance {ranks['imbalance']:.3f} (max over mean); heaviest matrix {flop['heaviest_matrix']}"
     lines = [
         ("Muon", f"{halves[0]}, {totals['muon']['matrices']:,} matrices"),
         ("AdamW", halves[1]),
         ("optimizer state per rank", f"{quantity(ranks['state_bytes']['max'])} on every rank, {where}"),
         ("sent per rank and step", _sent(facts)),
-        (
-            "Newton-Schulz per rank",
-            f"mean {flop['mean']}, max {flop['max']}; imbalance {ranks['imbalance']:.3f} (max over mean); "
-            f"heaviest matrix {flop['heaviest_matrix']}",
-        ),
-        *_measured(facts),
+        ("Newton-Schulz per rank", f"mean {flop['mean']}, max {flop['max']}; {imbalance}"),
+        *_measured(facts["measured"]),
         ("planning", f"{facts['planning_seconds']:.2f} s"),
         ("coming from stock", _clipping(facts["stock_clipping"])),
     ]
     head = f"{facts['model']}, stage {facts['stage']}, {facts['world_size']:,} ranks, adjust_lr_fn {facts['scale']}"
-    table = parameter_table(facts["parameters"], facts["world_size"])
+    table = _parameter_table(facts["parameters"], facts["world_size"])
     notes = [f"  {note}" for note in (*facts["assumptions"], *facts["notes"])]
     return "\n".join([head, "", table, "", aligned(lines), "", "assumptions", *notes])
 
 
-def _measured(facts: dict[str, Any]) -> list[tuple[str, str]]:
+def _measured(found: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
     """The lines of ``--measured``: what a step takes at the rates of this process, and how each shape was timed."""
-    found = facts["measured"]
     if found is None:
-        return []
-    machine, step = found["machine"], found["step_ms"]
-    lines = [
-        (
-            "step at measured rates",
-            f"Newton-Schulz {_digits(step['newton_schulz'])} ms on the busiest rank ({machine['tflops']:.3g} TFLOP/s), "
-            f"elementwise passes {_digits(step['elementwise'])} ms; without the exchange",
-        ),
-        ("measured on", f"{found['device']}, kernels {found['kernels']}, in {found['seconds']:.1f} s"),
-    ]
+        return
+    took = {key: f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}" for key, value in found["step_ms"].items()}
+    work = f"Newton-Schulz {took['newton_schulz']} ms on the busiest rank ({found['machine']['tflops']:.3g} TFLOP/s)"
+    yield "step at measured rates", f"{work}, elementwise passes {took['elementwise']} ms; without the exchange"
+    yield "measured on", f"{found['device']}, kernels {found['kernels']}, in {found['seconds']:.1f} s"
     for rate in found["shapes"]:
         batch, *size = rate["run_as"]
         smaller = "" if size == [rate["rows"], rate["cols"]] else f" of {size[0]} x {size[1]}, which stand for it"
-        lines.append(
-            (
-                f"  {rate['rows']} x {rate['cols']}, {rate['method']}",
-                f"{rate['tflops']:.3g} TFLOP/s, {batch} at a time{smaller}",
-            )
-        )
-    return lines
+        title = f"  {rate['rows']} x {rate['cols']}, {rate['method']}"
+        yield title, f"{rate['tflops']:.3g} TFLOP/s, {batch} at a time{smaller}"
 
 
 def _sent(facts: dict[str, Any]) -> str:
@@ -215,10 +175,6 @@ def _sent(facts: dict[str, Any]) -> str:
     return f"{mean}; {least}: {quantity(sent['least_mean'])}; {ranks['collectives']:,} all-to-alls" + (
         f" in {ranks['parts']} parts, one after the other" if ranks["parts"] > 1 else ""
     )
-
-
-def _digits(value: float) -> str:
-    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
 
 
 def _clipping(clip: dict[str, float]) -> str:

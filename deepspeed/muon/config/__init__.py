@@ -1,7 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
 """The section ``optimizer.params`` of a ds_config: its keys, their values, and messages about wrong ones."""
-
-from deepspeed.muon.config.schema import MuonConfig, parse
-from deepspeed.muon.errors import MuonConfigError
-
-__all__ = ["MuonConfig", "MuonConfigError", "parse"]

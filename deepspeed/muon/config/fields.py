@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Annotated, Any, Literal
+from itertools import chain
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic.fields import FieldInfo
 
+from deepspeed.muon.config.messages import did_you_mean
 from deepspeed.muon.math import coefficients
 from deepspeed.muon.matrices.block import Cut
 
@@ -30,22 +32,16 @@ def _not_a_flag(value: Any) -> Any:
     return value
 
 
-def _as_triples(value: Any) -> Any:
-    """A single triple needs no outer list, as in ``torch.optim.Muon``."""
-    if isinstance(value, (list, tuple)) and len(value) == 3 and all(isinstance(x, (int, float)) for x in value):
-        return [value]
-    return value
-
-
 def _known_schedule(value: Any) -> Any:
     if isinstance(value, str):
         if value not in coefficients.NAMED:
-            near = difflib.get_close_matches(value, coefficients.NAMED, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known names: {', '.join(coefficients.NAMED)}"
+            hint = did_you_mean(value, coefficients.NAMED, f"known names: {', '.join(coefficients.NAMED)}", quote="'")
             raise ValueError(f"no schedule of that name; {hint}")
-    elif not isinstance(value, (list, tuple)) or not value or not all(map(_is_triple, value)):
+        return value
+    triples = [value] if _is_triple(value) else value  # one needs no outer list, as in torch.optim.Muon
+    if not isinstance(triples, (list, tuple)) or not triples or not all(map(_is_triple, triples)):
         raise ValueError("expected a name or a list of triples of finite numbers (a, b, c), a not zero")
-    return value
+    return triples
 
 
 def _is_triple(value: Any) -> bool:
@@ -80,8 +76,7 @@ def _as_cut(pattern: str, given: Any) -> Cut:
     known = {field.name for field in fields(Cut)}
     given = dict(given) if isinstance(given, Mapping) else {"sizes": given}
     for key in given.keys() - known:
-        near = difflib.get_close_matches(str(key), known, n=1)
-        hint = f"did you mean {near[0]}?" if near else "known keys: sizes, axis, groups"
+        hint = did_you_mean(str(key), known, "known keys: sizes, axis, groups")
         raise ValueError(f"{pattern!r}: unknown key {key!r}, {hint}")
     sizes, axis, groups = given.get("sizes"), given.get("axis", 0), given.get("groups", 1)
     if not isinstance(sizes, (list, tuple)) or not sizes or not all(type(n) is int and n > 0 for n in sizes):
@@ -100,36 +95,40 @@ def _canonical_scale(value: Any) -> Any:
     return SCALE_ALIASES.get(value, value) if isinstance(value, str) else value
 
 
+# The text in a type says which values are allowed; choices need none.
 Number = Annotated[float, BeforeValidator(_not_a_flag), Field(allow_inf_nan=False)]
-Rate = Annotated[Number, Field(ge=0)]
-Fraction = Annotated[Number, Field(ge=0, lt=1)]
-Factor = Annotated[Number, Field(gt=0)]
-Steps = Annotated[int, BeforeValidator(_not_a_flag), Field(ge=1, le=50)]
-Interval = Annotated[int, BeforeValidator(_not_a_flag), Field(ge=0)]
-Coefficients = Annotated[Any, BeforeValidator(_as_triples), AfterValidator(_known_schedule)]
-Patterns = Annotated[tuple[Annotated[str, AfterValidator(_compiles)], ...], BeforeValidator(_as_list)]
-Cuts = Annotated[Any, AfterValidator(_as_cuts)]
-Method = Literal["auto", "standard", "gram"]
+Rate = Annotated[Number, Field(ge=0), "a number, 0 or more"]
+Fraction = Annotated[Number, Field(ge=0, lt=1), "a number from 0 to below 1"]
+Fractions = Annotated[tuple[Fraction, Fraction], "two numbers, each from 0 to below 1"]
+Factor = Annotated[Number, Field(gt=0), "a number above 0"]
+Steps = Annotated[int, BeforeValidator(_not_a_flag), Field(ge=1, le=50), "a whole number from 1 to 50"]
+Interval = Annotated[int, BeforeValidator(_not_a_flag), Field(ge=0), "a whole number, 0 or more"]
+Flag = Annotated[bool, "true or false"]
+Yes = Annotated[Literal[True], "true"]
+SCHEDULES = f"{', '.join(coefficients.NAMED)}, a triple (a, b, c), or a list of triples, one per step"
+Coefficients = Annotated[Any, AfterValidator(_known_schedule), SCHEDULES]
+Pattern = Annotated[str, AfterValidator(_compiles)]
+Patterns = Annotated[tuple[Pattern, ...], BeforeValidator(_as_list), "a regular expression or a list of them"]
+CUTS = "an object: regular expression -> sizes, or an object of sizes, axis and groups"
+Cuts = Annotated[Any, AfterValidator(_as_cuts), CUTS]
 Scale = Annotated[
     Literal["auto", "original", "match_rms_adamw", "spectral_unclamped", "none"], BeforeValidator(_canonical_scale)
 ]
 
-OURS = "deepspeed-muon"
-STOCK = "stock DeepSpeed"
-TORCH_MUON = "`torch.optim.Muon`"
-KERAS = "keras"
-
-RATE = "a number, 0 or more"
-FRACTION = "a number from 0 to below 1"
-FLAG = "true or false"
-PATTERNS = "a regular expression or a list of them"
+OURS, STOCK, TORCH_MUON, KERAS = "deepspeed-muon", "stock DeepSpeed", "`torch.optim.Muon`", "keras"
 
 
-def field(default: Any, description: str, allowed: str, unit: str = "", source: str = OURS) -> Any:
-    """A pydantic field with its texts for docs/configuration.md and for error messages."""
-    return Field(
-        default, description=description, json_schema_extra={"allowed": allowed, "unit": unit, "source": source}
-    )
+def field(default: Any, source: str = OURS, unit: str = "") -> Any:
+    """A pydantic field with its texts for docs/configuration.md; the docstring below it is the description."""
+    return Field(default, json_schema_extra={"source": source, "unit": unit})
+
+
+def allowed(field: FieldInfo) -> str:
+    """Which values a field may have, for docs/configuration.md and for error messages."""
+    kinds = get_args(field.annotation)
+    notes = [*field.metadata, *(note for kind in kinds for note in getattr(kind, "__metadata__", ()))]
+    *others, last = kinds or ("",)
+    return next((note for note in notes if isinstance(note, str)), f"{', '.join(map(str, others))} or {last}")
 
 
 #: Stock's learning rates where the section sets none.
@@ -137,18 +136,8 @@ DEFAULT_MUON_LR, DEFAULT_ADAM_LR = 0.02, 3e-4
 #: Keys whose values are tuned for stock's Muon and its scale, ``original``. A section with ``lr`` and none of these has
 #: AdamW's learning rate.
 STOCK_TUNING_KEYS = ("muon_lr", "adam_lr", "momentum")
-#: Keys that a parameter group may set. A key on the left replaces the config's keys on the right.
-GROUP_KEYS: dict[str, tuple[str, ...]] = {
-    "lr": ("muon_lr", "adam_lr"),
-    "muon_lr": (),
-    "adam_lr": (),
-    "momentum": (),
-    "nesterov": (),
-    "weight_decay": ("muon_weight_decay", "adam_weight_decay"),
-    "muon_weight_decay": (),
-    "adam_weight_decay": (),
-    "ns_method": (),
-    "adjust_lr_fn": (),
-    "betas": (),
-    "eps": (),
-}
+#: Keys of a parameter group that replace others of the config, and which.
+REPLACES = {"lr": ("muon_lr", "adam_lr"), "weight_decay": ("muon_weight_decay", "adam_weight_decay")}
+_ALONE = ("momentum", "nesterov", "ns_method", "adjust_lr_fn", "betas", "eps")
+#: Keys that a parameter group may set.
+GROUP_KEYS = (*REPLACES, *chain(*REPLACES.values()), *_ALONE)

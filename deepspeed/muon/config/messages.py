@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 #: Advice for keys that belong elsewhere or are not supported.
@@ -15,35 +15,29 @@ ADVICE = {
     "amsgrad": "AMSGrad is not supported; remove the key",
     "use_muon": "set it on parameters, param.use_muon = True, or use muon_include and muon_exclude",
 }
+_THEIRS = {
+    "adam_lr": "adamw_lr",
+    "adjust_lr_fn": "adjust_lr muon_scale_mode",
+    "betas": "adam_betas adamw_betas beta1 beta2",
+    "eps": "adam_eps",
+    "lr": "learning_rate",
+    "momentum": "mu muon_beta muon_momentum",
+    "muon_fused": "muon_split_qkv",
+    "ns_steps": "muon_num_ns_steps newton_schulz_steps",
+    "rms_scale": "consistent_rms muon_extra_scale_factor rms_rate",
+    "weight_decay": "wd",
+}
 #: Other projects' names, and the key here.
-PEERS = {
-    "adam_betas": "betas",
-    "adamw_betas": "betas",
-    "adam_eps": "eps",
-    "adamw_lr": "adam_lr",
-    "adjust_lr": "adjust_lr_fn",
-    "beta1": "betas",
-    "beta2": "betas",
-    "consistent_rms": "rms_scale",
-    "learning_rate": "lr",
-    "mu": "momentum",
-    "muon_beta": "momentum",
-    "muon_extra_scale_factor": "rms_scale",
-    "muon_momentum": "momentum",
-    "muon_num_ns_steps": "ns_steps",
-    "muon_scale_mode": "adjust_lr_fn",
-    "muon_split_qkv": "muon_fused",
-    "newton_schulz_steps": "ns_steps",
-    "rms_rate": "rms_scale",
-    "wd": "weight_decay",
-}
+PEERS = {theirs: ours for ours, names in _THEIRS.items() for theirs in names.split()}
+_TRAINER, _BOTH = "only Hugging Face's Trainer fills in", "only Hugging Face's Trainer and accelerate fill in"
 #: Keys whose ``"auto"`` something else may fill in, and what does.
-FILLED_BY = {
-    "lr": "only Hugging Face's Trainer and accelerate fill in",
-    "betas": "only Hugging Face's Trainer fills in",
-    "eps": "only Hugging Face's Trainer fills in",
-    "weight_decay": "only Hugging Face's Trainer and accelerate fill in",
-}
+FILLED_BY = {"lr": _BOTH, "betas": _TRAINER, "eps": _TRAINER, "weight_decay": _BOTH}
+
+
+def did_you_mean(given: str, known: Iterable[str], otherwise: str, quote: str = "", cutoff: float = 0.6) -> str:
+    """A question with the nearest spelling that is known; ``otherwise`` where none is near."""
+    near = difflib.get_close_matches(given, known, n=1, cutoff=cutoff)
+    return f"did you mean {quote}{near[0]}{quote}?" if near else otherwise
 
 
 def explain(
@@ -53,32 +47,26 @@ def explain(
 
     Args:
         item: an error from ``pydantic.ValidationError.errors``.
-        params: the keys and values that were given.
-        known: the keys that exist.
+        params: what was given; ``known``: the keys that may be given; ``allowed``: by key, the allowed values.
         where: what stands before the key.
-        allowed: by key, the allowed values.
     """
+    own = str(item.get("msg")).removeprefix("Value error, ")
     if not item["loc"]:
-        return f"{where}{_own_message(item)}"
+        return f"{where}{own}"
     key = str(item["loc"][0])
-    value = params.get(key)
+    value, peer = params.get(key), PEERS.get(key.lower(), "")
     if key in ADVICE:
-        return f"{where}{key}: got {value!r}; {ADVICE[key]}"
-    if item["type"] == "extra_forbidden":
-        return f"{where}{key}: got {value!r}; unknown key, {_nearest_key(key, known)}"
-    if item["type"] == "not_here":
+        text = ADVICE[key]
+    elif item["type"] == "not_here":
         return f"{where}{key}: set it in optimizer.params, for all groups; a group may set {', '.join(known)}"
-    return f"{where}{key}: got {value!r}; {_special(key, value) or _expected(item, value, allowed[key])}"
-
-
-def _own_message(item: Mapping[str, Any]) -> str:
-    return str(item["msg"]).removeprefix("Value error, ")
-
-
-def _nearest_key(key: str, known: Sequence[str]) -> str:
-    peer = PEERS.get(key.lower())
-    near = [peer] if peer in known else difflib.get_close_matches(key.lower(), known, n=1, cutoff=0.5)
-    return f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
+    elif item["type"] == "extra_forbidden":
+        near = did_you_mean(key.lower(), known, f"known keys: {', '.join(known)}", cutoff=0.5)
+        text = "unknown key, " + (f"did you mean {peer}?" if peer in known else near)
+    elif not (text := _special(key, value)):
+        choices = re.findall(r"'([^']+)'", str(item.get("ctx", {}).get("expected", "")))
+        hint = did_you_mean(value, choices, "", quote="'") if isinstance(value, str) else ""
+        text = own if item["type"] == "value_error" else "; ".join(filter(None, [f"expected {allowed[key]}", hint]))
+    return f"{where}{key}: got {value!r}; {text}"
 
 
 def _special(key: str, value: Any) -> str:
@@ -92,14 +80,3 @@ def _special(key: str, value: Any) -> str:
         who = FILLED_BY.get(key, "nothing fills in")
         return f"{who} this 'auto'; write a value or remove the key"
     return ""
-
-
-def _expected(item: Mapping[str, Any], value: Any, allowed: str) -> str:
-    """The message of our own validator, else what is allowed."""
-    return _own_message(item) if item["type"] == "value_error" else f"expected {allowed}{_nearest_choice(item, value)}"
-
-
-def _nearest_choice(item: Mapping[str, Any], value: Any) -> str:
-    choices = re.findall(r"'([^']+)'", str(item.get("ctx", {}).get("expected", "")))
-    near = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
-    return f"; did you mean {near[0]!r}?" if near else ""

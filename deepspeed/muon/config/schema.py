@@ -9,34 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from deepspeed.muon.config.fields import (
-    DEFAULT_ADAM_LR,
-    DEFAULT_MUON_LR,
-    FLAG,
-    FRACTION,
-    GROUP_KEYS,
-    KERAS,
-    PATTERNS,
-    RATE,
-    STOCK,
-    STOCK_TUNING_KEYS,
-    TORCH_MUON,
-    Coefficients,
-    Cuts,
-    Factor,
-    Fraction,
-    Interval,
-    Method,
-    Patterns,
-    Rate,
-    Scale,
-    Steps,
-    field,
-)
+from deepspeed.muon.config import fields as types
+from deepspeed.muon.config.fields import GROUP_KEYS, KERAS, REPLACES, STOCK, STOCK_TUNING_KEYS, TORCH_MUON, field
 from deepspeed.muon.config.messages import explain
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.math import coefficients
@@ -51,125 +30,72 @@ class MuonConfig(BaseModel):
     Rates are per step, times in steps. Keys that stock DeepSpeed has keep its defaults.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
 
-    lr: Rate | None = field(
-        None, "learning rate of both halves where the two below are not set", RATE, "per step", STOCK
-    )
-    muon_lr: Rate | None = field(
-        None, "learning rate of the Muon half; default `lr`, else 0.02", RATE, "per step", STOCK
-    )
-    adam_lr: Rate | None = field(
-        None, "learning rate of the AdamW half; default `lr`, else 3e-4", RATE, "per step", STOCK
-    )
-    momentum: Fraction = field(0.95, "decay of Muon's momentum, an exponential average", FRACTION, "per step", STOCK)
-    momentum_dtype: Literal["fp32", "bf16"] = field(
-        "fp32",
-        "dtype in which the momentum is kept; `bf16`: half the memory, with stochastic rounding",
-        "fp32 or bf16",
-    )
-    nesterov: bool = field(True, "orthogonalize Nesterov's look-ahead instead of the momentum", FLAG, source=TORCH_MUON)
-    weight_decay: Rate = field(
-        0.0, "decoupled weight decay of both halves; a step multiplies weights by 1 - lr x this", RATE, source=STOCK
-    )
-    muon_weight_decay: Rate | None = field(
-        None, "weight decay of the Muon half; default `weight_decay`", RATE, source=KERAS
-    )
-    adam_weight_decay: Rate | None = field(
-        None, "weight decay of the AdamW half; default `weight_decay`", RATE, source=KERAS
-    )
-    muon_include: Patterns = field(
-        (), "searched in parameter names: matrices that go to Muon even if the rules say AdamW", PATTERNS
-    )
-    muon_exclude: Patterns = field(
-        (), "searched in parameter names: parameters that go to AdamW; overrides `muon_include`", PATTERNS
-    )
-    muon_split: Cuts = field(
-        {},
-        "by pattern searched in parameter names: sizes of the matrices that a parameter is cut into; [more](blocks.md)",
-        "an object: regular expression -> sizes, or an object of sizes, axis and groups",
-    )
-    muon_fused: Literal["split", "whole"] = field(
-        "split", "fused queries, keys and values, or gate and up: one matrix each; [more](blocks.md)", "split or whole"
-    )
-    muon_conv: Literal["adamw", "flatten"] = field(
-        "adamw", "convolutions: to AdamW, or to Muon as matrices [out, in x kernel]", "adamw or flatten"
-    )
-    muon_lora: Literal["none", "B", "both"] = field(
-        "none", "which factors of low-rank adapters go to Muon; the others go to AdamW", "none, B or both"
-    )
-    adjust_lr_fn: Scale = field(
-        "auto",
-        "scale of the update by shape; `auto`: by the keys of the section, [see below](#the-scale-of-an-update)",
-        "auto, original, match_rms_adamw, spectral_unclamped or none",
-        source=TORCH_MUON,
-    )
-    rms_scale: Factor = field(
-        0.2,
-        "RMS of the update under `match_rms_adamw`, per unit of learning rate",
-        "a number above 0",
-        source="arXiv 2502.16982, section 2.2",
-    )
-    ns_method: Method = field(
-        "auto",
-        "Newton-Schulz on the matrix (`standard`) or on its Gram matrix (`gram`); `auto`: by shape",
-        "auto, standard or gram",
-        source=STOCK,
-    )
-    ns_tuning: Literal["shipped", "measured"] = field(
-        "shipped",
-        "what `ns_method: auto` follows: the shipped rule, or what rank 0 measures at start. Checkpoints keep it",
-        "shipped or measured",
-    )
-    ns_steps: Steps | None = field(
-        None,
-        "Newton-Schulz steps; default 5, or the schedule's own",
-        "a whole number from 1 to 50",
-        "steps",
-        TORCH_MUON,
-    )
-    ns_coefficients: Coefficients = field(
-        "simple",
-        "of the Newton-Schulz polynomial",
-        f"{', '.join(coefficients.NAMED)}, a triple (a, b, c), or a list of triples, one per step",
-        source=TORCH_MUON,
-    )
-    ns_dtype: Literal["auto", "bf16", "fp32"] = field(
-        "auto",
-        "dtype of Newton-Schulz and its exchange; `auto`: bf16 where every rank multiplies it in hardware",
-        "auto, bf16 or fp32",
-    )
-    kernels: Literal["auto", "torch"] = field(
-        "auto",
-        "which kernels run a step; `auto`: the fastest that every rank has, C++ on a CPU; `torch`: plain PyTorch",
-        "auto or torch",
-    )
-    betas: tuple[Fraction, Fraction] = field(
-        (0.9, 0.95), "AdamW's decay rates", "two numbers, each from 0 to below 1", "per step", STOCK
-    )
-    eps: Rate = field(1e-10, "AdamW's epsilon", RATE, "of the gradient", STOCK)
-    adam_w_mode: bool = field(True, "decoupled decay in the AdamW half; false: Adam with L2", FLAG, source=STOCK)
-    torch_adam: bool = field(
-        False, "accepted because stock has it; the AdamW half is torch's fused AdamW anyway", FLAG, source=STOCK
-    )
-    fp32_optimizer_states: Literal[True] = field(True, "AdamW's states are fp32", "true", source=STOCK)
-    per_head_muon: bool = field(False, "attention: one matrix per head; `muon_split` overrides it", FLAG, source=STOCK)
-    tp_mode: Literal["whole", "shard"] = field(
-        "whole",
-        "a matrix cut by tensor parallelism: orthogonalized whole, or each rank's shard alone, an approximation",
-        "whole or shard",
-    )
-    import_momentum: Literal["first_moment", "zero"] = field(
-        "first_moment",
-        "what Muon's momentum starts from when a checkpoint or optimizer of AdamW is imported",
-        "first_moment or zero",
-    )
-    monitor_interval: Interval = field(
-        10,
-        "steps between records in DeepSpeed's monitor, where one is enabled; 0: no records",
-        "a whole number, 0 or more",
-        "steps",
-    )
+    lr: types.Rate | None = field(None, STOCK, "per step")
+    """learning rate of both halves where the two below are not set"""
+    muon_lr: types.Rate | None = field(None, STOCK, "per step")
+    """learning rate of the Muon half; default `lr`, else 0.02"""
+    adam_lr: types.Rate | None = field(None, STOCK, "per step")
+    """learning rate of the AdamW half; default `lr`, else 3e-4"""
+    momentum: types.Fraction = field(0.95, STOCK, "per step")
+    """decay of Muon's momentum, an exponential average"""
+    momentum_dtype: Literal["fp32", "bf16"] = field("fp32")
+    """dtype in which the momentum is kept; `bf16`: half the memory, with stochastic rounding"""
+    nesterov: types.Flag = field(True, TORCH_MUON)
+    """orthogonalize Nesterov's look-ahead instead of the momentum"""
+    weight_decay: types.Rate = field(0.0, STOCK)
+    """decoupled weight decay of both halves; a step multiplies weights by 1 - lr x this"""
+    muon_weight_decay: types.Rate | None = field(None, KERAS)
+    """weight decay of the Muon half; default `weight_decay`"""
+    adam_weight_decay: types.Rate | None = field(None, KERAS)
+    """weight decay of the AdamW half; default `weight_decay`"""
+    muon_include: types.Patterns = field(())
+    """searched in parameter names: matrices that go to Muon even if the rules say AdamW"""
+    muon_exclude: types.Patterns = field(())
+    """searched in parameter names: parameters that go to AdamW; overrides `muon_include`"""
+    muon_split: types.Cuts = field({})
+    """by pattern searched in parameter names: sizes of the matrices that a parameter is cut into; [more](blocks.md)"""
+    muon_fused: Literal["split", "whole"] = field("split")
+    """fused queries, keys and values, or gate and up: one matrix each; [more](blocks.md)"""
+    muon_conv: Literal["adamw", "flatten"] = field("adamw")
+    """convolutions: to AdamW, or to Muon as matrices [out, in x kernel]"""
+    muon_lora: Literal["none", "B", "both"] = field("none")
+    """which factors of low-rank adapters go to Muon; the others go to AdamW"""
+    adjust_lr_fn: types.Scale = field("auto", TORCH_MUON)
+    """scale of the update by shape; `auto`: by the keys of the section, [see below](#the-scale-of-an-update)"""
+    rms_scale: types.Factor = field(0.2, "arXiv 2502.16982, section 2.2")
+    """RMS of the update under `match_rms_adamw`, per unit of learning rate"""
+    ns_method: Literal["auto", "standard", "gram"] = field("auto", STOCK)
+    """Newton-Schulz on the matrix (`standard`) or on its Gram matrix (`gram`); `auto`: by shape"""
+    ns_tuning: Literal["shipped", "measured"] = field("shipped")
+    """what `ns_method: auto` follows: the shipped rule, or what rank 0 measures at start. Checkpoints keep it"""
+    ns_steps: types.Steps | None = field(None, TORCH_MUON, "steps")
+    """Newton-Schulz steps; default 5, or the schedule's own"""
+    ns_coefficients: types.Coefficients = field("simple", TORCH_MUON)
+    """of the Newton-Schulz polynomial"""
+    ns_dtype: Literal["auto", "bf16", "fp32"] = field("auto")
+    """dtype of Newton-Schulz and its exchange; `auto`: bf16 where every rank multiplies it in hardware"""
+    kernels: Literal["auto", "torch"] = field("auto")
+    """which kernels run a step; `auto`: the fastest that every rank has, C++ on a CPU; `torch`: plain PyTorch"""
+    betas: types.Fractions = field((0.9, 0.95), STOCK, "per step")
+    """AdamW's decay rates"""
+    eps: types.Rate = field(1e-10, STOCK, "of the gradient")
+    """AdamW's epsilon"""
+    adam_w_mode: types.Flag = field(True, STOCK)
+    """decoupled decay in the AdamW half; false: Adam with L2"""
+    torch_adam: types.Flag = field(False, STOCK)
+    """accepted because stock has it; the AdamW half is torch's fused AdamW anyway"""
+    fp32_optimizer_states: types.Yes = field(True, STOCK)
+    """AdamW's states are fp32"""
+    per_head_muon: types.Flag = field(False, STOCK)
+    """attention: one matrix per head; `muon_split` overrides it"""
+    tp_mode: Literal["whole", "shard"] = field("whole")
+    """a matrix cut by tensor parallelism: orthogonalized whole, or each rank's shard alone, an approximation"""
+    import_momentum: Literal["first_moment", "zero"] = field("first_moment")
+    """what Muon's momentum starts from when a checkpoint or optimizer of AdamW is imported"""
+    monitor_interval: types.Interval = field(10, unit="steps")
+    """steps between records in DeepSpeed's monitor, where one is enabled; 0: no records"""
 
     @model_validator(mode="after")
     def _check_pairs(self) -> MuonConfig:
@@ -191,7 +117,7 @@ class MuonConfig(BaseModel):
     @property
     def matrix_options(self) -> MatrixOptions:
         """The options of routing and splitting."""
-        return MatrixOptions.of(self)
+        return MatrixOptions(**{field.name: getattr(self, field.name) for field in fields(MatrixOptions)})
 
     @property
     def scale(self) -> str:
@@ -235,47 +161,38 @@ class MuonConfig(BaseModel):
         return next((lr for lr in candidates if lr), 0.0)
 
     def for_group(self, own: Mapping[str, Any], where: str) -> MuonConfig:
-        """The config of a parameter group with settings of its own, which override these.
-
-        Args:
-            own: the group's settings, keys of :data:`GROUP_KEYS`.
-            where: what error messages call the group.
+        """The config of a parameter group with ``own`` settings of :data:`GROUP_KEYS`; errors call it ``where``.
 
         Raises:
             MuonConfigError: a key that a group cannot set, or a wrong value.
         """
         own = {key: value for key, value in own.items() if value is not None}
-        replaced = {key for general in own for key in GROUP_KEYS.get(general, ())} - own.keys()
+        replaced = {key for general in own for key in REPLACES.get(general, ())} - own.keys()
         base = {key: getattr(self, key) for key in self.model_fields_set - replaced}
-        is_tuned = self.lr is not None or self._stock_tuning
-        if is_tuned and "adjust_lr_fn" not in own:
+        if (self.lr is not None or self._stock_tuning) and "adjust_lr_fn" not in own:
             base["adjust_lr_fn"] = self.scale
         base.pop("rms_scale", None)  # one value for all groups
-        parse(own, where, allowed=tuple(GROUP_KEYS))
+        parse(own, where, GROUP_KEYS)
         return parse(base | own, where)
 
     def muon_group(self) -> dict[str, Any]:
         """Hyperparameters of a Muon group."""
-        lr = self.muon_lr if self.muon_lr is not None else self.lr
-        decay = self.muon_weight_decay
         return {
-            "lr": DEFAULT_MUON_LR if lr is None else lr,
+            "lr": _first(self.muon_lr, self.lr, types.DEFAULT_MUON_LR),
             "momentum": self.momentum,
             "nesterov": self.nesterov,
-            "weight_decay": self.weight_decay if decay is None else decay,
+            "weight_decay": _first(self.muon_weight_decay, self.weight_decay),
             "ns_method": self.ns_method,
             "adjust_lr_fn": self.scale,
         }
 
     def adam_group(self) -> dict[str, Any]:
         """Hyperparameters of an AdamW group."""
-        lr = self.adam_lr if self.adam_lr is not None else self.lr
-        decay = self.adam_weight_decay
         return {
-            "lr": DEFAULT_ADAM_LR if lr is None else lr,
+            "lr": _first(self.adam_lr, self.lr, types.DEFAULT_ADAM_LR),
             "betas": self.betas,
             "eps": self.eps,
-            "weight_decay": self.weight_decay if decay is None else decay,
+            "weight_decay": _first(self.adam_weight_decay, self.weight_decay),
             "fused": True,
         }
 
@@ -285,34 +202,31 @@ class MuonConfig(BaseModel):
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
 
 
-def facts(name: str) -> dict[str, str]:
-    """By key, one of the texts of :func:`deepspeed.muon.config.fields.field`: ``allowed``, ``unit`` or ``source``."""
-    extras = {key: field.json_schema_extra for key, field in MuonConfig.model_fields.items()}
-    return {key: str(extra[name]) for key, extra in extras.items() if isinstance(extra, dict)}
+def _first(*values: Any) -> Any:
+    return next(value for value in values if value is not None)
 
 
-def parse(params: Mapping[str, Any] | None, where: str = SECTION, allowed: tuple[str, ...] = ()) -> MuonConfig:
+def parse(params: Mapping[str, Any] | None, where: str = SECTION, known: tuple[str, ...] = ()) -> MuonConfig:
     """Check ``optimizer.params``; null means the default.
 
-    Args:
-        where: what error messages put before a key.
-        allowed: the keys that may be set here; by default all.
+    ``where`` stands before a key in error messages. ``known``: the keys that may be set here; by default all.
 
     Raises:
         MuonConfigError: names every wrong key, its value, what is allowed and, for an unknown key, the nearest one.
     """
     given = {key: value for key, value in (params or {}).items() if value is not None}
-    known = allowed or tuple(MuonConfig.model_fields)
+    described = MuonConfig.model_fields
+    known = known or tuple(described)
+    strange = [key for key in given if key not in known]
     errors: list[dict[str, Any]] = [
-        {"loc": (key,), "type": "not_here" if key in MuonConfig.model_fields else "extra_forbidden"}
-        for key in given
-        if key not in known
+        {"loc": (key,), "type": "not_here" if key in described else "extra_forbidden"} for key in strange
     ]
     try:
         config = MuonConfig(**{key: value for key, value in given.items() if key in known})
     except ValidationError as error:
         errors += [dict(item) for item in error.errors()]
     if errors:
-        lines = dict.fromkeys(explain(item, given, known, where, facts("allowed")) for item in errors)
+        allowed = {key: types.allowed(field) for key, field in described.items()}
+        lines = dict.fromkeys(explain(item, given, known, where, allowed) for item in errors)
         raise MuonConfigError("\n".join(lines)) from None
     return config

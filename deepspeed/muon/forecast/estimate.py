@@ -44,7 +44,7 @@ class Machine:
     network: Network | None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Estimate:
     """The parts of a step and what those of Muon cost; ``planning_seconds`` is the time that took for all ranks."""
 
@@ -58,22 +58,14 @@ class Estimate:
 def estimate(halves: Sequence[Half], layout: Layout, schedule: Schedule, itemsize: int, device_type: str) -> Estimate:
     """Plan a step for all ranks.
 
-    Args:
-        halves: the optimizer's parameter groups.
-        layout: how ZeRO cuts them.
-        schedule: of Newton-Schulz.
-        itemsize: bytes of one element of Newton-Schulz and its exchange.
-        device_type: ``cpu``, or an accelerator's; owners are balanced for it.
+    ``itemsize``: bytes of one element of Newton-Schulz and its exchange. Owners are balanced for ``device_type``:
+    ``cpu``, or an accelerator's.
     """
     began = time.perf_counter()
     parts = lay_out(halves, layout)
-    costs = [
-        step_cost(part, cost_model(part.half.ns_method, schedule, itemsize, device_type))
-        for part in parts
-        if part.half.use_muon
-    ]
-    seconds = time.perf_counter() - began
-    return Estimate(halves=halves, world_size=layout.world_size, parts=parts, costs=costs, planning_seconds=seconds)
+    muon = [part for part in parts if part.half.use_muon]
+    costs = [step_cost(part, cost_model(part.half.ns_method, schedule, itemsize, device_type)) for part in muon]
+    return Estimate(halves, layout.world_size, parts, costs, time.perf_counter() - began)
 
 
 def totals(halves: Sequence[Half], use_muon: bool) -> dict[str, int]:
@@ -95,18 +87,11 @@ def per_rank(found: Estimate) -> dict[str, Any]:
     mean = sum(flops) / world_size
     # Parts are stepped one after the other, and each waits for its own busiest rank.
     waited_for = sum(max(cost.flops) for cost in costs)
+    least, heaviest = sum(cost.least_bytes for cost in costs), max((cost.heaviest for cost in costs), default=0.0)
     return {
         "state_bytes": {"mean": state, "max": state},
-        "sent_bytes": {
-            "mean": sum(sent) / world_size,
-            "max": max(sent),
-            "least_mean": sum(cost.least_bytes for cost in costs),
-        },
-        "newton_schulz_gflop": {
-            "mean": mean / 1e9,
-            "max": max(flops) / 1e9,
-            "heaviest_matrix": max((cost.heaviest for cost in costs), default=0.0) / 1e9,
-        },
+        "sent_bytes": {"mean": sum(sent) / world_size, "max": max(sent), "least_mean": least},
+        "newton_schulz_gflop": {"mean": mean / 1e9, "max": max(flops) / 1e9, "heaviest_matrix": heaviest / 1e9},
         "imbalance": waited_for / mean if mean else 1.0,
         "parts": len(costs),
         "rounds": sum(cost.rounds for cost in costs),
@@ -116,11 +101,8 @@ def per_rank(found: Estimate) -> dict[str, Any]:
 
 def _by_rank(lists: Sequence[Sequence[float]], world_size: int) -> list[float]:
     """Sums by rank; a part that every rank holds and updates whole counts for each."""
-    sums = [0.0] * world_size
-    for values in lists:
-        spread = values if len(values) == world_size else list(values) * world_size
-        sums = [a + b for a, b in zip(sums, spread, strict=True)]
-    return sums
+    spread = (values if len(values) == world_size else [*values] * world_size for values in lists)
+    return [sum(column) for column in zip([0.0] * world_size, *spread, strict=True)]
 
 
 def milliseconds(found: Estimate, machine: Machine) -> dict[str, float]:
@@ -146,11 +128,8 @@ def milliseconds(found: Estimate, machine: Machine) -> dict[str, float]:
 
 
 def _travel(cost: StepCost, network: Network) -> float:
-    most = max(cost.sent_bytes)
-    if not most:
-        return 0.0
-    waits = cost.collectives * network.latency_us + cost.messages * network.message_us
-    return most / (network.gbs * 1e6) + waits / 1e3
+    waits = cost.collectives * network.latency_us + cost.messages * network.message_us  # none where nothing is sent
+    return max(cost.sent_bytes) / (network.gbs * 1e6) + waits / 1e3
 
 
 def stock_clipping(halves: Sequence[Half], gradient_clipping: float) -> dict[str, float]:
@@ -163,7 +142,6 @@ def stock_clipping(halves: Sequence[Half], gradient_clipping: float) -> dict[str
         ``gradient_clipping``, ``update_norm``, and ``divided_by``: 1 where nothing is clipped.
     """
     blocks = [block for half in halves for spec in half.specs for block in spec.blocks]
-    squares = (scale_factor("original", b.rows, b.cols) ** 2 * min(b.rows, b.cols) for b in blocks)
-    norm = math.sqrt(sum(squares))
+    norm = math.sqrt(sum(scale_factor("original", b.rows, b.cols) ** 2 * min(b.rows, b.cols) for b in blocks))
     factor = max(1.0, norm / gradient_clipping) if gradient_clipping > 0 else 1.0
     return {"gradient_clipping": gradient_clipping, "update_norm": norm, "divided_by": factor}

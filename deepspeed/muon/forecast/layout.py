@@ -7,7 +7,6 @@ engine; owners come from the planner itself.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,7 +19,7 @@ from deepspeed.muon.matrices.routing import MatrixSpec, route
 from deepspeed.muon.param_groups import check_options, split_groups
 from deepspeed.muon.plan.owners import CostModel, assign, is_worth_sharing
 from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard
-from deepspeed.muon.plan.plan import bucket_limit
+from deepspeed.muon.plan.plan import _rounds, bucket_limit
 
 #: Stages 1 and 2 pad each flat group to a multiple of this many elements per rank (``nccl_start_alignment_factor``).
 FLAT_ALIGNMENT = 2
@@ -58,14 +57,11 @@ def halves_of(model: nn.Module, config: MuonConfig) -> list[Half]:
     check_options(model, specs.values(), config)
     return [
         Half(
-            use_muon=group["use_muon"],
             specs=tuple(specs[param] for param in group["params"]),
-            ns_method=group.get("ns_method", "auto"),
-            adjust_lr_fn=group.get("adjust_lr_fn", "original"),
             rms_scale=config.rms_scale,
-            nesterov=group.get("nesterov", True),
             decays=bool(group["weight_decay"]),
             momentum_dtype=config.momentum_dtype,
+            **{key: group[key] for key in ("use_muon", "ns_method", "adjust_lr_fn", "nesterov") if key in group},
         )
         for group in split_groups(model.parameters(), specs, config).halves
     ]
@@ -73,15 +69,11 @@ def halves_of(model: nn.Module, config: MuonConfig) -> list[Half]:
 
 @dataclass(frozen=True)
 class Layout:
-    """How ZeRO cuts parameter groups.
+    """How ZeRO cuts parameter groups, by stage, 0 to 3, and number of data-parallel ranks.
 
-    Args:
-        stage: 0 to 3.
-        world_size: number of data-parallel ranks.
-        sub_group_size: elements of one rank in one sub-group, at stage 3.
-        round_robin: ``round_robin_gradients``, at stages 1 and 2.
-        alignment: each parameter starts at a multiple of this many elements, at stages 1 and 2
-            (``parameter_alignment``).
+    ``sub_group_size``: elements of one rank in one sub-group, at stage 3. ``round_robin``: ``round_robin_gradients``.
+    ``alignment``: each parameter starts at a multiple of this many elements (``parameter_alignment``). The last two act
+    at stages 1 and 2.
     """
 
     stage: int
@@ -93,14 +85,16 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class StepPart:
-    """The part of a group that one call of ``step`` updates: all of it, or one sub-group of stage 3."""
+    """The part of a group that one call of ``step`` updates: all of it, or one sub-group of stage 3.
+
+    ``tensors``, ``numel``: tensors on one rank and their elements, padding included; equal on all ranks.
+    ``world_size``: ranks that share the elements or, at stage 0, where every rank holds all of them, the Newton-Schulz.
+    """
 
     half: Half
     shards: tuple[Shard, ...]
-    #: Tensors on one rank, and their elements, padding included; equal on all ranks.
     tensors: int
     numel: int
-    #: Ranks that share the elements or, at stage 0, where every rank holds all of them, the Newton-Schulz; else 1.
     world_size: int
 
     @property
@@ -145,9 +139,8 @@ def _flat(half: Half, layout: Layout) -> Iterator[StepPart]:
         order = tuple(spec for first in range(world_size) for spec in half.specs[first::world_size])
     offsets, end = [], 0
     for spec in order:
-        offset = _up(end, layout.alignment)
-        offsets.append(offset)
-        end = offset + spec.numel
+        offsets.append(_up(end, layout.alignment))
+        end = offsets[-1] + spec.numel
     span = _up(end, FLAT_ALIGNMENT * world_size) // world_size
     shards = tuple(Shard(spec, 0, Placement(offset, span, 0)) for spec, offset in zip(order, offsets, strict=True))
     yield StepPart(half=half, shards=shards, tensors=1, numel=span, world_size=world_size)
@@ -156,13 +149,13 @@ def _flat(half: Half, layout: Layout) -> Iterator[StepPart]:
 def _by_parameter(half: Half, layout: Layout) -> Iterator[StepPart]:
     """Each parameter cut over all ranks; a sub-group ends with the parameter that fills it."""
     world_size, limit = layout.world_size, layout.sub_group_size
-    sizes = [_up(spec.numel, world_size) // world_size for spec in half.specs]
     shards: list[Shard] = []
     base = 0
-    for index, (spec, size) in enumerate(zip(half.specs, sizes, strict=True)):
+    for count, spec in enumerate(half.specs, 1):
+        size = _up(spec.numel, world_size) // world_size
         shards.append(Shard(spec, 0, Placement(0, size, base)))
         base += size
-        if base >= limit or index == len(sizes) - 1:
+        if base >= limit or count == len(half.specs):
             yield StepPart(half=half, shards=tuple(shards), tensors=1, numel=base, world_size=world_size)
             shards, base = [], 0
 
@@ -173,25 +166,24 @@ def _up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """What one Muon part costs in a step. Lists are by rank; bytes and messages count both ways."""
+    """What one Muon part costs in a step. Lists are by rank; bytes and messages count both ways.
+
+    ``owners``: the rank that orthogonalizes each matrix of the part. ``flops``: floating-point operations of
+    Newton-Schulz; ``heaviest``: those of the most expensive matrix. ``rounds``: of the exchange. ``collectives``: two
+    all-to-alls per round, or one broadcast per round and owner; 0 if nothing is sent. ``messages``: of the busiest
+    rank, one per round and rank that it sends anything to. ``runs``: pieces of matrices on the rank that holds most of
+    them. ``least_bytes``: the mean of ``sent_bytes`` if each matrix were gathered by the rank that holds most of it.
+    """
 
     part: StepPart
-    #: The rank that orthogonalizes each matrix of the part.
     owners: list[int]
-    #: Floating-point operations of Newton-Schulz.
     flops: list[float]
     sent_bytes: list[int]
-    #: Rounds of the exchange.
     rounds: int
-    #: Collective calls: two all-to-alls per round, or one broadcast per round and owner; 0 if nothing is sent.
     collectives: int
-    #: Messages of the busiest rank: one per round and rank that it sends anything to.
     messages: int
-    #: Pieces of matrices on the rank that holds most of them.
     runs: int
-    #: The mean of ``sent_bytes`` if each matrix were gathered by the rank that holds most of it.
     least_bytes: float
-    #: Operations of the most expensive matrix.
     heaviest: float
 
 
@@ -205,8 +197,9 @@ def step_cost(part: StepPart, cost: CostModel) -> StepCost:
     flops = [0.0] * part.world_size
     for count, owner in zip(operations, owners, strict=True):
         flops[owner] += count
-    chunks = _chunks_by_owner(items, owners, bucket_limit(items, part.world_size, part.copies, cost))
-    rounds = max(chunks, default=0)
+    buckets = _rounds(items, owners, part.world_size, bucket_limit(items, part.world_size, part.copies, cost))
+    broadcasts, rounds = sum(len({owner for owner, _ in bucket}) for bucket in buckets), len(buckets)
+    most = rounds * (part.world_size - 1)
     traffic = (_broadcasts if part.copies > 1 else _traffic)(items, owners, part.world_size)
     return StepCost(
         part=part,
@@ -214,8 +207,9 @@ def step_cost(part: StepPart, cost: CostModel) -> StepCost:
         flops=flops,
         sent_bytes=[count * cost.bytes_per_element for count in traffic.sent],
         rounds=rounds,
-        collectives=(sum(chunks) if part.copies > 1 else 2 * rounds) * any(traffic.sent),
-        messages=traffic.messages(rounds * (part.world_size - 1)),
+        collectives=(broadcasts if part.copies > 1 else 2 * rounds) * any(traffic.sent),
+        # All that goes to one rank in one round is one message.
+        messages=max(min(a, most) + min(b, most) for a, b in zip(traffic.there, traffic.back, strict=True)),
         runs=max(traffic.runs, default=0),
         least_bytes=traffic.least * cost.bytes_per_element / part.world_size,
         heaviest=max(operations, default=0.0),
@@ -229,10 +223,6 @@ class _Traffic:
         self.sent, self.there, self.back = ([0] * world_size for _ in range(3))
         self.runs = [runs] * world_size
         self.least = 0  # elements that all ranks send together at least
-
-    def messages(self, most: int) -> int:
-        """Of the busiest rank, at most ``most`` each way: all that goes to one rank in one round is one message."""
-        return max(min(there, most) + min(back, most) for there, back in zip(self.there, self.back, strict=True))
 
 
 def _broadcasts(items: Sequence[PlacedBlock], owners: Sequence[int], copies: int) -> _Traffic:
@@ -251,37 +241,19 @@ def _traffic(items: Sequence[PlacedBlock], owners: Sequence[int], world_size: in
     Matrices that are cut alike, as all of one shape are at stage 3, are counted together.
     """
     traffic = _Traffic(world_size)
-    held_by: dict[tuple[Block, int, int], dict[int, int]] = {}
-    alike: Counter[tuple[Block, int, int]] = Counter()
+    alike: dict[tuple[Block, int, int], tuple[PlacedBlock, list[int]]] = {}
     for item, owner in zip(items, owners, strict=True):
         key = (item.block, item.shard.placement.origin, item.shard.placement.span)
-        if key not in held_by:
-            held_by[key] = {rank: item.held(rank) for rank in item.holders}
-        alike[key] += 1
-        traffic.sent[owner] += item.block.numel - 2 * held_by[key].get(owner, 0)
-        traffic.there[owner] -= owner in held_by[key]
-        traffic.back[owner] += len(held_by[key]) - (owner in held_by[key])
-    for key, count in alike.items():
-        held = held_by[key]
-        traffic.least += 2 * count * (key[0].numel - max(held.values()))
+        alike.setdefault(key, (item, []))[1].append(owner)
+    for item, owners_of_alike in alike.values():
+        held, numel, count = {rank: item.held(rank) for rank in item.holders}, item.block.numel, len(owners_of_alike)
+        for owner in owners_of_alike:
+            traffic.sent[owner] += numel - 2 * held.get(owner, 0)
+            traffic.there[owner] -= owner in held
+            traffic.back[owner] += len(held) - (owner in held)
+        traffic.least += 2 * count * (numel - max(held.values()))
         for rank, elements in held.items():
             traffic.sent[rank] += count * elements
             traffic.there[rank] += count
             traffic.runs[rank] += count
     return traffic
-
-
-def _chunks_by_owner(items: Sequence[PlacedBlock], owners: Sequence[int], limit: int) -> list[int]:
-    """Number of buckets of each owner: its matrices, largest first, in chunks of at most ``limit`` elements."""
-    owned: dict[int, list[int]] = {}
-    for item, owner in zip(items, owners, strict=True):
-        owned.setdefault(owner, []).append(item.block.numel)
-    return [_chunks(sorted(sizes, reverse=True), limit) for sizes in owned.values()]
-
-
-def _chunks(sizes: Sequence[int], limit: int) -> int:
-    count, filled = 1, 0
-    for size in sizes:
-        is_full = filled > 0 and filled + size > limit
-        count, filled = count + is_full, size if is_full else filled + size
-    return count

@@ -68,25 +68,43 @@ def measure(
 
     Args:
         halves: the optimizer's parameter groups, at least one of Muon.
-        dtype: of Newton-Schulz.
-        device: where Newton-Schulz runs.
+        dtype, device: of Newton-Schulz.
         shard_device: where momentum and parameters are: the CPU with ZeRO-Offload.
-        kernels: the run's.
         world_size: ranks that share the matrices, which bounds how many of one shape an owner has in a batch.
     """
     kind = kind_of(device.type, dtype.itemsize)
-    shapes = Counter(
-        (block.rows, block.cols, choose_method(block.rows, block.cols, half.ns_method, kind))
-        for half in halves
-        if half.use_muon
-        for spec in half.specs
-        for block in spec.blocks
-    )
-    rates = _newton_schulz(shapes, schedule, dtype, device, kernels, world_size, seconds)
+    muon = [half for half in halves if half.use_muon]
+    blocks = [(block.rows, block.cols, half.ns_method) for half in muon for spec in half.specs for block in spec.blocks]
+    shapes = Counter((rows, cols, choose_method(rows, cols, method, kind)) for rows, cols, method in blocks)
+    work, rates, end = Workspace(), [], time.perf_counter() + seconds
+
+    def pace_of(batch: int, rows: int, cols: int, method: str, calls: int) -> float:
+        """Seconds per operation, the median of some calls after one that is not counted."""
+        x = torch.randn(batch, rows, cols, device=device).to(dtype)
+        taken = _median(lambda: orthogonalize(x, schedule, method, work=work, kernels=kernels), device, calls)
+        return taken / (batch * flops(rows, cols, schedule, method))
+
+    # The cheap shapes first; each has an equal share of the time that is left.
+    order = sorted(shapes, key=lambda shape: (flops(shape[0], shape[1], schedule, shape[2]), shape))
+    bucket = (CPU_BUCKET_BYTES if device.type == "cpu" else BUCKET_BYTES) // dtype.itemsize
+    for index, (rows, cols, method) in enumerate(order):
+        count, share = shapes[rows, cols, method], (end - time.perf_counter()) / (len(order) - index)
+        # Small matrices are slower per operation, so from copies divided by a power of two the size doubles while
+        # the next one fits into half of the share by the pace of the last. Then a batch is timed.
+        halvings = max(0, math.ceil(math.log2(min(rows, cols) / SMALL)))
+        size, *larger = [(max(1, rows >> k), max(1, cols >> k)) for k in range(halvings, -1, -1)]
+        pace = pace_of(1, *size, method, 1)
+        for following in larger:
+            if CALLS * pace * flops(*following, schedule, method) >= share / 2:
+                break
+            size, pace = following, pace_of(1, *following, method, 1)
+        fitting = int(share / 2 / CALLS / (pace * flops(*size, schedule, method)))
+        batch = max(1, min(-(-count // world_size), bucket // (rows * cols), fitting))
+        tflops = 1e-12 / pace_of(batch, *size, method, CALLS - 1)
+        rates.append(ShapeRate(rows=rows, cols=cols, count=count, method=method, run_as=(batch, *size), tflops=tflops))
     operations = [rate.count * flops(rate.rows, rate.cols, schedule, rate.method) for rate in rates]
     spent = sum(count / rate.tflops for count, rate in zip(operations, rates, strict=True))
-    muon = next(half for half in halves if half.use_muon)
-    large, small = (_muon_pass(numel, muon, dtype, shard_device, kernels) for numel in (LARGE_RUN, SMALL_RUN))
+    large, small = (_muon_pass(numel, muon[0], dtype, shard_device, kernels) for numel in (LARGE_RUN, SMALL_RUN))
     machine = Machine(
         tflops=sum(operations) / spent,
         muon_ns=max(0.0, large - small) / LARGE_RUN * 1e9,
@@ -95,47 +113,6 @@ def measure(
         network=None,
     )
     return machine, rates
-
-
-def _newton_schulz(
-    shapes: Counter[tuple[int, int, str]],
-    schedule: Schedule,
-    dtype: torch.dtype,
-    device: torch.device,
-    kernels: Operations,
-    world_size: int,
-    seconds: float,
-) -> list[ShapeRate]:
-    """One rate per shape, the cheap ones first; each has an equal share of the time that is left."""
-    work, found, end = Workspace(), [], time.perf_counter() + seconds
-
-    def pace_of(batch: int, rows: int, cols: int, method: str, calls: int) -> float:
-        """Seconds per operation, the median of some calls after one that is not counted."""
-        x = torch.randn(batch, rows, cols, device=device).to(dtype)
-        taken = _median(lambda: orthogonalize(x, schedule, method, work=work, kernels=kernels), device, calls)
-        return taken / (batch * flops(rows, cols, schedule, method))
-
-    order = sorted(shapes, key=lambda shape: (flops(shape[0], shape[1], schedule, shape[2]), shape))
-    bucket = CPU_BUCKET_BYTES if device.type == "cpu" else BUCKET_BYTES
-    for index, (rows, cols, method) in enumerate(order):
-        count, share = shapes[rows, cols, method], (end - time.perf_counter()) / (len(order) - index)
-        # Small matrices are slower per operation, so from copies divided by a power of two the size doubles while
-        # the next one fits into half of the share by the pace of the last. Then a batch is timed.
-        scale = max(1, 2 ** math.ceil(math.log2(min(rows, cols) / SMALL)))
-        pace = pace_of(1, *_divided(rows, cols, scale), method, 1)
-        while scale > 1 and CALLS * pace * flops(*_divided(rows, cols, scale // 2), schedule, method) < share / 2:
-            scale //= 2
-            pace = pace_of(1, *_divided(rows, cols, scale), method, 1)
-        size = _divided(rows, cols, scale)
-        fitting = int(share / 2 / CALLS / (pace * flops(*size, schedule, method)))
-        batch = max(1, min(-(-count // world_size), bucket // (rows * cols * dtype.itemsize), fitting))
-        tflops = 1e-12 / pace_of(batch, *size, method, CALLS - 1)
-        found.append(ShapeRate(rows=rows, cols=cols, count=count, method=method, run_as=(batch, *size), tflops=tflops))
-    return found
-
-
-def _divided(rows: int, cols: int, scale: int) -> tuple[int, int]:
-    return max(1, rows // scale), max(1, cols // scale)
 
 
 def _muon_pass(numel: int, half: Half, dtype: torch.dtype, device: torch.device, kernels: Operations) -> float:
@@ -169,17 +146,11 @@ def _adamw_pass(numel: int, device: torch.device) -> float:
 @torch.no_grad()
 def _median(call: Callable[[], object], device: torch.device, calls: int) -> float:
     """Median seconds of a call, after one that is not counted."""
-    times = []
+    times, wait = [], torch.zeros((), device=device).item  # until the device has done what was launched
     for _ in range(calls + 1):
-        _wait(device)
+        wait()
         began = time.perf_counter()
         call()
-        _wait(device)
+        wait()
         times.append(time.perf_counter() - began)
     return statistics.median(times[1:])
-
-
-def _wait(device: torch.device) -> None:
-    """Until the device has done what was launched."""
-    if device.type != "cpu":
-        torch.zeros((), device=device).item()

@@ -104,8 +104,7 @@ class Block:
     def pieces(self, start: int, stop: int, pitch: int | None = None) -> Iterator[Piece]:
         """The part of the block inside elements ``start .. stop`` of the parameter, in order.
 
-        Args:
-            pitch: columns of the wider matrix that the block is part of; ``at`` then counts within that matrix.
+        ``pitch``: columns of the wider matrix that the block is part of; ``at`` then counts within that matrix.
         """
         at, end = self.before(start), self.before(stop)
         in_band = self.numel // self.bands
@@ -132,8 +131,7 @@ def matrices(shape: Sequence[int]) -> tuple[Block, ...]:
 
 def flattened(shape: Sequence[int]) -> tuple[Block, ...]:
     """A convolution ``[out, in, *kernel]`` as one matrix ``[out, in x kernel]``."""
-    rows, cols = shape[0], math.prod(shape[1:])
-    return (Block(0, rows, cols, cols),)
+    return matrices((shape[0], math.prod(shape[1:])))
 
 
 def cut(block: Block, by: Cut) -> tuple[Block, ...]:
@@ -151,11 +149,8 @@ def cut(block: Block, by: Cut) -> tuple[Block, ...]:
     if total != length:
         raise ValueError(f"{by} make {total}, not {length}")
     starts = [sum(by.sizes[:i]) for i in range(len(by.sizes))]
+    pairs, stride = zip(starts, by.sizes, strict=True), block.stride
     if by.axis == 1:
-        pairs = zip(starts, by.sizes, strict=True)
         return tuple(replace(block, offset=block.offset + start, cols=size) for start, size in pairs)
-    gap = sum(by.sizes) * block.stride if by.groups > 1 else 0
-    return tuple(
-        Block(block.offset + start * block.stride, size * by.groups, block.cols, block.stride, by.groups, gap)
-        for start, size in zip(starts, by.sizes, strict=True)
-    )
+    bands, gap = by.groups, sum(by.sizes) * stride if by.groups > 1 else 0
+    return tuple(Block(block.offset + i * stride, n * bands, block.cols, stride, bands, gap) for i, n in pairs)

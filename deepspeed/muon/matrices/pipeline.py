@@ -10,9 +10,6 @@ from typing import Any
 
 from torch import nn
 
-#: The attribute under which a pipeline keeps layers used in several places.
-TIED = "tied_modules"
-
 
 def is_pipeline(model: Any) -> bool:
     """Whether the model is a stage of a pipeline, possibly the only one."""
@@ -36,7 +33,8 @@ def outer_parameters(model: nn.Module) -> dict[nn.Parameter, str]:
     """
     if not is_pipeline(model):
         return {}
-    found = dict.fromkeys(getattr(model, TIED).parameters(), "tied layer of a pipeline")
+    tied: Any = model.tied_modules  # layers used in several places
+    found = dict.fromkeys(tied.parameters(), "tied layer of a pipeline")
     if stage_of(model) == stages_of(model) - 1:
         layers = [layer for layer in model.forward_funcs if isinstance(layer, nn.Module)]  # type: ignore[union-attr]
         last = next((layer for layer in reversed(layers) if any(True for _ in layer.parameters())), nn.Identity())

@@ -19,9 +19,9 @@ from torch import nn
 
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.matrices.block import Block
-from deepspeed.muon.matrices.heads import is_projection
-from deepspeed.muon.matrices.options import DEFAULT_OPTIONS, MatrixOptions
+from deepspeed.muon.matrices.options import DEFAULT_OPTIONS, MatrixOptions, first_match
 from deepspeed.muon.matrices.pipeline import outer_parameters, shared_parameters
+from deepspeed.muon.matrices.projections import is_projection
 from deepspeed.muon.matrices.splitting import Splitting, Use, is_convolution, is_stack, split_parameter
 from deepspeed.muon.matrices.tp_sharding import Sharding, local_shape, sharding_of, whole_shape
 
@@ -111,41 +111,34 @@ def route(model: nn.Module, options: MatrixOptions = DEFAULT_OPTIONS) -> dict[nn
             stages of a pipeline have copies.
         MuonConfigError: a split that does not fit, or heads that are not known.
     """
-    uses = _uses(model)
     outer = _output_embeddings(model) | outer_parameters(model)
     specs, shared = {}, shared_parameters(model)
-    for param, names in _names(model).items():
+    for param, uses in _uses(model).items():
         if not param.requires_grad:
             continue
-        name, shape, used = names[0], whole_shape(param), uses[param]
-        by_rules = _route_by_rules(name, shape, used, outer.get(param), options)
+        names, shape = [use.name for use in uses], whole_shape(param)
+        by_rules = _route_by_rules(shape, uses, outer.get(param), options)
         decided = _route_by_user(names, shape, user_tag(param), options) or by_rules
         if decided.use_muon and param in shared:
             raise ValueError(
-                f"{name}: {decided.reason}, but several stages of the pipeline have copies of it, and rounding in Muon "
-                "would let them drift apart; leave it to AdamW"
+                f"{names[0]}: {decided.reason}, but several stages of the pipeline have copies of it, and rounding in "
+                "Muon would let them drift apart; leave it to AdamW"
             )
-        found = Splitting()
-        if decided.use_muon:
-            found = split_parameter(names, shape, used[0], options, model)
-        sharding = _sharding(name, param, decided.use_muon)
+        found = split_parameter(names, shape, uses[0], options, model) if decided.use_muon else Splitting()
+        sharding = _sharding(names[0], param, decided.use_muon)
         if decided.use_muon and sharding and options.tp_mode == "shard":
-            found = _split_into_shards(found, sharding, used[0].module)
-            sharding = None
+            rank: Any = uses[0].module.tp_index  # of which the shards are matrices of their own
+            held = tuple(part for block in found.blocks for part, _ in sharding.parts(block, rank))
+            text = ", ".join(filter(None, [found.split, "tensor-parallel shards, by tp_mode"]))
+            found, sharding = found._replace(blocks=held, split=text), None
         specs[param] = MatrixSpec(
-            name=name,
+            name=names[0],
             shape=local_shape(param),
-            use_muon=decided.use_muon,
-            reason=decided.reason,
-            blocks=found.blocks,
-            split=found.text,
             sharding=sharding,
-            is_projection=is_projection(used[0].leaf),
-            chosen_by=decided.chosen_by,
+            is_projection=is_projection(uses[0].projection[0]),
             overrides_rules=decided.use_muon is not by_rules.use_muon,
-            split_by=found.by,
-            split_pattern=found.pattern,
-            left_whole=found.left_whole,
+            **decided._asdict(),
+            **found._asdict(),
         )
     return specs
 
@@ -168,13 +161,6 @@ def tag_parameters(model: nn.Module, specs: Mapping[nn.Parameter, MatrixSpec]) -
             setattr(param, ROUTED_TAG, routed)
 
 
-def _split_into_shards(found: Splitting, sharding: Sharding, module: Any) -> Splitting:
-    """What this rank of the tensor-parallel group holds of each block, as a matrix of its own."""
-    held = tuple(part for block in found.blocks for part, _ in sharding.parts(block, module.tp_index))
-    text = ", ".join(filter(None, [found.text, "tensor-parallel shards, by tp_mode"]))
-    return found._replace(blocks=held, text=text)
-
-
 def shapes_of(specs: Iterable[MatrixSpec]) -> Counter[tuple[int, int]]:
     """How many matrices of each shape go to Newton-Schulz; a shape and its transpose count as the wide one."""
     blocks = (block for spec in specs if spec.use_muon for block in spec.blocks)
@@ -183,15 +169,8 @@ def shapes_of(specs: Iterable[MatrixSpec]) -> Counter[tuple[int, int]]:
 
 def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """The whole shape of every trainable parameter, by name; a tied one has several names."""
-    named = _names(model).items()
-    return {name: whole_shape(param) for param, names in named if param.requires_grad for name in names}
-
-
-def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(param, []).append(name)
-    return names
+    used = _uses(model).items()
+    return {use.name: whole_shape(param) for param, uses in used if param.requires_grad for use in uses}
 
 
 def _sharding(name: str, param: nn.Parameter, use_muon: bool) -> Sharding | None:
@@ -210,9 +189,10 @@ def _uses(model: nn.Module) -> dict[nn.Parameter, list[Use]]:
     uses: dict[nn.Parameter, list[Use]] = {}
     for path, module in modules.items():
         place = _SAVED_COPY.sub("", path)
-        parent = modules.get(place.rpartition(".")[0]) if place else None
+        parent = modules[place.rpartition(".")[0]] if place else nn.Module()
         for attribute, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            uses.setdefault(param, []).append(Use(module, parent, _PREFIX.sub("", place), attribute))
+            use = Use(f"{path}.{attribute}".lstrip("."), module, parent, _PREFIX.sub("", place), attribute)
+            uses.setdefault(param, []).append(use)
     return uses
 
 
@@ -226,7 +206,7 @@ def _output_embeddings(model: nn.Module) -> dict[nn.Parameter, str]:
 
 def unmatched(patterns: Iterable[str], names: Sequence[str]) -> list[str]:
     """The regular expressions that match none of the names."""
-    return [pattern for pattern in patterns if not any(re.search(pattern, name) for name in names)]
+    return [pattern for pattern in patterns if first_match([pattern], names) is None]
 
 
 def is_lora(spec: MatrixSpec) -> bool:
@@ -249,16 +229,13 @@ def _route_by_user(
         if tag and not is_matrix:
             raise ValueError(f"{names[0]}: use_muon = True, but its shape {list(shape)} is not that of a matrix")
         return Route(tag, f"use_muon = {tag} set by the user", TAG)
-    for option, use_muon, expressions in (
-        ("muon_exclude", False, options.exclude),
-        ("muon_include", True, options.include),
-    ):
-        for expression in expressions:
-            if any(re.search(expression, name) for name in names):
-                reason = f"{option} {expression!r}"
-                if use_muon and not is_matrix:
-                    return Route(False, f"{_not_a_matrix(shape)}, in spite of {reason}", option)
-                return Route(use_muon, reason, option)
+    for option, use_muon in (("muon_exclude", False), ("muon_include", True)):
+        expression = first_match(getattr(options, option), names)
+        if expression is not None:
+            reason = f"{option} {expression!r}"
+            if use_muon and not is_matrix:
+                return Route(False, f"{_not_a_matrix(shape)}, in spite of {reason}", option)
+            return Route(use_muon, reason, option)
     return None
 
 
@@ -266,14 +243,12 @@ def _not_a_matrix(shape: tuple[int, ...]) -> str:
     return "0-D or 1-D" if len(shape) < 2 else "more than two dimensions" if min(shape) else "no elements"
 
 
-def _route_by_rules(
-    name: str, shape: tuple[int, ...], uses: list[Use], outer: str | None, options: MatrixOptions
-) -> Route:
+def _route_by_rules(shape: tuple[int, ...], uses: list[Use], outer: str | None, options: MatrixOptions) -> Route:
     if len(shape) != 2:
-        return _route_of_more_dimensions(shape, uses[0], options.conv)
-    if lora := _lora(name, shape):
-        use_muon = options.lora == "both" or (options.lora == "B" and bool(_LORA_B.search(name)))
-        return Route(use_muon and min(shape) > 1, lora + (f", by muon_lora {options.lora}" if use_muon else ""))
+        return _route_of_more_dimensions(shape, uses[0], options.muon_conv)
+    if lora := _lora(uses[0].name, shape):
+        use_muon = options.muon_lora == "both" or (options.muon_lora == "B" and bool(_LORA_B.search(uses[0].name)))
+        return Route(use_muon and min(shape) > 1, lora + (f", by muon_lora {options.muon_lora}" if use_muon else ""))
     if min(shape) <= 1:
         return Route(False, "a vector in the shape of a matrix")
     for rule in (_embedding, _head, _router):
@@ -315,28 +290,18 @@ def _head(use: Use) -> str | None:
     parts = use.path.split(".")
     if parts[-1] in HEAD_NAMES or use.path in TOP_LEVEL_HEAD_NAMES:
         return f"output head {parts[-1]}"
-    if "classifier" not in parts[:-1]:
-        return None
-    siblings = [name for name, _ in _children(use.parent)]
-    return f"output head {use.path}" if siblings and parts[-1] == siblings[-1] else None
+    siblings = [name for name, _ in use.parent.named_children()]
+    return f"output head {use.path}" if "classifier" in parts[:-1] and parts[-1:] == siblings[-1:] else None
 
 
 def _router(use: Use) -> str | None:
-    parts = use.path.split(".") if use.path else []
-    if any("router" in part.lower() for part in parts[-2:]) or "Router" in type(use.module).__name__:
+    parts, kind = use.path.split("."), type(use.module).__name__
+    if any("router" in part.lower() for part in parts[-2:]) or "Router" in kind or parts[-2:] == ["gate", "wg"]:
         return "MoE router"
-    if parts[-2:] == ["gate", "wg"]:
-        return "MoE router"
-    if not parts or parts[-1] not in ("gate", "coefficient"):
-        return None
-    is_moe = any(child in ("experts", "deepspeed_moe") for child, _ in _children(use.parent))
-    if parts[-1] == "coefficient":
-        return "mixture of a residual MoE" if is_moe else None
-    return "MoE router" if is_moe or type(use.module).__name__.endswith("Gate") else None
-
-
-def _children(module: nn.Module | None) -> Iterable[tuple[str, nn.Module]]:
-    return module.named_children() if module is not None else ()
+    is_moe = any(child in ("experts", "deepspeed_moe") for child, _ in use.parent.named_children())
+    if parts[-1] == "coefficient" and is_moe:
+        return "mixture of a residual MoE"
+    return "MoE router" if parts[-1] == "gate" and (is_moe or kind.endswith("Gate")) else None
 
 
 def _is_linear_like(module: nn.Module, attribute: str) -> bool:

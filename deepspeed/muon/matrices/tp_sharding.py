@@ -16,13 +16,11 @@ AUTOTP = "ds_autotp_universal_checkpoint_meta"
 
 @dataclass(frozen=True)
 class Sharding:
-    """A parameter cut along one axis over the ranks of a tensor-parallel group.
+    """A parameter of ``shape``, [rows, cols] for a matrix, cut along one axis over a tensor-parallel group.
 
-    Args:
-        shape: of the whole parameter, [rows, cols] for a matrix.
-        axis: 0 where the ranks hold rows (DeepSpeed's column parallel), 1 where they hold columns.
-        ranges: for each rank, the (start, size) of the rows or columns in its shard, in order. A rank has several
-            ranges of a fused weight, because each part is cut on its own.
+    ``axis``: 0 where the ranks hold rows (DeepSpeed's column parallel), 1 where they hold columns. ``ranges``: for each
+    rank, the (start, size) of the rows or columns in its shard, in order. A rank has several ranges of a fused weight,
+    because each part is cut on its own.
     """
 
     shape: tuple[int, ...]
@@ -46,16 +44,14 @@ class Sharding:
         for start, size in self.ranges[rank]:
             for band in range(block.bands):
                 row, at = first_row + band * gap, band * height * block.cols
-                if self.axis == 0:
-                    low, high = max(row, start), min(row + height, start + size)
-                    held = Block((inside + low - start) * width + first_column, high - low, block.cols, width)
-                    at += (low - row) * block.cols
-                else:
-                    low, high = max(first_column, start), min(first_column + block.cols, start + size)
-                    held = Block(row * width + inside + low - start, height, high - low, width)
-                    at += low - first_column
-                if low < high:
-                    yield held, at
+                first, length = (row, height) if self.axis == 0 else (first_column, block.cols)
+                low, high = max(first, start), min(first + length, start + size)
+                place = inside + low - start
+                if low < high and self.axis == 0:
+                    held = Block(place * width + first_column, high - low, block.cols, width)
+                    yield held, at + (low - row) * block.cols
+                elif low < high:
+                    yield Block(row * width + place, height, high - low, width), at + low - first_column
             inside += size
 
 
@@ -66,11 +62,9 @@ def sharding_of(param: Any) -> Sharding | None:
         ValueError: the record does not describe the cut by rows or columns.
     """
     note = getattr(param, AUTOTP, None)
-    if not note:
-        if getattr(param, "tensor_model_parallel", False):
-            raise ValueError("it is marked tensor_model_parallel, but nothing says how it was cut")
-        return None
-    if note["replicated"]:
+    if not note and getattr(param, "tensor_model_parallel", False):
+        raise ValueError("it is marked tensor_model_parallel, but nothing says how it was cut")
+    if not note or note["replicated"]:
         return None
     axis, shape = note["partition_dim"], note["logical_shape"] or note["original_shape"]
     widths = note["sub_param_shard_widths"] or ([note["partition_sizes"]] if note["partition_sizes"] else [])

@@ -251,6 +251,8 @@ def test_report(capsys: pytest.CaptureFixture) -> None:
     assert facts["backends"]["gloo"] is True and facts["activation"]["entry_point_registered"] is True
     status, out, _ = outcome(capsys, ["report"])
     assert status == 0 and "nothing essential is missing" in out
+    (line,) = [line for line in out.splitlines() if line.strip().startswith("engine.DeepSpeedEngine ")]
+    assert "in use: _configure_basic_optimizer, " in line and "; _save_checkpoint, " in line, "ready is the usual state"
 
 
 def test_report_fails_where_something_is_missing(
@@ -265,6 +267,7 @@ def test_report_fails_where_something_is_missing(
     assert facts["problems"][0] == "seam missing: deepspeed.runtime.engine.DeepSpeedEngine._nowhere"
     assert "entry point nobody" in facts["problems"][1]
     assert set(facts["seams"].values()) == {"present", "missing"}
+    assert "missing: _nowhere\n" in outcome(capsys, ["report"])[1]
 
 
 @pytest.mark.parametrize(("name", "value"), [("DS_MUON_AUTOLOAD", "0"), ("TORCH_DEVICE_BACKEND_AUTOLOAD", "off")])

@@ -246,7 +246,7 @@ def test_what_wins() -> None:
         return {spec.split for spec in route(TinyGpt(), MatrixOptions(**options)).values() if spec.split}
 
     assert found() == {f"3 x 12 rows, {QKV}"}
-    assert found(per_head=True) == {"6 x 6 rows, one matrix per head"}
-    assert found(per_head=True, split={"qkv": Cut((18, 18))}) == {"2 x 18 rows, by muon_split 'qkv'"}
-    assert found(split={"qkv": Cut(())}) == {"left whole, by muon_split 'qkv'"}
-    assert found(fused="whole") == set()
+    assert found(per_head_muon=True) == {"6 x 6 rows, one matrix per head"}
+    assert found(per_head_muon=True, muon_split={"qkv": Cut((18, 18))}) == {"2 x 18 rows, by muon_split 'qkv'"}
+    assert found(muon_split={"qkv": Cut(())}) == {"left whole, by muon_split 'qkv'"}
+    assert found(muon_fused="whole") == set()

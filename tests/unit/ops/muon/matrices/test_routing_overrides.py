@@ -36,20 +36,20 @@ def names_of(optimizer: MuonWithAuxAdam) -> set[str]:
 
 
 def test_exclude_takes_matrices_from_muon() -> None:
-    got = specs_of(TinyGpt(), exclude=[r"blocks\.0\.", "qkv"])
+    got = specs_of(TinyGpt(), muon_exclude=[r"blocks\.0\.", "qkv"])
     assert got["blocks.0.up.weight"] == (False, r"muon_exclude 'blocks\\.0\\.'")
     assert got["blocks.1.qkv.weight"] == (False, "muon_exclude 'qkv'")
     assert got["blocks.1.up.weight"][0]
 
 
 def test_include_brings_matrices_to_muon() -> None:
-    got = specs_of(TinyGpt(), include=["^lm_head", "positions"])
+    got = specs_of(TinyGpt(), muon_include=["^lm_head", "positions"])
     assert got["lm_head.weight"] == (True, "muon_include '^lm_head'")
     assert got["positions.weight"][0] and not got["tokens.weight"][0]
 
 
 def test_include_leaves_vectors_to_adamw_and_says_so() -> None:
-    got = specs_of(TinyGpt(), include=["up"])
+    got = specs_of(TinyGpt(), muon_include=["up"])
     assert got["blocks.0.up.weight"][0]
     assert got["blocks.0.up.bias"] == (False, "0-D or 1-D, in spite of muon_include 'up'")
 
@@ -57,7 +57,7 @@ def test_include_leaves_vectors_to_adamw_and_says_so() -> None:
 def test_who_decided_is_a_field_and_not_a_text() -> None:
     net = TinyGpt()
     net.lm_head.weight.use_muon = False
-    specs = {s.name: s for s in route(net, MatrixOptions(include=["up"], exclude=["qkv"])).values()}
+    specs = {s.name: s for s in route(net, MatrixOptions(muon_include=["up"], muon_exclude=["qkv"])).values()}
     by = {name: (spec.chosen_by, spec.overrides_rules) for name, spec in specs.items()}
     assert by["blocks.0.qkv.weight"] == ("muon_exclude", True)
     assert by["blocks.0.up.weight"] == ("muon_include", False)
@@ -70,7 +70,7 @@ def test_exclude_wins_over_include_and_a_tag_over_both() -> None:
     net = TinyGpt()
     net.blocks[0].up.weight.use_muon = True
     net.blocks[1].up.weight.use_muon = False
-    got = specs_of(net, include=["up", "down"], exclude=[r"\.0\."])
+    got = specs_of(net, muon_include=["up", "down"], muon_exclude=[r"\.0\."])
     assert got["blocks.0.up.weight"] == (True, "use_muon = True set by the user")
     assert got["blocks.1.up.weight"] == (False, "use_muon = False set by the user")
     assert not got["blocks.0.down.weight"][0] and got["blocks.1.down.weight"][0]
@@ -79,7 +79,7 @@ def test_exclude_wins_over_include_and_a_tag_over_both() -> None:
 def test_a_tied_parameter_has_all_its_names() -> None:
     net = TinyGpt(tied=True)
     net.blocks[1].up.weight = net.blocks[0].up.weight
-    got = specs_of(net, exclude=["lm_head", r"blocks\.1\.up"])
+    got = specs_of(net, muon_exclude=["lm_head", r"blocks\.1\.up"])
     assert got["tokens.weight"] == (False, "muon_exclude 'lm_head'")
     assert got["blocks.0.up.weight"] == (False, r"muon_exclude 'blocks\\.1\\.up'")
     MuonWithAuxAdam(net.parameters(), model=net, muon_exclude=["lm_head"])
@@ -311,7 +311,7 @@ def test_factors_go_to_adamw(down: str, up: str) -> None:
 
 
 def test_factors_go_to_muon_where_the_user_says_so() -> None:
-    got = specs_of(nn.Sequential(Adapted("lora_A", "lora_B")), include=["lora_B"])
+    got = specs_of(nn.Sequential(Adapted("lora_A", "lora_B")), muon_include=["lora_B"])
     assert [use_muon for use_muon, _ in got.values()] == [False, True]
 
 

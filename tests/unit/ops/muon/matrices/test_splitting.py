@@ -66,26 +66,27 @@ def splits(model: nn.Module, **options: Any) -> dict[str, str]:
 )
 def test_heads_of_known_models(name: str, expected: dict[str, str]) -> None:
     model = MODELS[name]()
-    assert splits(model, per_head=True) == expected
-    for spec in route(model, MatrixOptions(per_head=True)).values():
+    assert splits(model, per_head_muon=True) == expected
+    for spec in route(model, MatrixOptions(per_head_muon=True)).values():
         assert sum(block.numel for block in spec.blocks) == (spec.numel if spec.use_muon else 0)
 
 
 def test_nothing_is_split_unless_asked_for() -> None:
     assert splits(MODELS["llama"]()) == {}
-    assert splits(MODELS["gpt2"](), fused="whole") == {}
+    assert splits(MODELS["gpt2"](), muon_fused="whole") == {}
 
 
 def test_the_width_of_a_head_by_its_module() -> None:
     """Models without a config: the module of the attention knows."""
-    assert splits(TinyGpt(), per_head=True) == {f"{i}.qkv.weight": "6 x 6 rows, one matrix per head" for i in range(2)}
+    heads = {f"{i}.qkv.weight": "6 x 6 rows, one matrix per head" for i in range(2)}
+    assert splits(TinyGpt(), per_head_muon=True) == heads
     attention = module(attention=nn.MultiheadAttention(32, 4))
-    assert splits(attention, per_head=True) == {"attention.in_proj_weight": "12 x 8 rows, one matrix per head"}
+    assert splits(attention, per_head_muon=True) == {"attention.in_proj_weight": "12 x 8 rows, one matrix per head"}
 
 
 def test_a_split_of_the_user_wins_over_heads() -> None:
     model = MODELS["llama"]()
-    found = splits(model, per_head=True, split={"q_proj": Cut((16, 16)), "[kv]_proj": Cut(())})
+    found = splits(model, per_head_muon=True, muon_split={"q_proj": Cut((16, 16)), "[kv]_proj": Cut(())})
     assert found == {
         "self_attn.q_proj.weight": "2 x 16 rows, by muon_split 'q_proj'",
         "self_attn.k_proj.weight": "left whole, by muon_split '[kv]_proj'",
@@ -135,7 +136,7 @@ def test_sizes_that_do_not_fit_are_refused_with_the_shape() -> None:
     with pytest.raises(
         ValueError, match=r"muon_split: 'conv' finds conv.weight \[5, 2, 3, 3\], but 4 rows make 4, not 5"
     ):
-        route(Fused(), MatrixOptions(split={"conv": Cut((4,))}, conv="flatten"))
+        route(Fused(), MatrixOptions(muon_split={"conv": Cut((4,))}, muon_conv="flatten"))
 
 
 def test_sizes_of_a_parameter_that_goes_to_adamw_do_not_matter() -> None:
@@ -162,16 +163,16 @@ def test_a_pattern_may_find_the_alias_of_a_tied_parameter() -> None:
 
 
 def test_what_cut_a_parameter_is_a_field_and_not_a_text() -> None:
-    options = MatrixOptions(split={"experts": Cut((8, 16)), "conv": Cut(())}, conv="flatten")
+    options = MatrixOptions(muon_split={"experts": Cut((8, 16)), "conv": Cut(())}, muon_conv="flatten")
     specs = {spec.name: spec for spec in route(Fused(), options).values()}
     assert (specs["experts.down"].split_by, specs["experts.down"].split_pattern) == ("muon_split", "experts")
     assert specs["qkv.weight"].split_by is None and specs["qkv.weight"].left_whole
     assert specs["conv.weight"].split_by == "muon_split" and not specs["conv.weight"].left_whole, "it is flattened"
     specs = {spec.name: spec for spec in route(TinyGpt()).values()}
     assert specs["blocks.0.qkv.weight"].split_by == "muon_fused"
-    specs = {spec.name: spec for spec in route(TinyGpt(), MatrixOptions(split={"qkv": Cut(())})).values()}
+    specs = {spec.name: spec for spec in route(TinyGpt(), MatrixOptions(muon_split={"qkv": Cut(())})).values()}
     assert specs["blocks.0.qkv.weight"].left_whole
-    specs = {spec.name: spec for spec in route(TinyGpt(), MatrixOptions(per_head=True)).values()}
+    specs = {spec.name: spec for spec in route(TinyGpt(), MatrixOptions(per_head_muon=True)).values()}
     assert specs["blocks.0.qkv.weight"].split_by == "per_head_muon"
 
 
@@ -227,7 +228,7 @@ def test_the_digest_tells_splits_apart() -> None:
 
 
 def test_experts_are_stacks() -> None:
-    specs = {spec.name: spec for spec in route(MODELS["mixtral"](), MatrixOptions(fused="whole")).values()}
+    specs = {spec.name: spec for spec in route(MODELS["mixtral"](), MatrixOptions(muon_fused="whole")).values()}
     stacks = {name: spec for name, spec in specs.items() if "experts" in name}
     assert len(stacks) == 2
     for spec in stacks.values():
@@ -240,7 +241,7 @@ def test_experts_are_stacks() -> None:
 def test_a_split_cuts_every_matrix_of_a_stack() -> None:
     model = MODELS["mixtral"]()
     spec = next(
-        s for s in route(model, MatrixOptions(split={"gate_up": Cut((48, 48))})).values() if "gate_up" in s.name
+        s for s in route(model, MatrixOptions(muon_split={"gate_up": Cut((48, 48))})).values() if "gate_up" in s.name
     )
     assert spec.split == "4 of 96 x 32, 2 x 48 rows, by muon_split 'gate_up'"
     assert len(spec.blocks) == 8
@@ -253,7 +254,7 @@ def test_convolutions_go_to_muon_when_asked_for() -> None:
         deep=nn.Conv2d(4, 4, 3, groups=4),
         up=nn.ConvTranspose2d(4, 8, 3),
     )
-    specs = {spec.name: spec for spec in route(net, MatrixOptions(conv="flatten")).values()}
+    specs = {spec.name: spec for spec in route(net, MatrixOptions(muon_conv="flatten")).values()}
     assert specs["one.weight"].blocks == (Block(0, 8, 36, 36),)
     assert specs["line.weight"].blocks == (Block(0, 8, 12, 12),)
     assert specs["one.weight"].split == "flattened to 8 x 36"
@@ -274,7 +275,7 @@ def test_a_convolution_in_channels_last_is_refused_without_zero() -> None:
 @pytest.mark.parametrize(("down", "up"), [("lora_A", "lora_B"), ("lora_weight_1", "lora_weight_2")])
 def test_low_rank_factors(asked: str, expected: set[str], down: str, up: str) -> None:
     names = {"down": down, "up": up}
-    specs = route(Adapted(down, up), MatrixOptions(lora=asked)).values()
+    specs = route(Adapted(down, up), MatrixOptions(muon_lora=asked)).values()
     assert {key for key, name in names.items() for s in specs if name in s.name and s.use_muon} == expected
     assert all("by muon_lora" in s.reason for s in specs if s.use_muon and "LoRA" in s.reason)
 
