@@ -19,9 +19,9 @@ from torch import nn
 
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.matrices.block import Block
+from deepspeed.muon.matrices.heads import is_projection
 from deepspeed.muon.matrices.options import DEFAULT_OPTIONS, MatrixOptions, first_match
 from deepspeed.muon.matrices.pipeline import outer_parameters, shared_parameters
-from deepspeed.muon.matrices.projections import is_projection
 from deepspeed.muon.matrices.splitting import Splitting, Use, is_convolution, is_stack, split_parameter
 from deepspeed.muon.matrices.tp_sharding import Sharding, local_shape, sharding_of, whole_shape
 

@@ -10,8 +10,9 @@ from torch import nn
 
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.matrices.block import Block, Cut, cut, flattened, matrices
+from deepspeed.muon.matrices.fused import cut_fused
+from deepspeed.muon.matrices.heads import cut_by_head, heads_of, is_projection
 from deepspeed.muon.matrices.options import MatrixOptions, first_match
-from deepspeed.muon.matrices.projections import cut_by_head, cut_fused, heads_of, is_projection
 
 
 def is_convolution(module: nn.Module) -> bool:
