@@ -9,6 +9,7 @@ from collections import Counter
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.exchange.watchdog import start_watchdog
@@ -51,20 +52,15 @@ def agree(optimizer: MuonWithAuxAdam) -> Facts:
 def bind_engine(engine: Any) -> None:
     """Called once the engine has wrapped the optimizer.
 
-    Raises:
-        UnsupportedError: a wrapper, or a combination, that is not supported.
-        DisagreementError: the ranks do not run the same version, config and plan.
+    Raises UnsupportedError for what is not supported, DisagreementError if the ranks differ in version, config or plan.
     """
     optimizer = engine.basic_optimizer
     refuse_unsupported(engine._config, optimizer.config.momentum_dtype)
     refuse_engine(engine)
     verdict = agree(optimizer)
     adapter = engine.muon_adapter = adapter_for(engine, optimizer)
-    adapter.watch_gradients()
-    adapter.stay_clear_of_stock()
+    adapter.prepare(verdict["groups"])
     partitions = joined(adapter.partitions(), optimizer, engine)
-    adapter.join_pipeline(verdict["groups"])
-    adapter.create_states()
     ns_dtype, device = resolve_dtype(optimizer.config.ns_dtype, verdict["bf16"]), _compute_device()
     kinds = sorted({device.type, *(tensor.device.type for partition in partitions for tensor in partition.tensors)})
     lacking = compare(lambda: selection.missing(optimizer.config.kernels, kinds), _judge_kernels)
@@ -83,14 +79,10 @@ def bind_engine(engine: Any) -> None:
 
 def _compute_device() -> torch.device:
     """Newton-Schulz and the exchange run on the accelerator, wherever ZeRO keeps the shards."""
-    from deepspeed.accelerator import get_accelerator
-
     return torch.device(get_accelerator().current_device_name())
 
 
 def _facts(optimizer: MuonWithAuxAdam) -> Facts:
-    from deepspeed.accelerator import get_accelerator
-
     groups = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
     routes = sorted(f"{s.name}{s.whole}{s.use_muon}{s.blocks}" for s in optimizer.specs.values())
     return {
@@ -109,10 +101,10 @@ def _facts(optimizer: MuonWithAuxAdam) -> Facts:
 
 def _judge_settings(facts: list[Facts]) -> Facts:
     """Ranks of one pipeline stage hold the same parameters; the rest is the same on all ranks."""
-    error = differences(facts, {"version": "the deepspeed-muon version", "config": "optimizer.params"})
+    of_all = {"version": "the deepspeed-muon version", "config": "optimizer.params"}
     of_parameters = {"routes": "the routing", "groups": "the settings of parameter groups"}
-    if error := error or differences(facts, of_parameters, within="stage"):
-        return {"error": error}
+    if error := differences(facts, of_all) or differences(facts, of_parameters, within="stage"):
+        return error
     firsts = {stated["stage"]: rank for rank, stated in reversed(list(enumerate(facts)))}
     stages = [facts[rank] for _, rank in sorted(firsts.items())]
     counted: Counter[tuple[int, int]] = Counter()
@@ -134,9 +126,9 @@ def _judge_settings(facts: list[Facts]) -> Facts:
 
 
 def _judge_kernels(facts: list[Facts]) -> Facts:
-    """What any rank lacks, all do without."""
-    return {kind: _first_reason(facts, kind) for kind in sorted({kind for stated in facts for kind in stated})}
-
-
-def _first_reason(facts: list[Facts], kind: str) -> str | None:
-    return next((f"rank {rank}: {stated[kind]}" for rank, stated in enumerate(facts) if stated.get(kind)), None)
+    """What any rank lacks, all do without: by kind, the first reason, or ``None``."""
+    lacking: Facts = {}
+    for rank, stated in enumerate(facts):
+        for kind, reason in stated.items():
+            lacking[kind] = lacking.get(kind) or (f"rank {rank}: {reason}" if reason else None)
+    return dict(sorted(lacking.items()))

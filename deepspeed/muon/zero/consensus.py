@@ -13,15 +13,18 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import deepspeed.comm as comm
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from deepspeed.muon.errors import DisagreementError
 
 Facts = dict[str, Any]
+Judge = Callable[[list[Facts]], Facts]
 Result = TypeVar("Result")
 
 #: Seconds that a rank may take to state its facts once it has shown that it runs deepspeed-muon: compiling the C++
@@ -31,7 +34,7 @@ PREPARATION = 1800.0
 _comparisons = itertools.count()
 
 
-def compare(state: Callable[[], Facts], judge: Callable[[list[Facts]], Facts]) -> Facts:
+def compare(state: Callable[[], Facts], judge: Judge) -> Facts:
     """Let rank 0 judge what all ranks state, with O(ranks) messages through the rendezvous store.
 
     Args:
@@ -50,16 +53,21 @@ def compare(state: Callable[[], Facts], judge: Callable[[list[Facts]], Facts]) -
     return verdict
 
 
-def _through_the_store(state: Callable[[], Facts], judge: Callable[[list[Facts]], Facts]) -> Facts:
+def _through_the_store(state: Callable[[], Facts], judge: Judge) -> Facts:
     """Each rank first says that it is there, then what it has to state: only the first must come soon."""
     seconds = float(os.environ.get("DS_MUON_BIND_TIMEOUT", "120"))
     store = torch.distributed.distributed_c10d._get_default_store()
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     prefix = f"deepspeed_muon/{next(_comparisons)}"
     store.set(f"{prefix}/here/{rank}", "")
-    store.set(f"{prefix}/{rank}", json.dumps(_stated(state)))
+    stated: Facts = {}
+    try:
+        stated["facts"] = state()
+    except Exception as error:  # the other ranks wait for this rank's facts
+        stated["raised"] = with_type(error)
+    store.set(f"{prefix}/{rank}", json.dumps(stated))
     if rank == 0:
-        verdict = _verdict(store, prefix, world_size, seconds, judge)
+        verdict = _verdict(store, prefix, range(world_size), seconds, judge)
         store.set(f"{prefix}/verdict", json.dumps(verdict))
         return verdict
     if _missing(store, [f"{prefix}/here/0"], 2 * seconds):
@@ -69,15 +77,7 @@ def _through_the_store(state: Callable[[], Facts], judge: Callable[[list[Facts]]
     return json.loads(store.get(f"{prefix}/verdict"))
 
 
-def _stated(state: Callable[[], Facts]) -> Facts:
-    try:
-        return {"facts": state()}
-    except Exception as error:  # the other ranks wait for this rank's facts
-        return {"raised": f"{type(error).__name__}: {error}"}
-
-
-def _verdict(store: Any, prefix: str, world_size: int, seconds: float, judge: Callable[[list[Facts]], Facts]) -> Facts:
-    ranks = range(world_size)
+def _verdict(store: Any, prefix: str, ranks: range, seconds: float, judge: Judge) -> Facts:
     if silent := _missing(store, [f"{prefix}/here/{rank}" for rank in ranks], seconds):
         return {"error": _silence(silent)}
     if slow := _missing(store, [f"{prefix}/{rank}" for rank in ranks], PREPARATION):
@@ -88,7 +88,7 @@ def _verdict(store: Any, prefix: str, world_size: int, seconds: float, judge: Ca
     try:
         return judge([one["facts"] for one in stated])
     except Exception as error:  # the other ranks wait for the verdict
-        return {"error": f"rank 0 cannot compare the ranks: {type(error).__name__}: {error}"}
+        return {"error": f"rank 0 cannot compare the ranks: {with_type(error)}"}
 
 
 def _missing(store: Any, keys: list[str], seconds: float) -> list[int]:
@@ -111,22 +111,20 @@ def _silence(ranks: list[int]) -> str:
     )
 
 
-def differences(facts: list[Facts], titles: dict[str, str], within: str | None = None) -> str | None:
-    """A message that names the ranks which differ from the first, or ``None``.
+def differences(facts: list[Facts], titles: dict[str, str], within: str = "") -> Facts:
+    """The verdict on ranks that differ from the first: an ``error`` that names them; empty if all agree.
 
     Args:
         titles: fact -> what the message calls it.
         within: a fact; only ranks that state the same value of it are compared with each other.
     """
-    teams: dict[Any, list[int]] = {}
-    for rank, stated in enumerate(facts):
-        teams.setdefault(stated[within] if within else None, []).append(rank)
+    teams = _ranks_by(stated.get(within) for stated in facts).values()
     for key, title in titles.items():
-        for first, *others in teams.values():
+        for first, *others in teams:
             if odd := [rank for rank in others if facts[rank][key] != facts[first][key]]:
                 theirs = [facts[rank][key] for rank in odd[:4]]
-                return f"{title} differs: rank {first} has {facts[first][key]}, ranks {odd} have {theirs}"
-    return None
+                return {"error": f"{title} differs: rank {first} has {facts[first][key]}, ranks {odd} have {theirs}"}
+    return {}
 
 
 def together(act: Callable[[], Result], explain: Callable[[str], Exception]) -> Result:
@@ -134,52 +132,51 @@ def together(act: Callable[[], Result], explain: Callable[[str], Exception]) -> 
 
     Args:
         act: work of this rank alone. It contains no collective, and may raise anything.
-        explain: makes the error for all ranks from what was raised, and on which ranks.
-
-    Raises:
-        Exception: that of ``explain``, on every rank.
+        explain: makes the error that all ranks raise, from what was raised and on which ranks.
     """
-    result, error = None, None
+    result, error, text = None, None, None
     try:
         result = act()
     except Exception as raised:
-        error = raised
-    texts = gathered(None if error is None else _text(error))
+        # Errors of the system and our own speak for themselves; for others the type is half of the message.
+        is_own = type(raised).__module__.startswith("deepspeed.muon")
+        error, text = raised, str(raised) if is_own or isinstance(raised, OSError) else with_type(raised)
+    texts = gathered(text)
     if any(text is not None for text in texts):
         raise explain(_by_text(texts)) from error
     return result  # type: ignore[return-value]
 
 
-def _text(error: Exception) -> str:
-    """Errors of the system and our own speak for themselves; for others the type is half of the message."""
-    own = type(error).__module__.startswith("deepspeed.muon")
-    return str(error) if own or isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+def with_type(error: Exception) -> str:
+    """The name of an error's type, and its text."""
+    return f"{type(error).__name__}: {error}"
 
 
 def _by_text(texts: list[str | None]) -> str:
     """Each message once, with the ranks that have it; without ranks where all have the same."""
-    ranks: dict[str, list[int]] = {}
-    for rank, text in enumerate(texts):
-        if text is not None:
-            ranks.setdefault(text, []).append(rank)
     if len(set(texts)) == 1:
-        return next(iter(ranks))
-    return "; ".join(f"rank{'s' * (len(who) > 1)} {str(who).strip('[]')}: {text}" for text, who in ranks.items())
+        return str(texts[0])
+    told = [(text, who) for text, who in _ranks_by(texts).items() if text is not None]
+    return "; ".join(f"rank{'s' * (len(who) > 1)} {str(who).strip('[]')}: {text}" for text, who in told)
 
 
-def gathered(value: Any) -> list[Any]:
-    """The value of every rank, by rank; a collective."""
-    from deepspeed import comm  # type: ignore[attr-defined]
+def _ranks_by(values: Iterable[Any]) -> dict[Any, list[int]]:
+    """The ranks that have each value, of the values by rank."""
+    ranks: dict[Any, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return ranks
 
-    values = [None] * comm.get_world_size()
-    comm.all_gather_object(values, value)
+
+def gathered(value: Any, group: Any = None) -> list[Any]:
+    """The value of every rank of the group, by rank; a collective."""
+    values = [None] * comm.get_world_size(group)
+    comm.all_gather_object(values, value, group=group)
     return values
 
 
 def from_rank_0(value: Any) -> Any:
     """The value that rank 0 has; a collective."""
-    from deepspeed import comm  # type: ignore[attr-defined]
-
     values = [value]
     comm.broadcast_object_list(values, src=0)
     return values[0]
@@ -187,9 +184,6 @@ def from_rank_0(value: Any) -> Any:
 
 def on_all_ranks(check: Callable[[], bool], group: Any = None) -> Callable[[], bool]:
     """The check, passed where all ranks of the group pass it: ranks with their own parameters have own gradients."""
-    from deepspeed.accelerator import get_accelerator
-
-    from deepspeed import comm  # type: ignore[attr-defined]
 
     def agreed() -> bool:
         passed = torch.tensor(float(check()), device=get_accelerator().current_device_name())

@@ -38,118 +38,10 @@ from deepspeed.muon.zero.wrappers.experts import refuse_replaced, with_names
 #: Values of ``optimizer.type`` in ds_config.json, in lower case. Stock cannot resolve the second.
 TYPES = ("muon", "muonwithauxadam")
 
-_ENGINE = "deepspeed.runtime.engine"
-#: Everything of DeepSpeed that is replaced or extended.
-SEAMS: tuple[Seam, ...] = (
-    Seam(_ENGINE, "DeepSpeedEngine._configure_basic_optimizer"),
-    Seam(_ENGINE, "DeepSpeedEngine._configure_optimizer"),
-    Seam(_ENGINE, "DeepSpeedEngine._configure_lr_scheduler"),
-    Seam(_ENGINE, "DeepSpeedEngine._scheduler_from_config"),
-    Seam(_ENGINE, "DeepSpeedEngine._take_model_step"),
-    Seam(_ENGINE, "DeepSpeedEngine.save_checkpoint"),
-    Seam(_ENGINE, "DeepSpeedEngine.load_checkpoint"),
-    Seam("deepspeed.runtime.zero.utils", "ZERO_SUPPORTED_OPTIMIZERS"),
-    Seam("deepspeed.runtime.config", "DeepSpeedConfig.__init__"),
-    *(seam for adapter in ADAPTERS for seam in adapter.seams()),
-    *save_load.SEAMS,
-    *universal.SEAMS,
-)
-
-_undo: list[Callable[[], None]] = []
-
-
-def install() -> None:
-    """Make ``"type": "Muon"`` mean deepspeed-muon. Does nothing the second time.
-
-    Raises:
-        SeamError: this DeepSpeed lacks something that deepspeed-muon replaces; nothing has been changed.
-    """
-    _check_seams()
-    if _undo:
-        return
-    _warn_of_untested_version()
-    engine = importlib.import_module(_ENGINE).DeepSpeedEngine
-    config = importlib.import_module("deepspeed.runtime.config").DeepSpeedConfig
-    supported = importlib.import_module("deepspeed.runtime.zero.utils").ZERO_SUPPORTED_OPTIMIZERS
-    for owner, name, function in (
-        (engine, "_configure_basic_optimizer", _configure_basic_optimizer),
-        (engine, "_configure_optimizer", _configure_optimizer),
-        (engine, "_configure_lr_scheduler", configure_scheduler),
-        (engine, "_scheduler_from_config", scheduler_from_config),
-        (engine, "_take_model_step", take_step),
-        (engine, "save_checkpoint", save_load.save_checkpoint),
-        (engine, "load_checkpoint", save_load.load_checkpoint),
-        (config, "__init__", _read_config),
-    ):
-        _undo.append(replace(owner, name, function))
-    _list_op()
-    supported.append(MuonWithAuxAdam)
-    _undo.append(lambda: supported.remove(MuonWithAuxAdam))
-
-
-def uninstall() -> None:
-    """Give stock DeepSpeed back as it was. Engines that exist keep their optimizer."""
-    while _undo:
-        _undo.pop()()
-
-
-def activate() -> None:
-    """:func:`install`, but where a seam is missing only a run that asks for Muon fails."""
-    try:
-        install()
-    except SeamError as error:
-        logger.error("deepspeed-muon is not active: %s", error)
-        engine = importlib.import_module(_ENGINE).DeepSpeedEngine
-        message = str(error)
-
-        def refuse(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
-            config = kwargs.get("config_class")
-            if is_muon(getattr(config, "optimizer_name", None)):
-                raise SeamError(message)
-            original(self, *args, **kwargs)
-
-        _undo.append(replace(engine, "__init__", refuse))
-
 
 def is_muon(optimizer_name: str | None) -> bool:
     """Whether ``optimizer.type`` means deepspeed-muon, in any case."""
     return (optimizer_name or "").lower() in TYPES
-
-
-def _check_seams() -> None:
-    missing = [str(seam) for seam in SEAMS if not seam.exists()]
-    if missing:
-        raise SeamError(
-            f"DeepSpeed {_deepspeed_version()} has no {', '.join(missing)}, where deepspeed-muon hooks in; "
-            f"tested versions are {TESTED_DEEPSPEED[0]} to {TESTED_DEEPSPEED[1]}"
-        )
-
-
-def seam_states() -> dict[str, str]:
-    """Of each seam: ``missing`` or ``present``. After :func:`install`: ``in use``, or ``ready`` where an engine with
-    Muon, a save or a load is going to replace it.
-    """
-    states = {str(seam): "present" if seam.exists() else "missing" for seam in SEAMS}
-    if not _undo or "missing" in states.values():
-        return states
-    return {str(seam): "in use" if seam.scope == "import" else "ready" for seam in SEAMS}
-
-
-def _warn_of_untested_version() -> None:
-    version = _deepspeed_version()
-    if not is_tested(version):
-        logger.warning("deepspeed-muon was tested on DeepSpeed %s to %s, this is %s", *TESTED_DEEPSPEED, version)
-
-
-def is_tested(version: str) -> bool:
-    """Whether this version of DeepSpeed lies in the tested range."""
-    oldest, newest = map(Version, TESTED_DEEPSPEED)
-    return oldest <= Version(Version(version).base_version) <= newest
-
-
-def _deepspeed_version() -> str:
-    """``deepspeed.__version__``, which is not set yet when the hook on the engine fires."""
-    return importlib.import_module("deepspeed.git_version_info").version
 
 
 def _read_config(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -158,24 +50,10 @@ def _read_config(original: Callable, self: Any, *args: Any, **kwargs: Any) -> No
     if is_muon(self.optimizer_name):
         self.optimizer_name = TYPES[0]
         # zero.Init reads the config before Hugging Face's integration has filled it in; initialize reads it again.
-        parse({key: value for key, value in (self.optimizer_params or {}).items() if not _to_be_filled(key, value)})
+        params = (self.optimizer_params or {}).items()
+        parse({key: value for key, value in params if not (key in FILLED_BY and value == "auto")})
         refuse_unsupported(self)
     _keep_user_tags()
-
-
-def _to_be_filled(key: str, value: Any) -> bool:
-    return key in FILLED_BY and value == "auto"
-
-
-def _list_op() -> None:
-    """Let ``ds_report`` list csrc/muon among DeepSpeed's own operations."""
-    builder = importlib.import_module("deepspeed.muon.kernels.builder").MuonBuilder()
-    listed = importlib.import_module("deepspeed.ops.op_builder.all_ops").ALL_OPS
-    installed = importlib.import_module("deepspeed.git_version_info").installed_ops
-    listed[builder.NAME] = builder
-    installed[builder.NAME] = importlib.util.find_spec(builder.absolute_name()) is not None
-    for names in (listed, installed):
-        _undo.append(functools.partial(names.pop, builder.NAME))
 
 
 def _keep_user_tags() -> None:
@@ -246,3 +124,98 @@ def _check(engine: Any, optimizer: MuonWithAuxAdam) -> None:
     check_schedule(engine, optimizer)
     check_nvme(engine, optimizer)
     agree(optimizer)
+
+
+_ENGINE = "deepspeed.runtime.engine"
+#: What is replaced at activation, and by what.
+REPLACEMENTS: dict[Seam, Callable] = {
+    Seam(_ENGINE, "DeepSpeedEngine._configure_basic_optimizer"): _configure_basic_optimizer,
+    Seam(_ENGINE, "DeepSpeedEngine._configure_optimizer"): _configure_optimizer,
+    Seam(_ENGINE, "DeepSpeedEngine._configure_lr_scheduler"): configure_scheduler,
+    Seam(_ENGINE, "DeepSpeedEngine._scheduler_from_config"): scheduler_from_config,
+    Seam(_ENGINE, "DeepSpeedEngine._take_model_step"): take_step,
+    Seam(_ENGINE, "DeepSpeedEngine.save_checkpoint"): save_load.save_checkpoint,
+    Seam(_ENGINE, "DeepSpeedEngine.load_checkpoint"): save_load.load_checkpoint,
+    Seam("deepspeed.runtime.config", "DeepSpeedConfig.__init__"): _read_config,
+}
+_OF_ADAPTERS = [seam for adapter in ADAPTERS.values() for seam in adapter.seams()]
+_SUPPORTED = Seam("deepspeed.runtime.zero.utils", "ZERO_SUPPORTED_OPTIMIZERS")
+#: Everything of DeepSpeed that is replaced or extended.
+SEAMS: tuple[Seam, ...] = (*REPLACEMENTS, _SUPPORTED, *_OF_ADAPTERS, *save_load.SEAMS, *universal.SEAMS)
+
+_undo: list[Callable[[], None]] = []
+
+
+def install() -> None:
+    """Make ``"type": "Muon"`` mean deepspeed-muon. Does nothing the second time.
+
+    Raises:
+        SeamError: this DeepSpeed lacks something that deepspeed-muon replaces; nothing has been changed.
+    """
+    version = importlib.import_module("deepspeed.git_version_info").version  # deepspeed.__version__ is not set yet
+    if missing := [str(seam) for seam in SEAMS if not seam.exists()]:
+        raise SeamError(
+            f"DeepSpeed {version} has no {', '.join(missing)}, where deepspeed-muon hooks in; "
+            f"tested versions are {TESTED_DEEPSPEED[0]} to {TESTED_DEEPSPEED[1]}"
+        )
+    if _undo:
+        return
+    if not is_tested(version):
+        logger.warning("deepspeed-muon was tested on DeepSpeed %s to %s, this is %s", *TESTED_DEEPSPEED, version)
+    _undo.extend(replace(*seam.find(), function) for seam, function in REPLACEMENTS.items())
+    _list_op()
+    supported = getattr(*_SUPPORTED.find())
+    supported.append(MuonWithAuxAdam)
+    _undo.append(functools.partial(supported.remove, MuonWithAuxAdam))
+
+
+def uninstall() -> None:
+    """Give stock DeepSpeed back as it was. Engines that exist keep their optimizer."""
+    while _undo:
+        _undo.pop()()
+
+
+def activate() -> None:
+    """:func:`install`, but where a seam is missing only a run that asks for Muon fails."""
+    try:
+        install()
+    except SeamError as error:
+        logger.error("deepspeed-muon is not active: %s", error)
+        message = str(error)
+
+        def refuse(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+            if is_muon(getattr(kwargs.get("config_class"), "optimizer_name", None)):
+                raise SeamError(message)
+            original(self, *args, **kwargs)
+
+        _undo.append(replace(importlib.import_module(_ENGINE).DeepSpeedEngine, "__init__", refuse))
+
+
+def seam_states() -> dict[str, str]:
+    """Of each seam: ``missing`` or ``present``. After :func:`install`: ``in use``, or ``ready`` where an engine with
+    Muon, a save or a load is going to replace it.
+    """
+    states = {str(seam): "present" if seam.exists() else "missing" for seam in SEAMS}
+    if _undo and "missing" not in states.values():
+        return {str(seam): "in use" if seam.scope == "import" else "ready" for seam in SEAMS}
+    return states
+
+
+def is_tested(version: str) -> bool:
+    """Whether this version of DeepSpeed lies in the tested range."""
+    oldest, newest = map(Version, TESTED_DEEPSPEED)
+    return oldest <= Version(Version(version).base_version) <= newest
+
+
+def _list_op() -> None:
+    """Let ``ds_report`` list csrc/muon among DeepSpeed's own operations."""
+    from deepspeed.git_version_info import installed_ops
+    from deepspeed.ops.op_builder.all_ops import ALL_OPS
+
+    from deepspeed.muon.kernels.builder import MuonBuilder
+
+    builder = MuonBuilder()
+    found = importlib.util.find_spec(builder.absolute_name()) is not None
+    for names, value in ((ALL_OPS, builder), (installed_ops, found)):
+        names[builder.NAME] = value
+        _undo.append(functools.partial(names.pop, builder.NAME))

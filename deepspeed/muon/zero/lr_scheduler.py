@@ -26,15 +26,23 @@ ABSOLUTE = {
 
 
 def scheduler_from_config(original: Callable, engine: Any, optimizer: Any) -> Any:
-    """``DeepSpeedEngine._scheduler_from_config``.
+    """``DeepSpeedEngine._scheduler_from_config``, with one value per group for each learning rate.
 
-    Raises:
-        MuonConfigError: a list of another length than the groups.
+    Raises MuonConfigError for a list of another length than the groups.
     """
+    from deepspeed.runtime import lr_schedules
+
     ours, name, params = engine.basic_optimizer, engine.scheduler_name(), engine.scheduler_params()
     if not isinstance(ours, MuonWithAuxAdam) or name is None:
         return original(engine, optimizer)
-    target, values = _proportional(ours, name, dict(params or {}))
+    values, reference = dict(params or {}), ours.defaults["lr"]
+    target = _target(ours, name, values)
+    ratios = [group["lr"] / reference if reference else 1.0 for group in target.param_groups]
+    for key in ABSOLUTE.get(name, ()):
+        default = inspect.signature(getattr(lr_schedules, name)).parameters[key].default
+        value = values.get(key, default)  # the default may be empty, or the groups' own rate
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            values[key] = [value * ratio for ratio in ratios]
     engine._config.scheduler_params = values
     try:
         return original(engine, target)
@@ -56,14 +64,13 @@ def check_schedule(engine: Any, optimizer: MuonWithAuxAdam) -> None:
     name, params = engine.scheduler_name(), engine.scheduler_params() or {}
     if engine.client_lr_scheduler is not None or name not in ABSOLUTE:
         return
-    target = _target(optimizer, _lists(name, params))
+    target = _target(optimizer, name, params)
     numbers = [key for key in ABSOLUTE[name] if isinstance(params.get(key), (int, float)) and params[key]]
     if numbers and not optimizer.sets_a_rate and engine.global_rank == 0:
         logger.warning(
-            "deepspeed-muon: %s of the scheduler describes Muon's rate, because optimizer.params sets no lr; "
-            "AdamW's is %.3g of it. Write lr into optimizer.params to give both halves the same",
-            ", ".join(numbers),
-            DEFAULT_ADAM_LR / DEFAULT_MUON_LR,
+            f"deepspeed-muon: {', '.join(numbers)} of the scheduler describes Muon's rate, because optimizer.params "
+            f"sets no lr; AdamW's is {DEFAULT_ADAM_LR / DEFAULT_MUON_LR:.3g} of it. Write lr into optimizer.params to "
+            "give both halves the same"
         )
     if target is optimizer and name == "OneCycle" and params.get("cycle_momentum", True):
         raise MuonConfigError(
@@ -72,25 +79,9 @@ def check_schedule(engine: Any, optimizer: MuonWithAuxAdam) -> None:
         )
 
 
-def _lists(name: str, params: dict[str, Any]) -> dict[str, Any]:
-    return {key: params[key] for key in ABSOLUTE.get(name, ()) if isinstance(params.get(key), (list, tuple))}
-
-
-def _proportional(optimizer: MuonWithAuxAdam, name: str, params: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """What the scheduler schedules (the optimizer, or its groups as given), and its parameters, one value per group."""
-    keys = ABSOLUTE.get(name, ())
-    target = _target(optimizer, _lists(name, params))
-    reference = optimizer.defaults["lr"]
-    ratios = [group["lr"] / reference if reference else 1.0 for group in target.param_groups]
-    for key in keys:
-        value = params.get(key, _default(name, key))
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            params[key] = [value * ratio for ratio in ratios]
-    return target, params
-
-
-def _target(optimizer: MuonWithAuxAdam, lists: dict[str, Any]) -> Any:
+def _target(optimizer: MuonWithAuxAdam, name: str, params: dict[str, Any]) -> Any:
     """The optimizer or its groups as given, whichever has as many groups as the lists have values."""
+    lists = {key: params[key] for key in ABSOLUTE.get(name, ()) if isinstance(params.get(key), (list, tuple))}
     given, halves = len(optimizer.given.param_groups), len(optimizer.param_groups)
     lengths = {len(value) for value in lists.values()}
     if lengths <= {given}:
@@ -98,18 +89,9 @@ def _target(optimizer: MuonWithAuxAdam, lists: dict[str, Any]) -> Any:
     if lengths == {halves}:
         return optimizer
     names = ", ".join(group["name"] for group in optimizer.param_groups)
-    raise MuonConfigError(
-        "\n".join(
-            f"scheduler.params.{key}: got {len(value)} values; write one number, {given} (one per parameter group) or "
-            f"{halves} ({names}), the same for all keys"
-            for key, value in lists.items()
-        )
-    )
-
-
-def _default(name: str, key: str) -> Any:
-    """The schedule's own default; ``None`` if it has none or takes the groups' learning rate."""
-    from deepspeed.runtime import lr_schedules
-
-    default = inspect.signature(getattr(lr_schedules, name)).parameters[key].default
-    return None if default is inspect.Parameter.empty else default
+    problems = [
+        f"scheduler.params.{key}: got {len(value)} values; write one number, {given} (one per parameter group) or "
+        f"{halves} ({names}), the same for all keys"
+        for key, value in lists.items()
+    ]
+    raise MuonConfigError("\n".join(problems))

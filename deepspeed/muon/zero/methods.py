@@ -7,6 +7,7 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from deepspeed.muon.log import logger
 from deepspeed.muon.math.choice import kind_of, pins, shape_key
 from deepspeed.muon.math.measure import better, measure
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.zero.consensus import compare, differences
+from deepspeed.muon.zero.consensus import compare, differences, with_type
 from deepspeed.muon.zero.wrappers.tensor_parallel import matrix_share
 
 
@@ -39,9 +40,8 @@ def tune(
     if shapes:
         is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
         counts = Counter({(rows, cols): count for rows, cols, count in shapes})
-        verdict = compare(
-            lambda: _measured(optimizer, counts, ns_dtype, device) if is_first else {}, lambda facts: facts[0]
-        )
+        mine = partial(_measured, optimizer, counts, ns_dtype, device) if is_first else dict
+        verdict = compare(mine, lambda facts: facts[0])
         for group in optimizer.param_groups:
             if group["use_muon"]:
                 group["ns_methods"] = dict(verdict["methods"])
@@ -55,7 +55,8 @@ def _measured(
     try:
         times = measure(shapes, optimizer.config.schedule, ns_dtype, device, optimizer.kernels)
     except Exception as error:  # the other ranks wait for this
-        return {"error": f"{ON_ERROR} {type(error).__name__}: {error}"}
+        advice = "rank 0 cannot measure the methods; remove the key for the shipped rule"
+        return {"error": f"optimizer.params.ns_tuning: {advice}. {with_type(error)}"}
     chosen = pins(shapes, kind_of(device.type, ns_dtype.itemsize))
     told = []
     for shape, seconds in times.items():
@@ -63,37 +64,19 @@ def _measured(
         chosen[key] = better(seconds, chosen[key])
         told.append(f"{key} {chosen[key]} ({seconds['standard'] / seconds['gram']:.2f})")
     logger.info(
-        "deepspeed-muon: rank 0 measured the methods of %d of %d shapes in %.1f s (standard's time over gram's): %s",
-        len(times),
-        len(chosen),
-        time.perf_counter() - began,
-        ", ".join(told),
+        f"deepspeed-muon: rank 0 measured the methods of {len(times)} of {len(chosen)} shapes in "
+        f"{time.perf_counter() - began:.1f} s (standard's time over gram's): {', '.join(told)}"
     )
     return {"methods": chosen}
 
 
-ON_ERROR = "optimizer.params.ns_tuning: rank 0 cannot measure the methods; remove the key for the shipped rule."
-
-
 def compare_plans(optimizer: MuonWithAuxAdam, **mine: Any) -> dict[str, Any]:
-    """Make sure that all ranks that hold the same parameters have the same methods and the same plan.
+    """Raise DisagreementError where ranks that hold the same parameters differ in methods or plan.
 
-    Args:
-        mine: facts of which those of rank 0 count.
-
-    Returns:
-        Rank 0's.
-
-    Raises:
-        DisagreementError: they differ.
+    Returns the facts of rank 0, with ``mine`` among them.
     """
     pinned = [group["ns_methods"] for group in optimizer.param_groups if group["use_muon"]]
     plans = hashlib.sha256("".join(plan.digest for plan in optimizer.plans).encode()).hexdigest()[:16]
-    titles = {"methods": "the choice of Newton-Schulz methods", "plan": "the exchange plan"}
-
-    def judge(facts: list[dict[str, Any]]) -> dict[str, Any]:
-        error = differences(facts, titles, within="stage")
-        return {"error": error} if error else facts[0]
-
     stated = {"stage": matrix_share(optimizer), "methods": pinned, "plan": plans, **mine}
-    return compare(lambda: stated, judge)
+    titles = {"methods": "the choice of Newton-Schulz methods", "plan": "the exchange plan"}
+    return compare(lambda: stated, lambda facts: differences(facts, titles, within="stage") or facts[0])

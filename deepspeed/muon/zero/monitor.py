@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import deepspeed.comm as comm
+from deepspeed.accelerator import get_accelerator
+
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.step_stats import HALVES, StepStats
 from deepspeed.muon.zero.wrappers.grad_norm import skips_in_silence
@@ -20,11 +23,7 @@ PREFIX = "Train/Muon/"
 
 
 def set_up_monitor(engine: Any, monitored: bool) -> None:
-    """Set up what the config asks for.
-
-    Args:
-        monitored: whether rank 0's monitor is enabled; the ranks record together.
-    """
+    """Set up what the config asks for. The ranks record together: ``monitored`` says whether rank 0's monitor is on."""
     optimizer = engine.basic_optimizer
     engine._muon_monitored = monitored and optimizer.config.monitor_interval > 0
     if engine.wall_clock_breakdown():
@@ -51,55 +50,38 @@ def take_step(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Non
 
 
 def _record(step: Callable[[], None], engine: Any, optimizer: MuonWithAuxAdam) -> None:
-    from deepspeed.accelerator import get_accelerator
+    stats, outer = StepStats(get_accelerator().synchronize), optimizer.phase
 
-    stats = StepStats(get_accelerator().synchronize)
-    rates = _learning_rates(optimizer)
-    phase, optimizer.phase, optimizer.step_stats = optimizer.phase, _both(optimizer.phase, stats.phase), stats
+    @contextmanager
+    def phase(name: str) -> Iterator[None]:
+        with outer(name), stats.phase(name):
+            yield
+
+    groups = reversed(optimizer.param_groups)  # the first of each half counts, with the rate that this step uses
+    rates = {f"lr_{'muon' if group['use_muon'] else 'adamw'}": float(group["lr"]) for group in groups}
+    optimizer.phase, optimizer.step_stats = phase, stats
     started = time.perf_counter()
     try:
         step()
     finally:
-        optimizer.phase, optimizer.step_stats = phase, None
+        optimizer.phase, optimizer.step_stats = outer, None
     get_accelerator().synchronize()
     seconds = time.perf_counter() - started
     values = _update_rms(stats) | rates | {"step_ms": 1e3 * seconds}
     values |= {f"{name}_ms": 1e3 * spent for name, spent in stats.seconds.items()}
-    norm = engine.get_global_grad_norm()
-    if norm is not None:
+    if (norm := engine.get_global_grad_norm()) is not None:
         values["grad_norm"] = float(norm)
     if engine.global_rank == 0:
         engine.monitor.write_events([(PREFIX + name, value, engine.global_samples) for name, value in values.items()])
 
 
-def _learning_rates(optimizer: MuonWithAuxAdam) -> dict[str, float]:
-    """The rates of the first Muon group and the first AdamW group, as this step uses them."""
-    rates: dict[str, float] = {}
-    for group in optimizer.param_groups:
-        rates.setdefault(f"lr_{'muon' if group['use_muon'] else 'adamw'}", float(group["lr"]))
-    return rates
-
-
 def _update_rms(stats: StepStats) -> dict[str, float]:
     """Root mean square of each half's update per unit of learning rate, over all ranks; a collective."""
-    from deepspeed.accelerator import get_accelerator
-
-    from deepspeed import comm  # type: ignore[attr-defined]
-
     sums = stats.sums().to(get_accelerator().current_device_name())
     if comm.is_initialized():
         comm.all_reduce(sums)
     pairs = zip(HALVES, sums.tolist(), strict=True)
     return {f"update_rms_{half}": math.sqrt(squares / count) for half, (squares, count) in pairs if count}
-
-
-def _both(outer: Callable[[str], Any], inner: Callable[[str], Any]) -> Callable[[str], Any]:
-    @contextmanager
-    def phase(name: str) -> Iterator[None]:
-        with outer(name), inner(name):
-            yield
-
-    return phase
 
 
 def _timed(timers: Any) -> Callable[[str], Any]:

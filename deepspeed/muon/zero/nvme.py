@@ -16,12 +16,13 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+import deepspeed.comm as comm
 import torch
 from torch import Tensor
 
 from deepspeed.muon.errors import UnsupportedError
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.zero.refusals import is_nvme
+from deepspeed.muon.zero.refusals import offload_device
 from deepspeed.muon.zero.wrappers.experts import holders
 
 #: DeepSpeed swaps tensors of at least so many bytes, or of ``aio.block_size`` if that is larger.
@@ -38,18 +39,16 @@ def threshold(config: Any) -> int:
 def check_nvme(engine: Any, optimizer: MuonWithAuxAdam) -> None:
     """Refuse, before ZeRO allocates, what would fail later with an unhelpful message.
 
-    Raises:
-        UnsupportedError: buffers that are too few or too small, a folder that does not do, a missing library, or a
-            limit of locked memory that is too low; all of them at once.
+    Raises UnsupportedError for buffers that are too few or too small, a folder that does not do, a missing library, and
+    a limit of locked memory that is too low; all of them at once.
     """
     config = engine._config
-    sections = {name: getattr(config.zero_config, name) for name in ("offload_optimizer", "offload_param")}
-    asked = {name: section for name, section in sections.items() if is_nvme(section)}
+    asked = [name for name in ("offload_optimizer", "offload_param") if offload_device(config, name) == "nvme"]
     if not asked or engine.zero_optimization_stage() != 3:
         return
-    sizes = [(group, _sub_groups(group["params"], config, _ranks(engine, group))) for group in optimizer.param_groups]
+    sizes = [(group, _sub_groups(engine, group)) for group in optimizer.param_groups]
     problems = [
-        *(problem for name, section in asked.items() for problem in _path_problems(name, section.nvme_path)),
+        *(problem for name in asked for problem in _path_problems(name, getattr(config.zero_config, name).nvme_path)),
         *_library_problems(),
         *(_optimizer_problems(config, sizes) if "offload_optimizer" in asked else ()),
         *(_param_problems(config, sizes, engine.dp_world_size) if "offload_param" in asked else ()),
@@ -58,26 +57,21 @@ def check_nvme(engine: Any, optimizer: MuonWithAuxAdam) -> None:
         raise UnsupportedError("offload to NVMe cannot work as configured:\n  " + "\n  ".join(problems))
 
 
-def _ranks(engine: Any, group: dict[str, Any]) -> int:
-    from deepspeed import comm  # type: ignore[attr-defined]
-
-    return comm.get_world_size(group=holders(engine, group))
+def _part(param: Tensor, ranks: int) -> int:
+    return ceil(getattr(param, "ds_numel", param.numel()) / ranks)
 
 
 Sizes = list[tuple[dict[str, Any], list[int]]]
 """Each parameter group and the elements of one rank in each of its sub-groups."""
 
 
-def _numel(param: Tensor) -> int:
-    return int(getattr(param, "ds_numel", param.numel()))
-
-
-def _sub_groups(params: list[Tensor], config: Any, world_size: int) -> list[int]:
+def _sub_groups(engine: Any, group: dict[str, Any]) -> list[int]:
     """Sizes of the sub-groups into which stage 3 will cut a group: closed as soon as they reach the limit."""
-    parts, sizes, open_size = [ceil(_numel(p) / world_size) for p in params if p.requires_grad], [], 0
+    limit, ranks = engine._config.zero_config.sub_group_size, comm.get_world_size(holders(engine, group))
+    parts, sizes, open_size = [_part(p, ranks) for p in group["params"] if p.requires_grad], [], 0
     for part in parts:
         open_size += part
-        if open_size >= config.zero_config.sub_group_size and sum(parts) > config.zero_config.sub_group_size:
+        if open_size >= limit and sum(parts) > limit:
             sizes.append(open_size)
             open_size = 0
     return sizes + [open_size] * (open_size > 0)
@@ -113,7 +107,7 @@ def _optimizer_problems(config: Any, sizes: Sizes) -> Iterator[str]:
 
 def _param_problems(config: Any, sizes: Sizes, world_size: int) -> Iterator[str]:
     section, params = config.zero_config.offload_param, [p for group, _ in sizes for p in group["params"]]
-    parts = [(ceil(_numel(p) / world_size), p.element_size()) for p in params]
+    parts = [(_part(p, world_size), p.element_size()) for p in params]
     largest = max((part for part, itemsize in parts if part * itemsize >= threshold(config)), default=0)
     if section.buffer_size < largest:
         yield (
@@ -177,20 +171,6 @@ def _library_problems() -> Iterator[str]:
         )
 
 
-def create_states(wrapper: Any, optimizer: MuonWithAuxAdam) -> None:
-    """Write zeros as the state of every swapped sub-group, so that all of its files exist from the start.
-
-    ``save_muon_momentum_buffer_in_memory`` keeps the momentum where it is.
-    """
-    stays = bool(wrapper.save_muon_momentum_buffer_in_memory)
-    for index, flat in enumerate(wrapper.fp32_partitioned_groups_flat):
-        with swapped_in(wrapper, index):
-            use_muon = optimizer.param_groups[wrapper.sub_group_to_group_id[index]]["use_muon"]
-            state = optimizer.create_state(flat, use_muon)
-            if use_muon and stays:
-                state["momentum_buffer"].swappable = False
-
-
 @contextmanager
 def swapped_in(wrapper: Any, index: int) -> Iterator[Tensor]:
     """The flat weights of a sub-group, in memory for as long as the context lasts; changes are kept.
@@ -223,39 +203,31 @@ def each_sub_group(wrapper: Any) -> Iterator[tuple[int, Tensor]]:
             wrapper._reassign_or_swap_out_partitioned_parameters(index)
 
 
-def swap_out_and_release(wrapper: Any) -> Callable[..., None]:
-    """A replacement of the swapper's ``swap_out_optimizer_state``, after which the tensors are empty.
+def swap_out_and_release(wrapper: Any, original: Callable, parameter: Any, *args: Any, **kwargs: Any) -> None:
+    """The swapper's ``swap_out_optimizer_state``, after which the tensors are empty.
 
     With pipelines DeepSpeed leaves them on the swapper's buffers, whose next contents a checkpoint would hold.
     """
-
-    def swap_out_optimizer_state(original: Callable, parameter: Tensor, *args: Any, **kwargs: Any) -> None:
-        original(parameter, *args, **kwargs)
-        wrapper.optimizer_swapper.swap_params_info[parameter.ds_id].release_memory()  # type: ignore[attr-defined]
-
-    return swap_out_optimizer_state
+    original(parameter, *args, **kwargs)
+    wrapper.optimizer_swapper.swap_params_info[parameter.ds_id].release_memory()
 
 
-def prepare_without_holes(wrapper: Any) -> Callable[..., Any]:
-    """A replacement of ``_prepare_sub_group`` that leaves zeros where no parameter has left a gradient.
+def prepare_without_holes(wrapper: Any, original: Callable, sub_group_id: int, *args: Any, **kwargs: Any) -> Any:
+    """``_prepare_sub_group``, which leaves zeros where no parameter has left a gradient.
 
     DeepSpeed reads the gradient into a used buffer: a parameter without one would be updated with what another tensor
     has left there.
     """
-
-    def _prepare_sub_group(original: Callable, sub_group_id: int, *args: Any, **kwargs: Any) -> Any:
-        result = original(sub_group_id, *args, **kwargs)
-        if wrapper._swappable_optimizer_subgroup(sub_group_id):
-            flat = wrapper.fp32_partitioned_groups_flat[sub_group_id]
-            if flat.grad is None:
-                flat.grad = torch.zeros_like(flat)
-            info, end = wrapper.optimizer_swapper.swap_params_info[flat.ds_id], 0
-            spans = [(at, part.length) for at, part in info.swapped_gradients.items()]
-            spans += [(at, part.numel()) for at, part in info.unswapped_gradients.items()]
-            for start, length in sorted(spans):
-                flat.grad[end:start].zero_()
-                end = start + length
-            flat.grad[end:].zero_()
-        return result
-
-    return _prepare_sub_group
+    result = original(sub_group_id, *args, **kwargs)
+    if wrapper._swappable_optimizer_subgroup(sub_group_id):
+        flat = wrapper.fp32_partitioned_groups_flat[sub_group_id]
+        if flat.grad is None:
+            flat.grad = torch.zeros_like(flat)
+        info, end = wrapper.optimizer_swapper.swap_params_info[flat.ds_id], 0
+        spans = [(at, part.length) for at, part in info.swapped_gradients.items()]
+        spans += [(at, part.numel()) for at, part in info.unswapped_gradients.items()]
+        for start, length in sorted(spans):
+            flat.grad[end:start].zero_()
+            end = start + length
+        flat.grad[end:].zero_()
+    return result

@@ -6,12 +6,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import gcd
 from pathlib import Path
 from typing import Any
 
 import hjson
 import torch.distributed
+from deepspeed.accelerator import get_accelerator
 from pydantic import ValidationError
 
 from deepspeed.muon.config.messages import FILLED_BY
@@ -19,7 +19,7 @@ from deepspeed.muon.config.schema import MuonConfig, parse
 from deepspeed.muon.errors import MuonConfigError, SettingsError, UnsupportedError
 from deepspeed.muon.forecast.layout import Layout
 from deepspeed.muon.zero.hooks import is_muon
-from deepspeed.muon.zero.refusals import is_nvme, refuse_unsupported, renames_parameters
+from deepspeed.muon.zero.refusals import offload_device, refuse_unsupported, renames_parameters
 
 #: Keys that depend on the number of ranks; the engine checks them.
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -52,32 +52,29 @@ def read_settings(path: str, world_size: int, stage: int | None = None) -> Setti
         UnsupportedError: a combination that deepspeed-muon refuses.
     """
     section, notes = _load(path), []
-    name = _require_muon(path, section)
-    params, autos = _without_autos(dict(section["optimizer"].get("params") or {}))
-    if autos:
+    name, params = _require_muon(path, section)
+    if autos := [key for key in FILLED_BY if params.get(key) == "auto"]:
         notes.append(f"optimizer.params: {', '.join(autos)} auto: filled in by Hugging Face's integration")
+    params = {key: value for key, value in params.items() if key not in autos}
+    params |= {"lr": SOME_LR} if "lr" in autos else {}
     config = parse(params)
-    section = _drop_autos(section, "", notes)
-    for key in BATCH_KEYS:
-        section.pop(key, None)
+    left_out = {"optimizer", *BATCH_KEYS}
+    section = _drop_autos({key: value for key, value in section.items() if key not in left_out}, "", notes)
     section |= {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": name, "params": params}}
     if stage is not None:
         section["zero_optimization"] = dict(section.get("zero_optimization") or {}) | {"stage": stage}
     stock = _stock_config(path, section)
     refuse_unsupported(stock)
     notes += _not_predicted(stock)
-    zero = stock.zero_config
-    half = stock.float16_config.enabled or stock.bfloat16_config.enabled
-    aligned = _uses_flat_optimizer(stock) and getattr(zero, "parameter_alignment", False)
-    itemsize = 2 if half else 4
-    layout = Layout(
-        int(zero.stage),
-        world_size,
-        int(zero.sub_group_size),
-        bool(zero.round_robin_gradients) and _uses_flat_optimizer(stock),
-        ALIGNED_BYTES // gcd(ALIGNED_BYTES, itemsize) if aligned else 1,
-    )
-    return Settings(config, layout, _offloads(zero), float(stock.gradient_clipping), tuple(notes))
+    zero, offloads = stock.zero_config, offload_device(stock, "offload_optimizer") in ("cpu", "nvme")
+    # Whether stages 1 and 2 run under DeepSpeedZeroOptimizer; BF16_Optimizer knows no order and no padding.
+    is_bf16 = stock.bfloat16_config.enabled and str(stock.grad_accum_dtype) in ("fp32", "float32")
+    is_flat = not (is_bf16 and zero.stage == 1 and not offloads)
+    itemsize = 2 if stock.float16_config.enabled or stock.bfloat16_config.enabled else 4
+    alignment = ALIGNED_BYTES // itemsize if is_flat and getattr(zero, "parameter_alignment", False) else 1
+    round_robin = is_flat and bool(zero.round_robin_gradients)
+    layout = Layout(int(zero.stage), world_size, int(zero.sub_group_size), round_robin, alignment)
+    return Settings(config, layout, offloads, float(stock.gradient_clipping), tuple(notes))
 
 
 def _not_predicted(stock: Any) -> Iterator[str]:
@@ -86,7 +83,7 @@ def _not_predicted(stock: Any) -> Iterator[str]:
         yield "expert_parallel: predicted as if every rank had all experts, under the names that they have now"
     if stock.tensor_parallel_config.autotp_size > 1:
         yield "tensor_parallel: planned as if all ranks were data-parallel, which hold and own as much"
-    if any(is_nvme(section) for section in (stock.zero_config.offload_optimizer, stock.zero_config.offload_param)):
+    if "nvme" in (offload_device(stock, "offload_optimizer"), offload_device(stock, "offload_param")):
         yield "zero_optimization: NVMe counts as the host's memory; reading and writing it is not predicted"
 
 
@@ -94,8 +91,7 @@ def _load(path: str) -> dict[str, Any]:
     from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 
     try:
-        text = Path(path).read_text()
-        section = hjson.loads(text, object_pairs_hook=dict_raise_error_on_duplicate_keys)
+        section = hjson.loads(Path(path).read_text(), object_pairs_hook=dict_raise_error_on_duplicate_keys)
     except OSError as error:
         raise SettingsError(f"--config {path}: {error.strerror}") from None
     except ValueError as error:
@@ -105,36 +101,29 @@ def _load(path: str) -> dict[str, Any]:
     return section
 
 
-def _require_muon(path: str, section: dict[str, Any]) -> str:
+def _require_muon(path: str, section: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The optimizer's type, as written, and its parameters."""
     optimizer = section.get("optimizer")
     name = optimizer.get("type") if isinstance(optimizer, dict) else None
-    if not isinstance(optimizer, dict) or not is_muon(name if isinstance(name, str) else None):
+    if not isinstance(optimizer, dict) or not isinstance(name, str) or not is_muon(name):
         near = difflib.get_close_matches("optimizer", section.keys() - {"optimizer"}, n=1) if optimizer is None else []
         hint = f"; did you mean optimizer where it says {near[0]}?" if near else ""
         raise SettingsError(f'{path}: optimizer.type: got {name!r}, expected "Muon"{hint}')
-    if not isinstance(optimizer.get("params") or {}, dict):
-        raise SettingsError(f"{path}: optimizer.params: expected an object, got {optimizer['params']!r}")
-    return str(name)
-
-
-def _without_autos(params: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """``optimizer.params`` with what Hugging Face fills in: a learning rate counts as given, the rest as not set."""
-    autos = [key for key in FILLED_BY if params.get(key) == "auto"]
-    kept = {key: value for key, value in params.items() if key not in autos}
-    return kept | ({"lr": SOME_LR} if "lr" in autos else {}), autos
+    params = optimizer.get("params") or {}
+    if not isinstance(params, dict):
+        raise SettingsError(f"{path}: optimizer.params: expected an object, got {params!r}")
+    return name, params
 
 
 def _drop_autos(section: dict[str, Any], where: str, notes: list[str]) -> dict[str, Any]:
     """The section without keys of value "auto", so that DeepSpeed takes its defaults."""
     kept = {}
     for key, value in section.items():
-        if where == "" and key == "optimizer":
-            continue
         if isinstance(value, dict):
             kept[key] = _drop_autos(value, f"{where}{key}.", notes)
         elif value != "auto":
             kept[key] = value
-        elif key not in BATCH_KEYS:
+        else:
             notes.append(f"{where}{key}: auto taken as DeepSpeed's default")
     return kept
 
@@ -163,32 +152,15 @@ def _explain(title: str, item: dict[str, Any]) -> str:
     return f"{key}: unknown key" + (f"; did you mean {near[0]}?" if near and is_zero else "")
 
 
-def _uses_flat_optimizer(stock: Any) -> bool:
-    """Whether stages 1 and 2 run under ``DeepSpeedZeroOptimizer``; ``BF16_Optimizer`` knows no order and no padding."""
-    plain = stock.bfloat16_config.enabled and str(stock.grad_accum_dtype) in ("fp32", "float32")
-    return not (plain and stock.zero_config.stage == 1 and not _offloads(stock.zero_config))
-
-
-def _offloads(zero: Any) -> bool:
-    device = getattr(zero.offload_optimizer, "device", None)
-    return str(getattr(device, "value", device)) in ("cpu", "nvme")
-
-
 def accelerator() -> dict[str, Any]:
     """Kind, count and name of the device that DeepSpeed has found."""
-    from deepspeed.accelerator import get_accelerator
-
     found = get_accelerator()
-    kind = found.device_name()
-    is_cuda = kind == "cuda" and torch.cuda.is_available()
-    name = torch.cuda.get_device_name(0) if is_cuda else kind
-    backend = found.communication_backend_name()
-    return {"kind": kind, "count": int(found.device_count()), "name": name, "backend": backend}
+    kind, count, backend = found.device_name(), int(found.device_count()), found.communication_backend_name()
+    name = torch.cuda.get_device_name(0) if kind == "cuda" and torch.cuda.is_available() else kind
+    return {"kind": kind, "count": count, "name": name, "backend": backend}
 
 
 def backends() -> dict[str, bool]:
     """Whether torch was built with each communication backend."""
-    distributed = torch.distributed
-    if not distributed.is_available():
-        return {"gloo": False, "nccl": False}
-    return {"gloo": distributed.is_gloo_available(), "nccl": distributed.is_nccl_available()}
+    distributed, here = torch.distributed, torch.distributed.is_available()
+    return {"gloo": here and distributed.is_gloo_available(), "nccl": here and distributed.is_nccl_available()}

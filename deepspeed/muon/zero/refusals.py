@@ -3,145 +3,124 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from deepspeed.muon.errors import UnsupportedError
 
+#: What a ``DeepSpeedConfig`` calls the sections of a ds_config.
+SECTIONS = {
+    "zero_optimization": "zero_config",
+    "fp16": "float16_config",
+    "bf16": "bfloat16_config",
+    "compile": "compile_config",
+}
+
 
 def refuse_unsupported(config: Any, momentum_dtype: str | None = None) -> None:
-    """Check a ``DeepSpeedConfig`` whose optimizer is Muon.
+    """Raise UnsupportedError that lists all unsupported settings of a ``DeepSpeedConfig`` whose optimizer is Muon.
 
-    Args:
-        momentum_dtype: of the optimizer, where the script has built it; else the config's.
-
-    Raises:
-        UnsupportedError: listing every combination that is not supported.
+    ``momentum_dtype`` is that of an optimizer which the script has built; by default it is the config's.
     """
     problems = [f"{key}: {advice}" for key, applies, advice in RULES if applies(config)]
     kept = momentum_dtype or (_get(config, "optimizer_params") or {}).get("momentum_dtype")
-    if kept == "bf16" and _on_nvme(config, "offload_optimizer"):
-        problems.append(f"{BF16_ON_NVME[0]}: {BF16_ON_NVME[1]}")
+    if kept == "bf16" and offload_device(config, "offload_optimizer") == "nvme":
+        problems.append(": ".join(BF16_ON_NVME))
     if problems:
         raise UnsupportedError("deepspeed-muon does not support this configuration:\n  " + "\n  ".join(problems))
 
 
-def _get(config: Any, path: str, default: Any = None) -> Any:
-    for name in path.split("."):
+def _get(config: Any, key: str, default: Any = None) -> Any:
+    """What a ``DeepSpeedConfig`` holds under a key of the ds_config, or as an attribute."""
+    section, *names = key.split(".")
+    for name in (SECTIONS.get(section, section), *names):
         config = getattr(config, name, None)
         if config is None:
             return default
     return config
 
 
-def _is_set(path: str) -> Callable[[Any], bool]:
-    return lambda config: bool(_get(config, path))
+def offload_device(config: Any, section: str) -> str:
+    """The device of ``offload_optimizer`` or ``offload_param``: ``cpu``, ``nvme`` or ``none``."""
+    device = _get(config, f"zero_optimization.{section}.device", "none")
+    return str(getattr(device, "value", device))
 
 
-def is_nvme(section: Any) -> bool:
-    """Whether an ``offload_optimizer`` or ``offload_param`` section asks for NVMe."""
-    device = getattr(section, "device", None)
-    return str(getattr(device, "value", device)) == "nvme"
+Rule = tuple[str, Callable[[Any], Any], str]
+"""The key that the message names, whether a ``DeepSpeedConfig`` is refused, and what to change."""
 
 
-def _on_nvme(config: Any, section: str) -> bool:
-    return is_nvme(_get(config, f"zero_config.{section}"))
+def _nvme_rules(section: str, kept: str, instead: str) -> list[Rule]:
+    def applies(config: Any) -> bool:
+        return offload_device(config, section) == "nvme"
+
+    key = f"zero_optimization.{section}"
+    no_stage_3 = (
+        f"DeepSpeed swaps to NVMe at stage 3 only and would keep the {kept} in memory; {instead}, or set "
+        "zero_optimization.stage to 3"
+    )
+    no_path = 'device "nvme" needs it; write a folder on the disk to use'
+    return [
+        (f"{key}.device", lambda c: applies(c) and _get(c, "zero_optimization.stage", 0) != 3, no_stage_3),
+        (f"{key}.nvme_path", lambda c: applies(c) and not _get(c, f"{key}.nvme_path"), no_path),
+    ]
 
 
-def _fp16_autocast(config: Any) -> bool:
-    return bool(_get(config, "torch_autocast_enabled")) and "float16" in str(
-        _get(config, "torch_autocast_dtype")
-    ).replace("bfloat16", "")
-
-
-#: This refusal depends on the optimizer as well.
-BF16_ON_NVME = (
-    "optimizer.params.momentum_dtype",
-    'DeepSpeed swaps optimizer states to NVMe in fp32; set it to "fp32", or offload_optimizer.device to "cpu"',
-)
-RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    (
-        "zero_optimization.offload_optimizer.device",
-        lambda c: _on_nvme(c, "offload_optimizer") and _get(c, "zero_optimization_stage", 0) != 3,
-        'DeepSpeed swaps to NVMe at stage 3 only and would keep the states in memory; use "cpu", or set '
-        "zero_optimization.stage to 3",
-    ),
-    (
-        "zero_optimization.offload_param.device",
-        lambda c: _on_nvme(c, "offload_param") and _get(c, "zero_optimization_stage", 0) != 3,
-        "DeepSpeed swaps to NVMe at stage 3 only and would keep the parameters in memory; remove offload_param, or set "
-        "zero_optimization.stage to 3",
-    ),
-    (
-        "zero_optimization.offload_optimizer.nvme_path",
-        lambda c: _on_nvme(c, "offload_optimizer") and not _get(c, "zero_config.offload_optimizer.nvme_path"),
-        'device "nvme" needs it; write a folder on the disk to use',
-    ),
-    (
-        "zero_optimization.offload_param.nvme_path",
-        lambda c: _on_nvme(c, "offload_param") and not _get(c, "zero_config.offload_param.nvme_path"),
-        'device "nvme" needs it; write a folder on the disk to use',
-    ),
+#: Keys that are refused whenever they are set, and what to change.
+FORBIDDEN = {
+    "zero_optimization.offload_optimizer.super_offload": "SuperOffload runs its own CPU Adam; set it to false",
+    "zero_optimization.zenflow": "ZenFlow runs its own CPU Adam; remove the section",
+    "zero_optimization.elastic_checkpoint": "it cannot store two kinds of optimizer state; set it to false and use "
+    "universal checkpoints",
+    "zero_optimization.zero_quantized_weights": "quantized gathering is not tested; set it to false",
+    "zero_optimization.zero_quantized_gradients": "quantized reduction is not tested; set it to false",
+    "fp16.fp16_master_weights_and_grads": "master weights and optimizer states are fp32; set it to false",
+    "bf16.bf16_master_weights_and_grads": "master weights and optimizer states are fp32; set it to false",
+    "compile.deepcompile": "DeepCompile is not supported; set it to false",
+    "hybrid_engine.enabled": "the hybrid engine is not supported; set it to false",
+}
+RULES: tuple[Rule, ...] = (
+    *_nvme_rules("offload_optimizer", "states", 'use "cpu"'),
+    *_nvme_rules("offload_param", "parameters", "remove offload_param"),
+    *((key, partial(_get, key=key, default=False), advice) for key, advice in FORBIDDEN.items()),
     (
         "zero_optimization.offload_optimizer.ratio",
-        lambda c: _get(c, "zero_config.offload_optimizer.ratio", 1.0) < 1.0,
+        lambda c: _get(c, "zero_optimization.offload_optimizer.ratio", 1.0) < 1.0,
         "a part on the accelerator is updated by another optimizer; remove the key or set it to 1.0",
     ),
     (
-        "zero_optimization.offload_optimizer.super_offload",
-        _is_set("zero_config.offload_optimizer.super_offload"),
-        "SuperOffload runs its own CPU Adam; set it to false",
-    ),
-    ("zero_optimization.zenflow", _is_set("zero_config.zenflow"), "ZenFlow runs its own CPU Adam; remove the section"),
-    (
-        "zero_optimization.elastic_checkpoint",
-        _is_set("zero_config.elastic_checkpoint"),
-        "it cannot store two kinds of optimizer state; set it to false and use universal checkpoints",
-    ),
-    (
         "zero_optimization.compute_grad_norm",
-        lambda c: _get(c, "zero_config.compute_grad_norm", True) is False,
+        lambda c: _get(c, "zero_optimization.compute_grad_norm", True) is False,
         "the norm is what keeps a non-finite gradient out of the momentum; set it to true",
     ),
     (
-        "zero_optimization.zero_quantized_weights",
-        _is_set("zero_config.zero_quantized_weights"),
-        "quantized gathering is not tested; set it to false",
-    ),
-    (
-        "zero_optimization.zero_quantized_gradients",
-        _is_set("zero_config.zero_quantized_gradients"),
-        "quantized reduction is not tested; set it to false",
-    ),
-    (
         "zero_optimization.mics_shard_size",
-        lambda c: (_get(c, "zero_config.mics_shard_size", -1) or -1) > 0,
+        lambda c: _get(c, "zero_optimization.mics_shard_size", -1) > 0,
         "MiCS is not supported yet; remove the key",
     ),
     (
         "checkpoint.load_universal",
-        lambda c: bool(_get(c, "load_universal_checkpoint")) and _get(c, "zero_optimization_stage", 0) == 0,
+        lambda c: _get(c, "zero_optimization.stage", 0) == 0 and _get(c, "load_universal_checkpoint"),
         "DeepSpeed loads universal checkpoints at stages 1 to 3 only; set zero_optimization.stage to 1",
     ),
     (
         "fp16.enabled",
-        lambda c: bool(_get(c, "float16_config.enabled")) and _get(c, "zero_optimization_stage", 0) == 0,
+        lambda c: _get(c, "zero_optimization.stage", 0) == 0 and _get(c, "fp16.enabled"),
         "at stage 0 DeepSpeed divides gradients by a loss scale by which it never multiplied the loss; "
         "set zero_optimization.stage to 1, or use bf16",
     ),
     (
-        "fp16.fp16_master_weights_and_grads",
-        _is_set("float16_config.fp16_master_weights_and_grads"),
-        "master weights and optimizer states are fp32; set it to false",
+        "torch_autocast.dtype",
+        lambda c: _get(c, "torch_autocast_enabled") and re.search(r"\bfloat16", str(_get(c, "torch_autocast_dtype"))),
+        "fp16 autocast skips steps rank by rank; use bfloat16",
     ),
-    (
-        "bf16.bf16_master_weights_and_grads",
-        _is_set("bfloat16_config.bf16_master_weights_and_grads"),
-        "master weights and optimizer states are fp32; set it to false",
-    ),
-    ("torch_autocast.dtype", _fp16_autocast, "fp16 autocast skips steps rank by rank; use bfloat16"),
-    ("compile.deepcompile", _is_set("compile_config.deepcompile"), "DeepCompile is not supported; set it to false"),
-    ("hybrid_engine.enabled", _is_set("hybrid_engine.enabled"), "the hybrid engine is not supported; set it to false"),
+)
+#: This refusal depends on the optimizer as well.
+BF16_ON_NVME = (
+    "optimizer.params.momentum_dtype",
+    'DeepSpeed swaps optimizer states to NVMe in fp32; set it to "fp32", or offload_optimizer.device to "cpu"',
 )
 
 
@@ -151,13 +130,10 @@ def renames_parameters(config: Any) -> bool:
 
 
 def refuse_engine(engine: Any) -> None:
-    """Refuse what only the engine knows: kinds of pipelines and of model and sequence parallelism, experts beside them.
-
-    Raises:
-        UnsupportedError: as :func:`refuse_unsupported`.
+    """Raise UnsupportedError for what only the engine knows: kinds of pipelines and of model and sequence parallelism,
+    experts beside them.
     """
-    problems = list(_engine_problems(engine))
-    if problems:
+    if problems := list(_engine_problems(engine)):
         raise UnsupportedError("deepspeed-muon does not support this engine yet: " + "; ".join(problems))
 
 

@@ -24,23 +24,29 @@ class Seam(NamedTuple):
     def __str__(self) -> str:
         return f"{self.module}.{self.path}"
 
+    def find(self) -> tuple[Any, str]:
+        """The object whose attribute this is, and the attribute's name.
+
+        Raises:
+            ImportError, AttributeError: the installed DeepSpeed lacks it.
+        """
+        *parts, name = self.path.split(".")
+        owner = functools.reduce(getattr, parts, importlib.import_module(self.module))
+        getattr(owner, name)
+        return owner, name
+
     def exists(self) -> bool:
         """Whether the installed DeepSpeed has it."""
         try:
-            functools.reduce(getattr, self.path.split("."), importlib.import_module(self.module))
+            return bool(self.find())
         except (ImportError, AttributeError):
             return False
-        return True
 
 
 def replace(owner: Any, name: str, function: Callable) -> Callable[[], None]:
-    """Make ``owner.name(...)`` call ``function(original, ...)``.
+    """Make ``owner.name(...)`` call ``function(original, ...)``; the owner is a class, an instance or a module.
 
-    Args:
-        owner: a class, an instance or a module.
-
-    Returns:
-        What undoes it: afterwards ``owner`` has the attribute of its own that it had before, or none.
+    Returns what undoes it: afterwards the owner has the attribute of its own that it had before, or none.
     """
     own = vars(owner).get(name)  # not what it inherits
     original = getattr(owner, name)
@@ -50,14 +56,7 @@ def replace(owner: Any, name: str, function: Callable) -> Callable[[], None]:
         return function(original, *args, **kwargs)
 
     setattr(owner, name, replacement)
-    return functools.partial(_put_back, owner, name, own)
-
-
-def _put_back(owner: Any, name: str, own: Any) -> None:
-    if own is None:
-        delattr(owner, name)
-    else:
-        setattr(owner, name, own)
+    return functools.partial(delattr, owner, name) if own is None else functools.partial(setattr, owner, name, own)
 
 
 @contextmanager

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from typing import Any
 
-from deepspeed.muon.kernels import selection
+from deepspeed.muon.kernels.selection import Missing, summary
 from deepspeed.muon.log import logger
 from deepspeed.muon.math.scale import SCALES, update_rms
 from deepspeed.muon.matrices.pipeline import stages_of
@@ -22,17 +23,14 @@ from deepspeed.muon.zero.wrappers.tensor_parallel import matrix_share
 SLOW_SUB_GROUPS = 1.25
 
 
-def log_startup(adapter: Adapter, lacking: selection.Missing, matrices_of_all: int) -> None:
+def log_startup(adapter: Adapter, lacking: Missing, matrices_of_all: int) -> None:
     """Log one line for this rank's share of the model, and one for each kind of split.
 
-    Args:
-        lacking: why kernels are not used, by kind.
-        matrices_of_all: of all shares.
+    ``lacking`` says why kernels are not used, by kind; ``matrices_of_all`` counts those of all shares.
     """
-    engine, optimizer = adapter.engine, adapter.optimizer
-    matrices = [spec for spec in optimizer.specs.values() if spec.use_muon]
-    rest = [spec for spec in optimizer.specs.values() if not spec.use_muon]
-    for spec in optimizer.specs.values():
+    engine, optimizer, specs = adapter.engine, adapter.optimizer, adapter.optimizer.specs.values()
+    matrices, rest = ([spec for spec in specs if spec.use_muon == use_muon] for use_muon in (True, False))
+    for spec in specs:
         half = "Muon" if spec.use_muon else "AdamW"
         logger.debug("deepspeed-muon: %s %s: %s, %s", spec.name, spec.shape, half, spec.reason)
     if not matrices_of_all:
@@ -49,10 +47,13 @@ def log_startup(adapter: Adapter, lacking: selection.Missing, matrices_of_all: i
         *(_steps(engine, optimizer, lacking, matrices) if matrices else ()),
     )
     logger.info("deepspeed-muon %s: %s", __version__, "; ".join(facts))
-    for (split, is_whole), names in _splits(matrices).items():
-        what = split if is_whole else f"split into {split}"
-        logger.info("deepspeed-muon: %s: %d parameters, first %s", what, len(names), names[0])
-    if not adapter.bounds_memory_by_sub_groups:
+    splits = defaultdict[str, list[str]](list)
+    for spec in matrices:
+        if spec.split:
+            splits[spec.split if spec.left_whole else f"split into {spec.split}"].append(spec.name)
+    for split, names in splits.items():
+        logger.info("deepspeed-muon: %s: %d parameters, first %s", split, len(names), names[0])
+    if not adapter.is_swapped:
         _warn_of_small_sub_groups(optimizer)
 
 
@@ -64,18 +65,14 @@ def _elements(specs: list[MatrixSpec]) -> int:
 def _place(engine: Any, optimizer: MuonWithAuxAdam) -> tuple[str, ...]:
     """Which share of the model this line is about: each share that plans for itself logs its own line."""
     if engine.autotp_size() > 1:
-        cut = f"tensor parallelism over {engine.autotp_size()} ranks"
         is_whole = optimizer.config.tp_mode == "whole"
-        return (
-            f"{cut}, matrices whole" if is_whole else f"{cut}, shards of rank {matrix_share(optimizer)} as matrices",
-        )
+        how = "matrices whole" if is_whole else f"shards of rank {matrix_share(optimizer)} as matrices"
+        return (f"tensor parallelism over {engine.autotp_size()} ranks, {how}",)
     stages = stages_of(engine.module)
     return (f"stage {optimizer.stage + 1} of {stages} of the pipeline",) if stages > 1 else ()
 
 
-def _steps(
-    engine: Any, optimizer: MuonWithAuxAdam, lacking: selection.Missing, matrices: list[MatrixSpec]
-) -> tuple[str, ...]:
+def _steps(engine: Any, optimizer: MuonWithAuxAdam, lacking: Missing, matrices: list[MatrixSpec]) -> tuple[str, ...]:
     """How a step runs: ranks, traffic, Newton-Schulz, scale."""
     exchange, plans, config = optimizer.exchange, optimizer.plans, optimizer.config
     sent = sum(plan.sent_elements for plan in plans) * exchange.dtype.itemsize / 1e6
@@ -87,19 +84,10 @@ def _steps(
         f"{engine.world_size // stages_of(engine.module)} ranks{_stage_0(engine, optimizer)}",
         f"{sent:.1f} MB sent per step by rank {engine.global_rank}, {extra:.1f} MB by all ranks to balance the owners",
         f"Newton-Schulz in {str(exchange.dtype).removeprefix('torch.')} on {exchange.device.type}, kernels: "
-        f"{selection.summary(optimizer.kernels, lacking)}, {_methods(optimizer)}",
+        f"{summary(optimizer.kernels, lacking)}, {_methods(optimizer)}",
         f"adjust_lr_fn {config.scale} = {SCALES[config.scale][0].replace('rms_scale', f'{config.rms_scale:g}')}: "
         f"update RMS {rms:.3g} x lr for {typical.name} {list(typical.whole)} ({config.scale_reason})",
     )
-
-
-def _splits(specs: list[MatrixSpec]) -> dict[tuple[str, bool], list[str]]:
-    """Names of parameters by how they are split, as text, and whether that means that they stay whole."""
-    found: dict[tuple[str, bool], list[str]] = {}
-    for spec in specs:
-        if spec.split:
-            found.setdefault((spec.split, spec.left_whole), []).append(spec.name)
-    return found
 
 
 def _stage_0(engine: Any, optimizer: MuonWithAuxAdam) -> str:
@@ -123,25 +111,16 @@ def _methods(optimizer: MuonWithAuxAdam) -> str:
 
 def _warn_of_small_sub_groups(optimizer: MuonWithAuxAdam) -> None:
     """Sub-groups are stepped one after the other, so one with fewer matrices than ranks leaves ranks idle."""
-    plans = optimizer.plans
-    groups: dict[int, list[Plan]] = {}
+    plans, groups = optimizer.plans, defaultdict[int, list[Plan]](list)
     for partition, plan in zip(optimizer.partitions, plans, strict=True):
-        groups.setdefault(partition.index, []).append(plan)
+        groups[partition.index].append(plan)
     spent = sum(max(plan.loads) for plan in plans)
-    possible = sum(_load_without_sub_groups(group) for group in groups.values())
+    # A lower bound on the busiest rank's load if the sub-groups of each group were stepped as one.
+    even = {i: sum(sum(plan.loads) for plan in group) / group[0].world_size for i, group in groups.items()}
+    possible = sum(max(even[i], *(max(plan.loads) for plan in group)) for i, group in groups.items())
     if spent > SLOW_SUB_GROUPS * possible:
         size = sum(partition.tensors[0].numel() for partition in optimizer.partitions)
         logger.warning(
-            "deepspeed-muon: zero_optimization.sub_group_size cuts the matrices into %d sub-groups, which leaves ranks "
-            "idle (%.1fx the Newton-Schulz time that is possible); write %d or more",
-            len(plans),
-            spent / possible,
-            size,
+            f"deepspeed-muon: zero_optimization.sub_group_size cuts the matrices into {len(plans)} sub-groups, which "
+            f"leaves ranks idle ({spent / possible:.1f}x the Newton-Schulz time that is possible); write {size} or more"
         )
-
-
-def _load_without_sub_groups(plans: list[Plan]) -> float:
-    """A lower bound on the busiest rank's load if the sub-groups of one group were stepped as one."""
-    if len(plans) == 1:
-        return max(plans[0].loads)
-    return max(sum(sum(plan.loads) for plan in plans) / plans[0].world_size, *(max(plan.loads) for plan in plans))

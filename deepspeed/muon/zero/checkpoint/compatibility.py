@@ -44,7 +44,7 @@ def of_engine(engine: Any, exclude_frozen: bool = False) -> dict[str, Any]:
     names = sorted(matrices(optimizer))
     return {
         "stage": engine.zero_optimization_stage(),
-        "wrapper": engine.muon_adapter.name,
+        "wrapper": engine.muon_adapter.CLASS,
         "dtype": "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32",
         "world_size": engine.seq_dp_world_size,
         "scheduler": engine.lr_scheduler is not None,

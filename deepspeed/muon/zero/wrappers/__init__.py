@@ -13,20 +13,14 @@ from deepspeed.muon.zero.wrappers.stage0 import Plain, Stage0
 from deepspeed.muon.zero.wrappers.stage3 import Stage3
 from deepspeed.muon.zero.wrappers.stage12 import Stage12
 
-ADAPTERS: tuple[type[Adapter], ...] = (Stage0, Stage12, Bf16, Stage3)
+ADAPTERS: dict[str, type[Adapter]] = {adapter.CLASS: adapter for adapter in (Stage0, Stage12, Bf16, Stage3)}
 
 
 def adapter_for(engine: Any, optimizer: MuonWithAuxAdam) -> Adapter:
-    """The adapter for the wrapper that the engine has put around ``optimizer``.
-
-    Raises:
-        UnsupportedError: there is none for this wrapper.
-    """
-    name = type(engine.optimizer).__name__
+    """The adapter for the wrapper that the engine has put around ``optimizer``; UnsupportedError if there is none."""
     if engine.optimizer is optimizer:
         return Plain(engine, optimizer)
-    for adapter in ADAPTERS:
-        if name == adapter.CLASS:
-            return adapter(engine, optimizer)
-    known = ", ".join(adapter.CLASS for adapter in ADAPTERS)
-    raise UnsupportedError(f"deepspeed-muon does not know the optimizer wrapper {name}; it knows {known}")
+    name = type(engine.optimizer).__name__
+    if name in ADAPTERS:
+        return ADAPTERS[name](engine, optimizer)
+    raise UnsupportedError(f"deepspeed-muon does not know the optimizer wrapper {name}; it knows {', '.join(ADAPTERS)}")

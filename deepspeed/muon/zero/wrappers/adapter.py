@@ -4,101 +4,87 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.zero import seams
-from deepspeed.muon.zero.seams import Seam
+from deepspeed.muon.zero.seams import Seam, replace
+from deepspeed.muon.zero.wrappers.grad_norm import NormWatch
 
 
 class Adapter:
     """What the rest of ``zero/`` asks of a wrapper; each subclass knows one.
 
     Attributes:
-        MODULE, CLASS: where the wrapper is defined.
+        MODULE, CLASS: where the wrapper is defined. A checkpoint names it by its class.
         REPLACED: its methods that are replaced for as long as the engine lives.
-        REPLACED_IN_LOADS: its methods that are replaced while a checkpoint is loaded.
-        ELSEWHERE: methods of objects that the wrapper holds, replaced for as long as the engine lives.
+        MORE_SEAMS: what else is replaced: during loads, or of objects that the wrapper holds.
     """
 
     MODULE: ClassVar[str]
     CLASS: ClassVar[str]
     REPLACED: ClassVar[tuple[str, ...]] = ()
-    REPLACED_IN_LOADS: ClassVar[tuple[str, ...]] = ()
-    ELSEWHERE: ClassVar[tuple[Seam, ...]] = ()
+    MORE_SEAMS: ClassVar[tuple[Seam, ...]] = ()
 
     def __init__(self, engine: Any, optimizer: MuonWithAuxAdam) -> None:
         self.engine, self.wrapper, self.optimizer = engine, engine.optimizer, optimizer
-        self._undo: list[Callable[[], None]] = []
+        #: Whether states are swapped to NVMe; then small sub-groups are wanted, which bound the memory.
+        self.is_swapped = bool(getattr(self.wrapper, "swap_optimizer", False))
+        self._undo = ExitStack()
 
     @classmethod
     def seams(cls) -> list[Seam]:
         """Every method that this adapter replaces."""
-        scopes = {"engine": cls.REPLACED, "call": cls.REPLACED_IN_LOADS}
-        own = [Seam(cls.MODULE, f"{cls.CLASS}.{name}", scope) for scope, names in scopes.items() for name in names]
-        return [*own, *cls.ELSEWHERE]
+        return [*(Seam(cls.MODULE, f"{cls.CLASS}.{name}", "engine") for name in cls.REPLACED), *cls.MORE_SEAMS]
 
     def replace(self, name: str, function: Callable, owner: Any = None) -> None:
-        """Make ``owner.name(...)`` call ``function(original, ...)`` until :meth:`release`; declared methods only.
+        """Make ``owner.name(...)``, by default the wrapper's, call ``function(original, ...)`` until :meth:`release`.
 
-        Args:
-            owner: by default the wrapper.
+        Only what is declared can be replaced.
         """
-        declared = [*self.REPLACED] if owner is None else [seam.path.rpartition(".")[2] for seam in self.ELSEWHERE]
-        assert name in declared, f"{type(self).__name__} does not declare that it replaces {name}"
-        self._undo.append(seams.replace(self.wrapper if owner is None else owner, name, function))
+        owner = self.wrapper if owner is None else owner
+        declared = [seam.path for seam in self.seams()]
+        assert f"{type(owner).__name__}.{name}" in declared, f"{type(self).__name__} does not declare {name}"
+        self._undo.callback(replace(owner, name, function))
 
     def release(self) -> None:
         """Give the wrapper its own methods back."""
-        while self._undo:
-            self._undo.pop()()
-
-    # ---- binding ------------------------------------------------------------------------------------------------
+        self._undo.close()
 
     def partitions(self) -> list[Partition]:
         """Where the parameters of each step lie."""
         raise NotImplementedError
 
-    def watch_gradients(self) -> None:
-        """Set ``optimizer.is_finite``; it must give the same answer on all ranks."""
-        raise NotImplementedError
+    def prepare(self, group_count: int) -> None:
+        """Set ``optimizer.is_finite``, which gives the same answer on all ranks: here by the norms of ZeRO 1 to 3.
 
-    def stay_clear_of_stock(self) -> None:
-        """Keep the wrapper from running stock DeepSpeed's own Muon on parameters that are tagged ``use_muon``."""
-
-    def join_pipeline(self, group_count: int) -> None:
-        """Take part in the collectives of pipeline stages that have up to ``group_count`` parameter groups."""
-
-    def create_states(self) -> None:
-        """Create optimizer state that :meth:`MuonWithAuxAdam.bind` cannot, because it is not in memory."""
+        Also what the wrapper needs so that it does not run stock's Muon, takes part in the collectives of pipeline
+        stages that have up to ``group_count`` parameter groups, and has all state that is not in memory.
+        """
+        self.optimizer.is_finite = NormWatch(self.replace)
 
     def open_states(self) -> None:
-        """Let DeepSpeed's functions that read, set and move optimizer state by name do so with Muon's."""
+        """Let DeepSpeed's functions that read, set and move optimizer state by name do so with Muon's.
+
+        ``safe_get_full_fp32_param``, ``safe_set_full_optimizer_state`` and their like ask the wrapper, or methods that
+        the wrapper put on the parameter; ``engine.offload_states()`` asks the wrapper.
+        """
         raise NotImplementedError
 
-    @property
-    def bounds_memory_by_sub_groups(self) -> bool:
-        """Whether small sub-groups are wanted, because what is not being stepped is swapped out."""
-        return False
-
-    # ---- checkpoints --------------------------------------------------------------------------------------------
-
-    @property
-    def name(self) -> str:
-        """What a checkpoint calls the wrapper."""
-        return self.CLASS
-
     def drop_gradients(self) -> None:
-        """Forget what has been accumulated since the last step."""
+        """Forget what has been accumulated since the last step, in the model and in the wrapper."""
         self.engine.zero_grad()
+        self.wrapper.zero_grad(set_to_none=True)
+        for name in ("averaged_gradients", "all_grad_tensors"):  # of stages 1 to 3
+            getattr(self.wrapper, name, {}).clear()
 
     def read_universal(self, load: Callable[..., None]) -> None:
         """Let ``load(checkpoint_folder, load_optimizer_states, load_from_fp32_weights)`` take the place of DeepSpeed's
-        loader of universal checkpoints.
+        loader of universal checkpoints, which knows one kind of group.
         """
+        self.replace("_load_universal_checkpoint", lambda original, *args: load(*args))
 
     def resident_partitions(self) -> Iterator[Partition]:
         """Each partition while its tensors are in memory; what is written to them stays."""
@@ -113,4 +99,8 @@ class Adapter:
         return nullcontext()
 
     def refresh_masters(self) -> None:
-        """After a load of weights alone: make the fp32 weights those of the model, where DeepSpeed does not."""
+        """After a load of weights alone: make the fp32 weights those of the model, as the engine does under ZeRO. Else
+        the next step would put back the weights from before.
+        """
+        if self.engine.zero_optimization_stage() == 0:
+            self.wrapper.refresh_fp32_params()

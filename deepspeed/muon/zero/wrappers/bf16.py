@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 
-from deepspeed.muon.zero.wrappers.flat import Flat, FlatGroup, offsets_of
+from deepspeed.muon.zero.wrappers.flat import Flat, FlatGroup
 from deepspeed.muon.zero.wrappers.grad_norm import is_valid
 
 
@@ -19,9 +20,11 @@ class Bf16(Flat):
         """Parameters lie one after the other."""
         wrapper = self.wrapper
         lists = wrapper.bf16_groups, wrapper.bf16_groups_flat, wrapper.fp32_groups_flat_partition
-        return (FlatGroup(params, offsets_of(params), *tensors) for params, *tensors in zip(*lists, strict=True))
+        for params, flat, partition in zip(*lists, strict=True):
+            ends = list(accumulate(param.numel() for param in params))
+            yield params, [0, *ends[:-1]], flat, partition
 
-    def watch_gradients(self) -> None:
+    def prepare(self, group_count: int) -> None:
         """The wrapper keeps the norm of all ranks."""
         self.optimizer.is_finite = lambda: is_valid(self.wrapper._global_grad_norm)
 
@@ -29,13 +32,3 @@ class Bf16(Flat):
         """``zero_to_fp32`` takes a file without this key for no ZeRO checkpoint; the layout is stage 1's."""
         super().open_states()
         self.replace("state_dict", lambda state_dict: {"zero_stage": 1, **state_dict()})
-
-    def refresh_masters(self) -> None:
-        """At stage 0, where the engine does not."""
-        if self.engine.zero_optimization_stage() == 0:
-            self.wrapper.refresh_fp32_params()
-
-    def drop_gradients(self) -> None:
-        """Also those that are accumulated in the wrapper."""
-        super().drop_gradients()
-        self.wrapper.zero_grad(set_to_none=True)

@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+import deepspeed.comm as comm
+from deepspeed.utils import groups
 
 from deepspeed.muon.errors import UnsupportedError
 from deepspeed.muon.optimizer import MuonWithAuxAdam
@@ -12,17 +16,14 @@ from deepspeed.muon.param_groups import expert_group
 
 
 def holders(engine: Any, group: Mapping[str, Any]) -> Any:
-    """The process group over which ZeRO shards a parameter group, or whose ranks all hold it.
-
-    Those are all data-parallel ranks, but for experts the ranks that have the same ones.
+    """The process group over which ZeRO shards a parameter group, or whose ranks all hold it: all data-parallel ranks,
+    but for experts the ranks that have the same ones.
     """
     return engine.expert_data_parallel_group[group["name"]] if group.get("moe") else engine.seq_data_parallel_group
 
 
 def local_experts(optimizer: MuonWithAuxAdam) -> dict[str, tuple[slice, int]]:
     """For each stack of experts that is spread over ranks, by name: this rank's slice, and the number of experts."""
-    from deepspeed.utils import groups
-
     found = {}
     for param, spec in optimizer.specs.items():
         if group := expert_group(param):
@@ -39,14 +40,11 @@ def with_names(params: Iterable[Any]) -> list[Any]:
 
 def expert_counts(engine: Any, optimizer: MuonWithAuxAdam) -> list[str]:
     """For the log: how many matrices are experts, by the number of ranks that share them."""
-    from deepspeed import comm  # type: ignore[attr-defined]
-
-    counts: dict[int, int] = {}
+    counts: Counter[int] = Counter()
     for partition in optimizer.partitions:
         group = optimizer.param_groups[partition.index]
         if group.get("moe"):
-            ranks = comm.get_world_size(group=holders(engine, group))
-            counts[ranks] = counts.get(ranks, 0) + len(partition.blocks)
+            counts[comm.get_world_size(holders(engine, group))] += len(partition.blocks)
     return [f"{count} of them are experts that {ranks} ranks have" for ranks, count in counts.items()]
 
 

@@ -8,31 +8,17 @@ A matrix may straddle a border between ranks. The offsets are those of the order
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
+import deepspeed.comm as comm
 from torch import Tensor
 
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.plan.placement import Placement, Shard
-from deepspeed.muon.zero import state_access
 from deepspeed.muon.zero.wrappers.adapter import Adapter
 
-
-class FlatGroup(NamedTuple):
-    """One group: its parameters in the order in which they were flattened, where each begins, the whole flat tensor,
-    and this rank's fp32 partition of it.
-    """
-
-    params: list[Any]
-    offsets: list[int]
-    flat: Tensor
-    partition: Tensor
-
-
-def offsets_of(params: list[Any]) -> list[int]:
-    """Where parameters begin that lie one after the other."""
-    return [0, *accumulate(param.numel() for param in params)][: len(params)]
+FlatGroup = tuple[list[Any], list[int], Tensor, Tensor]
+"""Parameters in the order in which they were flattened, where each begins, the flat tensor, this rank's fp32 part."""
 
 
 class Flat(Adapter):
@@ -44,30 +30,39 @@ class Flat(Adapter):
 
     def partitions(self) -> list[Partition]:
         """One per group."""
-        from deepspeed import comm  # type: ignore[attr-defined]
-
         result = []
-        for index, group in enumerate(self.groups()):
+        for index, (params, offsets, flat, partition) in enumerate(self.groups()):
             ranks = self.wrapper.real_dp_process_group[index]
-            world_size = comm.get_world_size(group=ranks)
-            span = group.flat.numel() // world_size
-            shards = tuple(
-                Shard(self.optimizer.specs[param], 0, Placement(offset, span, 0))
-                for param, offset in zip(group.params, group.offsets, strict=True)
-            )
-            rank = comm.get_rank(group=ranks)
-            result.append(Partition(index, (group.partition,), shards, ranks, rank, world_size))
+            rank, world_size = comm.get_rank(ranks), comm.get_world_size(ranks)
+            specs = [self.optimizer.specs[param] for param in params]
+            placements = [Placement(offset, flat.numel() // world_size, 0) for offset in offsets]
+            shards = tuple(Shard(spec, 0, placement) for spec, placement in zip(specs, placements, strict=True))
+            result.append(Partition(index, (partition,), shards, ranks, rank, world_size))
         return result
 
     def open_states(self) -> None:
-        """DeepSpeed links parameters to their state once; loading a checkpoint replaces the tensors."""
+        """DeepSpeed links parameters to their state once, after the first step; a load replaces the tensors."""
         self.replace("load_state_dict", self._load_and_link)
-        state_access.link(self.wrapper)
+        self.link()
 
     def _load_and_link(self, load: Callable, *args: Any, **kwargs: Any) -> Any:
         result = load(*args, **kwargs)
-        state_access.link(self.wrapper)
+        self.link()
         return result
+
+    def link(self) -> None:
+        """Let parameters find their parts of the state again."""
+        wrapper = self.wrapper
+        if getattr(wrapper, "round_robin_gradients", False):
+            # DeepSpeed looks up where round-robin has put a parameter only in groups with padding between parameters.
+            padding = wrapper.round_robin_bit16_padding
+            wrapper.round_robin_bit16_padding = [[True]] * len(padding)
+            try:
+                wrapper._link_all_hp_params()
+            finally:
+                wrapper.round_robin_bit16_padding = padding
+        wrapper._hp_optimizer_states_linked = False
+        wrapper._lazy_init_hp_params_optimizer_state()
 
     def read_universal(self, load: Callable[..., None]) -> None:
         """The converter asks where each parameter lies in this rank's tensors; DeepSpeed's own answer is that of the
@@ -75,12 +70,8 @@ class Flat(Adapter):
         """
         from deepspeed.utils.tensor_fragment import fragment_address
 
-        self.replace("_load_universal_checkpoint", lambda original, *args: load(*args))
-        partitions = sorted(self.optimizer.all_partitions, key=lambda partition: partition.index)
+        super().read_universal(load)
         self.wrapper._param_slice_mappings = [
-            {
-                shard.spec.name: fragment_address(stop - start, position)
-                for shard, start, stop, position in held.pieces()
-            }
-            for held in partitions
+            {shard.spec.name: fragment_address(stop - start, at) for shard, start, stop, at in partition.pieces()}
+            for partition in sorted(self.optimizer.all_partitions, key=lambda partition: partition.index)
         ]

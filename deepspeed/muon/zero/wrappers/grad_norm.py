@@ -15,29 +15,22 @@ class NormWatch:
     """Listens to the gradient norms that stages 1 to 3 reduce over all ranks before they update the first group.
 
     A group's norm is -1 where a gradient is not finite. Several versions of DeepSpeed square that into a harmless 1
-    when they combine the groups, so the combined norm does not tell.
-
-    Args:
-        replace: (method, function) -> replaces that method of the wrapper, see :meth:`Adapter.replace`.
+    when they combine the groups, so the combined norm does not tell. ``replace`` is :meth:`Adapter.replace`.
     """
 
     def __init__(self, replace: Callable[[str, Callable], None]) -> None:
         self._norms: list[Any] = []
-        self._are_valid: bool | None = None
         replace("step", self._start)
         for name in NORM_METHODS:
             replace(name, self._listen)
 
     def _start(self, step: Callable, *args: Any, **kwargs: Any) -> Any:
         self._norms.clear()
-        self._are_valid = None
         return step(*args, **kwargs)
 
     def _listen(self, method: Callable, *args: Any, **kwargs: Any) -> Any:
-        norm = method(*args, **kwargs)
-        self._norms.append(norm)
-        self._are_valid = None
-        return norm
+        self._norms.append(method(*args, **kwargs))
+        return self._norms[-1]
 
     def __call__(self) -> bool:
         """False where any group's gradient is not finite; the same on all ranks.
@@ -47,15 +40,14 @@ class NormWatch:
         Raises:
             RuntimeError: on all ranks, if ZeRO has computed no norm in this step, so that nothing is known.
         """
-        if self._are_valid is None:
-            if not self._norms:
-                raise RuntimeError(
-                    f"deepspeed-muon heard no gradient norm in this step: this DeepSpeed calls none of "
-                    f"{', '.join(NORM_METHODS)}, which tell whether the gradient is finite. Nothing was updated; run "
-                    "ds_muon report, and install a tested version of DeepSpeed"
-                )
-            self._are_valid = all(is_valid(norm) for norm in self._norms)
-        return self._are_valid
+        if not self._norms:
+            raise RuntimeError(
+                f"deepspeed-muon heard no gradient norm in this step: this DeepSpeed calls none of "
+                f"{', '.join(NORM_METHODS)}, which tell whether the gradient is finite. Nothing was updated; run "
+                "ds_muon report, and install a tested version of DeepSpeed"
+            )
+        self._norms = [float(norm) for norm in self._norms]
+        return all(is_valid(norm) for norm in self._norms)
 
 
 def is_valid(norm: Any) -> bool:

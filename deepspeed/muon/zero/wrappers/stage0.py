@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import deepspeed.comm as comm
+import torch
+from torch import Tensor
+
 from deepspeed.muon.exchange.partition import Partition, whole_partition
-from deepspeed.muon.zero import state_access
+from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.zero.consensus import on_all_ranks
 from deepspeed.muon.zero.wrappers.adapter import Adapter
 from deepspeed.muon.zero.wrappers.experts import holders
@@ -25,17 +30,15 @@ class Stage0(Adapter):
 
     def partitions(self) -> list[Partition]:
         """One per group: its tensors, whole."""
-        from deepspeed import comm  # type: ignore[attr-defined]
-
         result = []
         for index, group in enumerate(self.optimizer.param_groups):
             ranks = holders(self.engine, group)
-            rank, copies = comm.get_rank(group=ranks), comm.get_world_size(group=ranks)
+            rank, copies = comm.get_rank(ranks), comm.get_world_size(ranks)
             specs = [self.optimizer.specs[param] for param in self.params(index)]
             result.append(whole_partition(index, group["params"], specs, ranks, rank, copies))
         return result
 
-    def watch_gradients(self) -> None:
+    def prepare(self, group_count: int) -> None:
         """Gradients are the same on all ranks, but for experts."""
         if self.engine.has_moe_layers:
             self.optimizer.is_finite = on_all_ranks(self.optimizer.is_finite)
@@ -44,25 +47,19 @@ class Stage0(Adapter):
         """DeepSpeed's functions find the state through methods of each parameter."""
         for index, group in enumerate(self.optimizer.param_groups):
             for param, master in zip(self.params(index), group["params"], strict=True):
-                state_access.attach(param, master, self.optimizer)
+                whole = _Whole(self.optimizer, master)
+                param._hp_mapping = None
+                param.get_full_hp_param, param.set_full_hp_param = whole.get, whole.set
+                param.get_full_hp_grad = _Whole().get  # nothing: gradients are in param.grad only
 
-    def refresh_masters(self) -> None:
-        """Else the next step would put back the weights from before."""
-        self.wrapper.refresh_fp32_params()
-
-    def drop_gradients(self) -> None:
-        """Those of the model and of the clones."""
-        super().drop_gradients()
-        self.wrapper.zero_grad(set_to_none=True)
+    def read_universal(self, load: Callable[..., None]) -> None:
+        """DeepSpeed loads none at stage 0."""
 
 
 class Plain(Stage0):
     """No wrapper: the parameters themselves are stepped."""
 
-    @property
-    def name(self) -> str:
-        """The optimizer's, as DeepSpeed has no other object."""
-        return "MuonWithAuxAdam"
+    MODULE, CLASS = "deepspeed.muon.optimizer", "MuonWithAuxAdam"
 
     def params(self, index: int) -> list[Any]:
         """The group's own."""
@@ -70,3 +67,35 @@ class Plain(Stage0):
 
     def refresh_masters(self) -> None:
         """The weights are their own masters."""
+
+
+class _Whole:
+    """What ``safe_get_*`` and ``safe_set_*`` call of a parameter that every rank holds whole.
+
+    A pickled or copied model leaves the optimizer behind, and so do these.
+    """
+
+    def __init__(self, optimizer: MuonWithAuxAdam | None = None, master: Tensor | None = None) -> None:
+        self._optimizer, self._master = optimizer, master
+
+    def __reduce__(self) -> tuple:
+        return _Whole, ()
+
+    def _find(self, key: str | None) -> Tensor | None:
+        if self._optimizer is None or self._master is None:
+            return None
+        if key is None:
+            return self._master.detach()
+        state = self._optimizer.state[self._master]
+        if key not in state:
+            raise ValueError(f"the optimizer state has no {key!r} here; it has {', '.join(sorted(state))}")
+        return state[key]
+
+    def get(self, optim_state_key: str | None = None) -> Tensor | None:
+        found = self._find(optim_state_key)
+        return None if found is None else found.to(torch.float32, copy=True)
+
+    def set(self, value: Tensor, optim_state_key: str | None = None) -> None:
+        found = self._find(optim_state_key)
+        if found is not None:
+            found.copy_(value.reshape(found.shape))

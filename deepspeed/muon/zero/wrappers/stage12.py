@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
-from deepspeed.muon.zero import state_access
+import torch
+from torch import Tensor
+
+from deepspeed.muon.matrices.routing import TAG
 from deepspeed.muon.zero.wrappers.flat import Flat, FlatGroup
-from deepspeed.muon.zero.wrappers.grad_norm import NORM_METHODS, NormWatch
-from deepspeed.muon.zero.wrappers.pipeline_stages import with_norms_of_all_stages
-from deepspeed.muon.zero.wrappers.stock_muon import without_stocks_muon
+from deepspeed.muon.zero.wrappers.grad_norm import NORM_METHODS
 
 
 class Stage12(Flat):
@@ -18,15 +20,9 @@ class Stage12(Flat):
 
     MODULE, CLASS = "deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer"
     REPLACED = (
-        "step",
-        *NORM_METHODS,
-        "scaled_global_norm",
-        "get_flat_partition",
-        "_is_muon_group",
-        "load_state_dict",
-        "offload_states",
-        "reload_states",
-        "_load_universal_checkpoint",
+        *("step", *NORM_METHODS, "scaled_global_norm"),
+        *("get_flat_partition", "_is_muon_group"),
+        *("load_state_dict", "offload_states", "reload_states", "_load_universal_checkpoint"),
     )
 
     def groups(self) -> Iterator[FlatGroup]:
@@ -34,22 +30,20 @@ class Stage12(Flat):
         wrapper = self.wrapper
         flats = wrapper.bit16_groups_flat, wrapper.single_partition_of_fp32_groups
         lists = wrapper.round_robin_bit16_groups, wrapper.round_robin_bit16_offsets, *flats
-        return (FlatGroup(*group) for group in zip(*lists, strict=True))
+        return zip(*lists, strict=True)
 
-    def watch_gradients(self) -> None:
-        """ZeRO's norms are those of all ranks."""
-        self.optimizer.is_finite = NormWatch(self.replace)
+    def prepare(self, group_count: int) -> None:
+        """Stock runs its Muon where a parameter is tagged ``use_muon`` and the name of the optimizer's class contains
+        "muon". Here it asks for both while it builds the flat gradient of a partition, and nowhere else; stage 3 and
+        ``BF16_Optimizer`` ask for the class itself.
 
-    def stay_clear_of_stock(self) -> None:
-        """Stock's own Muon must not change the gradients of tagged parameters."""
-        self.replace("get_flat_partition", without_stocks_muon)
+        Each group's norm is a collective over the pipeline, but a stage without matrices has no Muon group.
+        """
+        super().prepare(group_count)
+        self.replace("get_flat_partition", _without_tags)
         self.replace("_is_muon_group", lambda original, params: False)
-
-    def join_pipeline(self, group_count: int) -> None:
-        """Each group's norm is a collective over the pipeline."""
-        missing = group_count - len(self.optimizer.param_groups)
-        if missing > 0:
-            self.replace("scaled_global_norm", with_norms_of_all_stages(self.wrapper, missing))
+        if (missing := group_count - len(self.optimizer.param_groups)) > 0:
+            self.replace("scaled_global_norm", partial(with_norms_of_all_stages, self.wrapper, missing))
 
     def open_states(self) -> None:
         """DeepSpeed moves state by putting other tensors in its place, which parameters do not find by themselves."""
@@ -63,12 +57,33 @@ class Stage12(Flat):
         self.optimizer.release_workspace()
         move(*args, **kwargs)
         if OffloadStateTypeEnum.hp_params not in self.wrapper.offloaded_states:
-            state_access.link(self.wrapper)
+            self.link()
 
     def drop_gradients(self) -> None:
-        """Also those that are accumulated in the wrapper."""
+        """Also the count of micro-batches, of which the first replaces what is accumulated."""
         super().drop_gradients()
-        self.wrapper.zero_grad(set_to_none=True)
-        for name in ("averaged_gradients", "all_grad_tensors"):
-            getattr(self.wrapper, name, {}).clear()
-        self.wrapper.micro_step_id = -1  # counted up before the first micro-batch, which replaces what is accumulated
+        self.wrapper.micro_step_id = -1  # counted up before the first
+
+
+def _without_tags(get_flat_partition: Callable, tensor_list: list[Any], *args: Any, **kwargs: Any) -> Any:
+    """``get_flat_partition``, from which the tags are hidden, whoever set them."""
+    hidden = [(param, vars(param).pop(TAG)) for param in tensor_list if TAG in vars(param)]
+    try:
+        return get_flat_partition(tensor_list, *args, **kwargs)
+    finally:
+        for param, tag in hidden:
+            setattr(param, TAG, tag)
+
+
+def with_norms_of_all_stages(wrapper: Any, missing: int, original: Callable, *args: Any, **kwargs: Any) -> Tensor:
+    """``scaled_global_norm``, which also sums the norms of ``missing`` more groups over the pipeline, here zero."""
+    from deepspeed.runtime import utils
+
+    if wrapper.cpu_offload:
+        none = partial(wrapper.complete_grad_norm_calculation_for_cpu_offload, [])
+    else:
+        none = partial(wrapper.get_grad_norm_direct, [], [])
+    norms = [original(*args, **kwargs), *(none() for _ in range(missing))]
+    tensors = [torch.as_tensor(norm, dtype=torch.float32).to(wrapper.device) for norm in norms]
+    combine = getattr(utils, "combine_grad_norm_groups", None)  # as this DeepSpeed combines the norms of groups
+    return combine(tensors) if combine else torch.linalg.vector_norm(torch.stack(tensors))

@@ -8,16 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import deepspeed.comm as comm
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.plan.placement import Placement, Shard
-from deepspeed.muon.zero import nvme, state_access
+from deepspeed.muon.zero import nvme
 from deepspeed.muon.zero.checkpoint.nvme_load import NvmeLoad
 from deepspeed.muon.zero.seams import Seam
 from deepspeed.muon.zero.wrappers.adapter import Adapter
-from deepspeed.muon.zero.wrappers.grad_norm import NORM_METHODS, NormWatch
+from deepspeed.muon.zero.wrappers.grad_norm import NORM_METHODS
+
+_SWAP, _SWAP_OUT = "deepspeed.runtime.swap_tensor", "OptimizerSwapper.swap_out_optimizer_state"
 
 
 class Stage3(Adapter):
@@ -25,70 +33,48 @@ class Stage3(Adapter):
 
     MODULE, CLASS = "deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3"
     REPLACED = (
-        "step",
-        *NORM_METHODS,
-        "set_full_hp_param",
-        "set_local_hp_param",
-        "offload_states",
-        "reload_states",
-        "_prepare_sub_group",
-        "_load_universal_checkpoint",
+        *("step", *NORM_METHODS, "_prepare_sub_group"),
+        *("set_full_hp_param", "set_local_hp_param", "offload_states", "reload_states", "_load_universal_checkpoint"),
     )
-    REPLACED_IN_LOADS = ("_rigid_load_state_dict", "_restore_from_bit16_weights")
-    ELSEWHERE = tuple(
-        Seam(f"deepspeed.runtime.swap_tensor.{kind}_optimizer_swapper", f"{name}.swap_out_optimizer_state", "engine")
-        for kind, name in {
-            "partitioned": "PartitionedOptimizerSwapper",
-            "pipelined": "PipelinedOptimizerSwapper",
-        }.items()
+    MORE_SEAMS = (
+        Seam(MODULE, f"{CLASS}._rigid_load_state_dict", "call"),
+        Seam(MODULE, f"{CLASS}._restore_from_bit16_weights", "call"),
+        Seam(f"{_SWAP}.partitioned_optimizer_swapper", f"Partitioned{_SWAP_OUT}", "engine"),
+        Seam(f"{_SWAP}.pipelined_optimizer_swapper", f"Pipelined{_SWAP_OUT}", "engine"),
     )
 
     def partitions(self) -> list[Partition]:
         """One per sub-group."""
-        from deepspeed import comm  # type: ignore[attr-defined]
-
         wrapper, result = self.wrapper, []
-        for index, (params, ranks) in enumerate(
-            zip(wrapper.fp16_groups, wrapper.sub_group_process_groups, strict=True)
-        ):
+        groups = wrapper.fp16_groups, wrapper.sub_group_process_groups, wrapper.fp32_partitioned_groups_flat
+        for index, (params, ranks, flat) in enumerate(zip(*groups, strict=True)):
             shards, base = [], 0
             for param in params:
                 part = param.partition_numel()
                 shards.append(Shard(self.optimizer.specs[param], 0, Placement(0, part, base)))
                 base += part
-            tensor, group = wrapper.fp32_partitioned_groups_flat[index], wrapper.sub_group_to_group_id[index]
-            rank, world_size = comm.get_rank(group=ranks), comm.get_world_size(group=ranks)
-            result.append(Partition(group, (tensor,), tuple(shards), ranks, rank, world_size))
+            group, rank = wrapper.sub_group_to_group_id[index], comm.get_rank(ranks)
+            result.append(Partition(group, (flat,), tuple(shards), ranks, rank, comm.get_world_size(ranks)))
         return result
 
-    def watch_gradients(self) -> None:
-        """ZeRO's norms are those of all ranks."""
-        self.optimizer.is_finite = NormWatch(self.replace)
+    def prepare(self, group_count: int) -> None:
+        """All files of states on NVMe exist from the start, with zeros.
 
-    @property
-    def bounds_memory_by_sub_groups(self) -> bool:
-        """On NVMe."""
-        return bool(self.wrapper.swap_optimizer)
-
-    def create_states(self) -> None:
-        """States on NVMe get their files at once."""
-        if self.wrapper.swap_optimizer:
-            swapper = self.wrapper.optimizer_swapper
-            self.replace("swap_out_optimizer_state", nvme.swap_out_and_release(self.wrapper), swapper)
-            self.replace("_prepare_sub_group", nvme.prepare_without_holes(self.wrapper))
-            nvme.create_states(self.wrapper, self.optimizer)
-
-    def open_states(self) -> None:
-        """DeepSpeed's functions ask the wrapper."""
-        states = state_access.Stage3States(self.wrapper, self.optimizer)
-        self.replace("set_full_hp_param", states.set_full)
-        self.replace("set_local_hp_param", states.set_local)
-        self.replace("offload_states", states.offload)
-        self.replace("reload_states", states.reload)
-
-    def read_universal(self, load: Callable[..., None]) -> None:
-        """DeepSpeed's loader knows one kind of group."""
-        self.replace("_load_universal_checkpoint", lambda original, *args: load(*args))
+        ``save_muon_momentum_buffer_in_memory`` keeps the momentum where it is.
+        """
+        super().prepare(group_count)
+        wrapper, optimizer = self.wrapper, self.optimizer
+        if not self.is_swapped:
+            return
+        swap_out = partial(nvme.swap_out_and_release, wrapper)
+        self.replace("swap_out_optimizer_state", swap_out, wrapper.optimizer_swapper)
+        self.replace("_prepare_sub_group", partial(nvme.prepare_without_holes, wrapper))
+        for index in range(len(wrapper.fp32_partitioned_groups_flat)):
+            use_muon = optimizer.param_groups[wrapper.sub_group_to_group_id[index]]["use_muon"]
+            with nvme.swapped_in(wrapper, index) as flat:
+                state = optimizer.create_state(flat, use_muon)
+                if use_muon and wrapper.save_muon_momentum_buffer_in_memory:
+                    state["momentum_buffer"].swappable = False
 
     def resident_partitions(self) -> Iterator[Partition]:
         """What is written to the tensors goes to the model, too."""
@@ -100,9 +86,77 @@ class Stage3(Adapter):
         """Replaces DeepSpeed's loading where NVMe takes part, in the engine or in the checkpoint."""
         return NvmeLoad(self.engine, self.optimizer).around(folder, tag, arguments)
 
-    def drop_gradients(self) -> None:
-        """Also those that are accumulated in the wrapper."""
-        super().drop_gradients()
-        self.wrapper.zero_grad(set_to_none=True)
-        for name in ("averaged_gradients", "all_grad_tensors"):
-            getattr(self.wrapper, name, {}).clear()
+    def open_states(self) -> None:
+        """DeepSpeed's functions ask the wrapper."""
+        self.replace("set_full_hp_param", self._set_full)
+        self.replace("set_local_hp_param", self._set_local)
+        self.replace("offload_states", self._offload)
+        self.replace("reload_states", self._reload)
+
+    def _set_full(self, original: Callable, value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
+        """``set_full_hp_param``, also where the ranks do not divide the parameter evenly."""
+        if not param.requires_grad:
+            return
+        if value.numel() != param.ds_numel:
+            shape = tuple(param.ds_shape)
+            raise ValueError(f"expected {param.ds_numel} elements for shape {shape}, got {value.numel()}")
+        part = param.partition_numel()
+        start = part * self.wrapper._get_param_partition_rank(param)
+        held = value.flatten()[start : start + part]
+        padded = torch.nn.functional.pad(held, (0, part - held.numel()))
+        self.wrapper.set_local_hp_param(padded, param, optim_state_key)
+
+    def _set_local(self, original: Callable, value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
+        """``set_local_hp_param``, which waits until pipelined writes to NVMe are done."""
+        if not param.requires_grad:
+            return
+        index, start, count = self.wrapper.grad_position[self.wrapper.get_param_id(param)]
+        if value.numel() != count:
+            raise ValueError(f"expected {count} elements of this rank's part, got {value.numel()}")
+        with nvme.swapped_in(self.wrapper, index) as flat:
+            target = flat.data if optim_state_key is None else self.optimizer.state[flat][optim_state_key]
+            target[start : start + count].copy_(value.flatten())
+
+    def _offload(
+        self,
+        move: Callable,
+        include: Any = None,
+        device: Any = None,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """``offload_states``, whose part for masters and optimizer state asserts DeepSpeed's own fused Adam."""
+        from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+
+        for kind, tensors in self._movable().items():
+            if kind in self.wrapper.offloaded_states or (include is not None and kind not in include):
+                continue
+            for tensor in tensors:
+                host = torch.empty_like(tensor, device="cpu", requires_grad=False)
+                host = get_accelerator().pin_memory(host) if pin_memory else host
+                tensor.data = host.copy_(tensor.detach(), non_blocking=non_blocking)
+            self.wrapper.offloaded_states.add(kind)
+        self.optimizer.release_workspace()
+        move(include, device or OffloadDeviceEnum.cpu, pin_memory, non_blocking)
+
+    def _reload(self, move: Callable, non_blocking: bool = False) -> None:
+        """``reload_states``."""
+        device = get_accelerator().current_device_name()
+        hosts = []  # alive until the copies are done
+        for kind, tensors in self._movable().items():
+            if kind in self.wrapper.offloaded_states:
+                for tensor in tensors:
+                    hosts.append(tensor.data)
+                    tensor.data = tensor.data.to(device, non_blocking=non_blocking)
+                self.wrapper.offloaded_states.remove(kind)
+        move(non_blocking)
+        if non_blocking:
+            get_accelerator().synchronize()
+
+    def _movable(self) -> dict[Any, list[Tensor]]:
+        """Masters and optimizer state, by DeepSpeed's kinds."""
+        from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
+
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        tensors = [value for value in states if torch.is_tensor(value) and value.ndim]
+        return {Kind.hp_params: list(self.wrapper.fp32_partitioned_groups_flat), Kind.optim_states: tensors}

@@ -11,12 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
 from typing import Any
 
+import deepspeed.comm as comm
+from deepspeed.utils import groups
+
 from deepspeed.muon.errors import UnsupportedError
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.matrices.routing import MatrixSpec
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.plan.placement import Placement, Shard
-from deepspeed.muon.zero.consensus import on_all_ranks
+from deepspeed.muon.zero.consensus import gathered, on_all_ranks
 
 #: Where one rank's parameters lie among its own data-parallel ranks, by name.
 Placements = Mapping[str, tuple]
@@ -25,19 +28,13 @@ Placements = Mapping[str, tuple]
 def joined(partitions: list[Partition], optimizer: MuonWithAuxAdam, engine: Any) -> list[Partition]:
     """The partitions; under tensor parallelism those of Muon groups span all ranks of the tensor-parallel group.
 
-    Raises:
-        UnsupportedError: on all ranks, where they do not have the same parameters in one sub-group.
+    Raises UnsupportedError on all ranks, where they do not have the same parameters in one sub-group.
     """
     if engine.autotp_size() <= 1 or optimizer.config.tp_mode == "shard":
         return partitions
-    from deepspeed.utils import groups
-
-    from deepspeed import comm  # type: ignore[attr-defined]
-
     group = groups.get_tensor_model_parallel_group()
     mine = [{shard.spec.name: astuple(shard.placement) for shard in partition.shards} for partition in partitions]
-    everyones: list[Any] = [None] * comm.get_world_size(group=group)
-    comm.all_gather_object(everyones, mine, group=group)
+    everyones = gathered(mine, group)
     specs = {spec.name: spec for spec in optimizer.specs.values()}
     if not _are_alike(everyones, specs):
         raise UnsupportedError(
@@ -49,10 +46,8 @@ def joined(partitions: list[Partition], optimizer: MuonWithAuxAdam, engine: Any)
         optimizer.is_finite = on_all_ranks(optimizer.is_finite, group)
     over = comm.get_world_group() if is_sharded else group
     return [
-        _over(over, partition, tp_placements, specs)
-        if optimizer.param_groups[partition.index]["use_muon"]
-        else partition
-        for partition, *tp_placements in zip(partitions, *everyones, strict=True)
+        _over(over, held, placements, specs) if optimizer.param_groups[held.index]["use_muon"] else held
+        for held, *placements in zip(partitions, *everyones, strict=True)
     ]
 
 
@@ -61,8 +56,6 @@ def matrix_share(optimizer: MuonWithAuxAdam) -> int:
 
     A share is a pipeline stage or, under ``tp_mode: shard``, a tensor-parallel rank.
     """
-    from deepspeed.utils import groups
-
     cut = optimizer.config.tp_mode == "shard" and groups._TENSOR_MODEL_PARALLEL_GROUP is not None
     return groups.get_tensor_model_parallel_rank() if cut else optimizer.stage
 
@@ -72,7 +65,7 @@ def _are_alike(everyones: Sequence[Sequence[Placements]], specs: Mapping[str, Ma
     if len({len(partitions) for partitions in everyones}) > 1:
         return False
     for tp_placements in zip(*everyones, strict=True):
-        names = _most(tp_placements)
+        names = max(tp_placements, key=len)  # of the rank that has the most, in its order
         for t, placement in enumerate(tp_placements):
             empty = {n for n in names if (cut := specs[n].sharding) and not cut.size(t)}
             if [n for n in names if n in placement or n not in empty] != list(placement):
@@ -80,32 +73,16 @@ def _are_alike(everyones: Sequence[Sequence[Placements]], specs: Mapping[str, Ma
     return True
 
 
-def _most(tp_placements: Sequence[Placements]) -> list[str]:
-    """The parameter names of the rank that has the most, in its order."""
-    return max(map(list, tp_placements), key=len)
-
-
-def _over(
-    group: Any, partition: Partition, everyones: Sequence[Placements], specs: Mapping[str, MatrixSpec]
-) -> Partition:
+def _over(group: Any, mine: Partition, everyones: Sequence[Placements], specs: Mapping[str, MatrixSpec]) -> Partition:
     """The partition over ``group``, in which the ranks of a tensor-parallel group are consecutive."""
-    from deepspeed import comm  # type: ignore[attr-defined]
-
-    size, rank = len(everyones), comm.get_rank(group=group)
-    tensors = {shard.spec.name: shard.tensor for shard in partition.shards}
+    size, rank, world_size = len(everyones), comm.get_rank(group), comm.get_world_size(group)
+    tensors = {shard.spec.name: shard.tensor for shard in mine.shards}
     shards, planned = [], []
-    for name in _most(everyones):
+    for name in max(everyones, key=len):
         # A rank that holds nothing of a parameter may not have it.
         alone = (replace(Placement(*placement.get(name, (0, 1, 0))), copies=1) for placement in everyones)
         tp_placements = tuple(replace(placement, first=t, step=size) for t, placement in enumerate(alone))
         shard = Shard(specs[name], tensors.get(name, 0), tp_placements[rank % size], tp_placements)
         shards += [shard] if name in tensors else []
         planned.append(shard)
-    return replace(
-        partition,
-        shards=tuple(shards),
-        group=group,
-        rank=rank,
-        world_size=comm.get_world_size(group=group),
-        planned=tuple(planned),
-    )
+    return Partition(mine.index, mine.tensors, tuple(shards), group, rank, world_size, tuple(planned))

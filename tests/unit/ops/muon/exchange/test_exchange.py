@@ -116,7 +116,7 @@ def prepared(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def judge(stated: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"error": e} if (e := differences(stated, {"x": "x"})) else {"ok": 1}
+    return differences(stated, {"x": "x"}) or {"ok": 1}
 
 
 def test_ranks_that_agree_get_the_verdict() -> None:

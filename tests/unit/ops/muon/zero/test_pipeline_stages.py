@@ -3,6 +3,7 @@
 
 import logging
 import re
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepspeed.muon.zero import seams
-from deepspeed.muon.zero.wrappers.pipeline_stages import with_norms_of_all_stages
+from deepspeed.muon.zero.wrappers.stage12 import with_norms_of_all_stages
 from helpers.distributed import run
 from helpers.models import fused_parts
 from helpers.oracles import Part, route, train_oracle
@@ -254,6 +255,6 @@ class Wrapper:
 def test_norms_of_groups_that_other_stages_have_count(others: list[float], norm: float) -> None:
     wrapper = Wrapper(list(others))
     if others:
-        seams.replace(wrapper, "scaled_global_norm", with_norms_of_all_stages(wrapper, len(others)))
+        seams.replace(wrapper, "scaled_global_norm", partial(with_norms_of_all_stages, wrapper, len(others)))
     assert float(wrapper.scaled_global_norm()) == norm
     assert wrapper.others == []
