@@ -13,13 +13,6 @@ from typing import Any
 import torch
 from deepspeed.ops.op_builder.cpu.builder import CPUOpBuilder
 
-#: Flags that ATen's vectors need, by the start of ``torch.backends.cpu.get_cpu_capability()``.
-VECTORS = {
-    "AVX512": ["-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512"],
-    "AVX2": ["-DCPU_CAPABILITY=AVX2", "-DCPU_CAPABILITY_AVX2"],
-}
-DEFAULT = ["-DCPU_CAPABILITY=DEFAULT"]
-
 
 class MuonBuilder(CPUOpBuilder):
     """The C++ operations for the CPU, whatever the accelerator: with CPU offload the shards are in host memory."""
@@ -46,7 +39,8 @@ class MuonBuilder(CPUOpBuilder):
         -fopenmp is not passed to the linker, because the threads must be those of torch's own copy of the library.
         """
         capability = torch.backends.cpu.get_cpu_capability()
-        vectors = next((flags for start, flags in VECTORS.items() if capability.startswith(start)), DEFAULT)
+        name = next((name for name in ("AVX512", "AVX2") if capability.startswith(name)), "DEFAULT")
+        vectors = [f"-DCPU_CAPABILITY={name}", f"-DCPU_CAPABILITY_{name}"]  # as ATen's own files have it
         given = [flag for flag in super().cxx_args() if flag != "-g"]
         return [*given, *vectors, "-ffp-contract=off", "-DAT_PARALLEL_OPENMP=1"]
 
