@@ -36,23 +36,12 @@ def step(
     """
     if not tensors:
         return
-    beta1, beta2 = group["betas"]
-    (adamw if decoupled else adam)(
-        list(tensors),
-        [p.grad for p in tensors],  # type: ignore[misc]
-        [s["exp_avg"] for s in states],
-        [s["exp_avg_sq"] for s in states],
-        [],
-        [s["step"] for s in states],
-        fused=True,
-        amsgrad=False,
-        beta1=beta1,
-        beta2=beta2,
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=False,
-    )
+    grads = [p.grad for p in tensors if p.grad is not None]
+    means, squares, steps = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
+    (beta1, beta2), settings = group["betas"], {key: group[key] for key in ("lr", "weight_decay", "eps")}
+    kind = {"fused": True, "amsgrad": False, "maximize": False}
+    update = adamw if decoupled else adam
+    update(list(tensors), grads, means, squares, [], steps, beta1=beta1, beta2=beta2, **settings, **kind)
 
 
 def update_squares(state: Mapping[str, Any], group: Mapping[str, Any], start: int, length: int) -> Tensor:

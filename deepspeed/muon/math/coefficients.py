@@ -49,11 +49,7 @@ POLAR_EXPRESS: Schedule = _for_larger_norm(
     1.02,
 )
 
-NAMED: dict[str, Schedule] = {
-    "simple": (SIMPLE,),
-    "you": YOU,
-    "polar_express": POLAR_EXPRESS,
-}
+NAMED: dict[str, Schedule] = {"simple": (SIMPLE,), "you": YOU, "polar_express": POLAR_EXPRESS}
 
 
 def schedule(coefficients: str | Schedule, steps: int | None = None) -> Schedule:
