@@ -8,6 +8,7 @@ collective.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import weakref
@@ -113,15 +114,12 @@ class PendingCollectives:
 
 
 _all: weakref.WeakSet[PendingCollectives] = weakref.WeakSet()
-_watcher: threading.Thread | None = None
 
 
+@functools.cache
 def start_watchdog() -> None:
     """Start the thread that reports slow collectives; once per process."""
-    global _watcher
-    if _watcher is None:
-        _watcher = threading.Thread(target=_watch, name="deepspeed-muon watchdog", daemon=True)
-        _watcher.start()
+    threading.Thread(target=_watch, name="deepspeed-muon watchdog", daemon=True).start()
 
 
 def _watch() -> None:

@@ -43,7 +43,7 @@ def advance_rounded(
         buffer: bf16, 1-D.
         grad: same shape, any floating dtype.
         out: same shape, any floating dtype; the input of Newton-Schulz.
-        key: from :class:`deepspeed.muon.kernels.rounding.Keys`.
+        key: from :func:`deepspeed.muon.kernels.rounding.key_of`.
         first: index of the first element among those drawn under ``key``.
         work: holds the temporaries, 20 bytes per element of a chunk (2.5 MiB on a CPU, 40 MiB elsewhere).
     """

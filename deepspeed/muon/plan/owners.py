@@ -5,39 +5,13 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
+from deepspeed.muon.plan.cost import CostModel
 from deepspeed.muon.plan.placement import PlacedBlock
-
-#: Floating-point operations that take as long as one byte on the wire: what moving a matrix to a rank that does not
-#: hold it must save. For cores on gloo, and for an accelerator on its fabric.
-CPU_FLOPS_PER_BYTE = 200.0
-ACCELERATOR_FLOPS_PER_BYTE = 8000.0
-
-
-def flops_per_byte(device_type: str) -> float:
-    """``flops_per_byte`` of :class:`CostModel` for a type of device."""
-    return CPU_FLOPS_PER_BYTE if device_type == "cpu" else ACCELERATOR_FLOPS_PER_BYTE
-
 
 #: If at most this many ranks hold a part of a matrix, each is considered as its owner.
 FEW_HOLDERS = 8
-
-
-@dataclass(frozen=True)
-class CostModel:
-    """Operations per matrix, and how many of them one byte of exchange is worth."""
-
-    flops: Callable[[int, int], float]
-    flops_per_byte: float
-    bytes_per_element: int
-    #: Where Newton-Schulz runs.
-    device_type: str = "cpu"
-
-    def worth(self, elements: int) -> float:
-        """Operations worth the bytes of ``elements`` elements, to the owner and back."""
-        return self.flops_per_byte * 2 * self.bytes_per_element * elements
 
 
 def assign(items: Sequence[PlacedBlock], world_size: int, cost: CostModel) -> tuple[list[int], list[float]]:
