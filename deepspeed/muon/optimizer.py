@@ -316,9 +316,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             states = [self.create_state(p, use_muon=False) for p in tensors]
             adamw.step(tensors, states, group, self.config.adam_w_mode)
         if self.step_stats is not None:
-            stepped = {id(p): state for p, state in zip(tensors, states, strict=True)}
-            for partition in self._adam_partitions:
-                for tensor, start, length in partition.held():
-                    if id(tensor) in stepped:
-                        squares = adamw.update_squares(stepped[id(tensor)], group, start, length)
-                        self.step_stats.add("adamw", squares, length)
+            stepped = dict(zip(map(id, tensors), states, strict=True))
+            held = (part for partition in self._adam_partitions for part in partition.held() if id(part[0]) in stepped)
+            for tensor, start, length in held:
+                squares = adamw.update_squares(stepped[id(tensor)], group, start, length)
+                self.step_stats.add("adamw", squares, length)

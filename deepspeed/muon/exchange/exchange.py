@@ -193,13 +193,7 @@ class Exchange:
 
 
 def gather(tensor: Tensor, copy: Copy, work: Workspace, name: str) -> Tensor:
-    """The elements on the grid, 1-D: a view of ``tensor`` if they are contiguous there, else a copy.
-
-    Args:
-        tensor: contiguous.
-        work: holds the copy.
-        name: of the copy.
-    """
+    """The elements on the grid, 1-D: a view of a contiguous tensor if they are contiguous there, else a named copy."""
     if copy.rows == 1:
         return tensor.view(-1)[copy.start : copy.start + copy.cols]
     held = work.get(name, (copy.rows, copy.cols), tensor.dtype, tensor.device)

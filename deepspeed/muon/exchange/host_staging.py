@@ -18,11 +18,7 @@ from deepspeed.muon.kernels.workspace import Workspace
 
 
 class Staging:
-    """The copies between the host and one accelerator.
-
-    Args:
-        device: the accelerator.
-    """
+    """The copies between the host and one accelerator, ``device``."""
 
     def __init__(self, device: torch.device) -> None:
         self._streams = torch.get_device_module(device)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import shutil
 from pathlib import Path
@@ -63,19 +62,15 @@ class MuonBuilder(CPUOpBuilder):
         Raises:
             Exception: of any type, if there is no compiler or the build fails.
         """
-        if self.NAME in self._loaded_ops:
-            return self._loaded_ops[self.NAME]
-        return self._installed() or self.jit_load(verbose)
+        if self.NAME not in self._loaded_ops:
+            self._loaded_ops[self.NAME] = self._installed() or self.jit_load(verbose)
+        return self._loaded_ops[self.NAME]
 
     def _installed(self) -> Any:
-        if importlib.util.find_spec(self.absolute_name()) is None:
-            return None
         try:
             module = importlib.import_module(self.absolute_name())
-        except ImportError:  # another torch's symbols
+        except ImportError:  # not built, or with another torch's symbols
             return None
-        fits = module.torch_version == ".".join(torch.__version__.split(".")[:2])
-        if not fits or not torch.backends.cpu.get_cpu_capability().startswith((module.cpu_capability, "AVX512")):
-            return None
-        self._loaded_ops[self.NAME] = module
-        return module
+        is_this_torch = module.torch_version == ".".join(torch.__version__.split(".")[:2])
+        runs_here = torch.backends.cpu.get_cpu_capability().startswith((module.cpu_capability, "AVX512"))
+        return module if is_this_torch and runs_here else None

@@ -16,7 +16,7 @@ from deepspeed.muon.kernels.table import Operations, Symmetric
 #: The smaller dimension from which symmetric products are computed as one triangle. Below it there are too few tiles to
 #: fill the chip, and a library's plain product is faster. ``python -m benchmarks gpu`` measures it.
 SYMMETRIC_FROM = 2048
-#: Loads move sixteen bytes, so sizes must be multiples of this many 16-bit numbers; else products stay plain.
+#: Loads move sixteen bytes, Triton's and quack's, so sizes must be multiples of this many 16-bit numbers.
 MULTIPLE = 8
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 HALVES = (torch.bfloat16, torch.float16)
@@ -103,6 +103,10 @@ def _is_plain(*tensors: Tensor) -> bool:
     return all(is_on_gpu(t) and t.device == first.device and t.dtype in FLOATS and t.is_contiguous() for t in tensors)
 
 
+def is_half_and_aligned(x: Tensor) -> bool:
+    """Whether the matrices have 16-bit numbers, and sizes that loads of sixteen bytes divide."""
+    return x.dtype in HALVES and all(size % MULTIPLE == 0 for size in x.shape[-2:])
+
+
 def _is_symmetric_faster(x: Tensor, out: Symmetric) -> bool:
-    is_aligned = all(size % MULTIPLE == 0 for size in x.shape[-2:])
-    return _is_plain(x, *out) and x.dtype in HALVES and is_aligned and out.rest.size(-1) >= SYMMETRIC_FROM
+    return _is_plain(x, *out) and is_half_and_aligned(x) and out.rest.size(-1) >= SYMMETRIC_FROM

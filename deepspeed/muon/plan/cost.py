@@ -34,14 +34,9 @@ class CostModel:
 def cost_model(
     ns_method: str, schedule: Schedule, itemsize: int, device_type: str, pinned: Mapping[str, str] | None = None
 ) -> CostModel:
-    """The cost model of one group.
+    """The cost model of one group, by its ``ns_method``, which may be ``auto``, and its ``ns_methods``, ``pinned``.
 
-    Args:
-        ns_method: the group's, which may be ``auto``.
-        schedule: of Newton-Schulz.
-        itemsize: bytes per element of the exchange.
-        device_type: ``cpu``, or an accelerator's.
-        pinned: the group's ``ns_methods``; by default the shipped rule's.
+    ``itemsize``: bytes per element of the exchange. ``device_type``: ``cpu``, or an accelerator's.
     """
     kind = kind_of(device_type, itemsize)
 
