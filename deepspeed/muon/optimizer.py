@@ -99,7 +99,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             "deepspeed-muon: the gradient is not finite; this step is skipped on all ranks"
         )
         #: Entered around each phase of a step, by name: prepare, exchange, newton_schulz, apply, adamw.
-        self.phase: Callable[[str], AbstractContextManager] = lambda name: nullcontext()
+        self.phase: Callable[[str], AbstractContextManager] = nullcontext
         #: Records the size of updates, if set.
         self.step_stats: StepStats | None = None
         split = split_groups(params, self.specs, self.config)
@@ -303,7 +303,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             tensor = group["params"][run.tensor]
             if tensor.grad is None:
                 continue
-            target, scale = gather(tensor, run.copy, self._work, "parameter"), bound.scale(run.rows, run.cols)
+            target, scale = gather(tensor, run.copy, self._work, "parameter"), bound.scale(*run.shape)
             self.kernels.apply_(target, result, group["lr"], scale, group["weight_decay"], self._work)
             scatter(target, tensor, run.copy)
             if self.step_stats is not None:

@@ -8,7 +8,7 @@ buckets are in memory. Where every rank holds every matrix, only results travel,
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -63,7 +63,11 @@ class BucketBuffers:
             self._received(copy).copy_(grid(self.matrices, copy))
 
     def _received(self, copy: Copy) -> Tensor:
-        return self.inbox[copy.at : copy.at + copy.numel].view(copy.rows, copy.cols)
+        return self.inbox.narrow(0, copy.at, copy.numel).view(copy.rows, copy.cols)
+
+
+#: A phase of a step, for one bucket.
+Work = Callable[[BucketBuffers], None]
 
 
 @dataclass(eq=False)
@@ -90,12 +94,7 @@ class Exchange:
         self._collectives = PendingCollectives(self.name)
 
     def run(
-        self,
-        plan: Plan,
-        prepare: Callable[[BucketBuffers], None],
-        compute: Callable[[BucketBuffers], None],
-        apply: Callable[[BucketBuffers], None],
-        phase: Callable[[str], AbstractContextManager] = lambda name: nullcontext(),
+        self, plan: Plan, prepare: Work, compute: Work, apply: Work, phase: Callable[[str], AbstractContextManager]
     ) -> None:
         """Carry every bucket through prepare, the exchange to its owners, compute, the exchange back, and apply.
 
@@ -107,8 +106,7 @@ class Exchange:
                                     compute 2, send 2 back      apply 1
                                                                 apply 2
 
-        Args:
-            phase: entered around each phase, by name; ``exchange`` is the time spent waiting.
+        ``phase`` is entered around each phase, by name; ``exchange`` is the time spent waiting.
         """
         lag = 1 if self.staging or self.communicates(plan) else 0
         in_flight = [self._open(plan, k, slot=k % (2 * lag + 1)) for k in range(len(plan.buckets))]
@@ -149,10 +147,16 @@ class Exchange:
 
         matrices = get("matrices", bucket.matrix_elements)
         outbox, inbox = get("outbox", sum(bucket.send_counts)), get("inbox", sum(bucket.receive_counts))
-        ends = ((matrices if run.in_place else outbox, run.copy) for run in bucket.runs)
-        on_device = [buffer[copy.at : copy.at + copy.numel] for buffer, copy in ends]
-        on_host = self.staging.host_slices(on_device, self.work, slot) if self.staging else on_device
-        return BucketBuffers(bucket, f"{index + 1} of {len(plan.buckets)}", matrices, outbox, inbox, on_device, on_host)
+        slices = [(matrices if run.in_place else outbox).narrow(0, run.copy.at, run.copy.numel) for run in bucket.runs]
+        return BucketBuffers(
+            bucket=bucket,
+            number=f"{index + 1} of {len(plan.buckets)}",
+            matrices=matrices,
+            outbox=outbox,
+            inbox=inbox,
+            device_slices=slices,
+            shard_slices=self.staging.host_slices(slices, self.dtype, self.work, slot) if self.staging else slices,
+        )
 
     def _send(self, buffers: BucketBuffers, back: bool) -> None:
         if self.staging is None:
@@ -195,7 +199,7 @@ class Exchange:
 def gather(tensor: Tensor, copy: Copy, work: Workspace, name: str) -> Tensor:
     """The elements on the grid, 1-D: a view of a contiguous tensor if they are contiguous there, else a named copy."""
     if copy.rows == 1:
-        return tensor.view(-1)[copy.start : copy.start + copy.cols]
+        return tensor.view(-1).narrow(0, copy.start, copy.cols)
     held = work.get(name, (copy.rows, copy.cols), tensor.dtype, tensor.device)
     return held.copy_(grid(tensor, copy)).view(-1)
 

@@ -24,10 +24,9 @@ class Staging:
         self._streams = torch.get_device_module(device)
         self._up, self._down = self._streams.Stream(), self._streams.Stream()
 
-    def host_slices(self, device_slices: list[Tensor], work: Workspace, slot: int) -> list[Tensor]:
-        """Contiguous pinned memory, one slice per device slice."""
-        sizes = [part.numel() for part in device_slices]
-        dtype = device_slices[0].dtype if device_slices else torch.bfloat16
+    def host_slices(self, like: list[Tensor], dtype: torch.dtype, work: Workspace, slot: int) -> list[Tensor]:
+        """Contiguous pinned memory, cut into slices of the same sizes."""
+        sizes = [part.numel() for part in like]
         return list(work.get(f"pinned{slot}", (sum(sizes),), dtype, torch.device("cpu"), pinned=True).split(sizes))
 
     def beside_the_computation(self, back: bool) -> AbstractContextManager:

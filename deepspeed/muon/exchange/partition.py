@@ -68,10 +68,7 @@ class Partition:
 def whole_partition(
     index: int, params: Sequence[Tensor], specs: Sequence[MatrixSpec], group: Any = None, rank: int = 0, copies: int = 1
 ) -> Partition:
-    """The partition of a group whose parameters this rank holds whole, each in its own tensor.
-
-    Args:
-        copies: number of ranks of ``group`` that hold the same.
+    """The partition of a group whose parameters ``copies`` ranks of ``group`` hold whole, each in its own tensor.
 
     Raises:
         ValueError: a parameter of the Muon half is not contiguous, such as a convolution in channels_last.

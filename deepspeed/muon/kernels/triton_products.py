@@ -27,17 +27,12 @@ from deepspeed.muon.kernels.workspace import Workspace
 GROUP = 8
 
 
-def _config(rows: int, cols: int, depth: int, warps: int, stages: int) -> triton.Config:
-    return triton.Config({"ROWS": rows, "COLS": cols, "DEPTH": depth}, num_warps=warps, num_stages=stages)
-
-
-#: Tiles that fill Hopper's matrix units and whose fp32 sums fit its registers, three or four of them in flight.
+#: Tiles that fill Hopper's matrix units and whose fp32 sums fit its registers, three or four of them in flight:
+#: rows, columns, warps, stages.
+SHAPES = ((128, 128, 4, 3), (128, 128, 8, 4), (128, 256, 8, 3), (128, 256, 8, 4), (64, 128, 4, 4))
 CONFIGS = [
-    _config(128, 128, 64, 4, 3),
-    _config(128, 128, 64, 8, 4),
-    _config(128, 256, 64, 8, 3),
-    _config(128, 256, 64, 8, 4),
-    _config(64, 128, 64, 4, 4),
+    triton.Config({"ROWS": rows, "COLS": cols, "DEPTH": 64}, num_warps=warps, num_stages=stages)
+    for rows, cols, warps, stages in SHAPES
 ]
 
 
@@ -172,12 +167,11 @@ def tiles(size: int, rows: int, cols: int) -> int:
 
 def _run(tensors: tuple[Tensor, ...], depth: int, strides: tuple[int, int], scalars: Scalars, diagonals: bool) -> None:
     """``tensors``: A, B and the result, then their diagonals."""
-    batch, size = tensors[2].size(0), tensors[2].size(-1)
+    batch, size, numbers = tensors[2].size(0), tensors[2].size(-1), map(float, scalars)
 
     def grid(chosen: dict[str, Any]) -> tuple[int, int]:
         return tiles(size, chosen["ROWS"], chosen["COLS"]), batch
 
-    numbers = map(float, scalars)
     tuned_kernel[grid](*tensors, size, depth, *strides, *numbers, DIAGONALS=diagonals, GROUP=GROUP, **OPTIONS)
 
 

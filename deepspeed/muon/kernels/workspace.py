@@ -28,8 +28,7 @@ class Workspace:
     ) -> Tensor:
         """An uninitialized contiguous tensor of this shape, valid until the next request of this name.
 
-        Args:
-            pinned: in page-locked host memory, which an accelerator copies from and to asynchronously.
+        ``pinned``: in page-locked host memory, which an accelerator copies from and to asynchronously.
         """
         numel, key = math.prod(shape), (name, dtype, device)
         held = self._storage.get(key)

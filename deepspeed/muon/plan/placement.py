@@ -129,7 +129,3 @@ class PlacedBlock:
     def held(self, rank: int) -> int:
         """Number of the matrix's elements that ``rank`` holds."""
         return sum(part.held(rank) for part in self.parts)
-
-    def missing(self, rank: int) -> int:
-        """Number of the matrix's elements that ``rank`` does not hold."""
-        return self.block.numel - self.held(rank)

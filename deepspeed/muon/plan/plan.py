@@ -11,9 +11,10 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field
 from itertools import chain, groupby
+from operator import itemgetter
 from typing import NamedTuple
 
-from deepspeed.muon.matrices.block import Block, Piece
+from deepspeed.muon.matrices.block import Piece
 from deepspeed.muon.plan.cost import CostModel
 from deepspeed.muon.plan.owners import assign
 from deepspeed.muon.plan.placement import PlacedBlock, Shard
@@ -49,8 +50,7 @@ class Run:
         copy: from that tensor to the bucket's matrices if ``in_place``, else to the send buffer.
         in_place: whether they are written straight into the matrices. That needs this rank to own the block and the
             elements to be contiguous in it; columns of an own block travel through the send buffer.
-        rows: of the block.
-        cols: of the block.
+        shape: of the block.
         draws: the name under which their random numbers are drawn, and the index of the first one. Numbers belong to
             the elements of the matrix. Columns are not contiguous in it and have numbers of their own.
     """
@@ -58,8 +58,7 @@ class Run:
     tensor: int
     copy: Copy
     in_place: bool
-    rows: int
-    cols: int
+    shape: tuple[int, int]
     draws: tuple[str, int]
 
 
@@ -107,13 +106,9 @@ class Plan:
     @property
     def sent_elements(self) -> int:
         """Elements that this rank sends to others per step, to the owners and back."""
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
-        return sum(
-            bucket.matrix_elements * (self.world_size - 1)
-            if bucket.replicated
-            else sum(counts[to] for counts in (bucket.send_counts, bucket.receive_counts) for to in others)
-            for bucket in self.buckets
-        )
+        copied = sum(bucket.matrix_elements for bucket in self.buckets if bucket.replicated) * (self.world_size - 1)
+        moved = [counts for b in self.buckets if not b.replicated for counts in (b.send_counts, b.receive_counts)]
+        return copied + sum(sum(counts) - counts[self.rank] for counts in moved)
 
 
 def make_plan(
@@ -131,13 +126,11 @@ def make_plan(
     owners, loads = assign(items, world_size, cost)
     moved = sum(item.block.numel for item, owner in zip(items, owners, strict=True) if owner not in item.holders)
     copies = max((shard.placement.copies for shard in shards), default=1)
-    limit = bucket_limit(items, world_size, copies, cost, bucket_bytes)
-    rounds = _rounds(items, owners, world_size, limit)
-    buckets = tuple(_bucket(round_items, rank, world_size) for round_items in rounds)
+    rounds = _rounds(items, owners, world_size, bucket_limit(items, world_size, copies, cost, bucket_bytes))
     return Plan(
         rank=rank,
         world_size=world_size,
-        buckets=buckets,
+        buckets=tuple(_bucket(matrices, rank, world_size) for matrices in rounds),
         owners=tuple(owners),
         loads=tuple(loads),
         moved_elements=moved,
@@ -167,19 +160,19 @@ def _rounds(items: list[PlacedBlock], owners: list[int], world_size: int, limit:
 def _bucket(items: Round, rank: int, world_size: int) -> Bucket:
     replicated = any(item.shard.placement.copies > 1 for _, item in items)
     runs: list[Run] = []
-    shapes: list[tuple[int, Block]] = []
+    own: list[tuple[int, tuple[int, int]]] = []
     sent = [0] * world_size
     incoming: list[list[tuple[int, Piece]]] = [[] for _ in range(world_size)]
     matrices = send_at = 0
     for owner, item in items:
-        mine, block = owner == rank, item.block
+        mine, shape = owner == rank, (item.block.rows, item.block.cols)
         for piece in item.pieces(rank):
             in_place = mine and piece.is_contiguous
             at = matrices + piece.at if in_place else send_at
             start = item.shard.placement.position(piece.element)
             copy = Copy(at, start, piece.rows, piece.cols, piece.stride)
             draws = (item.name, piece.at) if piece.is_contiguous else (f"{item.name}@{piece.at}", 0)
-            runs.append(Run(item.shard.tensor, copy, in_place, block.rows, block.cols, draws))
+            runs.append(Run(tensor=item.shard.tensor, copy=copy, in_place=in_place, shape=shape, draws=draws))
             if not in_place:
                 sent[owner] += piece.numel
                 send_at += piece.numel
@@ -187,11 +180,11 @@ def _bucket(items: Round, rank: int, world_size: int) -> Bucket:
             for source in () if replicated else item.holders:
                 pieces = (piece for piece in item.pieces(source) if source != rank or not piece.is_contiguous)
                 incoming[source].extend((matrices, piece) for piece in pieces)
-            shapes.append((matrices, block))
-            matrices += block.numel
+            own.append((matrices, shape))
+            matrices += item.block.numel
     return Bucket(
         runs=tuple(runs),
-        batches=tuple(_batches(shapes)),
+        batches=tuple(_batches(own)),
         received=tuple(_unpacking(chain.from_iterable(incoming))),
         send_counts=tuple(sent),
         receive_counts=tuple(sum(piece.numel for _, piece in pieces) for pieces in incoming),
@@ -213,8 +206,9 @@ def _unpacking(incoming: Iterable[tuple[int, Piece]]) -> Iterator[Copy]:
         at += piece.numel
 
 
-def _batches(shapes: Iterable[tuple[int, Block]]) -> Iterator[Batch]:
-    for (rows, cols), group in groupby(shapes, key=lambda pair: (pair[1].rows, pair[1].cols)):
+def _batches(own: Iterable[tuple[int, tuple[int, int]]]) -> Iterator[Batch]:
+    """Neighbours of one shape together, from the position and shape of each matrix."""
+    for (rows, cols), group in groupby(own, key=itemgetter(1)):
         starts = [start for start, _ in group]
         yield Batch(starts[0], len(starts), rows, cols)
 
@@ -240,13 +234,10 @@ LEAST_BUCKET_BYTES, ROUNDS = 2**20, 8
 def bucket_limit(
     items: Sequence[PlacedBlock], world_size: int, copies: int, cost: CostModel, bucket_bytes: int | None = None
 ) -> int:
-    """The most elements of one owner in one bucket.
+    """The most elements of one owner in one bucket; ``bucket_bytes`` overrides the rule.
 
-    Args:
-        items: all matrices of the partition.
-        copies: ranks that hold the matrices whole. With several, a bucket belongs to all owners together and stays
-            large.
-        bucket_bytes: overrides the rule.
+    ``copies``: ranks that hold the matrices whole. With several, a bucket belongs to all owners together and stays
+    large.
     """
     if bucket_bytes is None:
         bucket_bytes = CPU_BUCKET_BYTES if cost.device_type == "cpu" else BUCKET_BYTES
