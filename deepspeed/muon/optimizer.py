@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from deepspeed.muon.exchange.exchange import BucketBuffers, Exchange, gather, sc
 from deepspeed.muon.exchange.host_staging import Staging
 from deepspeed.muon.exchange.partition import Partition, whole_partition
 from deepspeed.muon.kernels import reference
-from deepspeed.muon.kernels.rounding import Keys
+from deepspeed.muon.kernels.rounding import key_of
 from deepspeed.muon.kernels.selection import choose, missing
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace
@@ -36,23 +37,19 @@ from deepspeed.muon.plan.owners import is_worth_sharing
 from deepspeed.muon.plan.plan import Plan, make_plan
 from deepspeed.muon.step_stats import StepStats
 
-Shape = tuple[int, int]
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Bound:
     """One partition of the Muon half, and what its steps have in common.
 
-    ``methods`` and ``scales``: of Newton-Schulz and of the update, by the shape of the matrix. ``keys``: by the name
-    under which a run draws random numbers; empty where the momentum is not rounded.
+    ``method`` of Newton-Schulz and ``scale`` of the update, by rows and columns of the matrix; each found once.
     """
 
     partition: Partition
     plan: Plan
     exchange: Exchange
-    methods: Mapping[Shape, str]
-    scales: Mapping[Shape, float]
-    keys: Mapping[str, Keys]
+    method: Callable[[int, int], str]
+    scale: Callable[[int, int], float]
 
 
 class MuonWithAuxAdam(torch.optim.Optimizer):
@@ -102,7 +99,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             "deepspeed-muon: the gradient is not finite; this step is skipped on all ranks"
         )
         #: Entered around each phase of a step, by name: prepare, exchange, newton_schulz, apply, adamw.
-        self.phase: Callable[[str], AbstractContextManager] = lambda name: nullcontext()
+        self.phase: Callable[[str], AbstractContextManager] = nullcontext
         #: Records the size of updates, if set.
         self.step_stats: StepStats | None = None
         split = split_groups(params, self.specs, self.config)
@@ -148,43 +145,31 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             device: where Newton-Schulz runs; by default where the tensors are.
         """
         self._bound.clear()
-        self._adam_partitions = [p for p in partitions if not self.param_groups[p.index]["use_muon"]]
-        for partition in self._adam_partitions:
-            for tensor in partition.tensors:
-                self.create_state(tensor, use_muon=False)
+        self._adam_partitions.clear()
         shards = partitions[0].tensors[0].device
         where = shards if device is None else device
         staging = Staging(where) if where.type != shards.type else None
+        exchange = partial(Exchange, dtype=ns_dtype, device=where, work=self._work, staging=staging)
+        kind, schedule = kind_of(where.type, ns_dtype.itemsize), self.config.schedule
         for partition in partitions:
             group = self.param_groups[partition.index]
+            for tensor in partition.tensors:
+                self.create_state(tensor, group["use_muon"])
             if not group["use_muon"]:
+                self._adam_partitions.append(partition)
                 continue
-            kind = kind_of(where.type, ns_dtype.itemsize)
-            group["ns_methods"] = pins(self.shapes, kind) | group.get("ns_methods", {})
-            settings = group["ns_method"], self.config.schedule, ns_dtype.itemsize, where.type
-            cost = cost_model(*settings, group["ns_methods"])
+            group["ns_methods"] = pinned = pins(self.shapes, kind) | group.get("ns_methods", {})
+            cost = cost_model(group["ns_method"], schedule, ns_dtype.itemsize, where.type, pinned)
             if partition.is_replicated and not is_worth_sharing(partition.blocks, partition.world_size, cost):
                 partition = partition.alone()
-            plan = make_plan(partition.planned, partition.rank, partition.world_size, cost)
-            exchange = Exchange(partition.group, ns_dtype, where, self._work, group["name"], staging)
-            self._bound[id(partition.tensors[0])] = self._bound_to(partition, plan, exchange, group, kind)
-            for tensor in partition.tensors:
-                self.create_state(tensor, use_muon=True)
+            self._bound[id(partition.tensors[0])] = _Bound(
+                partition=partition,
+                plan=make_plan(partition.planned, partition.rank, partition.world_size, cost),
+                exchange=exchange(group=partition.group, name=group["name"]),
+                method=cache(partial(choose_method, ns_method=group["ns_method"], kind=kind, pinned=pinned)),
+                scale=cache(partial(scale_factor, group["adjust_lr_fn"], rms_scale=self.config.rms_scale)),
+            )
         self._binding = (partitions, ns_dtype, device)
-
-    def _bound_to(
-        self, partition: Partition, plan: Plan, exchange: Exchange, group: Mapping[str, Any], kind: str
-    ) -> _Bound:
-        runs = [run for bucket in plan.buckets for run in bucket.runs]
-        matrices = {(batch.rows, batch.cols) for bucket in plan.buckets for batch in bucket.batches}
-        methods = {shape: choose_method(*shape, group["ns_method"], kind, group["ns_methods"]) for shape in matrices}
-        scales = {
-            shape: scale_factor(group["adjust_lr_fn"], *shape, self.config.rms_scale)
-            for shape in {(run.rows, run.cols) for run in runs}
-        }
-        is_rounded = self.config.momentum_dtype == "bf16"
-        keys = {name: Keys(name) for name in {run.draws[0] for run in runs}} if is_rounded else {}
-        return _Bound(partition, plan, exchange, methods, scales, keys)
 
     def bind_again(self) -> None:
         """Bind with the settings of a loaded checkpoint, so that each matrix has the owner and method it had there."""
@@ -283,15 +268,10 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             )
         for tensor in group["params"]:
             self.create_state(tensor, use_muon=True)["step"] += 1
-        bound.exchange.run(
-            bound.plan,
-            prepare=partial(self._prepare, bound, group),
-            compute=partial(self._orthogonalize, bound),
-            apply=partial(self._apply, bound, group),
-            phase=self.phase,
-        )
+        prepare, apply = partial(self._prepare, group), partial(self._apply, bound, group)
+        bound.exchange.run(bound.plan, prepare, partial(self._orthogonalize, bound), apply, self.phase)
 
-    def _prepare(self, bound: _Bound, group: dict[str, Any], buffers: BucketBuffers) -> None:
+    def _prepare(self, group: dict[str, Any], buffers: BucketBuffers) -> None:
         """On the shard: momentum and Nesterov, written in the exchange dtype to where it is sent from."""
         for run, target in zip(buffers.bucket.runs, buffers.shard_slices, strict=True):
             tensor = group["params"][run.tensor]
@@ -299,23 +279,22 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 target.zero_()
                 continue
             state = self.state[tensor]
-            grad = gather(tensor.grad.contiguous(), run, self._work, "gradient")
-            buffer = gather(state["momentum_buffer"], run, self._work, "momentum")
-            decay, nesterov = group["momentum"], group["nesterov"]
-            if bound.keys:
+            grad = gather(tensor.grad.contiguous(), run.copy, self._work, "gradient")
+            buffer = gather(state["momentum_buffer"], run.copy, self._work, "momentum")
+            average = buffer, grad, target, group["momentum"], group["nesterov"]
+            if self.config.momentum_dtype == "bf16":
                 name, first = run.draws
-                key = bound.keys[name].at(int(state["step"]))
-                self.kernels.advance_rounded(buffer, grad, target, decay, nesterov, key, first, self._work)
+                self.kernels.advance_rounded(*average, key_of(name, int(state["step"])), first, self._work)
             else:
-                self.kernels.advance(buffer, grad, target, decay, nesterov, self._work)
-            scatter(buffer, state["momentum_buffer"], run)
+                self.kernels.advance(*average, self._work)
+            scatter(buffer, state["momentum_buffer"], run.copy)
 
     def _orthogonalize(self, bound: _Bound, buffers: BucketBuffers) -> None:
         """At the owner: equal shapes in one batch."""
         for batch in buffers.bucket.batches:
-            numel = batch.count * batch.rows * batch.cols
-            matrices = buffers.matrices[batch.start : batch.start + numel].view(batch.count, batch.rows, batch.cols)
-            method = bound.methods[batch.rows, batch.cols]
+            shape = batch.count, batch.rows, batch.cols
+            matrices = buffers.matrices[batch.start : batch.start + math.prod(shape)].view(shape)
+            method = bound.method(batch.rows, batch.cols)
             orthogonalize(matrices, self.config.schedule, method, work=self._work, kernels=self.kernels)
 
     def _apply(self, bound: _Bound, group: dict[str, Any], buffers: BucketBuffers) -> None:
@@ -324,13 +303,12 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             tensor = group["params"][run.tensor]
             if tensor.grad is None:
                 continue
-            target = gather(tensor, run, self._work, "parameter")
-            scale = bound.scales[run.rows, run.cols]
+            target, scale = gather(tensor, run.copy, self._work, "parameter"), bound.scale(*run.shape)
             self.kernels.apply_(target, result, group["lr"], scale, group["weight_decay"], self._work)
-            scatter(target, tensor, run)
+            scatter(target, tensor, run.copy)
             if self.step_stats is not None:
                 norm = torch.linalg.vector_norm(result, dtype=torch.float32)
-                self.step_stats.add("muon", norm.square() * scale**2, run.length)
+                self.step_stats.add("muon", norm.square() * scale**2, result.numel())
 
     def _adam_step(self, group: dict[str, Any]) -> None:
         tensors = [p for p in group["params"] if p.grad is not None]
@@ -338,9 +316,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             states = [self.create_state(p, use_muon=False) for p in tensors]
             adamw.step(tensors, states, group, self.config.adam_w_mode)
         if self.step_stats is not None:
-            stepped = {id(p): state for p, state in zip(tensors, states, strict=True)}
-            for partition in self._adam_partitions:
-                for tensor, start, length in partition.held():
-                    if id(tensor) in stepped:
-                        squares = adamw.update_squares(stepped[id(tensor)], group, start, length)
-                        self.step_stats.add("adamw", squares, length)
+            stepped = dict(zip(map(id, tensors), states, strict=True))
+            held = (part for partition in self._adam_partitions for part in partition.held() if id(part[0]) in stepped)
+            for tensor, start, length in held:
+                squares = adamw.update_squares(stepped[id(tensor)], group, start, length)
+                self.step_stats.add("adamw", squares, length)

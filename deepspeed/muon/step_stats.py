@@ -16,11 +16,7 @@ HALVES = ("muon", "adamw")
 
 
 class StepStats:
-    """Records one step on one rank.
-
-    Args:
-        synchronize: waits for the accelerator, so that time counts for the phase that spends it.
-    """
+    """Records one step on one rank; ``synchronize`` waits for the accelerator, so that a phase has its own time."""
 
     def __init__(self, synchronize: Callable[[], None]) -> None:
         self.seconds: dict[str, float] = defaultdict(float)

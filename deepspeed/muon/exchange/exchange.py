@@ -7,8 +7,8 @@ buckets are in memory. Where every rank holds every matrix, only results travel,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor
 from deepspeed.muon.exchange.host_staging import Staging
 from deepspeed.muon.exchange.watchdog import PendingCollective, PendingCollectives
 from deepspeed.muon.kernels.workspace import Workspace
-from deepspeed.muon.plan.plan import Bucket, Plan, Run, Unpack
+from deepspeed.muon.plan.plan import Bucket, Copy, Plan
 
 
 @dataclass
@@ -53,24 +53,24 @@ class BucketBuffers:
             self.pending.pop().wait()
 
     def unpack(self) -> None:
-        """Copy received runs into their matrices."""
-        for unpack in self.bucket.received:
-            matrix, run = self._ends(unpack)
-            matrix.copy_(run)
+        """Copy received elements into their matrices."""
+        for copy in self.bucket.received:
+            grid(self.matrices, copy).copy_(self._received(copy))
 
     def pack(self) -> None:
-        """Copy the runs of other ranks out of the matrices."""
-        for unpack in self.bucket.received:
-            matrix, run = self._ends(unpack)
-            run.copy_(matrix)
+        """Copy them back out of the matrices."""
+        for copy in self.bucket.received:
+            self._received(copy).copy_(grid(self.matrices, copy))
 
-    def _ends(self, unpack: Unpack) -> tuple[Tensor, Tensor]:
-        """Views of received elements in their matrix and in the inbox, both [rows, cols]."""
-        size = unpack.rows, unpack.cols
-        matrix = torch.as_strided(self.matrices[unpack.target :], size, (unpack.pitch, 1))
-        return matrix, self.inbox[unpack.source : unpack.source + unpack.rows * unpack.cols].view(size)
+    def _received(self, copy: Copy) -> Tensor:
+        return self.inbox.narrow(0, copy.at, copy.numel).view(copy.rows, copy.cols)
 
 
+#: A phase of a step, for one bucket.
+Work = Callable[[BucketBuffers], None]
+
+
+@dataclass(eq=False)
 class Exchange:
     """Moves the buckets of a plan among the ranks of one process group.
 
@@ -83,44 +83,49 @@ class Exchange:
         staging: copies between the shards in host memory and ``device``, if that is an accelerator.
     """
 
-    def __init__(
-        self,
-        group: Any,
-        dtype: torch.dtype,
-        device: torch.device,
-        work: Workspace,
-        name: str,
-        staging: Staging | None = None,
-    ) -> None:
-        self.group = group
-        self._staging = staging
-        self._collectives = PendingCollectives(name)
-        self.dtype = dtype
-        self.device = device
-        self._work = work
+    group: Any
+    dtype: torch.dtype
+    device: torch.device
+    work: Workspace
+    name: str
+    staging: Staging | None = None
+
+    def __post_init__(self) -> None:
+        self._collectives = PendingCollectives(self.name)
 
     def run(
-        self,
-        plan: Plan,
-        prepare: Callable[[BucketBuffers], None],
-        compute: Callable[[BucketBuffers], None],
-        apply: Callable[[BucketBuffers], None],
-        phase: Callable[[str], AbstractContextManager] = lambda name: nullcontext(),
+        self, plan: Plan, prepare: Work, compute: Work, apply: Work, phase: Callable[[str], AbstractContextManager]
     ) -> None:
         """Carry every bucket through prepare, the exchange to its owners, compute, the exchange back, and apply.
 
-        Args:
-            phase: entered around each phase, by name; ``exchange`` is the time spent waiting.
+        Where anything is sent or staged, a line is one turn of the loop, and what is sent arrives during the next::
+
+            prepare 0, send 0
+            prepare 1, send 1       compute 0, send 0 back
+            prepare 2, send 2       compute 1, send 1 back      apply 0
+                                    compute 2, send 2 back      apply 1
+                                                                apply 2
+
+        ``phase`` is entered around each phase, by name; ``exchange`` is the time spent waiting.
         """
-        lag = 1 if self._staging or self.communicates(plan) else 0
+        lag = 1 if self.staging or self.communicates(plan) else 0
         in_flight = [self._open(plan, k, slot=k % (2 * lag + 1)) for k in range(len(plan.buckets))]
         for k in range(len(in_flight) + 2 * lag):
             if k < len(in_flight):
                 with phase("prepare"):
                     prepare(in_flight[k])
-                self._send(in_flight[k])
+                self._send(in_flight[k], back=False)
             if lag <= k < len(in_flight) + lag:
-                self._at_owner(in_flight[k - lag], compute, phase)
+                now = in_flight[k - lag]
+                with phase("exchange"):
+                    now.wait()
+                    if now.copied is not None:
+                        now.copied.wait()
+                    now.unpack()
+                with phase("newton_schulz"):
+                    compute(now)
+                now.pack()
+                self._send(now, back=True)
             if k >= 2 * lag:
                 behind = in_flight[k - 2 * lag]
                 with phase("exchange"):
@@ -130,22 +135,6 @@ class Exchange:
                 with phase("apply"):
                     apply(behind)
 
-    def _at_owner(
-        self,
-        now: BucketBuffers,
-        compute: Callable[[BucketBuffers], None],
-        phase: Callable[[str], AbstractContextManager],
-    ) -> None:
-        with phase("exchange"):
-            now.wait()
-            if now.copied is not None:
-                now.copied.wait()
-            now.unpack()
-        with phase("newton_schulz"):
-            compute(now)
-        now.pack()
-        self._send_back(now)
-
     def communicates(self, plan: Plan) -> bool:
         """Whether any matrix of the plan leaves the rank that holds it."""
         return self.group is not None and any(bucket.travels for bucket in plan.buckets)
@@ -154,81 +143,73 @@ class Exchange:
         bucket = plan.buckets[index]
 
         def get(name: str, numel: int) -> Tensor:
-            return self._work.get(f"{name}{slot}", (numel,), self.dtype, self.device)
+            return self.work.get(f"{name}{slot}", (numel,), self.dtype, self.device)
 
         matrices = get("matrices", bucket.matrix_elements)
         outbox, inbox = get("outbox", sum(bucket.send_counts)), get("inbox", sum(bucket.receive_counts))
-        device_slices = [(matrices if run.in_place else outbox)[run.at : run.at + run.length] for run in bucket.runs]
-        shard_slices = (
-            device_slices if self._staging is None else self._staging.host_slices(device_slices, self._work, slot)
-        )
+        slices = [(matrices if run.in_place else outbox).narrow(0, run.copy.at, run.copy.numel) for run in bucket.runs]
         return BucketBuffers(
-            bucket, f"{index + 1} of {len(plan.buckets)}", matrices, outbox, inbox, device_slices, shard_slices
+            bucket=bucket,
+            number=f"{index + 1} of {len(plan.buckets)}",
+            matrices=matrices,
+            outbox=outbox,
+            inbox=inbox,
+            device_slices=slices,
+            shard_slices=self.staging.host_slices(slices, self.dtype, self.work, slot) if self.staging else slices,
         )
 
-    def _send(self, buffers: BucketBuffers) -> None:
-        if self._staging is None:
-            return self._launch(buffers, back=False)
-        with self._staging.way_up():
-            buffers.copied = self._staging.copy(buffers.shard_slices, buffers.device_slices)
-            self._launch(buffers, back=False)
-
-    def _send_back(self, buffers: BucketBuffers) -> None:
-        if self._staging is None:
-            return self._launch(buffers, back=True)
-        with self._staging.way_down():
-            self._launch(buffers, back=True)
-            buffers.wait()
-            buffers.copied = self._staging.copy(buffers.device_slices, buffers.shard_slices)
+    def _send(self, buffers: BucketBuffers, back: bool) -> None:
+        if self.staging is None:
+            return self._launch(buffers, back)
+        with self.staging.beside_the_computation(back):
+            if not back:
+                buffers.copied = self.staging.copy(buffers.shard_slices, buffers.device_slices)
+            self._launch(buffers, back)
+            if back:
+                buffers.wait()
+                buffers.copied = self.staging.copy(buffers.device_slices, buffers.shard_slices)
 
     def _launch(self, buffers: BucketBuffers, back: bool) -> None:
+        """Start the collectives of one way.
+
+        Results that every rank gets take one broadcast per owner. An all-gather would need equal parts, and gloo's
+        copies them twice.
+        """
         bucket = buffers.bucket
-        if bucket.replicated and back:
-            buffers.pending = [self._start(buffers, *call) for call in self._broadcasts(buffers)]
-        elif bucket.travels and not bucket.replicated:
+        if not (back if bucket.replicated else bucket.travels):
+            return
+        from deepspeed import comm  # type: ignore[attr-defined]
+
+        calls = []
+        if bucket.replicated:
+            rank = comm.get_rank(group=self.group)
+            for owner, part in enumerate(buffers.outbox.split(bucket.send_counts)):
+                results = buffers.matrices if owner == rank else part
+                if results.numel():
+                    calls.append(partial(comm.broadcast, results, comm.get_global_rank(self.group, owner)))
+        else:
             ends = (buffers.inbox, list(bucket.receive_counts)), (buffers.outbox, list(bucket.send_counts))
             (received, into), (sent, out_of) = reversed(ends) if back else ends
-            buffers.pending = [self._start(buffers, "all_to_all_single", received, sent, into, out_of)]
-
-    def _broadcasts(self, buffers: BucketBuffers) -> Iterator[tuple[str, Tensor, int]]:
-        """One broadcast per owner. An all-gather would need equal parts, and gloo's copies them twice."""
-        from deepspeed import comm  # type: ignore[attr-defined]
-
-        rank = comm.get_rank(group=self.group)
-        for owner, part in enumerate(buffers.outbox.split(buffers.bucket.send_counts)):
-            results = buffers.matrices if owner == rank else part
-            if results.numel():
-                yield "broadcast", results, comm.get_global_rank(self.group, owner)
-
-    def _start(self, buffers: BucketBuffers, collective: str, *arguments: Any) -> PendingCollective:
-        from deepspeed import comm  # type: ignore[attr-defined]
-
-        call = partial(getattr(comm, collective), *arguments)
-        launch = partial(call, group=self.group, async_op=True, log_name="muon_exchange")
-        return self._collectives.start(buffers.number, buffers.bucket.names, launch)
+            calls.append(partial(comm.all_to_all_single, received, sent, into, out_of))
+        options = {"group": self.group, "async_op": True, "log_name": "muon_exchange"}
+        launches = (partial(call, **options) for call in calls)
+        buffers.pending = [self._collectives.start(buffers.number, bucket.names, launch) for launch in launches]
 
 
-def gather(tensor: Tensor, run: Run, work: Workspace, name: str) -> Tensor:
-    """The run's elements, 1-D: a view of ``tensor`` if they are contiguous there, else a copy.
-
-    Args:
-        tensor: contiguous.
-        work: holds the copy.
-        name: of the copy.
-    """
-    if run.piece.rows == 1:
-        return tensor.view(-1)[run.start : run.start + run.piece.numel]
-    grid = _grid(tensor, run)
-    return work.get(name, tuple(grid.shape), tensor.dtype, tensor.device).copy_(grid).view(-1)
+def gather(tensor: Tensor, copy: Copy, work: Workspace, name: str) -> Tensor:
+    """The elements on the grid, 1-D: a view of a contiguous tensor if they are contiguous there, else a named copy."""
+    if copy.rows == 1:
+        return tensor.view(-1).narrow(0, copy.start, copy.cols)
+    held = work.get(name, (copy.rows, copy.cols), tensor.dtype, tensor.device)
+    return held.copy_(grid(tensor, copy)).view(-1)
 
 
-def scatter(values: Tensor, tensor: Tensor, run: Run) -> None:
+def scatter(values: Tensor, tensor: Tensor, copy: Copy) -> None:
     """Write back the copy from :func:`gather`; does nothing for a view."""
-    if run.piece.rows > 1:
-        grid = _grid(tensor, run)
-        grid.copy_(values.view(grid.shape))
+    if copy.rows > 1:
+        grid(tensor, copy).copy_(values.view(copy.rows, copy.cols))
 
 
-def _grid(tensor: Tensor, run: Run) -> Tensor:
-    piece = run.piece
-    return torch.as_strided(tensor.view(-1)[run.start :], (piece.rows, piece.cols), (piece.stride, 1))
+def grid(tensor: Tensor, copy: Copy) -> Tensor:
+    """The elements as they lie in a contiguous tensor, a view [rows, cols]."""
+    return torch.as_strided(tensor.view(-1)[copy.start :], (copy.rows, copy.cols), (copy.pitch, 1))

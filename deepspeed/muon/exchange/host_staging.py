@@ -18,30 +18,22 @@ from deepspeed.muon.kernels.workspace import Workspace
 
 
 class Staging:
-    """The copies between the host and one accelerator.
-
-    Args:
-        device: the accelerator.
-    """
+    """The copies between the host and one accelerator, ``device``."""
 
     def __init__(self, device: torch.device) -> None:
         self._streams = torch.get_device_module(device)
         self._up, self._down = self._streams.Stream(), self._streams.Stream()
 
-    def host_slices(self, device_slices: list[Tensor], work: Workspace, slot: int) -> list[Tensor]:
-        """Contiguous pinned memory, one slice per device slice."""
-        sizes = [part.numel() for part in device_slices]
-        dtype = device_slices[0].dtype if device_slices else torch.bfloat16
+    def host_slices(self, like: list[Tensor], dtype: torch.dtype, work: Workspace, slot: int) -> list[Tensor]:
+        """Contiguous pinned memory, cut into slices of the same sizes."""
+        sizes = [part.numel() for part in like]
         return list(work.get(f"pinned{slot}", (sum(sizes),), dtype, torch.device("cpu"), pinned=True).split(sizes))
 
-    def way_up(self) -> AbstractContextManager:
-        """Inside, copies and collectives are queued to run beside the computation."""
-        return self._streams.stream(self._up)
-
-    def way_down(self) -> AbstractContextManager:
-        """As :meth:`way_up`, but after everything queued for the computation so far."""
-        self._down.wait_stream(self._streams.current_stream())
-        return self._streams.stream(self._down)
+    def beside_the_computation(self, back: bool) -> AbstractContextManager:
+        """Inside, copies and collectives run beside the computation; on the way back, after all of it queued so far."""
+        if back:
+            self._down.wait_stream(self._streams.current_stream())
+        return self._streams.stream(self._down if back else self._up)
 
     def copy(self, sources: list[Tensor], targets: list[Tensor]) -> Any:
         """Queue copies to or from pinned memory; returns an event at their end."""

@@ -66,23 +66,15 @@ class Partition:
 
 
 def whole_partition(
-    index: int,
-    tensors: Sequence[Tensor],
-    specs: Sequence[MatrixSpec],
-    group: Any = None,
-    rank: int = 0,
-    copies: int = 1,
+    index: int, params: Sequence[Tensor], specs: Sequence[MatrixSpec], group: Any = None, rank: int = 0, copies: int = 1
 ) -> Partition:
-    """The partition of a group whose parameters this rank holds whole, each in its own tensor.
-
-    Args:
-        copies: number of ranks of ``group`` that hold the same.
+    """The partition of a group whose parameters ``copies`` ranks of ``group`` hold whole, each in its own tensor.
 
     Raises:
         ValueError: a parameter of the Muon half is not contiguous, such as a convolution in channels_last.
     """
-    for tensor, spec in zip(tensors, specs, strict=True):
-        if spec.use_muon and not tensor.is_contiguous():
+    for param, spec in zip(params, specs, strict=True):
+        if spec.use_muon and not param.is_contiguous():
             raise ValueError(f"{spec.name}: Muon needs a contiguous parameter; leave channels_last, or use ZeRO 1 to 3")
     shards = [Shard(spec, i, Placement(0, spec.numel, 0, copies)) for i, spec in enumerate(specs)]
-    return Partition(index, tuple(tensors), tuple(shards), group, rank, copies)
+    return Partition(index, tuple(params), tuple(shards), group, rank, copies)

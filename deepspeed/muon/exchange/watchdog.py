@@ -8,6 +8,7 @@ collective.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import weakref
@@ -28,15 +29,11 @@ NAMED = 4
 
 
 class PendingCollective:
-    """One collective under way.
-
-    Args:
-        title: its bucket and group, as text.
-        names: the parameters whose matrices the bucket holds.
-        start: launches it and returns its handle.
+    """One collective under way: ``title`` says its bucket and group, ``names`` the parameters in the bucket.
 
     Raises:
-        ExchangeError: the backend failed. Other errors pass as they are.
+        ExchangeError: the backend failed when ``start``, which returns a handle, launched it. Other errors pass as they
+            are.
     """
 
     def __init__(self, title: str, names: tuple[str, ...], start: Callable[[], Any]) -> None:
@@ -68,8 +65,7 @@ class PendingCollective:
     def _named_errors(self, plain: type[Exception] | None = None) -> Iterator[None]:
         """Turn the backend's errors into ExchangeError, and log the bucket of any other.
 
-        Args:
-            plain: a class of which the backend's errors may be, beside torch's own; subclasses do not count.
+        Beside torch's own, the backend's are those of class ``plain``; subclasses do not count.
         """
         try:
             yield
@@ -85,11 +81,7 @@ class PendingCollective:
 
 
 class PendingCollectives:
-    """The last collectives of one exchange.
-
-    Args:
-        group: name of the parameter group.
-    """
+    """The last collectives of the exchange of one parameter group, by its name."""
 
     def __init__(self, group: str) -> None:
         self._group = group
@@ -107,21 +99,17 @@ class PendingCollectives:
         slow = next((collective for collective in list(self._recent) if collective.is_slow()), None)
         if slow is not None:
             self._recent.clear()
-            logger.error(
-                "deepspeed-muon: the exchange does not end in %s; another rank is slow or gone", slow.location()
-            )
+            message = "deepspeed-muon: the exchange does not end in %s; another rank is slow or gone"
+            logger.error(message, slow.location())
 
 
 _all: weakref.WeakSet[PendingCollectives] = weakref.WeakSet()
-_watcher: threading.Thread | None = None
 
 
+@functools.cache
 def start_watchdog() -> None:
     """Start the thread that reports slow collectives; once per process."""
-    global _watcher
-    if _watcher is None:
-        _watcher = threading.Thread(target=_watch, name="deepspeed-muon watchdog", daemon=True)
-        _watcher.start()
+    threading.Thread(target=_watch, name="deepspeed-muon watchdog", daemon=True).start()
 
 
 def _watch() -> None:

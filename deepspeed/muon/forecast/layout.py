@@ -17,7 +17,8 @@ from deepspeed.muon.math.scale import scale_factor
 from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.matrices.routing import MatrixSpec, route
 from deepspeed.muon.param_groups import check_options, split_groups
-from deepspeed.muon.plan.owners import CostModel, assign, is_worth_sharing
+from deepspeed.muon.plan.cost import CostModel
+from deepspeed.muon.plan.owners import assign, is_worth_sharing
 from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard
 from deepspeed.muon.plan.plan import _rounds, bucket_limit
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import shutil
 from pathlib import Path
@@ -12,13 +11,6 @@ from typing import Any
 
 import torch
 from deepspeed.ops.op_builder.cpu.builder import CPUOpBuilder
-
-#: Flags that ATen's vectors need, by the start of ``torch.backends.cpu.get_cpu_capability()``.
-VECTORS = {
-    "AVX512": ["-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512"],
-    "AVX2": ["-DCPU_CAPABILITY=AVX2", "-DCPU_CAPABILITY_AVX2"],
-}
-DEFAULT = ["-DCPU_CAPABILITY=DEFAULT"]
 
 
 class MuonBuilder(CPUOpBuilder):
@@ -46,7 +38,8 @@ class MuonBuilder(CPUOpBuilder):
         -fopenmp is not passed to the linker, because the threads must be those of torch's own copy of the library.
         """
         capability = torch.backends.cpu.get_cpu_capability()
-        vectors = next((flags for start, flags in VECTORS.items() if capability.startswith(start)), DEFAULT)
+        name = next((name for name in ("AVX512", "AVX2") if capability.startswith(name)), "DEFAULT")
+        vectors = [f"-DCPU_CAPABILITY={name}", f"-DCPU_CAPABILITY_{name}"]  # as ATen's own files have it
         given = [flag for flag in super().cxx_args() if flag != "-g"]
         return [*given, *vectors, "-ffp-contract=off", "-DAT_PARALLEL_OPENMP=1"]
 
@@ -69,19 +62,15 @@ class MuonBuilder(CPUOpBuilder):
         Raises:
             Exception: of any type, if there is no compiler or the build fails.
         """
-        if self.NAME in self._loaded_ops:
-            return self._loaded_ops[self.NAME]
-        return self._installed() or self.jit_load(verbose)
+        if self.NAME not in self._loaded_ops:
+            self._loaded_ops[self.NAME] = self._installed() or self.jit_load(verbose)
+        return self._loaded_ops[self.NAME]
 
     def _installed(self) -> Any:
-        if importlib.util.find_spec(self.absolute_name()) is None:
-            return None
         try:
             module = importlib.import_module(self.absolute_name())
-        except ImportError:  # another torch's symbols
+        except ImportError:  # not built, or with another torch's symbols
             return None
-        fits = module.torch_version == ".".join(torch.__version__.split(".")[:2])
-        if not fits or not torch.backends.cpu.get_cpu_capability().startswith((module.cpu_capability, "AVX512")):
-            return None
-        self._loaded_ops[self.NAME] = module
-        return module
+        is_this_torch = module.torch_version == ".".join(torch.__version__.split(".")[:2])
+        runs_here = torch.backends.cpu.get_cpu_capability().startswith((module.cpu_capability, "AVX512"))
+        return module if is_this_torch and runs_here else None

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from deepspeed.muon.errors import KernelError
 from deepspeed.muon.kernels import reference
-from deepspeed.muon.kernels.rounding import Key
 from deepspeed.muon.kernels.table import PLAIN, Operations, Scalars, Symmetric
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.log import logger
@@ -73,45 +72,14 @@ def _say_what_is_waited_for() -> None:
 def table(module: Any) -> Operations:
     """The operations of a built module. Its functions return false, and do nothing, for unsupported tensors."""
 
-    def advance(buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool, work: Workspace) -> None:
-        if not module.advance(buffer, grad, out, momentum, nesterov):
-            reference.advance(buffer, grad, out, momentum, nesterov, work)
+    def without_workspace(name: str) -> Callable[..., None]:
+        ours = getattr(module, name)
 
-    def advance_rounded(
-        buffer: Tensor,
-        grad: Tensor,
-        out: Tensor,
-        momentum: float,
-        nesterov: bool,
-        key: Key,
-        first: int,
-        work: Workspace,
-    ) -> None:
-        if not module.advance_rounded(buffer, grad, out, momentum, nesterov, key, first):
-            reference.advance_rounded(buffer, grad, out, momentum, nesterov, key, first, work)
+        def call(*args: Any) -> None:
+            if not ours(*args[:-1]):
+                getattr(reference, name)(*args)
 
-    def apply_(param: Tensor, update: Tensor, lr: float, scale: float, weight_decay: float, work: Workspace) -> None:
-        if not module.apply_(param, update, lr, scale, weight_decay):
-            reference.apply_(param, update, lr, scale, weight_decay, work)
-
-    def normalize_(x: Tensor) -> Tensor:
-        return x if module.normalize_(x) else reference.normalize_(x)
-
-    square, product, multiply = _products(module)
-    return Operations(
-        name=f"C++ ({module.cpu_capability})",
-        advance=advance,
-        advance_rounded=advance_rounded,
-        apply_=apply_,
-        normalize_=normalize_,
-        square=square,
-        product=product,
-        multiply=multiply,
-    )
-
-
-def _products(module: Any) -> tuple[Callable[..., None], Callable[..., None], Callable[..., Tensor]]:
-    """``square``, ``product`` and ``multiply``, in this order."""
+        return call
 
     def square(x: Tensor, out: Symmetric, work: Workspace) -> None:
         rows, cols = x.shape[-2:]
@@ -123,7 +91,13 @@ def _products(module: Any) -> tuple[Callable[..., None], Callable[..., None], Ca
         if not module.product(*a, *b, *out, *by):
             reference.product(a, b, out, work, by)
 
-    def multiply(p: Symmetric, x: Tensor, out: Tensor, work: Workspace) -> Tensor:
-        return out if module.multiply(*p, x, out) else reference.multiply(p, x, out, work)
-
-    return square, product, multiply
+    return Operations(
+        name=f"C++ ({module.cpu_capability})",
+        advance=without_workspace("advance"),
+        advance_rounded=without_workspace("advance_rounded"),
+        apply_=without_workspace("apply_"),
+        normalize_=lambda x: x if module.normalize_(x) else reference.normalize_(x),
+        square=square,
+        product=product,
+        multiply=lambda p, x, out, work: out if module.multiply(*p, x, out) else reference.multiply(p, x, out, work),
+    )

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.table import PLAIN, Operations, Scalars, Symmetric
+from deepspeed.muon.kernels.triton_table import is_half_and_aligned
 from deepspeed.muon.kernels.workspace import Workspace
 
 #: The least smaller dimension: the tile of one of its clusters, as in gram-newton-schulz.
 SYMMETRIC_FROM = 512
-#: Its copies move sixteen bytes, so sizes must be multiples of this many 16-bit numbers.
-MULTIPLE = 8
 
 
 def why_not() -> str | None:
@@ -62,6 +61,4 @@ def operations(other: Operations) -> Operations:
 
 
 def _fits(x: Tensor, out: Symmetric) -> bool:
-    is_half = x.dtype in (torch.bfloat16, torch.float16)
-    is_large = out.rest.size(-1) >= SYMMETRIC_FROM
-    return x.is_cuda and is_half and is_large and all(size % MULTIPLE == 0 for size in x.shape[-2:])
+    return x.is_cuda and is_half_and_aligned(x) and out.rest.size(-1) >= SYMMETRIC_FROM

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every operation in plain PyTorch, for all devices and dtypes: the reference that faster ones are tested against."""
+"""Every operation in plain PyTorch, for all devices and dtypes: the reference that faster ones are tested against.
+
+``work`` holds the temporaries.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,6 @@ def advance(buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov
         buffer: fp32, 1-D; the state key ``momentum_buffer``.
         grad: same shape, any floating dtype: averaged, unscaled and clipped.
         out: same shape, any floating dtype, other memory than ``buffer``: Newton-Schulz overwrites it.
-        work: holds the temporaries.
     """
     buffer.lerp_(grad.to(buffer.dtype), 1.0 - momentum)
     if nesterov:
@@ -43,9 +45,9 @@ def advance_rounded(
         buffer: bf16, 1-D.
         grad: same shape, any floating dtype.
         out: same shape, any floating dtype; the input of Newton-Schulz.
-        key: from :class:`deepspeed.muon.kernels.rounding.Keys`.
+        key: from :func:`deepspeed.muon.kernels.rounding.key_of`.
         first: index of the first element among those drawn under ``key``.
-        work: holds the temporaries, 20 bytes per element of a chunk (2.5 MiB on a CPU, 40 MiB elsewhere).
+        work: its temporaries have 20 bytes per element of a chunk (2.5 MiB on a CPU, 40 MiB elsewhere).
     """
     size = CPU_CHUNK if buffer.device.type == "cpu" else CHUNK
     for start in range(0, buffer.numel(), size):
@@ -67,7 +69,6 @@ def apply_(param: Tensor, update: Tensor, lr: float, scale: float, weight_decay:
         param: any shape, fp32 under ZeRO.
         update: same shape, any floating dtype: a slice of the orthogonalized matrix.
         scale: :func:`deepspeed.muon.math.scale.scale_factor` for the shape of the whole matrix.
-        work: holds the temporaries.
     """
     if weight_decay:
         param.mul_(1.0 - lr * weight_decay)
@@ -101,7 +102,6 @@ def square(x: Tensor, out: Symmetric, work: Workspace) -> None:
     Args:
         x: ``[batch, rows, cols]``, contiguous, bf16 or fp32.
         out: of ``x``'s dtype; k is the smaller of rows and cols.
-        work: holds the temporaries.
     """
     wide = x if x.size(-2) <= x.size(-1) else x.mT
     torch.bmm(wide, wide.mT, out=out.rest)
@@ -122,7 +122,6 @@ def product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, by: Sca
     Args:
         a, b: of one shape and dtype; may be the same.
         out: of that shape and dtype, neither ``a`` nor ``b``.
-        work: holds the temporaries.
         by: alpha, beta and shift.
     """
     alpha, beta, shift = by
@@ -136,15 +135,11 @@ def product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, by: Sca
 
 
 def multiply(p: Symmetric, x: Tensor, out: Tensor, work: Workspace) -> Tensor:
-    """``out = P X``, or ``X P`` for a tall X.
+    """``out = P X``, or ``X P`` for a tall X; returns ``out``.
 
     Args:
         x: ``[batch, rows, cols]``, contiguous, of ``p``'s dtype.
         out: of the same shape and dtype; not ``x``.
-        work: holds the temporaries.
-
-    Returns:
-        ``out``.
     """
     is_wide = x.size(-2) <= x.size(-1)
     torch.bmm(*((p.rest, x) if is_wide else (x, p.rest)), out=out)

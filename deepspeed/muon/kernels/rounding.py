@@ -10,6 +10,7 @@ of fp32, so that means adding 16 uniform bits below and cutting them off (Zamira
 from __future__ import annotations
 
 import hashlib
+import struct
 
 import torch
 from torch import Tensor
@@ -23,27 +24,13 @@ LARGEST = 0x7F7F0000
 Key = tuple[int, int]
 
 
-class Keys:
-    """The keys of one parameter, one per step; the same on every rank and every machine.
+def key_of(name: str, step: int) -> Key:
+    """The key of one parameter at one step, two signed 32-bit numbers; the same on every rank and every machine.
 
     Experts of one name on different ranks draw the same numbers. Their values differ and are never summed, so their
     rounding errors do not add up.
     """
-
-    def __init__(self, name: str) -> None:
-        self._prefix = hashlib.blake2s(f"{name}\0".encode(), digest_size=8)
-
-    def at(self, step: int) -> Key:
-        """Two signed 32-bit numbers."""
-        hashed = self._prefix.copy()  # the name is hashed once
-        hashed.update(str(step).encode())
-        digest = hashed.digest()
-        return int.from_bytes(digest[:4], "little", signed=True), int.from_bytes(digest[4:], "little", signed=True)
-
-
-def key_of(name: str, step: int) -> Key:
-    """The key of one parameter at one step."""
-    return Keys(name).at(step)
+    return struct.unpack("<ii", hashlib.blake2s(f"{name}\0{step}".encode(), digest_size=8).digest())
 
 
 def noise(out: Tensor, spare: Tensor, key: Key, first: int) -> Tensor:

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs
 """Adds the contribution of the separate diagonals to a library's product, in one fused Triton pass.
 
 Same contracts as ``product`` and ``multiply`` of :mod:`deepspeed.muon.kernels.reference`, without their temporaries in
@@ -22,18 +23,18 @@ BLOCK = 1024
 
 @triton.jit
 def complete_kernel(
-    a_ptr: tl.tensor,
-    b_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    a_diagonal_ptr: tl.tensor,
-    b_diagonal_ptr: tl.tensor,
-    out_diagonal_ptr: tl.tensor,
-    size: tl.tensor,
-    alpha: tl.tensor,
-    beta: tl.tensor,
-    shift: tl.tensor,
+    a_ptr,
+    b_ptr,
+    out_ptr,
+    a_diagonal_ptr,
+    b_diagonal_ptr,
+    out_diagonal_ptr,
+    size,
+    alpha,
+    beta,
+    shift,
     BLOCK: tl.constexpr,
-) -> None:
+):
     """Overwrite one row of ``A.rest B.rest`` with that of ``alpha A B + beta A + shift I``."""
     row = tl.program_id(0)
     first = tl.program_id(1).to(tl.int64) * size
@@ -59,15 +60,7 @@ def complete_kernel(
 
 
 @triton.jit
-def scale_kernel(
-    x_ptr: tl.tensor,
-    diagonal_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    rows: tl.tensor,
-    cols: tl.tensor,
-    TALL: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+def scale_kernel(x_ptr, diagonal_ptr, out_ptr, rows, cols, TALL: tl.constexpr, BLOCK: tl.constexpr):
     """``out <- out + D X``, or ``out + X D`` for a tall X; a part of one row."""
     matrix, row = tl.program_id(2).to(tl.int64), tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs
 """The elementwise passes of a step in Triton: each reads and writes every element once.
 
 Same contracts as the functions of the same names in :mod:`deepspeed.muon.kernels.reference`. Sums of products are
@@ -27,23 +28,21 @@ _LARGEST = tl.constexpr(LARGEST)
 
 
 @triton.jit
-def _place(numel: tl.tensor, BLOCK: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+def _place(numel, BLOCK: tl.constexpr):
     """This program's elements and a mask of those that exist; 64-bit, as a shard may have more than 2^31."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     return offsets, offsets < numel
 
 
 @triton.jit
-def _lerp(start: tl.tensor, end: tl.tensor, weight: tl.tensor) -> tl.tensor:
+def _lerp(start, end, weight):
     """``torch.lerp``: from the nearer end, so that weights 0 and 1 give the ends exactly."""
     away = end - start
     return tl.where(weight < 0.5, tl.fma(away, weight, start), tl.fma(-away, 1.0 - weight, end))
 
 
 @triton.jit
-def _average(
-    buffer: tl.tensor, grad: tl.tensor, momentum: tl.tensor, rate: tl.tensor, NESTEROV: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
+def _average(buffer, grad, momentum, rate, NESTEROV: tl.constexpr):
     """The new momentum, and the input of Newton-Schulz."""
     buffer = _lerp(buffer, grad, rate)
     ahead = buffer
@@ -53,7 +52,7 @@ def _average(
 
 
 @triton.jit
-def _round(value: tl.tensor, noise: tl.tensor) -> tl.tensor:
+def _round(value, noise):
     """bf16 by stochastic rounding: fp32 plus the noise below bf16's last bit where that stays finite, then cut."""
     bits = value.to(tl.uint32, bitcast=True)
     noise = tl.where((bits & 0x7FFFFFFF) < _LARGEST, noise, 0)
@@ -61,7 +60,7 @@ def _round(value: tl.tensor, noise: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _noise(index: tl.tensor, key: tl.tensor) -> tl.tensor:
+def _noise(index, key):
     """:func:`deepspeed.muon.kernels.rounding.noise`; ``index`` already holds the key's first number."""
     x = (index ^ (index >> _FIRST_SHIFT)) * _FIRST_MULTIPLIER
     x += key
@@ -70,16 +69,7 @@ def _noise(index: tl.tensor, key: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def advance_kernel(
-    buffer_ptr: tl.tensor,
-    grad_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    numel: tl.tensor,
-    momentum: tl.tensor,
-    rate: tl.tensor,
-    NESTEROV: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+def advance_kernel(buffer_ptr, grad_ptr, out_ptr, numel, momentum, rate, NESTEROV: tl.constexpr, BLOCK: tl.constexpr):
     """``rate``: 1 - momentum, rounded from fp64."""
     at, mask = _place(numel, BLOCK)
     grad = tl.load(grad_ptr + at, mask).to(tl.float32)
@@ -90,17 +80,17 @@ def advance_kernel(
 
 @triton.jit(do_not_specialize=["first_key", "second_key"])
 def advance_rounded_kernel(
-    buffer_ptr: tl.tensor,
-    grad_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    numel: tl.tensor,
-    momentum: tl.tensor,
-    rate: tl.tensor,
-    first_key: tl.tensor,
-    second_key: tl.tensor,
+    buffer_ptr,
+    grad_ptr,
+    out_ptr,
+    numel,
+    momentum,
+    rate,
+    first_key,
+    second_key,
     NESTEROV: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+):
     """Keys are signed 32-bit; the first already includes the index of the first element."""
     at, mask = _place(numel, BLOCK)
     grad = tl.load(grad_ptr + at, mask).to(tl.float32)
@@ -112,9 +102,7 @@ def advance_rounded_kernel(
 
 
 @triton.jit
-def apply_kernel(
-    param_ptr: tl.tensor, update_ptr: tl.tensor, numel: tl.tensor, keep: tl.tensor, step: tl.tensor, BLOCK: tl.constexpr
-) -> None:
+def apply_kernel(param_ptr, update_ptr, numel, keep, step, BLOCK: tl.constexpr):
     """``param <- keep param + step update``."""
     at, mask = _place(numel, BLOCK)
     param = tl.load(param_ptr + at, mask).to(tl.float32) * keep
@@ -123,27 +111,20 @@ def apply_kernel(
 
 
 @triton.jit
-def _exponent(largest: tl.tensor) -> tl.tensor:
+def _exponent(largest):
     """The e with largest / 2^e in [1/2, 1), clamped to +-126, where 2^e and 2^-e are normal numbers."""
     biased = ((largest.to(tl.uint32, bitcast=True) >> 23) & 0xFF).to(tl.int32)
     return tl.minimum(tl.maximum(biased - 126, -126), 126)
 
 
 @triton.jit
-def _power(exponent: tl.tensor) -> tl.tensor:
+def _power(exponent):
     """2^exponent, exactly, from -126 to 127; below that zero."""
     return tl.where(exponent < -126, 0, (exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def sum_kernel(
-    x_ptr: tl.tensor,
-    exponent_ptr: tl.tensor,
-    sum_ptr: tl.tensor,
-    numel: tl.tensor,
-    parts: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
+def sum_kernel(x_ptr, exponent_ptr, sum_ptr, numel, parts, BLOCK: tl.constexpr):
     """For a part of one matrix: the exponent of its largest entry, and the sum of squares over 4^exponent."""
     at, mask = _place(numel, BLOCK)
     matrix = tl.program_id(1).to(tl.int64)
@@ -156,9 +137,7 @@ def sum_kernel(
 
 
 @triton.jit
-def norm_kernel(
-    exponent_ptr: tl.tensor, sum_ptr: tl.tensor, norm_ptr: tl.tensor, parts: tl.tensor, BLOCK: tl.constexpr
-) -> None:
+def norm_kernel(exponent_ptr, sum_ptr, norm_ptr, parts, BLOCK: tl.constexpr):
     """For one matrix: (2^-e, norm / 2^e), e the largest exponent of its parts; a norm of zero becomes one."""
     matrix = tl.program_id(0).to(tl.int64)
     top = tl.full((BLOCK,), -126, tl.int32)
@@ -178,7 +157,7 @@ def norm_kernel(
 
 
 @triton.jit
-def divide_kernel(x_ptr: tl.tensor, norm_ptr: tl.tensor, numel: tl.tensor, BLOCK: tl.constexpr) -> None:
+def divide_kernel(x_ptr, norm_ptr, numel, BLOCK: tl.constexpr):
     """Multiply every entry of one matrix by 2^-e, which is exact, and divide it by the norm."""
     at, mask = _place(numel, BLOCK)
     matrix = tl.program_id(1).to(tl.int64)

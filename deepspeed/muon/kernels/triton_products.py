@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs
 """Products with a symmetric result, in Triton: one triangle of tiles is computed, and each tile stored twice.
 
 Batches ``[batch, k, k]`` in bf16 or fp16, sums in fp32, each element rounded once. Same contracts as ``square`` and
@@ -26,22 +27,17 @@ from deepspeed.muon.kernels.workspace import Workspace
 GROUP = 8
 
 
-def _config(rows: int, cols: int, depth: int, warps: int, stages: int) -> triton.Config:
-    return triton.Config({"ROWS": rows, "COLS": cols, "DEPTH": depth}, num_warps=warps, num_stages=stages)
-
-
-#: Tiles that fill Hopper's matrix units and whose fp32 sums fit its registers, three or four of them in flight.
+#: Tiles that fill Hopper's matrix units and whose fp32 sums fit its registers, three or four of them in flight:
+#: rows, columns, warps, stages.
+SHAPES = ((128, 128, 4, 3), (128, 128, 8, 4), (128, 256, 8, 3), (128, 256, 8, 4), (64, 128, 4, 4))
 CONFIGS = [
-    _config(128, 128, 64, 4, 3),
-    _config(128, 128, 64, 8, 4),
-    _config(128, 256, 64, 8, 3),
-    _config(128, 256, 64, 8, 4),
-    _config(64, 128, 64, 4, 4),
+    triton.Config({"ROWS": rows, "COLS": cols, "DEPTH": 64}, num_warps=warps, num_stages=stages)
+    for rows, cols, warps, stages in SHAPES
 ]
 
 
 @triton.jit
-def _triangle(index: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+def _triangle(index):
     """(row, column) of an index into the upper triangle, counted column by column; exact up to 2^22."""
     column = ((tl.sqrt(8.0 * index.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
     column = tl.where(column * (column + 1) // 2 > index, column - 1, column)
@@ -50,7 +46,7 @@ def _triangle(index: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 
 
 @triton.jit
-def _square_of(index: tl.tensor, squares: tl.tensor, GROUP: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+def _square_of(index, squares, GROUP: tl.constexpr):
     """(row, column) of the index-th square of the upper triangle, ``GROUP`` columns at a time."""
     _, column = _triangle(index)
     first = column // GROUP * GROUP
@@ -63,16 +59,7 @@ def _square_of(index: tl.tensor, squares: tl.tensor, GROUP: tl.constexpr) -> tup
 
 
 @triton.jit
-def _sum_of_products(
-    a_ptr: tl.tensor,
-    b_ptr: tl.tensor,
-    rows: tl.tensor,
-    cols: tl.tensor,
-    depth: tl.tensor,
-    across: tl.tensor,
-    along: tl.tensor,
-    DEPTH: tl.constexpr,
-) -> tl.tensor:
+def _sum_of_products(a_ptr, b_ptr, rows, cols, depth, across, along, DEPTH: tl.constexpr):
     """One tile of A B^T in fp32."""
     deep = tl.arange(0, DEPTH)
     a_ptrs = a_ptr + rows[:, None] * across + deep[None, :] * along
@@ -88,25 +75,14 @@ def _sum_of_products(
 
 
 @triton.jit
-def _tile(ptr: tl.tensor, rows: tl.tensor, cols: tl.tensor, size: tl.tensor) -> tl.tensor:
+def _tile(ptr, rows, cols, size):
     """A tile of a matrix, in fp32; zero outside."""
     exists = (rows < size)[:, None] & (cols < size)[None, :]
     return tl.load(ptr + rows[:, None] * size + cols[None, :], exists, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _with_diagonals(
-    total: tl.tensor,
-    a_ptr: tl.tensor,
-    b_ptr: tl.tensor,
-    a_diagonal_ptr: tl.tensor,
-    b_diagonal_ptr: tl.tensor,
-    rows: tl.tensor,
-    cols: tl.tensor,
-    size: tl.tensor,
-    alpha: tl.tensor,
-    beta: tl.tensor,
-) -> tl.tensor:
+def _with_diagonals(total, a_ptr, b_ptr, a_diagonal_ptr, b_diagonal_ptr, rows, cols, size, alpha, beta):
     """A tile of ``alpha A B + beta A`` off the diagonal, from the sum over A.rest and B.rest."""
     of_rows = tl.load(a_diagonal_ptr + rows, rows < size, other=0.0)
     of_columns = tl.fma(tl.load(b_diagonal_ptr + cols, cols < size, other=0.0), alpha, beta)
@@ -115,15 +91,7 @@ def _with_diagonals(
 
 
 @triton.jit
-def _on_diagonal(
-    a_diagonal_ptr: tl.tensor,
-    b_diagonal_ptr: tl.tensor,
-    rows: tl.tensor,
-    size: tl.tensor,
-    alpha: tl.tensor,
-    beta: tl.tensor,
-    shift: tl.tensor,
-) -> tl.tensor:
+def _on_diagonal(a_diagonal_ptr, b_diagonal_ptr, rows, size, alpha, beta, shift):
     """The contribution of the diagonals to the diagonal of ``alpha A B + beta A + shift I``."""
     of_a = tl.load(a_diagonal_ptr + rows, rows < size, other=0.0)
     of_b = tl.load(b_diagonal_ptr + rows, rows < size, other=0.0)
@@ -131,16 +99,7 @@ def _on_diagonal(
 
 
 @triton.jit
-def _store(
-    total: tl.tensor,
-    on_diagonal: tl.tensor,
-    out_ptr: tl.tensor,
-    diagonal_ptr: tl.tensor,
-    rows: tl.tensor,
-    cols: tl.tensor,
-    size: tl.tensor,
-    is_above: tl.tensor,
-) -> None:
+def _store(total, on_diagonal, out_ptr, diagonal_ptr, rows, cols, size, is_above):
     """Store a tile and its mirror image below the diagonal; of a tile on the diagonal, the diagonal separately."""
     on_it = rows[:, None] == cols[None, :]
     result = tl.where(on_it, 0.0, total).to(out_ptr.dtype.element_ty)
@@ -155,25 +114,25 @@ def _store(
 
 @triton.jit
 def symmetric_kernel(
-    a_ptr: tl.tensor,
-    b_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    a_diagonal_ptr: tl.tensor,
-    b_diagonal_ptr: tl.tensor,
-    out_diagonal_ptr: tl.tensor,
-    size: tl.tensor,
-    depth: tl.tensor,
-    across: tl.tensor,
-    along: tl.tensor,
-    alpha: tl.tensor,
-    beta: tl.tensor,
-    shift: tl.tensor,
+    a_ptr,
+    b_ptr,
+    out_ptr,
+    a_diagonal_ptr,
+    b_diagonal_ptr,
+    out_diagonal_ptr,
+    size,
+    depth,
+    across,
+    along,
+    alpha,
+    beta,
+    shift,
     DIAGONALS: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
-) -> None:
+):
     """``A B^T``; with ``DIAGONALS``, ``alpha A B + beta A + shift I`` of matrices whose diagonals are separate."""
     per_square: tl.constexpr = COLS // ROWS
     row, column = _square_of(tl.program_id(0) // per_square, tl.cdiv(size, COLS), GROUP)
@@ -208,12 +167,11 @@ def tiles(size: int, rows: int, cols: int) -> int:
 
 def _run(tensors: tuple[Tensor, ...], depth: int, strides: tuple[int, int], scalars: Scalars, diagonals: bool) -> None:
     """``tensors``: A, B and the result, then their diagonals."""
-    batch, size = tensors[2].size(0), tensors[2].size(-1)
+    batch, size, numbers = tensors[2].size(0), tensors[2].size(-1), map(float, scalars)
 
     def grid(chosen: dict[str, Any]) -> tuple[int, int]:
         return tiles(size, chosen["ROWS"], chosen["COLS"]), batch
 
-    numbers = map(float, scalars)
     tuned_kernel[grid](*tensors, size, depth, *strides, *numbers, DIAGONALS=diagonals, GROUP=GROUP, **OPTIONS)
 
 

@@ -16,7 +16,7 @@ from deepspeed.muon.kernels.table import Operations, Symmetric
 #: The smaller dimension from which symmetric products are computed as one triangle. Below it there are too few tiles to
 #: fill the chip, and a library's plain product is faster. ``python -m benchmarks gpu`` measures it.
 SYMMETRIC_FROM = 2048
-#: Loads move sixteen bytes, so sizes must be multiples of this many 16-bit numbers; else products stay plain.
+#: Loads move sixteen bytes, Triton's and quack's, so sizes must be multiples of this many 16-bit numbers.
 MULTIPLE = 8
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 HALVES = (torch.bfloat16, torch.float16)
@@ -60,16 +60,16 @@ def operations(other: Operations) -> Operations:
     def without_workspace(ours: Callable[..., None]) -> Callable[..., None]:
         return lambda *args: ours(*args[:-1])
 
-    plain_product = _either(_fits_product, diagonals.product, other.product)
     advance, advance_rounded = without_workspace(passes.advance), without_workspace(passes.advance_rounded)
+    plain = _either(lambda a, b, out, *_: _is_plain(*a, *b, *out), diagonals.product, other.product)
     return Operations(
         name=f"triton + {other.name}",
-        advance=_either(_fits_advance(torch.float32), advance, other.advance),
-        advance_rounded=_either(_fits_advance(torch.bfloat16), advance_rounded, other.advance_rounded),
-        apply_=_either(_fits_apply, without_workspace(passes.apply_), other.apply_),
-        normalize_=_either(_is_plain, passes.normalize_, other.normalize_),
+        advance=_either(_are_plain(3, (torch.float32,)), advance, other.advance),
+        advance_rounded=_either(_are_plain(3, (torch.bfloat16,)), advance_rounded, other.advance_rounded),
+        apply_=_either(_are_plain(2), without_workspace(passes.apply_), other.apply_),
+        normalize_=_either(_are_plain(1), passes.normalize_, other.normalize_),
         square=_either(lambda x, out, *_: _is_symmetric_faster(x, out), products.square, other.square),
-        product=_either(lambda a, b, out, *_: _is_symmetric_faster(a.rest, out), products.product, plain_product),
+        product=_either(lambda a, b, out, *_: _is_symmetric_faster(a.rest, out), products.product, plain),
         multiply=_either(lambda p, x, out, *_: _is_plain(*p, x, out), diagonals.multiply, other.multiply),
     )
 
@@ -87,13 +87,9 @@ def _either(fits: Callable[..., bool], ours: Callable[..., Any], theirs: Callabl
     return call
 
 
-def _fits_advance(dtype: torch.dtype) -> Callable[..., bool]:
-    """Whether the kernel for a momentum of this dtype fits the arguments."""
-    return lambda buffer, grad, out, *_: buffer.dtype == dtype and _is_plain(buffer, grad, out)
-
-
-def _fits_apply(param: Tensor, update: Tensor, *_: Any) -> bool:
-    return _is_plain(param, update)
+def _are_plain(count: int, dtypes: tuple[torch.dtype, ...] = FLOATS) -> Callable[..., bool]:
+    """Whether one kernel can process the first arguments, the very first of them of one of these dtypes."""
+    return lambda *args: args[0].dtype in dtypes and _is_plain(*args[:count])
 
 
 def is_on_gpu(tensor: Tensor) -> bool:
@@ -107,10 +103,10 @@ def _is_plain(*tensors: Tensor) -> bool:
     return all(is_on_gpu(t) and t.device == first.device and t.dtype in FLOATS and t.is_contiguous() for t in tensors)
 
 
-def _fits_product(a: Symmetric, b: Symmetric, out: Symmetric, *_: Any) -> bool:
-    return _is_plain(*a, *b, *out)
+def is_half_and_aligned(x: Tensor) -> bool:
+    """Whether the matrices have 16-bit numbers, and sizes that loads of sixteen bytes divide."""
+    return x.dtype in HALVES and all(size % MULTIPLE == 0 for size in x.shape[-2:])
 
 
 def _is_symmetric_faster(x: Tensor, out: Symmetric) -> bool:
-    is_aligned = all(size % MULTIPLE == 0 for size in x.shape[-2:])
-    return _is_plain(x, *out) and x.dtype in HALVES and is_aligned and out.rest.size(-1) >= SYMMETRIC_FROM
+    return _is_plain(x, *out) and is_half_and_aligned(x) and out.rest.size(-1) >= SYMMETRIC_FROM

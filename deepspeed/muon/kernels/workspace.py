@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -26,13 +28,9 @@ class Workspace:
     ) -> Tensor:
         """An uninitialized contiguous tensor of this shape, valid until the next request of this name.
 
-        Args:
-            pinned: in page-locked host memory, which an accelerator copies from and to asynchronously.
+        ``pinned``: in page-locked host memory, which an accelerator copies from and to asynchronously.
         """
-        numel = 1
-        for size in shape:
-            numel *= size
-        key = (name, dtype, device)
+        numel, key = math.prod(shape), (name, dtype, device)
         held = self._storage.get(key)
         if held is None or held.numel() < numel:
             held = self._storage[key] = torch.empty(numel, dtype=dtype, device=device, pin_memory=pinned)

@@ -27,44 +27,24 @@ def state_of(state: dict[str, Any], tensor: Tensor) -> dict[str, Any]:
 def step(
     tensors: Sequence[Tensor], states: Sequence[dict[str, Any]], group: Mapping[str, Any], decoupled: bool
 ) -> None:
-    """One step of ``torch.optim.AdamW`` over tensors that have a gradient.
+    """One step of ``torch.optim.AdamW`` over tensors that have a gradient, each with its :func:`state_of`.
 
-    Args:
-        states: one per tensor, from :func:`state_of`.
-        group: ``lr``, ``betas``, ``eps``, ``weight_decay``.
-        decoupled: weight decay as in AdamW; else L2 in the gradient.
+    ``decoupled``: weight decay as in AdamW; else L2 in the gradient.
     """
     if not tensors:
         return
-    beta1, beta2 = group["betas"]
-    (adamw if decoupled else adam)(
-        list(tensors),
-        [p.grad for p in tensors],  # type: ignore[misc]
-        [s["exp_avg"] for s in states],
-        [s["exp_avg_sq"] for s in states],
-        [],
-        [s["step"] for s in states],
-        fused=True,
-        amsgrad=False,
-        beta1=beta1,
-        beta2=beta2,
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=False,
-    )
+    grads = [p.grad for p in tensors if p.grad is not None]
+    means, squares, steps = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
+    settings = {"beta1": group["betas"][0], "beta2": group["betas"][1]}
+    settings |= {key: group[key] for key in ("lr", "weight_decay", "eps")}
+    update = adamw if decoupled else adam
+    update(list(tensors), grads, means, squares, [], steps, fused=True, amsgrad=False, maximize=False, **settings)
 
 
 def update_squares(state: Mapping[str, Any], group: Mapping[str, Any], start: int, length: int) -> Tensor:
-    """Sum of squares of the last update per unit of learning rate, without weight decay.
+    """Sum of squares of the last update per unit of learning rate, without weight decay; fp32, 0-D.
 
-    Args:
-        state: after the step; any strides.
-        start: first element to count, row by row.
-        length: number of elements.
-
-    Returns:
-        fp32, 0-D.
+    Of ``length`` elements from ``start`` on, row by row. ``state``: after the step; any strides.
     """
     (beta1, beta2), steps = group["betas"], float(state["step"])
     means, squares = state["exp_avg"].reshape(-1), state["exp_avg_sq"].reshape(-1)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,13 +73,11 @@ def parse(data: Any) -> dict[str, Rule]:
 
 
 def _rule(kind: str, entry: Any) -> Rule:
-    try:
+    with suppress(KeyError, IndexError, TypeError, ValueError):
         bands = tuple((size, aspect) for size, aspect in entry["bands"])
         sizes = [size for size, _ in bands]
         if sizes[0] == 1 and sizes == sorted(set(sizes)) and all(a is None or a >= 1 for _, a in bands):
             return Rule(bands, str(entry["basis"]))
-    except (KeyError, IndexError, TypeError, ValueError):
-        pass
     raise ValueError(f"{kind}: expected a basis, and bands [smaller dimension, least aspect ratio or null] from 1 on")
 
 

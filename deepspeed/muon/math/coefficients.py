@@ -15,12 +15,10 @@ Schedule = tuple[Triple, ...]
 #: The default of ``ns_steps``.
 DEFAULT_STEPS = 5
 
-# One triple, repeated for every step.
-#: Keller Jordan, "Muon: An optimizer for hidden layers in neural networks" (2024).
+#: One triple, repeated for every step. Keller Jordan, "Muon: An optimizer for hidden layers in neural networks" (2024).
 SIMPLE: Triple = (3.4445, -4.7750, 2.0315)
 
-# Schedules whose triples differ from step to step.
-#: You Jiacheng, published with modded-nanogpt (2025).
+#: Here and below the triples differ from step to step. You Jiacheng, published with modded-nanogpt (2025).
 YOU: Schedule = (
     (4.0848, -6.8946, 2.9270),
     (3.9505, -6.3029, 2.6377),
@@ -49,11 +47,7 @@ POLAR_EXPRESS: Schedule = _for_larger_norm(
     1.02,
 )
 
-NAMED: dict[str, Schedule] = {
-    "simple": (SIMPLE,),
-    "you": YOU,
-    "polar_express": POLAR_EXPRESS,
-}
+NAMED: dict[str, Schedule] = {"simple": (SIMPLE,), "you": YOU, "polar_express": POLAR_EXPRESS}
 
 
 def schedule(coefficients: str | Schedule, steps: int | None = None) -> Schedule:

@@ -11,13 +11,10 @@ from collections.abc import Callable
 #: (arXiv 2502.16982), section 2.2: the update's RMS is rms_scale, by default 0.2, like AdamW's.
 #: ``spectral_unclamped``: Bernstein (2025), the spectral condition sqrt(out / in).
 SCALES: dict[str, tuple[str, Callable[[int, int, float], float]]] = {
-    "original": ("sqrt(max(1, rows / cols))", lambda rows, cols, rms_scale: math.sqrt(max(1.0, rows / cols))),
-    "match_rms_adamw": (
-        "rms_scale * sqrt(max(rows, cols))",
-        lambda rows, cols, rms_scale: rms_scale * math.sqrt(max(rows, cols)),
-    ),
-    "spectral_unclamped": ("sqrt(rows / cols)", lambda rows, cols, rms_scale: math.sqrt(rows / cols)),
-    "none": ("1", lambda rows, cols, rms_scale: 1.0),
+    "original": ("sqrt(max(1, rows / cols))", lambda rows, cols, rms: math.sqrt(max(1.0, rows / cols))),
+    "match_rms_adamw": ("rms_scale * sqrt(max(rows, cols))", lambda rows, cols, rms: rms * math.sqrt(max(rows, cols))),
+    "spectral_unclamped": ("sqrt(rows / cols)", lambda rows, cols, rms: math.sqrt(rows / cols)),
+    "none": ("1", lambda rows, cols, rms: 1.0),
 }
 RMS_SCALE = 0.2
 

@@ -4,25 +4,39 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from deepspeed.muon.math.choice import choose_method, kind_of
 from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.newton_schulz import flops
-from deepspeed.muon.plan.owners import CostModel, flops_per_byte
+
+#: Floating-point operations that take as long as one byte on the wire: what moving a matrix to a rank that does not
+#: hold it must save. For cores on gloo, and for an accelerator on its fabric.
+CPU_FLOPS_PER_BYTE, ACCELERATOR_FLOPS_PER_BYTE = 200.0, 8000.0
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Operations per matrix, and how many of them one byte of exchange is worth."""
+
+    flops: Callable[[int, int], float]
+    flops_per_byte: float
+    bytes_per_element: int
+    #: Where Newton-Schulz runs.
+    device_type: str = "cpu"
+
+    def worth(self, elements: int) -> float:
+        """Operations worth the bytes of ``elements`` elements, to the owner and back."""
+        return self.flops_per_byte * 2 * self.bytes_per_element * elements
 
 
 def cost_model(
     ns_method: str, schedule: Schedule, itemsize: int, device_type: str, pinned: Mapping[str, str] | None = None
 ) -> CostModel:
-    """The cost model of one group.
+    """The cost model of one group, by its ``ns_method``, which may be ``auto``, and its ``ns_methods``, ``pinned``.
 
-    Args:
-        ns_method: the group's, which may be ``auto``.
-        schedule: of Newton-Schulz.
-        itemsize: bytes per element of the exchange.
-        device_type: ``cpu``, or an accelerator's.
-        pinned: the group's ``ns_methods``; by default the shipped rule's.
+    ``itemsize``: bytes per element of the exchange. ``device_type``: ``cpu``, or an accelerator's.
     """
     kind = kind_of(device_type, itemsize)
 
@@ -30,4 +44,5 @@ def cost_model(
     def cost(rows: int, cols: int) -> float:
         return flops(rows, cols, schedule, choose_method(rows, cols, ns_method, kind, pinned))
 
-    return CostModel(cost, flops_per_byte(device_type), itemsize, device_type)
+    flops_per_byte = CPU_FLOPS_PER_BYTE if device_type == "cpu" else ACCELERATOR_FLOPS_PER_BYTE
+    return CostModel(cost, flops_per_byte, itemsize, device_type)

@@ -5,39 +5,13 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
+from deepspeed.muon.plan.cost import CostModel
 from deepspeed.muon.plan.placement import PlacedBlock
-
-#: Floating-point operations that take as long as one byte on the wire: what moving a matrix to a rank that does not
-#: hold it must save. For cores on gloo, and for an accelerator on its fabric.
-CPU_FLOPS_PER_BYTE = 200.0
-ACCELERATOR_FLOPS_PER_BYTE = 8000.0
-
-
-def flops_per_byte(device_type: str) -> float:
-    """``flops_per_byte`` of :class:`CostModel` for a type of device."""
-    return CPU_FLOPS_PER_BYTE if device_type == "cpu" else ACCELERATOR_FLOPS_PER_BYTE
-
 
 #: If at most this many ranks hold a part of a matrix, each is considered as its owner.
 FEW_HOLDERS = 8
-
-
-@dataclass(frozen=True)
-class CostModel:
-    """Operations per matrix, and how many of them one byte of exchange is worth."""
-
-    flops: Callable[[int, int], float]
-    flops_per_byte: float
-    bytes_per_element: int
-    #: Where Newton-Schulz runs.
-    device_type: str = "cpu"
-
-    def worth(self, elements: int) -> float:
-        """Operations worth the bytes of ``elements`` elements, to the owner and back."""
-        return self.flops_per_byte * 2 * self.bytes_per_element * elements
 
 
 def assign(items: Sequence[PlacedBlock], world_size: int, cost: CostModel) -> tuple[list[int], list[float]]:
@@ -50,16 +24,14 @@ def assign(items: Sequence[PlacedBlock], world_size: int, cost: CostModel) -> tu
     """
     loads = _Loads(world_size)
     weights = [cost.flops(item.block.rows, item.block.cols) for item in items]
-    owners = [0] * len(items)
-    spared = [0] * len(items)
+    owners, prices = [0] * len(items), [0.0] * len(items)
     for index in sorted(range(len(items)), key=lambda i: (-weights[i], i)):
         missing = _candidates(items[index], loads.least())
-        spared[index] = least = min(missing.values())
+        least = min(missing.values())
         price = {rank: weights[index] + cost.worth(elements - least) for rank, elements in missing.items()}
-        owner = min(price, key=lambda rank: (loads.values[rank] + price[rank], rank))
-        owners[index] = owner
+        owners[index] = owner = min(price, key=lambda rank: (loads.values[rank] + price[rank], rank))
+        prices[index] = weights[index] + cost.worth(items[index].block.numel - least)
         loads.add(owner, price[owner], index)
-    prices = [w + cost.worth(item.block.numel - least) for w, item, least in zip(weights, items, spared, strict=True)]
     _rebalance(prices, owners, loads)
     return owners, loads.values
 
@@ -80,13 +52,12 @@ def _candidates(item: PlacedBlock, least: int) -> dict[int, int]:
     All holders but the first and the last hold equal parts, so a few stand for many.
     """
     holders = item.holders
-    if len(holders) <= FEW_HOLDERS:
-        return {rank: item.missing(rank) for rank in holders}
     middle = holders[len(holders) // 2]
-    some = {rank: item.missing(rank) for rank in (holders[0], middle, holders[-1])}
+    few = holders if len(holders) <= FEW_HOLDERS else (holders[0], middle, holders[-1])
+    missing = {rank: item.block.numel - item.held(rank) for rank in few}
     if least in holders:
-        some.setdefault(least, some[middle])
-    return some
+        missing.setdefault(least, missing[middle])
+    return missing
 
 
 class _Loads:
@@ -127,10 +98,7 @@ class _Loads:
 def _rebalance(prices: Sequence[float], owners: list[int], loads: _Loads) -> None:
     """Move matrices from the busiest to the least loaded rank while that lowers the higher of the two loads.
 
-    The best matrix to move costs about half the gap between them.
-
-    Args:
-        prices: of each matrix, at a rank that holds nothing of it.
+    The best matrix to move costs about half the gap between them. ``prices``: at a rank that holds nothing of it.
     """
     for _ in range(len(prices)):
         busiest, least = loads.busiest(), loads.least()

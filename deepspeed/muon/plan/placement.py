@@ -81,13 +81,12 @@ class Rectangle(NamedTuple):
     def held(self, rank: int) -> int:
         """Number of elements that ``rank`` holds."""
         low, high = self.placement.held(rank, self.block.offset, self.block.stop)
-        return self.block.before(high) - self.block.before(low) if low < high else 0
+        return max(0, self.block.before(high) - self.block.before(low))
 
     def pieces(self, rank: int, pitch: int) -> Iterator[Piece]:
         """The part that ``rank`` holds, as :meth:`Block.pieces` of a matrix with ``pitch`` columns."""
         low, high = self.placement.held(rank, self.block.offset, self.block.stop)
-        for piece in self.block.pieces(low, high, pitch) if low < high else ():
-            yield piece._replace(at=self.at + piece.at)
+        return (piece._replace(at=self.at + piece.at) for piece in self.block.pieces(low, high, pitch))
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,3 @@ class PlacedBlock:
     def held(self, rank: int) -> int:
         """Number of the matrix's elements that ``rank`` holds."""
         return sum(part.held(rank) for part in self.parts)
-
-    def missing(self, rank: int) -> int:
-        """Number of the matrix's elements that ``rank`` does not hold."""
-        return self.block.numel - self.held(rank)

@@ -10,12 +10,35 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field
-from functools import cached_property
+from itertools import chain, groupby
+from operator import itemgetter
 from typing import NamedTuple
 
-from deepspeed.muon.matrices.block import Block, Piece
-from deepspeed.muon.plan.owners import CostModel, assign
+from deepspeed.muon.matrices.block import Piece
+from deepspeed.muon.plan.cost import CostModel
+from deepspeed.muon.plan.owners import assign
 from deepspeed.muon.plan.placement import PlacedBlock, Shard
+
+#: The matrices of one bucket, each with its owner.
+Round = list[tuple[int, PlacedBlock]]
+
+
+class Copy(NamedTuple):
+    """Elements that lie on a grid in one tensor and one after the other in another, from ``at`` on.
+
+    On the grid they are ``rows`` runs of ``cols`` elements, ``pitch`` apart, from ``start`` on.
+    """
+
+    at: int
+    start: int
+    rows: int
+    cols: int
+    pitch: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.rows * self.cols
 
 
 @dataclass(frozen=True)
@@ -24,61 +47,29 @@ class Run:
 
     Args:
         tensor: index of the tensor that holds them.
-        start: position of the first one in that tensor.
-        piece: their layout.
-        in_place: whether they are written straight into the bucket's matrices. That needs this rank to own the block
-            and the piece to be contiguous in it; columns of an own block travel through the send buffer.
-        at: position of the first one in the bucket's matrices if ``in_place``, else in the send buffer. They are
-            contiguous there.
-        rows: of the block.
-        cols: of the block.
-        name: of the block, as :attr:`PlacedBlock.name`.
+        copy: from that tensor to the bucket's matrices if ``in_place``, else to the send buffer.
+        in_place: whether they are written straight into the matrices. That needs this rank to own the block and the
+            elements to be contiguous in it; columns of an own block travel through the send buffer.
+        shape: of the block.
+        draws: the name under which their random numbers are drawn, and the index of the first one. Numbers belong to
+            the elements of the matrix. Columns are not contiguous in it and have numbers of their own.
     """
 
     tensor: int
-    start: int
-    piece: Piece
+    copy: Copy
     in_place: bool
-    at: int
-    rows: int
-    cols: int
-    name: str
-
-    @property
-    def length(self) -> int:
-        """Number of elements."""
-        return self.piece.numel
-
-    @cached_property
-    def draws(self) -> tuple[str, int]:
-        """The name under which its random numbers are drawn, and the index of the first one.
-
-        Numbers belong to the elements of the matrix. Columns are not contiguous in it and have numbers of their own.
-        """
-        return (self.name, self.piece.at) if self.piece.is_contiguous else (f"{self.name}@{self.piece.at}", 0)
+    shape: tuple[int, int]
+    draws: tuple[str, int]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Matrices of one shape, adjacent in the bucket's matrices."""
+    """Matrices of one shape, adjacent in the bucket's matrices from ``start`` on."""
 
     start: int
     count: int
     rows: int
     cols: int
-
-
-class Unpack(NamedTuple):
-    """Received elements, contiguous from ``source`` in the receive buffer, and their place in the matrices.
-
-    There they are ``rows`` runs of ``cols`` elements, ``pitch`` apart, starting at ``target``.
-    """
-
-    source: int
-    target: int
-    rows: int
-    cols: int
-    pitch: int
 
 
 @dataclass(frozen=True)
@@ -87,7 +78,8 @@ class Bucket:
 
     runs: tuple[Run, ...]
     batches: tuple[Batch, ...]
-    received: tuple[Unpack, ...]
+    #: Between the receive buffer, which is ordered by source rank and then as that rank sent, and the matrices.
+    received: tuple[Copy, ...]
     send_counts: tuple[int, ...]
     receive_counts: tuple[int, ...]
     matrix_elements: int
@@ -114,13 +106,9 @@ class Plan:
     @property
     def sent_elements(self) -> int:
         """Elements that this rank sends to others per step, to the owners and back."""
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
-        return sum(
-            bucket.matrix_elements * (self.world_size - 1)
-            if bucket.replicated
-            else sum(counts[to] for counts in (bucket.send_counts, bucket.receive_counts) for to in others)
-            for bucket in self.buckets
-        )
+        copied = sum(bucket.matrix_elements for bucket in self.buckets if bucket.replicated) * (self.world_size - 1)
+        moved = [counts for b in self.buckets if not b.replicated for counts in (b.send_counts, b.receive_counts)]
+        return copied + sum(sum(counts) - counts[self.rank] for counts in moved)
 
 
 def make_plan(
@@ -138,13 +126,11 @@ def make_plan(
     owners, loads = assign(items, world_size, cost)
     moved = sum(item.block.numel for item, owner in zip(items, owners, strict=True) if owner not in item.holders)
     copies = max((shard.placement.copies for shard in shards), default=1)
-    limit = bucket_limit(items, world_size, copies, cost, bucket_bytes)
-    rounds = _rounds(items, owners, world_size, limit)
-    buckets = tuple(_bucket(round_items, rank, world_size) for round_items in rounds)
+    rounds = _rounds(items, owners, world_size, bucket_limit(items, world_size, copies, cost, bucket_bytes))
     return Plan(
         rank=rank,
         world_size=world_size,
-        buckets=buckets,
+        buckets=tuple(_bucket(matrices, rank, world_size) for matrices in rounds),
         owners=tuple(owners),
         loads=tuple(loads),
         moved_elements=moved,
@@ -152,70 +138,56 @@ def make_plan(
     )
 
 
-def _rounds(
-    items: list[PlacedBlock], owners: list[int], world_size: int, limit: int
-) -> list[list[tuple[int, PlacedBlock]]]:
+def _rounds(items: list[PlacedBlock], owners: list[int], world_size: int, limit: int) -> list[Round]:
     """Cut each owner's matrices, equal shapes together, into chunks of at most ``limit`` elements.
 
-    Round k holds every owner's k-th chunk, as (owner, item), in the same order on all ranks.
+    Round k holds every owner's k-th chunk, in the same order on all ranks.
     """
-    order = sorted(range(len(items)), key=lambda i: (owners[i], -items[i].block.numel, items[i].block.rows, i))
-    rounds: list[list[tuple[int, PlacedBlock]]] = []
-    filled = [0] * world_size
-    chunk = [0] * world_size
-    for index in order:
+    rounds: list[Round] = []
+    filled, chunk = [0] * world_size, [0] * world_size
+    for index in sorted(range(len(items)), key=lambda i: (owners[i], -items[i].block.numel, items[i].block.rows, i)):
         owner, item = owners[index], items[index]
         if filled[owner] and filled[owner] + item.block.numel > limit:
             chunk[owner] += 1
             filled[owner] = 0
         filled[owner] += item.block.numel
-        while len(rounds) <= chunk[owner]:
+        if len(rounds) == chunk[owner]:
             rounds.append([])
         rounds[chunk[owner]].append((owner, item))
     return rounds
 
 
-def _bucket(items: list[tuple[int, PlacedBlock]], rank: int, world_size: int) -> Bucket:
+def _bucket(items: Round, rank: int, world_size: int) -> Bucket:
+    replicated = any(item.shard.placement.copies > 1 for _, item in items)
     runs: list[Run] = []
+    own: list[tuple[int, tuple[int, int]]] = []
     sent = [0] * world_size
     incoming: list[list[tuple[int, Piece]]] = [[] for _ in range(world_size)]
-    shapes: list[tuple[int, Block]] = []
-    matrices = 0
-    send_at = 0
-    replicated = any(item.shard.placement.copies > 1 for _, item in items)
+    matrices = send_at = 0
     for owner, item in items:
-        mine = owner == rank
+        mine, shape = owner == rank, (item.block.rows, item.block.cols)
         for piece in item.pieces(rank):
-            position = item.shard.placement.position(piece.element)
             in_place = mine and piece.is_contiguous
-            where = matrices + piece.at if in_place else send_at
-            run = Run(
-                tensor=item.shard.tensor,
-                start=position,
-                piece=piece,
-                in_place=in_place,
-                at=where,
-                rows=item.block.rows,
-                cols=item.block.cols,
-                name=item.name,
-            )
-            runs.append(run)
+            at = matrices + piece.at if in_place else send_at
+            start = item.shard.placement.position(piece.element)
+            copy = Copy(at, start, piece.rows, piece.cols, piece.stride)
+            draws = (item.name, piece.at) if piece.is_contiguous else (f"{item.name}@{piece.at}", 0)
+            runs.append(Run(tensor=item.shard.tensor, copy=copy, in_place=in_place, shape=shape, draws=draws))
             if not in_place:
-                send_at += piece.numel
                 sent[owner] += piece.numel
+                send_at += piece.numel
         if mine:
             for source in () if replicated else item.holders:
                 pieces = (piece for piece in item.pieces(source) if source != rank or not piece.is_contiguous)
                 incoming[source].extend((matrices, piece) for piece in pieces)
-            shapes.append((matrices, item.block))
+            own.append((matrices, shape))
             matrices += item.block.numel
-    received, counts = _unpacking(incoming)
     return Bucket(
         runs=tuple(runs),
-        batches=tuple(_batches(shapes)),
-        received=received,
+        batches=tuple(_batches(own)),
+        received=tuple(_unpacking(chain.from_iterable(incoming))),
         send_counts=tuple(sent),
-        receive_counts=counts,
+        receive_counts=tuple(sum(piece.numel for _, piece in pieces) for pieces in incoming),
         matrix_elements=matrices,
         # A matrix in several parts may have columns that even a lone holder puts together by sending to itself.
         travels=any(len(item.parts) > 1 or list(item.holders) != [owner] for owner, item in items),
@@ -224,34 +196,24 @@ def _bucket(items: list[tuple[int, PlacedBlock]], rank: int, world_size: int) ->
     )
 
 
-def _unpacking(incoming: list[list[tuple[int, Piece]]]) -> tuple[tuple[Unpack, ...], tuple[int, ...]]:
-    """Where received elements belong. The receive buffer is ordered by source rank, then as that rank sent."""
-    received, counts, at = [], [], 0
-    for pieces in incoming:
-        before = at
-        for matrix, piece in pieces:
-            # A piece that is contiguous in the matrix is one run, whatever its layout at the source.
-            rows, cols = (1, piece.numel) if piece.is_contiguous else (piece.rows, piece.cols)
-            received.append(Unpack(at, matrix + piece.at, rows, cols, piece.pitch))
-            at += piece.numel
-        counts.append(at - before)
-    return tuple(received), tuple(counts)
+def _unpacking(incoming: Iterable[tuple[int, Piece]]) -> Iterator[Copy]:
+    """Where received elements belong: of each piece, with the first element of its matrix."""
+    at = 0
+    for matrix, piece in incoming:
+        # A piece that is contiguous in the matrix is one run, whatever its layout at the source.
+        rows, cols = (1, piece.numel) if piece.is_contiguous else (piece.rows, piece.cols)
+        yield Copy(at, matrix + piece.at, rows, cols, piece.pitch)
+        at += piece.numel
 
 
-def _batches(shapes: Iterable[tuple[int, Block]]) -> Iterator[Batch]:
-    current: Batch | None = None
-    for start, block in shapes:
-        if current and (current.rows, current.cols) == (block.rows, block.cols):
-            current = Batch(current.start, current.count + 1, block.rows, block.cols)
-            continue
-        if current:
-            yield current
-        current = Batch(start, 1, block.rows, block.cols)
-    if current:
-        yield current
+def _batches(own: Iterable[tuple[int, tuple[int, int]]]) -> Iterator[Batch]:
+    """Neighbours of one shape together, from the position and shape of each matrix."""
+    for (rows, cols), group in groupby(own, key=itemgetter(1)):
+        starts = [start for start, _ in group]
+        yield Batch(starts[0], len(starts), rows, cols)
 
 
-def _digest(items: list[PlacedBlock], owners: list[int], rounds: list[list[tuple[int, PlacedBlock]]]) -> str:
+def _digest(items: list[PlacedBlock], owners: list[int], rounds: list[Round]) -> str:
     """A hash of all that the ranks must agree on."""
     text = hashlib.sha256()
     for item, owner in zip(items, owners, strict=True):
@@ -272,13 +234,10 @@ LEAST_BUCKET_BYTES, ROUNDS = 2**20, 8
 def bucket_limit(
     items: Sequence[PlacedBlock], world_size: int, copies: int, cost: CostModel, bucket_bytes: int | None = None
 ) -> int:
-    """The most elements of one owner in one bucket.
+    """The most elements of one owner in one bucket; ``bucket_bytes`` overrides the rule.
 
-    Args:
-        items: all matrices of the partition.
-        copies: ranks that hold the matrices whole. With several, a bucket belongs to all owners together and stays
-            large.
-        bucket_bytes: overrides the rule.
+    ``copies``: ranks that hold the matrices whole. With several, a bucket belongs to all owners together and stays
+    large.
     """
     if bucket_bytes is None:
         bucket_bytes = CPU_BUCKET_BYTES if cost.device_type == "cpu" else BUCKET_BYTES

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from helpers.paths import BENCHMARKS, ROOT
+from helpers.plans import spread
 
 sys.path[1:1] = [str(ROOT), str(ROOT / "examples/pretrain_gpt")]
 
@@ -404,13 +405,8 @@ def test_what_a_rank_sends_to_itself_is_all_of_a_bucket() -> None:
     (bucket,) = make_plan(shards, 0, 1, cost_model("auto", ns.SIMPLE, 2, "cpu")).buckets
     sent = gpu.sent_to_itself(bucket)
     assert isinstance(sent, Bucket) and sent.travels and isinstance(sent.batches[0], Batch)
-    assert sum(sent.send_counts) == sum(sent.receive_counts) == 40 == sum(run.length for run in sent.runs)
-    covered = sorted(
-        unpack.target + row * unpack.pitch + col
-        for unpack in sent.received
-        for row in range(unpack.rows)
-        for col in range(unpack.cols)
-    )
+    assert sum(sent.send_counts) == sum(sent.receive_counts) == 40 == sum(run.copy.numel for run in sent.runs)
+    covered = sorted(place for copy in sent.received for place in spread(copy))
     assert covered == list(range(40)), "each element of the matrices once"
 
 

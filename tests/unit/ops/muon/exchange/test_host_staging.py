@@ -58,9 +58,9 @@ def staged(kind: type[Staging] | None, bucket_bytes: int, **config: Any) -> tupl
         counts.append(len(plan.buckets))
         return plan
 
-    def exchange(*args: Any) -> Any:
-        assert args[-1] is None, "one device, no staging"
-        return originals[1](*args[:-1], None if kind is None else kind(CPU))
+    def exchange(**fields: Any) -> Any:
+        assert fields["staging"] is None, "one device, no staging"
+        return originals[1](**fields | {"staging": None if kind is None else kind(CPU)})
 
     module.make_plan, module.Exchange, module.Workspace = make_plan, exchange, Unpinned
     try:

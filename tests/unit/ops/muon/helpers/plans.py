@@ -5,8 +5,8 @@ import itertools
 
 from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.matrices.routing import MatrixSpec
-from deepspeed.muon.plan.owners import CostModel
-from deepspeed.muon.plan.plan import Run, Unpack
+from deepspeed.muon.plan.cost import CostModel
+from deepspeed.muon.plan.plan import Copy, Run
 
 COST = CostModel(lambda rows, cols: 20.0 * min(rows, cols) ** 2 * max(rows, cols), 200.0, 2)
 
@@ -28,14 +28,12 @@ def specs(shapes: list[tuple[int, int]], split: bool = False) -> list[MatrixSpec
 
 def places(run: Run) -> list[tuple[int, int]]:
     """(place in the tensor, place in the buffer) of every element of a run."""
-    piece = run.piece
-    grid = [run.start + r * piece.stride + c for r in range(piece.rows) for c in range(piece.cols)]
-    return [(place, run.at + k) for k, place in enumerate(grid)]
+    return [(place, run.copy.at + k) for k, place in enumerate(spread(run.copy))]
 
 
-def spread(unpack: Unpack) -> list[int]:
-    """Where received elements belong, in the order in which they come."""
-    return [unpack.target + r * unpack.pitch + c for r in range(unpack.rows) for c in range(unpack.cols)]
+def spread(copy: Copy) -> list[int]:
+    """Places on the grid, in the order of the buffer: of received elements, where they belong."""
+    return [copy.start + r * copy.pitch + c for r in range(copy.rows) for c in range(copy.cols)]
 
 
 def all_to_all(outboxes: tuple, sent: list, received: list) -> list[list]:

@@ -135,10 +135,10 @@ def test_owners_see_whole_matrices(data: st.DataObject, dp: int, stage: int, lim
         sent, received = [b.send_counts for b in buckets], [b.receive_counts for b in buckets]
         inboxes = all_to_all(tuple(outboxes), sent, received)
         for bucket, inbox, matrix in zip(buckets, inboxes, held, strict=True):
-            for unpack in bucket.received:
-                for k, at in enumerate(spread(unpack)):
+            for copy in bucket.received:
+                for k, at in enumerate(spread(copy)):
                     assert matrix[at] is None
-                    matrix[at] = inbox[unpack.source + k]
+                    matrix[at] = inbox[copy.at + k]
             assert None not in matrix
             for b in bucket.batches:
                 size = b.rows * b.cols
@@ -150,7 +150,7 @@ def test_owners_see_whole_matrices(data: st.DataObject, dp: int, stage: int, lim
                     result[place] = (matrix if run.in_place else box)[at]
     assert returned == tensors
     runs = [run for plan in plans for bucket in plan.buckets for run in bucket.runs]
-    draws = [(run.draws[0], run.draws[1] + k) for run in runs for k in range(run.length)]
+    draws = [(run.draws[0], run.draws[1] + k) for run in runs for k in range(run.copy.numel)]
     assert len(set(draws)) == len(draws)  # no two elements are rounded by one number
     wanted = [
         [(i, e) for e in wholes[i].view(-1)[indices(block)].view(-1).tolist()]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.matrices.routing import MatrixSpec
-from deepspeed.muon.plan.owners import CostModel
+from deepspeed.muon.plan.cost import CostModel
 from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard
 from deepspeed.muon.plan.plan import Plan, bucket_limit, make_plan
 from helpers.plans import COST, all_to_all, places, specs, spread
@@ -50,10 +50,10 @@ def simulate(shards: list[Shard], size: int, world_size: int, bucket_bytes: int)
         if not buckets[0].travels:
             assert not any(outboxes)
         for bucket, inbox, held in zip(buckets, inboxes, matrices, strict=True):
-            for unpack in bucket.received:
-                for k, at in enumerate(spread(unpack)):
+            for copy in bucket.received:
+                for k, at in enumerate(spread(copy)):
                     assert held[at] is None
-                    held[at] = inbox[unpack.source + k]
+                    held[at] = inbox[copy.at + k]
             assert None not in held
             for batch in bucket.batches:
                 seen += [

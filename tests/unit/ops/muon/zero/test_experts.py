@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from deepspeed.muon import MuonWithAuxAdam
 from deepspeed.muon.errors import UnsupportedError
 from deepspeed.muon.matrices.routing import route
-from deepspeed.muon.plan.owners import CostModel
+from deepspeed.muon.plan.cost import CostModel
 from deepspeed.muon.plan.placement import Placement, Shard
 from deepspeed.muon.plan.plan import make_plan
 from deepspeed.muon.zero.refusals import refuse_engine
