@@ -20,7 +20,7 @@ from deepspeed.muon.param_groups import check_options, split_groups
 from deepspeed.muon.plan.cost import CostModel
 from deepspeed.muon.plan.owners import assign, is_worth_sharing
 from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard
-from deepspeed.muon.plan.plan import _rounds, bucket_limit
+from deepspeed.muon.plan.plan import rounds_of, bucket_limit
 
 #: Stages 1 and 2 pad each flat group to a multiple of this many elements per rank (``nccl_start_alignment_factor``).
 FLAT_ALIGNMENT = 2
@@ -198,7 +198,7 @@ def step_cost(part: StepPart, cost: CostModel) -> StepCost:
     flops = [0.0] * part.world_size
     for count, owner in zip(operations, owners, strict=True):
         flops[owner] += count
-    buckets = _rounds(items, owners, part.world_size, bucket_limit(items, part.world_size, part.copies, cost))
+    buckets = rounds_of(items, owners, part.world_size, bucket_limit(items, part.world_size, part.copies, cost))
     broadcasts, rounds = sum(len({owner for owner, _ in bucket}) for bucket in buckets), len(buckets)
     most = rounds * (part.world_size - 1)
     traffic = (_broadcasts if part.copies > 1 else _traffic)(items, owners, part.world_size)

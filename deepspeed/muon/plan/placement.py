@@ -111,9 +111,9 @@ class PlacedBlock:
         """
         sharding, tp_placements = self.shard.spec.sharding, self.shard.tp_placements or (self.shard.placement,)
         if sharding is None:
-            return tuple(Rectangle(self.block, 0, lane) for lane in tp_placements)
-        cuts = ((lane, sharding.parts(self.block, t)) for t, lane in enumerate(tp_placements))
-        return tuple(Rectangle(block, at, lane) for lane, parts in cuts for block, at in parts)
+            return tuple(Rectangle(self.block, 0, placement) for placement in tp_placements)
+        cuts = ((placement, sharding.parts(self.block, t)) for t, placement in enumerate(tp_placements))
+        return tuple(Rectangle(block, at, placement) for placement, parts in cuts for block, at in parts)
 
     @cached_property
     def holders(self) -> Sequence[int]:

@@ -126,7 +126,7 @@ def make_plan(
     owners, loads = assign(items, world_size, cost)
     moved = sum(item.block.numel for item, owner in zip(items, owners, strict=True) if owner not in item.holders)
     copies = max((shard.placement.copies for shard in shards), default=1)
-    rounds = _rounds(items, owners, world_size, bucket_limit(items, world_size, copies, cost, bucket_bytes))
+    rounds = rounds_of(items, owners, world_size, bucket_limit(items, world_size, copies, cost, bucket_bytes))
     return Plan(
         rank=rank,
         world_size=world_size,
@@ -138,7 +138,7 @@ def make_plan(
     )
 
 
-def _rounds(items: list[PlacedBlock], owners: list[int], world_size: int, limit: int) -> list[Round]:
+def rounds_of(items: list[PlacedBlock], owners: list[int], world_size: int, limit: int) -> list[Round]:
     """Cut each owner's matrices, equal shapes together, into chunks of at most ``limit`` elements.
 
     Round k holds every owner's k-th chunk, in the same order on all ranks.
