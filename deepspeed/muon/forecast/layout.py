@@ -20,7 +20,7 @@ from deepspeed.muon.param_groups import check_options, split_groups
 from deepspeed.muon.plan.cost import CostModel
 from deepspeed.muon.plan.owners import assign, is_worth_sharing
 from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard
-from deepspeed.muon.plan.plan import rounds_of, bucket_limit
+from deepspeed.muon.plan.plan import bucket_limit, rounds_of
 
 #: Stages 1 and 2 pad each flat group to a multiple of this many elements per rank (``nccl_start_alignment_factor``).
 FLAT_ALIGNMENT = 2
