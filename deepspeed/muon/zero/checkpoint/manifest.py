@@ -71,28 +71,13 @@ def _records(archive: zipfile.ZipFile) -> int:
     return zlib.crc32(archive.fp.read())
 
 
-def forget(folder: Path, save_id: str, files: Iterable[Path], names: Iterable[str]) -> bool:
-    """Remove what is left of a save that failed.
-
-    Args:
-        files: of checkpoints, that this rank has begun to write.
-        names: of this rank's manifest, and of the header where this rank writes it; removed if they are that save's.
-
-    Returns:
-        Whether the header was that save's. Then the folder holds no complete checkpoint any more.
-    """
-    for file in files:
-        with suppress(OSError):
-            file.unlink(missing_ok=True)
-    removed = []
-    for name in names:
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            if json.loads((folder / name).read_text())["save_id"] == save_id:
-                (folder / name).unlink()
-                removed.append(name)
-    with suppress(OSError):
-        folder.rmdir()  # only where nothing else is in it
-    return HEADER in removed
+def forget(file: Path, save_id: str) -> bool:
+    """Remove a header or manifest of a save that failed; returns whether it was that save's."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        if json.loads(file.read_text())["save_id"] == save_id:
+            file.unlink()
+            return True
+    return False
 
 
 def read_header(folder: Path) -> dict[str, Any] | None:

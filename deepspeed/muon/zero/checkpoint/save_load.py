@@ -186,9 +186,15 @@ class _Save:
     def clean_up(self) -> None:
         """Remove what was written, and leave no ``latest`` that names it."""
         shutil.rmtree(self.swapped, ignore_errors=True)
-        names = [manifest.manifest_name(self.engine.global_rank), *([manifest.HEADER] if self.is_first else [])]
-        if manifest.forget(self.folder, self.save_id, self.files, names):
+        for file in self.files:
             with suppress(OSError):
+                file.unlink(missing_ok=True)
+        manifest.forget(self.folder / manifest.manifest_name(self.engine.global_rank), self.save_id)
+        was_begun = self.is_first and manifest.forget(self.folder / manifest.HEADER, self.save_id)
+        with suppress(OSError):
+            self.folder.rmdir()  # only where nothing else is in it
+        with suppress(OSError):
+            if was_begun:
                 _repoint_latest(self.save_dir, self.tag)
 
 
