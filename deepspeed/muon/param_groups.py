@@ -17,21 +17,17 @@ from deepspeed.muon.matrices.routing import MatrixSpec, is_lora, shapes, unmatch
 
 @dataclass(frozen=True)
 class Split:
-    """The halves of all groups, and the user's group that each comes from.
+    """The halves of all groups, and the user's group that each comes from."""
 
-    Args:
-        halves: parameter groups of the optimizer.
-        origins: for each of the user's groups, the indices of its halves: none, one, two, or more with experts.
-        given_lrs: for each of the user's groups, the learning rate that a schedule describes.
-        reference_lr: what one number of a schedule for all groups describes: the config's rate, else that of the first
-            group with one.
-        sets_a_rate: whether the config or a group gives a learning rate.
-    """
-
+    #: Parameter groups of the optimizer.
     halves: list[dict[str, Any]]
+    #: For each of the user's groups, the indices of its halves: none, one, two, or more with experts.
     origins: list[tuple[int, ...]]
+    #: For each of the user's groups, the learning rate that a schedule describes.
     given_lrs: list[float]
+    #: What one number of a schedule for all groups describes: the config's rate, else that of the first group with one.
     reference_lr: float
+    #: Whether the config or a group gives a learning rate.
     sets_a_rate: bool
 
 

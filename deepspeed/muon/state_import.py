@@ -8,7 +8,7 @@ is 1 / (1 - momentum) times the average.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -31,18 +31,15 @@ Actions = dict[str, str]
 
 @dataclass(frozen=True)
 class Source:
-    """Where state comes from.
+    """Where state comes from."""
 
-    Args:
-        title: its name in the log.
-        is_muon: by parameter name, whether Muon updated it there (else AdamW).
-        read: (name, key of :data:`KEYS`) -> the state of the whole parameter, in any shape.
-        step: name -> number of steps taken.
-    """
-
+    #: Its name in the log.
     title: str
+    #: By parameter name, whether Muon updated it there (else AdamW).
     is_muon: Mapping[str, bool]
+    #: (name, key of :data:`KEYS`) -> the state of the whole parameter, in any shape.
     read: Callable[[str, str], Tensor]
+    #: name -> number of steps taken.
     step: Callable[[str], float]
 
 
@@ -58,7 +55,12 @@ def decide(specs: Iterable[MatrixSpec], source: Source, choice: str | None) -> A
         ImportStateError: names the parameters that ``source`` lacks, and those whose change the choice does not cover.
     """
     actions: Actions = {}
-    refused: dict[bool | None, list[str]] = {None: [], False: [], True: []}
+    texts = {
+        None: "it holds no state of",
+        False: "AdamW updated there what Muon updates here",
+        True: "Muon updated there what AdamW updates here",
+    }
+    refused: dict[str, list[str]] = defaultdict(list)
     for spec in specs:
         there = source.is_muon.get(spec.name)
         if there is spec.use_muon:
@@ -66,18 +68,9 @@ def decide(specs: Iterable[MatrixSpec], source: Source, choice: str | None) -> A
         elif there is not None and choice and (spec.use_muon or choice == "zero"):
             actions[spec.name] = choice
         else:
-            refused[there].append(spec.name)
-    texts = {
-        None: "it holds no state of",
-        False: "AdamW updated there what Muon updates here",
-        True: "Muon updated there what AdamW updates here",
-    }
-    problems = [
-        f"{texts[there]}: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
-        for there, names in refused.items()
-        if names
-    ]
-    if problems:
+            refused[texts[there]].append(spec.name)
+    if refused:
+        problems = [f"{text}: {', '.join(n[:8])}{', ...' if len(n) > 8 else ''}" for text, n in refused.items()]
         raise ImportStateError(
             f"{source.title} cannot be taken over: {'; '.join(problems)}. Route them as there with muon_include and "
             'muon_exclude, or start the state of those that change at zero with "import_momentum": "zero"'
@@ -129,10 +122,14 @@ def report(optimizer: MuonWithAuxAdam, source: Source, actions: Actions) -> None
             logger.info("deepspeed-muon: group %s: from %s: %s", name, source.title, ", ".join(kinds))
 
 
+def fused(optimizer: MuonWithAuxAdam) -> list[str]:
+    """Names of the parameters that ``muon_fused`` cuts."""
+    return [spec.name for spec in optimizer.specs.values() if spec.split_by == "muon_fused"]
+
+
 def warn_of_fused(optimizer: MuonWithAuxAdam, source: Source, actions: Actions) -> None:
     """Warn where the momentum of another Muon continues in parameters that it may not have cut."""
-    fused = (spec.name for spec in optimizer.specs.values() if spec.split_by == "muon_fused")
-    if names := [name for name in fused if actions.get(name) == "kept"]:
+    if names := [name for name in fused(optimizer) if actions.get(name) == "kept"]:
         logger.warning(
             "deepspeed-muon: %d fused parameters go on as several matrices, first %s; where %s has them as one, "
             '"muon_fused": "whole" goes on as before',

@@ -17,6 +17,7 @@ from deepspeed.muon.log import logger
 from deepspeed.muon.math.choice import unknown_methods
 from deepspeed.muon.matrices.pipeline import stages_of
 from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.state_import import fused
 from deepspeed.muon.zero.checkpoint.safe_load import read_model, read_states
 
 
@@ -32,9 +33,9 @@ def of_engine(engine: Any, exclude_frozen: bool = False) -> dict[str, Any]:
     ``layout``: a hash of where each parameter lies in the flat tensors of each rank.
     """
     optimizer: MuonWithAuxAdam = engine.basic_optimizer
-    kept = ("use_muon", "ns_methods")
-    groups = [{key: group[key] for key in kept if key in group} for group in optimizer.param_groups]
-    names = sorted(matrices(optimizer))
+    names = {"matrices": sorted(matrices(optimizer))}
+    groups = [group | names if group["use_muon"] else group for group in optimizer.param_groups]
+    kept = ("use_muon", "ns_methods", "matrices")
     return {
         "stage": engine.zero_optimization_stage(),
         "wrapper": engine.muon_adapter.name,
@@ -42,7 +43,7 @@ def of_engine(engine: Any, exclude_frozen: bool = False) -> dict[str, Any]:
         "world_size": engine.seq_dp_world_size,
         "scheduler": engine.lr_scheduler is not None,
         "shapes": _shapes(engine.module, exclude_frozen),
-        "groups": [group | ({"matrices": names} if group["use_muon"] else {}) for group in groups],
+        "groups": [{key: group[key] for key in kept if key in group} for group in groups],
         "layout": _layout(optimizer.all_partitions),
     }
 
@@ -101,12 +102,10 @@ def of_files(engine: Any, arguments: Mapping[str, Any], tag: str) -> dict[str, A
 
 def _opened(read: Callable[[Path], dict[str, Any]], name: str) -> dict[str, Any]:
     file = Path(name)
+    if not file.is_file():
+        raise CheckpointError(f"{file.name} is missing: damaged, or of another stage, precision or world size")
     try:
         return read(file)
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{file.name} is missing: damaged, or of another stage, precision or world size"
-        ) from None
     except Exception as error:  # a damaged pickle can raise anything
         reason = f"{type(error).__name__}: {error}".splitlines()[0].split(". ")[0]
         raise CheckpointError(f"{file.name} cannot be read: {reason}") from error
@@ -192,7 +191,7 @@ def check_groups(optimizer: MuonWithAuxAdam, groups: Groups) -> None:
     here = blocks(optimizer)
     stated = [group["blocks"] for group in groups if "blocks" in group]
     # A checkpoint without blocks was saved by a version that did not cut fused weights.
-    there = stated[0] if stated else {name: here[name] for name in here.keys() - fused(optimizer)}
+    there = stated[0] if stated else {name: here[name] for name in here.keys() - set(fused(optimizer))}
     if other := sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name)):
         logger.warning(
             "deepspeed-muon: %d parameters are cut into other matrices than in the run that was saved, first %s; "
@@ -201,11 +200,6 @@ def check_groups(optimizer: MuonWithAuxAdam, groups: Groups) -> None:
             len(other),
             other[0],
         )
-
-
-def fused(optimizer: Any) -> set[str]:
-    """Names of the parameters that ``muon_fused`` cuts."""
-    return {spec.name for spec in optimizer.specs.values() if spec.split_by == "muon_fused"}
 
 
 def routing_difference(optimizer: MuonWithAuxAdam, groups: Groups) -> str | None:
@@ -219,11 +213,10 @@ def routing_difference(optimizer: MuonWithAuxAdam, groups: Groups) -> str | None
     words = {True: "Muon", False: "AdamW", None: "unknown"}
     return (
         f"the checkpoint's parameter groups are {[words[kind] for kind in saved]}, the optimizer's are "
-        f"{[words[kind] for kind in current]}; "
-        f"Muon has {sorted(there - here)[:4]} in the checkpoint only and {sorted(here - there)[:4]} here only: "
-        "it was saved with another optimizer or another routing. To go on from AdamW, convert it with python -m "
-        "deepspeed.checkpoint.ds_to_universal --inject_missing_state, from stock's Muon with ds_muon import, "
-        'and load the result with "checkpoint": {"load_universal": true}'
+        f"{[words[kind] for kind in current]}; Muon has {sorted(there - here)[:4]} in the checkpoint only and "
+        f"{sorted(here - there)[:4]} here only: it was saved with another optimizer or another routing. To go on from "
+        "AdamW, convert it with python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state, from stock's "
+        'Muon with ds_muon import, and load the result with "checkpoint": {"load_universal": true}'
     )
 
 
@@ -239,13 +232,7 @@ def settings_of(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[st
         if key == "ns_methods":
             value = {shape: method for shape, method in value.items() if here.get(shape, method) != method}
             here = {shape: here[shape] for shape in value}
-        if key in ("lr", "initial_lr") or value == here:
-            continue
-        logger.warning(
-            "deepspeed-muon: group %s goes on with %s = %s from the checkpoint; the config has %s",
-            current.get("name"),
-            key,
-            value,
-            here,
-        )
+        if key not in ("lr", "initial_lr") and value != here:
+            change = f"{key} = {value} from the checkpoint; the config has {here}"
+            logger.warning("deepspeed-muon: group %s goes on with %s", current.get("name"), change)
     return {key: value for key, value in current.items() if key != "params"} | settings

@@ -15,13 +15,12 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from deepspeed.muon.errors import CheckpointError
 from deepspeed.muon.log import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.zero.checkpoint import compatibility, manifest
-from deepspeed.muon.zero.checkpoint.file_writer import FileWriter
 from deepspeed.muon.zero.consensus import from_rank_0, gathered, together
 from deepspeed.muon.zero.methods import compare_plans
 from deepspeed.muon.zero.nvme import saved_files
@@ -116,13 +115,8 @@ class _Save:
     def begin(self, exclude_frozen: bool) -> None:
         """Write the header, which makes an older checkpoint of this tag incomplete."""
         self.save_id = from_rank_0(uuid.uuid4().hex)
-        facts = {
-            "save_id": self.save_id,
-            "tag": self.tag,
-            "step": self.engine.global_steps,
-            "world_size": self.engine.world_size,
-            "structures": self._structures(exclude_frozen),
-        }
+        facts = {"save_id": self.save_id, "tag": self.tag, "structures": self._structures(exclude_frozen)}
+        facts |= {"step": self.engine.global_steps, "world_size": self.engine.world_size}
 
         def write() -> None:
             shutil.rmtree(self.swapped, ignore_errors=True)
@@ -196,6 +190,50 @@ class _Save:
         with suppress(OSError):
             if was_begun:
                 _repoint_latest(self.save_dir, self.tag)
+
+
+class FileWriter:
+    """A file to write to that never raises before :meth:`finish`.
+
+    ``torch.save`` writes from C++, where a second failure, in closing the archive after a failed write, ends the
+    process. So after the first error everything is accepted and thrown away.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._error: OSError | None = None
+        with self._kept():
+            self._file: BinaryIO = path.open("wb")
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._error = self._error or error
+
+    def write(self, data: Any) -> int:
+        """Write bytes or a buffer; returns its length, as if all of it had been written."""
+        view = memoryview(data).cast("B")
+        if self._error is None:
+            with self._kept():
+                self._file.write(view)
+        return len(view)
+
+    def flush(self) -> None:
+        """Nothing: :meth:`finish` writes what is left."""
+
+    def finish(self) -> None:
+        """Close the file.
+
+        Raises:
+            OSError: what went wrong first, with the path. The file is incomplete.
+        """
+        if hasattr(self, "_file"):
+            with self._kept():
+                self._file.close()
+        if self._error is not None:
+            raise OSError(self._error.errno, self._error.strerror or str(self._error), str(self.path))
 
 
 def _repoint_latest(save_dir: Path, lost: str) -> None:
@@ -296,10 +334,8 @@ def _look(engine: Any, arguments: dict[str, Any]) -> tuple[str | None, str | Non
         tag = _latest(Path(arguments["load_dir"])) if tag is None else str(tag)
         header = None if tag is None else manifest.read_header(Path(arguments["load_dir"], tag))
         problems = [] if tag is None else _misfits(engine, arguments, tag, header)
-    except CheckpointError as error:
-        problems = [str(error)]
     except Exception as error:  # a damaged file can raise anything, and the other ranks wait for this view
-        problems = [f"{type(error).__name__}: {error}"]
+        problems = [str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"]
     return tag, header["save_id"] if header else None, problems
 
 
@@ -349,8 +385,7 @@ def _warn_of_unfinished_step(engine: Any) -> None:
 
 def _position(engine: Any) -> int:
     """Micro-batches since the last step; 0 if the script or framework decides itself which one ends a step."""
-    if not getattr(engine, "managed_gradient_accumulation", lambda: True)():
-        return 0
-    if engine._is_gradient_accumulation_boundary is not None:
+    is_managed = getattr(engine, "managed_gradient_accumulation", lambda: True)()
+    if not is_managed or engine._is_gradient_accumulation_boundary is not None:
         return 0
     return engine.micro_steps % engine.gradient_accumulation_steps()
