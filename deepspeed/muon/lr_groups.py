@@ -57,11 +57,8 @@ class GivenGroup(UserDict):
 class GivenGroups(Optimizer):
     """An optimizer for schedulers only: it has the groups as the user gave them, and its step does nothing.
 
-    Args:
-        optimizer: its groups are the halves.
-        origins: for each of the user's groups, the indices of its halves.
-        lrs: for each of the user's groups, its learning rate.
-        betas: AdamW's, for groups without an AdamW half.
+    ``origins`` and ``lrs``: for each of the user's groups, the indices of its halves in ``optimizer`` and its learning
+    rate. ``betas``: AdamW's, for groups without an AdamW half.
     """
 
     def __init__(

@@ -146,10 +146,8 @@ def _unused_heads(specs: Iterable[MatrixSpec], config: MuonConfig) -> dict[str, 
     """``per_head_muon`` where no projection is in the Muon half."""
     if not config.per_head_muon or any(spec.use_muon and spec.is_projection for spec in specs):
         return {}
-    return {
-        "per_head_muon": "optimizer.params.per_head_muon: true, but no parameter of the Muon half is an attention "
-        "projection by its name; give their sizes in muon_split"
-    }
+    text = "but no parameter of the Muon half is an attention projection by its name; give their sizes in muon_split"
+    return {"per_head_muon": f"optimizer.params.per_head_muon: true, {text}"}
 
 
 #: At most this many reasons stand in a message.

@@ -83,8 +83,7 @@ def _hash(text: str, digits: int) -> str:
 def of_files(engine: Any, arguments: Mapping[str, Any], tag: str) -> dict[str, Any]:
     """As :func:`of_engine`, as far as the files that DeepSpeed will load tell it; their tensors are not read.
 
-    Raises:
-        CheckpointError: a file is missing or cannot be read.
+    Raises CheckpointError for a file that is missing or cannot be read.
     """
     folder = arguments["load_dir"]
     model = _opened(read_model, engine._get_ckpt_name(folder, tag))
@@ -133,10 +132,11 @@ def differences(engine: Any, saved: dict[str, Any], arguments: Mapping[str, Any]
         yield f"it was saved at ZeRO stage {there['stage']}, this run has stage {here['stage']}{_CONVERT}"
     if not loads_states(arguments):
         return
-    titles = {"world_size": "on {} ranks", "wrapper": "with ZeRO's optimizer = {}", "dtype": "with precision = {}"}
-    for key, title in titles.items():
+    if there["world_size"] != here["world_size"]:
+        yield f"it was saved on {there['world_size']} ranks, this run has {here['world_size']}{_CONVERT}"
+    for key, title in {"wrapper": "ZeRO's optimizer", "dtype": "precision"}.items():
         if there[key] != here[key]:
-            yield f"it was saved {title.format(there[key])}, this run has {here[key]}{_CONVERT}"
+            yield f"it was saved with {title} = {there[key]}, this run has {here[key]}{_CONVERT}"
     if there["layout"] != here["layout"]:
         yield (
             "the parameters lie elsewhere in the shards: parameter groups, their order, sub_group_size or "

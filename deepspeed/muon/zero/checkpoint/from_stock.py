@@ -72,11 +72,7 @@ def convert(source: Path, target: Path) -> dict[str, Any]:
 
 
 class Saved:
-    """A checkpoint of stock's Muon: names, shapes and the parts of each parameter's weight and state, by rank.
-
-    Raises:
-        ImportStateError: the folder is not that of a tag.
-    """
+    """A checkpoint of stock's Muon: names, shapes and the parts of each parameter's weight and state, by rank."""
 
     def __init__(self, folder: Path, name: str, stage: int) -> None:
         self.model_file, self.stage = folder / name, stage
@@ -115,11 +111,7 @@ class Saved:
                 self.parts[name][key].append((weight if key == WEIGHT else entry[key])[part])
 
     def whole(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """(name, fp32 weight, state and step count) of every parameter, in its shape.
-
-        Raises:
-            ImportStateError: parameters without state.
-        """
+        """(name, fp32 weight, state and step count) of every parameter, in its shape. All must have state."""
         absent = [n for n in self.shapes for key in KEYS[n in self.matrices] if key not in self.parts[n]]
         if absent:
             raise ImportStateError(

@@ -81,17 +81,11 @@ def forget(file: Path, save_id: str) -> bool:
 
 
 def read_header(folder: Path) -> dict[str, Any] | None:
-    """The header of a folder; ``None`` where there is none.
-
-    Raises:
-        CheckpointError: it is there, but cannot be read.
-    """
+    """The header of a folder, ``None`` where there is none. Raises CheckpointError if it cannot be read."""
     file = folder / HEADER
-    if not file.exists():
-        return None
     try:
-        header = json.loads(file.read_text())
-        if header["format"] <= FORMAT:
+        header = json.loads(file.read_text()) if file.exists() else None
+        if header is None or header["format"] <= FORMAT:
             return header
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{HEADER} cannot be read: {error}") from error
@@ -174,13 +168,10 @@ def write_atomically(file: Path, text: str) -> None:
             target.flush()
             os.fsync(target.fileno())
         temporary.replace(file)
-    except BaseException:
+    finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise
     folder = os.open(file.parent, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # not every file system can do it for a folder
-            os.fsync(folder)
-    finally:
-        os.close(folder)
+    with suppress(OSError):  # not every file system can do it for a folder
+        os.fsync(folder)
+    os.close(folder)

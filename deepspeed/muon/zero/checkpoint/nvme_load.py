@@ -41,8 +41,7 @@ class NvmeLoad:
     def around(self, load_dir: Path, tag: str | None, arguments: dict[str, Any]) -> Iterator[None]:
         """Check this rank's files; then let DeepSpeed load as without NVMe, with some of its functions replaced.
 
-        Raises:
-            CheckpointError: on every rank, what one of them lacks.
+        Raises CheckpointError on every rank, if one of them lacks anything.
         """
         if tag is not None and not self.engine.load_universal_checkpoint():
             self._files = saved_files(self.engine, load_dir / tag)

@@ -294,11 +294,7 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
 
 
 def _agreed(engine: Any, arguments: dict[str, Any]) -> tuple[str | None, str | None]:
-    """The tag to load and the id of its save, once all ranks have looked at it; both may be missing.
-
-    Raises:
-        CheckpointError: on all ranks, what any of them has found.
-    """
+    """The tag to load and the id of its save, if any. Raises on all ranks what one of them has found to be wrong."""
     found = gathered(_look(engine, arguments))
     ranks: dict[str, list[int]] = {}
     for rank, (_, _, problems) in enumerate(found):
@@ -329,11 +325,12 @@ def _refusal(load_dir: str, tag: str | None, problems: list[str]) -> str:
 
 def _look(engine: Any, arguments: dict[str, Any]) -> tuple[str | None, str | None, list[str]]:
     """This rank's view: the tag, the id of the save, and what is wrong with it."""
-    tag, header = arguments["tag"], None
+    tag, header, problems = arguments["tag"], None, []
     try:
         tag = _latest(Path(arguments["load_dir"])) if tag is None else str(tag)
-        header = None if tag is None else manifest.read_header(Path(arguments["load_dir"], tag))
-        problems = [] if tag is None else _misfits(engine, arguments, tag, header)
+        if tag is not None:
+            header = manifest.read_header(Path(arguments["load_dir"], tag))
+            problems = _misfits(engine, arguments, tag, header)
     except Exception as error:  # a damaged file can raise anything, and the other ranks wait for this view
         problems = [str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"]
     return tag, header["save_id"] if header else None, problems
