@@ -15,7 +15,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from types import SimpleNamespace
+from typing import Any
 
 from deepspeed.muon.errors import CheckpointError
 from deepspeed.muon.log import logger
@@ -115,8 +116,8 @@ class _Save:
     def begin(self, exclude_frozen: bool) -> None:
         """Write the header, which makes an older checkpoint of this tag incomplete."""
         self.save_id = from_rank_0(uuid.uuid4().hex)
-        facts = {"save_id": self.save_id, "tag": self.tag, "structures": self._structures(exclude_frozen)}
-        facts |= {"step": self.engine.global_steps, "world_size": self.engine.world_size}
+        facts = {"save_id": self.save_id, "tag": self.tag, "step": self.engine.global_steps}
+        facts |= {"world_size": self.engine.world_size, "structures": self._structures(exclude_frozen)}
 
         def write() -> None:
             shutil.rmtree(self.swapped, ignore_errors=True)
@@ -155,12 +156,27 @@ class _Save:
             self.error = self.error or error
 
     def _write(self, original: Callable, state_dict: Any, path: str) -> None:
-        """``TorchCheckpointEngine.save``, through a :class:`FileWriter`."""
-        if self.error is None:
-            self.files.append(Path(path))
-            writer = FileWriter(Path(path))
-            self._attempt(original, state_dict, writer)
-            self._attempt(writer.finish)
+        """``TorchCheckpointEngine.save``, after whose first error everything is accepted and thrown away.
+
+        ``torch.save`` writes from C++, where a second failure, in closing the archive after a failed write, ends the
+        process.
+        """
+        if self.error is not None:
+            return
+        self.files.append(Path(path))
+        file = self._attempt(open, path, "wb")
+
+        def write(data: Any) -> int:
+            view = memoryview(data).cast("B")
+            if self.error is None:
+                self._attempt(file.write, view)
+            return len(view)
+
+        self._attempt(original, state_dict, SimpleNamespace(write=write, flush=lambda: None))
+        if file is not None:
+            self._attempt(file.close)
+        if isinstance(self.error, OSError):
+            self.error.filename = path
 
     def finish(self) -> None:
         """Copy swapped files and list all files of this rank; raise what has failed on it."""
@@ -190,50 +206,6 @@ class _Save:
         with suppress(OSError):
             if was_begun:
                 _repoint_latest(self.save_dir, self.tag)
-
-
-class FileWriter:
-    """A file to write to that never raises before :meth:`finish`.
-
-    ``torch.save`` writes from C++, where a second failure, in closing the archive after a failed write, ends the
-    process. So after the first error everything is accepted and thrown away.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._error: OSError | None = None
-        with self._kept():
-            self._file: BinaryIO = path.open("wb")
-
-    @contextmanager
-    def _kept(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self._error = self._error or error
-
-    def write(self, data: Any) -> int:
-        """Write bytes or a buffer; returns its length, as if all of it had been written."""
-        view = memoryview(data).cast("B")
-        if self._error is None:
-            with self._kept():
-                self._file.write(view)
-        return len(view)
-
-    def flush(self) -> None:
-        """Nothing: :meth:`finish` writes what is left."""
-
-    def finish(self) -> None:
-        """Close the file.
-
-        Raises:
-            OSError: what went wrong first, with the path. The file is incomplete.
-        """
-        if hasattr(self, "_file"):
-            with self._kept():
-                self._file.close()
-        if self._error is not None:
-            raise OSError(self._error.errno, self._error.strerror or str(self._error), str(self.path))
 
 
 def _repoint_latest(save_dir: Path, lost: str) -> None:

@@ -9,6 +9,7 @@ optimizer is bound, so ranks, stage and the order of parameters may change; file
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,8 @@ def read_universal(adapter: Adapter) -> None:
         setattr(engine.module, constants.UNIVERSAL_CHECKPOINT_INFO, info)
 
     def load(folder: str, load_optimizer_states: bool, load_from_fp32_weights: bool) -> None:
-        def refusal(reasons: str) -> ImportStateError:
-            return ImportStateError(f"nothing was loaded: {reasons}")
-
-        opened = together(lambda: _opened(engine, optimizer, folder, load_optimizer_states), refusal)
+        check = partial(_opened, engine, optimizer, folder, load_optimizer_states)
+        opened = together(check, lambda reasons: ImportStateError(f"nothing was loaded: {reasons}"))
         _load(adapter, *opened, load_optimizer_states)
 
     adapter.read_universal(load)
