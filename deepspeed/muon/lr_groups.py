@@ -32,15 +32,12 @@ class GivenGroup(UserDict):
         halves = self._halves()
         if key == "params":
             return [param for half in halves for param in half["params"]]
+        found = []
         if key in RATES:
-            rates = (half[key] / half["lr_ratio"] for half in halves if half["lr_ratio"] and key in half)
-            rate = next(rates, None)
-            return self.data[key] if rate is None else rate
-        if key == "momentum":
-            return next((half["momentum"] for half in halves if half["use_muon"]), self.data["momentum"])
-        if key == "betas":
-            return next((half["betas"] for half in halves if not half["use_muon"]), self.data["betas"])
-        return self.data[key]
+            found = [half[key] / half["lr_ratio"] for half in halves if half["lr_ratio"] and key in half]
+        elif key in ("momentum", "betas"):
+            found = [half[key] for half in halves if half["use_muon"] is (key == "momentum")]
+        return found[0] if found else self.data[key]
 
     def __contains__(self, key: object) -> bool:
         return key in self.data or (key in RATES and any(key in half for half in self._halves()))
@@ -50,28 +47,18 @@ class GivenGroup(UserDict):
         if key in RATES:
             for half in self._halves():
                 half[key] = float(value) * half["lr_ratio"]
-        elif key == "betas":
-            self._set_momentum(*value)
-        elif key == "momentum":
-            self._set_momentum(value, self["betas"][1])
-
-    def _set_momentum(self, momentum: float, beta2: float) -> None:
-        self.data |= {"momentum": momentum, "betas": (momentum, beta2)}
-        for half in self._halves():
-            if half["use_muon"]:
-                half["momentum"] = momentum
-            else:
-                half["betas"] = (momentum, beta2)
+        elif key in ("momentum", "betas"):
+            momentum, beta2 = value if key == "betas" else (value, self["betas"][1])
+            self.data |= {"momentum": momentum, "betas": (momentum, beta2)}
+            for half in self._halves():
+                half.update({"momentum": momentum} if half["use_muon"] else {"betas": (momentum, beta2)})
 
 
 class GivenGroups(Optimizer):
     """An optimizer for schedulers only: it has the groups as the user gave them, and its step does nothing.
 
-    Args:
-        optimizer: its groups are the halves.
-        origins: for each of the user's groups, the indices of its halves.
-        lrs: for each of the user's groups, its learning rate.
-        betas: AdamW's, for groups without an AdamW half.
+    ``origins`` and ``lrs``: for each of the user's groups, the indices of its halves in ``optimizer`` and its learning
+    rate. ``betas``: AdamW's, for groups without an AdamW half.
     """
 
     def __init__(

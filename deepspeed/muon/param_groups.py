@@ -17,21 +17,17 @@ from deepspeed.muon.matrices.routing import MatrixSpec, is_lora, shapes, unmatch
 
 @dataclass(frozen=True)
 class Split:
-    """The halves of all groups, and the user's group that each comes from.
+    """The halves of all groups, and the user's group that each comes from."""
 
-    Args:
-        halves: parameter groups of the optimizer.
-        origins: for each of the user's groups, the indices of its halves: none, one, two, or more with experts.
-        given_lrs: for each of the user's groups, the learning rate that a schedule describes.
-        reference_lr: what one number of a schedule for all groups describes: the config's rate, else that of the first
-            group with one.
-        sets_a_rate: whether the config or a group gives a learning rate.
-    """
-
+    #: Parameter groups of the optimizer.
     halves: list[dict[str, Any]]
+    #: For each of the user's groups, the indices of its halves: none, one, two, or more with experts.
     origins: list[tuple[int, ...]]
+    #: For each of the user's groups, the learning rate that a schedule describes.
     given_lrs: list[float]
+    #: What one number of a schedule for all groups describes: the config's rate, else that of the first group with one.
     reference_lr: float
+    #: Whether the config or a group gives a learning rate.
     sets_a_rate: bool
 
 
@@ -51,9 +47,9 @@ def split_groups(params: Iterable[Any], specs: Mapping[Any, MatrixSpec], config:
         MuonConfigError: a group with an unknown setting or a wrong value.
     """
     items = list(params)
-    groups = [dict(item) for item in items if isinstance(item, dict)]
-    loose = [item for item in items if not isinstance(item, dict)]
-    groups += [{"params": loose}] if loose else []
+    groups = [item for item in items if isinstance(item, dict)]
+    if loose := [item for item in items if not isinstance(item, dict)]:
+        groups.append({"params": loose})
     own = [group["lr"] for group in groups if group.get("lr") is not None] if not config.sets_a_rate else []
     reference = float(own[0]) if own else config.reference_lr
     split = Split([], [], [], reference, config.sets_a_rate or bool(own))
@@ -69,10 +65,10 @@ def split_groups(params: Iterable[Any], specs: Mapping[Any, MatrixSpec], config:
 def _halves(
     group: Mapping[str, Any], base: str, where: str, specs: Mapping[Any, MatrixSpec], config: MuonConfig
 ) -> tuple[list[dict[str, Any]], float]:
-    given = [group["params"]] if isinstance(group["params"], Tensor) else map(_without_name, group["params"])
-    members = [param for param in given if param.requires_grad]
-    unknown = [list(param.shape) for param in members if param not in specs]
-    if unknown:
+    given = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
+    unnamed = (item[1] if isinstance(item, tuple) else item for item in given)  # as of model.named_parameters()
+    members = [param for param in unnamed if param.requires_grad]
+    if unknown := [list(param.shape) for param in members if param not in specs]:
         raise ValueError(f"{len(unknown)} parameters are not part of the model, first shape {unknown[0]}")
     own = {key: value for key, value in group.items() if key not in ("params", "name", "moe")}
     settings = config.for_group(own, where) if own else config
@@ -86,11 +82,6 @@ def _halves(
             if half:
                 halves.append({"params": half, **values, "lr_ratio": ratio, "use_muon": use_muon, **marks})
     return halves, reference
-
-
-def _without_name(param: Any) -> Any:
-    """The parameter of an item of ``model.named_parameters()``."""
-    return param[1] if isinstance(param, tuple) else param
 
 
 def expert_group(param: Any) -> str:
@@ -130,18 +121,14 @@ def _refuse(unused: dict[str, str], model: nn.Module) -> dict[str, str]:
 
 def _unused_patterns(names: Mapping[str, tuple[int, ...]], config: MuonConfig) -> dict[str, str]:
     """Patterns that match nothing they could act on. ``names``: the shape of every trainable parameter."""
-    unused = {}
-    for key, candidates, kind in (
-        ("muon_include", [name for name, shape in names.items() if len(shape) >= 2], "matrices"),
-        ("muon_exclude", list(names), "parameters"),
-        ("muon_split", [name for name, shape in names.items() if len(shape) >= 2], "matrices"),
-    ):
-        for pattern in unmatched(getattr(config, key), candidates):
-            unused[f"{key} {pattern}"] = (
-                f"optimizer.params.{key}: {pattern!r} matches none of the {len(candidates)} trainable {kind}; "
-                f"the first are {', '.join(candidates[:3])}"
-            )
-    return unused
+    matrices = [name for name, shape in names.items() if len(shape) >= 2], "matrices"
+    targets = {"muon_include": matrices, "muon_exclude": (list(names), "parameters"), "muon_split": matrices}
+    return {
+        f"{key} {pattern}": f"optimizer.params.{key}: {pattern!r} matches none of the {len(candidates)} trainable "
+        f"{kind}; the first are {', '.join(candidates[:3])}"
+        for key, (candidates, kind) in targets.items()
+        for pattern in unmatched(getattr(config, key), candidates)
+    }
 
 
 def _unused_splits(specs: Iterable[MatrixSpec], config: MuonConfig) -> dict[str, str]:
@@ -159,10 +146,8 @@ def _unused_heads(specs: Iterable[MatrixSpec], config: MuonConfig) -> dict[str, 
     """``per_head_muon`` where no projection is in the Muon half."""
     if not config.per_head_muon or any(spec.use_muon and spec.is_projection for spec in specs):
         return {}
-    return {
-        "per_head_muon": "optimizer.params.per_head_muon: true, but no parameter of the Muon half is an attention "
-        "projection by its name; give their sizes in muon_split"
-    }
+    text = "but no parameter of the Muon half is an attention projection by its name; give their sizes in muon_split"
+    return {"per_head_muon": f"optimizer.params.per_head_muon: true, {text}"}
 
 
 #: At most this many reasons stand in a message.

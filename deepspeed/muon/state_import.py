@@ -8,7 +8,7 @@ is 1 / (1 - momentum) times the average.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -25,28 +25,21 @@ from deepspeed.muon.optimizer import MuonWithAuxAdam
 #: The keys of a parameter's state, by whether it has Muon.
 KEYS = {True: ("momentum_buffer",), False: ("exp_avg", "exp_avg_sq")}
 #: What may become of a parameter's state, with the text for the log.
-ACTIONS = {
-    "kept": "{key} as saved",
-    "first_moment": "{key} from the first moment",
-    "zero": "{key} at zero",
-}
+ACTIONS = {"kept": "{key} as saved", "first_moment": "{key} from the first moment", "zero": "{key} at zero"}
 Actions = dict[str, str]
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where state comes from.
+    """Where state comes from."""
 
-    Args:
-        title: its name in the log.
-        is_muon: by parameter name, whether Muon updated it there (else AdamW).
-        read: (name, key of :data:`KEYS`) -> the state of the whole parameter, in any shape.
-        step: name -> number of steps taken.
-    """
-
+    #: Its name in the log.
     title: str
+    #: By parameter name, whether Muon updated it there (else AdamW).
     is_muon: Mapping[str, bool]
+    #: (name, key of :data:`KEYS`) -> the state of the whole parameter, in any shape.
     read: Callable[[str, str], Tensor]
+    #: name -> number of steps taken.
     step: Callable[[str], float]
 
 
@@ -62,29 +55,22 @@ def decide(specs: Iterable[MatrixSpec], source: Source, choice: str | None) -> A
         ImportStateError: names the parameters that ``source`` lacks, and those whose change the choice does not cover.
     """
     actions: Actions = {}
-    absent: list[str] = []
-    to_muon: list[str] = []
-    to_adamw: list[str] = []
+    texts = {
+        None: "it holds no state of",
+        False: "AdamW updated there what Muon updates here",
+        True: "Muon updated there what AdamW updates here",
+    }
+    refused: dict[str, list[str]] = defaultdict(list)
     for spec in specs:
         there = source.is_muon.get(spec.name)
-        if there is None:
-            absent.append(spec.name)
-        elif there is spec.use_muon:
+        if there is spec.use_muon:
             actions[spec.name] = "kept"
-        elif choice == "zero" or (spec.use_muon and choice):
+        elif there is not None and choice and (spec.use_muon or choice == "zero"):
             actions[spec.name] = choice
         else:
-            (to_muon if spec.use_muon else to_adamw).append(spec.name)
-    problems = [
-        f"{text}: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
-        for text, names in (
-            ("it holds no state of", absent),
-            ("AdamW updated there what Muon updates here", to_muon),
-            ("Muon updated there what AdamW updates here", to_adamw),
-        )
-        if names
-    ]
-    if problems:
+            refused[texts[there]].append(spec.name)
+    if refused:
+        problems = [f"{text}: {', '.join(n[:8])}{', ...' if len(n) > 8 else ''}" for text, n in refused.items()]
         raise ImportStateError(
             f"{source.title} cannot be taken over: {'; '.join(problems)}. Route them as there with muon_include and "
             'muon_exclude, or start the state of those that change at zero with "import_momentum": "zero"'
@@ -136,11 +122,14 @@ def report(optimizer: MuonWithAuxAdam, source: Source, actions: Actions) -> None
             logger.info("deepspeed-muon: group %s: from %s: %s", name, source.title, ", ".join(kinds))
 
 
+def fused(optimizer: MuonWithAuxAdam) -> list[str]:
+    """Names of the parameters that ``muon_fused`` cuts."""
+    return [spec.name for spec in optimizer.specs.values() if spec.split_by == "muon_fused"]
+
+
 def warn_of_fused(optimizer: MuonWithAuxAdam, source: Source, actions: Actions) -> None:
     """Warn where the momentum of another Muon continues in parameters that it may not have cut."""
-    fused = [spec.name for spec in optimizer.specs.values() if spec.split_by == "muon_fused"]
-    names = [name for name in fused if actions.get(name) == "kept"]
-    if names:
+    if names := [name for name in fused(optimizer) if actions.get(name) == "kept"]:
         logger.warning(
             "deepspeed-muon: %d fused parameters go on as several matrices, first %s; where %s has them as one, "
             '"muon_fused": "whole" goes on as before',
@@ -155,10 +144,7 @@ def warn_of_fused(optimizer: MuonWithAuxAdam, source: Source, actions: Actions) 
 
 @torch.no_grad()
 def import_state(
-    engine: Any,
-    state_dict: Mapping[str, Any],
-    convention: Literal["ema", "sum"],
-    names: Sequence[str] | None = None,
+    engine: Any, state_dict: Mapping[str, Any], convention: Literal["ema", "sum"], names: Sequence[str] | None = None
 ) -> None:
     """Import the state of a plain PyTorch optimizer, on every rank of a live engine.
 
@@ -203,11 +189,10 @@ def _of_state_dict(
 ) -> Source:
     specs = {spec.name: spec for spec in optimizer.specs.values()}
     groups = state_dict["param_groups"]
-    names = _names(groups, given)
-    group_of = {index: group for group in groups for index in group["params"]}
-    found = [state_dict["state"].get(index, {}) for index in group_of]
-    entries = {name: entry for name, entry in zip(names, found, strict=True) if entry}
-    decays = {name: group.get("momentum") for name, group in zip(names, group_of.values(), strict=True)}
+    members = [(index, group.get("momentum")) for group in groups for index in group["params"]]
+    named = list(zip(_names(groups, given), members, strict=True))
+    entries = {name: state_dict["state"][index] for name, (index, _) in named if state_dict["state"].get(index)}
+    decays = {name: momentum for name, (_, momentum) in named}
     if problems := list(_problems(specs, entries, decays, is_sum)):
         raise ImportStateError("the state_dict does not fit the model: " + "; ".join(problems[:8]))
 
@@ -233,7 +218,7 @@ def _names(groups: Sequence[Mapping[str, Any]], given: Sequence[str] | None) -> 
             "unnoticed: pass names=[...], one per parameter in its order, as [name for name, _ in "
             "model.named_parameters()] for an optimizer that was built with model.parameters()"
         )
-    if len(names) != count or len(set(names)) != count:
+    if not len(names) == len(set(names)) == count:
         raise ImportStateError(
             f"the state_dict holds {count} parameters, and there are {len(set(names))} names: pass one name per "
             "parameter of it, each once, in its order"

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import zipfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +17,13 @@ from deepspeed.muon.log import logger
 from deepspeed.muon.math.choice import unknown_methods
 from deepspeed.muon.matrices.pipeline import stages_of
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.zero.checkpoint.safe_load import read_states
+from deepspeed.muon.state_import import fused
+from deepspeed.muon.zero.checkpoint.safe_load import read_model, read_states
 
 
-@dataclass(frozen=True)
-class Request:
-    """What a call of ``load_checkpoint`` wants to load."""
-
-    shapes: bool
-    strict: bool
-    optimizer_states: bool
-    scheduler_states: bool
+def loads_states(arguments: Mapping[str, Any], kind: str = "optimizer") -> bool:
+    """Whether a call of ``load_checkpoint`` loads the states of the optimizer, or of the ``lr_scheduler``."""
+    return arguments[f"load_{kind}_states"] and not arguments["load_module_only"]
 
 
 def of_engine(engine: Any, exclude_frozen: bool = False) -> dict[str, Any]:
@@ -39,9 +33,9 @@ def of_engine(engine: Any, exclude_frozen: bool = False) -> dict[str, Any]:
     ``layout``: a hash of where each parameter lies in the flat tensors of each rank.
     """
     optimizer: MuonWithAuxAdam = engine.basic_optimizer
-    kept = ("use_muon", "ns_methods")
-    groups = [{key: group[key] for key in kept if key in group} for group in optimizer.param_groups]
-    names = sorted(matrices(optimizer))
+    names = {"matrices": sorted(matrices(optimizer))}
+    groups = [group | names if group["use_muon"] else group for group in optimizer.param_groups]
+    kept = ("use_muon", "ns_methods", "matrices")
     return {
         "stage": engine.zero_optimization_stage(),
         "wrapper": engine.muon_adapter.CLASS,
@@ -49,7 +43,7 @@ def of_engine(engine: Any, exclude_frozen: bool = False) -> dict[str, Any]:
         "world_size": engine.seq_dp_world_size,
         "scheduler": engine.lr_scheduler is not None,
         "shapes": _shapes(engine.module, exclude_frozen),
-        "groups": [group | ({"matrices": names} if group["use_muon"] else {}) for group in groups],
+        "groups": [{key: group[key] for key in kept if key in group} for group in groups],
         "layout": _layout(optimizer.all_partitions),
     }
 
@@ -79,96 +73,88 @@ def _layout(partitions: list[Partition]) -> str:
         for partition in partitions
         for order, shard in enumerate(partition.shards)
     )
-    return hashlib.sha256(json.dumps(lines).encode()).hexdigest()[:16]
+    return _hash(json.dumps(lines), 16)
 
 
-def of_files(engine: Any, folder: str, tag: str, with_optimizer: bool) -> dict[str, Any]:
+def _hash(text: str, digits: int) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:digits]
+
+
+def of_files(engine: Any, arguments: Mapping[str, Any], tag: str) -> dict[str, Any]:
     """As :func:`of_engine`, as far as the files that DeepSpeed will load tell it; their tensors are not read.
 
-    Raises:
-        CheckpointError: a file is missing or cannot be read.
+    Raises CheckpointError for a file that is missing or cannot be read.
     """
-    model = _opened(_read_model, engine._get_ckpt_name(folder, tag))
+    folder = arguments["load_dir"]
+    model = _opened(read_model, engine._get_ckpt_name(folder, tag))
     saved = {"world_size": model["dp_world_size"], "scheduler": model["lr_scheduler"] is not None}
     if engine.zero_optimization_partition_weights():
         saved["partial_shapes"] = {n: list(s) for group in model["param_shapes"] for n, s in group.items()}
     elif model["module"] is not None:  # a pipeline saves its layers in files of their own
         key = "partial_shapes" if engine.has_moe_layers else "shapes"  # experts lie in files of their own
         saved[key] = {n: list(v.shape) for n, v in model["module"].items() if isinstance(v, torch.Tensor)}
-    if with_optimizer:
-        if engine.zero_optimization():
-            state = _opened(read_states, engine._get_zero_ckpt_name(folder, tag))["optimizer_state_dict"]
-        else:
-            state = model["optimizer"]
-        saved["groups"] = saved_groups(state)
+    if loads_states(arguments):
+        zero = engine.zero_optimization() and _opened(read_states, engine._get_zero_ckpt_name(folder, tag))
+        saved["groups"] = saved_groups(zero["optimizer_state_dict"] if zero else model["optimizer"])
     return saved
-
-
-def _read_model(file: Path) -> dict[str, Any]:
-    """May unpickle objects that the user saved beside the weights, as DeepSpeed does."""
-    return torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=False)
 
 
 def _opened(read: Callable[[Path], dict[str, Any]], name: str) -> dict[str, Any]:
     file = Path(name)
+    if not file.is_file():
+        raise CheckpointError(f"{file.name} is missing: damaged, or of another stage, precision or world size")
     try:
         return read(file)
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{file.name} is missing: damaged, or of another stage, precision or world size"
-        ) from None
     except Exception as error:  # a damaged pickle can raise anything
         reason = f"{type(error).__name__}: {error}".splitlines()[0].split(". ")[0]
         raise CheckpointError(f"{file.name} cannot be read: {reason}") from error
 
 
-def difference(engine: Any, saved: dict[str, Any], current: dict[str, Any], request: Request) -> str | None:
-    """A message that says why the checkpoint cannot be loaded into the engine, or ``None``.
-
-    Args:
-        saved: of :func:`of_engine` then, or of :func:`of_files`, which leaves facts out.
-        current: of :func:`of_engine` now.
-    """
-    if request.scheduler_states and current["scheduler"] and not saved["scheduler"]:
-        return "it holds no state of a learning-rate scheduler; pass load_lr_scheduler_states=False"
-    if request.optimizer_states and (text := routing_difference(engine.basic_optimizer, saved["groups"])):
-        return text
-    if request.shapes and (text := _shape_difference(saved, current, request.strict)):
-        return text
-    if "stage" in saved and (saved["stage"] == 3) != (current["stage"] == 3):
-        return f"it was saved at ZeRO stage {saved['stage']}, this run has stage {current['stage']}{_CONVERT}"
-    return _optimizer_difference(saved, current) if request.optimizer_states else None
-
-
 _CONVERT = "; convert it with DeepSpeed's ds_to_universal, or load it as it was saved"
 
 
-def _optimizer_difference(saved: dict[str, Any], current: dict[str, Any]) -> str | None:
-    if saved["world_size"] != current["world_size"]:
-        return f"it was saved on {saved['world_size']} ranks, this run has {current['world_size']}{_CONVERT}"
+def differences(engine: Any, saved: dict[str, Any], arguments: Mapping[str, Any]) -> Iterator[str]:
+    """Messages that say why the checkpoint cannot be loaded into the engine, the first one being the best.
+
+    Args:
+        saved: of :func:`of_engine` then, or of :func:`of_files`, which leaves facts out.
+        arguments: of ``load_checkpoint``.
+    """
+    here = of_engine(engine)
+    if loads_states(arguments, "lr_scheduler") and here["scheduler"] and not saved["scheduler"]:
+        yield "it holds no state of a learning-rate scheduler; pass load_lr_scheduler_states=False"
+    if loads_states(arguments) and (text := routing_difference(engine.basic_optimizer, saved["groups"])):
+        yield text
+    if arguments["custom_load_fn"] is None:
+        yield from _shape_differences(saved, here["shapes"], arguments["load_module_strict"])
+    there = {**here, **saved}
+    if (there["stage"] == 3) != (here["stage"] == 3):
+        yield f"it was saved at ZeRO stage {there['stage']}, this run has stage {here['stage']}{_CONVERT}"
+    if not loads_states(arguments):
+        return
+    if there["world_size"] != here["world_size"]:
+        yield f"it was saved on {there['world_size']} ranks, this run has {here['world_size']}{_CONVERT}"
     for key, title in {"wrapper": "ZeRO's optimizer", "dtype": "precision"}.items():
-        if saved.get(key, current[key]) != current[key]:
-            return f"it was saved with {title} = {saved[key]}, this run has {current[key]}{_CONVERT}"
-    if saved.get("layout", current["layout"]) != current["layout"]:
-        return (
+        if there[key] != here[key]:
+            yield f"it was saved with {title} = {there[key]}, this run has {here[key]}{_CONVERT}"
+    if there["layout"] != here["layout"]:
+        yield (
             "the parameters lie elsewhere in the shards: parameter groups, their order, sub_group_size or "
             f"round_robin_gradients differ{_CONVERT}"
         )
-    return None
 
 
-def _shape_difference(saved: dict[str, Any], current: dict[str, Any], strict: bool) -> str | None:
-    there, here = saved.get("shapes", saved.get("partial_shapes", {})), current["shapes"]
+def _shape_differences(saved: dict[str, Any], here: dict[str, list[int]], strict: bool) -> Iterator[str]:
+    there = saved.get("shapes", saved.get("partial_shapes", {}))
     for name in here:
         if there.get(name, here[name]) != here[name]:
-            return f"{name} has shape {there[name]} in the checkpoint and {here[name]} in the model: another model"
+            yield f"{name} has shape {there[name]} in the checkpoint and {here[name]} in the model: another model"
     missing, extra = (sorted(a.keys() - b.keys()) for a, b in ((here, there), (there, here)))
     if strict and "shapes" in saved and (missing or extra):
-        return (
+        yield (
             f"the model has {missing[:4]} which the checkpoint lacks, the checkpoint has {extra[:4]} which the model "
             "lacks: another model; load_module_strict=False loads what both have"
         )
-    return None
 
 
 #: Keys of a group that a load does not change: its ratio to the schedule, and how ZeRO finds its experts' ranks.
@@ -189,13 +175,8 @@ def matrices(optimizer: Any) -> set[str]:
 
 def blocks(optimizer: Any) -> dict[str, str]:
     """For each parameter that is several matrices, by name: a hash of where they lie in it."""
-    return {
-        spec.name: hashlib.sha256(str([(b.offset, b.rows, b.cols, b.bands) for b in spec.blocks]).encode()).hexdigest()[
-            :8
-        ]
-        for spec in optimizer.specs.values()
-        if len(spec.blocks) > 1
-    }
+    cut = [spec for spec in optimizer.specs.values() if len(spec.blocks) > 1]
+    return {s.name: _hash(str([(b.offset, b.rows, b.cols, b.bands) for b in s.blocks]), 8) for s in cut}
 
 
 def kinds(groups: Groups) -> list[bool | None]:
@@ -210,7 +191,7 @@ def check_groups(optimizer: MuonWithAuxAdam, groups: Groups) -> None:
     here = blocks(optimizer)
     stated = [group["blocks"] for group in groups if "blocks" in group]
     # A checkpoint without blocks was saved by a version that did not cut fused weights.
-    there = stated[0] if stated else {name: here[name] for name in here.keys() - fused(optimizer)}
+    there = stated[0] if stated else {name: here[name] for name in here.keys() - set(fused(optimizer))}
     if other := sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name)):
         logger.warning(
             "deepspeed-muon: %d parameters are cut into other matrices than in the run that was saved, first %s; "
@@ -221,11 +202,6 @@ def check_groups(optimizer: MuonWithAuxAdam, groups: Groups) -> None:
         )
 
 
-def fused(optimizer: Any) -> set[str]:
-    """Names of the parameters that ``muon_fused`` cuts."""
-    return {spec.name for spec in optimizer.specs.values() if spec.split_by == "muon_fused"}
-
-
 def routing_difference(optimizer: MuonWithAuxAdam, groups: Groups) -> str | None:
     """A message if saved groups differ in kind, name unknown methods, or give Muon other parameters; else ``None``."""
     saved, current = kinds(groups), kinds(optimizer.param_groups)
@@ -234,12 +210,13 @@ def routing_difference(optimizer: MuonWithAuxAdam, groups: Groups) -> str | None
     if saved == current and there == here:
         unknown = [text for group in groups for text in unknown_methods(group.get("ns_methods", {}))]
         return f"it was saved with methods that this deepspeed-muon lacks: {', '.join(unknown)}" if unknown else None
+    words = {True: "Muon", False: "AdamW", None: "unknown"}
     return (
-        f"the checkpoint's parameter groups are {_kinds_text(saved)}, the optimizer's are {_kinds_text(current)}; "
-        f"Muon has {sorted(there - here)[:4]} in the checkpoint only and {sorted(here - there)[:4]} here only: "
-        "it was saved with another optimizer or another routing. To go on from AdamW, convert it with python -m "
-        "deepspeed.checkpoint.ds_to_universal --inject_missing_state, from stock's Muon with ds_muon import, "
-        'and load the result with "checkpoint": {"load_universal": true}'
+        f"the checkpoint's parameter groups are {[words[kind] for kind in saved]}, the optimizer's are "
+        f"{[words[kind] for kind in current]}; Muon has {sorted(there - here)[:4]} in the checkpoint only and "
+        f"{sorted(here - there)[:4]} here only: it was saved with another optimizer or another routing. To go on from "
+        "AdamW, convert it with python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state, from stock's "
+        'Muon with ds_muon import, and load the result with "checkpoint": {"load_universal": true}'
     )
 
 
@@ -255,17 +232,7 @@ def settings_of(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[st
         if key == "ns_methods":
             value = {shape: method for shape, method in value.items() if here.get(shape, method) != method}
             here = {shape: here[shape] for shape in value}
-        if key in ("lr", "initial_lr") or value == here:
-            continue
-        logger.warning(
-            "deepspeed-muon: group %s goes on with %s = %s from the checkpoint; the config has %s",
-            current.get("name"),
-            key,
-            value,
-            here,
-        )
+        if key not in ("lr", "initial_lr") and value != here:
+            change = f"{key} = {value} from the checkpoint; the config has {here}"
+            logger.warning("deepspeed-muon: group %s goes on with %s", current.get("name"), change)
     return {key: value for key, value in current.items() if key != "params"} | settings
-
-
-def _kinds_text(flags: Sequence[bool | None]) -> str:
-    return str([{True: "Muon", False: "AdamW", None: "unknown"}[flag] for flag in flags])

@@ -19,7 +19,8 @@ from __future__ import annotations
 import math
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,12 @@ from torch import Tensor
 
 from deepspeed.muon.errors import ImportStateError
 from deepspeed.muon.state_import import KEYS
-from deepspeed.muon.zero.checkpoint.safe_load import read_states
+from deepspeed.muon.zero.checkpoint.safe_load import read_model, read_states
 from deepspeed.muon.zero.checkpoint.universal import MOMENTUM, ORIGIN, WEIGHT
 
-Parts = dict[str, dict[str, list[Tensor]]]
 #: Stock's Muon leaves parameters to AdamW whose names contain one of these.
 ADAMW_NAMES = ("embed", "lm_head")
+MODEL_FILE = "mp_rank_00_model_states.pt"
 
 
 def convert(source: Path, target: Path) -> dict[str, Any]:
@@ -73,28 +74,45 @@ def convert(source: Path, target: Path) -> dict[str, Any]:
 class Saved:
     """A checkpoint of stock's Muon: names, shapes and the parts of each parameter's weight and state, by rank."""
 
-    def __init__(self, model_file: Path, stage: int) -> None:
-        self.model_file, self.stage = model_file, stage
-        self.model = _open(model_file)
+    def __init__(self, folder: Path, name: str, stage: int) -> None:
+        self.model_file, self.stage = folder / name, stage
+        if not self.model_file.is_file():
+            raise ImportStateError(f"{folder} holds no {name}: name the folder of one tag of a checkpoint")
+        self.model = read_model(self.model_file)
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.groups: list[dict[str, Any]] = []
         self.matrices: set[str] = set()
-        self.parts: Parts = {}
+        self.parts: dict[str, dict[str, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
         self.spans: list[int] = []
         self.loss_scale = 1.0
         self.steps = 0.0
 
-    def add(self, name: str, key: str, part: Tensor) -> None:
-        """One rank's part, in the order of the ranks."""
-        self.parts.setdefault(name, {}).setdefault(key, []).append(part)
+    def take_groups(self, groups: list[dict[str, Any]]) -> None:
+        """The parameter groups, if they are stock's."""
+        flags = [group.get("use_muon") for group in groups]
+        if None in flags or any("matrices" in group for group in groups):
+            raise ImportStateError(
+                f"{self.model_file.parent} is no checkpoint of stock's Muon; AdamW's and this Muon's are converted by "
+                "python -m deepspeed.checkpoint.ds_to_universal (AdamW's with --inject_missing_state)"
+            )
+        self.groups = groups
+
+    def take_steps(self, entries: Iterable[dict[str, Any]]) -> None:
+        """The number of steps: that of a state, else the model's."""
+        counts = (float(entry["step"]) for entry in entries if "step" in entry)
+        self.steps = next(counts, float(self.model["global_steps"] - self.model["skipped_steps"]))
+
+    def add(self, name: str, use_muon: bool, weight: Tensor, entry: Mapping[str, Tensor], part: Any = ...) -> None:
+        """One rank's part of a parameter's weight and state, in the order of the ranks."""
+        if use_muon:
+            self.matrices.add(name)
+        for key in (WEIGHT, *KEYS[use_muon]):
+            if key == WEIGHT or key in entry:
+                self.parts[name][key].append((weight if key == WEIGHT else entry[key])[part])
 
     def whole(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """(name, fp32 weight, state and step count) of every parameter, in its shape.
-
-        Raises:
-            ImportStateError: parameters without state.
-        """
-        absent = [n for n in self.shapes for key in KEYS[n in self.matrices] if key not in self.parts.get(n, {})]
+        """(name, fp32 weight, state and step count) of every parameter, in its shape. All must have state."""
+        absent = [n for n in self.shapes for key in KEYS[n in self.matrices] if key not in self.parts[n]]
         if absent:
             raise ImportStateError(
                 f"it holds no optimizer state of {', '.join(absent[:8])}: was it saved with "
@@ -115,63 +133,44 @@ def read(folder: Path) -> Saved:
     Raises:
         ImportStateError: it is not one of stock's Muon.
     """
-    optimizer_files = _by_rank(folder.glob("*zero_pp_rank_*_optim_states.pt"))
-    if not optimizer_files:
+    files = list(folder.glob("*zero_pp_rank_*_optim_states.pt"))
+    if not files:
         return _read_stage0(folder)
-    ranks = [read_states(file)["optimizer_state_dict"] for file in optimizer_files]
+    files.sort(key=lambda file: [int(number) for number in re.findall(r"\d+", file.name)])  # by rank
+    ranks = [read_states(file)["optimizer_state_dict"] for file in files]
+    bases = [state.get("base_optimizer_state") or state["optimizer_state_dict"] for state in ranks]
     stage = int(ranks[0].get("zero_stage", 1))
-    pattern = "zero_pp_rank_0_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
-    saved = Saved(_only(folder, pattern), stage)
-    offloaded = _is_offloaded(saved.model)
-    if not offloaded:
-        scaler = ranks[0].get("loss_scaler")
-        saved.loss_scale = float(getattr(scaler, "cur_scale", 1.0))
+    saved = Saved(folder, "zero_pp_rank_0_mp_rank_00_model_states.pt" if stage == 3 else MODEL_FILE, stage)
+    saved.take_groups(bases[0]["param_groups"])
+    saved.take_steps(entry for base in bases for entry in base["state"].values())
     saved.shapes = {n: tuple(shape) for group in saved.model["param_shapes"] for n, shape in group.items()}
-    for rank, state in enumerate(ranks):
-        base = state.get("base_optimizer_state") or state["optimizer_state_dict"]
-        if rank == 0:
-            _take_groups(saved, base["param_groups"])
-            # Padding is at the end of a group: if the first rank has any, no other rank holds anything.
-            saved.spans = [part.numel() for part in state.get("single_partition_of_fp32_groups", ())]
+    # Padding is at the end of a group: if the first rank has any, no other rank holds anything.
+    saved.spans = [part.numel() for part in ranks[0].get("single_partition_of_fp32_groups", ())]
+    section = (saved.model.get("ds_config") or {}).get("zero_optimization", {}).get("offload_optimizer") or {}
+    is_offloaded = section.get("device", "none") != "none"
+    if not is_offloaded:
+        saved.loss_scale = float(getattr(ranks[0].get("loss_scaler"), "cur_scale", 1.0))
+    for rank, (state, base) in enumerate(zip(ranks, bases, strict=True)):
         if stage == 3:
-            _add_stage3(saved, state, base["state"], rank, len(ranks))
+            _add_stage3(saved, state, base["state"], len(ranks))
         else:
             is_bf16_optimizer = "zero_stage" not in state
-            _add_stage12(saved, state, base["state"], rank, offloaded or is_bf16_optimizer)
-    _set_steps(saved, [entry for state in ranks for entry in _states(state).values()])
+            _add_stage12(saved, state, base["state"], rank, is_offloaded or is_bf16_optimizer)
     return saved
-
-
-def _states(state: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-    return (state.get("base_optimizer_state") or state["optimizer_state_dict"])["state"]
-
-
-def _take_groups(saved: Saved, groups: list[dict[str, Any]]) -> None:
-    flags = [group.get("use_muon") for group in groups]
-    if any(flag is None for flag in flags) or any("matrices" in group for group in groups):
-        raise ImportStateError(
-            f"{saved.model_file.parent} is no checkpoint of stock's Muon; AdamW's and this Muon's are converted by "
-            "python -m deepspeed.checkpoint.ds_to_universal (AdamW's with --inject_missing_state)"
-        )
-    saved.groups = groups
 
 
 def _add_stage12(saved: Saved, state: Mapping[str, Any], states: Mapping[int, Any], rank: int, is_share: bool) -> None:
     """Add one rank's share of each group. Parameters lie in the order of ``param_shapes``."""
     for index, group in enumerate(saved.groups):
-        entry, before = states.get(index, {}), 0
-        weights = state["single_partition_of_fp32_groups"][index]
+        use_muon, entry, before = group["use_muon"], states.get(index, {}), 0
+        has_whole = use_muon and not is_share and "momentum_buffer" in entry
         for name, part in _held(saved, state, index, rank):
-            saved.add(name, WEIGHT, weights[part])
-            if group["use_muon"]:
-                saved.matrices.add(name)
-            for key in set(KEYS[group["use_muon"]]) & entry.keys():
-                if group["use_muon"] and not is_share:
-                    count = math.prod(saved.shapes[name])
-                    saved.parts[name][key] = [entry[key][before : before + count]]
-                    before += count
-                else:
-                    saved.add(name, key, entry[key][part])
+            weights = state["single_partition_of_fp32_groups"][index]
+            saved.add(name, use_muon, weights, {} if has_whole else entry, part)
+            if has_whole:
+                after = before + math.prod(saved.shapes[name])
+                saved.parts[name]["momentum_buffer"] = [entry["momentum_buffer"][before:after]]
+                before = after
 
 
 def _held(saved: Saved, state: Mapping[str, Any], index: int, rank: int) -> Iterator[tuple[str, slice]]:
@@ -186,75 +185,38 @@ def _held(saved: Saved, state: Mapping[str, Any], index: int, rank: int) -> Iter
         start += math.prod(shape) + padding
 
 
-def _add_stage3(saved: Saved, state: Mapping[str, Any], states: Mapping[int, Any], rank: int, count: int) -> None:
+def _add_stage3(saved: Saved, state: Mapping[str, Any], states: Mapping[int, Any], count: int) -> None:
     muon = {i for group in saved.groups if group["use_muon"] for i in group["params"]}
     for index, shapes in enumerate(saved.model["param_shapes"]):
-        start, entry = 0, states.get(index, {})
+        start, weights = 0, state["fp32_flat_groups"][index]
         for name, shape in shapes.items():
-            share = -(-math.prod(shape) // count)
-            saved.add(name, WEIGHT, state["fp32_flat_groups"][index][start : start + share])
-            if index in muon:
-                saved.matrices.add(name)
-            for key in set(KEYS[index in muon]) & entry.keys():
-                saved.add(name, key, entry[key][start : start + share])
-            start += share
+            end = start + -(-math.prod(shape) // count)
+            saved.add(name, index in muon, weights, states.get(index, {}), slice(start, end))
+            start = end
 
 
 def _read_stage0(folder: Path) -> Saved:
     """States carry no names at stage 0: take the model's, route them by stock's rule, and check the shapes."""
-    saved = Saved(_only(folder, "mp_rank_00_model_states.pt"), 0)
+    saved = Saved(folder, MODEL_FILE, 0)
     outer = saved.model["optimizer"] or {}
     base = outer.get("optimizer_state_dict", outer)
-    _take_groups(saved, base.get("param_groups", [{}]))
+    saved.take_groups(base.get("param_groups", [{}]))
     weights = {name: value for name, value in saved.model["module"].items() if value.is_floating_point()}
-    muon = [name for name, weight in weights.items() if _has_muon(name, weight)]
+    matrices = [name for name in weights if weights[name].ndim >= 2]
+    muon = [name for name in matrices if not any(part in name.lower() for part in ADAMW_NAMES)]
     muon.sort(key=lambda name: tuple(weights[name].shape), reverse=True)  # as stock's Muon orders its parameters
     halves = {True: muon, False: [name for name in weights if name not in set(muon)]}
     masters = [master for group in outer.get("fp32_groups", ()) for master in group]
     order = [name for group in saved.groups for name in halves[group["use_muon"]][: len(group["params"])]]
-    indices = [index for group in saved.groups for index in group["params"]]
-    found = [base["state"].get(index, {}) for index in indices]
+    found = [base["state"].get(index, {}) for group in saved.groups for index in group["params"]]
     shapes = [next(iter(e[k].shape for k in ("momentum_buffer", "exp_avg") if k in e), None) for e in found]
     if len(order) != len(weights) or shapes != [weights[name].shape for name in order]:
         raise ImportStateError(
             "at stage 0 states carry no names, and these do not fit the model's parameters in order (frozen, tied or "
             "grouped ones, or buffers): load the weights alone and bring the state with deepspeed.muon.import_state"
         )
-    for name, entry, *master in zip(order, found, masters or [weights[name] for name in order], strict=True):
+    for name, entry, master in zip(order, found, masters or [weights[name] for name in order], strict=True):
         saved.shapes[name] = tuple(weights[name].shape)
-        saved.add(name, WEIGHT, master[0].float())
-        if name in muon:
-            saved.matrices.add(name)
-        for key in set(KEYS[name in saved.matrices]) & entry.keys():
-            saved.add(name, key, entry[key])
-    _set_steps(saved, found)
+        saved.add(name, name in muon, master.float(), entry)
+    saved.take_steps(found)
     return saved
-
-
-def _has_muon(name: str, weight: Tensor) -> bool:
-    return weight.ndim >= 2 and not any(part in name.lower() for part in ADAMW_NAMES)
-
-
-def _set_steps(saved: Saved, entries: list[dict[str, Any]]) -> None:
-    counts = [float(entry["step"]) for entry in entries if "step" in entry]
-    saved.steps = counts[0] if counts else float(saved.model["global_steps"] - saved.model["skipped_steps"])
-
-
-def _is_offloaded(model: Mapping[str, Any]) -> bool:
-    section = (model.get("ds_config") or {}).get("zero_optimization", {}).get("offload_optimizer") or {}
-    return section.get("device", "none") != "none"
-
-
-def _by_rank(files: Iterator[Path]) -> list[Path]:
-    return sorted(files, key=lambda file: [int(number) for number in re.findall(r"\d+", file.name)])
-
-
-def _only(folder: Path, name: str) -> Path:
-    if not (folder / name).is_file():
-        raise ImportStateError(f"{folder} holds no {name}: name the folder of one tag of a checkpoint")
-    return folder / name
-
-
-def _open(file: Path) -> Any:
-    """The model's file, which may hold objects that the script saved beside the weights."""
-    return torch.load(str(file), map_location="cpu", mmap=True, weights_only=False)

@@ -3,24 +3,28 @@
 
 A save first writes the header, with an id of its own, so that whatever older manifests the folder holds stop
 counting. Each rank adds a manifest of its files once they are on disk. A checkpoint is complete when every rank's
-manifest carries the header's id, and intact when the files have the sizes and CRC-32 that stand there.
+manifest carries the header's id, and intact when the files have the sizes and CRC-32 that stand there. Files of
+``torch.save`` are archives that hold a CRC-32 of each of their records: of these the manifest has that of the list.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import zipfile
 import zlib
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from deepspeed.muon.errors import CheckpointError
-from deepspeed.muon.zero.checkpoint.file_writer import WrittenFile
 
 HEADER = "muon_save.json"
-FORMAT = 1
+#: In format 1 the manifests have the CRC-32 of all files' contents; it is still read.
+FORMAT = 2
 #: Bytes read at once for a checksum.
 CHUNK = 4 * 2**20
 
@@ -40,55 +44,48 @@ def begin(folder: Path, facts: dict[str, Any]) -> None:
     write_atomically(folder / HEADER, json.dumps({"format": FORMAT, **facts}))
 
 
-def finish(folder: Path, rank: int, save_id: str, files: Iterable[WrittenFile]) -> None:
-    """List this rank's files, which are on disk and lie below the folder."""
-    listed = {file.path.relative_to(folder).as_posix(): {"bytes": file.length, "crc32": file.crc32} for file in files}
+def finish(folder: Path, rank: int, save_id: str, files: Iterable[Path]) -> None:
+    """Bring this rank's files, which lie below the folder, to disk, and list them."""
+    listed = {file.relative_to(folder).as_posix(): _facts(file) for file in files}
     write_atomically(folder / manifest_name(rank), json.dumps({"save_id": save_id, "rank": rank, "files": listed}))
 
 
-def on_disk(file: Path) -> WrittenFile:
-    """A file that something else has written, once its contents are on disk."""
+def _facts(file: Path) -> dict[str, int | None]:
+    """``bytes``, and ``records`` of an archive or ``crc32`` of another file, if torch is to compute CRC-32 at all."""
     with file.open("rb+") as written:
-        os.fsync(written.fileno())
-    return WrittenFile(file, file.stat().st_size, checksum(file))
+        try:
+            os.fsync(written.fileno())
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(file)) from error
+    size = file.stat().st_size
+    with suppress(zipfile.BadZipFile, ValueError), zipfile.ZipFile(file) as archive:
+        return {"bytes": size, "records": _records(archive)}
+    is_wanted = getattr(torch.serialization, "get_crc32_options", lambda: True)()  # torch 2.5 has no such option
+    return {"bytes": size, "crc32": checksum(file) if is_wanted else None}
 
 
-def forget(folder: Path, save_id: str, files: Iterable[Path], names: Iterable[str]) -> bool:
-    """Remove what is left of a save that failed.
+def _records(archive: zipfile.ZipFile) -> int:
+    """CRC-32 of the list of an archive's records, which has their names, places, sizes and CRC-32."""
+    assert archive.fp is not None
+    archive.fp.seek(archive.start_dir)
+    return zlib.crc32(archive.fp.read())
 
-    Args:
-        files: of checkpoints, that this rank has begun to write.
-        names: of this rank's manifest, and of the header where this rank writes it; removed if they are that save's.
 
-    Returns:
-        Whether the header was that save's. Then the folder holds no complete checkpoint any more.
-    """
-    for file in files:
-        with suppress(OSError):
-            file.unlink(missing_ok=True)
-    removed = []
-    for name in names:
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            if json.loads((folder / name).read_text())["save_id"] == save_id:
-                (folder / name).unlink()
-                removed.append(name)
-    with suppress(OSError):
-        folder.rmdir()  # only where nothing else is in it
-    return HEADER in removed
+def forget(file: Path, save_id: str) -> bool:
+    """Remove a header or manifest of a save that failed; returns whether it was that save's."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        if json.loads(file.read_text())["save_id"] == save_id:
+            file.unlink()
+            return True
+    return False
 
 
 def read_header(folder: Path) -> dict[str, Any] | None:
-    """The header of a folder; ``None`` where there is none.
-
-    Raises:
-        CheckpointError: it is there, but cannot be read.
-    """
+    """The header of a folder, ``None`` where there is none. Raises CheckpointError if it cannot be read."""
     file = folder / HEADER
-    if not file.exists():
-        return None
     try:
-        header = json.loads(file.read_text())
-        if header["format"] == FORMAT:
+        header = json.loads(file.read_text()) if file.exists() else None
+        if header is None or header["format"] <= FORMAT:
             return header
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{HEADER} cannot be read: {error}") from error
@@ -107,26 +104,36 @@ def damages(folder: Path, save_id: str, rank: int, contents: bool = True) -> lis
         manifest = json.loads((folder / name).read_text())
         if manifest["save_id"] != save_id:
             return [f"{name} is of another save: the last save of this tag was not finished, or two were mixed"]
-        listed = [(file, facts["bytes"], facts["crc32"]) for file, facts in manifest["files"].items()]
+        found = [_damage(folder, file, facts, contents) for file, facts in manifest["files"].items()]
+        return [damage for damage in found if damage]
     except FileNotFoundError:
         return [f"{name} is missing: rank {rank} did not finish this save"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return [f"{name} cannot be read: {error}"]
-    found = (_damage(folder / file, file, size, crc, contents) for file, size, crc in listed)
-    return [damage for damage in found if damage]
 
 
-def _damage(path: Path, name: str, size: int, crc: int, contents: bool) -> str | None:
+def _damage(folder: Path, name: str, facts: dict[str, int | None], contents: bool) -> str | None:
+    size, expected = facts.pop("bytes"), facts.popitem()
     try:
-        if (there := path.stat().st_size) != size:
+        if (there := (folder / name).stat().st_size) != size:
             return f"{name} has {there} bytes, and {size} were saved"
-        if contents and checksum(path) != crc:
-            return f"{name} has other contents than were saved (CRC-32)"
+        is_intact = not contents or _is_intact(folder / name, *expected)
     except FileNotFoundError:
         return f"{name} is missing"
     except OSError as error:
         return f"{name} cannot be read: {error}"
-    return None
+    except Exception:  # a damaged archive can raise anything
+        is_intact = False
+    return None if is_intact else f"{name} has other contents than were saved (CRC-32)"
+
+
+def _is_intact(file: Path, key: str, value: int | None) -> bool:
+    """Whether a file has the contents of which this stands in a manifest."""
+    if key == "crc32":
+        return value is None or checksum(file) == value
+    with zipfile.ZipFile(file) as archive:
+        has_crc32 = any(record.CRC for record in archive.infolist())  # torch writes 0 where it is to compute none
+        return key == "records" and _records(archive) == value and not (has_crc32 and archive.testzip())
 
 
 def complete_tags(folder: Path) -> list[str]:
@@ -136,13 +143,11 @@ def complete_tags(folder: Path) -> list[str]:
 
 
 def _is_complete(folder: Path) -> bool:
-    try:
-        header = read_header(folder)
-    except CheckpointError:
-        return False
-    return header is not None and not any(
-        damages(folder, header["save_id"], rank, contents=False) for rank in range(header["world_size"])
-    )
+    with suppress(CheckpointError):
+        if header := read_header(folder):
+            ranks = range(header["world_size"])
+            return not any(damages(folder, header["save_id"], rank, contents=False) for rank in ranks)
+    return False
 
 
 def checksum(file: Path) -> int:
@@ -163,13 +168,10 @@ def write_atomically(file: Path, text: str) -> None:
             target.flush()
             os.fsync(target.fileno())
         temporary.replace(file)
-    except BaseException:
+    finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise
     folder = os.open(file.parent, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # not every file system can do it for a folder
-            os.fsync(folder)
-    finally:
-        os.close(folder)
+    with suppress(OSError):  # not every file system can do it for a folder
+        os.fsync(folder)
+    os.close(folder)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from deepspeed.muon.errors import CheckpointError
 from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.zero.checkpoint.compatibility import loads_states
 from deepspeed.muon.zero.checkpoint.safe_load import read_states
 from deepspeed.muon.zero.consensus import together
 from deepspeed.muon.zero.nvme import each_sub_group, saved_files, swapped_in
@@ -39,24 +41,19 @@ class NvmeLoad:
     def around(self, load_dir: Path, tag: str | None, arguments: dict[str, Any]) -> Iterator[None]:
         """Check this rank's files; then let DeepSpeed load as without NVMe, with some of its functions replaced.
 
-        Raises:
-            CheckpointError: on every rank, what one of them lacks.
+        Raises CheckpointError on every rank, if one of them lacks anything.
         """
         if tag is not None and not self.engine.load_universal_checkpoint():
-            whole = arguments["load_optimizer_states"] and not arguments["load_module_only"]
             self._files = saved_files(self.engine, load_dir / tag)
             file = Path(self.engine._get_zero_ckpt_name(str(load_dir), tag))
-            refusal = f"the checkpoint {load_dir / tag} cannot be loaded"
-            together(lambda: self._check(file, whole), lambda reasons: CheckpointError(f"{refusal}: {reasons}"))
-        on_engine: dict[str, Callable] = {
-            "_load_checkpoint": self._load_checkpoint,
-            "zero_nvme_offload_optimizer": lambda original: False,
-        }
-        on_wrapper: dict[str, Callable] = {
-            "_rigid_load_state_dict": self._load_zero_file,
-            "_restore_from_bit16_weights": self._load_weights,
-        }
-        with replaced(self.engine, **on_engine), replaced(self.wrapper, **on_wrapper):
+            refusal = f"the checkpoint {load_dir / tag} cannot be loaded: "
+            check = partial(self._check, file, loads_states(arguments))
+            together(check, lambda reasons: CheckpointError(refusal + reasons))
+        load, rigid, weights = self._load_checkpoint, self._load_zero_file, self._load_weights
+        with (
+            replaced(self.engine, _load_checkpoint=load, zero_nvme_offload_optimizer=lambda original: False),
+            replaced(self.wrapper, _rigid_load_state_dict=rigid, _restore_from_bit16_weights=weights),
+        ):
             yield
 
     # ---- in place of DeepSpeed's functions -------------------------------------------------------------------
@@ -90,11 +87,7 @@ class NvmeLoad:
     # ---- before anything changes ---------------------------------------------------------------------------
 
     def _check(self, file: Path, whole: bool) -> None:
-        """Open the zero file whose tensors are swapped, if it has any.
-
-        Raises:
-            CheckpointError: what is wrong with it.
-        """
+        """Open the zero file whose tensors are swapped, if it has any; raise CheckpointError if it does not fit."""
         if not (self.uses_nvme or self._files.parent.is_dir()):
             return
         if not file.is_file():
@@ -119,13 +112,13 @@ class NvmeLoad:
 
     def _check_layout(self, saved: dict[str, Any]) -> None:
         """DeepSpeed names a sub-group after the numbers of its first and last parameter, counted per process."""
-        there, here = ([_span(flat) for flat in flats] for flats in (saved["fp32_flat_groups"], self._flats))
-        same_ranks = saved["partition_count"] == self.wrapper.partition_count
-        if not same_ranks or len(there) != len(here) or _relative(there) != _relative(here):
+        there, here = _spans(saved["fp32_flat_groups"]), _spans(self._flats)
+        ranks_there, ranks_here = saved["partition_count"], self.wrapper.partition_count
+        if (ranks_there, there) != (ranks_here, here):
             raise CheckpointError(
-                f"its {len(there)} sub-groups on {saved['partition_count']} ranks are not this engine's {len(here)} on "
-                f"{self.wrapper.partition_count}; use the ranks, zero_optimization.sub_group_size, parameters and "
-                "routing with which it was saved"
+                f"its {len(there)} sub-groups on {ranks_there} ranks are not this engine's {len(here)} on "
+                f"{ranks_here}; use the ranks, zero_optimization.sub_group_size, parameters and routing with which it "
+                "was saved"
             )
 
     @property
@@ -190,10 +183,8 @@ class NvmeLoad:
                 flat.data.copy_(buffer if half is None else half.data)
 
 
-def _span(flat: Tensor) -> tuple[int, ...]:
-    return tuple(int(number) for number in str(getattr(flat, "ds_id", "")).split("_") if number)
-
-
-def _relative(spans: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+def _spans(flats: list[Tensor]) -> list[list[int]]:
+    """The numbers of the parameters in the name of each sub-group, counted from the first."""
+    spans = [[int(number) for number in str(getattr(flat, "ds_id", "")).split("_") if number] for flat in flats]
     first = min((span[0] for span in spans if span), default=0)
-    return [tuple(number - first for number in span) for span in spans]
+    return [[number - first for number in span] for span in spans]

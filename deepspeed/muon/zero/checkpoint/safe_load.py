@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads optimizer state from a checkpoint without running code from the file."""
+"""Reads the files of a checkpoint, optimizer state without running code from them."""
 
 from __future__ import annotations
 
@@ -33,3 +33,8 @@ def read_states(file: Path) -> Any:
     zeros = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address, (stage, "builtins.getattr")]
     with torch.serialization.safe_globals([*zeros, *numbers]):  # type: ignore[list-item]
         return torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=True)
+
+
+def read_model(file: Path) -> dict[str, Any]:
+    """The contents of a model's file, as above. May unpickle objects that the user saved there, as DeepSpeed does."""
+    return torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=False)

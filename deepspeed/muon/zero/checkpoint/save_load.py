@@ -9,30 +9,19 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from deepspeed.muon.errors import CheckpointError
 from deepspeed.muon.log import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.zero.checkpoint import compatibility
-from deepspeed.muon.zero.checkpoint.file_writer import FileWriter, WrittenFile
-from deepspeed.muon.zero.checkpoint.manifest import (
-    HEADER,
-    begin,
-    complete_tags,
-    damages,
-    finish,
-    forget,
-    manifest_name,
-    on_disk,
-    read_header,
-    write_atomically,
-)
+from deepspeed.muon.zero.checkpoint import compatibility, manifest
 from deepspeed.muon.zero.consensus import from_rank_0, gathered, together
 from deepspeed.muon.zero.methods import compare_plans
 from deepspeed.muon.zero.nvme import saved_files
@@ -42,15 +31,13 @@ from deepspeed.muon.zero.seams import Seam, replaced
 TOLD = 4
 #: Methods of the engine and its checkpoint engine in which a rank does work of its own during a save.
 GUARDED = ("_save_checkpoint", "_save_moe_checkpoint", "_save_zero_checkpoint", "_copy_recovery_script")
-_ENGINE, _CHECKPOINT_ENGINE = (
-    ("deepspeed.runtime.engine", "DeepSpeedEngine"),
-    ("deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine", "TorchCheckpointEngine"),
-)
+ENGINE = "deepspeed.runtime.engine"
+_FILES = "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine"
 SEAMS = (
-    *(Seam(_ENGINE[0], f"{_ENGINE[1]}.{name}", "call") for name in (*GUARDED, "zero_nvme_offload_optimizer")),
-    *(Seam(_CHECKPOINT_ENGINE[0], f"{_CHECKPOINT_ENGINE[1]}.{name}", "call") for name in ("save", "makedirs")),
-    Seam("deepspeed.runtime.engine", "get_fp32_state_dict_from_zero_checkpoint", "call"),
-    Seam("deepspeed.runtime.engine", "DeepSpeedEngine._load_checkpoint", "call"),
+    *(Seam(ENGINE, f"DeepSpeedEngine.{name}", "call") for name in (*GUARDED, "zero_nvme_offload_optimizer")),
+    *(Seam(_FILES, f"TorchCheckpointEngine.{name}", "call") for name in ("save", "makedirs")),
+    Seam(ENGINE, "get_fp32_state_dict_from_zero_checkpoint", "call"),
+    Seam(ENGINE, "DeepSpeedEngine._load_checkpoint", "call"),
 )
 
 
@@ -81,12 +68,13 @@ def save_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
         save.begin(call.arguments["exclude_frozen_parameters"])
         with save.guarded():
             result = original(*call.args, **call.kwargs)
-        save.finish()
+        save.together(save.finish)
     except CheckpointError:
         save.clean_up()
         raise
     if wants_latest:
-        save.name_latest()
+        unnamed = f"the checkpoint {save.folder} is complete, but latest does not name it: "
+        together(save.name_latest, lambda reasons: CheckpointError(unnamed + reasons))
     return result
 
 
@@ -95,27 +83,29 @@ class _Save:
 
     def __init__(self, engine: Any, save_dir: Path, tag: str) -> None:
         self.engine, self.save_dir, self.tag, self.folder = engine, save_dir, tag, save_dir / tag
+        self.swapped = saved_files(engine, self.folder)
         rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
         #: Whether this rank writes what belongs to all.
         self.is_first = rank == 0
         self.save_id = ""
-        self.begun: list[Path] = []
-        self.written: list[WrittenFile] = []
+        #: Those that this rank has begun to write.
+        self.files: list[Path] = []
         self.error: Exception | None = None
 
     def together(self, act: Callable[[], Any]) -> Any:
         """:func:`consensus.together` with the error of a save."""
-        return together(act, self._failure)
 
-    def _failure(self, reasons: str) -> CheckpointError:
-        return CheckpointError(
-            f"the checkpoint {self.folder} could not be saved: {reasons}. What was written of it is removed, latest "
-            "names no incomplete checkpoint, and training can go on"
-        )
+        def failure(reasons: str) -> CheckpointError:
+            return CheckpointError(
+                f"the checkpoint {self.folder} could not be saved: {reasons}. What was written of it is removed, "
+                "latest names no incomplete checkpoint, and training can go on"
+            )
+
+        return together(act, failure)
 
     def leave_to_deepspeed(self) -> None:
         """Another checkpoint engine writes. A header of ours in this folder is from an older save: remove it."""
-        self.together(lambda: (self.folder / HEADER).unlink(missing_ok=True) if self.is_first else None)
+        self.together(lambda: (self.folder / manifest.HEADER).unlink(missing_ok=True) if self.is_first else None)
         if self.is_first:
             logger.warning(
                 "deepspeed-muon: %s writes this checkpoint, which therefore gets no manifest and is not verified when "
@@ -126,18 +116,13 @@ class _Save:
     def begin(self, exclude_frozen: bool) -> None:
         """Write the header, which makes an older checkpoint of this tag incomplete."""
         self.save_id = from_rank_0(uuid.uuid4().hex)
-        facts = {
-            "save_id": self.save_id,
-            "tag": self.tag,
-            "step": self.engine.global_steps,
-            "world_size": self.engine.world_size,
-            "structures": self._structures(exclude_frozen),
-        }
+        facts = {"save_id": self.save_id, "tag": self.tag, "step": self.engine.global_steps}
+        facts |= {"world_size": self.engine.world_size, "structures": self._structures(exclude_frozen)}
 
         def write() -> None:
-            shutil.rmtree(saved_files(self.engine, self.folder), ignore_errors=True)
+            shutil.rmtree(self.swapped, ignore_errors=True)
             if self.is_first:
-                begin(self.folder, facts)
+                manifest.begin(self.folder, facts)
 
         self.together(write)
 
@@ -145,13 +130,13 @@ class _Save:
         """The facts of each share of the model, in order."""
         from deepspeed import comm  # type: ignore[attr-defined]
 
-        engine = self.engine
-        mine = self.together(lambda: compatibility.of_engine(engine, exclude_frozen))
-        share, shares = compatibility.model_share(engine)
+        mine = self.together(lambda: compatibility.of_engine(self.engine, exclude_frozen))
+        share, shares = compatibility.model_share(self.engine)
         if shares == 1:
             return [mine]
-        found = gathered((share, mine) if comm.get_rank(group=engine.seq_data_parallel_group) == 0 else None)
-        return [structure for _, structure in sorted((one for one in found if one), key=lambda one: one[0])]
+        speaks = comm.get_rank(group=self.engine.seq_data_parallel_group) == 0
+        found = gathered((share, mine) if speaks else None)
+        return [structure for _, structure in sorted(filter(None, found))]
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -162,62 +147,64 @@ class _Save:
             with replaced(self.engine, **on_engine), replaced(self.engine.checkpoint_engine, **on_files):
                 yield
         except Exception as error:
-            self._keep(error)
+            self.error = self.error or error
 
     def _attempt(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         try:
             return original(*args, **kwargs)
         except Exception as error:  # told to all ranks once they have all come to the end of the save
-            self._keep(error)
+            self.error = self.error or error
 
     def _write(self, original: Callable, state_dict: Any, path: str) -> None:
-        """``TorchCheckpointEngine.save``, through a :class:`FileWriter`."""
+        """``TorchCheckpointEngine.save``, after whose first error everything is accepted and thrown away.
+
+        ``torch.save`` writes from C++, where a second failure, in closing the archive after a failed write, ends the
+        process.
+        """
         if self.error is not None:
             return
-        self.begun.append(Path(path))
-        writer = FileWriter(Path(path))
-        self._attempt(original, state_dict, writer)
-        try:
-            self.written.append(writer.finish())
-        except OSError as error:
-            self._keep(error)
+        self.files.append(Path(path))
+        file = self._attempt(open, path, "wb")
 
-    def _keep(self, error: Exception) -> None:
-        self.error = self.error or error
+        def write(data: Any) -> int:
+            view = memoryview(data).cast("B")
+            if self.error is None:
+                self._attempt(file.write, view)
+            return len(view)
+
+        self._attempt(original, state_dict, SimpleNamespace(write=write, flush=lambda: None))
+        if file is not None:
+            self._attempt(file.close)
+        if isinstance(self.error, OSError):
+            self.error.filename = path
 
     def finish(self) -> None:
-        """Copy swapped files and list all files of this rank; raise what failed on any rank."""
-
-        def write() -> None:
-            if self.error is not None:
-                raise self.error
-            swapped = self._copy_swapped_files()
-            finish(self.folder, self.engine.global_rank, self.save_id, [*self.written, *swapped])
-
-        self.together(write)
-
-    def _copy_swapped_files(self) -> list[WrittenFile]:
-        if not self.engine.zero_nvme_offload_optimizer():
-            return []
-        target = saved_files(self.engine, self.folder)
-        source = self.engine.optimizer.optimizer_swapper.swap_folder
-        shutil.copytree(source, target, ignore=shutil.ignore_patterns("*gradient*"))
-        return [on_disk(file) for file in target.rglob("*") if file.is_file()]
+        """Copy swapped files and list all files of this rank; raise what has failed on it."""
+        if self.error is not None:
+            raise self.error
+        if self.engine.zero_nvme_offload_optimizer():
+            source = self.engine.optimizer.optimizer_swapper.swap_folder
+            shutil.copytree(source, self.swapped, ignore=shutil.ignore_patterns("*gradient*"))
+        files = [*self.files, *filter(Path.is_file, self.swapped.rglob("*"))]
+        manifest.finish(self.folder, self.engine.global_rank, self.save_id, files)
 
     def name_latest(self) -> None:
-        """Write ``latest``."""
-
-        def explain(reasons: str) -> CheckpointError:
-            return CheckpointError(f"the checkpoint {self.folder} is complete, but latest does not name it: {reasons}")
-
-        together(lambda: write_atomically(self.save_dir / "latest", self.tag) if self.is_first else None, explain)
+        """Write ``latest``, on one rank."""
+        if self.is_first:
+            manifest.write_atomically(self.save_dir / "latest", self.tag)
 
     def clean_up(self) -> None:
         """Remove what was written, and leave no ``latest`` that names it."""
-        shutil.rmtree(saved_files(self.engine, self.folder), ignore_errors=True)
-        names = [manifest_name(self.engine.global_rank), *([HEADER] if self.is_first else [])]
-        if forget(self.folder, self.save_id, self.begun, names):
+        shutil.rmtree(self.swapped, ignore_errors=True)
+        for file in self.files:
             with suppress(OSError):
+                file.unlink(missing_ok=True)
+        manifest.forget(self.folder / manifest.manifest_name(self.engine.global_rank), self.save_id)
+        was_begun = self.is_first and manifest.forget(self.folder / manifest.HEADER, self.save_id)
+        with suppress(OSError):
+            self.folder.rmdir()  # only where nothing else is in it
+        with suppress(OSError):
+            if was_begun:
                 _repoint_latest(self.save_dir, self.tag)
 
 
@@ -226,8 +213,8 @@ def _repoint_latest(save_dir: Path, lost: str) -> None:
     latest = save_dir / "latest"
     if not latest.is_file() or latest.read_text().strip() != lost:
         return
-    if tags := [tag for tag in complete_tags(save_dir) if tag != lost]:
-        write_atomically(latest, tags[0])
+    if tags := [tag for tag in manifest.complete_tags(save_dir) if tag != lost]:
+        manifest.write_atomically(latest, tags[0])
     else:
         latest.unlink()
 
@@ -249,69 +236,56 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
     call.apply_defaults()
     if not _is_ours(engine):
         return original(engine, *args, **kwargs)
-    if engine.zero_optimization_stage() == 3 and call.arguments["load_module_only"]:
-        call.arguments["load_optimizer_states"] = False  # with this one alone DeepSpeed would load nothing
-    if engine.load_universal_checkpoint():
-        _say_unverified(engine, call.arguments["tag"])
-        return _load(original, engine, call)
-    found = gathered(_look(engine, call.arguments))
-    problems = _by_text(found)
-    if not problems and any((one["tag"], one["save_id"]) != (found[0]["tag"], found[0]["save_id"]) for one in found):
-        problems = [f"the ranks see different checkpoints: {[(one['tag'], one['save_id']) for one in found][:TOLD]}"]
-    if problems:
-        is_first = engine.global_rank == 0  # it alone looks for another tag to suggest
-        text = _refusal(call.arguments["load_dir"], found[0]["tag"], problems) if is_first else None
-        raise CheckpointError(from_rank_0(text))
-    tag = found[0]["tag"]
-    if tag is not None and found[0]["save_id"] is None:
-        _say_unverified(engine, tag)
-    call.arguments["tag"] = tag
-    with _weights_of(tag):
-        return _load(original, engine, call)
+    adapter, arguments, is_universal = engine.muon_adapter, call.arguments, engine.load_universal_checkpoint()
+    if engine.zero_optimization_stage() == 3 and arguments["load_module_only"]:
+        arguments["load_optimizer_states"] = False  # with this one alone DeepSpeed would load nothing
+    tag, save_id = (arguments["tag"], None) if is_universal else _agreed(engine, arguments)
+    arguments["tag"] = tag
+    if save_id is None and (is_universal or tag is not None) and engine.global_rank == 0:
+        logger.info(
+            "deepspeed-muon: the checkpoint %s has no manifest and is not verified", tag or "named in latest_universal"
+        )
 
+    def of_tag(original: Callable, *args: Any, **options: Any) -> Any:
+        """Stage 3 without optimizer states: DeepSpeed gathers the weights of ``latest``, whatever the tag."""
+        return original(*args, **options | {"tag": tag})
 
-def _load(original: Callable, engine: Any, call: inspect.BoundArguments) -> Any:
-    adapter, arguments = engine.muon_adapter, call.arguments
-    with adapter.loading(Path(arguments["load_dir"]), arguments["tag"], arguments):
+    with (
+        replaced(importlib.import_module(ENGINE), get_fp32_state_dict_from_zero_checkpoint=of_tag),
+        adapter.loading(Path(arguments["load_dir"]), tag, arguments),
+    ):
         result = original(*call.args, **call.kwargs)
     if result[0] is not None:
-        _begin_step_again(engine)
+        # The micro-batches and gradients since the last step belong to other weights now.
+        engine.micro_steps -= _position(engine)
+        adapter.drop_gradients()
         compare_plans(engine.basic_optimizer)
         if not arguments["load_optimizer_states"]:
             adapter.refresh_masters()
     return result
 
 
-def _weights_of(tag: str | None) -> AbstractContextManager[None]:
-    """Stage 3 without optimizer states: DeepSpeed gathers the weights of ``latest``, whatever the tag."""
-    module = importlib.import_module("deepspeed.runtime.engine")
-
-    def of_tag(original: Callable, *args: Any, **options: Any) -> Any:
-        return original(*args, **options | {"tag": tag})
-
-    return replaced(module, get_fp32_state_dict_from_zero_checkpoint=of_tag)
-
-
-def _say_unverified(engine: Any, tag: str | None) -> None:
-    if engine.global_rank == 0:
-        logger.info(
-            "deepspeed-muon: the checkpoint %s has no manifest and is not verified", tag or "named in latest_universal"
-        )
-
-
-def _by_text(found: list[dict[str, Any]]) -> list[str]:
-    """Each problem once, with the ranks that found it."""
+def _agreed(engine: Any, arguments: dict[str, Any]) -> tuple[str | None, str | None]:
+    """The tag to load and the id of its save, if any. Raises on all ranks what one of them has found to be wrong."""
+    found = gathered(_look(engine, arguments))
     ranks: dict[str, list[int]] = {}
-    for rank, one in enumerate(found):
-        for text in one["problems"]:
+    for rank, (_, _, problems) in enumerate(found):
+        for text in problems:
             ranks.setdefault(text, []).append(rank)
-    return [text if len(who) == len(found) else f"{text} (found by ranks {who})" for text, who in ranks.items()]
+    told = [text if len(who) == len(found) else f"{text} (found by ranks {who})" for text, who in ranks.items()]
+    seen = [(tag, save_id) for tag, save_id, _ in found]
+    if not told and len(set(seen)) > 1:
+        told = [f"the ranks see different checkpoints: {seen[:TOLD]}"]
+    if told:
+        is_first = engine.global_rank == 0  # it alone looks for another tag to suggest
+        raise CheckpointError(from_rank_0(_refusal(arguments["load_dir"], seen[0][0], told) if is_first else None))
+    return seen[0]
 
 
 def _refusal(load_dir: str, tag: str | None, problems: list[str]) -> str:
     more = f" and {len(problems) - TOLD} more" if len(problems) > TOLD else ""
     try:
-        tags = [other for other in complete_tags(Path(load_dir)) if other != tag]
+        tags = [other for other in manifest.complete_tags(Path(load_dir)) if other != tag]
     except Exception:  # somebody deletes them meanwhile; the other ranks wait for this text
         tags = []
     advice = f"complete there: {', '.join(tags[:TOLD])}; pass tag={tags[0]!r}" if tags else "no other is complete there"
@@ -321,19 +295,17 @@ def _refusal(load_dir: str, tag: str | None, problems: list[str]) -> str:
     )
 
 
-def _look(engine: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+def _look(engine: Any, arguments: dict[str, Any]) -> tuple[str | None, str | None, list[str]]:
     """This rank's view: the tag, the id of the save, and what is wrong with it."""
-    view: dict[str, Any] = {"tag": arguments["tag"], "save_id": None, "problems": []}
+    tag, header, problems = arguments["tag"], None, []
     try:
-        if view["tag"] is None:
-            view["tag"] = _latest(Path(arguments["load_dir"]))
-        if view["tag"] is not None:
-            view["problems"] = _misfits(engine, arguments, view)
-    except CheckpointError as error:
-        view["problems"] = [str(error)]
+        tag = _latest(Path(arguments["load_dir"])) if tag is None else str(tag)
+        if tag is not None:
+            header = manifest.read_header(Path(arguments["load_dir"], tag))
+            problems = _misfits(engine, arguments, tag, header)
     except Exception as error:  # a damaged file can raise anything, and the other ranks wait for this view
-        view["problems"] = [f"{type(error).__name__}: {error}"]
-    return view
+        problems = [str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"]
+    return tag, header["save_id"] if header else None, problems
 
 
 def _latest(folder: Path) -> str | None:
@@ -345,32 +317,23 @@ def _latest(folder: Path) -> str | None:
     raise CheckpointError("latest is empty")
 
 
-def _misfits(engine: Any, arguments: dict[str, Any], view: dict[str, Any]) -> list[str]:
-    view["tag"] = str(view["tag"])
-    folder = Path(arguments["load_dir"], view["tag"])
+def _misfits(engine: Any, arguments: dict[str, Any], tag: str, header: dict[str, Any] | None) -> list[str]:
+    """Messages about damaged files, else the first about a checkpoint that does not fit."""
+    folder = Path(arguments["load_dir"], tag)
     if not folder.is_dir():
-        return [f"there is no folder {view['tag']}" + ("" if arguments["tag"] else ", which latest names")]
-    request = compatibility.Request(
-        shapes=arguments["custom_load_fn"] is None,
-        strict=arguments["load_module_strict"],
-        optimizer_states=arguments["load_optimizer_states"] and not arguments["load_module_only"],
-        scheduler_states=arguments["load_lr_scheduler_states"] and not arguments["load_module_only"],
-    )
-    header = read_header(folder)
+        return [f"there is no folder {tag}" + ("" if arguments["tag"] else ", which latest names")]
     if header is None:
-        saved = compatibility.of_files(engine, arguments["load_dir"], view["tag"], request.optimizer_states)
+        saved = compatibility.of_files(engine, arguments, tag)
     else:
-        view["save_id"] = header["save_id"]
         there, (share, here) = len(header["structures"]), compatibility.model_share(engine)
         if there != here:
             what = "stages of a pipeline, or ranks of tensor parallelism"
             return [f"it was saved with the model divided into {there} {what}, this run has {here}; use as many"]
         saved = header["structures"][share]
         mine = range(engine.global_rank, header["world_size"], engine.world_size)
-        if found := [text for rank in mine for text in damages(folder, header["save_id"], rank)]:
+        if found := [text for rank in mine for text in manifest.damages(folder, header["save_id"], rank)]:
             return found
-    text = compatibility.difference(engine, saved, compatibility.of_engine(engine), request)
-    return [text] if text else []
+    return list(itertools.islice(compatibility.differences(engine, saved, arguments), 1))
 
 
 # ---- gradient accumulation: a step that was under way at the save begins again with its first micro-batch --------
@@ -389,16 +352,9 @@ def _warn_of_unfinished_step(engine: Any) -> None:
         )
 
 
-def _begin_step_again(engine: Any) -> None:
-    """Forget the micro-batches and gradients since the last step, which belong to other weights after a load."""
-    engine.micro_steps -= _position(engine)
-    engine.muon_adapter.drop_gradients()
-
-
 def _position(engine: Any) -> int:
     """Micro-batches since the last step; 0 if the script or framework decides itself which one ends a step."""
-    if not getattr(engine, "managed_gradient_accumulation", lambda: True)():
-        return 0
-    if engine._is_gradient_accumulation_boundary is not None:
+    is_managed = getattr(engine, "managed_gradient_accumulation", lambda: True)()
+    if not is_managed or engine._is_gradient_accumulation_boundary is not None:
         return 0
     return engine.micro_steps % engine.gradient_accumulation_steps()

@@ -8,6 +8,7 @@ is ``momentum_buffer`` and nothing else.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
@@ -25,38 +26,33 @@ def keep_convertible(optimizer: MuonWithAuxAdam) -> None:
 def _export(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     facts = {"matrices": sorted(matrices(optimizer)), "blocks": blocks(optimizer)}
     groups = [group | facts if group["use_muon"] else group for group in state_dict["param_groups"]]
-    state = dict(state_dict["state"])
-    for index in _muon_indices(state_dict):
-        entry = dict(state[index])
-        if "momentum_buffer" in entry:
-            momentum = entry.pop("momentum_buffer")
-            entry |= {"exp_avg": momentum, "exp_avg_sq": momentum.new_zeros(()).expand(momentum.shape)}
-        state[index] = entry
-    return {**state_dict, "state": state, "param_groups": groups}
+    return _converted(state_dict, groups, _to_moments)
 
 
 def _import(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     check_groups(optimizer, state_dict["param_groups"])  # type: ignore[arg-type]
     saved = zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
     groups = [settings_of(current, group) | {"params": group["params"]} for current, group in saved]
-    state = dict(state_dict["state"])
-    for index in _muon_indices(state_dict):
-        state[index] = dict(state[index])
-        _restore_momentum(state[index])
+    return _converted(state_dict, groups, _to_momentum)
+
+
+def _converted(state_dict: dict[str, Any], groups: list[dict], convert: Callable[[dict], dict]) -> dict[str, Any]:
+    """With these groups, and with the states of Muon's parameters converted."""
+    muon = {index for group in groups if group.get("use_muon") for index in group["params"]}
+    state = {index: convert(entry) if index in muon else entry for index, entry in state_dict["state"].items()}
     return {**state_dict, "state": state, "param_groups": groups}
 
 
-def _muon_indices(state_dict: dict[str, Any]) -> list[int]:
-    return [
-        i
-        for group in state_dict["param_groups"]
-        if group.get("use_muon")
-        for i in group["params"]
-        if i in state_dict["state"]
-    ]
+def _to_moments(entry: dict[str, Any]) -> dict[str, Any]:
+    if "momentum_buffer" not in entry:
+        return entry
+    momentum = entry["momentum_buffer"]
+    rest = {key: value for key, value in entry.items() if key != "momentum_buffer"}
+    return rest | {"exp_avg": momentum, "exp_avg_sq": momentum.new_zeros(()).expand(momentum.shape)}
 
 
-def _restore_momentum(state: dict[str, Any]) -> None:
-    if "exp_avg" in state:
-        state["momentum_buffer"] = state.pop("exp_avg")
-        state.pop("exp_avg_sq", None)
+def _to_momentum(entry: dict[str, Any]) -> dict[str, Any]:
+    if "exp_avg" not in entry:
+        return entry
+    rest = {key: value for key, value in entry.items() if key not in ("exp_avg", "exp_avg_sq")}
+    return rest | {"momentum_buffer": entry["exp_avg"]}

@@ -9,6 +9,7 @@ optimizer is bound, so ranks, stage and the order of parameters may change; file
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.errors import ImportStateError
-from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.log import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.state_import import KEYS, Actions, Source, chosen, decide, fill, report, warn_of_fused
@@ -31,8 +31,6 @@ from deepspeed.muon.zero.wrappers.experts import local_experts
 WEIGHT, MOMENTUM = "fp32", "exp_avg"
 #: Key in ``optimizer_state.pt``: which optimizer's checkpoint ``ds_muon import`` converted.
 ORIGIN = "deepspeed_muon_origin"
-
-
 #: Replaced where the config asks for a universal checkpoint.
 SEAMS = (Seam("deepspeed.runtime.engine", "DeepSpeedEngine._get_all_ckpt_names", "engine"),)
 
@@ -47,16 +45,13 @@ def read_universal(adapter: Adapter) -> None:
         setattr(engine.module, constants.UNIVERSAL_CHECKPOINT_INFO, info)
 
     def load(folder: str, load_optimizer_states: bool, load_from_fp32_weights: bool) -> None:
-        opened = together(lambda: _opened(engine, optimizer, folder, load_optimizer_states), _refusal)
+        check = partial(_opened, engine, optimizer, folder, load_optimizer_states)
+        opened = together(check, lambda reasons: ImportStateError(f"nothing was loaded: {reasons}"))
         _load(adapter, *opened, load_optimizer_states)
 
     adapter.read_universal(load)
     if engine.load_universal_checkpoint():
         replace(engine, "_get_all_ckpt_names", _either_name)
-
-
-def _refusal(reasons: str) -> ImportStateError:
-    return ImportStateError(f"nothing was loaded: {reasons}")
 
 
 def _either_name(original: Callable[[str, Any], list[str]], folder: str, tag: Any) -> list[str]:
@@ -78,14 +73,13 @@ class Folder:
         self.experts = experts
         self.common: dict[str, Any] = self._open("optimizer_state.pt")
         self.groups = saved_groups(self.common)
-        self.origin: str | None = self.common.get(ORIGIN)
+        #: Whether deepspeed-muon saved it, so that the groups' settings have the same meaning here.
+        self.is_ours = ORIGIN not in self.common and any("use_muon" in group for group in self.groups)
         matrices = {name for group in self.groups for name in group.get("matrices", ())}
-        self.is_muon = {name: name in matrices for name in self._names()}
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether deepspeed-muon saved it, so that the groups' settings have the same meaning here."""
-        return self.origin is None and any("use_muon" in group for group in self.groups)
+        names = (str(file.parent.relative_to(self.zero)) for file in self.zero.rglob(f"{WEIGHT}.pt"))
+        self.is_muon = {name: name in matrices for name in names}
+        title = f"a checkpoint of {self.common.get(ORIGIN, 'Muon' if self.is_ours else 'AdamW')}"
+        self.source = Source(title, self.is_muon, self.read, self.step)
 
     def read(self, name: str, key: str) -> Tensor:
         """A parameter's weight or state, memory-mapped."""
@@ -99,29 +93,18 @@ class Folder:
         if (self.zero / name / "step.pt").is_file():
             return float(self._open(f"{name}/step.pt"))
         state = self.common.get("optimizer_state_dict", {}).get("state", {})
-        counts = [entry["step"] for entry in state.values() if "step" in entry]
-        counts += [group["step"] for group in self.groups if "step" in group]
-        if not counts:
-            raise ImportStateError(f"the universal checkpoint {self.zero.parent} has no step count of {name}")
-        return float(counts[0])
-
-    def source(self) -> Source:
-        """For :mod:`deepspeed.muon.state_import`."""
-        title = f"a checkpoint of {self.origin or ('Muon' if self.is_ours else 'AdamW')}"
-        return Source(title, self.is_muon, self.read, self.step)
+        for entry in (*state.values(), *self.groups):
+            if "step" in entry:
+                return float(entry["step"])
+        raise ImportStateError(f"the universal checkpoint {self.zero.parent} has no step count of {name}")
 
     def check(self, wanted: Mapping[str, tuple[int, Iterable[str]]], rank: int, world_size: int) -> None:
         """Raise ImportStateError unless the folder has, by name, a weight of so many elements, and these states.
 
         Each rank opens the files of its share of the names.
         """
-        missing = [
-            f"zero/{name}/{key}.pt"
-            for name, (_, keys) in wanted.items()
-            for key in (WEIGHT, *keys)
-            if not (self.zero / name / f"{key}.pt").is_file()
-        ]
-        if missing:
+        files = [f"zero/{name}/{key}.pt" for name, (_, keys) in wanted.items() for key in (WEIGHT, *keys)]
+        if missing := [file for file in files if not (self.zero.parent / file).is_file()]:
             raise ImportStateError(
                 f"the universal checkpoint {self.zero.parent} lacks {len(missing)} files of this model's "
                 f"parameters, first {', '.join(missing[:4])}: it is of another model, or its conversion is incomplete"
@@ -134,9 +117,6 @@ class Folder:
                     other.append(f"{name}/{key}.pt ({there} there, {here} here)")
         if other:
             raise ImportStateError(f"the universal checkpoint holds parameters of other sizes: {', '.join(other[:4])}")
-
-    def _names(self) -> list[str]:
-        return [str(file.parent.relative_to(self.zero)) for file in self.zero.rglob(f"{WEIGHT}.pt")]
 
     def _open(self, name: str) -> Any:
         file = self.zero / name
@@ -151,58 +131,46 @@ class Folder:
             raise ImportStateError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
 
 
-def _opened(engine: Any, optimizer: MuonWithAuxAdam, path: str, load_states: bool) -> tuple[Folder, Source, Actions]:
+def _opened(engine: Any, optimizer: MuonWithAuxAdam, path: str, load_states: bool) -> tuple[Folder, Actions]:
     """The folder and what to do with each state, after all checks and before any change."""
     folder = Folder(path, local_experts(optimizer))
-    source, actions = folder.source(), Actions()
+    actions: Actions = {}
     if load_states:
-        choice = chosen(optimizer, source)
+        choice = chosen(optimizer, folder.source)
         if folder.is_ours and choice is None:
             check_groups(optimizer, folder.groups)
-        actions = decide(optimizer.specs.values(), source, choice)
-    wanted = {s.name: (s.numel, _files(actions.get(s.name), s.use_muon)) for s in optimizer.specs.values()}
+        actions = decide(optimizer.specs.values(), folder.source, choice)
+    states = {True: (MOMENTUM,), False: KEYS[False]}
+    reads = {name for name, action in actions.items() if action != "zero"}
+    wanted = {s.name: (s.numel, states[s.use_muon] if s.name in reads else ()) for s in optimizer.specs.values()}
     folder.check(wanted, engine.global_rank, engine.world_size)
-    return folder, source, actions
+    return folder, actions
 
 
 @torch.no_grad()
-def _load(adapter: Adapter, folder: Folder, source: Source, actions: Actions, load_states: bool) -> None:
-    """Load weights and, if asked for, state, settings and loss scale.
+def _load(adapter: Adapter, folder: Folder, actions: Actions, load_states: bool) -> None:
+    """Load fp32 weights and, if asked for, state, settings and loss scale.
 
     At stages 1 and 2 the engine makes the model's weights from the fp32 ones itself.
     """
-    engine, optimizer, wrapper = adapter.engine, adapter.optimizer, adapter.wrapper
+    engine, optimizer = adapter.engine, adapter.optimizer
     for partition in adapter.resident_partitions():
-        _load_weights(partition, folder)
+        for shard, start, stop, position in partition.pieces():
+            target = partition.tensors[shard.tensor].view(-1)[position : position + stop - start]
+            target.copy_(folder.read(shard.spec.name, WEIGHT).reshape(-1)[start:stop])
         if load_states:
-            fill(optimizer, partition, source, actions)
-    if load_states:
-        _load_settings(wrapper, optimizer, folder)
+            fill(optimizer, partition, folder.source, actions)
+    if load_states and folder.is_ours:
+        _load_settings(adapter.wrapper, optimizer, folder)
     if engine.global_rank == 0:
-        report(optimizer, source, actions)
+        report(optimizer, folder.source, actions)
         if not folder.is_ours:
-            warn_of_fused(optimizer, source, actions)
+            warn_of_fused(optimizer, folder.source, actions)
         _warn_of_what_stays(engine, optimizer)
 
 
-def _files(action: str | None, use_muon: bool) -> tuple[str, ...]:
-    """The files that an action reads."""
-    if action is None or action == "zero":
-        return ()
-    return (MOMENTUM,) if use_muon else KEYS[False]
-
-
-def _load_weights(partition: Partition, folder: Folder) -> None:
-    """The fp32 weights."""
-    for shard, start, stop, position in partition.pieces():
-        target = partition.tensors[shard.tensor].view(-1)[position : position + stop - start]
-        target.copy_(folder.read(shard.spec.name, WEIGHT).reshape(-1)[start:stop])
-
-
 def _load_settings(wrapper: Any, optimizer: MuonWithAuxAdam, folder: Folder) -> None:
-    """Load each group's settings, clipping and the loss scale, as far as they have the same meaning here."""
-    if not folder.is_ours:
-        return
+    """Load settings of groups, clipping and the loss scale, as far as they fit."""
     if kinds(folder.groups) == kinds(optimizer.param_groups):
         for group, saved in zip(optimizer.param_groups, folder.groups, strict=True):
             group.update(settings_of(group, saved))
@@ -216,8 +184,7 @@ def _load_settings(wrapper: Any, optimizer: MuonWithAuxAdam, folder: Folder) -> 
 
 
 def _warn_of_what_stays(engine: Any, optimizer: MuonWithAuxAdam) -> None:
-    trained = {id(param) for param in optimizer.specs}
-    frozen = [name for name, param in engine.module.named_parameters() if id(param) not in trained]
+    frozen = [name for name, param in engine.module.named_parameters() if param not in optimizer.specs]
     buffers = [name for name, _ in engine.module.named_buffers()]
     if frozen or buffers:
         logger.warning(

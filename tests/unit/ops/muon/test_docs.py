@@ -30,10 +30,8 @@ WRITERS = {
     "_target",
     "damages",
     "_damage",
-    "difference",
     "routing_difference",
-    "_optimizer_difference",
-    "_shape_difference",
+    "_shape_differences",
     "_misfits",
     "_refusal",
 }

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from helpers.damaged_checkpoints import flip
 from helpers.distributed import run
 from helpers.experts import Mixtral, autoep, global_name, spread_model
 from helpers.models import train_engine
@@ -91,9 +92,7 @@ def test_files_of_experts_are_in_the_manifests(tmp_path: Path) -> None:
     files = sorted(file.name for file in tag.glob("layer_0_expert_*"))
     listed = [name for file in tag.glob("muon_save.0*.json") for name in json.loads(file.read_text())["files"]]
     assert len(files) == 4 and set(files) < set(listed)
-    damaged = bytearray((tag / files[1]).read_bytes())
-    damaged[len(damaged) // 2] ^= 1
-    (tag / files[1]).write_bytes(damaged)
+    flip(tag / files[1])
     for text in run(load_damaged, 4, folder=str(tmp_path)):
         assert text is not None and files[1] in text and "CRC-32" in text
 

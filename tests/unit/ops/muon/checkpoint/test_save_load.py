@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import pickle
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,70 @@ def test_a_small_file_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.Monk
     assert file.read_text() == "three"
 
 
-def test_a_checksum_covers_all_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import zlib
+def listed(file: Path) -> dict[str, int | None]:
+    """What the manifest says of a file, the only one of a save."""
+    manifest.finish(file.parent, 0, "id", [file])
+    return json.loads((file.parent / manifest.manifest_name(0)).read_text())["files"][file.name]
 
+
+def found(file: Path) -> list[str]:
+    return manifest.damages(file.parent, "id", 0)
+
+
+STATE = {"weights": torch.arange(3.0), "moments": torch.zeros(()).expand(5), "step": 3}
+
+
+def test_a_change_of_any_byte_that_matters_is_found(tmp_path: Path) -> None:
+    """The others are padding: the file loads as before."""
+    file = tmp_path / "state.pt"
+    torch.save(STATE, file)
+    assert listed(file).keys() == {"bytes", "records"} and found(file) == []
+    data, harmless = file.read_bytes(), 0
+    for at in range(len(data)):
+        file.write_bytes(data[:at] + bytes([data[at] ^ 0x10]) + data[at + 1 :])
+        if not found(file):
+            harmless += 1
+            assert str(torch.load(file)) == str(STATE), at
+    assert harmless < len(data) / 2
+
+
+def test_files_that_have_no_records_have_a_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's swapped tensors, and what it writes without "checkpoint_serialization"."""
     monkeypatch.setattr(manifest, "CHUNK", 10)
-    data = os.urandom(37)
-    (tmp_path / "x").write_bytes(data)
-    assert manifest.checksum(tmp_path / "x") == zlib.crc32(data)
+    for name, data in {"swapped": os.urandom(37), "pickled.pt": pickle.dumps(STATE), "empty": b""}.items():
+        file = tmp_path / name
+        file.write_bytes(data)
+        assert listed(file) == {"bytes": len(data), "crc32": zlib.crc32(data)} and found(file) == []
+        if data:
+            file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+            assert found(file) == [f"{name} has other contents than were saved (CRC-32)"]
+
+
+def test_who_has_torch_compute_no_checksums_gets_none(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(STATE, tmp_path / "state.pt")
+        assert listed(tmp_path / "state.pt").keys() == {"bytes", "records"} and found(tmp_path / "state.pt") == []
+        (tmp_path / "swapped").write_bytes(b"12345")
+        assert listed(tmp_path / "swapped") == {"bytes": 5, "crc32": None} and found(tmp_path / "swapped") == []
+    finally:
+        torch.serialization.set_crc32_options(True)
+    (tmp_path / "swapped").write_bytes(b"1234")
+    assert found(tmp_path / "swapped") == ["swapped has 4 bytes, and 5 were saved"]
+
+
+def test_manifests_of_earlier_versions_are_checked(tmp_path: Path) -> None:
+    """They have the CRC-32 of the whole file."""
+    file = tmp_path / "state.pt"
+    torch.save(STATE, file)
+    (tmp_path / manifest.HEADER).write_text(json.dumps({"format": 1, "save_id": "id", "world_size": 1}))
+    facts = {"bytes": file.stat().st_size, "crc32": zlib.crc32(file.read_bytes())}
+    text = json.dumps({"save_id": "id", "rank": 0, "files": {file.name: facts}})
+    (tmp_path / manifest.manifest_name(0)).write_text(text)
+    header = manifest.read_header(tmp_path)
+    assert header is not None and header["save_id"] == "id" and found(file) == []
+    torch.save(STATE | {"step": 4}, file)
+    assert found(file) == ["state.pt has other contents than were saved (CRC-32)"]
 
 
 def test_complete_tags_are_listed_latest_first(tmp_path: Path) -> None:
@@ -51,7 +109,7 @@ def test_complete_tags_are_listed_latest_first(tmp_path: Path) -> None:
         os.utime(folder / manifest.HEADER, (number, number))
         for rank in range(1 if tag == "half" else 2):
             (folder / f"file{rank}").write_bytes(b"12345")
-            manifest.finish(folder, rank, tag, [manifest.on_disk(folder / f"file{rank}")])
+            manifest.finish(folder, rank, tag, [folder / f"file{rank}"])
     (tmp_path / "short" / "file1").write_bytes(b"1234")
     assert manifest.complete_tags(tmp_path) == ["new", "old"]
 
@@ -159,7 +217,7 @@ def misfortunes(folder: str) -> dict[str, Any]:
     train_engine(engine, 1)
     if dist.get_rank() == 1:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(save_load, "finish", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+            patch.setattr(manifest, "finish", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
             result["full"] = refusal(lambda: engine.save_checkpoint(folder, tag="two"))
             patch.setattr(save_load, "_latest", lambda _: None)
             result["views"] = refusal(lambda: engine.load_checkpoint(folder))
