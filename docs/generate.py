@@ -11,9 +11,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from deepspeed.muon.config.fields import GROUP_KEYS, SCALE_ALIASES, STOCK_TUNING_KEYS, allowed
 from deepspeed.muon.config.messages import PEERS
 from deepspeed.muon.config.schema import MuonConfig
+from deepspeed.muon.config.types import GROUP_KEYS, SCALE_ALIASES, STOCK_TUNING_KEYS, allowed
 from deepspeed.muon.math.coefficients import NAMED
 from deepspeed.muon.math.scale import SCALES, update_rms
 

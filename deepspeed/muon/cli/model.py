@@ -17,7 +17,7 @@ from torch import nn
 
 from deepspeed.muon.config.messages import did_you_mean
 from deepspeed.muon.errors import ModelError
-from deepspeed.muon.zero.seams import replaced
+from deepspeed.muon.patch import replaced
 
 EXPECTED = (
     "expected a Hugging Face config.json or its folder, a model type such as llama, a name on the hub, "

@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from deepspeed.muon.config import fields as types
-from deepspeed.muon.config.fields import GROUP_KEYS, KERAS, REPLACES, STOCK, STOCK_TUNING_KEYS, TORCH_MUON, field
+from deepspeed.muon.config import types
 from deepspeed.muon.config.messages import explain
+from deepspeed.muon.config.types import GROUP_KEYS, KERAS, REPLACES, STOCK, STOCK_TUNING_KEYS, TORCH_MUON, field
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.math import coefficients
 from deepspeed.muon.matrices.options import MatrixOptions

@@ -24,6 +24,7 @@ from deepspeed.muon.errors import SeamError
 from deepspeed.muon.log import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.param_groups import check_patterns
+from deepspeed.muon.patch import Seam, replace
 from deepspeed.muon.version import TESTED_DEEPSPEED
 from deepspeed.muon.zero.bind import agree, bind_engine
 from deepspeed.muon.zero.checkpoint import save_load, universal
@@ -31,7 +32,6 @@ from deepspeed.muon.zero.lr_scheduler import check_schedule, configure_scheduler
 from deepspeed.muon.zero.monitor import take_step
 from deepspeed.muon.zero.nvme import check_nvme
 from deepspeed.muon.zero.refusals import refuse_engine, refuse_unsupported, renames_parameters
-from deepspeed.muon.zero.seams import Seam, replace
 from deepspeed.muon.zero.wrappers import ADAPTERS
 from deepspeed.muon.zero.wrappers.experts import refuse_replaced, with_names
 

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from deepspeed.muon.config.fields import DEFAULT_ADAM_LR, DEFAULT_MUON_LR
+from deepspeed.muon.config.types import DEFAULT_ADAM_LR, DEFAULT_MUON_LR
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.log import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam

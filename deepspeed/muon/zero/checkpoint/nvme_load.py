@@ -19,11 +19,11 @@ from torch import Tensor
 
 from deepspeed.muon.errors import CheckpointError
 from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.patch import replaced
 from deepspeed.muon.zero.checkpoint.compatibility import loads_states
 from deepspeed.muon.zero.checkpoint.safe_load import read_states
 from deepspeed.muon.zero.consensus import together
 from deepspeed.muon.zero.nvme import each_sub_group, saved_files, swapped_in
-from deepspeed.muon.zero.seams import replaced
 
 
 class NvmeLoad:

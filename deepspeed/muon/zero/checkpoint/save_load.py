@@ -21,11 +21,11 @@ from typing import Any
 from deepspeed.muon.errors import CheckpointError
 from deepspeed.muon.log import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.patch import Seam, replaced
 from deepspeed.muon.zero.checkpoint import compatibility, manifest
 from deepspeed.muon.zero.consensus import from_rank_0, gathered, together
 from deepspeed.muon.zero.methods import compare_plans
 from deepspeed.muon.zero.nvme import saved_files
-from deepspeed.muon.zero.seams import Seam, replaced
 
 #: How many problems one error tells of.
 TOLD = 4

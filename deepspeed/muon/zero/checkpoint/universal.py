@@ -19,11 +19,11 @@ from torch import Tensor
 from deepspeed.muon.errors import ImportStateError
 from deepspeed.muon.log import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.patch import Seam, replace
 from deepspeed.muon.state_import import KEYS, Actions, Source, chosen, decide, fill, report, warn_of_fused
 from deepspeed.muon.zero.checkpoint.compatibility import check_groups, kinds, saved_groups, settings_of
 from deepspeed.muon.zero.checkpoint.safe_load import read_states
 from deepspeed.muon.zero.consensus import together
-from deepspeed.muon.zero.seams import Seam, replace
 from deepspeed.muon.zero.wrappers.adapter import Adapter
 from deepspeed.muon.zero.wrappers.experts import local_experts
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.zero.seams import Seam, replace
+from deepspeed.muon.patch import Seam, replace
 from deepspeed.muon.zero.wrappers.grad_norm import NormWatch
 
 

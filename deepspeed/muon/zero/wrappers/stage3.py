@@ -18,10 +18,10 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from deepspeed.muon.exchange.partition import Partition
+from deepspeed.muon.patch import Seam
 from deepspeed.muon.plan.placement import Placement, Shard
 from deepspeed.muon.zero import nvme
 from deepspeed.muon.zero.checkpoint.nvme_load import NvmeLoad
-from deepspeed.muon.zero.seams import Seam
 from deepspeed.muon.zero.wrappers.adapter import Adapter
 from deepspeed.muon.zero.wrappers.grad_norm import NORM_METHODS
 

@@ -21,6 +21,7 @@ SOURCES = [path for folder in ("deepspeed", "benchmarks", "examples") for path i
 LAYERS: dict[str, set[str]] = {
     "errors": set(),
     "log": set(),
+    "patch": set(),
     "version": set(),
     "kernels": {"errors", "log", "version"},
     "math": {"kernels"},
@@ -34,13 +35,13 @@ LAYERS: dict[str, set[str]] = {
     "optimizer": {"exchange", "lr_groups", "param_groups", "step_stats"},
     "state_import": {"optimizer"},
     "forecast": {"optimizer"},
-    "zero": {"forecast", "state_import"},
+    "zero": {"forecast", "patch", "state_import"},
     "cli": {"zero"},
     "": {"cli"},
 }
 #: What layers may import beside the standard library, the package and DeepSpeed, if it is not torch alone.
 LIBRARIES: dict[str, set[str]] = {
-    **{name: set() for name in ("errors", "log", "version", "plan")},
+    **{name: set() for name in ("errors", "log", "patch", "version", "plan")},
     "kernels": {"torch", "triton", "quack"},
     "config": {"pydantic"},
     "zero": {"torch", "numpy", "packaging", "pydantic", "hjson"},  # as DeepSpeed itself

@@ -14,8 +14,8 @@ import torch
 from deepspeed.muon.cli import main, report
 from deepspeed.muon.cli.tables import quantity
 from deepspeed.muon.forecast import measured
+from deepspeed.muon.patch import Seam
 from deepspeed.muon.zero import hooks
-from deepspeed.muon.zero.seams import Seam
 from helpers.paths import ROOT
 
 EXAMPLES = ROOT / "examples" / "plan"

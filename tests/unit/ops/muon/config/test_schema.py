@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from deepspeed.muon.config.fields import STOCK_TUNING_KEYS
 from deepspeed.muon.config.schema import MuonConfig, parse
+from deepspeed.muon.config.types import STOCK_TUNING_KEYS
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.math import coefficients
 

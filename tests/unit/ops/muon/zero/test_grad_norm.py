@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed.muon.zero import seams
+from deepspeed.muon.patch import replace
 from deepspeed.muon.zero.wrappers.grad_norm import NORM_METHODS, NormWatch
 from helpers.distributed import run
 from helpers.engine_state import differing, snapshot
@@ -139,7 +139,7 @@ class Wrapper:
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_one_bad_group_spoils_all(method: str, bad: Any, place: int) -> None:
     wrapper = Wrapper()
-    watch = NormWatch(partial(seams.replace, wrapper))
+    watch = NormWatch(partial(replace, wrapper))
     norms = [0.0, torch.tensor(3.5), 2]
     norms[place] = bad
     assert all(got is norm for got, norm in zip(wrapper.step(method, norms), norms, strict=True))
@@ -160,7 +160,7 @@ class Reads:
 def test_a_norm_is_read_once_per_step() -> None:
     """On an accelerator each reading waits for it; ZeRO calls the optimizer once per sub-group."""
     wrapper, norms = Wrapper(), [Reads(), Reads()]
-    watch = NormWatch(partial(seams.replace, wrapper))
+    watch = NormWatch(partial(replace, wrapper))
     for step in (1, 2):
         wrapper.step(NORM_METHODS[0], norms)
         assert [watch() for _ in range(5)] == [True] * 5
@@ -174,7 +174,7 @@ def test_a_norm_is_read_once_per_step() -> None:
 def test_a_step_without_norms_is_refused() -> None:
     """A DeepSpeed that computes norms by other methods would let a NaN into the momentum."""
     wrapper = Wrapper()
-    watch = NormWatch(partial(seams.replace, wrapper))
+    watch = NormWatch(partial(replace, wrapper))
     wrapper.step(NORM_METHODS[0], [1.0])
     assert watch()
     wrapper.step(NORM_METHODS[0], [])
@@ -186,7 +186,7 @@ def test_a_step_without_norms_is_refused() -> None:
 @pytest.mark.parametrize("asks", [False, True], ids=["ZeRO skips the bad steps itself", "the optimizer skips them"])
 def test_stale_norms_are_cleared(method: str, asks: bool) -> None:
     wrapper = Wrapper()
-    watch = NormWatch(partial(seams.replace, wrapper))
+    watch = NormWatch(partial(replace, wrapper))
     for norms in ([1.0, -1.0], [1.0, 2.0], [math.nan, 1.0], [-1.0, math.inf], [1.0, 0.0]):
         wrapper.step(method, norms)
         good = all(math.isfinite(norm) and norm >= 0 for norm in norms)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepspeed.muon.zero import seams
+from deepspeed.muon.patch import replace
 from deepspeed.muon.zero.wrappers.pipeline_stages import with_norms_of_all_stages
 from helpers.distributed import run
 from helpers.models import fused_parts
@@ -255,6 +255,6 @@ class Wrapper:
 def test_norms_of_groups_that_other_stages_have_count(others: list[float], norm: float) -> None:
     wrapper = Wrapper(list(others))
     if others:
-        seams.replace(wrapper, "scaled_global_norm", partial(with_norms_of_all_stages, wrapper, len(others)))
+        replace(wrapper, "scaled_global_norm", partial(with_norms_of_all_stages, wrapper, len(others)))
     assert float(wrapper.scaled_global_norm()) == norm
     assert wrapper.others == []
