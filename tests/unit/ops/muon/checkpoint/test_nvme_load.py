@@ -81,6 +81,7 @@ def test_resume_in_a_fresh_process_is_exact(tmp_path: Path) -> None:
     assert expected[0][3][0]["global steps"][1] > 0, "no step was skipped by the loss scale"
 
 
+@pytest.mark.full
 def test_a_trained_engine_loads_exactly(tmp_path: Path) -> None:
     """Parameters are numbered per process, and files named after the numbers: here they differ."""
     cases = [{}, {"pipelined": True}]
@@ -90,6 +91,7 @@ def test_a_trained_engine_loads_exactly(tmp_path: Path) -> None:
             assert_same(moment, expectation)
 
 
+@pytest.mark.full
 def test_checkpoints_cross_between_nvme_and_memory(tmp_path: Path) -> None:
     """Saved from one, loaded into the other; the momentum may stay in memory in one of them only."""
     saved = [{}, {"device": "cpu"}, {"stays": True}]
@@ -125,6 +127,7 @@ ALONE: list[tuple[dict[str, Any], dict[str, Any], dict[str, bool]]] = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("saver", "loader", "options"), ALONE, ids=str)
 def test_weights_alone(saver: dict[str, Any], loader: dict[str, Any], options: dict[str, bool], tmp_path: Path) -> None:
     """Exact also in bf16, as the fp32 weights come from the checkpoint."""
@@ -187,7 +190,7 @@ def set_and_go_on(case: dict[str, Any], folder: str) -> bool:
     return all(found)
 
 
-@pytest.mark.parametrize("case", [{}, {"pipelined": True}], ids=str)
+@pytest.mark.parametrize("case", [pytest.param({}, marks=pytest.mark.full), {"pipelined": True}], ids=str)
 def test_states_set_by_name_reach_the_files(case: dict[str, Any], tmp_path: Path) -> None:
     assert run(set_and_go_on, 2, case=case, folder=str(tmp_path)) == [True, True]
 

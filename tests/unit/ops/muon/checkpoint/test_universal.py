@@ -43,7 +43,8 @@ def restored(saved: dict[str, Any], loaded: dict[str, Any], settings: bool = Tru
 # ---- the same run on other ranks --------------------------------------------------------------------------
 
 
-def test_the_run_goes_on_at_any_number_of_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("worlds", [[3], pytest.param([1, 4], marks=pytest.mark.full)], ids=str)
+def test_the_run_goes_on_at_any_number_of_ranks(worlds: list[int], tmp_path: Path) -> None:
     """fp32, stages 1 to 3, saved at 2 ranks: exact through the normal loader, through the converter within 2e-5."""
     saved = run(save_all, 2, cases=STAGES, folder=str(tmp_path))[0]
     jobs = [(str(tmp_path / str(index)), case) for index, case in enumerate(STAGES)]
@@ -51,7 +52,7 @@ def test_the_run_goes_on_at_any_number_of_ranks(tmp_path: Path) -> None:
         assert after["losses"] == before["losses"], case
     for folder, _ in jobs:
         convert(Path(folder))
-    for world in (1, 3, 4):
+    for world in worlds:
         for case, before, after in zip(STAGES, saved, run(load_all, world, jobs=jobs)[0], strict=True):
             assert restored(before, after) == [], (world, case)
             errors = [abs(a - b) for a, b in zip(before["losses"], after["losses"], strict=True)]
@@ -59,8 +60,9 @@ def test_the_run_goes_on_at_any_number_of_ranks(tmp_path: Path) -> None:
             assert max(errors) <= 2e-5, (world, case)
 
 
-def test_the_converter_needs_no_flag(tmp_path: Path) -> None:
-    cases: list[Case] = [{"stage": 1}, {"stage": 3}]
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
+def test_the_converter_needs_no_flag(stage: int, tmp_path: Path) -> None:
+    cases: list[Case] = [{"stage": stage}]
     saved = run(save_all, 2, cases=cases, folder=str(tmp_path))[0]
     jobs = [(str(tmp_path / str(index)), case) for index, case in enumerate(cases)]
     for folder, _ in jobs:
@@ -72,6 +74,7 @@ def test_the_converter_needs_no_flag(tmp_path: Path) -> None:
             assert error <= 1e-5, (case, name)
 
 
+@pytest.mark.full
 def test_models_groups_and_layouts(tmp_path: Path) -> None:
     """Stages 1 to 3: tied and frozen parameters, groups of different settings, ranks with only padding of a group."""
     saved = run(save_all, 2, cases=VARIANTS, folder=str(tmp_path))[0]
@@ -151,7 +154,7 @@ def peaks(stage: int, folder: str) -> list[tuple[float, float]]:
     return found
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_loading_takes_no_more_memory_than_adamw(stage: int, tmp_path: Path) -> None:
     (adamw, adamw_state), (muon, muon_state) = run(peaks, 1, stage=stage, folder=str(tmp_path))[0]
     print(f"stage {stage}: AdamW {adamw:.0f} MB, state {adamw_state:.0f}; Muon {muon:.0f} MB, state {muon_state:.0f}")

@@ -53,7 +53,7 @@ def python(folder: Path, script: str, **env: str) -> str:
     return done.stderr
 
 
-@pytest.mark.parametrize("order", ["import torch", "import deepspeed"])
+@pytest.mark.parametrize("order", [pytest.param("import torch", marks=pytest.mark.full), "import deepspeed"])
 def test_importing_deepspeed_is_enough(order: str, tmp_path: Path) -> None:
     first = "import sys, torch; assert 'deepspeed' not in sys.modules\n" if order == "import torch" else order + "\n"
     python(tmp_path, first + ACTIVE + "assert 'deepspeed.muon' in sys.modules and ours() == ON, ours()")
