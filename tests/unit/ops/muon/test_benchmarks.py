@@ -113,6 +113,7 @@ def test_ranks_return_what_the_function_returned(monkeypatch: pytest.MonkeyPatch
     assert off["active"] == "0"
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("jobs")
 def test_a_failure_ends_all_ranks_shows_their_output_and_keeps_rows() -> None:
     with pytest.raises(ranks.RanksFailed, match=r"(?s)asleep: ranks ended with \[None, 1\].*rank 1 has enough"):

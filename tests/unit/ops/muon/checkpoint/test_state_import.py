@@ -187,6 +187,7 @@ def save_others(cases: list[Case], folder: str) -> list[dict[str, Tensor]]:
     return results
 
 
+@pytest.mark.full
 def test_going_on_from_adamw(tmp_path: Path) -> None:
     """Stages 1 to 3: the first moment becomes the momentum bit for bit; then the steps of the definition."""
     resting_adamw = {"type": "AdamW", "params": ADAMW["params"] | {"lr": 0.0, "weight_decay": 0.0}}

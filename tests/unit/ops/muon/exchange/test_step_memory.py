@@ -135,6 +135,7 @@ def resident(steps: int, every: int, **config: Any) -> list[int]:
     return pages
 
 
+@pytest.mark.sample(1)
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_memory_does_not_grow_over_200_steps(stage: int) -> None:

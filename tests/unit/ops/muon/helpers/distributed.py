@@ -33,7 +33,7 @@ COLLECTIVE_TIMEOUT = 90.0
 """Seconds after which a collective that some rank does not join raises in the others."""
 GRACE = 5.0
 """Seconds that the other ranks have to report after one rank failed."""
-MAX_THREADS = 200
+MAX_THREADS = 40
 """Threads of a rank from which on its pool is replaced; those of groups that an engine keeps alive poll for ever."""
 MAX_BYTES = 2**31
 """Memory of a rank from which on its pool is replaced; engines at stage 3 are never freed."""

@@ -115,6 +115,7 @@ class Mixtral(MixtralForCausalLM):
             num_experts_per_tok=2,
             max_position_embeddings=TIME,
             attn_implementation="eager",
+            experts_implementation="eager",  # the other one knows no float64
             use_cache=False,
         )
         super().__init__(config)

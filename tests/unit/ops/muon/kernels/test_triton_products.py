@@ -58,6 +58,7 @@ def square(shape: tuple[int, int, int], tiles: tuple[int, int, int], group: int)
 
 
 @needs_triton
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("tiles", TILES, ids=str)
 @pytest.mark.parametrize("shape", [(2, 40, 70), (1, 70, 40), (2, 48, 48), (1, 5, 7)], ids=str)
 def test_square(interpret: Interpret, shape: tuple[int, int, int], tiles: tuple[int, int, int]) -> None:
@@ -65,6 +66,7 @@ def test_square(interpret: Interpret, shape: tuple[int, int, int], tiles: tuple[
 
 
 @needs_triton
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("group", [pytest.param(1, marks=pytest.mark.full), 3, 8])
 def test_every_order_reaches_every_tile(interpret: Interpret, group: int) -> None:
     """1 to 10 squares on a side."""
@@ -99,6 +101,7 @@ def product(size: int, symmetric_from: int, same: bool) -> None:
 
 
 @needs_triton
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("same", [True, False], ids=["square", "product"])
 @pytest.mark.parametrize(("size", "symmetric_from"), [(50, 1), (33, NEVER)])
 def test_product(interpret: Interpret, size: int, symmetric_from: int, same: bool) -> None:
@@ -136,6 +139,7 @@ def multiply(shape: tuple[int, int, int]) -> None:
 
 
 @needs_triton
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("shape", [(2, 20, 50), (2, 50, 20), (3, 17, 17), (1, 1, 7), (1, 7, 1)], ids=str)
 def test_multiply(interpret: Interpret, shape: tuple[int, int, int]) -> None:
     interpret(multiply, shape=shape)
@@ -173,6 +177,7 @@ def iterate(method: str, shape: tuple[int, int, int], symmetric_from: int) -> No
 
 
 @needs_triton
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("symmetric_from", [1, NEVER], ids=["triangle", "library and pass"])
 @pytest.mark.parametrize("method", ["standard", "gram"])
 @pytest.mark.parametrize("shape", [(2, 20, 50), (1, 50, 20)], ids=str)

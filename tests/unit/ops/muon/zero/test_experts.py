@@ -86,6 +86,7 @@ def test_thousands_of_equal_matrices_go_through_few_calls(is_stack: bool, monkey
     assert sum(count for count, _, _ in calls) == COUNT and {shape[1:] for shape in calls} == {(ROWS, COLS)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_stack", [True, False])
 def test_thousands_of_equal_matrices_are_few_batches_on_every_rank(is_stack: bool) -> None:
     world, specs = 4, list(route(Many(is_stack)).values())

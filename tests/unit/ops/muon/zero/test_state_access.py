@@ -127,6 +127,7 @@ def move_and_go_on(stage: int) -> list[list[str]]:
     return results
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_moved_states_come_back_and_training_goes_on(stage: int) -> None:
     for wrong in run(move_and_go_on, 2, stage=stage):

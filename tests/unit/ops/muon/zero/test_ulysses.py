@@ -132,6 +132,7 @@ def test_training_equals_the_oracle(stage: int, world: int) -> None:
         assert norms == pytest.approx(expected.norms if stage else [0.0] * STEPS, rel=1e-3)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_heads_and_bf16(stage: int) -> None:
     """All heads of a projection are on every rank, whatever part of them its attention computes."""
