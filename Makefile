@@ -3,21 +3,22 @@ PYTHON ?= python3
 # DEEPSPEED=x.y.z takes another version of DeepSpeed, in an environment of its own.
 DEEPSPEED ?=
 VENV ?= .venv$(if $(DEEPSPEED),-$(DEEPSPEED))
-BIN := $(VENV)/bin
+BIN := $(abspath $(VENV))/bin
 # Processes that run tests at the same time.
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/build/torch_extensions$(if $(DEEPSPEED),-$(DEEPSPEED))
-export PATH := $(CURDIR)/$(BIN):$(PATH)
+export PATH := $(BIN):$(PATH)
 
 .PHONY: venv demo test test-full fuzz lint docs format bench release-check clean
 
-# The development set is pinned; torch is taken as a CPU build where no other is installed.
+# The development set is pinned; torch is taken as a CPU build where no other is installed. Extensions are compiled once.
 $(VENV)/.ready: requirements/requirements.txt requirements/requirements-dev.txt requirements/requirements-example.txt pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip
 	$(BIN)/python -m pip install -q -r requirements/requirements-dev.txt -r requirements/requirements-example.txt
 	$(BIN)/python -m pip install -q --no-deps -e . $(if $(DEEPSPEED),deepspeed==$(DEEPSPEED))
+	cd tests/unit/ops/muon && $(BIN)/python -m helpers.extensions
 	touch $@
 
 venv: $(VENV)/.ready

@@ -11,7 +11,7 @@ from helpers.distributed import run
 from helpers.paths import ROOT
 
 
-@pytest.mark.parametrize("stage", [2, 3, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.full) for stage in (1, 2))])
 def test_damaged_checkpoints(stage: int, tmp_path: Path) -> None:
     run(save_alone, 1, stage=stage, folder=str(tmp_path))
     ranks = run(attempt_all, 2, timeout=240, stage=stage, folder=str(tmp_path))

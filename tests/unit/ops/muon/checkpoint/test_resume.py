@@ -196,7 +196,7 @@ def test_zero_to_fp32_gives_the_weights(tmp_path: Path) -> None:
 # ---- size -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.full)])
 def test_muon_keeps_four_bytes_per_parameter(world: int) -> None:
     cases = [{"stage": stage, "dtype": dtype} for stage in (1, 2, 3) for dtype in ("fp32", "bf16")]
     matrices = [p.numel() for p in MODELS["mlp"]().parameters() if p.ndim == 2]

@@ -11,7 +11,8 @@ from helpers.paths import ROOT
 
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / "build" / "torch_extensions"))
 FOLDER = Path(os.environ["TORCH_EXTENSIONS_DIR"])
-BUILD = "from deepspeed.muon.kernels.builder import MuonBuilder; MuonBuilder().load()"
+MUON = "from deepspeed.muon.kernels.builder import MuonBuilder; MuonBuilder().load()"
+COMMUNICATION = "from deepspeed.ops.op_builder.cpu.comm import ShareMemCommBuilder; ShareMemCommBuilder().load()"
 TIMEOUT = 600.0
 """Seconds a build may take on a loaded machine."""
 
@@ -24,8 +25,20 @@ def remove_locks(since: float = 0.0) -> None:
 
 
 def build() -> None:
-    """Compile csrc/muon if its sources are newer than the result. A failure is reported by the tests that need it."""
+    """Compile csrc/muon, if its sources are newer than the result, and DeepSpeed's communication on the CPU.
+
+    A failure is reported by the tests that need them.
+    """
     sources = [path.stat().st_mtime for path in (ROOT / "csrc" / "muon").iterdir()]
     built = [path.stat().st_mtime for path in FOLDER.glob("**/muon.so")]
-    if shutil.which("c++") and max(sources) > max(built, default=0.0):
-        subprocess.run([sys.executable, "-c", BUILD], capture_output=True, timeout=TIMEOUT)
+    for needed, code in (
+        (max(sources) > max(built, default=0.0), MUON),
+        (not list(FOLDER.glob("**/deepspeed_shm_comm.so")), COMMUNICATION),
+    ):
+        if needed and shutil.which("c++"):
+            subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=TIMEOUT)
+
+
+if __name__ == "__main__":
+    remove_locks()
+    build()

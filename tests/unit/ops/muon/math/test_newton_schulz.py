@@ -184,9 +184,9 @@ def exact(x: Tensor, name: str) -> Tensor:
     return u @ torch.diag_embed(values) @ vh
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", NAMED)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", METHODS[::-1])
 def test_no_matrix_in_bf16_goes_astray(method: str, name: str) -> None:
     """Small matrices, where nothing averages rounding out: what large ones are whose singular vectors have few entries.
 

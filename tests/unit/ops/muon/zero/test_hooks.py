@@ -73,6 +73,7 @@ assert ours() == (4, ON[1])
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("switch", ["DS_MUON_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"])
 def test_switched_off_until_imported(switch: str, tmp_path: Path) -> None:
     """Stock is untouched, an import activates, and compiles nothing."""

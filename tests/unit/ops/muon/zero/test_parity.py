@@ -151,7 +151,7 @@ def run_otherwise(way: str, steps: int = 3) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("way", ["checkpointing", "compile"])
+@pytest.mark.parametrize("way", ["checkpointing", pytest.param("compile", marks=pytest.mark.full)])
 def test_other_ways_to_run_the_model(way: str) -> None:
     for got, expected in zip(run(run_otherwise, 2, way=way), run(run_otherwise, 2, way="plain"), strict=True):
         assert got == pytest.approx(expected, rel=1e-5)

@@ -68,7 +68,7 @@ def errors(weights: dict[str, Tensor], expected: Any) -> dict[str, float]:
 
 
 @pytest.mark.sample(4)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_training_equals_the_oracle(stage: int, world: int) -> None:
     """Heads and widths do not divide evenly: 4 + 2 queries, 2 + 1 keys and values."""
@@ -152,7 +152,9 @@ def test_bf16(stage: int, settings: dict[str, Any]) -> None:
             assert change_cosine(expected.initial[name], weights[name], expected.weights[name]) > 0.9, name
 
 
-@pytest.mark.parametrize(("stage", "world", "kind"), [(0, 2, "whole"), (2, 4, "heads"), (3, 4, "shards")])
+@pytest.mark.parametrize(
+    ("stage", "world", "kind"), [(0, 2, "whole"), (2, 4, "heads"), pytest.param(3, 4, "shards", marks=pytest.mark.full)]
+)
 def test_resume_is_exact(stage: int, world: int, kind: str, tmp_path: Path) -> None:
     settings = {"name": "llama", "tp": 2, "stage": stage, "folder": str(tmp_path)}
     optimizer = {"type": "Muon", "params": params_of("llama", kind)}
