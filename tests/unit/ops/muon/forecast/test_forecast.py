@@ -192,7 +192,8 @@ def test_constants_are_measured_on_this_machine(momentum_dtype: str, monkeypatch
     half = dataclasses.replace(group([(64, 64)] * 3 + [(16, 48)]), momentum_dtype=momentum_dtype)
     machine, rates = measured(half)
     assert machine.network is None
-    assert min(machine.tflops, machine.muon_ns, machine.adamw_ns, machine.run_us) > 0
+    assert min(machine.tflops, machine.run_us) > 0
+    assert min(machine.muon_ns, machine.adamw_ns) >= 0, "differences of two measured times"
     assert {(rate.rows, rate.cols, rate.count) for rate in rates} == {(64, 64, 3), (16, 48, 1)}
     operations = [rate.count * flops(rate.rows, rate.cols, STEPS, rate.method) for rate in rates]
     spent = sum(count / rate.tflops for count, rate in zip(operations, rates, strict=True))
