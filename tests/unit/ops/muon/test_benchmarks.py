@@ -105,6 +105,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("jobs")
 def test_ranks_return_what_the_function_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_MUON_AUTOLOAD", "0")

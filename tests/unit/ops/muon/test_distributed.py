@@ -149,6 +149,7 @@ def test_exception_reaches_the_parent() -> None:
     assert not set(before) & set(run(pid, 2))
 
 
+@pytest.mark.full
 def test_exception_is_reported_while_the_others_wait() -> None:
     start = time.monotonic()
     with pytest.raises(RankError) as caught:

@@ -24,7 +24,7 @@ def save_all(cases: list[dict[str, Any]], folders: list[str]) -> list[dict[str, 
     return [save_and_go_on(case, folder) for case, folder in zip(cases, folders, strict=True)]
 
 
-@pytest.mark.parametrize("chosen", [slice(1, None, 4), pytest.param(slice(None), marks=pytest.mark.full)], ids=str)
+@pytest.mark.parametrize("chosen", [slice(1, None, 6), pytest.param(slice(None), marks=pytest.mark.full)], ids=str)
 def test_resume_is_exact(chosen: slice, tmp_path: Path) -> None:
     """Stages 0 to 3, both precisions, offload, sub-groups, the round-robin order, BF16_Optimizer."""
     cases = [case | {"optimizer": BF16_MOMENTUM} for case in RESUMED[chosen]]

@@ -184,13 +184,12 @@ def test_zero_to_fp32_gives_the_weights(tmp_path: Path) -> None:
     saved = run(save_weights, 2, cases=cases, folder=str(tmp_path))[0]
     for index, weights in enumerate(saved):
         assert differing(weights, get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / str(index)))) == [], index
-    for index in (2, 4):
-        folder = tmp_path / str(index)
-        command = [sys.executable, "zero_to_fp32.py", ".", "out", "--max_shard_size", "1GB"]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-2000:]
-        (file,) = (folder / "out").glob("pytorch_model*.bin")
-        assert differing(saved[index], torch.load(file, weights_only=True)) == []
+    folder = tmp_path / "4"
+    command = [sys.executable, "zero_to_fp32.py", ".", "out", "--max_shard_size", "1GB"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (file,) = (folder / "out").glob("pytorch_model*.bin")
+    assert differing(saved[4], torch.load(file, weights_only=True)) == []
 
 
 # ---- size -------------------------------------------------------------------------------------------------

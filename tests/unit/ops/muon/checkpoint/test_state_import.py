@@ -128,6 +128,7 @@ def outcome(folder: str, universal: bool, params: dict[str, Any]) -> tuple[str, 
     return error, [line for line in lines if ": from " in line]
 
 
+@pytest.mark.full
 def test_what_changes_its_optimizer_is_refused_by_name(tmp_path: Path) -> None:
     """Stock gives the embeddings `tokens` and `positions` to Muon."""
     run(save_stock, 2, fresh=True, restart=True, env=STOCK, cases=[{"stage": 2, "model": "gpt"}], folder=str(tmp_path))

@@ -118,6 +118,7 @@ def test_every_pair_of_stages_and_precisions(tmp_path: Path) -> None:
             assert all(torch.tensor(after["losses"]).isfinite())
 
 
+@pytest.mark.full
 def test_pairs_of_stages(tmp_path: Path) -> None:
     """A sample of the above: across the stages, and from half precision to fp32 and back."""
     cases: list[Case] = [{"stage": 1}, {"stage": 3, "dtype": "bf16"}, BF16_OPTIMIZER]
@@ -154,6 +155,7 @@ def peaks(stage: int, folder: str) -> list[tuple[float, float]]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_loading_takes_no_more_memory_than_adamw(stage: int, tmp_path: Path) -> None:
     (adamw, adamw_state), (muon, muon_state) = run(peaks, 1, stage=stage, folder=str(tmp_path))[0]

@@ -84,6 +84,7 @@ def quick_if(condition: bool, *values: Any) -> Any:
     return pytest.param(*values, marks=() if condition else pytest.mark.full)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "types", "constants"),
     [quick_if(case[1].get("out_ptr") != "*fp16" and "*bf16" in case[1].values(), *case) for case in ELEMENTWISE],
@@ -104,6 +105,7 @@ PASSES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "constants"), PASSES, ids=lambda value: str(value))
 def test_passes_over_a_product(name: str, constants: dict[str, Any]) -> None:
     """Sixteen bytes at a time, and nothing spilled."""

@@ -280,6 +280,7 @@ def test_low_rank_factors(asked: str, expected: set[str], down: str, up: str) ->
     assert all("by muon_lora" in s.reason for s in specs if s.use_muon and "LoRA" in s.reason)
 
 
+@pytest.mark.full
 def test_thousands_of_equal_matrices_are_batched() -> None:
     """One call of Newton-Schulz for the matrices of a stack that a bucket holds."""
 

@@ -60,15 +60,11 @@ def of_rank(weights: dict[str, Tensor], rank: int, ep: int) -> dict[str, Tensor]
 
 SIZES = [(2, 4, 2), (4, 4, 2), (4, 2, 2)]
 """Ranks, experts, and among how many ranks these are divided; the last leaves each rank a stack of one."""
-OFTEN = [(0, *SIZES[1]), (1, *SIZES[2]), *((stage, *size) for stage in (2, 3) for size in SIZES)]
 CASES = [(stage, *size) for stage in (0, 1, 2, 3) for size in SIZES]
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    ("stage", "world", "experts", "ep"),
-    [case if case in OFTEN else pytest.param(*case, marks=pytest.mark.full) for case in CASES],
-)
+@pytest.mark.parametrize(("stage", "world", "experts", "ep"), CASES)
 def test_training_equals_that_of_all_experts_in_one_place(stage: int, world: int, experts: int, ep: int) -> None:
     clip = 1.0 if stage else 0.0
     expected = reference(experts, clip)

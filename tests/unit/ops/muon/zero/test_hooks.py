@@ -144,6 +144,7 @@ deepspeed.muon.install()
 """
 
 
+@pytest.mark.full
 def test_an_untested_version_gets_one_warning(tmp_path: Path) -> None:
     assert python(tmp_path, VERSION).count("deepspeed-muon was tested on DeepSpeed") == 1
     assert "tested" not in python(tmp_path, "import torch, deepspeed; deepspeed.muon.install()")

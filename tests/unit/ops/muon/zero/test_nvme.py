@@ -56,6 +56,7 @@ def test_training_equals_that_on_the_cpu(dtype: str, tmp_path: Path) -> None:
             assert differing(got, wanted) == [], case
 
 
+@pytest.mark.full
 def test_training_equals_that_without_offload(tmp_path: Path) -> None:
     """Without clipping: DeepSpeed adds up the norm in another order under offload, to the CPU as well."""
     cases: list[dict[str, Any]] = [{"device": "none"}, {}, {"pipelined": True}]

@@ -167,6 +167,7 @@ def go_on(folder: str, stage: int, load: bool) -> dict[str, Tensor]:
     return weights
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [1, 3])
 def test_resume_is_exact(stage: int, tmp_path: Path) -> None:
     first, second = (run(go_on, 4, folder=str(tmp_path), stage=stage, load=load) for load in (False, True))
