@@ -200,6 +200,13 @@ def test_stage_3_traffic_bound(world_size: int) -> None:
     assert max(sent) <= max(1.1 * mean, 4 * max(r * c for r, c in shapes))
 
 
+def test_a_matrix_moves_only_where_that_shortens_the_step() -> None:
+    """A lone matrix: another owner would take as long, after the bytes."""
+    (spec,) = specs([(64, 64)])
+    shards = [Shard(spec, 0, Placement(0, spec.numel, 0))]
+    assert make_plan(shards, 0, 2, COST).owners == (0,)
+
+
 def test_matrices_stay_with_their_holders_where_bytes_are_dear() -> None:
     shapes = [(8, 8)] * 6 + [(32, 32)]
     shards, _ = flat_layout(specs(shapes), 2)
