@@ -209,6 +209,12 @@ def test_an_rms_asks_for_the_scale_that_has_one() -> None:
     assert "optimizer.params.rms_scale: acts under" in message({"rms_scale": 0.3, "adjust_lr_fn": "none"})
 
 
+def test_a_group_may_have_another_scale_than_the_one_that_rms_scale_asks_for() -> None:
+    config = parse({"lr": 1e-3, "rms_scale": 0.3})
+    assert config.for_group({"adjust_lr_fn": "original"}, "group 0: ").scale == "original"
+    assert config.for_group({"momentum": 0.9}, "group 0: ").scale == "match_rms_adamw"
+
+
 def test_a_null_learning_rate_is_none_given() -> None:
     assert parse({"lr": None}).scale == parse({}).scale
 

@@ -255,6 +255,12 @@ def test_more_names_of_heads(name: str) -> None:
     assert muon_names(model) == set()
 
 
+def test_only_the_last_layer_of_a_classifier_is_a_head() -> None:
+    """As in VGG and AlexNet."""
+    model = module(classifier=nn.Sequential(linear(), nn.ReLU(), linear(16, 4)))
+    assert muon_names(model) == {"classifier.0.weight"}
+
+
 def test_an_empty_matrix_does_not_go_to_muon() -> None:
     model = module(adapter=Projector(0, 4))
     assert muon_names(model) == set()
