@@ -155,6 +155,14 @@ def test_stage_0_sends_nothing_and_repeats_newton_schulz() -> None:
     assert milliseconds(found, MACHINE)["exchange"] == 0.0
 
 
+def test_each_part_waits_for_its_own_busiest_rank() -> None:
+    """Each of two ranks does all of one part: nobody has more work, and yet a step takes twice the mean."""
+    found = estimate([group([(8, 8)]), group([(8, 8)])], Layout(3, 2), STEPS, 2, "cuda")
+    first, second = found.costs
+    costs = [dataclasses.replace(first, flops=[6.0, 0.0]), dataclasses.replace(second, flops=[0.0, 6.0])]
+    assert per_rank(dataclasses.replace(found, costs=costs))["imbalance"] == 2.0
+
+
 def test_milliseconds_follow_the_machine() -> None:
     """Elementwise passes, then the longer of the other two and one round's share of the shorter."""
     muon = group([(8192, 8192)] * 4)
