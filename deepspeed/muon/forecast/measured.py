@@ -7,8 +7,9 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ SMALL = 128
 LARGE_RUN, SMALL_RUN = 2**22, 64
 #: Passes over a shard between two looks at the clock, so that an accelerator is kept busy.
 REPEATS = 10
+#: Rows, columns and method.
+Shape = tuple[int, int, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,36 +75,11 @@ def measure(
         shard_device: where momentum and parameters are: the CPU with ZeRO-Offload.
         world_size: ranks that share the matrices, which bounds how many of one shape an owner has in a batch.
     """
-    kind = kind_of(device.type, dtype.itemsize)
     muon = [half for half in halves if half.use_muon]
+    kind = kind_of(device.type, dtype.itemsize)
     blocks = [(block.rows, block.cols, half.ns_method) for half in muon for spec in half.specs for block in spec.blocks]
     shapes = Counter((rows, cols, choose_method(rows, cols, method, kind)) for rows, cols, method in blocks)
-    work, rates, end = Workspace(), [], time.perf_counter() + seconds
-
-    def pace_of(batch: int, rows: int, cols: int, method: str, calls: int) -> float:
-        """Seconds per operation, the median of some calls after one that is not counted."""
-        x = torch.randn(batch, rows, cols, device=device).to(dtype)
-        taken = _median(lambda: orthogonalize(x, schedule, method, work=work, kernels=kernels), device, calls)
-        return taken / (batch * flops(rows, cols, schedule, method))
-
-    # The cheap shapes first; each has an equal share of the time that is left.
-    order = sorted(shapes, key=lambda shape: (flops(shape[0], shape[1], schedule, shape[2]), shape))
-    bucket = (CPU_BUCKET_BYTES if device.type == "cpu" else BUCKET_BYTES) // dtype.itemsize
-    for index, (rows, cols, method) in enumerate(order):
-        count, share = shapes[rows, cols, method], (end - time.perf_counter()) / (len(order) - index)
-        # Small matrices are slower per operation, so from copies divided by a power of two the size doubles while
-        # the next one fits into half of the share by the pace of the last. Then a batch is timed.
-        halvings = max(0, math.ceil(math.log2(min(rows, cols) / SMALL)))
-        size, *larger = [(max(1, rows >> k), max(1, cols >> k)) for k in range(halvings, -1, -1)]
-        pace = pace_of(1, *size, method, 1)
-        for following in larger:
-            if CALLS * pace * flops(*following, schedule, method) >= share / 2:
-                break
-            size, pace = following, pace_of(1, *following, method, 1)
-        fitting = int(share / 2 / CALLS / (pace * flops(*size, schedule, method)))
-        batch = max(1, min(-(-count // world_size), bucket // (rows * cols), fitting))
-        tflops = 1e-12 / pace_of(batch, *size, method, CALLS - 1)
-        rates.append(ShapeRate(rows=rows, cols=cols, count=count, method=method, run_as=(batch, *size), tflops=tflops))
+    rates = _ShapeTimer(schedule, dtype, device, kernels).rates(shapes, world_size, seconds)
     operations = [rate.count * flops(rate.rows, rate.cols, schedule, rate.method) for rate in rates]
     spent = sum(count / rate.tflops for count, rate in zip(operations, rates, strict=True))
     large, small = (_muon_pass(numel, muon[0], dtype, shard_device, kernels) for numel in (LARGE_RUN, SMALL_RUN))
@@ -113,6 +91,56 @@ def measure(
         network=None,
     )
     return machine, rates
+
+
+@dataclass(frozen=True)
+class _ShapeTimer:
+    """Times Newton-Schulz shape by shape."""
+
+    schedule: Schedule
+    dtype: torch.dtype
+    device: torch.device
+    kernels: Operations
+    work: Workspace = field(default_factory=Workspace)
+
+    def rates(self, shapes: Mapping[Shape, int], world_size: int, seconds: float) -> list[ShapeRate]:
+        """The rate of each shape. The cheap ones come first; each has an equal share of the time that is left."""
+        end, rates = time.perf_counter() + seconds, []
+        bucket = (CPU_BUCKET_BYTES if self.device.type == "cpu" else BUCKET_BYTES) // self.dtype.itemsize
+        for index, shape in enumerate(sorted(shapes, key=lambda shape: (self._flops(*shape), shape))):
+            (rows, cols, method), count = shape, shapes[shape]
+            share = (end - time.perf_counter()) / (len(shapes) - index)
+            size, fitting = self._affordable(shape, share / 2)
+            batch = max(1, min(-(-count // world_size), bucket // (rows * cols), fitting))
+            tflops = 1e-12 / self._pace(batch, *size, method, CALLS - 1)
+            run_as = (batch, *size)
+            rates.append(ShapeRate(rows=rows, cols=cols, count=count, method=method, run_as=run_as, tflops=tflops))
+        return rates
+
+    def _affordable(self, shape: Shape, seconds: float) -> tuple[tuple[int, int], int]:
+        """Rows and columns to time in place of a shape, and how many such matrices fit into the time.
+
+        Small matrices are slower per operation, so from copies divided by a power of two the size doubles while the
+        next one fits by the pace of the last.
+        """
+        rows, cols, method = shape
+        halvings = max(0, math.ceil(math.log2(min(rows, cols) / SMALL)))
+        size, *larger = [(max(1, rows >> k), max(1, cols >> k)) for k in range(halvings, -1, -1)]
+        pace = self._pace(1, *size, method, 1)
+        for following in larger:
+            if CALLS * pace * self._flops(*following, method) >= seconds:
+                break
+            size, pace = following, self._pace(1, *following, method, 1)
+        return size, int(seconds / CALLS / (pace * self._flops(*size, method)))
+
+    def _pace(self, batch: int, rows: int, cols: int, method: str, calls: int) -> float:
+        """Seconds per operation, the median of some calls after one that is not counted."""
+        x = torch.randn(batch, rows, cols, device=self.device).to(self.dtype)
+        run = partial(orthogonalize, x, self.schedule, method, work=self.work, kernels=self.kernels)
+        return _median(run, self.device, calls) / (batch * self._flops(rows, cols, method))
+
+    def _flops(self, rows: int, cols: int, method: str) -> int:
+        return flops(rows, cols, self.schedule, method)
 
 
 def _muon_pass(numel: int, half: Half, dtype: torch.dtype, device: torch.device, kernels: Operations) -> float:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch.distributed
 from deepspeed.accelerator import get_accelerator
 from pydantic import ValidationError
 
-from deepspeed.muon.config.messages import FILLED_BY
+from deepspeed.muon.config.messages import FILLED_BY, did_you_mean
 from deepspeed.muon.config.schema import MuonConfig, parse
 from deepspeed.muon.errors import MuonConfigError, SettingsError, UnsupportedError
 from deepspeed.muon.forecast.layout import Layout
@@ -106,8 +105,8 @@ def _require_muon(path: str, section: dict[str, Any]) -> tuple[str, dict[str, An
     optimizer = section.get("optimizer")
     name = optimizer.get("type") if isinstance(optimizer, dict) else None
     if not isinstance(optimizer, dict) or not isinstance(name, str) or not is_muon(name):
-        near = difflib.get_close_matches("optimizer", section.keys() - {"optimizer"}, n=1) if optimizer is None else []
-        hint = f"; did you mean optimizer where it says {near[0]}?" if near else ""
+        near = [key for key in section if key != "optimizer" and did_you_mean(key, ["optimizer"], "")]
+        hint = f"; did you mean optimizer where it says {near[0]}?" if optimizer is None and near else ""
         raise SettingsError(f'{path}: optimizer.type: got {name!r}, expected "Muon"{hint}')
     params = optimizer.get("params") or {}
     if not isinstance(params, dict):
@@ -146,10 +145,10 @@ def _explain(title: str, item: dict[str, Any]) -> str:
 
     is_zero = title == DeepSpeedZeroConfig.__name__
     key = ".".join(["zero_optimization" if is_zero else title, *map(str, item["loc"])])
-    near = difflib.get_close_matches(str(item["loc"][-1]), DeepSpeedZeroConfig.model_fields, n=1) if item["loc"] else []
     if item["type"] != "extra_forbidden":
         return f"{key}: got {item['input']!r}; {item['msg'].removeprefix('Value error, ')}"
-    return f"{key}: unknown key" + (f"; did you mean {near[0]}?" if near and is_zero else "")
+    known = DeepSpeedZeroConfig.model_fields if is_zero else ()
+    return f"{key}: unknown key, {did_you_mean(str(item['loc'][-1]), known, 'DeepSpeed has none of this name')}"
 
 
 def accelerator() -> dict[str, Any]:

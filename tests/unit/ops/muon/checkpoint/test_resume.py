@@ -174,7 +174,8 @@ def save_weights(cases: list[dict[str, Any]], folder: str) -> list[dict[str, Ten
     return results
 
 
-def test_zero_to_fp32_gives_the_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scripted", [pytest.param(2, marks=pytest.mark.full), 4])
+def test_zero_to_fp32_gives_the_weights(scripted: int, tmp_path: Path) -> None:
     """The function for every wrapper, and the script that DeepSpeed leaves in the checkpoint."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
@@ -184,12 +185,12 @@ def test_zero_to_fp32_gives_the_weights(tmp_path: Path) -> None:
     saved = run(save_weights, 2, cases=cases, folder=str(tmp_path))[0]
     for index, weights in enumerate(saved):
         assert differing(weights, get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / str(index)))) == [], index
-    folder = tmp_path / "4"
+    folder = tmp_path / str(scripted)
     command = [sys.executable, "zero_to_fp32.py", ".", "out", "--max_shard_size", "1GB"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     (file,) = (folder / "out").glob("pytorch_model*.bin")
-    assert differing(saved[4], torch.load(file, weights_only=True)) == []
+    assert differing(saved[scripted], torch.load(file, weights_only=True)) == []
 
 
 # ---- size -------------------------------------------------------------------------------------------------

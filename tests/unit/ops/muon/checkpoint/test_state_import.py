@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from deepspeed.muon import ImportStateError, MuonWithAuxAdam, import_state
 from deepspeed.muon.cli.main import main
+from deepspeed.muon.zero.checkpoint.from_stock import Saved
 from helpers.averages import Resting, resting
 from helpers.distributed import run
 from helpers.models import MODELS, train_engine
@@ -149,6 +150,15 @@ def test_what_changes_its_optimizer_is_refused_by_name(tmp_path: Path) -> None:
         error, lines = run(outcome, 1, folder=folder, universal=True, params=params)[0]
         assert error == "" and len(lines) == 2
         assert all(text in " ".join(lines) and "stock's Muon" in lines[0] for text in expected), lines
+
+
+@pytest.mark.parametrize(("entries", "steps"), [([{}, {"step": torch.tensor(4.0)}], 4), ([{"exp_avg": 1}], 5), ([], 5)])
+def test_skipped_steps_do_not_count(entries: list[dict[str, Any]], steps: int, tmp_path: Path) -> None:
+    """Steps are counted by the states; where these count none, by the engine, whose count includes skipped steps."""
+    torch.save({"global_steps": 7, "skipped_steps": 2}, tmp_path / "model.pt")
+    saved = Saved(tmp_path, "model.pt", stage=2)
+    saved.take_steps(entries)
+    assert saved.steps == steps
 
 
 def test_the_command_refuses_what_is_not_stocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

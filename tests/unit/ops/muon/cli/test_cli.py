@@ -198,7 +198,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "section": ({"optimizer": None, "optimiser": MUON}, "did you mean optimizer where it says optimiser?"),
     "params": ({"optimizer": MUON | {"params": [1]}}, "optimizer.params: expected an object, got [1]"),
     "offload": ({"zero_optimization": {"offload_optimizer": NVME}}, "at stage 3 only and would keep the states"),
-    "zero": ({"zero_optimization": {"stge": 3}}, "zero_optimization.stge: unknown key; did you mean stage?"),
+    "zero": ({"zero_optimization": {"stge": 3}}, "zero_optimization.stge: unknown key, did you mean stage?"),
     "stage": ({"zero_optimization": {"stage": 5}}, "zero_optimization.stage: got 5"),
     "both": ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "cannot be simultaneously enabled"),
     "pattern": ({"optimizer": MUON | {"params": {"muon_include": "nope"}}}, "muon_include: 'nope' matches none"),

@@ -196,12 +196,11 @@ def measured(half: Half, world_size: int = 1, seconds: float = 0.05) -> tuple[Ma
 @pytest.mark.parametrize("momentum_dtype", ["fp32", "bf16"])
 def test_constants_are_measured_on_this_machine(momentum_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All but the network's. The rate of the model is that of its matrices one after the other."""
-    monkeypatch.setattr(forecast_measured, "LARGE_RUN", 2**14)
+    monkeypatch.setattr(forecast_measured, "LARGE_RUN", 2**20)  # far above the noise of a launch
     half = dataclasses.replace(group([(64, 64)] * 3 + [(16, 48)]), momentum_dtype=momentum_dtype)
     machine, rates = measured(half)
     assert machine.network is None
-    assert min(machine.tflops, machine.run_us) > 0
-    assert min(machine.muon_ns, machine.adamw_ns) >= 0, "differences of two measured times"
+    assert min(machine.tflops, machine.muon_ns, machine.adamw_ns, machine.run_us) > 0
     assert {(rate.rows, rate.cols, rate.count) for rate in rates} == {(64, 64, 3), (16, 48, 1)}
     operations = [rate.count * flops(rate.rows, rate.cols, STEPS, rate.method) for rate in rates]
     spent = sum(count / rate.tflops for count, rate in zip(operations, rates, strict=True))

@@ -134,7 +134,7 @@ def test_low_rank_factors(stage: int, world: int, lora: str) -> None:
         assert differing(weights, expected) == set()
 
 
-#: Of each kind of block that test_fused.py's model has not: the model, and how it is asked for.
+#: Of each kind of block that the model above lacks: the model, and how it is asked for.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "heads": ("gpt", {"per_head_muon": True}),
     "heads of latent attention": ("deepseek_v3", {"per_head_muon": True}),
