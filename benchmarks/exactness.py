@@ -32,7 +32,7 @@ RANKS = {1: "1 rank", 2: "2 ranks", 3: "3 ranks", 4: "4 ranks"}
 
 
 def parity() -> Rows:
-    """Against the oracle: fp32, 5 steps, accumulation 4, gradient_clipping 1.0, error relative to the change"""
+    """Error against the oracle, relative to the change of the weights: fp32, 5 steps, accumulation 4, clipping 1.0"""
     reference = oracle("mlp", 1.0)
     for stage in range(4):
         settings: dict[str, Any] = {"stage": stage, "accumulation": 4, "clip": 1.0, "offload": stage > 0}
@@ -45,7 +45,7 @@ def parity() -> Rows:
 
 
 def invariance() -> Rows:
-    """The same gradients at every stage and world size: difference of the update, relative to its norm"""
+    """Difference of the update between stages and world sizes for the same gradients, relative to its norm"""
 
     def update(world: int, stage: int, **more: Any) -> dict[str, Tensor]:
         return run(train_on_gradients, world, shapes=SHAPES, steps=3, stage=stage, **more)[0]
@@ -66,7 +66,7 @@ def changes(reference: Any, weights: dict[str, Tensor], kind: str) -> tuple[list
 
 
 def clipping() -> Rows:
-    """DeepSpeed's default clipping: the change after 5 steps, relative to the oracle's, 2 ranks"""
+    """Gradient clipping off and at DeepSpeed's default: change after 5 steps, relative to the oracle's, 2 ranks"""
     for clip in (0.0, 1.0):
         net, common = MODELS["mlp"](), {"lr": 0.02, "adam_lr": 1e-3, "momentum": 0.9, "betas": (0.9, 0.95)}
         config = oracles.OracleConfig(**common, clip=clip)
@@ -104,7 +104,7 @@ def matrices() -> Iterator[tuple[str, Tensor]]:
 
 
 def iteration() -> Rows:
-    """The bf16 iteration: error to fp64"""
+    """Error of Newton-Schulz in bf16, relative to fp64"""
     from torch.optim._muon import _zeropower_via_newtonschulz as of_torch
 
     kernels = choose(missing("auto", ["cpu"]))
@@ -118,7 +118,7 @@ def iteration() -> Rows:
 
 
 def bf16_training() -> Rows:
-    """Newton-Schulz and exchange in bf16: training against the fp64 oracle, 2 ranks"""
+    """Training with Newton-Schulz and exchange in bf16, against the fp64 oracle, 2 ranks"""
     reference, optimizer = oracle("narrow", 1.0), {"type": "Muon", "params": PARAMS | {"ns_dtype": "bf16"}}
     for stage in range(4):
         weights = run(train, 2, model="narrow", steps=STEPS, stage=stage, optimizer=optimizer)[0]
@@ -128,7 +128,7 @@ def bf16_training() -> Rows:
 
 
 def state() -> Rows:
-    """Optimizer state of the Muon half"""
+    """Optimizer state of the Muon parameters"""
     for stage, world in ((stage, world) for stage in (1, 2, 3) for world in (2, 4)):
         nbytes, padded, elements = zip(*run(state_bytes, world, stage=stage), strict=True)
         row = {"stage": str(stage), "ranks": str(world), "bytes per parameter": f"{sum(nbytes) / elements[0]:.3f}"}
