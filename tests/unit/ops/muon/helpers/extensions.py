@@ -13,7 +13,10 @@ os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / "build" / "torch_extens
 FOLDER = Path(os.environ["TORCH_EXTENSIONS_DIR"])
 MUON = "from deepspeed.muon.kernels.builder import MuonBuilder; MuonBuilder().load()"
 COMMUNICATION = "from deepspeed.ops.op_builder.cpu.comm import ShareMemCommBuilder; ShareMemCommBuilder().load()"
-TIMEOUT = 600.0
+ASYNC_IO = os.environ.get("TEST_ASYNC_IO") == "1"
+"""Whether NVMe is tested with DeepSpeed's own async_io, which is compiled in minutes; else by plain files."""
+NVME = "from deepspeed.ops.op_builder.cpu.async_io import AsyncIOBuilder; AsyncIOBuilder().load()"
+TIMEOUT = 900.0
 """Seconds a build may take on a loaded machine."""
 
 
@@ -25,7 +28,7 @@ def remove_locks(since: float = 0.0) -> None:
 
 
 def build() -> None:
-    """Compile csrc/muon, if its sources are newer than the result, and DeepSpeed's communication on the CPU.
+    """Compile csrc/muon, if its sources are newer than the result, and what the tests need of DeepSpeed.
 
     A failure is reported by the tests that need them.
     """
@@ -34,6 +37,7 @@ def build() -> None:
     for needed, code in (
         (max(sources) > max(built, default=0.0), MUON),
         (not list(FOLDER.glob("**/deepspeed_shm_comm.so")), COMMUNICATION),
+        (ASYNC_IO and not list(FOLDER.glob("**/async_io.so")), NVME),
     ):
         if needed and shutil.which("c++"):
             subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=TIMEOUT)

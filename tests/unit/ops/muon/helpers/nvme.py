@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jobs of the tests of NVMe: a model with sub-groups above and below what is swapped, its configs, and its engines."""
 
-import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,12 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from helpers import distributed
+from helpers.extensions import ASYNC_IO
 from helpers.models import GLOBAL_BATCH, full_weights, initialize_
 from helpers.plain_files import instead_of_async_io
 from helpers.training import ds_config, make_engine
 
-ASYNC_IO = os.environ.get("TEST_ASYNC_IO") == "1"
-"""Whether DeepSpeed's own async_io is tested, which is compiled in minutes; else files are read and written plainly."""
 SUB_GROUP = 200_000
 """Elements per rank that close a sub-group: at 2 ranks each large tensor of the model is one, the small ones share."""
 
@@ -50,8 +48,8 @@ class Wide(nn.Module):
 
 
 def run(fn: Callable[..., Any], world_size: int, fresh: bool = False, **kwargs: Any) -> list[Any]:
-    """As `distributed.run`, where DeepSpeed has async_io; with the time that building it may take, once."""
-    return distributed.run(job, world_size, timeout=900.0, fresh=fresh, task=fn, arguments=kwargs)
+    """As `distributed.run`, where DeepSpeed has async_io or a stand-in for it."""
+    return distributed.run(job, world_size, fresh=fresh, task=fn, arguments=kwargs)
 
 
 def job(task: Callable[..., Any], arguments: dict[str, Any]) -> Any:
