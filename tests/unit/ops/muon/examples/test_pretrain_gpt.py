@@ -18,7 +18,7 @@ sys.path.insert(0, str(EXAMPLE))
 import data  # noqa: E402
 import launch  # noqa: E402
 
-OPTIONS = ["--stage", "3", "--steps", "4", "--data", str(EXAMPLE), "--save-every", "2"]
+OPTIONS = ["--stage", "3", "--steps", "4", "--data", str(ROOT / "deepspeed"), "--save-every", "2"]
 
 
 def test_the_configs_differ_in_type_and_lr_only() -> None:
