@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Building and choosing the C++ operations: DeepSpeed's conventions, and what happens where they cannot be built."""
 
+import importlib
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from deepspeed.git_version_info import installed_ops
 from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
@@ -44,6 +47,27 @@ def test_ds_report_lists_it_while_installed() -> None:
     finally:
         deepspeed.muon.install()
     assert "muon" in ALL_OPS
+
+
+@pytest.mark.parametrize(
+    ("built", "here", "version", "is_taken"),
+    [
+        ("AVX2", "AVX2", None, True),
+        ("AVX2", "AVX512", None, True),
+        ("AVX512", "AVX2", None, False),
+        ("AVX2", "DEFAULT", None, False),
+        ("AVX2", "AVX2", "1.0", False),
+    ],
+)
+def test_a_module_built_ahead_is_taken_where_it_runs(
+    built: str, here: str, version: str | None, is_taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not on a CPU that lacks its instructions, nor with another torch."""
+    torch_version = version or ".".join(torch.__version__.split(".")[:2])
+    module = SimpleNamespace(torch_version=torch_version, cpu_capability=built)
+    monkeypatch.setattr(importlib, "import_module", lambda name: module)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: here)
+    assert MuonBuilder()._installed() is (module if is_taken else None)
 
 
 def test_without_a_compiler(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
