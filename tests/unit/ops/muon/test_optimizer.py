@@ -259,6 +259,7 @@ def test_state_dict_round_trip_is_exact() -> None:
     resumed.load_state_dict(straight.state_dict())
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     torch.testing.assert_close(train(resumed, second, 3), train(straight, first, 3), rtol=0, atol=0)
+    assert sum(len(partition.tensors) for partition in second.all_partitions) == len(list(resumed.parameters()))
 
 
 def test_a_closure_is_evaluated() -> None:

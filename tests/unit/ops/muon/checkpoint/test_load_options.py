@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from deepspeed.muon.zero.checkpoint.compatibility import settings_of
 from deepspeed.muon.zero.checkpoint.safe_load import read_states
 from deepspeed.muon.zero.checkpoint.save_load import _position
 from helpers.distributed import run
@@ -193,3 +194,10 @@ def positions() -> list[int]:
 
 def test_who_names_the_boundary_is_not_in_the_midst_of_a_step() -> None:
     assert run(positions, 1) == [[2, 0]]
+
+
+def test_the_ratio_to_the_schedule_is_that_of_the_config() -> None:
+    """A schedule is built from the config too; what a group had reached, and its settings, go on."""
+    here = {"name": "muon", "lr": 0.1, "lr_ratio": 0.5, "momentum": 0.9, "params": [1]}
+    saved = {"name": "other", "lr": 0.2, "lr_ratio": 0.25, "momentum": 0.8, "params": [0], "matrices": ["a"]}
+    assert settings_of(here, saved) == {"name": "muon", "lr": 0.2, "lr_ratio": 0.5, "momentum": 0.8}

@@ -212,7 +212,6 @@ def refused(folder: str, **case: Any) -> tuple[str, list[str]]:
     return str(error.value), changed
 
 
-@pytest.mark.full
 def test_a_checkpoint_that_does_not_fit_is_refused_on_all_ranks(tmp_path: Path) -> None:
     run(save_and_go_on, 2, cases=[{"pipelined": True}], folder=str(tmp_path))
     folder = tmp_path / "0" / "saved" / "offloaded_tensors" / "rank01"

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from deepspeed.muon import ImportStateError, MuonWithAuxAdam, import_state
 from deepspeed.muon.cli.main import main
-from deepspeed.muon.zero.checkpoint.from_stock import Saved
+from deepspeed.muon.state_import import Source, fill
+from deepspeed.muon.zero.checkpoint import from_stock
 from helpers.averages import Resting, resting
 from helpers.distributed import run
 from helpers.models import MODELS, train_engine
@@ -152,11 +153,44 @@ def test_what_changes_its_optimizer_is_refused_by_name(tmp_path: Path) -> None:
         assert all(text in " ".join(lines) and "stock's Muon" in lines[0] for text in expected), lines
 
 
+def test_files_are_read_in_the_order_of_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank in range(12):
+        (tmp_path / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
+    read: list[str] = []
+
+    def states(file: Path) -> dict[str, Any]:
+        read.append(file.name)
+        return {"optimizer_state_dict": {"optimizer_state_dict": {"param_groups": [], "state": {}}}}
+
+    monkeypatch.setattr(from_stock, "read_states", states)
+    with pytest.raises(ImportStateError, match="holds no mp_rank_00_model_states"):
+        from_stock.read(tmp_path)
+    assert read == [f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(12)]
+
+
+def test_what_starts_at_zero_counts_its_steps_anew() -> None:
+    """Else AdamW's bias correction would take moments at zero for moments of many steps."""
+    net = MODELS["mlp"]()
+    optimizer = MuonWithAuxAdam(net.parameters(), model=net, lr=0.01)
+    net(*net.batch(0)).backward()
+    optimizer.step()
+    names = {spec.name: spec.use_muon for spec in optimizer.specs.values()}
+    source = Source(
+        "a test", names, lambda name, key: torch.ones(dict(net.named_parameters())[name].shape), lambda _: 7
+    )
+    zeroed, *kept = (name for name, use_muon in names.items() if not use_muon)
+    for partition in optimizer.all_partitions:
+        fill(optimizer, partition, source, {zeroed: "zero"} | dict.fromkeys(kept, "kept"))
+    states = {optimizer.specs[param].name: state for param, state in optimizer.state.items()}
+    assert [float(states[name]["step"]) for name in (zeroed, *kept)] == [0.0, *(7.0 for _ in kept)]
+    assert not states[zeroed]["exp_avg"].any() and bool((states[kept[0]]["exp_avg"] == 1).all())
+
+
 @pytest.mark.parametrize(("entries", "steps"), [([{}, {"step": torch.tensor(4.0)}], 4), ([{"exp_avg": 1}], 5), ([], 5)])
 def test_skipped_steps_do_not_count(entries: list[dict[str, Any]], steps: int, tmp_path: Path) -> None:
     """Steps are counted by the states; where these count none, by the engine, whose count includes skipped steps."""
     torch.save({"global_steps": 7, "skipped_steps": 2}, tmp_path / "model.pt")
-    saved = Saved(tmp_path, "model.pt", stage=2)
+    saved = from_stock.Saved(tmp_path, "model.pt", stage=2)
     saved.take_steps(entries)
     assert saved.steps == steps
 

@@ -46,7 +46,7 @@ def nothing():
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, with a model of 6 layers."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "small.py").write_text(MODEL)
     return tmp_path
 
@@ -183,7 +183,9 @@ def test_folding_keeps_unlike_parameters_apart(folder: Path, capsys: pytest.Capt
 
 
 def test_a_function_of_a_module(folder: Path, capsys: pytest.CaptureFixture) -> None:
-    assert as_json(capsys, model="small:model")["totals"]["muon"]["tensors"] == 12
+    """From the current folder, where a command's path does not lead."""
+    (folder / "small_module.py").write_text(MODEL)
+    assert as_json(capsys, model="small_module:model")["totals"]["muon"]["tensors"] == 12
 
 
 # ---- refusals -------------------------------------------------------------------------------------------

@@ -181,6 +181,16 @@ class GptOssExperts(nn.Module):
         self.gate_up_proj, self.down_proj = (nn.Parameter(torch.empty(2, *shape)) for shape in ((8, 32), (16, 8)))
 
 
+class Alternating(nn.Module):
+    """Of a transformers that says how it lies."""
+
+    is_concatenated = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = (nn.Parameter(torch.empty(2, *shape)) for shape in ((8, 32), (16, 8)))
+
+
 def split(**children: nn.Module) -> str:
     """How the one parameter that says anything was split."""
     (found,) = (spec.split for spec in route(module(**children)).values() if spec.split and "down" not in spec.name)
@@ -203,6 +213,7 @@ def split(**children: nn.Module) -> str:
             "no projection down beside gate_up_proj confirms its",
         ),
         (lambda: {"experts": GptOssExperts()}, "2 of 8 x 32, left whole: gate and up of gate_up_proj alternate"),
+        (lambda: {"experts": Alternating()}, "2 of 8 x 32, left whole: gate and up of gate_up_proj alternate"),
     ],
 )
 def test_what_is_not_certain_stays_whole_with_a_reason(make: Any, text: str) -> None:

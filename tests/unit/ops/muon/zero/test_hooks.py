@@ -80,6 +80,18 @@ def test_switched_off_until_imported(switch: str, tmp_path: Path) -> None:
     python(tmp_path, ACTIVE + STOCK_THEN_OURS, TORCH_EXTENSIONS_DIR=str(tmp_path / "extensions"), **{switch: "0"})
 
 
+WITHOUT_A_SEAM = """
+del DeepSpeedEngine._scheduler_from_config
+import deepspeed.muon
+assert ours()[1] == []
+"""
+
+
+def test_a_missing_seam_does_not_fail_the_import(tmp_path: Path) -> None:
+    """Runs without Muon must go on."""
+    assert "_scheduler_from_config" in python(tmp_path, ACTIVE + WITHOUT_A_SEAM, DS_MUON_AUTOLOAD="0")
+
+
 UNINSTALL = """
 def state(): return seams(), list(utils.ZERO_SUPPORTED_OPTIMIZERS)
 original = state()
@@ -235,11 +247,13 @@ def test_the_users_tags_win_and_all_parameters_carry_one(stage: int) -> None:
 
 
 def tags_of_engines(stages: tuple[int, ...]) -> list[dict[str, bool]]:
-    """What a model's parameters carry after each of several engines, the user changing a tag after the first."""
+    """What a model's parameters carry after a step of several engines, the user changing a tag after the first."""
     net, found = TinyGpt(), []
     net.tokens.weight.use_muon = True
     for index, stage in enumerate(stages):
-        make_engine(net, ds_config(stage=stage)).destroy()
+        engine = make_engine(net, ds_config(stage=stage))
+        train_engine(engine, 1)
+        engine.destroy()
         found.append({name: p.use_muon for name, p in net.named_parameters()})
         if index == 0:
             net.blocks[0].up.weight.use_muon = False

@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from deepspeed.muon import MuonWithAuxAdam
 from deepspeed.muon.math.choice import pins
 from deepspeed.muon.math.newton_schulz import METHODS
+from deepspeed.muon.zero import bind
 from helpers import universal
 from helpers.distributed import run
 from helpers.engine_state import differing, snapshot
@@ -109,6 +111,13 @@ def test_every_rank_takes_what_rank_0_measures(stage: int) -> None:
     assert [len(said) for _, said, *_ in results] == [1, 0, 0], "one line, of the rank that measured"
     assert "of 5 of 5 shapes" in results[0][1][0] and "16x64 gram (2.00)" in results[0][1][0]
     assert all(owners == results[0][3] for *_, owners in results)
+
+
+def test_bf16_is_taken_where_every_rank_is_fast_in_it() -> None:
+    facts = bind._facts(MuonWithAuxAdam((net := Mlp()).parameters(), model=net, lr=0.1))
+    answers = [[True, True], [True, False], [False, True]]
+    verdicts = [bind._judge_settings([facts | {"bf16": fast} for fast in answer]) for answer in answers]
+    assert [verdict["bf16"] for verdict in verdicts] == [True, False, False]
 
 
 def measure_for_real(case: dict[str, Any]) -> tuple[dict[str, str], bool]:

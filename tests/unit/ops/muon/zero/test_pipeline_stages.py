@@ -174,7 +174,7 @@ def test_a_tied_layer_stays_with_adamw() -> None:
 
 
 def tied_linear() -> list[tuple[str, str]]:
-    """Routes of a layer that is an embedding on one stage and linear on the other, and of the last layer's matrix."""
+    """Routes of a layer that is an embedding on one stage and linear on the other, and of the last layer's matrices."""
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
     from deepspeed.muon.matrices.routing import route as decide
@@ -183,15 +183,17 @@ def tied_linear() -> list[tuple[str, str]]:
     last = TiedLayerSpec("e", nn.Linear, 8, 9, bias=False)
     net = PipelineModule([*specs, last], num_stages=2, partition_method="uniform")
     found = [(spec.name, spec.reason) for spec in decide(net).values() if len(spec.shape) == 2]
-    net = PipelineModule([*specs[1:], nn.Tanh()], num_stages=1)
-    return found + [(spec.name, spec.reason) for spec in decide(net).values() if len(spec.shape) == 2]
+    for layers in ([*specs[1:], nn.Tanh()], [nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))]):
+        net = PipelineModule(layers, num_stages=1)
+        found += [(spec.name, spec.reason) for spec in decide(net).values() if len(spec.shape) == 2]
+    return found
 
 
 def test_the_outer_layers_of_a_pipeline_are_known_by_their_place() -> None:
     """The head is the last layer's only matrix; without names, and whatever follows that has no parameters."""
     first, second = run(tied_linear, 2)
     hidden, head = "hidden matrix of Linear", "output head, the only matrix of the pipeline's last layer"
-    alone = [("0.weight", hidden), ("1.weight", head)]
+    alone = [("0.weight", hidden), ("1.weight", head), ("0.0.weight", hidden), ("0.1.weight", hidden)]
     assert first == [("tied_modules.e.weight", "embedding (Embedding)"), ("1.weight", hidden), *alone]
     assert second == [("tied_modules.e.weight", "tied layer of a pipeline"), ("2.weight", hidden), *alone]
 
