@@ -36,8 +36,13 @@ FILLED_BY = {"lr": _BOTH, "betas": _TRAINER, "eps": _TRAINER, "weight_decay": _B
 
 def did_you_mean(given: str, known: Iterable[str], otherwise: str, quote: str = "", cutoff: float = 0.6) -> str:
     """A question with the nearest spelling that is known; ``otherwise`` where none is near."""
-    near = difflib.get_close_matches(given, known, n=1, cutoff=cutoff)
-    return f"did you mean {quote}{near[0]}{quote}?" if near else otherwise
+    near = nearest(given, known, cutoff)
+    return f"did you mean {quote}{near}{quote}?" if near else otherwise
+
+
+def nearest(given: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known spelling that is nearest to what was given; ``None`` where none is near."""
+    return next(iter(difflib.get_close_matches(given, known, n=1, cutoff=cutoff)), None)
 
 
 def explain(

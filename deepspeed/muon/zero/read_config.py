@@ -13,7 +13,7 @@ import torch.distributed
 from deepspeed.accelerator import get_accelerator
 from pydantic import ValidationError
 
-from deepspeed.muon.config.messages import FILLED_BY, did_you_mean
+from deepspeed.muon.config.messages import FILLED_BY, did_you_mean, nearest
 from deepspeed.muon.config.schema import MuonConfig, parse
 from deepspeed.muon.errors import MuonConfigError, SettingsError, UnsupportedError
 from deepspeed.muon.forecast.layout import Layout
@@ -105,8 +105,8 @@ def _require_muon(path: str, section: dict[str, Any]) -> tuple[str, dict[str, An
     optimizer = section.get("optimizer")
     name = optimizer.get("type") if isinstance(optimizer, dict) else None
     if not isinstance(optimizer, dict) or not isinstance(name, str) or not is_muon(name):
-        near = [key for key in section if key != "optimizer" and did_you_mean(key, ["optimizer"], "")]
-        hint = f"; did you mean optimizer where it says {near[0]}?" if optimizer is None and near else ""
+        near = nearest("optimizer", section) if optimizer is None else None
+        hint = f"; did you mean optimizer where it says {near}?" if near else ""
         raise SettingsError(f'{path}: optimizer.type: got {name!r}, expected "Muon"{hint}')
     params = optimizer.get("params") or {}
     if not isinstance(params, dict):

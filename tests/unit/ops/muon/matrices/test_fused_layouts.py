@@ -173,22 +173,22 @@ class InternLM2Attention(Attention):
     """The layout is that of its class."""
 
 
-class GptOssExperts(nn.Module):
-    """Of a transformers that does not say how it lies."""
+class Halves(nn.Module):
+    """Experts whose gate and up lie in one weight, in an order that the shape does not tell."""
 
     def __init__(self) -> None:
         super().__init__()
         self.gate_up_proj, self.down_proj = (nn.Parameter(torch.empty(2, *shape)) for shape in ((8, 32), (16, 8)))
 
 
-class Alternating(nn.Module):
-    """Of a transformers that says how it lies."""
+class GptOssExperts(Halves):
+    """Of a transformers that does not say how they lie."""
+
+
+class Alternating(Halves):
+    """Of a transformers that says how they lie."""
 
     is_concatenated = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_up_proj, self.down_proj = (nn.Parameter(torch.empty(2, *shape)) for shape in ((8, 32), (16, 8)))
 
 
 def split(**children: nn.Module) -> str:
