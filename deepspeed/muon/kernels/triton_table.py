@@ -67,7 +67,7 @@ def operations(other: Operations) -> Operations:
         advance=_either(_are_plain(3, (torch.float32,)), advance, other.advance),
         advance_rounded=_either(_are_plain(3, (torch.bfloat16,)), advance_rounded, other.advance_rounded),
         apply_=_either(_are_plain(2), without_workspace(passes.apply_), other.apply_),
-        normalize_=_either(_are_plain(1), passes.normalize_, other.normalize_),
+        normalize=_either(_are_plain(2), passes.normalize, other.normalize),
         square=_either(lambda x, out, *_: _is_symmetric_faster(x, out), products.square, other.square),
         product=_either(lambda a, b, out, *_: _is_symmetric_faster(a.rest, out), products.product, plain),
         multiply=_either(lambda p, x, out, *_: _is_plain(*p, x, out), diagonals.multiply, other.multiply),

@@ -126,15 +126,17 @@ def normalize(dtype: torch.dtype) -> None:
     matrices[0, 70:] *= 1e-20
     given = matrices.to(dtype)
     expected = given.double() / given.double().norm(dim=(1, 2), keepdim=True).clamp(min=1e-300)
-    result = kernels.normalize_(given.clone())
+    result = kernels.normalize(given.clone(), torch.empty_like(given))
     error = (result.double() - expected).norm(dim=(1, 2))
     assert float(error.max()) <= (1e-6 if dtype == torch.float32 else 2**-7)
     assert not result[4].any()
-    assert kernels.normalize_(given[2:3].clone())[0].equal(result[2]), "no matrix knows the others of its batch"
+    assert kernels.normalize(given[2:3].clone(), torch.empty_like(given[2:3]))[0].equal(result[2]), (
+        "no matrix knows the others of its batch"
+    )
     for wrong in (math.inf, math.nan):
         given[1, 100, 100] = wrong
-        assert not kernels.normalize_(given.clone())[1].isfinite().all()
-        assert kernels.normalize_(given.clone())[0].equal(result[0])
+        assert not kernels.normalize(given.clone(), torch.empty_like(given))[1].isfinite().all()
+        assert kernels.normalize(given.clone(), torch.empty_like(given))[0].equal(result[0])
 
 
 @needs_triton
@@ -156,7 +158,7 @@ def names_of_calls(kernels: Operations) -> list[str]:
     kernels.advance(flat, flat.clone(), flat.clone(), 0.9, True, work)
     kernels.advance_rounded(flat.bfloat16(), flat, flat.clone(), 0.9, True, (1, 2), 0, work)
     kernels.apply_(flat, flat.clone(), 0.1, 1.0, 0.1, work)
-    kernels.normalize_(x)
+    kernels.normalize(x, x)
     kernels.square(x, k, work)
     kernels.product(k, k, Symmetric(x, randn(2, 64)), work, Scalars(0.1, 1.0))
     assert kernels.multiply(k, x, x.clone(), work) is not None
