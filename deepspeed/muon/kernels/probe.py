@@ -71,7 +71,7 @@ def _symmetric(
 
 
 def _results(table: Operations, size: int) -> dict[str, Tensor]:
-    """The result of every operation, in fp32. A matrix and its diagonal count by themselves: neither hides the other."""
+    """The result of every operation, in fp32; of a symmetric matrix its parts, so that neither hides the other."""
     work, results = Workspace(), {}
     batch, rows, cols = 2, size, 2 * size
     x = torch.randn(batch, rows, cols, generator=torch.Generator().manual_seed(1)).to(DEVICE)

@@ -46,7 +46,9 @@ def _untuned() -> Operations:
         return table
     from deepspeed.muon.kernels import triton_products as products
 
-    square, product = (functools.partial(f, kernel=products.untuned_kernel) for f in (products.square, products.product))
+    square, product = (
+        functools.partial(f, kernel=products.untuned_kernel) for f in (products.square, products.product)
+    )
     return dataclasses.replace(table, square=square, product=product)
 
 
@@ -80,7 +82,9 @@ def operations(other: Operations) -> Operations:
     return dataclasses.replace(
         elementwise,
         name=f"triton + {other.name}",
-        square=_either(lambda x, out, *_: _is_plain(x, *out) and _are_large(x, out.rest), products.square, other.square),
+        square=_either(
+            lambda x, out, *_: _is_plain(x, *out) and _are_large(x, out.rest), products.square, other.square
+        ),
         product=_either(
             lambda a, b, out, *_: _is_plain(*a, *b, *out) and _are_large(a.rest, b.rest, out.rest),
             products.product,

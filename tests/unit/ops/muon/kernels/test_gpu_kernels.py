@@ -130,11 +130,11 @@ def assert_is(actual: Symmetric, expected: Tensor) -> None:
     assert relative(actual.rest, expected - torch.diag_embed(diagonal)) <= 8e-3
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 SQUARES = [(3, 512, 1024), (2, 1024, 512), (1, 2048, 8192), (2, 528, 272), (1, 272, 272), (2, 200, 136)]
 """Multiples of 16, as the sizes of real models are: Triton compiles other code for them. The last one is not."""
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SQUARES, ids=str)
 def test_square(kernels: Operations, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     x, out = randn(*shape, dtype=dtype), empty(shape[0], min(shape[1:]), dtype)

@@ -6,7 +6,6 @@ Whether the kernels compile for a GPU is test_triton_compile.py's; what they do 
 """
 
 import dataclasses
-import importlib.util
 import math
 from collections.abc import Callable
 from typing import Any

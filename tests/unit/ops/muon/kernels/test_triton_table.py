@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
-from deepspeed.muon.kernels import probe, quack, reference, triton_table  # noqa: E402
-from deepspeed.muon.kernels import triton_diagonals as diagonals  # noqa: E402
-from deepspeed.muon.kernels import triton_elementwise as elementwise  # noqa: E402
-from deepspeed.muon.kernels import triton_products as products  # noqa: E402
-from deepspeed.muon.kernels.table import Operations, Scalars, Symmetric  # noqa: E402
-from deepspeed.muon.kernels.workspace import Workspace  # noqa: E402
-from helpers.kernels import Interpret, interpreted_table  # noqa: E402
+from deepspeed.muon.kernels import probe, quack, reference, triton_table
+from deepspeed.muon.kernels import triton_diagonals as diagonals
+from deepspeed.muon.kernels import triton_elementwise as elementwise
+from deepspeed.muon.kernels import triton_products as products
+from deepspeed.muon.kernels.table import Operations, Scalars, Symmetric
+from deepspeed.muon.kernels.workspace import Workspace
+from helpers.kernels import Interpret, interpreted_table
 
 BF16 = torch.bfloat16
 
@@ -271,7 +271,9 @@ WRONG: list[tuple[Any, str, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("where", "name", "value", "reason"), WRONG, ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize(
+    ("where", "name", "value", "reason"), WRONG, ids=lambda value: getattr(value, "__name__", value)
+)
 def test_a_kernel_that_fails_is_a_reason(
     gpu: None, where: Any, name: str, value: Any, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
