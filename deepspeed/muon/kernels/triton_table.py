@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of operations on CUDA, in Triton. The module imports without Triton; :func:`operations` then raises."""
+"""The table of operations on GPUs, in Triton. The module imports without Triton; :func:`operations` then raises."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from deepspeed.muon.kernels.table import Operations, Symmetric
 #: The smaller dimension from which symmetric products are computed as one triangle. Below it there are too few tiles to
 #: fill the chip, and a library's plain product is faster. ``python -m benchmarks gpu`` measures it.
 SYMMETRIC_FROM = 2048
-#: Triton moves sixteen bytes at a time, asynchronously, only where sizes are multiples of 16 and addresses of as many
-#: bytes. Without that a product takes several times as long.
+#: Triton copies sixteen bytes at a time, asynchronously, only where sizes are multiples of 16 and addresses of as many
+#: bytes. Otherwise products wait for loads of single elements.
 MULTIPLE, ADDRESS = 16, 16
 #: The most programs along the second and third dimension of a grid.
 GRID = 65_535
