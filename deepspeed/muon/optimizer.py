@@ -19,6 +19,7 @@ from deepspeed.muon.exchange.exchange import BucketBuffers, Exchange, gather, pr
 from deepspeed.muon.exchange.host_staging import Staging
 from deepspeed.muon.exchange.partition import Partition, whole_partition
 from deepspeed.muon.kernels import reference
+from deepspeed.muon.kernels.probe import warm
 from deepspeed.muon.kernels.rounding import key_of
 from deepspeed.muon.kernels.selection import Missing, choose, missing, product_tables
 from deepspeed.muon.kernels.table import Operations
@@ -245,6 +246,15 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     def exchange(self) -> Exchange:
         """The exchange of the first partition; all have the same dtype, device and workspace."""
         return next(iter(self._bound.values())).exchange
+
+    def warm_up(self) -> None:
+        """On an accelerator compile and tune the kernels of Newton-Schulz, which else happens in the first step."""
+        for bound in self._bound.values():
+            device = bound.exchange.device
+            batches = [batch for bucket in bound.plan.buckets for batch in bucket.batches]
+            shapes = {(batch.count, batch.rows, batch.cols) for batch in batches if device.type != "cpu"}
+            for count, rows, cols in sorted(shapes):
+                warm(bound.kernels(rows, cols), [(count, rows, cols, bound.dtype)], device)
 
     def release_workspace(self) -> None:
         """Free the memory of temporaries; the next step allocates it again."""

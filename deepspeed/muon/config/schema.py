@@ -87,7 +87,7 @@ class MuonConfig(BaseModel):
     adam_w_mode: types.Flag = field(True, STOCK)
     """decoupled decay in the AdamW half; false: Adam with L2"""
     torch_adam: types.Flag = field(False, STOCK)
-    """accepted because stock has it; the AdamW half is torch's fused AdamW anyway"""
+    """accepted because stock has it; the AdamW half is torch's AdamW anyway"""
     fp32_optimizer_states: types.Yes = field(True, STOCK)
     """AdamW's states are fp32"""
     per_head_muon: types.Flag = field(False, STOCK)

@@ -110,6 +110,8 @@ class Exchange:
         """
         lag = 1 if self.staging or self.communicates(plan) else 0
         in_flight = [self._open(plan, k, slot=k % (2 * lag + 1)) for k in range(len(plan.buckets))]
+        if self.staging is not None:
+            self.staging.follow_the_computation()
         for k in range(len(in_flight) + 2 * lag):
             if k < len(in_flight):
                 with phase("prepare"):

@@ -53,9 +53,11 @@ def product_tables(missing: Mapping[str, str | None], device_type: str) -> dict[
     if device_type == "cpu" and _has(missing, "cpu"):
         found["C++"] = native.operations()
     if device_type == "cuda" and _has(missing, "cuda"):
-        found["triton"] = triton_table.operations(reference.OPERATIONS)
+        triton = triton_table.operations(reference.OPERATIONS)
+        if triton.square is not reference.OPERATIONS.square:  # AMD's GPUs get no products
+            found["triton"] = triton
         if _has(missing, "quack"):
-            found["quack"] = quack.operations(found["triton"])
+            found["quack"] = quack.operations(triton)
     return found
 
 

@@ -51,4 +51,9 @@ def compare_plans(optimizer: MuonWithAuxAdam, **mine: Any) -> dict[str, Any]:
     plans = hashlib.sha256("".join(plan.digest for plan in optimizer.plans).encode()).hexdigest()[:16]
     stated = {"stage": matrix_share(optimizer), "choice": pinned, "plan": plans, **mine}
     titles = {"choice": "the choice of dtype, methods and kernels", "plan": "the exchange plan"}
-    return compare(lambda: stated, lambda facts: differences(facts, titles, within="stage") or facts[0])
+
+    def state() -> Facts:
+        optimizer.warm_up()  # here, where a rank may take long
+        return stated
+
+    return compare(state, lambda facts: differences(facts, titles, within="stage") or facts[0])

@@ -6,7 +6,6 @@ Whether the kernels compile for a GPU is test_triton_compile.py's; what they do 
 """
 
 import dataclasses
-import importlib.util
 import math
 from collections.abc import Callable
 from typing import Any
@@ -179,16 +178,3 @@ def test_the_rest_goes_to_the_other_table() -> None:
     table = triton_table.operations(Operations("noted", *map(noted, NAMES)))
     assert table.name == "triton + noted"
     assert names_of_calls(table) == called
-
-
-def test_a_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert triton_table.why_not() == "triton is not installed"
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    assert triton_table.why_not() == "no NVIDIA GPU"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(triton_table, "_why_not_compiled", lambda: "no compiler")
-    for capability, reason in (((7, 5), "the GPU is older than Ampere"), ((9, 0), "no compiler")):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-        assert triton_table.why_not() == reason
