@@ -64,7 +64,7 @@ def staged(kind: type[Staging] | None, bucket_bytes: int, **config: Any) -> tupl
 
     module.make_plan, module.Exchange, module.Workspace = make_plan, exchange, Unpinned
     try:
-        return train_on_gradients(SHAPES, 3, **config), max(counts)
+        return train_on_gradients(SHAPES * 2, 3, **config), max(counts)
     finally:
         module.make_plan, module.Exchange, module.Workspace = originals
 
