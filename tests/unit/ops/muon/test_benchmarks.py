@@ -408,7 +408,7 @@ def test_what_a_rank_sends_to_itself_is_all_of_a_bucket() -> None:
     sent = gpu.sent_to_itself(bucket)
     assert isinstance(sent, Bucket) and sent.travels and isinstance(sent.batches[0], Batch)
     assert sum(sent.send_counts) == sum(sent.receive_counts) == 40 == sum(run.copy.numel for run in sent.runs)
-    covered = sorted(place for copy in sent.received for place in spread(copy))
+    covered = sorted(place for copy in sent.received for place, _ in spread(copy))
     assert covered == list(range(40)), "each element of the matrices once"
 
 
