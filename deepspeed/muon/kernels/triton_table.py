@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.muon.kernels.table import Operations, Symmetric
+from deepspeed.muon.kernels.table import Operations, RunOperations, Symmetric
 
 #: The smaller dimension from which symmetric products are computed as one triangle. Below it there are too few tiles to
 #: fill the chip, and a library's plain product is faster. ``python -m benchmarks gpu`` measures it.
@@ -55,6 +55,7 @@ def operations(other: Operations) -> Operations:
     """
     from deepspeed.muon.kernels import triton_diagonals as diagonals
     from deepspeed.muon.kernels import triton_elementwise as passes
+    from deepspeed.muon.kernels import triton_multi as multi
     from deepspeed.muon.kernels import triton_products as products
 
     def without_workspace(ours: Callable[..., None]) -> Callable[..., None]:
@@ -71,6 +72,9 @@ def operations(other: Operations) -> Operations:
         square=_either(lambda x, out, *_: _is_symmetric_faster(x, out), products.square, other.square),
         product=_either(lambda a, b, out, *_: _is_symmetric_faster(a.rest, out), products.product, plain),
         multiply=_either(lambda p, x, out, *_: _is_plain(*p, x, out), diagonals.multiply, other.multiply),
+        runs=RunOperations(
+            fits=_are_plain(1, (torch.float32,)), tiles=multi.tiles, advance=multi.advance, apply_=multi.apply_
+        ),
     )
 
 

@@ -225,26 +225,33 @@ def _merged(copies: Iterable[Copy], merge: Callable[[Copy, Copy], Copy | None]) 
     return result
 
 
-def _joined(first: Copy, second: Copy) -> Copy | None:
-    """Two copies that follow each other in the buffer as one row or one grid, if they are that."""
-    if first.rows == second.rows == 1 and second.start == first.start + first.cols:
+def _adjacent(first: Copy, second: Copy) -> Copy | None:
+    """Two copies as one, if they are neighbours in both tensors."""
+    are_rows = first.rows == second.rows == first.times == 1
+    if are_rows and (second.at, second.start) == (first.at + first.cols, first.start + first.cols):
         cols = first.cols + second.cols
         return first._replace(cols=cols, pitch=cols)
+    return None
+
+
+def _joined(first: Copy, second: Copy) -> Copy | None:
+    """Two copies that follow each other in the buffer as one row or one grid, if they are that."""
     pitch = first.pitch if first.rows > 1 else second.start - first.start
-    follows = second.start == first.start + first.rows * pitch and pitch >= first.cols == second.cols
+    follows = second.start == first.start + first.rows * pitch and pitch > first.cols == second.cols
     if follows and (second.rows == 1 or second.pitch == pitch):
         return first._replace(rows=first.rows + second.rows, pitch=pitch)
-    return None
+    return _adjacent(first, second)
 
 
 def _repeated(first: Copy, second: Copy) -> Copy | None:
-    """Two copies of equal grids as one, if the second continues the steps of the first."""
+    """Two copies of equal grids as one, if they are neighbours or the second continues the steps of the first."""
     at, start = second.at - first.at, second.start - first.start
     steps = (first.at_step, first.start_step) if first.times > 1 else (at, start)
     alike = (first.rows, first.cols, first.pitch) == (second.rows, second.cols, second.pitch)
-    if alike and start > 0 and (at, start) == (first.times * steps[0], first.times * steps[1]):
+    both = _adjacent(first, second)
+    if both is None and alike and start > 0 and (at, start) == (first.times * steps[0], first.times * steps[1]):
         return first._replace(times=first.times + 1, at_step=steps[0], start_step=steps[1])
-    return None
+    return both
 
 
 def _batches(own: Iterable[tuple[int, tuple[int, int]]]) -> Iterator[Batch]:

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels that one rank launches in a step, beside those of Newton-Schulz: from its plan, and from a trace."""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+
+from benchmarks import report, scaling
+from deepspeed.muon.cli.model import build
+from deepspeed.muon.config.schema import parse
+from deepspeed.muon.exchange.exchange import BucketBuffers, Exchange
+from deepspeed.muon.exchange.partition import Partition
+from deepspeed.muon.forecast.layout import Layout, StepPart, halves_of, lay_out
+from deepspeed.muon.kernels import reference
+from deepspeed.muon.kernels.table import Operations
+from deepspeed.muon.matrices.block import Block
+from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.plan.cost import CostModel, cost_model
+from deepspeed.muon.plan.launches import Launches, launches_of
+from deepspeed.muon.plan.plan import BUCKET_BYTES, Copy, Plan, make_plan
+
+#: A known model, and the ranks that it is planned for.
+SIZES = {
+    "llama3-1b": (scaling.OWN / "llama3-1b.json", 8),
+    "llama3-8b": (scaling.MODELS["llama3-8b"], 8),
+    "llama3-70b": (scaling.MODELS["llama3-70b"], 64),
+}
+#: Widths are divided by this where steps are traced, and with them buckets and sub-groups by its square.
+SMALLER = 16
+SUB_GROUP = 10**9
+NOTES = """Of the rank that launches most. One by one: a kernel for each run of a matrix that a rank holds, in each
+elementwise pass, and a copy for each part that it receives and for each that it sends back. Together: the kernels of a
+step on a GPU with Triton, at most. Elsewhere each run has a kernel or more; the copies are the same. Traced: the calls
+of a step of such a rank without its collectives, counted by torch.profiler on the CPU, with the same matrices of
+widths divided by 16."""
+
+
+def launches(models: Annotated[tuple[str, ...], SIZES] = tuple(SIZES), stages: tuple[int, ...] = (1, 2, 3)) -> str:
+    """Kernels that one rank launches in a step, beside those of Newton-Schulz.
+
+    Args:
+        models: which
+        stages: of ZeRO
+    """
+    rows = [row(name, stage) for name in models for stage in stages]
+    return report.write("launches", "Kernel launches of a step", rows, report.table(rows), NOTES)
+
+
+def row(name: str, stage: int) -> dict[str, Any]:
+    path, world = SIZES[name]
+    parts = muon_parts(str(path), Layout(stage, world))
+    plans = [plans_of(parts, rank, BUCKET_BYTES) for rank in range(world)]
+    before = [one_by_one(parts, of_rank) for of_rank in plans]
+    after = [planned(parts, of_rank, together=True) for of_rank in plans]
+    busiest = max(range(world), key=lambda rank: sum(after[rank]))
+    found = {"model": name, "ranks": world, "stage": stage, "one by one": max(map(sum, before))}
+    found |= {"together": sum(after[busiest])} | after[busiest]._asdict()
+    with tempfile.TemporaryDirectory() as folder:
+        (small := Path(folder) / "config.json").write_text(json.dumps(smaller(json.loads(path.read_text()))))
+        parts = muon_parts(str(small), Layout(stage, world, SUB_GROUP // SMALLER**2))
+        for title, together in {"traced one by one": False, "traced together": True}.items():
+            plans = plans_of(parts, busiest, BUCKET_BYTES // SMALLER**2)
+            plans = plans if together else list(map(taken_apart, plans))
+            step = fake_step(build(str(small)), parts, plans, together)
+            wanted = planned(parts, plans, together)
+            found[title] = sum(count := traced(step))
+            assert count == wanted, f"{count} in the trace, {wanted} planned"
+    print(found, flush=True)
+    return found
+
+
+def muon_parts(path: str, layout: Layout) -> list[StepPart]:
+    return [part for part in lay_out(halves_of(build(path), parse({"lr": 1e-3})), layout) if part.half.use_muon]
+
+
+def smaller(config: dict[str, Any]) -> dict[str, Any]:
+    """The same matrices with widths divided; vocabulary and positions have no part in it."""
+    widths = {key: config[key] // SMALLER for key in ("hidden_size", "intermediate_size")}
+    return config | widths | {"vocab_size": 8, "max_position_embeddings": 8}
+
+
+def cost_of(part: StepPart) -> CostModel:
+    """As on an accelerator, in bf16."""
+    return cost_model(part.half.ns_method, scaling.SIMPLE, 2, "cuda")
+
+
+def plans_of(parts: Sequence[StepPart], rank: int, bucket_bytes: int) -> list[Plan]:
+    return [make_plan(part.shards, rank, part.world_size, cost_of(part), bucket_bytes) for part in parts]
+
+
+def planned(parts: Sequence[StepPart], plans: Sequence[Plan], together: bool) -> Launches:
+    """The sum over the parts of a step."""
+
+    def count(part: StepPart, plan: Plan) -> Launches:
+        return launches_of(plan.buckets, lambda rows, cols: part.half.scale(Block(0, rows, cols, cols)), together)
+
+    return Launches(*map(sum, zip(*map(count, parts, plans), strict=True)))
+
+
+def one_by_one(parts: Sequence[StepPart], plans: Sequence[Plan]) -> Launches:
+    """A kernel per run and pass, and a copy per part of a matrix and way."""
+    runs = sum(len(bucket.runs) for plan in plans for bucket in plan.buckets)
+    copies = 0
+    for part, plan in zip(parts, plans, strict=True):
+        own = (item for item, owner in zip(part.items, plan.owners, strict=True) if owner == plan.rank)
+        pieces = ((source, piece) for item in own for source in item.holders for piece in item.pieces(source))
+        copies += sum(source != plan.rank or not piece.is_contiguous for source, piece in pieces)
+    return Launches(runs, copies, copies, runs)
+
+
+# ---- the trace --------------------------------------------------------------------------------------------------
+
+
+class Alone(Exchange):
+    """An exchange that sends nothing: a rank's step on buffers that hold whatever they held."""
+
+    def _launch(self, buffers: BucketBuffers, back: bool) -> None:
+        pass
+
+
+def taken_apart(plan: Plan) -> Plan:
+    """A copy for each part that is received, as long as these were not neighbours."""
+
+    def single(copy: Copy) -> Iterator[Copy]:
+        for n, row in itertools.product(range(copy.times), range(copy.rows)):
+            at, start = copy.at + n * copy.at_step + row * copy.cols, copy.start + n * copy.start_step
+            yield Copy(at, start + row * copy.pitch, 1, copy.cols, copy.cols)
+
+    apart = (tuple(itertools.chain.from_iterable(map(single, bucket.received))) for bucket in plan.buckets)
+    pairs = zip(plan.buckets, apart, strict=True)
+    return dataclasses.replace(plan, buckets=tuple(dataclasses.replace(b, received=r) for b, r in pairs))
+
+
+def fake_step(
+    model: torch.nn.Module, parts: Sequence[StepPart], plans: Sequence[Plan], together: bool
+) -> Callable[[], None]:
+    """A step of one rank with random gradients, without communication and Newton-Schulz."""
+    optimizer = MuonWithAuxAdam(model.parameters(), model=model, lr=1e-3, kernels="torch")
+    index = next(i for i, group in enumerate(optimizer.param_groups) if group["use_muon"])
+    optimizer.kernels = noted(dataclasses.replace(reference.OPERATIONS, runs=reference.RUNS if together else None))
+    flat = [torch.nn.Parameter(torch.randn(part.numel)) for part in parts]
+    for tensor in flat:
+        tensor.grad = torch.randn_like(tensor)
+    held = zip(flat, parts, plans, strict=True)
+    partitions = [Partition(index, (t,), part.shards, None, p.rank, p.world_size) for t, part, p in held]
+    optimizer.bind(partitions, torch.bfloat16)
+    for (key, bound), plan in zip(optimizer._bound.items(), plans, strict=True):
+        facts = {f.name: getattr(bound.exchange, f.name) for f in dataclasses.fields(Exchange)}
+        optimizer._bound[key] = dataclasses.replace(bound, plan=plan, exchange=Alone(**facts))
+    optimizer._orthogonalize = lambda *_: None  # type: ignore[method-assign]
+
+    def step() -> None:
+        for tensor in flat:
+            for group in optimizer.param_groups:
+                group["params"] = [tensor] if group["use_muon"] else []
+            optimizer.step()
+
+    return step
+
+
+def noted(kernels: Operations) -> Operations:
+    """The same operations, which leave their name in a trace."""
+
+    def under(name: str, operation: Callable) -> Callable:
+        @functools.wraps(operation)
+        def call(*args: Any) -> Any:
+            with torch.profiler.record_function(name):
+                return operation(*args)
+
+        return call
+
+    names = {"advance": "prepare", "advance_rounded": "prepare", "apply_": "apply"}
+    single = {field: under(name, getattr(kernels, field)) for field, name in names.items()}
+    if kernels.runs is not None:
+        runs = {field: under(names[field], getattr(kernels.runs, field)) for field in ("advance", "apply_")}
+        single["runs"] = dataclasses.replace(kernels.runs, **runs)
+    return dataclasses.replace(kernels, **single)
+
+
+@contextlib.contextmanager
+def noted_copies() -> Iterator[None]:
+    """Inside, unpacking and packing leave their names in a trace."""
+    originals = {name: getattr(BucketBuffers, name) for name in ("unpack", "pack")}
+
+    def under(name: str) -> Callable[[BucketBuffers], None]:
+        def call(buffers: BucketBuffers) -> None:
+            with torch.profiler.record_function(name):
+                originals[name](buffers)
+
+        return call
+
+    for name in originals:
+        setattr(BucketBuffers, name, under(name))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(BucketBuffers, name, original)
+
+
+def traced(step: Callable[[], Any]) -> Launches:
+    """Counts calls of noted operations, and copies inside of packing and unpacking."""
+    with noted_copies(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step()
+    counts = dict.fromkeys(Launches._fields, 0)
+    for event in profile.events():
+        if event.name in ("prepare", "apply"):
+            counts[event.name] += 1
+        elif event.name == "aten::copy_" and event.cpu_parent and event.cpu_parent.name in ("unpack", "pack"):
+            counts[event.cpu_parent.name] += 1
+    return Launches(**counts)
