@@ -4,12 +4,12 @@
 import contextlib
 import dataclasses
 import functools
-import itertools
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
+from unittest import mock
 
 import torch
 
@@ -23,9 +23,10 @@ from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.plan import plan
 from deepspeed.muon.plan.cost import CostModel, cost_model
 from deepspeed.muon.plan.launches import Launches, launches_of
-from deepspeed.muon.plan.plan import BUCKET_BYTES, Copy, Plan, make_plan
+from deepspeed.muon.plan.plan import BUCKET_BYTES, Plan
 
 #: A known model, and the ranks that it is planned for.
 SIZES = {
@@ -36,6 +37,8 @@ SIZES = {
 #: Widths are divided by this where steps are traced, and with them buckets and sub-groups by its square.
 SMALLER = 16
 SUB_GROUP = 10**9
+#: Whether runs and parts go together.
+WAYS = (False, True)
 NOTES = """Of the rank that launches most. One by one: a kernel for each run of a matrix that a rank holds, in each
 elementwise pass, and a copy for each part that it receives and for each that it sends back. Together: the kernels of a
 step on a GPU with Triton, at most. Elsewhere each run has a kernel or more; the copies are the same. Traced: the calls
@@ -55,30 +58,28 @@ def launches(models: Annotated[tuple[str, ...], SIZES] = tuple(SIZES), stages: t
 
 
 def row(name: str, stage: int) -> dict[str, Any]:
+    """The counts of one model at one stage."""
     path, world = SIZES[name]
-    parts = muon_parts(str(path), Layout(stage, world))
-    plans = [plans_of(parts, rank, BUCKET_BYTES) for rank in range(world)]
-    before = [one_by_one(parts, of_rank) for of_rank in plans]
-    after = [planned(parts, of_rank, together=True) for of_rank in plans]
-    busiest = max(range(world), key=lambda rank: sum(after[rank]))
-    found = {"model": name, "ranks": world, "stage": stage, "one by one": max(map(sum, before))}
-    found |= {"together": sum(after[busiest])} | after[busiest]._asdict()
+    parts = muon_parts(path, Layout(stage, world, SUB_GROUP))
+    counts = {way: [planned(parts, plans_of(parts, r, BUCKET_BYTES, way), way) for r in range(world)] for way in WAYS}
+    together = counts[True]
+    busiest = max(range(world), key=lambda rank: sum(together[rank]))
+    found = {"model": name, "ranks": world, "stage": stage, "one by one": max(map(sum, counts[False]))}
+    found |= {"together": sum(together[busiest])} | together[busiest]._asdict()
     with tempfile.TemporaryDirectory() as folder:
         (small := Path(folder) / "config.json").write_text(json.dumps(smaller(json.loads(path.read_text()))))
-        parts = muon_parts(str(small), Layout(stage, world, SUB_GROUP // SMALLER**2))
-        for title, together in {"traced one by one": False, "traced together": True}.items():
-            plans = plans_of(parts, busiest, BUCKET_BYTES // SMALLER**2)
-            plans = plans if together else list(map(taken_apart, plans))
-            step = fake_step(build(str(small)), parts, plans, together)
-            wanted = planned(parts, plans, together)
-            found[title] = sum(count := traced(step))
+        parts = muon_parts(small, Layout(stage, world, SUB_GROUP // SMALLER**2))
+        for way in WAYS:
+            plans = plans_of(parts, busiest, BUCKET_BYTES // SMALLER**2, way)
+            count, wanted = traced(fake_step(build(str(small)), parts, plans, way)), planned(parts, plans, way)
             assert count == wanted, f"{count} in the trace, {wanted} planned"
+            found[f"traced {'together' if way else 'one by one'}"] = sum(count)
     print(found, flush=True)
     return found
 
 
-def muon_parts(path: str, layout: Layout) -> list[StepPart]:
-    return [part for part in lay_out(halves_of(build(path), parse({"lr": 1e-3})), layout) if part.half.use_muon]
+def muon_parts(path: Path, layout: Layout) -> list[StepPart]:
+    return [part for part in lay_out(halves_of(build(str(path)), parse({"lr": 1e-3})), layout) if part.half.use_muon]
 
 
 def smaller(config: dict[str, Any]) -> dict[str, Any]:
@@ -92,28 +93,20 @@ def cost_of(part: StepPart) -> CostModel:
     return cost_model(part.half.ns_method, scaling.SIMPLE, 2, "cuda")
 
 
-def plans_of(parts: Sequence[StepPart], rank: int, bucket_bytes: int) -> list[Plan]:
-    return [make_plan(part.shards, rank, part.world_size, cost_of(part), bucket_bytes) for part in parts]
+def plans_of(parts: Sequence[StepPart], rank: int, bucket_bytes: int, together: bool) -> list[Plan]:
+    """One rank's plans; without ``together`` each part of a matrix is received by a copy of its own."""
+    changes = {} if together else {"_merged": lambda copies, merge: list(copies)}
+    with mock.patch.multiple(plan, **changes) if changes else contextlib.nullcontext():
+        return [plan.make_plan(part.shards, rank, part.world_size, cost_of(part), bucket_bytes) for part in parts]
 
 
 def planned(parts: Sequence[StepPart], plans: Sequence[Plan], together: bool) -> Launches:
     """The sum over the parts of a step."""
 
-    def count(part: StepPart, plan: Plan) -> Launches:
-        return launches_of(plan.buckets, lambda rows, cols: part.half.scale(Block(0, rows, cols, cols)), together)
+    def count(part: StepPart, of_part: Plan) -> Launches:
+        return launches_of(of_part.buckets, lambda rows, cols: part.half.scale(Block(0, rows, cols, cols)), together)
 
     return Launches(*map(sum, zip(*map(count, parts, plans), strict=True)))
-
-
-def one_by_one(parts: Sequence[StepPart], plans: Sequence[Plan]) -> Launches:
-    """A kernel per run and pass, and a copy per part of a matrix and way."""
-    runs = sum(len(bucket.runs) for plan in plans for bucket in plan.buckets)
-    copies = 0
-    for part, plan in zip(parts, plans, strict=True):
-        own = (item for item, owner in zip(part.items, plan.owners, strict=True) if owner == plan.rank)
-        pieces = ((source, piece) for item in own for source in item.holders for piece in item.pieces(source))
-        copies += sum(source != plan.rank or not piece.is_contiguous for source, piece in pieces)
-    return Launches(runs, copies, copies, runs)
 
 
 # ---- the trace --------------------------------------------------------------------------------------------------
@@ -124,19 +117,6 @@ class Alone(Exchange):
 
     def _launch(self, buffers: BucketBuffers, back: bool) -> None:
         pass
-
-
-def taken_apart(plan: Plan) -> Plan:
-    """A copy for each part that is received, as long as these were not neighbours."""
-
-    def single(copy: Copy) -> Iterator[Copy]:
-        for n, row in itertools.product(range(copy.times), range(copy.rows)):
-            at, start = copy.at + n * copy.at_step + row * copy.cols, copy.start + n * copy.start_step
-            yield Copy(at, start + row * copy.pitch, 1, copy.cols, copy.cols)
-
-    apart = (tuple(itertools.chain.from_iterable(map(single, bucket.received))) for bucket in plan.buckets)
-    pairs = zip(plan.buckets, apart, strict=True)
-    return dataclasses.replace(plan, buckets=tuple(dataclasses.replace(b, received=r) for b, r in pairs))
 
 
 def fake_step(
@@ -152,9 +132,9 @@ def fake_step(
     held = zip(flat, parts, plans, strict=True)
     partitions = [Partition(index, (t,), part.shards, None, p.rank, p.world_size) for t, part, p in held]
     optimizer.bind(partitions, torch.bfloat16)
-    for (key, bound), plan in zip(optimizer._bound.items(), plans, strict=True):
+    for (key, bound), of_part in zip(optimizer._bound.items(), plans, strict=True):
         facts = {f.name: getattr(bound.exchange, f.name) for f in dataclasses.fields(Exchange)}
-        optimizer._bound[key] = dataclasses.replace(bound, plan=plan, exchange=Alone(**facts))
+        optimizer._bound[key] = dataclasses.replace(bound, plan=of_part, exchange=Alone(**facts))
     optimizer._orthogonalize = lambda *_: None  # type: ignore[method-assign]
 
     def step() -> None:
