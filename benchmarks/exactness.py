@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks import report
 from deepspeed.muon.kernels.selection import choose, missing
-from deepspeed.muon.math.choice import choose_method
+from deepspeed.muon.math.choice import counted_method
 from deepspeed.muon.math.coefficients import SIMPLE, schedule
 from deepspeed.muon.math.newton_schulz import orthogonalize
 
@@ -110,7 +110,8 @@ def iteration() -> Rows:
     kernels = choose(missing("auto", ["cpu"]))
     for kind, matrix in matrices():
         half = matrix.bfloat16()
-        exact, method = oracles.newton_schulz_fp64(half), choose_method(*half.shape, "auto", "cpu bf16")
+        exact = oracles.newton_schulz_fp64(half)
+        method = counted_method(*half.shape, "auto", schedule("simple"), "bf16")
         own = orthogonalize(half.clone()[None], schedule("simple"), method, kernels=kernels)[0]
         a, b = (float((x.double() - exact).norm() / exact.norm()) for x in (of_torch(half, SIMPLE, 5, 1e-7), own))
         row = {"shape": "{} x {}".format(*half.shape), "input": kind, "method": method}

@@ -20,13 +20,16 @@ from deepspeed.muon.exchange.exchange import BucketBuffers, Exchange
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.forecast.layout import Layout, StepPart, halves_of, lay_out
 from deepspeed.muon.kernels import reference
+from deepspeed.muon.kernels.selection import missing
 from deepspeed.muon.kernels.table import Operations
+from deepspeed.muon.math.choice import counted_method
 from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.plan import plan
 from deepspeed.muon.plan.cost import CostModel, cost_model
 from deepspeed.muon.plan.launches import Launches, launches_of
 from deepspeed.muon.plan.plan import BUCKET_BYTES, Plan
+from deepspeed.muon.tuning import Candidates
 
 #: A known model, and the ranks that it is planned for.
 SIZES = {
@@ -37,6 +40,7 @@ SIZES = {
 #: Widths are divided by this where steps are traced, and with them buckets and sub-groups by its square.
 SMALLER = 16
 SUB_GROUP = 10**9
+CPU = torch.device("cpu")
 #: Whether runs and parts go together.
 WAYS = (False, True)
 NOTES = """Of the rank that launches most. One by one: a kernel for each run of a matrix that a rank holds, in each
@@ -90,7 +94,8 @@ def smaller(config: dict[str, Any]) -> dict[str, Any]:
 
 def cost_of(part: StepPart) -> CostModel:
     """As on an accelerator, in bf16."""
-    return cost_model(part.half.ns_method, scaling.SIMPLE, 2, "cuda")
+    method = functools.partial(counted_method, ns_method=part.half.ns_method, schedule=scaling.SIMPLE, dtype="bf16")
+    return cost_model(method, scaling.SIMPLE, "bf16", 2, "cuda")
 
 
 def plans_of(parts: Sequence[StepPart], rank: int, bucket_bytes: int, together: bool) -> list[Plan]:
@@ -125,13 +130,15 @@ def fake_step(
     """A step of one rank with random gradients, without communication and Newton-Schulz."""
     optimizer = MuonWithAuxAdam(model.parameters(), model=model, lr=1e-3, kernels="torch")
     index = next(i for i, group in enumerate(optimizer.param_groups) if group["use_muon"])
+    optimizer.use_kernels(missing("torch", ["cpu"]))
     optimizer.kernels = noted(dataclasses.replace(reference.OPERATIONS, runs=reference.RUNS if together else None))
     flat = [torch.nn.Parameter(torch.randn(part.numel)) for part in parts]
     for tensor in flat:
         tensor.grad = torch.randn_like(tensor)
     held = zip(flat, parts, plans, strict=True)
     partitions = [Partition(index, (t,), part.shards, None, p.rank, p.world_size) for t, part, p in held]
-    optimizer.bind(partitions, torch.bfloat16)
+    candidates = Candidates.of(optimizer.config, optimizer.tables_on(CPU), optimizer.ns_methods, CPU, has_bf16=True)
+    optimizer.bind(partitions, candidates.without_race(optimizer.shapes))
     for (key, bound), of_part in zip(optimizer._bound.items(), plans, strict=True):
         facts = {f.name: getattr(bound.exchange, f.name) for f in dataclasses.fields(Exchange)}
         optimizer._bound[key] = dataclasses.replace(bound, plan=of_part, exchange=Alone(**facts))

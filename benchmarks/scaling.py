@@ -7,6 +7,7 @@ import itertools
 import json
 import statistics
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,11 +22,12 @@ from deepspeed.muon.config.schema import parse
 from deepspeed.muon.forecast.estimate import Machine, Network, estimate, milliseconds, per_rank, totals
 from deepspeed.muon.forecast.layout import Half, Layout, halves_of
 from deepspeed.muon.forecast.measured import measure
-from deepspeed.muon.kernels.selection import choose, missing
+from deepspeed.muon.kernels.selection import choose, missing, product_tables
 from deepspeed.muon.math.coefficients import schedule
-from deepspeed.muon.math.newton_schulz import bf16_is_fast, resolve_dtype
+from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.plan.cost import cost_model
 from deepspeed.muon.plan.plan import make_plan
+from deepspeed.muon.tuning import Candidates
 
 OWN, EXAMPLES = Path(__file__).parent / "models", report.ROOT / "examples" / "plan"
 MODELS = {
@@ -43,7 +45,7 @@ of all parts, measured on this machine. Parts: sub-groups of stage 3, stepped on
 
 def forecast(name: str, halves: Sequence[Half], stage: int, world: int, machine: Machine | None) -> dict[str, Any]:
     """A row of the table."""
-    found = estimate(halves, Layout(stage, world), SIMPLE, 2, "cuda")
+    found = estimate(halves, Layout(stage, world), SIMPLE, "bf16", 2, "cuda")
     facts, flops = per_rank(found), [cost.flops for cost in found.costs]
     # Parts are stepped one after the other, so each waits for its own busiest rank.
     least = max(sum(map(sum, flops)) / found.costs[0].part.world_size, *(cost.heaviest for cost in found.costs))
@@ -100,10 +102,7 @@ def scaling(
 
 def compare(worlds: Sequence[int], stages: Sequence[int]) -> tuple[Machine, list[dict[str, Any]]]:
     """The rates of one core alone, and measured steps beside those that follow from them."""
-    jobs, itemsize = (
-        [Job(str(s), "ours", w, warmup=2) for w in worlds for s in stages],
-        resolve_dtype("auto", bf16_is_fast("cpu")).itemsize,
-    )
+    jobs = [Job(str(s), "ours", w, warmup=2) for w in worlds for s in stages]
     (alone,) = ranks.run(rank, {"shapes": jobs[0].matrices})
     *_, records = rounds(jobs, 2)
     found = report.summarize(records, "world", "case")
@@ -116,7 +115,7 @@ def compare(worlds: Sequence[int], stages: Sequence[int]) -> tuple[Machine, list
         link = network and dataclasses.replace(network, gbs=network.gbs / share)
         of_rank = dataclasses.replace(machine, tflops=machine.tflops / share, network=link, **slower)
         halves, layout = [muon_half(jobs[0].matrices)], Layout(int(row["case"]), row["world"])
-        step = milliseconds(estimate(halves, layout, SIMPLE, itemsize, "cpu"), of_rank)
+        step = milliseconds(estimate(halves, layout, SIMPLE, "fp32", 2, "cpu"), of_rank)
         predicted, measured = step.get("total", step["elementwise"] + step["newton_schulz"]), 1e3 * row["optimizer s"]
         point = {"ranks": row["world"], "stage": row["case"], "measured ms": measured, "predicted ms": predicted}
         point |= {"error": f"{predicted / measured - 1:+.0%}", "Newton-Schulz ms": 1e3 * row["newton_schulz s"]}
@@ -130,5 +129,8 @@ def rank(shapes: list[tuple[int, int]]) -> dict[str, Any]:
     """The constants of one core alone."""
     torch.set_num_threads(1)
     halves, cpu = [muon_half([tuple(shape) for shape in shapes])], torch.device("cpu")
-    dtype, kernels = resolve_dtype("auto", bf16_is_fast("cpu")), choose(missing("auto", ["cpu"]))
-    return dataclasses.asdict(measure(halves, SIMPLE, dtype, cpu, cpu, kernels, world_size=1)[0])
+    lacking = missing("auto", ["cpu"])
+    candidates = Candidates.of(parse({}), product_tables(lacking, "cpu"), {"auto"}, cpu, has_bf16=True)
+    counts = Counter(tuple(shape) for shape in shapes)
+    dtype = DTYPES[candidates.after_race(counts, candidates.race(counts, 1)).choice.dtype]
+    return dataclasses.asdict(measure(halves, SIMPLE, dtype, DTYPES["bf16"], cpu, cpu, choose(lacking), 1)[0])

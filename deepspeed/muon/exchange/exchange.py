@@ -111,6 +111,8 @@ class Exchange:
         """
         lag = 1 if self.staging or self.communicates(plan) else 0
         in_flight = [self._open(plan, k, slot=k % (2 * lag + 1)) for k in range(len(plan.buckets))]
+        if self.staging is not None:
+            self.staging.follow_the_computation()
         for k in range(len(in_flight) + 2 * lag):
             if k < len(in_flight):
                 with phase("prepare"):
@@ -195,6 +197,11 @@ class Exchange:
         options = {"group": self.group, "async_op": True, "log_name": "muon_exchange"}
         launches = (partial(call, **options) for call in calls)
         buffers.pending = [self._collectives.start(buffers.number, bucket.names, launch) for launch in launches]
+
+
+def processes() -> int:
+    """How many processes of this job could exchange anything."""
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
 
 def gather(tensor: Tensor, copy: Copy, work: Workspace, name: str) -> Tensor:

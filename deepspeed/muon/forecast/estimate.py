@@ -7,9 +7,11 @@ import dataclasses
 import math
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from deepspeed.muon.forecast.layout import Half, Layout, StepCost, StepPart, lay_out, step_cost
+from deepspeed.muon.math.choice import counted_method
 from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.scale import scale_factor
 from deepspeed.muon.plan.cost import cost_model
@@ -55,16 +57,21 @@ class Estimate:
     planning_seconds: float
 
 
-def estimate(halves: Sequence[Half], layout: Layout, schedule: Schedule, itemsize: int, device_type: str) -> Estimate:
+def estimate(
+    halves: Sequence[Half], layout: Layout, schedule: Schedule, dtype: str, wire_bytes: int, device_type: str
+) -> Estimate:
     """Plan a step for all ranks.
 
-    ``itemsize``: bytes of one element of Newton-Schulz and its exchange. Owners are balanced for ``device_type``:
-    ``cpu``, or an accelerator's.
+    ``dtype``: of Newton-Schulz. ``wire_bytes``: per element of the exchange. Owners are balanced for ``device_type``:
+    ``cpu``, or an accelerator's. Methods are those of fewer operations.
     """
     began = time.perf_counter()
     parts = lay_out(halves, layout)
     muon = [part for part in parts if part.half.use_muon]
-    costs = [step_cost(part, cost_model(part.half.ns_method, schedule, itemsize, device_type)) for part in muon]
+    costs = []
+    for part in muon:
+        method = partial(counted_method, ns_method=part.half.ns_method, schedule=schedule, dtype=dtype)
+        costs.append(step_cost(part, cost_model(method, schedule, dtype, wire_bytes, device_type)))
     return Estimate(halves, layout.world_size, parts, costs, time.perf_counter() - began)
 
 

@@ -45,13 +45,13 @@ class Workspace:
         return sum(tensor.numel() * tensor.element_size() for tensor in self._storage.values())
 
 
-def matrices_together(x: Tensor) -> int:
-    """How many of the matrices ``[batch, rows, cols]`` to orthogonalize at a time.
+def matrices_together(x: Tensor, dtype: torch.dtype) -> int:
+    """How many of the matrices ``[batch, rows, cols]`` to orthogonalize at a time in ``dtype``.
 
     All of them on an accelerator; on a CPU as many as its caches hold, and at least one per thread.
     """
     if x.device.type != "cpu":
         return max(1, x.size(0))
     small = min(x.shape[-2:])
-    nbytes = 2 * x.element_size() * (x.shape[-2:].numel() + 2 * small * small)
+    nbytes = 2 * dtype.itemsize * (x.shape[-2:].numel() + 2 * small * small)
     return max(torch.get_num_threads(), CACHED_BYTES // max(1, nbytes))

@@ -19,23 +19,23 @@ SHAPES = [(24, 40), (40, 24), (24, 40), (32, 32), (40, 24), (33, 7), (24, 40), (
 def trained(stage: int, together: bool, momentum_dtype: str) -> tuple[dict[str, Tensor], tuple, tuple]:
     """Weights after three steps, and kernels of the last one as planned and as traced."""
     from benchmarks.launches import noted, traced
-    from deepspeed.muon.kernels import selection
+    from deepspeed.muon import optimizer as module
     from deepspeed.muon.plan.launches import Launches, launches_of
     from deepspeed.muon.step_stats import StepStats
 
-    choose = selection.choose
+    choose = module.choose
 
     def chosen(missing: Any) -> Any:
         return noted(dataclasses.replace(choose(missing), runs=reference.RUNS if together else None))
 
-    selection.choose = chosen
+    module.choose = chosen
     try:
         columns = {"layers.0": {"sizes": [15, 25], "axis": 1}}  # whose runs are not contiguous
         params = PARAMS | {"momentum_dtype": momentum_dtype, "adjust_lr_fn": "original", "muon_split": columns}
         net = FixedGradients(SHAPES)
         engine = make_engine(net, ds_config(stage=stage, optimizer={"type": "Muon", "params": params}))
     finally:
-        selection.choose = choose
+        module.choose = choose
     optimizer = engine.basic_optimizer
     for step in range(3):
         engine.backward(engine(net.gradients(step)))
