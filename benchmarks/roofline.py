@@ -13,7 +13,6 @@ The three add up: on a CPU the same cores do all of them.
 
 import dataclasses
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 from benchmarks import report
@@ -26,7 +25,7 @@ from deepspeed.muon.math.coefficients import schedule
 from deepspeed.muon.math.newton_schulz import flops
 from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.matrices.routing import MatrixSpec
-from deepspeed.muon.plan.cost import cost_model
+from deepspeed.muon.plan.cost import counted_cost
 
 Matrices = Sequence[tuple[int, int]]
 SIMPLE = schedule("simple")
@@ -74,8 +73,7 @@ def demands(
     share, moved = max(sum(each) / world, max(each)), numel * (20 + 2 * itemsize)
     if stage == 0:
         return [Demand(sum(each), moved), Demand(share, moved, numel * itemsize * (world - 1) / world)]
-    method = partial(counted_method, ns_method="auto", schedule=SIMPLE, dtype=dtype)
-    cost = cost_model(method, SIMPLE, dtype, itemsize, "cpu")
+    cost = counted_cost("auto", SIMPLE, dtype, itemsize, "cpu")
     parts = lay_out([muon_half(matrices)], Layout(stage, world))
     return [Demand(share, moved / world, sum(step_cost(part, cost).least_bytes for part in parts))]
 

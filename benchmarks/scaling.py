@@ -25,7 +25,7 @@ from deepspeed.muon.forecast.measured import measure
 from deepspeed.muon.kernels.selection import choose, missing, product_tables
 from deepspeed.muon.math.coefficients import schedule
 from deepspeed.muon.math.newton_schulz import DTYPES
-from deepspeed.muon.plan.cost import cost_model
+from deepspeed.muon.plan.cost import counted_cost
 from deepspeed.muon.plan.plan import make_plan
 from deepspeed.muon.tuning import Candidates
 
@@ -58,7 +58,7 @@ def forecast(name: str, halves: Sequence[Half], stage: int, world: int, machine:
         gc.collect()
         begin = time.perf_counter()
         for part in (cost.part for cost in found.costs):
-            make_plan(part.shards, rank, part.world_size, cost_model(part.half.ns_method, SIMPLE, 2, "cuda"))
+            make_plan(part.shards, rank, part.world_size, counted_cost(part.half.ns_method, SIMPLE, "bf16", 2, "cuda"))
         row[title] = time.perf_counter() - begin
     return row
 

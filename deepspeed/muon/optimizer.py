@@ -117,6 +117,11 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any], *, model: nn.Module, **config: Any) -> None:
         self.config: MuonConfig = parse(config)
+        if self.config.ns_tuning is not None:
+            logger.warning(
+                "deepspeed-muon: optimizer.params.ns_tuning has no effect any more: whatever is auto of ns_dtype, "
+                "ns_method and kernels is measured at start"
+            )
         self.specs: dict[nn.Parameter, MatrixSpec] = route(model, self.config.matrix_options)
         #: The pipeline stage that ``model`` is; 0 outside pipelines.
         self.stage = stage_of(model)

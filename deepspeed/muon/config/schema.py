@@ -68,7 +68,7 @@ class MuonConfig(BaseModel):
     """RMS of the update under `match_rms_adamw`, per unit of learning rate"""
     ns_method: Literal["auto", "standard", "gram"] = field("auto", STOCK)
     """Newton-Schulz on the matrix (`standard`) or on its Gram matrix (`gram`); `auto`: the faster by shape"""
-    ns_tuning: Literal["shipped", "measured"] | None = field(None)
+    ns_tuning: types.Tuning | None = field(None)
     """deprecated, without effect: whatever is `auto` is measured at start"""
     ns_steps: types.Steps | None = field(None, TORCH_MUON, "steps")
     """Newton-Schulz steps; default 5, or the schedule's own"""

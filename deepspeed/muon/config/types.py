@@ -104,6 +104,7 @@ Factor = Annotated[Number, Field(gt=0), "a number above 0"]
 Steps = Annotated[int, BeforeValidator(_not_a_flag), Field(ge=1, le=50), "a whole number from 1 to 50"]
 Interval = Annotated[int, BeforeValidator(_not_a_flag), Field(ge=0), "a whole number, 0 or more"]
 Flag = Annotated[bool, "true or false"]
+Tuning = Annotated[Literal["shipped", "measured"], "shipped or measured"]
 Yes = Annotated[Literal[True], "true"]
 SCHEDULES = f"{', '.join(coefficients.NAMED)}, a triple (a, b, c), or a list of triples, one per step"
 Coefficients = Annotated[Any, AfterValidator(_known_schedule), SCHEDULES]

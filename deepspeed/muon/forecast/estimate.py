@@ -7,14 +7,12 @@ import dataclasses
 import math
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from deepspeed.muon.forecast.layout import Half, Layout, StepCost, StepPart, lay_out, step_cost
-from deepspeed.muon.math.choice import counted_method
 from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.scale import scale_factor
-from deepspeed.muon.plan.cost import cost_model
+from deepspeed.muon.plan.cost import counted_cost
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,10 +66,9 @@ def estimate(
     began = time.perf_counter()
     parts = lay_out(halves, layout)
     muon = [part for part in parts if part.half.use_muon]
-    costs = []
-    for part in muon:
-        method = partial(counted_method, ns_method=part.half.ns_method, schedule=schedule, dtype=dtype)
-        costs.append(step_cost(part, cost_model(method, schedule, dtype, wire_bytes, device_type)))
+    costs = [
+        step_cost(part, counted_cost(part.half.ns_method, schedule, dtype, wire_bytes, device_type)) for part in muon
+    ]
     return Estimate(halves, layout.world_size, parts, costs, time.perf_counter() - began)
 
 

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from deepspeed.muon.math.choice import counted_method
 from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.newton_schulz import flops
 
@@ -48,3 +49,9 @@ def cost_model(
 
     flops_per_byte = CPU_FLOPS_PER_BYTE if device_type == "cpu" else ACCELERATOR_FLOPS_PER_BYTE
     return CostModel(cost, flops_per_byte, wire_bytes, device_type)
+
+
+def counted_cost(ns_method: str, schedule: Schedule, dtype: str, wire_bytes: int, device_type: str) -> CostModel:
+    """:func:`cost_model` where nothing was measured: under ``auto`` the methods of fewer operations."""
+    method = functools.partial(counted_method, ns_method=ns_method, schedule=schedule, dtype=dtype)
+    return cost_model(method, schedule, dtype, wire_bytes, device_type)

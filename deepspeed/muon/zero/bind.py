@@ -35,7 +35,7 @@ def agree(optimizer: MuonWithAuxAdam) -> Facts:
     Called before the engine wraps the optimizer too, as the collectives of ZeRO's construction follow the routing.
 
     Returns:
-        ``bf16``: whether the devices of all ranks know it. ``shapes``: the matrices of all stages.
+        ``bf16``: whether the devices of all ranks know it. ``shapes`` and ``ns_methods``: of all stages.
         ``groups``: the most parameter groups that a pipeline stage has. ``matrices``: of all stages. ``firsts``: the
         first rank of each stage.
 
@@ -67,7 +67,7 @@ def bind_engine(engine: Any) -> None:
     optimizer.speaks = engine.global_rank == 0
     optimizer.use_kernels(lacking)
     world_size = max((p.world_size for p in partitions), default=1)
-    tuning = choose(optimizer, verdict["shapes"], device, verdict["bf16"], world_size)
+    tuning = choose(optimizer, verdict, device, world_size)
     optimizer.bind(partitions, tuning, device)
     set_up_monitor(engine, compare_plans(optimizer, monitor=engine.monitor.enabled)["monitor"])
     keep_convertible(optimizer)
@@ -95,6 +95,7 @@ def _facts(optimizer: MuonWithAuxAdam) -> Facts:
         "routes": hashlib.sha256("".join(routes).encode()).hexdigest()[:16],
         "bf16": has_bf16(_compute_device().type, get_accelerator().is_bf16_supported()),
         "shapes": [[*shape, count] for shape, count in optimizer.shapes.items()],
+        "ns_methods": sorted(optimizer.ns_methods),
         "group_count": len(groups),
         "matrices": sum(len(spec.blocks) for spec in optimizer.specs.values()),
         "unused_options": optimizer.unused_options,
@@ -114,6 +115,7 @@ def _judge_settings(facts: list[Facts]) -> Facts:
         counted |= Counter({(rows, cols): count for rows, cols, count in stated["shapes"]})
     return {
         "bf16": all(stated["bf16"] for stated in facts),
+        "ns_methods": sorted({method for stated in stages for method in stated["ns_methods"]}),
         "shapes": [[*shape, count] for shape, count in counted.items()],
         "groups": max(stated["group_count"] for stated in stages),
         "matrices": sum(stated["matrices"] for stated in stages),

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,20 +16,20 @@ from deepspeed.muon.zero.consensus import Facts, compare, differences
 from deepspeed.muon.zero.wrappers.tensor_parallel import matrix_share
 
 
-def choose(
-    optimizer: MuonWithAuxAdam, shapes: Sequence[Sequence[int]], device: torch.device, has_bf16: bool, world_size: int
-) -> Tuning:
+def choose(optimizer: MuonWithAuxAdam, agreed: Facts, device: torch.device, world_size: int) -> Tuning:
     """What all ranks take. They race at the same time, as they step at the same time.
 
     Args:
-        shapes: rows, columns and number of the matrices of all ranks, those of other pipeline stages included.
-        has_bf16: whether every rank's device supports bf16.
+        agreed: what the ranks have agreed on (:func:`deepspeed.muon.zero.bind.agree`), equal on all of them.
+        device: where Newton-Schulz runs.
+        world_size: ranks that share the matrices.
 
     Raises:
         DisagreementError: on all ranks, some rank cannot race.
     """
-    counts = Counter({(rows, cols): count for rows, cols, count in shapes})
-    candidates = Candidates.of(optimizer.config, optimizer.tables_on(device), optimizer.ns_methods, device, has_bf16)
+    counts = Counter({(rows, cols): count for rows, cols, count in agreed["shapes"]})
+    methods, tables = set(agreed["ns_methods"]), optimizer.tables_on(device)
+    candidates = Candidates.of(optimizer.config, tables, methods, device, agreed["bf16"])
     if not candidates.is_open or not counts:
         return candidates.without_race(counts)
 

@@ -19,7 +19,7 @@ from deepspeed.muon.kernels import reference
 from deepspeed.muon.math.newton_schulz import flops
 from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.matrices.routing import MatrixSpec
-from deepspeed.muon.plan.cost import cost_model
+from deepspeed.muon.plan.cost import counted_cost
 from deepspeed.muon.plan.plan import CPU_BUCKET_BYTES, make_plan
 from helpers.forecasts import STEPS, check_against_the_engine, forecast
 from helpers.models import MODELS
@@ -97,7 +97,7 @@ def test_sums_of_all_ranks_are_those_of_the_plans(
     shapes: list[tuple[int, int]], world_size: int, stage: int, split: bool, alignment: int, sub_group: int
 ) -> None:
     for part in lay_out([group(shapes, split)], Layout(stage, world_size, sub_group, alignment=alignment)):
-        cost = cost_model(part.half.ns_method, STEPS, 2, "cuda")
+        cost = counted_cost(part.half.ns_method, STEPS, "bf16", 2, "cuda")
         step = step_cost(part, cost)
         plans = [make_plan(part.shards, rank, world_size, cost) for rank in range(world_size)]
         assert [plan.sent_elements * 2 for plan in plans] == step.sent_bytes
@@ -111,7 +111,7 @@ def test_sums_of_all_ranks_are_those_of_the_plans(
 def test_messages_and_runs_are_those_of_the_plans(shapes: list[tuple[int, int]], world_size: int, stage: int) -> None:
     """Exactly where each round holds one matrix of an owner at most, else no fewer than there are."""
     (part,) = lay_out([group(shapes)], Layout(stage, world_size))
-    cost = cost_model(part.half.ns_method, STEPS, 2, "cuda")
+    cost = counted_cost(part.half.ns_method, STEPS, "bf16", 2, "cuda")
     step = step_cost(part, cost)
     plans = [make_plan(part.shards, rank, world_size, cost) for rank in range(world_size)]
     sent = [sum(sum(map(bool, b.send_counts)) + sum(map(bool, b.receive_counts)) for b in p.buckets) for p in plans]
@@ -127,7 +127,7 @@ def test_rounds_are_those_of_the_plan() -> None:
     shapes = [(side + 8, side)] * 3 + [(side // 2, side // 2)] * 11 + [(side // 4, side)] * 5
     for stage, world_size in itertools.product((1, 3), (1, 2, 4)):
         (part,) = lay_out([group(shapes)], Layout(stage, world_size))
-        cost = cost_model(part.half.ns_method, STEPS, 2, "cpu")
+        cost = counted_cost(part.half.ns_method, STEPS, "bf16", 2, "cpu")
         assert step_cost(part, cost).rounds == len(make_plan(part.shards, 0, world_size, cost).buckets) > 1
 
 
@@ -135,7 +135,7 @@ def test_rounds_are_those_of_the_plan() -> None:
 def test_stage_3_sends_no_less_than_the_formula(world_size: int) -> None:
     shapes = [(512, 512), (2048, 512), (512, 2048)] * 8
     (part,) = lay_out([group(shapes)], Layout(3, world_size))
-    step = step_cost(part, cost_model(part.half.ns_method, STEPS, 2, "cuda"))
+    step = step_cost(part, counted_cost(part.half.ns_method, STEPS, "bf16", 2, "cuda"))
     numel = sum(rows * cols for rows, cols in shapes)
     assert step.least_bytes == 4 * numel * (world_size - 1) / world_size**2
     assert sum(step.sent_bytes) / world_size == pytest.approx(step.least_bytes, rel=1e-6)
@@ -147,7 +147,7 @@ MACHINE = Machine(
 
 
 def test_stage_0_sends_nothing_and_repeats_newton_schulz() -> None:
-    found = estimate([group([(8, 8), (8, 16)])], Layout(0, 4), STEPS, 2, "cuda")
+    found = estimate([group([(8, 8), (8, 16)])], Layout(0, 4), STEPS, "bf16", 2, "cuda")
     facts = per_rank(found)
     assert facts["sent_bytes"] == {"mean": 0.0, "max": 0.0, "least_mean": 0.0}
     gflop = facts["newton_schulz_gflop"]
@@ -157,7 +157,7 @@ def test_stage_0_sends_nothing_and_repeats_newton_schulz() -> None:
 
 def test_each_part_waits_for_its_own_busiest_rank() -> None:
     """Each of two ranks does all of one part: nobody has more work, and yet a step takes twice the mean."""
-    found = estimate([group([(8, 8)]), group([(8, 8)])], Layout(3, 2), STEPS, 2, "cuda")
+    found = estimate([group([(8, 8)]), group([(8, 8)])], Layout(3, 2), STEPS, "bf16", 2, "cuda")
     first, second = found.costs
     costs = [dataclasses.replace(first, flops=[6.0, 0.0]), dataclasses.replace(second, flops=[0.0, 6.0])]
     assert per_rank(dataclasses.replace(found, costs=costs))["imbalance"] == 2.0
@@ -167,7 +167,7 @@ def test_milliseconds_follow_the_machine() -> None:
     """Elementwise passes, then the longer of the other two and one round's share of the shorter."""
     muon = group([(8192, 8192)] * 4)
     adamw = Half(use_muon=False, specs=(MatrixSpec("e", (10, 10), False, "test"),))
-    found = estimate([muon, adamw], Layout(3, 2), STEPS, 2, "cuda")
+    found = estimate([muon, adamw], Layout(3, 2), STEPS, "bf16", 2, "cuda")
     (cost,) = found.costs
     step = milliseconds(found, MACHINE)
     assert step["elementwise"] == pytest.approx((cost.part.numel * 3 + 50 * 5) / 1e6 + 4 * 11e-3)
@@ -179,7 +179,7 @@ def test_milliseconds_follow_the_machine() -> None:
 
 
 def test_without_a_network_there_is_no_exchange_and_no_total() -> None:
-    found = estimate([group([(8, 8)])], Layout(3, 2), STEPS, 2, "cuda")
+    found = estimate([group([(8, 8)])], Layout(3, 2), STEPS, "bf16", 2, "cuda")
     unknown = milliseconds(found, dataclasses.replace(MACHINE, network=None))
     assert unknown == {name: milliseconds(found, MACHINE)[name] for name in ("elementwise", "newton_schulz")}
 
@@ -190,7 +190,7 @@ CPU = torch.device("cpu")
 
 
 def measured(half: Half, world_size: int = 1, seconds: float = 0.05) -> tuple[Machine, list[ShapeRate]]:
-    return measure([half], STEPS, torch.float32, CPU, CPU, reference.OPERATIONS, world_size, seconds)
+    return measure([half], STEPS, torch.float32, torch.float32, CPU, CPU, reference.OPERATIONS, world_size, seconds)
 
 
 @pytest.mark.parametrize("momentum_dtype", ["fp32", "bf16"])
@@ -202,7 +202,7 @@ def test_constants_are_measured_on_this_machine(momentum_dtype: str, monkeypatch
     assert machine.network is None
     assert min(machine.tflops, machine.muon_ns, machine.adamw_ns, machine.run_us) > 0
     assert {(rate.rows, rate.cols, rate.count) for rate in rates} == {(64, 64, 3), (16, 48, 1)}
-    operations = [rate.count * flops(rate.rows, rate.cols, STEPS, rate.method) for rate in rates]
+    operations = [rate.count * flops(rate.rows, rate.cols, STEPS, rate.method, "fp32") for rate in rates]
     spent = sum(count / rate.tflops for count, rate in zip(operations, rates, strict=True))
     assert machine.tflops == pytest.approx(sum(operations) / spent)
 
@@ -211,8 +211,8 @@ def test_a_shape_that_would_take_too_long_is_measured_smaller(monkeypatch: pytes
     """By a clock that advances by the operations, 10^12 a second: half of 0.1 s holds 5 calls of 512 x 1024 at 6 ms."""
     now, calls = [0.0], []
 
-    def orthogonalize(x: torch.Tensor, schedule: object, method: str, **rest: object) -> None:
-        now[0] += x.size(0) * flops(x.size(1), x.size(2), STEPS, method) / 1e12
+    def orthogonalize(x: torch.Tensor, schedule: object, method: str, *rest: object) -> None:
+        now[0] += x.size(0) * flops(x.size(1), x.size(2), STEPS, method, "fp32") / 1e12
         calls.append(tuple(x.shape))
 
     monkeypatch.setattr(forecast_measured, "orthogonalize", orthogonalize)

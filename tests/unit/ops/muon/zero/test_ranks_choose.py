@@ -251,7 +251,7 @@ def resume_all(cases: list[dict[str, Any]], folder: str) -> list[tuple[Result, l
     return results
 
 
-def test_a_resumed_run_keeps_its_methods(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_choice(tmp_path: Path) -> None:
     """And with them owners, losses, weights and states, bit for bit."""
     expected = run(save_all, 2, cases=CASES, folder=str(tmp_path))
     for rank, results in enumerate(run(resume_all, 2, cases=CASES, folder=str(tmp_path))):
@@ -290,7 +290,7 @@ def methods_after_loading(folder: str) -> tuple[dict[str, str], list[tuple[int, 
     return (*result, losses)
 
 
-def test_universal_checkpoints_carry_the_methods(tmp_path: Path) -> None:
+def test_universal_checkpoints_carry_the_choice(tmp_path: Path) -> None:
     case = {"stage": 3}
     wanted = run(save_all, 2, cases=[case], folder=str(tmp_path))
     universal.convert(tmp_path / "0")
