@@ -5,6 +5,7 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
 
 from helpers.distributed import run
 from helpers.models import MODELS, train_engine
