@@ -20,6 +20,7 @@ BENCHMARKS = {
     "loss": ("learning", "held-out loss against seconds, by optimizer or dtype of the momentum"),
     "handover": ("learning", "held-out loss after AdamW hands over to Muon, by what momentum starts from"),
     "scaling": ("scaling", "plans of known models on up to 4096 ranks; predicted against measured steps"),
+    "launches": ("launches", "kernels that one rank launches in a step, from its plan and from a trace"),
     "exactness": ("exactness", "errors against oracles, stock and torch; writes docs/exactness.md"),
     "gpu": ("gpu", "everything on one GPU, in two calls of less than ten minutes"),
 }

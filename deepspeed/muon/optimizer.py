@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.probe import warm
 from deepspeed.muon.kernels.rounding import key_of
 from deepspeed.muon.kernels.selection import Missing, choose, missing, product_tables
-from deepspeed.muon.kernels.table import Operations
+from deepspeed.muon.kernels.table import Operations, RunOperations, Tiles
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.log import logger
 from deepspeed.muon.lr_groups import GivenGroups
@@ -34,8 +34,9 @@ from deepspeed.muon.matrices.pipeline import stage_of
 from deepspeed.muon.matrices.routing import MatrixSpec, route, shapes_of, tag_parameters
 from deepspeed.muon.param_groups import check_options, split_groups
 from deepspeed.muon.plan.cost import cost_model
+from deepspeed.muon.plan.launches import calls_of
 from deepspeed.muon.plan.owners import is_worth_sharing
-from deepspeed.muon.plan.plan import Plan, make_plan
+from deepspeed.muon.plan.plan import Bucket, Plan, Run, make_plan
 from deepspeed.muon.step_stats import StepStats
 from deepspeed.muon.tuning import Candidates, Tuning, has_bf16, method_of, pinned_in, with_products
 
@@ -46,6 +47,7 @@ class _Bound:
 
     ``dtype`` of Newton-Schulz. By rows and columns of the matrix, each found once: ``method`` and ``kernels`` of
     Newton-Schulz, and ``scale`` of the update.
+    ``together``: updates all runs of a call in one kernel; ``None``: each run has its own.
     """
 
     partition: Partition
@@ -55,6 +57,37 @@ class _Bound:
     method: Callable[[int, int], str]
     kernels: Callable[[int, int], Operations]
     scale: Callable[[int, int], float]
+    together: RunOperations | None
+
+    @cached_property
+    def calls(self) -> dict[int, list[_Call]]:
+        """Of each bucket, by its id."""
+        return {id(bucket): [*map(partial(self._call, bucket), self.calls_of(bucket))] for bucket in self.plan.buckets}
+
+    def calls_of(self, bucket: Bucket) -> list[tuple[int, ...]]:
+        """The runs that are updated together, as indices."""
+        return calls_of(bucket, self.scale, self.together is not None)
+
+    def _call(self, bucket: Bucket, indices: tuple[int, ...]) -> _Call:
+        runs = [bucket.runs[index] for index in indices]
+        first, tiles = runs[0], None
+        if self.together is not None and first.copy.rows == 1:
+            places = [(run.copy.start, run.copy.at, run.copy.numel) for run in runs]
+            tiles = self.together.tiles(places, self.partition.tensors[first.tensor].device)
+        return _Call(indices, first.tensor, first.in_place, self.scale(*first.shape), tiles)
+
+
+class _Call(NamedTuple):
+    """Runs of one bucket that are updated together: of one tensor, in one buffer, with one scale.
+
+    ``runs``: their indices. ``tiles``: for one kernel; ``None``: each run has its own.
+    """
+
+    runs: tuple[int, ...]
+    tensor: int
+    in_place: bool
+    scale: float
+    tiles: Tiles | None
 
 
 class MuonWithAuxAdam(torch.optim.Optimizer):
@@ -187,8 +220,14 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 method=cache(method),
                 kernels=cache(partial(with_products, self.kernels, tables, choice)),
                 scale=cache(partial(scale_factor, group["adjust_lr_fn"], rms_scale=self.config.rms_scale)),
+                together=self._together(partition, staging),
             )
         self._binding = (partitions, tuning, where)
+
+    def _together(self, partition: Partition, staging: Staging | None) -> RunOperations | None:
+        """Kernels for many runs, where they take the shards and these are not staged in other buffers."""
+        runs = self.kernels.runs
+        return runs if runs and staging is None and all(map(runs.fits, partition.tensors)) else None
 
     def bind_again(self) -> None:
         """Bind with the settings of a loaded checkpoint, so that each matrix has the owner and bits it had there."""
@@ -339,26 +378,37 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             )
         for tensor in group["params"]:
             self.create_state(tensor, use_muon=True)["step"] += 1
-        prepare, apply = partial(self._prepare, group), partial(self._apply, bound, group)
+        prepare, apply = partial(self._prepare, bound, group), partial(self._apply, bound, group)
         bound.exchange.run(bound.plan, prepare, partial(self._orthogonalize, bound), apply, self.phase)
 
-    def _prepare(self, group: dict[str, Any], buffers: BucketBuffers) -> None:
+    def _prepare(self, bound: _Bound, group: dict[str, Any], buffers: BucketBuffers) -> None:
         """On the shard: momentum and Nesterov, written in the exchange dtype to where it is sent from."""
-        for run, target in zip(buffers.bucket.runs, buffers.shard_slices, strict=True):
-            tensor = group["params"][run.tensor]
-            if tensor.grad is None:
-                target.zero_()
-                continue
-            state = self.state[tensor]
-            grad = gather(tensor.grad.contiguous(), run.copy, self._work, "gradient")
-            buffer = gather(state["momentum_buffer"], run.copy, self._work, "momentum")
-            average = buffer, grad, target, group["momentum"], group["nesterov"]
-            if self.config.momentum_dtype == "bf16":
-                name, first = run.draws
-                self.kernels.advance_rounded(*average, key_of(name, int(state["step"])), first, self._work)
+        for call in bound.calls[id(buffers.bucket)]:
+            tensor: Tensor = group["params"][call.tensor]
+            grad = tensor.grad
+            if grad is None:
+                for index in call.runs:
+                    buffers.shard_slices[index].zero_()
+            elif bound.together is None or call.tiles is None or self.config.momentum_dtype == "bf16":
+                for index in call.runs:
+                    self._advance(group, tensor, grad, buffers.bucket.runs[index], buffers.shard_slices[index])
             else:
-                self.kernels.advance(*average, self._work)
-            scatter(buffer, state["momentum_buffer"], run.copy)
+                average = self.state[tensor]["momentum_buffer"].view(-1), grad.contiguous().view(-1)
+                target = buffers.matrices if call.in_place else buffers.outbox
+                bound.together.advance(*average, target, call.tiles, group["momentum"], group["nesterov"])
+
+    def _advance(self, group: dict[str, Any], tensor: Tensor, grad: Tensor, run: Run, target: Tensor) -> None:
+        """One run of :meth:`_prepare`."""
+        state = self.state[tensor]
+        held = gather(grad.contiguous(), run.copy, self._work, "gradient")
+        buffer = gather(state["momentum_buffer"], run.copy, self._work, "momentum")
+        average = buffer, held, target, group["momentum"], group["nesterov"]
+        if self.config.momentum_dtype == "bf16":
+            name, first = run.draws
+            self.kernels.advance_rounded(*average, key_of(name, int(state["step"])), first, self._work)
+        else:
+            self.kernels.advance(*average, self._work)
+        scatter(buffer, state["momentum_buffer"], run.copy)
 
     def _orthogonalize(self, bound: _Bound, buffers: BucketBuffers) -> None:
         """At the owner: equal shapes in one batch."""
@@ -370,16 +420,23 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     def _apply(self, bound: _Bound, group: dict[str, Any], buffers: BucketBuffers) -> None:
         """On the shard: decay and scaled update."""
-        for run, result in zip(buffers.bucket.runs, buffers.shard_slices, strict=True):
-            tensor = group["params"][run.tensor]
+        for call in bound.calls[id(buffers.bucket)]:
+            tensor, update = group["params"][call.tensor], (group["lr"], call.scale, group["weight_decay"])
             if tensor.grad is None:
                 continue
-            target, scale = gather(tensor, run.copy, self._work, "parameter"), bound.scale(*run.shape)
-            self.kernels.apply_(target, result, group["lr"], scale, group["weight_decay"], self._work)
-            scatter(target, tensor, run.copy)
+            if bound.together is not None and call.tiles is not None:
+                results = buffers.matrices if call.in_place else buffers.outbox
+                bound.together.apply_(tensor.view(-1), results, call.tiles, *update)
+            else:
+                for index in call.runs:
+                    copy = buffers.bucket.runs[index].copy
+                    target = gather(tensor, copy, self._work, "parameter")
+                    self.kernels.apply_(target, buffers.shard_slices[index], *update, self._work)
+                    scatter(target, tensor, copy)
             if self.step_stats is not None:
-                norm = torch.linalg.vector_norm(result, dtype=torch.float32)
-                self.step_stats.add("muon", norm.square() * scale**2, result.numel())
+                for result in map(buffers.shard_slices.__getitem__, call.runs):
+                    norm = torch.linalg.vector_norm(result, dtype=torch.float32)
+                    self.step_stats.add("muon", norm.square() * call.scale**2, result.numel())
 
     def _adam_step(self, group: dict[str, Any]) -> None:
         tensors = [p for p in group["params"] if p.grad is not None]

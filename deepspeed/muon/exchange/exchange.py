@@ -55,15 +55,16 @@ class BucketBuffers:
     def unpack(self) -> None:
         """Copy received elements into their matrices."""
         for copy in self.bucket.received:
-            grid(self.matrices, copy).copy_(self._received(copy))
+            grids(self.matrices, copy).copy_(self._received(copy))
 
     def pack(self) -> None:
         """Copy them back out of the matrices."""
         for copy in self.bucket.received:
-            self._received(copy).copy_(grid(self.matrices, copy))
+            self._received(copy).copy_(grids(self.matrices, copy))
 
     def _received(self, copy: Copy) -> Tensor:
-        return self.inbox.narrow(0, copy.at, copy.numel).view(copy.rows, copy.cols)
+        shape, strides = (copy.times, copy.rows, copy.cols), (copy.at_step, copy.cols, 1)
+        return torch.as_strided(self.inbox[copy.at :], shape, strides)
 
 
 #: A phase of a step, for one bucket.
@@ -207,16 +208,17 @@ def gather(tensor: Tensor, copy: Copy, work: Workspace, name: str) -> Tensor:
     """The elements on the grid, 1-D: a view of a contiguous tensor if they are contiguous there, else a named copy."""
     if copy.rows == 1:
         return tensor.view(-1).narrow(0, copy.start, copy.cols)
-    held = work.get(name, (copy.rows, copy.cols), tensor.dtype, tensor.device)
-    return held.copy_(grid(tensor, copy)).view(-1)
+    held = work.get(name, (1, copy.rows, copy.cols), tensor.dtype, tensor.device)
+    return held.copy_(grids(tensor, copy)).view(-1)
 
 
 def scatter(values: Tensor, tensor: Tensor, copy: Copy) -> None:
     """Write back the copy from :func:`gather`; does nothing for a view."""
     if copy.rows > 1:
-        grid(tensor, copy).copy_(values.view(copy.rows, copy.cols))
+        grids(tensor, copy).copy_(values.view(1, copy.rows, copy.cols))
 
 
-def grid(tensor: Tensor, copy: Copy) -> Tensor:
-    """The elements as they lie in a contiguous tensor, a view [rows, cols]."""
-    return torch.as_strided(tensor.view(-1)[copy.start :], (copy.rows, copy.cols), (copy.pitch, 1))
+def grids(tensor: Tensor, copy: Copy) -> Tensor:
+    """The elements as they lie in a contiguous tensor, a view [times, rows, cols]."""
+    shape, strides = (copy.times, copy.rows, copy.cols), (copy.start_step, copy.pitch, 1)
+    return torch.as_strided(tensor.view(-1)[copy.start :], shape, strides)

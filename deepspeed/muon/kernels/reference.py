@@ -6,11 +6,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from deepspeed.muon.kernels.rounding import Key, noise, round_
-from deepspeed.muon.kernels.table import PLAIN, Operations, Scalars, Symmetric
+from deepspeed.muon.kernels.table import PLAIN, Operations, RunOperations, Scalars, Symmetric, Tiles
 from deepspeed.muon.kernels.workspace import Workspace
 
 #: Elements rounded at once: on a CPU few enough for its cache, elsewhere enough that kernel launches cost little.
@@ -75,6 +77,33 @@ def apply_(param: Tensor, update: Tensor, lr: float, scale: float, weight_decay:
     if update.dtype != param.dtype or update.device != param.device:
         update = work.get("shard", tuple(param.shape), param.dtype, param.device).copy_(update)
     param.add_(update, alpha=-lr * scale)
+
+
+def tiles(runs: Sequence[tuple[int, int, int]], device: torch.device) -> Tiles:
+    """The runs themselves: (place in the shard, place in the other tensor, length), ``[runs, 3]``."""
+    return Tiles(torch.tensor(runs, dtype=torch.int64, device=device), are_aligned=False)
+
+
+def advance_runs(buffer: Tensor, grad: Tensor, out: Tensor, tiles: Tiles, momentum: float, nesterov: bool) -> None:
+    """:func:`advance` of every run.
+
+    Args:
+        buffer, grad: 1-D; a run has the same place in both.
+        out: 1-D; only the runs are written.
+    """
+    for here, there, length in tiles.table.tolist():
+        part = slice(here, here + length)
+        advance(buffer[part], grad[part], out[there : there + length], momentum, nesterov, Workspace())
+
+
+def apply_runs_(param: Tensor, update: Tensor, tiles: Tiles, lr: float, scale: float, weight_decay: float) -> None:
+    """:func:`apply_` of every run.
+
+    Args:
+        param, update: 1-D; a run has the first place in ``param`` and the second in ``update``.
+    """
+    for here, there, length in tiles.table.tolist():
+        apply_(param[here : here + length], update[there : there + length], lr, scale, weight_decay, Workspace())
 
 
 def normalize(x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:
@@ -163,3 +192,6 @@ OPERATIONS = Operations(
     product=product,
     multiply=multiply,
 )
+
+#: In no table: here a run at a time costs as little. The reference of the others.
+RUNS = RunOperations(fits=lambda tensor: True, tiles=tiles, advance=advance_runs, apply_=apply_runs_)

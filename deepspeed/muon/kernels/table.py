@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -36,6 +37,30 @@ class Scalars(NamedTuple):
 PLAIN = Scalars()
 
 
+class Tiles(NamedTuple):
+    """Runs cut for a kernel: ``table``, int64, on its device. ``are_aligned``: all numbers are multiples of 16."""
+
+    table: Tensor
+    are_aligned: bool
+
+
+@dataclass(frozen=True)
+class RunOperations:
+    """``advance`` and ``apply_`` of many runs between two flat tensors, in one kernel and with the bits of many.
+
+    Args:
+        fits: whether they take a tensor's device, dtype and layout.
+        tiles: from (place in the shard, place in the other tensor, length) of each run, and the device.
+        advance: as :func:`deepspeed.muon.kernels.reference.advance_runs`.
+        apply_: as :func:`deepspeed.muon.kernels.reference.apply_runs_`.
+    """
+
+    fits: Callable[[Tensor], bool]
+    tiles: Callable[[Sequence[tuple[int, int, int]], torch.device], Tiles]
+    advance: Callable[..., None]
+    apply_: Callable[..., None]
+
+
 @dataclass(frozen=True)
 class Operations:
     """One implementation of every operation; the functions of the same names in
@@ -53,3 +78,5 @@ class Operations:
     square: Callable[..., None]
     product: Callable[..., None]
     multiply: Callable[..., Tensor]
+    #: ``None`` where a call costs little, so that each run has its own.
+    runs: RunOperations | None = None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.kernels import probe, reference
-from deepspeed.muon.kernels.table import Operations, Symmetric
+from deepspeed.muon.kernels.table import Operations, RunOperations, Symmetric
 
 #: The smaller dimension from which symmetric products are computed as one triangle. Below it there are too few tiles to
 #: fill the chip, and a library's plain product is faster. ``python -m benchmarks gpu`` measures it.
@@ -62,6 +62,7 @@ def operations(other: Operations) -> Operations:
     """
     from deepspeed.muon.kernels import triton_diagonals as diagonals
     from deepspeed.muon.kernels import triton_elementwise as passes
+    from deepspeed.muon.kernels import triton_multi as multi
     from deepspeed.muon.kernels import triton_products as products
 
     def without_workspace(ours: Callable[..., None]) -> Callable[..., None]:
@@ -75,6 +76,9 @@ def operations(other: Operations) -> Operations:
         advance_rounded=_either(_are_plain(3, (torch.bfloat16,)), advance_rounded, other.advance_rounded),
         apply_=_either(_are_plain(2), without_workspace(passes.apply_), other.apply_),
         normalize=_either(_are_plain(2), _in_parts(passes.normalize), other.normalize),
+        runs=RunOperations(
+            fits=_are_plain(1, (torch.float32,)), tiles=multi.tiles, advance=multi.advance, apply_=multi.apply_
+        ),
     )
     if torch.version.hip:
         return elementwise

@@ -8,9 +8,9 @@ and the matrices that it owns. One rank's plan takes O(matrices + ranks) time.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field
-from itertools import chain, groupby
+from itertools import groupby, zip_longest
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -26,7 +26,8 @@ Round = list[tuple[int, PlacedBlock]]
 class Copy(NamedTuple):
     """Elements that lie on a grid in one tensor and one after the other in another, from ``at`` on.
 
-    On the grid they are ``rows`` runs of ``cols`` elements, ``pitch`` apart, from ``start`` on.
+    On the grid they are ``rows`` runs of ``cols`` elements, ``pitch`` apart, from ``start`` on. There may be ``times``
+    such grids, ``start_step`` apart, whose elements begin ``at_step`` apart in the other tensor.
     """
 
     at: int
@@ -34,11 +35,14 @@ class Copy(NamedTuple):
     rows: int
     cols: int
     pitch: int
+    times: int = 1
+    at_step: int = 0
+    start_step: int = 0
 
     @property
     def numel(self) -> int:
         """Number of elements."""
-        return self.rows * self.cols
+        return self.times * self.rows * self.cols
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,8 @@ class Bucket:
 
     runs: tuple[Run, ...]
     batches: tuple[Batch, ...]
-    #: Between the receive buffer, which is ordered by source rank and then as that rank sent, and the matrices.
+    #: Between the receive buffer, which is ordered by source rank and then as that rank sent, and the matrices. Each is
+    #: one kernel launch, so parts of equal matrices, and equal parts from several ranks, are one copy.
     received: tuple[Copy, ...]
     send_counts: tuple[int, ...]
     receive_counts: tuple[int, ...]
@@ -185,7 +190,7 @@ def _bucket(items: Round, rank: int, world_size: int) -> Bucket:
     return Bucket(
         runs=tuple(runs),
         batches=tuple(_batches(own)),
-        received=tuple(_unpacking(chain.from_iterable(incoming))),
+        received=tuple(_unpacking(incoming)),
         send_counts=tuple(sent),
         receive_counts=tuple(sum(piece.numel for _, piece in pieces) for pieces in incoming),
         matrix_elements=matrices,
@@ -196,14 +201,57 @@ def _bucket(items: Round, rank: int, world_size: int) -> Bucket:
     )
 
 
-def _unpacking(incoming: Iterable[tuple[int, Piece]]) -> Iterator[Copy]:
-    """Where received elements belong: of each piece, with the first element of its matrix."""
-    at = 0
-    for matrix, piece in incoming:
-        # A piece that is contiguous in the matrix is one run, whatever its layout at the source.
-        rows, cols = (1, piece.numel) if piece.is_contiguous else (piece.rows, piece.cols)
-        yield Copy(at, matrix + piece.at, rows, cols, piece.pitch)
-        at += piece.numel
+def _unpacking(incoming: Sequence[Iterable[tuple[int, Piece]]]) -> Iterator[Copy]:
+    """Where received elements belong, from each source's pieces with the first element of their matrix."""
+    at, sources = 0, []
+    for pieces in incoming:
+        copies = []
+        for matrix, piece in pieces:
+            # A piece that is contiguous in the matrix is one run, whatever its layout at the source.
+            rows, cols = (1, piece.numel) if piece.is_contiguous else (piece.rows, piece.cols)
+            copies.append(Copy(at, matrix + piece.at, rows, cols, piece.pitch if rows > 1 else cols))
+            at += piece.numel
+        sources.append(_merged(copies, _joined))
+    for alike in zip_longest(*filter(None, sources)):
+        yield from _merged(filter(None, alike), _repeated)
+
+
+def _merged(copies: Iterable[Copy], merge: Callable[[Copy, Copy], Copy | None]) -> list[Copy]:
+    """Neighbours as one copy wherever ``merge`` can express it."""
+    result: list[Copy] = []
+    for copy in copies:
+        both = merge(result[-1], copy) if result else None
+        result[-1:] = [both] if both else [*result[-1:], copy]
+    return result
+
+
+def _adjacent(first: Copy, second: Copy) -> Copy | None:
+    """Two copies as one, if they are neighbours in both tensors."""
+    are_rows = first.rows == second.rows == first.times == 1
+    if are_rows and (second.at, second.start) == (first.at + first.cols, first.start + first.cols):
+        cols = first.cols + second.cols
+        return first._replace(cols=cols, pitch=cols)
+    return None
+
+
+def _joined(first: Copy, second: Copy) -> Copy | None:
+    """Two copies that follow each other in the buffer as one row or one grid, if they are that."""
+    pitch = first.pitch if first.rows > 1 else second.start - first.start
+    follows = second.start == first.start + first.rows * pitch and pitch > first.cols == second.cols
+    if follows and (second.rows == 1 or second.pitch == pitch):
+        return first._replace(rows=first.rows + second.rows, pitch=pitch)
+    return _adjacent(first, second)
+
+
+def _repeated(first: Copy, second: Copy) -> Copy | None:
+    """Two copies of equal grids as one, if they are neighbours or the second continues the steps of the first."""
+    at, start = second.at - first.at, second.start - first.start
+    steps = (first.at_step, first.start_step) if first.times > 1 else (at, start)
+    alike = (first.rows, first.cols, first.pitch) == (second.rows, second.cols, second.pitch)
+    both = _adjacent(first, second)
+    if both is None and alike and start > 0 and (at, start) == (first.times * steps[0], first.times * steps[1]):
+        return first._replace(times=first.times + 1, at_step=steps[0], start_step=steps[1])
+    return both
 
 
 def _batches(own: Iterable[tuple[int, tuple[int, int]]]) -> Iterator[Batch]:

@@ -361,8 +361,18 @@ def test_what_a_rank_sends_to_itself_is_all_of_a_bucket() -> None:
     sent = gpu.sent_to_itself(bucket)
     assert isinstance(sent, Bucket) and sent.travels and isinstance(sent.batches[0], Batch)
     assert sum(sent.send_counts) == sum(sent.receive_counts) == 40 == sum(run.copy.numel for run in sent.runs)
-    covered = sorted(place for copy in sent.received for place in spread(copy))
+    covered = sorted(place for copy in sent.received for place, _ in spread(copy))
     assert covered == list(range(40)), "each element of the matrices once"
+
+
+def test_launches_of_a_small_model_at_stage_3() -> None:
+    """A quarter of what they were, at most; the command itself compares the trace with the plan."""
+    pytest.importorskip("transformers")
+    from benchmarks import launches
+
+    found = launches.row("llama3-1b", 3)
+    assert found["traced one by one"] == found["one by one"] == 420
+    assert found["traced together"] == found["together"] <= 420 / 4
 
 
 def test_a_part_that_fails_is_told_and_the_others_go_on(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:

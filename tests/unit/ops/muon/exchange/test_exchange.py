@@ -7,10 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from deepspeed.muon.errors import DisagreementError
+from deepspeed.muon.exchange.exchange import BucketBuffers
+from deepspeed.muon.plan.plan import make_plan
 from deepspeed.muon.zero.consensus import compare, differences
 from helpers.distributed import RankError, run
+from helpers.plans import COST, flat_layout, part_layout, specs, spread
 from helpers.training import PARAMS, ds_config, make_engine, train_on_gradients
 
 SHAPES = [(24, 40), (40, 24), (32, 32), (33, 65), (24, 40), (8, 8)]
@@ -43,6 +48,32 @@ def test_many_buckets_in_flight_change_nothing(stage: int, world: int) -> None:
         assert buckets >= 3
         for name, expected in whole.items():
             torch.testing.assert_close(update[name], expected, rtol=1e-4, atol=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.sampled_from([(8, 4), (4, 8), (6, 5), (3, 3)]), min_size=1, max_size=12),
+    st.integers(2, 8),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 7),
+)
+def test_unpacking_moves_element_by_element(
+    shapes: list[tuple[int, int]], world: int, by_part: bool, split: bool, rank: int
+) -> None:
+    """Strided copies between numbered tensors against plain indexing; packing is the same the other way."""
+    shards, _ = (part_layout if by_part else flat_layout)(specs(shapes, split), world)
+    for bucket in make_plan(shards, rank % world, world, COST, bucket_bytes=128).buckets:
+        inbox, matrices = torch.arange(1, 1 + sum(bucket.receive_counts)), torch.zeros(bucket.matrix_elements).long()
+        expected = matrices.clone()
+        for place, at in (pair for copy in bucket.received for pair in spread(copy)):
+            expected[place] = inbox[at]
+        buffers = BucketBuffers(bucket, "", matrices, torch.empty(0), inbox, [], [])
+        buffers.unpack()
+        assert matrices.equal(expected)
+        returned, buffers.inbox = inbox, torch.zeros_like(inbox)
+        buffers.pack()
+        assert buffers.inbox.equal(returned)
 
 
 def count_traffic(stage: int, dtype: str, kind: str, wire: str = "auto") -> tuple[int, int]:

@@ -2,10 +2,12 @@
 """Specs, layouts and the elements of a plan's runs, by plain indexing."""
 
 import itertools
+import math
 
 from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.matrices.routing import MatrixSpec
 from deepspeed.muon.plan.cost import CostModel
+from deepspeed.muon.plan.placement import Placement, Shard
 from deepspeed.muon.plan.plan import Copy, Run
 
 COST = CostModel(lambda rows, cols: 20.0 * min(rows, cols) ** 2 * max(rows, cols), 200.0, 2)
@@ -26,14 +28,35 @@ def specs(shapes: list[tuple[int, int]], split: bool = False) -> list[MatrixSpec
     return [MatrixSpec(f"p{i}", s, True, "test", cut(*s) if s[1] > 1 else whole(*s)) for i, s in enumerate(shapes)]
 
 
+def flat_layout(items: list[MatrixSpec], world_size: int, gap: int = 0) -> tuple[list[Shard], int]:
+    """Stages 1 and 2: one flat tensor cut into equal parts; `gap` elements of padding after each parameter."""
+    offsets = list(itertools.accumulate((spec.numel + gap for spec in items), initial=0))
+    span = math.ceil(offsets[-1] / world_size)
+    return [Shard(s, 0, Placement(o, span, 0)) for s, o in zip(items, offsets, strict=False)], span
+
+
+def part_layout(items: list[MatrixSpec], world_size: int) -> tuple[list[Shard], int]:
+    """Stage 3: each parameter cut over all ranks, the parts one after the other."""
+    shards, base = [], 0
+    for spec in items:
+        part = math.ceil(spec.numel / world_size)
+        shards.append(Shard(spec, 0, Placement(0, part, base)))
+        base += part
+    return shards, base
+
+
 def places(run: Run) -> list[tuple[int, int]]:
     """(place in the tensor, place in the buffer) of every element of a run."""
-    return [(place, run.copy.at + k) for k, place in enumerate(spread(run.copy))]
+    return spread(run.copy)
 
 
-def spread(copy: Copy) -> list[int]:
-    """Places on the grid, in the order of the buffer: of received elements, where they belong."""
-    return [copy.start + r * copy.pitch + c for r in range(copy.rows) for c in range(copy.cols)]
+def spread(copy: Copy) -> list[tuple[int, int]]:
+    """(place on the grids, place in the buffer) of every element; of received ones the first is where they belong."""
+    numbers = itertools.product(range(copy.times), range(copy.rows), range(copy.cols))
+    return [
+        (copy.start + n * copy.start_step + r * copy.pitch + c, copy.at + n * copy.at_step + r * copy.cols + c)
+        for n, r, c in numbers
+    ]
 
 
 def all_to_all(outboxes: tuple, sent: list, received: list) -> list[list]:

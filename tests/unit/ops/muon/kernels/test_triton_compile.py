@@ -15,6 +15,7 @@ import pytest
 triton = pytest.importorskip("triton", reason="triton is not installed")
 from deepspeed.muon.kernels import triton_diagonals as diagonals  # noqa: E402
 from deepspeed.muon.kernels import triton_elementwise as elementwise  # noqa: E402
+from deepspeed.muon.kernels import triton_multi as multi  # noqa: E402
 from deepspeed.muon.kernels import triton_products as products  # noqa: E402
 from deepspeed.muon.kernels import triton_table  # noqa: E402
 
@@ -119,6 +120,25 @@ def test_elementwise(name: str, types: dict[str, str], constants: dict[str, Any]
     assert resources(report)["STACK"] == 0 and resources(report)["REG"] <= 128
     if name != "norm_kernel":
         assert re.search(r"LDG\S*\.128", code) and not re.search(r"LDG\S*\.(U16|U8)", code)
+
+
+RUNS: list[tuple[str, dict[str, str], dict[str, Any]]] = [
+    ("advance_runs_kernel", {"buffer_ptr": "*fp32", "grad_ptr": "*fp32", "out_ptr": "*bf16"}, {"NESTEROV": True}),
+    ("advance_runs_kernel", {"buffer_ptr": "*fp32", "grad_ptr": "*bf16", "out_ptr": "*fp32"}, {"NESTEROV": False}),
+    ("apply_runs_kernel", {"param_ptr": "*fp32", "update_ptr": "*bf16"}, {}),
+]
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize(("name", "types", "constants"), RUNS, ids=lambda value: str(value))
+def test_many_runs(name: str, types: dict[str, str], constants: dict[str, Any], aligned: bool) -> None:
+    """Sixteen bytes at a time where the runs allow it, and nothing spilled."""
+    types, constants = types | {"tiles_ptr": "*i64"}, constants | BLOCK | {"ALIGNED": aligned}
+    _, report, code = compiled(getattr(multi, name), types, constants)
+    assert resources(report)["STACK"] == 0 and resources(report)["REG"] <= 128
+    assert bool(re.search(r"LDG\S*\.128", code)) == aligned
+    assert not aligned or not re.search(r"LDG\S*\.(U16|U8)", code)
 
 
 @pytest.mark.parametrize("arch", [quick_if(arch == "gfx942", arch) for arch in AMD])

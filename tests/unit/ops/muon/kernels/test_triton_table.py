@@ -16,6 +16,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from deepspeed.muon.kernels import probe, quack, reference, triton_table
 from deepspeed.muon.kernels import triton_diagonals as diagonals
 from deepspeed.muon.kernels import triton_elementwise as elementwise
+from deepspeed.muon.kernels import triton_multi as multi
 from deepspeed.muon.kernels import triton_products as products
 from deepspeed.muon.kernels.table import Operations, Scalars, Symmetric
 from deepspeed.muon.kernels.workspace import Workspace
@@ -231,6 +232,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         plain = getattr(reference, name)
         monkeypatch.setattr(elementwise, name, lambda *args, plain=plain: plain(*args, Workspace()))
     monkeypatch.setattr(elementwise, "normalize", reference.normalize)
+    for name in ("tiles", "advance", "apply_"):
+        monkeypatch.setattr(multi, name, getattr(reference.RUNS, name))
     monkeypatch.setattr(diagonals, "multiply", reference.multiply)
     monkeypatch.setattr(diagonals, "product", reference.product)
     monkeypatch.setattr(diagonals, "complete", lambda a, b, out, by: reference.product(a, b, out, Workspace(), by))
@@ -265,6 +268,8 @@ def test_kernels_that_work_are_taken(gpu: None) -> None:
 WRONG: list[tuple[Any, str, Any, str]] = [
     (elementwise, "advance_rounded", raising, "RuntimeError: misaligned address"),
     (elementwise, "apply_", lambda *args: None, "the result of apply_ is wrong, by "),
+    (multi, "advance", raising, "RuntimeError: misaligned address"),
+    (multi, "apply_", lambda *args: None, "the result of apply_ of runs is wrong, by "),
     (products, "square", raising, "RuntimeError: misaligned address"),
     (products, "product", lambda *args, kernel: None, "the result of product is wrong, by "),
     (diagonals, "multiply", lambda p, x, out, work: out.copy_(x), "the result of multiply is wrong, by "),

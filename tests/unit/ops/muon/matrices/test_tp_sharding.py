@@ -136,9 +136,9 @@ def test_owners_see_whole_matrices(data: st.DataObject, dp: int, stage: int, lim
         inboxes = all_to_all(tuple(outboxes), sent, received)
         for bucket, inbox, matrix in zip(buckets, inboxes, held, strict=True):
             for copy in bucket.received:
-                for k, at in enumerate(spread(copy)):
+                for at, place in spread(copy):
                     assert matrix[at] is None
-                    matrix[at] = inbox[copy.at + k]
+                    matrix[at] = inbox[place]
             assert None not in matrix
             for b in bucket.batches:
                 size = b.rows * b.cols

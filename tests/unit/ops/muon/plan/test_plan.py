@@ -9,28 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed.muon.matrices.block import Block
-from deepspeed.muon.matrices.routing import MatrixSpec
 from deepspeed.muon.plan.cost import CostModel
 from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard
 from deepspeed.muon.plan.plan import Plan, bucket_limit, make_plan
-from helpers.plans import COST, all_to_all, places, specs, spread
-
-
-def flat_layout(items: list[MatrixSpec], world_size: int, gap: int = 0) -> tuple[list[Shard], int]:
-    """Stages 1 and 2: one flat tensor cut into equal parts; `gap` elements of padding after each parameter."""
-    offsets = list(itertools.accumulate((spec.numel + gap for spec in items), initial=0))
-    span = math.ceil(offsets[-1] / world_size)
-    return [Shard(s, 0, Placement(o, span, 0)) for s, o in zip(items, offsets, strict=False)], span
-
-
-def part_layout(items: list[MatrixSpec], world_size: int) -> tuple[list[Shard], int]:
-    """Stage 3: each parameter cut over all ranks, the parts one after the other."""
-    shards, base = [], 0
-    for spec in items:
-        part = math.ceil(spec.numel / world_size)
-        shards.append(Shard(spec, 0, Placement(0, part, base)))
-        base += part
-    return shards, base
+from helpers.plans import COST, all_to_all, flat_layout, part_layout, places, specs, spread
 
 
 def simulate(shards: list[Shard], size: int, world_size: int, bucket_bytes: int) -> list[Plan]:
@@ -51,9 +33,9 @@ def simulate(shards: list[Shard], size: int, world_size: int, bucket_bytes: int)
             assert not any(outboxes)
         for bucket, inbox, held in zip(buckets, inboxes, matrices, strict=True):
             for copy in bucket.received:
-                for k, at in enumerate(spread(copy)):
+                for at, place in spread(copy):
                     assert held[at] is None
-                    held[at] = inbox[copy.at + k]
+                    held[at] = inbox[place]
             assert None not in held
             for batch in bucket.batches:
                 seen += [
@@ -97,7 +79,8 @@ def pack(bucket, tensor: list) -> tuple[list, list]:
     return outbox, matrices
 
 
-shape = st.tuples(st.integers(1, 9), st.integers(1, 9))
+#: Some shapes often, so that parts of equal matrices travel together.
+shape = st.one_of(st.tuples(st.integers(1, 9), st.integers(1, 9)), st.sampled_from([(8, 4), (4, 8), (8, 2), (6, 5)]))
 
 
 plans = given(
@@ -120,6 +103,24 @@ def check(
 
 test_every_element_travels_once_there_and_once_back = settings(max_examples=150, deadline=None)(plans(check))
 test_many_random_plans = pytest.mark.full(settings(max_examples=5000, deadline=None)(plans(check)))
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_equal_parts_travel_in_few_copies(world_size: int) -> None:
+    """Of each batch one copy from the ranks before the owner and one from those behind it."""
+    shards, size = part_layout(specs([(16, 8), (8, 16), (8, 8)] * 16), world_size)
+    for plan in simulate(shards, size, world_size, bucket_bytes=2048):
+        for bucket in plan.buckets:
+            assert len(bucket.received) <= 2 * len(bucket.batches)
+
+
+def test_parts_that_are_not_equal_have_copies_of_their_own() -> None:
+    """The last of three ranks holds seven elements of each matrix of 25, the others nine."""
+    shards, size = part_layout(specs([(5, 5)] * 9), 3)
+    plans = simulate(shards, size, 3, bucket_bytes=2**20)
+    n = [plans[0].owners.count(rank) for rank in range(3)]
+    found = [[(copy.times, copy.rows, copy.cols) for copy in plan.buckets[0].received] for plan in plans]
+    assert found == [[(1, n[0], 9), (1, n[0], 7)], [(1, n[1], 9), (1, n[1], 7)], [(2, n[2], 9)]]
 
 
 def test_buckets_are_bounded() -> None:

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels that one rank launches in a step, beside those of Newton-Schulz: from its plan, and from a trace."""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+from unittest import mock
+
+import torch
+
+from benchmarks import report, scaling
+from deepspeed.muon.cli.model import build
+from deepspeed.muon.config.schema import parse
+from deepspeed.muon.exchange.exchange import BucketBuffers, Exchange
+from deepspeed.muon.exchange.partition import Partition
+from deepspeed.muon.forecast.layout import Layout, StepPart, halves_of, lay_out
+from deepspeed.muon.kernels import reference
+from deepspeed.muon.kernels.selection import missing
+from deepspeed.muon.kernels.table import Operations
+from deepspeed.muon.math.choice import counted_method
+from deepspeed.muon.matrices.block import Block
+from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.plan import plan
+from deepspeed.muon.plan.cost import CostModel, cost_model
+from deepspeed.muon.plan.launches import Launches, launches_of
+from deepspeed.muon.plan.plan import BUCKET_BYTES, Plan
+from deepspeed.muon.tuning import Candidates
+
+#: A known model, and the ranks that it is planned for.
+SIZES = {
+    "llama3-1b": (scaling.OWN / "llama3-1b.json", 8),
+    "llama3-8b": (scaling.MODELS["llama3-8b"], 8),
+    "llama3-70b": (scaling.MODELS["llama3-70b"], 64),
+}
+#: Widths are divided by this where steps are traced, and with them buckets and sub-groups by its square.
+SMALLER = 16
+SUB_GROUP = 10**9
+CPU = torch.device("cpu")
+#: Whether runs and parts go together.
+WAYS = (False, True)
+NOTES = """Of the rank that launches most. One by one: a kernel for each run of a matrix that a rank holds, in each
+elementwise pass, and a copy for each part that it receives and for each that it sends back. Together: the kernels of a
+step on a GPU with Triton, at most. Elsewhere each run has a kernel or more; the copies are the same. Traced: the calls
+of a step of such a rank without its collectives, counted by torch.profiler on the CPU, with the same matrices of
+widths divided by 16."""
+
+
+def launches(models: Annotated[tuple[str, ...], SIZES] = tuple(SIZES), stages: tuple[int, ...] = (1, 2, 3)) -> str:
+    """Kernels that one rank launches in a step, beside those of Newton-Schulz.
+
+    Args:
+        models: which
+        stages: of ZeRO
+    """
+    rows = [row(name, stage) for name in models for stage in stages]
+    return report.write("launches", "Kernel launches of a step", rows, report.table(rows), NOTES)
+
+
+def row(name: str, stage: int) -> dict[str, Any]:
+    """The counts of one model at one stage."""
+    path, world = SIZES[name]
+    parts = muon_parts(path, Layout(stage, world, SUB_GROUP))
+    counts = {way: [planned(parts, plans_of(parts, r, BUCKET_BYTES, way), way) for r in range(world)] for way in WAYS}
+    together = counts[True]
+    busiest = max(range(world), key=lambda rank: sum(together[rank]))
+    found = {"model": name, "ranks": world, "stage": stage, "one by one": max(map(sum, counts[False]))}
+    found |= {"together": sum(together[busiest])} | together[busiest]._asdict()
+    with tempfile.TemporaryDirectory() as folder:
+        (small := Path(folder) / "config.json").write_text(json.dumps(smaller(json.loads(path.read_text()))))
+        parts = muon_parts(small, Layout(stage, world, SUB_GROUP // SMALLER**2))
+        for way in WAYS:
+            plans = plans_of(parts, busiest, BUCKET_BYTES // SMALLER**2, way)
+            count, wanted = traced(fake_step(build(str(small)), parts, plans, way)), planned(parts, plans, way)
+            assert count == wanted, f"{count} in the trace, {wanted} planned"
+            found[f"traced {'together' if way else 'one by one'}"] = sum(count)
+    print(found, flush=True)
+    return found
+
+
+def muon_parts(path: Path, layout: Layout) -> list[StepPart]:
+    return [part for part in lay_out(halves_of(build(str(path)), parse({"lr": 1e-3})), layout) if part.half.use_muon]
+
+
+def smaller(config: dict[str, Any]) -> dict[str, Any]:
+    """The same matrices with widths divided; vocabulary and positions have no part in it."""
+    widths = {key: config[key] // SMALLER for key in ("hidden_size", "intermediate_size")}
+    return config | widths | {"vocab_size": 8, "max_position_embeddings": 8}
+
+
+def cost_of(part: StepPart) -> CostModel:
+    """As on an accelerator, in bf16."""
+    method = functools.partial(counted_method, ns_method=part.half.ns_method, schedule=scaling.SIMPLE, dtype="bf16")
+    return cost_model(method, scaling.SIMPLE, "bf16", 2, "cuda")
+
+
+def plans_of(parts: Sequence[StepPart], rank: int, bucket_bytes: int, together: bool) -> list[Plan]:
+    """One rank's plans; without ``together`` each part of a matrix is received by a copy of its own."""
+    changes = {} if together else {"_merged": lambda copies, merge: list(copies)}
+    with mock.patch.multiple(plan, **changes) if changes else contextlib.nullcontext():
+        return [plan.make_plan(part.shards, rank, part.world_size, cost_of(part), bucket_bytes) for part in parts]
+
+
+def planned(parts: Sequence[StepPart], plans: Sequence[Plan], together: bool) -> Launches:
+    """The sum over the parts of a step."""
+
+    def count(part: StepPart, of_part: Plan) -> Launches:
+        return launches_of(of_part.buckets, lambda rows, cols: part.half.scale(Block(0, rows, cols, cols)), together)
+
+    return Launches(*map(sum, zip(*map(count, parts, plans), strict=True)))
+
+
+# ---- the trace --------------------------------------------------------------------------------------------------
+
+
+class Alone(Exchange):
+    """An exchange that sends nothing: a rank's step on buffers that hold whatever they held."""
+
+    def _launch(self, buffers: BucketBuffers, back: bool) -> None:
+        pass
+
+
+def fake_step(
+    model: torch.nn.Module, parts: Sequence[StepPart], plans: Sequence[Plan], together: bool
+) -> Callable[[], None]:
+    """A step of one rank with random gradients, without communication and Newton-Schulz."""
+    optimizer = MuonWithAuxAdam(model.parameters(), model=model, lr=1e-3, kernels="torch")
+    index = next(i for i, group in enumerate(optimizer.param_groups) if group["use_muon"])
+    optimizer.use_kernels(missing("torch", ["cpu"]))
+    optimizer.kernels = noted(dataclasses.replace(reference.OPERATIONS, runs=reference.RUNS if together else None))
+    flat = [torch.nn.Parameter(torch.randn(part.numel)) for part in parts]
+    for tensor in flat:
+        tensor.grad = torch.randn_like(tensor)
+    held = zip(flat, parts, plans, strict=True)
+    partitions = [Partition(index, (t,), part.shards, None, p.rank, p.world_size) for t, part, p in held]
+    candidates = Candidates.of(optimizer.config, optimizer.tables_on(CPU), optimizer.ns_methods, CPU, has_bf16=True)
+    optimizer.bind(partitions, candidates.without_race(optimizer.shapes))
+    for (key, bound), of_part in zip(optimizer._bound.items(), plans, strict=True):
+        facts = {f.name: getattr(bound.exchange, f.name) for f in dataclasses.fields(Exchange)}
+        optimizer._bound[key] = dataclasses.replace(bound, plan=of_part, exchange=Alone(**facts))
+    optimizer._orthogonalize = lambda *_: None  # type: ignore[method-assign]
+
+    def step() -> None:
+        for tensor in flat:
+            for group in optimizer.param_groups:
+                group["params"] = [tensor] if group["use_muon"] else []
+            optimizer.step()
+
+    return step
+
+
+def noted(kernels: Operations) -> Operations:
+    """The same operations, which leave their name in a trace."""
+
+    def under(name: str, operation: Callable) -> Callable:
+        @functools.wraps(operation)
+        def call(*args: Any) -> Any:
+            with torch.profiler.record_function(name):
+                return operation(*args)
+
+        return call
+
+    names = {"advance": "prepare", "advance_rounded": "prepare", "apply_": "apply"}
+    single = {field: under(name, getattr(kernels, field)) for field, name in names.items()}
+    if kernels.runs is not None:
+        runs = {field: under(names[field], getattr(kernels.runs, field)) for field in ("advance", "apply_")}
+        single["runs"] = dataclasses.replace(kernels.runs, **runs)
+    return dataclasses.replace(kernels, **single)
+
+
+@contextlib.contextmanager
+def noted_copies() -> Iterator[None]:
+    """Inside, unpacking and packing leave their names in a trace."""
+    originals = {name: getattr(BucketBuffers, name) for name in ("unpack", "pack")}
+
+    def under(name: str) -> Callable[[BucketBuffers], None]:
+        def call(buffers: BucketBuffers) -> None:
+            with torch.profiler.record_function(name):
+                originals[name](buffers)
+
+        return call
+
+    for name in originals:
+        setattr(BucketBuffers, name, under(name))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(BucketBuffers, name, original)
+
+
+def traced(step: Callable[[], Any]) -> Launches:
+    """Counts calls of noted operations, and copies inside of packing and unpacking."""
+    with noted_copies(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step()
+    counts = dict.fromkeys(Launches._fields, 0)
+    for event in profile.events():
+        if event.name in ("prepare", "apply"):
+            counts[event.name] += 1
+        elif event.name == "aten::copy_" and event.cpu_parent and event.cpu_parent.name in ("unpack", "pack"):
+            counts[event.cpu_parent.name] += 1
+    return Launches(**counts)

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs that are updated together, and the count of kernels."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepspeed.muon.plan.launches import Launches, calls_of, launches_of
+from deepspeed.muon.plan.plan import make_plan
+from helpers.plans import COST, flat_layout, part_layout, specs
+
+SHAPES = st.lists(st.sampled_from([(8, 4), (4, 8), (6, 5), (3, 3)]), min_size=1, max_size=12)
+
+
+def scale(rows: int, cols: int) -> float:
+    return max(1.0, rows / cols)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SHAPES, st.integers(1, 6), st.booleans(), st.booleans(), st.booleans())
+def test_calls_hold_each_run_once_and_only_what_is_alike(
+    shapes: list[tuple[int, int]], world: int, by_part: bool, split: bool, together: bool
+) -> None:
+    shards, _ = (part_layout if by_part else flat_layout)(specs(shapes, split), world)
+    for bucket in make_plan(shards, world - 1, world, COST, bucket_bytes=256).buckets:
+        calls = calls_of(bucket, scale, together)
+        assert sorted(index for call in calls for index in call) == list(range(len(bucket.runs)))
+        kinds = []
+        for call in calls:
+            runs = [bucket.runs[index] for index in call]
+            kinds += {(run.tensor, run.in_place, scale(*run.shape)) for run in runs}
+            assert len(call) == 1 or (together and all(run.copy.rows == 1 for run in runs))
+        assert len(kinds) == len(calls), "a call is of one tensor, one buffer and one scale"
+        contiguous = [(run.tensor, run.in_place, scale(*run.shape)) for run in bucket.runs if run.copy.rows == 1]
+        if together:
+            assert len(calls) == len(set(contiguous)) + len(bucket.runs) - len(contiguous)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_launches_at_stage_3(together: bool) -> None:
+    """Three matrices of each of two owners: one scale, own and others' runs, and one copy per batch and way."""
+    shards, _ = part_layout(specs([(8, 8)] * 6), 2)
+    (bucket,) = make_plan(shards, 0, 2, COST).buckets
+    runs = 2 if together else 6
+    assert launches_of([bucket], scale, together) == Launches(prepare=runs, unpack=1, pack=1, apply=runs)

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels of a step under ZeRO: as many as the plan says, and the same bits however many runs each takes."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepspeed.muon import MuonWithAuxAdam
+from deepspeed.muon.kernels import reference
+from helpers.distributed import run
+from helpers.training import PARAMS, FixedGradients, ds_config, fp32_weights, make_engine
+
+SHAPES = [(24, 40), (40, 24), (24, 40), (32, 32), (40, 24), (33, 7), (24, 40), (8, 8)]
+
+
+def trained(stage: int, together: bool, momentum_dtype: str) -> tuple[dict[str, Tensor], tuple, tuple]:
+    """Weights after three steps, and kernels of the last one as planned and as traced."""
+    from benchmarks.launches import noted, traced
+    from deepspeed.muon import optimizer as module
+    from deepspeed.muon.plan.launches import Launches, launches_of
+    from deepspeed.muon.step_stats import StepStats
+
+    choose = module.choose
+
+    def chosen(missing: Any) -> Any:
+        return noted(dataclasses.replace(choose(missing), runs=reference.RUNS if together else None))
+
+    module.choose = chosen
+    try:
+        columns = {"layers.0": {"sizes": [15, 25], "axis": 1}}  # whose runs are not contiguous
+        params = PARAMS | {"momentum_dtype": momentum_dtype, "adjust_lr_fn": "original", "muon_split": columns}
+        net = FixedGradients(SHAPES)
+        engine = make_engine(net, ds_config(stage=stage, optimizer={"type": "Muon", "params": params}))
+    finally:
+        module.choose = choose
+    optimizer = engine.basic_optimizer
+    for step in range(3):
+        engine.backward(engine(net.gradients(step)))
+        optimizer.step_stats = StepStats(lambda: None) if step == 1 else None
+        if step < 2:
+            engine.step()
+            if optimizer.step_stats:
+                sums = optimizer.step_stats.sums()
+        else:
+            found = traced(engine.step)
+    counts = [launches_of(b.plan.buckets, b.scale, together) for b in optimizer._bound.values()]
+    wanted = Launches(*map(sum, zip(*counts, strict=True)))
+    weights = fp32_weights(engine) | {"squares": sums}
+    engine.destroy()
+    return weights, tuple(wanted), tuple(found)
+
+
+@pytest.mark.parametrize("momentum_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_runs_together_change_no_bit_and_take_the_planned_kernels(stage: int, momentum_dtype: str) -> None:
+    alone, together = (
+        run(trained, 2, stage=stage, together=way, momentum_dtype=momentum_dtype) for way in (False, True)
+    )
+    for (weights, planned, found), (same, fewer, fewer_found) in zip(alone, together, strict=True):
+        assert weights.keys() == same.keys()
+        assert [name for name, weight in weights.items() if not weight.equal(same[name])] == []
+        assert found == planned
+        if momentum_dtype == "bf16":  # whose random numbers are drawn run by run
+            assert fewer_found == (planned[0], *fewer[1:])
+        else:
+            assert fewer_found == fewer
+        assert sum(fewer) < sum(planned) or stage < 3
+
+
+def test_tensors_without_a_gradient_keep_their_weights() -> None:
+    """Their part of what is sent is zero, in one call or in many."""
+    results = []
+    for runs in (None, reference.RUNS):
+        net = FixedGradients([(8, 16), (8, 16), (16, 8), (8, 16)])
+        optimizer = MuonWithAuxAdam(net.parameters(), model=net, lr=0.1)
+        net(net.gradients(0)).backward()
+        initial = net.layers[1].weight.detach().clone()
+        net.layers[1].weight.grad = None
+        optimizer._bind_whole()
+        optimizer.kernels = dataclasses.replace(reference.OPERATIONS, runs=runs)
+        optimizer.bind_again()
+
+        def watched(bound: Any, group: Any, buffers: Any, prepare: Any = optimizer._prepare) -> None:
+            buffers.matrices.fill_(torch.nan)
+            prepare(bound, group, buffers)
+            assert not buffers.matrices.isnan().any()
+
+        optimizer._prepare = watched
+        optimizer.step()
+        assert (
+            net.layers[1].weight.equal(initial) and not optimizer.state[net.layers[1].weight]["momentum_buffer"].any()
+        )
+        results.append([p.detach().clone() for p in net.parameters()])
+    assert all(map(torch.equal, *results))
