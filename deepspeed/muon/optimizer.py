@@ -164,7 +164,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 partition = partition.alone()
             self._bound[id(partition.tensors[0])] = _Bound(
                 partition=partition,
-                plan=make_plan(partition.planned, partition.rank, partition.world_size, cost),
+                plan=make_plan(partition.planned, partition.rank, partition.world_size, cost, self.config.bucket_bytes),
                 exchange=exchange(group=partition.group, name=group["name"]),
                 method=cache(partial(choose_method, ns_method=group["ns_method"], kind=kind, pinned=pinned)),
                 scale=cache(partial(scale_factor, group["adjust_lr_fn"], rms_scale=self.config.rms_scale)),

@@ -76,6 +76,8 @@ class MuonConfig(BaseModel):
     """of the Newton-Schulz polynomial"""
     ns_dtype: Literal["auto", "bf16", "fp32"] = field("auto")
     """dtype of Newton-Schulz and its exchange; `auto`: bf16 where every rank multiplies it in hardware"""
+    bucket_bytes: types.Bytes | None = field(None, unit="bytes")
+    """most bytes of an owner's matrices in one bucket of the exchange; default by device, [more](plan.md#memory)"""
     kernels: Literal["auto", "torch"] = field("auto")
     """which kernels run a step; `auto`: the fastest that every rank has, C++ on a CPU; `torch`: plain PyTorch"""
     betas: types.Fractions = field((0.9, 0.95), STOCK, "per step")

@@ -11,7 +11,7 @@ import torch
 from deepspeed.muon.errors import DisagreementError
 from deepspeed.muon.zero.consensus import compare, differences
 from helpers.distributed import RankError, run
-from helpers.training import PARAMS, ds_config, make_engine, train_on_gradients
+from helpers.training import ds_config, make_engine, train_on_gradients, with_params
 
 SHAPES = [(24, 40), (40, 24), (32, 32), (33, 65), (24, 40), (8, 8)]
 
@@ -19,18 +19,17 @@ SHAPES = [(24, 40), (40, 24), (32, 32), (33, 65), (24, 40), (8, 8)]
 def in_small_buckets(bucket_bytes: int, **config: Any) -> tuple[dict[str, torch.Tensor], int]:
     """`train_on_gradients`, and the largest number of buckets of a plan."""
     from deepspeed.muon import optimizer
-    from deepspeed.muon.plan import plan
 
-    counts = []
+    counts, original = [], optimizer.make_plan
 
-    def make_plan(*args: Any) -> plan.Plan:
-        made = plan.make_plan(*args, bucket_bytes=bucket_bytes)
+    def make_plan(*args: Any) -> Any:
+        made = original(*args)
         counts.append(len(made.buckets))
         return made
 
-    optimizer.make_plan, original = make_plan, optimizer.make_plan
+    optimizer.make_plan = make_plan
     try:
-        return train_on_gradients(SHAPES, 3, **config), max(counts)
+        return train_on_gradients(SHAPES, 3, optimizer=with_params(bucket_bytes=bucket_bytes), **config), max(counts)
     finally:
         optimizer.make_plan = original
 
@@ -52,8 +51,7 @@ def count_traffic(stage: int, dtype: str, kind: str) -> tuple[int, int]:
     from helpers.training import FixedGradients
 
     net = FixedGradients([(64, 64), (256, 64), (64, 256)] * 4)
-    params = {key: value for key, value in PARAMS.items() if key != "ns_dtype"} | {"ns_dtype": kind}
-    engine = make_engine(net, ds_config(stage=stage, dtype=dtype, optimizer={"type": "Muon", "params": params}))
+    engine = make_engine(net, ds_config(stage=stage, dtype=dtype, optimizer=with_params(ns_dtype=kind)))
     sent, rank = [], dist.get_rank()
     original = dist.all_to_all_single
 

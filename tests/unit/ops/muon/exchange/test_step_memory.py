@@ -3,7 +3,6 @@
 
 import gc
 import os
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.distributed import run
-from helpers.training import PARAMS, FixedGradients, ds_config, make_engine
+from helpers.training import FixedGradients, ds_config, make_engine, with_params
 
 #: Bytes up to which a tensor is not counted: norms, step counts, scalars.
 SMALL = 1024
-BF16_MOMENTUM = {"type": "Muon", "params": PARAMS | {"ns_dtype": "bf16", "momentum_dtype": "bf16"}}
+BF16_MOMENTUM = with_params(ns_dtype="bf16", momentum_dtype="bf16")
 
 
 class Allocations(TorchDispatchMode):
@@ -96,21 +95,14 @@ def test_the_first_step_takes_what_the_others_use() -> None:
 
 def held(counts: list[int], bucket_bytes: int, **config: Any) -> list[tuple[int, int]]:
     """Buckets, and bytes of temporaries after two steps, of models with so many equal matrices."""
-    from deepspeed.muon import optimizer as module
-
-    original = module.make_plan
-    module.make_plan = partial(original, bucket_bytes=bucket_bytes)
     results = []
-    try:
-        for count in counts:
-            engine, step = engine_on([(64, 64)] * count, **config)
-            step()
-            step()
-            optimizer = engine.basic_optimizer
-            results.append((len(optimizer.plans[0].buckets), optimizer._work.nbytes()))
-            engine.destroy()
-    finally:
-        module.make_plan = original
+    for count in counts:
+        engine, step = engine_on([(64, 64)] * count, optimizer=with_params(bucket_bytes=bucket_bytes), **config)
+        step()
+        step()
+        optimizer = engine.basic_optimizer
+        results.append((len(optimizer.plans[0].buckets), optimizer._work.nbytes()))
+        engine.destroy()
     return results
 
 
