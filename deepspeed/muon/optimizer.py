@@ -100,6 +100,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         )
         #: Entered around each phase of a step, by name: prepare, exchange, newton_schulz, apply, adamw.
         self.phase: Callable[[str], AbstractContextManager] = nullcontext
+        #: Whether calls of ``step`` are parts of an engine's step, which calls :meth:`release_scratch` at its end.
+        self.is_stepped_in_parts = False
         #: Records the size of updates, if set.
         self.step_stats: StepStats | None = None
         split = split_groups(params, self.specs, self.config)
@@ -196,6 +198,10 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         """The exchange of the first partition; all have the same dtype, device and workspace."""
         return next(iter(self._bound.values())).exchange
 
+    def release_scratch(self) -> None:
+        """Called at the end of a step: free the temporaries on accelerators. The next step allocates them again."""
+        self._work.release()
+
     def release_workspace(self) -> None:
         """Free the memory of temporaries; the next step allocates it again."""
         self._work.clear()
@@ -239,6 +245,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             if group["params"]:
                 (self._muon_step if group["use_muon"] else self._adam_step)(group)
+        if not self.is_stepped_in_parts:
+            self.release_scratch()
         return loss
 
     def _bind_on_first_use(self) -> bool:

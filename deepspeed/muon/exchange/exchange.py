@@ -99,7 +99,7 @@ class Exchange:
     staging: Staging | None = None
 
     def __post_init__(self) -> None:
-        self._collectives = PendingCollectives(self.name)
+        self._collectives = PendingCollectives(self.name, self.device)
 
     def run(self, plan: Plan, prepare: Work, compute: Work, apply: Work, phase: Phase) -> None:
         """Carry every bucket through prepare, the exchange to its owners, compute, the exchange back, and apply.
@@ -120,6 +120,11 @@ class Exchange:
         slots, count = plan.slots(staged=self.staging is not None), len(plan.buckets)
         there = int(slots > 1 and not (self.staging is None and plan.is_replicated))
         to_apply = there + int(slots > 1)
+        # Storage of all slots now, the most that each takes: none is replaced while a bucket uses it, and all of it is
+        # there before copies on other streams are told to follow what this memory was used for until now.
+        storages = [self._storage(plan, slot, slots) for slot in range(min(slots, count))]
+        if self.staging is not None:
+            self.staging.follow_the_computation()
         in_flight: dict[int, BucketBuffers] = {}
 
         def finish(index: int) -> None:
@@ -130,7 +135,7 @@ class Exchange:
             if slots <= to_apply:
                 finish(k - to_apply)
             if k < count:
-                in_flight[k] = self._open(plan, k, slots)
+                in_flight[k] = self._open(plan, k, k % slots, storages[k % slots])
                 with phase("prepare"):
                     prepare(in_flight[k])
                 self._send(in_flight[k], back=False)
@@ -158,12 +163,13 @@ class Exchange:
         with phase("apply"):
             apply(buffers)
 
-    def _open(self, plan: Plan, index: int, slots: int) -> BucketBuffers:
-        bucket, slot = plan.buckets[index], index % slots
-        # The most that the slot takes in this run, so that its storage is not replaced while a bucket uses it.
+    def _storage(self, plan: Plan, slot: int, slots: int) -> Tensor:
         numel = max(sum(bucket.buffer_sizes) for bucket in plan.buckets[slot::slots])
-        storage = self.work.get(f"bucket{slot}", (numel,), self.dtype, self.device)
-        matrices, outbox, inbox, _ = storage.split([*bucket.buffer_sizes, numel - sum(bucket.buffer_sizes)])
+        return self.work.get(f"bucket{slot}", (numel,), self.dtype, self.device)
+
+    def _open(self, plan: Plan, index: int, slot: int, storage: Tensor) -> BucketBuffers:
+        bucket = plan.buckets[index]
+        matrices, outbox, inbox = storage[: sum(bucket.buffer_sizes)].split(bucket.buffer_sizes)
         if bucket.received_at is not None:
             inbox = matrices.narrow(0, bucket.received_at, sum(bucket.receive_counts))
         slices = [(matrices if run.in_place else outbox).narrow(0, run.copy.at, run.copy.numel) for run in bucket.runs]

@@ -29,6 +29,14 @@ class Staging:
         sizes = [part.numel() for part in like]
         return list(work.get(f"pinned{slot}", (sum(sizes),), dtype, torch.device("cpu"), pinned=True).split(sizes))
 
+    def follow_the_computation(self) -> None:
+        """Copy to the accelerator only after all computation queued so far.
+
+        The buffers of a run may be memory that computation queued before it still uses: an allocator hands memory out
+        again at once, in the order of the computing stream.
+        """
+        self._up.wait_stream(self._streams.current_stream())
+
     def beside_the_computation(self, back: bool) -> AbstractContextManager:
         """Inside, copies and collectives run beside the computation; on the way back, after all of it queued so far."""
         if back:
