@@ -27,6 +27,7 @@ from deepspeed.muon.forecast.measured import measure
 from deepspeed.muon.kernels.selection import choose, missing
 from deepspeed.muon.math.choice import kind_of
 from deepspeed.muon.math.newton_schulz import bf16_is_fast, resolve_dtype
+from deepspeed.muon.plan.memory import Memory
 from deepspeed.muon.version import __version__
 from deepspeed.muon.zero.checkpoint.from_stock import convert
 from deepspeed.muon.zero.read_config import Settings, read_settings
@@ -145,7 +146,14 @@ def plan_facts(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
         raise
     except ValueError as error:
         raise errors.ModelError(f"--model {args.model!r}: {error}") from None
-    found = estimate(halves, layout, config.schedule, dtype.itemsize, args.device)
+    memory = Memory(
+        wire_itemsize=dtype.itemsize,
+        ns_itemsize=dtype.itemsize,
+        device_type=args.device,
+        staged=settings.offload and device.type != "cpu",
+        plain=config.kernels == "torch",
+    )
+    found = estimate(halves, layout, config.schedule, memory, config.bucket_bytes)
     kind = kind_of(args.device, dtype.itemsize)
     where = "a CPU on gloo" if args.device == "cpu" else "an accelerator on its fabric"
     return {

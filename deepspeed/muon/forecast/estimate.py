@@ -7,12 +7,15 @@ import dataclasses
 import math
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from deepspeed.muon.forecast.layout import Half, Layout, StepCost, StepPart, lay_out, step_cost
+from deepspeed.muon.math.choice import choose_method, kind_of
 from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.scale import scale_factor
 from deepspeed.muon.plan.cost import cost_model
+from deepspeed.muon.plan.memory import Memory, PartDemand, Peak, peak
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,26 +49,41 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """The parts of a step and what those of Muon cost; ``planning_seconds`` is the time that took for all ranks."""
+    """The parts of a step and what those of Muon cost; ``planning_seconds`` is the time that took for all ranks.
+
+    ``peak``: scratch memory of the rank that needs most.
+    """
 
     halves: Sequence[Half]
     world_size: int
     parts: Sequence[StepPart]
     costs: Sequence[StepCost]
+    peak: Peak
     planning_seconds: float
 
 
-def estimate(halves: Sequence[Half], layout: Layout, schedule: Schedule, itemsize: int, device_type: str) -> Estimate:
-    """Plan a step for all ranks.
-
-    ``itemsize``: bytes of one element of Newton-Schulz and its exchange. Owners are balanced for ``device_type``:
-    ``cpu``, or an accelerator's.
-    """
+def estimate(
+    halves: Sequence[Half], layout: Layout, schedule: Schedule, memory: Memory, bucket_bytes: int | None = None
+) -> Estimate:
+    """Plan a step for all ranks. Owners are balanced for the device of ``memory``; ``bucket_bytes``: of the config."""
     began = time.perf_counter()
     parts = lay_out(halves, layout)
     muon = [part for part in parts if part.half.use_muon]
-    costs = [step_cost(part, cost_model(part.half.ns_method, schedule, itemsize, device_type)) for part in muon]
-    return Estimate(halves, layout.world_size, parts, costs, time.perf_counter() - began)
+    model = partial(cost_model, schedule=schedule, itemsize=memory.wire_itemsize, device_type=memory.device_type)
+    costs = [step_cost(part, model(part.half.ns_method), bucket_bytes, memory.staged) for part in muon]
+    largest = _largest(costs, layout.world_size, memory)
+    return Estimate(halves, layout.world_size, parts, costs, largest, time.perf_counter() - began)
+
+
+def _largest(costs: Sequence[StepCost], world_size: int, memory: Memory) -> Peak:
+    """The peak of the rank that needs most."""
+    kind = kind_of(memory.device_type, memory.ns_itemsize)
+    methods = [partial(choose_method, ns_method=cost.part.half.ns_method, kind=kind) for cost in costs]
+    # A part that every rank updates whole is the same on all.
+    by_rank = {tuple(tuple(c.demands[rank % len(c.demands)]) for c in costs if c.demands) for rank in range(world_size)}
+    slots = [(cost.slots, method) for cost, method in zip(costs, methods, strict=True) if cost.demands]
+    peaks = (peak((PartDemand(d, *s) for d, s in zip(demands, slots, strict=True)), memory) for demands in by_rank)
+    return max(peaks, key=lambda found: found.total, default=Peak(0, 0))
 
 
 def totals(halves: Sequence[Half], use_muon: bool) -> dict[str, int]:
@@ -96,6 +114,7 @@ def per_rank(found: Estimate) -> dict[str, Any]:
         "parts": len(costs),
         "rounds": sum(cost.rounds for cost in costs),
         "collectives": sum(cost.collectives for cost in costs),
+        "scratch_bytes": {"max": found.peak.total, **found.peak._asdict()},
     }
 
 

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from itertools import chain, groupby
-from operator import itemgetter
 from typing import NamedTuple
 
 from deepspeed.muon.matrices.block import Piece
@@ -207,7 +206,7 @@ def _bucket(items: Round, rank: int, world_size: int) -> Bucket:
     own_items = [item for owner, item in items if owner == rank]
     sends_own = not replicated and len(own_items) == 1 and sends_own_part(own_items[0], rank)
     runs: list[Run] = []
-    own: list[tuple[int, tuple[int, int]]] = []
+    own: list[tuple[int, int]] = []
     sent = [0] * world_size
     incoming: list[list[tuple[int, Piece]]] = [[] for _ in range(world_size)]
     matrices = send_at = 0
@@ -228,11 +227,11 @@ def _bucket(items: Round, rank: int, world_size: int) -> Bucket:
                 stay = source == rank and not sends_own
                 pieces = (piece for piece in item.pieces(source) if not (stay and piece.is_contiguous))
                 incoming[source].extend((matrices, piece) for piece in pieces)
-            own.append((matrices, shape))
+            own.append(shape)
             matrices += item.block.numel
     return Bucket(
         runs=tuple(runs),
-        batches=tuple(_batches(own)),
+        batches=tuple(batches_of(own)),
         received=tuple(_unpacking(chain.from_iterable(incoming))),
         send_counts=tuple(sent),
         receive_counts=tuple(sum(piece.numel for _, piece in pieces) for pieces in incoming),
@@ -271,11 +270,12 @@ def _unpacking(incoming: Iterable[tuple[int, Piece]]) -> Iterator[Copy]:
         at += piece.numel
 
 
-def _batches(own: Iterable[tuple[int, tuple[int, int]]]) -> Iterator[Batch]:
-    """Neighbours of one shape together, from the position and shape of each matrix."""
-    for (rows, cols), group in groupby(own, key=itemgetter(1)):
-        starts = [start for start, _ in group]
-        yield Batch(starts[0], len(starts), rows, cols)
+def batches_of(shapes: Iterable[tuple[int, int]]) -> Iterator[Batch]:
+    """Neighbours of one shape together, from the shapes of matrices that lie one after the other."""
+    start = 0
+    for (rows, cols), group in groupby(shapes):
+        yield Batch(start, count := len(list(group)), rows, cols)
+        start += count * rows * cols
 
 
 def _digest(items: list[PlacedBlock], owners: list[int], rounds: list[Round]) -> str:
