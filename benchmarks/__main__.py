@@ -16,7 +16,6 @@ BENCHMARKS = {
     "step": ("step", "backward + step under ZeRO, also over a slow link: deepspeed-muon, stock's Muon, AdamW"),
     "single": ("optimizers", "the optimizers alone, on one process"),
     "ns": ("ns", "Newton-Schulz by method, dtype and shape: time and error, ours and others'"),
-    "choose": ("ns", "methods of Newton-Schulz by shape, and the rule of `ns_method: auto`"),
     "roofline": ("roofline", "what this machine can do, and the least time of a step on it"),
     "loss": ("learning", "held-out loss against seconds, by optimizer or dtype of the momentum"),
     "handover": ("learning", "held-out loss after AdamW hands over to Muon, by what momentum starts from"),

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from benchmarks import report
 from deepspeed.muon.kernels.selection import choose, missing
-from deepspeed.muon.math.choice import choose_method
+from deepspeed.muon.math.choice import counted_method
 from deepspeed.muon.math.coefficients import SIMPLE, schedule
-from deepspeed.muon.math.newton_schulz import orthogonalize
+from deepspeed.muon.math.newton_schulz import DTYPES, orthogonalize
 
 sys.path[1:1] = [str(report.ROOT / folder) for folder in ("tests/unit/ops/muon", "examples/pretrain_gpt")]
 
@@ -104,27 +104,39 @@ def matrices() -> Iterator[tuple[str, Tensor]]:
 
 
 def iteration() -> Rows:
-    """Error of Newton-Schulz in bf16, relative to fp64"""
+    """Error of Newton-Schulz of bf16 matrices by dtype of its products, relative to fp64"""
+    from deepspeed.runtime.zero.muon.original_muon import zeropower_via_gram_newtonschulz as of_stock
     from torch.optim._muon import _zeropower_via_newtonschulz as of_torch
 
-    kernels = choose(missing("auto", ["cpu"]))
+    stock, kernels = getattr(of_stock, "__wrapped__", of_stock), choose(missing("auto", ["cpu"]))
     for kind, matrix in matrices():
         half = matrix.bfloat16()
-        exact, method = oracles.newton_schulz_fp64(half), choose_method(*half.shape, "auto", "cpu bf16")
-        own = orthogonalize(half.clone()[None], schedule("simple"), method, kernels=kernels)[0]
-        a, b = (float((x.double() - exact).norm() / exact.norm()) for x in (of_torch(half, SIMPLE, 5, 1e-7), own))
-        row = {"shape": "{} x {}".format(*half.shape), "input": kind, "method": method}
-        yield row | {"torch.optim.Muon": f"{a:.4f}", "ours": f"{b:.4f}", "ratio": f"{b / a:.2f}"}
+        exact = oracles.newton_schulz_fp64(half)
+        results = {
+            "torch.optim.Muon, bf16": of_torch(half, SIMPLE, 5, 1e-7),
+            "stock's gram, fp16": stock(half, steps=5),
+        }
+        row = {"shape": "{} x {}".format(*half.shape), "input": kind}
+        for dtype in ("bf16", "fp16", "fp32"):
+            method = counted_method(*half.shape, "auto", schedule("simple"), dtype)
+            given = half.float()[None]  # a result in bf16 would show the rounding of the wire
+            own = orthogonalize(given, schedule("simple"), method, DTYPES[dtype], kernels=kernels)[0]
+            results[f"ours, {dtype}"] = own
+            row["method"] = method
+        errors = {name: float((result.double() - exact).norm() / exact.norm()) for name, result in results.items()}
+        yield row | {name: f"{error:.4f}" if error > 1e-4 else f"{error:.0e}" for name, error in errors.items()}
 
 
-def bf16_training() -> Rows:
-    """Training with Newton-Schulz and exchange in bf16, against the fp64 oracle, 2 ranks"""
-    reference, optimizer = oracle("narrow", 1.0), {"type": "Muon", "params": PARAMS | {"ns_dtype": "bf16"}}
-    for stage in range(4):
-        weights = run(train, 2, model="narrow", steps=STEPS, stage=stage, optimizer=optimizer)[0]
-        norms, cosine = changes(reference, weights, "weight")
-        row = {"stage": str(stage), "smallest cosine of a change": f"{cosine:.5f}"}
-        yield row | {"largest difference of its norm": f"{max(abs(norm - 1) for norm in norms):.2%}"}
+def training_by_dtype() -> Rows:
+    """Training with Newton-Schulz in each dtype and a bf16 exchange, against the fp64 oracle, 2 ranks"""
+    reference = oracle("narrow", 1.0)
+    for dtype in ("bf16", "fp16", "fp32"):
+        optimizer = {"type": "Muon", "params": PARAMS | {"ns_dtype": dtype, "wire_dtype": "bf16"}}
+        for stage in range(4):
+            weights = run(train, 2, model="narrow", steps=STEPS, stage=stage, optimizer=optimizer)[0]
+            norms, cosine = changes(reference, weights, "weight")
+            row = {"ns_dtype": dtype, "stage": str(stage), "smallest cosine of a change": f"{cosine:.5f}"}
+            yield row | {"largest difference of its norm": f"{max(abs(norm - 1) for norm in norms):.2%}"}
 
 
 def state() -> Rows:
@@ -138,7 +150,7 @@ def state() -> Rows:
 def exactness() -> str:
     """Errors against oracles, stock and torch; writes docs/exactness.md."""
     parts = [f"# Exactness\n\n{report.one_line()}"]
-    for rows in (parity, invariance, clipping, iteration, bf16_training, state):
+    for rows in (parity, invariance, clipping, iteration, training_by_dtype, state):
         parts.append(f"## {rows.__doc__}\n\n{report.table(list(rows()))}")
         print(parts[-1], flush=True)
     shutdown()

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Newton-Schulz alone by method, dtype and shape: against others' (`ns`), and the faster method (`choose`)."""
+"""Newton-Schulz alone by method, dtype and shape, against others'."""
 
-import json
-import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -15,26 +13,14 @@ from benchmarks.roofline import has_symmetric, least_flops
 from deepspeed.muon.kernels import quack, reference, selection, triton_table
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace
-from deepspeed.muon.math import choice
 from deepspeed.muon.math.coefficients import schedule
-from deepspeed.muon.math.measure import race
 from deepspeed.muon.math.newton_schulz import METHODS, orthogonalize
 
 SIMPLE = schedule("simple", 5)
 #: Elements of a batch, a bucket of the exchange in bf16; smaller dimension up to which errors are measured on a CPU.
 BUCKET, EXACT_UP_TO = 2**22, 1024
-#: Of `choose`: smaller dimensions and aspect ratios.
-SIZES = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096)
-ASPECTS = (1.0, 1.5, 2.0, 3.0, 4.0, 8.0)
-#: Rows x rows x columns of the largest matrix that is timed: on one core about half a second of either method.
-LONGEST = {"cpu": 3.7e9, "cuda": 6e12}
-#: What a band of its own has to save, as a sum over its shapes of how much slower they are than the better method.
-WORTH = 0.03
-#: Mean spread of the runs of a shape beyond which the machine was busy, and no rule is written.
-BUSY = 0.25
 Shape = tuple[int, int, int]
 Row = dict[str, Any]
-Bands = list[list[float | None]]
 
 
 class Candidate(NamedTuple):
@@ -58,10 +44,10 @@ def tables(device: str) -> dict[str, Operations]:
     return found
 
 
-def ours(table: Operations, method: str) -> Callable[[Tensor], Tensor]:
+def ours(table: Operations, method: str, dtype: str) -> Callable[[Tensor], Tensor]:
     """Our iteration, with a workspace that is kept from call to call."""
     work = Workspace()
-    return lambda x: orthogonalize(x, SIMPLE, method, work=work, kernels=table)
+    return lambda x: orthogonalize(x, SIMPLE, method, DTYPES[dtype], work, table)
 
 
 def candidates(device: str, compiled: bool = False) -> tuple[dict[str, Candidate], str]:
@@ -70,7 +56,7 @@ def candidates(device: str, compiled: bool = False) -> tuple[dict[str, Candidate
     from torch.optim._muon import _zeropower_via_newtonschulz as of_torch
 
     found = {
-        f"ours, {method}, {dtype}, {name}": Candidate(method, dtype, ours(table, method))
+        f"ours, {method}, {dtype}, {name}": Candidate(method, dtype, ours(table, method, dtype))
         for name, table in reversed(tables(device).items())
         for dtype in DTYPES
         for method in METHODS
@@ -118,7 +104,7 @@ def rows_of(shape: Shape, found: dict[str, Candidate], rates: Rates, device: str
     """A row per candidate whose floor lets it make a call within the limit."""
     batch, rows, cols = shape
     symmetric = has_symmetric(list(tables(device).values())[-1])
-    flops = {name: batch * least_flops(rows, cols, c.method, symmetric=symmetric) for name, c in found.items()}
+    flops = {name: batch * least_flops(rows, cols, c.method, c.dtype, symmetric) for name, c in found.items()}
     floors = {name: 1e3 * flops[name] / getattr(rates, c.dtype) for name, c in found.items()}
     sources = {name: torch.randn(shape, device=device).to(dtype) for name, dtype in DTYPES.items()}
     given = {name: source.clone() for name, source in sources.items()}
@@ -185,94 +171,3 @@ def ns(
         chart = report.lines(rows, lambda row: row["implementation"], "shape", "speed / torch", yscale="log")
         text = report.write(name, f"Newton-Schulz, {threads} threads", rows, str(rates), note, *parts, draw=chart)
     return text
-
-
-def compare(device: str, dtype: torch.dtype, seconds: float) -> list[Row]:
-    """Every shape whose call is short enough; more seconds buy more runs of each."""
-    shapes = [(size, aspect) for size in SIZES for aspect in ASPECTS if size**3 * aspect <= LONGEST[device]]
-    kernels, rows = selection.choose(selection.missing("auto", [device])), []
-    for size, aspect in shapes:
-        shape, where = (size, round(size * aspect)), torch.device(device)
-        times = race(shape, 8, SIMPLE, dtype, where, kernels, seconds / len(shapes))
-        row = {"rows": shape[0], "cols": shape[1], "size": size, "aspect": aspect}
-        row |= {f"{method} ms": 1e3 * statistics.median(runs) for method, runs in times.items()}
-        spread = max((max(runs) - min(runs)) / statistics.median(runs) for runs in times.values())
-        rows.append(row | {"standard / gram": row["standard ms"] / row["gram ms"], "spread": spread})
-    return rows
-
-
-def loss(row: Row, method: str) -> float:
-    """How much slower a method is than the better one, 0 for that."""
-    return row[f"{method} ms"] / min(row[f"{other} ms"] for other in METHODS) - 1
-
-
-def fit(rows: Sequence[Row]) -> Bands:
-    """The bands that lose least: for each size the least aspect ratio from which `gram` is taken, where it wins at all.
-
-    A further band has to save :data:`WORTH`, else the rule would follow noise. The last one goes on. A size of which
-    only one shape was measured says nothing of where `gram` begins to win.
-    """
-    ways: dict[float | None, tuple[float, Bands]] = {None: (0.0, [[1, None]])}
-    for size in dict.fromkeys(row["size"] for row in rows):
-        mine = [row for row in rows if row["size"] == size]
-        further: dict[float | None, tuple[float, Bands]] = {}
-        for aspect in (*(row["aspect"] for row in mine), None) if len(mine) > 1 else ():
-            takes_gram = [aspect is not None and row["aspect"] >= aspect for row in mine]
-            lost = sum(loss(row, "gram" if takes else "standard") for row, takes in zip(mine, takes_gram, strict=True))
-            found = [
-                (before + lost + WORTH * (last != aspect), bands + [[size, aspect]] * (last != aspect))
-                for last, (before, bands) in ways.items()
-            ]
-            further[aspect] = min(found, key=lambda way: way[0])
-        ways = further or ways
-    return min(ways.values(), key=lambda way: way[0])[1]
-
-
-def verdict(rows: Sequence[Row], rule: choice.Rule) -> str:
-    """The rule against the better method of each shape, and against either method for all."""
-    losses = {"the rule": [loss(row, rule.method(row["rows"], row["cols"])) for row in rows]}
-    losses |= {f"always {method}": [loss(row, method) for row in rows] for method in METHODS}
-    parts = [f"{of} {statistics.mean(lost):.1%} on average, {max(lost):.0%} at worst" for of, lost in losses.items()]
-    return f"Slower than the better method of each shape: {'; '.join(parts)}."
-
-
-def choose(
-    device: Annotated[str, LONGEST] = "cuda" if torch.cuda.is_available() else "cpu",
-    dtype: Annotated[tuple[str, ...], DTYPES] = ("bf16",),
-    seconds: float = 40.0,
-    write: bool = False,
-) -> str:
-    """Both methods of Newton-Schulz by shape, and the rule by which `ns_method: auto` chooses between them.
-
-    Times batches of matrices with a smaller dimension of 64 to 4096 and an aspect ratio of 1 to 8, as far as one call
-    stays short, in turn, with the operations of a step. Without --write the table judges the shipped rule.
-
-    Args:
-        device: where
-        dtype: of Newton-Schulz
-        seconds: for the shapes of one dtype; each is run thrice
-        write: put the rule that follows into the package, deepspeed/muon/math/choice.json
-    """
-    facts, kernels = report.describe(), selection.choose(selection.missing("auto", [device])).name
-    where = torch.cuda.get_device_name() if device == "cuda" else f"{facts['cpu']}, threads: {torch.get_num_threads()}"
-    basis, texts = f"{where}, torch {facts['torch']}, kernels {kernels}, {facts['date']}", []
-    for name in dtype:
-        kind, rows = choice.kind_of(device, DTYPES[name].itemsize), compare(device, DTYPES[name], seconds)
-        bands, spread = fit(rows), statistics.mean(row["spread"] for row in rows)
-        rules, writes = json.loads(choice.FILE.read_text()), write and spread <= BUSY
-        rules |= {kind: {"basis": basis, "bands": bands}} if writes else {}
-        rule = choice.parse(rules)[kind]
-        if writes:
-            lines = ",\n".join(f"  {json.dumps(of)}: {json.dumps(entry)}" for of, entry in rules.items())
-            choice.FILE.write_text(f"{{\n{lines}\n}}\n")
-        elif write:
-            print(f"NOT WRITTEN: the runs of one shape lie {spread:.0%} apart, so the machine is busy; try again")
-        for row in rows:
-            row["rule"] = rule.method(row["rows"], row["cols"])
-            row["slower than the better"] = f"{loss(row, row['rule']):.0%}"
-        fitted = f"The bands that fit: {json.dumps(bands)}; the rule: {json.dumps(rule.bands)}, {rule.basis}"
-        chart = report.lines(rows, lambda row: str(row["size"]), "aspect", "standard / gram")
-        parts = basis, report.table(rows), verdict(rows, rule), fitted
-        file, title = report.name_of(f"choose-{device}-{name}"), f"Methods of Newton-Schulz by shape: {kind}"
-        texts.append(report.write(file, title, rows, *parts, draw=chart))
-    return "\n".join(texts)

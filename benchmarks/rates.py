@@ -16,7 +16,7 @@ import torch.distributed as dist
 from benchmarks import ranks
 
 Call = Callable[[], object]
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 #: (batch, rows, inner, columns) of the products that are tried, and more of them for an accelerator.
 PRODUCTS = ((16, 512, 512, 2048), (16, 512, 512, 512), (4, 1024, 1024, 1024), (2, 1024, 1024, 4096), (1, *[2048] * 3))
 LARGE_PRODUCTS = ((4, 4096, 4096, 4096), (4, 2048, 2048, 8192), (1, 8192, 8192, 8192))
@@ -69,12 +69,13 @@ def summary(times: list[float]) -> dict[str, float]:
 class Rates:
     """Of one rank, in operations and bytes per second.
 
-    `bf16`, `fp32`: of products into a preallocated result; a multiply-add is two operations. `copy`: bytes read and
-    written. `network`: bytes sent to others in an all-to-all; infinite for one rank.
+    `bf16`, `fp32`, `fp16`: of products into a preallocated result; a multiply-add is two operations. `copy`: bytes
+    read and written. `network`: bytes sent to others in an all-to-all; infinite for one rank.
     """
 
     bf16: float
     fp32: float
+    fp16: float
     copy: float
     network: float = float("inf")
 
@@ -83,7 +84,8 @@ class Rates:
         return Rates(*map(max, dataclasses.astuple(self), dataclasses.astuple(other)))
 
     def __str__(self) -> str:
-        text = f"Per rank: bf16 products {self.bf16 / 1e12:.3f} TFLOP/s, fp32 {self.fp32 / 1e12:.3f}"
+        text = f"Per rank: bf16 products {self.bf16 / 1e12:.3f} TFLOP/s, fp32 {self.fp32 / 1e12:.3f}, "
+        text += f"fp16 {self.fp16 / 1e12:.3f}"
         text += f", copy {self.copy / 1e9:.1f} GB/s read and written"
         return text + (f", network {self.network / 1e9:.2f} GB/s sent." if self.network < float("inf") else ".")
 

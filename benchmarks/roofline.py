@@ -6,7 +6,7 @@ Counted per rank, and nothing else:
                     equal share, and at least the most expensive matrix. A product whose result is symmetric counts
                     half where a kernel computes one triangle.
     elementwise     bytes of the shard: gradient read 4, momentum read and written 8, parameter read and written 8,
-                    input of Newton-Schulz written 2, its result read 2 (bf16; 4 and 4 in fp32).
+                    input of Newton-Schulz written 2, its result read 2 (the wire is bf16 whatever the products are).
     exchange        bytes a rank must send if the one that holds most of a matrix gathers it: the mean of the ranks.
 The three add up: on a CPU the same cores do all of them.
 """
@@ -20,12 +20,12 @@ from benchmarks.rates import DTYPES, Rates, measure
 from deepspeed.muon.forecast.layout import Half, Layout, lay_out, step_cost
 from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.table import Operations
-from deepspeed.muon.math.choice import choose_method
+from deepspeed.muon.math.choice import counted_method
 from deepspeed.muon.math.coefficients import schedule
 from deepspeed.muon.math.newton_schulz import flops
 from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.matrices.routing import MatrixSpec
-from deepspeed.muon.plan.cost import cost_model
+from deepspeed.muon.plan.cost import counted_cost
 
 Matrices = Sequence[tuple[int, int]]
 SIMPLE = schedule("simple")
@@ -47,9 +47,10 @@ class Floor(NamedTuple):
     exchange: float
 
 
-def least_flops(rows: int, cols: int, method: str = "auto", symmetric: bool = False) -> float:
+def least_flops(rows: int, cols: int, method: str = "auto", dtype: str = "bf16", symmetric: bool = False) -> float:
     """Least operations to orthogonalize one matrix; `symmetric` counts symmetric products half."""
-    return flops(rows, cols, SIMPLE, choose_method(rows, cols, method, "cpu bf16"), 0.5 if symmetric else 1.0)
+    method = counted_method(rows, cols, method, SIMPLE, dtype)
+    return flops(rows, cols, SIMPLE, method, dtype, 0.5 if symmetric else 1.0)
 
 
 def has_symmetric(kernels: Operations) -> bool:
@@ -63,25 +64,29 @@ def muon_half(matrices: Matrices) -> Half:
     return Half(use_muon=True, specs=tuple(MatrixSpec(name, shape, True, "", blocks) for name, shape, blocks in named))
 
 
-def demands(matrices: Matrices, stage: int, world: int, dtype: str = "bf16", symmetric: bool = False) -> list[Demand]:
+def demands(
+    matrices: Matrices, stage: int, world: int, dtype: str = "bf16", symmetric: bool = False, wire: str = "bf16"
+) -> list[Demand]:
     """What one rank must do at least. At stage 0 there are two ways: to repeat the work, or to share it."""
-    each = [least_flops(rows, cols, symmetric=symmetric) for rows, cols in matrices]
-    numel, itemsize = sum(rows * cols for rows, cols in matrices), DTYPES[dtype].itemsize
+    each = [least_flops(rows, cols, dtype=dtype, symmetric=symmetric) for rows, cols in matrices]
+    numel, itemsize = sum(rows * cols for rows, cols in matrices), DTYPES[wire].itemsize
     share, moved = max(sum(each) / world, max(each)), numel * (20 + 2 * itemsize)
     if stage == 0:
         return [Demand(sum(each), moved), Demand(share, moved, numel * itemsize * (world - 1) / world)]
-    cost = cost_model("auto", SIMPLE, itemsize, "cpu")
+    cost = counted_cost("auto", SIMPLE, dtype, itemsize, "cpu")
     parts = lay_out([muon_half(matrices)], Layout(stage, world))
     return [Demand(share, moved / world, sum(step_cost(part, cost).least_bytes for part in parts))]
 
 
 def floor(
-    matrices: Matrices, stage: int, world: int, rates: Rates, dtype: str = "bf16", symmetric: bool = False
+    matrices: Matrices, stage: int, world: int, rates: Rates, dtype: str = "", symmetric: bool = False
 ) -> tuple[Floor, Demand]:
-    """The least seconds of the optimizer's step on this machine, and what they come from."""
-    speed = getattr(rates, dtype), rates.copy, rates.network
-    ways = demands(matrices, stage, world, dtype, symmetric)
-    found = [(Floor(*(amount / rate for amount, rate in zip(way, speed, strict=True))), way) for way in ways]
+    """The least seconds of the optimizer's step on this machine, in its best dtype or this one; what they come from."""
+    found = []
+    for name in [dtype] if dtype else DTYPES:
+        speed = getattr(rates, name), rates.copy, rates.network
+        for way in demands(matrices, stage, world, name, symmetric):
+            found.append((Floor(*(amount / rate for amount, rate in zip(way, speed, strict=True))), way))
     return min(found, key=lambda pair: sum(pair[0]))
 
 

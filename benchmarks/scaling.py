@@ -7,6 +7,7 @@ import itertools
 import json
 import statistics
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,12 +22,13 @@ from deepspeed.muon.config.schema import parse
 from deepspeed.muon.forecast.estimate import Machine, Network, estimate, milliseconds, per_rank, totals
 from deepspeed.muon.forecast.layout import Half, Layout, halves_of
 from deepspeed.muon.forecast.measured import measure
-from deepspeed.muon.kernels.selection import choose, missing
+from deepspeed.muon.kernels.selection import choose, missing, product_tables
 from deepspeed.muon.math.coefficients import schedule
-from deepspeed.muon.math.newton_schulz import bf16_is_fast, resolve_dtype
-from deepspeed.muon.plan.cost import cost_model
+from deepspeed.muon.math.newton_schulz import DTYPES
+from deepspeed.muon.plan.cost import counted_cost
 from deepspeed.muon.plan.memory import Memory
 from deepspeed.muon.plan.plan import make_plan
+from deepspeed.muon.tuning import Candidates
 
 OWN, EXAMPLES = Path(__file__).parent / "models", report.ROOT / "examples" / "plan"
 MODELS = {
@@ -37,7 +39,7 @@ MODELS = {
     "moe-1t": f"{EXAMPLES / 'moe_1t.py'}:model",
 }
 SIMPLE = schedule("simple")
-GPU = Memory(wire_itemsize=2, ns_itemsize=2, device_type="cuda")
+GPU = Memory(wire="bf16", dtype="bf16", device_type="cuda")
 NOTES = """Imbalance: Newton-Schulz of the busiest rank over the larger of the mean and the most expensive matrix. MB,
 messages: sent per rank and step, there and back; messages and runs are of the busiest rank. Planning: one rank's plans
 of all parts, measured on this machine. Parts: sub-groups of stage 3, stepped one after the other."""
@@ -58,7 +60,7 @@ def forecast(name: str, halves: Sequence[Half], stage: int, world: int, machine:
         gc.collect()
         begin = time.perf_counter()
         for part in (cost.part for cost in found.costs):
-            make_plan(part.shards, rank, part.world_size, cost_model(part.half.ns_method, SIMPLE, 2, "cuda"))
+            make_plan(part.shards, rank, part.world_size, counted_cost(part.half.ns_method, SIMPLE, "bf16", 2, "cuda"))
         row[title] = time.perf_counter() - begin
     return row
 
@@ -135,16 +137,13 @@ def memory(
 
 def compare(worlds: Sequence[int], stages: Sequence[int]) -> tuple[Machine, list[dict[str, Any]]]:
     """The rates of one core alone, and measured steps beside those that follow from them."""
-    jobs, itemsize = (
-        [Job(str(s), "ours", w, warmup=2) for w in worlds for s in stages],
-        resolve_dtype("auto", bf16_is_fast("cpu")).itemsize,
-    )
+    jobs = [Job(str(s), "ours", w, warmup=2) for w in worlds for s in stages]
     (alone,) = ranks.run(rank, {"shapes": jobs[0].matrices})
     *_, records = rounds(jobs, 2)
     found = report.summarize(records, "world", "case")
     sent = [row["exchange MB"] / 1e3 / row["alone s"] for row in found if row["world"] == 2 and row["exchange MB"]]
     network = Network(gbs=statistics.fmean(sent), latency_us=0.0, message_us=0.0) if sent else None
-    cpu = Memory(wire_itemsize=itemsize, ns_itemsize=itemsize, device_type="cpu")
+    cpu = Memory(wire="bf16", dtype="fp32", device_type="cpu")
     machine, points = Machine(**alone | {"network": network}), []
     for row in found:
         share = max(1.0, row["world"] / report.cores())
@@ -166,5 +165,8 @@ def rank(shapes: list[tuple[int, int]]) -> dict[str, Any]:
     """The constants of one core alone."""
     torch.set_num_threads(1)
     halves, cpu = [muon_half([tuple(shape) for shape in shapes])], torch.device("cpu")
-    dtype, kernels = resolve_dtype("auto", bf16_is_fast("cpu")), choose(missing("auto", ["cpu"]))
-    return dataclasses.asdict(measure(halves, SIMPLE, dtype, cpu, cpu, kernels, world_size=1)[0])
+    lacking = missing("auto", ["cpu"])
+    candidates = Candidates.of(parse({}), product_tables(lacking, "cpu"), {"auto"}, cpu, has_bf16=True)
+    counts = Counter(tuple(shape) for shape in shapes)
+    dtype = DTYPES[candidates.after_race(counts, candidates.race(counts, 1)).choice.dtype]
+    return dataclasses.asdict(measure(halves, SIMPLE, dtype, DTYPES["bf16"], cpu, cpu, choose(lacking), 1)[0])

@@ -13,7 +13,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("advance", &muon::advance);
   m.def("advance_rounded", &muon::advance_rounded);
   m.def("apply_", &muon::apply_);
-  m.def("normalize_", &muon::normalize_);
+  m.def("normalize", &muon::normalize);
   m.def("square", &muon::square);
   m.def("product", &muon::product);
   m.def("multiply", &muon::multiply);

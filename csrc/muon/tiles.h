@@ -11,6 +11,10 @@
 #include <ATen/native/CPUBlas.h>
 #include <c10/util/bit_cast.h>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include <algorithm>
 #include <cstddef>
 #include <memory>
@@ -19,9 +23,16 @@
 
 namespace muon {
 
-// Rows of a pair in a packed strip.
+// Rows that a packed strip holds side by side, because one instruction takes them together: pairs of bf16; of fp16 pairs
+// where AMX multiplies it, and single rows for AVX512_FP16.
 template <typename T>
-constexpr int64_t kPair = std::is_same_v<T, at::BFloat16> ? 2 : 1;
+int64_t rows_together() {
+  if constexpr (std::is_same_v<T, at::Half>) {
+    static const bool pairs = at::native::cpublas::could_pack(at::kHalf);
+    return pairs ? 2 : 1;
+  }
+  return std::is_same_v<T, at::BFloat16> ? 2 : 1;
+}
 
 // The longest sum that one kernel call makes, so that both factors of a tile stay in the cache.
 constexpr int64_t kDepth = 1024;
@@ -54,28 +65,32 @@ inline void widen(const float* from, float* to, int64_t count) {
   std::copy(from, from + count, to);
 }
 
+inline void widen(const at::Half* from, float* to, int64_t count) {
+  at::vec::convert(from, to, count);
+}
+
 inline void widen(const at::BFloat16* from, float* to, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     to[i] = c10::bit_cast<float>(static_cast<uint32_t>(from[i].x) << 16);
   }
 }
 
-// A strip of columns of a right factor, packed as [depth / pair, width, pair]; each thread has one.
+// A strip of columns of a right factor, packed as [depth / together, width, together]; each thread has one.
 template <typename T>
 class Strip {
  public:
   explicit Strip(int64_t width) : width_(width) {}
 
   ~Strip() {
-    at::native::cpublas::brgemm_release(kPair<T> == 2);
+    at::native::cpublas::brgemm_release(kIsHalf);
   }
 
   // Packs columns [0, count) of row-major y [depth, *].
   void pack_columns(const T* y, int64_t stride, int64_t depth, int64_t count) {
     T* packed = reserve(depth);
-    for (int64_t k = 0; k < depth; k += kPair<T>, packed += width_ * kPair<T>) {
+    for (int64_t k = 0; k < depth; k += together_, packed += width_ * together_) {
       const T* row = y + k * stride;
-      if constexpr (kPair<T> == 1) {
+      if (together_ == 1) {
         std::copy(row, row + count, packed);
       } else {
         auto* low = reinterpret_cast<const uint16_t*>(row);
@@ -88,10 +103,15 @@ class Strip {
     }
   }
 
-  // Packs rows [0, count) of row-major y [*, depth], the columns of its transpose; a pair is one 32-bit word.
+  // Packs rows [0, count) of row-major y [*, depth], the columns of its transpose; a pair of halves is one 32-bit word.
   void pack_rows(const T* y, int64_t stride, int64_t depth, int64_t count) {
-    auto* packed = reinterpret_cast<float*>(reserve(depth));
-    transpose(reinterpret_cast<const float*>(y), stride / kPair<T>, packed, width_, count, depth / kPair<T>);
+    T* packed = reserve(depth);
+    if (together_ == 1) {
+      transpose(y, stride, packed, width_, count, depth);
+    } else {
+      auto* words = reinterpret_cast<float*>(packed);
+      transpose(reinterpret_cast<const float*>(y), stride / together_, words, width_, count, depth / together_);
+    }
   }
 
   // sums [rows, columns], of row stride `width` <- a [rows, depth] times the strip.
@@ -99,11 +119,13 @@ class Strip {
     for (int64_t k = 0; k < depth_; k += kDepth) {
       at::native::cpublas::brgemm(
         rows, columns, std::min(kDepth, depth_ - k), stride, width_, width_, k > 0, a + k,
-        packed_ + k * width_, sums, kPair<T> == 2);
+        packed_ + k * width_, sums, kIsHalf);
     }
   }
 
  private:
+  static constexpr bool kIsHalf = sizeof(T) == 2;
+
   // Aligned to a cache line: a load that crosses one costs two.
   T* reserve(int64_t depth) {
     thread_local std::vector<std::byte> memory;
@@ -119,6 +141,7 @@ class Strip {
   }
 
   T* packed_ = nullptr;
+  const int64_t together_ = rows_together<T>();
   int64_t width_, depth_ = 0;
 };
 
@@ -128,10 +151,13 @@ bool has_products(const Tensors&... tensors) {
   return (... && (tensors.is_cpu() && tensors.is_contiguous()));
 }
 
-// Whether this CPU has dot products of bf16, which oneDNN's kernels need.
-inline bool multiplies_bf16() {
+// Whether this CPU has the instructions that oneDNN's kernels need for a 16-bit dtype; without them it would emulate.
+inline bool multiplies(at::ScalarType dtype) {
 #if defined(__x86_64__)
-  return __builtin_cpu_supports("avx512bf16");
+  unsigned a, b, c, d;
+  constexpr unsigned kAvx512Fp16 = 1u << 23;  // CPUID leaf 7, EDX; compilers before GCC 12 have no name for it
+  return dtype == at::kBFloat16 ? __builtin_cpu_supports("avx512bf16")
+                                : __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kAvx512Fp16);
 #else
   return false;
 #endif
@@ -145,11 +171,15 @@ bool with_product_type(const at::Tensor& x, int64_t depth, const Body& body) {
     body(float());
     return true;
   }
-  if (x.scalar_type() != at::kBFloat16 || depth % 2 != 0 || size % 2 != 0 ||
-    !multiplies_bf16()) {
+  const bool is_half = x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kHalf;
+  if (!is_half || depth % 2 != 0 || size % 2 != 0 || !multiplies(x.scalar_type())) {
     return false;
   }
-  body(at::BFloat16());
+  if (x.scalar_type() == at::kHalf) {
+    body(at::Half());
+  } else {
+    body(at::BFloat16());
+  }
   return true;
 }
 

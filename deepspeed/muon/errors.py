@@ -8,10 +8,6 @@ class MuonConfigError(ValueError):
     """A value in ``optimizer.params`` that cannot be used; the message names the key and what is allowed."""
 
 
-class RuleError(ValueError):
-    """``choice.json`` cannot be used; the message names the place."""
-
-
 class UnsupportedError(ValueError):
     """A combination of settings that deepspeed-muon does not support; the message says what to change."""
 

@@ -15,19 +15,20 @@ from torch import Tensor, nn
 
 from deepspeed.muon.config.schema import MuonConfig, parse
 from deepspeed.muon.errors import UnsupportedError
-from deepspeed.muon.exchange.exchange import BucketBuffers, Exchange, gather, scatter
+from deepspeed.muon.exchange.exchange import BucketBuffers, Exchange, gather, processes, scatter
 from deepspeed.muon.exchange.host_staging import Staging
 from deepspeed.muon.exchange.partition import Partition, whole_partition
 from deepspeed.muon.kernels import reference
+from deepspeed.muon.kernels.probe import warm
 from deepspeed.muon.kernels.rounding import key_of
-from deepspeed.muon.kernels.selection import choose, missing
+from deepspeed.muon.kernels.selection import Missing, choose, missing, product_tables
 from deepspeed.muon.kernels.table import Operations
-from deepspeed.muon.kernels.workspace import Workspace
+from deepspeed.muon.kernels.workspace import Workspace, batch_limit
 from deepspeed.muon.log import logger
 from deepspeed.muon.lr_groups import GivenGroups
 from deepspeed.muon.math import adamw, momentum
-from deepspeed.muon.math.choice import choose_method, kind_of, pins
-from deepspeed.muon.math.newton_schulz import bf16_is_fast, orthogonalize, resolve_dtype
+from deepspeed.muon.math.choice import MARGIN, Choice, from_pinned
+from deepspeed.muon.math.newton_schulz import DTYPES, orthogonalize
 from deepspeed.muon.math.scale import scale_factor
 from deepspeed.muon.matrices.pipeline import stage_of
 from deepspeed.muon.matrices.routing import MatrixSpec, route, shapes_of, tag_parameters
@@ -36,19 +37,23 @@ from deepspeed.muon.plan.cost import cost_model
 from deepspeed.muon.plan.owners import is_worth_sharing
 from deepspeed.muon.plan.plan import Plan, make_plan
 from deepspeed.muon.step_stats import StepStats
+from deepspeed.muon.tuning import Candidates, Tuning, has_bf16, method_of, pinned_in, with_products
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Bound:
     """One partition of the Muon half, and what its steps have in common.
 
-    ``method`` of Newton-Schulz and ``scale`` of the update, by rows and columns of the matrix; each found once.
+    ``dtype`` of Newton-Schulz. By rows and columns of the matrix, each found once: ``method`` and ``kernels`` of
+    Newton-Schulz, and ``scale`` of the update.
     """
 
     partition: Partition
     plan: Plan
     exchange: Exchange
+    dtype: torch.dtype
     method: Callable[[int, int], str]
+    kernels: Callable[[int, int], Operations]
     scale: Callable[[int, int], float]
 
 
@@ -79,6 +84,11 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any], *, model: nn.Module, **config: Any) -> None:
         self.config: MuonConfig = parse(config)
+        if self.config.ns_tuning is not None:
+            logger.warning(
+                "deepspeed-muon: optimizer.params.ns_tuning has no effect any more: whatever is auto of ns_dtype, "
+                "ns_method and kernels is measured at start"
+            )
         self.specs: dict[nn.Parameter, MatrixSpec] = route(model, self.config.matrix_options)
         #: The pipeline stage that ``model`` is; 0 outside pipelines.
         self.stage = stage_of(model)
@@ -88,10 +98,13 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self.shapes = shapes_of(self.specs.values())
         self._bound: dict[int, _Bound] = {}
         self._adam_partitions: list[Partition] = []
-        self._binding: tuple[Sequence[Partition], torch.dtype, torch.device | None] | None = None
+        self._binding: tuple[Sequence[Partition], Tuning, torch.device] | None = None
+        self._judged: Choice | None = None
         self._work = Workspace()
-        #: The kernels of a step; equal on all ranks.
+        #: The kernels of a step, but for the products of Newton-Schulz, and why faster ones are missing; equal on all
+        #: ranks.
         self.kernels: Operations = reference.OPERATIONS
+        self.lacking: Missing = {}
         #: Called before an update; ``False`` skips it. All ranks, and all groups of a step, get the same answer.
         self.is_finite: Callable[[], bool] = self._gradients_are_finite
         #: Called when an update is skipped.
@@ -102,6 +115,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self.phase: Callable[[str], AbstractContextManager] = nullcontext
         #: Whether calls of ``step`` are parts of an engine's step, which calls :meth:`release_scratch` at its end.
         self.is_stepped_in_parts = False
+        #: Whether this process says what all of them know.
+        self.speaks = True
         #: Records the size of updates, if set.
         self.step_stats: StepStats | None = None
         split = split_groups(params, self.specs, self.config)
@@ -136,14 +151,14 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     # ---- binding ----------------------------------------------------------------------------------
 
-    def bind(self, partitions: Sequence[Partition], ns_dtype: torch.dtype, device: torch.device | None = None) -> None:
+    def bind(self, partitions: Sequence[Partition], tuning: Tuning, device: torch.device | None = None) -> None:
         """Plan the exchange and allocate the state of every tensor that has none. Called before the first step.
 
-        The ``ns_method``, ``ns_methods`` and ``adjust_lr_fn`` of each group are read here, and not again in a step.
+        The ``ns_method``, ``ns_choice`` and ``adjust_lr_fn`` of each group are read here, and not again in a step.
 
         Args:
             partitions: of all groups; a group stepped in several calls has one per call.
-            ns_dtype: dtype of Newton-Schulz and of the exchange.
+            tuning: how Newton-Schulz runs where no checkpoint has pinned it.
             device: where Newton-Schulz runs; by default where the tensors are.
         """
         self._bound.clear()
@@ -151,8 +166,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         shards = partitions[0].tensors[0].device
         where = shards if device is None else device
         staging = Staging(where) if where.type != shards.type else None
-        exchange = partial(Exchange, dtype=ns_dtype, device=where, work=self._work, staging=staging)
-        kind, schedule = kind_of(where.type, ns_dtype.itemsize), self.config.schedule
+        wire, schedule = DTYPES[self.config.wire], self.config.schedule
+        exchange = partial(Exchange, dtype=wire, device=where, work=self._work, staging=staging)
+        tables = self.tables_on(where)
         for partition in partitions:
             group = self.param_groups[partition.index]
             for tensor in partition.tensors:
@@ -160,23 +176,63 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             if not group["use_muon"]:
                 self._adam_partitions.append(partition)
                 continue
-            group["ns_methods"] = pinned = pins(self.shapes, kind) | group.get("ns_methods", {})
-            cost = cost_model(group["ns_method"], schedule, ns_dtype.itemsize, where.type, pinned)
+            choice = pinned_in(group, tuning.choice, self.config.ns_dtype)
+            method = partial(method_of, choice, group["ns_method"])
+            cost = cost_model(method, schedule, choice.dtype, wire.itemsize, where.type)
             if partition.is_replicated and not is_worth_sharing(partition.blocks, partition.world_size, cost):
                 partition = partition.alone()
             self._bound[id(partition.tensors[0])] = _Bound(
                 partition=partition,
                 plan=make_plan(partition.planned, partition.rank, partition.world_size, cost, self.config.bucket_bytes),
                 exchange=exchange(group=partition.group, name=group["name"]),
-                method=cache(partial(choose_method, ns_method=group["ns_method"], kind=kind, pinned=pinned)),
+                dtype=DTYPES[choice.dtype],
+                method=cache(method),
+                kernels=cache(partial(with_products, self.kernels, tables, choice)),
                 scale=cache(partial(scale_factor, group["adjust_lr_fn"], rms_scale=self.config.rms_scale)),
             )
-        self._binding = (partitions, ns_dtype, device)
+        self._binding = (partitions, tuning, where)
 
     def bind_again(self) -> None:
-        """Bind with the settings of a loaded checkpoint, so that each matrix has the owner and method it had there."""
+        """Bind with the settings of a loaded checkpoint, so that each matrix has the owner and bits it had there."""
         if self._binding is not None:
-            self.bind(*self._binding)
+            partitions, tuning, device = self._binding
+            self.bind(partitions, tuning, device)
+            if self.speaks and self._bound and self.choice != self._judged:
+                self._judged = self.choice
+                self._warn_of_choice(tuning, set(self.tables_on(device)))
+
+    def _warn_of_choice(self, tuning: Tuning, tables: set[str]) -> None:
+        """A checkpoint's choice is kept even on a machine where another one would be faster."""
+        pinned = self.choice
+        speedup = tuning.speedup_over(pinned, self.shapes, self.config.schedule)
+        if absent := sorted(pinned.tables - tables):
+            logger.warning(
+                "deepspeed-muon: the checkpoint's run used the kernels of %s, which are not here; plain PyTorch's take "
+                "their place, so bits may differ from that run's",
+                ", ".join(absent),
+            )
+        elif speedup is not None and speedup > MARGIN:
+            logger.warning(
+                "deepspeed-muon: Newton-Schulz goes on in %s with the choice of the checkpoint; on this machine %s "
+                "would be %.1f times faster. To take that up, start from the weights alone",
+                pinned.dtype,
+                tuning.choice.dtype if tuning.choice.dtype != pinned.dtype else "other methods or kernels",
+                speedup,
+            )
+
+    @property
+    def choice(self) -> Choice:
+        """How Newton-Schulz runs; the same in all groups."""
+        return next(from_pinned(group["ns_choice"]) for group in self.param_groups if group["use_muon"])
+
+    @property
+    def ns_methods(self) -> set[str]:
+        """``ns_method`` of all Muon groups."""
+        return {group["ns_method"] for group in self.param_groups if group["use_muon"]}
+
+    def tables_on(self, device: torch.device) -> dict[str, Operations]:
+        """The tables whose products may run on a device, by name, plain PyTorch's first."""
+        return product_tables(self.lacking, device.type)
 
     @property
     def partitions(self) -> list[Partition]:
@@ -202,21 +258,37 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         """Called at the end of a step: free the temporaries on accelerators. The next step allocates them again."""
         self._work.release()
 
+    def warm_up(self) -> None:
+        """On an accelerator compile and tune the kernels of Newton-Schulz, which else happens in the first step."""
+        for bound in self._bound.values():
+            device = bound.exchange.device
+            batches = [batch for bucket in bound.plan.buckets for batch in bucket.batches]
+            shapes = {(batch.count, batch.rows, batch.cols) for batch in batches if device.type != "cpu"}
+            for count, rows, cols in sorted(shapes):
+                count = min(count, batch_limit(rows, cols, bound.dtype.itemsize, accelerator=True))
+                warm(bound.kernels(rows, cols), [(count, rows, cols, bound.dtype)], device)
+
     def release_workspace(self) -> None:
         """Free the memory of temporaries; the next step allocates it again."""
         self._work.clear()
 
     def _bind_whole(self) -> None:
         """Bind the parameters themselves: in plain PyTorch every rank holds every matrix."""
-        if self.config.ns_tuning == "measured":  # nothing here would make the ranks agree on what they measure
-            logger.warning("deepspeed-muon: ns_tuning: measured acts under DeepSpeed only; the shipped rule is taken")
         partitions = [
             whole_partition(index, group["params"], [self.specs[param] for param in group["params"]])
             for index, group in enumerate(self.param_groups)
         ]
-        self.kernels = choose(missing(self.config.kernels, {p.device.type for p in self.specs}))
-        device_type = partitions[0].tensors[0].device.type
-        self.bind(partitions, resolve_dtype(self.config.ns_dtype, bf16_is_fast(device_type)))
+        self.use_kernels(missing(self.config.kernels, {p.device.type for p in self.specs}))
+        device = partitions[0].tensors[0].device
+        candidates = Candidates.of(self.config, self.tables_on(device), self.ns_methods, device, has_bf16(device.type))
+        # Ranks that race apart might choose apart.
+        race = processes() == 1 and candidates.is_open and self.shapes
+        times = candidates.race(self.shapes, 1) if race else {}
+        self.bind(partitions, candidates.after_race(self.shapes, times))
+
+    def use_kernels(self, lacking: Missing) -> None:
+        """Take the fastest kernels that are not ``lacking``."""
+        self.lacking, self.kernels = lacking, choose(lacking)
 
     def create_state(self, tensor: Tensor, use_muon: bool) -> dict[str, Any]:
         """The state of a tensor, zeros at first. Steps update it in place."""
@@ -302,8 +374,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         for batch in buffers.bucket.batches:
             shape = batch.count, batch.rows, batch.cols
             matrices = buffers.matrices[batch.start : batch.start + math.prod(shape)].view(shape)
-            method = bound.method(batch.rows, batch.cols)
-            orthogonalize(matrices, self.config.schedule, method, work=self._work, kernels=self.kernels)
+            method, kernels = bound.method(batch.rows, batch.cols), bound.kernels(batch.rows, batch.cols)
+            orthogonalize(matrices, self.config.schedule, method, bound.dtype, self._work, kernels)
 
     def _apply(self, bound: _Bound, group: dict[str, Any], buffers: BucketBuffers) -> None:
         """On the shard: decay and scaled update."""

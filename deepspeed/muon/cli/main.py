@@ -25,16 +25,15 @@ from deepspeed.muon.forecast.estimate import Estimate, estimate, milliseconds, p
 from deepspeed.muon.forecast.layout import halves_of
 from deepspeed.muon.forecast.measured import measure
 from deepspeed.muon.kernels.selection import choose, missing
-from deepspeed.muon.math.choice import kind_of
-from deepspeed.muon.math.newton_schulz import bf16_is_fast, resolve_dtype
+from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.plan.memory import Memory
 from deepspeed.muon.version import __version__
 from deepspeed.muon.zero.checkpoint.from_stock import convert
 from deepspeed.muon.zero.read_config import Settings, read_settings
 
 USER_ERRORS: tuple[type[Exception], ...] = (errors.ImportStateError, errors.ModelError, errors.MuonConfigError)
-USER_ERRORS += (errors.RuleError, errors.SettingsError, errors.UnsupportedError)
-MEASURED_LATER = "methods are the shipped rule's; under ns_tuning: measured, rank 0 may choose others at start"
+USER_ERRORS += (errors.SettingsError, errors.UnsupportedError)
+CHOSEN_LATER = "what is auto of ns_dtype and ns_method is chosen by a race at start; here by the count of operations"
 MEASURED = "also milliseconds, from rates measured here on the device of --device in about 10 s"
 
 
@@ -137,8 +136,7 @@ def plan_facts(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
         MuonConfigError: a pattern that matches nothing.
     """
     config, layout, device = settings.config, settings.layout, torch.device(args.device)
-    # A run takes bf16 where the machine is fast in it. Only --measured is about this machine.
-    dtype = resolve_dtype(config.ns_dtype, bf16_is_fast(args.device) if args.measured else True)
+    dtype = config.ns_dtype if config.ns_dtype != "auto" else "fp32" if args.device == "cpu" else "bf16"
     model = build(args.model)
     try:
         halves = halves_of(model, config)
@@ -147,14 +145,13 @@ def plan_facts(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
     except ValueError as error:
         raise errors.ModelError(f"--model {args.model!r}: {error}") from None
     memory = Memory(
-        wire_itemsize=dtype.itemsize,
-        ns_itemsize=dtype.itemsize,
+        wire=config.wire,
+        dtype=dtype,
         device_type=args.device,
         staged=settings.offload and device.type != "cpu",
         plain=config.kernels == "torch",
     )
     found = estimate(halves, layout, config.schedule, memory, config.bucket_bytes)
-    kind = kind_of(args.device, dtype.itemsize)
     where = "a CPU on gloo" if args.device == "cpu" else "an accelerator on its fabric"
     return {
         "version": __version__,
@@ -163,17 +160,18 @@ def plan_facts(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
         "stage": layout.stage,
         "world_size": layout.world_size,
         "scale": config.scale,
-        "ns_dtype": "fp32" if dtype == torch.float32 else "bf16",
+        "ns_dtype": dtype,
+        "wire_dtype": config.wire,
         "device": args.device,
         "offload": settings.offload,
-        "parameters": rows_of(halves, found.costs, layout.world_size, config.schedule, kind, fold=not args.all),
+        "parameters": rows_of(halves, found.costs, layout.world_size, config.schedule, dtype, fold=not args.all),
         "totals": {"muon": totals(halves, True), "adamw": totals(halves, False)},
         "per_rank": per_rank(found),
-        "measured": _measured(found, settings, dtype, device) if args.measured else None,
+        "measured": _measured(found, settings, DTYPES[dtype], device) if args.measured else None,
         "planning_seconds": round(found.planning_seconds, 3),
         "stock_clipping": stock_clipping(halves, settings.gradient_clipping),
         "assumptions": [f"owners are balanced for {where}; one user group of all trainable parameters"],
-        "notes": [*settings.notes, *([MEASURED_LATER] if config.ns_tuning == "measured" else [])],
+        "notes": [*settings.notes, *([CHOSEN_LATER] if "auto" in (config.ns_dtype, config.ns_method) else [])],
     }
 
 
@@ -185,7 +183,14 @@ def _measured(found: Estimate, settings: Settings, dtype: torch.dtype, device: t
     kernels = choose(missing(config.kernels, {device.type, shards.type}))
     began = time.perf_counter()
     machine, shapes = measure(
-        found.halves, config.schedule, dtype, device, shards, kernels, world_size=found.world_size
+        found.halves,
+        config.schedule,
+        dtype,
+        DTYPES[config.wire],
+        device,
+        shards,
+        kernels,
+        world_size=found.world_size,
     )
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"this CPU, {torch.get_num_threads()} threads"
     return {

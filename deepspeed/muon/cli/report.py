@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import platform
 from collections import Counter
@@ -11,10 +10,13 @@ from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
+import torch
+
 from deepspeed.muon.cli.tables import aligned
 from deepspeed.muon.kernels import selection
-from deepspeed.muon.math.choice import kind_of, shipped
-from deepspeed.muon.math.newton_schulz import bf16_is_fast
+from deepspeed.muon.math.choice import shape_key
+from deepspeed.muon.math.newton_schulz import DTYPES
+from deepspeed.muon.math.race import race
 from deepspeed.muon.version import TESTED_DEEPSPEED, __version__
 from deepspeed.muon.zero.hooks import is_tested, seam_states
 from deepspeed.muon.zero.read_config import accelerator, backends
@@ -23,6 +25,8 @@ from deepspeed.muon.zero.read_config import accelerator, backends
 ENTRY_GROUP, ENTRY_NAME = "torch.backends", "deepspeed_muon"
 #: Where set to 0, either leaves DeepSpeed untouched until ``import deepspeed.muon``.
 SWITCHES = ("DS_MUON_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD")
+#: Rows and columns of the matrices on which products are timed.
+SHAPE = (512, 2048)
 
 
 def environment() -> dict[str, Any]:
@@ -31,8 +35,6 @@ def environment() -> dict[str, Any]:
     tested = dict(zip(("oldest", "newest"), TESTED_DEEPSPEED, strict=True))
     includes_installed = bool(versions["deepspeed"]) and is_tested(str(versions["deepspeed"]))
     device, lacking = accelerator(), selection.missing("auto", ["cpu"])
-    is_fast = bf16_is_fast(device["kind"])
-    kind = kind_of(device["kind"], 2 if is_fast else 4)
     facts: dict[str, Any] = {
         "versions": {"python": platform.python_version(), **versions, "deepspeed-muon": __version__},
         "tested_deepspeed": {**tested, "includes_installed": includes_installed},
@@ -41,12 +43,28 @@ def environment() -> dict[str, Any]:
         "accelerator": device,
         # What a step on the CPU would run on; built here if it is not yet, as it would be then.
         "kernels": selection.summary(selection.choose(lacking), lacking),
-        "bf16_is_fast": is_fast,
+        "products_tflops": _rates(device["kind"]),
         "backends": backends(),
-        "ns_rule": {"for": kind, **dataclasses.asdict(shipped()[kind])},
     }
     problems = list(_problems(facts))
     return facts | {"problems": problems, "ok": not problems}
+
+
+def _rates(device_type: str) -> dict[str, float]:
+    """TFLOP/s of the products of Newton-Schulz by dtype, every one counted in full; hopelessly slow dtypes are missing.
+
+    With a race as at the start of a run, on matrices of :data:`SHAPE`.
+    """
+    lacking = selection.missing("auto", [device_type])
+    tables = selection.product_tables(lacking, device_type)
+    times = race({SHAPE: 4}, list(DTYPES), tables, torch.device(device_type))
+    rows, cols = SHAPE
+    operations = {"square": 2 * rows**2 * cols, "multiply": 2 * rows**2 * cols, "product": 2 * rows**3}
+    found = {}
+    for dtype, kinds in ((dtype, keys[shape_key(*SHAPE)]) for dtype, keys in times.items()):
+        if all(kinds.get(kind) for kind in operations):
+            found[dtype] = sum(operations.values()) / sum(min(kinds[kind].values()) for kind in operations) / 1e12
+    return found
 
 
 def _version(name: str) -> str | None:
@@ -92,10 +110,9 @@ def _seam_rows(states: Mapping[str, str]) -> list[list[str]]:
 def as_text(facts: dict[str, Any]) -> str:
     """The facts for a terminal."""
     tested, activation = facts["tested_deepspeed"], facts["activation"]
-    device, rule = facts["accelerator"], facts["ns_rule"]
+    device = facts["accelerator"]
     inside = "tested" if tested["includes_installed"] else "NOT TESTED"
-    bands = [f"from {size} on {'never' if aspect is None else f'{aspect:g}'}" for size, aspect in rule["bands"]]
-    head = f"{rule['for']}: gram from this aspect ratio on, by the smaller dimension"
+    rates = [f"{dtype} {tflops:.3g}" for dtype, tflops in facts["products_tflops"].items()]
     rows = [
         *([name, version or "not installed"] for name, version in facts["versions"].items()),
         ["tested DeepSpeed", f"{tested['oldest']} to {tested['newest']}; this one: {inside}"],
@@ -106,8 +123,7 @@ def as_text(facts: dict[str, Any]) -> str:
         ["accelerator", f"{device['count']} x {device['name']}, backend {device['backend']}"],
         ["backends of torch", ", ".join(name for name, has in facts["backends"].items() if has) or "NONE"],
         ["kernels", facts["kernels"]],
-        ["bf16 products", "in hardware" if facts["bf16_is_fast"] else "slow; ns_dtype auto takes fp32"],
-        ["Newton-Schulz methods", f"{head}: {', '.join(bands)}; {rule['basis']}"],
+        ["products of Newton-Schulz", f"{', '.join(rates)} TFLOP/s, on matrices of {SHAPE[0]} x {SHAPE[1]}"],
     ]
     verdict = [f"missing: {problem}" for problem in facts["problems"]] or ["nothing essential is missing"]
     return "\n".join([aligned(rows), "", *verdict])

@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from deepspeed.muon.forecast.layout import Half, StepCost
-from deepspeed.muon.math.choice import choose_method
+from deepspeed.muon.math.choice import counted_method
 from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.newton_schulz import flops
 from deepspeed.muon.matrices.routing import MatrixSpec
@@ -21,11 +21,11 @@ TITLES = ("parameter", "shape", "rule", "blocks", "scale", "method", "cost", "ow
 
 
 def rows_of(
-    halves: Sequence[Half], costs: Sequence[StepCost], world_size: int, schedule: Schedule, kind: str, fold: bool
+    halves: Sequence[Half], costs: Sequence[StepCost], world_size: int, schedule: Schedule, dtype: str, fold: bool
 ) -> list[dict[str, Any]]:
     """One row per parameter, or per set of parameters that differ only in layer numbers and owners.
 
-    ``costs``: of the Muon parts. ``kind``: of :func:`deepspeed.muon.math.choice.kind_of`.
+    ``costs``: of the Muon parts. ``dtype``: of Newton-Schulz.
 
     Returns:
         Rows with ``name``, ``count``, ``shape``, ``rule``, ``reason``, ``blocks``, ``scales`` and ``methods`` of the
@@ -47,7 +47,7 @@ def rows_of(
     rows: list[dict[str, Any]] = []
     for (pattern, *_, scales), (half, specs) in alike.items():
         spec = specs[0]
-        methods = [choose_method(block.rows, block.cols, half.ns_method, kind) for block in spec.blocks]
+        methods = [counted_method(block.rows, block.cols, half.ns_method, schedule, dtype) for block in spec.blocks]
         pairs = zip(spec.blocks, methods, strict=True)
         some = {owner for each in specs for owner in owners.get(each.name, ())}
         rows.append(
@@ -60,7 +60,7 @@ def rows_of(
                 "blocks": len(spec.blocks),
                 "scales": list(scales),
                 "methods": list(dict.fromkeys(methods)),
-                "cost": len(specs) * sum(flops(block.rows, block.cols, schedule, method) for block, method in pairs),
+                "cost": len(specs) * sum(flops(b.rows, b.cols, schedule, method, dtype) for b, method in pairs),
                 "owners": list(range(world_size)) if half.use_muon and each_does_all else sorted(some),
             }
         )
@@ -178,7 +178,7 @@ def _sent(facts: dict[str, Any]) -> str:
     mean = f"mean {quantity(sent['mean'])}, max {quantity(sent['max'])}"
     if facts["stage"] == 0:
         return f"{mean}; {ranks['collectives']:,} broadcasts of shared results"
-    factor = 8 if facts["ns_dtype"] == "fp32" else 4
+    factor = 8 if facts["wire_dtype"] == "fp32" else 4
     least = f"{factor} N (W - 1) / W^2" if facts["stage"] == 3 else "with each matrix at the rank that holds most of it"
     return f"{mean}; {least}: {quantity(sent['least_mean'])}; {ranks['collectives']:,} all-to-alls" + (
         f" in {ranks['parts']} parts, one after the other" if ranks["parts"] > 1 else ""

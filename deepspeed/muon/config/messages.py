@@ -77,7 +77,7 @@ def explain(
 def _special(key: str, value: Any) -> str:
     """Advice for particular values; empty for all others."""
     text = str(value).lower()
-    if key == "ns_dtype" and text in ("fp16", "float16", "half"):
+    if key == "wire_dtype" and text in ("fp16", "float16", "half"):
         return "fp16 is refused, because gradients underflow in it; use bf16 or fp32"
     if key == "adjust_lr_fn" and text == "spectral":
         return 'Megatron\'s spectral is "match_rms_adamw" with rms_scale set to its muon_extra_scale_factor'

@@ -67,19 +67,21 @@ class MuonConfig(BaseModel):
     rms_scale: types.Factor = field(0.2, "arXiv 2502.16982, section 2.2")
     """RMS of the update under `match_rms_adamw`, per unit of learning rate"""
     ns_method: Literal["auto", "standard", "gram"] = field("auto", STOCK)
-    """Newton-Schulz on the matrix (`standard`) or on its Gram matrix (`gram`); `auto`: by shape"""
-    ns_tuning: Literal["shipped", "measured"] = field("shipped")
-    """what `ns_method: auto` follows: the shipped rule, or what rank 0 measures at start. Checkpoints keep it"""
+    """Newton-Schulz on the matrix (`standard`) or on its Gram matrix (`gram`); `auto`: the faster by shape"""
+    ns_tuning: types.Tuning | None = field(None)
+    """deprecated, without effect: whatever is `auto` is measured at start"""
     ns_steps: types.Steps | None = field(None, TORCH_MUON, "steps")
     """Newton-Schulz steps; default 5, or the schedule's own"""
     ns_coefficients: types.Coefficients = field("simple", TORCH_MUON)
     """of the Newton-Schulz polynomial"""
-    ns_dtype: Literal["auto", "bf16", "fp32"] = field("auto")
-    """dtype of Newton-Schulz and its exchange; `auto`: bf16 where every rank multiplies it in hardware"""
+    ns_dtype: Literal["auto", "bf16", "fp16", "fp32"] = field("auto")
+    """dtype of the products of Newton-Schulz; `auto`: the fastest here, [measured at start](choice.md)"""
+    wire_dtype: Literal["auto", "bf16", "fp32"] = field("auto")
+    """dtype of what ranks send each other; `auto`: fp32 where `ns_dtype` is set to fp32, else bf16"""
     bucket_bytes: types.Bytes | None = field(None, unit="bytes")
     """most bytes of an owner's matrices in one bucket of the exchange; default by device, [more](plan.md#memory)"""
     kernels: Literal["auto", "torch"] = field("auto")
-    """which kernels run a step; `auto`: the fastest that every rank has, C++ on a CPU; `torch`: plain PyTorch"""
+    """which kernels run a step; `auto`: the fastest that every rank has; `torch`: plain PyTorch"""
     betas: types.Fractions = field((0.9, 0.95), STOCK, "per step")
     """AdamW's decay rates"""
     eps: types.Rate = field(1e-10, STOCK, "of the gradient")
@@ -87,7 +89,7 @@ class MuonConfig(BaseModel):
     adam_w_mode: types.Flag = field(True, STOCK)
     """decoupled decay in the AdamW half; false: Adam with L2"""
     torch_adam: types.Flag = field(False, STOCK)
-    """accepted because stock has it; the AdamW half is torch's fused AdamW anyway"""
+    """accepted because stock has it; the AdamW half is torch's AdamW anyway"""
     fp32_optimizer_states: types.Yes = field(True, STOCK)
     """AdamW's states are fp32"""
     per_head_muon: types.Flag = field(False, STOCK)
@@ -115,6 +117,13 @@ class MuonConfig(BaseModel):
     def schedule(self) -> coefficients.Schedule:
         """Newton-Schulz coefficients, one triple per step."""
         return coefficients.schedule(self.ns_coefficients, self.ns_steps)
+
+    @property
+    def wire(self) -> str:
+        """``wire_dtype`` with ``auto`` resolved."""
+        if self.wire_dtype != "auto":
+            return self.wire_dtype
+        return "fp32" if self.ns_dtype == "fp32" else "bf16"
 
     @property
     def matrix_options(self) -> MatrixOptions:

@@ -105,6 +105,7 @@ Steps = Annotated[int, BeforeValidator(_not_a_flag), Field(ge=1, le=50), "a whol
 Interval = Annotated[int, BeforeValidator(_not_a_flag), Field(ge=0), "a whole number, 0 or more"]
 Bytes = Annotated[int, BeforeValidator(_not_a_flag), Field(ge=1), "a whole number of bytes, 1 or more"]
 Flag = Annotated[bool, "true or false"]
+Tuning = Annotated[Literal["shipped", "measured"], "shipped or measured"]
 Yes = Annotated[Literal[True], "true"]
 SCHEDULES = f"{', '.join(coefficients.NAMED)}, a triple (a, b, c), or a list of triples, one per step"
 Coefficients = Annotated[Any, AfterValidator(_known_schedule), SCHEDULES]

@@ -221,6 +221,11 @@ class Exchange:
         buffers.pending = [self._collectives.start(buffers.number, bucket.names, launch) for launch in launches]
 
 
+def processes() -> int:
+    """How many processes of this job could exchange anything."""
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+
+
 def gather(tensor: Tensor, copy: Copy, work: Workspace, name: str) -> Tensor:
     """The elements on the grid, 1-D: a view of a contiguous tensor if they are contiguous there, else a named copy."""
     if copy.rows == 1:

@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any
 
 from deepspeed.muon.forecast.layout import Half, Layout, StepCost, StepPart, lay_out, step_cost
-from deepspeed.muon.math.choice import choose_method, kind_of
+from deepspeed.muon.math.choice import counted_method
 from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.scale import scale_factor
-from deepspeed.muon.plan.cost import cost_model
+from deepspeed.muon.plan.cost import counted_cost
 from deepspeed.muon.plan.memory import Memory, PartDemand, Peak, peak
 
 
@@ -65,25 +65,32 @@ class Estimate:
 def estimate(
     halves: Sequence[Half], layout: Layout, schedule: Schedule, memory: Memory, bucket_bytes: int | None = None
 ) -> Estimate:
-    """Plan a step for all ranks. Owners are balanced for the device of ``memory``; ``bucket_bytes``: of the config."""
+    """Plan a step for all ranks. Methods are those of fewer operations.
+
+    Args:
+        memory: dtypes of Newton-Schulz and of the exchange; the device for which owners are balanced.
+        bucket_bytes: of the config.
+    """
     began = time.perf_counter()
     parts = lay_out(halves, layout)
     muon = [part for part in parts if part.half.use_muon]
-    model = partial(cost_model, schedule=schedule, itemsize=memory.wire_itemsize, device_type=memory.device_type)
-    costs = [step_cost(part, model(part.half.ns_method), bucket_bytes, memory.staged) for part in muon]
-    largest = _largest(costs, layout.world_size, memory)
+    costs = []
+    for part in muon:
+        cost = counted_cost(part.half.ns_method, schedule, memory.dtype, memory.wire_bytes, memory.device_type)
+        costs.append(step_cost(part, cost, bucket_bytes, memory.staged))
+    largest = _largest(costs, schedule, layout.world_size, memory)
     return Estimate(halves, layout.world_size, parts, costs, largest, time.perf_counter() - began)
 
 
-def _largest(costs: Sequence[StepCost], world_size: int, memory: Memory) -> Peak:
+def _largest(costs: Sequence[StepCost], schedule: Schedule, world_size: int, memory: Memory) -> Peak:
     """The peak of the rank that needs most."""
-    kind = kind_of(memory.device_type, memory.ns_itemsize)
-    methods = [partial(choose_method, ns_method=cost.part.half.ns_method, kind=kind) for cost in costs]
+    costs = [cost for cost in costs if cost.demands]
+    method = partial(counted_method, schedule=schedule, dtype=memory.dtype)
+    rest = [(cost.slots, partial(method, ns_method=cost.part.half.ns_method)) for cost in costs]
     # A part that every rank updates whole is the same on all.
-    by_rank = {tuple(tuple(c.demands[rank % len(c.demands)]) for c in costs if c.demands) for rank in range(world_size)}
-    slots = [(cost.slots, method) for cost, method in zip(costs, methods, strict=True) if cost.demands]
-    peaks = (peak((PartDemand(d, *s) for d, s in zip(demands, slots, strict=True)), memory) for demands in by_rank)
-    return max(peaks, key=lambda found: found.total, default=Peak(0, 0))
+    by_rank = {tuple(tuple(cost.demands[rank % len(cost.demands)]) for cost in costs) for rank in range(world_size)}
+    peaks = (peak((PartDemand(d, *r) for d, r in zip(demands, rest, strict=True)), memory) for demands in by_rank)
+    return max(peaks, key=lambda found: found.total)
 
 
 def totals(halves: Sequence[Half], use_muon: bool) -> dict[str, int]:

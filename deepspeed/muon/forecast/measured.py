@@ -20,9 +20,9 @@ from deepspeed.muon.kernels.rounding import key_of
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.math import adamw
-from deepspeed.muon.math.choice import choose_method, kind_of
+from deepspeed.muon.math.choice import counted_method
 from deepspeed.muon.math.coefficients import Schedule
-from deepspeed.muon.math.newton_schulz import flops, orthogonalize
+from deepspeed.muon.math.newton_schulz import flops, name_of, orthogonalize
 from deepspeed.muon.plan.plan import BUCKET_BYTES, CPU_BUCKET_BYTES
 
 #: Seconds that all shapes together may take, beside the first call of each, which may compile kernels.
@@ -59,6 +59,7 @@ def measure(
     halves: Sequence[Half],
     schedule: Schedule,
     dtype: torch.dtype,
+    wire: torch.dtype,
     device: torch.device,
     shard_device: torch.device,
     kernels: Operations,
@@ -71,18 +72,19 @@ def measure(
 
     Args:
         halves: the optimizer's parameter groups, at least one of Muon.
-        dtype, device: of Newton-Schulz.
+        dtype, device: of Newton-Schulz. ``wire``: dtype of the exchange.
         shard_device: where momentum and parameters are: the CPU with ZeRO-Offload.
         world_size: ranks that share the matrices, which bounds how many of one shape an owner has in a batch.
     """
     muon = [half for half in halves if half.use_muon]
-    kind = kind_of(device.type, dtype.itemsize)
     blocks = [(block.rows, block.cols, half.ns_method) for half in muon for spec in half.specs for block in spec.blocks]
-    shapes = Counter((rows, cols, choose_method(rows, cols, method, kind)) for rows, cols, method in blocks)
-    rates = _ShapeTimer(schedule, dtype, device, kernels).rates(shapes, world_size, seconds)
-    operations = [rate.count * flops(rate.rows, rate.cols, schedule, rate.method) for rate in rates]
+    shapes = Counter(
+        (rows, cols, counted_method(rows, cols, method, schedule, name_of(dtype))) for rows, cols, method in blocks
+    )
+    rates = _ShapeTimer(schedule, dtype, wire, device, kernels).rates(shapes, world_size, seconds)
+    operations = [rate.count * flops(rate.rows, rate.cols, schedule, rate.method, name_of(dtype)) for rate in rates]
     spent = sum(count / rate.tflops for count, rate in zip(operations, rates, strict=True))
-    large, small = (_muon_pass(numel, muon[0], dtype, shard_device, kernels) for numel in (LARGE_RUN, SMALL_RUN))
+    large, small = (_muon_pass(numel, muon[0], wire, shard_device, kernels) for numel in (LARGE_RUN, SMALL_RUN))
     machine = Machine(
         tflops=sum(operations) / spent,
         muon_ns=max(0.0, large - small) / LARGE_RUN * 1e9,
@@ -99,6 +101,7 @@ class _ShapeTimer:
 
     schedule: Schedule
     dtype: torch.dtype
+    wire: torch.dtype
     device: torch.device
     kernels: Operations
     work: Workspace = field(default_factory=Workspace)
@@ -106,7 +109,7 @@ class _ShapeTimer:
     def rates(self, shapes: Mapping[Shape, int], world_size: int, seconds: float) -> list[ShapeRate]:
         """The rate of each shape. The cheap ones come first; each has an equal share of the time that is left."""
         end, rates = time.perf_counter() + seconds, []
-        bucket = (CPU_BUCKET_BYTES if self.device.type == "cpu" else BUCKET_BYTES) // self.dtype.itemsize
+        bucket = (CPU_BUCKET_BYTES if self.device.type == "cpu" else BUCKET_BYTES) // self.wire.itemsize
         for index, shape in enumerate(sorted(shapes, key=lambda shape: (self._flops(*shape), shape))):
             (rows, cols, method), count = shape, shapes[shape]
             share = (end - time.perf_counter()) / (len(shapes) - index)
@@ -135,12 +138,12 @@ class _ShapeTimer:
 
     def _pace(self, batch: int, rows: int, cols: int, method: str, calls: int) -> float:
         """Seconds per operation, the median of some calls after one that is not counted."""
-        x = torch.randn(batch, rows, cols, device=self.device).to(self.dtype)
-        run = partial(orthogonalize, x, self.schedule, method, work=self.work, kernels=self.kernels)
+        x = torch.randn(batch, rows, cols, device=self.device).to(self.wire)
+        run = partial(orthogonalize, x, self.schedule, method, self.dtype, self.work, self.kernels)
         return _median(run, self.device, calls) / (batch * self._flops(rows, cols, method))
 
     def _flops(self, rows: int, cols: int, method: str) -> int:
-        return flops(rows, cols, self.schedule, method)
+        return flops(rows, cols, self.schedule, method, name_of(self.dtype))
 
 
 def _muon_pass(numel: int, half: Half, dtype: torch.dtype, device: torch.device, kernels: Operations) -> float:

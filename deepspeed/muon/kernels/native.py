@@ -96,7 +96,7 @@ def table(module: Any) -> Operations:
         advance=without_workspace("advance"),
         advance_rounded=without_workspace("advance_rounded"),
         apply_=without_workspace("apply_"),
-        normalize_=lambda x: x if module.normalize_(x) else reference.normalize_(x),
+        normalize=lambda x, out, norm=1.0: out if module.normalize(x, out, norm) else reference.normalize(x, out, norm),
         square=square,
         product=product,
         multiply=lambda p, x, out, work: out if module.multiply(*p, x, out) else reference.multiply(p, x, out, work),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Symmetric products of quack-kernels (Dao-AILab), written in CuTe for Hopper and Blackwell; the extra ``hopper``.
+"""Symmetric products of quack-kernels (Dao-AILab), written in CuTe; the extra ``hopper``.
 
 The module imports without the library; :func:`operations` then raises.
 """
@@ -12,9 +12,9 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from deepspeed.muon.kernels import reference
+from deepspeed.muon.kernels import probe, reference
 from deepspeed.muon.kernels.table import PLAIN, Operations, Scalars, Symmetric
-from deepspeed.muon.kernels.triton_table import is_half_and_aligned
+from deepspeed.muon.kernels.triton_table import are_half_and_aligned, is_on_gpu
 from deepspeed.muon.kernels.workspace import Workspace
 
 #: The least smaller dimension: the tile of one of its clusters, as in gram-newton-schulz.
@@ -22,14 +22,16 @@ SYMMETRIC_FROM = 512
 
 
 def why_not() -> str | None:
-    """Why quack's kernels cannot run on this process's accelerator; ``None`` if they can."""
+    """Why quack's kernels cannot run on this process's accelerator; ``None`` if they can.
+
+    The library itself knows for which GPUs it has kernels: in 0.6.5 from Ampere to Blackwell. Triton's table must run.
+    """
     if importlib.util.find_spec("quack") is None:
         return "quack-kernels is not installed"
     if torch.version.hip or not torch.cuda.is_available():
         return "no NVIDIA GPU"
-    if torch.cuda.get_device_capability()[0] not in (9, 10):
-        return "the GPU is neither a Hopper nor a Blackwell of the data centre"
-    return None
+    reason = probe.why_wrong(lambda: operations(reference.OPERATIONS), max(probe.SIZE, SYMMETRIC_FROM))
+    return reason and f"its kernels fail, those of 0.6.5 are known to fit: {reason}"
 
 
 def operations(other: Operations) -> Operations:
@@ -45,14 +47,14 @@ def operations(other: Operations) -> Operations:
     from deepspeed.muon.kernels import triton_diagonals
 
     def square(x: Tensor, out: Symmetric, work: Workspace) -> None:
-        if not _fits(x, out):
+        if not _fits(out, x):
             return other.square(x, out, work)
         wide = x if x.size(-2) <= x.size(-1) else x.mT
         gemm_symmetric(wide, wide.mT, out=out.rest)
         reference.separate(wide, out)
 
     def product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, by: Scalars = PLAIN) -> None:
-        if not _fits(a.rest, out):
+        if not _fits(out, a.rest, b.rest):
             return other.product(a, b, out, work, by)
         gemm_symmetric(a.rest, b.rest, out=out.rest)
         triton_diagonals.complete(a, b, out, by)
@@ -60,5 +62,6 @@ def operations(other: Operations) -> Operations:
     return dataclasses.replace(other, name=f"quack + {other.name}", square=square, product=product)
 
 
-def _fits(x: Tensor, out: Symmetric) -> bool:
-    return x.is_cuda and is_half_and_aligned(x) and out.rest.size(-1) >= SYMMETRIC_FROM
+def _fits(out: Symmetric, *matrices: Tensor) -> bool:
+    tensors = *matrices, out.rest
+    return all(map(is_on_gpu, tensors)) and are_half_and_aligned(*tensors) and out.rest.size(-1) >= SYMMETRIC_FROM

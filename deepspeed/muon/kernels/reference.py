@@ -77,30 +77,36 @@ def apply_(param: Tensor, update: Tensor, lr: float, scale: float, weight_decay:
     param.add_(update, alpha=-lr * scale)
 
 
-def normalize_(x: Tensor) -> Tensor:
-    """Divide each matrix of ``[batch, rows, cols]`` by its Frobenius norm, in place, whatever its magnitude.
+def normalize(x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:
+    """Give each matrix of ``[batch, rows, cols]`` the Frobenius norm ``norm``, whatever its magnitude; returns ``out``.
 
     Squares of tiny or huge entries leave fp32's range, so a power of two, which rounds nothing, first brings the
     largest entry near one. The norm of that is taken in fp32 and needs no epsilon.
+
+    Args:
+        x: bf16 or fp32; overwritten.
+        out: of the same shape, of any floating dtype, rounded to once; may be ``x``.
+        norm: a power of two.
     """
-    for matrix in x.unbind(0):
+    for matrix, result in zip(x.unbind(0), out.unbind(0), strict=True):
         low, high = torch.aminmax(matrix)
         _, exponent = torch.frexp(torch.maximum(high, -low).float())
         # Within +-126 the power is a normal fp32 number; subnormal inputs end near 2^-23, which is safe.
         matrix.mul_(torch.exp2(-exponent.clamp(-126, 126).float()))
-        norm = torch.linalg.vector_norm(matrix, dtype=torch.float32)
-        norm = torch.where(norm == 0, 1.0, norm)
+        length = torch.linalg.vector_norm(matrix, dtype=torch.float32)
+        divisor = torch.where(length == 0, 1.0, length / norm)
         # CUDA rounds a 0-D operand to the matrix's dtype, by up to 0.4 %, but not one with dimensions. A CPU does not
-        # round a 0-D operand, but copies the matrix for one with dimensions.
-        matrix.div_(norm if norm.device.type == "cpu" else norm.view(1, 1))
-    return x
+        # round a 0-D operand, but copies the matrix for one with dimensions, which also makes the quotient fp32.
+        is_plain = divisor.device.type == "cpu" and matrix.dtype == result.dtype
+        torch.div(matrix, divisor if is_plain else divisor.view(1, 1), out=result)
+    return out
 
 
 def square(x: Tensor, out: Symmetric, work: Workspace) -> None:
     """The smaller of X X^T and X^T X.
 
     Args:
-        x: ``[batch, rows, cols]``, contiguous, bf16 or fp32.
+        x: ``[batch, rows, cols]``, contiguous, bf16, fp16 or fp32.
         out: of ``x``'s dtype; k is the smaller of rows and cols.
     """
     wide = x if x.size(-2) <= x.size(-1) else x.mT
@@ -152,7 +158,7 @@ OPERATIONS = Operations(
     advance=advance,
     advance_rounded=advance_rounded,
     apply_=apply_,
-    normalize_=normalize_,
+    normalize=normalize,
     square=square,
     product=product,
     multiply=multiply,

@@ -47,6 +47,20 @@ def choose(missing: Mapping[str, str | None]) -> Operations:
     return table
 
 
+def product_tables(missing: Mapping[str, str | None], device_type: str) -> dict[str, Operations]:
+    """The tables whose products run on a type of device, by name, plain PyTorch's first and the most special last."""
+    found = {"torch": reference.OPERATIONS}
+    if device_type == "cpu" and _has(missing, "cpu"):
+        found["C++"] = native.operations()
+    if device_type == "cuda" and _has(missing, "cuda"):
+        triton = triton_table.operations(reference.OPERATIONS)
+        if triton.square is not reference.OPERATIONS.square:  # AMD's GPUs get no products
+            found["triton"] = triton
+        if _has(missing, "quack"):
+            found["quack"] = quack.operations(triton)
+    return found
+
+
 def summary(table: Operations, missing: Mapping[str, str | None]) -> str:
     """The table's name, and why it is not a faster one."""
     relevant = [kind for kind in missing if kind != "quack" or _has(missing, "cuda")]

@@ -16,7 +16,8 @@ class Symmetric(NamedTuple):
     In Newton-Schulz they are a multiple of I plus something smaller. bf16 would round all entries of such a diagonal
     alike and so shift every eigenvalue, which is why the diagonal is kept apart.
 
-    ``rest``: ``[batch, k, k]``, contiguous, bf16 or fp32, zero on its diagonal. ``diagonal``: ``[batch, k]``, fp32.
+    ``rest``: ``[batch, k, k]``, contiguous, in bf16, fp16 or fp32, zero on its diagonal. ``diagonal``: ``[batch, k]``,
+    fp32.
     """
 
     rest: Tensor
@@ -48,7 +49,7 @@ class Operations:
     advance: Callable[..., None]
     advance_rounded: Callable[..., None]
     apply_: Callable[..., None]
-    normalize_: Callable[[Tensor], Tensor]
+    normalize: Callable[..., Tensor]
     square: Callable[..., None]
     product: Callable[..., None]
     multiply: Callable[..., Tensor]

@@ -3,7 +3,8 @@
 """Adds the contribution of the separate diagonals to a library's product, in one fused Triton pass.
 
 Same contracts as ``product`` and ``multiply`` of :mod:`deepspeed.muon.kernels.reference`, without their temporaries in
-fp32. The library rounds a product before the pass reads it, so an element is rounded twice.
+fp32. The library rounds a product before the pass reads it, so an element is rounded twice. Matrices are counted along
+the first dimension of a grid, as CUDA allows only 65,535 programs along the others.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ def complete_kernel(
     BLOCK: tl.constexpr,
 ):
     """Overwrite one row of ``A.rest B.rest`` with that of ``alpha A B + beta A + shift I``."""
-    row = tl.program_id(0)
-    first = tl.program_id(1).to(tl.int64) * size
+    row = tl.program_id(0) % size
+    first = (tl.program_id(0) // size).to(tl.int64) * size
     at_row = (first + row) * size
     a_diagonal = tl.load(a_diagonal_ptr + first + row)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -62,7 +63,7 @@ def complete_kernel(
 @triton.jit
 def scale_kernel(x_ptr, diagonal_ptr, out_ptr, rows, cols, TALL: tl.constexpr, BLOCK: tl.constexpr):
     """``out <- out + D X``, or ``out + X D`` for a tall X; a part of one row."""
-    matrix, row = tl.program_id(2).to(tl.int64), tl.program_id(0)
+    matrix, row = (tl.program_id(0) // rows).to(tl.int64), tl.program_id(0) % rows
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = at < cols
     place = (matrix * rows + row) * cols + at
@@ -83,7 +84,7 @@ def complete(a: Symmetric, b: Symmetric, out: Symmetric, by: Scalars) -> None:
     """In one pass, turn ``out``, whose ``rest`` is ``a.rest b.rest``, into ``alpha A B + beta A + shift I``."""
     batch, size = out.diagonal.shape
     tensors = a.rest, b.rest, out.rest, a.diagonal, b.diagonal, out.diagonal
-    complete_kernel[(size, batch)](*tensors, size, *map(float, by), _block(size), **OPTIONS)
+    complete_kernel[(size * batch,)](*tensors, size, *map(float, by), _block(size), **OPTIONS)
 
 
 def product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, by: Scalars = PLAIN) -> None:
@@ -97,6 +98,6 @@ def multiply(p: Symmetric, x: Tensor, out: Tensor, work: Workspace) -> Tensor:
     batch, rows, cols = x.shape
     is_tall = rows > cols
     torch.bmm(*((x, p.rest) if is_tall else (p.rest, x)), out=out)
-    grid = rows, triton.cdiv(cols, _block(cols)), batch
+    grid = rows * batch, triton.cdiv(cols, _block(cols))
     scale_kernel[grid](x, p.diagonal, out, rows, cols, is_tall, _block(cols), **OPTIONS)
     return out

@@ -137,8 +137,8 @@ def sum_kernel(x_ptr, exponent_ptr, sum_ptr, numel, parts, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def norm_kernel(exponent_ptr, sum_ptr, norm_ptr, parts, BLOCK: tl.constexpr):
-    """For one matrix: (2^-e, norm / 2^e), e the largest exponent of its parts; a norm of zero becomes one."""
+def norm_kernel(exponent_ptr, sum_ptr, norm_ptr, parts, scale, BLOCK: tl.constexpr):
+    """For one matrix: (2^-e, scale norm / 2^e), e the largest exponent of its parts; a norm of zero becomes one."""
     matrix = tl.program_id(0).to(tl.int64)
     top = tl.full((BLOCK,), -126, tl.int32)
     for start in range(0, parts, BLOCK):
@@ -149,22 +149,21 @@ def norm_kernel(exponent_ptr, sum_ptr, norm_ptr, parts, BLOCK: tl.constexpr):
     for start in range(0, parts, BLOCK):
         at = start + tl.arange(0, BLOCK)
         below = tl.load(exponent_ptr + matrix * parts + at, at < parts, other=-126) - exponent
-        scale = _power(tl.maximum(below, -127))
-        total += tl.load(sum_ptr + matrix * parts + at, at < parts, other=0.0) * scale * scale
+        power = _power(tl.maximum(below, -127))
+        total += tl.load(sum_ptr + matrix * parts + at, at < parts, other=0.0) * power * power
     norm = tl.sqrt(tl.sum(total, axis=0))
     tl.store(norm_ptr + 2 * matrix, _power(-exponent))
-    tl.store(norm_ptr + 2 * matrix + 1, tl.where(norm == 0, 1.0, norm))
+    tl.store(norm_ptr + 2 * matrix + 1, tl.where(norm == 0, 1.0, norm * scale))
 
 
 @triton.jit
-def divide_kernel(x_ptr, norm_ptr, numel, BLOCK: tl.constexpr):
-    """Multiply every entry of one matrix by 2^-e, which is exact, and divide it by the norm."""
+def divide_kernel(x_ptr, out_ptr, norm_ptr, numel, BLOCK: tl.constexpr):
+    """Multiply every entry of one matrix by 2^-e, which is exact, and divide it by the norm; ``out`` may be ``x``."""
     at, mask = _place(numel, BLOCK)
     matrix = tl.program_id(1).to(tl.int64)
     power, norm = tl.load(norm_ptr + 2 * matrix), tl.load(norm_ptr + 2 * matrix + 1)
-    place = x_ptr + matrix * numel + at
-    x = tl.load(place, mask).to(tl.float32) * power / norm
-    tl.store(place, x.to(x_ptr.dtype.element_ty), mask)
+    x = tl.load(x_ptr + matrix * numel + at, mask).to(tl.float32) * power / norm
+    tl.store(out_ptr + matrix * numel + at, x.to(out_ptr.dtype.element_ty), mask)
 
 
 def _grid(numel: int) -> tuple[int]:
@@ -194,7 +193,7 @@ def apply_(param: Tensor, update: Tensor, lr: float, scale: float, weight_decay:
     apply_kernel[_grid(numel)](param, update, numel, 1.0 - lr * weight_decay, -lr * scale, BLOCK, **OPTIONS)
 
 
-def normalize_(x: Tensor) -> Tensor:
+def normalize(x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:
     """Two passes over ``[batch, rows, cols]``, contiguous: sums of squares, and the division."""
     batch, numel = x.size(0), x.size(1) * x.size(2)
     parts = triton.cdiv(numel, SUM_BLOCK)
@@ -202,6 +201,6 @@ def normalize_(x: Tensor) -> Tensor:
     sums = torch.empty(batch, parts, dtype=torch.float32, device=x.device)
     norms = torch.empty(batch, 2, dtype=torch.float32, device=x.device)
     sum_kernel[(parts, batch)](x, exponents, sums, numel, parts, SUM_BLOCK, num_warps=8, **OPTIONS)
-    norm_kernel[(batch,)](exponents, sums, norms, parts, 1024, **OPTIONS)
-    divide_kernel[(triton.cdiv(numel, BLOCK), batch)](x, norms, numel, BLOCK, **OPTIONS)
-    return x
+    norm_kernel[(batch,)](exponents, sums, norms, parts, 1.0 / norm, 1024, **OPTIONS)
+    divide_kernel[(triton.cdiv(numel, BLOCK), batch)](x, out, norms, numel, BLOCK, **OPTIONS)
+    return out

@@ -12,9 +12,12 @@ A tile of any size sums over its depth in the same order, so a configuration cha
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -25,7 +28,8 @@ from deepspeed.muon.kernels.workspace import Workspace
 
 #: Columns of squares visited together, row by row, so that what they share stays in the L2 cache.
 GROUP = 8
-
+#: Timed calls of a configuration.
+TRIALS = 7
 
 #: Tiles that fill Hopper's matrix units and whose fp32 sums fit its registers, three or four of them in flight:
 #: rows, columns, warps, stages.
@@ -112,7 +116,7 @@ def _store(total, on_diagonal, out_ptr, diagonal_ptr, rows, cols, size, is_above
         tl.store(diagonal_ptr + rows, tl.sum(tl.where(on_it, total, 0.0), axis=1) + on_diagonal, rows < size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["matrices"])
 def symmetric_kernel(
     a_ptr,
     b_ptr,
@@ -124,6 +128,7 @@ def symmetric_kernel(
     depth,
     across,
     along,
+    matrices,
     alpha,
     beta,
     shift,
@@ -133,12 +138,17 @@ def symmetric_kernel(
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """``A B^T``; with ``DIAGONALS``, ``alpha A B + beta A + shift I`` of matrices whose diagonals are separate."""
+    """``A B^T``; with ``DIAGONALS``, ``alpha A B + beta A + shift I`` of matrices whose diagonals are separate.
+
+    ``matrices``, a class of batch sizes, is for the tuner alone.
+    """
     per_square: tl.constexpr = COLS // ROWS
-    row, column = _square_of(tl.program_id(0) // per_square, tl.cdiv(size, COLS), GROUP)
-    rows = row * COLS + tl.program_id(0) % per_square * ROWS + tl.arange(0, ROWS)
+    squares = tl.cdiv(size, COLS)
+    tiles = squares * (squares + 1) // 2 * per_square
+    matrix, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
+    row, column = _square_of(tile // per_square, squares, GROUP)
+    rows = row * COLS + tile % per_square * ROWS + tl.arange(0, ROWS)
     cols = column * COLS + tl.arange(0, COLS)
-    matrix = tl.program_id(1).to(tl.int64)
     a, b = a_ptr + matrix * size * depth, b_ptr + matrix * size * depth
     # Rows beyond the last wrap around to the first: they are not stored, and loads need no mask.
     total = _sum_of_products(a, b, rows % size, cols % size, depth, across, along, DEPTH)
@@ -151,12 +161,30 @@ def symmetric_kernel(
     _store(total, on_it, out, diagonal, rows, cols, size, row != column)
 
 
-def _bench(call: Callable[[], None], quantiles: Any) -> Any:
-    """Milliseconds of one configuration. Trials are short, since each shape pays for them in its first step."""
-    return triton.testing.do_bench(call, warmup=5, rep=20, quantiles=quantiles)
+def _bench(call: Callable[[], None], quantiles: Any) -> list[float]:
+    """Median milliseconds of one configuration, as every quantile.
+
+    Triton's own benchmark empties the L2 cache before each call, with 256 MiB of memory. Newton-Schulz has just written
+    what a product reads, so a full cache is the truer state.
+    """
+    call()  # compiles
+    ends = [torch.cuda.Event(enable_timing=True) for _ in range(TRIALS + 1)]
+    ends[0].record()
+    for end in ends[1:]:
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    spent = sorted(start.elapsed_time(end) for start, end in pairwise(ends))
+    return [spent[TRIALS // 2]] * len(quantiles)
 
 
-tuned_kernel = triton.autotune(CONFIGS, key=["size", "depth", "along", "DIAGONALS"], do_bench=_bench)(symmetric_kernel)
+#: Newer versions of Triton keep what they have measured on disk, for the next process.
+_KEPT = {"cache_results": True} if "cache_results" in inspect.signature(triton.autotune).parameters else {}
+tuned_kernel = triton.autotune(
+    CONFIGS, key=["size", "depth", "along", "matrices", "DIAGONALS"], do_bench=_bench, **_KEPT
+)(symmetric_kernel)
+#: One configuration, so that nothing is measured.
+untuned_kernel = triton.autotune(CONFIGS[:1], key=[])(symmetric_kernel)
 
 
 def tiles(size: int, rows: int, cols: int) -> int:
@@ -165,26 +193,34 @@ def tiles(size: int, rows: int, cols: int) -> int:
     return squares * (squares + 1) // 2 * (cols // rows)
 
 
-def _run(tensors: tuple[Tensor, ...], depth: int, strides: tuple[int, int], scalars: Scalars, diagonals: bool) -> None:
+def _run(
+    kernel: Any, tensors: tuple[Tensor, ...], depth: int, strides: tuple[int, int], by: Scalars, diagonals: bool
+) -> None:
     """``tensors``: A, B and the result, then their diagonals."""
-    batch, size, numbers = tensors[2].size(0), tensors[2].size(-1), map(float, scalars)
+    batch, size, scalars = tensors[2].size(0), tensors[2].size(-1), map(float, by)
+    numbers = size, depth, *strides, triton.next_power_of_2(batch), *scalars
 
-    def grid(chosen: dict[str, Any]) -> tuple[int, int]:
-        return tiles(size, chosen["ROWS"], chosen["COLS"]), batch
+    def grid(chosen: dict[str, Any]) -> tuple[int]:
+        return (tiles(size, chosen["ROWS"], chosen["COLS"]) * batch,)
 
-    tuned_kernel[grid](*tensors, size, depth, *strides, *numbers, DIAGONALS=diagonals, GROUP=GROUP, **OPTIONS)
+    (kernel or tuned_kernel)[grid](*tensors, *numbers, DIAGONALS=diagonals, GROUP=GROUP, **OPTIONS)
 
 
-def square(x: Tensor, out: Symmetric, work: Workspace) -> None:
-    """The smaller of X X^T and X^T X; all tensors are contiguous. The diagonal is the matrix units' fp32 sum."""
+def square(x: Tensor, out: Symmetric, work: Workspace, kernel: Any = None) -> None:
+    """The smaller of X X^T and X^T X; all tensors are contiguous. The diagonal is the matrix units' fp32 sum.
+
+    ``kernel``: by default the tuned one.
+    """
     rows, cols = x.shape[-2:]
     strides = (cols, 1) if rows <= cols else (1, cols)
     tensors = x, x, out.rest, out.diagonal, out.diagonal, out.diagonal
-    _run(tensors, max(rows, cols), strides, PLAIN, diagonals=False)
+    _run(kernel, tensors, max(rows, cols), strides, PLAIN, diagonals=False)
 
 
-def product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, by: Scalars = PLAIN) -> None:
+def product(
+    a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, by: Scalars = PLAIN, kernel: Any = None
+) -> None:
     """``alpha A B + beta A + shift I`` for symmetric matrices that commute; all tensors are contiguous."""
     size = out.rest.size(-1)
     tensors = a.rest, b.rest, out.rest, a.diagonal, b.diagonal, out.diagonal
-    _run(tensors, size, (size, 1), by, diagonals=True)
+    _run(kernel, tensors, size, (size, 1), by, diagonals=True)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of operations on CUDA, in Triton. The module imports without Triton; :func:`operations` then raises."""
+"""The table of operations on GPUs, in Triton. The module imports without Triton; :func:`operations` then raises."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 from collections.abc import Callable
@@ -11,13 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed.muon.kernels import probe, reference
 from deepspeed.muon.kernels.table import Operations, Symmetric
 
 #: The smaller dimension from which symmetric products are computed as one triangle. Below it there are too few tiles to
 #: fill the chip, and a library's plain product is faster. ``python -m benchmarks gpu`` measures it.
 SYMMETRIC_FROM = 2048
-#: Loads move sixteen bytes, Triton's and quack's, so sizes must be multiples of this many 16-bit numbers.
-MULTIPLE = 8
+#: Triton copies sixteen bytes at a time, asynchronously, only where sizes are multiples of 16 and addresses of as many
+#: bytes. Otherwise products wait for loads of single elements.
+MULTIPLE, ADDRESS = 16, 16
+#: The most programs along the second and third dimension of a grid.
+GRID = 65_535
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -26,29 +31,31 @@ def why_not() -> str | None:
     """Why Triton's kernels cannot run on this process's accelerator; ``None`` if they can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
-    if torch.version.hip or not torch.cuda.is_available():
-        return "no NVIDIA GPU"
-    if torch.cuda.get_device_capability() < (8, 0):
+    if not torch.cuda.is_available():
+        return "no NVIDIA or AMD GPU"
+    if not torch.version.hip and torch.cuda.get_device_capability() < (8, 0):
         return "the GPU is older than Ampere"
-    return _why_not_compiled()
+    reason = probe.why_wrong(_untuned)
+    return reason and f"Triton's kernels fail: {reason}"
 
 
-def _why_not_compiled() -> str | None:
-    """Launch one small kernel, since Triton also needs a C compiler and a driver that it knows."""
-    from deepspeed.muon.kernels import triton_elementwise as elementwise
+def _untuned() -> Operations:
+    """The table with symmetric products of any size and without their tuner, which would compile all configurations."""
+    table = operations(reference.OPERATIONS)
+    if torch.version.hip:
+        return table
+    from deepspeed.muon.kernels import triton_products as products
 
-    try:
-        one = torch.zeros(1, device="cuda")
-        elementwise.apply_(one, one.clone(), 0.0, 1.0, 0.0)
-        torch.cuda.synchronize()
-    except Exception as error:
-        line = str(error).strip().partition("\n")[0] or type(error).__name__
-        return f"Triton's kernels do not run: {line}"
-    return None
+    square, product = (
+        functools.partial(f, kernel=products.untuned_kernel) for f in (products.square, products.product)
+    )
+    return dataclasses.replace(table, square=square, product=product)
 
 
 def operations(other: Operations) -> Operations:
     """Triton's table. Tensors that are not on a GPU, or of an unusual dtype or layout, go to ``other``.
+
+    So do the products on AMD's GPUs, for which these kernels were not written.
 
     Raises:
         ImportError: Triton is not installed; see :func:`why_not`.
@@ -61,15 +68,28 @@ def operations(other: Operations) -> Operations:
         return lambda *args: ours(*args[:-1])
 
     advance, advance_rounded = without_workspace(passes.advance), without_workspace(passes.advance_rounded)
-    plain = _either(lambda a, b, out, *_: _is_plain(*a, *b, *out), diagonals.product, other.product)
-    return Operations(
-        name=f"triton + {other.name}",
+    elementwise = dataclasses.replace(
+        other,
+        name=f"triton (elementwise) + {other.name}",
         advance=_either(_are_plain(3, (torch.float32,)), advance, other.advance),
         advance_rounded=_either(_are_plain(3, (torch.bfloat16,)), advance_rounded, other.advance_rounded),
         apply_=_either(_are_plain(2), without_workspace(passes.apply_), other.apply_),
-        normalize_=_either(_are_plain(1), passes.normalize_, other.normalize_),
-        square=_either(lambda x, out, *_: _is_symmetric_faster(x, out), products.square, other.square),
-        product=_either(lambda a, b, out, *_: _is_symmetric_faster(a.rest, out), products.product, plain),
+        normalize=_either(_are_plain(2), _in_parts(passes.normalize), other.normalize),
+    )
+    if torch.version.hip:
+        return elementwise
+    plain = _either(lambda a, b, out, *_: _is_plain(*a, *b, *out), diagonals.product, other.product)
+    return dataclasses.replace(
+        elementwise,
+        name=f"triton + {other.name}",
+        square=_either(
+            lambda x, out, *_: _is_plain(x, *out) and _are_large(x, out.rest), products.square, other.square
+        ),
+        product=_either(
+            lambda a, b, out, *_: _is_plain(*a, *b, *out) and _are_large(a.rest, b.rest, out.rest),
+            products.product,
+            plain,
+        ),
         multiply=_either(lambda p, x, out, *_: _is_plain(*p, x, out), diagonals.multiply, other.multiply),
     )
 
@@ -83,6 +103,17 @@ def _either(fits: Callable[..., bool], ours: Callable[..., Any], theirs: Callabl
             return theirs(*args, **kwargs)
         with torch.cuda.device_of(args[0].rest if isinstance(args[0], Symmetric) else args[0]):
             return ours(*args, **kwargs)
+
+    return call
+
+
+def _in_parts(ours: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """For as many matrices at a time as its grid can count."""
+
+    def call(x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:
+        for part, result in zip(x.split(GRID), out.split(GRID), strict=True):
+            ours(part, result, norm)
+        return out
 
     return call
 
@@ -103,10 +134,14 @@ def _is_plain(*tensors: Tensor) -> bool:
     return all(is_on_gpu(t) and t.device == first.device and t.dtype in FLOATS and t.is_contiguous() for t in tensors)
 
 
-def is_half_and_aligned(x: Tensor) -> bool:
-    """Whether the matrices have 16-bit numbers, and sizes that loads of sixteen bytes divide."""
-    return x.dtype in HALVES and all(size % MULTIPLE == 0 for size in x.shape[-2:])
+def are_half_and_aligned(*matrices: Tensor) -> bool:
+    """Whether their numbers have 16 bits, and their sizes and addresses are those that kernels load fast from."""
+    return all(
+        x.dtype in HALVES and x.data_ptr() % ADDRESS == 0 and all(size % MULTIPLE == 0 for size in x.shape[-2:])
+        for x in matrices
+    )
 
 
-def _is_symmetric_faster(x: Tensor, out: Symmetric) -> bool:
-    return _is_plain(x, *out) and is_half_and_aligned(x) and out.rest.size(-1) >= SYMMETRIC_FROM
+def _are_large(*matrices: Tensor) -> bool:
+    """Whether computing one triangle of the last of them, the result, is faster than a library's product."""
+    return are_half_and_aligned(*matrices) and matrices[-1].size(-1) >= SYMMETRIC_FROM

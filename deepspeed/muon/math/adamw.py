@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The auxiliary AdamW: torch's fused one, over the slices of parameters that a group holds."""
+"""The auxiliary AdamW: torch's fused one where the device has it, over the slices of parameters that a group holds."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,8 +38,17 @@ def step(
     means, squares, steps = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
     settings = {"beta1": group["betas"][0], "beta2": group["betas"][1]}
     settings |= {key: group[key] for key in ("lr", "weight_decay", "eps")}
+    settings["fused" if all(map(has_fused_kernel, {p.device.type for p in tensors})) else "foreach"] = True
     update = adamw if decoupled else adam
-    update(list(tensors), grads, means, squares, [], steps, fused=True, amsgrad=False, maximize=False, **settings)
+    update(list(tensors), grads, means, squares, [], steps, amsgrad=False, maximize=False, **settings)
+
+
+@functools.cache
+def has_fused_kernel(device_type: str) -> bool:
+    """Whether this torch has fused Adam and AdamW for a type of device; asks its dispatcher."""
+    key = torch._C._dispatch_key_for_device(device_type)
+    names = ("aten::_fused_adam_", "aten::_fused_adamw_")
+    return all(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for name in names)
 
 
 def update_squares(state: Mapping[str, Any], group: Mapping[str, Any], start: int, length: int) -> Tensor:

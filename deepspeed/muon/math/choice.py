@@ -1,106 +1,210 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The method of Newton-Schulz for each shape where ``ns_method`` is ``auto``.
+"""How Newton-Schulz runs: the dtype of its products, and for each shape the method and whose kernels multiply.
 
-The rule is data shipped with the package, ``choice.json``, which ``python -m benchmarks choose --write`` measures.
-Its choices for a model's shapes are pinned in the parameter groups, key ``ns_methods``, and saved with them in every
-checkpoint, so a resumed run keeps its methods even if a newer rule differs.
+:func:`fastest` takes what :mod:`deepspeed.muon.math.race` has measured, :func:`by_count` what counting operations says.
+A run's choice is pinned in the parameter groups, key ``ns_choice``, and saved with them in every checkpoint, so a
+resumed run keeps its bits on any machine.
 """
 
 from __future__ import annotations
 
-import functools
-import json
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from deepspeed.muon.errors import RuleError
-from deepspeed.muon.math.newton_schulz import METHODS
+from deepspeed.muon.math.coefficients import Schedule
+from deepspeed.muon.math.newton_schulz import DTYPES, METHODS, Products, flops, products
 
-#: The shipped rule, by kind; see :func:`kind_of`.
-FILE = Path(__file__).with_name("choice.json")
-KINDS = ("cpu bf16", "cpu fp32", "cuda bf16", "cuda fp32")
+#: What is not the usual choice must be faster by this factor, which is more than the noise.
+MARGIN = 1.03
+#: The table of plain PyTorch, which every machine has.
+PLAIN = "torch"
+Shape = tuple[int, int]
+#: Seconds per matrix, by dtype, shape, operation and table.
+Times = dict[str, dict[str, dict[str, dict[str, float]]]]
 
 
 @dataclass(frozen=True)
-class Rule:
-    """The aspect ratio from which ``gram`` is chosen.
+class Recipe:
+    """Of one shape and its transpose: the method, and the name of the table that computes each kind of product."""
 
-    ``bands``: the smaller dimension at which a band starts, ascending from 1, and the least aspect ratio for ``gram``
-    in it; ``None`` means never. ``basis``: where and when it was measured.
-    """
+    method: str
+    square: str = PLAIN
+    product: str = PLAIN
+    multiply: str = PLAIN
 
-    bands: tuple[tuple[int, float | None], ...]
-    basis: str
-
-    def method(self, rows: int, cols: int) -> str:
-        """``standard`` or ``gram``; the same for a matrix and its transpose."""
-        small, large = sorted((rows, cols))
-        aspect = next((aspect for size, aspect in reversed(self.bands) if size <= small), None)
-        return "gram" if aspect is not None and large >= aspect * small else "standard"
+    def __str__(self) -> str:
+        names = dict(zip(Products._fields, (self.square, self.product, self.multiply), strict=True))
+        tables = set(names.values())
+        return f"{self.method} {tables.pop() if len(tables) == 1 else ' '.join(f'{k}: {v}' for k, v in names.items())}"
 
 
-def kind_of(device_type: str, itemsize: int) -> str:
-    """The key of a rule: ``cpu``, or ``cuda`` for any accelerator, with the dtype of Newton-Schulz by its bytes."""
-    return f"{'cpu' if device_type == 'cpu' else 'cuda'} {'bf16' if itemsize == 2 else 'fp32'}"
+@dataclass(frozen=True)
+class Choice:
+    """The dtype, a key of :data:`DTYPES`, and recipes by :func:`shape_key`."""
 
+    dtype: str
+    recipes: Mapping[str, Recipe]
 
-@functools.cache
-def shipped() -> dict[str, Rule]:
-    """The rules by kind.
+    def recipe(self, rows: int, cols: int) -> Recipe:
+        """How matrices of this shape are orthogonalized."""
+        return self.recipes[shape_key(rows, cols)]
 
-    Raises:
-        RuleError: :func:`parse` refuses the file.
-    """
-    try:
-        return parse(json.loads(FILE.read_text()))
-    except (OSError, ValueError) as error:
-        message = f"{FILE.name}: {error}; install deepspeed-muon again, or run python -m benchmarks choose --write"
-        raise RuleError(message) from None
+    @property
+    def tables(self) -> set[str]:
+        """The names of all tables."""
+        return {name for recipe in self.recipes.values() for name in (recipe.square, recipe.product, recipe.multiply)}
 
+    def pinned(self) -> dict[str, Any]:
+        """As it is saved: JSON values."""
+        return {"dtype": self.dtype, "shapes": {key: asdict(recipe) for key, recipe in self.recipes.items()}}
 
-def parse(data: Any) -> dict[str, Rule]:
-    """The rules in a file: ``{kind: {"basis": text, "bands": [[size, aspect or null], ...]}}``.
-
-    Raises:
-        ValueError: names the kind and what is expected there.
-    """
-    if not isinstance(data, dict) or set(data) != set(KINDS):
-        raise ValueError(f"expected one rule for each of {', '.join(KINDS)}")
-    return {kind: _rule(kind, entry) for kind, entry in data.items()}
-
-
-def _rule(kind: str, entry: Any) -> Rule:
-    with suppress(KeyError, IndexError, TypeError, ValueError):
-        bands = tuple((size, aspect) for size, aspect in entry["bands"])
-        sizes = [size for size, _ in bands]
-        if sizes[0] == 1 and sizes == sorted(set(sizes)) and all(a is None or a >= 1 for _, a in bands):
-            return Rule(bands, str(entry["basis"]))
-    raise ValueError(f"{kind}: expected a basis, and bands [smaller dimension, least aspect ratio or null] from 1 on")
+    def with_methods(self, methods: Mapping[str, str]) -> Choice:
+        """With other methods for some shapes, those of a checkpoint that pinned nothing else."""
+        changed = {key: replace(self.recipes[key], method=methods[key]) for key in self.recipes.keys() & methods.keys()}
+        return Choice(self.dtype, {**self.recipes, **changed})
 
 
 def shape_key(rows: int, cols: int) -> str:
-    """The name of a shape, and of its transpose, in ``ns_methods``."""
+    """The name of a shape, and of its transpose."""
     return "x".join(map(str, sorted((rows, cols))))
 
 
-def pins(shapes: Iterable[tuple[int, int]], kind: str) -> dict[str, str]:
-    """The shipped rule's methods for these shapes, by :func:`shape_key`, small shapes first."""
-    rule = shipped()[kind]
-    return {shape_key(*shape): rule.method(*shape) for shape in sorted(shapes)}
+def from_pinned(pinned: Mapping[str, Any]) -> Choice:
+    """From :meth:`Choice.pinned`; :func:`unknown` says whether it can be read."""
+    return Choice(pinned["dtype"], {key: Recipe(**recipe) for key, recipe in pinned["shapes"].items()})
 
 
-def choose_method(rows: int, cols: int, ns_method: str, kind: str, pinned: Mapping[str, str] | None = None) -> str:
-    """The method for one shape: the user's; for ``auto`` the pinned one, else the shipped rule's."""
-    if ns_method != "auto":
-        return ns_method
-    return (pinned or {}).get(shape_key(rows, cols)) or shipped()[kind].method(rows, cols)
-
-
-def unknown_methods(pinned: Any) -> list[str]:
-    """The entries of a saved ``ns_methods`` that this version does not know, as texts."""
-    if not isinstance(pinned, Mapping):
+def unknown(pinned: Any) -> list[str]:
+    """What this version does not know in a saved ``ns_choice``, as texts. Tables may be other machines'."""
+    try:
+        choice = from_pinned(pinned)
+        wrong = [repr(choice.dtype)] if choice.dtype not in DTYPES else []
+        return wrong + unknown_methods({key: recipe.method for key, recipe in choice.recipes.items()})
+    except (KeyError, TypeError, AttributeError):
         return [repr(pinned)]
-    return [f"{method!r} for {shape}" for shape, method in pinned.items() if method not in METHODS]
+
+
+def unknown_methods(methods: Any) -> list[str]:
+    """The entries of shape -> method that this version does not know, as texts."""
+    if not isinstance(methods, Mapping):
+        return [repr(methods)]
+    return [f"{method!r} for {shape}" for shape, method in methods.items() if method not in METHODS]
+
+
+def by_count(
+    shapes: Collection[Shape], schedule: Schedule, dtype: str, methods: Sequence[str] = METHODS, table: str = PLAIN
+) -> Choice:
+    """The method of fewer operations for each shape, and one table for all products."""
+    recipes = {}
+    for shape in sorted(shapes):
+        usual, *others = methods
+        cost = {method: flops(*shape, schedule, method, dtype) for method in methods}
+        method = next((other for other in others if MARGIN * cost[other] < cost[usual]), usual)
+        recipes[shape_key(*shape)] = Recipe(method, table, table, table)
+    return Choice(dtype, recipes)
+
+
+def counted_method(rows: int, cols: int, ns_method: str, schedule: Schedule, dtype: str) -> str:
+    """The method for one shape where nothing was measured: the user's, or under ``auto`` that of fewer operations."""
+    methods = METHODS if ns_method == "auto" else (ns_method,)
+    return by_count([(rows, cols)], schedule, dtype, methods).recipe(rows, cols).method
+
+
+def slowest(times: Sequence[Times]) -> Times:
+    """Of several ranks the longest time of each product; only what all of them have timed."""
+    first, *others = times
+    return {
+        dtype: {
+            key: {
+                kind: {
+                    table: max(_at(one, dtype, key, kind, table) for one in times)
+                    for table in tables
+                    if all(_at(one, dtype, key, kind, table) is not None for one in others)
+                }
+                for kind, tables in kinds.items()
+            }
+            for key, kinds in keys.items()
+        }
+        for dtype, keys in first.items()
+    }
+
+
+def _at(times: Any, *path: str) -> Any:
+    for name in path:
+        times = times.get(name) if times is not None else None
+    return times
+
+
+def fastest(times: Times, shapes: Mapping[Shape, int], schedule: Schedule, methods: Sequence[str] = METHODS) -> Choice:
+    """The dtype in which all matrices together take least, and the fastest recipe for each shape in it.
+
+    A tie goes to the usual: the more exact dtype, ``standard``, plain PyTorch. A shape that was not timed takes the
+    recipe of the timed one that is nearest in aspect ratio and size.
+
+    Args:
+        times: of every table of every product that is compared; at least one dtype and shape.
+        shapes: rows, columns -> how many matrices the model has.
+        methods: those that may be chosen.
+    """
+    counts = {shape_key(*shape): 0 for shape in shapes}
+    for shape, count in shapes.items():
+        counts[shape_key(*shape)] += count
+    timed = {
+        dtype: {key: kinds for key, kinds in times[dtype].items() if all(kinds.get(k) for k in Products._fields)}
+        for dtype in DTYPES
+        if dtype in times
+    }
+    most = max(len(keys) for keys in timed.values())
+    best: tuple[float, Choice] | None = None
+    for dtype, keys in timed.items():
+        if len(keys) < most:
+            continue
+        found = {key: _recipe(kinds, schedule, methods, dtype) for key, kinds in keys.items()}
+        total = sum(counts[key] * seconds for key, (seconds, _) in found.items())
+        if best is None or MARGIN * total < best[0]:
+            recipes = {key: found[_nearest(key, found)][1] for key in counts}
+            best = total, Choice(dtype, recipes)
+    assert best is not None
+    return best[1]
+
+
+def seconds(times: Times, choice: Choice, shapes: Mapping[Shape, int], schedule: Schedule) -> float | None:
+    """What a choice takes for all timed shapes by the measured times; ``None`` where they lack one of its products."""
+    total = 0.0
+    for shape, count in shapes.items():
+        recipe, kinds = choice.recipe(*shape), _at(times, choice.dtype, shape_key(*shape))
+        if kinds is None:
+            continue
+        for kind, number in products(schedule, recipe.method, choice.dtype)._asdict().items():
+            if (one := _at(kinds, kind, getattr(recipe, kind))) is None:
+                return None
+            total += count * number * one
+    return total or None
+
+
+def _recipe(
+    kinds: Mapping[str, Mapping[str, float]], schedule: Schedule, methods: Sequence[str], dtype: str
+) -> tuple[float, Recipe]:
+    """Seconds per matrix, and the recipe that takes them."""
+    tables = {kind: _first_or_faster(kinds[kind]) for kind in Products._fields}
+    costs = {
+        method: sum(n * kinds[k][tables[k]] for k, n in products(schedule, method, dtype)._asdict().items())
+        for method in methods
+    }
+    method = _first_or_faster(costs)
+    return costs[method], Recipe(method, **tables)
+
+
+def _first_or_faster(times: Mapping[str, float]) -> str:
+    """The fastest, if it is faster than the first by more than the noise."""
+    usual, fast = next(iter(times)), min(times, key=lambda name: times[name])
+    return fast if MARGIN * times[fast] < times[usual] else usual
+
+
+def _nearest(key: str, among: Collection[str]) -> str:
+    def distance(other: str) -> tuple[float, float, str]:
+        (m, n), (p, q) = (tuple(map(int, name.split("x"))) for name in (key, other))
+        return abs(n / m - q / p), abs(m - p), other
+
+    return min(among, key=distance)

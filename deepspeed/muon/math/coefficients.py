@@ -8,6 +8,7 @@ One step with coefficients (a, b, c) maps every singular value s of a matrix to
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 Triple = tuple[float, float, float]
 Schedule = tuple[Triple, ...]
@@ -28,7 +29,7 @@ YOU: Schedule = (
 )
 
 
-def _for_larger_norm(schedule: Schedule, factor: float) -> Schedule:
+def for_larger_norm(schedule: Schedule, factor: float) -> Schedule:
     """The schedule that acts as if its input were divided by ``factor`` first."""
     a, b, c = schedule[0]
     return ((a / factor, b / factor**3, c / factor**5), *schedule[1:])
@@ -36,7 +37,7 @@ def _for_larger_norm(schedule: Schedule, factor: float) -> Schedule:
 
 #: Amsel et al., "The Polar Express" (arXiv 2505.16932), 5 steps, safety 2e-2, cushion 2. Its input has
 #: norm 1 / 1.02, so that rounding cannot carry a singular value over one.
-POLAR_EXPRESS: Schedule = _for_larger_norm(
+POLAR_EXPRESS: Schedule = for_larger_norm(
     (
         (8.156555, -22.483293, 15.878770),
         (4.042930, -2.808917, 0.500018),
@@ -74,36 +75,62 @@ def schedule(coefficients: str | Schedule, steps: int | None = None) -> Schedule
     return triples
 
 
-#: The Gram iteration composes two steps if a relative error of ``ROUNDING`` in the Gram matrix between them moves no
-#: singular value by more than ``MOVED`` after ``AHEAD`` further steps. The error stands for a few bf16 roundings that
-#: nothing averages out, and the further steps show a value that diverges.
-ROUNDING, MOVED, AHEAD = 2**-7, 0.06, 3
+#: The Gram iteration composes steps if errors of the Gram matrices between them move no singular value by more than
+#: ``MOVED`` after ``AHEAD`` further steps, which show a value that diverges.
+MOVED, AHEAD = 0.06, 3
+
+
+class Rounding(NamedTuple):
+    """What a dtype's rounding does to a Gram matrix, and how many steps are composed at most.
+
+    An eigenvalue r is off by ``error * max(r, least)``: a few roundings that nothing averages out. With these numbers
+    no matrix of many small ones goes astray, whatever its spectrum.
+    """
+
+    error: float
+    least: float
+    longest: int
+
+
+#: By dtype. fp16 rounds eight times finer than bf16. fp32 composes as fp16 does: one more step would save little and
+#: cost a digit, as an error at the smallest singular values grows by a^2, about 12, with each step.
+ROUNDING = {"bf16": Rounding(2.0**-7, 0.0, 2), "fp16": Rounding(2.0**-10, 1.0, 3), "fp32": Rounding(2.0**-10, 1.0, 3)}
 
 
 @functools.cache
-def segments(schedule: Schedule) -> tuple[int, ...]:
-    """Numbers of steps, one or two, after which the Gram iteration forms the Gram matrix from the iterate again.
+def segments(schedule: Schedule, dtype: str) -> tuple[int, ...]:
+    """Numbers of steps after which the Gram iteration forms the Gram matrix from the iterate again.
 
     Between restarts its small matrices drift away from the iterate. A polynomial that is steep at the largest singular
     values amplifies the drift, and the next step may then diverge.
+
+    Args:
+        dtype: of the products, a key of :data:`ROUNDING`.
     """
     found: list[int] = []
-    done = 0
+    done, rounding = 0, ROUNDING[dtype]
     while done < len(schedule):
-        found.append(2 if done + 1 < len(schedule) and _moved(schedule, done) <= MOVED else 1)
+        lengths = range(min(rounding.longest, len(schedule) - done), 1, -1)
+        fitting = (length for length in lengths if _moved(schedule, done, length, rounding) <= MOVED)
+        found.append(next(fitting, 1))
         done += found[-1]
     return tuple(found)
 
 
-def _moved(schedule: Schedule, first: int) -> float:
-    """The most by which an error of the Gram matrix after step ``first`` moves a singular value."""
-    worst, after = 0.0, schedule[first + 2 : first + 2 + AHEAD]
-    for i in range(1, 1001):
-        between = _map(schedule[: first + 1], i / 1000)
-        exact = _map((schedule[first + 1], *after), between)
-        for error in (-ROUNDING, ROUNDING):
-            drifted = between * _factor(schedule[first + 1], between * between * (1 + error))
-            moved = abs(_map(after, drifted) - exact)
+def _moved(schedule: Schedule, first: int, length: int, rounding: Rounding) -> float:
+    """The most by which errors of one sign in the Gram matrices between composed steps move a singular value."""
+    composed, after = schedule[first : first + length], schedule[first + length : first + length + AHEAD]
+    worst = 0.0
+    for error in (-rounding.error, rounding.error):
+        for i in range(1001):
+            start = value = _map(schedule[:first], i / 1000)
+            square = start * start
+            for triple in composed:
+                factor = _factor(triple, square)
+                value *= factor
+                square *= factor * factor
+                square += error * max(square, rounding.least)
+            moved = abs(_map(after, value) - _map((*composed, *after), start))
             worst = moved if not moved <= worst else worst  # a NaN counts as far
     return worst
 

@@ -11,93 +11,102 @@ operations when cols > rows. All its small matrices are polynomials of R, so the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.table import Operations, Scalars, Symmetric
 from deepspeed.muon.kernels.workspace import Workspace, matrices_together
-from deepspeed.muon.math.coefficients import Schedule, segments
+from deepspeed.muon.math.coefficients import Schedule, for_larger_norm, segments
 
 METHODS = ("standard", "gram")
+#: The dtypes of the products, the most exact first.
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+#: The Frobenius norm that a matrix is given. Entries of a very large one of norm 1 would leave fp16's normal numbers;
+#: with 16 a fourth power of the norm still is one. It is a power of two, so the other dtypes round as with 1.
+NORM = 16.0
 
 
-def bf16_is_fast(device_type: str, supported: bool | None = None) -> bool:
-    """Whether the device on which Newton-Schulz runs multiplies bf16 matrices in hardware.
-
-    Args:
-        device_type: ``cpu``, ``cuda`` or another accelerator's.
-        supported: whether that other accelerator supports bf16; by default what its module in torch says.
-    """
-    if device_type == "cpu":
-        cpu = torch.backends.cpu.get_cpu_capability() if hasattr(torch.backends, "cpu") else ""
-        return cpu.startswith("AVX512") and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    if device_type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    if supported is None:
-        ask = getattr(torch.get_device_module(device_type), "is_bf16_supported", None)
-        return bool(ask and ask())
-    return supported
+def name_of(dtype: torch.dtype) -> str:
+    """The key of a dtype in :data:`DTYPES`."""
+    return next(name for name, known in DTYPES.items() if known == dtype)
 
 
-def resolve_dtype(ns_dtype: str, bf16_everywhere: bool) -> torch.dtype:
-    """``auto`` is bf16 if every rank is fast in it, else fp32."""
-    return torch.bfloat16 if ns_dtype == "bf16" or (ns_dtype == "auto" and bf16_everywhere) else torch.float32
+class Products(NamedTuple):
+    """How many products of each kind one matrix takes: X X^T; of two symmetric matrices; P X."""
+
+    square: int
+    product: int
+    multiply: int
 
 
-def flops(rows: int, cols: int, schedule: Schedule, method: str, symmetric: float = 1.0) -> int:
+def products(schedule: Schedule, method: str, dtype: str) -> Products:
+    """The products of one method, which depend on the dtype because restarts do."""
+    steps = len(schedule)
+    if method == "standard":
+        return Products(steps, steps, steps)
+    restarts = len(segments(schedule, dtype))
+    return Products(restarts, 4 * steps - 3 * restarts, restarts)
+
+
+def flops(rows: int, cols: int, schedule: Schedule, method: str, dtype: str, symmetric: float = 1.0) -> int:
     """Floating-point operations to orthogonalize one m x n matrix, m <= n.
 
-    For ``simple``, with every product counted in full: ``standard`` 20 m^2 n + 10 m^3, ``gram`` 12 m^2 n + 22 m^3.
+    For ``simple``, with every product counted in full: ``standard`` 20 m^2 n + 10 m^3; ``gram`` 12 m^2 n + 22 m^3 in
+    bf16, and 8 m^2 n + 28 m^3 in fp16 and fp32.
 
     Args:
         symmetric: the part of a product with a symmetric result that is computed, 1 or about one half.
     """
     m, n = sorted((rows, cols))
-    steps = len(schedule)
-    if method == "standard":
-        squares, multiplications, small = steps, steps, steps
-    else:
-        squares = multiplications = len(segments(schedule))
-        small = 4 * steps - 3 * squares
-    return int(2 * m * m * (n * (symmetric * squares + multiplications) + m * symmetric * small))
+    count = products(schedule, method, dtype)
+    wide, small = symmetric * count.square + count.multiply, symmetric * count.product
+    return int(2 * m * m * (n * wide + m * small))
 
 
 def orthogonalize(
     x: Tensor,
     schedule: Schedule,
     method: str = "standard",
-    out: Tensor | None = None,
+    dtype: torch.dtype | None = None,
     work: Workspace | None = None,
     kernels: Operations = reference.OPERATIONS,
 ) -> Tensor:
-    """Replace every singular value of each matrix by about one.
+    """Replace every singular value of each matrix by about one, in place.
 
     Args:
-        x: ``[batch, rows, cols]``, contiguous, bf16 or fp32; **overwritten**.
+        x: ``[batch, rows, cols]``, contiguous, bf16 or fp32.
         schedule: one (a, b, c) triple per step.
         method: ``standard`` or ``gram``.
-        out: receives the result, same shape and dtype as ``x``; by default ``x`` itself.
+        dtype: of the products, a value of :data:`DTYPES`; by default that of ``x``.
         work: holds the temporaries.
         kernels: compute the products.
 
     Returns:
-        ``out``. A zero matrix gives zero, a non-finite one non-finite values.
+        ``x``. A zero matrix gives zero, a non-finite one non-finite values.
     """
     work = Workspace() if work is None else work
+    dtype = x.dtype if dtype is None else dtype
     iterate = {"standard": _standard, "gram": _gram}[method]
-    target = x if out is None else out
-    together = matrices_together(x)
-    for part, result in zip(x.split(together), target.split(together), strict=True):
-        spare = work.get("spare", tuple(part.shape), x.dtype, x.device) if out is None else result
-        kernels.normalize_(part)
-        found = iterate(part, spare, schedule, work, kernels)
-        if found.data_ptr() != result.data_ptr():
-            result.copy_(found)
-    return target
+    scaled = for_larger_norm(schedule, NORM)
+    for part in x.split(matrices_together(x, dtype)):
+        spare, start = work.get("spare", tuple(part.shape), dtype, x.device), part
+        if part.dtype != dtype:
+            start = work.get("iterate", tuple(part.shape), dtype, x.device)
+        found = iterate(
+            kernels.normalize(part, start, NORM), spare, scaled, segments(schedule, name_of(dtype)), work, kernels
+        )
+        if found.data_ptr() != part.data_ptr():
+            part.copy_(found)
+    return x
 
 
-def _standard(x: Tensor, spare: Tensor, schedule: Schedule, work: Workspace, kernels: Operations) -> Tensor:
+def _standard(
+    x: Tensor, spare: Tensor, schedule: Schedule, segments: Sequence[int], work: Workspace, kernels: Operations
+) -> Tensor:
     gram, factor = (_symmetric(name, x, work) for name in ("gram", "factor"))
     for a, b, c in schedule:
         kernels.square(x, gram, work)
@@ -106,10 +115,12 @@ def _standard(x: Tensor, spare: Tensor, schedule: Schedule, work: Workspace, ker
     return x
 
 
-def _gram(x: Tensor, spare: Tensor, schedule: Schedule, work: Workspace, kernels: Operations) -> Tensor:
+def _gram(
+    x: Tensor, spare: Tensor, schedule: Schedule, segments: Sequence[int], work: Workspace, kernels: Operations
+) -> Tensor:
     r, factor, q, t = (_symmetric(name, x, work) for name in ("gram", "factor", "q", "t"))
     step = 0
-    for segment in segments(schedule):
+    for segment in segments:
         kernels.square(x, r, work)
         for i, (a, b, c) in enumerate(schedule[step : step + segment]):
             kernels.product(r, r, factor, work, Scalars(c, b, a))

@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from deepspeed.muon.math.choice import choose_method, kind_of
+from deepspeed.muon.math.choice import counted_method
 from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.newton_schulz import flops
 
@@ -32,17 +32,26 @@ class CostModel:
 
 
 def cost_model(
-    ns_method: str, schedule: Schedule, itemsize: int, device_type: str, pinned: Mapping[str, str] | None = None
+    method: Callable[[int, int], str], schedule: Schedule, dtype: str, wire_bytes: int, device_type: str
 ) -> CostModel:
-    """The cost model of one group, by its ``ns_method``, which may be ``auto``, and its ``ns_methods``, ``pinned``.
+    """The cost model of one group.
 
-    ``itemsize``: bytes per element of the exchange. ``device_type``: ``cpu``, or an accelerator's.
+    Args:
+        method: of Newton-Schulz, by rows and columns.
+        dtype: of Newton-Schulz, which decides how often ``gram`` restarts.
+        wire_bytes: per element of the exchange.
+        device_type: ``cpu``, or an accelerator's.
     """
-    kind = kind_of(device_type, itemsize)
 
     @functools.cache
     def cost(rows: int, cols: int) -> float:
-        return flops(rows, cols, schedule, choose_method(rows, cols, ns_method, kind, pinned))
+        return flops(rows, cols, schedule, method(rows, cols), dtype)
 
     flops_per_byte = CPU_FLOPS_PER_BYTE if device_type == "cpu" else ACCELERATOR_FLOPS_PER_BYTE
-    return CostModel(cost, flops_per_byte, itemsize, device_type)
+    return CostModel(cost, flops_per_byte, wire_bytes, device_type)
+
+
+def counted_cost(ns_method: str, schedule: Schedule, dtype: str, wire_bytes: int, device_type: str) -> CostModel:
+    """:func:`cost_model` where nothing was measured: under ``auto`` the methods of fewer operations."""
+    method = functools.partial(counted_method, ns_method=ns_method, schedule=schedule, dtype=dtype)
+    return cost_model(method, schedule, dtype, wire_bytes, device_type)

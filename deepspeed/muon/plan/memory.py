@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from deepspeed.muon.kernels.workspace import batch_limit
+from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.plan.placement import PlacedBlock
 from deepspeed.muon.plan.plan import Batch, Plan, Round, batches_of
@@ -35,18 +36,24 @@ class Memory:
     """What decides how many bytes a demand takes.
 
     Args:
-        wire_itemsize: bytes of an element of the exchange.
-        ns_itemsize: of Newton-Schulz. Where the two differ, it works on a copy.
+        wire: dtype of the exchange: bf16 or fp32.
+        dtype: of Newton-Schulz, a key of :data:`deepspeed.muon.math.newton_schulz.DTYPES`. Where it is not that of the
+            wire, Newton-Schulz works on a copy.
         device_type: where Newton-Schulz runs: ``cpu``, or an accelerator's.
         staged: shards are on the host and Newton-Schulz on an accelerator.
         plain: all operations are those of plain PyTorch, which have temporaries in fp32.
     """
 
-    wire_itemsize: int
-    ns_itemsize: int
+    wire: str
+    dtype: str
     device_type: str
     staged: bool = False
     plain: bool = False
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of an element of the exchange."""
+        return DTYPES[self.wire].itemsize
 
 
 class Peak(NamedTuple):
@@ -75,7 +82,7 @@ def peak(parts: Iterable[PartDemand], memory: Memory) -> Peak:
     exchange, newton_schulz = Counter[str](), Counter[str]()
     for part in parts:
         for index, demand in enumerate(part.buckets):
-            exchange |= Counter({f"bucket{index % part.slots}": demand.buffers * memory.wire_itemsize})
+            exchange |= Counter({f"bucket{index % part.slots}": demand.buffers * memory.wire_bytes})
             if memory.plain and not memory.staged:
                 exchange |= Counter(shard=4 * demand.longest_run)
             for batch in demand.batches:
@@ -85,11 +92,11 @@ def peak(parts: Iterable[PartDemand], memory: Memory) -> Peak:
 
 def _temporaries(batch: Batch, method: str, memory: Memory) -> Counter[str]:
     """Bytes by name for the matrices of a batch that are orthogonalized together."""
-    numel, small, itemsize = batch.rows * batch.cols, min(batch.rows, batch.cols), memory.ns_itemsize
+    numel, small, itemsize = batch.rows * batch.cols, min(batch.rows, batch.cols), DTYPES[memory.dtype].itemsize
     on_cpu = memory.device_type == "cpu"
     sizes = {"spare": numel * itemsize}
-    if memory.wire_itemsize != itemsize:
-        sizes["copy"] = numel * itemsize
+    if memory.wire != memory.dtype:
+        sizes["iterate"] = numel * itemsize
     for name in SYMMETRIC[method]:
         sizes |= {name: small * small * itemsize, f"{name} diagonal": 4 * small}
     if memory.plain:

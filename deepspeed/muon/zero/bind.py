@@ -14,13 +14,13 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.exchange.watchdog import start_watchdog
 from deepspeed.muon.kernels import selection
-from deepspeed.muon.math.newton_schulz import bf16_is_fast, resolve_dtype
 from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.tuning import has_bf16
 from deepspeed.muon.version import __version__
 from deepspeed.muon.zero.checkpoint.state_keys import keep_convertible
 from deepspeed.muon.zero.checkpoint.universal import read_universal
+from deepspeed.muon.zero.choice import choose, compare_plans
 from deepspeed.muon.zero.consensus import Facts, compare, differences
-from deepspeed.muon.zero.methods import compare_plans, shapes_to_measure, tune
 from deepspeed.muon.zero.monitor import set_up_monitor
 from deepspeed.muon.zero.refusals import refuse_engine, refuse_unsupported
 from deepspeed.muon.zero.startup_log import log_startup
@@ -35,7 +35,7 @@ def agree(optimizer: MuonWithAuxAdam) -> Facts:
     Called before the engine wraps the optimizer too, as the collectives of ZeRO's construction follow the routing.
 
     Returns:
-        ``bf16``: whether all ranks are fast in it. ``shapes``: the matrices whose methods are to be measured.
+        ``bf16``: whether the devices of all ranks know it. ``shapes`` and ``ns_methods``: of all stages.
         ``groups``: the most parameter groups that a pipeline stage has. ``matrices``: of all stages. ``firsts``: the
         first rank of each stage.
 
@@ -61,12 +61,14 @@ def bind_engine(engine: Any) -> None:
     adapter = engine.muon_adapter = adapter_for(engine, optimizer)
     adapter.prepare(verdict["groups"])
     partitions = joined(adapter.partitions(), optimizer, engine)
-    ns_dtype, device = resolve_dtype(optimizer.config.ns_dtype, verdict["bf16"]), _compute_device()
+    device = _compute_device()
     kinds = sorted({device.type, *(tensor.device.type for partition in partitions for tensor in partition.tensors)})
     lacking = compare(lambda: selection.missing(optimizer.config.kernels, kinds), _judge_kernels)
-    optimizer.kernels = selection.choose(lacking)
-    tune(optimizer, verdict["shapes"], ns_dtype, device)
-    optimizer.bind(partitions, ns_dtype, device)
+    optimizer.speaks = engine.global_rank == 0
+    optimizer.use_kernels(lacking)
+    world_size = max((p.world_size for p in partitions), default=1)
+    tuning = choose(optimizer, verdict, device, world_size)
+    optimizer.bind(partitions, tuning, device)
     set_up_monitor(engine, compare_plans(optimizer, monitor=engine.monitor.enabled)["monitor"])
     keep_convertible(optimizer)
     adapter.open_states()
@@ -75,7 +77,7 @@ def bind_engine(engine: Any) -> None:
     optimizer.report_skip = once_per_step(engine, optimizer.report_skip)
     start_watchdog()
     if engine.global_rank in verdict["firsts"]:
-        log_startup(adapter, lacking, verdict["matrices"])
+        log_startup(adapter, tuning, verdict["matrices"])
 
 
 def _compute_device() -> torch.device:
@@ -92,8 +94,9 @@ def _facts(optimizer: MuonWithAuxAdam) -> Facts:
         "stage": matrix_share(optimizer),
         "groups": hashlib.sha256(json.dumps(groups).encode()).hexdigest()[:16],
         "routes": hashlib.sha256("".join(routes).encode()).hexdigest()[:16],
-        "bf16": bf16_is_fast(_compute_device().type, get_accelerator().is_bf16_supported()),
-        "shapes": [[*shape, count] for shape, count in shapes_to_measure(optimizer).items()],
+        "bf16": has_bf16(_compute_device().type, get_accelerator().is_bf16_supported()),
+        "shapes": [[*shape, count] for shape, count in optimizer.shapes.items()],
+        "ns_methods": sorted(optimizer.ns_methods),
         "group_count": len(groups),
         "matrices": sum(len(spec.blocks) for spec in optimizer.specs.values()),
         "unused_options": optimizer.unused_options,
@@ -113,6 +116,7 @@ def _judge_settings(facts: list[Facts]) -> Facts:
         counted |= Counter({(rows, cols): count for rows, cols, count in stated["shapes"]})
     return {
         "bf16": all(stated["bf16"] for stated in facts),
+        "ns_methods": sorted({method for stated in stages for method in stated["ns_methods"]}),
         "shapes": [[*shape, count] for shape, count in counted.items()],
         "groups": max(stated["group_count"] for stated in stages),
         "matrices": sum(stated["matrices"] for stated in stages),

@@ -7,13 +7,14 @@ import math
 from collections import defaultdict
 from typing import Any
 
-from deepspeed.muon.kernels.selection import Missing, summary
+from deepspeed.muon.kernels.selection import summary
 from deepspeed.muon.log import logger
 from deepspeed.muon.math.scale import SCALES, update_rms
 from deepspeed.muon.matrices.pipeline import stages_of
 from deepspeed.muon.matrices.routing import MatrixSpec, is_lora
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.plan.plan import Plan
+from deepspeed.muon.tuning import Tuning, described
 from deepspeed.muon.version import __version__
 from deepspeed.muon.zero.wrappers.adapter import Adapter
 from deepspeed.muon.zero.wrappers.experts import expert_counts
@@ -23,10 +24,10 @@ from deepspeed.muon.zero.wrappers.tensor_parallel import matrix_share
 SLOW_SUB_GROUPS = 1.25
 
 
-def log_startup(adapter: Adapter, lacking: Missing, matrices_of_all: int) -> None:
+def log_startup(adapter: Adapter, tuning: Tuning, matrices_of_all: int) -> None:
     """Log one line for this rank's share of the model, and one for each kind of split.
 
-    ``lacking`` says why kernels are not used, by kind; ``matrices_of_all`` counts those of all shares.
+    ``tuning``: the choice of Newton-Schulz and its times; ``matrices_of_all`` counts the matrices of all shares.
     """
     engine, optimizer, specs = adapter.engine, adapter.optimizer, adapter.optimizer.specs.values()
     matrices, rest = ([spec for spec in specs if spec.use_muon == use_muon] for use_muon in (True, False))
@@ -44,7 +45,7 @@ def log_startup(adapter: Adapter, lacking: Missing, matrices_of_all: int) -> Non
         *expert_counts(engine, optimizer),
         f"{len(rest)} tensors ({_elements(rest):,} parameters) to AdamW"
         + (f", {len(lora)} of them LoRA factors (Muon by muon_include)" if lora else ""),
-        *(_steps(engine, optimizer, lacking, matrices) if matrices else ()),
+        *(_steps(engine, optimizer, tuning, matrices) if matrices else ()),
     )
     logger.info("deepspeed-muon %s: %s", __version__, "; ".join(facts))
     splits = defaultdict[str, list[str]](list)
@@ -72,7 +73,7 @@ def _place(engine: Any, optimizer: MuonWithAuxAdam) -> tuple[str, ...]:
     return (f"stage {optimizer.stage + 1} of {stages} of the pipeline",) if stages > 1 else ()
 
 
-def _steps(engine: Any, optimizer: MuonWithAuxAdam, lacking: Missing, matrices: list[MatrixSpec]) -> tuple[str, ...]:
+def _steps(engine: Any, optimizer: MuonWithAuxAdam, tuning: Tuning, matrices: list[MatrixSpec]) -> tuple[str, ...]:
     """How a step runs: ranks, traffic, Newton-Schulz, scale."""
     exchange, plans, config = optimizer.exchange, optimizer.plans, optimizer.config
     sent = sum(plan.sent_elements for plan in plans) * exchange.dtype.itemsize / 1e6
@@ -83,8 +84,8 @@ def _steps(engine: Any, optimizer: MuonWithAuxAdam, lacking: Missing, matrices: 
     return (
         f"{engine.world_size // stages_of(engine.module)} ranks{_stage_0(engine, optimizer)}",
         f"{sent:.1f} MB sent per step by rank {engine.global_rank}, {extra:.1f} MB by all ranks to balance the owners",
-        f"Newton-Schulz in {str(exchange.dtype).removeprefix('torch.')} on {exchange.device.type}, kernels: "
-        f"{summary(optimizer.kernels, lacking)}, {_methods(optimizer)}",
+        f"exchange in {config.wire}, kernels: {summary(optimizer.kernels, optimizer.lacking)}",
+        f"Newton-Schulz on {exchange.device.type} in {described(optimizer.choice, tuning)}{_methods(optimizer)}",
         f"adjust_lr_fn {config.scale} = {SCALES[config.scale][0].replace('rms_scale', f'{config.rms_scale:g}')}: "
         f"update RMS {rms:.3g} x lr for {typical.name} {list(typical.whole)} ({config.scale_reason})",
     )
@@ -101,12 +102,9 @@ def _stage_0(engine: Any, optimizer: MuonWithAuxAdam) -> str:
 
 
 def _methods(optimizer: MuonWithAuxAdam) -> str:
-    """The methods of Newton-Schulz, and who chose them."""
-    groups = [group for group in optimizer.param_groups if group["use_muon"]]
-    if any(group["ns_method"] != "auto" for group in groups):
-        return "ns_method " + ", ".join(sorted({group["ns_method"] for group in groups}))
-    chosen = list(groups[0]["ns_methods"].values())
-    return f"gram for {chosen.count('gram')} of {len(chosen)} shapes ({optimizer.config.ns_tuning} rule)"
+    """Groups whose method the user has set."""
+    fixed = sorted(optimizer.ns_methods - {"auto"})
+    return f", ns_method {', '.join(fixed)} where it is set" if fixed else ""
 
 
 def _warn_of_small_sub_groups(optimizer: MuonWithAuxAdam) -> None:

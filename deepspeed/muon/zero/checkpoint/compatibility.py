@@ -14,7 +14,7 @@ import torch
 from deepspeed.muon.errors import CheckpointError
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.log import logger
-from deepspeed.muon.math.choice import unknown_methods
+from deepspeed.muon.math.choice import unknown, unknown_methods
 from deepspeed.muon.matrices.pipeline import stages_of
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.state_import import fused
@@ -35,7 +35,7 @@ def of_engine(engine: Any, exclude_frozen: bool = False) -> dict[str, Any]:
     optimizer: MuonWithAuxAdam = engine.basic_optimizer
     names = {"matrices": sorted(matrices(optimizer))}
     groups = [group | names if group["use_muon"] else group for group in optimizer.param_groups]
-    kept = ("use_muon", "ns_methods", "matrices")
+    kept = ("use_muon", "ns_choice", "ns_methods", "matrices")
     return {
         "stage": engine.zero_optimization_stage(),
         "wrapper": engine.muon_adapter.CLASS,
@@ -208,8 +208,10 @@ def routing_difference(optimizer: MuonWithAuxAdam, groups: Groups) -> str | None
     there = {name for group in groups for name in group.get("matrices", ())}
     here = matrices(optimizer)
     if saved == current and there == here:
-        unknown = [text for group in groups for text in unknown_methods(group.get("ns_methods", {}))]
-        return f"it was saved with methods that this deepspeed-muon lacks: {', '.join(unknown)}" if unknown else None
+        strange = [text for group in groups for text in unknown_methods(group.get("ns_methods", {}))]
+        strange += [text for group in groups if "ns_choice" in group for text in unknown(group["ns_choice"])]
+        names = ", ".join(dict.fromkeys(strange))
+        return f"it was saved with dtypes or methods that this deepspeed-muon lacks: {names}" if strange else None
     words = {True: "Muon", False: "AdamW", None: "unknown"}
     return (
         f"the checkpoint's parameter groups are {[words[kind] for kind in saved]}, the optimizer's are "
@@ -224,15 +226,12 @@ def settings_of(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[st
     """The saved settings of a group, which win as with any optimizer of torch; warn where the config differs.
 
     Learning rates are left out of the warning, since a schedule changes them. Their ratio is the config's: a schedule
-    is built from the config too. Of ``ns_methods`` the warning names the shapes that differ.
+    is built from the config too. What was chosen for this machine is no setting.
     """
     settings = {key: value for key, value in saved.items() if key not in (*OWN, "params", "matrices", "blocks")}
     for key, value in settings.items():
         here = current.get(key, value)
-        if key == "ns_methods":
-            value = {shape: method for shape, method in value.items() if here.get(shape, method) != method}
-            here = {shape: here[shape] for shape in value}
-        if key not in ("lr", "initial_lr") and value != here:
+        if key not in ("lr", "initial_lr", "ns_choice", "ns_methods") and value != here:
             change = f"{key} = {value} from the checkpoint; the config has {here}"
             logger.warning("deepspeed-muon: group %s goes on with %s", current.get("name"), change)
     return {key: value for key, value in current.items() if key != "params"} | settings

@@ -23,8 +23,8 @@ from deepspeed.muon.log import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.patch import Seam, replaced
 from deepspeed.muon.zero.checkpoint import compatibility, manifest
+from deepspeed.muon.zero.choice import compare_plans
 from deepspeed.muon.zero.consensus import from_rank_0, gathered, together
-from deepspeed.muon.zero.methods import compare_plans
 from deepspeed.muon.zero.nvme import saved_files
 
 #: How many problems one error tells of.

@@ -16,6 +16,7 @@ from packaging.version import Version
 
 pytest.register_assert_rewrite("helpers")
 from helpers import extensions  # noqa: E402
+from helpers.racing import without_races  # noqa: E402
 
 TIME_LIMIT = 300.0
 """Seconds a test may take unless it is marked with time_limit(seconds)."""
@@ -24,6 +25,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are built from configs; n
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    without_races()
     config.addinivalue_line("markers", f"time_limit(seconds): bound of a test, {TIME_LIMIT:g} s by default")
     config.addinivalue_line("markers", "sample(count): so many of its cases run by default, the others in full runs")
     config.addinivalue_line("markers", "ranks: may run functions on pools of ranks; set by this file")

@@ -125,10 +125,12 @@ def test_parsing_leaves_the_section_alone() -> None:
 
 
 @pytest.mark.parametrize("method", ["auto", "standard", "gram"])
-@pytest.mark.parametrize("dtype", ["auto", "bf16", "fp32"])
+@pytest.mark.parametrize("dtype", ["auto", "bf16", "fp16", "fp32"])
 def test_choices_are_accepted(method: str, dtype: str) -> None:
     config = parse({"ns_method": method, "ns_dtype": dtype})
     assert (config.ns_method, config.ns_dtype) == (method, dtype)
+    assert config.wire == ("fp32" if dtype == "fp32" else "bf16")
+    assert all(parse({"ns_dtype": dtype, "wire_dtype": wire}).wire == wire for wire in ("bf16", "fp32"))
 
 
 @pytest.mark.parametrize("name", coefficients.NAMED)
@@ -288,9 +290,10 @@ WRONG: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"ns_method": "grams"}, ("optimizer.params.ns_method", "'grams'", "auto, standard or gram", "mean 'gram'?")),
     ({"ns_method": "Standard"}, ("optimizer.params.ns_method", "did you mean 'standard'?")),
     ({"ns_dtype": "bfloat16"}, ("optimizer.params.ns_dtype", "'bfloat16'", "did you mean 'bf16'?")),
-    ({"ns_dtype": "fp64"}, ("optimizer.params.ns_dtype", "'fp64'", "auto, bf16 or fp32")),
-    ({"ns_dtype": "fp16"}, ("optimizer.params.ns_dtype", "fp16 is refused", "use bf16 or fp32")),
-    ({"ns_dtype": "Half"}, ("optimizer.params.ns_dtype", "fp16 is refused")),
+    ({"ns_dtype": "fp64"}, ("optimizer.params.ns_dtype", "'fp64'", "auto, bf16, fp16 or fp32")),
+    ({"wire_dtype": "fp16"}, ("optimizer.params.wire_dtype", "fp16 is refused", "use bf16 or fp32")),
+    ({"wire_dtype": "Half"}, ("optimizer.params.wire_dtype", "fp16 is refused")),
+    ({"ns_tuning": "measure"}, ("optimizer.params.ns_tuning", "shipped or measured", "mean 'measured'?")),
     ({"adjust_lr_fn": "match_rms_adam"}, ("optimizer.params.adjust_lr_fn", "did you mean 'match_rms_adamw'?")),
     ({"adjust_lr_fn": "rms"}, ("optimizer.params.adjust_lr_fn", "'rms'", "match_rms_adamw", "none")),
     # Schedules.
@@ -320,7 +323,7 @@ def test_the_error_is_a_value_error_without_a_chain() -> None:
 
 
 def test_every_wrong_key_is_named_once() -> None:
-    text = message({"lr": -1, "momentun": 0.9, "ns_dtype": "fp16", "per_head_muon": 2, "betas": [2, 3], "eps": 1e-8})
+    text = message({"lr": -1, "momentun": 0.9, "ns_dtype": "fp8", "per_head_muon": 2, "betas": [2, 3], "eps": 1e-8})
     keys = ("lr", "momentun", "ns_dtype", "per_head_muon", "betas")
     assert [text.count(f"optimizer.params.{key}:") for key in keys] == [1] * len(keys), text
     assert "optimizer.params.eps" not in text

@@ -61,14 +61,15 @@ def test_bits_depend_neither_on_buckets_nor_on_how_many_are_in_flight(stage: int
             torch.testing.assert_close(update, one[0], rtol=0, atol=0)
 
 
-def count_traffic(stage: int, dtype: str, kind: str) -> tuple[int, int]:
+def count_traffic(stage: int, dtype: str, kind: str, wire: str = "auto") -> tuple[int, int]:
     """Bytes that this rank sends in the all-to-alls of one step, and all other collectives' calls during it."""
     import torch.distributed as dist
 
     from helpers.training import FixedGradients
 
     net = FixedGradients([(64, 64), (256, 64), (64, 256)] * 4)
-    engine = make_engine(net, ds_config(stage=stage, dtype=dtype, optimizer=with_params(ns_dtype=kind)))
+    section = with_params(ns_dtype=kind, wire_dtype=wire)
+    engine = make_engine(net, ds_config(stage=stage, dtype=dtype, optimizer=section))
     sent, rank = [], dist.get_rank()
     original = dist.all_to_all_single
 
@@ -106,10 +107,19 @@ def test_stages_1_and_2_send_what_straddles_and_what_balances() -> None:
         assert sum(sent) < 0.75 * sum(stage3)
 
 
-def test_the_exchange_follows_ns_dtype() -> None:
-    half = run(count_traffic, 2, stage=3, dtype="fp32", kind="bf16")[0][0]
-    full = run(count_traffic, 2, stage=3, dtype="fp32", kind="fp32")[0][0]
-    assert full == 2 * half
+def test_the_dtype_of_the_wire_is_a_setting() -> None:
+    """fp32 where the user set ns_dtype to fp32, else bf16, whatever the products are computed in."""
+    settings = [
+        ("bf16", "auto"),
+        ("fp16", "auto"),
+        ("auto", "auto"),
+        ("fp32", "bf16"),
+        ("fp32", "auto"),
+        ("bf16", "fp32"),
+    ]
+    sent = [run(count_traffic, 2, stage=3, dtype="fp32", kind=kind, wire=wire)[0][0] for kind, wire in settings]
+    half = sent[0]
+    assert sent == [half, half, half, half, 2 * half, 2 * half]
 
 
 def state(facts: dict[str, Any]) -> str:

@@ -18,8 +18,8 @@ from helpers.training import FixedGradients, ds_config, make_engine, with_params
 
 #: Matrices of models of hidden size 64, 192 and 512: some of one shape, tall and wide.
 SIZES = {
-    "small": [(64, 64)] * 8 + [(256, 64), (64, 256)] * 2,
-    "medium": [(192, 192)] * 8 + [(768, 192), (192, 768)] * 2,
+    "small": [(64, 64)] * 9 + [(256, 64), (64, 256)] * 2,
+    "medium": [(192, 192)] * 9 + [(768, 192), (192, 768)] * 2,
     "large": [(512, 512)] * 4 + [(2048, 512), (512, 2048)],
 }
 
@@ -69,8 +69,8 @@ def measured(shapes: list[tuple[int, int]], params: dict[str, Any], device_type:
         engine.step()
     finally:
         optimizer_module.cost_model, workspace.is_accelerator = originals
-    itemsize, is_plain = optimizer.exchange.dtype.itemsize, optimizer.kernels.name == "torch"
-    expected = Memory(wire_itemsize=itemsize, ns_itemsize=itemsize, device_type="cpu", plain=is_plain)
+    wire, is_plain = optimizer.config.wire, optimizer.kernels.name == "torch"
+    expected = Memory(wire=wire, dtype=optimizer.choice.dtype, device_type="cpu", plain=is_plain)
     if device_type != "cpu":  # the kernels are those of a CPU, the number of matrices is not
         module.batch_limit = lambda rows, cols, itemsize, accelerator: workspace.batch_limit(rows, cols, itemsize, True)
     try:
@@ -112,7 +112,7 @@ def test_a_copy_is_counted_where_the_dtypes_differ() -> None:
     from deepspeed.muon.plan.plan import Batch
 
     part = PartDemand([Demand(3000, 100, (Batch(0, 1, 20, 50),))], 3, lambda rows, cols: "standard")
-    same, wider = (peak([part], Memory(wire_itemsize=2, ns_itemsize=n, device_type="cuda")) for n in (2, 4))
+    same, wider = (peak([part], Memory(wire="bf16", dtype=dtype, device_type="cuda")) for dtype in ("bf16", "fp32"))
     small = 2 * 4 * 20  # two diagonals
     assert same == (6000, 2 * 1000 + 2 * 2 * 400 + small)
     assert wider == (6000, 2 * 4 * 1000 + 2 * 4 * 400 + small)

@@ -3,6 +3,7 @@
 
 import dataclasses
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,11 +18,11 @@ from deepspeed.muon.forecast.estimate import Machine, Network, estimate, millise
 from deepspeed.muon.forecast.layout import Half, Layout, halves_of, lay_out, step_cost
 from deepspeed.muon.forecast.measured import ShapeRate, measure
 from deepspeed.muon.kernels import reference
-from deepspeed.muon.math.choice import choose_method
+from deepspeed.muon.math.choice import counted_method
 from deepspeed.muon.math.newton_schulz import flops
 from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.matrices.routing import MatrixSpec
-from deepspeed.muon.plan.cost import cost_model
+from deepspeed.muon.plan.cost import counted_cost
 from deepspeed.muon.plan.memory import Memory, demand_of, peak
 from deepspeed.muon.plan.plan import CPU_BUCKET_BYTES, Plan, make_plan
 from helpers.forecasts import STEPS, check_against_the_engine, forecast
@@ -111,10 +112,10 @@ def test_the_memory_of_all_ranks_is_that_of_the_plans(
     found = estimate(halves, layout, STEPS, GPU, bucket_bytes)
     parts: list[list[Any]] = [[] for _ in range(world_size)]
     for step, part in zip(found.costs, lay_out(halves, layout), strict=True):
-        cost = cost_model("auto", STEPS, 2, "cuda")
+        cost = counted_cost("auto", STEPS, "bf16", 2, "cuda")
         for rank in range(world_size):
             plan = make_plan(part.shards, rank, world_size, cost, bucket_bytes)
-            parts[rank].append(demand_of(plan, lambda rows, cols: choose_method(rows, cols, "auto", "cuda bf16")))
+            parts[rank].append(demand_of(plan, partial(counted_method, ns_method="auto", schedule=STEPS, dtype="bf16")))
             assert plan.slots(staged=False) == step.slots
             for demand, planned in zip(step.demands[rank], parts[rank][-1].buckets, strict=True):
                 assert (demand.batches, demand.buffers) >= (planned.batches, planned.buffers)
@@ -132,7 +133,7 @@ def test_sums_of_all_ranks_are_those_of_the_plans(
     shapes: list[tuple[int, int]], world_size: int, stage: int, split: bool, alignment: int, sub_group: int
 ) -> None:
     for part in lay_out([group(shapes, split)], Layout(stage, world_size, sub_group, alignment=alignment)):
-        cost = cost_model(part.half.ns_method, STEPS, 2, "cuda")
+        cost = counted_cost(part.half.ns_method, STEPS, "bf16", 2, "cuda")
         step = step_cost(part, cost)
         plans = [make_plan(part.shards, rank, world_size, cost) for rank in range(world_size)]
         assert [plan.sent_elements * 2 for plan in plans] == step.sent_bytes
@@ -146,7 +147,7 @@ def test_sums_of_all_ranks_are_those_of_the_plans(
 def test_messages_and_runs_are_those_of_the_plans(shapes: list[tuple[int, int]], world_size: int, stage: int) -> None:
     """Exactly where each round holds one matrix of an owner at most, else no fewer than there are."""
     (part,) = lay_out([group(shapes)], Layout(stage, world_size))
-    cost = cost_model(part.half.ns_method, STEPS, 2, "cuda")
+    cost = counted_cost(part.half.ns_method, STEPS, "bf16", 2, "cuda")
     step = step_cost(part, cost)
     plans = [make_plan(part.shards, rank, world_size, cost) for rank in range(world_size)]
     sent = [sum(sum(others(b.send_counts, p) + others(b.receive_counts, p)) for b in p.buckets) for p in plans]
@@ -167,7 +168,7 @@ def test_rounds_are_those_of_the_plan() -> None:
     shapes = [(side + 8, side)] * 3 + [(side // 2, side // 2)] * 11 + [(side // 4, side)] * 5
     for stage, world_size in itertools.product((1, 3), (1, 2, 4)):
         (part,) = lay_out([group(shapes)], Layout(stage, world_size))
-        cost = cost_model(part.half.ns_method, STEPS, 2, "cpu")
+        cost = counted_cost(part.half.ns_method, STEPS, "bf16", 2, "cpu")
         assert step_cost(part, cost).rounds == len(make_plan(part.shards, 0, world_size, cost).buckets) > 1
 
 
@@ -175,13 +176,13 @@ def test_rounds_are_those_of_the_plan() -> None:
 def test_stage_3_sends_no_less_than_the_formula(world_size: int) -> None:
     shapes = [(512, 512), (2048, 512), (512, 2048)] * 8
     (part,) = lay_out([group(shapes)], Layout(3, world_size))
-    step = step_cost(part, cost_model(part.half.ns_method, STEPS, 2, "cuda"))
+    step = step_cost(part, counted_cost(part.half.ns_method, STEPS, "bf16", 2, "cuda"))
     numel = sum(rows * cols for rows, cols in shapes)
     assert step.least_bytes == 4 * numel * (world_size - 1) / world_size**2
     assert sum(step.sent_bytes) / world_size == pytest.approx(step.least_bytes, rel=1e-6)
 
 
-GPU = Memory(wire_itemsize=2, ns_itemsize=2, device_type="cuda")
+GPU = Memory(wire="bf16", dtype="bf16", device_type="cuda")
 MACHINE = Machine(
     tflops=2.0, muon_ns=3.0, adamw_ns=5.0, run_us=11.0, network=Network(gbs=0.5, latency_us=7.0, message_us=3.0)
 )
@@ -231,7 +232,7 @@ CPU = torch.device("cpu")
 
 
 def measured(half: Half, world_size: int = 1, seconds: float = 0.05) -> tuple[Machine, list[ShapeRate]]:
-    return measure([half], STEPS, torch.float32, CPU, CPU, reference.OPERATIONS, world_size, seconds)
+    return measure([half], STEPS, torch.float32, torch.float32, CPU, CPU, reference.OPERATIONS, world_size, seconds)
 
 
 @pytest.mark.parametrize("momentum_dtype", ["fp32", "bf16"])
@@ -243,7 +244,7 @@ def test_constants_are_measured_on_this_machine(momentum_dtype: str, monkeypatch
     assert machine.network is None
     assert min(machine.tflops, machine.muon_ns, machine.adamw_ns, machine.run_us) > 0
     assert {(rate.rows, rate.cols, rate.count) for rate in rates} == {(64, 64, 3), (16, 48, 1)}
-    operations = [rate.count * flops(rate.rows, rate.cols, STEPS, rate.method) for rate in rates]
+    operations = [rate.count * flops(rate.rows, rate.cols, STEPS, rate.method, "fp32") for rate in rates]
     spent = sum(count / rate.tflops for count, rate in zip(operations, rates, strict=True))
     assert machine.tflops == pytest.approx(sum(operations) / spent)
 
@@ -252,8 +253,8 @@ def test_a_shape_that_would_take_too_long_is_measured_smaller(monkeypatch: pytes
     """By a clock that advances by the operations, 10^12 a second: half of 0.1 s holds 5 calls of 512 x 1024 at 6 ms."""
     now, calls = [0.0], []
 
-    def orthogonalize(x: torch.Tensor, schedule: object, method: str, **rest: object) -> None:
-        now[0] += x.size(0) * flops(x.size(1), x.size(2), STEPS, method) / 1e12
+    def orthogonalize(x: torch.Tensor, schedule: object, method: str, *rest: object) -> None:
+        now[0] += x.size(0) * flops(x.size(1), x.size(2), STEPS, method, "fp32") / 1e12
         calls.append(tuple(x.shape))
 
     monkeypatch.setattr(forecast_measured, "orthogonalize", orthogonalize)

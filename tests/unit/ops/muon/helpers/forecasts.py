@@ -8,13 +8,17 @@ import torch
 from deepspeed.muon.config.schema import parse
 from deepspeed.muon.forecast.layout import Layout, StepCost, StepPart, halves_of, lay_out, step_cost
 from deepspeed.muon.math.coefficients import schedule
-from deepspeed.muon.plan.cost import cost_model
+from deepspeed.muon.plan.cost import CostModel, counted_cost
 from deepspeed.muon.plan.plan import make_plan
 from helpers.distributed import run
 from helpers.models import MODELS
 from helpers.training import PARAMS, ds_config, make_engine
 
 STEPS, ITEMSIZE = schedule("simple"), 4
+
+
+def cost_of(ns_method: str) -> CostModel:
+    return counted_cost(ns_method, STEPS, "fp32", ITEMSIZE, "cpu")
 
 
 def bound(model: str, **config: Any) -> dict[str, Any]:
@@ -37,9 +41,7 @@ def bound(model: str, **config: Any) -> dict[str, Any]:
 
 def forecast(model: str, layout: Layout, params: dict[str, Any] = PARAMS) -> tuple[list[StepPart], list[StepCost]]:
     parts = lay_out(halves_of(MODELS[model](), parse(params)), layout)
-    return parts, [
-        step_cost(part, cost_model(part.half.ns_method, STEPS, ITEMSIZE, "cpu")) for part in parts if part.half.use_muon
-    ]
+    return parts, [step_cost(part, cost_of(part.half.ns_method)) for part in parts if part.half.use_muon]
 
 
 def check_against_the_engine(model: str, layout: Layout, **config: Any) -> set[str]:
@@ -49,7 +51,12 @@ def check_against_the_engine(model: str, layout: Layout, **config: Any) -> set[s
     state = sum(part.state_bytes for part in parts)
     for rank, facts in enumerate(live):
         plans = [
-            make_plan(part.shards, rank % part.world_size, part.world_size, cost_model(method, STEPS, ITEMSIZE, "cpu"))
+            make_plan(
+                part.shards,
+                rank % part.world_size,
+                part.world_size,
+                counted_cost(method, STEPS, "fp32", ITEMSIZE, "cpu"),
+            )
             for part, method in ((cost.part, cost.part.half.ns_method) for cost in costs)
         ]
         assert [plan.digest for plan in plans] == facts["digests"]

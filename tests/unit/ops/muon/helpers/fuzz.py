@@ -36,7 +36,8 @@ VALID: dict[str, list[Any]] = {
     "ns_tuning": ["shipped", "measured"],
     "ns_steps": [1, 3, 5, 6],
     "ns_coefficients": ["simple", "you", "polar_express", SIMPLE, CUBIC, [SIMPLE] * 3, [SIMPLE, CUBIC]],
-    "ns_dtype": ["auto", "bf16", "fp32", "fp32"],
+    "ns_dtype": ["auto", "bf16", "fp16", "fp32", "fp32", "fp32"],
+    "wire_dtype": ["auto", "auto", "bf16", "fp32"],
     "kernels": ["auto", "torch"],
     "betas": [[0.9, 0.95], (0.8, 0.99), [0, 0.5]],
     "eps": [1e-8, 1e-10, 1e-4],
@@ -70,7 +71,8 @@ WRONG: dict[str, list[Any]] = {
     "ns_tuning": ["measure", "auto", True, 10],
     "ns_steps": [0, 51, 2.5, "five", True, [5]],
     "ns_coefficients": ["simpel", [], [1, 2], [[0, 1, 1]], [["a", 1, 1]], 5, {"a": 1}, [math.nan, 1, 1]],
-    "ns_dtype": ["fp16", "bfloat16", 16],
+    "ns_dtype": ["float16", "bfloat16", 16],
+    "wire_dtype": ["fp16", "float32", 16],
     "kernels": ["native", True],
     "betas": [0.9, [0.9], [0.9, 1.0], [0.9, -0.1], [0.9, 0.95, 0.99], "0.9", [True, 0.9]],
     "eps": [-1e-8, "small", math.inf],
@@ -327,7 +329,9 @@ def train(model: nn.Module, steps: int, config: dict[str, Any]) -> dict[str, Ten
 
 def is_half(config: dict[str, Any]) -> bool:
     """Whether the run computes anything in half precision, on this machine or on another."""
-    return config["dtype"] != "fp32" or keys_given(config).get("ns_dtype", "auto") != "fp32"
+    given = keys_given(config)
+    in_fp32 = given.get("ns_dtype", "auto") == "fp32" and given.get("wire_dtype", "auto") != "bf16"
+    return config["dtype"] != "fp32" or not in_fp32
 
 
 def difference(name: str, config: dict[str, Any], initial: Tensor, weight: Tensor, expected: Tensor) -> str:

@@ -62,9 +62,11 @@ def join(collective_timeout: float) -> None:
     from torch.distributed import distributed_c10d
 
     import deepspeed
+    from helpers.racing import without_races
 
     logger.setLevel("WARNING")
     torch.set_num_threads(1)
+    without_races()
     # torch computes float16 on every CPU; DeepSpeed refuses the CPUs without mkldnn kernels for it.
     get_accelerator().is_fp16_supported = lambda: True
     # The shared-memory op serves inference only and would cost a C++ build.

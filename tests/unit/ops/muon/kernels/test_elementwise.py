@@ -26,7 +26,7 @@ SLICES = (0, 1, 14, 77, 130, 1000, 40_001)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Operations:
     if request.param == "torch":
         return reference.OPERATIONS
-    return native_only(monkeypatch, "advance", "advance_rounded", "apply_", "normalize_")
+    return native_only(monkeypatch, "advance", "advance_rounded", "apply_", "normalize")
 
 
 def randn(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -191,7 +191,8 @@ def test_what_cpp_is_not_made_for_falls_to_the_twin() -> None:
     assert not module.advance(narrow, wide, wide, 0.9, True)
     assert not module.advance_rounded(wide, wide, wide, 0.9, True, (1, 2), 0)
     assert not module.apply_(narrow, narrow, 0.1, 1.0, 0.1)
-    assert not module.normalize_(wide.view(2, 4, 8).mT) and not module.normalize_(wide.double().view(2, 4, 8))
+    for x in (wide.view(2, 4, 8).mT, wide.double().view(2, 4, 8)):
+        assert not module.normalize(x, x, 1.0)
     for name in ("buffer", "param"):
         given = operands(64)
         given[name] = torch.cat([given[name], given[name]])[::2]
@@ -225,7 +226,7 @@ def test_neither_slices_nor_threads_change_a_bit(kernels: Operations, two_thread
         assert tensor.equal(sliced[name]), name
 
 
-# ---- normalize_ -------------------------------------------------------------------------------------------
+# ---- normalize --------------------------------------------------------------------------------------------
 
 MAGNITUDES = [(torch.float32, 10.0**e) for e in (-44, -42, -38, -30, -19, -3, 0, 8, 19, 25, 38)]
 MAGNITUDES += [(torch.bfloat16, 10.0**e) for e in (-38, -30, -19, -3, 0, 8, 19, 25, 38)]
@@ -243,22 +244,24 @@ def test_norm_is_one_whatever_the_magnitude(
 ) -> None:
     x = matrices(shape, magnitude, dtype)
     stored = x.double()
-    assert kernels.normalize_(x) is x
+    assert kernels.normalize(x, x) is x
     expected = stored / torch.linalg.matrix_norm(stored, keepdim=True)
     tolerance = 4e-6 if dtype == torch.float32 else 2**-7
     torch.testing.assert_close(x.double(), expected, rtol=tolerance, atol=1e-30)
     if kernels.name != "torch":
-        torch.testing.assert_close(x, reference.normalize_(stored.to(dtype)), rtol=tolerance, atol=1e-30)
+        torch.testing.assert_close(
+            x, reference.normalize(stored.to(dtype), stored.to(dtype)), rtol=tolerance, atol=1e-30
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_normalized_on_one_and_two_threads(kernels: Operations, dtype: torch.dtype, two_threads: None) -> None:
     x = matrices((5, 301, 257), 1e-3, dtype)
     many, single = x.clone(), x.clone()
-    kernels.normalize_(many)
+    kernels.normalize(many, many)
     torch.set_num_threads(1)
-    alone = torch.cat([kernels.normalize_(matrix.clone()[None]) for matrix in x])
-    assert torch.equal(kernels.normalize_(single), alone), "whatever the batch"
+    alone = torch.cat([kernels.normalize(matrix.clone()[None], torch.empty_like(matrix[None])) for matrix in x])
+    assert torch.equal(kernels.normalize(single, single), alone), "whatever the batch"
     if kernels.name != "torch":
         assert torch.equal(many, single), "PyTorch's own sums depend on the threads"
 
@@ -267,7 +270,23 @@ def test_zero_subnormal_and_non_finite_matrices(kernels: Operations) -> None:
     x = torch.zeros(6, 4, 6)
     x[1, 2, 3], x[2, 1, 1], x[2, 0, 0] = -1e-44, 3e38, 1e-44
     x[3, 0, 1], x[4, 3, 5], x[5, 3, 5] = torch.nan, torch.inf, 1.2345
-    kernels.normalize_(x)
+    kernels.normalize(x, x)
     assert not x[0].any()
     assert x[1, 2, 3] == -1.0 and x[2, 1, 1] == 1.0 and x[2, 0, 0] == 0.0 and x[5, 3, 5] == 1.0
     assert not x[3].isfinite().all() and not x[4].isfinite().all()
+
+
+@pytest.mark.parametrize("norm", [1.0, 16.0])
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_normalized_into_another_dtype(
+    kernels: Operations, dtype: torch.dtype, out_dtype: torch.dtype, norm: float
+) -> None:
+    """Rounded once, and only by the dtype of the result; a norm that is a power of two rounds nothing."""
+    x = matrices((3, 33, 47), 1e-9, dtype)
+    stored, out = x.double(), torch.full((3, 33, 47), torch.nan, dtype=out_dtype)
+    assert kernels.normalize(x.clone(), out, norm) is out
+    expected = norm * stored / torch.linalg.matrix_norm(stored, keepdim=True)
+    torch.testing.assert_close(out.double(), expected, rtol=0.51 * torch.finfo(out_dtype).eps + 2e-6, atol=1e-6)
+    if out_dtype != torch.float16:
+        assert torch.equal(kernels.normalize(x.clone(), torch.empty_like(out), 1.0) * norm, out)

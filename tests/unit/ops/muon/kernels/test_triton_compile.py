@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton's kernels compile for an H100 or H200 on any machine: registers, spills, and the instructions that count."""
+"""Triton's kernels compile for an H100 or H200 on any machine: registers, spills, and the instructions that count.
+
+The elementwise ones for AMD's GPUs, too.
+"""
 
 import re
 import subprocess
@@ -13,14 +16,19 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 from deepspeed.muon.kernels import triton_diagonals as diagonals  # noqa: E402
 from deepspeed.muon.kernels import triton_elementwise as elementwise  # noqa: E402
 from deepspeed.muon.kernels import triton_products as products  # noqa: E402
+from deepspeed.muon.kernels import triton_table  # noqa: E402
 
 HOPPER = ("cuda", 90, 32)
+AMD = {"gfx90a": 64, "gfx942": 64, "gfx1100": 32}
+"""Threads of a wave of an MI200, an MI300 and a Radeon."""
 SHARED_BYTES = 227 * 1024
 """Shared memory that a block may have on Hopper."""
+UNKNOWN = {"first_key", "second_key", "matrices"}
+"""Numbers that kernels are not specialized on."""
 BLOCK = {"BLOCK": elementwise.BLOCK}
 NUMBERS = {
-    **dict.fromkeys(("numel", "parts", "size", "depth", "across", "along", "first_key", "second_key"), "i32"),
-    **dict.fromkeys(("rows", "cols"), "i32"),
+    **dict.fromkeys(("numel", "parts", "size", "depth", "across", "along", "matrices"), "i32"),
+    **dict.fromkeys(("rows", "cols", "first_key", "second_key"), "i32"),
     **dict.fromkeys(("momentum", "rate", "keep", "step", "alpha", "beta", "shift"), "fp32"),
     **{"exponent_ptr": "*i32", "sum_ptr": "*fp32", "norm_ptr": "*fp32"},
     **{f"{name}diagonal_ptr": "*fp32" for name in ("", "a_", "b_", "out_")},
@@ -39,17 +47,29 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: Any) -> tuple[Any, str, str]:
-    """A kernel for Hopper, of pointers and sizes that are multiples of 16: itself, its resources and its code."""
+    """A kernel for Hopper as production has it: itself, its resources and its code."""
+    found = build(kernel, types, constants, HOPPER, **options)
+    return found, *(dump(found.asm["cubin"], option) for option in ("-res-usage", "-sass"))
+
+
+def build(
+    kernel: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    target: tuple[str, Any, int],
+    multiple: int = triton_table.MULTIPLE,
+    **options: Any,
+) -> Any:
+    """For pointers and sizes that are multiples of a number; Triton knows of 16 only."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name) or NUMBERS[name] for name in names}
-    aligned = [n for n, kind in signature.items() if kind not in ("constexpr", "fp32") and not n.endswith("_key")]
-    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    aligned = [n for n, kind in signature.items() if kind not in ("constexpr", "fp32") and n not in UNKNOWN]
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned if multiple % 16 == 0}
     source = ASTSource(kernel, signature, constants, attributes)
-    found = triton.compile(source, target=GPUTarget(*HOPPER), options=options | elementwise.OPTIONS)
-    return found, *(dump(found.asm["cubin"], option) for option in ("-res-usage", "-sass"))
+    return triton.compile(source, target=GPUTarget(*target), options=options | elementwise.OPTIONS)
 
 
 def dump(cubin: bytes, option: str) -> str:
@@ -96,6 +116,17 @@ def test_elementwise(name: str, types: dict[str, str], constants: dict[str, Any]
     assert resources(report)["STACK"] == 0 and resources(report)["REG"] <= 128
     if name != "norm_kernel":
         assert re.search(r"LDG\S*\.128", code) and not re.search(r"LDG\S*\.(U16|U8)", code)
+
+
+@pytest.mark.parametrize("arch", [quick_if(arch == "gfx942", arch) for arch in AMD])
+def test_elementwise_on_amd(arch: str) -> None:
+    """Every kernel compiles; an element is loaded and stored together with its neighbours."""
+    seen: set[str] = set()
+    for name, types, constants in ELEMENTWISE:
+        if name not in seen:
+            code = build(getattr(elementwise, name), types, constants, ("hip", arch, AMD[arch])).asm["amdgcn"]
+            assert name == "norm_kernel" or re.search(r"global_load_(dwordx[24]|b(64|128))", code)
+        seen.add(name)
 
 
 PASSES: list[tuple[str, dict[str, Any]]] = [
@@ -150,3 +181,17 @@ def test_symmetric_products(kind: str, config: Any, tall: bool, product: bool, r
     assert re.search(r"LDGSTS\S*\.128", code) and re.search(r"STG\S*\.128", code)
     memory = f"{used['STACK']} bytes spilled, {found.metadata.shared} bytes of shared memory"
     record_property("summary", f"{config}: {used['REG']} registers, {memory}")
+
+
+def test_without_alignment_nothing_is_copied_asynchronously() -> None:
+    """Hence the table gives products of such matrices to a library."""
+    config = products.CONFIGS[-1]
+    constants = {"DIAGONALS": False, "GROUP": products.GROUP, **config.kwargs, "along": 1}
+    types = dict.fromkeys(("a_ptr", "b_ptr", "out_ptr"), "*bf16")
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    codes = [
+        build(products.symmetric_kernel, types, constants, HOPPER, multiple, **options).asm["ptx"]
+        for multiple in (8, triton_table.MULTIPLE)
+    ]
+    copies = [len(re.findall(r"cp\.async\.cg\S* \[.*0x10", code)) for code in codes]
+    assert copies[0] == 0 < copies[1]

@@ -117,17 +117,20 @@ def test_bounds_of_each_schedule(name: str, low: float, high: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("triples", "expected"),
+    ("triples", "bf16", "finer"),
     [
-        (schedule("simple"), (2, 2, 1)),
-        (schedule("simple", 8), (2, 2, 2, 2)),
-        (schedule("simple", 1), (1,)),
-        (schedule("you"), (2, 2, 1)),
-        (schedule("polar_express"), (1, 1, 2, 1)),
-        (((2.0, -1.5, 0.5),) * 4, (2, 2)),
-        (((30.0, -1.5, 0.5),) * 3, (1, 1, 1)),
+        (schedule("simple"), (2, 2, 1), (2, 3)),
+        (schedule("simple", 8), (2, 2, 2, 2), (2, 2, 3, 1)),
+        (schedule("simple", 1), (1,), (1,)),
+        (schedule("you"), (2, 2, 1), (2, 3)),
+        (schedule("polar_express"), (1, 1, 2, 1), (2, 3)),
+        (((2.0, -1.5, 0.5),) * 4, (2, 2), (3, 1)),
+        (((30.0, -1.5, 0.5),) * 3, (1, 1, 1), (1, 1, 1)),
     ],
 )
-def test_two_steps_are_composed_where_that_is_safe(triples: Schedule, expected: tuple[int, ...]) -> None:
-    """Not after the steep start of `polar_express`, and never where the map itself diverges."""
-    assert segments(triples) == expected
+def test_steps_are_composed_where_that_is_safe(
+    triples: Schedule, bf16: tuple[int, ...], finer: tuple[int, ...]
+) -> None:
+    """In bf16 not after the steep start of `polar_express`, and never where the map itself diverges."""
+    assert segments(triples, "bf16") == bf16
+    assert segments(triples, "fp16") == segments(triples, "fp32") == finer

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deepspeed.muon.kernels.reference import OPERATIONS, normalize_
+from deepspeed.muon.kernels.reference import OPERATIONS, normalize
 from deepspeed.muon.kernels.selection import choose, missing
 from deepspeed.muon.kernels.table import Operations
-from deepspeed.muon.math.choice import choose_method
+from deepspeed.muon.math.choice import counted_method
 from deepspeed.muon.math.coefficients import NAMED, SIMPLE, schedule
-from deepspeed.muon.math.newton_schulz import METHODS, orthogonalize
+from deepspeed.muon.math.newton_schulz import DTYPES, METHODS, NORM, orthogonalize
 from helpers.kernels import native_bf16
 from helpers.singular_values import SCHEDULES, SHAPES, VARIED, generator, quick_reference, reference, relative_error
 
@@ -136,7 +136,7 @@ def bf16_errors(
         mantissa = 1 + torch.rand((), generator=generator(seed + 100))
         x = (mantissa * make(*shape, seed)).bfloat16()
         expected = quick_reference(x, schedule("simple"))
-        method = choose_method(*shape, "auto", "cpu bf16")
+        method = counted_method(*shape, "auto", schedule("simple"), "bf16")
         result = orthogonalize(x.clone()[None], schedule("simple"), method, kernels=kernels)[0]
         ours += relative_error(result, expected) / seeds
         torchs += relative_error(_zeropower_via_newtonschulz(x.clone(), SIMPLE, 5, 1e-7), expected) / seeds
@@ -152,7 +152,7 @@ SMALL = [(128, 512), (512, 128), (192, 192), (192, 768), (48, 116)]
 def test_bf16_is_as_accurate_as_torch(shape: tuple[int, int], kind: str) -> None:
     """The products in C++ round once where those in PyTorch round twice."""
     for table, bound in (
-        (OPERATIONS, 1.2),
+        (OPERATIONS, 1.4 if kind == "recorded" else 1.2),
         (choose(missing("auto", ["cpu"])), 1.05 if native_bf16() else 1.2),
     ):
         ours, torchs = bf16_errors(shape, MATRICES[kind], kernels=table)
@@ -164,12 +164,14 @@ def test_bf16_is_as_accurate_as_torch(shape: tuple[int, int], kind: str) -> None
 def test_bf16_is_near_the_definition(shape: tuple[int, int], name: str) -> None:
     """For the schedules that torch does not have; the fp32 tests hold their numbers."""
     x = gaussian(*shape, 0).bfloat16()
-    result = orthogonalize(x.clone()[None], schedule(name), choose_method(*shape, "auto", "cpu bf16"))[0]
+    result = orthogonalize(x.clone()[None], schedule(name), counted_method(*shape, "auto", schedule("simple"), "bf16"))[
+        0
+    ]
     assert result.dtype == torch.bfloat16
     assert relative_error(result, reference(x, schedule(name))) < 0.03
 
 
-# ---- normalize_ -----------------------------------------------------------------------------------------
+# ---- normalize ------------------------------------------------------------------------------------------
 
 MAGNITUDES = [(torch.float32, 10.0**e) for e in (-44, -42, -38, -30, -19, -3, 0, 8, 19, 25, 38)]
 MAGNITUDES += [(torch.bfloat16, 10.0**e) for e in (-38, -30, -19, -3, 0, 8, 19, 25, 38)]
@@ -184,14 +186,21 @@ def exact(x: Tensor, name: str) -> Tensor:
     return u @ torch.diag_embed(values) @ vh
 
 
-@pytest.mark.sample(1)
+#: By dtype, of the spectral norms of the errors: the largest, and the 0.999 quantile. A matrix of norm about 1 that
+#: diverges has an error of 10 to 10^12.
+ASTRAY = {"bf16": (2.0, 0.35), "fp16": (0.25, 0.15), "fp32": (2e-4, 1e-4)}
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NAMED)
 @pytest.mark.parametrize("method", METHODS[::-1])
-def test_no_matrix_in_bf16_goes_astray(method: str, name: str) -> None:
+def test_no_matrix_goes_astray(method: str, name: str, dtype: str) -> None:
     """Small matrices, where nothing averages rounding out: what large ones are whose singular vectors have few entries.
 
     All kinds of spectra; the largest error of thousands, in the norm that a single direction decides.
     """
+    largest, usual = ASTRAY[dtype]
     for rows, cols in ((2, 4), (4, 6), (8, 16), (16, 32)):
         draw = generator(rows)
         u, v = (torch.linalg.qr(torch.randn(3000, n, rows, generator=draw))[0] for n in (rows, cols))
@@ -202,10 +211,56 @@ def test_no_matrix_in_bf16_goes_astray(method: str, name: str) -> None:
             choose(missing("auto", ["cpu"])).name: choose(missing("auto", ["cpu"])),
             "torch": OPERATIONS,
         }.values():
-            result = orthogonalize(x.clone(), schedule(name), method, kernels=kernels)
+            given = x.float() if dtype == "fp32" else x.clone()  # a wire of bf16 would round the result
+            wide = given.float() if dtype == "fp16" else given
+            result = orthogonalize(wide, schedule(name), method, DTYPES[dtype], kernels=kernels)
             errors = torch.linalg.matrix_norm(result.double() - expected, 2)
-            assert errors.max() < 2.0, (rows, cols)
-            assert errors.quantile(0.999) < 0.35, (rows, cols)
+            assert errors.max() < largest, (rows, cols)
+            assert errors.quantile(0.999) < usual, (rows, cols)
+
+
+# ---- dtypes apart -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("method", METHODS)
+def test_products_in_another_dtype_than_the_matrix(method: str, dtype: str, wire: torch.dtype) -> None:
+    """The result is that of the matrix as it arrived, rounded once to where it came from."""
+    x = gaussian(48, 116, 0).to(wire)
+    expected = quick_reference(x, schedule("simple"))
+    given = x[None].clone()
+    result = orthogonalize(given, schedule("simple"), method, DTYPES[dtype])
+    assert result is given and result.dtype == wire
+    worst = max({"fp32": 1e-5, "fp16": 4e-3, "bf16": 0.03}[dtype], 3e-3 if wire == torch.bfloat16 else 0.0)
+    assert relative_error(result[0], expected) < worst
+
+
+def test_fp16_keeps_the_entries_of_a_very_large_matrix() -> None:
+    """Those of 16384 x 65536 are near 3e-5 at norm 1, where fp16 has lost bits. 2048 of its rows show that."""
+    numel, rows = 16384 * 65536, torch.randn(8, 65536, generator=generator(0))
+    x = rows * 1e-3
+    x[-1, -1] = 1e-3 * (numel - x.numel()) ** 0.5  # has the norm of all other rows
+    kept = normalize(x.clone()[None], torch.empty(1, *x.shape, dtype=torch.float16), NORM)[0]
+    expected = NORM * x.double() / x.double().norm()
+    ordinary = expected.abs() > 2.0**-14
+    assert ordinary.float().mean() > 0.85, "else most of them would be subnormal numbers"
+    assert float(((kept - expected).abs() / expected.abs())[ordinary].max()) <= 2.0**-11
+    assert float((kept - expected).norm() / expected.norm()) < 3e-4
+
+
+@pytest.mark.parametrize("shape", [(4, 64), (64, 64), (1, 9), (2, 2)])
+@pytest.mark.parametrize("method", METHODS)
+def test_fp16_does_not_overflow(method: str, shape: tuple[int, int]) -> None:
+    """Matrices of rank one have the largest products that a norm allows."""
+    for x in (
+        torch.ones(1, *shape),
+        torch.eye(*shape)[None],
+        torch.nn.functional.pad(torch.ones(1, 1, 1), (0, 3, 0, 3)),
+    ):
+        result = orthogonalize(x.clone(), schedule("simple"), method, torch.float16)
+        assert result.isfinite().all()
+        assert relative_error(result[0], reference(x[0], schedule("simple"))) < 0.03
 
 
 @pytest.mark.parametrize(("dtype", "magnitude"), MAGNITUDES)
@@ -213,7 +268,7 @@ def test_no_matrix_in_bf16_goes_astray(method: str, name: str) -> None:
 def test_norm_is_one_whatever_the_magnitude(shape: tuple[int, ...], dtype: torch.dtype, magnitude: float) -> None:
     x = (magnitude * (6 * torch.rand(shape, generator=generator(0), dtype=torch.float64) - 3)).to(dtype)
     stored = x.double()
-    result = normalize_(x)
+    result = normalize(x, x)
     assert result is x
     expected = stored / torch.linalg.matrix_norm(stored, keepdim=True)
     tolerance = 1e-6 if dtype == torch.float32 else 2**-8
@@ -228,7 +283,7 @@ def test_a_power_of_two_changes_no_bit(exponent: int, dtype: torch.dtype) -> Non
     x = 1 + torch.rand(2, 5, 9, generator=generator(0))
     x = x.to(dtype)
     scaled = (x.double() * 2.0**exponent).to(dtype)
-    assert torch.equal(normalize_(scaled), normalize_(x.clone()))
+    assert torch.equal(normalize(scaled, scaled), normalize(x.clone(), x.clone()))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -245,9 +300,9 @@ def test_orthogonalization_does_not_see_the_magnitude(dtype: torch.dtype, magnit
 def test_one_entry_and_extreme_neighbours() -> None:
     x = torch.zeros(1, 4, 6)
     x[0, 2, 3] = -1e-44
-    assert normalize_(x.clone())[0, 2, 3] == -1.0
+    assert normalize(x.clone(), x.clone())[0, 2, 3] == -1.0
     x[0, 1, 1] = 3e38
-    result = normalize_(x)
+    result = normalize(x, x)
     assert result[0, 1, 1] == 1.0
     assert result[0, 2, 3] == 0.0
 
@@ -267,7 +322,7 @@ def test_a_non_finite_entry_stays_visible_in_its_own_matrix(method: str, dtype: 
     x[3] = 0
     alone = orthogonalize(x.clone(), schedule("simple"), method)
     x[1, 3, 2] = value
-    assert not normalize_(x.clone())[1].isfinite().all()
+    assert not normalize(x.clone(), x.clone())[1].isfinite().all()
     result = orthogonalize(x, schedule("simple"), method)
     assert not result[1].isfinite().all()
     torch.testing.assert_close(result[[0, 2, 3]], alone[[0, 2, 3]])

@@ -30,6 +30,7 @@ from helpers.pipelines import (
     shares,
     train_pipeline,
 )
+from helpers.racing import races
 from helpers.training import ORACLE, PARAMS, make_engine
 
 
@@ -201,8 +202,8 @@ def test_the_outer_layers_of_a_pipeline_are_known_by_their_place() -> None:
 # ---- log and methods ------------------------------------------------------------------------------------------
 
 
-def logged(name: str, **config: Any) -> tuple[list[str], list[dict[str, str]]]:
-    """What `initialize` logs on this rank, and the methods of the Muon half."""
+def logged(name: str, **config: Any) -> tuple[list[str], list[dict[str, Any]]]:
+    """What `initialize` logs on this rank, and the choice of the Muon half."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -210,9 +211,9 @@ def logged(name: str, **config: Any) -> tuple[list[str], list[dict[str, str]]]:
     logger.addHandler(handler)
     try:
         engine = make_engine(make_pipeline(name, 2), pipeline_config(2, **config))
-        methods = [group["ns_methods"] for group in engine.basic_optimizer.param_groups if group["use_muon"]]
+        choices = [group["ns_choice"] for group in engine.basic_optimizer.param_groups if group["use_muon"]]
         engine.destroy()
-        return lines, methods
+        return lines, choices
     finally:
         logger.removeHandler(handler)
 
@@ -225,12 +226,18 @@ def test_each_stage_has_its_line_of_log() -> None:
     assert "2 ranks" in ranks[2][0] and "by rank 2" in ranks[2][0]
 
 
-def test_methods_are_measured_for_the_shapes_of_all_stages() -> None:
-    for name, measured in {"late": 2, "mlp": 4}.items():
-        ranks = run(logged, 2, name=name, optimizer=muon(ns_tuning="measured"))
-        assert any(f"measured the methods of {measured} of {measured} shapes" in line for line in ranks[0][0])
-        found = [methods for _, groups in ranks for methods in groups]
-        assert all(methods == found[0] for methods in found) and len(found[0]) == measured
+def logged_after_a_race(name: str, **config: Any) -> tuple[list[str], list[dict[str, Any]]]:
+    with races():
+        return logged(name, **config)
+
+
+def test_one_choice_is_made_for_the_shapes_of_all_stages() -> None:
+    """Also where one stage has no matrix, and where a method is fixed on the stage that has."""
+    for name, shapes in {"late": 2, "mlp": 4}.items():
+        for method in ("auto", "gram"):
+            ranks = run(logged_after_a_race, 2, name=name, optimizer=muon(ns_method=method))
+            found = [choice for _, choices in ranks for choice in choices]
+            assert all(choice == found[0] for choice in found) and len(found[0]["shapes"]) == shapes
 
 
 # ---- norms ----------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 
 from deepspeed.muon.forecast.layout import Layout
 from deepspeed.muon.math.coefficients import schedule
-from deepspeed.muon.plan.cost import cost_model
+from deepspeed.muon.plan.cost import counted_cost
 from deepspeed.muon.plan.owners import is_worth_sharing
 from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard
 from deepspeed.muon.plan.plan import make_plan
@@ -71,7 +71,7 @@ def test_the_results_of_a_bucket_are_bounded(copies: int) -> None:
 
 def test_work_is_shared_where_it_outweighs_the_bytes() -> None:
     def decision(shape: tuple[int, int], count: int = 4, copies: int = 2, **changes: Any) -> bool:
-        cost = replace(cost_model("standard", schedule("simple"), 2, "cpu"), **changes)
+        cost = replace(counted_cost("standard", schedule("simple"), "bf16", 2, "cpu"), **changes)
         items = [PlacedBlock(s, block) for s in replicas([shape] * count, copies) for block in s.spec.blocks]
         return is_worth_sharing(items, copies, cost)
 

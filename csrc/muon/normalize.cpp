@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Each matrix of a batch divided by its Frobenius norm: sums of squares, then one pass that scales.
+// Each matrix of a batch scaled to a Frobenius norm: sums of squares, then one pass that scales.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -46,24 +46,24 @@ double sum_of_squares(const T* x, int64_t numel) {
   return sum;
 }
 
-// x <- x power / norm. The power of two rounds nothing and brings the norm near one; it is itself a normal fp32, hence a
+// out <- x power / norm. The power of two rounds nothing and brings the norm near one; it is itself a normal fp32, hence a
 // matrix of subnormal numbers only ends near 2^-23, which is safe. A quotient is a product and one step of Newton's,
 // which is as exact and several times as fast as the instruction.
-template <typename T>
-void scale(T* x, int64_t begin, int64_t end, double norm) {
+template <typename T, typename Out>
+void scale(const T* x, Out* out, int64_t begin, int64_t end, double norm, double wanted) {
   int exponent = 0;
   if (std::isfinite(norm)) std::frexp(norm, &exponent);
   exponent = std::clamp(exponent, -126, 126);
-  const float near_one = norm == 0.0 ? 1.0f : static_cast<float>(std::ldexp(norm, -exponent));
+  const float near_one = norm == 0.0 ? 1.0f : static_cast<float>(std::ldexp(norm, -exponent) / wanted);
   const Floats power(static_cast<float>(std::ldexp(1.0, -exponent))), inverse(1.0f / near_one), minus(-near_one);
   for_units(begin, end, [=](int64_t i, int count) {
     const Floats value = load(x + i, count) * power, quotient = value * inverse;
-    store(x + i, at::vec::fmadd(at::vec::fmadd(quotient, minus, value), inverse, quotient), count);
+    store(out + i, at::vec::fmadd(at::vec::fmadd(quotient, minus, value), inverse, quotient), count);
   });
 }
 
-template <typename T>
-void run(T* x, int64_t batch, int64_t numel) {
+template <typename T, typename Out>
+void run(const T* x, Out* out, int64_t batch, int64_t numel, double wanted) {
   const int64_t blocks = (numel + kBlock - 1) / kBlock, grain = std::max<int64_t>(1, kGrain / std::min(numel, kBlock));
   const int64_t together = std::clamp<int64_t>(kInCache / numel, 1, batch);
   std::vector<double> sums(together * blocks);
@@ -73,27 +73,35 @@ void run(T* x, int64_t batch, int64_t numel) {
       at::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
         for (int64_t k = begin; k < end; ++k) {
           const int64_t start = k % blocks * kBlock;
-          body(k, x + (first + k / blocks) * numel, start, std::min(start + kBlock, numel));
+          body(k, (first + k / blocks) * numel, start, std::min(start + kBlock, numel));
         }
       });
     };
-    each([&](int64_t k, T* matrix, int64_t begin, int64_t end) { sums[k] = sum_of_squares(matrix + begin, end - begin); });
-    each([&](int64_t k, T* matrix, int64_t begin, int64_t end) {
+    each([&](int64_t k, int64_t matrix, int64_t begin, int64_t end) {
+      sums[k] = sum_of_squares(x + matrix + begin, end - begin);
+    });
+    each([&](int64_t k, int64_t matrix, int64_t begin, int64_t end) {
       double sum = 0.0;
       for (int64_t block = k / blocks * blocks; block < (k / blocks + 1) * blocks; ++block) sum += sums[block];
-      scale(matrix, begin, end, std::sqrt(sum));
+      scale(x + matrix, out + matrix, begin, end, std::sqrt(sum), wanted);
     });
   }
 }
 
 }  // namespace
 
-bool normalize_(const at::Tensor& x) {
-  if (!is_plain(x) || x.dim() != 3) return false;
-  return with_type<float, at::BFloat16>(x, [&](auto* t) {
+bool normalize(const at::Tensor& x, const at::Tensor& out, double norm) {
+  if (!are_plain(x, out) || x.dim() != 3) return false;
+  bool done = false;
+  with_type<float, at::BFloat16>(x, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
-    if (x.numel() > 0) run(output<T>(x), x.size(0), x.size(1) * x.size(2));
+    done = with_type<float, at::BFloat16, at::Half>(out, [&](auto* o) {
+      using Out = std::remove_pointer_t<decltype(o)>;
+      Out* to = output<Out>(out);
+      if (x.numel() > 0) run(input<T>(x), to, x.size(0), x.size(1) * x.size(2), norm);
+    });
   });
+  return done;
 }
 
 }  // namespace muon

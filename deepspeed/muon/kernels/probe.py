@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a table's operations on made-up matrices: to see that they work here, and to compile them before a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from deepspeed.muon.kernels import reference
+from deepspeed.muon.kernels.table import Operations, Scalars, Symmetric
+from deepspeed.muon.kernels.workspace import Workspace
+
+#: The accelerator of this process, NVIDIA's or AMD's.
+DEVICE = "cuda"
+#: The smaller dimension of the probed matrices: a multiple of 16, so that the kernels of real models run.
+SIZE = 512
+#: Relative difference from plain PyTorch that rounding twice to bf16 does not reach.
+TOLERANCE = 0.02
+BY = Scalars(1.0, -0.5, 2.0)
+#: Of the exchange and the products.
+DTYPE = torch.bfloat16
+
+
+def why_wrong(build: Callable[[], Operations], size: int | None = None) -> str | None:
+    """Why the table that ``build`` returns cannot be used on this accelerator; ``None`` if it can.
+
+    The reason is the error, of whatever type, of building it or of one of its operations, or the operation whose result
+    differs from plain PyTorch's. An error that leaves the accelerator unusable ends the process nevertheless.
+
+    Args:
+        size: the smaller dimension of the matrices, by default ``SIZE``.
+    """
+    try:
+        found, expected = (_results(table, size or SIZE) for table in (build(), reference.OPERATIONS))
+        for name, result in found.items():
+            difference = float((result - expected[name]).norm() / expected[name].norm())
+            if not difference <= TOLERANCE:
+                return f"the result of {name} is wrong, by {difference:.2g} of its norm"
+    except Exception as error:
+        line = str(error).strip().partition("\n")[0]
+        return f"{type(error).__name__}: {line}" if line else type(error).__name__
+    return None
+
+
+def warm(table: Operations, shapes: Iterable[tuple[int, int, int, torch.dtype]], device: torch.device) -> None:
+    """Compile and tune the matrix operations of a table, which otherwise happens in the first step.
+
+    It needs the memory of a step's largest batch, and draws no random numbers.
+
+    Args:
+        shapes: number of matrices, rows, columns and dtype of the batches of a step.
+    """
+    work = Workspace()
+    for batch, rows, cols, dtype in sorted(set(shapes), key=str):
+        x, out = (work.get(name, (batch, rows, cols), dtype, device) for name in ("x", "out"))
+        gram, factor = (_symmetric(name, batch, min(rows, cols), dtype, device, work) for name in ("gram", "factor"))
+        table.normalize(x.fill_(1.0), x)
+        table.square(x, gram, work)
+        table.product(gram, gram, factor, work, BY)
+        table.multiply(factor, x, out, work)
+
+
+def _symmetric(
+    name: str, batch: int, size: int, dtype: torch.dtype, device: torch.device | str, work: Workspace
+) -> Symmetric:
+    where = torch.device(device)
+    rest = work.get(name, (batch, size, size), dtype, where)
+    return Symmetric(rest, work.get(f"{name} diagonal", (batch, size), torch.float32, where))
+
+
+def _results(table: Operations, size: int) -> dict[str, Tensor]:
+    """The result of every operation, in fp32; of a symmetric matrix its parts, so that neither hides the other."""
+    work, results = Workspace(), {}
+    batch, rows, cols = 2, size, 2 * size
+    x = torch.randn(batch, rows, cols, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    param, grad, out = x.flatten().clone(), x.flatten().flip(0), torch.empty(x.numel(), dtype=DTYPE, device=DEVICE)
+
+    table.advance(param, grad, out, 0.9, True, work)
+    results["advance"] = torch.cat([param, out.float()])
+    kept = param.bfloat16()
+    table.advance_rounded(kept, grad, out, 0.9, True, (1, 2), 0, work)
+    results["advance_rounded"] = torch.cat([kept.float(), out.float()])
+    table.apply_(param, out, 0.1, 0.7, 0.1, work)
+    results["apply_"] = param
+
+    x = (x / cols**0.5).to(DTYPE)
+    gram, factor = (_symmetric(name, batch, size, DTYPE, DEVICE, work) for name in ("gram", "factor"))
+    table.square(x, gram, work)
+    table.product(gram, gram, factor, work, BY)
+    for name, matrix in (("square", gram), ("product", factor)):
+        results[name], results[f"{name}, on the diagonal,"] = matrix.rest.float(), matrix.diagonal
+    results["multiply"] = table.multiply(factor, x, torch.empty_like(x), work).float()
+    results["normalize"] = table.normalize(x, x).float()
+    return results

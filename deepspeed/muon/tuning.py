@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run may choose for its Newton-Schulz, and the choice that follows: from a race, or without one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from deepspeed.muon.config.schema import MuonConfig
+from deepspeed.muon.kernels.table import Operations
+from deepspeed.muon.math.choice import PLAIN, Choice, Recipe, Shape, Times, by_count, fastest, from_pinned, seconds
+from deepspeed.muon.math.coefficients import Schedule
+from deepspeed.muon.math.newton_schulz import DTYPES, METHODS, Products
+from deepspeed.muon.math.race import race
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The choice, and the times of all ranks from which it follows; empty where none were taken."""
+
+    choice: Choice
+    times: Times = field(default_factory=dict)
+
+    def speedup_over(self, other: Choice, shapes: Mapping[Shape, int], schedule: Schedule) -> float | None:
+        """How many times faster this choice is than another by the times taken; ``None`` if they do not tell."""
+        ours, theirs = (seconds(self.times, choice, shapes, schedule) for choice in (self.choice, other))
+        return theirs / ours if ours and theirs else None
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The dtypes, methods and tables of operations among which to choose, the usual ones first."""
+
+    dtypes: tuple[str, ...]
+    methods: tuple[str, ...]
+    tables: Mapping[str, Operations]
+    schedule: Schedule
+    device: torch.device
+
+    @classmethod
+    def of(
+        cls,
+        config: MuonConfig,
+        tables: Mapping[str, Operations],
+        ns_methods: set[str],
+        device: torch.device,
+        has_bf16: bool,
+    ) -> Candidates:
+        """Those that the config leaves open.
+
+        Args:
+            tables: that compute products on ``device``, by name, plain PyTorch's first.
+            ns_methods: ``ns_method`` of all Muon groups.
+            has_bf16: whether the device supports bf16 at all, at whatever speed.
+        """
+        dtypes = tuple(name for name in DTYPES if has_bf16 or name != "bf16")
+        methods = METHODS if "auto" in ns_methods or len(ns_methods) != 1 else tuple(ns_methods)
+        chosen = dtypes if config.ns_dtype == "auto" else (config.ns_dtype,)
+        return cls(chosen, methods, tables, config.schedule, device)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is anything to race for; a race's result may differ from run to run."""
+        choices = max(len(self.dtypes), len(self.methods), len(self.tables))
+        return choices > 1 and not torch.are_deterministic_algorithms_enabled()
+
+    def without_race(self, shapes: Mapping[Shape, int]) -> Tuning:
+        """By the count of operations. On a CPU in fp32 with its own kernels, elsewhere in bf16 with PyTorch's."""
+        is_cpu = self.device.type == "cpu"
+        wanted = self.dtypes if is_cpu else self.dtypes[::-1]
+        table = list(self.tables)[-1] if is_cpu else PLAIN
+        return Tuning(by_count(shapes, self.schedule, wanted[0], self.methods, table))
+
+    def race(self, shapes: Mapping[Shape, int], world_size: int) -> Times:
+        """This process's times. ``world_size``: ranks that share the matrices, so that a batch has its size."""
+        at_once = {shape: -(-count // world_size) for shape, count in shapes.items()}
+        return race(at_once, self.dtypes, self.tables, self.device)
+
+    def after_race(self, shapes: Mapping[Shape, int], times: Times) -> Tuning:
+        """The fastest choice by these times; without a race where none could be taken."""
+        if not any(kinds for keys in times.values() for kinds in keys.values()):
+            return self.without_race(shapes)
+        return Tuning(fastest(times, shapes, self.schedule, self.methods), times)
+
+
+def has_bf16(device_type: str, supported: bool | None = None) -> bool:
+    """Whether a device computes with bf16 at all, at whatever speed.
+
+    ``supported``: what DeepSpeed's accelerator says; by default what the device's module in torch says.
+    """
+    if device_type == "cpu":
+        return True
+    if supported is None:
+        ask = getattr(torch.get_device_module(device_type), "is_bf16_supported", None)
+        return bool(ask and ask())
+    return supported
+
+
+def described(choice: Choice, tuning: Tuning) -> str:
+    """The choice in one line, for people."""
+    recipes = [str(recipe) for recipe in choice.recipes.values()]
+    by_recipe: dict[str, Any] = {recipe: recipes.count(recipe) for recipe in recipes}
+    how = ", ".join(f"{recipe} for {count} of {len(recipes)} shapes" for recipe, count in by_recipe.items())
+    return (
+        f"{choice.dtype}, {how} ({'the fastest in a race at start' if tuning.times else 'by the count of operations'})"
+    )
+
+
+def pinned_in(group: dict[str, Any], usual: Choice, ns_dtype: str) -> Choice:
+    """The choice of a group: a checkpoint's for the shapes that it knows, else ``usual``. Pins it.
+
+    ``ns_dtype``: of the config, which wins unless it is ``auto``.
+    """
+    choice = usual
+    if "ns_choice" in group:
+        saved = from_pinned(group["ns_choice"])
+        choice = Choice(saved.dtype if ns_dtype == "auto" else ns_dtype, {**usual.recipes, **saved.recipes})
+    choice = choice.with_methods(group.pop("ns_methods", {}))  # of a checkpoint that pinned nothing else
+    group["ns_choice"] = choice.pinned()
+    return choice
+
+
+def method_of(choice: Choice, ns_method: str, rows: int, cols: int) -> str:
+    """The method for one shape: the group's own, or under ``auto`` the chosen one."""
+    return choice.recipe(rows, cols).method if ns_method == "auto" else ns_method
+
+
+def with_products(
+    kernels: Operations, tables: Mapping[str, Operations], choice: Choice, rows: int, cols: int
+) -> Operations:
+    """``kernels`` with the products that are chosen for a shape; plain PyTorch's where a table is not here."""
+    recipe: Recipe = choice.recipe(rows, cols)
+    found = {kind: tables.get(getattr(recipe, kind), tables[PLAIN]) for kind in Products._fields}
+    return replace(kernels, **{kind: getattr(table, kind) for kind, table in found.items()})

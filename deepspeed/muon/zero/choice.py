@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One choice of Newton-Schulz and one plan for all ranks: all of them race, the slowest one's times count."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from typing import Any
+
+import torch
+
+from deepspeed.muon.math.choice import from_pinned, slowest
+from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.tuning import Candidates, Tuning
+from deepspeed.muon.zero.consensus import Facts, compare, differences
+from deepspeed.muon.zero.wrappers.tensor_parallel import matrix_share
+
+
+def choose(optimizer: MuonWithAuxAdam, agreed: Facts, device: torch.device, world_size: int) -> Tuning:
+    """What all ranks take. They race at the same time, as they step at the same time.
+
+    Args:
+        agreed: what the ranks have agreed on (:func:`deepspeed.muon.zero.bind.agree`), equal on all of them.
+        device: where Newton-Schulz runs.
+        world_size: ranks that share the matrices.
+
+    Raises:
+        DisagreementError: on all ranks, some rank cannot race.
+    """
+    counts = Counter({(rows, cols): count for rows, cols, count in agreed["shapes"]})
+    methods, tables = set(agreed["ns_methods"]), optimizer.tables_on(device)
+    candidates = Candidates.of(optimizer.config, tables, methods, device, agreed["bf16"])
+    if not candidates.is_open or not counts:
+        return candidates.without_race(counts)
+
+    def judge(facts: list[Facts]) -> Facts:
+        tuning = candidates.after_race(counts, slowest([stated["times"] for stated in facts]))
+        return {"choice": tuning.choice.pinned(), "times": tuning.times}
+
+    verdict = compare(lambda: {"times": candidates.race(counts, world_size)}, judge)
+    return Tuning(from_pinned(verdict["choice"]), verdict["times"])
+
+
+def compare_plans(optimizer: MuonWithAuxAdam, **mine: Any) -> dict[str, Any]:
+    """Raise DisagreementError where ranks that hold the same parameters differ in choice or plan.
+
+    Returns the facts of rank 0, with ``mine`` among them.
+    """
+    pinned = [group["ns_choice"] for group in optimizer.param_groups if group["use_muon"]]
+    plans = hashlib.sha256("".join(plan.digest for plan in optimizer.plans).encode()).hexdigest()[:16]
+    stated = {"stage": matrix_share(optimizer), "choice": pinned, "plan": plans, **mine}
+    titles = {"choice": "the choice of dtype, methods and kernels", "plan": "the exchange plan"}
+
+    def state() -> Facts:
+        optimizer.warm_up()  # here, where a rank may take long
+        return stated
+
+    return compare(state, lambda facts: differences(facts, titles, within="stage") or facts[0])

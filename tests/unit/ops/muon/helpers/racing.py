@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether runs race for their Newton-Schulz. Tests count operations instead: a race may end otherwise the next time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed.muon.math.choice import Shape, Times, shape_key
+
+
+def without_races() -> None:
+    """For the rest of this process. Fresh memory stays as it is, which is not what the tests are after."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+@contextmanager
+def races() -> Iterator[None]:
+    """Runs that begin inside race."""
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(True)
+
+
+@contextmanager
+def opinion(seconds: Callable[[str, str, str], float]) -> Iterator[list[tuple[str, ...]]]:
+    """A race in which this rank finds these seconds by dtype, kind of product and table. Gives the dtypes of each."""
+    held: list[tuple[str, ...]] = []
+
+    def race(shapes: Mapping[Shape, int], dtypes: Any, tables: Mapping[str, Any], *rest: Any) -> Times:
+        held.append(tuple(dtypes))
+        kinds = ("square", "product", "multiply")
+        return {
+            dtype: {
+                shape_key(*shape): {kind: {name: seconds(dtype, kind, name) for name in tables} for kind in kinds}
+                for shape in shapes
+            }
+            for dtype in dtypes
+        }
+
+    with races(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("deepspeed.muon.tuning.race", race)
+        yield held

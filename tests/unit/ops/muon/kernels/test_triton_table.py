@@ -1,0 +1,366 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Triton's and quack's tables take, how they launch it and what they tune, with recorders in place of kernels."""
+
+import importlib.util
+import itertools
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="triton is not installed")
+from deepspeed.muon.kernels import probe, quack, reference, triton_table
+from deepspeed.muon.kernels import triton_diagonals as diagonals
+from deepspeed.muon.kernels import triton_elementwise as elementwise
+from deepspeed.muon.kernels import triton_products as products
+from deepspeed.muon.kernels.table import Operations, Scalars, Symmetric
+from deepspeed.muon.kernels.workspace import Workspace
+from helpers.kernels import Interpret, interpreted_table
+
+BF16 = torch.bfloat16
+
+
+def symmetric(batch: int, size: int, offset: int = 0) -> Symmetric:
+    return Symmetric(half(batch, size, size, offset=offset), torch.zeros(batch, size))
+
+
+def half(*shape: int, offset: int = 0) -> Tensor:
+    """In bf16, so many elements behind an aligned address."""
+    numel = torch.Size(shape).numel()
+    return torch.zeros(numel + offset, dtype=BF16)[offset:].view(shape)
+
+
+# ---- what a table takes ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Callable[[Any], str]]:
+    """For each table, a function that says whether it has a symmetric kernel for a call, and not the table below it."""
+    called: list[str] = []
+
+    def noted(name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: called.append(name)
+
+    monkeypatch.setattr(triton_table, "is_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(quack, "is_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(triton_table, "SYMMETRIC_FROM", 32)
+    monkeypatch.setattr(quack, "SYMMETRIC_FROM", 32)
+    interface = ModuleType("quack.gemm_interface")
+    interface.gemm_symmetric = noted("symmetric")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "quack", ModuleType("quack"))
+    monkeypatch.setitem(sys.modules, "quack.gemm_interface", interface)
+    monkeypatch.setattr(diagonals, "complete", noted("completed"))
+    for module, names in ((products, ("square", "product")), (diagonals, ("product",))):
+        for name in names:
+            monkeypatch.setattr(module, name, noted("symmetric" if module is products else "library"))
+    below = Operations("below", *[noted("below")] * 7)
+    tables = {"triton": triton_table.operations(below), "quack": quack.operations(below)}
+
+    def of(name: str) -> Callable[[Any], str]:
+        def first(call: Callable[[Operations], None]) -> str:
+            called.clear()
+            call(tables[name])
+            return called[0]
+
+        return first
+
+    return of
+
+
+@pytest.mark.parametrize("table", ["triton", "quack"])
+def test_only_aligned_matrices_have_symmetric_products(table: str, taken: Any) -> None:
+    """Triton knows of multiples of 16 alone; an address that eight bf16 numbers do not divide is not aligned."""
+    first = taken(table)
+
+    def square(x: Tensor, out: Symmetric) -> str:
+        return first(lambda kernels: kernels.square(x, out, Workspace()))
+
+    def product(a: Symmetric, b: Symmetric, out: Symmetric) -> str:
+        return first(lambda kernels: kernels.product(a, b, out, Workspace(), Scalars()))
+
+    for x in (half(2, 32, 48), half(2, 48, 32), half(1, 64, 64, offset=8)):
+        assert square(x, symmetric(x.size(0), min(x.shape[1:]))) == "symmetric", x.shape
+    for x in (half(2, 32, 40), half(2, 40, 48), half(2, 32, 48, offset=4), half(2, 16, 48)):
+        assert square(x, symmetric(2, min(x.shape[1:]))) == "below", x.shape
+    assert square(half(2, 32, 48), symmetric(2, 32, offset=1)) == "below"
+    unaligned = "library" if table == "triton" else "below"
+    for offsets in itertools.product((0, 4), repeat=3):
+        a, b, out = (symmetric(2, 32, offset) for offset in offsets)
+        assert product(a, b, out) == (unaligned if any(offsets) else "symmetric"), offsets
+    assert product(symmetric(2, 40), symmetric(2, 40), symmetric(2, 40)) == unaligned
+
+
+def test_amd_has_the_elementwise_kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    table = triton_table.operations(reference.OPERATIONS)
+    assert table.name == "triton (elementwise) + torch"
+    for name in ("square", "product", "multiply"):
+        assert getattr(table, name) is getattr(reference, name)
+    for name in ("advance", "advance_rounded", "apply_", "normalize"):
+        assert getattr(table, name) is not getattr(reference, name)
+
+
+# ---- launches -------------------------------------------------------------------------------------------------
+
+
+class Launches:
+    """In place of a kernel: keeps the grids that it would have."""
+
+    def __init__(self) -> None:
+        self.grids: list[tuple[int, ...]] = []
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        config = products.CONFIGS[0].kwargs
+        return lambda *args, **kwargs: self.grids.append(grid(config) if callable(grid) else grid)
+
+
+def test_no_number_of_matrices_is_too_many_for_a_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA allows 65,535 programs along all but the first dimension."""
+    batch, launches = 150_000, Launches()
+    for module in (elementwise, diagonals, products):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, launches)
+    monkeypatch.setattr(triton_table, "is_on_gpu", lambda tensor: True)
+    x, work, a, b = torch.zeros(batch, 2, 3), Workspace(), symmetric(batch, 2), symmetric(batch, 2)
+    table = triton_table.operations(reference.OPERATIONS)
+    assert table.normalize(x, x) is x
+    calls: list[Callable[[], Any]] = [
+        lambda: products.square(x.bfloat16(), a, work),
+        lambda: products.product(a, a, b, work),
+        lambda: table.product(a, a, b, work, Scalars()),
+        lambda: table.multiply(a, x.bfloat16(), x.bfloat16(), work),
+    ]
+    counted = sum(grid[1] for grid in launches.grids if len(grid) > 1)
+    assert counted == 2 * batch, "the two passes of the normalization that have a program for each part of a matrix"
+    for call in calls:
+        before = len(launches.grids)
+        call()
+        (grid,) = launches.grids[before:]
+        assert grid[0] >= batch
+    assert max(size for grid in launches.grids for size in grid[1:]) <= 65_535
+
+
+# ---- tuning ---------------------------------------------------------------------------------------------------
+
+
+def test_batches_are_tuned_by_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to the next power of two; the number itself is not compiled into the code."""
+    keys = []
+
+    def run(**named: Any) -> None:
+        keys.append(tuple(named[key] for key in products.tuned_kernel.keys))
+
+    class Tuner:
+        def __getitem__(self, grid: Any) -> Callable[..., None]:
+            names = products.tuned_kernel.arg_names
+            return lambda *args, **kwargs: run(**dict(zip(names, args, strict=False)), **kwargs)
+
+    tuner = Tuner()
+    for batch in (1, 3, 4, 5):
+        a = symmetric(batch, 16)
+        products.product(a, a, a, Workspace(), kernel=tuner)
+    assert keys[1] == keys[2] and len(set(keys)) == 3
+    specialized = {p.name: not p.do_not_specialize for p in products.symmetric_kernel.params}
+    assert specialized["size"] and not specialized["matrices"]
+
+
+def test_a_configuration_is_timed_by_its_median(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, calls = itertools.accumulate([0, 9, 2, 2, 2, 3, 3, 50]), []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = next(clock)
+
+        def elapsed_time(self, other: "Event") -> int:
+            return other.at - self.at
+
+    monkeypatch.setattr(torch, "cuda", SimpleNamespace(Event=Event, synchronize=lambda: None))
+    assert products._bench(lambda: calls.append(1), (0.5, 0.2, 0.8)) == [3, 3, 3]
+    assert len(calls) == products.TRIALS + 1, "the first one compiles"
+
+
+def test_what_was_measured_is_kept_on_disk() -> None:
+    """Where Triton can."""
+    assert products._KEPT == {"cache_results": True}
+    assert products.untuned_kernel.configs == products.CONFIGS[:1]
+
+
+def test_warming_calls_every_operation_on_matrices() -> None:
+    """For every batch once, before a step; the user's random numbers stay as they are."""
+    seen: list[tuple[str, tuple[int, ...]]] = []
+
+    def noted(name: str) -> Callable[..., Any]:
+        def call(x: Any, *args: Any) -> Any:
+            shape = (x.rest if isinstance(x, Symmetric) else x).shape
+            seen.append((name, tuple(shape)))
+            return getattr(reference, name)(x, *args)
+
+        return call
+
+    names = ("normalize", "square", "product", "multiply")
+    table = Operations("noted", *[None] * 3, *map(noted, names))  # type: ignore[arg-type]
+    state = torch.get_rng_state()
+    probe.warm(table, [(2, 16, 32, BF16), (1, 48, 16, BF16), (2, 16, 32, BF16)], torch.device("cpu"))
+    assert state.equal(torch.get_rng_state())
+    assert [name for name, _ in seen] == 2 * list(names)
+    assert {shape for name, shape in seen if name == "square"} == {(2, 16, 32), (1, 48, 16)}
+    assert {shape for name, shape in seen if name == "product"} == {(2, 16, 16), (1, 16, 16)}
+
+
+# ---- whether a table works here -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU that is taken for a Hopper, with plain PyTorch in place of every kernel of both tables."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(probe, "DEVICE", "cpu")
+    monkeypatch.setattr(probe, "SIZE", 32)
+    monkeypatch.setattr(quack, "SYMMETRIC_FROM", 32)
+    monkeypatch.setattr(triton_table, "is_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(quack, "is_on_gpu", lambda tensor: True)
+    for name in ("advance", "advance_rounded", "apply_"):
+        plain = getattr(reference, name)
+        monkeypatch.setattr(elementwise, name, lambda *args, plain=plain: plain(*args, Workspace()))
+    monkeypatch.setattr(elementwise, "normalize", reference.normalize)
+    monkeypatch.setattr(diagonals, "multiply", reference.multiply)
+    monkeypatch.setattr(diagonals, "product", reference.product)
+    monkeypatch.setattr(diagonals, "complete", lambda a, b, out, by: reference.product(a, b, out, Workspace(), by))
+    monkeypatch.setattr(products, "square", lambda *args, kernel: reference.square(*args))
+    monkeypatch.setattr(products, "product", lambda *args, kernel: reference.product(*args))
+    interface, library = ModuleType("quack.gemm_interface"), ModuleType("quack")
+    interface.gemm_symmetric = lambda a, b, out: torch.bmm(a, b, out=out)  # type: ignore[attr-defined]
+    library.__spec__ = importlib.machinery.ModuleSpec("quack", None)
+    monkeypatch.setitem(sys.modules, "quack", library)
+    monkeypatch.setitem(sys.modules, "quack.gemm_interface", interface)
+
+
+def chosen() -> str:
+    """What the log says of the table that a run would have."""
+    from deepspeed.muon.kernels import selection
+
+    missing = selection.missing("auto", ["cuda"])
+    table = selection.choose(missing)
+    if missing["cuda"]:
+        assert table is reference.OPERATIONS
+    return selection.summary(table, missing)
+
+
+def raising(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("misaligned address\nCompile with TORCH_USE_CUDA_DSA")
+
+
+def test_kernels_that_work_are_taken(gpu: None) -> None:
+    assert chosen() == "quack + triton + torch"
+
+
+WRONG: list[tuple[Any, str, Any, str]] = [
+    (elementwise, "advance_rounded", raising, "RuntimeError: misaligned address"),
+    (elementwise, "apply_", lambda *args: None, "the result of apply_ is wrong, by "),
+    (products, "square", raising, "RuntimeError: misaligned address"),
+    (products, "product", lambda *args, kernel: None, "the result of product is wrong, by "),
+    (diagonals, "multiply", lambda p, x, out, work: out.copy_(x), "the result of multiply is wrong, by "),
+]
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "value", "reason"), WRONG, ids=lambda value: getattr(value, "__name__", value)
+)
+def test_a_kernel_that_fails_is_a_reason(
+    gpu: None, where: Any, name: str, value: Any, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(where, name, value)
+    assert chosen().startswith(f"torch (cuda: Triton's kernels fail: {reason}")
+
+
+def without_do_bench(configs: Any, key: Any, warmup: Any = None, rep: Any = None) -> Any:
+    """``triton.autotune`` as version 3.1 has it, which comes with torch 2.5."""
+    return lambda kernel: kernel
+
+
+@pytest.mark.parametrize(
+    ("missing", "reason"),
+    [
+        ("triton", "ModuleNotFoundError: "),
+        ("triton.language", "ModuleNotFoundError: "),
+        (None, "TypeError: without_do_bench() got an unexpected keyword argument 'do_bench'"),
+    ],
+)
+def test_a_triton_that_does_not_fit_is_a_reason(
+    gpu: None, missing: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import triton
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    for module in (diagonals, elementwise, products):
+        monkeypatch.delitem(sys.modules, module.__name__)
+        monkeypatch.delattr(sys.modules["deepspeed.muon.kernels"], module.__name__.rpartition(".")[2])
+    if missing:
+        monkeypatch.setitem(sys.modules, missing, None)
+    else:
+        monkeypatch.setattr(triton, "autotune", without_do_bench)
+    assert chosen().startswith(f"torch (cuda: Triton's kernels fail: {reason}")
+
+
+def old_quack() -> ModuleType:
+    return ModuleType("quack.gemm_interface")
+
+
+def quack_with(symmetric: Callable[..., Any]) -> ModuleType:
+    module = ModuleType("quack.gemm_interface")
+    module.gemm_symmetric = symmetric  # type: ignore[attr-defined]
+    return module
+
+
+@pytest.mark.parametrize(
+    ("library", "reason"),
+    [
+        (None, "ModuleNotFoundError: "),
+        (old_quack(), "ImportError: cannot import name 'gemm_symmetric'"),
+        (quack_with(raising), "RuntimeError: misaligned address"),
+        (quack_with(lambda a, b, out: out.fill_(1.0)), "the result of square is wrong, by "),
+    ],
+    ids=["incomplete", "old", "raises", "wrong"],
+)
+def test_a_quack_that_does_not_work_is_a_reason(
+    gpu: None, library: ModuleType | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "quack.gemm_interface", library)
+    assert chosen().startswith(f"triton + torch (quack: its kernels fail, those of 0.6.5 are known to fit: {reason}")
+
+
+def test_without_a_gpu_that_triton_knows_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "why_wrong", lambda *args: pytest.fail("nothing to try"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert (triton_table.why_not(), quack.why_not()) == ("triton is not installed", "quack-kernels is not installed")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert (triton_table.why_not(), quack.why_not()) == ("no NVIDIA or AMD GPU", "no NVIDIA GPU")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    assert triton_table.why_not() == "the GPU is older than Ampere"
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert quack.why_not() == "no NVIDIA GPU"
+
+
+# ---- the probe itself, on kernels -----------------------------------------------------------------------------
+
+
+def probed() -> str | None:
+    """Triton's own kernels, interpreted; in fp16, as the interpreter does not multiply bf16."""
+    interpreted_table(tiles=(16, 32, 32))
+    products.untuned_kernel.configs = products.tuned_kernel.configs
+    probe.DEVICE, probe.DTYPE, probe.SIZE = "cpu", torch.float16, 32
+    return probe.why_wrong(triton_table._untuned)
+
+
+def test_triton_passes_its_probe(interpret: Interpret) -> None:
+    assert interpret(probed) is None

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The race: what is timed, within which bounds, and what leaves it."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepspeed.muon.kernels.reference import OPERATIONS
+from deepspeed.muon.kernels.table import Operations
+from deepspeed.muon.math import race as module
+from deepspeed.muon.math.newton_schulz import DTYPES
+from deepspeed.muon.math.race import race
+
+CPU = torch.device("cpu")
+KINDS = ("square", "product", "multiply")
+
+
+class Time:
+    """A clock that stands still except while a product runs, for as long as it is told."""
+
+    def __init__(self, seconds: Callable[[str, Tensor], float]) -> None:
+        self.now, self.seconds = 0.0, seconds
+        self.calls: list[tuple[str, str, tuple[int, ...]]] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def table(self, name: str) -> Operations:
+        """Plain operations on this clock."""
+
+        def timed(kind: str) -> Callable[..., Any]:
+            def run(*args: Any) -> Any:
+                x = next(arg for arg in args if isinstance(arg, Tensor)) if kind != "product" else args[0].rest
+                self.now += self.seconds(name, x)
+                self.calls.append((name, kind, tuple(x.shape)))
+                return getattr(OPERATIONS, kind)(*args)
+
+            return run
+
+        return dataclasses.replace(OPERATIONS, **{kind: timed(kind) for kind in KINDS})
+
+
+def hold(shapes: dict[tuple[int, int], int], time: Time, names: tuple[str, ...] = ("torch",), **kwargs: Any) -> Any:
+    tables = {name: time.table(name) for name in names}
+    return race(shapes, kwargs.pop("dtypes", ["fp32"]), tables, CPU, clock=time, **kwargs)
+
+
+def test_times_are_seconds_per_matrix_of_the_full_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large matrix is timed on a small one of its aspect ratio, small ones in a batch."""
+    monkeypatch.setattr(module, "CPU_OPERATIONS", 2 * 16 * 16 * 64 / torch.get_num_threads())
+    time = Time(lambda name, x: 1.0)
+    found = hold({(64, 256): 5, (8, 8): 3}, time, seconds=1e9)["fp32"]
+    assert {shape for _, kind, shape in time.calls if kind == "multiply"} == {(1, 16, 64), (3, 8, 8)}
+    assert found["64x256"]["square"] == {"torch": 4.0**3} == found["64x256"]["multiply"]
+    assert {shape for _, kind, shape in time.calls if kind == "product"} == {(4, 16, 16), (3, 8, 8)}
+    assert found["8x8"] == {kind: {"torch": pytest.approx(1 / 3)} for kind in KINDS}
+
+
+def test_no_shape_is_begun_when_the_time_is_over() -> None:
+    """The most expensive ones come first, and one is always timed."""
+    time = Time(lambda name, x: 0.01)
+    shapes = {(8, 8): 1, (32, 32): 1, (16, 16): 1}
+    assert list(hold(shapes, time, seconds=0.0)["fp32"]) == ["32x32"]
+    assert list(hold(shapes, Time(time.seconds), seconds=0.2)["fp32"]) == ["32x32", "16x16"]
+    assert list(hold(shapes, Time(time.seconds), seconds=9.0)["fp32"]) == ["32x32", "16x16", "8x8"]
+
+
+def test_the_shortest_run_counts_and_the_first_never() -> None:
+    waits = {"square": iter([9.0, 9.0, 3.0, 1.0, 2.0]), "multiply": iter([9.0, 9.0, 5.0, 4.0, 6.0])}
+    time = Time(lambda name, x: 0.0)
+    square, multiply = OPERATIONS.square, OPERATIONS.multiply
+
+    def slow(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            time.now += next(waits[kind], 7.0)
+            return original(*args)
+
+        return run
+
+    table = dataclasses.replace(OPERATIONS, square=slow("square", square), multiply=slow("multiply", multiply))
+    found = race({(8, 8): 1}, ["fp32"], {"torch": table}, CPU, clock=time)["fp32"]["8x8"]
+    assert found["square"] == {"torch": 1.0} and found["multiply"] == {"torch": 4.0}
+
+
+def test_a_dtype_that_is_only_emulated_does_not_enter() -> None:
+    speed = {torch.float32: 1.0, torch.float16: 50.0, torch.bfloat16: 1.5}
+    time = Time(lambda name, x: speed[x.dtype])
+    assert list(hold({(8, 8): 1}, time, dtypes=list(DTYPES))) == ["fp32", "bf16"]
+    assert list(hold({(8, 8): 1}, time, dtypes=["fp16"])) == ["fp16"], "unless it is the only one"
+
+
+def test_a_table_that_raises_or_errs_leaves_the_race(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(module.logger, "warning", lambda text, *args: said.append(text % args))
+
+    def wrong(x: Tensor, out: Any, work: Any) -> None:
+        OPERATIONS.square(x, out, work)
+        out.rest.mul_(1.01)
+
+    def raising(*args: Any) -> None:
+        raise RuntimeError("no such instruction")
+
+    tables = {
+        "torch": OPERATIONS,
+        "wrong": dataclasses.replace(OPERATIONS, square=wrong),
+        "raising": dataclasses.replace(OPERATIONS, multiply=raising),
+    }
+    found = race({(8, 16): 2}, ["fp32"], tables, CPU)["fp32"]["8x16"]
+    assert {kind: set(found[kind]) for kind in KINDS} == {
+        "square": {"torch", "raising"},
+        "product": {"torch", "wrong", "raising"},
+        "multiply": {"torch", "wrong"},
+    }
+    assert any("wrong are not used: relative error" in text for text in said)
+    assert any("raising are not used: no such instruction" in text for text in said)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_real_race_leaves_torchs_generator_alone(dtype: str) -> None:
+    state = torch.get_rng_state()
+    found = race({(4, 8): 2, (8, 4): 1}, [dtype], {"torch": OPERATIONS}, CPU)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(found[dtype]["4x8"][kind]["torch"] > 0 for kind in KINDS)

@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One choice of Newton-Schulz for all ranks, and for a run from its first checkpoint on."""
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepspeed.muon import MuonWithAuxAdam
+from deepspeed.muon.kernels.table import Operations
+from deepspeed.muon.math.choice import Choice
+from deepspeed.muon.math.newton_schulz import METHODS
+from deepspeed.muon.zero import bind
+from helpers import universal
+from helpers.distributed import run
+from helpers.engine_state import differing, snapshot
+from helpers.models import Mlp, initialize_, train_engine
+from helpers.racing import opinion, races
+from helpers.training import BF16_OPTIMIZER, PARAMS, ds_config, make_engine
+
+#: What is auto is chosen; PARAMS fixes the dtype.
+OPEN = {"type": "Muon", "params": PARAMS | {"ns_dtype": "auto", "kernels": "torch"}}
+FIXED_DTYPE = {"type": "Muon", "params": PARAMS | {"kernels": "torch"}}
+#: A small model whose matrices get other owners at stage 3 where another method makes them cost otherwise.
+WIDTHS = (64, 16, 48, 24, 16, 16, 16)
+KEYS = ("16x16", "16x24", "16x48", "16x64", "24x48")
+
+
+@contextmanager
+def preferring(method: str, dtype: str = "fp32") -> Iterator[None]:
+    """On this rank, products are as fast as makes this method the faster one, and this dtype the fastest."""
+    costly = "product" if method == "standard" else "square"
+    with opinion(lambda of, kind, table: (1.0 if of == dtype else 9.0) * (100.0 if kind == costly else 1.0)):
+        yield
+
+
+@contextmanager
+def log() -> Iterator[list[str]]:
+    """What the package logs meanwhile, on this rank."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("deepspeed.muon")
+    level = logger.level
+    logger.setLevel("INFO")
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def choice_of(engine: Any) -> Choice:
+    """The choice of all Muon groups."""
+    pinned = [group["ns_choice"] for group in engine.basic_optimizer.param_groups if group["use_muon"]]
+    assert all(choice == pinned[0] for choice in pinned)
+    return engine.basic_optimizer.choice
+
+
+def methods_of(engine: Any) -> dict[str, str]:
+    """The methods of all Muon groups, by shape."""
+    return {key: recipe.method for key, recipe in choice_of(engine).recipes.items()}
+
+
+@contextmanager
+def calls() -> Iterator[list[tuple[str, str, torch.dtype]]]:
+    """Shape, method and dtype of every call of Newton-Schulz in a step."""
+    from deepspeed.muon import optimizer
+
+    found: list[tuple[str, str, torch.dtype]] = []
+    original = optimizer.orthogonalize
+
+    def noting(x: Tensor, schedule: Any, method: str, dtype: torch.dtype, work: Any, kernels: Operations) -> Tensor:
+        found.append(("x".join(map(str, sorted(x.shape[1:]))), method, dtype))
+        return original(x, schedule, method, dtype, work, kernels)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer, "orthogonalize", noting)
+        yield found
+
+
+def build(case: dict[str, Any], seed: int = 0, widths: tuple[int, ...] = WIDTHS) -> Any:
+    net = Mlp(widths)
+    initialize_(net, seed)
+    return make_engine(net, ds_config(**case))
+
+
+# ---- ranks ----------------------------------------------------------------------------------------------
+
+#: By rank, the seconds of a product in each dtype: rank 1 is slow, and slow in another dtype than the others.
+SPEEDS = (
+    {"fp32": 4.0, "fp16": 2.0, "bf16": 1.0},
+    {"fp32": 6.0, "fp16": 5.0, "bf16": 20.0},
+    {"fp32": 4.0, "fp16": 3.0, "bf16": 1.0},
+)
+
+
+def bind_at_unequal_speed(case: dict[str, Any]) -> tuple[Choice, list[str], list[Any], list[int], torch.dtype]:
+    """Choice, log, calls of a step, owners and dtype of the exchange of this rank, whose speed is its own."""
+    mine = SPEEDS[torch.distributed.get_rank()]
+    with opinion(lambda dtype, kind, table: mine[dtype]) as held, log() as said, calls() as made:
+        engine = build(case | {"optimizer": OPEN})
+        assert held == [("fp32", "fp16", "bf16")]
+        train_engine(engine, 1)
+        owners = [owner for plan in engine.basic_optimizer.plans for owner in plan.owners]
+        chosen = [text for text in said if "Newton-Schulz on cpu in" in text]
+        result = choice_of(engine), chosen, made, owners, engine.basic_optimizer.exchange.dtype
+        engine.destroy()
+    assert len(held) == 1, "no step races again"
+    return result
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_all_ranks_take_what_is_fastest_at_the_slowest(stage: int) -> None:
+    """fp16: 5 on the slowest rank, where fp32 takes 6 and bf16 20."""
+    results = run(bind_at_unequal_speed, 3, case={"stage": stage})
+    assert [choice.dtype for choice, *_ in results] == ["fp16"] * 3
+    assert all(result[0] == results[0][0] and result[3] == results[0][3] for result in results)
+    assert {dtype for _, _, made, *_ in results for _, _, dtype in made} == {torch.float16}
+    assert [len(said) for _, said, *_ in results] == [1, 0, 0], "one line"
+    assert "Newton-Schulz on cpu in fp16, " in results[0][1][0] and "the fastest in a race at start" in results[0][1][0]
+    assert {exchanged for *_, exchanged in results} == {torch.bfloat16}
+
+
+def test_bf16_is_a_candidate_where_every_rank_has_it() -> None:
+    facts = bind._facts(MuonWithAuxAdam((net := Mlp()).parameters(), model=net, lr=0.1))
+    answers = [[True, True], [True, False], [False, True]]
+    verdicts = [bind._judge_settings([facts | {"bf16": has} for has in answer]) for answer in answers]
+    assert [verdict["bf16"] for verdict in verdicts] == [True, False, False]
+
+
+def race_for_real(case: dict[str, Any]) -> tuple[Choice, list[str]]:
+    with races(), log() as said:
+        engine = build(case | {"optimizer": {"type": "Muon", "params": PARAMS | {"ns_dtype": "auto"}}})
+    result = choice_of(engine)
+    train_engine(engine, 1)
+    engine.destroy()
+    return result, [text for text in said if "the fastest in a race at start" in text]
+
+
+def test_a_real_race_answers_for_every_shape() -> None:
+    (choice, said), (other, _) = run(race_for_real, 2, case={"stage": 2})
+    assert choice == other and set(choice.recipes) == set(KEYS) and len(said) == 1
+    assert {recipe.method for recipe in choice.recipes.values()} <= set(METHODS)
+
+
+def fail_to_race() -> str:
+    def broken(*args: Any) -> None:
+        raise MemoryError("no room")
+
+    with races(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("deepspeed.muon.tuning.race", broken)
+        with pytest.raises(RuntimeError) as error:
+            build({"optimizer": OPEN})
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+def test_a_rank_that_cannot_race_is_heard_everywhere() -> None:
+    for text in run(fail_to_race, 2):
+        assert text.startswith("DisagreementError: rank 0: ") and "MemoryError: no room" in text
+
+
+def disagree() -> str:
+    """A rank that chooses by itself, as another version might."""
+    rank = torch.distributed.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        from deepspeed.muon import tuning
+
+        original = tuning.by_count
+        patch.setattr(tuning, "by_count", lambda s, c, d, m, t: original(s, c, d, [METHODS[rank]], t))
+        with pytest.raises(RuntimeError) as error:
+            build({})
+    return str(error.value)
+
+
+def test_ranks_whose_choices_differ_are_refused() -> None:
+    for text in run(disagree, 2):
+        assert text.startswith("the choice of dtype, methods and kernels differs: rank 0 has [{'dtype': 'fp32'")
+
+
+def explicit(groups: bool) -> tuple[set[tuple[str, str, torch.dtype]], int]:
+    """What is called where the config, or a parameter group, names a method; and how many races are held."""
+    with calls() as made, opinion(lambda *of: 1.0) as held:
+        net = Mlp(WIDTHS)
+        first, *rest = net.parameters()
+        optimizer = {"type": "Muon", "params": FIXED_DTYPE["params"] | ({} if groups else {"ns_method": "gram"})}
+        given = [{"params": [first], "ns_method": "gram"}, {"params": rest}] if groups else list(net.parameters())
+        engine = make_engine(net, ds_config(optimizer=optimizer), model_parameters=given)
+        train_engine(engine, 1)
+        engine.destroy()
+    return set(made), len(held)
+
+
+def test_what_is_fixed_wins_and_nothing_open_means_no_race() -> None:
+    (made, held), (others, _) = run(explicit, 2, groups=False)
+    assert {method for _, method, _ in made | others} == {"gram"} and held == 0
+    (made, held), (others, _) = run(explicit, 2, groups=True)
+    assert ("16x64", "gram", torch.float32) in made | others and ("16x16", "standard", torch.float32) in made | others
+    assert held == 1
+
+
+# ---- a run and its checkpoints ------------------------------------------------------------------------------
+
+CASES: list[dict[str, Any]] = [
+    {"stage": 0},
+    {"stage": 1},
+    BF16_OPTIMIZER,
+    {"stage": 2, "offload": True},
+    {"stage": 3, "dtype": "bf16"},
+    {"stage": 3, "zero": {"sub_group_size": 600}},
+]
+Result = tuple[dict[str, Tensor], dict[str, str], list[tuple[int, ...]], list[float]]
+
+
+def report(engine: Any, losses: list[float]) -> Result:
+    """The state after the steps, methods and owners."""
+    result = snapshot(engine), dict(methods_of(engine)), [p.owners for p in engine.basic_optimizer.plans], losses
+    engine.destroy()
+    return result
+
+
+def save_all(cases: list[dict[str, Any]], folder: str) -> list[Result]:
+    """By case: two steps by other methods than a count of operations would choose, a checkpoint, two steps."""
+    results = []
+    for index, case in enumerate(cases):
+        with preferring("gram"):
+            engine = build(case | {"optimizer": OPEN})
+        train_engine(engine, 2)
+        engine.save_checkpoint(f"{folder}/{index}", tag="saved")
+        results.append(report(engine, train_engine(engine, 2, first_step=2)))
+    return results
+
+
+def resume_all(cases: list[dict[str, Any]], folder: str) -> list[tuple[Result, list[str]]]:
+    """The same two last steps by an engine for which another choice, counted and raced by turns, is the best."""
+    results = []
+    for index, case in enumerate(cases):
+        with preferring("standard", "bf16") if index % 2 else nullcontext():
+            engine = build(case | {"optimizer": OPEN}, seed=7)
+        assert choice_of(engine).recipe(16, 16).method == "standard"
+        with log() as said:
+            engine.load_checkpoint(f"{folder}/{index}")
+        results.append((report(engine, train_engine(engine, 2, first_step=2)), said))
+    return results
+
+
+def test_a_resumed_run_keeps_its_choice(tmp_path: Path) -> None:
+    """And with them owners, losses, weights and states, bit for bit."""
+    expected = run(save_all, 2, cases=CASES, folder=str(tmp_path))
+    for rank, results in enumerate(run(resume_all, 2, cases=CASES, folder=str(tmp_path))):
+        for case, wanted, (got, said) in zip(CASES, expected[rank], results, strict=True):
+            assert set(got[1].values()) == {"gram"}, case
+            assert got[1:] == wanted[1:], case
+            assert differing(wanted[0], got[0]) == [], case
+            told = [text for text in said if "Newton-Schulz goes on in fp32 with the choice of the checkpoint" in text]
+            raced = CASES.index(case) % 2 == 1
+            assert len(told) == (raced and rank == 0), "once, where the times tell that another choice is faster"
+            assert not told or "on this machine bf16 would be" in told[0]
+
+
+def train_by(methods: list[str]) -> list[Result]:
+    results = []
+    for method in methods:
+        with preferring(method):
+            engine = build({"stage": 3, "optimizer": OPEN})
+        results.append(report(engine, train_engine(engine, 2)))
+    return results
+
+
+def test_methods_change_owners_and_weights_here() -> None:
+    """Else the test above would show nothing."""
+    for by_gram, by_standard in run(train_by, 2, methods=["gram", "standard"]):
+        assert by_gram[2] != by_standard[2]
+        assert differing(by_gram[0], by_standard[0]) != []
+
+
+def methods_after_loading(folder: str) -> tuple[dict[str, str], list[tuple[int, ...]], list[float]]:
+    engine = build({"stage": 3, "optimizer": OPEN, "checkpoint": {"load_universal": True}}, seed=7)
+    engine.load_checkpoint(folder, tag="universal")
+    result = dict(methods_of(engine)), [plan.owners for plan in engine.basic_optimizer.plans]
+    losses = train_engine(engine, 2, first_step=2)
+    engine.destroy()
+    return (*result, losses)
+
+
+def test_universal_checkpoints_carry_the_choice(tmp_path: Path) -> None:
+    case = {"stage": 3}
+    wanted = run(save_all, 2, cases=[case], folder=str(tmp_path))
+    universal.convert(tmp_path / "0")
+    for rank, (methods, owners, losses) in enumerate(run(methods_after_loading, 2, folder=str(tmp_path / "0"))):
+        assert (methods, owners, losses) == wanted[rank][0][1:]
+
+
+def load_what_was_edited(folder: str) -> tuple[str, bool]:
+    engine = build({"stage": 2}, seed=7)
+    before = snapshot(engine)
+    with pytest.raises(ValueError) as error:
+        engine.load_checkpoint(folder)
+    result = str(error.value), differing(before, snapshot(engine)) == []
+    engine.destroy()
+    return result
+
+
+def test_an_unknown_method_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    run(save_all, 2, cases=[{"stage": 2}], folder=str(tmp_path))
+    (header,) = tmp_path.glob("0/*/muon_save.json")
+    facts = json.loads(header.read_text())
+    for group in (group for structure in facts["structures"] for group in structure["groups"] if group["use_muon"]):
+        group["ns_choice"]["shapes"]["16x64"]["method"] = "quintic"
+    header.write_text(json.dumps(facts))
+    for text, is_unchanged in run(load_what_was_edited, 2, folder=str(tmp_path / "0")):
+        assert "it was saved with dtypes or methods that this deepspeed-muon lacks: 'quintic' for 16x64" in text
+        assert is_unchanged
+
+
+def resume_without_a_choice() -> tuple[dict[str, str], dict[str, str]]:
+    """A checkpoint of 0.1.0, which pinned methods and nothing else."""
+    engine = build({"stage": 2, "optimizer": OPEN})
+    train_engine(engine, 1)
+    before = methods_of(engine)
+    state = engine.basic_optimizer.state_dict()
+    for group in state["param_groups"]:
+        if group["use_muon"]:
+            del group["ns_choice"]
+            group["ns_methods"] = dict.fromkeys(KEYS, "gram")
+    engine.basic_optimizer.load_state_dict(state)
+    train_engine(engine, 1)
+    after = methods_of(engine)
+    assert not any("ns_methods" in group for group in engine.basic_optimizer.param_groups)
+    engine.destroy()
+    return before, after
+
+
+def test_the_methods_of_an_older_checkpoint_are_kept() -> None:
+    for before, after in run(resume_without_a_choice, 2):
+        assert "standard" in before.values() and set(after.values()) == {"gram"}
+
+
+def resume_elsewhere() -> list[str]:
+    """With a config that sets another dtype, and with kernels that are not here."""
+    with preferring("gram"):
+        engine = build({"stage": 1, "optimizer": OPEN})
+    train_engine(engine, 1)
+    state = engine.basic_optimizer.state_dict()
+    engine.destroy()
+    fixed = build({"stage": 1, "optimizer": OPEN | {"params": OPEN["params"] | {"ns_dtype": "bf16"}}})
+    fixed.basic_optimizer.load_state_dict(state)
+    assert choice_of(fixed).dtype == "bf16"
+    fixed.destroy()
+    for group in (group for group in state["param_groups"] if group["use_muon"]):
+        for recipe in group["ns_choice"]["shapes"].values():
+            recipe["square"] = "triton"
+    other = build({"stage": 1, "optimizer": OPEN})
+    with log() as said:
+        other.basic_optimizer.load_state_dict(state)
+    train_engine(other, 1)
+    other.destroy()
+    return said
+
+
+def test_a_choice_that_cannot_be_kept_is_told_once() -> None:
+    said, others = run(resume_elsewhere, 2)
+    assert len([text for text in said if "used the kernels of triton, which are not here" in text]) == 1
+    assert not any("triton" in text for text in others)
