@@ -166,7 +166,7 @@ class _Timer:
             if right is not None and name != PLAIN:
                 error = torch.linalg.vector_norm(out.float() - right) / torch.linalg.vector_norm(right)
                 if not error <= WRONG * torch.finfo(out.dtype).eps:
-                    raise ArithmeticError(f"relative error {float(error):.1e}")
+                    raise ArithmeticError(f"wrong by {float(error):.1e}")
             return min(self._once(call, out) for _ in range(RUNS))
         except Exception as error:  # a kernel that does not compile or run must not end the training
             logger.warning("deepspeed-muon: the kernels of %s are not used: %s", name, error)

@@ -105,7 +105,7 @@ def _require_muon(path: str, section: dict[str, Any]) -> tuple[str, dict[str, An
     optimizer = section.get("optimizer")
     name = optimizer.get("type") if isinstance(optimizer, dict) else None
     if not isinstance(optimizer, dict) or not isinstance(name, str) or not is_muon(name):
-        near = nearest("optimizer", section) if optimizer is None else None
+        near = nearest("optimizer", section.keys() - {"optimizer"}) if optimizer is None else None
         hint = f"; did you mean optimizer where it says {near}?" if near else ""
         raise SettingsError(f'{path}: optimizer.type: got {name!r}, expected "Muon"{hint}')
     params = optimizer.get("params") or {}

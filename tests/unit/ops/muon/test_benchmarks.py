@@ -349,7 +349,7 @@ def test_what_a_rank_sends_to_itself_is_all_of_a_bucket() -> None:
     """Runs in place are sent; columns, which were sent already, keep where they belong."""
     from deepspeed.muon.matrices.block import Block
     from deepspeed.muon.matrices.routing import MatrixSpec
-    from deepspeed.muon.plan.cost import cost_model
+    from deepspeed.muon.plan.cost import counted_cost
     from deepspeed.muon.plan.placement import Placement, Shard
     from deepspeed.muon.plan.plan import make_plan
 
@@ -357,7 +357,7 @@ def test_what_a_rank_sends_to_itself_is_all_of_a_bucket() -> None:
     whole = MatrixSpec("w", (2, 8), True, "", (Block(0, 2, 8, 8),))
     specs = MatrixSpec("c", (4, 6), True, "", blocks), whole
     shards = [Shard(spec, i, Placement(0, spec.numel, 0)) for i, spec in enumerate(specs)]
-    (bucket,) = make_plan(shards, 0, 1, cost_model("auto", ns.SIMPLE, 2, "cpu")).buckets
+    (bucket,) = make_plan(shards, 0, 1, counted_cost("auto", ns.SIMPLE, "bf16", 2, "cpu")).buckets
     sent = gpu.sent_to_itself(bucket)
     assert isinstance(sent, Bucket) and sent.travels and isinstance(sent.batches[0], Batch)
     assert sum(sent.send_counts) == sum(sent.receive_counts) == 40 == sum(run.copy.numel for run in sent.runs)

@@ -64,7 +64,8 @@ def staged(kind: type[Staging] | None, bucket_bytes: int, **config: Any) -> tupl
 
     module.make_plan, module.Exchange, module.Workspace = make_plan, exchange, Unpinned
     try:
-        return train_on_gradients(SHAPES, 3, optimizer=with_params(bucket_bytes=bucket_bytes), **config), max(counts)
+        section = with_params(bucket_bytes=bucket_bytes)
+        return train_on_gradients(SHAPES * 2, 3, optimizer=section, **config), max(counts)
     finally:
         module.make_plan, module.Exchange, module.Workspace = originals
 
@@ -81,8 +82,8 @@ def test_copies_that_come_late_change_nothing(stage: int) -> None:
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_staged_shards_travel_as_others_do(stage: int, offload: bool) -> None:
-    plain = run(staged, 2, kind=None, bucket_bytes=2048, stage=stage, offload=offload)
-    through = run(staged, 2, kind=Staging, bucket_bytes=2048, stage=stage, offload=offload)
+    plain = run(staged, 2, kind=None, bucket_bytes=1024, stage=stage, offload=offload)
+    through = run(staged, 2, kind=Staging, bucket_bytes=1024, stage=stage, offload=offload)
     for (expected, _), (got, buckets) in zip(plain, through, strict=True):
         assert buckets > 3
         torch.testing.assert_close(got, expected, rtol=0, atol=0)

@@ -5,16 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
-from deepspeed.muon.math.choice import Shape, Times, shape_key
+if TYPE_CHECKING:  # the package activates itself when it is imported, which is for the tests to decide
+    from deepspeed.muon.math.choice import Shape, Times
 
 
 def without_races() -> None:
     """For the rest of this process. Fresh memory stays as it is, which is not what the tests are after."""
+    import torch
+
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
@@ -22,6 +24,8 @@ def without_races() -> None:
 @contextmanager
 def races() -> Iterator[None]:
     """Runs that begin inside race."""
+    import torch
+
     torch.use_deterministic_algorithms(False)
     try:
         yield
@@ -32,6 +36,8 @@ def races() -> Iterator[None]:
 @contextmanager
 def opinion(seconds: Callable[[str, str, str], float]) -> Iterator[list[tuple[str, ...]]]:
     """A race in which this rank finds these seconds by dtype, kind of product and table. Gives the dtypes of each."""
+    from deepspeed.muon.math.choice import shape_key
+
     held: list[tuple[str, ...]] = []
 
     def race(shapes: Mapping[Shape, int], dtypes: Any, tables: Mapping[str, Any], *rest: Any) -> Times:

@@ -123,4 +123,4 @@ def test_all_ranks_of_an_engine_have_one_table() -> None:
     ):
         (first, lines), (second, _) = run(chosen, 2, lacking=lacking)
         assert first == second == name
-        assert len(lines) == 1 and lines[0].startswith(f"{name} ({reason}), "), lines
+        assert len(lines) == 1 and lines[0].startswith(f"{name} ({reason}); "), lines

@@ -29,7 +29,7 @@ BLOCK = {"BLOCK": elementwise.BLOCK}
 NUMBERS = {
     **dict.fromkeys(("numel", "parts", "size", "depth", "across", "along", "matrices"), "i32"),
     **dict.fromkeys(("rows", "cols", "first_key", "second_key"), "i32"),
-    **dict.fromkeys(("momentum", "rate", "keep", "step", "alpha", "beta", "shift"), "fp32"),
+    **dict.fromkeys(("momentum", "rate", "keep", "step", "scale", "alpha", "beta", "shift"), "fp32"),
     **{"exponent_ptr": "*i32", "sum_ptr": "*fp32", "norm_ptr": "*fp32"},
     **{f"{name}diagonal_ptr": "*fp32" for name in ("", "a_", "b_", "out_")},
 }
@@ -95,7 +95,10 @@ ELEMENTWISE: list[tuple[str, dict[str, str], dict[str, Any]]] = [
     ("apply_kernel", {"param_ptr": "*bf16", "update_ptr": "*fp16"}, BLOCK),
     *(("sum_kernel", {"x_ptr": kind}, {"BLOCK": elementwise.SUM_BLOCK}) for kind in ("*bf16", "*fp32")),
     ("norm_kernel", {}, {"BLOCK": 1024}),
-    *(("divide_kernel", {"x_ptr": kind}, BLOCK) for kind in ("*bf16", "*fp32")),
+    *(
+        ("divide_kernel", {"x_ptr": kind, "out_ptr": out}, BLOCK)
+        for kind, out in (("*bf16", "*bf16"), ("*fp32", "*fp32"), ("*bf16", "*fp32"), ("*bf16", "*fp16"))
+    ),
 ]
 
 

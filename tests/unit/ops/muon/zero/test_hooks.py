@@ -340,7 +340,8 @@ def test_one_line_of_log_on_rank_0() -> None:
     for part in (
         f"deepspeed-muon {deepspeed.muon.__version__}: 2 matrices (524,288 parameters) to Muon; ",
         "2 tensors (1,024 parameters) to AdamW; 2 ranks; 1.0 MB sent per step by rank 0, 0.0 MB by all ranks",
-        "Newton-Schulz in float32 on cpu",
+        "exchange in fp32, kernels: ",
+        "; Newton-Schulz on cpu in fp32, ",
         "adjust_lr_fn original = sqrt(max(1, rows / cols)): update RMS 0.0442 x lr for layers.1.weight [512, 512]",
     ):
         assert part in text
