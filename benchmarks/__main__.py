@@ -21,6 +21,7 @@ BENCHMARKS = {
     "handover": ("learning", "held-out loss after AdamW hands over to Muon, by what momentum starts from"),
     "scaling": ("scaling", "plans of known models on up to 4096 ranks; predicted against measured steps"),
     "launches": ("launches", "kernels that one rank launches in a step, from its plan and from a trace"),
+    "memory": ("scaling", "memory of a rank by model and stage, and the cards that hold it"),
     "exactness": ("exactness", "errors against oracles, stock and torch; writes docs/exactness.md"),
     "gpu": ("gpu", "everything on one GPU, in two calls of less than ten minutes"),
 }

@@ -26,6 +26,7 @@ from deepspeed.muon.kernels.selection import choose, missing, product_tables
 from deepspeed.muon.math.coefficients import schedule
 from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.plan.cost import counted_cost
+from deepspeed.muon.plan.memory import Memory
 from deepspeed.muon.plan.plan import make_plan
 from deepspeed.muon.tuning import Candidates
 
@@ -38,6 +39,7 @@ MODELS = {
     "moe-1t": f"{EXAMPLES / 'moe_1t.py'}:model",
 }
 SIMPLE = schedule("simple")
+GPU = Memory(wire="bf16", dtype="bf16", device_type="cuda")
 NOTES = """Imbalance: Newton-Schulz of the busiest rank over the larger of the mean and the most expensive matrix. MB,
 messages: sent per rank and step, there and back; messages and runs are of the busiest rank. Planning: one rank's plans
 of all parts, measured on this machine. Parts: sub-groups of stage 3, stepped one after the other."""
@@ -45,7 +47,7 @@ of all parts, measured on this machine. Parts: sub-groups of stage 3, stepped on
 
 def forecast(name: str, halves: Sequence[Half], stage: int, world: int, machine: Machine | None) -> dict[str, Any]:
     """A row of the table."""
-    found = estimate(halves, Layout(stage, world), SIMPLE, "bf16", 2, "cuda")
+    found = estimate(halves, Layout(stage, world), SIMPLE, GPU)
     facts, flops = per_rank(found), [cost.flops for cost in found.costs]
     # Parts are stepped one after the other, so each waits for its own busiest rank.
     least = max(sum(map(sum, flops)) / found.costs[0].part.world_size, *(cost.heaviest for cost in found.costs))
@@ -100,6 +102,39 @@ def scaling(
     return report.write(report.name_of("scaling"), "Scaling of the plan", rows, *parts)
 
 
+def memory(
+    models: Annotated[tuple[str, ...], MODELS] = ("llama3-8b", "llama3-70b"),
+    worlds: tuple[int, ...] = (8, 64),
+    stages: tuple[int, ...] = (1, 2, 3),
+    cards: tuple[int, ...] = (24, 80, 141),
+) -> str:
+    """Memory of a rank by model and stage, and the cards that hold it. Planned, not measured.
+
+    Without activations and buckets of ZeRO: bf16 weights and gradients, fp32 master weights, optimizer state, and the
+    scratch of a step.
+
+    Args:
+        models: which
+        worlds: numbers of ranks
+        stages: of ZeRO, 1 to 3
+        cards: memory of cards, 10^9 bytes
+    """
+    rows = []
+    for name in models:
+        halves = halves_of(build(str(MODELS[name])), parse({"lr": 1e-3}))
+        numel = sum(totals(halves, use_muon)["parameters"] for use_muon in (True, False))
+        for world, stage in itertools.product(worlds, stages):
+            facts = per_rank(estimate(halves, Layout(stage, world), SIMPLE, GPU))
+            weights, gradients = (2 * numel / (world if stage >= least else 1) for least in (3, 2))
+            state, scratch = 4 * numel / world + facts["state_bytes"]["max"], facts["scratch_bytes"]["max"]
+            total = weights + gradients + state + scratch
+            row = {"model": name, "ranks": world, "stage": stage, "weights GB": weights / 1e9}
+            row |= {"gradients GB": gradients / 1e9, "master + state GB": state / 1e9, "scratch GB": scratch / 1e9}
+            left = {f"left of {card} GB": f"{card - total / 1e9:.0f}" if total < card * 1e9 else "-" for card in cards}
+            rows.append(row | left)
+    return report.table(rows)
+
+
 def compare(worlds: Sequence[int], stages: Sequence[int]) -> tuple[Machine, list[dict[str, Any]]]:
     """The rates of one core alone, and measured steps beside those that follow from them."""
     jobs = [Job(str(s), "ours", w, warmup=2) for w in worlds for s in stages]
@@ -108,6 +143,7 @@ def compare(worlds: Sequence[int], stages: Sequence[int]) -> tuple[Machine, list
     found = report.summarize(records, "world", "case")
     sent = [row["exchange MB"] / 1e3 / row["alone s"] for row in found if row["world"] == 2 and row["exchange MB"]]
     network = Network(gbs=statistics.fmean(sent), latency_us=0.0, message_us=0.0) if sent else None
+    cpu = Memory(wire="bf16", dtype="fp32", device_type="cpu")
     machine, points = Machine(**alone | {"network": network}), []
     for row in found:
         share = max(1.0, row["world"] / report.cores())
@@ -115,7 +151,7 @@ def compare(worlds: Sequence[int], stages: Sequence[int]) -> tuple[Machine, list
         link = network and dataclasses.replace(network, gbs=network.gbs / share)
         of_rank = dataclasses.replace(machine, tflops=machine.tflops / share, network=link, **slower)
         halves, layout = [muon_half(jobs[0].matrices)], Layout(int(row["case"]), row["world"])
-        step = milliseconds(estimate(halves, layout, SIMPLE, "fp32", 2, "cpu"), of_rank)
+        step = milliseconds(estimate(halves, layout, SIMPLE, cpu), of_rank)
         predicted, measured = step.get("total", step["elementwise"] + step["newton_schulz"]), 1e3 * row["optimizer s"]
         point = {"ranks": row["world"], "stage": row["case"], "measured ms": measured, "predicted ms": predicted}
         point |= {"error": f"{predicted / measured - 1:+.0%}", "Newton-Schulz ms": 1e3 * row["newton_schulz s"]}

@@ -7,7 +7,6 @@ Nothing of deepspeed-muon is imported before a launch of ours needs it, because 
 import collections
 import contextlib
 import dataclasses
-import functools
 import json
 import logging
 import os
@@ -153,6 +152,8 @@ def ds_config(job: Job) -> dict[str, Any]:
     """Its ds_config.json."""
     (_, stage, offload), variant = CASES[job.case], VARIANTS[job.variant]
     zero, params = {"stage": stage}, dict(variant.params)
+    if job.bucket:
+        params["bucket_bytes"] = int(job.bucket * 2**20)
     if offload:
         zero["offload_optimizer"] = {"device": "cpu"}
     elif variant.optimizer == "AdamW":
@@ -178,10 +179,6 @@ def build_engine(job: Job) -> Any:
     deepspeed.utils.logger.setLevel(logging.WARNING)
     if hasattr(comm.cdb, "shm_vector_kernel_level"):
         comm.cdb.shm_vector_kernel_level = 0  # DeepSpeed's all-reduce goes through torch.distributed, to be counted
-    if job.bucket:
-        from deepspeed.muon import optimizer as module
-
-        module.make_plan = functools.partial(module.make_plan, bucket_bytes=int(job.bucket * 2**20))
     model = stack(job.model, job.layers, job.hidden, job.device)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=ds_config(job))
     VARIANTS[job.variant].check(engine)

@@ -23,7 +23,7 @@ from deepspeed.muon.kernels.probe import warm
 from deepspeed.muon.kernels.rounding import key_of
 from deepspeed.muon.kernels.selection import Missing, choose, missing, product_tables
 from deepspeed.muon.kernels.table import Operations, RunOperations, Tiles
-from deepspeed.muon.kernels.workspace import Workspace
+from deepspeed.muon.kernels.workspace import Workspace, batch_limit
 from deepspeed.muon.log import logger
 from deepspeed.muon.lr_groups import GivenGroups
 from deepspeed.muon.math import adamw, momentum
@@ -146,6 +146,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         )
         #: Entered around each phase of a step, by name: prepare, exchange, newton_schulz, apply, adamw.
         self.phase: Callable[[str], AbstractContextManager] = nullcontext
+        #: Whether calls of ``step`` are parts of an engine's step, which calls :meth:`release_scratch` at its end.
+        self.is_stepped_in_parts = False
         #: Whether this process says what all of them know.
         self.speaks = True
         #: Records the size of updates, if set.
@@ -214,7 +216,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 partition = partition.alone()
             self._bound[id(partition.tensors[0])] = _Bound(
                 partition=partition,
-                plan=make_plan(partition.planned, partition.rank, partition.world_size, cost),
+                plan=make_plan(partition.planned, partition.rank, partition.world_size, cost, self.config.bucket_bytes),
                 exchange=exchange(group=partition.group, name=group["name"]),
                 dtype=DTYPES[choice.dtype],
                 method=cache(method),
@@ -291,6 +293,10 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         """The exchange of the first partition; all have the same dtype, device and workspace."""
         return next(iter(self._bound.values())).exchange
 
+    def release_scratch(self) -> None:
+        """Called at the end of a step: free the temporaries on accelerators. The next step allocates them again."""
+        self._work.release()
+
     def warm_up(self) -> None:
         """On an accelerator compile and tune the kernels of Newton-Schulz, which else happens in the first step."""
         for bound in self._bound.values():
@@ -298,6 +304,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             batches = [batch for bucket in bound.plan.buckets for batch in bucket.batches]
             shapes = {(batch.count, batch.rows, batch.cols) for batch in batches if device.type != "cpu"}
             for count, rows, cols in sorted(shapes):
+                count = min(count, batch_limit(rows, cols, bound.dtype.itemsize, accelerator=True))
                 warm(bound.kernels(rows, cols), [(count, rows, cols, bound.dtype)], device)
 
     def release_workspace(self) -> None:
@@ -349,6 +356,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             if group["params"]:
                 (self._muon_step if group["use_muon"] else self._adam_step)(group)
+        if not self.is_stepped_in_parts:
+            self.release_scratch()
         return loss
 
     def _bind_on_first_use(self) -> bool:

@@ -26,6 +26,7 @@ from deepspeed.muon.forecast.layout import halves_of
 from deepspeed.muon.forecast.measured import measure
 from deepspeed.muon.kernels.selection import choose, missing
 from deepspeed.muon.math.newton_schulz import DTYPES
+from deepspeed.muon.plan.memory import Memory
 from deepspeed.muon.version import __version__
 from deepspeed.muon.zero.checkpoint.from_stock import convert
 from deepspeed.muon.zero.read_config import Settings, read_settings
@@ -143,7 +144,14 @@ def plan_facts(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
         raise
     except ValueError as error:
         raise errors.ModelError(f"--model {args.model!r}: {error}") from None
-    found = estimate(halves, layout, config.schedule, dtype, DTYPES[config.wire].itemsize, args.device)
+    memory = Memory(
+        wire=config.wire,
+        dtype=dtype,
+        device_type=args.device,
+        staged=settings.offload and device.type != "cpu",
+        plain=config.kernels == "torch",
+    )
+    found = estimate(halves, layout, config.schedule, memory, config.bucket_bytes)
     where = "a CPU on gloo" if args.device == "cpu" else "an accelerator on its fabric"
     return {
         "version": __version__,

@@ -135,6 +135,7 @@ def plan_text(facts: dict[str, Any]) -> str:
         ("Muon", f"{halves[0]}, {totals['muon']['matrices']:,} matrices"),
         ("AdamW", halves[1]),
         ("optimizer state per rank", f"{quantity(ranks['state_bytes']['max'])} on every rank, {where}"),
+        ("scratch of a step", _scratch(facts)),
         ("sent per rank and step", _sent(facts)),
         ("Newton-Schulz per rank", f"mean {flop['mean']}, max {flop['max']}; {imbalance}"),
         *_measured(facts["measured"]),
@@ -160,6 +161,13 @@ def _measured(found: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
         smaller = "" if size == [rate["rows"], rate["cols"]] else f" of {size[0]} x {size[1]}, which stand for it"
         title = f"  {rate['rows']} x {rate['cols']}, {rate['method']}"
         yield title, f"{rate['tflops']:.3g} TFLOP/s, {batch} at a time{smaller}"
+
+
+def _scratch(facts: dict[str, Any]) -> str:
+    scratch = facts["per_rank"]["scratch_bytes"]
+    where = "kept between steps" if facts["device"] == "cpu" else "on the device during the step alone"
+    most, exchange, work = (quantity(scratch[key]) for key in ("max", "exchange", "newton_schulz"))
+    return f"at most {most} on a rank, {where}: exchange {exchange}, Newton-Schulz {work}"
 
 
 def _sent(facts: dict[str, Any]) -> str:

@@ -78,6 +78,8 @@ class MuonConfig(BaseModel):
     """dtype of the products of Newton-Schulz; `auto`: the fastest here, [measured at start](choice.md)"""
     wire_dtype: Literal["auto", "bf16", "fp32"] = field("auto")
     """dtype of what ranks send each other; `auto`: fp32 where `ns_dtype` is set to fp32, else bf16"""
+    bucket_bytes: types.Bytes | None = field(None, unit="bytes")
+    """most bytes of an owner's matrices in one bucket of the exchange; default by device, [more](plan.md#memory)"""
     kernels: Literal["auto", "torch"] = field("auto")
     """which kernels run a step; `auto`: the fastest that every rank has; `torch`: plain PyTorch"""
     betas: types.Fractions = field((0.9, 0.95), STOCK, "per step")

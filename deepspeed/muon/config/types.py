@@ -103,6 +103,7 @@ Fractions = Annotated[tuple[Fraction, Fraction], "two numbers, each from 0 to be
 Factor = Annotated[Number, Field(gt=0), "a number above 0"]
 Steps = Annotated[int, BeforeValidator(_not_a_flag), Field(ge=1, le=50), "a whole number from 1 to 50"]
 Interval = Annotated[int, BeforeValidator(_not_a_flag), Field(ge=0), "a whole number, 0 or more"]
+Bytes = Annotated[int, BeforeValidator(_not_a_flag), Field(ge=1), "a whole number of bytes, 1 or more"]
 Flag = Annotated[bool, "true or false"]
 Tuning = Annotated[Literal["shipped", "measured"], "shipped or measured"]
 Yes = Annotated[Literal[True], "true"]

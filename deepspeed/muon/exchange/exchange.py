@@ -2,7 +2,8 @@
 """Runs a plan: sends shards to the owners, has the matrices orthogonalized, and sends shards of the results back.
 
 Bucket k + 1 travels while bucket k is orthogonalized and the result of bucket k - 1 travels back, so at most three
-buckets are in memory. Where every rank holds every matrix, only results travel, from each owner to all.
+buckets are in memory, and two where a matrix is larger than a bucket on an accelerator. Where every rank holds every
+matrix, only results travel, from each owner to all.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from deepspeed.muon.plan.plan import Bucket, Copy, Plan
 
 @dataclass
 class BucketBuffers:
-    """The buffers of one bucket in flight, in the exchange dtype on the exchange device.
+    """The buffers of one bucket in flight, in the exchange dtype on the exchange device: parts of one storage.
 
     Args:
         number: which bucket of how many, for messages.
         matrices: flat, the matrices that this rank owns.
         outbox: flat, the runs of other ranks' matrices, ordered by owner. Results come back to the same positions.
-        inbox: flat, the runs of this rank's matrices that other ranks hold.
+        inbox: flat, the runs of this rank's matrices that other ranks hold; a part of ``matrices`` where they arrive in
+            order.
         device_slices: one slice of these buffers per run.
         shard_slices: what ``prepare`` fills and ``apply`` reads, on the shards' device: pinned host memory under CPU
             offload with an accelerator, else the same tensors as ``device_slices``.
@@ -53,13 +55,13 @@ class BucketBuffers:
             self.pending.pop().wait()
 
     def unpack(self) -> None:
-        """Copy received elements into their matrices."""
-        for copy in self.bucket.received:
+        """Copy received elements into their matrices, unless they were received there."""
+        for copy in self.bucket.scattered:
             grids(self.matrices, copy).copy_(self._received(copy))
 
     def pack(self) -> None:
         """Copy them back out of the matrices."""
-        for copy in self.bucket.received:
+        for copy in self.bucket.scattered:
             self._received(copy).copy_(grids(self.matrices, copy))
 
     def _received(self, copy: Copy) -> Tensor:
@@ -69,6 +71,8 @@ class BucketBuffers:
 
 #: A phase of a step, for one bucket.
 Work = Callable[[BucketBuffers], None]
+#: What is entered around a phase, by its name.
+Phase = Callable[[str], AbstractContextManager]
 
 
 @dataclass(eq=False)
@@ -92,11 +96,9 @@ class Exchange:
     staging: Staging | None = None
 
     def __post_init__(self) -> None:
-        self._collectives = PendingCollectives(self.name)
+        self._collectives = PendingCollectives(self.name, self.device)
 
-    def run(
-        self, plan: Plan, prepare: Work, compute: Work, apply: Work, phase: Callable[[str], AbstractContextManager]
-    ) -> None:
+    def run(self, plan: Plan, prepare: Work, compute: Work, apply: Work, phase: Phase) -> None:
         """Carry every bucket through prepare, the exchange to its owners, compute, the exchange back, and apply.
 
         Where anything is sent or staged, a line is one turn of the loop, and what is sent arrives during the next::
@@ -107,49 +109,66 @@ class Exchange:
                                     compute 2, send 2 back      apply 1
                                                                 apply 2
 
+        With one slot less, each line begins with its apply. Replicated matrices have no way there: all three phases are
+        one line earlier in relation to prepare.
+
         ``phase`` is entered around each phase, by name; ``exchange`` is the time spent waiting.
         """
-        lag = 1 if self.staging or self.communicates(plan) else 0
-        in_flight = [self._open(plan, k, slot=k % (2 * lag + 1)) for k in range(len(plan.buckets))]
+        slots, count = plan.slots(staged=self.staging is not None), len(plan.buckets)
+        there = int(slots > 1 and not (self.staging is None and plan.is_replicated))
+        to_apply = there + int(slots > 1)
+        # Storage of all slots now, the most that each takes: none is replaced while a bucket uses it, and all of it is
+        # there before copies on other streams are told to follow what this memory was used for until now.
+        storages = [self._storage(plan, slot, slots) for slot in range(min(slots, count))]
         if self.staging is not None:
             self.staging.follow_the_computation()
-        for k in range(len(in_flight) + 2 * lag):
-            if k < len(in_flight):
+        in_flight: dict[int, BucketBuffers] = {}
+
+        def finish(index: int) -> None:
+            if 0 <= index < count:
+                self._finish(in_flight.pop(index), apply, phase)
+
+        for k in range(count + to_apply):
+            if slots <= to_apply:
+                finish(k - to_apply)
+            if k < count:
+                in_flight[k] = self._open(plan, k, k % slots, storages[k % slots])
                 with phase("prepare"):
                     prepare(in_flight[k])
                 self._send(in_flight[k], back=False)
-            if lag <= k < len(in_flight) + lag:
-                now = in_flight[k - lag]
-                with phase("exchange"):
-                    now.wait()
-                    if now.copied is not None:
-                        now.copied.wait()
-                    now.unpack()
-                with phase("newton_schulz"):
-                    compute(now)
-                now.pack()
-                self._send(now, back=True)
-            if k >= 2 * lag:
-                behind = in_flight[k - 2 * lag]
-                with phase("exchange"):
-                    behind.wait()
-                    if behind.copied is not None:
-                        behind.copied.synchronize()
-                with phase("apply"):
-                    apply(behind)
+            if k - there in in_flight:
+                self._compute(in_flight[k - there], compute, phase)
+            if slots > to_apply:
+                finish(k - to_apply)
 
-    def communicates(self, plan: Plan) -> bool:
-        """Whether any matrix of the plan leaves the rank that holds it."""
-        return self.group is not None and any(bucket.travels for bucket in plan.buckets)
+    def _compute(self, buffers: BucketBuffers, compute: Work, phase: Phase) -> None:
+        with phase("exchange"):
+            buffers.wait()
+            if buffers.copied is not None:
+                buffers.copied.wait()
+            buffers.unpack()
+        with phase("newton_schulz"):
+            compute(buffers)
+        buffers.pack()
+        self._send(buffers, back=True)
 
-    def _open(self, plan: Plan, index: int, slot: int) -> BucketBuffers:
+    def _finish(self, buffers: BucketBuffers, apply: Work, phase: Phase) -> None:
+        with phase("exchange"):
+            buffers.wait()
+            if buffers.copied is not None:
+                buffers.copied.synchronize()
+        with phase("apply"):
+            apply(buffers)
+
+    def _storage(self, plan: Plan, slot: int, slots: int) -> Tensor:
+        numel = max(sum(bucket.buffer_sizes) for bucket in plan.buckets[slot::slots])
+        return self.work.get(f"bucket{slot}", (numel,), self.dtype, self.device)
+
+    def _open(self, plan: Plan, index: int, slot: int, storage: Tensor) -> BucketBuffers:
         bucket = plan.buckets[index]
-
-        def get(name: str, numel: int) -> Tensor:
-            return self.work.get(f"{name}{slot}", (numel,), self.dtype, self.device)
-
-        matrices = get("matrices", bucket.matrix_elements)
-        outbox, inbox = get("outbox", sum(bucket.send_counts)), get("inbox", sum(bucket.receive_counts))
+        matrices, outbox, inbox = storage[: sum(bucket.buffer_sizes)].split(bucket.buffer_sizes)
+        if bucket.received_at is not None:
+            inbox = matrices.narrow(0, bucket.received_at, sum(bucket.receive_counts))
         slices = [(matrices if run.in_place else outbox).narrow(0, run.copy.at, run.copy.numel) for run in bucket.runs]
         return BucketBuffers(
             bucket=bucket,

@@ -15,6 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ import torch
 from deepspeed.muon.errors import ExchangeError
 from deepspeed.muon.log import logger
 
+CPU = torch.device("cpu")
 #: Seconds after which an unfinished collective is named in the log.
 SLOW = 60.0
 #: At most this many matrices of a bucket are named.
@@ -31,13 +33,17 @@ NAMED = 4
 class PendingCollective:
     """One collective under way: ``title`` says its bucket and group, ``names`` the parameters in the bucket.
 
+    Its handle, which keeps the collective's tensors in memory, is dropped once it has been waited for.
+
     Raises:
         ExchangeError: the backend failed when ``start``, which returns a handle, launched it. Other errors pass as they
             are.
     """
 
-    def __init__(self, title: str, names: tuple[str, ...], start: Callable[[], Any]) -> None:
-        self.title, self.names, self.since = title, names, time.monotonic()
+    def __init__(
+        self, title: str, names: tuple[str, ...], start: Callable[[], Any], device: torch.device = CPU
+    ) -> None:
+        self.title, self.names, self.since, self._device = title, names, time.monotonic(), device
         with self._named_errors():
             self._handle = start()
 
@@ -50,6 +56,7 @@ class PendingCollective:
         # gloo's errors have no class of their own; errors of memory and of the device are subclasses of RuntimeError.
         with self._named_errors(RuntimeError):
             self._handle.wait()
+        self._handle = _mark_after_wait(self._device)
 
     def is_slow(self) -> bool:
         """Whether it has been under way for longer than ``SLOW``; asks the backend only then."""
@@ -80,17 +87,26 @@ class PendingCollective:
             ) from error
 
 
-class PendingCollectives:
-    """The last collectives of the exchange of one parameter group, by its name."""
+def _mark_after_wait(device: torch.device) -> Any:
+    """Says whether the collective has ended. On a CPU it has; elsewhere the current stream waits, and an event says."""
+    if device.type == "cpu":
+        return SimpleNamespace(is_completed=lambda: True)
+    event = torch.get_device_module(device).Event()
+    event.record()
+    return SimpleNamespace(is_completed=event.query)
 
-    def __init__(self, group: str) -> None:
-        self._group = group
+
+class PendingCollectives:
+    """The last collectives of the exchange of one parameter group, by its name, between tensors on one device."""
+
+    def __init__(self, group: str, device: torch.device = CPU) -> None:
+        self._group, self._device = group, device
         self._recent: deque[PendingCollective] = deque(maxlen=4)
         _all.add(self)
 
     def start(self, bucket: str, names: tuple[str, ...], launch: Callable[[], Any]) -> PendingCollective:
         """Launch a collective, as :class:`PendingCollective`; ``bucket``: which of how many."""
-        collective = PendingCollective(f"bucket {bucket} of group {self._group}", names, launch)
+        collective = PendingCollective(f"bucket {bucket} of group {self._group}", names, launch, self._device)
         self._recent.append(collective)
         return collective
 

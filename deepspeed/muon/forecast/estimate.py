@@ -7,12 +7,15 @@ import dataclasses
 import math
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from deepspeed.muon.forecast.layout import Half, Layout, StepCost, StepPart, lay_out, step_cost
+from deepspeed.muon.math.choice import counted_method
 from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.scale import scale_factor
 from deepspeed.muon.plan.cost import counted_cost
+from deepspeed.muon.plan.memory import Memory, PartDemand, Peak, peak
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,30 +49,48 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """The parts of a step and what those of Muon cost; ``planning_seconds`` is the time that took for all ranks."""
+    """The parts of a step and what those of Muon cost; ``planning_seconds`` is the time that took for all ranks.
+
+    ``peak``: scratch memory of the rank that needs most.
+    """
 
     halves: Sequence[Half]
     world_size: int
     parts: Sequence[StepPart]
     costs: Sequence[StepCost]
+    peak: Peak
     planning_seconds: float
 
 
 def estimate(
-    halves: Sequence[Half], layout: Layout, schedule: Schedule, dtype: str, wire_bytes: int, device_type: str
+    halves: Sequence[Half], layout: Layout, schedule: Schedule, memory: Memory, bucket_bytes: int | None = None
 ) -> Estimate:
-    """Plan a step for all ranks.
+    """Plan a step for all ranks. Methods are those of fewer operations.
 
-    ``dtype``: of Newton-Schulz. ``wire_bytes``: per element of the exchange. Owners are balanced for ``device_type``:
-    ``cpu``, or an accelerator's. Methods are those of fewer operations.
+    Args:
+        memory: dtypes of Newton-Schulz and of the exchange; the device for which owners are balanced.
+        bucket_bytes: of the config.
     """
     began = time.perf_counter()
     parts = lay_out(halves, layout)
     muon = [part for part in parts if part.half.use_muon]
-    costs = [
-        step_cost(part, counted_cost(part.half.ns_method, schedule, dtype, wire_bytes, device_type)) for part in muon
-    ]
-    return Estimate(halves, layout.world_size, parts, costs, time.perf_counter() - began)
+    costs = []
+    for part in muon:
+        cost = counted_cost(part.half.ns_method, schedule, memory.dtype, memory.wire_bytes, memory.device_type)
+        costs.append(step_cost(part, cost, bucket_bytes, memory.staged))
+    largest = _largest(costs, schedule, layout.world_size, memory)
+    return Estimate(halves, layout.world_size, parts, costs, largest, time.perf_counter() - began)
+
+
+def _largest(costs: Sequence[StepCost], schedule: Schedule, world_size: int, memory: Memory) -> Peak:
+    """The peak of the rank that needs most."""
+    costs = [cost for cost in costs if cost.demands]
+    method = partial(counted_method, schedule=schedule, dtype=memory.dtype)
+    rest = [(cost.slots, partial(method, ns_method=cost.part.half.ns_method)) for cost in costs]
+    # A part that every rank updates whole is the same on all.
+    by_rank = {tuple(tuple(cost.demands[rank % len(cost.demands)]) for cost in costs) for rank in range(world_size)}
+    peaks = (peak((PartDemand(d, *r) for d, r in zip(demands, rest, strict=True)), memory) for demands in by_rank)
+    return max(peaks, key=lambda found: found.total)
 
 
 def totals(halves: Sequence[Half], use_muon: bool) -> dict[str, int]:
@@ -100,6 +121,7 @@ def per_rank(found: Estimate) -> dict[str, Any]:
         "parts": len(costs),
         "rounds": sum(cost.rounds for cost in costs),
         "collectives": sum(cost.collectives for cost in costs),
+        "scratch_bytes": {"max": found.peak.total, **found.peak._asdict()},
     }
 
 

@@ -18,9 +18,10 @@ from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.matrices.routing import MatrixSpec, route
 from deepspeed.muon.param_groups import check_options, split_groups
 from deepspeed.muon.plan.cost import CostModel
+from deepspeed.muon.plan.memory import Demand, demands_by_rank
 from deepspeed.muon.plan.owners import assign, is_worth_sharing
 from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard
-from deepspeed.muon.plan.plan import bucket_limit, rounds_of
+from deepspeed.muon.plan.plan import bucket_limit, is_tight, rounds_of, slot_count
 
 #: Stages 1 and 2 pad each flat group to a multiple of this many elements per rank (``nccl_start_alignment_factor``).
 FLAT_ALIGNMENT = 2
@@ -174,6 +175,7 @@ class StepCost:
     all-to-alls per round, or one broadcast per round and owner; 0 if nothing is sent. ``messages``: of the busiest
     rank, one per round and rank that it sends anything to. ``runs``: pieces of matrices on the rank that holds most of
     them. ``least_bytes``: the mean of ``sent_bytes`` if each matrix were gathered by the rank that holds most of it.
+    ``demands``: of memory, by rank and bucket; ``slots``: buckets in flight.
     """
 
     part: StepPart
@@ -186,10 +188,15 @@ class StepCost:
     runs: int
     least_bytes: float
     heaviest: float
+    demands: list[list[Demand]]
+    slots: int
 
 
-def step_cost(part: StepPart, cost: CostModel) -> StepCost:
-    """Plan one Muon part for all of its ranks, in time O(matrices + ranks)."""
+def step_cost(part: StepPart, cost: CostModel, bucket_bytes: int | None = None, staged: bool = False) -> StepCost:
+    """Plan one Muon part for all of its ranks, in time O(matrices + ranks).
+
+    ``bucket_bytes``: of the config. ``staged``: shards are on the host and Newton-Schulz on an accelerator.
+    """
     if part.copies > 1 and not is_worth_sharing(part.items, part.copies, cost):
         part = part.alone()
     items = part.items
@@ -198,7 +205,8 @@ def step_cost(part: StepPart, cost: CostModel) -> StepCost:
     flops = [0.0] * part.world_size
     for count, owner in zip(operations, owners, strict=True):
         flops[owner] += count
-    buckets = rounds_of(items, owners, part.world_size, bucket_limit(items, part.world_size, part.copies, cost))
+    limit = bucket_limit(items, part.world_size, part.copies, cost, bucket_bytes)
+    buckets = rounds_of(items, owners, part.world_size, limit)
     broadcasts, rounds = sum(len({owner for owner, _ in bucket}) for bucket in buckets), len(buckets)
     most = rounds * (part.world_size - 1)
     traffic = (_broadcasts if part.copies > 1 else _traffic)(items, owners, part.world_size)
@@ -214,6 +222,10 @@ def step_cost(part: StepPart, cost: CostModel) -> StepCost:
         runs=max(traffic.runs, default=0),
         least_bytes=traffic.least * cost.bytes_per_element / part.world_size,
         heaviest=max(operations, default=0.0),
+        demands=[
+            list(of_rank) for of_rank in zip(*(demands_by_rank(b, part.world_size) for b in buckets), strict=True)
+        ],
+        slots=slot_count(staged or any(traffic.sent), part.copies > 1, is_tight(items, limit, cost)),
     )
 
 

@@ -11,13 +11,21 @@ from torch import Tensor
 #: The most bytes of matrices and temporaries that a CPU orthogonalizes together, so that they stay in its caches from
 #: one product to the next: Newton-Schulz on matrices of 512 and more takes 5 to 10 % less time.
 CACHED_BYTES = 8 << 20
+#: The most bytes of temporaries of the matrices that an accelerator orthogonalizes together, unless one has more: those
+#: of four matrices of 2048 x 8192 in bf16, which are enough work to fill a chip.
+BATCH_BYTES = 256 << 20
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether memory there is scarce, and fast to get from an allocator that caches it."""
+    return device.type != "cpu"
 
 
 class Workspace:
-    """Scratch tensors that live as long as the optimizer, so that the steady state allocates nothing.
+    """Scratch tensors, by name. Requests of one name share storage; a larger one replaces it.
 
-    Fresh pages cost as much as the arithmetic of a small product, so every temporary comes from here, by name. Requests
-    of one name share storage; a larger one replaces it.
+    On a CPU they live as long as the optimizer, so that the steady state allocates nothing: fresh pages cost as much as
+    the arithmetic of a small product. On an accelerator they live for one step, see :meth:`release`.
     """
 
     def __init__(self) -> None:
@@ -31,10 +39,17 @@ class Workspace:
         ``pinned``: in page-locked host memory, which an accelerator copies from and to asynchronously.
         """
         numel, key = math.prod(shape), (name, dtype, device)
-        held = self._storage.get(key)
-        if held is None or held.numel() < numel:
-            held = self._storage[key] = torch.empty(numel, dtype=dtype, device=device, pin_memory=pinned)
-        return held[:numel].view(shape)
+        if key not in self._storage or self._storage[key].numel() < numel:
+            self._storage.pop(key, None)  # first, so that the two are never held together
+            self._storage[key] = torch.empty(numel, dtype=dtype, device=device, pin_memory=pinned)
+        return self._storage[key][:numel].view(shape)
+
+    def release(self) -> None:
+        """Give the storage on accelerators back to their caching allocators, for the next forward and backward.
+
+        That of the host stays, pinned memory too, which is slow to get.
+        """
+        self._storage = {key: held for key, held in self._storage.items() if not is_accelerator(held.device)}
 
     def clear(self) -> None:
         """Free all storage."""
@@ -48,10 +63,16 @@ class Workspace:
 def matrices_together(x: Tensor, dtype: torch.dtype) -> int:
     """How many of the matrices ``[batch, rows, cols]`` to orthogonalize at a time in ``dtype``.
 
-    All of them on an accelerator; on a CPU as many as its caches hold, and at least one per thread.
+    On an accelerator as many as :data:`BATCH_BYTES` of temporaries allow; on a CPU as many as its caches hold, and at
+    least one per thread.
     """
-    if x.device.type != "cpu":
-        return max(1, x.size(0))
-    small = min(x.shape[-2:])
-    nbytes = 2 * dtype.itemsize * (x.shape[-2:].numel() + 2 * small * small)
-    return max(torch.get_num_threads(), CACHED_BYTES // max(1, nbytes))
+    return batch_limit(x.size(-2), x.size(-1), dtype.itemsize, is_accelerator(x.device))
+
+
+def batch_limit(rows: int, cols: int, itemsize: int, accelerator: bool) -> int:
+    """:func:`matrices_together` by size of the matrices and bytes of an element of ``dtype``."""
+    small = min(rows, cols)
+    nbytes = max(1, itemsize * (rows * cols + 4 * small * small))  # a second X, and up to four small matrices
+    if accelerator:
+        return max(1, BATCH_BYTES // nbytes)
+    return max(torch.get_num_threads(), CACHED_BYTES // (nbytes + itemsize * rows * cols))

@@ -93,8 +93,9 @@ def orthogonalize(
     iterate = {"standard": _standard, "gram": _gram}[method]
     scaled = for_larger_norm(schedule, NORM)
     for part in x.split(matrices_together(x, dtype)):
-        start, spare = (work.get(name, tuple(part.shape), dtype, x.device) for name in ("iterate", "spare"))
-        start = part if part.dtype == dtype else start
+        spare, start = work.get("spare", tuple(part.shape), dtype, x.device), part
+        if part.dtype != dtype:
+            start = work.get("iterate", tuple(part.shape), dtype, x.device)
         found = iterate(
             kernels.normalize(part, start, NORM), spare, scaled, segments(schedule, name_of(dtype)), work, kernels
         )

@@ -41,5 +41,5 @@ def launches_of(buckets: Iterable[Bucket], scale: Scale, together: bool) -> Laun
     runs = copies = 0
     for bucket in buckets:
         runs += len(calls_of(bucket, scale, together))
-        copies += len(bucket.received)
+        copies += len(bucket.scattered)
     return Launches(runs, copies, copies, runs)

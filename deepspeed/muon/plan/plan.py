@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field
+from functools import cached_property
 from itertools import groupby, zip_longest
-from operator import itemgetter
 from typing import NamedTuple
 
 from deepspeed.muon.matrices.block import Piece
@@ -95,10 +95,34 @@ class Bucket:
     #: the numbers of elements of each owner's results.
     replicated: bool
 
+    @cached_property
+    def received_at(self) -> int | None:
+        """Where in the matrices all received elements lie as they arrive, so that no receive buffer is needed."""
+        first = self.received[0].start if self.received else 0
+        is_direct = all(
+            copy.rows == 1 and copy.start == first + copy.at and (copy.times == 1 or copy.start_step == copy.at_step)
+            for copy in self.received
+        )
+        return first if is_direct else None
+
+    @property
+    def scattered(self) -> tuple[Copy, ...]:
+        """What is copied between a receive buffer and the matrices."""
+        return self.received if self.received_at is None else ()
+
+    @cached_property
+    def buffer_sizes(self) -> tuple[int, int, int]:
+        """Elements of the matrices, of the send buffer and of the receive buffer."""
+        inbox = sum(self.receive_counts) if self.received_at is None else 0
+        return self.matrix_elements, sum(self.send_counts), inbox
+
 
 @dataclass(frozen=True)
 class Plan:
-    """All rounds of one partition and their cost."""
+    """All rounds of one partition and their cost.
+
+    ``is_tight``: whether a matrix is larger than a bucket on an accelerator, so that fewer are in flight.
+    """
 
     rank: int
     world_size: int
@@ -106,6 +130,7 @@ class Plan:
     owners: tuple[int, ...]
     loads: tuple[float, ...]
     moved_elements: int
+    is_tight: bool
     digest: str = field(compare=False)
 
     @property
@@ -114,6 +139,26 @@ class Plan:
         copied = sum(bucket.matrix_elements for bucket in self.buckets if bucket.replicated) * (self.world_size - 1)
         moved = [counts for b in self.buckets if not b.replicated for counts in (b.send_counts, b.receive_counts)]
         return copied + sum(sum(counts) - counts[self.rank] for counts in moved)
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank holds every matrix."""
+        return any(bucket.replicated for bucket in self.buckets)
+
+    def slots(self, staged: bool) -> int:
+        """The most buckets in flight; ``staged``: copied between host and accelerator."""
+        travels = staged or any(bucket.travels for bucket in self.buckets)
+        return slot_count(travels, self.is_replicated, self.is_tight)
+
+
+def slot_count(travels: bool, replicated: bool, tight: bool) -> int:
+    """The most buckets in flight: one on its way to the owners, one with them, one on its way back.
+
+    Replicated matrices have no way there. A tight plan does without the overlap of the way back.
+    """
+    if not travels:
+        return 1
+    return 2 if replicated or tight else 3
 
 
 def make_plan(
@@ -131,7 +176,8 @@ def make_plan(
     owners, loads = assign(items, world_size, cost)
     moved = sum(item.block.numel for item, owner in zip(items, owners, strict=True) if owner not in item.holders)
     copies = max((shard.placement.copies for shard in shards), default=1)
-    rounds = rounds_of(items, owners, world_size, bucket_limit(items, world_size, copies, cost, bucket_bytes))
+    limit = bucket_limit(items, world_size, copies, cost, bucket_bytes)
+    rounds = rounds_of(items, owners, world_size, limit)
     return Plan(
         rank=rank,
         world_size=world_size,
@@ -139,6 +185,7 @@ def make_plan(
         owners=tuple(owners),
         loads=tuple(loads),
         moved_elements=moved,
+        is_tight=is_tight(items, limit, cost),
         digest=_digest(items, owners, rounds),
     )
 
@@ -162,17 +209,24 @@ def rounds_of(items: list[PlacedBlock], owners: list[int], world_size: int, limi
     return rounds
 
 
+def is_tight(items: Iterable[PlacedBlock], limit: int, cost: CostModel) -> bool:
+    """Whether a matrix is larger than a bucket where memory is scarce: on an accelerator."""
+    return cost.device_type != "cpu" and any(item.block.numel > limit for item in items)
+
+
 def _bucket(items: Round, rank: int, world_size: int) -> Bucket:
     replicated = any(item.shard.placement.copies > 1 for _, item in items)
+    own_items = [item for owner, item in items if owner == rank]
+    sends_own = not replicated and len(own_items) == 1 and sends_own_part(own_items[0], rank)
     runs: list[Run] = []
-    own: list[tuple[int, tuple[int, int]]] = []
+    own: list[tuple[int, int]] = []
     sent = [0] * world_size
     incoming: list[list[tuple[int, Piece]]] = [[] for _ in range(world_size)]
     matrices = send_at = 0
     for owner, item in items:
         mine, shape = owner == rank, (item.block.rows, item.block.cols)
         for piece in item.pieces(rank):
-            in_place = mine and piece.is_contiguous
+            in_place = mine and piece.is_contiguous and not sends_own
             at = matrices + piece.at if in_place else send_at
             start = item.shard.placement.position(piece.element)
             copy = Copy(at, start, piece.rows, piece.cols, piece.stride)
@@ -183,13 +237,14 @@ def _bucket(items: Round, rank: int, world_size: int) -> Bucket:
                 send_at += piece.numel
         if mine:
             for source in () if replicated else item.holders:
-                pieces = (piece for piece in item.pieces(source) if source != rank or not piece.is_contiguous)
+                stay = source == rank and not sends_own
+                pieces = (piece for piece in item.pieces(source) if not (stay and piece.is_contiguous))
                 incoming[source].extend((matrices, piece) for piece in pieces)
-            own.append((matrices, shape))
+            own.append(shape)
             matrices += item.block.numel
     return Bucket(
         runs=tuple(runs),
-        batches=tuple(_batches(own)),
+        batches=tuple(batches_of(own)),
         received=tuple(_unpacking(incoming)),
         send_counts=tuple(sent),
         receive_counts=tuple(sum(piece.numel for _, piece in pieces) for pieces in incoming),
@@ -199,6 +254,23 @@ def _bucket(items: Round, rank: int, world_size: int) -> Bucket:
         names=tuple(item.name for _, item in items),
         replicated=replicated,
     )
+
+
+def sends_own_part(item: PlacedBlock, rank: int) -> bool:
+    """Whether the owner of the only matrix in a bucket sends its own part to itself too.
+
+    Then the parts arrive in order and need no receive buffer, which is larger than an own part of less than half.
+    Parts in front of it or behind it alone need none either.
+    """
+    at, is_between = 0, False
+    for source in item.holders:
+        first = at
+        for piece in item.pieces(source):
+            if piece.at != at or not piece.is_contiguous:
+                return False
+            at += piece.numel
+        is_between |= source == rank and first > 0 and at < item.block.numel
+    return is_between and 2 * item.held(rank) < item.block.numel
 
 
 def _unpacking(incoming: Sequence[Iterable[tuple[int, Piece]]]) -> Iterator[Copy]:
@@ -254,11 +326,12 @@ def _repeated(first: Copy, second: Copy) -> Copy | None:
     return both
 
 
-def _batches(own: Iterable[tuple[int, tuple[int, int]]]) -> Iterator[Batch]:
-    """Neighbours of one shape together, from the position and shape of each matrix."""
-    for (rows, cols), group in groupby(own, key=itemgetter(1)):
-        starts = [start for start, _ in group]
-        yield Batch(starts[0], len(starts), rows, cols)
+def batches_of(shapes: Iterable[tuple[int, int]]) -> Iterator[Batch]:
+    """Neighbours of one shape together, from the shapes of matrices that lie one after the other."""
+    start = 0
+    for (rows, cols), group in groupby(shapes):
+        yield Batch(start, count := len(list(group)), rows, cols)
+        start += count * rows * cols
 
 
 def _digest(items: list[PlacedBlock], owners: list[int], rounds: list[Round]) -> str:

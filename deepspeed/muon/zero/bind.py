@@ -73,6 +73,7 @@ def bind_engine(engine: Any) -> None:
     keep_convertible(optimizer)
     adapter.open_states()
     read_universal(adapter)
+    optimizer.is_stepped_in_parts = True
     optimizer.report_skip = once_per_step(engine, optimizer.report_skip)
     start_watchdog()
     if engine.global_rank in verdict["firsts"]:

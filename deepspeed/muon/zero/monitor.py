@@ -33,7 +33,7 @@ def set_up_monitor(engine: Any, monitored: bool) -> None:
 def take_step(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> None:
     """``DeepSpeedEngine._take_model_step``, with a record in every ``monitor_interval``-th step.
 
-    A skipped step that DeepSpeed does not log is reported.
+    A skipped step that DeepSpeed does not log is reported. No temporaries stay on an accelerator.
     """
     optimizer = engine.basic_optimizer
     if not isinstance(optimizer, MuonWithAuxAdam):
@@ -43,6 +43,7 @@ def take_step(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Non
         _record(lambda: original(engine, *args, **kwargs), engine, optimizer)
     else:
         original(engine, *args, **kwargs)
+    optimizer.release_scratch()
     if engine.skipped_steps > skipped and skips_in_silence(engine.optimizer):
         optimizer.report_skip()
     if engine.wall_clock_breakdown():  # on all ranks, as this also resets the timers; rank 0 prints

@@ -3,6 +3,7 @@
 
 import re
 import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,15 +59,40 @@ def test_who_waits_for_a_lost_rank_names_the_bucket(tmp_path: Path, stage: int, 
 
 
 class Work:
-    """A collective that ends when it is told."""
-
-    done = False
+    """A collective that goes on after it has been waited for."""
 
     def is_completed(self) -> bool:
-        return self.done
+        return False
 
     def wait(self) -> None:
         pass
+
+
+class Event:
+    """The end of a collective on a stream, once it is recorded there."""
+
+    def __init__(self, done: bool) -> None:
+        self.done, self.recorded = done, False
+
+    def record(self) -> None:
+        self.recorded = True
+
+    def query(self) -> bool:
+        assert self.recorded
+        return self.done
+
+
+def test_a_collective_that_was_waited_for_keeps_nothing() -> None:
+    """Its handle holds its tensors. One that still runs has it, so that it can be asked."""
+    for seconds in (0.0, 1e9):
+        collectives, work = watchdog.PendingCollectives("group0-muon"), Work()
+        kept = weakref.ref(work)
+        pending = collectives.start("1 of 1", ("a",), lambda work=work: work)
+        del work
+        pending.since -= seconds
+        assert kept() is not None and pending.is_slow() is (seconds > 0)
+        pending.wait()
+        assert kept() is None and not pending.is_slow()
 
 
 def collective(launch: Any = None, wait: Any = None) -> watchdog.PendingCollective:
@@ -120,13 +146,15 @@ def test_a_wrong_call_is_no_fault_of_another_rank() -> None:
 def test_a_collective_that_does_not_end_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What NCCL's watchdog leaves in the log, since it ends the process without Python."""
+    """What NCCL's watchdog leaves in the log, since it ends the process without Python: waiting for it returns."""
     monkeypatch.setattr(watchdog.logger, "propagate", True)
     monkeypatch.setattr(watchdog, "SLOW", 0.05)
-    collectives, first, second = watchdog.PendingCollectives("group0-muon"), Work(), Work()
-    first.done = True
-    for number, work in enumerate((first, second)):
-        collectives.start(f"{number + 1} of 2", ("a", "b", "c", "d", "e"), lambda work=work: work).wait()
+    done = iter([True, False])
+    device_module = SimpleNamespace(Event=lambda: Event(next(done)))
+    monkeypatch.setattr(torch, "get_device_module", {torch.device("cuda"): device_module}.__getitem__)
+    collectives = watchdog.PendingCollectives("group0-muon", torch.device("cuda"))
+    for number in range(2):
+        collectives.start(f"{number + 1} of 2", ("a", "b", "c", "d", "e"), Work).wait()
     collectives.report_slow()
     assert caplog.messages == []
     time.sleep(0.06)

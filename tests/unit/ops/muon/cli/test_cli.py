@@ -99,7 +99,7 @@ def test_all_lists_every_parameter(folder: Path, capsys: pytest.CaptureFixture) 
 KEYS = {
     "": "version model config stage world_size scale ns_dtype wire_dtype device offload parameters totals per_rank "
     "measured planning_seconds stock_clipping assumptions notes",
-    "per_rank": "state_bytes sent_bytes newton_schulz_gflop imbalance parts rounds collectives",
+    "per_rank": "state_bytes sent_bytes newton_schulz_gflop imbalance parts rounds collectives scratch_bytes",
     "stock_clipping": "gradient_clipping update_norm divided_by",
 }
 ROW_KEYS = "name count shape rule reason blocks scales methods cost owners"

@@ -26,6 +26,7 @@ EVERY_KEY = {
     "ns_steps": 3,
     "ns_coefficients": [[1.5, -0.5, 0]],
     "ns_dtype": "fp32",
+    "bucket_bytes": 2**20,
     "adjust_lr_fn": "none",
     "betas": [0.8, 0.9],
     "eps": 1e-6,
@@ -113,6 +114,7 @@ def test_every_key_arrives() -> None:
     assert (adam["lr"], adam["betas"], adam["eps"], adam["weight_decay"]) == (0.3, (0.8, 0.9), 1e-6, 0.03)
     assert (config.nesterov, config.adam_w_mode, config.torch_adam) == (False, False, True)
     assert (config.ns_method, config.ns_dtype, config.scale) == ("gram", "fp32", "none")
+    assert config.bucket_bytes == 2**20
     assert config.schedule == ((1.5, -0.5, 0.0),) * 3
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The exchange over several buckets, its traffic, and the agreement of the ranks."""
 
+import dataclasses
 import functools
 import time
 from typing import Any
@@ -16,35 +17,35 @@ from deepspeed.muon.plan.plan import make_plan
 from deepspeed.muon.zero.consensus import compare, differences
 from helpers.distributed import RankError, run
 from helpers.plans import COST, flat_layout, part_layout, specs, spread
-from helpers.training import PARAMS, ds_config, make_engine, train_on_gradients
+from helpers.training import ds_config, make_engine, train_on_gradients, with_params
 
 SHAPES = [(24, 40), (40, 24), (32, 32), (33, 65), (24, 40), (8, 8)]
 
 
-def in_small_buckets(bucket_bytes: int, **config: Any) -> tuple[dict[str, torch.Tensor], int]:
-    """`train_on_gradients`, and the largest number of buckets of a plan."""
+def in_small_buckets(bucket_bytes: int, device_type: str = "cpu", **config: Any) -> tuple[dict[str, Any], int, int]:
+    """`train_on_gradients`, the number of buckets of the plan and how many are in flight, planned for a device."""
     from deepspeed.muon import optimizer
-    from deepspeed.muon.plan import plan
 
-    counts = []
+    plans, originals = [], (optimizer.make_plan, optimizer.is_worth_sharing)
 
-    def make_plan(*args: Any) -> plan.Plan:
-        made = plan.make_plan(*args, bucket_bytes=bucket_bytes)
-        counts.append(len(made.buckets))
+    def make_plan(shards: Any, rank: int, world_size: int, cost: Any, limit: int | None) -> Any:
+        made = originals[0](shards, rank, world_size, dataclasses.replace(cost, device_type=device_type), limit)
+        plans.append(made)
         return made
 
-    optimizer.make_plan, original = make_plan, optimizer.make_plan
+    optimizer.make_plan, optimizer.is_worth_sharing = make_plan, lambda *args: True
     try:
-        return train_on_gradients(SHAPES, 3, **config), max(counts)
+        trained = train_on_gradients(SHAPES * 2, 3, optimizer=with_params(bucket_bytes=bucket_bytes), **config)
     finally:
-        optimizer.make_plan = original
+        optimizer.make_plan, optimizer.is_worth_sharing = originals
+    return trained, len(plans[-1].buckets), plans[-1].slots(staged=False)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("world", [2, 3])
 def test_many_buckets_in_flight_change_nothing(stage: int, world: int) -> None:
-    whole, _ = run(in_small_buckets, 1, stage=0, bucket_bytes=2**20)[0]
-    for update, buckets in run(in_small_buckets, world, stage=stage, bucket_bytes=512):
+    whole, *_ = run(in_small_buckets, 1, stage=0, bucket_bytes=2**20)[0]
+    for update, buckets, _ in run(in_small_buckets, world, stage=stage, bucket_bytes=512):
         assert buckets >= 3
         for name, expected in whole.items():
             torch.testing.assert_close(update[name], expected, rtol=1e-4, atol=1e-6)
@@ -65,8 +66,11 @@ def test_unpacking_moves_element_by_element(
     shards, _ = (part_layout if by_part else flat_layout)(specs(shapes, split), world)
     for bucket in make_plan(shards, rank % world, world, COST, bucket_bytes=128).buckets:
         inbox, matrices = torch.arange(1, 1 + sum(bucket.receive_counts)), torch.zeros(bucket.matrix_elements).long()
-        expected = matrices.clone()
-        for place, at in (pair for copy in bucket.received for pair in spread(copy)):
+        expected, pairs = matrices.clone(), [pair for copy in bucket.received for pair in spread(copy)]
+        if (first := bucket.received_at) is not None:
+            assert all(place == first + at for place, at in pairs), "elements arrive where they belong"
+            continue
+        for place, at in pairs:
             expected[place] = inbox[at]
         buffers = BucketBuffers(bucket, "", matrices, torch.empty(0), inbox, [], [])
         buffers.unpack()
@@ -76,6 +80,21 @@ def test_unpacking_moves_element_by_element(
         assert buffers.inbox.equal(returned)
 
 
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_bits_depend_neither_on_buckets_nor_on_how_many_are_in_flight(stage: int, world: int) -> None:
+    """One bucket; several matrices in each; one matrix in each, and that with fewer in flight at stages 1 to 3."""
+    middle = 9000 * (world if stage == 0 else 1)  # at stage 0 a bucket is that of all owners
+    cases = [(2**20, "cuda"), (middle, "cpu"), (512, "cpu"), (512, "cuda")]
+    found = [run(in_small_buckets, world, stage=stage, bucket_bytes=b, device_type=d, dtype="bf16") for b, d in cases]
+    expected = [2] * 4 if stage == 0 else [3, 3, 3, 2]
+    for one, *others in zip(*found, strict=True):
+        assert one[1] == 1 and others[0][1] > 1 and others[1][1] > others[0][1]
+        assert [slots for *_, slots in (one, *others)] == expected
+        for update, *_ in others:
+            torch.testing.assert_close(update, one[0], rtol=0, atol=0)
+
+
 def count_traffic(stage: int, dtype: str, kind: str, wire: str = "auto") -> tuple[int, int]:
     """Bytes that this rank sends in the all-to-alls of one step, and all other collectives' calls during it."""
     import torch.distributed as dist
@@ -83,8 +102,8 @@ def count_traffic(stage: int, dtype: str, kind: str, wire: str = "auto") -> tupl
     from helpers.training import FixedGradients
 
     net = FixedGradients([(64, 64), (256, 64), (64, 256)] * 4)
-    params = {key: value for key, value in PARAMS.items() if key != "ns_dtype"} | {"ns_dtype": kind, "wire_dtype": wire}
-    engine = make_engine(net, ds_config(stage=stage, dtype=dtype, optimizer={"type": "Muon", "params": params}))
+    section = with_params(ns_dtype=kind, wire_dtype=wire)
+    engine = make_engine(net, ds_config(stage=stage, dtype=dtype, optimizer=section))
     sent, rank = [], dist.get_rank()
     original = dist.all_to_all_single
 

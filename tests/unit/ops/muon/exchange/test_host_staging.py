@@ -12,7 +12,7 @@ from torch import Tensor
 from deepspeed.muon.exchange.host_staging import Staging
 from deepspeed.muon.kernels.workspace import Workspace
 from helpers.distributed import run
-from helpers.training import train_on_gradients
+from helpers.training import train_on_gradients, with_params
 
 SHAPES = [(24, 40), (40, 24), (32, 32), (33, 65), (24, 40), (8, 8)]
 CPU = torch.device("cpu")
@@ -54,7 +54,7 @@ def staged(kind: type[Staging] | None, bucket_bytes: int, **config: Any) -> tupl
     originals, counts = (module.make_plan, module.Exchange, module.Workspace), []
 
     def make_plan(*args: Any) -> Any:
-        plan = originals[0](*args, bucket_bytes=bucket_bytes)
+        plan = originals[0](*args)
         counts.append(len(plan.buckets))
         return plan
 
@@ -64,7 +64,8 @@ def staged(kind: type[Staging] | None, bucket_bytes: int, **config: Any) -> tupl
 
     module.make_plan, module.Exchange, module.Workspace = make_plan, exchange, Unpinned
     try:
-        return train_on_gradients(SHAPES * 2, 3, **config), max(counts)
+        section = with_params(bucket_bytes=bucket_bytes)
+        return train_on_gradients(SHAPES * 2, 3, optimizer=section, **config), max(counts)
     finally:
         module.make_plan, module.Exchange, module.Workspace = originals
 

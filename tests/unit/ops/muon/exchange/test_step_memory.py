@@ -3,7 +3,6 @@
 
 import gc
 import os
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,16 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from deepspeed.muon.kernels import workspace
+from deepspeed.muon.kernels.workspace import Workspace
+from deepspeed.muon.optimizer import MuonWithAuxAdam
 from helpers.distributed import run
-from helpers.training import PARAMS, FixedGradients, ds_config, make_engine
+from helpers.models import MODELS
+from helpers.training import BF16_OPTIMIZER, FixedGradients, ds_config, make_engine, with_params
 
 #: Bytes up to which a tensor is not counted: norms, step counts, scalars.
 SMALL = 1024
-BF16_MOMENTUM = {"type": "Muon", "params": PARAMS | {"ns_dtype": "bf16", "momentum_dtype": "bf16"}}
+BF16_MOMENTUM = with_params(ns_dtype="bf16", momentum_dtype="bf16")
 
 
 class Allocations(TorchDispatchMode):
@@ -96,21 +99,14 @@ def test_the_first_step_takes_what_the_others_use() -> None:
 
 def held(counts: list[int], bucket_bytes: int, **config: Any) -> list[tuple[int, int]]:
     """Buckets, and bytes of temporaries after two steps, of models with so many equal matrices."""
-    from deepspeed.muon import optimizer as module
-
-    original = module.make_plan
-    module.make_plan = partial(original, bucket_bytes=bucket_bytes)
     results = []
-    try:
-        for count in counts:
-            engine, step = engine_on([(64, 64)] * count, **config)
-            step()
-            step()
-            optimizer = engine.basic_optimizer
-            results.append((len(optimizer.plans[0].buckets), optimizer._work.nbytes()))
-            engine.destroy()
-    finally:
-        module.make_plan = original
+    for count in counts:
+        engine, step = engine_on([(64, 64)] * count, optimizer=with_params(bucket_bytes=bucket_bytes), **config)
+        step()
+        step()
+        optimizer = engine.basic_optimizer
+        results.append((len(optimizer.plans[0].buckets), optimizer._work.nbytes()))
+        engine.destroy()
     return results
 
 
@@ -121,6 +117,78 @@ def test_buckets_bound_the_memory_whatever_the_model(stage: int) -> None:
     for (few, small), (many, large) in run(held, 2, stage=stage, counts=[25, 101], bucket_bytes=bucket):
         assert many > 3 * few >= 9
         assert large == small <= (3 * 3 + 6) * bucket
+
+
+def released(cases: list[dict[str, Any]], accelerator: bool) -> list[list[tuple[int, int, int]]]:
+    """Bytes held in the steps, at most, and after each of them, and how often any were given back in it.
+
+    The CPU plays an accelerator or itself.
+    """
+    original, results = workspace.is_accelerator, []
+    workspace.is_accelerator = lambda device: accelerator
+    try:
+        for case in cases:
+            engine, step = engine_on([(64, 64), (128, 64), (64, 128)], **case)
+            work = engine.basic_optimizer._work = Watched()
+            engine.basic_optimizer.bind_again()
+            results.append([])
+            for _ in range(3):
+                work.peak = work.releases = 0
+                step()
+                results[-1].append((work.peak, work.nbytes(), work.releases))
+            engine.destroy()
+    finally:
+        workspace.is_accelerator = original
+    return results
+
+
+class Watched(Workspace):
+    """Remembers the most bytes that it held, and how often it gave any back."""
+
+    peak = releases = 0
+
+    def release(self) -> None:
+        held = self.nbytes()
+        super().release()
+        self.releases += self.nbytes() < held
+
+    def get(self, *args: Any, **kwargs: Any) -> Tensor:
+        found = super().get(*args, **kwargs)
+        self.peak = max(self.peak, self.nbytes())
+        return found
+
+
+RELEASED = [
+    *({"stage": stage, "dtype": "bf16"} for stage in (0, 1, 2, 3)),
+    {"stage": 3, "zero": {"sub_group_size": 5000}},  # the engine's step calls the optimizer's several times
+    BF16_OPTIMIZER,
+]
+
+
+def test_between_steps_an_accelerator_holds_no_scratch() -> None:
+    """Every step takes the same again, and no part of a step gives it back before the last."""
+    for found in run(released, 2, cases=RELEASED, accelerator=True):
+        for case, steps in zip(RELEASED, found, strict=True):
+            peak = steps[0][0]
+            assert peak > 0 and steps == [(peak, 0, 1)] * 3, case
+
+
+def test_between_steps_a_cpu_keeps_its_scratch() -> None:
+    for found in run(released, 2, cases=RELEASED, accelerator=False):
+        for case, steps in zip(RELEASED, found, strict=True):
+            assert all(peak == after > 0 and not releases for peak, after, releases in steps), case
+
+
+def test_plain_pytorch_holds_no_scratch_on_an_accelerator_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = MODELS["wide"]()
+    optimizer = MuonWithAuxAdam(model.parameters(), model=model, lr=0.02)
+    optimizer._work = work = Watched()
+    for accelerator in (True, False):
+        monkeypatch.setattr(workspace, "is_accelerator", lambda device, answer=accelerator: answer)
+        model(*model.batch(0)).backward()
+        optimizer.step()
+        assert (work.nbytes() == 0) is accelerator
+        assert work.peak > 0
 
 
 def resident(steps: int, every: int, **config: Any) -> list[int]:

@@ -3,6 +3,8 @@
 
 import dataclasses
 import itertools
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +18,13 @@ from deepspeed.muon.forecast.estimate import Machine, Network, estimate, millise
 from deepspeed.muon.forecast.layout import Half, Layout, halves_of, lay_out, step_cost
 from deepspeed.muon.forecast.measured import ShapeRate, measure
 from deepspeed.muon.kernels import reference
+from deepspeed.muon.math.choice import counted_method
 from deepspeed.muon.math.newton_schulz import flops
 from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.matrices.routing import MatrixSpec
 from deepspeed.muon.plan.cost import counted_cost
-from deepspeed.muon.plan.plan import CPU_BUCKET_BYTES, make_plan
+from deepspeed.muon.plan.memory import Memory, demand_of, peak
+from deepspeed.muon.plan.plan import CPU_BUCKET_BYTES, Plan, make_plan
 from helpers.forecasts import STEPS, check_against_the_engine, forecast
 from helpers.models import MODELS
 from helpers.training import BF16_MOMENTUM, PARAMS
@@ -82,10 +86,7 @@ def group(shapes: list[tuple[int, int]], split: bool = False) -> Half:
 
 
 shape = st.tuples(st.integers(1, 9), st.integers(1, 9))
-
-
-@settings(max_examples=150, deadline=None)
-@given(
+LAYOUTS = (
     st.lists(shape, min_size=1, max_size=9),
     st.integers(1, 12),
     st.sampled_from([1, 3]),
@@ -93,6 +94,41 @@ shape = st.tuples(st.integers(1, 9), st.integers(1, 9))
     st.integers(1, 4),
     st.integers(1, 40),
 )
+
+
+@settings(max_examples=150, deadline=None)
+@given(*LAYOUTS, st.sampled_from([None, 1, 60]))
+def test_the_memory_of_all_ranks_is_that_of_the_plans(
+    shapes: list[tuple[int, int]],
+    world_size: int,
+    stage: int,
+    split: bool,
+    alignment: int,
+    sub_group: int,
+    bucket_bytes: int | None,
+) -> None:
+    """Exactly where each bucket of an owner holds one matrix, else no less."""
+    halves, layout = [group(shapes, split)], Layout(stage, world_size, sub_group, alignment=alignment)
+    found = estimate(halves, layout, STEPS, GPU, bucket_bytes)
+    parts: list[list[Any]] = [[] for _ in range(world_size)]
+    for step, part in zip(found.costs, lay_out(halves, layout), strict=True):
+        cost = counted_cost("auto", STEPS, "bf16", 2, "cuda")
+        for rank in range(world_size):
+            plan = make_plan(part.shards, rank, world_size, cost, bucket_bytes)
+            parts[rank].append(demand_of(plan, partial(counted_method, ns_method="auto", schedule=STEPS, dtype="bf16")))
+            assert plan.slots(staged=False) == step.slots
+            for demand, planned in zip(step.demands[rank], parts[rank][-1].buckets, strict=True):
+                assert (demand.batches, demand.buffers) >= (planned.batches, planned.buffers)
+                if bucket_bytes == 1:
+                    assert (demand.batches, demand.buffers) == (planned.batches, planned.buffers)
+    peaks = [peak(of_rank, GPU).total for of_rank in parts]
+    assert found.peak.total >= max(peaks)
+    if bucket_bytes == 1:
+        assert found.peak.total == max(peaks)
+
+
+@settings(max_examples=150, deadline=None)
+@given(*LAYOUTS)
 def test_sums_of_all_ranks_are_those_of_the_plans(
     shapes: list[tuple[int, int]], world_size: int, stage: int, split: bool, alignment: int, sub_group: int
 ) -> None:
@@ -114,11 +150,16 @@ def test_messages_and_runs_are_those_of_the_plans(shapes: list[tuple[int, int]],
     cost = counted_cost(part.half.ns_method, STEPS, "bf16", 2, "cuda")
     step = step_cost(part, cost)
     plans = [make_plan(part.shards, rank, world_size, cost) for rank in range(world_size)]
-    sent = [sum(sum(map(bool, b.send_counts)) + sum(map(bool, b.receive_counts)) for b in p.buckets) for p in plans]
+    sent = [sum(sum(others(b.send_counts, p) + others(b.receive_counts, p)) for b in p.buckets) for p in plans]
     assert step.runs == max(sum(len(bucket.runs) for bucket in plan.buckets) for plan in plans)
     assert max(sent) <= step.messages <= 2 * step.rounds * (world_size - 1)
     if len(shapes) == 1:
         assert step.messages == max(sent)
+
+
+def others(counts: tuple[int, ...], plan: Plan) -> list[bool]:
+    """Whether anything goes to each rank but the plan's own."""
+    return [bool(count) for rank, count in enumerate(counts) if rank != plan.rank]
 
 
 def test_rounds_are_those_of_the_plan() -> None:
@@ -141,13 +182,14 @@ def test_stage_3_sends_no_less_than_the_formula(world_size: int) -> None:
     assert sum(step.sent_bytes) / world_size == pytest.approx(step.least_bytes, rel=1e-6)
 
 
+GPU = Memory(wire="bf16", dtype="bf16", device_type="cuda")
 MACHINE = Machine(
     tflops=2.0, muon_ns=3.0, adamw_ns=5.0, run_us=11.0, network=Network(gbs=0.5, latency_us=7.0, message_us=3.0)
 )
 
 
 def test_stage_0_sends_nothing_and_repeats_newton_schulz() -> None:
-    found = estimate([group([(8, 8), (8, 16)])], Layout(0, 4), STEPS, "bf16", 2, "cuda")
+    found = estimate([group([(8, 8), (8, 16)])], Layout(0, 4), STEPS, GPU)
     facts = per_rank(found)
     assert facts["sent_bytes"] == {"mean": 0.0, "max": 0.0, "least_mean": 0.0}
     gflop = facts["newton_schulz_gflop"]
@@ -157,7 +199,7 @@ def test_stage_0_sends_nothing_and_repeats_newton_schulz() -> None:
 
 def test_each_part_waits_for_its_own_busiest_rank() -> None:
     """Each of two ranks does all of one part: nobody has more work, and yet a step takes twice the mean."""
-    found = estimate([group([(8, 8)]), group([(8, 8)])], Layout(3, 2), STEPS, "bf16", 2, "cuda")
+    found = estimate([group([(8, 8)]), group([(8, 8)])], Layout(3, 2), STEPS, GPU)
     first, second = found.costs
     costs = [dataclasses.replace(first, flops=[6.0, 0.0]), dataclasses.replace(second, flops=[0.0, 6.0])]
     assert per_rank(dataclasses.replace(found, costs=costs))["imbalance"] == 2.0
@@ -167,7 +209,7 @@ def test_milliseconds_follow_the_machine() -> None:
     """Elementwise passes, then the longer of the other two and one round's share of the shorter."""
     muon = group([(8192, 8192)] * 4)
     adamw = Half(use_muon=False, specs=(MatrixSpec("e", (10, 10), False, "test"),))
-    found = estimate([muon, adamw], Layout(3, 2), STEPS, "bf16", 2, "cuda")
+    found = estimate([muon, adamw], Layout(3, 2), STEPS, GPU)
     (cost,) = found.costs
     step = milliseconds(found, MACHINE)
     assert step["elementwise"] == pytest.approx((cost.part.numel * 3 + 50 * 5) / 1e6 + 4 * 11e-3)
@@ -179,7 +221,7 @@ def test_milliseconds_follow_the_machine() -> None:
 
 
 def test_without_a_network_there_is_no_exchange_and_no_total() -> None:
-    found = estimate([group([(8, 8)])], Layout(3, 2), STEPS, "bf16", 2, "cuda")
+    found = estimate([group([(8, 8)])], Layout(3, 2), STEPS, GPU)
     unknown = milliseconds(found, dataclasses.replace(MACHINE, network=None))
     assert unknown == {name: milliseconds(found, MACHINE)[name] for name in ("elementwise", "newton_schulz")}
 

@@ -28,6 +28,11 @@ ORACLE = OracleConfig(
 """The same for the oracle."""
 
 
+def with_params(**params: Any) -> dict[str, Any]:
+    """The section `optimizer` with `PARAMS` and others."""
+    return {"type": "Muon", "params": PARAMS | params}
+
+
 def ds_config(
     stage: int = 2,
     accumulation: int = 1,

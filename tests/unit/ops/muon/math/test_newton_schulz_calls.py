@@ -107,7 +107,51 @@ def test_a_cpu_works_on_few_large_matrices_at_a_time(monkeypatch: pytest.MonkeyP
     assert torch.equal(result, alone)
     monkeypatch.setattr(workspace, "CACHED_BYTES", 1)
     assert workspace.matrices_together(x, torch.float32) == torch.get_num_threads()
-    assert workspace.matrices_together(x.to("meta"), torch.float32) == 7
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_accelerator_works_on_as_many_matrices_as_their_temporaries_allow(
+    monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """The CPU plays one: the same bits, and temporaries of so many matrices."""
+    x, held = torch.randn(7, 16, 24, generator=generator(0)), {}
+    alone = torch.cat([orthogonalize(one.clone(), VARIED, method) for one in x.split(1)])
+    one = 4 * (16 * 24 + 4 * 16 * 16)
+    monkeypatch.setattr(workspace, "is_accelerator", lambda device: True)
+    for allowed, together in {1: 1, 2 * one + 1: 2, 3 * one: 3, 99 * one: 99}.items():
+        monkeypatch.setattr(workspace, "BATCH_BYTES", allowed)
+        assert workspace.matrices_together(x, torch.float32) == together
+        work = Workspace()
+        assert torch.equal(orthogonalize(x.clone(), VARIED, method, work=work), alone)
+        held[together] = work.nbytes()
+    assert held[2] == 2 * held[1] and held[3] == 3 * held[1] and held[99] == 7 * held[1]
+
+
+def test_an_accelerator_orthogonalizes_large_matrices_one_by_one() -> None:
+    """Temporaries of 256 MiB, or of one matrix: bf16 matrices of models from 1B to 70B."""
+    shapes = {(1024, 1024): 25, (2048, 8192): 4, (4096, 4096): 1, (14336, 4096): 1, (8192, 28672): 1}
+    assert {shape: workspace.batch_limit(*shape, 2, True) for shape in shapes} == shapes
+
+
+def test_storage_on_an_accelerator_is_released_and_that_of_the_host_stays() -> None:
+    work = Workspace()
+    for name in ("a", "b"):
+        work.get(name, (4,), torch.float32, torch.device("cpu"))
+        work.get(name, (4,), torch.float32, torch.device("meta"))
+    assert work.nbytes() == 64
+    work.release()
+    assert work.nbytes() == 32 and {device.type for *_, device in work._storage} == {"cpu"}
+
+
+def test_storage_is_let_go_before_a_larger_one_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    work, held = Workspace(), []
+    empty = torch.empty
+    monkeypatch.setattr(
+        torch, "empty", lambda *args, **options: (held.append(work.nbytes()), empty(*args, **options))[1]
+    )
+    for numel in (4, 8):
+        work.get("a", (numel,), torch.float32, torch.device("cpu"))
+    assert held == [0, 0]
 
 
 def test_workspace_reuses_and_grows() -> None:

@@ -37,6 +37,8 @@ def simulate(shards: list[Shard], size: int, world_size: int, bucket_bytes: int)
                     assert held[at] is None
                     held[at] = inbox[place]
             assert None not in held
+            if (at := bucket.received_at) is not None:
+                assert held[at : at + len(inbox)] == inbox, "received straight into the matrices"
             for batch in bucket.batches:
                 seen += [
                     held[batch.start + k * batch.rows * batch.cols :][: batch.rows * batch.cols]
@@ -172,6 +174,41 @@ def test_a_small_model_is_cut_into_about_eight_rounds() -> None:
     items = specs([(512, 512), (512, 1024)] * 22)  # 33 MiB in bf16
     assert 8 <= len(make_plan(part_layout(items, 2)[0], 0, 2, COST).buckets) <= 10
     assert len(make_plan(part_layout(items, 1)[0], 0, 1, COST).buckets) == 5
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 9])
+@pytest.mark.parametrize("by_part", [True, False])
+def test_a_matrix_alone_in_its_bucket_is_received_where_it_is_orthogonalized(by_part: bool, world_size: int) -> None:
+    """All that a rank needs for it is the matrix and less than that to send, or half of it to receive."""
+    items, received = specs([(12, 30)] * (2 * world_size + 1)), 0
+    shards, _ = part_layout(items, world_size) if by_part else flat_layout(items, world_size, gap=7)
+    for rank in range(world_size):
+        for bucket in make_plan(shards, rank, world_size, COST, bucket_bytes=2).buckets:
+            matrices, _, inbox = bucket.buffer_sizes
+            received += sum(bucket.receive_counts)
+            assert matrices in (0, 360) and inbox == 0
+            assert bucket.receive_counts[rank] == 0 or 0 < rank < world_size - 1
+    assert received > 0
+
+
+def test_several_matrices_in_a_bucket_need_a_receive_buffer() -> None:
+    """The parts of one rank lie one after the other as they arrive."""
+    shards, _ = part_layout(specs([(12, 30)] * 8), 4)
+    for rank in range(4):
+        (bucket,) = make_plan(shards, rank, 4, COST).buckets
+        assert bucket.received_at is None and bucket.buffer_sizes == (720, 540, 540)
+
+
+@pytest.mark.parametrize(
+    ("device_type", "bucket_bytes", "slots"), [("cuda", 200, 2), ("cuda", 2000, 3), ("cpu", 200, 3)]
+)
+def test_buckets_in_flight(device_type: str, bucket_bytes: int, slots: int) -> None:
+    """Fewer where a matrix is larger than a bucket on an accelerator; one where nothing is sent."""
+    cost, items = CostModel(COST.flops, 200.0, 2, device_type), specs([(12, 30)] * 8)
+    plan = make_plan(part_layout(items, 2)[0], 0, 2, cost, bucket_bytes)
+    assert plan.slots(staged=False) == plan.slots(staged=True) == slots
+    alone = make_plan(part_layout(items, 1)[0], 0, 1, cost, bucket_bytes)
+    assert (alone.slots(staged=False), alone.slots(staged=True)) == (1, slots)
 
 
 def test_equal_shapes_form_one_batch() -> None:

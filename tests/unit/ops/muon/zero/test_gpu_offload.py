@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """CPU offload on an accelerator: shards in the host's memory, Newton-Schulz on the GPU, pinned buffers between."""
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor
 
 from helpers.distributed import run
-from helpers.training import PARAMS, FixedGradients, ds_config, make_engine
+from helpers.training import FixedGradients, ds_config, make_engine, with_params
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,16 +20,8 @@ SHAPES = [(256, 512), (512, 256), (256, 256), (128, 512)] * 4
 
 def offloaded(stage: int, bucket_bytes: int) -> dict[str, Any]:
     """Weights after some steps, kinds of the buffers, memory of the GPU after each step."""
-    from deepspeed.muon import optimizer as module
-
-    original = module.make_plan
-    module.make_plan = partial(original, bucket_bytes=bucket_bytes)
-    try:
-        net = FixedGradients(SHAPES)
-        params = {"optimizer": {"type": "Muon", "params": PARAMS | {"ns_dtype": "bf16"}}}
-        engine = make_engine(net, ds_config(stage=stage, dtype="bf16", offload=True, **params))
-    finally:
-        module.make_plan = original
+    net, section = FixedGradients(SHAPES), with_params(ns_dtype="bf16", bucket_bytes=bucket_bytes)
+    engine = make_engine(net, ds_config(stage=stage, dtype="bf16", offload=True, optimizer=section))
     optimizer, used = engine.basic_optimizer, []
     for step in range(6):
         engine.backward(engine([g.cuda() for g in net.gradients(step)]))

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The peak of a step's scratch memory on one rank, by arithmetic: nothing is allocated.
+
+Names and sizes are those of the requests that :class:`deepspeed.muon.kernels.workspace.Workspace` gets. Requests of one
+name share storage, so the peak is the sum over the names of the largest request. Left out are the kilobytes of norms,
+and copies of columns that an elementwise pass makes contiguous.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from deepspeed.muon.kernels.workspace import batch_limit
+from deepspeed.muon.math.newton_schulz import DTYPES
+from deepspeed.muon.matrices.block import Block
+from deepspeed.muon.plan.placement import PlacedBlock
+from deepspeed.muon.plan.plan import Batch, Plan, Round, batches_of
+
+#: Small symmetric matrices of a method of Newton-Schulz; each has a diagonal in fp32.
+SYMMETRIC = {"standard": ("gram", "factor"), "gram": ("gram", "factor", "q", "t")}
+
+
+class Demand(NamedTuple):
+    """What one rank needs for one bucket: elements of its buffers and of its longest run, and its batches."""
+
+    buffers: int
+    longest_run: int
+    batches: tuple[Batch, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """What decides how many bytes a demand takes.
+
+    Args:
+        wire: dtype of the exchange: bf16 or fp32.
+        dtype: of Newton-Schulz, a key of :data:`deepspeed.muon.math.newton_schulz.DTYPES`. Where it is not that of the
+            wire, Newton-Schulz works on a copy.
+        device_type: where Newton-Schulz runs: ``cpu``, or an accelerator's.
+        staged: shards are on the host and Newton-Schulz on an accelerator.
+        plain: all operations are those of plain PyTorch, which have temporaries in fp32.
+    """
+
+    wire: str
+    dtype: str
+    device_type: str
+    staged: bool = False
+    plain: bool = False
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of an element of the exchange."""
+        return DTYPES[self.wire].itemsize
+
+
+class Peak(NamedTuple):
+    """Bytes on the device of Newton-Schulz."""
+
+    exchange: int
+    newton_schulz: int
+
+    @property
+    def total(self) -> int:
+        """Both together."""
+        return self.exchange + self.newton_schulz
+
+
+@dataclass(frozen=True)
+class PartDemand:
+    """The buckets of one partition on one rank, how many are in flight, and the method by rows and columns."""
+
+    buckets: Sequence[Demand]
+    slots: int
+    method: Callable[[int, int], str]
+
+
+def peak(parts: Iterable[PartDemand], memory: Memory) -> Peak:
+    """The most bytes that one rank holds in a step of all parts, which share their storage."""
+    exchange, newton_schulz = Counter[str](), Counter[str]()
+    for part in parts:
+        for index, demand in enumerate(part.buckets):
+            exchange |= Counter({f"bucket{index % part.slots}": demand.buffers * memory.wire_bytes})
+            if memory.plain and not memory.staged:
+                exchange |= Counter(shard=4 * demand.longest_run)
+            for batch in demand.batches:
+                newton_schulz |= _temporaries(batch, part.method(batch.rows, batch.cols), memory)
+    return Peak(exchange.total(), newton_schulz.total())
+
+
+def _temporaries(batch: Batch, method: str, memory: Memory) -> Counter[str]:
+    """Bytes by name for the matrices of a batch that are orthogonalized together."""
+    numel, small, itemsize = batch.rows * batch.cols, min(batch.rows, batch.cols), DTYPES[memory.dtype].itemsize
+    on_cpu = memory.device_type == "cpu"
+    sizes = {"spare": numel * itemsize}
+    if memory.wire != memory.dtype:
+        sizes["iterate"] = numel * itemsize
+    for name in SYMMETRIC[method]:
+        sizes |= {name: small * small * itemsize, f"{name} diagonal": 4 * small}
+    if memory.plain:
+        sizes |= {"cross0": 4 * numel, "cross1": 4 * small * small}
+    elif on_cpu and batch.rows > batch.cols:
+        sizes["transposed"] = numel * itemsize
+    together = min(batch.count, batch_limit(batch.rows, batch.cols, itemsize, not on_cpu))
+    return Counter({name: together * size for name, size in sizes.items()})
+
+
+def demand_of(plan: Plan, method: Callable[[int, int], str], staged: bool = False) -> PartDemand:
+    """That of the rank that has this plan."""
+    runs = [max((run.copy.numel for run in bucket.runs), default=0) for bucket in plan.buckets]
+    buckets = [Demand(sum(b.buffer_sizes), run, b.batches) for b, run in zip(plan.buckets, runs, strict=True)]
+    return PartDemand(buckets, plan.slots(staged), method)
+
+
+def demands_by_rank(matrices: Round, world_size: int) -> list[Demand]:
+    """The demands of one bucket on all ranks, in time O(matrices + ranks x kinds of matrices).
+
+    Exact where an owner has one matrix. Several may happen to be received in order; a receive buffer is counted then.
+    """
+    owned: list[list[PlacedBlock]] = [[] for _ in range(world_size)]
+    for owner, item in matrices:
+        owned[owner].append(item)
+    sizes = [sum(item.block.numel for item in own) for own in owned]
+    if any(item.shard.placement.copies > 1 for _, item in matrices):
+        buffers, runs = [sum(sizes)] * world_size, [max(item.block.numel for _, item in matrices)] * world_size
+    else:
+        others, runs = _others(owned, matrices)
+        buffers = [size + more for size, more in zip(sizes, others, strict=True)]
+    batches = [tuple(batches_of((item.block.rows, item.block.cols) for item in own)) for own in owned]
+    return [Demand(*demand) for demand in zip(buffers, runs, batches, strict=True)]
+
+
+def _others(owned: Sequence[Sequence[PlacedBlock]], matrices: Round) -> tuple[list[int], list[int]]:
+    """By rank: elements to send and receive, and of the longest run."""
+    sent, received, longest = ([0] * len(owned) for _ in range(3))
+    alike: dict[tuple[Block, int, int], tuple[PlacedBlock, list[int]]] = {}
+    for owner, item in matrices:
+        key = (item.block, item.shard.placement.origin, item.shard.placement.span)
+        alike.setdefault(key, (item, []))[1].append(owner)
+    for item, owners in alike.values():
+        for rank in item.holders:
+            held = item.held(rank)
+            sent[rank] += len(owners) * held
+            longest[rank] = max(longest[rank], held)
+        for owner in owners:
+            held = item.held(owner)
+            sent[owner] -= held
+            if len(owned[owner]) > 1:
+                received[owner] += item.block.numel - held
+            elif owner in item.holders[1:-1]:  # see sends_own_part
+                received[owner] += min(held, item.block.numel - held)
+    return [there + back for there, back in zip(sent, received, strict=True)], longest
