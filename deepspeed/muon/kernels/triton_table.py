@@ -16,8 +16,8 @@ from deepspeed.muon.kernels import probe, reference
 from deepspeed.muon.kernels.table import Operations, RunOperations, Symmetric
 
 #: The smaller dimension from which symmetric products are computed as one triangle. Below it there are too few tiles to
-#: fill the chip, and a library's plain product is faster. ``python -m benchmarks gpu`` measures it.
-SYMMETRIC_FROM = 2048
+#: fill the chip. From it on a race at start decides; ``python -m benchmarks gpu`` prints the times.
+SYMMETRIC_FROM = 512
 #: Triton copies sixteen bytes at a time, asynchronously, only where sizes are multiples of 16 and addresses of as many
 #: bytes. Otherwise products wait for loads of single elements.
 MULTIPLE, ADDRESS = 16, 16
