@@ -186,8 +186,9 @@ def test_a_bf16_exchange_keeps_the_direction(dtype: str, cosine: float, stage: i
 
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
 def test_no_bit_depends_on_whether_a_matrix_travels(dtype: str) -> None:
-    """One rank rounds to the dtype of the wire too, and so does one that owns what it holds. Clipping is another matter:
-    the norm is summed in an order that depends on the stage.
+    """One rank rounds to the dtype of the wire too, and so does one that owns what it holds.
+
+    Without clipping, whose norm is summed in an order that depends on the stage.
     """
     params = {"type": "Muon", "params": PARAMS | {"ns_dtype": dtype, "wire_dtype": "bf16"}}
     base = run(train_on_gradients, 1, shapes=SHAPES, steps=3, clip=0.0, stage=0, optimizer=params)[0]
