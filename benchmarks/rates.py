@@ -18,8 +18,17 @@ from benchmarks import ranks
 Call = Callable[[], object]
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 #: (batch, rows, inner, columns) of the products that are tried, and more of them for an accelerator.
-PRODUCTS = ((16, 512, 512, 2048), (16, 512, 512, 512), (4, 1024, 1024, 1024), (2, 1024, 1024, 4096), (1, *[2048] * 3))
+PRODUCTS = (
+    (4, 256, 256, 256),
+    (16, 512, 512, 2048),
+    (16, 512, 512, 512),
+    (4, 1024, 1024, 1024),
+    (2, 1024, 1024, 4096),
+    (1, *[2048] * 3),
+)
 LARGE_PRODUCTS = ((4, 4096, 4096, 4096), (4, 2048, 2048, 8192), (1, 8192, 8192, 8192))
+#: Seconds beyond which a product is not tried.
+LONGEST = 0.5
 #: Bytes of each of the two tensors of a copy, several times a cache; that a rank sends in one all-to-all.
 COPY_BYTES, MESSAGES = 2**27, (2**20, 2**22, 2**24)
 
@@ -110,9 +119,11 @@ def rank(device: str) -> list[float]:
 
 
 def product_rate(dtype: torch.dtype, device: str) -> float:
-    """Operations per second of batched products, the best of several shapes."""
-    rates = []
+    """Operations per second of batched products, the best of several shapes; of the small one in an emulated dtype."""
+    rates: list[float] = []
     for batch, rows, inner, cols in PRODUCTS if device == "cpu" else PRODUCTS + LARGE_PRODUCTS:
+        if rates and 2 * batch * rows * inner * cols / rates[0] > LONGEST:
+            break
         a, b = (torch.randn(batch, *size, device=device).to(dtype) for size in ((rows, inner), (inner, cols)))
         out = torch.empty(batch, rows, cols, device=device, dtype=dtype)
         spent = min(repeat(lambda: torch.bmm(a, b, out=out), 0.25, device))
