@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.kernels.table import Operations, Symmetric
-from deepspeed.muon.kernels.workspace import Workspace, matrices_together
+from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.log import logger
 from deepspeed.muon.math.choice import PLAIN, Shape, Times, shape_key
 from deepspeed.muon.math.newton_schulz import DTYPES, NORM
@@ -27,12 +27,15 @@ CPU_SECONDS, SECONDS = 0.2, 0.04
 CPU_OPERATIONS, OPERATIONS = 5e7, 2e11
 #: Timed runs of each product after one that is not counted; the shortest counts.
 RUNS = 3
-#: Rows and columns of the product by which dtypes are judged first, and how many times slower than the fastest one a
-#: dtype may be there and still enter the race. A CPU that only emulates a dtype is up to 100 times slower.
-PROBE, SLOW = 128, 2.0
+#: Rows and columns of the product by which dtypes are judged first, on a CPU and on an accelerator, and how many times
+#: slower than the fastest one a dtype may be there and still enter the race. A CPU that only emulates a dtype is up to
+#: 100 times slower.
+PROBE, LARGE_PROBE, SLOW = 192, 2048, 2.0
 #: A result is wrong if it is further than this from plain PyTorch's, relative to its norm, in units of the dtype's eps.
 WRONG = 32.0
 Clock = Callable[[], float]
+#: A product of fixed matrices, with a table; its result.
+Product = Callable[[Operations], Tensor]
 
 
 def race(
@@ -58,11 +61,18 @@ def race(
     times: Times = {dtype: {} for dtype in left}
     cost = {shape: count * min(shape) * shape[0] * shape[1] for shape, count in shapes.items()}
     for shape in sorted(shapes, key=lambda shape: (-cost[shape], shape)):
+        key = shape_key(*shape)
+        if any(key in keys for keys in times.values()):
+            continue  # its transpose was timed
         if any(times.values()) and clock() >= end:
             break
-        for dtype in left:
-            times[dtype].setdefault(shape_key(*shape), timer.products(shape, shapes[shape], dtype))
+        for dtype, kinds in timer.products(shape, shapes[shape], left).items():
+            times[dtype][key] = kinds
     return times
+
+
+#: The dtype and the table of a call.
+Candidate = tuple[str, str]
 
 
 @dataclass
@@ -73,35 +83,40 @@ class _Timer:
     tables: Mapping[str, Operations]
     clock: Clock
     work: Workspace = field(default_factory=Workspace)
-    #: By dtype, smaller dimension and batch: products of two symmetric matrices, which many shapes share.
-    _symmetric: dict[tuple[str, int, int], dict[str, float]] = field(default_factory=dict)
+    #: By smaller dimension and batch: products of two symmetric matrices, which many shapes share.
+    _symmetric: dict[tuple[int, int], dict[Candidate, float]] = field(default_factory=dict)
 
     def fast_enough(self, dtypes: Collection[str]) -> list[str]:
         """The dtypes that are not hopelessly slower than the fastest."""
         if len(dtypes) == 1:
             return list(dtypes)
-        found = {
-            dtype: self._seconds(self._square(self._matrices((PROBE, PROBE), 1, dtype)), PLAIN) for dtype in dtypes
+        size = PROBE if self.device.type == "cpu" else LARGE_PROBE
+        calls = {
+            (dtype, PLAIN): partial(self._multiply(self._matrices((size, size), 1, dtype)), self.tables[PLAIN])
+            for dtype in dtypes
         }
-        fastest = min((seconds for seconds in found.values() if seconds is not None), default=0.0)
-        return [dtype for dtype, seconds in found.items() if seconds is not None and seconds <= SLOW * fastest]
+        times = self._alternate(calls)
+        fastest = min(times.values(), default=0.0)
+        return [dtype for dtype, _ in times if times[dtype, PLAIN] <= SLOW * fastest]
 
-    def products(self, shape: Shape, count: int, dtype: str) -> dict[str, dict[str, float]]:
-        """Seconds per matrix of this shape, by kind of product and table."""
-        rows, cols = shape
-        small, numel = min(shape), rows * cols
-        x = self._matrices(shape, count, dtype)
-        scale = small * numel / (min(x.shape[-2:]) * x.numel())
-        wide = {
-            kind: {name: scale * seconds for name, seconds in self._all(make(x)).items()}
-            for kind, make in (("square", self._square), ("multiply", self._multiply))
-        }
-        x = self._matrices((small, small), count, dtype)
-        key = (dtype, x.size(1), x.size(0))
+    def products(self, shape: Shape, count: int, dtypes: Collection[str]) -> dict[str, dict[str, dict[str, float]]]:
+        """Seconds per matrix of this shape, by dtype, kind of product and table."""
+        small, numel = min(shape), shape[0] * shape[1]
+        given = {dtype: self._matrices(shape, count, dtype) for dtype in dtypes}
+        found: dict[str, dict[str, dict[str, float]]] = {dtype: {} for dtype in dtypes}
+        for kind, make in (("square", self._square), ("multiply", self._multiply)):
+            times = self._of_tables({dtype: make(x) for dtype, x in given.items()})
+            for dtype, x in given.items():
+                scale = small * numel / (min(x.shape[-2:]) * x.numel())
+                found[dtype][kind] = _of(dtype, times, scale)
+        given = {dtype: self._matrices((small, small), count, dtype) for dtype in dtypes}
+        key = next((x.size(1), x.size(0)) for x in given.values())
         if key not in self._symmetric:
-            self._symmetric[key] = self._all(self._product(x))
-        scale = small**3 / (x.size(1) * x.numel())
-        return wide | {"product": {name: scale * seconds for name, seconds in self._symmetric[key].items()}}
+            self._symmetric[key] = self._of_tables({dtype: self._product(x) for dtype, x in given.items()})
+        for dtype, x in given.items():
+            scale = small**3 / (x.size(1) * x.numel())
+            found[dtype]["product"] = _of(dtype, self._symmetric[key], scale)
+        return found
 
     def _matrices(self, shape: Shape, count: int, dtype: str) -> Tensor:
         """Random ones, of the norm that Newton-Schulz begins with, for one short run.
@@ -115,10 +130,9 @@ class _Timer:
         batch = max(1, min(count, int(most // (2 * min(rows, cols) * rows * cols))))
         generator = torch.Generator(self.device).manual_seed(0)  # leaves torch's own generators alone
         x = torch.randn(batch, rows, cols, generator=generator, device=self.device)
-        x = x.mul_(NORM / (rows * cols) ** 0.5).to(DTYPES[dtype])
-        return x[: matrices_together(x, x.dtype)]
+        return x.mul_(NORM / (rows * cols) ** 0.5).to(DTYPES[dtype])
 
-    def _square(self, x: Tensor) -> Callable[[Operations], Tensor]:
+    def _square(self, x: Tensor) -> Product:
         out = self._symmetric_of(x)
 
         def run(table: Operations) -> Tensor:
@@ -127,7 +141,7 @@ class _Timer:
 
         return run
 
-    def _product(self, x: Tensor) -> Callable[[Operations], Tensor]:
+    def _product(self, x: Tensor) -> Product:
         gram, out = self._symmetric_of(x), self._symmetric_of(x)
         self.tables[PLAIN].square(x, gram, self.work)
 
@@ -137,7 +151,7 @@ class _Timer:
 
         return run
 
-    def _multiply(self, x: Tensor) -> Callable[[Operations], Tensor]:
+    def _multiply(self, x: Tensor) -> Product:
         gram, out = self._symmetric_of(x), torch.empty_like(x)
         self.tables[PLAIN].square(x, gram, self.work)
         return lambda table: table.multiply(gram, x, out, self.work)
@@ -149,33 +163,52 @@ class _Timer:
             torch.empty(x.size(0), size, device=x.device),
         )
 
-    def _all(self, run: Callable[[Operations], Tensor]) -> dict[str, float]:
-        """Seconds of a product with each table whose result is right."""
-        times = {}
-        right = run(self.tables[PLAIN]).to(torch.float32, copy=True)
-        for name in self.tables:
-            if (seconds := self._seconds(run, name, right)) is not None:
-                times[name] = seconds
+    def _of_tables(self, products: Mapping[str, Product]) -> dict[Candidate, float]:
+        """Of products by dtype, the seconds by dtype and table."""
+        return self._alternate(
+            {
+                (dtype, name): partial(run, table)
+                for dtype, run in products.items()
+                for name, table in self.tables.items()
+            }
+        )
+
+    def _alternate(self, calls: Mapping[Candidate, Callable[[], Tensor]]) -> dict[Candidate, float]:
+        """The shortest of some runs of each call, in turn, so that whatever disturbs the machine meets all of them.
+
+        Calls that raise, or whose result differs from that of plain PyTorch in their dtype, are missing.
+        """
+        times: dict[Candidate, float] = {}
+        right: dict[str, Tensor] = {}
+        for candidate, call in calls.items():
+            if self._is_right(candidate, call, right):
+                times[candidate] = float("inf")
+        for candidate in list(times) * RUNS:
+            times[candidate] = min(times[candidate], self._once(calls[candidate]))
         return times
 
-    def _seconds(self, run: Callable[[Operations], Tensor], name: str, right: Tensor | None = None) -> float | None:
-        """The shortest of some runs; ``None`` if it raises or its result is wrong."""
+    def _is_right(self, candidate: Candidate, call: Callable[[], Tensor], right: dict[str, Tensor]) -> bool:
+        """Whether the first run of a call gives what plain PyTorch's gave, which is kept in ``right``."""
+        dtype, name = candidate
         try:
-            call = partial(run, self.tables[name])
             out = call()
-            if right is not None and name != PLAIN:
-                error = torch.linalg.vector_norm(out.float() - right) / torch.linalg.vector_norm(right)
+            if name == PLAIN:
+                right[dtype] = out.to(torch.float32, copy=True)
+            elif dtype in right:
+                error = torch.linalg.vector_norm(out.float() - right[dtype]) / torch.linalg.vector_norm(right[dtype])
                 if not error <= WRONG * torch.finfo(out.dtype).eps:
                     raise ArithmeticError(f"wrong by {float(error):.1e}")
-            return min(self._once(call, out) for _ in range(RUNS))
+            return True
         except Exception as error:  # a kernel that does not compile or run must not end the training
-            logger.warning("deepspeed-muon: the kernels of %s are not used: %s", name, error)
-            return None
+            logger.warning("deepspeed-muon: the kernels of %s are not used in %s: %s", name, dtype, error)
+            return False
 
-    def _once(self, call: Callable[[], Tensor], out: Tensor) -> float:
-        wait = out.view(-1)[0].item  # until the device has done what was launched
-        wait()
+    def _once(self, call: Callable[[], Tensor]) -> float:
         began = self.clock()
-        call()
-        wait()
+        call().view(-1)[0].item()  # waits until the device has done what was launched
         return self.clock() - began
+
+
+def _of(dtype: str, times: Mapping[Candidate, float], scale: float) -> dict[str, float]:
+    """By table, the times of one dtype, scaled."""
+    return {name: scale * seconds for (of, name), seconds in times.items() if of == dtype}
