@@ -115,8 +115,8 @@ def test_a_table_that_raises_or_errs_leaves_the_race(monkeypatch: pytest.MonkeyP
         "product": {"torch", "wrong", "raising"},
         "multiply": {"torch", "wrong"},
     }
-    assert any("wrong are not used: wrong by" in text for text in said)
-    assert any("raising are not used: no such instruction" in text for text in said)
+    assert any("wrong are not used in fp32: wrong by" in text for text in said)
+    assert any("raising are not used in fp32: no such instruction" in text for text in said)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
