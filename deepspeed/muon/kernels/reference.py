@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -160,6 +161,13 @@ def product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, by: Sca
         by: alpha, beta and shift.
     """
     alpha, beta, shift = by
+    if out.rest.dtype == torch.float32:
+        with _whole(a), _whole(b):
+            torch.baddbmm(a.rest, a.rest, b.rest, beta=beta, alpha=alpha, out=out.rest)
+        diagonal = out.rest.diagonal(dim1=-2, dim2=-1)
+        torch.add(diagonal, shift, out=out.diagonal)
+        diagonal.zero_()
+        return
     torch.baddbmm(a.rest, a.rest, b.rest, beta=beta, alpha=alpha, out=out.rest)
     cross, more = (work.get(f"cross{i}", tuple(a.rest.shape), torch.float32, a.rest.device) for i in range(2))
     torch.mul(a.rest, b.diagonal.unsqueeze(-2), out=cross)
@@ -177,9 +185,23 @@ def multiply(p: Symmetric, x: Tensor, out: Tensor, work: Workspace) -> Tensor:
         out: of the same shape and dtype; not ``x``.
     """
     is_wide = x.size(-2) <= x.size(-1)
+    if x.dtype == torch.float32:
+        with _whole(p):
+            return torch.bmm(*((p.rest, x) if is_wide else (x, p.rest)), out=out)
     torch.bmm(*((p.rest, x) if is_wide else (x, p.rest)), out=out)
     scaled = work.get("cross0", tuple(x.shape), torch.float32, x.device)
     return out.add_(torch.mul(x, p.diagonal.unsqueeze(-1 if is_wide else -2), out=scaled))
+
+
+@contextmanager
+def _whole(matrix: Symmetric) -> Iterator[None]:
+    """Inside, ``rest`` has its diagonal, which fp32 holds as exactly as the diagonal kept apart; else zeros."""
+    diagonal = matrix.rest.diagonal(dim1=-2, dim2=-1)
+    diagonal.copy_(matrix.diagonal)
+    try:
+        yield
+    finally:
+        diagonal.zero_()
 
 
 OPERATIONS = Operations(
