@@ -63,9 +63,8 @@ class Candidates:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is anything to race for; a race's result may differ from run to run."""
-        choices = max(len(self.dtypes), len(self.methods), len(self.tables))
-        return choices > 1 and not torch.are_deterministic_algorithms_enabled()
+        """Whether there is anything to race for."""
+        return max(len(self.dtypes), len(self.methods), len(self.tables)) > 1
 
     def without_race(self, shapes: Mapping[Shape, int]) -> Tuning:
         """By the count of operations. On a CPU in fp32 with its own kernels, elsewhere in bf16 with PyTorch's."""
@@ -84,6 +83,11 @@ class Candidates:
         if not any(kinds for keys in times.values() for kinds in keys.values()):
             return self.without_race(shapes)
         return Tuning(fastest(times, shapes, self.schedule, self.methods), times)
+
+
+def may_race() -> bool:
+    """Whether this process allows what may end otherwise in the next run."""
+    return not torch.are_deterministic_algorithms_enabled()
 
 
 def has_bf16(device_type: str, supported: bool | None = None) -> bool:

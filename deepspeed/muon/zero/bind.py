@@ -15,7 +15,7 @@ from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.exchange.watchdog import start_watchdog
 from deepspeed.muon.kernels import selection
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.tuning import has_bf16
+from deepspeed.muon.tuning import has_bf16, may_race
 from deepspeed.muon.version import __version__
 from deepspeed.muon.zero.checkpoint.state_keys import keep_convertible
 from deepspeed.muon.zero.checkpoint.universal import read_universal
@@ -35,7 +35,8 @@ def agree(optimizer: MuonWithAuxAdam) -> Facts:
     Called before the engine wraps the optimizer too, as the collectives of ZeRO's construction follow the routing.
 
     Returns:
-        ``bf16``: whether the devices of all ranks know it. ``shapes`` and ``ns_methods``: of all stages.
+        ``bf16``: whether the devices of all ranks know it. ``races``: whether all ranks allow a race. ``shapes`` and
+        ``ns_methods``: of all stages.
         ``groups``: the most parameter groups that a pipeline stage has. ``matrices``: of all stages. ``firsts``: the
         first rank of each stage.
 
@@ -97,6 +98,7 @@ def _facts(optimizer: MuonWithAuxAdam) -> Facts:
         "bf16": has_bf16(_compute_device().type, get_accelerator().is_bf16_supported()),
         "shapes": [[*shape, count] for shape, count in optimizer.shapes.items()],
         "ns_methods": sorted(optimizer.ns_methods),
+        "races": may_race(),
         "group_count": len(groups),
         "matrices": sum(len(spec.blocks) for spec in optimizer.specs.values()),
         "unused_options": optimizer.unused_options,
@@ -116,6 +118,7 @@ def _judge_settings(facts: list[Facts]) -> Facts:
         counted |= Counter({(rows, cols): count for rows, cols, count in stated["shapes"]})
     return {
         "bf16": all(stated["bf16"] for stated in facts),
+        "races": all(stated["races"] for stated in facts),
         "ns_methods": sorted({method for stated in stages for method in stated["ns_methods"]}),
         "shapes": [[*shape, count] for shape, count in counted.items()],
         "groups": max(stated["group_count"] for stated in stages),

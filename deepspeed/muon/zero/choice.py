@@ -30,7 +30,7 @@ def choose(optimizer: MuonWithAuxAdam, agreed: Facts, device: torch.device, worl
     counts = Counter({(rows, cols): count for rows, cols, count in agreed["shapes"]})
     methods, tables = set(agreed["ns_methods"]), optimizer.tables_on(device)
     candidates = Candidates.of(optimizer.config, tables, methods, device, agreed["bf16"])
-    if not candidates.is_open or not counts:
+    if not (candidates.is_open and agreed["races"] and counts):
         return candidates.without_race(counts)
 
     def judge(facts: list[Facts]) -> Facts:

@@ -151,6 +151,21 @@ def test_a_real_race_answers_for_every_shape() -> None:
     assert {recipe.method for recipe in choice.recipes.values()} <= set(METHODS)
 
 
+def race_unless_deterministic() -> tuple[Choice, int]:
+    """Rank 1 allows only what is the same in every run."""
+    with opinion(lambda dtype, kind, table: {"fp32": 4.0, "fp16": 2.0, "bf16": 1.0}[dtype]) as held:
+        torch.use_deterministic_algorithms(torch.distributed.get_rank() == 1)
+        engine = build({"optimizer": OPEN})
+        result = choice_of(engine), len(held)
+        engine.destroy()
+    return result
+
+
+def test_no_rank_races_where_one_must_not() -> None:
+    for choice, held in run(race_unless_deterministic, 2):
+        assert choice.dtype == "fp32" and held == 0
+
+
 def fail_to_race() -> str:
     def broken(*args: Any) -> None:
         raise MemoryError("no room")
