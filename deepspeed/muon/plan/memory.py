@@ -41,7 +41,7 @@ class Memory:
             wire, Newton-Schulz works on a copy.
         device_type: where Newton-Schulz runs: ``cpu``, or an accelerator's.
         staged: shards are on the host and Newton-Schulz on an accelerator.
-        plain: all operations are those of plain PyTorch, which have temporaries in fp32.
+        plain: all operations are those of plain PyTorch, whose products of 16-bit numbers have temporaries in fp32.
     """
 
     wire: str
@@ -99,9 +99,9 @@ def _temporaries(batch: Batch, method: str, memory: Memory) -> Counter[str]:
         sizes["iterate"] = numel * itemsize
     for name in SYMMETRIC[method]:
         sizes |= {name: small * small * itemsize, f"{name} diagonal": 4 * small}
-    if memory.plain:
+    if memory.plain and memory.dtype != "fp32":
         sizes |= {"cross0": 4 * numel, "cross1": 4 * small * small}
-    elif on_cpu and batch.rows > batch.cols:
+    elif not memory.plain and on_cpu and batch.rows > batch.cols:
         sizes["transposed"] = numel * itemsize
     together = min(batch.count, batch_limit(batch.rows, batch.cols, itemsize, not on_cpu))
     return Counter({name: together * size for name, size in sizes.items()})

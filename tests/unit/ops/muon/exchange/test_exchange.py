@@ -80,6 +80,7 @@ def test_unpacking_moves_element_by_element(
         assert buffers.inbox.equal(returned)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_bits_depend_neither_on_buckets_nor_on_how_many_are_in_flight(stage: int, world: int) -> None:

@@ -81,6 +81,7 @@ def measured(shapes: list[tuple[int, int]], params: dict[str, Any], device_type:
     return found.total, mode.peak, optimizer.plans[0].slots(staged=False), found.exchange
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("size", SIZES)

@@ -53,6 +53,7 @@ def trained(stage: int, together: bool, momentum_dtype: str) -> tuple[dict[str, 
     return weights, tuple(wanted), tuple(found)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("momentum_dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_runs_together_change_no_bit_and_take_the_planned_kernels(stage: int, momentum_dtype: str) -> None:
