@@ -11,7 +11,7 @@ import torch
 
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.kernels.table import Operations
-from deepspeed.muon.math.choice import PLAIN, Choice, Recipe, Shape, Times, by_count, fastest, from_pinned, seconds
+from deepspeed.muon.math.choice import TORCH, Choice, Recipe, Shape, Times, by_count, fastest, from_pinned, seconds
 from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.newton_schulz import DTYPES, METHODS, Products
 from deepspeed.muon.math.race import race
@@ -62,16 +62,19 @@ class Candidates:
         return cls(chosen, methods, tables, config.schedule, device)
 
     @property
+    def usual_dtype(self) -> str:
+        """The dtype where nothing is measured: on a CPU the most exact, elsewhere the least, which is bf16."""
+        return self.dtypes[0] if self.device.type == "cpu" else self.dtypes[-1]
+
+    @property
     def is_open(self) -> bool:
         """Whether there is anything to race for."""
         return max(len(self.dtypes), len(self.methods), len(self.tables)) > 1
 
     def without_race(self, shapes: Mapping[Shape, int]) -> Tuning:
-        """By the count of operations. On a CPU in fp32 with its own kernels, elsewhere in bf16 with PyTorch's."""
-        is_cpu = self.device.type == "cpu"
-        wanted = self.dtypes if is_cpu else self.dtypes[::-1]
-        table = list(self.tables)[-1] if is_cpu else PLAIN
-        return Tuning(by_count(shapes, self.schedule, wanted[0], self.methods, table))
+        """By the count of operations, on a CPU with its own kernels, elsewhere with PyTorch's."""
+        table = list(self.tables)[-1] if self.device.type == "cpu" else TORCH
+        return Tuning(by_count(shapes, self.schedule, self.usual_dtype, self.methods, table))
 
     def race(self, shapes: Mapping[Shape, int], world_size: int) -> Times:
         """This process's times. ``world_size``: ranks that share the matrices, so that a batch has its size."""
@@ -137,5 +140,5 @@ def with_products(
 ) -> Operations:
     """``kernels`` with the products that are chosen for a shape; plain PyTorch's where a table is not here."""
     recipe: Recipe = choice.recipe(rows, cols)
-    found = {kind: tables.get(getattr(recipe, kind), tables[PLAIN]) for kind in Products._fields}
+    found = {kind: tables.get(getattr(recipe, kind), tables[TORCH]) for kind in Products._fields}
     return replace(kernels, **{kind: getattr(table, kind) for kind, table in found.items()})

@@ -27,6 +27,7 @@ from deepspeed.muon.forecast.measured import measure
 from deepspeed.muon.kernels.selection import choose, missing
 from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.plan.memory import Memory
+from deepspeed.muon.tuning import Candidates
 from deepspeed.muon.version import __version__
 from deepspeed.muon.zero.checkpoint.from_stock import convert
 from deepspeed.muon.zero.read_config import Settings, read_settings
@@ -136,7 +137,7 @@ def plan_facts(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
         MuonConfigError: a pattern that matches nothing.
     """
     config, layout, device = settings.config, settings.layout, torch.device(args.device)
-    dtype = config.ns_dtype if config.ns_dtype != "auto" else "fp32" if args.device == "cpu" else "bf16"
+    dtype = Candidates.of(config, {}, {config.ns_method}, device, has_bf16=True).usual_dtype
     model = build(args.model)
     try:
         halves = halves_of(model, config)

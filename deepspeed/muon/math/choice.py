@@ -18,7 +18,7 @@ from deepspeed.muon.math.newton_schulz import DTYPES, METHODS, Products, flops, 
 #: What is not the usual choice must be faster by this factor, which is more than the noise.
 MARGIN = 1.03
 #: The table of plain PyTorch, which every machine has.
-PLAIN = "torch"
+TORCH = "torch"
 Shape = tuple[int, int]
 #: Seconds per matrix, by dtype, shape, operation and table.
 Times = dict[str, dict[str, dict[str, dict[str, float]]]]
@@ -29,9 +29,9 @@ class Recipe:
     """Of one shape and its transpose: the method, and the name of the table that computes each kind of product."""
 
     method: str
-    square: str = PLAIN
-    product: str = PLAIN
-    multiply: str = PLAIN
+    square: str = TORCH
+    product: str = TORCH
+    multiply: str = TORCH
 
     def __str__(self) -> str:
         names = dict(zip(Products._fields, (self.square, self.product, self.multiply), strict=True))
@@ -93,7 +93,7 @@ def unknown_methods(methods: Any) -> list[str]:
 
 
 def by_count(
-    shapes: Collection[Shape], schedule: Schedule, dtype: str, methods: Sequence[str] = METHODS, table: str = PLAIN
+    shapes: Collection[Shape], schedule: Schedule, dtype: str, methods: Sequence[str] = METHODS, table: str = TORCH
 ) -> Choice:
     """The method of fewer operations for each shape, and one table for all products."""
     recipes = {}

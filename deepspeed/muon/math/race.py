@@ -18,7 +18,7 @@ from torch import Tensor
 from deepspeed.muon.kernels.table import Operations, Symmetric
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.log import logger
-from deepspeed.muon.math.choice import PLAIN, Shape, Times, shape_key
+from deepspeed.muon.math.choice import TORCH, Shape, Times, shape_key
 from deepspeed.muon.math.newton_schulz import DTYPES, NORM
 
 #: Seconds after which no further shape is begun, on a CPU and on an accelerator.
@@ -92,12 +92,12 @@ class _Timer:
             return list(dtypes)
         size = PROBE if self.device.type == "cpu" else LARGE_PROBE
         calls = {
-            (dtype, PLAIN): partial(self._multiply(self._matrices((size, size), 1, dtype)), self.tables[PLAIN])
+            (dtype, TORCH): partial(self._multiply(self._matrices((size, size), 1, dtype)), self.tables[TORCH])
             for dtype in dtypes
         }
         times = self._alternate(calls)
         fastest = min(times.values(), default=0.0)
-        return [dtype for dtype, _ in times if times[dtype, PLAIN] <= SLOW * fastest]
+        return [dtype for dtype, _ in times if times[dtype, TORCH] <= SLOW * fastest]
 
     def products(self, shape: Shape, count: int, dtypes: Collection[str]) -> dict[str, dict[str, dict[str, float]]]:
         """Seconds per matrix of this shape, by dtype, kind of product and table."""
@@ -143,7 +143,7 @@ class _Timer:
 
     def _product(self, x: Tensor) -> Product:
         gram, out = self._symmetric_of(x), self._symmetric_of(x)
-        self.tables[PLAIN].square(x, gram, self.work)
+        self.tables[TORCH].square(x, gram, self.work)
 
         def run(table: Operations) -> Tensor:
             table.product(gram, gram, out, self.work)
@@ -153,7 +153,7 @@ class _Timer:
 
     def _multiply(self, x: Tensor) -> Product:
         gram, out = self._symmetric_of(x), torch.empty_like(x)
-        self.tables[PLAIN].square(x, gram, self.work)
+        self.tables[TORCH].square(x, gram, self.work)
         return lambda table: table.multiply(gram, x, out, self.work)
 
     def _symmetric_of(self, x: Tensor) -> Symmetric:
@@ -192,7 +192,7 @@ class _Timer:
         dtype, name = candidate
         try:
             out = call()
-            if name == PLAIN:
+            if name == TORCH:
                 right[dtype] = out.to(torch.float32, copy=True)
             elif dtype in right:
                 error = torch.linalg.vector_norm(out.float() - right[dtype]) / torch.linalg.vector_norm(right[dtype])
