@@ -8,14 +8,11 @@ namespace {
 
 using at::Tensor;
 
-// Rows and columns of a tile of a product that is not symmetric.
-constexpr int64_t kWide = 64;
-
 // out <- sums + d x for one row, with one d for all of it or one for each element.
 template <typename T>
 [[gnu::always_inline]] inline void finish_row(
   const T* x, const float* d, bool each, const float* sums, T* out, int64_t count) {
-  float values[kWide], total[kWide];
+  float values[kTile], total[kTile];
   widen(x, values, count);
   if (each) {
     for (int64_t c = 0; c < count; ++c) total[c] = sums[c] + d[c] * values[c];
@@ -25,32 +22,49 @@ template <typename T>
   at::vec::convert(total, out, count);
 }
 
+// One tile of the product of one matrix. Sums of fp32 are made in their place; others in a buffer, and rounded once.
+template <typename T>
+void compute(
+  const Strip<T>& strip, const Symmetric<T>& p, const T* x, T* out, int64_t columns, bool tall, const Tile& tile) {
+  T* to = out + tile.i * columns + tile.j;
+  if constexpr (std::is_same_v<T, float>) {
+    const Sums sums{to, columns};
+    strip.multiply(tall ? x : p.rest, p.size, tile, sums);
+    if (!tall) {
+      strip.add_scaled(p.diagonal, tile, sums);
+    }
+  } else {
+    Buffer buffer;
+    strip.multiply(tall ? x : p.rest, p.size, tile, {buffer.values, kTile});
+    const T* from = x + tile.i * columns + tile.j;
+    const float* d = p.diagonal + (tall ? tile.j : tile.i);
+    with_width(tile.columns, [&](auto width) {
+      for (int64_t r = 0; r < tile.rows; ++r) {
+        finish_row(from + r * columns, tall ? d : d + r, tall, buffer.values + r * kTile, to + r * columns, width);
+      }
+    });
+  }
+}
+
 template <typename T>
 void multiply(const Symmetrics<T>& p, const Tensor& x, const Tensor& out) {
   const int64_t rows = x.size(1), columns = x.size(2), size = std::min(rows, columns);
+  const int64_t strips = (columns + kTile - 1) / kTile;
   const bool tall = rows > columns;
-  const T* from = x.data_ptr<T>();
-  T* to = out.data_ptr<T>();
-  auto tile = [&](const Strip<T>& strip, int64_t n, int64_t i, int64_t j, int64_t height, int64_t width) {
-    alignas(64) float sums[kWide * kWide];
-    const T* left = tall ? from + n * rows * columns : p[n].rest;
-    strip.multiply(left + i * size, size, sums, height, width);
-    const float* d = p[n].diagonal;
-    with_width<kWide>(width, [&](auto count) {
-      for (int64_t r = 0; r < height; ++r) {
-        const int64_t at = (n * rows + i + r) * columns + j;
-        finish_row(from + at, d + (tall ? j : i + r), tall, sums + r * kWide, to + at, count);
-      }
-    });
-  };
-  const int64_t strips = (columns + kWide - 1) / kWide;
   at::parallel_for(0, x.size(0) * strips, 1, [&](int64_t begin, int64_t end) {
-    Strip<T> strip(kWide);
+    Strip<T> strip;
     for (int64_t unit = begin; unit < end; ++unit) {
-      const int64_t n = unit / strips, j = unit % strips * kWide, width = std::min(kWide, columns - j);
-      strip.pack_columns((tall ? p[n].rest : from + n * rows * columns) + j, columns, size, width);
-      for (int64_t i = 0; i < rows; i += kWide) {
-        tile(strip, n, i, j, std::min(kWide, rows - i), width);
+      const int64_t n = unit / strips, j = unit % strips * kTile, width = std::min(kTile, columns - j);
+      const T* from = x.data_ptr<T>() + n * rows * columns;
+      strip.pack_columns(tall ? p[n].rest : from, columns, size, j, width);
+      if constexpr (std::is_same_v<T, float>) {
+        if (tall) {
+          strip.scale_and_shift(p[n].diagonal, 1, 0);
+        }
+      }
+      T* to = out.data_ptr<T>() + n * rows * columns;
+      for (int64_t i = 0; i < rows; i += kTile) {
+        compute(strip, p[n], from, to, columns, tall, Tile{i, j, std::min(kTile, rows - i), width});
       }
     }
   });
@@ -60,8 +74,7 @@ void multiply(const Symmetrics<T>& p, const Tensor& x, const Tensor& out) {
 
 bool multiply(const Tensor& p, const Tensor& diagonal, const Tensor& x, const Tensor& out) {
   return has_products(p, diagonal, x, out) && with_product_type(x, p.size(-1), [&](auto zero) {
-       using T = decltype(zero);
-       multiply<T>(Symmetrics<T>(p, diagonal), x, out);
+       multiply(Symmetrics<decltype(zero)>(p, diagonal), x, out);
      });
 }
 

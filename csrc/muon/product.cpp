@@ -8,43 +8,66 @@ namespace {
 
 using at::Tensor;
 
+struct Scalars {
+  float alpha, beta, shift;
+};
+
 // sums <- alpha (sums + what the diagonals of a and b contribute) + beta a + shift I.
 template <typename T>
-void complete(
-  const Symmetric<T>& a, const Symmetric<T>& b, float alpha, float beta, float shift, float* sums, int64_t i,
-  int64_t j, int64_t rows, int64_t columns) {
-  with_width<kTile>(columns, [&](auto width) {
+void complete(const Symmetric<T>& a, const Symmetric<T>& b, const Scalars& by, const Sums& sums, const Tile& tile) {
+  with_width(tile.columns, [&](auto width) {
     float from_a[kTile], from_b[kTile];
-    for (int64_t r = 0; r < rows; ++r) {
-      const int64_t at = (i + r) * a.size + j;
+    for (int64_t r = 0; r < tile.rows; ++r) {
+      const int64_t row = tile.i + r, at = row * a.size + tile.j;
       widen(a.rest + at, from_a, width);
       widen(b.rest + at, from_b, width);
-      float* sum = sums + r * kTile;
-      const float diagonal = a.diagonal[i + r];
+      float* sum = sums.values + r * sums.stride;
+      const float diagonal = a.diagonal[row];
       for (int64_t c = 0; c < width; ++c) {
-        sum[c] = alpha * (sum[c] + (diagonal * from_b[c] + from_a[c] * b.diagonal[j + c])) + beta * from_a[c];
+        const float of_diagonals = diagonal * from_b[c] + from_a[c] * b.diagonal[tile.j + c];
+        sum[c] = by.alpha * (sum[c] + of_diagonals) + by.beta * from_a[c];
       }
-      if (i == j) {
-        sum[r] += alpha * (diagonal * b.diagonal[i + r]) + beta * diagonal + shift;
+      if (tile.i == tile.j) {
+        sum[r] += by.alpha * (diagonal * b.diagonal[row]) + by.beta * diagonal + by.shift;
       }
     }
   });
 }
 
 template <typename T>
-void product(
-  const Symmetrics<T>& a, const Symmetrics<T>& b, const Symmetrics<T>& out, int64_t batch, int64_t size, float alpha,
-  float beta, float shift) {
+void product(const Symmetrics<T>& a, const Symmetrics<T>& b, const Symmetrics<T>& out, const Scalars& by, int64_t batch,
+             int64_t size) {
   for_lower_tiles<T>(
     batch, size,
     [&](Strip<T>& strip, int64_t n, int64_t j, int64_t columns) {
-      strip.pack_columns(b[n].rest + j, size, size, columns);
+      strip.pack_columns(b[n].rest, size, size, j, columns);
     },
-    [&](const Strip<T>& strip, int64_t n, int64_t i, int64_t j, int64_t rows, int64_t columns) {
-      alignas(64) float sums[kTile * kTile];
-      strip.multiply(a[n].rest + i * size, size, sums, rows, columns);
-      complete(a[n], b[n], alpha, beta, shift, sums, i, j, rows, columns);
-      out[n].store(sums, i, j, rows, columns);
+    [&](const Strip<T>& strip, int64_t n, const Tile& tile) {
+      Buffer buffer;
+      const Sums sums = out[n].sums(tile, buffer);
+      strip.multiply(a[n].rest, size, tile, sums);
+      complete(a[n], b[n], by, sums, tile);
+      out[n].store(sums, tile);
+    });
+}
+
+// In fp32, which holds the diagonal of a right factor as exactly in its place as apart: A (alpha B + beta I) + shift I.
+void product(const Symmetrics<float>& a, const Symmetrics<float>& b, const Symmetrics<float>& out, const Scalars& by,
+             int64_t batch, int64_t size) {
+  for_lower_tiles<float>(
+    batch, size,
+    [&](Strip<float>& strip, int64_t n, int64_t j, int64_t columns) {
+      strip.pack_columns(b[n].rest, size, size, j, columns);
+      strip.scale_and_shift(b[n].diagonal, by.alpha, by.beta);
+    },
+    [&](const Strip<float>& strip, int64_t n, const Tile& tile) {
+      const Sums sums = out[n].in_place(tile);
+      strip.multiply(a[n].rest, size, tile, sums);
+      strip.add_scaled(a[n].diagonal, tile, sums);
+      if (tile.i == tile.j) {
+        for (int64_t r = 0; r < tile.rows; ++r) sums.values[r * sums.stride + r] += by.shift;
+      }
+      out[n].store(sums, tile);
     });
 }
 
@@ -56,9 +79,8 @@ bool product(
   return has_products(a, b, out, a_diagonal, b_diagonal, out_diagonal) &&
      with_product_type(a, a.size(-1), [&](auto zero) {
        using S = Symmetrics<decltype(zero)>;
-       product<decltype(zero)>(
-         S(a, a_diagonal), S(b, b_diagonal), S(out, out_diagonal), a.size(0), a.size(-1),
-         static_cast<float>(alpha), static_cast<float>(beta), static_cast<float>(shift));
+       const Scalars by{static_cast<float>(alpha), static_cast<float>(beta), static_cast<float>(shift)};
+       product(S(a, a_diagonal), S(b, b_diagonal), S(out, out_diagonal), by, a.size(0), a.size(-1));
      });
 }
 

@@ -29,18 +29,23 @@ void square(const Tensor& x, const Tensor& rest, const Tensor& diagonal, const T
   if (tall) {
     transpose_all<T>(x, transposed);
   }
-  const T* wide = (tall ? transposed : x).data_ptr<T>();
+  const T *from = x.data_ptr<T>(), *wide = (tall ? transposed : x).data_ptr<T>();
   const int64_t size = rest.size(-1), depth = x.size(1) * x.size(2) / size;
   const Symmetrics<T> out(rest, diagonal);
   for_lower_tiles<T>(
     x.size(0), size,
     [&](Strip<T>& strip, int64_t n, int64_t j, int64_t columns) {
-      strip.pack_rows(wide + (n * size + j) * depth, depth, depth, columns);
+      if (tall) {
+        strip.pack_columns(from + n * depth * size, size, depth, j, columns);
+      } else {
+        strip.pack_rows(from + n * size * depth, depth, depth, j, columns);
+      }
     },
-    [&](const Strip<T>& strip, int64_t n, int64_t i, int64_t j, int64_t rows, int64_t columns) {
-      alignas(64) float sums[kTile * kTile];
-      strip.multiply(wide + (n * size + i) * depth, depth, sums, rows, columns);
-      out[n].store(sums, i, j, rows, columns);
+    [&](const Strip<T>& strip, int64_t n, const Tile& tile) {
+      Buffer buffer;
+      const Sums sums = out[n].sums(tile, buffer);
+      strip.multiply(wide + n * size * depth, depth, tile, sums);
+      out[n].store(sums, tile);
     });
 }
 

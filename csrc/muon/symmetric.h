@@ -7,9 +7,6 @@
 
 namespace muon {
 
-// Rows and columns of a tile: small, as a tile on the diagonal is computed whole.
-constexpr int64_t kTile = 32;
-
 // One symmetric matrix [size, size]: its diagonal in fp32, and the rest, on whose diagonal there are zeros.
 template <typename T>
 struct Symmetric {
@@ -17,29 +14,48 @@ struct Symmetric {
   float* diagonal;
   int64_t size;
 
-  // Writes a tile of values, and its mirror image.
-  void store(float* values, int64_t i, int64_t j, int64_t rows, int64_t columns) const {
-    if (i == j) {
-      store_diagonal(values, i, rows);
+  // The sums of a tile in its own place.
+  Sums in_place(const Tile& tile) const {
+    static_assert(std::is_same_v<T, float>);
+    return {rest + tile.i * size + tile.j, size};
+  }
+
+  // Those of any dtype: in the buffer unless they fit their place.
+  Sums sums(const Tile& tile, Buffer& buffer) const {
+    if constexpr (std::is_same_v<T, float>) {
+      return in_place(tile);
+    } else {
+      return {buffer.values, kTile};
     }
-    T* tile = rest + i * size + j;
-    with_width<kTile>(columns, [&](auto width) {
-      for (int64_t r = 0; r < rows; ++r) {
-        at::vec::convert(values + r * kTile, tile + r * size, width);
-      }
-    });
-    if (i != j) {
-      transpose(tile, size, rest + j * size + i, size, rows, columns);
+  }
+
+  // Writes a tile of sums, and its mirror image.
+  void store(const Sums& sums, const Tile& tile) const {
+    if (tile.i == tile.j) {
+      store_diagonal(sums, tile);
+    }
+    T* to = rest + tile.i * size + tile.j;
+    if constexpr (!std::is_same_v<T, float>) {
+      with_width(tile.columns, [&](auto width) {
+        for (int64_t r = 0; r < tile.rows; ++r) {
+          at::vec::convert(sums.values + r * sums.stride, to + r * size, width);
+        }
+      });
+    }
+    if (tile.i != tile.j) {
+      transpose(to, size, rest + tile.j * size + tile.i, size, tile.rows, tile.columns);
     }
   }
 
  private:
-  void store_diagonal(float* values, int64_t i, int64_t rows) const {
-    for (int64_t r = 0; r < rows; ++r) {
-      diagonal[i + r] = values[r * kTile + r];
-      values[r * kTile + r] = 0;
+  // Takes the diagonal out, and copies what is below it to what is above, lest a rounding make them differ.
+  void store_diagonal(const Sums& sums, const Tile& tile) const {
+    for (int64_t r = 0; r < tile.rows; ++r) {
+      float* row = sums.values + r * sums.stride;
+      diagonal[tile.i + r] = row[r];
+      row[r] = 0;
       for (int64_t c = 0; c < r; ++c) {
-        values[c * kTile + r] = values[r * kTile + c];
+        sums.values[c * sums.stride + r] = row[c];
       }
     }
   }
@@ -63,20 +79,25 @@ class Symmetrics {
 };
 
 // Computes the tiles on and below the diagonal of every matrix, a strip of columns at a time.
-// pack(strip, n, j, columns) packs the strip; tile(strip, n, i, j, rows, columns) computes and stores a tile.
-template <typename T, typename Pack, typename Tile>
-void for_lower_tiles(int64_t batch, int64_t size, const Pack& pack, const Tile& tile) {
+// pack(strip, n, j, columns) packs the strip; compute(strip, n, tile) computes and stores a tile.
+template <typename T, typename Pack, typename Compute>
+void for_lower_tiles(int64_t batch, int64_t size, const Pack& pack, const Compute& compute) {
   const int64_t strips = (size + kTile - 1) / kTile, pairs = (strips + 1) / 2;
-  auto one = [&](Strip<T>& strip, int64_t n, int64_t j) {
-    const int64_t columns = std::min(kTile, size - j);
-    pack(strip, n, j, columns);
-    for (int64_t i = j; i < size; i += kTile) {
-      tile(strip, n, i, j, std::min(kTile, size - i), columns);
+  auto one = [&](Strip<T>& strip, int64_t n, int64_t first) {
+    const int64_t columns = std::min(kTile, size - first);
+    pack(strip, n, first, columns);
+    for (int64_t i = first; i < first + columns; i += kDiagonalTile) {
+      for (int64_t j = first; j <= i; j += kDiagonalTile) {
+        compute(strip, n, Tile{i, j, std::min(kDiagonalTile, size - i), std::min(kDiagonalTile, size - j)});
+      }
+    }
+    for (int64_t i = first + columns; i < size; i += kTile) {
+      compute(strip, n, Tile{i, first, std::min(kTile, size - i), columns});
     }
   };
   // The first strip is the longest: taken with the last one it makes a unit of work as large as every other.
   at::parallel_for(0, batch * pairs, 1, [&](int64_t begin, int64_t end) {
-    Strip<T> strip(kTile);
+    Strip<T> strip;
     for (int64_t unit = begin; unit < end; ++unit) {
       const int64_t first = unit % pairs, last = strips - 1 - first;
       one(strip, unit / pairs, first * kTile);

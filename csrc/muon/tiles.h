@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Matrix products tile by tile, on oneDNN's kernels: a tile of fp32 sums stays in the cache until it is rounded, once.
-// The left factor is read where it lies; of the right one a strip of columns is packed, as dot products of 16-bit
-// numbers take pairs of rows.
+// The left factor is read where it lies; of the right one a strip of columns is packed, because dot products of 16-bit
+// numbers take pairs of rows, and because a strip that lies apart is read a cache line at a time.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -37,25 +37,51 @@ int64_t rows_together() {
 // The longest sum that one kernel call makes, so that both factors of a tile stay in the cache.
 constexpr int64_t kDepth = 1024;
 
+// Most rows and columns of a tile: kernels are fastest, and calls are few, where tiles are large.
+constexpr int64_t kTile = 64;
+
+// Those of a tile on the diagonal of a symmetric product, which is computed whole: half of it for nothing.
+constexpr int64_t kDiagonalTile = 32;
+
+// Where a tile lies in its matrix.
+struct Tile {
+  int64_t i, j, rows, columns;
+};
+
+// Where the sums of a tile are.
+struct Sums {
+  float* values;
+  int64_t stride;
+};
+
+// Room for the sums of a tile of 16-bit numbers.
+struct alignas(64) Buffer {
+  float values[kTile * kTile];
+};
+
 // Calls body with the width of a tile, as a constant where the tile is whole: the compiler then unrolls its loops.
-template <int64_t kWhole, typename Body>
+template <typename Body>
 void with_width(int64_t width, const Body& body) {
-  if (width == kWhole) {
-    body(std::integral_constant<int64_t, kWhole>());
+  if (width == kTile) {
+    body(std::integral_constant<int64_t, kTile>());
+  } else if (width == kDiagonalTile) {
+    body(std::integral_constant<int64_t, kDiagonalTile>());
   } else {
     body(width);
   }
 }
 
-// Transposes [rows, columns] into [columns, rows].
+// Transposes [rows, columns] into [columns, rows], so many columns at a time that both sides fill their cache lines.
 template <typename T>
 void transpose(const T* from, int64_t from_stride, T* to, int64_t to_stride, int64_t rows, int64_t columns) {
   constexpr int64_t kBlock = 64 / sizeof(T);
-  for (int64_t i = 0; i < rows; i += kBlock) {
-    for (int64_t j = 0; j < columns; j += kBlock) {
-      at::vec::transpose_mxn<T>(
-        from + i * from_stride + j, from_stride, to + j * to_stride + i, to_stride,
-        std::min(kBlock, rows - i), std::min(kBlock, columns - j));
+  for (int64_t first = 0; first < columns; first += kTile) {
+    for (int64_t i = 0; i < rows; i += kBlock) {
+      for (int64_t j = first; j < std::min(first + kTile, columns); j += kBlock) {
+        at::vec::transpose_mxn<T>(
+          from + i * from_stride + j, from_stride, to + j * to_stride + i, to_stride,
+          std::min(kBlock, rows - i), std::min(kBlock, columns - j));
+      }
     }
   }
 }
@@ -75,66 +101,96 @@ inline void widen(const at::BFloat16* from, float* to, int64_t count) {
   }
 }
 
-// A strip of columns of a right factor, packed as [depth / together, width, together]; each thread has one.
+// A strip of columns of a right factor, packed as [depth / together, kTile, together]; each thread has one.
 template <typename T>
 class Strip {
  public:
-  explicit Strip(int64_t width) : width_(width) {}
-
   ~Strip() {
     at::native::cpublas::brgemm_release(kIsHalf);
   }
 
-  // Packs columns [0, count) of row-major y [depth, *].
-  void pack_columns(const T* y, int64_t stride, int64_t depth, int64_t count) {
-    T* packed = reserve(depth);
-    for (int64_t k = 0; k < depth; k += together_, packed += width_ * together_) {
-      const T* row = y + k * stride;
-      if (together_ == 1) {
-        std::copy(row, row + count, packed);
-      } else {
-        auto* low = reinterpret_cast<const uint16_t*>(row);
-        auto* high = low + stride;
-        auto* pair = reinterpret_cast<uint32_t*>(packed);
-        for (int64_t j = 0; j < count; ++j) {
-          pair[j] = low[j] | static_cast<uint32_t>(high[j]) << 16;
+  // Packs columns [j, j + count) of row-major y [depth, *].
+  void pack_columns(const T* y, int64_t stride, int64_t depth, int64_t j, int64_t count) {
+    T* packed = reserve(depth, j);
+    with_width(count, [&](auto width) {
+      for (int64_t k = 0; k < depth; k += together_, packed += kTile * together_) {
+        const T* row = y + k * stride + j;
+        prefetch(row + kAhead * stride, width);
+        if (together_ == 1) {
+          for (int64_t c = 0; c < width; ++c) packed[c] = row[c];
+        } else {
+          auto* low = reinterpret_cast<const uint16_t*>(row);
+          auto* high = low + stride;
+          auto* pair = reinterpret_cast<uint32_t*>(packed);
+          for (int64_t c = 0; c < width; ++c) pair[c] = low[c] | static_cast<uint32_t>(high[c]) << 16;
         }
       }
-    }
+    });
   }
 
-  // Packs rows [0, count) of row-major y [*, depth], the columns of its transpose; a pair of halves is one 32-bit word.
-  void pack_rows(const T* y, int64_t stride, int64_t depth, int64_t count) {
-    T* packed = reserve(depth);
+  // Packs rows [j, j + count) of row-major y [*, depth], the columns of its transpose; a pair of halves is one word.
+  void pack_rows(const T* y, int64_t stride, int64_t depth, int64_t j, int64_t count) {
+    T* packed = reserve(depth, j);
     if (together_ == 1) {
-      transpose(y, stride, packed, width_, count, depth);
+      transpose(y + j * stride, stride, packed, kTile, count, depth);
     } else {
-      auto* words = reinterpret_cast<float*>(packed);
-      transpose(reinterpret_cast<const float*>(y), stride / together_, words, width_, count, depth / together_);
+      auto* words = reinterpret_cast<const float*>(y + j * stride);
+      transpose(words, stride / together_, reinterpret_cast<float*>(packed), kTile, count, depth / together_);
     }
   }
 
-  // sums [rows, columns], of row stride `width` <- a [rows, depth] times the strip.
-  void multiply(const T* a, int64_t stride, float* sums, int64_t rows, int64_t columns) const {
+  // In fp32: of the strip of a symmetric y without its diagonal makes that of alpha y + beta I.
+  void scale_and_shift(const float* diagonal, float alpha, float beta) {
+    static_assert(std::is_same_v<T, float>);
+    for (int64_t at = 0; at < depth_ * kTile; ++at) {
+      packed_[at] *= alpha;
+    }
+    for (int64_t c = 0; c < std::min(kTile, depth_ - first_); ++c) {
+      packed_[(first_ + c) * kTile + c] = alpha * diagonal[first_ + c] + beta;
+    }
+  }
+
+  // sums <- a tile of row-major a [*, depth] times the right factor.
+  void multiply(const T* a, int64_t stride, const Tile& tile, const Sums& sums) const {
+    const T *left = a + tile.i * stride, *right = packed_ + (tile.j - first_) * together_;
     for (int64_t k = 0; k < depth_; k += kDepth) {
       at::native::cpublas::brgemm(
-        rows, columns, std::min(kDepth, depth_ - k), stride, width_, width_, k > 0, a + k,
-        packed_ + k * width_, sums, kIsHalf);
+        tile.rows, tile.columns, std::min(kDepth, depth_ - k), stride, kTile, sums.stride, k > 0, left + k,
+        right + k * kTile, sums.values, kIsHalf);
     }
+  }
+
+  // In fp32: sums <- sums + a tile of a diagonal left factor times the right one.
+  void add_scaled(const float* diagonal, const Tile& tile, const Sums& sums) const {
+    static_assert(std::is_same_v<T, float>);
+    with_width(tile.columns, [&](auto width) {
+      for (int64_t r = 0; r < tile.rows; ++r) {
+        const float d = diagonal[tile.i + r], *right = packed_ + (tile.i + r) * kTile + tile.j - first_;
+        float* sum = sums.values + r * sums.stride;
+        for (int64_t c = 0; c < width; ++c) sum[c] += d * right[c];
+      }
+    });
   }
 
  private:
   static constexpr bool kIsHalf = sizeof(T) == 2;
+  static constexpr int64_t kAhead = 16;
+
+  // Asks for a row of the strip early: the hardware does not foresee rows that lie far apart.
+  static void prefetch(const T* row, int64_t count) {
+    for (int64_t c = 0; c < count; c += 64 / sizeof(T)) __builtin_prefetch(row + c);
+  }
 
   // Aligned to a cache line: a load that crosses one costs two.
-  T* reserve(int64_t depth) {
+  T* reserve(int64_t depth, int64_t first) {
     thread_local std::vector<std::byte> memory;
     constexpr size_t kLine = 64;
-    const size_t bytes = depth * width_ * sizeof(T);
+    const size_t bytes = depth * kTile * sizeof(T);
     if (memory.size() < bytes + kLine) {
       memory.resize(bytes + kLine);
     }
     depth_ = depth;
+    first_ = first;
     void* start = memory.data();
     size_t space = memory.size();
     return packed_ = static_cast<T*>(std::align(kLine, bytes, start, space));
@@ -142,7 +198,7 @@ class Strip {
 
   T* packed_ = nullptr;
   const int64_t together_ = rows_together<T>();
-  int64_t width_, depth_ = 0;
+  int64_t depth_ = 0, first_ = 0;
 };
 
 // Whether the tensors are of a kind that the products are made for.

@@ -92,14 +92,16 @@ def test_product(kernels: Operations, dtype: torch.dtype, size: int, by: Scalars
             assert_is(out, expected)
         else:  # rounded, they commute nearly
             torch.testing.assert_close(dense(out), expected, rtol=0, atol=2.0**-6 * expected.abs().amax().item())
+    assert not any(matrix.rest.diagonal(dim1=-2, dim2=-1).any() for matrix in (first, second))
     assert kernels is reference.OPERATIONS or out.rest.equal(out.rest.mT)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_multiply(kernels: Operations, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     x, p = randn(*shape).to(dtype), commuting(shape[0], min(shape[1:]), dtype)[0]
-    out = torch.full_like(x, torch.nan)
+    out, given = torch.full_like(x, torch.nan), (x.clone(), p.rest.clone())
     assert kernels.multiply(p, x, out, Workspace()) is out
+    assert x.equal(given[0]) and p.rest.equal(given[1])
     expected = dense(p) @ x.double() if shape[1] <= shape[2] else x.double() @ dense(p)
     assert (out.double() - expected).norm() / expected.norm() <= ROUNDING[dtype]
     scale = expected.abs().amax().item()
