@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from benchmarks import ranks, report, roofline
-from benchmarks.rates import alternate, measure, summary
+from benchmarks.rates import DTYPES, alternate, measure, summary
 from benchmarks.training import LAYERS, PhaseClock, stack
+from deepspeed.muon.math.newton_schulz import METHODS
 
 Maker = Callable[[nn.Module], torch.optim.Optimizer]
 MUON = {"lr": 1e-3, "weight_decay": 0.1, "momentum": 0.95}
@@ -30,9 +31,22 @@ def of(path: str, takes_model: bool = False, **settings: Any) -> Maker:
     return make
 
 
+def ours(**fixed: Any) -> Maker:
+    """Ours, with these of its choices fixed."""
+    return of("deepspeed.muon.MuonWithAuxAdam", True, adjust_lr_fn="original", **MUON, **fixed)
+
+
 OPTIMIZERS = {
-    "ours": of("deepspeed.muon.MuonWithAuxAdam", True, adjust_lr_fn="original", **MUON),
-    "ours-torch": of("deepspeed.muon.MuonWithAuxAdam", True, adjust_lr_fn="original", kernels="torch", **MUON),
+    "ours": ours(),
+    "ours-torch": ours(kernels="torch"),
+    **{
+        f"ours-{dtype}-{method}{'-torch' * (kernels == 'torch')}": ours(
+            ns_dtype=dtype, wire_dtype="bf16", ns_method=method, kernels=kernels
+        )
+        for dtype in DTYPES
+        for method in METHODS
+        for kernels in ("auto", "torch")
+    },
     "torch-muon": of("torch.optim.Muon", **MUON),
     "stock-muon": of("deepspeed.runtime.zero.muon.original_muon.SingleDeviceMuon", **MUON),
     "adamw": of("torch.optim.AdamW", **ADAMW),
@@ -91,7 +105,8 @@ def single(
     cpu-adam --model flat --hidden 4472 --layers 1 --threads 1 --output aux-adam.
 
     Args:
-        optimizers: which; ours-torch is ours with the plain PyTorch twin of every kernel
+        optimizers: which; ours-torch is ours with the plain PyTorch twin of every kernel, ours-DTYPE-METHOD[-torch] has
+            these fixed, to hold what ours chooses against
         layers: of the model
         hidden: width of a layer
         model: matrices of a layer: block has three, qwen those of Qwen3-1.7B at 2048, flat one
