@@ -7,7 +7,6 @@ import itertools
 import json
 import statistics
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +23,6 @@ from deepspeed.muon.forecast.layout import Half, Layout, halves_of
 from deepspeed.muon.forecast.measured import measure
 from deepspeed.muon.kernels.selection import choose, missing, product_tables
 from deepspeed.muon.math.coefficients import schedule
-from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.plan.cost import counted_cost
 from deepspeed.muon.plan.memory import Memory
 from deepspeed.muon.plan.plan import make_plan
@@ -167,6 +165,4 @@ def rank(shapes: list[tuple[int, int]]) -> dict[str, Any]:
     halves, cpu = [muon_half([tuple(shape) for shape in shapes])], torch.device("cpu")
     lacking = missing("auto", ["cpu"])
     candidates = Candidates.of(parse({}), product_tables(lacking, "cpu"), {"auto"}, cpu, has_bf16=True)
-    counts = Counter(tuple(shape) for shape in shapes)
-    dtype = DTYPES[candidates.after_race(counts, candidates.race(counts, 1)).choice.dtype]
-    return dataclasses.asdict(measure(halves, SIMPLE, dtype, DTYPES["bf16"], cpu, cpu, choose(lacking), 1)[0])
+    return dataclasses.asdict(measure(halves, candidates, torch.bfloat16, cpu, choose(lacking), 1)[0])

@@ -24,7 +24,7 @@ from deepspeed.muon.config.messages import did_you_mean
 from deepspeed.muon.forecast.estimate import Estimate, estimate, milliseconds, per_rank, stock_clipping, totals
 from deepspeed.muon.forecast.layout import halves_of
 from deepspeed.muon.forecast.measured import measure
-from deepspeed.muon.kernels.selection import choose, missing
+from deepspeed.muon.kernels.selection import choose, missing, product_tables
 from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.plan.memory import Memory
 from deepspeed.muon.tuning import Candidates
@@ -137,7 +137,8 @@ def plan_facts(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
         MuonConfigError: a pattern that matches nothing.
     """
     config, layout, device = settings.config, settings.layout, torch.device(args.device)
-    dtype = Candidates.of(config, {}, {config.ns_method}, device, has_bf16=True).usual_dtype
+    candidates = Candidates.of(config, {}, {config.ns_method}, device, has_bf16=True)
+    dtype = candidates.usual_dtype
     model = build(args.model)
     try:
         halves = halves_of(model, config)
@@ -168,7 +169,7 @@ def plan_facts(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
         "parameters": rows_of(halves, found.costs, layout.world_size, config.schedule, dtype, fold=not args.all),
         "totals": {"muon": totals(halves, True), "adamw": totals(halves, False)},
         "per_rank": per_rank(found),
-        "measured": _measured(found, settings, DTYPES[dtype], device) if args.measured else None,
+        "measured": _measured(found, settings, candidates) if args.measured else None,
         "planning_seconds": round(found.planning_seconds, 3),
         "stock_clipping": stock_clipping(halves, settings.gradient_clipping),
         "assumptions": [f"owners are balanced for {where}; one user group of all trainable parameters"],
@@ -176,19 +177,19 @@ def plan_facts(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
     }
 
 
-def _measured(found: Estimate, settings: Settings, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+def _measured(found: Estimate, settings: Settings, candidates: Candidates) -> dict[str, Any]:
     """Rates of this process and the milliseconds that follow from them; a device that is not there is refused."""
+    device = candidates.device
     if device.type == "cuda" and not torch.cuda.is_available():
         raise errors.SettingsError("--measured: torch sees no GPU here; --device cpu measures this machine's CPU")
     config, shards = settings.config, torch.device("cpu") if settings.offload else device
-    kernels = choose(missing(config.kernels, {device.type, shards.type}))
+    lacking = missing(config.kernels, {device.type, shards.type})
+    kernels = choose(lacking)
     began = time.perf_counter()
     machine, shapes = measure(
         found.halves,
-        config.schedule,
-        dtype,
+        dataclasses.replace(candidates, tables=product_tables(lacking, device.type)),
         DTYPES[config.wire],
-        device,
         shards,
         kernels,
         world_size=found.world_size,

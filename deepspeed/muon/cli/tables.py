@@ -159,7 +159,7 @@ def _measured(found: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
     for rate in found["shapes"]:
         batch, *size = rate["run_as"]
         smaller = "" if size == [rate["rows"], rate["cols"]] else f" of {size[0]} x {size[1]}, which stand for it"
-        title = f"  {rate['rows']} x {rate['cols']}, {rate['method']}"
+        title = f"  {rate['rows']} x {rate['cols']}, {rate['method']} in {rate['dtype']}"
         yield title, f"{rate['tflops']:.3g} TFLOP/s, {batch} at a time{smaller}"
 
 

@@ -20,10 +20,11 @@ from deepspeed.muon.kernels.rounding import key_of
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.math import adamw
-from deepspeed.muon.math.choice import counted_method
+from deepspeed.muon.math.choice import Choice, counted_method
 from deepspeed.muon.math.coefficients import Schedule
-from deepspeed.muon.math.newton_schulz import flops, name_of, orthogonalize
+from deepspeed.muon.math.newton_schulz import DTYPES, flops, orthogonalize
 from deepspeed.muon.plan.plan import BUCKET_BYTES, CPU_BUCKET_BYTES
+from deepspeed.muon.tuning import Candidates, may_race, method_of, with_products
 
 #: Seconds that all shapes together may take, beside the first call of each, which may compile kernels.
 SECONDS = 8.0
@@ -35,7 +36,7 @@ SMALL = 128
 LARGE_RUN, SMALL_RUN = 2**22, 64
 #: Passes over a shard between two looks at the clock, so that an accelerator is kept busy.
 REPEATS = 10
-#: Rows, columns and method.
+#: Rows, columns, and the method or what the user wrote for it.
 Shape = tuple[int, int, str]
 
 
@@ -43,50 +44,58 @@ Shape = tuple[int, int, str]
 class ShapeRate:
     """Newton-Schulz of one shape: what was run for it, and how fast that was.
 
-    ``count``: matrices of this shape in the model. ``run_as``: batch, rows and columns of the timed call, smaller by
-    a power of two where the shape itself would have taken too long.
+    ``count``: matrices of this shape in the model. ``method``, ``dtype``: what a run chooses here. ``run_as``: batch,
+    rows and columns of the timed call, smaller by a power of two where the shape itself would have taken too long.
     """
 
     rows: int
     cols: int
     count: int
     method: str
+    dtype: str
     run_as: tuple[int, int, int]
     tflops: float
 
 
 def measure(
     halves: Sequence[Half],
-    schedule: Schedule,
-    dtype: torch.dtype,
+    candidates: Candidates,
     wire: torch.dtype,
-    device: torch.device,
     shard_device: torch.device,
     kernels: Operations,
     world_size: int,
     seconds: float = SECONDS,
 ) -> tuple[Machine, list[ShapeRate]]:
-    """The constants of this process's device, for a model.
+    """The constants of this process's device, for a model and what a run of it chooses here.
 
-    ``Machine.tflops`` is the rate of all matrices of the model one after the other; ``Machine.network`` is ``None``.
+    ``Machine.tflops`` is the rate of all matrices of the model one after the other: the operations that counting them
+    forecasts, whatever the choice makes of them, over the seconds. ``Machine.network`` is ``None``.
 
     Args:
         halves: the optimizer's parameter groups, at least one of Muon.
-        dtype, device: of Newton-Schulz. ``wire``: dtype of the exchange.
+        candidates: for Newton-Schulz, on its device. ``wire``: dtype of the exchange.
         shard_device: where momentum and parameters are: the CPU with ZeRO-Offload.
+        kernels: for all but products.
         world_size: ranks that share the matrices, which bounds how many of one shape an owner has in a batch.
     """
     muon = [half for half in halves if half.use_muon]
-    blocks = [(block.rows, block.cols, half.ns_method) for half in muon for spec in half.specs for block in spec.blocks]
-    shapes = Counter(
-        (rows, cols, counted_method(rows, cols, method, schedule, name_of(dtype))) for rows, cols, method in blocks
+    blocks = Counter((b.rows, b.cols, half.ns_method) for half in muon for spec in half.specs for b in spec.blocks)
+    choice = _choice(candidates, blocks, world_size)
+    shapes: Counter[Shape] = Counter()
+    for (rows, cols, ns_method), count in blocks.items():
+        shapes[rows, cols, method_of(choice, ns_method, rows, cols)] += count
+    timer = _ShapeTimer(
+        schedule=candidates.schedule,
+        dtype=choice.dtype,
+        wire=wire,
+        device=candidates.device,
+        kernels=partial(with_products, kernels, candidates.tables, choice),
     )
-    rates = _ShapeTimer(schedule, dtype, wire, device, kernels).rates(shapes, world_size, seconds)
-    operations = [rate.count * flops(rate.rows, rate.cols, schedule, rate.method, name_of(dtype)) for rate in rates]
-    spent = sum(count / rate.tflops for count, rate in zip(operations, rates, strict=True))
+    rates = timer.rates(shapes, world_size, seconds)
+    spent = sum(rate.count * timer.flops(rate.rows, rate.cols, rate.method) / rate.tflops for rate in rates)
     large, small = (_muon_pass(numel, muon[0], wire, shard_device, kernels) for numel in (LARGE_RUN, SMALL_RUN))
     machine = Machine(
-        tflops=sum(operations) / spent,
+        tflops=_forecast_operations(blocks, candidates) / spent,
         muon_ns=max(0.0, large - small) / LARGE_RUN * 1e9,
         adamw_ns=_adamw_pass(LARGE_RUN, shard_device) / LARGE_RUN * 1e9,
         run_us=small * 1e6,
@@ -95,29 +104,57 @@ def measure(
     return machine, rates
 
 
+def _choice(candidates: Candidates, blocks: Mapping[Shape, int], world_size: int) -> Choice:
+    """What a run takes, from a race of this process alone."""
+    shapes: Counter[tuple[int, int]] = Counter()
+    for (rows, cols, _), count in blocks.items():
+        shapes[rows, cols] += count
+    if not (candidates.is_open and may_race()):
+        return candidates.without_race(shapes).choice
+    return candidates.after_race(shapes, candidates.race(shapes, world_size)).choice
+
+
+def _forecast_operations(blocks: Mapping[Shape, int], candidates: Candidates) -> int:
+    """Operations of all matrices as :func:`deepspeed.muon.forecast.estimate.estimate` counts them."""
+    schedule, dtype = candidates.schedule, candidates.usual_dtype
+    return sum(
+        count * flops(rows, cols, schedule, counted_method(rows, cols, ns_method, schedule, dtype), dtype)
+        for (rows, cols, ns_method), count in blocks.items()
+    )
+
+
 @dataclass(frozen=True)
 class _ShapeTimer:
     """Times Newton-Schulz shape by shape."""
 
     schedule: Schedule
-    dtype: torch.dtype
+    dtype: str
     wire: torch.dtype
     device: torch.device
-    kernels: Operations
+    kernels: Callable[[int, int], Operations]
     work: Workspace = field(default_factory=Workspace)
 
     def rates(self, shapes: Mapping[Shape, int], world_size: int, seconds: float) -> list[ShapeRate]:
         """The rate of each shape. The cheap ones come first; each has an equal share of the time that is left."""
         end, rates = time.perf_counter() + seconds, []
         bucket = (CPU_BUCKET_BYTES if self.device.type == "cpu" else BUCKET_BYTES) // self.wire.itemsize
-        for index, shape in enumerate(sorted(shapes, key=lambda shape: (self._flops(*shape), shape))):
+        for index, shape in enumerate(sorted(shapes, key=lambda shape: (self.flops(*shape), shape))):
             (rows, cols, method), count = shape, shapes[shape]
             share = (end - time.perf_counter()) / (len(shapes) - index)
             size, fitting = self._affordable(shape, share / 2)
             batch = max(1, min(-(-count // world_size), bucket // (rows * cols), fitting))
-            tflops = 1e-12 / self._pace(batch, *size, method, CALLS - 1)
-            run_as = (batch, *size)
-            rates.append(ShapeRate(rows=rows, cols=cols, count=count, method=method, run_as=run_as, tflops=tflops))
+            tflops = 1e-12 / self._pace(shape, batch, *size, CALLS - 1)
+            rates.append(
+                ShapeRate(
+                    rows=rows,
+                    cols=cols,
+                    count=count,
+                    method=method,
+                    dtype=self.dtype,
+                    run_as=(batch, *size),
+                    tflops=tflops,
+                )
+            )
         return rates
 
     def _affordable(self, shape: Shape, seconds: float) -> tuple[tuple[int, int], int]:
@@ -129,21 +166,24 @@ class _ShapeTimer:
         rows, cols, method = shape
         halvings = max(0, math.ceil(math.log2(min(rows, cols) / SMALL)))
         size, *larger = [(max(1, rows >> k), max(1, cols >> k)) for k in range(halvings, -1, -1)]
-        pace = self._pace(1, *size, method, 1)
+        pace = self._pace(shape, 1, *size, 1)
         for following in larger:
-            if CALLS * pace * self._flops(*following, method) >= seconds:
+            if CALLS * pace * self.flops(*following, method) >= seconds:
                 break
-            size, pace = following, self._pace(1, *following, method, 1)
-        return size, int(seconds / CALLS / (pace * self._flops(*size, method)))
+            size, pace = following, self._pace(shape, 1, *following, 1)
+        return size, int(seconds / CALLS / (pace * self.flops(*size, method)))
 
-    def _pace(self, batch: int, rows: int, cols: int, method: str, calls: int) -> float:
-        """Seconds per operation, the median of some calls after one that is not counted."""
+    def _pace(self, shape: Shape, batch: int, rows: int, cols: int, calls: int) -> float:
+        """Seconds per operation of matrices that stand for a shape, the median of some calls after one not counted."""
+        *whole, method = shape
         x = torch.randn(batch, rows, cols, device=self.device).to(self.wire)
-        run = partial(orthogonalize, x, self.schedule, method, self.dtype, self.work, self.kernels)
-        return _median(run, self.device, calls) / (batch * self._flops(rows, cols, method))
+        dtype, kernels = DTYPES[self.dtype], self.kernels(*whole)
+        run = partial(orthogonalize, x, self.schedule, method, dtype, self.work, kernels)
+        return _median(run, self.device, calls) / (batch * self.flops(rows, cols, method))
 
-    def _flops(self, rows: int, cols: int, method: str) -> int:
-        return flops(rows, cols, self.schedule, method, name_of(self.dtype))
+    def flops(self, rows: int, cols: int, method: str) -> int:
+        """Operations of one matrix."""
+        return flops(rows, cols, self.schedule, method, self.dtype)
 
 
 def _muon_pass(numel: int, half: Half, dtype: torch.dtype, device: torch.device, kernels: Operations) -> float:

@@ -132,6 +132,7 @@ def test_measured_milliseconds(folder: Path, capsys: pytest.CaptureFixture, monk
     assert " ".join(found) == "device kernels seconds machine shapes step_ms"
     assert (found["kernels"], found["machine"]["network"], found["seconds"] < 30) == ("torch", None, True)
     assert sum(shape["count"] for shape in found["shapes"]) == 12
+    assert {shape["dtype"] for shape in found["shapes"]} == {"fp32"}
     gflop = facts["per_rank"]["newton_schulz_gflop"]["max"]
     assert set(found["step_ms"]) == {"elementwise", "newton_schulz"}
     assert found["step_ms"]["newton_schulz"] == pytest.approx(gflop / found["machine"]["tflops"])

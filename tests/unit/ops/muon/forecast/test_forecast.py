@@ -19,14 +19,16 @@ from deepspeed.muon.forecast.layout import Half, Layout, halves_of, lay_out, ste
 from deepspeed.muon.forecast.measured import ShapeRate, measure
 from deepspeed.muon.kernels import reference
 from deepspeed.muon.math.choice import counted_method
-from deepspeed.muon.math.newton_schulz import flops
+from deepspeed.muon.math.newton_schulz import METHODS, flops
 from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.matrices.routing import MatrixSpec
 from deepspeed.muon.plan.cost import counted_cost
 from deepspeed.muon.plan.memory import Memory, demand_of, peak
 from deepspeed.muon.plan.plan import CPU_BUCKET_BYTES, Plan, make_plan
+from deepspeed.muon.tuning import Candidates
 from helpers.forecasts import STEPS, check_against_the_engine, forecast
 from helpers.models import MODELS
+from helpers.racing import opinion
 from helpers.training import BF16_MOMENTUM, PARAMS
 
 
@@ -232,7 +234,8 @@ CPU = torch.device("cpu")
 
 
 def measured(half: Half, world_size: int = 1, seconds: float = 0.05) -> tuple[Machine, list[ShapeRate]]:
-    return measure([half], STEPS, torch.float32, torch.float32, CPU, CPU, reference.OPERATIONS, world_size, seconds)
+    candidates = Candidates(("fp32",), METHODS, {"torch": reference.OPERATIONS}, STEPS, CPU)
+    return measure([half], candidates, torch.float32, CPU, reference.OPERATIONS, world_size, seconds)
 
 
 @pytest.mark.parametrize("momentum_dtype", ["fp32", "bf16"])
@@ -247,6 +250,21 @@ def test_constants_are_measured_on_this_machine(momentum_dtype: str, monkeypatch
     operations = [rate.count * flops(rate.rows, rate.cols, STEPS, rate.method, "fp32") for rate in rates]
     spent = sum(count / rate.tflops for count, rate in zip(operations, rates, strict=True))
     assert machine.tflops == pytest.approx(sum(operations) / spent)
+
+
+def test_rates_are_those_of_what_a_run_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A race that bf16 wins, with `gram` for both shapes. The forecast counts fp32 and `standard` for one of them."""
+    monkeypatch.setattr(forecast_measured, "LARGE_RUN", 2**14)
+    candidates = Candidates(("fp32", "bf16"), METHODS, {"torch": reference.OPERATIONS}, STEPS, CPU)
+    half = group([(64, 64)] * 3 + [(16, 128)])
+    with opinion(lambda dtype, kind, table: (1 + (kind != "product") * 99) * (1 + (dtype == "fp32"))):
+        machine, rates = measure([half], candidates, torch.float32, CPU, reference.OPERATIONS, 1, 0.05)
+    assert {(rate.rows, rate.method, rate.dtype) for rate in rates} == {(64, "gram", "bf16"), (16, "gram", "bf16")}
+    spent = sum(
+        rate.count * flops(rate.rows, rate.cols, STEPS, rate.method, rate.dtype) / rate.tflops for rate in rates
+    )
+    counted = 3 * flops(64, 64, STEPS, "standard", "fp32") + flops(16, 128, STEPS, "gram", "fp32")
+    assert machine.tflops == pytest.approx(counted / spent)
 
 
 def test_a_shape_that_would_take_too_long_is_measured_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
