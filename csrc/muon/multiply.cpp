@@ -59,7 +59,7 @@ void multiply(const Symmetrics<T>& p, const Tensor& x, const Tensor& out) {
       strip.pack_columns(tall ? p[n].rest : from, columns, size, j, width);
       if constexpr (std::is_same_v<T, float>) {
         if (tall) {
-          strip.scale_and_shift(p[n].diagonal, 1, 0);
+          strip.set_diagonal(p[n].diagonal);
         }
       }
       T* to = out.data_ptr<T>() + n * rows * columns;

@@ -51,21 +51,35 @@ void product(const Symmetrics<T>& a, const Symmetrics<T>& b, const Symmetrics<T>
     });
 }
 
-// In fp32, which holds the diagonal of a right factor as exactly in its place as apart: A (alpha B + beta I) + shift I.
+// sums <- alpha sums + beta a + shift I, in fp32.
+void combine(const Symmetric<float>& a, const Scalars& by, const Sums& sums, const Tile& tile) {
+  with_width(tile.columns, [&](auto width) {
+    for (int64_t r = 0; r < tile.rows; ++r) {
+      const float* from_a = a.rest + (tile.i + r) * a.size + tile.j;
+      float* sum = sums.values + r * sums.stride;
+      for (int64_t c = 0; c < width; ++c) sum[c] = by.alpha * sum[c] + by.beta * from_a[c];
+      if (tile.i == tile.j) {
+        sum[r] += by.beta * a.diagonal[tile.i + r] + by.shift;
+      }
+    }
+  });
+}
+
 void product(const Symmetrics<float>& a, const Symmetrics<float>& b, const Symmetrics<float>& out, const Scalars& by,
              int64_t batch, int64_t size) {
+  const bool is_plain = by.alpha == 1 && by.beta == 0 && by.shift == 0;
   for_lower_tiles<float>(
     batch, size,
     [&](Strip<float>& strip, int64_t n, int64_t j, int64_t columns) {
       strip.pack_columns(b[n].rest, size, size, j, columns);
-      strip.scale_and_shift(b[n].diagonal, by.alpha, by.beta);
+      strip.set_diagonal(b[n].diagonal);
     },
     [&](const Strip<float>& strip, int64_t n, const Tile& tile) {
       const Sums sums = out[n].in_place(tile);
       strip.multiply(a[n].rest, size, tile, sums);
       strip.add_scaled(a[n].diagonal, tile, sums);
-      if (tile.i == tile.j) {
-        for (int64_t r = 0; r < tile.rows; ++r) sums.values[r * sums.stride + r] += by.shift;
+      if (!is_plain) {
+        combine(a[n], by, sums, tile);
       }
       out[n].store(sums, tile);
     });

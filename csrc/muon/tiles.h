@@ -139,14 +139,11 @@ class Strip {
     }
   }
 
-  // In fp32: of the strip of a symmetric y without its diagonal makes that of alpha y + beta I.
-  void scale_and_shift(const float* diagonal, float alpha, float beta) {
+  // In fp32: puts the diagonal of a symmetric y in its place, where fp32 holds it as exactly as apart.
+  void set_diagonal(const float* diagonal) {
     static_assert(std::is_same_v<T, float>);
-    for (int64_t at = 0; at < depth_ * kTile; ++at) {
-      packed_[at] *= alpha;
-    }
     for (int64_t c = 0; c < std::min(kTile, depth_ - first_); ++c) {
-      packed_[(first_ + c) * kTile + c] = alpha * diagonal[first_ + c] + beta;
+      packed_[(first_ + c) * kTile + c] = diagonal[first_ + c];
     }
   }
 

@@ -123,7 +123,8 @@ def normalize(x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:
         _, exponent = torch.frexp(torch.maximum(high, -low).float())
         # Within +-126 the power is a normal fp32 number; subnormal inputs end near 2^-23, which is safe.
         matrix.mul_(torch.exp2(-exponent.clamp(-126, 126).float()))
-        length = torch.linalg.vector_norm(matrix, dtype=torch.float32)
+        # By rows: a single sum of 10^8 squares in fp32 is off by a thousandth on a CPU.
+        length = torch.linalg.vector_norm(torch.linalg.vector_norm(matrix, dim=-1, dtype=torch.float32))
         divisor = torch.where(length == 0, 1.0, length / norm)
         # CUDA rounds a 0-D operand to the matrix's dtype, by up to 0.4 %, but not one with dimensions. A CPU does not
         # round a 0-D operand, but copies the matrix for one with dimensions, which also makes the quotient fp32.

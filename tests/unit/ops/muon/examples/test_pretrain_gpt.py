@@ -52,7 +52,12 @@ def losses(log: Path) -> list[tuple[str, str]]:
 
 @pytest.mark.full
 @pytest.mark.time_limit(280)
-def test_a_run_resumes_where_it_stopped(tmp_path: Path) -> None:
+def test_a_run_resumes_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With everything fixed that two runs may choose differently."""
+    config = json.loads(launch.CONFIGS["Muon"].read_text())
+    config["optimizer"]["params"] |= {"ns_dtype": "fp32", "ns_method": "gram", "kernels": "torch"}
+    monkeypatch.setitem(launch.CONFIGS, "Muon", tmp_path / "ds_config.json")
+    launch.CONFIGS["Muon"].write_text(json.dumps(config))
     straight = launch.launch("Muon", tmp_path / "straight", OPTIONS)
     launch.launch("Muon", tmp_path / "resumed", [*OPTIONS, "--stop-at", "2"])
     resumed = launch.launch("Muon", tmp_path / "resumed", [*OPTIONS, "--resume"])

@@ -189,7 +189,7 @@ def exact(x: Tensor, name: str) -> Tensor:
 
 #: By dtype, of the spectral norms of the errors: the largest, and the 0.999 quantile. A matrix of norm about 1 that
 #: diverges has an error of 10 to 10^12.
-ASTRAY = {"bf16": (2.0, 0.35), "fp16": (0.25, 0.15), "fp32": (2e-4, 1e-4)}
+ASTRAY = {"bf16": (2.0, 0.35), "fp16": (0.25, 0.15), "fp32": (5e-4, 2e-4)}
 
 
 @pytest.mark.sample(3)
@@ -242,12 +242,13 @@ def test_fp16_keeps_the_entries_of_a_very_large_matrix(count: int) -> None:
     """Those of 16384 x 65536 are near 3e-5 at norm 1, where fp16 has lost bits. A few of its rows show that."""
     numel, x = 16384 * 65536, 1e-3 * torch.randn(count, 65536, generator=generator(0))
     x[-1, -1] = 1e-3 * (numel - x.numel()) ** 0.5  # has the norm of all other rows
-    kept = normalize(x.clone()[None], torch.empty(1, *x.shape, dtype=torch.float16), NORM)[0]
     expected = NORM * x.double() / x.double().norm()
     ordinary = expected.abs() > 2.0**-14
     assert ordinary.float().mean() > 0.85, "else most of them would be subnormal numbers"
-    assert float(((kept - expected).abs() / expected.abs())[ordinary].max()) <= 2.0**-11
-    assert float((kept - expected).norm() / expected.norm()) < 3e-4
+    for kernels in (choose(missing("auto", ["cpu"])), OPERATIONS):
+        kept = kernels.normalize(x.clone()[None], torch.empty(1, *x.shape, dtype=torch.float16), NORM)[0]
+        assert float(((kept - expected).abs() / expected.abs())[ordinary].max()) <= 1.01 * 2.0**-11
+        assert float((kept - expected).norm() / expected.norm()) < 3e-4
 
 
 @pytest.mark.parametrize("shape", [(4, 64), (64, 64), (1, 9), (2, 2)])
