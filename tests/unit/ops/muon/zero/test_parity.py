@@ -161,13 +161,14 @@ def test_other_ways_to_run_the_model(way: str) -> None:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_same_gradients_make_the_same_update_whatever_the_sharding(stage: int) -> None:
-    base = run(train_on_gradients, 1, shapes=SHAPES, steps=3, stage=0)[0]
-    control = run(train_on_gradients, 1, shapes=SHAPES, steps=3, stage=0, ulp=True)[0]
-    errors = {
-        w: update_error(run(train_on_gradients, w, shapes=SHAPES, steps=3, stage=stage)[0], base) for w in (1, 2, 4)
-    }
-    print(f"stage {stage}: {errors}; one ulp: {update_error(control, base):.1e}")
-    assert max(errors.values()) <= 1e-4
+    """To the bit, without clipping: for that DeepSpeed sums the norm in another order at each stage."""
+
+    def update(world: int, stage: int, **more: Any) -> dict[str, torch.Tensor]:
+        return run(train_on_gradients, world, shapes=SHAPES, steps=3, stage=stage, clip=0.0, **more)[0]
+
+    base = update(1, 0)
+    assert update_error(update(1, 0, ulp=True), base) > 0
+    assert {world: update_error(update(world, stage), base) for world in (1, 2, 4)} == {1: 0.0, 2: 0.0, 4: 0.0}
 
 
 @pytest.mark.sample(2)
