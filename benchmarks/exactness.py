@@ -46,7 +46,7 @@ def parity() -> Rows:
 
 
 def invariance() -> Rows:
-    """Difference of the update between stages and world sizes for the same gradients, relative to its norm, unclipped"""
+    """Relative difference of the update between stages and world sizes for the same gradients, without clipping"""
 
     def update(world: int, stage: int, **more: Any) -> dict[str, Tensor]:
         return run(train_on_gradients, world, shapes=SHAPES, steps=3, stage=stage, clip=0.0, **more)[0]
@@ -105,8 +105,11 @@ def matrices() -> Iterator[tuple[str, Tensor]]:
 
 
 def iteration() -> Rows:
-    """Error of Newton-Schulz of bf16 matrices by dtype of its products, relative to fp64. Where a CPU has no instructions
-    for a dtype, they are plain PyTorch's, which are less exact in bf16; stock takes fp16 on GPUs, and so does it here"""
+    """Error of Newton-Schulz of bf16 matrices by dtype of its products, relative to fp64.
+
+    Where a CPU has no instructions for a dtype, they are plain PyTorch's, which are less exact in bf16; stock takes
+    fp16 on GPUs, and so does it here.
+    """
     from deepspeed.runtime.zero.muon import original_muon
     from torch.optim._muon import _zeropower_via_newtonschulz as of_torch
 
@@ -116,9 +119,9 @@ def iteration() -> Rows:
     for kind, matrix in matrices():
         half = matrix.bfloat16()
         exact = oracles.newton_schulz_fp64(half)
-        results = {"torch.optim.Muon, bf16": of_torch(half, SIMPLE, 5, 1e-7)}
+        results = {"torch.optim.Muon, bf16": of_torch(half.clone(), SIMPLE, 5, 1e-7)}
         with in_fp16:
-            results["stock's gram, fp16"] = stock(half, steps=5)
+            results["stock's gram, fp16"] = stock(half.clone(), steps=5)
         row = {"shape": "{} x {}".format(*half.shape), "input": kind}
         for dtype in ("bf16", "fp16", "fp32"):
             method = counted_method(*half.shape, "auto", schedule("simple"), dtype)
@@ -154,8 +157,8 @@ def exactness() -> str:
     """Errors against oracles, stock and torch; writes docs/exactness.md."""
     parts = [f"# Exactness\n\n{report.one_line()}"]
     for rows in (parity, invariance, clipping, iteration, training_by_dtype, state):
-        title, _, note = " ".join((rows.__doc__ or "").split()).partition(". ")
-        parts.append("\n\n".join([f"## {title}", *([f"{note}."] if note else []), report.table(list(rows()))]))
+        title, *notes = (" ".join(text.split()) for text in (rows.__doc__ or "").split("\n\n"))
+        parts.append("\n\n".join([f"## {title.rstrip('.')}", *notes, report.table(list(rows()))]))
         print(parts[-1], flush=True)
     shutdown()
     (report.ROOT / "docs" / "exactness.md").write_text("\n\n".join(parts) + "\n")
