@@ -6,6 +6,7 @@ The oracle is that of the tests, which shares no code with the package.
 
 import statistics
 import sys
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -158,7 +159,11 @@ def exactness() -> str:
     parts = [f"# Exactness\n\n{report.one_line()}"]
     for rows in (parity, invariance, clipping, iteration, training_by_dtype, state):
         title, *notes = (" ".join(text.split()) for text in (rows.__doc__ or "").split("\n\n"))
-        parts.append("\n\n".join([f"## {title.rstrip('.')}", *notes, report.table(list(rows()))]))
+        parts.append(
+            "\n\n".join(
+                [f"## {title.rstrip('.')}", *(textwrap.fill(note, 120) for note in notes), report.table(list(rows()))]
+            )
+        )
         print(parts[-1], flush=True)
     shutdown()
     (report.ROOT / "docs" / "exactness.md").write_text("\n\n".join(parts) + "\n")
