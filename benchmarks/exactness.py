@@ -108,8 +108,8 @@ def matrices() -> Iterator[tuple[str, Tensor]]:
 def iteration() -> Rows:
     """Error of Newton-Schulz of bf16 matrices by dtype of its products, relative to fp64.
 
-    Where a CPU has no instructions for a dtype, they are plain PyTorch's, which are less exact in bf16; stock takes
-    fp16 on GPUs, and so does it here.
+    Where a CPU has no instructions for a dtype, its products are plain PyTorch's, which are less exact in bf16. Stock's
+    gram runs in fp16, as it does on GPUs.
     """
     from deepspeed.runtime.zero.muon import original_muon
     from torch.optim._muon import _zeropower_via_newtonschulz as of_torch
@@ -159,11 +159,8 @@ def exactness() -> str:
     parts = [f"# Exactness\n\n{report.one_line()}"]
     for rows in (parity, invariance, clipping, iteration, training_by_dtype, state):
         title, *notes = (" ".join(text.split()) for text in (rows.__doc__ or "").split("\n\n"))
-        parts.append(
-            "\n\n".join(
-                [f"## {title.rstrip('.')}", *(textwrap.fill(note, 120) for note in notes), report.table(list(rows()))]
-            )
-        )
+        filled = (textwrap.fill(note, 120) for note in notes)
+        parts.append("\n\n".join([f"## {title.rstrip('.')}", *filled, report.table(list(rows()))]))
         print(parts[-1], flush=True)
     shutdown()
     (report.ROOT / "docs" / "exactness.md").write_text("\n\n".join(parts) + "\n")

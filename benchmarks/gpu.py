@@ -75,15 +75,15 @@ def sent_to_itself(bucket: Bucket) -> Bucket:
 def exchange(device: str, quick: bool, rates: dict[str, float]) -> Rows:
     """The collectives of a step on one rank that sends every matrix to itself: equal weights, and what it costs."""
     size = (2, 32) if quick else (4, 2048)
-    job, weights, choices = training.Job("1", "ours", 1, *size, model="qwen", device=device), [], []
+    job, weights, choice = training.Job("1", "ours", 1, *size, model="qwen", device=device), [], None
     with ranks.joined():
         for way in ("in place", "to itself"):
             engine, times = training.build_engine(job), []
             optimizer = engine.basic_optimizer
-            choices.append(optimizer.choice.pinned())
+            choice = choice or optimizer.choice.pinned()  # a second race may end otherwise, and with it the bits
             for group in optimizer.param_groups:
                 if group["use_muon"]:
-                    group["ns_choice"] = choices[0]  # a second race may end otherwise, and with it the bits
+                    group["ns_choice"] = choice
             optimizer.bind_again()
             for key, bound in optimizer._bound.items() if way == "to itself" else ():
                 bound.exchange.group = torch.distributed.group.WORLD

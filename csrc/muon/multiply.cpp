@@ -22,7 +22,7 @@ template <typename T>
   at::vec::convert(total, out, count);
 }
 
-// One tile of the product of one matrix. Sums of fp32 are made in their place; others in a buffer, and rounded once.
+// One tile of the product of one matrix, summed in the result if that is fp32, else in a buffer and rounded once.
 template <typename T>
 void compute(
   const Strip<T>& strip, const Symmetric<T>& p, const T* x, T* out, int64_t columns, bool tall, const Tile& tile) {

@@ -12,9 +12,10 @@ struct Scalars {
   float alpha, beta, shift;
 };
 
-// sums <- alpha (sums + what the diagonals of a and b contribute) + beta a + shift I.
+// sums <- alpha A B + beta a + shift I, from sums of the products of the strip.
 template <typename T>
-void complete(const Symmetric<T>& a, const Symmetric<T>& b, const Scalars& by, const Sums& sums, const Tile& tile) {
+void complete(const Strip<T>&, const Symmetric<T>& a, const Symmetric<T>& b, const Scalars& by, const Sums& sums,
+              const Tile& tile) {
   with_width(tile.columns, [&](auto width) {
     float from_a[kTile], from_b[kTile];
     for (int64_t r = 0; r < tile.rows; ++r) {
@@ -34,25 +35,13 @@ void complete(const Symmetric<T>& a, const Symmetric<T>& b, const Scalars& by, c
   });
 }
 
-template <typename T>
-void product(const Symmetrics<T>& a, const Symmetrics<T>& b, const Symmetrics<T>& out, const Scalars& by, int64_t batch,
-             int64_t size) {
-  for_lower_tiles<T>(
-    batch, size,
-    [&](Strip<T>& strip, int64_t n, int64_t j, int64_t columns) {
-      strip.pack_columns(b[n].rest, size, size, j, columns);
-    },
-    [&](const Strip<T>& strip, int64_t n, const Tile& tile) {
-      Buffer buffer;
-      const Sums sums = out[n].sums(tile, buffer);
-      strip.multiply(a[n].rest, size, tile, sums);
-      complete(a[n], b[n], by, sums, tile);
-      out[n].store(sums, tile);
-    });
-}
-
-// sums <- alpha sums + beta a + shift I, in fp32.
-void combine(const Symmetric<float>& a, const Scalars& by, const Sums& sums, const Tile& tile) {
+// In fp32 the strip has the diagonal of b.
+void complete(const Strip<float>& strip, const Symmetric<float>& a, const Symmetric<float>&, const Scalars& by,
+              const Sums& sums, const Tile& tile) {
+  strip.add_scaled(a.diagonal, tile, sums);
+  if (by.alpha == 1 && by.beta == 0 && by.shift == 0) {
+    return;
+  }
   with_width(tile.columns, [&](auto width) {
     for (int64_t r = 0; r < tile.rows; ++r) {
       const float* from_a = a.rest + (tile.i + r) * a.size + tile.j;
@@ -65,22 +54,22 @@ void combine(const Symmetric<float>& a, const Scalars& by, const Sums& sums, con
   });
 }
 
-void product(const Symmetrics<float>& a, const Symmetrics<float>& b, const Symmetrics<float>& out, const Scalars& by,
-             int64_t batch, int64_t size) {
-  const bool is_plain = by.alpha == 1 && by.beta == 0 && by.shift == 0;
-  for_lower_tiles<float>(
+template <typename T>
+void product(const Symmetrics<T>& a, const Symmetrics<T>& b, const Symmetrics<T>& out, const Scalars& by, int64_t batch,
+             int64_t size) {
+  for_lower_tiles<T>(
     batch, size,
-    [&](Strip<float>& strip, int64_t n, int64_t j, int64_t columns) {
+    [&](Strip<T>& strip, int64_t n, int64_t j, int64_t columns) {
       strip.pack_columns(b[n].rest, size, size, j, columns);
-      strip.set_diagonal(b[n].diagonal);
-    },
-    [&](const Strip<float>& strip, int64_t n, const Tile& tile) {
-      const Sums sums = out[n].in_place(tile);
-      strip.multiply(a[n].rest, size, tile, sums);
-      strip.add_scaled(a[n].diagonal, tile, sums);
-      if (!is_plain) {
-        combine(a[n], by, sums, tile);
+      if constexpr (std::is_same_v<T, float>) {
+        strip.set_diagonal(b[n].diagonal);
       }
+    },
+    [&](const Strip<T>& strip, int64_t n, const Tile& tile) {
+      Buffer buffer;
+      const Sums sums = out[n].sums(tile, buffer);
+      strip.multiply(a[n].rest, size, tile, sums);
+      complete(strip, a[n], b[n], by, sums, tile);
       out[n].store(sums, tile);
     });
 }

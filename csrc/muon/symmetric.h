@@ -14,16 +14,10 @@ struct Symmetric {
   float* diagonal;
   int64_t size;
 
-  // The sums of a tile in its own place.
-  Sums in_place(const Tile& tile) const {
-    static_assert(std::is_same_v<T, float>);
-    return {rest + tile.i * size + tile.j, size};
-  }
-
-  // Those of any dtype: in the buffer unless they fit their place.
+  // Where to sum a tile: in fp32 in the matrix itself, else in the buffer.
   Sums sums(const Tile& tile, Buffer& buffer) const {
     if constexpr (std::is_same_v<T, float>) {
-      return in_place(tile);
+      return {rest + tile.i * size + tile.j, size};
     } else {
       return {buffer.values, kTile};
     }
@@ -48,7 +42,7 @@ struct Symmetric {
   }
 
  private:
-  // Takes the diagonal out, and copies what is below it to what is above, lest a rounding make them differ.
+  // Moves the diagonal out, and copies the lower triangle to the upper one: rounding may have made them differ.
   void store_diagonal(const Sums& sums, const Tile& tile) const {
     for (int64_t r = 0; r < tile.rows; ++r) {
       float* row = sums.values + r * sums.stride;

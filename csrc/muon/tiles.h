@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Matrix products tile by tile, on oneDNN's kernels: a tile of fp32 sums stays in the cache until it is rounded, once.
 // The left factor is read where it lies; of the right one a strip of columns is packed, because dot products of 16-bit
-// numbers take pairs of rows, and because a strip that lies apart is read a cache line at a time.
+// numbers take pairs of rows, and because a packed strip is read in whole cache lines.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -37,10 +37,10 @@ int64_t rows_together() {
 // The longest sum that one kernel call makes, so that both factors of a tile stay in the cache.
 constexpr int64_t kDepth = 1024;
 
-// Most rows and columns of a tile: kernels are fastest, and calls are few, where tiles are large.
+// Rows and columns of a tile: large, so that the kernels are fast and their calls few.
 constexpr int64_t kTile = 64;
 
-// Those of a tile on the diagonal of a symmetric product, which is computed whole: half of it for nothing.
+// Those of a tile on the diagonal of a symmetric product: small, because its upper half is computed for nothing.
 constexpr int64_t kDiagonalTile = 32;
 
 // Where a tile lies in its matrix.
@@ -59,7 +59,7 @@ struct alignas(64) Buffer {
   float values[kTile * kTile];
 };
 
-// Calls body with the width of a tile, as a constant where the tile is whole: the compiler then unrolls its loops.
+// Calls body with the width of a tile, as a constant for the usual widths: the compiler then unrolls its loops.
 template <typename Body>
 void with_width(int64_t width, const Body& body) {
   if (width == kTile) {
@@ -71,7 +71,7 @@ void with_width(int64_t width, const Body& body) {
   }
 }
 
-// Transposes [rows, columns] into [columns, rows], so many columns at a time that both sides fill their cache lines.
+// Transposes [rows, columns] into [columns, rows], kTile columns at a time, so that the cache keeps both sides' lines.
 template <typename T>
 void transpose(const T* from, int64_t from_stride, T* to, int64_t to_stride, int64_t rows, int64_t columns) {
   constexpr int64_t kBlock = 64 / sizeof(T);
@@ -115,7 +115,9 @@ class Strip {
     with_width(count, [&](auto width) {
       for (int64_t k = 0; k < depth; k += together_, packed += kTile * together_) {
         const T* row = y + k * stride + j;
-        prefetch(row + kAhead * stride, width);
+        for (int64_t ahead = k + kAhead; ahead < std::min(k + kAhead + together_, depth); ++ahead) {
+          prefetch(y + ahead * stride + j, width);
+        }
         if (together_ == 1) {
           for (int64_t c = 0; c < width; ++c) packed[c] = row[c];
         } else {
@@ -173,7 +175,7 @@ class Strip {
   static constexpr bool kIsHalf = sizeof(T) == 2;
   static constexpr int64_t kAhead = 16;
 
-  // Asks for a row of the strip early: the hardware does not foresee rows that lie far apart.
+  // Hardware prefetchers do not follow rows that lie far apart.
   static void prefetch(const T* row, int64_t count) {
     for (int64_t c = 0; c < count; c += 64 / sizeof(T)) __builtin_prefetch(row + c);
   }

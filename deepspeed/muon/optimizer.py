@@ -38,7 +38,7 @@ from deepspeed.muon.plan.launches import calls_of
 from deepspeed.muon.plan.owners import is_worth_sharing
 from deepspeed.muon.plan.plan import Bucket, Plan, Run, make_plan
 from deepspeed.muon.step_stats import StepStats
-from deepspeed.muon.tuning import Candidates, Tuning, has_bf16, may_race, method_of, pinned_in, with_products
+from deepspeed.muon.tuning import Candidates, Tuning, has_bf16, method_of, pinned_in, with_products
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,9 +321,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         device = partitions[0].tensors[0].device
         candidates = Candidates.of(self.config, self.tables_on(device), self.ns_methods, device, has_bf16(device.type))
         # Ranks that race apart might choose apart.
-        race = processes() == 1 and may_race() and candidates.is_open and self.shapes
-        times = candidates.race(self.shapes, 1) if race else {}
-        self.bind(partitions, candidates.after_race(self.shapes, times))
+        choose = candidates.without_race if processes() > 1 else partial(candidates.alone, world_size=1)
+        self.bind(partitions, choose(self.shapes))
 
     def use_kernels(self, lacking: Missing) -> None:
         """Take the fastest kernels that are not ``lacking``."""

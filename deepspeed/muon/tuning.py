@@ -76,6 +76,11 @@ class Candidates:
         table = list(self.tables)[-1] if self.device.type == "cpu" else TORCH
         return Tuning(by_count(shapes, self.schedule, self.usual_dtype, self.methods, table))
 
+    def alone(self, shapes: Mapping[Shape, int], world_size: int) -> Tuning:
+        """The choice of this process alone: by a race where one is allowed and decides anything."""
+        races = may_race() and self.is_open and shapes
+        return self.after_race(shapes, self.race(shapes, world_size) if races else {})
+
     def race(self, shapes: Mapping[Shape, int], world_size: int) -> Times:
         """This process's times. ``world_size``: ranks that share the matrices, so that a batch has its size."""
         at_once = {shape: -(-count // world_size) for shape, count in shapes.items()}

@@ -20,11 +20,11 @@ from deepspeed.muon.kernels.rounding import key_of
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.math import adamw
-from deepspeed.muon.math.choice import Choice, counted_method
+from deepspeed.muon.math.choice import counted_method
 from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.newton_schulz import DTYPES, flops, orthogonalize
 from deepspeed.muon.plan.plan import BUCKET_BYTES, CPU_BUCKET_BYTES
-from deepspeed.muon.tuning import Candidates, may_race, method_of, with_products
+from deepspeed.muon.tuning import Candidates, method_of, with_products
 
 #: Seconds that all shapes together may take, beside the first call of each, which may compile kernels.
 SECONDS = 8.0
@@ -68,8 +68,8 @@ def measure(
 ) -> tuple[Machine, list[ShapeRate]]:
     """The constants of this process's device, for a model and what a run of it chooses here.
 
-    ``Machine.tflops`` is the rate of all matrices of the model one after the other: the operations that counting them
-    forecasts, whatever the choice makes of them, over the seconds. ``Machine.network`` is ``None``.
+    ``Machine.tflops`` is the rate of all matrices of the model one after the other: the operations of the forecast,
+    which does not know the choice, over the measured seconds. ``Machine.network`` is ``None``.
 
     Args:
         halves: the optimizer's parameter groups, at least one of Muon.
@@ -80,10 +80,8 @@ def measure(
     """
     muon = [half for half in halves if half.use_muon]
     blocks = Counter((b.rows, b.cols, half.ns_method) for half in muon for spec in half.specs for b in spec.blocks)
-    choice = _choice(candidates, blocks, world_size)
-    shapes: Counter[Shape] = Counter()
-    for (rows, cols, ns_method), count in blocks.items():
-        shapes[rows, cols, method_of(choice, ns_method, rows, cols)] += count
+    choice = candidates.alone(Counter((rows, cols) for rows, cols, _ in blocks.elements()), world_size).choice
+    shapes = Counter((rows, cols, method_of(choice, method, rows, cols)) for rows, cols, method in blocks.elements())
     timer = _ShapeTimer(
         schedule=candidates.schedule,
         dtype=choice.dtype,
@@ -102,16 +100,6 @@ def measure(
         network=None,
     )
     return machine, rates
-
-
-def _choice(candidates: Candidates, blocks: Mapping[Shape, int], world_size: int) -> Choice:
-    """What a run takes, from a race of this process alone."""
-    shapes: Counter[tuple[int, int]] = Counter()
-    for (rows, cols, _), count in blocks.items():
-        shapes[rows, cols] += count
-    if not (candidates.is_open and may_race()):
-        return candidates.without_race(shapes).choice
-    return candidates.after_race(shapes, candidates.race(shapes, world_size)).choice
 
 
 def _forecast_operations(blocks: Mapping[Shape, int], candidates: Candidates) -> int:

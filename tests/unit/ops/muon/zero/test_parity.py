@@ -161,7 +161,7 @@ def test_other_ways_to_run_the_model(way: str) -> None:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_same_gradients_make_the_same_update_whatever_the_sharding(stage: int) -> None:
-    """To the bit, without clipping: for that DeepSpeed sums the norm in another order at each stage."""
+    """To the bit, without clipping: DeepSpeed sums the norm that clipping needs in another order at stage 0."""
 
     def update(world: int, stage: int, **more: Any) -> dict[str, torch.Tensor]:
         return run(train_on_gradients, world, shapes=SHAPES, steps=3, stage=stage, clip=0.0, **more)[0]
