@@ -34,9 +34,6 @@ int64_t rows_together() {
   return std::is_same_v<T, at::BFloat16> ? 2 : 1;
 }
 
-// The longest sum that one kernel call makes, so that both factors of a tile stay in the cache.
-constexpr int64_t kDepth = 1024;
-
 // Rows and columns of a tile: large, so that the kernels are fast and their calls few.
 constexpr int64_t kTile = 64;
 
@@ -174,6 +171,8 @@ class Strip {
  private:
   static constexpr bool kIsHalf = sizeof(T) == 2;
   static constexpr int64_t kAhead = 16;
+  // The longest sum that one kernel call makes, so that both factors of a tile stay in the cache.
+  static constexpr int64_t kDepth = 2048 / sizeof(T);
 
   // Hardware prefetchers do not follow rows that lie far apart.
   static void prefetch(const T* row, int64_t count) {
