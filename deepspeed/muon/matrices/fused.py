@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from deepspeed.muon.matrices.block import Cut
-from deepspeed.muon.matrices.heads import LATENT, possible_heads
+from deepspeed.muon.matrices.heads import FUSED_WITH_GATES, GATED_CLASSES, LATENT, QUERIES, Heads, heads_of, is_a
 from deepspeed.muon.matrices.tp_sharding import whole_shape
 
 #: Queries, then keys, then values, each of all heads.
-CONTIGUOUS = frozenset({"c_attn", "qkv", "qkv_proj", "Wqkv", "in_proj_weight", "to_qkv", "qkv_linear"})
+CONTIGUOUS = frozenset({"c_attn", "qkv", "qkv_proj", "Wqkv", "in_proj_weight", "to_qkv", "qkv_linear", "in_proj_qkv"})
 #: For each key-value head its queries, its key, its value: by the weight's name, and by the class of its attention.
 GROUPED = frozenset({"linear_qkv"})
 GROUPED_CLASSES = ("Bloom", "Falcon", "GPTBigCode", "GPTNeoX", "InternLM2", "MiniMaxLightning", "Persimmon")
@@ -25,9 +25,12 @@ GROUPED_CLASSES = ("Bloom", "Falcon", "GPTBigCode", "GPTNeoX", "InternLM2", "Min
 DEVICES = {"CodeGen": 4}
 #: Experts whose columns alternate between gate and up.
 ALTERNATING_CLASSES = ("GptOss",)
+#: Of linear attention: for each key head the step sizes and the decays of its values.
+STEPS_AND_DECAYS = frozenset({"in_proj_ba"})
 _SUGGESTIVE = re.compile(r"qkv|query_key_value|gate_up_proj$|^c_attn$|^in_proj_weight$", re.IGNORECASE)
 
 QKV, KV, GATE_UP = "queries, keys and values", "keys and values", "gate and up"
+GATED_Q, GATED_QKV, STEPS = "queries and gates", "queries, keys, values and gates", "step sizes and decays"
 
 
 def cut_fused(name: str, shape: Sequence[int], axis: int, owner: nn.Module, model: nn.Module) -> tuple[Cut, str] | None:
@@ -41,43 +44,75 @@ def cut_fused(name: str, shape: Sequence[int], axis: int, owner: nn.Module, mode
     """
     if name in LATENT:
         return _latent(name, shape[0], owner, model), KV
+    if name in QUERIES and is_a(owner, *GATED_CLASSES):
+        return _queries_and_gates(name, shape[axis], owner, model), GATED_Q
+    if name in FUSED_WITH_GATES | STEPS_AND_DECAYS:
+        return _linear_attention(name, shape[axis], owner, model)
     if not _SUGGESTIVE.search(name):
         return None
     if name.endswith("gate_up_proj"):
         return _gate_and_up(name, shape, owner), GATE_UP
-    return _attention(name, shape[axis], shape[1 - axis], axis, owner, model), QKV
+    return _attention(name, shape[axis], shape[1 - axis], axis, owner, model)
 
 
-def _attention(name: str, outputs: int, inputs: int, axis: int, owner: nn.Module, model: nn.Module) -> Cut:
-    if devices := next((count for prefix, count in DEVICES.items() if _is_a(owner, prefix)), 0):
+def _attention(name: str, outputs: int, inputs: int, axis: int, owner: nn.Module, model: nn.Module) -> tuple[Cut, str]:
+    if devices := next((count for prefix, count in DEVICES.items() if is_a(owner, prefix)), 0):
         if outputs == 3 * inputs and inputs % devices == 0:
-            return Cut((inputs // devices,) * 3, axis, devices)
+            return Cut((inputs // devices,) * 3, axis, devices), QKV
         raise _misfit(name, outputs)
-    is_grouped = name in GROUPED or _is_a(owner, *GROUPED_CLASSES)
+    is_grouped = name in GROUPED or is_a(owner, *GROUPED_CLASSES)
     if not is_grouped and name not in CONTIGUOUS:
         raise ValueError(f"in which order {name} of {type(owner).__name__} holds its parts is not known")
-    for heads in possible_heads(model, owner):
-        queries, keys, width = heads.queries, heads.keys, heads.width
-        if (queries + 2 * keys) * width != outputs or queries % keys:
-            continue
-        if is_grouped:
-            return Cut((queries // keys * width, width, width), axis, keys)
-        return Cut((queries * width, keys * width, keys * width), axis)
-    if outputs == 3 * inputs and not is_grouped:
-        return Cut((inputs,) * 3, axis)
+    heads = heads_of(owner, model)
+    if heads:
+        queries, keys = heads.queries * heads.width, heads.keys * heads.width
+        values = heads.values * heads.value or keys
+        per_key = heads.queries // heads.keys * heads.width
+        if is_grouped and outputs == queries + 2 * keys and heads.queries % heads.keys == 0:
+            return Cut((per_key, heads.width, heads.width), axis, heads.keys), QKV
+        if is_grouped and outputs == 2 * (queries + keys) and _has_output_gate(owner):
+            return Cut((per_key, per_key, heads.width, heads.width), axis, heads.keys), GATED_QKV
+        if not is_grouped and outputs == queries + keys + values:
+            return Cut((queries, keys, values), axis), QKV
+    if outputs == 3 * inputs and not is_grouped and not (heads and heads.values):
+        return Cut((inputs,) * 3, axis), QKV
     raise _misfit(name, outputs)
 
 
+def _has_output_gate(owner: nn.Module) -> bool:
+    """Whether Megatron-core's attention has a gate for each query; it lies beside the queries of a key head."""
+    return getattr(getattr(owner, "config", None), "attention_output_gate", False) is True
+
+
+def _queries_and_gates(name: str, outputs: int, owner: nn.Module, model: nn.Module) -> Cut:
+    heads = heads_of(owner, model)
+    if heads and outputs == 2 * heads.queries * heads.width:
+        return Cut((heads.width,) * 2, 0, heads.queries)
+    raise _misfit(name, outputs, GATED_Q)
+
+
+def _linear_attention(name: str, outputs: int, owner: nn.Module, model: nn.Module) -> tuple[Cut, str]:
+    parts = STEPS if name in STEPS_AND_DECAYS else GATED_QKV
+    heads = heads_of(owner, model) or Heads(0, 0)
+    if heads.values and heads.values % heads.keys == 0:
+        per_key = heads.values // heads.keys
+        values = per_key * heads.value
+        sizes = (per_key,) * 2 if parts == STEPS else (heads.width, heads.width, values, values)
+        if sum(sizes) * heads.keys == outputs:
+            return Cut(sizes, 0, heads.keys), parts
+    raise _misfit(name, outputs, parts)
+
+
 def _latent(name: str, outputs: int, owner: nn.Module, model: nn.Module) -> Cut:
-    for heads in possible_heads(model, owner):
-        if heads.nope and heads.value and heads.queries * (heads.nope + heads.value) == outputs:
-            return Cut((heads.nope, heads.value), 0, heads.queries)
+    heads = heads_of(owner, model)
+    if heads and heads.nope and heads.value and heads.queries * (heads.nope + heads.value) == outputs:
+        return Cut((heads.nope, heads.value), 0, heads.queries)
     raise _misfit(name, outputs, KV)
 
 
 def _gate_and_up(name: str, shape: Sequence[int], owner: nn.Module) -> Cut:
     """The shape of the down projection beside it tells which axis holds both."""
-    if getattr(owner, "is_concatenated", True) is False or _is_a(owner, *ALTERNATING_CLASSES):
+    if getattr(owner, "is_concatenated", True) is False or is_a(owner, *ALTERNATING_CLASSES):
         raise ValueError(f"gate and up of {name} alternate one by one")
     rows, cols = shape
     down = getattr(owner, name.replace("gate_up", "down"), None)
@@ -88,10 +123,6 @@ def _gate_and_up(name: str, shape: Sequence[int], owner: nn.Module) -> Cut:
     if down_shape == (cols // 2, rows) and cols % 2 == 0:
         return Cut((cols // 2,) * 2, 1)
     raise ValueError(f"no projection down beside {name} confirms its halves")
-
-
-def _is_a(owner: nn.Module, *prefixes: str) -> bool:
-    return any(base.__name__.startswith(prefixes) for base in type(owner).__mro__)
 
 
 def _misfit(name: str, outputs: int, parts: str = QKV) -> ValueError:

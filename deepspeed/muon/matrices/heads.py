@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention heads of a model, and where each lies in a projection: its shape must be exactly heads x width.
+"""The attention heads of a module, and where each lies in a projection: its shape must be exactly heads x width.
 
 Source: "Muon Split", GLM-5's report.
 """
@@ -14,22 +14,30 @@ from torch import nn
 from deepspeed.muon.matrices.block import Cut
 
 QUERIES = frozenset({"q_proj", "query", "wq", "q_lin", "q", "q_b_proj"})
-KEYS_AND_VALUES = frozenset({"k_proj", "v_proj", "key", "value", "wk", "wv", "k_lin", "v_lin", "k", "v"})
+KEYS = frozenset({"k_proj", "key", "wk", "k_lin", "k"})
+VALUES = frozenset({"v_proj", "value", "wv", "v_lin", "v"})
 #: Queries, keys and values in one weight: whatever their order, each head is consecutive.
-FUSED = frozenset({"qkv_proj", "query_key_value", "c_attn", "wqkv", "qkv", "in_proj_weight"})
+FUSED = frozenset({"qkv_proj", "query_key_value", "c_attn", "wqkv", "qkv", "in_proj_weight", "in_proj_qkv"})
+#: Of linear attention: for each key head its query, its key, its values and their gates.
+FUSED_WITH_GATES = frozenset({"in_proj_qkvz"})
 #: The up-projection of keys and values of multi-head latent attention: per head, first keys, then values.
 LATENT = frozenset({"kv_b_proj"})
+#: Attention whose projection of queries holds, for each head, its query and an output gate.
+GATED_CLASSES = ("Qwen3Next", "Qwen3_5", "Qwen4Exp")
 
 _COUNTS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "heads")
-_KV_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads", "kv_heads", "num_query_groups")
+_KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads", "kv_heads", "num_query_groups")
 _WIDTHS = ("head_dim", "d_kv", "head_size", "kv_channels")
 _SIZES = ("hidden_size", "n_embd", "embed_dim", "d_model", "dim")
+#: What linear attention has beside its projections, and other attention has not.
+_LINEAR = ("A_log", "dt_bias", "conv1d", "q_conv1d", "q_conv")
 
 
 class Heads(NamedTuple):
-    """Numbers of heads and their widths; ``nope``, ``rope`` and ``value`` are widths of latent attention.
+    """Numbers of heads and their widths; 0 is unknown.
 
-    A ``width`` of 0 means unknown; it then follows from the shape.
+    ``width``: of a query and a key. ``nope``, ``rope``: widths of latent attention. ``value``: the width of a value, if
+    it has one of its own; ``values``: the number of value heads, if linear attention has another one for them.
     """
 
     queries: int
@@ -38,62 +46,112 @@ class Heads(NamedTuple):
     nope: int = 0
     rope: int = 0
     value: int = 0
+    values: int = 0
+
+    def __str__(self) -> str:
+        latent = f", latent widths {self.nope} + {self.rope} and {self.value}" if self.nope else ""
+        values = f", {self.values} value heads of width {self.value}" if self.values else ""
+        return f"{self.queries} query and {self.keys} key-value heads of width {self.width}{latent}{values}"
 
 
-def heads_of(source: Any) -> Heads | None:
-    """The heads by a model's config or an attention module; ``None`` where it gives no number."""
-    get = getattr(source, "get_text_config", None)
-    try:
-        source = get() if callable(get) else source
-    except ValueError:  # a config of several models for text
-        return None
-    queries = _first(source, _COUNTS)
+def heads_of(attention: nn.Module, model: nn.Module) -> Heads | None:
+    """The heads of an attention module; ``None`` where their number is not known.
+
+    Layers of one model may differ, so the module's own numbers come first. Its config, or else the model's, fills in
+    what they leave open, unless it tells of another number of heads. Of linear attention, which models mix with other
+    attention, only the module itself tells.
+    """
+    is_linear = any(hasattr(attention, name) for name in _LINEAR)
+    config = None if is_linear else _config_of(attention) or _config_of(model)
+    own, stated = _numbers(attention), _numbers(config)
+    if own.queries and own.queries != stated.queries:
+        config, stated = None, Heads(0, 0)
+    queries = own.queries or stated.queries
     if not queries:
         return None
-    width = _first(source, _WIDTHS) or _first(source, _SIZES) // queries
-    latent = (_first(source, (name,)) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
-    return Heads(queries, _first(source, _KV_COUNTS) or queries, width, *latent)
+    groups = _first(attention, ("num_key_value_groups",))
+    keys = own.keys or (queries // groups if groups else own.queries or stated.keys or queries)
+    shares = (_first(source, _SIZES) // queries for source in (attention, config))
+    width = own.width or stated.width or next(filter(None, shares), 0)
+    return Heads(queries, keys, width, *(mine or theirs for mine, theirs in zip(own[3:], stated[3:], strict=True)))
+
+
+def _config_of(module: nn.Module) -> Any:
+    """The config of a module, of a model of several kinds that for text."""
+    config = getattr(module, "config", None)
+    get = getattr(config, "get_text_config", None)
+    try:
+        return get() if callable(get) else config
+    except ValueError:  # several are for text
+        return None
+
+
+def _numbers(source: Any) -> Heads:
+    """What a module or a config says itself."""
+    value_heads = _first(source, ("num_v_heads",))
+    if value_heads:
+        keys, width, value = (_first(source, (name,)) for name in ("num_k_heads", "head_k_dim", "head_v_dim"))
+        return Heads(keys, keys, width, value=value, values=value_heads)
+    widths = (_first(source, (name,)) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    return Heads(_first(source, _COUNTS), _first(source, _KEY_COUNTS), _first(source, _WIDTHS), *widths)
 
 
 def _first(source: Any, names: Sequence[str]) -> int:
-    values = (getattr(source, name, None) for name in names)
+    values = (_read(source, name) for name in names)
     return next((value for value in values if type(value) is int and value > 0), 0)
+
+
+def _read(source: Any, name: str) -> Any:
+    try:
+        return getattr(source, name, None)
+    except RuntimeError:  # a config of transformers whose layers differ in it
+        return None
+
+
+def is_a(attention: nn.Module, *prefixes: str) -> bool:
+    """Whether its class, or one that it derives from, has a name that begins so."""
+    return any(base.__name__.startswith(prefixes) for base in type(attention).__mro__)
 
 
 def is_projection(leaf: str) -> bool:
     """Whether a module of this name (without its path) is an attention projection made of whole heads."""
-    return leaf.lower() in QUERIES | KEYS_AND_VALUES | FUSED | LATENT
+    return leaf.lower() in QUERIES | KEYS | VALUES | FUSED | FUSED_WITH_GATES | LATENT
 
 
-def cut_by_head(leaf: str, outputs: int, axis: int, heads: Heads) -> Cut:
+def cut_by_head(leaf: str, outputs: int, axis: int, heads: Heads, gated: bool = False) -> Cut:
     """How a projection with ``outputs`` along ``axis`` is cut into its heads; ``leaf``: the name of its module.
+
+    ``gated``: whether the attention is of :data:`GATED_CLASSES`; the gate of a head is a matrix of its own.
 
     Raises:
         ValueError: its outputs are not whole heads, or fit several widths.
     """
-    fitting = {sizes for sizes in _candidates(leaf.lower(), heads, outputs) if sum(sizes) == outputs}
+    candidates = _candidates(leaf.lower(), heads, outputs, 2 if gated else 1)
+    fitting = {sizes for sizes in candidates if sum(sizes) == outputs}
     if len(fitting) == 1:
         return Cut(fitting.pop(), axis)
     what = "could be heads of several widths" if fitting else "are not whole heads"
-    latent = f", latent widths {heads.nope} + {heads.rope} and {heads.value}" if heads.nope else ""
-    raise ValueError(
-        f"its {outputs} outputs {what}; the model has {heads.queries} query and {heads.keys} key-value heads of width "
-        f"{heads.width}{latent}"
-    )
+    raise ValueError(f"its {outputs} outputs {what}; the model has {heads}")
 
 
-def _candidates(leaf: str, heads: Heads, outputs: int) -> Iterator[tuple[int, ...]]:
+def _candidates(leaf: str, heads: Heads, outputs: int, per_query: int) -> Iterator[tuple[int, ...]]:
     if leaf in LATENT:
         yield (heads.nope, heads.value) * heads.queries
-        return
-    both = heads.queries + 2 * heads.keys
-    count = heads.queries if leaf in QUERIES else heads.keys if leaf in KEYS_AND_VALUES else both
-    yield (heads.width or outputs // count,) * count
-    if leaf in QUERIES and heads.nope:
-        yield (heads.nope + heads.rope,) * count
-
-
-def possible_heads(model: nn.Module, owner: nn.Module) -> Iterator[Heads]:
-    """The heads by the attention's own config, by the attention and by the model's config, as far as each is known."""
-    sources = (getattr(owner, "config", None), owner, getattr(model, "config", None))
-    return (heads for heads in map(heads_of, sources) if heads)
+    elif leaf in QUERIES:
+        count = heads.queries * per_query
+        yield (heads.width or outputs // count,) * count
+        if heads.nope:
+            yield (heads.nope + heads.rope,) * count
+    elif leaf in FUSED_WITH_GATES:
+        values = (heads.value,) * (2 * heads.values // heads.keys)
+        yield ((heads.width,) * 2 + values) * heads.keys
+    elif heads.values and leaf not in KEYS:
+        queries_and_keys = (heads.width,) * (2 * heads.keys if leaf in FUSED else 0)
+        yield queries_and_keys + (heads.value,) * heads.values
+    else:
+        count = heads.queries + 2 * heads.keys if leaf in FUSED else heads.keys
+        yield (heads.width or outputs // count,) * count
+        if leaf not in FUSED:
+            yield (heads.width,)  # one that all queries share
+        if leaf in VALUES and heads.value:
+            yield (heads.value,) * heads.keys

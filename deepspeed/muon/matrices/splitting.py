@@ -11,7 +11,7 @@ from torch import nn
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.matrices.block import Block, Cut, cut, flattened, matrices
 from deepspeed.muon.matrices.fused import cut_fused
-from deepspeed.muon.matrices.heads import cut_by_head, heads_of, is_projection
+from deepspeed.muon.matrices.heads import GATED_CLASSES, cut_by_head, heads_of, is_a, is_projection
 from deepspeed.muon.matrices.options import MatrixOptions, first_match
 
 
@@ -102,11 +102,11 @@ def _joined(*texts: str) -> str:
 
 def _by_head(name: str, shape: Sequence[int], use: Use, model: nn.Module) -> Cut:
     leaf, attention = use.projection
-    heads = heads_of(getattr(model, "config", None)) or heads_of(attention)
+    heads = heads_of(attention, model)
     try:
         if heads is None:
-            raise ValueError("neither the model's config nor its module gives a number of heads")
-        return cut_by_head(leaf, shape[use.output_axis], use.output_axis, heads)
+            raise ValueError("neither its module nor a config for it gives a number of heads")
+        return cut_by_head(leaf, shape[use.output_axis], use.output_axis, heads, is_a(attention, *GATED_CLASSES))
     except ValueError as error:
         raise MuonConfigError(
             f"optimizer.params.per_head_muon: {name} {list(shape)} is an attention projection by its name, but "

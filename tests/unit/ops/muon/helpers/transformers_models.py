@@ -17,7 +17,22 @@ LATENT = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
 }
+#: Gated linear attention, here a delta net of 2 key heads of width 8 and 4 value heads of width 6.
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 1,
+}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+def hybrid(kind: str, *layers: str, **more: Any) -> nn.Module:
+    """A model that may mix linear and full attention: ``layers`` by their kind."""
+    sizes = SIZES | {"num_hidden_layers": len(layers), "layer_types": [f"{layer}_attention" for layer in layers]}
+    more = {"head_dim": 8, "pad_token_id": 0, "use_cache": False, "num_experts": 4, "num_experts_per_tok": 2} | more
+    return from_config(kind, **sizes, **GQA, **DELTA, **more)
 
 
 def from_config(kind: str, **settings: Any) -> nn.Module:

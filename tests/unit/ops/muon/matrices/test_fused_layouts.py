@@ -13,7 +13,7 @@ from deepspeed.muon.matrices.options import MatrixOptions
 from deepspeed.muon.matrices.routing import MatrixSpec
 from helpers.foreign_models import linear, module
 from helpers.models import Conv1D, TinyGpt
-from helpers.transformers_models import EXPERTS, GQA, LATENT, MODELS, SIZES, from_config
+from helpers.transformers_models import EXPERTS, GQA, LATENT, MODELS, SIZES, from_config, hybrid
 
 OLD = {"vocab_size": 32, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 16}
 FALCON = {key: SIZES[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")} | {"num_attention_heads": 4}
@@ -89,6 +89,16 @@ def fused(model: nn.Module) -> MatrixSpec:
     return spec
 
 
+def filled(model: nn.Module) -> nn.Module:
+    """Its matrices are large enough that every part of the model has an influence."""
+    for name, param in model.named_parameters():
+        if param.ndim == 2:
+            nn.init.normal_(param, std=0.15)
+        elif name.endswith("A_log"):
+            nn.init.constant_(param, -3.0)  # remembers
+    return model.eval()
+
+
 def elements(spec: MatrixSpec) -> list[set[int]]:
     """By block, which elements of the parameter it is."""
     return [{block.element(at) for at in range(block.numel)} for block in spec.blocks]
@@ -122,10 +132,7 @@ def test_attention(kind: str) -> None:
     """One layer. Of one token only the values count; of two, the last does not depend on the query of the first."""
     torch.manual_seed(0)
     make, split = ATTENTION[kind]
-    model = make().eval()
-    for param in model.parameters():
-        if param.ndim == 2:
-            nn.init.normal_(param, std=0.15)
+    model = filled(make())
     spec = fused(model)
     assert spec.split == split
     name = spec.name.removesuffix(".weight")
@@ -133,6 +140,71 @@ def test_attention(kind: str) -> None:
     rest = frozenset(range(max(map(max, outputs(spec, model, name))) + 1)) - keys_and_values
     expected = {part for part in (rest, keys_and_values - values, values) if part}
     assert set(outputs(spec, model, name)) == expected
+
+
+def silencing(model: nn.Module, name: str) -> frozenset[int]:
+    """The outputs of a module without which a channel is silent before the layer's own output projection."""
+    seen: list[Tensor] = []
+    module, out = model.get_submodule(name), model.get_submodule(name.rpartition(".")[0] + ".out_proj")
+    hooks = [out.register_forward_pre_hook(lambda owner, inputs: seen.append(inputs[0]))]
+    silent = torch.zeros(1, dtype=torch.int64)
+    hooks.append(module.register_forward_hook(lambda owner, inputs, output: output.index_fill(-1, silent, 0.0)))
+    found = set()
+    for silent[0] in range(module.out_features):
+        with torch.no_grad():
+            model(input_ids=torch.tensor([[3]]))
+        found |= {int(silent)} if (seen.pop() == 0).any() else set()
+    for hook in hooks:
+        hook.remove()
+    return frozenset(found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "split"),
+    [
+        (
+            "Qwen3NextConfig",
+            "in_proj_qkvz",
+            "8 + 8 + 12 + 12 rows in 2 groups, queries, keys, values and gates by muon_fused",
+        ),
+        ("Qwen3_5TextConfig", "in_proj_qkv", f"16 + 16 + 24 rows, {QKV}"),
+    ],
+)
+def test_linear_attention(kind: str, name: str, split: str) -> None:
+    """The second token does not depend on query and gate of the first; without value or gate a channel is silent."""
+    torch.manual_seed(0)
+    model = filled(hybrid(kind, "linear"))
+    (spec,) = (s for s in route(model).values() if f"{name}." in s.name)
+    assert spec.split == split
+    path = spec.name.removesuffix(".weight")
+    kept, silent = reached(model, path, 2), silencing(model, path)
+    rest = frozenset(range(spec.shape[0])) - kept
+    assert outputs(spec, model, path) == [
+        part for part in (rest - silent, kept - silent, kept & silent, rest & silent) if part
+    ]
+
+
+def test_step_sizes_and_decays_of_linear_attention() -> None:
+    """The first token writes what comes after it, and decays nothing, as nothing came before it."""
+    torch.manual_seed(0)
+    model = filled(hybrid("Qwen3NextConfig", "linear"))
+    (spec,) = (s for s in route(model).values() if "in_proj_ba" in s.name)
+    assert spec.split == "2 x 2 rows in 2 groups, step sizes and decays by muon_fused"
+    path = spec.name.removesuffix(".weight")
+    steps = reached(model, path, 2)
+    assert outputs(spec, model, path) == [steps, frozenset(range(8)) - steps]
+
+
+@pytest.mark.parametrize("kind", ["Qwen3NextConfig", "Qwen3_5TextConfig"])
+def test_queries_and_output_gates(kind: str) -> None:
+    """Of one token the query does not matter, and the gate does."""
+    torch.manual_seed(0)
+    model = filled(hybrid(kind, "full"))
+    (spec,) = (s for s in route(model).values() if "q_proj" in s.name)
+    assert spec.split == "2 x 8 rows in 4 groups, queries and gates by muon_fused"
+    path = spec.name.removesuffix(".weight")
+    gates = reached(model, path, 1)
+    assert outputs(spec, model, path) == [frozenset(range(64)) - gates, gates]
 
 
 @pytest.mark.parametrize("kind", GATED)
@@ -171,6 +243,28 @@ class Attention(nn.Module):
 
 class InternLM2Attention(Attention):
     """The layout is that of its class."""
+
+
+class Qwen3NextAttention(Attention):
+    """Its queries have gates."""
+
+
+class Gated(Attention):
+    """As in Megatron-core, whose config tells of the gates."""
+
+    def __init__(self, **layers: nn.Module) -> None:
+        super().__init__(4, 2, 8, **layers)
+        self.config = module()
+        self.config.attention_output_gate = True
+
+
+class DeltaNet(Attention):
+    """Linear attention: 2 key heads of width 8, 4 value heads of width 6."""
+
+    def __init__(self, **layers: nn.Module) -> None:
+        super().__init__(**layers)
+        self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim = 2, 4, 8, 6
+        self.A_log = nn.Parameter(torch.empty(4))
 
 
 class Halves(nn.Module):
@@ -212,6 +306,13 @@ def split(**children: nn.Module) -> str:
             lambda: {"mlp": module(gate_up_proj=linear(8, 24), down_proj=linear(24, 8))},
             "no projection down beside gate_up_proj confirms its",
         ),
+        (lambda: {"attn": Gated(linear_qkv=linear(8, 90))}, "the 90 outputs of linear_qkv are not the queries, keys"),
+        (lambda: {"attn": Qwen3NextAttention(4, 2, 8, q_proj=linear(8, 32))}, "the 32 outputs of q_proj are not the"),
+        (lambda: {"attn": DeltaNet(in_proj_qkv=linear(8, 57))}, "the 57 outputs of in_proj_qkv are not the queries"),
+        (lambda: {"attn": DeltaNet(in_proj_qkv=linear(12, 36))}, "the 36 outputs of in_proj_qkv are not the queries"),
+        (lambda: {"attn": DeltaNet(in_proj_qkvz=linear(8, 40))}, "the 40 outputs of in_proj_qkvz are not the queries"),
+        (lambda: {"attn": DeltaNet(in_proj_ba=linear(8, 6))}, "the 6 outputs of in_proj_ba are not the step sizes"),
+        (lambda: {"attn": Attention(4, 2, 8, in_proj_qkvz=linear(8, 80))}, "the 80 outputs of in_proj_qkvz are not"),
         (lambda: {"experts": GptOssExperts()}, "2 of 8 x 32, left whole: gate and up of gate_up_proj alternate"),
         (lambda: {"experts": Alternating()}, "2 of 8 x 32, left whole: gate and up of gate_up_proj alternate"),
     ],
@@ -235,6 +336,11 @@ def test_gpt_oss_stays_whole() -> None:
         (lambda: {"attn": Attention(4, 2, 4, qkv=linear(8, 32))}, f"16 + 8 + 8 rows, {QKV}"),
         (lambda: {"attn": Attention(6, 2, 4, linear_qkv=linear(8, 40))}, f"12 + 4 + 4 rows in 2 groups, {QKV}"),
         (lambda: {"attn": InternLM2Attention(6, 2, 4, wqkv=linear(8, 40))}, f"12 + 4 + 4 rows in 2 groups, {QKV}"),
+        (
+            lambda: {"attn": Gated(linear_qkv=linear(8, 96))},
+            "16 + 16 + 8 + 8 rows in 2 groups, queries, keys, values and gates by muon_fused",
+        ),
+        (lambda: {"attn": DeltaNet(in_proj_qkv=linear(8, 56))}, f"16 + 16 + 24 rows, {QKV}"),
     ],
 )
 def test_layouts_by_name_and_by_class(make: Any, text: str) -> None:

@@ -15,7 +15,7 @@ from deepspeed.muon.matrices.tp_sharding import AUTOTP
 from deepspeed.muon.state_import import fused
 from helpers.foreign_models import Adapted, linear, module
 from helpers.models import Fused, TinyGpt
-from helpers.transformers_models import MODELS
+from helpers.transformers_models import MODELS, hybrid
 
 
 def splits(model: nn.Module, **options: Any) -> dict[str, str]:
@@ -71,6 +71,114 @@ def test_heads_of_known_models(name: str, expected: dict[str, str]) -> None:
         assert sum(block.numel for block in spec.blocks) == (spec.numel if spec.use_muon else 0)
 
 
+def heads(model: nn.Module) -> dict[str, str]:
+    """By the last words of a projection's name, how ``per_head_muon`` cuts it."""
+    found, end = splits(model, per_head_muon=True).items(), ", one matrix per head"
+    return {name.removesuffix(".weight"): text.removesuffix(end) for name, text in found if text.endswith(end)}
+
+
+KIMI = {"linear_num_heads": 2, "linear_head_dim": 16}
+LATENT_LAST = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+SLIDING = {
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 8,
+    "swa_v_head_dim": 6,
+    "v_head_dim": 6,
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (
+            lambda: hybrid("OlmoHybridConfig", "linear", "full"),
+            {
+                "linear_attn.q_proj": "2 x 8 rows",
+                "linear_attn.k_proj": "2 x 8 rows",
+                "linear_attn.v_proj": "4 x 6 rows",
+                "self_attn.q_proj": "4 x 8 rows",
+                "self_attn.k_proj": "2 x 8 rows",
+                "self_attn.v_proj": "2 x 8 rows",
+            },
+        ),
+        (
+            lambda: hybrid("KimiLinearConfig", "linear", **KIMI, **LATENT_LAST),
+            {"self_attn.q_proj": "2 x 16 rows", "self_attn.k_proj": "2 x 16 rows", "self_attn.v_proj": "2 x 16 rows"},
+        ),
+        (
+            lambda: hybrid("Qwen3_5TextConfig", "linear", "full"),
+            {
+                "linear_attn.in_proj_qkv": "8 + 8 + 8 + 8 + 6 + 6 + 6 + 6 rows",
+                "self_attn.q_proj": "8 x 8 rows",
+                "self_attn.k_proj": "2 x 8 rows",
+                "self_attn.v_proj": "2 x 8 rows",
+            },
+        ),
+        (
+            lambda: hybrid("Qwen3NextConfig", "linear"),
+            {"linear_attn.in_proj_qkvz": "2 x 8 + 8 + 6 + 6 + 6 + 6 rows"},
+        ),
+        (
+            lambda: hybrid("Gemma4TextConfig", "full", global_head_dim=16, hidden_size_per_layer_input=0),
+            {"self_attn.q_proj": "4 x 16 rows", "self_attn.k_proj": "2 x 16 rows", "self_attn.v_proj": "2 x 16 rows"},
+        ),
+        (
+            lambda: hybrid("MiMoV2FlashConfig", "full", **SLIDING),
+            {"self_attn.q_proj": "4 x 8 rows", "self_attn.k_proj": "2 x 8 rows", "self_attn.v_proj": "2 x 6 rows"},
+        ),
+    ],
+)
+def test_heads_by_the_layer(make: Any, expected: dict[str, str]) -> None:
+    """Models whose layers differ: their config has one number for all."""
+    assert heads(make()) == expected
+
+
+class Layer(nn.Module):
+    """Attention in a model for text with 4 query and 2 key-value heads of width 8."""
+
+    def __init__(self, **numbers: Any) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj = linear(8, 32), linear(8, 16)
+        for name, value in numbers.items():
+            setattr(self, name, value)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [
+        ({}, {"attention.q_proj": "4 x 8 rows", "attention.k_proj": "2 x 8 rows"}),
+        (
+            {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16},
+            {"attention.q_proj": "2 x 16 rows", "attention.k_proj": "16 rows"},
+        ),
+        ({"num_heads": 2, "num_kv_heads": 1}, {"attention.q_proj": "2 x 16 rows", "attention.k_proj": "16 rows"}),
+        (
+            {"num_heads": 4, "num_key_value_groups": 2},
+            {"attention.q_proj": "4 x 8 rows", "attention.k_proj": "2 x 8 rows"},
+        ),
+        (
+            {"num_heads": 2, "head_dim": 16, "conv1d": 1},
+            {"attention.q_proj": "2 x 16 rows", "attention.k_proj": "16 rows"},
+        ),
+    ],
+)
+def test_the_numbers_of_a_layer_come_before_those_of_its_model(numbers: Any, expected: dict[str, str]) -> None:
+    """By the model's config, all of these shapes would be whole heads."""
+    model = module(attention=Layer(**numbers), config=module())
+    model.config.num_attention_heads, model.config.num_key_value_heads, model.config.head_dim = 4, 2, 8
+    assert heads(model) == expected
+
+
+@pytest.mark.parametrize("mark", ["A_log", "dt_bias", "conv1d", "q_conv1d"])
+def test_the_config_does_not_speak_for_linear_attention(mark: str) -> None:
+    """Its shapes may be whole heads of the config's width by chance."""
+    model = module(attention=Layer(**{mark: 1}), config=module())
+    model.config.num_attention_heads, model.config.num_key_value_heads, model.config.head_dim = 4, 2, 8
+    with pytest.raises(MuonConfigError, match="neither its module nor a config for it gives a number of heads"):
+        route(model, MatrixOptions(per_head_muon=True))
+
+
 def test_nothing_is_split_unless_asked_for() -> None:
     assert splits(MODELS["llama"]()) == {}
     assert splits(MODELS["gpt2"](), muon_fused="whole") == {}
@@ -115,7 +223,7 @@ def test_heads_that_are_not_known_are_refused(make: Any, text: str) -> None:
 
 def odd_heads() -> nn.Module:
     model = MODELS["llama"]()
-    model.config.head_dim = 5
+    model.model.layers[0].self_attn.head_dim = 5
     return model
 
 
