@@ -306,6 +306,7 @@ def split(**children: nn.Module) -> str:
             lambda: {"mlp": module(gate_up_proj=linear(8, 24), down_proj=linear(24, 8))},
             "no projection down beside gate_up_proj confirms its",
         ),
+        (lambda: {"attn": Attention(4, 2, 8, linear_qkv=linear(8, 96))}, "the 96 outputs of linear_qkv are not the"),
         (lambda: {"attn": Gated(linear_qkv=linear(8, 90))}, "the 90 outputs of linear_qkv are not the queries, keys"),
         (lambda: {"attn": Qwen3NextAttention(4, 2, 8, q_proj=linear(8, 32))}, "the 32 outputs of q_proj are not the"),
         (lambda: {"attn": DeltaNet(in_proj_qkv=linear(8, 57))}, "the 57 outputs of in_proj_qkv are not the queries"),
