@@ -13,7 +13,8 @@ namespace muon {
 bool advance(const at::Tensor& buffer, const at::Tensor& grad, const at::Tensor& out, double momentum, bool nesterov);
 bool advance_rounded(const at::Tensor& buffer, const at::Tensor& grad, const at::Tensor& out, double momentum,
                      bool nesterov, std::pair<int64_t, int64_t> key, int64_t first);
-bool apply_(const at::Tensor& param, const at::Tensor& update, double lr, double scale, double weight_decay);
+bool apply_(const at::Tensor& param, const at::Tensor& update, double lr, double scale, double weight_decay,
+            bool cautious);
 bool normalize(const at::Tensor& x, const at::Tensor& out, double norm);
 
 // Symmetric matrices are two tensors each; `transposed` is room for a copy of a tall x.

@@ -429,7 +429,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     def _apply(self, bound: _Bound, group: dict[str, Any], buffers: BucketBuffers) -> None:
         """On the shard: decay and scaled update."""
         for call in bound.calls[id(buffers.bucket)]:
-            tensor, update = group["params"][call.tensor], (group["lr"], call.scale, group["weight_decay"])
+            tensor: Tensor = group["params"][call.tensor]
+            update = group["lr"], call.scale, group["weight_decay"], self.config.cautious_weight_decay
             if tensor.grad is None:
                 continue
             if bound.together is not None and call.tiles is not None:

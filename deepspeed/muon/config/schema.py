@@ -50,6 +50,8 @@ class MuonConfig(BaseModel):
     """weight decay of the Muon half; default `weight_decay`"""
     adam_weight_decay: types.Rate | None = field(None, KERAS)
     """weight decay of the AdamW half; default `weight_decay`"""
+    cautious_weight_decay: types.Flag = field(False, "arXiv 2510.12402")
+    """weight decay of the Muon half acts only where the update does not move the weight away from zero"""
     muon_include: types.Patterns = field(())
     """searched in parameter names: matrices that go to Muon even if the rules say AdamW"""
     muon_exclude: types.Patterns = field(())

@@ -188,7 +188,7 @@ def _muon_pass(numel: int, half: Half, dtype: torch.dtype, device: torch.device,
                 kernels.advance_rounded(momentum, grad, out, 0.95, half.nesterov, key, 0, work)
             else:
                 kernels.advance(momentum, grad, out, 0.95, half.nesterov, work)
-            kernels.apply_(param, out, 1e-3, 1.0, decay, work)
+            kernels.apply_(param, out, 1e-3, 1.0, decay, False, work)
 
     return _median(both, device, CALLS) / REPEATS
 

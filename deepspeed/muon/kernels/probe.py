@@ -82,14 +82,16 @@ def _results(table: Operations, size: int) -> dict[str, Tensor]:
     kept = param.bfloat16()
     table.advance_rounded(kept, grad, out, 0.9, True, (1, 2), 0, work)
     results["advance_rounded"] = torch.cat([kept.float(), out.float()])
-    table.apply_(param, out, 0.1, 0.7, 0.1, work)
-    results["apply_"] = param.clone()
+    for cautious in (False, True):
+        table.apply_(param, out, 0.1, 0.7, 0.1, cautious, work)
+        results[f"apply_, cautious {cautious},"] = param.clone()
     runs, half = table.runs or reference.RUNS, param.numel() // 2
     tiles = runs.tiles([(0, half, half), (half, 0, half)], param.device)
     runs.advance(param, grad, out, tiles, 0.9, True)
     results["advance of runs"] = torch.cat([param, out.float()])
-    runs.apply_(param, out, tiles, 0.1, 0.7, 0.1)
-    results["apply_ of runs"] = param.clone()
+    for cautious in (False, True):
+        runs.apply_(param, out, tiles, 0.1, 0.7, 0.1, cautious)
+        results[f"apply_ of runs, cautious {cautious},"] = param.clone()
 
     x = (x / cols**0.5).to(DTYPE)
     gram, factor = (_symmetric(name, batch, size, DTYPE, DEVICE, work) for name in ("gram", "factor"))

@@ -63,20 +63,27 @@ def advance_rounded(
         round_(buffer[part], wide, noise(bits, spare, key, first + start), spare)
 
 
-def apply_(param: Tensor, update: Tensor, lr: float, scale: float, weight_decay: float, work: Workspace) -> None:
+def apply_(
+    param: Tensor, update: Tensor, lr: float, scale: float, weight_decay: float, cautious: bool, work: Workspace
+) -> None:
     """``param <- param (1 - lr weight_decay) - lr scale update``, in place.
 
-    Decoupled decay as in AdamW (Loshchilov and Hutter, arXiv 1711.05101), by the unscaled rate.
+    Decoupled decay as in AdamW (Loshchilov and Hutter, arXiv 1711.05101), by the unscaled rate. If ``cautious``, an
+    element decays only where update and parameter do not have opposite signs (Chen et al., arXiv 2510.12402).
 
     Args:
         param: any shape, fp32 under ZeRO.
         update: same shape, any floating dtype: a slice of the orthogonalized matrix.
         scale: :func:`deepspeed.muon.math.scale.scale_factor` for the shape of the whole matrix.
     """
-    if weight_decay:
-        param.mul_(1.0 - lr * weight_decay)
     if update.dtype != param.dtype or update.device != param.device:
         update = work.get("shard", tuple(param.shape), param.dtype, param.device).copy_(update)
+    keep = 1.0 - lr * weight_decay
+    if weight_decay and cautious:
+        are_opposed = (update < 0) & (param > 0) | (update > 0) & (param < 0)  # their product could underflow
+        param.mul_(torch.where(are_opposed, 1.0, keep))
+    elif weight_decay:
+        param.mul_(keep)
     param.add_(update, alpha=-lr * scale)
 
 
@@ -97,14 +104,17 @@ def advance_runs(buffer: Tensor, grad: Tensor, out: Tensor, tiles: Tiles, moment
         advance(buffer[part], grad[part], out[there : there + length], momentum, nesterov, Workspace())
 
 
-def apply_runs_(param: Tensor, update: Tensor, tiles: Tiles, lr: float, scale: float, weight_decay: float) -> None:
+def apply_runs_(
+    param: Tensor, update: Tensor, tiles: Tiles, lr: float, scale: float, weight_decay: float, cautious: bool
+) -> None:
     """:func:`apply_` of every run.
 
     Args:
         param, update: 1-D; a run has the first place in ``param`` and the second in ``update``.
     """
     for here, there, length in tiles.table.tolist():
-        apply_(param[here : here + length], update[there : there + length], lr, scale, weight_decay, Workspace())
+        runs = param[here : here + length], update[there : there + length]
+        apply_(*runs, lr, scale, weight_decay, cautious, Workspace())
 
 
 def normalize(x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:

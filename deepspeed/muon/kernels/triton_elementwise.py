@@ -102,11 +102,20 @@ def advance_rounded_kernel(
 
 
 @triton.jit
-def apply_kernel(param_ptr, update_ptr, numel, keep, step, BLOCK: tl.constexpr):
+def _decayed(param, update, keep, CAUTIOUS: tl.constexpr):
+    """``keep param``; if cautious, ``param`` where update and parameter have opposite signs."""
+    if CAUTIOUS:
+        opposed = ((update < 0) & (param > 0)) | ((update > 0) & (param < 0))
+        return tl.where(opposed, param, param * keep)
+    return param * keep
+
+
+@triton.jit
+def apply_kernel(param_ptr, update_ptr, numel, keep, step, CAUTIOUS: tl.constexpr, BLOCK: tl.constexpr):
     """``param <- keep param + step update``."""
     at, mask = _place(numel, BLOCK)
-    param = tl.load(param_ptr + at, mask).to(tl.float32) * keep
     update = tl.load(update_ptr + at, mask).to(tl.float32)
+    param = _decayed(tl.load(param_ptr + at, mask).to(tl.float32), update, keep, CAUTIOUS)
     tl.store(param_ptr + at, tl.fma(update, step, param).to(param_ptr.dtype.element_ty), mask)
 
 
@@ -187,10 +196,11 @@ def advance_rounded(
     )
 
 
-def apply_(param: Tensor, update: Tensor, lr: float, scale: float, weight_decay: float) -> None:
+def apply_(param: Tensor, update: Tensor, lr: float, scale: float, weight_decay: float, cautious: bool) -> None:
     """One pass: ``param`` read and written, ``update`` read; contiguous, of one shape on one device."""
     numel = param.numel()
-    apply_kernel[_grid(numel)](param, update, numel, 1.0 - lr * weight_decay, -lr * scale, BLOCK, **OPTIONS)
+    factors = 1.0 - lr * weight_decay, -lr * scale
+    apply_kernel[_grid(numel)](param, update, numel, *factors, cautious, BLOCK, **OPTIONS)
 
 
 def normalize(x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:

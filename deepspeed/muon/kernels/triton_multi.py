@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepspeed.muon.kernels.table import Tiles
-from deepspeed.muon.kernels.triton_elementwise import BLOCK, OPTIONS, _average
+from deepspeed.muon.kernels.triton_elementwise import BLOCK, OPTIONS, _average, _decayed
 
 #: Numbers of a tile: its place in the shard, its place in the other tensor, and its length, at most ``BLOCK``.
 FIELDS = 3
@@ -68,11 +68,20 @@ def advance_runs_kernel(
 
 
 @triton.jit
-def apply_runs_kernel(param_ptr, update_ptr, tiles_ptr, keep, step, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+def apply_runs_kernel(
+    param_ptr,
+    update_ptr,
+    tiles_ptr,
+    keep,
+    step,
+    CAUTIOUS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """``param <- keep param + step update``."""
     here, there, mask = _tile(tiles_ptr, ALIGNED, BLOCK)
-    param = tl.load(param_ptr + here, mask).to(tl.float32) * keep
     update = tl.load(update_ptr + there, mask).to(tl.float32)
+    param = _decayed(tl.load(param_ptr + here, mask).to(tl.float32), update, keep, CAUTIOUS)
     tl.store(param_ptr + here, tl.fma(update, step, param).to(param_ptr.dtype.element_ty), mask)
 
 
@@ -85,10 +94,12 @@ def advance(buffer: Tensor, grad: Tensor, out: Tensor, tiles: Tiles, momentum: f
         )
 
 
-def apply_(param: Tensor, update: Tensor, tiles: Tiles, lr: float, scale: float, weight_decay: float) -> None:
+def apply_(
+    param: Tensor, update: Tensor, tiles: Tiles, lr: float, scale: float, weight_decay: float, cautious: bool
+) -> None:
     """:func:`deepspeed.muon.kernels.reference.apply_runs_`: all contiguous on one device."""
     table, aligned = tiles
     with torch.cuda.device_of(param):
         apply_runs_kernel[(table.size(0),)](
-            param, update, table, 1.0 - lr * weight_decay, -lr * scale, aligned, BLOCK, **OPTIONS
+            param, update, table, 1.0 - lr * weight_decay, -lr * scale, cautious, aligned, BLOCK, **OPTIONS
         )

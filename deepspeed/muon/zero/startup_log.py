@@ -54,6 +54,7 @@ def log_startup(adapter: Adapter, tuning: Tuning, matrices_of_all: int) -> None:
             splits[spec.split if spec.left_whole else f"split into {spec.split}"].append(spec.name)
     for split, names in splits.items():
         logger.info("deepspeed-muon: %s: %d parameters, first %s", split, len(names), names[0])
+    _warn_of_no_decay(optimizer)
     if not adapter.is_swapped:
         _warn_of_small_sub_groups(optimizer)
 
@@ -88,6 +89,7 @@ def _steps(engine: Any, optimizer: MuonWithAuxAdam, tuning: Tuning, matrices: li
         f"Newton-Schulz on {exchange.device.type} in {described(optimizer.choice, tuning)}{_methods(optimizer)}",
         f"adjust_lr_fn {config.scale} = {SCALES[config.scale][0].replace('rms_scale', f'{config.rms_scale:g}')}: "
         f"update RMS {rms:.3g} x lr for {typical.name} {list(typical.whole)} ({config.scale_reason})",
+        *(["cautious weight decay"] if config.cautious_weight_decay else ()),
     )
 
 
@@ -105,6 +107,15 @@ def _methods(optimizer: MuonWithAuxAdam) -> str:
     """Groups whose method the user has set."""
     fixed = sorted(optimizer.ns_methods - {"auto"})
     return f", ns_method {', '.join(fixed)} where it is set" if fixed else ""
+
+
+def _warn_of_no_decay(optimizer: MuonWithAuxAdam) -> None:
+    decays = [group["weight_decay"] for group in optimizer.param_groups if group["use_muon"]]
+    if optimizer.config.cautious_weight_decay and decays and not any(decays):
+        logger.warning(
+            "deepspeed-muon: optimizer.params.cautious_weight_decay has no effect, because weight_decay is 0 in every "
+            "group of the Muon half"
+        )
 
 
 def _warn_of_small_sub_groups(optimizer: MuonWithAuxAdam) -> None:

@@ -60,6 +60,7 @@ class OracleConfig:
     momentum: float = 0.95
     nesterov: bool = True
     weight_decay: float = 0.0
+    cautious: bool = False
     scale: str = "original"
     orthogonalize: Callable[[Tensor], Tensor] = newton_schulz_fp64
     adam_lr: float = 1e-3
@@ -103,9 +104,11 @@ def muon_update(weight: Tensor, gradient: Tensor, momentum: Tensor, lr: float, c
     mu = cfg.momentum
     momentum.copy_(mu * momentum + (1 - mu) * gradient)
     update = (1 - mu) * gradient + mu * momentum if cfg.nesterov else momentum
-    direction = cfg.orthogonalize(update).to(weight.dtype)
-    weight.mul_(1 - lr * cfg.weight_decay)
-    weight.sub_(lr * SCALES[cfg.scale](*weight.shape) * direction)
+    direction = SCALES[cfg.scale](*weight.shape) * cfg.orthogonalize(update).to(weight.dtype)
+    decay = cfg.weight_decay * weight
+    if cfg.cautious:
+        decay = decay * (direction * weight >= 0)
+    weight.sub_(lr * (direction + decay))
 
 
 def muon_update_of_parts(

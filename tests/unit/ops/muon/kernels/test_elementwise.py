@@ -100,14 +100,15 @@ def test_the_workspace_of_rounding_is_bounded() -> None:
 # ---- apply_ -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize(("weight_decay", "cautious"), [(0.0, False), (0.1, False), (0.1, True), (0.0, True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_apply(kernels: Operations, weight_decay: float, dtype: torch.dtype) -> None:
+def test_apply(kernels: Operations, weight_decay: float, cautious: bool, dtype: torch.dtype) -> None:
     for numel in SIZES:
         param, update = randn(numel, 0), randn(numel, 1, dtype)
-        expected = param.double() * (1 - 0.02 * weight_decay) - 0.02 * 1.7 * update.double()
+        decays = param.double() * update.double() >= 0 if cautious else torch.ones(numel)
+        expected = param.double() * (1 - 0.02 * weight_decay * decays) - 0.02 * 1.7 * update.double()
         before = param.data_ptr()
-        kernels.apply_(param, update, 0.02, 1.7, weight_decay, Workspace())
+        kernels.apply_(param, update, 0.02, 1.7, weight_decay, cautious, Workspace())
         assert param.data_ptr() == before
         assert_equals(param, expected)
 
@@ -116,20 +117,27 @@ def test_apply(kernels: Operations, weight_decay: float, dtype: torch.dtype) -> 
 def test_decay_is_by_the_unscaled_rate(kernels: Operations, scale: float) -> None:
     param = randn(35, 0)
     expected = param.double() * (1 - 0.5 * 0.1)
-    kernels.apply_(param, torch.zeros(35), 0.5, scale, 0.1, Workspace())
+    kernels.apply_(param, torch.zeros(35), 0.5, scale, 0.1, False, Workspace())
     assert_equals(param, expected)
 
 
 def test_decay_comes_before_the_update(kernels: Operations) -> None:
     param = torch.ones(1)
-    kernels.apply_(param, torch.ones(1), 0.5, 1.0, 1.0, Workspace())
+    kernels.apply_(param, torch.ones(1), 0.5, 1.0, 1.0, False, Workspace())
     assert param.item() == 0.0, "the update itself does not decay"
+
+
+def test_cautious_decay_of_zeros_and_of_what_would_underflow(kernels: Operations) -> None:
+    """An update of zero opposes nothing; 1e-30 times -1e-30 is zero in fp32, and still of two signs."""
+    param, update = torch.tensor([2.0, -2.0, 0.0, 1e-30, 2.0]), torch.tensor([0.0, -0.0, 1.0, -1e-30, torch.nan])
+    kernels.apply_(param, update, 0.5, 1.0, 1.0, True, Workspace())
+    assert param[:4].tolist() == pytest.approx([1.0, -1.0, -0.5, 1.5e-30], rel=1e-6) and param[4].isnan()
 
 
 def test_a_zero_rate_changes_nothing(kernels: Operations) -> None:
     param = randn(35, 0)
     kept = param.clone()
-    kernels.apply_(param, randn(35, 1), 0.0, 1.7, 0.1, Workspace())
+    kernels.apply_(param, randn(35, 1), 0.0, 1.7, 0.1, False, Workspace())
     assert torch.equal(param, kept)
 
 
@@ -146,9 +154,10 @@ def step(kernels: Operations, given: dict[str, Tensor], start: int = 0) -> None:
     work: Any = Workspace()
     buffer, grad, param, rounded, out = given.values()
     kernels.advance(buffer, grad, out, 0.95, True, work)
-    kernels.apply_(param, out, 0.1, 0.7, 0.1, work)
+    kernels.apply_(param, out, 0.1, 0.7, 0.1, False, work)
     kernels.advance_rounded(rounded, grad, out, 0.95, True, key_of("w", 7), start, work)
-    kernels.apply_(param, out, 0.1, 0.7, 0.0, work)
+    kernels.apply_(param, out, 0.1, 0.7, 0.0, False, work)
+    kernels.apply_(param, out, 0.1, 0.7, 0.3, True, work)
 
 
 def assert_twins(kernels: Operations, given: dict[str, Tensor]) -> None:
@@ -190,7 +199,7 @@ def test_what_cpp_is_not_made_for_falls_to_the_twin() -> None:
         assert wide.equal(kept)
     assert not module.advance(narrow, wide, wide, 0.9, True)
     assert not module.advance_rounded(wide, wide, wide, 0.9, True, (1, 2), 0)
-    assert not module.apply_(narrow, narrow, 0.1, 1.0, 0.1)
+    assert not module.apply_(narrow, narrow, 0.1, 1.0, 0.1, False)
     for x in (wide.view(2, 4, 8).mT, wide.double().view(2, 4, 8)):
         assert not module.normalize(x, x, 1.0)
     for name in ("buffer", "param"):
@@ -203,7 +212,7 @@ def test_autograd_sees_the_update(kernels: Operations) -> None:
     weight = randn(40, 0).requires_grad_()
     loss = weight.square().sum()
     with torch.no_grad():
-        kernels.apply_(weight.view(-1)[:40], randn(40, 1), 0.1, 1.0, 0.1, Workspace())
+        kernels.apply_(weight.view(-1)[:40], randn(40, 1), 0.1, 1.0, 0.1, False, Workspace())
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 

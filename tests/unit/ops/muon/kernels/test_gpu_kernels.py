@@ -61,7 +61,7 @@ def test_elementwise_passes(kernels: Operations, dtype: torch.dtype, nesterov: b
     assert (kept != twin).float().mean() <= 1e-3, "but for values that lie a rounding of fp32 apart"
     param = randn(numel, seed=2)
     expected = param.double() * (1 - 0.02 * 0.1) - 0.02 * 1.7 * grad.double()
-    kernels.apply_(param, grad, 0.02, 1.7, 0.1, work)
+    kernels.apply_(param, grad, 0.02, 1.7, 0.1, False, work)
     assert relative(param, expected) <= 1e-7
 
 
@@ -75,7 +75,7 @@ def test_slices_change_no_bit(kernels: Operations) -> None:
 
     def step(given: dict[str, Tensor], first: int) -> None:
         kernels.advance(given["buffer"], given["grad"], given["out"], 0.95, True, work)
-        kernels.apply_(given["param"], given["out"], 0.1, 0.7, 0.1, work)
+        kernels.apply_(given["param"], given["out"], 0.1, 0.7, 0.1, False, work)
         kernels.advance_rounded(given["rounded"], given["grad"], given["out"], 0.95, True, (1, 2), first, work)
 
     step(whole, 0)

@@ -72,26 +72,28 @@ def test_a_rounded_momentum_has_the_twins_bits(interpret: Interpret, first: int)
         interpret(round_as_the_twin, name=name, step=first % 1000 + 1, first=first)
 
 
-def apply_(weight_decay: float, dtype: torch.dtype) -> None:
+def apply_(weight_decay: float, cautious: bool, dtype: torch.dtype) -> None:
     param, update = randn(50, 90), randn(50, 90, seed=1, dtype=dtype)
-    expected = param.double() * (1 - 0.02 * weight_decay) - 0.02 * 1.7 * update.double()
-    interpreted_table().apply_(param, update, 0.02, 1.7, weight_decay, Workspace())
+    decays = param.double() * update.double() >= 0 if cautious else torch.ones(50, 90)
+    expected = param.double() * (1 - 0.02 * weight_decay * decays) - 0.02 * 1.7 * update.double()
+    interpreted_table().apply_(param, update, 0.02, 1.7, weight_decay, cautious, Workspace())
     assert relative(param, expected) <= 1e-7
 
 
 @needs_triton
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize(("weight_decay", "cautious"), [(0.0, False), (0.1, False), (0.1, True)])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_decay_and_update(interpret: Interpret, dtype: torch.dtype, weight_decay: float) -> None:
-    interpret(apply_, weight_decay=weight_decay, dtype=dtype)
+def test_decay_and_update(interpret: Interpret, dtype: torch.dtype, weight_decay: float, cautious: bool) -> None:
+    interpret(apply_, weight_decay=weight_decay, cautious=cautious, dtype=dtype)
 
 
 def step(kernels: Operations, given: dict[str, Tensor], start: int = 0) -> None:
     buffer, grad, rounded, param, out = given.values()
     kernels.advance(buffer, grad, out, 0.95, True, Workspace())
-    kernels.apply_(param, out, 0.1, 0.7, 0.1, Workspace())
+    kernels.apply_(param, out, 0.1, 0.7, 0.1, False, Workspace())
     kernels.advance_rounded(rounded, grad, out, 0.95, True, key_of("w", 7), start, Workspace())
-    kernels.apply_(param, out, 0.1, 0.7, 0.0, Workspace())
+    kernels.apply_(param, out, 0.1, 0.7, 0.0, False, Workspace())
+    kernels.apply_(param, out, 0.1, 0.7, 0.3, True, Workspace())
 
 
 def step_in_slices() -> None:
@@ -156,7 +158,7 @@ def names_of_calls(kernels: Operations) -> list[str]:
     work, flat = Workspace(), randn(8)
     kernels.advance(flat, flat.clone(), flat.clone(), 0.9, True, work)
     kernels.advance_rounded(flat.bfloat16(), flat, flat.clone(), 0.9, True, (1, 2), 0, work)
-    kernels.apply_(flat, flat.clone(), 0.1, 1.0, 0.1, work)
+    kernels.apply_(flat, flat.clone(), 0.1, 1.0, 0.1, False, work)
     kernels.normalize(x, x)
     kernels.square(x, k, work)
     kernels.product(k, k, Symmetric(x, randn(2, 64)), work, Scalars(0.1, 1.0))

@@ -45,7 +45,7 @@ def test_tiles_hold_each_element_once(lengths: list[int], gap: int) -> None:
 
 
 def step(lengths: list[int], gap: int, grad_dtype: torch.dtype, weight_decay: float, nesterov: bool) -> None:
-    """Both passes, together and run by run; what lies between the runs keeps its value."""
+    """Both passes, together and run by run; what lies between the runs keeps its value. Cautious with Nesterov."""
     kernels, places, size = interpreted_table(), places_of(lengths, gap), sum(lengths) + gap * (len(lengths) + 1)
     assert kernels.runs is not None and kernels.runs.fits(randn(3))
     given = [randn(size), randn(size, seed=1), randn(size, seed=2, dtype=grad_dtype), randn(sum(lengths), seed=3)]
@@ -53,12 +53,12 @@ def step(lengths: list[int], gap: int, grad_dtype: torch.dtype, weight_decay: fl
     for runs, (buffer, param, grad, out) in ((kernels.runs, ours), (reference.RUNS, twin)):
         tiles = runs.tiles(places, buffer.device)
         runs.advance(buffer, grad, out, tiles, 0.9, nesterov)
-        runs.apply_(param, out, tiles, 0.1, 0.7, weight_decay)
+        runs.apply_(param, out, tiles, 0.1, 0.7, weight_decay, nesterov)
     buffer, param, grad, out = alone
     for here, there, length in places:
         part, result = slice(here, here + length), out[there : there + length]
         kernels.advance(buffer[part], grad[part], result, 0.9, nesterov, Workspace())
-        kernels.apply_(param[part], result, 0.1, 0.7, weight_decay, Workspace())
+        kernels.apply_(param[part], result, 0.1, 0.7, weight_decay, nesterov, Workspace())
     for mine, one_by_one, expected in zip(ours, alone, twin, strict=True):
         assert mine.equal(one_by_one)
         torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)

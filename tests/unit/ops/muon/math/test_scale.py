@@ -65,6 +65,6 @@ def test_one_step_moves_a_parameter_by_the_rms() -> None:
     param = randn((40, 16), 0)
     u, _, vh = torch.linalg.svd(randn((40, 16), 1), full_matrices=False)
     before = param.clone()
-    apply_(param, u @ vh, lr=0.01, scale=scale_factor("match_rms_adamw", 40, 16), weight_decay=0.0, work=Workspace())
+    apply_(param, u @ vh, 0.01, scale_factor("match_rms_adamw", 40, 16), 0.0, False, Workspace())
     rms = (param - before).square().mean().sqrt().item()
     assert math.isclose(rms, 0.01 * update_rms("match_rms_adamw", 40, 16), rel_tol=1e-4)
