@@ -92,8 +92,9 @@ ELEMENTWISE: list[tuple[str, dict[str, str], dict[str, Any]]] = [
         for name, kept in (("advance", "*fp32"), ("advance_rounded", "*bf16"))
         for grad, out, nesterov in (("*fp32", "*bf16", True), ("*bf16", "*fp32", False), ("*fp16", "*fp16", True))
     ),
-    ("apply_kernel", {"param_ptr": "*fp32", "update_ptr": "*bf16"}, BLOCK),
-    ("apply_kernel", {"param_ptr": "*bf16", "update_ptr": "*fp16"}, BLOCK),
+    ("apply_kernel", {"param_ptr": "*fp32", "update_ptr": "*bf16"}, BLOCK | {"CAUTIOUS": False}),
+    ("apply_kernel", {"param_ptr": "*fp32", "update_ptr": "*bf16"}, BLOCK | {"CAUTIOUS": True}),
+    ("apply_kernel", {"param_ptr": "*bf16", "update_ptr": "*fp16"}, BLOCK | {"CAUTIOUS": False}),
     *(("sum_kernel", {"x_ptr": kind}, {"BLOCK": elementwise.SUM_BLOCK}) for kind in ("*bf16", "*fp32")),
     ("norm_kernel", {}, {"BLOCK": 1024}),
     *(
@@ -125,7 +126,8 @@ def test_elementwise(name: str, types: dict[str, str], constants: dict[str, Any]
 RUNS: list[tuple[str, dict[str, str], dict[str, Any]]] = [
     ("advance_runs_kernel", {"buffer_ptr": "*fp32", "grad_ptr": "*fp32", "out_ptr": "*bf16"}, {"NESTEROV": True}),
     ("advance_runs_kernel", {"buffer_ptr": "*fp32", "grad_ptr": "*bf16", "out_ptr": "*fp32"}, {"NESTEROV": False}),
-    ("apply_runs_kernel", {"param_ptr": "*fp32", "update_ptr": "*bf16"}, {}),
+    ("apply_runs_kernel", {"param_ptr": "*fp32", "update_ptr": "*bf16"}, {"CAUTIOUS": False}),
+    ("apply_runs_kernel", {"param_ptr": "*fp32", "update_ptr": "*bf16"}, {"CAUTIOUS": True}),
 ]
 
 
