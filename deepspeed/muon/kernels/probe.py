@@ -83,14 +83,14 @@ def _results(table: Operations, size: int) -> dict[str, Tensor]:
     table.advance_rounded(kept, grad, out, 0.9, True, (1, 2), 0, work)
     results["advance_rounded"] = torch.cat([kept.float(), out.float()])
     for name, cautious in (("apply_", False), ("cautious apply_", True)):
-        table.apply_(param, out, 0.1, 0.7, 0.1, cautious, work)
+        table.apply_(param, out, 0.1, 0.7, 5.0, cautious, work)
         results[name] = param.clone()
     runs, half = table.runs or reference.RUNS, param.numel() // 2
     tiles = runs.tiles([(0, half, half), (half, 0, half)], param.device)
     runs.advance(param, grad, out, tiles, 0.9, True)
     results["advance of runs"] = torch.cat([param, out.float()])
     for name, cautious in (("apply_ of runs", False), ("cautious apply_ of runs", True)):
-        runs.apply_(param, out, tiles, 0.1, 0.7, 0.1, cautious)
+        runs.apply_(param, out, tiles, 0.1, 0.7, 5.0, cautious)
         results[name] = param.clone()
 
     x = (x / cols**0.5).to(DTYPE)
