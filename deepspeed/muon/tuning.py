@@ -11,7 +11,18 @@ import torch
 
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.kernels.table import Operations
-from deepspeed.muon.math.choice import TORCH, Choice, Recipe, Shape, Times, by_count, fastest, from_pinned, seconds
+from deepspeed.muon.math.choice import (
+    TORCH,
+    Choice,
+    Recipe,
+    Shape,
+    Times,
+    by_count,
+    complete,
+    fastest,
+    from_pinned,
+    seconds,
+)
 from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.newton_schulz import DTYPES, METHODS, Products
 from deepspeed.muon.math.race import race
@@ -88,7 +99,7 @@ class Candidates:
 
     def after_race(self, shapes: Mapping[Shape, int], times: Times) -> Tuning:
         """The fastest choice by these times; without a race where none could be taken."""
-        if not any(kinds for keys in times.values() for kinds in keys.values()):
+        if not complete(times):
             return self.without_race(shapes)
         return Tuning(fastest(times, shapes, self.schedule, self.methods), times)
 

@@ -136,6 +136,19 @@ def _at(times: Any, *path: str) -> Any:
     return times
 
 
+def complete(times: Times) -> dict[str, dict[str, dict[str, dict[str, float]]]]:
+    """By dtype, the most exact first, the shapes of which some table timed every product; no dtype without a shape.
+
+    Ranks that took different dtypes for too slow to race have none in common.
+    """
+    whole = {
+        dtype: {key: kinds for key, kinds in times[dtype].items() if all(kinds.get(k) for k in Products._fields)}
+        for dtype in DTYPES
+        if dtype in times
+    }
+    return {dtype: keys for dtype, keys in whole.items() if keys}
+
+
 def fastest(times: Times, shapes: Mapping[Shape, int], schedule: Schedule, methods: Sequence[str] = METHODS) -> Choice:
     """The dtype in which all matrices together take least, and the fastest recipe for each shape in it.
 
@@ -143,18 +156,14 @@ def fastest(times: Times, shapes: Mapping[Shape, int], schedule: Schedule, metho
     recipe of the timed one that is nearest in aspect ratio and size.
 
     Args:
-        times: of every table of every product that is compared; at least one dtype and shape.
+        times: of every table of every product that is compared; :func:`complete` for at least one dtype and shape.
         shapes: rows, columns -> how many matrices the model has.
         methods: those that may be chosen.
     """
     counts = {shape_key(*shape): 0 for shape in shapes}
     for shape, count in shapes.items():
         counts[shape_key(*shape)] += count
-    timed = {
-        dtype: {key: kinds for key, kinds in times[dtype].items() if all(kinds.get(k) for k in Products._fields)}
-        for dtype in DTYPES
-        if dtype in times
-    }
+    timed = complete(times)
     most = max(len(keys) for keys in timed.values())
     best: tuple[float, Choice] | None = None
     for dtype, keys in timed.items():

@@ -5,7 +5,9 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
 
+from deepspeed.muon.kernels import reference
 from deepspeed.muon.math.choice import (
     Choice,
     Recipe,
@@ -22,6 +24,7 @@ from deepspeed.muon.math.choice import (
 )
 from deepspeed.muon.math.coefficients import schedule
 from deepspeed.muon.math.newton_schulz import METHODS, flops, products
+from deepspeed.muon.tuning import Candidates
 
 SIMPLE = schedule("simple")
 KINDS = ("square", "product", "multiply")
@@ -133,6 +136,15 @@ def test_the_slowest_rank_counts() -> None:
     assert found["bf16"]["8x32"]["square"] == {}, "what one rank cannot do, no rank does"
     assert choose(found) == choose(slowest(ranks[::-1])), "whoever is slow"
     assert slowest(ranks[:1]) == ranks[0]
+
+
+@pytest.mark.parametrize("left", [{"fp32": {"torch": 1.0}}, {"bf16": {"torch": 1.0}}], ids=str)
+def test_ranks_that_raced_in_no_common_dtype_take_the_usual_one(left: Any) -> None:
+    """On a busy machine one of them may find a dtype too slow that the other one keeps."""
+    found = slowest([times(**left), times(fp16={"torch": 1.0})])
+    candidates = Candidates(("fp32", "bf16"), METHODS, {"torch": reference.OPERATIONS}, SIMPLE, torch.device("cpu"))
+    tuning = candidates.after_race({(8, 32): 3}, found)
+    assert tuning == candidates.without_race({(8, 32): 3}) and tuning.choice.dtype == "fp32" and not tuning.times
 
 
 # ---- a choice and its checkpoint --------------------------------------------------------------------------
