@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from deepspeed.muon.math.choice import (
 )
 from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.newton_schulz import DTYPES, METHODS, Products
-from deepspeed.muon.math.race import race
+from deepspeed.muon.math.race import fast_enough, probe, race
 
 
 @dataclass(frozen=True)
@@ -89,13 +89,24 @@ class Candidates:
 
     def alone(self, shapes: Mapping[Shape, int], world_size: int) -> Tuning:
         """The choice of this process alone: by a race where one is allowed and decides anything."""
-        races = may_race() and self.is_open and shapes
-        return self.after_race(shapes, self.race(shapes, world_size) if races else {})
+        if not (may_race() and self.is_open and shapes):
+            return self.without_race(shapes)
+        return self.after_race(shapes, self.race(shapes, fast_enough([self.probe()]), world_size))
 
-    def race(self, shapes: Mapping[Shape, int], world_size: int) -> Times:
-        """This process's times. ``world_size``: ranks that share the matrices, so that a batch has its size."""
+    def probe(self) -> dict[str, float]:
+        """Seconds of one product in each dtype in this process, by which ranks agree on the dtypes to race."""
+        return probe(self.dtypes, self.tables, self.device)
+
+    def race(self, shapes: Mapping[Shape, int], dtypes: Sequence[str], world_size: int) -> Times:
+        """This process's times.
+
+        Args:
+            shapes: rows, columns -> how many matrices the model has.
+            dtypes: those of its own that :func:`deepspeed.muon.math.race.fast_enough` keeps.
+            world_size: ranks that share the matrices, so that a batch has its size.
+        """
         at_once = {shape: -(-count // world_size) for shape, count in shapes.items()}
-        return race(at_once, self.dtypes, self.tables, self.device)
+        return race(at_once, dtypes, self.tables, self.device)
 
     def after_race(self, shapes: Mapping[Shape, int], times: Times) -> Tuning:
         """The fastest choice by these times; without a race where none could be taken."""

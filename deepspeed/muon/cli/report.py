@@ -16,7 +16,7 @@ from deepspeed.muon.cli.tables import aligned
 from deepspeed.muon.kernels import selection
 from deepspeed.muon.math.choice import shape_key
 from deepspeed.muon.math.newton_schulz import DTYPES
-from deepspeed.muon.math.race import race
+from deepspeed.muon.math.race import fast_enough, probe, race
 from deepspeed.muon.version import TESTED_DEEPSPEED, __version__
 from deepspeed.muon.zero.hooks import is_tested, seam_states
 from deepspeed.muon.zero.read_config import accelerator, backends
@@ -57,7 +57,8 @@ def _rates(device_type: str) -> dict[str, float]:
     """
     lacking = selection.missing("auto", [device_type])
     tables = selection.product_tables(lacking, device_type)
-    times = race({SHAPE: 4}, list(DTYPES), tables, torch.device(device_type))
+    device = torch.device(device_type)
+    times = race({SHAPE: 4}, fast_enough([probe(DTYPES, tables, device)]), tables, device)
     rows, cols = SHAPE
     operations = {"square": 2 * rows**2 * cols, "multiply": 2 * rows**2 * cols, "product": 2 * rows**3}
     found = {}

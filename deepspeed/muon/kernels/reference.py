@@ -16,7 +16,8 @@ from deepspeed.muon.kernels.rounding import Key, noise, round_
 from deepspeed.muon.kernels.table import PLAIN, Operations, RunOperations, Scalars, Symmetric, Tiles
 from deepspeed.muon.kernels.workspace import Workspace
 
-#: Elements rounded at once: on a CPU few enough for its cache, elsewhere enough that kernel launches cost little.
+#: Elements at once where temporaries are needed: on a CPU few enough for its cache, elsewhere enough that launches cost
+#: little.
 CPU_CHUNK, CHUNK = 2**17, 2**21
 
 
@@ -52,15 +53,18 @@ def advance_rounded(
         first: index of the first element among those drawn under ``key``.
         work: its temporaries have 20 bytes per element of a chunk (2.5 MiB on a CPU, 40 MiB elsewhere).
     """
-    size = CPU_CHUNK if buffer.device.type == "cpu" else CHUNK
-    for start in range(0, buffer.numel(), size):
-        part = slice(start, min(start + size, buffer.numel()))
+    for part in _chunks(buffer):
         shape, device = (part.stop - part.start,), buffer.device
         wide = work.get("wide", shape, torch.float32, device)
         bits, spare = (work.get(name, shape, torch.int32, device) for name in ("bits", "spare_bits"))
         wide.copy_(buffer[part])
         advance(wide, grad[part], out[part], momentum, nesterov, work)
-        round_(buffer[part], wide, noise(bits, spare, key, first + start), spare)
+        round_(buffer[part], wide, noise(bits, spare, key, first + part.start), spare)
+
+
+def _chunks(x: Tensor) -> Iterator[slice]:
+    size = CPU_CHUNK if x.device.type == "cpu" else CHUNK
+    return (slice(start, min(start + size, x.numel())) for start in range(0, x.numel(), size))
 
 
 def apply_(
@@ -72,19 +76,29 @@ def apply_(
     element decays only where update and parameter do not have opposite signs (Chen et al., arXiv 2510.12402).
 
     Args:
-        param: any shape, fp32 under ZeRO.
+        param: any shape, contiguous, fp32 under ZeRO.
         update: same shape, any floating dtype: a slice of the orthogonalized matrix.
         scale: :func:`deepspeed.muon.math.scale.scale_factor` for the shape of the whole matrix.
+        work: its temporaries for ``cautious`` have 5 bytes per element of a chunk (0.6 MiB on a CPU, 10 MiB elsewhere).
     """
     if update.dtype != param.dtype or update.device != param.device:
         update = work.get("shard", tuple(param.shape), param.dtype, param.device).copy_(update)
     keep = 1.0 - lr * weight_decay
     if weight_decay and cautious:
-        are_opposed = (update < 0) & (param > 0) | (update > 0) & (param < 0)  # their product could underflow
-        param.mul_(torch.where(are_opposed, 1.0, keep))
+        _decay_cautiously_(param.view(-1), update.view(-1), keep, work)
     elif weight_decay:
         param.mul_(keep)
     param.add_(update, alpha=-lr * scale)
+
+
+def _decay_cautiously_(param: Tensor, update: Tensor, keep: float, work: Workspace) -> None:
+    for part in _chunks(param):
+        shape, device = (part.stop - part.start,), param.device
+        factors = work.get("wide", shape, torch.float32, device)
+        are_opposed = work.get("are_opposed", shape, torch.bool, device)
+        # A sign times the update has the sign of the product of both, which itself could underflow to zero.
+        torch.lt(torch.sign(param[part], out=factors).mul_(update[part]), 0, out=are_opposed)
+        param[part].mul_(factors.fill_(keep).masked_fill_(are_opposed, 1.0))
 
 
 def tiles(runs: Sequence[tuple[int, int, int]], device: torch.device) -> Tiles:

@@ -137,10 +137,7 @@ def _at(times: Any, *path: str) -> Any:
 
 
 def complete(times: Times) -> dict[str, dict[str, dict[str, dict[str, float]]]]:
-    """By dtype, the most exact first, the shapes of which some table timed every product; no dtype without a shape.
-
-    Ranks that took different dtypes for too slow to race have none in common.
-    """
+    """By dtype, the most exact first, the shapes of which some table timed every product; no dtype without a shape."""
     whole = {
         dtype: {key: kinds for key, kinds in times[dtype].items() if all(kinds.get(k) for k in Products._fields)}
         for dtype in DTYPES

@@ -3,12 +3,15 @@
 
 Both methods are made of the same three kinds of products, so the time of a method follows from the times of these.
 Large matrices are timed on smaller ones of the same aspect ratio, and the time is scaled by the operations.
+
+A dtype that the hardware lacks would cost the race most of its time, so :func:`probe` tries each one first and
+:func:`fast_enough` keeps those worth racing, by the probes of all ranks.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -27,15 +30,44 @@ CPU_SECONDS, SECONDS = 0.2, 0.04
 CPU_OPERATIONS, OPERATIONS = 5e7, 2e11
 #: Timed runs of each product after one that is not counted; the shortest counts.
 RUNS = 3
-#: Rows and columns of the product by which dtypes are judged first, on a CPU and on an accelerator, and how many times
-#: slower than the fastest one a dtype may be there and still enter the race. A CPU that only emulates a dtype is up to
-#: 100 times slower.
+#: Rows and columns of the probe's product, on a CPU and on an accelerator, and how many times slower than the fastest
+#: dtype another may be and still enter the race. A CPU that only emulates a dtype is up to 100 times slower.
 PROBE, LARGE_PROBE, SLOW = 192, 2048, 2.0
 #: A result is wrong if it is further than this from plain PyTorch's, relative to its norm, in units of the dtype's eps.
 WRONG = 32.0
 Clock = Callable[[], float]
 #: A product of fixed matrices, with a table; its result.
 Product = Callable[[Operations], Tensor]
+
+
+def probe(
+    dtypes: Collection[str],
+    tables: Mapping[str, Operations],
+    device: torch.device,
+    clock: Clock = time.perf_counter,
+) -> dict[str, float]:
+    """Seconds of one product by dtype, with plain PyTorch. What raises is missing, with a warning.
+
+    A lone dtype is not timed: it takes 0 seconds.
+
+    Args:
+        dtypes: keys of ``DTYPES``, the most exact first.
+        tables: by name, plain PyTorch's among them.
+    """
+    if len(dtypes) == 1:
+        return dict.fromkeys(dtypes, 0.0)
+    return _Timer(device, tables, clock).probe(dtypes)
+
+
+def fast_enough(probes: Sequence[Mapping[str, float]]) -> list[str]:
+    """The dtypes worth racing: those that all ranks have and that are not hopelessly slow, by the slowest rank.
+
+    Args:
+        probes: of each rank, what :func:`probe` gave.
+    """
+    first, *others = probes
+    slowest = {dtype: max(one[dtype] for one in probes) for dtype in first if all(dtype in one for one in others)}
+    return [dtype for dtype, taken in slowest.items() if taken <= SLOW * min(slowest.values())]
 
 
 def race(
@@ -50,15 +82,16 @@ def race(
 
     Args:
         shapes: rows, columns -> matrices that one rank has at once. Those with most operations come first.
-        dtypes: keys of ``DTYPES``, the most exact first.
+        dtypes: those of :func:`fast_enough`, the same on all ranks.
         tables: by name, plain PyTorch's first.
         seconds: no shape is begun after this time; one is always timed.
     """
     if seconds is None:
         seconds = CPU_SECONDS if device.type == "cpu" else SECONDS
     timer, end = _Timer(device, tables, clock), clock() + seconds
-    left = timer.fast_enough(dtypes)
-    times: Times = {dtype: {} for dtype in left}
+    times: Times = {dtype: {} for dtype in dtypes}
+    if not dtypes:
+        return times
     cost = {shape: count * min(shape) * shape[0] * shape[1] for shape, count in shapes.items()}
     for shape in sorted(shapes, key=lambda shape: (-cost[shape], shape)):
         key = shape_key(*shape)
@@ -66,7 +99,7 @@ def race(
             continue  # its transpose was timed
         if any(times.values()) and clock() >= end:
             break
-        for dtype, kinds in timer.products(shape, shapes[shape], left).items():
+        for dtype, kinds in timer.products(shape, shapes[shape], dtypes).items():
             times[dtype][key] = kinds
     return times
 
@@ -86,18 +119,14 @@ class _Timer:
     #: By smaller dimension and batch: products of two symmetric matrices, which many shapes share.
     _symmetric: dict[tuple[int, int], dict[Candidate, float]] = field(default_factory=dict)
 
-    def fast_enough(self, dtypes: Collection[str]) -> list[str]:
-        """The dtypes that are not hopelessly slower than the fastest."""
-        if len(dtypes) == 1:
-            return list(dtypes)
+    def probe(self, dtypes: Collection[str]) -> dict[str, float]:
+        """Seconds of one product with plain PyTorch."""
         size = PROBE if self.device.type == "cpu" else LARGE_PROBE
         calls = {
             (dtype, TORCH): partial(self._multiply(self._matrices((size, size), 1, dtype)), self.tables[TORCH])
             for dtype in dtypes
         }
-        times = self._alternate(calls)
-        fastest = min(times.values(), default=0.0)
-        return [dtype for dtype, _ in times if times[dtype, TORCH] <= SLOW * fastest]
+        return {dtype: seconds for (dtype, _), seconds in self._alternate(calls).items()}
 
     def products(self, shape: Shape, count: int, dtypes: Collection[str]) -> dict[str, dict[str, dict[str, float]]]:
         """Seconds per matrix of this shape, by dtype, kind of product and table."""

@@ -43,11 +43,11 @@ def cut_fused(name: str, shape: Sequence[int], axis: int, owner: nn.Module, mode
         ValueError: why a weight whose name suggests that it is fused stays whole.
     """
     if name in LATENT:
-        return _latent(name, shape[0], owner, model), KV
+        return _latent(name, shape[axis], axis, owner, model), KV
     if name in QUERIES and is_a(owner, *GATED_CLASSES):
-        return _queries_and_gates(name, shape[axis], owner, model), GATED_Q
+        return _queries_and_gates(name, shape[axis], axis, owner, model), GATED_Q
     if name in FUSED_WITH_GATES | STEPS_AND_DECAYS:
-        return _linear_attention(name, shape[axis], owner, model)
+        return _linear_attention(name, shape[axis], axis, owner, model)
     if not _SUGGESTIVE.search(name):
         return None
     if name.endswith("gate_up_proj"):
@@ -84,14 +84,14 @@ def _has_output_gate(owner: nn.Module) -> bool:
     return getattr(getattr(owner, "config", None), "attention_output_gate", False) is True
 
 
-def _queries_and_gates(name: str, outputs: int, owner: nn.Module, model: nn.Module) -> Cut:
+def _queries_and_gates(name: str, outputs: int, axis: int, owner: nn.Module, model: nn.Module) -> Cut:
     heads = heads_of(owner, model)
     if heads and outputs == 2 * heads.queries * heads.width:
-        return Cut((heads.width,) * 2, 0, heads.queries)
+        return Cut((heads.width,) * 2, axis, heads.queries)
     raise _misfit(name, outputs, GATED_Q)
 
 
-def _linear_attention(name: str, outputs: int, owner: nn.Module, model: nn.Module) -> tuple[Cut, str]:
+def _linear_attention(name: str, outputs: int, axis: int, owner: nn.Module, model: nn.Module) -> tuple[Cut, str]:
     parts = STEPS if name in STEPS_AND_DECAYS else GATED_QKV
     heads = heads_of(owner, model) or Heads(0, 0)
     if heads.values and heads.values % heads.keys == 0:
@@ -99,14 +99,14 @@ def _linear_attention(name: str, outputs: int, owner: nn.Module, model: nn.Modul
         values = per_key * heads.value
         sizes = (per_key,) * 2 if parts == STEPS else (heads.width, heads.width, values, values)
         if sum(sizes) * heads.keys == outputs:
-            return Cut(sizes, 0, heads.keys), parts
+            return Cut(sizes, axis, heads.keys), parts
     raise _misfit(name, outputs, parts)
 
 
-def _latent(name: str, outputs: int, owner: nn.Module, model: nn.Module) -> Cut:
+def _latent(name: str, outputs: int, axis: int, owner: nn.Module, model: nn.Module) -> Cut:
     heads = heads_of(owner, model)
     if heads and heads.nope and heads.value and heads.queries * (heads.nope + heads.value) == outputs:
-        return Cut((heads.nope, heads.value), 0, heads.queries)
+        return Cut((heads.nope, heads.value), axis, heads.queries)
     raise _misfit(name, outputs, KV)
 
 

@@ -16,20 +16,20 @@ from deepspeed.muon.matrices.block import Cut
 QUERIES = frozenset({"q_proj", "query", "wq", "q_lin", "q", "q_b_proj"})
 KEYS = frozenset({"k_proj", "key", "wk", "k_lin", "k"})
 VALUES = frozenset({"v_proj", "value", "wv", "v_lin", "v"})
-#: Queries, keys and values in one weight: whatever their order, each head is consecutive.
+#: Queries, keys and values in one weight: whatever their order, the outputs of a head are adjacent.
 FUSED = frozenset({"qkv_proj", "query_key_value", "c_attn", "wqkv", "qkv", "in_proj_weight", "in_proj_qkv"})
-#: Of linear attention: for each key head its query, its key, its values and their gates.
+#: The same in linear attention: for each key head its query, its key, its values and their gates.
 FUSED_WITH_GATES = frozenset({"in_proj_qkvz"})
 #: The up-projection of keys and values of multi-head latent attention: per head, first keys, then values.
 LATENT = frozenset({"kv_b_proj"})
-#: Attention whose projection of queries holds, for each head, its query and an output gate.
+#: Attention whose query projection holds, for each head, its query and an output gate.
 GATED_CLASSES = ("Qwen3Next", "Qwen3_5", "Qwen4Exp")
 
 _COUNTS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "heads")
 _KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads", "kv_heads", "num_query_groups")
 _WIDTHS = ("head_dim", "d_kv", "head_size", "kv_channels")
 _SIZES = ("hidden_size", "n_embd", "embed_dim", "d_model", "dim")
-#: What linear attention has beside its projections, and other attention has not.
+#: Attributes that only linear attention has: its decay and its convolution.
 _LINEAR = ("A_log", "dt_bias", "conv1d", "q_conv1d", "q_conv")
 
 
@@ -58,8 +58,12 @@ def heads_of(attention: nn.Module, model: nn.Module) -> Heads | None:
     """The heads of an attention module; ``None`` where their number is not known.
 
     Layers of one model may differ, so the module's own numbers come first. Its config, or else the model's, fills in
-    what they leave open, unless it tells of another number of heads. Of linear attention, which models mix with other
-    attention, only the module itself tells.
+    what they leave open, but only if it states the same number of query heads. Linear attention is described by its own
+    numbers alone: a config gives those of the other attention in the model.
+
+    Args:
+        attention: the module that holds the projections.
+        model: the whole model, for its config.
     """
     is_linear = any(hasattr(attention, name) for name in _LINEAR)
     config = None if is_linear else _config_of(attention) or _config_of(model)
@@ -70,6 +74,7 @@ def heads_of(attention: nn.Module, model: nn.Module) -> Heads | None:
     if not queries:
         return None
     groups = _first(attention, ("num_key_value_groups",))
+    # A module that states its query heads and no key heads has as many of both, whatever the config says.
     keys = own.keys or (queries // groups if groups else own.queries or stated.keys or queries)
     shares = (_first(source, _SIZES) // queries for source in (attention, config))
     width = own.width or stated.width or next(filter(None, shares), 0)
@@ -77,17 +82,17 @@ def heads_of(attention: nn.Module, model: nn.Module) -> Heads | None:
 
 
 def _config_of(module: nn.Module) -> Any:
-    """The config of a module, of a model of several kinds that for text."""
+    """The config of a module; the text part of it where a model also has vision or audio."""
     config = getattr(module, "config", None)
     get = getattr(config, "get_text_config", None)
     try:
         return get() if callable(get) else config
-    except ValueError:  # several are for text
+    except ValueError:  # it has several text parts
         return None
 
 
 def _numbers(source: Any) -> Heads:
-    """What a module or a config says itself."""
+    """The numbers that a module or a config states; zeros for those that it does not."""
     value_heads = _first(source, ("num_v_heads",))
     if value_heads:
         keys, width, value = (_first(source, (name,)) for name in ("num_k_heads", "head_k_dim", "head_v_dim"))
@@ -104,7 +109,7 @@ def _first(source: Any, names: Sequence[str]) -> int:
 def _read(source: Any, name: str) -> Any:
     try:
         return getattr(source, name, None)
-    except RuntimeError:  # a config of transformers whose layers differ in it
+    except RuntimeError:  # transformers raises it for a number that differs between layers
         return None
 
 

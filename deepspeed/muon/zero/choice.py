@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from deepspeed.muon.math.choice import from_pinned, slowest
+from deepspeed.muon.math.race import fast_enough
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.tuning import Candidates, Tuning
 from deepspeed.muon.zero.consensus import Facts, compare, differences
@@ -37,7 +38,11 @@ def choose(optimizer: MuonWithAuxAdam, agreed: Facts, device: torch.device, worl
         tuning = candidates.after_race(counts, slowest([stated["times"] for stated in facts]))
         return {"choice": tuning.choice.pinned(), "times": tuning.times}
 
-    verdict = compare(lambda: {"times": candidates.race(counts, world_size)}, judge)
+    def common(facts: list[Facts]) -> Facts:
+        return {"dtypes": fast_enough([stated["probe"] for stated in facts])}
+
+    dtypes = compare(lambda: {"probe": candidates.probe()}, common)["dtypes"]
+    verdict = compare(lambda: {"times": candidates.race(counts, dtypes, world_size)}, judge)
     return Tuning(from_pinned(verdict["choice"]), verdict["times"])
 
 

@@ -34,8 +34,13 @@ def races() -> Iterator[None]:
 
 
 @contextmanager
-def opinion(seconds: Callable[[str, str, str], float]) -> Iterator[list[tuple[str, ...]]]:
-    """A race in which this rank finds these seconds by dtype, kind of product and table. Gives the dtypes of each."""
+def opinion(
+    seconds: Callable[[str, str, str], float], probed: Mapping[str, float] | None = None
+) -> Iterator[list[tuple[str, ...]]]:
+    """A race in which this rank finds these seconds by dtype, kind of product and table. Gives the dtypes of each.
+
+    ``probed``: the seconds of the probe by dtype; by default all dtypes take the same.
+    """
     from deepspeed.muon.math.choice import shape_key
 
     held: list[tuple[str, ...]] = []
@@ -52,5 +57,6 @@ def opinion(seconds: Callable[[str, str, str], float]) -> Iterator[list[tuple[st
         }
 
     with races(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("deepspeed.muon.tuning.probe", lambda dtypes, *rest: probed or dict.fromkeys(dtypes, 1.0))
         patch.setattr("deepspeed.muon.tuning.race", race)
         yield held

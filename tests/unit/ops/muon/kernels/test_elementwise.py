@@ -134,6 +134,15 @@ def test_cautious_decay_of_zeros_and_of_what_would_underflow(kernels: Operations
     assert param[:4].tolist() == pytest.approx([1.0, -1.0, -0.5, 1.5e-30], rel=1e-6) and param[4].isnan()
 
 
+def test_cautious_decay_takes_a_chunk_at_a_time() -> None:
+    work, numel = Workspace(), 2 * reference.CPU_CHUNK + 1000
+    param, update = randn(numel, 0), randn(numel, 1)
+    expected = param * torch.where(param * update >= 0, 0.95, 1.0) - 0.5 * update
+    reference.apply_(param, update, 0.5, 1.0, 0.1, True, work)
+    torch.testing.assert_close(param, expected)
+    assert work.nbytes() == 5 * reference.CPU_CHUNK
+
+
 def test_a_zero_rate_changes_nothing(kernels: Operations) -> None:
     param = randn(35, 0)
     kept = param.clone()

@@ -2,7 +2,7 @@
 """The race: what is timed, within which bounds, and what leaves it."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from deepspeed.muon.kernels.reference import OPERATIONS
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.math import race as module
 from deepspeed.muon.math.newton_schulz import DTYPES
-from deepspeed.muon.math.race import race
+from deepspeed.muon.math.race import fast_enough, probe, race
 
 CPU = torch.device("cpu")
 KINDS = ("square", "product", "multiply")
@@ -44,9 +44,8 @@ class Time:
         return dataclasses.replace(OPERATIONS, **{kind: timed(kind) for kind in KINDS})
 
 
-def hold(shapes: dict[tuple[int, int], int], time: Time, names: tuple[str, ...] = ("torch",), **kwargs: Any) -> Any:
-    tables = {name: time.table(name) for name in names}
-    return race(shapes, kwargs.pop("dtypes", ["fp32"]), tables, CPU, clock=time, **kwargs)
+def hold(shapes: dict[tuple[int, int], int], time: Time, **kwargs: Any) -> Any:
+    return race(shapes, ["fp32"], {"torch": time.table("torch")}, CPU, clock=time, **kwargs)
 
 
 def test_times_are_seconds_per_matrix_of_the_full_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,11 +85,48 @@ def test_the_shortest_run_counts_and_the_first_never() -> None:
     assert found["square"] == {"torch": 1.0} and found["multiply"] == {"torch": 4.0}
 
 
+def probed(dtypes: Collection[str], speed: dict[torch.dtype, float]) -> dict[str, float]:
+    time = Time(lambda name, x: speed[x.dtype])
+    return probe(dtypes, {"torch": time.table("torch"), "other": OPERATIONS}, CPU, time)
+
+
 def test_a_dtype_that_is_only_emulated_does_not_enter() -> None:
     speed = {torch.float32: 1.0, torch.float16: 50.0, torch.bfloat16: 1.5}
-    time = Time(lambda name, x: speed[x.dtype])
-    assert list(hold({(8, 8): 1}, time, dtypes=list(DTYPES))) == ["fp32", "bf16"]
-    assert list(hold({(8, 8): 1}, time, dtypes=["fp16"])) == ["fp16"], "unless it is the only one"
+    found = probed(DTYPES, speed)
+    assert found == {"fp32": 1.0, "fp16": 50.0, "bf16": 1.5} and fast_enough([found]) == ["fp32", "bf16"]
+    assert fast_enough([probed(["fp16"], speed)]) == ["fp16"], "unless it is the only one"
+
+
+def test_a_dtype_that_raises_does_not_enter(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(module.logger, "warning", lambda text, *args: said.append(text % args))
+
+    def multiply(gram: Any, x: Tensor, *rest: Any) -> Tensor:
+        if x.dtype == torch.float16:
+            raise RuntimeError("no such instruction")
+        return OPERATIONS.multiply(gram, x, *rest)
+
+    found = probe(DTYPES, {"torch": dataclasses.replace(OPERATIONS, multiply=multiply)}, CPU)
+    assert list(found) == ["fp32", "bf16"] and min(found.values()) > 0
+    assert said == ["deepspeed-muon: the kernels of torch are not used in fp16: no such instruction"]
+
+
+@pytest.mark.parametrize(
+    ("probes", "expected"),
+    [
+        ([{"fp32": 1.0, "bf16": 3.0}, {"fp32": 1.0, "bf16": 1.0}], ["fp32"]),
+        ([{"fp32": 1.0, "bf16": 3.0}, {"fp32": 2.0, "bf16": 1.0}], ["fp32", "bf16"]),
+        ([{"fp32": 9.0, "fp16": 1.0}, {"bf16": 1.0, "fp32": 9.0}], ["fp32"]),
+        ([{"fp16": 1.0}, {"bf16": 1.0}], []),
+    ],
+)
+def test_the_slowest_rank_says_which_dtypes_enter(probes: list[dict[str, float]], expected: list[str]) -> None:
+    """Ranks that are slow in different dtypes, by nature or by chance, still race in the same ones."""
+    assert fast_enough(probes) == expected
+
+
+def test_no_dtype_means_no_times() -> None:
+    assert race({(8, 8): 1}, [], {"torch": OPERATIONS}, CPU) == {}
 
 
 def test_a_table_that_raises_or_errs_leaves_the_race(monkeypatch: pytest.MonkeyPatch) -> None:

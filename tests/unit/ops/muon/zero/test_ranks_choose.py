@@ -129,6 +129,22 @@ def test_all_ranks_take_what_is_fastest_at_the_slowest(stage: int) -> None:
     assert {exchanged for *_, exchanged in results} == {torch.bfloat16}
 
 
+def dtypes_raced() -> list[tuple[str, ...]]:
+    """Where each of two ranks would leave out another dtype than the other."""
+    probed = (
+        {"fp32": 1.0, "fp16": 9.0, "bf16": 3.0}
+        if torch.distributed.get_rank()
+        else {"fp32": 3.0, "fp16": 9.0, "bf16": 1.0}
+    )
+    with opinion(lambda *of: 1.0, probed) as held:
+        build({"optimizer": OPEN}).destroy()
+    return held
+
+
+def test_all_ranks_race_in_the_same_dtypes() -> None:
+    assert run(dtypes_raced, 2) == [[("fp32", "bf16")]] * 2
+
+
 def test_bf16_is_a_candidate_where_every_rank_has_it() -> None:
     facts = bind._facts(MuonWithAuxAdam((net := Mlp()).parameters(), model=net, lr=0.1))
     answers = [[True, True], [True, False], [False, True]]

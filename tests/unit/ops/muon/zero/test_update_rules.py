@@ -43,7 +43,7 @@ def test_cautious_decay_makes_the_same_bits_whatever_the_sharding(stage: int) ->
         assert all(torch.equal(found[name], base[name]) for name in base), world
 
 
-def test_cautious_decay_is_told_and_so_is_that_there_is_none() -> None:
+def test_the_log_states_cautious_decay_and_warns_where_there_is_no_decay() -> None:
     for decay, warned in ((0.1, False), (0.0, True)):
         log = run(records, 1, optimizer=with_params(cautious_weight_decay=True, weight_decay=decay))[0]
         assert any("; cautious weight decay" in text for _, text in log)
