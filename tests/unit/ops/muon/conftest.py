@@ -22,6 +22,7 @@ TIME_LIMIT = 300.0
 """Seconds a test may take unless it is marked with time_limit(seconds)."""
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are built from configs; nothing is fetched
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # of the workers: threads that spin take the cores of other tests
 
 
 def pytest_configure(config: pytest.Config) -> None:
