@@ -30,9 +30,6 @@ void compute(
   if constexpr (std::is_same_v<T, float>) {
     const Sums sums{to, columns};
     strip.multiply(tall ? x : p.rest, p.size, tile, sums);
-    if (!tall) {
-      strip.add_scaled(p.diagonal, tile, sums);
-    }
   } else {
     Buffer buffer;
     strip.multiply(tall ? x : p.rest, p.size, tile, {buffer.values, kTile});
@@ -51,17 +48,13 @@ void multiply(const Symmetrics<T>& p, const Tensor& x, const Tensor& out) {
   const int64_t rows = x.size(1), columns = x.size(2), size = std::min(rows, columns);
   const int64_t strips = (columns + kTile - 1) / kTile;
   const bool tall = rows > columns;
+  const Whole whole(p);
   at::parallel_for(0, x.size(0) * strips, 1, [&](int64_t begin, int64_t end) {
     Strip<T> strip;
     for (int64_t unit = begin; unit < end; ++unit) {
       const int64_t n = unit / strips, j = unit % strips * kTile, width = std::min(kTile, columns - j);
       const T* from = x.data_ptr<T>() + n * rows * columns;
       strip.pack_columns(tall ? p[n].rest : from, columns, size, j, width);
-      if constexpr (std::is_same_v<T, float>) {
-        if (tall) {
-          strip.set_diagonal(p[n].diagonal);
-        }
-      }
       T* to = out.data_ptr<T>() + n * rows * columns;
       for (int64_t i = 0; i < rows; i += kTile) {
         compute(strip, p[n], from, to, columns, tall, Tile{i, j, std::min(kTile, rows - i), width});

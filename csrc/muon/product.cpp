@@ -14,8 +14,8 @@ struct Scalars {
 
 // sums <- alpha A B + beta a + shift I, from sums of the products of the strip.
 template <typename T>
-void complete(const Strip<T>&, const Symmetric<T>& a, const Symmetric<T>& b, const Scalars& by, const Sums& sums,
-              const Tile& tile) {
+void complete(const Symmetric<T>& a, const Symmetric<T>& b, const Scalars& by, const Sums& sums, const Tile& tile) {
+  const int64_t below = tile.below_diagonal();
   with_width(tile.columns, [&](auto width) {
     float from_a[kTile], from_b[kTile];
     for (int64_t r = 0; r < tile.rows; ++r) {
@@ -28,48 +28,46 @@ void complete(const Strip<T>&, const Symmetric<T>& a, const Symmetric<T>& b, con
         const float of_diagonals = diagonal * from_b[c] + from_a[c] * b.diagonal[tile.j + c];
         sum[c] = by.alpha * (sum[c] + of_diagonals) + by.beta * from_a[c];
       }
-      if (tile.i == tile.j) {
-        sum[r] += by.alpha * (diagonal * b.diagonal[row]) + by.beta * diagonal + by.shift;
+      if (below < tile.columns) {
+        sum[below + r] += by.alpha * (diagonal * b.diagonal[row]) + by.beta * diagonal + by.shift;
       }
     }
   });
 }
 
-// In fp32 the strip has the diagonal of b.
-void complete(const Strip<float>& strip, const Symmetric<float>& a, const Symmetric<float>&, const Scalars& by,
-              const Sums& sums, const Tile& tile) {
-  strip.add_scaled(a.diagonal, tile, sums);
+// In fp32 the sums have the terms of the diagonals.
+void complete(const Symmetric<float>& a, const Symmetric<float>&, const Scalars& by, const Sums& sums,
+              const Tile& tile) {
   if (by.alpha == 1 && by.beta == 0 && by.shift == 0) {
     return;
   }
+  const int64_t below = tile.below_diagonal();
   with_width(tile.columns, [&](auto width) {
     for (int64_t r = 0; r < tile.rows; ++r) {
       const float* from_a = a.rest + (tile.i + r) * a.size + tile.j;
       float* sum = sums.values + r * sums.stride;
       for (int64_t c = 0; c < width; ++c) sum[c] = by.alpha * sum[c] + by.beta * from_a[c];
-      if (tile.i == tile.j) {
-        sum[r] += by.beta * a.diagonal[tile.i + r] + by.shift;
+      if (below < tile.columns) {
+        sum[below + r] += by.shift;
       }
     }
   });
 }
 
 template <typename T>
-void product(const Symmetrics<T>& a, const Symmetrics<T>& b, const Symmetrics<T>& out, const Scalars& by, int64_t batch,
-             int64_t size) {
+void product(const Symmetrics<T>& a, const Symmetrics<T>& b, const Symmetrics<T>& out, const Scalars& by) {
+  const int64_t size = out.size();
+  const Whole whole_a(a), whole_b(b);
   for_lower_tiles<T>(
-    batch, size,
+    out,
     [&](Strip<T>& strip, int64_t n, int64_t j, int64_t columns) {
       strip.pack_columns(b[n].rest, size, size, j, columns);
-      if constexpr (std::is_same_v<T, float>) {
-        strip.set_diagonal(b[n].diagonal);
-      }
     },
     [&](const Strip<T>& strip, int64_t n, const Tile& tile) {
       Buffer buffer;
       const Sums sums = out[n].sums(tile, buffer);
       strip.multiply(a[n].rest, size, tile, sums);
-      complete(strip, a[n], b[n], by, sums, tile);
+      complete(a[n], b[n], by, sums, tile);
       out[n].store(sums, tile);
     });
 }
@@ -83,7 +81,7 @@ bool product(
      with_product_type(a, a.size(-1), [&](auto zero) {
        using S = Symmetrics<decltype(zero)>;
        const Scalars by{static_cast<float>(alpha), static_cast<float>(beta), static_cast<float>(shift)};
-       product(S(a, a_diagonal), S(b, b_diagonal), S(out, out_diagonal), by, a.size(0), a.size(-1));
+       product(S(a, a_diagonal), S(b, b_diagonal), S(out, out_diagonal), by);
      });
 }
 

@@ -30,10 +30,10 @@ void square(const Tensor& x, const Tensor& rest, const Tensor& diagonal, const T
     transpose_all<T>(x, transposed);
   }
   const T *from = x.data_ptr<T>(), *wide = (tall ? transposed : x).data_ptr<T>();
-  const int64_t size = rest.size(-1), depth = x.size(1) * x.size(2) / size;
   const Symmetrics<T> out(rest, diagonal);
+  const int64_t size = out.size(), depth = x.size(1) * x.size(2) / size;
   for_lower_tiles<T>(
-    x.size(0), size,
+    out,
     [&](Strip<T>& strip, int64_t n, int64_t j, int64_t columns) {
       if (tall) {
         strip.pack_columns(from + n * depth * size, size, depth, j, columns);

@@ -37,12 +37,17 @@ int64_t rows_together() {
 // Rows and columns of a tile: large, so that the kernels are fast and their calls few.
 constexpr int64_t kTile = 64;
 
-// Those of a tile on the diagonal of a symmetric product: small, because its upper half is computed for nothing.
-constexpr int64_t kDiagonalTile = 32;
+// Rows of a tile that ends on the diagonal of a symmetric product: few, because what is above it is computed for nothing.
+constexpr int64_t kDiagonalRows = 32;
 
 // Where a tile lies in its matrix.
 struct Tile {
   int64_t i, j, rows, columns;
+
+  // Of a symmetric product, the columns left of the diagonal.
+  int64_t below_diagonal() const {
+    return std::min(columns, i - j);
+  }
 };
 
 // Where the sums of a tile are.
@@ -61,12 +66,58 @@ template <typename Body>
 void with_width(int64_t width, const Body& body) {
   if (width == kTile) {
     body(std::integral_constant<int64_t, kTile>());
-  } else if (width == kDiagonalTile) {
-    body(std::integral_constant<int64_t, kDiagonalTile>());
+  } else if (width == kDiagonalRows) {
+    body(std::integral_constant<int64_t, kDiagonalRows>());
   } else {
     body(width);
   }
 }
+
+// Transposes a block of rows x columns, each at most 64 bytes of T.
+template <typename T>
+inline void transpose_block(
+  const T* from, int64_t from_stride, T* to, int64_t to_stride, int64_t rows, int64_t columns) {
+  at::vec::transpose_mxn<T>(from, from_stride, to, to_stride, rows, columns);
+}
+
+#if defined(CPU_CAPABILITY_AVX512)
+// A whole block of fp32 in registers: at::vec's goes through memory, and takes more than twice as long.
+inline void transpose_whole_block(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
+  __m512 a[16], b[16];
+  for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_ps(from + i * from_stride);
+  for (int i = 0; i < 16; i += 2) {
+    b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
+    b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
+  }
+  const auto low = [](__m512 x, __m512 y) { return _mm512_shuffle_ps(x, y, 0x44); };
+  const auto high = [](__m512 x, __m512 y) { return _mm512_shuffle_ps(x, y, 0xee); };
+  for (int i = 0; i < 16; i += 4) {
+    a[i] = low(b[i], b[i + 2]);
+    a[i + 1] = high(b[i], b[i + 2]);
+    a[i + 2] = low(b[i + 1], b[i + 3]);
+    a[i + 3] = high(b[i + 1], b[i + 3]);
+  }
+  const auto even = [](__m512 x, __m512 y) { return _mm512_shuffle_f32x4(x, y, 0x88); };
+  const auto odd = [](__m512 x, __m512 y) { return _mm512_shuffle_f32x4(x, y, 0xdd); };
+  for (int i = 0; i < 4; ++i) {
+    const __m512 up = even(a[i], a[i + 4]), down = even(a[i + 8], a[i + 12]);
+    const __m512 up_odd = odd(a[i], a[i + 4]), down_odd = odd(a[i + 8], a[i + 12]);
+    _mm512_storeu_ps(to + i * to_stride, even(up, down));
+    _mm512_storeu_ps(to + (i + 4) * to_stride, even(up_odd, down_odd));
+    _mm512_storeu_ps(to + (i + 8) * to_stride, odd(up, down));
+    _mm512_storeu_ps(to + (i + 12) * to_stride, odd(up_odd, down_odd));
+  }
+}
+
+inline void transpose_block(
+  const float* from, int64_t from_stride, float* to, int64_t to_stride, int64_t rows, int64_t columns) {
+  if (rows == 16 && columns == 16) {
+    transpose_whole_block(from, from_stride, to, to_stride);
+  } else {
+    at::vec::transpose_mxn<float>(from, from_stride, to, to_stride, rows, columns);
+  }
+}
+#endif
 
 // Transposes [rows, columns] into [columns, rows], kTile columns at a time, so that the cache keeps both sides' lines.
 template <typename T>
@@ -75,7 +126,7 @@ void transpose(const T* from, int64_t from_stride, T* to, int64_t to_stride, int
   for (int64_t first = 0; first < columns; first += kTile) {
     for (int64_t i = 0; i < rows; i += kBlock) {
       for (int64_t j = first; j < std::min(first + kTile, columns); j += kBlock) {
-        at::vec::transpose_mxn<T>(
+        transpose_block(
           from + i * from_stride + j, from_stride, to + j * to_stride + i, to_stride,
           std::min(kBlock, rows - i), std::min(kBlock, columns - j));
       }
@@ -108,7 +159,7 @@ class Strip {
 
   // Packs columns [j, j + count) of row-major y [depth, *].
   void pack_columns(const T* y, int64_t stride, int64_t depth, int64_t j, int64_t count) {
-    T* packed = reserve(depth, j);
+    T* packed = reserve(depth);
     with_width(count, [&](auto width) {
       for (int64_t k = 0; k < depth; k += together_, packed += kTile * together_) {
         const T* row = y + k * stride + j;
@@ -129,7 +180,7 @@ class Strip {
 
   // Packs rows [j, j + count) of row-major y [*, depth], the columns of its transpose; a pair of halves is one word.
   void pack_rows(const T* y, int64_t stride, int64_t depth, int64_t j, int64_t count) {
-    T* packed = reserve(depth, j);
+    T* packed = reserve(depth);
     if (together_ == 1) {
       transpose(y + j * stride, stride, packed, kTile, count, depth);
     } else {
@@ -138,34 +189,14 @@ class Strip {
     }
   }
 
-  // In fp32: puts the diagonal of a symmetric y in its place, where fp32 holds it as exactly as apart.
-  void set_diagonal(const float* diagonal) {
-    static_assert(std::is_same_v<T, float>);
-    for (int64_t c = 0; c < std::min(kTile, depth_ - first_); ++c) {
-      packed_[(first_ + c) * kTile + c] = diagonal[first_ + c];
-    }
-  }
-
-  // sums <- a tile of row-major a [*, depth] times the right factor.
+  // sums <- a tile of row-major a [*, depth] times the right factor, whose first column is that of the tile.
   void multiply(const T* a, int64_t stride, const Tile& tile, const Sums& sums) const {
-    const T *left = a + tile.i * stride, *right = packed_ + (tile.j - first_) * together_;
+    const T *left = a + tile.i * stride, *right = packed_;
     for (int64_t k = 0; k < depth_; k += kDepth) {
       at::native::cpublas::brgemm(
         tile.rows, tile.columns, std::min(kDepth, depth_ - k), stride, kTile, sums.stride, k > 0, left + k,
         right + k * kTile, sums.values, kIsHalf);
     }
-  }
-
-  // In fp32: sums <- sums + a tile of a diagonal left factor times the right one.
-  void add_scaled(const float* diagonal, const Tile& tile, const Sums& sums) const {
-    static_assert(std::is_same_v<T, float>);
-    with_width(tile.columns, [&](auto width) {
-      for (int64_t r = 0; r < tile.rows; ++r) {
-        const float d = diagonal[tile.i + r], *right = packed_ + (tile.i + r) * kTile + tile.j - first_;
-        float* sum = sums.values + r * sums.stride;
-        for (int64_t c = 0; c < width; ++c) sum[c] += d * right[c];
-      }
-    });
   }
 
  private:
@@ -180,7 +211,7 @@ class Strip {
   }
 
   // Aligned to a cache line: a load that crosses one costs two.
-  T* reserve(int64_t depth, int64_t first) {
+  T* reserve(int64_t depth) {
     thread_local std::vector<std::byte> memory;
     constexpr size_t kLine = 64;
     const size_t bytes = depth * kTile * sizeof(T);
@@ -188,7 +219,6 @@ class Strip {
       memory.resize(bytes + kLine);
     }
     depth_ = depth;
-    first_ = first;
     void* start = memory.data();
     size_t space = memory.size();
     return packed_ = static_cast<T*>(std::align(kLine, bytes, start, space));
@@ -196,7 +226,7 @@ class Strip {
 
   T* packed_ = nullptr;
   const int64_t together_ = rows_together<T>();
-  int64_t depth_ = 0, first_ = 0;
+  int64_t depth_ = 0;
 };
 
 // Whether the tensors are of a kind that the products are made for.
