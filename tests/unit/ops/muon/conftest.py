@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is compiled before the tests, marks, a time limit for every test and the end of the process pools."""
 
+import gc
 import inspect
 import itertools
 import os
@@ -45,6 +46,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     _mark_ranks(items)
     _mark_all_but_a_sample(items)
     _leave_out_stocks_faults(items)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What is imported by now stays: collections of garbage need not walk through it during the tests."""
+    gc.collect()
+    gc.freeze()
 
 
 def _mark_ranks(items: list[pytest.Item]) -> None:
