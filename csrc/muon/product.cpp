@@ -15,7 +15,7 @@ struct Scalars {
 // sums <- alpha A B + beta a + shift I, from sums of the products of the strip.
 template <typename T>
 void complete(const Symmetric<T>& a, const Symmetric<T>& b, const Scalars& by, const Sums& sums, const Tile& tile) {
-  const int64_t below = tile.below_diagonal();
+  const int64_t left = tile.left_of_diagonal();
   with_width(tile.columns, [&](auto width) {
     float from_a[kTile], from_b[kTile];
     for (int64_t r = 0; r < tile.rows; ++r) {
@@ -28,8 +28,8 @@ void complete(const Symmetric<T>& a, const Symmetric<T>& b, const Scalars& by, c
         const float of_diagonals = diagonal * from_b[c] + from_a[c] * b.diagonal[tile.j + c];
         sum[c] = by.alpha * (sum[c] + of_diagonals) + by.beta * from_a[c];
       }
-      if (below < tile.columns) {
-        sum[below + r] += by.alpha * (diagonal * b.diagonal[row]) + by.beta * diagonal + by.shift;
+      if (left < tile.columns) {
+        sum[left + r] += by.alpha * (diagonal * b.diagonal[row]) + by.beta * diagonal + by.shift;
       }
     }
   });
@@ -41,14 +41,14 @@ void complete(const Symmetric<float>& a, const Symmetric<float>&, const Scalars&
   if (by.alpha == 1 && by.beta == 0 && by.shift == 0) {
     return;
   }
-  const int64_t below = tile.below_diagonal();
+  const int64_t left = tile.left_of_diagonal();
   with_width(tile.columns, [&](auto width) {
     for (int64_t r = 0; r < tile.rows; ++r) {
       const float* from_a = a.rest + (tile.i + r) * a.size + tile.j;
       float* sum = sums.values + r * sums.stride;
       for (int64_t c = 0; c < width; ++c) sum[c] = by.alpha * sum[c] + by.beta * from_a[c];
-      if (below < tile.columns) {
-        sum[below + r] += by.shift;
+      if (left < tile.columns) {
+        sum[left + r] += by.shift;
       }
     }
   });

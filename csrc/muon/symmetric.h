@@ -25,9 +25,9 @@ struct Symmetric {
 
   // Writes a tile of sums, and its mirror image.
   void store(const Sums& sums, const Tile& tile) const {
-    const int64_t below = tile.below_diagonal();
-    if (below < tile.columns) {
-      store_diagonal({sums.values + below, sums.stride}, tile.i, tile.rows);
+    const int64_t left = tile.left_of_diagonal();
+    if (left < tile.columns) {
+      store_diagonal({sums.values + left, sums.stride}, tile.i, tile.rows);
     }
     T* to = rest + tile.i * size + tile.j;
     if constexpr (!std::is_same_v<T, float>) {
@@ -37,7 +37,7 @@ struct Symmetric {
         }
       });
     }
-    transpose(to, size, rest + tile.j * size + tile.i, size, tile.rows, below);
+    transpose(to, size, rest + tile.j * size + tile.i, size, tile.rows, left);
   }
 
  private:

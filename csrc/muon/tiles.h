@@ -45,7 +45,7 @@ struct Tile {
   int64_t i, j, rows, columns;
 
   // Of a symmetric product, the columns left of the diagonal.
-  int64_t below_diagonal() const {
+  int64_t left_of_diagonal() const {
     return std::min(columns, i - j);
   }
 };

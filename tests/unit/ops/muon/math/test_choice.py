@@ -140,7 +140,7 @@ def test_the_slowest_rank_counts() -> None:
 
 @pytest.mark.parametrize("left", [{"fp32": {"torch": 1.0}}, {"bf16": {"torch": 1.0}}], ids=str)
 def test_ranks_that_raced_in_no_common_dtype_take_the_usual_one(left: Any) -> None:
-    """On a busy machine one of them may find a dtype too slow that the other one keeps."""
+    """What raises or errs on one of them is missing there."""
     found = slowest([times(**left), times(fp16={"torch": 1.0})])
     candidates = Candidates(("fp32", "bf16"), METHODS, {"torch": reference.OPERATIONS}, SIMPLE, torch.device("cpu"))
     tuning = candidates.after_race({(8, 32): 3}, found)
