@@ -22,17 +22,17 @@ template <typename T>
   at::vec::convert(total, out, count);
 }
 
-// One tile of the product of one matrix, summed in the result if that is fp32, else in a buffer and rounded once.
+// One tile of the product of one matrix, summed in the result in fp32, else in a buffer and rounded once.
 template <typename T>
 void compute(
-  const Strip<T>& strip, const Symmetric<T>& p, const T* x, T* out, int64_t columns, bool tall, const Tile& tile) {
+  const Panel<T>& panel, const Symmetric<T>& p, const T* x, T* out, int64_t columns, bool tall, const Tile& tile) {
   T* to = out + tile.i * columns + tile.j;
   if constexpr (std::is_same_v<T, float>) {
     const Sums sums{to, columns};
-    strip.multiply(tall ? x : p.rest, p.size, tile, sums);
+    panel.multiply(tall ? x : p.rest, p.size, tile, sums);
   } else {
     Buffer buffer;
-    strip.multiply(tall ? x : p.rest, p.size, tile, {buffer.values, kTile});
+    panel.multiply(tall ? x : p.rest, p.size, tile, buffer.sums());
     const T* from = x + tile.i * columns + tile.j;
     const float* d = p.diagonal + (tall ? tile.j : tile.i);
     with_width(tile.columns, [&](auto width) {
@@ -45,19 +45,16 @@ void compute(
 
 template <typename T>
 void multiply(const Symmetrics<T>& p, const Tensor& x, const Tensor& out) {
-  const int64_t rows = x.size(1), columns = x.size(2), size = std::min(rows, columns);
-  const int64_t strips = (columns + kTile - 1) / kTile;
+  const int64_t rows = x.size(1), columns = x.size(2), size = p.size();
   const bool tall = rows > columns;
-  const Whole whole(p);
-  at::parallel_for(0, x.size(0) * strips, 1, [&](int64_t begin, int64_t end) {
-    Strip<T> strip;
-    for (int64_t unit = begin; unit < end; ++unit) {
-      const int64_t n = unit / strips, j = unit % strips * kTile, width = std::min(kTile, columns - j);
-      const T* from = x.data_ptr<T>() + n * rows * columns;
-      strip.pack_columns(tall ? p[n].rest : from, columns, size, j, width);
-      T* to = out.data_ptr<T>() + n * rows * columns;
-      for (int64_t i = 0; i < rows; i += kTile) {
-        compute(strip, p[n], from, to, columns, tall, Tile{i, j, std::min(kTile, rows - i), width});
+  for_panels<T, 4>(p.batch(), columns, [&](Panel<T>& panel, int64_t n, int64_t first, int64_t count) {
+    const T* from = x.data_ptr<T>() + n * rows * columns;
+    T* to = out.data_ptr<T>() + n * rows * columns;
+    panel.pack_columns(tall ? p[n].rest : from, columns, size, first, count);
+    for (int64_t i = 0; i < rows; i += kTile) {
+      for (int64_t j = first; j < first + count; j += kTile) {
+        const Tile tile{i, j, std::min(kTile, rows - i), std::min(kTile, first + count - j)};
+        compute(panel, p[n], from, to, columns, tall, tile);
       }
     }
   });
@@ -66,9 +63,9 @@ void multiply(const Symmetrics<T>& p, const Tensor& x, const Tensor& out) {
 }  // namespace
 
 bool multiply(const Tensor& p, const Tensor& diagonal, const Tensor& x, const Tensor& out) {
-  return has_products(p, diagonal, x, out) && with_product_type(x, p.size(-1), [&](auto zero) {
-       multiply(Symmetrics<decltype(zero)>(p, diagonal), x, out);
-     });
+  return has_products(p, diagonal, x, out) && has_diagonals(x.scalar_type(), diagonal) &&
+     with_product_type(
+       x, p.size(-1), [&](auto zero) { multiply(Symmetrics<decltype(zero)>(p, diagonal), x, out); });
 }
 
 }  // namespace muon

@@ -17,8 +17,8 @@ bool apply_(const at::Tensor& param, const at::Tensor& update, double lr, double
             bool cautious);
 bool normalize(const at::Tensor& x, const at::Tensor& out, double norm);
 
-// Symmetric matrices are two tensors each; `transposed` is room for a copy of a tall x.
-bool square(const at::Tensor& x, const at::Tensor& rest, const at::Tensor& diagonal, const at::Tensor& transposed);
+// Symmetric matrices are two tensors each: in fp32 the second, the diagonal, has no elements.
+bool square(const at::Tensor& x, const at::Tensor& rest, const at::Tensor& diagonal);
 bool product(const at::Tensor& a, const at::Tensor& a_diagonal, const at::Tensor& b, const at::Tensor& b_diagonal,
              const at::Tensor& out, const at::Tensor& out_diagonal, double alpha, double beta, double shift);
 bool multiply(const at::Tensor& p, const at::Tensor& diagonal, const at::Tensor& x, const at::Tensor& out);

@@ -35,7 +35,7 @@ void complete(const Symmetric<T>& a, const Symmetric<T>& b, const Scalars& by, c
   });
 }
 
-// In fp32 the sums have the terms of the diagonals.
+// In fp32 matrices are whole.
 void complete(const Symmetric<float>& a, const Symmetric<float>&, const Scalars& by, const Sums& sums,
               const Tile& tile) {
   if (by.alpha == 1 && by.beta == 0 && by.shift == 0) {
@@ -57,19 +57,16 @@ void complete(const Symmetric<float>& a, const Symmetric<float>&, const Scalars&
 template <typename T>
 void product(const Symmetrics<T>& a, const Symmetrics<T>& b, const Symmetrics<T>& out, const Scalars& by) {
   const int64_t size = out.size();
-  const Whole whole_a(a), whole_b(b);
-  for_lower_tiles<T>(
-    out,
-    [&](Strip<T>& strip, int64_t n, int64_t j, int64_t columns) {
-      strip.pack_columns(b[n].rest, size, size, j, columns);
-    },
-    [&](const Strip<T>& strip, int64_t n, const Tile& tile) {
+  for_panels<T, 1>(out.batch(), size, [&](Panel<T>& panel, int64_t n, int64_t first, int64_t count) {
+    panel.pack_columns(b[n].rest, size, size, first, count);
+    for_lower_tiles(size, first, count, [&](const Tile& tile) {
       Buffer buffer;
-      const Sums sums = out[n].sums(tile, buffer);
-      strip.multiply(a[n].rest, size, tile, sums);
+      const Sums sums = out[n].sums(tile, buffer.sums());
+      panel.multiply(a[n].rest, size, tile, sums);
       complete(a[n], b[n], by, sums, tile);
       out[n].store(sums, tile);
     });
+  });
 }
 
 }  // namespace
@@ -78,6 +75,7 @@ bool product(
   const Tensor& a, const Tensor& a_diagonal, const Tensor& b, const Tensor& b_diagonal, const Tensor& out,
   const Tensor& out_diagonal, double alpha, double beta, double shift) {
   return has_products(a, b, out, a_diagonal, b_diagonal, out_diagonal) &&
+     has_diagonals(a.scalar_type(), a_diagonal, b_diagonal, out_diagonal) &&
      with_product_type(a, a.size(-1), [&](auto zero) {
        using S = Symmetrics<decltype(zero)>;
        const Scalars by{static_cast<float>(alpha), static_cast<float>(beta), static_cast<float>(shift)};

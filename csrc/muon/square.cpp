@@ -8,53 +8,62 @@ namespace {
 
 using at::Tensor;
 
-// The transposes of a batch of tall matrices.
 template <typename T>
-void transpose_all(const Tensor& x, const Tensor& out) {
-  const int64_t rows = x.size(1), columns = x.size(2), strips = (rows + kTile - 1) / kTile;
-  const T* from = x.data_ptr<T>();
-  T* to = out.data_ptr<T>();
-  at::parallel_for(0, x.size(0) * strips, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t unit = begin; unit < end; ++unit) {
-      const int64_t n = unit / strips, i = unit % strips * kTile;
-      transpose(
-        from + (n * rows + i) * columns, columns, to + n * rows * columns + i, rows, std::min(kTile, rows - i), columns);
+void square_wide(const T* x, int64_t depth, const Symmetrics<T>& out) {
+  const int64_t size = out.size();
+  for_panels<T, 1>(out.batch(), size, [&](Panel<T>& panel, int64_t n, int64_t first, int64_t count) {
+    const T* rows = x + n * size * depth;
+    panel.pack_rows(rows, depth, depth, first, count);
+    for_lower_tiles(size, first, count, [&](const Tile& tile) {
+      Buffer buffer;
+      const Sums sums = out[n].sums(tile, buffer.sums());
+      panel.multiply(rows, depth, tile, sums);
+      out[n].store(sums, tile);
+    });
+  });
+}
+
+// Rows of a tall matrix that are multiplied together: their transpose and their panel fit into the cache of a core.
+template <typename T>
+constexpr int64_t kRows = 1024 / sizeof(T);
+
+// Transposes as many rows at a time as the cache keeps until they are used. Each adds to the sums, of which those of
+// 16-bit numbers need room of their own.
+template <typename T>
+void square_tall(const T* x, int64_t depth, const Symmetrics<T>& out) {
+  const int64_t size = out.size();
+  for_panels<T, 8>(out.batch(), size, [&](Panel<T>& panel, int64_t n, int64_t first, int64_t count) {
+    thread_local Scratch of_left, of_sums;
+    constexpr int64_t kStride = kRows<T> + 64 / sizeof(T);  // a power of two would use few sets of the cache
+    T* left = of_left.get<T>(size * kStride);
+    float* apart = of_sums.get<float>(std::is_same_v<T, float> ? 0 : size * count);
+    for (int64_t k = 0; k < depth; k += kRows<T>) {
+      const int64_t rows = std::min(kRows<T>, depth - k);
+      const T* block = x + (n * depth + k) * size;
+      transpose(block + first, size, left + first * kStride, kStride, rows, size - first);
+      panel.pack_columns(block, size, rows, first, count);
+      for_lower_tiles(size, first, count, [&](const Tile& tile) {
+        const int64_t at = std::is_same_v<T, float> ? 0 : tile.i * count + tile.j - first;
+        const Sums sums = out[n].sums(tile, {apart + at, count});
+        panel.multiply(left, kStride, tile, sums, k > 0);
+        if (k + rows == depth) {
+          out[n].store(sums, tile);
+        }
+      });
     }
   });
 }
 
-template <typename T>
-void square(const Tensor& x, const Tensor& rest, const Tensor& diagonal, const Tensor& transposed) {
-  const bool tall = x.size(1) > x.size(2);
-  if (tall) {
-    transpose_all<T>(x, transposed);
-  }
-  const T *from = x.data_ptr<T>(), *wide = (tall ? transposed : x).data_ptr<T>();
-  const Symmetrics<T> out(rest, diagonal);
-  const int64_t size = out.size(), depth = x.size(1) * x.size(2) / size;
-  for_lower_tiles<T>(
-    out,
-    [&](Strip<T>& strip, int64_t n, int64_t j, int64_t columns) {
-      if (tall) {
-        strip.pack_columns(from + n * depth * size, size, depth, j, columns);
-      } else {
-        strip.pack_rows(from + n * size * depth, depth, depth, j, columns);
-      }
-    },
-    [&](const Strip<T>& strip, int64_t n, const Tile& tile) {
-      Buffer buffer;
-      const Sums sums = out[n].sums(tile, buffer);
-      strip.multiply(wide + n * size * depth, depth, tile, sums);
-      out[n].store(sums, tile);
-    });
-}
-
 }  // namespace
 
-bool square(const Tensor& x, const Tensor& rest, const Tensor& diagonal, const Tensor& transposed) {
+bool square(const Tensor& x, const Tensor& rest, const Tensor& diagonal) {
   const int64_t depth = std::max(x.size(1), x.size(2));
-  return has_products(x, rest, diagonal, transposed) &&
-     with_product_type(x, depth, [&](auto zero) { square<decltype(zero)>(x, rest, diagonal, transposed); });
+  return has_products(x, rest, diagonal) && has_diagonals(x.scalar_type(), diagonal) &&
+     with_product_type(x, depth, [&](auto zero) {
+       using T = decltype(zero);
+       const Symmetrics<T> out(rest, diagonal);
+       (x.size(1) > x.size(2) ? square_tall<T> : square_wide<T>)(x.data_ptr<T>(), depth, out);
+     });
 }
 
 }  // namespace muon

@@ -1,25 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
-// Symmetric matrices, each its diagonal in fp32 and the rest, and products that are symmetric: of those the tiles on and
-// below the diagonal are computed, and mirrored.
+// Symmetric matrices, and products that are symmetric: the tiles on and below the diagonal are computed, and mirrored.
 #pragma once
 
 #include "tiles.h"
 
 namespace muon {
 
-// One symmetric matrix [size, size]: its diagonal in fp32, and the rest, on whose diagonal there are zeros.
+// One symmetric matrix [size, size]. In 16 bits its diagonal is apart, in fp32, and zero in the rest.
 template <typename T>
 struct Symmetric {
   T* rest;
   float* diagonal;
   int64_t size;
 
-  // Where to sum a tile: in fp32 in the matrix itself, else in the buffer.
-  Sums sums(const Tile& tile, Buffer& buffer) const {
+  // Where to sum a tile: in fp32 in the matrix itself, else apart.
+  Sums sums(const Tile& tile, const Sums& apart) const {
     if constexpr (std::is_same_v<T, float>) {
       return {rest + tile.i * size + tile.j, size};
     } else {
-      return {buffer.values, kTile};
+      return apart;
     }
   }
 
@@ -41,12 +40,14 @@ struct Symmetric {
   }
 
  private:
-  // Moves the diagonal out, and copies the lower triangle to the upper one: rounding may have made them differ.
+  // Copies the lower triangle to the upper one, as rounding may have made them differ. In 16 bits moves the diagonal out.
   void store_diagonal(const Sums& sums, int64_t first, int64_t rows) const {
     for (int64_t r = 0; r < rows; ++r) {
       float* row = sums.values + r * sums.stride;
-      diagonal[first + r] = row[r];
-      row[r] = 0;
+      if constexpr (!std::is_same_v<T, float>) {
+        diagonal[first + r] = row[r];
+        row[r] = 0;
+      }
       for (int64_t c = 0; c < r; ++c) {
         sums.values[c * sums.stride + r] = row[c];
       }
@@ -58,11 +59,13 @@ struct Symmetric {
 template <typename T>
 class Symmetrics {
  public:
+  // In fp32 `diagonal` has no elements.
   Symmetrics(const at::Tensor& rest, const at::Tensor& diagonal)
-    : rest_(rest.data_ptr<T>()), diagonal_(diagonal.data_ptr<float>()), batch_(rest.size(0)), size_(rest.size(-1)) {}
+    : rest_(rest.data_ptr<T>()), diagonal_(diagonal.data_ptr<float>()), batch_(rest.size(0)), size_(rest.size(-1)),
+      per_matrix_(diagonal.size(-1)) {}
 
   Symmetric<T> operator[](int64_t n) const {
-    return {rest_ + n * size_ * size_, diagonal_ + n * size_, size_};
+    return {rest_ + n * size_ * size_, diagonal_ + n * per_matrix_, size_};
   }
 
   int64_t batch() const {
@@ -76,68 +79,30 @@ class Symmetrics {
  private:
   T* rest_;
   float* diagonal_;
-  int64_t batch_, size_;
+  int64_t batch_, size_, per_matrix_;
 };
 
-// While it lives, fp32 matrices hold their diagonals themselves, as exactly as apart. 16-bit matrices stay as they are.
-template <typename T>
-class Whole {
- public:
-  explicit Whole(const Symmetrics<T>& matrices) : matrices_(matrices) {
-    set_diagonals([](const Symmetric<T>& one, int64_t i) { return one.diagonal[i]; });
-  }
+// Whether diagonals are where the products have them: apart in 16 bits, else in the matrices themselves.
+template <typename... Tensors>
+bool has_diagonals(at::ScalarType dtype, const Tensors&... diagonals) {
+  return (... && ((diagonals.size(-1) == 0) == (dtype == at::kFloat)));
+}
 
-  ~Whole() {
-    set_diagonals([](const Symmetric<T>&, int64_t) { return 0.0f; });
-  }
-
-  Whole(const Whole&) = delete;
-  Whole& operator=(const Whole&) = delete;
-
- private:
-  template <typename Value>
-  void set_diagonals(const Value& value) const {
-    if constexpr (std::is_same_v<T, float>) {
-      at::parallel_for(0, matrices_.batch(), 1, [&](int64_t begin, int64_t end) {
-        for (int64_t n = begin; n < end; ++n) {
-          const Symmetric<T> one = matrices_[n];
-          for (int64_t i = 0; i < one.size; ++i) one.rest[i * (one.size + 1)] = value(one, i);
-        }
-      });
+// Calls body for the tiles on and below the diagonal in columns [first, first + count), row by row.
+template <typename Body>
+void for_lower_tiles(int64_t size, int64_t first, int64_t count, const Body& body) {
+  for (int64_t i = first; i < size; i += kTile) {
+    const int64_t rows = std::min(kTile, size - i);
+    for (int64_t j = first; j < std::min(first + count, i); j += kTile) {
+      body(Tile{i, j, rows, kTile});
     }
-  }
-
-  const Symmetrics<T>& matrices_;
-};
-
-// Computes the tiles on and below the diagonal of every matrix, a strip of columns at a time.
-// pack(strip, n, j, columns) packs the strip; compute(strip, n, tile) computes and stores a tile.
-template <typename T, typename Pack, typename Compute>
-void for_lower_tiles(const Symmetrics<T>& out, const Pack& pack, const Compute& compute) {
-  const int64_t batch = out.batch(), size = out.size();
-  const int64_t strips = (size + kTile - 1) / kTile, pairs = (strips + 1) / 2;
-  auto one = [&](Strip<T>& strip, int64_t n, int64_t first) {
-    const int64_t columns = std::min(kTile, size - first);
-    pack(strip, n, first, columns);
-    for (int64_t i = first; i < first + columns; i += kDiagonalRows) {
-      const int64_t rows = std::min(kDiagonalRows, size - i);
-      compute(strip, n, Tile{i, first, rows, i + rows - first});
-    }
-    for (int64_t i = first + columns; i < size; i += kTile) {
-      compute(strip, n, Tile{i, first, std::min(kTile, size - i), columns});
-    }
-  };
-  // The first strip is the longest: taken with the last one it makes a unit of work as large as every other.
-  at::parallel_for(0, batch * pairs, 1, [&](int64_t begin, int64_t end) {
-    Strip<T> strip;
-    for (int64_t unit = begin; unit < end; ++unit) {
-      const int64_t first = unit % pairs, last = strips - 1 - first;
-      one(strip, unit / pairs, first * kTile);
-      if (last != first) {
-        one(strip, unit / pairs, last * kTile);
+    if (i < first + count) {
+      for (int64_t top = i; top < i + rows; top += kDiagonalRows) {
+        const int64_t height = std::min(kDiagonalRows, size - top);
+        body(Tile{top, i, height, top + height - i});
       }
     }
-  });
+  }
 }
 
 }  // namespace muon

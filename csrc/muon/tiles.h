@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Matrix products tile by tile, on oneDNN's kernels: a tile of fp32 sums stays in the cache until it is rounded, once.
-// The left factor is read where it lies; of the right one a strip of columns is packed, because dot products of 16-bit
-// numbers take pairs of rows, and because a packed strip is read in whole cache lines.
+// The left factor is read where it lies; of the right one a panel of columns is packed, because dot products of 16-bit
+// numbers take pairs of rows, and because packed rows are read in whole cache lines.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -23,7 +23,7 @@
 
 namespace muon {
 
-// Rows that a packed strip holds side by side, because one instruction takes them together: pairs of bf16; of fp16 pairs
+// Rows that a packed panel holds side by side, because one instruction takes them together: pairs of bf16; of fp16 pairs
 // where AMX multiplies it, and single rows for AVX512_FP16.
 template <typename T>
 int64_t rows_together() {
@@ -59,6 +59,10 @@ struct Sums {
 // Room for the sums of a tile of 16-bit numbers.
 struct alignas(64) Buffer {
   float values[kTile * kTile];
+
+  Sums sums() {
+    return {values, kTile};
+  }
 };
 
 // Calls body with the width of a tile, as a constant for the usual widths: the compiler then unrolls its loops.
@@ -149,52 +153,62 @@ inline void widen(const at::BFloat16* from, float* to, int64_t count) {
   }
 }
 
-// A strip of columns of a right factor, packed as [depth / together, kTile, together]; each thread has one.
-template <typename T>
-class Strip {
+// Memory that a thread keeps from one call to the next.
+class Scratch {
  public:
-  ~Strip() {
+  // Room for numbers, aligned to a cache line: a load that crosses one costs two.
+  template <typename T>
+  T* get(int64_t count) {
+    constexpr size_t kLine = 64;
+    const size_t bytes = count * sizeof(T);
+    if (memory_.size() < bytes + kLine) {
+      memory_.resize(bytes + kLine);
+    }
+    void* start = memory_.data();
+    size_t space = memory_.size();
+    return static_cast<T*>(std::align(kLine, bytes, start, space));
+  }
+
+ private:
+  std::vector<std::byte> memory_;
+};
+
+// A panel of columns of a right factor, packed in strips as [strips, depth / together, kTile, together].
+template <typename T>
+class Panel {
+ public:
+  ~Panel() {
     at::native::cpublas::brgemm_release(kIsHalf);
   }
 
-  // Packs columns [j, j + count) of row-major y [depth, *].
-  void pack_columns(const T* y, int64_t stride, int64_t depth, int64_t j, int64_t count) {
-    T* packed = reserve(depth);
-    with_width(count, [&](auto width) {
-      for (int64_t k = 0; k < depth; k += together_, packed += kTile * together_) {
-        const T* row = y + k * stride + j;
-        for (int64_t ahead = k + kAhead; ahead < std::min(k + kAhead + together_, depth); ++ahead) {
-          prefetch(y + ahead * stride + j, width);
-        }
-        if (together_ == 1) {
-          for (int64_t c = 0; c < width; ++c) packed[c] = row[c];
-        } else {
-          auto* low = reinterpret_cast<const uint16_t*>(row);
-          auto* high = low + stride;
-          auto* pair = reinterpret_cast<uint32_t*>(packed);
-          for (int64_t c = 0; c < width; ++c) pair[c] = low[c] | static_cast<uint32_t>(high[c]) << 16;
-        }
-      }
-    });
-  }
-
-  // Packs rows [j, j + count) of row-major y [*, depth], the columns of its transpose; a pair of halves is one word.
-  void pack_rows(const T* y, int64_t stride, int64_t depth, int64_t j, int64_t count) {
-    T* packed = reserve(depth);
-    if (together_ == 1) {
-      transpose(y + j * stride, stride, packed, kTile, count, depth);
-    } else {
-      auto* words = reinterpret_cast<const float*>(y + j * stride);
-      transpose(words, stride / together_, reinterpret_cast<float*>(packed), kTile, count, depth / together_);
+  // Packs columns [first, first + count) of row-major y [depth, *].
+  void pack_columns(const T* y, int64_t stride, int64_t depth, int64_t first, int64_t count) {
+    reserve(depth, first, count);
+    for (int64_t j = first; j < first + count; j += kTile) {
+      with_width(std::min(kTile, first + count - j), [&](auto width) { pack_strip(y + j, stride, strip(j), width); });
     }
   }
 
-  // sums <- a tile of row-major a [*, depth] times the right factor, whose first column is that of the tile.
-  void multiply(const T* a, int64_t stride, const Tile& tile, const Sums& sums) const {
-    const T *left = a + tile.i * stride, *right = packed_;
+  // Packs rows [first, first + count) of row-major y [*, depth], the columns of its transpose.
+  void pack_rows(const T* y, int64_t stride, int64_t depth, int64_t first, int64_t count) {
+    reserve(depth, first, count);
+    for (int64_t j = first; j < first + count; j += kTile) {
+      const int64_t width = std::min(kTile, first + count - j);
+      if (together_ == 1) {
+        transpose(y + j * stride, stride, strip(j), kTile, width, depth);
+      } else {  // a pair of halves is one word
+        auto* words = reinterpret_cast<const float*>(y + j * stride);
+        transpose(words, stride / together_, reinterpret_cast<float*>(strip(j)), kTile, width, depth / together_);
+      }
+    }
+  }
+
+  // sums <- a tile of row-major a [*, depth] times the right factor; or sums plus that.
+  void multiply(const T* a, int64_t stride, const Tile& tile, const Sums& sums, bool add = false) const {
+    const T *left = a + tile.i * stride, *right = strip(tile.j);
     for (int64_t k = 0; k < depth_; k += kDepth) {
       at::native::cpublas::brgemm(
-        tile.rows, tile.columns, std::min(kDepth, depth_ - k), stride, kTile, sums.stride, k > 0, left + k,
+        tile.rows, tile.columns, std::min(kDepth, depth_ - k), stride, kTile, sums.stride, add || k > 0, left + k,
         right + k * kTile, sums.values, kIsHalf);
     }
   }
@@ -205,29 +219,64 @@ class Strip {
   // The longest sum that one kernel call makes, so that both factors of a tile stay in the cache.
   static constexpr int64_t kDepth = 2048 / sizeof(T);
 
+  template <typename Width>
+  void pack_strip(const T* y, int64_t stride, T* packed, Width width) const {
+    for (int64_t k = 0; k < depth_; k += together_, packed += kTile * together_) {
+      const T* row = y + k * stride;
+      for (int64_t ahead = k + kAhead; ahead < std::min(k + kAhead + together_, depth_); ++ahead) {
+        prefetch(y + ahead * stride, width);
+      }
+      if (together_ == 1) {
+        for (int64_t c = 0; c < width; ++c) packed[c] = row[c];
+      } else {
+        auto* low = reinterpret_cast<const uint16_t*>(row);
+        auto* high = low + stride;
+        auto* pair = reinterpret_cast<uint32_t*>(packed);
+        for (int64_t c = 0; c < width; ++c) pair[c] = low[c] | static_cast<uint32_t>(high[c]) << 16;
+      }
+    }
+  }
+
   // Hardware prefetchers do not follow rows that lie far apart.
   static void prefetch(const T* row, int64_t count) {
     for (int64_t c = 0; c < count; c += 64 / sizeof(T)) __builtin_prefetch(row + c);
   }
 
-  // Aligned to a cache line: a load that crosses one costs two.
-  T* reserve(int64_t depth) {
-    thread_local std::vector<std::byte> memory;
-    constexpr size_t kLine = 64;
-    const size_t bytes = depth * kTile * sizeof(T);
-    if (memory.size() < bytes + kLine) {
-      memory.resize(bytes + kLine);
-    }
+  void reserve(int64_t depth, int64_t first, int64_t count) {
+    thread_local Scratch scratch;
     depth_ = depth;
-    void* start = memory.data();
-    size_t space = memory.size();
-    return packed_ = static_cast<T*>(std::align(kLine, bytes, start, space));
+    first_ = first;
+    packed_ = scratch.get<T>(depth * ((count + kTile - 1) / kTile * kTile));
+  }
+
+  // The strip whose first column is j.
+  T* strip(int64_t j) const {
+    return packed_ + (j - first_) * depth_;
   }
 
   T* packed_ = nullptr;
   const int64_t together_ = rows_together<T>();
-  int64_t depth_ = 0;
+  int64_t depth_ = 0, first_ = 0;
 };
+
+// Calls body(panel, n, first, count) for the columns of every matrix of a batch, in panels of at most kStrips strips,
+// which share the reads of the left factor. Of fewer where a thread would have less than two panels, unless each of them
+// has as many matrices.
+template <typename T, int64_t kStrips, typename Body>
+void for_panels(int64_t batch, int64_t columns, const Body& body) {
+  const int64_t strips = (columns + kTile - 1) / kTile, threads = at::get_num_threads();
+  const int64_t least = batch % threads == 0 ? threads : 2 * threads;
+  const int64_t width = kTile * std::clamp<int64_t>(batch * strips / least, 1, kStrips);
+  const int64_t panels = (columns + width - 1) / width;
+  at::parallel_for(0, batch * panels, 1, [&](int64_t begin, int64_t end) {
+    Panel<T> panel;
+    for (int64_t unit = begin; unit < end; ++unit) {
+      // From both ends in turn: of a triangle the first panel is the longest, and the last one the shortest.
+      const int64_t turn = unit % panels, place = turn % 2 == 0 ? turn / 2 : panels - 1 - turn / 2;
+      body(panel, unit / panels, place * width, std::min(width, columns - place * width));
+    }
+  });
+}
 
 // Whether the tensors are of a kind that the products are made for.
 template <typename... Tensors>

@@ -82,9 +82,7 @@ def table(module: Any) -> Operations:
         return call
 
     def square(x: Tensor, out: Symmetric, work: Workspace) -> None:
-        rows, cols = x.shape[-2:]
-        transposed = work.get("transposed", (x.size(0), cols, rows) if rows > cols else (0,), x.dtype, x.device)
-        if not module.square(x, *out, transposed):
+        if not module.square(x, *out):
             reference.square(x, out, work)
 
     def product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, by: Scalars = PLAIN) -> None:

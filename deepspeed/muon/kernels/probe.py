@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.kernels import reference
-from deepspeed.muon.kernels.table import Operations, Scalars, Symmetric
+from deepspeed.muon.kernels.table import Operations, Scalars, symmetric_of
 from deepspeed.muon.kernels.workspace import Workspace
 
 #: The accelerator of this process, NVIDIA's or AMD's.
@@ -55,19 +55,11 @@ def warm(table: Operations, shapes: Iterable[tuple[int, int, int, torch.dtype]],
     work = Workspace()
     for batch, rows, cols, dtype in sorted(set(shapes), key=str):
         x, out = (work.get(name, (batch, rows, cols), dtype, device) for name in ("x", "out"))
-        gram, factor = (_symmetric(name, batch, min(rows, cols), dtype, device, work) for name in ("gram", "factor"))
+        gram, factor = (symmetric_of(name, x, work) for name in ("gram", "factor"))
         table.normalize(x.fill_(1.0), x)
         table.square(x, gram, work)
         table.product(gram, gram, factor, work, BY)
         table.multiply(factor, x, out, work)
-
-
-def _symmetric(
-    name: str, batch: int, size: int, dtype: torch.dtype, device: torch.device | str, work: Workspace
-) -> Symmetric:
-    where = torch.device(device)
-    rest = work.get(name, (batch, size, size), dtype, where)
-    return Symmetric(rest, work.get(f"{name} diagonal", (batch, size), torch.float32, where))
 
 
 def _results(table: Operations, size: int) -> dict[str, Tensor]:
@@ -94,7 +86,7 @@ def _results(table: Operations, size: int) -> dict[str, Tensor]:
         results[name] = param.clone()
 
     x = (x / cols**0.5).to(DTYPE)
-    gram, factor = (_symmetric(name, batch, size, DTYPE, DEVICE, work) for name in ("gram", "factor"))
+    gram, factor = (symmetric_of(name, x, work) for name in ("gram", "factor"))
     table.square(x, gram, work)
     table.product(gram, gram, factor, work, BY)
     for name, matrix in (("square", gram), ("product", factor)):

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -166,7 +165,8 @@ def square(x: Tensor, out: Symmetric, work: Workspace) -> None:
     """
     wide = x if x.size(-2) <= x.size(-1) else x.mT
     torch.bmm(wide, wide.mT, out=out.rest)
-    separate(wide, out)
+    if not out.is_whole:
+        separate(wide, out)
 
 
 def separate(wide: Tensor, out: Symmetric) -> None:
@@ -186,14 +186,10 @@ def product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, by: Sca
         by: alpha, beta and shift.
     """
     alpha, beta, shift = by
-    if out.rest.dtype == torch.float32:
-        with _whole(a), _whole(b):
-            torch.baddbmm(a.rest, a.rest, b.rest, beta=beta, alpha=alpha, out=out.rest)
-        diagonal = out.rest.diagonal(dim1=-2, dim2=-1)
-        torch.add(diagonal, shift, out=out.diagonal)
-        diagonal.zero_()
-        return
     torch.baddbmm(a.rest, a.rest, b.rest, beta=beta, alpha=alpha, out=out.rest)
+    if out.is_whole:
+        out.rest.diagonal(dim1=-2, dim2=-1).add_(shift)
+        return
     cross, more = (work.get(f"cross{i}", tuple(a.rest.shape), torch.float32, a.rest.device) for i in range(2))
     torch.mul(a.rest, b.diagonal.unsqueeze(-2), out=cross)
     cross.add_(torch.mul(b.rest, a.diagonal.unsqueeze(-1), out=more))
@@ -210,23 +206,11 @@ def multiply(p: Symmetric, x: Tensor, out: Tensor, work: Workspace) -> Tensor:
         out: of the same shape and dtype; not ``x``.
     """
     is_wide = x.size(-2) <= x.size(-1)
-    if x.dtype == torch.float32:
-        with _whole(p):
-            return torch.bmm(*((p.rest, x) if is_wide else (x, p.rest)), out=out)
     torch.bmm(*((p.rest, x) if is_wide else (x, p.rest)), out=out)
+    if p.is_whole:
+        return out
     scaled = work.get("cross0", tuple(x.shape), torch.float32, x.device)
     return out.add_(torch.mul(x, p.diagonal.unsqueeze(-1 if is_wide else -2), out=scaled))
-
-
-@contextmanager
-def _whole(matrix: Symmetric) -> Iterator[None]:
-    """Inside, ``rest`` has its diagonal, which fp32 holds as exactly as the diagonal kept apart; else zeros."""
-    diagonal = matrix.rest.diagonal(dim1=-2, dim2=-1)
-    diagonal.copy_(matrix.diagonal)
-    try:
-        yield
-    finally:
-        diagonal.zero_()
 
 
 OPERATIONS = Operations(

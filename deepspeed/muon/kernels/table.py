@@ -10,19 +10,35 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from deepspeed.muon.kernels.workspace import Workspace
+
 
 class Symmetric(NamedTuple):
-    """A batch of symmetric matrices ``[batch, k, k]``: ``diagonal + rest``.
+    """A batch of symmetric matrices ``[batch, k, k]``: ``diagonal + rest``, or ``rest`` alone.
 
     In Newton-Schulz they are a multiple of I plus something smaller. bf16 would round all entries of such a diagonal
-    alike and so shift every eigenvalue, which is why the diagonal is kept apart.
+    alike and so shift every eigenvalue, which is why 16-bit matrices keep their diagonals apart. Those in fp32 are
+    whole.
 
-    ``rest``: ``[batch, k, k]``, contiguous, in bf16, fp16 or fp32, zero on its diagonal. ``diagonal``: ``[batch, k]``,
-    fp32.
+    ``rest``: ``[batch, k, k]``, contiguous, in bf16, fp16 or fp32; zero on its diagonal if that is apart.
+    ``diagonal``: fp32, ``[batch, k]`` apart, ``[batch, 0]`` of whole matrices.
     """
 
     rest: Tensor
     diagonal: Tensor
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether ``rest`` holds the diagonal, too."""
+        return self.diagonal.size(-1) == 0
+
+
+def symmetric_of(name: str, x: Tensor, work: Workspace) -> Symmetric:
+    """Scratch for symmetric matrices of the smaller size of ``x [batch, rows, cols]``, in its dtype."""
+    batch, size = x.size(0), min(x.shape[-2:])
+    rest = work.get(name, (batch, size, size), x.dtype, x.device)
+    apart = 0 if x.dtype == torch.float32 else size
+    return Symmetric(rest, work.get(f"{name} diagonal", (batch, apart), torch.float32, x.device))
 
 
 class Scalars(NamedTuple):

@@ -82,19 +82,23 @@ def operations(other: Operations) -> Operations:
     )
     if torch.version.hip:
         return elementwise
-    plain = _either(lambda a, b, out, *_: _is_plain(*a, *b, *out), diagonals.product, other.product)
+    plain = _either(lambda a, b, out, *_: _are_apart(a, b, out), diagonals.product, other.product)
     return dataclasses.replace(
         elementwise,
         name=f"triton + {other.name}",
         square=_either(
-            lambda x, out, *_: _is_plain(x, *out) and _are_large(x, out.rest), products.square, other.square
+            lambda x, out, *_: _are_apart(out) and _is_plain(x, *out) and _are_large(x, out.rest),
+            products.square,
+            other.square,
         ),
         product=_either(
-            lambda a, b, out, *_: _is_plain(*a, *b, *out) and _are_large(a.rest, b.rest, out.rest),
+            lambda a, b, out, *_: _are_apart(a, b, out) and _are_large(a.rest, b.rest, out.rest),
             products.product,
             plain,
         ),
-        multiply=_either(lambda p, x, out, *_: _is_plain(*p, x, out), diagonals.multiply, other.multiply),
+        multiply=_either(
+            lambda p, x, out, *_: _are_apart(p) and _is_plain(*p, x, out), diagonals.multiply, other.multiply
+        ),
     )
 
 
@@ -136,6 +140,11 @@ def _is_plain(*tensors: Tensor) -> bool:
     """Whether one kernel can process all of them together."""
     first = tensors[0]
     return all(is_on_gpu(t) and t.device == first.device and t.dtype in FLOATS and t.is_contiguous() for t in tensors)
+
+
+def _are_apart(*matrices: Symmetric) -> bool:
+    """Whether the kernels, which take diagonals apart, can process all of them together."""
+    return not any(m.is_whole for m in matrices) and _is_plain(*(part for m in matrices for part in m))
 
 
 def are_half_and_aligned(*matrices: Tensor) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.kernels import reference
-from deepspeed.muon.kernels.table import Operations, Scalars, Symmetric
+from deepspeed.muon.kernels.table import Operations, Scalars, symmetric_of
 from deepspeed.muon.kernels.workspace import Workspace, matrices_together
 from deepspeed.muon.math.coefficients import Schedule, for_larger_norm, segments
 
@@ -107,7 +107,7 @@ def orthogonalize(
 def _standard(
     x: Tensor, spare: Tensor, schedule: Schedule, segments: Sequence[int], work: Workspace, kernels: Operations
 ) -> Tensor:
-    gram, factor = (_symmetric(name, x, work) for name in ("gram", "factor"))
+    gram, factor = (symmetric_of(name, x, work) for name in ("gram", "factor"))
     for a, b, c in schedule:
         kernels.square(x, gram, work)
         kernels.product(gram, gram, factor, work, Scalars(c, b, a))
@@ -118,7 +118,7 @@ def _standard(
 def _gram(
     x: Tensor, spare: Tensor, schedule: Schedule, segments: Sequence[int], work: Workspace, kernels: Operations
 ) -> Tensor:
-    r, factor, q, t = (_symmetric(name, x, work) for name in ("gram", "factor", "q", "t"))
+    r, factor, q, t = (symmetric_of(name, x, work) for name in ("gram", "factor", "q", "t"))
     step = 0
     for segment in segments:
         kernels.square(x, r, work)
@@ -135,10 +135,3 @@ def _gram(
         x, spare = kernels.multiply(q, x, spare, work), x
         step += segment
     return x
-
-
-def _symmetric(name: str, x: Tensor, work: Workspace) -> Symmetric:
-    """Scratch for symmetric matrices of the smaller size of ``x``."""
-    size = min(x.shape[-2:])
-    rest = work.get(name, (x.size(0), size, size), x.dtype, x.device)
-    return Symmetric(rest, work.get(f"{name} diagonal", (x.size(0), size), torch.float32, x.device))

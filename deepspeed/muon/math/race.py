@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from deepspeed.muon.kernels.table import Operations, Symmetric
+from deepspeed.muon.kernels.table import Operations, symmetric_of
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.log import logger
 from deepspeed.muon.math.choice import TORCH, Shape, Times, shape_key
@@ -162,7 +162,7 @@ class _Timer:
         return x.mul_(NORM / (rows * cols) ** 0.5).to(DTYPES[dtype])
 
     def _square(self, x: Tensor) -> Product:
-        out = self._symmetric_of(x)
+        out = symmetric_of("out", x, Workspace())
 
         def run(table: Operations) -> Tensor:
             table.square(x, out, self.work)
@@ -171,7 +171,7 @@ class _Timer:
         return run
 
     def _product(self, x: Tensor) -> Product:
-        gram, out = self._symmetric_of(x), self._symmetric_of(x)
+        gram, out = (symmetric_of("", x, Workspace()) for _ in range(2))
         self.tables[TORCH].square(x, gram, self.work)
 
         def run(table: Operations) -> Tensor:
@@ -181,16 +181,9 @@ class _Timer:
         return run
 
     def _multiply(self, x: Tensor) -> Product:
-        gram, out = self._symmetric_of(x), torch.empty_like(x)
+        gram, out = symmetric_of("gram", x, Workspace()), torch.empty_like(x)
         self.tables[TORCH].square(x, gram, self.work)
         return lambda table: table.multiply(gram, x, out, self.work)
-
-    def _symmetric_of(self, x: Tensor) -> Symmetric:
-        size = min(x.shape[-2:])
-        return Symmetric(
-            torch.empty(x.size(0), size, size, dtype=x.dtype, device=x.device),
-            torch.empty(x.size(0), size, device=x.device),
-        )
 
     def _of_tables(self, products: Mapping[str, Product]) -> dict[Candidate, float]:
         """Of products by dtype, the seconds by dtype and table."""

@@ -19,7 +19,7 @@ from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.plan.placement import PlacedBlock
 from deepspeed.muon.plan.plan import Batch, Plan, Round, batches_of
 
-#: Small symmetric matrices of a method of Newton-Schulz; each has a diagonal in fp32.
+#: Small symmetric matrices of a method of Newton-Schulz; in 16 bits each has a diagonal in fp32.
 SYMMETRIC = {"standard": ("gram", "factor"), "gram": ("gram", "factor", "q", "t")}
 
 
@@ -98,11 +98,11 @@ def _temporaries(batch: Batch, method: str, memory: Memory) -> Counter[str]:
     if memory.wire != memory.dtype:
         sizes["iterate"] = numel * itemsize
     for name in SYMMETRIC[method]:
-        sizes |= {name: small * small * itemsize, f"{name} diagonal": 4 * small}
+        sizes[name] = small * small * itemsize
+        if memory.dtype != "fp32":
+            sizes[f"{name} diagonal"] = 4 * small
     if memory.plain and memory.dtype != "fp32":
         sizes |= {"cross0": 4 * numel, "cross1": 4 * small * small}
-    elif not memory.plain and on_cpu and batch.rows > batch.cols:
-        sizes["transposed"] = numel * itemsize
     together = min(batch.count, batch_limit(batch.rows, batch.cols, itemsize, not on_cpu))
     return Counter({name: together * size for name, size in sizes.items()})
 

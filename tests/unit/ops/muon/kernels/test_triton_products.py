@@ -173,7 +173,8 @@ def iterate(method: str, shape: tuple[int, int, int], symmetric_from: int) -> No
     x = randn(*shape)
     exact = torch.stack([newton_schulz_fp64(matrix) for matrix in x])
     kernels = interpreted_table(symmetric_from, tiles=(16, 32, 64))
-    assert relative(orthogonalize(x.clone(), schedule("simple"), method, kernels=kernels), exact) <= 1e-4
+    found = orthogonalize(x.clone(), schedule("simple"), method, torch.float16, kernels=kernels)
+    assert relative(found, exact) <= 5e-3
 
 
 @needs_triton

@@ -18,7 +18,7 @@ from deepspeed.muon.kernels import triton_diagonals as diagonals
 from deepspeed.muon.kernels import triton_elementwise as elementwise
 from deepspeed.muon.kernels import triton_multi as multi
 from deepspeed.muon.kernels import triton_products as products
-from deepspeed.muon.kernels.table import Operations, Scalars, Symmetric
+from deepspeed.muon.kernels.table import Operations, Scalars, Symmetric, symmetric_of
 from deepspeed.muon.kernels.workspace import Workspace
 from helpers.kernels import Interpret, interpreted_table
 
@@ -93,6 +93,17 @@ def test_only_aligned_matrices_have_symmetric_products(table: str, taken: Any) -
         a, b, out = (symmetric(2, 32, offset) for offset in offsets)
         assert product(a, b, out) == (unaligned if any(offsets) else "symmetric"), offsets
     assert product(symmetric(2, 40), symmetric(2, 40), symmetric(2, 40)) == unaligned
+
+
+@pytest.mark.parametrize("table", ["triton", "quack"])
+def test_whole_matrices_are_left_to_the_table_below(table: str, taken: Any) -> None:
+    """Those in fp32: the kernels would read the diagonals, which are empty."""
+    first, x = taken(table), torch.zeros(2, 32, 48)
+    whole, work = symmetric_of("gram", x, Workspace()), Workspace()
+    assert whole.is_whole
+    assert first(lambda kernels: kernels.square(x, whole, work)) == "below"
+    assert first(lambda kernels: kernels.product(whole, whole, whole, work, Scalars())) == "below"
+    assert first(lambda kernels: kernels.multiply(whole, x, x, work)) == "below"
 
 
 def test_amd_has_the_elementwise_kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
