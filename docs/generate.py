@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from itertools import groupby
 from pathlib import Path
 
 from deepspeed.muon.config.messages import PEERS
@@ -162,7 +163,8 @@ def configuration() -> str:
 
 
 def _triples(triples: tuple[tuple[float, float, float], ...]) -> str:
-    return "<br>".join(", ".join(f"{value:.6g}" for value in triple) for triple in triples)
+    runs = [(", ".join(f"{value:.6g}" for value in triple), len(list(run))) for triple, run in groupby(triples)]
+    return "<br>".join(text + f" ({count} times)" * (count > 1) for text, count in runs)
 
 
 def errors() -> str:

@@ -48,7 +48,29 @@ POLAR_EXPRESS: Schedule = for_larger_norm(
     1.02,
 )
 
-NAMED: dict[str, Schedule] = {"simple": (SIMPLE,), "you": YOU, "polar_express": POLAR_EXPRESS}
+#: DeepSeek-V4 (2026), section 2.4: eight steps that are steep at zero, and two that converge to one.
+DEEPSEEK_V4: Schedule = (SIMPLE,) * 8 + ((2.0, -1.5, 0.5),) * 2
+
+#: Cubic steps, which take a product less each; from NVIDIA's Emerging-Optimizers. Just above one it
+#: changes signs, hence the norm of 1 / 1.02.
+CUBIC5: Schedule = for_larger_norm(
+    (
+        (3.3656576, -3.3420992, 0.0),
+        (2.5744352, -1.4957376, 0.0),
+        (2.5368962, -1.4312570, 0.0),
+        (2.4418906, -1.2764040, 0.0),
+        (2.2230472, -0.9630650, 0.0),
+    ),
+    1.02,
+)
+
+NAMED: dict[str, Schedule] = {
+    "simple": (SIMPLE,),
+    "you": YOU,
+    "polar_express": POLAR_EXPRESS,
+    "deepseek_v4": DEEPSEEK_V4,
+    "cubic5": CUBIC5,
+}
 
 
 def schedule(coefficients: str | Schedule, steps: int | None = None) -> Schedule:

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.kernels import reference
-from deepspeed.muon.kernels.table import Operations, Scalars, symmetric_of
+from deepspeed.muon.kernels.table import Operations, Scalars, Symmetric, symmetric_of
 from deepspeed.muon.kernels.workspace import Workspace, matrices_together
-from deepspeed.muon.math.coefficients import Schedule, for_larger_norm, segments
+from deepspeed.muon.math.coefficients import Schedule, Triple, for_larger_norm, segments
 
 METHODS = ("standard", "gram")
 #: The dtypes of the products, the most exact first.
@@ -45,11 +45,11 @@ class Products(NamedTuple):
 
 def products(schedule: Schedule, method: str, dtype: str) -> Products:
     """The products of one method, which depend on the dtype because restarts do."""
-    steps = len(schedule)
+    steps, quintic = len(schedule), sum(c != 0 for _, _, c in schedule)
     if method == "standard":
-        return Products(steps, steps, steps)
+        return Products(steps, quintic, steps)
     restarts = len(segments(schedule, dtype))
-    return Products(restarts, 4 * steps - 3 * restarts, restarts)
+    return Products(restarts, quintic + 3 * (steps - restarts), restarts)
 
 
 def flops(rows: int, cols: int, schedule: Schedule, method: str, dtype: str, symmetric: float = 1.0) -> int:
@@ -108,9 +108,9 @@ def _standard(
     x: Tensor, spare: Tensor, schedule: Schedule, segments: Sequence[int], work: Workspace, kernels: Operations
 ) -> Tensor:
     gram, factor = (symmetric_of(name, x, work) for name in ("gram", "factor"))
-    for a, b, c in schedule:
+    for triple in schedule:
         kernels.square(x, gram, work)
-        kernels.product(gram, gram, factor, work, Scalars(c, b, a))
+        _polynomial(gram, triple, factor, work, kernels)
         x, spare = kernels.multiply(factor, x, spare, work), x
     return x
 
@@ -122,8 +122,8 @@ def _gram(
     step = 0
     for segment in segments:
         kernels.square(x, r, work)
-        for i, (a, b, c) in enumerate(schedule[step : step + segment]):
-            kernels.product(r, r, factor, work, Scalars(c, b, a))
+        for i, triple in enumerate(schedule[step : step + segment]):
+            _polynomial(r, triple, factor, work, kernels)
             if i + 1 < segment:
                 kernels.product(factor, r, t, work)
                 kernels.product(factor, t, r, work)
@@ -135,3 +135,13 @@ def _gram(
         x, spare = kernels.multiply(q, x, spare, work), x
         step += segment
     return x
+
+
+def _polynomial(r: Symmetric, triple: Triple, out: Symmetric, work: Workspace, kernels: Operations) -> None:
+    """``out = a I + b R + c R^2``."""
+    a, b, c = triple
+    if c:
+        return kernels.product(r, r, out, work, Scalars(c, b, a))
+    torch.mul(r.rest, b, out=out.rest)
+    torch.mul(r.diagonal, b, out=out.diagonal)
+    (out.rest.diagonal(dim1=-2, dim2=-1) if out.is_whole else out.diagonal).add_(a)

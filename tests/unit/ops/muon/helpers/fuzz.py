@@ -36,7 +36,7 @@ VALID: dict[str, list[Any]] = {
     "ns_method": ["auto", "standard", "gram"],
     "ns_tuning": ["shipped", "measured"],
     "ns_steps": [1, 3, 5, 6],
-    "ns_coefficients": ["simple", "you", "polar_express", SIMPLE, CUBIC, [SIMPLE] * 3, [SIMPLE, CUBIC]],
+    "ns_coefficients": [*NAMED, SIMPLE, CUBIC, [SIMPLE] * 3, [SIMPLE, CUBIC]],
     "ns_dtype": ["auto", "bf16", "fp16", "fp32", "fp32", "fp32"],
     "wire_dtype": ["auto", "auto", "bf16", "fp32"],
     "kernels": ["auto", "torch"],
@@ -137,7 +137,7 @@ STOCKS: list[dict[str, Any]] = [
     {"offload_optimizer": {"device": "gpu"}},
     {"offload_param": "cpu"},
 ]
-TRIPLES = {"you": 5, "polar_express": 5}
+TRIPLES = {name: len(triples) for name, triples in NAMED.items() if len(triples) > 1}
 Case = dict[str, Any]
 """`config`, what goes into a ds_config; `wrong`, keys of which the message must name one; `stock`, if stock refuses."""
 

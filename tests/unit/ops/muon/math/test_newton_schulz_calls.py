@@ -17,9 +17,12 @@ from deepspeed.muon.kernels import workspace
 from deepspeed.muon.kernels.selection import choose, missing
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.math import newton_schulz as module
-from deepspeed.muon.math.coefficients import SIMPLE, schedule
+from deepspeed.muon.math.coefficients import SIMPLE, Schedule, schedule
 from deepspeed.muon.math.newton_schulz import METHODS, flops, orthogonalize
 from helpers.singular_values import SHAPES, VARIED, generator, reference, relative_error
+
+#: Without c.
+CUBIC = (1.5, -0.5, 0.0)
 
 # ---- out, work ------------------------------------------------------------------------------------------
 
@@ -173,12 +176,15 @@ def test_workspace_reuses_and_grows() -> None:
 # ---- flops ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 6, 7, 8, 13])
+@pytest.mark.parametrize(
+    "triples", [*(schedule("simple", n) for n in (1, 2, 3, 4, 5, 6, 7, 8, 13)), (SIMPLE, CUBIC), (CUBIC,) * 5], ids=str
+)
 @pytest.mark.parametrize("shape", [(8, 20), (20, 8), (9, 9)])
 @pytest.mark.parametrize("method", METHODS)
 def test_flops_is_the_count_of_the_products(
-    monkeypatch: pytest.MonkeyPatch, method: str, shape: tuple[int, int], steps: int
+    monkeypatch: pytest.MonkeyPatch, method: str, shape: tuple[int, int], triples: Schedule
 ) -> None:
+    """A step without c takes one less."""
     counted: Counter[str] = Counter()
 
     def counting(name: str, original: Callable[..., Tensor], skip: int) -> Callable[..., Tensor]:
@@ -193,9 +199,9 @@ def test_flops_is_the_count_of_the_products(
     monkeypatch.setattr(torch, "baddbmm", counting("baddbmm", torch.baddbmm, 1))
     for other in ("mm", "addmm", "matmul", "einsum"):
         monkeypatch.delattr(torch, other)
-    orthogonalize(torch.randn(3, *shape), schedule("simple", steps), method)
-    assert all(counted[name] for name in ("bmm", "baddbmm"))
-    assert counted.total() == 3 * flops(*shape, schedule("simple", steps), method, "fp32")
+    orthogonalize(torch.randn(3, *shape), triples, method)
+    assert counted["bmm"] and (counted["baddbmm"] or triples[0] == CUBIC)
+    assert counted.total() == 3 * flops(*shape, triples, method, "fp32")
 
 
 def test_flops_of_five_steps() -> None:
