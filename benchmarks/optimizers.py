@@ -118,6 +118,7 @@ def single(
     setting = {"model": model, "layers": layers, "hidden": hidden, "rounds": rounds, "device": device}
     rates = measure(1, threads, device)
     (found,) = ranks.run(rank, setting | {"optimizers": optimizers}, 1, 900, threads, device)
+    rates = rates.best(measure(1, threads, device))  # before and after: what else runs on the machine changes
     shapes, ((kernels, symmetric), *_) = LAYERS[model](hidden), (*found["kernels"], ("", False))
     floor, _ = roofline.floor(shapes * layers, 0, 1, rates, symmetric=symmetric)
     base, rows, spent = next(iter(found["times"])), [], {name: 1e3 * time for name, time in found["phases"].items()}

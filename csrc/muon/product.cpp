@@ -12,7 +12,7 @@ struct Scalars {
   float alpha, beta, shift;
 };
 
-// sums <- alpha A B + beta a + shift I, from sums of the products of the strip.
+// sums <- alpha A B + beta A + shift I, from sums over products of elements off the diagonals.
 template <typename T>
 void complete(const Symmetric<T>& a, const Symmetric<T>& b, const Scalars& by, const Sums& sums, const Tile& tile) {
   const int64_t left = tile.left_of_diagonal();

@@ -145,3 +145,20 @@ def test_odd_sizes_of_bf16_go_to_the_twin() -> None:
         native.operations().square(x, found, Workspace())
         reference.square(x, expected, Workspace())
         assert found.rest.equal(expected.rest) and found.diagonal.equal(expected.diagonal)
+
+
+def test_fp32_with_diagonals_apart_goes_to_the_twin() -> None:
+    if native.unavailable():
+        pytest.skip(str(native.unavailable()))
+    x, work = randn(1, 8, 12), Workspace()
+    found, a, expected, b = (apart(8) for _ in range(4))
+    for kernels, square, product in ((native.operations(), found, a), (reference.OPERATIONS, expected, b)):
+        kernels.square(x, square, work)
+        kernels.product(square, square, product, work, BY[1])
+    assert all(part.equal(other) for part, other in zip((*found, *a), (*expected, *b), strict=True))
+    results = [k.multiply(a, x, torch.empty_like(x), work) for k in (native.operations(), reference.OPERATIONS)]
+    assert results[0].equal(results[1]) and a.diagonal.any()
+
+
+def apart(size: int) -> Symmetric:
+    return Symmetric(torch.full((1, size, size), torch.nan), torch.full((1, size), torch.nan))

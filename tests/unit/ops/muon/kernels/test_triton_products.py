@@ -12,6 +12,7 @@ from torch import Tensor
 
 from deepspeed.muon.kernels.table import Scalars, Symmetric
 from deepspeed.muon.kernels.workspace import Workspace
+from deepspeed.muon.math import newton_schulz
 from deepspeed.muon.math.coefficients import schedule
 from deepspeed.muon.math.newton_schulz import orthogonalize
 from helpers.kernels import Interpret, interpreted_table, needs_triton, randn, relative
@@ -169,12 +170,19 @@ def test_what_is_not_finite(interpret: Interpret, symmetric_from: int) -> None:
 # ---- the iteration ------------------------------------------------------------------------------------------
 
 
+def apart(name: str, x: Tensor, work: Workspace) -> Symmetric:
+    """In fp32 too, for which the iteration would leave them whole, and Triton's kernels out."""
+    return empty(x.size(0), min(x.shape[1:]), x.dtype)
+
+
 def iterate(method: str, shape: tuple[int, int, int], symmetric_from: int) -> None:
     x = randn(*shape)
     exact = torch.stack([newton_schulz_fp64(matrix) for matrix in x])
     kernels = interpreted_table(symmetric_from, tiles=(16, 32, 64))
-    found = orthogonalize(x.clone(), schedule("simple"), method, torch.float16, kernels=kernels)
-    assert relative(found, exact) <= 5e-3
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(newton_schulz, "symmetric_of", apart)
+        found = orthogonalize(x.clone(), schedule("simple"), method, kernels=kernels)
+    assert relative(found, exact) <= 1e-4
 
 
 @needs_triton
