@@ -102,6 +102,7 @@ def check_options(model: nn.Module, specs: Iterable[MatrixSpec], config: MuonCon
         MuonConfigError: for a whole model.
     """
     specs = list(specs)
+    _refuse_unknown_outputs(specs, config)
     unused = _unused_heads(specs, config) | _unused_splits(specs, config) | _unused_patterns(shapes(model), config)
     if message := empty_muon_half(specs):
         unused["type"] = message
@@ -117,6 +118,17 @@ def _refuse(unused: dict[str, str], model: nn.Module) -> dict[str, str]:
     if unused and stages_of(model) == 1:
         raise MuonConfigError("\n".join(unused.values()))
     return unused
+
+
+def _refuse_unknown_outputs(specs: Iterable[MatrixSpec], config: MuonConfig) -> None:
+    """Rules that tell outputs from inputs need to know which axis is which."""
+    if strange := [spec.name for spec in specs if spec.use_muon and spec.output_axis is None]:
+        keys = {"normuon": config.normuon, "muon_eq": config.muon_eq != "none", "muon_plus": config.muon_plus != "none"}
+        if used := [key for key, is_on in keys.items() if is_on]:
+            raise MuonConfigError(
+                f"optimizer.params.{used[0]}: {len(strange)} stacks of matrices do not tell which of their axes holds "
+                f"the outputs, first {strange[0]}; name them in muon_exclude, or remove {' and '.join(used)}"
+            )
 
 
 def _unused_patterns(names: Mapping[str, tuple[int, ...]], config: MuonConfig) -> dict[str, str]:

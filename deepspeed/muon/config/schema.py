@@ -19,6 +19,7 @@ from deepspeed.muon.config.messages import explain
 from deepspeed.muon.config.types import GROUP_KEYS, KERAS, REPLACES, STOCK, STOCK_TUNING_KEYS, TORCH_MUON, field
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.math import coefficients
+from deepspeed.muon.math.rules import Rules
 from deepspeed.muon.matrices.options import MatrixOptions
 
 SECTION = "optimizer.params."
@@ -52,6 +53,14 @@ class MuonConfig(BaseModel):
     """weight decay of the AdamW half; default `weight_decay`"""
     cautious_weight_decay: types.Flag = field(False, "arXiv 2510.12402")
     """weight decay of the Muon half acts only where the update does not move the weight away from zero"""
+    normuon: types.Flag = field(False, "arXiv 2510.05491")
+    """NorMuon: each output's weights are scaled by a running mean of their squares; [more](update-rules.md#normuon)"""
+    normuon_beta2: types.Fraction = field(0.95, "arXiv 2510.05491", "per step")
+    """decay of NorMuon's running mean"""
+    muon_eq: Literal["none", "rows", "columns"] = field("none", "arXiv 2603.28254")
+    """MuonEq: norms made equal before Newton-Schulz; `rows`: one per output; [more](update-rules.md#muoneq-and-muon)"""
+    muon_plus: Literal["none", "rows", "columns", "rows_columns", "columns_rows"] = field("none", "arXiv 2602.21545")
+    """Muon+: norms made equal after Newton-Schulz, in this order; [more](update-rules.md#muoneq-and-muon)"""
     muon_include: types.Patterns = field(())
     """searched in parameter names: matrices that go to Muon even if the rules say AdamW"""
     muon_exclude: types.Patterns = field(())
@@ -113,6 +122,12 @@ class MuonConfig(BaseModel):
             raise ValueError(
                 f"rms_scale: acts under match_rms_adamw only, and adjust_lr_fn is {self.scale}; remove one of the two"
             )
+        if "normuon_beta2" in self.model_fields_set and not self.normuon:
+            raise ValueError("normuon_beta2: acts under normuon only; set normuon to true or remove it")
+        if self.normuon and self.muon_plus != "none":
+            raise ValueError(
+                "muon_plus: sets the norms of rows or columns, which normuon sets anew; remove one of the two"
+            )
         return self
 
     @property
@@ -126,6 +141,11 @@ class MuonConfig(BaseModel):
         if self.wire_dtype != "auto":
             return self.wire_dtype
         return "fp32" if self.ns_dtype == "fp32" else "bf16"
+
+    @property
+    def rules(self) -> Rules:
+        """What is done to whole matrices beside Newton-Schulz."""
+        return Rules(**{field.name: getattr(self, field.name) for field in fields(Rules)})
 
     @property
     def matrix_options(self) -> MatrixOptions:

@@ -8,7 +8,7 @@ matrix, only results travel, from each owner to all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -97,6 +97,26 @@ class Exchange:
 
     def __post_init__(self) -> None:
         self._collectives = PendingCollectives(self.name, self.device)
+
+    def collect(self, held: Mapping[str, Tensor], sizes: Mapping[str, int]) -> dict[str, Tensor]:
+        """Vectors that one rank of the group has each, on all ranks; called by all of them together.
+
+        Args:
+            held: fp32, by name, those of this rank.
+            sizes: of all, by name, in the same order on all ranks.
+
+        Returns:
+            All, on the CPU.
+        """
+        flat = torch.zeros(sum(sizes.values()), dtype=torch.float32, device=self.device)
+        vectors = dict(zip(sizes, flat.split(list(sizes.values())), strict=True))
+        for name in held.keys() & sizes.keys():
+            vectors[name].copy_(held[name])
+        if self.group is not None:
+            from deepspeed import comm  # type: ignore[attr-defined]
+
+            comm.all_reduce(flat, group=self.group)  # exact: all but one summand are zero
+        return {name: vector.cpu() for name, vector in vectors.items()}
 
     def run(self, plan: Plan, prepare: Work, compute: Work, apply: Work, phase: Phase) -> None:
         """Carry every bucket through prepare, the exchange to its owners, compute, the exchange back, and apply.

@@ -114,15 +114,42 @@ def _gate_and_up(name: str, shape: Sequence[int], owner: nn.Module) -> Cut:
     """The shape of the down projection beside it tells which axis holds both."""
     if getattr(owner, "is_concatenated", True) is False or is_a(owner, *ALTERNATING_CLASSES):
         raise ValueError(f"gate and up of {name} alternate one by one")
-    rows, cols = shape
-    down = getattr(owner, name.replace("gate_up", "down"), None)
-    weight = getattr(down, "weight", down)
-    down_shape = whole_shape(weight)[-2:] if isinstance(weight, Tensor) else ()
-    if down_shape == (cols, rows // 2) and rows % 2 == 0:
-        return Cut((rows // 2,) * 2)
-    if down_shape == (cols // 2, rows) and cols % 2 == 0:
-        return Cut((cols // 2,) * 2, 1)
-    raise ValueError(f"no projection down beside {name} confirms its halves")
+    axis = _axis_of_both(shape, _shape_of(owner, name.replace("gate_up", "down")))
+    if axis is None:
+        raise ValueError(f"no projection down beside {name} confirms its halves")
+    return Cut((shape[axis] // 2,) * 2, axis)
+
+
+def stack_output_axis(name: str, shape: Sequence[int], owner: nn.Module) -> int | None:
+    """The axis along which each matrix of a stack of experts has its outputs; ``None`` where it cannot be told.
+
+    Stacks have no convention; transformers has both. The shape of gate and up beside that of down tells.
+
+    Args:
+        name, shape, owner: as of :func:`cut_fused`.
+    """
+    if name.endswith("gate_up_proj"):
+        return _axis_of_both(shape, _shape_of(owner, name.replace("gate_up", "down")))
+    if name.endswith("down_proj"):
+        return _axis_of_both(_shape_of(owner, name.replace("down", "gate_up")), shape)
+    return None
+
+
+def _shape_of(owner: nn.Module, name: str) -> Sequence[int]:
+    """The shape of the last two axes of a weight, or of the weight of a module; empty where there is none."""
+    value = getattr(owner, name, None)
+    weight = getattr(value, "weight", value)
+    return whole_shape(weight)[-2:] if isinstance(weight, Tensor) else ()
+
+
+def _axis_of_both(gate_up: Sequence[int], down: Sequence[int]) -> int | None:
+    """The axis along which a weight holds gate and up, which are its outputs, by the shape of down."""
+    if len(gate_up) < 2 or len(down) < 2:
+        return None
+    rows, cols = gate_up
+    if tuple(down) == (cols, rows // 2) and rows % 2 == 0:
+        return 0
+    return 1 if tuple(down) == (cols // 2, rows) and cols % 2 == 0 else None
 
 
 def _misfit(name: str, outputs: int, parts: str = QKV) -> ValueError:

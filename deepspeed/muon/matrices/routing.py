@@ -66,6 +66,7 @@ class MatrixSpec:
         split_by: the option that cut it: ``muon_split``, ``per_head_muon`` or ``muon_fused``; ``None`` for none.
         split_pattern: which pattern of ``muon_split`` did.
         left_whole: whether ``split`` says why the parameter stays one matrix.
+        output_axis: the axis of its matrices along which their outputs lie; ``None`` where that is not known.
     """
 
     name: str
@@ -81,6 +82,7 @@ class MatrixSpec:
     split_by: str | None = None
     split_pattern: str = ""
     left_whole: bool = False
+    output_axis: int | None = 0
 
     @property
     def numel(self) -> int:
@@ -137,6 +139,7 @@ def route(model: nn.Module, options: MatrixOptions = DEFAULT_OPTIONS) -> dict[nn
             sharding=sharding,
             is_projection=is_projection(uses[0].projection[0]),
             overrides_rules=decided.use_muon is not by_rules.use_muon,
+            output_axis=uses[0].matrix_output_axis(shape),
             **decided._asdict(),
             **found._asdict(),
         )

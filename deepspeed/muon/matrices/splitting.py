@@ -10,7 +10,7 @@ from torch import nn
 
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.matrices.block import Block, Cut, cut, flattened, matrices
-from deepspeed.muon.matrices.fused import cut_fused
+from deepspeed.muon.matrices.fused import cut_fused, stack_output_axis
 from deepspeed.muon.matrices.heads import GATED_CLASSES, cut_by_head, heads_of, is_a, is_projection
 from deepspeed.muon.matrices.options import MatrixOptions, first_match
 
@@ -47,6 +47,18 @@ class Use(NamedTuple):
         """The axis of a weight along which its outputs lie."""
         return 1 if type(self.module).__name__ == "Conv1D" else 0
 
+    @property
+    def weight(self) -> tuple[str, nn.Module]:
+        """The name of the weight in its attention or feed-forward module, and that module."""
+        return self.projection if self.attribute == "weight" else (self.attribute, self.module)
+
+    def matrix_output_axis(self, shape: Sequence[int]) -> int | None:
+        """The axis of each of its matrices along which the outputs lie; ``None`` for a stack that does not tell."""
+        if len(shape) != 3 or is_convolution(self.module):
+            return self.output_axis
+        name, owner = self.weight
+        return stack_output_axis(name, shape[-2:], owner)
+
 
 class Splitting(NamedTuple):
     """The matrices of a parameter; the fields are those of :class:`MatrixSpec`."""
@@ -82,7 +94,7 @@ def split_parameter(
         return _cut(whole, text, _by_head(names[0], shape, use, model), "one matrix per head", "per_head_muon")
     if options.muon_fused == "whole" or is_flattened:
         return Splitting(whole, text)
-    name, owner = use.projection if use.attribute == "weight" else (use.attribute, use.module)
+    name, owner = use.weight
     try:
         fused = cut_fused(name, shape[-2:], use.output_axis, owner, model)
     except ValueError as error:

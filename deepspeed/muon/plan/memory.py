@@ -128,7 +128,7 @@ def demands_by_rank(matrices: Round, world_size: int) -> list[Demand]:
     else:
         others, runs = _others(owned, matrices)
         buffers = [size + more for size, more in zip(sizes, others, strict=True)]
-    batches = [tuple(batches_of((item.block.rows, item.block.cols) for item in own)) for own in owned]
+    batches = [tuple(batches_of(own)) for own in owned]
     return [Demand(*demand) for demand in zip(buffers, runs, batches, strict=True)]
 
 

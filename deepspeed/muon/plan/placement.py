@@ -102,6 +102,11 @@ class PlacedBlock:
         offset = self.block.offset
         return f"{self.shard.spec.name}[{offset}]" if offset else self.shard.spec.name
 
+    @property
+    def axis(self) -> int:
+        """The axis of its outputs; 0 where that is not known."""
+        return self.shard.spec.output_axis or 0
+
     @cached_property
     def parts(self) -> tuple[Rectangle, ...]:
         """The rectangles that make it up: one, or those on the ranks of a tensor-parallel group.

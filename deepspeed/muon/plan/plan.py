@@ -68,12 +68,23 @@ class Run:
 
 @dataclass(frozen=True)
 class Batch:
-    """Matrices of one shape, adjacent in the bucket's matrices from ``start`` on."""
+    """Matrices of one shape, adjacent in the bucket's matrices from ``start`` on; ``axis``: of their outputs."""
 
     start: int
-    count: int
     rows: int
     cols: int
+    axis: int
+    names: tuple[str, ...]
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.names)
+
+    @property
+    def outputs(self) -> int:
+        """How many outputs each of them has."""
+        return (self.rows, self.cols)[self.axis]
 
 
 @dataclass(frozen=True)
@@ -197,7 +208,7 @@ def rounds_of(items: list[PlacedBlock], owners: list[int], world_size: int, limi
     """
     rounds: list[Round] = []
     filled, chunk = [0] * world_size, [0] * world_size
-    for index in sorted(range(len(items)), key=lambda i: (owners[i], -items[i].block.numel, items[i].block.rows, i)):
+    for index in sorted(range(len(items)), key=lambda i: (owners[i], *_kind(items[i]), i)):
         owner, item = owners[index], items[index]
         if filled[owner] and filled[owner] + item.block.numel > limit:
             chunk[owner] += 1
@@ -207,6 +218,11 @@ def rounds_of(items: list[PlacedBlock], owners: list[int], world_size: int, limi
             rounds.append([])
         rounds[chunk[owner]].append((owner, item))
     return rounds
+
+
+def _kind(item: PlacedBlock) -> tuple[int, int, int]:
+    """Equal for matrices that one batch can hold; the largest matrices come first."""
+    return -item.block.numel, item.block.rows, item.axis
 
 
 def is_tight(items: Iterable[PlacedBlock], limit: int, cost: CostModel) -> bool:
@@ -219,7 +235,6 @@ def _bucket(items: Round, rank: int, world_size: int) -> Bucket:
     own_items = [item for owner, item in items if owner == rank]
     sends_own = not replicated and len(own_items) == 1 and sends_own_part(own_items[0], rank)
     runs: list[Run] = []
-    own: list[tuple[int, int]] = []
     sent = [0] * world_size
     incoming: list[list[tuple[int, Piece]]] = [[] for _ in range(world_size)]
     matrices = send_at = 0
@@ -240,11 +255,10 @@ def _bucket(items: Round, rank: int, world_size: int) -> Bucket:
                 stay = source == rank and not sends_own
                 pieces = (piece for piece in item.pieces(source) if not (stay and piece.is_contiguous))
                 incoming[source].extend((matrices, piece) for piece in pieces)
-            own.append(shape)
             matrices += item.block.numel
     return Bucket(
         runs=tuple(runs),
-        batches=tuple(batches_of(own)),
+        batches=tuple(batches_of(own_items)),
         received=tuple(_unpacking(incoming)),
         send_counts=tuple(sent),
         receive_counts=tuple(sum(piece.numel for _, piece in pieces) for pieces in incoming),
@@ -326,12 +340,14 @@ def _repeated(first: Copy, second: Copy) -> Copy | None:
     return both
 
 
-def batches_of(shapes: Iterable[tuple[int, int]]) -> Iterator[Batch]:
-    """Neighbours of one shape together, from the shapes of matrices that lie one after the other."""
+def batches_of(items: Iterable[PlacedBlock]) -> Iterator[Batch]:
+    """Neighbours of one kind together, of matrices that lie one after the other."""
     start = 0
-    for (rows, cols), group in groupby(shapes):
-        yield Batch(start, count := len(list(group)), rows, cols)
-        start += count * rows * cols
+    for _, group in groupby(items, key=_kind):
+        alike = list(group)
+        block = alike[0].block
+        yield Batch(start, block.rows, block.cols, alike[0].axis, tuple(item.name for item in alike))
+        start += len(alike) * block.numel
 
 
 def _digest(items: list[PlacedBlock], owners: list[int], rounds: list[Round]) -> str:

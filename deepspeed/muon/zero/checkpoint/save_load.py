@@ -61,12 +61,13 @@ def save_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
     save = _Save(engine, Path(save_dir), tag)
     if type(engine.checkpoint_engine).__name__ != "TorchCheckpointEngine":
         save.leave_to_deepspeed()
-        return original(engine, *args, **kwargs)
+        with engine.basic_optimizer.whole_state():
+            return original(engine, *args, **kwargs)
     wants_latest = call.arguments["save_latest"]
     call.arguments |= {"tag": tag, "save_latest": False}
     try:
         save.begin(call.arguments["exclude_frozen_parameters"])
-        with save.guarded():
+        with engine.basic_optimizer.whole_state(), save.guarded():
             result = original(*call.args, **call.kwargs)
         save.together(save.finish)
     except CheckpointError:

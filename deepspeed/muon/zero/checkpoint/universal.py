@@ -161,6 +161,7 @@ def _load(adapter: Adapter, folder: Folder, actions: Actions, load_states: bool)
         if load_states:
             fill(optimizer, partition, folder.source, actions)
     if load_states and folder.is_ours:
+        optimizer.take_second_moments(folder.groups)
         _load_settings(adapter.wrapper, optimizer, folder)
     if engine.global_rank == 0:
         report(optimizer, folder.source, actions)
@@ -174,7 +175,7 @@ def _load_settings(wrapper: Any, optimizer: MuonWithAuxAdam, folder: Folder) -> 
     if kinds(folder.groups) == kinds(optimizer.param_groups):
         for group, saved in zip(optimizer.param_groups, folder.groups, strict=True):
             group.update(settings_of(group, saved))
-        optimizer.bind_again()
+    optimizer.bind_again()
     common = folder.common
     if hasattr(wrapper, "clip_grad") and "clip_grad" in common:
         wrapper.clip_grad = common["clip_grad"]

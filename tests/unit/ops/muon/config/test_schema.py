@@ -188,9 +188,10 @@ VALUES = EVERY_KEY | {"ns_coefficients": [[1.5, -0.5, 0]], "per_head_muon": True
 def test_no_other_key_decides_by_being_there(key: str) -> None:
     """Whoever goes from AdamW to Muon with AdamW's learning rate may add any key, those to come included."""
     values = [VALUES.get(key), MuonConfig.model_fields[key].default]
+    needed = {"normuon": True} if key == "normuon_beta2" else {}
     for value in [value for value in values if value is not None]:
-        assert parse(ADAMW_SECTION | {key: value}).scale == "match_rms_adamw"
-        assert parse({"muon_lr": 0.02, key: value}).scale == "original"
+        assert parse(ADAMW_SECTION | needed | {key: value}).scale == "match_rms_adamw"
+        assert parse({"muon_lr": 0.02, **needed, key: value}).scale == "original"
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def test_a_copy_is_counted_where_the_dtypes_differ() -> None:
     from deepspeed.muon.plan.memory import Demand, PartDemand
     from deepspeed.muon.plan.plan import Batch
 
-    part = PartDemand([Demand(3000, 100, (Batch(0, 1, 20, 50),))], 3, lambda rows, cols: "standard")
+    part = PartDemand([Demand(3000, 100, (Batch(0, 20, 50, 0, ("w",)),))], 3, lambda rows, cols: "standard")
     same, wider = (peak([part], Memory(wire="bf16", dtype=dtype, device_type="cuda")) for dtype in ("bf16", "fp32"))
     assert same == (6000, 2 * 1000 + 2 * 2 * 400 + 2 * 4 * 20)  # two matrices and their diagonals
     assert wider == (6000, 2 * 4 * 1000 + 2 * 4 * 400)

@@ -14,7 +14,15 @@ from torch import Tensor, nn
 
 from deepspeed.muon.math.coefficients import NAMED
 from helpers.oracles import OracleConfig, adam_update, clipped, gradients_of, muon_update, newton_schulz_fp64
+from helpers.rules import muon_plus, normuon, unit_columns, unit_rows
 
+#: What `muon_plus` normalizes, in order.
+SIDES = {
+    "rows": (unit_rows,),
+    "columns": (unit_columns,),
+    "rows_columns": (unit_rows, unit_columns),
+    "columns_rows": (unit_columns, unit_rows),
+}
 SIMPLE = [3.4445, -4.7750, 2.0315]
 CUBIC = [1.5, -0.5, 0.0]
 #: Values of `optimizer.params` that are allowed, and some next to them that are not. `None` is the default of any key.
@@ -29,6 +37,10 @@ VALID: dict[str, list[Any]] = {
     "muon_weight_decay": [0.0, 0.3],
     "adam_weight_decay": [0.0, 0.3],
     "cautious_weight_decay": [True, True, False],
+    "normuon": [True, True, False],
+    "normuon_beta2": [0.5, 0.95],
+    "muon_eq": ["none", "rows", "columns"],
+    "muon_plus": ["none", *SIDES],
     "muon_include": [[], "layers", [r"layers\.0", "weight"]],
     "muon_exclude": [[], r"layers\.1", ["layers.0.weight", "bias"], ".*"],
     "adjust_lr_fn": ["auto", "original", "match_rms_adamw", "spectral_unclamped", "none", "rms_norm", "shape_scaling"],
@@ -65,6 +77,10 @@ WRONG: dict[str, list[Any]] = {
     "muon_weight_decay": [-1, "auto"],
     "adam_weight_decay": [math.nan, {}],
     "cautious_weight_decay": [0.1, "cautious", []],
+    "normuon": [0.95, "rows", {}],
+    "normuon_beta2": [1.0, True, "slow"],
+    "muon_eq": ["both", True, "row", "rows_columns"],
+    "muon_plus": [True, "cols", ["rows"]],
     "muon_include": ["nowhere", "(", 3, ["layers", "no such name"], [r"bias"]],
     "muon_exclude": ["nowhere", ["["], {"layers": 1}, True],
     "adjust_lr_fn": ["Original", "spectral", "match_rms", 1, True],
@@ -206,6 +222,10 @@ def contradictions(config: dict[str, Any]) -> list[str]:
     others = {"original", "spectral_unclamped", "none", "shape_scaling"}
     if "rms_scale" in params and params.get("adjust_lr_fn") in others:
         found.append("rms_scale")
+    if "normuon_beta2" in params and not flag(params.get("normuon", False)):
+        found.append("normuon_beta2")
+    if flag(params.get("normuon", False)) and params.get("muon_plus", "none") != "none":
+        found.append("muon_plus")
     if config["dtype"] == "fp16" and config["zero"]["stage"] == 0:
         found.append("fp16.enabled")
     return found
@@ -246,7 +266,7 @@ def smaller(case: Case) -> list[Case]:
     return results
 
 
-STOCK_MUON = {"muon_lr", "adam_lr", "momentum", "nesterov", "ns_method", "per_head_muon"}
+STOCK_MUON = {"muon_lr", "adam_lr", "momentum"}
 PEERS = {"rms_norm": "match_rms_adamw", "shape_scaling": "original"}
 
 
@@ -286,6 +306,15 @@ def oracle_config(config: dict[str, Any]) -> OracleConfig:
     decay = params.get("weight_decay", 0.0)
     schedule = triples(params)
     factor = params.get("rms_scale", 0.2) / 0.2 if scale_of(params) == "match_rms_adamw" else 1.0
+    before = {"rows": unit_rows, "columns": unit_columns}.get(params.get("muon_eq"), lambda matrix: matrix)
+
+    def after(matrix: Tensor, memory: dict[str, Tensor]) -> Tensor:
+        if flag(params.get("normuon", False)):
+            matrix = normuon(matrix, memory, params.get("normuon_beta2", 0.95))
+        elif sides := SIDES.get(params.get("muon_plus")):
+            matrix = muon_plus(*sides)(matrix, memory)
+        return matrix * factor
+
     return OracleConfig(
         lr=muon_lr,
         momentum=params.get("momentum", 0.95),
@@ -293,7 +322,9 @@ def oracle_config(config: dict[str, Any]) -> OracleConfig:
         weight_decay=params.get("muon_weight_decay", decay),
         cautious=params.get("cautious_weight_decay", False),
         scale=scale_of(params),
-        orthogonalize=lambda matrix: newton_schulz_fp64(matrix, schedule) * factor,
+        orthogonalize=lambda matrix: newton_schulz_fp64(matrix, schedule),
+        before=before,
+        after=after,
         adam_lr=float(params.get("adam_lr", 3e-4 if lr is None else lr)),
         betas=tuple(params.get("betas", (0.9, 0.95))),
         eps=params.get("eps", 1e-10),
@@ -315,13 +346,14 @@ def train(model: nn.Module, steps: int, config: dict[str, Any]) -> dict[str, Ten
     decoupled = params.get("adam_w_mode", True)
     weights = dict(model.named_parameters())
     moments = {name: (torch.zeros_like(w), torch.zeros_like(w)) for name, w in weights.items()}
+    memories: dict[str, dict[str, Tensor]] = {name: {} for name in weights}
     for step in range(steps):
         gradients, _ = clipped(gradients_of(model(*model.batch(step)), weights), cfg.clip)
         with torch.no_grad():
             for name, weight in weights.items():
                 gradient = gradients[name]
                 if goes_to_muon(name, weight, params):
-                    muon_update(weight, gradient, moments[name][0], cfg.lr, cfg)
+                    muon_update(weight, gradient, moments[name][0], cfg.lr, cfg, memories[name])
                     continue
                 if not decoupled:
                     gradient = gradient + cfg.adam_weight_decay * weight

@@ -20,6 +20,9 @@ Part = Tensor
 Coefficients = Sequence[tuple[float, float, float]]
 """(a, b, c) of every iteration of Newton-Schulz."""
 
+Memory = dict[str, Tensor]
+"""What a rule keeps of one matrix from step to step."""
+
 QUINTIC: Coefficients = ((3.4445, -4.7750, 2.0315),) * 5
 
 SCALES: dict[str, Callable[[int, int], float]] = {
@@ -54,7 +57,11 @@ def msign_svd(matrix: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class OracleConfig:
-    """Hyperparameters; `schedule(step)` is a factor of both learning rates, `clip` 0 turns clipping off."""
+    """Hyperparameters; `schedule(step)` is a factor of both learning rates, `clip` 0 turns clipping off.
+
+    `before` and `after` change what `orthogonalize` is given and what it returns, as matrices of (outputs, inputs);
+    `output_axis` is where the outputs of the weights lie.
+    """
 
     lr: float = 0.02
     momentum: float = 0.95
@@ -63,6 +70,9 @@ class OracleConfig:
     cautious: bool = False
     scale: str = "original"
     orthogonalize: Callable[[Tensor], Tensor] = newton_schulz_fp64
+    before: Callable[[Tensor], Tensor] = lambda matrix: matrix
+    after: Callable[[Tensor, Memory], Tensor] = lambda matrix, memory: matrix
+    output_axis: int = 0
     adam_lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -99,12 +109,17 @@ def clipped(gradients: dict[str, Tensor], clip: float) -> tuple[dict[str, Tensor
     return {name: gradient / divisor for name, gradient in gradients.items()}, norm
 
 
-def muon_update(weight: Tensor, gradient: Tensor, momentum: Tensor, lr: float, cfg: OracleConfig) -> None:
+def muon_update(
+    weight: Tensor, gradient: Tensor, momentum: Tensor, lr: float, cfg: OracleConfig, memory: Memory | None = None
+) -> None:
     """One step of Muon on `weight` and `momentum` (rows, columns) in place."""
+    axes = (1, 0) if cfg.output_axis else (0, 1)
     mu = cfg.momentum
     momentum.copy_(mu * momentum + (1 - mu) * gradient)
     update = (1 - mu) * gradient + mu * momentum if cfg.nesterov else momentum
-    direction = SCALES[cfg.scale](*weight.shape) * cfg.orthogonalize(update).to(weight.dtype)
+    direction = cfg.orthogonalize(cfg.before(update.permute(axes)).permute(axes))
+    direction = cfg.after(direction.permute(axes), {} if memory is None else memory).permute(axes)
+    direction = SCALES[cfg.scale](*weight.shape) * direction.to(weight.dtype)
     decay = cfg.weight_decay * weight
     if cfg.cautious:
         decay = decay * (direction * weight >= 0)
@@ -112,12 +127,18 @@ def muon_update(weight: Tensor, gradient: Tensor, momentum: Tensor, lr: float, c
 
 
 def muon_update_of_parts(
-    weight: Tensor, gradient: Tensor, momentum: Tensor, lr: float, cfg: OracleConfig, parts: Sequence[Part]
+    weight: Tensor,
+    gradient: Tensor,
+    momentum: Tensor,
+    lr: float,
+    cfg: OracleConfig,
+    parts: Sequence[Part],
+    memories: Sequence[Memory],
 ) -> None:
     """One step of Muon, in place, on each part of a parameter of any shape as on a matrix of its own."""
-    for part in parts:
+    for part, memory in zip(parts, memories, strict=True):
         matrices = [tensor.reshape(-1)[part] for tensor in (weight, gradient, momentum)]
-        muon_update(*matrices, lr, cfg)
+        muon_update(*matrices, lr, cfg, memory)
         weight.reshape(-1)[part] = matrices[0]
         momentum.reshape(-1)[part] = matrices[2]
 
@@ -158,6 +179,7 @@ def train_oracle(
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     assert routing.keys() == params.keys(), routing.keys() ^ params.keys()
     momentum, second_moment = ({name: torch.zeros_like(p) for name, p in params.items()} for _ in range(2))
+    memories: dict[str, list[Memory]] = {name: [{} for _ in parts.get(name, (0,))] for name in params}
     result = OracleResult(_copies(params), {}, momentum, second_moment)
     for step in range(steps):
         loss = model(*batches(step))
@@ -168,10 +190,11 @@ def train_oracle(
         with torch.no_grad():
             for name, param in params.items():
                 own = special.get(name, cfg)
+                state = param, gradients[name], momentum[name], own.lr * factor, own
                 if name in parts:
-                    muon_update_of_parts(param, gradients[name], momentum[name], own.lr * factor, own, parts[name])
+                    muon_update_of_parts(*state, parts[name], memories[name])
                 elif routing[name] == "muon":
-                    muon_update(param, gradients[name], momentum[name], own.lr * factor, own)
+                    muon_update(*state, memories[name][0])
                 else:
                     moments = momentum[name], second_moment[name]
                     adam_update(param, gradients[name], *moments, step + 1, own.adam_lr * factor, own)

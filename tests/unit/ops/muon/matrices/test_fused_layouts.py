@@ -368,3 +368,26 @@ def test_what_wins() -> None:
     assert found(per_head_muon=True, muon_split={"qkv": Cut((18, 18))}) == {"2 x 18 rows, by muon_split 'qkv'"}
     assert found(muon_split={"qkv": Cut(())}) == {"left whole, by muon_split 'qkv'"}
     assert found(muon_fused="whole") == set()
+
+
+def gpt_oss() -> nn.Module:
+    return from_config("GptOssConfig", **SIZES, **GQA, **EXPERTS, head_dim=8)
+
+
+@pytest.mark.parametrize("make", [MODELS["mixtral"], llama4, gpt_oss], ids=["mixtral", "llama4", "gpt_oss"])
+def test_stacks_tell_where_their_outputs_lie(make: Any) -> None:
+    """Gate and up take what is as wide as the model, and down gives it."""
+    found = {spec.name: spec for spec in route(make()).values() if spec.use_muon and len(spec.shape) == 3}
+    assert len({name.rpartition(".")[2] for name in found}) == 2
+    for name, spec in found.items():
+        assert spec.output_axis is not None
+        outside = spec.output_axis if "down" in name else 1 - spec.output_axis
+        assert spec.shape[1 + outside] == SIZES["hidden_size"] != spec.shape[2 - outside], name
+
+
+def test_where_outputs_of_other_weights_lie() -> None:
+    axes = {spec.name.rpartition("h.0.")[2]: spec.output_axis for spec in route(MODELS["gpt2"]()).values()}
+    assert axes["attn.c_attn.weight"] == axes["mlp.c_fc.weight"] == axes["mlp.c_proj.weight"] == 1
+    model = module(up=linear(8, 24), conv=nn.Conv2d(2, 5, 3), experts=nn.ParameterDict({"w": torch.randn(2, 8, 6)}))
+    found = {spec.name: spec.output_axis for spec in route(model, MatrixOptions(muon_conv="flatten")).values()}
+    assert found == {"up.weight": 0, "conv.weight": 0, "conv.bias": 0, "experts.w": None}

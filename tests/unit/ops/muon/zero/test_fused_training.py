@@ -6,6 +6,7 @@ The oracle's matrices come from plain indexing, by what the models' own forward 
 
 import functools
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from helpers.distributed import run
 from helpers.language_models import WIDTH, train
 from helpers.models import MODELS
 from helpers.oracles import OracleResult, Part, change_error, route, train_oracle
+from helpers.rules import RULES
 from helpers.training import ORACLE, PARAMS, ds_config, fp32_weights, make_engine, train_around_a_checkpoint
 
 STEPS = 5
@@ -71,13 +73,16 @@ def no_parts(model: nn.Module) -> dict[str, list[Part]]:
 
 
 @functools.cache
-def reference(model: str, parts: Any, lora: str = "none") -> OracleResult:
-    """The oracle's training."""
+def reference(model: str, parts: Any, lora: str = "none", rule: str = "") -> OracleResult:
+    """The oracle's training, with one of RULES."""
     net = MODELS[model]()
     names = [name for name, _ in net.named_parameters()]
     adam = [name for name in names if any(word in name for word in ("embed", "wte", "wpe", "head"))]
     adam += [name for name in names if "lora" in name and lora != "both" and not (lora == "B" and "lora_B" in name)]
-    return train_oracle(net, net.batch, STEPS, route(net, adam), ORACLE, parts=parts(net))
+    config = replace(ORACLE, **RULES[rule][1]) if rule else ORACLE
+    turned = [name for name in names if "c_" in name or "second_experts" in name]
+    special = {name: replace(config, output_axis=1) for name in turned} if model == "layouts" else {}
+    return train_oracle(net, net.batch, STEPS, route(net, adam), config, special=special, parts=parts(net))
 
 
 def differing(weights: dict[str, Tensor], expected: OracleResult) -> set[str]:
@@ -99,6 +104,26 @@ def optimizer(**params: Any) -> dict[str, Any]:
 def test_fused_projections(stage: int, world: int) -> None:
     expected = reference("layouts", fused_parts)
     for weights in run(train, world, model="layouts", steps=STEPS, stage=stage, optimizer=optimizer()):
+        assert differing(weights, expected) == set()
+
+
+@pytest.mark.parametrize(
+    ("rule", "stage"),
+    [
+        ("normuon", 2),
+        ("muon_eq, rows", 3),
+        *(
+            pytest.param(rule, stage, marks=pytest.mark.full)
+            for rule in ("normuon", "muon_eq, rows", "muon_plus, columns, rows")
+            for stage in (0, 1, 2, 3)
+        ),
+    ],
+)
+def test_rules_know_where_outputs_lie(rule: str, stage: int) -> None:
+    """In columns of Conv1D and of some stacks of experts. With rows everywhere, those train to something else."""
+    expected = reference("layouts", fused_parts, rule=rule)
+    case = {"stage": stage, "optimizer": optimizer(**RULES[rule][0])}
+    for weights in run(train, 2, model="layouts", steps=STEPS, **case):
         assert differing(weights, expected) == set()
 
 

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules for whole matrices against their definitions, row by row in fp64."""
+
+import pytest
+import torch
+
+from deepspeed.muon.math.rules import Rules, equalize, normuon
+from helpers.rules import RULES
+from helpers.rules import normuon as expected_normuon
+
+SHAPES = [(24, 40), (40, 24), (32, 32), (1, 7)]
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+def matrix_of(shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "cautious"])
+def test_rules_equal_their_definitions(rule: str, shape: tuple[int, int], axis: int, dtype: torch.dtype) -> None:
+    """Over three steps; `axis` 1: the outputs lie in columns."""
+    params, oracle = RULES[rule]
+    rules, turn = Rules(**params), ((1, 0) if axis else (0, 1))
+    moment, memory = (torch.zeros(shape[axis]) if rules.normuon else None), {}
+    for step in range(3):
+        matrix = matrix_of(shape, dtype, step)
+        wanted = matrix.double().permute(turn)
+        rules.before(matrix, axis)
+        wanted = oracle.get("before", lambda x: x)(wanted)
+        assert error(matrix, wanted.permute(turn)) < TOLERANCES[dtype]
+        rules.after(matrix, axis, moment)
+        wanted = oracle.get("after", lambda x, memory: x)(wanted, memory)
+        assert error(matrix, wanted.permute(turn)) < 2 * TOLERANCES[dtype]
+
+
+def test_plain_muon_is_no_rule() -> None:
+    assert not Rules() and all(Rules(**params) for rule, (params, _) in RULES.items() if rule != "cautious")
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("power", [-130, -100, 0, 100, 125])
+def test_magnitudes_do_not_matter(power: int, dtype: torch.dtype) -> None:
+    """Squares would leave the range of fp32; so would those of one row beside another of its own magnitude."""
+    matrix = matrix_of((6, 10), dtype)
+    wanted = matrix.clone()
+    equalize(wanted, 0)
+    matrix[::2] = torch.ldexp(matrix[::2].double(), torch.tensor(power)).to(dtype)
+    equalize(matrix, 0)
+    assert error(matrix, wanted.double()) < (0.2 if power == -130 else TOLERANCES[dtype])
+
+
+def test_zeros_stay_zeros() -> None:
+    matrix = matrix_of((6, 10), torch.float32)
+    matrix[2] = 0
+    for axis in (0, 1):
+        equalize(matrix, axis)
+    assert not matrix[2].any() and matrix.isfinite().all()
+    moment = torch.zeros(6)
+    normuon(matrix, 0, moment, 0.9)
+    assert not matrix[2].any() and matrix.isfinite().all()
+
+
+def test_a_zero_matrix_leaves_the_second_moment() -> None:
+    """A parameter without a gradient in a step is not updated, and neither is its state."""
+    moment = torch.rand(6)
+    kept, matrix = moment.clone(), torch.zeros(6, 10)
+    normuon(matrix, 0, moment, 0.9)
+    assert moment.equal(kept) and not matrix.any()
+
+
+def test_normuon_keeps_the_norm_and_makes_rows_alike() -> None:
+    matrix = matrix_of((8, 64), torch.float32) * torch.arange(1, 9).unsqueeze(1)
+    before, moment = matrix.norm(), torch.zeros(8)
+    normuon(matrix, 0, moment, 0.95)
+    torch.testing.assert_close(matrix.norm(), before)
+    torch.testing.assert_close(matrix.norm(dim=1), (before / 8**0.5).expand(8))
+    second = matrix_of((8, 64), torch.float32, 1)
+    wanted = expected_normuon(second.double(), {"rows": moment.double()})
+    normuon(second, 0, moment, 0.95)
+    assert error(second, wanted) < 1e-5
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_the_number_of_threads_does_not_matter(axis: int) -> None:
+    found, threads = [], torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            matrix, moment = matrix_of((700, 900), torch.bfloat16), torch.zeros((700, 900)[axis])
+            equalize(matrix, axis)
+            normuon(matrix, axis, moment, 0.95)
+            found.append((matrix, moment))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(matrix.equal(found[0][0]) and moment.equal(found[0][1]) for matrix, moment in found)
