@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """AutoTP: matrices that tensor parallelism cut train as the whole matrices do."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from helpers.distributed import run
 from helpers.oracles import Part, change_cosine, change_error, route, train_oracle
+from helpers.rules import normuon
 from helpers.tensor_parallel import bad_step, go_on, holders, model, train
 from helpers.training import ORACLE, PARAMS
 
@@ -55,10 +57,11 @@ def params_of(name: str, kind: str) -> dict[str, Any]:
     return PARAMS | PARAMS_OF[kind] | ({"muon_split": SPLIT[name]} if kind == "fused" else {})
 
 
-def reference(name: str, kind: str, steps: int = STEPS) -> Any:
+def reference(name: str, kind: str, steps: int = STEPS, **settings: Any) -> Any:
     """The oracle, which knows nothing of ranks."""
     net = model(name)
-    return train_oracle(net, net.batch, steps, route(net, OUTER), ORACLE, parts=parts_of(name, kind))
+    config = replace(ORACLE, **settings)
+    return train_oracle(net, net.batch, steps, route(net, OUTER), config, parts=parts_of(name, kind))
 
 
 def errors(weights: dict[str, Tensor], expected: Any) -> dict[str, float]:
@@ -75,6 +78,16 @@ def test_training_equals_the_oracle(stage: int, world: int) -> None:
     expected = reference("llama", "whole")
     optimizer = {"type": "Muon", "params": PARAMS}
     for weights in run(train, world, name="llama", tp=2, steps=STEPS, stage=stage, optimizer=optimizer):
+        assert max(errors(weights, expected).values()) <= 1e-3
+
+
+@pytest.mark.parametrize("stage", [2, *(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 1, 3))])
+@pytest.mark.parametrize("kind", ["whole", "shards"])
+def test_normuon_equals_the_oracle(kind: str, stage: int) -> None:
+    """Rows that are cut have one second moment, and shards that are matrices of their own have theirs."""
+    expected = reference("llama", kind, after=normuon)
+    optimizer = {"type": "Muon", "params": params_of("llama", kind) | {"normuon": True}}
+    for weights in run(train, 2, name="llama", tp=2, steps=STEPS, stage=stage, optimizer=optimizer):
         assert max(errors(weights, expected).values()) <= 1e-3
 
 
