@@ -47,6 +47,9 @@ OPTIMIZERS = {
         for method in METHODS
         for kernels in ("auto", "torch")
     },
+    "ours-normuon": ours(normuon=True),
+    "ours-muon-eq": ours(muon_eq="rows"),
+    "ours-muon-plus": ours(muon_plus="columns_rows"),
     "torch-muon": of("torch.optim.Muon", **MUON),
     "stock-muon": of("deepspeed.runtime.zero.muon.original_muon.SingleDeviceMuon", **MUON),
     "adamw": of("torch.optim.AdamW", **ADAMW),
@@ -106,7 +109,7 @@ def single(
 
     Args:
         optimizers: which; ours-torch is ours with the plain PyTorch twin of every kernel, ours-DTYPE-METHOD[-torch] has
-            these fixed, to hold what ours chooses against
+            these fixed, to hold what ours chooses against, ours-normuon and its like have a rule
         layers: of the model
         hidden: width of a layer
         model: matrices of a layer: block has three, qwen those of Qwen3-1.7B at 2048, flat one
