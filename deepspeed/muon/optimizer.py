@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
@@ -37,6 +37,7 @@ from deepspeed.muon.plan.cost import cost_model
 from deepspeed.muon.plan.launches import calls_of
 from deepspeed.muon.plan.owners import is_worth_sharing
 from deepspeed.muon.plan.plan import Bucket, Plan, Run, make_plan
+from deepspeed.muon.second_moments import SecondMoments
 from deepspeed.muon.step_stats import StepStats
 from deepspeed.muon.tuning import Candidates, Tuning, has_bf16, method_of, pinned_in, with_products
 
@@ -75,35 +76,6 @@ class _Bound:
             places = [(run.copy.start, run.copy.at, run.copy.numel) for run in runs]
             tiles = self.together.tiles(places, self.partition.tensors[first.tensor].device)
         return _Call(indices, first.tensor, first.in_place, self.scale(*first.shape), tiles)
-
-
-#: The key under which a saved group holds NorMuon's second moments of all matrices, by name.
-SECOND_MOMENTS = "second_moments"
-
-
-def _outputs(partition: Partition) -> dict[str, int]:
-    """How many outputs each matrix has, by name."""
-    return {item.name: (item.block.rows, item.block.cols)[item.axis] for item in partition.blocks}
-
-
-def _with_second_moments(optimizer: MuonWithAuxAdam, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Hook after ``state_dict``: the first group of the Muon half holds the second moments of all matrices.
-
-    Raises:
-        RuntimeError: other ranks have some of them.
-    """
-    if not optimizer.second_moments:
-        return state_dict
-    names = {name for partition in optimizer.partitions for name in _outputs(partition)}
-    if missing := names - optimizer.second_moments.keys():
-        raise RuntimeError(
-            f"state_dict of a sharded MuonWithAuxAdam with NorMuon: {len(missing)} of its second moments are on other "
-            "ranks; save with engine.save_checkpoint, or call it on all ranks within optimizer.whole_state()"
-        )
-    groups = list(state_dict["param_groups"])
-    first = next(index for index, group in enumerate(groups) if group["use_muon"])
-    groups[first] = groups[first] | {SECOND_MOMENTS: dict(optimizer.second_moments)}
-    return {**state_dict, "param_groups": groups}
 
 
 class _Call(NamedTuple):
@@ -181,8 +153,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self.is_stepped_in_parts = False
         #: Whether this process says what all of them know.
         self.speaks = True
-        #: NorMuon's, fp32, by the name of each matrix that this rank owns: one number per output.
-        self.second_moments: dict[str, Tensor] = {}
+        self.second_moments = SecondMoments(self.rules.normuon)
         #: Records the size of updates, if set.
         self.step_stats: StepStats | None = None
         split = split_groups(params, self.specs, self.config)
@@ -192,9 +163,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         super().__init__(split.halves, defaults={})
         self.defaults["lr"] = split.reference_lr
         self.register_load_state_dict_pre_hook(momentum.hold)
-        self.register_state_dict_post_hook(_with_second_moments)  # type: ignore[arg-type]
+        self.register_state_dict_post_hook(MuonWithAuxAdam._save_second_moments)  # type: ignore[arg-type]
         self.register_load_state_dict_post_hook(momentum.settle)
-        self.register_load_state_dict_post_hook(MuonWithAuxAdam._take_loaded)  # type: ignore[arg-type]
+        self.register_load_state_dict_post_hook(MuonWithAuxAdam._load_second_moments)  # type: ignore[arg-type]
         self.register_load_state_dict_post_hook(MuonWithAuxAdam.bind_again)  # type: ignore[arg-type]
         tag_parameters(model, self.specs)
         self._is_built = True
@@ -260,17 +231,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 together=self._together(partition, staging),
             )
         self._binding = (partitions, tuning, where)
-        self.second_moments = dict(self._own_second_moments(where))
-
-    def _own_second_moments(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Those of the matrices that this rank owns now: what there is of them, else zeros."""
-        buckets = (bucket for bound in self._bound.values() for bucket in bound.plan.buckets)
-        for batch in (batch for bucket in buckets for batch in bucket.batches if self.rules.normuon):
-            for name in batch.names:
-                held = self.second_moments.get(name)
-                if held is None or held.numel() != batch.outputs:
-                    held = torch.zeros(batch.outputs)
-                yield name, held.to(device)
+        self.second_moments.bind((b.partition, b.plan, b.exchange) for b in self._bound.values())
 
     def _together(self, partition: Partition, staging: Staging | None) -> RunOperations | None:
         """Kernels for many runs, where they take the shards and these are not staged in other buffers."""
@@ -305,32 +266,15 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 speedup,
             )
 
-    @contextmanager
-    def whole_state(self) -> Iterator[None]:
-        """While entered, ``state_dict`` holds what any rank has of the state of whole matrices.
+    def whole_state(self) -> AbstractContextManager[None]:
+        """While entered, ``state_dict`` holds the state of all matrices. Entered by all ranks together."""
+        return self.second_moments.whole()
 
-        Entered by all ranks together.
-        """
-        own = self.second_moments
-        if self.rules.normuon:
-            found = (bound.exchange.collect(own, _outputs(bound.partition)) for bound in self._bound.values())
-            self.second_moments = {name: vector for vectors in found for name, vector in vectors.items()}
-        try:
-            yield
-        finally:
-            self.second_moments = own
+    def _save_second_moments(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return self.second_moments.save(state_dict)
 
-    def _take_loaded(self) -> None:
-        self.take_second_moments(self.param_groups)
-
-    def take_second_moments(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Take NorMuon's state out of saved groups; the next binding keeps that of the matrices owned here."""
-        found = {name: moment for group in groups for name, moment in group.pop(SECOND_MOMENTS, {}).items()}
-        if self.speaks and found and not self.rules.normuon:
-            logger.warning("deepspeed-muon: the checkpoint's run had normuon, this one goes on without it")
-        if self.speaks and self.rules.normuon and not found:
-            logger.warning("deepspeed-muon: the checkpoint has no second moments of NorMuon; they start at zero")
-        self.second_moments = found
+    def _load_second_moments(self) -> None:
+        self.second_moments.load(self.param_groups, self.speaks)
 
     @property
     def choice(self) -> Choice:
@@ -496,14 +440,10 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         for batch in buffers.bucket.batches:
             shape = batch.count, batch.rows, batch.cols
             matrices = buffers.matrices[batch.start : batch.start + math.prod(shape)].view(shape)
-            if self.rules:
-                for matrix in matrices:
-                    self.rules.before(matrix, batch.axis)
+            self.rules.before(matrices, batch.axis)
             method, kernels = bound.method(batch.rows, batch.cols), bound.kernels(batch.rows, batch.cols)
             orthogonalize(matrices, self.config.schedule, method, bound.dtype, self._work, kernels)
-            if self.rules:
-                for matrix, name in zip(matrices, batch.names, strict=True):
-                    self.rules.after(matrix, batch.axis, self.second_moments.get(name))
+            self.rules.after(matrices, batch.axis, self.second_moments.of(batch.names))
 
     def _apply(self, bound: _Bound, group: dict[str, Any], buffers: BucketBuffers) -> None:
         """On the shard: decay and scaled update."""

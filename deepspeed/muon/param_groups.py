@@ -122,13 +122,12 @@ def _refuse(unused: dict[str, str], model: nn.Module) -> dict[str, str]:
 
 def _refuse_unknown_outputs(specs: Iterable[MatrixSpec], config: MuonConfig) -> None:
     """Rules that tell outputs from inputs need to know which axis is which."""
-    if strange := [spec.name for spec in specs if spec.use_muon and spec.output_axis is None]:
-        keys = {"normuon": config.normuon, "muon_eq": config.muon_eq != "none", "muon_plus": config.muon_plus != "none"}
-        if used := [key for key, is_on in keys.items() if is_on]:
-            raise MuonConfigError(
-                f"optimizer.params.{used[0]}: {len(strange)} stacks of matrices do not tell which of their axes holds "
-                f"the outputs, first {strange[0]}; name them in muon_exclude, or remove {' and '.join(used)}"
-            )
+    keys, unknown = config.rules.keys, [spec.name for spec in specs if spec.use_muon and spec.output_axis is None]
+    if keys and unknown:
+        raise MuonConfigError(
+            f"optimizer.params.{keys[0]}: the axis of the outputs is unknown for {len(unknown)} stacks of matrices, "
+            f"first {unknown[0]}; name them in muon_exclude, or remove {' and '.join(keys)}"
+        )
 
 
 def _unused_patterns(names: Mapping[str, tuple[int, ...]], config: MuonConfig) -> dict[str, str]:

@@ -9,6 +9,7 @@ one output a row, and so do the options, wherever they lie.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,33 +36,42 @@ class Rules:
     normuon: bool = False
     normuon_beta2: float = 0.95
 
+    @property
+    def keys(self) -> list[str]:
+        """The options that are on."""
+        is_on = {"normuon": self.normuon, "muon_eq": self.muon_eq != "none", "muon_plus": self.muon_plus != "none"}
+        return [key for key in is_on if is_on[key]]
+
     def __bool__(self) -> bool:
-        return self.muon_eq != "none" or self.muon_plus != "none" or self.normuon
+        return bool(self.keys)
 
     def __str__(self) -> str:
         names = {"MuonEq": self.muon_eq, "Muon+": self.muon_plus}
         texts = [f"{name} ({sides.replace('_', ', then ')})" for name, sides in names.items() if sides != "none"]
         return ", ".join([*texts, *([f"NorMuon (beta2 {self.normuon_beta2:g})"] if self.normuon else ())])
 
-    def before(self, matrix: Tensor, axis: int) -> None:
-        """What precedes Newton-Schulz."""
-        if sides := SIDES[self.muon_eq]:
-            x = matrix.float()
-            for side in sides:
-                equalize(x, axis ^ side)
-            matrix.copy_(x)
+    def before(self, matrices: Tensor, axis: int) -> None:
+        """What precedes Newton-Schulz, in place. ``matrices``: ``[batch, rows, cols]``, bf16 or fp32."""
+        if self.muon_eq != "none":
+            for matrix in matrices:
+                x = matrix.float()
+                for side in SIDES[self.muon_eq]:
+                    equalize(x, axis ^ side)
+                matrix.copy_(x)
 
-    def after(self, matrix: Tensor, axis: int, second_moment: Tensor | None) -> None:
-        """What follows it. ``second_moment``: of the matrix, updated."""
-        sides = SIDES[self.muon_plus]
-        if not sides and second_moment is None:
-            return
-        x = matrix.float()
-        for side in sides:
-            equalize(x, axis ^ side, math.sqrt(min(x.shape) / x.size(axis ^ side)))
-        if second_moment is not None:
-            normuon(x, axis, second_moment, self.normuon_beta2)
-        matrix.copy_(x)
+    def after(self, matrices: Tensor, axis: int, second_moments: Sequence[Tensor]) -> None:
+        """What follows it, in place. ``second_moments``: with NorMuon one of each matrix, updated."""
+        if self.muon_plus != "none":
+            for matrix in matrices:
+                x = matrix.float()
+                for side in SIDES[self.muon_plus]:
+                    equalize(x, axis ^ side, math.sqrt(min(x.shape) / x.size(axis ^ side)))
+                matrix.copy_(x)
+        if self.normuon:
+            for matrix, second_moment in zip(matrices, second_moments, strict=True):
+                x = matrix.float()
+                normuon(x, axis, second_moment, self.normuon_beta2)
+                matrix.copy_(x)
 
 
 def equalize(x: Tensor, axis: int, norm: float = 1.0) -> None:

@@ -107,6 +107,11 @@ class PlacedBlock:
         """The axis of its outputs; 0 where that is not known."""
         return self.shard.spec.output_axis or 0
 
+    @property
+    def outputs(self) -> int:
+        """How many it has."""
+        return (self.block.rows, self.block.cols)[self.axis]
+
     @cached_property
     def parts(self) -> tuple[Rectangle, ...]:
         """The rectangles that make it up: one, or those on the ranks of a tensor-parallel group.

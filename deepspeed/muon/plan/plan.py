@@ -81,11 +81,6 @@ class Batch:
         """How many there are."""
         return len(self.names)
 
-    @property
-    def outputs(self) -> int:
-        """How many outputs each of them has."""
-        return (self.rows, self.cols)[self.axis]
-
 
 @dataclass(frozen=True)
 class Bucket:

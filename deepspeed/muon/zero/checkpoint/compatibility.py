@@ -16,7 +16,8 @@ from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.log import logger
 from deepspeed.muon.math.choice import unknown, unknown_methods
 from deepspeed.muon.matrices.pipeline import stages_of
-from deepspeed.muon.optimizer import SECOND_MOMENTS, MuonWithAuxAdam
+from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.second_moments import SAVED
 from deepspeed.muon.state_import import fused
 from deepspeed.muon.zero.checkpoint.safe_load import read_model, read_states
 
@@ -231,7 +232,7 @@ def settings_of(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[st
     settings = {key: value for key, value in saved.items() if key not in (*OWN, "params", "matrices", "blocks")}
     for key, value in settings.items():
         here = current.get(key, value)
-        if key not in ("lr", "initial_lr", "ns_choice", "ns_methods", SECOND_MOMENTS) and value != here:
+        if key not in ("lr", "initial_lr", "ns_choice", "ns_methods", SAVED) and value != here:
             change = f"{key} = {value} from the checkpoint; the config has {here}"
             logger.warning("deepspeed-muon: group %s goes on with %s", current.get("name"), change)
     return {key: value for key, value in current.items() if key != "params"} | settings

@@ -161,7 +161,7 @@ def _load(adapter: Adapter, folder: Folder, actions: Actions, load_states: bool)
         if load_states:
             fill(optimizer, partition, folder.source, actions)
     if load_states and folder.is_ours:
-        optimizer.take_second_moments(folder.groups)
+        optimizer.second_moments.load(folder.groups, optimizer.speaks)
         _load_settings(adapter.wrapper, optimizer, folder)
     if engine.global_rank == 0:
         report(optimizer, folder.source, actions)

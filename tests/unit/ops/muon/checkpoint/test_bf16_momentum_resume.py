@@ -12,16 +12,12 @@ from helpers import universal
 from helpers.distributed import run
 from helpers.engine_state import differing, local_states, named_states
 from helpers.models import train_engine
-from helpers.resume import RESUMED, resume_all, save_and_go_on
+from helpers.resume import RESUMED, resume_all, save_all
 from helpers.training import BF16_MOMENTUM, BF16_OPTIMIZER, PARAMS, fresh_engine
 
 FP32 = {"type": "Muon", "params": PARAMS}
 OPTIMIZERS = {"fp32": FP32, "bf16": BF16_MOMENTUM}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-def save_all(cases: list[dict[str, Any]], folders: list[str]) -> list[dict[str, Tensor]]:
-    return [save_and_go_on(case, folder) for case, folder in zip(cases, folders, strict=True)]
 
 
 @pytest.mark.parametrize("chosen", [slice(1, None, 6), pytest.param(slice(None), marks=pytest.mark.full)], ids=str)

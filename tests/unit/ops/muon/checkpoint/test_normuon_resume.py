@@ -14,15 +14,11 @@ from helpers import nvme, universal
 from helpers.distributed import run
 from helpers.engine_state import differing
 from helpers.models import MODELS, train_engine
-from helpers.resume import RESUMED, resume_all, save_and_go_on
+from helpers.resume import RESUMED, resume_all, save_all
 from helpers.tensor_parallel import go_on
-from helpers.training import PARAMS, fresh_engine, with_params
+from helpers.training import PARAMS, ds_config, fresh_engine, make_engine, with_params
 
 OPTIMIZER = with_params(normuon=True)
-
-
-def save_all(cases: list[dict[str, Any]], folders: list[str]) -> list[dict[str, Tensor]]:
-    return [save_and_go_on(case, folder) for case, folder in zip(cases, folders, strict=True)]
 
 
 @pytest.mark.parametrize("chosen", [slice(2, None, 5), pytest.param(slice(None), marks=pytest.mark.full)], ids=str)
@@ -61,7 +57,7 @@ def owned(case: dict[str, Any], folder: str, load: bool) -> dict[str, Tensor]:
     else:
         train_engine(engine, 2)
         engine.save_checkpoint(folder)
-    moments = {name: moment.clone() for name, moment in engine.basic_optimizer.second_moments.items()}
+    moments = {name: moment.clone() for name, moment in engine.basic_optimizer.second_moments.held.items()}
     engine.destroy()
     return moments
 
@@ -135,13 +131,13 @@ def test_a_checkpoint_of_another_rule_warns(tmp_path: Path) -> None:
     assert "had normuon, this one goes on without it" in text
 
 
-def state_dict_alone() -> str:
+def state_dict_alone(model: str, matrices: int) -> str:
     """What a state dict of one rank of several says."""
-    engine = fresh_engine(0, {"stage": 2, "optimizer": OPTIMIZER})
+    engine = make_engine(MODELS[model](), ds_config(stage=2, optimizer=OPTIMIZER))
     train_engine(engine, 1)
     optimizer = engine.basic_optimizer
     with optimizer.whole_state():
-        assert len(optimizer.state_dict()["param_groups"][0]["second_moments"]) == 5
+        assert len(optimizer.state_dict()["param_groups"][0]["second_moments"]) == matrices
     try:
         optimizer.state_dict()
     except RuntimeError as error:
@@ -151,8 +147,11 @@ def state_dict_alone() -> str:
     return ""
 
 
-def test_a_part_of_the_state_is_no_state_dict() -> None:
-    assert all("second moments are on other ranks" in text for text in run(state_dict_alone, 2))
+@pytest.mark.parametrize(("world", "model", "matrices"), [(2, "mlp", 5), (3, "few", 2)])
+def test_a_part_of_the_state_is_no_state_dict(world: int, model: str, matrices: int) -> None:
+    """Also on a rank that owns no matrix."""
+    texts = run(state_dict_alone, world, model=model, matrices=matrices)
+    assert all("second moments are on other ranks" in text for text in texts)
 
 
 def test_plain_pytorch_saves_and_loads() -> None:

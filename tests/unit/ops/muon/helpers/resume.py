@@ -44,5 +44,9 @@ def resume(case: dict[str, Any], folder: str) -> dict[str, Tensor]:
     return result
 
 
+def save_all(cases: list[dict[str, Any]], folders: list[str]) -> list[dict[str, Tensor]]:
+    return [save_and_go_on(case, folder) for case, folder in zip(cases, folders, strict=True)]
+
+
 def resume_all(cases: list[dict[str, Any]], folders: list[str]) -> list[dict[str, Tensor]]:
     return [resume(case, folder) for case, folder in zip(cases, folders, strict=True)]

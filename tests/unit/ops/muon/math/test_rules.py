@@ -29,14 +29,14 @@ def test_rules_equal_their_definitions(rule: str, shape: tuple[int, int], axis: 
     """Over three steps; `axis` 1: the outputs lie in columns."""
     params, oracle = RULES[rule]
     rules, turn = Rules(**params), ((1, 0) if axis else (0, 1))
-    moment, memory = (torch.zeros(shape[axis]) if rules.normuon else None), {}
+    moments, memory = [torch.zeros(shape[axis])] if rules.normuon else [], {}
     for step in range(3):
         matrix = matrix_of(shape, dtype, step)
         wanted = matrix.double().permute(turn)
-        rules.before(matrix, axis)
+        rules.before(matrix[None], axis)
         wanted = oracle.get("before", lambda x: x)(wanted)
         assert error(matrix, wanted.permute(turn)) < TOLERANCES[dtype]
-        rules.after(matrix, axis, moment)
+        rules.after(matrix[None], axis, moments)
         wanted = oracle.get("after", lambda x, memory: x)(wanted, memory)
         assert error(matrix, wanted.permute(turn)) < 2 * TOLERANCES[dtype]
 
@@ -51,9 +51,9 @@ def test_magnitudes_do_not_matter(power: int, dtype: torch.dtype) -> None:
     """Squares would leave the range of fp32; so would those of one row beside another of its own magnitude."""
     rules, matrix = Rules(muon_eq="rows"), matrix_of((6, 10), dtype)
     wanted = matrix.clone()
-    rules.before(wanted, 0)
+    rules.before(wanted[None], 0)
     matrix[::2] = torch.ldexp(matrix[::2].double(), torch.tensor(power)).to(dtype)
-    rules.before(matrix, 0)
+    rules.before(matrix[None], 0)
     assert error(matrix, wanted.double()) < (0.2 if power == -130 else TOLERANCES[dtype])
 
 

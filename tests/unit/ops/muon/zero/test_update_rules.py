@@ -61,9 +61,11 @@ def test_the_log_names_the_rules() -> None:
 
 
 @pytest.mark.parametrize("key", [{"normuon": True}, {"muon_eq": "columns"}, {"muon_plus": "rows"}], ids=str)
-def test_a_stack_that_does_not_tell_its_outputs_is_refused(key: dict[str, Any]) -> None:
+def test_a_stack_whose_outputs_are_unknown_is_refused(key: dict[str, Any]) -> None:
     net = MODELS["fused"]()
-    with pytest.raises(MuonConfigError, match=r"1 stacks of matrices do not tell .* first experts\.down; name them"):
+    with pytest.raises(
+        MuonConfigError, match=r"outputs is unknown for 1 stacks of matrices, first experts\.down; name them"
+    ):
         MuonWithAuxAdam(net.parameters(), model=net, lr=1e-3, **key)
     optimizer = MuonWithAuxAdam(net.parameters(), model=net, lr=1e-3, muon_exclude="experts", **key)
     assert optimizer.rules and MuonWithAuxAdam(net.parameters(), model=net, lr=1e-3)
