@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -31,12 +32,14 @@ from deepspeed.muon.math.choice import MARGIN, Choice, from_pinned
 from deepspeed.muon.math.newton_schulz import DTYPES, orthogonalize
 from deepspeed.muon.math.scale import scale_factor
 from deepspeed.muon.matrices.pipeline import stage_of
+from deepspeed.muon.matrices.query_keys import attention_layers
 from deepspeed.muon.matrices.routing import MatrixSpec, route, shapes_of, tag_parameters
 from deepspeed.muon.param_groups import check_options, split_groups
 from deepspeed.muon.plan.cost import cost_model
 from deepspeed.muon.plan.launches import calls_of
 from deepspeed.muon.plan.owners import is_worth_sharing
 from deepspeed.muon.plan.plan import Bucket, Plan, Run, make_plan
+from deepspeed.muon.qk_clip import QKClip
 from deepspeed.muon.second_moments import SecondMoments
 from deepspeed.muon.step_stats import StepStats
 from deepspeed.muon.tuning import Candidates, Tuning, has_bf16, method_of, pinned_in, with_products
@@ -149,11 +152,19 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         )
         #: Entered around each phase of a step, by name: prepare, exchange, newton_schulz, apply, adamw.
         self.phase: Callable[[str], AbstractContextManager] = nullcontext
-        #: Whether calls of ``step`` are parts of an engine's step, which calls :meth:`release_scratch` at its end.
+        #: Whether calls of ``step`` are parts of an engine's step, which calls :meth:`begin_step` before
+        #: them and :meth:`release_scratch` after.
         self.is_stepped_in_parts = False
         #: Whether this process says what all of them know.
         self.speaks = True
         self.second_moments = SecondMoments(self.rules.normuon)
+        self.qk_clip: QKClip | None = None
+        if self.config.qk_clip:
+            names = {param: spec.name for param, spec in self.specs.items()}
+            turn = partial(_steps_done, weakref.ref(self))
+            self.qk_clip = QKClip(self.config.qk_clip, attention_layers(model), names, turn)
+        #: The ranks that train the same layers; ``None``: all.
+        self.peers: Any = None
         #: Records the size of updates, if set.
         self.step_stats: StepStats | None = None
         split = split_groups(params, self.specs, self.config)
@@ -232,6 +243,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             )
         self._binding = (partitions, tuning, where)
         self.second_moments.bind((b.partition, b.plan, b.exchange) for b in self._bound.values())
+        if self.qk_clip:
+            self.qk_clip.bind(partitions, self.peers, where)
 
     def _together(self, partition: Partition, staging: Staging | None) -> RunOperations | None:
         """Kernels for many runs, where they take the shards and these are not staged in other buffers."""
@@ -310,6 +323,11 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         """The exchange of the first partition; all have the same dtype, device and workspace."""
         return next(iter(self._bound.values())).exchange
 
+    def begin_step(self) -> None:
+        """Called before a step, by all ranks together: what has to be known of all its micro-batches."""
+        if self.qk_clip:
+            self.qk_clip.begin_step(self.speaks)
+
     def release_scratch(self) -> None:
         """Called at the end of a step: free the temporaries on accelerators. The next step allocates them again."""
         self._work.release()
@@ -366,12 +384,16 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 loss = closure()
         if self._binding is None and not self._bind_on_first_use():
             return loss
+        if not self.is_stepped_in_parts:
+            self.begin_step()
         if not self.is_finite():
             self.report_skip()
             return loss
         for group in self.param_groups:
             if group["params"]:
                 (self._muon_step if group["use_muon"] else self._adam_step)(group)
+                if self.qk_clip:
+                    self.qk_clip.apply(group["params"])
         if not self.is_stepped_in_parts:
             self.release_scratch()
         return loss
@@ -477,3 +499,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             for tensor, start, length in held:
                 squares = adamw.update_squares(stepped[id(tensor)], group, start, length)
                 self.step_stats.add("adamw", squares, length)
+
+
+def _steps_done(optimizer: Callable[[], MuonWithAuxAdam | None]) -> int:
+    """The steps that the state of an optimizer, given by a weak reference, has seen; the same after a resume."""
+    held = optimizer()
+    return int(next(iter(held.state.values()))["step"]) if held is not None and held.state else 0

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.matrices.pipeline import stages_of
+from deepspeed.muon.matrices.query_keys import attention_layers
 from deepspeed.muon.matrices.routing import MatrixSpec, is_lora, shapes, unmatched
 
 
@@ -104,6 +105,11 @@ def check_options(model: nn.Module, specs: Iterable[MatrixSpec], config: MuonCon
     specs = list(specs)
     _refuse_unknown_outputs(specs, config)
     unused = _unused_heads(specs, config) | _unused_splits(specs, config) | _unused_patterns(shapes(model), config)
+    if config.qk_clip and not attention_layers(model):
+        unused["qk_clip"] = (
+            "optimizer.params.qk_clip: no module of the model is softmax attention by the names of its projections, "
+            "with queries and keys that are trained"
+        )
     if message := empty_muon_half(specs):
         unused["type"] = message
     return _refuse(unused, model)

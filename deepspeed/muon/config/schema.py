@@ -61,6 +61,8 @@ class MuonConfig(BaseModel):
     """MuonEq: norms made equal before Newton-Schulz; `rows`: one per output; [more](update-rules.md#muoneq-and-muon)"""
     muon_plus: Literal["none", "rows", "columns", "rows_columns", "columns_rows"] = field("none", "arXiv 2602.21545")
     """Muon+: norms made equal after Newton-Schulz, in this order; [more](update-rules.md#muoneq-and-muon)"""
+    qk_clip: types.Clip | None = field(None, "arXiv 2507.20534")
+    """QK-clip: heads whose attention logits exceed `tau` are scaled back to it; [more](update-rules.md#qk-clip)"""
     muon_include: types.Patterns = field(())
     """searched in parameter names: matrices that go to Muon even if the rules say AdamW"""
     muon_exclude: types.Patterns = field(())
@@ -232,6 +234,7 @@ class MuonConfig(BaseModel):
     def digest(self) -> str:
         """A hash of every setting, equal on all ranks of a correct launch."""
         settings = self.model_dump() | {"adjust_lr_fn": self.scale, "muon_split": str(self.muon_split)}
+        settings["qk_clip"] = str(self.qk_clip)
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
 
 

@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 
 from deepspeed.muon.config.messages import did_you_mean
 from deepspeed.muon.math import coefficients
+from deepspeed.muon.math.logits import WAYS, ClipOptions
 from deepspeed.muon.matrices.block import Cut
 
 #: Other projects' names of the scales. Dion: rms_norm, spectral_norm; Megatron: shape_scaling, unit_rms_norm.
@@ -91,6 +92,25 @@ def _as_cut(pattern: str, given: Any) -> Cut:
         raise ValueError(f"{pattern!r}: {error}") from None
 
 
+def _as_clip(value: Any) -> ClipOptions:
+    if isinstance(value, ClipOptions):
+        return value
+    known = {field.name for field in fields(ClipOptions)}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"expected {CLIP}")
+    for key in value.keys() - known:
+        raise ValueError(f"unknown key {key!r}, {did_you_mean(str(key), known, 'known keys: tau, alpha, logits')}")
+    options = ClipOptions(**value)
+    if type(options.tau) not in (int, float) or not 0 < options.tau < math.inf:
+        raise ValueError(f"tau: expected a number above 0, not {options.tau!r}")
+    if type(options.alpha) not in (int, float) or not 0 <= options.alpha <= 1:
+        raise ValueError(f"alpha: expected a number from 0 to 1, not {options.alpha!r}")
+    if options.logits not in WAYS:
+        hint = did_you_mean(str(options.logits), WAYS, "", quote="'")
+        raise ValueError("; ".join(filter(None, [f"logits: expected {', '.join(WAYS)}, not {options.logits!r}", hint])))
+    return options
+
+
 def _canonical_scale(value: Any) -> Any:
     return SCALE_ALIASES.get(value, value) if isinstance(value, str) else value
 
@@ -113,6 +133,8 @@ Pattern = Annotated[str, AfterValidator(_compiles)]
 Patterns = Annotated[tuple[Pattern, ...], BeforeValidator(_as_list), "a regular expression or a list of them"]
 CUTS = "an object: regular expression -> sizes, or an object of sizes, axis and groups"
 Cuts = Annotated[Any, AfterValidator(_as_cuts), CUTS]
+CLIP = "an object with any of tau, alpha and logits"
+Clip = Annotated[Any, AfterValidator(_as_clip), CLIP]
 Scale = Annotated[
     Literal["auto", "original", "match_rms_adamw", "spectral_unclamped", "none"], BeforeValidator(_canonical_scale)
 ]

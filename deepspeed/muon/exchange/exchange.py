@@ -243,6 +243,13 @@ def processes() -> int:
     return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
 
+def all_maxima(values: Tensor, group: Any) -> Tensor:
+    """The largest of each value over the ranks of a group, by default all; called by all of them together."""
+    if processes() > 1:
+        torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX, group=group)
+    return values
+
+
 def gather(tensor: Tensor, copy: Copy, work: Workspace, name: str) -> Tensor:
     """The elements on the grid, 1-D: a view of a contiguous tensor if they are contiguous there, else a named copy."""
     if copy.rows == 1:

@@ -65,8 +65,7 @@ def heads_of(attention: nn.Module, model: nn.Module) -> Heads | None:
         attention: the module that holds the projections.
         model: the whole model, for its config.
     """
-    is_linear = any(hasattr(attention, name) for name in _LINEAR)
-    config = None if is_linear else _config_of(attention) or _config_of(model)
+    config = None if is_linear_attention(attention) else _config_of(attention) or _config_of(model)
     own, stated = _numbers(attention), _numbers(config)
     if own.queries and own.queries != stated.queries:
         config, stated = None, Heads(0, 0)
@@ -79,6 +78,11 @@ def heads_of(attention: nn.Module, model: nn.Module) -> Heads | None:
     shares = (_first(source, _SIZES) // queries for source in (attention, config))
     width = own.width or stated.width or next(filter(None, shares), 0)
     return Heads(queries, keys, width, *(mine or theirs for mine, theirs in zip(own[3:], stated[3:], strict=True)))
+
+
+def is_linear_attention(attention: nn.Module) -> bool:
+    """Whether the module has a state instead of the softmax of logits."""
+    return any(hasattr(attention, name) for name in _LINEAR)
 
 
 def _config_of(module: nn.Module) -> Any:

@@ -22,7 +22,7 @@ from deepspeed.muon.zero.checkpoint.universal import read_universal
 from deepspeed.muon.zero.choice import choose, compare_plans
 from deepspeed.muon.zero.consensus import Facts, compare, differences
 from deepspeed.muon.zero.monitor import set_up_monitor
-from deepspeed.muon.zero.refusals import refuse_engine, refuse_unsupported
+from deepspeed.muon.zero.refusals import refuse_engine, refuse_qk_clip, refuse_unsupported
 from deepspeed.muon.zero.startup_log import log_startup
 from deepspeed.muon.zero.wrappers import adapter_for
 from deepspeed.muon.zero.wrappers.grad_norm import once_per_step
@@ -59,6 +59,10 @@ def bind_engine(engine: Any) -> None:
     refuse_unsupported(engine._config, optimizer.config.momentum_dtype)
     refuse_engine(engine)
     verdict = agree(optimizer)
+    if optimizer.qk_clip:
+        refuse_qk_clip(engine)
+    if engine.pipeline_parallelism:
+        optimizer.peers = engine.mpu.get_data_parallel_group()
     adapter = engine.muon_adapter = adapter_for(engine, optimizer)
     adapter.prepare(verdict["groups"])
     partitions = joined(adapter.partitions(), optimizer, engine)

@@ -38,6 +38,7 @@ def take_step(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Non
     optimizer = engine.basic_optimizer
     if not isinstance(optimizer, MuonWithAuxAdam):
         return original(engine, *args, **kwargs)
+    optimizer.begin_step()
     interval, skipped = optimizer.config.monitor_interval, engine.skipped_steps
     if engine._muon_monitored and (engine.global_steps + 1) % interval == 0:
         _record(lambda: original(engine, *args, **kwargs), engine, optimizer)
@@ -72,6 +73,8 @@ def _record(step: Callable[[], None], engine: Any, optimizer: MuonWithAuxAdam) -
     values |= {f"{name}_ms": 1e3 * spent for name, spent in stats.seconds.items()}
     if (norm := engine.get_global_grad_norm()) is not None:
         values["grad_norm"] = float(norm)
+    if optimizer.qk_clip:
+        values |= {f"max_logit/{layer}": logit for layer, logit in optimizer.qk_clip.largest.items()}
     if engine.global_rank == 0:
         engine.monitor.write_events([(PREFIX + name, value, engine.global_samples) for name, value in values.items()])
 

@@ -137,6 +137,15 @@ def refuse_engine(engine: Any) -> None:
         raise UnsupportedError("deepspeed-muon does not support this engine yet: " + "; ".join(problems))
 
 
+def refuse_qk_clip(engine: Any) -> None:
+    """Raise UnsupportedError for an engine whose attention ``qk_clip`` cannot observe."""
+    if (getattr(engine, "sequence_parallel_size", 1) or 1) > 1:
+        raise UnsupportedError(
+            "optimizer.params.qk_clip: not supported with sequence parallelism, where a rank's attention has other "
+            "heads than its weights; remove it"
+        )
+
+
 def _engine_problems(engine: Any) -> Iterator[str]:
     sizes = [getattr(engine, name, 1) or 1 for name in ("mp_world_size", "sequence_parallel_size")]
     if engine.has_moe_layers and (engine.pipeline_parallelism or max(*sizes, engine.autotp_size()) > 1):

@@ -90,6 +90,7 @@ def _steps(engine: Any, optimizer: MuonWithAuxAdam, tuning: Tuning, matrices: li
         f"adjust_lr_fn {config.scale} = {SCALES[config.scale][0].replace('rms_scale', f'{config.rms_scale:g}')}: "
         f"update RMS {rms:.3g} x lr for {typical.name} {list(typical.whole)} ({config.scale_reason})",
         *([str(config.rules)] if config.rules else ()),
+        *([f"{optimizer.qk_clip}"] if optimizer.qk_clip else ()),
         *(["cautious weight decay"] if config.cautious_weight_decay else ()),
     )
 

@@ -21,6 +21,7 @@ CONFIGS: dict[str, transformers.PreTrainedConfig] = {
     ),
     "gpt_neox": transformers.GPTNeoXConfig(**SMALL, num_attention_heads=3, attention_bias=False, **IDS),
     "phi3": transformers.Phi3Config(**SMALL, num_attention_heads=3, num_key_value_heads=1, **IDS),
+    "qwen2": transformers.Qwen2Config(**SMALL, num_attention_heads=6, num_key_value_heads=2, **IDS),
     "deepseek_v3": transformers.DeepseekV3Config(
         **SMALL,
         q_lora_rank=7,

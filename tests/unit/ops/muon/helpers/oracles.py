@@ -60,7 +60,8 @@ class OracleConfig:
     """Hyperparameters; `schedule(step)` is a factor of both learning rates, `clip` 0 turns clipping off.
 
     `before` and `after` change what `orthogonalize` is given and what it returns, as matrices of (outputs, inputs);
-    `output_axis` is where the outputs of the weights lie.
+    `output_axis` is where the outputs of the weights lie. `observe` sees the model and the batch before an update and
+    returns what is done after it.
     """
 
     lr: float = 0.02
@@ -79,6 +80,7 @@ class OracleConfig:
     adam_weight_decay: float = 0.0
     clip: float = 0.0
     schedule: Callable[[int], float] = lambda step: 1.0
+    observe: Callable[[nn.Module, tuple[Tensor, ...]], Callable[[], None]] = lambda model, batch: lambda: None
 
 
 @dataclass
@@ -186,7 +188,7 @@ def train_oracle(
         gradients, norm = clipped(gradients_of(loss, params), cfg.clip)
         result.losses.append(loss.item())
         result.norms.append(norm)
-        factor = cfg.schedule(step)
+        factor, finish = cfg.schedule(step), cfg.observe(model, batches(step))
         with torch.no_grad():
             for name, param in params.items():
                 own = special.get(name, cfg)
@@ -198,6 +200,7 @@ def train_oracle(
                 else:
                     moments = momentum[name], second_moment[name]
                     adam_update(param, gradients[name], *moments, step + 1, own.adam_lr * factor, own)
+            finish()
     result.weights = _copies(params)
     return result
 

@@ -82,13 +82,14 @@ class Gated(nn.Module):
 
 
 def model(name: str, seed: int = 0) -> nn.Module:
-    """A model of this name."""
+    """A model of this name; `name, sdpa` for another implementation of its attention."""
+    name, _, attention = name.partition(", ")
     kinds = {"llama": (TinyLlama, LlamaConfig), "neox": (TinyNeoX, GPTNeoXConfig)}
     if name == "gated":
         net: nn.Module = Gated()
     else:
         kind, config = kinds[name]
-        net = kind(config(**SIZES))
+        net = kind(config(**SIZES | {"attn_implementation": attention or "eager"}))
     initialize_(net, seed)
     return net
 

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sees the queries and keys of attention layers while a model trains, without a change of the model.
+
+While the forward of an attention module runs, calls of ``torch.nn.functional.scaled_dot_product_attention`` and of
+flash-attn's operators pass by here, whatever name the caller imported them under.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from deepspeed.muon.errors import UnsupportedError
+from deepspeed.muon.math.logits import Visible, largest
+from deepspeed.muon.matrices.query_keys import Attention
+
+Seen = tuple[Tensor, Tensor, float, Visible]
+"""Queries and keys, ``[batch, heads, tokens, width]``, the scale of their products, and which keys a query sees."""
+
+
+class AttentionWatch:
+    """The largest logit of every head since the last :meth:`clear`.
+
+    Forwards without gradients or in evaluation mode do not count: those of evaluation, generation and reference models,
+    and the first of two with gradient checkpointing.
+
+    Args:
+        layers: the attention modules.
+        way: of :data:`deepspeed.muon.math.logits.WAYS`.
+        turn: the number of the step, for ``sampled``.
+    """
+
+    def __init__(self, layers: Mapping[nn.Module, Attention], way: str, turn: Callable[[], int]) -> None:
+        self._layers, self._way, self._turn = layers, way, turn
+        #: By layer, ``[heads]`` of this rank, fp32.
+        self.largest: dict[str, Tensor] = {}
+        #: Layers whose attention ran, but by none of the known functions.
+        self.missed: set[str] = set()
+        self._running: list[_Passing | None] = []
+        self._hooks = [
+            hook
+            for module in layers
+            for hook in (
+                module.register_forward_pre_hook(self._enter, prepend=True),
+                module.register_forward_hook(self._leave, always_call=True),
+            )
+        ]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AttentionWatch:
+        return self  # a copy of the model is not watched: its modules are others
+
+    def clear(self) -> None:
+        """Forget what was seen."""
+        self.largest.clear()
+        self.missed.clear()
+
+    def close(self) -> None:
+        """Watch no longer."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        counts = module.training and torch.is_grad_enabled() and module in self._layers
+        self._running.append(_Passing() if counts else None)
+        if counts:
+            self._running[-1].__enter__()  # type: ignore[union-attr]
+
+    def _leave(self, module: nn.Module, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        passing = self._running.pop()
+        if passing is None:
+            return
+        passing.__exit__(None, None, None)
+        layer = self._layers[module]
+        if not passing.seen:
+            self.missed.add(layer.name)
+        for query, key, scale, visible in passing.seen:
+            if query.size(1) != len(layer.held):
+                raise UnsupportedError(
+                    f"qk_clip: the attention of {layer.name} has {query.size(1)} heads and its weights have "
+                    f"{len(layer.held)}"
+                )
+            with torch.no_grad():
+                found = largest(query, key, scale, visible, self._way, self._turn())
+            before = self.largest.get(layer.name)
+            self.largest[layer.name] = found if before is None else torch.maximum(before, found)
+
+
+class _Passing(TorchFunctionMode):
+    """Notes what attention functions are called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Seen] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            self.seen.append(_of_torch(*args, **kwargs))
+        elif isinstance(func, _OPERATOR_TYPES) and (read := _OPERATORS.get(str(func).removesuffix(".default"))):
+            self.seen.append(read(*args, **kwargs))
+        return func(*args, **kwargs)
+
+
+def _of_torch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Seen:
+    if query.ndim != 4:
+        raise UnsupportedError(
+            f"qk_clip: scaled_dot_product_attention got queries {list(query.shape)}; expected [batch, heads, tokens, "
+            "width], which tell the heads"
+        )
+    return query.detach(), key.detach(), _scale(scale, query), Visible(attn_mask, is_causal)
+
+
+def _of_flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    *_: Any,
+    **__: Any,
+) -> Seen:
+    """``[batch, tokens, heads, width]``; the last query sees the last key."""
+    visible = Visible(is_causal=causal, shift=k.size(1) - q.size(1), window=(window_size_left, window_size_right))
+    return q.detach().transpose(1, 2), k.detach().transpose(1, 2), _scale(softmax_scale, q), visible
+
+
+def _of_packed_flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    *_: Any,
+    **__: Any,
+) -> Seen:
+    """``[tokens, heads, width]`` of sequences one after the other, as long in queries as in keys."""
+    if q.size(0) != k.size(0):
+        raise UnsupportedError("qk_clip: flash-attn got packed sequences with other lengths of queries than of keys")
+    tokens = torch.arange(q.size(0), device=q.device)
+    documents = torch.bucketize(tokens, cu_seqlens_q.to(tokens.dtype), right=True)
+    visible = Visible(is_causal=causal, window=(window_size_left, window_size_right), documents=(documents, documents))
+    return q.detach().transpose(0, 1)[None], k.detach().transpose(0, 1)[None], _scale(softmax_scale, q), visible
+
+
+def _scale(scale: float | None, query: Tensor) -> float:
+    return query.size(-1) ** -0.5 if scale is None else float(scale)
+
+
+_OPERATOR_TYPES = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+#: Operators of flash-attn 2.
+_OPERATORS: dict[str, Callable[..., Seen]] = {
+    "flash_attn._flash_attn_forward": _of_flash,
+    "flash_attn._flash_attn_varlen_forward": _of_packed_flash,
+}

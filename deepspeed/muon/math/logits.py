@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention logits: the largest of each head, and the factors by which QK-clip takes them back to a threshold.
+
+Pure functions. QK-clip: Kimi Team, "Kimi K2: Open Agentic Intelligence" (arXiv 2507.20534), section 2.1, algorithm 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+#: How the largest logit is found: over all pairs, over a share of the queries, or bounded by the product of norms.
+WAYS = ("exact", "sampled", "bound")
+#: ``sampled`` takes one query of this many, others in each step.
+SHARE = 16
+#: Logits that are held at a time.
+CHUNK = 2**24
+
+
+@dataclass(frozen=True)
+class Visible:
+    """Which keys a query sees, by their positions.
+
+    Args:
+        mask: broadcast to ``[batch, heads, queries, keys]``; bool, or floats that are added to the logits, of which
+            only those near the dtype's least value hide a key.
+        is_causal: query i sees keys up to i + ``shift``.
+        window: how many keys before that, and after it, a query sees besides; negative: all.
+        documents: of queries and of keys, ``[queries]`` and ``[keys]``; a query sees its own document.
+    """
+
+    mask: Tensor | None = None
+    is_causal: bool = False
+    shift: int = 0
+    window: tuple[int, int] = (-1, -1)
+    documents: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def _after(self) -> int:
+        """How many keys after its own position a query sees; negative: all."""
+        return 0 if self.is_causal else self.window[1]
+
+    def reach(self, query: int, keys: int) -> int:
+        """How many keys, from the first on, the queries up to this one see at most."""
+        return keys if self._after < 0 else min(keys, max(1, query + self.shift + self._after + 1))
+
+    def of(self, queries: Tensor, keys: int) -> Tensor | None:
+        """Which of the first ``keys`` keys these queries see, broadcast to ``[batch, heads, queries, keys]``.
+
+        ``None``: all.
+        """
+        found = []
+        distance = torch.arange(keys, device=queries.device) - queries[:, None] - self.shift
+        if self._after >= 0:
+            found.append(distance <= self._after)
+        if self.window[0] >= 0:
+            found.append(distance >= -self.window[0])
+        if self.documents is not None:
+            found.append(self.documents[0][queries, None] == self.documents[1][:keys])
+        if self.mask is not None:
+            mask = self.mask[(None,) * (4 - self.mask.ndim)]
+            mask = mask[:, :, queries if mask.size(2) > 1 else slice(None), :keys]
+            found.append(mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2)
+        if not found:
+            return None
+        seen = found[0]
+        for other in found[1:]:
+            seen = seen & other
+        return seen
+
+
+def largest(query: Tensor, key: Tensor, scale: float, visible: Visible, way: str = "exact", turn: int = 0) -> Tensor:
+    """The largest logit of each head, ``[heads]``, fp32; minus infinity where no query sees a key.
+
+    Logits are ``scale`` times the product of query and key, computed in their dtype, before biases and soft caps.
+    ``sampled`` gives at most this number, ``bound`` at least.
+
+    Args:
+        query: ``[batch, heads, queries, width]``.
+        key: ``[batch, key_heads, keys, width]``; the heads of a group of queries are adjacent.
+        way: one of :data:`WAYS`.
+        turn: which of the queries ``sampled`` takes.
+    """
+    batch, heads, count, _ = query.shape
+    keys, best = key.size(2), torch.full((heads,), -math.inf, device=query.device)
+    if query.dtype == torch.float16:
+        query, key = query.float(), key.float()  # a logit may exceed fp16's range before it is scaled
+    share = min(SHARE, count) if way == "sampled" else 1
+    positions = range(turn % share, count, share)
+    together = max(1, CHUNK // (batch * heads * keys))
+    for start in range(0, len(positions), together):
+        chosen = positions[start : start + together]
+        reach = visible.reach(chosen[-1], keys)
+        taken = query[:, :, chosen.start : chosen.stop : chosen.step]
+        logits = (_bounds if way == "bound" else _products)(taken, key[:, :, :reach])
+        seen = visible.of(torch.arange(chosen.start, chosen.stop, chosen.step, device=query.device), reach)
+        if seen is not None:
+            logits = logits.masked_fill(~seen, -math.inf)
+        best = torch.maximum(best, logits.amax((0, 2, 3)).float())
+    return best * scale
+
+
+def _products(query: Tensor, key: Tensor) -> Tensor:
+    """``[batch, heads, queries, keys]``."""
+    grouped = query.unflatten(1, (key.size(1), -1)).flatten(2, 3)
+    return (grouped @ key.transpose(-1, -2)).unflatten(2, (-1, query.size(2))).flatten(1, 2)
+
+
+def _bounds(query: Tensor, key: Tensor) -> Tensor:
+    """Of the same shape, the products of norms."""
+    norms = key.float().norm(dim=-1).repeat_interleave(query.size(1) // key.size(1), dim=1)
+    return query.float().norm(dim=-1)[..., None] * norms[:, :, None]
+
+
+@dataclass(frozen=True)
+class ClipOptions:
+    """The section ``qk_clip`` of the config: the threshold of a logit, and how the factor is shared.
+
+    ``alpha``: queries take this power of the factor, keys the rest. ``logits``: one of :data:`WAYS`.
+    """
+
+    tau: float = 100.0
+    alpha: float = 0.5
+    logits: str = "exact"
+
+
+class Factors(NamedTuple):
+    """What the weights of one attention layer are multiplied by.
+
+    ``query`` and ``rotary``: of each query head. ``key``: of each key head. ``rotary`` is for queries whose keys are
+    shared by all heads and stay as they are, as the rotary ones of latent attention.
+    """
+
+    query: list[float]
+    key: list[float]
+    rotary: list[float]
+
+
+def clip_factors(logits: Sequence[float], keys: int, tau: float, alpha: float) -> Factors:
+    """The factors that take logits above ``tau`` back to it and leave others as they are.
+
+    A head's logits are multiplied by g = tau / logit, its queries by g^alpha. A key that several heads share takes
+    g^(1 - alpha) of the largest logit among them, so that none of them stays above ``tau``.
+
+    Args:
+        logits: the largest of each query head; one that is not finite clips nothing.
+        keys: number of key heads.
+    """
+    gains = [tau / logit if tau < logit < math.inf else 1.0 for logit in logits]
+    per_key = len(gains) // keys
+    shared = [min(gains[i : i + per_key]) for i in range(0, len(gains), per_key)]
+    return Factors([gain**alpha for gain in gains], [gain ** (1 - alpha) for gain in shared], gains)

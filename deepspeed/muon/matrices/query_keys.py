@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the weights of each head's queries and keys lie, for rules that act on single heads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+from torch import nn
+
+from deepspeed.muon.errors import MuonConfigError
+from deepspeed.muon.matrices.block import Block, Cut, cut, matrices
+from deepspeed.muon.matrices.fused import DEVICES, QKV, cut_fused
+from deepspeed.muon.matrices.heads import FUSED, KEYS, LATENT, QUERIES, Heads, heads_of, is_a, is_linear_attention
+from deepspeed.muon.matrices.tp_sharding import local_shape, sharding_of, whole_shape
+
+#: Of latent attention, ``rotary`` is the part of a query whose key all heads share.
+Role = Literal["query", "key", "rotary"]
+#: Names of norms of queries or keys, which undo any scaling of their weights.
+_NORM = re.compile(
+    r"^(q|k|qk|query|key)_?(layer_?norm|rms_?norm|norm|ln)$|^(layer_?norm|norm|ln)_?(q|k|qk|query|key)$", re.I
+)
+
+
+class HeadWeights(NamedTuple):
+    """Elements of one parameter, as this rank has it, that make one head's queries or keys."""
+
+    role: Role
+    head: int
+    block: Block
+
+
+class _Part(NamedTuple):
+    """Adjacent outputs of a projection; ``role`` is ``None`` for values and what else is left alone."""
+
+    size: int
+    role: Role | None = None
+    head: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Attention:
+    """The heads of one attention module.
+
+    ``held``: the query heads that this rank has, which with tensor parallelism are some of ``queries``.
+    """
+
+    name: str
+    queries: int
+    keys: int
+    held: tuple[int, ...]
+    weights: Mapping[nn.Parameter, tuple[HeadWeights, ...]]
+
+
+def attention_layers(model: nn.Module) -> dict[nn.Module, Attention]:
+    """The softmax attention of a model whose queries and keys are trained, by module.
+
+    Raises:
+        MuonConfigError: a layer whose heads cannot be told, or that scaling its weights would not scale.
+    """
+    found: dict[nn.Module, Attention] = {}
+    problems: dict[str, str] = {}
+    for name, module in model.named_modules():
+        projections = _projections(module)
+        if not projections or not any(param.requires_grad for p in projections.values() for param in p.parameters()):
+            continue
+        try:
+            found[module] = _attention(name, module, projections, model)
+        except ValueError as error:
+            problems.setdefault(str(error), name)
+    if problems:
+        told = "; ".join(f"{name}: {problem}" for problem, name in problems.items())
+        raise MuonConfigError(f"optimizer.params.qk_clip: cannot act on every attention layer: {told}")
+    shared = [param for layer in found.values() for param in layer.weights]
+    if len(set(shared)) < len(shared):
+        raise MuonConfigError("optimizer.params.qk_clip: cannot act on attention layers that share their projections")
+    return found
+
+
+def _projections(module: nn.Module) -> dict[str, nn.Module]:
+    """The children of an attention module that make queries and keys; empty for other modules."""
+    if isinstance(module, nn.MultiheadAttention) or is_linear_attention(module):
+        return {}
+    children = {name: child for name, child in module.named_children() if hasattr(child, "weight")}
+    queries = {name: child for name, child in children.items() if name.lower() in QUERIES}
+    keys = {name: child for name, child in children.items() if name.lower() in KEYS | LATENT}
+    if queries and keys:
+        return queries | keys
+    return {name: child for name, child in children.items() if name.lower() in FUSED | {"linear_qkv"}}
+
+
+def _attention(name: str, module: nn.Module, projections: Mapping[str, nn.Module], model: nn.Module) -> Attention:
+    for child, _ in module.named_children():
+        if _NORM.search(child):
+            raise ValueError(f"{child} normalizes queries or keys, so that scaling their weights has no effect")
+    heads = heads_of(module, model)
+    if heads is None:
+        raise ValueError("neither its module nor a config for it gives a number of heads")
+    latent = any(leaf.lower() in LATENT for leaf in projections)
+    weights: dict[nn.Parameter, tuple[HeadWeights, ...]] = {}
+    keys = heads.queries
+    for leaf, projection in projections.items():
+        for attribute, param in projection.named_parameters():
+            if attribute not in ("weight", "bias"):
+                raise ValueError(f"{leaf}.{attribute} adds to its {leaf}, as adapters do")
+            if not param.requires_grad:
+                raise ValueError(f"{leaf}.{attribute} is frozen and others of its projections are not")
+        parts = _parts(leaf, projection, module, model, heads, latent)
+        keys = max((part.head + 1 for part in parts if part.role == "key"), default=keys)
+        axis = 1 if type(projection).__name__ == "Conv1D" else 0
+        for attribute, param in projection.named_parameters():
+            weights[param] = tuple(_held(param, parts, axis if attribute == "weight" else 0, projection))
+    if heads.queries % keys:
+        raise ValueError(f"its {heads.queries} query heads do not share {keys} key heads evenly")
+    held = sorted({w.head for of_param in weights.values() for w in of_param if w.role == "query"})
+    return Attention(name, heads.queries, keys, tuple(held), weights)
+
+
+def _parts(
+    leaf: str, projection: Any, module: nn.Module, model: nn.Module, heads: Heads, latent: bool
+) -> Sequence[_Part]:
+    """The outputs of a projection, in order.
+
+    Raises:
+        ValueError: they are not whole heads.
+    """
+    shape = whole_shape(projection.weight)
+    axis = 1 if type(projection).__name__ == "Conv1D" else 0
+    kind, outputs = leaf.lower(), shape[axis]
+    if kind in LATENT:
+        parts = [_Part(heads.nope, "key", h) for h in range(heads.queries)]
+        found = [p for part in parts for p in (part, _Part(heads.value))]
+    elif kind in QUERIES and latent:
+        pairs = ((_Part(heads.nope, "query", h), _Part(heads.rope, "rotary", h)) for h in range(heads.queries))
+        found = [part for pair in pairs for part in pair]
+    elif kind in QUERIES:
+        found = [_Part(heads.width or outputs // heads.queries, "query", h) for h in range(heads.queries)]
+    elif kind in KEYS:
+        width = heads.width or outputs // heads.keys
+        found = [_Part(width, "key", h) for h in range(1 if outputs == width else heads.keys)]
+    else:
+        found = list(_fused(leaf, shape, axis, module, model, heads))
+    if sum(part.size for part in found) != outputs:
+        raise ValueError(f"the {outputs} outputs of {leaf} are not whole heads; the model has {heads}")
+    return found
+
+
+def _fused(
+    leaf: str, shape: Sequence[int], axis: int, module: nn.Module, model: nn.Module, heads: Heads
+) -> Iterator[_Part]:
+    known = None if is_a(module, *DEVICES) else cut_fused(leaf, shape, axis, module, model)
+    if known is None or known[1] != QKV:
+        raise ValueError(f"in which order {leaf} of {type(module).__name__} holds its heads is not known")
+    sizes, groups = known[0].sizes, known[0].groups
+    per_group, width = heads.queries // groups, sizes[0] * groups // heads.queries
+    for group in range(groups):
+        yield from (_Part(width, "query", group * per_group + i) for i in range(per_group))
+        yield from (_Part(width, "key", group + i) for i in range(sizes[1] // width))
+        yield _Part(sizes[2])
+
+
+def _held(param: nn.Parameter, parts: Sequence[_Part], axis: int, projection: Any) -> Iterator[HeadWeights]:
+    """The parts of a weight or a bias that this rank has; a bias counts as a matrix of one column."""
+    whole, sharding = whole_shape(param), sharding_of(param)
+    if sharding is None and whole != local_shape(param):
+        raise ValueError("how tensor parallelism cut its weights is not known")
+    shape = (*whole, 1)[:2]
+    blocks = cut(matrices(shape)[0], Cut(tuple(part.size for part in parts), axis))
+    for part, block in zip(parts, blocks, strict=True):
+        if part.role is None:
+            continue
+        mine = (
+            (block,)
+            if sharding is None
+            else (b for b, _ in replace(sharding, shape=shape).parts(block, projection.tp_index))
+        )
+        yield from (HeadWeights(part.role, part.head, held) for held in mine)

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""QK-clip: after a step, the weights of queries and keys of heads whose logits exceeded a threshold are scaled down."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.muon.attention_watch import AttentionWatch
+from deepspeed.muon.errors import UnsupportedError
+from deepspeed.muon.exchange.exchange import all_maxima
+from deepspeed.muon.exchange.partition import Partition
+from deepspeed.muon.log import logger
+from deepspeed.muon.math.logits import ClipOptions, Factors, clip_factors
+from deepspeed.muon.matrices.query_keys import Attention, Role
+
+
+class _Held(NamedTuple):
+    """Elements of a tensor that belong to one head: ``rows`` runs of ``cols``, ``stride`` apart, from ``start`` on."""
+
+    layer: str
+    role: Role
+    head: int
+    start: int
+    rows: int
+    cols: int
+    stride: int
+
+
+class QKClip:
+    """Watches the logits of a model and scales the weights of its heads.
+
+    All ranks that train the same layers take the largest logit over all their micro-batches, so that each scales its
+    part of a weight by the same factor. It acts on the master weights, on weights and biases of both halves.
+
+    Args:
+        options: the section ``qk_clip`` of the config.
+        layers: the attention of the model.
+        names: the parameters' names in the partitions.
+        turn: the number of the step, for ``sampled``.
+    """
+
+    def __init__(
+        self,
+        options: ClipOptions,
+        layers: Mapping[nn.Module, Attention],
+        names: Mapping[nn.Parameter, str],
+        turn: Callable[[], int],
+    ) -> None:
+        self._options = options
+        self._layers = list(layers.values())
+        self._weights = {
+            names[param]: (layer.name, weights) for layer in self._layers for param, weights in layer.weights.items()
+        }
+        self.watch = AttentionWatch(layers, options.logits, turn)
+        weakref.finalize(self, self.watch.close)
+        self._held: dict[int, list[_Held]] = {}
+        self._group: Any = None
+        self._device = torch.device("cpu")
+        self._factors: dict[str, Factors] = {}
+        self._told: set[str] = set()
+        #: By layer, the largest logit of the last step.
+        self.largest: dict[str, float] = {}
+
+    def __str__(self) -> str:
+        return f"QK-clip of {len(self._layers)} attention layers at {self._options.tau:g} ({self._options.logits})"
+
+    def bind(self, partitions: Iterable[Partition], group: Any, device: torch.device) -> None:
+        """Find the weights in the tensors that this rank updates.
+
+        Args:
+            group: the ranks that train the same layers; ``None``: all.
+            device: of the collective.
+        """
+        self._group, self._device = group, device
+        self._held.clear()
+        for partition in partitions:
+            for shard, start, stop, position in partition.pieces():
+                layer, weights = self._weights.get(shard.spec.name, ("", ()))
+                self._held.setdefault(id(partition.tensors[shard.tensor]), []).extend(
+                    _Held(layer, role, head, position + piece.element - start, piece.rows, piece.cols, piece.stride)
+                    for role, head, block in weights
+                    for piece in block.pieces(start, stop)
+                )
+
+    def begin_step(self, speaks: bool) -> None:
+        """Before the parts of a step: agree on the largest logits since the last one. Called by all ranks together.
+
+        Raises:
+            UnsupportedError: on all ranks, where the attention of a layer was not seen.
+        """
+        seen = self.watch.largest
+        logits = torch.full((1 + sum(layer.queries for layer in self._layers),), -math.inf)
+        logits[0] = max((1 + i for i, layer in enumerate(self._layers) if layer.name in self.watch.missed), default=0)
+        parts = dict(zip(self._layers, logits[1:].split([layer.queries for layer in self._layers]), strict=True))
+        for layer, part in parts.items():
+            if layer.name in seen:
+                part[list(layer.held)] = seen[layer.name].cpu()
+        missed, *flat = all_maxima(logits.to(self._device), self._group).tolist()
+        self.watch.clear()
+        if missed:
+            raise UnsupportedError(
+                f"optimizer.params.qk_clip: the attention of {self._layers[int(missed) - 1].name} runs in a way that "
+                "cannot be observed; use scaled_dot_product_attention (attn_implementation: sdpa in transformers) or "
+                "flash-attn 2"
+            )
+        values, self.largest = iter(flat), {}
+        for layer in self._layers:
+            heads = [next(values) for _ in range(layer.queries)]
+            self._factors[layer.name] = clip_factors(heads, layer.keys, self._options.tau, self._options.alpha)
+            if max(heads) > -math.inf:
+                self.largest[layer.name] = max(heads)
+        self._check(speaks)
+
+    def _check(self, speaks: bool) -> None:
+        if self._layers and not self.largest:
+            raise UnsupportedError(
+                "optimizer.params.qk_clip: no attention layer ran since the last step, in training mode and with "
+                "gradients; a compiled model cannot be observed"
+            )
+        idle = {layer.name for layer in self._layers} - self.largest.keys() - self._told
+        if idle and speaks:
+            self._told |= idle
+            logger.warning(
+                "deepspeed-muon: qk_clip: %d attention layers did not run in this step, first %s; their weights stay "
+                "as they are",
+                len(idle),
+                min(idle),
+            )
+
+    def apply(self, tensors: Sequence[Tensor]) -> None:
+        """After their update: scale the heads in these tensors."""
+        for tensor in tensors:
+            for held in self._held.get(id(tensor), ()):
+                factor = getattr(self._factors[held.layer], held.role)[held.head]
+                if factor < 1:
+                    whole = tensor.view(-1)[held.start :]
+                    torch.as_strided(whole, (held.rows, held.cols), (held.stride, 1)).mul_(factor)

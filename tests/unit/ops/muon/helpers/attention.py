@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""QK-clip for the oracle, written head by head for models whose fused weight is queries, then keys, then values."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from helpers.language_models import Language
+from helpers.models import GLOBAL_BATCH, MODELS
+from helpers.training import ds_config, make_engine, with_params
+
+
+def largest_logit(query: Tensor, key: Tensor, is_causal: bool = True) -> float:
+    """The largest logit of one head of one sample, query by query; `query`, `key` (time, width)."""
+    scale = query.shape[1] ** -0.5
+    rows = (key[: i + 1] if is_causal else key for i in range(len(query)))
+    return max(float((keys @ row).max()) * scale for row, keys in zip(query, rows, strict=True))
+
+
+def clip_heads(tau: float, alpha: float = 0.5) -> Callable[[nn.Module, tuple[Tensor, ...]], Callable[[], None]]:
+    """For `OracleConfig.observe`: of the blocks of a TinyGpt."""
+
+    def observe(model: nn.Module, batch: tuple[Tensor, ...]) -> Callable[[], None]:
+        found: dict[int, Tensor] = {}
+        hooks = [
+            block.qkv.register_forward_hook(lambda _, __, output, i=i: found.update({i: output.detach()}))
+            for i, block in enumerate(model.blocks)
+        ]
+        model(*batch)
+        for hook in hooks:
+            hook.remove()
+
+        def finish() -> None:
+            for i, block in enumerate(model.blocks):
+                width, heads = block.qkv.weight.shape[1], block.heads
+                size = width // heads
+                for head in range(heads):
+                    at = head * size
+                    query, key = found[i][..., at : at + size], found[i][..., width + at : width + at + size]
+                    gain = min(1.0, tau / max(largest_logit(q, k) for q, k in zip(query, key, strict=True)))
+                    block.qkv.weight[at : at + size] *= gain**alpha
+                    block.qkv.weight[width + at : width + at + size] *= gain ** (1 - alpha)
+
+        return finish
+
+    return observe
+
+
+def some_tau(model: str = "gpt") -> float:
+    """A threshold that some heads of an untrained model exceed and others do not."""
+    net = MODELS[model]().double()
+    found: list[Tensor] = []
+    hooks = [block.qkv.register_forward_hook(lambda _, __, out: found.append(out.detach())) for block in net.blocks]
+    net(*net.batch(0))
+    for hook in hooks:
+        hook.remove()
+    logits = []
+    for output, block in zip(found, net.blocks, strict=True):
+        query, key, _ = output.unflatten(-1, (3, block.heads, -1)).unbind(-3)
+        for head in range(block.heads):
+            pairs = zip(query[:, :, head], key[:, :, head], strict=True)
+            logits.append(max(largest_logit(q, k) for q, k in pairs))
+    return sorted(logits)[len(logits) // 2] - 1e-3
+
+
+def recorded(model: nn.Module, run_model: Callable[[], Any]) -> dict[nn.Module, tuple[Any, Any]]:
+    """Arguments of every attention module while the model runs."""
+    found: dict[nn.Module, tuple[Any, Any]] = {}
+    kinds = [module for module in model.modules() if type(module).__name__.endswith("Attention")]
+    hooks = [
+        module.register_forward_pre_hook(lambda m, args, kwargs: found.update({m: (args, kwargs)}), with_kwargs=True)
+        for module in kinds
+    ]
+    run_model()
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def head_logits(module: nn.Module, args: Any, kwargs: Any) -> list[float]:
+    """The largest logit of every head of a causal attention module, run again on recorded arguments."""
+    seen: list[tuple[Tensor, Tensor]] = []
+    original = F.scaled_dot_product_attention
+
+    def note(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        assert options.get("attn_mask") is not None or options.get("is_causal")
+        groups = query.shape[1] // key.shape[1]
+        scale = (options.get("scale") or query.shape[-1] ** -0.5) * query.shape[-1] ** 0.5
+        seen.append((query * scale, key.repeat_interleave(groups, dim=1)))
+        return original(query, key, value, **options)
+
+    with torch.no_grad(), mock.patch.object(F, "scaled_dot_product_attention", note):
+        module(*args, **kwargs)
+    query, key = seen[0]
+    heads = range(query.shape[1])
+    return [max(largest_logit(q, k) for q, k in zip(query[:, h], key[:, h], strict=True)) for h in heads]
+
+
+def logits_around_a_step(kind: str, share: float, zero: int) -> tuple[list[list[float]], list[list[float]], float]:
+    """By layer the largest logits of its heads before and after a step at a learning rate of zero, and the threshold.
+
+    The threshold is a share of the largest logit of all.
+    """
+    net = Language(kind)
+    inputs = net.batch(0)
+    before = {m: head_logits(m, *call) for m, call in recorded(net, lambda: net(*inputs)).items()}
+    tau = share * max(max(logits) for logits in before.values())
+    still = {"lr": 0.0, "adam_lr": 0.0, "weight_decay": 0.0, "qk_clip": {"tau": tau}}
+    engine = make_engine(net, ds_config(stage=zero, optimizer=with_params(**still)))
+    micro = GLOBAL_BATCH // torch.distributed.get_world_size()
+    share_of = slice(torch.distributed.get_rank() * micro, (torch.distributed.get_rank() + 1) * micro)
+    engine.backward(engine(*(part[share_of] for part in inputs)))
+    calls = recorded(net, lambda: net(*inputs))
+    engine.step()
+    after = {m: head_logits(m, *call) for m, call in calls.items()}
+    engine.destroy()
+    return list(before.values()), list(after.values()), tau

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""QK-clip under ZeRO: against an oracle that shares no code, the same bits however sharded, and exact resumes."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from helpers import tensor_parallel
+from helpers.attention import clip_heads, logits_around_a_step, some_tau
+from helpers.distributed import RankError, run
+from helpers.oracles import change_error
+from helpers.parity import STEPS, assert_parity, oracle
+from helpers.training import fp32_weights, make_engine, train, train_around_a_checkpoint, with_params
+
+TAU = some_tau()
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("alpha", [0.5, 0.2])
+def test_training_equals_the_oracle(alpha: float, stage: int, world: int) -> None:
+    """With a fused projection, accumulation and CPU offload; a head is clipped in some step and another is not."""
+    reference = oracle("gpt", 1.0, observe=clip_heads(TAU, alpha))
+    clip = {"tau": TAU, "alpha": alpha}
+    case = {"stage": stage, "offload": stage > 0, "accumulation": 2, "optimizer": with_params(qk_clip=clip)}
+    for weights in run(train, world, model="gpt", steps=STEPS, **case):
+        assert_parity(weights, reference)
+
+
+def test_clipping_is_another_training() -> None:
+    """So that the test above can fail."""
+    found, plain = oracle("gpt", 1.0, observe=clip_heads(TAU)), oracle("gpt", 1.0)
+    names = [name for name in found.weights if name.endswith("qkv.weight")]
+    assert all(change_error(plain.initial[n], plain.weights[n], found.weights[n]) > 0.05 for n in names)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_same_factors_whatever_the_sharding(stage: int) -> None:
+    """At a learning rate of zero weights change by the factors alone."""
+
+    def weights(world: int, stage: int) -> dict[str, torch.Tensor]:
+        still = {"lr": 0.0, "adam_lr": 0.0, "weight_decay": 0.0, "qk_clip": {"tau": TAU}}
+        return run(train, world, model="gpt", steps=1, stage=stage, optimizer=with_params(**still))[0]
+
+    base = weights(1, 0)
+    found = weights(2, stage)
+    for name in base:
+        assert (found[name] - base[name]).abs().max() <= 1e-6 * base[name].abs().max(), name
+
+
+def resumed(folder: str, load: bool, logits: str, stage: int) -> dict[str, torch.Tensor]:
+    from helpers.models import MODELS, initialize_
+    from helpers.training import ds_config
+
+    net = MODELS["gpt"]()
+    initialize_(net, seed=int(load))
+    optimizer = with_params(qk_clip={"tau": TAU, "logits": logits})
+    engine = make_engine(net, ds_config(stage=stage, optimizer=optimizer))
+    train_around_a_checkpoint(engine, folder, load)
+    weights = fp32_weights(engine)
+    engine.destroy()
+    return weights
+
+
+@pytest.mark.parametrize(("logits", "stage"), [("sampled", 1), ("sampled", 3), ("exact", 2)])
+def test_a_resume_is_exact(tmp_path: Any, logits: str, stage: int) -> None:
+    case = {"folder": str(tmp_path), "logits": logits, "stage": stage}
+    through, again = (run(resumed, 2, load=load, **case)[0] for load in (False, True))
+    assert all(torch.equal(through[name], again[name]) for name in through)
+
+
+@pytest.mark.sample(7)
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "phi3", "qwen2", "deepseek_v3"])
+def test_logits_of_transformers_are_at_most_the_threshold(kind: str, zero: int) -> None:
+    """Without a step's update, each layer's own inputs give each head the threshold or what it had."""
+    before, after, tau = run(logits_around_a_step, 2, kind=kind, share=0.6, zero=zero)[0]
+    assert before and max(max(heads) for heads in before) > tau
+    for heads, clipped in zip(before, after, strict=True):
+        for old, new in zip(heads, clipped, strict=True):
+            assert new <= tau * (1 + 1e-4)
+            assert new == pytest.approx(min(old, tau), rel=1e-4) or kind in ("phi3", "qwen2"), "a key may be shared"
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_tensor_parallel_ranks_train_as_one(stage: int) -> None:
+    """Each rank sees and scales its own heads, of which two share a key."""
+    settings = {"name": "llama, sdpa", "steps": 3, "optimizer": with_params(qk_clip={"tau": 0.2})}
+    alone = run(tensor_parallel.train, 1, tp=1, stage=0, **settings)[0]
+    plain = run(tensor_parallel.train, 1, tp=1, stage=0, name="llama, sdpa", steps=3)[0]
+    found = run(tensor_parallel.train, 2, tp=2, stage=stage, **settings)[0]
+    start = {key: param.detach() for key, param in tensor_parallel.model("llama").named_parameters()}
+    for key in alone:
+        assert change_error(start[key], found[key], alone[key]) <= 1e-3, key
+    assert all(change_error(start[key], plain[key], alone[key]) > 0.01 for key in alone if "q_proj" in key)
+
+
+def test_a_projection_whose_heads_tensor_parallelism_hides_is_refused() -> None:
+    with pytest.raises(RankError, match=r"qk_clip: cannot act on every attention layer: gpt_neox\.layers\.0"):
+        run(tensor_parallel.train, 2, name="neox", tp=2, steps=1, optimizer=with_params(qk_clip={}))
+
+
+def test_attention_that_cannot_be_seen_is_refused() -> None:
+    with pytest.raises(RankError, match=r"the attention of model\.layers\.1\.self_attn runs in a way that cannot be"):
+        run(tensor_parallel.train, 1, name="llama", tp=1, steps=1, optimizer=with_params(qk_clip={}))
