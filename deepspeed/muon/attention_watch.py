@@ -72,7 +72,7 @@ class AttentionWatch:
         if counts:
             self._running[-1].__enter__()  # type: ignore[union-attr]
 
-    def _leave(self, module: nn.Module, *_: Any) -> None:
+    def _leave(self, module: nn.Module, _: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
         passing = self._running.pop()
@@ -80,7 +80,7 @@ class AttentionWatch:
             return
         passing.__exit__(None, None, None)
         layer = self._layers[module]
-        if not passing.seen:
+        if not passing.seen and output is not None:  # which it is where the forward has raised
             self.missed.add(layer.name)
         for query, key, scale, visible in passing.seen:
             if query.size(1) != len(layer.held):

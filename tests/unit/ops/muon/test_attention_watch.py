@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which forwards count, which functions are seen, and what QK-clip refuses."""
+
+import copy
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from deepspeed.muon import MuonConfigError, MuonWithAuxAdam, UnsupportedError
+from deepspeed.muon.qk_clip import QKClip
+from helpers.language_models import IDS, SMALL
+
+
+class Attention(nn.Module):
+    """Two heads; `way` of attention."""
+
+    def __init__(self, way: str = "sdpa") -> None:
+        super().__init__()
+        self.num_heads, self.way = 2, way
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(batch, time, 8) to the same."""
+        query, key, value = (p(hidden).unflatten(-1, (2, 4)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        if self.way == "flash":
+            return Flash.apply(query, key, value, None).flatten(-2)
+        if self.way == "packed":
+            lengths = torch.tensor([0, 3, hidden.size(1)], dtype=torch.int32)
+            return Flash.apply(query[0], key[0], value[0], lengths).flatten(-2)[None]
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        if self.way == "own":
+            return ((query @ key.mT).softmax(-1) @ value).transpose(1, 2).flatten(-2)
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(-2)
+
+
+class Flash(torch.autograd.Function):
+    """Calls flash-attn's operators as flash-attn does."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> Tensor:
+        if lengths is None:
+            return torch.ops.flash_attn._flash_attn_forward(q, k, v, 0.0, 0.5, causal=True)
+        return torch.ops.flash_attn._flash_attn_varlen_forward(q, k, v, lengths, lengths, 9, 9, 0.0, 0.5, causal=True)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        return gradient, gradient, gradient, None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def operators() -> Iterator[None]:
+    """Stand-ins for the operators of flash-attn 2."""
+    library = torch.library.Library("flash_attn", "DEF")
+    head, tail = "Tensor q, Tensor k, Tensor v", "float dropout_p, float softmax_scale, bool causal) -> Tensor"
+    packed = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, int max_seqlen_q, int max_seqlen_k"
+    library.define(f"_flash_attn_forward({head}, {tail}")
+    library.define(f"_flash_attn_varlen_forward({head}, {packed}, {tail}")
+    for name in ("_flash_attn_forward", "_flash_attn_varlen_forward"):
+        library.impl(name, lambda q, *others: q.clone(), "CPU")
+    yield
+    library._destroy()
+
+
+def clip_of(net: nn.Module, **options: Any) -> tuple[MuonWithAuxAdam, QKClip]:
+    optimizer = MuonWithAuxAdam(net.parameters(), model=net, lr=0.0, qk_clip=options)
+    assert optimizer.qk_clip is not None
+    return optimizer, optimizer.qk_clip
+
+
+def expected(net: Attention, hidden: Tensor, lengths: tuple[int, ...]) -> list[float]:
+    """Causal, within each of the sequences."""
+    found = [-math.inf, -math.inf]
+    for head in range(2):
+        rows = slice(4 * head, 4 * head + 4)
+        for sample in hidden:
+            for part in sample.split(lengths):
+                products = net.q_proj(part)[:, rows] @ net.k_proj(part)[:, rows].T * 0.5
+                seen = torch.ones_like(products).tril().bool()
+                found[head] = max(found[head], products[seen].max().item())
+    return found
+
+
+@pytest.mark.parametrize(("way", "lengths"), [("sdpa", (7,)), ("flash", (7,)), ("packed", (3, 4))])
+def test_every_way_of_attention_is_seen(way: str, lengths: tuple[int, ...]) -> None:
+    net = Attention(way)
+    _, clip = clip_of(net)
+    hidden = torch.randn(1, 7, 8)
+    for scale in (1.0, 0.1):
+        net(scale * hidden).sum().backward()
+    assert clip.watch.largest[""].tolist() == pytest.approx(
+        [max(pair) for pair in zip(*(expected(net, s * hidden, lengths) for s in (1.0, 0.1)), strict=True)]
+    ), "the largest of both micro-batches"
+
+
+def test_only_training_forwards_of_the_model_itself_count() -> None:
+    net = Attention()
+    optimizer, clip = clip_of(net)
+    hidden = torch.randn(2, 5, 8)
+    with torch.no_grad():
+        net(hidden)
+    net.eval()(hidden)
+    net.train()
+    copy.deepcopy(net)(hidden)
+    assert not clip.watch.largest
+    with pytest.raises(UnsupportedError, match="no attention layer ran since the last step"):
+        optimizer.step()
+    for reentrant in (True, False):
+        checkpoint(net, hidden.requires_grad_(), use_reentrant=reentrant).sum().backward()
+        assert clip.watch.largest[""].tolist() == pytest.approx(expected(net, hidden, (5,)))
+        optimizer.step()
+        assert not clip.watch.largest
+
+
+def test_hooks_leave_with_the_optimizer_and_survive_an_error() -> None:
+    net = Attention()
+    optimizer, clip = clip_of(net)
+    with pytest.raises(RuntimeError):
+        net(torch.randn(2, 5, 9))
+    net(torch.randn(2, 5, 8)).sum().backward()
+    assert clip.watch.largest
+    optimizer.step()
+    del optimizer, clip
+    import gc
+
+    gc.collect()
+    assert not net._forward_hooks and not net._forward_pre_hooks
+
+
+def test_attention_of_its_own_is_refused_at_the_step() -> None:
+    net = nn.Sequential(Attention(), Attention("own"))
+    optimizer, _ = clip_of(net)
+    net(torch.randn(2, 5, 8)).sum().backward()
+    with pytest.raises(UnsupportedError, match="the attention of 1 runs in a way that cannot be observed"):
+        optimizer.step()
+
+
+def test_a_layer_that_does_not_run_is_left_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    net = nn.ModuleList([Attention(), Attention()])
+    optimizer, _ = clip_of(net, tau=1e-3)
+    before = copy.deepcopy(net.state_dict())
+    for _ in range(2):
+        net[0](torch.randn(2, 5, 8)).sum().backward()
+        optimizer.step()
+    assert len([r for r in caplog.records if "1 attention layers did not run" in r.getMessage()]) == 1
+    changed = {name for name, value in net.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == {f"0.{p}_proj.{kind}" for p in "qk" for kind in ("weight", "bias")}
+
+
+def refused(net: nn.Module, match: str) -> None:
+    with pytest.raises(MuonConfigError, match=match):
+        clip_of(net)
+
+
+def test_what_cannot_be_scaled_is_refused_by_name() -> None:
+    qwen3 = transformers.Qwen3Config(**SMALL, num_attention_heads=3, num_key_value_heads=1, head_dim=4, **IDS)
+    refused(transformers.Qwen3ForCausalLM(qwen3), r"model\.layers\.0\.self_attn: q_norm normalizes queries or keys")
+    frozen = Attention()
+    frozen.k_proj.requires_grad_(False)
+    refused(frozen, r"k_proj\.weight is frozen and others")
+    adapted = Attention()
+    adapted.q_proj.lora_A = nn.Linear(8, 2, bias=False)
+    refused(adapted, r"q_proj\.lora_A\.weight adds to its q_proj, as adapters do")
+    shared = nn.ModuleList([Attention(), Attention()])
+    shared[1].q_proj = shared[0].q_proj
+    refused(shared, "attention layers that share their projections")
+    unknown = Attention()
+    del unknown.num_heads
+    refused(unknown, "neither its module nor a config for it gives a number of heads")
+    refused(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), "no module of the model is softmax attention")
+    odd = Attention()
+    odd.num_heads = 3
+    refused(odd, "the 8 outputs of q_proj are not whole heads")
