@@ -181,7 +181,12 @@ def test_a_value_tuned_for_stocks_muon_means_its_scale(key: str) -> None:
 
 
 OTHERS = sorted(MuonConfig.model_fields.keys() - {*STOCK_TUNING_KEYS, "lr", "adjust_lr_fn", "rms_scale"})
-VALUES = EVERY_KEY | {"ns_coefficients": [[1.5, -0.5, 0]], "per_head_muon": True, "tp_mode": "shard"}
+VALUES = EVERY_KEY | {
+    "qk_clip": {"tau": 50, "alpha": 0.5},
+    "ns_coefficients": [[1.5, -0.5, 0]],
+    "per_head_muon": True,
+    "tp_mode": "shard",
+}
 
 
 @pytest.mark.parametrize("key", OTHERS)

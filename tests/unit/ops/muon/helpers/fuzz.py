@@ -81,6 +81,7 @@ WRONG: dict[str, list[Any]] = {
     "normuon_beta2": [1.0, True, "slow"],
     "muon_eq": ["both", True, "row", "rows_columns"],
     "muon_plus": [True, "cols", ["rows"]],
+    "qk_clip": [{"tau": 50}, {}, True, {"tau": 0}, {"logits": "all"}],  # the model has no attention
     "muon_include": ["nowhere", "(", 3, ["layers", "no such name"], [r"bias"]],
     "muon_exclude": ["nowhere", ["["], {"layers": 1}, True],
     "adjust_lr_fn": ["Original", "spectral", "match_rms", 1, True],

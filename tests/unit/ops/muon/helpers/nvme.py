@@ -47,6 +47,24 @@ class Wide(nn.Module):
         return inputs, 4 * torch.randn(GLOBAL_BATCH, 12, generator=generator)
 
 
+class WideAttention(Wide):
+    """With attention among the samples of a micro-batch instead of the two matrices."""
+
+    def __init__(self, seed: int = 0, unused: bool = False) -> None:
+        super().__init__(seed, unused)
+        del self.up, self.down
+        self.heads, self.qkv = 4, nn.Linear(512, 1536)
+        initialize_(self, seed)
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """As that of the other."""
+        hidden = self.tokens(inputs)
+        query, key, value = self.qkv(hidden).view(-1, 3, self.heads, 128).permute(1, 2, 0, 3)[:, None]
+        mixed = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(hidden.shape)
+        outputs = self.last(torch.tanh(self.narrow(hidden + mixed)))
+        return F.mse_loss(outputs.to(torch.promote_types(outputs.dtype, torch.float32)), targets)
+
+
 def run(fn: Callable[..., Any], world_size: int, fresh: bool = False, **kwargs: Any) -> list[Any]:
     """As `distributed.run`, where DeepSpeed has async_io or a stand-in for it."""
     return distributed.run(job, world_size, fresh=fresh, task=fn, arguments=kwargs)
@@ -82,9 +100,9 @@ def nvme_config(
     return ds_config(stage=3, zero=zero, **extra)
 
 
-def nvme_engine(seed: int = 0, unused: bool = False, **config: Any) -> Any:
-    """An engine for the wide model."""
-    return make_engine(Wide(seed, unused), nvme_config(**config))
+def nvme_engine(seed: int = 0, unused: bool = False, attention: bool = False, **config: Any) -> Any:
+    """An engine for one of the wide models."""
+    return make_engine((WideAttention if attention else Wide)(seed, unused), nvme_config(**config))
 
 
 def files_of(folder: str, rank: int) -> dict[str, int]:

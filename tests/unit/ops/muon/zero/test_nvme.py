@@ -14,7 +14,7 @@ from helpers.engine_state import differing, named_states
 from helpers.models import make_batch, train_engine
 from helpers.nvme import Wide, files_of, nvme_engine, run, weights_of
 from helpers.oracles import change_error, route, train_oracle
-from helpers.training import ORACLE
+from helpers.training import ORACLE, with_params
 
 pytestmark = pytest.mark.time_limit(1200)  # with the time that building async_io may take
 ON_CPU = {"device": "cpu"}
@@ -65,6 +65,18 @@ def test_training_equals_that_without_offload(tmp_path: Path) -> None:
         for case, (got_losses, got) in zip(cases[1:], others, strict=True):
             assert got_losses == losses, case
             assert differing(got, wanted) == [], case
+
+
+@pytest.mark.parametrize("pipelined", [pytest.param(False, marks=pytest.mark.full), True])
+def test_heads_are_clipped_there_too(pipelined: bool, tmp_path: Path) -> None:
+    clipped, plain = (
+        with_params(**clip) for clip in ({"qk_clip": {"tau": 0.02, "logits": "sampled"}}, {"nesterov": True})
+    )
+    cases = [{**ON_CPU, "optimizer": clipped}, {"pipelined": pipelined, "optimizer": clipped}]
+    cases += [{**ON_CPU, "optimizer": plain}]
+    for wanted, got, other in run(train_all, 2, cases=cases, folder=str(tmp_path), steps=3, attention=True):
+        assert got[0] == wanted[0] and differing(got[1], wanted[1]) == []
+        assert "qkv.weight" in differing(other[1], wanted[1])
 
 
 @pytest.mark.parametrize("pipelined", [pytest.param(False, marks=pytest.mark.full), True])
