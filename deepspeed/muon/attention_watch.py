@@ -51,8 +51,8 @@ class AttentionWatch:
             )
         ]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> AttentionWatch:
-        return self  # a copy of the model is not watched: its modules are others
+    def __reduce__(self) -> tuple[Any, ...]:
+        return AttentionWatch, ({}, self._way, int)  # a copy of the model, or a saved one, is not watched
 
     def clear(self) -> None:
         """Forget what was seen."""

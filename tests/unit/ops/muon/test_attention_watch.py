@@ -3,6 +3,7 @@
 
 import copy
 import math
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -108,6 +109,7 @@ def test_only_training_forwards_of_the_model_itself_count() -> None:
     net.eval()(hidden)
     net.train()
     copy.deepcopy(net)(hidden)
+    pickle.loads(pickle.dumps(net))(hidden)
     assert not clip.watch.largest
     with pytest.raises(UnsupportedError, match="no attention layer ran since the last step"):
         optimizer.step()

@@ -50,9 +50,9 @@ def clip_heads(tau: float, alpha: float = 0.5) -> Callable[[nn.Module, tuple[Ten
     return observe
 
 
-def some_tau(model: str = "gpt") -> float:
-    """A threshold that some heads of an untrained model exceed and others do not."""
-    net = MODELS[model]().double()
+def untrained_logits() -> list[list[float]]:
+    """The largest logit of each head of a TinyGpt's blocks in its first forward."""
+    net = MODELS["gpt"]().double()
     found: list[Tensor] = []
     hooks = [block.qkv.register_forward_hook(lambda _, __, out: found.append(out.detach())) for block in net.blocks]
     net(*net.batch(0))
@@ -61,10 +61,15 @@ def some_tau(model: str = "gpt") -> float:
     logits = []
     for output, block in zip(found, net.blocks, strict=True):
         query, key, _ = output.unflatten(-1, (3, block.heads, -1)).unbind(-3)
-        for head in range(block.heads):
-            pairs = zip(query[:, :, head], key[:, :, head], strict=True)
-            logits.append(max(largest_logit(q, k) for q, k in pairs))
-    return sorted(logits)[len(logits) // 2] - 1e-3
+        pairs = ([*zip(query[:, :, head], key[:, :, head], strict=True)] for head in range(block.heads))
+        logits.append([max(largest_logit(q, k) for q, k in pair) for pair in pairs])
+    return logits
+
+
+def some_tau() -> float:
+    """A threshold that some heads of an untrained TinyGpt exceed and others do not."""
+    logits = sorted(logit for heads in untrained_logits() for logit in heads)
+    return logits[len(logits) // 2] - 1e-3
 
 
 def recorded(model: nn.Module, run_model: Callable[[], Any]) -> dict[nn.Module, tuple[Any, Any]]:

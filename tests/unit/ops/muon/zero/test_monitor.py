@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.attention import untrained_logits
 from helpers.distributed import run
 from helpers.models import MODELS, Mlp, train_engine
 from helpers.training import PARAMS, ds_config, fp32_weights, make_engine
@@ -21,6 +22,15 @@ def monitored(folder: str, interval: int, **extra: Any) -> dict[str, Any]:
     section = {"enabled": True, "output_path": folder, "job_name": "run"}
     optimizer = {"type": "Muon", "params": PARAMS | {"weight_decay": 0.0, "monitor_interval": interval}}
     return ds_config(optimizer=optimizer, csv_monitor=section, **extra)
+
+
+def write_logits(folder: str) -> None:
+    """Rank 0 leaves the records of two steps with QK-clip in the folder."""
+    settings = monitored(folder, 1)
+    settings["optimizer"]["params"]["qk_clip"] = {}
+    engine = make_engine(MODELS["gpt"](), settings)
+    train_engine(engine, 2)
+    engine.destroy()
 
 
 def write_records(folder: str, interval: int = 2, steps: int = 4, **config: Any) -> dict[str, Any]:
@@ -50,6 +60,15 @@ def records(folder: Path) -> dict[str, list[tuple[int, float]]]:
 def rms(tensors: list[torch.Tensor]) -> float:
     total = sum(float(t.double().square().sum()) for t in tensors)
     return math.sqrt(total / sum(t.numel() for t in tensors))
+
+
+def test_records_tell_the_largest_logits(tmp_path: Path) -> None:
+    """Of all heads and ranks, by layer."""
+    run(write_logits, 2, folder=str(tmp_path))
+    found = records(tmp_path)
+    for layer, heads in enumerate(untrained_logits()):
+        (_, first), (_, second) = found[f"max_logit_blocks.{layer}"]
+        assert first == pytest.approx(max(heads), rel=1e-5) != second
 
 
 CASES = [{"stage": 0}, {"stage": 1}, {"stage": 2, "offload": True}, {"stage": 3}, {"stage": 3, "dtype": "bf16"}]
