@@ -13,6 +13,7 @@ from itertools import groupby
 from pathlib import Path
 
 from deepspeed.muon.config.messages import PEERS
+from deepspeed.muon.config.presets import PRESETS
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.config.types import GROUP_KEYS, SCALE_ALIASES, STOCK_TUNING_KEYS, allowed
 from deepspeed.muon.math.coefficients import NAMED
@@ -35,6 +36,21 @@ exists ([all messages](errors.md)). Stock DeepSpeed's keys and defaults keep wor
 | key | default | allowed | unit | what it is | source |
 |---|---|---|---|---|---|
 {keys}
+
+## Presets
+
+A preset fills in keys that the section does not set, `null` included; a key that is set overrides the preset's. A
+section's `lr` and `weight_decay` override both halves' as well. The log prints what a preset has set.
+
+```json
+{{"optimizer": {{"type": "Muon", "params": {{"preset": "kimi_k2"}}}}}}
+```
+
+| preset | sets | source | what to know |
+|---|---|---|---|
+{presets}
+
+These are values of pre-training runs of large models; their rates suit large batches.
 
 ## The scale of an update
 
@@ -152,8 +168,18 @@ def configuration() -> str:
         (f"`{name}`", "any, 5 by default" if len(triples) == 1 else str(len(triples)), _triples(triples))
         for name, triples in NAMED.items()
     ]
+    presets = [
+        (
+            f"`{name}`",
+            "<br>".join(f"`{key}`: {json.dumps(value)}" for key, value in preset.values.items()),
+            preset.source,
+            preset.left_out,
+        )
+        for name, preset in PRESETS.items()
+    ]
     return CONFIGURATION.format(
         keys=rows(keys),
+        presets=rows(presets),
         scales=rows(scales),
         schedules=rows(schedules),
         group_keys=", ".join(f"`{key}`" for key in GROUP_KEYS),

@@ -127,7 +127,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 "deepspeed-muon: optimizer.params.ns_tuning has no effect any more: whatever is auto of ns_dtype, "
                 "ns_method and kernels is measured at start"
             )
-        self.rules = self.config.rules
+        self.rules, self.schedules = self.config.rules, self.config.schedules
         self.specs: dict[nn.Parameter, MatrixSpec] = route(model, self.config.matrix_options)
         #: The pipeline stage that ``model`` is; 0 outside pipelines.
         self.stage = stage_of(model)
@@ -423,8 +423,10 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             raise RuntimeError(
                 f"group {group['name']!r} holds tensors that were not there when the optimizer was bound"
             )
-        for tensor in group["params"]:
-            self.create_state(tensor, use_muon=True)["step"] += 1
+        states = [self.create_state(tensor, use_muon=True) for tensor in group["params"]]
+        group = self.schedules.at(group, done=int(states[0]["step"]))
+        for state in states:
+            state["step"] += 1
         prepare, apply = partial(self._prepare, bound, group), partial(self._apply, bound, group)
         bound.exchange.run(bound.plan, prepare, partial(self._orthogonalize, bound), apply, self.phase)
 
@@ -464,7 +466,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             matrices = buffers.matrices[batch.start : batch.start + math.prod(shape)].view(shape)
             self.rules.before(matrices, batch.axis)
             method, kernels = bound.method(batch.rows, batch.cols), bound.kernels(batch.rows, batch.cols)
-            orthogonalize(matrices, self.config.schedule, method, bound.dtype, self._work, kernels)
+            how = method, bound.dtype, self._work, kernels, self.config.ns_normalization
+            orthogonalize(matrices, self.config.schedule, *how)
             self.rules.after(matrices, batch.axis, self.second_moments.of(batch.names))
 
     def _apply(self, bound: _Bound, group: dict[str, Any], buffers: BucketBuffers) -> None:

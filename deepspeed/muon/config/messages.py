@@ -12,6 +12,7 @@ from typing import Any
 ADVICE = {
     "max_grad_norm": "clip with the top-level key gradient_clipping instead",
     "fp32_optimizer_states": "only true is supported; remove the key",
+    "bias_correction": "the AdamW half always corrects its moments, Muon has none to correct; remove the key",
     "amsgrad": "AMSGrad is not supported; remove the key",
     "use_muon": "set it on parameters, param.use_muon = True, or use muon_include and muon_exclude",
 }

@@ -16,10 +16,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from deepspeed.muon.config import types
 from deepspeed.muon.config.messages import explain
+from deepspeed.muon.config.presets import PRESETS, filled_in
 from deepspeed.muon.config.types import GROUP_KEYS, KERAS, REPLACES, STOCK, STOCK_TUNING_KEYS, TORCH_MUON, field
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.math import coefficients
 from deepspeed.muon.math.rules import Rules
+from deepspeed.muon.math.schedules import Schedules
 from deepspeed.muon.matrices.options import MatrixOptions
 
 SECTION = "optimizer.params."
@@ -33,6 +35,8 @@ class MuonConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
 
+    preset: Literal["none", "moonlight", "kimi_k2", "deepseek_v4", "glm5", "nanochat"] = field("none")
+    """values for keys that the section does not set, from a published recipe; [more](#presets)"""
     lr: types.Rate | None = field(None, STOCK, "per step")
     """learning rate of both halves where the two below are not set"""
     muon_lr: types.Rate | None = field(None, STOCK, "per step")
@@ -41,6 +45,10 @@ class MuonConfig(BaseModel):
     """learning rate of the AdamW half; default `lr`, else 3e-4"""
     momentum: types.Fraction = field(0.95, STOCK, "per step")
     """decay of Muon's momentum, an exponential average"""
+    momentum_start: types.Fraction | None = field(None, "nanochat", "per step")
+    """momentum of the first update; goes linearly to `momentum`; [more](update-rules.md#schedules)"""
+    momentum_warmup_steps: types.Count = field(300, "nanochat", "steps")
+    """steps from `momentum_start` to `momentum`"""
     momentum_dtype: Literal["fp32", "bf16"] = field("fp32")
     """dtype in which the momentum is kept; `bf16`: half the memory, with stochastic rounding"""
     nesterov: types.Flag = field(True, TORCH_MUON)
@@ -49,6 +57,8 @@ class MuonConfig(BaseModel):
     """decoupled weight decay of both halves; a step multiplies weights by 1 - lr x this"""
     muon_weight_decay: types.Rate | None = field(None, KERAS)
     """weight decay of the Muon half; default `weight_decay`"""
+    muon_weight_decay_steps: types.Count | None = field(None, "nanochat", "steps")
+    """weight decay of the Muon half goes linearly to zero over so many steps; default: it stays"""
     adam_weight_decay: types.Rate | None = field(None, KERAS)
     """weight decay of the AdamW half; default `weight_decay`"""
     cautious_weight_decay: types.Flag = field(False, "arXiv 2510.12402")
@@ -87,6 +97,8 @@ class MuonConfig(BaseModel):
     """Newton-Schulz steps; default 5, or the schedule's own"""
     ns_coefficients: types.Coefficients = field("simple", TORCH_MUON)
     """of the Newton-Schulz polynomial"""
+    ns_normalization: Literal["frobenius", "aol"] = field("frobenius", "arXiv 2512.04632")
+    """what precedes the iteration: division by the norm, or AOL, row by row; [more](update-rules.md#aol)"""
     ns_dtype: Literal["auto", "bf16", "fp16", "fp32"] = field("auto")
     """dtype of the products of Newton-Schulz; `auto`: the fastest here, [measured at start](choice.md)"""
     wire_dtype: Literal["auto", "bf16", "fp32"] = field("auto")
@@ -124,8 +136,12 @@ class MuonConfig(BaseModel):
             raise ValueError(
                 f"rms_scale: acts under match_rms_adamw only, and adjust_lr_fn is {self.scale}; remove one of the two"
             )
+        if "momentum_warmup_steps" in self.model_fields_set and self.momentum_start is None:
+            raise ValueError("momentum_warmup_steps: acts with momentum_start only; set that too or remove it")
         if "normuon_beta2" in self.model_fields_set and not self.normuon:
             raise ValueError("normuon_beta2: acts under normuon only; set normuon to true or remove it")
+        if self.ns_normalization == "aol" and self.ns_dtype == "fp16":
+            raise ValueError("ns_dtype: fp16 has too small a range for ns_normalization aol; use auto, bf16 or fp32")
         if self.normuon and self.muon_plus != "none":
             raise ValueError(
                 "muon_plus: sets the norms of rows or columns, which normuon sets anew; remove one of the two"
@@ -148,6 +164,20 @@ class MuonConfig(BaseModel):
     def rules(self) -> Rules:
         """What is done to whole matrices beside Newton-Schulz."""
         return Rules(**{field.name: getattr(self, field.name) for field in fields(Rules)})
+
+    @property
+    def schedules(self) -> Schedules:
+        """How momentum and weight decay of the Muon half change with the step."""
+        return Schedules(**{field.name: getattr(self, field.name) for field in fields(Schedules)})
+
+    @property
+    def of_preset(self) -> dict[str, Any]:
+        """What the preset has set and nothing else has changed."""
+        if self.preset == "none":
+            return {}
+        values = PRESETS[self.preset].values
+        given = MuonConfig(**values)
+        return {key: value for key, value in values.items() if getattr(self, key) == getattr(given, key)}
 
     @property
     def matrix_options(self) -> MatrixOptions:
@@ -207,6 +237,7 @@ class MuonConfig(BaseModel):
         if (self.lr is not None or self._stock_tuning) and "adjust_lr_fn" not in own:
             base["adjust_lr_fn"] = self.scale
         base.pop("rms_scale", None)  # one value for all groups
+        base.pop("preset", None)  # its values are among the others
         parse(own, where, GROUP_KEYS)
         return parse(base | own, where)
 
@@ -243,14 +274,14 @@ def _first(*values: Any) -> Any:
 
 
 def parse(params: Mapping[str, Any] | None, where: str = SECTION, known: tuple[str, ...] = ()) -> MuonConfig:
-    """Check ``optimizer.params``; null means the default.
+    """Check ``optimizer.params``, filled in by its preset; null means the default.
 
     ``where`` stands before a key in error messages. ``known``: the keys that may be set here; by default all.
 
     Raises:
         MuonConfigError: names every wrong key, its value, what is allowed and, for an unknown key, the nearest one.
     """
-    given = {key: value for key, value in (params or {}).items() if value is not None}
+    given = {key: value for key, value in filled_in(params or {}).items() if value is not None}
     described = MuonConfig.model_fields
     known = known or tuple(described)
     strange = [key for key in given if key not in known]

@@ -23,6 +23,8 @@ from deepspeed.muon.kernels.workspace import Workspace, matrices_together
 from deepspeed.muon.math.coefficients import Schedule, Triple, for_larger_norm, segments
 
 METHODS = ("standard", "gram")
+#: What keeps singular values at most one at the start: the Frobenius norm of the matrix, or :func:`_precondition`.
+NORMALIZATIONS = ("frobenius", "aol")
 #: The dtypes of the products, the most exact first.
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 #: The Frobenius norm that a matrix is given. Entries of a very large one of norm 1 would leave fp16's normal numbers;
@@ -74,6 +76,7 @@ def orthogonalize(
     dtype: torch.dtype | None = None,
     work: Workspace | None = None,
     kernels: Operations = reference.OPERATIONS,
+    normalization: str = "frobenius",
 ) -> Tensor:
     """Replace every singular value of each matrix by about one, in place.
 
@@ -84,44 +87,63 @@ def orthogonalize(
         dtype: of the products, a value of :data:`DTYPES`; by default that of ``x``.
         work: holds the temporaries.
         kernels: compute the products.
+        normalization: of :data:`NORMALIZATIONS`. ``aol`` in fp16 is less exact for rows that are far smaller than
+            others, because their entries leave its range before they are scaled.
 
     Returns:
         ``x``. A zero matrix gives zero, a non-finite one non-finite values.
     """
     work = Workspace() if work is None else work
     dtype = x.dtype if dtype is None else dtype
-    iterate = {"standard": _standard, "gram": _gram}[method]
+    iterate, is_preconditioned = {"standard": _standard, "gram": _gram}[method], normalization == "aol"
     scaled = for_larger_norm(schedule, NORM)
     for part in x.split(matrices_together(x, dtype)):
         spare, start = work.get("spare", tuple(part.shape), dtype, x.device), part
         if part.dtype != dtype:
             start = work.get("iterate", tuple(part.shape), dtype, x.device)
-        found = iterate(
-            kernels.normalize(part, start, NORM), spare, scaled, segments(schedule, name_of(dtype)), work, kernels
-        )
+        start, lengths = kernels.normalize(part, start, NORM), segments(schedule, name_of(dtype))
+        found = iterate(start, spare, scaled, lengths, work, kernels, is_preconditioned)
         if found.data_ptr() != part.data_ptr():
             part.copy_(found)
     return x
 
 
 def _standard(
-    x: Tensor, spare: Tensor, schedule: Schedule, segments: Sequence[int], work: Workspace, kernels: Operations
+    x: Tensor,
+    spare: Tensor,
+    schedule: Schedule,
+    segments: Sequence[int],
+    work: Workspace,
+    kernels: Operations,
+    is_preconditioned: bool,
 ) -> Tensor:
     gram, factor = (symmetric_of(name, x, work) for name in ("gram", "factor"))
-    for triple in schedule:
+    for step, triple in enumerate(schedule):
         kernels.square(x, gram, work)
+        if step == 0 and is_preconditioned:
+            _precondition(x, gram)
         _polynomial(gram, triple, factor, work, kernels)
         x, spare = kernels.multiply(factor, x, spare, work), x
     return x
 
 
 def _gram(
-    x: Tensor, spare: Tensor, schedule: Schedule, segments: Sequence[int], work: Workspace, kernels: Operations
+    x: Tensor,
+    spare: Tensor,
+    schedule: Schedule,
+    segments: Sequence[int],
+    work: Workspace,
+    kernels: Operations,
+    is_preconditioned: bool,
 ) -> Tensor:
     r, factor, q, t = (symmetric_of(name, x, work) for name in ("gram", "factor", "q", "t"))
     step = 0
     for segment in segments:
         kernels.square(x, r, work)
+        if step == 0 and is_preconditioned:
+            _precondition(x, r)
+            if not r.is_whole:  # in 16 bits both are rounded, apart from each other, which composed steps amplify
+                kernels.square(x, r, work)
         for i, triple in enumerate(schedule[step : step + segment]):
             _polynomial(r, triple, factor, work, kernels)
             if i + 1 < segment:
@@ -135,6 +157,29 @@ def _gram(
         x, spare = kernels.multiply(q, x, spare, work), x
         step += segment
     return x
+
+
+def _precondition(x: Tensor, gram: Symmetric) -> None:
+    """Scale the rows of each matrix X, the columns of a tall one, so that X has singular values of at most ``NORM``.
+
+    Row i takes ``NORM / sqrt(sum_j |G_ij|)`` with G = X X^T; zero rows stay. That is the almost-orthogonal layer of
+    Prach and Lampert (arXiv 2208.03160), before Newton-Schulz in Turbo-Muon (arXiv 2512.04632), section 3. The polar
+    factor is that of the scaled matrix.
+
+    Args:
+        x: ``[batch, rows, cols]``; changed in place.
+        gram: X X^T, or X^T X of tall matrices; becomes that of the scaled ones.
+    """
+    is_wide = x.size(-2) <= x.size(-1)
+    for matrix, rest, diagonal in zip(x, gram.rest, gram.diagonal, strict=True):
+        total = rest.abs().sum(dim=-1, dtype=torch.float32)
+        if not gram.is_whole:
+            total += diagonal
+        scale = torch.where(total == 0, 0.0, NORM * total.rsqrt())
+        matrix.mul_(scale[:, None] if is_wide else scale)
+        rest.mul_(scale[:, None] * scale)  # one rounding, so that it stays symmetric
+        if not gram.is_whole:
+            diagonal.mul_(scale.square())
 
 
 def _polynomial(r: Symmetric, triple: Triple, out: Symmetric, work: Workspace, kernels: Operations) -> None:

@@ -193,7 +193,7 @@ VALUES = EVERY_KEY | {
 def test_no_other_key_decides_by_being_there(key: str) -> None:
     """Whoever goes from AdamW to Muon with AdamW's learning rate may add any key, those to come included."""
     values = [VALUES.get(key), MuonConfig.model_fields[key].default]
-    needed = {"normuon": True} if key == "normuon_beta2" else {}
+    needed = {"normuon_beta2": {"normuon": True}, "momentum_warmup_steps": {"momentum_start": 0.5}}.get(key, {})
     for value in [value for value in values if value is not None]:
         assert parse(ADAMW_SECTION | needed | {key: value}).scale == "match_rms_adamw"
         assert parse({"muon_lr": 0.02, **needed, key: value}).scale == "original"
@@ -267,7 +267,8 @@ WRONG: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"adam_weight_decy": 0.1}, ("optimizer.params.adam_weight_decy", "did you mean adam_weight_decay?")),
     # Unknown keys without a neighbour: what there is.
     ({"amsgrad": True}, ("optimizer.params.amsgrad", "not supported")),
-    ({"bias_correction": False}, ("optimizer.params.bias_correction", "known keys: lr")),
+    ({"bias_correction": False}, ("optimizer.params.bias_correction", "remove the key")),
+    ({"foreach": True}, ("optimizer.params.foreach", "known keys: preset, lr")),
     # Mistyped values.
     ({"lr": "fast"}, ("optimizer.params.lr", "'fast'", "expected a number, 0 or more")),
     ({"lr": "auto"}, ("optimizer.params.lr", "'auto'", "Hugging Face")),

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from deepspeed.muon.math.coefficients import NAMED
-from helpers.oracles import OracleConfig, adam_update, clipped, gradients_of, muon_update, newton_schulz_fp64
-from helpers.rules import muon_plus, normuon, unit_columns, unit_rows
+from helpers.oracles import OracleConfig, adam_update, clipped, gradients_of, muon_update, newton_schulz_fp64, over_norm
+from helpers.rules import almost_orthogonal, muon_plus, normuon, unit_columns, unit_rows
 
 #: What `muon_plus` normalizes, in order.
 SIDES = {
@@ -31,10 +31,13 @@ VALID: dict[str, list[Any]] = {
     "muon_lr": [1e-3, 0.02, 0.3],
     "adam_lr": [1e-3, 0.02],
     "momentum": [0.0, 0.9, 0.95, 0.99],
+    "momentum_start": [0.5, 0.0],
+    "momentum_warmup_steps": [1, 2, 300],
     "momentum_dtype": ["fp32", "bf16"],
     "nesterov": [True, False, "true", 0],
     "weight_decay": [0.0, 0.1, 1],
     "muon_weight_decay": [0.0, 0.3],
+    "muon_weight_decay_steps": [1, 2, 100],
     "adam_weight_decay": [0.0, 0.3],
     "cautious_weight_decay": [True, True, False],
     "normuon": [True, True, False],
@@ -49,6 +52,7 @@ VALID: dict[str, list[Any]] = {
     "ns_tuning": ["shipped", "measured"],
     "ns_steps": [1, 3, 5, 6],
     "ns_coefficients": [*NAMED, SIMPLE, CUBIC, [SIMPLE] * 3, [SIMPLE, CUBIC]],
+    "ns_normalization": ["frobenius", "aol", "aol"],
     "ns_dtype": ["auto", "bf16", "fp16", "fp32", "fp32", "fp32"],
     "wire_dtype": ["auto", "auto", "bf16", "fp32"],
     "kernels": ["auto", "torch"],
@@ -71,11 +75,15 @@ WRONG: dict[str, list[Any]] = {
     "muon_lr": [-0.1, "auto", False],
     "adam_lr": ["0.1.2", [0.1], -math.inf],
     "momentum": [1.0, 1, -0.1, "high", [0.9]],
+    "momentum_start": [1.0, "low", True],
+    "momentum_warmup_steps": [0, 2.5, True],
     "momentum_dtype": ["fp16", "BF16", "float32", 2, True, ["bf16"]],
     "nesterov": ["maybe", 2, [], 0.5],
     "weight_decay": [-0.1, "none", True],
     "muon_weight_decay": [-1, "auto"],
+    "muon_weight_decay_steps": [0, -3, "all"],
     "adam_weight_decay": [math.nan, {}],
+    "preset": ["kimi", "Moonlight", True],
     "cautious_weight_decay": [0.1, "cautious", []],
     "normuon": [0.95, "rows", {}],
     "normuon_beta2": [1.0, True, "slow"],
@@ -90,6 +98,7 @@ WRONG: dict[str, list[Any]] = {
     "ns_tuning": ["measure", "auto", True, 10],
     "ns_steps": [0, 51, 2.5, "five", True, [5]],
     "ns_coefficients": ["simpel", [], [1, 2], [[0, 1, 1]], [["a", 1, 1]], 5, {"a": 1}, [math.nan, 1, 1]],
+    "ns_normalization": ["AOL", "norm", True],
     "ns_dtype": ["float16", "bfloat16", 16],
     "wire_dtype": ["fp16", "float32", 16],
     "kernels": ["native", True],
@@ -223,6 +232,10 @@ def contradictions(config: dict[str, Any]) -> list[str]:
     others = {"original", "spectral_unclamped", "none", "shape_scaling"}
     if "rms_scale" in params and params.get("adjust_lr_fn") in others:
         found.append("rms_scale")
+    if "momentum_warmup_steps" in params and "momentum_start" not in params:
+        found.append("momentum_warmup_steps")
+    if params.get("ns_normalization") == "aol" and params.get("ns_dtype") == "fp16":
+        found.append("ns_dtype")
     if "normuon_beta2" in params and not flag(params.get("normuon", False)):
         found.append("normuon_beta2")
     if flag(params.get("normuon", False)) and params.get("muon_plus", "none") != "none":
@@ -309,6 +322,18 @@ def oracle_config(config: dict[str, Any]) -> OracleConfig:
     factor = params.get("rms_scale", 0.2) / 0.2 if scale_of(params) == "match_rms_adamw" else 1.0
     before = {"rows": unit_rows, "columns": unit_columns}.get(params.get("muon_eq"), lambda matrix: matrix)
 
+    start = almost_orthogonal if params.get("ns_normalization") == "aol" else over_norm
+    momentum, first = params.get("momentum", 0.95), params.get("momentum_start")
+    steps, decay_steps = params.get("momentum_warmup_steps", 300), params.get("muon_weight_decay_steps")
+
+    def varying(step: int) -> dict[str, float]:
+        share = 1.0 if first is None else min(1.0, step / steps)
+        left = 1.0 if decay_steps is None else max(0.0, 1 - step / decay_steps)
+        return {
+            "momentum": momentum * share + (first or 0.0) * (1 - share),
+            "weight_decay": left * params.get("muon_weight_decay", decay),
+        }
+
     def after(matrix: Tensor, memory: dict[str, Tensor]) -> Tensor:
         if flag(params.get("normuon", False)):
             matrix = normuon(matrix, memory, params.get("normuon_beta2", 0.95))
@@ -318,12 +343,13 @@ def oracle_config(config: dict[str, Any]) -> OracleConfig:
 
     return OracleConfig(
         lr=muon_lr,
-        momentum=params.get("momentum", 0.95),
+        momentum=momentum,
         nesterov=flag(params.get("nesterov", True)),
         weight_decay=params.get("muon_weight_decay", decay),
         cautious=params.get("cautious_weight_decay", False),
         scale=scale_of(params),
-        orthogonalize=lambda matrix: newton_schulz_fp64(matrix, schedule),
+        orthogonalize=lambda matrix: newton_schulz_fp64(matrix, schedule, start),
+        varying=varying,
         before=before,
         after=after,
         adam_lr=float(params.get("adam_lr", 3e-4 if lr is None else lr)),

@@ -8,7 +8,7 @@ batch and routes parameters by an explicit dict, name -> "muon" or "adam".
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import torch
@@ -34,15 +34,22 @@ SCALES: dict[str, Callable[[int, int], float]] = {
 """Factor of the learning rate for a matrix of (rows, columns)."""
 
 
-def newton_schulz_fp64(matrix: Tensor, coefficients: Coefficients = QUINTIC) -> Tensor:
-    """Newton-Schulz iteration aX + (bA + cAA)X, A = XX', from X = matrix / |matrix|, in float64.
+def over_norm(matrix: Tensor) -> Tensor:
+    """`matrix` / |matrix|; zero stays zero."""
+    return matrix / matrix.norm().clamp(min=torch.finfo(torch.float64).tiny)
 
-    `matrix` (rows, columns) of any floating dtype; the result (rows, columns) is float64, and zero for zero.
+
+def newton_schulz_fp64(
+    matrix: Tensor, coefficients: Coefficients = QUINTIC, start: Callable[[Tensor], Tensor] = over_norm
+) -> Tensor:
+    """Newton-Schulz iteration aX + (bA + cAA)X, A = XX', from X = start(matrix), in float64.
+
+    `matrix` (rows, columns) of any floating dtype; `start` gets it with no more rows than columns. The result
+    (rows, columns) is float64, and zero for zero.
     """
     assert matrix.ndim == 2
     tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.double().T if tall else matrix.double()
-    x = x / x.norm().clamp(min=torch.finfo(torch.float64).tiny)
+    x = start(matrix.double().T if tall else matrix.double())
     for a, b, c in coefficients:
         gram = x @ x.T
         x = a * x + (b * gram + c * (gram @ gram)) @ x
@@ -61,7 +68,7 @@ class OracleConfig:
 
     `before` and `after` change what `orthogonalize` is given and what it returns, as matrices of (outputs, inputs);
     `output_axis` is where the outputs of the weights lie. `observe` sees the model and the batch before an update and
-    returns what is done after it.
+    returns what is done after it. `varying` gives the momentum and the weight decay of a step, counted from 0.
     """
 
     lr: float = 0.02
@@ -80,6 +87,7 @@ class OracleConfig:
     adam_weight_decay: float = 0.0
     clip: float = 0.0
     schedule: Callable[[int], float] = lambda step: 1.0
+    varying: Callable[[int], dict[str, float]] = lambda step: {}
     observe: Callable[[nn.Module, tuple[Tensor, ...]], Callable[[], None]] = lambda model, batch: lambda: None
 
 
@@ -192,6 +200,7 @@ def train_oracle(
         with torch.no_grad():
             for name, param in params.items():
                 own = special.get(name, cfg)
+                own = replace(own, **own.varying(step))
                 state = param, gradients[name], momentum[name], own.lr * factor, own
                 if name in parts:
                     muon_update_of_parts(*state, parts[name], memories[name])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from helpers.oracles import Memory
+from helpers.oracles import QUINTIC, Memory, newton_schulz_fp64
 
 
 def unit_rows(matrix: Tensor) -> Tensor:
@@ -45,6 +45,22 @@ def muon_plus(*sides: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Memory], 
     return normalize
 
 
+def almost_orthogonal(matrix: Tensor) -> Tensor:
+    """AOL: each row over the root of the sum of its products, taken positive, with all rows; rows of zeros stay."""
+    sums = [sum(abs(row @ other) for other in matrix) for row in matrix]
+    return torch.stack([row / total.sqrt() if total > 0 else row for row, total in zip(matrix, sums, strict=True)])
+
+
+def warm_up(step: int) -> dict[str, float]:
+    """The momentum from 0.5 to the 0.9 of the tests, in three steps."""
+    return {"momentum": {0: 0.5, 1: 0.5 + 0.4 / 3, 2: 0.5 + 0.8 / 3}.get(step, 0.9)}
+
+
+def decay_to_zero(step: int) -> dict[str, float]:
+    """A weight decay of 1, and of nothing from the fourth step on."""
+    return {"weight_decay": {0: 1.0, 1: 2 / 3, 2: 1 / 3}.get(step, 0.0)}
+
+
 _DECAY = {"weight_decay": 1.0, "adam_weight_decay": 1.0}
 #: Keys of optimizer.params, and the oracle's settings.
 RULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -58,5 +74,13 @@ RULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "muon_eq, columns": ({"muon_eq": "columns"}, {"before": unit_columns}),
     "muon_plus, rows": ({"muon_plus": "rows"}, {"after": muon_plus(unit_rows)}),
     "muon_plus, columns, rows": ({"muon_plus": "columns_rows"}, {"after": muon_plus(unit_columns, unit_rows)}),
+    "aol": (
+        {"ns_normalization": "aol", "ns_steps": 4},
+        {"orthogonalize": lambda matrix: newton_schulz_fp64(matrix, QUINTIC[:4], almost_orthogonal)},
+    ),
+    "momentum": ({"momentum_start": 0.5, "momentum_warmup_steps": 3}, {"varying": warm_up}),
+    "decay": ({"weight_decay": 1.0, "muon_weight_decay_steps": 3}, {**_DECAY, "varying": decay_to_zero}),
     "muon_eq and normuon": ({"muon_eq": "rows", "normuon": True}, {"before": unit_rows, "after": normuon}),
 }
+#: Those that :class:`deepspeed.muon.math.rules.Rules` knows.
+OF_MATRICES = [rule for rule, (_, settings) in RULES.items() if settings.keys() & {"before", "after"}]

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Named bundles of keys: the published recipes of models that were trained with Muon."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from deepspeed.muon.config.types import REPLACES
+
+
+class Preset(NamedTuple):
+    """``values`` of keys of ``optimizer.params``; where they are published; and what of a recipe has no key here."""
+
+    values: dict[str, Any]
+    source: str
+    left_out: str = ""
+
+
+_MOONLIGHT = {
+    "lr": 4.2e-4,
+    "weight_decay": 0.1,
+    "momentum": 0.95,
+    "nesterov": True,
+    "adjust_lr_fn": "match_rms_adamw",
+    "ns_coefficients": "simple",
+    "ns_steps": 5,
+    "betas": (0.9, 0.95),
+    "eps": 1e-8,
+}
+_KIMI_K2 = _MOONLIGHT | {"lr": 2e-4, "qk_clip": {"tau": 100, "alpha": 0.5}}
+_DEEPSEEK_V4 = {
+    "lr": 2.7e-4,
+    "weight_decay": 0.1,
+    "momentum": 0.95,
+    "nesterov": True,
+    "adjust_lr_fn": "match_rms_adamw",
+    "rms_scale": 0.18,
+    "ns_coefficients": "deepseek_v4",
+    "betas": (0.9, 0.95),
+    "eps": 1e-20,
+}
+_GLM5 = _MOONLIGHT | {"lr": 2.5e-4, "per_head_muon": True}
+_NANOCHAT = {
+    "muon_lr": 0.02,
+    "adam_lr": 0.004,
+    "muon_weight_decay": 0.2,
+    "adam_weight_decay": 0.0,
+    "cautious_weight_decay": True,
+    "momentum": 0.95,
+    "momentum_start": 0.85,
+    "momentum_warmup_steps": 300,
+    "nesterov": True,
+    "normuon": True,
+    "normuon_beta2": 0.95,
+    "adjust_lr_fn": "original",
+    "ns_coefficients": "polar_express",
+    "betas": (0.8, 0.95),
+    "eps": 1e-10,
+}
+
+PRESETS = {
+    "moonlight": Preset(_MOONLIGHT, "arXiv 2502.16982, sections 2 and 3"),
+    "kimi_k2": Preset(_KIMI_K2, "arXiv 2507.20534, sections 2.1 and 2.5"),
+    "deepseek_v4": Preset(
+        _DEEPSEEK_V4,
+        "arXiv 2606.19348, sections 2.4 and 4.2.2; the rate is that of V4-Flash",
+        "routers go to AdamW here; name them in `muon_include` to follow the paper",
+    ),
+    "glm5": Preset(_GLM5, "arXiv 2602.15763 (Muon Split); the other values are those of GLM-4.5, arXiv 2508.06471"),
+    "nanochat": Preset(
+        _NANOCHAT,
+        "github.com/karpathy/nanochat (2026)",
+        "weight decay goes to zero there: set `muon_weight_decay_steps` to the length of the run. One rate for all of "
+        "AdamW, that of its output head. NorMuon's means are those of outputs, not of the longer side",
+    ),
+}
+
+#: Where a user sets the first key, these of a preset no longer act.
+_SUPERSEDED = REPLACES | {"adjust_lr_fn": ("rms_scale",), "ns_coefficients": ("ns_steps",)}
+
+
+def filled_in(params: Mapping[str, Any]) -> dict[str, Any]:
+    """``params`` with the values of its ``preset`` for the keys that it does not set; null sets the default."""
+    name = params.get("preset")
+    preset = PRESETS.get(name) if isinstance(name, str) else None
+    if preset is None:
+        return dict(params)
+    superseded = {key for general in params for key in _SUPERSEDED.get(general, ())}
+    return {key: value for key, value in preset.values.items() if key not in superseded} | dict(params)
