@@ -24,6 +24,7 @@ BENCHMARKS = {
     "launches": ("launches", "kernels that one rank launches in a step, from its plan and from a trace"),
     "memory": ("scaling", "memory of a rank by model and stage, and the cards that hold it"),
     "exactness": ("exactness", "errors against oracles, stock and torch; writes docs/exactness.md"),
+    "quality": ("quality", "orthogonality by schedule, dtype, method and spectrum; writes docs/quality.md"),
     "gpu": ("gpu", "everything on one GPU, in two calls of less than ten minutes"),
 }
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from helpers.paths import BENCHMARKS, ROOT
 from helpers.plans import spread
@@ -19,7 +20,7 @@ from helpers.plans import spread
 sys.path[1:1] = [str(ROOT), str(ROOT / "examples/pretrain_gpt")]
 
 from benchmarks import __main__ as command  # noqa: E402
-from benchmarks import gpu, learning, ns, ranks, report, roofline, step, training  # noqa: E402
+from benchmarks import gpu, learning, ns, quality, ranks, report, roofline, step, training  # noqa: E402
 from benchmarks.rates import Rates  # noqa: E402
 from deepspeed.muon.kernels import reference  # noqa: E402
 from deepspeed.muon.plan.plan import Batch, Bucket  # noqa: E402
@@ -303,6 +304,18 @@ def test_rows_of_newton_schulz() -> None:
     assert {row["implementation"] for row in rows} == set(candidates) >= {"ours, gram, fp32, torch", "torch.optim.Muon"}
     for row in rows:
         assert row["time / floor"] > 0 and row["error, Gaussian"] < (1e-4 if "fp32" in row["implementation"] else 0.2)
+
+
+def test_quality_sees_what_a_matrix_has_and_not_its_noise() -> None:
+    """Of rank 2 beside noise: 0.9 and 1.2 in its directions, or turned round; half of everything."""
+    u, v = (torch.linalg.qr(torch.randn(n, 4, generator=torch.Generator().manual_seed(n)))[0].double() for n in (6, 9))
+    matrix = u @ torch.diag(torch.tensor([2.0, 1.0, 1e-3, 1e-3]).double()) @ v.T
+    result = u @ torch.diag(torch.tensor([0.9, 1.2, 0.1, 0.1]).double()) @ v.T
+    found = quality.measures(matrix, result)
+    expected = ((0.1**2 + 0.2**2) / 2) ** 0.5
+    assert found["rms of s - 1"] == pytest.approx(expected) and found["distance to U V'"] == pytest.approx(expected)
+    assert found["largest s"] == pytest.approx(1.2)
+    assert quality.measures(matrix, -u @ v.T)["distance to U V'"] == pytest.approx(2.0)
 
 
 # ---- learning -------------------------------------------------------------------------------------------
