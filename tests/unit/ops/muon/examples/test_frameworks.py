@@ -181,6 +181,28 @@ def test_a_run_resumes_exactly(runs: Runs) -> None:
     assert not same(runs.muon.optimizer_states(STEPS // 2), runs.muon.optimizer_states(STEPS))
 
 
+@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.full)])
+def test_one_line_of_config_trains_in_the_trainer(stage: int, tmp_path: Path) -> None:
+    """A preset, of which the log says what it has set; the trainer's learning rate need not be repeated."""
+    pytest.importorskip("transformers")
+    config = {
+        "optimizer": {"type": "Muon", "params": {"preset": "kimi_k2"}},
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": "auto"},
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+    }
+    (tmp_path / "ds_config.json").write_text(json.dumps(config))
+    line = arguments("huggingface_trainer", tmp_path / "ds_config.json", tmp_path, STEPS, None)
+    run = Run("huggingface_trainer", tmp_path, launch(EXAMPLES / "huggingface_trainer/train.py", line, tmp_path))
+    assert "preset kimi_k2 sets lr 0.0002, weight_decay 0.1, momentum 0.95" in run.output
+    assert "QK-clip of 2 attention layers at 100" in run.output
+    losses = [row["loss"] for row in run.rows()]
+    assert len(losses) == STEPS and losses[-1] < losses[0] - 0.05
+    assert run.rows()[-2]["learning_rate"] <= 2e-4
+
+
 def same(left: Any, right: Any) -> bool:
     """Whether two nests of containers hold the same numbers bit for bit."""
     if torch.is_tensor(left):

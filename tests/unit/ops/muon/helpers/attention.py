@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from helpers.language_models import Language
-from helpers.models import GLOBAL_BATCH, MODELS
+from helpers.models import GLOBAL_BATCH, MODELS, Block
 from helpers.training import ds_config, make_engine, with_params
 
 
@@ -22,20 +22,21 @@ def largest_logit(query: Tensor, key: Tensor, is_causal: bool = True) -> float:
 
 
 def clip_heads(tau: float, alpha: float = 0.5) -> Callable[[nn.Module, tuple[Tensor, ...]], Callable[[], None]]:
-    """For `OracleConfig.observe`: of the blocks of a TinyGpt."""
+    """For `OracleConfig.observe`: of all blocks of a model."""
 
     def observe(model: nn.Module, batch: tuple[Tensor, ...]) -> Callable[[], None]:
         found: dict[int, Tensor] = {}
+        blocks = [module for module in model.modules() if isinstance(module, Block)]
         hooks = [
             block.qkv.register_forward_hook(lambda _, __, output, i=i: found.update({i: output.detach()}))
-            for i, block in enumerate(model.blocks)
+            for i, block in enumerate(blocks)
         ]
         model(*batch)
         for hook in hooks:
             hook.remove()
 
         def finish() -> None:
-            for i, block in enumerate(model.blocks):
+            for i, block in enumerate(blocks):
                 width, heads = block.qkv.weight.shape[1], block.heads
                 size = width // heads
                 for head in range(heads):

@@ -243,8 +243,8 @@ def assert_equal(ranks: list[tuple[dict[str, Tensor], list[float]]], reference: 
         assert norms == pytest.approx(reference.norms, rel=1e-3 if dtype == "fp32" else 0.1)
 
 
-def oracle(name: str, clip: float = 1.0, dtype: str = "fp32") -> Any:
+def oracle(name: str, clip: float = 1.0, dtype: str = "fp32", **settings: Any) -> Any:
     """The training of the whole module."""
     net = Whole(name).to(HALVES[dtype])
-    config = replace(ORACLE, clip=clip)
+    config = replace(ORACLE, clip=clip, **settings)
     return train_oracle(net, net.batch, STEPS, route(net, ADAM[name]), config, parts=fused_parts(net))

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from helpers import tensor_parallel
+from helpers import pipelines, tensor_parallel
 from helpers.attention import clip_heads, logits_around_a_step, some_tau
 from helpers.distributed import RankError, run
 from helpers.oracles import change_error
 from helpers.parity import STEPS, assert_parity, oracle
-from helpers.training import fp32_weights, make_engine, train, train_around_a_checkpoint, with_params
+from helpers.training import FP32_GRADIENTS, fp32_weights, make_engine, train, train_around_a_checkpoint, with_params
 
 TAU = some_tau()
 
@@ -96,6 +96,47 @@ def test_tensor_parallel_ranks_train_as_one(stage: int) -> None:
     for key in alone:
         assert change_error(start[key], found[key], alone[key]) <= 1e-3, key
     assert all(change_error(start[key], plain[key], alone[key]) > 0.01 for key in alone if "q_proj" in key)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("setting", ["fp32", "checkpointing", "bf16", "BF16_Optimizer"])
+@pytest.mark.parametrize("name", ["tied", "late"])
+def test_pipelines_train_as_the_oracle(name: str, setting: str) -> None:
+    """A block on each stage, or both on the second, so that the first has no attention."""
+    config = pipelines.PRECISIONS | {
+        "checkpointing": {"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": False}}
+    }
+    dtype = config[setting].get("dtype", "fp32")
+    optimizer = with_params(qk_clip={"tau": 0.4})
+    expected = pipelines.oracle(name, dtype=dtype, observe=clip_heads(0.4))
+    plain = pipelines.oracle(name, dtype=dtype)
+    ranks = run(pipelines.train_pipeline, 4, name=name, steps=STEPS, optimizer=optimizer, **config[setting])
+    pipelines.assert_equal(ranks, expected, dtype)
+    names = [key for key in expected.weights if "qkv" in key]
+    assert all(change_error(plain.initial[n], plain.weights[n], expected.weights[n]) > 0.05 for n in names)
+
+
+HALVES = [
+    ("bf16", 0),
+    ("bf16", 1),
+    ("BF16_Optimizer", 1),
+    ("fp16", 1),
+    ("bf16", 2),
+    ("fp16", 2),
+    ("bf16", 3),
+    ("fp16", 3),
+]
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("dtype", "stage"), HALVES)
+def test_half_precision_trains_as_the_oracle(dtype: str, stage: int) -> None:
+    """Logits in the dtype of the model; the fp32 master weights are scaled and the model's follow."""
+    settings = {"dtype": "bf16", **FP32_GRADIENTS} if dtype == "BF16_Optimizer" else {"dtype": dtype}
+    optimizer = with_params(qk_clip={"tau": TAU})
+    reference = oracle("gpt", 1.0, settings["dtype"], observe=clip_heads(TAU))
+    for weights in run(train, 2, model="gpt", steps=STEPS, stage=stage, optimizer=optimizer, **settings):
+        assert_parity(weights, reference, settings["dtype"])
 
 
 def test_a_projection_whose_heads_tensor_parallelism_hides_is_refused() -> None:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NorMuon's second moments are with the owners of whole matrices: saved for any ranks, and resumed exactly."""
+"""What update rules keep from step to step is saved for any ranks, and resumed exactly.
+
+NorMuon's second moments are with the owners of whole matrices.
+"""
 
 import copy
 import logging
@@ -19,12 +22,16 @@ from helpers.tensor_parallel import go_on
 from helpers.training import PARAMS, ds_config, fresh_engine, make_engine, with_params
 
 OPTIMIZER = with_params(normuon=True)
+#: No state of their own, but they count steps, beyond the one of the checkpoint.
+SCHEDULES = with_params(momentum_start=0.5, momentum_warmup_steps=4, muon_weight_decay_steps=5, ns_normalization="aol")
+BOTH = with_params(**OPTIMIZER["params"] | SCHEDULES["params"])
 
 
+@pytest.mark.parametrize("optimizer", [OPTIMIZER, SCHEDULES], ids=["normuon", "schedules"])
 @pytest.mark.parametrize("chosen", [slice(2, None, 5), pytest.param(slice(None), marks=pytest.mark.full)], ids=str)
-def test_resume_is_exact(chosen: slice, tmp_path: Path) -> None:
+def test_resume_is_exact(chosen: slice, optimizer: dict[str, Any], tmp_path: Path) -> None:
     """Stages 0 to 3, both precisions, offload, sub-groups, the round-robin order, BF16_Optimizer."""
-    cases = [case | {"optimizer": OPTIMIZER} for case in RESUMED[chosen]]
+    cases = [case | {"optimizer": optimizer} for case in RESUMED[chosen]]
     folders = [str(tmp_path / str(index)) for index in range(len(cases))]
     expected = run(save_all, 2, timeout=280, cases=cases, folders=folders)
     for rank, results in enumerate(run(resume_all, 2, timeout=280, cases=cases, folders=folders)):
@@ -32,13 +39,14 @@ def test_resume_is_exact(chosen: slice, tmp_path: Path) -> None:
             assert differing(wanted, got) == [], case
 
 
+@pytest.mark.parametrize("optimizer", [OPTIMIZER, SCHEDULES], ids=["normuon", "schedules"])
 @pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.full)])
-def test_universal_checkpoint(stage: int, tmp_path: Path) -> None:
+def test_universal_checkpoint(stage: int, optimizer: dict[str, Any], tmp_path: Path) -> None:
     """Saved on 2 ranks; on 1 to 3 ranks, and at another stage, the weights after further steps are the same.
 
     Unclipped, because DeepSpeed sums the norm in another order; then only the order of gradients differs.
     """
-    case = {"stage": stage, "clip": 0.0, "optimizer": OPTIMIZER}
+    case = {"stage": stage, "clip": 0.0, "optimizer": optimizer}
     saved = run(universal.save_all, 2, cases=[case], folder=str(tmp_path))[0][0]
     universal.convert(tmp_path / "0")
     for world, there in ((1, stage), (2, stage), (3, 5 - stage)):
@@ -82,7 +90,7 @@ def test_resume_from_nvme_is_exact(tmp_path: Path) -> None:
 
 def on_nvme(folder: str, load: bool) -> dict[str, Tensor]:
     """Weights after two steps that were saved and two more, or loaded and two more."""
-    engine = nvme.nvme_engine(7 * load, folder=f"{folder}/nvme{load:d}", optimizer=OPTIMIZER)
+    engine = nvme.nvme_engine(7 * load, folder=f"{folder}/nvme{load:d}", optimizer=BOTH)
     if load:
         engine.load_checkpoint(f"{folder}/saved")
     else:
