@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -376,11 +377,12 @@ def train(model: nn.Module, steps: int, config: dict[str, Any]) -> dict[str, Ten
     memories: dict[str, dict[str, Tensor]] = {name: {} for name in weights}
     for step in range(steps):
         gradients, _ = clipped(gradients_of(model(*model.batch(step)), weights), cfg.clip)
+        now = replace(cfg, **cfg.varying(step))
         with torch.no_grad():
             for name, weight in weights.items():
                 gradient = gradients[name]
                 if goes_to_muon(name, weight, params):
-                    muon_update(weight, gradient, moments[name][0], cfg.lr, cfg, memories[name])
+                    muon_update(weight, gradient, moments[name][0], now.lr, now, memories[name])
                     continue
                 if not decoupled:
                     gradient = gradient + cfg.adam_weight_decay * weight
