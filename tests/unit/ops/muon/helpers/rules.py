@@ -2,12 +2,14 @@
 """Update rules beyond plain Muon, for the oracle: written row by row, for matrices (outputs, inputs)."""
 
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from helpers.attention import clip_heads
 from helpers.oracles import QUINTIC, Memory, newton_schulz_fp64
 
 
@@ -84,3 +86,39 @@ RULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 #: Those that :class:`deepspeed.muon.math.rules.Rules` knows.
 OF_MATRICES = [rule for rule, (_, settings) in RULES.items() if settings.keys() & {"before", "after"}]
+
+_CLIP = 0.4
+"""A threshold that heads of a TinyGpt exceed."""
+Setting = tuple[dict[str, Any], dict[str, Any]]
+"""Keys of optimizer.params, and the oracle's settings."""
+#: What acts at one place of a step, of which a combination takes one each.
+CHOICES: list[list[Setting]] = [
+    [
+        ({}, {}),
+        *(RULES[rule] for rule in ("normuon", "muon_plus, rows", "muon_plus, columns, rows")),
+        ({"normuon": True, "muon_plus": "rows"}, {"refused": "muon_plus"}),
+    ],
+    [({}, {}), *(RULES[rule] for rule in ("muon_eq, rows", "muon_eq, columns"))],
+    [
+        ({}, {}),
+        RULES["aol"],
+        ({"ns_steps": 6}, {"orthogonalize": lambda matrix: newton_schulz_fp64(matrix, (*QUINTIC, QUINTIC[0]))}),
+    ],
+    [({}, {}), RULES["momentum"]],
+    [({}, {}), RULES["cautious"], RULES["decay"]],
+    [
+        ({}, {}),
+        *(({"qk_clip": {"tau": _CLIP, "alpha": alpha}}, {"observe": clip_heads(_CLIP, alpha)}) for alpha in (0.5, 0.2)),
+    ],
+]
+
+
+def combination(draw: random.Random) -> Setting:
+    """One setting of every place; schedules of both kinds act together."""
+    chosen = [draw.choice(settings) for settings in CHOICES]
+    params = {key: value for keys, _ in chosen for key, value in keys.items()}
+    settings = {key: value for _, values in chosen for key, value in values.items()}
+    schedules = [values["varying"] for _, values in chosen if "varying" in values]
+    if schedules:
+        settings["varying"] = lambda step: {key: value for of in schedules for key, value in of(step).items()}
+    return params, settings

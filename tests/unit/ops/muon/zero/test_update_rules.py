@@ -1,19 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules beyond plain Muon, under ZeRO: against the oracle that shares no code, and the same bits however sharded."""
 
+import os
+import random
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 
 from deepspeed.muon import MuonConfigError, MuonWithAuxAdam
-from helpers.distributed import run
+from helpers.distributed import RankError, run
 from helpers.models import MODELS
 from helpers.oracles import change_error
 from helpers.parity import SHAPES, STEPS, assert_parity, oracle
-from helpers.rules import RULES
+from helpers.rules import RULES, combination
 from helpers.startup_log import records
 from helpers.training import train, train_on_gradients, with_params
+
+#: In the full run; FUZZ=N tries so many.
+COMBINATIONS = int(os.environ.get("FUZZ", "60"))
 
 
 @pytest.mark.sample(12)
@@ -53,6 +59,28 @@ def test_the_same_bits_whatever_the_sharding(rule: str, stage: int) -> None:
     for world in (1, 2, 4):
         found = weights(world, stage)
         assert all(torch.equal(found[name], base[name]) for name in base), world
+
+
+@pytest.mark.time_limit(2400)
+@pytest.mark.parametrize("count", [4, pytest.param(COMBINATIONS, marks=pytest.mark.full)])
+def test_combinations_train_as_the_oracle_or_are_refused_by_name(count: int, record_property: Any) -> None:
+    """At random stages and numbers of ranks, with offload and accumulation."""
+    draw, outcomes = random.Random(0), Counter[str]()
+    for _ in range(count):
+        params, settings = combination(draw)
+        stage, world = draw.randrange(4), draw.choice([1, 2, 3])
+        case = {"stage": stage, "offload": stage > 0, "accumulation": 2, "optimizer": with_params(**params)}
+        if key := settings.pop("refused", None):
+            with pytest.raises(RankError, match=rf"MuonConfigError: optimizer\.params.*{key}"):
+                run(train, world, model="gpt", steps=STEPS, **case)
+            outcomes["refused by name"] += 1
+            continue
+        reference = oracle("gpt", 1.0, **settings)
+        for weights in run(train, world, model="gpt", steps=STEPS, **case):
+            assert_parity(weights, reference)
+        outcomes["trained as the oracle"] += 1
+    record_property("summary", f"{count} combinations of rules: {dict(outcomes)}")
+    assert outcomes.total() == count and outcomes["trained as the oracle"] > 0.3 * count
 
 
 def test_the_log_names_the_rules() -> None:
