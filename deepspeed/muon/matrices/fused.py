@@ -25,6 +25,8 @@ GROUPED_CLASSES = ("Bloom", "Falcon", "GPTBigCode", "GPTNeoX", "InternLM2", "Min
 DEVICES = {"CodeGen": 4}
 #: Experts whose columns alternate between gate and up.
 ALTERNATING_CLASSES = ("GptOss",)
+#: Stacks of experts, of DeepSpeed's AutoEP and of torchtitan, whose matrices are [outputs, inputs].
+OUTPUTS_FIRST_CLASSES = ("GroupedExperts",)
 #: Of linear attention: for each key head the step sizes and the decays of its values.
 STEPS_AND_DECAYS = frozenset({"in_proj_ba"})
 _SUGGESTIVE = re.compile(r"qkv|query_key_value|gate_up_proj$|^c_attn$|^in_proj_weight$", re.IGNORECASE)
@@ -123,11 +125,14 @@ def _gate_and_up(name: str, shape: Sequence[int], owner: nn.Module) -> Cut:
 def stack_output_axis(name: str, shape: Sequence[int], owner: nn.Module) -> int | None:
     """The axis along which each matrix of a stack of experts has its outputs; ``None`` where it cannot be told.
 
-    Stacks have no convention; transformers has both. The shape of gate and up beside that of down tells.
+    Stacks have no convention; transformers has both. Their class tells, or the shape of gate and up beside that of
+    down.
 
     Args:
         name, shape, owner: as of :func:`cut_fused`.
     """
+    if is_a(owner, *OUTPUTS_FIRST_CLASSES):
+        return 0
     if name.endswith("gate_up_proj"):
         return _axis_of_both(shape, _shape_of(owner, name.replace("gate_up", "down")))
     if name.endswith("down_proj"):

@@ -15,7 +15,7 @@ from helpers.distributed import run
 from helpers.experts import Mixtral, autoep, global_name, spread_model
 from helpers.models import train_engine
 from helpers.oracles import change_error
-from helpers.training import ds_config, fp32_weights, make_engine, train_around_a_checkpoint
+from helpers.training import ds_config, fp32_weights, make_engine, train_around_a_checkpoint, with_params
 from helpers.universal import convert
 
 
@@ -34,12 +34,14 @@ def contents(engine: Any) -> dict[str, Tensor]:
     for param, spec in engine.basic_optimizer.specs.items():
         if spec.use_muon:
             found[f"{spec.name} momentum"] = safe_get_full_optimizer_state(param, "momentum_buffer").clone()
+    moments = engine.basic_optimizer.second_moments.held
+    found |= {f"{name} second moment": moment.clone() for name, moment in moments.items()}
     return {global_name(name, dist.get_rank()): value for name, value in found.items()}
 
 
-def go_on(kind: str, stage: int, folder: str, load: bool) -> dict[str, Tensor]:
+def go_on(kind: str, stage: int, folder: str, load: bool, **params: Any) -> dict[str, Tensor]:
     """Three steps, saved after the first or loaded from there."""
-    engine = build(kind, stage, seed=int(load))
+    engine = build(kind, stage, seed=int(load), optimizer=with_params(**params))
     train_around_a_checkpoint(engine, folder, load)
     found = contents(engine)
     engine.destroy()
@@ -54,12 +56,15 @@ CASES = [*(("moe", stage) for stage in (0, 1, 2)), *(("autoep", stage) for stage
 @pytest.mark.parametrize(
     ("kind", "stage"), [case if case in OFTEN else pytest.param(*case, marks=pytest.mark.full) for case in CASES]
 )
-def test_resume_is_exact(kind: str, stage: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("params", [{}, {"normuon": True}], ids=["plain", "normuon"])
+def test_resume_is_exact(kind: str, stage: int, params: dict[str, Any], tmp_path: Path) -> None:
+    """With NorMuon, experts of one name on several ranks have second moments of their own."""
     jobs = ({"kind": kind, "stage": stage, "folder": str(tmp_path), "load": load} for load in (False, True))
-    straight, resumed = (run(go_on, 4, **job) for job in jobs)
+    straight, resumed = (run(go_on, 4, **job, **params) for job in jobs)
     for rank, weights in enumerate(straight):
         for name, weight in weights.items():
             assert torch.equal(resumed[rank][name], weight), (rank, name)
+    assert bool(params) == any("second moment" in name for found in straight for name in found)
 
 
 @pytest.mark.parametrize(("kind", "stage"), [("moe", 2), pytest.param("autoep", 3, marks=pytest.mark.full)])

@@ -17,7 +17,8 @@ from helpers.experts import INNER, Mixtral, autoep
 from helpers.models import full_weights, train_engine
 from helpers.oracles import OracleResult, Part, change_error, train_oracle
 from helpers.parity import STEPS
-from helpers.training import ORACLE, PARAMS, fp32_weights, make_engine
+from helpers.rules import RULES
+from helpers.training import ORACLE, PARAMS, fp32_weights, make_engine, with_params
 
 
 def train_spread(stage: int, experts: int, ep: int, **config: Any) -> dict[str, Tensor]:
@@ -29,7 +30,7 @@ def train_spread(stage: int, experts: int, ep: int, **config: Any) -> dict[str, 
     return weights
 
 
-def reference(experts: int, clip: float) -> OracleResult:
+def reference(experts: int, clip: float, **settings: Any) -> OracleResult:
     """The oracle's training with all experts in one place; gate and up projections are two matrices."""
     net = Mixtral(experts)
     parts: dict[str, list[Part]] = {}
@@ -41,7 +42,7 @@ def reference(experts: int, clip: float) -> OracleResult:
             parts[name] = list(index)
     to_adam = ("embed_tokens", "norm", "mlp.gate.weight", "lm_head")
     routing = {n: "adam" if any(part in n for part in to_adam) else "muon" for n, _ in net.named_parameters()}
-    return train_oracle(net, net.batch, STEPS, routing, replace(ORACLE, clip=clip), parts=parts)
+    return train_oracle(net, net.batch, STEPS, routing, replace(ORACLE, clip=clip, **settings), parts=parts)
 
 
 def of_rank(weights: dict[str, Tensor], rank: int, ep: int) -> dict[str, Tensor]:
@@ -63,12 +64,17 @@ SIZES = [(2, 4, 2), (4, 4, 2), (4, 2, 2)]
 CASES = [(stage, *size) for stage in (0, 1, 2, 3) for size in SIZES]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("rule", [None, "normuon"])
 @pytest.mark.parametrize(("stage", "world", "experts", "ep"), CASES)
-def test_training_equals_that_of_all_experts_in_one_place(stage: int, world: int, experts: int, ep: int) -> None:
+def test_training_equals_that_of_all_experts_in_one_place(
+    stage: int, world: int, experts: int, ep: int, rule: str | None
+) -> None:
     clip = 1.0 if stage else 0.0
-    expected = reference(experts, clip)
-    for rank, weights in enumerate(run(train_spread, world, stage=stage, experts=experts, ep=ep, clip=clip)):
+    params, settings = RULES[rule] if rule else ({}, {})
+    expected = reference(experts, clip, **settings)
+    case = {"stage": stage, "experts": experts, "ep": ep, "clip": clip, "optimizer": with_params(**params)}
+    for rank, weights in enumerate(run(train_spread, world, **case)):
         initial, last = (of_rank(side, rank, ep) for side in (expected.initial, expected.weights))
         assert weights.keys() == last.keys()
         for name, weight in last.items():
