@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -165,7 +165,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             self.qk_clip = QKClip(self.config.qk_clip, attention_layers(model), names, turn)
         #: The ranks that train the same layers; ``None``: all.
         self.peers: Any = None
-        #: Records the size of updates, if set.
+        #: Measures a step, if set.
         self.step_stats: StepStats | None = None
         split = split_groups(params, self.specs, self.config)
         self._origins, self._given_lrs = split.origins, split.given_lrs
@@ -465,13 +465,19 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             shape = batch.count, batch.rows, batch.cols
             matrices = buffers.matrices[batch.start : batch.start + math.prod(shape)].view(shape)
             self.rules.before(matrices, batch.axis)
+            if self.step_stats is not None:
+                self.step_stats.before_newton_schulz(batch.names, matrices)
             method, kernels = bound.method(batch.rows, batch.cols), bound.kernels(batch.rows, batch.cols)
             how = method, bound.dtype, self._work, kernels, self.config.ns_normalization
             orthogonalize(matrices, self.config.schedule, *how)
+            if self.step_stats is not None:
+                self.step_stats.after_newton_schulz(batch.names, matrices)
             self.rules.after(matrices, batch.axis, self.second_moments.of(batch.names))
 
     def _apply(self, bound: _Bound, group: dict[str, Any], buffers: BucketBuffers) -> None:
         """On the shard: decay and scaled update."""
+        if self.step_stats is not None:
+            self.step_stats.before_apply(self._updates(bound, group, buffers), group, self.config.cautious_weight_decay)
         for call in bound.calls[id(buffers.bucket)]:
             tensor: Tensor = group["params"][call.tensor]
             update = group["lr"], call.scale, group["weight_decay"], self.config.cautious_weight_decay
@@ -486,10 +492,17 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                     target = gather(tensor, copy, self._work, "parameter")
                     self.kernels.apply_(target, buffers.shard_slices[index], *update, self._work)
                     scatter(target, tensor, copy)
-            if self.step_stats is not None:
-                for result in map(buffers.shard_slices.__getitem__, call.runs):
-                    norm = torch.linalg.vector_norm(result, dtype=torch.float32)
-                    self.step_stats.add("muon", norm.square() * call.scale**2, result.numel())
+
+    def _updates(
+        self, bound: _Bound, group: dict[str, Any], buffers: BucketBuffers
+    ) -> Iterator[tuple[str, Tensor, Tensor, float]]:
+        """(parameter, weights, orthogonalized update, its scale) of every run that :meth:`_apply` will update."""
+        for call in bound.calls[id(buffers.bucket)]:
+            tensor: Tensor = group["params"][call.tensor]
+            for index in call.runs if tensor.grad is not None else ():
+                run = buffers.bucket.runs[index]
+                held = gather(tensor, run.copy, self._work, "parameter")
+                yield run.parameter, held, buffers.shard_slices[index], call.scale
 
     def _adam_step(self, group: dict[str, Any]) -> None:
         tensors = [p for p in group["params"] if p.grad is not None]
@@ -499,9 +512,10 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         if self.step_stats is not None:
             stepped = dict(zip(map(id, tensors), states, strict=True))
             held = (part for partition in self._adam_partitions for part in partition.held() if id(part[0]) in stepped)
-            for tensor, start, length in held:
-                squares = adamw.update_squares(stepped[id(tensor)], group, start, length)
-                self.step_stats.add("adamw", squares, length)
+            self.step_stats.after_adamw(
+                (adamw.update_squares(stepped[id(tensor)], group, start, length), length)
+                for tensor, start, length in held
+            )
 
 
 def _steps_done(optimizer: Callable[[], MuonWithAuxAdam | None]) -> int:

@@ -70,6 +70,11 @@ class QKClip:
     def __str__(self) -> str:
         return f"QK-clip of {len(self._layers)} attention layers at {self._options.tau:g} ({self._options.logits})"
 
+    @property
+    def layers(self) -> list[str]:
+        """The names of the layers, in the order of the model."""
+        return [layer.name for layer in self._layers]
+
     def bind(self, partitions: Iterable[Partition], group: Any, device: torch.device) -> None:
         """Find the weights in the tensors that this rank updates.
 

@@ -1,44 +1,140 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts about one step for the monitor: the size of its updates and the seconds of each phase."""
+"""Facts about one step for the monitor: sizes of updates, measures of one matrix, and the seconds of each phase."""
 
 from __future__ import annotations
 
+import math
+import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-#: The halves of the optimizer, in the order of :meth:`StepStats.sums`.
-HALVES = ("muon", "adamw")
+from deepspeed.muon.math.measures import orthogonality_error, participation_ratio, sums_of_update
+
+#: Measures of each parameter, and of the sampled matrix. The name of a value is ``measure/label``.
+CHANGE, CAUTIOUS = "update_to_weight", "cautious_decay"
+SAMPLED = ERROR, RANK = "orthogonality_error", "effective_rank"
+#: The two values of all parameters together: the size of the update per unit of learning rate.
+SIZES = {half: f"update_rms_{half}" for half in ("muon", "adamw")}
+#: The phase that measuring counts as. It is in no other.
+RECORD = "record"
+
+
+_EXPERT = re.compile(r"(experts)\.\d+\.")
+
+
+@cache
+def label(parameter: str) -> str:
+    """The name under which a parameter is recorded: experts that are parameters of their own have one together."""
+    return _EXPERT.sub(r"\1.all.", parameter)
+
+
+class Sample(NamedTuple):
+    """The matrix whose singular values a record is about, and the :func:`label` of its parameter."""
+
+    label: str = ""
+    matrix: str = ""
 
 
 class StepStats:
-    """Records one step on one rank; ``synchronize`` waits for the accelerator, so that a phase has its own time."""
+    """Records one step on one rank, as quotients of two sums over what this rank holds.
 
-    def __init__(self, synchronize: Callable[[], None]) -> None:
+    Sums of all ranks together give the values of whole parameters, however these are sharded.
+
+    Args:
+        synchronize: waits for the accelerator, so that a phase has its own time.
+        sample: the matrix to look at, if this rank is its owner.
+    """
+
+    def __init__(self, synchronize: Callable[[], None], sample: Sample | None = None) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
-        self._squares: dict[str, list[Tensor]] = {half: [] for half in HALVES}
-        self._counts = dict.fromkeys(HALVES, 0)
+        self._sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         self._synchronize = synchronize
-
-    def add(self, half: str, squares: Tensor, count: int) -> None:
-        """Add the sum of squares, 0-D, of ``count`` elements of an update."""
-        self._squares[half].append(squares)
-        self._counts[half] += count
+        self._sample = sample or Sample()
+        self._rank_before = math.nan
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time spent inside to this phase."""
-        self._synchronize()
-        started = time.perf_counter()
+        """Add the time spent inside to this phase, but not what was spent to measure."""
+        started = self._now(name)
         yield
-        self._synchronize()
-        self.seconds[name] += time.perf_counter() - started
+        self.seconds[name] += self._now(name) - started
 
-    def sums(self) -> Tensor:
-        """(sum of squares, number of elements) of each half, fp64, [2, 2], on the CPU; add them over the ranks."""
-        values = [(sum(float(s) for s in self._squares[half]), float(self._counts[half])) for half in HALVES]
-        return torch.tensor(values, dtype=torch.float64)
+    def _now(self, name: str) -> float:
+        """The time of a clock that stands still during a phase inside of this one."""
+        self._synchronize()
+        return time.perf_counter() - (0.0 if name == RECORD else self.seconds[RECORD])
+
+    # ---- called by the optimizer ----------------------------------------------------------------------
+
+    def before_newton_schulz(self, names: Sequence[str], matrices: Tensor) -> None:
+        """At the owner, of one batch ``[batch, rows, cols]``: the effective rank of the sampled matrix."""
+        if self._sample.matrix in names:
+            with self.phase(RECORD):
+                self._rank_before = participation_ratio(matrices[names.index(self._sample.matrix)])
+
+    def after_newton_schulz(self, names: Sequence[str], matrices: Tensor) -> None:
+        """Of the same batch: the orthogonality of the result. A matrix without a gradient has neither value."""
+        if self._sample.matrix in names and not math.isnan(self._rank_before):
+            with self.phase(RECORD):
+                error = orthogonality_error(matrices[names.index(self._sample.matrix)])
+            for measure, value in zip(SAMPLED, (error, self._rank_before), strict=True):
+                self.add(f"{measure}/{self._sample.label}", value, 1)
+
+    def before_apply(
+        self, runs: Iterable[tuple[str, Tensor, Tensor, float]], group: dict[str, Any], cautious: bool
+    ) -> None:
+        """On the shard: the size of updates and weights, and where cautious decay will act.
+
+        Args:
+            runs: (parameter, weights before the update, orthogonalized update, its scale), both 1-D. Weights are valid
+                until the next run.
+            group: with the rates of the step.
+            cautious: whether decay is cautious.
+        """
+        lr, counts_decay = group["lr"], cautious and group["weight_decay"] != 0
+        with self.phase(RECORD):
+            parts = [
+                (name, scale, chunk)
+                for name, weight, update, scale in runs
+                for chunk in sums_of_update(weight, update, counts_decay)
+            ]
+            chunks = torch.stack([chunk for *_, chunk in parts]).tolist() if parts else []  # one copy to the host
+            for (name, scale, _), (count, weight_norm, norm, decays) in zip(parts, chunks, strict=True):
+                squares = (scale * norm) ** 2
+                self.add(SIZES["muon"], squares, count)
+                self.add(f"{CHANGE}/{label(name)}", lr**2 * squares, weight_norm**2)
+                if counts_decay:
+                    self.add(f"{CAUTIOUS}/{label(name)}", decays, count)
+
+    def after_adamw(self, squares: Iterable[tuple[Tensor, int]]) -> None:
+        """The sum of squares of an update, 0-D, and of how many elements, for each tensor."""
+        with self.phase(RECORD):
+            for total, count in squares:
+                self.add(SIZES["adamw"], float(total), count)
+
+    # ---- the result -----------------------------------------------------------------------------------
+
+    def add(self, name: str, numerator: float, denominator: float) -> None:
+        """Add to the two sums whose quotient is the value of this name."""
+        sums = self._sums[name]
+        sums[0] += numerator
+        sums[1] += denominator
+
+    def sums(self, names: Sequence[str]) -> Tensor:
+        """Both sums of these values, fp64, [names, 2], on the CPU; add them over the ranks."""
+        return torch.tensor([self._sums[name] for name in names], dtype=torch.float64).view(-1, 2)
+
+
+def values_of(names: Sequence[str], sums: Tensor) -> dict[str, float]:
+    """The values, from sums over the ranks. Those of which nothing was added, and sizes beside zero, are left out."""
+    pairs = zip(names, sums.tolist(), strict=True)
+    found = {name: numerator / denominator for name, (numerator, denominator) in pairs if denominator}
+    are_squares = (*SIZES.values(), CHANGE)
+    return {n: math.sqrt(value) if n.partition("/")[0] in are_squares else value for n, value in found.items()}

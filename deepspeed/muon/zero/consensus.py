@@ -9,6 +9,7 @@ their next collective; here all of them raise.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
@@ -177,8 +178,20 @@ def gathered(value: Any, group: Any = None) -> list[Any]:
 
 def from_rank_0(value: Any) -> Any:
     """The value that rank 0 has; a collective."""
+    return _from(0, value)
+
+
+def union(names: Iterable[str]) -> list[str]:
+    """The names that any rank has, each once, by rank; a collective. Ranks with equal names send them once."""
+    mine = list(names)
+    digests = gathered(hashlib.sha256("\n".join(mine).encode()).hexdigest())
+    firsts = [ranks[0] for ranks in _ranks_by(digests).values()]
+    return list(dict.fromkeys(name for first in firsts for name in _from(first, mine)))
+
+
+def _from(rank: int, value: Any) -> Any:
     values = [value]
-    comm.broadcast_object_list(values, src=0)
+    comm.broadcast_object_list(values, src=rank)
     return values[0]
 
 

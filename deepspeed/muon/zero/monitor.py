@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +12,8 @@ import deepspeed.comm as comm
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.step_stats import HALVES, StepStats
+from deepspeed.muon.step_stats import CAUTIOUS, CHANGE, RECORD, SAMPLED, SIZES, Sample, StepStats, label, values_of
+from deepspeed.muon.zero.consensus import union
 from deepspeed.muon.zero.wrappers.grad_norm import skips_in_silence
 
 #: Phases of a step, as DeepSpeed's timers name them with ``wall_clock_breakdown``.
@@ -25,7 +25,7 @@ PREFIX = "Train/Muon/"
 def set_up_monitor(engine: Any, monitored: bool) -> None:
     """Set up what the config asks for. The ranks record together: ``monitored`` says whether rank 0's monitor is on."""
     optimizer = engine.basic_optimizer
-    engine._muon_monitored = monitored and optimizer.config.monitor_interval > 0
+    engine._muon_recorder = Recorder(optimizer) if monitored and optimizer.config.monitor_interval > 0 else None
     if engine.wall_clock_breakdown():
         optimizer.phase = _timed(engine.timers)
 
@@ -39,9 +39,9 @@ def take_step(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Non
     if not isinstance(optimizer, MuonWithAuxAdam):
         return original(engine, *args, **kwargs)
     optimizer.begin_step()
-    interval, skipped = optimizer.config.monitor_interval, engine.skipped_steps
-    if engine._muon_monitored and (engine.global_steps + 1) % interval == 0:
-        _record(lambda: original(engine, *args, **kwargs), engine, optimizer)
+    recorder, skipped = engine._muon_recorder, engine.skipped_steps
+    if recorder is not None and recorder.is_due(engine):
+        recorder.record(lambda: original(engine, *args, **kwargs), engine)
     else:
         original(engine, *args, **kwargs)
     optimizer.release_scratch()
@@ -51,41 +51,75 @@ def take_step(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Non
         engine.timers.log(names=TIMERS)
 
 
-def _record(step: Callable[[], None], engine: Any, optimizer: MuonWithAuxAdam) -> None:
-    stats, outer = StepStats(get_accelerator().synchronize), optimizer.phase
+class Recorder:
+    """Measures steps; rank 0 writes what all ranks have found. Made and used by all ranks together."""
 
-    @contextmanager
-    def phase(name: str) -> Iterator[None]:
-        with outer(name), stats.phase(name):
-            yield
+    def __init__(self, optimizer: MuonWithAuxAdam) -> None:
+        self._optimizer = optimizer
+        self._matrices: dict[str, list[str]] = {}
+        for item in (item for partition in optimizer.partitions for item in partition.blocks):
+            self._matrices.setdefault(label(item.shard.spec.name), []).append(item.name)
+        #: Of all stages of a pipeline.
+        self._labels = union(self._matrices)
+        self._layers = union(optimizer.qk_clip.layers if optimizer.qk_clip else ())
 
-    groups = reversed(optimizer.param_groups)  # the first of each half counts, with the rate that this step uses
-    rates = {f"lr_{'muon' if group['use_muon'] else 'adamw'}": float(group["lr"]) for group in groups}
-    optimizer.phase, optimizer.step_stats = phase, stats
-    started = time.perf_counter()
-    try:
-        step()
-    finally:
-        optimizer.phase, optimizer.step_stats = outer, None
-    get_accelerator().synchronize()
-    seconds = time.perf_counter() - started
-    values = _update_rms(stats) | rates | {"step_ms": 1e3 * seconds}
-    values |= {f"{name}_ms": 1e3 * spent for name, spent in stats.seconds.items()}
-    if (norm := engine.get_global_grad_norm()) is not None:
-        values["grad_norm"] = float(norm)
-    if optimizer.qk_clip:
-        values |= {f"max_logit/{layer}": logit for layer, logit in optimizer.qk_clip.largest.items()}
-    if engine.global_rank == 0:
-        engine.monitor.write_events([(PREFIX + name, value, engine.global_samples) for name, value in values.items()])
+    def is_due(self, engine: Any) -> bool:
+        """Whether the step that follows is to be recorded."""
+        return (engine.global_steps + 1) % self._optimizer.config.monitor_interval == 0
 
+    def record(self, step: Callable[[], None], engine: Any) -> None:
+        """Take the step, measure it and write its record."""
+        optimizer, outer = self._optimizer, self._optimizer.phase
+        sample = self.sample((engine.global_steps + 1) // optimizer.config.monitor_interval - 1)
+        stats = StepStats(get_accelerator().synchronize, sample)
 
-def _update_rms(stats: StepStats) -> dict[str, float]:
-    """Root mean square of each half's update per unit of learning rate, over all ranks; a collective."""
-    sums = stats.sums().to(get_accelerator().current_device_name())
-    if comm.is_initialized():
+        @contextmanager
+        def phase(name: str) -> Iterator[None]:
+            with outer(name), stats.phase(name):
+                yield
+
+        groups = reversed(optimizer.param_groups)  # the first of each half counts, with the rate that this step uses
+        rates = {f"lr_{'muon' if group['use_muon'] else 'adamw'}": float(group["lr"]) for group in groups}
+        optimizer.phase, optimizer.step_stats = phase, stats
+        try:
+            with stats.phase("step"):
+                step()
+        finally:
+            optimizer.phase, optimizer.step_stats = outer, None
+        with stats.phase(RECORD):
+            values = self._summed(stats, sample)
+        values |= rates | {f"{name}_ms": 1e3 * spent for name, spent in stats.seconds.items()}
+        if (norm := engine.get_global_grad_norm()) is not None:
+            values["grad_norm"] = float(norm)
+        if engine.global_rank == 0:
+            events = [(PREFIX + name, value, engine.global_samples) for name, value in values.items()]
+            engine.monitor.write_events(events)
+
+    def sample(self, turn: int) -> Sample:
+        """The matrix whose turn it is: equal on all ranks and after a resume, and soon from all over the network.
+
+        The parameters come in turn, in steps of about 0.62 of their number; of several matrices of one parameter it is
+        another each time.
+        """
+        count = len(self._labels)
+        if not count:  # the user has left every matrix to AdamW
+            return Sample()
+        stride = next((n for n in range(round(0.618 * count), count) if math.gcd(n, count) == 1), 1)
+        name = self._labels[turn * stride % count]
+        matrices = self._matrices.get(name, [""])  # none in another stage of a pipeline
+        return Sample(name, matrices[turn // count % len(matrices)])
+
+    def _summed(self, stats: StepStats, sample: Sample) -> dict[str, float]:
+        """The values of a step, from sums over all ranks; a collective."""
+        clip = self._optimizer.qk_clip
+        for layer, logit in clip.largest.items() if clip else ():  # equal on all ranks that train the layer
+            stats.add(f"max_logit/{layer}", logit, 1)
+        measures = (CHANGE, CAUTIOUS) if self._optimizer.config.cautious_weight_decay else (CHANGE,)
+        names = [*SIZES.values(), *(f"{measure}/{name}" for measure in measures for name in self._labels)]
+        names += [*(f"max_logit/{layer}" for layer in self._layers), *(f"{m}/{sample.label}" for m in SAMPLED)]
+        sums = stats.sums(names).to(get_accelerator().current_device_name())
         comm.all_reduce(sums)
-    pairs = zip(HALVES, sums.tolist(), strict=True)
-    return {f"update_rms_{half}": math.sqrt(squares / count) for half, (squares, count) in pairs if count}
+        return values_of(names, sums)
 
 
 def _timed(timers: Any) -> Callable[[str], Any]:

@@ -31,7 +31,7 @@ LAYERS: dict[str, set[str]] = {
     "exchange": {"plan"},
     "param_groups": {"config"},
     "lr_groups": {"errors", "log", "version"},
-    "step_stats": {"errors", "log", "version"},
+    "step_stats": {"math"},
     "tuning": {"config"},
     "second_moments": {"exchange"},
     "attention_watch": {"math", "matrices"},

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from deepspeed.muon import MuonConfigError, MuonWithAuxAdam, UnsupportedError
 from deepspeed.muon.math import adamw
-from deepspeed.muon.step_stats import StepStats
+from deepspeed.muon.step_stats import SIZES, StepStats
 from helpers.models import MODELS
 from helpers.oracles import OracleConfig, change_error, newton_schulz_fp64, route, train_oracle
 
@@ -188,7 +188,7 @@ def test_the_size_of_an_update_in_channels_last() -> None:
     optimizer.step()
     assert not optimizer.state[model.conv.weight]["exp_avg"].is_contiguous()
     change = {name: (p.detach() - before[name]) / 0.01 for name, p in model.named_parameters()}
-    _, (squares, count) = optimizer.step_stats.sums().tolist()
+    ((squares, count),) = optimizer.step_stats.sums([SIZES["adamw"]]).tolist()
     of_adamw = [delta for name, delta in change.items() if name != "fc.weight"]
     assert count == sum(delta.numel() for delta in of_adamw)
     assert squares == pytest.approx(sum(float(delta.square().sum()) for delta in of_adamw), rel=1e-3)

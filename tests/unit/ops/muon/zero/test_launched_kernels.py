@@ -21,7 +21,7 @@ def trained(stage: int, together: bool, momentum_dtype: str) -> tuple[dict[str, 
     from benchmarks.launches import noted, traced
     from deepspeed.muon import optimizer as module
     from deepspeed.muon.plan.launches import Launches, launches_of
-    from deepspeed.muon.step_stats import StepStats
+    from deepspeed.muon.step_stats import SIZES, StepStats
 
     choose = module.choose
 
@@ -43,12 +43,12 @@ def trained(stage: int, together: bool, momentum_dtype: str) -> tuple[dict[str, 
         if step < 2:
             engine.step()
             if optimizer.step_stats:
-                sums = optimizer.step_stats.sums()
+                sums = optimizer.step_stats.sums([*SIZES.values()])
         else:
             found = traced(engine.step)
     counts = [launches_of(b.plan.buckets, b.scale, together) for b in optimizer._bound.values()]
     wanted = Launches(*map(sum, zip(*counts, strict=True)))
-    weights = fp32_weights(engine) | {"squares": sums}
+    weights = fp32_weights(engine) | {"squares": sums.float()}  # summed run by run, in the order of the calls
     engine.destroy()
     return weights, tuple(wanted), tuple(found)
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run writes while it goes on: DeepSpeed's monitor, its timers and its communication log."""
 
-import csv
 import math
 from pathlib import Path
 from typing import Any
@@ -12,23 +11,18 @@ import torch
 from helpers.attention import untrained_logits
 from helpers.distributed import run
 from helpers.models import MODELS, Mlp, train_engine
-from helpers.training import PARAMS, ds_config, fp32_weights, make_engine
+from helpers.records import monitored, of_parameters, records
+from helpers.rules import RULES
+from helpers.training import BF16_OPTIMIZER, PARAMS, ds_config, fp32_weights, make_engine
 
 NAMES = {"grad_norm", "update_rms_muon", "update_rms_adamw", "lr_muon", "lr_adamw", "step_ms"}
 PHASES = {"prepare_ms", "exchange_ms", "newton_schulz_ms", "apply_ms", "adamw_ms"}
-
-
-def monitored(folder: str, interval: int, **extra: Any) -> dict[str, Any]:
-    section = {"enabled": True, "output_path": folder, "job_name": "run"}
-    optimizer = {"type": "Muon", "params": PARAMS | {"weight_decay": 0.0, "monitor_interval": interval}}
-    return ds_config(optimizer=optimizer, csv_monitor=section, **extra)
+MATRICES = [f"layers.{i}.weight" for i in range(5)]
 
 
 def write_logits(folder: str) -> None:
     """Rank 0 leaves the records of two steps with QK-clip in the folder."""
-    settings = monitored(folder, 1)
-    settings["optimizer"]["params"]["qk_clip"] = {}
-    engine = make_engine(MODELS["gpt"](), settings)
+    engine = make_engine(MODELS["gpt"](), monitored(folder, 1, {"qk_clip": {}}))
     train_engine(engine, 2)
     engine.destroy()
 
@@ -36,25 +30,16 @@ def write_logits(folder: str) -> None:
 def write_records(folder: str, interval: int = 2, steps: int = 4, **config: Any) -> dict[str, Any]:
     """What the weights did in every step, and the gradient norms; rank 0 leaves its records in the folder."""
     engine = make_engine(Mlp(), monitored(folder, interval, **config))
-    norms, changes = [], []
+    norms, changes, weights = [], [], []
     for step in range(steps):
         before = fp32_weights(engine)
         train_engine(engine, 1, first_step=step)
         after = fp32_weights(engine)
         changes.append({name: after[name] - before[name] for name in after})
+        weights.append(before)
         norms.append(engine.get_global_grad_norm())
     engine.destroy()
-    return {"norms": norms, "changes": changes}
-
-
-def records(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """(samples, value) of every record by name."""
-    found = {}
-    for file in sorted((folder / "run").glob("Train_Muon_*.csv")):
-        with file.open() as lines:
-            rows = list(csv.reader(lines))[1:]
-        found[file.stem.removeprefix("Train_Muon_")] = [(int(samples), float(value)) for samples, value in rows]
-    return found
+    return {"norms": norms, "changes": changes, "weights": weights}
 
 
 def rms(tensors: list[torch.Tensor]) -> float:
@@ -72,23 +57,28 @@ def test_records_tell_the_largest_logits(tmp_path: Path) -> None:
 
 
 CASES = [{"stage": 0}, {"stage": 1}, {"stage": 2, "offload": True}, {"stage": 3}, {"stage": 3, "dtype": "bf16"}]
+CASES += [BF16_OPTIMIZER, {"stage": 2, "dtype": "fp16"}]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_records_tell_what_happened(case: dict[str, Any], tmp_path: Path) -> None:
-    """Without decay the size of the updates is that of the weights' change."""
+    """Without decay the size of the updates is that of the weights' change, of each matrix too."""
     result = run(write_records, 2, folder=str(tmp_path), **case)[0]
     found = records(tmp_path)
     missing = {"grad_norm"} if case["stage"] == 0 else set()  # DeepSpeed keeps none there
-    assert set(found) == (NAMES | PHASES) - missing
+    assert set(found) - set(of_parameters(found)) == (NAMES | PHASES | {"record_ms"}) - missing
+    assert {name for name in found if name.startswith("update_to")} == {f"update_to_weight_{name}" for name in MATRICES}
     assert [samples for samples, _ in found["update_rms_muon"]] == [2 * 48, 4 * 48]
     for index, step in enumerate((1, 3)):
-        value = {name: rows[index][1] for name, rows in found.items()}
+        value = {name: found[name][index][1] for name in (NAMES | PHASES) - missing}
         change = result["changes"][step].values()
         assert value["update_rms_muon"] == pytest.approx(rms([d / 0.02 for d in change if d.ndim == 2]), rel=1e-3)
         assert value["update_rms_adamw"] == pytest.approx(rms([d / 1e-3 for d in change if d.ndim == 1]), rel=1e-3)
         assert (value["lr_muon"], value["lr_adamw"]) == (0.02, 1e-3)
         assert missing or value["grad_norm"] == pytest.approx(float(result["norms"][step]))
+        for name in MATRICES:
+            ratio = rms([result["changes"][step][name]]) / rms([result["weights"][step][name]])
+            assert found[f"update_to_weight_{name}"][index][1] == pytest.approx(ratio, rel=1e-3), name
         assert value["step_ms"] > sum(value[name] for name in PHASES) > 0
 
 
@@ -97,18 +87,20 @@ def test_an_interval_of_zero_writes_nothing(tmp_path: Path) -> None:
     assert records(tmp_path) == {}
 
 
-def train_weights(folder: str, interval: int, stage: int) -> dict[str, torch.Tensor]:
-    engine = make_engine(Mlp(), monitored(folder, interval, stage=stage))
+def train_weights(folder: str, interval: int, stage: int, rule: str) -> dict[str, torch.Tensor]:
+    engine = make_engine(Mlp(), monitored(folder, interval, RULES[rule][0] if rule else {}, stage=stage))
     train_engine(engine, 3)
     weights = fp32_weights(engine)
     engine.destroy()
     return weights
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_record_changes_no_weight(stage: int, tmp_path: Path) -> None:
-    folder = str(tmp_path)
-    with_records, without = (run(train_weights, 2, folder=folder, interval=n, stage=stage)[0] for n in (1, 0))
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("rule", ["", *RULES])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_record_changes_no_weight(stage: int, rule: str, tmp_path: Path) -> None:
+    job = {"folder": str(tmp_path), "stage": stage, "rule": rule}
+    with_records, without = (run(train_weights, 2, interval=n, **job)[0] for n in (1, 0))
     assert records(tmp_path)
     assert all(torch.equal(with_records[name], without[name]) for name in without)
 

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs write through DeepSpeed's CSV monitor."""
+
+import csv
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from helpers.training import ds_config, with_params
+
+Records = dict[str, list[tuple[int, float]]]
+"""(samples, value) of every record by name, as the names of the files have it."""
+
+
+def sections(folder: str, interval: int, params: Mapping[str, Any] = {}) -> dict[str, Any]:
+    """The sections of a ds_config whose records go to the folder."""
+    monitor = {"enabled": True, "output_path": folder, "job_name": "run"}
+    optimizer = with_params(**{"weight_decay": 0.0, "monitor_interval": interval} | dict(params))
+    return {"optimizer": optimizer, "csv_monitor": monitor}
+
+
+def monitored(folder: str, interval: int, params: Mapping[str, Any] = {}, **extra: Any) -> dict[str, Any]:
+    """A ds_config whose records go to the folder."""
+    return ds_config(**sections(folder, interval, params), **extra)
+
+
+def records(folder: Path) -> Records:
+    """The records of a run."""
+    found = {}
+    for file in sorted((folder / "run").glob("Train_Muon_*.csv")):
+        with file.open() as lines:
+            rows = list(csv.reader(lines))[1:]
+        found[file.stem.removeprefix("Train_Muon_")] = [(int(samples), float(value)) for samples, value in rows]
+    return found
+
+
+def of_parameters(found: Records) -> Records:
+    """Those of layers and parameters."""
+    measures = ("update_to_weight_", "cautious_decay_", "orthogonality_error_", "effective_rank_", "max_logit_")
+    return {name: rows for name, rows in found.items() if name.startswith(measures)}
