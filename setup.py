@@ -42,6 +42,6 @@ setup(
     package_data={"deepspeed.muon.math": ["*.json"], "deepspeed.muon.csrc": ["*.cpp", "*.h"]},
     py_modules=["deepspeed_muon"],
     install_requires=requirements("requirements"),
-    extras_require={name: requirements(f"requirements-{name}") for name in ("example", "dev", "hopper")},
+    extras_require={name: requirements(f"requirements-{name}") for name in ("example", "dev", "hopper", "plot")},
     **ahead_of_time(),
 )

@@ -42,3 +42,7 @@ class SettingsError(ValueError):
 
 class ModelError(ValueError):
     """A model that cannot be built; the message says what was given and what is expected."""
+
+
+class RecordsError(ValueError):
+    """Records of a run that cannot be drawn; the message says what is missing."""

@@ -20,6 +20,9 @@ from deepspeed.muon.math.measures import orthogonality_error, participation_rati
 #: Measures of each parameter, and of the sampled matrix. The name of a value is ``measure/label``.
 CHANGE, CAUTIOUS = "update_to_weight", "cautious_decay"
 SAMPLED = ERROR, RANK = "orthogonality_error", "effective_rank"
+#: Of each attention layer.
+LOGIT = "max_logit"
+PER_LAYER = (CHANGE, CAUTIOUS, ERROR, RANK, LOGIT)
 #: The two values of all parameters together: the size of the update per unit of learning rate.
 SIZES = {half: f"update_rms_{half}" for half in ("muon", "adamw")}
 #: The phase that measuring counts as. It is in no other.

@@ -119,6 +119,7 @@ def train(engine: DeepSpeedEngine, corpus: Corpus, args: argparse.Namespace) -> 
             bar.set_postfix(train=f"{loss:.3f}", held_out=f"{row.held_out:.3f}")
         if is_main:
             log.write(row)
+            engine.monitor.write_events([("Train/Samples/train_loss", loss, engine.global_samples)])
         if args.save_every and step % args.save_every == 0:
             engine.save_checkpoint(args.out, client_state=state)
         if not math.isfinite(loss):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``ds_muon``: what the optimizer would do, whether it can, and checkpoints of stock's Muon for it."""
+"""The command ``ds_muon``: what the optimizer would do, whether it can, what it did, and stock's checkpoints for it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import torch
 
 from deepspeed.muon import errors
 from deepspeed.muon.cli.model import EXPECTED, build
+from deepspeed.muon.cli.plot import plot
 from deepspeed.muon.cli.report import as_text, environment
 from deepspeed.muon.cli.tables import plan_text, rows_of
 from deepspeed.muon.config.messages import did_you_mean
@@ -33,7 +34,7 @@ from deepspeed.muon.zero.checkpoint.from_stock import convert
 from deepspeed.muon.zero.read_config import Settings, read_settings
 
 USER_ERRORS: tuple[type[Exception], ...] = (errors.ImportStateError, errors.ModelError, errors.MuonConfigError)
-USER_ERRORS += (errors.SettingsError, errors.UnsupportedError)
+USER_ERRORS += (errors.RecordsError, errors.SettingsError, errors.UnsupportedError)
 CHOSEN_LATER = "what is auto of ns_dtype and ns_method is chosen by a race at start; here by the count of operations"
 MEASURED = "also milliseconds, from rates measured here on the device of --device in about 10 s"
 
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    top = _Parser("ds_muon", description="Muon for DeepSpeed ZeRO: plan a run, report on the environment, import")
+    top = _Parser("ds_muon", description="Muon for DeepSpeed ZeRO: plan a run, report on the environment, import, plot")
     top.add_argument("--version", action="version", version=f"deepspeed-muon {__version__}")
     commands = top.add_subparsers(dest="command", required=True)
     plan = commands.add_parser("plan", help="what the optimizer would do with a model on many ranks")
@@ -77,7 +78,11 @@ def parser() -> argparse.ArgumentParser:
     take.add_argument("--from", required=True, type=Path, dest="source", help="folder of one tag of the checkpoint")
     take.add_argument("--to", required=True, type=Path, dest="target", help="new folder, of a tag too")
     take.set_defaults(run=_import)
-    for command in (plan, report, take):
+    draw = commands.add_parser("plot", help="a picture of what a run has written through DeepSpeed's monitor")
+    draw.add_argument("run_folder", type=Path, metavar="RUN", help="output_path/job_name of csv_monitor or tensorboard")
+    draw.add_argument("--out", type=Path, help="the PNG file (default: muon.png in RUN)")
+    draw.set_defaults(run=_plot)
+    for command in (plan, report, take, draw):
         command.add_argument("--json", action="store_true", help="print one JSON object")
     return top
 
@@ -118,6 +123,11 @@ def _import(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         f"from stage {facts['stage']}. Load it with the tag {args.target.name} and "
         '"checkpoint": {"load_universal": true}'
     )
+
+
+def _plot(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    facts = plot(args.run_folder, args.out)
+    return facts, f"{facts['file']}: {len(facts['panels'])} panels from {facts['records']} records"
 
 
 def _plan(args: argparse.Namespace) -> tuple[dict[str, Any], str]:

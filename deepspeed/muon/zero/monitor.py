@@ -12,7 +12,18 @@ import deepspeed.comm as comm
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.step_stats import CAUTIOUS, CHANGE, RECORD, SAMPLED, SIZES, Sample, StepStats, label, values_of
+from deepspeed.muon.step_stats import (
+    CAUTIOUS,
+    CHANGE,
+    LOGIT,
+    RECORD,
+    SAMPLED,
+    SIZES,
+    Sample,
+    StepStats,
+    label,
+    values_of,
+)
 from deepspeed.muon.zero.consensus import union
 from deepspeed.muon.zero.wrappers.grad_norm import skips_in_silence
 
@@ -113,10 +124,10 @@ class Recorder:
         """The values of a step, from sums over all ranks; a collective."""
         clip = self._optimizer.qk_clip
         for layer, logit in clip.largest.items() if clip else ():  # equal on all ranks that train the layer
-            stats.add(f"max_logit/{layer}", logit, 1)
+            stats.add(f"{LOGIT}/{layer}", logit, 1)
         measures = (CHANGE, CAUTIOUS) if self._optimizer.config.cautious_weight_decay else (CHANGE,)
         names = [*SIZES.values(), *(f"{measure}/{name}" for measure in measures for name in self._labels)]
-        names += [*(f"max_logit/{layer}" for layer in self._layers), *(f"{m}/{sample.label}" for m in SAMPLED)]
+        names += [*(f"{LOGIT}/{layer}" for layer in self._layers), *(f"{m}/{sample.label}" for m in SAMPLED)]
         sums = stats.sums(names).to(get_accelerator().current_device_name())
         comm.all_reduce(sums)
         return values_of(names, sums)

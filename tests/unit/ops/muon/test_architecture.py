@@ -49,7 +49,7 @@ LIBRARIES: dict[str, set[str]] = {
     "kernels": {"torch", "triton", "quack"},
     "config": {"pydantic"},
     "zero": {"torch", "numpy", "packaging", "pydantic", "hjson"},  # as DeepSpeed itself
-    "cli": {"torch", "transformers"},
+    "cli": {"torch", "transformers", "matplotlib", "tensorboard"},
 }
 COLLECTIVES = ("torch.distributed", "deepspeed.comm")
 RANKS = re.compile(r"(^|_)(rank|ranks|world_size|process_group)$")

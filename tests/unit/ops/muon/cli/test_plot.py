@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ds_muon plot: panels for what a run has written, from CSV files and from events, and refusals that help."""
+
+import builtins
+import csv
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed.muon.cli import main
+from deepspeed.muon.cli.plot import draw
+from deepspeed.muon.cli.written import Written, read
+from helpers.distributed import run
+from helpers.models import MODELS, train_engine
+from helpers.records import monitored
+from helpers.rules import RULES
+from helpers.training import make_engine
+
+PNG = b"\x89PNG\r\n"
+LAYERS = [f"blocks.{layer}.{name}.weight" for layer in (0, 2, 10) for name in ("down", "up")]
+PHASES = ("prepare", "exchange", "newton_schulz", "apply", "adamw", "step", "record")
+PANELS = {
+    "Training loss": ["Train_Samples_train_loss"],
+    "Gradient norm, before clipping": ["Train_Muon_grad_norm"],
+    "Learning rate": ["Train_Muon_lr_muon", "Train_Muon_lr_adamw"],
+    "Size of the update, RMS": ["Train_Muon_update_rms_muon", "Train_Muon_update_rms_adamw"],
+    "Update / weight in one step, RMS": [f"Train_Muon_update_to_weight_{name}" for name in LAYERS],
+    "Share of weights that decay (cautious)": [f"Train_Muon_cautious_decay_{name}" for name in LAYERS],
+    "Largest attention logit of each layer": [f"Train_Muon_max_logit_blocks.{layer}.attn" for layer in (0, 2, 10)],
+    "Newton-Schulz: distance from orthogonal": [f"Train_Muon_orthogonality_error_{name}" for name in LAYERS],
+    "Input of Newton-Schulz: effective rank": [f"Train_Muon_effective_rank_{name}" for name in LAYERS],
+    "Time of the optimizer step on rank 0, and medians": [f"Train_Muon_{phase}_ms" for phase in PHASES],
+}
+
+
+def write(folder: Path, names: Iterable[str], samples: Iterable[int] = range(32, 352, 32)) -> Path:
+    """Files as DeepSpeed writes them, with values between 0 and 1."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for index, name in enumerate(names):
+        with (folder / f"{name}.csv").open("a") as file:
+            rows = csv.writer(file)
+            rows.writerow(["step", name.rpartition("_")[2]])
+            rows.writerows((at, (math.sin(index + at) + 1.1) / 2.2) for at in samples)
+    return folder
+
+
+def everything() -> list[str]:
+    return [name for names in PANELS.values() for name in names]
+
+
+def titles(written: Written) -> list[str]:
+    return draw(written, Path("run"))[1]
+
+
+def outcome(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]:
+    status = main.main(["plot", *arguments])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_a_panel_for_each_measure(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folder = write(tmp_path / "run", everything())
+    status, out, _ = outcome(capsys, str(folder), "--json")
+    assert (status, json.loads(out)) == (
+        0,
+        {"file": str(folder / "muon.png"), "panels": [*PANELS], "records": 10},
+    )
+    assert (folder / "muon.png").read_bytes().startswith(PNG)
+    other = tmp_path / "other.png"
+    assert outcome(capsys, str(folder), "--out", str(other))[1] == f"{other}: 10 panels from 10 records\n"
+    assert other.read_bytes().startswith(PNG)
+
+
+@pytest.mark.parametrize("absent", [0, 1, 4, 5, 6, 7, 8, 9])
+def test_panels_without_values_are_left_out(absent: int, tmp_path: Path) -> None:
+    left = [panel for index, panel in enumerate(PANELS) if index != absent]
+    assert titles(read(write(tmp_path, [name for panel in left for name in PANELS[panel]]))) == left
+
+
+def test_one_record_is_enough(tmp_path: Path) -> None:
+    written = read(write(tmp_path, everything(), [48]))
+    assert titles(written) == [*PANELS]
+    figure, _ = draw(written, tmp_path)
+    figure.savefig(tmp_path / "one.png")
+
+
+def test_layers_are_in_the_order_of_the_network(tmp_path: Path) -> None:
+    written = read(write(tmp_path, everything()))
+    figure, names = draw(written, tmp_path)
+    axes = next(one for one in figure.axes if one.get_title(loc="left") == names[4])
+    figure.canvas.draw()
+    assert [label.get_text() for label in axes.get_yticklabels()] == [name.removesuffix(".weight") for name in LAYERS]
+    assert axes.yaxis_inverted()
+
+
+def test_hundreds_of_layers_have_a_name_each_layer(tmp_path: Path) -> None:
+    names = [f"Train_Muon_update_to_weight_layers.{i}.{part}.weight" for i in range(40) for part in "abcdef"]
+    figure, _ = draw(read(write(tmp_path, names, [32, 64])), tmp_path)
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert labels == [f"layers.{i}" for i in range(40)]
+
+
+def test_a_run_that_went_on_counts_what_it_has_redone_once(tmp_path: Path) -> None:
+    """DeepSpeed writes the head of the table again."""
+    for value, samples in ((1.0, (32, 64, 96)), (2.0, (64, 96, 128))):
+        with (tmp_path / "Train_Muon_grad_norm.csv").open("a") as file:
+            csv.writer(file).writerows([("step", "grad_norm"), *((at, value) for at in samples), (160, "nan")])
+    assert read(tmp_path).values["grad_norm"] == {32: 1.0, 64: 2.0, 96: 2.0, 128: 2.0}
+
+
+def train(folder: str, name: str) -> None:
+    settings = monitored(folder, 1, RULES["cautious"][0] | {"qk_clip": {}}, stage=2)
+    section = settings.pop("csv_monitor")
+    engine = make_engine(MODELS["gpt"](), settings | {name: section})
+    train_engine(engine, 3)
+    engine.destroy()
+
+
+def test_files_and_events_of_a_run_say_the_same(tmp_path: Path) -> None:
+    found = []
+    for name in ("csv_monitor", "tensorboard"):
+        run(train, 2, folder=str(tmp_path / name), name=name)
+        found.append(read(tmp_path / name / "run"))
+    files, events = found
+    assert titles(files) == titles(events) == [panel for panel in PANELS if panel != "Training loss"]
+    assert files.layers.keys() == events.layers.keys()
+    for measure, rows in files.layers.items():
+        assert [*rows] == [*events.layers[measure]] != []
+        for name, values in rows.items():
+            assert values == pytest.approx(events.layers[measure][name])
+
+
+# ---- refusals ---------------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_folder_names_the_nearest(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    write(tmp_path / "logs" / "large", everything()[:2])
+    right = write(tmp_path / "logs" / "small", everything()[:2])
+    (tmp_path / "logs" / "empty").mkdir()
+    for given in ("logs/smal", "logs/smal/run", "log/small", "logs/small/csv"):
+        status, _, err = outcome(capsys, str(tmp_path / given))
+        assert status == 2 and f"is no folder; did you mean {right}?" in err, given
+    status, _, err = outcome(capsys, str(tmp_path / "logs"))
+    assert status == 2 and "has no records of deepspeed-muon; did you mean" in err
+    status, _, err = outcome(capsys, str(tmp_path / "logs" / "empty"))
+    assert status == 2 and "expected the folder that DeepSpeed's csv_monitor or tensorboard writes" in err
+    write(tmp_path / "stock", ["Train_Samples_lr"])
+    assert "has no records of deepspeed-muon" in outcome(capsys, str(tmp_path / "stock"))[2]
+
+
+def test_a_file_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folder = write(tmp_path / "run", everything()[:2])
+    status, _, err = outcome(capsys, str(folder), "--out", str(tmp_path / "none" / "a.png"))
+    assert status == 2 and f"--out {tmp_path / 'none' / 'a.png'}: No such file or directory" in err
+
+
+@pytest.mark.parametrize(
+    ("library", "words"),
+    [
+        ("matplotlib", 'pip install "deepspeed-muon[plot]"'),
+        ("tensorboard", "tensorboard is not installed; install it, or let the run write csv_monitor"),
+    ],
+)
+def test_a_library_that_is_missing(
+    library: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    original = builtins.__import__
+
+    def without(name: str, *rest: Any) -> Any:
+        if name.partition(".")[0] == library:
+            raise ImportError(name)
+        return original(name, *rest)
+
+    if library == "matplotlib":
+        write(tmp_path, everything()[:2])
+    else:
+        (tmp_path / "events.out.tfevents.1.host").touch()
+    monkeypatch.setattr(builtins, "__import__", without)
+    status, _, err = outcome(capsys, str(tmp_path))
+    assert status == 2 and words in err
