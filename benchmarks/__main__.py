@@ -16,6 +16,7 @@ BENCHMARKS = {
     "step": ("step", "backward + step under ZeRO, also over a slow link: deepspeed-muon, stock's Muon, AdamW"),
     "single": ("optimizers", "the optimizers alone, on one process"),
     "clip": ("attention", "a training step with QK-clip, by how logits are found"),
+    "records": ("records", "a training step with and without a record of the monitor"),
     "ns": ("ns", "Newton-Schulz by method, dtype and shape: time and error, ours and others'"),
     "roofline": ("roofline", "what this machine can do, and the least time of a step on it"),
     "loss": ("learning", "held-out loss against seconds, by optimizer or dtype of the momentum"),
