@@ -75,7 +75,7 @@ def test_a_panel_for_each_measure(tmp_path: Path, capsys: pytest.CaptureFixture)
     assert other.read_bytes().startswith(PNG)
 
 
-@pytest.mark.parametrize("absent", [0, 1, 4, 5, 6, 7, 8, 9])
+@pytest.mark.parametrize("absent", [0, 4, 9])
 def test_panels_without_values_are_left_out(absent: int, tmp_path: Path) -> None:
     left = [panel for index, panel in enumerate(PANELS) if index != absent]
     assert titles(read(write(tmp_path, [name for panel in left for name in PANELS[panel]]))) == left
