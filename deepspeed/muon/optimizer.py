@@ -464,7 +464,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         for batch in buffers.bucket.batches:
             shape = batch.count, batch.rows, batch.cols
             matrices = buffers.matrices[batch.start : batch.start + math.prod(shape)].view(shape)
-            self.rules.before(matrices, batch.axis)
+            self.rules.before(matrices, batch.axis, self._work)
             if self.step_stats is not None:
                 self.step_stats.before_newton_schulz(batch.names, matrices)
             method, kernels = bound.method(batch.rows, batch.cols), bound.kernels(batch.rows, batch.cols)
@@ -472,7 +472,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             orthogonalize(matrices, self.config.schedule, *how)
             if self.step_stats is not None:
                 self.step_stats.after_newton_schulz(batch.names, matrices)
-            self.rules.after(matrices, batch.axis, self.second_moments.of(batch.names))
+            self.rules.after(matrices, batch.axis, self.second_moments.of(batch.names), self._work)
 
     def _apply(self, bound: _Bound, group: dict[str, Any], buffers: BucketBuffers) -> None:
         """On the shard: decay and scaled update."""

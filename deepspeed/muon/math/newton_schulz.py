@@ -21,6 +21,7 @@ from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.table import Operations, Scalars, Symmetric, symmetric_of
 from deepspeed.muon.kernels.workspace import Workspace, matrices_together
 from deepspeed.muon.math.coefficients import Schedule, Triple, for_larger_norm, segments
+from deepspeed.muon.math.rows import scale, widened
 
 METHODS = ("standard", "gram")
 #: What keeps singular values at most one at the start: the Frobenius norm of the matrix, or :func:`_precondition`.
@@ -121,7 +122,7 @@ def _standard(
     for step, triple in enumerate(schedule):
         kernels.square(x, gram, work)
         if step == 0 and is_preconditioned:
-            _precondition(x, gram)
+            _scale_both(gram, _precondition(x, gram, work), work)
         _polynomial(gram, triple, factor, work, kernels)
         x, spare = kernels.multiply(factor, x, spare, work), x
     return x
@@ -141,8 +142,10 @@ def _gram(
     for segment in segments:
         kernels.square(x, r, work)
         if step == 0 and is_preconditioned:
-            _precondition(x, r)
-            if not r.is_whole:  # in 16 bits both are rounded, apart from each other, which composed steps amplify
+            factors = _precondition(x, r, work)
+            if r.is_whole:
+                _scale_both(r, factors, work)
+            else:  # in 16 bits both would be rounded, apart from each other, which composed steps amplify
                 kernels.square(x, r, work)
         for i, triple in enumerate(schedule[step : step + segment]):
             _polynomial(r, triple, factor, work, kernels)
@@ -159,7 +162,7 @@ def _gram(
     return x
 
 
-def _precondition(x: Tensor, gram: Symmetric) -> None:
+def _precondition(x: Tensor, gram: Symmetric, work: Workspace) -> list[Tensor]:
     """Scale the rows of each matrix X, the columns of a tall one, so that X has singular values of at most ``NORM``.
 
     Row i takes ``NORM / sqrt(sum_j |G_ij|)`` with G = X X^T; zero rows stay. That is the almost-orthogonal layer of
@@ -168,18 +171,27 @@ def _precondition(x: Tensor, gram: Symmetric) -> None:
 
     Args:
         x: ``[batch, rows, cols]``; changed in place.
-        gram: X X^T, or X^T X of tall matrices; becomes that of the scaled ones.
+        gram: X X^T, or X^T X of tall matrices, of X as it was.
+
+    Returns:
+        The factors of each matrix, fp64, ``[rows, 1]``, or ``[cols, 1]`` of tall ones.
     """
-    is_wide = x.size(-2) <= x.size(-1)
+    is_wide, found = x.size(-2) <= x.size(-1), []
     for matrix, rest, diagonal in zip(x, gram.rest, gram.diagonal, strict=True):
-        total = rest.abs().sum(dim=-1, dtype=torch.float32)
+        total = torch.cat([wide.abs_().sum(dim=1, keepdim=True) for _, wide in widened(rest, work)])
         if not gram.is_whole:
-            total += diagonal
-        scale = torch.where(total == 0, 0.0, NORM * total.rsqrt())
-        matrix.mul_(scale[:, None] if is_wide else scale)
-        rest.mul_(scale[:, None] * scale)  # one rounding, so that it stays symmetric
+            total += diagonal[:, None]
+        found.append(torch.where(total == 0, 0.0, NORM * total.rsqrt()))
+        scale(matrix, [found[-1] if is_wide else found[-1].T], work)
+    return found
+
+
+def _scale_both(gram: Symmetric, factors: Sequence[Tensor], work: Workspace) -> None:
+    """Multiply entry (i, j) of each matrix by the factors of i and of j, in place."""
+    for rest, diagonal, factor in zip(gram.rest, gram.diagonal, factors, strict=True):
+        scale(rest, [factor, factor.T], work)  # one rounding, so that it stays symmetric
         if not gram.is_whole:
-            diagonal.mul_(scale.square())
+            diagonal.mul_(factor[:, 0].square())
 
 
 def _polynomial(r: Symmetric, triple: Triple, out: Symmetric, work: Workspace, kernels: Operations) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Update rules beyond plain Muon: what is done to a whole matrix before and after Newton-Schulz.
 
-Pure functions of one matrix ``[rows, cols]``, computed in fp32 and rounded once. ``axis`` is the one along which its
+Pure functions of one matrix ``[rows, cols]``. ``axis`` is the one along which its
 outputs lie: 0 for the weight ``[out, in]`` of ``nn.Linear``, 1 for that of ``Conv1D``. The papers call the weights of
 one output a row, and so do the options, wherever they lie.
 """
@@ -14,6 +14,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from deepspeed.muon.kernels.workspace import Workspace
+from deepspeed.muon.math.rows import scale, squares
 
 #: Which norms an option makes equal, in order: 0 stands for the weights of one output, 1 for those of one input.
 SIDES = {"none": (), "rows": (0,), "columns": (1,), "rows_columns": (0, 1), "columns_rows": (1, 0)}
@@ -50,63 +53,50 @@ class Rules:
         texts = [f"{name} ({sides.replace('_', ', then ')})" for name, sides in names.items() if sides != "none"]
         return ", ".join([*texts, *([f"NorMuon (beta2 {self.normuon_beta2:g})"] if self.normuon else ())])
 
-    def before(self, matrices: Tensor, axis: int) -> None:
+    def before(self, matrices: Tensor, axis: int, work: Workspace) -> None:
         """What precedes Newton-Schulz, in place. ``matrices``: ``[batch, rows, cols]``, bf16 or fp32."""
         if self.muon_eq != "none":
             for matrix in matrices:
-                x = matrix.float()
                 for side in SIDES[self.muon_eq]:
-                    equalize(x, axis ^ side)
-                matrix.copy_(x)
+                    equalize(matrix, axis ^ side, work)
 
-    def after(self, matrices: Tensor, axis: int, second_moments: Sequence[Tensor]) -> None:
+    def after(self, matrices: Tensor, axis: int, second_moments: Sequence[Tensor], work: Workspace) -> None:
         """What follows it, in place. ``second_moments``: with NorMuon one of each matrix, updated."""
         if self.muon_plus != "none":
             for matrix in matrices:
-                x = matrix.float()
                 for side in SIDES[self.muon_plus]:
-                    equalize(x, axis ^ side, math.sqrt(min(x.shape) / x.size(axis ^ side)))
-                matrix.copy_(x)
+                    norm = math.sqrt(min(matrix.shape) / matrix.size(axis ^ side))
+                    equalize(matrix, axis ^ side, work, norm)
         if self.normuon:
             for matrix, second_moment in zip(matrices, second_moments, strict=True):
-                x = matrix.float()
-                normuon(x, axis, second_moment, self.normuon_beta2)
-                matrix.copy_(x)
+                normuon(matrix, axis, second_moment, self.normuon_beta2, work)
 
 
-def equalize(x: Tensor, axis: int, norm: float = 1.0) -> None:
-    """Give each row (axis 0) or column (axis 1) of ``x``, fp32, this norm, in place; zeros stay.
+def equalize(x: Tensor, axis: int, work: Workspace, norm: float = 1.0) -> None:
+    """Give each row (axis 0) or column (axis 1) of ``x``, ``[rows, cols]``, this norm, in place; zeros stay.
 
     Before Newton-Schulz this is MuonEq (arXiv 2603.28254), whose variants R and C these are. After it, with
     ``norm = sqrt(min(rows, cols) / count)``, it is Muon+ (arXiv 2602.21545): the matrix keeps the Frobenius norm of an
     orthogonal one, so that the scale of updates is that of ``adjust_lr_fn``.
     """
-    _, exponent = torch.frexp(x.abs().amax(dim=1 - axis, keepdim=True))
-    x.mul_(torch.exp2(-exponent.clamp(-126, 126).float()))  # squares of tiny or huge entries leave fp32's range
-    length = _squares(x, axis).sqrt()
-    x.mul_(torch.where(length == 0, 1.0, norm / length))
+    length = squares(x, axis, work).sqrt_()
+    scale(x, [torch.where(length == 0, 1.0, norm / length)], work)
 
 
-def normuon(x: Tensor, axis: int, second_moment: Tensor, beta2: float) -> None:
+def normuon(x: Tensor, axis: int, second_moment: Tensor, beta2: float, work: Workspace) -> None:
     """NorMuon (arXiv 2510.05491): divide each output's weights by the root of a running mean of their squares.
 
     The Frobenius norm of the matrix stays what it was. A zero matrix, which is one without a gradient, leaves the
     second moment as it is.
 
     Args:
-        x: ``[rows, cols]``, fp32; changed in place.
+        x: ``[rows, cols]``; changed in place.
         second_moment: fp32, one number per output, zeros at first; updated.
     """
-    squares = _squares(x, axis)
-    total = squares.sum(dtype=torch.float64).float()
-    held = second_moment.view(squares.shape)
-    mean = squares / x.size(1 - axis)
+    found = squares(x, axis, work)
+    total, held = found.sum(), second_moment.view(found.shape)
+    mean = (found / x.size(1 - axis)).float()
     held.copy_(torch.where(total > 0, held.lerp(mean, 1 - beta2), held))
-    factor = 1 / (held.sqrt() + EPS)
-    scaled = (squares * factor.square()).sum(dtype=torch.float64).float()
-    x.mul_(torch.where(total > 0, factor * (total / scaled).sqrt(), 1.0))
-
-
-def _squares(x: Tensor, axis: int) -> Tensor:
-    """The sum of the squares of each row or column, ``[rows, 1]`` or ``[1, cols]``."""
-    return x.square().sum(dim=1 - axis, keepdim=True)
+    factor = 1 / (held.double().sqrt_() + EPS)
+    scaled = (found * factor.square()).sum()
+    scale(x, [torch.where(total > 0, factor * (total / scaled).sqrt(), 1.0)], work)

@@ -4,6 +4,7 @@
 import pytest
 import torch
 
+from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.math.rules import Rules, equalize, normuon
 from helpers.rules import OF_MATRICES, RULES
 from helpers.rules import normuon as expected_normuon
@@ -33,10 +34,10 @@ def test_rules_equal_their_definitions(rule: str, shape: tuple[int, int], axis: 
     for step in range(3):
         matrix = matrix_of(shape, dtype, step)
         wanted = matrix.double().permute(turn)
-        rules.before(matrix[None], axis)
+        rules.before(matrix[None], axis, Workspace())
         wanted = oracle.get("before", lambda x: x)(wanted)
         assert error(matrix, wanted.permute(turn)) < TOLERANCES[dtype]
-        rules.after(matrix[None], axis, moments)
+        rules.after(matrix[None], axis, moments, Workspace())
         wanted = oracle.get("after", lambda x, memory: x)(wanted, memory)
         assert error(matrix, wanted.permute(turn)) < 2 * TOLERANCES[dtype]
 
@@ -51,9 +52,9 @@ def test_magnitudes_do_not_matter(power: int, dtype: torch.dtype) -> None:
     """Squares would leave the range of fp32; so would those of one row beside another of its own magnitude."""
     rules, matrix = Rules(muon_eq="rows"), matrix_of((6, 10), dtype)
     wanted = matrix.clone()
-    rules.before(wanted[None], 0)
+    rules.before(wanted[None], 0, Workspace())
     matrix[::2] = torch.ldexp(matrix[::2].double(), torch.tensor(power)).to(dtype)
-    rules.before(matrix[None], 0)
+    rules.before(matrix[None], 0, Workspace())
     assert error(matrix, wanted.double()) < (0.2 if power == -130 else TOLERANCES[dtype])
 
 
@@ -61,10 +62,10 @@ def test_zeros_stay_zeros() -> None:
     matrix = matrix_of((6, 10), torch.float32)
     matrix[2] = 0
     for axis in (0, 1):
-        equalize(matrix, axis)
+        equalize(matrix, axis, Workspace())
     assert not matrix[2].any() and matrix.isfinite().all()
     moment = torch.zeros(6)
-    normuon(matrix, 0, moment, 0.9)
+    normuon(matrix, 0, moment, 0.9, Workspace())
     assert not matrix[2].any() and matrix.isfinite().all()
 
 
@@ -72,19 +73,19 @@ def test_a_zero_matrix_leaves_the_second_moment() -> None:
     """A parameter without a gradient in a step is not updated, and neither is its state."""
     moment = torch.rand(6)
     kept, matrix = moment.clone(), torch.zeros(6, 10)
-    normuon(matrix, 0, moment, 0.9)
+    normuon(matrix, 0, moment, 0.9, Workspace())
     assert moment.equal(kept) and not matrix.any()
 
 
 def test_normuon_keeps_the_norm_and_makes_rows_alike() -> None:
     matrix = matrix_of((8, 64), torch.float32) * torch.arange(1, 9).unsqueeze(1)
     before, moment = matrix.norm(), torch.zeros(8)
-    normuon(matrix, 0, moment, 0.95)
+    normuon(matrix, 0, moment, 0.95, Workspace())
     torch.testing.assert_close(matrix.norm(), before)
     torch.testing.assert_close(matrix.norm(dim=1), (before / 8**0.5).expand(8))
     second = matrix_of((8, 64), torch.float32, 1)
     wanted = expected_normuon(second.double(), {"rows": moment.double()})
-    normuon(second, 0, moment, 0.95)
+    normuon(second, 0, moment, 0.95, Workspace())
     assert error(second, wanted) < 1e-5
 
 
@@ -95,8 +96,8 @@ def test_the_number_of_threads_does_not_matter(axis: int) -> None:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
             matrix, moment = matrix_of((700, 900), torch.float32), torch.zeros((700, 900)[axis])
-            equalize(matrix, axis)
-            normuon(matrix, axis, moment, 0.95)
+            equalize(matrix, axis, Workspace())
+            normuon(matrix, axis, moment, 0.95, Workspace())
             found.append((matrix, moment))
     finally:
         torch.set_num_threads(threads)
