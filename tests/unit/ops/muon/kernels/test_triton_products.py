@@ -44,6 +44,13 @@ def assert_is(actual: Symmetric, expected: Tensor, tolerance: float) -> None:
         assert relative(actual.rest, expected - torch.diag_embed(diagonal)) <= tolerance
 
 
+def assert_mirrored(rest: Tensor, side: int) -> None:
+    """Outside the squares on the diagonal, which are computed whole: the interpreter's sums there are a BLAS's."""
+    of = torch.arange(rest.size(-1)) // side
+    outside = of[:, None] != of
+    assert rest[:, outside].equal(rest.mT[:, outside])
+
+
 def square(shape: tuple[int, int, int], tiles: tuple[int, int, int], group: int) -> None:
     from deepspeed.muon.kernels import triton_products as products
 
@@ -55,7 +62,7 @@ def square(shape: tuple[int, int, int], tiles: tuple[int, int, int], group: int)
         kernels.square(x, out, Workspace())
         wide = x.double() if shape[1] <= shape[2] else x.double().mT
         assert_is(out, wide @ wide.mT, tolerance)
-        assert out.rest.equal(out.rest.mT)
+        assert_mirrored(out.rest, tiles[1])
 
 
 @needs_triton
