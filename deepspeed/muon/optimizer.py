@@ -110,7 +110,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         config: every other keyword is a field of :class:`deepspeed.muon.config.schema.MuonConfig`.
 
     State per tensor: ``momentum_buffer`` (Muon), or ``exp_avg`` and ``exp_avg_sq`` (AdamW), of the tensor's shape and
-    dtype, which under ZeRO is fp32 (the momentum bf16 with ``momentum_dtype: bf16``); and ``step``. NorMuon's second
+    dtype, which under ZeRO is fp32 (the momentum bf16 or int8 by ``momentum_dtype``); and ``step``. NorMuon's second
     moments belong to whole matrices and are with their owners; :meth:`whole_state` puts them into ``state_dict``.
 
     Raises:
@@ -139,6 +139,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self._adam_partitions: list[Partition] = []
         self._binding: tuple[Sequence[Partition], Tuning, torch.device] | None = None
         self._judged: Choice | None = None
+        self._blocks: dict[Tensor, momentum.Blocks] = {}
+        self._advanced: set[tuple[int, int]] = set()
         self._work = Workspace()
         #: The kernels of a step, but for the products of Newton-Schulz, and why faster ones are missing; equal on all
         #: ranks.
@@ -174,6 +176,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         super().__init__(split.halves, defaults={})
         self.defaults["lr"] = split.reference_lr
         self.register_load_state_dict_pre_hook(momentum.hold)
+        self.register_state_dict_post_hook(momentum.export)
         self.register_state_dict_post_hook(MuonWithAuxAdam._save_second_moments)  # type: ignore[arg-type]
         self.register_load_state_dict_post_hook(momentum.settle)
         self.register_load_state_dict_post_hook(MuonWithAuxAdam._load_second_moments)  # type: ignore[arg-type]
@@ -221,6 +224,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         tables = self.tables_on(where)
         for partition in partitions:
             group = self.param_groups[partition.index]
+            if group["use_muon"] and self.config.momentum_dtype == "int8":
+                stretches = zip(partition.tensors, partition.stretches(), strict=True)
+                self._blocks |= {tensor: momentum.Blocks(held) for tensor, held in stretches}
             for tensor in partition.tensors:
                 self.create_state(tensor, group["use_muon"])
             if not group["use_muon"]:
@@ -367,8 +373,41 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         """The state of a tensor, zeros at first. Steps update it in place."""
         state = self.state[tensor]
         if use_muon:
-            return momentum.state_of(state, tensor, self.config.momentum_dtype)
+            return momentum.state_of(state, tensor, self.config.momentum_dtype, self.blocks_of(tensor))
         return adamw.state_of(state, tensor)
+
+    def blocks_of(self, tensor: Tensor) -> momentum.Blocks:
+        """Where the blocks of a tensor's momentum in int8 begin; before it is bound, where they will as a parameter."""
+        return self._blocks.get(tensor) or momentum.whole(tensor)
+
+    def state_keys(self, tensor: Tensor) -> list[str]:
+        """The keys of :meth:`read_state`: the state of a tensor as other dtypes of the momentum have it."""
+        keys = self.state.get(tensor, {}).keys()
+        return sorted({momentum.MOMENTUM if key in (momentum.CODES, momentum.ABSMAX) else key for key in keys})
+
+    def read_state(self, tensor: Tensor, key: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """A copy of a part of a tensor's state, fp32, 1-D."""
+        state = self.state[tensor]
+        if key == momentum.MOMENTUM and momentum.CODES in state:
+            stop = tensor.numel() if stop is None else stop
+            return self.blocks_of(tensor).read(state, start, stop, tensor.device)
+        return state[key].reshape(-1)[start:stop].to(torch.float32, copy=True)
+
+    def write_state(self, tensor: Tensor, key: str, values: Tensor, start: int = 0) -> None:
+        """Write a part of a tensor's state; to a momentum in bf16 or int8 rounded to nearest.
+
+        Args:
+            values: any floating dtype, any shape; for int8 all that ``tensor`` holds of a parameter, or of several.
+        """
+        state, values = self.state[tensor], values.reshape(-1)
+        if key == momentum.MOMENTUM and momentum.CODES in state:
+            self.blocks_of(tensor).write(state, start, values)
+            return
+        buffer = state[key]
+        flat = buffer.reshape(-1)  # a copy where the buffer is not contiguous
+        flat[start : start + values.numel()] = values
+        if not buffer.is_contiguous():
+            buffer.copy_(flat.view(buffer.shape))
 
     # ---- the step -------------------------------------------------------------------------------------
 
@@ -429,6 +468,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             state["step"] += 1
         prepare, apply = partial(self._prepare, bound, group), partial(self._apply, bound, group)
         bound.exchange.run(bound.plan, prepare, partial(self._orthogonalize, bound), apply, self.phase)
+        if self.config.momentum_dtype == "int8":
+            with self.phase("prepare"):
+                self._advance_codes(group)
 
     def _prepare(self, bound: _Bound, group: dict[str, Any], buffers: BucketBuffers) -> None:
         """On the shard: momentum and Nesterov, written in the exchange dtype to where it is sent from."""
@@ -438,7 +480,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             if grad is None:
                 for index in call.runs:
                     buffers.shard_slices[index].zero_()
-            elif bound.together is None or call.tiles is None or self.config.momentum_dtype == "bf16":
+            elif bound.together is None or call.tiles is None or self.config.momentum_dtype != "fp32":
                 for index in call.runs:
                     self._advance(group, tensor, grad, buffers.bucket.runs[index], buffers.shard_slices[index])
             else:
@@ -448,16 +490,44 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     def _advance(self, group: dict[str, Any], tensor: Tensor, grad: Tensor, run: Run, target: Tensor) -> None:
         """One run of :meth:`_prepare`."""
-        state = self.state[tensor]
+        state, rates = self.state[tensor], (group["momentum"], group["nesterov"])
+        if momentum.CODES in state:
+            start, extent, grid = run.copy.start, run.copy.extent, (run.copy.cols, run.copy.pitch)
+            stretch, codes, absmax, skipped = self.blocks_of(tensor).around(state, start, extent)
+            held = grad.contiguous().view(-1)[start : start + extent]
+            if run.copy.numel == stretch.numel:
+                key = key_of(stretch.name, int(state["step"]))
+                self.kernels.advance_codes(codes, absmax, held, target, *rates, key, stretch.first, self._work)
+                self._advanced.add((id(tensor), stretch.position))
+            else:
+                self.kernels.look_ahead(codes, absmax, skipped, held, target, *grid, *rates, self._work)
+            return
         held = gather(grad.contiguous(), run.copy, self._work, "gradient")
         buffer = gather(state["momentum_buffer"], run.copy, self._work, "momentum")
-        average = buffer, held, target, group["momentum"], group["nesterov"]
+        average = buffer, held, target, *rates
         if self.config.momentum_dtype == "bf16":
             name, first = run.draws
             self.kernels.advance_rounded(*average, key_of(name, int(state["step"])), first, self._work)
         else:
             self.kernels.advance(*average, self._work)
         scatter(buffer, state["momentum_buffer"], run.copy)
+
+    def _advance_codes(self, group: dict[str, Any]) -> None:
+        """Momenta in int8, once all runs have looked ahead: blocks may reach beyond a run, and are rounded once.
+
+        What is one run has been advanced with it.
+        """
+        for tensor in group["params"]:
+            if tensor.grad is None:
+                continue
+            state, grad = self.state[tensor], tensor.grad.contiguous().view(-1)
+            for stretch, codes, absmax in self.blocks_of(tensor).parts(state):
+                if (id(tensor), stretch.position) in self._advanced:
+                    continue
+                held, rates = grad[stretch.position :][: stretch.numel], (group["momentum"], group["nesterov"])
+                key = key_of(stretch.name, int(state["step"]))
+                self.kernels.advance_codes(codes, absmax, held, None, *rates, key, stretch.first, self._work)
+        self._advanced.clear()
 
     def _orthogonalize(self, bound: _Bound, buffers: BucketBuffers) -> None:
         """At the owner: equal shapes in one batch."""

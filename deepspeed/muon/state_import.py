@@ -96,16 +96,12 @@ def fill(optimizer: MuonWithAuxAdam, partition: Partition, source: Source, actio
     for shard, start, stop, position in partition.pieces():
         action = actions.get(shard.spec.name)
         for key in KEYS[shard.spec.use_muon] if action else ():
-            buffer = optimizer.state[partition.tensors[shard.tensor]][key]
-            flat = buffer.reshape(-1)  # a copy where the buffer is not contiguous
-            target = flat[position : position + stop - start]
             if action == "zero":
-                target.zero_()
+                values = torch.zeros(stop - start)
             else:
                 whole = source.read(shard.spec.name, "exp_avg" if action == "first_moment" else key)
-                target.copy_(whole.reshape(-1)[start:stop])
-            if not buffer.is_contiguous():
-                buffer.copy_(flat.view(buffer.shape))
+                values = whole.reshape(-1)[start:stop]
+            optimizer.write_state(partition.tensors[shard.tensor], key, values, position)
 
 
 def report(optimizer: MuonWithAuxAdam, source: Source, actions: Actions) -> None:

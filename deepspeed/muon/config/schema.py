@@ -49,8 +49,8 @@ class MuonConfig(BaseModel):
     """momentum of the first update; goes linearly to `momentum`; [more](update-rules.md#schedules)"""
     momentum_warmup_steps: types.Count = field(300, "nanochat", "steps")
     """steps from `momentum_start` to `momentum`"""
-    momentum_dtype: Literal["fp32", "bf16"] = field("fp32")
-    """dtype in which the momentum is kept; `bf16`: half the memory, with stochastic rounding"""
+    momentum_dtype: Literal["fp32", "bf16", "int8"] = field("fp32")
+    """dtype in which the momentum is kept; `bf16`: half the memory, `int8`: a quarter; with stochastic rounding"""
     nesterov: types.Flag = field(True, TORCH_MUON)
     """orthogonalize Nesterov's look-ahead instead of the momentum"""
     weight_decay: types.Rate = field(0.0, STOCK)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from deepspeed.muon.config.schema import MuonConfig
+from deepspeed.muon.kernels.codes import blocks_of
 from deepspeed.muon.math.scale import scale_factor
 from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.matrices.routing import MatrixSpec, route
@@ -26,8 +27,9 @@ from deepspeed.muon.plan.plan import bucket_limit, is_tight, rounds_of, slot_cou
 #: Stages 1 and 2 pad each flat group to a multiple of this many elements per rank (``nccl_start_alignment_factor``).
 FLAT_ALIGNMENT = 2
 #: Bytes of state per element: momentum by ``momentum_dtype``; exp_avg and exp_avg_sq, fp32 like ``step``, one a tensor.
-MUON_STATE_BYTES = {"fp32": 4, "bf16": 2}
-ADAM_STATE_BYTES, STEP_BYTES = 8, 4
+MUON_STATE_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
+#: In int8 each block has its magnitude as well.
+ADAM_STATE_BYTES, STEP_BYTES, ABSMAX_BYTES = 8, 4, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,9 +103,13 @@ class StepPart:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of optimizer state on each rank."""
+        """Bytes of optimizer state on each rank; of a momentum in int8 on the first, whose blocks may be a few more."""
         per_element = MUON_STATE_BYTES[self.half.momentum_dtype] if self.half.use_muon else ADAM_STATE_BYTES
-        return self.numel * per_element + self.tensors * STEP_BYTES
+        nbytes = self.numel * per_element + self.tensors * STEP_BYTES
+        if self.half.use_muon and self.half.momentum_dtype == "int8":
+            held = (shard.placement.held(0, 0, shard.spec.numel) for shard in self.shards)
+            nbytes += ABSMAX_BYTES * sum(blocks_of(max(0, stop - start)) for start, stop in held)
+        return nbytes
 
     @property
     def items(self) -> list[PlacedBlock]:

@@ -16,12 +16,14 @@ import torch
 
 from deepspeed.muon.forecast.estimate import Machine
 from deepspeed.muon.forecast.layout import Half
+from deepspeed.muon.kernels.codes import blocks_of
 from deepspeed.muon.kernels.rounding import key_of
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.math import adamw
 from deepspeed.muon.math.choice import counted_method
 from deepspeed.muon.math.coefficients import Schedule
+from deepspeed.muon.math.momentum import kept_dtype
 from deepspeed.muon.math.newton_schulz import DTYPES, flops, orthogonalize
 from deepspeed.muon.plan.plan import BUCKET_BYTES, CPU_BUCKET_BYTES
 from deepspeed.muon.tuning import Candidates, method_of, with_products
@@ -177,17 +179,20 @@ class _ShapeTimer:
 def _muon_pass(numel: int, half: Half, dtype: torch.dtype, device: torch.device, kernels: Operations) -> float:
     """Seconds of both of Muon's elementwise passes over one run of a shard."""
     grad, param = (torch.randn(numel, device=device) for _ in range(2))
-    rounded = half.momentum_dtype == "bf16"
-    momentum = torch.zeros(numel, device=device, dtype=torch.bfloat16 if rounded else torch.float32)
+    kind, rates = half.momentum_dtype, (0.95, half.nesterov)
+    momentum = torch.zeros(numel, device=device, dtype=kept_dtype(grad, kind))
+    absmax = torch.zeros(blocks_of(numel), device=device)
     out, work, decay = torch.empty(numel, device=device, dtype=dtype), Workspace(), 0.1 if half.decays else 0.0
     key = key_of("measured", 1)
 
     def both() -> None:
         for _ in range(REPEATS):
-            if rounded:
-                kernels.advance_rounded(momentum, grad, out, 0.95, half.nesterov, key, 0, work)
+            if kind == "int8":
+                kernels.advance_codes(momentum, absmax, grad, out, *rates, key, 0, work)
+            elif kind == "bf16":
+                kernels.advance_rounded(momentum, grad, out, *rates, key, 0, work)
             else:
-                kernels.advance(momentum, grad, out, 0.95, half.nesterov, work)
+                kernels.advance(momentum, grad, out, *rates, work)
             kernels.apply_(param, out, 1e-3, 1.0, decay, False, work)
 
     return _median(both, device, CALLS) / REPEATS

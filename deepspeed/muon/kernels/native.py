@@ -93,6 +93,8 @@ def table(module: Any) -> Operations:
         name=f"C++ ({module.cpu_capability})",
         advance=without_workspace("advance"),
         advance_rounded=without_workspace("advance_rounded"),
+        look_ahead=without_workspace("look_ahead"),
+        advance_codes=without_workspace("advance_codes"),
         apply_=without_workspace("apply_"),
         normalize=lambda x, out, norm=1.0: out if module.normalize(x, out, norm) else reference.normalize(x, out, norm),
         square=square,

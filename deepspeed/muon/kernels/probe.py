@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.kernels import reference
+from deepspeed.muon.kernels.codes import blocks_of
 from deepspeed.muon.kernels.table import Operations, Scalars, symmetric_of
 from deepspeed.muon.kernels.workspace import Workspace
 
@@ -74,6 +75,12 @@ def _results(table: Operations, size: int) -> dict[str, Tensor]:
     kept = param.bfloat16()
     table.advance_rounded(kept, grad, out, 0.9, True, (1, 2), 0, work)
     results["advance_rounded"] = torch.cat([kept.float(), out.float()])
+    codes = torch.zeros(param.numel(), dtype=torch.int8, device=DEVICE)
+    absmax = torch.zeros(blocks_of(param.numel()), device=DEVICE)
+    table.advance_codes(codes, absmax, grad, out, 0.9, True, (1, 2), 0, work)
+    results["advance_codes"] = torch.cat([codes.float(), absmax, out.float()])
+    table.look_ahead(codes, absmax, 0, grad, out, out.numel(), out.numel(), 0.9, True, work)
+    results["look_ahead"] = out.float()
     for name, cautious in (("apply_", False), ("cautious apply_", True)):
         table.apply_(param, out, 0.1, 0.7, 5.0, cautious, work)
         results[name] = param.clone()

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from deepspeed.muon.kernels.codes import BLOCK, blocks_of, decode, encode
 from deepspeed.muon.kernels.rounding import Key, noise, round_
 from deepspeed.muon.kernels.table import PLAIN, Operations, RunOperations, Scalars, Symmetric, Tiles
 from deepspeed.muon.kernels.workspace import Workspace
@@ -59,6 +60,91 @@ def advance_rounded(
         wide.copy_(buffer[part])
         advance(wide, grad[part], out[part], momentum, nesterov, work)
         round_(buffer[part], wide, noise(bits, spare, key, first + part.start), spare)
+
+
+def look_ahead(
+    codes: Tensor,
+    absmax: Tensor,
+    skipped: int,
+    grad: Tensor,
+    out: Tensor,
+    cols: int,
+    pitch: int,
+    momentum: float,
+    nesterov: bool,
+    work: Workspace,
+) -> None:
+    """``out`` of :func:`advance` for a momentum in int8, which stays as it is until :func:`advance_codes`.
+
+    Args:
+        codes: int8, 1-D: rows of ``cols`` elements, ``pitch`` apart, and what lies between them.
+        absmax: fp32, 1-D: of the blocks in which ``codes`` lie.
+        skipped: elements of the first of these blocks before the first of ``codes``.
+        grad: like ``codes``, any floating dtype.
+        out: 1-D, any floating dtype: the rows, one after the other.
+        work: its temporaries have 8 bytes per element of a chunk, or of a row and what follows it if that is longer.
+    """
+    for row, rows, start, stop in _parts(out.numel() // cols, cols, pitch, codes.device):
+        first = row * pitch + start
+        here = slice(first, first + (rows - 1) * pitch + stop - start)
+        block, before = divmod(skipped + first, BLOCK)
+        magnitudes = absmax[block : block + blocks_of(before + here.stop - here.start)]
+        wide = work.get("wide", (magnitudes.numel() * BLOCK,), torch.float32, codes.device)
+        values = decode(codes[here], magnitudes, before, wide)
+        average, held = (_rows(x, rows, stop - start, pitch) for x in (values, grad[here]))
+        advance(average, held, out.view(-1, cols)[row : row + rows, start:stop], momentum, nesterov, work)
+
+
+def _rows(x: Tensor, rows: int, cols: int, pitch: int) -> Tensor:
+    """Contiguous, because of strided elements torch computes another last bit."""
+    return torch.as_strided(x, (rows, cols), (pitch, 1), x.storage_offset()).contiguous()
+
+
+def _parts(rows: int, cols: int, pitch: int, device: torch.device) -> Iterator[tuple[int, int, int, int]]:
+    """(first row, rows, first column, one past the last): as many whole rows as a chunk has, or a part of one."""
+    size = CPU_CHUNK if device.type == "cpu" else CHUNK
+    step = max(1, size // pitch)
+    for row in range(0, rows, step):
+        for start in range(0, cols, cols if step > 1 else size):
+            yield row, min(step, rows - row), start, min(cols, start + (cols if step > 1 else size))
+
+
+def advance_codes(
+    codes: Tensor,
+    absmax: Tensor,
+    grad: Tensor,
+    out: Tensor | None,
+    momentum: float,
+    nesterov: bool,
+    key: Key,
+    first: int,
+    work: Workspace,
+) -> None:
+    """:func:`advance` of a momentum in int8: computed in fp32, kept stochastically rounded.
+
+    Args:
+        codes: int8, 1-D.
+        absmax: fp32, 1-D: of their blocks.
+        grad: like ``codes``, any floating dtype.
+        out: like ``codes``, any floating dtype; written unrounded. ``None`` where :func:`look_ahead` has written it.
+        key: from :func:`deepspeed.muon.kernels.rounding.key_of`.
+        first: index of the first element among those drawn under ``key``.
+        work: its temporaries have 16 bytes per element of a chunk.
+    """
+    for part in _chunks(codes):
+        numel, magnitudes = part.stop - part.start, absmax[part.start // BLOCK : blocks_of(part.stop)]
+        shape, device = (magnitudes.numel() * BLOCK,), codes.device
+        wide = work.get("wide", shape, torch.float32, device)
+        bits, spare = (work.get(name, shape, torch.int32, device) for name in ("bits", "spare_bits"))
+        values = decode(codes[part], magnitudes, 0, wide)
+        if out is None:
+            values.lerp_(grad[part].float(), 1.0 - momentum)
+        else:
+            advance(values, grad[part], out[part], momentum, nesterov, work)
+        wide[numel:].zero_()
+        uniform = spare.view(torch.float32)
+        uniform.copy_(noise(bits, spare, key, first + part.start).bitwise_or_(1)).mul_(2.0**-16)
+        encode(wide, codes[part], magnitudes, uniform)
 
 
 def _chunks(x: Tensor) -> Iterator[slice]:
@@ -217,6 +303,8 @@ OPERATIONS = Operations(
     name="torch",
     advance=advance,
     advance_rounded=advance_rounded,
+    look_ahead=look_ahead,
+    advance_codes=advance_codes,
     apply_=apply_,
     normalize=normalize,
     square=square,

@@ -89,6 +89,8 @@ class Operations:
     name: str
     advance: Callable[..., None]
     advance_rounded: Callable[..., None]
+    look_ahead: Callable[..., None]
+    advance_codes: Callable[..., None]
     apply_: Callable[..., None]
     normalize: Callable[..., Tensor]
     square: Callable[..., None]

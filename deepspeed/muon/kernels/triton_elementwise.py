@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepspeed.muon.kernels import codes
 from deepspeed.muon.kernels.rounding import LARGEST, MULTIPLIERS, SHIFTS, Key, signed
 
 #: The compiler must not fuse anything itself: bits must not depend on its choice or version.
@@ -25,6 +26,8 @@ SUM_BLOCK = 8192
 _FIRST_SHIFT, _SECOND_SHIFT = (tl.constexpr(shift) for shift in SHIFTS)
 _FIRST_MULTIPLIER, _SECOND_MULTIPLIER = (tl.constexpr(multiplier % 2**32) for multiplier in MULTIPLIERS)
 _LARGEST = tl.constexpr(LARGEST)
+_CODE_BLOCK, _LEVELS, _SMALLEST = tl.constexpr(codes.BLOCK), tl.constexpr(codes.LEVELS), tl.constexpr(codes.SMALLEST)
+_UNIT = tl.constexpr(2.0**-16)
 
 
 @triton.jit
@@ -99,6 +102,73 @@ def advance_rounded_kernel(
     noise = _noise(at.to(tl.uint32) + first_key.to(tl.uint32), second_key.to(tl.uint32))
     tl.store(buffer_ptr + at, _round(buffer, noise), mask)
     tl.store(out_ptr + at, ahead.to(out_ptr.dtype.element_ty), mask)
+
+
+@triton.jit
+def _value(code, absmax):
+    """:func:`deepspeed.muon.kernels.codes.decode`."""
+    return code.to(tl.float32) * (1.0 / _LEVELS) * absmax
+
+
+@triton.jit
+def look_ahead_kernel(
+    codes_ptr,
+    absmax_ptr,
+    grad_ptr,
+    out_ptr,
+    numel,
+    skipped,
+    cols,
+    pitch,
+    momentum,
+    rate,
+    IS_WHOLE: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Rows of ``cols`` elements, ``pitch`` apart, or one; they begin ``skipped`` elements after the first block."""
+    at, mask = _place(numel, BLOCK)
+    place = at
+    if not IS_WHOLE:
+        place = at // cols * pitch + at % cols
+    absmax = tl.load(absmax_ptr + (place + skipped) // _CODE_BLOCK, mask)
+    grad = tl.load(grad_ptr + place, mask).to(tl.float32)
+    _, ahead = _average(_value(tl.load(codes_ptr + place, mask), absmax), grad, momentum, rate, NESTEROV)
+    tl.store(out_ptr + at, ahead.to(out_ptr.dtype.element_ty), mask)
+
+
+@triton.jit(do_not_specialize=["first_key", "second_key"])
+def advance_codes_kernel(
+    codes_ptr,
+    absmax_ptr,
+    grad_ptr,
+    out_ptr,
+    numel,
+    momentum,
+    rate,
+    first_key,
+    second_key,
+    HAS_OUT: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """``ROWS`` whole blocks. Keys are signed 32-bit; the first already includes the index of the first element."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    at = row[:, None] * _CODE_BLOCK + tl.arange(0, _CODE_BLOCK)[None, :]
+    mask, is_block = at < numel, row * _CODE_BLOCK < numel
+    grad = tl.load(grad_ptr + at, mask, other=0.0).to(tl.float32)
+    absmax = tl.load(absmax_ptr + row, is_block, other=0.0)
+    value = _value(tl.load(codes_ptr + at, mask, other=0), absmax[:, None])
+    value, ahead = _average(value, grad, momentum, rate, NESTEROV)
+    if HAS_OUT:
+        tl.store(out_ptr + at, ahead.to(out_ptr.dtype.element_ty), mask)
+    absmax = tl.max(tl.abs(value), axis=1)
+    absmax = tl.where(absmax < _SMALLEST, 0.0, absmax)
+    factor = tl.where(absmax == 0, 0.0, tl.div_rn(tl.full((ROWS,), _LEVELS, tl.float32), absmax))
+    noise = _noise(at.to(tl.uint32) + first_key.to(tl.uint32), second_key.to(tl.uint32))
+    uniform = (noise | 1).to(tl.int32).to(tl.float32) * _UNIT
+    tl.store(codes_ptr + at, tl.floor(value * factor[:, None] + uniform).to(tl.int8), mask)
+    tl.store(absmax_ptr + row, absmax, is_block)
 
 
 @triton.jit
@@ -193,6 +263,44 @@ def advance_rounded(
     keys = signed(key[0] + first), key[1]
     advance_rounded_kernel[_grid(numel)](
         buffer, grad, out, numel, momentum, 1.0 - momentum, *keys, nesterov, BLOCK, **OPTIONS
+    )
+
+
+def look_ahead(
+    codes: Tensor,
+    absmax: Tensor,
+    skipped: int,
+    grad: Tensor,
+    out: Tensor,
+    cols: int,
+    pitch: int,
+    momentum: float,
+    nesterov: bool,
+) -> None:
+    """One pass: ``codes`` int8, their ``absmax`` and ``grad`` read, ``out`` written; all 1-D on one device."""
+    numel = out.numel()
+    places = skipped, cols, pitch
+    look_ahead_kernel[_grid(numel)](
+        codes, absmax, grad, out, numel, *places, momentum, 1.0 - momentum, cols == numel, nesterov, BLOCK, **OPTIONS
+    )
+
+
+def advance_codes(
+    codes_: Tensor,
+    absmax: Tensor,
+    grad: Tensor,
+    out: Tensor | None,
+    momentum: float,
+    nesterov: bool,
+    key: Key,
+    first: int,
+) -> None:
+    """One pass: int8 codes and the magnitudes of their blocks read and written, ``grad`` read, ``out`` written."""
+    numel, rows = codes_.numel(), BLOCK // codes.BLOCK
+    rates, keys = (momentum, 1.0 - momentum), (signed(key[0] + first), key[1])
+    target = grad if out is None else out
+    advance_codes_kernel[_grid(numel)](
+        codes_, absmax, grad, target, numel, *rates, *keys, out is not None, nesterov, rows, **OPTIONS
     )
 
 

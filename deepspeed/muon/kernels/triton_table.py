@@ -74,6 +74,8 @@ def operations(other: Operations) -> Operations:
         name=f"triton (elementwise) + {other.name}",
         advance=_either(_are_plain(3, (torch.float32,)), advance, other.advance),
         advance_rounded=_either(_are_plain(3, (torch.bfloat16,)), advance_rounded, other.advance_rounded),
+        look_ahead=_either(_are_codes(5), without_workspace(passes.look_ahead), other.look_ahead),
+        advance_codes=_either(_are_codes(4), without_workspace(passes.advance_codes), other.advance_codes),
         apply_=_either(_are_plain(2), without_workspace(passes.apply_), other.apply_),
         normalize=_either(_are_plain(2), _in_parts(passes.normalize), other.normalize),
         runs=RunOperations(
@@ -129,6 +131,16 @@ def _in_parts(ours: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _are_plain(count: int, dtypes: tuple[torch.dtype, ...] = FLOATS) -> Callable[..., bool]:
     """Whether one kernel can process the first arguments, the very first of them of one of these dtypes."""
     return lambda *args: args[0].dtype in dtypes and _is_plain(*args[:count])
+
+
+def _are_codes(count: int) -> Callable[..., bool]:
+    """Whether one kernel can process the tensors among the first arguments, of which the very first are codes."""
+
+    def fits(codes: Tensor, *args: Any) -> bool:
+        others = [arg for arg in args[: count - 1] if isinstance(arg, Tensor)]
+        return codes.dtype == torch.int8 and codes.device == others[0].device and _is_plain(*others)
+
+    return fits
 
 
 def is_on_gpu(tensor: Tensor) -> bool:

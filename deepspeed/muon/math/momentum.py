@@ -1,15 +1,97 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The momentum as it is kept: in the tensor's dtype, which is fp32 under ZeRO, or in bf16."""
+"""The momentum as it is kept: in the tensor's dtype, which is fp32 under ZeRO, in bf16, or in int8."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from deepspeed.muon.kernels.codes import BLOCK, blocks_of, decode, encode
 from deepspeed.muon.log import logger
+
+#: The momentum in a state, and its two parts in int8, where it is no tensor of its own.
+MOMENTUM, CODES, ABSMAX = "momentum_buffer", "momentum_codes", "momentum_absmax"
+#: The key under which a saved group says that its momentum was kept in int8.
+SAVED = "momentum_dtype"
+#: Blocks that are converted at a time.
+CHUNK = 2**14
+State = dict[str, Any]
+
+
+class Stretch(NamedTuple):
+    """Elements of one parameter that lie together in a tensor: ``first`` is the index of their first in it."""
+
+    name: str
+    first: int
+    position: int
+    numel: int
+
+
+class Blocks:
+    """Where the blocks of a tensor's momentum in int8 lie: they begin anew with each parameter.
+
+    So a parameter's momentum does not depend on its neighbours' or on padding, which may hold anything.
+    """
+
+    def __init__(self, stretches: Iterable[Stretch]) -> None:
+        self.stretches = sorted(stretches, key=lambda stretch: stretch.position)
+        self._positions = [stretch.position for stretch in self.stretches]
+        counts = [blocks_of(stretch.numel) for stretch in self.stretches]
+        self._ends = list(accumulate(counts, initial=0))
+        self.count = self._ends[-1]
+
+    def parts(self, state: State) -> Iterator[tuple[Stretch, Tensor, Tensor]]:
+        """Each stretch with its codes and the magnitudes of its blocks, which are views of the state."""
+        codes = state[CODES].view(-1)
+        for stretch, (start, end) in zip(self.stretches, pairwise(self._ends), strict=True):
+            yield stretch, codes[stretch.position :][: stretch.numel], state[ABSMAX][start:end]
+
+    def around(self, state: State, start: int, numel: int) -> tuple[Stretch, Tensor, Tensor, int]:
+        """Of elements of one stretch: it, codes, magnitudes of their blocks, how many elements lie before in these."""
+        at = bisect_right(self._positions, start) - 1
+        block, skipped = divmod(start - self._positions[at], BLOCK)
+        first = self._ends[at] + block
+        absmax = state[ABSMAX][first : first + blocks_of(skipped + numel)]
+        return self.stretches[at], state[CODES].view(-1)[start : start + numel], absmax, skipped
+
+    def read(self, state: State, start: int, stop: int, device: torch.device) -> Tensor:
+        """Elements ``start`` to ``stop`` of the tensor in fp32 on a device; zeros between the stretches."""
+        result = torch.zeros(stop - start, dtype=torch.float32, device=device)
+        for stretch, codes, absmax in self.parts(state):
+            low, high = max(start, stretch.position), min(stop, stretch.position + stretch.numel)
+            for first in range(low, high, CHUNK * BLOCK):
+                end = min(high, first + CHUNK * BLOCK)
+                block, skipped = divmod(first - stretch.position, BLOCK)
+                magnitudes = absmax[block : block + blocks_of(skipped + end - first)]
+                wide = torch.empty(magnitudes.numel() * BLOCK, dtype=torch.float32, device=codes.device)
+                here = slice(first - stretch.position, end - stretch.position)
+                result[first - start : end - start] = decode(codes[here], magnitudes, skipped, wide)
+        return result
+
+    def write(self, state: State, start: int, values: Tensor) -> None:
+        """Round ``values``, 1-D, to nearest, for the elements from ``start`` on: whole stretches, and between them."""
+        stop = start + values.numel()
+        for stretch, codes, absmax in self.parts(state):
+            if stretch.position + stretch.numel <= start or stop <= stretch.position:
+                continue
+            assert start <= stretch.position and stretch.position + stretch.numel <= stop, "a part of a parameter"
+            given = values[stretch.position - start :][: stretch.numel]
+            for block in range(0, absmax.numel(), CHUNK):
+                magnitudes, part = absmax[block : block + CHUNK], slice(block * BLOCK, (block + CHUNK) * BLOCK)
+                wide = torch.zeros(magnitudes.numel() * BLOCK, dtype=torch.float32, device=codes.device)
+                wide[: codes[part].numel()] = given[part]
+                encode(wide, codes[part], magnitudes, 0.5)
+
+
+def whole(tensor: Tensor) -> Blocks:
+    """The blocks of a tensor that is one parameter."""
+    return Blocks([Stretch("", 0, 0, tensor.numel())])
 
 
 @dataclass(frozen=True)
@@ -17,43 +99,84 @@ class Held:
     """Hides a momentum from ``Optimizer.load_state_dict``, which would cast a bare tensor."""
 
     tensor: Tensor
+    dtype: torch.dtype
 
 
-def state_of(state: dict[str, Any], tensor: Tensor, momentum_dtype: str) -> dict[str, Any]:
-    """``state`` with ``momentum_buffer`` of the tensor's shape, and ``step``, fp32 on the CPU; zeros at first."""
-    if "momentum_buffer" not in state:
+def state_of(state: State, tensor: Tensor, momentum_dtype: str, blocks: Blocks) -> State:
+    """``state`` with a momentum for the tensor, and ``step``, fp32 on the CPU; zeros at first.
+
+    The momentum is ``momentum_buffer`` of the tensor's shape or, in int8, ``momentum_codes`` of that shape and
+    ``momentum_absmax``, fp32, one per block.
+    """
+    if MOMENTUM not in state and CODES not in state:
         state["step"] = torch.zeros((), dtype=torch.float32)
         dtype = kept_dtype(tensor, momentum_dtype)
-        state["momentum_buffer"] = torch.zeros_like(tensor, dtype=dtype, requires_grad=False)
+        key = CODES if dtype == torch.int8 else MOMENTUM
+        state[key] = torch.zeros_like(tensor, dtype=dtype, requires_grad=False)
+        if dtype == torch.int8:
+            state[ABSMAX] = torch.zeros(blocks.count, dtype=torch.float32, device=tensor.device)
     return state
 
 
 def kept_dtype(tensor: Tensor, momentum_dtype: str) -> torch.dtype:
     """The dtype of a tensor's momentum."""
-    return torch.bfloat16 if momentum_dtype == "bf16" else tensor.dtype
+    return {"bf16": torch.bfloat16, "int8": torch.int8}.get(momentum_dtype, tensor.dtype)
+
+
+def export(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Hook after ``state_dict``: a momentum in int8 is saved in fp32, in host memory, from which a load makes the same
+    codes. So every reader of a checkpoint finds the momentum of the whole tensor.
+    """
+    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    state = dict(state_dict["state"])
+    for index, entry in state.items():
+        if CODES in entry:
+            values = optimizer.blocks_of(tensors[index]).read(entry, 0, entry[CODES].numel(), torch.device("cpu"))
+            kept = {key: value for key, value in entry.items() if key not in (CODES, ABSMAX)}
+            state[index] = kept | {MOMENTUM: values.view(entry[CODES].shape)}
+    is_int8 = optimizer.config.momentum_dtype == "int8"
+    groups = [
+        group | {SAVED: "int8"} if is_int8 and group["use_muon"] else group for group in state_dict["param_groups"]
+    ]
+    return {**state_dict, "state": state, "param_groups": groups}
 
 
 def hold(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Hook before ``load_state_dict``: keep every momentum as it was saved."""
-    state = {
-        index: {**entry, "momentum_buffer": Held(entry["momentum_buffer"])} if "momentum_buffer" in entry else entry
-        for index, entry in state_dict["state"].items()
-    }
-    return {**state_dict, "state": state}
+    groups = [dict(group) for group in state_dict["param_groups"]]
+    from_int8 = {index for group in groups if group.pop(SAVED, None) == "int8" for index in group["params"]}
+
+    def held(index: Any, entry: Mapping[str, Any]) -> Mapping[str, Any]:
+        if MOMENTUM not in entry:
+            return entry
+        saved = entry[MOMENTUM]
+        return {**entry, MOMENTUM: Held(saved, torch.int8 if index in from_int8 else saved.dtype)}
+
+    state = {index: held(index, entry) for index, entry in state_dict["state"].items()}
+    return {**state_dict, "state": state, "param_groups": groups}
 
 
 def settle(optimizer: Any) -> None:
-    """Hook after loading: cast every momentum to the config's dtype, on its tensor's device; warn if it changes."""
+    """Hook after loading: cast every momentum to the config's dtype, on its tensor's device; warn if it changes.
+
+    One without elements stays: it lies in a file of its own.
+    """
     changes = set()
     for tensor, state in optimizer.state.items():
-        if "momentum_buffer" not in state:
+        if MOMENTUM not in state:
             continue
-        loaded = state["momentum_buffer"]
-        loaded = loaded.tensor if isinstance(loaded, Held) else loaded
+        loaded = state.pop(MOMENTUM)
+        held = loaded if isinstance(loaded, Held) else Held(loaded, loaded.dtype)
         dtype = kept_dtype(tensor, optimizer.config.momentum_dtype)
-        if loaded.dtype != dtype:
-            changes.add((loaded.dtype, dtype))
-        state["momentum_buffer"] = loaded.to(dtype=dtype, device=tensor.device)
+        if held.dtype != dtype:
+            changes.add((held.dtype, dtype))
+        if dtype == torch.int8 and held.tensor.numel():
+            step, blocks = state["step"], optimizer.blocks_of(tensor)
+            state_of(state, tensor, "int8", blocks)["step"] = step
+            blocks.write(state, 0, held.tensor.reshape(-1))
+        else:
+            kept = torch.float32 if dtype == torch.int8 else dtype
+            state[MOMENTUM] = held.tensor.to(dtype=kept, device=tensor.device)
     for saved, dtype in changes:
         logger.warning(
             "deepspeed-muon: the checkpoint's momentum is %s and goes on in %s, by optimizer.params.momentum_dtype",

@@ -44,6 +44,11 @@ class Copy(NamedTuple):
         """Number of elements."""
         return self.times * self.rows * self.cols
 
+    @property
+    def extent(self) -> int:
+        """Of one grid: from its first element to its last."""
+        return (self.rows - 1) * self.pitch + self.cols
+
 
 @dataclass(frozen=True)
 class Run:

@@ -26,8 +26,8 @@ def refuse_unsupported(config: Any, momentum_dtype: str | None = None) -> None:
     """
     problems = [f"{key}: {advice}" for key, applies, advice in RULES if applies(config)]
     kept = momentum_dtype or (_get(config, "optimizer_params") or {}).get("momentum_dtype")
-    if kept == "bf16" and offload_device(config, "offload_optimizer") == "nvme":
-        problems.append(": ".join(BF16_ON_NVME))
+    if kept in ("bf16", "int8") and offload_device(config, "offload_optimizer") == "nvme":
+        problems.append(": ".join(ROUNDED_ON_NVME))
     if problems:
         raise UnsupportedError("deepspeed-muon does not support this configuration:\n  " + "\n  ".join(problems))
 
@@ -118,7 +118,7 @@ RULES: tuple[Rule, ...] = (
     ),
 )
 #: This refusal depends on the optimizer as well.
-BF16_ON_NVME = (
+ROUNDED_ON_NVME = (
     "optimizer.params.momentum_dtype",
     'DeepSpeed swaps optimizer states to NVMe in fp32; set it to "fp32", or offload_optimizer.device to "cpu"',
 )

@@ -129,8 +129,8 @@ class NvmeLoad:
         """(name, tensor) in the zero file for a sub-group's weights, named "", and each of its states."""
         yield "", saved["fp32_flat_groups"][index]
         state = saved["optimizer_state_dict"]["state"].get(index, {})
-        for name, value in self.optimizer.state[self._flats[index]].items():
-            if value.ndim:
+        for name in self.optimizer.state_keys(self._flats[index]):
+            if name != "step":
                 yield name, state.get("exp_avg" if name == "momentum_buffer" else name)
 
     def _path(self, flat: Tensor, name: str) -> Path:
@@ -150,8 +150,8 @@ class NvmeLoad:
         for index, flat in each_sub_group(self.wrapper):
             source = saved["fp32_flat_groups"][index]
             flat.data.copy_(self._data(source, source, "", flat.numel()))
-            for name, value in optimizer.state[flat].items() if load_optimizer_states else ():
-                value.copy_(self._data(loaded[flat][name], source, name, value.numel()))
+            for name, value in loaded[flat].items() if load_optimizer_states else ():
+                optimizer.write_state(flat, name, self._data(value, source, name, flat.numel()))
         self._has_weights = True
 
     def _data(self, stored: Tensor, flat: Tensor, name: str, numel: int) -> Tensor:

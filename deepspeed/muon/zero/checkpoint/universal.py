@@ -18,6 +18,7 @@ from torch import Tensor
 
 from deepspeed.muon.errors import ImportStateError
 from deepspeed.muon.log import logger
+from deepspeed.muon.math.momentum import SAVED
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.patch import Seam, replace
 from deepspeed.muon.state_import import KEYS, Actions, Source, chosen, decide, fill, report, warn_of_fused
@@ -175,6 +176,7 @@ def _load_settings(wrapper: Any, optimizer: MuonWithAuxAdam, folder: Folder) -> 
     if kinds(folder.groups) == kinds(optimizer.param_groups):
         for group, saved in zip(optimizer.param_groups, folder.groups, strict=True):
             group.update(settings_of(group, saved))
+            group.pop(SAVED, None)
     optimizer.bind_again()
     common = folder.common
     if hasattr(wrapper, "clip_grad") and "clip_grad" in common:

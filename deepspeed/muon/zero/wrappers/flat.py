@@ -8,12 +8,16 @@ A matrix may straddle a border between ranks. The offsets are those of the order
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import deepspeed.comm as comm
 from torch import Tensor
 
 from deepspeed.muon.exchange.partition import Partition
+from deepspeed.muon.math.momentum import MOMENTUM
+from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.plan.placement import Placement, Shard
 from deepspeed.muon.zero.wrappers.adapter import Adapter
 
@@ -63,6 +67,21 @@ class Flat(Adapter):
                 wrapper.round_robin_bit16_padding = padding
         wrapper._hp_optimizer_states_linked = False
         wrapper._lazy_init_hp_params_optimizer_state()
+        if self.optimizer.config.momentum_dtype == "int8":
+            self._link_codes()
+
+    def _link_codes(self) -> None:
+        """DeepSpeed's functions look into a dict per parameter, which has a momentum in int8 while they do so."""
+        from deepspeed.utils import get_full_hp_param, set_full_hp_param
+
+        params: dict[str, Any] = {spec.name: param for param, spec in self.optimizer.specs.items()}
+        for partition in self.optimizer.partitions:
+            for shard, start, stop, position in partition.pieces():
+                param = params[shard.spec.name]
+                place = partition.tensors[shard.tensor], position, stop - start
+                part = partial(_decoded, self.optimizer, *place, param._hp_mapping)
+                param.get_full_hp_param = partial(_get, part, partial(get_full_hp_param, param))
+                param.set_full_hp_param = partial(_set, part, partial(set_full_hp_param, param))
 
     def read_universal(self, load: Callable[..., None]) -> None:
         """The converter asks where each parameter lies in this rank's tensors; DeepSpeed's own answer is that of the
@@ -75,3 +94,28 @@ class Flat(Adapter):
             {shard.spec.name: fragment_address(stop - start, at) for shard, start, stop, at in partition.pieces()}
             for partition in sorted(self.optimizer.all_partitions, key=lambda partition: partition.index)
         ]
+
+
+@contextmanager
+def _decoded(
+    optimizer: MuonWithAuxAdam, tensor: Tensor, start: int, numel: int, fragment: Any
+) -> Iterator[Callable[[], None]]:
+    """While entered, the fragment of a parameter has its momentum in fp32; what is given writes that back."""
+    momentum = fragment.optim_fragment[MOMENTUM] = optimizer.read_state(tensor, MOMENTUM, start, start + numel)
+    try:
+        yield lambda: optimizer.write_state(tensor, MOMENTUM, momentum, start)
+    finally:
+        del fragment.optim_fragment[MOMENTUM]
+
+
+def _get(part: Callable, original: Callable, optim_state_key: str | None = None) -> Tensor:
+    """``get_full_hp_param``."""
+    with part() if optim_state_key == MOMENTUM else nullcontext():
+        return original(optim_state_key)
+
+
+def _set(part: Callable, original: Callable, value: Tensor, optim_state_key: str | None = None) -> None:
+    """``set_full_hp_param``."""
+    with part() if optim_state_key == MOMENTUM else nullcontext(lambda: None) as write:
+        original(value, optim_state_key)
+        write()

@@ -81,21 +81,27 @@ class _Whole:
     def __reduce__(self) -> tuple:
         return _Whole, ()
 
-    def _find(self, key: str | None) -> Tensor | None:
+    def _find(self, key: str | None) -> tuple[MuonWithAuxAdam, Tensor] | None:
+        """The optimizer and the tensor that it steps, if they are there and have a state of this name."""
         if self._optimizer is None or self._master is None:
             return None
-        if key is None:
-            return self._master.detach()
-        state = self._optimizer.state[self._master]
-        if key not in state:
-            raise ValueError(f"the optimizer state has no {key!r} here; it has {', '.join(sorted(state))}")
-        return state[key]
+        if key is not None and key not in (keys := self._optimizer.state_keys(self._master)):
+            raise ValueError(f"the optimizer state has no {key!r} here; it has {', '.join(keys)}")
+        return self._optimizer, self._master
 
     def get(self, optim_state_key: str | None = None) -> Tensor | None:
-        found = self._find(optim_state_key)
-        return None if found is None else found.to(torch.float32, copy=True)
+        if (found := self._find(optim_state_key)) is None:
+            return None
+        optimizer, master = found
+        if optim_state_key is None:
+            return master.detach().to(torch.float32, copy=True)
+        return optimizer.read_state(master, optim_state_key).view(master.shape)
 
     def set(self, value: Tensor, optim_state_key: str | None = None) -> None:
-        found = self._find(optim_state_key)
-        if found is not None:
-            found.copy_(value.reshape(found.shape))
+        if (found := self._find(optim_state_key)) is None:
+            return
+        optimizer, master = found
+        if optim_state_key is None:
+            master.detach().copy_(value.reshape(master.shape))
+        else:
+            optimizer.write_state(master, optim_state_key, value)

@@ -34,7 +34,8 @@ class Stage3(Adapter):
     MODULE, CLASS = "deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3"
     REPLACED = (
         *("step", *NORM_METHODS, "_prepare_sub_group"),
-        *("set_full_hp_param", "set_local_hp_param", "offload_states", "reload_states", "_load_universal_checkpoint"),
+        *("set_full_hp_param", "set_local_hp_param", "_get_fp32_opt_state_partition"),
+        *("offload_states", "reload_states", "_load_universal_checkpoint"),
     )
     MORE_SEAMS = (
         Seam(MODULE, f"{CLASS}._rigid_load_state_dict", "call"),
@@ -90,6 +91,7 @@ class Stage3(Adapter):
         """DeepSpeed's functions ask the wrapper."""
         self.replace("set_full_hp_param", self._set_full)
         self.replace("set_local_hp_param", self._set_local)
+        self.replace("_get_fp32_opt_state_partition", self._get_local)
         self.replace("offload_states", self._offload)
         self.replace("reload_states", self._reload)
 
@@ -114,8 +116,20 @@ class Stage3(Adapter):
         if value.numel() != count:
             raise ValueError(f"expected {count} elements of this rank's part, got {value.numel()}")
         with nvme.swapped_in(self.wrapper, index) as flat:
-            target = flat.data if optim_state_key is None else self.optimizer.state[flat][optim_state_key]
-            target[start : start + count].copy_(value.flatten())
+            if optim_state_key is None:
+                flat.data[start : start + count].copy_(value.flatten())
+            else:
+                self.optimizer.write_state(flat, optim_state_key, value, start)
+
+    def _get_local(
+        self, original: Callable, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None
+    ) -> tuple[Tensor, int]:
+        """``_get_fp32_opt_state_partition``, which every reader asks, with a momentum in int8 decoded."""
+        index, start, count = self.wrapper.grad_position[self.wrapper.get_param_id(param)]
+        flat = self.wrapper.fp32_partitioned_groups_flat[index]
+        if optim_state_key in self.optimizer.state[flat] or optim_state_key not in self.optimizer.state_keys(flat):
+            return original(param, release_swap_buffers, optim_state_key)
+        return self.optimizer.read_state(flat, optim_state_key, start, start + count), index
 
     def _offload(
         self,

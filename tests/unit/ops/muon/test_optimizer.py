@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from deepspeed.muon import MuonConfigError, MuonWithAuxAdam, UnsupportedError
 from deepspeed.muon.math import adamw
 from deepspeed.muon.step_stats import SIZES, StepStats
+from helpers.engine_state import kept_dtypes
 from helpers.models import MODELS
 from helpers.oracles import OracleConfig, change_error, newton_schulz_fp64, route, train_oracle
 
@@ -205,7 +206,9 @@ def test_squares_of_a_part_of_an_update_in_channels_last(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize(("momentum_dtype", "ns_dtype"), [("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32")])
+@pytest.mark.parametrize(
+    ("momentum_dtype", "ns_dtype"), [("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32"), ("int8", "bf16")]
+)
 @pytest.mark.parametrize("kernels", ["torch", "auto"])
 def test_newton_schulz_leaves_the_momentum_alone(
     kernels: str, momentum_dtype: str, ns_dtype: str, nesterov: bool
@@ -219,9 +222,12 @@ def test_newton_schulz_leaves_the_momentum_alone(
     model(*model.batch(0)).backward()
     optimizer.step()
     for p in split(model)[0]:
-        kept, average = optimizer.state[p]["momentum_buffer"], 0.5 * p.grad
-        assert kept.dtype == {"bf16": torch.bfloat16, "fp32": torch.float32}[momentum_dtype]
-        torch.testing.assert_close(kept.float(), average, rtol=2**-7 if momentum_dtype == "bf16" else 1e-6, atol=0)
+        kept, average = optimizer.read_state(p, "momentum_buffer").view_as(p), 0.5 * p.grad
+        dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32, "int8": torch.int8}
+        assert kept_dtypes([optimizer.state[p]]) == {dtypes[momentum_dtype]}
+        limits = {"bf16": (2**-7, 0), "fp32": (1e-6, 0), "int8": (0, float(average.abs().max()) / 127)}
+        rtol, atol = limits[momentum_dtype]
+        torch.testing.assert_close(kept, average, rtol=rtol, atol=atol)
 
 
 def test_a_matrix_without_gradient_is_left_alone() -> None:

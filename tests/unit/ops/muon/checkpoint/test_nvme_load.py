@@ -11,6 +11,7 @@ import torch.distributed as dist
 from helpers.engine_state import differing, named_states
 from helpers.models import train_engine
 from helpers.nvme import nvme_engine, run, weights_of
+from helpers.training import MOMENTA
 from helpers.universal import convert
 
 pytestmark = pytest.mark.time_limit(1200)  # with the time that building async_io may take
@@ -100,6 +101,21 @@ def test_checkpoints_cross_between_nvme_and_memory(tmp_path: Path) -> None:
     for case, got, wanted in zip(loaded, run(resume, 2, cases=loaded, folder=str(tmp_path))[0], expected, strict=True):
         for moment, expectation in zip(got, wanted, strict=True):
             assert_same(moment, expectation, case)
+
+
+@pytest.mark.full
+def test_a_momentum_from_nvme_goes_on_in_int8(tmp_path: Path) -> None:
+    """In memory, where it is rounded to nearest; from files, or from the part of a checkpoint that stayed in memory."""
+    saved, loaded = [{}, {"stays": True}], [{"device": "cpu", "optimizer": MOMENTA["int8"]}] * 2
+    expected = run(save_and_go_on, 2, cases=saved, folder=str(tmp_path))[0]
+    for case, (got, _), (wanted, _) in zip(
+        saved, run(resume, 2, cases=loaded, folder=str(tmp_path))[0], expected, strict=True
+    ):
+        changed = differing(got["tensors"], wanted["tensors"])
+        assert changed and all(name.endswith("momentum_buffer") for name in changed), case
+        for value, found in ((wanted["tensors"][name], got["tensors"][name]) for name in changed):
+            assert float((found - value).abs().max()) <= 0.501 / 127 * float(value.abs().max()), case
+        assert got["steps"] == wanted["steps"]
 
 
 # ---- a part of a checkpoint -------------------------------------------------------------------------------

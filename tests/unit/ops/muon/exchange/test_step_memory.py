@@ -20,7 +20,7 @@ from helpers.training import BF16_OPTIMIZER, FixedGradients, ds_config, make_eng
 
 #: Bytes up to which a tensor is not counted: norms, step counts, scalars.
 SMALL = 1024
-BF16_MOMENTUM = with_params(ns_dtype="bf16", momentum_dtype="bf16")
+ROUNDED = [with_params(ns_dtype="bf16", momentum_dtype=dtype) for dtype in ("bf16", "int8")]
 
 
 class Allocations(TorchDispatchMode):
@@ -78,7 +78,7 @@ CASES = [
     for stage in (0, 1, 2, 3)
     for dtype in ("fp32", "bf16")
     for offload in ((False, True) if stage else (False,))
-    for optimizer in ((None, BF16_MOMENTUM) if dtype == "bf16" else (None,))
+    for optimizer in ((None, *ROUNDED) if dtype == "bf16" else (None,))
 ]
 
 

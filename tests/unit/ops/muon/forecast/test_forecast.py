@@ -29,7 +29,7 @@ from deepspeed.muon.tuning import Candidates
 from helpers.forecasts import STEPS, check_against_the_engine, forecast
 from helpers.models import MODELS
 from helpers.racing import opinion
-from helpers.training import BF16_MOMENTUM, PARAMS
+from helpers.training import MOMENTA, PARAMS
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -58,8 +58,9 @@ def test_round_robin_and_parameter_alignment() -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_bf16_momentum(stage: int) -> None:
-    check_against_the_engine("gpt", Layout(stage, 2), optimizer=BF16_MOMENTUM)
+@pytest.mark.parametrize("momentum_dtype", ["bf16", "int8"])
+def test_a_rounded_momentum(momentum_dtype: str, stage: int) -> None:
+    check_against_the_engine("gpt", Layout(stage, 2), optimizer=MOMENTA[momentum_dtype])
 
 
 def test_bf16_optimizer_and_offload() -> None:
@@ -238,7 +239,7 @@ def measured(half: Half, world_size: int = 1, seconds: float = 0.05) -> tuple[Ma
     return measure([half], candidates, torch.float32, CPU, reference.OPERATIONS, world_size, seconds)
 
 
-@pytest.mark.parametrize("momentum_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("momentum_dtype", ["fp32", "bf16", "int8"])
 def test_constants_are_measured_on_this_machine(momentum_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All but the network's. The rate of the model is that of its matrices one after the other."""
     monkeypatch.setattr(forecast_measured, "LARGE_RUN", 2**18)  # far above the noise of a launch

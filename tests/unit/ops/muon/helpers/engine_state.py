@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine holds: copies of its weights and states, and what differs between two of them."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from helpers.models import full_weights, train_engine
-from helpers.training import fresh_engine
+from helpers.models import MODELS, full_weights, train_engine
+from helpers.training import ds_config, make_engine
 
 
 def flat_tensors(engine: Any) -> list[Tensor]:
@@ -23,6 +24,11 @@ def local_states(engine: Any) -> list[dict[str, Tensor]]:
     """Copies of this rank's state, one dict per tensor."""
     state = engine.basic_optimizer.state
     return [{key: torch.as_tensor(value).clone() for key, value in state[p].items()} for p in flat_tensors(engine)]
+
+
+def kept_dtypes(states: Iterable[dict[str, Tensor]]) -> set[torch.dtype]:
+    """Of the momenta in these states."""
+    return {state[key].dtype for state in states for key in ("momentum_buffer", "momentum_codes") if key in state}
 
 
 def named_states(engine: Any) -> dict[str, Tensor]:
@@ -62,17 +68,18 @@ def differing(left: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
 
 
 ADAM, MUON = ["exp_avg", "exp_avg_sq", "step"], ["momentum_buffer", "step"]
+INT8 = ["momentum_absmax", "momentum_codes", "step"]
 """The keys of a tensor's state in memory."""
 
 
-def state_sizes(cases: list[dict[str, Any]]) -> list[tuple[int, int, int]]:
+def state_sizes(cases: list[dict[str, Any]], model: str = "mlp") -> list[tuple[int, int, int]]:
     """By case: bytes of this rank's Muon state, elements of its flat tensors, their number."""
     sizes = []
     for case in cases:
-        engine = fresh_engine(0, case)
+        engine = make_engine(MODELS[model](), ds_config(**case))
         train_engine(engine, 1)
         optimizer = engine.basic_optimizer
-        flats = [tensor for tensor in flat_tensors(engine) if "momentum_buffer" in optimizer.state[tensor]]
+        flats = [tensor for tensor in flat_tensors(engine) if optimizer.state_keys(tensor) == MUON]
         values = [value for tensor in flats for value in optimizer.state[tensor].values()]
         storages = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in values}
         sizes.append((sum(storages.values()), sum(tensor.numel() for tensor in flats), len(flats)))

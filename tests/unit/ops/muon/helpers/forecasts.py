@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from deepspeed.muon.config.schema import parse
-from deepspeed.muon.forecast.layout import Layout, StepCost, StepPart, halves_of, lay_out, step_cost
+from deepspeed.muon.forecast.layout import ABSMAX_BYTES, Layout, StepCost, StepPart, halves_of, lay_out, step_cost
 from deepspeed.muon.math.coefficients import schedule
 from deepspeed.muon.plan.cost import CostModel, counted_cost
 from deepspeed.muon.plan.plan import make_plan
@@ -63,5 +63,6 @@ def check_against_the_engine(model: str, layout: Layout, **config: Any) -> set[s
         assert [cost.owners for cost in costs] == facts["owners"]
         assert [cost.rounds for cost in costs] == facts["rounds"]
         assert [cost.sent_bytes[rank % cost.part.world_size] for cost in costs] == facts["sent"]
-        assert state == facts["state"]
+        few = ABSMAX_BYTES * sum(len(p.shards) for p in parts if p.half.momentum_dtype == "int8") if rank else 0
+        assert abs(state - facts["state"]) <= few
     return {facts["wrapper"] for facts in live}

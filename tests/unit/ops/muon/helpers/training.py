@@ -11,7 +11,10 @@ from helpers.oracles import OracleConfig
 
 PARAMS = {"lr": 0.02, "adam_lr": 1e-3, "momentum": 0.9, "weight_decay": 0.1, "eps": 1e-8, "ns_dtype": "fp32"}
 """optimizer.params of most tests."""
-BF16_MOMENTUM = {"type": "Muon", "params": PARAMS | {"momentum_dtype": "bf16"}}
+MOMENTA: dict[str, dict[str, Any]] = {
+    dtype: {"type": "Muon", "params": PARAMS | {"momentum_dtype": dtype}} for dtype in ("fp32", "bf16", "int8")
+}
+"""The section `optimizer`, by dtype of the momentum."""
 FP32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}
 BF16_OPTIMIZER: dict[str, Any] = {"stage": 1, "dtype": "bf16", **FP32_GRADIENTS}
 """The settings under which DeepSpeed takes BF16_Optimizer."""

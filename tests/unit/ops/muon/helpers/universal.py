@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from helpers.engine_state import kept_dtypes
 from helpers.models import MODELS, initialize_, train_engine
 from helpers.training import ds_config, fp32_weights
 
@@ -62,7 +63,7 @@ def facts(engine: Any) -> dict[str, Any]:
         "weights": fp32_weights(engine),
         "states": states,
         "keys": sorted({key for state in optimizer.state.values() for key in state}),
-        "momentum": {s["momentum_buffer"].dtype for s in optimizer.state.values() if "momentum_buffer" in s},
+        "momentum": kept_dtypes(optimizer.state.values()),
         "steps": sorted({float(state["step"]) for state in optimizer.state.values()}),
         "settings": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
         "schedule": engine.lr_scheduler.state_dict() if engine.lr_scheduler else None,

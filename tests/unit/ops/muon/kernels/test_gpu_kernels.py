@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.kernels import quack, reference, triton_table
+from deepspeed.muon.kernels.codes import blocks_of
 from deepspeed.muon.kernels.rounding import key_of
 from deepspeed.muon.kernels.table import Operations, Scalars, Symmetric
 from deepspeed.muon.kernels.workspace import Workspace
@@ -59,6 +60,16 @@ def test_elementwise_passes(kernels: Operations, dtype: torch.dtype, nesterov: b
     reference.advance_rounded(twin, grad, other, 0.95, nesterov, key_of("w", 3), 2**32 - 77, work)
     assert relative(out, other) <= 1e-7
     assert (kept != twin).float().mean() <= 1e-3, "but for values that lie a rounding of fp32 apart"
+    codes = torch.randint(-127, 128, (numel,), device=GPU, dtype=torch.int8)
+    state = codes, randn(blocks_of(numel), seed=3).abs()
+    same, other = [part.clone() for part in state], torch.empty_like(out)
+    for table, kept_, into in ((kernels, state, out), (reference, same, other)):
+        table.look_ahead(*kept_, 0, grad, into, numel, numel, 0.95, nesterov, work)
+    assert relative(out, other) <= 1e-7
+    for table, kept_, into in ((kernels, state, out), (reference, same, other)):
+        table.advance_codes(*kept_, grad, into, 0.95, nesterov, key_of("w", 3), 2**32 - 77, work)
+    assert relative(out, other) <= 1e-7 and relative(state[1], same[1]) <= 1e-7
+    assert (state[0] != same[0]).float().mean() <= 1e-3, "but for values that lie a rounding of fp32 apart"
     param = randn(numel, seed=2)
     expected = param.double() * (1 - 0.02 * 0.1) - 0.02 * 1.7 * grad.double()
     kernels.apply_(param, grad, 0.02, 1.7, 0.1, False, work)

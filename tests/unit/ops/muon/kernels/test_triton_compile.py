@@ -24,12 +24,12 @@ AMD = {"gfx90a": 64, "gfx942": 64, "gfx1100": 32}
 """Threads of a wave of an MI200, an MI300 and a Radeon."""
 SHARED_BYTES = 227 * 1024
 """Shared memory that a block may have on Hopper."""
-UNKNOWN = {"first_key", "second_key", "matrices"}
+UNKNOWN = {"skipped", "first_key", "second_key", "matrices"}
 """Numbers that kernels are not specialized on."""
 BLOCK = {"BLOCK": elementwise.BLOCK}
 NUMBERS = {
     **dict.fromkeys(("numel", "parts", "size", "depth", "across", "along", "matrices"), "i32"),
-    **dict.fromkeys(("rows", "cols", "first_key", "second_key"), "i32"),
+    **dict.fromkeys(("rows", "cols", "pitch", "skipped", "first_key", "second_key"), "i32"),
     **dict.fromkeys(("momentum", "rate", "keep", "step", "scale", "alpha", "beta", "shift"), "fp32"),
     **{"exponent_ptr": "*i32", "sum_ptr": "*fp32", "norm_ptr": "*fp32"},
     **{f"{name}diagonal_ptr": "*fp32" for name in ("", "a_", "b_", "out_")},
@@ -91,6 +91,19 @@ ELEMENTWISE: list[tuple[str, dict[str, str], dict[str, Any]]] = [
         (f"{name}_kernel", {"buffer_ptr": kept, "grad_ptr": grad, "out_ptr": out}, {"NESTEROV": nesterov} | BLOCK)
         for name, kept in (("advance", "*fp32"), ("advance_rounded", "*bf16"))
         for grad, out, nesterov in (("*fp32", "*bf16", True), ("*bf16", "*fp32", False), ("*fp16", "*fp16", True))
+    ),
+    (
+        "look_ahead_kernel",
+        {"codes_ptr": "*i8", "absmax_ptr": "*fp32", "grad_ptr": "*fp32", "out_ptr": "*bf16"},
+        {"IS_WHOLE": True, "NESTEROV": True} | BLOCK,
+    ),
+    *(
+        (
+            "advance_codes_kernel",
+            {"codes_ptr": "*i8", "absmax_ptr": "*fp32", "grad_ptr": "*bf16", "out_ptr": "*bf16"},
+            {"HAS_OUT": has_out, "NESTEROV": True, "ROWS": 16},
+        )
+        for has_out in (True, False)
     ),
     ("apply_kernel", {"param_ptr": "*fp32", "update_ptr": "*bf16"}, BLOCK | {"CAUTIOUS": False}),
     ("apply_kernel", {"param_ptr": "*fp32", "update_ptr": "*bf16"}, BLOCK | {"CAUTIOUS": True}),

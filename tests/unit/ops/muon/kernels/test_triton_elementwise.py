@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from deepspeed.muon.kernels import codes as codes_
 from deepspeed.muon.kernels import reference, triton_table
 from deepspeed.muon.kernels.rounding import key_of
 from deepspeed.muon.kernels.table import Operations, Scalars, Symmetric
@@ -70,6 +71,41 @@ def round_as_the_twin(name: str, step: int, first: int) -> None:
 def test_a_rounded_momentum_has_the_twins_bits(interpret: Interpret, first: int) -> None:
     for name in ("w", "layers.0.weight"):
         interpret(round_as_the_twin, name=name, step=first % 1000 + 1, first=first)
+
+
+def codes_as_the_twin(numel: int, cols: int, pitch: int, skipped: int, first: int, dtype: torch.dtype) -> None:
+    """Averages with weight 1/4 of such values are rounded once in any arithmetic."""
+    codes = torch.randint(-127, 128, (skipped + numel,), generator=torch.Generator().manual_seed(0)).to(torch.int8)
+    absmax = torch.exp2(torch.arange(codes_.blocks_of(codes.numel())) % 30 - 15.0)
+    absmax[1::7], grad = 0.0, randn(codes.numel(), seed=1).bfloat16().to(dtype)
+    grad[3 * codes_.BLOCK : 4 * codes_.BLOCK] = 0.0
+    rows = (numel - cols) // pitch + 1
+    found = []
+    for kernels in (reference.OPERATIONS, interpreted_table()):
+        out, state = torch.empty(2, rows * cols), (codes.clone(), absmax.clone())
+        for nesterov in (False, True):
+            args = state[0][skipped:], state[1], skipped, grad[skipped:], out[int(nesterov)], cols, pitch
+            kernels.look_ahead(*args, 0.75, nesterov, Workspace())
+        both = torch.empty(codes.numel())
+        kernels.advance_codes(*state, grad, both, 0.75, nesterov, key_of("w", 3), first, Workspace())
+        kernels.advance_codes(*state, grad, None, 0.75, nesterov, key_of("w", 4), first, Workspace())
+        found.append((torch.cat([out.view(-1), both]), *state))
+    (out, codes, absmax), (ours, *state) = found
+    assert relative(ours, out) <= 1e-7
+    assert state[0].equal(codes) and state[1].equal(absmax)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("numel", "cols", "pitch", "skipped", "first"),
+    [(5000, 5000, 5000, 0, 0), (2049, 2049, 2049, 77, 2**32 - 5), (6000, 37, 101, 5, 2**31 - 100), (1, 1, 1, 0, 0)],
+)
+def test_a_momentum_in_int8_has_the_twins_codes(
+    interpret: Interpret, numel: int, cols: int, pitch: int, skipped: int, first: int, dtype: torch.dtype
+) -> None:
+    place = {"cols": cols, "pitch": pitch, "skipped": skipped}
+    interpret(codes_as_the_twin, numel=numel, first=first, dtype=dtype, **place)
 
 
 def apply_(weight_decay: float, cautious: bool, dtype: torch.dtype) -> None:
@@ -158,6 +194,9 @@ def names_of_calls(kernels: Operations) -> list[str]:
     work, flat = Workspace(), randn(8)
     kernels.advance(flat, flat.clone(), flat.clone(), 0.9, True, work)
     kernels.advance_rounded(flat.bfloat16(), flat, flat.clone(), 0.9, True, (1, 2), 0, work)
+    codes, absmax = torch.zeros(8, dtype=torch.int8), torch.zeros(1)
+    kernels.look_ahead(codes, absmax, 0, flat, flat.clone(), 8, 8, 0.9, True, work)
+    kernels.advance_codes(codes, absmax, flat, None, 0.9, True, (1, 2), 0, work)
     kernels.apply_(flat, flat.clone(), 0.1, 1.0, 0.1, False, work)
     kernels.normalize(x, x)
     kernels.square(x, k, work)

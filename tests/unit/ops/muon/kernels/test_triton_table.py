@@ -58,7 +58,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Callable[[Any], st
     for module, names in ((products, ("square", "product")), (diagonals, ("product",))):
         for name in names:
             monkeypatch.setattr(module, name, noted("symmetric" if module is products else "library"))
-    below = Operations("below", *[noted("below")] * 7)
+    below = Operations("below", *[noted("below")] * 9)
     tables = {"triton": triton_table.operations(below), "quack": quack.operations(below)}
 
     def of(name: str) -> Callable[[Any], str]:
@@ -112,7 +112,7 @@ def test_amd_has_the_elementwise_kernels_alone(monkeypatch: pytest.MonkeyPatch) 
     assert table.name == "triton (elementwise) + torch"
     for name in ("square", "product", "multiply"):
         assert getattr(table, name) is getattr(reference, name)
-    for name in ("advance", "advance_rounded", "apply_", "normalize"):
+    for name in ("advance", "advance_rounded", "look_ahead", "advance_codes", "apply_", "normalize"):
         assert getattr(table, name) is not getattr(reference, name)
 
 
@@ -217,7 +217,7 @@ def test_warming_calls_every_operation_on_matrices() -> None:
         return call
 
     names = ("normalize", "square", "product", "multiply")
-    table = Operations("noted", *[None] * 3, *map(noted, names))  # type: ignore[arg-type]
+    table = Operations("noted", *[None] * 5, *map(noted, names))  # type: ignore[arg-type]
     state = torch.get_rng_state()
     probe.warm(table, [(2, 16, 32, BF16), (1, 48, 16, BF16), (2, 16, 32, BF16)], torch.device("cpu"))
     assert state.equal(torch.get_rng_state())
@@ -239,7 +239,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quack, "SYMMETRIC_FROM", 32)
     monkeypatch.setattr(triton_table, "is_on_gpu", lambda tensor: True)
     monkeypatch.setattr(quack, "is_on_gpu", lambda tensor: True)
-    for name in ("advance", "advance_rounded", "apply_"):
+    for name in ("advance", "advance_rounded", "look_ahead", "advance_codes", "apply_"):
         plain = getattr(reference, name)
         monkeypatch.setattr(elementwise, name, lambda *args, plain=plain: plain(*args, Workspace()))
     monkeypatch.setattr(elementwise, "normalize", reference.normalize)
@@ -278,6 +278,8 @@ def test_kernels_that_work_are_taken(gpu: None) -> None:
 
 WRONG: list[tuple[Any, str, Any, str]] = [
     (elementwise, "advance_rounded", raising, "RuntimeError: misaligned address"),
+    (elementwise, "look_ahead", lambda *args: None, "the result of look_ahead is wrong, by "),
+    (elementwise, "advance_codes", lambda *args: None, "the result of advance_codes is wrong, by "),
     (elementwise, "apply_", lambda *args: None, "the result of apply_ is wrong, by "),
     (
         elementwise,

@@ -154,11 +154,19 @@ def test_heads_need_no_exchange() -> None:
         assert all(first[f"model.layers.{i}.self_attn.o_proj.weight"][1] == [0, 1] for i in range(2))
 
 
-@pytest.mark.parametrize(("stage", "settings"), [(2, {"dtype": "bf16"}), (3, {"dtype": "bf16", "offload": True})])
-def test_bf16(stage: int, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("stage", "settings", "momentum_dtype"),
+    [
+        (2, {"dtype": "bf16"}, "bf16"),
+        (3, {"dtype": "bf16", "offload": True}, "bf16"),
+        (3, {"dtype": "bf16"}, "int8"),
+        pytest.param(2, {"dtype": "bf16"}, "int8", marks=pytest.mark.full),
+    ],
+)
+def test_half_precision(stage: int, settings: dict[str, Any], momentum_dtype: str) -> None:
     expected = reference("llama", "whole")
     matrices = [n for n, half in route(model("llama"), OUTER).items() if half == "muon"]
-    params = PARAMS | {"momentum_dtype": "bf16"}
+    params = PARAMS | {"momentum_dtype": momentum_dtype}
     optimizer = {"type": "Muon", "params": params}
     for weights in run(train, 4, name="llama", tp=2, steps=STEPS, stage=stage, optimizer=optimizer, **settings):
         for name in matrices:

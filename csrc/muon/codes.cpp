@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0
+// advance with a momentum that is kept in int8, as deepspeed/muon/kernels/codes.py defines it: look_ahead reads any rows
+// of it, advance_codes updates whole blocks.
+#include "elementwise.h"
+#include "muon.h"
+#include "noise.h"
+
+namespace muon {
+namespace {
+
+constexpr int kBlock = 128, kLevels = 127;
+constexpr float kSmallest = 0x1p-119f;
+static_assert(kBlock % kUnit == 0);
+
+// The elements of one block, or of a part of it; zeros after the last.
+using Values = float[kBlock];
+
+void decode(const int8_t* codes, int count, float absmax, Values& values) {
+  int8_t given[kBlock];
+  if (count < kBlock) {
+    std::memset(given, 0, kBlock);
+    codes = static_cast<const int8_t*>(std::memcpy(given, codes, count));
+  }
+  for (int i = 0; i < kBlock; ++i) values[i] = static_cast<float>(codes[i]) * (1.0f / kLevels) * absmax;
+}
+
+// The largest magnitude, by the bits, whose order is that of the numbers; not a number if one of them is not.
+float largest_of(const Values& values) {
+  int32_t bits[kBlock], largest = 0;
+  std::memcpy(bits, values, sizeof(bits));
+  for (int i = 0; i < kBlock; ++i) largest = std::max(largest, bits[i] & 0x7fffffff);
+  return same_bits<float>(largest);
+}
+
+template <typename Grad, typename Out>
+void look(const int8_t* codes, const float* absmax, int64_t skipped, const Grad* grad, Out* out, int64_t numel,
+          int64_t cols, int64_t pitch, double momentum, bool nesterov) {
+  const Lerp average(1.0 - momentum), ahead(momentum);
+  at::parallel_for(0, numel, kGrain, [=](int64_t begin, int64_t end) {
+    Values values;
+    int64_t row = begin / cols, col = begin % cols;
+    for (int64_t i = begin; i < end;) {
+      // As far as the row, the block and this thread's part go.
+      const int64_t from = row * pitch + col, block = (skipped + from) / kBlock;
+      const int64_t length = std::min({end - i, cols - col, (block + 1) * kBlock - skipped - from});
+      decode(codes + from, static_cast<int>(length), absmax[block], values);
+      for_units(0, length, [&](int64_t j, int count) {
+        const Floats gradient = load(grad + from + j, count);
+        const Floats average_now = average(Floats::loadu(values + j), gradient);
+        store(out + i + j, nesterov ? ahead(gradient, average_now) : average_now, count);
+      });
+      i += length;
+      col += length;
+      if (col == cols) {
+        col = 0;
+        ++row;
+      }
+    }
+  });
+}
+
+template <typename Grad, typename Out>
+void run(int8_t* codes, float* absmax, const Grad* grad, Out* out, int64_t numel, double momentum, bool nesterov,
+         const Noise& noise) {
+  const Lerp average(1.0 - momentum), ahead(momentum);
+  const Floats unit(0x1p-16f);
+  at::parallel_for(0, (numel + kBlock - 1) / kBlock, kGrain / kBlock, [=](int64_t begin, int64_t end) {
+    Values values;
+    for (int64_t block = begin; block < end; ++block) {
+      const int64_t first = block * kBlock;
+      const int held = static_cast<int>(std::min<int64_t>(kBlock, numel - first));
+      decode(codes + first, held, absmax[block], values);
+      for_units(0, held, [&](int64_t i, int count) {
+        const Floats gradient = load(grad + first + i, count);
+        const Floats average_now = average(Floats::loadu(values + i), gradient);
+        average_now.store(values + i);
+        if (out) store(out + first + i, nesterov ? ahead(gradient, average_now) : average_now, count);
+      });
+      const float largest = largest_of(values), kept = largest < kSmallest ? 0.0f : largest;
+      const Floats factor(kept == 0.0f ? 0.0f : kLevels / kept);
+      absmax[block] = kept;
+      for_units(0, held, [&](int64_t i, int) {
+        const Floats uniform = at::vec::convert<float, 2, int32_t, 2>(noise(first + i) | Ints(1)) * unit;
+        (Floats::loadu(values + i) * factor + uniform).floor().store(values + i);
+      });
+      int8_t rounded[kBlock];
+      for (int i = 0; i < kBlock; ++i) rounded[i] = static_cast<int8_t>(static_cast<int32_t>(values[i]));
+      std::memcpy(codes + first, rounded, held);
+    }
+  });
+}
+
+bool are_codes(const at::Tensor& codes, const at::Tensor& absmax, const at::Tensor& grad) {
+  return are_plain(codes, grad) && codes.scalar_type() == at::kChar && is_plain(absmax) &&
+         absmax.scalar_type() == at::kFloat;
+}
+
+}  // namespace
+
+bool look_ahead(const at::Tensor& codes, const at::Tensor& absmax, int64_t skipped, const at::Tensor& grad,
+                const at::Tensor& out, int64_t cols, int64_t pitch, double momentum, bool nesterov) {
+  if (!are_codes(codes, absmax, grad) || !is_plain(out)) return false;
+  bool done = false;
+  with_type<float, at::BFloat16, at::Half>(grad, [&](auto* g) {
+    using Grad = std::remove_pointer_t<decltype(g)>;
+    done = with_type<float, at::BFloat16>(out, [&](auto* o) {
+      using Out = std::remove_pointer_t<decltype(o)>;
+      look(input<int8_t>(codes), input<float>(absmax), skipped, input<Grad>(grad), output<Out>(out), out.numel(), cols,
+           pitch, momentum, nesterov);
+    });
+  });
+  return done;
+}
+
+bool advance_codes(const at::Tensor& codes, const at::Tensor& absmax, const at::Tensor& grad,
+                   const std::optional<at::Tensor>& out, double momentum, bool nesterov, std::pair<int64_t, int64_t> key,
+                   int64_t first) {
+  if (!are_codes(codes, absmax, grad) || (out && !are_plain(codes, *out))) return false;
+  bool done = false;
+  with_type<float, at::BFloat16, at::Half>(grad, [&](auto* g) {
+    using Grad = std::remove_pointer_t<decltype(g)>;
+    done = with_type<float, at::BFloat16>(out.value_or(absmax), [&](auto* o) {
+      using Out = std::remove_pointer_t<decltype(o)>;
+      run(output<int8_t>(codes), output<float>(absmax), input<Grad>(grad), out ? output<Out>(*out) : nullptr,
+          codes.numel(), momentum, nesterov, Noise(key, first));
+    });
+  });
+  return done;
+}
+
+}  // namespace muon

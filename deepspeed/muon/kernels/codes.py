@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors in int8: a code per element, and the largest magnitude of each block of elements.
+
+Blockwise quantization as in Dettmers, Lewis, Shleifer and Zettlemoyer, "8-bit Optimizers via Block-wise Quantization"
+(arXiv 2110.02861), with linear codes, which Gupta et al., "Effective Quantization of Muon Optimizer States" (arXiv
+2509.23106), find sufficient for the momentum of Muon. A value is code / 127 times the magnitude of its block. The
+element with that magnitude has the code 127 or -127, however the block is rounded, so that decoded values give the same
+codes and magnitudes again when they are encoded to nearest.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+#: Elements of a block.
+BLOCK = 128
+#: The largest code. One part of it in fp32 times 127 is 1, exactly.
+LEVELS = 127
+#: A block of smaller magnitude becomes zero. Above it, one 127th is a normal number in fp32.
+SMALLEST = 2.0**-119
+
+
+def blocks_of(numel: int) -> int:
+    """How many blocks so many elements have; the last may be shorter."""
+    return -(-numel // BLOCK)
+
+
+def decode(codes: Tensor, absmax: Tensor, skipped: int, out: Tensor) -> Tensor:
+    """The values of consecutive elements, in a part of ``out``.
+
+    Args:
+        codes: int8, 1-D.
+        absmax: fp32, 1-D: the magnitudes of the blocks that the elements lie in.
+        skipped: elements of the first block before the first of ``codes``.
+        out: fp32, of whole blocks, as many as ``absmax``; overwritten.
+    """
+    values = out[skipped : skipped + codes.numel()]
+    values.copy_(codes)
+    out.view(-1, BLOCK).mul_(1 / LEVELS).mul_(absmax.unsqueeze(-1))
+    return values
+
+
+def encode(values: Tensor, codes: Tensor, absmax: Tensor, noise: Tensor | float) -> None:
+    """Codes and magnitudes of values. In units of one code, a value is rounded down after ``noise`` is added to it.
+
+    Args:
+        values: fp32, of whole blocks, as many as ``absmax``, with zeros after the last element; overwritten.
+        codes: int8, 1-D, of all elements.
+        absmax: fp32, 1-D.
+        noise: 1/2 rounds to nearest, uniform numbers round stochastically, fp32 like ``values``. Those are from 2^-16
+            to 1 - 2^-16, which is farther from 0 and 1 than the error of the largest value, so that its code is 127.
+    """
+    blocks = values.view(-1, BLOCK)
+    low, high = torch.aminmax(blocks, dim=-1)
+    torch.maximum(high, low.neg_(), out=absmax)
+    absmax.masked_fill_(absmax < SMALLEST, 0.0)
+    factors = torch.full_like(absmax, LEVELS).div_(absmax).masked_fill_(absmax == 0, 0.0)
+    blocks.mul_(factors.unsqueeze(-1))
+    codes.copy_(values.add_(noise).floor_()[: codes.numel()])

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of a momentum in bf16 or int8: exact resume, the universal route, another momentum_dtype after it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers import universal
+from helpers.distributed import run
+from helpers.engine_state import differing, kept_dtypes, local_states, named_states
+from helpers.models import train_engine
+from helpers.resume import RESUMED, resume_all, save_all
+from helpers.training import BF16_OPTIMIZER, MOMENTA, fresh_engine
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+
+
+@pytest.mark.parametrize(
+    ("momentum_dtype", "chosen"),
+    [
+        ("bf16", slice(1, None, 6)),
+        ("int8", slice(2, None, 5)),
+        *(pytest.param(dtype, slice(None), marks=pytest.mark.full) for dtype in ("bf16", "int8")),
+    ],
+    ids=str,
+)
+def test_resume_is_exact(momentum_dtype: str, chosen: slice, tmp_path: Path) -> None:
+    """Stages 0 to 3, both precisions, offload, sub-groups, the round-robin order, BF16_Optimizer.
+
+    In int8 also the codes themselves, though the files hold the momentum in fp32.
+    """
+    cases = [case | {"optimizer": MOMENTA[momentum_dtype]} for case in RESUMED[chosen]]
+    folders = [str(tmp_path / str(index)) for index in range(len(cases))]
+    expected = run(save_all, 2, timeout=280, cases=cases, folders=folders)
+    for rank, results in enumerate(run(resume_all, 2, timeout=280, cases=cases, folders=folders)):
+        for case, wanted, got in zip(cases, expected[rank], results, strict=True):
+            assert differing(wanted, got) == [], case
+            moments = [value for key, value in got.items() if key.endswith((" momentum_buffer", " momentum_codes"))]
+            assert case["stage"] == 3 or {moment.dtype for moment in moments} == {DTYPES[momentum_dtype]}, case
+
+
+# ---- another momentum_dtype -------------------------------------------------------------------------------
+
+
+def save_each(cases: list[dict[str, Any]], dtype: str, folders: list[str]) -> list[dict[str, Tensor]]:
+    """The states by name that two steps leave in a checkpoint."""
+    results = []
+    for case, folder in zip(cases, folders, strict=True):
+        engine = fresh_engine(0, case, optimizer=MOMENTA[dtype])
+        train_engine(engine, 2)
+        engine.save_checkpoint(folder)
+        results.append(named_states(engine))
+        engine.destroy()
+    return results
+
+
+def load_each(cases: list[dict[str, Any]], dtype: str, folders: list[str]) -> list[tuple[dict, list[str], set]]:
+    """The states by name after a load, the warnings, and the dtypes of the momenta kept after a further step."""
+    import logging
+
+    results = []
+    for case, folder in zip(cases, folders, strict=True):
+        engine = fresh_engine(7, case, optimizer=MOMENTA[dtype])
+        records: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record, said=records: said.append(record.getMessage())
+        logging.getLogger("deepspeed.muon").addHandler(handler)
+        engine.load_checkpoint(folder)
+        logging.getLogger("deepspeed.muon").removeHandler(handler)
+        states = named_states(engine)
+        train_engine(engine, 1, first_step=2)
+        kept = kept_dtypes(local_states(engine))
+        results.append((states, [text for text in records if "momentum" in text], kept))
+        engine.destroy()
+    return results
+
+
+CHANGED: list[dict[str, Any]] = [{"stage": 1}, {"stage": 2, "dtype": "bf16"}, {"stage": 3}, BF16_OPTIMIZER]
+CHANGED += [{"stage": stage, "offload": True} for stage in (2, 3)]
+
+
+def cast(value: Tensor, dtype: str, found: Tensor) -> bool:
+    """Whether a momentum is what it was before, rounded to nearest."""
+    if dtype == "int8":
+        return bool(((found - value).abs() <= 0.501 / 127 * value.abs().max()).all()) and not found.equal(value)
+    return found.equal(value.to(DTYPES[dtype]).float())
+
+
+SLOW_PAIRS = [pytest.param(*pair, marks=pytest.mark.full) for pair in (("bf16", "int8"), ("int8", "bf16"))]
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [("fp32", "bf16"), ("bf16", "fp32"), ("fp32", "int8"), ("int8", "fp32"), *SLOW_PAIRS]
+)
+def test_another_dtype_casts_once(saved: str, loaded: str, tmp_path: Path) -> None:
+    """Exact to fp32, to nearest to bf16 and int8; AdamW's moments stay as they are."""
+    folders = [str(tmp_path / str(index)) for index in range(len(CHANGED))]
+    expected = run(save_each, 2, cases=CHANGED, dtype=saved, folders=folders)
+    for rank, results in enumerate(run(load_each, 2, cases=CHANGED, dtype=loaded, folders=folders)):
+        for case, before, (after, warnings, kept) in zip(CHANGED, expected[rank], results, strict=True):
+            for name, value in before.items():
+                is_momentum = name.endswith("momentum_buffer")
+                assert cast(value, loaded if is_momentum else "fp32", after[name]), (case, name)
+            kinds = [str(DTYPES[dtype]).removeprefix("torch.") for dtype in (saved, loaded)]
+            assert [" is {} and goes on in {},".format(*kinds) in text for text in warnings] == [True], case
+            assert kept == {DTYPES[loaded]}, case
+
+
+# ---- stock's universal converter --------------------------------------------------------------------------
+
+
+SLOWER = [pytest.param(case, marks=pytest.mark.full) for case in ({"stage": 2}, BF16_OPTIMIZER)]
+
+
+@pytest.mark.parametrize("case", [{"stage": 3}, *SLOWER], ids=str)
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_universal_checkpoint(dtype: str, case: dict[str, Any], tmp_path: Path) -> None:
+    """Saved on 2 ranks, loaded on 1 and 2, and in fp32: the same momentum, in the config's dtype.
+
+    On as many ranks training goes on with the same bits. In int8 on others, where blocks lie elsewhere, the momentum is
+    rounded once.
+    """
+    saved = run(universal.save_all, 2, cases=[case | {"optimizer": MOMENTA[dtype]}], folder=str(tmp_path))[0][0]
+    universal.convert(tmp_path / "0")
+    for world, kept in ((1, dtype), (2, dtype), (1, "fp32")):
+        jobs = [(str(tmp_path / "0"), case | {"optimizer": MOMENTA[kept]})]
+        loaded = run(universal.load_all, world, jobs=jobs)[0][0]
+        changed = differing(loaded["states"], saved["states"])
+        assert loaded["momentum"] == {DTYPES[kept]}, (world, kept)
+        assert (loaded["keys"] == saved["keys"]) is ((dtype, kept) != ("int8", "fp32"))
+        if (world, kept) == (1, "int8"):
+            assert changed and all(name.endswith("momentum_buffer") for name in changed)
+            assert all(cast(saved["states"][name], "int8", loaded["states"][name]) for name in changed)
+        else:
+            assert changed == []
+        if (world, kept) == (2, dtype):
+            assert differing(loaded["after"], saved["after"]) == []

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A momentum in int8: its rounding, its kernels against their twin and float64, what rounding to nearest loses."""
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepspeed.muon.kernels import native, reference
+from deepspeed.muon.kernels.builder import MuonBuilder
+from deepspeed.muon.kernels.codes import BLOCK, LEVELS, SMALLEST, blocks_of, decode, encode
+from deepspeed.muon.kernels.rounding import key_of, noise
+from deepspeed.muon.kernels.table import Operations
+from deepspeed.muon.kernels.workspace import Workspace
+from helpers.kernels import native_only, randn
+
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+SIZES = [1, 31, 127, 128, 129, 1000, reference.CPU_CHUNK + 77]
+LARGEST = torch.finfo(torch.float32).max
+Codes = tuple[Tensor, Tensor]
+
+
+@pytest.fixture(params=["torch", "native"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Operations:
+    if request.param == "torch":
+        return reference.OPERATIONS
+    return native_only(monkeypatch, "look_ahead", "advance_codes")
+
+
+def encoded(values: Tensor, uniform: Tensor | float = 0.5) -> Codes:
+    """Codes and magnitudes, by default to nearest."""
+    wide = torch.zeros(blocks_of(values.numel()) * BLOCK)
+    wide[: values.numel()] = values
+    codes, absmax = torch.empty(values.numel(), dtype=torch.int8), torch.empty(blocks_of(values.numel()))
+    encode(wide, codes, absmax, uniform)
+    return codes, absmax
+
+
+def decoded(codes: Tensor, absmax: Tensor, skipped: int = 0) -> Tensor:
+    return decode(codes, absmax, skipped, torch.full((absmax.numel() * BLOCK,), torch.nan)).clone()
+
+
+def uniform(numel: int, step: int = 1, name: str = "w") -> Tensor:
+    """What a step adds before it rounds down, for whole blocks."""
+    bits, spare = torch.empty(2, blocks_of(numel) * BLOCK, dtype=torch.int32)
+    return (noise(bits, spare, key_of(name, step), 0) | 1) / 2**16
+
+
+def samples() -> Tensor:
+    """Blocks of all magnitudes, and for each power of two one whose largest element is hardest to divide by."""
+    mantissas = randn(4096, seed=1).abs().clamp(1e-3, 1.0)
+    exponents = torch.linspace(-118, 127, 32).round().repeat_interleave(BLOCK)
+    return mantissas * torch.exp2(exponents) * randn(4096, seed=2).sign()
+
+
+# ---- rounding ---------------------------------------------------------------------------------------------
+
+
+def test_what_is_decoded_gets_the_same_codes_again() -> None:
+    """However it was rounded: so fp32 in a checkpoint restores the bits."""
+    for random in (0.5, 2.0**-16, 1 - 2.0**-16, uniform(4096)):
+        codes, absmax = encoded(samples(), random)
+        assert codes.abs().view(-1, BLOCK).amax(1).eq(LEVELS).all()
+        again, same = encoded(decoded(codes, absmax))
+        assert again.equal(codes) and same.equal(absmax)
+
+
+def test_the_largest_element_of_a_block_is_exact() -> None:
+    """For 2^16 mantissas, both signs and the noise at both ends: the product with the inverse is off by one unit."""
+    largest = (1 + torch.arange(2**16) / 2**16).repeat_interleave(BLOCK) * 2.0**-13
+    for sign in (1.0, -1.0):
+        for random in (2.0**-16, 1 - 2.0**-16):
+            codes, absmax = encoded(sign * largest, random)
+            assert codes.eq(sign * LEVELS).all() and decoded(codes, absmax).equal(sign * largest)
+
+
+def test_the_mean_is_the_value() -> None:
+    """Over all noise: half of the 2^15 numbers lie on either side of 1/2. Errors are those of a product in fp32."""
+    numbers = torch.arange(1, 2**16, 2) / 2**16
+    for value in (0.3, -0.7, 1e-4, 126.4 / 127, -0.0):
+        source = torch.zeros(numbers.numel(), BLOCK)
+        source[:, 0], source[:, 1:] = 1.0, value
+        codes, absmax = encoded(source.view(-1), numbers.repeat_interleave(BLOCK))
+        mean = decoded(codes, absmax).view(-1, BLOCK)[:, 1].double().mean()
+        assert float(mean) == pytest.approx(value, abs=1e-7)
+
+
+def test_errors_are_a_unit_or_half_a_unit() -> None:
+    values = samples()
+    units = values.view(-1, BLOCK).abs().amax(1, keepdim=True).double() / LEVELS
+    for random, most in ((0.5, 0.5), (uniform(values.numel()), 1.0)):
+        error = (decoded(*encoded(values, random)).double() - values).view(-1, BLOCK) / units
+        assert 0.9 * most < float(error.abs().max()) <= most * (1 + 1e-4)
+
+
+def test_tiny_blocks_are_zero() -> None:
+    """Below the smallest magnitude, where one code would be subnormal, and where all is zero."""
+    for value, kept in ((SMALLEST, SMALLEST), (SMALLEST * 0.999, 0.0), (1e-45, 0.0), (0.0, 0.0), (-0.0, 0.0)):
+        for random in (2.0**-16, 0.5, 1 - 2.0**-16):
+            codes, absmax = encoded(torch.full((BLOCK,), value), random)
+            assert absmax.item() == kept and codes.eq(LEVELS * (kept > 0)).all()
+    assert decoded(*encoded(torch.tensor([LARGEST, -LARGEST]))).tolist() == [LARGEST, -LARGEST]
+
+
+def test_what_is_not_finite_stays_so() -> None:
+    """Its whole block becomes not a number; others are as before."""
+    values = randn(3 * BLOCK)
+    expected = decoded(*encoded(values))
+    for wrong in (torch.inf, -torch.inf, torch.nan):
+        values[BLOCK + 3] = wrong
+        found = decoded(*encoded(values)).view(3, BLOCK)
+        assert not found[1].isfinite().any()
+        assert found[::2].equal(expected.view(3, BLOCK)[::2])
+
+
+@pytest.mark.parametrize("skipped", [0, 1, 127])
+def test_decoding_starts_anywhere(skipped: int) -> None:
+    codes, absmax = encoded(randn(1000))
+    whole = decoded(codes, absmax)
+    first = 3 * BLOCK + skipped
+    assert decoded(codes[first:], absmax[3:], skipped).equal(whole[first:])
+
+
+# ---- kernels ------------------------------------------------------------------------------------------------
+
+
+def look(kernels: Operations, state: Codes, grad: Tensor, out: Tensor, nesterov: bool = True, first: int = 0) -> None:
+    """At all elements from ``first`` on."""
+    block, skipped = divmod(first, BLOCK)
+    numel = out.numel()
+    place = state[0][first : first + numel], state[1][block : blocks_of(first + numel)], skipped
+    kernels.look_ahead(*place, grad[first : first + numel], out, numel, numel, 0.95, nesterov, Workspace())
+
+
+@pytest.mark.parametrize("grad_dtype", FLOATS, ids=str)
+def test_a_step_is_computed_in_fp32_and_kept_rounded(kernels: Operations, grad_dtype: torch.dtype) -> None:
+    """The look-ahead is that of the unrounded momentum, whose codes are those of the definition."""
+    for numel in SIZES:
+        state, grad = encoded(randn(numel)), randn(numel, seed=1, dtype=grad_dtype)
+        before = [part.clone() for part in state]
+        momentum = decoded(*state).lerp(grad.float(), 0.05)
+        for nesterov, expected in ((True, torch.lerp(grad.float(), momentum, 0.95)), (False, momentum)):
+            for out_dtype in (torch.float32, torch.bfloat16):
+                out = torch.full((numel,), torch.nan, dtype=out_dtype)
+                look(kernels, state, grad, out, nesterov)
+                assert out.equal(expected.to(out_dtype)) and all(map(torch.equal, state, before))
+        codes, absmax = encoded(momentum, uniform(numel))
+        for nesterov in (True, False):
+            for out_dtype in (torch.float32, torch.bfloat16, None):
+                expected, out = torch.empty(2, numel, dtype=out_dtype)
+                look(kernels, state, grad, expected, nesterov)
+                kept = [part.clone() for part in state]
+                target = None if out_dtype is None else out
+                kernels.advance_codes(*kept, grad, target, 0.95, nesterov, key_of("w", 1), 0, Workspace())
+                assert kept[0].equal(codes) and kept[1].equal(absmax), numel
+                assert target is None or target.equal(expected)
+
+
+@pytest.mark.parametrize(("cols", "pitch", "first"), [(37, 101, 0), (64, 192, 77), (1, 3, 5), (300, 300, 129)])
+def test_rows_that_lie_apart(kernels: Operations, cols: int, pitch: int, first: int) -> None:
+    """As columns of a matrix do; many more than one chunk's. What lies between them is not read."""
+    rows = 2 * reference.CPU_CHUNK // pitch + 3
+    numel = first + (rows - 1) * pitch + cols
+    state, grad = encoded(randn(numel)), randn(numel, seed=1)
+    whole, out = torch.empty(numel), torch.empty(rows * cols)
+    look(kernels, state, grad, whole)
+    expected = torch.as_strided(whole, (rows, cols), (pitch, 1), first).reshape(-1)
+    block, skipped = divmod(first, BLOCK)
+    args = state[0][first:], state[1][block:], skipped, grad[first:], out, cols, pitch
+    kernels.look_ahead(*args, 0.95, True, Workspace())
+    assert out.equal(expected)
+
+
+def test_long_rows_that_lie_apart(kernels: Operations) -> None:
+    """A row is longer than a chunk."""
+    cols = reference.CPU_CHUNK + 1000
+    pitch = cols + 57
+    numel = pitch + cols
+    state, grad = encoded(randn(numel)), randn(numel, seed=1)
+    whole, out = torch.empty(numel), torch.empty(2 * cols)
+    look(kernels, state, grad, whole)
+    kernels.look_ahead(*state, 0, grad, out, cols, pitch, 0.95, True, Workspace())
+    assert out.equal(torch.cat([whole[:cols], whole[pitch:]]))
+
+
+def test_slices_change_no_bit(kernels: Operations) -> None:
+    """Looking ahead from any element; rounding from any block, with the number of its first element."""
+    numel = reference.CPU_CHUNK + 1000
+    state, grad, out = encoded(randn(numel)), randn(numel, seed=1), torch.empty(numel)
+    look(kernels, state, grad, out)
+    cuts = [0, 1, 78, 128, 5000, numel]
+    for first, end in pairwise(cuts):
+        part = torch.empty(end - first)
+        look(kernels, state, grad, part, first=first)
+        assert part.equal(out[first:end])
+    sliced = [part.clone() for part in state]
+    kernels.advance_codes(*state, grad, None, 0.95, True, (3, 4), 2**32 - 1000, Workspace())
+    for first, end in ((0, 5 * BLOCK), (5 * BLOCK, numel)):
+        here = sliced[0][first:end], sliced[1][first // BLOCK : blocks_of(end)]
+        kernels.advance_codes(*here, grad[first:end], None, 0.95, True, (3, 4), 2**32 - 1000 + first, Workspace())
+    assert all(map(torch.equal, state, sliced))
+
+
+def test_magnitudes_of_all_sizes(kernels: Operations) -> None:
+    """The codes of extreme blocks, too, are those of the twin."""
+    values = torch.cat([samples(), torch.tensor([LARGEST, 1e-40, 0.0, -0.0, SMALLEST])])
+    state = encoded(values)
+    twin = [part.clone() for part in state]
+    for grad in (values.flip(0), torch.zeros_like(values)):
+        kernels.advance_codes(*state, grad, None, 0.95, True, (1, 2), 0, Workspace())
+        reference.advance_codes(*twin, grad, None, 0.95, True, (1, 2), 0, Workspace())
+        assert all(map(torch.equal, state, twin))
+
+
+def test_the_workspace_is_bounded() -> None:
+    work = Workspace()
+    for numel in (3 * reference.CPU_CHUNK, 10 * reference.CPU_CHUNK):
+        state, grad, out = encoded(torch.ones(numel)), torch.ones(numel), torch.empty(numel)
+        reference.look_ahead(*state, 0, grad, out, numel, numel, 0.9, True, work)
+        assert work.nbytes() == 8 * reference.CPU_CHUNK
+        work.clear()
+        reference.advance_codes(*state, grad, out, 0.9, True, (1, 2), 0, work)
+        assert work.nbytes() == 16 * reference.CPU_CHUNK
+        work.clear()
+
+
+def test_what_cpp_is_not_made_for_falls_to_the_twin() -> None:
+    if native.unavailable():
+        pytest.skip("no C++ compiler")
+    module, (codes, absmax) = MuonBuilder().load(), encoded(randn(256))
+    grad, kept = randn(256, seed=1), codes.clone()
+    for wrong in (grad.double(), grad[:255], torch.cat([grad, grad])[::2]):
+        assert not module.advance_codes(codes, absmax, wrong, None, 0.9, True, (1, 2), 0)
+        assert not module.advance_codes(codes, absmax, grad, wrong, 0.9, True, (1, 2), 0)
+        assert not module.look_ahead(codes, absmax, 0, wrong, grad, 256, 256, 0.9, True)
+    assert not module.advance_codes(codes.int(), absmax, grad, None, 0.9, True, (1, 2), 0)
+    assert not module.advance_codes(codes, absmax.double(), grad, None, 0.9, True, (1, 2), 0)
+    assert codes.equal(kept)
+
+
+# ---- a momentum of 0.95 -------------------------------------------------------------------------------------
+
+
+def to_nearest(numel: int, step: int) -> float:
+    return 0.5
+
+
+def shortfall(rounding: Callable[[int, int], Tensor | float], steps: int = 400) -> float:
+    """How far from a steady gradient its average stays, relative, as the mean over elements and the later steps.
+
+    Each block has an element that is four times as large as the others and has its average from the start.
+    """
+    gradient = 0.2 + 0.1 * torch.rand(32, BLOCK, generator=torch.Generator().manual_seed(1))
+    gradient[:, 0] = 1.0
+    start = gradient * (gradient == 1.0)
+    state, total = encoded(start.view(-1)), torch.zeros(32, BLOCK, dtype=torch.float64)
+    for step in range(steps):
+        state = encoded(decoded(*state).lerp_(gradient.view(-1), 0.05), rounding(gradient.numel(), step))
+        total += decoded(*state).view(32, BLOCK) if step >= steps // 2 else 0
+    return abs(float((total / (steps - steps // 2) / gradient - 1)[:, 1:].mean()))
+
+
+def test_a_large_decay_does_not_stall() -> None:
+    """A change of less than half a unit is lost to nearest: 5 % of what is missing, up to 10 of the 127 units."""
+    assert shortfall(uniform) <= 1e-3
+    assert shortfall(to_nearest) >= 0.25

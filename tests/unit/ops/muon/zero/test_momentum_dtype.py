@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A momentum in bf16 or int8: its step, its bytes, training against the oracle, what sharding changes."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepspeed.muon import MuonWithAuxAdam
+from deepspeed.muon.kernels.codes import BLOCK, blocks_of, encode
+from deepspeed.muon.kernels.rounding import key_of, noise, round_
+from helpers.distributed import run
+from helpers.engine_state import INT8, kept_dtypes, local_states, state_sizes
+from helpers.models import MODELS, full_weights, train_engine
+from helpers.oracles import change_cosine, change_error
+from helpers.parity import oracle
+from helpers.refusals import NVME, attempt
+from helpers.training import BF16_OPTIMIZER, MOMENTA, PARAMS, FixedGradients, ds_config, fp32_weights, make_engine
+
+ROUNDED = ["bf16", "int8"]
+KEPT = {"bf16": torch.bfloat16, "int8": torch.int8}
+
+# ---- one step ---------------------------------------------------------------------------------------------
+
+
+def plain_optimizer(momentum_dtype: str) -> tuple[Any, MuonWithAuxAdam]:
+    net = MODELS["mlp"]()
+    return net, MuonWithAuxAdam(net.parameters(), model=net, **PARAMS, momentum_dtype=momentum_dtype)
+
+
+def plain_step(net: Any, optimizer: MuonWithAuxAdam, step: int) -> None:
+    optimizer.zero_grad()
+    net(*net.batch(step)).backward()
+    optimizer.step()
+
+
+def test_the_bits_of_bf16_are_those_of_name_step_and_element() -> None:
+    net, optimizer = plain_optimizer("bf16")
+    for step in (1, 2, 3):
+        state = {p: optimizer.state[p]["momentum_buffer"].clone() for p in net.parameters() if p.ndim == 2 and step > 1}
+        plain_step(net, optimizer, step)
+        for name, param in net.named_parameters():
+            if param.ndim == 2:
+                before = state.get(param, torch.zeros_like(param)).view(-1)
+                wide = before.float().lerp(param.grad.view(-1), 1 - PARAMS["momentum"])
+                bits, spare = torch.empty(2, param.numel(), dtype=torch.int32)
+                expected = torch.empty_like(wide, dtype=torch.bfloat16)
+                round_(expected, wide, noise(bits, spare, key_of(name, step), 0), spare)
+                assert optimizer.state[param]["momentum_buffer"].view(-1).equal(expected), (step, name)
+
+
+def test_the_bits_of_int8_are_those_of_name_step_and_element() -> None:
+    net, optimizer = plain_optimizer("int8")
+    plain_step(net, optimizer, 1)
+    for name, param in net.named_parameters():
+        if param.ndim == 2:
+            state = optimizer.state[param]
+            assert sorted(state) == INT8 and state["momentum_codes"].shape == param.shape
+            wide, numel = torch.zeros(blocks_of(param.numel()) * BLOCK), param.numel()
+            wide[:numel] = (1 - PARAMS["momentum"]) * param.grad.view(-1)
+            bits, spare = torch.empty(2, wide.numel(), dtype=torch.int32)
+            uniform = (noise(bits, spare, key_of(name, 1), 0) | 1) / 2**16
+            codes, absmax = torch.empty(numel, dtype=torch.int8), torch.empty(blocks_of(numel))
+            encode(wide, codes, absmax, uniform)
+            assert state["momentum_codes"].view(-1).equal(codes) and state["momentum_absmax"].equal(absmax), name
+
+
+@pytest.mark.parametrize("momentum_dtype", ROUNDED)
+def test_plain_pytorch_resumes_exactly_and_casts_once(momentum_dtype: str, caplog: pytest.LogCaptureFixture) -> None:
+    net, optimizer = plain_optimizer(momentum_dtype)
+    for step in range(2):
+        plain_step(net, optimizer, step)
+    saved = copy.deepcopy({"model": net.state_dict(), "optimizer": optimizer.state_dict()})
+    moments = [saved["optimizer"]["state"][index]["momentum_buffer"] for index in range(5)]
+    assert {moment.dtype for moment in moments} == {torch.bfloat16 if momentum_dtype == "bf16" else torch.float32}
+    random = torch.get_rng_state()
+    plain_step(net, optimizer, 2)
+    assert torch.get_rng_state().equal(random), "torch's generator is the user's"
+    again, resumed = plain_optimizer(momentum_dtype)
+    again.load_state_dict(saved["model"])
+    taken = copy.deepcopy(saved["optimizer"])
+    resumed.load_state_dict(taken)
+    if momentum_dtype == "bf16":
+        first = resumed.state[resumed.param_groups[0]["params"][0]]["momentum_buffer"]
+        assert first.data_ptr() == taken["state"][0]["momentum_buffer"].data_ptr(), "an fp32 copy was made on the way"
+    assert "momentum" not in caplog.text
+    plain_step(again, resumed, 2)
+    assert all(a.equal(b) for a, b in zip(net.parameters(), again.parameters(), strict=True))
+    _, wide = plain_optimizer("fp32")
+    wide.load_state_dict(saved["optimizer"])
+    assert (
+        f"the checkpoint's momentum is {KEPT[momentum_dtype]} and goes on in float32".replace("torch.", "")
+        in caplog.text
+    )
+    assert not any("momentum_dtype" in group for group in wide.param_groups)
+    for index, tensor in enumerate(wide.param_groups[0]["params"]):
+        loaded = wide.state[tensor]["momentum_buffer"]
+        assert loaded.dtype == torch.float32 and loaded.equal(moments[index].float())
+
+
+# ---- under ZeRO -------------------------------------------------------------------------------------------
+
+
+FIXED = [(24, 40), (33, 65), (24, 40)]
+
+
+def momenta(engine: Any) -> dict[str, tuple[int, Tensor]]:
+    """By name the first element that this rank holds and the momentum from there on.
+
+    Read off the layout, without DeepSpeed's functions.
+    """
+    held = {}
+    for partition in engine.basic_optimizer.partitions:
+        for shard in partition.shards:
+            start, stop = shard.placement.held(partition.rank, 0, shard.spec.numel)
+            if start < stop:
+                position = shard.placement.position(start)
+                place = partition.tensors[shard.tensor], "momentum_buffer", position, position + stop - start
+                held[shard.spec.name] = start, engine.basic_optimizer.read_state(*place)
+    return held
+
+
+def train_all(cases: list[dict[str, Any]], momentum_dtype: str) -> list[dict[str, Tensor]]:
+    """Master weights of the small model after five steps of each case."""
+    results = []
+    for case in cases:
+        engine = make_engine(MODELS["mlp"](), ds_config(**case, optimizer=MOMENTA[momentum_dtype]))
+        train_engine(engine, 5)
+        results.append(fp32_weights(engine))
+        assert kept_dtypes(local_states(engine)) == {KEPT[momentum_dtype]}
+        engine.destroy()
+    return results
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("momentum_dtype", ROUNDED)
+def test_training_equals_the_oracle(momentum_dtype: str, world: int) -> None:
+    """The oracle's momentum is fp64. Rounding moves five steps by 4 % of the change at most, in int8 by 25 %, where a
+    matrix has singular values below the unit of its codes, and 8 % on average; a model in bf16 as in parity.
+    """
+    cases: list[dict[str, Any]] = [{"stage": stage} for stage in (1, 2, 3)]
+    if world == 2:
+        cases += [{"stage": 0}, BF16_OPTIMIZER, *({"stage": stage, "dtype": "bf16"} for stage in (0, 1, 2, 3))]
+        cases += [{"stage": stage, "offload": True} for stage in (1, 2, 3)]
+    references = {dtype: oracle("mlp", 1.0, dtype) for dtype in ("fp32", "bf16")}
+    errors = []
+    for results in run(train_all, world, cases=cases, momentum_dtype=momentum_dtype):
+        for case, weights in zip(cases, results, strict=True):
+            reference = references[case.get("dtype", "fp32")]
+            for key, expected in reference.weights.items():
+                initial = reference.initial[key]
+                if "dtype" in case and case["dtype"] == "bf16":
+                    assert change_cosine(initial, weights[key], expected) >= 0.9, (case, key)
+                else:
+                    errors.append(change_error(initial, weights[key], expected))
+    worst, mean = max(errors), sum(errors) / len(errors)
+    print(f"{momentum_dtype}, world {world}: at most {worst:.1e}, mean {mean:.1e}")
+    most, average = {"bf16": (0.04, 0.02), "int8": (0.25, 0.08)}[momentum_dtype]
+    assert worst <= most and mean <= average
+
+
+def momenta_of_given_gradients(cases: list[dict[str, Any]], momentum_dtype: str) -> list[dict[str, tuple[int, Tensor]]]:
+    """After four steps without clipping, whose norm is a sum over ranks."""
+    results = []
+    for case in cases:
+        net = FixedGradients(FIXED)
+        engine = make_engine(net, ds_config(clip=0.0, optimizer=MOMENTA[momentum_dtype], **case))
+        for step in range(4):
+            engine.backward(engine(net.gradients(step)))
+            engine.step()
+        results.append(momenta(engine))
+        engine.destroy()
+    return results
+
+
+@pytest.mark.parametrize("momentum_dtype", ROUNDED)
+def test_what_sharding_changes_of_the_momentum(momentum_dtype: str) -> None:
+    """In bf16 no bit: the random bits of an element are those of its parameter, its index and the step.
+
+    In int8 the magnitudes of blocks follow the shards. What a step loses is at most a unit of the codes, of which the
+    next one keeps 0.9. The units of all blocks are at most that of the largest gradient, which averages do not exceed.
+    """
+    cases: list[dict[str, Any]] = [{"stage": stage} for stage in (0, 1, 2, 3)]
+    cases += [{"stage": 3, "zero": {"sub_group_size": 100}}, {"stage": 2, "zero": {"round_robin_gradients": True}}]
+    dtype = {"bf16": "bf16", "int8": "fp32"}[momentum_dtype]
+    base = run(momenta_of_given_gradients, 1, cases=cases[:1], momentum_dtype=dtype)[0][0]
+    net = FixedGradients(FIXED)
+    largest = max(float(gradient.abs().max()) for step in range(4) for gradient in net.gradients(step))
+    units = []
+    for world in (1, 2, 4):
+        for results in run(momenta_of_given_gradients, world, cases=cases, momentum_dtype=momentum_dtype):
+            for case, got in zip(cases, results, strict=True):
+                assert got or world > 1
+                for name, (start, values) in got.items():
+                    expected = base[name][1][start : start + len(values)]
+                    if momentum_dtype == "bf16":
+                        assert values.equal(expected), (world, case, name)
+                    else:
+                        units.append(float((values - expected).abs().max()) / largest * 127)
+    assert momentum_dtype == "bf16" or 0.1 < max(units) <= 1 + 0.9 + 0.9**2 + 0.9**3
+
+
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("momentum_dtype", ROUNDED)
+def test_bytes_of_the_state(momentum_dtype: str, world: int) -> None:
+    """Two per parameter, or one and a 32nd, and what partial blocks of a parameter's shard take beyond that."""
+    cases = [
+        {"stage": s, "dtype": d, "optimizer": MOMENTA[momentum_dtype]} for s in (1, 2, 3) for d in ("fp32", "bf16")
+    ]
+    for case, *ranks in zip(cases, *run(state_sizes, world, cases=cases, model="broad"), strict=True):
+        used, flat, tensors = (sum(column) for column in zip(*ranks, strict=True))
+        if momentum_dtype == "bf16":
+            assert used == 2 * flat + 4 * tensors, case
+        else:
+            assert 1.03 * flat < used - 4 * tensors <= 1.05 * flat, case
+
+
+# ---- states by name ---------------------------------------------------------------------------------------
+
+
+def set_by_name(cases: list[dict[str, Any]], momentum_dtype: str) -> list[str]:
+    """What goes wrong when the momentum is written by name and read back.
+
+    Of an even model: at stage 3 DeepSpeed writes no parameter whose size the ranks do not divide, with any optimizer.
+    """
+    from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
+
+    found = []
+    for case in cases:
+        engine = make_engine(MODELS["wide"](), ds_config(**case, optimizer=MOMENTA[momentum_dtype]))
+        train_engine(engine, 1)
+        for param, spec in engine.basic_optimizer.specs.items():
+            if spec.use_muon:
+                value = torch.randn(spec.shape, generator=torch.Generator().manual_seed(spec.numel))
+                safe_set_full_optimizer_state(param, value, "momentum_buffer")
+                got = safe_get_full_optimizer_state(param, "momentum_buffer")
+                if momentum_dtype == "bf16":
+                    is_right = got.equal(value.bfloat16().float())
+                else:  # half a unit away at most, and again as it is now
+                    is_right = float((got - value).abs().max()) <= 0.501 / 127 * float(value.abs().max())
+                    safe_set_full_optimizer_state(param, got, "momentum_buffer")
+                    is_right &= got.equal(safe_get_full_optimizer_state(param, "momentum_buffer"))
+                if got.dtype != torch.float32 or not is_right:
+                    found.append(f"{case} {spec.name} {got.dtype}")
+            else:
+                safe_set_full_optimizer_state(param, torch.full(spec.shape, 0.5), "exp_avg_sq")
+                if not safe_get_full_optimizer_state(param, "exp_avg_sq").eq(0.5).all():
+                    found.append(f"{case} {spec.name}")
+        kept = kept_dtypes(local_states(engine))
+        found += [] if kept == {KEPT[momentum_dtype]} else [f"{case} {kept}"]
+        weights = full_weights(engine.module)
+        train_engine(engine, 1, first_step=1)
+        found += [] if all(w.isfinite().all() for w in weights.values()) else [f"{case} not finite"]
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("momentum_dtype", ROUNDED)
+def test_the_momentum_is_read_and_written_by_name(momentum_dtype: str) -> None:
+    """As fp32; what is written is rounded to nearest."""
+    cases: list[dict[str, Any]] = [{"stage": s, "dtype": d} for s in (0, 1, 2, 3) for d in ("fp32", "bf16")]
+    cases += [BF16_OPTIMIZER, *({"stage": stage, "offload": True} for stage in (1, 2, 3))]
+    assert run(set_by_name, 2, cases=cases, momentum_dtype=momentum_dtype) == [[], []]
+
+
+# ---- refused ----------------------------------------------------------------------------------------------
+
+
+def refuse_on_nvme(momentum_dtype: str) -> list[Any]:
+    """With the config's optimizer, and with one that the script has built."""
+    import deepspeed
+
+    zero, optimizer = {"offload_optimizer": NVME}, MOMENTA[momentum_dtype]
+    net = MODELS["mlp"]()
+    own = MuonWithAuxAdam(net.parameters(), model=net, **optimizer["params"])
+    config = ds_config(stage=3, zero=zero)
+    del config["optimizer"]
+    return [
+        attempt(lambda: make_engine(MODELS["mlp"](), ds_config(stage=3, zero=zero, optimizer=optimizer))),
+        attempt(lambda: deepspeed.initialize(model=net, config=config, optimizer=own)[0]),
+    ]
+
+
+@pytest.mark.parametrize("momentum_dtype", ROUNDED)
+def test_refused_on_nvme(momentum_dtype: str) -> None:
+    for kind, text, _ in run(refuse_on_nvme, 1, momentum_dtype=momentum_dtype)[0]:
+        assert kind == "UnsupportedError"
+        assert (
+            'optimizer.params.momentum_dtype: DeepSpeed swaps optimizer states to NVMe in fp32; set it to "fp32"'
+            in text
+        )
