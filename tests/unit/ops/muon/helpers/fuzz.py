@@ -401,7 +401,8 @@ def is_half(config: dict[str, Any]) -> bool:
 def difference(name: str, config: dict[str, Any], initial: Tensor, weight: Tensor, expected: Tensor) -> str:
     """What is wrong with a weight, or nothing.
 
-    In fp32 an error of 0.2 % of the change, of 3 % with a momentum in bf16, of 30 % in int8. Half precision as in parity.py.
+    In fp32 an error of 0.2 % of the change, of 3 % with a momentum in bf16, of 30 % in int8. Half precision as in
+    parity.py.
     """
     change, wanted = (end.double() - initial.double() for end in (weight, expected))
     floor = 1e-6 * float(initial.double().norm())
