@@ -45,6 +45,17 @@ class Visible:
         """How many keys after its own position a query sees; negative: all."""
         return 0 if self.is_causal else self.window[1]
 
+    @property
+    def is_prefix(self) -> bool:
+        """Whether a query sees all keys up to some point."""
+        return self.mask is None and self.documents is None and self.window[0] < 0
+
+    def last(self, queries: int, keys: int) -> Tensor:
+        """The last key that each query sees if it :attr:`is_prefix`; negative: none."""
+        if self._after < 0:
+            return torch.full((queries,), keys - 1)
+        return (torch.arange(queries) + self.shift + self._after).clamp(max=keys - 1)
+
     def reach(self, query: int, keys: int) -> int:
         """How many keys, from the first on, the queries up to this one see at most."""
         return keys if self._after < 0 else min(keys, max(1, query + self.shift + self._after + 1))
@@ -90,6 +101,8 @@ def largest(query: Tensor, key: Tensor, scale: float, visible: Visible, way: str
     keys, best = key.size(2), torch.full((heads,), -math.inf, device=query.device)
     if query.dtype == torch.float16:
         query, key = query.float(), key.float()  # a logit may exceed fp16's range before it is scaled
+    if way == "bound" and visible.is_prefix:
+        return _bound_of_prefixes(query, key, visible) * scale
     share = min(SHARE, count) if way == "sampled" else 1
     positions = range(turn % share, count, share)
     together = max(1, CHUNK // (batch * heads * keys))
@@ -115,6 +128,14 @@ def _bounds(query: Tensor, key: Tensor) -> Tensor:
     """Of the same shape, the products of norms."""
     norms = key.float().norm(dim=-1).repeat_interleave(query.size(1) // key.size(1), dim=1)
     return query.float().norm(dim=-1)[..., None] * norms[:, :, None]
+
+
+def _bound_of_prefixes(query: Tensor, key: Tensor, visible: Visible) -> Tensor:
+    """By head the largest product of norms, without a table of all pairs."""
+    longest = key.float().norm(dim=-1).cummax(dim=-1).values.repeat_interleave(query.size(1) // key.size(1), dim=1)
+    last = visible.last(query.size(2), key.size(2)).to(query.device)
+    bounds = query.float().norm(dim=-1) * longest[..., last.clamp(min=0)]
+    return bounds.masked_fill_(last < 0, -math.inf).amax((0, 2))
 
 
 @dataclass(frozen=True)

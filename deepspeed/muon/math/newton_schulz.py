@@ -174,11 +174,11 @@ def _precondition(x: Tensor, gram: Symmetric, work: Workspace) -> list[Tensor]:
         gram: X X^T, or X^T X of tall matrices, of X as it was.
 
     Returns:
-        The factors of each matrix, fp64, ``[rows, 1]``, or ``[cols, 1]`` of tall ones.
+        The factors of each matrix, fp32, ``[rows, 1]``, or ``[cols, 1]`` of tall ones.
     """
     is_wide, found = x.size(-2) <= x.size(-1), []
     for matrix, rest, diagonal in zip(x, gram.rest, gram.diagonal, strict=True):
-        total = torch.cat([wide.abs_().sum(dim=1, keepdim=True) for _, wide in widened(rest, work)])
+        total = torch.cat([wide.abs_().sum(dim=1, keepdim=True) for _, wide in widened(rest, work, torch.float32)])
         if not gram.is_whole:
             total += diagonal[:, None]
         found.append(torch.where(total == 0, 0.0, NORM * total.rsqrt()))
@@ -189,7 +189,8 @@ def _precondition(x: Tensor, gram: Symmetric, work: Workspace) -> list[Tensor]:
 def _scale_both(gram: Symmetric, factors: Sequence[Tensor], work: Workspace) -> None:
     """Multiply entry (i, j) of each matrix by the factors of i and of j, in place."""
     for rest, diagonal, factor in zip(gram.rest, gram.diagonal, factors, strict=True):
-        scale(rest, [factor, factor.T], work)  # one rounding, so that it stays symmetric
+        fine = factor.double()  # so that the order of the factors does not matter, and the result is symmetric
+        scale(rest, [fine, fine.T], work)
         if not gram.is_whole:
             diagonal.mul_(factor[:, 0].square())
 

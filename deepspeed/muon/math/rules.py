@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.kernels.workspace import Workspace
-from deepspeed.muon.math.rows import scale, squares
+from deepspeed.muon.math.rows import scale, squares, widened
 
 #: Which norms an option makes equal, in order: 0 stands for the weights of one output, 1 for those of one input.
 SIDES = {"none": (), "rows": (0,), "columns": (1,), "rows_columns": (0, 1), "columns_rows": (1, 0)}
@@ -58,7 +58,7 @@ class Rules:
         if self.muon_eq != "none":
             for matrix in matrices:
                 for side in SIDES[self.muon_eq]:
-                    equalize(matrix, axis ^ side, work)
+                    equalize(matrix, axis ^ side, work, dtype=torch.float64)  # a gradient of any magnitude
 
     def after(self, matrices: Tensor, axis: int, second_moments: Sequence[Tensor], work: Workspace) -> None:
         """What follows it, in place. ``second_moments``: with NorMuon one of each matrix, updated."""
@@ -72,15 +72,20 @@ class Rules:
                 normuon(matrix, axis, second_moment, self.normuon_beta2, work)
 
 
-def equalize(x: Tensor, axis: int, work: Workspace, norm: float = 1.0) -> None:
+def equalize(x: Tensor, axis: int, work: Workspace, norm: float = 1.0, dtype: torch.dtype = torch.float32) -> None:
     """Give each row (axis 0) or column (axis 1) of ``x``, ``[rows, cols]``, this norm, in place; zeros stay.
 
     Before Newton-Schulz this is MuonEq (arXiv 2603.28254), whose variants R and C these are. After it, with
     ``norm = sqrt(min(rows, cols) / count)``, it is Muon+ (arXiv 2602.21545): the matrix keeps the Frobenius norm of an
-    orthogonal one, so that the scale of updates is that of ``adjust_lr_fn``.
+    orthogonal one, so that the scale of updates is that of ``adjust_lr_fn``. ``dtype``: to compute in.
     """
-    length = squares(x, axis, work).sqrt_()
-    scale(x, [torch.where(length == 0, 1.0, norm / length)], work)
+    if axis == 1:
+        length = squares(x, axis, work, dtype).sqrt_()
+        scale(x, [torch.where(length == 0, 1.0, norm / length)], work)
+        return
+    for part, wide in widened(x, work, dtype):  # which has whole rows, so that one pass is enough
+        length = torch.linalg.vector_norm(wide, dim=1, keepdim=True)
+        part.copy_(wide.mul_(torch.where(length == 0, 1.0, norm / length)))
 
 
 def normuon(x: Tensor, axis: int, second_moment: Tensor, beta2: float, work: Workspace) -> None:
@@ -95,8 +100,7 @@ def normuon(x: Tensor, axis: int, second_moment: Tensor, beta2: float, work: Wor
     """
     found = squares(x, axis, work)
     total, held = found.sum(), second_moment.view(found.shape)
-    mean = (found / x.size(1 - axis)).float()
-    held.copy_(torch.where(total > 0, held.lerp(mean, 1 - beta2), held))
-    factor = 1 / (held.double().sqrt_() + EPS)
+    held.copy_(torch.where(total > 0, held.lerp(found / x.size(1 - axis), 1 - beta2), held))
+    factor = 1 / (held.sqrt() + EPS)
     scaled = (found * factor.square()).sum()
     scale(x, [torch.where(total > 0, factor * (total / scaled).sqrt(), 1.0)], work)
