@@ -64,7 +64,7 @@ class QKClip:
         self._device = torch.device("cpu")
         self._factors: dict[str, Factors] = {}
         self._told: set[str] = set()
-        #: By layer, the largest logit of the last step.
+        #: By layer, the largest logit of the last step; infinite if one was not a number.
         self.largest: dict[str, float] = {}
 
     def __str__(self) -> str:
@@ -106,6 +106,8 @@ class QKClip:
         for layer, part in parts.items():
             if layer.name in seen:
                 part[list(layer.held)] = seen[layer.name].cpu()
+        # Of two numbers of which one is NaN, backends of the collective do not agree which is the larger.
+        logits.nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf)
         missed, *flat = all_maxima(logits.to(self._device), self._group).tolist()
         self.watch.clear()
         if missed:

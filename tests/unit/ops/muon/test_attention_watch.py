@@ -155,6 +155,23 @@ def test_a_layer_that_does_not_run_is_left_as_it_is(caplog: pytest.LogCaptureFix
     assert changed == {f"0.{p}_proj.{kind}" for p in "qk" for kind in ("weight", "bias")}
 
 
+@pytest.mark.parametrize("value", [math.nan, 1e30])
+def test_a_forward_that_is_not_finite_is_a_skipped_step_like_any_other(value: float) -> None:
+    """Every logit of its layers is NaN, or overflows."""
+    net = nn.Sequential(Attention(), Attention())
+    optimizer, clip = clip_of(net, tau=1e-3)
+    before = copy.deepcopy(net.state_dict())
+    hidden = torch.randn(2, 5, 8)
+    net(hidden.index_fill(1, torch.tensor([0]), value)).sum().backward()
+    optimizer.step()
+    assert all(torch.equal(weight, before[name]) for name, weight in net.state_dict().items())
+    assert clip.largest == {"0": math.inf, "1": math.inf}
+    optimizer.zero_grad()
+    net(hidden).sum().backward()
+    optimizer.step()
+    assert not torch.equal(net[1].q_proj.weight, before["1.q_proj.weight"])
+
+
 def refused(net: nn.Module, match: str) -> None:
     with pytest.raises(MuonConfigError, match=match):
         clip_of(net)
