@@ -257,7 +257,7 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
     ):
         result = original(*call.args, **call.kwargs)
     if result[0] is not None:
-        # The micro-batches and gradients since the last step belong to other weights now.
+        # What micro-batches since the last step have left belongs to other weights.
         engine.micro_steps -= _position(engine)
         adapter.drop_gradients()
         compare_plans(engine.basic_optimizer)

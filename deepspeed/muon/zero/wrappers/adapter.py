@@ -74,11 +74,13 @@ class Adapter:
         raise NotImplementedError
 
     def drop_gradients(self) -> None:
-        """Forget what has been accumulated since the last step, in the model and in the wrapper."""
+        """Forget what micro-batches since the last step have left: in the model, in the wrapper, logits for QK-clip."""
         self.engine.zero_grad()
         self.wrapper.zero_grad(set_to_none=True)
         for name in ("averaged_gradients", "all_grad_tensors"):  # of stages 1 to 3
             getattr(self.wrapper, name, {}).clear()
+        if self.optimizer.qk_clip:
+            self.optimizer.qk_clip.watch.clear()
 
     def read_universal(self, load: Callable[..., None]) -> None:
         """Let ``load(checkpoint_folder, load_optimizer_states, load_from_fp32_weights)`` take the place of DeepSpeed's

@@ -71,6 +71,34 @@ def test_a_resume_is_exact(tmp_path: Any, logits: str, stage: int) -> None:
     assert all(torch.equal(through[name], again[name]) for name in through)
 
 
+def logits_around_a_load(folder: str, stage: int) -> tuple[float, float]:
+    """The largest of a step, and of the same step after a micro-batch of other weights and a load."""
+    from helpers.models import MODELS, train_engine
+    from helpers.training import ds_config
+
+    net = MODELS["gpt"]()
+    optimizer = with_params(lr=10.0, qk_clip={"tau": 1e6})
+    engine = make_engine(net, ds_config(stage=stage, accumulation=2, optimizer=optimizer))
+    engine.save_checkpoint(folder)
+    train_engine(engine, 1)
+    clip = engine.basic_optimizer.qk_clip
+    found = [max(clip.largest.values())]
+    engine.backward(engine(*net.batch(0)))
+    engine.step()
+    assert max(float(part.max()) for part in clip.watch.largest.values()) > 10 * found[0]
+    engine.load_checkpoint(folder)
+    train_engine(engine, 1)
+    found.append(max(clip.largest.values()))
+    engine.destroy()
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_load_forgets_the_logits_of_other_weights(tmp_path: Any, stage: int) -> None:
+    first, again = run(logits_around_a_load, 1, folder=str(tmp_path), stage=stage)[0]
+    assert again == first
+
+
 @pytest.mark.sample(7)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "phi3", "qwen2", "deepseek_v3"])
