@@ -20,6 +20,9 @@ WAYS = ("exact", "sampled", "bound")
 SHARE = 16
 #: Logits that are held at a time.
 CHUNK = 2**24
+#: What a mask of floats adds to the logit of a hidden key, or less. Models that do not write the dtype's least value or
+#: minus infinity write -1e9 or -1e4, the latter of which bf16 rounds to -9984.
+HIDDEN = -9000.0
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class Visible:
 
     Args:
         mask: broadcast to ``[batch, heads, queries, keys]``; bool, or floats that are added to the logits, of which
-            only those near the dtype's least value hide a key.
+            those of :data:`HIDDEN` or less hide a key.
         is_causal: query i sees keys up to i + ``shift``.
         window: how many keys before that, and after it, a query sees besides; negative: all.
         documents: of queries and of keys, ``[queries]`` and ``[keys]``; a query sees its own document.
@@ -76,7 +79,7 @@ class Visible:
         if self.mask is not None:
             mask = self.mask[(None,) * (4 - self.mask.ndim)]
             mask = mask[:, :, queries if mask.size(2) > 1 else slice(None), :keys]
-            found.append(mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2)
+            found.append(mask if mask.dtype == torch.bool else mask > HIDDEN)
         if not found:
             return None
         seen = found[0]

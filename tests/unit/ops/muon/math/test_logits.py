@@ -17,7 +17,7 @@ QUERY = torch.randn(2, 4, 21, 5, generator=GENERATOR)
 KEY = torch.randn(2, 2, 21, 5, generator=GENERATOR)
 MASK = torch.rand(2, 1, 21, 21, generator=GENERATOR) > 0.5
 DOCUMENT = torch.tensor([0] * 8 + [1] * 13)
-FLOATS = torch.where(MASK, torch.rand(MASK.shape, generator=GENERATOR), torch.finfo(torch.float32).min)
+BIASES = torch.rand(MASK.shape, generator=GENERATOR)
 
 
 def sees(case: dict[str, Any], sample: int, i: int, j: int) -> bool:
@@ -53,7 +53,11 @@ CASES: dict[str, dict[str, Any]] = {
     "both sides": {"window": (1, 3)},
     "documents": {"is_causal": True, "documents": (DOCUMENT, DOCUMENT)},
     "mask": {"mask": MASK},
-    "floats": {"mask": FLOATS},
+    "floats": {"mask": torch.where(MASK, BIASES, torch.finfo(torch.float32).min)},
+    "floats, -inf": {"mask": torch.where(MASK, BIASES, -math.inf)},
+    "floats, -1e9": {"mask": torch.where(MASK, BIASES, -1e9)},
+    "floats, -1e4": {"mask": torch.where(MASK, BIASES - 4000.0, -1e4).bfloat16()},
+    "floats, fp16": {"mask": torch.where(MASK, BIASES, -1e4).half()},
     "causal mask": {"mask": MASK, "is_causal": True},
 }
 
