@@ -77,7 +77,12 @@ PRESETS = {
 }
 
 #: Where a user sets the first key, these of a preset no longer act.
-_SUPERSEDED = REPLACES | {"adjust_lr_fn": ("rms_scale",), "ns_coefficients": ("ns_steps",)}
+_SUPERSEDED = REPLACES | {
+    "adjust_lr_fn": ("rms_scale",),
+    "ns_coefficients": ("ns_steps",),
+    "normuon": ("normuon_beta2",),
+    "momentum_start": ("momentum_warmup_steps",),
+}
 
 
 def filled_in(params: Mapping[str, Any]) -> dict[str, Any]:

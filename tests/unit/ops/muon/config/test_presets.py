@@ -41,6 +41,8 @@ def test_no_preset_is_plain_muon() -> None:
         ({"preset": "nanochat", "lr": 1e-3}, {"muon_lr": None, "adam_lr": None}),
         ({"preset": "nanochat", "weight_decay": 0.1}, {"muon_weight_decay": None, "adam_weight_decay": None}),
         ({"preset": "nanochat", "muon_lr": 0.01}, {"muon_lr": 0.01, "adam_lr": 0.004}),
+        ({"preset": "nanochat", "normuon": False}, {"normuon": False, "momentum_start": 0.85}),
+        ({"preset": "nanochat", "normuon": False, "muon_plus": "rows"}, {"muon_plus": "rows"}),
     ],
     ids=str,
 )
@@ -48,6 +50,13 @@ def test_any_key_overrides(section: dict[str, Any], expected: dict[str, Any]) ->
     config = parse(section)
     assert {key: getattr(config, key) for key in expected} == expected
     assert not config.of_preset.keys() & (section.keys() - {"preset"})
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_any_key_may_be_taken_out(name: str) -> None:
+    for key in PRESETS[name].values:
+        config = parse({"preset": name, key: None})
+        assert getattr(config, key) == MuonConfig.model_fields[key].default, key
 
 
 def test_a_group_overrides_too() -> None:
