@@ -88,8 +88,9 @@ class AttentionWatch:
                     f"qk_clip: the attention of {layer.name} has {query.size(1)} heads and its weights have "
                     f"{len(layer.held)}"
                 )
-            with torch.no_grad():
-                found = largest(query, key, scale, visible, self._way, self._turn())
+            kind, dtype = query.device.type, _dtype(query)
+            with torch.no_grad(), torch.autocast(kind, enabled=False):  # else it would cast back what is in fp32
+                found = largest(query.to(dtype), key.to(dtype), scale, visible, self._way, self._turn())
             before = self.largest.get(layer.name)
             self.largest[layer.name] = found if before is None else torch.maximum(before, found)
 
@@ -168,6 +169,12 @@ def _of_packed_flash(
     documents = torch.bucketize(tokens, cu_seqlens_q.to(tokens.dtype), right=True)
     visible = Visible(is_causal=causal, window=(window_size_left, window_size_right), documents=(documents, documents))
     return q.detach().transpose(0, 1)[None], k.detach().transpose(0, 1)[None], _scale(softmax_scale, q), visible
+
+
+def _dtype(query: Tensor) -> torch.dtype:
+    """In which the attention runs."""
+    kind = query.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
 
 
 def _scale(scale: float | None, query: Tensor) -> float:

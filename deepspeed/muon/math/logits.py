@@ -91,7 +91,8 @@ class Visible:
 def largest(query: Tensor, key: Tensor, scale: float, visible: Visible, way: str = "exact", turn: int = 0) -> Tensor:
     """The largest logit of each head, ``[heads]``, fp32; minus infinity where no query sees a key.
 
-    Logits are ``scale`` times the product of query and key, computed in their dtype, before biases and soft caps.
+    Logits are ``scale`` times the product of query and key, computed in their dtype, of fp16 in fp32, before biases and
+    soft caps.
     ``sampled`` gives at most this number, ``bound`` at least.
 
     Args:

@@ -100,6 +100,20 @@ def test_every_way_of_attention_is_seen(way: str, lengths: tuple[int, ...]) -> N
     ), "the largest of both micro-batches"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast_logits_are_those_of_its_dtype_whatever_their_size(dtype: torch.dtype) -> None:
+    """Before they are scaled, these exceed the range of fp16, which attention itself does not notice."""
+    net = Attention()
+    _, clip = clip_of(net)
+    torch.nn.init.constant_(net.q_proj.weight, 40.0)
+    torch.nn.init.constant_(net.k_proj.weight, 40.0)
+    hidden = torch.ones(1, 3, 8)
+    with torch.autocast("cpu", dtype=dtype):
+        net(hidden)
+    assert clip.watch.largest[""].tolist() == pytest.approx(expected(net, hidden, (3,)), rel=0.01)
+    assert clip.watch.largest[""].max() > torch.finfo(torch.float16).max
+
+
 def test_only_training_forwards_of_the_model_itself_count() -> None:
     net = Attention()
     optimizer, clip = clip_of(net)
