@@ -97,7 +97,7 @@ class QKClip:
         """Before the parts of a step: agree on the largest logits since the last one. Called by all ranks together.
 
         Raises:
-            UnsupportedError: on all ranks, where the attention of a layer was not seen.
+            UnsupportedError: on all ranks that train these layers, where the attention of one was not seen.
         """
         seen = self.watch.largest
         logits = torch.full((1 + sum(layer.queries for layer in self._layers),), -math.inf)
@@ -134,8 +134,8 @@ class QKClip:
         if idle and speaks:
             self._told |= idle
             logger.warning(
-                "deepspeed-muon: qk_clip: %d attention layers did not run in this step, first %s; their weights stay "
-                "as they are",
+                "deepspeed-muon: qk_clip: %d attention layers did not run in this step or are compiled, first %s; "
+                "their weights stay as they are",
                 len(idle),
                 min(idle),
             )
