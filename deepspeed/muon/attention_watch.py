@@ -55,9 +55,12 @@ class AttentionWatch:
         return AttentionWatch, ({}, self._way, int)  # a copy of the model, or a saved one, is not watched
 
     def clear(self) -> None:
-        """Forget what was seen."""
+        """Forget what was seen. Called while no forward runs."""
         self.largest.clear()
         self.missed.clear()
+        while self._running:  # an interrupt from the keyboard has ended forwards without their hooks
+            if (passing := self._running.pop()) is not None:
+                passing.__exit__(None, None, None)
 
     def close(self) -> None:
         """Watch no longer."""

@@ -149,6 +149,24 @@ def test_hooks_leave_with_the_optimizer_and_survive_an_error() -> None:
     assert not net._forward_hooks and not net._forward_pre_hooks
 
 
+def test_a_step_leaves_a_forward_that_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch calls no hooks then, as in a notebook, where training goes on afterwards."""
+    net = Attention()
+    optimizer, clip = clip_of(net)
+
+    def interrupt(hidden: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(net.v_proj, "forward", interrupt)
+        net(torch.randn(2, 5, 8))
+    assert len(torch.overrides._get_current_function_mode_stack()) == 1
+    net(torch.randn(2, 5, 8)).sum().backward()
+    assert clip.watch.largest
+    optimizer.step()
+    assert not torch.overrides._get_current_function_mode_stack()
+
+
 def test_attention_of_its_own_is_refused_at_the_step() -> None:
     net = nn.Sequential(Attention(), Attention("own"))
     optimizer, _ = clip_of(net)
