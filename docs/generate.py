@@ -39,8 +39,9 @@ exists ([all messages](errors.md)). Stock DeepSpeed's keys and defaults keep wor
 
 ## Presets
 
-A preset fills in keys that the section does not set, `null` included; a key that is set overrides the preset's. A
-section's `lr` and `weight_decay` override both halves' as well. The log prints what a preset has set.
+A preset fills in the keys that the section leaves out. A key in the section overrides the preset's; `null` gives the
+key's own default, and `"auto"`, where Hugging Face fills it in, the value of its arguments. `lr` and `weight_decay`
+override those of both halves. The log prints what a preset has set.
 
 ```json
 {{"optimizer": {{"type": "Muon", "params": {{"preset": "kimi_k2"}}}}}}
