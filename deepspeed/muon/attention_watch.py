@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import TorchFunctionMode
 
 from deepspeed.muon.errors import UnsupportedError
@@ -129,7 +130,14 @@ def _of_torch(
             f"qk_clip: scaled_dot_product_attention got queries {list(query.shape)}; expected [batch, heads, tokens, "
             "width], which tell the heads"
         )
-    return query.detach(), key.detach(), _scale(scale, query), Visible(attn_mask, is_causal)
+    return query.detach(), key.detach(), _scale(scale, query), _visible(attn_mask, is_causal)
+
+
+def _visible(mask: Tensor | None, is_causal: bool) -> Visible:
+    if isinstance(mask, CausalBias):
+        shift = mask.seq_len_kv - mask.seq_len_q if mask.variant == CausalVariant.LOWER_RIGHT else 0
+        return Visible(is_causal=True, shift=shift)
+    return Visible(mask, is_causal)
 
 
 def _of_flash(

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from deepspeed.muon.config.presets import preset_named
 from deepspeed.muon.config.schema import MuonConfig, parse
 from deepspeed.muon.errors import UnsupportedError
 from deepspeed.muon.exchange.exchange import BucketBuffers, Exchange, gather, processes, scatter
@@ -132,7 +133,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         #: The pipeline stage that ``model`` is; 0 outside pipelines.
         self.stage = stage_of(model)
         #: Options that nothing in this pipeline stage follows, with the message if no other stage does; else empty.
-        self.unused_options = check_options(model, self.specs.values(), self.config)
+        with preset_named(config):
+            self.unused_options = check_options(model, self.specs.values(), self.config)
         #: How many matrices of each shape go to Newton-Schulz.
         self.shapes = shapes_of(self.specs.values())
         self._bound: dict[int, _Bound] = {}
@@ -160,16 +162,16 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         #: Whether this process says what all of them know.
         self.speaks = True
         self.second_moments = SecondMoments(self.rules.normuon)
-        self.qk_clip: QKClip | None = None
-        if self.config.qk_clip:
-            names = {param: spec.name for param, spec in self.specs.items()}
-            turn = partial(_steps_done, weakref.ref(self))
-            self.qk_clip = QKClip(self.config.qk_clip, attention_layers(model), names, turn)
         #: The ranks that train the same layers; ``None``: all.
         self.peers: Any = None
         #: Measures a step, if set.
         self.step_stats: StepStats | None = None
         split = split_groups(params, self.specs, self.config)
+        self.qk_clip: QKClip | None = None
+        if self.config.qk_clip:
+            names = {param: spec.name for param, spec in self.specs.items()}
+            layers = attention_layers(model, {param for half in split.halves for param in half["params"]})
+            self.qk_clip = QKClip(self.config.qk_clip, layers, names, partial(_steps_done, weakref.ref(self)))
         self._origins, self._given_lrs = split.origins, split.given_lrs
         #: Whether the config or a parameter group gives a learning rate; else stock's defaults act.
         self.sets_a_rate = split.sets_a_rate

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from deepspeed.muon.config.types import REPLACES
+from deepspeed.muon.errors import MuonConfigError
 
 
 class Preset(NamedTuple):
@@ -93,3 +96,17 @@ def filled_in(params: Mapping[str, Any]) -> dict[str, Any]:
         return dict(params)
     superseded = {key for general in params for key in _SUPERSEDED.get(general, ())}
     return {key: value for key, value in preset.values.items() if key not in superseded} | dict(params)
+
+
+@contextmanager
+def preset_named(params: Mapping[str, Any]) -> Iterator[None]:
+    """Add to an error about keys that the preset has set, and the user has not, where they come from."""
+    try:
+        yield
+    except MuonConfigError as error:
+        text = str(error)
+        keys = [key for key in filled_in(params).keys() - params.keys() if re.search(rf"\b{key}\b", text)]
+        if not keys:
+            raise
+        hint = f"preset {params['preset']} has set {', '.join(sorted(keys))}; null takes a key out"
+        raise MuonConfigError(f"{text} ({hint})") from None

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from deepspeed.muon.config import types
 from deepspeed.muon.config.messages import explain
-from deepspeed.muon.config.presets import PRESETS, filled_in
+from deepspeed.muon.config.presets import PRESETS, filled_in, preset_named
 from deepspeed.muon.config.types import GROUP_KEYS, KERAS, REPLACES, STOCK, STOCK_TUNING_KEYS, TORCH_MUON, field
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.math import coefficients
@@ -212,7 +212,7 @@ class MuonConfig(BaseModel):
 
     @property
     def _stock_tuning(self) -> list[str]:
-        return [key for key in STOCK_TUNING_KEYS if key in self.model_fields_set]
+        return [key for key in STOCK_TUNING_KEYS if key in self.model_fields_set and key not in self.of_preset]
 
     @property
     def sets_a_rate(self) -> bool:
@@ -295,5 +295,6 @@ def parse(params: Mapping[str, Any] | None, where: str = SECTION, known: tuple[s
     if errors:
         allowed = {key: types.allowed(field) for key, field in described.items()}
         lines = dict.fromkeys(explain(item, given, known, where, allowed) for item in errors)
-        raise MuonConfigError("\n".join(lines)) from None
+        with preset_named(params or {}):
+            raise MuonConfigError("\n".join(lines)) from None
     return config

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -54,22 +54,29 @@ class Attention:
     weights: Mapping[nn.Parameter, tuple[HeadWeights, ...]]
 
 
-def attention_layers(model: nn.Module) -> dict[nn.Module, Attention]:
+def attention_layers(model: nn.Module, trained: Collection[nn.Parameter] | None = None) -> dict[nn.Module, Attention]:
     """The softmax attention of a model whose queries and keys are trained, by module.
+
+    Args:
+        trained: the parameters that an optimizer has; by default those with ``requires_grad``.
 
     Raises:
         MuonConfigError: a layer whose heads cannot be told, or that scaling its weights would not scale.
     """
+    trained = {param for param in model.parameters() if param.requires_grad} if trained is None else set(trained)
     found: dict[nn.Module, Attention] = {}
     problems: dict[str, str] = {}
     for name, module in model.named_modules():
         projections = _projections(module)
-        if not projections or not any(param.requires_grad for p in projections.values() for param in p.parameters()):
+        if not any(param in trained for p in projections.values() for param in p.parameters()):
             continue
         try:
-            found[module] = _attention(name, module, projections, model)
+            found[module] = _attention(name, module, projections, model, trained)
         except ValueError as error:
             problems.setdefault(str(error), name)
+    for name, module in model.named_modules():
+        if _is_unknown_attention(module, trained) and not any(map(_projections, module.modules())):
+            problems.setdefault("its queries and keys are not known by the names of its projections", name)
     if problems:
         told = "; ".join(f"{name}: {problem}" for problem, name in problems.items())
         raise MuonConfigError(f"optimizer.params.qk_clip: cannot act on every attention layer: {told}")
@@ -77,6 +84,13 @@ def attention_layers(model: nn.Module) -> dict[nn.Module, Attention]:
     if len(set(shared)) < len(shared):
         raise MuonConfigError("optimizer.params.qk_clip: cannot act on attention layers that share their projections")
     return found
+
+
+def _is_unknown_attention(module: nn.Module, trained: Set[nn.Parameter]) -> bool:
+    """Whether a module is attention by its class and has matrices that are trained."""
+    is_attention = isinstance(module, nn.MultiheadAttention) or type(module).__name__.endswith("Attention")
+    own = [*module.parameters(recurse=False), *(p for child in module.children() for p in child.parameters(False))]
+    return is_attention and not is_linear_attention(module) and any(p in trained and p.ndim == 2 for p in own)
 
 
 def _projections(module: nn.Module) -> dict[str, nn.Module]:
@@ -91,7 +105,13 @@ def _projections(module: nn.Module) -> dict[str, nn.Module]:
     return {name: child for name, child in children.items() if name.lower() in FUSED | {"linear_qkv"}}
 
 
-def _attention(name: str, module: nn.Module, projections: Mapping[str, nn.Module], model: nn.Module) -> Attention:
+def _attention(
+    name: str,
+    module: nn.Module,
+    projections: Mapping[str, nn.Module],
+    model: nn.Module,
+    trained: Set[nn.Parameter],
+) -> Attention:
     for child, _ in module.named_children():
         if _NORM.search(child):
             raise ValueError(f"{child} normalizes queries or keys, so that scaling their weights has no effect")
@@ -105,8 +125,8 @@ def _attention(name: str, module: nn.Module, projections: Mapping[str, nn.Module
         for attribute, param in projection.named_parameters():
             if attribute not in ("weight", "bias"):
                 raise ValueError(f"{leaf}.{attribute} adds to its {leaf}, as adapters do")
-            if not param.requires_grad:
-                raise ValueError(f"{leaf}.{attribute} is frozen and others of its projections are not")
+            if param not in trained:
+                raise ValueError(f"{leaf}.{attribute} is not trained and others of its projections are")
         parts = _parts(leaf, projection, module, model, heads, latent)
         keys = max((part.head + 1 for part in parts if part.role == "key"), default=keys)
         axis = 1 if type(projection).__name__ == "Conv1D" else 0

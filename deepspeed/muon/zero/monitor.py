@@ -49,12 +49,16 @@ def take_step(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Non
     optimizer = engine.basic_optimizer
     if not isinstance(optimizer, MuonWithAuxAdam):
         return original(engine, *args, **kwargs)
-    optimizer.begin_step()
+
+    def step() -> None:
+        optimizer.begin_step()
+        original(engine, *args, **kwargs)
+
     recorder, skipped = engine._muon_recorder, engine.skipped_steps
     if recorder is not None and recorder.is_due(engine):
-        recorder.record(lambda: original(engine, *args, **kwargs), engine)
+        recorder.record(step, engine)
     else:
-        original(engine, *args, **kwargs)
+        step()
     optimizer.release_scratch()
     if engine.skipped_steps > skipped and skips_in_silence(engine.optimizer):
         optimizer.report_skip()

@@ -117,11 +117,16 @@ def _methods(optimizer: MuonWithAuxAdam) -> str:
 
 
 def _warn_of_no_decay(optimizer: MuonWithAuxAdam) -> None:
-    decays = [group["weight_decay"] for group in optimizer.param_groups if group["use_muon"]]
-    if optimizer.config.cautious_weight_decay and decays and not any(decays):
+    config, decays = optimizer.config, [group["weight_decay"] for group in optimizer.param_groups if group["use_muon"]]
+    asked = {
+        "cautious_weight_decay": config.cautious_weight_decay,
+        "muon_weight_decay_steps": config.muon_weight_decay_steps is not None,
+    }
+    for key in (key for key in asked if asked[key] and decays and not any(decays)):
         logger.warning(
-            "deepspeed-muon: optimizer.params.cautious_weight_decay has no effect, because weight_decay is 0 in every "
-            "group of the Muon half"
+            "deepspeed-muon: optimizer.params.%s has no effect, because weight_decay is 0 in every group of the Muon "
+            "half",
+            key,
         )
 
 

@@ -12,9 +12,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils.checkpoint import checkpoint
 
-from deepspeed.muon import MuonConfigError, MuonWithAuxAdam, UnsupportedError
+from deepspeed.muon import MuonConfigError, MuonWithAuxAdam, UnsupportedError, attention_watch
+from deepspeed.muon.math.logits import Visible
 from deepspeed.muon.qk_clip import QKClip
 from helpers.language_models import IDS, SMALL
 
@@ -214,7 +216,7 @@ def test_what_cannot_be_scaled_is_refused_by_name() -> None:
     refused(transformers.Qwen3ForCausalLM(qwen3), r"model\.layers\.0\.self_attn: q_norm normalizes queries or keys")
     frozen = Attention()
     frozen.k_proj.requires_grad_(False)
-    refused(frozen, r"k_proj\.weight is frozen and others")
+    refused(frozen, r"k_proj\.weight is not trained and others")
     adapted = Attention()
     adapted.q_proj.lora_A = nn.Linear(8, 2, bias=False)
     refused(adapted, r"q_proj\.lora_A\.weight adds to its q_proj, as adapters do")
@@ -225,6 +227,25 @@ def test_what_cannot_be_scaled_is_refused_by_name() -> None:
     del unknown.num_heads
     refused(unknown, "neither its module nor a config for it gives a number of heads")
     refused(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), "no module of the model is softmax attention")
+    nameless = nn.ModuleList([Attention(), Attention()])
+    nameless[1].to_q, nameless[1].to_k = nameless[1].q_proj, nameless[1].k_proj
+    del nameless[1].q_proj, nameless[1].k_proj
+    refused(nameless, "every attention layer: 1: its queries and keys are not known by the names of its projections")
+    refused(nn.ModuleList([Attention(), nn.MultiheadAttention(8, 2)]), "every attention layer: 1: its queries and keys")
+    clip_of(nn.ModuleList([Attention(), nameless[1].requires_grad_(False)]))
     odd = Attention()
     odd.num_heads = 3
     refused(odd, "the 8 outputs of q_proj are not whole heads")
+
+
+def test_a_projection_that_the_optimizer_does_not_have_is_refused() -> None:
+    net = Attention()
+    with pytest.raises(MuonConfigError, match=r"k_proj\.weight is not trained and others of its projections are"):
+        MuonWithAuxAdam([*net.q_proj.parameters(), *net.v_proj.parameters()], model=net, lr=0.1, qk_clip={})
+
+
+@pytest.mark.parametrize(("make", "shift"), [(causal_lower_right, 2), (causal_upper_left, 0)])
+def test_torchs_causal_biases_are_understood(make: Any, shift: int) -> None:
+    """With more keys than queries, as with a cache."""
+    _, _, _, visible = attention_watch._of_torch(*(torch.randn(1, 2, n, 4) for n in (3, 5, 5)), attn_mask=make(3, 5))
+    assert visible == Visible(is_causal=True, shift=shift)

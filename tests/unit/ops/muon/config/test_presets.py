@@ -4,7 +4,9 @@
 from typing import Any, get_args
 
 import pytest
+import torch
 
+from deepspeed.muon import MuonConfigError, MuonWithAuxAdam
 from deepspeed.muon.config.presets import PRESETS
 from deepspeed.muon.config.schema import MuonConfig, parse
 from deepspeed.muon.math.logits import ClipOptions
@@ -62,6 +64,25 @@ def test_any_key_may_be_taken_out(name: str) -> None:
 def test_a_group_overrides_too() -> None:
     config = parse({"preset": "deepseek_v4"}).for_group({"lr": 1e-3, "adjust_lr_fn": "original"}, "group 0: ")
     assert (config.lr, config.scale, config.momentum, config.weight_decay) == (1e-3, "original", 0.95, 0.1)
+
+
+def test_an_error_about_a_key_of_the_preset_names_the_preset() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4))
+    hint = r"\(preset {} has set .*{}.*; null takes a key out\)"
+    for name, key in (("kimi_k2", "qk_clip"), ("glm5", "per_head_muon")):
+        with pytest.raises(MuonConfigError, match=hint.format(name, key)):
+            MuonWithAuxAdam(net.parameters(), model=net, preset=name)
+        assert MuonWithAuxAdam(net.parameters(), model=net, preset=name, **{key: None})
+    with pytest.raises(MuonConfigError, match=hint.format("nanochat", "adjust_lr_fn")):
+        parse({"preset": "nanochat", "rms_scale": 0.2})
+    with pytest.raises(MuonConfigError) as error:
+        parse({"preset": "nanochat", "lr": -1})
+    assert "preset" not in str(error.value)
+
+
+def test_the_keys_of_a_preset_do_not_decide_the_scale() -> None:
+    assert parse({"preset": "kimi_k2", "adjust_lr_fn": None}).scale == "match_rms_adamw"
+    assert parse({"preset": "kimi_k2", "adjust_lr_fn": "auto", "momentum": 0.9}).scale == "original"
 
 
 def test_the_log_says_what_a_preset_set() -> None:
