@@ -56,36 +56,52 @@ class Rules:
     def before(self, matrices: Tensor, axis: int, work: Workspace) -> None:
         """What precedes Newton-Schulz, in place. ``matrices``: ``[batch, rows, cols]``, bf16 or fp32."""
         if self.muon_eq != "none":
+            axes = [axis ^ side for side in SIDES[self.muon_eq]]
             for matrix in matrices:
-                for side in SIDES[self.muon_eq]:
-                    equalize(matrix, axis ^ side, work, dtype=torch.float64)  # a gradient of any magnitude
+                equalize(matrix, axes, work, dtype=torch.float64)  # a gradient of any magnitude
 
     def after(self, matrices: Tensor, axis: int, second_moments: Sequence[Tensor], work: Workspace) -> None:
         """What follows it, in place. ``second_moments``: with NorMuon one of each matrix, updated."""
         if self.muon_plus != "none":
+            axes = [axis ^ side for side in SIDES[self.muon_plus]]
             for matrix in matrices:
-                for side in SIDES[self.muon_plus]:
-                    norm = math.sqrt(min(matrix.shape) / matrix.size(axis ^ side))
-                    equalize(matrix, axis ^ side, work, norm)
+                equalize(matrix, axes, work, math.sqrt(min(matrix.shape)))
         if self.normuon:
             for matrix, second_moment in zip(matrices, second_moments, strict=True):
                 normuon(matrix, axis, second_moment, self.normuon_beta2, work)
 
 
-def equalize(x: Tensor, axis: int, work: Workspace, norm: float = 1.0, dtype: torch.dtype = torch.float32) -> None:
-    """Give each row (axis 0) or column (axis 1) of ``x``, ``[rows, cols]``, this norm, in place; zeros stay.
+def equalize(
+    x: Tensor, axes: Sequence[int], work: Workspace, norm: float | None = None, dtype: torch.dtype = torch.float32
+) -> None:
+    """Give the rows (axis 0) or columns (axis 1) of ``x``, ``[rows, cols]``, equal norms, in place; zeros stay.
 
     Before Newton-Schulz this is MuonEq (arXiv 2603.28254), whose variants R and C these are. After it, with
-    ``norm = sqrt(min(rows, cols) / count)``, it is Muon+ (arXiv 2602.21545): the matrix keeps the Frobenius norm of an
-    orthogonal one, so that the scale of updates is that of ``adjust_lr_fn``. ``dtype``: to compute in.
+    ``norm = sqrt(min(rows, cols))``, it is Muon+ (arXiv 2602.21545): the matrix keeps the Frobenius norm of an
+    orthogonal one, so that the scale of updates is that of ``adjust_lr_fn``.
+
+    Args:
+        axes: in which order.
+        norm: of the whole matrix, if none of its rows or columns is zero; ``None``: each row or column gets the norm 1.
+        dtype: to compute in.
     """
-    if axis == 1:
-        length = squares(x, axis, work, dtype).sqrt_()
-        scale(x, [torch.where(length == 0, 1.0, norm / length)], work)
-        return
-    for part, wide in widened(x, work, dtype):  # which has whole rows, so that one pass is enough
-        length = torch.linalg.vector_norm(wide, dim=1, keepdim=True)
-        part.copy_(wide.mul_(torch.where(length == 0, 1.0, norm / length)))
+    columns: list[Tensor] = []
+    for axis in axes:
+        each = 1.0 if norm is None else norm / math.sqrt(x.size(axis))
+        if axis == 1:
+            columns = [_factors(squares(x, 1, work, dtype).sqrt_(), each)]
+            continue
+        for part, wide in widened(x, work, dtype):  # of whole rows, so that their norms need no pass of their own
+            for factors in columns:
+                wide.mul_(factors)
+            part.copy_(wide.mul_(_factors(torch.linalg.vector_norm(wide, dim=1, keepdim=True), each)))
+        columns = []
+    if columns:
+        scale(x, columns, work)
+
+
+def _factors(norms: Tensor, wanted: float) -> Tensor:
+    return torch.where(norms == 0, 1.0, wanted / norms)
 
 
 def normuon(x: Tensor, axis: int, second_moment: Tensor, beta2: float, work: Workspace) -> None:

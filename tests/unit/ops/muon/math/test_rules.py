@@ -62,7 +62,7 @@ def test_zeros_stay_zeros() -> None:
     matrix = matrix_of((6, 10), torch.float32)
     matrix[2] = 0
     for axis in (0, 1):
-        equalize(matrix, axis, Workspace())
+        equalize(matrix, [axis], Workspace())
     assert not matrix[2].any() and matrix.isfinite().all()
     moment = torch.zeros(6)
     normuon(matrix, 0, moment, 0.9, Workspace())
@@ -96,7 +96,7 @@ def test_the_number_of_threads_does_not_matter(axis: int) -> None:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
             matrix, moment = matrix_of((700, 900), torch.float32), torch.zeros((700, 900)[axis])
-            equalize(matrix, axis, Workspace())
+            equalize(matrix, [axis], Workspace())
             normuon(matrix, axis, moment, 0.95, Workspace())
             found.append((matrix, moment))
     finally:
