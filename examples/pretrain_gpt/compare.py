@@ -67,7 +67,9 @@ def main() -> None:
     runs = {}
     for optimizer in CONFIGS:
         print(f"training with {optimizer}", flush=True)
-        runs[optimizer] = evaluations(launch(optimizer, args.out / "compare" / optimizer, training))
+        folder = args.out / "compare" / optimizer
+        launch(CONFIGS[optimizer], folder, training)
+        runs[optimizer] = evaluations(folder / "loss.csv")
     plot(runs, args.out / "comparison.png")
     print(table(runs))
     print(f"plot: {args.out / 'comparison.png'}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start training runs through the DeepSpeed launcher."""
+"""Start training runs: several ranks through the DeepSpeed launcher, a single one without."""
 
 import os
 import socket
@@ -32,20 +32,40 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def environment(ranks: int) -> dict[str, str]:
+def environment(processes: int) -> dict[str, str]:
     """Return the environment of a run: cores shared out, and ninja on the PATH for DeepSpeed's extensions."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     defaults = {"PYTHONWARNINGS": "ignore::FutureWarning"}
     if on_cpu():
-        defaults["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks))
+        defaults["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // processes))
     return defaults | os.environ | {"PATH": path}
 
 
-def launch(optimizer: str, out: Path, arguments: Sequence[str] = ()) -> Path:
-    """Run train.py with the config of `optimizer` and return the path of its CSV of losses."""
-    ranks = rank_count()
-    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet"]
-    launcher += ["--num_gpus", str(ranks), "--master_port", str(free_port())]
-    script = [str(HERE / "train.py"), "--deepspeed_config", str(CONFIGS[optimizer]), "--out", str(out)]
-    subprocess.run([*launcher, *script, *arguments], env=environment(ranks), check=True)
-    return out / "loss.csv"
+def command(ranks: int) -> tuple[list[str], dict[str, str]]:
+    """Return what starts a script on `ranks` ranks, and the environment that this needs."""
+    port = str(free_port())
+    if ranks > 1:
+        launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet"]
+        return [*launcher, "--num_gpus", str(ranks), "--master_port", port], {}
+    single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [sys.executable], single
+
+
+def launch(
+    config: Path, out: Path, arguments: Sequence[str] = (), *, ranks: int = 0, jobs: int = 1, log: Path | None = None
+) -> float:
+    """Run train.py with a DeepSpeed config, which writes `out`/loss.csv, and return its CPU seconds.
+
+    `ranks`: 0 for `rank_count()`. `jobs`: how many runs share the machine. `log`: where the output goes, if not here.
+    """
+    ranks = ranks or rank_count()
+    prefix, single = command(ranks)
+    script = [str(HERE / "train.py"), "--deepspeed_config", str(config), "--out", str(out), *arguments]
+    with open(log or os.devnull, "w") as file:
+        output = {"stdout": file, "stderr": file} if log else {}
+        process = subprocess.Popen([*prefix, *script], env=environment(ranks * jobs) | single, **output)
+        _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, process.args, log.read_text()[-2000:] if log else None)
+    return usage.ru_utime + usage.ru_stime

@@ -8,6 +8,7 @@ import argparse
 import json
 import math
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,6 @@ from deepspeed import comm as dist
 from losslog import LossLog, Row
 from model import GPT, GPTConfig
 
-EVAL_BATCHES = 4
-
 
 def parse_args() -> argparse.Namespace:
     """Return the command line's arguments, those of the DeepSpeed launcher included."""
@@ -38,9 +37,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--stop-at", type=int, help="end after this step, to be resumed later")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the order of the data")
     parser.add_argument("--eval-every", type=int, default=10, help="steps between two held-out losses")
+    parser.add_argument("--eval-batches", type=int, default=4, help="global batches of a held-out loss")
     parser.add_argument("--save-every", type=int, default=0, help="steps between two checkpoints (0: none)")
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --out")
     parser.add_argument("--out", type=Path, default="results/run", help="folder of loss.csv and checkpoints")
+    for size in fields(GPTConfig):
+        if size.name != "vocab":
+            parser.add_argument(f"--{size.name}", type=int, default=size.default, help="of the model")
     parser.add_argument("--data", nargs="*", default=[], help="files or folders (default: Python's library)")
     return deepspeed.add_config_arguments(parser).parse_args()
 
@@ -78,10 +81,10 @@ def mean_over_ranks(loss: Tensor) -> float:
     return total.item() / dist.get_world_size()
 
 
-def evaluate(engine: DeepSpeedEngine, corpus: Corpus) -> float:
+def evaluate(engine: DeepSpeedEngine, corpus: Corpus, batches: int) -> float:
     """Return the loss on a fixed sample of the held-out text."""
     batch = engine.train_batch_size()
-    offsets = held_out_offsets(corpus, EVAL_BATCHES * batch, engine.module.config.context)
+    offsets = held_out_offsets(corpus, batches * batch, engine.module.config.context)
     engine.eval()
     with torch.no_grad():
         parts = [share_of_rank(engine, corpus.held_out, part) for part in offsets.reshape(-1, batch)]
@@ -115,7 +118,7 @@ def train(engine: DeepSpeedEngine, corpus: Corpus, args: argparse.Namespace) -> 
         state = {"step": step, "seconds": state["seconds"] + time.perf_counter() - began}
         row = Row(train=loss, lr=lr, **state)
         if step % args.eval_every == 0 or step == args.steps:
-            row.held_out = evaluate(engine, corpus)
+            row.held_out = evaluate(engine, corpus, args.eval_batches)
             bar.set_postfix(train=f"{loss:.3f}", held_out=f"{row.held_out:.3f}")
         if is_main:
             log.write(row)
@@ -132,7 +135,7 @@ def main() -> None:
     args = parse_args()
     set_log_level_from_string("warning")
     torch.manual_seed(args.seed)
-    model = GPT(GPTConfig())
+    model = GPT(GPTConfig(args.layers, args.width, args.heads, args.context))
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=model.parameters(),
