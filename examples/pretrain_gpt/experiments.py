@@ -12,10 +12,10 @@ from statistics import fmean
 from judge import Difference, paired, steps_to
 from launch import HERE
 from runs import WIDTH, Run, Runs, Tuned, tune
-from variants import BASELINES, VARIANTS, WATCH
+from variants import BASELINES, STEPS, VARIANTS, WATCH
 
 TRAINING = ["--context", "128", "--eval-every", "20", "--eval-batches", "16"]
-WIDTHS = (64, 128, 192, 320)
+WIDTHS = (64, 128, 192, 256)
 RATES = (1, 4, 16)
 STUDIES = ("width", "qk_clip")
 
@@ -95,7 +95,7 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--out", type=Path, default=HERE / "results", help="folder of the results and runs")
     parser.add_argument("--studies", nargs="*", choices=STUDIES, default=STUDIES, help="beside that of the rules")
     parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=list(VARIANTS), help="beside the baselines")
-    parser.add_argument("--steps", type=int, default=200, help="length of every run")
+    parser.add_argument("--steps", type=int, default=STEPS, help="length of every run")
     parser.add_argument("--width", type=int, default=WIDTH, help="of the model that compares rules")
     parser.add_argument("--seeds", type=int, default=5, help="runs of a finalist, beside those that find its rate")
     parser.add_argument("--finalists", type=int, default=3, help="variants that run all seeds, beside the baselines")

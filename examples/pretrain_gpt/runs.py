@@ -3,6 +3,7 @@
 
 import csv
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ from variants import VARIANTS, Variant, monitored, watched
 
 HEAD_SIZE = 32
 WIDTH = 128
-MAX_EXTENSIONS = 5
+MAX_EXTENSIONS = 3
 T = TypeVar("T")
 
 
@@ -36,7 +37,7 @@ class Run:
         """Folder of the run."""
         tau = "" if self.tau is None else f"-tau{self.tau:g}"
         numbers = f"lr{self.lr:g}-decay{self.weight_decay:g}{tau}-seed{self.seed}"
-        return f"width{self.width}/{self.variant.replace(' ', '-').replace(',', '')}-{numbers}"
+        return f"width{self.width}/{re.sub('[ ,]+', '-', self.variant)}-{numbers}"
 
     @property
     def definition(self) -> Variant:
@@ -61,7 +62,7 @@ class Runs:
     def final(self, run: Run) -> float:
         """Return the run's final held-out loss, or infinity if it diverged; train it first where needed."""
         folder = self.folder(run)
-        if not is_complete(folder / "loss.csv", self.steps):
+        if not ((folder / "run.json").exists() and is_complete(folder / "loss.csv", self.steps)):
             print(f"training {run.name}", flush=True)
             self._train(run, folder)
         if run not in self.done:

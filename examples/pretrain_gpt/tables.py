@@ -41,7 +41,10 @@ def interval(difference: Difference) -> str:
 def tuned_numbers(tuned: Tuned) -> list[str]:
     """Return the best rate and weight decay; a star marks what lies at the edge of what was tried."""
     numbers = {"lr": tuned.run.lr, "weight_decay": tuned.run.weight_decay}
-    return [f"{value:g}{'*' if key in tuned.at_the_edge else ''}" for key, value in numbers.items()]
+    texts = {key: f"{value:g}{'*' if key in tuned.at_the_edge else ''}" for key, value in numbers.items()}
+    if "preset" in tuned.run.definition.params:
+        texts["weight_decay"] = "the preset's"
+    return list(texts.values())
 
 
 def largest_logit(runs: Runs, run: Run) -> float:

@@ -80,7 +80,7 @@ class MadeUp:
 
 @pytest.fixture
 def made_up(monkeypatch: pytest.MonkeyPatch) -> MadeUp:
-    training = MadeUp({"lr": 0.064}, {"Muon": 0.4, "normuon": 0.5, "cubic5": 0.3})
+    training = MadeUp({"lr": 0.064}, {"Muon": 0.4, "NorMuon": 0.5, "cubic5": 0.3})
     monkeypatch.setattr(Runs, "_train", lambda runs, run, folder: training(runs, run, folder))
     return training
 
@@ -108,14 +108,14 @@ def test_finalists_are_judged_by_fresh_seeds_and_no_run_is_repeated(
     made_up: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With jobs in parallel, tables, chart and CSV."""
-    words = ["--steps", "3", "--seeds", "3", "--finalists", "1", "--studies", "--variants", "normuon", "cubic5"]
+    words = ["--steps", "3", "--seeds", "3", "--finalists", "1", "--studies", "--variants", "NorMuon", "cubic5"]
     monkeypatch.setattr(sys, "argv", ["experiments.py", "--out", str(tmp_path), *words])
     experiments.main()
     first = list(made_up.trained)
-    assert {run.seed for run in first if run.variant == "normuon"} == {0, 1, 2, 3}
+    assert {run.seed for run in first if run.variant == "NorMuon"} == {0, 1, 2, 3}
     assert {run.seed for run in first if run.variant == "cubic5"} == {0}
     text = (tmp_path / "experiments.md").read_text()
-    assert "| normuon | 0.064 | 0 | 3 |" in text
+    assert "| NorMuon | 0.064 | 0 | 3 |" in text
     assert "| -0.1000 (-0.1000 to -0.1000) | better |" in text
     assert "| +0.1000 | one seed only |" in text
     with (tmp_path / "experiments.csv").open(newline="") as file:
