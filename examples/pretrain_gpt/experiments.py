@@ -39,11 +39,11 @@ class Widths:
     shares: dict[int, float]
 
 
-def best_of(runs: Runs, variant: str, width: int) -> Tuned:
+def best_of(runs: Runs, variant: str, width: int, refine: bool = True) -> Tuned:
     """Search for the best rate of a variant with seed 0."""
     definition = VARIANTS[variant]
     start = Run(variant, definition.start("lr"), definition.start("weight_decay"), width=width)
-    return tune(runs, start, definition.tuned)
+    return tune(runs, start, definition.tuned, refine)
 
 
 def finalists(runs: Runs, tuned: dict[str, Tuned], count: int) -> list[str]:
@@ -72,9 +72,9 @@ def compare_rules(runs: Runs, names: list[str], width: int, seeds: int, count: i
 
 
 def compare_widths(runs: Runs) -> Widths:
-    """Tune AdamW and Muon at every width, with one seed; the longest runs start first."""
-    keys = [(width, name) for width in reversed(WIDTHS) for name in BASELINES]
-    found = dict(zip(keys, runs.each(lambda key: best_of(runs, key[1], key[0]), keys), strict=True))
+    """Tune AdamW and Muon at every width, by factors of 2 and with one seed."""
+    keys = [(width, name) for width in WIDTHS for name in BASELINES]
+    found = dict(zip(keys, runs.each(lambda key: best_of(runs, key[1], key[0], refine=False), keys), strict=True))
     tuned = {width: {name: found[width, name] for name in BASELINES} for width in WIDTHS}
     losses = {name: {width: runs.final(found[width, name].run) for width in WIDTHS} for name in BASELINES}
     muon = {width: runs.evaluations(found[width, "Muon"].run) for width in WIDTHS}

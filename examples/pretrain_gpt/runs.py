@@ -111,9 +111,12 @@ class Tuned:
     at_the_edge: tuple[str, ...] = ()
 
 
-def tune(runs: Runs, start: Run, keys: tuple[str, ...] = ("lr",)) -> Tuned:
-    """Search for the best value of each key, one after another, until a round changes none; two rounds at most."""
-    best, edge = start, ()
+def tune(runs: Runs, start: Run, keys: tuple[str, ...] = ("lr",), refine: bool = True) -> Tuned:
+    """Search for the best value of each key, one after another, until a round changes none; two rounds at most.
+
+    `refine`: at last, try one rate between the best and the better of its neighbours.
+    """
+    best = start
     for _ in range(2):
         before, edge = best, ()
         for key in keys:
@@ -121,7 +124,7 @@ def tune(runs: Runs, start: Run, keys: tuple[str, ...] = ("lr",)) -> Tuned:
             edge += () if inside else (key,)
         if best == before or len(keys) == 1:
             break
-    return Tuned(best, edge)
+    return Tuned(refined(runs, best) if refine and "lr" not in edge else best, edge)
 
 
 def search(runs: Runs, start: Run, key: str) -> tuple[Run, bool]:
@@ -136,3 +139,10 @@ def search(runs: Runs, start: Run, key: str) -> tuple[Run, bool]:
         losses[value] = runs.final(replace(start, **{key: value}))
     best = min(losses, key=losses.get)
     return replace(start, **{key: best}), min(losses) < best < max(losses)
+
+
+def refined(runs: Runs, best: Run) -> Run:
+    """Return the better of `best` and a run at a rate between it and the better neighbour of its grid."""
+    neighbour = min((replace(best, lr=best.lr * factor) for factor in (0.5, 2.0)), key=runs.final)
+    between = replace(best, lr=float(f"{(best.lr * neighbour.lr) ** 0.5:.3g}"))
+    return min(best, between, key=runs.final)

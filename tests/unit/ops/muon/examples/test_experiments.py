@@ -91,6 +91,14 @@ def test_the_grid_is_widened_until_the_best_rate_is_inside(made_up: MadeUp, tmp_
     assert sorted(run.lr for run in made_up.trained) == [0.004, 0.008, 0.016, 0.032, 0.064, 0.128]
 
 
+@pytest.mark.parametrize(("peak", "best"), [(0.064, 0.064), (0.048, 0.0453), (0.09, 0.0905)])
+def test_a_rate_between_the_best_two_is_tried_at_last(
+    made_up: MadeUp, tmp_path: Path, peak: float, best: float
+) -> None:
+    made_up.best = {"lr": peak}
+    assert tune(Runs(tmp_path, 3), Run("Muon", 0.032)).run.lr == pytest.approx(best)
+
+
 def test_a_best_rate_at_the_edge_is_said_to_be(made_up: MadeUp, tmp_path: Path) -> None:
     made_up.best = {"lr": 1e6}
     tuned = tune(Runs(tmp_path, 3), Run("Muon", 0.008))
