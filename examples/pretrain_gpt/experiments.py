@@ -42,8 +42,11 @@ class Widths:
 def best_of(runs: Runs, variant: str, width: int, refine: bool = True) -> Tuned:
     """Search for the best rate of a variant with seed 0."""
     definition = VARIANTS[variant]
-    start = Run(variant, definition.start("lr"), definition.start("weight_decay"), width=width)
-    return tune(runs, start, definition.tuned, refine)
+    if "lr" in definition.tuned:
+        lr = definition.start("lr")
+    else:
+        lr, refine = best_of(runs, definition.base, width).run.lr, False
+    return tune(runs, Run(variant, lr, definition.start("weight_decay"), width=width), definition.tuned, refine)
 
 
 def finalists(runs: Runs, tuned: dict[str, Tuned], count: int) -> list[str]:
@@ -56,7 +59,9 @@ def finalists(runs: Runs, tuned: dict[str, Tuned], count: int) -> list[str]:
 
 def compare_rules(runs: Runs, names: list[str], width: int, seeds: int, count: int) -> dict[str, Judged]:
     """Tune every variant with seed 0, run the finalists with the seeds from 1 on, and compare all with Muon."""
-    tuned = dict(zip(names, runs.each(lambda name: best_of(runs, name, width), names), strict=True))
+    tuned = {name: best_of(runs, name, width) for name in BASELINES}
+    others = [name for name in names if name not in BASELINES]
+    tuned |= zip(others, runs.each(lambda name: best_of(runs, name, width), others), strict=True)
     chosen = finalists(runs, tuned, count)
     fresh = {name: [replace(tuned[name].run, seed=seed) for seed in range(1, seeds + 1)] for name in chosen}
     runs.each(runs.final, [run for seed in zip(*fresh.values(), strict=True) for run in seed])

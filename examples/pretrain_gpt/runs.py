@@ -7,7 +7,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,7 +17,7 @@ from variants import VARIANTS, Variant, monitored, watched
 
 HEAD_SIZE = 32
 WIDTH = 128
-MAX_EXTENSIONS = 3
+MAX_EXTENSIONS = 4
 T = TypeVar("T")
 
 
@@ -53,7 +53,6 @@ class Runs:
     steps: int
     jobs: int = 1
     training: list[str] = field(default_factory=list)
-    done: list[Run] = field(default_factory=list)
 
     def folder(self, run: Run) -> Path:
         """Return where the run is kept."""
@@ -65,8 +64,6 @@ class Runs:
         if not ((folder / "run.json").exists() and is_complete(folder / "loss.csv", self.steps)):
             print(f"training {run.name}", flush=True)
             self._train(run, folder)
-        if run not in self.done:
-            self.done.append(run)
         return final_loss(folder / "loss.csv", self.steps)
 
     def each(self, work: Callable[..., T], items: Iterable) -> list[T]:
@@ -77,6 +74,11 @@ class Runs:
     def evaluations(self, run: Run) -> list[Row]:
         """Return the rows with a held-out loss."""
         return evaluations(self.folder(run) / "loss.csv")
+
+    def done(self) -> list[Run]:
+        """Return every run that was ever completed here, in the order of their names."""
+        found = [json.loads(path.read_text())["run"] for path in (self.out / "runs").glob("*/*/run.json")]
+        return sorted((Run(**values) for values in found), key=lambda run: run.name)
 
     def cpu_seconds(self, run: Run) -> float:
         """Return the CPU time of the run, its start included."""
@@ -100,7 +102,7 @@ class Runs:
         arguments = [word for key, value in options.items() for word in (f"--{key}", str(value))] + self.training
         log = folder / "log"
         seconds = launch(folder / "ds_config.json", folder, arguments, ranks=1, jobs=self.jobs, log=log)
-        (folder / "run.json").write_text(json.dumps({"cpu_seconds": round(seconds, 1)}))
+        (folder / "run.json").write_text(json.dumps({"run": asdict(run), "cpu_seconds": round(seconds, 1)}))
 
 
 @dataclass(frozen=True)
@@ -128,9 +130,9 @@ def tune(runs: Runs, start: Run, keys: tuple[str, ...] = ("lr",), refine: bool =
 
 
 def search(runs: Runs, start: Run, key: str) -> tuple[Run, bool]:
-    """Return the best run on a grid by factors of 2 around `start`, widened until the best is inside, and if it is."""
-    middle = getattr(start, key)
-    losses = {value: runs.final(replace(start, **{key: value})) for value in (middle / 2, middle, middle * 2)}
+    """Return the best run on a grid by factors of 2 from `start` on, widened until the best is inside, and if it is."""
+    first = getattr(start, key)
+    losses = {value: runs.final(replace(start, **{key: value})) for value in (first, first * 2)}
     for _ in range(MAX_EXTENSIONS):
         best = min(losses, key=losses.get)
         if min(losses) < best < max(losses):

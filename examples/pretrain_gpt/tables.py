@@ -103,8 +103,8 @@ def clip(runs: Runs, pairs: Mapping[float, list[Run]]) -> str:
 
 def cost(runs: Runs) -> str:
     """Return how many runs there are, and their CPU time."""
-    total = sum(map(runs.cpu_seconds, runs.done))
-    return f"{len(runs.done)} runs of {runs.steps} steps, {total:.0f} CPU seconds in all.\n"
+    total = sum(map(runs.cpu_seconds, runs.done()))
+    return f"{len(runs.done())} runs of {runs.steps} steps, {total:.0f} CPU seconds in all.\n"
 
 
 def write_csv(path: Path, runs: Runs, width: int, target: float) -> None:
@@ -112,7 +112,7 @@ def write_csv(path: Path, runs: Runs, width: int, target: float) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow([*RUN_FIELDS, "steps", "held_out", "steps_to_adamw", "largest_logit", "cpu_seconds"])
-        for run in sorted(runs.done, key=lambda run: run.name):
+        for run in runs.done():
             reached = steps_to(runs.evaluations(run), target) if run.width == width else math.nan
             results = [f"{runs.final(run):.5f}", blank(reached, ".1f"), blank(largest_logit(runs, run), ".2f")]
             own = [getattr(run, name) for name in RUN_FIELDS]

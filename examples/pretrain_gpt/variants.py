@@ -23,8 +23,9 @@ WATCH = 1e9
 class Variant:
     """An optimizer: a base (a key of CONFIGS) and what it changes.
 
-    `tuned`: the numbers that are searched for. `control`: with what it is compared beside plain Muon. `lr`: where the
-    search for the rate starts, if not at the base's. `adam_share`: the AdamW half has its own rate, this times Muon's.
+    `tuned`: the numbers that are searched for; a rate that is not is the best of the base. `control`: with what it is
+    compared beside plain Muon. `lr`: where the search for the rate starts, if not at the base's. `adam_share`: the
+    AdamW half has its own rate, this times Muon's.
     """
 
     params: Mapping[str, Any] = field(default_factory=dict)
@@ -60,7 +61,7 @@ class Variant:
 
 BASELINES = ("AdamW", "Muon")
 DECAY = {"weight_decay": 0.05}
-BOTH = ("lr", "weight_decay")
+DECAY_ONLY = ("weight_decay",)
 WARMUP = {"momentum_start": 0.85, "momentum_warmup_steps": 3 * STEPS // 10}
 FADE = {"muon_weight_decay_steps": STEPS}
 
@@ -74,19 +75,17 @@ VARIANTS = {
     "deepseek_v4": Variant({"ns_coefficients": "deepseek_v4"}),
     "cubic5": Variant({"ns_coefficients": "cubic5"}),
     "AOL": Variant({"ns_normalization": "aol"}),
-    "four steps": Variant({"ns_steps": 4}),
-    "AOL, four steps": Variant({"ns_normalization": "aol", "ns_steps": 4}, control="four steps"),
     "one matrix per head": Variant({"per_head_muon": True}),
-    "bf16 momentum": Variant({"momentum_dtype": "bf16"}),
+    "bf16 momentum": Variant({"momentum_dtype": "bf16"}, tuned=()),
     "momentum warm-up": Variant(WARMUP),
     "AdamW half at 1/5": Variant(adam_share=0.2),
     "preset nanochat": Variant(
         {"preset": "nanochat"} | WARMUP | FADE, control="AdamW half at 1/5", lr=0.02, adam_share=0.2
     ),
-    "Muon, decay": Variant(DECAY, tuned=BOTH),
-    "cautious decay": Variant(DECAY | {"cautious_weight_decay": True}, tuned=BOTH, control="Muon, decay"),
-    "decay to zero": Variant(DECAY | FADE, tuned=BOTH, control="Muon, decay"),
-    "AdamW, decay": Variant(DECAY, base="AdamW", tuned=BOTH, control="AdamW"),
+    "Muon, decay": Variant(DECAY, tuned=DECAY_ONLY),
+    "cautious decay": Variant(DECAY | {"cautious_weight_decay": True}, tuned=DECAY_ONLY, control="Muon, decay"),
+    "decay to zero": Variant(DECAY | FADE, tuned=DECAY_ONLY, control="Muon, decay"),
+    "AdamW, decay": Variant(DECAY, base="AdamW", tuned=DECAY_ONLY, control="AdamW"),
 }
 
 

@@ -2,8 +2,10 @@
 """The experiments of the example: statistics and protocol on made-up losses, and short real runs."""
 
 import csv
+import json
 import math
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -75,7 +77,7 @@ class MadeUp:
         log = LossLog(folder / "loss.csv")
         for step in range(1, runs.steps + 1):
             log.write(Row(step, 0.0, loss, run.lr, loss + 0.1 * (runs.steps - step)))
-        (folder / "run.json").write_text('{"cpu_seconds": 1.5}')
+        (folder / "run.json").write_text(json.dumps({"run": asdict(run), "cpu_seconds": 1.5}))
 
 
 @pytest.fixture
@@ -88,7 +90,14 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> MadeUp:
 def test_the_grid_is_widened_until_the_best_rate_is_inside(made_up: MadeUp, tmp_path: Path) -> None:
     best, inside = search(Runs(tmp_path, 3), Run("Muon", 0.008), "lr")
     assert (best.lr, inside) == (0.064, True)
-    assert sorted(run.lr for run in made_up.trained) == [0.004, 0.008, 0.016, 0.032, 0.064, 0.128]
+    assert sorted(run.lr for run in made_up.trained) == [0.008, 0.016, 0.032, 0.064, 0.128]
+
+
+def test_a_variant_whose_rate_is_not_tuned_takes_that_of_its_base(made_up: MadeUp, tmp_path: Path) -> None:
+    made_up.best = {"lr": 0.064, "weight_decay": 0.2}
+    tuned = experiments.best_of(Runs(tmp_path, 3), "Muon, decay", 128)
+    assert (tuned.run.lr, tuned.run.weight_decay) == (0.064, 0.2)
+    assert {run.lr for run in made_up.trained if run.variant == "Muon, decay"} == {0.064}
 
 
 @pytest.mark.parametrize(("peak", "best"), [(0.064, 0.064), (0.048, 0.0453), (0.09, 0.0905)])
@@ -103,7 +112,7 @@ def test_a_best_rate_at_the_edge_is_said_to_be(made_up: MadeUp, tmp_path: Path) 
     made_up.best = {"lr": 1e6}
     tuned = tune(Runs(tmp_path, 3), Run("Muon", 0.008))
     assert tuned.at_the_edge == ("lr",)
-    assert len(made_up.trained) == 3 + runs_module.MAX_EXTENSIONS
+    assert len(made_up.trained) == 2 + runs_module.MAX_EXTENSIONS
 
 
 def test_rate_and_decay_are_tuned_in_turns(made_up: MadeUp, tmp_path: Path) -> None:
@@ -158,7 +167,7 @@ def test_logits_are_recorded_in_every_step_of_a_real_run(tmp_path: Path) -> None
 @pytest.mark.full
 @pytest.mark.time_limit(280)
 def test_the_command_trains_tunes_and_compares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs_module, "MAX_EXTENSIONS", 0)
+    monkeypatch.setattr(runs_module, "MAX_EXTENSIONS", 1)
     words = "--steps 4 --seeds 2 --variants --studies --layers 1 --context 16 --eval-every 2 --eval-batches 1 --data"
     monkeypatch.setattr(
         sys, "argv", ["experiments.py", "--out", str(tmp_path), *words.split(), str(ROOT / "deepspeed")]
