@@ -78,9 +78,9 @@ VARIANTS = {
     "one matrix per head": Variant({"per_head_muon": True}),
     "bf16 momentum": Variant({"momentum_dtype": "bf16"}, tuned=()),
     "momentum warm-up": Variant(WARMUP),
-    "AdamW half at 1/5": Variant(adam_share=0.2),
+    "AdamW half at a fifth": Variant(adam_share=0.2),
     "preset nanochat": Variant(
-        {"preset": "nanochat"} | WARMUP | FADE, control="AdamW half at 1/5", lr=0.02, adam_share=0.2
+        {"preset": "nanochat"} | WARMUP | FADE, control="AdamW half at a fifth", lr=0.02, adam_share=0.2
     ),
     "Muon, decay": Variant(DECAY, tuned=DECAY_ONLY),
     "cautious decay": Variant(DECAY | {"cautious_weight_decay": True}, tuned=DECAY_ONLY, control="Muon, decay"),
