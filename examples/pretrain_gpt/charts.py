@@ -29,43 +29,42 @@ VERDICT_COLORS = {"better": "tab:green", "worse": "tab:red", "no gain shown": "t
 FAR = 3.0
 
 
-def _draw_variant(axes: Axes, place: int, name: str, judged: Judged, muon: float) -> None:
-    """Draw seeds as dots, and the interval of the difference to Muon as a bar around the mean."""
-    color = "black" if name == "Muon" else VERDICT_COLORS[judged.difference.verdict]
-    axes.plot(
-        judged.losses, [place] * len(judged.losses), "o", color=color, alpha=0.55, markersize=5, markeredgewidth=0
-    )
-    if name != "Muon":
-        axes.plot([muon + judged.difference.low, muon + judged.difference.high], [place] * 2, color=color, linewidth=2)
-    axes.plot(fmean(judged.losses), place, "|", color=color, markersize=13, markeredgewidth=2)
+def _draw_variant(axes: Axes, place: int, name: str, judged: Judged) -> None:
+    """Draw a dot per seed, and the mean with its interval; of Muon the distances of its seeds from their mean."""
+    difference, dots = judged.difference, judged.difference.pairs
+    color = VERDICT_COLORS[difference.verdict]
+    if name == "Muon":
+        color, dots = "black", [loss - fmean(judged.losses) for loss in judged.losses]
+    axes.plot(dots, [place] * len(dots), "o", color=color, alpha=0.5, markersize=5, markeredgewidth=0)
+    axes.plot([difference.low, difference.high], [place] * 2, color=color, linewidth=2)
+    axes.plot(difference.mean, place, "|", color=color, markersize=13, markeredgewidth=2)
 
 
 def plot_rules(judged: Mapping[str, Judged], path: Path) -> None:
-    """Draw the final losses of every variant, the best on top; one that is far away gets a panel at the right."""
-    order = sorted(judged, key=lambda name: fmean(judged[name].losses))
-    means = [fmean(judged[name].losses) for name in order]
+    """Draw the differences of every variant to Muon, the best on top; those far away get a panel at the right."""
+    order = sorted(judged, key=lambda name: judged[name].difference.mean)
+    means = [judged[name].difference.mean for name in order]
     gaps = [after - before for before, after in itertools.pairwise(means)]
     cut = gaps.index(max(gaps)) + 1
     near, far = order[:cut], order[cut:]
-    if max(gaps) < FAR * (means[cut - 1] - means[0]):
+    if "Muon" not in near or max(gaps) < FAR * (means[cut - 1] - means[0]):
         near, far = order, []
     ratios = [5, 1] if far else [1]
-    size = {"figsize": (9, 1.2 + 0.33 * len(order)), "layout": "constrained"}
+    size = {"figsize": (9, 1.4 + 0.3 * len(order)), "layout": "constrained"}
     figure, panels = plt.subplots(1, len(ratios), sharey=True, width_ratios=ratios, squeeze=False, **size)
-    muon = fmean(judged["Muon"].losses)
     for axes, names in zip(panels[0], (near, far), strict=False):
-        axes.axvline(muon, color="black", linewidth=1, linestyle=":") if "Muon" in names else None
         for name in names:
-            _draw_variant(axes, order.index(name), name, judged[name], muon)
+            _draw_variant(axes, order.index(name), name, judged[name])
         axes.grid(alpha=0.3)
+    panels[0][0].axvline(0, color="black", linewidth=1, linestyle=":")
     panels[0][0].set_yticks(range(len(order)), order)
     panels[0][0].invert_yaxis()
-    panels[0][0].set_xlabel("final held-out loss (nats per byte), lower is better")
+    panels[0][0].set_xlabel("final held-out loss less plain Muon's with the same seed (nats per byte); left is better")
     if far:
-        panels[0][1].margins(x=0.5)
-        panels[0][1].set_xlabel("(far away)")
-    used = [word for word in VERDICT_COLORS if any(j.difference.verdict == word for j in judged.values())]
-    handles = [plt.Line2D([], [], color=VERDICT_COLORS[word], marker="o", label=f"{word}") for word in used]
+        panels[0][1].margins(x=0.4)
+        panels[0][1].set_xlabel("far away")
+    used = [word for word in VERDICT_COLORS if any(one.difference.verdict == word for one in judged.values())]
+    handles = [plt.Line2D([], [], color=VERDICT_COLORS[word], marker="o", label=word) for word in used]
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
     figure.savefig(path, dpi=130)
     plt.close(figure)

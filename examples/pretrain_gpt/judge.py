@@ -16,8 +16,9 @@ T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean of paired differences of losses, and its 95 % interval; a single pair has no interval (NaN)."""
+    """Differences of paired losses, their mean and its 95 % interval; a single pair has no interval (NaN)."""
 
+    pairs: tuple[float, ...]
     mean: float
     low: float = math.nan
     high: float = math.nan
@@ -32,15 +33,15 @@ class Difference:
 
 def paired(losses: Sequence[float], baseline: Sequence[float]) -> Difference:
     """Compare final losses with those of the baseline on the same seeds, in the same order."""
-    pairs = [loss - base for loss, base in zip(losses, baseline, strict=True)]
+    pairs = tuple(loss - base for loss, base in zip(losses, baseline, strict=True))
     if len(pairs) < 2:
-        return Difference(pairs[0])
+        return Difference(pairs, pairs[0])
     if not all(map(math.isfinite, pairs)):
-        return Difference(math.inf, math.inf, math.inf)
+        return Difference(pairs, math.inf, math.inf, math.inf)
     degrees = len(pairs) - 1
     quantile = T_QUANTILES[degrees - 1] if degrees <= len(T_QUANTILES) else T_QUANTILES[-1]
     half = quantile * stdev(pairs) / len(pairs) ** 0.5
-    return Difference(mean(pairs), mean(pairs) - half, mean(pairs) + half)
+    return Difference(pairs, mean(pairs), mean(pairs) - half, mean(pairs) + half)
 
 
 def steps_to(rows: Sequence[Row], target: float) -> float:

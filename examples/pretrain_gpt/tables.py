@@ -53,10 +53,10 @@ def largest_logit(runs: Runs, run: Run) -> float:
 
 
 def rules(judged: Mapping[str, Judged], steps: int) -> str:
-    """Return the table of the variants, the best first."""
+    """Return the table of the variants, in the order of their differences to Muon."""
     heads = ["variant", "rate", "decay", "seeds", "final loss", "sigma", "difference to Muon (95 %)", "verdict"]
     rows = []
-    for name in sorted(judged, key=lambda name: fmean(judged[name].losses)):
+    for name in sorted(judged, key=lambda name: judged[name].difference.mean):
         one, count = judged[name], len(judged[name].losses)
         numbers = [*tuned_numbers(one.tuned), str(count), f"{fmean(one.losses):.4f}"]
         numbers.append(f"{stdev(one.losses):.4f}" if count > 1 else "")
