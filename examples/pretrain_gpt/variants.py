@@ -77,6 +77,7 @@ VARIANTS = {
     "AOL": Variant({"ns_normalization": "aol"}),
     "one matrix per head": Variant({"per_head_muon": True}),
     "bf16 momentum": Variant({"momentum_dtype": "bf16"}, tuned=()),
+    "int8 momentum": Variant({"momentum_dtype": "int8"}, tuned=()),
     "momentum warm-up": Variant(WARMUP),
     "AdamW half at a fifth": Variant(adam_share=0.2),
     "preset nanochat": Variant(

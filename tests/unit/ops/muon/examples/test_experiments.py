@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed.muon.config.schema import parse
-from helpers.paths import ROOT
+from helpers.paths import DOCS, ROOT
 
 EXAMPLE = ROOT / "examples/pretrain_gpt"
 sys.path.insert(0, str(EXAMPLE))
@@ -142,6 +142,16 @@ def test_finalists_are_judged_by_fresh_seeds_and_no_run_is_repeated(
     assert (tmp_path / "experiments.png").stat().st_size > 5000
     experiments.main()
     assert made_up.trained == first
+
+
+def test_the_page_shows_the_results() -> None:
+    """The tables of docs/experiments.md are those of the last run, and so are its charts."""
+    results, page = EXAMPLE / "results", (DOCS / "experiments.md").read_text().splitlines()
+    lines = (results / "experiments.md").read_text().splitlines()
+    assert [line for line in lines if line.startswith("|") and line not in page] == []
+    for chart in ("experiments.png", "width.png", "qk_clip.png"):
+        assert (results / chart).read_bytes() == (DOCS / "assets" / chart).read_bytes()
+        assert f"(assets/{chart})" in "\n".join(page)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
