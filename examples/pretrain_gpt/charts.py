@@ -16,7 +16,6 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from losslog import read_log
 from runs import Run, Runs
 from variants import WATCH
 
@@ -91,7 +90,7 @@ def plot_widths(losses: Mapping[str, Mapping[int, float]], shares: Mapping[int, 
 
 
 def plot_clip(runs: Runs, pairs: Mapping[float, list[Run]], path: Path) -> None:
-    """Draw each layer's largest logit and the training loss over steps: a column per rate, a color per threshold."""
+    """Draw each layer's largest logit and the held-out loss over steps: a column per rate, a color per threshold."""
     size = {"figsize": (3.4 * len(pairs), 5), "sharex": True, "sharey": "row", "layout": "constrained"}
     figure, panels = plt.subplots(2, len(pairs), squeeze=False, **size)
     for (rate, pair), (logits, losses) in zip(pairs.items(), panels.T, strict=True):
@@ -99,15 +98,16 @@ def plot_clip(runs: Runs, pairs: Mapping[float, list[Run]], path: Path) -> None:
             label = "not clipped" if run.tau == WATCH else f"QK-clip, tau {run.tau:g}"
             for number, values in enumerate(runs.logits(run).values()):
                 logits.plot(*values, color=color, linewidth=1, alpha=0.8, label=None if number else label)
-            rows = read_log(runs.folder(run) / "loss.csv")
-            losses.plot([row.step for row in rows], [row.train for row in rows], color=color, linewidth=1)
+            rows = runs.evaluations(run)
+            losses.plot([row.step for row in rows], [row.held_out for row in rows], ".-", color=color)
         logits.set_title(f"rate {pair[0].lr:g} ({rate:g} x the best)", fontsize=10)
         logits.set_yscale("log")
         losses.set_xlabel("step")
+        losses.set_ylim(top=4)  # the first evaluations are far above
         logits.grid(alpha=0.3)
         losses.grid(alpha=0.3)
     panels[0][0].set_ylabel("largest attention logit\n(a line per layer)")
-    panels[1][0].set_ylabel("training loss (nats per byte)")
+    panels[1][0].set_ylabel("held-out loss (nats per byte)")
     panels[0][0].legend(frameon=False)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=95)
     plt.close(figure)

@@ -5,6 +5,7 @@ Runs that are already complete in --out are not repeated. Options that are not l
 """
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -49,20 +50,22 @@ def best_of(runs: Runs, variant: str, width: int, refine: bool = True) -> Tuned:
     return tune(runs, Run(variant, lr, definition.start("weight_decay"), width=width), definition.tuned, refine)
 
 
-def finalists(runs: Runs, tuned: dict[str, Tuned], count: int) -> list[str]:
-    """Return the baselines, and the best `count` others with their controls."""
+def finalists(runs: Runs, tuned: dict[str, Tuned], count: int, also: Sequence[str] = ()) -> list[str]:
+    """Return the baselines, and the best `count` others and those of `also` with their controls."""
     order = sorted(tuned, key=lambda name: runs.final(tuned[name].run))
-    chosen = [name for name in order if name not in BASELINES][:count]
+    chosen = [*[name for name in order if name not in BASELINES][:count], *also]
     controls = [VARIANTS[name].control for name in chosen]
     return [name for name in tuned if name in (*BASELINES, *chosen, *controls)]
 
 
-def compare_rules(runs: Runs, names: list[str], width: int, seeds: int, count: int) -> dict[str, Judged]:
+def compare_rules(
+    runs: Runs, names: list[str], width: int, seeds: int, count: int, also: Sequence[str] = ()
+) -> dict[str, Judged]:
     """Tune every variant with seed 0, run the finalists with the seeds from 1 on, and compare all with Muon."""
     tuned = {name: best_of(runs, name, width) for name in BASELINES}
     others = [name for name in names if name not in BASELINES]
     tuned |= zip(others, runs.each(lambda name: best_of(runs, name, width), others), strict=True)
-    chosen = finalists(runs, tuned, count)
+    chosen = finalists(runs, tuned, count, also)
     fresh = {name: [replace(tuned[name].run, seed=seed) for seed in range(1, seeds + 1)] for name in chosen}
     runs.each(runs.final, [run for seed in zip(*fresh.values(), strict=True) for run in seed])
     target = fmean(map(runs.final, fresh["AdamW"]))
@@ -76,14 +79,14 @@ def compare_rules(runs: Runs, names: list[str], width: int, seeds: int, count: i
     return judged
 
 
-def compare_widths(runs: Runs) -> Widths:
+def compare_widths(runs: Runs, widths: list[int]) -> Widths:
     """Tune AdamW and Muon at every width, by factors of 2 and with one seed."""
-    keys = [(width, name) for width in WIDTHS for name in BASELINES]
+    keys = [(width, name) for width in widths for name in BASELINES]
     found = dict(zip(keys, runs.each(lambda key: best_of(runs, key[1], key[0], refine=False), keys), strict=True))
-    tuned = {width: {name: found[width, name] for name in BASELINES} for width in WIDTHS}
-    losses = {name: {width: runs.final(found[width, name].run) for width in WIDTHS} for name in BASELINES}
-    muon = {width: runs.evaluations(found[width, "Muon"].run) for width in WIDTHS}
-    shares = {width: steps_to(muon[width], losses["AdamW"][width]) / runs.steps for width in WIDTHS}
+    tuned = {width: {name: found[width, name] for name in BASELINES} for width in widths}
+    losses = {name: {width: runs.final(found[width, name].run) for width in widths} for name in BASELINES}
+    muon = {width: runs.evaluations(found[width, "Muon"].run) for width in widths}
+    shares = {width: steps_to(muon[width], losses["AdamW"][width]) / runs.steps for width in widths}
     return Widths(tuned, losses, shares)
 
 
@@ -101,9 +104,11 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--studies", nargs="*", choices=STUDIES, default=STUDIES, help="beside that of the rules")
     parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=list(VARIANTS), help="beside the baselines")
     parser.add_argument("--steps", type=int, default=STEPS, help="length of every run")
+    parser.add_argument("--also", nargs="*", choices=VARIANTS, default=[], help="variants that run all seeds anyway")
     parser.add_argument("--width", type=int, default=WIDTH, help="of the model that compares rules")
     parser.add_argument("--seeds", type=int, default=5, help="runs of a finalist, beside those that find its rate")
     parser.add_argument("--finalists", type=int, default=3, help="variants that run all seeds, beside the baselines")
+    parser.add_argument("--widths", nargs="+", type=int, default=WIDTHS, help="of the models that compare widths")
     parser.add_argument("--tau", type=float, default=30.0, help="threshold of QK-clip")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     return parser.parse_known_args()
@@ -117,11 +122,11 @@ def main() -> None:
     args, training = parse_args()
     runs = Runs(args.out, args.steps, args.jobs, TRAINING + training)
     names = [name for name in VARIANTS if name in (*BASELINES, *args.variants)]
-    judged = compare_rules(runs, names, args.width, args.seeds, args.finalists)
+    judged = compare_rules(runs, names, args.width, args.seeds, args.finalists, args.also)
     parts = [tables.rules(judged, args.steps), tables.controls(judged)]
     charts.plot_rules(judged, args.out / "experiments.png")
     if "width" in args.studies:
-        widths = compare_widths(runs)
+        widths = compare_widths(runs, args.widths)
         parts.append(tables.widths(widths))
         charts.plot_widths(widths.losses, widths.shares, args.out / "width.png")
     if "qk_clip" in args.studies:

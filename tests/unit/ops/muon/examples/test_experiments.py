@@ -149,7 +149,7 @@ def test_the_page_shows_the_results() -> None:
     results, page = EXAMPLE / "results", (DOCS / "experiments.md").read_text().splitlines()
     lines = (results / "experiments.md").read_text().splitlines()
     assert [line for line in lines if line.startswith("|") and line not in page] == []
-    for chart in ("experiments.png", "width.png", "qk_clip.png"):
+    for chart in ("experiments.png", "qk_clip.png"):
         assert (results / chart).read_bytes() == (DOCS / "assets" / chart).read_bytes()
         assert f"(assets/{chart})" in "\n".join(page)
 
