@@ -77,6 +77,10 @@ class MadeUp:
         log = LossLog(folder / "loss.csv")
         for step in range(1, runs.steps + 1):
             log.write(Row(step, 0.0, loss, run.lr, loss + 0.1 * (runs.steps - step)))
+        if run.tau:
+            (folder / "monitor").mkdir()
+            logits = "step,layer\n16,0.5\n32,700.0\n48,90.0\n" if run.tau == WATCH else "step,layer\n16,0.5\n"
+            (folder / "monitor/Train_Muon_max_logit_blocks.0.attn.csv").write_text(logits)
         (folder / "run.json").write_text(json.dumps({"run": asdict(run), "cpu_seconds": 1.5}))
 
 
@@ -154,6 +158,21 @@ def test_the_page_shows_the_results() -> None:
         assert f"(assets/{chart})" in "\n".join(page)
 
 
+def test_widths_and_clip_have_tables_and_charts(
+    made_up: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a variant of `--also` runs all seeds though it is not among the best."""
+    words = ["--steps", "3", "--seeds", "2", "--finalists", "1", "--variants", "NorMuon", "cubic5", "--also", "cubic5"]
+    monkeypatch.setattr(sys, "argv", ["experiments.py", "--out", str(tmp_path), *words, "--widths", "64", "128"])
+    experiments.main()
+    text = (tmp_path / "experiments.md").read_text()
+    assert "| cubic5 | 0.064 | 0 | 2 |" in text
+    assert "| 64 | 0.064* | 0.064 | 2.0000 | 1.6000 | -0.4000 | 33% |" in text
+    assert "| 0.256 (4 x) | not clipped | 700.0 |" in text
+    assert "| 0.256 (4 x) | 30 | 0.5 |" in text
+    assert min((tmp_path / name).stat().st_size for name in ("width.png", "qk_clip.png")) > 5000
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_config_of_each_variant_is_accepted(variant: str) -> None:
     definition = VARIANTS[variant]
@@ -183,7 +202,10 @@ def test_the_command_trains_tunes_and_compares(tmp_path: Path, monkeypatch: pyte
         sys, "argv", ["experiments.py", "--out", str(tmp_path), *words.split(), str(ROOT / "deepspeed")]
     )
     experiments.main()
-    logs = sorted(tmp_path.glob("runs/*/*/loss.csv"))
-    assert len(logs) == 2 * (3 + 2)
-    assert all(len(evaluations(log)) == 2 for log in logs)
+    done = Runs(tmp_path, 4).done()
+    for name in ("AdamW", "Muon"):
+        rates = {seed: {run.lr for run in done if (run.variant, run.seed) == (name, seed)} for seed in range(3)}
+        assert len(rates[0]) >= 3
+        assert rates[1] == rates[2] and len(rates[1]) == 1 and rates[1] < rates[0]
+    assert all(len(evaluations(log)) == 2 for log in tmp_path.glob("runs/*/*/loss.csv"))
     assert "| AdamW |" in (tmp_path / "experiments.md").read_text()
