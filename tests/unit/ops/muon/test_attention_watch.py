@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils.checkpoint import checkpoint
@@ -60,15 +60,15 @@ class Flash(torch.autograd.Function):
 @pytest.fixture(scope="module", autouse=True)
 def operators() -> Iterator[None]:
     """Stand-ins for the operators of flash-attn 2."""
-    library = torch.library.Library("flash_attn", "DEF")
+    registered = library.Library("flash_attn", "DEF")
     head, tail = "Tensor q, Tensor k, Tensor v", "float dropout_p, float softmax_scale, bool causal) -> Tensor"
     packed = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, int max_seqlen_q, int max_seqlen_k"
-    library.define(f"_flash_attn_forward({head}, {tail}")
-    library.define(f"_flash_attn_varlen_forward({head}, {packed}, {tail}")
+    registered.define(f"_flash_attn_forward({head}, {tail}")
+    registered.define(f"_flash_attn_varlen_forward({head}, {packed}, {tail}")
     for name in ("_flash_attn_forward", "_flash_attn_varlen_forward"):
-        library.impl(name, lambda q, *others: q.clone(), "CPU")
+        registered.impl(name, lambda q, *others: q.clone(), "CPU")
     yield
-    library._destroy()
+    registered._destroy()
 
 
 def clip_of(net: nn.Module, **options: Any) -> tuple[MuonWithAuxAdam, QKClip]:
