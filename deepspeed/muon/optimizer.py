@@ -7,13 +7,13 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from deepspeed.muon.bound import Bound
 from deepspeed.muon.config.presets import preset_named
 from deepspeed.muon.config.schema import MuonConfig, parse
 from deepspeed.muon.errors import UnsupportedError
@@ -22,9 +22,8 @@ from deepspeed.muon.exchange.host_staging import Staging
 from deepspeed.muon.exchange.partition import Partition, whole_partition
 from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.probe import warm
-from deepspeed.muon.kernels.rounding import key_of
 from deepspeed.muon.kernels.selection import Missing, choose, missing, product_tables
-from deepspeed.muon.kernels.table import Operations, RunOperations, Tiles
+from deepspeed.muon.kernels.table import Operations, RunOperations
 from deepspeed.muon.kernels.workspace import Workspace, batch_limit
 from deepspeed.muon.log import logger
 from deepspeed.muon.lr_groups import GivenGroups
@@ -33,66 +32,17 @@ from deepspeed.muon.math.choice import MARGIN, Choice, from_pinned
 from deepspeed.muon.math.newton_schulz import DTYPES, orthogonalize
 from deepspeed.muon.math.scale import scale_factor
 from deepspeed.muon.matrices.pipeline import stage_of
-from deepspeed.muon.matrices.query_keys import attention_layers
+from deepspeed.muon.matrices.query_keys import Attention, attention_layers
 from deepspeed.muon.matrices.routing import MatrixSpec, route, shapes_of, tag_parameters
-from deepspeed.muon.param_groups import check_options, split_groups
+from deepspeed.muon.param_groups import Split, check_options, split_groups
 from deepspeed.muon.plan.cost import cost_model
-from deepspeed.muon.plan.launches import calls_of
 from deepspeed.muon.plan.owners import is_worth_sharing
-from deepspeed.muon.plan.plan import Bucket, Plan, Run, make_plan
+from deepspeed.muon.plan.plan import Plan, make_plan
+from deepspeed.muon.prepare import Prepare
 from deepspeed.muon.qk_clip import QKClip
 from deepspeed.muon.second_moments import SecondMoments
 from deepspeed.muon.step_stats import StepStats
 from deepspeed.muon.tuning import Candidates, Tuning, has_bf16, method_of, pinned_in, with_products
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Bound:
-    """One partition of the Muon half, and what its steps have in common.
-
-    ``dtype`` of Newton-Schulz. By rows and columns of the matrix, each found once: ``method`` and ``kernels`` of
-    Newton-Schulz, and ``scale`` of the update.
-    ``together``: updates all runs of a call in one kernel; ``None``: each run has its own.
-    """
-
-    partition: Partition
-    plan: Plan
-    exchange: Exchange
-    dtype: torch.dtype
-    method: Callable[[int, int], str]
-    kernels: Callable[[int, int], Operations]
-    scale: Callable[[int, int], float]
-    together: RunOperations | None
-
-    @cached_property
-    def calls(self) -> dict[int, list[_Call]]:
-        """Of each bucket, by its id."""
-        return {id(bucket): [*map(partial(self._call, bucket), self.calls_of(bucket))] for bucket in self.plan.buckets}
-
-    def calls_of(self, bucket: Bucket) -> list[tuple[int, ...]]:
-        """The runs that are updated together, as indices."""
-        return calls_of(bucket, self.scale, self.together is not None)
-
-    def _call(self, bucket: Bucket, indices: tuple[int, ...]) -> _Call:
-        runs = [bucket.runs[index] for index in indices]
-        first, tiles = runs[0], None
-        if self.together is not None and first.copy.rows == 1:
-            places = [(run.copy.start, run.copy.at, run.copy.numel) for run in runs]
-            tiles = self.together.tiles(places, self.partition.tensors[first.tensor].device)
-        return _Call(indices, first.tensor, first.in_place, self.scale(*first.shape), tiles)
-
-
-class _Call(NamedTuple):
-    """Runs of one bucket that are updated together: of one tensor, in one buffer, with one scale.
-
-    ``runs``: their indices. ``tiles``: for one kernel; ``None``: each run has its own.
-    """
-
-    runs: tuple[int, ...]
-    tensor: int
-    in_place: bool
-    scale: float
-    tiles: Tiles | None
 
 
 class MuonWithAuxAdam(torch.optim.Optimizer):
@@ -132,17 +82,18 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self.specs: dict[nn.Parameter, MatrixSpec] = route(model, self.config.matrix_options)
         #: The pipeline stage that ``model`` is; 0 outside pipelines.
         self.stage = stage_of(model)
-        #: Options that nothing in this pipeline stage follows, with the message if no other stage does; else empty.
+        split = split_groups(params, self.specs, self.config)
         with preset_named(config):
-            self.unused_options = check_options(model, self.specs.values(), self.config)
+            layers = self._attention_layers(model, split)
+            #: Options that nothing in this pipeline stage follows, with the message if no other stage does; else empty.
+            self.unused_options = check_options(model, self.specs.values(), self.config, layers)
         #: How many matrices of each shape go to Newton-Schulz.
         self.shapes = shapes_of(self.specs.values())
-        self._bound: dict[int, _Bound] = {}
+        self._bound: dict[int, Bound] = {}
         self._adam_partitions: list[Partition] = []
         self._binding: tuple[Sequence[Partition], Tuning, torch.device] | None = None
         self._judged: Choice | None = None
         self._blocks: dict[Tensor, momentum.Blocks] = {}
-        self._advanced: set[tuple[int, int]] = set()
         self._work = Workspace()
         #: The kernels of a step, but for the products of Newton-Schulz, and why faster ones are missing; equal on all
         #: ranks.
@@ -166,25 +117,33 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self.peers: Any = None
         #: Measures a step, if set.
         self.step_stats: StepStats | None = None
-        split = split_groups(params, self.specs, self.config)
         self.qk_clip: QKClip | None = None
         if self.config.qk_clip:
             names = {param: spec.name for param, spec in self.specs.items()}
-            layers = attention_layers(model, {param for half in split.halves for param in half["params"]})
             self.qk_clip = QKClip(self.config.qk_clip, layers, names, partial(_steps_done, weakref.ref(self)))
         self._origins, self._given_lrs = split.origins, split.given_lrs
         #: Whether the config or a parameter group gives a learning rate; else stock's defaults act.
         self.sets_a_rate = split.sets_a_rate
         super().__init__(split.halves, defaults={})
         self.defaults["lr"] = split.reference_lr
+        self._register_hooks()
+        tag_parameters(model, self.specs)
+        self._is_built = True
+
+    def _attention_layers(self, model: nn.Module, split: Split) -> dict[nn.Module, Attention]:
+        """Those that QK-clip scales; none without it."""
+        if not self.config.qk_clip:
+            return {}
+        return attention_layers(model, {param for half in split.halves for param in half["params"]})
+
+    def _register_hooks(self) -> None:
+        """What ``state_dict`` and ``load_state_dict`` do beyond torch's own."""
         self.register_load_state_dict_pre_hook(momentum.hold)
         self.register_state_dict_post_hook(momentum.export)
         self.register_state_dict_post_hook(MuonWithAuxAdam._save_second_moments)  # type: ignore[arg-type]
         self.register_load_state_dict_post_hook(momentum.settle)
         self.register_load_state_dict_post_hook(MuonWithAuxAdam._load_second_moments)  # type: ignore[arg-type]
         self.register_load_state_dict_post_hook(MuonWithAuxAdam.bind_again)  # type: ignore[arg-type]
-        tag_parameters(model, self.specs)
-        self._is_built = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not supported after construction.
@@ -227,8 +186,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         for partition in partitions:
             group = self.param_groups[partition.index]
             if group["use_muon"] and self.config.momentum_dtype == "int8":
-                stretches = zip(partition.tensors, partition.stretches(), strict=True)
-                self._blocks |= {tensor: momentum.Blocks(held) for tensor, held in stretches}
+                fragments = zip(partition.tensors, partition.fragments(), strict=True)
+                self._blocks |= {tensor: momentum.Blocks(held) for tensor, held in fragments}
             for tensor in partition.tensors:
                 self.create_state(tensor, group["use_muon"])
             if not group["use_muon"]:
@@ -239,7 +198,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             cost = cost_model(method, schedule, choice.dtype, wire.itemsize, where.type)
             if partition.is_replicated and not is_worth_sharing(partition.blocks, partition.world_size, cost):
                 partition = partition.alone()
-            self._bound[id(partition.tensors[0])] = _Bound(
+            self._bound[id(partition.tensors[0])] = Bound(
                 partition=partition,
                 plan=make_plan(partition.planned, partition.rank, partition.world_size, cost, self.config.bucket_bytes),
                 exchange=exchange(group=partition.group, name=group["name"]),
@@ -468,70 +427,14 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         group = self.schedules.at(group, done=int(states[0]["step"]))
         for state in states:
             state["step"] += 1
-        prepare, apply = partial(self._prepare, bound, group), partial(self._apply, bound, group)
-        bound.exchange.run(bound.plan, prepare, partial(self._orthogonalize, bound), apply, self.phase)
-        if self.config.momentum_dtype == "int8":
-            with self.phase("prepare"):
-                self._advance_codes(group)
+        how = self.config.momentum_dtype, self.kernels, self.blocks_of, self._work
+        prepare = Prepare(bound, group, self.state, *how)
+        orthogonalize, apply = partial(self._orthogonalize, bound), partial(self._apply, bound, group)
+        bound.exchange.run(bound.plan, prepare.bucket, orthogonalize, apply, self.phase)
+        with self.phase("prepare"):
+            prepare.finish()
 
-    def _prepare(self, bound: _Bound, group: dict[str, Any], buffers: BucketBuffers) -> None:
-        """On the shard: momentum and Nesterov, written in the exchange dtype to where it is sent from."""
-        for call in bound.calls[id(buffers.bucket)]:
-            tensor: Tensor = group["params"][call.tensor]
-            grad = tensor.grad
-            if grad is None:
-                for index in call.runs:
-                    buffers.shard_slices[index].zero_()
-            elif bound.together is None or call.tiles is None or self.config.momentum_dtype != "fp32":
-                for index in call.runs:
-                    self._advance(group, tensor, grad, buffers.bucket.runs[index], buffers.shard_slices[index])
-            else:
-                average = self.state[tensor]["momentum_buffer"].view(-1), grad.contiguous().view(-1)
-                target = buffers.matrices if call.in_place else buffers.outbox
-                bound.together.advance(*average, target, call.tiles, group["momentum"], group["nesterov"])
-
-    def _advance(self, group: dict[str, Any], tensor: Tensor, grad: Tensor, run: Run, target: Tensor) -> None:
-        """One run of :meth:`_prepare`."""
-        state, rates = self.state[tensor], (group["momentum"], group["nesterov"])
-        if momentum.CODES in state:
-            start, extent, grid = run.copy.start, run.copy.extent, (run.copy.cols, run.copy.pitch)
-            stretch, codes, absmax, skipped = self.blocks_of(tensor).around(state, start, extent)
-            held = grad.contiguous().view(-1)[start : start + extent]
-            if run.copy.numel == stretch.numel:
-                key = key_of(stretch.name, int(state["step"]))
-                self.kernels.advance_codes(codes, absmax, held, target, *rates, key, stretch.first, self._work)
-                self._advanced.add((id(tensor), stretch.position))
-            else:
-                self.kernels.look_ahead(codes, absmax, skipped, held, target, *grid, *rates, self._work)
-            return
-        held = gather(grad.contiguous(), run.copy, self._work, "gradient")
-        buffer = gather(state["momentum_buffer"], run.copy, self._work, "momentum")
-        average = buffer, held, target, *rates
-        if self.config.momentum_dtype == "bf16":
-            name, first = run.draws
-            self.kernels.advance_rounded(*average, key_of(name, int(state["step"])), first, self._work)
-        else:
-            self.kernels.advance(*average, self._work)
-        scatter(buffer, state["momentum_buffer"], run.copy)
-
-    def _advance_codes(self, group: dict[str, Any]) -> None:
-        """Momenta in int8, once all runs have looked ahead: blocks may reach beyond a run, and are rounded once.
-
-        What is one run has been advanced with it.
-        """
-        for tensor in group["params"]:
-            if tensor.grad is None:
-                continue
-            state, grad = self.state[tensor], tensor.grad.contiguous().view(-1)
-            for stretch, codes, absmax in self.blocks_of(tensor).parts(state):
-                if (id(tensor), stretch.position) in self._advanced:
-                    continue
-                held, rates = grad[stretch.position :][: stretch.numel], (group["momentum"], group["nesterov"])
-                key = key_of(stretch.name, int(state["step"]))
-                self.kernels.advance_codes(codes, absmax, held, None, *rates, key, stretch.first, self._work)
-        self._advanced.clear()
-
-    def _orthogonalize(self, bound: _Bound, buffers: BucketBuffers) -> None:
+    def _orthogonalize(self, bound: Bound, buffers: BucketBuffers) -> None:
         """At the owner: equal shapes in one batch."""
         for batch in buffers.bucket.batches:
             shape = batch.count, batch.rows, batch.cols
@@ -546,7 +449,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 self.step_stats.after_newton_schulz(batch.names, matrices)
             self.rules.after(matrices, batch.axis, self.second_moments.of(batch.names), self._work)
 
-    def _apply(self, bound: _Bound, group: dict[str, Any], buffers: BucketBuffers) -> None:
+    def _apply(self, bound: Bound, group: dict[str, Any], buffers: BucketBuffers) -> None:
         """On the shard: decay and scaled update."""
         if self.step_stats is not None:
             self.step_stats.before_apply(self._updates(bound, group, buffers), group, self.config.cautious_weight_decay)
@@ -566,7 +469,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                     scatter(target, tensor, copy)
 
     def _updates(
-        self, bound: _Bound, group: dict[str, Any], buffers: BucketBuffers
+        self, bound: Bound, group: dict[str, Any], buffers: BucketBuffers
     ) -> Iterator[tuple[str, Tensor, Tensor, float]]:
         """(parameter, weights, orthogonalized update, its scale) of every run that :meth:`_apply` will update."""
         for call in bound.calls[id(buffers.bucket)]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.matrices.pipeline import stages_of
-from deepspeed.muon.matrices.query_keys import attention_layers
 from deepspeed.muon.matrices.routing import MatrixSpec, is_lora, shapes, unmatched
 
 
@@ -93,8 +92,13 @@ def expert_group(param: Any) -> str:
     return "" if getattr(param, "allreduce", True) else str(param.group_name)
 
 
-def check_options(model: nn.Module, specs: Iterable[MatrixSpec], config: MuonConfig) -> dict[str, str]:
+def check_options(
+    model: nn.Module, specs: Iterable[MatrixSpec], config: MuonConfig, layers: Collection[nn.Module]
+) -> dict[str, str]:
     """Refuse options that nothing in the model follows, and Muon where no matrix goes to it.
+
+    Args:
+        layers: the attention that ``qk_clip`` acts on.
 
     Returns:
         For a stage of a pipeline, where another stage may follow them: by option, the message.
@@ -105,7 +109,7 @@ def check_options(model: nn.Module, specs: Iterable[MatrixSpec], config: MuonCon
     specs = list(specs)
     _refuse_unknown_outputs(specs, config)
     unused = _unused_heads(specs, config) | _unused_splits(specs, config) | _unused_patterns(shapes(model), config)
-    if config.qk_clip and not attention_layers(model):
+    if config.qk_clip and not layers:
         unused["qk_clip"] = (
             "optimizer.params.qk_clip: no module of the model is softmax attention by the names of its projections, "
             "with queries and keys that are trained"

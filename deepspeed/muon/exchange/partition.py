@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from deepspeed.muon.math.momentum import Stretch
+from deepspeed.muon.math.momentum import Fragment
 from deepspeed.muon.matrices.routing import MatrixSpec
 from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard
 
@@ -60,15 +60,15 @@ class Partition:
             if start < stop:
                 yield shard, start, stop, shard.placement.position(start)
 
-    def stretches(self) -> list[list[Stretch]]:
+    def fragments(self) -> list[list[Fragment]]:
         """By tensor: what this rank holds of each parameter.
 
         Ranks that have different parts of one matrix under one name, by tensor parallelism, have names of their own.
         """
-        found: list[list[Stretch]] = [[] for _ in self.tensors]
+        found: list[list[Fragment]] = [[] for _ in self.tensors]
         for shard, start, stop, position in self.pieces():
             part = f"@{shard.placement.first}" if shard.spec.sharding else ""
-            found[shard.tensor].append(Stretch(shard.spec.name + part, start, position, stop - start))
+            found[shard.tensor].append(Fragment(shard.spec.name + part, start, position, stop - start))
         return found
 
     def held(self) -> Iterator[tuple[Tensor, int, int]]:

@@ -16,6 +16,7 @@ from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.kernels.codes import blocks_of
 from deepspeed.muon.math.scale import scale_factor
 from deepspeed.muon.matrices.block import Block
+from deepspeed.muon.matrices.query_keys import attention_layers
 from deepspeed.muon.matrices.routing import MatrixSpec, route
 from deepspeed.muon.param_groups import check_options, split_groups
 from deepspeed.muon.plan.cost import CostModel
@@ -58,7 +59,7 @@ def halves_of(model: nn.Module, config: MuonConfig) -> list[Half]:
         ValueError: a tag of the model that cannot be followed.
     """
     specs = route(model, config.matrix_options)
-    check_options(model, specs.values(), config)
+    check_options(model, specs.values(), config, attention_layers(model) if config.qk_clip else {})
     return [
         Half(
             specs=tuple(specs[param] for param in group["params"]),

@@ -24,7 +24,7 @@ CHUNK = 2**14
 State = dict[str, Any]
 
 
-class Stretch(NamedTuple):
+class Fragment(NamedTuple):
     """Elements of one parameter that lie together in a tensor: ``first`` is the index of their first in it."""
 
     name: str
@@ -39,49 +39,49 @@ class Blocks:
     So a parameter's momentum does not depend on its neighbours' or on padding, which may hold anything.
     """
 
-    def __init__(self, stretches: Iterable[Stretch]) -> None:
-        self.stretches = sorted(stretches, key=lambda stretch: stretch.position)
-        self._positions = [stretch.position for stretch in self.stretches]
-        counts = [blocks_of(stretch.numel) for stretch in self.stretches]
+    def __init__(self, fragments: Iterable[Fragment]) -> None:
+        self.fragments = sorted(fragments, key=lambda fragment: fragment.position)
+        self._positions = [fragment.position for fragment in self.fragments]
+        counts = [blocks_of(fragment.numel) for fragment in self.fragments]
         self._ends = list(accumulate(counts, initial=0))
         self.count = self._ends[-1]
 
-    def parts(self, state: State) -> Iterator[tuple[Stretch, Tensor, Tensor]]:
-        """Each stretch with its codes and the magnitudes of its blocks, which are views of the state."""
+    def parts(self, state: State) -> Iterator[tuple[Fragment, Tensor, Tensor]]:
+        """Each fragment with its codes and the magnitudes of its blocks, which are views of the state."""
         codes = state[CODES].view(-1)
-        for stretch, (start, end) in zip(self.stretches, pairwise(self._ends), strict=True):
-            yield stretch, codes[stretch.position :][: stretch.numel], state[ABSMAX][start:end]
+        for fragment, (start, end) in zip(self.fragments, pairwise(self._ends), strict=True):
+            yield fragment, codes[fragment.position :][: fragment.numel], state[ABSMAX][start:end]
 
-    def around(self, state: State, start: int, numel: int) -> tuple[Stretch, Tensor, Tensor, int]:
-        """Of elements of one stretch: it, codes, magnitudes of their blocks, how many elements lie before in these."""
+    def around(self, state: State, start: int, numel: int) -> tuple[Fragment, Tensor, Tensor, int]:
+        """Of elements of one fragment: it, codes, magnitudes of their blocks, how many elements lie before in these."""
         at = bisect_right(self._positions, start) - 1
         block, skipped = divmod(start - self._positions[at], BLOCK)
         first = self._ends[at] + block
         absmax = state[ABSMAX][first : first + blocks_of(skipped + numel)]
-        return self.stretches[at], state[CODES].view(-1)[start : start + numel], absmax, skipped
+        return self.fragments[at], state[CODES].view(-1)[start : start + numel], absmax, skipped
 
     def read(self, state: State, start: int, stop: int, device: torch.device) -> Tensor:
-        """Elements ``start`` to ``stop`` of the tensor in fp32 on a device; zeros between the stretches."""
+        """Elements ``start`` to ``stop`` of the tensor in fp32 on a device; zeros between the fragments."""
         result = torch.zeros(stop - start, dtype=torch.float32, device=device)
-        for stretch, codes, absmax in self.parts(state):
-            low, high = max(start, stretch.position), min(stop, stretch.position + stretch.numel)
+        for fragment, codes, absmax in self.parts(state):
+            low, high = max(start, fragment.position), min(stop, fragment.position + fragment.numel)
             for first in range(low, high, CHUNK * BLOCK):
                 end = min(high, first + CHUNK * BLOCK)
-                block, skipped = divmod(first - stretch.position, BLOCK)
+                block, skipped = divmod(first - fragment.position, BLOCK)
                 magnitudes = absmax[block : block + blocks_of(skipped + end - first)]
                 wide = torch.empty(magnitudes.numel() * BLOCK, dtype=torch.float32, device=codes.device)
-                here = slice(first - stretch.position, end - stretch.position)
+                here = slice(first - fragment.position, end - fragment.position)
                 result[first - start : end - start] = decode(codes[here], magnitudes, skipped, wide)
         return result
 
     def write(self, state: State, start: int, values: Tensor) -> None:
-        """Round ``values``, 1-D, to nearest, for the elements from ``start`` on: whole stretches, and between them."""
+        """Round ``values``, 1-D, to nearest, for the elements from ``start`` on: whole fragments, and between them."""
         stop = start + values.numel()
-        for stretch, codes, absmax in self.parts(state):
-            if stretch.position + stretch.numel <= start or stop <= stretch.position:
+        for fragment, codes, absmax in self.parts(state):
+            if fragment.position + fragment.numel <= start or stop <= fragment.position:
                 continue
-            assert start <= stretch.position and stretch.position + stretch.numel <= stop, "a part of a parameter"
-            given = values[stretch.position - start :][: stretch.numel]
+            assert start <= fragment.position and fragment.position + fragment.numel <= stop, "a part of a parameter"
+            given = values[fragment.position - start :][: fragment.numel]
             for block in range(0, absmax.numel(), CHUNK):
                 magnitudes, part = absmax[block : block + CHUNK], slice(block * BLOCK, (block + CHUNK) * BLOCK)
                 wide = torch.zeros(magnitudes.numel() * BLOCK, dtype=torch.float32, device=codes.device)
@@ -91,7 +91,7 @@ class Blocks:
 
 def whole(tensor: Tensor) -> Blocks:
     """The blocks of a tensor that is one parameter."""
-    return Blocks([Stretch("", 0, 0, tensor.numel())])
+    return Blocks([Fragment("", 0, 0, tensor.numel())])
 
 
 @dataclass(frozen=True)
