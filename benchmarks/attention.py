@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 from benchmarks import ranks, report
 from benchmarks.rates import alternate, summary
-from deepspeed.muon.math.logits import WAYS
+from deepspeed.muon.math.logits import MODES
 
-VARIANTS = ("without", *WAYS)
+VARIANTS = ("without", *MODES)
 
 
 class Layer(nn.Module):

@@ -32,17 +32,17 @@ class AttentionWatch:
 
     Args:
         layers: the attention modules.
-        way: of :data:`deepspeed.muon.math.logits.WAYS`.
-        turn: the number of the step, for ``sampled``.
+        mode: of :data:`deepspeed.muon.math.logits.MODES`.
+        step: the number of the step, for ``sampled``.
     """
 
-    def __init__(self, layers: Mapping[nn.Module, Attention], way: str, turn: Callable[[], int]) -> None:
-        self._layers, self._way, self._turn = layers, way, turn
+    def __init__(self, layers: Mapping[nn.Module, Attention], mode: str, step: Callable[[], int]) -> None:
+        self._layers, self._mode, self._step = layers, mode, step
         #: By layer, ``[heads]`` of this rank, fp32.
         self.largest: dict[str, Tensor] = {}
         #: Layers whose attention ran, but by none of the known functions.
         self.missed: set[str] = set()
-        self._running: list[_Passing | None] = []
+        self._running: list[_AttentionCalls | None] = []
         self._hooks = [
             hook
             for module in layers
@@ -53,15 +53,15 @@ class AttentionWatch:
         ]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return AttentionWatch, ({}, self._way, int)  # a copy of the model, or a saved one, is not watched
+        return AttentionWatch, ({}, self._mode, int)  # a copy of the model, or a saved one, is not watched
 
     def clear(self) -> None:
         """Forget what was seen. Called while no forward runs."""
         self.largest.clear()
         self.missed.clear()
         while self._running:  # an interrupt from the keyboard has ended forwards without their hooks
-            if (passing := self._running.pop()) is not None:
-                passing.__exit__(None, None, None)
+            if (calls := self._running.pop()) is not None:
+                calls.__exit__(None, None, None)
 
     def close(self) -> None:
         """Watch no longer."""
@@ -72,34 +72,35 @@ class AttentionWatch:
         if torch.compiler.is_compiling():
             return
         counts = module.training and torch.is_grad_enabled() and module in self._layers
-        self._running.append(_Passing() if counts else None)
-        if counts:
-            self._running[-1].__enter__()  # type: ignore[union-attr]
+        calls = _AttentionCalls() if counts else None
+        self._running.append(calls)
+        if calls is not None:
+            calls.__enter__()
 
     def _leave(self, module: nn.Module, _: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        passing = self._running.pop()
-        if passing is None:
+        calls = self._running.pop()
+        if calls is None:
             return
-        passing.__exit__(None, None, None)
+        calls.__exit__(None, None, None)
         layer = self._layers[module]
-        if not passing.seen and output is not None:  # which it is where the forward has raised
+        if not calls.seen and output is not None:  # a forward that raised has no output
             self.missed.add(layer.name)
-        for query, key, scale, visible in passing.seen:
-            if query.size(1) != len(layer.held):
+        for query, key, scale, visible in calls.seen:
+            if query.size(1) != len(layer.local_heads):
                 raise UnsupportedError(
                     f"qk_clip: the attention of {layer.name} has {query.size(1)} heads and its weights have "
-                    f"{len(layer.held)}"
+                    f"{len(layer.local_heads)}"
                 )
             kind, dtype = query.device.type, _dtype(query)
             with torch.no_grad(), torch.autocast(kind, enabled=False):  # else it would cast back what is in fp32
-                found = largest(query.to(dtype), key.to(dtype), scale, visible, self._way, self._turn())
+                found = largest(query.to(dtype), key.to(dtype), scale, visible, self._mode, self._step())
             before = self.largest.get(layer.name)
             self.largest[layer.name] = found if before is None else torch.maximum(before, found)
 
 
-class _Passing(TorchFunctionMode):
+class _AttentionCalls(TorchFunctionMode):
     """Notes what attention functions are called with."""
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ from deepspeed.muon.math.logits import ClipOptions, Factors, clip_factors
 from deepspeed.muon.matrices.query_keys import Attention, Role
 
 
-class _Held(NamedTuple):
+class _HeadPart(NamedTuple):
     """Elements of a tensor that belong to one head: ``rows`` runs of ``cols``, ``stride`` apart, from ``start`` on."""
 
     layer: str
@@ -42,7 +42,7 @@ class QKClip:
         options: the section ``qk_clip`` of the config.
         layers: the attention of the model.
         names: the parameters' names in the partitions.
-        turn: the number of the step, for ``sampled``.
+        step: the number of the step, for ``sampled``.
     """
 
     def __init__(
@@ -50,16 +50,16 @@ class QKClip:
         options: ClipOptions,
         layers: Mapping[nn.Module, Attention],
         names: Mapping[nn.Parameter, str],
-        turn: Callable[[], int],
+        step: Callable[[], int],
     ) -> None:
         self._options = options
         self._layers = list(layers.values())
         self._weights = {
             names[param]: (layer.name, weights) for layer in self._layers for param, weights in layer.weights.items()
         }
-        self.watch = AttentionWatch(layers, options.logits, turn)
+        self.watch = AttentionWatch(layers, options.logits, step)
         weakref.finalize(self, self.watch.close)
-        self._held: dict[int, list[_Held]] = {}
+        self._held: dict[int, list[_HeadPart]] = {}
         self._group: Any = None
         self._device = torch.device("cpu")
         self._factors: dict[str, Factors] = {}
@@ -88,7 +88,7 @@ class QKClip:
             for shard, start, stop, position in partition.pieces():
                 layer, weights = self._weights.get(shard.spec.name, ("", ()))
                 self._held.setdefault(id(partition.tensors[shard.tensor]), []).extend(
-                    _Held(layer, role, head, position + piece.element - start, piece.rows, piece.cols, piece.stride)
+                    _HeadPart(layer, role, head, position + piece.element - start, piece.rows, piece.cols, piece.stride)
                     for role, head, block in weights
                     for piece in block.pieces(start, stop)
                 )
@@ -105,7 +105,7 @@ class QKClip:
         parts = dict(zip(self._layers, logits[1:].split([layer.queries for layer in self._layers]), strict=True))
         for layer, part in parts.items():
             if layer.name in seen:
-                part[list(layer.held)] = seen[layer.name].cpu()
+                part[list(layer.local_heads)] = seen[layer.name].cpu()
         # Of two numbers of which one is NaN, backends of the collective do not agree which is the larger.
         logits.nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf)
         missed, *flat = all_maxima(logits.to(self._device), self._group).tolist()

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from deepspeed.muon.config.messages import did_you_mean
 from deepspeed.muon.math import coefficients
-from deepspeed.muon.math.logits import WAYS, ClipOptions
+from deepspeed.muon.math.logits import MODES, ClipOptions
 from deepspeed.muon.matrices.block import Cut
 
 #: Other projects' names of the scales. Dion: rms_norm, spectral_norm; Megatron: shape_scaling, unit_rms_norm.
@@ -105,9 +105,11 @@ def _as_clip(value: Any) -> ClipOptions:
         raise ValueError(f"tau: expected a number above 0, not {options.tau!r}")
     if type(options.alpha) not in (int, float) or not 0 <= options.alpha <= 1:
         raise ValueError(f"alpha: expected a number from 0 to 1, not {options.alpha!r}")
-    if options.logits not in WAYS:
-        hint = did_you_mean(str(options.logits), WAYS, "", quote="'")
-        raise ValueError("; ".join(filter(None, [f"logits: expected {', '.join(WAYS)}, not {options.logits!r}", hint])))
+    if options.logits not in MODES:
+        hint = did_you_mean(str(options.logits), MODES, "", quote="'")
+        raise ValueError(
+            "; ".join(filter(None, [f"logits: expected {', '.join(MODES)}, not {options.logits!r}", hint]))
+        )
     return options
 
 

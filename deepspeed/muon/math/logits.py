@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 #: How the largest logit is found: over all pairs, over a share of the queries, or bounded by the product of norms.
-WAYS = ("exact", "sampled", "bound")
+MODES = ("exact", "sampled", "bound")
 #: ``sampled`` takes one query of this many, others in each step.
 SHARE = 16
 #: Logits that are held at a time.
@@ -88,7 +88,7 @@ class Visible:
         return seen
 
 
-def largest(query: Tensor, key: Tensor, scale: float, visible: Visible, way: str = "exact", turn: int = 0) -> Tensor:
+def largest(query: Tensor, key: Tensor, scale: float, visible: Visible, mode: str = "exact", step: int = 0) -> Tensor:
     """The largest logit of each head, ``[heads]``, fp32; minus infinity where no query sees a key.
 
     Logits are ``scale`` times the product of query and key, computed in their dtype, of fp16 in fp32, before biases and
@@ -98,23 +98,23 @@ def largest(query: Tensor, key: Tensor, scale: float, visible: Visible, way: str
     Args:
         query: ``[batch, heads, queries, width]``.
         key: ``[batch, key_heads, keys, width]``; the heads of a group of queries are adjacent.
-        way: one of :data:`WAYS`.
-        turn: which of the queries ``sampled`` takes.
+        mode: one of :data:`MODES`.
+        step: its number decides which of the queries ``sampled`` takes.
     """
     batch, heads, count, _ = query.shape
     keys, best = key.size(2), torch.full((heads,), -math.inf, device=query.device)
     if query.dtype == torch.float16:
         query, key = query.float(), key.float()  # a logit may exceed fp16's range before it is scaled
-    if way == "bound" and visible.is_prefix:
+    if mode == "bound" and visible.is_prefix:
         return _bound_of_prefixes(query, key, visible) * scale
-    share = min(SHARE, count) if way == "sampled" else 1
-    positions = range(turn % share, count, share)
+    share = min(SHARE, count) if mode == "sampled" else 1
+    positions = range(step % share, count, share)
     together = max(1, CHUNK // (batch * heads * keys))
     for start in range(0, len(positions), together):
         chosen = positions[start : start + together]
         reach = visible.reach(chosen[-1], keys)
         taken = query[:, :, chosen.start : chosen.stop : chosen.step]
-        logits = (_bounds if way == "bound" else _products)(taken, key[:, :, :reach])
+        logits = (_bounds if mode == "bound" else _products)(taken, key[:, :, :reach])
         seen = visible.of(torch.arange(chosen.start, chosen.stop, chosen.step, device=query.device), reach)
         if seen is not None:
             logits = logits.masked_fill(~seen, -math.inf)
@@ -146,7 +146,7 @@ def _bound_of_prefixes(query: Tensor, key: Tensor, visible: Visible) -> Tensor:
 class ClipOptions:
     """The section ``qk_clip`` of the config: the threshold of a logit, and how the factor is shared.
 
-    ``alpha``: queries take this power of the factor, keys the rest. ``logits``: one of :data:`WAYS`.
+    ``alpha``: queries take this power of the factor, keys the rest. ``logits``: one of :data:`MODES`.
     """
 
     tau: float = 100.0

@@ -94,62 +94,45 @@ def orthogonalize(
     Returns:
         ``x``. A zero matrix gives zero, a non-finite one non-finite values.
     """
+    is_gram = {"standard": False, "gram": True}[method]
     work = Workspace() if work is None else work
     dtype = x.dtype if dtype is None else dtype
-    iterate, is_preconditioned = {"standard": _standard, "gram": _gram}[method], normalization == "aol"
-    scaled = for_larger_norm(schedule, NORM)
+    scaled, lengths = for_larger_norm(schedule, NORM), segments(schedule, name_of(dtype))
     for part in x.split(matrices_together(x, dtype)):
         spare, start = work.get("spare", tuple(part.shape), dtype, x.device), part
         if part.dtype != dtype:
             start = work.get("iterate", tuple(part.shape), dtype, x.device)
-        start, lengths = kernels.normalize(part, start, NORM), segments(schedule, name_of(dtype))
-        found = iterate(start, spare, scaled, lengths, work, kernels, is_preconditioned)
+        start = kernels.normalize(part, start, NORM)
+        if normalization == "aol":
+            _precondition(start, work, kernels)
+        if is_gram:
+            found = _gram(start, spare, scaled, lengths, work, kernels)
+        else:
+            found = _standard(start, spare, scaled, work, kernels)
         if found.data_ptr() != part.data_ptr():
             part.copy_(found)
     return x
 
 
-def _standard(
-    x: Tensor,
-    spare: Tensor,
-    schedule: Schedule,
-    segments: Sequence[int],
-    work: Workspace,
-    kernels: Operations,
-    is_preconditioned: bool,
-) -> Tensor:
+def _standard(x: Tensor, spare: Tensor, schedule: Schedule, work: Workspace, kernels: Operations) -> Tensor:
     gram, factor = (symmetric_of(name, x, work) for name in ("gram", "factor"))
-    for step, triple in enumerate(schedule):
+    for triple in schedule:
         kernels.square(x, gram, work)
-        if step == 0 and is_preconditioned:
-            _scale_both(gram, _precondition(x, gram, work), work)
         _polynomial(gram, triple, factor, work, kernels)
         x, spare = kernels.multiply(factor, x, spare, work), x
     return x
 
 
 def _gram(
-    x: Tensor,
-    spare: Tensor,
-    schedule: Schedule,
-    segments: Sequence[int],
-    work: Workspace,
-    kernels: Operations,
-    is_preconditioned: bool,
+    x: Tensor, spare: Tensor, schedule: Schedule, lengths: Sequence[int], work: Workspace, kernels: Operations
 ) -> Tensor:
     r, factor, q, t = (symmetric_of(name, x, work) for name in ("gram", "factor", "q", "t"))
     step = 0
-    for segment in segments:
+    for length in lengths:
         kernels.square(x, r, work)
-        if step == 0 and is_preconditioned:
-            factors = _precondition(x, r, work)
-            if r.is_whole:
-                _scale_both(r, factors, work)
-            else:  # in 16 bits both would be rounded, apart from each other, which composed steps amplify
-                kernels.square(x, r, work)
-        for i, triple in enumerate(schedule[step : step + segment]):
+        for i, triple in enumerate(schedule[step : step + length]):
             _polynomial(r, triple, factor, work, kernels)
-            if i + 1 < segment:
+            if i + 1 < length:
                 kernels.product(factor, r, t, work)
                 kernels.product(factor, t, r, work)
             if i == 0:
@@ -158,41 +141,29 @@ def _gram(
                 kernels.product(factor, q, t, work)
                 q, t = t, q
         x, spare = kernels.multiply(q, x, spare, work), x
-        step += segment
+        step += length
     return x
 
 
-def _precondition(x: Tensor, gram: Symmetric, work: Workspace) -> list[Tensor]:
+def _precondition(x: Tensor, work: Workspace, kernels: Operations) -> None:
     """Scale the rows of each matrix X, the columns of a tall one, so that X has singular values of at most ``NORM``.
 
     Row i takes ``NORM / sqrt(sum_j |G_ij|)`` with G = X X^T; zero rows stay. That is the almost-orthogonal layer of
     Prach and Lampert (arXiv 2208.03160), before Newton-Schulz in Turbo-Muon (arXiv 2512.04632), section 3. The polar
-    factor is that of the scaled matrix.
+    factor is that of the scaled matrix. The iteration forms G anew from X: scaled beside it, G would be rounded apart
+    from X in 16 bits, and composed steps amplify that.
 
     Args:
         x: ``[batch, rows, cols]``; changed in place.
-        gram: X X^T, or X^T X of tall matrices, of X as it was.
-
-    Returns:
-        The factors of each matrix, fp32, ``[rows, 1]``, or ``[cols, 1]`` of tall ones.
     """
-    is_wide, found = x.size(-2) <= x.size(-1), []
+    gram, is_wide = symmetric_of("gram", x, work), x.size(-2) <= x.size(-1)
+    kernels.square(x, gram, work)
     for matrix, rest, diagonal in zip(x, gram.rest, gram.diagonal, strict=True):
         total = torch.cat([wide.abs_().sum(dim=1, keepdim=True) for _, wide in widened(rest, work, torch.float32)])
         if not gram.is_whole:
             total += diagonal[:, None]
-        found.append(torch.where(total == 0, 0.0, NORM * total.rsqrt()))
-        scale(matrix, [found[-1] if is_wide else found[-1].T], work)
-    return found
-
-
-def _scale_both(gram: Symmetric, factors: Sequence[Tensor], work: Workspace) -> None:
-    """Multiply entry (i, j) of each matrix by the factors of i and of j, in place."""
-    for rest, diagonal, factor in zip(gram.rest, gram.diagonal, factors, strict=True):
-        fine = factor.double()  # so that the order of the factors does not matter, and the result is symmetric
-        scale(rest, [fine, fine.T], work)
-        if not gram.is_whole:
-            diagonal.mul_(factor[:, 0].square())
+        factors = torch.where(total == 0, 0.0, NORM * total.rsqrt())
+        scale(matrix, factors if is_wide else factors.T, work)
 
 
 def _polynomial(r: Symmetric, triple: Triple, out: Symmetric, work: Workspace, kernels: Operations) -> None:

@@ -6,7 +6,7 @@ fp32 is enough for matrices of ordinary entries; squares of tiny or huge ones le
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -31,14 +31,12 @@ def squares(x: Tensor, axis: int, work: Workspace, dtype: torch.dtype = torch.fl
     return torch.cat(sums) if axis == 0 else torch.stack(sums).sum(dim=0)
 
 
-def scale(x: Tensor, factors: Sequence[Tensor], work: Workspace) -> None:
-    """Multiply ``x``, ``[rows, cols]``, in place by factors of rows, ``[rows, 1]``, and of columns, ``[1, cols]``.
+def scale(x: Tensor, factors: Tensor, work: Workspace) -> None:
+    """Multiply ``x``, ``[rows, cols]``, in place by factors of rows, ``[rows, 1]``, or of columns, ``[1, cols]``.
 
     They have the dtype to compute in.
     """
     start = 0
-    for part, wide in widened(x, work, factors[0].dtype):
-        for factor in factors:
-            wide.mul_(factor[start : start + len(part)] if factor.size(0) > 1 else factor)
-        part.copy_(wide)
+    for part, wide in widened(x, work, factors.dtype):
+        part.copy_(wide.mul_(factors[start : start + len(part)] if factors.size(0) > 1 else factors))
         start += len(part)

@@ -85,18 +85,18 @@ def equalize(
         norm: of the whole matrix, if none of its rows or columns is zero; ``None``: each row or column gets the norm 1.
         dtype: to compute in.
     """
-    columns: list[Tensor] = []
+    columns: Tensor | None = None  # factors that the next pass over the matrix applies
     for axis in axes:
         each = 1.0 if norm is None else norm / math.sqrt(x.size(axis))
         if axis == 1:
-            columns = [_factors(squares(x, 1, work, dtype).sqrt_(), each)]
+            columns = _factors(squares(x, 1, work, dtype).sqrt_(), each)
             continue
         for part, wide in widened(x, work, dtype):  # of whole rows, so that their norms need no pass of their own
-            for factors in columns:
-                wide.mul_(factors)
+            if columns is not None:
+                wide.mul_(columns)
             part.copy_(wide.mul_(_factors(torch.linalg.vector_norm(wide, dim=1, keepdim=True), each)))
-        columns = []
-    if columns:
+        columns = None
+    if columns is not None:
         scale(x, columns, work)
 
 
@@ -119,4 +119,4 @@ def normuon(x: Tensor, axis: int, second_moment: Tensor, beta2: float, work: Wor
     held.copy_(torch.where(total > 0, held.lerp(found / x.size(1 - axis), 1 - beta2), held))
     factor = 1 / (held.sqrt() + EPS)
     scaled = (found * factor.square()).sum()
-    scale(x, [torch.where(total > 0, factor * (total / scaled).sqrt(), 1.0)], work)
+    scale(x, torch.where(total > 0, factor * (total / scaled).sqrt(), 1.0), work)

@@ -44,13 +44,13 @@ class _Part(NamedTuple):
 class Attention:
     """The heads of one attention module.
 
-    ``held``: the query heads that this rank has, which with tensor parallelism are some of ``queries``.
+    ``local_heads``: the query heads that this rank has, which with tensor parallelism are some of ``queries``.
     """
 
     name: str
     queries: int
     keys: int
-    held: tuple[int, ...]
+    local_heads: tuple[int, ...]
     weights: Mapping[nn.Parameter, tuple[HeadWeights, ...]]
 
 
