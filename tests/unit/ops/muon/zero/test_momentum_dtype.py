@@ -67,6 +67,24 @@ def test_the_bits_of_int8_are_those_of_name_step_and_element() -> None:
             assert state["momentum_codes"].view(-1).equal(codes) and state["momentum_absmax"].equal(absmax), name
 
 
+@pytest.mark.parametrize("cut", [{"sizes": [50, 30]}, {"sizes": [70, 90], "axis": 1}], ids=["rows", "columns"])
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_the_blocks_of_int8_do_not_follow_the_cuts_of_a_parameter(kernels: str, cut: dict[str, Any]) -> None:
+    """Codes and magnitudes are those of the parameter as one matrix, though a block may lie in two matrices or more."""
+    found = []
+    for split in ({}, {"muon_split": {"layers": cut}}):
+        net = FixedGradients([(80, 160)])
+        options = {"ns_dtype": "fp32", "kernels": kernels, "momentum_dtype": "int8"} | split
+        optimizer = MuonWithAuxAdam(net.parameters(), model=net, lr=0.1, **options)
+        for step in range(3):
+            optimizer.zero_grad()
+            net(net.gradients(step)).backward()
+            optimizer.step()
+        found.append(optimizer.state[net.layers[0].weight])
+    assert len(optimizer.plans[0].buckets[0].runs) > 1 and found[0]["momentum_codes"].any()
+    assert all(torch.equal(found[0][key], found[1][key]) for key in INT8)
+
+
 @pytest.mark.parametrize("momentum_dtype", ROUNDED)
 def test_plain_pytorch_resumes_exactly_and_casts_once(momentum_dtype: str, caplog: pytest.LogCaptureFixture) -> None:
     net, optimizer = plain_optimizer(momentum_dtype)
@@ -122,16 +140,29 @@ def momenta(engine: Any) -> dict[str, tuple[int, Tensor]]:
     return held
 
 
-def train_all(cases: list[dict[str, Any]], momentum_dtype: str) -> list[dict[str, Tensor]]:
+def train_all(cases: list[dict[str, Any]], momentum_dtype: str, model: str = "mlp") -> list[dict[str, Tensor]]:
     """Master weights of the small model after five steps of each case."""
     results = []
     for case in cases:
-        engine = make_engine(MODELS["mlp"](), ds_config(**case, optimizer=MOMENTA[momentum_dtype]))
+        engine = make_engine(MODELS[model](), ds_config(**case, optimizer=MOMENTA[momentum_dtype]))
         train_engine(engine, 5)
         results.append(fp32_weights(engine))
         assert kept_dtypes(local_states(engine)) == {KEPT[momentum_dtype]}
         engine.destroy()
     return results
+
+
+@pytest.mark.parametrize("momentum_dtype", ROUNDED)
+def test_training_with_fused_projections_equals_the_oracle(momentum_dtype: str) -> None:
+    """A parameter is several matrices, so that blocks of its momentum in int8 lie in several runs."""
+    cases: list[dict[str, Any]] = [{"stage": 0}, *({"stage": stage, "offload": True} for stage in (1, 2, 3))]
+    reference = oracle("gpt", 1.0)
+    most, average = {"bf16": (0.1, 0.02), "int8": (0.3, 0.1)}[momentum_dtype]
+    for results in run(train_all, 2, cases=cases, momentum_dtype=momentum_dtype, model="gpt"):
+        for case, weights in zip(cases, results, strict=True):
+            initial, last = reference.initial, reference.weights
+            errors = {key: change_error(initial[key], weights[key], last[key]) for key in last}
+            assert max(errors.values()) <= most and sum(errors.values()) / len(errors) <= average, (case, errors)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
