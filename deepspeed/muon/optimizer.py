@@ -411,11 +411,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         )
 
     def _gradients_are_finite(self) -> bool:
-        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if not grads:
-            return True
-        norms = torch._foreach_norm(grads)
-        return bool(torch.stack([norm.float().to(norms[0].device) for norm in norms]).isfinite().all())
+        return are_finite([p.grad for group in self.param_groups for p in group["params"] if p.grad is not None])
 
     def _muon_step(self, group: dict[str, Any]) -> None:
         bound = self._bound.get(id(group["params"][0]))
@@ -491,6 +487,14 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 (adamw.update_squares(stepped[id(tensor)], group, start, length), length)
                 for tensor, start, length in held
             )
+
+
+def are_finite(tensors: list[Tensor]) -> bool:
+    """Whether the norm of each tensor is finite. On an accelerator this waits for it."""
+    if not tensors:
+        return True
+    norms = torch._foreach_norm(tensors)
+    return bool(torch.stack([norm.float().to(norms[0].device) for norm in norms]).isfinite().all())
 
 
 def _steps_done(optimizer: Callable[[], MuonWithAuxAdam | None]) -> int:

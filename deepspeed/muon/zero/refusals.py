@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
+
 from deepspeed.muon.errors import UnsupportedError
+from deepspeed.muon.zero.wrappers.loss_scale import is_fp16_autocast
 
 #: What a ``DeepSpeedConfig`` calls the sections of a ds_config.
 SECTIONS = {
@@ -52,6 +54,10 @@ Rule = tuple[str, Callable[[Any], Any], str]
 """The key that the message names, whether a ``DeepSpeedConfig`` is refused, and what to change."""
 
 
+def _has_fp16_autocast(config: Any) -> bool:
+    return bool(_get(config, "torch_autocast_enabled")) and _get(config, "torch_autocast_dtype") == torch.float16
+
+
 def _nvme_rules(section: str, kept: str, instead: str) -> list[Rule]:
     def applies(config: Any) -> bool:
         return offload_device(config, section) == "nvme"
@@ -91,11 +97,6 @@ RULES: tuple[Rule, ...] = (
         "a part on the accelerator is updated by another optimizer; remove the key or set it to 1.0",
     ),
     (
-        "zero_optimization.compute_grad_norm",
-        lambda c: _get(c, "zero_optimization.compute_grad_norm", True) is False,
-        "the norm is what keeps a non-finite gradient out of the momentum; set it to true",
-    ),
-    (
         "zero_optimization.mics_shard_size",
         lambda c: _get(c, "zero_optimization.mics_shard_size", -1) > 0,
         "MiCS is not supported yet; remove the key",
@@ -106,15 +107,9 @@ RULES: tuple[Rule, ...] = (
         "DeepSpeed loads universal checkpoints at stages 1 to 3 only; set zero_optimization.stage to 1",
     ),
     (
-        "fp16.enabled",
-        lambda c: _get(c, "zero_optimization.stage", 0) == 0 and _get(c, "fp16.enabled"),
-        "at stage 0 DeepSpeed divides gradients by a loss scale by which it never multiplied the loss; "
-        "set zero_optimization.stage to 1, or use bf16",
-    ),
-    (
         "torch_autocast.dtype",
-        lambda c: _get(c, "torch_autocast_enabled") and re.search(r"\bfloat16", str(_get(c, "torch_autocast_dtype"))),
-        "fp16 autocast skips steps rank by rank; use bfloat16",
+        lambda c: _get(c, "zero_optimization.stage", 0) == 0 and _get(c, "bf16.enabled") and _has_fp16_autocast(c),
+        "at stage 0 DeepSpeed cannot unscale the gradients of a bf16 model; use bfloat16, or remove bf16",
     ),
 )
 #: This refusal depends on the optimizer as well.
@@ -150,6 +145,8 @@ def _engine_problems(engine: Any) -> Iterator[str]:
     sizes = [getattr(engine, name, 1) or 1 for name in ("mp_world_size", "sequence_parallel_size")]
     if engine.has_moe_layers and (engine.pipeline_parallelism or max(*sizes, engine.autotp_size()) > 1):
         yield "experts (deepspeed.moe layers, AutoEP) together with tensor, sequence or pipeline parallelism"
+    if engine.has_moe_layers and is_fp16_autocast(engine) and not engine.zero_optimization():
+        yield "experts under fp16 autocast at stage 0, where ranks skip steps apart; set zero_optimization.stage to 1"
     if engine.moe_layers and engine.load_universal_checkpoint():
         yield "universal checkpoints of deepspeed.moe layers, which DeepSpeed's converter does not know"
     if engine.pipeline_parallelism:

@@ -12,6 +12,7 @@ from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.patch import Seam, replace
 from deepspeed.muon.zero.wrappers.grad_norm import NormWatch
+from deepspeed.muon.zero.wrappers.loss_scale import share_autocast_scale
 
 
 class Adapter:
@@ -58,12 +59,17 @@ class Adapter:
         raise NotImplementedError
 
     def prepare(self, group_count: int) -> None:
-        """Set ``optimizer.is_finite``, which gives the same answer on all ranks: here by the norms of ZeRO 1 to 3.
+        """Set ``optimizer.is_finite``, which gives the same answer on all ranks, and one loss scale for all of them.
 
         Also what the wrapper needs so that it does not run stock's Muon, takes part in the collectives of pipeline
         stages that have up to ``group_count`` parameter groups, and has all state that is not in memory.
         """
-        self.optimizer.is_finite = NormWatch(self.replace)
+        self.optimizer.is_finite = self.watch_gradients()
+        share_autocast_scale(self.engine)
+
+    def watch_gradients(self) -> Callable[[], bool]:
+        """What tells whether the gradients of a step are finite on all ranks."""
+        return NormWatch(self.replace)
 
     def open_states(self) -> None:
         """Let DeepSpeed's functions that read, set and move optimizer state by name do so with Muon's.

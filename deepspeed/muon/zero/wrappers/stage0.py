@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import deepspeed.comm as comm
 import torch
@@ -15,6 +15,7 @@ from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.zero.consensus import on_all_ranks
 from deepspeed.muon.zero.wrappers.adapter import Adapter
 from deepspeed.muon.zero.wrappers.experts import holders
+from deepspeed.muon.zero.wrappers.loss_scale import UnfusedScale, is_fp16_autocast, keep_scale
 
 
 class Stage0(Adapter):
@@ -23,6 +24,7 @@ class Stage0(Adapter):
     """
 
     MODULE, CLASS = "deepspeed.runtime.fp16.unfused_optimizer", "FP16_UnfusedOptimizer"
+    REPLACED: ClassVar[tuple[str, ...]] = UnfusedScale.REPLACED
 
     def params(self, index: int) -> list[Any]:
         """The model's parameters of a group, in the order of the tensors that are stepped."""
@@ -42,6 +44,12 @@ class Stage0(Adapter):
         """Gradients are the same on all ranks, but for experts."""
         if self.engine.has_moe_layers:
             self.optimizer.is_finite = on_all_ranks(self.optimizer.is_finite)
+        self.set_up_loss_scale()
+
+    def set_up_loss_scale(self) -> None:
+        """The wrapper scales gradients in fp16 only."""
+        if self.wrapper.loss_scale_config.use_grad_scaling:
+            self.engine.torch_autocast_z0_gradscaler = UnfusedScale(self.wrapper, self.replace)
 
     def open_states(self) -> None:
         """DeepSpeed's functions find the state through methods of each parameter."""
@@ -60,10 +68,16 @@ class Plain(Stage0):
     """No wrapper: the parameters themselves are stepped."""
 
     MODULE, CLASS = "deepspeed.muon.optimizer", "MuonWithAuxAdam"
+    REPLACED = ()
 
     def params(self, index: int) -> list[Any]:
         """The group's own."""
         return self.optimizer.param_groups[index]["params"]
+
+    def set_up_loss_scale(self) -> None:
+        """The engine has a scaler for fp16 autocast."""
+        if is_fp16_autocast(self.engine):
+            keep_scale(self.optimizer, self.engine.torch_autocast_z0_gradscaler)
 
     def refresh_masters(self) -> None:
         """The weights are their own masters."""

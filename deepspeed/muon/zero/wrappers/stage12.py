@@ -9,7 +9,7 @@ from typing import Any
 
 from deepspeed.muon.matrices.routing import TAG
 from deepspeed.muon.zero.wrappers.flat import Flat, FlatGroup
-from deepspeed.muon.zero.wrappers.grad_norm import NORM_METHODS
+from deepspeed.muon.zero.wrappers.grad_norm import NORM_METHODS, GradientCheck
 from deepspeed.muon.zero.wrappers.pipeline_stages import with_norms_of_all_stages
 
 
@@ -42,6 +42,12 @@ class Stage12(Flat):
         self.replace("_is_muon_group", lambda original, params: False)
         if (missing := group_count - len(self.optimizer.param_groups)) > 0:
             self.replace("scaled_global_norm", partial(with_norms_of_all_stages, self.wrapper, missing))
+
+    def watch_gradients(self) -> Callable[[], bool]:
+        """``compute_grad_norm: false`` leaves no norm to listen to."""
+        if getattr(self.wrapper, "compute_grad_norm", True):
+            return super().watch_gradients()
+        return GradientCheck(self.wrapper, self.replace)
 
     def open_states(self) -> None:
         """DeepSpeed moves state by putting other tensors in its place, which parameters do not find by themselves."""

@@ -90,11 +90,13 @@ def test_the_matrix_names_tests() -> None:
 
 def test_the_matrix_says_what_is_compared_with_the_oracle() -> None:
     kinds = {"": "none", ", optimizer on the CPU": "optimizer", ", optimizer and parameters on the CPU": "both"}
-    rows = re.findall(r"^\| stage (\d)(.*?) \| (.*?) \| (.*?) \| (.*?) \| (.*?) \|", read("support.md"), re.MULTILINE)
+    rows = re.findall(
+        r"^\| stage (\d)(.*?) \| (.*?) \| (.*?) \| (.*?) \| (.*?) \| (.*?) \|", read("support.md"), re.MULTILINE
+    )
     stated = {
         (int(stage), precision, kinds[offload])
         for stage, offload, *columns in rows
-        for precision, cell in zip(("fp32", "bf16", "fp16", "autocast"), columns, strict=True)
+        for precision, cell in zip(("fp32", "bf16", "fp16", "autocast", "fp16 autocast"), columns, strict=True)
         if cell == "tested"
     }
     assert stated == set(CELLS)
@@ -111,6 +113,8 @@ class EverythingIsWrong:
     mpu = object()
 
     def __init__(self, tensor_parallel: int) -> None:
+        self.torch_autocast_enabled, self.torch_autocast_dtype = lambda: True, lambda: torch.float16
+        self.zero_optimization = lambda: False
         self.autotp_size, self.load_universal_checkpoint = lambda: tensor_parallel, lambda: True
 
 

@@ -137,6 +137,7 @@ ZERO: dict[str, list[Any]] = {
     "contiguous_gradients": [True, False],
     "reduce_scatter": [True, False],
     "round_robin_gradients": [True, False],
+    "compute_grad_norm": [True, False],
     "sub_group_size": [1, 50, 10**9],
     "reduce_bucket_size": [40, 1000, 5 * 10**8],
     "stage3_param_persistence_threshold": [0, 20, 10**5],
@@ -150,7 +151,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"offload_optimizer": {"device": "cpu", "super_offload": True}}, "super_offload"),
     ({"zenflow": {}}, "zenflow"),
     ({"elastic_checkpoint": True}, "elastic_checkpoint"),
-    ({"compute_grad_norm": False}, "compute_grad_norm"),
     ({"zero_quantized_weights": True}, "zero_quantized_weights"),
     ({"zero_quantized_gradients": True}, "zero_quantized_gradients"),
     ({"mics_shard_size": 1}, "mics_shard_size"),
@@ -209,9 +209,12 @@ def tops() -> st.SearchStrategy[dict[str, Any]]:
         "accumulation": st.sampled_from([1, 2, 4]),
         "clip": st.sampled_from([0.0, 1.0, 0.01]),
     }
+    autocasts = st.fixed_dictionaries({"enabled": st.booleans(), "dtype": st.sampled_from(["float16", "bfloat16"])})
     extras = {
         "prescale_gradients": st.booleans(),
         "data_types": st.just({"grad_accum_dtype": "fp32"}),
+        "gradient_allreduce_op": st.sampled_from(["mean", "sum"]),
+        "torch_autocast": autocasts,
         "type": st.sampled_from(["muon", "Muon", "MUON", "MuonWithAuxAdam"]),
     }
     return st.fixed_dictionaries(needed, optional=extras)
@@ -237,12 +240,13 @@ def contradictions(config: dict[str, Any]) -> list[str]:
         found.append("momentum_warmup_steps")
     if params.get("ns_normalization") == "aol" and params.get("ns_dtype") == "fp16":
         found.append("ns_dtype")
+    autocast = config.get("torch_autocast", {})
+    if config["zero"]["stage"] == 0 and config["dtype"] == "bf16" and autocast.get("enabled"):
+        found += ["torch_autocast.dtype"] * (autocast["dtype"] == "float16")
     if "normuon_beta2" in params and not flag(params.get("normuon", False)):
         found.append("normuon_beta2")
     if flag(params.get("normuon", False)) and params.get("muon_plus", "none") != "none":
         found.append("muon_plus")
-    if config["dtype"] == "fp16" and config["zero"]["stage"] == 0:
-        found.append("fp16.enabled")
     return found
 
 
@@ -313,7 +317,7 @@ def flag(value: Any) -> bool:
     return value in (True, "true")
 
 
-def oracle_config(config: dict[str, Any]) -> OracleConfig:
+def oracle_config(config: dict[str, Any], ranks: int) -> OracleConfig:
     """The oracle's settings; `rms_scale` over the oracle's 0.2 is a factor of the orthogonalized matrix."""
     params = keys_given(config)
     lr = params.get("lr")
@@ -358,6 +362,7 @@ def oracle_config(config: dict[str, Any]) -> OracleConfig:
         eps=params.get("eps", 1e-10),
         adam_weight_decay=params.get("adam_weight_decay", decay),
         clip=config["clip"],
+        gradient_factor=ranks if config.get("gradient_allreduce_op") == "sum" else 1,
     )
 
 
@@ -368,15 +373,15 @@ def goes_to_muon(name: str, param: nn.Parameter, params: dict[str, Any]) -> bool
     return param.ndim == 2 and not any(re.search(pattern, name) for pattern in patterns)
 
 
-def train(model: nn.Module, steps: int, config: dict[str, Any]) -> dict[str, Tensor]:
-    """Weights in fp64 after `steps` global batches."""
-    model, cfg, params = model.double(), oracle_config(config), keys_given(config)
+def train(model: nn.Module, steps: int, config: dict[str, Any], ranks: int) -> dict[str, Tensor]:
+    """Weights in fp64 after `steps` global batches, each spread over so many ranks."""
+    model, cfg, params = model.double(), oracle_config(config, ranks), keys_given(config)
     decoupled = params.get("adam_w_mode", True)
     weights = dict(model.named_parameters())
     moments = {name: (torch.zeros_like(w), torch.zeros_like(w)) for name, w in weights.items()}
     memories: dict[str, dict[str, Tensor]] = {name: {} for name in weights}
     for step in range(steps):
-        gradients, _ = clipped(gradients_of(model(*model.batch(step)), weights), cfg.clip)
+        gradients, _ = clipped(gradients_of(model(*model.batch(step)) * cfg.gradient_factor, weights), cfg.clip)
         now = replace(cfg, **cfg.varying(step))
         with torch.no_grad():
             for name, weight in weights.items():
@@ -395,7 +400,7 @@ def is_half(config: dict[str, Any]) -> bool:
     """Whether the run computes anything in half precision, on this machine or on another."""
     given = keys_given(config)
     in_fp32 = given.get("ns_dtype", "auto") == "fp32" and given.get("wire_dtype", "auto") != "bf16"
-    return config["dtype"] != "fp32" or not in_fp32
+    return config["dtype"] != "fp32" or config.get("torch_autocast", {}).get("enabled", False) or not in_fp32
 
 
 def difference(name: str, config: dict[str, Any], initial: Tensor, weight: Tensor, expected: Tensor) -> str:

@@ -69,6 +69,7 @@ class OracleConfig:
     `before` and `after` change what `orthogonalize` is given and what it returns, as matrices of (outputs, inputs);
     `output_axis` is where the outputs of the weights lie. `observe` sees the model and the batch before an update and
     returns what is done after it. `varying` gives the momentum and the weight decay of a step, counted from 0.
+    `gradient_factor` multiplies the gradients before they are clipped.
     """
 
     lr: float = 0.02
@@ -86,6 +87,7 @@ class OracleConfig:
     eps: float = 1e-8
     adam_weight_decay: float = 0.0
     clip: float = 0.0
+    gradient_factor: float = 1.0
     schedule: Callable[[int], float] = lambda step: 1.0
     varying: Callable[[int], dict[str, float]] = lambda step: {}
     observe: Callable[[nn.Module, tuple[Tensor, ...]], Callable[[], None]] = lambda model, batch: lambda: None
@@ -193,7 +195,7 @@ def train_oracle(
     result = OracleResult(_copies(params), {}, momentum, second_moment)
     for step in range(steps):
         loss = model(*batches(step))
-        gradients, norm = clipped(gradients_of(loss, params), cfg.clip)
+        gradients, norm = clipped(gradients_of(loss * cfg.gradient_factor, params), cfg.clip)
         result.losses.append(loss.item())
         result.norms.append(norm)
         factor, finish = cfg.schedule(step), cfg.observe(model, batches(step))

@@ -14,6 +14,7 @@ STEPS = 5
 """Of most comparisons."""
 HALVES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+FP16_AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
 SHAPES = [(24, 40), (40, 24), (32, 32), (33, 65), (24, 40)]
 """Of the matrices that take given gradients."""
 #: (stage, precision, offload) of every cell of the first table of docs/support.md that is not refused.
@@ -21,8 +22,8 @@ CELLS = [
     (stage, precision, offload)
     for stage in (0, 1, 2, 3)
     for offload in ("none", "optimizer", "both")
-    for precision in ("fp32", "bf16", "fp16", "autocast")
-    if stage or (offload == "none" and precision != "fp16")
+    for precision in ("fp32", "bf16", "fp16", "autocast", "fp16 autocast")
+    if stage or offload == "none"
     if stage == 3 or offload != "both"
 ]
 

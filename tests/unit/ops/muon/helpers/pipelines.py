@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from helpers.models import GLOBAL_BATCH, Block, TinyGpt, fused_parts, make_batch
 from helpers.oracles import route, train_oracle
 from helpers.parity import HALVES, STEPS, assert_parity
-from helpers.training import FP32_GRADIENTS, ORACLE, ds_config, fp32_weights, make_engine
+from helpers.training import FP32_GRADIENTS, ORACLE, ds_config, fp32_weights, make_engine, steps_done
 
 VOCAB, WIDTH, TIME = 19, 12, 6
 TIED = "embed"
@@ -220,7 +220,10 @@ def train_pipeline(
     norms = []
     engine = make_engine(make_pipeline(name, stages, **(options or {})), pipeline_config(stages, **config))
     for step in range(steps):
+        done = steps_done(engine)
         engine.train_batch(shares(name, engine, step))
+        while steps_done(engine) == done:  # skipped, until the loss scale fits
+            engine.train_batch(shares(name, engine, step))
         norms.append(float(engine.get_global_grad_norm()))
     weights = fp32_weights(engine)
     engine.destroy()

@@ -12,6 +12,9 @@ from helpers.training import BF16_OPTIMIZER, fresh_engine
 RESUMED: list[dict[str, Any]] = [
     {"stage": 0},
     {"stage": 0, "dtype": "bf16"},
+    {"stage": 0, "dtype": "fp16"},
+    {"stage": 2, "clip": 0.0, "zero": {"compute_grad_norm": False}},
+    {"stage": 1, "gradient_allreduce_op": "sum"},
     *({"stage": stage, "dtype": dtype} for stage in (1, 2, 3) for dtype in ("fp32", "bf16")),
     BF16_OPTIMIZER,
     *({"stage": stage, "offload": True} for stage in (1, 2, 3)),

@@ -102,10 +102,40 @@ def train(model: str, steps: int = 5, zero_init: bool = False, **config: Any) ->
     else:
         net = MODELS[model]()
     engine = make_engine(net, settings)
-    train_engine(engine, steps)
+    train_through_skips(engine, steps)
     weights = fp32_weights(engine)
     engine.destroy()
     return weights
+
+
+def steps_done(engine: Any) -> int:
+    """Updates that the optimizer has done; a skipped step is none."""
+    states = engine.basic_optimizer.state.values()
+    return max((int(state["step"]) for state in states if "step" in state), default=0)
+
+
+def train_through_skips(engine: Any, steps: int, first_step: int = 0) -> int:
+    """:func:`train_engine`, with each batch repeated until its step is not skipped; the number of skipped steps."""
+    skipped = 0
+    for step in range(first_step, first_step + steps):
+        done = steps_done(engine)
+        train_engine(engine, 1, first_step=step)
+        while steps_done(engine) == done:
+            skipped += 1
+            assert skipped < 40, "every step is skipped"
+            train_engine(engine, 1, first_step=step)
+    return skipped
+
+
+def train_with_norms(model: str, steps: int = 5, **config: Any) -> tuple[dict[str, Tensor], list[float]]:
+    """Master weights after `steps` steps that were not skipped, and the norm that the engine reports after each."""
+    engine, norms = make_engine(MODELS[model](), ds_config(**config)), []
+    for step in range(steps):
+        train_through_skips(engine, 1, first_step=step)
+        norms.append(float(engine.get_global_grad_norm() or 0.0))
+    weights = fp32_weights(engine)
+    engine.destroy()
+    return weights, norms
 
 
 def train_around_a_checkpoint(engine: Any, folder: str, load: bool) -> None:

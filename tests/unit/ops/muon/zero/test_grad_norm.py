@@ -15,7 +15,8 @@ from deepspeed.muon.zero.wrappers.grad_norm import NORM_METHODS, NormWatch
 from helpers.distributed import run
 from helpers.engine_state import differing, snapshot
 from helpers.models import MODELS, make_batch, train_engine
-from helpers.training import ds_config, make_engine
+from helpers.parity import STEPS, assert_parity, oracle
+from helpers.training import ds_config, make_engine, train
 
 # ---- what an engine holds ---------------------------------------------------------------------------------
 
@@ -63,27 +64,50 @@ def train_through(case: dict[str, Any], bad: list[tuple[str, float]]) -> tuple[l
     return changes, result
 
 
+#: Settings under which ZeRO computes no norm, and may check nothing either.
+NORMLESS: list[dict[str, Any]] = [
+    {"stage": stage, "clip": 0.0, "zero": {"compute_grad_norm": False, **zero}, **more}
+    for stage, zero in ((1, {}), (2, {}), (2, {"contiguous_gradients": False}))
+    for more in (
+        {},
+        {"accumulation": 2},
+        {"dtype": "fp16"},
+        {"dtype": "bf16"},
+        {"dtype": "bf16", "bf16": {"enabled": True, "check_grad_overflow": False}},
+    )
+]
+
+
 def cases() -> list[dict[str, Any]]:
     """Every stage, precision, kind of offload and of clipping; accumulation with clipping only."""
     result = []
     for stage in (0, 1, 2, 3):
-        for dtype in ("fp32", "bf16", "fp16") if stage else ("fp32", "bf16"):
+        for dtype in ("fp32", "bf16", "fp16"):
             for offload in (False, True) if stage else (False,):
                 base = {"stage": stage, "dtype": dtype, "offload": offload}
                 result += [base | {"clip": 0.0, "accumulation": 1}, base | {"clip": 1.0, "accumulation": 2}]
                 if dtype == "bf16" and stage:
                     result.append(base | {"bf16": {"enabled": True, "check_grad_overflow": False}})
     extra = {"stage": 1, "dtype": "bf16", "data_types": {"grad_accum_dtype": "fp32"}}
-    return result + [extra | {"clip": clip} for clip in (0.0, 1.0)]
+    result += [extra | {"clip": clip} for clip in (0.0, 1.0)]
+    return result + NORMLESS
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("case", cases(), ids=lambda case: "-".join(map(str, case.values())))
 def test_a_bad_step_leaves_no_trace(case: dict[str, Any]) -> None:
     expected = run(train_through, 2, case=case, bad=[])
     for (changes, got), (_, wanted) in zip(run(train_through, 2, case=case, bad=BAD), expected, strict=True):
         assert changes == []
         assert differing(got, wanted) == []
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("case", NORMLESS, ids=str)
+def test_training_without_norms_equals_the_oracle(case: dict[str, Any]) -> None:
+    dtype = case.get("dtype", "fp32")
+    for weights in run(train, 2, model="mlp", steps=STEPS, **case):
+        assert_parity(weights, oracle("mlp", 0.0, dtype), dtype)
 
 
 # ---- dynamic loss scale -------------------------------------------------------------------------------------

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fp16 where DeepSpeed's own loss scaling is not exact: at stage 0, and under torch's autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.muon.optimizer import MuonWithAuxAdam
+
+#: Torch's defaults of ``torch.amp.GradScaler``: the first scale, and the steps after which it doubles.
+FIRST_SCALE, GROWTH_INTERVAL = 2.0**16, 2000
+#: The key under which a saved group holds the scale of fp16 autocast at stage 0.
+SAVED = "grad_scaler"
+
+
+def is_fp16_autocast(engine: Any) -> bool:
+    """Whether torch's autocast computes in fp16."""
+    return engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16
+
+
+class UnfusedScale:
+    """Multiplies the loss by the scale by which ``FP16_UnfusedOptimizer`` divides its gradients.
+
+    The engine scales the loss itself only under ZeRO; at stage 0 it asks ``engine.torch_autocast_z0_gradscaler``, whose
+    place this takes. ``replace`` is :meth:`Adapter.replace`.
+    """
+
+    REPLACED = ("step", "_update_scale")
+
+    def __init__(self, wrapper: Any, replace: Callable[[str, Callable], None]) -> None:
+        self._wrapper, self._config = wrapper, wrapper.loss_scale_config
+        self._update: Callable[[], None] = lambda: None
+        replace("step", self._take_step)
+        replace("_update_scale", self._put_off)
+
+    def _take_step(self, step: Callable, *args: Any, **kwargs: Any) -> Any:
+        """The wrapper would grow the scale before it divides by it, and report the norm of the scaled gradient."""
+        result = step(*args, **kwargs)
+        self._wrapper._global_grad_norm /= self._config.cur_scale
+        self._update()
+        return result
+
+    def _put_off(self, update: Callable, skip: bool) -> None:
+        self._update = partial(update, skip)
+
+    # ---- what the engine calls of a GradScaler -----------------------------------------------------------
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss in fp32, times the scale."""
+        return loss.float() * self._config.cur_scale
+
+    def unscale_(self, optimizer: Any) -> None:
+        """Left to the wrapper."""
+
+    def step(self, optimizer: Any) -> None:
+        """The wrapper's own."""
+        optimizer.step()
+
+    def update(self) -> None:
+        """Left to the wrapper."""
+
+
+def share_autocast_scale(engine: Any) -> None:
+    """Let ZeRO's dynamic loss scaler take the place of the ``GradScaler`` that stages 1 to 3 have for fp16 autocast.
+
+    That one decides for each rank and each group alone whether to step, clips before it unscales, and is in no
+    checkpoint. The first scale and its growth are as there. DeepSpeed gives one to every later engine of the process,
+    too.
+    """
+    wrapper = engine.optimizer
+    wrapper.torch_autocast_gradscaler = None
+    if not is_fp16_autocast(engine):
+        return
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    wrapper.dynamic_loss_scale = True
+    wrapper.loss_scaler = DynamicLossScaler(
+        init_scale=FIRST_SCALE,
+        scale_window=GROWTH_INTERVAL,
+        min_scale=2.0**-14,
+        delayed_shift=1,
+        consecutive_hysteresis=False,
+        raise_error_at_min_scale=False,
+    )
+
+
+def keep_scale(optimizer: MuonWithAuxAdam, scaler: torch.amp.GradScaler) -> None:
+    """Let the optimizer's ``state_dict`` hold the scale of fp16 autocast at stage 0, which else starts anew."""
+
+    def save(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        first, *others = state_dict["param_groups"]
+        return {**state_dict, "param_groups": [first | {SAVED: scaler.state_dict()}, *others]}
+
+    def load(optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            if state := group.pop(SAVED, None):
+                scaler.load_state_dict(state)
+
+    optimizer.register_state_dict_post_hook(save)
+    optimizer.register_load_state_dict_post_hook(load)
