@@ -7,15 +7,6 @@
 namespace muon {
 namespace {
 
-constexpr int32_t kLargest = 0x7f7f0000;  // the largest finite bf16, as the bits of an fp32
-
-// The neighbour in bf16, as an fp32; never infinity for a finite value.
-inline Floats rounded(const Floats& value, const Ints& noise) {
-  const Ints bits = same_bits<Ints>(value);
-  const Ints is_below = ((bits & Ints(0x7fffffff)) - Ints(kLargest)) >> Ints(31);
-  return same_bits<Floats>((bits + (noise & is_below)) & Ints(static_cast<int32_t>(0xffff0000)));
-}
-
 template <typename Grad, typename Out>
 void run(at::BFloat16* buffer, const Grad* grad, Out* out, int64_t numel, double momentum, bool nesterov,
          const Noise& noise) {

@@ -15,6 +15,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("look_ahead", &muon::look_ahead);
   m.def("advance_codes", &muon::advance_codes);
   m.def("apply_", &muon::apply_);
+  m.def("copy_rounded", &muon::copy_rounded);
   m.def("normalize", &muon::normalize);
   m.def("square", &muon::square);
   m.def("product", &muon::product);

@@ -21,6 +21,7 @@ bool advance_codes(const at::Tensor& codes, const at::Tensor& absmax, const at::
                    int64_t first);
 bool apply_(const at::Tensor& param, const at::Tensor& update, double lr, double scale, double weight_decay,
             bool cautious);
+bool copy_rounded(const at::Tensor& target, const at::Tensor& source, std::pair<int64_t, int64_t> key, int64_t first);
 bool normalize(const at::Tensor& x, const at::Tensor& out, double norm);
 
 // Symmetric matrices are two tensors each: in fp32 the second, the diagonal, has no elements.

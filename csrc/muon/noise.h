@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The random numbers of deepspeed/muon/kernels/rounding.py, a function of the key and the element's index alone.
+// The random numbers of deepspeed/muon/kernels/rounding.py, a function of the key and the element's index alone, and
+// the rounding to bf16 that takes them.
 #pragma once
 
 #include <utility>
@@ -29,5 +30,14 @@ struct Noise {
   uint32_t start;
   Ints second, lanes = Ints::arange(0, 1);
 };
+
+constexpr int32_t kLargest = 0x7f7f0000;  // the largest finite bf16, as the bits of an fp32
+
+// The neighbour in bf16, as an fp32; never infinity for a finite value.
+inline Floats rounded(const Floats& value, const Ints& noise) {
+  const Ints bits = same_bits<Ints>(value);
+  const Ints is_below = ((bits & Ints(0x7fffffff)) - Ints(kLargest)) >> Ints(31);
+  return same_bits<Floats>((bits + (noise & is_below)) & Ints(static_cast<int32_t>(0xffff0000)));
+}
 
 }  // namespace muon

@@ -22,12 +22,14 @@ from deepspeed.muon.exchange.host_staging import Staging
 from deepspeed.muon.exchange.partition import Partition, whole_partition
 from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.probe import warm
+from deepspeed.muon.kernels.rounding import key_of
 from deepspeed.muon.kernels.selection import Missing, choose, missing, product_tables
 from deepspeed.muon.kernels.table import Operations, RunOperations
 from deepspeed.muon.kernels.workspace import Workspace, batch_limit
 from deepspeed.muon.log import logger
 from deepspeed.muon.lr_groups import GivenGroups
 from deepspeed.muon.math import adamw, momentum
+from deepspeed.muon.math.bf16 import in_fp32
 from deepspeed.muon.math.choice import MARGIN, Choice, from_pinned
 from deepspeed.muon.math.newton_schulz import DTYPES, orthogonalize
 from deepspeed.muon.math.scale import scale_factor
@@ -37,7 +39,7 @@ from deepspeed.muon.matrices.routing import MatrixSpec, route, shapes_of, tag_pa
 from deepspeed.muon.param_groups import Split, check_options, split_groups
 from deepspeed.muon.plan.cost import cost_model
 from deepspeed.muon.plan.owners import is_worth_sharing
-from deepspeed.muon.plan.plan import Plan, make_plan
+from deepspeed.muon.plan.plan import Plan, Run, make_plan
 from deepspeed.muon.prepare import Prepare
 from deepspeed.muon.qk_clip import QKClip
 from deepspeed.muon.second_moments import SecondMoments
@@ -94,6 +96,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self._binding: tuple[Sequence[Partition], Tuning, torch.device] | None = None
         self._judged: Choice | None = None
         self._blocks: dict[Tensor, momentum.Blocks] = {}
+        #: Of each tensor of the AdamW half, what it holds of each parameter.
+        self._fragments: dict[Tensor, list[momentum.Fragment]] = {}
         self._work = Workspace()
         #: The kernels of a step, but for the products of Newton-Schulz, and why faster ones are missing; equal on all
         #: ranks.
@@ -185,13 +189,10 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         tables = self.tables_on(where)
         for partition in partitions:
             group = self.param_groups[partition.index]
-            if group["use_muon"] and self.config.momentum_dtype == "int8":
-                fragments = zip(partition.tensors, partition.fragments(), strict=True)
-                self._blocks |= {tensor: momentum.Blocks(held) for tensor, held in fragments}
-            for tensor in partition.tensors:
-                self.create_state(tensor, group["use_muon"])
+            self.create_states(partition)
             if not group["use_muon"]:
                 self._adam_partitions.append(partition)
+                self._fragments |= dict(zip(partition.tensors, partition.fragments(), strict=True))
                 continue
             choice = pinned_in(group, tuning.choice, self.config.ns_dtype)
             method = partial(method_of, choice, group["ns_method"])
@@ -330,6 +331,14 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         """Take the fastest kernels that are not ``lacking``."""
         self.lacking, self.kernels = lacking, choose(lacking)
 
+    def create_states(self, partition: Partition) -> None:
+        """The state of each of its tensors that has none, which must be in memory."""
+        use_muon = self.param_groups[partition.index]["use_muon"]
+        for tensor, fragments in zip(partition.tensors, partition.fragments(), strict=True):
+            if use_muon and self.config.momentum_dtype == "int8":
+                self._blocks[tensor] = momentum.Blocks(fragments)
+            self.create_state(tensor, use_muon)
+
     def create_state(self, tensor: Tensor, use_muon: bool) -> dict[str, Any]:
         """The state of a tensor, zeros at first. Steps update it in place."""
         state = self.state[tensor]
@@ -459,10 +468,20 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 bound.together.apply_(tensor.view(-1), results, call.tiles, *update)
             else:
                 for index in call.runs:
-                    copy = buffers.bucket.runs[index].copy
-                    target = gather(tensor, copy, self._work, "parameter")
-                    self.kernels.apply_(target, buffers.shard_slices[index], *update, self._work)
-                    scatter(target, tensor, copy)
+                    run = buffers.bucket.runs[index]
+                    target = gather(tensor, run.copy, self._work, "parameter")
+                    for part, weights in self._in_fp32(target, run, step=int(self.state[tensor]["step"])):
+                        self.kernels.apply_(weights, buffers.shard_slices[index][part], *update, self._work)
+                    scatter(target, tensor, run.copy)
+
+    def _in_fp32(self, weights: Tensor, run: Run, step: int) -> Iterator[tuple[slice, Tensor]]:
+        """The weights of a run, all at once; those kept in bf16 in chunks of fp32, which are rounded back."""
+        if weights.dtype != torch.bfloat16:
+            yield slice(None), weights
+            return
+        name, first = run.draws
+        for part, (wide,) in in_fp32([weights], [key_of(f"{name} weight", step)], first, self.kernels, self._work):
+            yield part, wide
 
     def _updates(
         self, bound: Bound, group: dict[str, Any], buffers: BucketBuffers
@@ -479,7 +498,13 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         tensors = [p for p in group["params"] if p.grad is not None]
         with self.phase("adamw"):
             states = [self.create_state(p, use_muon=False) for p in tensors]
-            adamw.step(tensors, states, group, self.config.adam_w_mode)
+            how = group, self.config.adam_w_mode
+            pairs = list(zip(tensors, states, strict=True))
+            rounded = [pair for pair in pairs if adamw.is_rounded(pair[0])]
+            for tensor, state in rounded:
+                adamw.step_in_bf16(tensor, state, *how, self._fragments[tensor], self.kernels, self._work)
+            others = [pair for pair in pairs if not adamw.is_rounded(pair[0])]
+            adamw.step([tensor for tensor, _ in others], [state for _, state in others], *how)
         if self.step_stats is not None:
             stepped = dict(zip(map(id, tensors), states, strict=True))
             held = (part for partition in self._adam_partitions for part in partition.held() if id(part[0]) in stepped)

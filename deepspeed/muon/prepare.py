@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from deepspeed.muon.bound import Bound
@@ -71,7 +72,7 @@ class Prepare:
             return
         held = gather(grad.contiguous(), run.copy, self._work, "gradient")
         buffer = gather(state[MOMENTUM], run.copy, self._work, "momentum")
-        if self._dtype == "bf16":
+        if state[MOMENTUM].dtype == torch.bfloat16:
             name, first = run.draws
             key = key_of(name, int(state["step"]))
             self._kernels.advance_rounded(buffer, held, target, *self._rates, key, first, self._work)

@@ -96,6 +96,7 @@ def table(module: Any) -> Operations:
         look_ahead=without_workspace("look_ahead"),
         advance_codes=without_workspace("advance_codes"),
         apply_=without_workspace("apply_"),
+        copy_rounded=without_workspace("copy_rounded"),
         normalize=lambda x, out, norm=1.0: out if module.normalize(x, out, norm) else reference.normalize(x, out, norm),
         square=square,
         product=product,

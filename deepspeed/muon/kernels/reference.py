@@ -53,7 +53,7 @@ def advance_rounded(
         first: index of the first element among those drawn under ``key``.
         work: its temporaries have 20 bytes per element of a chunk (2.5 MiB on a CPU, 40 MiB elsewhere).
     """
-    for part in _chunks(buffer):
+    for part in chunks(buffer):
         shape, device = (part.stop - part.start,), buffer.device
         wide = work.get("wide", shape, torch.float32, device)
         bits, spare = (work.get(name, shape, torch.int32, device) for name in ("bits", "spare_bits"))
@@ -131,7 +131,7 @@ def advance_codes(
         first: index of the first element among those drawn under ``key``.
         work: its temporaries have 16 bytes per element of a chunk.
     """
-    for part in _chunks(codes):
+    for part in chunks(codes):
         numel, magnitudes = part.stop - part.start, absmax[part.start // BLOCK : blocks_of(part.stop)]
         shape, device = (magnitudes.numel() * BLOCK,), codes.device
         wide = work.get("wide", shape, torch.float32, device)
@@ -147,7 +147,8 @@ def advance_codes(
         encode(wide, codes[part], magnitudes, uniform)
 
 
-def _chunks(x: Tensor) -> Iterator[slice]:
+def chunks(x: Tensor) -> Iterator[slice]:
+    """The parts of a 1-D tensor that are processed at a time where temporaries are needed."""
     size = CPU_CHUNK if x.device.type == "cpu" else CHUNK
     return (slice(start, min(start + size, x.numel())) for start in range(0, x.numel(), size))
 
@@ -177,13 +178,29 @@ def apply_(
 
 
 def _decay_cautiously_(param: Tensor, update: Tensor, keep: float, work: Workspace) -> None:
-    for part in _chunks(param):
+    for part in chunks(param):
         shape, device = (part.stop - part.start,), param.device
         factors = work.get("wide", shape, torch.float32, device)
         are_opposed = work.get("are_opposed", shape, torch.bool, device)
         # A sign times the update has the sign of the product of both, which itself could underflow to zero.
         torch.lt(torch.sign(param[part], out=factors).mul_(update[part]), 0, out=are_opposed)
         param[part].mul_(factors.fill_(keep).masked_fill_(are_opposed, 1.0))
+
+
+def copy_rounded(target: Tensor, source: Tensor, key: Key, first: int, work: Workspace) -> None:
+    """``target <- source``, stochastically rounded (:mod:`deepspeed.muon.kernels.rounding`).
+
+    Args:
+        target: bf16, 1-D.
+        source: fp32, same shape; overwritten.
+        key: from :func:`deepspeed.muon.kernels.rounding.key_of`.
+        first: index of the first element among those drawn under ``key``.
+        work: its temporaries have 8 bytes per element of a chunk.
+    """
+    for part in chunks(target):
+        shape, device = (part.stop - part.start,), target.device
+        bits, spare = (work.get(name, shape, torch.int32, device) for name in ("bits", "spare_bits"))
+        round_(target[part], source[part], noise(bits, spare, key, first + part.start), spare)
 
 
 def tiles(runs: Sequence[tuple[int, int, int]], device: torch.device) -> Tiles:
@@ -306,6 +323,7 @@ OPERATIONS = Operations(
     look_ahead=look_ahead,
     advance_codes=advance_codes,
     apply_=apply_,
+    copy_rounded=copy_rounded,
     normalize=normalize,
     square=square,
     product=product,

@@ -92,6 +92,7 @@ class Operations:
     look_ahead: Callable[..., None]
     advance_codes: Callable[..., None]
     apply_: Callable[..., None]
+    copy_rounded: Callable[..., None]
     normalize: Callable[..., Tensor]
     square: Callable[..., None]
     product: Callable[..., None]

@@ -12,6 +12,12 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
+from deepspeed.muon.kernels.rounding import key_of
+from deepspeed.muon.kernels.table import Operations
+from deepspeed.muon.kernels.workspace import Workspace
+from deepspeed.muon.math.bf16 import in_fp32
+from deepspeed.muon.math.momentum import Fragment
+
 #: Elements that statistics are taken of at once.
 CHUNK = 2**20
 
@@ -32,15 +38,58 @@ def step(
 
     ``decoupled``: weight decay as in AdamW; else L2 in the gradient.
     """
-    if not tensors:
-        return
     grads = [p.grad for p in tensors if p.grad is not None]
     means, squares, steps = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
+    _update(list(tensors), grads, means, squares, steps, group, decoupled)
+
+
+def is_rounded(tensor: Tensor) -> bool:
+    """Whether :func:`step_in_bf16` updates a tensor."""
+    return tensor.dtype == torch.bfloat16 and tensor.is_contiguous()
+
+
+def step_in_bf16(
+    tensor: Tensor,
+    state: dict[str, Any],
+    group: Mapping[str, Any],
+    decoupled: bool,
+    fragments: Sequence[Fragment],
+    kernels: Operations,
+    work: Workspace,
+) -> None:
+    """:func:`step` of a contiguous bf16 tensor: computed in fp32, weights and moments rounded stochastically.
+
+    ``fragments``: what it holds of each parameter; padding between them stays as it is.
+    """
+    assert tensor.grad is not None
+    grad, done = tensor.grad.view(-1), state["step"].clone()
+    held = [x.view(-1) for x in (tensor, state["exp_avg"], state["exp_avg_sq"])]
+    state["step"] += 1
+    for name, first, position, numel in fragments:
+        place = slice(position, position + numel)
+        keys = [key_of(f"{name} {role}", int(state["step"])) for role in ("weight", "exp_avg", "exp_avg_sq")]
+        for part, wide in in_fp32([x[place] for x in held], keys, first, kernels, work):
+            weights, means, squares = ([x] for x in wide)
+            _update(weights, [grad[place][part].float()], means, squares, [done.clone()], group, decoupled)
+
+
+def _update(
+    tensors: list[Tensor],
+    grads: list[Tensor],
+    means: list[Tensor],
+    squares: list[Tensor],
+    steps: list[Tensor],
+    group: Mapping[str, Any],
+    decoupled: bool,
+) -> None:
+    """Torch's own, which counts the steps up."""
+    if not tensors:
+        return
     settings = {"beta1": group["betas"][0], "beta2": group["betas"][1]}
     settings |= {key: group[key] for key in ("lr", "weight_decay", "eps")}
     settings["fused" if all(map(has_fused_kernel, {p.device.type for p in tensors})) else "foreach"] = True
     update = adamw if decoupled else adam
-    update(list(tensors), grads, means, squares, [], steps, amsgrad=False, maximize=False, **settings)
+    update(tensors, grads, means, squares, [], steps, amsgrad=False, maximize=False, **settings)
 
 
 @functools.cache
@@ -61,7 +110,7 @@ def update_squares(state: Mapping[str, Any], group: Mapping[str, Any], start: in
     total = torch.zeros((), dtype=torch.float32, device=means.device)
     for first in range(start, start + length, CHUNK):
         last = min(first + CHUNK, start + length)
-        mean = means[first:last] / (1 - beta1**steps)
-        root = (squares[first:last] / (1 - beta2**steps)).sqrt_().add_(group["eps"])
+        mean = means[first:last].float() / (1 - beta1**steps)
+        root = (squares[first:last].float() / (1 - beta2**steps)).sqrt_().add_(group["eps"])
         total += mean.div_(root).square_().sum()
     return total

@@ -111,11 +111,18 @@ def state_of(state: State, tensor: Tensor, momentum_dtype: str, blocks: Blocks) 
     if MOMENTUM not in state and CODES not in state:
         state["step"] = torch.zeros((), dtype=torch.float32)
         dtype = kept_dtype(tensor, momentum_dtype)
-        key = CODES if dtype == torch.int8 else MOMENTUM
-        state[key] = torch.zeros_like(tensor, dtype=dtype, requires_grad=False)
         if dtype == torch.int8:
-            state[ABSMAX] = torch.zeros(blocks.count, dtype=torch.float32, device=tensor.device)
+            state |= _codes(tensor.shape, blocks, tensor.device)
+        else:
+            state[MOMENTUM] = torch.zeros_like(tensor, dtype=dtype, requires_grad=False)
     return state
+
+
+def _codes(shape: torch.Size, blocks: Blocks, device: torch.device) -> State:
+    return {
+        CODES: torch.zeros(shape, dtype=torch.int8, device=device),
+        ABSMAX: torch.zeros(blocks.count, dtype=torch.float32, device=device),
+    }
 
 
 def kept_dtype(tensor: Tensor, momentum_dtype: str) -> torch.dtype:
@@ -171,8 +178,8 @@ def settle(optimizer: Any) -> None:
         if held.dtype != dtype:
             changes.add((held.dtype, dtype))
         if dtype == torch.int8 and held.tensor.numel():
-            step, blocks = state["step"], optimizer.blocks_of(tensor)
-            state_of(state, tensor, "int8", blocks)["step"] = step
+            blocks = optimizer.blocks_of(tensor)
+            state |= _codes(held.tensor.shape, blocks, tensor.device)  # the tensor itself may lie on NVMe
             blocks.write(state, 0, held.tensor.reshape(-1))
         else:
             kept = torch.float32 if dtype == torch.int8 else dtype

@@ -26,10 +26,9 @@ def refuse_unsupported(config: Any, momentum_dtype: str | None = None) -> None:
 
     ``momentum_dtype`` is that of an optimizer which the script has built; by default it is the config's.
     """
+    given = (_get(config, "optimizer_params") or {}).get("momentum_dtype")
     problems = [f"{key}: {advice}" for key, applies, advice in RULES if applies(config)]
-    kept = momentum_dtype or (_get(config, "optimizer_params") or {}).get("momentum_dtype")
-    if kept in ("bf16", "int8") and offload_device(config, "offload_optimizer") == "nvme":
-        problems.append(": ".join(ROUNDED_ON_NVME))
+    problems += [f"{MOMENTUM_DTYPE}: {text}" for text in _momentum_problems(config, given, momentum_dtype or given)]
     if problems:
         raise UnsupportedError("deepspeed-muon does not support this configuration:\n  " + "\n  ".join(problems))
 
@@ -83,7 +82,6 @@ FORBIDDEN = {
     "zero_optimization.zero_quantized_weights": "quantized gathering is not tested; set it to false",
     "zero_optimization.zero_quantized_gradients": "quantized reduction is not tested; set it to false",
     "fp16.fp16_master_weights_and_grads": "master weights and optimizer states are fp32; set it to false",
-    "bf16.bf16_master_weights_and_grads": "master weights and optimizer states are fp32; set it to false",
     "compile.deepcompile": "DeepCompile is not supported; set it to false",
     "hybrid_engine.enabled": "the hybrid engine is not supported; set it to false",
 }
@@ -107,16 +105,35 @@ RULES: tuple[Rule, ...] = (
         "DeepSpeed loads universal checkpoints at stages 1 to 3 only; set zero_optimization.stage to 1",
     ),
     (
+        "bf16.bf16_master_weights_and_grads",
+        lambda c: (
+            _get(c, "bf16.bf16_master_weights_and_grads")
+            and (not _get(c, "bf16.bf16_optimizer_states") or offload_device(c, "offload_optimizer") != "none")
+        ),
+        "with fp32 states, or with offload, DeepSpeed asserts its own CPU Adam; set bf16.bf16_optimizer_states to true "
+        "and remove offload_optimizer, or set it to false",
+    ),
+    (
         "torch_autocast.dtype",
         lambda c: _get(c, "zero_optimization.stage", 0) == 0 and _get(c, "bf16.enabled") and _has_fp16_autocast(c),
         "at stage 0 DeepSpeed cannot unscale the gradients of a bf16 model; use bfloat16, or remove bf16",
     ),
 )
-#: This refusal depends on the optimizer as well.
-ROUNDED_ON_NVME = (
-    "optimizer.params.momentum_dtype",
-    'DeepSpeed swaps optimizer states to NVMe in fp32; set it to "fp32", or offload_optimizer.device to "cpu"',
-)
+#: The key of refusals that depend on the optimizer as well.
+MOMENTUM_DTYPE = "optimizer.params.momentum_dtype"
+
+
+def _momentum_problems(config: Any, given: str | None, kept: str | None) -> Iterator[str]:
+    """``given`` in the config, and ``kept`` by an optimizer that the script may have built."""
+    stays = _get(config, "zero_optimization.save_muon_momentum_buffer_in_memory")
+    if kept in ("bf16", "int8") and offload_device(config, "offload_optimizer") == "nvme" and not stays:
+        yield (
+            "DeepSpeed swaps optimizer states to NVMe in fp32; set "
+            "zero_optimization.save_muon_momentum_buffer_in_memory to true, which keeps the momentum in memory, or "
+            'momentum_dtype to "fp32"'
+        )
+    if given == "fp32" and _get(config, "bf16.bf16_optimizer_states"):
+        yield "bf16.bf16_optimizer_states keeps the momentum in bf16; remove one of them"
 
 
 def renames_parameters(config: Any) -> bool:

@@ -18,6 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from deepspeed.muon.exchange.partition import Partition
+from deepspeed.muon.math.momentum import ABSMAX, CODES, MOMENTUM
 from deepspeed.muon.patch import Seam
 from deepspeed.muon.plan.placement import Placement, Shard
 from deepspeed.muon.zero import nvme
@@ -25,6 +26,7 @@ from deepspeed.muon.zero.checkpoint.nvme_load import NvmeLoad
 from deepspeed.muon.zero.wrappers.adapter import Adapter
 from deepspeed.muon.zero.wrappers.grad_norm import NORM_METHODS
 
+MOMENTUM_KEYS = (MOMENTUM, CODES, ABSMAX)
 _SWAP, _SWAP_OUT = "deepspeed.runtime.swap_tensor", "OptimizerSwapper.swap_out_optimizer_state"
 
 
@@ -70,12 +72,12 @@ class Stage3(Adapter):
         swap_out = partial(nvme.swap_out_and_release, wrapper)
         self.replace("swap_out_optimizer_state", swap_out, wrapper.optimizer_swapper)
         self.replace("_prepare_sub_group", partial(nvme.prepare_without_holes, wrapper))
-        for index in range(len(wrapper.fp32_partitioned_groups_flat)):
-            use_muon = optimizer.param_groups[wrapper.sub_group_to_group_id[index]]["use_muon"]
+        for index, partition in enumerate(self.partitions()):
             with nvme.swapped_in(wrapper, index) as flat:
-                state = optimizer.create_state(flat, use_muon)
-                if use_muon and wrapper.save_muon_momentum_buffer_in_memory:
-                    state["momentum_buffer"].swappable = False
+                optimizer.create_states(partition)
+                for key in MOMENTUM_KEYS if wrapper.save_muon_momentum_buffer_in_memory else ():
+                    if key in optimizer.state[flat]:
+                        optimizer.state[flat][key].swappable = False  # type: ignore[attr-defined]
 
     def resident_partitions(self) -> Iterator[Partition]:
         """What is written to the tensors goes to the model, too."""

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.muon.zero.refusals import ROUNDED_ON_NVME, RULES, _engine_problems, _pipeline_problems
+from deepspeed.muon.zero.refusals import MOMENTUM_DTYPE, RULES, _engine_problems, _pipeline_problems
 from helpers.distributed import run
 from helpers.models import MODELS, initialize_, train_engine
 from helpers.parity import CELLS
@@ -135,7 +135,7 @@ def test_every_refusal_is_in_the_support_matrix() -> None:
         texts = strings_in(function(PACKAGE / "zero" / "refusals.py", name))
         assert len(problems) == len([text for text in texts if "_" not in text.split()[0]])
     refusals = [line for line in read("support.md").splitlines() if "refused" in line]
-    refused = [f"`{key}`" for key in (*(rule[0] for rule in RULES), ROUNDED_ON_NVME[0])]
+    refused = [f"`{key}`" for key in (*(rule[0] for rule in RULES), MOMENTUM_DTYPE)]
     refused += [re.split("[,;]", problem)[0] for problem in engines + pipelines]
     assert [key for key in refused if not any(key in line for line in refusals)] == []
 

@@ -19,6 +19,7 @@ FP16 = {"dtype": "fp16", "fp16": {"enabled": True, "initial_scale_power": 20, "h
 PLAIN: dict[str, Any] = {"stays": True}
 PIPELINED: dict[str, Any] = {"pipelined": True, "params": "nvme", "dtype": "bf16"}
 CASES: list[dict[str, Any]] = [PLAIN, PIPELINED, {"pipelined": True, "stays": True}, FP16]
+CASES += [{"stays": True, "optimizer": MOMENTA["int8"]}, {"stays": True, "optimizer": MOMENTA["bf16"]}]
 
 
 def everything(engine: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from helpers.engine_state import snapshot
 from helpers.models import train_engine
-from helpers.training import BF16_OPTIMIZER, fresh_engine
+from helpers.training import BF16_MASTERS, BF16_OPTIMIZER, MOMENTA, fresh_engine
 
 RESUMED: list[dict[str, Any]] = [
     {"stage": 0},
@@ -17,6 +17,8 @@ RESUMED: list[dict[str, Any]] = [
     {"stage": 1, "gradient_allreduce_op": "sum"},
     *({"stage": stage, "dtype": dtype} for stage in (1, 2, 3) for dtype in ("fp32", "bf16")),
     BF16_OPTIMIZER,
+    *({"stage": stage, **BF16_MASTERS} for stage in (1, 2, 3)),
+    {"stage": 3, "optimizer": MOMENTA["int8"], **BF16_MASTERS},
     *({"stage": stage, "offload": True} for stage in (1, 2, 3)),
     {"stage": 3, "zero": {"sub_group_size": 100}},
     {"stage": 2, "zero": {"round_robin_gradients": True}},

@@ -30,6 +30,12 @@ ORACLE = OracleConfig(
 )
 """The same for the oracle."""
 
+BF16_MASTERS: dict[str, Any] = {
+    "dtype": "bf16",
+    "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
+}
+"""The settings under which nothing is kept in fp32."""
+
 
 def with_params(**params: Any) -> dict[str, Any]:
     """The section `optimizer` with `PARAMS` and others."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deepspeed.muon.kernels import native, reference
 from deepspeed.muon.kernels.builder import MuonBuilder
-from deepspeed.muon.kernels.rounding import key_of
+from deepspeed.muon.kernels.rounding import key_of, noise, round_
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace
 from helpers.kernels import native_only
@@ -26,7 +26,7 @@ SLICES = (0, 1, 14, 77, 130, 1000, 40_001)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Operations:
     if request.param == "torch":
         return reference.OPERATIONS
-    return native_only(monkeypatch, "advance", "advance_rounded", "apply_", "normalize")
+    return native_only(monkeypatch, "advance", "advance_rounded", "apply_", "copy_rounded", "normalize")
 
 
 def randn(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -87,6 +87,18 @@ def test_a_step_is_computed_in_fp32_and_kept_rounded(kernels: Operations, grad_d
         part = whole[1001:].clone()
         kernels.advance_rounded(part, grad[1001:], out[1001:], 0.95, nesterov, key_of("w", 3), 1001, Workspace())
         assert part.equal(buffer[1001:]), "where chunks begin changes nothing"
+
+
+def test_a_copy_is_rounded_with_the_same_random_numbers(kernels: Operations) -> None:
+    numel = 2 * reference.CPU_CHUNK + 1000
+    source, key = randn(numel, 0), key_of("w", 3)
+    bits, spare = torch.empty(2, numel, dtype=torch.int32)
+    expected, target = torch.empty(2, numel, dtype=torch.bfloat16)
+    round_(expected, source.clone(), noise(bits, spare, key, 7), spare)
+    kernels.copy_rounded(target, source.clone(), key, 7, Workspace())
+    assert target.equal(expected)
+    kernels.copy_rounded(target[:-1001], source[1001:].clone(), key, 1008, Workspace())
+    assert target[:-1001].equal(expected[1001:]), "where chunks begin changes nothing"
 
 
 def test_the_workspace_of_rounding_is_bounded() -> None:

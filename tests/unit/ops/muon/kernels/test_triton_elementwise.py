@@ -198,6 +198,7 @@ def names_of_calls(kernels: Operations) -> list[str]:
     kernels.look_ahead(codes, absmax, 0, flat, flat.clone(), 8, 8, 0.9, True, work)
     kernels.advance_codes(codes, absmax, flat, None, 0.9, True, (1, 2), 0, work)
     kernels.apply_(flat, flat.clone(), 0.1, 1.0, 0.1, False, work)
+    kernels.copy_rounded(flat.bfloat16(), flat.clone(), (1, 2), 0, work)
     kernels.normalize(x, x)
     kernels.square(x, k, work)
     kernels.product(k, k, Symmetric(x, randn(2, 64)), work, Scalars(0.1, 1.0))

@@ -16,7 +16,7 @@ from helpers.distributed import run
 from helpers.engine_state import differing, snapshot
 from helpers.models import MODELS, make_batch, train_engine
 from helpers.parity import STEPS, assert_parity, oracle
-from helpers.training import ds_config, make_engine, train
+from helpers.training import BF16_MASTERS, ds_config, make_engine, train
 
 # ---- what an engine holds ---------------------------------------------------------------------------------
 
@@ -90,6 +90,7 @@ def cases() -> list[dict[str, Any]]:
                     result.append(base | {"bf16": {"enabled": True, "check_grad_overflow": False}})
     extra = {"stage": 1, "dtype": "bf16", "data_types": {"grad_accum_dtype": "fp32"}}
     result += [extra | {"clip": clip} for clip in (0.0, 1.0)]
+    result += [{"stage": stage, "accumulation": 2, **BF16_MASTERS} for stage in (1, 2, 3)]
     return result + NORMLESS
 
 

@@ -14,7 +14,7 @@ from helpers.engine_state import differing, named_states
 from helpers.models import make_batch, train_engine
 from helpers.nvme import Wide, files_of, nvme_engine, run, weights_of
 from helpers.oracles import change_error, route, train_oracle
-from helpers.training import ORACLE, with_params
+from helpers.training import MOMENTA, ORACLE, with_params
 
 pytestmark = pytest.mark.time_limit(1200)  # with the time that building async_io may take
 ON_CPU = {"device": "cpu"}
@@ -65,6 +65,17 @@ def test_training_equals_that_without_offload(tmp_path: Path) -> None:
         for case, (got_losses, got) in zip(cases[1:], others, strict=True):
             assert got_losses == losses, case
             assert differing(got, wanted) == [], case
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("momentum_dtype", ["int8", "bf16"])
+def test_a_rounded_momentum_stays_in_memory(momentum_dtype: str, dtype: str, tmp_path: Path) -> None:
+    cases = [ON_CPU, {"stays": True}, {"stays": True, "pipelined": True}]
+    settings = {"dtype": dtype, "optimizer": MOMENTA[momentum_dtype]}
+    for (losses, wanted), *others in run(train_all, 2, cases=cases, folder=str(tmp_path), steps=3, **settings):
+        for case, (got_losses, got) in zip(cases[1:], others, strict=True):
+            assert got_losses == losses and differing(got, wanted) == [], case
 
 
 @pytest.mark.parametrize("pipelined", [pytest.param(False, marks=pytest.mark.full), True])
@@ -162,7 +173,7 @@ def train_through(cases: list[dict[str, Any]], folder: str) -> list[Any]:
 
 
 def test_a_bad_step_leaves_no_trace(tmp_path: Path) -> None:
-    cases = [{"pipelined": True}, {"dtype": "bf16"}]
+    cases = [{"pipelined": True}, {"dtype": "bf16"}, {"stays": True, "optimizer": MOMENTA["int8"]}]
     results: list[tuple[list[float], dict[str, Tensor]]] = run(train_through, 2, cases=cases, folder=str(tmp_path))[0]
     for (losses, wanted), (got_losses, got) in zip(results[::2], results[1::2], strict=True):
         assert got_losses == losses and not math.isnan(losses[0])

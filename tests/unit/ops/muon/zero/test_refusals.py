@@ -34,6 +34,7 @@ def offload(**settings: Any) -> dict[str, Any]:
 
 
 BF16 = {"enabled": True, "bf16_master_weights_and_grads": True}
+STATES = BF16 | {"bf16_optimizer_states": True}
 FALSE, STAGE_3 = "set it to false", "set zero_optimization.stage to 3"
 #: settings, key that the message names, what it says to change
 CASES: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -58,8 +59,8 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "elastic": ({"stage": 1, "zero": {"elastic_checkpoint": True}}, "zero_optimization.elastic_checkpoint", FALSE),
     "universal": ({"stage": 0, "checkpoint": {"load_universal": True}}, "checkpoint.load_universal", "stage to 1"),
     "fp16": ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "fp16.fp16_master_weights", FALSE),
-    "bf16": ({"bf16": BF16}, "bf16.bf16_master_weights_and_grads", FALSE),
-    "bf16 states": ({"bf16": BF16 | {"bf16_optimizer_states": True}}, "bf16.bf16_master_weights_and_grads", FALSE),
+    "bf16": ({"bf16": BF16}, "bf16.bf16_master_weights_and_grads", "set bf16.bf16_optimizer_states to true"),
+    "bf16 offload": ({"bf16": STATES, "offload": True}, "bf16.bf16_master_weights_and_grads", "remove offload_opt"),
     "autocast": (
         {"stage": 0, "dtype": "bf16", "torch_autocast": {"enabled": True, "dtype": "float16"}},
         "torch_autocast.dtype",
