@@ -27,12 +27,15 @@ from losslog import Row, evaluations, first_reaching, is_complete, read_log  # n
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """A training of the example. `params` replace its optimizer's; `nearest`: the momentum is rounded so."""
+    """A training of the example. `params` replace its optimizer's, `bf16` its section; `nearest`: how bf16 and int8 are
+    rounded.
+    """
 
     label: str
     variant: str = "ours"
     config: str = "ds_config_muon.json"
     params: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    bf16: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     clip: float = 1.0
     nearest: bool = False
 
@@ -42,6 +45,7 @@ PARAMS = json.loads((EXAMPLE / "ds_config_muon.json").read_text())["optimizer"][
 #: orthogonal, entries of RMS 192 ** -0.5; and lr for the AdamW half.
 STOCK = {name: PARAMS[name] for name in ("weight_decay", "betas", "eps")} | {"momentum": 0.95, "ns_method": "standard"}
 STOCK |= {"muon_lr": round(0.2 * PARAMS["lr"] * 192**0.5, 4), "adam_lr": PARAMS["lr"]}
+NO_FP32 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 BF16, INT8 = (PARAMS | {"momentum_dtype": dtype} for dtype in ("bf16", "int8"))
 CURVES = {
     "adamw": Curve("AdamW", "adamw", "ds_config_adamw.json"),
@@ -51,6 +55,8 @@ CURVES = {
     "fp32": Curve("momentum in fp32", params=PARAMS | {"momentum_dtype": "fp32"}),
     "bf16": Curve("momentum in bf16", params=BF16),
     "nearest": Curve("bf16, rounded to nearest", params=BF16, nearest=True),
+    "masters": Curve("weights and states in bf16", bf16=NO_FP32),
+    "masters-nearest": Curve("weights and states in bf16, rounded to nearest", bf16=NO_FP32, nearest=True),
     "int8": Curve("momentum in int8", params=INT8),
     "int8-nearest": Curve("int8, rounded to nearest", params=INT8, nearest=True),
 }
@@ -83,6 +89,7 @@ def trained(curve: Curve, folder: Path, steps: int, seed: int, world: int, point
     if not is_complete(log, steps):
         folder.mkdir(parents=True, exist_ok=True)
         config = json.loads((EXAMPLE / curve.config).read_text()) | {"gradient_clipping": curve.clip}
+        config["bf16"] = dict(curve.bf16 or config["bf16"])
         config["optimizer"]["params"] = dict(curve.params or config["optimizer"]["params"])
         (folder / "ds_config.json").write_text(json.dumps(config))
         arguments = ["--deepspeed_config", str(folder / "ds_config.json"), "--out", str(folder), "--seed", str(seed)]
@@ -148,6 +155,7 @@ def loss(
     to the orthogonalized updates, and without; with its faster method, and with the rates that give square matrices the
     updates of ours. Runs that are complete in build/loss are not repeated. The dtypes of the momentum:
     --runs fp32 bf16 int8 int8-nearest --steps 60 --seeds 5 --world 1 --points 6 --output NAME, for momentum-dtype.
+    Weights without fp32 copies: --runs fp32 masters masters-nearest --seeds 3 --world 1, for bf16-masters.
 
     Args:
         runs: optimizers; the others are relative to the first

@@ -186,8 +186,21 @@ def swapped_in(wrapper: Any, index: int) -> Iterator[Tensor]:
         flat.grad = None
 
 
+def as_mapped(wrapper: Any, flat: Tensor, tensor: Tensor) -> Tensor:
+    """Weights or a state of a sub-group, named by its ``flat`` weights, as a checkpoint holds them: of what is swapped
+    out, the file, mapped into memory.
+    """
+    info = wrapper.optimizer_swapper.swap_params_info.get(flat.ds_id)  # type: ignore[attr-defined]
+    paths = [held.swap_path for held in info.tensors if held.compute_tensor is tensor] if info else []
+    if not paths or tensor.numel():
+        return tensor
+    mapped = torch.from_file(paths[0], shared=False, size=info.numel(), dtype=torch.float32)
+    mapped.ds_id = tensor.ds_id  # type: ignore[attr-defined]
+    return mapped
+
+
 def saved_files(engine: Any, folder: Path) -> Path:
-    """The folder for this rank's swapped files in a checkpoint."""
+    """The folder in which older checkpoints have this rank's swapped files."""
     from deepspeed.checkpoint.ds_to_universal import dp_index_to_str
 
     rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank

@@ -82,6 +82,8 @@ def _not_predicted(stock: Any) -> Iterator[str]:
         yield "expert_parallel: predicted as if every rank had all experts, under the names that they have now"
     if stock.tensor_parallel_config.autotp_size > 1:
         yield "tensor_parallel: planned as if all ranks were data-parallel, which hold and own as much"
+    if stock.bfloat16_config.bf16_optimizer_states:
+        yield "bf16.bf16_optimizer_states: states in bf16 count as if they were fp32"
     if "nvme" in (offload_device(stock, "offload_optimizer"), offload_device(stock, "offload_param")):
         yield "zero_optimization: NVMe counts as the host's memory; reading and writing it is not predicted"
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loading at stage 3, where tensors of the engine or of the checkpoint lie in files on NVMe.
 
-DeepSpeed copies the swapped files of the checkpoint and skips the rest, so settings, step counts, the loss scale and
-every tensor that was not swapped are lost. Here both are loaded: ``zero_pp_rank_*`` holds what was in memory, with
-empty tensors in place of those that ``offloaded_tensors/rank*`` holds.
+DeepSpeed looks for copies of the swapped files and skips the rest, so settings, step counts, the loss scale and every
+tensor that was not swapped are lost. Here ``zero_pp_rank_*`` holds all of a rank, and is mapped into memory. In older
+checkpoints it has empty tensors in place of those that ``offloaded_tensors/rank*`` holds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from deepspeed.muon.errors import CheckpointError
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.patch import replaced
 from deepspeed.muon.zero.checkpoint.compatibility import loads_states
-from deepspeed.muon.zero.checkpoint.safe_load import read_states
+from deepspeed.muon.zero.checkpoint.safe_load import read_model, read_states
 from deepspeed.muon.zero.consensus import together
 from deepspeed.muon.zero.nvme import each_sub_group, saved_files, swapped_in
 
@@ -32,7 +32,7 @@ class NvmeLoad:
     def __init__(self, engine: Any, optimizer: MuonWithAuxAdam) -> None:
         self.engine, self.wrapper, self.optimizer = engine, engine.optimizer, optimizer
         self.uses_nvme = self.wrapper.swap_optimizer or self.wrapper.params_in_nvme_and_cpu
-        #: This rank's zero file, where the checkpoint has swapped tensors.
+        #: This rank's zero file, where it holds all weights for NVMe or lacks those that older checkpoints keep apart.
         self._saved: dict[str, Any] | None = None
         self._files = Path()
         self._has_weights = False
@@ -50,8 +50,11 @@ class NvmeLoad:
             check = partial(self._check, file, loads_states(arguments))
             together(check, lambda reasons: CheckpointError(refusal + reasons))
         load, rigid, weights = self._load_checkpoint, self._load_zero_file, self._load_weights
+        is_torchs = type(self.engine.checkpoint_engine).__name__ == "TorchCheckpointEngine"
+        mapped = {"load": self._map} if self.uses_nvme and is_torchs else {}
         with (
             replaced(self.engine, _load_checkpoint=load, zero_nvme_offload_optimizer=lambda original: False),
+            replaced(self.engine.checkpoint_engine, **mapped),
             replaced(self.wrapper, _rigid_load_state_dict=rigid, _restore_from_bit16_weights=weights),
         ):
             yield
@@ -63,6 +66,10 @@ class NvmeLoad:
         if self._saved is not None or self.engine.load_universal_checkpoint():
             options["load_optimizer_states"] = True
         return original(load_dir, tag, **options)
+
+    def _map(self, original: Callable, path: str, map_location: Any = None) -> Any:
+        """``TorchCheckpointEngine.load``, which would need memory for all that lies on NVMe."""
+        return read_model(Path(path))
 
     def _load_zero_file(self, original: Callable, saved: dict[str, Any], load_optimizer_states: bool = True) -> None:
         """``_rigid_load_state_dict``."""
@@ -87,7 +94,7 @@ class NvmeLoad:
     # ---- before anything changes ---------------------------------------------------------------------------
 
     def _check(self, file: Path, whole: bool) -> None:
-        """Open the zero file whose tensors are swapped, if it has any; raise CheckpointError if it does not fit."""
+        """Open the zero file; raise CheckpointError if it has tensors in files of their own and these do not fit."""
         if not (self.uses_nvme or self._files.parent.is_dir()):
             return
         if not file.is_file():
@@ -97,6 +104,7 @@ class NvmeLoad:
         saved = read_states(file)["optimizer_state_dict"]
         flats = saved.get("fp32_flat_groups") or []
         if all(flat.numel() for flat in flats):
+            self._saved = saved if flats and self.uses_nvme and self._layout(saved) == self._layout() else None
             return
         self._saved = saved
         self._check_layout(saved)
@@ -111,15 +119,22 @@ class NvmeLoad:
                     raise CheckpointError(f"{path} has {size} bytes, expected at least {4 * numel}; it is not complete")
 
     def _check_layout(self, saved: dict[str, Any]) -> None:
-        """DeepSpeed names a sub-group after the numbers of its first and last parameter, counted per process."""
-        there, here = _spans(saved["fp32_flat_groups"]), _spans(self._flats)
-        ranks_there, ranks_here = saved["partition_count"], self.wrapper.partition_count
+        (ranks_there, there), (ranks_here, here) = self._layout(saved), self._layout()
         if (ranks_there, there) != (ranks_here, here):
             raise CheckpointError(
                 f"its {len(there)} sub-groups on {ranks_there} ranks are not this engine's {len(here)} on "
                 f"{ranks_here}; use the ranks, zero_optimization.sub_group_size, parameters and routing with which it "
                 "was saved"
             )
+
+    def _layout(self, saved: dict[str, Any] | None = None) -> tuple[int, list[list[int]]]:
+        """Ranks, and the parameters of each sub-group, of a zero file or of the engine.
+
+        DeepSpeed names a sub-group after the numbers of its first and last parameter, counted per process.
+        """
+        if saved is None:
+            return self.wrapper.partition_count, _spans(self._flats)
+        return saved["partition_count"], _spans(saved["fp32_flat_groups"])
 
     @property
     def _flats(self) -> list[Tensor]:

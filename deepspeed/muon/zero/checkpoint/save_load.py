@@ -35,7 +35,7 @@ ENGINE = "deepspeed.runtime.engine"
 _FILES = "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine"
 SEAMS = (
     *(Seam(ENGINE, f"DeepSpeedEngine.{name}", "call") for name in (*GUARDED, "zero_nvme_offload_optimizer")),
-    *(Seam(_FILES, f"TorchCheckpointEngine.{name}", "call") for name in ("save", "makedirs")),
+    *(Seam(_FILES, f"TorchCheckpointEngine.{name}", "call") for name in ("save", "makedirs", "load")),
     Seam(ENGINE, "get_fp32_state_dict_from_zero_checkpoint", "call"),
     Seam(ENGINE, "DeepSpeedEngine._load_checkpoint", "call"),
 )
@@ -84,7 +84,6 @@ class _Save:
 
     def __init__(self, engine: Any, save_dir: Path, tag: str) -> None:
         self.engine, self.save_dir, self.tag, self.folder = engine, save_dir, tag, save_dir / tag
-        self.swapped = saved_files(engine, self.folder)
         rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
         #: Whether this rank writes what belongs to all.
         self.is_first = rank == 0
@@ -121,7 +120,7 @@ class _Save:
         facts |= {"world_size": self.engine.world_size, "structures": self._structures(exclude_frozen)}
 
         def write() -> None:
-            shutil.rmtree(self.swapped, ignore_errors=True)
+            shutil.rmtree(saved_files(self.engine, self.folder), ignore_errors=True)
             if self.is_first:
                 manifest.begin(self.folder, facts)
 
@@ -180,14 +179,10 @@ class _Save:
             self.error.filename = path
 
     def finish(self) -> None:
-        """Copy swapped files and list all files of this rank; raise what has failed on it."""
+        """List all files of this rank; raise what has failed on it."""
         if self.error is not None:
             raise self.error
-        if self.engine.zero_nvme_offload_optimizer():
-            source = self.engine.optimizer.optimizer_swapper.swap_folder
-            shutil.copytree(source, self.swapped, ignore=shutil.ignore_patterns("*gradient*"))
-        files = [*self.files, *filter(Path.is_file, self.swapped.rglob("*"))]
-        manifest.finish(self.folder, self.engine.global_rank, self.save_id, files)
+        manifest.finish(self.folder, self.engine.global_rank, self.save_id, self.files)
 
     def name_latest(self) -> None:
         """Write ``latest``, on one rank."""
@@ -196,7 +191,6 @@ class _Save:
 
     def clean_up(self) -> None:
         """Remove what was written, and leave no ``latest`` that names it."""
-        shutil.rmtree(self.swapped, ignore_errors=True)
         for file in self.files:
             with suppress(OSError):
                 file.unlink(missing_ok=True)

@@ -37,7 +37,7 @@ class Stage3(Adapter):
     REPLACED = (
         *("step", *NORM_METHODS, "_prepare_sub_group"),
         *("set_full_hp_param", "set_local_hp_param", "_get_fp32_opt_state_partition"),
-        *("offload_states", "reload_states", "_load_universal_checkpoint"),
+        *("offload_states", "reload_states", "_load_universal_checkpoint", "state_dict"),
     )
     MORE_SEAMS = (
         Seam(MODULE, f"{CLASS}._rigid_load_state_dict", "call"),
@@ -96,6 +96,23 @@ class Stage3(Adapter):
         self.replace("_get_fp32_opt_state_partition", self._get_local)
         self.replace("offload_states", self._offload)
         self.replace("reload_states", self._reload)
+        if self.is_swapped:
+            self.replace("state_dict", self._save_weights)
+            self.optimizer.register_state_dict_post_hook(self._save_states, prepend=True)
+
+    def _save_weights(self, original: Callable) -> dict[str, Any]:
+        """``state_dict``, in which what lies on NVMe is whole: one file has all of a rank, which every tool reads."""
+        saved = original()
+        saved["fp32_flat_groups"] = [nvme.as_mapped(self.wrapper, flat, flat) for flat in saved["fp32_flat_groups"]]
+        return saved
+
+    def _save_states(self, optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        state = {
+            index: {name: nvme.as_mapped(self.wrapper, tensors[index], value) for name, value in entry.items()}
+            for index, entry in state_dict["state"].items()
+        }
+        return {**state_dict, "state": state}
 
     def _set_full(self, original: Callable, value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
         """``set_full_hp_param``, also where the ranks do not divide the parameter evenly."""

@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from helpers.engine_state import differing, named_states
 from helpers.models import train_engine
-from helpers.nvme import nvme_engine, run, weights_of
-from helpers.training import MOMENTA
+from helpers.nvme import Wide, nvme_engine, run, weights_of
+from helpers.training import MOMENTA, ds_config, make_engine
 from helpers.universal import convert
 
 pytestmark = pytest.mark.time_limit(1200)  # with the time that building async_io may take
@@ -139,7 +141,7 @@ BF16, ON_CPU = {"dtype": "bf16"}, {"device": "cpu"}
 #: saved by, loaded by, options
 ALONE: list[tuple[dict[str, Any], dict[str, Any], dict[str, bool]]] = [
     (BF16 | {"pipelined": True}, BF16 | {"params": "nvme"}, {"load_optimizer_states": False}),
-    (BF16, BF16 | ON_CPU, {"load_module_only": True}),
+    ({}, ON_CPU, {"load_module_only": True}),
     (ON_CPU, {"pipelined": True}, {"load_optimizer_states": False, "load_module_only": True}),
 ]
 
@@ -147,7 +149,7 @@ ALONE: list[tuple[dict[str, Any], dict[str, Any], dict[str, bool]]] = [
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("saver", "loader", "options"), ALONE, ids=str)
 def test_weights_alone(saver: dict[str, Any], loader: dict[str, Any], options: dict[str, bool], tmp_path: Path) -> None:
-    """Exact also in bf16, as the fp32 weights come from the checkpoint."""
+    """On NVMe exact also in bf16, as the fp32 weights come from the checkpoint."""
     saved = run(save_and_go_on, 2, cases=[saver], folder=str(tmp_path))[0][0][0]
     changed, loaded, after = run(load_weights, 2, folder=str(tmp_path), case=loader, **options)[0]
     weights = [name for name in saved["tensors"] if not name.endswith(("_buffer", "exp_avg", "exp_avg_sq"))]
@@ -182,7 +184,6 @@ def test_universal_checkpoint_into_nvme(tmp_path: Path) -> None:
 
 def set_and_go_on(case: dict[str, Any], folder: str) -> bool:
     """Set a momentum and a weight by name, then train and save; whether they were found as set."""
-    import torch
     from deepspeed.utils import (
         safe_get_full_fp32_param,
         safe_get_full_optimizer_state,
@@ -229,11 +230,49 @@ def refused(folder: str, **case: Any) -> tuple[str, list[str]]:
     return str(error.value), changed
 
 
+def keep_apart(folder: Path) -> None:
+    """Make a checkpoint what earlier versions saved: a file for each swapped tensor, and empty ones in their places."""
+    for rank in (0, 1):
+        (zero,) = folder.glob(f"*zero_pp_rank_{rank}_*optim_states.pt")
+        content = torch.load(zero, weights_only=False)
+        saved, apart = content["optimizer_state_dict"], folder / "offloaded_tensors" / f"rank{rank:02d}"
+        apart.mkdir(parents=True)
+        flats, states = saved["fp32_flat_groups"], saved["optimizer_state_dict"]["state"]
+        muon = [
+            i for group in saved["optimizer_state_dict"]["param_groups"] if group["use_muon"] for i in group["params"]
+        ]
+        for index, flat in enumerate(flats):
+            if flat.nbytes < 2**20:
+                continue
+            (apart / f"{flat.ds_id}.tensor.swp").write_bytes(flat.detach().numpy().tobytes())
+            flats[index] = torch.empty(0)
+            flats[index].ds_id = flat.ds_id
+            for key in ("exp_avg", "exp_avg_sq"):
+                name = "momentum_buffer" if index in muon else key
+                if index not in muon or key == "exp_avg":
+                    path = apart / f"{name}-{flat.ds_id}.tensor.swp"
+                    path.write_bytes(states[index][key].numpy().tobytes())
+                states[index][key] = torch.empty(0)
+        torch.save(content, zero)
+    for manifest in folder.glob("muon_save*.json"):
+        manifest.unlink()
+
+
+def test_a_checkpoint_with_files_apart_still_loads(tmp_path: Path) -> None:
+    cases = [{"pipelined": True}, {"device": "cpu"}]
+    expected = run(save_and_go_on, 2, cases=[{}] * 2, folder=str(tmp_path))[0]
+    for index in range(len(cases)):
+        keep_apart(tmp_path / str(index) / "saved")
+    for case, got, wanted in zip(cases, run(resume, 2, cases=cases, folder=str(tmp_path))[0], expected, strict=True):
+        for moment, expectation in zip(got, wanted, strict=True):
+            assert_same(moment, expectation, case)
+
+
 def test_a_checkpoint_that_does_not_fit_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    """Also where it has tensors in files of their own."""
     run(save_and_go_on, 2, cases=[{"pipelined": True}], folder=str(tmp_path))
-    folder = tmp_path / "0" / "saved" / "offloaded_tensors" / "rank01"
-    manifests = list(folder.parents[1].glob("muon_save*.json"))
-    assert len(list(folder.iterdir())) == 7
+    saved = tmp_path / "0" / "saved"
+    folder = saved / "offloaded_tensors" / "rank01"
 
     def said(world: int = 2, **case: Any) -> str:
         results = run(refused, world, folder=str(tmp_path), **case)
@@ -243,8 +282,8 @@ def test_a_checkpoint_that_does_not_fit_is_refused_on_all_ranks(tmp_path: Path) 
 
     assert "parameters lie elsewhere" in said(sub_group=10**6)
     assert "saved on 2 ranks" in said(world=1)
-    for manifest in manifests:  # a checkpoint without them is checked by its files
-        manifest.unlink()
+    keep_apart(saved)
+    assert len(list(folder.iterdir())) == 7
     assert "its 5 sub-groups on 2 ranks are not this engine's 2 on 2" in said(sub_group=10**6)
     assert "saved on 2 ranks" in said(world=1)
     momentum = next(folder.glob("momentum_buffer*"))
@@ -255,3 +294,27 @@ def test_a_checkpoint_that_does_not_fit_is_refused_on_all_ranks(tmp_path: Path) 
     assert "which holds what offload_optimizer had on NVMe" in said()
     shutil.rmtree(folder.parent)
     assert "which holds what offload_optimizer had on NVMe" in said()
+
+
+# ---- DeepSpeed's own tools ----------------------------------------------------------------------------------
+
+
+def load_in_memory(folder: str) -> dict[str, Any]:
+    """The weights and states that a universal checkpoint gives to an engine without NVMe, at another stage."""
+    settings = {"checkpoint": {"load_universal": True}}
+    engine = make_engine(Wide(7), ds_config(stage=2, **settings))
+    engine.load_checkpoint(folder, tag="universal")
+    found = weights_of(engine) | named_states(engine)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("case", [{"pipelined": True}, {"stays": True, "optimizer": MOMENTA["int8"]}], ids=str)
+def test_the_converter_and_zero_to_fp32_read_what_was_on_nvme(case: dict[str, Any], tmp_path: Path) -> None:
+    saved = run(save_and_go_on, 2, cases=[case], folder=str(tmp_path))[0][0][0]["tensors"]
+    found = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "0"), tag="saved")
+    assert differing(found, {name: saved[f"{name} master"] for name in found}) == []
+    convert(tmp_path / "0")
+    loaded = run(load_in_memory, 3, folder=str(tmp_path / "0"))[0]
+    masters = {name: value for name, value in loaded.items() if not name.endswith("weight")}
+    assert differing(masters, {name: saved[name] for name in masters}) == []
