@@ -57,6 +57,10 @@ def _has_fp16_autocast(config: Any) -> bool:
     return bool(_get(config, "torch_autocast_enabled")) and _get(config, "torch_autocast_dtype") == torch.float16
 
 
+def _is_bf16_optimizer(config: Any) -> bool:
+    return _get(config, "zero_optimization.stage", 0) == 1 and _get(config, "grad_accum_dtype") in ("fp32", "float32")
+
+
 def _nvme_rules(section: str, kept: str, instead: str) -> list[Rule]:
     def applies(config: Any) -> bool:
         return offload_device(config, section) == "nvme"
@@ -112,6 +116,12 @@ RULES: tuple[Rule, ...] = (
         ),
         "with fp32 states, or with offload, DeepSpeed asserts its own CPU Adam; set bf16.bf16_optimizer_states to true "
         "and remove offload_optimizer, or set it to false",
+    ),
+    (
+        "data_types.grad_accum_dtype",
+        lambda c: _get(c, "bf16.bf16_master_weights_and_grads") and _is_bf16_optimizer(c),
+        "fp32 at stage 1 selects DeepSpeed's BF16_Optimizer, which keeps fp32 weights whatever "
+        "bf16.bf16_master_weights_and_grads says; remove one of them",
     ),
     (
         "torch_autocast.dtype",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from deepspeed.muon.math.coefficients import NAMED
 from helpers.oracles import OracleConfig, adam_update, clipped, gradients_of, muon_update, newton_schulz_fp64, over_norm
 from helpers.rules import almost_orthogonal, muon_plus, normuon, unit_columns, unit_rows
+from helpers.training import BF16_MASTERS
 
 #: What `muon_plus` normalizes, in order.
 SIDES = {
@@ -186,6 +187,8 @@ def cases(draw: st.DrawFn) -> Case:
     if zero["stage"] == 3 and draw(st.integers(0, 3)) == 0:
         zero["offload_param"] = {"device": draw(st.sampled_from(["none", "cpu"]))}
     config = {"params": params, "zero": zero, **draw(tops())}
+    if config["dtype"] == "bf16" and draw(st.integers(0, 2)) == 0:
+        config["bf16"] = BF16_MASTERS["bf16"]
     stock = draw(st.integers(0, 15)) == 15
     if stock:
         zero |= draw(st.sampled_from(STOCKS))
@@ -240,6 +243,11 @@ def contradictions(config: dict[str, Any]) -> list[str]:
         found.append("momentum_warmup_steps")
     if params.get("ns_normalization") == "aol" and params.get("ns_dtype") == "fp16":
         found.append("ns_dtype")
+    if "bf16" in config:
+        offloads = config["zero"].get("offload_optimizer", {}).get("device", "none") != "none"
+        found += ["bf16.bf16_master_weights_and_grads"] * offloads
+        found += ["data_types.grad_accum_dtype"] * (config["zero"]["stage"] == 1 and "data_types" in config)
+        found += ["optimizer.params.momentum_dtype"] * (params.get("momentum_dtype") == "fp32")
     autocast = config.get("torch_autocast", {})
     if config["zero"]["stage"] == 0 and config["dtype"] == "bf16" and autocast.get("enabled"):
         found += ["torch_autocast.dtype"] * (autocast["dtype"] == "float16")
@@ -410,7 +418,8 @@ def difference(name: str, config: dict[str, Any], initial: Tensor, weight: Tenso
     parity.py.
     """
     change, wanted = (end.double() - initial.double() for end in (weight, expected))
-    floor = 1e-6 * float(initial.double().norm())
+    unit = 2.0**-7 if "bf16" in config else 1e-6  # what rounding changes alone
+    floor = unit * float(initial.double().norm())
     error = float((change - wanted).norm())
     limits = {"bf16": 0.03, "int8": 0.3}
     if not is_half(config):

@@ -39,6 +39,10 @@ STOCK_ERRORS: list[tuple[str, Callable[[dict[str, Any], dict[str, Any]], bool]]]
         ),
     ),
     (
+        "AssertionError: Bf16_master_weights_and_grads is only supported with ZeRO Stage 1, 2, or 3",
+        lambda config, zero: "bf16" in config and zero["stage"] == 0,
+    ),
+    (
         "ValueError: gradient_allreduce_op='sum' is not supported with Ze(RO stage 3|nFlow)",
         lambda config, zero: config.get("gradient_allreduce_op") == "sum" and (zero["stage"] == 3 or "zenflow" in zero),
     ),

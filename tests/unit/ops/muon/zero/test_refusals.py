@@ -61,6 +61,11 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "fp16": ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "fp16.fp16_master_weights", FALSE),
     "bf16": ({"bf16": BF16}, "bf16.bf16_master_weights_and_grads", "set bf16.bf16_optimizer_states to true"),
     "bf16 offload": ({"bf16": STATES, "offload": True}, "bf16.bf16_master_weights_and_grads", "remove offload_opt"),
+    "bf16 gradients": (
+        {"stage": 1, "bf16": STATES, "data_types": {"grad_accum_dtype": "fp32"}},
+        "data_types.grad_accum_dtype",
+        "remove one of them",
+    ),
     "autocast": (
         {"stage": 0, "dtype": "bf16", "torch_autocast": {"enabled": True, "dtype": "float16"}},
         "torch_autocast.dtype",
