@@ -499,12 +499,11 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         with self.phase("adamw"):
             states = [self.create_state(p, use_muon=False) for p in tensors]
             how = group, self.config.adam_w_mode
-            pairs = list(zip(tensors, states, strict=True))
-            rounded = [pair for pair in pairs if adamw.is_rounded(pair[0])]
-            for tensor, state in rounded:
-                adamw.step_in_bf16(tensor, state, *how, self._fragments[tensor], self.kernels, self._work)
-            others = [pair for pair in pairs if not adamw.is_rounded(pair[0])]
-            adamw.step([tensor for tensor, _ in others], [state for _, state in others], *how)
+            for tensor, state in zip(tensors, states, strict=True):
+                if adamw.is_rounded(tensor):
+                    adamw.step_in_bf16(tensor, state, *how, self._fragments[tensor], self.kernels, self._work)
+            others = [index for index, tensor in enumerate(tensors) if not adamw.is_rounded(tensor)]
+            adamw.step([tensors[index] for index in others], [states[index] for index in others], *how)
         if self.step_stats is not None:
             stepped = dict(zip(map(id, tensors), states, strict=True))
             held = (part for partition in self._adam_partitions for part in partition.held() if id(part[0]) in stepped)
