@@ -17,7 +17,8 @@ from deepspeed.muon.bound import Bound
 from deepspeed.muon.config.presets import preset_named
 from deepspeed.muon.config.schema import MuonConfig, parse
 from deepspeed.muon.errors import UnsupportedError
-from deepspeed.muon.exchange.exchange import BucketBuffers, Exchange, gather, processes, scatter
+from deepspeed.muon.exchange.data_parallel import check_agreement, unwrapped
+from deepspeed.muon.exchange.exchange import BucketBuffers, Exchange, gather, join, processes, scatter
 from deepspeed.muon.exchange.host_staging import Staging
 from deepspeed.muon.exchange.partition import Partition, whole_partition
 from deepspeed.muon.kernels import reference
@@ -55,6 +56,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
         optimizer = MuonWithAuxAdam(model.parameters(), model=model, lr=1e-3, weight_decay=0.1)
 
+    If ``model`` is wrapped in ``DistributedDataParallel``, its ranks share the work of Newton-Schulz.
+
     Args:
         params: parameters, named or not, or groups of them. Each group is split into a Muon and an AdamW half, which
             keep the group's own settings (:data:`deepspeed.muon.config.types.GROUP_KEYS`).
@@ -69,6 +72,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     Raises:
         MuonConfigError: a wrong key or value, an option without effect, or no matrix for Muon.
         ValueError: a parameter that is not in ``model``.
+        UnsupportedError: a model that FSDP has sharded.
     """
 
     _is_built = False
@@ -81,6 +85,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 "ns_method and kernels is measured at start"
             )
         self.rules, self.schedules = self.config.rules, self.config.schedules
+        model, self._replicas = unwrapped(model)
         self.specs: dict[nn.Parameter, MatrixSpec] = route(model, self.config.matrix_options)
         #: The pipeline stage that ``model`` is; 0 outside pipelines.
         self.stage = stage_of(model)
@@ -118,7 +123,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self.speaks = True
         self.second_moments = SecondMoments(self.rules.normuon)
         #: The ranks that train the same layers; ``None``: all.
-        self.peers: Any = None
+        self.peers: Any = self._replicas
         #: Measures a step, if set.
         self.step_stats: StepStats | None = None
         self.qk_clip: QKClip | None = None
@@ -315,10 +320,13 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self._work.clear()
 
     def _bind_whole(self) -> None:
-        """Bind the parameters themselves: in plain PyTorch every rank holds every matrix."""
+        """Bind the parameters themselves: in plain PyTorch every rank holds every matrix; DDP's share the work."""
+        rank, copies = join(self._replicas) if self._replicas else (0, 1)
+        self.speaks = rank == 0
+        held = [(group["params"], [self.specs[param] for param in group["params"]]) for group in self.param_groups]
         partitions = [
-            whole_partition(index, group["params"], [self.specs[param] for param in group["params"]])
-            for index, group in enumerate(self.param_groups)
+            whole_partition(index, *params_and_specs, self._replicas, rank, copies)
+            for index, params_and_specs in enumerate(held)
         ]
         self.use_kernels(missing(self.config.kernels, {p.device.type for p in self.specs}))
         device = partitions[0].tensors[0].device
@@ -326,6 +334,10 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         # Ranks that race apart might choose apart.
         choose = candidates.without_race if processes() > 1 else partial(candidates.alone, world_size=1)
         self.bind(partitions, choose(self.shapes))
+        if self._replicas:
+            lacking = str(sorted(kind for kind, reason in self.lacking.items() if reason))
+            digests = self.config.digest(), lacking, *(plan.digest for plan in self.plans)
+            check_agreement(digests, self._replicas, device)
 
     def use_kernels(self, lacking: Missing) -> None:
         """Take the fastest kernels that are not ``lacking``."""

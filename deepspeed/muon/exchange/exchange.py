@@ -243,6 +243,15 @@ def processes() -> int:
     return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
 
+def join(group: Any) -> tuple[int, int]:
+    """This rank's index in a process group of torch's, and the group's size. DeepSpeed's collectives are ready then."""
+    from deepspeed import comm  # type: ignore[attr-defined]
+
+    if not comm.is_initialized():
+        comm.init_distributed(torch.distributed.get_backend(), auto_mpi_discovery=False)
+    return comm.get_rank(group=group), comm.get_world_size(group=group)
+
+
 def all_maxima(values: Tensor, group: Any) -> Tensor:
     """The largest of each value over the ranks of a group, by default all; called by all of them together."""
     if processes() > 1:

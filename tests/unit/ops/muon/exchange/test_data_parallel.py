@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PyTorch without DeepSpeed's engine: DDP's ranks share the work and get the same bits; FSDP is refused."""
+
+import math
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from deepspeed.muon import MuonWithAuxAdam, UnsupportedError
+from deepspeed.muon import optimizer as module
+from helpers.distributed import run
+from helpers.engine_state import differing
+from helpers.models import MODELS, make_batch
+from helpers.oracles import route, train_oracle
+from helpers.parity import STEPS, assert_parity
+from helpers.training import ORACLE, PARAMS
+
+
+def build(model: str = "broad", wrap: str = "ddp", **params: Any) -> tuple[nn.Module, MuonWithAuxAdam]:
+    net: nn.Module = MODELS[model]()
+    net = DistributedDataParallel(net) if wrap != "bare" else net
+    net = torch.compile(net, backend="eager") if wrap == "compiled" else net
+    return net, MuonWithAuxAdam(net.parameters(), model=net, **PARAMS | params)
+
+
+def inner(net: nn.Module) -> Any:
+    net = getattr(net, "_orig_mod", net)
+    return net.module if isinstance(net, DistributedDataParallel) else net
+
+
+def one_step(net: nn.Module, optimizer: MuonWithAuxAdam, step: int, accumulation: int = 1, factor: float = 1.0) -> None:
+    """With gradients that DDP averages at the last micro-step."""
+    optimizer.zero_grad()
+    for micro in range(accumulation):
+        share = make_batch(inner(net), step, micro, dist.get_rank(), dist.get_world_size(), accumulation)
+        with nullcontext() if micro == accumulation - 1 else net.no_sync():
+            (net(*share) * factor / accumulation).backward()
+    optimizer.step()
+
+
+def held(net: nn.Module, optimizer: MuonWithAuxAdam) -> dict[str, Tensor]:
+    """Weights and states of this rank."""
+    weights = {name: param.detach().clone() for name, param in inner(net).named_parameters()}
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return weights | {f"state {index}": value.clone() for index, value in enumerate(states)}
+
+
+def trained(share: bool = True, steps: int = STEPS, accumulation: int = 1, **settings: Any) -> dict[str, Any]:
+    """What this rank holds after some steps, and how many matrices it has orthogonalized."""
+    done, originals = [], (module.orthogonalize, module.is_worth_sharing)
+
+    def counted(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        done.append(x.size(0))
+        return originals[0](x, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "orthogonalize", counted)
+        if not share:
+            patch.setattr(module, "is_worth_sharing", lambda *args: False)
+        net, optimizer = build(**settings)
+        for step in range(steps):
+            one_step(net, optimizer, step, accumulation)
+    return {"held": held(net, optimizer), "done": sum(done)}
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("wrap", ["ddp", "compiled"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_ranks_share_the_work_and_get_the_same_bits(wrap: str, world: int, accumulation: int) -> None:
+    shared = run(trained, world, wrap=wrap, accumulation=accumulation)
+    repeated = run(trained, world, share=False, wrap=wrap, accumulation=accumulation)
+    assert [rank["done"] for rank in repeated] == [5 * STEPS] * world
+    assert sum(rank["done"] for rank in shared) == 5 * STEPS
+    for rank in shared:
+        assert differing(rank["held"], repeated[0]["held"]) == []
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_training_equals_the_oracle(world: int) -> None:
+    """Without clipping, which is the script's own."""
+    net = MODELS["broad"]()
+    reference = train_oracle(net, net.batch, STEPS, route(net), replace(ORACLE, clip=0.0))
+    for rank in run(trained, world):
+        assert_parity(rank["held"], reference)
+
+
+def train_through(bad: bool) -> dict[str, Tensor]:
+    """Good steps, and between them one whose loss is not a number on one rank."""
+    net, optimizer = build()
+    one_step(net, optimizer, 0)
+    if bad:
+        before = held(net, optimizer)
+        one_step(net, optimizer, 1, factor=math.nan if dist.get_rank() == 1 else 1.0)
+        assert differing(before, held(net, optimizer)) == []
+    one_step(net, optimizer, 2)
+    return held(net, optimizer)
+
+
+def test_a_bad_step_leaves_no_trace() -> None:
+    for got, expected in zip(run(train_through, 2, bad=True), run(train_through, 2, bad=False), strict=True):
+        assert differing(got, expected) == []
+
+
+def save_and_go_on(folder: str, normuon: bool) -> dict[str, Tensor]:
+    net, optimizer = build(normuon=normuon)
+    for step in range(2):
+        one_step(net, optimizer, step)
+    with optimizer.whole_state():
+        saved = {"model": inner(net).state_dict(), "optimizer": optimizer.state_dict()}
+    if dist.get_rank() == 0:
+        torch.save(saved, f"{folder}/saved.pt")
+    one_step(net, optimizer, 2)
+    return held(net, optimizer)
+
+
+def resume(folder: str, normuon: bool) -> dict[str, Tensor]:
+    net, optimizer = build(normuon=normuon)
+    one_step(net, optimizer, 9)
+    saved = torch.load(f"{folder}/saved.pt")
+    inner(net).load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    one_step(net, optimizer, 2)
+    return held(net, optimizer)
+
+
+@pytest.mark.parametrize("normuon", [pytest.param(False, marks=pytest.mark.full), True])
+def test_resume_is_exact(normuon: bool, tmp_path: Path) -> None:
+    """From the file that one rank has written; NorMuon's moments are with the owners."""
+    expected = run(save_and_go_on, 2, folder=str(tmp_path), normuon=normuon)
+    for got, wanted in zip(run(resume, 2, folder=str(tmp_path), normuon=normuon), expected, strict=True):
+        assert differing(got, wanted) == []
+
+
+def disagree() -> str:
+    net, optimizer = build(momentum=0.9 if dist.get_rank() else 0.8)
+    with pytest.raises(RuntimeError) as error:
+        one_step(net, optimizer, 0)
+    return str(error.value)
+
+
+def test_ranks_that_disagree_are_told() -> None:
+    assert len(told := set(run(disagree, 2))) == 1 and "different settings or kernels" in told.pop()
+
+
+SCRIPT = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from deepspeed.muon import MuonWithAuxAdam
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4))))
+optimizer = MuonWithAuxAdam(model.parameters(), model=model, lr=1e-2)
+for step in range(3):
+    optimizer.zero_grad()
+    model(torch.randn(8, 64)).square().mean().backward()
+    optimizer.step()
+sums = [None] * 2
+dist.all_gather_object(sums, sum(p.double().sum().item() for p in model.parameters()))
+assert sums[0] == sums[1] and any(plan.sent_elements for plan in optimizer.plans)
+dist.destroy_process_group()
+"""
+
+
+def test_a_script_needs_nothing_of_deepspeed(tmp_path: Path) -> None:
+    """As a user runs it: torch's own launcher and process group."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "script.py"]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+# ---- FSDP ---------------------------------------------------------------------------------------------------
+
+
+def refused(kind: str) -> str:
+    net: nn.Module = MODELS["wide"]()
+    if kind == "fully_shard":
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(net)
+    else:
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        net = FullyShardedDataParallel(net, use_orig_params=kind == "orig", device_id=torch.device("cpu"))
+    with pytest.raises(UnsupportedError) as error:
+        MuonWithAuxAdam(net.parameters(), model=net, **PARAMS)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("flat", "FullySharded"), ("orig", "FullySharded"), ("fully_shard",) * 2])
+def test_fsdp_is_refused_in_words_that_name_stage_3(kind: str, name: str) -> None:
+    for text in run(refused, 2, fresh=True, kind=kind):
+        assert f"and {name}" in text and '"zero_optimization": {"stage": 3}' in text
