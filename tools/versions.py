@@ -77,6 +77,13 @@ class Row(NamedTuple):
         torch = [pin for pin in self.pins if Requirement(pin).name == "torch"]
         return "-".join([f"python{self.python}", *torch])
 
+    def not_run(self, reason: str) -> list[str]:
+        """Its cells without results."""
+        named = {requirement.name: str(requirement.specifier).strip("=") for requirement in map(Requirement, self.pins)}
+        packages = {"python": self.python} | named
+        found = (packages.get(name, "") for name in PACKAGES)
+        return [self.name, *found, self.tests, "", "", "", f"not run: {reason}"]
+
     def log(self) -> Path:
         """The file for what its commands write."""
         return FOLDER / f"{self.name}.log"
@@ -107,8 +114,7 @@ def main(names: list[str]) -> None:
             try:
                 cells = run_row(row, folder)
             except Refused as reason:
-                cells = ["", row.python, *[""] * (len(PACKAGES) - 1), row.tests, *[""] * 3, f"not run: {reason}"]
-            cells[0] = row.name
+                cells = row.not_run(str(reason))
             print(" | ".join(cells[1:]), flush=True)
             PAGE.write_text(page(kept() | {row.name: line(cells)}))
         shutil.rmtree(folder, ignore_errors=True)
@@ -116,7 +122,8 @@ def main(names: list[str]) -> None:
 
 def page(lines: dict[str, str]) -> str:
     """The text of docs/versions.md, from the lines of rows."""
-    table = [line(HEAD), line(["---"] * len(HEAD)), *(lines[row.name] for row in rows() if row.name in lines)]
+    found = (lines.get(row.name) or line(row.not_run("not yet")) for row in rows())
+    table = [line(HEAD), line(["---"] * len(HEAD)), *found]
     return TEXT + "\n" + "\n".join(table) + "\n"
 
 
@@ -174,11 +181,11 @@ def install(row: Row, folder: Path) -> None:
 
 
 def python_of(version: str) -> str:
-    """A Python of this version: this one, one on the PATH, or pyenv's."""
+    """A Python of this version: this one, pyenv's, whose shims on the PATH need not work, or one on the PATH."""
     if sys.version.startswith(f"{version}."):
         return sys.executable
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
-    found = shutil.which(f"python{version}") or next(map(str, pyenv.glob(f"versions/{version}.*/bin/python")), None)
+    found = next(map(str, pyenv.glob(f"versions/{version}.*/bin/python")), None) or shutil.which(f"python{version}")
     if found is None:
         raise Refused(f"there is no Python {version} here")
     return found
@@ -211,9 +218,14 @@ def judge(results: Path) -> tuple[Counter[str], list[str]]:
             skipped[outcome.get("message", "")] += 1
         else:
             counts["failed"] += 1
-            name = case.get("name", "").partition("[")[0]
-            failed[f"`{case.get('classname', '').rpartition('.')[2]}.py::{name}`"] += 1
+            failed[f"`{test_of(case)}`"] += 1
     return counts, [*told("failed", failed), *told("skipped", skipped)]
+
+
+def test_of(case: ElementTree.Element) -> str:
+    """``test_file.py::test_name`` without parameters, or the file where it could not be collected."""
+    file, name = (case.get(key, "").partition("[")[0] for key in ("classname", "name"))
+    return f"{file.rpartition('.')[2]}.py::{name}" if file else f"{name.rpartition('.')[2]}.py"
 
 
 def told(what: str, found: Counter[str]) -> Iterator[str]:

@@ -222,7 +222,7 @@ def test_the_page_of_versions_has_a_line_for_every_row() -> None:
     versions = script(ROOT / "tools" / "versions.py")
     rows = {row.name: row for row in versions.rows()}
     page = read("versions.md")
-    assert page == versions.page(versions.kept()) and list(versions.kept()) == list(rows), "run make versions"
+    assert page == versions.page(versions.kept()), "run make versions"
     for name, line in versions.kept().items():
         pins = dict(pin.split("==") for pin in rows[name].pins if "==" in pin and "not run" not in line)
         assert all(f"| {pins[package]} |" in line for package in set(versions.PACKAGES) & set(pins)), line
