@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/build/torch_extensions$(if $(DEEPSPEED),-$(DEEPSPEED))
 export PATH := $(BIN):$(PATH)
 
-.PHONY: venv demo test test-full fuzz lint docs format bench release-check clean
+.PHONY: venv demo test test-full fuzz versions lint docs format bench release-check clean
 
 # The development set is pinned; torch is taken as a CPU build where no other is installed. Extensions are compiled once.
 $(VENV)/.ready: requirements/requirements.txt requirements/requirements-dev.txt requirements/requirements-example.txt pyproject.toml setup.py
@@ -39,6 +39,11 @@ test-full: venv
 N ?= 2000
 fuzz: venv
 	FUZZ=$(N) $(PYTEST) "tests/unit/ops/muon/zero/test_fuzz.py::test_every_config_trains_or_is_refused_in_words_that_help[$(N)]"
+
+# Runs parts of the suite on the versions of tools/versions.txt, or on some of its ROWS, and writes docs/versions.md.
+ROWS ?=
+versions: venv
+	WORKERS=$(WORKERS) $(BIN)/python tools/versions.py $(ROWS)
 
 lint: venv
 	$(BIN)/ruff format --check .

@@ -23,6 +23,12 @@ CONFIG = LlamaConfig(
 )
 
 
+#: How this version of transformers calls it.
+CHECKPOINTING = next(
+    name for name in ("activation_checkpointing", "gradient_checkpointing") if hasattr(TrainingArguments, name)
+)
+
+
 def byte_windows(length: int) -> list[dict[str, Tensor]]:
     """Cut the source of Python's argparse into windows of bytes; the model shifts the labels itself."""
     text = torch.frombuffer(bytearray(Path(argparse.__file__).read_bytes()), dtype=torch.uint8)
@@ -35,7 +41,7 @@ def main() -> None:
     parser.set_defaults(
         output_dir="out", max_steps=100, learning_rate=3e-3, weight_decay=0.1, warmup_steps=5, logging_steps=1
     )
-    parser.set_defaults(per_device_train_batch_size=8, activation_checkpointing=True)
+    parser.set_defaults(per_device_train_batch_size=8, **{CHECKPOINTING: True})
     (args,) = parser.parse_args_into_dataclasses()
     set_seed(args.seed)
     model = AutoModelForCausalLM.from_config(CONFIG)

@@ -210,11 +210,26 @@ def test_messages_are_found() -> None:
 # ---- the generated page -------------------------------------------------------------------------------------
 
 
-def test_the_configuration_page_is_up_to_date() -> None:
-    spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
-    module: Any = importlib.util.module_from_spec(spec)
+def script(path: Path) -> Any:
+    """A script as a module."""
+    spec: Any = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert read("configuration.md") == module.configuration(), "run python docs/generate.py"
+    return module
+
+
+def test_the_configuration_page_is_up_to_date() -> None:
+    assert read("configuration.md") == script(DOCS / "generate.py").configuration(), "run python docs/generate.py"
+
+
+def test_the_page_of_versions_has_a_line_for_every_row() -> None:
+    versions = script(ROOT / "tools" / "versions.py")
+    rows = {row.name: row for row in versions.rows()}
+    page = read("versions.md")
+    assert page == versions.page(versions.kept()), "run make versions"
+    for name, line in versions.kept().items():
+        pins = dict(pin.split("==") for pin in rows[name].pins if "==" in pin and "not run" not in line)
+        assert all(f"| {pins[package]} |" in line for package in set(versions.PACKAGES) & set(pins)), line
 
 
 # ---- style --------------------------------------------------------------------------------------------------

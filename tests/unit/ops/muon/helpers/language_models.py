@@ -15,7 +15,7 @@ VOCAB, TIME, WIDTH = 19, 6, 12
 SMALL = {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": 1, "intermediate_size": 10}
 IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 DRY = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-CONFIGS: dict[str, transformers.PreTrainedConfig] = {
+CONFIGS: dict[str, Any] = {
     "gpt2": transformers.GPT2Config(
         vocab_size=VOCAB, n_embd=WIDTH, n_layer=1, n_head=3, n_positions=TIME, **IDS, **DRY
     ),

@@ -18,10 +18,13 @@ from contextlib import contextmanager, nullcontext
 from copy import copy
 from datetime import timedelta
 from importlib import import_module
+from importlib.metadata import version
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import Any
+
+from packaging.version import Version
 
 PRELOADED = (
     "deepspeed.muon",
@@ -76,8 +79,27 @@ def join(collective_timeout: float) -> None:
     # Groups made by new_group take this default and not the timeout of the world group.
     distributed_c10d.default_pg_timeout = timeout
     deepspeed.init_distributed("gloo", timeout=timeout)
+    _wait_for_every_gather()
     # One for all jobs: engines at stage 3 are never freed, with any optimizer, and keep the one they were made with.
     import_module("deepspeed.utils.groups")._clone_world_group()
+
+
+def _wait_for_every_gather() -> None:
+    """Before 0.19.8 DeepSpeed waits for the last of several gathers, which is enough on a CUDA stream; on gloo they end
+    in any order. Here none returns before it has ended.
+    """
+    import deepspeed.comm as comm
+
+    if Version(version("deepspeed")) >= Version("0.19.8"):
+        return
+    gather = comm.all_gather_into_tensor
+
+    def waiting(*args: Any, **kwargs: Any) -> Any:
+        if (handle := gather(*args, **kwargs)) is not None:
+            handle.wait()
+        return handle
+
+    comm.all_gather_into_tensor = waiting
 
 
 def _portable(result: Any) -> Any:

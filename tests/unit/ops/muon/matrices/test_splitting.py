@@ -15,7 +15,7 @@ from deepspeed.muon.matrices.tp_sharding import AUTOTP
 from deepspeed.muon.state_import import fused
 from helpers.foreign_models import Adapted, linear, module
 from helpers.models import Fused, TinyGpt
-from helpers.transformers_models import MODELS, hybrid
+from helpers.transformers_models import MODELS, hybrid, needs_stacks
 
 
 def splits(model: nn.Module, **options: Any) -> dict[str, str]:
@@ -335,6 +335,7 @@ def test_the_digest_tells_splits_apart() -> None:
 # ---- stacks, convolutions, low-rank factors -------------------------------------------------------------
 
 
+@needs_stacks
 def test_experts_are_stacks() -> None:
     specs = {spec.name: spec for spec in route(MODELS["mixtral"](), MatrixOptions(muon_fused="whole")).values()}
     stacks = {name: spec for name, spec in specs.items() if "experts" in name}
@@ -346,6 +347,7 @@ def test_experts_are_stacks() -> None:
     assert not specs["model.layers.0.mlp.gate.weight"].use_muon, "the router"
 
 
+@needs_stacks
 def test_a_split_cuts_every_matrix_of_a_stack() -> None:
     model = MODELS["mixtral"]()
     spec = next(

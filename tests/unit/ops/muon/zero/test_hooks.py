@@ -3,6 +3,7 @@
 
 import functools
 import importlib
+import logging
 import os
 import subprocess
 import sys
@@ -11,17 +12,21 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from packaging.requirements import Requirement
 from torch import Tensor
 
 import deepspeed
 import deepspeed.muon
 from deepspeed.muon import MuonWithAuxAdam, SeamError
+from deepspeed.muon.version import TESTED_DEEPSPEED as TESTED
 from deepspeed.muon.zero import hooks
 from helpers.distributed import run
 from helpers.models import Mlp, TinyGpt, train_engine
+from helpers.paths import ROOT, TESTS
 from helpers.startup_log import records
 from helpers.training import ds_config, fp32_weights, make_engine, train
 
+REQUIREMENTS = ROOT / "requirements" / "requirements.txt"
 ACTIVE = """
 import deepspeed, deepspeed.runtime.zero.utils as utils, sys
 from deepspeed.runtime.config import DeepSpeedConfig
@@ -145,21 +150,76 @@ def test_looking_for_the_engine_does_not_use_up_the_hook(tmp_path: Path) -> None
     python(tmp_path, LOOKED_FOR + ACTIVE + "assert ours() == ON, ours()\n" + left)
 
 
-VERSION = """
-import sys, types
-sys.modules["deepspeed.git_version_info"] = module = types.ModuleType("deepspeed.git_version_info")
-names = "git_hash git_branch installed_ops compatible_ops accelerator_name torch_info"
-vars(module).update(dict.fromkeys(names.split(), {}), version="0.99.0")
-import torch, deepspeed
-assert deepspeed.__version__ == "0.99.0"
-deepspeed.muon.install()
-"""
+def another_version(folder: Path, **edits: tuple[str, str]) -> dict[str, str]:
+    """The environment of processes in which DeepSpeed is a copy, mostly of links, that calls itself 0.20.0.
+
+    `edits`: what is replaced in a module of deepspeed.runtime, and by what.
+    """
+    source, copy = Path(deepspeed.__file__).parent, folder / "deepspeed"
+    for part in (".", "runtime"):
+        (copy / part).mkdir()
+        for path in (source / part).iterdir():
+            if path.name not in ("runtime", "__pycache__"):
+                (copy / part / path.name).symlink_to(path)
+    version = ("git_version_info_installed.py", deepspeed.__version__, "0.20.0")
+    for name, old, new in (version, *((f"runtime/{module}.py", *edit) for module, edit in edits.items())):
+        text = (source / name).read_text()
+        assert old in text
+        (copy / name).unlink()
+        (copy / name).write_text(text.replace(old, new))
+    return {"PYTHONPATH": os.pathsep.join((str(folder), str(TESTS)))}
 
 
-@pytest.mark.full
-def test_an_untested_version_gets_one_warning(tmp_path: Path) -> None:
-    assert python(tmp_path, VERSION).count("deepspeed-muon was tested on DeepSpeed") == 1
-    assert "tested" not in python(tmp_path, "import torch, deepspeed; deepspeed.muon.install()")
+def train_again_installed() -> tuple[str, list[str], str, str]:
+    """DeepSpeed's version, the warnings and errors of an installation, and what a step of Muon and of AdamW gives."""
+    warnings = Mock(level=logging.WARNING)
+    hooks.uninstall()
+    hooks.logger.addHandler(warnings)
+    hooks.activate()
+    hooks.logger.removeHandler(warnings)
+    said = [call.args[0].getMessage() for call in warnings.handle.call_args_list]
+    adamw = {"type": "AdamW", "params": {"torch_adam": True}}
+    muon, other = (outcome(lambda chosen=chosen: take_a_step(optimizer=chosen)) for chosen in ({"type": "Muon"}, adamw))
+    return deepspeed.__version__, said, muon, other
+
+
+def take_a_step(**config: Any) -> str:
+    """The module of the basic optimizer's class, which has changed the weights."""
+    net = Mlp()
+    before = [p.detach().clone() for p in net.parameters()]
+    engine = deepspeed.initialize(model=net, config=ds_config(**config), model_parameters=net.parameters())[0]
+    train_engine(engine, 1)
+    assert not any(p.equal(old) for p, old in zip(net.parameters(), before, strict=True))
+    return type(engine.basic_optimizer).__module__
+
+
+def test_a_later_version_that_has_all_seams_trains_with_one_warning(tmp_path: Path) -> None:
+    env = another_version(tmp_path)
+    ((version, said, muon, other),) = run(train_again_installed, 1, fresh=True, restart=True, env=env)
+    assert version == "0.20.0"
+    assert said == ["deepspeed-muon was tested on DeepSpeed {} to {}, this is 0.20.0".format(*TESTED)]
+    assert muon == "deepspeed.muon.optimizer" and other.startswith("torch.optim")
+
+
+def test_a_later_version_that_lacks_a_seam_fails_runs_with_muon_by_its_name(tmp_path: Path) -> None:
+    env = another_version(tmp_path, engine=("_scheduler_from_config", "_schedule_of_config"))
+    ((version, said, muon, other),) = run(train_again_installed, 1, fresh=True, restart=True, env=env)
+    lacks = "DeepSpeed 0.20.0 has no deepspeed.runtime.engine.DeepSpeedEngine._scheduler_from_config, where"
+    assert version == "0.20.0" and len(said) == 1 and said[0].startswith(f"deepspeed-muon is not active: {lacks}")
+    assert muon.startswith(f"SeamError: {lacks}") and other.startswith("torch.optim")
+
+
+def test_a_tested_version_gets_no_warning() -> None:
+    version, said, *_ = run(train_again_installed, 1)[0]
+    assert version == deepspeed.__version__ and said == []
+
+
+def test_pip_leaves_later_versions_of_deepspeed_alone() -> None:
+    """Which of them work, the seams decide."""
+    (needed,) = [line for line in REQUIREMENTS.read_text().splitlines() if line.startswith("deepspeed")]
+    allowed = Requirement(needed.partition("#")[0]).specifier
+    assert all(allowed.contains(version) for version in (*TESTED, "0.20.0", "0.99.9"))
+    assert not any(allowed.contains(version) for version in ("0.19.6", "1.0.0"))
 
 
 def without_seam(module: str, path: str) -> dict[str, str]:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every learning-rate schedule of DeepSpeed, torch and Hugging Face keeps the ratio of the two halves' rates."""
 
+from importlib import import_module
+
 import pytest
 from torch.optim import lr_scheduler as torch_schedules
 
@@ -73,6 +75,8 @@ def by_metric(kind: str) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("kind", ["ReduceLROnPlateau", "GreedyLR"])
 def test_schedules_by_metric_keep_the_ratio(kind: str) -> None:
+    if kind == "GreedyLR" and not hasattr(import_module("transformers.optimization"), kind):
+        pytest.skip("this transformers has no GreedyLR")
     record = run(by_metric, 1, kind=kind)[0]
     for rates in record:
         assert rates["muon"] == pytest.approx(RATIO * rates["adam"], rel=1e-6)
