@@ -14,7 +14,7 @@ from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.matrices.block import Block, Cut, cut, matrices
 from deepspeed.muon.matrices.fused import DEVICES, QKV, cut_fused
 from deepspeed.muon.matrices.heads import FUSED, KEYS, LATENT, QUERIES, Heads, heads_of, is_a, is_linear_attention
-from deepspeed.muon.matrices.tp_sharding import local_shape, sharding_of, whole_shape
+from deepspeed.muon.matrices.tp_sharding import local_shape, sharding_of, tp_rank, whole_shape
 
 #: Of latent attention, ``rotary`` is the part of a query whose key all heads share.
 Role = Literal["query", "key", "rotary"]
@@ -194,6 +194,6 @@ def _held(param: nn.Parameter, parts: Sequence[_Part], axis: int, projection: An
         mine = (
             (block,)
             if sharding is None
-            else (b for b, _ in replace(sharding, shape=shape).parts(block, projection.tp_index))
+            else (b for b, _ in replace(sharding, shape=shape).parts(block, tp_rank(param, projection)))
         )
         yield from (HeadWeights(part.role, part.head, held) for held in mine)

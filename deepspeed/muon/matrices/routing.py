@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
@@ -23,7 +23,7 @@ from deepspeed.muon.matrices.heads import is_projection
 from deepspeed.muon.matrices.options import DEFAULT_OPTIONS, MatrixOptions, first_match
 from deepspeed.muon.matrices.pipeline import outer_parameters, shared_parameters
 from deepspeed.muon.matrices.splitting import Splitting, Use, is_convolution, is_stack, split_parameter
-from deepspeed.muon.matrices.tp_sharding import Sharding, local_shape, sharding_of, whole_shape
+from deepspeed.muon.matrices.tp_sharding import Sharding, local_shape, sharding_of, tp_rank, whole_shape
 
 #: The attribute of a parameter by which users, stock DeepSpeed and other projects say whether Muon updates it.
 TAG = "use_muon"
@@ -129,7 +129,7 @@ def route(model: nn.Module, options: MatrixOptions = DEFAULT_OPTIONS) -> dict[nn
         found = split_parameter(names, shape, uses[0], options, model) if decided.use_muon else Splitting()
         sharding = _sharding(names[0], param, decided.use_muon)
         if decided.use_muon and sharding and options.tp_mode == "shard":
-            rank: Any = uses[0].module.tp_index  # of which the shards are matrices of their own
+            rank = tp_rank(param, uses[0].module)  # of which the shards are matrices of their own
             held = tuple(part for block in found.blocks for part, _ in sharding.parts(block, rank))
             text = ", ".join(filter(None, [found.split, "tensor-parallel shards, by tp_mode"]))
             found, sharding = found._replace(blocks=held, split=text), None

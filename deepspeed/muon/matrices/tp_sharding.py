@@ -12,6 +12,10 @@ from deepspeed.muon.matrices.block import Block
 
 #: The attribute in which DeepSpeed's AutoTP describes the layout of a parameter that it cut.
 AUTOTP = "ds_autotp_universal_checkpoint_meta"
+#: The attributes by which Megatron marks a parameter that it cut; the first is the older one.
+MEGATRON = ("model_parallel", "tensor_model_parallel")
+#: What Megatron's marks leave open: (rank, number of ranks) of the group that holds the parts.
+TP_RANK = "muon_tp_rank"
 
 
 @dataclass(frozen=True)
@@ -56,15 +60,16 @@ class Sharding:
 
 
 def sharding_of(param: Any) -> Sharding | None:
-    """The layout that AutoTP recorded on a parameter; ``None`` where every rank of the group holds it whole.
+    """The layout that AutoTP or Megatron recorded on a parameter; ``None`` where every rank of the group holds it
+    whole.
 
     Raises:
         ValueError: the record does not describe the cut by rows or columns.
     """
     note = getattr(param, AUTOTP, None)
-    if not note and getattr(param, "tensor_model_parallel", False):
-        raise ValueError("it is marked tensor_model_parallel, but nothing says how it was cut")
-    if not note or note["replicated"]:
+    if not note:
+        return _sharding_by_megatron(param) if _is_marked(param) else None
+    if note["replicated"]:
         return None
     axis, shape = note["partition_dim"], note["logical_shape"] or note["original_shape"]
     widths = note["sub_param_shard_widths"] or ([note["partition_sizes"]] if note["partition_sizes"] else [])
@@ -78,6 +83,40 @@ def sharding_of(param: Any) -> Sharding | None:
     return Sharding(tuple(shape), axis, ranges)
 
 
+def _is_marked(param: Any) -> bool:
+    return any(getattr(param, mark, False) for mark in MEGATRON)
+
+
+def _sharding_by_megatron(param: Any) -> Sharding | None:
+    """Of equal shards; a rank has ``partition_stride`` of the equal parts of the whole, the ranks taking turns."""
+    axis, stride = getattr(param, "partition_dim", -1), getattr(param, "partition_stride", 1)
+    if axis < 0:
+        raise ValueError(f"it is marked {MEGATRON[1]}, but nothing says how it was cut; set its partition_dim")
+    if not hasattr(param, TP_RANK):
+        raise ValueError(
+            f'it is marked {MEGATRON[1]}, but nothing says how many ranks share it; set "type": "Muon" in '
+            "ds_config.json, or pass optimizer=lambda params: MuonWithAuxAdam(params, model=model, ...) to "
+            "deepspeed.initialize"
+        )
+    ranks = getattr(param, TP_RANK)[1]
+    if ranks == 1:
+        return None
+    held = local_shape(param)
+    if axis >= len(held) or len(held) > 2:
+        raise ValueError(f"its partition_dim {axis} is no axis of a matrix")
+    if held[axis] % stride:
+        raise ValueError(f"its partition_stride {stride} does not divide the {held[axis]} rows or columns of a rank")
+    size = held[axis] // stride
+    turns = range(0, ranks * stride, ranks)
+    ranges = tuple(tuple(((first + rank) * size, size) for first in turns) for rank in range(ranks))
+    return Sharding(whole_shape(param), axis, ranges)
+
+
+def tp_rank(param: Any, module: Any) -> int:
+    """This rank's number among those that hold the parts of a parameter of the module."""
+    return getattr(param, TP_RANK)[0] if hasattr(param, TP_RANK) else module.tp_index
+
+
 def local_shape(param: Any) -> tuple[int, ...]:
     """The shape after tensor parallelism and before ``zero.Init`` cut the parameter."""
     return tuple(getattr(param, "ds_shape", param.shape))
@@ -86,4 +125,8 @@ def local_shape(param: Any) -> tuple[int, ...]:
 def whole_shape(param: Any) -> tuple[int, ...]:
     """The shape before tensor parallelism cut the parameter."""
     note = getattr(param, AUTOTP, None) or {}
-    return tuple(note.get("logical_shape") or note.get("original_shape") or local_shape(param))
+    if shape := note.get("logical_shape") or note.get("original_shape"):
+        return tuple(shape)
+    axis = getattr(param, "partition_dim", -1) if _is_marked(param) else -1
+    _, ranks = getattr(param, TP_RANK, (0, 1))
+    return tuple(size * ranks if i == axis else size for i, size in enumerate(local_shape(param)))

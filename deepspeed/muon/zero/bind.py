@@ -24,12 +24,13 @@ from deepspeed.muon.zero.consensus import Facts, compare, differences
 from deepspeed.muon.zero.monitor import set_up_monitor
 from deepspeed.muon.zero.refusals import refuse_engine, refuse_qk_clip, refuse_unsupported
 from deepspeed.muon.zero.startup_log import log_startup
+from deepspeed.muon.zero.tp_ranks import grid_of, matrix_share
 from deepspeed.muon.zero.wrappers import adapter_for
 from deepspeed.muon.zero.wrappers.grad_norm import once_per_step
-from deepspeed.muon.zero.wrappers.tensor_parallel import joined, matrix_share
+from deepspeed.muon.zero.wrappers.tensor_parallel import joined
 
 
-def agree(optimizer: MuonWithAuxAdam) -> Facts:
+def agree(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
     """Make sure that all ranks run the same version, config and routing.
 
     Called before the engine wraps the optimizer too, as the collectives of ZeRO's construction follow the routing.
@@ -44,7 +45,7 @@ def agree(optimizer: MuonWithAuxAdam) -> Facts:
         DisagreementError: the ranks differ, or some are silent.
         MuonConfigError: an option of the config that no pipeline stage follows.
     """
-    verdict = compare(lambda: _facts(optimizer), _judge_settings)
+    verdict = compare(lambda: _facts(engine, optimizer), _judge_settings)
     if verdict["unused_options"]:
         raise MuonConfigError("\n".join(verdict["unused_options"]))
     return verdict
@@ -58,14 +59,15 @@ def bind_engine(engine: Any) -> None:
     optimizer = engine.basic_optimizer
     refuse_unsupported(engine._config, optimizer.config.momentum_dtype)
     refuse_engine(engine)
-    verdict = agree(optimizer)
+    verdict = agree(engine, optimizer)
     if optimizer.qk_clip:
         refuse_qk_clip(engine)
+    grid = grid_of(engine)
     if engine.pipeline_parallelism:
-        optimizer.peers = engine.mpu.get_data_parallel_group()
+        optimizer.peers = grid.group if grid else engine.mpu.get_data_parallel_group()
     adapter = engine.muon_adapter = adapter_for(engine, optimizer)
     adapter.prepare(verdict["groups"])
-    partitions = joined(adapter.partitions(), optimizer, engine)
+    partitions = joined(adapter, grid)
     device = _compute_device()
     kinds = sorted({device.type, *(tensor.device.type for partition in partitions for tensor in partition.tensors)})
     lacking = compare(lambda: selection.missing(optimizer.config.kernels, kinds), _judge_kernels)
@@ -74,7 +76,7 @@ def bind_engine(engine: Any) -> None:
     world_size = max((p.world_size for p in partitions), default=1)
     tuning = choose(optimizer, verdict, device, world_size)
     optimizer.bind(partitions, tuning, device)
-    set_up_monitor(engine, compare_plans(optimizer, monitor=engine.monitor.enabled)["monitor"])
+    set_up_monitor(engine, compare_plans(engine, monitor=engine.monitor.enabled)["monitor"])
     keep_convertible(optimizer)
     adapter.open_states()
     read_universal(adapter)
@@ -90,13 +92,13 @@ def _compute_device() -> torch.device:
     return torch.device(get_accelerator().current_device_name())
 
 
-def _facts(optimizer: MuonWithAuxAdam) -> Facts:
+def _facts(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
     groups = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
     routes = sorted(f"{s.name}{s.whole}{s.use_muon}{s.blocks}" for s in optimizer.specs.values())
     return {
         "version": __version__,
         "config": optimizer.config.digest(),
-        "stage": matrix_share(optimizer),
+        "stage": matrix_share(engine, optimizer),
         "groups": hashlib.sha256(json.dumps(groups).encode()).hexdigest()[:16],
         "routes": hashlib.sha256("".join(routes).encode()).hexdigest()[:16],
         "bf16": has_bf16(_compute_device().type, get_accelerator().is_bf16_supported()),

@@ -14,7 +14,7 @@ from deepspeed.muon.math.race import fast_enough
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.tuning import Candidates, Tuning
 from deepspeed.muon.zero.consensus import Facts, compare, differences
-from deepspeed.muon.zero.wrappers.tensor_parallel import matrix_share
+from deepspeed.muon.zero.tp_ranks import matrix_share
 
 
 def choose(optimizer: MuonWithAuxAdam, agreed: Facts, device: torch.device, world_size: int) -> Tuning:
@@ -46,14 +46,15 @@ def choose(optimizer: MuonWithAuxAdam, agreed: Facts, device: torch.device, worl
     return Tuning(from_pinned(verdict["choice"]), verdict["times"])
 
 
-def compare_plans(optimizer: MuonWithAuxAdam, **mine: Any) -> dict[str, Any]:
+def compare_plans(engine: Any, **mine: Any) -> dict[str, Any]:
     """Raise DisagreementError where ranks that hold the same parameters differ in choice or plan.
 
     Returns the facts of rank 0, with ``mine`` among them.
     """
+    optimizer = engine.basic_optimizer
     pinned = [group["ns_choice"] for group in optimizer.param_groups if group["use_muon"]]
     plans = hashlib.sha256("".join(plan.digest for plan in optimizer.plans).encode()).hexdigest()[:16]
-    stated = {"stage": matrix_share(optimizer), "choice": pinned, "plan": plans, **mine}
+    stated = {"stage": matrix_share(engine, optimizer), "choice": pinned, "plan": plans, **mine}
     titles = {"choice": "the choice of dtype, methods and kernels", "plan": "the exchange plan"}
 
     def state() -> Facts:

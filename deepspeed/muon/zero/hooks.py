@@ -32,6 +32,7 @@ from deepspeed.muon.zero.lr_scheduler import check_schedule, configure_scheduler
 from deepspeed.muon.zero.monitor import take_step
 from deepspeed.muon.zero.nvme import check_nvme
 from deepspeed.muon.zero.refusals import refuse_engine, refuse_unsupported, renames_parameters
+from deepspeed.muon.zero.tp_ranks import note_tp_rank
 from deepspeed.muon.zero.wrappers import ADAPTERS
 from deepspeed.muon.zero.wrappers.experts import refuse_replaced, with_names
 
@@ -83,6 +84,7 @@ def _configure_basic_optimizer(original: Callable, self: Any, model_parameters: 
     if not is_muon(self.optimizer_name()):
         return original(self, model_parameters)
     refuse_engine(self)
+    note_tp_rank(self)
     optimizer = MuonWithAuxAdam(model_parameters, model=self.module, **(self.optimizer_params() or {}))
     _check(self, optimizer)
     return optimizer
@@ -104,6 +106,7 @@ def _configure_optimizer(original: Callable, self: Any, client_optimizer: Any, m
 
 def _called(engine: Any, build: Callable, model_parameters: Any) -> Any:
     """A script's function that builds the optimizer, called by DeepSpeed; what it has built is checked at once."""
+    note_tp_rank(engine)
     optimizer = build(model_parameters)
     if isinstance(optimizer, MuonWithAuxAdam):
         _check_client(engine, optimizer)
@@ -123,7 +126,7 @@ def _check(engine: Any, optimizer: MuonWithAuxAdam) -> None:
     """What can be refused before ZeRO allocates."""
     check_schedule(engine, optimizer)
     check_nvme(engine, optimizer)
-    agree(optimizer)
+    agree(engine, optimizer)
 
 
 _ENGINE = "deepspeed.runtime.engine"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from deepspeed.muon.errors import UnsupportedError
+from deepspeed.muon.zero.tp_ranks import tp_rank
 from deepspeed.muon.zero.wrappers.loss_scale import is_fp16_autocast
 
 #: What a ``DeepSpeedConfig`` calls the sections of a ds_config.
@@ -169,24 +170,34 @@ def refuse_qk_clip(engine: Any) -> None:
 
 
 def _engine_problems(engine: Any) -> Iterator[str]:
-    sizes = [getattr(engine, name, 1) or 1 for name in ("mp_world_size", "sequence_parallel_size")]
-    if engine.has_moe_layers and (engine.pipeline_parallelism or max(*sizes, engine.autotp_size()) > 1):
-        yield "experts (deepspeed.moe layers, AutoEP) together with tensor, sequence or pipeline parallelism"
+    _, tp_size = tp_rank(engine)
+    is_spread = (getattr(engine, "sequence_parallel_size", 1) or 1) > 1
+    if engine.moe_layers and is_spread:
+        yield (
+            "deepspeed.moe layers with sequence parallelism, where DeepSpeed takes the ranks of a sequence for "
+            "tensor-parallel ones and mixes up their tokens; use data parallelism"
+        )
+    if engine.moe_layers and tp_size > 1 and engine.pipeline_parallelism:
+        yield 'deepspeed.moe layers in a pipeline with a "model" axis; use pipe and data axes, or no pipeline'
     if engine.has_moe_layers and is_fp16_autocast(engine) and not engine.zero_optimization():
         yield "experts under fp16 autocast at stage 0, where ranks skip steps apart; set zero_optimization.stage to 1"
     if engine.moe_layers and engine.load_universal_checkpoint():
         yield "universal checkpoints of deepspeed.moe layers, which DeepSpeed's converter does not know"
     if engine.pipeline_parallelism:
         yield from _pipeline_problems(engine)
-    elif engine.mpu is not None and engine.autotp_size() <= 1 and getattr(engine, "mp_world_size", 1) > 1:
-        yield "a model-parallel unit (mpu) of more than one rank"
-    if engine.autotp_size() > 1 and engine.load_universal_checkpoint():
+    elif engine.mpu is not None and tp_size * engine.seq_dp_world_size != engine.world_size:
+        yield (
+            "a model-parallel unit (mpu) with other axes than tensor and data parallelism, which are "
+            f"{tp_size} x {engine.seq_dp_world_size} of {engine.world_size} ranks; use DeepSpeed's PipelineModule for "
+            "pipelines"
+        )
+    if tp_size > 1 and engine.load_universal_checkpoint():
         yield "universal checkpoints with tensor parallelism; resume on as many ranks without checkpoint.load_universal"
-    is_spread = (getattr(engine, "sequence_parallel_size", 1) or 1) > 1
     if is_spread and not hasattr(engine.mpu, "get_sequence_data_parallel_group"):
         yield (
             "sequence parallelism by data_parallel_size in the config, where DeepSpeed leaves each rank of a sequence "
-            "its own gradients; pass mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp to initialize"
+            "its own gradients, or at stage 3 lets the ranks overwrite one another's checkpoints; pass "
+            "mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp to initialize"
         )
 
 
@@ -201,7 +212,5 @@ def _pipeline_problems(engine: Any) -> Iterator[str]:
         )
     if hasattr(engine.module, "phase_bounds"):
         yield "DualPipeV, whose ranks hold two stages each; use PipelineModule"
-    if engine.mpu.get_slice_parallel_world_size() > 1:
-        yield 'a topology with a "model" axis, whose matrices are cut; use pipe and data axes only'
     if engine.load_universal_checkpoint():
         yield "universal checkpoints of pipelines; resume with the same stages, without checkpoint.load_universal"

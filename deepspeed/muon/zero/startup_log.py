@@ -17,9 +17,9 @@ from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.plan.plan import Plan
 from deepspeed.muon.tuning import Tuning, described
 from deepspeed.muon.version import __version__
+from deepspeed.muon.zero.tp_ranks import tp_rank
 from deepspeed.muon.zero.wrappers.adapter import Adapter
 from deepspeed.muon.zero.wrappers.experts import expert_counts
-from deepspeed.muon.zero.wrappers.tensor_parallel import matrix_share
 
 #: A sub-group plan this much slower than the whole group's is worth a warning.
 SLOW_SUB_GROUPS = 1.25
@@ -70,12 +70,12 @@ def _elements(specs: list[MatrixSpec]) -> int:
 
 def _place(engine: Any, optimizer: MuonWithAuxAdam) -> tuple[str, ...]:
     """Which share of the model this line is about: each share that plans for itself logs its own line."""
-    if engine.autotp_size() > 1:
-        is_whole = optimizer.config.tp_mode == "whole"
-        how = "matrices whole" if is_whole else f"shards of rank {matrix_share(optimizer)} as matrices"
-        return (f"tensor parallelism over {engine.autotp_size()} ranks, {how}",)
-    stages = stages_of(engine.module)
-    return (f"stage {optimizer.stage + 1} of {stages} of the pipeline",) if stages > 1 else ()
+    (rank, size), stages = tp_rank(engine), stages_of(engine.module)
+    how = "matrices whole" if optimizer.config.tp_mode == "whole" else f"shards of rank {rank} as matrices"
+    return (
+        *([f"stage {optimizer.stage + 1} of {stages} of the pipeline"] if stages > 1 else ()),
+        *([f"tensor parallelism over {size} ranks, {how}"] if size > 1 else ()),
+    )
 
 
 def _steps(engine: Any, optimizer: MuonWithAuxAdam, tuning: Tuning, matrices: list[MatrixSpec]) -> tuple[str, ...]:
@@ -102,7 +102,7 @@ def _steps(engine: Any, optimizer: MuonWithAuxAdam, tuning: Tuning, matrices: li
 
 def _stage_0(engine: Any, optimizer: MuonWithAuxAdam) -> str:
     """How ranks that all hold everything divide the work."""
-    if engine.world_size == 1 or engine.zero_optimization_stage() > 0 or engine.autotp_size() > 1:
+    if engine.world_size == 1 or engine.zero_optimization_stage() > 0 or tp_rank(engine)[1] > 1:
         return ""
     shared = [partition.is_replicated for partition in optimizer.partitions]
     if all(shared):

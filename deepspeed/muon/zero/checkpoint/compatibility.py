@@ -20,6 +20,7 @@ from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.second_moments import SAVED
 from deepspeed.muon.state_import import fused
 from deepspeed.muon.zero.checkpoint.safe_load import read_model, read_states
+from deepspeed.muon.zero.tp_ranks import tp_rank
 
 
 def loads_states(arguments: Mapping[str, Any], kind: str = "optimizer") -> bool:
@@ -50,12 +51,9 @@ def of_engine(engine: Any, exclude_frozen: bool = False) -> dict[str, Any]:
 
 
 def model_share(engine: Any) -> tuple[int, int]:
-    """(index, count) of this rank's share of the model: its pipeline stage, or its tensor-parallel rank."""
-    if engine.autotp_size() > 1:
-        from deepspeed.utils import groups
-
-        return groups.get_tensor_model_parallel_rank(), engine.autotp_size()
-    return engine.basic_optimizer.stage, stages_of(engine.module)
+    """(index, count) of this rank's share of the model: what its tensor-parallel rank has of its pipeline stage."""
+    rank, size = tp_rank(engine)
+    return engine.basic_optimizer.stage * size + rank, stages_of(engine.module) * size
 
 
 def _shapes(module: torch.nn.Module, exclude_frozen: bool) -> dict[str, list[int]]:

@@ -254,7 +254,7 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
         # What micro-batches since the last step have left belongs to other weights.
         engine.micro_steps -= _position(engine)
         adapter.drop_gradients()
-        compare_plans(engine.basic_optimizer)
+        compare_plans(engine)
         if not arguments["load_optimizer_states"]:
             adapter.refresh_masters()
     return result

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import deepspeed.comm as comm
@@ -36,6 +36,18 @@ def local_experts(optimizer: MuonWithAuxAdam) -> dict[str, tuple[slice, int]]:
 def with_names(params: Iterable[Any]) -> list[Any]:
     """Parameter groups with a name each, which DeepSpeed needs to separate those of experts."""
     return [{"name": f"group{i}", **item} if isinstance(item, dict) else item for i, item in enumerate(params)]
+
+
+def with_all_experts(wrapper: Any, norm: Callable, gradients: Any, params: Sequence[Any], *args: Any) -> Any:
+    """``get_grad_norm_direct`` of stages 1 and 2 under tensor parallelism: DeepSpeed takes experts for copies, which
+    only the first rank counts, but each tensor-parallel rank has its own part of them.
+    """
+    rank = wrapper.model_parallel_rank
+    try:
+        wrapper.model_parallel_rank = 0 if any(map(expert_group, params)) else rank
+        return norm(gradients, params, *args)
+    finally:
+        wrapper.model_parallel_rank = rank
 
 
 def expert_counts(engine: Any, optimizer: MuonWithAuxAdam) -> list[str]:

@@ -8,6 +8,8 @@ from functools import partial
 from typing import Any
 
 from deepspeed.muon.matrices.routing import TAG
+from deepspeed.muon.zero.tp_ranks import tp_rank
+from deepspeed.muon.zero.wrappers.experts import with_all_experts
 from deepspeed.muon.zero.wrappers.flat import Flat, FlatGroup
 from deepspeed.muon.zero.wrappers.grad_norm import NORM_METHODS, GradientCheck
 from deepspeed.muon.zero.wrappers.pipeline_stages import with_norms_of_all_stages
@@ -40,6 +42,8 @@ class Stage12(Flat):
         super().prepare(group_count)
         self.replace("get_flat_partition", _without_tags)
         self.replace("_is_muon_group", lambda original, params: False)
+        if self.engine.has_moe_layers and tp_rank(self.engine)[1] > 1:
+            self.replace("get_grad_norm_direct", partial(with_all_experts, self.wrapper))
         if (missing := group_count - len(self.optimizer.param_groups)) > 0:
             self.replace("scaled_global_norm", partial(with_norms_of_all_stages, self.wrapper, missing))
 

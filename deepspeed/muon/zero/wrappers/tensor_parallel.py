@@ -9,31 +9,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
-from typing import Any
 
 import deepspeed.comm as comm
-from deepspeed.utils import groups
 
 from deepspeed.muon.errors import UnsupportedError
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.matrices.routing import MatrixSpec
-from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.plan.placement import Placement, Shard
 from deepspeed.muon.zero.consensus import gathered, on_all_ranks
+from deepspeed.muon.zero.tp_ranks import Grid, tp_group
+from deepspeed.muon.zero.wrappers.adapter import Adapter
+from deepspeed.muon.zero.wrappers.stage0 import Stage0
 
 #: Where one rank's parameters lie among its own data-parallel ranks, by name.
 Placements = Mapping[str, tuple]
 
 
-def joined(partitions: list[Partition], optimizer: MuonWithAuxAdam, engine: Any) -> list[Partition]:
+def joined(adapter: Adapter, grid: Grid | None) -> list[Partition]:
     """The partitions; under tensor parallelism those of Muon groups span all ranks of the tensor-parallel group.
 
     Raises UnsupportedError on all ranks, where they do not have the same parameters in one sub-group.
     """
-    if engine.autotp_size() <= 1 or optimizer.config.tp_mode == "shard":
+    optimizer, partitions = adapter.optimizer, adapter.partitions()
+    if grid is None or optimizer.config.tp_mode == "shard":
         return partitions
-    group = groups.get_tensor_model_parallel_group()
-    mine = [{shard.spec.name: astuple(shard.placement) for shard in partition.shards} for partition in partitions]
+    group = tp_group(adapter.engine)
+    # Experts are not cut; the ranks that have the same ones share them among themselves.
+    dense = [partition for partition in partitions if not optimizer.param_groups[partition.index].get("moe")]
+    _refuse_cut_experts(partitions, dense)
+    mine = [{shard.spec.name: astuple(shard.placement) for shard in partition.shards} for partition in dense]
     everyones = gathered(mine, group)
     specs = {spec.name: spec for spec in optimizer.specs.values()}
     if not _are_alike(everyones, specs):
@@ -41,23 +45,28 @@ def joined(partitions: list[Partition], optimizer: MuonWithAuxAdam, engine: Any)
             "deepspeed-muon does not support this engine: zero_optimization.sub_group_size cuts the ranks of a "
             "tensor-parallel group at different parameters; write a larger one"
         )
-    is_sharded = engine.zero_optimization()
-    if not is_sharded:
+    if isinstance(adapter, Stage0):
         optimizer.is_finite = on_all_ranks(optimizer.is_finite, group)
-    over = comm.get_world_group() if is_sharded else group
-    return [
-        _over(over, held, placements, specs) if optimizer.param_groups[held.index]["use_muon"] else held
-        for held, *placements in zip(partitions, *everyones, strict=True)
-    ]
+        size = comm.get_world_size(group)
+        grid = Grid(group, tuple(range(t, t + 1, size) for t in range(size)))
+    whole = {
+        id(held): _over(grid, held, placements, specs)
+        for held, *placements in zip(dense, *everyones, strict=True)
+        if optimizer.param_groups[held.index]["use_muon"]
+    }
+    return [whole.get(id(partition), partition) for partition in partitions]
 
 
-def matrix_share(optimizer: MuonWithAuxAdam) -> int:
-    """The index of this rank's share; ranks of one share have the same matrices.
-
-    A share is a pipeline stage or, under ``tp_mode: shard``, a tensor-parallel rank.
-    """
-    cut = optimizer.config.tp_mode == "shard" and groups._TENSOR_MODEL_PARALLEL_GROUP is not None
-    return groups.get_tensor_model_parallel_rank() if cut else optimizer.stage
+def _refuse_cut_experts(partitions: Sequence[Partition], dense: Sequence[Partition]) -> None:
+    """Raise UnsupportedError for experts whose matrices tensor parallelism cut."""
+    kept = set(map(id, dense))
+    specs = [shard.spec for partition in partitions if id(partition) not in kept for shard in partition.shards]
+    if cut := [spec.name for spec in specs if spec.use_muon and spec.sharding]:
+        raise UnsupportedError(
+            f"deepspeed-muon does not support this engine yet: {len(cut)} matrices of experts are cut by tensor "
+            f"parallelism, first {cut[0]}; write enable_expert_tensor_parallelism=False and whole experts, or name "
+            "them in optimizer.params.muon_exclude"
+        )
 
 
 def _are_alike(everyones: Sequence[Sequence[Placements]], specs: Mapping[str, MatrixSpec]) -> bool:
@@ -73,16 +82,20 @@ def _are_alike(everyones: Sequence[Sequence[Placements]], specs: Mapping[str, Ma
     return True
 
 
-def _over(group: Any, mine: Partition, everyones: Sequence[Placements], specs: Mapping[str, MatrixSpec]) -> Partition:
-    """The partition over ``group``, in which the ranks of a tensor-parallel group are consecutive."""
-    size, rank, world_size = len(everyones), comm.get_rank(group), comm.get_world_size(group)
+def _over(grid: Grid, mine: Partition, everyones: Sequence[Placements], specs: Mapping[str, MatrixSpec]) -> Partition:
+    """The partition over all ranks of the grid."""
+    rank, world_size = comm.get_rank(grid.group), comm.get_world_size(grid.group)
+    t = next(t for t, line in enumerate(grid.lines) if rank in line)
     tensors = {shard.spec.name: shard.tensor for shard in mine.shards}
     shards, planned = [], []
     for name in max(everyones, key=len):
         # A rank that holds nothing of a parameter may not have it.
         alone = (replace(Placement(*placement.get(name, (0, 1, 0))), copies=1) for placement in everyones)
-        tp_placements = tuple(replace(placement, first=t, step=size) for t, placement in enumerate(alone))
-        shard = Shard(specs[name], tensors.get(name, 0), tp_placements[rank % size], tp_placements)
+        tp_placements = tuple(
+            replace(placement, first=line.start, step=line.step)
+            for placement, line in zip(alone, grid.lines, strict=True)
+        )
+        shard = Shard(specs[name], tensors.get(name, 0), tp_placements[t], tp_placements)
         shards += [shard] if name in tensors else []
         planned.append(shard)
-    return Partition(mine.index, mine.tensors, tuple(shards), group, rank, world_size, tuple(planned))
+    return Partition(mine.index, mine.tensors, tuple(shards), grid.group, rank, world_size, tuple(planned))

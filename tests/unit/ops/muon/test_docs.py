@@ -110,12 +110,14 @@ class EverythingIsWrong:
 
     pipeline_parallelism, has_moe_layers, moe_layers = False, True, True
     sequence_parallel_size = mp_world_size = 2
-    mpu = object()
+    seq_dp_world_size, world_size = 1, 4
 
-    def __init__(self, tensor_parallel: int) -> None:
+    def __init__(self) -> None:
+        self.load_universal_checkpoint = lambda: True
         self.torch_autocast_enabled, self.torch_autocast_dtype = lambda: True, lambda: torch.float16
         self.zero_optimization = lambda: False
-        self.autotp_size, self.load_universal_checkpoint = lambda: tensor_parallel, lambda: True
+        facts = {"rank": int, "world_size": lambda: 2}
+        self.mpu = SimpleNamespace(**{f"get_tensor_model_parallel_{key}": fact for key, fact in facts.items()})
 
 
 class WrongPipeline:
@@ -125,11 +127,10 @@ class WrongPipeline:
         self.zero_optimization_stage = lambda: stage
         self.bfloat16_enabled, self.load_universal_checkpoint = bool, lambda: True
         self.module = SimpleNamespace(phase_bounds=[])
-        self.mpu = SimpleNamespace(get_slice_parallel_world_size=lambda: 2)
 
 
 def test_every_refusal_is_in_the_support_matrix() -> None:
-    engines = list(dict.fromkeys(text for size in (1, 2) for text in _engine_problems(EverythingIsWrong(size))))
+    engines = list(_engine_problems(EverythingIsWrong()))
     pipelines = list(dict.fromkeys(text for stage in (0, 2) for text in _pipeline_problems(WrongPipeline(stage))))
     for name, problems in {"_engine_problems": engines, "_pipeline_problems": pipelines}.items():
         texts = strings_in(function(PACKAGE / "zero" / "refusals.py", name))

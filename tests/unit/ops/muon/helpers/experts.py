@@ -103,14 +103,14 @@ def spread_model(width: int = 11, seed: int = 0) -> WithExperts:
 class Mixtral(MixtralForCausalLM):
     """A tiny Mixtral with two layers."""
 
-    def __init__(self, experts: int = 4, seed: int = 0) -> None:
+    def __init__(self, experts: int = 4, seed: int = 0, key_heads: int = 1) -> None:
         config = MixtralConfig(
             vocab_size=VOCAB,
             hidden_size=WIDTH,
             intermediate_size=INNER,
             num_hidden_layers=2,
             num_attention_heads=2,
-            num_key_value_heads=1,
+            num_key_value_heads=key_heads,
             num_local_experts=experts,
             num_experts_per_tok=2,
             max_position_embeddings=TIME,

@@ -187,17 +187,6 @@ def refuse_other(**config: Any) -> Refusal | None:
     return attempt(lambda: deepspeed.initialize(model=net, config=ds_config(**config))[0])
 
 
-def model_parallel_unit() -> SimpleNamespace:
-    """An mpu whose ranks all hold parts of one model."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    alone = [dist.new_group([r]) for r in range(world)][rank]
-    model = {"rank": rank, "world_size": world, "group": dist.group.WORLD}
-    data = {"rank": 0, "world_size": 1, "group": alone}
-    getters = {f"get_model_parallel_{key}": value for key, value in model.items()}
-    getters |= {f"get_data_parallel_{key}": value for key, value in data.items()}
-    return SimpleNamespace(**{name: lambda value=value: value for name, value in getters.items()})
-
-
 def refuse_parallel(kind: str, client: bool = False) -> Refusal | None:
     """What only the engine knows, with the optimizer from the config or from the user."""
     config, kwargs = ds_config(stage=1) | {"train_micro_batch_size_per_gpu": 4}, {}
@@ -208,16 +197,10 @@ def refuse_parallel(kind: str, client: bool = False) -> Refusal | None:
         net = Mlp()
     if kind == "sequence":
         config |= {"sequence_parallel_size": 2, "data_parallel_size": 1}
-    if kind == "mpu":
-        kwargs["mpu"] = model_parallel_unit()
     if client:
         kwargs["optimizer"] = MuonWithAuxAdam(net.parameters(), model=net, **config.pop("optimizer")["params"])
     params = [p for p in net.parameters() if p.requires_grad]
     return attempt(lambda: deepspeed.initialize(model=net, config=config, model_parameters=params, **kwargs)[0])
-
-
-def refuse_all_parallel(kinds: list[str]) -> list[Refusal | None]:
-    return [refuse_parallel(kind) for kind in kinds]
 
 
 @pytest.mark.parametrize("client", [False, True])
@@ -227,10 +210,8 @@ def test_engines_that_are_refused(client: bool) -> None:
 
 
 def test_parallelism_over_ranks_is_refused() -> None:
-    """In a pool of its own, because DeepSpeed keeps these groups in globals."""
-    for sequence, mpu in run(refuse_all_parallel, 2, fresh=True, kinds=["sequence", "mpu"]):
-        assert mpu[0] == sequence[0] == "UnsupportedError"
-        assert "model-parallel unit" in mpu[1] and "sequence parallelism by data_parallel_size" in sequence[1]
+    for name, text, _ in run(refuse_parallel, 2, kind="sequence"):
+        assert name == "UnsupportedError" and "sequence parallelism by data_parallel_size" in text
 
 
 def disagree(about: str, stage: int, client: bool) -> Refusal | None:

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks that hold the parts of one matrix: those of AutoTP, of a model-parallel unit (mpu) like Megatron's, or of
+the "model" axis of a pipeline's topology.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import deepspeed.comm as comm
+import torch
+from deepspeed.utils import bwc
+
+from deepspeed.muon.errors import UnsupportedError
+from deepspeed.muon.matrices.tp_sharding import TP_RANK
+from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.zero.consensus import gathered
+
+
+def tp_rank(engine: Any) -> tuple[int, int]:
+    """This rank's number in its tensor-parallel group, and the size of the group; 0 and 1 without one."""
+    mpu = engine.mpu
+    if mpu is None or hasattr(mpu, "initialize_sequence_parallel"):  # Ulysses calls its ranks model-parallel, too
+        return 0, 1
+    return bwc.bwc_tensor_model_parallel_rank(mpu), bwc.bwc_tensor_model_parallel_world_size(mpu)
+
+
+def note_tp_rank(engine: Any) -> None:
+    """Tell parameters with Megatron's marks how many ranks hold their parts, before they are routed."""
+    for param in engine.module.parameters():
+        setattr(param, TP_RANK, tp_rank(engine))
+
+
+def tp_group(engine: Any) -> Any:
+    """The tensor-parallel group of an engine that has one."""
+    return bwc.bwc_tensor_model_parallel_group(engine.mpu)
+
+
+class Grid(NamedTuple):
+    """The ranks that train the same layers, whole or parts of them: tensor-parallel by data-parallel.
+
+    ``lines``: for each rank of the tensor-parallel group, the ranks in ``group`` that hold its parameters.
+    """
+
+    group: Any
+    lines: tuple[range, ...]
+
+
+def grid_of(engine: Any) -> Grid | None:
+    """The grid of this rank; ``None`` without tensor parallelism. A collective.
+
+    Raises UnsupportedError on all ranks, where the ranks of a data-parallel group are not evenly spaced.
+    """
+    _, size = tp_rank(engine)
+    if size == 1:
+        return None
+    groups = engine.seq_data_parallel_group, tp_group(engine)
+    everyones = gathered([torch.distributed.get_process_group_ranks(group) for group in groups])
+    data, tensor = zip(*everyones, strict=True)  # by rank
+    members = [sorted(chain.from_iterable(data[other] for other in row)) for row in tensor]
+    places = [[whole.index(rank) for rank in line] for whole, line in zip(members, data, strict=True)]
+    lines = [_line(place, len(whole)) for place, whole in zip(places, members, strict=True)]
+    if any(list(line) != place for line, place in zip(lines, places, strict=True)):
+        raise UnsupportedError(
+            "deepspeed-muon does not support this engine: the ranks of the mpu's data-parallel groups "
+            f"{sorted(set(map(tuple, data)))} are not evenly spaced"
+        )
+    rank = comm.get_rank()
+    return Grid(_group_of(members, rank), tuple(lines[other] for other in tensor[rank]))
+
+
+def _line(places: list[int], count: int) -> range:
+    return range(places[0], places[-1] + 1, places[1] - places[0] if len(places) > 1 else count)
+
+
+def _group_of(members: Sequence[Sequence[int]], rank: int) -> Any:
+    """The process group of a rank's members, which are given for all ranks; a collective."""
+    if len(members[rank]) == len(members):
+        return comm.get_world_group()
+    groups = {ranks: comm.new_group(list(ranks)) for ranks in sorted(set(map(tuple, members)))}
+    return groups[tuple(members[rank])]
+
+
+def matrix_share(engine: Any, optimizer: MuonWithAuxAdam) -> int:
+    """The index of this rank's share; ranks of one share have the same matrices.
+
+    A share is a pipeline stage or, under ``tp_mode: shard``, what a tensor-parallel rank has of it.
+    """
+    rank, size = tp_rank(engine) if optimizer.config.tp_mode == "shard" else (0, 1)
+    return optimizer.stage * size + rank
