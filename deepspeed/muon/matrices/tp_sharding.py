@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from deepspeed.muon.matrices.block import Block
 
 #: The attribute in which DeepSpeed's AutoTP describes the layout of a parameter that it cut.
@@ -34,6 +37,11 @@ class Sharding:
     def size(self, rank: int) -> int:
         """Number of rows or columns that a rank holds."""
         return sum(size for _, size in self.ranges[rank])
+
+    def shard(self, whole: Tensor, rank: int) -> Tensor:
+        """The shard of a rank, of ``whole`` in any shape; a view where it is one range."""
+        held = [whole.view(self.shape).narrow(self.axis, *part) for part in self.ranges[rank]]
+        return held[0] if len(held) == 1 else torch.cat(held, dim=self.axis)
 
     def parts(self, block: Block, rank: int) -> Iterator[tuple[Block, int]]:
         """The parts of a block of the whole that a rank's shard holds.

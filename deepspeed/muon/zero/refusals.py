@@ -191,8 +191,6 @@ def _engine_problems(engine: Any) -> Iterator[str]:
             f"{tp_size} x {engine.seq_dp_world_size} of {engine.world_size} ranks; use DeepSpeed's PipelineModule for "
             "pipelines"
         )
-    if tp_size > 1 and engine.load_universal_checkpoint():
-        yield "universal checkpoints with tensor parallelism; resume on as many ranks without checkpoint.load_universal"
     if is_spread and not hasattr(engine.mpu, "get_sequence_data_parallel_group"):
         yield (
             "sequence parallelism by data_parallel_size in the config, where DeepSpeed leaves each rank of a sequence "

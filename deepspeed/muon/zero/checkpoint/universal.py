@@ -8,6 +8,7 @@ optimizer is bound, so ranks, stage and the order of parameters may change; file
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,8 @@ from torch import Tensor
 from deepspeed.muon.errors import ImportStateError
 from deepspeed.muon.log import logger
 from deepspeed.muon.math.momentum import SAVED
+from deepspeed.muon.matrices.routing import MatrixSpec
+from deepspeed.muon.matrices.tp_sharding import Sharding
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.patch import Seam, replace
 from deepspeed.muon.state_import import KEYS, Actions, Source, chosen, decide, fill, report, warn_of_fused
@@ -26,7 +29,8 @@ from deepspeed.muon.zero.checkpoint.compatibility import check_groups, kinds, sa
 from deepspeed.muon.zero.checkpoint.safe_load import read_states
 from deepspeed.muon.zero.consensus import together
 from deepspeed.muon.zero.wrappers.adapter import Adapter
-from deepspeed.muon.zero.wrappers.experts import local_experts
+from deepspeed.muon.zero.wrappers.experts import expert_shards
+from deepspeed.muon.zero.wrappers.tensor_parallel import tensor_parallel_shards
 
 #: Names of the files that hold a parameter's fp32 weight and Muon's momentum.
 WEIGHT, MOMENTUM = "fp32", "exp_avg"
@@ -66,12 +70,12 @@ class Folder:
     """A universal checkpoint.
 
     Args:
-        experts: as :func:`local_experts`.
+        shards: for each parameter that is spread over ranks, by name: how it is cut, and whose shard is read.
     """
 
-    def __init__(self, folder: str, experts: Mapping[str, tuple[slice, int]]) -> None:
+    def __init__(self, folder: str, shards: Mapping[str, tuple[Sharding, int]]) -> None:
         self.zero = Path(folder, "zero")
-        self.experts = experts
+        self.shards = shards
         self.common: dict[str, Any] = self._open("optimizer_state.pt")
         self.groups = saved_groups(self.common)
         #: Whether deepspeed-muon saved it, so that the groups' settings have the same meaning here.
@@ -83,11 +87,16 @@ class Folder:
         self.source = Source(title, self.is_muon, self.read, self.step)
 
     def read(self, name: str, key: str) -> Tensor:
-        """A parameter's weight or state, memory-mapped."""
+        """This rank's shard of a parameter's weight or state; a whole one is memory-mapped."""
+        whole = self._whole(name, key)
+        if name not in self.shards:
+            return whole
+        cut, rank = self.shards[name]
+        return cut.shard(whole, rank)
+
+    def _whole(self, name: str, key: str) -> Tensor:
         value = self._open(f"{name}/{MOMENTUM if key == 'momentum_buffer' else key}.pt")
-        whole = value["param"] if isinstance(value, dict) else value
-        mine, count = self.experts.get(name, (slice(None), 0))
-        return whole[mine] if whole.ndim and len(whole) == count else whole
+        return value["param"] if isinstance(value, dict) else value
 
     def step(self, name: str) -> float:
         """How many steps the parameter has taken."""
@@ -99,23 +108,24 @@ class Folder:
                 return float(entry["step"])
         raise ImportStateError(f"the universal checkpoint {self.zero.parent} has no step count of {name}")
 
-    def check(self, wanted: Mapping[str, tuple[int, Iterable[str]]], rank: int, world_size: int) -> None:
-        """Raise ImportStateError unless the folder has, by name, a weight of so many elements, and these states.
+    def check(self, wanted: Mapping[MatrixSpec, Iterable[str]], rank: int, world_size: int) -> None:
+        """Raise ImportStateError unless the folder has the weight and these states of each parameter, in its size.
 
-        Each rank opens the files of its share of the names.
+        Each rank opens the files of its share of the parameters.
         """
-        files = [f"zero/{name}/{key}.pt" for name, (_, keys) in wanted.items() for key in (WEIGHT, *keys)]
+        files = [f"zero/{spec.name}/{key}.pt" for spec, keys in wanted.items() for key in (WEIGHT, *keys)]
         if missing := [file for file in files if not (self.zero.parent / file).is_file()]:
             raise ImportStateError(
                 f"the universal checkpoint {self.zero.parent} lacks {len(missing)} files of this model's "
                 f"parameters, first {', '.join(missing[:4])}: it is of another model, or its conversion is incomplete"
             )
         other = []
-        for name, (here, keys) in list(wanted.items())[rank::world_size]:
-            self.step(name)
+        for spec, keys in list(wanted.items())[rank::world_size]:
+            self.step(spec.name)
+            here = math.prod(self.shards[spec.name][0].shape) if spec.name in self.shards else spec.numel
             for key in (WEIGHT, *keys):
-                if (there := self.read(name, key).numel()) != here:
-                    other.append(f"{name}/{key}.pt ({there} there, {here} here)")
+                if (there := self._whole(spec.name, key).numel()) != here:
+                    other.append(f"{spec.name}/{key}.pt ({there} there, {here} here)")
         if other:
             raise ImportStateError(f"the universal checkpoint holds parameters of other sizes: {', '.join(other[:4])}")
 
@@ -134,7 +144,7 @@ class Folder:
 
 def _opened(engine: Any, optimizer: MuonWithAuxAdam, path: str, load_states: bool) -> tuple[Folder, Actions]:
     """The folder and what to do with each state, after all checks and before any change."""
-    folder = Folder(path, local_experts(optimizer))
+    folder = Folder(path, expert_shards(optimizer) | tensor_parallel_shards(engine, optimizer))
     actions: Actions = {}
     if load_states:
         choice = chosen(optimizer, folder.source)
@@ -143,7 +153,7 @@ def _opened(engine: Any, optimizer: MuonWithAuxAdam, path: str, load_states: boo
         actions = decide(optimizer.specs.values(), folder.source, choice)
     states = {True: (MOMENTUM,), False: KEYS[False]}
     reads = {name for name, action in actions.items() if action != "zero"}
-    wanted = {s.name: (s.numel, states[s.use_muon] if s.name in reads else ()) for s in optimizer.specs.values()}
+    wanted = {spec: states[spec.use_muon] if spec.name in reads else () for spec in optimizer.specs.values()}
     folder.check(wanted, engine.global_rank, engine.world_size)
     return folder, actions
 

@@ -11,6 +11,7 @@ import deepspeed.comm as comm
 from deepspeed.utils import groups
 
 from deepspeed.muon.errors import UnsupportedError
+from deepspeed.muon.matrices.tp_sharding import Sharding
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.param_groups import expert_group
 
@@ -22,14 +23,15 @@ def holders(engine: Any, group: Mapping[str, Any]) -> Any:
     return engine.expert_data_parallel_group[group["name"]] if group.get("moe") else engine.seq_data_parallel_group
 
 
-def local_experts(optimizer: MuonWithAuxAdam) -> dict[str, tuple[slice, int]]:
-    """For each stack of experts that is spread over ranks, by name: this rank's slice, and the number of experts."""
+def expert_shards(optimizer: MuonWithAuxAdam) -> dict[str, tuple[Sharding, int]]:
+    """For each stack of experts that is spread over ranks, by name: how it is cut, and whose shard this rank holds."""
     found = {}
     for param, spec in optimizer.specs.items():
         if group := expert_group(param):
-            count, ranks = spec.shape[0], groups._get_expert_parallel_world_size(group)
-            first = count * groups._get_expert_parallel_rank(group)
-            found[spec.name] = slice(first, first + count), count * ranks
+            (count, *rest), ranks = spec.shape, groups._get_expert_parallel_world_size(group)
+            ranges = tuple(((first, count),) for first in range(0, count * ranks, count))
+            cut = Sharding((count * ranks, *rest), 0, ranges)
+            found[spec.name] = cut, groups._get_expert_parallel_rank(group)
     return found
 
 
