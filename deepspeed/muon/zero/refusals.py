@@ -155,8 +155,8 @@ def _engine_problems(engine: Any) -> Iterator[str]:
             "deepspeed.moe layers with sequence parallelism, where DeepSpeed takes the ranks of a sequence for "
             "tensor-parallel ones and mixes up their tokens; use data parallelism"
         )
-    if engine.moe_layers and tp_size > 1 and engine.pipeline_parallelism:
-        yield 'deepspeed.moe layers in a pipeline with a "model" axis; use pipe and data axes, or no pipeline'
+    if engine.moe_layers and engine.autotp_size() > 1:
+        yield "deepspeed.moe layers with AutoTP, which may cut experts that differ from rank to rank; pass an mpu"
     if engine.moe_layers and engine.load_universal_checkpoint():
         yield "universal checkpoints of deepspeed.moe layers, which DeepSpeed's converter does not know"
     if engine.pipeline_parallelism:
