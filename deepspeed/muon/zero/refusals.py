@@ -177,8 +177,8 @@ def _engine_problems(engine: Any) -> Iterator[str]:
             "deepspeed.moe layers with sequence parallelism, where DeepSpeed takes the ranks of a sequence for "
             "tensor-parallel ones and mixes up their tokens; use data parallelism"
         )
-    if engine.moe_layers and tp_size > 1 and engine.pipeline_parallelism:
-        yield 'deepspeed.moe layers in a pipeline with a "model" axis; use pipe and data axes, or no pipeline'
+    if engine.moe_layers and engine.autotp_size() > 1:
+        yield "deepspeed.moe layers with AutoTP, which may cut experts that differ from rank to rank; pass an mpu"
     if engine.has_moe_layers and is_fp16_autocast(engine) and not engine.zero_optimization():
         yield "experts under fp16 autocast at stage 0, where ranks skip steps apart; set zero_optimization.stage to 1"
     if engine.moe_layers and engine.load_universal_checkpoint():

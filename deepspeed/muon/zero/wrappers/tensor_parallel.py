@@ -66,9 +66,8 @@ def _refuse_cut_experts(partitions: Sequence[Partition], dense: Sequence[Partiti
     specs = [shard.spec for partition in partitions if id(partition) not in kept for shard in partition.shards]
     if cut := [spec.name for spec in specs if spec.use_muon and spec.sharding]:
         raise UnsupportedError(
-            f"deepspeed-muon does not support this engine yet: {len(cut)} matrices of experts are cut by tensor "
-            f"parallelism, first {cut[0]}; write enable_expert_tensor_parallelism=False and whole experts, or name "
-            "them in optimizer.params.muon_exclude"
+            f"deepspeed-muon does not support this engine: tensor parallelism cuts {len(cut)} matrices of experts, "
+            f"first {cut[0]}; leave the experts whole, or name them in optimizer.params.muon_exclude"
         )
 
 

@@ -113,9 +113,9 @@ class EverythingIsWrong:
     seq_dp_world_size, world_size = 1, 4
 
     def __init__(self) -> None:
-        self.load_universal_checkpoint = lambda: True
         self.torch_autocast_enabled, self.torch_autocast_dtype = lambda: True, lambda: torch.float16
         self.zero_optimization = lambda: False
+        self.autotp_size, self.load_universal_checkpoint = lambda: 2, lambda: True
         facts = {"rank": int, "world_size": lambda: 2}
         self.mpu = SimpleNamespace(**{f"get_tensor_model_parallel_{key}": fact for key, fact in facts.items()})
 

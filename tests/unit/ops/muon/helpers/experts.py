@@ -58,7 +58,7 @@ class WithExperts(nn.Module):
     def __init__(self, spread: bool, width: int = 11, seed: int = 0) -> None:
         super().__init__()
         self.first = nn.Linear(7, width)
-        self.layer = _spread(width) if spread else AllExperts(width)
+        self.layer = spread_experts(width) if spread else AllExperts(width)
         self.lm_head = nn.Linear(width, 5)
         if not spread:
             initialize_(self, seed)
@@ -78,7 +78,8 @@ class WithExperts(nn.Module):
         return inputs, 4 * targets
 
 
-def _spread(width: int) -> nn.Module:
+def spread_experts(width: int) -> nn.Module:
+    """DeepSpeed's layer of experts."""
     from deepspeed.moe.layer import MoE
 
     return MoE(width, Expert(width), EXPERTS, ep_size=EP, k=1, drop_tokens=False, use_rts=False)

@@ -113,8 +113,9 @@ def whole_weights(engine: Any) -> dict[str, Tensor]:
             shards *= dist.get_world_size(group=group)
             dist.all_gather_object(shards, shards[0], group=group)
         is_cut = note is not None and not note["replicated"]
-        assert is_cut or all(torch.equal(shards[0], copy) for copy in shards), f"copies of {name} differ"
-        found[name] = _put_together(shards, note) if is_cut else shards[0]
+        is_expert = not getattr(param, "allreduce", True)  # each rank has its own
+        assert is_cut or is_expert or all(torch.equal(shards[0], copy) for copy in shards), f"copies of {name} differ"
+        found[name] = _put_together(shards, note) if is_cut else mine.detach().clone()
     return found
 
 

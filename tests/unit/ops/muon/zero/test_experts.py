@@ -145,16 +145,20 @@ def test_universal_checkpoints_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [{"pipeline_parallelism": True}, {"sequence_parallel_size": 2}, {"mp_world_size": 2}], ids=str
+    ("other", "text"),
+    [
+        ({"sequence_parallel_size": 2}, "deepspeed.moe layers with sequence parallelism"),
+        ({"autotp_size": lambda: 2}, "deepspeed.moe layers with AutoTP"),
+    ],
+    ids=["sequence", "AutoTP"],
 )
-def test_other_parallelism_beside_experts_is_refused(other: dict[str, Any]) -> None:
+def test_other_parallelism_beside_experts_is_refused(other: dict[str, Any], text: str) -> None:
     mpu = SimpleNamespace(get_sequence_data_parallel_group=None, initialize_sequence_parallel=None)
-    plain: dict[str, Any] = {"pipeline_parallelism": False, "sequence_parallel_size": 1, "mp_world_size": 1, "mpu": mpu}
-    plain |= {"zero_optimization_stage": lambda: 1, "module": None, "load_universal_checkpoint": bool}
-    plain |= {"has_moe_layers": True, "moe_layers": [], "autotp_size": lambda: 1, "seq_dp_world_size": 1}
-    plain |= {"world_size": 1}
+    plain: dict[str, Any] = {"pipeline_parallelism": False, "sequence_parallel_size": 1, "mpu": mpu}
+    plain |= {"load_universal_checkpoint": bool, "moe_layers": [nn.Module()], "autotp_size": lambda: 1}
+    plain |= {"seq_dp_world_size": 1, "world_size": 1}
     refuse_engine(SimpleNamespace(**plain))
-    with pytest.raises(UnsupportedError, match=r"experts .* together with tensor, sequence or pipeline parallelism"):
+    with pytest.raises(UnsupportedError, match=text):
         refuse_engine(SimpleNamespace(**plain | other))
 
 

@@ -53,23 +53,23 @@ def assert_equal(found: list[tuple[dict[str, Tensor], list[float]]], expected: O
         assert norms == pytest.approx(expected.norms if has_norms else [0.0] * STEPS, rel=1e-3)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", PARAMS_OF)
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [3, 0, 1, 2])
 def test_training_equals_the_oracle(stage: int, world: int, kind: str) -> None:
     """What is not cut is clipped and counted once; matrices without marks are copies, which stay equal bit by bit."""
     found = run(train, world, size=2, steps=STEPS, stage=stage, optimizer=with_params(**PARAMS_OF[kind]))
     assert_equal(found, reference(kind), has_norms=stage > 0)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_data_parallel_ranks_may_be_the_neighbours(stage: int) -> None:
     assert_equal(run(train, 4, size=2, steps=STEPS, first="data", stage=stage), reference(), has_norms=stage > 0)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", PARAMS_OF)
 @pytest.mark.parametrize(("world", "stages"), [(4, 2), (4, 1), pytest.param(8, 2, marks=pytest.mark.full)])
 def test_pipelines_equal_the_oracle(world: int, stages: int, kind: str) -> None:
@@ -91,7 +91,7 @@ HALF: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("config", HALF, ids=str)
 def test_half_precision(config: dict[str, Any]) -> None:
     expected = reference()
@@ -101,7 +101,7 @@ def test_half_precision(config: dict[str, Any]) -> None:
                 assert change_cosine(expected.initial[name], weight, expected.weights[name]) > 0.9, name
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["whole", "heads"])
 @pytest.mark.parametrize(
     ("world", "config"), [(2, {"stage": 0}), (4, {"stage": 2}), (4, {"stage": 3}), (4, {"stages": 2})], ids=str
@@ -120,9 +120,9 @@ def test_qk_clip_acts_on_the_heads_of_each_rank(world: int, config: dict[str, An
     assert all(change_error(start[n].detach(), plain[n], alone[n]) > 0.01 for n in alone if "q_proj" in n)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["whole", "shards"])
-@pytest.mark.parametrize("config", [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3}, {"stages": 2}], ids=str)
+@pytest.mark.parametrize("config", [{"stages": 2}, {"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3}], ids=str)
 def test_resume_is_exact(config: dict[str, Any], kind: str, tmp_path: Path) -> None:
     case = {"size": 2, "folder": str(tmp_path), "optimizer": with_params(**PARAMS_OF[kind], normuon=True)}
     first, second = (run(go_on, 4, load=load, **case, **config) for load in (False, True))
@@ -130,15 +130,16 @@ def test_resume_is_exact(config: dict[str, Any], kind: str, tmp_path: Path) -> N
         assert differing(before, after) == []
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_another_size_is_refused(tmp_path: Path) -> None:
     run(go_on, 2, size=2, stage=1, folder=str(tmp_path), load=False)
     for text in run(go_on, 2, size=1, stage=1, folder=str(tmp_path), load=True):
         assert "ranks of tensor parallelism" in text and "this run has 1" in text
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    "config", [{"stage": 0, "clip": 0.0}, {"stage": 1}, {"stage": 2}, {"stage": 3, "clip": 0.0}, {"stages": 2}], ids=str
+    "config", [{"stage": 1}, {"stage": 0, "clip": 0.0}, {"stage": 2}, {"stage": 3, "clip": 0.0}, {"stages": 2}], ids=str
 )
 def test_a_bad_gradient_of_one_rank_skips_the_step_on_all(config: dict[str, Any]) -> None:
     for changed, moves in run(step_badly, 4, size=2, name="2.q_proj.weight", **config):
@@ -184,6 +185,7 @@ def test_an_optimizer_of_the_script() -> None:
         assert sorted(found) == sorted(parts)
 
 
+@pytest.mark.full
 def test_marks_of_one_rank_say_that_nothing_is_cut() -> None:
     assert run(train_with_given, 1, kind="one rank") == [[]]
 
@@ -196,6 +198,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", REFUSED)
 def test_marks_that_say_too_little_are_refused(kind: str) -> None:
     for name, text, _ in run(train_with_given, 2, kind=kind):

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -145,7 +146,8 @@ def test_all_ranks_race_in_the_same_dtypes() -> None:
 
 
 def test_bf16_is_a_candidate_where_every_rank_has_it() -> None:
-    facts = bind._facts(MuonWithAuxAdam((net := Mlp()).parameters(), model=net, lr=0.1))
+    optimizer = MuonWithAuxAdam((net := Mlp()).parameters(), model=net, lr=0.1)
+    facts = bind._facts(SimpleNamespace(mpu=None), optimizer)
     answers = [[True, True], [True, False], [False, True]]
     verdicts = [bind._judge_settings([facts | {"bf16": has} for has in answer]) for answer in answers]
     assert [verdict["bf16"] for verdict in verdicts] == [True, False, False]

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSpeed's MoE layers beside cut matrices and in pipelines: models, and jobs that train them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from helpers.experts import EP, AllExperts, Mixtral, WithExperts, autoep, global_name, spread_experts, spread_model
+from helpers.megatron import (
+    ColumnParallelLinear,
+    Mpu,
+    RowParallelLinear,
+    differing,
+    everything,
+    initialize_parts,
+    spoiled,
+    squares,
+)
+from helpers.models import GLOBAL_BATCH
+from helpers.refusals import Refusal, attempt
+from helpers.training import ds_config, make_engine
+
+WIDTH, INNER = 12, 10
+
+
+class First(nn.Linear):
+    """Inputs to the width of the experts."""
+
+    def __init__(self) -> None:
+        super().__init__(7, WIDTH)
+
+
+class Mixture(nn.Module):
+    """A cut feed-forward part and experts; `spread`: over ranks."""
+
+    def __init__(self, group: Any, spread: bool = True) -> None:
+        super().__init__()
+        self.up = ColumnParallelLinear(WIDTH, INNER, group)
+        self.down = RowParallelLinear(INNER, WIDTH, group)
+        self.layer = spread_experts(WIDTH) if spread else AllExperts(WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = hidden + self.down(torch.tanh(self.up(hidden)))
+        return hidden + self.layer(hidden)[0]
+
+
+class Last(nn.Module):
+    """The head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm_head = nn.Linear(WIDTH, 5)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.lm_head(hidden)
+
+
+LAYERS = (First, Mixture, Mixture, Last)
+
+
+class Mixed(nn.Sequential):
+    """All layers, by their numbers as in a pipeline. Without `spread`, all experts are here."""
+
+    def __init__(self, group: Any = None, spread: bool = False) -> None:
+        super().__init__(*(kind(group, spread) if kind is Mixture else kind() for kind in LAYERS))
+        if not spread:
+            initialize_parts(self, None, 0)
+
+    batch = WithExperts.batch
+
+    def __deepcopy__(self, memo: Any) -> "Mixed":
+        copy = Mixed()
+        copy.load_state_dict(self.state_dict())
+        return copy
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The loss, a scalar."""
+        return squares(super().forward(inputs.to(self[0].weight.dtype)), targets)
+
+
+def gather_on_gloo() -> None:
+    """DeepSpeed gathers tokens of several axes into a flat buffer, which NCCL takes and gloo does not."""
+    import deepspeed.comm as comm
+    from deepspeed.moe import mappings
+    from deepspeed.utils import bwc, groups
+
+    def gather(tokens: Tensor, dim: int = 0) -> Tensor:
+        group = bwc.bwc_tensor_model_parallel_group(groups.mpu)
+        parts = [torch.empty_like(tokens) for _ in range(comm.get_world_size(group))]
+        comm.all_gather(parts, tokens.contiguous(), group=group)
+        return torch.cat(parts, dim=dim)
+
+    mappings._gather_tokens = gather
+
+
+def _take_weights(net: nn.Module, group: Any) -> None:
+    """The whole model's, of which this rank has parts and some experts."""
+    whole, rank = Mixed().state_dict(), dist.get_rank()
+    with torch.no_grad():
+        for name, param in net.named_parameters():
+            mine = whole[global_name(name, rank)]
+            if hasattr(param, "partition_dim") and group is not None:
+                mine = mine.chunk(dist.get_world_size(group), dim=param.partition_dim)[dist.get_rank(group)]
+            param.copy_(mine)
+
+
+@contextmanager
+def engine_of(
+    size: int = 1, stages: int = 0, seed: int = 0, cuts_experts: bool = False, **config: Any
+) -> Iterator[tuple[Any, Any]]:
+    """An engine with `size` model-parallel ranks and what knows the data-parallel ones; with `stages`, a pipeline."""
+    mpu = Mpu(size)
+    group = mpu.groups["model"] if size > 1 else None
+    copies = dist.get_world_size() // (size * max(stages, 1))
+    settings = ds_config(**{"stage": 1} | config) | {"train_micro_batch_size_per_gpu": GLOBAL_BATCH // copies}
+    if size > 1:
+        gather_on_gloo()
+    if stages:
+        from deepspeed.pipe import LayerSpec, PipelineModule
+        from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+        specs = [LayerSpec(kind, group) if kind is Mixture else LayerSpec(kind) for kind in LAYERS]
+        topology = PipeModelDataParallelTopology(num_pp=stages, num_mp=size, num_dp=copies)
+        net = PipelineModule(specs, topology=topology, loss_fn=squares, partition_method="uniform")
+        settings |= {"train_micro_batch_size_per_gpu": GLOBAL_BATCH // (2 * copies), "gradient_accumulation_steps": 2}
+    else:
+        net = Mixed(group, spread=True)
+    _take_weights(net, group)
+    for name, param in net.named_parameters():
+        param.data.mul_(1 + seed)
+        if cuts_experts and "experts" in name and name.endswith("up.weight"):
+            param.tensor_model_parallel, param.partition_dim = True, 0
+    given = {"mpu": mpu} if size > 1 and not stages else {}
+    engine = make_engine(net, settings, model_parameters=list(net.parameters()), **given)
+    yield engine, engine.grid if stages else mpu
+    engine.destroy()
+
+
+def train_steps(engine: Any, grid: Any, steps: range) -> list[float]:
+    """Steps on the global batches; the norm of each."""
+    norms, dtype = [], next(engine.module.parameters()).dtype
+    count, rank = grid.get_data_parallel_world_size(), grid.get_data_parallel_rank()
+    for step in steps:
+        share = [part.chunk(count)[rank] for part in WithExperts.batch(engine.module, step)]
+        if engine.pipeline_parallelism:
+            micro = zip(*(part.chunk(2) for part in share), strict=True)
+            engine.train_batch((inputs.to(dtype), targets) for inputs, targets in micro)
+        else:
+            engine.backward(engine(*share))
+            engine.step()
+        norms.append(float(engine.get_global_grad_norm() or 0.0))
+    return norms
+
+
+def parts_of(engine: Any) -> dict[str, tuple[Tensor, int | None]]:
+    """This rank's master weights under the names of the whole model, each with the axis along which it is cut."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    found = {}
+    for name, param in engine.module.named_parameters():
+        is_plain = engine.optimizer is engine.basic_optimizer
+        mine = param.detach() if is_plain else safe_get_full_fp32_param(param)
+        found[global_name(name, dist.get_rank() % EP)] = mine.clone(), getattr(param, "partition_dim", None)
+    return found
+
+
+def train(steps: int, **config: Any) -> tuple[dict[str, tuple[Tensor, int | None]], list[float]]:
+    """:func:`parts_of` after some steps, and the gradient norm of each."""
+    with engine_of(**config) as (engine, grid):
+        norms = train_steps(engine, grid, range(steps))
+        return parts_of(engine), norms
+
+
+def go_on(folder: str, load: bool, **config: Any) -> dict[str, Tensor]:
+    """Everything after three steps, saved after the first or loaded from there."""
+    with engine_of(seed=int(load), **config) as (engine, grid):
+        if load:
+            engine.load_checkpoint(folder)
+        else:
+            train_steps(engine, grid, range(1))
+            engine.save_checkpoint(folder)
+        train_steps(engine, grid, range(1, 3))
+        return everything(engine)
+
+
+def step_badly(name: str, rank: int, **config: Any) -> tuple[list[str], bool]:
+    """What a step changes in which one rank alone has a bad gradient; whether the next one changes something."""
+    with engine_of(**config) as (engine, grid):
+        train_steps(engine, grid, range(1))
+        before = everything(engine)
+        with spoiled(engine, name, rank):
+            train_steps(engine, grid, range(1, 2))
+        after = everything(engine)
+        train_steps(engine, grid, range(2, 3))
+        last = everything(engine)
+        is_finite = all(bool(value.isfinite().all()) for value in last.values())
+        return differing(before, after), is_finite and len(differing(after, last)) > 1
+
+
+def cut_experts() -> Refusal | None:
+    """What is refused where marks say that experts are cut."""
+    return attempt(lambda: engine_of(size=2, cuts_experts=True).__enter__()[0])
+
+
+def beside_autoep(kind: str) -> Refusal | None:
+    """What comes of AutoEP with an mpu of tensor-parallel ranks, with Ulysses', or in a pipeline."""
+    from deepspeed.pipe import LayerSpec, PipelineModule
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+
+    import deepspeed
+
+    net, config, given = Mixtral(), autoep(1, 2), {}
+    if kind == "pipeline":
+        net = PipelineModule([LayerSpec(Mixtral)], num_stages=1, loss_fn=squares)
+    else:
+        parallel_state_sp.initialize_sequence_parallel(2)
+        given = {"mpu": Mpu(2) if kind == "mpu" else parallel_state_sp}
+        config["train_micro_batch_size_per_gpu"] = GLOBAL_BATCH * 2 // dist.get_world_size()
+        config |= {"sequence_parallel_size": 2} if kind == "sequence" else {}
+    params = list(net.parameters())
+    return attempt(lambda: deepspeed.initialize(model=net, config=config, model_parameters=params, **given)[0])
+
+
+def stock_on_sequences() -> dict[str, Tensor]:
+    """Weights of this rank under the twin's names after a step of stock's AdamW, where ranks share sequences."""
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+
+    import deepspeed
+
+    gather_on_gloo()
+    parallel_state_sp.initialize_sequence_parallel(2)
+    net, rank, world = spread_model(), dist.get_rank(), dist.get_world_size()
+    adamw = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+    config = ds_config(stage=1, clip=0.0, optimizer=adamw) | {"sequence_parallel_size": 2}
+    config["train_micro_batch_size_per_gpu"] = GLOBAL_BATCH * 2 // world
+    groups = split({"params": list(net.parameters()), "name": "all"})
+    engine = deepspeed.initialize(model=net, config=config, mpu=parallel_state_sp, model_parameters=groups)[0]
+    engine.backward(engine(*(part.chunk(world)[rank] for part in net.batch(0))))
+    engine.step()
+    found = {global_name(name, rank): param.detach().clone() for name, param in net.named_parameters()}
+    engine.destroy()
+    return found
