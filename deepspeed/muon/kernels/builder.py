@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from deepspeed.ops.op_builder.cpu.builder import CPUOpBuilder
+from packaging.version import Version
 
 
 class MuonBuilder(CPUOpBuilder):
@@ -44,12 +45,14 @@ class MuonBuilder(CPUOpBuilder):
         return [*given, *vectors, "-ffp-contract=off", "-DAT_PARALLEL_OPENMP=1"]
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether there are sources and a compiler."""
+        """Whether there are sources, a compiler, and the products of matrices in torch that the sources call."""
         compiler = os.environ.get("CXX", "c++").split()[0]
         if not self.sources():
             self.error_log = "the sources of csrc/muon are not installed"
         elif shutil.which(compiler) is None:
             self.error_log = f"there is no C++ compiler {compiler}"
+        elif Version(torch.__version__) < Version("2.6"):
+            self.error_log = f"torch 2.6 or later is needed, this is {torch.__version__}"
         else:
             return super().is_compatible(verbose)
         if verbose:

@@ -60,6 +60,7 @@ def environment(rank: int, world_size: int, port: int, extra: dict[str, str]) ->
         defaults["GLOO_SOCKET_IFNAME"] = "lo"  # gloo would look up the host's name, which may not resolve
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     fixed = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "PYTHONUNBUFFERED": 1} | ranks
+    fixed["TORCHINDUCTOR_COMPILE_THREADS"] = 1  # torch before 2.6 starts its compilers, and a thread, at import
     fixed["PYTHONPATH"] = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
     return defaults | dict(os.environ) | {name: str(value) for name, value in fixed.items()} | extra
 

@@ -4,19 +4,24 @@
 """
 
 import importlib.util
-import shutil
 from collections.abc import Callable
+from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from deepspeed.muon.kernels import native, reference, triton_table
+from deepspeed.muon.kernels.builder import MuonBuilder
 from deepspeed.muon.kernels.table import Operations
 
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or Version(version("triton")) < Version("3.4"),
+    reason="triton 3.4 or later is not installed",
+)
 Interpret = Callable[..., Any]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 DEFAULT_TILES = (16, 32, 16)
@@ -51,12 +56,14 @@ def relative(actual: Tensor, expected: Tensor) -> float:
 
 
 def native_only(monkeypatch: pytest.MonkeyPatch, *names: str) -> Operations:
-    """The table in C++ whose operations of these names fail where they would call their twin; skips without a compiler.
+    """The table in C++ whose operations of these names fail where they would call their twin; skips without a compiler
+    or with a torch that lacks the products.
 
-    With a compiler a build that fails is an error.
+    Else a build that fails is an error.
     """
-    if native.unavailable() and shutil.which("c++") is None:
-        pytest.skip("no C++ compiler")
+    builder = MuonBuilder()
+    if native.unavailable() and not builder.is_compatible():
+        pytest.skip(builder.error_log)
     table = native.operations()
     monkeypatch.setattr(native, "reference", SimpleNamespace(**dict.fromkeys(names, _never)))
     return table

@@ -2,7 +2,6 @@
 """Building and choosing the C++ operations: DeepSpeed's conventions, and what happens where they cannot be built."""
 
 import importlib
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,7 @@ from helpers.distributed import run
 from helpers.models import MODELS, train_engine
 from helpers.training import PARAMS, ds_config, make_engine
 
-needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+needs_compiler = pytest.mark.skipif(not MuonBuilder().is_compatible(), reason="no C++ compiler, or torch before 2.6")
 
 
 @pytest.fixture
@@ -74,6 +73,13 @@ def test_without_a_compiler(fresh: None, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert not MuonBuilder().is_compatible()
     with pytest.raises(native.KernelError, match=r"no C\+\+ compiler no-such-compiler.*; a C\+\+ compiler .*ninja"):
+        native._load()
+
+
+def test_with_a_torch_that_lacks_the_products(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is compiled, which would take a minute of every start and fail."""
+    monkeypatch.setattr(torch, "__version__", "2.5.1+cu124")
+    with pytest.raises(native.KernelError, match=r"torch 2\.6 or later is needed, this is 2\.5\.1\+cu124"):
         native._load()
 
 
