@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,10 +15,9 @@ from helpers.megatron import (
     ColumnParallelLinear,
     Mpu,
     RowParallelLinear,
-    differing,
+    around_a_bad_step,
     everything,
     initialize_parts,
-    spoiled,
     squares,
 )
 from helpers.models import GLOBAL_BATCH
@@ -188,17 +188,9 @@ def go_on(folder: str, load: bool, **config: Any) -> dict[str, Tensor]:
 
 
 def step_badly(name: str, rank: int, **config: Any) -> tuple[list[str], bool]:
-    """What a step changes in which one rank alone has a bad gradient; whether the next one changes something."""
+    """:func:`around_a_bad_step` of a rank."""
     with engine_of(**config) as (engine, grid):
-        train_steps(engine, grid, range(1))
-        before = everything(engine)
-        with spoiled(engine, name, rank):
-            train_steps(engine, grid, range(1, 2))
-        after = everything(engine)
-        train_steps(engine, grid, range(2, 3))
-        last = everything(engine)
-        is_finite = all(bool(value.isfinite().all()) for value in last.values())
-        return differing(before, after), is_finite and len(differing(after, last)) > 1
+        return around_a_bad_step(engine, partial(train_steps, engine, grid), name, rank)
 
 
 def cut_experts() -> Refusal | None:

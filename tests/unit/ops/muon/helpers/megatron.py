@@ -4,8 +4,9 @@ them with a model-parallel unit (mpu) or in a pipeline.
 """
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -310,19 +311,23 @@ def spoiled(engine: Any, name: str, rank: int) -> Iterator[None]:
         hook.remove()
 
 
+def around_a_bad_step(engine: Any, take: Callable[[range], Any], name: str, rank: int) -> tuple[list[str], bool]:
+    """What a step changes in which one rank alone has a bad gradient; whether the next one changes something."""
+    take(range(1))
+    before = everything(engine)
+    with spoiled(engine, name, rank):
+        take(range(1, 2))
+    after = everything(engine)
+    take(range(2, 3))
+    last = everything(engine)
+    is_finite = all(bool(value.isfinite().all()) for value in last.values())
+    return differing(before, after), is_finite and len(differing(after, last)) > 1
+
+
 def step_badly(size: int, name: str, **config: Any) -> tuple[list[str], bool]:
-    """What a step changes in which the last rank alone has a bad gradient; whether the next one changes something."""
+    """:func:`around_a_bad_step` of the last rank."""
     with engine_of(size, **config) as (engine, mpu):
-        train_steps(engine, mpu, range(1))
-        before = everything(engine)
-        with spoiled(engine, name, dist.get_world_size() - 1):
-            train_steps(engine, mpu, range(1, 2))
-        after = everything(engine)
-        train_steps(engine, mpu, range(2, 3))
-        last = everything(engine)
-        return differing(before, after), len(differing(after, last)) > 1 and all(
-            v.isfinite().all() for v in last.values()
-        )
+        return around_a_bad_step(engine, partial(train_steps, engine, mpu), name, dist.get_world_size() - 1)
 
 
 def differing(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:

@@ -17,7 +17,7 @@ from deepspeed.muon import MuonWithAuxAdam
 from deepspeed.muon.errors import UnsupportedError
 from helpers.distributed import run
 from helpers.experts import INNER, Mixtral, autoep
-from helpers.megatron import differing, everything, spoiled
+from helpers.megatron import around_a_bad_step, differing, everything
 from helpers.models import GLOBAL_BATCH, full_weights, train_engine
 from helpers.oracles import OracleResult, Part, change_cosine, change_error, train_oracle
 from helpers.parity import STEPS
@@ -235,17 +235,13 @@ def test_resume_beside_tensor_parallelism_is_exact(stage: int, tmp_path: Path) -
 
 
 def spoil_folded(stage: int, bad_rank: int) -> tuple[list[str], bool]:
-    """What a step changes in which the experts of one rank have a bad gradient; whether the next changes something."""
+    """:func:`around_a_bad_step` of the experts of a rank."""
     with folded_engine(stage, clip=0.0) as engine:
-        train_steps(engine, 1, 2)
-        before = everything(engine)
-        with spoiled(engine, "model.layers.0.mlp.experts.w1", bad_rank):
-            train_steps(engine, 1, 2, first=1)
-        after = everything(engine)
-        train_steps(engine, 1, 2, first=2)
-        last = everything(engine)
-        is_finite = all(bool(value.isfinite().all()) for value in last.values())
-        return differing(before, after), is_finite and len(differing(after, last)) > 1
+
+        def take(steps: range) -> None:
+            train_steps(engine, len(steps), 2, first=steps.start)
+
+        return around_a_bad_step(engine, take, "model.layers.0.mlp.experts.w1", bad_rank)
 
 
 @pytest.mark.sample(1)
