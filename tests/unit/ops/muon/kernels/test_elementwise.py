@@ -200,7 +200,7 @@ def test_the_bits_are_those_of_the_twin(kernels: Operations) -> None:
 def test_extreme_values(kernels: Operations, value: float) -> None:
     given = operands(70)
     for tensor in given.values():
-        tensor[5::7] = value
+        tensor[5::7] = torch.tensor(value).to(tensor.dtype)
     expected = {name: tensor.clone() for name, tensor in given.items()}
     step(kernels, given)
     step(reference.OPERATIONS, expected)
