@@ -124,6 +124,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self.second_moments = SecondMoments(self.rules.normuon)
         #: The ranks that train the same layers; ``None``: all.
         self.peers: Any = self._replicas
+        #: In a pipeline, the parameters of all stages that go to Muon, by name, and a hash of how each is cut, if any.
+        self.muon_of_all_stages: dict[str, str] | None = None
         #: Measures a step, if set.
         self.step_stats: StepStats | None = None
         self.qk_clip: QKClip | None = None

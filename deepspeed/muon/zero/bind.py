@@ -17,6 +17,7 @@ from deepspeed.muon.kernels import selection
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.tuning import has_bf16, may_race
 from deepspeed.muon.version import __version__
+from deepspeed.muon.zero.checkpoint.compatibility import of_all_stages
 from deepspeed.muon.zero.checkpoint.state_keys import keep_convertible
 from deepspeed.muon.zero.checkpoint.universal import read_universal
 from deepspeed.muon.zero.choice import choose, compare_plans
@@ -65,6 +66,7 @@ def bind_engine(engine: Any) -> None:
     grid = grid_of(engine)
     if engine.pipeline_parallelism:
         optimizer.peers = grid.group if grid else engine.mpu.get_data_parallel_group()
+        optimizer.muon_of_all_stages = of_all_stages(optimizer)
     adapter = engine.muon_adapter = adapter_for(engine, optimizer)
     adapter.prepare(verdict["groups"])
     partitions = joined(adapter, grid)

@@ -191,6 +191,11 @@ def _engine_problems(engine: Any) -> Iterator[str]:
             f"{tp_size} x {engine.seq_dp_world_size} of {engine.world_size} ranks; use DeepSpeed's PipelineModule for "
             "pipelines"
         )
+    if tp_size > 1 and engine.autotp_size() <= 1 and engine.load_universal_checkpoint():
+        yield (
+            "universal checkpoints with an mpu or a model axis, whose cuts DeepSpeed's converter is not told; resume "
+            "on as many ranks without checkpoint.load_universal"
+        )
     if is_spread and not hasattr(engine.mpu, "get_sequence_data_parallel_group"):
         yield (
             "sequence parallelism by data_parallel_size in the config, where DeepSpeed leaves each rank of a sequence "
@@ -210,5 +215,3 @@ def _pipeline_problems(engine: Any) -> Iterator[str]:
         )
     if hasattr(engine.module, "phase_bounds"):
         yield "DualPipeV, whose ranks hold two stages each; use PipelineModule"
-    if engine.load_universal_checkpoint():
-        yield "universal checkpoints of pipelines; resume with the same stages, without checkpoint.load_universal"

@@ -20,6 +20,7 @@ from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.second_moments import SAVED
 from deepspeed.muon.state_import import fused
 from deepspeed.muon.zero.checkpoint.safe_load import read_model, read_states
+from deepspeed.muon.zero.consensus import union
 from deepspeed.muon.zero.tp_ranks import tp_rank
 
 
@@ -178,6 +179,18 @@ def blocks(optimizer: Any) -> dict[str, str]:
     return {s.name: _hash(str([(b.offset, b.rows, b.cols, b.bands) for b in s.blocks]), 8) for s in cut}
 
 
+def muon_facts(optimizer: Any) -> dict[str, str]:
+    """The parameters that go to Muon, in a pipeline of all stages, by name, and their :func:`blocks` or nothing."""
+    if optimizer.muon_of_all_stages is not None:
+        return optimizer.muon_of_all_stages
+    return dict.fromkeys(sorted(matrices(optimizer)), "") | blocks(optimizer)
+
+
+def of_all_stages(optimizer: MuonWithAuxAdam) -> dict[str, str]:
+    """:func:`muon_facts` of all stages of a pipeline; a collective."""
+    return dict(sorted(json.loads(line) for line in union(map(json.dumps, muon_facts(optimizer).items()))))
+
+
 def kinds(groups: Groups) -> list[bool | None]:
     """For each group, whether Muon updates it; ``None`` in files of other optimizers."""
     return [group.get("use_muon") for group in groups]
@@ -191,7 +204,7 @@ def check_groups(optimizer: MuonWithAuxAdam, groups: Groups) -> None:
     stated = [group["blocks"] for group in groups if "blocks" in group]
     # A checkpoint without blocks was saved by a version that did not cut fused weights.
     there = stated[0] if stated else {name: here[name] for name in here.keys() - set(fused(optimizer))}
-    if other := sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name)):
+    if other := sorted(name for name in matrices(optimizer) if here.get(name) != there.get(name)):
         logger.warning(
             "deepspeed-muon: %d parameters are cut into other matrices than in the run that was saved, first %s; "
             'muon_fused, muon_split and per_head_muon as there ("muon_fused": "whole" if it knew no such key) go on '
@@ -206,7 +219,8 @@ def routing_difference(optimizer: MuonWithAuxAdam, groups: Groups) -> str | None
     saved, current = kinds(groups), kinds(optimizer.param_groups)
     there = {name for group in groups for name in group.get("matrices", ())}
     here = matrices(optimizer)
-    if saved == current and there == here:
+    is_of_all_stages = optimizer.muon_of_all_stages is not None and there == optimizer.muon_of_all_stages.keys()
+    if is_of_all_stages or (saved == current and there == here):
         strange = [text for group in groups for text in unknown_methods(group.get("ns_methods", {}))]
         strange += [text for group in groups if "ns_choice" in group for text in unknown(group["ns_choice"])]
         names = ", ".join(dict.fromkeys(strange))

@@ -14,7 +14,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.zero.checkpoint.compatibility import blocks, check_groups, matrices, settings_of
+from deepspeed.muon.zero.checkpoint.compatibility import check_groups, muon_facts, settings_of
 
 
 def keep_convertible(optimizer: MuonWithAuxAdam) -> None:
@@ -24,8 +24,10 @@ def keep_convertible(optimizer: MuonWithAuxAdam) -> None:
 
 
 def _export(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    facts = {"matrices": sorted(matrices(optimizer)), "blocks": blocks(optimizer)}
-    groups = [group | facts if group["use_muon"] else group for group in state_dict["param_groups"]]
+    found = muon_facts(optimizer)
+    facts = {"matrices": list(found), "blocks": {name: cut for name, cut in found.items() if cut}}
+    # In all groups: the converter keeps those of one pipeline stage, which may have no Muon group.
+    groups = [group | facts for group in state_dict["param_groups"]]
     return _converted(state_dict, groups, _to_moments)
 
 

@@ -9,7 +9,7 @@ optimizer is bound, so ranks, stage and the order of parameters may change; file
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from deepspeed.muon.matrices.tp_sharding import Sharding
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.patch import Seam, replace
 from deepspeed.muon.state_import import KEYS, Actions, Source, chosen, decide, fill, report, warn_of_fused
-from deepspeed.muon.zero.checkpoint.compatibility import check_groups, kinds, saved_groups, settings_of
+from deepspeed.muon.zero.checkpoint.compatibility import Groups, check_groups, kinds, saved_groups, settings_of
 from deepspeed.muon.zero.checkpoint.safe_load import read_states
 from deepspeed.muon.zero.consensus import together
 from deepspeed.muon.zero.wrappers.adapter import Adapter
@@ -183,10 +183,9 @@ def _load(adapter: Adapter, folder: Folder, actions: Actions, load_states: bool)
 
 def _load_settings(wrapper: Any, optimizer: MuonWithAuxAdam, folder: Folder) -> None:
     """Load settings of groups, clipping and the loss scale, as far as they fit."""
-    if kinds(folder.groups) == kinds(optimizer.param_groups):
-        for group, saved in zip(optimizer.param_groups, folder.groups, strict=True):
-            group.update(settings_of(group, saved))
-            group.pop(SAVED, None)
+    for group, saved in _matched(optimizer, folder.groups):
+        group.update(settings_of(group, saved))
+        group.pop(SAVED, None)
     optimizer.bind_again()
     common = folder.common
     if hasattr(wrapper, "clip_grad") and "clip_grad" in common:
@@ -194,6 +193,26 @@ def _load_settings(wrapper: Any, optimizer: MuonWithAuxAdam, folder: Folder) -> 
     scaler = common.get("loss_scaler")
     if scaler is not None and type(scaler) is type(getattr(wrapper, "loss_scaler", None)):
         wrapper.loss_scaler = scaler
+
+
+def _matched(optimizer: MuonWithAuxAdam, saved: Groups) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
+    """Each group with the saved one whose settings it takes: by order, in a pipeline by name. The converter keeps the
+    groups of one stage, so a group that this stage lacks keeps the settings of the config.
+    """
+    if optimizer.muon_of_all_stages is None:
+        if kinds(saved) == kinds(optimizer.param_groups):
+            yield from zip(optimizer.param_groups, saved, strict=True)
+        return
+    by_name = {group.get("name"): group for group in saved}
+    for group in optimizer.param_groups:
+        if group["name"] in by_name:
+            yield group, by_name[group["name"]]
+        else:
+            logger.warning(
+                "deepspeed-muon: the universal checkpoint has no settings of group %s, which go on as the config has "
+                "them: its converter kept those of a pipeline stage without it",
+                group["name"],
+            )
 
 
 def _warn_of_what_stays(engine: Any, optimizer: MuonWithAuxAdam) -> None:

@@ -112,10 +112,10 @@ class EverythingIsWrong:
     sequence_parallel_size = mp_world_size = 2
     seq_dp_world_size, world_size = 1, 4
 
-    def __init__(self) -> None:
+    def __init__(self, autotp_size: int) -> None:
         self.torch_autocast_enabled, self.torch_autocast_dtype = lambda: True, lambda: torch.float16
         self.zero_optimization = lambda: False
-        self.autotp_size, self.load_universal_checkpoint = lambda: 2, lambda: True
+        self.autotp_size, self.load_universal_checkpoint = lambda: autotp_size, lambda: True
         facts = {"rank": int, "world_size": lambda: 2}
         self.mpu = SimpleNamespace(**{f"get_tensor_model_parallel_{key}": fact for key, fact in facts.items()})
 
@@ -125,12 +125,12 @@ class WrongPipeline:
 
     def __init__(self, stage: int) -> None:
         self.zero_optimization_stage = lambda: stage
-        self.bfloat16_enabled, self.load_universal_checkpoint = bool, lambda: True
+        self.bfloat16_enabled = bool
         self.module = SimpleNamespace(phase_bounds=[])
 
 
 def test_every_refusal_is_in_the_support_matrix() -> None:
-    engines = list(_engine_problems(EverythingIsWrong()))
+    engines = list(dict.fromkeys(text for size in (1, 2) for text in _engine_problems(EverythingIsWrong(size))))
     pipelines = list(dict.fromkeys(text for stage in (0, 2) for text in _pipeline_problems(WrongPipeline(stage))))
     for name, problems in {"_engine_problems": engines, "_pipeline_problems": pipelines}.items():
         texts = strings_in(function(PACKAGE / "zero" / "refusals.py", name))

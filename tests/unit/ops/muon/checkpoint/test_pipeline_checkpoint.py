@@ -11,8 +11,13 @@ from torch import nn
 
 from deepspeed import pipe
 from helpers.distributed import run
+from helpers.engine_state import differing
+from helpers.oracles import change_error
 from helpers.pipelines import PRECISIONS, SHARED, Whole, everything, make_pipeline, pipeline_config, shares
-from helpers.training import ds_config, make_engine
+from helpers.training import ds_config, fp32_weights, make_engine
+from helpers.universal import convert
+
+Weights = dict[str, torch.Tensor]
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -74,19 +79,84 @@ def test_a_checkpoint_without_manifests_loads(tmp_path: Path) -> None:
         assert all(torch.equal(value, after[key]) for key, value in before.items())
 
 
+# ---- universal checkpoints --------------------------------------------------------------------------------------
+
+
+def save(name: str, stages: int, folder: str, **config: Any) -> tuple[Weights, Weights]:
+    """This stage's weights after two steps, when they are saved, and after two more."""
+    engine = make_engine(make_pipeline(name, stages), pipeline_config(stages, **config))
+    for step in (0, 1):
+        engine.train_batch(shares(name, engine, step))
+    engine.save_checkpoint(folder, tag="saved")
+    return go_on_from(engine, name)
+
+
+def load(name: str, stages: int, folder: str, **config: Any) -> tuple[Weights, Weights]:
+    """What :func:`save` gives, by a pipeline of other weights that loads the universal checkpoint."""
+    net = make_pipeline(name, stages)
+    for param in net.parameters():
+        param.data.mul_(0.5)
+    config["checkpoint"] = {"load_universal": True}
+    engine = make_engine(net, pipeline_config(stages, **config))
+    assert engine.load_checkpoint(folder, tag="universal")[0] is not None
+    return go_on_from(engine, name)
+
+
+def go_on_from(engine: Any, name: str) -> tuple[Weights, Weights]:
+    before = fp32_weights(engine)
+    for step in (2, 3):
+        engine.train_batch(shares(name, engine, step))
+    after = fp32_weights(engine)
+    engine.destroy()
+    return before, after
+
+
+def of_all(ranks: list[tuple[Weights, Weights]]) -> tuple[Weights, Weights]:
+    """The weights of all stages."""
+    before: Weights = {}
+    after: Weights = {}
+    for rank in ranks:
+        before |= rank[0]
+        after |= rank[1]
+    return before, after
+
+
+#: model; ranks and stages of the saving run; those of the run that loads.
+MOVES = [
+    ("tied", (4, 2), (2, 2)),
+    ("tied", (4, 2), (2, 1)),
+    ("tied", (2, 2), (4, 4)),
+    ("late", (4, 2), (2, 1)),
+    ("late", (2, 1), (4, 2)),
+    ("mlp", (4, 4), (2, 2)),
+    ("mlp", (4, 2), (4, 2)),
+]
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("name", "there", "here"), MOVES, ids=str)
+def test_a_universal_checkpoint_goes_on_at_other_stages_and_ranks(
+    name: str, there: tuple[int, int], here: tuple[int, int], tmp_path: Path
+) -> None:
+    job = {"name": name, "folder": str(tmp_path)}
+    before, after = of_all(run(save, there[0], stages=there[1], **job))
+    convert(tmp_path)
+    found, last = of_all(run(load, here[0], stages=here[1], **job))
+    assert differing(before, found) == []
+    assert max(change_error(before[key], last[key], after[key]) for key in after) <= 1e-3
+
+
 # ---- refusals -------------------------------------------------------------------------------------------------
 
 
 def refused(kind: str) -> tuple[str, str]:
     """What is refused of a pipeline on two ranks."""
-    config, stage = {}, {"no ZeRO": 0, "stage 2": 2}.get(kind, 1)
+    stage = {"no ZeRO": 0, "stage 2": 2}.get(kind, 1)
     layers = [nn.Linear(8, 8) for _ in range(4)]
-    if kind == "universal":
-        config["checkpoint"] = {"load_universal": True}
     try:
         kind_of = pipe.DualPipeVModule if kind == "DualPipeV" else pipe.PipelineModule
         net = kind_of(layers, loss_fn=nn.MSELoss(), num_stages=2)
-        make_engine(net, ds_config(stage=stage, **config) | {"train_micro_batch_size_per_gpu": 4})
+        make_engine(net, ds_config(stage=stage) | {"train_micro_batch_size_per_gpu": 4})
     except Exception as error:
         return type(error).__name__, str(error)
     return "nothing", ""
@@ -96,7 +166,6 @@ REFUSED = {
     "no ZeRO": "a pipeline without ZeRO",
     "stage 2": "a pipeline at ZeRO stage 2 or 3",
     "DualPipeV": "DualPipeV, whose ranks hold two stages each",
-    "universal": "universal checkpoints of pipelines",
 }
 
 
