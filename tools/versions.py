@@ -149,6 +149,8 @@ def run_row(row: Row, folder: Path) -> list[str]:
         Refused: the Python is not here, or what it asks for cannot be installed.
     """
     install(row, folder)
+    for lock in folder.glob("extensions/*/lock"):  # of a build that was killed
+        lock.unlink()
     report = json.loads(
         python(row, folder, "-m", "deepspeed.muon.cli", "report", "--json", stdout=subprocess.PIPE).stdout
     )

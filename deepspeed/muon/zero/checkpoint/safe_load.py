@@ -28,10 +28,12 @@ def read_states(file: Path) -> Any:
             raise pickle.UnpicklingError(f"{file.name} asks for {name} of {kind}")
         return ZeroStageEnum[name]
 
+    # Allowed by this name, as a pair of object and name is from torch 2.6 on.
+    stage.__module__, stage.__name__, stage.__qualname__ = "builtins", "getattr", "getattr"
     scalar: Any = numpy.float64(0)  # a learning rate that was computed with numpy
     numbers = [scalar.__reduce__()[0], numpy.dtype, type(scalar.dtype)]
-    zeros = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address, (stage, "builtins.getattr")]
-    with torch.serialization.safe_globals([*zeros, *numbers]):  # type: ignore[list-item]
+    zeros = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address, stage]
+    with torch.serialization.safe_globals([*zeros, *numbers]):
         return torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=True)
 
 

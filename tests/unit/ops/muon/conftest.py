@@ -99,12 +99,7 @@ def _values(case: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _leave_out_stocks_faults(items: list[pytest.Item]) -> None:
-    """What stock DeepSpeed gets wrong on CPU and gloo, whatever the optimizer: before 0.19.8, and with torch 2.5."""
-    if Version(version("torch")) < Version("2.6"):
-        views = pytest.mark.skip(reason="BF16_Optimizer gathers into views, which torch 2.5 forbids on gloo")
-        for item in items:
-            if re.search("grad_accum_dtype|BF16_Optimizer|bf16_model_with_fp32_gradients", item.name):
-                item.add_marker(views)
+    """What stock DeepSpeed before 0.19.8 gets wrong on CPU and gloo, whatever the optimizer."""
     if Version(version("deepspeed")) >= Version("0.19.8"):
         return
     races = pytest.mark.skip(reason="before 0.19.8 overlapped buckets of separate gradients race on CPU and gloo")

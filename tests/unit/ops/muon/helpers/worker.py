@@ -79,21 +79,25 @@ def join(collective_timeout: float) -> None:
     # Groups made by new_group take this default and not the timeout of the world group.
     distributed_c10d.default_pg_timeout = timeout
     deepspeed.init_distributed("gloo", timeout=timeout)
-    _wait_for_every_gather()
+    _mend_gathers()
     # One for all jobs: engines at stage 3 are never freed, with any optimizer, and keep the one they were made with.
     import_module("deepspeed.utils.groups")._clone_world_group()
 
 
-def _wait_for_every_gather() -> None:
-    """Before 0.19.8 DeepSpeed waits for the last of several gathers, which is enough on a CUDA stream; on gloo they end
-    in any order. Here none returns before it has ended.
+def _mend_gathers() -> None:
+    """What DeepSpeed's gathers lack on gloo, not on NCCL, with any optimizer.
+
+    Before 0.19.8 it waits for the last of several, but they end in any order. With torch 2.5 they write to views that
+    were made without gradients. Here none returns before it has ended, and none takes part in a graph.
     """
     import deepspeed.comm as comm
+    import torch
 
-    if Version(version("deepspeed")) >= Version("0.19.8"):
+    if Version(version("deepspeed")) >= Version("0.19.8") and Version(torch.__version__) >= Version("2.6"):
         return
     gather = comm.all_gather_into_tensor
 
+    @torch.no_grad()
     def waiting(*args: Any, **kwargs: Any) -> Any:
         if (handle := gather(*args, **kwargs)) is not None:
             handle.wait()
