@@ -88,7 +88,6 @@ FORBIDDEN = {
     "zero_optimization.zero_quantized_gradients": "quantized reduction is not tested; set it to false",
     "fp16.fp16_master_weights_and_grads": "master weights and optimizer states are fp32; set it to false",
     "compile.deepcompile": "DeepCompile is not supported; set it to false",
-    "hybrid_engine.enabled": "the hybrid engine is not supported; set it to false",
 }
 RULES: tuple[Rule, ...] = (
     *_nvme_rules("offload_optimizer", "states", 'use "cpu"'),

@@ -3,6 +3,7 @@
 ``interpret``), and the one in C++.
 """
 
+import dataclasses
 import importlib.util
 from collections.abc import Callable
 from importlib.metadata import version
@@ -25,6 +26,8 @@ needs_triton = pytest.mark.skipif(
 Interpret = Callable[..., Any]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 DEFAULT_TILES = (16, 32, 16)
+#: The names of all operations that a table must have.
+OPERATIONS = [field.name for field in dataclasses.fields(Operations) if field.name not in ("name", "runs")]
 
 
 def interpreted_table(symmetric_from: int = 1, tiles: tuple[int, int, int] = DEFAULT_TILES) -> Operations:

@@ -5,7 +5,6 @@ The interpreter cuts fp32 to bf16 where a GPU rounds: here outputs are fp32 or f
 Whether the kernels compile for a GPU is test_triton_compile.py's; what they do on one is test_gpu.py's.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +18,7 @@ from deepspeed.muon.kernels import reference, triton_table
 from deepspeed.muon.kernels.rounding import key_of
 from deepspeed.muon.kernels.table import Operations, Scalars, Symmetric
 from deepspeed.muon.kernels.workspace import Workspace
-from helpers.kernels import FLOATS, Interpret, interpreted_table, needs_triton, randn, relative
+from helpers.kernels import FLOATS, OPERATIONS, Interpret, interpreted_table, needs_triton, randn, relative
 
 MAX = torch.finfo(torch.bfloat16).max
 
@@ -185,9 +184,6 @@ def test_normalization(interpret: Interpret, dtype: torch.dtype) -> None:
 # ---- the table ----------------------------------------------------------------------------------------------
 
 
-NAMES = [field.name for field in dataclasses.fields(Operations) if field.name not in ("name", "runs")]
-
-
 def names_of_calls(kernels: Operations) -> list[str]:
     """Calls every operation with tensors of the CPU."""
     x, k = randn(2, 64, 64), Symmetric(randn(2, 64, 64), randn(2, 64))
@@ -203,7 +199,7 @@ def names_of_calls(kernels: Operations) -> list[str]:
     kernels.square(x, k, work)
     kernels.product(k, k, Symmetric(x, randn(2, 64)), work, Scalars(0.1, 1.0))
     assert kernels.multiply(k, x, x.clone(), work) is not None
-    return NAMES
+    return OPERATIONS
 
 
 @needs_triton
@@ -217,6 +213,6 @@ def test_the_rest_goes_to_the_other_table() -> None:
 
         return call
 
-    table = triton_table.operations(Operations("noted", *map(noted, NAMES)))
+    table = triton_table.operations(Operations("noted", *map(noted, OPERATIONS)))
     assert table.name == "triton + noted"
     assert names_of_calls(table) == called

@@ -5,6 +5,7 @@ import importlib.util
 import itertools
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ from deepspeed.muon.kernels import triton_multi as multi
 from deepspeed.muon.kernels import triton_products as products
 from deepspeed.muon.kernels.table import Operations, Scalars, Symmetric, symmetric_of
 from deepspeed.muon.kernels.workspace import Workspace
-from helpers.kernels import Interpret, interpreted_table
+from helpers.kernels import OPERATIONS, Interpret, interpreted_table
 
 BF16 = torch.bfloat16
 
@@ -58,7 +59,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Callable[[Any], st
     for module, names in ((products, ("square", "product")), (diagonals, ("product",))):
         for name in names:
             monkeypatch.setattr(module, name, noted("symmetric" if module is products else "library"))
-    below = Operations("below", *[noted("below")] * 9)
+    below = Operations("below", *map(noted, ["below"] * len(OPERATIONS)))
     tables = {"triton": triton_table.operations(below), "quack": quack.operations(below)}
 
     def of(name: str) -> Callable[[Any], str]:
@@ -217,7 +218,7 @@ def test_warming_calls_every_operation_on_matrices() -> None:
         return call
 
     names = ("normalize", "square", "product", "multiply")
-    table = Operations("noted", *[None] * 5, *map(noted, names))  # type: ignore[arg-type]
+    table = replace(reference.OPERATIONS, **{name: noted(name) for name in names})
     state = torch.get_rng_state()
     probe.warm(table, [(2, 16, 32, BF16), (1, 48, 16, BF16), (2, 16, 32, BF16)], torch.device("cpu"))
     assert state.equal(torch.get_rng_state())

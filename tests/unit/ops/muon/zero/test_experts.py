@@ -155,7 +155,8 @@ def test_universal_checkpoints_are_refused() -> None:
 def test_other_parallelism_beside_experts_is_refused(other: dict[str, Any], text: str) -> None:
     mpu = SimpleNamespace(get_sequence_data_parallel_group=None, initialize_sequence_parallel=None)
     plain: dict[str, Any] = {"pipeline_parallelism": False, "sequence_parallel_size": 1, "mpu": mpu}
-    plain |= {"load_universal_checkpoint": bool, "moe_layers": [nn.Module()], "autotp_size": lambda: 1}
+    plain |= {"load_universal_checkpoint": bool, "autotp_size": lambda: 1}
+    plain |= {"has_moe_layers": True, "moe_layers": [nn.Module()], "torch_autocast_enabled": bool}
     plain |= {"seq_dp_world_size": 1, "world_size": 1}
     refuse_engine(SimpleNamespace(**plain))
     with pytest.raises(UnsupportedError, match=text):

@@ -72,7 +72,6 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
         "use bfloat16",
     ),
     "deepcompile": ({"compile": {"deepcompile": True}}, "compile.deepcompile", FALSE),
-    "hybrid": ({"hybrid_engine": {"enabled": True}}, "hybrid_engine.enabled", FALSE),
 }
 #: settings that stock refuses by itself, with words of its message; it had MiCS before 0.19.7
 STOCK: dict[str, tuple[dict[str, Any], str]] = {
@@ -128,9 +127,9 @@ def test_mics_is_refused_where_stock_still_has_it() -> None:
 
 def test_several_problems_are_all_listed() -> None:
     zero = {"elastic_checkpoint": True, "zenflow": {}} | offload(**NVME)
-    kind, text, entered = run(refuse_config, 1, zero=zero, hybrid_engine={"enabled": True})[0]
+    kind, text, entered = run(refuse_config, 1, zero=zero, compile={"deepcompile": True})[0]
     assert (kind, entered) == ("UnsupportedError", 0)
-    for key in ("elastic_checkpoint", "zenflow", "offload_optimizer.device", "hybrid_engine"):
+    for key in ("elastic_checkpoint", "zenflow", "offload_optimizer.device", "compile.deepcompile"):
         assert key in text
     assert text.count("\n") == 4
 
