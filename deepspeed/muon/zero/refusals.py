@@ -78,16 +78,18 @@ def _nvme_rules(section: str, kept: str, instead: str) -> list[Rule]:
     ]
 
 
+ON_GPUS = "runs on GPUs alone and is not tested there; set it to false"
 #: Keys that are refused whenever they are set, and what to change.
 FORBIDDEN = {
-    "zero_optimization.offload_optimizer.super_offload": "SuperOffload runs its own CPU Adam; set it to false",
-    "zero_optimization.zenflow": "ZenFlow runs its own CPU Adam; remove the section",
+    "zero_optimization.offload_optimizer.super_offload": "it runs its own Adam, on NVIDIA GPUs alone; set it to false",
+    "zero_optimization.zenflow": "it updates the largest columns of a matrix first, with its own Adam, where Muon "
+    "updates whole matrices; remove the section",
     "zero_optimization.elastic_checkpoint": "it cannot store two kinds of optimizer state; set it to false and use "
     "universal checkpoints",
-    "zero_optimization.zero_quantized_weights": "quantized gathering is not tested; set it to false",
-    "zero_optimization.zero_quantized_gradients": "quantized reduction is not tested; set it to false",
-    "fp16.fp16_master_weights_and_grads": "master weights and optimizer states are fp32; set it to false",
-    "compile.deepcompile": "DeepCompile is not supported; set it to false",
+    "zero_optimization.zero_quantized_weights": f"quantization {ON_GPUS}",
+    "zero_optimization.zero_quantized_gradients": f"quantization {ON_GPUS}",
+    "fp16.fp16_master_weights_and_grads": "DeepSpeed asserts its own CPU Adam; set it to false",
+    "compile.deepcompile": f"DeepCompile {ON_GPUS}",
 }
 RULES: tuple[Rule, ...] = (
     *_nvme_rules("offload_optimizer", "states", 'use "cpu"'),
