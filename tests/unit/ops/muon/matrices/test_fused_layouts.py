@@ -76,7 +76,9 @@ GATED: dict[str, tuple[Any, str]] = {
 
 def llama4() -> nn.Module:
     """As wide as its experts' two halves together, so that the shape alone tells no axis."""
-    config = transformers.Llama4TextConfig(**SIZES, **GQA, **EXPERTS, intermediate_size_mlp=40, head_dim=8)
+    config = transformers.Llama4TextConfig(
+        **SIZES, **GQA, **EXPERTS, intermediate_size_mlp=40, head_dim=8, use_cache=False
+    )
     model = transformers.AutoModelForCausalLM.from_config(config)
     for param in model.parameters():  # the experts are left at zero
         nn.init.normal_(param, std=0.15)

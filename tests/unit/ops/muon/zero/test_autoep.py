@@ -24,6 +24,9 @@ from helpers.parity import STEPS
 from helpers.rules import RULES
 from helpers.tensor_parallel import train_steps, whole_weights
 from helpers.training import FP32_GRADIENTS, ORACLE, PARAMS, fp32_weights, make_engine, with_params
+from helpers.transformers_models import needs_stacks
+
+pytestmark = needs_stacks  # as AutoEP's presets
 
 
 def train_spread(stage: int, experts: int, ep: int, **config: Any) -> dict[str, Tensor]:

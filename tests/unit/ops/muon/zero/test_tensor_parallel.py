@@ -18,7 +18,7 @@ from helpers.training import ORACLE, PARAMS
 STEPS = 5
 HEAD = 4
 """Width of a head."""
-OUTER = ("model.embed", "lm_head", "gpt_neox.embed")
+OUTER = ("model.embed", "lm_head", "gpt_neox.embed", "embed_out")
 
 
 def parts_of(name: str, kind: str) -> dict[str, list[Part]]:
