@@ -2,6 +2,7 @@
 """Why settings stay refused: with AdamW, DeepSpeed does not train them either where the tests run, on CPUs."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 
 import deepspeed
 from helpers.distributed import run
+from helpers.experts import spread_model
 from helpers.models import Mlp, train_engine
 from helpers.refusals import CPU
 from helpers.training import ds_config
+from helpers.universal import convert
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU DeepSpeed may train these")
 
@@ -42,9 +45,9 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
 
 def train_with_adamw(**settings: Any) -> str | None:
     """DeepSpeed's error."""
-    config = ds_config(**settings)
+    config = ds_config(**settings) | {"optimizer": ADAMW}
     try:
-        engine = deepspeed.initialize(model=Mlp(), config=config | {"optimizer": ADAMW})[0]
+        engine = deepspeed.initialize(model=Mlp(), config=config)[0]
         if config.get("compile", {}).get("deepcompile"):
             engine.compile()
         train_engine(engine, 1)
@@ -60,3 +63,14 @@ def test_adamw_fails_too(name: str) -> None:
     for error in run(train_with_adamw, 2, **settings):
         assert error is not None, "DeepSpeed has learned it: then Muon may"
         assert re.search(words, error), error
+
+
+def save_moe(folder: str) -> None:
+    engine = deepspeed.initialize(model=spread_model(), config=ds_config() | {"optimizer": ADAMW})[0]
+    engine.save_checkpoint(folder, tag="saved")
+
+
+def test_the_converter_does_not_know_moe_layers(tmp_path: Path) -> None:
+    run(save_moe, 2, folder=str(tmp_path))
+    with pytest.raises(AssertionError, match="universal_checkpoint_info state is missing"):
+        convert(tmp_path)
