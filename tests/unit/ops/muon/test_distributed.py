@@ -3,12 +3,14 @@
 
 import os
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
+from helpers import extensions
 from helpers.distributed import RankError, end_worn_pools, run
 from helpers.training import train
 
@@ -174,6 +176,17 @@ def test_rank_that_sleeps_forever_is_killed_and_the_next_run_works() -> None:
 def test_death_of_a_process_is_reported() -> None:
     with pytest.raises(RankError, match="ended with code 7"):
         run(exit_on, 2, rank=1)
+
+
+def test_only_locks_of_killed_builds_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extensions, "FOLDER", tmp_path)
+    left, held = tmp_path / "killed" / "lock", tmp_path / "building" / "lock"
+    for lock in (left, held):
+        lock.parent.mkdir()
+        lock.touch()
+    with held.open():
+        extensions.remove_locks()
+        assert held.exists() and not left.exists()
 
 
 def test_groups_time_out_before_the_tests() -> None:

@@ -215,13 +215,12 @@ class Pool:
 
     def run(self, fn: Callable[..., Any], kwargs: dict[str, Any], timeout: float) -> list[Any]:
         """The results of fn(**kwargs) by rank; a failure closes the pool, as its ranks may be out of step."""
-        started = time.time()
         try:
             self.send(fn, [kwargs] * len(self.ranks))
             return self._results(timeout)
         except BaseException:
             self.close()
-            extensions.remove_locks(since=started)
+            extensions.remove_locks()
             raise
 
     def send(self, fn: Callable[..., Any], kwargs: list[dict[str, Any]]) -> None:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
+
 from helpers.paths import ROOT
 
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / "build" / "torch_extensions"))
@@ -20,10 +22,13 @@ TIMEOUT = 900.0
 """Seconds a build may take on a loaded machine."""
 
 
-def remove_locks(since: float = 0.0) -> None:
-    """Remove what killed builds left, on which the next one would wait for ever; only locks taken after `since`."""
-    for lock in FOLDER.glob("**/lock"):
-        if lock.stat().st_mtime >= since:
+def remove_locks() -> None:
+    """Remove locks of killed builds, on which the next build would wait for ever. Who builds has its lock open."""
+    locks = [lock.resolve() for lock in FOLDER.glob("**/lock")]
+    processes = psutil.process_iter(["open_files"]) if locks else ()
+    held = {file.path for process in processes for file in process.info["open_files"] or ()}
+    for lock in locks:
+        if str(lock) not in held:
             lock.unlink(missing_ok=True)
 
 
