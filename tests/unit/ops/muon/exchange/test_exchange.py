@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packaging.version import Version
 
 from deepspeed.muon.errors import DisagreementError
 from deepspeed.muon.exchange.exchange import BucketBuffers
@@ -80,6 +81,9 @@ def test_unpacking_moves_element_by_element(
         assert buffers.inbox.equal(returned)
 
 
+@pytest.mark.skipif(
+    Version(torch.__version__) < Version("2.6"), reason="the bits of torch 2.5's bf16 products depend on their number"
+)
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("stage", [0, 1, 3])

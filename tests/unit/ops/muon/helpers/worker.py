@@ -87,8 +87,9 @@ def join(collective_timeout: float) -> None:
 def _mend_gathers() -> None:
     """What DeepSpeed's gathers lack on gloo, not on NCCL, with any optimizer.
 
-    Before 0.19.8 it waits for the last of several, but they end in any order. With torch 2.5 they write to views that
-    were made without gradients. Here none returns before it has ended, and none takes part in a graph.
+    Before 0.19.8 it waits for the last of several, but they end in any order. With torch 2.5 gloo's threads, which have
+    gradients enabled, may not write to views that were made without. Here none returns before it has ended, and none
+    sees a view.
     """
     import deepspeed.comm as comm
     import torch
@@ -97,9 +98,8 @@ def _mend_gathers() -> None:
         return
     gather = comm.all_gather_into_tensor
 
-    @torch.no_grad()
-    def waiting(*args: Any, **kwargs: Any) -> Any:
-        if (handle := gather(*args, **kwargs)) is not None:
+    def waiting(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if (handle := gather(output.data, *args, **kwargs)) is not None:
             handle.wait()
         return handle
 
