@@ -38,7 +38,8 @@ class Wide(nn.Module):
         """Mean squared error, a scalar; `inputs` (batch,), int64, `targets` (batch, 12)."""
         hidden = torch.tanh(self.down(torch.tanh(self.up(self.tokens(inputs)))))
         outputs = self.last(torch.tanh(self.narrow(hidden)))
-        return F.mse_loss(outputs.to(torch.promote_types(outputs.dtype, torch.float32)), targets)
+        outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+        return F.mse_loss(outputs, targets.to(outputs.dtype))
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Inputs (GLOBAL_BATCH,), int64, targets (GLOBAL_BATCH, 12) from N(0, 16), float32."""
@@ -62,7 +63,8 @@ class WideAttention(Wide):
         query, key, value = self.qkv(hidden).view(-1, 3, self.heads, 128).permute(1, 2, 0, 3)[:, None]
         mixed = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(hidden.shape)
         outputs = self.last(torch.tanh(self.narrow(hidden + mixed)))
-        return F.mse_loss(outputs.to(torch.promote_types(outputs.dtype, torch.float32)), targets)
+        outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+        return F.mse_loss(outputs, targets.to(outputs.dtype))
 
 
 def run(fn: Callable[..., Any], world_size: int, fresh: bool = False, **kwargs: Any) -> list[Any]:
