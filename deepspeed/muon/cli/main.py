@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``ds_muon``: what the optimizer would do, whether it can, what it did, and stock's checkpoints for it."""
+"""The command ``ds_muon``: a config, what a run would do, whether it can, what it did, stock's checkpoints."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import gc
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -17,11 +18,13 @@ from typing import Any, NoReturn
 import torch
 
 from deepspeed.muon import errors
+from deepspeed.muon.cli.init import convert as convert_config
 from deepspeed.muon.cli.model import EXPECTED, build
 from deepspeed.muon.cli.plot import plot
-from deepspeed.muon.cli.report import as_text, environment
-from deepspeed.muon.cli.tables import plan_text, rows_of
+from deepspeed.muon.cli.report import as_text, environment, of_launch
+from deepspeed.muon.cli.tables import aligned, plan_text, rows_of
 from deepspeed.muon.config.messages import did_you_mean
+from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.forecast.estimate import Estimate, estimate, milliseconds, per_rank, stock_clipping, totals
 from deepspeed.muon.forecast.layout import halves_of
 from deepspeed.muon.forecast.measured import measure
@@ -36,6 +39,9 @@ from deepspeed.muon.zero.read_config import Settings, read_settings
 USER_ERRORS: tuple[type[Exception], ...] = (errors.ImportStateError, errors.ModelError, errors.MuonConfigError)
 USER_ERRORS += (errors.RecordsError, errors.SettingsError, errors.UnsupportedError)
 CHOSEN_LATER = "what is auto of ns_dtype and ns_method is chosen by a race at start; here by the count of operations"
+LIVE = "under a launcher: also train a small model on all ranks at every stage, and write all of it to a file"
+REPORT = "ds_muon_report.md"
+LAUNCHED = "deepspeed --module deepspeed.muon.cli report --live, or torchrun ... -m deepspeed.muon.cli report --live"
 MEASURED = "also milliseconds, from rates measured here on the device of --device in about 10 s"
 
 
@@ -60,9 +66,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    top = _Parser("ds_muon", description="Muon for DeepSpeed ZeRO: plan a run, report on the environment, import, plot")
+    title = "Muon for DeepSpeed ZeRO: a config for it, a plan of a run, a report on the environment, import, plot"
+    top = _Parser("ds_muon", description=title)
     top.add_argument("--version", action="version", version=f"deepspeed-muon {__version__}")
     commands = top.add_subparsers(dest="command", required=True)
+    init = commands.add_parser("init", help="print a ds_config for Muon, from one for AdamW; the reasons go to stderr")
+    init.add_argument("--config", required=True, help="ds_config.json with optimizer.type AdamW, or without optimizer")
+    init.set_defaults(run=_init)
     plan = commands.add_parser("plan", help="what the optimizer would do with a model on many ranks")
     plan.add_argument("--config", required=True, help="ds_config.json with optimizer.type Muon")
     plan.add_argument("--model", required=True, help=EXPECTED.removeprefix("expected "))
@@ -73,6 +83,8 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--measured", action="store_true", help=MEASURED)
     plan.set_defaults(run=_plan)
     report = commands.add_parser("report", help="versions, seams, activation, devices; status 1 if unfit")
+    report.add_argument("--live", action="store_true", help=LIVE)
+    report.add_argument("--out", type=Path, help=f"with --live, the file of the report (default: {REPORT})")
     report.set_defaults(run=_report)
     take = commands.add_parser("import", help="a universal checkpoint from one of stock DeepSpeed's Muon")
     take.add_argument("--from", required=True, type=Path, dest="source", help="folder of one tag of the checkpoint")
@@ -82,7 +94,7 @@ def parser() -> argparse.ArgumentParser:
     draw.add_argument("run_folder", type=Path, metavar="RUN", help="output_path/job_name of csv_monitor or tensorboard")
     draw.add_argument("--out", type=Path, help="the PNG file (default: muon.png in RUN)")
     draw.set_defaults(run=_plot)
-    for command in (plan, report, take, draw):
+    for command in (init, plan, report, take, draw):
         command.add_argument("--json", action="store_true", help="print one JSON object")
     return top
 
@@ -110,9 +122,28 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _init(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    facts = convert_config(args.config)
+    if not args.json:
+        rows = [(decision["key"], decision["what"], decision["why"]) for decision in facts["decisions"]]
+        print(aligned(rows))  # to stderr: stdout is the config alone
+    return facts, json.dumps(facts["config"], indent=2)
+
+
 def _report(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    facts = environment()
-    return facts, as_text(facts)
+    if args.out and not args.live:
+        raise errors.SettingsError("--out: goes with --live, which writes a file")
+    if not args.live:
+        facts = environment()
+        return facts, as_text(facts)
+    if "RANK" not in os.environ:
+        raise errors.SettingsError(f"--live: start it on all ranks: {LAUNCHED}")
+    found = of_launch()
+    if found is None:  # rank 0 speaks for all
+        raise SystemExit(0)
+    text, file = as_text(found), args.out or Path(REPORT)
+    file.write_text(f"```\n{text}\n```\n")
+    return found, f"{text}\n\nwritten to {file}, to be pasted into an issue"
 
 
 def _import(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
@@ -172,6 +203,7 @@ def plan_facts(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
         "stage": layout.stage,
         "world_size": layout.world_size,
         "scale": config.scale,
+        "beyond_muon": [*config.beyond_muon, *([f"QK-clip at {config.qk_clip.tau:g}"] if config.qk_clip else ())],
         "ns_dtype": dtype,
         "wire_dtype": config.wire,
         "device": args.device,
@@ -183,8 +215,16 @@ def plan_facts(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
         "planning_seconds": round(found.planning_seconds, 3),
         "stock_clipping": stock_clipping(halves, settings.gradient_clipping),
         "assumptions": [f"owners are balanced for {where}; one user group of all trainable parameters"],
-        "notes": [*settings.notes, *([CHOSEN_LATER] if "auto" in (config.ns_dtype, config.ns_method) else [])],
+        "notes": [
+            *_of_preset(config),
+            *settings.notes,
+            *([CHOSEN_LATER] if "auto" in (config.ns_dtype, config.ns_method) else []),
+        ],
     }
+
+
+def _of_preset(config: MuonConfig) -> list[str]:
+    return [] if config.preset == "none" else [config.preset_says]
 
 
 def _measured(found: Estimate, settings: Settings, candidates: Candidates) -> dict[str, Any]:

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether this environment is fit for deepspeed-muon, as facts and as text."""
+"""Whether this environment, or the ranks of a launch, are fit for deepspeed-muon, as facts and as text."""
 
 from __future__ import annotations
 
+import ctypes.util
 import os
 import platform
+import shutil
+import subprocess
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from importlib import metadata
@@ -13,11 +16,13 @@ from typing import Any
 import torch
 
 from deepspeed.muon.cli.tables import aligned
+from deepspeed.muon.cli.trial import try_out
 from deepspeed.muon.kernels import selection
 from deepspeed.muon.math.choice import shape_key
 from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.math.race import fast_enough, probe, race
 from deepspeed.muon.version import TESTED_DEEPSPEED, __version__
+from deepspeed.muon.zero.consensus import gathered
 from deepspeed.muon.zero.hooks import is_tested, seam_states
 from deepspeed.muon.zero.read_config import accelerator, backends
 
@@ -25,22 +30,27 @@ from deepspeed.muon.zero.read_config import accelerator, backends
 ENTRY_GROUP, ENTRY_NAME = "torch.backends", "deepspeed_muon"
 #: Where set to 0, either leaves DeepSpeed untouched until ``import deepspeed.muon``.
 SWITCHES = ("DS_MUON_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD")
+#: Versions that are shown, and those in which ranks must not differ.
+PACKAGES = ("torch", "deepspeed", "numpy", "triton", "quack-kernels", "transformers")
+#: Columns of the table of a trial.
+TRIAL = ("ZeRO", "trains", "error", "loss", "step ms", "MB sent")
 #: Rows and columns of the matrices on which products are timed.
 SHAPE = (512, 2048)
 
 
 def environment() -> dict[str, Any]:
     """Versions, seams, activation and devices; ``problems`` lists essential things that are missing."""
-    versions = {name: _version(name) for name in ("torch", "deepspeed", "numpy", "transformers")}
+    versions = _versions()
     tested = dict(zip(("oldest", "newest"), TESTED_DEEPSPEED, strict=True))
     includes_installed = bool(versions["deepspeed"]) and is_tested(str(versions["deepspeed"]))
     device, lacking = accelerator(), selection.missing("auto", ["cpu"])
     facts: dict[str, Any] = {
-        "versions": {"python": platform.python_version(), **versions, "deepspeed-muon": __version__},
+        "versions": versions,
         "tested_deepspeed": {**tested, "includes_installed": includes_installed},
         "seams": seam_states(),
         "activation": _activation(),
         "accelerator": device,
+        "tools": _tools(),
         # What a step on the CPU would run on; built here if it is not yet, as it would be then.
         "kernels": selection.summary(selection.choose(lacking), lacking),
         "products_tflops": _rates(device["kind"]),
@@ -68,11 +78,59 @@ def _rates(device_type: str) -> dict[str, float]:
     return found
 
 
+def _versions() -> dict[str, str | None]:
+    found = {name: _version(name) for name in PACKAGES}
+    return {"python": platform.python_version(), **found, "deepspeed-muon": __version__}
+
+
 def _version(name: str) -> str | None:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _tools() -> dict[str, str | None]:
+    """What operations are built with or run on, by name, and its version; ``None`` where it is missing."""
+    compiler = os.environ.get("CXX", "c++")
+    cuda, nccl = torch.version.cuda, torch.cuda.nccl.version() if torch.cuda.is_available() else None
+    return {
+        "C++ compiler": _first_line(compiler, "--version"),
+        "ninja": _first_line("ninja", "--version"),
+        "libaio": ctypes.util.find_library("aio"),
+        "CUDA of torch": cuda,
+        "NCCL of torch": ".".join(map(str, nccl)) if nccl else None,
+    }
+
+
+def _first_line(*command: str) -> str | None:
+    path = shutil.which(command[0])
+    if path is None:
+        return None
+    found = subprocess.run([path, *command[1:]], capture_output=True, text=True, check=False)
+    return found.stdout.partition("\n")[0] or None
+
+
+def of_launch() -> dict[str, Any] | None:
+    """:func:`environment` of rank 0, with what ``ranks`` differ in and a ``trial`` of training; a collective.
+
+    Returns:
+        The facts, on rank 0; ``None`` on the others.
+    """
+    trial = try_out()
+    device = accelerator()
+    own = {**_versions(), "host": platform.node(), "device": device["name"], "backend": device["backend"]}
+    ranks = gathered(own)
+    if torch.distributed.get_rank():
+        return None
+    facts = environment()
+    odd = [name for name in ranks[0] if name != "host" and len({one[name] for one in ranks}) > 1]
+    differing = {name: [one[name] for one in ranks] for name in odd}
+    problems = [*facts["problems"], *(f"ranks differ in {name}" for name in odd if name != "device")]
+    problems += [f"{case['name']}: {case['problem']}" for case in trial if case["problem"]]
+    hosts = len({one["host"] for one in ranks})
+    launch = {"ranks": len(ranks), "hosts": hosts, "differing": differing, "trial": trial}
+    return facts | {"launch": launch, "problems": problems, "ok": not problems}
 
 
 def _activation() -> dict[str, Any]:
@@ -116,6 +174,7 @@ def as_text(facts: dict[str, Any]) -> str:
     rates = [f"{dtype} {tflops:.3g}" for dtype, tflops in facts["products_tflops"].items()]
     rows = [
         *([name, version or "not installed"] for name, version in facts["versions"].items()),
+        *([name, version or "not found"] for name, version in facts["tools"].items()),
         ["tested DeepSpeed", f"{tested['oldest']} to {tested['newest']}; this one: {inside}"],
         *_seam_rows(facts["seams"]),
         ["entry point", "registered" if activation["entry_point_registered"] else "NOT REGISTERED"],
@@ -126,5 +185,24 @@ def as_text(facts: dict[str, Any]) -> str:
         ["kernels", facts["kernels"]],
         ["products of Newton-Schulz", f"{', '.join(rates)} TFLOP/s, on matrices of {SHAPE[0]} x {SHAPE[1]}"],
     ]
-    verdict = [f"missing: {problem}" for problem in facts["problems"]] or ["nothing essential is missing"]
-    return "\n".join([aligned(rows), "", *verdict])
+    verdict = [f"problem: {problem}" for problem in facts["problems"]] or ["nothing essential is missing"]
+    return "\n".join([aligned(rows), *_of_launch(facts.get("launch")), "", *verdict])
+
+
+def _of_launch(launch: dict[str, Any] | None) -> Iterator[str]:
+    """A table of the trial, and what the ranks differ in."""
+    if launch is None:
+        return
+    yield f"\n{launch['ranks']} ranks on {launch['hosts']} hosts, compared with one process without DeepSpeed:\n"
+    rows = [TRIAL]
+    for case in launch["trial"]:
+        first, last = case["loss"] or (float("nan"),) * 2
+        measured = (
+            f"{case['error']:.1e}",
+            f"{first:.3f} -> {last:.3f}",
+            f"{case['step_ms']:.1f}",
+            f"{case['sent_mb']:.1f}",
+        )
+        rows.append((case["name"], "fails" if case["problem"] else "as one process", *measured))
+    yield aligned(rows)
+    yield from (f"{name} by rank: {values}" for name, values in launch["differing"].items())

@@ -134,13 +134,14 @@ def plan_text(facts: dict[str, Any]) -> str:
     lines = [
         ("Muon", f"{halves[0]}, {totals['muon']['matrices']:,} matrices"),
         ("AdamW", halves[1]),
-        ("optimizer state per rank", f"{quantity(ranks['state_bytes']['max'])} on every rank, {where}"),
+        ("optimizer state per rank", f"{_state(ranks['state_bytes'])}, {where}"),
         ("scratch of a step", _scratch(facts)),
         ("sent per rank and step", _sent(facts)),
         ("Newton-Schulz per rank", f"mean {flop['mean']}, max {flop['max']}; {imbalance}"),
         *_measured(facts["measured"]),
         ("planning", f"{facts['planning_seconds']:.2f} s"),
         ("coming from stock", _clipping(facts["stock_clipping"])),
+        *([("beyond plain Muon", ", ".join(facts["beyond_muon"]))] if facts["beyond_muon"] else ()),
     ]
     head = f"{facts['model']}, stage {facts['stage']}, {facts['world_size']:,} ranks, adjust_lr_fn {facts['scale']}"
     table = _parameter_table(facts["parameters"], facts["world_size"])
@@ -161,6 +162,12 @@ def _measured(found: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
         smaller = "" if size == [rate["rows"], rate["cols"]] else f" of {size[0]} x {size[1]}, which stand for it"
         title = f"  {rate['rows']} x {rate['cols']}, {rate['method']} in {rate['dtype']}"
         yield title, f"{rate['tflops']:.3g} TFLOP/s, {batch} at a time{smaller}"
+
+
+def _state(nbytes: dict[str, float]) -> str:
+    if nbytes["mean"] == nbytes["max"]:
+        return f"{quantity(nbytes['max'])} on every rank"
+    return f"mean {quantity(nbytes['mean'])}, max {quantity(nbytes['max'])}"
 
 
 def _scratch(facts: dict[str, Any]) -> str:

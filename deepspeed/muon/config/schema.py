@@ -180,6 +180,18 @@ class MuonConfig(BaseModel):
         return {key: value for key, value in values.items() if getattr(self, key) == getattr(given, key)}
 
     @property
+    def preset_says(self) -> str:
+        """What the preset has set, for people."""
+        set_by_it = ", ".join(f"{key} {json.dumps(value)}" for key, value in self.of_preset.items())
+        return f"preset {self.preset} sets {set_by_it or 'nothing'}"
+
+    @property
+    def beyond_muon(self) -> list[str]:
+        """What a step does that plain Muon does not, for people; QK-clip apart, which depends on the model."""
+        decay = "cautious weight decay" if self.cautious_weight_decay else ""
+        return [text for text in (str(self.rules), str(self.schedules), decay) if text]
+
+    @property
     def matrix_options(self) -> MatrixOptions:
         """The options of routing and splitting."""
         return MatrixOptions(**{field.name: getattr(self, field.name) for field in fields(MatrixOptions)})

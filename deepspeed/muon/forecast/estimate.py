@@ -106,7 +106,8 @@ def totals(halves: Sequence[Half], use_muon: bool) -> dict[str, int]:
 def per_rank(found: Estimate) -> dict[str, Any]:
     """State, bytes sent, operations and their imbalance, rounds and collectives of one step."""
     costs, world_size = found.costs, found.world_size
-    state = sum(part.state_bytes for part in found.parts)
+    shards = sum(part.state_bytes for part in found.parts)
+    state = [shards + moments for moments in _by_rank([cost.moment_bytes for cost in costs], world_size)]
     sent = _by_rank([cost.sent_bytes for cost in costs], world_size)
     flops = _by_rank([cost.flops for cost in costs], world_size)
     mean = sum(flops) / world_size
@@ -114,7 +115,7 @@ def per_rank(found: Estimate) -> dict[str, Any]:
     waited_for = sum(max(cost.flops) for cost in costs)
     least, heaviest = sum(cost.least_bytes for cost in costs), max((cost.heaviest for cost in costs), default=0.0)
     return {
-        "state_bytes": {"mean": state, "max": state},
+        "state_bytes": {"mean": sum(state) / world_size, "max": max(state)},
         "sent_bytes": {"mean": sum(sent) / world_size, "max": max(sent), "least_mean": least},
         "newton_schulz_gflop": {"mean": mean / 1e9, "max": max(flops) / 1e9, "heaviest_matrix": heaviest / 1e9},
         "imbalance": waited_for / mean if mean else 1.0,

@@ -31,6 +31,8 @@ FLAT_ALIGNMENT = 2
 MUON_STATE_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
 #: In int8 each block has its magnitude as well.
 ADAM_STATE_BYTES, STEP_BYTES, ABSMAX_BYTES = 8, 4, 4
+#: Of NorMuon's second moment, one per output of a matrix.
+MOMENT_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,7 @@ class Half:
     nesterov: bool = True
     decays: bool = True
     momentum_dtype: str = "fp32"
+    normuon: bool = False
 
     def scale(self, block: Block) -> float:
         """The factor by which a block's orthogonalized update is scaled, beside the learning rate."""
@@ -66,6 +69,7 @@ def halves_of(model: nn.Module, config: MuonConfig) -> list[Half]:
             rms_scale=config.rms_scale,
             decays=bool(group["weight_decay"]),
             momentum_dtype=config.momentum_dtype,
+            normuon=config.normuon,
             **{key: group[key] for key in ("use_muon", "ns_method", "adjust_lr_fn", "nesterov") if key in group},
         )
         for group in split_groups(model.parameters(), specs, config).halves
@@ -182,7 +186,8 @@ class StepCost:
     all-to-alls per round, or one broadcast per round and owner; 0 if nothing is sent. ``messages``: of the busiest
     rank, one per round and rank that it sends anything to. ``runs``: pieces of matrices on the rank that holds most of
     them. ``least_bytes``: the mean of ``sent_bytes`` if each matrix were gathered by the rank that holds most of it.
-    ``demands``: of memory, by rank and bucket; ``slots``: buckets in flight.
+    ``demands``: of memory, by rank and bucket; ``slots``: buckets in flight. ``moment_bytes``: by rank, of NorMuon's
+    second moments, which owners keep.
     """
 
     part: StepPart
@@ -197,6 +202,7 @@ class StepCost:
     heaviest: float
     demands: list[list[Demand]]
     slots: int
+    moment_bytes: list[int]
 
 
 def step_cost(part: StepPart, cost: CostModel, bucket_bytes: int | None = None, staged: bool = False) -> StepCost:
@@ -209,9 +215,10 @@ def step_cost(part: StepPart, cost: CostModel, bucket_bytes: int | None = None, 
     items = part.items
     owners, _ = assign(items, part.world_size, cost)
     operations = [cost.flops(item.block.rows, item.block.cols) for item in items]
-    flops = [0.0] * part.world_size
-    for count, owner in zip(operations, owners, strict=True):
+    flops, moment_bytes = [0.0] * part.world_size, [0] * part.world_size
+    for item, count, owner in zip(items, operations, owners, strict=True):
         flops[owner] += count
+        moment_bytes[owner] += MOMENT_BYTES * item.outputs * part.half.normuon
     limit = bucket_limit(items, part.world_size, part.copies, cost, bucket_bytes)
     buckets = rounds_of(items, owners, part.world_size, limit)
     broadcasts, rounds = sum(len({owner for owner, _ in bucket}) for bucket in buckets), len(buckets)
@@ -233,6 +240,7 @@ def step_cost(part: StepPart, cost: CostModel, bucket_bytes: int | None = None, 
             list(of_rank) for of_rank in zip(*(demands_by_rank(b, part.world_size) for b in buckets), strict=True)
         ],
         slots=slot_count(staged or any(traffic.sent), part.copies > 1, is_tight(items, limit, cost)),
+        moment_bytes=moment_bytes,
     )
 
 

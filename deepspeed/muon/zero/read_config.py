@@ -50,7 +50,12 @@ def read_settings(path: str, world_size: int, stage: int | None = None) -> Setti
         MuonConfigError: a wrong ``optimizer.params``.
         UnsupportedError: a combination that deepspeed-muon refuses.
     """
-    section, notes = _load(path), []
+    return settings_of(path, load_config(path), world_size, stage)
+
+
+def settings_of(path: str, section: dict[str, Any], world_size: int, stage: int | None = None) -> Settings:
+    """What :func:`read_settings` returns, of a section that has been read; errors name the file as ``path``."""
+    notes: list[str] = []
     name, params = _require_muon(path, section)
     if autos := [key for key in FILLED_BY if params.get(key) == "auto"]:
         notes.append(f"optimizer.params: {', '.join(autos)} auto: filled in by Hugging Face's integration")
@@ -88,7 +93,12 @@ def _not_predicted(stock: Any) -> Iterator[str]:
         yield "zero_optimization: NVMe counts as the host's memory; reading and writing it is not predicted"
 
 
-def _load(path: str) -> dict[str, Any]:
+def load_config(path: str) -> dict[str, Any]:
+    """A ds_config as it is written.
+
+    Raises:
+        SettingsError: the file cannot be read, or holds no object.
+    """
     from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 
     try:

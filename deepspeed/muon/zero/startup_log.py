@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
 from typing import Any
@@ -50,8 +49,7 @@ def log_startup(adapter: Adapter, tuning: Tuning, matrices_of_all: int) -> None:
     )
     logger.info("deepspeed-muon %s: %s", __version__, "; ".join(facts))
     if optimizer.config.preset != "none":
-        set_by_it = ", ".join(f"{key} {json.dumps(value)}" for key, value in optimizer.config.of_preset.items())
-        logger.info("deepspeed-muon: preset %s sets %s", optimizer.config.preset, set_by_it or "nothing")
+        logger.info("deepspeed-muon: %s", optimizer.config.preset_says)
     splits = defaultdict[str, list[str]](list)
     for spec in matrices:
         if spec.split:
@@ -93,10 +91,8 @@ def _steps(engine: Any, optimizer: MuonWithAuxAdam, tuning: Tuning, matrices: li
         f"Newton-Schulz on {exchange.device.type} in {described(optimizer.choice, tuning)}{_methods(optimizer)}",
         f"adjust_lr_fn {config.scale} = {SCALES[config.scale][0].replace('rms_scale', f'{config.rms_scale:g}')}: "
         f"update RMS {rms:.3g} x lr for {typical.name} {list(typical.whole)} ({config.scale_reason})",
-        *([str(config.rules)] if config.rules else ()),
-        *([f"{config.schedules}"] if str(config.schedules) else ()),
+        *config.beyond_muon,
         *([f"{optimizer.qk_clip}"] if optimizer.qk_clip else ()),
-        *(["cautious weight decay"] if config.cautious_weight_decay else ()),
     )
 
 

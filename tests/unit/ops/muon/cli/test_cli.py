@@ -97,8 +97,8 @@ def test_all_lists_every_parameter(folder: Path, capsys: pytest.CaptureFixture) 
 
 
 KEYS = {
-    "": "version model config stage world_size scale ns_dtype wire_dtype device offload parameters totals per_rank "
-    "measured planning_seconds stock_clipping assumptions notes",
+    "": "version model config stage world_size scale beyond_muon ns_dtype wire_dtype device offload parameters totals "
+    "per_rank measured planning_seconds stock_clipping assumptions notes",
     "per_rank": "state_bytes sent_bytes newton_schulz_gflop imbalance parts rounds collectives scratch_bytes",
     "stock_clipping": "gradient_clipping update_norm divided_by",
 }
@@ -167,6 +167,21 @@ def test_auto_of_hugging_face_counts_as_filled_in_later(folder: Path, capsys: py
     assert facts["notes"][0].startswith("optimizer.params: lr, betas, eps, weight_decay auto")
     assert "zero_optimization.reduce_bucket_size: auto taken as DeepSpeed's default" in facts["notes"]
     assert facts["stock_clipping"]["gradient_clipping"] == 1.0
+
+
+def test_presets_and_rules_are_named(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    """With NorMuon's state, 4 bytes per output, at the owners: 12 matrices on 4 ranks."""
+    plain = as_json(capsys)
+    assert plain["beyond_muon"] == [] and "beyond plain Muon" not in plan(capsys)[1]
+    optimizer = OPTIMIZER | {"params": {"preset": "nanochat"}}
+    facts, text = as_json(capsys, optimizer=optimizer), plan(capsys, optimizer=optimizer)[1]
+    rules = ["NorMuon (beta2 0.95)", "momentum from 0.85 over 300 steps", "cautious weight decay"]
+    assert facts["beyond_muon"] == rules and f"beyond plain Muon         {', '.join(rules)}\n" in text
+    assert any(note.startswith("preset nanochat sets muon_lr 0.02, ") for note in facts["notes"])
+    more = {
+        key: facts["per_rank"]["state_bytes"][key] - plain["per_rank"]["state_bytes"][key] for key in ("mean", "max")
+    }
+    assert more["mean"] == 4 * 6 * (256 + 64) / 4 and more["max"] >= more["mean"]
 
 
 def test_quantities_have_a_prefix() -> None:

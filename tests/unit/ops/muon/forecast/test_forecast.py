@@ -29,7 +29,7 @@ from deepspeed.muon.tuning import Candidates
 from helpers.forecasts import STEPS, check_against_the_engine, forecast
 from helpers.models import MODELS
 from helpers.racing import opinion
-from helpers.training import MOMENTA, PARAMS
+from helpers.training import MOMENTA, PARAMS, with_params
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -61,6 +61,16 @@ def test_round_robin_and_parameter_alignment() -> None:
 @pytest.mark.parametrize("momentum_dtype", ["bf16", "int8"])
 def test_a_rounded_momentum(momentum_dtype: str, stage: int) -> None:
     check_against_the_engine("gpt", Layout(stage, 2), optimizer=MOMENTA[momentum_dtype])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_second_moments_of_normuon(stage: int) -> None:
+    """Each is with the owner of its matrix, or at stage 0 with every rank."""
+    optimizer = with_params(normuon=True)
+    check_against_the_engine("gpt", Layout(stage, 2), optimizer=optimizer)
+    costs = forecast("gpt", Layout(stage, 2), optimizer["params"])[1]
+    outputs = sum(item.outputs for cost in costs for item in cost.part.items)
+    assert sum(sum(cost.moment_bytes) for cost in costs) == 4 * outputs > 0
 
 
 def test_bf16_optimizer_and_offload() -> None:

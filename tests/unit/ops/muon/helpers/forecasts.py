@@ -32,7 +32,7 @@ def bound(model: str, **config: Any) -> dict[str, Any]:
         "owners": [list(plan.owners) for plan in optimizer.plans],
         "rounds": [len(plan.buckets) for plan in optimizer.plans],
         "sent": [plan.sent_elements * itemsize for plan in optimizer.plans],
-        "state": sum(tensor.numel() * tensor.element_size() for tensor in states),
+        "state": sum(tensor.nbytes for tensor in (*states, *optimizer.second_moments.held.values())),
         "wrapper": type(engine.optimizer).__name__,
     }
     engine.destroy()
@@ -64,5 +64,6 @@ def check_against_the_engine(model: str, layout: Layout, **config: Any) -> set[s
         assert [cost.rounds for cost in costs] == facts["rounds"]
         assert [cost.sent_bytes[rank % cost.part.world_size] for cost in costs] == facts["sent"]
         few = ABSMAX_BYTES * sum(len(p.shards) for p in parts if p.half.momentum_dtype == "int8") if rank else 0
-        assert abs(state - facts["state"]) <= few
+        moments = sum(cost.moment_bytes[rank % cost.part.world_size] for cost in costs)
+        assert abs(state + moments - facts["state"]) <= few
     return {facts["wrapper"] for facts in live}

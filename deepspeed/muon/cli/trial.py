@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A short training on the ranks of a live launch: does each ZeRO stage train as one process does, and how fast?"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor, nn
+
+import deepspeed
+from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.zero.consensus import gathered, with_type
+
+WIDTH, LAYERS, VOCABULARY = 256, 4, 512
+#: Sequences of one rank in a batch, and their tokens.
+ROWS, TOKENS = 4, 16
+STEPS = 4
+#: fp32 throughout, so that what differs from one process is wrong and no rounding.
+PARAMS = {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-8, "ns_dtype": "fp32", "ns_method": "standard"}
+CLIP = 0.5
+#: The largest error of the change of a weight that counts as rounding, as a share of the change.
+TOLERANCE = 1e-2
+#: Seconds after which a collective that does not end fails.
+PATIENCE = 120
+#: ZeRO's settings, by the name in the report.
+CASES: dict[str, dict[str, Any]] = {
+    "stage 0": {"stage": 0},
+    "stage 1": {"stage": 1},
+    "stage 2": {"stage": 2},
+    "stage 3": {"stage": 3},
+    "stage 2, optimizer on the CPU": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    "stage 3, optimizer on the CPU": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+}
+
+
+class Model(nn.Module):
+    """A small language model without attention, whose matrices have two shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.up = nn.ModuleList(nn.Linear(WIDTH, 4 * WIDTH) for _ in range(LAYERS))
+        self.down = nn.ModuleList(nn.Linear(4 * WIDTH, WIDTH) for _ in range(LAYERS))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, text: Tensor) -> Tensor:
+        """The loss of telling from each token of ``text``, numbers ``[batch, tokens]``, the one after it."""
+        x = self.tokens(text)
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + down(torch.relu(up(self.norm(x))))
+        return nn.functional.cross_entropy(self.lm_head(self.norm(x)).flatten(0, 1), (text + 1).flatten() % VOCABULARY)
+
+
+def batch(step: int, rank: int) -> Tensor:
+    """The token numbers of one rank in one step."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randint(VOCABULARY, (ROWS, TOKENS), generator=generator)
+
+
+def try_out() -> list[dict[str, Any]]:
+    """Train with every one of :data:`CASES` on all ranks of this launch; a collective.
+
+    Returns:
+        By case ``name``; ``problem``, an error or a difference, ``None`` if there is none; ``error``, the largest
+        relative error of a weight's change against one process with the same batches; ``loss``, of the first and the
+        last step; ``step_ms``, the median of the slowest rank; ``sent_mb``, by the rank that sends most.
+    """
+    deepspeed.init_distributed(timeout=timedelta(seconds=PATIENCE))
+    torch.manual_seed(0)
+    model = Model()
+    expected = _reference(copy.deepcopy(model), torch.distributed.get_world_size())
+    return [{"name": name, **_case(zero, model, expected)} for name, zero in CASES.items()]
+
+
+def _reference(model: Model, world_size: int) -> dict[str, Tensor]:
+    """The weights that one process gets from the batches of all ranks, without DeepSpeed."""
+    model.to(get_accelerator().current_device_name())
+    optimizer = MuonWithAuxAdam(model.named_parameters(), model=model, **PARAMS)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        text = torch.cat([batch(step, rank) for rank in range(world_size)])
+        model(text.to(get_accelerator().current_device_name())).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+    return {name: param.detach().cpu() for name, param in model.named_parameters()}
+
+
+def _case(zero: dict[str, Any], model: Model, expected: dict[str, Tensor]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    try:
+        found = _train(zero, model, expected)
+    except Exception as error:  # is told of, and the other cases may still run
+        found["problem"] = with_type(error)
+    by_rank = gathered(found)
+    problems = [f"rank {rank}: {one['problem']}" for rank, one in enumerate(by_rank) if one["problem"]]
+    slowest = {key: max(one.get(key, 0.0) for one in by_rank) for key in ("error", "step_ms", "sent_mb")}
+    return {"problem": "; ".join(problems[:4]) or None, "loss": by_rank[0].get("loss"), **slowest}
+
+
+def _train(zero: dict[str, Any], model: Model, expected: dict[str, Tensor]) -> dict[str, Any]:
+    """One engine of its own, from the same weights; what this rank has seen."""
+    trained = copy.deepcopy(model)
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_clipping": CLIP,
+        "optimizer": {"type": "Muon", "params": PARAMS},
+        "zero_optimization": zero,
+        "steps_per_print": 10**9,
+    }
+    engine = deepspeed.initialize(model=trained, config=config, model_parameters=trained.parameters())[0]
+    try:
+        if not isinstance(engine.basic_optimizer, MuonWithAuxAdam):
+            return {"problem": f"{type(engine.basic_optimizer).__name__} runs instead of deepspeed-muon"}
+        losses, seconds = [], []
+        for step in range(STEPS):
+            text = batch(step, engine.global_rank).to(engine.device)
+            loss = engine(text)
+            engine.backward(loss)
+            get_accelerator().synchronize()
+            began = time.perf_counter()
+            engine.step()
+            get_accelerator().synchronize()
+            seconds.append(time.perf_counter() - began)
+            losses.append(float(loss))
+        error = max(_errors(trained, model, expected))
+        optimizer = engine.basic_optimizer
+        sent = sum(plan.sent_elements for plan in optimizer.plans) * optimizer.exchange.dtype.itemsize
+    finally:
+        engine.destroy()
+    return {
+        "problem": None if error <= TOLERANCE else f"weights changed otherwise than in one process, by {error:.1%}",
+        "error": error,
+        "loss": [losses[0], losses[-1]],
+        "step_ms": 1e3 * statistics.median(seconds),
+        "sent_mb": sent / 1e6,
+    }
+
+
+def _errors(trained: nn.Module, model: Model, expected: dict[str, Tensor]) -> Iterator[float]:
+    """By parameter, the error of its change over the change."""
+    initial = dict(model.named_parameters())
+    for name, param in trained.named_parameters():
+        with deepspeed.zero.GatheredParameters([param]):
+            weight = param.detach().cpu().float()
+        change = expected[name] - initial[name].detach()
+        yield float((weight - expected[name]).norm() / change.norm())

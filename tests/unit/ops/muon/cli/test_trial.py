@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ds_muon report --live: a training on all ranks, compared with one process; what it says of ranks that go wrong."""
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from deepspeed.muon.cli import main, report, trial
+from helpers.distributed import run
+
+FEW = ("stage 2", "stage 3")
+
+
+def tried(names: list[str], wrong: str = "") -> list[dict[str, Any]]:
+    """The rows for cases by name. ``wrong``: rank 1 raises, has other batches, or the reference has other settings."""
+    import torch.distributed as dist
+
+    batch, train = trial.batch, trial._train
+
+    def other_batch(step: int, rank: int) -> Any:
+        return batch(step + 100 * (dist.get_rank() == 1), rank)
+
+    def broken(zero: dict[str, Any], *rest: Any) -> dict[str, Any]:
+        if dist.get_rank() == 1 and zero["stage"] == 2:
+            raise ValueError("no luck")
+        return train(zero, *rest) if zero["stage"] != 2 else {"problem": None, "error": 0.0}
+
+    changed: dict[str, dict[str, Any]] = {
+        "": {},
+        "raises": {"_train": broken},
+        "batches": {"batch": other_batch},
+        "settings": {"CLIP": 50.0},
+    }
+    if wrong == "settings":  # of the engines alone: the reference is made before
+        reference = trial._reference
+
+        def strict(*args: Any) -> Any:
+            with mock.patch.multiple(trial, CLIP=0.01):
+                return reference(*args)
+
+        changed["settings"] = {"_reference": strict}
+    with mock.patch.multiple(trial, CASES={name: trial.CASES[name] for name in names}, **changed[wrong]):
+        return trial.try_out()
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(1, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)])
+def test_every_case_trains_as_one_process(world: int, request: pytest.FixtureRequest) -> None:
+    names = list(FEW) if world == 2 else list(trial.CASES)
+    for rows in run(tried, world, names=names):
+        assert [row["name"] for row in rows] == names
+        for row in rows:
+            assert row["problem"] is None and row["error"] < 1e-3, row
+            assert row["loss"][1] < row["loss"][0] and row["step_ms"] > 0
+            assert (row["sent_mb"] > 0) == (world > 1 and row["name"].startswith("stage 3")) or world == 3
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("batches", "rank 0: weights changed otherwise than in one process, by "),
+        ("settings", "rank 0: weights changed otherwise than in one process, by "),
+        ("raises", "rank 1: ValueError: no luck"),
+    ],
+)
+def test_what_goes_wrong_is_told_and_the_others_go_on(wrong: str, words: str) -> None:
+    rows = run(tried, 2, names=list(FEW), wrong=wrong)[0]
+    assert words in rows[0]["problem"], rows
+    assert (rows[1]["problem"] is None) == (wrong == "raises"), rows
+
+
+def reported(folder: str, version: str | None = None) -> tuple[int, str]:
+    """Exit status and output of the command on this rank, of which rank 1 may have another version of torch."""
+    import contextlib
+    import io
+    import os
+
+    import torch.distributed as dist
+
+    names = {"CASES": {"stage 3": trial.CASES["stage 3"]}}
+    own = report._versions() | ({"torch": version} if version and dist.get_rank() == 1 else {})
+    out = io.StringIO()
+    with (
+        contextlib.redirect_stdout(out),
+        mock.patch.multiple(trial, **names),
+        mock.patch.object(report, "_versions", lambda: own),
+        mock.patch.dict(os.environ, {"RANK": str(dist.get_rank())}),
+    ):
+        try:
+            status = main.main(["report", "--live", "--out", f"{folder}/report.md"])
+        except SystemExit as stop:
+            status = int(stop.code or 0)
+    return status, out.getvalue()
+
+
+def test_rank_0_writes_one_file(tmp_path: Path) -> None:
+    (status, out), (other, silence) = run(reported, 2, folder=str(tmp_path))
+    text = (tmp_path / "report.md").read_text()
+    assert (status, other, silence) == (0, 0, "") and text.startswith("```\n") and text.endswith("\n```\n")
+    assert text[4:-5] in out and "2 ranks on 1 hosts" in text and "nothing essential is missing" in text
+    (line,) = [line for line in text.splitlines() if line.startswith("stage 3 ")]
+    assert "as one process" in line
+
+
+def test_ranks_that_differ_are_named(tmp_path: Path) -> None:
+    (status, out), _ = run(reported, 2, folder=str(tmp_path), version="1.0")
+    assert status == 1 and "problem: ranks differ in torch" in out
+    assert "torch by rank: [" in out and "'1.0']" in out
+
+
+def test_without_a_launcher(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert main.main(["report", "--live"]) == 2
+    assert "--live: start it on all ranks: deepspeed --module deepspeed.muon.cli report" in capsys.readouterr().err
+    assert main.main(["report", "--out", "x"]) == 2
+    assert "--out: goes with --live" in capsys.readouterr().err
