@@ -16,15 +16,14 @@ from typing import Any
 import torch
 
 from deepspeed.muon.cli.tables import aligned
-from deepspeed.muon.cli.trial import try_out
 from deepspeed.muon.kernels import selection
 from deepspeed.muon.math.choice import shape_key
 from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.math.race import fast_enough, probe, race
 from deepspeed.muon.version import TESTED_DEEPSPEED, __version__
-from deepspeed.muon.zero.consensus import gathered
 from deepspeed.muon.zero.hooks import is_tested, seam_states
 from deepspeed.muon.zero.read_config import accelerator, backends
+from deepspeed.muon.zero.trial import survey
 
 #: The entry point that activates the package at ``import torch``.
 ENTRY_GROUP, ENTRY_NAME = "torch.backends", "deepspeed_muon"
@@ -117,13 +116,12 @@ def of_launch() -> dict[str, Any] | None:
     Returns:
         The facts, on rank 0; ``None`` on the others.
     """
-    trial = try_out()
     device = accelerator()
     own = {**_versions(), "host": platform.node(), "device": device["name"], "backend": device["backend"]}
-    ranks = gathered(own)
-    if torch.distributed.get_rank():
+    found = survey(own)
+    if found is None:
         return None
-    facts = environment()
+    (ranks, trial), facts = found, environment()
     odd = [name for name in ranks[0] if name != "host" and len({one[name] for one in ranks}) > 1]
     differing = {name: [one[name] for one in ranks] for name in odd}
     problems = [*facts["problems"], *(f"ranks differ in {name}" for name in odd if name != "device")]

@@ -7,7 +7,8 @@ from unittest import mock
 
 import pytest
 
-from deepspeed.muon.cli import main, report, trial
+from deepspeed.muon.cli import main, report
+from deepspeed.muon.zero import trial
 from helpers.distributed import run
 
 FEW = ("stage 2", "stage 3")

@@ -8,15 +8,16 @@ import statistics
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from importlib import import_module
 from typing import Any
 
+import deepspeed.comm as comm
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-import deepspeed
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.zero.consensus import gathered, with_type
+from deepspeed.muon.zero.consensus import Facts, gathered, with_type
 
 WIDTH, LAYERS, VOCABULARY = 256, 4, 512
 #: Sequences of one rank in a batch, and their tokens.
@@ -65,7 +66,14 @@ def batch(step: int, rank: int) -> Tensor:
     return torch.randint(VOCABULARY, (ROWS, TOKENS), generator=generator)
 
 
-def try_out() -> list[dict[str, Any]]:
+def survey(own: Facts) -> tuple[list[Facts], list[Facts]] | None:
+    """What every rank states of itself, by rank, and the rows of :func:`try_out`, on rank 0 alone; a collective."""
+    trial = try_out()
+    stated = gathered(own)
+    return None if torch.distributed.get_rank() else (stated, trial)
+
+
+def try_out() -> list[Facts]:
     """Train with every one of :data:`CASES` on all ranks of this launch; a collective.
 
     Returns:
@@ -73,7 +81,7 @@ def try_out() -> list[dict[str, Any]]:
         relative error of a weight's change against one process with the same batches; ``loss``, of the first and the
         last step; ``step_ms``, the median of the slowest rank; ``sent_mb``, by the rank that sends most.
     """
-    deepspeed.init_distributed(timeout=timedelta(seconds=PATIENCE))
+    comm.init_distributed(timeout=timedelta(seconds=PATIENCE))
     torch.manual_seed(0)
     model = Model()
     expected = _reference(copy.deepcopy(model), torch.distributed.get_world_size())
@@ -93,8 +101,8 @@ def _reference(model: Model, world_size: int) -> dict[str, Tensor]:
     return {name: param.detach().cpu() for name, param in model.named_parameters()}
 
 
-def _case(zero: dict[str, Any], model: Model, expected: dict[str, Tensor]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _case(zero: dict[str, Any], model: Model, expected: dict[str, Tensor]) -> Facts:
+    found: Facts = {}
     try:
         found = _train(zero, model, expected)
     except Exception as error:  # is told of, and the other cases may still run
@@ -105,7 +113,7 @@ def _case(zero: dict[str, Any], model: Model, expected: dict[str, Tensor]) -> di
     return {"problem": "; ".join(problems[:4]) or None, "loss": by_rank[0].get("loss"), **slowest}
 
 
-def _train(zero: dict[str, Any], model: Model, expected: dict[str, Tensor]) -> dict[str, Any]:
+def _train(zero: dict[str, Any], model: Model, expected: dict[str, Tensor]) -> Facts:
     """One engine of its own, from the same weights; what this rank has seen."""
     trained = copy.deepcopy(model)
     config = {
@@ -115,7 +123,9 @@ def _train(zero: dict[str, Any], model: Model, expected: dict[str, Tensor]) -> d
         "zero_optimization": zero,
         "steps_per_print": 10**9,
     }
-    engine = deepspeed.initialize(model=trained, config=config, model_parameters=trained.parameters())[0]
+    engine = import_module("deepspeed").initialize(model=trained, config=config, model_parameters=trained.parameters())[
+        0
+    ]
     try:
         if not isinstance(engine.basic_optimizer, MuonWithAuxAdam):
             return {"problem": f"{type(engine.basic_optimizer).__name__} runs instead of deepspeed-muon"}
@@ -146,9 +156,11 @@ def _train(zero: dict[str, Any], model: Model, expected: dict[str, Tensor]) -> d
 
 def _errors(trained: nn.Module, model: Model, expected: dict[str, Tensor]) -> Iterator[float]:
     """By parameter, the error of its change over the change."""
+    from deepspeed.runtime.zero import GatheredParameters
+
     initial = dict(model.named_parameters())
     for name, param in trained.named_parameters():
-        with deepspeed.zero.GatheredParameters([param]):
+        with GatheredParameters([param]):
             weight = param.detach().cpu().float()
         change = expected[name] - initial[name].detach()
         yield float((weight - expected[name]).norm() / change.norm())
