@@ -111,9 +111,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         #: Called before an update; ``False`` skips it. All ranks, and all groups of a step, get the same answer.
         self.is_finite: Callable[[], bool] = self._gradients_are_finite
         #: Called when an update is skipped.
-        self.report_skip: Callable[[], None] = lambda: logger.warning(
-            "deepspeed-muon: the gradient is not finite; this step is skipped on all ranks"
-        )
+        self.report_skip: Callable[[], None] = _report_skip
         #: Entered around each phase of a step, by name: prepare, exchange, newton_schulz, apply, adamw.
         self.phase: Callable[[str], AbstractContextManager] = nullcontext
         #: Whether calls of ``step`` are parts of an engine's step, which calls :meth:`begin_step` before
@@ -188,6 +186,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         """
         self._bound.clear()
         self._adam_partitions.clear()
+        self._fragments.clear()
         shards = partitions[0].tensors[0].device
         where = shards if device is None else device
         staging = Staging(where) if where.type != shards.type else None
@@ -410,13 +409,14 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         if not self.is_stepped_in_parts:
             self.begin_step()
         if not self.is_finite():
-            self.report_skip()
+            if self.speaks:
+                self.report_skip()
             return loss
         for group in self.param_groups:
             if group["params"]:
                 (self._muon_step if group["use_muon"] else self._adam_step)(group)
                 if self.qk_clip:
-                    self.qk_clip.apply(group["params"])
+                    self.qk_clip.apply(group["params"], self.kernels, self._work)
         if not self.is_stepped_in_parts:
             self.release_scratch()
         return loss
@@ -512,12 +512,13 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         tensors = [p for p in group["params"] if p.grad is not None]
         with self.phase("adamw"):
             states = [self.create_state(p, use_muon=False) for p in tensors]
-            how = group, self.config.adam_w_mode
+            how, others = (group, self.config.adam_w_mode), []
             for tensor, state in zip(tensors, states, strict=True):
                 if adamw.is_rounded(tensor):
                     adamw.step_in_bf16(tensor, state, *how, self._fragments[tensor], self.kernels, self._work)
-            others = [index for index, tensor in enumerate(tensors) if not adamw.is_rounded(tensor)]
-            adamw.step([tensors[index] for index in others], [states[index] for index in others], *how)
+                else:
+                    others.append((tensor, state))
+            adamw.step([tensor for tensor, _ in others], [state for _, state in others], *how)
         if self.step_stats is not None:
             stepped = dict(zip(map(id, tensors), states, strict=True))
             held = (part for partition in self._adam_partitions for part in partition.held() if id(part[0]) in stepped)
@@ -527,11 +528,17 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             )
 
 
+def _report_skip() -> None:
+    logger.warning("deepspeed-muon: the gradient is not finite; this step is skipped on all ranks")
+
+
 def are_finite(tensors: list[Tensor]) -> bool:
     """Whether the norm of each tensor is finite. On an accelerator this waits for it."""
     if not tensors:
         return True
-    norms = torch._foreach_norm(tensors)
+    # In fp16 the norm of a finite gradient may overflow.
+    dtype = torch.promote_types(max((t.dtype for t in tensors), key=lambda d: d.itemsize), torch.float32)
+    norms = torch._foreach_norm(tensors, dtype=dtype)
     return bool(torch.stack([norm.float().to(norms[0].device) for norm in norms]).isfinite().all())
 
 

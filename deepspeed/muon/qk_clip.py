@@ -15,6 +15,9 @@ from deepspeed.muon.attention_watch import AttentionWatch
 from deepspeed.muon.errors import UnsupportedError
 from deepspeed.muon.exchange.exchange import all_maxima
 from deepspeed.muon.exchange.partition import Partition
+from deepspeed.muon.kernels.rounding import key_of
+from deepspeed.muon.kernels.table import Operations
+from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.log import logger
 from deepspeed.muon.math.logits import ClipOptions, Factors, clip_factors
 from deepspeed.muon.matrices.query_keys import Attention, Role
@@ -42,7 +45,7 @@ class QKClip:
         options: the section ``qk_clip`` of the config.
         layers: the attention of the model.
         names: the parameters' names in the partitions.
-        step: the number of the step, for ``sampled``.
+        step: the number of the step, for ``sampled`` and for random numbers.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class QKClip:
         self._weights = {
             names[param]: (layer.name, weights) for layer in self._layers for param, weights in layer.weights.items()
         }
+        self._step = step
         self.watch = AttentionWatch(layers, options.logits, step)
         weakref.finalize(self, self.watch.close)
         self._held: dict[int, list[_HeadPart]] = {}
@@ -140,11 +144,18 @@ class QKClip:
                 min(idle),
             )
 
-    def apply(self, tensors: Sequence[Tensor]) -> None:
-        """After their update: scale the heads in these tensors."""
+    def apply(self, tensors: Sequence[Tensor], kernels: Operations, work: Workspace) -> None:
+        """After their update: scale the heads in these tensors; those kept in bf16 are rounded stochastically."""
         for tensor in tensors:
             for held in self._held.get(id(tensor), ()):
                 factor = getattr(self._factors[held.layer], held.role)[held.head]
                 if factor < 1:
                     whole = tensor.view(-1)[held.start :]
-                    torch.as_strided(whole, (held.rows, held.cols), (held.stride, 1)).mul_(factor)
+                    weights = torch.as_strided(whole, (held.rows, held.cols), (held.stride, 1))
+                    if tensor.dtype == torch.bfloat16:
+                        key = key_of(f"{held.layer} {held.role} {held.head}", self._step())
+                        scaled, rounded = (weights.float() * factor).view(-1), torch.empty_like(weights).view(-1)
+                        kernels.copy_rounded(rounded, scaled, key, 0, work)
+                        weights.copy_(rounded.view(weights.shape))
+                    else:
+                        weights.mul_(factor)

@@ -51,5 +51,6 @@ def check_agreement(digests: Iterable[str], group: Any, device: torch.device) ->
     if highest != -lowest:
         raise RuntimeError(
             "the ranks of DistributedDataParallel have built MuonWithAuxAdam with different settings or kernels, or "
-            "for different parameters; build it alike on all of them, with kernels='torch' where some compile none"
+            "for different parameters; build it identically on every rank, with kernels='torch' if some cannot compile "
+            "them"
         )

@@ -244,7 +244,7 @@ def processes() -> int:
 
 
 def join(group: Any) -> tuple[int, int]:
-    """This rank's index in a process group of torch's, and the group's size. DeepSpeed's collectives are ready then."""
+    """This rank's index in a process group of torch's, and the group's size. Initializes DeepSpeed's collectives."""
     from deepspeed import comm  # type: ignore[attr-defined]
 
     if not comm.is_initialized():

@@ -75,6 +75,8 @@ def _results(table: Operations, size: int) -> dict[str, Tensor]:
     kept = param.bfloat16()
     table.advance_rounded(kept, grad, out, 0.9, True, (1, 2), 0, work)
     results["advance_rounded"] = torch.cat([kept.float(), out.float()])
+    table.copy_rounded(kept, param, (1, 2), 0, work)
+    results["copy_rounded"] = kept.float()
     codes = torch.zeros(param.numel(), dtype=torch.int8, device=DEVICE)
     absmax = torch.zeros(blocks_of(param.numel()), device=DEVICE)
     table.advance_codes(codes, absmax, grad, out, 0.9, True, (1, 2), 0, work)

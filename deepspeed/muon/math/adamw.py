@@ -62,12 +62,13 @@ def step_in_bf16(
     ``fragments``: what it holds of each parameter; padding between them stays as it is.
     """
     assert tensor.grad is not None
-    grad, done = tensor.grad.view(-1), state["step"].clone()
+    grad, done = tensor.grad.reshape(-1), state["step"].clone()
     held = [x.view(-1) for x in (tensor, state["exp_avg"], state["exp_avg_sq"])]
     state["step"] += 1
+    step = int(state["step"])
     for name, first, position, numel in fragments:
         place = slice(position, position + numel)
-        keys = [key_of(f"{name} {role}", int(state["step"])) for role in ("weight", "exp_avg", "exp_avg_sq")]
+        keys = [key_of(f"{name} {role}", step) for role in ("weight", "exp_avg", "exp_avg_sq")]
         for part, wide in in_fp32([x[place] for x in held], keys, first, kernels, work):
             weights, means, squares = ([x] for x in wide)
             _update(weights, [grad[place][part].float()], means, squares, [done.clone()], group, decoupled)
@@ -82,7 +83,7 @@ def _update(
     group: Mapping[str, Any],
     decoupled: bool,
 ) -> None:
-    """Torch's own, which counts the steps up."""
+    """Torch's own functional update, which also increments ``steps``."""
     if not tensors:
         return
     settings = {"beta1": group["betas"][0], "beta2": group["betas"][1]}

@@ -58,7 +58,7 @@ def bind_engine(engine: Any) -> None:
     Raises UnsupportedError for what is not supported, DisagreementError if the ranks differ in version, config or plan.
     """
     optimizer = engine.basic_optimizer
-    refuse_unsupported(engine._config, optimizer.config.momentum_dtype)
+    refuse_unsupported(engine._config, optimizer.config)
     refuse_engine(engine)
     verdict = agree(engine, optimizer)
     if optimizer.qk_clip:

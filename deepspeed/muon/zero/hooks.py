@@ -115,7 +115,7 @@ def _called(engine: Any, build: Callable, model_parameters: Any) -> Any:
 
 def _check_client(engine: Any, optimizer: MuonWithAuxAdam) -> None:
     """An optimizer that the script has built: nothing of it was checked with the config."""
-    refuse_unsupported(engine._config, optimizer.config.momentum_dtype)
+    refuse_unsupported(engine._config, optimizer.config)
     refuse_engine(engine)
     refuse_replaced(optimizer)
     _check(engine, optimizer)

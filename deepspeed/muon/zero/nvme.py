@@ -187,8 +187,8 @@ def swapped_in(wrapper: Any, index: int) -> Iterator[Tensor]:
 
 
 def as_mapped(wrapper: Any, flat: Tensor, tensor: Tensor) -> Tensor:
-    """Weights or a state of a sub-group, named by its ``flat`` weights, as a checkpoint holds them: of what is swapped
-    out, the file, mapped into memory.
+    """Weights or a state of a sub-group, named by its ``flat`` weights, as saved in a checkpoint: a memory map of the
+    swap file where it is swapped out.
     """
     info = wrapper.optimizer_swapper.swap_params_info.get(flat.ds_id)  # type: ignore[attr-defined]
     paths = [held.swap_path for held in info.tensors if held.compute_tensor is tensor] if info else []

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.errors import UnsupportedError
 from deepspeed.muon.zero.tp_ranks import tp_rank
 from deepspeed.muon.zero.wrappers.loss_scale import is_fp16_autocast
@@ -22,14 +23,14 @@ SECTIONS = {
 }
 
 
-def refuse_unsupported(config: Any, momentum_dtype: str | None = None) -> None:
+def refuse_unsupported(config: Any, settings: MuonConfig | None = None) -> None:
     """Raise UnsupportedError that lists all unsupported settings of a ``DeepSpeedConfig`` whose optimizer is Muon.
 
-    ``momentum_dtype`` is that of an optimizer which the script has built; by default it is the config's.
+    ``settings``: those of the optimizer, where it exists. A script may have built it, with others than the config's.
     """
-    given = (_get(config, "optimizer_params") or {}).get("momentum_dtype")
+    given = (_get(config, "optimizer_params") or {}) if settings is None else settings.model_dump(exclude_unset=True)
     problems = [f"{key}: {advice}" for key, applies, advice in RULES if applies(config)]
-    problems += [f"{MOMENTUM_DTYPE}: {text}" for text in _momentum_problems(config, given, momentum_dtype or given)]
+    problems += [f"{MOMENTUM_DTYPE}: {text}" for text in _momentum_problems(config, given.get("momentum_dtype"))]
     if problems:
         raise UnsupportedError("deepspeed-muon does not support this configuration:\n  " + "\n  ".join(problems))
 
@@ -62,6 +63,12 @@ def _is_bf16_optimizer(config: Any) -> bool:
     return _get(config, "zero_optimization.stage", 0) == 1 and _get(config, "grad_accum_dtype") in ("fp32", "float32")
 
 
+def _lacks_a_loss_scale(config: Any) -> bool:
+    return _get(config, "zero_optimization.stage", 0) == 0 or (
+        _is_bf16_optimizer(config) and offload_device(config, "offload_optimizer") == "none"
+    )
+
+
 def _nvme_rules(section: str, kept: str, instead: str) -> list[Rule]:
     def applies(config: Any) -> bool:
         return offload_device(config, section) == "nvme"
@@ -78,7 +85,7 @@ def _nvme_rules(section: str, kept: str, instead: str) -> list[Rule]:
     ]
 
 
-ON_GPUS = "runs on GPUs alone and is not tested there; set it to false"
+ON_GPUS = "runs only on GPUs, where it is untested; set it to false"
 #: Keys that are refused whenever they are set, and what to change.
 FORBIDDEN = {
     "zero_optimization.offload_optimizer.super_offload": "it runs its own Adam, on NVIDIA GPUs alone; set it to false",
@@ -88,7 +95,7 @@ FORBIDDEN = {
     "universal checkpoints",
     "zero_optimization.zero_quantized_weights": f"quantization {ON_GPUS}",
     "zero_optimization.zero_quantized_gradients": f"quantization {ON_GPUS}",
-    "fp16.fp16_master_weights_and_grads": "DeepSpeed asserts its own CPU Adam; set it to false",
+    "fp16.fp16_master_weights_and_grads": "DeepSpeed requires its own CPU Adam; set it to false",
     "compile.deepcompile": f"DeepCompile {ON_GPUS}",
 }
 RULES: tuple[Rule, ...] = (
@@ -116,8 +123,8 @@ RULES: tuple[Rule, ...] = (
             _get(c, "bf16.bf16_master_weights_and_grads")
             and (not _get(c, "bf16.bf16_optimizer_states") or offload_device(c, "offload_optimizer") != "none")
         ),
-        "with fp32 states, or with offload, DeepSpeed asserts its own CPU Adam; set bf16.bf16_optimizer_states to true "
-        "and remove offload_optimizer, or set it to false",
+        "with fp32 states, or with offload, DeepSpeed requires its own CPU Adam; set bf16.bf16_optimizer_states to "
+        "true and remove offload_optimizer, or set it to false",
     ),
     (
         "data_types.grad_accum_dtype",
@@ -127,18 +134,18 @@ RULES: tuple[Rule, ...] = (
     ),
     (
         "torch_autocast.dtype",
-        lambda c: _get(c, "zero_optimization.stage", 0) == 0 and _get(c, "bf16.enabled") and _has_fp16_autocast(c),
-        "at stage 0 DeepSpeed cannot unscale the gradients of a bf16 model; use bfloat16, or remove bf16",
+        lambda c: _get(c, "bf16.enabled") and _has_fp16_autocast(c) and _lacks_a_loss_scale(c),
+        "at stage 0, and at stage 1 with fp32 gradients, DeepSpeed has no loss scale for a bf16 model; use bfloat16, "
+        "or remove bf16",
     ),
 )
 #: The key of refusals that depend on the optimizer as well.
 MOMENTUM_DTYPE = "optimizer.params.momentum_dtype"
 
 
-def _momentum_problems(config: Any, given: str | None, kept: str | None) -> Iterator[str]:
-    """``given`` in the config, and ``kept`` by an optimizer that the script may have built."""
+def _momentum_problems(config: Any, given: str | None) -> Iterator[str]:
     stays = _get(config, "zero_optimization.save_muon_momentum_buffer_in_memory")
-    if kept in ("bf16", "int8") and offload_device(config, "offload_optimizer") == "nvme" and not stays:
+    if given in ("bf16", "int8") and offload_device(config, "offload_optimizer") == "nvme" and not stays:
         yield (
             "DeepSpeed swaps optimizer states to NVMe in fp32; set "
             "zero_optimization.save_muon_momentum_buffer_in_memory to true, which keeps the momentum in memory, or "
@@ -180,8 +187,11 @@ def _engine_problems(engine: Any) -> Iterator[str]:
         )
     if engine.moe_layers and engine.autotp_size() > 1:
         yield "deepspeed.moe layers with AutoTP, which may cut experts that differ from rank to rank; pass an mpu"
-    if engine.has_moe_layers and is_fp16_autocast(engine) and not engine.zero_optimization():
-        yield "experts under fp16 autocast at stage 0, where ranks skip steps apart; set zero_optimization.stage to 1"
+    if (engine.has_moe_layers or tp_size > 1) and is_fp16_autocast(engine) and not engine.zero_optimization():
+        yield (
+            "experts or tensor parallelism under fp16 autocast at stage 0, where some ranks would skip a step that "
+            "others take; set zero_optimization.stage to 1"
+        )
     if engine.moe_layers and engine.load_universal_checkpoint():
         yield "universal checkpoints of deepspeed.moe layers, which DeepSpeed's converter does not know"
     if engine.pipeline_parallelism:
@@ -194,8 +204,8 @@ def _engine_problems(engine: Any) -> Iterator[str]:
         )
     if tp_size > 1 and engine.autotp_size() <= 1 and engine.load_universal_checkpoint():
         yield (
-            "universal checkpoints with an mpu or a model axis, whose cuts DeepSpeed's converter is not told; resume "
-            "on as many ranks without checkpoint.load_universal"
+            "universal checkpoints with an mpu or a model axis: DeepSpeed's converter does not know how the weights "
+            "are sharded; resume on as many ranks without checkpoint.load_universal"
         )
     if is_spread and not hasattr(engine.mpu, "get_sequence_data_parallel_group"):
         yield (

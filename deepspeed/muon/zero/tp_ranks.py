@@ -28,9 +28,10 @@ def tp_rank(engine: Any) -> tuple[int, int]:
 
 
 def note_tp_rank(engine: Any) -> None:
-    """Tell parameters with Megatron's marks how many ranks hold their parts, before they are routed."""
+    """Tell the parameters how many ranks hold parts of those with Megatron's marks, before they are routed."""
+    found = tp_rank(engine)
     for param in engine.module.parameters():
-        setattr(param, TP_RANK, tp_rank(engine))
+        setattr(param, TP_RANK, found)
 
 
 def tp_group(engine: Any) -> Any:

@@ -68,8 +68,11 @@ class NvmeLoad:
         return original(load_dir, tag, **options)
 
     def _map(self, original: Callable, path: str, map_location: Any = None) -> Any:
-        """``TorchCheckpointEngine.load``, which would need memory for all that lies on NVMe."""
-        return read_model(Path(path))
+        """``TorchCheckpointEngine.load``, which would need memory for all that lies on NVMe.
+
+        Other files are not mapped: the user gets tensors of theirs, and a later save may overwrite them.
+        """
+        return read_model(Path(path)) if path.endswith("optim_states.pt") else original(path, map_location)
 
     def _load_zero_file(self, original: Callable, saved: dict[str, Any], load_optimizer_states: bool = True) -> None:
         """``_rigid_load_state_dict``."""

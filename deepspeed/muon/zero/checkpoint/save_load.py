@@ -26,6 +26,7 @@ from deepspeed.muon.zero.checkpoint import compatibility, manifest
 from deepspeed.muon.zero.choice import compare_plans
 from deepspeed.muon.zero.consensus import from_rank_0, gathered, together
 from deepspeed.muon.zero.nvme import saved_files
+from deepspeed.muon.zero.wrappers.loss_scale import own_scaler
 
 #: How many problems one error tells of.
 TOLD = 4
@@ -248,6 +249,7 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
     with (
         replaced(importlib.import_module(ENGINE), get_fp32_state_dict_from_zero_checkpoint=of_tag),
         adapter.loading(Path(arguments["load_dir"]), tag, arguments),
+        own_scaler(engine.optimizer),
     ):
         result = original(*call.args, **call.kwargs)
     if result[0] is not None:

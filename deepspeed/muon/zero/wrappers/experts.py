@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import deepspeed.comm as comm
@@ -40,14 +40,16 @@ def with_names(params: Iterable[Any]) -> list[Any]:
     return [{"name": f"group{i}", **item} if isinstance(item, dict) else item for i, item in enumerate(params)]
 
 
-def with_all_experts(wrapper: Any, norm: Callable, gradients: Any, params: Sequence[Any], *args: Any) -> Any:
-    """``get_grad_norm_direct`` of stages 1 and 2 under tensor parallelism: DeepSpeed takes experts for copies, which
-    only the first rank counts, but each tensor-parallel rank has its own part of them.
+def with_all_experts(wrapper: Any, position: int, norm: Callable, *args: Any) -> Any:
+    """The norm of a group's gradients at stages 1 and 2 under tensor parallelism: DeepSpeed treats experts as replicas,
+    which only the first rank counts, but each tensor-parallel rank has its own part of them.
+
+    ``position``: of the group's parameters among the arguments.
     """
     rank = wrapper.model_parallel_rank
     try:
-        wrapper.model_parallel_rank = 0 if any(map(expert_group, params)) else rank
-        return norm(gradients, params, *args)
+        wrapper.model_parallel_rank = 0 if any(map(expert_group, args[position])) else rank
+        return norm(*args)
     finally:
         wrapper.model_parallel_rank = rank
 

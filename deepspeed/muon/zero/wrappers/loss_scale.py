@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -69,13 +70,15 @@ def share_autocast_scale(engine: Any) -> None:
     """Let ZeRO's dynamic loss scaler take the place of the ``GradScaler`` that stages 1 to 3 have for fp16 autocast.
 
     That one decides for each rank and each group alone whether to step, clips before it unscales, and is in no
-    checkpoint. The first scale and its growth are as there. DeepSpeed gives one to every later engine of the process,
-    too.
+    checkpoint. The first scale and its growth are as there. An fp16 model has a loss scaler by its own section.
+
+    DeepSpeed's flag of autocast is global, so later engines of the process get a ``GradScaler`` as well.
     """
     wrapper = engine.optimizer
     wrapper.torch_autocast_gradscaler = None
-    if not is_fp16_autocast(engine):
+    if not is_fp16_autocast(engine) or engine.fp16_enabled():
         return
+    wrapper.check_grad_overflow = True  # of stages 1 and 2, which else tell the scaler nothing
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
     wrapper.dynamic_loss_scale = True
@@ -89,17 +92,35 @@ def share_autocast_scale(engine: Any) -> None:
     )
 
 
-def keep_scale(optimizer: MuonWithAuxAdam, scaler: torch.amp.GradScaler) -> None:
-    """Let the optimizer's ``state_dict`` hold the scale of fp16 autocast at stage 0, which else starts anew."""
+def keep_scale(optimizer: MuonWithAuxAdam, scaler: torch.amp.GradScaler | None) -> None:
+    """Let the optimizer's ``state_dict`` hold the scale of fp16 autocast at stage 0, which else starts anew; without a
+    scaler, drop one that is loaded.
+    """
 
     def save(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        if scaler is None:
+            return state_dict
         first, *others = state_dict["param_groups"]
         return {**state_dict, "param_groups": [first | {SAVED: scaler.state_dict()}, *others]}
 
     def load(optimizer: Any) -> None:
         for group in optimizer.param_groups:
-            if state := group.pop(SAVED, None):
+            state = group.pop(SAVED, None)
+            if state and scaler is not None:
                 scaler.load_state_dict(state)
 
     optimizer.register_state_dict_post_hook(save)
     optimizer.register_load_state_dict_post_hook(load)
+
+
+@contextmanager
+def own_scaler(wrapper: Any) -> Iterator[None]:
+    """Keep the wrapper's kind of loss scaler while DeepSpeed loads a checkpoint, of a run in another precision perhaps.
+
+    Of its own kind, the checkpoint's takes its place.
+    """
+    names = ("loss_scaler", "dynamic_loss_scale")
+    own = {name: getattr(wrapper, name) for name in names if hasattr(wrapper, name)}
+    yield
+    if own and type(wrapper.loss_scaler) is not type(own["loss_scaler"]):
+        vars(wrapper).update(own)

@@ -13,6 +13,7 @@ from torch import Tensor
 from deepspeed.muon.exchange.partition import Partition, whole_partition
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.zero.consensus import on_all_ranks
+from deepspeed.muon.zero.tp_ranks import tp_rank
 from deepspeed.muon.zero.wrappers.adapter import Adapter
 from deepspeed.muon.zero.wrappers.experts import holders
 from deepspeed.muon.zero.wrappers.loss_scale import UnfusedScale, is_fp16_autocast, keep_scale
@@ -47,9 +48,22 @@ class Stage0(Adapter):
         self.set_up_loss_scale()
 
     def set_up_loss_scale(self) -> None:
-        """The wrapper scales gradients in fp16 only."""
+        """The wrapper scales gradients in fp16 only.
+
+        Under tensor parallelism it takes the norm of bare gradients, which do not say that each rank has its own.
+        """
+        if tp_rank(self.engine)[1] > 1:
+            self.replace("step", self._with_marked_gradients)
         if self.wrapper.loss_scale_config.use_grad_scaling:
             self.engine.torch_autocast_z0_gradscaler = UnfusedScale(self.wrapper, self.replace)
+
+    def _with_marked_gradients(self, step: Callable, *args: Any, **kwargs: Any) -> Any:
+        from deepspeed.runtime.utils import is_model_parallel_parameter
+
+        for param in (param for group in self.wrapper.fp16_groups for param in group):
+            if param.grad is not None and is_model_parallel_parameter(param):
+                param.grad.model_parallel = True
+        return step(*args, **kwargs)
 
     def open_states(self) -> None:
         """DeepSpeed's functions find the state through methods of each parameter."""
@@ -76,8 +90,8 @@ class Plain(Stage0):
 
     def set_up_loss_scale(self) -> None:
         """The engine has a scaler for fp16 autocast."""
-        if is_fp16_autocast(self.engine):
-            keep_scale(self.optimizer, self.engine.torch_autocast_z0_gradscaler)
+        is_fp16 = is_fp16_autocast(self.engine)
+        keep_scale(self.optimizer, self.engine.torch_autocast_z0_gradscaler if is_fp16 else None)
 
     def refresh_masters(self) -> None:
         """The weights are their own masters."""

@@ -43,7 +43,8 @@ class Stage12(Flat):
         self.replace("get_flat_partition", _without_tags)
         self.replace("_is_muon_group", lambda original, params: False)
         if self.engine.has_moe_layers and tp_rank(self.engine)[1] > 1:
-            self.replace("get_grad_norm_direct", partial(with_all_experts, self.wrapper))
+            for name, position in zip(NORM_METHODS, (1, 0), strict=True):  # of the parameters among the arguments
+                self.replace(name, partial(with_all_experts, self.wrapper, position))
         if (missing := group_count - len(self.optimizer.param_groups)) > 0:
             self.replace("scaled_global_norm", partial(with_norms_of_all_stages, self.wrapper, missing))
 

@@ -34,9 +34,13 @@ def joined(adapter: Adapter, grid: Grid | None) -> list[Partition]:
     Raises UnsupportedError on all ranks, where they do not have the same parameters in one sub-group.
     """
     optimizer, partitions = adapter.optimizer, adapter.partitions()
-    if grid is None or optimizer.config.tp_mode == "shard":
+    if grid is None:
         return partitions
     group = tp_group(adapter.engine)
+    if isinstance(adapter, Stage0):  # other stages reduce their norms over these ranks, too
+        optimizer.is_finite = on_all_ranks(optimizer.is_finite, group)
+    if optimizer.config.tp_mode == "shard":
+        return partitions
     # Experts are not cut; the ranks that have the same ones share them among themselves.
     dense = [partition for partition in partitions if not optimizer.param_groups[partition.index].get("moe")]
     _refuse_cut_experts(partitions, dense)
@@ -49,7 +53,6 @@ def joined(adapter: Adapter, grid: Grid | None) -> list[Partition]:
             "tensor-parallel group at different parameters; write a larger one"
         )
     if isinstance(adapter, Stage0):
-        optimizer.is_finite = on_all_ranks(optimizer.is_finite, group)
         size = comm.get_world_size(group)
         grid = Grid(group, tuple(range(t, t + 1, size) for t in range(size)))
     whole = {

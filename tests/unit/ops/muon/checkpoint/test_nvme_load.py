@@ -121,6 +121,24 @@ def test_a_momentum_from_nvme_goes_on_in_int8(tmp_path: Path) -> None:
         assert got["steps"] == wanted["steps"]
 
 
+def read_what_a_load_gave(folder: str) -> list[float]:
+    """Sums of a tensor that the user saved beside the model, after another save of the same tag."""
+    state = {"noise": torch.arange(300_000.0)}
+    engine = nvme_engine(folder=f"{folder}/files")
+    train_engine(engine, 1)
+    engine.save_checkpoint(folder, "tag", client_state=state)
+    _, client = engine.load_checkpoint(folder, "tag")
+    engine.save_checkpoint(folder, "tag")
+    result = [float(state["noise"].sum()), float(client["noise"].sum())]
+    engine.destroy()
+    return result
+
+
+def test_a_client_state_outlives_its_file(tmp_path: Path) -> None:
+    for given, found in run(read_what_a_load_gave, 1, folder=str(tmp_path)):
+        assert given == found
+
+
 # ---- a part of a checkpoint -------------------------------------------------------------------------------
 
 

@@ -249,7 +249,9 @@ def contradictions(config: dict[str, Any]) -> list[str]:
         found += ["data_types.grad_accum_dtype"] * (config["zero"]["stage"] == 1 and "data_types" in config)
         found += ["optimizer.params.momentum_dtype"] * (params.get("momentum_dtype") == "fp32")
     autocast = config.get("torch_autocast", {})
-    if config["zero"]["stage"] == 0 and config["dtype"] == "bf16" and autocast.get("enabled"):
+    offload = config["zero"].get("offload_optimizer", {}).get("device", "none")
+    is_bf16_optimizer = config["zero"]["stage"] == 1 and "data_types" in config and offload == "none"
+    if (config["zero"]["stage"] == 0 or is_bf16_optimizer) and config["dtype"] == "bf16" and autocast.get("enabled"):
         found += ["torch_autocast.dtype"] * (autocast["dtype"] == "float16")
     if "normuon_beta2" in params and not flag(params.get("normuon", False)):
         found.append("normuon_beta2")

@@ -40,6 +40,7 @@ def parts_of(weights: dict[str, Any], found: dict[str, Any], rank: int, case: di
     [
         (4, PIPELINE),
         *((4, MPU | {"stage": stage}) for stage in (2, 0, 1)),
+        *((4, MPU | {"stage": stage, "offload": True}) for stage in (1, 2)),
         pytest.param(8, BOTH, marks=pytest.mark.full),
     ],
     ids=str,
@@ -77,10 +78,18 @@ def test_resume_is_exact(case: dict[str, Any], tmp_path: Path) -> None:
         assert differing(before, after) == []
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rank", [3, 2])
 @pytest.mark.parametrize(
-    "case", [MPU | {"stage": 1}, MPU | {"stage": 0, "clip": 0.0}, MPU | {"stage": 2, "clip": 0.0}, PIPELINE], ids=str
+    "case",
+    [
+        MPU | {"stage": 1},
+        MPU | {"stage": 0, "clip": 0.0},
+        MPU | {"stage": 2, "clip": 0.0},
+        MPU | {"stage": 2, "clip": 0.0, "offload": True},
+        PIPELINE,
+    ],
+    ids=str,
 )
 def test_a_bad_gradient_of_one_ranks_experts_skips_the_step_on_all(case: dict[str, Any], rank: int) -> None:
     name = "2.layer.deepspeed_moe.experts.deepspeed_experts.0.up.weight"

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from deepspeed.muon.optimizer import are_finite
 from deepspeed.muon.patch import replace
 from deepspeed.muon.zero.wrappers.grad_norm import NORM_METHODS, NormWatch
 from helpers.distributed import run
@@ -157,6 +158,14 @@ class Wrapper:
 
     def step(self, method: str, norms: list[Any]) -> list[Any]:
         return [getattr(self, method)(norm) for norm in norms]
+
+
+def test_a_finite_gradient_is_finite_whatever_its_norm() -> None:
+    """In fp16, whose range the norm of a scaled gradient may exceed; beside tensors of other dtypes."""
+    large = torch.full((4,), 6e4)
+    assert are_finite([large.half()]) and are_finite([large.half(), large, large.bfloat16(), large.double()])
+    for bad in (math.inf, math.nan):
+        assert not are_finite([large.half(), torch.tensor([1.0, bad]).half()])
 
 
 @pytest.mark.parametrize("method", NORM_METHODS)

@@ -76,7 +76,7 @@ def test_a_growing_loss_scale_changes_no_bit(clip: float) -> None:
 def scale_of(engine: Any) -> float:
     """By which the engine multiplies the loss."""
     scaler = engine.torch_autocast_z0_gradscaler
-    return float(scaler.scale(torch.ones(())) if scaler else engine.optimizer.loss_scale)
+    return float(scaler.scale(torch.ones(())) if scaler else getattr(engine.optimizer, "loss_scale", 1.0))
 
 
 def skip_a_step(engine: Any) -> None:
@@ -114,13 +114,65 @@ def resume(case: dict[str, Any], folder: str) -> tuple[list[float], dict[str, to
     return result
 
 
-DROPPING = [{"stage": 0, "dtype": "fp16", **DYNAMIC}, *({"stage": stage, **FP16_AUTOCAST} for stage in (0, 1, 2, 3))]
+#: The last two: DeepSpeed reports no overflow by itself.
+DROPPING = [
+    {"stage": 0, "dtype": "fp16", **DYNAMIC},
+    *({"stage": stage, **FP16_AUTOCAST} for stage in (0, 1, 2, 3)),
+    {"stage": 1, "clip": 0.0, "zero": {"compute_grad_norm": False}, **FP16_AUTOCAST},
+    {"stage": 2, "dtype": "bf16", "bf16": {"enabled": True, "check_grad_overflow": False}, **FP16_AUTOCAST},
+]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("case", DROPPING, ids=str)
 def test_the_scale_resumes_exactly(case: dict[str, Any], tmp_path: Any) -> None:
     expected = run(save_and_go_on, 2, case=case, folder=str(tmp_path))
     for (wanted, end), (got, resumed) in zip(expected, run(resume, 2, case=case, folder=str(tmp_path)), strict=True):
         assert got == wanted
         assert differing(end, resumed) == []
+
+
+# ---- scales of other precisions ---------------------------------------------------------------------------------
+
+BF16_AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+
+
+def scale_after_a_load(stage: int, folder: str, saved: dict[str, Any], loaded: dict[str, Any]) -> tuple[float, ...]:
+    """Of an engine before and after it loads a checkpoint of another precision; keys of a group that are not ours."""
+    engine = make_engine(MODELS["mlp"](), ds_config(stage=stage, **saved))
+    train_through_skips(engine, 1)
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    engine = make_engine(MODELS["mlp"](), ds_config(stage=stage, **loaded))
+    before = scale_of(engine)
+    engine.load_checkpoint(folder)
+    train_through_skips(engine, 1, first_step=1)
+    result = before, scale_of(engine), float("grad_scaler" in engine.basic_optimizer.param_groups[0])
+    engine.destroy()
+    return result
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("first", ["fp16", "bf16"])
+def test_a_load_keeps_the_runs_own_kind_of_scale(first: str, stage: int, tmp_path: Any) -> None:
+    kinds = [FP16_AUTOCAST, BF16_AUTOCAST] if first == "fp16" else [BF16_AUTOCAST, FP16_AUTOCAST]
+    expected = 1.0 if first == "fp16" else 2.0**16
+    case = {"stage": stage, "folder": str(tmp_path), "saved": kinds[0], "loaded": kinds[1]}
+    for before, after, kept in run(scale_after_a_load, 2, **case):
+        assert (before, kept) == (expected, 0.0)
+        assert after == expected, "one good step does not change it"
+
+
+def scale_at_start(case: dict[str, Any]) -> float:
+    engine = make_engine(MODELS["mlp"](), ds_config(**case))
+    scale = scale_of(engine)
+    engine.destroy()
+    return scale
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(0, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)])
+def test_a_scale_of_the_config_stays(stage: int) -> None:
+    """Of an fp16 model, also under fp16 autocast."""
+    case = {"stage": stage, "dtype": "fp16", "fp16": {"enabled": True, "loss_scale": 128}, **FP16_AUTOCAST}
+    assert run(scale_at_start, 1, case=case) == [128.0]

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from deepspeed.muon import MuonWithAuxAdam
 from helpers.distributed import run
-from helpers.megatron import HEADS, INNER, Mpu, Stack, differing, go_on, step_badly, train
+from helpers.megatron import HEADS, INNER, Mpu, Stack, differing, engine_of, go_on, step_badly, train
 from helpers.oracles import OracleResult, Part, change_cosine, change_error, route, train_oracle
+from helpers.parity import FP16_AUTOCAST
 from helpers.refusals import Refusal, attempt
 from helpers.training import MOMENTA, ORACLE, ds_config, with_params
 
@@ -94,8 +95,11 @@ HALF: list[dict[str, Any]] = [
 @pytest.mark.full
 @pytest.mark.parametrize("config", HALF, ids=str)
 def test_half_precision(config: dict[str, Any]) -> None:
+    """The norm, by which it is clipped, is that of all ranks' parts."""
     expected = reference()
-    for weights, _ in run(train, 4, size=2, steps=STEPS, dtype="bf16", **config):
+    for weights, norms in run(train, 4, size=2, steps=STEPS, dtype="bf16", **config):
+        if "stages" not in config:
+            assert norms == pytest.approx(expected.norms, rel=0.05)
         for name, weight in weights.items():
             if weight.ndim == 2:
                 assert change_cosine(expected.initial[name], weight, expected.weights[name]) > 0.9, name
@@ -137,9 +141,17 @@ def test_a_checkpoint_of_another_size_is_refused(tmp_path: Path) -> None:
         assert "ranks of tensor parallelism" in text and "this run has 1" in text
 
 
-@pytest.mark.sample(1)
+SHARDS = {"optimizer": with_params(**PARAMS_OF["shards"])}
+
+
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
-    "config", [{"stage": 1}, {"stage": 0, "clip": 0.0}, {"stage": 2}, {"stage": 3, "clip": 0.0}, {"stages": 2}], ids=str
+    "config",
+    [
+        *({"stage": 1}, {"stage": 0, "clip": 0.0}, {"stage": 2}, {"stage": 3, "clip": 0.0}, {"stages": 2}),
+        *({"stage": stage, "clip": clip} | SHARDS for stage, clip in ((0, 0.0), (0, 1.0), (2, 0.0))),
+    ],
+    ids=str,
 )
 def test_a_bad_gradient_of_one_rank_skips_the_step_on_all(config: dict[str, Any]) -> None:
     for changed, moves in run(step_badly, 4, size=2, name="2.q_proj.weight", **config):
@@ -214,6 +226,20 @@ def other_axes() -> Refusal | None:
     mpu.get_tensor_model_parallel_rank, mpu.get_tensor_model_parallel_world_size = int, lambda: 1
     config = ds_config(stage=1) | {"train_micro_batch_size_per_gpu": 48}
     return attempt(lambda: deepspeed.initialize(model=Stack(), config=config, mpu=mpu)[0])
+
+
+def autocast_at_stage_0() -> Refusal | None:
+    def start() -> Any:
+        with engine_of(2, stage=0, **FP16_AUTOCAST) as (engine, _):
+            return engine
+
+    return attempt(start)
+
+
+def test_fp16_autocast_at_stage_0_is_refused() -> None:
+    """Torch's scaler asks each rank alone whether it steps."""
+    for kind, text, _ in run(autocast_at_stage_0, 2):
+        assert kind == "UnsupportedError" and "tensor parallelism under fp16 autocast at stage 0" in text
 
 
 def test_other_axes_of_an_mpu_are_refused() -> None:

@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from deepspeed.muon import MuonWithAuxAdam
 from helpers import pipelines, tensor_parallel
 from helpers.attention import clip_heads, logits_around_a_step, some_tau
 from helpers.distributed import RankError, run
+from helpers.models import MODELS
 from helpers.oracles import change_error
 from helpers.parity import STEPS, assert_parity, oracle
 from helpers.training import FP32_GRADIENTS, fp32_weights, make_engine, train, train_around_a_checkpoint, with_params
@@ -175,3 +177,25 @@ def test_a_projection_whose_heads_tensor_parallelism_hides_is_refused() -> None:
 def test_attention_that_cannot_be_seen_is_refused() -> None:
     with pytest.raises(RankError, match=r"the attention of model\.layers\.1\.self_attn runs in a way that cannot be"):
         run(tensor_parallel.train, 1, name="llama", tp=1, steps=1, optimizer=with_params(qk_clip={}))
+
+
+def test_weights_in_bf16_are_scaled_by_less_than_their_precision() -> None:
+    """By 0.999, which rounding to nearest would undo; in plain PyTorch, at a learning rate of zero."""
+
+    def stepped(tau: float) -> tuple[float, torch.Tensor]:
+        """The largest logit of the first layer, and its queries' and keys' weights after a step."""
+        net = MODELS["gpt"]().bfloat16()
+        clip = {"tau": tau, "logits": "exact"}
+        optimizer = MuonWithAuxAdam(net.parameters(), model=net, lr=0.0, qk_clip=clip)
+        net(*net.batch(0)).backward()
+        optimizer.step()
+        block = net.blocks[0]
+        weight = block.qkv.weight.detach()[: 2 * block.qkv.weight.shape[1]]
+        return next(iter(optimizer.qk_clip.largest.values())), weight.unflatten(0, (2 * block.heads, -1)).float()
+
+    largest, before = stepped(1e6)
+    _, after = stepped(0.998 * largest)
+    shares = [float((new != old).float().mean()) for new, old in zip(after, before, strict=True)]
+    clipped = [share for share in shares if share > 0]
+    assert len(clipped) == 2, "queries and keys of the head with the largest logit"
+    assert all(0.05 < share < 0.4 for share in clipped), "0.001 of a weight is 0.13 to 0.26 of a unit"

@@ -13,6 +13,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.muon import MuonWithAuxAdam, UnsupportedError, uninstall
+from deepspeed.muon.config.schema import parse
 from deepspeed.muon.zero.refusals import RULES, refuse_unsupported
 from helpers.distributed import run
 from helpers.models import Mlp
@@ -123,6 +124,14 @@ def test_mics_is_refused_where_stock_still_has_it() -> None:
     refuse_unsupported(SimpleNamespace(zero_config=SimpleNamespace(mics_shard_size=-1)))
     with pytest.raises(UnsupportedError, match="remove the key"):
         refuse_unsupported(SimpleNamespace(zero_config=SimpleNamespace(mics_shard_size=2)))
+
+
+def test_an_optimizer_of_the_script_is_checked_by_its_own_settings() -> None:
+    """What it was given, not what are defaults; the config's section says nothing of it."""
+    bf16 = SimpleNamespace(bfloat16_config=SimpleNamespace(bf16_optimizer_states=True), optimizer_params=None)
+    refuse_unsupported(bf16, parse({}))
+    with pytest.raises(UnsupportedError, match="bf16_optimizer_states keeps the momentum in bf16"):
+        refuse_unsupported(bf16, parse({"momentum_dtype": "fp32"}))
 
 
 def test_several_problems_are_all_listed() -> None:
