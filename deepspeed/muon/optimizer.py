@@ -111,7 +111,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         #: Called before an update; ``False`` skips it. All ranks, and all groups of a step, get the same answer.
         self.is_finite: Callable[[], bool] = self._gradients_are_finite
         #: Called when an update is skipped.
-        self.report_skip: Callable[[], None] = _report_skip
+        self.report_skip: Callable[[], None] = self._report_skip
         #: Entered around each phase of a step, by name: prepare, exchange, newton_schulz, apply, adamw.
         self.phase: Callable[[str], AbstractContextManager] = nullcontext
         #: Whether calls of ``step`` are parts of an engine's step, which calls :meth:`begin_step` before
@@ -409,8 +409,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         if not self.is_stepped_in_parts:
             self.begin_step()
         if not self.is_finite():
-            if self.speaks:
-                self.report_skip()
+            self.report_skip()
             return loss
         for group in self.param_groups:
             if group["params"]:
@@ -435,6 +434,10 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     def _gradients_are_finite(self) -> bool:
         return are_finite([p.grad for group in self.param_groups for p in group["params"] if p.grad is not None])
+
+    def _report_skip(self) -> None:
+        if self.speaks:
+            logger.warning("deepspeed-muon: the gradient is not finite; this step is skipped on all ranks")
 
     def _muon_step(self, group: dict[str, Any]) -> None:
         bound = self._bound.get(id(group["params"][0]))
@@ -526,10 +529,6 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 (adamw.update_squares(stepped[id(tensor)], group, start, length), length)
                 for tensor, start, length in held
             )
-
-
-def _report_skip() -> None:
-    logger.warning("deepspeed-muon: the gradient is not finite; this step is skipped on all ranks")
 
 
 def are_finite(tensors: list[Tensor]) -> bool:

@@ -82,17 +82,17 @@ def is_valid(norm: Any) -> bool:
 
 
 def once_per_step(engine: Any, report: Callable[[], None]) -> Callable[[], None]:
-    """A report on rank 0, and there once per step of the engine, however many groups are skipped in it."""
+    """A report once per step of the engine, however many groups are skipped in it."""
     reported = -1, -1
 
-    def on_rank_0() -> None:
+    def once() -> None:
         nonlocal reported
         step = engine.micro_steps, engine.global_steps  # a pipeline does not count micro-steps
-        if engine.global_rank == 0 and step != reported:
+        if step != reported:
             reported = step
             report()
 
-    return on_rank_0
+    return once
 
 
 def skips_in_silence(wrapper: Any) -> bool:
