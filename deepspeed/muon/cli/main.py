@@ -69,6 +69,7 @@ def parser() -> argparse.ArgumentParser:
     title = "Muon for DeepSpeed ZeRO: a config for it, a plan of a run, a report on the environment, import, plot"
     top = _Parser("ds_muon", description=title)
     top.add_argument("--version", action="version", version=f"deepspeed-muon {__version__}")
+    top.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher adds it
     commands = top.add_subparsers(dest="command", required=True)
     init = commands.add_parser("init", help="print a ds_config for Muon, from one for AdamW; the reasons go to stderr")
     init.add_argument("--config", required=True, help="ds_config.json with optimizer.type AdamW, or without optimizer")

@@ -89,7 +89,7 @@ def reported(folder: str, version: str | None = None) -> tuple[int, str]:
         mock.patch.dict(os.environ, {"RANK": str(dist.get_rank())}),
     ):
         try:
-            status = main.main(["report", "--live", "--out", f"{folder}/report.md"])
+            status = main.main([f"--local_rank={dist.get_rank()}", "report", "--live", "--out", f"{folder}/report.md"])
         except SystemExit as stop:
             status = int(stop.code or 0)
     return status, out.getvalue()
