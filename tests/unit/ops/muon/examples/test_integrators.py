@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The examples for training tools, with the tools' own command lines: two ranks, at ZeRO stages 2 and 3."""
+
+import json
+import os
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.checkpoints import optimizer_states, same
+from helpers.paths import EXAMPLES
+
+RANKS, STEPS, TIMEOUT = 2, 20, 400.0
+LINE = "deepspeed-muon 0.1.0: 14 matrices (98,304 parameters) to Muon; 13 tensors (33,728 parameters) to AdamW; 2 ranks"
+
+
+@dataclass(frozen=True)
+class Tool:
+    """How the command line of a tool is written.
+
+    Args:
+        folder: the example.
+        module: what has to be installed.
+        command: the executable with what comes before the settings.
+        setting: a setting and its value.
+        settings: those that only the tests need, or a machine without a GPU.
+        launch: what tells the tool, behind the settings, to start two ranks.
+        env: the same, in the environment.
+        measure: what the log says of every step, and by how much it changes.
+    """
+
+    folder: str
+    module: str
+    command: str
+    setting: str = "--{} {}"
+    settings: tuple[tuple[str, str], ...] = (("use_cpu", "true"), ("disable_tqdm", "true"))
+    launch: str = ""
+    env: tuple[tuple[str, str], ...] = ()
+    measure: tuple[str, float] = ("loss", -0.5)
+
+    def line(self, **settings: object) -> list[str]:
+        """The arguments of one run."""
+        pairs = [*settings.items(), *self.settings]
+        text = " ".join([self.command, *(self.setting.format(*pair) for pair in pairs), self.launch])
+        program, *arguments = text.split()
+        return [str(Path(sys.executable).parent / program), *arguments]
+
+
+TRL = {"launch": "--multi_gpu --num_processes 2"}
+TOOLS = {
+    "trl-sft": Tool("trl", "trl", "trl sft --config sft.yaml", **TRL),
+    "trl-dpo": Tool("trl", "trl", "trl dpo --config dpo.yaml", **TRL),
+    "trl-grpo": Tool("trl", "trl", "trl grpo --config grpo.yaml", **TRL, measure=("rewards/digits/mean", 0.05)),
+    "llamafactory": Tool(
+        "llama_factory",
+        "llamafactory",
+        "llamafactory-cli train sft.yaml",
+        setting="{}={}",
+        env=(("FORCE_TORCHRUN", "1"), ("NPROC_PER_NODE", "2")),
+    ),
+    "ms-swift": Tool("ms_swift", "swift", "swift sft sft.yaml", env=(("NPROC_PER_NODE", "2"),)),
+}
+
+
+def start(command: list[str], folder: Path, env: dict[str, str]) -> str:
+    """What a command and its children write; all of them end with it."""
+    log = folder / "log.txt"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, cwd=folder, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code: int | str = process.wait(TIMEOUT)
+        except subprocess.TimeoutExpired:
+            code = f"not ended within {TIMEOUT:g} s"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+                process.wait()
+    text = log.read_text(errors="replace")
+    assert code == 0, f"{' '.join(command)}: {code}\n{text[-6000:]}"
+    return text
+
+
+def environment(tool: Tool, folder: Path) -> dict[str, str]:
+    """Of a machine without GPUs."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    env = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return os.environ | env | dict(tool.env) | {"PATH": path, "PYTHONPATH": str(stand_ins(folder))}
+
+
+def stand_ins(folder: Path) -> Path:
+    """Modules in place of torchvision and torchaudio, whose wheels beside a CPU build of torch need CUDA's libraries.
+
+    The CPU builds of both are on PyTorch's own index only, and the examples have neither images nor sound.
+    """
+    found = folder / "stand_ins"
+    found.mkdir(exist_ok=True)
+    if torch.version.cuda is None:
+        (found / "torchaudio.py").write_text("")
+        (found / "sitecustomize.py").write_text('import sys\nsys.modules["torchvision"] = None\n')
+    return found
+
+
+@dataclass
+class Run:
+    """One finished run of a tool."""
+
+    folder: Path
+    output: str
+
+    def rows(self, measure: str) -> list[dict[str, float]]:
+        """What the tool logs of every step, without times and counts of tokens."""
+        history = json.loads((self.checkpoint(STEPS) / "trainer_state.json").read_text())["log_history"]
+        keys = {"step", "loss", "grad_norm", "learning_rate", measure}
+        return [{key: row[key] for key in keys} for row in history if "loss" in row]
+
+    def checkpoint(self, step: int) -> Path:
+        return self.folder / "out" / f"checkpoint-{step}"
+
+    def optimizer_states(self, step: int) -> list[Any]:
+        return optimizer_states(self.checkpoint(step), RANKS)
+
+
+def train(tool: Tool, stage: int, folder: Path, tiny: Path, resume: Path | None = None) -> Run:
+    """Run an example at another ZeRO stage, with a checkpoint every STEPS / 2 steps."""
+    shutil.copytree(EXAMPLES / tool.folder, folder, ignore=shutil.ignore_patterns("out", "tiny"))
+    (folder / "tiny").symlink_to(tiny)
+    config = json.loads((folder / "ds_config_muon.json").read_text())
+    config["zero_optimization"]["stage"] = stage
+    (folder / "ds_config.json").write_text(json.dumps(config))
+    settings = {"deepspeed": "ds_config.json", "output_dir": "out", "max_steps": STEPS, "save_steps": STEPS // 2}
+    line = tool.line(**settings, **({"resume_from_checkpoint": resume} if resume else {}))
+    return Run(folder, start(line, folder, environment(tool, folder)))
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model and data of all examples."""
+    pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("integrators") / "tiny"
+    runpy.run_path(str(EXAMPLES / "tiny_model.py"))["main"](folder)
+    return folder
+
+
+@dataclass
+class Runs:
+    """A run without and one with an interruption."""
+
+    tool: Tool
+    whole: Run
+    resumed: Run
+
+
+CASES = [
+    pytest.param((name, stage), id=f"{name}-stage{stage}", marks=[pytest.mark.full] * ((name, stage) != ("trl-sft", 3)))
+    for name in TOOLS
+    for stage in (2, 3)
+]
+
+
+@pytest.fixture(scope="module", params=CASES)
+def runs(request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    name, stage = request.param
+    tool = TOOLS[name]
+    if find_spec(tool.module) is None:
+        pytest.skip(f"{tool.module} is not installed")
+    folder = tmp_path_factory.mktemp(name)
+    whole = train(tool, stage, folder / "whole", tiny)
+    yield Runs(tool, whole, train(tool, stage, folder / "resumed", tiny, whole.checkpoint(STEPS // 2)))
+
+
+@pytest.mark.parametrize("folder", sorted({tool.folder for tool in TOOLS.values()}))
+def test_the_configs_differ_in_the_optimizers_type_only(folder: str) -> None:
+    adamw, muon = (json.loads((EXAMPLES / folder / f"ds_config_{name}.json").read_text()) for name in ("adamw", "muon"))
+    assert (adamw["optimizer"].pop("type"), muon["optimizer"].pop("type")) == ("AdamW", "Muon")
+    assert adamw == muon
+
+
+@pytest.mark.time_limit(1000)
+def test_ours_trains_and_resumes_exactly(runs: Runs) -> None:
+    assert runs.whole.output.count(LINE) == runs.resumed.output.count(LINE) == 1
+    name, change = runs.tool.measure
+    rows, resumed = runs.whole.rows(name), runs.resumed.rows(name)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert (rows[-1][name] - rows[0][name]) / change > 1
+    assert resumed[STEPS // 2 :] == rows[STEPS // 2 :]
+    assert same(runs.whole.optimizer_states(STEPS), runs.resumed.optimizer_states(STEPS))
+    assert not same(runs.whole.optimizer_states(STEPS // 2), runs.whole.optimizer_states(STEPS))
