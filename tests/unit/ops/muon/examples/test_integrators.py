@@ -3,7 +3,6 @@
 
 import json
 import os
-import runpy
 import shutil
 import signal
 import subprocess
@@ -92,11 +91,11 @@ def start(command: list[str], folder: Path, env: dict[str, str]) -> str:
     return text
 
 
-def environment(tool: Tool, folder: Path) -> dict[str, str]:
+def environment(folder: Path, extra: tuple[tuple[str, str], ...] = ()) -> dict[str, str]:
     """Of a machine without GPUs."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     env = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return os.environ | env | dict(tool.env) | {"PATH": path, "PYTHONPATH": str(stand_ins(folder))}
+    return os.environ | env | dict(extra) | {"PATH": path, "PYTHONPATH": str(stand_ins(folder))}
 
 
 def stand_ins(folder: Path) -> Path:
@@ -141,16 +140,15 @@ def train(tool: Tool, stage: int, folder: Path, tiny: Path, resume: Path | None 
     (folder / "ds_config.json").write_text(json.dumps(config))
     settings = {"deepspeed": "ds_config.json", "output_dir": "out", "max_steps": STEPS, "save_steps": STEPS // 2}
     line = tool.line(**settings, **({"resume_from_checkpoint": resume} if resume else {}))
-    return Run(folder, start(line, folder, environment(tool, folder)))
+    return Run(folder, start(line, folder, environment(folder, tool.env)))
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model and data of all examples."""
-    pytest.importorskip("transformers")
-    folder = tmp_path_factory.mktemp("integrators") / "tiny"
-    runpy.run_path(str(EXAMPLES / "tiny_model.py"))["main"](folder)
-    return folder
+    folder = tmp_path_factory.mktemp("integrators")
+    start([sys.executable, str(EXAMPLES / "tiny_model.py"), "tiny"], folder, environment(folder))
+    return folder / "tiny"
 
 
 @dataclass
