@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The examples for training tools, with the tools' own command lines: two ranks, at ZeRO stages 2 and 3."""
 
+import functools
 import json
 import os
 import shutil
@@ -15,8 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from helpers.checkpoints import optimizer_states, same
+from helpers.distributed import run
+from helpers.models import GLOBAL_BATCH, MODELS, train_engine
 from helpers.paths import EXAMPLES
 
 RANKS, STEPS, TIMEOUT = 2, 20, 400.0
@@ -25,49 +29,59 @@ LINE = "deepspeed-muon 0.1.0: 14 matrices (98,304 parameters) to Muon; 13 tensor
 
 @dataclass(frozen=True)
 class Tool:
-    """How the command line of a tool is written.
+    """How a tool is started.
 
     Args:
         folder: the example.
         module: what has to be installed.
-        command: the executable with what comes before the settings.
-        setting: a setting and its value.
-        settings: those that only the tests need, or a machine without a GPU.
-        launch: what tells the tool, behind the settings, to start two ranks.
+        config: the tool's own, in the folder.
+        command: where `{}` stands for the config.
+        settings: what only a machine without GPUs needs in the config.
         env: the same, in the environment.
         measure: what the log says of every step, and by how much it changes.
     """
 
     folder: str
     module: str
+    config: str
     command: str
-    setting: str = "--{} {}"
-    settings: tuple[tuple[str, str], ...] = (("use_cpu", "true"), ("disable_tqdm", "true"))
-    launch: str = ""
+    settings: tuple[tuple[str, Any], ...] = (("use_cpu", True),)
     env: tuple[tuple[str, str], ...] = ()
     measure: tuple[str, float] = ("loss", -0.5)
 
-    def line(self, **settings: object) -> list[str]:
+    def line(self) -> list[str]:
         """The arguments of one run."""
-        pairs = [*settings.items(), *self.settings]
-        text = " ".join([self.command, *(self.setting.format(*pair) for pair in pairs), self.launch])
-        program, *arguments = text.split()
+        program, *arguments = self.command.format(self.config).split()
         return [str(Path(sys.executable).parent / program), *arguments]
 
 
-TRL = {"launch": "--multi_gpu --num_processes 2"}
+RANKS_BY_ENV = ("NPROC_PER_NODE", "2")
 TOOLS = {
-    "trl-sft": Tool("trl", "trl", "trl sft --config sft.yaml", **TRL),
-    "trl-dpo": Tool("trl", "trl", "trl dpo --config dpo.yaml", **TRL),
-    "trl-grpo": Tool("trl", "trl", "trl grpo --config grpo.yaml", **TRL, measure=("rewards/digits/mean", 0.05)),
+    "trl-sft": Tool("trl", "trl", "sft.yaml", "trl sft --config {} --multi_gpu --num_processes 2"),
+    "trl-dpo": Tool("trl", "trl", "dpo.yaml", "trl dpo --config {} --multi_gpu --num_processes 2"),
+    "trl-grpo": Tool(
+        "trl",
+        "trl",
+        "grpo.yaml",
+        "trl grpo --config {} --multi_gpu --num_processes 2",
+        measure=("rewards/digits/mean", 0.05),
+    ),
     "llamafactory": Tool(
         "llama_factory",
         "llamafactory",
-        "llamafactory-cli train sft.yaml",
-        setting="{}={}",
-        env=(("FORCE_TORCHRUN", "1"), ("NPROC_PER_NODE", "2")),
+        "sft.yaml",
+        "llamafactory-cli train {}",
+        env=(("FORCE_TORCHRUN", "1"), RANKS_BY_ENV),
     ),
-    "ms-swift": Tool("ms_swift", "swift", "swift sft sft.yaml", env=(("NPROC_PER_NODE", "2"),)),
+    "ms-swift": Tool("ms_swift", "swift", "sft.yaml", "swift sft {}", env=(RANKS_BY_ENV,)),
+    "axolotl": Tool(
+        "axolotl",
+        "axolotl",
+        "sft.yaml",
+        "axolotl train {} --launcher torchrun -- --nproc_per_node 2",
+        settings=(("plugins", ["cpu.Cpu"]),),
+        env=(("AXOLOTL_DO_NOT_TRACK", "1"), ("LOG_LEVEL", "INFO")),
+    ),
 }
 
 
@@ -93,9 +107,10 @@ def start(command: list[str], folder: Path, env: dict[str, str]) -> str:
 
 def environment(folder: Path, extra: tuple[tuple[str, str], ...] = ()) -> dict[str, str]:
     """Of a machine without GPUs."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     env = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return os.environ | env | dict(extra) | {"PATH": path, "PYTHONPATH": str(stand_ins(folder))}
+    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    env["PYTHONPATH"] = os.pathsep.join([str(stand_ins(folder)), str(folder)])
+    return os.environ | env | dict(extra)
 
 
 def stand_ins(folder: Path) -> Path:
@@ -139,8 +154,10 @@ def train(tool: Tool, stage: int, folder: Path, tiny: Path, resume: Path | None 
     config["zero_optimization"]["stage"] = stage
     (folder / "ds_config.json").write_text(json.dumps(config))
     settings = {"deepspeed": "ds_config.json", "output_dir": "out", "max_steps": STEPS, "save_steps": STEPS // 2}
-    line = tool.line(**settings, **({"resume_from_checkpoint": resume} if resume else {}))
-    return Run(folder, start(line, folder, environment(folder, tool.env)))
+    settings |= {**dict(tool.settings), **({"resume_from_checkpoint": str(resume)} if resume else {})}
+    own = yaml.safe_load((folder / tool.config).read_text())
+    (folder / tool.config).write_text(yaml.safe_dump(own | settings))
+    return Run(folder, start(tool.line(), folder, environment(folder, tool.env)))
 
 
 @pytest.fixture(scope="session")
@@ -195,3 +212,50 @@ def test_ours_trains_and_resumes_exactly(runs: Runs) -> None:
     assert resumed[STEPS // 2 :] == rows[STEPS // 2 :]
     assert same(runs.whole.optimizer_states(STEPS), runs.resumed.optimizer_states(STEPS))
     assert not same(runs.whole.optimizer_states(STEPS // 2), runs.whole.optimizer_states(STEPS))
+
+
+def train_as_openrlhf_does(stage: int) -> list[float]:
+    """The losses of a small model under OpenRLHF's config for `--optim muon` and its call of DeepSpeed."""
+    from transformers.optimization import get_scheduler
+
+    import deepspeed
+
+    auto = dict.fromkeys(("sub_group_size", "stage3_param_persistence_threshold", "reduce_bucket_size"), "auto")
+    offload = {"offload_param": {"device": "none"}, "offload_optimizer": {"device": "none", "pin_memory": True}}
+    rates = {"lr": 0.02, "muon_lr": 0.02, "adam_lr": 1e-3, "momentum": 0.95}
+    config = {
+        "zero_optimization": {"stage": stage, **offload, **auto, "zero_hpz_partition_size": 1},
+        "bf16": {"enabled": True},
+        "fp16": {"enabled": False},
+        "gradient_clipping": 1.0,
+        "data_types": {"grad_accum_dtype": None},
+        "checkpoint": {"load_universal": False},
+        "compile": {"deepcompile": False},
+        "tensor_parallel": {"autotp_size": 1},
+        "optimizer": {"type": "Muon", "params": {**rates, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.0}},
+        "train_micro_batch_size_per_gpu": GLOBAL_BATCH // 2,
+        "train_batch_size": GLOBAL_BATCH,
+    }
+    net = MODELS["mlp"]()
+    engine, *_ = deepspeed.initialize(
+        model=net,
+        model_parameters=[param for param in net.parameters() if param.requires_grad],
+        lr_scheduler=functools.partial(
+            get_scheduler,
+            "cosine_with_min_lr",
+            num_warmup_steps=1,
+            num_training_steps=STEPS,
+            scheduler_specific_kwargs={"min_lr_rate": 0.1},
+        ),
+        config=config,
+    )
+    assert type(engine.basic_optimizer).__name__ == "MuonWithAuxAdam"
+    return [loss for _ in range(STEPS) for loss in train_engine(engine, 1)]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_openrlhfs_config_trains(stage: int) -> None:
+    """OpenRLHF itself needs a GPU; this is what its DeepspeedStrategy hands to DeepSpeed."""
+    pytest.importorskip("transformers")
+    for losses in run(train_as_openrlhf_does, RANKS, stage=stage):
+        assert losses[-1] < losses[0] - 0.5
