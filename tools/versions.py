@@ -42,8 +42,15 @@ MODELS = (
     *(f"zero/test_{name}.py" for name in ("tensor_parallel", "autoep", "alst", "qk_clip", "lr_scheduler")),
 )
 STOCK = "test_oracles.py::test_adam_matches_deepspeed"
-#: What a row can run: stock's AdamW alone, in all cases; others without the cases that `make test` leaves out.
-TESTS = {"smoke": ("not full", STOCK, *SMOKE), "models": ("not full", *MODELS), "stock": ("", STOCK)}
+#: What a row can run: stock's AdamW and a training tool in all cases; others without those that `make test` leaves out.
+TESTS = {
+    "smoke": ("not full", STOCK, *SMOKE),
+    "models": ("not full", *MODELS),
+    "stock": ("", STOCK),
+    "integrators": ("", "examples/test_integrators.py"),
+}
+#: Of the development set, what rows of training tools take; the tools say which versions of the rest they need.
+BESIDE_TOOLS = ("torch", "deepspeed", "ninja", "pytest", "pytest-xdist")
 #: Seconds that the tests of a row may take.
 TIMEOUT = 3600
 PACKAGES = ("python", "torch", "deepspeed", "numpy", "transformers")
@@ -57,7 +64,9 @@ versions of some packages, into an environment of its own and runs a part of the
   checkpoints, offload to the CPU and NVMe, activation, the exchange, the kernels;
 - `models`: what is tested with models of transformers: routing, fused projections, heads, tensor parallelism, AutoEP,
   ALST, QK-clip, schedules, `ds_muon plan`, Trainer, accelerate and Lightning;
-- `stock`: DeepSpeed's AdamW alone, at stages 0 to 3 on 2 ranks.
+- `stock`: DeepSpeed's AdamW alone, at stages 0 to 3 on 2 ranks;
+- `integrators`: the [training tool](integrators.md) that the row is named after, with the versions of other packages
+  that it asks for; of the development set only torch, DeepSpeed, ninja and pytest.
 
 `make versions ROWS="torch-2.5 numpy-1.26"` runs rows by name and leaves the others as they are. Why DeepSpeed's range
 is what it is: [decision 19](decisions/0019-versions-of-deepspeed.md).
@@ -74,6 +83,8 @@ class Row(NamedTuple):
 
     def environment(self) -> str:
         """The folder of its environment."""
+        if self.tests == "integrators":
+            return self.name
         torch = [pin for pin in self.pins if Requirement(pin).name == "torch"]
         return "-".join([f"python{self.python}", *torch])
 
@@ -162,10 +173,13 @@ def run_row(row: Row, folder: Path) -> list[str]:
     marks, *names = TESTS[row.tests]
     workers = ["-n", os.environ.get("WORKERS", "2"), "--dist", "worksteal"]
     tests = [f"tests/unit/ops/muon/{name}" for name in names]
+    if row.tests == "integrators":
+        tests += ["-k", row.name]
     python(row, folder, "-m", "pytest", "-m", marks, *workers, f"--junitxml={results}", *tests)
     counts, remarks = judge(results)
     versions = [str(report["versions"][name] or "none") for name in PACKAGES]
-    remarks = [f"lacks `{name}`" for name in missing] + remarks
+    tools = [f"`{pin}`" for pin in row.pins if row.tests == "integrators"]
+    remarks = [*tools, *(f"lacks `{name}`" for name in missing), *remarks]
     return [row.name, *versions, row.tests, *(str(counts[key]) for key in HEAD[-4:-1]), "<br>".join(remarks)]
 
 
@@ -176,7 +190,10 @@ def install(row: Row, folder: Path) -> None:
         subprocess.run([python_of(row.python), "-m", "venv", folder], check=True)
     own = {Requirement(pin).name for pin in row.pins}
     lines = [line.partition("#")[0].strip() for line in PINS.read_text().splitlines()]
-    pins = [line for line in lines if line and Requirement(line).name not in {*own, *NOT_NEEDED}]
+    named = {line: Requirement(line).name for line in lines if line}
+    pins = [line for line, name in named.items() if name not in {*own, *NOT_NEEDED}]
+    if row.tests == "integrators":
+        pins = [line for line in pins if named[line] in BESIDE_TOOLS]
     for packages in ([*pins, *row.pins], ["--no-deps", "-e", str(ROOT)]):
         if python(row, folder, "-m", "pip", "install", "-q", *packages).returncode:
             raise Refused(f"cannot be installed: {row.log().read_text().strip().splitlines()[-1]}")

@@ -181,6 +181,11 @@ def empty_muon_half(specs: Sequence[MatrixSpec]) -> str | None:
     ``None`` where one does, or where the user has taken matrices away from Muon (``muon_exclude``, ``use_muon =
     False``), so that the half is empty on purpose.
     """
+    if not specs:
+        return (
+            "optimizer.type: Muon, but no parameter of the model is trained; give a frozen model, such as the reference "
+            "of DPO, a config without an optimizer"
+        )
     matrices = [spec for spec in specs if len(spec.whole) >= 2]
     is_on_purpose = bool(matrices) and all(spec.chosen_by for spec in matrices)
     if is_on_purpose or any(spec.use_muon or spec.overrides_rules for spec in specs):

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from helpers.checkpoints import optimizer_states, same
 from helpers.distributed import Pool
 from helpers.paths import EXAMPLES
 
@@ -58,9 +58,7 @@ class Run:
 
     def optimizer_states(self, step: int) -> list[Any]:
         """What the checkpoint after `step` holds of fp32 weights and optimizer state, by rank."""
-        files = sorted(self.checkpoint(step).glob("*/*optim_states.pt"))
-        assert len(files) == RANKS
-        return [torch.load(file, weights_only=False)["optimizer_state_dict"] for file in files]
+        return optimizer_states(self.checkpoint(step), RANKS)
 
     def checkpoint(self, step: int) -> Path:
         names = {
@@ -201,14 +199,3 @@ def test_one_line_of_config_trains_in_the_trainer(stage: int, tmp_path: Path) ->
     losses = [row["loss"] for row in run.rows()]
     assert len(losses) == STEPS and losses[-1] < losses[0] - 0.05
     assert run.rows()[-2]["learning_rate"] <= 2e-4
-
-
-def same(left: Any, right: Any) -> bool:
-    """Whether two nests of containers hold the same numbers bit for bit."""
-    if torch.is_tensor(left):
-        return torch.equal(left, right)
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
-    if isinstance(left, (list, tuple)):
-        return len(left) == len(right) and all(map(same, left, right))
-    return left == right or (hasattr(left, "__dict__") and same(vars(left), vars(right)))

@@ -259,6 +259,11 @@ def test_a_model_that_trains_no_matrix_is_refused() -> None:
     assert "all 16 trainable parameters go to AdamW: 16 x 0-D or 1-D (" in refusal(net)
 
 
+def test_a_frozen_model_is_refused() -> None:
+    """As when a tool hands the config to DPO's reference."""
+    assert "no parameter of the model is trained; give a frozen model" in refusal(TinyGpt().requires_grad_(False))
+
+
 @pytest.mark.parametrize("how", ["tags", "pattern", "embeddings alone"])
 def test_a_half_that_is_empty_on_purpose_is_not_refused(how: str) -> None:
     net = nn.ModuleDict({"tokens": nn.Embedding(4, 8)}) if how == "embeddings alone" else TinyGpt()

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The examples for training tools, with the tools' own command lines: two ranks, at ZeRO stages 2 and 3."""
+
+import functools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from helpers.checkpoints import optimizer_states, same
+from helpers.distributed import run
+from helpers.models import GLOBAL_BATCH, MODELS, train_engine
+from helpers.paths import EXAMPLES
+
+RANKS, STEPS, TIMEOUT = 2, 20, 400.0
+LINE = "deepspeed-muon 0.1.0: 14 matrices (98,304 parameters) to Muon; 13 tensors (33,728 parameters) to AdamW; 2 ranks"
+
+
+@dataclass(frozen=True)
+class Tool:
+    """How a tool is started.
+
+    Args:
+        folder: the example.
+        module: what has to be installed.
+        config: the tool's own, in the folder.
+        command: where `{}` stands for the config.
+        settings: what only a machine without GPUs needs in the config.
+        env: the same, in the environment.
+        measure: what the log says of every step, and by how much it changes.
+    """
+
+    folder: str
+    module: str
+    config: str
+    command: str
+    settings: tuple[tuple[str, Any], ...] = (("use_cpu", True),)
+    env: tuple[tuple[str, str], ...] = ()
+    measure: tuple[str, float] = ("loss", -0.5)
+
+    def line(self) -> list[str]:
+        """The arguments of one run."""
+        program, *arguments = self.command.format(self.config).split()
+        return [str(Path(sys.executable).parent / program), *arguments]
+
+
+RANKS_BY_ENV = ("NPROC_PER_NODE", "2")
+TOOLS = {
+    "trl-sft": Tool("trl", "trl", "sft.yaml", "trl sft --config {} --multi_gpu --num_processes 2"),
+    "trl-dpo": Tool("trl", "trl", "dpo.yaml", "trl dpo --config {} --multi_gpu --num_processes 2"),
+    "trl-grpo": Tool(
+        "trl",
+        "trl",
+        "grpo.yaml",
+        "trl grpo --config {} --multi_gpu --num_processes 2",
+        measure=("rewards/digits/mean", 0.05),
+    ),
+    "llamafactory": Tool(
+        "llama_factory",
+        "llamafactory",
+        "sft.yaml",
+        "llamafactory-cli train {}",
+        env=(("FORCE_TORCHRUN", "1"), RANKS_BY_ENV),
+    ),
+    "ms-swift": Tool("ms_swift", "swift", "sft.yaml", "swift sft {}", env=(RANKS_BY_ENV,)),
+    "axolotl": Tool(
+        "axolotl",
+        "axolotl",
+        "sft.yaml",
+        "axolotl train {} --launcher torchrun -- --nproc_per_node 2",
+        settings=(("plugins", ["cpu.Cpu"]),),
+        env=(("AXOLOTL_DO_NOT_TRACK", "1"), ("LOG_LEVEL", "INFO")),
+    ),
+}
+
+
+def start(command: list[str], folder: Path, env: dict[str, str]) -> str:
+    """What a command and its children write; all of them end with it."""
+    log = folder / "log.txt"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, cwd=folder, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code: int | str = process.wait(TIMEOUT)
+        except subprocess.TimeoutExpired:
+            code = f"not ended within {TIMEOUT:g} s"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+                process.wait()
+    text = log.read_text(errors="replace")
+    assert code == 0, f"{' '.join(command)}: {code}\n{text[-6000:]}"
+    return text
+
+
+def environment(folder: Path, extra: tuple[tuple[str, str], ...] = ()) -> dict[str, str]:
+    """Of a machine without GPUs."""
+    env = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    env["PYTHONPATH"] = os.pathsep.join([str(stand_ins(folder)), str(folder)])
+    return os.environ | env | dict(extra)
+
+
+def stand_ins(folder: Path) -> Path:
+    """Modules in place of torchvision and torchaudio, whose wheels beside a CPU build of torch need CUDA's libraries.
+
+    The CPU builds of both are on PyTorch's own index only, and the examples have neither images nor sound.
+    """
+    found = folder / "stand_ins"
+    found.mkdir(exist_ok=True)
+    if torch.version.cuda is None:
+        (found / "torchaudio.py").write_text("")
+        (found / "sitecustomize.py").write_text('import sys\nsys.modules["torchvision"] = None\n')
+    return found
+
+
+@dataclass
+class Run:
+    """One finished run of a tool."""
+
+    folder: Path
+    output: str
+
+    def rows(self, measure: str) -> list[dict[str, float]]:
+        """What the tool logs of every step, without times and counts of tokens."""
+        history = json.loads((self.checkpoint(STEPS) / "trainer_state.json").read_text())["log_history"]
+        keys = {"step", "loss", "grad_norm", "learning_rate", measure}
+        return [{key: row[key] for key in keys} for row in history if "loss" in row]
+
+    def checkpoint(self, step: int) -> Path:
+        return self.folder / "out" / f"checkpoint-{step}"
+
+    def optimizer_states(self, step: int) -> list[Any]:
+        return optimizer_states(self.checkpoint(step), RANKS)
+
+
+def train(tool: Tool, stage: int, folder: Path, tiny: Path, resume: Path | None = None) -> Run:
+    """Run an example at another ZeRO stage, with a checkpoint every STEPS / 2 steps."""
+    shutil.copytree(EXAMPLES / tool.folder, folder, ignore=shutil.ignore_patterns("out", "tiny"))
+    (folder / "tiny").symlink_to(tiny)
+    config = json.loads((folder / "ds_config_muon.json").read_text())
+    config["zero_optimization"]["stage"] = stage
+    (folder / "ds_config.json").write_text(json.dumps(config))
+    settings = {"deepspeed": "ds_config.json", "output_dir": "out", "max_steps": STEPS, "save_steps": STEPS // 2}
+    settings |= {**dict(tool.settings), **({"resume_from_checkpoint": str(resume)} if resume else {})}
+    own = yaml.safe_load((folder / tool.config).read_text())
+    (folder / tool.config).write_text(yaml.safe_dump(own | settings))
+    return Run(folder, start(tool.line(), folder, environment(folder, tool.env)))
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model and data of all examples."""
+    folder = tmp_path_factory.mktemp("integrators")
+    start([sys.executable, str(EXAMPLES / "tiny_model.py"), "tiny"], folder, environment(folder))
+    return folder / "tiny"
+
+
+@dataclass
+class Runs:
+    """A run without and one with an interruption."""
+
+    tool: Tool
+    whole: Run
+    resumed: Run
+
+
+CASES = [
+    pytest.param((name, stage), id=f"{name}-stage{stage}", marks=[pytest.mark.full] * ((name, stage) != ("trl-sft", 3)))
+    for name in TOOLS
+    for stage in (2, 3)
+]
+
+
+@pytest.fixture(scope="module", params=CASES)
+def runs(request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    name, stage = request.param
+    tool = TOOLS[name]
+    if find_spec(tool.module) is None:
+        pytest.skip(f"{tool.module} is not installed")
+    folder = tmp_path_factory.mktemp(name)
+    whole = train(tool, stage, folder / "whole", tiny)
+    yield Runs(tool, whole, train(tool, stage, folder / "resumed", tiny, whole.checkpoint(STEPS // 2)))
+
+
+@pytest.mark.parametrize("folder", sorted({tool.folder for tool in TOOLS.values()}))
+def test_the_configs_differ_in_the_optimizers_type_only(folder: str) -> None:
+    adamw, muon = (json.loads((EXAMPLES / folder / f"ds_config_{name}.json").read_text()) for name in ("adamw", "muon"))
+    assert (adamw["optimizer"].pop("type"), muon["optimizer"].pop("type")) == ("AdamW", "Muon")
+    assert adamw == muon
+
+
+@pytest.mark.time_limit(1000)
+def test_ours_trains_and_resumes_exactly(runs: Runs) -> None:
+    assert runs.whole.output.count(LINE) == runs.resumed.output.count(LINE) == 1
+    name, change = runs.tool.measure
+    rows, resumed = runs.whole.rows(name), runs.resumed.rows(name)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert (rows[-1][name] - rows[0][name]) / change > 1
+    assert resumed[STEPS // 2 :] == rows[STEPS // 2 :]
+    assert same(runs.whole.optimizer_states(STEPS), runs.resumed.optimizer_states(STEPS))
+    assert not same(runs.whole.optimizer_states(STEPS // 2), runs.whole.optimizer_states(STEPS))
+
+
+def train_as_openrlhf_does(stage: int) -> list[float]:
+    """The losses of a small model under OpenRLHF's config for `--optim muon` and its call of DeepSpeed."""
+    from transformers.optimization import get_scheduler
+
+    import deepspeed
+
+    auto = dict.fromkeys(("sub_group_size", "stage3_param_persistence_threshold", "reduce_bucket_size"), "auto")
+    offload = {"offload_param": {"device": "none"}, "offload_optimizer": {"device": "none", "pin_memory": True}}
+    rates = {"lr": 0.02, "muon_lr": 0.02, "adam_lr": 1e-3, "momentum": 0.95}
+    config = {
+        "zero_optimization": {"stage": stage, **offload, **auto, "zero_hpz_partition_size": 1},
+        "bf16": {"enabled": True},
+        "fp16": {"enabled": False},
+        "gradient_clipping": 1.0,
+        "data_types": {"grad_accum_dtype": None},
+        "checkpoint": {"load_universal": False},
+        "compile": {"deepcompile": False},
+        "tensor_parallel": {"autotp_size": 1},
+        "optimizer": {"type": "Muon", "params": {**rates, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.0}},
+        "train_micro_batch_size_per_gpu": GLOBAL_BATCH // 2,
+        "train_batch_size": GLOBAL_BATCH,
+    }
+    net = MODELS["mlp"]()
+    engine, *_ = deepspeed.initialize(
+        model=net,
+        model_parameters=[param for param in net.parameters() if param.requires_grad],
+        lr_scheduler=functools.partial(
+            get_scheduler,
+            "cosine_with_min_lr",
+            num_warmup_steps=1,
+            num_training_steps=STEPS,
+            scheduler_specific_kwargs={"min_lr_rate": 0.1},
+        ),
+        config=config,
+    )
+    assert type(engine.basic_optimizer).__name__ == "MuonWithAuxAdam"
+    return [loss for _ in range(STEPS) for loss in train_engine(engine, 1)]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_openrlhfs_config_trains(stage: int) -> None:
+    """OpenRLHF itself needs a GPU; this is what its DeepspeedStrategy hands to DeepSpeed."""
+    pytest.importorskip("transformers")
+    for losses in run(train_as_openrlhf_does, RANKS, stage=stage):
+        assert losses[-1] < losses[0] - 0.5

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What checkpoint folders hold, and whether two of them hold the same."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def optimizer_states(folder: Path, ranks: int) -> list[Any]:
+    """What a checkpoint holds of fp32 weights and optimizer state, by rank."""
+    files = sorted(folder.glob("*/*optim_states.pt"))
+    assert len(files) == ranks
+    return [torch.load(file, weights_only=False)["optimizer_state_dict"] for file in files]
+
+
+def same(left: Any, right: Any) -> bool:
+    """Whether two nests of containers hold the same numbers bit for bit."""
+    if torch.is_tensor(left):
+        return torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(same, left, right))
+    return left == right or (hasattr(left, "__dict__") and same(vars(left), vars(right)))
