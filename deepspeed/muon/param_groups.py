@@ -183,8 +183,8 @@ def empty_muon_half(specs: Sequence[MatrixSpec]) -> str | None:
     """
     if not specs:
         return (
-            "optimizer.type: Muon, but no parameter of the model is trained; give a frozen model, such as the reference "
-            "of DPO, a config without an optimizer"
+            "optimizer.type: Muon, but no parameter of the model is trained; give a frozen model, such as the "
+            "reference of DPO, a config without an optimizer"
         )
     matrices = [spec for spec in specs if len(spec.whole) >= 2]
     is_on_purpose = bool(matrices) and all(spec.chosen_by for spec in matrices)
