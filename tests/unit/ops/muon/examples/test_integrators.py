@@ -178,9 +178,7 @@ class Runs:
 
 
 CASES = [
-    pytest.param((name, stage), id=f"{name}-stage{stage}", marks=[pytest.mark.full] * ((name, stage) != ("trl-sft", 3)))
-    for name in TOOLS
-    for stage in (2, 3)
+    pytest.param((name, stage), id=f"{name}-stage{stage}", marks=pytest.mark.full) for name in TOOLS for stage in (2, 3)
 ]
 
 

@@ -64,7 +64,7 @@ def bound_by_an_engine(model: str, config: dict[str, Any]) -> dict[str, Any]:
     return facts
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.time_limit(500)
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("name", FEW)

@@ -61,7 +61,7 @@ def test_every_case_trains_as_one_process(world: int, request: pytest.FixtureReq
     ("wrong", "words"),
     [
         ("batches", "rank 0: weights changed otherwise than in one process, by "),
-        ("settings", "rank 0: weights changed otherwise than in one process, by "),
+        pytest.param("settings", "rank 0: weights changed otherwise than in one process, by ", marks=pytest.mark.full),
         ("raises", "rank 1: ValueError: no luck"),
     ],
 )
@@ -72,14 +72,16 @@ def test_what_goes_wrong_is_told_and_the_others_go_on(wrong: str, words: str) ->
 
 
 def reported(folder: str, version: str | None = None) -> tuple[int, str]:
-    """Exit status and output of the command on this rank, of which rank 1 may have another version of torch."""
+    """Exit status and output of the command on this rank, of which rank 1 may have another version of torch; then
+    nothing is trained.
+    """
     import contextlib
     import io
     import os
 
     import torch.distributed as dist
 
-    names = {"CASES": {"stage 3": trial.CASES["stage 3"]}}
+    names = {"CASES": {} if version else {"stage 3": trial.CASES["stage 3"]}}
     own = report._versions() | ({"torch": version} if version and dist.get_rank() == 1 else {})
     out = io.StringIO()
     with (
