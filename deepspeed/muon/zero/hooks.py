@@ -98,10 +98,24 @@ def _configure_optimizer(original: Callable, self: Any, client_optimizer: Any, m
         client_optimizer = functools.partial(_called, self, client_optimizer)
     elif client_optimizer is None and is_muon(self.optimizer_name()) and self.has_moe_layers:
         model_parameters = with_names(model_parameters)
+    elif client_optimizer is not None:
+        _warn_of_another(self, type(client_optimizer))
     result = original(self, client_optimizer, model_parameters)
     if isinstance(self.basic_optimizer, MuonWithAuxAdam):
         bind_engine(self)
     return result
+
+
+def _warn_of_another(engine: Any, kind: type) -> None:
+    """A Muon of the script's framework that knows nothing of ZeRO trains, as SGD with momentum perhaps."""
+    is_muon_by_name = "muon" in kind.__name__.lower() and not kind.__module__.startswith("deepspeed.")
+    if is_muon_by_name and engine.zero_optimization() and engine.global_rank == 0:
+        logger.warning(
+            "deepspeed-muon: the script passes another Muon, %s.%s. ZeRO gives it flat vectors instead of matrices, "
+            'which it may not orthogonalize; pass no optimizer, and set optimizer.type to "Muon" in ds_config.json',
+            kind.__module__,
+            kind.__name__,
+        )
 
 
 def _called(engine: Any, build: Callable, model_parameters: Any) -> Any:

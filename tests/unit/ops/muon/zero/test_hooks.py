@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 from torch import Tensor
 
@@ -425,3 +426,33 @@ def test_small_sub_groups_are_a_warning_with_the_size_that_helps() -> None:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_parameter_groups_of_the_user_are_no_sub_groups(stage: int) -> None:
     assert [level for level, _ in run(records, 2, stage=stage, groups=3)[0]] == ["INFO"]
+
+
+UNTESTED = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+
+
+def warnings_of(kind: str, stage: int) -> list[str]:
+    """What is logged while DeepSpeed takes an optimizer of the script, of a class with this name."""
+    seen: list[logging.LogRecord] = []
+    handler, net = logging.Handler(logging.WARNING), Mlp((6, 9, 5))
+    handler.emit = seen.append
+    optimizer = type(kind, (torch.optim.SGD,), {})(net.parameters(), lr=0.1)
+    config = {key: value for key, value in ds_config(stage=stage).items() if key != "optimizer"}
+    logging.getLogger("deepspeed.muon").addHandler(handler)
+    try:
+        engine = deepspeed.initialize(model=net, optimizer=optimizer, config=config | UNTESTED)[0]
+        train_engine(engine, 1)
+        engine.destroy()
+    finally:
+        logging.getLogger("deepspeed.muon").removeHandler(handler)
+    return [record.getMessage() for record in seen]
+
+
+@pytest.mark.parametrize(("kind", "stage"), [("MuonClip", 2), ("MuonClip", 0), ("Plain", 2)])
+def test_another_muon_of_the_script_is_a_warning_under_zero(kind: str, stage: int) -> None:
+    first, second = run(warnings_of, 2, kind=kind, stage=stage)
+    assert second == []
+    if (kind, stage) == ("MuonClip", 2):
+        assert len(first) == 1 and "another Muon, " in first[0] and ".MuonClip. ZeRO gives it flat vectors" in first[0]
+    else:
+        assert first == []
