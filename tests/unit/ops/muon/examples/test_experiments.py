@@ -194,7 +194,7 @@ def test_logits_are_recorded_in_every_step_of_a_real_run(tmp_path: Path) -> None
 
 
 @pytest.mark.full
-@pytest.mark.time_limit(280)
+@pytest.mark.time_limit(900)
 def test_the_command_trains_tunes_and_compares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs_module, "MAX_EXTENSIONS", 1)
     words = "--steps 4 --seeds 2 --variants --studies --layers 1 --context 16 --eval-every 2 --eval-batches 1 --data"
