@@ -91,10 +91,10 @@ def _version(name: str) -> str | None:
 
 def _tools() -> dict[str, str | None]:
     """What operations are built with or run on, by name, and its version; ``None`` where it is missing."""
-    compiler = os.environ.get("CXX", "c++")
+    compiler = os.environ.get("CXX", "c++").split()  # it may come with a wrapper or flags
     cuda, nccl = torch.version.cuda, torch.cuda.nccl.version() if torch.cuda.is_available() else None
     return {
-        "C++ compiler": _first_line(compiler, "--version"),
+        "C++ compiler": _first_line(*compiler, "--version"),
         "ninja": _first_line("ninja", "--version"),
         "libaio": ctypes.util.find_library("aio"),
         "CUDA of torch": cuda,
