@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Held-out losses on examples/pretrain_gpt: by optimizer against seconds (`loss`), from AdamW to Muon (`handover`)."""
+"""Held-out losses on examples/pretrain_gpt, by optimizer, against seconds."""
 
-import copy
 import dataclasses
 import itertools
 import json
 import math
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy
-import torch
-from torch import Tensor, nn
 
 from benchmarks import ranks, report
 from benchmarks.training import VARIANTS
@@ -182,65 +179,3 @@ def loss(
     chart = report.lines(rows, lambda row: f"{row['run']}, {row['seed']}", "seconds", "held_out")
     tables = report.table(compared(logs)), note.format(**STOCK) if "stock" in " ".join(runs) else ""
     return report.write(output or report.name_of("loss-per-second"), title, rows, *tables, draw=chart)
-
-
-BATCH, BEFORE, WARMUP, CONTEXT, EVALUATED = 16, 120, 12, 96, (1, 10, 20, 40, 80)
-ADAM_RATE, MUON_RATES = 2e-3, (2e-3, 1.6e-2)
-STARTS: dict[str, Callable[[Tensor], Tensor]] = {"first moment": torch.clone, "zero": torch.zeros_like}
-
-
-def handover(seeds: int = 3) -> str:
-    """What Muon's momentum should start from where AdamW's run goes on with Muon: the first moment, or zero.
-
-    The model of examples/pretrain_gpt, smaller, in fp32 on one process: AdamW with warm-up, then Muon at a constant
-    rate, with AdamW's half going on.
-
-    Args:
-        seeds: runs of each kind
-    """
-    import data
-    from deepspeed.muon import MuonWithAuxAdam
-    from model import GPT, GPTConfig
-
-    torch.set_num_threads(report.cores())
-    corpus, rows, adam = data.load_corpus(), [], {"betas": (0.9, 0.95), "eps": 1e-8}
-
-    def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, step: int) -> None:
-        offsets = data.train_offsets(corpus, seed, step, BATCH, CONTEXT)
-        model(*data.windows(corpus.train, offsets, CONTEXT)).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    @torch.no_grad()
-    def held_out(model: nn.Module) -> float:
-        offsets = data.held_out_offsets(corpus, 4 * BATCH, CONTEXT).reshape(4, BATCH)
-        return statistics.fmean(model(*data.windows(corpus.held_out, part, CONTEXT)).item() for part in offsets)
-
-    for seed in range(seeds):
-        torch.manual_seed(seed)
-        model = GPT(GPTConfig(layers=3, width=128, heads=4, context=CONTEXT))
-        adamw = torch.optim.AdamW(model.parameters(), lr=ADAM_RATE, weight_decay=0.0, **adam)
-        for step in range(BEFORE):
-            adamw.param_groups[0]["lr"] = ADAM_RATE * min(1.0, (step + 1) / WARMUP)
-            train(model, adamw, seed, step)
-        for rate, start in itertools.product(MUON_RATES, STARTS):
-            twin, row = copy.deepcopy(model), {"muon_lr": rate, "start": start, "seed": seed}
-            settings = {"lr": rate, "adam_lr": ADAM_RATE, "adjust_lr_fn": "match_rms_adamw"} | adam
-            muon = MuonWithAuxAdam(twin.parameters(), model=twin, **settings)
-            for own, theirs in zip(twin.parameters(), model.parameters(), strict=True):
-                saved = {key: value.clone() for key, value in adamw.state[theirs].items()}
-                started = {"step": saved["step"], "momentum_buffer": STARTS[start](saved["exp_avg"])}
-                muon.state[own] = started if muon.specs[own].use_muon else saved
-            for number in range(EVALUATED[-1]):
-                train(twin, muon, seed, BEFORE + number)
-                row |= {str(number + 1): held_out(twin)} if number + 1 in EVALUATED else {}
-            rows.append(row)
-    means = []
-    for rate, start in itertools.product(MUON_RATES, STARTS):
-        own = [row for row in rows if (row["muon_lr"], row["start"]) == (rate, start)]
-        losses = {str(n): f"{statistics.fmean(row[str(n)] for row in own):.3f}" for n in EVALUATED}
-        means.append({"steps after the change": f"Muon at {rate:g}, {start}"} | losses)
-    told = f"Held-out loss after {BEFORE} steps of AdamW at {ADAM_RATE:g} and some of Muon, mean of {seeds} seeds."
-    name = report.name_of("import-momentum")
-    return report.write(name, "Where Muon's momentum starts", rows, told, report.table(means))

@@ -33,6 +33,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--local_rank", type=int, default=0, help="set by the launcher")
     parser.add_argument("--stage", type=int, choices=range(4), help="ZeRO stage (default: the config's)")
     parser.add_argument("--lr", type=float, help="peak learning rate (default: the config's)")
+    parser.add_argument(
+        "--precision", choices=("bf16", "fp32"), help="of weights and activations (default: the config's)"
+    )
     parser.add_argument("--steps", type=int, default=240, help="length of the learning-rate schedule")
     parser.add_argument("--stop-at", type=int, help="end after this step, to be resumed later")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the order of the data")
@@ -48,9 +51,13 @@ def parse_args() -> argparse.Namespace:
     return deepspeed.add_config_arguments(parser).parse_args()
 
 
-def load_config(path: str, stage: int | None = None, lr: float | None = None) -> dict[str, Any]:
+def load_config(
+    path: str, stage: int | None = None, lr: float | None = None, precision: str | None = None
+) -> dict[str, Any]:
     """Read a DeepSpeed config and apply the overrides of the command line."""
     config = json.loads(Path(path).read_text())
+    if precision is not None:
+        config["bf16"] = {"enabled": precision == "bf16"}
     if stage is not None:
         config["zero_optimization"]["stage"] = stage
     if lr is not None:
@@ -139,7 +146,7 @@ def main() -> None:
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=model.parameters(),
-        config=load_config(args.deepspeed_config, args.stage, args.lr),
+        config=load_config(args.deepspeed_config, args.stage, args.lr, args.precision),
         lr_scheduler=lambda optimizer: LambdaLR(optimizer, lambda step: lr_scale(step, args.steps)),
     )
     train(engine, load_corpus(args.data), args)

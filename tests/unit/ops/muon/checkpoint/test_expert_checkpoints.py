@@ -141,6 +141,7 @@ def whole(results: list[dict[str, dict[str, Tensor]]], ep: int, key: str) -> dic
     }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [

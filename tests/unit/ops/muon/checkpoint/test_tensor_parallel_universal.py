@@ -37,15 +37,15 @@ def load(name: str, tp: int, folder: str, **config: Any) -> tuple[Weights, Weigh
 
 #: model; stage, ranks and tensor-parallel size of the saving run; those of the run that loads.
 CASES = [
+    ("llama", (1, 2, 2), (2, 2, 1)),
     ("llama", (2, 4, 2), (3, 2, 2)),
     ("llama", (3, 4, 2), (1, 4, 2)),
-    ("llama", (1, 2, 2), (2, 2, 1)),
     ("llama", (2, 2, 1), (2, 4, 2)),
     ("gated", (2, 4, 2), (3, 4, 2)),
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "saved", "loaded"), CASES, ids=str)
 def test_the_run_goes_on(name: str, saved: tuple[int, int, int], loaded: tuple[int, int, int], tmp_path: Path) -> None:
     def job(fn: Any, stage: int, world: int, tp: int) -> tuple[Weights, Weights]:

@@ -80,6 +80,7 @@ def test_each_matrix_has_one_owner_who_keeps_its_second_moment(tmp_path: Path) -
         assert differing(before, after) == []
 
 
+@pytest.mark.full
 @pytest.mark.time_limit(1200)
 def test_resume_from_nvme_is_exact(tmp_path: Path) -> None:
     def train(load: bool) -> dict[str, Tensor]:

@@ -181,10 +181,12 @@ def test_the_config_of_each_variant_is_accepted(variant: str) -> None:
         parse(definition.config()["optimizer"]["params"])
 
 
+@pytest.mark.full
 @pytest.mark.time_limit(120)
 def test_logits_are_recorded_in_every_step_of_a_real_run(tmp_path: Path) -> None:
     """On one rank, without the launcher."""
-    runs = Runs(tmp_path, 3, training=["--context", "16", "--layers", "2", "--data", str(ROOT / "deepspeed")])
+    small = ["--context", "16", "--layers", "2", "--precision", "fp32", "--data", str(ROOT / "deepspeed")]
+    runs = Runs(tmp_path, 3, training=small)
     run = Run("Muon", 0.016, width=64, tau=WATCH)
     assert math.isfinite(runs.final(run))
     logits = runs.logits(run)
@@ -194,10 +196,11 @@ def test_logits_are_recorded_in_every_step_of_a_real_run(tmp_path: Path) -> None
 
 
 @pytest.mark.full
-@pytest.mark.time_limit(900)
+@pytest.mark.time_limit(600)
 def test_the_command_trains_tunes_and_compares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs_module, "MAX_EXTENSIONS", 1)
-    words = "--steps 4 --seeds 2 --variants --studies --layers 1 --context 16 --eval-every 2 --eval-batches 1 --data"
+    words = "--steps 4 --seeds 2 --variants --studies --layers 1 --context 16 --eval-every 2 --eval-batches 1"
+    words += " --precision fp32 --data"
     monkeypatch.setattr(
         sys, "argv", ["experiments.py", "--out", str(tmp_path), *words.split(), str(ROOT / "deepspeed")]
     )

@@ -145,7 +145,7 @@ def test_the_scripts_do_not_know_the_optimizer(framework: str) -> None:
 @pytest.mark.sample(1)
 def test_ours_took_the_matrices(runs: Runs) -> None:
     line = (
-        "deepspeed-muon 0.1.0: 14 matrices (98,304 parameters) to Muon; 7 tensors (33,088 parameters) to AdamW; 2 ranks"
+        "deepspeed-muon 0.2.0: 14 matrices (98,304 parameters) to Muon; 7 tensors (33,088 parameters) to AdamW; 2 ranks"
     )
     assert line in runs.muon.output
     assert line in runs.resumed.output
@@ -179,7 +179,8 @@ def test_a_run_resumes_exactly(runs: Runs) -> None:
     assert not same(runs.muon.optimizer_states(STEPS // 2), runs.muon.optimizer_states(STEPS))
 
 
-@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [2, 3])
 def test_one_line_of_config_trains_in_the_trainer(stage: int, tmp_path: Path) -> None:
     """A preset, of which the log says what it has set; the trainer's learning rate need not be repeated."""
     pytest.importorskip("transformers")

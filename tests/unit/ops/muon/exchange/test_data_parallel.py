@@ -174,6 +174,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.full
 def test_a_script_needs_nothing_of_deepspeed(tmp_path: Path) -> None:
     """As a user runs it: torch's own launcher and process group."""
     (tmp_path / "script.py").write_text(SCRIPT)

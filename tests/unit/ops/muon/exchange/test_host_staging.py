@@ -79,6 +79,7 @@ def test_copies_that_come_late_change_nothing(stage: int) -> None:
     torch.testing.assert_close(late, plain, rtol=0, atol=0)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_staged_shards_travel_as_others_do(stage: int, offload: bool) -> None:

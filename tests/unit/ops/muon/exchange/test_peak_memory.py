@@ -81,7 +81,7 @@ def measured(shapes: list[tuple[int, int]], params: dict[str, Any], device_type:
     return found.total, mode.peak, optimizer.plans[0].slots(staged=False), found.exchange
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("size", SIZES)
@@ -98,6 +98,7 @@ def test_a_step_takes_the_predicted_memory(size: str, stage: int, device_type: s
 
 
 # The C++ kernels multiply bf16 only on CPUs with units for it.
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("kernels", "ns_dtype"), [("torch", "bf16"), ("torch", "fp32"), ("auto", "fp32")])
 @pytest.mark.parametrize("method", ["standard", "gram"])
 def test_the_prediction_knows_methods_kernels_and_dtypes(method: str, kernels: str, ns_dtype: str) -> None:

@@ -82,7 +82,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [2, pytest.param(1, marks=pytest.mark.full)])
 def test_a_step_allocates_nothing(world: int) -> None:
     for seen in run(allocated, world, warm=2, cases=CASES):
         assert [found for found in zip(CASES, seen, strict=True) if found[1]] == []
@@ -203,7 +203,7 @@ def resident(steps: int, every: int, **config: Any) -> list[int]:
     return pages
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_memory_does_not_grow_over_200_steps(stage: int) -> None:

@@ -221,6 +221,7 @@ def test_symmetric_products(kind: str, config: Any, tall: bool, product: bool, r
     record_property("summary", f"{config}: {used['REG']} registers, {memory}")
 
 
+@pytest.mark.full
 def test_without_alignment_nothing_is_copied_asynchronously() -> None:
     """Hence the table gives products of such matrices to a library."""
     config = products.CONFIGS[-1]

@@ -77,7 +77,7 @@ SIZES = [(2, 4, 2), (4, 4, 2), (4, 2, 2)]
 CASES = [(stage, *size) for stage in (0, 1, 2, 3) for size in SIZES]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rule", [None, "normuon"])
 @pytest.mark.parametrize(("stage", "world", "experts", "ep"), CASES)
 def test_training_equals_that_of_all_experts_in_one_place(

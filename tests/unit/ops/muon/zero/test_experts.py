@@ -119,6 +119,7 @@ def spoil(steps: int, **config: Any) -> list[dict[str, Tensor]]:
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_bad_gradient_of_one_ranks_experts_skips_the_step_on_all(stage: int) -> None:
     for first, second, third in run(spoil, 4, stage=stage, steps=3):

@@ -93,6 +93,7 @@ assert ours()[1] == []
 """
 
 
+@pytest.mark.full
 def test_a_missing_seam_does_not_fail_the_import(tmp_path: Path) -> None:
     """Runs without Muon must go on."""
     assert "_scheduler_from_config" in python(tmp_path, ACTIVE + WITHOUT_A_SEAM, DS_MUON_AUTOLOAD="0")
@@ -145,6 +146,7 @@ sys.meta_path.insert(0, Curious())
 """
 
 
+@pytest.mark.full
 def test_looking_for_the_engine_does_not_use_up_the_hook(tmp_path: Path) -> None:
     """Another import hook may ask for the engine's spec before anybody imports it."""
     left = "assert not [f for f in sys.meta_path if type(f).__module__ == 'deepspeed_muon'], 'the hook is still there'"
@@ -194,6 +196,7 @@ def take_a_step(**config: Any) -> str:
     return type(engine.basic_optimizer).__module__
 
 
+@pytest.mark.full
 def test_a_later_version_that_has_all_seams_trains_with_one_warning(tmp_path: Path) -> None:
     env = another_version(tmp_path)
     ((version, said, muon, other),) = run(train_again_installed, 1, fresh=True, restart=True, env=env)

@@ -206,6 +206,7 @@ def momenta_of_given_gradients(cases: list[dict[str, Any]], momentum_dtype: str)
     return results
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("momentum_dtype", ROUNDED)
 def test_what_sharding_changes_of_the_momentum(momentum_dtype: str) -> None:
     """In bf16 no bit: the random bits of an element are those of its parameter, its index and the step.

@@ -58,6 +58,7 @@ def count(folder: str, offload: dict[str, Any], needed: int, **config: Any) -> l
         return [*results, attempt(folder, few, **config)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("settings", "offload", "needed"),
     [pytest.param(*case, marks=[pytest.mark.full] * (index not in ALWAYS)) for index, case in enumerate(COUNTS)],

@@ -41,7 +41,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["tied", "late"])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_precision_and_settings(setting: str, name: str) -> None:

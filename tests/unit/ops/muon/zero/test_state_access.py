@@ -217,8 +217,9 @@ def resume_within_a_step(cases: list[dict[str, Any]], folder: str) -> list[tuple
     return results
 
 
-def test_a_step_under_way_begins_again(tmp_path: Path) -> None:
-    cases = [case | {"accumulation": 4} for case in STAGES]
+@pytest.mark.parametrize("stages", [STAGES[1::4], pytest.param(STAGES, marks=pytest.mark.full)], ids=len)
+def test_a_step_under_way_begins_again(stages: list[dict[str, Any]], tmp_path: Path) -> None:
+    cases = [case | {"accumulation": 4} for case in stages]
     first, second = run(resume_within_a_step, 2, cases=cases, folder=str(tmp_path))
     for case, (wrong, text), (other, silence) in zip(cases, first, second, strict=True):
         assert wrong == other == [], case

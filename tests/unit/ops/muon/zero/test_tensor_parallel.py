@@ -154,6 +154,7 @@ def test_heads_need_no_exchange() -> None:
         assert all(first[f"model.layers.{i}.self_attn.o_proj.weight"][1] == [0, 1] for i in range(2))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("stage", "settings", "momentum_dtype"),
     [
