@@ -282,9 +282,8 @@ def share(width: int = 256, layers: int = 4, windows: int = 256, rounds: int = 5
     net = GPT(GPTConfig(layers=layers, width=width, heads=width // 32, context=CONTEXT))
     muon, adamw = optimizer("Muon", net, 1e-4), optimizer("AdamW", net, 1e-4)
     counted = sum(
-        flops(*sorted(spec.shape), schedule("simple"), "standard", "fp32") * spec.count
-        for spec in muon.specs.values()  # type: ignore[attr-defined]
-        if spec.use_muon
+        count * flops(*sorted(shape), schedule("simple"), "standard", "fp32")
+        for shape, count in muon.shapes.items()  # type: ignore[attr-defined]
     )
     parameters, rows, count = sum(p.numel() for p in net.parameters()), [], 1
 
