@@ -210,7 +210,7 @@ class Tunings:
                 torch.manual_seed(run.seed)
                 modules = ["query", "key", "value", "proj", "up"]
                 net = inject_adapter_in_model(LoraConfig(r=8, lora_alpha=16, target_modules=modules), net)
-                settings = {"muon_include": "lora_"}
+                settings = {"muon_lora": "both"}
             chosen = optimizer(run.how.rpartition(" ")[2], net, run.lr, **settings)
             scale = functools.partial(warmup_and_decay, steps=self.steps)
             learn(net, chosen, cpp_text(), run.seed, range(self.steps), scale)

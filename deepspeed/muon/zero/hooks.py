@@ -13,10 +13,12 @@ import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from packaging.version import Version
+from torch import nn
 
 from deepspeed.muon.config.messages import FILLED_BY
 from deepspeed.muon.config.schema import parse
@@ -70,7 +72,9 @@ def _keep_user_tags() -> None:
 
     def keep(original: Callable, config_class: Any, model: Any) -> None:
         if is_muon(config_class.optimizer_name):
-            if not renames_parameters(config_class):  # else the optimizer checks, which sees the new names
+            if _is_trained(model) and not renames_parameters(
+                config_class
+            ):  # else the optimizer checks, which sees the new names
                 check_patterns(model, parse(config_class.optimizer_params))
         else:
             original(config_class, model)
@@ -83,11 +87,27 @@ def _configure_basic_optimizer(original: Callable, self: Any, model_parameters: 
     """``DeepSpeedEngine._configure_basic_optimizer``: build ours where the config asks for Muon."""
     if not is_muon(self.optimizer_name()):
         return original(self, model_parameters)
+    if not _is_trained(self.module) and not self.zero_optimization():
+        return _idle(model_parameters)
     refuse_engine(self)
     note_tp_rank(self)
     optimizer = MuonWithAuxAdam(model_parameters, model=self.module, **(self.optimizer_params() or {}))
     _check(self, optimizer)
     return optimizer
+
+
+def _is_trained(model: nn.Module) -> bool:
+    return any(param.requires_grad for param in model.parameters())
+
+
+def _idle(params: Iterable[Any]) -> torch.optim.Optimizer:
+    """For a model of which nothing is trained, as the reference of DPO to which a tool hands the whole config.
+
+    An engine wants an optimizer, and without ZeRO, to which tools switch for such a model, takes an AdamW that has
+    nothing to do. ZeRO fails then, whatever the optimizer, and ours says why.
+    """
+    logger.info("deepspeed-muon: no parameter of this model is trained; its AdamW has nothing to do")
+    return torch.optim.AdamW(params)
 
 
 def _configure_optimizer(original: Callable, self: Any, client_optimizer: Any, model_parameters: Any) -> Any:

@@ -21,7 +21,7 @@ import deepspeed.muon
 from deepspeed.muon import MuonWithAuxAdam, SeamError
 from deepspeed.muon.version import TESTED_DEEPSPEED as TESTED
 from deepspeed.muon.zero import hooks
-from helpers.distributed import run
+from helpers.distributed import RankError, run
 from helpers.models import Mlp, TinyGpt, train_engine
 from helpers.paths import ROOT, TESTS
 from helpers.startup_log import records
@@ -459,3 +459,39 @@ def test_another_muon_of_the_script_is_a_warning_under_zero(kind: str, stage: in
         assert len(first) == 1 and "another Muon, " in first[0] and ".MuonClip. ZeRO gives it flat vectors" in first[0]
     else:
         assert first == []
+
+
+# ---- a model of which nothing is trained ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{}, {"dtype": "bf16"}], ids=["fp32", "bf16"])
+def test_a_frozen_model_is_served_without_zero(settings: dict[str, Any]) -> None:
+    """As the reference of DPO, to which tools hand the whole config with the stage set to 0."""
+    ((kind, same, text),) = run(evaluate_frozen, 1, stage=0, **settings)
+    assert kind == "torch.optim.adamw" and same
+    assert text == "deepspeed-muon: no parameter of this model is trained; its AdamW has nothing to do"
+
+
+def test_a_frozen_model_is_refused_under_zero() -> None:
+    """Where AdamW fails too, without saying why."""
+    with pytest.raises(RankError, match=r"optimizer\.type: Muon, but no parameter of the model is trained"):
+        run(evaluate_frozen, 1, stage=2)
+    with pytest.raises(RankError, match="IndexError"):
+        run(evaluate_frozen, 1, stage=2, optimizer={"type": "AdamW", "params": {"torch_adam": True}})
+
+
+def evaluate_frozen(**config: Any) -> tuple[str, bool, str]:
+    """The optimizer's module, whether the engine evaluates as the model, and what was logged last."""
+    seen: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("deepspeed.muon").addHandler(handler)
+    net = Mlp((6, 9, 5)).requires_grad_(False)
+    try:
+        settings = ds_config(**({"optimizer": {"type": "Muon", "params": {"muon_exclude": "nothing"}}} | config))
+        engine = deepspeed.initialize(model=net, config=settings)[0]
+    finally:
+        logging.getLogger("deepspeed.muon").removeHandler(handler)
+    engine.eval()
+    batch = [torch.randn(4, size, dtype=next(net.parameters()).dtype) for size in (6, 5)]
+    return type(engine.basic_optimizer).__module__, torch.equal(engine(*batch), net(*batch)), (seen or [""])[-1]
