@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 Rows = Sequence[dict[str, Any]]
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,6 +38,8 @@ def describe() -> dict[str, str]:
     cpuinfo = Path("/proc/cpuinfo")
     models = re.findall(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.M) if cpuinfo.exists() else []
     cpu = (models or [platform.processor() or platform.machine()])[0]
+    if (widest := torch.backends.cpu.get_cpu_capability()) != "AVX512":  # one name is given to several generations
+        cpu += f" {widest}"
     facts = {"cpu": cpu, "cores": str(cores()), "python": platform.python_version()}
     facts |= {name: version(name) for name in ("torch", "deepspeed", "deepspeed-muon")}
     return facts | {"date": datetime.date.today().isoformat()}
