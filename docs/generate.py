@@ -31,7 +31,9 @@ Generated from `deepspeed/muon/config/` by `python docs/generate.py`.
 ```
 
 Every key of `optimizer.params` is optional. `null` means the default. An unknown key is refused, with the nearest that
-exists ([all messages](errors.md)). Stock DeepSpeed's keys and defaults keep working.
+exists ([all messages](errors.md)). Stock DeepSpeed's keys and defaults keep working; *stock* means DeepSpeed without
+this package. The optimizer has two halves: the *Muon half* updates hidden matrices, the *AdamW half* everything else
+([which parameters](#which-parameters-go-to-muon)).
 
 | key | default | allowed | unit | what it is | source |
 |---|---|---|---|---|---|
