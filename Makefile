@@ -12,7 +12,8 @@ export PATH := $(BIN):$(PATH)
 
 .PHONY: venv demo test test-full fuzz versions lint docs format bench release-check clean
 
-# The development set is pinned; torch is taken as a CPU build where no other is installed. Extensions are compiled once.
+# The development set is pinned. PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu takes torch's CPU build, which
+# is much smaller. Extensions are compiled once.
 $(VENV)/.ready: requirements/requirements.txt requirements/requirements-dev.txt requirements/requirements-example.txt pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip
