@@ -17,7 +17,6 @@ PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted(EXAMPLES.glob("
 ELSEWHERE = {
     r"^make (demo|test)": "the demo is compare.py, which runs here; the tests are these",
     r"pip (install|wheel|download)": "installs; tools/release_check.py does it",
-    r"^python -m benchmarks gpu": "test_benchmarks.py",
     r"--measured": "test_cli.py; the page means a GPU",
     r"^(trl|\w+=\w+ (llamafactory-cli|swift)|axolotl) |tiny_model\.py|openrlhf": "test_integrators.py",
     r"^accelerate launch|--deepspeed ds_config_muon|^python train\.py": "test_frameworks.py",
@@ -27,7 +26,7 @@ ELSEWHERE = {
 SMALL = "--steps 4 --layers 1 --width 32 --heads 2 --context 16 --eval-every 2 --eval-batches 1 --precision fp32"
 SMALLER = (
     (r"(--num_gpus|--nproc_per_node) 8", r"\1 2"),
-    (r"((?:train|compare)\.py.*)", rf"\1 {SMALL} --data ."),
+    (r"((?:train|compare)\.py.*)", rf"\1 {SMALL}"),
     (r"--save-every 60", "--save-every 2"),
     (r"--stop-at 120", "--stop-at 2"),
 )
@@ -89,6 +88,7 @@ def prepare(page: Path, folder: Path) -> None:
             config["optimizer"]["params"].pop("lr")
             config["optimizer"]["params"] |= {"muon_lr": 0.02, "adam_lr": 0.001}
             if name == "ds_config":
+                config["optimizer"]["params"]["monitor_interval"] = 1
                 config["csv_monitor"] = {"enabled": True, "output_path": "logs", "job_name": "run"}
             (folder / f"{name}.json").write_text(json.dumps(config))
         (folder / "model.py").write_text(
