@@ -131,7 +131,7 @@ def spread(values: list[float]) -> str:
 # ---- which learning rate --------------------------------------------------------------------------------------------
 
 
-def sweep(steps: int = 120, seeds: int = 2, points: int = 9) -> str:
+def sweep(steps: int = 120, seeds: int = 1, points: int = 9) -> str:
     """Which learning rate: AdamW's and Muon's loss over four decades of it, on two models.
 
     Both halves of Muon's optimizer have the same rate, as with `lr` alone in the config.
@@ -160,7 +160,7 @@ def sweep(steps: int = 120, seeds: int = 2, points: int = 9) -> str:
         summary.append(row | {"within 0.1 of it": f"{close[0]:g} to {close[-1]:g}"})
     axes = {"xscale": "log", "xlabel": "learning rate", "ylabel": "held-out loss (nats per byte)", "ylim": (1.7, 4)}
     chart = report.lines(means, lambda row: row["run"], "lr", "held_out", **axes)
-    title = f"Loss by learning rate, {steps} steps, mean of {seeds} seeds"
+    title = f"Loss by learning rate, {steps} steps, seeds: {seeds}"
     per_rate = [
         {"rate": f"{lr:g}"} | {row["run"]: f"{row['held_out']:.3f}" for row in means if row["lr"] == lr} for lr in grid
     ]
@@ -180,9 +180,10 @@ class Tuning:
     seed: int = 0
 
 
-#: Rates of the training before, the best of `sweep` at this size; where the search for those of the tuning starts.
-BEFORE_RATES, START_RATES = {"AdamW": 3.2e-3, "Muon": 1e-2}, {"AdamW": 1e-3, "Muon": 4e-3}
-HOW = ("AdamW", "Muon", "LoRA, AdamW", "LoRA, Muon")
+#: Rates of the training before, the best of `sweep`.
+BEFORE_RATES = {"AdamW": 1e-3, "Muon": 2e-2}
+#: Ways to go on, and where the search for the rate of each starts.
+HOW = {"AdamW": 5e-4, "Muon": 4e-3, "LoRA, AdamW": 4e-3, "LoRA, Muon": 1.6e-2}
 
 
 @dataclass
@@ -223,7 +224,7 @@ class Tunings:
         return self.losses(run)[0]
 
 
-def finetune(before: int = 300, steps: int = 60, seeds: int = 3) -> str:
+def finetune(before: int = 200, steps: int = 40, seeds: int = 3) -> str:
     """Whether to fine-tune with Muon a model that AdamW has trained, and the other way round; with and without LoRA.
 
     A GPT learns Python with AdamW or Muon, then C++ with either, at the best rate for each of the pairs, which is
@@ -243,8 +244,8 @@ def finetune(before: int = 300, steps: int = 60, seeds: int = 3) -> str:
         known = [[held_out(net, text()) for net in untouched] for text in (cpp_text, python_text)]
         start = {"trained by": name, "goes on with": "nothing", "rate": "-", "at the edge": ""}
         summary.append(start | {"loss on C++": spread(known[0]), "loss on Python": spread(known[1])})
-        for how in HOW:
-            best = tune(runs, Tuning(name, how, START_RATES[how.rpartition(" ")[2]]), refine=False)
+        for how, rate in HOW.items():
+            best = tune(runs, Tuning(name, how, rate), refine=False)
             found = [runs.losses(replace(best.run, seed=seed)) for seed in range(1, seeds + 1)]
             row = {"trained by": name, "goes on with": how, "rate": f"{best.run.lr:g}"}
             row["at the edge"] = "yes" if best.at_the_edge else ""
@@ -255,8 +256,8 @@ def finetune(before: int = 300, steps: int = 60, seeds: int = 3) -> str:
         rows.append(row | {"c++": new, "python": old})
     tuned = [row | {"run": f"{row['trained by']}, then {row['goes on with']}"} for row in rows if row["seed"] == 0]
     tuned.sort(key=lambda row: (row["run"], row["lr"]))
-    axes = {"xscale": "log", "xlabel": "learning rate of the fine-tuning", "ylabel": "held-out loss on C++"}
-    chart = report.lines(tuned, lambda row: row["run"], "lr", "c++", **axes)
+    axes = {"xlabel": "held-out loss on Python (what is kept)", "ylabel": "held-out loss on C++ (what is learned)"}
+    chart = report.lines(tuned, lambda row: row["run"], "python", "c++", **axes)
     title = f"Fine-tuning: {before} steps on Python, {steps} on C++, {seeds} seeds"
     return report.write(report.name_of("finetune"), title, rows, report.table(summary), draw=chart)
 
