@@ -26,7 +26,7 @@ def check(root: Path, case: dict[str, Any], phase: str, kills: int, seed: int) -
 # ---- killed ranks -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("stage", "phase", "kills"), [(2, "save", 2), (3, "exchange", 2), (3, "training", 1)])
 def test_a_killed_job_goes_on_exactly(tmp_path: Path, stage: int, phase: str, kills: int) -> None:
     check(tmp_path, {"stage": stage}, phase, kills, seed=0)
@@ -46,7 +46,7 @@ STALLED = 8.0
 NAMED = r"ExchangeError: the exchange failed in bucket 1 of 1 of group muon \(layers\.\d\.weight, .*\), [\d.]+ s"
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("stage", "stall"), [(0, False), (2, False), (3, False), (3, True), pytest.param(2, True, marks=pytest.mark.full)]
 )

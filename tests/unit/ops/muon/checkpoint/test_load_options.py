@@ -58,6 +58,7 @@ def load_weights(cases: list[dict[str, Any]], folder: str) -> list[tuple[dict[st
     return results
 
 
+@pytest.mark.full
 def test_weights_alone_come_from_the_tag_and_stay(tmp_path: Path) -> None:
     """At stages 0 and 3 DeepSpeed alone loads nothing, the latest tag's, or what the next step undoes."""
     saved = run(save_two, 2, cases=CASES, folder=str(tmp_path))[0]

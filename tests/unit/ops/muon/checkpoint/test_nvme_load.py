@@ -331,6 +331,7 @@ def load_in_memory(folder: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", [{"pipelined": True}, {"stays": True, "optimizer": MOMENTA["int8"]}], ids=str)
 def test_the_converter_and_zero_to_fp32_read_what_was_on_nvme(case: dict[str, Any], tmp_path: Path) -> None:
     saved = run(save_and_go_on, 2, cases=[case], folder=str(tmp_path))[0][0][0]["tensors"]

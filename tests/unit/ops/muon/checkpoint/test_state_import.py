@@ -97,6 +97,7 @@ def check_stock(cases: list[Case], folder: Path, targets: list[Case]) -> None:
         compare(definition, got, 2e-2 if half else 1e-5, case, 4 if half and case["stage"] == 0 else 3)
 
 
+@pytest.mark.full
 def test_going_on_from_stocks_muon(tmp_path: Path) -> None:
     """To stages 1 and 3, momentum bit for bit by whatever layout it was saved; then the steps of the definition."""
     check_stock(SAVED_BY_STOCK, tmp_path, TARGETS[:2])

@@ -70,6 +70,7 @@ def owned(case: dict[str, Any], folder: str, load: bool) -> dict[str, Tensor]:
     return moments
 
 
+@pytest.mark.full
 def test_each_matrix_has_one_owner_who_keeps_its_second_moment(tmp_path: Path) -> None:
     case = {"stage": 3, "optimizer": OPTIMIZER}
     saved = run(owned, 3, case=case, folder=str(tmp_path), load=False)

@@ -302,6 +302,7 @@ def test_report_sees_the_switches(
 COMMAND = "import sys, deepspeed_muon; sys.exit(deepspeed_muon.command())"
 
 
+@pytest.mark.full
 def test_stdout_is_json_alone_where_deepspeed_talks_at_import() -> None:
     """Without a GPU and without DS_ACCELERATOR, DeepSpeed warns on stdout."""
     env = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}

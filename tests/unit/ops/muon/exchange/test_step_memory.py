@@ -110,6 +110,7 @@ def held(counts: list[int], bucket_bytes: int, **config: Any) -> list[tuple[int,
     return results
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_buckets_bound_the_memory_whatever_the_model(stage: int) -> None:
     """At most three buckets of matrices, of what is sent and of what is received, and temporaries of one."""

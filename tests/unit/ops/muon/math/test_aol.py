@@ -58,7 +58,7 @@ def test_fp32_is_the_map_of_the_scaled_matrix(
     assert relative_error(plain, result.double()) > 0.1, "else this test could not fail"
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NAMED)
 @pytest.mark.parametrize("method", METHODS)

@@ -99,7 +99,7 @@ def optimizer(**params: Any) -> dict[str, Any]:
     return {"type": "Muon", "params": PARAMS | params}
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("stage", "world"), pairs((0, 1, 2, 3), QUICK))
 def test_fused_projections(stage: int, world: int) -> None:
     expected = reference("layouts", fused_parts)

@@ -67,7 +67,7 @@ def assert_equal(found: list[dict[str, Any]], expected: OracleResult) -> None:
     assert seen == expected.weights.keys()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_training_equals_that_of_all_experts_in_one_place(stage: int, world: int) -> None:

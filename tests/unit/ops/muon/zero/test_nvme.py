@@ -44,6 +44,7 @@ def train_all(cases: list[dict[str, Any]], folder: str, steps: int = 2, **config
     return results
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
 def test_training_equals_that_on_the_cpu(dtype: str, tmp_path: Path) -> None:
     """Two micro-steps a step; parameters alone on NVMe too."""

@@ -57,6 +57,7 @@ def test_every_case_trains_as_one_process(world: int, request: pytest.FixtureReq
             assert (row["sent_mb"] > 0) == (world > 1 and row["name"].startswith("stage 3")) or world == 3
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
