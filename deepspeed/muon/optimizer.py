@@ -75,6 +75,18 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         UnsupportedError: a model that FSDP has sharded.
     """
 
+    #: Whether calls of ``step`` are parts of an engine's step, which calls :meth:`begin_step` before
+    #: them and :meth:`release_scratch` after.
+    is_stepped_in_parts = False
+    #: Whether this process says what all of them know.
+    speaks = True
+    #: In a pipeline, the parameters of all stages that go to Muon, by name, and a hash of how each is cut, if any.
+    muon_of_all_stages: dict[str, str] | None = None
+    #: Measures a step, if set.
+    step_stats: StepStats | None = None
+    qk_clip: QKClip | None = None
+    _binding: tuple[Sequence[Partition], Tuning, torch.device] | None = None
+    _judged: Choice | None = None
     _is_built = False
 
     def __init__(self, params: Iterable[Any], *, model: nn.Module, **config: Any) -> None:
@@ -98,8 +110,6 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self.shapes = shapes_of(self.specs.values())
         self._bound: dict[int, Bound] = {}
         self._adam_partitions: list[Partition] = []
-        self._binding: tuple[Sequence[Partition], Tuning, torch.device] | None = None
-        self._judged: Choice | None = None
         self._blocks: dict[Tensor, momentum.Blocks] = {}
         #: Of each tensor of the AdamW half, what it holds of each parameter.
         self._fragments: dict[Tensor, list[momentum.Fragment]] = {}
@@ -114,19 +124,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self.report_skip: Callable[[], None] = self._report_skip
         #: Entered around each phase of a step, by name: prepare, exchange, newton_schulz, apply, adamw.
         self.phase: Callable[[str], AbstractContextManager] = nullcontext
-        #: Whether calls of ``step`` are parts of an engine's step, which calls :meth:`begin_step` before
-        #: them and :meth:`release_scratch` after.
-        self.is_stepped_in_parts = False
-        #: Whether this process says what all of them know.
-        self.speaks = True
         self.second_moments = SecondMoments(self.rules.normuon)
         #: The ranks that train the same layers; ``None``: all.
         self.peers: Any = self._replicas
-        #: In a pipeline, the parameters of all stages that go to Muon, by name, and a hash of how each is cut, if any.
-        self.muon_of_all_stages: dict[str, str] | None = None
-        #: Measures a step, if set.
-        self.step_stats: StepStats | None = None
-        self.qk_clip: QKClip | None = None
         if self.config.qk_clip:
             names = {param: spec.name for param, spec in self.specs.items()}
             self.qk_clip = QKClip(self.config.qk_clip, layers, names, partial(_steps_done, weakref.ref(self)))

@@ -71,13 +71,10 @@ def _keep_user_tags() -> None:
         return
 
     def keep(original: Callable, config_class: Any, model: Any) -> None:
-        if is_muon(config_class.optimizer_name):
-            if _is_trained(model) and not renames_parameters(
-                config_class
-            ):  # else the optimizer checks, which sees the new names
-                check_patterns(model, parse(config_class.optimizer_params))
-        else:
+        if not is_muon(config_class.optimizer_name):
             original(config_class, model)
+        elif _is_trained(model) and not renames_parameters(config_class):  # else the optimizer checks the new names
+            check_patterns(model, parse(config_class.optimizer_params))
 
     _undo.append(replace(deepspeed, "set_optimizer_flags", keep))
     deepspeed.set_optimizer_flags.keeps_user_tags = True

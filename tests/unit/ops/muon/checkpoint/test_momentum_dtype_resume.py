@@ -11,6 +11,7 @@ from torch import Tensor
 from helpers import universal
 from helpers.distributed import run
 from helpers.engine_state import differing, kept_dtypes, local_states, named_states
+from helpers.logs import logged
 from helpers.models import train_engine
 from helpers.resume import RESUMED, resume_all, save_all
 from helpers.training import BF16_OPTIMIZER, MOMENTA, fresh_engine
@@ -59,21 +60,15 @@ def save_each(cases: list[dict[str, Any]], dtype: str, folders: list[str]) -> li
 
 def load_each(cases: list[dict[str, Any]], dtype: str, folders: list[str]) -> list[tuple[dict, list[str], set]]:
     """The states by name after a load, the warnings, and the dtypes of the momenta kept after a further step."""
-    import logging
-
     results = []
     for case, folder in zip(cases, folders, strict=True):
         engine = fresh_engine(7, case, optimizer=MOMENTA[dtype])
-        records: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record, said=records: said.append(record.getMessage())
-        logging.getLogger("deepspeed.muon").addHandler(handler)
-        engine.load_checkpoint(folder)
-        logging.getLogger("deepspeed.muon").removeHandler(handler)
+        with logged() as said:
+            engine.load_checkpoint(folder)
         states = named_states(engine)
         train_engine(engine, 1, first_step=2)
         kept = kept_dtypes(local_states(engine))
-        results.append((states, [text for text in records if "momentum" in text], kept))
+        results.append((states, [text for text in said if "momentum" in text], kept))
         engine.destroy()
     return results
 

@@ -2,7 +2,6 @@
 """Saving and loading that fail closed: when `latest` is written, what is verified, what is left to DeepSpeed."""
 
 import json
-import logging
 import os
 import pickle
 import zlib
@@ -17,6 +16,7 @@ from deepspeed.muon import CheckpointError
 from deepspeed.muon.zero.checkpoint import manifest, safe_load, save_load
 from helpers.distributed import run
 from helpers.engine_state import differing, snapshot
+from helpers.logs import logged
 from helpers.models import MODELS, initialize_, train_engine
 from helpers.training import ds_config, make_engine
 
@@ -153,16 +153,10 @@ def refusal(load: Any) -> str:
     return "no error"
 
 
-def logged(act: Any) -> list[str]:
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("deepspeed.muon").addHandler(handler)
-    try:
+def said_of_manifests(act: Any) -> list[str]:
+    with logged() as said:
         act()
-    finally:
-        logging.getLogger("deepspeed.muon").removeHandler(handler)
-    return [text for text in messages if "manifest" in text]
+    return [text for text in said if "manifest" in text]
 
 
 FOLLOWERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -195,7 +189,7 @@ def load_without_manifest(folder: str) -> list[tuple[list[str], list[str]]]:
                 file.unlink()
         dist.barrier()
         other = engine_of(7, **loaded)
-        lines = logged(lambda other=other, place=place: other.load_checkpoint(str(place)))
+        lines = said_of_manifests(lambda other=other, place=place: other.load_checkpoint(str(place)))
         results.append((differing(expected, snapshot(other)), lines))
         other.destroy()
     return results
@@ -232,7 +226,7 @@ def misfortunes(folder: str) -> dict[str, Any]:
     engine.lr_scheduler = None
     other = type("OtherEngine", (type(engine.checkpoint_engine),), {})
     engine.checkpoint_engine.__class__ = other
-    result["other"] = logged(lambda: engine.save_checkpoint(folder, tag="three"))
+    result["other"] = said_of_manifests(lambda: engine.save_checkpoint(folder, tag="three"))
     result["header"] = (root / "three" / manifest.HEADER).exists()
     engine.destroy()
     return result

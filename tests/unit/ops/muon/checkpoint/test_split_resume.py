@@ -13,6 +13,7 @@ import torch
 from deepspeed.muon import MuonWithAuxAdam, import_state
 from deepspeed.muon.zero.checkpoint.state_keys import keep_convertible
 from helpers.distributed import run
+from helpers.logs import logged
 from helpers.models import TinyGpt, train_engine
 from helpers.training import PARAMS, ds_config, make_engine
 from helpers.universal import convert
@@ -21,23 +22,10 @@ WHOLE, SPLIT, HEADS = {"muon_fused": "whole"}, {"muon_fused": "split"}, {"per_he
 OTHER = "2 parameters are cut into other matrices than in the run that was saved, first blocks.0.qkv.weight"
 
 
-class Lines(logging.Handler):
-    """Keeps the warnings of the package."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 @pytest.fixture
 def warnings() -> Iterator[list[str]]:
-    handler = Lines()
-    logging.getLogger("deepspeed.muon").addHandler(handler)
-    yield handler.lines
-    logging.getLogger("deepspeed.muon").removeHandler(handler)
+    with logged(logging.WARNING) as said:
+        yield said
 
 
 def trained(**params: Any) -> MuonWithAuxAdam:
@@ -88,16 +76,14 @@ def go_on(folder: str, load: bool, params: dict[str, Any], universal: bool = Fal
     """Save after a step, or load and make one; the warnings of loading."""
     extra = {"checkpoint": {"load_universal": True}} if universal else {}
     engine = make_engine(TinyGpt(), ds_config(stage=2, optimizer={"type": "Muon", "params": PARAMS | params}, **extra))
-    handler = Lines()
-    logging.getLogger("deepspeed.muon").addHandler(handler)
-    if load:
-        engine.load_checkpoint(folder, tag="universal" if universal else "saved")
-    train_engine(engine, 1)
-    if not load:
-        engine.save_checkpoint(folder, tag="saved")
-    logging.getLogger("deepspeed.muon").removeHandler(handler)
+    with logged(logging.WARNING) as said:
+        if load:
+            engine.load_checkpoint(folder, tag="universal" if universal else "saved")
+        train_engine(engine, 1)
+        if not load:
+            engine.save_checkpoint(folder, tag="saved")
     engine.destroy()
-    return [line for line in handler.lines if "matrices" in line]
+    return [line for line in said if "matrices" in line]
 
 
 def test_checkpoints_of_an_engine(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 
 import copy
 import json
-import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +17,7 @@ from deepspeed.muon.state_import import Source, fill
 from deepspeed.muon.zero.checkpoint import from_stock
 from helpers.averages import Resting, resting
 from helpers.distributed import run
+from helpers.logs import logged
 from helpers.models import MODELS, train_engine
 from helpers.oracles import change_error, route
 from helpers.stock_muon import STOCK, save_stock
@@ -112,23 +112,19 @@ def test_going_on_from_stocks_muon_saved_otherwise(tmp_path: Path) -> None:
 
 def outcome(folder: str, universal: bool, params: dict[str, Any]) -> tuple[str, list[str]]:
     """The error of loading into the small GPT, or none, and what was logged."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("deepspeed.muon").addHandler(handler)
     extra = {"checkpoint": {"load_universal": True}} if universal else {}
-    engine = build({"stage": 2, "model": "gpt"}, 7, optimizer={"type": "Muon", "params": PARAMS | params}, **extra)
-    before = facts(engine)["weights"]
-    try:
-        engine.load_checkpoint(folder, tag="universal" if universal else "saved")
-        error = ""
-    except ValueError as raised:
-        error = str(raised)
-        is_same = all(weight.equal(before[name]) for name, weight in facts(engine)["weights"].items())
-        assert is_same
+    error = ""
+    with logged() as said:
+        engine = build({"stage": 2, "model": "gpt"}, 7, optimizer={"type": "Muon", "params": PARAMS | params}, **extra)
+        before = facts(engine)["weights"]
+        try:
+            engine.load_checkpoint(folder, tag="universal" if universal else "saved")
+        except ValueError as raised:
+            error = str(raised)
+            is_same = all(weight.equal(before[name]) for name, weight in facts(engine)["weights"].items())
+            assert is_same
     engine.destroy()
-    logging.getLogger("deepspeed.muon").removeHandler(handler)
-    return error, [line for line in lines if ": from " in line]
+    return error, [line for line in said if ": from " in line]
 
 
 @pytest.mark.full

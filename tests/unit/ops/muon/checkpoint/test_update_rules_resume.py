@@ -5,7 +5,6 @@ NorMuon's second moments are with the owners of whole matrices.
 """
 
 import copy
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from helpers import nvme, universal
 from helpers.distributed import run
 from helpers.engine_state import differing
+from helpers.logs import logged
 from helpers.models import MODELS, train_engine
 from helpers.resume import RESUMED, resume_all, save_all
 from helpers.tensor_parallel import go_on
@@ -120,15 +120,11 @@ def warnings_of(saved: dict[str, Any], loaded: dict[str, Any], folder: str) -> l
     engine.save_checkpoint(folder)
     engine.destroy()
     engine = fresh_engine(0, {"stage": 2, "optimizer": loaded})
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("deepspeed.muon").addHandler(handler)
-    engine.load_checkpoint(folder)
-    logging.getLogger("deepspeed.muon").removeHandler(handler)
+    with logged() as said:
+        engine.load_checkpoint(folder)
     train_engine(engine, 1, first_step=1)
     engine.destroy()
-    return [text for text in records if "normuon" in text.lower()]
+    return [text for text in said if "normuon" in text.lower()]
 
 
 def test_a_checkpoint_of_another_rule_warns(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from deepspeed.muon import MuonWithAuxAdam, SeamError
 from deepspeed.muon.version import TESTED_DEEPSPEED as TESTED
 from deepspeed.muon.zero import hooks
 from helpers.distributed import RankError, run
+from helpers.logs import logged
 from helpers.models import Mlp, TinyGpt, train_engine
 from helpers.paths import ROOT, TESTS
 from helpers.startup_log import records
@@ -175,12 +176,9 @@ def another_version(folder: Path, **edits: tuple[str, str]) -> dict[str, str]:
 
 def train_again_installed() -> tuple[str, list[str], str, str]:
     """DeepSpeed's version, the warnings and errors of an installation, and what a step of Muon and of AdamW gives."""
-    warnings = Mock(level=logging.WARNING)
     hooks.uninstall()
-    hooks.logger.addHandler(warnings)
-    hooks.activate()
-    hooks.logger.removeHandler(warnings)
-    said = [call.args[0].getMessage() for call in warnings.handle.call_args_list]
+    with logged(logging.WARNING) as said:
+        hooks.activate()
     adamw = {"type": "AdamW", "params": {"torch_adam": True}}
     muon, other = (outcome(lambda chosen=chosen: take_a_step(optimizer=chosen)) for chosen in ({"type": "Muon"}, adamw))
     return deepspeed.__version__, said, muon, other
@@ -436,19 +434,14 @@ UNTESTED = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer"
 
 def warnings_of(kind: str, stage: int) -> list[str]:
     """What is logged while DeepSpeed takes an optimizer of the script, of a class with this name."""
-    seen: list[logging.LogRecord] = []
-    handler, net = logging.Handler(logging.WARNING), Mlp((6, 9, 5))
-    handler.emit = seen.append
+    net = Mlp((6, 9, 5))
     optimizer = type(kind, (torch.optim.SGD,), {})(net.parameters(), lr=0.1)
     config = {key: value for key, value in ds_config(stage=stage).items() if key != "optimizer"}
-    logging.getLogger("deepspeed.muon").addHandler(handler)
-    try:
+    with logged(logging.WARNING) as said:
         engine = deepspeed.initialize(model=net, optimizer=optimizer, config=config | UNTESTED)[0]
         train_engine(engine, 1)
         engine.destroy()
-    finally:
-        logging.getLogger("deepspeed.muon").removeHandler(handler)
-    return [record.getMessage() for record in seen]
+    return said
 
 
 @pytest.mark.parametrize(("kind", "stage"), [("MuonClip", 2), ("MuonClip", 0), ("Plain", 2)])
@@ -482,16 +475,10 @@ def test_a_frozen_model_is_refused_under_zero() -> None:
 
 def evaluate_frozen(**config: Any) -> tuple[str, bool, str]:
     """The optimizer's module, whether the engine evaluates as the model, and what was logged last."""
-    seen: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("deepspeed.muon").addHandler(handler)
     net = Mlp((6, 9, 5)).requires_grad_(False)
-    try:
-        settings = ds_config(**({"optimizer": {"type": "Muon", "params": {"muon_exclude": "nothing"}}} | config))
+    settings = ds_config(**({"optimizer": {"type": "Muon", "params": {"muon_exclude": "nothing"}}} | config))
+    with logged() as said:
         engine = deepspeed.initialize(model=net, config=settings)[0]
-    finally:
-        logging.getLogger("deepspeed.muon").removeHandler(handler)
     engine.eval()
     batch = [torch.randn(4, size, dtype=next(net.parameters()).dtype) for size in (6, 5)]
-    return type(engine.basic_optimizer).__module__, torch.equal(engine(*batch), net(*batch)), (seen or [""])[-1]
+    return type(engine.basic_optimizer).__module__, torch.equal(engine(*batch), net(*batch)), (said or [""])[-1]

@@ -11,6 +11,7 @@ from torch.optim import lr_scheduler as torch_schedules
 
 from deepspeed.muon import MuonWithAuxAdam
 from helpers.distributed import run
+from helpers.logs import logged
 from helpers.models import Mlp, train_engine
 from helpers.schedules import (
     DEEPSPEED,
@@ -66,15 +67,9 @@ def test_without_a_rate_in_the_section_a_scalar_describes_the_first_groups() -> 
 
 
 def warnings_of(params: dict[str, float], values: dict[str, Any]) -> list[str]:
-    from deepspeed.muon.log import logger
-
-    seen: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    engine_of(params, schedule={"type": "WarmupLR", "params": values}).destroy()
-    logger.removeHandler(handler)
-    return seen
+    with logged(logging.WARNING) as said:
+        engine_of(params, schedule={"type": "WarmupLR", "params": values}).destroy()
+    return said
 
 
 def test_a_rate_in_the_schedule_alone_is_pointed_out() -> None:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the stages of a pipeline have to agree on: bad steps, options, methods, checkpoints, refusals."""
 
-import logging
 import re
 from functools import partial
 from itertools import pairwise
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from deepspeed.muon.patch import replace
 from deepspeed.muon.zero.wrappers.pipeline_stages import with_norms_of_all_stages
 from helpers.distributed import run
+from helpers.logs import logged
 from helpers.models import fused_parts
 from helpers.oracles import Part, route, train_oracle
 from helpers.parity import STEPS
@@ -43,12 +43,7 @@ def muon(**params: Any) -> dict[str, Any]:
 
 def step_badly(name: str, bad_rank: int, **config: Any) -> tuple[list[str], list[bool], int, int]:
     """Two steps in which one rank's gradient is infinite: what they change, which steps move weights, what is said."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("deepspeed.muon")
-    logger.addHandler(handler)
-    try:
+    with logged() as said:
         engine = make_engine(make_pipeline(name, 2), pipeline_config(2, **config))
         factor = 1.0
         next(engine.module.parameters()).register_hook(lambda grad: grad * factor)
@@ -61,9 +56,7 @@ def step_badly(name: str, bad_rank: int, **config: Any) -> tuple[list[str], list
         moved = [any(not torch.equal(a[key], b[key]) for key in a) for a, b in pairwise(seen)]
         skipped = engine.skipped_steps
         engine.destroy()
-        return changed, moved, skipped, len([line for line in said if "is not finite" in line])
-    finally:
-        logger.removeHandler(handler)
+    return changed, moved, skipped, len([line for line in said if "is not finite" in line])
 
 
 UNCHECKED = {"dtype": "bf16", "bf16": {"enabled": True, "check_grad_overflow": False}}
@@ -202,24 +195,17 @@ def test_the_outer_layers_of_a_pipeline_are_known_by_their_place() -> None:
 # ---- log and methods ------------------------------------------------------------------------------------------
 
 
-def logged(name: str, **config: Any) -> tuple[list[str], list[dict[str, Any]]]:
+def started(name: str, **config: Any) -> tuple[list[str], list[dict[str, Any]]]:
     """What `initialize` logs on this rank, and the choice of the Muon half."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("deepspeed.muon")
-    logger.addHandler(handler)
-    try:
+    with logged() as lines:
         engine = make_engine(make_pipeline(name, 2), pipeline_config(2, **config))
-        choices = [group["ns_choice"] for group in engine.basic_optimizer.param_groups if group["use_muon"]]
-        engine.destroy()
-        return lines, choices
-    finally:
-        logger.removeHandler(handler)
+    choices = [group["ns_choice"] for group in engine.basic_optimizer.param_groups if group["use_muon"]]
+    engine.destroy()
+    return lines, choices
 
 
 def test_each_stage_has_its_line_of_log() -> None:
-    ranks = [[line for line in lines if "to AdamW" in line] for lines, _ in run(logged, 4, name="late")]
+    ranks = [[line for line in lines if "to AdamW" in line] for lines, _ in run(started, 4, name="late")]
     assert [len(lines) for lines in ranks] == [1, 0, 1, 0]
     assert "stage 1 of 2 of the pipeline; 0 matrices" in ranks[0][0]
     assert "stage 2 of 2 of the pipeline; 12 matrices" in ranks[2][0]

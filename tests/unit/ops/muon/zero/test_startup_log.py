@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page that reviews the log of what is split has the lines that the log has."""
 
-import logging
 import re
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 from torch import nn
 
 from helpers.distributed import run
+from helpers.logs import logged
 from helpers.paths import ROOT
 from helpers.training import PARAMS, ds_config, make_engine
 from helpers.transformers_models import MODELS
@@ -20,15 +20,8 @@ BEGINNINGS = ("deepspeed-muon: split into ", "deepspeed-muon: left whole")
 
 def log_of(model: nn.Module, **params: Any) -> list[str]:
     """What the log says at start of how parameters are split."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("deepspeed.muon")
-    logger.addHandler(handler)
-    try:
+    with logged() as lines:
         make_engine(model, ds_config(stage=2, optimizer={"type": "Muon", "params": PARAMS | params})).destroy()
-    finally:
-        logger.removeHandler(handler)
     return [line for line in lines if line.startswith(BEGINNINGS)]
 
 

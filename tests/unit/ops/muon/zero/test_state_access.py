@@ -11,6 +11,7 @@ from torch import Tensor
 
 from helpers.distributed import run
 from helpers.engine_state import differing, named_states, snapshot
+from helpers.logs import logged
 from helpers.models import make_batch, train_engine
 from helpers.training import BF16_OPTIMIZER, fresh_engine
 
@@ -190,30 +191,23 @@ def micro_steps(engine: Any, step: int, micros: range) -> None:
 
 def resume_within_a_step(cases: list[dict[str, Any]], folder: str) -> list[tuple[list[str], str]]:
     """By case: what differs where a run is saved, and one is loaded, within a step; the warning."""
-    import logging
-
     results = []
     for index, case in enumerate(cases):
-        records: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record, records=records: records.append(record.getMessage())  # type: ignore[method-assign]
-        logger = logging.getLogger("deepspeed.muon")
-        logger.addHandler(handler)
-        engine = fresh_engine(0, case)
-        train_engine(engine, 2)
-        micro_steps(engine, 2, range(3))
-        engine.save_checkpoint(f"{folder}/{index}")
-        micro_steps(engine, 2, range(3, 4))
-        train_engine(engine, 1, first_step=3)
-        wanted = snapshot(engine)
+        with logged() as said:
+            engine = fresh_engine(0, case)
+            train_engine(engine, 2)
+            micro_steps(engine, 2, range(3))
+            engine.save_checkpoint(f"{folder}/{index}")
+            micro_steps(engine, 2, range(3, 4))
+            train_engine(engine, 1, first_step=3)
+            wanted = snapshot(engine)
+            engine.destroy()
+            engine = fresh_engine(7, case)
+            micro_steps(engine, 9, range(2))
+            engine.load_checkpoint(f"{folder}/{index}")
+            train_engine(engine, 2, first_step=2)
+        results.append((differing(wanted, snapshot(engine)), "\n".join(said)))
         engine.destroy()
-        engine = fresh_engine(7, case)
-        micro_steps(engine, 9, range(2))
-        engine.load_checkpoint(f"{folder}/{index}")
-        train_engine(engine, 2, first_step=2)
-        results.append((differing(wanted, snapshot(engine)), "\n".join(records)))
-        engine.destroy()
-        logger.removeHandler(handler)
     return results
 
 
