@@ -24,6 +24,7 @@ sys.path.append(str(report.ROOT / "examples" / "pretrain_gpt"))
 
 import data
 from model import GPT, GPTConfig
+from train import lr_scale
 
 BATCH, CONTEXT, WIDTH, EVALUATED = 16, 96, 128, 128
 ADAM: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8}
@@ -63,16 +64,6 @@ def optimizer(name: str, model: nn.Module, lr: float, **settings: Any) -> torch.
     if name == "AdamW":
         return torch.optim.AdamW(params, lr=lr, weight_decay=0.0, **ADAM)
     return MuonWithAuxAdam(params, model=model, **{"lr": lr} | ADAM | settings)
-
-
-def warmup(step: int, steps: int) -> float:
-    """Linear over a tenth of the steps, then constant."""
-    return min(1.0, (step + 1) / max(1, steps // 10))
-
-
-def warmup_and_decay(step: int, steps: int) -> float:
-    """Linear over a tenth of the steps, then linear down to a tenth."""
-    return warmup(step, steps) * (1 - 0.9 * max(0.0, step / steps - 0.1) / 0.9)
 
 
 def learn(
@@ -118,7 +109,7 @@ def trained(name: str, model: str, lr: float, seed: int, steps: int) -> tuple[nn
     """A new model after a whole training on Python's sources, and its loss."""
     torch.manual_seed(seed)
     net = MODELS[model]()
-    learn(net, optimizer(name, net, lr), python_text(), seed, range(steps), lambda s: warmup_and_decay(s, steps))
+    learn(net, optimizer(name, net, lr), python_text(), seed, range(steps), functools.partial(lr_scale, steps=steps))
     return net, held_out(net, python_text())
 
 
@@ -213,7 +204,7 @@ class Tunings:
                 net = inject_adapter_in_model(LoraConfig(r=8, lora_alpha=16, target_modules=modules), net)
                 settings = {"muon_lora": "both"}
             chosen = optimizer(run.how.rpartition(" ")[2], net, run.lr, **settings)
-            scale = functools.partial(warmup_and_decay, steps=self.steps)
+            scale = functools.partial(lr_scale, steps=self.steps)
             learn(net, chosen, cpp_text(), run.seed, range(self.steps), scale)
             self.done[run] = held_out(net, cpp_text()), held_out(net, python_text())
             print(run, self.done[run], flush=True)
@@ -315,7 +306,7 @@ def share(width: int = 256, layers: int = 4, windows: int = 256, rounds: int = 5
 
 # ---- where momentum starts ------------------------------------------------------------------------------------------
 
-BEFORE, AFTER = 120, (1, 10, 20, 40, 80)
+BEFORE, WARMUP, AFTER = 120, 12, (1, 10, 20, 40, 80)
 ADAM_RATE, MUON_RATES = 2e-3, (2e-3, 1.6e-2)
 STARTS: dict[str, Callable[[Tensor], Tensor]] = {"first moment": torch.clone, "zero": torch.zeros_like}
 
@@ -334,7 +325,7 @@ def handover(seeds: int = 3) -> str:
         torch.manual_seed(seed)
         model = MODELS["GPT"]()
         adamw = optimizer("AdamW", model, ADAM_RATE)
-        learn(model, adamw, python_text(), seed, range(BEFORE), lambda step: warmup(step, BEFORE))
+        learn(model, adamw, python_text(), seed, range(BEFORE), lambda step: min(1.0, (step + 1) / WARMUP))
         for rate, start in itertools.product(MUON_RATES, STARTS):
             twin, row = copy.deepcopy(model), {"muon_lr": rate, "start": start, "seed": seed}
             settings = {"adam_lr": ADAM_RATE, "adjust_lr_fn": "match_rms_adamw"}

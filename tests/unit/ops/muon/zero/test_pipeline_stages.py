@@ -212,16 +212,16 @@ def test_each_stage_has_its_line_of_log() -> None:
     assert "2 ranks" in ranks[2][0] and "by rank 2" in ranks[2][0]
 
 
-def logged_after_a_race(name: str, **config: Any) -> tuple[list[str], list[dict[str, Any]]]:
+def started_after_a_race(name: str, **config: Any) -> tuple[list[str], list[dict[str, Any]]]:
     with races():
-        return logged(name, **config)
+        return started(name, **config)
 
 
 def test_one_choice_is_made_for_the_shapes_of_all_stages() -> None:
     """Also where one stage has no matrix, and where a method is fixed on the stage that has."""
     for name, shapes in {"late": 2, "mlp": 4}.items():
         for method in ("auto", "gram"):
-            ranks = run(logged_after_a_race, 2, name=name, optimizer=muon(ns_method=method))
+            ranks = run(started_after_a_race, 2, name=name, optimizer=muon(ns_method=method))
             found = [choice for _, choices in ranks for choice in choices]
             assert all(choice == found[0] for choice in found) and len(found[0]["shapes"]) == shapes
 
