@@ -12,7 +12,7 @@ import torch
 from benchmarks import ns, optimizers, ranks, report, training
 from benchmarks.rates import Rates, alternate, measure, summary
 from deepspeed.muon.kernels import quack, triton_table
-from deepspeed.muon.kernels.table import Scalars, Symmetric
+from deepspeed.muon.kernels.table import Scalars, Symmetric, oriented
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.plan.plan import Bucket, Copy
 
@@ -39,14 +39,15 @@ def symmetric(device: str, quick: bool, rates: dict[str, float]) -> Rows:
     """
     squares, tables = [(batch, n, n) for n in (512, 1024, 2048, 3072, 8192) for batch in (1, 4)], ns.tables(device)
     for batch, rows, cols in QUICK if quick else (*ALIGNED, *squares):
-        x, size = torch.randn(batch, rows, cols, device=device).bfloat16() / max(rows, cols) ** 0.5, min(rows, cols)
+        x = oriented(torch.randn(batch, rows, cols, device=device).bfloat16() / max(rows, cols) ** 0.5)
+        size, wide = x.size(1), x.double()
         rests = [torch.zeros(batch, size, size, device=device, dtype=torch.bfloat16) for _ in range(2)]
         square, product = (Symmetric(rest, torch.zeros(batch, size, device=device)) for rest in rests)
         calls = {f"square, {name}": lambda t=table: t.square(x, square, Workspace()) for name, table in tables.items()}
         for name, table in tables.items():
             calls[f"product, {name}"] = lambda t=table: t.product(square, square, product, Workspace(), BY)
         times = {name: summary(spent[1:])["median ms"] for name, spent in alternate(calls, device, 10).items()}
-        wide, identity = x.double() if rows <= cols else x.double().mT, torch.eye(size, device=device).double()
+        identity = torch.eye(size, device=device).double()
         for name in tables:
             row = {"shape": f"{batch} x {rows} x {cols}", "kernels": name}
             for kind, result in {"square": square, "product": product}.items():

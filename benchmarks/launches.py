@@ -33,9 +33,9 @@ from deepspeed.muon.tuning import Candidates
 
 #: A known model, and the ranks that it is planned for.
 SIZES = {
-    "llama3-1b": (scaling.OWN / "llama3-1b.json", 8),
-    "llama3-8b": (scaling.MODELS["llama3-8b"], 8),
-    "llama3-70b": (scaling.MODELS["llama3-70b"], 64),
+    "llama3-1b": (scaling.OWN / "models" / "llama3-1b.json", 8),
+    "llama3-8b": (scaling.MODELS["llama3-8b"].source, 8),
+    "llama3-70b": (scaling.MODELS["llama3-70b"].source, 64),
 }
 #: Widths are divided by this where steps are traced, and with them buckets and sub-groups by its square.
 SMALLER = 16
@@ -71,7 +71,7 @@ def row(name: str, stage: int) -> dict[str, Any]:
     found = {"model": name, "ranks": world, "stage": stage, "one by one": max(map(sum, counts[False]))}
     found |= {"together": sum(together[busiest])} | together[busiest]._asdict()
     with tempfile.TemporaryDirectory() as folder:
-        (small := Path(folder) / "config.json").write_text(json.dumps(smaller(json.loads(path.read_text()))))
+        (small := Path(folder) / "config.json").write_text(json.dumps(smaller(json.loads(Path(path).read_text()))))
         parts = muon_parts(small, Layout(stage, world, SUB_GROUP // SMALLER**2))
         for way in WAYS:
             plans = plans_of(parts, busiest, BUCKET_BYTES // SMALLER**2, way)

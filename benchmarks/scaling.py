@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 
@@ -18,7 +18,15 @@ from benchmarks.roofline import muon_half
 from benchmarks.training import Job, rounds
 from deepspeed.muon.cli.model import build
 from deepspeed.muon.config.schema import parse
-from deepspeed.muon.forecast.estimate import Machine, Network, estimate, milliseconds, per_rank, totals
+from deepspeed.muon.forecast.estimate import (
+    Estimate,
+    Machine,
+    Network,
+    estimate,
+    milliseconds,
+    per_rank,
+    totals,
+)
 from deepspeed.muon.forecast.layout import Half, Layout, halves_of
 from deepspeed.muon.forecast.measured import measure
 from deepspeed.muon.kernels.selection import choose, missing, product_tables
@@ -28,19 +36,37 @@ from deepspeed.muon.plan.memory import Memory
 from deepspeed.muon.plan.plan import make_plan
 from deepspeed.muon.tuning import Candidates
 
-OWN, EXAMPLES = Path(__file__).parent / "models", report.ROOT / "examples" / "plan"
+OWN, EXAMPLES = Path(__file__).parent, report.ROOT / "examples" / "plan"
+
+
+class Model(NamedTuple):
+    """A model, the tokens of a training step of it in millions, and the part of its experts that a token meets."""
+
+    source: str
+    tokens: float
+    active: float = 1.0
+
+
+#: Tokens as the models' reports have them: Llama 3 (arXiv 2407.21783, section 3.4.1, from 4 to 16 million), Kimi K2
+#: (arXiv 2507.20534, section 2.4), whose shapes the mixture has.
 MODELS = {
-    "gpt2-xl": OWN / "gpt2-xl.json",
-    "llama3-8b": EXAMPLES / "llama_8b.json",
-    "llama3-70b": OWN / "llama3-70b.json",
-    "llama3-405b": OWN / "llama3-405b.json",
-    "moe-1t": f"{EXAMPLES / 'moe_1t.py'}:model",
+    "gpt2-xl": Model(f"{OWN}/models/gpt2-xl.json", 0.5),
+    "llama3-8b": Model(f"{EXAMPLES}/llama_8b.json", 4),
+    "llama3-70b": Model(f"{OWN}/models/llama3-70b.json", 16),
+    "llama3-405b": Model(f"{OWN}/models/llama3-405b.json", 16),
+    "moe-1t": Model(f"{EXAMPLES}/moe_1t.py:model", 67, active=8 / 384),
 }
+#: Operations of forward and backward per second and rank, 10^12: 40 % of an H100's dense bf16.
+TRAINING_TFLOPS = 400.0
 SIMPLE = schedule("simple")
 GPU = Memory(wire="bf16", dtype="bf16", device_type="cuda")
 NOTES = """Imbalance: Newton-Schulz of the busiest rank over the larger of the mean and the most expensive matrix. MB,
 messages: sent per rank and step, there and back; messages and runs are of the busiest rank. Planning: one rank's plans
-of all parts, measured on this machine. Parts: sub-groups of stage 3, stepped one after the other."""
+of all parts, measured on this machine. Parts: sub-groups of stage 3, stepped one after the other. Scratch: of a step,
+on the rank that needs most."""
+SHARES = f"""Training s: forward and backward, 6 operations per active parameter and token, at {TRAINING_TFLOPS:.0f}
+TFLOP/s per rank, for the stated tokens per step. Exposed ms: what Muon adds to a step with AdamW. Of training: the part
+that this is of it. 2 % at: the millions of tokens per step at which it is 2 %."""
 
 
 def forecast(name: str, halves: Sequence[Half], stage: int, world: int, machine: Machine | None) -> dict[str, Any]:
@@ -53,7 +79,8 @@ def forecast(name: str, halves: Sequence[Half], stage: int, world: int, machine:
     row |= {"parts": facts["parts"], "rounds": facts["rounds"], "imbalance": sum(map(max, flops)) / least}
     row |= {"MB mean": facts["sent_bytes"]["mean"] / 1e6, "MB max": facts["sent_bytes"]["max"] / 1e6}
     row |= {"messages": sum(cost.messages for cost in found.costs), "runs": sum(cost.runs for cost in found.costs)}
-    row |= {f"{phase} ms": value for phase, value in milliseconds(found, machine).items()} if machine else {}
+    row |= {"scratch GB": facts["scratch_bytes"]["max"] / 1e9}
+    row |= share_of_training(name, halves, world, found, machine) if machine else {}
     for title, rank in {"planning s": 0, "of a middle rank": world // 2}.items():
         gc.collect()
         begin = time.perf_counter()
@@ -61,6 +88,20 @@ def forecast(name: str, halves: Sequence[Half], stage: int, world: int, machine:
             make_plan(part.shards, rank, part.world_size, counted_cost(part.half.ns_method, SIMPLE, "bf16", 2, "cuda"))
         row[title] = time.perf_counter() - begin
     return row
+
+
+def share_of_training(
+    name: str, halves: Sequence[Half], world: int, found: Estimate, machine: Machine
+) -> dict[str, float]:
+    """Milliseconds of the optimizer's step by phase, and what Muon adds to a training step."""
+    model, phases = MODELS[name], milliseconds(found, machine)
+    specs = [spec for half in halves for spec in half.specs]
+    active = sum(spec.numel * (model.active if ".experts." in spec.name else 1.0) for spec in specs)
+    training = 6 * active * model.tokens * 1e6 / (world * TRAINING_TFLOPS * 1e12)
+    exposed = phases["total"] / 1e3 - sum(part.numel for part in found.parts) * machine.adamw_ns / 1e9
+    row = {f"{phase} ms": value for phase, value in phases.items()}
+    row |= {"tokens M": model.tokens, "training s": training, "exposed ms": 1e3 * exposed}
+    return row | {"of training": f"{exposed / training:.2%}", "2 % at": 50 * exposed / training * model.tokens}
 
 
 def scaling(
@@ -88,11 +129,16 @@ def scaling(
         given = json.loads(Path(machine).read_text())
         stated = Machine(**given | {"network": Network(**given["network"])})
     for name in models:
-        halves = halves_of(build(str(MODELS[name])), parse({"lr": 1e-3}))
+        halves = halves_of(build(MODELS[name].source), parse({"lr": 1e-3}))
         for stage, world in itertools.product(stages, worlds):
             rows.append(forecast(name, halves, stage, world, stated))
             print(rows[-1], flush=True)
-    parts = [f"Milliseconds are predicted for {stated}, not measured." if stated else "", report.table(rows), NOTES]
+    parts = [
+        f"Milliseconds are predicted for {stated}, not measured." if stated else "",
+        report.table(rows),
+        NOTES,
+        SHARES if stated else "",
+    ]
     if any(measured):
         alone, points = compare(measured, stages)
         parts += [f"## Measured points\n\nPredicted for {alone}.\n\n{report.table(points)}"]
@@ -119,7 +165,7 @@ def memory(
     """
     rows = []
     for name in models:
-        halves = halves_of(build(str(MODELS[name])), parse({"lr": 1e-3}))
+        halves = halves_of(build(MODELS[name].source), parse({"lr": 1e-3}))
         numel = sum(totals(halves, use_muon)["parameters"] for use_muon in (True, False))
         for world, stage in itertools.product(worlds, stages):
             facts = per_rank(estimate(halves, Layout(stage, world), SIMPLE, GPU))

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// P X of a symmetric P and a wide X, or X P of a tall one.
+// P X of a symmetric P and a matrix that lies by rows (wide below) or by columns (tall).
 #include "muon.h"
 #include "symmetric.h"
 
@@ -44,9 +44,8 @@ void compute(
 }
 
 template <typename T>
-void multiply(const Symmetrics<T>& p, const Tensor& x, const Tensor& out) {
+void multiply(const Symmetrics<T>& p, const Tensor& x, bool tall, const Tensor& out) {
   const int64_t rows = x.size(1), columns = x.size(2), size = p.size();
-  const bool tall = rows > columns;
   for_panels<T, 4>(p.batch(), columns, [&](Panel<T>& panel, int64_t n, int64_t first, int64_t count) {
     const T* from = x.data_ptr<T>() + n * rows * columns;
     T* to = out.data_ptr<T>() + n * rows * columns;
@@ -62,10 +61,10 @@ void multiply(const Symmetrics<T>& p, const Tensor& x, const Tensor& out) {
 
 }  // namespace
 
-bool multiply(const Tensor& p, const Tensor& diagonal, const Tensor& x, const Tensor& out) {
+bool multiply(const Tensor& p, const Tensor& diagonal, const Tensor& x, bool transposed, const Tensor& out) {
   return has_products(p, diagonal, x, out) && has_diagonals(x.scalar_type(), diagonal) &&
      with_product_type(
-       x, p.size(-1), [&](auto zero) { multiply(Symmetrics<decltype(zero)>(p, diagonal), x, out); });
+       x, p.size(-1), [&](auto zero) { multiply(Symmetrics<decltype(zero)>(p, diagonal), x, transposed, out); });
 }
 
 }  // namespace muon

@@ -25,9 +25,11 @@ bool copy_rounded(const at::Tensor& target, const at::Tensor& source, std::pair<
 bool normalize(const at::Tensor& x, const at::Tensor& out, double norm);
 
 // Symmetric matrices are two tensors each: in fp32 the second, the diagonal, has no elements.
-bool square(const at::Tensor& x, const at::Tensor& rest, const at::Tensor& diagonal);
+// `x` and `out` of these two are transposed first where `transposed` says so.
+bool square(const at::Tensor& x, bool transposed, const at::Tensor& rest, const at::Tensor& diagonal);
 bool product(const at::Tensor& a, const at::Tensor& a_diagonal, const at::Tensor& b, const at::Tensor& b_diagonal,
              const at::Tensor& out, const at::Tensor& out_diagonal, double alpha, double beta, double shift);
-bool multiply(const at::Tensor& p, const at::Tensor& diagonal, const at::Tensor& x, const at::Tensor& out);
+bool multiply(const at::Tensor& p, const at::Tensor& diagonal, const at::Tensor& x, bool transposed,
+              const at::Tensor& out);
 
 }  // namespace muon

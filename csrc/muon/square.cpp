@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The smaller of X X^T and X^T X.
+// X X^T of a matrix that lies by rows (wide below) or by columns (tall).
 #include "muon.h"
 #include "symmetric.h"
 
@@ -56,13 +56,13 @@ void square_tall(const T* x, int64_t depth, const Symmetrics<T>& out) {
 
 }  // namespace
 
-bool square(const Tensor& x, const Tensor& rest, const Tensor& diagonal) {
-  const int64_t depth = std::max(x.size(1), x.size(2));
+bool square(const Tensor& x, bool transposed, const Tensor& rest, const Tensor& diagonal) {
+  const int64_t depth = x.size(transposed ? 1 : 2);
   return has_products(x, rest, diagonal) && has_diagonals(x.scalar_type(), diagonal) &&
      with_product_type(x, depth, [&](auto zero) {
        using T = decltype(zero);
        const Symmetrics<T> out(rest, diagonal);
-       (x.size(1) > x.size(2) ? square_tall<T> : square_wide<T>)(x.data_ptr<T>(), depth, out);
+       (transposed ? square_tall<T> : square_wide<T>)(x.data_ptr<T>(), depth, out);
      });
 }
 

@@ -313,8 +313,10 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             batches = [batch for bucket in bound.plan.buckets for batch in bucket.batches]
             shapes = {(batch.count, batch.rows, batch.cols) for batch in batches if device.type != "cpu"}
             for count, rows, cols in sorted(shapes):
-                count = min(count, batch_limit(rows, cols, bound.dtype.itemsize, accelerator=True))
-                warm(bound.kernels(rows, cols), [(count, rows, cols, bound.dtype)], device)
+                limit = batch_limit(rows * cols, min(rows, cols), bound.dtype.itemsize, accelerator=True)
+                warm(
+                    bound.kernels(rows, cols), [(min(count, limit), rows, cols, int(rows > cols), bound.dtype)], device
+                )
 
     def release_workspace(self) -> None:
         """Free the memory of temporaries; the next step allocates it again."""

@@ -45,19 +45,20 @@ def why_wrong(build: Callable[[], Operations], size: int | None = None) -> str |
     return None
 
 
-def warm(table: Operations, shapes: Iterable[tuple[int, int, int, torch.dtype]], device: torch.device) -> None:
+def warm(table: Operations, shapes: Iterable[tuple[int, int, int, int, torch.dtype]], device: torch.device) -> None:
     """Compile and tune the matrix operations of a table, which otherwise happens in the first step.
 
     It needs the memory of a step's largest batch, and draws no random numbers.
 
     Args:
-        shapes: number of matrices, rows, columns and dtype of the batches of a step.
+        shapes: number of matrices, rows, columns, axis of the Gram matrix, and dtype of the batches of a step.
     """
     work = Workspace()
-    for batch, rows, cols, dtype in sorted(set(shapes), key=str):
+    for batch, rows, cols, gram_axis, dtype in sorted(set(shapes), key=str):
         x, out = (work.get(name, (batch, rows, cols), dtype, device) for name in ("x", "out"))
-        gram, factor = (symmetric_of(name, x, work) for name in ("gram", "factor"))
         table.normalize(x.fill_(1.0), x)
+        x, out = (tensor.mT if gram_axis else tensor for tensor in (x, out))
+        gram, factor = (symmetric_of(name, x, work) for name in ("gram", "factor"))
         table.square(x, gram, work)
         table.product(gram, gram, factor, work, BY)
         table.multiply(factor, x, out, work)

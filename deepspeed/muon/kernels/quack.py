@@ -49,9 +49,8 @@ def operations(other: Operations) -> Operations:
     def square(x: Tensor, out: Symmetric, work: Workspace) -> None:
         if not _fits(out, x):
             return other.square(x, out, work)
-        wide = x if x.size(-2) <= x.size(-1) else x.mT
-        gemm_symmetric(wide, wide.mT, out=out.rest)
-        reference.separate(wide, out)
+        gemm_symmetric(x, x.mT, out=out.rest)
+        reference.separate(x, out)
 
     def product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, by: Scalars = PLAIN) -> None:
         if not _fits(out, a.rest, b.rest):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deepspeed.muon.kernels.codes import BLOCK, blocks_of, decode, encode
 from deepspeed.muon.kernels.rounding import Key, noise, round_
-from deepspeed.muon.kernels.table import PLAIN, Operations, RunOperations, Scalars, Symmetric, Tiles
+from deepspeed.muon.kernels.table import PLAIN, Operations, RunOperations, Scalars, Symmetric, Tiles, base_of
 from deepspeed.muon.kernels.workspace import Workspace
 
 #: Elements at once where temporaries are needed: on a CPU few enough for its cache, elsewhere enough that launches cost
@@ -260,21 +260,20 @@ def normalize(x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:
 
 
 def square(x: Tensor, out: Symmetric, work: Workspace) -> None:
-    """The smaller of X X^T and X^T X.
+    """``out = X X^T``.
 
     Args:
-        x: ``[batch, rows, cols]``, contiguous, bf16, fp16 or fp32.
-        out: of ``x``'s dtype; k is the smaller of rows and cols.
+        x: ``[batch, rows, cols]``, contiguous or the transpose of what is, bf16, fp16 or fp32.
+        out: of ``x``'s dtype; k is the number of rows.
     """
-    wide = x if x.size(-2) <= x.size(-1) else x.mT
-    torch.bmm(wide, wide.mT, out=out.rest)
+    torch.bmm(x, x.mT, out=out.rest)
     if not out.is_whole:
-        separate(wide, out)
+        separate(x, out)
 
 
-def separate(wide: Tensor, out: Symmetric) -> None:
+def separate(x: Tensor, out: Symmetric) -> None:
     """Set ``out.diagonal`` to that of X X^T, from X in fp32, and the rounded diagonal of ``out.rest`` to zero."""
-    torch.linalg.vector_norm(wide, dim=-1, dtype=torch.float32, out=out.diagonal).square_()
+    torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32, out=out.diagonal).square_()
     out.rest.diagonal(dim1=-2, dim2=-1).zero_()
 
 
@@ -302,18 +301,18 @@ def product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, by: Sca
 
 
 def multiply(p: Symmetric, x: Tensor, out: Tensor, work: Workspace) -> Tensor:
-    """``out = P X``, or ``X P`` for a tall X; returns ``out``.
+    """``out = P X``; returns ``out``.
 
     Args:
-        x: ``[batch, rows, cols]``, contiguous, of ``p``'s dtype.
-        out: of the same shape and dtype; not ``x``.
+        x: ``[batch, rows, cols]``, contiguous or the transpose of what is, of ``p``'s dtype.
+        out: of the same shape, strides and dtype; not ``x``.
     """
-    is_wide = x.size(-2) <= x.size(-1)
-    torch.bmm(*((p.rest, x) if is_wide else (x, p.rest)), out=out)
-    if p.is_whole:
-        return out
-    scaled = work.get("cross0", tuple(x.shape), torch.float32, x.device)
-    return out.add_(torch.mul(x, p.diagonal.unsqueeze(-1 if is_wide else -2), out=scaled))
+    (given, is_transposed), (result, _) = base_of(x), base_of(out)
+    torch.bmm(*((given, p.rest) if is_transposed else (p.rest, given)), out=result)
+    if not p.is_whole:
+        scaled = work.get("cross0", tuple(given.shape), torch.float32, x.device)
+        result.add_(torch.mul(given, p.diagonal.unsqueeze(-2 if is_transposed else -1), out=scaled))
+    return out
 
 
 OPERATIONS = Operations(

@@ -33,9 +33,19 @@ class Symmetric(NamedTuple):
         return self.diagonal.size(-1) == 0
 
 
+def oriented(x: Tensor) -> Tensor:
+    """``x [batch, rows, cols]``, or its transpose where that has the fewer rows: what :func:`symmetric_of` takes."""
+    return x if x.size(-2) <= x.size(-1) else x.mT
+
+
+def base_of(x: Tensor) -> tuple[Tensor, bool]:
+    """The contiguous tensor that ``x`` is or is the transpose of, and whether it is the transpose."""
+    return (x, False) if x.is_contiguous() else (x.mT, True)
+
+
 def symmetric_of(name: str, x: Tensor, work: Workspace) -> Symmetric:
-    """Scratch for symmetric matrices of the smaller size of ``x [batch, rows, cols]``, in its dtype."""
-    batch, size = x.size(0), min(x.shape[-2:])
+    """Scratch for symmetric matrices as large as X X^T, ``x [batch, rows, cols]``, in its dtype."""
+    batch, size = x.size(0), x.size(-2)
     rest = work.get(name, (batch, size, size), x.dtype, x.device)
     apart = 0 if x.dtype == torch.float32 else size
     return Symmetric(rest, work.get(f"{name} diagonal", (batch, apart), torch.float32, x.device))

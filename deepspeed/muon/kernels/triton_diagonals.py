@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepspeed.muon.kernels.table import PLAIN, Scalars, Symmetric
+from deepspeed.muon.kernels.table import PLAIN, Scalars, Symmetric, base_of
 from deepspeed.muon.kernels.triton_elementwise import OPTIONS
 from deepspeed.muon.kernels.workspace import Workspace
 
@@ -62,7 +62,7 @@ def complete_kernel(
 
 @triton.jit
 def scale_kernel(x_ptr, diagonal_ptr, out_ptr, rows, cols, TALL: tl.constexpr, BLOCK: tl.constexpr):
-    """``out <- out + D X``, or ``out + X D`` for a tall X; a part of one row."""
+    """``out <- out + D X``, or ``out + X D`` if ``TALL``; a part of one row."""
     matrix, row = (tl.program_id(0) // rows).to(tl.int64), tl.program_id(0) % rows
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = at < cols
@@ -94,10 +94,10 @@ def product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, by: Sca
 
 
 def multiply(p: Symmetric, x: Tensor, out: Tensor, work: Workspace) -> Tensor:
-    """``P X``, or ``X P`` for a tall X: a library's product and one pass."""
-    batch, rows, cols = x.shape
-    is_tall = rows > cols
-    torch.bmm(*((x, p.rest) if is_tall else (p.rest, x)), out=out)
+    """``P X``: a library's product and one pass. ``x`` and ``out`` are contiguous or transposes of what is."""
+    (given, is_transposed), (result, _) = base_of(x), base_of(out)
+    batch, rows, cols = given.shape
+    torch.bmm(*((given, p.rest) if is_transposed else (p.rest, given)), out=result)
     grid = rows * batch, triton.cdiv(cols, _block(cols))
-    scale_kernel[grid](x, p.diagonal, out, rows, cols, is_tall, _block(cols), **OPTIONS)
+    scale_kernel[grid](given, p.diagonal, result, rows, cols, is_transposed, _block(cols), **OPTIONS)
     return out

@@ -207,14 +207,12 @@ def _run(
 
 
 def square(x: Tensor, out: Symmetric, work: Workspace, kernel: Any = None) -> None:
-    """The smaller of X X^T and X^T X; all tensors are contiguous. The diagonal is the matrix units' fp32 sum.
+    """``X X^T``; ``x`` is contiguous or the transpose of what is. The diagonal is the matrix units' fp32 sum.
 
     ``kernel``: by default the tuned one.
     """
-    rows, cols = x.shape[-2:]
-    strides = (cols, 1) if rows <= cols else (1, cols)
     tensors = x, x, out.rest, out.diagonal, out.diagonal, out.diagonal
-    _run(kernel, tensors, max(rows, cols), strides, PLAIN, diagonals=False)
+    _run(kernel, tensors, x.size(-1), (x.stride(-2), x.stride(-1)), PLAIN, diagonals=False)
 
 
 def product(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.kernels import probe, reference
-from deepspeed.muon.kernels.table import Operations, RunOperations, Symmetric
+from deepspeed.muon.kernels.table import Operations, RunOperations, Symmetric, base_of
 
 #: The smaller dimension from which symmetric products are computed as one triangle. Below it there are too few tiles to
 #: fill the chip. From it on a race at start decides; ``python -m benchmarks gpu`` prints the times.
@@ -89,7 +89,7 @@ def operations(other: Operations) -> Operations:
         elementwise,
         name=f"triton + {other.name}",
         square=_either(
-            lambda x, out, *_: _are_apart(out) and _is_plain(x, *out) and _are_large(x, out.rest),
+            lambda x, out, *_: _are_apart(out) and _is_plain(base_of(x)[0], *out) and _are_large(x, out.rest),
             products.square,
             other.square,
         ),
@@ -99,7 +99,9 @@ def operations(other: Operations) -> Operations:
             plain,
         ),
         multiply=_either(
-            lambda p, x, out, *_: _are_apart(p) and _is_plain(*p, x, out), diagonals.multiply, other.multiply
+            lambda p, x, out, *_: _are_apart(p) and _is_plain(*p, base_of(x)[0], base_of(out)[0]),
+            diagonals.multiply,
+            other.multiply,
         ),
     )
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.kernels import reference
-from deepspeed.muon.kernels.table import Operations, Scalars, Symmetric, symmetric_of
+from deepspeed.muon.kernels.table import Operations, Scalars, Symmetric, base_of, symmetric_of
 from deepspeed.muon.kernels.workspace import Workspace, matrices_together
 from deepspeed.muon.math.coefficients import Schedule, Triple, for_larger_norm, segments
 from deepspeed.muon.math.rows import scale, widened
@@ -78,6 +78,7 @@ def orthogonalize(
     work: Workspace | None = None,
     kernels: Operations = reference.OPERATIONS,
     normalization: str = "frobenius",
+    gram_axis: int | None = None,
 ) -> Tensor:
     """Replace every singular value of each matrix by about one, in place.
 
@@ -90,6 +91,8 @@ def orthogonalize(
         kernels: compute the products.
         normalization: of :data:`NORMALIZATIONS`. ``aol`` in fp16 is less exact for rows that are far smaller than
             others, because their entries leave its range before they are scaled.
+        gram_axis: the axis whose vectors the Gram matrix is of; by default the shorter one. The slices of one matrix
+            all have that of the whole.
 
     Returns:
         ``x``. A zero matrix gives zero, a non-finite one non-finite values.
@@ -98,11 +101,15 @@ def orthogonalize(
     work = Workspace() if work is None else work
     dtype = x.dtype if dtype is None else dtype
     scaled, lengths = for_larger_norm(schedule, NORM), segments(schedule, name_of(dtype))
-    for part in x.split(matrices_together(x, dtype)):
+    if gram_axis is None:
+        gram_axis = int(x.size(-2) > x.size(-1))
+    for part in x.split(matrices_together(x, dtype, x.size(gram_axis - 2))):
         spare, start = work.get("spare", tuple(part.shape), dtype, x.device), part
         if part.dtype != dtype:
             start = work.get("iterate", tuple(part.shape), dtype, x.device)
         start = kernels.normalize(part, start, NORM)
+        if gram_axis == 1:
+            start, spare = start.mT, spare.mT
         if normalization == "aol":
             _precondition(start, work, kernels)
         if is_gram:
@@ -110,7 +117,7 @@ def orthogonalize(
         else:
             found = _standard(start, spare, scaled, work, kernels)
         if found.data_ptr() != part.data_ptr():
-            part.copy_(found)
+            part.copy_(base_of(found)[0])
     return x
 
 
@@ -146,7 +153,7 @@ def _gram(
 
 
 def _precondition(x: Tensor, work: Workspace, kernels: Operations) -> None:
-    """Scale the rows of each matrix X, the columns of a tall one, so that X has singular values of at most ``NORM``.
+    """Scale the rows of each matrix X so that it has singular values of at most ``NORM``.
 
     Row i takes ``NORM / sqrt(sum_j |G_ij|)`` with G = X X^T; zero rows stay. That is the almost-orthogonal layer of
     Prach and Lampert (arXiv 2208.03160), before Newton-Schulz in Turbo-Muon (arXiv 2512.04632), section 3. The polar
@@ -154,16 +161,16 @@ def _precondition(x: Tensor, work: Workspace, kernels: Operations) -> None:
     from X in 16 bits, and composed steps amplify that.
 
     Args:
-        x: ``[batch, rows, cols]``; changed in place.
+        x: ``[batch, rows, cols]``, contiguous or the transpose of what is; changed in place.
     """
-    gram, is_wide = symmetric_of("gram", x, work), x.size(-2) <= x.size(-1)
+    gram, (base, is_transposed) = symmetric_of("gram", x, work), base_of(x)
     kernels.square(x, gram, work)
-    for matrix, rest, diagonal in zip(x, gram.rest, gram.diagonal, strict=True):
+    for matrix, rest, diagonal in zip(base, gram.rest, gram.diagonal, strict=True):
         total = torch.cat([wide.abs_().sum(dim=1, keepdim=True) for _, wide in widened(rest, work, torch.float32)])
         if not gram.is_whole:
             total += diagonal[:, None]
         factors = torch.where(total == 0, 0.0, NORM * total.rsqrt())
-        scale(matrix, factors if is_wide else factors.T, work)
+        scale(matrix, factors.T if is_transposed else factors, work)
 
 
 def _polynomial(r: Symmetric, triple: Triple, out: Symmetric, work: Workspace, kernels: Operations) -> None:

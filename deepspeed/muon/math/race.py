@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from deepspeed.muon.kernels.table import Operations, symmetric_of
+from deepspeed.muon.kernels.table import Operations, oriented, symmetric_of
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.log import logger
 from deepspeed.muon.math.choice import TORCH, Shape, Times, shape_key
@@ -162,6 +162,7 @@ class _Timer:
         return x.mul_(NORM / (rows * cols) ** 0.5).to(DTYPES[dtype])
 
     def _square(self, x: Tensor) -> Product:
+        x = oriented(x)
         out = symmetric_of("out", x, Workspace())
 
         def run(table: Operations) -> Tensor:
@@ -181,6 +182,7 @@ class _Timer:
         return run
 
     def _multiply(self, x: Tensor) -> Product:
+        x = oriented(x)
         gram, out = symmetric_of("gram", x, Workspace()), torch.empty_like(x)
         self.tables[TORCH].square(x, gram, self.work)
         return lambda table: table.multiply(gram, x, out, self.work)
@@ -227,7 +229,7 @@ class _Timer:
 
     def _once(self, call: Callable[[], Tensor]) -> float:
         began = self.clock()
-        call().view(-1)[0].item()  # waits until the device has done what was launched
+        call()[0, 0, 0].item()  # waits until the device has done what was launched
         return self.clock() - began
 
 

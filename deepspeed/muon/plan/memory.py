@@ -103,7 +103,7 @@ def _temporaries(batch: Batch, method: str, memory: Memory) -> Counter[str]:
             sizes[f"{name} diagonal"] = 4 * small
     if memory.plain and memory.dtype != "fp32":
         sizes |= {"cross0": 4 * numel, "cross1": 4 * small * small}
-    together = min(batch.count, batch_limit(batch.rows, batch.cols, itemsize, not on_cpu))
+    together = min(batch.count, batch_limit(numel, small, itemsize, not on_cpu))
     return Counter({name: together * size for name, size in sizes.items()})
 
 

@@ -72,7 +72,9 @@ def measured(shapes: list[tuple[int, int]], params: dict[str, Any], device_type:
     wire, is_plain = optimizer.config.wire, optimizer.kernels.name == "torch"
     expected = Memory(wire=wire, dtype=optimizer.choice.dtype, device_type="cpu", plain=is_plain)
     if device_type != "cpu":  # the kernels are those of a CPU, the number of matrices is not
-        module.batch_limit = lambda rows, cols, itemsize, accelerator: workspace.batch_limit(rows, cols, itemsize, True)
+        module.batch_limit = lambda numel, small, itemsize, accelerator: workspace.batch_limit(
+            numel, small, itemsize, True
+        )
     try:
         found = peak((demand_of(bound.plan, bound.method) for bound in optimizer._bound.values()), expected)
     finally:

@@ -75,12 +75,12 @@ def assert_is(actual: Symmetric, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_square(kernels: Operations, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
-    x = randn(*shape).to(dtype)
-    kept, out = x.clone(), empty(shape[0], min(shape[1:]), dtype)
-    kernels.square(x, out, Workspace())
-    wide = x.double() if shape[1] <= shape[2] else x.double().mT
-    assert_is(out, wide @ wide.mT)
-    assert out.rest.equal(out.rest.mT) and x.equal(kept)
+    given = randn(*shape).to(dtype)
+    for x in (given, given.mT):
+        kept, out = x.clone(), empty(shape[0], x.size(1), dtype)
+        kernels.square(x, out, Workspace())
+        assert_is(out, x.double() @ x.double().mT)
+        assert out.rest.equal(out.rest.mT) and x.equal(kept)
 
 
 @pytest.mark.parametrize("by", BY, ids=str)
@@ -102,14 +102,16 @@ def test_product(kernels: Operations, dtype: torch.dtype, size: int, by: Scalars
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_multiply(kernels: Operations, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
-    x, p = randn(*shape).to(dtype), commuting(shape[0], min(shape[1:]), dtype)[0]
-    out, given = torch.full_like(x, torch.nan), (x.clone(), p.rest.clone())
-    assert kernels.multiply(p, x, out, Workspace()) is out
-    assert x.equal(given[0]) and p.rest.equal(given[1])
-    expected = dense(p) @ x.double() if shape[1] <= shape[2] else x.double() @ dense(p)
-    assert (out.double() - expected).norm() / expected.norm() <= ROUNDING[dtype]
-    scale = expected.abs().amax().item()
-    torch.testing.assert_close(out.double(), expected, rtol=2 * ROUNDING[dtype], atol=2 * ROUNDING[dtype] * scale)
+    given = randn(*shape).to(dtype)
+    for x in (given, given.mT):
+        p, out = commuting(shape[0], x.size(1), dtype)[0], torch.full_like(x, torch.nan)
+        kept = x.clone(), p.rest.clone()
+        assert kernels.multiply(p, x, out, Workspace()) is out
+        assert x.equal(kept[0]) and p.rest.equal(kept[1])
+        expected = dense(p) @ x.double()
+        assert (out.double() - expected).norm() / expected.norm() <= ROUNDING[dtype]
+        scale = expected.abs().amax().item()
+        torch.testing.assert_close(out.double(), expected, rtol=2 * ROUNDING[dtype], atol=2 * ROUNDING[dtype] * scale)
 
 
 def test_a_matrix_has_equal_bits_in_any_batch_on_any_number_of_threads(kernels: Operations, dtype: torch.dtype) -> None:

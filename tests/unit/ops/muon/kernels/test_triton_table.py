@@ -19,7 +19,7 @@ from deepspeed.muon.kernels import triton_diagonals as diagonals
 from deepspeed.muon.kernels import triton_elementwise as elementwise
 from deepspeed.muon.kernels import triton_multi as multi
 from deepspeed.muon.kernels import triton_products as products
-from deepspeed.muon.kernels.table import Operations, Scalars, Symmetric, symmetric_of
+from deepspeed.muon.kernels.table import Operations, Scalars, Symmetric, oriented, symmetric_of
 from deepspeed.muon.kernels.workspace import Workspace
 from helpers.kernels import OPERATIONS, Interpret, interpreted_table
 
@@ -79,7 +79,7 @@ def test_only_aligned_matrices_have_symmetric_products(table: str, taken: Any) -
     first = taken(table)
 
     def square(x: Tensor, out: Symmetric) -> str:
-        return first(lambda kernels: kernels.square(x, out, Workspace()))
+        return first(lambda kernels: kernels.square(oriented(x), out, Workspace()))
 
     def product(a: Symmetric, b: Symmetric, out: Symmetric) -> str:
         return first(lambda kernels: kernels.product(a, b, out, Workspace(), Scalars()))
@@ -220,11 +220,15 @@ def test_warming_calls_every_operation_on_matrices() -> None:
     names = ("normalize", "square", "product", "multiply")
     table = replace(reference.OPERATIONS, **{name: noted(name) for name in names})
     state = torch.get_rng_state()
-    probe.warm(table, [(2, 16, 32, BF16), (1, 48, 16, BF16), (2, 16, 32, BF16)], torch.device("cpu"))
+    probe.warm(
+        table,
+        [(2, 16, 32, 0, BF16), (1, 48, 16, 1, BF16), (1, 24, 16, 0, BF16), (2, 16, 32, 0, BF16)],
+        torch.device("cpu"),
+    )
     assert state.equal(torch.get_rng_state())
-    assert [name for name, _ in seen] == 2 * list(names)
-    assert {shape for name, shape in seen if name == "square"} == {(2, 16, 32), (1, 48, 16)}
-    assert {shape for name, shape in seen if name == "product"} == {(2, 16, 16), (1, 16, 16)}
+    assert [name for name, _ in seen] == 3 * list(names)
+    assert {shape for name, shape in seen if name == "square"} == {(2, 16, 32), (1, 16, 48), (1, 24, 16)}
+    assert {shape for name, shape in seen if name == "product"} == {(2, 16, 16), (1, 16, 16), (1, 24, 24)}
 
 
 # ---- whether a table works here -------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 """Newton-Schulz as a call: where it writes, what it allocates, its cost."""
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -109,7 +110,7 @@ def test_a_cpu_works_on_few_large_matrices_at_a_time(monkeypatch: pytest.MonkeyP
     assert counts == [3, 3, 1]
     assert torch.equal(result, alone)
     monkeypatch.setattr(workspace, "CACHED_BYTES", 1)
-    assert workspace.matrices_together(x, torch.float32) == torch.get_num_threads()
+    assert workspace.matrices_together(x, torch.float32, small=16) == torch.get_num_threads()
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -123,7 +124,7 @@ def test_an_accelerator_works_on_as_many_matrices_as_their_temporaries_allow(
     monkeypatch.setattr(workspace, "is_accelerator", lambda device: True)
     for allowed, together in {1: 1, 2 * one + 1: 2, 3 * one: 3, 99 * one: 99}.items():
         monkeypatch.setattr(workspace, "BATCH_BYTES", allowed)
-        assert workspace.matrices_together(x, torch.float32) == together
+        assert workspace.matrices_together(x, torch.float32, small=16) == together
         work = Workspace()
         assert torch.equal(orthogonalize(x.clone(), VARIED, method, work=work), alone)
         held[together] = work.nbytes()
@@ -133,7 +134,7 @@ def test_an_accelerator_works_on_as_many_matrices_as_their_temporaries_allow(
 def test_an_accelerator_orthogonalizes_large_matrices_one_by_one() -> None:
     """Temporaries of 256 MiB, or of one matrix: bf16 matrices of models from 1B to 70B."""
     shapes = {(1024, 1024): 25, (2048, 8192): 4, (4096, 4096): 1, (14336, 4096): 1, (8192, 28672): 1}
-    assert {shape: workspace.batch_limit(*shape, 2, True) for shape in shapes} == shapes
+    assert {shape: workspace.batch_limit(math.prod(shape), min(shape), 2, True) for shape in shapes} == shapes
 
 
 def test_storage_on_an_accelerator_is_released_and_that_of_the_host_stays() -> None:
