@@ -22,7 +22,7 @@ from torch import nn
 
 from deepspeed.muon.config.messages import FILLED_BY
 from deepspeed.muon.config.schema import parse
-from deepspeed.muon.errors import SeamError
+from deepspeed.muon.errors import MuonConfigError, SeamError
 from deepspeed.muon.log import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.param_groups import check_patterns
@@ -109,48 +109,58 @@ def _idle(params: Iterable[Any]) -> torch.optim.Optimizer:
 
 def _configure_optimizer(original: Callable, self: Any, client_optimizer: Any, model_parameters: Any) -> Any:
     """``DeepSpeedEngine._configure_optimizer``: bind ours to the layout that the wrapper has made."""
-    if isinstance(client_optimizer, MuonWithAuxAdam):
+    if client_optimizer is None:
+        if is_muon(self.optimizer_name()) and self.has_moe_layers:
+            model_parameters = with_names(model_parameters)
+    elif isinstance(client_optimizer, tuple(self._supported_optims())):
         _check_client(self, client_optimizer)
-    elif client_optimizer is not None and not isinstance(client_optimizer, tuple(self._supported_optims())):
+    else:
         client_optimizer = functools.partial(_called, self, client_optimizer)
-    elif client_optimizer is None and is_muon(self.optimizer_name()) and self.has_moe_layers:
-        model_parameters = with_names(model_parameters)
-    elif client_optimizer is not None:
-        _warn_of_another(self, type(client_optimizer))
     result = original(self, client_optimizer, model_parameters)
     if isinstance(self.basic_optimizer, MuonWithAuxAdam):
         bind_engine(self)
     return result
 
 
-def _warn_of_another(engine: Any, kind: type) -> None:
-    """A Muon of the script's framework that knows nothing of ZeRO trains, as SGD with momentum perhaps."""
-    is_muon_by_name = "muon" in kind.__name__.lower() and not kind.__module__.startswith("deepspeed.")
-    if is_muon_by_name and engine.zero_optimization() and engine.global_rank == 0:
-        logger.warning(
-            "deepspeed-muon: the script passes another Muon, %s.%s. ZeRO gives it flat vectors instead of matrices, "
-            'which it may not orthogonalize; pass no optimizer, and set optimizer.type to "Muon" in ds_config.json',
-            kind.__module__,
-            kind.__name__,
-        )
-
-
 def _called(engine: Any, build: Callable, model_parameters: Any) -> Any:
     """A script's function that builds the optimizer, called by DeepSpeed; what it has built is checked at once."""
     note_tp_rank(engine)
     optimizer = build(model_parameters)
-    if isinstance(optimizer, MuonWithAuxAdam):
-        _check_client(engine, optimizer)
+    _check_client(engine, optimizer)
     return optimizer
 
 
-def _check_client(engine: Any, optimizer: MuonWithAuxAdam) -> None:
+def _check_client(engine: Any, optimizer: Any) -> None:
     """An optimizer that the script has built: nothing of it was checked with the config."""
+    if not isinstance(optimizer, MuonWithAuxAdam):
+        _refuse_another(engine, type(optimizer))
+        return
     refuse_unsupported(engine._config, optimizer.config)
     refuse_engine(engine)
     refuse_replaced(optimizer)
     _check(engine, optimizer)
     engine._config.zero_force_ds_cpu_optimizer = False
+
+
+def _refuse_another(engine: Any, kind: type) -> None:
+    """Refuse an optimizer that would train instead of the config's Muon; warn of a Muon that knows nothing of ZeRO.
+
+    The latter trains as SGD with momentum perhaps.
+    """
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if is_muon(engine._config.optimizer_name):  # engine.optimizer_name() is the class of the script's
+        raise MuonConfigError(
+            f"optimizer.type: Muon, but the script passes {name} to deepspeed.initialize, which would train instead; "
+            "remove optimizer= from the call and pass model_parameters=model.parameters(), or remove the section "
+            "optimizer from the config"
+        )
+    is_muon_by_name = "muon" in kind.__name__.lower() and not kind.__module__.startswith("deepspeed.")
+    if is_muon_by_name and engine.zero_optimization() and engine.global_rank == 0:
+        logger.warning(
+            "deepspeed-muon: the script passes another Muon, %s. ZeRO gives it flat vectors instead of matrices, "
+            'which it may not orthogonalize; pass no optimizer, and set optimizer.type to "Muon" in ds_config.json',
+            name,
+        )
 
 
 def _check(engine: Any, optimizer: MuonWithAuxAdam) -> None:

@@ -454,6 +454,35 @@ def test_another_muon_of_the_script_is_a_warning_under_zero(kind: str, stage: in
         assert first == []
 
 
+def passed_beside(name: str, is_called: bool, stage: int) -> str:
+    """What comes of an AdamW of the script's beside a config that names an optimizer, if ZeRO is not reached."""
+    net = Mlp((6, 9, 5))
+    script = (lambda params: torch.optim.AdamW(params, lr=0.1)) if is_called else torch.optim.AdamW(net.parameters())
+    config = ds_config(stage=stage, optimizer={"type": name, "params": {"lr": 0.1}}) | UNTESTED
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deepspeed.DeepSpeedEngine, "_configure_zero_optimizer", Mock(side_effect=AssertionError("ZeRO")))
+        given = {"model_parameters": net.parameters(), "optimizer": script, "config": config}
+        return outcome(lambda: type(deepspeed.initialize(model=net, **given)[0].basic_optimizer).__name__)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("is_called", [False, True], ids=["built", "called"])
+@pytest.mark.parametrize("name", ["Muon", "MuonWithAuxAdam"])
+def test_another_optimizer_of_the_script_is_refused(name: str, is_called: bool, stage: int) -> None:
+    """It would train instead of the config's Muon."""
+    message = (
+        "MuonConfigError: optimizer.type: Muon, but the script passes torch.optim.adamw.AdamW to deepspeed.initialize, "
+        "which would train instead; remove optimizer= from the call and pass model_parameters=model.parameters(), or "
+        "remove the section optimizer from the config"
+    )
+    assert run(passed_beside, 2, name=name, is_called=is_called, stage=stage) == [message] * 2
+
+
+@pytest.mark.parametrize("is_called", [False, True], ids=["built", "called"])
+def test_another_optimizer_of_the_script_trains_where_the_config_names_no_muon(is_called: bool) -> None:
+    assert run(passed_beside, 1, name="AdamW", is_called=is_called, stage=0) == ["AdamW"]
+
+
 # ---- a model of which nothing is trained ------------------------------------------------------------------------
 
 
