@@ -31,7 +31,7 @@ from deepspeed.muon.log import logger
 from deepspeed.muon.lr_groups import GivenGroups
 from deepspeed.muon.math import adamw, momentum
 from deepspeed.muon.math.bf16 import in_fp32
-from deepspeed.muon.math.choice import MARGIN, Choice, from_pinned
+from deepspeed.muon.math.choice import Choice, from_pinned
 from deepspeed.muon.math.newton_schulz import DTYPES, orthogonalize
 from deepspeed.muon.math.scale import scale_factor
 from deepspeed.muon.matrices.pipeline import stage_of
@@ -46,6 +46,9 @@ from deepspeed.muon.qk_clip import QKClip
 from deepspeed.muon.second_moments import SecondMoments
 from deepspeed.muon.step_stats import StepStats
 from deepspeed.muon.tuning import Candidates, Tuning, has_bf16, method_of, pinned_in, with_products
+
+#: A checkpoint's choice is kept in silence unless Newton-Schulz would be so many times faster by another.
+WORTH_TELLING = 1.5
 
 
 class MuonWithAuxAdam(torch.optim.Optimizer):
@@ -244,13 +247,15 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 "their place, so bits may differ from that run's",
                 ", ".join(absent),
             )
-        elif speedup is not None and speedup > MARGIN:
+        elif speedup is not None and speedup > WORTH_TELLING:
+            other = tuning.choice.dtype
             logger.warning(
-                "deepspeed-muon: Newton-Schulz goes on in %s with the choice of the checkpoint; on this machine %s "
-                "would be %.1f times faster. To take that up, start from the weights alone",
+                "deepspeed-muon: Newton-Schulz goes on in %s with the choice of the checkpoint, which keeps the run's "
+                "bits; on this machine %s would be %.1f times faster%s",
                 pinned.dtype,
-                tuning.choice.dtype if tuning.choice.dtype != pinned.dtype else "other methods or kernels",
+                "other methods or kernels" if other == pinned.dtype else other,
                 speedup,
+                "" if other == pinned.dtype else f'; "ns_dtype": "{other}" in the config takes that dtype',
             )
 
     def whole_state(self) -> AbstractContextManager[None]:

@@ -17,13 +17,14 @@ ADVICE = {
     "use_muon": "set it on parameters, param.use_muon = True, or use muon_include and muon_exclude",
 }
 _THEIRS = {
-    "adam_lr": "adamw_lr",
+    "adam_lr": "adamw_lr adam_learning_rate adamw_learning_rate learning_rate_adam learning_rate_adamw",
     "adjust_lr_fn": "adjust_lr muon_scale_mode",
     "betas": "adam_betas adamw_betas beta1 beta2",
     "eps": "adam_eps",
     "lr": "learning_rate",
     "momentum": "mu muon_beta muon_momentum",
     "muon_fused": "muon_split_qkv",
+    "muon_lr": "muon_learning_rate learning_rate_muon",
     "ns_steps": "muon_num_ns_steps newton_schulz_steps",
     "rms_scale": "consistent_rms muon_extra_scale_factor rms_rate",
     "weight_decay": "wd",

@@ -19,6 +19,7 @@ PARAMS: list[dict[str, Any]] = [
     {"muon-lr": 0.1},
     {"LR": 0.1},
     {"learning_rate": 0.1},
+    {"muon_learning_rate": 0.1, "adam_learning_rate": 0.1},
     {"ns_step": 5},
     {"nestrov": True},
     {"adjust_lr": "original"},

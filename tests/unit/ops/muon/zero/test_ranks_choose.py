@@ -33,10 +33,10 @@ KEYS = ("16x16", "16x24", "16x48", "16x64", "24x48")
 
 
 @contextmanager
-def preferring(method: str, dtype: str = "fp32") -> Iterator[None]:
-    """On this rank, products are as fast as makes this method the faster one, and this dtype the fastest."""
+def preferring(method: str, dtype: str = "fp32", by: float = 9.0) -> Iterator[None]:
+    """On this rank, products are as fast as makes this method the faster one, and this dtype the fastest by a factor."""
     costly = "product" if method == "standard" else "square"
-    with opinion(lambda of, kind, table: (1.0 if of == dtype else 9.0) * (100.0 if kind == costly else 1.0)):
+    with opinion(lambda of, kind, table: (1.0 if of == dtype else by) * (100.0 if kind == costly else 1.0)):
         yield
 
 
@@ -294,7 +294,31 @@ def test_a_resumed_run_keeps_its_choice(tmp_path: Path) -> None:
             told = [text for text in said if "Newton-Schulz goes on in fp32 with the choice of the checkpoint" in text]
             raced = CASES.index(case) % 2 == 1
             assert len(told) == (raced and rank == 0), "once, where the times tell that another choice is faster"
-            assert not told or "on this machine bf16 would be" in told[0]
+            assert not told or "which keeps the run's bits; on this machine bf16 would be" in told[0]
+
+
+def told_of_a_faster_choice(folder: str, by: float) -> list[str]:
+    """What a load says where another dtype is faster by a factor; the last time, the config takes that dtype."""
+    with preferring("standard"):
+        build({"optimizer": OPEN}).save_checkpoint(folder)
+    said = []
+    for dtype in ("auto", "bf16"):
+        with preferring("standard", "bf16", by):
+            engine = build({"optimizer": {"type": "Muon", "params": OPEN["params"] | {"ns_dtype": dtype}}})
+        with log() as lines:
+            engine.load_checkpoint(folder)
+        said += [line for line in lines if "Newton-Schulz goes on" in line]
+    assert engine.basic_optimizer.choice.dtype == "bf16"
+    return said
+
+
+def test_little_speed_is_not_worth_a_warning(tmp_path: Path) -> None:
+    assert run(told_of_a_faster_choice, 1, folder=str(tmp_path), by=1.4) == [[]]
+    (said,) = run(told_of_a_faster_choice, 1, folder=str(tmp_path), by=1.6)
+    assert said == [
+        "deepspeed-muon: Newton-Schulz goes on in fp32 with the choice of the checkpoint, which keeps the run's bits; on "
+        'this machine bf16 would be 1.6 times faster; "ns_dtype": "bf16" in the config takes that dtype'
+    ]
 
 
 def train_by(methods: list[str]) -> list[Result]:
