@@ -6,12 +6,21 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed.ops.op_builder.cpu.builder import CPUOpBuilder
 from packaging.version import Version
+
+from deepspeed.muon.log import logger
+from deepspeed.muon.patch import replaced
+
+#: Minutes after which a process that waits for another one's build says so.
+PATIENCE = 2
 
 
 class MuonBuilder(CPUOpBuilder):
@@ -66,8 +75,23 @@ class MuonBuilder(CPUOpBuilder):
             Exception: of any type, if there is no compiler or the build fails.
         """
         if self.NAME not in self._loaded_ops:
-            self._loaded_ops[self.NAME] = self._installed() or self.jit_load(verbose)
+            self._loaded_ops[self.NAME] = self._installed() or self._compiled(verbose)
         return self._loaded_ops[self.NAME]
+
+    def _compiled(self, verbose: bool) -> Any:
+        """The module of an earlier run, or built now: by one process, for whose lock the others wait."""
+        from torch.utils.cpp_extension import FileBaton, is_ninja_available
+
+        before, began = _built_at(self.NAME), time.perf_counter()
+        newest = max((Path(source).stat().st_mtime for source in self.sources()), default=0.0)
+        speaks = os.environ.get("RANK", "0") == "0"
+        if speaks and before < newest and self.is_compatible() and is_ninja_available():
+            logger.info("deepspeed-muon: compiling the C++ operations, once per environment, about a minute")
+        with replaced(FileBaton, wait=_wait):
+            module = self.jit_load(verbose)
+        if speaks and _built_at(self.NAME) != before:
+            logger.info("deepspeed-muon: compiled in %.0f s", time.perf_counter() - began)
+        return module
 
     def _installed(self) -> Any:
         try:
@@ -77,3 +101,32 @@ class MuonBuilder(CPUOpBuilder):
         is_this_torch = module.torch_version == ".".join(torch.__version__.split(".")[:2])
         runs_here = torch.backends.cpu.get_cpu_capability().startswith((module.cpu_capability, "AVX512"))
         return module if is_this_torch and runs_here else None
+
+
+def _built_at(name: str) -> float:
+    """When an extension was built, as a file's time; 0 if it never was."""
+    from torch.utils.cpp_extension import _get_build_directory
+
+    file = Path(_get_build_directory(name, False)) / f"{name}.so"
+    return file.stat().st_mtime if file.is_file() else 0.0
+
+
+def _wait(original: Callable[[Any], None], lock: Any) -> None:
+    """``FileBaton.wait``, which waits for ever for the lock of a process that was killed."""
+    told = threading.Timer(60 * PATIENCE, _say_what_is_waited_for, [lock.lock_file_path])
+    told.daemon = True
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        told.start()
+    try:
+        original(lock)
+    finally:
+        told.cancel()
+
+
+def _say_what_is_waited_for(lock: str) -> None:
+    logger.warning(
+        "deepspeed-muon: another process has been compiling the C++ operations for %d minutes; if it was killed, "
+        "delete its lock, %s",
+        PATIENCE,
+        lock,
+    )

@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -15,10 +13,6 @@ from deepspeed.muon.errors import KernelError
 from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.table import PLAIN, Operations, Scalars, Symmetric, base_of
 from deepspeed.muon.kernels.workspace import Workspace
-from deepspeed.muon.log import logger
-
-#: Seconds after which a rank that waits for the build logs it.
-PATIENCE = 60.0
 
 
 @functools.cache
@@ -46,27 +40,10 @@ def _load() -> Any:
     try:
         from deepspeed.muon.kernels.builder import MuonBuilder
 
-        waiting = threading.Timer(PATIENCE, _say_what_is_waited_for)
-        waiting.daemon = True
-        waiting.start()
-        try:
-            return MuonBuilder().load()
-        finally:
-            waiting.cancel()
+        return MuonBuilder().load()
     except Exception as error:
         line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise KernelError(f"{line}; a C++ compiler (g++ 11 or later) and ninja are needed") from error
-
-
-def _say_what_is_waited_for() -> None:
-    from torch.utils.cpp_extension import _get_build_directory
-
-    lock = Path(_get_build_directory("muon", False)) / "lock"
-    logger.warning(
-        "deepspeed-muon: the C++ operations are being compiled, by this process or by the one that made %s; if no "
-        "such process is left, delete that file",
-        lock,
-    )
 
 
 def table(module: Any) -> Operations:

@@ -23,7 +23,7 @@ LAYERS: dict[str, set[str]] = {
     "log": set(),
     "patch": set(),
     "version": set(),
-    "kernels": {"errors", "log", "version"},
+    "kernels": {"errors", "log", "patch", "version"},
     "math": {"kernels"},
     "matrices": {"errors", "log", "version"},
     "config": {"math", "matrices"},

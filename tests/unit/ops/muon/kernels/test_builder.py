@@ -2,6 +2,8 @@
 """Building and choosing the C++ operations: DeepSpeed's conventions, and what happens where they cannot be built."""
 
 import importlib
+import re
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +12,15 @@ import pytest
 import torch
 from deepspeed.git_version_info import installed_ops
 from deepspeed.ops.op_builder.all_ops import ALL_OPS
+from torch.utils import cpp_extension
+from torch.utils._cpp_extension_versioner import ExtensionVersioner
 
 import deepspeed.muon
-from deepspeed.muon.kernels import native, reference
+from deepspeed.muon.kernels import builder, native, reference
 from deepspeed.muon.kernels.builder import MuonBuilder
 from deepspeed.muon.zero.bind import _judge_kernels
 from helpers.distributed import run
+from helpers.logs import logged
 from helpers.models import MODELS, train_engine
 from helpers.training import PARAMS, ds_config, make_engine
 
@@ -98,9 +103,63 @@ def test_a_build_that_fails(fresh: None, monkeypatch: pytest.MonkeyPatch, tmp_pa
         native._load()
 
 
-def test_who_waits_says_for_which_file(caplog: pytest.LogCaptureFixture, fresh: None, tmp_path: Path) -> None:
-    native._say_what_is_waited_for()
-    assert str(tmp_path) in caplog.text and "muon/lock" in caplog.text
+SMALL = """#include <Python.h>
+static PyModuleDef module = {PyModuleDef_HEAD_INIT, "muon"};
+PyMODINIT_FUNC PyInit_muon(void) { return PyModule_Create(&module); }
+"""
+
+
+def loaded(source: Path) -> list[str]:
+    """What a process logs that loads the operations from this source."""
+    with pytest.MonkeyPatch.context() as patch, logged() as said:
+        patch.setattr(MuonBuilder, "_loaded_ops", {})
+        patch.setattr(MuonBuilder, "_installed", lambda self: None)
+        patch.setattr(MuonBuilder, "sources", lambda self: [str(source)])
+        patch.setattr(cpp_extension, "JIT_EXTENSION_VERSIONER", ExtensionVersioner())
+        native._load()
+    return said
+
+
+@needs_compiler
+def test_rank_0_says_that_it_compiles_and_says_nothing_of_what_is_built(
+    fresh: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    source = tmp_path / "small.cpp"
+    source.write_text(SMALL)
+    begun, done = loaded(source)
+    assert begun == "deepspeed-muon: compiling the C++ operations, once per environment, about a minute"
+    assert re.fullmatch(r"deepspeed-muon: compiled in \d+ s", done)
+    assert loaded(source) == []
+    source.write_text(SMALL + "\n")
+    monkeypatch.setenv("RANK", "1")
+    assert loaded(source) == []
+
+
+@needs_compiler
+def test_who_waits_for_another_process_says_for_which_file(
+    fresh: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    say, source = builder._say_what_is_waited_for, tmp_path / "small.cpp"
+    monkeypatch.setattr(builder, "PATIENCE", 0.005)
+    monkeypatch.setattr(builder, "_say_what_is_waited_for", lambda lock: (say(lock), Path(lock).unlink()))
+    source.write_text(SMALL)
+    loaded(source)
+    lock = Path(cpp_extension._get_build_directory("muon", False)) / "lock"
+    lock.touch()
+    (said,) = loaded(source)
+    assert said.startswith("deepspeed-muon: another process has been compiling the C++ operations for 0 minutes; if it")
+    assert said.endswith(f"it was killed, delete its lock, {lock}")
+
+
+def test_one_process_of_a_machine_says_what_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builder, "PATIENCE", 0.001)
+    said = []
+    for number in ("0", "1"):
+        monkeypatch.setenv("LOCAL_RANK", number)
+        with logged() as lines:
+            builder._wait(lambda lock: time.sleep(0.3), SimpleNamespace(lock_file_path="muon/lock"))
+        said.append(len(lines))
+    assert said == [1, 0]
 
 
 def test_all_ranks_or_none() -> None:

@@ -34,7 +34,7 @@ KEYS = ("16x16", "16x24", "16x48", "16x64", "24x48")
 
 @contextmanager
 def preferring(method: str, dtype: str = "fp32", by: float = 9.0) -> Iterator[None]:
-    """On this rank, products are as fast as makes this method the faster one, and this dtype the fastest by a factor."""
+    """On this rank, products are as fast as makes this method the faster one, this dtype the fastest by a factor."""
     costly = "product" if method == "standard" else "square"
     with opinion(lambda of, kind, table: (1.0 if of == dtype else by) * (100.0 if kind == costly else 1.0)):
         yield
@@ -316,8 +316,8 @@ def test_little_speed_is_not_worth_a_warning(tmp_path: Path) -> None:
     assert run(told_of_a_faster_choice, 1, folder=str(tmp_path), by=1.4) == [[]]
     (said,) = run(told_of_a_faster_choice, 1, folder=str(tmp_path), by=1.6)
     assert said == [
-        "deepspeed-muon: Newton-Schulz goes on in fp32 with the choice of the checkpoint, which keeps the run's bits; on "
-        'this machine bf16 would be 1.6 times faster; "ns_dtype": "bf16" in the config takes that dtype'
+        "deepspeed-muon: Newton-Schulz goes on in fp32 with the choice of the checkpoint, which keeps the run's bits; "
+        'on this machine bf16 would be 1.6 times faster; "ns_dtype": "bf16" in the config takes that dtype'
     ]
 
 
