@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,18 @@ def _opened(read: Callable[[Path], dict[str, Any]], name: str) -> dict[str, Any]
         raise CheckpointError(f"{file.name} cannot be read: {reason}") from error
 
 
-_CONVERT = "; convert it with DeepSpeed's ds_to_universal, or load it as it was saved"
+_LOAD = 'load it with "checkpoint": {"load_universal": true} in ds_config.json, without a tag'
+
+
+def _conversion(folder: Path, stages: Collection[int], option: str = "") -> str:
+    """How a checkpoint comes to fit another layout. ``stages``: there and here."""
+    if 0 in stages:
+        return (
+            "load it as it was saved, or its weights alone with load_module_only=True and load_optimizer_states=False; "
+            "DeepSpeed converts at stages 1 to 3 only"
+        )
+    options = f"{option}--input_folder {folder} --output_folder {folder}_universal"
+    return f"convert it with python -m deepspeed.checkpoint.ds_to_universal {options}, then {_LOAD}"
 
 
 def differences(engine: Any, saved: dict[str, Any], arguments: Mapping[str, Any]) -> Iterator[str]:
@@ -118,30 +130,37 @@ def differences(engine: Any, saved: dict[str, Any], arguments: Mapping[str, Any]
 
     Args:
         saved: of :func:`of_engine` then, or of :func:`of_files`, which leaves facts out.
-        arguments: of ``load_checkpoint``.
+        arguments: of ``load_checkpoint``, with the tag.
     """
-    here = of_engine(engine)
+    here, folder = of_engine(engine), Path(arguments["load_dir"], arguments["tag"])
+    there = {**here, **saved}
+    stages = {there["stage"], here["stage"]}
     if loads_states(arguments, "lr_scheduler") and here["scheduler"] and not saved["scheduler"]:
         yield "it holds no state of a learning-rate scheduler; pass load_lr_scheduler_states=False"
-    if loads_states(arguments) and (text := routing_difference(engine.basic_optimizer, saved["groups"])):
+    routing = partial(routing_difference, engine.basic_optimizer, folder=folder, stages=stages)
+    if loads_states(arguments) and (text := routing(saved["groups"])):
         yield text
     if arguments["custom_load_fn"] is None:
         yield from _shape_differences(saved, here["shapes"], arguments["load_module_strict"])
-    there = {**here, **saved}
+    convert = _conversion(folder, stages)
     if (there["stage"] == 3) != (here["stage"] == 3):
-        yield f"it was saved at ZeRO stage {there['stage']}, this run has stage {here['stage']}{_CONVERT}"
+        yield f"it was saved at ZeRO stage {there['stage']}, this run has stage {here['stage']}; {convert}"
     if not loads_states(arguments):
         return
     if there["world_size"] != here["world_size"]:
-        yield f"it was saved on {there['world_size']} ranks, this run has {here['world_size']}{_CONVERT}"
+        yield f"it was saved on {_ranks(there['world_size'])}, this run has {here['world_size']}; {convert}"
     for key, title in {"wrapper": "ZeRO's optimizer", "dtype": "precision"}.items():
         if there[key] != here[key]:
-            yield f"it was saved with {title} = {there[key]}, this run has {here[key]}{_CONVERT}"
+            yield f"it was saved with {title} = {there[key]}, this run has {here[key]}; {convert}"
     if there["layout"] != here["layout"]:
         yield (
             "the parameters lie elsewhere in the shards: parameter groups, their order, sub_group_size or "
-            f"round_robin_gradients differ{_CONVERT}"
+            f"round_robin_gradients differ; {convert}"
         )
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' * (count > 1)}"
 
 
 def _shape_differences(saved: dict[str, Any], here: dict[str, list[int]], strict: bool) -> Iterator[str]:
@@ -214,8 +233,13 @@ def check_groups(optimizer: MuonWithAuxAdam, groups: Groups) -> None:
         )
 
 
-def routing_difference(optimizer: MuonWithAuxAdam, groups: Groups) -> str | None:
-    """A message if saved groups differ in kind, name unknown methods, or give Muon other parameters; else ``None``."""
+def routing_difference(
+    optimizer: MuonWithAuxAdam, groups: Groups, folder: Path = Path("CHECKPOINT/TAG"), stages: Collection[int] = ()
+) -> str | None:
+    """A message if saved groups differ in kind, name unknown methods, or give Muon other parameters; else ``None``.
+
+    ``folder`` of the checkpoint and ``stages``, there and here, decide the cure that the message names.
+    """
     saved, current = kinds(groups), kinds(optimizer.param_groups)
     there = {name for group in groups for name in group.get("matrices", ())}
     here = matrices(optimizer)
@@ -225,13 +249,17 @@ def routing_difference(optimizer: MuonWithAuxAdam, groups: Groups) -> str | None
         strange += [text for group in groups if "ns_choice" in group for text in unknown(group["ns_choice"])]
         names = ", ".join(dict.fromkeys(strange))
         return f"it was saved with dtypes or methods that this deepspeed-muon lacks: {names}" if strange else None
-    words = {True: "Muon", False: "AdamW", None: "unknown"}
+    if None in saved:
+        cure = _conversion(folder, stages, "--inject_missing_state ")
+        return f"another optimizer saved it; if that was AdamW, {cure}"
+    if True in saved and not there:
+        return f"stock's Muon saved it; run ds_muon import --from {folder} --to {folder}_universal, then {_LOAD}"
+    words = {True: "Muon", False: "AdamW"}
     return (
-        f"the checkpoint's parameter groups are {[words[kind] for kind in saved]}, the optimizer's are "
-        f"{[words[kind] for kind in current]}; Muon has {sorted(there - here)[:4]} in the checkpoint only and "
-        f"{sorted(here - there)[:4]} here only: it was saved with another optimizer or another routing. To go on from "
-        "AdamW, convert it with python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state, from stock's "
-        'Muon with ds_muon import, and load the result with "checkpoint": {"load_universal": true}'
+        "it was saved with another division into Muon and AdamW; restore the model, its parameter groups, "
+        f"muon_include, muon_exclude and param.use_muon: Muon has {sorted(there - here)[:4]} in the checkpoint only "
+        f"and {sorted(here - there)[:4]} here only; the groups are {[words[bool(kind)] for kind in saved]} there and "
+        f"{[words[bool(kind)] for kind in current]} here"
     )
 
 

@@ -235,12 +235,11 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
     adapter, arguments, is_universal = engine.muon_adapter, call.arguments, engine.load_universal_checkpoint()
     if engine.zero_optimization_stage() == 3 and arguments["load_module_only"]:
         arguments["load_optimizer_states"] = False  # with this one alone DeepSpeed would load nothing
-    tag, save_id = (arguments["tag"], None) if is_universal else _agreed(engine, arguments)
+    tag, save_id = _universal(arguments) if is_universal else _agreed(engine, arguments)
     arguments["tag"] = tag
-    if save_id is None and (is_universal or tag is not None) and engine.global_rank == 0:
-        logger.info(
-            "deepspeed-muon: the checkpoint %s has no manifest and is not verified", tag or "named in latest_universal"
-        )
+    if save_id is None and tag is not None and engine.global_rank == 0:
+        why = " (DeepSpeed's converter writes none)" if is_universal else ""
+        logger.info("deepspeed-muon: the checkpoint %s has no manifest%s and is not verified", tag, why)
 
     def of_tag(original: Callable, *args: Any, **options: Any) -> Any:
         """Stage 3 without optimizer states: DeepSpeed gathers the weights of ``latest``, whatever the tag."""
@@ -285,7 +284,9 @@ def _refusal(load_dir: str, tag: str | None, problems: list[str]) -> str:
         tags = [other for other in manifest.complete_tags(Path(load_dir)) if other != tag]
     except Exception:  # somebody deletes them meanwhile; the other ranks wait for this text
         tags = []
-    advice = f"complete there: {', '.join(tags[:TOLD])}; pass tag={tags[0]!r}" if tags else "no other is complete there"
+    advice = f"{load_dir} has no other complete checkpoint"
+    if tags:
+        advice = f"complete there: {', '.join(tags[:TOLD])}; pass tag={tags[0]!r}"
     return (
         f"the checkpoint {Path(load_dir, tag or '')} cannot be loaded, and nothing was changed: "
         f"{'; '.join(problems[:TOLD])}{more} ({advice})"
@@ -305,13 +306,29 @@ def _look(engine: Any, arguments: dict[str, Any]) -> tuple[str | None, str | Non
     return tag, header["save_id"] if header else None, problems
 
 
-def _latest(folder: Path) -> str | None:
-    file = folder / "latest"
+def _universal(arguments: dict[str, Any]) -> tuple[str, None]:
+    """The tag that is given, or of what was converted last; a universal checkpoint has no id of a save."""
+
+    def find() -> str:
+        folder = Path(arguments["load_dir"])
+        if tag := arguments["tag"] or _latest(folder, "latest_universal"):
+            return str(tag)
+        tag = _latest(folder)
+        raise CheckpointError(
+            f"checkpoint.load_universal is true, but {folder} has no universal checkpoint (latest_universal); "
+            + (f"remove it to load the checkpoint {tag}" if tag else "it has no other checkpoint either")
+        )
+
+    return together(find, CheckpointError), None
+
+
+def _latest(folder: Path, name: str = "latest") -> str | None:
+    file = folder / name
     if not file.is_file():
         return None
     if tag := file.read_text().strip():
         return tag
-    raise CheckpointError("latest is empty")
+    raise CheckpointError(f"{name} is empty")
 
 
 def _misfits(engine: Any, arguments: dict[str, Any], tag: str, header: dict[str, Any] | None) -> list[str]:
@@ -330,7 +347,7 @@ def _misfits(engine: Any, arguments: dict[str, Any], tag: str, header: dict[str,
         mine = range(engine.global_rank, header["world_size"], engine.world_size)
         if found := [text for rank in mine for text in manifest.damages(folder, header["save_id"], rank)]:
             return found
-    return list(itertools.islice(compatibility.differences(engine, saved, arguments), 1))
+    return list(itertools.islice(compatibility.differences(engine, saved, arguments | {"tag": tag}), 1))
 
 
 # ---- gradient accumulation: a step that was under way at the save begins again with its first micro-batch --------

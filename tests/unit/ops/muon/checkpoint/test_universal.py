@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from deepspeed.muon import CheckpointError
 from helpers.distributed import run
 from helpers.engine_state import differing
+from helpers.logs import logged
 from helpers.models import MODELS, Mlp, train_engine
 from helpers.oracles import change_error
 from helpers.training import BF16_OPTIMIZER
@@ -130,6 +132,39 @@ def test_pairs_of_stages(tmp_path: Path) -> None:
     ]
     for job, ((folder, case), after) in enumerate(zip(jobs, run(load_all, 3, jobs=jobs, steps=1)[0], strict=True)):
         assert restored(saved[job // 4], after) == [], (folder, case)
+
+
+# ---- without a universal checkpoint, and what is said of one ------------------------------------------------
+
+
+def load_before_and_after_conversion(folder: str) -> tuple[list[str], list[str]]:
+    """The errors of a load from an empty folder and after a save, and what is logged of the checkpoint's files."""
+    import torch.distributed as dist
+
+    engine, errors = build({"stage": 2}, 0, checkpoint={"load_universal": True}), []
+    for save in (False, True):
+        if save:
+            engine.save_checkpoint(folder, tag="saved")
+        with pytest.raises(CheckpointError) as error:
+            engine.load_checkpoint(folder)
+        errors.append(str(error.value))
+    if dist.get_rank() == 0:
+        convert(Path(folder))
+    dist.barrier()
+    with logged() as said:
+        for tag in (None, "universal"):
+            assert engine.load_checkpoint(folder, tag=tag)[0] is not None
+    engine.destroy()
+    return errors, [line for line in said if "manifest" in line]
+
+
+def test_a_load_without_a_universal_checkpoint_says_what_is_there(tmp_path: Path) -> None:
+    (errors, said), (others, silent) = run(load_before_and_after_conversion, 2, folder=str(tmp_path))
+    lacks = f"checkpoint.load_universal is true, but {tmp_path} has no universal checkpoint (latest_universal); "
+    assert errors == others
+    assert errors == [f"{lacks}it has no other checkpoint either", f"{lacks}remove it to load the checkpoint saved"]
+    line = "the checkpoint universal has no manifest (DeepSpeed's converter writes none) and is not verified"
+    assert said == [f"deepspeed-muon: {line}"] * 2 and silent == []
 
 
 # ---- memory -----------------------------------------------------------------------------------------------
