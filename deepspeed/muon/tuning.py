@@ -138,7 +138,7 @@ def described(choice: Choice, tuning: Tuning) -> str:
     """The choice in one line, for people."""
     recipes = [str(recipe) for recipe in choice.recipes.values()]
     by_recipe: dict[str, Any] = {recipe: recipes.count(recipe) for recipe in recipes}
-    how = ", ".join(f"{recipe} for {count} of {len(recipes)} shapes" for recipe, count in by_recipe.items())
+    how = ", ".join(f"{count} of {len(recipes)} shapes by {recipe}" for recipe, count in by_recipe.items())
     return (
         f"{choice.dtype}, {how} ({'the fastest in a race at start' if tuning.times else 'by the count of operations'})"
     )

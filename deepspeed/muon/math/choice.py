@@ -34,9 +34,13 @@ class Recipe:
     multiply: str = TORCH
 
     def __str__(self) -> str:
-        names = dict(zip(Products._fields, (self.square, self.product, self.multiply), strict=True))
-        tables = set(names.values())
-        return f"{self.method} {tables.pop() if len(tables) == 1 else ' '.join(f'{k}: {v}' for k, v in names.items())}"
+        kinds: dict[str, list[str]] = {}
+        for kind in Products._fields:
+            kinds.setdefault(getattr(self, kind), []).append(kind)
+        if len(kinds) == 1:
+            return f"{self.method} with {self.square}"
+        own_first = sorted(kinds, key=lambda table: table == TORCH)
+        return f"{self.method} with " + ", ".join(f"{table} for {' and '.join(kinds[table])}" for table in own_first)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ SLOW_SUB_GROUPS = 1.25
 
 
 def log_startup(adapter: Adapter, tuning: Tuning, matrices_of_all: int) -> None:
-    """Log one line for this rank's share of the model, and one for each kind of split.
+    """Log for this rank's share of the model what is updated and how a step runs, and one line for each kind of split.
 
     ``tuning``: the choice of Newton-Schulz and its times; ``matrices_of_all`` counts the matrices of all shares.
     """
@@ -39,15 +39,18 @@ def log_startup(adapter: Adapter, tuning: Tuning, matrices_of_all: int) -> None:
         logger.warning("deepspeed-muon: no parameter goes to Muon; the reasons are: %s", "; ".join(reasons))
         return
     lora = [spec for spec in rest if is_lora(spec)]
+    place = _place(engine, optimizer)
     facts = (
-        *_place(engine, optimizer),
+        *place,
         f"{sum(len(s.blocks) for s in matrices)} matrices ({_elements(matrices):,} parameters) to Muon",
         *expert_counts(engine, optimizer),
         f"{len(rest)} tensors ({_elements(rest):,} parameters) to AdamW"
         + (f", {len(lora)} of them LoRA factors (Muon by muon_include)" if lora else ""),
-        *(_steps(engine, optimizer, tuning, matrices) if matrices else ()),
+        *(_updates(engine, optimizer, matrices) if matrices else ()),
     )
     logger.info("deepspeed-muon %s: %s", __version__, "; ".join(facts))
+    if matrices:
+        logger.info("deepspeed-muon: %s", "; ".join((*place, *_steps(engine, optimizer, tuning))))
     if optimizer.config.preset != "none":
         logger.info("deepspeed-muon: %s", optimizer.config.preset_says)
     splits = defaultdict[str, list[str]](list)
@@ -76,23 +79,30 @@ def _place(engine: Any, optimizer: MuonWithAuxAdam) -> tuple[str, ...]:
     )
 
 
-def _steps(engine: Any, optimizer: MuonWithAuxAdam, tuning: Tuning, matrices: list[MatrixSpec]) -> tuple[str, ...]:
-    """How a step runs: ranks, traffic, Newton-Schulz, scale."""
-    exchange, plans, config = optimizer.exchange, optimizer.plans, optimizer.config
-    sent = sum(plan.sent_elements for plan in plans) * exchange.dtype.itemsize / 1e6
-    extra = sum(2 * plan.moved_elements for plan in plans) * exchange.dtype.itemsize / 1e6
+def _updates(engine: Any, optimizer: MuonWithAuxAdam, matrices: list[MatrixSpec]) -> tuple[str, ...]:
+    """What a step does to the weights: ranks, scale, rules beyond plain Muon."""
+    config = optimizer.config
     whole = sorted((spec for spec in matrices if spec.blocks), key=lambda spec: math.prod(spec.whole))
     typical = whole[len(whole) // 2]
     rms = update_rms(config.scale, typical.blocks[0].rows, typical.blocks[0].cols, config.rms_scale)
     return (
         f"{engine.world_size // stages_of(engine.module)} ranks{_stage_0(engine, optimizer)}",
-        f"{sent:.1f} MB sent per step by rank {engine.global_rank}, {extra:.1f} MB by all ranks to balance the owners",
-        f"exchange in {config.wire}, kernels: {summary(optimizer.kernels, optimizer.lacking)}",
-        f"Newton-Schulz on {exchange.device.type} in {described(optimizer.choice, tuning)}{_methods(optimizer)}",
         f"adjust_lr_fn {config.scale} = {SCALES[config.scale][0].replace('rms_scale', f'{config.rms_scale:g}')}: "
         f"update RMS {rms:.3g} x lr for {typical.name} {list(typical.whole)} ({config.scale_reason})",
         *config.beyond_muon,
         *([f"{optimizer.qk_clip}"] if optimizer.qk_clip else ()),
+    )
+
+
+def _steps(engine: Any, optimizer: MuonWithAuxAdam, tuning: Tuning) -> tuple[str, ...]:
+    """How a step runs: traffic, kernels, Newton-Schulz."""
+    exchange, plans = optimizer.exchange, optimizer.plans
+    sent = sum(plan.sent_elements for plan in plans) * exchange.dtype.itemsize / 1e6
+    extra = sum(2 * plan.moved_elements for plan in plans) * exchange.dtype.itemsize / 1e6
+    return (
+        f"{sent:.1f} MB sent per step by rank {engine.global_rank}, {extra:.1f} MB by all ranks to balance the owners",
+        f"exchange in {optimizer.config.wire}, kernels: {summary(optimizer.kernels, optimizer.lacking)}",
+        f"Newton-Schulz on {exchange.device.type} in {described(optimizer.choice, tuning)}{_methods(optimizer)}",
     )
 
 

@@ -82,7 +82,8 @@ def test_each_product_has_its_own_table() -> None:
     found = times(fp32={"torch": 1.0, "C++": 1.0})
     found["fp32"]["8x32"]["product"]["C++"] = 0.1
     assert choose(found).recipe(8, 32) == Recipe("gram", "torch", "C++", "torch")
-    assert str(choose(found).recipe(8, 32)) == "gram square: torch product: C++ multiply: torch"
+    assert str(choose(found).recipe(8, 32)) == "gram with C++ for product, torch for square and multiply"
+    assert str(Recipe("standard", "C++", "C++", "C++")) == "standard with C++"
 
 
 def test_the_method_is_that_of_the_least_time() -> None:
