@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
+from itertools import zip_longest
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from deepspeed.muon.config.messages import FILLED_BY, did_you_mean
 from deepspeed.muon.errors import SettingsError
-from deepspeed.muon.zero.hooks import is_muon
+from deepspeed.muon.zero.hooks import TYPES, is_muon
 from deepspeed.muon.zero.read_config import load_config, settings_of
 
 #: Types of DeepSpeed's optimizers that are AdamW.
@@ -81,7 +85,7 @@ def _of_adamw(path: str, optimizer: Any) -> tuple[dict[str, Any], list[Decision]
         otherwise = "settings of other optimizers say nothing about Muon; write the section by hand"
         raise SettingsError(
             f'{path}: optimizer.type: got {name!r}, expected "AdamW" or "Adam"; '
-            + did_you_mean(str(name).lower(), ADAMW, otherwise)
+            + did_you_mean(str(name).lower(), (*ADAMW, *TYPES), otherwise)
         )
     given = optimizer.get("params") or {}
     if not isinstance(given, Mapping):
@@ -99,7 +103,8 @@ def _of_adamw(path: str, optimizer: Any) -> tuple[dict[str, Any], list[Decision]
         decisions.append(Decision("optimizer.params.adam_w_mode", "removed", "DeepSpeed ignores it under type AdamW"))
         del params["adam_w_mode"]
     rate = "kept" if "lr" in params else f"added, {ADAMW_DEFAULTS['lr']}"
-    decisions.append(Decision("optimizer.params.lr", rate, "the rate of AdamW: Muon's updates get the size of AdamW's"))
+    why = "the rate of AdamW, a safe start; then try 3 and 10 times"
+    decisions.append(Decision("optimizer.params.lr", rate, why))
     missing = {key: value for key, value in ADAMW_DEFAULTS.items() if key not in params}
     if "weight_decay" not in params and params.get("torch_adam"):
         missing["weight_decay"] = TORCH_WEIGHT_DECAY
@@ -109,3 +114,27 @@ def _of_adamw(path: str, optimizer: Any) -> tuple[dict[str, Any], list[Decision]
         if key != "lr"
     ]
     return params | missing, decisions
+
+
+#: Stands before the text of a number in a string that is to be printed without its quotes.
+_MARK = "\0"
+
+
+def as_written(config: Mapping[str, Any], path: str) -> str:
+    """The config as JSON, in which numbers of the file keep their spelling, such as 2e8."""
+    try:
+        given = json.loads(Path(path).read_text(), parse_float=lambda text: _MARK + text)
+    except ValueError:  # Hjson, which DeepSpeed reads as well
+        given = {}
+    marked = json.dumps(_spelt(config, given), indent=2)
+    return re.sub(rf'"{re.escape(json.dumps(_MARK)[1:-1])}([^"]*)"', r"\1", marked)
+
+
+def _spelt(value: Any, given: Any) -> Any:
+    """The value, with the marked text of the file's for each number that is still the same."""
+    if isinstance(value, Mapping):
+        return {key: _spelt(own, given.get(key) if isinstance(given, Mapping) else None) for key, own in value.items()}
+    if isinstance(value, list) and isinstance(given, list):
+        return [_spelt(own, theirs) for own, theirs in zip_longest(value, given[: len(value)])]
+    is_marked = isinstance(given, str) and given.startswith(_MARK) and isinstance(value, (int, float))
+    return given if is_marked and float(given.removeprefix(_MARK)) == value else value

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import torch
 
 from deepspeed.muon import errors
+from deepspeed.muon.cli.init import as_written
 from deepspeed.muon.cli.init import convert as convert_config
 from deepspeed.muon.cli.model import EXPECTED, build
 from deepspeed.muon.cli.plot import plot
@@ -39,6 +40,7 @@ from deepspeed.muon.zero.read_config import Settings, read_settings
 USER_ERRORS: tuple[type[Exception], ...] = (errors.ImportStateError, errors.ModelError, errors.MuonConfigError)
 USER_ERRORS += (errors.RecordsError, errors.SettingsError, errors.UnsupportedError)
 CHOSEN_LATER = "what is auto of ns_dtype and ns_method is chosen by a race at start; here by the count of operations"
+ABOUT_REPORT = "versions, what is replaced in DeepSpeed, activation, devices; status 1 if unfit"
 LIVE = "under a launcher: also train a small model on all ranks at every stage, and write all of it to a file"
 REPORT = "ds_muon_report.md"
 LAUNCHED = "deepspeed --module deepspeed.muon.cli report --live, or torchrun ... -m deepspeed.muon.cli report --live"
@@ -83,8 +85,9 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="what the owners are balanced for")
     plan.add_argument("--measured", action="store_true", help=MEASURED)
     plan.set_defaults(run=_plan)
-    report = commands.add_parser("report", help="versions, seams, activation, devices; status 1 if unfit")
+    report = commands.add_parser("report", help=ABOUT_REPORT)
     report.add_argument("--live", action="store_true", help=LIVE)
+    report.add_argument("--all", action="store_true", help="list every attribute that is replaced in DeepSpeed")
     report.add_argument("--out", type=Path, help=f"with --live, the file of the report (default: {REPORT})")
     report.set_defaults(run=_report)
     take = commands.add_parser("import", help="a universal checkpoint from one of stock DeepSpeed's Muon")
@@ -128,7 +131,7 @@ def _init(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     if not args.json:
         rows = [(decision["key"], decision["what"], decision["why"]) for decision in facts["decisions"]]
         print(aligned(rows))  # to stderr: stdout is the config alone
-    return facts, json.dumps(facts["config"], indent=2)
+    return facts, as_written(facts["config"], args.config)
 
 
 def _report(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
@@ -136,13 +139,13 @@ def _report(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         raise errors.SettingsError("--out: goes with --live, which writes a file")
     if not args.live:
         facts = environment()
-        return facts, as_text(facts)
+        return facts, as_text(facts, args.all)
     if "RANK" not in os.environ:
         raise errors.SettingsError(f"--live: start it on all ranks: {LAUNCHED}")
     found = of_launch()
     if found is None:  # rank 0 speaks for all
         raise SystemExit(0)
-    text, file = as_text(found), args.out or Path(REPORT)
+    text, file = as_text(found, args.all), args.out or Path(REPORT)
     file.write_text(f"```\n{text}\n```\n")
     return found, f"{text}\n\nwritten to {file}, to be pasted into an issue"
 
@@ -214,6 +217,7 @@ def plan_facts(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
         "per_rank": per_rank(found),
         "measured": _measured(found, settings, candidates) if args.measured else None,
         "planning_seconds": round(found.planning_seconds, 3),
+        "stock_tuning": config.stock_tuning,
         "stock_clipping": stock_clipping(halves, settings.gradient_clipping),
         "assumptions": [f"owners are balanced for {where}; one user group of all trainable parameters"],
         "notes": [

@@ -96,6 +96,10 @@ def _load(source: str) -> ModuleType:
 
 
 def _from_hugging_face(text: str) -> nn.Module:
+    if text.endswith(".py"):
+        raise ModelError(
+            f"a Python file needs a function: {text}:function, which returns the model (the file is imported)"
+        )
     try:
         import transformers
     except ImportError:

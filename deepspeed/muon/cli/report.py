@@ -141,7 +141,9 @@ def _activation() -> dict[str, Any]:
 
 
 def _problems(facts: dict[str, Any]) -> Iterator[str]:
-    yield from (f"seam missing: {name}" for name, state in facts["seams"].items() if state == "missing")
+    yield from (
+        f"DeepSpeed lacks {name}, which is replaced" for name, state in facts["seams"].items() if state == "missing"
+    )
     if not facts["activation"]["entry_point_registered"]:
         yield f"the entry point {ENTRY_NAME} of group {ENTRY_GROUP} is not registered: install deepspeed-muon"
     if not any(facts["backends"].values()):
@@ -150,9 +152,15 @@ def _problems(facts: dict[str, Any]) -> Iterator[str]:
         yield "torch sees a GPU, but was built without nccl"
 
 
-def _seam_rows(states: Mapping[str, str]) -> list[list[str]]:
-    """One row per class or module with its attributes; a state is named where it is not that of most of them."""
-    (usual, _), *_ = Counter(states.values()).most_common()
+def _seam_rows(states: Mapping[str, str], every: bool) -> list[list[str]]:
+    """How many attributes are in which state; of ``every`` one, a row per class or module with its attributes.
+
+    A state is named there where it is not that of most of them.
+    """
+    (usual, _), *_ = counts = Counter(states.values()).most_common()
+    if not every:
+        text = ", ".join(f"{count} {state}" for state, count in counts)
+        return [["replaced in DeepSpeed", f"{len(states)} attributes: {text}; --all lists them"]]
     rows = [["replaced in DeepSpeed", f"{len(states)} attributes, {usual} unless another state is named"]]
     owners: dict[str, dict[str, list[str]]] = {}
     for seam, state in states.items():
@@ -164,8 +172,8 @@ def _seam_rows(states: Mapping[str, str]) -> list[list[str]]:
     return rows
 
 
-def as_text(facts: dict[str, Any]) -> str:
-    """The facts for a terminal."""
+def as_text(facts: dict[str, Any], every: bool = False) -> str:
+    """The facts for a terminal, the verdict first. ``every``: with each attribute that is replaced in DeepSpeed."""
     tested, activation = facts["tested_deepspeed"], facts["activation"]
     device = facts["accelerator"]
     inside = "tested" if tested["includes_installed"] else "NOT TESTED"
@@ -174,7 +182,7 @@ def as_text(facts: dict[str, Any]) -> str:
         *([name, version or "not installed"] for name, version in facts["versions"].items()),
         *([name, version or "not found"] for name, version in facts["tools"].items()),
         ["tested DeepSpeed", f"{tested['oldest']} to {tested['newest']}; this one: {inside}"],
-        *_seam_rows(facts["seams"]),
+        *_seam_rows(facts["seams"], every),
         ["entry point", "registered" if activation["entry_point_registered"] else "NOT REGISTERED"],
         *([name, "not set" if value is None else value] for name, value in activation["switches"].items()),
         ["active", "at import deepspeed" if activation["automatic"] else "only by import deepspeed.muon"],
@@ -184,14 +192,15 @@ def as_text(facts: dict[str, Any]) -> str:
         ["products of Newton-Schulz", f"{', '.join(rates)} TFLOP/s, on matrices of {SHAPE[0]} x {SHAPE[1]}"],
     ]
     verdict = [f"problem: {problem}" for problem in facts["problems"]] or ["nothing essential is missing"]
-    return "\n".join([aligned(rows), *_of_launch(facts.get("launch")), "", *verdict])
+    return "\n".join([*verdict, "", aligned(rows), *_of_launch(facts.get("launch"))])
 
 
 def _of_launch(launch: dict[str, Any] | None) -> Iterator[str]:
     """A table of the trial, and what the ranks differ in."""
     if launch is None:
         return
-    yield f"\n{launch['ranks']} ranks on {launch['hosts']} hosts, compared with one process without DeepSpeed:\n"
+    ranks, hosts = _count(launch["ranks"], "rank"), _count(launch["hosts"], "host")
+    yield f"\n{ranks} on {hosts}, compared with one process without DeepSpeed:\n"
     rows = [TRIAL]
     for case in launch["trial"]:
         first, last = case["loss"] or (float("nan"),) * 2
@@ -203,4 +212,9 @@ def _of_launch(launch: dict[str, Any] | None) -> Iterator[str]:
         )
         rows.append((case["name"], "fails" if case["problem"] else "as one process", *measured))
     yield aligned(rows)
+    yield "\nerror: of a weight's change, relative to it, the largest; MB sent: per step, by the rank that sends most"
     yield from (f"{name} by rank: {values}" for name, values in launch["differing"].items())
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"

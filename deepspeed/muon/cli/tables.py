@@ -140,7 +140,7 @@ def plan_text(facts: dict[str, Any]) -> str:
         ("Newton-Schulz per rank", f"mean {flop['mean']}, max {flop['max']}; {imbalance}"),
         *_measured(facts["measured"]),
         ("planning", f"{facts['planning_seconds']:.2f} s"),
-        ("coming from stock", _clipping(facts["stock_clipping"])),
+        *([("coming from stock", _clipping(facts["stock_clipping"]))] if facts["stock_tuning"] else ()),
         *([("beyond plain Muon", ", ".join(facts["beyond_muon"]))] if facts["beyond_muon"] else ()),
     ]
     head = f"{facts['model']}, stage {facts['stage']}, {facts['world_size']:,} ranks, adjust_lr_fn {facts['scale']}"

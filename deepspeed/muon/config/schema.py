@@ -216,14 +216,15 @@ class MuonConfig(BaseModel):
             return self.adjust_lr_fn, "set by adjust_lr_fn"
         if "rms_scale" in self.model_fields_set:
             return "match_rms_adamw", "because rms_scale is set"
-        if self._stock_tuning:
-            return "original", f"stock Muon's, because of {', '.join(self._stock_tuning)}"
+        if self.stock_tuning:
+            return "original", f"stock Muon's, because of {', '.join(self.stock_tuning)}"
         if self.lr is None:
             return "original", "stock Muon's, because lr is not set"
         return "match_rms_adamw", f"AdamW's size, because lr is set and none of {', '.join(STOCK_TUNING_KEYS)}"
 
     @property
-    def _stock_tuning(self) -> list[str]:
+    def stock_tuning(self) -> list[str]:
+        """The keys whose values were tuned for stock's Muon, as the user gave them."""
         return [key for key in STOCK_TUNING_KEYS if key in self.model_fields_set and key not in self.of_preset]
 
     @property
@@ -246,7 +247,7 @@ class MuonConfig(BaseModel):
         own = {key: value for key, value in own.items() if value is not None}
         replaced = {key for general in own for key in REPLACES.get(general, ())} - own.keys()
         base = {key: getattr(self, key) for key in self.model_fields_set - replaced}
-        if (self.lr is not None or self._stock_tuning) and "adjust_lr_fn" not in own:
+        if (self.lr is not None or self.stock_tuning) and "adjust_lr_fn" not in own:
             base["adjust_lr_fn"] = self.scale
         base.pop("rms_scale", None)  # one value for all groups
         base.pop("preset", None)  # its values are among the others

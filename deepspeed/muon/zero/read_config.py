@@ -17,7 +17,8 @@ from deepspeed.muon.config.messages import FILLED_BY, did_you_mean, nearest
 from deepspeed.muon.config.schema import MuonConfig, parse
 from deepspeed.muon.errors import MuonConfigError, SettingsError, UnsupportedError
 from deepspeed.muon.forecast.layout import Layout
-from deepspeed.muon.zero.hooks import is_muon
+from deepspeed.muon.zero.hooks import TYPES, is_muon
+from deepspeed.muon.zero.known_keys import warn_of_unknown
 from deepspeed.muon.zero.refusals import offload_device, refuse_unsupported, renames_parameters
 
 #: Keys that depend on the number of ranks; the engine checks them.
@@ -55,21 +56,20 @@ def read_settings(path: str, world_size: int, stage: int | None = None) -> Setti
 
 def settings_of(path: str, section: dict[str, Any], world_size: int, stage: int | None = None) -> Settings:
     """What :func:`read_settings` returns, of a section that has been read; errors name the file as ``path``."""
-    notes: list[str] = []
+    warn_of_unknown(section)
     name, params = _require_muon(path, section)
-    if autos := [key for key in FILLED_BY if params.get(key) == "auto"]:
-        notes.append(f"optimizer.params: {', '.join(autos)} auto: filled in by Hugging Face's integration")
+    autos, defaults = [key for key in FILLED_BY if params.get(key) == "auto"], list[str]()
     params = {key: value for key, value in params.items() if key not in autos}
     params |= {"lr": SOME_LR} if "lr" in autos else {}
     config = parse(params)
     left_out = {"optimizer", *BATCH_KEYS}
-    section = _drop_autos({key: value for key, value in section.items() if key not in left_out}, "", notes)
+    section = _drop_autos({key: value for key, value in section.items() if key not in left_out}, "", defaults)
     section |= {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": name, "params": params}}
     if stage is not None:
         section["zero_optimization"] = dict(section.get("zero_optimization") or {}) | {"stage": stage}
     stock = _stock_config(path, section)
     refuse_unsupported(stock)
-    notes += _not_predicted(stock)
+    notes = [*_of_autos(autos, defaults), *_not_predicted(stock)]
     zero, offloads = stock.zero_config, offload_device(stock, "offload_optimizer") in ("cpu", "nvme")
     # Whether stages 1 and 2 run under DeepSpeedZeroOptimizer; BF16_Optimizer knows no order and no padding.
     is_bf16 = stock.bfloat16_config.enabled and str(stock.grad_accum_dtype) in ("fp32", "float32")
@@ -79,6 +79,13 @@ def settings_of(path: str, section: dict[str, Any], world_size: int, stage: int 
     round_robin = is_flat and bool(zero.round_robin_gradients)
     layout = Layout(int(zero.stage), world_size, int(zero.sub_group_size), round_robin, alignment)
     return Settings(config, layout, offloads, float(stock.gradient_clipping), tuple(notes))
+
+
+def _of_autos(autos: list[str], defaults: list[str]) -> Iterator[str]:
+    texts = [f"optimizer.params: {', '.join(autos)} filled in by Hugging Face's integration"] if autos else []
+    texts += [f"{', '.join(defaults)} taken as DeepSpeed's defaults"] if defaults else []
+    if texts:
+        yield f"auto: {'; '.join(texts)}"
 
 
 def _not_predicted(stock: Any) -> Iterator[str]:
@@ -117,25 +124,32 @@ def _require_muon(path: str, section: dict[str, Any]) -> tuple[str, dict[str, An
     optimizer = section.get("optimizer")
     name = optimizer.get("type") if isinstance(optimizer, dict) else None
     if not isinstance(optimizer, dict) or not isinstance(name, str) or not is_muon(name):
-        near = nearest("optimizer", section.keys() - {"optimizer"}) if optimizer is None else None
-        hint = f"; did you mean optimizer where it says {near}?" if near else ""
-        raise SettingsError(f'{path}: optimizer.type: got {name!r}, expected "Muon"{hint}')
+        raise SettingsError(f'{path}: optimizer.type: got {name!r}, expected "Muon"; {_hint(section, name)}')
     params = optimizer.get("params") or {}
     if not isinstance(params, dict):
         raise SettingsError(f"{path}: optimizer.params: expected an object, got {params!r}")
     return name, params
 
 
-def _drop_autos(section: dict[str, Any], where: str, notes: list[str]) -> dict[str, Any]:
-    """The section without keys of value "auto", so that DeepSpeed takes its defaults."""
+def _hint(section: dict[str, Any], name: Any) -> str:
+    """What a config without Muon was meant to be."""
+    near = nearest("optimizer", section.keys() - {"optimizer"})
+    if near and section.get("optimizer") is None:
+        return f"did you mean optimizer where it says {near}?"
+    is_misspelt = isinstance(name, str) and nearest(name.lower(), TYPES)
+    return "did you mean Muon?" if is_misspelt else "ds_muon init makes one for Muon"
+
+
+def _drop_autos(section: dict[str, Any], where: str, dropped: list[str]) -> dict[str, Any]:
+    """The section without keys of value "auto", which are added to ``dropped``: DeepSpeed takes its defaults."""
     kept = {}
     for key, value in section.items():
         if isinstance(value, dict):
-            kept[key] = _drop_autos(value, f"{where}{key}.", notes)
+            kept[key] = _drop_autos(value, f"{where}{key}.", dropped)
         elif value != "auto":
             kept[key] = value
         else:
-            notes.append(f"{where}{key}: auto taken as DeepSpeed's default")
+            dropped.append(f"{where}{key}")
     return kept
 
 

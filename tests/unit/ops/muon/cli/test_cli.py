@@ -16,6 +16,7 @@ from deepspeed.muon.cli.tables import quantity
 from deepspeed.muon.forecast import measured
 from deepspeed.muon.patch import Seam
 from deepspeed.muon.zero import hooks
+from deepspeed.muon.zero.read_config import settings_of
 from helpers.paths import ROOT
 
 EXAMPLES = ROOT / "examples" / "plan"
@@ -87,7 +88,9 @@ def test_repeated_layers_are_folded(folder: Path, capsys: pytest.CaptureFixture)
         assert words in out
     scale_squared = 256 / 64
     norm = (6 * scale_squared * 64 + 6 * 64) ** 0.5
-    assert f"stock's clipping at 1.0 divided its updates by about {norm:.0f}\n" in out
+    assert "coming from stock" not in out
+    stocks = {"type": "Muon", "params": {"lr": 1e-3, "momentum": 0.95}}
+    assert f"stock's clipping at 1.0 divided its updates by about {norm:.0f}\n" in plan(capsys, optimizer=stocks)[1]
 
 
 def test_all_lists_every_parameter(folder: Path, capsys: pytest.CaptureFixture) -> None:
@@ -98,7 +101,7 @@ def test_all_lists_every_parameter(folder: Path, capsys: pytest.CaptureFixture) 
 
 KEYS = {
     "": "version model config stage world_size scale beyond_muon ns_dtype wire_dtype device offload parameters totals "
-    "per_rank measured planning_seconds stock_clipping assumptions notes",
+    "per_rank measured planning_seconds stock_tuning stock_clipping assumptions notes",
     "per_rank": "state_bytes sent_bytes newton_schulz_gflop imbalance parts rounds collectives scratch_bytes",
     "stock_clipping": "gradient_clipping update_norm divided_by",
 }
@@ -164,8 +167,11 @@ def test_auto_of_hugging_face_counts_as_filled_in_later(folder: Path, capsys: py
     optimizer = OPTIMIZER | {"params": auto}
     facts = as_json(capsys, optimizer=optimizer, zero_optimization=zero, bf16={"enabled": "auto"}, **batch)
     assert facts["scale"] == "match_rms_adamw", "a learning rate will be there"
-    assert facts["notes"][0].startswith("optimizer.params: lr, betas, eps, weight_decay auto")
-    assert "zero_optimization.reduce_bucket_size: auto taken as DeepSpeed's default" in facts["notes"]
+    (note,) = [note for note in facts["notes"] if note.startswith("auto")]
+    assert note.startswith(
+        "auto: optimizer.params: lr, betas, eps, weight_decay filled in by Hugging Face's integration; "
+    )
+    assert "zero_optimization.reduce_bucket_size" in note and note.endswith(" taken as DeepSpeed's defaults")
     assert facts["stock_clipping"]["gradient_clipping"] == 1.0
 
 
@@ -212,7 +218,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"optimizer": MUON | {"params": {"momentm": 1}}},
         "params.momentm: got 1; unknown key, did you mean momentum?",
     ),
-    "type": ({"optimizer": {"type": "AdamW"}}, "ds.json: optimizer.type: got 'AdamW', expected \"Muon\""),
     "section": ({"optimizer": None, "optimiser": MUON}, "did you mean optimizer where it says optimiser?"),
     "params": ({"optimizer": MUON | {"params": [1]}}, "optimizer.params: expected an object, got [1]"),
     "offload": ({"zero_optimization": {"offload_optimizer": NVME}}, "at stage 3 only and would keep the states"),
@@ -222,6 +227,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "pattern": ({"optimizer": MUON | {"params": {"muon_include": "nope"}}}, "muon_include: 'nope' matches none"),
     "missing file": ({"model": "nope.py:model"}, "there is no file nope.py"),
     "missing module": ({"model": "nope.mod:model"}, "importing nope.mod raised ModuleNotFoundError"),
+    "adamw": (
+        {"optimizer": {"type": "AdamW"}},
+        "ds.json: optimizer.type: got 'AdamW', expected \"Muon\"; ds_muon init makes one for Muon",
+    ),
+    "type": ({"optimizer": {"type": "Moun"}}, "optimizer.type: got 'Moun', expected \"Muon\"; did you mean Muon?"),
+    "file": (
+        {"model": "small.py"},
+        "a Python file needs a function: small.py:function, which returns the model (the file is imported)",
+    ),
     "function": ({"model": "small.py:modl"}, "small.py has no function 'modl'; did you mean model?"),
     "raises": ({"model": "small.py:broken"}, "the function raised RuntimeError: no luck\n"),
     "no module": ({"model": "small.py:nothing"}, "returned NoneType, expected a torch.nn.Module"),
@@ -257,6 +271,21 @@ def test_wrong_flags(folder: Path, capsys: pytest.CaptureFixture) -> None:
     assert outcome(capsys, missing) == (2, "", "ds_muon plan: --config nope.json: No such file or directory\n")
 
 
+def test_misspelt_keys_of_the_whole_config_are_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Which DeepSpeed ignores; whatever it reads is known."""
+    read = {"bf16": {}, "fp16": {}, "scheduler": {}, "flops_profiler": {}, "aio": {}, "csv_monitor": {}, "compile": {}}
+    section = {"optimizer": OPTIMIZER, "train_batch_size": "auto"} | dict.fromkeys(read, "auto")
+    settings_of("ds.json", section | {"zero_optimisation": {}, "gradient_cliping": "auto", "xyz": 1}, world_size=1)
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        f"deepspeed-muon: DeepSpeed reads no key {given} of a ds_config; {advice}"
+        for given, advice in (
+            ("zero_optimisation", "did you mean zero_optimization?"),
+            ("gradient_cliping", "did you mean gradient_clipping?"),
+            ("xyz", "it has no effect"),
+        )
+    ]
+
+
 # ---- report ---------------------------------------------------------------------------------------------
 
 
@@ -268,7 +297,10 @@ def test_report(capsys: pytest.CaptureFixture) -> None:
     assert facts["versions"]["deepspeed-muon"] and facts["tested_deepspeed"]["includes_installed"] is True
     assert facts["backends"]["gloo"] is True and facts["activation"]["entry_point_registered"] is True
     status, out, _ = outcome(capsys, ["report"])
-    assert status == 0 and "nothing essential is missing" in out
+    assert status == 0 and out.startswith("nothing essential is missing\n")
+    (line,) = [line for line in out.splitlines() if line.startswith("replaced in DeepSpeed ")]
+    assert line.endswith("; --all lists them") and " in use" in line and "DeepSpeedEngine" not in out
+    status, out, _ = outcome(capsys, ["report", "--all"])
     (line,) = [line for line in out.splitlines() if line.strip().startswith("engine.DeepSpeedEngine ")]
     assert "in use: _configure_basic_optimizer, " in line and "; _save_checkpoint, " in line, "ready is the usual state"
 
@@ -282,10 +314,13 @@ def test_report_fails_where_something_is_missing(
     status, out, _ = outcome(capsys, ["report", "--json"])
     facts = json.loads(out)
     assert status == 1 and not facts["ok"]
-    assert facts["problems"][0] == "seam missing: deepspeed.runtime.engine.DeepSpeedEngine._nowhere"
+    assert (
+        facts["problems"][0] == "DeepSpeed lacks deepspeed.runtime.engine.DeepSpeedEngine._nowhere, which is replaced"
+    )
     assert "entry point nobody" in facts["problems"][1]
     assert set(facts["seams"].values()) == {"present", "missing"}
-    assert "missing: _nowhere\n" in outcome(capsys, ["report"])[1]
+    assert "missing: _nowhere\n" in outcome(capsys, ["report", "--all"])[1]
+    assert outcome(capsys, ["report"])[1].startswith("problem: DeepSpeed lacks ")
 
 
 @pytest.mark.parametrize(("name", "value"), [("DS_MUON_AUTOLOAD", "0"), ("TORCH_DEVICE_BACKEND_AUTOLOAD", "off")])

@@ -2,6 +2,7 @@
 """ds_muon init: the config it prints trains what AdamW keeps as AdamW did; each change has a reason."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ def test_the_config_comes_to_stdout_and_the_reasons_to_stderr(capsys: pytest.Cap
     assert [line.split()[0] for line in err.splitlines()] == [
         *("optimizer.type", "optimizer.params.lr", "optimizer.params.betas", "optimizer.params.eps")
     ]
+    assert re.search(r"params\.lr +kept +the rate of AdamW, a safe start; then try 3 and 10 times\n", err)
     facts = json.loads(init(capsys, tmp_path, "--json", **config)[1])
     assert facts["config"] == json.loads(out)
     assert {tuple(decision) for decision in facts["decisions"]} == {("key", "what", "why")}
@@ -74,6 +76,7 @@ def test_without_an_optimizer_the_trainer_fills_in(capsys: pytest.CaptureFixture
 
 MUON, ZERO = {"type": "Muon"}, {"offload_optimizer": {"device": "cpu", "ratio": 0.5}, "stage": 3}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "misspelt": ({"optimizer": {"type": "Moun"}}, "did you mean muon?"),
     "muon": ({"optimizer": MUON}, "optimizer.type: got 'Muon', which needs no change"),
     "lamb": ({"optimizer": {"type": "Lamb"}}, "settings of other optimizers say nothing about Muon"),
     "typo": ({"optimizer": {"type": "AdamV"}}, 'expected "AdamW" or "Adam"; did you mean adam'),
@@ -120,3 +123,18 @@ def test_the_adamw_half_goes_on_as_adamw(given: dict[str, Any], capsys: pytest.C
     for name in before:
         assert not torch.equal(before[name], initial[name])
         torch.testing.assert_close(after[name], before[name], rtol=1e-6, atol=1e-8)
+
+
+def test_numbers_keep_their_spelling(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    text = """{
+  "train_batch_size": 1,
+  "gradient_clipping": 1.0,
+  "zero_optimization": {"stage": 2, "reduce_bucket_size": 2e8, "allgather_bucket_size": 5E+8},
+  "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.00010, "warmup_num_steps": 10}},
+  "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.90, 0.999], "eps": 1.0e-8}}
+}"""
+    (tmp_path / "ds.json").write_text(text)
+    assert main.main(["init", "--config", str(tmp_path / "ds.json")]) == 0
+    out = capsys.readouterr().out
+    number = r"(?<![\w.\"])-?\d[\w.+-]*"
+    assert re.findall(number, out) == re.findall(number, text)

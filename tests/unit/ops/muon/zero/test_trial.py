@@ -102,7 +102,7 @@ def test_rank_0_writes_one_file(tmp_path: Path) -> None:
     (status, out), (other, silence) = run(reported, 2, folder=str(tmp_path))
     text = (tmp_path / "report.md").read_text()
     assert (status, other, silence) == (0, 0, "") and text.startswith("```\n") and text.endswith("\n```\n")
-    assert text[4:-5] in out and "2 ranks on 1 hosts" in text and "nothing essential is missing" in text
+    assert text[4:-5] in out and "2 ranks on 1 host, compared" in text and "nothing essential is missing" in text
     (line,) = [line for line in text.splitlines() if line.startswith("stage 3 ")]
     assert "as one process" in line
 
