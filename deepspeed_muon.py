@@ -8,13 +8,19 @@ DeepSpeed untouched.
 import contextlib
 import importlib.abc
 import os
+import runpy
 import sys
+from pathlib import Path
 
 _ENGINE = "deepspeed.runtime.engine"
 
 
 def command() -> int:
-    """Run ``ds_muon``. What DeepSpeed prints on import goes to stderr, so that ``--json`` prints JSON only."""
+    """Run ``ds_muon``. What DeepSpeed prints on import goes to stderr, so that ``--json`` prints JSON only.
+
+    Help and refusals of arguments come at once, before anything heavy is imported.
+    """
+    runpy.run_path(str(Path(__file__).with_name("deepspeed") / "muon" / "cli" / "parser.py"))["parser"]().parse_args()
     with contextlib.redirect_stdout(sys.stderr):
         from deepspeed.muon.cli.main import main
     return main()

@@ -13,18 +13,18 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from deepspeed.muon import errors
 from deepspeed.muon.cli.init import as_written
 from deepspeed.muon.cli.init import convert as convert_config
-from deepspeed.muon.cli.model import EXPECTED, build
+from deepspeed.muon.cli.model import build
+from deepspeed.muon.cli.parser import REPORT, parser
 from deepspeed.muon.cli.plot import plot
 from deepspeed.muon.cli.report import as_text, environment, of_launch
 from deepspeed.muon.cli.tables import aligned, plan_text, rows_of
-from deepspeed.muon.config.messages import did_you_mean
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.forecast.estimate import Estimate, estimate, milliseconds, per_rank, stock_clipping, totals
 from deepspeed.muon.forecast.layout import halves_of
@@ -40,11 +40,7 @@ from deepspeed.muon.zero.read_config import Settings, read_settings
 USER_ERRORS: tuple[type[Exception], ...] = (errors.ImportStateError, errors.ModelError, errors.MuonConfigError)
 USER_ERRORS += (errors.RecordsError, errors.SettingsError, errors.UnsupportedError)
 CHOSEN_LATER = "what is auto of ns_dtype and ns_method is chosen by a race at start; here by the count of operations"
-ABOUT_REPORT = "versions, what is replaced in DeepSpeed, activation, devices; status 1 if unfit"
-LIVE = "under a launcher: also train a small model on all ranks at every stage, and write all of it to a file"
-REPORT = "ds_muon_report.md"
 LAUNCHED = "deepspeed --module deepspeed.muon.cli report --live, or torchrun ... -m deepspeed.muon.cli report --live"
-MEASURED = "also milliseconds, from rates measured here on the device of --device in about 10 s"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,73 +53,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         # Whatever the user's own code prints must not mix with the output.
         with contextlib.redirect_stdout(sys.stderr):
-            facts, text = args.run(args)
+            facts, text = RUN[args.command](args)
     except USER_ERRORS as error:
         print(f"ds_muon {args.command}: {error}", file=sys.stderr)
         return 2
     with contextlib.suppress(BrokenPipeError):
         print(json.dumps(facts) if args.json else text, flush=True)
     return 0 if facts.get("ok", True) else 1
-
-
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    title = "Muon for DeepSpeed ZeRO: a config for it, a plan of a run, a report on the environment, import, plot"
-    top = _Parser("ds_muon", description=title)
-    top.add_argument("--version", action="version", version=f"deepspeed-muon {__version__}")
-    top.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher adds it
-    commands = top.add_subparsers(dest="command", required=True)
-    init = commands.add_parser("init", help="print a ds_config for Muon, from one for AdamW; the reasons go to stderr")
-    init.add_argument("--config", required=True, help="ds_config.json with optimizer.type AdamW, or without optimizer")
-    init.set_defaults(run=_init)
-    plan = commands.add_parser("plan", help="what the optimizer would do with a model on many ranks")
-    plan.add_argument("--config", required=True, help="ds_config.json with optimizer.type Muon")
-    plan.add_argument("--model", required=True, help=EXPECTED.removeprefix("expected "))
-    plan.add_argument("--world-size", required=True, type=_positive, help="number of data-parallel ranks")
-    plan.add_argument("--stage", type=int, choices=range(4), help="ZeRO stage instead of the config's")
-    plan.add_argument("--all", action="store_true", help="list every parameter, repeated layers too")
-    plan.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="what the owners are balanced for")
-    plan.add_argument("--measured", action="store_true", help=MEASURED)
-    plan.set_defaults(run=_plan)
-    report = commands.add_parser("report", help=ABOUT_REPORT)
-    report.add_argument("--live", action="store_true", help=LIVE)
-    report.add_argument("--all", action="store_true", help="list every attribute that is replaced in DeepSpeed")
-    report.add_argument("--out", type=Path, help=f"with --live, the file of the report (default: {REPORT})")
-    report.set_defaults(run=_report)
-    take = commands.add_parser("import", help="a universal checkpoint from one of stock DeepSpeed's Muon")
-    take.add_argument("--from", required=True, type=Path, dest="source", help="folder of one tag of the checkpoint")
-    take.add_argument("--to", required=True, type=Path, dest="target", help="new folder, of a tag too")
-    take.set_defaults(run=_import)
-    draw = commands.add_parser("plot", help="a picture of what a run has written through DeepSpeed's monitor")
-    draw.add_argument("run_folder", type=Path, metavar="RUN", help="output_path/job_name of csv_monitor or tensorboard")
-    draw.add_argument("--out", type=Path, help="the PNG file (default: muon.png in RUN)")
-    draw.set_defaults(run=_plot)
-    for command in (init, plan, report, take, draw):
-        command.add_argument("--json", action="store_true", help="print one JSON object")
-    return top
-
-
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, and which flag was meant."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse the unknown flags of a command before argparse misses others."""
-        known = list(self._option_string_actions)
-        otherwise = f"known: {' '.join(known)}"
-        for flag in () if self._subparsers else [argument.partition("=")[0] for argument in args]:
-            if flag.startswith("--") and not any(name.startswith(flag) for name in known):
-                self.error(f"unknown flag {flag}; {did_you_mean(flag, known, otherwise)}")
-        return super().parse_known_args(args, namespace)
-
-    def error(self, message: str) -> NoReturn:
-        """One line and status 2."""
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of at least 1")
-    return int(text)
 
 
 def _init(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
@@ -258,3 +194,7 @@ def _measured(found: Estimate, settings: Settings, candidates: Candidates) -> di
         "shapes": [dataclasses.asdict(shape) for shape in shapes],
         "step_ms": milliseconds(found, machine),
     }
+
+
+#: What runs each command.
+RUN = {"init": _init, "plan": _plan, "report": _report, "import": _import, "plot": _plot}

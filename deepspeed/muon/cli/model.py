@@ -15,14 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.muon.cli.parser import EXPECTED
 from deepspeed.muon.config.messages import did_you_mean
 from deepspeed.muon.errors import ModelError
 from deepspeed.muon.patch import replaced
-
-EXPECTED = (
-    "expected a Hugging Face config.json or its folder, a model type such as llama, a name on the hub, "
-    "package.module:function or path/to/file.py:function"
-)
 
 
 def build(text: str) -> nn.Module:

@@ -337,6 +337,23 @@ def test_report_sees_the_switches(
 COMMAND = "import sys, deepspeed_muon; sys.exit(deepspeed_muon.command())"
 
 
+HELP = """
+import sys, deepspeed_muon
+try:
+    deepspeed_muon.command()
+finally:
+    assert not {"torch", "deepspeed"} & sys.modules.keys()
+"""
+
+
+@pytest.mark.parametrize("flags", [["--help"], ["plan", "--help"], ["--version"]], ids=" ".join)
+def test_help_waits_for_nothing(flags: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-c", HELP, *flags], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "") and (
+        "usage: ds_muon" in done.stdout or "deepspeed-muon" in done.stdout
+    )
+
+
 @pytest.mark.full
 def test_stdout_is_json_alone_where_deepspeed_talks_at_import() -> None:
     """Without a GPU and without DS_ACCELERATOR, DeepSpeed warns on stdout."""

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line of ``ds_muon``.
+
+``deepspeed_muon.py`` runs this file alone, without its package, so that help does not wait for the import of DeepSpeed:
+at its top it imports the standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+from pathlib import Path
+from typing import Any, NoReturn
+
+EXPECTED = (
+    "expected a Hugging Face config.json or its folder, a model type such as llama, a name on the hub, "
+    "package.module:function or path/to/file.py:function"
+)
+ABOUT_REPORT = "versions, what is replaced in DeepSpeed, activation, devices; status 1 if unfit"
+LIVE = "under a launcher: also train a small model on all ranks at every stage, and write all of it to a file"
+REPORT = "ds_muon_report.md"
+MEASURED = "also milliseconds, from rates measured here on the device of --device in about 10 s"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    title = "Muon for DeepSpeed ZeRO: a config for it, a plan of a run, a report on the environment, import, plot"
+    version = runpy.run_path(str(Path(__file__).parents[1] / "version.py"))["__version__"]
+    top = _Parser("ds_muon", description=title)
+    top.add_argument("--version", action="version", version=f"deepspeed-muon {version}")
+    top.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher adds it
+    commands = top.add_subparsers(dest="command", required=True)
+    init = commands.add_parser("init", help="print a ds_config for Muon, from one for AdamW; the reasons go to stderr")
+    init.add_argument("--config", required=True, help="ds_config.json with optimizer.type AdamW, or without optimizer")
+    plan = commands.add_parser("plan", help="what the optimizer would do with a model on many ranks")
+    plan.add_argument("--config", required=True, help="ds_config.json with optimizer.type Muon")
+    plan.add_argument("--model", required=True, help=EXPECTED.removeprefix("expected "))
+    plan.add_argument("--world-size", required=True, type=_positive, help="number of data-parallel ranks")
+    plan.add_argument("--stage", type=int, choices=range(4), help="ZeRO stage instead of the config's")
+    plan.add_argument("--all", action="store_true", help="list every parameter, repeated layers too")
+    plan.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="what the owners are balanced for")
+    plan.add_argument("--measured", action="store_true", help=MEASURED)
+    report = commands.add_parser("report", help=ABOUT_REPORT)
+    report.add_argument("--live", action="store_true", help=LIVE)
+    report.add_argument("--all", action="store_true", help="list every attribute that is replaced in DeepSpeed")
+    report.add_argument("--out", type=Path, help=f"with --live, the file of the report (default: {REPORT})")
+    take = commands.add_parser("import", help="a universal checkpoint from one of stock DeepSpeed's Muon")
+    take.add_argument("--from", required=True, type=Path, dest="source", help="folder of one tag of the checkpoint")
+    take.add_argument("--to", required=True, type=Path, dest="target", help="new folder, of a tag too")
+    draw = commands.add_parser("plot", help="a picture of what a run has written through DeepSpeed's monitor")
+    draw.add_argument("run_folder", type=Path, metavar="RUN", help="output_path/job_name of csv_monitor or tensorboard")
+    draw.add_argument("--out", type=Path, help="the PNG file (default: muon.png in RUN)")
+    for command in (init, plan, report, take, draw):
+        command.add_argument("--json", action="store_true", help="print one JSON object")
+    return top
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, and which flag was meant."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse the unknown flags of a command before argparse misses others."""
+        known = list(self._option_string_actions)
+        for flag in () if self._subparsers else [argument.partition("=")[0] for argument in args]:
+            if flag.startswith("--") and not any(name.startswith(flag) for name in known):
+                self.error(_about_unknown(flag, known))
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """One line and status 2."""
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of at least 1")
+    return int(text)
+
+
+def _about_unknown(flag: str, known: list[str]) -> str:
+    from deepspeed.muon.config.messages import did_you_mean
+
+    return f"unknown flag {flag}; {did_you_mean(flag, known, 'known: ' + ' '.join(known))}"
