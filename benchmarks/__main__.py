@@ -25,6 +25,7 @@ BENCHMARKS = {
     "share": ("questions", "the optimizer's share of a step by tokens per step"),
     "handover": ("questions", "held-out loss after AdamW hands over to Muon, by what momentum starts from"),
     "scaling": ("scaling", "plans of known models on up to 4096 ranks; predicted against measured steps"),
+    "owners": ("owners", "a step of one large matrix, with one owner and with every rank as an owner"),
     "launches": ("launches", "kernels that one rank launches in a step, from its plan and from a trace"),
     "memory": ("scaling", "memory of a rank by model and stage, and the cards that hold it"),
     "exactness": ("exactness", "errors against oracles, stock and torch; writes docs/exactness.md"),

@@ -94,8 +94,10 @@ def smaller(config: dict[str, Any]) -> dict[str, Any]:
 
 def cost_of(part: StepPart) -> CostModel:
     """As on an accelerator, in bf16."""
-    method = functools.partial(counted_method, ns_method=part.half.ns_method, schedule=scaling.SIMPLE, dtype="bf16")
-    return cost_model(method, scaling.SIMPLE, "bf16", 2, "cuda")
+    method = functools.partial(
+        counted_method, ns_method=part.half.ns_method, schedule=scaling.PLAIN.schedule, dtype="bf16"
+    )
+    return cost_model(method, scaling.PLAIN.schedule, "bf16", 2, "cuda")
 
 
 def plans_of(parts: Sequence[StepPart], rank: int, bucket_bytes: int, together: bool) -> list[Plan]:

@@ -30,7 +30,6 @@ from deepspeed.muon.forecast.estimate import (
 from deepspeed.muon.forecast.layout import Half, Layout, halves_of
 from deepspeed.muon.forecast.measured import measure
 from deepspeed.muon.kernels.selection import choose, missing, product_tables
-from deepspeed.muon.math.coefficients import schedule
 from deepspeed.muon.plan.cost import counted_cost
 from deepspeed.muon.plan.memory import Memory
 from deepspeed.muon.plan.plan import make_plan
@@ -58,20 +57,22 @@ MODELS = {
 }
 #: Operations of forward and backward per second and rank, 10^12: 40 % of an H100's dense bf16.
 TRAINING_TFLOPS = 400.0
-SIMPLE = schedule("simple")
+PLAIN = parse({"lr": 1e-3})
 GPU = Memory(wire="bf16", dtype="bf16", device_type="cuda")
 NOTES = """Imbalance: Newton-Schulz of the busiest rank over the larger of the mean and the most expensive matrix. MB,
 messages: sent per rank and step, there and back; messages and runs are of the busiest rank. Planning: one rank's plans
 of all parts, measured on this machine. Parts: sub-groups of stage 3, stepped one after the other. Scratch: of a step,
 on the rank that needs most."""
 SHARES = f"""Training s: forward and backward, 6 operations per active parameter and token, at {TRAINING_TFLOPS:.0f}
-TFLOP/s per rank, for the stated tokens per step. Exposed ms: what Muon adds to a step with AdamW. Of training: the part
-that this is of it. 2 % at: the millions of tokens per step at which it is 2 %."""
+TFLOP/s per rank, for the stated tokens per step. ZeRO s: the bf16 weights that ZeRO gathers, once at stage 1 and twice
+at stage 3, and the gradients that it reduces, at the bandwidth of the network. Exposed ms: what Muon adds to a step
+with AdamW. Of training: the part that this is of it; of a step: of the longer of training and ZeRO. Owners: the most of
+one matrix."""
 
 
 def forecast(name: str, halves: Sequence[Half], stage: int, world: int, machine: Machine | None) -> dict[str, Any]:
     """A row of the table."""
-    found = estimate(halves, Layout(stage, world), SIMPLE, GPU)
+    found = estimate(halves, Layout(stage, world), PLAIN, GPU)
     facts, flops = per_rank(found), [cost.flops for cost in found.costs]
     # Parts are stepped one after the other, so each waits for its own busiest rank.
     least = max(sum(map(sum, flops)) / found.costs[0].part.world_size, *(cost.heaviest for cost in found.costs))
@@ -80,28 +81,30 @@ def forecast(name: str, halves: Sequence[Half], stage: int, world: int, machine:
     row |= {"MB mean": facts["sent_bytes"]["mean"] / 1e6, "MB max": facts["sent_bytes"]["max"] / 1e6}
     row |= {"messages": sum(cost.messages for cost in found.costs), "runs": sum(cost.runs for cost in found.costs)}
     row |= {"scratch GB": facts["scratch_bytes"]["max"] / 1e9}
-    row |= share_of_training(name, halves, world, found, machine) if machine else {}
+    row |= {"owners": max(count for cost in found.costs for count in cost.counts)}
+    row |= share_of_training(name, halves, found, machine) if machine else {}
     for title, rank in {"planning s": 0, "of a middle rank": world // 2}.items():
         gc.collect()
         begin = time.perf_counter()
-        for part in (cost.part for cost in found.costs):
-            make_plan(part.shards, rank, part.world_size, counted_cost(part.half.ns_method, SIMPLE, "bf16", 2, "cuda"))
+        for part, counts in ((cost.part, cost.counts) for cost in found.costs):
+            cost = counted_cost(part.half.ns_method, PLAIN.schedule, "bf16", 2, "cuda", found.layout.ranks_per_node)
+            make_plan(part.shards, rank, part.world_size, cost, counts=counts)
         row[title] = time.perf_counter() - begin
     return row
 
 
-def share_of_training(
-    name: str, halves: Sequence[Half], world: int, found: Estimate, machine: Machine
-) -> dict[str, float]:
+def share_of_training(name: str, halves: Sequence[Half], found: Estimate, machine: Machine) -> dict[str, Any]:
     """Milliseconds of the optimizer's step by phase, and what Muon adds to a training step."""
     model, phases = MODELS[name], milliseconds(found, machine)
     specs = [spec for half in halves for spec in half.specs]
     active = sum(spec.numel * (model.active if ".experts." in spec.name else 1.0) for spec in specs)
-    training = 6 * active * model.tokens * 1e6 / (world * TRAINING_TFLOPS * 1e12)
+    training = 6 * active * model.tokens * 1e6 / (found.world_size * TRAINING_TFLOPS * 1e12)
+    travels = 2 * sum(spec.numel for spec in specs) * (3 if found.layout.stage == 3 else 2)
+    zero = travels / (machine.network.gbs * 1e9) if machine.network else 0.0
     exposed = phases["total"] / 1e3 - sum(part.numel for part in found.parts) * machine.adamw_ns / 1e9
     row = {f"{phase} ms": value for phase, value in phases.items()}
-    row |= {"tokens M": model.tokens, "training s": training, "exposed ms": 1e3 * exposed}
-    return row | {"of training": f"{exposed / training:.2%}", "2 % at": 50 * exposed / training * model.tokens}
+    row |= {"tokens M": model.tokens, "training s": training, "ZeRO s": zero, "exposed ms": 1e3 * exposed}
+    return row | {"of training": f"{exposed / training:.2%}", "of a step": f"{exposed / max(training, zero):.2%}"}
 
 
 def scaling(
@@ -129,7 +132,7 @@ def scaling(
         given = json.loads(Path(machine).read_text())
         stated = Machine(**given | {"network": Network(**given["network"])})
     for name in models:
-        halves = halves_of(build(MODELS[name].source), parse({"lr": 1e-3}))
+        halves = halves_of(build(MODELS[name].source), PLAIN)
         for stage, world in itertools.product(stages, worlds):
             rows.append(forecast(name, halves, stage, world, stated))
             print(rows[-1], flush=True)
@@ -165,10 +168,10 @@ def memory(
     """
     rows = []
     for name in models:
-        halves = halves_of(build(MODELS[name].source), parse({"lr": 1e-3}))
+        halves = halves_of(build(MODELS[name].source), PLAIN)
         numel = sum(totals(halves, use_muon)["parameters"] for use_muon in (True, False))
         for world, stage in itertools.product(worlds, stages):
-            facts = per_rank(estimate(halves, Layout(stage, world), SIMPLE, GPU))
+            facts = per_rank(estimate(halves, Layout(stage, world), PLAIN, GPU))
             weights, gradients = (2 * numel / (world if stage >= least else 1) for least in (3, 2))
             state, scratch = 4 * numel / world + facts["state_bytes"]["max"], facts["scratch_bytes"]["max"]
             total = weights + gradients + state + scratch
@@ -186,7 +189,7 @@ def compare(worlds: Sequence[int], stages: Sequence[int]) -> tuple[Machine, list
     *_, records = rounds(jobs, 2)
     found = report.summarize(records, "world", "case")
     sent = [row["exchange MB"] / 1e3 / row["alone s"] for row in found if row["world"] == 2 and row["exchange MB"]]
-    network = Network(gbs=statistics.fmean(sent), latency_us=0.0, message_us=0.0) if sent else None
+    network = _loopback(statistics.fmean(sent)) if sent else None
     cpu = Memory(wire="bf16", dtype="fp32", device_type="cpu")
     machine, points = Machine(**alone | {"network": network}), []
     for row in found:
@@ -195,7 +198,7 @@ def compare(worlds: Sequence[int], stages: Sequence[int]) -> tuple[Machine, list
         link = network and dataclasses.replace(network, gbs=network.gbs / share)
         of_rank = dataclasses.replace(machine, tflops=machine.tflops / share, network=link, **slower)
         halves, layout = [muon_half(jobs[0].matrices)], Layout(int(row["case"]), row["world"])
-        step = milliseconds(estimate(halves, layout, SIMPLE, cpu), of_rank)
+        step = milliseconds(estimate(halves, layout, PLAIN, cpu), of_rank)
         predicted, measured = step.get("total", step["elementwise"] + step["newton_schulz"]), 1e3 * row["optimizer s"]
         point = {"ranks": row["world"], "stage": row["case"], "measured ms": measured, "predicted ms": predicted}
         point |= {"error": f"{predicted / measured - 1:+.0%}", "Newton-Schulz ms": 1e3 * row["newton_schulz s"]}
@@ -203,6 +206,10 @@ def compare(worlds: Sequence[int], stages: Sequence[int]) -> tuple[Machine, list
         point |= {"elementwise ms": 1e3 * (row["prepare s"] + row["apply s"]), "waiting ms": 1e3 * row["exchange s"]}
         points.append(point | {"predicted exchange ms": step.get("exchange", 0.0)})
     return machine, points
+
+
+def _loopback(gbs: float) -> Network:
+    return Network(gbs=gbs, latency_us=0.0, message_us=0.0, near_gbs=gbs, near_latency_us=0.0)
 
 
 def rank(shapes: list[tuple[int, int]]) -> dict[str, Any]:

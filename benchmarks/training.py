@@ -65,9 +65,10 @@ CASES = {
     "3-offload": ("stage 3, CPU offload", 3, True),
 }
 PHASES, OUR_PHASES = ("backward", "step"), ("prepare", "exchange", "newton_schulz", "apply")
-#: Matrices of a layer by its width; `qwen` are those of Qwen3-1.7B at 2048, which has 28 layers.
+#: Matrices of a layer by its width; `lone` is one alone, `qwen` are those of Qwen3-1.7B at 2048, which has 28 layers.
 LAYERS: dict[str, Callable[[int], list[tuple[int, int]]]] = {
     "flat": lambda h: [(h, h)],
+    "lone": lambda h: [(h // 4, h)],
     "block": lambda h: [(h, h), (4 * h, h), (h, 4 * h)],
     "qwen": lambda h: [(h, h), (h // 2, h), (h // 2, h), (h, h), (3 * h, h), (3 * h, h), (h, 3 * h)],
 }
@@ -75,7 +76,9 @@ LAYERS: dict[str, Callable[[int], list[tuple[int, int]]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One launch. `bucket`: MiB of a bucket of ours, 0 for its own rule. `batch`: rows of [batch, hidden] a rank."""
+    """One launch. `bucket`, MiB of a bucket, and `owners`, of a matrix: of ours, 0 for its own rule. `batch`: rows of
+    [batch, hidden] a rank.
+    """
 
     case: str
     variant: str
@@ -86,6 +89,7 @@ class Job:
     steps: int = 5
     batch: int = 8
     bucket: float = 0.0
+    owners: int = 0
     model: str = "block"
     device: str = "cpu"
 
@@ -98,8 +102,8 @@ class Job:
         return sum(rows * cols for rows, cols in self.matrices)
 
     def __str__(self) -> str:
-        bucket = f", {self.bucket:g} MiB" * bool(self.bucket)
-        return f"{CASES[self.case][0]}, {self.world} ranks, {VARIANTS[self.variant].label}{bucket}"
+        bucket, owners = f", {self.bucket:g} MiB" * bool(self.bucket), f", {self.owners} owners" * bool(self.owners)
+        return f"{CASES[self.case][0]}, {self.world} ranks, {VARIANTS[self.variant].label}{bucket}{owners}"
 
 
 class Layer(nn.Module):
@@ -121,7 +125,7 @@ class Layer(nn.Module):
                 wide = wide * y
             else:
                 x, wide = x + wide.mean(-1, keepdim=True), y
-        return x
+        return x if len(self.linear) > 1 else x + wide.mean(-1, keepdim=True)
 
 
 def stack(model: str, layers: int, hidden: int, device: str) -> nn.Module:
@@ -154,6 +158,8 @@ def ds_config(job: Job) -> dict[str, Any]:
     zero, params = {"stage": stage}, dict(variant.params)
     if job.bucket:
         params["bucket_bytes"] = int(job.bucket * 2**20)
+    if job.owners:
+        params["owners_per_matrix"] = job.owners
     if offload:
         zero["offload_optimizer"] = {"device": "cpu"}
     elif variant.optimizer == "AdamW":

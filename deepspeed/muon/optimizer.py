@@ -20,6 +20,7 @@ from deepspeed.muon.errors import UnsupportedError
 from deepspeed.muon.exchange.data_parallel import check_agreement, unwrapped
 from deepspeed.muon.exchange.exchange import BucketBuffers, Exchange, gather, join, processes, scatter
 from deepspeed.muon.exchange.host_staging import Staging
+from deepspeed.muon.exchange.owner_set import neighbours
 from deepspeed.muon.exchange.partition import Partition, whole_partition
 from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.probe import warm
@@ -31,16 +32,17 @@ from deepspeed.muon.log import logger
 from deepspeed.muon.lr_groups import GivenGroups
 from deepspeed.muon.math import adamw, momentum
 from deepspeed.muon.math.bf16 import in_fp32
-from deepspeed.muon.math.choice import Choice, from_pinned
+from deepspeed.muon.math.choice import Choice, from_pinned, shape_key
 from deepspeed.muon.math.newton_schulz import DTYPES, orthogonalize
 from deepspeed.muon.math.scale import scale_factor
 from deepspeed.muon.matrices.pipeline import stage_of
 from deepspeed.muon.matrices.query_keys import Attention, attention_layers
 from deepspeed.muon.matrices.routing import MatrixSpec, route, shapes_of, tag_parameters
 from deepspeed.muon.param_groups import Split, check_options, split_groups
-from deepspeed.muon.plan.cost import cost_model
+from deepspeed.muon.plan.cost import CostModel, cost_model
 from deepspeed.muon.plan.owners import is_worth_sharing
 from deepspeed.muon.plan.plan import Plan, Run, make_plan
+from deepspeed.muon.plan.slices import counts_of
 from deepspeed.muon.prepare import Prepare
 from deepspeed.muon.qk_clip import QKClip
 from deepspeed.muon.second_moments import SecondMoments
@@ -205,12 +207,14 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 continue
             choice = pinned_in(group, tuning.choice, self.config.ns_dtype)
             method = partial(method_of, choice, group["ns_method"])
-            cost = cost_model(method, schedule, choice.dtype, wire.itemsize, where.type)
-            if partition.is_replicated and not is_worth_sharing(partition.blocks, partition.world_size, cost):
-                partition = partition.alone()
+            near = neighbours(partition.group) if partition.world_size > 1 else 1
+            cost = cost_model(method, schedule, choice.dtype, wire.itemsize, where.type, near, self.config.can_slice)
+            partition, counts = self._share_out(partition, group, cost)
             self._bound[id(partition.tensors[0])] = Bound(
                 partition=partition,
-                plan=make_plan(partition.planned, partition.rank, partition.world_size, cost, self.config.bucket_bytes),
+                plan=make_plan(
+                    partition.planned, partition.rank, partition.world_size, cost, self.config.bucket_bytes, counts
+                ),
                 exchange=exchange(group=partition.group, name=group["name"]),
                 dtype=DTYPES[choice.dtype],
                 method=cache(method),
@@ -222,6 +226,19 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self.second_moments.bind((b.partition, b.plan, b.exchange) for b in self._bound.values())
         if self.qk_clip:
             self.qk_clip.bind(partitions, self.peers, where)
+
+    def _share_out(self, partition: Partition, group: dict[str, Any], cost: CostModel) -> tuple[Partition, list[int]]:
+        """How many owners each matrix has, and the partition without other ranks where sharing would take longer.
+
+        Numbers above 1 are pinned in the group, so that a resumed run keeps its bits.
+        """
+        given, most, items = group.get("owner_counts", {}), self.config.owners_per_matrix, partition.blocks
+        counts, is_set = counts_of(items, partition.world_size, cost, given, most), most is not None or bool(given)
+        if partition.is_replicated and not is_worth_sharing(items, partition.world_size, cost, counts, is_set):
+            partition, counts = partition.alone(), [1] * len(items)
+        several = {shape_key(*item.shape): n for item, n in zip(items, counts, strict=True) if n > 1}
+        group["owner_counts"] = given | several
+        return partition, counts
 
     def _together(self, partition: Partition, staging: Staging | None) -> RunOperations | None:
         """Kernels for many runs, where they take the shards and these are not staged in other buffers."""
@@ -316,12 +333,13 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         for bound in self._bound.values():
             device = bound.exchange.device
             batches = [batch for bucket in bound.plan.buckets for batch in bucket.batches]
-            shapes = {(batch.count, batch.rows, batch.cols) for batch in batches if device.type != "cpu"}
-            for count, rows, cols in sorted(shapes):
-                limit = batch_limit(rows * cols, min(rows, cols), bound.dtype.itemsize, accelerator=True)
-                warm(
-                    bound.kernels(rows, cols), [(min(count, limit), rows, cols, int(rows > cols), bound.dtype)], device
-                )
+            shapes: dict[tuple[int, int], set[tuple[Any, ...]]] = {}
+            for batch in batches if device.type != "cpu" else ():
+                limit = batch_limit(batch.rows * batch.cols, min(batch.shape), bound.dtype.itemsize, accelerator=True)
+                size = min(batch.count, limit), batch.rows, batch.cols, batch.gram_axis, bound.dtype
+                shapes.setdefault(batch.shape, set()).add(size)
+            for shape, sizes in sorted(shapes.items()):
+                warm(bound.kernels(*shape), sizes, device)
 
     def release_workspace(self) -> None:
         """Free the memory of temporaries; the next step allocates it again."""
@@ -471,8 +489,10 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             self.rules.before(matrices, batch.axis, self._work)
             if self.step_stats is not None:
                 self.step_stats.before_newton_schulz(batch.names, matrices)
-            method, kernels = bound.method(batch.rows, batch.cols), bound.kernels(batch.rows, batch.cols)
-            how = method, bound.dtype, self._work, kernels, self.config.ns_normalization
+            method, kernels = bound.method(*batch.shape), bound.kernels(*batch.shape)
+            if batch.owners > 1:
+                kernels = bound.exchange.owner_set(batch, buffers.number).operations(kernels)
+            how = method, bound.dtype, self._work, kernels, self.config.ns_normalization, batch.gram_axis
             orthogonalize(matrices, self.config.schedule, *how)
             if self.step_stats is not None:
                 self.step_stats.after_newton_schulz(batch.names, matrices)

@@ -117,7 +117,8 @@ def plan_facts(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
         ModelError: no such model.
         MuonConfigError: a pattern that matches nothing.
     """
-    config, layout, device = settings.config, settings.layout, torch.device(args.device)
+    config, device = settings.config, torch.device(args.device)
+    layout = dataclasses.replace(settings.layout, ranks_per_node=args.ranks_per_node)
     candidates = Candidates.of(config, {}, {config.ns_method}, device, has_bf16=True)
     dtype = candidates.usual_dtype
     model = build(args.model)
@@ -134,7 +135,7 @@ def plan_facts(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
         staged=settings.offload and device.type != "cpu",
         plain=config.kernels == "torch",
     )
-    found = estimate(halves, layout, config.schedule, memory, config.bucket_bytes)
+    found = estimate(halves, layout, config, memory)
     where = "a CPU on gloo" if args.device == "cpu" else "an accelerator on its fabric"
     return {
         "version": __version__,

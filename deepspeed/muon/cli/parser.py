@@ -36,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--config", required=True, help="ds_config.json with optimizer.type Muon")
     plan.add_argument("--model", required=True, help=EXPECTED.removeprefix("expected "))
     plan.add_argument("--world-size", required=True, type=_positive, help="number of data-parallel ranks")
+    plan.add_argument("--ranks-per-node", type=_positive, default=8, help="ranks that share a node (default: 8)")
     plan.add_argument("--stage", type=int, choices=range(4), help="ZeRO stage instead of the config's")
     plan.add_argument("--all", action="store_true", help="list every parameter, repeated layers too")
     plan.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="what the owners are balanced for")

@@ -29,13 +29,17 @@ def rows_of(
 
     Returns:
         Rows with ``name``, ``count``, ``shape``, ``rule``, ``reason``, ``blocks``, ``scales`` and ``methods`` of the
-        blocks, ``cost``, the share of the model's Newton-Schulz operations, and ``owners``, the ranks that
-        orthogonalize them: all ranks where each orthogonalizes everything, none for AdamW.
+        blocks, ``cost``, the share of the model's Newton-Schulz operations, ``owners``, the ranks that orthogonalize
+        them: all ranks where each orthogonalizes everything, none for AdamW; and ``owners_of_one``, the most that one
+        matrix has.
     """
     owners: dict[str, set[int]] = {}
+    of_one: dict[str, int] = {}
     for cost in costs:
-        for item, owner in zip(cost.part.items, cost.owners, strict=True):
-            owners.setdefault(item.shard.spec.name, set()).add(owner)
+        for item, first, count in zip(cost.part.items, cost.owners, cost.counts, strict=True):
+            name = item.shard.spec.name
+            owners.setdefault(name, set()).update(range(first, first + count))
+            of_one[name] = max(of_one.get(name, 0), count)
     each_does_all = any(cost.part.world_size < world_size for cost in costs)
     alike: dict[tuple, tuple[Half, list[MatrixSpec]]] = {}
     for half in halves:
@@ -62,6 +66,7 @@ def rows_of(
                 "methods": list(dict.fromkeys(methods)),
                 "cost": len(specs) * sum(flops(b.rows, b.cols, schedule, method, dtype) for b, method in pairs),
                 "owners": list(range(world_size)) if half.use_muon and each_does_all else sorted(some),
+                "owners_of_one": max(of_one.get(each.name, 0) for each in specs),
             }
         )
     total = sum(row["cost"] for row in rows)
@@ -99,7 +104,7 @@ def _parameter_table(rows: Sequence[dict[str, Any]], world_size: int) -> str:
             ", ".join(f"{scale:.3g}" for scale in row["scales"]) or "-",
             ", ".join(row["methods"]) or "-",
             f"{row['cost']:.1%}" if row["methods"] else "-",
-            _who(row["owners"], world_size),
+            _who(row["owners"], world_size) + (f", {row['owners_of_one']} each" if row["owners_of_one"] > 1 else ""),
             row["reason"],
         )
         for row in rows
@@ -137,6 +142,7 @@ def plan_text(facts: dict[str, Any]) -> str:
         ("optimizer state per rank", f"{_state(ranks['state_bytes'])}, {where}"),
         ("scratch of a step", _scratch(facts)),
         ("sent per rank and step", _sent(facts)),
+        *_between_owners(ranks["between_owners_bytes"]),
         ("Newton-Schulz per rank", f"mean {flop['mean']}, max {flop['max']}; {imbalance}"),
         *_measured(facts["measured"]),
         ("planning", f"{facts['planning_seconds']:.2f} s"),
@@ -190,6 +196,14 @@ def _sent(facts: dict[str, Any]) -> str:
     return f"{mean}; {least}: {quantity(sent['least_mean'])}; {ranks['collectives']:,} all-to-alls" + (
         f" in {ranks['parts']} parts, one after the other" if ranks["parts"] > 1 else ""
     )
+
+
+def _between_owners(nbytes: dict[str, float]) -> Iterator[tuple[str, str]]:
+    if nbytes["max"]:
+        yield (
+            "sent between owners",
+            f"mean {quantity(nbytes['mean'])}, max {quantity(nbytes['max'])}, of one matrix each",
+        )
 
 
 def _clipping(clip: dict[str, float]) -> str:

@@ -105,6 +105,8 @@ class MuonConfig(BaseModel):
     """dtype of what ranks send each other; `auto`: fp32 where `ns_dtype` is set to fp32, else bf16"""
     bucket_bytes: types.Bytes | None = field(None, unit="bytes")
     """most bytes of an owner's matrices in one bucket of the exchange; default by device, [more](plan.md#memory)"""
+    owners_per_matrix: types.Steps | None = field(None, unit="ranks")
+    """ranks that share the work of one matrix; default by matrices and ranks, [more](scaling.md#several-owners)"""
     kernels: Literal["auto", "torch"] = field("auto")
     """which kernels run a step; `auto`: the fastest that every rank has; `torch`: plain PyTorch"""
     betas: types.Fractions = field((0.9, 0.95), STOCK, "per step")
@@ -138,6 +140,9 @@ class MuonConfig(BaseModel):
             )
         if "momentum_warmup_steps" in self.model_fields_set and self.momentum_start is None:
             raise ValueError("momentum_warmup_steps: acts with momentum_start only; set that too or remove it")
+        if (self.owners_per_matrix or 1) > 1 and not self.can_slice:
+            needs = str(self.rules) or "ns_normalization aol"
+            raise ValueError(f"owners_per_matrix: {needs} needs whole matrices, with one owner; remove one of the two")
         if "normuon_beta2" in self.model_fields_set and not self.normuon:
             raise ValueError("normuon_beta2: acts under normuon only; set normuon to true or remove it")
         if self.ns_normalization == "aol" and self.ns_dtype == "fp16":
@@ -164,6 +169,11 @@ class MuonConfig(BaseModel):
     def rules(self) -> Rules:
         """What is done to whole matrices beside Newton-Schulz."""
         return Rules(**{field.name: getattr(self, field.name) for field in fields(Rules)})
+
+    @property
+    def can_slice(self) -> bool:
+        """Whether matrices may have several owners. Update rules and AOL need whole rows and columns."""
+        return not self.rules and self.ns_normalization == "frobenius"
 
     @property
     def schedules(self) -> Schedules:

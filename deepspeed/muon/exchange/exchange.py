@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.exchange.host_staging import Staging
+from deepspeed.muon.exchange.owner_set import OwnerSet, set_of
 from deepspeed.muon.exchange.watchdog import PendingCollective, PendingCollectives
 from deepspeed.muon.kernels.workspace import Workspace
-from deepspeed.muon.plan.plan import Bucket, Copy, Plan
+from deepspeed.muon.plan.plan import Batch, Bucket, Copy, Plan
 
 
 @dataclass
@@ -98,6 +99,14 @@ class Exchange:
     def __post_init__(self) -> None:
         self._collectives = PendingCollectives(self.name, self.device)
 
+    def owner_set(self, batch: Batch, bucket: str) -> OwnerSet:
+        """The ranks that own the matrices of a batch together with this one; ``bucket``: its number."""
+
+        def run(launch: Callable[[], Any]) -> None:
+            self._collectives.start(bucket, batch.names, launch).wait()
+
+        return OwnerSet(set_of(self.group, batch.owners), batch.owners, run)
+
     def collect(self, held: Mapping[str, Tensor], sizes: Mapping[str, int]) -> dict[str, Tensor]:
         """Vectors that one rank of the group has each, on all ranks; called by all of them together.
 
@@ -134,6 +143,8 @@ class Exchange:
 
         ``phase`` is entered around each phase, by name; ``exchange`` is the time spent waiting.
         """
+        for size in plan.set_sizes:
+            set_of(self.group, size)
         slots, count = plan.slots(staged=self.staging is not None), len(plan.buckets)
         there = int(slots > 1 and not (self.staging is None and plan.is_replicated))
         to_apply = there + int(slots > 1)

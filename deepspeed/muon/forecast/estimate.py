@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.forecast.layout import Half, Layout, StepCost, StepPart, lay_out, step_cost
 from deepspeed.muon.math.choice import counted_method
 from deepspeed.muon.math.coefficients import Schedule
@@ -23,12 +24,14 @@ class Network:
     """What one rank's connection to the others can do.
 
     ``gbs``: 10^9 bytes sent per second while as many are received. ``latency_us``: of one collective. ``message_us``:
-    of each message that a rank sends in it.
+    of each message that a rank sends in it. ``near_gbs``, ``near_latency_us``: within a node.
     """
 
     gbs: float
     latency_us: float
     message_us: float
+    near_gbs: float
+    near_latency_us: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,31 +58,34 @@ class Estimate:
     """
 
     halves: Sequence[Half]
-    world_size: int
+    layout: Layout
     parts: Sequence[StepPart]
     costs: Sequence[StepCost]
     peak: Peak
     planning_seconds: float
 
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.layout.world_size
 
-def estimate(
-    halves: Sequence[Half], layout: Layout, schedule: Schedule, memory: Memory, bucket_bytes: int | None = None
-) -> Estimate:
+
+def estimate(halves: Sequence[Half], layout: Layout, config: MuonConfig, memory: Memory) -> Estimate:
     """Plan a step for all ranks. Methods are those of fewer operations.
 
     Args:
         memory: dtypes of Newton-Schulz and of the exchange; the device for which owners are balanced.
-        bucket_bytes: of the config.
     """
     began = time.perf_counter()
     parts = lay_out(halves, layout)
     muon = [part for part in parts if part.half.use_muon]
     costs = []
+    how = config.schedule, memory.dtype, memory.wire_bytes, memory.device_type
     for part in muon:
-        cost = counted_cost(part.half.ns_method, schedule, memory.dtype, memory.wire_bytes, memory.device_type)
-        costs.append(step_cost(part, cost, bucket_bytes, memory.staged))
-    largest = _largest(costs, schedule, layout.world_size, memory)
-    return Estimate(halves, layout.world_size, parts, costs, largest, time.perf_counter() - began)
+        cost = counted_cost(part.half.ns_method, *how, min(layout.ranks_per_node, part.world_size), config.can_slice)
+        costs.append(step_cost(part, cost, config.bucket_bytes, memory.staged, config.owners_per_matrix))
+    largest = _largest(costs, config.schedule, layout.world_size, memory)
+    return Estimate(halves, layout, parts, costs, largest, time.perf_counter() - began)
 
 
 def _largest(costs: Sequence[StepCost], schedule: Schedule, world_size: int, memory: Memory) -> Peak:
@@ -109,6 +115,7 @@ def per_rank(found: Estimate) -> dict[str, Any]:
     shards = sum(part.state_bytes for part in found.parts)
     state = [shards + moments for moments in _by_rank([cost.moment_bytes for cost in costs], world_size)]
     sent = _by_rank([cost.sent_bytes for cost in costs], world_size)
+    between = _by_rank([cost.between_bytes for cost in costs], world_size)
     flops = _by_rank([cost.flops for cost in costs], world_size)
     mean = sum(flops) / world_size
     # Parts are stepped one after the other, and each waits for its own busiest rank.
@@ -117,6 +124,7 @@ def per_rank(found: Estimate) -> dict[str, Any]:
     return {
         "state_bytes": {"mean": sum(state) / world_size, "max": max(state)},
         "sent_bytes": {"mean": sum(sent) / world_size, "max": max(sent), "least_mean": least},
+        "between_owners_bytes": {"mean": sum(between) / world_size, "max": max(between)},
         "newton_schulz_gflop": {"mean": mean / 1e9, "max": max(flops) / 1e9, "heaviest_matrix": heaviest / 1e9},
         "imbalance": waited_for / mean if mean else 1.0,
         "parts": len(costs),
@@ -137,9 +145,9 @@ def milliseconds(found: Estimate, machine: Machine) -> dict[str, float]:
 
     Returns:
         ``elementwise``; ``newton_schulz`` of the busiest rank of each part; and, where the network is known,
-        ``exchange`` and ``total``. In the total, Newton-Schulz and exchange of a part overlap, except that the first
-        round's way there and the last one's way back overlap with nothing: one round's share of the shorter adds to
-        the longer.
+        ``between_owners``, ``exchange`` and ``total``. In the total, Newton-Schulz, with what owners of one matrix wait
+        for each other, and exchange of a part overlap, except that the first round's way there and the last one's way
+        back overlap with nothing: one round's share of the shorter adds to the longer.
     """
     pace = {True: machine.muon_ns, False: machine.adamw_ns}
     passes = sum(part.numel * pace[part.half.use_muon] for part in found.parts) / 1e6
@@ -149,9 +157,16 @@ def milliseconds(found: Estimate, machine: Machine) -> dict[str, float]:
     if machine.network is None:
         return result
     travel = [_travel(cost, machine.network) for cost in found.costs]
-    pairs = zip(compute, travel, found.costs, strict=True)
+    between = [_between(cost, machine.network, found.layout.ranks_per_node) for cost in found.costs]
+    pairs = zip((c + b for c, b in zip(compute, between, strict=True)), travel, found.costs, strict=True)
     together = sum(max(c, t) + min(c, t) / max(1, cost.rounds) for c, t, cost in pairs)
-    return result | {"exchange": sum(travel), "total": passes + together}
+    return result | {"between_owners": sum(between), "exchange": sum(travel), "total": passes + together}
+
+
+def _between(cost: StepCost, network: Network, ranks_per_node: int) -> float:
+    is_near = max(cost.counts, default=1) <= ranks_per_node
+    gbs, latency = (network.near_gbs, network.near_latency_us) if is_near else (network.gbs, network.latency_us)
+    return max(cost.between_bytes) / (gbs * 1e6) + max(cost.between_calls) * latency / 1e3
 
 
 def _travel(cost: StepCost, network: Network) -> float:

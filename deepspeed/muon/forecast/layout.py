@@ -23,7 +23,8 @@ from deepspeed.muon.plan.cost import CostModel
 from deepspeed.muon.plan.memory import Demand, demands_by_rank
 from deepspeed.muon.plan.owners import assign, is_worth_sharing
 from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard
-from deepspeed.muon.plan.plan import bucket_limit, is_tight, rounds_of, slot_count
+from deepspeed.muon.plan.plan import Round, bucket_limit, is_tight, owned_by, rounds_of, slot_count
+from deepspeed.muon.plan.slices import counts_of
 
 #: Stages 1 and 2 pad each flat group to a multiple of this many elements per rank (``nccl_start_alignment_factor``).
 FLAT_ALIGNMENT = 2
@@ -82,7 +83,7 @@ class Layout:
 
     ``sub_group_size``: elements of one rank in one sub-group, at stage 3. ``round_robin``: ``round_robin_gradients``.
     ``alignment``: each parameter starts at a multiple of this many elements (``parameter_alignment``). The last two act
-    at stages 1 and 2.
+    at stages 1 and 2. ``ranks_per_node``: neighbouring ranks that share a node.
     """
 
     stage: int
@@ -90,6 +91,7 @@ class Layout:
     sub_group_size: int = 10**9
     round_robin: bool = False
     alignment: int = 1
+    ranks_per_node: int = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,17 +183,20 @@ def _up(value: int, multiple: int) -> int:
 class StepCost:
     """What one Muon part costs in a step. Lists are by rank; bytes and messages count both ways.
 
-    ``owners``: the rank that orthogonalizes each matrix of the part. ``flops``: floating-point operations of
-    Newton-Schulz; ``heaviest``: those of the most expensive matrix. ``rounds``: of the exchange. ``collectives``: two
+    ``owners``: the rank that orthogonalizes each matrix of the part, of several the first one; ``counts``: how many
+    there are. ``flops``: floating-point operations of Newton-Schulz; ``heaviest``: those of one rank for the most
+    expensive matrix. ``rounds``: of the exchange. ``collectives``: two
     all-to-alls per round, or one broadcast per round and owner; 0 if nothing is sent. ``messages``: of the busiest
     rank, one per round and rank that it sends anything to. ``runs``: pieces of matrices on the rank that holds most of
     them. ``least_bytes``: the mean of ``sent_bytes`` if each matrix were gathered by the rank that holds most of it.
     ``demands``: of memory, by rank and bucket; ``slots``: buckets in flight. ``moment_bytes``: by rank, of NorMuon's
-    second moments, which owners keep.
+    second moments, which owners keep. ``between_bytes``, ``between_calls``: what owners of one matrix send to each
+    other, and in how many collectives.
     """
 
     part: StepPart
     owners: list[int]
+    counts: list[int]
     flops: list[float]
     sent_bytes: list[int]
     rounds: int
@@ -203,30 +208,48 @@ class StepCost:
     demands: list[list[Demand]]
     slots: int
     moment_bytes: list[int]
+    between_bytes: list[float]
+    between_calls: list[int]
 
 
-def step_cost(part: StepPart, cost: CostModel, bucket_bytes: int | None = None, staged: bool = False) -> StepCost:
+def step_cost(
+    part: StepPart,
+    cost: CostModel,
+    bucket_bytes: int | None = None,
+    staged: bool = False,
+    owners_per_matrix: int | None = None,
+) -> StepCost:
     """Plan one Muon part for all of its ranks, in time O(matrices + ranks).
 
-    ``bucket_bytes``: of the config. ``staged``: shards are on the host and Newton-Schulz on an accelerator.
+    ``bucket_bytes``, ``owners_per_matrix``: of the config. ``staged``: shards are on the host and Newton-Schulz on an
+    accelerator.
     """
-    if part.copies > 1 and not is_worth_sharing(part.items, part.copies, cost):
+    counts = counts_of(part.items, part.world_size, cost, {}, owners_per_matrix)
+    if part.copies > 1 and not is_worth_sharing(part.items, part.copies, cost, counts, owners_per_matrix is not None):
         part = part.alone()
+        counts = [1] * len(part.items)
     items = part.items
-    owners, _ = assign(items, part.world_size, cost)
-    operations = [cost.flops(item.block.rows, item.block.cols) for item in items]
+    first_owners, _ = assign(items, part.world_size, cost, counts)
+    owned = owned_by(items, first_owners, counts)
     flops, moment_bytes = [0.0] * part.world_size, [0] * part.world_size
-    for item, count, owner in zip(items, operations, owners, strict=True):
-        flops[owner] += count
+    between_bytes, between_calls = [0.0] * part.world_size, [0] * part.world_size
+    heaviest = 0.0
+    for owner, item in owned:
+        of_owner = cost.of_owner(*item.shape, item.owners)
+        flops[owner] += of_owner.flops
+        between_bytes[owner] += of_owner.nbytes
+        between_calls[owner] += of_owner.calls
+        heaviest = max(heaviest, of_owner.flops)
         moment_bytes[owner] += MOMENT_BYTES * item.outputs * part.half.normuon
     limit = bucket_limit(items, part.world_size, part.copies, cost, bucket_bytes)
-    buckets = rounds_of(items, owners, part.world_size, limit)
+    buckets = rounds_of(owned, part.world_size, limit)
     broadcasts, rounds = sum(len({owner for owner, _ in bucket}) for bucket in buckets), len(buckets)
     most = rounds * (part.world_size - 1)
-    traffic = (_broadcasts if part.copies > 1 else _traffic)(items, owners, part.world_size)
+    traffic = (_broadcasts if part.copies > 1 else _traffic)(owned, part.world_size)
     return StepCost(
         part=part,
-        owners=owners,
+        owners=first_owners,
+        counts=counts,
         flops=flops,
         sent_bytes=[count * cost.bytes_per_element for count in traffic.sent],
         rounds=rounds,
@@ -235,12 +258,14 @@ def step_cost(part: StepPart, cost: CostModel, bucket_bytes: int | None = None, 
         messages=max(min(a, most) + min(b, most) for a, b in zip(traffic.there, traffic.back, strict=True)),
         runs=max(traffic.runs, default=0),
         least_bytes=traffic.least * cost.bytes_per_element / part.world_size,
-        heaviest=max(operations, default=0.0),
+        heaviest=heaviest,
         demands=[
             list(of_rank) for of_rank in zip(*(demands_by_rank(b, part.world_size) for b in buckets), strict=True)
         ],
-        slots=slot_count(staged or any(traffic.sent), part.copies > 1, is_tight(items, limit, cost)),
+        slots=slot_count(staged or any(traffic.sent), part.copies > 1, is_tight(owned, limit, cost)),
         moment_bytes=moment_bytes,
+        between_bytes=between_bytes,
+        between_calls=between_calls,
     )
 
 
@@ -253,24 +278,24 @@ class _Traffic:
         self.least = 0  # elements that all ranks send together at least
 
 
-def _broadcasts(items: Sequence[PlacedBlock], owners: Sequence[int], copies: int) -> _Traffic:
+def _broadcasts(owned: Round, copies: int) -> _Traffic:
     """Every rank holds every matrix whole; each owner sends its results to all others."""
-    traffic, others = _Traffic(copies, len(items)), copies - 1
-    for item, owner in zip(items, owners, strict=True):
+    traffic, others = _Traffic(copies, len(owned)), copies - 1
+    for owner, item in owned:
         traffic.sent[owner] += item.block.numel * others
         traffic.back[owner] += others
     traffic.least = sum(traffic.sent)
     return traffic
 
 
-def _traffic(items: Sequence[PlacedBlock], owners: Sequence[int], world_size: int) -> _Traffic:
+def _traffic(owned: Round, world_size: int) -> _Traffic:
     """A rank sends what it holds of the others' matrices, and sends back what they hold of its own.
 
     Matrices that are cut alike, as all of one shape are at stage 3, are counted together.
     """
     traffic = _Traffic(world_size)
     alike: dict[tuple[Block, int, int], tuple[PlacedBlock, list[int]]] = {}
-    for item, owner in zip(items, owners, strict=True):
+    for owner, item in owned:
         key = (item.block, item.shard.placement.origin, item.shard.placement.span)
         alike.setdefault(key, (item, []))[1].append(owner)
     for item, owners_of_alike in alike.values():

@@ -245,18 +245,32 @@ def normalize(x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:
         norm: a power of two.
     """
     for matrix, result in zip(x.unbind(0), out.unbind(0), strict=True):
-        low, high = torch.aminmax(matrix)
-        _, exponent = torch.frexp(torch.maximum(high, -low).float())
-        # Within +-126 the power is a normal fp32 number; subnormal inputs end near 2^-23, which is safe.
-        matrix.mul_(torch.exp2(-exponent.clamp(-126, 126).float()))
-        # By rows: a single sum of 10^8 squares in fp32 is off by a thousandth on a CPU.
-        length = torch.linalg.vector_norm(torch.linalg.vector_norm(matrix, dim=-1, dtype=torch.float32))
+        _, length = magnitude(matrix)
         divisor = torch.where(length == 0, 1.0, length / norm)
         # CUDA rounds a 0-D operand to the matrix's dtype, by up to 0.4 %, but not one with dimensions. A CPU does not
         # round a 0-D operand, but copies the matrix for one with dimensions, which also makes the quotient fp32.
         is_plain = divisor.device.type == "cpu" and matrix.dtype == result.dtype
         torch.div(matrix, divisor if is_plain else divisor.view(1, 1), out=result)
     return out
+
+
+def magnitude(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Divide a matrix by the power of two that brings its largest entry near one.
+
+    Args:
+        matrix: 2-D, bf16 or fp32; overwritten.
+
+    Returns:
+        The exponent of that power, and the Frobenius norm that is left; 0-D, fp32.
+    """
+    low, high = torch.aminmax(matrix)
+    largest = torch.maximum(high, -low).float()
+    _, exponent = torch.frexp(largest)
+    # Within +-126 the power is a normal fp32 number; subnormal inputs end near 2^-23, which is safe.
+    exponent = torch.where(largest == 0, -126, exponent).clamp(-126, 126).float()
+    matrix.mul_(torch.exp2(-exponent))
+    # By rows: a single sum of 10^8 squares in fp32 is off by a thousandth on a CPU.
+    return exponent, torch.linalg.vector_norm(torch.linalg.vector_norm(matrix, dim=-1, dtype=torch.float32))
 
 
 def square(x: Tensor, out: Symmetric, work: Workspace) -> None:

@@ -107,5 +107,7 @@ class Operations:
     square: Callable[..., None]
     product: Callable[..., None]
     multiply: Callable[..., Tensor]
+    #: Whether ``product`` may write into one of its factors.
+    in_place: bool = False
     #: ``None`` where a call costs little, so that each run has its own.
     runs: RunOperations | None = None

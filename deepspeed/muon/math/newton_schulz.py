@@ -55,19 +55,42 @@ def products(schedule: Schedule, method: str, dtype: str) -> Products:
     return Products(restarts, quintic + 3 * (steps - restarts), restarts)
 
 
-def flops(rows: int, cols: int, schedule: Schedule, method: str, dtype: str, symmetric: float = 1.0) -> int:
-    """Floating-point operations to orthogonalize one m x n matrix, m <= n.
+#: From as many owners of a matrix on, each computes some rows of a product of symmetric matrices, and all gather them.
+#: Fewer compute it whole, of which kernels take one triangle.
+SPLIT_FROM = 4
+
+
+def flops(
+    rows: int, cols: int, schedule: Schedule, method: str, dtype: str, symmetric: float = 1.0, owners: int = 1
+) -> int:
+    """Floating-point operations of each owner to orthogonalize one m x n matrix, m <= n.
 
     For ``simple``, with every product counted in full: ``standard`` 20 m^2 n + 10 m^3; ``gram`` 12 m^2 n + 22 m^3 in
     bf16, and 8 m^2 n + 28 m^3 in fp16 and fp32.
 
     Args:
         symmetric: the part of a product with a symmetric result that is computed, 1 or about one half.
+        owners: how many have a slice of the matrix each, along its longer side.
     """
     m, n = sorted((rows, cols))
     count = products(schedule, method, dtype)
-    wide, small = symmetric * count.square + count.multiply, symmetric * count.product
-    return int(2 * m * m * (n * wide + m * small))
+    wide, small = (symmetric * count.square + count.multiply) / owners, symmetric * count.product
+    return int(2 * m * m * (n * wide + m * small / (owners if owners >= SPLIT_FROM else 1)))
+
+
+class Traffic(NamedTuple):
+    """What each owner of a slice sends to the others: bytes, and the number of collectives."""
+
+    nbytes: float
+    calls: int
+
+
+def traffic(rows: int, cols: int, schedule: Schedule, method: str, dtype: str, owners: int) -> Traffic:
+    """Of the owners of one matrix: Gram matrices are summed in fp32, rows of products gathered in ``dtype``."""
+    count, small, others = products(schedule, method, dtype), min(rows, cols), (owners - 1) / owners
+    gathered = count.product if owners >= SPLIT_FROM else 0
+    nbytes = small * small * others * (2 * 4 * count.square + DTYPES[dtype].itemsize * gathered)
+    return Traffic(nbytes, 1 + count.square + gathered)
 
 
 def orthogonalize(
@@ -133,23 +156,30 @@ def _standard(x: Tensor, spare: Tensor, schedule: Schedule, work: Workspace, ker
 def _gram(
     x: Tensor, spare: Tensor, schedule: Schedule, lengths: Sequence[int], work: Workspace, kernels: Operations
 ) -> Tensor:
-    r, factor, q, t = (symmetric_of(name, x, work) for name in ("gram", "factor", "q", "t"))
+    names = ("gram", "factor", "q") if kernels.in_place else ("gram", "factor", "q", "t")
+    r, factor, q, *spares = (symmetric_of(name, x, work) for name in names)
     step = 0
     for length in lengths:
         kernels.square(x, r, work)
         for i, triple in enumerate(schedule[step : step + length]):
             _polynomial(r, triple, factor, work, kernels)
-            if i + 1 < length:
-                kernels.product(factor, r, t, work)
-                kernels.product(factor, t, r, work)
+            for _ in range(2 if i + 1 < length else 0):
+                r = _times(factor, r, spares, work, kernels)
             if i == 0:
                 q, factor = factor, q
             else:
-                kernels.product(factor, q, t, work)
-                q, t = t, q
+                q = _times(factor, q, spares, work, kernels)
         x, spare = kernels.multiply(q, x, spare, work), x
         step += length
     return x
+
+
+def _times(a: Symmetric, b: Symmetric, spares: list[Symmetric], work: Workspace, kernels: Operations) -> Symmetric:
+    """A B in one of ``spares``, which B becomes in exchange; in B itself if there is none."""
+    out = spares.pop() if spares else b
+    kernels.product(a, b, out, work)
+    spares += [] if out is b else [b]
+    return out
 
 
 def _precondition(x: Tensor, work: Workspace, kernels: Operations) -> None:

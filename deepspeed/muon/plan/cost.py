@@ -6,14 +6,26 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from deepspeed.muon.math.choice import counted_method
 from deepspeed.muon.math.coefficients import Schedule
-from deepspeed.muon.math.newton_schulz import flops
+from deepspeed.muon.math.newton_schulz import flops, traffic
 
 #: Floating-point operations that take as long as one byte on the wire: what moving a matrix to a rank that does not
 #: hold it must save. For cores on gloo, and for an accelerator on its fabric.
 CPU_FLOPS_PER_BYTE, ACCELERATOR_FLOPS_PER_BYTE = 200.0, 8000.0
+#: The same within a node, and operations that take as long as the latency of a collective there.
+CPU_NEAR, ACCELERATOR_NEAR = 200.0, 1000.0
+CPU_CALL, ACCELERATOR_CALL = 5e7, 8e9
+
+
+class Slice(NamedTuple):
+    """Of one of several owners of a matrix: operations, and the bytes and collectives between them."""
+
+    flops: float
+    nbytes: float
+    calls: int
 
 
 @dataclass(frozen=True)
@@ -25,14 +37,37 @@ class CostModel:
     bytes_per_element: int
     #: Where Newton-Schulz runs.
     device_type: str = "cpu"
+    #: By rows, columns and number of owners of the whole matrix; ``None``: a matrix has one owner.
+    sliced: Callable[[int, int, int], Slice] | None = None
+    #: Neighbouring ranks that share a node.
+    near: int = 1
 
     def worth(self, elements: int) -> float:
         """Operations worth the bytes of ``elements`` elements, to the owner and back."""
         return self.flops_per_byte * 2 * self.bytes_per_element * elements
 
+    def of_owner(self, rows: int, cols: int, owners: int) -> Slice:
+        """What each owner of a matrix has to do."""
+        if owners == 1 or self.sliced is None:
+            return Slice(self.flops(rows, cols), 0.0, 0)
+        return self.sliced(rows, cols, owners)
+
+    def price(self, rows: int, cols: int, owners: int) -> float:
+        """Operations of each owner of a matrix, with those worth what owners send to each other."""
+        part, is_cpu = self.of_owner(rows, cols, owners), self.device_type == "cpu"
+        near = CPU_NEAR if is_cpu else ACCELERATOR_NEAR
+        per_byte = near if owners <= self.near else self.flops_per_byte
+        return part.flops + per_byte * part.nbytes + (CPU_CALL if is_cpu else ACCELERATOR_CALL) * part.calls
+
 
 def cost_model(
-    method: Callable[[int, int], str], schedule: Schedule, dtype: str, wire_bytes: int, device_type: str
+    method: Callable[[int, int], str],
+    schedule: Schedule,
+    dtype: str,
+    wire_bytes: int,
+    device_type: str,
+    near: int = 1,
+    slices: bool = True,
 ) -> CostModel:
     """The cost model of one group.
 
@@ -41,17 +76,32 @@ def cost_model(
         dtype: of Newton-Schulz, which decides how often ``gram`` restarts.
         wire_bytes: per element of the exchange.
         device_type: ``cpu``, or an accelerator's.
+        near: neighbouring ranks that share a node.
+        slices: whether matrices may have several owners.
     """
 
     @functools.cache
     def cost(rows: int, cols: int) -> float:
         return flops(rows, cols, schedule, method(rows, cols), dtype)
 
+    @functools.cache
+    def of_slice(rows: int, cols: int, owners: int) -> Slice:
+        how = schedule, method(rows, cols), dtype
+        return Slice(flops(rows, cols, *how, owners=owners), *traffic(rows, cols, *how, owners))
+
     flops_per_byte = CPU_FLOPS_PER_BYTE if device_type == "cpu" else ACCELERATOR_FLOPS_PER_BYTE
-    return CostModel(cost, flops_per_byte, wire_bytes, device_type)
+    return CostModel(cost, flops_per_byte, wire_bytes, device_type, of_slice if slices else None, near)
 
 
-def counted_cost(ns_method: str, schedule: Schedule, dtype: str, wire_bytes: int, device_type: str) -> CostModel:
+def counted_cost(
+    ns_method: str,
+    schedule: Schedule,
+    dtype: str,
+    wire_bytes: int,
+    device_type: str,
+    near: int = 1,
+    slices: bool = True,
+) -> CostModel:
     """:func:`cost_model` where nothing was measured: under ``auto`` the methods of fewer operations."""
     method = functools.partial(counted_method, ns_method=ns_method, schedule=schedule, dtype=dtype)
-    return cost_model(method, schedule, dtype, wire_bytes, device_type)
+    return cost_model(method, schedule, dtype, wire_bytes, device_type, near, slices)

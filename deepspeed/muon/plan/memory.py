@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from deepspeed.muon.kernels.workspace import batch_limit
-from deepspeed.muon.math.newton_schulz import DTYPES
+from deepspeed.muon.math.newton_schulz import DTYPES, SPLIT_FROM
 from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.plan.placement import PlacedBlock
 from deepspeed.muon.plan.plan import Batch, Plan, Round, batches_of
@@ -23,11 +23,19 @@ from deepspeed.muon.plan.plan import Batch, Plan, Round, batches_of
 SYMMETRIC = {"standard": ("gram", "factor"), "gram": ("gram", "factor", "q", "t")}
 
 
+#: Elements of a Gram matrix, or of rows of it, that its owners widen to fp32 at a time.
+SUM_ELEMENTS = 2**22
+
+
 class Demand(NamedTuple):
-    """What one rank needs for one bucket: elements of its buffers and of its longest run, and its batches."""
+    """What one rank needs for one bucket: elements of its buffers and of its longest run, and its batches.
+
+    ``longest_grid``: elements of the longest run that is not contiguous in the shard, of which copies are made.
+    """
 
     buffers: int
     longest_run: int
+    longest_grid: int
     batches: tuple[Batch, ...]
 
 
@@ -85,33 +93,48 @@ def peak(parts: Iterable[PartDemand], memory: Memory) -> Peak:
             exchange |= Counter({f"bucket{index % part.slots}": demand.buffers * memory.wire_bytes})
             if memory.plain and not memory.staged:
                 exchange |= Counter(shard=4 * demand.longest_run)
+            if not memory.staged:
+                exchange |= Counter(dict.fromkeys(("gradient", "momentum", "parameter"), 4 * demand.longest_grid))
             for batch in demand.batches:
-                newton_schulz |= _temporaries(batch, part.method(batch.rows, batch.cols), memory)
+                newton_schulz |= _temporaries(batch, part.method(*batch.shape), memory)
     return Peak(exchange.total(), newton_schulz.total())
 
 
 def _temporaries(batch: Batch, method: str, memory: Memory) -> Counter[str]:
     """Bytes by name for the matrices of a batch that are orthogonalized together."""
-    numel, small, itemsize = batch.rows * batch.cols, min(batch.rows, batch.cols), DTYPES[memory.dtype].itemsize
+    numel, small, itemsize = batch.rows * batch.cols, min(batch.shape), DTYPES[memory.dtype].itemsize
     on_cpu = memory.device_type == "cpu"
     sizes = {"spare": numel * itemsize}
     if memory.wire != memory.dtype:
         sizes["iterate"] = numel * itemsize
-    for name in SYMMETRIC[method]:
+    for name in SYMMETRIC[method][: 3 if batch.owners >= SPLIT_FROM else 4]:  # those write products in place
         sizes[name] = small * small * itemsize
         if memory.dtype != "fp32":
             sizes[f"{name} diagonal"] = 4 * small
     if memory.plain and memory.dtype != "fp32":
-        sizes |= {"cross0": 4 * numel, "cross1": 4 * small * small}
+        sizes |= {"cross0": 4 * numel} | ({} if batch.owners >= SPLIT_FROM else {"cross1": 4 * small * small})
     together = min(batch.count, batch_limit(numel, small, itemsize, not on_cpu))
-    return Counter({name: together * size for name, size in sizes.items()})
+    of_owners = _of_owners(small, batch.owners, together, memory.dtype) if batch.owners > 1 else {}
+    return Counter({name: together * size for name, size in sizes.items()} | of_owners)
+
+
+def _of_owners(small: int, owners: int, together: int, dtype: str) -> dict[str, int]:
+    """What several owners need beside: a part of a sum in fp32, and rows of a product, for one matrix at a time."""
+    sizes = {} if dtype == "fp32" else {"sum": 4 * min(together * small * small, SUM_ELEMENTS)}
+    if owners >= SPLIT_FROM:
+        sizes["rows"] = small * small // owners * DTYPES[dtype].itemsize
+        sizes |= {} if dtype == "fp32" else {"cross": 4 * min(small * small // owners, SUM_ELEMENTS)}
+    return sizes
 
 
 def demand_of(plan: Plan, method: Callable[[int, int], str], staged: bool = False) -> PartDemand:
     """That of the rank that has this plan."""
-    runs = [max((run.copy.numel for run in bucket.runs), default=0) for bucket in plan.buckets]
-    buckets = [Demand(sum(b.buffer_sizes), run, b.batches) for b, run in zip(plan.buckets, runs, strict=True)]
-    return PartDemand(buckets, plan.slots(staged), method)
+    copies = [[run.copy for run in bucket.runs] for bucket in plan.buckets]
+    longest = [max((copy.numel for copy in of_bucket), default=0) for of_bucket in copies]
+    grids = [max((copy.numel for copy in of_bucket if copy.rows > 1), default=0) for of_bucket in copies]
+    sizes = [sum(bucket.buffer_sizes) for bucket in plan.buckets]
+    batches = [bucket.batches for bucket in plan.buckets]
+    return PartDemand([*map(Demand, sizes, longest, grids, batches)], plan.slots(staged), method)
 
 
 def demands_by_rank(matrices: Round, world_size: int) -> list[Demand]:
@@ -125,16 +148,23 @@ def demands_by_rank(matrices: Round, world_size: int) -> list[Demand]:
     sizes = [sum(item.block.numel for item in own) for own in owned]
     if any(item.shard.placement.copies > 1 for _, item in matrices):
         buffers, runs = [sum(sizes)] * world_size, [max(item.block.numel for _, item in matrices)] * world_size
+        grids = [max(_longest_grid(item, 0) for _, item in matrices)] * world_size
     else:
-        others, runs = _others(owned, matrices)
+        others, runs, grids = _others(owned, matrices)
         buffers = [size + more for size, more in zip(sizes, others, strict=True)]
     batches = [tuple(batches_of(own)) for own in owned]
-    return [Demand(*demand) for demand in zip(buffers, runs, batches, strict=True)]
+    return [Demand(*demand) for demand in zip(buffers, runs, grids, batches, strict=True)]
 
 
-def _others(owned: Sequence[Sequence[PlacedBlock]], matrices: Round) -> tuple[list[int], list[int]]:
-    """By rank: elements to send and receive, and of the longest run."""
-    sent, received, longest = ([0] * len(owned) for _ in range(3))
+def _longest_grid(item: PlacedBlock, rank: int) -> int:
+    if item.block.stride == item.block.cols:
+        return 0
+    return max((piece.numel for piece in item.pieces(rank) if piece.rows > 1), default=0)
+
+
+def _others(owned: Sequence[Sequence[PlacedBlock]], matrices: Round) -> tuple[list[int], list[int], list[int]]:
+    """By rank: elements to send and receive, of the longest run, and of the longest one on a grid."""
+    sent, received, longest, grids = ([0] * len(owned) for _ in range(4))
     alike: dict[tuple[Block, int, int], tuple[PlacedBlock, list[int]]] = {}
     for owner, item in matrices:
         key = (item.block, item.shard.placement.origin, item.shard.placement.span)
@@ -144,6 +174,7 @@ def _others(owned: Sequence[Sequence[PlacedBlock]], matrices: Round) -> tuple[li
             held = item.held(rank)
             sent[rank] += len(owners) * held
             longest[rank] = max(longest[rank], held)
+            grids[rank] = max(grids[rank], _longest_grid(item, rank))
         for owner in owners:
             held = item.held(owner)
             sent[owner] -= held
@@ -151,4 +182,4 @@ def _others(owned: Sequence[Sequence[PlacedBlock]], matrices: Round) -> tuple[li
                 received[owner] += item.block.numel - held
             elif owner in item.holders[1:-1]:  # see sends_own_part
                 received[owner] += min(held, item.block.numel - held)
-    return [there + back for there, back in zip(sent, received, strict=True)], longest
+    return [there + back for there, back in zip(sent, received, strict=True)], longest, grids

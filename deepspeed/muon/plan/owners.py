@@ -14,18 +14,27 @@ from deepspeed.muon.plan.placement import PlacedBlock
 FEW_HOLDERS = 8
 
 
-def assign(items: Sequence[PlacedBlock], world_size: int, cost: CostModel) -> tuple[list[int], list[float]]:
-    """Owners of the matrices and loads of the ranks, in operations; the same on every rank.
+def assign(
+    items: Sequence[PlacedBlock], world_size: int, cost: CostModel, counts: Sequence[int] = ()
+) -> tuple[list[int], list[float]]:
+    """Owners of the matrices, of several the first one, and loads of the ranks, in operations; the same on every rank.
 
     Longest processing time first (Graham 1969), among the ranks that hold a part of the matrix: the heaviest matrix
     goes where it would be done earliest. An owner pays for the bytes that it must receive beyond those that the best
     owner must receive; the latter travel anyway. Then matrices leave the busiest rank while that shortens the step
     although all their bytes travel.
+
+    Args:
+        counts: of the owners of each matrix; by default 1. Matrices with several go first, to the set of ranks that
+            would be done earliest, and stay there.
     """
+    counts = counts or [1] * len(items)
     loads = _Loads(world_size)
     weights = [cost.flops(item.block.rows, item.block.cols) for item in items]
     owners, prices = [0] * len(items), [0.0] * len(items)
-    for index in sorted(range(len(items)), key=lambda i: (-weights[i], i)):
+    for count in sorted({*counts} - {1}, reverse=True):
+        _assign_to_sets(count, items, counts, cost, owners, loads)
+    for index in sorted((i for i, count in enumerate(counts) if count == 1), key=lambda i: (-weights[i], i)):
         missing = _candidates(items[index], loads.least())
         least = min(missing.values())
         price = {rank: weights[index] + cost.worth(elements - least) for rank, elements in missing.items()}
@@ -36,14 +45,40 @@ def assign(items: Sequence[PlacedBlock], world_size: int, cost: CostModel) -> tu
     return owners, loads.values
 
 
-def is_worth_sharing(items: Sequence[PlacedBlock], world_size: int, cost: CostModel) -> bool:
+def _assign_to_sets(
+    count: int,
+    items: Sequence[PlacedBlock],
+    counts: Sequence[int],
+    cost: CostModel,
+    owners: list[int],
+    loads: _Loads,
+) -> None:
+    """Those that have this number of owners, the most expensive first."""
+    price = {i: cost.price(*items[i].shape, count) for i, of_item in enumerate(counts) if of_item == count}
+    sets = [(max(loads.values[first : first + count]), first) for first in range(0, len(loads.values), count)]
+    heapq.heapify(sets)
+    for index in sorted(price, key=lambda i: (-price[i], i)):
+        load, owners[index] = sets[0]
+        heapq.heapreplace(sets, (load + price[index], owners[index]))
+        for rank in range(owners[index], owners[index] + count):
+            loads.add_fixed(rank, price[index])
+
+
+def is_worth_sharing(
+    items: Sequence[PlacedBlock], world_size: int, cost: CostModel, counts: Sequence[int] = (), is_set: bool = False
+) -> bool:
     """Whether ranks that all hold the same matrices finish earlier if each orthogonalizes some of them for all.
 
     Compares the operations of all matrices with those of the busiest owner plus the bytes of the others' results.
+    ``counts``: as :func:`assign` takes them. ``is_set``: whether the user or a checkpoint says them; several owners of
+    a matrix share it by definition.
     """
-    _, loads = assign(items, world_size, cost)
+    if is_set and max(counts, default=1) > 1:
+        return True
+    _, loads = assign(items, world_size, cost, counts)
     received = sum(item.block.numel for item in items) * cost.bytes_per_element * (world_size - 1) / world_size
-    return max(loads) + cost.flops_per_byte * received < sum(loads)
+    alone = sum(cost.flops(*item.shape) for item in items)
+    return max(loads) + cost.flops_per_byte * received < alone
 
 
 def _candidates(item: PlacedBlock, least: int) -> dict[int, int]:
@@ -84,6 +119,10 @@ class _Loads:
 
     def add(self, rank: int, price: float, index: int) -> None:
         bisect.insort(self.owned[rank], (price, index))
+        self._change(rank, price)
+
+    def add_fixed(self, rank: int, price: float) -> None:
+        """What no other rank can take over."""
         self._change(rank, price)
 
     def remove(self, rank: int, position: int) -> None:

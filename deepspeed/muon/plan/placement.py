@@ -91,16 +91,31 @@ class Rectangle(NamedTuple):
 
 @dataclass(frozen=True)
 class PlacedBlock:
-    """One matrix to orthogonalize, with the placement of its elements."""
+    """One matrix to orthogonalize, or a slice of it, with the placement of its elements.
+
+    ``whole``: the matrix that ``block`` is a slice of; ``None``: it is all of it.
+    """
 
     shard: Shard
     block: Block
+    whole: Block | None = None
 
     @property
     def name(self) -> str:
         """The parameter's name, with the index of the block's first element unless that is 0."""
         offset = self.block.offset
         return f"{self.shard.spec.name}[{offset}]" if offset else self.shard.spec.name
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the whole matrix."""
+        block = self.whole or self.block
+        return block.rows, block.cols
+
+    @property
+    def owners(self) -> int:
+        """How many ranks own the whole matrix together, each a slice."""
+        return self.whole.numel // self.block.numel if self.whole else 1
 
     @property
     def axis(self) -> int:
@@ -110,7 +125,7 @@ class PlacedBlock:
     @property
     def outputs(self) -> int:
         """How many it has."""
-        return (self.block.rows, self.block.cols)[self.axis]
+        return self.shape[self.axis]
 
     @cached_property
     def parts(self) -> tuple[Rectangle, ...]:

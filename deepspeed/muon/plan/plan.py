@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import groupby, zip_longest
+from operator import attrgetter
 from typing import NamedTuple
 
-from deepspeed.muon.matrices.block import Piece
+from deepspeed.muon.matrices.block import Block, Piece
 from deepspeed.muon.plan.cost import CostModel
 from deepspeed.muon.plan.owners import assign
-from deepspeed.muon.plan.placement import PlacedBlock, Shard
+from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard
+from deepspeed.muon.plan.slices import sliced
 
 #: The matrices of one bucket, each with its owner.
 Round = list[tuple[int, PlacedBlock]]
@@ -60,7 +62,7 @@ class Run:
         copy: from that tensor to the bucket's matrices if ``in_place``, else to the send buffer.
         in_place: whether they are written straight into the matrices. That needs this rank to own the block and the
             elements to be contiguous in it; columns of an own block travel through the send buffer.
-        shape: of the block.
+        shape: of the whole matrix.
         draws: the name under which their random numbers are drawn, and the index of the first one. Numbers belong to
             the elements of the matrix. Columns are not contiguous in it and have numbers of their own.
     """
@@ -75,18 +77,28 @@ class Run:
 
 @dataclass(frozen=True)
 class Batch:
-    """Matrices of one shape, adjacent in the bucket's matrices from ``start`` on; ``axis``: of their outputs."""
+    """Matrices of one shape, or slices of such, adjacent in the bucket's matrices from ``start`` on.
+
+    ``axis``: of their outputs. ``shape``: of the whole matrices. ``owners``: ranks that have a slice of each.
+    """
 
     start: int
     rows: int
     cols: int
     axis: int
     names: tuple[str, ...]
+    shape: tuple[int, int]
+    owners: int = 1
 
     @property
     def count(self) -> int:
         """How many there are."""
         return len(self.names)
+
+    @property
+    def gram_axis(self) -> int:
+        """The shorter axis of the whole matrices."""
+        return int(self.shape[0] > self.shape[1])
 
 
 @dataclass(frozen=True)
@@ -134,13 +146,15 @@ class Bucket:
 class Plan:
     """All rounds of one partition and their cost.
 
-    ``is_tight``: whether a matrix is larger than a bucket on an accelerator, so that fewer are in flight.
+    ``owners``: of each matrix, of several the first one; ``counts``: how many each has. ``is_tight``: whether a matrix
+    is larger than a bucket on an accelerator, so that fewer are in flight.
     """
 
     rank: int
     world_size: int
     buckets: tuple[Bucket, ...]
     owners: tuple[int, ...]
+    counts: tuple[int, ...]
     loads: tuple[float, ...]
     moved_elements: int
     is_tight: bool
@@ -157,6 +171,11 @@ class Plan:
     def is_replicated(self) -> bool:
         """Whether every rank holds every matrix."""
         return any(bucket.replicated for bucket in self.buckets)
+
+    @cached_property
+    def set_sizes(self) -> list[int]:
+        """The numbers of owners that matrices have, where these are several."""
+        return sorted({*self.counts} - {1})
 
     def slots(self, staged: bool) -> int:
         """The most buckets in flight; ``staged``: copied between host and accelerator."""
@@ -175,7 +194,12 @@ def slot_count(travels: bool, replicated: bool, tight: bool) -> int:
 
 
 def make_plan(
-    shards: Sequence[Shard], rank: int, world_size: int, cost: CostModel, bucket_bytes: int | None = None
+    shards: Sequence[Shard],
+    rank: int,
+    world_size: int,
+    cost: CostModel,
+    bucket_bytes: int | None = None,
+    counts: Sequence[int] = (),
 ) -> Plan:
     """Plan one partition from the view of ``rank``.
 
@@ -184,34 +208,45 @@ def make_plan(
         cost: weighs Newton-Schulz against the exchange.
         bucket_bytes: the most bytes of one owner's matrices in one bucket, or of all owners' where every rank receives
             all results; by default as :func:`bucket_limit` chooses.
+        counts: of the owners of each matrix, as :func:`deepspeed.muon.plan.slices.counts_of`; by default 1.
     """
     items = [PlacedBlock(shard, block) for shard in shards for block in shard.spec.blocks]
-    owners, loads = assign(items, world_size, cost)
-    moved = sum(item.block.numel for item, owner in zip(items, owners, strict=True) if owner not in item.holders)
+    counts = counts or [1] * len(items)
+    owners, loads = assign(items, world_size, cost, counts)
+    owned = owned_by(items, owners, counts)
+    moved = sum(item.block.numel for owner, item in owned if owner not in item.holders)
     copies = max((shard.placement.copies for shard in shards), default=1)
     limit = bucket_limit(items, world_size, copies, cost, bucket_bytes)
-    rounds = rounds_of(items, owners, world_size, limit)
+    rounds = rounds_of(owned, world_size, limit)
     return Plan(
         rank=rank,
         world_size=world_size,
         buckets=tuple(_bucket(matrices, rank, world_size) for matrices in rounds),
         owners=tuple(owners),
+        counts=tuple(counts),
         loads=tuple(loads),
         moved_elements=moved,
-        is_tight=is_tight(items, limit, cost),
-        digest=_digest(items, owners, rounds),
+        is_tight=is_tight(owned, limit, cost),
+        digest=_digest(items, owners, counts, rounds),
     )
 
 
-def rounds_of(items: list[PlacedBlock], owners: list[int], world_size: int, limit: int) -> list[Round]:
+def owned_by(items: Sequence[PlacedBlock], owners: Sequence[int], counts: Sequence[int]) -> Round:
+    """Every matrix, or each slice of one with several owners, with its owner."""
+    found = zip(items, owners, counts, strict=True)
+    return [(first + k, part) for item, first, count in found for k, part in enumerate(sliced(item, count))]
+
+
+def rounds_of(owned: Round, world_size: int, limit: int) -> list[Round]:
     """Cut each owner's matrices, equal shapes together, into chunks of at most ``limit`` elements.
 
-    Round k holds every owner's k-th chunk, in the same order on all ranks.
+    Round k holds every owner's k-th chunk, in the same order on all ranks. Matrices with most owners come first, so
+    that all owners of one have it in the same round, at the same place among the others that they share.
     """
     rounds: list[Round] = []
     filled, chunk = [0] * world_size, [0] * world_size
-    for index in sorted(range(len(items)), key=lambda i: (owners[i], *_kind(items[i]), i)):
-        owner, item = owners[index], items[index]
+    for index in sorted(range(len(owned)), key=lambda i: (owned[i][0], *_kind(owned[i][1]), i)):
+        owner, item = owned[index]
         if filled[owner] and filled[owner] + item.block.numel > limit:
             chunk[owner] += 1
             filled[owner] = 0
@@ -222,14 +257,14 @@ def rounds_of(items: list[PlacedBlock], owners: list[int], world_size: int, limi
     return rounds
 
 
-def _kind(item: PlacedBlock) -> tuple[int, int, int]:
-    """Equal for matrices that one batch can hold; the largest matrices come first."""
-    return -item.block.numel, item.block.rows, item.axis
+def _kind(item: PlacedBlock) -> tuple[int, ...]:
+    """Equal for matrices that one batch can hold; those of most owners, and of these the largest, come first."""
+    return -item.owners, -item.block.numel, item.block.rows, *item.shape, item.axis
 
 
-def is_tight(items: Iterable[PlacedBlock], limit: int, cost: CostModel) -> bool:
+def is_tight(owned: Round, limit: int, cost: CostModel) -> bool:
     """Whether a matrix is larger than a bucket where memory is scarce: on an accelerator."""
-    return cost.device_type != "cpu" and any(item.block.numel > limit for item in items)
+    return cost.device_type != "cpu" and any(item.block.numel > limit for _, item in owned)
 
 
 def _bucket(items: Round, rank: int, world_size: int) -> Bucket:
@@ -241,7 +276,7 @@ def _bucket(items: Round, rank: int, world_size: int) -> Bucket:
     incoming: list[list[tuple[int, Piece]]] = [[] for _ in range(world_size)]
     matrices = send_at = 0
     for owner, item in items:
-        mine, shape = owner == rank, (item.block.rows, item.block.cols)
+        mine, shape = owner == rank, item.shape
         for piece in item.pieces(rank):
             in_place = mine and piece.is_contiguous and not sends_own
             at = matrices + piece.at if in_place else send_at
@@ -349,18 +384,19 @@ def batches_of(items: Iterable[PlacedBlock]) -> Iterator[Batch]:
     for _, group in groupby(items, key=_kind):
         alike = list(group)
         block = alike[0].block
-        yield Batch(start, block.rows, block.cols, alike[0].axis, tuple(item.name for item in alike))
+        first, names = alike[0], tuple(item.name for item in alike)
+        yield Batch(start, block.rows, block.cols, first.axis, names, first.shape, first.owners)
         start += len(alike) * block.numel
 
 
-def _digest(items: list[PlacedBlock], owners: list[int], rounds: list[Round]) -> str:
+def _digest(items: list[PlacedBlock], owners: list[int], counts: Sequence[int], rounds: list[Round]) -> str:
     """A hash of all that the ranks must agree on."""
-    text = hashlib.sha256()
-    for item, owner in zip(items, owners, strict=True):
-        places = [(p.placement.origin, p.placement.span, p.placement.base) for p in item.parts]
-        text.update(f"{item.shard.spec.name}{astuple(item.block)}{places} {owner};".encode())
-    text.update(str([len(r) for r in rounds]).encode())
-    return text.hexdigest()[:16]
+    of_block, of_placement = (attrgetter(*(each.name for each in fields(kind))) for kind in (Block, Placement))
+    facts = [
+        (item.shard.spec.name, of_block(item.block), [of_placement(p.placement) for p in item.parts], owner, count)
+        for item, owner, count in zip(items, owners, counts, strict=True)
+    ]
+    return hashlib.sha256(f"{facts}{[len(r) for r in rounds]}".encode()).hexdigest()[:16]
 
 
 #: The most bytes of matrices that one owner takes in one bucket; a larger matrix has a bucket to itself. An accelerator

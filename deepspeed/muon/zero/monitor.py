@@ -71,9 +71,12 @@ class Recorder:
 
     def __init__(self, optimizer: MuonWithAuxAdam) -> None:
         self._optimizer = optimizer
+        #: By label, those that one rank has whole.
         self._matrices: dict[str, list[str]] = {}
-        for item in (item for partition in optimizer.partitions for item in partition.blocks):
-            self._matrices.setdefault(label(item.shard.spec.name), []).append(item.name)
+        for partition, plan in zip(optimizer.partitions, optimizer.plans, strict=True):
+            for item, owners in zip(partition.blocks, plan.counts, strict=True):
+                found = self._matrices.setdefault(label(item.shard.spec.name), [])
+                found += [item.name] if owners == 1 else []
         #: Of all stages of a pipeline.
         self._labels = union(self._matrices)
         self._layers = union(optimizer.qk_clip.layers if optimizer.qk_clip else ())
@@ -121,7 +124,7 @@ class Recorder:
             return Sample()
         stride = next((n for n in range(round(0.618 * count), count) if math.gcd(n, count) == 1), 1)
         name = self._labels[turn * stride % count]
-        matrices = self._matrices.get(name, [""])  # none in another stage of a pipeline
+        matrices = self._matrices.get(name) or [""]  # none in another stage of a pipeline
         return Sample(name, matrices[turn // count % len(matrices)])
 
     def _summed(self, stats: StepStats, sample: Sample) -> dict[str, float]:

@@ -39,7 +39,7 @@ def of_engine(engine: Any, exclude_frozen: bool = False) -> dict[str, Any]:
     optimizer: MuonWithAuxAdam = engine.basic_optimizer
     names = {"matrices": sorted(matrices(optimizer))}
     groups = [group | names if group["use_muon"] else group for group in optimizer.param_groups]
-    kept = ("use_muon", "ns_choice", "ns_methods", "matrices")
+    kept = ("use_muon", "ns_choice", "ns_methods", "owner_counts", "matrices")
     return {
         "stage": engine.zero_optimization_stage(),
         "wrapper": engine.muon_adapter.CLASS,
@@ -272,7 +272,7 @@ def settings_of(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[st
     settings = {key: value for key, value in saved.items() if key not in (*OWN, "params", "matrices", "blocks")}
     for key, value in settings.items():
         here = current.get(key, value)
-        if key not in ("lr", "initial_lr", "ns_choice", "ns_methods", SAVED) and value != here:
+        if key not in ("lr", "initial_lr", "ns_choice", "ns_methods", "owner_counts", SAVED) and value != here:
             change = f"{key} = {value} from the checkpoint; the config has {here}"
             logger.warning("deepspeed-muon: group %s goes on with %s", current.get("name"), change)
     return {key: value for key, value in current.items() if key != "params"} | settings

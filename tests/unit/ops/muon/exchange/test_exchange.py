@@ -29,8 +29,8 @@ def in_small_buckets(bucket_bytes: int, device_type: str = "cpu", **config: Any)
 
     plans, originals = [], (optimizer.make_plan, optimizer.is_worth_sharing)
 
-    def make_plan(shards: Any, rank: int, world_size: int, cost: Any, limit: int | None) -> Any:
-        made = originals[0](shards, rank, world_size, dataclasses.replace(cost, device_type=device_type), limit)
+    def make_plan(shards: Any, rank: int, world_size: int, cost: Any, *more: Any) -> Any:
+        made = originals[0](shards, rank, world_size, dataclasses.replace(cost, device_type=device_type), *more)
         plans.append(made)
         return made
 

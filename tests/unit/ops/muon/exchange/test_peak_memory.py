@@ -115,7 +115,20 @@ def test_a_copy_is_counted_where_the_dtypes_differ() -> None:
     from deepspeed.muon.plan.memory import Demand, PartDemand
     from deepspeed.muon.plan.plan import Batch
 
-    part = PartDemand([Demand(3000, 100, (Batch(0, 20, 50, 0, ("w",)),))], 3, lambda rows, cols: "standard")
+    part = PartDemand(
+        [Demand(3000, 100, 0, (Batch(0, 20, 50, 0, ("w",), (20, 50)),))], 3, lambda rows, cols: "standard"
+    )
     same, wider = (peak([part], Memory(wire="bf16", dtype=dtype, device_type="cuda")) for dtype in ("bf16", "fp32"))
     assert same == (6000, 2 * 1000 + 2 * 2 * 400 + 2 * 4 * 20)  # two matrices and their diagonals
     assert wider == (6000, 2 * 4 * 1000 + 2 * 4 * 400)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("kernels", "ns_dtype"), [("torch", "bf16"), ("auto", "fp32")])
+@pytest.mark.parametrize("method", ["standard", "gram"])
+def test_the_prediction_knows_several_owners(method: str, kernels: str, ns_dtype: str, world: int) -> None:
+    params = {"ns_method": method, "kernels": kernels, "ns_dtype": ns_dtype, "owners_per_matrix": world}
+    found = run(measured, world, shapes=[(512, 2048)] * 2, params=params, device_type="cpu", stage=3, dtype="bf16")
+    for predicted, held, *_ in found:
+        assert 0.9 * held <= predicted <= 1.1 * held

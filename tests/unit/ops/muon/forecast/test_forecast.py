@@ -122,7 +122,7 @@ def test_the_memory_of_all_ranks_is_that_of_the_plans(
 ) -> None:
     """Exactly where each bucket of an owner holds one matrix, else no less."""
     halves, layout = [group(shapes, split)], Layout(stage, world_size, sub_group, alignment=alignment)
-    found = estimate(halves, layout, STEPS, GPU, bucket_bytes)
+    found = estimate(halves, layout, parse({"bucket_bytes": bucket_bytes} if bucket_bytes else {}), GPU)
     parts: list[list[Any]] = [[] for _ in range(world_size)]
     for step, part in zip(found.costs, lay_out(halves, layout), strict=True):
         cost = counted_cost("auto", STEPS, "bf16", 2, "cuda")
@@ -197,12 +197,16 @@ def test_stage_3_sends_no_less_than_the_formula(world_size: int) -> None:
 
 GPU = Memory(wire="bf16", dtype="bf16", device_type="cuda")
 MACHINE = Machine(
-    tflops=2.0, muon_ns=3.0, adamw_ns=5.0, run_us=11.0, network=Network(gbs=0.5, latency_us=7.0, message_us=3.0)
+    tflops=2.0,
+    muon_ns=3.0,
+    adamw_ns=5.0,
+    run_us=11.0,
+    network=Network(gbs=0.5, latency_us=7.0, message_us=3.0, near_gbs=2.0, near_latency_us=1.0),
 )
 
 
 def test_stage_0_sends_nothing_and_repeats_newton_schulz() -> None:
-    found = estimate([group([(8, 8), (8, 16)])], Layout(0, 4), STEPS, GPU)
+    found = estimate([group([(8, 8), (8, 16)])], Layout(0, 4), parse({}), GPU)
     facts = per_rank(found)
     assert facts["sent_bytes"] == {"mean": 0.0, "max": 0.0, "least_mean": 0.0}
     gflop = facts["newton_schulz_gflop"]
@@ -212,7 +216,7 @@ def test_stage_0_sends_nothing_and_repeats_newton_schulz() -> None:
 
 def test_each_part_waits_for_its_own_busiest_rank() -> None:
     """Each of two ranks does all of one part: nobody has more work, and yet a step takes twice the mean."""
-    found = estimate([group([(8, 8)]), group([(8, 8)])], Layout(3, 2), STEPS, GPU)
+    found = estimate([group([(8, 8)]), group([(8, 8)])], Layout(3, 2), parse({}), GPU)
     first, second = found.costs
     costs = [dataclasses.replace(first, flops=[6.0, 0.0]), dataclasses.replace(second, flops=[0.0, 6.0])]
     assert per_rank(dataclasses.replace(found, costs=costs))["imbalance"] == 2.0
@@ -222,7 +226,7 @@ def test_milliseconds_follow_the_machine() -> None:
     """Elementwise passes, then the longer of the other two and one round's share of the shorter."""
     muon = group([(8192, 8192)] * 4)
     adamw = Half(use_muon=False, specs=(MatrixSpec("e", (10, 10), False, "test"),))
-    found = estimate([muon, adamw], Layout(3, 2), STEPS, GPU)
+    found = estimate([muon, adamw], Layout(3, 2), parse({}), GPU)
     (cost,) = found.costs
     step = milliseconds(found, MACHINE)
     assert step["elementwise"] == pytest.approx((cost.part.numel * 3 + 50 * 5) / 1e6 + 4 * 11e-3)
@@ -234,7 +238,7 @@ def test_milliseconds_follow_the_machine() -> None:
 
 
 def test_without_a_network_there_is_no_exchange_and_no_total() -> None:
-    found = estimate([group([(8, 8)])], Layout(3, 2), STEPS, GPU)
+    found = estimate([group([(8, 8)])], Layout(3, 2), parse({}), GPU)
     unknown = milliseconds(found, dataclasses.replace(MACHINE, network=None))
     assert unknown == {name: milliseconds(found, MACHINE)[name] for name in ("elementwise", "newton_schulz")}
 

@@ -3,6 +3,8 @@
 
 import itertools
 import math
+import random
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -12,15 +14,19 @@ from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.plan.cost import CostModel
 from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard
 from deepspeed.muon.plan.plan import Plan, bucket_limit, make_plan
+from deepspeed.muon.plan.slices import counts_for, is_sliceable, sliced
 from helpers.plans import COST, all_to_all, flat_layout, part_layout, places, specs, spread
 
 
-def simulate(shards: list[Shard], size: int, world_size: int, bucket_bytes: int) -> list[Plan]:
+def simulate(
+    shards: list[Shard], size: int, world_size: int, bucket_bytes: int, counts: Sequence[int] = ()
+) -> list[Plan]:
     """Carry numbered elements through the plans of all ranks, there and back, as the exchange would.
 
-    Checks that owners see each matrix whole and in order, and that each rank gets back what it sent, in place.
+    Checks that owners see each matrix, or slice of one with several, whole and in order, and that each rank gets back
+    what it sent, in place.
     """
-    plans = [make_plan(shards, rank, world_size, COST, bucket_bytes) for rank in range(world_size)]
+    plans = [make_plan(shards, rank, world_size, COST, bucket_bytes, counts) for rank in range(world_size)]
     assert len({plan.digest for plan in plans}) == 1
     assert len({len(plan.buckets) for plan in plans}) == 1
     tensors = [filled(shards, rank, size) for rank in range(world_size)]
@@ -51,9 +57,28 @@ def simulate(shards: list[Shard], size: int, world_size: int, bucket_bytes: int)
                 for place, at in places(run):
                     result[place] = box[at]
     assert returned == tensors
-    wanted = [[(shard.spec.name, e) for _, _, e in elements(block)] for shard in shards for block in shard.spec.blocks]
+    items = [PlacedBlock(shard, block) for shard in shards for block in shard.spec.blocks]
+    parts = [part for item, n in zip(items, counts or [1] * len(items), strict=True) for part in sliced(item, n)]
+    wanted = [[(part.shard.spec.name, e) for _, _, e in elements(part.block)] for part in parts]
     assert sorted(seen) == sorted(wanted)
+    check_that_owners_meet(plans)
     return plans
+
+
+def check_that_owners_meet(plans: list[Plan]) -> None:
+    """All owners of a matrix have its slices in the same bucket, after the same others that they share."""
+    for count in {count for plan in plans for count in plan.counts} - {1}:
+        for first in range(0, len(plans), count):
+            met = [
+                [
+                    (number, batch.shape, batch.count)
+                    for number, bucket in enumerate(plan.buckets)
+                    for batch in bucket.batches
+                    if batch.owners >= count
+                ]
+                for plan in plans[first : first + count]
+            ]
+            assert all(of_rank == met[0] for of_rank in met)
 
 
 def elements(block: Block) -> list[tuple[int, int, int]]:
@@ -105,6 +130,25 @@ def check(
 
 test_every_element_travels_once_there_and_once_back = settings(max_examples=150, deadline=None)(plans(check))
 test_many_random_plans = pytest.mark.full(settings(max_examples=5000, deadline=None)(plans(check)))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.sampled_from([(8, 16), (16, 8), (24, 8), (8, 8), (12, 24), (5, 7)]), min_size=1, max_size=8),
+    st.sampled_from([2, 3, 4, 6, 8, 12]),
+    st.integers(2, 400),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 10**6),
+)
+def test_slices_travel_as_whole_matrices_do(
+    shapes: list[tuple[int, int]], world_size: int, bucket_bytes: int, by_part: bool, split: bool, seed: int
+) -> None:
+    items = specs(shapes, split)
+    shards, size = part_layout(items, world_size) if by_part else flat_layout(items, world_size)
+    chosen, blocks = random.Random(seed), [block for shard in shards for block in shard.spec.blocks]
+    counts = [chosen.choice([n for n in counts_for(world_size) if is_sliceable(block, n)]) for block in blocks]
+    simulate(shards, size, world_size, bucket_bytes, counts)
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operations of Newton-Schulz on a slice of a matrix, whose other slices neighbouring ranks have.
+
+With X = [X_1 ... X_k], X X^T is the sum of the X_j X_j^T, and P X is [P X_1 ... P X_k]: each rank squares and
+multiplies its own slice. What belongs to the whole matrix, its norm and its Gram matrix, is added up, and is equal on
+all ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.muon.kernels import reference
+from deepspeed.muon.kernels.table import PLAIN, Operations, Scalars, Symmetric
+from deepspeed.muon.kernels.workspace import Workspace
+from deepspeed.muon.math.newton_schulz import SPLIT_FROM
+from deepspeed.muon.plan.memory import SUM_ELEMENTS
+
+
+def set_of(group: Any, size: int) -> Any:
+    """The process group of the ``size`` neighbours in ``group`` to which this rank belongs.
+
+    All of them make it together, at the first call, while no other collective is under way.
+    """
+    ranks = torch.distributed.get_process_group_ranks(group)
+    first = torch.distributed.get_rank(group) // size * size
+    if size == len(ranks):
+        return group
+    return _group_of(torch.distributed.group.WORLD, tuple(ranks[first : first + size]))
+
+
+@functools.cache
+def _group_of(world: Any, ranks: tuple[int, ...]) -> Any:
+    # Once per set of ranks: torch names such groups by their ranks, and a second of one name does not come about.
+    return torch.distributed.new_group(list(ranks), use_local_synchronization=True)
+
+
+def neighbours(group: Any) -> int:
+    """How many neighbouring ranks of a group share a node, by ``LOCAL_WORLD_SIZE`` of the launcher; the same on all."""
+    ranks, on_node = torch.distributed.get_process_group_ranks(group), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    nodes = [rank // on_node for rank in ranks]
+    sizes = range(len(ranks), 0, -1)
+    return next(n for n in sizes if all(len({*nodes[i : i + n]}) == 1 for i in range(0, len(nodes), n)))
+
+
+@dataclass(frozen=True)
+class OwnerSet:
+    """The owners of some matrices, called by all of them together, in the same order.
+
+    Args:
+        group: their process group.
+        size: how many there are.
+        run: launches a collective, which returns a handle, and waits for it.
+    """
+
+    group: Any
+    size: int
+    run: Callable[[Callable[[], Any]], None]
+
+    def operations(self, kernels: Operations) -> Operations:
+        """``kernels`` for a slice."""
+        ours = replace(kernels, normalize=self._normalize, square=functools.partial(self._square, kernels))
+        if self.size < SPLIT_FROM:
+            return ours
+        return replace(ours, product=functools.partial(self._product, kernels), in_place=True)
+
+    def _normalize(self, x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:
+        """As :func:`deepspeed.muon.kernels.reference.normalize`, by the norm of the whole matrix."""
+        sizes = torch.stack([torch.stack(reference.magnitude(matrix)) for matrix in x])
+        found = torch.empty(self.size, *sizes.shape, device=x.device)
+        self._gather(found, sizes)
+        exponents, lengths = found.unbind(-1)
+        exponent = exponents.amax(dim=0)
+        length = torch.linalg.vector_norm(lengths * torch.exp2(exponents - exponent), dim=0)
+        # The slice has its own power of two by now.
+        factors = torch.where(length == 0, 1.0, torch.exp2(sizes[:, 0] - exponent) * norm / length)
+        return torch.mul(x, factors.view(-1, 1, 1), out=out)
+
+    def _square(self, kernels: Operations, x: Tensor, out: Symmetric, work: Workspace) -> None:
+        kernels.square(x, out, work)
+        for part in out.rest.view(-1).split(SUM_ELEMENTS):
+            wide = part
+            if part.dtype != torch.float32:
+                wide = work.get("sum", tuple(part.shape), torch.float32, part.device).copy_(part)
+            self._add(wide)
+            if wide is not part:
+                part.copy_(wide)
+        if not out.is_whole:
+            self._add(out.diagonal)
+
+    def _product(
+        self, kernels: Operations, a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, by: Scalars = PLAIN
+    ) -> None:
+        """Some rows on each rank. B is symmetric, so these rows of B A are those of A B.
+
+        ``out`` may be A or B: it is written once this rank needs neither any more.
+        """
+        count = out.rest.size(-1) // self.size
+        first = torch.distributed.get_rank(self.group) * count
+        mine = slice(first, first + count)
+        for one_a, one_b, one_out in zip(_each(a), _each(b), _each(out), strict=True):
+            rows = work.get("rows", (1, count, out.rest.size(-1)), out.rest.dtype, out.rest.device)
+            kernels.multiply(one_a, one_b.rest[:, mine].mT, rows.mT, work)
+            parts = max(1, SUM_ELEMENTS // rows.size(-1))
+            diagonals = [
+                _complete(part, one_a, one_b, slice(start, start + part.size(1)), by, work)
+                for start, part in zip(range(first, first + count, parts), rows.split(parts, dim=1), strict=True)
+            ]
+            self._gather(one_out.rest, rows)
+            if not out.is_whole:
+                self._gather(one_out.diagonal, torch.cat(diagonals, dim=1))
+
+    def _add(self, tensor: Tensor) -> None:
+        from deepspeed import comm  # type: ignore[attr-defined]
+
+        self.run(functools.partial(comm.all_reduce, tensor, group=self.group, async_op=True))
+
+    def _gather(self, into: Tensor, part: Tensor) -> None:
+        from deepspeed import comm  # type: ignore[attr-defined]
+
+        flat = into.view(-1), part.contiguous().view(-1)
+        self.run(functools.partial(comm.all_gather_into_tensor, *flat, group=self.group, async_op=True))
+
+
+def _each(matrices: Symmetric) -> list[Symmetric]:
+    return [Symmetric(*parts) for parts in zip(matrices.rest.split(1), matrices.diagonal.split(1), strict=True)]
+
+
+def _complete(rows: Tensor, a: Symmetric, b: Symmetric, mine: slice, by: Scalars, work: Workspace) -> Tensor:
+    """Turn ``rows``, which are A times the ``rest`` of B, into those of ``alpha A B + beta A + shift I``.
+
+    Returns:
+        The same part of its diagonal, where that is apart.
+    """
+    alpha, beta, shift = by
+    of_a, on_diagonal = a.rest[:, mine], rows.diagonal(offset=mine.start, dim1=-2, dim2=-1)
+    if a.is_whole:
+        rows.mul_(alpha).add_(of_a, alpha=beta)
+        on_diagonal.add_(shift)
+        return a.diagonal
+    wide = work.get("cross", tuple(rows.shape), torch.float32, rows.device)
+    torch.sum(wide.copy_(of_a).mul_(b.rest[:, mine]), dim=-1, out=(diagonal := torch.empty_like(a.diagonal[:, mine])))
+    diagonal.addcmul_(a.diagonal[:, mine], b.diagonal[:, mine]).mul_(alpha).add_(a.diagonal[:, mine], alpha=beta)
+    wide.copy_(of_a).mul_((b.diagonal[:, mine] * alpha + beta).unsqueeze(-1))
+    rows.copy_(wide.add_(rows, alpha=alpha))
+    on_diagonal.zero_()
+    return diagonal.add_(shift)

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matrices with several owners: the update of one owner, at every stage, and with everything that surrounds it."""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers import tensor_parallel
+from helpers.distributed import RankError, run
+from helpers.engine_state import differing, snapshot
+from helpers.parity import update_error
+from helpers.records import of_parameters, records, sections
+from helpers.training import MOMENTA, PARAMS, FixedGradients, ds_config, fp32_weights, make_engine
+
+#: Of matrices that two, three and four ranks can share; the last one none can.
+SHAPES = [(24, 48), (48, 24), (36, 36), (60, 24), (24, 48), (25, 35)]
+#: Blocks of rows and of columns, whose slices are not contiguous.
+BLOCKS = {"muon_split": {"layers.0": {"sizes": [24, 24], "axis": 1}, "layers.1": [24, 24]}}
+
+
+@contextmanager
+def counts_by_shape(counts: dict[tuple[int, int], int] | None) -> Iterator[None]:
+    """Plan with these numbers of owners; `None`: with those that the planner chooses."""
+    from deepspeed.muon import optimizer
+
+    original = optimizer.counts_of
+    if counts is not None:
+        optimizer.counts_of = lambda items, *args: [counts[item.shape] for item in items]
+    try:
+        yield
+    finally:
+        optimizer.counts_of = original
+
+
+def engine_with(owners: int | None, params: dict[str, Any] | None = None, seed: int = 0, **config: Any) -> Any:
+    """An engine of given gradients whose weights depend on the seed."""
+    net = FixedGradients(SHAPES)
+    for param in net.parameters():
+        param.data.add_(seed)
+    section = {"type": "Muon", "params": PARAMS | {"owners_per_matrix": owners} | (params or {})}
+    return make_engine(net, ds_config(optimizer=section, **config))
+
+
+def step(engine: Any, number: int, change: Callable[[list[Tensor]], Any] = lambda gradients: None) -> None:
+    gradients = engine.module.gradients(number)
+    change(gradients)
+    engine.backward(engine(gradients))
+    engine.step()
+
+
+def train(
+    owners: int | None, steps: int = 3, counts: dict[tuple[int, int], int] | None = None, **config: Any
+) -> tuple[dict[str, Tensor], list[int]]:
+    """The change of the weights by given gradients, and the numbers of owners of the matrices."""
+    with counts_by_shape(counts):
+        engine = engine_with(owners, **config)
+    initial = dict(FixedGradients(SHAPES).named_parameters())
+    for number in range(steps * config.get("accumulation", 1)):
+        step(engine, number)
+    weights = fp32_weights(engine)
+    found = [count for plan in engine.basic_optimizer.plans for count in plan.counts]
+    engine.destroy()
+    return {name: weights[name] - initial[name].detach() for name in initial}, found
+
+
+# ---- equal to one owner ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize(("stage", "offload"), [(0, False), *((s, o) for s in (1, 2, 3) for o in (False, True))])
+def test_equal_to_one_owner(stage: int, offload: bool, world: int) -> None:
+    how = {"stage": stage, "clip": 0.0, "offload": offload, "accumulation": 2 if offload else 1}
+    alone, counts = run(train, world, owners=1, **how)[0]
+    assert {*counts} == {1}
+    for update, counts in run(train, world, owners=world, **how):
+        assert counts == [world] * 5 + [1]
+        assert 0 < update_error(update, alone) <= 1e-5
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_blocks_are_sliced_too(stage: int) -> None:
+    how = {"stage": stage, "clip": 0.0, "params": BLOCKS}
+    alone, _ = run(train, 2, owners=1, **how)[0]
+    for update, counts in run(train, 2, owners=2, **how):
+        assert counts == [2] * 7 + [1]
+        assert update_error(update, alone) <= 1e-5
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_sets_of_four_two_and_one(stage: int) -> None:
+    """The smaller sets lie within the larger ones; nobody waits for a rank that waits for him."""
+    counts = {(24, 48): 4, (48, 24): 2, (36, 36): 2, (60, 24): 4, (25, 35): 1}
+    how = {"stage": stage, "clip": 0.0, "params": {"bucket_bytes": 2000}}
+    alone, _ = run(train, 4, owners=1, **how)[0]
+    for update, found in run(train, 4, owners=None, counts=counts, **how):
+        assert found == [counts[shape] for shape in SHAPES]
+        assert update_error(update, alone) <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_a_rounded_momentum(dtype: str) -> None:
+    """Random numbers belong to the slices, so the rounding is another one."""
+    how = {"stage": 3, "clip": 0.0}
+    alone, _ = run(train, 2, owners=1, params=MOMENTA[dtype]["params"], **how)[0]
+    for update, _ in run(train, 2, owners=2, params=MOMENTA[dtype]["params"] | {"owners_per_matrix": 2}, **how):
+        assert 0 < update_error(update, alone) <= 0.05
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.full), 3])
+def test_matrices_that_tensor_parallelism_cut(stage: int) -> None:
+    """Two ranks have a part of each, and each orthogonalizes a slice of each."""
+    optimizers = [{"type": "Muon", "params": PARAMS | {"owners_per_matrix": n}} for n in (1, 2)]
+    net = {name: p.detach() for name, p in tensor_parallel.model("llama").named_parameters()}
+    alone, several = (
+        run(tensor_parallel.train, 2, name="llama", tp=2, steps=3, stage=stage, optimizer=optimizer)[0]
+        for optimizer in optimizers
+    )
+    for name, initial in net.items():
+        assert (several[name] - alone[name]).norm() <= 1e-3 * (alone[name] - initial).norm(), name
+    assert any(not torch.equal(several[name], alone[name]) for name in net)
+
+
+def record(folder: str, owners: int) -> None:
+    section = sections(folder, 1, {"owners_per_matrix": owners})
+    engine = make_engine(FixedGradients(SHAPES), ds_config(stage=3, clip=0.0, **section))
+    for number in range(len(SHAPES)):
+        step(engine, number)
+    engine.destroy()
+
+
+def test_records_are_those_of_whole_matrices(tmp_path: Path) -> None:
+    """Singular values are known of the one matrix that no ranks share."""
+    for owners in (1, 2):
+        run(record, 2, folder=str(tmp_path / str(owners)), owners=owners)
+    alone, several = (of_parameters(records(tmp_path / str(owners))) for owners in (1, 2))
+    measured = {name for name in several if name.startswith("orthogonality_error")}
+    assert len(measured) == 1 and len([name for name in alone if name.startswith("orthogonality_error")]) == 6
+    for name in several:
+        assert dict(several[name]) == pytest.approx(dict(alone[name]), rel=1e-4), name
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------
+
+
+def save_and_go_on(folder: str, owners: int | None, **config: Any) -> dict[str, Tensor]:
+    engine = engine_with(owners, **config)
+    step(engine, 0)
+    engine.save_checkpoint(folder)
+    step(engine, 1)
+    found = snapshot(engine)
+    engine.destroy()
+    return found
+
+
+def resume(folder: str, owners: int | None, **config: Any) -> tuple[dict[str, Tensor], dict[int, int]]:
+    engine = engine_with(owners, seed=1, **config)
+    assert engine.load_checkpoint(folder)[0] is not None
+    step(engine, 1)
+    found = snapshot(engine), dict(Counter(n for plan in engine.basic_optimizer.plans for n in plan.counts))
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.full), 3])
+def test_a_resumed_run_keeps_its_owners_and_bits(stage: int, tmp_path: Path) -> None:
+    """Also where the config leaves their number open."""
+    how = {"folder": str(tmp_path), "stage": stage, "clip": 0.0}
+    expected = run(save_and_go_on, 2, owners=2, **how)
+    for owners in (2, None):
+        for wanted, (got, counts) in zip(expected, run(resume, 2, owners=owners, **how), strict=True):
+            assert counts == {2: 5, 1: 1}
+            assert differing(wanted, got) == []
+
+
+@pytest.mark.parametrize("owners", [(2, 1), (1, 2)], ids=str)
+def test_a_resumed_run_may_have_other_owners(owners: tuple[int, int], tmp_path: Path) -> None:
+    how = {"folder": str(tmp_path), "stage": 3, "clip": 0.0}
+    expected = run(save_and_go_on, 2, owners=owners[0], **how)
+    for wanted, (got, counts) in zip(expected, run(resume, 2, owners=owners[1], **how), strict=True):
+        assert counts == ({2: 5, 1: 1} if owners[1] == 2 else {1: 6})
+        for name in wanted:
+            torch.testing.assert_close(got[name], wanted[name], rtol=1e-4, atol=1e-6)
+
+
+# ---- what goes wrong ------------------------------------------------------------------------------------------
+
+
+def through_a_bad_step(bad: bool, **config: Any) -> dict[str, Tensor]:
+    """Two good steps; between them one in which one rank has a bad gradient of one matrix."""
+    engine = engine_with(2, **config)
+    step(engine, 0)
+    if bad:
+        spoil = engine.global_rank == 1
+        step(engine, 7, lambda gradients: gradients[0].fill_(torch.nan) if spoil else None)
+    step(engine, 1)
+    weights = fp32_weights(engine)
+    engine.destroy()
+    return weights
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.full), 3])
+def test_a_bad_step_leaves_no_trace(stage: int) -> None:
+    found = [run(through_a_bad_step, 2, bad=bad, stage=stage, clip=0.0) for bad in (False, True)]
+    for wanted, got in zip(*found, strict=True):
+        assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+def lose_a_rank() -> None:
+    """Rank 1 dies between two sums of a Gram matrix."""
+    import torch.distributed as dist
+
+    from deepspeed.muon.exchange.owner_set import OwnerSet
+
+    if dist.get_rank() == 1:
+        original, calls = OwnerSet._square, Counter[str]()
+
+        def square(*args: Any) -> None:
+            calls["n"] += 1
+            if calls["n"] == 3:
+                os._exit(3)
+            original(*args)
+
+        OwnerSet._square = square
+    train(owners=2, stage=3)
+
+
+def test_a_lost_rank_ends_the_others_which_name_the_matrix() -> None:
+    with pytest.raises(RankError, match="ended with code 3") as caught:
+        run(lose_a_rank, 2, fresh=True)
+    assert "the exchange failed in bucket" in str(caught.value)
