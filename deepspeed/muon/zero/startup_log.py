@@ -101,9 +101,15 @@ def _steps(engine: Any, optimizer: MuonWithAuxAdam, tuning: Tuning) -> tuple[str
     extra = sum(2 * plan.moved_elements for plan in plans) * exchange.dtype.itemsize / 1e6
     return (
         f"{sent:.1f} MB sent per step by rank {engine.global_rank}, {extra:.1f} MB by all ranks to balance the owners",
+        *_several_owners(plans),
         f"exchange in {optimizer.config.wire}, kernels: {summary(optimizer.kernels, optimizer.lacking)}",
         f"Newton-Schulz on {exchange.device.type} in {described(optimizer.choice, tuning)}{_methods(optimizer)}",
     )
+
+
+def _several_owners(plans: list[Plan]) -> tuple[str, ...]:
+    counts = [count for plan in plans for count in plan.counts if count > 1]
+    return (f"{len(counts)} matrices with up to {max(counts)} owners each",) if counts else ()
 
 
 def _stage_0(engine: Any, optimizer: MuonWithAuxAdam) -> str:

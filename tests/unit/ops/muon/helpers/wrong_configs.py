@@ -84,6 +84,7 @@ PARAMS: list[dict[str, Any]] = [
     {"qk_clip": {"alpha": 1.5}},
     {"qk_clip": {"logits": "sample"}},
     {"normuon": True, "muon_plus": "rows"},
+    {"normuon": True, "owners_per_matrix": 2},
     {"normoun": True},
     {"muon_eq": "row"},
     {"per_head_muon": True},
