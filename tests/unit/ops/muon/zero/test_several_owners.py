@@ -18,6 +18,7 @@ from helpers.engine_state import differing, snapshot
 from helpers.parity import update_error
 from helpers.records import of_parameters, records, sections
 from helpers.training import MOMENTA, PARAMS, FixedGradients, ds_config, fp32_weights, make_engine
+from helpers.universal import convert
 
 #: Of matrices that two, three and four ranks can share; the last one none can.
 SHAPES = [(24, 48), (48, 24), (36, 36), (60, 24), (24, 48), (25, 35)]
@@ -153,9 +154,19 @@ def test_records_are_those_of_whole_matrices(tmp_path: Path) -> None:
 def save_and_go_on(folder: str, owners: int | None, **config: Any) -> dict[str, Tensor]:
     engine = engine_with(owners, **config)
     step(engine, 0)
-    engine.save_checkpoint(folder)
+    engine.save_checkpoint(folder, tag="saved")
     step(engine, 1)
     found = snapshot(engine)
+    engine.destroy()
+    return found
+
+
+def weights_elsewhere(folder: str, **config: Any) -> tuple[dict[str, Tensor], dict[int, int]]:
+    """The step after the universal checkpoint, on any number of ranks."""
+    engine = engine_with(None, seed=1, checkpoint={"load_universal": True}, **config)
+    assert engine.load_checkpoint(folder, tag="universal")[0] is not None
+    step(engine, 1)
+    found = fp32_weights(engine), dict(Counter(n for plan in engine.basic_optimizer.plans for n in plan.counts))
     engine.destroy()
     return found
 
@@ -188,6 +199,29 @@ def test_a_resumed_run_may_have_other_owners(owners: tuple[int, int], tmp_path: 
         assert counts == ({2: 5, 1: 1} if owners[1] == 2 else {1: 6})
         for name in wanted:
             torch.testing.assert_close(got[name], wanted[name], rtol=1e-4, atol=1e-6)
+
+
+def go_on(folder: str, **config: Any) -> dict[str, Tensor]:
+    """The weights after the step that follows the save."""
+    engine = engine_with(2, **config)
+    step(engine, 0)
+    engine.save_checkpoint(folder, tag="saved")
+    step(engine, 1)
+    weights = fp32_weights(engine)
+    engine.destroy()
+    return weights
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
+def test_a_run_goes_on_at_other_numbers_of_ranks(stage: int, tmp_path: Path) -> None:
+    """Two owners stay two where they fit the ranks."""
+    expected = run(go_on, 2, folder=str(tmp_path), stage=stage, clip=0.0)[0]
+    convert(tmp_path)
+    for world, counts in ((4, {2: 5, 1: 1}), (3, {1: 6})):
+        for got, found in run(weights_elsewhere, world, folder=str(tmp_path), stage=stage, clip=0.0):
+            assert found == counts
+            for name, weight in expected.items():
+                torch.testing.assert_close(got[name], weight, rtol=1e-4, atol=1e-6)
 
 
 # ---- what goes wrong ------------------------------------------------------------------------------------------
