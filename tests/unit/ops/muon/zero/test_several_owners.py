@@ -121,11 +121,11 @@ def test_matrices_that_tensor_parallelism_cut(stage: int) -> None:
     optimizers = [{"type": "Muon", "params": PARAMS | {"owners_per_matrix": n}} for n in (1, 2)]
     net = {name: p.detach() for name, p in tensor_parallel.model("llama").named_parameters()}
     alone, several = (
-        run(tensor_parallel.train, 2, name="llama", tp=2, steps=3, stage=stage, optimizer=optimizer)[0]
+        run(tensor_parallel.train, 2, name="llama", tp=2, steps=1, stage=stage, optimizer=optimizer)[0]
         for optimizer in optimizers
     )
     for name, initial in net.items():
-        assert (several[name] - alone[name]).norm() <= 1e-3 * (alone[name] - initial).norm(), name
+        assert (several[name] - alone[name]).norm() <= 1e-5 * (alone[name] - initial).norm(), name
     assert any(not torch.equal(several[name], alone[name]) for name in net)
 
 
