@@ -207,7 +207,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 continue
             choice = pinned_in(group, tuning.choice, self.config.ns_dtype)
             method = partial(method_of, choice, group["ns_method"])
-            near = neighbours(partition.group) if partition.world_size > 1 else 1
+            near = neighbours(partition.group) if processes() > 1 else 1
             cost = cost_model(method, schedule, choice.dtype, wire.itemsize, where.type, near, self.config.can_slice)
             partition, counts = self._share_out(partition, group, cost)
             self._bound[id(partition.tensors[0])] = Bound(
