@@ -102,10 +102,11 @@ def test_all_lists_every_parameter(folder: Path, capsys: pytest.CaptureFixture) 
 KEYS = {
     "": "version model config stage world_size scale beyond_muon ns_dtype wire_dtype device offload parameters totals "
     "per_rank measured planning_seconds stock_tuning stock_clipping assumptions notes",
-    "per_rank": "state_bytes sent_bytes newton_schulz_gflop imbalance parts rounds collectives scratch_bytes",
+    "per_rank": "state_bytes sent_bytes between_owners_bytes newton_schulz_gflop imbalance parts rounds collectives "
+    "scratch_bytes",
     "stock_clipping": "gradient_clipping update_norm divided_by",
 }
-ROW_KEYS = "name count shape rule reason blocks scales methods cost owners"
+ROW_KEYS = "name count shape rule reason blocks scales methods cost owners owners_of_one"
 
 
 def test_json_is_one_object_with_stable_keys(folder: Path, capsys: pytest.CaptureFixture) -> None:

@@ -57,6 +57,7 @@ def mean_errors(dtype: str) -> dict[str, list[float]]:
     }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_slices_are_as_exact_as_the_whole(dtype: str, world: int) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from deepspeed.git_version_info import installed_ops
 from deepspeed.ops.op_builder.all_ops import ALL_OPS
+from deepspeed.ops.op_builder.builder import OpBuilder
 from torch.utils import cpp_extension
 from torch.utils._cpp_extension_versioner import ExtensionVersioner
 
@@ -31,7 +32,7 @@ needs_compiler = pytest.mark.skipif(not MuonBuilder().is_compatible(), reason="n
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A process that has loaded nothing, and a folder in which nothing is built."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr(MuonBuilder, "_loaded_ops", {})
+    monkeypatch.setattr(OpBuilder, "_loaded_ops", {})
 
 
 @needs_compiler
@@ -112,7 +113,7 @@ PyMODINIT_FUNC PyInit_muon(void) { return PyModule_Create(&module); }
 def loaded(source: Path) -> list[str]:
     """What a process logs that loads the operations from this source."""
     with pytest.MonkeyPatch.context() as patch, logged() as said:
-        patch.setattr(MuonBuilder, "_loaded_ops", {})
+        patch.setattr(OpBuilder, "_loaded_ops", {})
         patch.setattr(MuonBuilder, "_installed", lambda self: None)
         patch.setattr(MuonBuilder, "sources", lambda self: [str(source)])
         patch.setattr(cpp_extension, "JIT_EXTENSION_VERSIONER", ExtensionVersioner())

@@ -74,7 +74,7 @@ def train(
 # ---- equal to one owner ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize(("stage", "offload"), [(0, False), *((s, o) for s in (1, 2, 3) for o in (False, True))])
 def test_equal_to_one_owner(stage: int, offload: bool, world: int) -> None:
