@@ -1,20 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A partition of the Muon half that is bound: its plan, and what every step of it needs."""
+"""A partition of the Muon half that is bound: how it is planned, and what every step of it needs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
+from typing import Any, NamedTuple
 
 import torch
 
-from deepspeed.muon.exchange.exchange import Exchange
+from deepspeed.muon.config.schema import MuonConfig
+from deepspeed.muon.exchange.exchange import Exchange, processes
+from deepspeed.muon.exchange.owner_set import neighbours
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.kernels.table import Operations, RunOperations, Tiles
+from deepspeed.muon.math.choice import Choice, shape_key
+from deepspeed.muon.math.newton_schulz import DTYPES
+from deepspeed.muon.math.scale import scale_factor
+from deepspeed.muon.plan.cost import cost_model
 from deepspeed.muon.plan.launches import calls_of
-from deepspeed.muon.plan.plan import Bucket, Plan
+from deepspeed.muon.plan.owners import shared_counts
+from deepspeed.muon.plan.plan import Bucket, Plan, make_plan
+from deepspeed.muon.tuning import method_of, with_products
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +59,54 @@ class Bound:
             places = [(run.copy.start, run.copy.at, run.copy.numel) for run in runs]
             tiles = self.together.tiles(places, self.partition.tensors[first.tensor].device)
         return Call(indices, first.tensor, first.in_place, self.scale(*first.shape), tiles)
+
+
+def bind_partition(
+    partition: Partition,
+    group: dict[str, Any],
+    config: MuonConfig,
+    choice: Choice,
+    kernels: Operations,
+    tables: Mapping[str, Operations],
+    exchange: Exchange,
+) -> Bound:
+    """Plan a partition of the Muon half.
+
+    Args:
+        group: its parameter group, in which several owners of a matrix are pinned, so that a resumed run keeps its
+            bits.
+        choice: how Newton-Schulz runs.
+        kernels: of all but its products; ``tables``: which its products are chosen from, by name.
+        exchange: among the ranks of the partition.
+    """
+    method = partial(method_of, choice, group["ns_method"])
+    near = neighbours(partition.group) if processes() > 1 else 1
+    cost = cost_model(method, config.schedule, choice.dtype, exchange.dtype.itemsize, exchange.device.type, near)
+    given, items = group.get("owner_counts", {}), partition.blocks
+    world = partition.world_size, partition.is_replicated
+    counts = shared_counts(items, *world, cost, given, config.most_owners)
+    if counts is None:
+        partition, counts = partition.alone(), [1] * len(items)
+        exchange = replace(exchange, group=partition.group)
+    several = {shape_key(*item.shape): n for item, n in zip(items, counts, strict=True) if n > 1}
+    group["owner_counts"] = given | several
+    place = partition.planned, partition.rank, partition.world_size
+    return Bound(
+        partition=partition,
+        plan=make_plan(*place, cost, config.bucket_bytes, counts),
+        exchange=exchange,
+        dtype=DTYPES[choice.dtype],
+        method=cache(method),
+        kernels=cache(partial(with_products, kernels, tables, choice)),
+        scale=cache(partial(scale_factor, group["adjust_lr_fn"], rms_scale=config.rms_scale)),
+        together=_together(partition, kernels, exchange),
+    )
+
+
+def _together(partition: Partition, kernels: Operations, exchange: Exchange) -> RunOperations | None:
+    """Kernels for many runs, where they take the shards and these are not staged in other buffers."""
+    runs = kernels.runs
+    return runs if runs and exchange.staging is None and all(map(runs.fits, partition.tensors)) else None
 
 
 class Call(NamedTuple):

@@ -7,47 +7,42 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from deepspeed.muon.bound import Bound
+from deepspeed.muon.bound import Bound, bind_partition
 from deepspeed.muon.config.presets import preset_named
 from deepspeed.muon.config.schema import MuonConfig, parse
 from deepspeed.muon.errors import UnsupportedError
 from deepspeed.muon.exchange.data_parallel import check_agreement, unwrapped
 from deepspeed.muon.exchange.exchange import BucketBuffers, Exchange, gather, join, processes, scatter
 from deepspeed.muon.exchange.host_staging import Staging
-from deepspeed.muon.exchange.owner_set import neighbours
 from deepspeed.muon.exchange.partition import Partition, whole_partition
 from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.probe import warm
 from deepspeed.muon.kernels.rounding import key_of
 from deepspeed.muon.kernels.selection import Missing, choose, missing, product_tables
-from deepspeed.muon.kernels.table import Operations, RunOperations
+from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace, batch_limit
 from deepspeed.muon.log import logger
 from deepspeed.muon.lr_groups import GivenGroups
 from deepspeed.muon.math import adamw, momentum
 from deepspeed.muon.math.bf16 import in_fp32
-from deepspeed.muon.math.choice import Choice, from_pinned, shape_key
+from deepspeed.muon.math.choice import Choice, from_pinned
 from deepspeed.muon.math.newton_schulz import DTYPES, orthogonalize
-from deepspeed.muon.math.scale import scale_factor
 from deepspeed.muon.matrices.pipeline import stage_of
 from deepspeed.muon.matrices.query_keys import Attention, attention_layers
 from deepspeed.muon.matrices.routing import MatrixSpec, route, shapes_of, tag_parameters
 from deepspeed.muon.param_groups import Split, check_options, split_groups
-from deepspeed.muon.plan.cost import CostModel, cost_model
-from deepspeed.muon.plan.owners import is_worth_sharing
-from deepspeed.muon.plan.plan import Plan, Run, make_plan
-from deepspeed.muon.plan.slices import counts_of
+from deepspeed.muon.plan.plan import Plan, Run
 from deepspeed.muon.prepare import Prepare
 from deepspeed.muon.qk_clip import QKClip
 from deepspeed.muon.second_moments import SecondMoments
 from deepspeed.muon.step_stats import StepStats
-from deepspeed.muon.tuning import Candidates, Tuning, has_bf16, method_of, pinned_in, with_products
+from deepspeed.muon.tuning import Candidates, Tuning, has_bf16, pinned_in
 
 #: A checkpoint's choice is kept in silence unless Newton-Schulz would be so many times faster by another.
 WORTH_TELLING = 1.5
@@ -195,8 +190,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         shards = partitions[0].tensors[0].device
         where = shards if device is None else device
         staging = Staging(where) if where.type != shards.type else None
-        wire, schedule = DTYPES[self.config.wire], self.config.schedule
-        exchange = partial(Exchange, dtype=wire, device=where, work=self._work, staging=staging)
+        exchange = partial(Exchange, dtype=DTYPES[self.config.wire], device=where, work=self._work, staging=staging)
         tables = self.tables_on(where)
         for partition in partitions:
             group = self.param_groups[partition.index]
@@ -206,44 +200,13 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 self._fragments |= dict(zip(partition.tensors, partition.fragments(), strict=True))
                 continue
             choice = pinned_in(group, tuning.choice, self.config.ns_dtype)
-            method = partial(method_of, choice, group["ns_method"])
-            near = neighbours(partition.group) if processes() > 1 else 1
-            cost = cost_model(method, schedule, choice.dtype, wire.itemsize, where.type, near, self.config.can_slice)
-            partition, counts = self._share_out(partition, group, cost)
-            self._bound[id(partition.tensors[0])] = Bound(
-                partition=partition,
-                plan=make_plan(
-                    partition.planned, partition.rank, partition.world_size, cost, self.config.bucket_bytes, counts
-                ),
-                exchange=exchange(group=partition.group, name=group["name"]),
-                dtype=DTYPES[choice.dtype],
-                method=cache(method),
-                kernels=cache(partial(with_products, self.kernels, tables, choice)),
-                scale=cache(partial(scale_factor, group["adjust_lr_fn"], rms_scale=self.config.rms_scale)),
-                together=self._together(partition, staging),
-            )
+            how = self.config, choice, self.kernels, tables
+            among = exchange(group=partition.group, name=group["name"])
+            self._bound[id(partition.tensors[0])] = bind_partition(partition, group, *how, among)
         self._binding = (partitions, tuning, where)
         self.second_moments.bind((b.partition, b.plan, b.exchange) for b in self._bound.values())
         if self.qk_clip:
             self.qk_clip.bind(partitions, self.peers, where)
-
-    def _share_out(self, partition: Partition, group: dict[str, Any], cost: CostModel) -> tuple[Partition, list[int]]:
-        """How many owners each matrix has, and the partition without other ranks where sharing would take longer.
-
-        Numbers above 1 are pinned in the group, so that a resumed run keeps its bits.
-        """
-        given, most, items = group.get("owner_counts", {}), self.config.owners_per_matrix, partition.blocks
-        counts, is_set = counts_of(items, partition.world_size, cost, given, most), most is not None or bool(given)
-        if partition.is_replicated and not is_worth_sharing(items, partition.world_size, cost, counts, is_set):
-            partition, counts = partition.alone(), [1] * len(items)
-        several = {shape_key(*item.shape): n for item, n in zip(items, counts, strict=True) if n > 1}
-        group["owner_counts"] = given | several
-        return partition, counts
-
-    def _together(self, partition: Partition, staging: Staging | None) -> RunOperations | None:
-        """Kernels for many runs, where they take the shards and these are not staged in other buffers."""
-        runs = self.kernels.runs
-        return runs if runs and staging is None and all(map(runs.fits, partition.tensors)) else None
 
     def bind_again(self) -> None:
         """Bind with the settings of a loaded checkpoint, so that each matrix has the owner and bits it had there."""

@@ -105,7 +105,7 @@ class MuonConfig(BaseModel):
     """dtype of what ranks send each other; `auto`: fp32 where `ns_dtype` is set to fp32, else bf16"""
     bucket_bytes: types.Bytes | None = field(None, unit="bytes")
     """most bytes of an owner's matrices in one bucket of the exchange; default by device, [more](plan.md#memory)"""
-    owners_per_matrix: types.Steps | None = field(None, unit="ranks")
+    owners_per_matrix: types.Count | None = field(None, unit="ranks")
     """ranks that share the work of one matrix; default by matrices and ranks, [more](scaling.md#several-owners)"""
     kernels: Literal["auto", "torch"] = field("auto")
     """which kernels run a step; `auto`: the fastest that every rank has; `torch`: plain PyTorch"""
@@ -140,7 +140,7 @@ class MuonConfig(BaseModel):
             )
         if "momentum_warmup_steps" in self.model_fields_set and self.momentum_start is None:
             raise ValueError("momentum_warmup_steps: acts with momentum_start only; set that too or remove it")
-        if (self.owners_per_matrix or 1) > 1 and not self.can_slice:
+        if self.owners_per_matrix not in (None, 1) and self.most_owners == 1:
             needs = str(self.rules) or "ns_normalization aol"
             raise ValueError(f"owners_per_matrix: {needs} needs whole matrices, with one owner; remove one of the two")
         if "normuon_beta2" in self.model_fields_set and not self.normuon:
@@ -171,9 +171,9 @@ class MuonConfig(BaseModel):
         return Rules(**{field.name: getattr(self, field.name) for field in fields(Rules)})
 
     @property
-    def can_slice(self) -> bool:
-        """Whether matrices may have several owners. Update rules and AOL need whole rows and columns."""
-        return not self.rules and self.ns_normalization == "frobenius"
+    def most_owners(self) -> int | None:
+        """``owners_per_matrix``, but 1 with update rules and AOL, which need whole rows and columns."""
+        return 1 if self.rules or self.ns_normalization != "frobenius" else self.owners_per_matrix
 
     @property
     def schedules(self) -> Schedules:

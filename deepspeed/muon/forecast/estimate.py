@@ -82,8 +82,8 @@ def estimate(halves: Sequence[Half], layout: Layout, config: MuonConfig, memory:
     costs = []
     how = config.schedule, memory.dtype, memory.wire_bytes, memory.device_type
     for part in muon:
-        cost = counted_cost(part.half.ns_method, *how, min(layout.ranks_per_node, part.world_size), config.can_slice)
-        costs.append(step_cost(part, cost, config.bucket_bytes, memory.staged, config.owners_per_matrix))
+        cost = counted_cost(part.half.ns_method, *how, min(layout.ranks_per_node, part.world_size))
+        costs.append(step_cost(part, cost, config.bucket_bytes, memory.staged, config.most_owners))
     largest = _largest(costs, config.schedule, layout.world_size, memory)
     return Estimate(halves, layout, parts, costs, largest, time.perf_counter() - began)
 

@@ -21,10 +21,9 @@ from deepspeed.muon.matrices.routing import MatrixSpec, route
 from deepspeed.muon.param_groups import check_options, split_groups
 from deepspeed.muon.plan.cost import CostModel
 from deepspeed.muon.plan.memory import Demand, demands_by_rank
-from deepspeed.muon.plan.owners import assign, is_worth_sharing
+from deepspeed.muon.plan.owners import assign, shared_counts
 from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard
 from deepspeed.muon.plan.plan import Round, bucket_limit, is_tight, owned_by, rounds_of, slot_count
-from deepspeed.muon.plan.slices import counts_of
 
 #: Stages 1 and 2 pad each flat group to a multiple of this many elements per rank (``nccl_start_alignment_factor``).
 FLAT_ALIGNMENT = 2
@@ -185,10 +184,10 @@ class StepCost:
 
     ``owners``: the rank that orthogonalizes each matrix of the part, of several the first one; ``counts``: how many
     there are. ``flops``: floating-point operations of Newton-Schulz; ``heaviest``: those of one rank for the most
-    expensive matrix. ``rounds``: of the exchange. ``collectives``: two
-    all-to-alls per round, or one broadcast per round and owner; 0 if nothing is sent. ``messages``: of the busiest
-    rank, one per round and rank that it sends anything to. ``runs``: pieces of matrices on the rank that holds most of
-    them. ``least_bytes``: the mean of ``sent_bytes`` if each matrix were gathered by the rank that holds most of it.
+    expensive matrix. ``rounds``: of the exchange. ``collectives``: two all-to-alls per round, or one broadcast per
+    round and owner; 0 if nothing is sent. ``messages``: of the busiest rank, one per round and rank that it sends
+    anything to. ``runs``: pieces of matrices on the rank that holds most of them. ``least_bytes``: the mean of
+    ``sent_bytes`` if each matrix were gathered by the rank that holds most of it.
     ``demands``: of memory, by rank and bucket; ``slots``: buckets in flight. ``moment_bytes``: by rank, of NorMuon's
     second moments, which owners keep. ``between_bytes``, ``between_calls``: what owners of one matrix send to each
     other, and in how many collectives.
@@ -217,18 +216,18 @@ def step_cost(
     cost: CostModel,
     bucket_bytes: int | None = None,
     staged: bool = False,
-    owners_per_matrix: int | None = None,
+    most_owners: int | None = None,
 ) -> StepCost:
     """Plan one Muon part for all of its ranks, in time O(matrices + ranks).
 
-    ``bucket_bytes``, ``owners_per_matrix``: of the config. ``staged``: shards are on the host and Newton-Schulz on an
+    ``bucket_bytes``, ``most_owners``: of the config. ``staged``: shards are on the host and Newton-Schulz on an
     accelerator.
     """
-    counts = counts_of(part.items, part.world_size, cost, {}, owners_per_matrix)
-    if part.copies > 1 and not is_worth_sharing(part.items, part.copies, cost, counts, owners_per_matrix is not None):
+    counts = shared_counts(part.items, part.world_size, part.copies > 1, cost, {}, most_owners)
+    if counts is None:
         part = part.alone()
-        counts = [1] * len(part.items)
     items = part.items
+    counts = counts or [1] * len(items)
     first_owners, _ = assign(items, part.world_size, cost, counts)
     owned = owned_by(items, first_owners, counts)
     flops, moment_bytes = [0.0] * part.world_size, [0] * part.world_size

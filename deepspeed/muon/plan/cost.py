@@ -67,7 +67,6 @@ def cost_model(
     wire_bytes: int,
     device_type: str,
     near: int = 1,
-    slices: bool = True,
 ) -> CostModel:
     """The cost model of one group.
 
@@ -77,7 +76,6 @@ def cost_model(
         wire_bytes: per element of the exchange.
         device_type: ``cpu``, or an accelerator's.
         near: neighbouring ranks that share a node.
-        slices: whether matrices may have several owners.
     """
 
     @functools.cache
@@ -90,18 +88,12 @@ def cost_model(
         return Slice(flops(rows, cols, *how, owners=owners), *traffic(rows, cols, *how, owners))
 
     flops_per_byte = CPU_FLOPS_PER_BYTE if device_type == "cpu" else ACCELERATOR_FLOPS_PER_BYTE
-    return CostModel(cost, flops_per_byte, wire_bytes, device_type, of_slice if slices else None, near)
+    return CostModel(cost, flops_per_byte, wire_bytes, device_type, of_slice, near)
 
 
 def counted_cost(
-    ns_method: str,
-    schedule: Schedule,
-    dtype: str,
-    wire_bytes: int,
-    device_type: str,
-    near: int = 1,
-    slices: bool = True,
+    ns_method: str, schedule: Schedule, dtype: str, wire_bytes: int, device_type: str, near: int = 1
 ) -> CostModel:
     """:func:`cost_model` where nothing was measured: under ``auto`` the methods of fewer operations."""
     method = functools.partial(counted_method, ns_method=ns_method, schedule=schedule, dtype=dtype)
-    return cost_model(method, schedule, dtype, wire_bytes, device_type, near, slices)
+    return cost_model(method, schedule, dtype, wire_bytes, device_type, near)

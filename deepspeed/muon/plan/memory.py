@@ -21,8 +21,6 @@ from deepspeed.muon.plan.plan import Batch, Plan, Round, batches_of
 
 #: Small symmetric matrices of a method of Newton-Schulz; in 16 bits each has a diagonal in fp32.
 SYMMETRIC = {"standard": ("gram", "factor"), "gram": ("gram", "factor", "q", "t")}
-
-
 #: Elements of a Gram matrix, or of rows of it, that its owners widen to fp32 at a time.
 SUM_ELEMENTS = 2**22
 
@@ -107,12 +105,13 @@ def _temporaries(batch: Batch, method: str, memory: Memory) -> Counter[str]:
     sizes = {"spare": numel * itemsize}
     if memory.wire != memory.dtype:
         sizes["iterate"] = numel * itemsize
-    for name in SYMMETRIC[method][: 3 if batch.owners >= SPLIT_FROM else 4]:  # those write products in place
+    writes_in_place = batch.owners >= SPLIT_FROM
+    for name in (name for name in SYMMETRIC[method] if not (writes_in_place and name == "t")):
         sizes[name] = small * small * itemsize
         if memory.dtype != "fp32":
             sizes[f"{name} diagonal"] = 4 * small
     if memory.plain and memory.dtype != "fp32":
-        sizes |= {"cross0": 4 * numel} | ({} if batch.owners >= SPLIT_FROM else {"cross1": 4 * small * small})
+        sizes |= {"cross0": 4 * numel} | ({} if writes_in_place else {"cross1": 4 * small * small})
     together = min(batch.count, batch_limit(numel, small, itemsize, not on_cpu))
     of_owners = _of_owners(small, batch.owners, together, memory.dtype) if batch.owners > 1 else {}
     return Counter({name: together * size for name, size in sizes.items()} | of_owners)

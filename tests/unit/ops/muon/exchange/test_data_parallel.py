@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from deepspeed.muon import MuonWithAuxAdam, UnsupportedError
 from deepspeed.muon import optimizer as module
+from deepspeed.muon.plan import owners
 from helpers.distributed import run
 from helpers.engine_state import differing
 from helpers.models import MODELS, make_batch
@@ -57,7 +58,7 @@ def held(net: nn.Module, optimizer: MuonWithAuxAdam) -> dict[str, Tensor]:
 
 def trained(share: bool = True, steps: int = STEPS, accumulation: int = 1, **settings: Any) -> dict[str, Any]:
     """What this rank holds after some steps, and how many matrices it has orthogonalized."""
-    done, originals = [], (module.orthogonalize, module.is_worth_sharing)
+    done, originals = [], (module.orthogonalize,)
 
     def counted(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         done.append(x.size(0))
@@ -66,7 +67,7 @@ def trained(share: bool = True, steps: int = STEPS, accumulation: int = 1, **set
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "orthogonalize", counted)
         if not share:
-            patch.setattr(module, "is_worth_sharing", lambda *args: False)
+            patch.setattr(owners, "is_worth_sharing", lambda *args: False)
         net, optimizer = build(**settings)
         for step in range(steps):
             one_step(net, optimizer, step, accumulation)

@@ -25,20 +25,21 @@ SHAPES = [(24, 40), (40, 24), (32, 32), (33, 65), (24, 40), (8, 8)]
 
 def in_small_buckets(bucket_bytes: int, device_type: str = "cpu", **config: Any) -> tuple[dict[str, Any], int, int]:
     """`train_on_gradients`, the number of buckets of the plan and how many are in flight, planned for a device."""
-    from deepspeed.muon import optimizer
+    from deepspeed.muon import bound
+    from deepspeed.muon.plan import owners
 
-    plans, originals = [], (optimizer.make_plan, optimizer.is_worth_sharing)
+    plans, originals = [], (bound.make_plan, owners.is_worth_sharing)
 
     def make_plan(shards: Any, rank: int, world_size: int, cost: Any, *more: Any) -> Any:
         made = originals[0](shards, rank, world_size, dataclasses.replace(cost, device_type=device_type), *more)
         plans.append(made)
         return made
 
-    optimizer.make_plan, optimizer.is_worth_sharing = make_plan, lambda *args: True
+    bound.make_plan, owners.is_worth_sharing = make_plan, lambda *args: True
     try:
         trained = train_on_gradients(SHAPES * 2, 3, optimizer=with_params(bucket_bytes=bucket_bytes), **config)
     finally:
-        optimizer.make_plan, optimizer.is_worth_sharing = originals
+        bound.make_plan, owners.is_worth_sharing = originals
     return trained, len(plans[-1].buckets), plans[-1].slots(staged=False)
 
 

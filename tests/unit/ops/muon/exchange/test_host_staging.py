@@ -49,9 +49,10 @@ class LateStaging(Staging):
 
 def staged(kind: type[Staging] | None, bucket_bytes: int, **config: Any) -> tuple[dict[str, Tensor], int]:
     """Changes of the weights where shards lie elsewhere than what orthogonalizes, and the number of buckets."""
+    from deepspeed.muon import bound
     from deepspeed.muon import optimizer as module
 
-    originals, counts = (module.make_plan, module.Exchange, module.Workspace), []
+    originals, counts = (bound.make_plan, module.Exchange, module.Workspace), []
 
     def make_plan(*args: Any) -> Any:
         plan = originals[0](*args)
@@ -62,12 +63,12 @@ def staged(kind: type[Staging] | None, bucket_bytes: int, **config: Any) -> tupl
         assert fields["staging"] is None, "one device, no staging"
         return originals[1](**fields | {"staging": None if kind is None else kind(CPU)})
 
-    module.make_plan, module.Exchange, module.Workspace = make_plan, exchange, Unpinned
+    bound.make_plan, module.Exchange, module.Workspace = make_plan, exchange, Unpinned
     try:
         section = with_params(bucket_bytes=bucket_bytes)
         return train_on_gradients(SHAPES * 2, 3, optimizer=section, **config), max(counts)
     finally:
-        module.make_plan, module.Exchange, module.Workspace = originals
+        bound.make_plan, module.Exchange, module.Workspace = originals
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])

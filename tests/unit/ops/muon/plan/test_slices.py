@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many owners a matrix has."""
 
+from typing import Any
+
 import pytest
 
+from deepspeed.muon.config.schema import parse
 from deepspeed.muon.math.choice import shape_key
 from deepspeed.muon.math.coefficients import schedule
 from deepspeed.muon.plan.cost import CostModel, counted_cost
@@ -12,8 +15,8 @@ from deepspeed.muon.plan.slices import LARGE_BYTES, counts_for, counts_of
 from helpers.plans import part_layout, specs
 
 
-def cost_of(device_type: str, near: int, slices: bool = True) -> CostModel:
-    return counted_cost("auto", schedule("simple"), "bf16", 2, device_type, near, slices)
+def cost_of(device_type: str, near: int) -> CostModel:
+    return counted_cost("auto", schedule("simple"), "bf16", 2, device_type, near)
 
 
 def placed(shapes: list[tuple[int, int]], world_size: int) -> list[PlacedBlock]:
@@ -50,7 +53,12 @@ def test_only_ranks_of_one_node_share_a_matrix_unless_the_user_says_so() -> None
     assert counts([(4096, 16384)], 8, cost_of("cuda", 1)) == [1]
     assert counts([(4096, 16384)], 8, cost_of("cuda", 2), most=8) == [8]
     assert counts([(4096, 16384)], 8, cost_of("cuda", 8), most=1) == [1]
-    assert counts([(4096, 16384)], 8, cost_of("cuda", 8, slices=False)) == [1]
+
+
+@pytest.mark.parametrize("rule", [{"normuon": True}, {"muon_eq": "rows"}, {"ns_normalization": "aol"}], ids=str)
+def test_what_needs_whole_matrices_leaves_each_to_one_owner(rule: dict[str, Any]) -> None:
+    assert parse({}).most_owners is None
+    assert counts([(4096, 16384)], 8, cost_of("cuda", 8), most=parse(rule).most_owners) == [1]
 
 
 def test_large_matrices_are_sliced_for_their_memory_on_an_accelerator_only() -> None:

@@ -29,15 +29,15 @@ BLOCKS = {"muon_split": {"layers.0": {"sizes": [24, 24], "axis": 1}, "layers.1":
 @contextmanager
 def counts_by_shape(counts: dict[tuple[int, int], int] | None) -> Iterator[None]:
     """Plan with these numbers of owners; `None`: with those that the planner chooses."""
-    from deepspeed.muon import optimizer
+    from deepspeed.muon.plan import owners
 
-    original = optimizer.counts_of
+    original = owners.counts_of
     if counts is not None:
-        optimizer.counts_of = lambda items, *args: [counts[item.shape] for item in items]
+        owners.counts_of = lambda items, *args: [counts[item.shape] for item in items]
     try:
         yield
     finally:
-        optimizer.counts_of = original
+        owners.counts_of = original
 
 
 def engine_with(owners: int | None, params: dict[str, Any] | None = None, seed: int = 0, **config: Any) -> Any:
@@ -151,12 +151,15 @@ def test_records_are_those_of_whole_matrices(tmp_path: Path) -> None:
 # ---- checkpoints ----------------------------------------------------------------------------------------------
 
 
-def save_and_go_on(folder: str, owners: int | None, **config: Any) -> dict[str, Tensor]:
+def save_and_go_on(
+    folder: str, owners: int, read: Callable[[Any], dict[str, Tensor]], **config: Any
+) -> dict[str, Tensor]:
+    """What is read after the step that follows the save."""
     engine = engine_with(owners, **config)
     step(engine, 0)
     engine.save_checkpoint(folder, tag="saved")
     step(engine, 1)
-    found = snapshot(engine)
+    found = read(engine)
     engine.destroy()
     return found
 
@@ -184,7 +187,7 @@ def resume(folder: str, owners: int | None, **config: Any) -> tuple[dict[str, Te
 def test_a_resumed_run_keeps_its_owners_and_bits(stage: int, tmp_path: Path) -> None:
     """Also where the config leaves their number open."""
     how = {"folder": str(tmp_path), "stage": stage, "clip": 0.0}
-    expected = run(save_and_go_on, 2, owners=2, **how)
+    expected = run(save_and_go_on, 2, owners=2, read=snapshot, **how)
     for owners in (2, None):
         for wanted, (got, counts) in zip(expected, run(resume, 2, owners=owners, **how), strict=True):
             assert counts == {2: 5, 1: 1}
@@ -194,28 +197,17 @@ def test_a_resumed_run_keeps_its_owners_and_bits(stage: int, tmp_path: Path) -> 
 @pytest.mark.parametrize("owners", [(2, 1), (1, 2)], ids=str)
 def test_a_resumed_run_may_have_other_owners(owners: tuple[int, int], tmp_path: Path) -> None:
     how = {"folder": str(tmp_path), "stage": 3, "clip": 0.0}
-    expected = run(save_and_go_on, 2, owners=owners[0], **how)
+    expected = run(save_and_go_on, 2, owners=owners[0], read=snapshot, **how)
     for wanted, (got, counts) in zip(expected, run(resume, 2, owners=owners[1], **how), strict=True):
         assert counts == ({2: 5, 1: 1} if owners[1] == 2 else {1: 6})
         for name in wanted:
             torch.testing.assert_close(got[name], wanted[name], rtol=1e-4, atol=1e-6)
 
 
-def go_on(folder: str, **config: Any) -> dict[str, Tensor]:
-    """The weights after the step that follows the save."""
-    engine = engine_with(2, **config)
-    step(engine, 0)
-    engine.save_checkpoint(folder, tag="saved")
-    step(engine, 1)
-    weights = fp32_weights(engine)
-    engine.destroy()
-    return weights
-
-
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_a_run_goes_on_at_other_numbers_of_ranks(stage: int, tmp_path: Path) -> None:
     """Two owners stay two where they fit the ranks."""
-    expected = run(go_on, 2, folder=str(tmp_path), stage=stage, clip=0.0)[0]
+    expected = run(save_and_go_on, 2, owners=2, read=fp32_weights, folder=str(tmp_path), stage=stage, clip=0.0)[0]
     convert(tmp_path)
     for world, counts in ((4, {2: 5, 1: 1}), (3, {1: 6})):
         for got, found in run(weights_elsewhere, world, folder=str(tmp_path), stage=stage, clip=0.0):

@@ -88,8 +88,9 @@ def test_work_is_shared_where_it_outweighs_the_bytes() -> None:
 def trained(share: bool, model: str = "broad", steps: int = 4, **config: Any) -> dict[str, Any]:
     """Weights and momentum of this rank, matrices that it orthogonalized, bytes that its plans send."""
     from deepspeed.muon import optimizer as module
+    from deepspeed.muon.plan import owners
 
-    done, originals = [], (module.orthogonalize, module.is_worth_sharing)
+    done, originals = [], (module.orthogonalize, owners.is_worth_sharing)
 
     def counted(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         done.append(x.size(0))
@@ -97,13 +98,13 @@ def trained(share: bool, model: str = "broad", steps: int = 4, **config: Any) ->
 
     module.orthogonalize = counted
     if not share:
-        module.is_worth_sharing = lambda *args: False
+        owners.is_worth_sharing = lambda *args: False
     try:
         engine = make_engine(MODELS[model](), ds_config(stage=0, **config))
         optimizer = engine.basic_optimizer
         train_engine(engine, steps)
     finally:
-        module.orthogonalize, module.is_worth_sharing = originals
+        module.orthogonalize, owners.is_worth_sharing = originals
     buffers = [s["momentum_buffer"] for s in optimizer.state.values() if "momentum_buffer" in s]
     sent = sum(plan.sent_elements for plan in optimizer.plans)
     result = {"weights": fp32_weights(engine), "momentum": buffers, "done": sum(done), "sent": sent}
