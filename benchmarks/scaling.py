@@ -5,8 +5,10 @@ import dataclasses
 import gc
 import itertools
 import json
+import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -59,10 +61,12 @@ MODELS = {
 TRAINING_TFLOPS = 400.0
 PLAIN = parse({"lr": 1e-3})
 GPU = Memory(wire="bf16", dtype="bf16", device_type="cuda")
-NOTES = """Imbalance: Newton-Schulz of the busiest rank over the larger of the mean and the most expensive matrix. MB,
-messages: sent per rank and step, there and back; messages and runs are of the busiest rank. Planning: one rank's plans
-of all parts, measured on this machine. Parts: sub-groups of stage 3, stepped one after the other. Scratch: of a step,
-on the rank that needs most."""
+ONE_OWNER = parse({"lr": 1e-3, "owners_per_matrix": 1})
+NOTES = """Busiest: operations of the busiest rank over the mean of one owner per matrix; as planned, with one owner
+each, and with rounds of as many equal matrices as ranks, padded, as dion has them. MB, messages: sent per rank and
+step, there and back; messages and runs are of the busiest rank. Planning: one rank's plans of all parts, measured on
+this machine. Parts: sub-groups of stage 3, stepped one after the other. Scratch: of a step, on the rank that needs
+most."""
 SHARES = f"""Training s: forward and backward, 6 operations per active parameter and token, at {TRAINING_TFLOPS:.0f}
 TFLOP/s per rank, for the stated tokens per step. ZeRO s: the bf16 weights that ZeRO gathers, once at stage 1 and twice
 at stage 3, and the gradients that it reduces, at the bandwidth of the network. Exposed ms: what Muon adds to a step
@@ -73,11 +77,9 @@ one matrix."""
 def forecast(name: str, halves: Sequence[Half], stage: int, world: int, machine: Machine | None) -> dict[str, Any]:
     """A row of the table."""
     found = estimate(halves, Layout(stage, world), PLAIN, GPU)
-    facts, flops = per_rank(found), [cost.flops for cost in found.costs]
-    # Parts are stepped one after the other, so each waits for its own busiest rank.
-    least = max(sum(map(sum, flops)) / found.costs[0].part.world_size, *(cost.heaviest for cost in found.costs))
+    facts = per_rank(found)
     row = {"model": name, "stage": stage, "ranks": world, "matrices": totals(halves, True)["matrices"]}
-    row |= {"parts": facts["parts"], "rounds": facts["rounds"], "imbalance": sum(map(max, flops)) / least}
+    row |= {"parts": facts["parts"], "rounds": facts["rounds"]} | busiest(found)
     row |= {"MB mean": facts["sent_bytes"]["mean"] / 1e6, "MB max": facts["sent_bytes"]["max"] / 1e6}
     row |= {"messages": sum(cost.messages for cost in found.costs), "runs": sum(cost.runs for cost in found.costs)}
     row |= {"scratch GB": facts["scratch_bytes"]["max"] / 1e9}
@@ -91,6 +93,19 @@ def forecast(name: str, halves: Sequence[Half], stage: int, world: int, machine:
             make_plan(part.shards, rank, part.world_size, cost, counts=counts)
         row[title] = time.perf_counter() - begin
     return row
+
+
+def busiest(planned: Estimate) -> dict[str, float]:
+    """Operations of the busiest rank over the mean of one owner per matrix, by who owns a matrix."""
+    alone, world = estimate(planned.halves, planned.layout, ONE_OWNER, GPU), planned.world_size
+    mean = sum(sum(cost.flops) for cost in alone.costs) / world
+    # Parts are stepped one after the other, so each waits for its own busiest rank.
+    found = {"busiest": planned, "of one owner each": alone}
+    row = {title: sum(max(cost.flops) for cost in of.costs) / mean for title, of in found.items()}
+    shapes = Counter(item.shape for cost in alone.costs for item in cost.part.items)
+    flops = counted_cost("auto", PLAIN.schedule, GPU.dtype, GPU.wire_bytes, GPU.device_type).flops
+    padded = sum(math.ceil(count / world) * flops(*shape) for shape, count in shapes.items())
+    return row | {"in padded rounds": padded / mean}
 
 
 def share_of_training(name: str, halves: Sequence[Half], found: Estimate, machine: Machine) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.exchange.exchange import Exchange, processes
-from deepspeed.muon.exchange.owner_set import neighbours
+from deepspeed.muon.exchange.owner_set import neighbours_in
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.kernels.table import Operations, RunOperations, Tiles
 from deepspeed.muon.math.choice import Choice, shape_key
@@ -69,6 +69,7 @@ def bind_partition(
     kernels: Operations,
     tables: Mapping[str, Operations],
     exchange: Exchange,
+    ranks_per_node: int,
 ) -> Bound:
     """Plan a partition of the Muon half.
 
@@ -78,9 +79,10 @@ def bind_partition(
         choice: how Newton-Schulz runs.
         kernels: of all but its products; ``tables``: which its products are chosen from, by name.
         exchange: among the ranks of the partition.
+        ranks_per_node: neighbouring ranks that share a node.
     """
     method = partial(method_of, choice, group["ns_method"])
-    near = neighbours(partition.group) if processes() > 1 else 1
+    near = neighbours_in(partition.group, ranks_per_node) if processes() > 1 else 1
     cost = cost_model(method, config.schedule, choice.dtype, exchange.dtype.itemsize, exchange.device.type, near)
     given, items = group.get("owner_counts", {}), partition.blocks
     world = partition.world_size, partition.is_replicated

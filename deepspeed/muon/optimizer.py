@@ -80,6 +80,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     is_stepped_in_parts = False
     #: Whether this process says what all of them know.
     speaks = True
+    #: Neighbouring ranks that share a node, as far as known; unless the config says so only they own a matrix together.
+    ranks_per_node = 1
     #: In a pipeline, the parameters of all stages that go to Muon, by name, and a hash of how each is cut, if any.
     muon_of_all_stages: dict[str, str] | None = None
     #: Measures a step, if set.
@@ -202,7 +204,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             choice = pinned_in(group, tuning.choice, self.config.ns_dtype)
             how = self.config, choice, self.kernels, tables
             among = exchange(group=partition.group, name=group["name"])
-            self._bound[id(partition.tensors[0])] = bind_partition(partition, group, *how, among)
+            bound = bind_partition(partition, group, *how, among, self.ranks_per_node)
+            self._bound[id(partition.tensors[0])] = bound
         self._binding = (partitions, tuning, where)
         self.second_moments.bind((b.partition, b.plan, b.exchange) for b in self._bound.values())
         if self.qk_clip:

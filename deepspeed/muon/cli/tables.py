@@ -202,7 +202,7 @@ def _between_owners(nbytes: dict[str, float]) -> Iterator[tuple[str, str]]:
     if nbytes["max"]:
         yield (
             "sent between owners",
-            f"mean {quantity(nbytes['mean'])}, max {quantity(nbytes['max'])}, of one matrix each",
+            f"mean {quantity(nbytes['mean'])}, max {quantity(nbytes['max'])}",
         )
 
 

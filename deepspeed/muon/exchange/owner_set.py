@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operations of Newton-Schulz on a slice of a matrix, whose other slices neighbouring ranks have.
+"""The operations of Newton-Schulz on a slice of a matrix whose other slices are on neighbouring ranks.
 
 With X = [X_1 ... X_k], X X^T is the sum of the X_j X_j^T, and P X is [P X_1 ... P X_k]: each rank squares and
 multiplies its own slice. What belongs to the whole matrix, its norm and its Gram matrix, is added up, and is equal on
@@ -9,7 +9,6 @@ all ranks.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +21,7 @@ from deepspeed.muon.kernels.table import PLAIN, Operations, Scalars, Symmetric
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.math.newton_schulz import SPLIT_FROM
 from deepspeed.muon.plan.memory import SUM_ELEMENTS
+from deepspeed.muon.plan.slices import neighbours
 
 
 def set_of(group: Any, size: int) -> Any:
@@ -42,12 +42,9 @@ def _group_of(world: Any, ranks: tuple[int, ...]) -> Any:
     return torch.distributed.new_group(list(ranks), use_local_synchronization=True)
 
 
-def neighbours(group: Any) -> int:
-    """How many neighbouring ranks of a group share a node, by ``LOCAL_WORLD_SIZE`` of the launcher; the same on all."""
-    ranks, on_node = torch.distributed.get_process_group_ranks(group), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    nodes = [rank // on_node for rank in ranks]
-    sizes = range(len(ranks), 0, -1)
-    return next(n for n in sizes if all(len({*nodes[i : i + n]}) == 1 for i in range(0, len(nodes), n)))
+def neighbours_in(group: Any, ranks_per_node: int) -> int:
+    """:func:`deepspeed.muon.plan.slices.neighbours` of the ranks of a process group."""
+    return neighbours([rank // ranks_per_node for rank in torch.distributed.get_process_group_ranks(group)])
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.scale import scale_factor
 from deepspeed.muon.plan.cost import counted_cost
 from deepspeed.muon.plan.memory import Memory, PartDemand, Peak, peak
+from deepspeed.muon.plan.slices import neighbours
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,8 @@ def estimate(halves: Sequence[Half], layout: Layout, config: MuonConfig, memory:
     costs = []
     how = config.schedule, memory.dtype, memory.wire_bytes, memory.device_type
     for part in muon:
-        cost = counted_cost(part.half.ns_method, *how, min(layout.ranks_per_node, part.world_size))
+        near = neighbours([rank // layout.ranks_per_node for rank in range(part.world_size)])
+        cost = counted_cost(part.half.ns_method, *how, near)
         costs.append(step_cost(part, cost, config.bucket_bytes, memory.staged, config.most_owners))
     largest = _largest(costs, config.schedule, layout.world_size, memory)
     return Estimate(halves, layout, parts, costs, largest, time.perf_counter() - began)

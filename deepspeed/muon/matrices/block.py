@@ -95,11 +95,13 @@ class Block:
 
     def before(self, element: int) -> int:
         """Number of the block's elements before ``element`` of the parameter."""
-        whole = self.numel // self.bands
-        inside = max(0, element - self.offset)
+        inside, numel = max(0, element - self.offset), self.rows * self.cols
+        if self.stride == self.cols and self.bands == 1:
+            return min(inside, numel)
+        whole = numel // self.bands
         band, inside = divmod(inside, self.gap) if self.bands > 1 else (0, inside)
         row, column = divmod(inside, self.stride)
-        return min(band * whole + min(row * self.cols + min(column, self.cols), whole), self.numel)
+        return min(band * whole + min(row * self.cols + min(column, self.cols), whole), numel)
 
     def pieces(self, start: int, stop: int, pitch: int | None = None) -> Iterator[Piece]:
         """The part of the block inside elements ``start .. stop`` of the parameter, in order.

@@ -39,7 +39,7 @@ class CostModel:
     device_type: str = "cpu"
     #: By rows, columns and number of owners of the whole matrix; ``None``: a matrix has one owner.
     sliced: Callable[[int, int, int], Slice] | None = None
-    #: Neighbouring ranks that share a node.
+    #: Of the sets of neighbouring ranks that share a node (:func:`deepspeed.muon.plan.slices.neighbours`).
     near: int = 1
 
     def worth(self, elements: int) -> float:
@@ -75,7 +75,7 @@ def cost_model(
         dtype: of Newton-Schulz, which decides how often ``gram`` restarts.
         wire_bytes: per element of the exchange.
         device_type: ``cpu``, or an accelerator's.
-        near: neighbouring ranks that share a node.
+        near: as in :class:`CostModel`.
     """
 
     @functools.cache

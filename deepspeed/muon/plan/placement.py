@@ -86,7 +86,8 @@ class Rectangle(NamedTuple):
     def pieces(self, rank: int, pitch: int) -> Iterator[Piece]:
         """The part that ``rank`` holds, as :meth:`Block.pieces` of a matrix with ``pitch`` columns."""
         low, high = self.placement.held(rank, self.block.offset, self.block.stop)
-        return (piece._replace(at=self.at + piece.at) for piece in self.block.pieces(low, high, pitch))
+        pieces = self.block.pieces(low, high, pitch)
+        return (piece._replace(at=self.at + piece.at) for piece in pieces) if self.at else pieces
 
 
 @dataclass(frozen=True)

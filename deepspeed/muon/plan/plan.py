@@ -7,8 +7,10 @@ and the matrices that it owns. One rank's plan takes O(matrices + ranks) time.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import groupby, zip_longest
@@ -193,6 +195,19 @@ def slot_count(travels: bool, replicated: bool, tight: bool) -> int:
     return 2 if replicated or tight else 3
 
 
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Pause Python's garbage collector, which would search again and again through small objects that all live on."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_without_collector()
 def make_plan(
     shards: Sequence[Shard],
     rank: int,
@@ -277,7 +292,7 @@ def _bucket(items: Round, rank: int, world_size: int) -> Bucket:
     matrices = send_at = 0
     for owner, item in items:
         mine, shape = owner == rank, item.shape
-        for piece in item.pieces(rank):
+        for piece in item.pieces(rank) if rank in item.holders else ():
             in_place = mine and piece.is_contiguous and not sends_own
             at = matrices + piece.at if in_place else send_at
             start = item.shard.placement.position(piece.element)
@@ -354,7 +369,7 @@ def _adjacent(first: Copy, second: Copy) -> Copy | None:
     are_rows = first.rows == second.rows == first.times == 1
     if are_rows and (second.at, second.start) == (first.at + first.cols, first.start + first.cols):
         cols = first.cols + second.cols
-        return first._replace(cols=cols, pitch=cols)
+        return Copy(first.at, first.start, 1, cols, cols)
     return None
 
 
@@ -363,7 +378,7 @@ def _joined(first: Copy, second: Copy) -> Copy | None:
     pitch = first.pitch if first.rows > 1 else second.start - first.start
     follows = second.start == first.start + first.rows * pitch and pitch > first.cols == second.cols
     if follows and (second.rows == 1 or second.pitch == pitch):
-        return first._replace(rows=first.rows + second.rows, pitch=pitch)
+        return Copy(first.at, first.start, first.rows + second.rows, first.cols, pitch)
     return _adjacent(first, second)
 
 
@@ -392,11 +407,11 @@ def batches_of(items: Iterable[PlacedBlock]) -> Iterator[Batch]:
 def _digest(items: list[PlacedBlock], owners: list[int], counts: Sequence[int], rounds: list[Round]) -> str:
     """A hash of all that the ranks must agree on."""
     of_block, of_placement = (attrgetter(*(each.name for each in fields(kind))) for kind in (Block, Placement))
-    facts = [
-        (item.shard.spec.name, of_block(item.block), [of_placement(p.placement) for p in item.parts], owner, count)
-        for item, owner, count in zip(items, owners, counts, strict=True)
-    ]
-    return hashlib.sha256(f"{facts}{[len(r) for r in rounds]}".encode()).hexdigest()[:16]
+    digest = hashlib.sha256(f"{owners}{[*counts]}{[len(r) for r in rounds]}".encode())
+    for item in items:
+        placements = [of_placement(part.placement) for part in item.parts]
+        digest.update(f"{item.shard.spec.name}{of_block(item.block)}{placements}".encode())
+    return digest.hexdigest()[:16]
 
 
 #: The most bytes of matrices that one owner takes in one bucket; a larger matrix has a bucket to itself. An accelerator

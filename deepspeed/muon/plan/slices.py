@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrices with several owners, each of a slice: how many, and which slices.
+"""Matrices with several owners, each owning a slice: how many owners, and which slices.
 
 A matrix is sliced along its longer side, so that its Gram matrix is the sum of those of its slices, and the last
 product of Newton-Schulz acts on each slice alone. Owners of one matrix are neighbours: with ``count`` owners the ranks
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 from deepspeed.muon.math.choice import shape_key
 from deepspeed.muon.math.newton_schulz import SPLIT_FROM
@@ -36,6 +37,16 @@ def counts_for(world_size: int, most: int = MOST) -> list[int]:
         if world_size % count == 0 and count % counts[-1] == 0:
             counts.append(count)
     return counts
+
+
+def neighbours(nodes: Sequence[Any]) -> int:
+    """The size of the largest sets into which the ranks can be cut, one set after the other, each on one node.
+
+    Args:
+        nodes: of each rank, in order.
+    """
+    sizes = (size for size in range(len(nodes), 0, -1) if len(nodes) % size == 0)
+    return next(n for n in sizes if all(len({*nodes[i : i + n]}) == 1 for i in range(0, len(nodes), n)))
 
 
 def is_sliceable(block: Block, count: int) -> bool:
@@ -76,7 +87,9 @@ def counts_of(
     if cost.sliced is None or world_size == 1 or most == 1:
         return [1] * len(items)
     even = sum(cost.flops(*item.shape) for item in items) / world_size
-    allowed = counts_for(world_size, most or min(MOST, cost.near))
+    kept = {n for n in given.values() if n in counts_for(world_size)}
+    of_node = [n for n in counts_for(cost.near) if all(n % k == 0 or k % n == 0 for k in kept)]
+    allowed = counts_for(world_size, most) if most else of_node
     holders: dict[tuple[int, int], int] = {}
     for item in items:
         holders[item.shape] = min(holders.get(item.shape, world_size), len(item.holders))
@@ -86,25 +99,28 @@ def counts_of(
         pinned = given.get(shape_key(rows, cols))
         if most is not None:
             return allowed[-1]
-        if pinned in counts_for(world_size):
+        if pinned in kept:
             return pinned
         fitting = [count for count in allowed if rows % count == cols % count == 0]
-        return _count_for(rows, cols, fitting, even, holders[rows, cols], cost)
+        for_memory = _for_memory(rows, cols, fitting, holders[rows, cols], cost)
+        return max(for_memory, _for_balance(rows, cols, fitting, even, cost))
 
     wanted = [(item.block, count_for(*item.shape)) for item in items]
     return [count if is_sliceable(block, count) else 1 for block, count in wanted]
 
 
-def _count_for(rows: int, cols: int, allowed: Sequence[int], even: float, holders: int, cost: CostModel) -> int:
+def _for_balance(rows: int, cols: int, allowed: Sequence[int], even: float, cost: CostModel) -> int:
     prices = {count: cost.price(rows, cols, count) for count in allowed}
-    small = next((count for count in allowed if _large_bytes(rows, cols, count, cost) <= LARGE_BYTES), allowed[-1])
-    if cost.device_type != "cpu" and 1 < small <= holders:
-        return small
     if prices[1] <= UNEVEN * even:
         return 1
     cheapest = min(prices, key=lambda count: (prices[count], count))
     found = next((count for count in allowed if prices[count] <= even), cheapest)
     return found if prices[found] <= (1 - WORTH) * prices[1] else 1
+
+
+def _for_memory(rows: int, cols: int, allowed: Sequence[int], holders: int, cost: CostModel) -> int:
+    small = next((count for count in allowed if _large_bytes(rows, cols, count, cost) <= LARGE_BYTES), allowed[-1])
+    return small if cost.device_type != "cpu" and small <= holders else 1
 
 
 def _large_bytes(rows: int, cols: int, count: int, cost: CostModel) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import socket
 from collections import Counter
 from typing import Any
 
@@ -15,6 +16,7 @@ from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.exchange.watchdog import start_watchdog
 from deepspeed.muon.kernels import selection
 from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.plan.slices import neighbours
 from deepspeed.muon.tuning import has_bf16, may_race
 from deepspeed.muon.version import __version__
 from deepspeed.muon.zero.checkpoint.compatibility import of_all_stages
@@ -40,7 +42,7 @@ def agree(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
         ``bf16``: whether the devices of all ranks know it. ``races``: whether all ranks allow a race. ``shapes`` and
         ``ns_methods``: of all stages.
         ``groups``: the most parameter groups that a pipeline stage has. ``matrices``: of all stages. ``firsts``: the
-        first rank of each stage.
+        first rank of each stage. ``ranks_per_node``: neighbouring ranks that share a host name.
 
     Raises:
         DisagreementError: the ranks differ, or some are silent.
@@ -73,7 +75,7 @@ def bind_engine(engine: Any) -> None:
     device = _compute_device()
     kinds = sorted({device.type, *(tensor.device.type for partition in partitions for tensor in partition.tensors)})
     lacking = compare(lambda: selection.missing(optimizer.config.kernels, kinds), _judge_kernels)
-    optimizer.speaks = engine.global_rank == 0
+    optimizer.speaks, optimizer.ranks_per_node = engine.global_rank == 0, verdict["ranks_per_node"]
     optimizer.use_kernels(lacking)
     world_size = max((p.world_size for p in partitions), default=1)
     tuning = choose(optimizer, verdict, device, world_size)
@@ -107,6 +109,7 @@ def _facts(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
         "shapes": [[*shape, count] for shape, count in optimizer.shapes.items()],
         "ns_methods": sorted(optimizer.ns_methods),
         "races": may_race(),
+        "host": socket.gethostname(),
         "group_count": len(groups),
         "matrices": sum(len(spec.blocks) for spec in optimizer.specs.values()),
         "unused_options": optimizer.unused_options,
@@ -127,6 +130,7 @@ def _judge_settings(facts: list[Facts]) -> Facts:
     return {
         "bf16": all(stated["bf16"] for stated in facts),
         "races": all(stated["races"] for stated in facts),
+        "ranks_per_node": neighbours([stated["host"] for stated in facts]),
         "ns_methods": sorted({method for stated in stages for method in stated["ns_methods"]}),
         "shapes": [[*shape, count] for shape, count in counted.items()],
         "groups": max(stated["group_count"] for stated in stages),

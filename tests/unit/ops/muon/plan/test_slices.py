@@ -11,7 +11,7 @@ from deepspeed.muon.math.coefficients import schedule
 from deepspeed.muon.plan.cost import CostModel, counted_cost
 from deepspeed.muon.plan.owners import assign
 from deepspeed.muon.plan.placement import PlacedBlock
-from deepspeed.muon.plan.slices import LARGE_BYTES, counts_for, counts_of
+from deepspeed.muon.plan.slices import LARGE_BYTES, counts_for, counts_of, neighbours
 from helpers.plans import part_layout, specs
 
 
@@ -36,6 +36,14 @@ def test_the_counts_of_one_plan_divide_each_other(world: int, most: int, expecte
     assert counts_for(world, most) == expected
 
 
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [("aaaa", 4), ("aabb", 2), ("aaab", 1), ("aaabbb", 3), ("aaaabb", 2), ("aabbbb", 2), ("abab", 1), ("a", 1)],
+)
+def test_neighbours_share_a_node(nodes: str, expected: int) -> None:
+    assert neighbours(nodes) == expected
+
+
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_many_small_matrices_have_one_owner_each(device_type: str) -> None:
     shapes = [(768, 768), (768, 3072), (3072, 768)] * 12
@@ -45,7 +53,7 @@ def test_many_small_matrices_have_one_owner_each(device_type: str) -> None:
 @pytest.mark.parametrize("world", [2, 4, 8])
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_a_lone_large_matrix_is_shared_by_all(device_type: str, world: int) -> None:
-    assert counts([(4096, 16384)], world, cost_of(device_type, 8)) == [world]
+    assert counts([(4096, 16384)], world, cost_of(device_type, world)) == [world]
 
 
 def test_only_ranks_of_one_node_share_a_matrix_unless_the_user_says_so() -> None:
@@ -59,6 +67,17 @@ def test_only_ranks_of_one_node_share_a_matrix_unless_the_user_says_so() -> None
 def test_what_needs_whole_matrices_leaves_each_to_one_owner(rule: dict[str, Any]) -> None:
     assert parse({}).most_owners is None
     assert counts([(4096, 16384)], 8, cost_of("cuda", 8), most=parse(rule).most_owners) == [1]
+
+
+def test_sets_of_owners_end_where_nodes_end() -> None:
+    """With nodes of six, four owners would be on two nodes."""
+    assert counts([(6144, 24576)], 12, cost_of("cuda", 6)) == [6]
+
+
+def test_counts_of_a_checkpoint_and_others_divide_each_other() -> None:
+    """Six and four would not, and ranks would wait for each other."""
+    found = counts([(768, 768), (6144, 24576)], 12, cost_of("cuda", 6), **{shape_key(768, 768): 4})
+    assert found == [4, 2]
 
 
 def test_large_matrices_are_sliced_for_their_memory_on_an_accelerator_only() -> None:

@@ -40,9 +40,11 @@ def counts_by_shape(counts: dict[tuple[int, int], int] | None) -> Iterator[None]
         owners.counts_of = original
 
 
-def engine_with(owners: int | None, params: dict[str, Any] | None = None, seed: int = 0, **config: Any) -> Any:
+def engine_with(
+    owners: int | None, params: dict[str, Any] | None = None, seed: int = 0, shapes: Any = SHAPES, **config: Any
+) -> Any:
     """An engine of given gradients whose weights depend on the seed."""
-    net = FixedGradients(SHAPES)
+    net = FixedGradients(shapes)
     for param in net.parameters():
         param.data.add_(seed)
     section = {"type": "Muon", "params": PARAMS | {"owners_per_matrix": owners} | (params or {})}
@@ -84,6 +86,29 @@ def test_equal_to_one_owner(stage: int, offload: bool, world: int) -> None:
     for update, counts in run(train, world, owners=world, **how):
         assert counts == [world] * 5 + [1]
         assert 0 < update_error(update, alone) <= 1e-5
+
+
+def chosen(host: str) -> list[int]:
+    """How many owners a lone matrix gets by itself; `host`: of the first rank, if it is not that of the others."""
+    import socket
+
+    import torch.distributed as dist
+
+    original = socket.gethostname
+    if dist.get_rank() == 0 and host:
+        socket.gethostname = lambda: host
+    try:
+        engine = engine_with(None, stage=3, shapes=[(256, 8192)])
+    finally:
+        socket.gethostname = original
+    counts = list(engine.basic_optimizer.plans[0].counts)
+    engine.destroy()
+    return counts
+
+
+@pytest.mark.parametrize(("host", "owners"), [("", 2), ("elsewhere", 1)])
+def test_a_lone_matrix_is_shared_within_a_node(host: str, owners: int) -> None:
+    assert run(chosen, 2, host=host) == [[owners]] * 2
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
