@@ -85,8 +85,9 @@ def _updates(engine: Any, optimizer: MuonWithAuxAdam, matrices: list[MatrixSpec]
     whole = sorted((spec for spec in matrices if spec.blocks), key=lambda spec: math.prod(spec.whole))
     typical = whole[len(whole) // 2]
     rms = update_rms(config.scale, typical.blocks[0].rows, typical.blocks[0].cols, config.rms_scale)
+    count = engine.world_size // stages_of(engine.module)
     return (
-        f"{engine.world_size // stages_of(engine.module)} ranks{_stage_0(engine, optimizer)}",
+        f"{count} rank{'s' * (count > 1)}{_stage_0(engine, optimizer)}",
         f"adjust_lr_fn {config.scale} = {SCALES[config.scale][0].replace('rms_scale', f'{config.rms_scale:g}')}: "
         f"update RMS {rms:.3g} x lr for {typical.name} {list(typical.whole)} ({config.scale_reason})",
         *config.beyond_muon,

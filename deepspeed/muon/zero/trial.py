@@ -56,7 +56,7 @@ class Model(nn.Module):
         """The loss of telling from each token of ``text``, numbers ``[batch, tokens]``, the one after it."""
         x = self.tokens(text)
         for up, down in zip(self.up, self.down, strict=True):
-            x = x + down(torch.relu(up(self.norm(x))))
+            x = x + down(nn.functional.gelu(up(self.norm(x))))
         return nn.functional.cross_entropy(self.lm_head(self.norm(x)).flatten(0, 1), (text + 1).flatten() % VOCABULARY)
 
 

@@ -112,15 +112,16 @@ def _opened(read: Callable[[Path], dict[str, Any]], name: str) -> dict[str, Any]
 
 
 _LOAD = 'load it with "checkpoint": {"load_universal": true} in ds_config.json, without a tag'
+_WEIGHTS_ALONE = (
+    "its weights alone with load_module_only=True and load_optimizer_states=False; DeepSpeed converts at stages 1 to 3 "
+    "only"
+)
 
 
 def _conversion(folder: Path, stages: Collection[int], option: str = "") -> str:
     """How a checkpoint comes to fit another layout. ``stages``: there and here."""
     if 0 in stages:
-        return (
-            "load it as it was saved, or its weights alone with load_module_only=True and load_optimizer_states=False; "
-            "DeepSpeed converts at stages 1 to 3 only"
-        )
+        return f"load it as it was saved, or {_WEIGHTS_ALONE}"
     options = f"{option}--input_folder {folder} --output_folder {folder}_universal"
     return f"convert it with python -m deepspeed.checkpoint.ds_to_universal {options}, then {_LOAD}"
 
@@ -253,7 +254,8 @@ def routing_difference(
         cure = _conversion(folder, stages, "--inject_missing_state ")
         return f"another optimizer saved it; if that was AdamW, {cure}"
     if True in saved and not there:
-        return f"stock's Muon saved it; run ds_muon import --from {folder} --to {folder}_universal, then {_LOAD}"
+        run = f"run ds_muon import --from {folder} --to {folder}_universal, then {_LOAD}"
+        return f"stock's Muon saved it; {f'load {_WEIGHTS_ALONE}' if 0 in stages else run}"
     words = {True: "Muon", False: "AdamW"}
     return (
         "it was saved with another division into Muon and AdamW; restore the model, its parameter groups, "

@@ -110,12 +110,13 @@ def test_going_on_from_stocks_muon_saved_otherwise(tmp_path: Path) -> None:
     check_stock(SAVED_BY_STOCK[1:2] + REST, tmp_path, TARGETS)
 
 
-def outcome(folder: str, universal: bool, params: dict[str, Any]) -> tuple[str, list[str]]:
+def outcome(folder: str, universal: bool, params: dict[str, Any], stage: int = 2) -> tuple[str, list[str]]:
     """The error of loading into the small GPT, or none, and what was logged."""
     extra = {"checkpoint": {"load_universal": True}} if universal else {}
     error = ""
     with logged() as said:
-        engine = build({"stage": 2, "model": "gpt"}, 7, optimizer={"type": "Muon", "params": PARAMS | params}, **extra)
+        optimizer = {"type": "Muon", "params": PARAMS | params}
+        engine = build({"stage": stage, "model": "gpt"}, 7, optimizer=optimizer, **extra)
         before = facts(engine)["weights"]
         try:
             engine.load_checkpoint(folder, tag="universal" if universal else "saved")
@@ -137,6 +138,8 @@ def test_what_changes_its_optimizer_is_refused_by_name(tmp_path: Path) -> None:
     assert (
         f"stock's Muon saved it; run ds_muon import --from {folder}/saved --to {folder}/saved_universal, then" in error
     )
+    error, _ = run(outcome, 2, universal=False, stage=0, **ask)[0]
+    assert "stock's Muon saved it; load its weights alone with load_module_only=True" in error
     assert main(["import", "--from", f"{folder}/saved", "--to", f"{folder}/universal", "--json"]) == 0
     error, _ = run(outcome, 1, universal=True, **ask)[0]
     assert "Muon updated there what AdamW updates here: tokens.weight, positions.weight" in error
