@@ -84,7 +84,7 @@ def _hash(text: str, digits: int) -> str:
 def of_files(engine: Any, arguments: Mapping[str, Any], tag: str) -> dict[str, Any]:
     """As :func:`of_engine`, as far as the files that DeepSpeed will load tell it; their tensors are not read.
 
-    Raises CheckpointError for a file that is missing or cannot be read.
+    Raises CheckpointError for a file that is missing or cannot be read, and at stage 0 for states of another stage.
     """
     folder = arguments["load_dir"]
     model = _opened(read_model, engine._get_ckpt_name(folder, tag))
@@ -96,7 +96,10 @@ def of_files(engine: Any, arguments: Mapping[str, Any], tag: str) -> dict[str, A
         saved[key] = {n: list(v.shape) for n, v in model["module"].items() if isinstance(v, torch.Tensor)}
     if loads_states(arguments):
         zero = engine.zero_optimization() and _opened(read_states, engine._get_zero_ckpt_name(folder, tag))
-        saved["groups"] = saved_groups(zero["optimizer_state_dict"] if zero else model["optimizer"])
+        states = zero["optimizer_state_dict"] if zero else model["optimizer"]
+        if states is None:
+            raise CheckpointError(f"it was saved at ZeRO stage 1, 2 or 3, this run has stage 0; load {_WEIGHTS_ALONE}")
+        saved["groups"] = saved_groups(states)
     return saved
 
 
