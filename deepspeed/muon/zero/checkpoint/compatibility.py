@@ -257,8 +257,8 @@ def routing_difference(
         cure = _conversion(folder, stages, "--inject_missing_state ")
         return f"another optimizer saved it; if that was AdamW, {cure}"
     if True in saved and not there:
-        run = f"run ds_muon import --from {folder} --to {folder}_universal, then {_LOAD}"
-        return f"stock's Muon saved it; {f'load {_WEIGHTS_ALONE}' if 0 in stages else run}"
+        convert = f"run ds_muon import --from {folder} --to {folder}_universal, then {_LOAD}"
+        return f"stock's Muon saved it; {convert if 0 not in stages else 'load ' + _WEIGHTS_ALONE}"
     words = {True: "Muon", False: "AdamW"}
     return (
         "it was saved with another division into Muon and AdamW; restore the model, its parameter groups, "

@@ -60,4 +60,5 @@ def all_errors(dtype: str) -> dict[str, tuple[float, float]]:
 def test_slices_are_as_exact_as_the_whole(dtype: str, world: int) -> None:
     """Two owners compute the products of small matrices whole, four share them. A sum is rounded once more."""
     for case, (of_slices, of_whole) in run(all_errors, world, dtype=dtype)[0].items():
-        assert of_slices <= (1e-5 if dtype == "fp32" else 2 * of_whole), (case, of_whole)
+        most = {"fp32": 1e-5, "bf16": 1.5 * of_whole, "fp16": 1.6 * of_whole}[dtype]
+        assert of_slices <= most, (case, of_whole)
