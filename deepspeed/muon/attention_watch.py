@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from deepspeed.muon.errors import UnsupportedError
 from deepspeed.muon.math.logits import Visible, largest
 from deepspeed.muon.matrices.query_keys import Attention
+from deepspeed.muon.numerics import fixed_numerics
 
 Seen = tuple[Tensor, Tensor, float, Visible]
 """Queries and keys, ``[batch, heads, tokens, width]``, the scale of their products, and which keys a query sees."""
@@ -93,8 +94,8 @@ class AttentionWatch:
                     f"qk_clip: the attention of {layer.name} has {query.size(1)} heads and its weights have "
                     f"{len(layer.local_heads)}"
                 )
-            kind, dtype = query.device.type, _dtype(query)
-            with torch.no_grad(), torch.autocast(kind, enabled=False):  # else it would cast back what is in fp32
+            dtype = _dtype(query)
+            with fixed_numerics(), torch.no_grad():  # autocast would cast back what is in fp32
                 found = largest(query.to(dtype), key.to(dtype), scale, visible, self._mode, self._step())
             before = self.largest.get(layer.name)
             self.largest[layer.name] = found if before is None else torch.maximum(before, found)
@@ -177,7 +178,7 @@ def _of_packed_flash(
     """``[tokens, heads, width]`` of sequences one after the other, as long in queries as in keys."""
     if q.size(0) != k.size(0):
         raise UnsupportedError("qk_clip: flash-attn got packed sequences with other lengths of queries than of keys")
-    tokens = torch.arange(q.size(0), device=q.device)
+    tokens = torch.arange(q.size(0), dtype=torch.int64, device=q.device)
     documents = torch.bucketize(tokens, cu_seqlens_q.to(tokens.dtype), right=True)
     visible = Visible(is_causal=causal, window=(window_size_left, window_size_right), documents=(documents, documents))
     return q.detach().transpose(0, 1)[None], k.detach().transpose(0, 1)[None], _scale(softmax_scale, q), visible

@@ -36,6 +36,7 @@ from deepspeed.muon.math.newton_schulz import DTYPES, orthogonalize
 from deepspeed.muon.matrices.pipeline import stage_of
 from deepspeed.muon.matrices.query_keys import Attention, attention_layers
 from deepspeed.muon.matrices.routing import MatrixSpec, route, shapes_of, tag_parameters
+from deepspeed.muon.numerics import fixed_numerics
 from deepspeed.muon.param_groups import Split, check_options, split_groups
 from deepspeed.muon.plan.plan import Plan, Run
 from deepspeed.muon.prepare import Prepare
@@ -176,6 +177,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     # ---- binding ----------------------------------------------------------------------------------
 
+    @fixed_numerics()
     def bind(self, partitions: Sequence[Partition], tuning: Tuning, device: torch.device | None = None) -> None:
         """Plan the exchange and allocate the state of every tensor that has none. Called before the first step.
 
@@ -385,23 +387,29 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     # ---- the step -------------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @torch._disable_dynamo  # a script may compile the function that calls it; there is nothing to gain inside
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the tensors of the groups that are present.
 
-        ZeRO calls this once per group or sub-group, in the same order on all ranks.
+        ZeRO calls this once per group or sub-group, in the same order on all ranks. Settings of torch that the script
+        has made for its model, such as autocast, do not reach the update, only ``closure``.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        with fixed_numerics(), torch.no_grad():
+            self._step()
+        return loss
+
+    def _step(self) -> None:
         if self._binding is None and not self._bind_on_first_use():
-            return loss
+            return
         if not self.is_stepped_in_parts:
             self.begin_step()
         if not self.is_finite():
             self.report_skip()
-            return loss
+            return
         for group in self.param_groups:
             if group["params"]:
                 (self._muon_step if group["use_muon"] else self._adam_step)(group)
@@ -409,7 +417,6 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                     self.qk_clip.apply(group["params"], self.kernels, self._work)
         if not self.is_stepped_in_parts:
             self.release_scratch()
-        return loss
 
     def _bind_on_first_use(self) -> bool:
         tensors = [p for group in self.param_groups for p in group["params"]]

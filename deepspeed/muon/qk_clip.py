@@ -104,7 +104,9 @@ class QKClip:
             UnsupportedError: on all ranks that train these layers, where the attention of one was not seen.
         """
         seen = self.watch.largest
-        logits = torch.full((1 + sum(layer.queries for layer in self._layers),), -math.inf)
+        logits = torch.full(
+            (1 + sum(layer.queries for layer in self._layers),), -math.inf, dtype=torch.float32, device="cpu"
+        )
         logits[0] = max((1 + i for i, layer in enumerate(self._layers) if layer.name in self.watch.missed), default=0)
         parts = dict(zip(self._layers, logits[1:].split([layer.queries for layer in self._layers]), strict=True))
         for layer, part in parts.items():

@@ -42,7 +42,7 @@ class SecondMoments:
             for name in (name for bucket in plan.buckets for batch in bucket.batches for name in batch.names):
                 moment = self.held.get(name)
                 if moment is None or moment.numel() != outputs[name]:
-                    moment = torch.zeros(outputs[name])
+                    moment = torch.zeros(outputs[name], dtype=torch.float32, device=exchange.device)
                 found[name] = moment.to(exchange.device)
         self.held = found
 

@@ -97,7 +97,7 @@ def fill(optimizer: MuonWithAuxAdam, partition: Partition, source: Source, actio
         action = actions.get(shard.spec.name)
         for key in KEYS[shard.spec.use_muon] if action else ():
             if action == "zero":
-                values = torch.zeros(stop - start)
+                values = torch.zeros(stop - start, dtype=torch.float32, device="cpu")
             else:
                 whole = source.read(shard.spec.name, "exp_avg" if action == "first_moment" else key)
                 values = whole.reshape(-1)[start:stop]

@@ -132,7 +132,7 @@ class StepStats:
 
     def sums(self, names: Sequence[str]) -> Tensor:
         """Both sums of these values, fp64, [names, 2], on the CPU; add them over the ranks."""
-        return torch.tensor([self._sums[name] for name in names], dtype=torch.float64).view(-1, 2)
+        return torch.tensor([self._sums[name] for name in names], dtype=torch.float64, device="cpu").view(-1, 2)
 
 
 def values_of(names: Sequence[str], sums: Tensor) -> dict[str, float]:

@@ -71,7 +71,7 @@ class OwnerSet:
     def _normalize(self, x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:
         """As :func:`deepspeed.muon.kernels.reference.normalize`, by the norm of the whole matrix."""
         sizes = torch.stack([torch.stack(reference.magnitude(matrix)) for matrix in x])
-        found = torch.empty(self.size, *sizes.shape, device=x.device)
+        found = torch.empty(self.size, *sizes.shape, dtype=torch.float32, device=x.device)
         self._gather(found, sizes)
         exponents, lengths = found.unbind(-1)
         exponent = exponents.amax(dim=0)

@@ -25,6 +25,7 @@ from deepspeed.muon.math.choice import counted_method
 from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.momentum import kept_dtype
 from deepspeed.muon.math.newton_schulz import DTYPES, flops, orthogonalize
+from deepspeed.muon.numerics import fixed_numerics
 from deepspeed.muon.plan.plan import BUCKET_BYTES, CPU_BUCKET_BYTES
 from deepspeed.muon.tuning import Candidates, method_of, with_products
 
@@ -59,6 +60,7 @@ class ShapeRate:
     tflops: float
 
 
+@fixed_numerics()
 def measure(
     halves: Sequence[Half],
     candidates: Candidates,
@@ -166,7 +168,7 @@ class _ShapeTimer:
     def _pace(self, shape: Shape, batch: int, rows: int, cols: int, calls: int) -> float:
         """Seconds per operation of matrices that stand for a shape, the median of some calls after one not counted."""
         *whole, method = shape
-        x = torch.randn(batch, rows, cols, device=self.device).to(self.wire)
+        x = torch.randn(batch, rows, cols, dtype=torch.float32, device=self.device).to(self.wire)
         dtype, kernels = DTYPES[self.dtype], self.kernels(*whole)
         run = partial(orthogonalize, x, self.schedule, method, dtype, self.work, kernels)
         return _median(run, self.device, calls) / (batch * self.flops(rows, cols, method))
@@ -178,10 +180,10 @@ class _ShapeTimer:
 
 def _muon_pass(numel: int, half: Half, dtype: torch.dtype, device: torch.device, kernels: Operations) -> float:
     """Seconds of both of Muon's elementwise passes over one run of a shard."""
-    grad, param = (torch.randn(numel, device=device) for _ in range(2))
+    grad, param = (torch.randn(numel, dtype=torch.float32, device=device) for _ in range(2))
     kind, rates = half.momentum_dtype, (0.95, half.nesterov)
     momentum = torch.zeros(numel, device=device, dtype=kept_dtype(grad, kind))
-    absmax = torch.zeros(blocks_of(numel), device=device)
+    absmax = torch.zeros(blocks_of(numel), dtype=torch.float32, device=device)
     out, work, decay = torch.empty(numel, device=device, dtype=dtype), Workspace(), 0.1 if half.decays else 0.0
     key = key_of("measured", 1)
 
@@ -200,8 +202,8 @@ def _muon_pass(numel: int, half: Half, dtype: torch.dtype, device: torch.device,
 
 def _adamw_pass(numel: int, device: torch.device) -> float:
     """Seconds of AdamW's step over one flat tensor."""
-    param = torch.randn(numel, device=device)
-    param.grad = torch.randn(numel, device=device)
+    param = torch.randn(numel, dtype=torch.float32, device=device)
+    param.grad = torch.randn(numel, dtype=torch.float32, device=device)
     state: dict[str, Any] = adamw.state_of({}, param)
     group = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     return _median(lambda: adamw.step([param], [state], group, True), device, CALLS)
@@ -210,7 +212,10 @@ def _adamw_pass(numel: int, device: torch.device) -> float:
 @torch.no_grad()
 def _median(call: Callable[[], object], device: torch.device, calls: int) -> float:
     """Median seconds of a call, after one that is not counted."""
-    times, wait = [], torch.zeros((), device=device).item  # until the device has done what was launched
+    times, wait = (
+        [],
+        torch.zeros((), dtype=torch.float32, device=device).item,
+    )  # until the device has done what was launched
     for _ in range(calls + 1):
         wait()
         began = time.perf_counter()

@@ -12,6 +12,7 @@ from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.codes import blocks_of
 from deepspeed.muon.kernels.table import Operations, Scalars, symmetric_of
 from deepspeed.muon.kernels.workspace import Workspace
+from deepspeed.muon.numerics import fixed_numerics
 
 #: The accelerator of this process, NVIDIA's or AMD's.
 DEVICE = "cuda"
@@ -24,6 +25,7 @@ BY = Scalars(1.0, -0.5, 2.0)
 DTYPE = torch.bfloat16
 
 
+@fixed_numerics()
 def why_wrong(build: Callable[[], Operations], size: int | None = None) -> str | None:
     """Why the table that ``build`` returns cannot be used on this accelerator; ``None`` if it can.
 
@@ -45,6 +47,7 @@ def why_wrong(build: Callable[[], Operations], size: int | None = None) -> str |
     return None
 
 
+@fixed_numerics()
 def warm(table: Operations, shapes: Iterable[tuple[int, int, int, int, torch.dtype]], device: torch.device) -> None:
     """Compile and tune the matrix operations of a table, which otherwise happens in the first step.
 
@@ -68,7 +71,9 @@ def _results(table: Operations, size: int) -> dict[str, Tensor]:
     """The result of every operation, in fp32; of a symmetric matrix its parts, so that neither hides the other."""
     work, results = Workspace(), {}
     batch, rows, cols = 2, size, 2 * size
-    x = torch.randn(batch, rows, cols, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    x = torch.randn(
+        batch, rows, cols, generator=torch.Generator().manual_seed(1), dtype=torch.float32, device="cpu"
+    ).to(DEVICE)
     param, grad, out = x.flatten().clone(), x.flatten().flip(0), torch.empty(x.numel(), dtype=DTYPE, device=DEVICE)
 
     table.advance(param, grad, out, 0.9, True, work)
@@ -79,7 +84,7 @@ def _results(table: Operations, size: int) -> dict[str, Tensor]:
     table.copy_rounded(kept, param, (1, 2), 0, work)
     results["copy_rounded"] = kept.float()
     codes = torch.zeros(param.numel(), dtype=torch.int8, device=DEVICE)
-    absmax = torch.zeros(blocks_of(param.numel()), device=DEVICE)
+    absmax = torch.zeros(blocks_of(param.numel()), dtype=torch.float32, device=DEVICE)
     table.advance_codes(codes, absmax, grad, out, 0.9, True, (1, 2), 0, work)
     results["advance_codes"] = torch.cat([codes.float(), absmax, out.float()])
     table.look_ahead(codes, absmax, 0, grad, out, out.numel(), out.numel(), 0.9, True, work)

@@ -27,10 +27,10 @@ ALIGNMENT = 16
 
 def tiles(runs: Sequence[tuple[int, int, int]], device: torch.device) -> Tiles:
     """Tiles of at most ``BLOCK`` elements, ``[tiles, 3]``: 12 bytes of table per 1,000 elements."""
-    starts = torch.tensor(runs, dtype=torch.int64).view(-1, FIELDS)
+    starts = torch.tensor(runs, dtype=torch.int64, device="cpu").view(-1, FIELDS)
     counts = -(-starts[:, 2] // BLOCK)
-    run = torch.arange(len(runs)).repeat_interleave(counts)
-    done = (torch.arange(run.numel()) - (counts.cumsum(0) - counts)[run]) * BLOCK
+    run = torch.arange(len(runs), dtype=torch.int64, device="cpu").repeat_interleave(counts)
+    done = (torch.arange(run.numel(), dtype=torch.int64, device="cpu") - (counts.cumsum(0) - counts)[run]) * BLOCK
     here, there, length = starts[run].unbind(1)
     table = torch.stack([here + done, there + done, (length - done).clamp(max=BLOCK)], dim=1)
     return Tiles(table.to(device), are_aligned=not (starts % ALIGNMENT).any())

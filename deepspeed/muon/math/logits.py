@@ -56,8 +56,8 @@ class Visible:
     def last(self, queries: int, keys: int) -> Tensor:
         """The last key that each query sees if it :attr:`is_prefix`; negative: none."""
         if self._after < 0:
-            return torch.full((queries,), keys - 1)
-        return (torch.arange(queries) + self.shift + self._after).clamp(max=keys - 1)
+            return torch.full((queries,), keys - 1, dtype=torch.int64, device="cpu")
+        return (torch.arange(queries, dtype=torch.int64, device="cpu") + self.shift + self._after).clamp(max=keys - 1)
 
     def reach(self, query: int, keys: int) -> int:
         """How many keys, from the first on, the queries up to this one see at most."""
@@ -69,7 +69,7 @@ class Visible:
         ``None``: all.
         """
         found = []
-        distance = torch.arange(keys, device=queries.device) - queries[:, None] - self.shift
+        distance = torch.arange(keys, dtype=torch.int64, device=queries.device) - queries[:, None] - self.shift
         if self._after >= 0:
             found.append(distance <= self._after)
         if self.window[0] >= 0:
@@ -102,7 +102,8 @@ def largest(query: Tensor, key: Tensor, scale: float, visible: Visible, mode: st
         step: its number decides which of the queries ``sampled`` takes.
     """
     batch, heads, count, _ = query.shape
-    keys, best = key.size(2), torch.full((heads,), -math.inf, device=query.device)
+    keys = key.size(2)
+    best = torch.full((heads,), -math.inf, dtype=torch.float32, device=query.device)
     if query.dtype == torch.float16:
         query, key = query.float(), key.float()  # a logit may exceed fp16's range before it is scaled
     if mode == "bound" and visible.is_prefix:
@@ -115,7 +116,8 @@ def largest(query: Tensor, key: Tensor, scale: float, visible: Visible, mode: st
         reach = visible.reach(chosen[-1], keys)
         taken = query[:, :, chosen.start : chosen.stop : chosen.step]
         logits = (_bounds if mode == "bound" else _products)(taken, key[:, :, :reach])
-        seen = visible.of(torch.arange(chosen.start, chosen.stop, chosen.step, device=query.device), reach)
+        rows = torch.arange(chosen.start, chosen.stop, chosen.step, dtype=torch.int64, device=query.device)
+        seen = visible.of(rows, reach)
         if seen is not None:
             logits = logits.masked_fill(~seen, -math.inf)
         best = torch.maximum(best, logits.amax((0, 2, 3)).float())

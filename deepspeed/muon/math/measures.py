@@ -60,7 +60,7 @@ def sums_of_update(weight: Tensor, update: Tensor, cautious: bool) -> Iterator[T
     """
     size = CPU_CHUNK if weight.device.type == "cpu" else CHUNK
     for w, u in zip(weight.split(size), update.split(size), strict=True):
-        count = torch.tensor(float(w.numel()), device=w.device)
+        count = torch.tensor(w.numel(), dtype=torch.float32, device=w.device)
         norms = [torch.linalg.vector_norm(x, dtype=torch.float32) for x in (w, u)]
         # As the update itself compares: a product could underflow to zero.
         opposed = torch.sign(w).mul_(u).lt_(0).sum() if cautious else count

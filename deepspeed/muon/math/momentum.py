@@ -109,7 +109,7 @@ def state_of(state: State, tensor: Tensor, momentum_dtype: str, blocks: Blocks) 
     ``momentum_absmax``, fp32, one per block.
     """
     if MOMENTUM not in state and CODES not in state:
-        state["step"] = torch.zeros((), dtype=torch.float32)
+        state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
         dtype = kept_dtype(tensor, momentum_dtype)
         if dtype == torch.int8:
             state |= _codes(tensor.shape, blocks, tensor.device)

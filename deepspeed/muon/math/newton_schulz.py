@@ -140,7 +140,7 @@ def orthogonalize(
         else:
             found = _standard(start, spare, scaled, work, kernels)
         if found.data_ptr() != part.data_ptr():
-            part.copy_(base_of(found)[0])
+            part.copy_(found.mT if gram_axis == 1 else found)
     return x
 
 

@@ -23,6 +23,7 @@ from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.log import logger
 from deepspeed.muon.math.choice import TORCH, Shape, Times, shape_key
 from deepspeed.muon.math.newton_schulz import DTYPES, NORM
+from deepspeed.muon.numerics import fixed_numerics
 
 #: Seconds after which no further shape is begun, on a CPU and on an accelerator.
 CPU_SECONDS, SECONDS = 0.2, 0.04
@@ -40,6 +41,7 @@ Clock = Callable[[], float]
 Product = Callable[[Operations], Tensor]
 
 
+@fixed_numerics()
 def probe(
     dtypes: Collection[str],
     tables: Mapping[str, Operations],
@@ -70,6 +72,7 @@ def fast_enough(probes: Sequence[Mapping[str, float]]) -> list[str]:
     return [dtype for dtype, taken in slowest.items() if taken <= SLOW * min(slowest.values())]
 
 
+@fixed_numerics()
 def race(
     shapes: Mapping[Shape, int],
     dtypes: Collection[str],
@@ -158,7 +161,7 @@ class _Timer:
             rows, cols = max(1, rows // 2), max(1, cols // 2)
         batch = max(1, min(count, int(most // (2 * min(rows, cols) * rows * cols))))
         generator = torch.Generator(self.device).manual_seed(0)  # leaves torch's own generators alone
-        x = torch.randn(batch, rows, cols, generator=generator, device=self.device)
+        x = torch.randn(batch, rows, cols, generator=generator, dtype=torch.float32, device=self.device)
         return x.mul_(NORM / (rows * cols) ** 0.5).to(DTYPES[dtype])
 
     def _square(self, x: Tensor) -> Product:

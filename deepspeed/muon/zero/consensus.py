@@ -199,7 +199,7 @@ def on_all_ranks(check: Callable[[], bool], group: Any = None) -> Callable[[], b
     """The check, passed where all ranks of the group pass it: ranks with their own parameters have own gradients."""
 
     def agreed() -> bool:
-        passed = torch.tensor(float(check()), device=get_accelerator().current_device_name())
+        passed = torch.tensor(float(check()), dtype=torch.float32, device=get_accelerator().current_device_name())
         comm.all_reduce(passed, op=comm.ReduceOp.MIN, group=group)
         return bool(passed)
 

@@ -63,7 +63,7 @@ class Model(nn.Module):
 def batch(step: int, rank: int) -> Tensor:
     """The token numbers of one rank in one step."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randint(VOCABULARY, (ROWS, TOKENS), generator=generator)
+    return torch.randint(VOCABULARY, (ROWS, TOKENS), generator=generator, dtype=torch.int64, device="cpu")
 
 
 def survey(own: Facts) -> tuple[list[Facts], list[Facts]] | None:

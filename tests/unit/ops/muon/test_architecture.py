@@ -21,9 +21,10 @@ SOURCES = [path for folder in ("deepspeed", "benchmarks", "examples") for path i
 LAYERS: dict[str, set[str]] = {
     "errors": set(),
     "log": set(),
+    "numerics": set(),
     "patch": set(),
     "version": set(),
-    "kernels": {"errors", "log", "patch", "version"},
+    "kernels": {"errors", "log", "numerics", "patch", "version"},
     "math": {"kernels"},
     "matrices": {"errors", "log", "version"},
     "config": {"math", "matrices"},

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compute under fixed settings of torch, whatever the script has set for its model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+
+class _Setting(NamedTuple):
+    """A global of torch that changes results: how to read and write it, and its value during our arithmetic."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], Any]
+    value: Any
+
+
+def _attribute(owner: Any, name: str, value: Any) -> _Setting:
+    return _Setting(lambda: getattr(owner, name), lambda new: setattr(owner, name, new), value)
+
+
+def _fp32_precision() -> list[_Setting]:
+    """Products of fp32 matrices in fp32: neither TF32 on a GPU nor bf16 on a CPU."""
+    owners = torch.backends.cuda.matmul, torch.backends.mkldnn
+    if hasattr(torch.backends, "fp32_precision"):  # torch 2.9: reads and writes may not mix with the older functions
+        return [_attribute(getattr(owner, "matmul", owner), "fp32_precision", "ieee") for owner in owners]
+    return [_Setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest")]
+
+
+def _reductions() -> list[_Setting]:
+    """Sums inside 16-bit products, on which the bits depend: as torch has them by default."""
+    matmul = torch.backends.cuda.matmul
+    found = []
+    for dtype in ("bf16", "fp16"):
+        name = f"allow_{dtype}_reduced_precision_reduction"
+        split_k = f"{name}_split_k"
+        if hasattr(matmul, split_k):  # one write sets both, so one read must return both
+
+            def read(names: tuple[str, str] = (name, split_k)) -> tuple[bool, ...]:
+                return tuple(getattr(matmul, one) for one in names)
+
+            found.append(_Setting(read, _attribute(matmul, name, None).write, (True, True)))
+        else:
+            found.append(_attribute(matmul, name, True))
+    if hasattr(matmul, "allow_fp16_accumulation"):
+        found.append(_attribute(matmul, "allow_fp16_accumulation", False))
+    return found
+
+
+_SETTINGS = [
+    _Setting(torch.get_default_dtype, torch.set_default_dtype, torch.float32),
+    *_fp32_precision(),
+    *_reductions(),
+]
+
+
+@contextmanager
+def fixed_numerics() -> Iterator[None]:
+    """Compute as if the script had set nothing: fp32 as the default dtype, exact fp32 products, torch's reductions, no
+    autocast and no inference mode. Restore the script's settings at the end.
+
+    The default device is not among them: every new tensor states its own. Enter it outside ``torch.no_grad``, because
+    leaving inference mode enables gradients.
+    """
+    with ExitStack() as stack:
+        for setting in _SETTINGS:
+            if (before := setting.read()) != setting.value:
+                setting.write(setting.value)
+                stack.callback(setting.write, before)
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+        for kind in _device_types():
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+def _device_types() -> set[str]:
+    """The devices that autocast may be on for: the CPU and this machine's accelerator."""
+    if not hasattr(torch, "accelerator"):  # torch 2.5
+        return {"cpu", "cuda"}
+    accelerator = torch.accelerator.current_accelerator()
+    return {"cpu", accelerator.type if accelerator else "cpu"}
