@@ -7,6 +7,7 @@ flash-attn's operators pass by here, whatever name the caller imported them unde
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,13 +29,15 @@ Seen = tuple[Tensor, Tensor, float, Visible]
 class AttentionWatch:
     """The largest logit of every head since the last :meth:`clear`.
 
-    Forwards without gradients or in evaluation mode do not count: those of evaluation, generation and reference models,
-    and the first of two with gradient checkpointing.
+    Forwards without gradients or in evaluation mode do not count: those of evaluation, generation and reference models.
+    Under gradient checkpointing one of the two forwards counts: the first, or the second, during backward, if the first
+    ran without gradients (reentrant).
 
     Args:
         layers: the attention modules.
         mode: of :data:`deepspeed.muon.math.logits.MODES`.
-        step: the number of the step, for ``sampled``.
+        step: return the number of the step, for ``sampled``; called once between two calls of :meth:`clear`, because
+            the number may have to be copied from an accelerator.
     """
 
     def __init__(self, layers: Mapping[nn.Module, Attention], mode: str, step: Callable[[], int]) -> None:
@@ -44,6 +47,9 @@ class AttentionWatch:
         #: Layers whose attention ran, but by none of the known functions.
         self.missed: set[str] = set()
         self._running: list[_AttentionCalls | None] = []
+        self._number: int | None = None
+        #: By layer, how many of its forwards were watched before backward, and not yet seen again during it.
+        self._watched_forwards: Counter[nn.Module] = Counter()
         self._hooks = [
             hook
             for module in layers
@@ -60,6 +66,8 @@ class AttentionWatch:
         """Forget what was seen. Called while no forward runs."""
         self.largest.clear()
         self.missed.clear()
+        self._watched_forwards.clear()
+        self._number = None
         while self._running:  # an interrupt from the keyboard has ended forwards without their hooks
             if (calls := self._running.pop()) is not None:
                 calls.__exit__(None, None, None)
@@ -73,6 +81,11 @@ class AttentionWatch:
         if torch.compiler.is_compiling():
             return
         counts = module.training and torch.is_grad_enabled() and module in self._layers
+        if counts and torch._C._current_graph_task_id() != -1:  # backward runs: this forward is a recomputation
+            counts = self._watched_forwards[module] == 0
+            self._watched_forwards[module] -= not counts
+        elif counts:
+            self._watched_forwards[module] += 1
         calls = _AttentionCalls() if counts else None
         self._running.append(calls)
         if calls is not None:
@@ -96,7 +109,9 @@ class AttentionWatch:
                 )
             dtype = _dtype(query)
             with fixed_numerics(), torch.no_grad():  # autocast would cast back what is in fp32
-                found = largest(query.to(dtype), key.to(dtype), scale, visible, self._mode, self._step())
+                if self._number is None:
+                    self._number = self._step()
+                found = largest(query.to(dtype), key.to(dtype), scale, visible, self._mode, self._number)
             before = self.largest.get(layer.name)
             self.largest[layer.name] = found if before is None else torch.maximum(before, found)
 

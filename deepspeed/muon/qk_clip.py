@@ -68,6 +68,8 @@ class QKClip:
         self._device = torch.device("cpu")
         self._factors: dict[str, Factors] = {}
         self._told: set[str] = set()
+        #: Whether any attention was seen since the start; equal on all ranks that train the same layers.
+        self._was_seen = False
         #: By layer, the largest logit of the last step; infinite if one was not a number.
         self.largest: dict[str, float] = {}
 
@@ -100,18 +102,24 @@ class QKClip:
     def begin_step(self, speaks: bool) -> None:
         """Before the parts of a step: agree on the largest logits since the last one. Called by all ranks together.
 
+        A step without attention, of a batch of another modality say, scales nothing.
+
         Raises:
-            UnsupportedError: on all ranks that train these layers, where the attention of one was not seen.
+            UnsupportedError: on all ranks that train these layers, where the attention of one ran but was not seen, or
+                where none was seen in the first step.
         """
-        seen = self.watch.largest
         logits = torch.full(
             (1 + sum(layer.queries for layer in self._layers),), -math.inf, dtype=torch.float32, device="cpu"
         )
         logits[0] = max((1 + i for i, layer in enumerate(self._layers) if layer.name in self.watch.missed), default=0)
-        parts = dict(zip(self._layers, logits[1:].split([layer.queries for layer in self._layers]), strict=True))
-        for layer, part in parts.items():
-            if layer.name in seen:
-                part[list(layer.local_heads)] = seen[layer.name].cpu()
+        at, places, found = 1, [], []
+        for layer in self._layers:
+            if (of_heads := self.watch.largest.get(layer.name)) is not None:
+                places += [at + head for head in layer.local_heads]
+                found.append(of_heads)
+            at += layer.queries
+        if found:
+            logits[places] = torch.cat(found).cpu()  # one copy to the host for all layers
         # Of two numbers of which one is NaN, backends of the collective do not agree which is the larger.
         logits.nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf)
         missed, *flat = all_maxima(logits.to(self._device), self._group).tolist()
@@ -131,7 +139,8 @@ class QKClip:
         self._check(speaks)
 
     def _check(self, speaks: bool) -> None:
-        if self._layers and not self.largest:
+        self._was_seen |= bool(self.largest)
+        if self._layers and not self._was_seen:
             raise UnsupportedError(
                 "optimizer.params.qk_clip: no attention layer ran since the last step, in training mode and with "
                 "gradients; a compiled model cannot be observed"

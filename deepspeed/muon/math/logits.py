@@ -14,12 +14,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-#: How the largest logit is found: over all pairs, over a share of the queries, or bounded by the product of norms.
-MODES = ("exact", "sampled", "bound")
+#: How the largest logit is found: over all pairs, over a share of the queries, or bounded by the product of norms;
+#: ``auto``: over all pairs of up to :data:`MAX_EXACT` logits, over a share of the queries of more.
+MODES = ("auto", "exact", "sampled", "bound")
 #: ``sampled`` takes one query of this many, others in each step.
 SHARE = 16
-#: Logits that are held at a time.
+#: Logits in memory at a time.
 CHUNK = 2**24
+#: Logits of one call of attention that ``auto`` computes all: 32 heads of one sequence of 5,792 tokens. More take more
+#: than 64 chunks, which on an accelerator costs as much as the attention itself.
+MAX_EXACT = 2**30
 #: What a mask of floats adds to the logit of a hidden key, or less. Models that do not write the dtype's least value or
 #: minus infinity write -1e9 or -1e4, the latter of which bf16 rounds to -9984.
 HIDDEN = -9000.0
@@ -103,6 +107,8 @@ def largest(query: Tensor, key: Tensor, scale: float, visible: Visible, mode: st
     """
     batch, heads, count, _ = query.shape
     keys = key.size(2)
+    if mode == "auto":
+        mode = "exact" if batch * heads * count * keys <= MAX_EXACT else "sampled"
     best = torch.full((heads,), -math.inf, dtype=torch.float32, device=query.device)
     if query.dtype == torch.float16:
         query, key = query.float(), key.float()  # a logit may exceed fp16's range before it is scaled
@@ -153,7 +159,7 @@ class ClipOptions:
 
     tau: float = 100.0
     alpha: float = 0.5
-    logits: str = "exact"
+    logits: str = "auto"
 
 
 class Factors(NamedTuple):

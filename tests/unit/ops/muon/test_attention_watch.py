@@ -249,3 +249,67 @@ def test_torchs_causal_biases_are_understood(make: Any, shift: int) -> None:
     """With more keys than queries, as with a cache."""
     _, _, _, visible = attention_watch._of_torch(*(torch.randn(1, 2, n, 4) for n in (3, 5, 5)), attn_mask=make(3, 5))
     assert visible == Visible(is_causal=True, shift=shift)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_attention_is_watched_once(reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    from deepspeed.muon import attention_watch
+
+    calls: list[int] = []
+    original = attention_watch.largest
+
+    def counted(*args: Any) -> Tensor:
+        calls.append(args[-1])
+        return original(*args)
+
+    monkeypatch.setattr(attention_watch, "largest", counted)
+    net = Attention()
+    optimizer, clip = clip_of(net)
+    hidden = torch.randn(2, 5, 8, requires_grad=True)
+    for scale in (1.0, 0.5):  # micro-batches
+        checkpoint(net, scale * hidden, use_reentrant=reentrant).sum().backward()
+    assert len(calls) == 2
+    assert clip.watch.largest[""].tolist() == pytest.approx(
+        [max(pair) for pair in zip(*(expected(net, s * hidden, (5,)) for s in (1.0, 0.5)), strict=True)]
+    )
+    optimizer.step()
+    net(hidden).sum().backward()
+    assert len(calls) == 3
+
+
+def test_a_step_without_attention_scales_nothing_after_a_first_one_with_it() -> None:
+    net = Attention()
+    optimizer, clip = clip_of(net, tau=1e-3)
+    with pytest.raises(UnsupportedError, match="no attention layer ran"):
+        optimizer.step()
+    net(torch.randn(1, 5, 8)).sum().backward()
+    optimizer.step()
+    before = net.q_proj.weight.detach().clone()
+    optimizer.zero_grad()
+    optimizer.step()
+    assert torch.equal(net.q_proj.weight, before)
+    assert not clip.largest
+
+
+def test_the_number_of_the_step_is_read_once_per_step() -> None:
+    net, reads = Attention(), []
+    optimizer, clip = clip_of(net, logits="sampled")
+    clip.watch._step = lambda: reads.append(0) or len(reads)
+    for count in (1, 2):
+        for _ in range(3):
+            net(torch.randn(1, 5, 8)).sum().backward()
+        assert len(reads) == count
+        optimizer.step()
+
+
+def test_long_sequences_are_sampled_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.muon.math import logits
+
+    query, key = torch.randn(1, 2, 64, 4), torch.randn(1, 2, 64, 4)
+    found = {mode: logits.largest(query, key, 1.0, logits.Visible(), mode, 3) for mode in ("exact", "sampled", "auto")}
+    assert torch.equal(found["auto"], found["exact"])
+    assert not torch.equal(found["sampled"], found["exact"])
+    monkeypatch.setattr(logits, "MAX_EXACT", 2 * 64 * 64 - 1)
+    assert torch.equal(logits.largest(query, key, 1.0, logits.Visible(), "auto", 3), found["sampled"])
