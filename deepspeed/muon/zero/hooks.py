@@ -19,10 +19,12 @@ from typing import Any
 import torch
 from packaging.version import Version
 from torch import nn
+from torch.utils.file_baton import FileBaton
 
 from deepspeed.muon.config.messages import FILLED_BY
 from deepspeed.muon.config.schema import parse
 from deepspeed.muon.errors import MuonConfigError, SeamError
+from deepspeed.muon.kernels.build_lock import wait_for_torch
 from deepspeed.muon.log import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.param_groups import check_patterns
@@ -207,6 +209,7 @@ def install() -> None:
     if not is_tested(version):
         logger.warning("deepspeed-muon was tested on DeepSpeed %s to %s, this is %s", *TESTED_DEEPSPEED, version)
     _undo.extend(replace(*seam.find(), function) for seam, function in REPLACEMENTS.items())
+    _undo.append(replace(FileBaton, "wait", wait_for_torch))
     _list_op()
     supported = getattr(*_SUPPORTED.find())
     supported.append(MuonWithAuxAdam)
