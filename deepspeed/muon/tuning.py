@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -92,11 +92,14 @@ class Candidates:
         """The choice of this process alone: by a race where one is allowed and decides anything."""
         if not (may_race() and self.is_open and shapes):
             return self.without_race(shapes)
-        return self.after_race(shapes, self.race(shapes, fast_enough([self.probe()]), world_size))
+        return self.after_race(shapes, self.race(shapes, fast_enough([self.probe(shapes)]), world_size))
 
-    def probe(self) -> dict[str, float]:
-        """Seconds of one product in each dtype in this process, by which ranks agree on the dtypes to race."""
-        return probe(self.dtypes, self.tables, self.device)
+    def probe(self, shapes: Collection[Shape]) -> dict[str, float]:
+        """Seconds of one product in each dtype in this process, by which ranks agree on the dtypes to race.
+
+        ``shapes``: of the model's matrices, at least one.
+        """
+        return probe(self.dtypes, self.tables, self.device, largest=max(map(min, shapes)))
 
     def race(self, shapes: Mapping[Shape, int], dtypes: Sequence[str], world_size: int) -> Times:
         """This process's times.

@@ -30,8 +30,11 @@ CPU_SECONDS, SECONDS = 0.2, 0.04
 CPU_OPERATIONS, OPERATIONS = 5e7, 2e11
 #: Timed runs of each product after one that is not counted; the shortest counts.
 RUNS = 3
-#: Rows and columns of the probe's product, on a CPU and on an accelerator, and how many times slower than the fastest
-#: dtype another may be and still enter the race. A CPU that only emulates a dtype is up to 100 times slower.
+#: Seconds after which the candidates of a product are not timed again: on a loaded machine each call may take 10 ms.
+AGAIN_WITHIN = 0.05
+#: Rows and columns of the probe's product on a CPU and on an accelerator, for models that have as large a matrix, and
+#: how many times slower than the fastest dtype another may be and still enter the race. A CPU that only emulates a
+#: dtype is up to 100 times slower.
 PROBE, LARGE_PROBE, SLOW = 192, 2048, 2.0
 #: A result is wrong if it is further than this from plain PyTorch's, relative to its norm, in units of the dtype's eps.
 WRONG = 32.0
@@ -45,6 +48,7 @@ def probe(
     tables: Mapping[str, Operations],
     device: torch.device,
     clock: Clock = time.perf_counter,
+    largest: int | None = None,
 ) -> dict[str, float]:
     """Seconds of one product by dtype, with plain PyTorch. What raises is missing, with a warning.
 
@@ -53,10 +57,11 @@ def probe(
     Args:
         dtypes: keys of ``DTYPES``, the most exact first.
         tables: by name, plain PyTorch's among them.
+        largest: the smaller dimension of the model's largest matrix; the probe takes no larger one.
     """
     if len(dtypes) == 1:
         return dict.fromkeys(dtypes, 0.0)
-    return _Timer(device, tables, clock).probe(dtypes)
+    return _Timer(device, tables, clock).probe(dtypes, largest)
 
 
 def fast_enough(probes: Sequence[Mapping[str, float]]) -> list[str]:
@@ -119,9 +124,10 @@ class _Timer:
     #: By smaller dimension and batch: products of two symmetric matrices, which many shapes share.
     _symmetric: dict[tuple[int, int], dict[Candidate, float]] = field(default_factory=dict)
 
-    def probe(self, dtypes: Collection[str]) -> dict[str, float]:
+    def probe(self, dtypes: Collection[str], largest: int | None) -> dict[str, float]:
         """Seconds of one product with plain PyTorch."""
         size = PROBE if self.device.type == "cpu" else LARGE_PROBE
+        size = min(size, largest or size)
         calls = {
             (dtype, TORCH): partial(self._multiply(self._matrices((size, size), 1, dtype)), self.tables[TORCH])
             for dtype in dtypes
@@ -207,8 +213,12 @@ class _Timer:
         for candidate, call in calls.items():
             if self._is_right(candidate, call, right):
                 times[candidate] = float("inf")
-        for candidate in list(times) * RUNS:
-            times[candidate] = min(times[candidate], self._once(calls[candidate]))
+        began = self.clock()
+        for run in range(RUNS):
+            if run and self.clock() - began > AGAIN_WITHIN:
+                break
+            for candidate in times:
+                times[candidate] = min(times[candidate], self._once(calls[candidate]))
         return times
 
     def _is_right(self, candidate: Candidate, call: Callable[[], Tensor], right: dict[str, Tensor]) -> bool:

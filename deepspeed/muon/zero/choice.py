@@ -41,7 +41,7 @@ def choose(optimizer: MuonWithAuxAdam, agreed: Facts, device: torch.device, worl
     def common(facts: list[Facts]) -> Facts:
         return {"dtypes": fast_enough([stated["probe"] for stated in facts])}
 
-    dtypes = compare(lambda: {"probe": candidates.probe()}, common)["dtypes"]
+    dtypes = compare(lambda: {"probe": candidates.probe(counts)}, common)["dtypes"]
     verdict = compare(lambda: {"times": candidates.race(counts, dtypes, world_size)}, judge)
     return Tuning(from_pinned(verdict["choice"]), verdict["times"])
 
