@@ -24,7 +24,8 @@ from deepspeed.muon.log import logger
 from deepspeed.muon.math.choice import TORCH, Shape, Times, shape_key
 from deepspeed.muon.math.newton_schulz import DTYPES, NORM
 
-#: Seconds after which no further shape is begun, on a CPU and on an accelerator.
+#: Seconds of timed runs after which no further shape is begun, on a CPU and on an accelerator. The first run of a
+#: product does not count: on an accelerator it compiles and tunes, which takes up to a minute.
 CPU_SECONDS, SECONDS = 0.2, 0.04
 #: The most operations of one timed run, of a CPU per thread: about half a millisecond.
 CPU_OPERATIONS, OPERATIONS = 5e7, 2e11
@@ -89,11 +90,11 @@ def race(
         shapes: rows, columns -> matrices that one rank has at once. Those with most operations come first.
         dtypes: those of :func:`fast_enough`, the same on all ranks.
         tables: by name, plain PyTorch's first.
-        seconds: no shape is begun after this time; one is always timed.
+        seconds: of timed runs, after which no shape is begun; one is always timed.
     """
     if seconds is None:
         seconds = CPU_SECONDS if device.type == "cpu" else SECONDS
-    timer, end = _Timer(device, tables, clock), clock() + seconds
+    timer = _Timer(device, tables, clock)
     times: Times = {dtype: {} for dtype in dtypes}
     if not dtypes:
         return times
@@ -102,7 +103,7 @@ def race(
         key = shape_key(*shape)
         if any(key in keys for keys in times.values()):
             continue  # its transpose was timed
-        if any(times.values()) and clock() >= end:
+        if any(times.values()) and timer.spent >= seconds:
             break
         for dtype, kinds in timer.products(shape, shapes[shape], dtypes).items():
             times[dtype][key] = kinds
@@ -121,6 +122,8 @@ class _Timer:
     tables: Mapping[str, Operations]
     clock: Clock
     work: Workspace = field(default_factory=Workspace)
+    #: Seconds of all timed runs.
+    spent: float = 0.0
     #: By smaller dimension and batch: products of two symmetric matrices, which many shapes share.
     _symmetric: dict[tuple[int, int], dict[Candidate, float]] = field(default_factory=dict)
 
@@ -240,7 +243,9 @@ class _Timer:
     def _once(self, call: Callable[[], Tensor]) -> float:
         began = self.clock()
         call()[0, 0, 0].item()  # waits until the device has done what was launched
-        return self.clock() - began
+        taken = self.clock() - began
+        self.spent += taken
+        return taken
 
 
 def _of(dtype: str, times: Mapping[Candidate, float], scale: float) -> dict[str, float]:

@@ -34,6 +34,9 @@ def choose(optimizer: MuonWithAuxAdam, agreed: Facts, device: torch.device, worl
     if not (candidates.is_open and agreed["races"] and counts):
         return candidates.without_race(counts)
 
+    if optimizer.speaks:
+        candidates.log_compilation()
+
     def judge(facts: list[Facts]) -> Facts:
         tuning = candidates.after_race(counts, slowest([stated["times"] for stated in facts]))
         return {"choice": tuning.choice.pinned(), "times": tuning.times}
