@@ -2,6 +2,12 @@
 """The logger ``deepspeed.muon``: INFO, on stderr unless the application has set up logging."""
 
 import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+#: Seconds of a part of the start from which on the log names it.
+SLOW = 2.0
 
 logger = logging.getLogger("deepspeed.muon")
 
@@ -12,3 +18,12 @@ if not logger.hasHandlers():
     _handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))
     logger.addHandler(_handler)
     logger.propagate = False
+
+
+@contextmanager
+def log_if_slow(what: str, is_logging_rank: bool) -> Iterator[None]:
+    """Log how long the block took, if that was long. ``what``: the subject of the sentence."""
+    began = time.perf_counter()
+    yield
+    if (took := time.perf_counter() - began) >= SLOW and is_logging_rank:
+        logger.info("deepspeed-muon: %s took %.1f s", what, took)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.kernels.table import Operations
+from deepspeed.muon.log import logger
 from deepspeed.muon.math.choice import (
     TORCH,
     Choice,
@@ -65,7 +66,7 @@ class Candidates:
         Args:
             tables: that compute products on ``device``, by name, plain PyTorch's first.
             ns_methods: ``ns_method`` of all Muon groups.
-            has_bf16: whether the device supports bf16 at all, at whatever speed.
+            has_bf16: whether the device has instructions for bf16; see :func:`has_bf16`.
         """
         left_out = {"bf16": not has_bf16, "fp16": config.ns_normalization == "aol"}
         dtypes = tuple(name for name in DTYPES if not left_out.get(name))
@@ -92,11 +93,25 @@ class Candidates:
         """The choice of this process alone: by a race where one is allowed and decides anything."""
         if not (may_race() and self.is_open and shapes):
             return self.without_race(shapes)
-        return self.after_race(shapes, self.race(shapes, fast_enough([self.probe()]), world_size))
+        self.log_compilation()
+        return self.after_race(shapes, self.race(shapes, fast_enough([self.probe(shapes)]), world_size))
 
-    def probe(self) -> dict[str, float]:
-        """Seconds of one product in each dtype in this process, by which ranks agree on the dtypes to race."""
-        return probe(self.dtypes, self.tables, self.device)
+    def log_compilation(self) -> None:
+        """Say that a start may take long, where kernels are compiled for it."""
+        if own := [name for name in self.tables if name != TORCH and self.device.type != "cpu"]:
+            logger.info(
+                "deepspeed-muon: compiling and timing the kernels of %s in %s for the matrices of this model; the "
+                "first start on a machine takes about a minute per dtype, later ones find them compiled",
+                " and ".join(own),
+                ", ".join(self.dtypes),
+            )
+
+    def probe(self, shapes: Collection[Shape]) -> dict[str, float]:
+        """Seconds of one product in each dtype in this process, by which ranks agree on the dtypes to race.
+
+        ``shapes``: of the model's matrices, at least one.
+        """
+        return probe(self.dtypes, self.tables, self.device, largest=max(map(min, shapes)))
 
     def race(self, shapes: Mapping[Shape, int], dtypes: Sequence[str], world_size: int) -> Times:
         """This process's times.
@@ -122,12 +137,14 @@ def may_race() -> bool:
 
 
 def has_bf16(device_type: str, supported: bool | None = None) -> bool:
-    """Whether a device computes with bf16 at all, at whatever speed.
+    """Whether a device computes with bf16. NVIDIA's before Ampere (V100, T4) only emulate it; a CPU may, and races.
 
     ``supported``: what DeepSpeed's accelerator says; by default what the device's module in torch says.
     """
     if device_type == "cpu":
         return True
+    if device_type == "cuda":  # DeepSpeed's accelerator counts emulation
+        return torch.cuda.is_bf16_supported(including_emulation=False)
     if supported is None:
         ask = getattr(torch.get_device_module(device_type), "is_bf16_supported", None)
         return bool(ask and ask())
@@ -139,9 +156,14 @@ def described(choice: Choice, tuning: Tuning) -> str:
     recipes = [str(recipe) for recipe in choice.recipes.values()]
     by_recipe: dict[str, Any] = {recipe: recipes.count(recipe) for recipe in recipes}
     how = ", ".join(f"{count} of {len(recipes)} shapes by {recipe}" for recipe, count in by_recipe.items())
-    return (
-        f"{choice.dtype}, {how} ({'the fastest in a race at start' if tuning.times else 'by the count of operations'})"
-    )
+    if not tuning.times:
+        return f"{choice.dtype}, {how} (by the count of operations)"
+    return f"{choice.dtype}, {how} (the fastest in a race at start; {pin(choice.dtype)})"
+
+
+def pin(dtype: str) -> str:
+    """How a user makes every further run take a dtype: two races may end differently."""
+    return f'"ns_dtype": "{dtype}" in optimizer.params keeps this dtype in new runs'
 
 
 def pinned_in(group: dict[str, Any], usual: Choice, ns_dtype: str) -> Choice:

@@ -20,6 +20,7 @@ from deepspeed.muon.kernels import selection
 from deepspeed.muon.math.choice import shape_key
 from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.math.race import fast_enough, probe, race
+from deepspeed.muon.tuning import pin
 from deepspeed.muon.version import TESTED_DEEPSPEED, __version__
 from deepspeed.muon.zero.hooks import is_tested, seam_states
 from deepspeed.muon.zero.read_config import accelerator, backends
@@ -43,6 +44,7 @@ def environment() -> dict[str, Any]:
     tested = dict(zip(("oldest", "newest"), TESTED_DEEPSPEED, strict=True))
     includes_installed = bool(versions["deepspeed"]) and is_tested(str(versions["deepspeed"]))
     device, lacking = accelerator(), selection.missing("auto", ["cpu"])
+    rates = _rates(device["kind"])
     facts: dict[str, Any] = {
         "versions": versions,
         "tested_deepspeed": {**tested, "includes_installed": includes_installed},
@@ -52,7 +54,8 @@ def environment() -> dict[str, Any]:
         "tools": _tools(),
         # What a step on the CPU would run on; built here if it is not yet, as it would be then.
         "kernels": selection.summary(selection.choose(lacking), lacking),
-        "products_tflops": _rates(device["kind"]),
+        "products_tflops": rates,
+        "fastest_dtype": max(rates, key=rates.__getitem__, default=None),
         "backends": backends(),
     }
     problems = list(_problems(facts))
@@ -190,6 +193,7 @@ def as_text(facts: dict[str, Any], every: bool = False) -> str:
         ["backends of torch", ", ".join(name for name, has in facts["backends"].items() if has) or "NONE"],
         ["kernels", facts["kernels"]],
         ["products of Newton-Schulz", f"{', '.join(rates)} TFLOP/s, on matrices of {SHAPE[0]} x {SHAPE[1]}"],
+        *([["fastest there", f"{best}; {pin(best)}"]] if (best := facts["fastest_dtype"]) else []),
     ]
     verdict = [f"problem: {problem}" for problem in facts["problems"]] or ["nothing essential is missing"]
     return "\n".join([*verdict, "", aligned(rows), *_of_launch(facts.get("launch"))])

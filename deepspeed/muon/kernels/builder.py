@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
-import importlib
+import hashlib
+import importlib.util
 import os
+import platform
 import shutil
-import threading
+import sysconfig
+import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,21 @@ import torch
 from deepspeed.ops.op_builder.cpu.builder import CPUOpBuilder
 from packaging.version import Version
 
+from deepspeed.muon.kernels.build_lock import build_lock
 from deepspeed.muon.log import logger
-from deepspeed.muon.patch import replaced
 
-#: Minutes after which a process that waits for another one's build says so.
-PATIENCE = 2
+#: ATen's capabilities, and its flags for each.
+CAPABILITIES: dict[str, tuple[str, ...]] = {
+    "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"),
+    "AVX2": ("-mavx2", "-mfma", "-mf16c"),
+    "DEFAULT": (),
+}
+
+
+def cpu_capability() -> str:
+    """The widest vectors of this CPU, as ATen has found; ``ATEN_CPU_CAPABILITY`` lowers it."""
+    found = torch.backends.cpu.get_cpu_capability()
+    return next((name for name in CAPABILITIES if found.startswith(name)), "DEFAULT")
 
 
 class MuonBuilder(CPUOpBuilder):
@@ -43,15 +55,15 @@ class MuonBuilder(CPUOpBuilder):
         return [str(path) for folder in folders if folder.is_dir() for path in sorted(folder.glob("*.cpp"))]
 
     def cxx_args(self) -> list[str]:
-        """DeepSpeed's flags for this CPU, without contraction: bits must not depend on how a loop is compiled.
+        """ATen's flags for the capability that it found: they run on every CPU of that capability.
 
-        -fopenmp is not passed to the linker, because the threads must be those of torch's own copy of the library.
+        Without contraction, as bits must not depend on how a loop is compiled. -fopenmp is not passed to the linker,
+        because the threads must be those of torch's own copy of the library.
         """
-        capability = torch.backends.cpu.get_cpu_capability()
-        name = next((name for name in ("AVX512", "AVX2") if capability.startswith(name)), "DEFAULT")
-        vectors = [f"-DCPU_CAPABILITY={name}", f"-DCPU_CAPABILITY_{name}"]  # as ATen's own files have it
-        given = [flag for flag in super().cxx_args() if flag != "-g"]
-        return [*given, *vectors, "-ffp-contract=off", "-DAT_PARALLEL_OPENMP=1"]
+        capability = cpu_capability()
+        vectors = [f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"]  # as ATen's own files have it
+        threads = ["-fopenmp", "-DAT_PARALLEL_OPENMP=1"]
+        return ["-O3", "-Wno-reorder", *CAPABILITIES[capability], *vectors, *threads, "-ffp-contract=off"]
 
     def is_compatible(self, verbose: bool = False) -> bool:
         """Whether there are sources, a compiler, and the products of matrices in torch that the sources call."""
@@ -69,31 +81,92 @@ class MuonBuilder(CPUOpBuilder):
         return False
 
     def load(self, verbose: bool = False) -> Any:
-        """The module: the one built ahead of time if it fits this torch and CPU, else built now.
+        """The module: the one built ahead of time if it fits this torch and CPU, else one built at first use.
 
         Raises:
-            Exception: of any type, if there is no compiler or the build fails.
+            Exception: of any type, if there is no compiler, the build fails, or another process builds for too long.
         """
         if self.NAME not in self._loaded_ops:
             self._loaded_ops[self.NAME] = self._installed() or self._compiled(verbose)
         return self._loaded_ops[self.NAME]
 
-    def _compiled(self, verbose: bool) -> Any:
-        """The module of an earlier run, or built now: by one process, for whose lock the others wait."""
-        from torch.utils.cpp_extension import FileBaton, is_ninja_available
+    def extension_name(self) -> str:
+        """The name of a module built at first use."""
+        return f"{self.NAME}_{cpu_capability().lower()}"
 
-        before, began = _built_at(self.NAME), time.perf_counter()
-        newest = max((Path(source).stat().st_mtime for source in self.sources()), default=0.0)
-        speaks = os.environ.get("RANK", "0") == "0"
-        if speaks and before < newest and self.is_compatible() and is_ninja_available():
+    def path(self) -> Path:
+        """Where a module built at first use lies: in a folder for all that decides what is built and where it runs."""
+        from torch.utils.cpp_extension import _get_build_directory
+
+        name, digest = self.extension_name(), hashlib.sha256()
+        headers = {header for source in self.sources() for header in Path(source).parent.glob("*.h")}
+        for file in (*map(Path, self.sources()), *sorted(headers)):
+            digest.update(f"{file.name}\n".encode() + file.read_bytes())
+        abi = sysconfig.get_config_var("SOABI"), torch.compiled_with_cxx11_abi(), platform.libc_ver()
+        facts = *self._flags(), os.environ.get("CXX"), torch.__version__, torch.version.git_version, platform.machine()
+        digest.update(repr((abi, facts)).encode())
+        return Path(_get_build_directory(name, False)) / digest.hexdigest()[:16] / f"{name}.so"
+
+    def _flags(self) -> list[str]:
+        """With what torch's headers ask for on AMD's GPUs."""
+        return [*self.cxx_args(), *(["-D__HIP_PLATFORM_AMD__=1"] if torch.version.hip else [])]
+
+    def _compiled(self, verbose: bool) -> Any:
+        """The module of an earlier run, or one built now: by one process, for which the others wait."""
+        path, began = self.path(), time.perf_counter()
+        if module := self._imported(path):
+            return module
+        if not self.is_compatible(verbose):
+            raise RuntimeError(self.error_log)
+        is_logging_rank = os.environ.get("RANK", "0") == "0"
+        if is_logging_rank:
             logger.info("deepspeed-muon: compiling the C++ operations, once per environment, about a minute")
-        with replaced(FileBaton, wait=_wait):
-            module = self.jit_load(verbose)
-        if speaks and _built_at(self.NAME) != before:
+        with build_lock(path.with_suffix(".lock")) as keeps_out_all:
+            module = self._imported(path) or self._build(path, keeps_out_all, verbose)
+        if is_logging_rank:
             logger.info("deepspeed-muon: compiled in %.0f s", time.perf_counter() - began)
         return module
 
+    def _build(self, path: Path, is_only_builder: bool, verbose: bool) -> Any:
+        """Build in a folder of this process and move the result into place: who is killed leaves no half of it."""
+        from torch.utils import cpp_extension
+
+        if path.exists():
+            logger.warning("deepspeed-muon: %s cannot be loaded on this machine and is built anew", path)
+        if is_only_builder:  # what killed builds have left
+            for left in path.parent.glob("build_*"):
+                shutil.rmtree(left, ignore_errors=True)
+        # A build that failed earlier in this process must not change the name of the module.
+        cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(path.stem, None)
+        folder = tempfile.mkdtemp(prefix="build_", dir=path.parent)
+        try:
+            module = cpp_extension.load(
+                path.stem, self.sources(), extra_cflags=self._flags(), build_directory=folder, verbose=verbose
+            )
+            built = Path(folder, path.name)
+            with built.open("r+b") as file:
+                os.fsync(file.fileno())  # else a machine that stops may leave a name without its content
+            built.replace(path)
+            return module
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _imported(self, path: Path) -> Any:
+        """The module that lies there; ``None`` if there is none that this process can load."""
+        if not path.is_file():
+            return None
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None and spec.loader is not None
+        try:
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        except ImportError as error:  # damaged, or of a machine with other libraries
+            logger.debug("deepspeed-muon: %s", error)
+            return None
+        return module
+
     def _installed(self) -> Any:
+        """The module built ahead of time, if it fits."""
         try:
             module = importlib.import_module(self.absolute_name())
         except ImportError:  # not built, or with another torch's symbols
@@ -101,32 +174,3 @@ class MuonBuilder(CPUOpBuilder):
         is_this_torch = module.torch_version == ".".join(torch.__version__.split(".")[:2])
         runs_here = torch.backends.cpu.get_cpu_capability().startswith((module.cpu_capability, "AVX512"))
         return module if is_this_torch and runs_here else None
-
-
-def _built_at(name: str) -> float:
-    """When an extension was built, as a file's time; 0 if it never was."""
-    from torch.utils.cpp_extension import _get_build_directory
-
-    file = Path(_get_build_directory(name, False)) / f"{name}.so"
-    return file.stat().st_mtime if file.is_file() else 0.0
-
-
-def _wait(original: Callable[[Any], None], lock: Any) -> None:
-    """``FileBaton.wait``, which waits for ever for the lock of a process that was killed."""
-    told = threading.Timer(60 * PATIENCE, _say_what_is_waited_for, [lock.lock_file_path])
-    told.daemon = True
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        told.start()
-    try:
-        original(lock)
-    finally:
-        told.cancel()
-
-
-def _say_what_is_waited_for(lock: str) -> None:
-    logger.warning(
-        "deepspeed-muon: another process has been compiling the C++ operations for %d minutes; if it was killed, "
-        "delete its lock, %s",
-        PATIENCE,
-        lock,
-    )

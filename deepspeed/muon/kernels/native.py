@@ -19,10 +19,10 @@ from deepspeed.muon.kernels.workspace import Workspace
 def operations() -> Operations:
     """The table in C++, built at the first call in a process.
 
-    Several ranks of a machine may call it: one builds, the others wait for its lock.
+    Several ranks may call it: one builds, the others wait for its lock, for a bounded time.
 
     Raises:
-        KernelError: no compiler, or the build failed.
+        KernelError: no compiler, the build failed, or another process has been building for too long.
     """
     return table(_load())
 
@@ -43,7 +43,8 @@ def _load() -> Any:
         return MuonBuilder().load()
     except Exception as error:
         line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise KernelError(f"{line}; a C++ compiler (g++ 11 or later) and ninja are needed") from error
+        needs = "" if isinstance(error, OSError) else "; a C++ compiler (g++ 11 or later) and ninja are needed"
+        raise KernelError(line + needs) from error
 
 
 def table(module: Any) -> Operations:

@@ -66,8 +66,9 @@ def _square_of(index, squares, GROUP: tl.constexpr):
 def _sum_of_products(a_ptr, b_ptr, rows, cols, depth, across, along, DEPTH: tl.constexpr):
     """One tile of A B^T in fp32."""
     deep = tl.arange(0, DEPTH)
-    a_ptrs = a_ptr + rows[:, None] * across + deep[None, :] * along
-    b_ptrs = b_ptr + deep[:, None] * along + cols[None, :] * across
+    # A matrix may have more than 2^31 elements.
+    a_ptrs = a_ptr + rows.to(tl.int64)[:, None] * across + deep.to(tl.int64)[None, :] * along
+    b_ptrs = b_ptr + deep.to(tl.int64)[:, None] * along + cols.to(tl.int64)[None, :] * across
     total = tl.zeros((rows.shape[0], cols.shape[0]), tl.float32)
     for start in range(0, depth, DEPTH):
         a = tl.load(a_ptrs, deep[None, :] < depth - start, other=0.0)
@@ -82,7 +83,7 @@ def _sum_of_products(a_ptr, b_ptr, rows, cols, depth, across, along, DEPTH: tl.c
 def _tile(ptr, rows, cols, size):
     """A tile of a matrix, in fp32; zero outside."""
     exists = (rows < size)[:, None] & (cols < size)[None, :]
-    return tl.load(ptr + rows[:, None] * size + cols[None, :], exists, other=0.0).to(tl.float32)
+    return tl.load(ptr + rows.to(tl.int64)[:, None] * size + cols[None, :], exists, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -108,10 +109,10 @@ def _store(total, on_diagonal, out_ptr, diagonal_ptr, rows, cols, size, is_above
     on_it = rows[:, None] == cols[None, :]
     result = tl.where(on_it, 0.0, total).to(out_ptr.dtype.element_ty)
     exists = (rows < size)[:, None] & (cols < size)[None, :]
-    tl.store(out_ptr + rows[:, None] * size + cols[None, :], result, exists)
+    tl.store(out_ptr + rows.to(tl.int64)[:, None] * size + cols[None, :], result, exists)
     if is_above:
         mirrored = (cols < size)[:, None] & (rows < size)[None, :]
-        tl.store(out_ptr + cols[:, None] * size + rows[None, :], tl.trans(result), mirrored)
+        tl.store(out_ptr + cols.to(tl.int64)[:, None] * size + rows[None, :], tl.trans(result), mirrored)
     else:
         tl.store(diagonal_ptr + rows, tl.sum(tl.where(on_it, total, 0.0), axis=1) + on_diagonal, rows < size)
 

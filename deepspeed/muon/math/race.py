@@ -25,14 +25,18 @@ from deepspeed.muon.math.choice import TORCH, Shape, Times, shape_key
 from deepspeed.muon.math.newton_schulz import DTYPES, NORM
 from deepspeed.muon.numerics import fixed_numerics
 
-#: Seconds after which no further shape is begun, on a CPU and on an accelerator.
+#: Seconds of timed runs after which no further shape is begun, on a CPU and on an accelerator. The first run of a
+#: product does not count: on an accelerator it compiles and tunes, which takes up to a minute.
 CPU_SECONDS, SECONDS = 0.2, 0.04
 #: The most operations of one timed run, of a CPU per thread: about half a millisecond.
 CPU_OPERATIONS, OPERATIONS = 5e7, 2e11
 #: Timed runs of each product after one that is not counted; the shortest counts.
 RUNS = 3
-#: Rows and columns of the probe's product, on a CPU and on an accelerator, and how many times slower than the fastest
-#: dtype another may be and still enter the race. A CPU that only emulates a dtype is up to 100 times slower.
+#: Seconds after which the candidates of a product are not timed again: on a loaded machine each call may take 10 ms.
+AGAIN_WITHIN = 0.05
+#: Rows and columns of the probe's product on a CPU and on an accelerator, for models that have as large a matrix, and
+#: how many times slower than the fastest dtype another may be and still enter the race. A CPU that only emulates a
+#: dtype is up to 100 times slower.
 PROBE, LARGE_PROBE, SLOW = 192, 2048, 2.0
 #: A result is wrong if it is further than this from plain PyTorch's, relative to its norm, in units of the dtype's eps.
 WRONG = 32.0
@@ -47,6 +51,7 @@ def probe(
     tables: Mapping[str, Operations],
     device: torch.device,
     clock: Clock = time.perf_counter,
+    largest: int | None = None,
 ) -> dict[str, float]:
     """Seconds of one product by dtype, with plain PyTorch. What raises is missing, with a warning.
 
@@ -55,10 +60,11 @@ def probe(
     Args:
         dtypes: keys of ``DTYPES``, the most exact first.
         tables: by name, plain PyTorch's among them.
+        largest: the smaller dimension of the model's largest matrix; the probe takes no larger one.
     """
     if len(dtypes) == 1:
         return dict.fromkeys(dtypes, 0.0)
-    return _Timer(device, tables, clock).probe(dtypes)
+    return _Timer(device, tables, clock).probe(dtypes, largest)
 
 
 def fast_enough(probes: Sequence[Mapping[str, float]]) -> list[str]:
@@ -87,11 +93,11 @@ def race(
         shapes: rows, columns -> matrices that one rank has at once. Those with most operations come first.
         dtypes: those of :func:`fast_enough`, the same on all ranks.
         tables: by name, plain PyTorch's first.
-        seconds: no shape is begun after this time; one is always timed.
+        seconds: of timed runs, after which no shape is begun; one is always timed.
     """
     if seconds is None:
         seconds = CPU_SECONDS if device.type == "cpu" else SECONDS
-    timer, end = _Timer(device, tables, clock), clock() + seconds
+    timer = _Timer(device, tables, clock)
     times: Times = {dtype: {} for dtype in dtypes}
     if not dtypes:
         return times
@@ -100,7 +106,7 @@ def race(
         key = shape_key(*shape)
         if any(key in keys for keys in times.values()):
             continue  # its transpose was timed
-        if any(times.values()) and clock() >= end:
+        if any(times.values()) and timer.spent >= seconds:
             break
         for dtype, kinds in timer.products(shape, shapes[shape], dtypes).items():
             times[dtype][key] = kinds
@@ -119,12 +125,15 @@ class _Timer:
     tables: Mapping[str, Operations]
     clock: Clock
     work: Workspace = field(default_factory=Workspace)
+    #: Seconds of all timed runs.
+    spent: float = 0.0
     #: By smaller dimension and batch: products of two symmetric matrices, which many shapes share.
     _symmetric: dict[tuple[int, int], dict[Candidate, float]] = field(default_factory=dict)
 
-    def probe(self, dtypes: Collection[str]) -> dict[str, float]:
+    def probe(self, dtypes: Collection[str], largest: int | None) -> dict[str, float]:
         """Seconds of one product with plain PyTorch."""
         size = PROBE if self.device.type == "cpu" else LARGE_PROBE
+        size = min(size, largest or size)
         calls = {
             (dtype, TORCH): partial(self._multiply(self._matrices((size, size), 1, dtype)), self.tables[TORCH])
             for dtype in dtypes
@@ -210,8 +219,12 @@ class _Timer:
         for candidate, call in calls.items():
             if self._is_right(candidate, call, right):
                 times[candidate] = float("inf")
-        for candidate in list(times) * RUNS:
-            times[candidate] = min(times[candidate], self._once(calls[candidate]))
+        began = self.clock()
+        for run in range(RUNS):
+            if run and self.clock() - began > AGAIN_WITHIN:
+                break
+            for candidate in times:
+                times[candidate] = min(times[candidate], self._once(calls[candidate]))
         return times
 
     def _is_right(self, candidate: Candidate, call: Callable[[], Tensor], right: dict[str, Tensor]) -> bool:
@@ -233,7 +246,9 @@ class _Timer:
     def _once(self, call: Callable[[], Tensor]) -> float:
         began = self.clock()
         call()[0, 0, 0].item()  # waits until the device has done what was launched
-        return self.clock() - began
+        taken = self.clock() - began
+        self.spent += taken
+        return taken
 
 
 def _of(dtype: str, times: Mapping[Candidate, float], scale: float) -> dict[str, float]:

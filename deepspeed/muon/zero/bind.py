@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import socket
@@ -15,6 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.exchange.watchdog import start_watchdog
 from deepspeed.muon.kernels import selection
+from deepspeed.muon.log import log_if_slow
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.plan.slices import neighbours
 from deepspeed.muon.tuning import has_bf16, may_race
@@ -62,7 +64,9 @@ def bind_engine(engine: Any) -> None:
     optimizer = engine.basic_optimizer
     refuse_unsupported(engine._config, optimizer.config)
     refuse_engine(engine)
-    verdict = agree(engine, optimizer)
+    slow = functools.partial(log_if_slow, is_logging_rank=engine.global_rank == 0)
+    with slow("comparing the settings of all ranks"):
+        verdict = agree(engine, optimizer)
     if optimizer.qk_clip:
         refuse_qk_clip(engine)
     grid = grid_of(engine)
@@ -74,13 +78,18 @@ def bind_engine(engine: Any) -> None:
     partitions = joined(adapter, grid)
     device = _compute_device()
     kinds = sorted({device.type, *(tensor.device.type for partition in partitions for tensor in partition.tensors)})
-    lacking = compare(lambda: selection.missing(optimizer.config.kernels, kinds), _judge_kernels)
+    with slow("building or loading the kernels"):
+        lacking = compare(lambda: selection.missing(optimizer.config.kernels, kinds), _judge_kernels)
     optimizer.speaks, optimizer.ranks_per_node = engine.global_rank == 0, verdict["ranks_per_node"]
     optimizer.use_kernels(lacking)
     world_size = max((p.world_size for p in partitions), default=1)
-    tuning = choose(optimizer, verdict, device, world_size)
-    optimizer.bind(partitions, tuning, device)
-    set_up_monitor(engine, compare_plans(engine, monitor=engine.monitor.enabled)["monitor"])
+    with slow("choosing dtype, method and kernels of Newton-Schulz"):
+        tuning = choose(optimizer, verdict, device, world_size)
+    with slow("planning the exchange and allocating the state"):
+        optimizer.bind(partitions, tuning, device)
+    with slow("compiling and tuning the kernels, and comparing the plans of all ranks,"):
+        monitor = compare_plans(engine, monitor=engine.monitor.enabled)["monitor"]
+    set_up_monitor(engine, monitor)
     keep_convertible(optimizer)
     adapter.open_states()
     read_universal(adapter)

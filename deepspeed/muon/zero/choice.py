@@ -34,6 +34,9 @@ def choose(optimizer: MuonWithAuxAdam, agreed: Facts, device: torch.device, worl
     if not (candidates.is_open and agreed["races"] and counts):
         return candidates.without_race(counts)
 
+    if optimizer.speaks:
+        candidates.log_compilation()
+
     def judge(facts: list[Facts]) -> Facts:
         tuning = candidates.after_race(counts, slowest([stated["times"] for stated in facts]))
         return {"choice": tuning.choice.pinned(), "times": tuning.times}
@@ -41,7 +44,7 @@ def choose(optimizer: MuonWithAuxAdam, agreed: Facts, device: torch.device, worl
     def common(facts: list[Facts]) -> Facts:
         return {"dtypes": fast_enough([stated["probe"] for stated in facts])}
 
-    dtypes = compare(lambda: {"probe": candidates.probe()}, common)["dtypes"]
+    dtypes = compare(lambda: {"probe": candidates.probe(counts)}, common)["dtypes"]
     verdict = compare(lambda: {"times": candidates.race(counts, dtypes, world_size)}, judge)
     return Tuning(from_pinned(verdict["choice"]), verdict["times"])
 

@@ -14,19 +14,22 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
 from packaging.version import Version
 from torch import nn
+from torch.utils.file_baton import FileBaton
 
 from deepspeed.muon.config.messages import FILLED_BY
 from deepspeed.muon.config.schema import parse
 from deepspeed.muon.errors import MuonConfigError, SeamError
+from deepspeed.muon.kernels.build_lock import wait_for_torch
 from deepspeed.muon.log import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.param_groups import check_patterns
-from deepspeed.muon.patch import Seam, replace
+from deepspeed.muon.patch import Seam, replace, replaced
 from deepspeed.muon.version import TESTED_DEEPSPEED
 from deepspeed.muon.zero.bind import agree, bind_engine
 from deepspeed.muon.zero.checkpoint import save_load, universal
@@ -116,10 +119,33 @@ def _configure_optimizer(original: Callable, self: Any, client_optimizer: Any, m
         _check_client(self, client_optimizer)
     else:
         client_optimizer = functools.partial(_called, self, client_optimizer)
+    _import_stocks_muon()
     result = original(self, client_optimizer, model_parameters)
     if isinstance(self.basic_optimizer, MuonWithAuxAdam):
         bind_engine(self)
     return result
+
+
+def _import_stocks_muon() -> None:
+    """Import stock's Muon, as ZeRO does to know its type, without the second that its compiler takes to import.
+
+    Its functions are compiled at their first call.
+    """
+    with replaced(torch, compile=_compile_at_first_call), suppress(ImportError):
+        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+
+
+def _compile_at_first_call(compile: Callable, function: Callable | None = None, **options: Any) -> Callable:
+    """``torch.compile``, also as a decorator, put off until the function is called."""
+    if function is None:
+        return functools.partial(_compile_at_first_call, compile, **options)
+    compiled = functools.cache(lambda: compile(function, **options))
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return compiled()(*args, **kwargs)
+
+    return call
 
 
 def _called(engine: Any, build: Callable, model_parameters: Any) -> Any:
@@ -207,6 +233,7 @@ def install() -> None:
     if not is_tested(version):
         logger.warning("deepspeed-muon was tested on DeepSpeed %s to %s, this is %s", *TESTED_DEEPSPEED, version)
     _undo.extend(replace(*seam.find(), function) for seam, function in REPLACEMENTS.items())
+    _undo.append(replace(FileBaton, "wait", wait_for_torch))
     _list_op()
     supported = getattr(*_SUPPORTED.find())
     supported.append(MuonWithAuxAdam)

@@ -23,7 +23,10 @@ TIMEOUT = 900.0
 
 
 def remove_locks() -> None:
-    """Remove locks of killed builds, on which the next build would wait for ever. Who builds has its lock open."""
+    """Remove torch's locks of killed builds of DeepSpeed's extensions, on which the next build would wait for ever.
+
+    Who builds has its lock open.
+    """
     locks = [lock.resolve() for lock in FOLDER.glob("**/lock")]
     processes = psutil.process_iter(["open_files"]) if locks else ()
     held = {file.path for process in processes for file in process.info["open_files"] or ()}
@@ -38,7 +41,7 @@ def build() -> None:
     A failure is reported by the tests that need them.
     """
     sources = [path.stat().st_mtime for path in (ROOT / "csrc" / "muon").iterdir()]
-    built = [path.stat().st_mtime for path in FOLDER.glob("**/muon.so")]
+    built = [path.stat().st_mtime for path in FOLDER.glob("muon_*/*/*.so")]
     for needed, code in (
         (max(sources) > max(built, default=0.0), MUON),
         (not list(FOLDER.glob("**/deepspeed_shm_comm.so")), COMMUNICATION),

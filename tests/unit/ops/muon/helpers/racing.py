@@ -57,6 +57,8 @@ def opinion(
         }
 
     with races(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("deepspeed.muon.tuning.probe", lambda dtypes, *rest: probed or dict.fromkeys(dtypes, 1.0))
+        patch.setattr(
+            "deepspeed.muon.tuning.probe", lambda dtypes, *rest, **options: probed or dict.fromkeys(dtypes, 1.0)
+        )
         patch.setattr("deepspeed.muon.tuning.race", race)
         yield held

@@ -1,26 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """Building and choosing the C++ operations: DeepSpeed's conventions, and what happens where they cannot be built."""
 
+import errno
+import fcntl
 import importlib
+import multiprocessing
+import os
+import random
 import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from deepspeed.git_version_info import installed_ops
 from deepspeed.ops.op_builder.all_ops import ALL_OPS
 from deepspeed.ops.op_builder.builder import OpBuilder
-from torch.utils import cpp_extension
-from torch.utils._cpp_extension_versioner import ExtensionVersioner
+from torch.utils.file_baton import FileBaton
 
 import deepspeed.muon
-from deepspeed.muon.kernels import builder, native, reference
+from deepspeed.muon.kernels import build_lock, native, reference
 from deepspeed.muon.kernels.builder import MuonBuilder
 from deepspeed.muon.zero.bind import _judge_kernels
-from helpers.distributed import run
+from helpers import extensions
+from helpers.distributed import Pool, run
 from helpers.logs import logged
 from helpers.models import MODELS, train_engine
 from helpers.training import PARAMS, ds_config, make_engine
@@ -105,8 +117,10 @@ def test_a_build_that_fails(fresh: None, monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 SMALL = """#include <Python.h>
-static PyModuleDef module = {PyModuleDef_HEAD_INIT, "muon"};
-PyMODINIT_FUNC PyInit_muon(void) { return PyModule_Create(&module); }
+#define JOINED(a, b) a##b
+#define INIT(name) JOINED(PyInit_, name)
+static PyModuleDef module = {PyModuleDef_HEAD_INIT, "small"};
+PyMODINIT_FUNC INIT(TORCH_EXTENSION_NAME)(void) { return PyModule_Create(&module); }
 """
 
 
@@ -116,51 +130,296 @@ def loaded(source: Path) -> list[str]:
         patch.setattr(OpBuilder, "_loaded_ops", {})
         patch.setattr(MuonBuilder, "_installed", lambda self: None)
         patch.setattr(MuonBuilder, "sources", lambda self: [str(source)])
-        patch.setattr(cpp_extension, "JIT_EXTENSION_VERSIONER", ExtensionVersioner())
         native._load()
     return said
 
 
+@pytest.fixture
+def small(fresh: None, tmp_path: Path) -> Path:
+    """A source that takes a second to build, in a folder of its own."""
+    (tmp_path / "csrc").mkdir()
+    source = tmp_path / "csrc" / "small.cpp"
+    source.write_text(SMALL)
+    return source
+
+
+def modules(source: Path) -> list[Path]:
+    return sorted(source.parents[1].glob("**/*.so"))
+
+
 @needs_compiler
 def test_rank_0_says_that_it_compiles_and_says_nothing_of_what_is_built(
-    fresh: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = tmp_path / "small.cpp"
-    source.write_text(SMALL)
-    begun, done = loaded(source)
+    begun, done = loaded(small)
     assert begun == "deepspeed-muon: compiling the C++ operations, once per environment, about a minute"
     assert re.fullmatch(r"deepspeed-muon: compiled in \d+ s", done)
-    assert loaded(source) == []
-    source.write_text(SMALL + "\n")
+    assert loaded(small) == []
+    small.write_text(SMALL + "\n")
     monkeypatch.setenv("RANK", "1")
-    assert loaded(source) == []
+    assert loaded(small) == []
 
 
 @needs_compiler
-def test_who_waits_for_another_process_says_for_which_file(
-    fresh: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    say, source = builder._say_what_is_waited_for, tmp_path / "small.cpp"
-    monkeypatch.setattr(builder, "PATIENCE", 0.005)
-    monkeypatch.setattr(builder, "_say_what_is_waited_for", lambda lock: (say(lock), Path(lock).unlink()))
-    source.write_text(SMALL)
+def test_what_is_built_is_known_by_the_content_of_its_sources(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reinstallation, whose files are new and the same, compiles nothing; an old header back again neither."""
+    header = small.with_name("small.h")
+    header.write_text("// one\n")
+    loaded(small)
+    small.write_text(SMALL)
+    os.utime(small, (2e9, 2e9))
+    assert loaded(small) == []
+    header.write_text("// two\n")
+    assert len(loaded(small)) == 2
+    header.write_text("// one\n")
+    monkeypatch.setenv("PATH", "")  # a machine without a compiler takes what another has built
+    assert loaded(small) == []
+    assert len(modules(small)) == 2
+
+
+@needs_compiler
+def test_unlike_machines_share_a_cache(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has modules of its own, and flags that ATen's capability implies: nothing is made for one CPU alone."""
+    names, flags = [], []
+    for capability in ("AVX512", "AVX2", "DEFAULT", "SVE256"):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
+        names.append(MuonBuilder().path().relative_to(small.parents[1]).parts)
+        flags.append(MuonBuilder().cxx_args())
+    assert [name[-1] for name in names] == ["muon_avx512.so", "muon_avx2.so", "muon_default.so", "muon_default.so"]
+    assert len(set(names)) == 3
+    assert not any("native" in flag or "-mtune" in flag for one in flags for flag in one)
+    assert [any("-mavx" in flag for flag in one) for one in flags] == [True, True, False, False]
+    monkeypatch.setattr(torch, "__version__", "2.6.1")
+    assert MuonBuilder().path().relative_to(small.parents[1]).parts != names[-1]
+
+
+@needs_compiler
+@pytest.mark.full
+@pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
+def test_a_module_has_instructions_of_its_capability_only(capability: str, tmp_path: Path) -> None:
+    """Registers of 512 bits in AVX512's alone, of 256 bits from AVX2 on; no extension beyond those of ATen's flags."""
+    load = "from deepspeed.muon.kernels.builder import MuonBuilder; print(MuonBuilder().load().cpu_capability)"
+    env = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path), "ATEN_CPU_CAPABILITY": capability}
+    done = subprocess.run([sys.executable, "-c", load], env=env, capture_output=True, text=True, check=True)
+    (built,) = tmp_path.glob("**/*.so")
+    if done.stdout.split()[-1].lower() != capability:
+        pytest.skip(f"this CPU lacks {capability}")
+    assert built.name == f"muon_{capability}.so"
+    text = subprocess.run(["objdump", "-d", "--no-show-raw-insn", built], capture_output=True, text=True, check=True)
+    registers = {name: f"%{name}" in text.stdout for name in ("zmm", "ymm")}
+    assert registers == {"zmm": capability == "avx512", "ymm": capability != "default"}
+    beyond = (
+        r"\b(vpermt2b|vpermi2b|vpermb|vpcompressb|vpshld\w*|vcvtne\w*bf16|vdpbf16ps|vmovw|v\w+ph|vpdpbusd|tile\w+)\b"
+    )
+    found = set(re.findall(beyond, text.stdout)) - {"vcvtps2ph"}  # of F16C and AVX-512 F
+    assert found == set()
+
+
+@needs_compiler
+def test_a_module_that_cannot_be_loaded_is_built_anew(small: Path) -> None:
+    loaded(small)
+    (module,) = modules(small)
+    module.unlink()  # the process has its pages mapped
+    module.write_text("not a library")
+    said = loaded(small)
+    assert f"deepspeed-muon: {module} cannot be loaded on this machine and is built anew" in said and len(said) == 3
+    assert loaded(small) == []
+
+
+def wait_in_another_process(path: Path) -> Any:
+    """A process that holds a lock until it is killed."""
+    code = (
+        "import fcntl, sys, time; f = open(sys.argv[1], 'a'); fcntl.flock(f, fcntl.LOCK_EX); print('', flush=True); "
+        "time.sleep(600)"
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    process = subprocess.Popen([sys.executable, "-S", "-c", code, str(path)], stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline()
+    return process
+
+
+@needs_compiler
+def test_who_waits_too_long_goes_on_with_plain_kernels(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says so once on the way, and a lock whose holder is killed is free at once."""
+    monkeypatch.setattr(build_lock, "TELL_AFTER", 0.1)
+    monkeypatch.setattr(build_lock, "GIVE_UP_AFTER", 1.0)
+    monkeypatch.setattr(MuonBuilder, "sources", lambda self: [str(small)])
+    lock = MuonBuilder().path().with_suffix(".lock")
+    process = wait_in_another_process(lock)
+    try:
+        with logged() as said, pytest.raises(native.KernelError) as caught:
+            native._load()
+        assert re.fullmatch(
+            rf"another process has held {lock} for 0 minutes; .*(runs on this machine|no compiler runs.*)",
+            str(caught.value),
+        )
+        (waiting,) = [line for line in said if "waiting" in line]
+        assert waiting.startswith("deepspeed-muon: waiting for another process to build the C++ operations (it holds ")
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        with logged() as said, pytest.raises(native.KernelError):
+            native._load()
+        assert not any("waiting" in line for line in said), "one process of a machine says it"
+    finally:
+        process.kill()
+        process.wait()
+    assert len(loaded(small)) == 2
+
+
+@needs_compiler
+def test_without_flock_a_file_of_this_machine_is_locked(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on some network file systems. A build that another machine has begun there is left alone."""
+    flock = fcntl.flock
+    monkeypatch.setattr(tempfile, "tempdir", str(small.parent))
+
+    def lacking(file: Any, operation: int) -> None:
+        if small.parent not in Path(file.name).parents:
+            raise OSError(errno.ENOLCK, "No locks available")
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lacking)
+    monkeypatch.setattr(MuonBuilder, "sources", lambda self: [str(small)])
+    others = MuonBuilder().path().parent / "build_other"
+    others.mkdir(parents=True)
+    said = loaded(small)
+    assert any(re.search(r"on a file system without flock; locking \S+\.lock instead", line) for line in said)
+    assert others.exists() and len(modules(small)) == 1
+
+
+def build_slowly(source: Path, pipe: Any, rank: int) -> None:
+    """In a process of its own: load the operations, with a compiler that needs half a second more."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "CXX": str(source.with_name("slow"))}
     loaded(source)
-    lock = Path(cpp_extension._get_build_directory("muon", False)) / "lock"
-    lock.touch()
-    (said,) = loaded(source)
-    assert said.startswith("deepspeed-muon: another process has been compiling the C++ operations for 0 minutes; if it")
-    assert said.endswith(f"it was killed, delete its lock, {lock}")
+    pipe.send(time.monotonic())
 
 
-def test_one_process_of_a_machine_says_what_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builder, "PATIENCE", 0.001)
+def killed_and_again(source: Path, ranks: int, victims: int, seconds: float) -> float:
+    """Seconds that the processes need which run after the victims were killed, or go on where one was."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+
+    def begin(rank: int) -> Any:
+        process = context.Process(target=build_slowly, args=(source, theirs, rank), daemon=True)
+        process.start()
+        return process
+
+    processes = [begin(rank) for rank in range(ranks)]
+    time.sleep(seconds)
+    for process in processes[:victims]:
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+    while ours.poll():
+        ours.recv()
+    began = time.monotonic()
+    processes = [*processes[victims:], *(begin(rank) for rank in range(victims))]
+    for process in processes:
+        process.join(60)
+        process.kill()
+    assert [process.exitcode for process in processes] == [0] * ranks, "none waits for ever"
+    return time.monotonic() - began
+
+
+@needs_compiler
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("number", range(20))
+@pytest.mark.parametrize(("ranks", "victims"), [(1, 1), (2, 1), (2, 2)])
+def test_a_build_that_is_killed_leaves_nothing_to_wait_for(ranks: int, victims: int, number: int, small: Path) -> None:
+    """At any moment: before the lock, while a compiler runs, after the module is in its place."""
+    slow = small.with_name("slow")
+    slow.write_text('#!/bin/sh\ncase "$*" in *-c*) sleep 0.5;; esac\nexec c++ "$@"\n')
+    slow.chmod(0o755)
+    seconds = random.Random(f"{ranks} {victims} {number}").uniform(0.0, 2.5)
+    assert killed_and_again(small, ranks, victims, seconds) < 60
+    assert len(modules(small)) == 1 and not list(small.parents[1].glob("**/build_*")), "nothing half done is left"
+
+
+def train_two_steps() -> str:
+    """The kernels of a training of two steps."""
+    engine = make_engine(MODELS["mlp"](), ds_config(stage=2, optimizer={"type": "Muon", "params": PARAMS}))
+    train_engine(engine, 2)
+    name = engine.basic_optimizer.kernels.name
+    engine.destroy()
+    return name
+
+
+def cache_beside(folder: Path) -> None:
+    """A cache of extensions with DeepSpeed's own, which are built under torch's lock, and without ours."""
+    for built in extensions.FOLDER.glob("deepspeed_*"):
+        shutil.copytree(built, folder / built.name)
+
+
+@needs_compiler
+@pytest.mark.full
+@pytest.mark.time_limit(900)
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_first_start_that_is_killed_is_followed_by_one_that_trains(ranks: int, number: int, tmp_path: Path) -> None:
+    """The real build, in new interpreters."""
+    cache_beside(tmp_path)
+    env = {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    pool = Pool(ranks, env, restart=True)
+    try:
+        pool.send(train_two_steps, [{}] * ranks)
+        deadline = time.monotonic() + 120
+        while not list(tmp_path.glob("muon_*/*/build_*")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert list(tmp_path.glob("muon_*/*/build_*")), "the build has begun"
+        time.sleep(random.Random(f"{ranks} {number}").uniform(0.0, 20.0 if os.environ.get("CCACHE_DISABLE") else 2.0))
+    finally:
+        pool.close()  # with SIGKILL
+    began = time.monotonic()
+    names = run(train_two_steps, ranks, timeout=300, fresh=True, restart=True, env=env)
+    print(f"trained after {time.monotonic() - began:.0f} s")
+    assert all(name.startswith("C++") for name in names)
+
+
+@needs_compiler
+@pytest.mark.full
+@pytest.mark.time_limit(900)
+def test_ranks_of_unlike_machines_train(tmp_path: Path) -> None:
+    """They share a cache, and the kernels' names; each builds for its own CPU."""
+    cache_beside(tmp_path)
+    pool = Pool(2, {"TORCH_EXTENSIONS_DIR": str(tmp_path)}, restart=True)
+    try:
+        names = pool.run(train_as_capability, {}, 300)
+    finally:
+        pool.close()
+    assert [built.name for built in sorted(tmp_path.glob("muon_*/*/*.so"))] == ["muon_avx2.so", "muon_default.so"]
+    assert names == ["C++ (AVX2)", "C++ (DEFAULT)"]
+
+
+def train_as_capability() -> str:
+    rank = torch.distributed.get_rank()
+    torch.backends.cpu.get_cpu_capability = lambda: ("AVX2", "DEFAULT")[rank]  # type: ignore[assignment]
+    return train_two_steps()
+
+
+@needs_compiler
+def test_who_waits_for_a_build_of_deepspeeds_says_for_which_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock is torch's, which a killed build leaves; it is not ours to remove."""
+    lock = tmp_path / "fused_adam" / "lock"
+    lock.parent.mkdir()
+    monkeypatch.setattr(build_lock, "TELL_AFTER", 0.1)
     said = []
-    for number in ("0", "1"):
-        monkeypatch.setenv("LOCAL_RANK", number)
+    for rank, age, compilers in (("0", 7200, "g++"), ("0", 70, ""), ("1", 70, "")):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        running = [SimpleNamespace(info={"name": name}) for name in (compilers, None, "python3")]
+        monkeypatch.setattr(psutil, "process_iter", lambda attributes, running=running: running)
+        lock.touch()
+        os.utime(lock, (time.time() - age,) * 2)
+        timer = threading.Timer(0.5, lock.unlink)
+        timer.start()
         with logged() as lines:
-            builder._wait(lambda lock: time.sleep(0.3), SimpleNamespace(lock_file_path="muon/lock"))
-        said.append(len(lines))
-    assert said == [1, 0]
+            FileBaton(str(lock)).wait()
+        said.append(lines)
+    assert [len(lines) for lines in said] == [1, 1, 0]
+    assert said[0][0] == (
+        f"deepspeed-muon: waiting for {lock}, which a process that builds fused_adam made 120 minutes ago; g++ runs on "
+        "this machine. If no process builds it on any machine that shares this folder, the builder was killed: delete "
+        "this file"
+    )
+    assert "made 70 s ago; no compiler runs on this machine. If" in said[1][0]
 
 
 def test_all_ranks_or_none() -> None:

@@ -72,6 +72,25 @@ def test_square(interpret: Interpret, shape: tuple[int, int, int], tiles: tuple[
     interpret(square, shape=shape, tiles=tiles, group=2)
 
 
+def square_of_distant_rows() -> None:
+    """The last row begins beyond 2^31 elements, of which hardly any are touched."""
+    from deepspeed.muon.kernels import triton_products as products
+
+    kernels, rows, apart = interpreted_table(tiles=(16, 16, 16)), 16, 2**31 // 15 + 16
+    storage = torch.empty(rows * apart, dtype=torch.float16)
+    x = storage.as_strided((1, rows, rows), (rows * apart, apart, 1))
+    x.copy_(randn(1, rows, rows, dtype=torch.float16))
+    out = empty(1, rows, torch.float16)
+    assert kernels
+    products.square(x, out, Workspace(), products.tuned_kernel)
+    assert_is(out, x.double() @ x.double().mT, ROUNDING[torch.float16])
+
+
+@needs_triton
+def test_a_matrix_may_have_more_elements_than_32_bits_count(interpret: Interpret) -> None:
+    interpret(square_of_distant_rows)
+
+
 @needs_triton
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("group", [pytest.param(1, marks=pytest.mark.full), 3, 8])

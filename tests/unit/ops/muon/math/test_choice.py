@@ -2,11 +2,14 @@
 """What follows from the times of a race, and from a count of operations where there was none."""
 
 import itertools
+import json
+import re
 from typing import Any
 
 import pytest
 import torch
 
+from deepspeed.muon.config.schema import parse
 from deepspeed.muon.kernels import reference
 from deepspeed.muon.math.choice import (
     Choice,
@@ -24,7 +27,7 @@ from deepspeed.muon.math.choice import (
 )
 from deepspeed.muon.math.coefficients import schedule
 from deepspeed.muon.math.newton_schulz import METHODS, flops, products
-from deepspeed.muon.tuning import Candidates
+from deepspeed.muon.tuning import Candidates, Tuning, described, has_bf16
 
 SIMPLE = schedule("simple")
 KINDS = ("square", "product", "multiply")
@@ -127,6 +130,29 @@ def test_a_dtype_that_left_the_race_is_not_chosen() -> None:
     assert fastest(found, {(8, 32): 1, (8, 8): 1}, SIMPLE).dtype == "fp32"
     del found["fp32"]["8x8"]["square"]["torch"]
     assert fastest(found, {(8, 32): 1, (8, 8): 1}, SIMPLE).dtype == "bf16"
+
+
+@pytest.mark.parametrize(("native", "expected"), [(True, "bf16"), (False, "fp16")])
+def test_a_gpu_that_emulates_bf16_does_not_take_it_unasked(
+    native: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """V100 and T4, for which torch and DeepSpeed's accelerator say that they support it, by emulation."""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or native)
+    gpu, tables = torch.device("cuda"), {"torch": reference.OPERATIONS}
+    of = {
+        dtype: Candidates.of(parse({"ns_dtype": dtype}), tables, {"auto"}, gpu, has_bf16("cuda", supported=True))
+        for dtype in ("auto", "bf16")
+    }
+    assert of["auto"].without_race({(8, 32): 1}).choice.dtype == expected
+    assert of["bf16"].dtypes == ("bf16",), "unless it is asked for"
+
+
+def test_the_log_says_how_to_keep_the_dtype_of_a_race() -> None:
+    raced = Tuning(choose(times(fp16={"torch": 1.0})), times(fp16={"torch": 1.0}))
+    line = described(raced.choice, raced)
+    (pinned,) = re.findall(r'"ns_dtype": "\w+"', line)
+    assert parse(json.loads("{" + pinned + "}")).ns_dtype == raced.choice.dtype
+    assert "ns_dtype" not in described(raced.choice, Tuning(raced.choice)), "a count ends the same each time"
 
 
 def test_the_slowest_rank_counts() -> None:

@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -19,12 +20,14 @@ from torch import Tensor
 import deepspeed
 import deepspeed.muon
 from deepspeed.muon import MuonWithAuxAdam, SeamError
+from deepspeed.muon.log import log_if_slow
 from deepspeed.muon.version import TESTED_DEEPSPEED as TESTED
 from deepspeed.muon.zero import hooks
 from helpers.distributed import RankError, run
 from helpers.logs import logged
 from helpers.models import Mlp, TinyGpt, train_engine
 from helpers.paths import ROOT, TESTS
+from helpers.racing import races
 from helpers.startup_log import records
 from helpers.training import ds_config, fp32_weights, make_engine, train
 
@@ -408,6 +411,41 @@ def test_two_lines_of_log_on_rank_0() -> None:
     assert lines[1][1].startswith("deepspeed-muon: 1.0 MB sent per step by rank 0, 0.0 MB by all ranks to balance ")
     assert "; exchange in fp32, kernels: " in lines[1][1]
     assert "; Newton-Schulz on cpu in fp32, 1 of 1 shapes by " in lines[1][1]
+
+
+def initialized(stage: int) -> tuple[list[float], list[str], float]:
+    """Seconds of three initializations, whether torch's compiler was loaded, and what stock's Muon computes."""
+    with races():
+        seconds = []
+        for _ in range(3):
+            began = time.perf_counter()
+            engine = make_engine(Mlp(), ds_config(stage=stage))
+            seconds.append(time.perf_counter() - began)
+            engine.destroy()
+    loaded = [name for name in sys.modules if name.startswith("torch._inductor.compile_fx")]
+    from deepspeed.runtime.zero.muon import original_muon
+
+    with torch.compiler.set_stance("force_eager"):
+        result = original_muon.zeropower_via_newtonschulz5(torch.eye(8), steps=5)
+    return seconds, loaded, float(result.diagonal().mean())
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_small_model_starts_in_half_a_second(stage: int) -> None:
+    """ZeRO imports stock's Muon, whose decorators would load torch's compiler: a second of every start."""
+    ((seconds, loaded, diagonal),) = run(initialized, 1, fresh=True, restart=True, stage=stage)
+    assert sorted(seconds)[1] < 0.5 and loaded == []
+    assert 0.5 < diagonal < 1.5, "stock's Muon works nevertheless"
+
+
+def test_what_takes_long_at_the_start_is_told() -> None:
+    for waiting, rank, expected in ((0.0, True, 0), (0.06, True, 1), (0.06, False, 0)):
+        with pytest.MonkeyPatch.context() as patch, logged() as said:
+            patch.setattr("deepspeed.muon.log.SLOW", 0.05)
+            with log_if_slow("planning the exchange", rank):
+                time.sleep(waiting)
+        assert len(said) == expected
+        assert all(line == "deepspeed-muon: planning the exchange took 0.1 s" for line in said)
 
 
 def test_no_matrix_for_muon_is_a_warning_with_the_reasons() -> None:

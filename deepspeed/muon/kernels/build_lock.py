@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lets one process build an extension while others wait, for a bounded time and not in silence.
+
+The kernel drops a lock of ``flock`` with the process that took it, so a killed build leaves none. torch builds
+DeepSpeed's own extensions under a lock that is a file (``FileBaton``), which a killed build leaves for ever; of those
+:func:`wait_for_torch` says what is waited for.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+
+from deepspeed.muon.log import logger
+
+#: Seconds after which a waiting process says so, and after which it gives up.
+TELL_AFTER, GIVE_UP_AFTER = 30.0, 600.0
+#: Seconds between two tries to take a lock.
+INTERVAL = 0.2
+#: What a file system without ``flock`` answers; some network file systems are mounted so.
+NO_FLOCK = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+#: Names of processes that build an extension.
+COMPILERS = frozenset(
+    ("ninja", "c++", "g++", "gcc", "cc1plus", "clang", "clang++", "icpx", "ld", "nvcc", "cicc", "ptxas", "hipcc")
+)
+
+
+@contextmanager
+def build_lock(path: Path) -> Iterator[bool]:
+    """Hold the lock ``path``; yield whether it keeps out every process that shares the folder.
+
+    Where the folder's file system has no ``flock``, a file in the machine's temporary folder is locked instead: then
+    one process of each machine builds.
+
+    Raises:
+        TimeoutError: another process has held the lock for ``GIVE_UP_AFTER`` seconds.
+        OSError: the file cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as files:
+        file = files.enter_context(path.open("a"))
+        try:
+            _take(file)
+            yield True
+        except OSError as error:
+            if isinstance(error, TimeoutError) or error.errno not in NO_FLOCK:
+                raise
+            local = Path(tempfile.gettempdir()) / f"{path.parent.name}_{os.getuid()}.lock"
+            logger.info("deepspeed-muon: %s is on a file system without flock; locking %s instead", path, local)
+            _take(files.enter_context(local.open("a")))
+            yield False
+
+
+def _take(file: IO[str]) -> None:
+    """Wait until this process has the lock; closing the file gives it back."""
+    began, is_told = time.monotonic(), False
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            waited = time.monotonic() - began
+        if waited >= GIVE_UP_AFTER:
+            raise TimeoutError(f"another process has held {file.name} for {waited / 60:.0f} minutes; {_compilers()}")
+        if waited >= TELL_AFTER and not is_told:
+            is_told = True
+            _tell("waiting for another process to build the C++ operations (it holds %s); %s", file.name, _compilers())
+        time.sleep(INTERVAL)
+
+
+def wait_for_torch(original: Callable[[Any], None], baton: Any) -> None:
+    """``FileBaton.wait``, which waits in silence, and for ever if the process that made the file was killed."""
+    timer = threading.Timer(TELL_AFTER, _tell_of_file, [Path(baton.lock_file_path)])
+    timer.daemon = True
+    timer.start()
+    try:
+        original(baton)
+    finally:
+        timer.cancel()
+
+
+def _tell_of_file(path: Path) -> None:
+    try:
+        age = time.time() - path.stat().st_mtime
+    except OSError:  # removed meanwhile
+        return
+    _tell(
+        "waiting for %s, which a process that builds %s made %s ago; %s. If no process builds it on any machine that "
+        "shares this folder, the builder was killed: delete this file",
+        path,
+        path.parent.name,
+        f"{age:.0f} s" if age < 600 else f"{age / 60:.0f} minutes" if age < 36000 else f"{age / 3600:.0f} hours",
+        _compilers(),
+    )
+
+
+def _tell(text: str, *values: Any) -> None:
+    """Warn once per machine: its other ranks wait for the same."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        logger.warning(f"deepspeed-muon: {text}", *values)
+
+
+def _compilers() -> str:
+    """Which compilers run on this machine."""
+    names = {process.info["name"] for process in psutil.process_iter(["name"])}
+    running = sorted(COMPILERS & {name for name in names if name})
+    return f"{', '.join(running)} runs on this machine" if running else "no compiler runs on this machine"
