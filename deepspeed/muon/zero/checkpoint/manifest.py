@@ -14,6 +14,7 @@ import json
 import zipfile
 import zlib
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -109,8 +110,11 @@ def damages(folder: Path, save_id: str, rank: int, contents: bool = True) -> lis
         manifest = json.loads((folder / name).read_text())
         if manifest["save_id"] != save_id:
             return [f"{name} is of another save: the last save of this tag was not finished, or two were mixed"]
-        found = [_damage(folder, file, facts, contents) for file, facts in manifest["files"].items()]
-        return [damage for damage in found if damage]
+        with ThreadPoolExecutor() as threads:  # zlib computes a CRC-32 without the interpreter's lock
+            checks = [
+                threads.submit(_damage, folder, file, facts, contents) for file, facts in manifest["files"].items()
+            ]
+            return [damage for check in checks if (damage := check.result())]
     except FileNotFoundError:
         return [f"{name} is missing: rank {rank} did not finish this save"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
