@@ -15,6 +15,7 @@ from collections.abc import Callable
 BENCHMARKS = {
     "step": ("step", "backward + step under ZeRO, also over a slow link: deepspeed-muon, stock's Muon, AdamW"),
     "single": ("optimizers", "the optimizers alone, on one process"),
+    "saves": ("checkpoints", "saves and loads beside AdamW's, and beside what the disk needs for the bytes"),
     "clip": ("attention", "a training step with QK-clip, by how logits are found"),
     "records": ("records", "a training step with and without a record of the monitor"),
     "ns": ("ns", "Newton-Schulz by method, dtype and shape: time and error, ours and others'"),

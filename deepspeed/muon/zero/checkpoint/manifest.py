@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """What makes a checkpoint complete: one header for all ranks, one manifest per rank, in the tag's folder.
 
-A save first writes the header, with an id of its own, so that whatever older manifests the folder holds stop
-counting. Each rank adds a manifest of its files once they are on disk. A checkpoint is complete when every rank's
-manifest carries the header's id, and intact when the files have the sizes and CRC-32 that stand there. Files of
-``torch.save`` are archives that hold a CRC-32 of each of their records: of these the manifest has that of the list.
+A save writes the header, with an id of its own, so that whatever older manifests the folder holds stop counting, before
+it puts the first file in its place. Each rank adds a manifest of its files, which are on disk by then. A checkpoint is
+complete when every rank's manifest carries the header's id, and intact when the files have the sizes and CRC-32 that
+stand there. Files of ``torch.save`` are archives that hold a CRC-32 of each of their records: of these the manifest has
+that of the list.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import zipfile
 import zlib
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,10 @@ from typing import Any
 import torch
 
 from deepspeed.muon.errors import CheckpointError
+from deepspeed.muon.zero.checkpoint.durable import write_atomically
 
 HEADER = "muon_save.json"
+MANIFESTS = "muon_save.*.json"
 #: In format 1 the manifests have the CRC-32 of all files' contents; it is still read.
 FORMAT = 2
 #: Bytes read at once for a checksum.
@@ -38,25 +41,21 @@ def begin(folder: Path, facts: dict[str, Any]) -> None:
     """Write the header, which makes an older checkpoint in this folder incomplete.
 
     Args:
-        facts: ``save_id``, ``world_size``, and whatever a reader may want to know before it loads.
+        facts: ``save_id``, ``world_size``, ``ranks`` that write to this folder if those are not all, and whatever a
+            reader may want to know before it loads.
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / HEADER, json.dumps({"format": FORMAT, **facts}))
 
 
 def finish(folder: Path, rank: int, save_id: str, files: Iterable[Path]) -> None:
-    """Bring this rank's files, which lie below the folder, to disk, and list them."""
+    """List this rank's files, which lie on disk below the folder."""
     listed = {file.relative_to(folder).as_posix(): _facts(file) for file in files}
     write_atomically(folder / manifest_name(rank), json.dumps({"save_id": save_id, "rank": rank, "files": listed}))
 
 
 def _facts(file: Path) -> dict[str, int | None]:
     """``bytes``, and ``records`` of an archive or ``crc32`` of another file, if torch is to compute CRC-32 at all."""
-    with file.open("rb+") as written:
-        try:
-            os.fsync(written.fileno())
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(file)) from error
     size = file.stat().st_size
     with suppress(zipfile.BadZipFile, ValueError), zipfile.ZipFile(file) as archive:
         return {"bytes": size, "records": _records(archive)}
@@ -71,10 +70,17 @@ def _records(archive: zipfile.ZipFile) -> int:
     return zlib.crc32(archive.fp.read())
 
 
-def forget(file: Path, save_id: str) -> bool:
-    """Remove a header or manifest of a save that failed; returns whether it was that save's."""
+def is_of(file: Path, save_id: str) -> bool:
+    """Return whether a header or manifest is of this save."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        if json.loads(file.read_text())["save_id"] == save_id:
+        return json.loads(file.read_text())["save_id"] == save_id
+    return False
+
+
+def forget(file: Path, save_id: str) -> bool:
+    """Remove a header or manifest of a save that failed; return whether it was that save's."""
+    with suppress(OSError):
+        if is_of(file, save_id):
             file.unlink()
             return True
     return False
@@ -104,8 +110,11 @@ def damages(folder: Path, save_id: str, rank: int, contents: bool = True) -> lis
         manifest = json.loads((folder / name).read_text())
         if manifest["save_id"] != save_id:
             return [f"{name} is of another save: the last save of this tag was not finished, or two were mixed"]
-        found = [_damage(folder, file, facts, contents) for file, facts in manifest["files"].items()]
-        return [damage for damage in found if damage]
+        with ThreadPoolExecutor() as threads:  # zlib computes a CRC-32 without the interpreter's lock
+            checks = [
+                threads.submit(_damage, folder, file, facts, contents) for file, facts in manifest["files"].items()
+            ]
+            return [damage for check in checks if (damage := check.result())]
     except FileNotFoundError:
         return [f"{name} is missing: rank {rank} did not finish this save"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -145,7 +154,7 @@ def complete_tags(folder: Path) -> list[str]:
 def _is_complete(folder: Path) -> bool:
     with suppress(CheckpointError):
         if header := read_header(folder):
-            ranks = range(header["world_size"])
+            ranks = header.get("ranks") or range(header["world_size"])
             return not any(damages(folder, header["save_id"], rank, contents=False) for rank in ranks)
     return False
 
@@ -157,21 +166,3 @@ def checksum(file: Path) -> int:
         while count := source.readinto(buffer):
             value = zlib.crc32(buffer[:count], value)
     return value
-
-
-def write_atomically(file: Path, text: str) -> None:
-    """Replace a small file: after a crash it holds the old text or the new, never a part."""
-    temporary = file.with_name(f"{file.name}.tmp")
-    try:
-        with temporary.open("w") as target:
-            target.write(text)
-            target.flush()
-            os.fsync(target.fileno())
-        temporary.replace(file)
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-    folder = os.open(file.parent, os.O_RDONLY)
-    with suppress(OSError):  # not every file system can do it for a folder
-        os.fsync(folder)
-    os.close(folder)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``save_checkpoint`` and ``load_checkpoint`` that fail closed.
 
-Saving: ``latest`` is written once the files of all ranks are on disk, and a failure on one rank is an error on all.
+Saving: each rank writes files of its own, which replace an older checkpoint's once those of all ranks are on disk; then
+``latest`` is written. A failure on one rank is an error on all.
 Loading: every rank checks its files before the engine is changed; all ranks raise the same error if any finds damage.
 """
 
@@ -10,9 +11,12 @@ from __future__ import annotations
 import importlib
 import inspect
 import itertools
+import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,14 +26,21 @@ from deepspeed.muon.errors import CheckpointError
 from deepspeed.muon.log import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.patch import Seam, replaced
-from deepspeed.muon.zero.checkpoint import compatibility, manifest
+from deepspeed.muon.zero.checkpoint import compatibility, durable, manifest
 from deepspeed.muon.zero.choice import compare_plans
-from deepspeed.muon.zero.consensus import from_rank_0, gathered, together
+from deepspeed.muon.zero.consensus import differences, from_rank_0, gathered, together
 from deepspeed.muon.zero.nvme import saved_files
 from deepspeed.muon.zero.wrappers.loss_scale import own_scaler
 
 #: How many problems one error tells of.
 TOLD = 4
+#: Files of DeepSpeed's checkpoints, in any layout.
+STATES = ("*model_states.pt", "*optim_states.pt")
+#: Arguments of a save and a load that all ranks must pass alike.
+COMMON = {
+    "save_dir", "load_dir", "tag", "save_latest", "exclude_frozen_parameters", "load_module_strict", "load_module_only",
+    "load_optimizer_states", "load_lr_scheduler_states", "custom_load_fn",
+}  # fmt: skip
 #: Methods of the engine and its checkpoint engine in which a rank does work of its own during a save.
 GUARDED = ("_save_checkpoint", "_save_moe_checkpoint", "_save_zero_checkpoint", "_copy_recovery_script")
 ENGINE = "deepspeed.runtime.engine"
@@ -54,10 +65,14 @@ def save_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
     """
     call = inspect.signature(original).bind(engine, *args, **kwargs)
     call.apply_defaults()
-    save_dir, tag = call.arguments["save_dir"], call.arguments["tag"]
-    if not _is_ours(engine) or not save_dir:
+    if not _is_ours(engine):
         return original(engine, *args, **kwargs)
+    _compare_arguments(engine, "save_checkpoint", call.arguments)
+    save_dir, tag = call.arguments["save_dir"], call.arguments["tag"]
+    if not save_dir:
+        return original(engine, *args, **kwargs)  # raises DeepSpeed's error, on all ranks
     _warn_of_unfinished_step(engine)
+    _warn_of_different_client_states(engine, call.arguments["client_state"])
     tag = str(f"global_step{engine.global_steps}" if tag is None else tag)
     save = _Save(engine, Path(save_dir), tag)
     if type(engine.checkpoint_engine).__name__ != "TorchCheckpointEngine":
@@ -70,14 +85,56 @@ def save_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
         save.begin(call.arguments["exclude_frozen_parameters"])
         with engine.basic_optimizer.whole_state(), save.guarded():
             result = original(*call.args, **call.kwargs)
-        save.together(save.finish)
+        save.commit()
+        if wants_latest:
+            unnamed = f"the checkpoint {save.folder} is complete, but latest does not name it: "
+            together(save.name_latest, lambda reasons: _Unnamed(unnamed + reasons))
+    except _Unnamed:
+        raise
     except CheckpointError:
         save.clean_up()
         raise
-    if wants_latest:
-        unnamed = f"the checkpoint {save.folder} is complete, but latest does not name it: "
-        together(save.name_latest, lambda reasons: CheckpointError(unnamed + reasons))
+    finally:
+        save.close()
     return result
+
+
+class _Unnamed(CheckpointError):
+    """The checkpoint is complete; ``latest`` could not be written."""
+
+
+def _compare_arguments(engine: Any, call: str, arguments: Mapping[str, Any]) -> None:
+    """Raise the same CheckpointError on all ranks if they call a save or a load with different arguments."""
+    values = {name: value for name, value in arguments.items() if name in COMMON}
+    for name in {"save_dir", "load_dir"} & values.keys():
+        values[name] = str(Path(values[name]).absolute()) if values[name] else ""
+        if engine.use_node_local_storage():
+            values[name] = bool(values[name])  # nodes may have different folders
+    values["tag"] = None if values["tag"] is None else str(values["tag"])
+    if call == "save_checkpoint" and values["tag"] is None:
+        values["tag"] = f"global_step{engine.global_steps}"
+    if "custom_load_fn" in values:
+        values["custom_load_fn"] = values["custom_load_fn"] is not None
+    titles = {name: f"{call}: the argument {name}" for name in values}
+    if verdict := differences(gathered(values), titles):
+        raise CheckpointError(f"{verdict['error']}; pass the same on all ranks. Nothing was written or changed")
+
+
+def _warn_of_different_client_states(engine: Any, state: Any) -> None:
+    """Warn where one rank's ``client_state`` is saved and others differ from it: at stage 3 each rank saves its own."""
+    plain = (str, bytes, int, float, bool, type(None))
+    facts = {
+        str(key): value if isinstance(value, plain) else type(value).__name__ for key, value in (state or {}).items()
+    }
+    found = gathered(facts)
+    odd = [rank for rank, other in enumerate(found) if other != found[0]]
+    if odd and engine.zero_optimization_stage() != 3 and engine.global_rank == 0:
+        logger.warning(
+            "deepspeed-muon: client_state of ranks %s differs from that of rank 0. At ZeRO stages 0 to 2 DeepSpeed "
+            "saves that of one rank per share of the model, and loads it on all: gather what all ranks need before the "
+            "save",
+            odd,
+        )
 
 
 class _Save:
@@ -85,13 +142,22 @@ class _Save:
 
     def __init__(self, engine: Any, save_dir: Path, tag: str) -> None:
         self.engine, self.save_dir, self.tag, self.folder = engine, save_dir, tag, save_dir / tag
-        rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
+        is_local = engine.use_node_local_storage()
+        #: Ranks of one node see the same files; without storage of its own, all ranks do.
+        self.node = engine.global_rank - engine.local_rank if is_local else 0
         #: Whether this rank writes what belongs to all.
-        self.is_first = rank == 0
+        self.is_first = (engine.local_rank if is_local else engine.global_rank) == 0
         self.save_id = ""
-        #: Those that this rank has begun to write.
-        self.files: list[Path] = []
+        self.facts: dict[str, Any] = {}
+        #: What this rank has begun to write: the file, and the one of its own that becomes it.
+        self.files: dict[Path, Path] = {}
+        #: Files of which this rank's version is the one that counts.
+        self.kept: list[Path] = []
         self.error: Exception | None = None
+        self.is_placing = self.is_overtaken = False
+        self._lock: int | None = None
+        self._threads = ThreadPoolExecutor(4, "muon-save")
+        self._syncs: dict[Path, Future] = {}
 
     def together(self, act: Callable[[], Any]) -> Any:
         """:func:`consensus.together` with the error of a save."""
@@ -106,7 +172,7 @@ class _Save:
 
     def leave_to_deepspeed(self) -> None:
         """Another checkpoint engine writes. A header of ours in this folder is from an older save: remove it."""
-        self.together(lambda: (self.folder / manifest.HEADER).unlink(missing_ok=True) if self.is_first else None)
+        self.together(lambda: self._header.unlink(missing_ok=True) if self.is_first else None)
         if self.is_first:
             logger.warning(
                 "deepspeed-muon: %s writes this checkpoint, which therefore gets no manifest and is not verified when "
@@ -115,17 +181,25 @@ class _Save:
             )
 
     def begin(self, exclude_frozen: bool) -> None:
-        """Write the header, which makes an older checkpoint of this tag incomplete."""
+        """Lock the folder. A header makes what a killed save leaves incomplete; an older checkpoint keeps its own."""
         self.save_id = from_rank_0(uuid.uuid4().hex)
-        facts = {"save_id": self.save_id, "tag": self.tag, "step": self.engine.global_steps}
-        facts |= {"world_size": self.engine.world_size, "structures": self._structures(exclude_frozen)}
+        nodes = gathered(self.node)
+        self.facts = {"save_id": self.save_id, "tag": self.tag, "step": self.engine.global_steps}
+        self.facts |= {"world_size": self.engine.world_size, "structures": self._structures(exclude_frozen)}
+        self.facts["ranks"] = [rank for rank, node in enumerate(nodes) if node == self.node]
 
-        def write() -> None:
-            shutil.rmtree(saved_files(self.engine, self.folder), ignore_errors=True)
+        def prepare() -> None:
             if self.is_first:
-                manifest.begin(self.folder, facts)
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._lock = durable.lock(self.folder)
+                if not self._states():
+                    manifest.begin(self.folder, self.facts)
 
-        self.together(write)
+        self.together(prepare)
+
+    def _states(self) -> list[Path]:
+        """Files of any checkpoint in the folder."""
+        return [file for pattern in STATES for file in self.folder.glob(pattern)]
 
     def _structures(self, exclude_frozen: bool) -> list[dict[str, Any]]:
         """The facts of each share of the model, in order."""
@@ -164,8 +238,12 @@ class _Save:
         """
         if self.error is not None:
             return
-        self.files.append(Path(path))
-        file = self._attempt(open, path, "wb")
+        final = Path(path)
+        temporary = final.with_name(f"{final.name}.{self.save_id}.{self.engine.global_rank}{durable.TEMPORARY}")
+        if final in self._syncs:  # the second version of a file counts
+            self._attempt(self._syncs.pop(final).result)
+        self.files[final] = temporary
+        file = self._attempt(durable.SyncedFile, temporary, self._threads)
 
         def write(data: Any) -> int:
             view = memoryview(data).cast("B")
@@ -175,28 +253,85 @@ class _Save:
 
         self._attempt(original, state_dict, SimpleNamespace(write=write, flush=lambda: None))
         if file is not None:
-            self._attempt(file.close)
+            self._syncs[final] = file.finish()
         if isinstance(self.error, OSError):
             self.error.filename = path
 
-    def finish(self) -> None:
-        """List all files of this rank; raise what has failed on it."""
+    def commit(self) -> None:
+        """Put what all ranks have written in the place of what the folder has, each file from one rank."""
+        self.together(self._wait_for_disk)
+        mine = [file.relative_to(self.folder).as_posix() for file in self.files]
+        writers: dict[tuple[int, str], list[int]] = defaultdict(list)
+        for rank, (node, names) in enumerate(gathered((self.node, mine))):
+            for name in names:
+                writers[node, name].append(rank)
+        self.kept = [self.folder / name for name in mine if writers[self.node, name][0] == self.engine.global_rank]
+        self.together(lambda: manifest.begin(self.folder, self.facts) if self.is_first else None)
+        self.is_placing = True
+        self.together(self._place)
+        if self.is_first:
+            self._remove_older({self.folder / name for node, name in writers if node == self.node})
+        # Where folders cannot be locked, another job may have saved this tag meanwhile.
+        self.is_overtaken = any(gathered(self.is_first and not manifest.is_of(self._header, self.save_id)))
+        if self.is_overtaken:
+            raise CheckpointError(f"another job has saved {self.folder} meanwhile; give each job its own folder")
+
+    def _wait_for_disk(self) -> None:
+        """Raise what has failed on this rank, while it wrote or when its files were brought to disk."""
+        for path, done in self._syncs.items():
+            try:
+                done.result()
+            except Exception as error:
+                if isinstance(error, OSError):
+                    error.filename = str(path)
+                self.error = self.error or error
         if self.error is not None:
             raise self.error
-        manifest.finish(self.folder, self.engine.global_rank, self.save_id, self.files)
+
+    def _place(self) -> None:
+        """Give this rank's files their names, and list them."""
+        shutil.rmtree(saved_files(self.engine, self.folder), ignore_errors=True)
+        for file, temporary in self.files.items():
+            if file in self.kept:
+                durable.move(temporary, file)
+            else:
+                temporary.unlink()
+        manifest.finish(self.folder, self.engine.global_rank, self.save_id, self.kept)
+
+    def _remove_older(self, files: set[Path]) -> None:
+        """Remove what earlier saves of this tag have left, which converters would take for a part of this one."""
+        listed = {self.folder / manifest.manifest_name(rank) for rank in self.facts["ranks"]}
+        others = {*self._states(), *self.folder.glob(manifest.MANIFESTS)} - files - listed
+        for file in (*others, *self.folder.glob(f"*{durable.TEMPORARY}")):
+            try:
+                file.unlink(missing_ok=True)
+            except OSError as error:
+                logger.warning("deepspeed-muon: %s is of an older checkpoint and cannot be removed: %s", file, error)
+
+    @property
+    def _header(self) -> Path:
+        return self.folder / manifest.HEADER
 
     def name_latest(self) -> None:
         """Write ``latest``, on one rank."""
         if self.is_first:
-            manifest.write_atomically(self.save_dir / "latest", self.tag)
+            durable.write_atomically(self.save_dir / "latest", self.tag)
+
+    def close(self) -> None:
+        """Give back the lock and the threads."""
+        self._threads.shutdown()
+        if self._lock is not None:
+            os.close(self._lock)
 
     def clean_up(self) -> None:
         """Remove what was written, and leave no ``latest`` that names it."""
-        for file in self.files:
+        self._threads.shutdown()
+        placed = self.kept if self.is_placing and not self.is_overtaken else []
+        for file in (*self.files.values(), *placed):
             with suppress(OSError):
                 file.unlink(missing_ok=True)
         manifest.forget(self.folder / manifest.manifest_name(self.engine.global_rank), self.save_id)
-        was_begun = self.is_first and manifest.forget(self.folder / manifest.HEADER, self.save_id)
+        was_begun = self.is_first and manifest.forget(self._header, self.save_id)
         with suppress(OSError):
             self.folder.rmdir()  # only where nothing else is in it
         with suppress(OSError):
@@ -210,7 +345,7 @@ def _repoint_latest(save_dir: Path, lost: str) -> None:
     if not latest.is_file() or latest.read_text().strip() != lost:
         return
     if tags := [tag for tag in manifest.complete_tags(save_dir) if tag != lost]:
-        manifest.write_atomically(latest, tags[0])
+        durable.write_atomically(latest, tags[0])
     else:
         latest.unlink()
 
@@ -232,6 +367,7 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
     call.apply_defaults()
     if not _is_ours(engine):
         return original(engine, *args, **kwargs)
+    _compare_arguments(engine, "load_checkpoint", call.arguments)
     adapter, arguments, is_universal = engine.muon_adapter, call.arguments, engine.load_universal_checkpoint()
     if engine.zero_optimization_stage() == 3 and arguments["load_module_only"]:
         arguments["load_optimizer_states"] = False  # with this one alone DeepSpeed would load nothing

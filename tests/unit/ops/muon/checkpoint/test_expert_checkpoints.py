@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from helpers.checkpoints import verify_save
 from helpers.damaged_checkpoints import flip
 from helpers.distributed import run
 from helpers.experts import Mixtral, autoep, global_name, spread_model
@@ -61,6 +62,7 @@ def test_resume_is_exact(kind: str, stage: int, params: dict[str, Any], tmp_path
     """With NorMuon, experts of one name on several ranks have second moments of their own."""
     jobs = ({"kind": kind, "stage": stage, "folder": str(tmp_path), "load": load} for load in (False, True))
     straight, resumed = (run(go_on, 4, **job, **params) for job in jobs)
+    verify_save(tmp_path / "global_step1", 4)
     for rank, weights in enumerate(straight):
         for name, weight in weights.items():
             assert torch.equal(resumed[rank][name], weight), (rank, name)

@@ -16,6 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from deepspeed.muon import CheckpointError
+from helpers.checkpoints import verify_save
 from helpers.distributed import run
 from helpers.engine_state import differing, snapshot
 from helpers.models import MODELS, initialize_, train_engine
@@ -83,11 +84,12 @@ def test_a_full_disk(stage: int, limits: dict[int, int], tmp_path: Path) -> None
     assert first["next"] == "saved" and first["loaded"] == []
 
 
-def test_a_save_over_the_only_checkpoint_leaves_no_latest_that_names_it(tmp_path: Path) -> None:
+def test_a_failed_save_over_the_only_checkpoint_leaves_it_as_it_was(tmp_path: Path) -> None:
     found = run(save_into_a_full_disk, 2, timeout=60, folder=str(tmp_path), limits={1: 600}, tag="good", stage=2)
     for one in found:
-        assert "File too large" in one["error"] and one["latest"] is None
+        assert "File too large" in one["error"] and one["latest"] == "good"
         assert one["next"] == "saved" and one["loaded"] == []
+    verify_save(tmp_path / "good", 2)
 
 
 def fail_otherwise(folder: str, stage: int) -> dict[str, Any]:

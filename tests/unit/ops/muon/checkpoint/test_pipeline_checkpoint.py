@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from deepspeed import pipe
+from helpers.checkpoints import verify_save
 from helpers.distributed import run
 from helpers.engine_state import differing
 from helpers.oracles import change_error
@@ -51,6 +52,7 @@ def test_resume_is_exact(name: str, world: int, precision: str, tmp_path: Path) 
     first, second = (
         run(go_on, world, folder=str(tmp_path), load=load, name=name, **PRECISIONS[precision]) for load in (False, True)
     )
+    verify_save(tmp_path / "global_step1", world)
     for before, after in zip(first, second, strict=True):
         assert before.keys() == after.keys()
         assert [key for key, value in before.items() if not torch.equal(value, after[key])] == []

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from deepspeed.muon import CheckpointError
-from deepspeed.muon.zero.checkpoint import manifest, safe_load, save_load
+from deepspeed.muon.zero.checkpoint import durable, manifest, safe_load, save_load
 from helpers.distributed import run
 from helpers.engine_state import differing, snapshot
 from helpers.logs import logged
@@ -26,13 +26,13 @@ from helpers.training import ds_config, make_engine
 def test_a_small_file_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever dies before the last moment leaves the old text."""
     file = tmp_path / "latest"
-    manifest.write_atomically(file, "one")
+    durable.write_atomically(file, "one")
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            manifest.write_atomically(file, "two")
+            durable.write_atomically(file, "two")
     assert file.read_text() == "one"
-    manifest.write_atomically(file, "three")
+    durable.write_atomically(file, "three")
     assert file.read_text() == "three"
 
 

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What checkpoint folders hold, and whether two of them hold the same."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from deepspeed.muon.zero.checkpoint import manifest
 
 
 def optimizer_states(folder: Path, ranks: int) -> list[Any]:
@@ -23,3 +26,17 @@ def same(left: Any, right: Any) -> bool:
     if isinstance(left, (list, tuple)):
         return len(left) == len(right) and all(map(same, left, right))
     return left == right or (hasattr(left, "__dict__") and same(vars(left), vars(right)))
+
+
+def verify_save(folder: Path, world: int) -> None:
+    """Every file of a save is listed by one rank, whole and readable, and no file of another save lies there."""
+    header = manifest.read_header(folder)
+    assert header is not None
+    listed: list[str] = []
+    for rank in range(world):
+        assert manifest.damages(folder, header["save_id"], rank) == []
+        listed += json.loads((folder / manifest.manifest_name(rank)).read_text())["files"]
+    assert sorted(listed) == sorted(file.name for file in folder.glob("*states.pt"))
+    for name in listed:
+        torch.load(folder / name, weights_only=False)
+    assert list(folder.glob("*tmp")) == []

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from deepspeed.muon import MuonWithAuxAdam
 from deepspeed.muon.errors import UnsupportedError
+from helpers.checkpoints import verify_save
 from helpers.distributed import run
 from helpers.experts import INNER, Mixtral, autoep
 from helpers.megatron import around_a_bad_step, differing, everything
@@ -233,6 +234,7 @@ def go_on_folded(stage: int, folder: str, load: bool) -> dict[str, Tensor]:
 def test_resume_beside_tensor_parallelism_is_exact(stage: int, tmp_path: Path) -> None:
     case = {"stage": stage, "folder": str(tmp_path)}
     first, second = (run(go_on_folded, 4, load=load, **case) for load in (False, True))
+    verify_save(tmp_path / "global_step1", 4)
     for before, after in zip(first, second, strict=True):
         assert differing(before, after) == []
 

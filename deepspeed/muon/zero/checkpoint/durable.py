@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that are on disk when a function returns, also on file systems without rename, fsync or locks."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import functools
+import os
+import shutil
+import uuid
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from deepspeed.muon.errors import CheckpointError
+from deepspeed.muon.log import logger
+
+#: What file systems answer to a call that they do not implement.
+UNSUPPORTED = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.EXDEV, errno.ENOTTY}
+#: Bytes written to a file before the disk is told to start on them.
+SYNC_BYTES = 32 * 2**20
+#: Ends the name of a file that is not complete yet.
+TEMPORARY = ".muon-tmp"
+
+
+@functools.cache
+def _warn_once(call: str, consequence: str) -> None:
+    logger.warning("deepspeed-muon: the file system of this checkpoint does not support %s: %s", call, consequence)
+
+
+def sync(descriptor: int) -> None:
+    """Bring what was written to a descriptor to disk; one warning where the file system cannot."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        _warn_once("fsync", "a save that returned can be lost in a power failure")
+
+
+def move(temporary: Path, file: Path) -> None:
+    """Replace ``file`` by ``temporary``, atomically where the file system can rename."""
+    try:
+        temporary.replace(file)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        _warn_once("rename", "files are copied into place, so a crash can leave a part of one")
+        with temporary.open("rb") as source, file.open("wb") as target:
+            shutil.copyfileobj(source, target, SYNC_BYTES)
+            target.flush()
+            sync(target.fileno())
+        temporary.unlink()
+
+
+def write_atomically(file: Path, text: str) -> None:
+    """Replace a small file, or the file that a link names: after a crash it has the old text or the new one."""
+    file = file.resolve()
+    temporary = file.with_name(f"{file.name}.{uuid.uuid4().hex}{TEMPORARY}")
+    try:
+        with temporary.open("w") as target:
+            target.write(text)
+            target.flush()
+            sync(target.fileno())
+        move(temporary, file)
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+    with suppress(OSError):  # not every file system can open or sync a folder
+        folder = os.open(file.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def lock(folder: Path) -> int | None:
+    """Lock a folder until the descriptor is closed or the process ends; ``None`` where folders cannot be locked.
+
+    Raises:
+        CheckpointError: another process has locked it.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise CheckpointError(f"another job is saving {folder} at this moment; give each job its own folder") from None
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+class SyncedFile:
+    """A new file that threads bring to disk while it, or the next one, is written.
+
+    Args:
+        path: the file.
+        threads: run the calls of fsync.
+    """
+
+    def __init__(self, path: Path, threads: ThreadPoolExecutor) -> None:
+        self._file, self._threads = path.open("wb"), threads
+        self._waiting = 0
+        self._sync: Future | None = None
+
+    def write(self, data: Any) -> None:
+        """Append bytes. Raises OSError, also one of the bytes before."""
+        self._file.write(data)
+        self._waiting += len(data)
+        if self._waiting < SYNC_BYTES or (self._sync is not None and not self._sync.done()):
+            return
+        if self._sync is not None:
+            self._sync.result()  # the kernel tells of a failed write only once
+        self._waiting = 0
+        self._sync = self._threads.submit(sync, self._file.fileno())
+
+    def finish(self) -> Future:
+        """Start to sync and close the file; the result raises what has failed."""
+        return self._threads.submit(self._finish, self._sync)
+
+    def _finish(self, earlier: Future | None) -> None:
+        with self._file:
+            if earlier is not None:
+                earlier.result()
+            self._file.flush()
+            sync(self._file.fileno())
