@@ -71,8 +71,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     moments belong to whole matrices and are with their owners; :meth:`whole_state` puts them into ``state_dict``.
 
     Raises:
-        MuonConfigError: a wrong key or value, an option without effect, or no matrix for Muon.
-        ValueError: a parameter that is not in ``model``.
+        MuonConfigError: a wrong key or value, an option without effect, or matrices of which none goes to Muon.
+        TypeError, ValueError: parameters that torch's optimizers refuse; one that is not in ``model``.
         UnsupportedError: a model that FSDP has sharded.
     """
 
@@ -101,10 +101,12 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             )
         self.rules, self.schedules = self.config.rules, self.config.schedules
         model, self._replicas = unwrapped(model)
-        self.specs: dict[nn.Parameter, MatrixSpec] = route(model, self.config.matrix_options)
+        specs = route(model, self.config.matrix_options)
         #: The pipeline stage that ``model`` is; 0 outside pipelines.
         self.stage = stage_of(model)
-        split = split_groups(params, self.specs, self.config)
+        split = split_groups(params, specs, self.config)
+        #: The parameters that are trained, in the order of the parameter groups.
+        self.specs: dict[nn.Parameter, MatrixSpec] = {p: specs[p] for half in split.halves for p in half["params"]}
         with preset_named(config):
             layers = self._attention_layers(model, split)
             #: Options that nothing in this pipeline stage follows, with the message if no other stage does; else empty.
@@ -170,6 +172,17 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Not supported: torch's own would copy or pickle the parameters and forget the model and the plan.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            "MuonWithAuxAdam cannot be copied or pickled, because its plan names the parameters of one model; build "
+            "another one for the copied model, and pass it this one's state by load_state_dict(optimizer.state_dict())"
+        )
+
     @cached_property
     def given(self) -> GivenGroups:
         """The parameter groups as the user gave them, before the split: what a learning-rate scheduler should see."""
@@ -178,6 +191,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     # ---- binding ----------------------------------------------------------------------------------
 
     @fixed_numerics()
+    @torch.no_grad()
     def bind(self, partitions: Sequence[Partition], tuning: Tuning, device: torch.device | None = None) -> None:
         """Plan the exchange and allocate the state of every tensor that has none. Called before the first step.
 
@@ -317,6 +331,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         """Bind the parameters themselves: in plain PyTorch every rank holds every matrix; DDP's share the work."""
         rank, copies = join(self._replicas) if self._replicas else (0, 1)
         self.speaks = rank == 0
+        if self.speaks and not any(group["use_muon"] for group in self.param_groups):
+            self.warn_of_no_matrix()
         held = [(group["params"], [self.specs[param] for param in group["params"]]) for group in self.param_groups]
         partitions = [
             whole_partition(index, *params_and_specs, self._replicas, rank, copies)
@@ -332,6 +348,11 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             lacking = str(sorted(kind for kind, reason in self.lacking.items() if reason))
             digests = self.config.digest(), lacking, *(plan.digest for plan in self.plans)
             check_agreement(digests, self._replicas, device)
+
+    def warn_of_no_matrix(self) -> None:
+        """Log that AdamW updates everything, and why."""
+        reasons = sorted({spec.reason for spec in self.specs.values()})
+        logger.warning("deepspeed-muon: no parameter goes to Muon; the reasons are: %s", "; ".join(reasons))
 
     def use_kernels(self, lacking: Missing) -> None:
         """Take the fastest kernels that are not ``lacking``."""
@@ -532,9 +553,19 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
 
 def are_finite(tensors: list[Tensor]) -> bool:
-    """Whether the norm of each tensor is finite. On an accelerator this waits for it."""
+    """Whether the norm of each gradient is finite. On an accelerator this waits for it.
+
+    Raises:
+        RuntimeError: a gradient is sparse, which AdamW does not support either.
+    """
     if not tensors:
         return True
+    if any(t.layout != torch.strided for t in tensors):
+        raise RuntimeError(
+            "MuonWithAuxAdam does not support sparse gradients; write nn.Embedding(..., sparse=False), or give that "
+            "parameter to torch.optim.SparseAdam"
+        )
+    tensors = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
     # In fp16 the norm of a finite gradient may overflow.
     dtype = torch.promote_types(max((t.dtype for t in tensors), key=lambda d: d.itemsize), torch.float32)
     norms = torch._foreach_norm(tensors, dtype=dtype)

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.matrices.pipeline import stages_of
 from deepspeed.muon.matrices.routing import MatrixSpec, is_lora, shapes, unmatched
+from deepspeed.muon.matrices.tp_sharding import whole_shape
 
 
 @dataclass(frozen=True)
@@ -43,13 +45,10 @@ def split_groups(params: Iterable[Any], specs: Mapping[Any, MatrixSpec], config:
         specs: the route of every trainable parameter.
 
     Raises:
-        ValueError: a parameter without a route.
+        TypeError, ValueError: what torch's optimizers refuse, in their words; a parameter without a route.
         MuonConfigError: a group with an unknown setting or a wrong value.
     """
-    items = list(params)
-    groups = [item for item in items if isinstance(item, dict)]
-    if loose := [item for item in items if not isinstance(item, dict)]:
-        groups.append({"params": loose})
+    groups = _checked(params) if specs else []  # check_options refuses a frozen model
     own = [group["lr"] for group in groups if group.get("lr") is not None] if not config.sets_a_rate else []
     reference = float(own[0]) if own else config.reference_lr
     split = Split([], [], [], reference, config.sets_a_rate or bool(own))
@@ -62,15 +61,30 @@ def split_groups(params: Iterable[Any], specs: Mapping[Any, MatrixSpec], config:
     return split
 
 
+def _checked(params: Any) -> list[dict[str, Any]]:
+    """Return the groups with lists of parameters, once torch's own optimizer has accepted them.
+
+    Torch takes a set in two places: as all parameters, and where it is frozen. Its order differs between ranks, so
+    both are refused in the words that torch has for the set of a group.
+    """
+    if isinstance(params, (set, frozenset)):
+        params = [{"params": params}]
+    if not isinstance(params, Iterable) or isinstance(params, Tensor):
+        return Optimizer(params, {}).param_groups
+    items = [dict(item) if isinstance(item, dict) else item for item in params]  # torch writes into the dicts
+    for item in items:
+        if isinstance(item, dict) and isinstance(item.get("params"), frozenset):
+            item["params"] = set(item["params"])
+    return Optimizer(items, {}).param_groups
+
+
 def _halves(
     group: Mapping[str, Any], base: str, where: str, specs: Mapping[Any, MatrixSpec], config: MuonConfig
 ) -> tuple[list[dict[str, Any]], float]:
-    given = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
-    unnamed = (item[1] if isinstance(item, tuple) else item for item in given)  # as of model.named_parameters()
-    members = [param for param in unnamed if param.requires_grad]
+    members = [param for param in group["params"] if param.requires_grad]
     if unknown := [list(param.shape) for param in members if param not in specs]:
         raise ValueError(f"{len(unknown)} parameters are not part of the model, first shape {unknown[0]}")
-    own = {key: value for key, value in group.items() if key not in ("params", "name", "moe")}
+    own = {key: value for key, value in group.items() if key not in ("params", "param_names", "name", "moe")}
     settings = config.for_group(own, where) if own else config
     reference = settings.reference_lr
     halves = []
@@ -114,7 +128,9 @@ def check_options(
             "optimizer.params.qk_clip: no module of the model is softmax attention by the names of its projections, "
             "with queries and keys that are trained"
         )
-    if message := empty_muon_half(specs):
+    trained = {spec.name for spec in specs}
+    is_part = any(len(whole_shape(param)) > 1 and name not in trained for name, param in model.named_parameters())
+    if message := empty_muon_half(specs, is_part):
         unused["type"] = message
     return _refuse(unused, model)
 
@@ -175,11 +191,13 @@ def _unused_heads(specs: Iterable[MatrixSpec], config: MuonConfig) -> dict[str, 
 TOLD = 4
 
 
-def empty_muon_half(specs: Sequence[MatrixSpec]) -> str | None:
+def empty_muon_half(specs: Sequence[MatrixSpec], is_part: bool) -> str | None:
     """Why no parameter goes to Muon, as an error message.
 
-    ``None`` where one does, or where the user has taken matrices away from Muon (``muon_exclude``, ``use_muon =
-    False``), so that the half is empty on purpose.
+    ``None`` where one does, and where AdamW trains all of them with a warning: no matrix is trained, the user has
+    taken matrices away from Muon (``muon_exclude``, ``use_muon = False``), or ``is_part``: the user trains a part of
+    the model, such as a head or a prompt, and other matrices of it stay as they are. Low-rank adapters are refused,
+    because an option sends them to Muon.
     """
     if not specs:
         return (
@@ -187,18 +205,19 @@ def empty_muon_half(specs: Sequence[MatrixSpec]) -> str | None:
             "reference of DPO, a config without an optimizer"
         )
     matrices = [spec for spec in specs if len(spec.whole) >= 2]
-    is_on_purpose = bool(matrices) and all(spec.chosen_by for spec in matrices)
-    if is_on_purpose or any(spec.use_muon or spec.overrides_rules for spec in specs):
+    if all(spec.chosen_by for spec in matrices) or any(spec.use_muon or spec.overrides_rules for spec in specs):
+        return None
+    has_lora = any(map(is_lora, matrices))
+    if is_part and not has_lora:
         return None
     reasons: dict[str, list[str]] = {}
-    for spec in matrices or specs:
+    for spec in matrices:
         reasons.setdefault(spec.reason, []).append(spec.name)
     told = sorted(reasons.items(), key=lambda item: -len(item[1]))
     texts = [f"{len(names)} x {reason} ({', '.join(names[:2])})" for reason, names in told[:TOLD]]
     texts += [f"{len(told) - TOLD} other reasons"] if len(told) > TOLD else []
-    what = "matrices" if matrices else "trainable parameters"
-    lora = 'for low-rank adapters write "muon_lora": "both"; ' if any(map(is_lora, matrices)) else ""
+    lora = 'for low-rank adapters write "muon_lora": "both"; ' if has_lora else ""
     return (
-        f"optimizer.type: Muon, but all {len(matrices or specs)} {what} go to AdamW: {'; '.join(texts)}. To change "
-        f'that, {lora}name matrices in muon_include; or set the type to "AdamW"'
+        f"optimizer.type: Muon, but all {len(matrices)} matrices go to AdamW: {'; '.join(texts)}. To change that, "
+        f'{lora}name matrices in muon_include; or set the type to "AdamW"'
     )

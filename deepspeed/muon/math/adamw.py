@@ -88,7 +88,9 @@ def _update(
         return
     settings = {"beta1": group["betas"][0], "beta2": group["betas"][1]}
     settings |= {key: group[key] for key in ("lr", "weight_decay", "eps")}
-    settings["fused" if all(map(has_fused_kernel, {p.device.type for p in tensors})) else "foreach"] = True
+    settings["has_complex"] = any(p.is_complex() for p in tensors)
+    is_fused = not settings["has_complex"] and all(map(has_fused_kernel, {p.device.type for p in tensors}))
+    settings["fused" if is_fused else "foreach"] = True
     update = adamw if decoupled else adam
     update(tensors, grads, means, squares, [], steps, amsgrad=False, maximize=False, **settings)
 
@@ -111,7 +113,12 @@ def update_squares(state: Mapping[str, Any], group: Mapping[str, Any], start: in
     total = torch.zeros((), dtype=torch.float32, device=means.device)
     for first in range(start, start + length, CHUNK):
         last = min(first + CHUNK, start + length)
-        mean = means[first:last].float() / (1 - beta1**steps)
-        root = (squares[first:last].float() / (1 - beta2**steps)).sqrt_().add_(group["eps"])
+        mean = _real(means[first:last]).float() / (1 - beta1**steps)
+        root = (_real(squares[first:last]).float() / (1 - beta2**steps)).sqrt_().add_(group["eps"])
         total += mean.div_(root).square_().sum()
     return total
+
+
+def _real(x: Tensor) -> Tensor:
+    """The real and imaginary parts, which AdamW updates as numbers of their own; ``x`` itself if it is real."""
+    return torch.view_as_real(x) if x.is_complex() else x

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from deepspeed.muon.errors import MuonConfigError
@@ -45,6 +46,10 @@ _LORA = re.compile(
 )
 #: Of those, the factor that starts at zero and is applied second.
 _LORA_B = re.compile(r"(^|[._])lora_?(embedding_)?(B|b|up|left_weight|weight_2)([._]|$)")
+
+
+#: The dtypes of matrices that Newton-Schulz can read; AdamW gets the others, such as complex numbers.
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -119,8 +124,9 @@ def route(model: nn.Module, options: MatrixOptions = DEFAULT_OPTIONS) -> dict[nn
         if not param.requires_grad:
             continue
         names, shape = [use.name for use in uses], whole_shape(param)
-        by_rules = _route_by_rules(shape, uses, outer.get(param), options)
-        decided = _route_by_user(names, shape, user_tag(param), options) or by_rules
+        no_matrix = _not_a_matrix(shape, param.dtype)
+        by_rules = Route(False, no_matrix) if no_matrix else _route_by_rules(shape, uses, outer.get(param), options)
+        decided = _route_by_user(names, param, no_matrix, options) or by_rules
         if decided.use_muon and param in shared:
             raise ValueError(
                 f"{names[0]}: {decided.reason}, but several stages of the pipeline have copies of it, and rounding in "
@@ -223,27 +229,33 @@ def _lora(name: str, shape: tuple[int, ...]) -> str | None:
     return f"LoRA factor of rank {min(shape)}" if len(shape) == 2 else "LoRA"
 
 
-def _route_by_user(
-    names: Sequence[str], shape: tuple[int, ...], tag: bool | None, options: MatrixOptions
-) -> Route | None:
+def _route_by_user(names: Sequence[str], param: nn.Parameter, no_matrix: str, options: MatrixOptions) -> Route | None:
     """The route that the user's tag or patterns choose; ``None`` where they say nothing."""
-    is_matrix = len(shape) >= 2 and min(shape) > 0
+    tag = user_tag(param)
     if tag is not None:
-        if tag and not is_matrix:
-            raise ValueError(f"{names[0]}: use_muon = True, but its shape {list(shape)} is not that of a matrix")
+        if tag and no_matrix:
+            raise ValueError(
+                f"{names[0]}: use_muon = True, but its shape {list(whole_shape(param))} of {param.dtype} is not that "
+                "of a matrix of real numbers"
+            )
         return Route(tag, f"use_muon = {tag} set by the user", TAG)
     for option, use_muon in (("muon_exclude", False), ("muon_include", True)):
         expression = first_match(getattr(options, option), names)
         if expression is not None:
             reason = f"{option} {expression!r}"
-            if use_muon and not is_matrix:
-                return Route(False, f"{_not_a_matrix(shape)}, in spite of {reason}", option)
+            if use_muon and no_matrix:
+                return Route(False, f"{no_matrix}, in spite of {reason}", option)
             return Route(use_muon, reason, option)
     return None
 
 
-def _not_a_matrix(shape: tuple[int, ...]) -> str:
-    return "0-D or 1-D" if len(shape) < 2 else "more than two dimensions" if min(shape) else "no elements"
+def _not_a_matrix(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    """Why a parameter cannot be a matrix for Muon; empty if it can."""
+    if len(shape) < 2:
+        return "0-D or 1-D"
+    if not min(shape):
+        return "no elements"
+    return "" if dtype in DTYPES else f"numbers of {dtype}"
 
 
 def _route_by_rules(shape: tuple[int, ...], uses: list[Use], outer: str | None, options: MatrixOptions) -> Route:
@@ -252,7 +264,7 @@ def _route_by_rules(shape: tuple[int, ...], uses: list[Use], outer: str | None, 
     if lora := _lora(uses[0].name, shape):
         use_muon = options.muon_lora == "both" or (options.muon_lora == "B" and bool(_LORA_B.search(uses[0].name)))
         return Route(use_muon and min(shape) > 1, lora + (f", by muon_lora {options.muon_lora}" if use_muon else ""))
-    if min(shape) <= 1:
+    if min(shape) == 1:
         return Route(False, "a vector in the shape of a matrix")
     for rule in (_embedding, _head, _router):
         for use in uses:
@@ -277,7 +289,7 @@ def _route_of_more_dimensions(shape: tuple[int, ...], use: Use, conv: str) -> Ro
         return Route(False, f"convolution ({kind}); muon_conv: flatten is for Muon")
     if is_stack(use.module, use.path, shape):
         return Route(True, f"stack of {shape[0]} matrices of {kind}")
-    return Route(False, _not_a_matrix(shape))
+    return Route(False, "more than two dimensions")
 
 
 def _embedding(use: Use) -> str | None:

@@ -114,6 +114,7 @@ def _facts(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
         "stage": matrix_share(engine, optimizer),
         "groups": hashlib.sha256(json.dumps(groups).encode()).hexdigest()[:16],
         "routes": hashlib.sha256("".join(routes).encode()).hexdigest()[:16],
+        "order": hashlib.sha256("\n".join(s.name for s in optimizer.specs.values()).encode()).hexdigest()[:16],
         "bf16": has_bf16(_compute_device().type, get_accelerator().is_bf16_supported()),
         "shapes": [[*shape, count] for shape, count in optimizer.shapes.items()],
         "ns_methods": sorted(optimizer.ns_methods),
@@ -128,7 +129,11 @@ def _facts(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
 def _judge_settings(facts: list[Facts]) -> Facts:
     """Ranks of one pipeline stage hold the same parameters; the rest is the same on all ranks."""
     of_all = {"version": "the deepspeed-muon version", "config": "optimizer.params"}
-    of_parameters = {"routes": "the routing", "groups": "the settings of parameter groups"}
+    of_parameters = {
+        "routes": "the routing",
+        "groups": "the settings of parameter groups",
+        "order": "the order of the parameters (that of a set is another on each rank; pass a list)",
+    }
     if error := differences(facts, of_all) or differences(facts, of_parameters, within="stage"):
         return error
     firsts = {stated["stage"]: rank for rank, stated in reversed(list(enumerate(facts)))}

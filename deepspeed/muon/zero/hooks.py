@@ -36,7 +36,7 @@ from deepspeed.muon.zero.checkpoint import save_load, universal
 from deepspeed.muon.zero.lr_scheduler import check_schedule, configure_scheduler, scheduler_from_config
 from deepspeed.muon.zero.monitor import take_step
 from deepspeed.muon.zero.nvme import check_nvme
-from deepspeed.muon.zero.refusals import refuse_engine, refuse_unsupported, renames_parameters
+from deepspeed.muon.zero.refusals import refuse_compile, refuse_engine, refuse_unsupported, renames_parameters
 from deepspeed.muon.zero.tp_ranks import note_tp_rank
 from deepspeed.muon.zero.wrappers import ADAPTERS
 from deepspeed.muon.zero.wrappers.experts import refuse_replaced, with_names
@@ -190,10 +190,40 @@ def _refuse_another(engine: Any, kind: type) -> None:
 
 
 def _check(engine: Any, optimizer: MuonWithAuxAdam) -> None:
-    """What can be refused before ZeRO allocates."""
+    """What can be refused, or has to be changed, before ZeRO allocates."""
+    _ignore_elastic_checkpoints(engine)
     check_schedule(engine, optimizer)
     check_nvme(engine, optimizer)
     agree(engine, optimizer)
+
+
+def _ignore_elastic_checkpoints(engine: Any) -> None:
+    """They hold one kind of state. DeepSpeed does not load AdamW's either, and has dropped them at stage 3."""
+    settings = engine._config.zero_config
+    if settings.elastic_checkpoint and engine.zero_optimization_stage() in (1, 2):
+        settings.elastic_checkpoint = False
+        if engine.global_rank == 0:
+            logger.warning(
+                "deepspeed-muon: zero_optimization.elastic_checkpoint has no effect, because it cannot store two kinds "
+                "of optimizer state; resume on another number of ranks by universal checkpoints"
+            )
+
+
+def _compile(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """``DeepSpeedEngine.compile``: refuse DeepCompile, which takes the gradients past the optimizer."""
+    if isinstance(self.basic_optimizer, MuonWithAuxAdam):
+        refuse_compile(self)
+    return original(self, *args, **kwargs)
+
+
+def _get_optimizer_param(original: Callable, self: Any, name: str) -> list[Any]:
+    """``DeepSpeedEngine._get_optimizer_param``, for ``get_lr`` and ``get_mom``: one value per group as given.
+
+    As many as the scheduler's ``get_last_lr`` has.
+    """
+    if not isinstance(self.basic_optimizer, MuonWithAuxAdam):
+        return original(self, name)
+    return [group[name] if name in group else 0.0 for group in self.basic_optimizer.given.param_groups]
 
 
 _ENGINE = "deepspeed.runtime.engine"
@@ -204,6 +234,8 @@ REPLACEMENTS: dict[Seam, Callable] = {
     Seam(_ENGINE, "DeepSpeedEngine._configure_lr_scheduler"): configure_scheduler,
     Seam(_ENGINE, "DeepSpeedEngine._scheduler_from_config"): scheduler_from_config,
     Seam(_ENGINE, "DeepSpeedEngine._take_model_step"): take_step,
+    Seam(_ENGINE, "DeepSpeedEngine._get_optimizer_param"): _get_optimizer_param,
+    Seam(_ENGINE, "DeepSpeedEngine.compile"): _compile,
     Seam(_ENGINE, "DeepSpeedEngine.save_checkpoint"): save_load.save_checkpoint,
     Seam(_ENGINE, "DeepSpeedEngine.load_checkpoint"): save_load.load_checkpoint,
     Seam("deepspeed.runtime.config", "DeepSpeedConfig.__init__"): _read_config,

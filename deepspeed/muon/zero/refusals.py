@@ -71,7 +71,7 @@ def _lacks_a_loss_scale(config: Any) -> bool:
 
 def _nvme_rules(section: str, kept: str, instead: str) -> list[Rule]:
     def applies(config: Any) -> bool:
-        return offload_device(config, section) == "nvme"
+        return _get(config, "zero_optimization.stage", 0) > 0 and offload_device(config, section) == "nvme"
 
     key = f"zero_optimization.{section}"
     no_stage_3 = (
@@ -80,7 +80,7 @@ def _nvme_rules(section: str, kept: str, instead: str) -> list[Rule]:
     )
     no_path = 'device "nvme" needs it; write a folder on the disk to use'
     return [
-        (f"{key}.device", lambda c: applies(c) and _get(c, "zero_optimization.stage", 0) != 3, no_stage_3),
+        (f"{key}.device", lambda c: applies(c) and _get(c, "zero_optimization.stage", 0) < 3, no_stage_3),
         (f"{key}.nvme_path", lambda c: applies(c) and not _get(c, f"{key}.nvme_path"), no_path),
     ]
 
@@ -91,31 +91,38 @@ FORBIDDEN = {
     "zero_optimization.offload_optimizer.super_offload": "it runs its own Adam, on NVIDIA GPUs alone; set it to false",
     "zero_optimization.zenflow": "it updates the largest columns of a matrix first, with its own Adam, where Muon "
     "updates whole matrices; remove the section",
-    "zero_optimization.elastic_checkpoint": "it cannot store two kinds of optimizer state; set it to false and use "
-    "universal checkpoints",
     "zero_optimization.zero_quantized_weights": f"quantization {ON_GPUS}",
     "zero_optimization.zero_quantized_gradients": f"quantization {ON_GPUS}",
     "fp16.fp16_master_weights_and_grads": "DeepSpeed requires its own CPU Adam; set it to false",
-    "compile.deepcompile": f"DeepCompile {ON_GPUS}",
 }
+#: Of those, the keys that DeepSpeed reads from a stage on only.
+FIRST_STAGE = {
+    "zero_optimization.offload_optimizer.super_offload": 3,
+    "zero_optimization.zero_quantized_weights": 3,
+    "zero_optimization.zero_quantized_gradients": 3,
+}
+
+
+def _is_forbidden(config: Any, key: str) -> bool:
+    return bool(_get(config, key)) and _get(config, "zero_optimization.stage", 0) >= FIRST_STAGE.get(key, 0)
+
+
 RULES: tuple[Rule, ...] = (
     *_nvme_rules("offload_optimizer", "states", 'use "cpu"'),
     *_nvme_rules("offload_param", "parameters", "remove offload_param"),
-    *((key, partial(_get, key=key, default=False), advice) for key, advice in FORBIDDEN.items()),
+    *((key, partial(_is_forbidden, key=key), advice) for key, advice in FORBIDDEN.items()),
     (
         "zero_optimization.offload_optimizer.ratio",
-        lambda c: _get(c, "zero_optimization.offload_optimizer.ratio", 1.0) < 1.0,
+        lambda c: (
+            _get(c, "zero_optimization.offload_optimizer.ratio", 1.0) < 1.0
+            and offload_device(c, "offload_optimizer") != "none"
+        ),
         "a part on the accelerator is updated by another optimizer; remove the key or set it to 1.0",
     ),
     (
         "zero_optimization.mics_shard_size",
         lambda c: _get(c, "zero_optimization.mics_shard_size", -1) > 0,
         "MiCS is not supported yet; remove the key",
-    ),
-    (
-        "checkpoint.load_universal",
-        lambda c: _get(c, "zero_optimization.stage", 0) == 0 and _get(c, "load_universal_checkpoint"),
-        "DeepSpeed loads universal checkpoints at stages 1 to 3 only; set zero_optimization.stage to 1",
     ),
     (
         "bf16.bf16_master_weights_and_grads",
@@ -168,6 +175,32 @@ def refuse_engine(engine: Any) -> None:
         raise UnsupportedError("deepspeed-muon does not support this engine yet: " + "; ".join(problems))
 
 
+def refuse_universal(engine: Any) -> None:
+    """Raise UnsupportedError for an engine that cannot load universal checkpoints. Called before a load: the key has
+    no other effect.
+    """
+    if problems := list(_universal_problems(engine)):
+        raise UnsupportedError("checkpoint.load_universal: " + "; ".join(problems))
+
+
+def _universal_problems(engine: Any) -> Iterator[str]:
+    if engine.zero_optimization_stage() == 0 and not engine.pipeline_parallelism:
+        yield "DeepSpeed loads universal checkpoints at stages 1 to 3 only; set zero_optimization.stage to 1"
+    if engine.moe_layers:
+        yield "DeepSpeed's converter does not know deepspeed.moe layers; resume on as many ranks without it"
+    if tp_rank(engine)[1] > 1 and engine.autotp_size() <= 1:
+        yield (
+            "with an mpu or a model axis DeepSpeed's converter does not know how the weights are sharded; resume on as "
+            "many ranks without it"
+        )
+
+
+def refuse_compile(engine: Any) -> None:
+    """Raise UnsupportedError where ``engine.compile()`` would start DeepCompile."""
+    if engine.is_deepcompile_enabled():
+        raise UnsupportedError(f"compile.deepcompile: DeepCompile {ON_GPUS}")
+
+
 def refuse_qk_clip(engine: Any) -> None:
     """Raise UnsupportedError for an engine whose attention ``qk_clip`` cannot observe."""
     if (getattr(engine, "sequence_parallel_size", 1) or 1) > 1:
@@ -187,13 +220,12 @@ def _engine_problems(engine: Any) -> Iterator[str]:
         )
     if engine.moe_layers and engine.autotp_size() > 1:
         yield "deepspeed.moe layers with AutoTP, which may cut experts that differ from rank to rank; pass an mpu"
-    if (engine.has_moe_layers or tp_size > 1) and is_fp16_autocast(engine) and not engine.zero_optimization():
+    is_cut = engine.has_moe_layers or tp_size > 1 or engine.pipeline_parallelism
+    if is_cut and is_fp16_autocast(engine) and not engine.zero_optimization():
         yield (
-            "experts or tensor parallelism under fp16 autocast at stage 0, where some ranks would skip a step that "
-            "others take; set zero_optimization.stage to 1"
+            "experts, tensor parallelism or a pipeline under fp16 autocast at stage 0, where some ranks would skip a "
+            "step that others take; set zero_optimization.stage to 1"
         )
-    if engine.moe_layers and engine.load_universal_checkpoint():
-        yield "universal checkpoints of deepspeed.moe layers, which DeepSpeed's converter does not know"
     if engine.pipeline_parallelism:
         yield from _pipeline_problems(engine)
     elif engine.mpu is not None and tp_size * engine.seq_dp_world_size != engine.world_size:
@@ -201,11 +233,6 @@ def _engine_problems(engine: Any) -> Iterator[str]:
             "a model-parallel unit (mpu) with other axes than tensor and data parallelism, which are "
             f"{tp_size} x {engine.seq_dp_world_size} of {engine.world_size} ranks; use DeepSpeed's PipelineModule for "
             "pipelines"
-        )
-    if tp_size > 1 and engine.autotp_size() <= 1 and engine.load_universal_checkpoint():
-        yield (
-            "universal checkpoints with an mpu or a model axis: DeepSpeed's converter does not know how the weights "
-            "are sharded; resume on as many ranks without checkpoint.load_universal"
         )
     if is_spread and not hasattr(engine.mpu, "get_sequence_data_parallel_group"):
         yield (
@@ -219,10 +246,5 @@ def _pipeline_problems(engine: Any) -> Iterator[str]:
     stage = engine.zero_optimization_stage()
     if stage > 1:
         yield "a pipeline at ZeRO stage 2 or 3, which DeepSpeed refuses; set zero_optimization.stage to 1"
-    if stage == 0 and not engine.bfloat16_enabled():
-        yield (
-            "a pipeline without ZeRO, where DeepSpeed clips by the norm of the first stage alone; set "
-            "zero_optimization.stage to 1"
-        )
     if hasattr(engine.module, "phase_bounds"):
         yield "DualPipeV, whose ranks hold two stages each; use PipelineModule"

@@ -35,8 +35,7 @@ def log_startup(adapter: Adapter, tuning: Tuning, matrices_of_all: int) -> None:
         half = "Muon" if spec.use_muon else "AdamW"
         logger.debug("deepspeed-muon: %s %s: %s, %s", spec.name, spec.shape, half, spec.reason)
     if not matrices_of_all:
-        reasons = sorted({spec.reason for spec in rest})
-        logger.warning("deepspeed-muon: no parameter goes to Muon; the reasons are: %s", "; ".join(reasons))
+        optimizer.warn_of_no_matrix()
         return
     lora = [spec for spec in rest if is_lora(spec)]
     place = _place(engine, optimizer)

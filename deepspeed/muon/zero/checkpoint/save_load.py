@@ -30,6 +30,7 @@ from deepspeed.muon.zero.checkpoint import compatibility, durable, manifest
 from deepspeed.muon.zero.choice import compare_plans
 from deepspeed.muon.zero.consensus import differences, from_rank_0, gathered, together
 from deepspeed.muon.zero.nvme import saved_files
+from deepspeed.muon.zero.refusals import refuse_universal
 from deepspeed.muon.zero.wrappers.loss_scale import own_scaler
 
 #: How many problems one error tells of.
@@ -369,6 +370,8 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
         return original(engine, *args, **kwargs)
     _compare_arguments(engine, "load_checkpoint", call.arguments)
     adapter, arguments, is_universal = engine.muon_adapter, call.arguments, engine.load_universal_checkpoint()
+    if is_universal:
+        refuse_universal(engine)
     if engine.zero_optimization_stage() == 3 and arguments["load_module_only"]:
         arguments["load_optimizer_states"] = False  # with this one alone DeepSpeed would load nothing
     tag, save_id = _universal(arguments) if is_universal else _agreed(engine, arguments)

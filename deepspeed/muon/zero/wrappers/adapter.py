@@ -47,7 +47,8 @@ class Adapter:
         """
         owner = self.wrapper if owner is None else owner
         declared = [seam.path for seam in self.seams()]
-        assert f"{type(owner).__name__}.{name}" in declared, f"{type(self).__name__} does not declare {name}"
+        paths = [f"{kind.__name__}.{name}" for kind in type(owner).__mro__]  # PipelineEngine is a DeepSpeedEngine
+        assert any(path in declared for path in paths), f"{type(self).__name__} does not declare {name}"
         self._undo.callback(replace(owner, name, function))
 
     def release(self) -> None:

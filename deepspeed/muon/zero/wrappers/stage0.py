@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any, ClassVar
 
 import deepspeed.comm as comm
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from deepspeed.muon.exchange.partition import Partition, whole_partition
 from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.patch import Seam
 from deepspeed.muon.zero.consensus import on_all_ranks
 from deepspeed.muon.zero.tp_ranks import tp_rank
 from deepspeed.muon.zero.wrappers.adapter import Adapter
@@ -26,6 +29,7 @@ class Stage0(Adapter):
 
     MODULE, CLASS = "deepspeed.runtime.fp16.unfused_optimizer", "FP16_UnfusedOptimizer"
     REPLACED: ClassVar[tuple[str, ...]] = UnfusedScale.REPLACED
+    MORE_SEAMS = (Seam("deepspeed.runtime.engine", "DeepSpeedEngine.clip_fp32_gradients", "engine"),)
 
     def params(self, index: int) -> list[Any]:
         """The model's parameters of a group, in the order of the tensors that are stepped."""
@@ -42,28 +46,32 @@ class Stage0(Adapter):
         return result
 
     def prepare(self, group_count: int) -> None:
-        """Gradients are the same on all ranks, but for experts."""
-        if self.engine.has_moe_layers:
+        """Gradients are the same on all ranks, except those of experts and of other stages of a pipeline."""
+        if self.engine.has_moe_layers or self.engine.pipeline_parallelism:
             self.optimizer.is_finite = on_all_ranks(self.optimizer.is_finite)
-        self.set_up_loss_scale()
+        self.set_up_loss_scale(group_count - len(self.optimizer.param_groups))
 
-    def set_up_loss_scale(self) -> None:
+    def set_up_loss_scale(self, missing_groups: int) -> None:
         """The wrapper scales gradients in fp16 only.
 
-        Under tensor parallelism it takes the norm of bare gradients, which do not say that each rank has its own.
+        Under tensor parallelism and in a pipeline it takes the norm of bare gradients, which do not say which ranks
+        have them, and group by group over all stages: one that has ``missing_groups`` fewer would not take part.
         """
-        if tp_rank(self.engine)[1] > 1:
-            self.replace("step", self._with_marked_gradients)
+        if tp_rank(self.engine)[1] > 1 or self.engine.pipeline_parallelism:
+            self.replace("step", partial(self._step_with_all_norms, missing_groups))
         if self.wrapper.loss_scale_config.use_grad_scaling:
             self.engine.torch_autocast_z0_gradscaler = UnfusedScale(self.wrapper, self.replace)
 
-    def _with_marked_gradients(self, step: Callable, *args: Any, **kwargs: Any) -> Any:
-        from deepspeed.runtime.utils import is_model_parallel_parameter
-
-        for param in (param for group in self.wrapper.fp16_groups for param in group):
-            if param.grad is not None and is_model_parallel_parameter(param):
-                param.grad.model_parallel = True
-        return step(*args, **kwargs)
+    def _step_with_all_norms(self, missing_groups: int, step: Callable, *args: Any, **kwargs: Any) -> Any:
+        _mark_gradients(param for group in self.wrapper.fp16_groups for param in group)
+        with ExitStack() as undo:
+            for groups in (self.wrapper.fp16_groups, self.wrapper.fp32_groups) if missing_groups else ():
+                for _ in range(missing_groups):
+                    nothing = torch.zeros(1, device=self.wrapper.fp32_groups[0][0].device)
+                    nothing.grad = torch.zeros_like(nothing)
+                    groups.append([nothing])
+                    undo.callback(groups.pop)
+            return step(*args, **kwargs)
 
     def open_states(self) -> None:
         """DeepSpeed's functions find the state through methods of each parameter."""
@@ -88,13 +96,37 @@ class Plain(Stage0):
         """The group's own."""
         return self.optimizer.param_groups[index]["params"]
 
-    def set_up_loss_scale(self) -> None:
-        """The engine has a scaler for fp16 autocast."""
+    def set_up_loss_scale(self, missing_groups: int) -> None:
+        """The engine has a scaler for fp16 autocast, and clips by the norm of a pipeline's first stage."""
+        if self.engine.pipeline_parallelism:
+            self.replace("clip_fp32_gradients", lambda _: self._clip_by_the_whole_norm(), owner=self.engine)
         is_fp16 = is_fp16_autocast(self.engine)
         keep_scale(self.optimizer, self.engine.torch_autocast_z0_gradscaler if is_fp16 else None)
 
+    def _clip_by_the_whole_norm(self) -> None:
+        """Scale the gradients by the norm of all stages, as at stage 1. One that is not finite is left to ``step``."""
+        from deepspeed.runtime.utils import get_weight_norm
+
+        params = [param for param in self.engine.module.parameters() if param.grad is not None]
+        _mark_gradients(params)
+        norm = self.engine._global_grad_norm = get_weight_norm([param.grad for param in params], mpu=self.engine.mpu)
+        if norm > self.engine.gradient_clipping():
+            torch._foreach_mul_([param.grad for param in params], self.engine.gradient_clipping() / (norm + 1e-6))
+
     def refresh_masters(self) -> None:
         """The weights are their own masters."""
+
+
+def _mark_gradients(params: Iterable[Tensor]) -> None:
+    """Copy to gradients what decides whether a norm over ranks counts them: the marks of tensor parallelism and of
+    copies on other stages of a pipeline.
+    """
+    from deepspeed.runtime.utils import is_model_parallel_parameter
+
+    for param in params:
+        if param.grad is not None:
+            param.grad.model_parallel = is_model_parallel_parameter(param)  # type: ignore[attr-defined]
+            param.grad.ds_pipe_replicated = getattr(param, "ds_pipe_replicated", False)  # type: ignore[attr-defined]
 
 
 class _Whole:

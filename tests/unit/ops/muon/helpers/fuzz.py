@@ -149,11 +149,10 @@ ZERO: dict[str, list[Any]] = {
 #: Settings of ZeRO that are refused together with Muon, and what the message calls them.
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"offload_optimizer": {"device": "cpu", "ratio": 0.5}}, "offload_optimizer.ratio"),
-    ({"offload_optimizer": {"device": "cpu", "super_offload": True}}, "super_offload"),
+    ({"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}, "super_offload"),
     ({"zenflow": {}}, "zenflow"),
-    ({"elastic_checkpoint": True}, "elastic_checkpoint"),
-    ({"zero_quantized_weights": True}, "zero_quantized_weights"),
-    ({"zero_quantized_gradients": True}, "zero_quantized_gradients"),
+    ({"stage": 3, "zero_quantized_weights": True}, "zero_quantized_weights"),
+    ({"stage": 3, "zero_quantized_gradients": True}, "zero_quantized_gradients"),
     ({"mics_shard_size": 1}, "mics_shard_size"),
 ]
 #: What stock DeepSpeed refuses itself.

@@ -117,10 +117,8 @@ SECTIONS: list[dict[str, Any]] = [
     {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
     {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
     {"zero_optimization": {"stage": 2, "zenflow": {}}},
-    {"zero_optimization": {"stage": 1, "elastic_checkpoint": True}},
     {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
     {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
-    {"compile": {"deepcompile": True}},
     {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": [0.1, 0.2, 0.3]}}},
     {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1e-4, "cycle_max_lr": [0.02, 3e-4]}}},
 ]

@@ -16,7 +16,8 @@ from deepspeed.muon import MuonWithAuxAdam, UnsupportedError, uninstall
 from deepspeed.muon.config.schema import parse
 from deepspeed.muon.zero.refusals import RULES, refuse_unsupported
 from helpers.distributed import run
-from helpers.models import Mlp
+from helpers.logs import logged
+from helpers.models import Mlp, train_engine
 from helpers.refusals import CPU, NVME, Refusal, attempt
 from helpers.training import PARAMS, ds_config, make_engine
 
@@ -57,8 +58,6 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "ratio 0": ({"stage": 3, "zero": offload(**CPU, ratio=0.0)}, "offload_optimizer.ratio", "remove the key"),
     "super": ({"stage": 3, "zero": offload(**CPU, super_offload=True)}, "offload_optimizer.super_offload", FALSE),
     "zenflow": ({"zero": {"zenflow": {}}}, "zero_optimization.zenflow", "remove the section"),
-    "elastic": ({"stage": 1, "zero": {"elastic_checkpoint": True}}, "zero_optimization.elastic_checkpoint", FALSE),
-    "universal": ({"stage": 0, "checkpoint": {"load_universal": True}}, "checkpoint.load_universal", "stage to 1"),
     "fp16": ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "fp16.fp16_master_weights", FALSE),
     "bf16": ({"bf16": BF16}, "bf16.bf16_master_weights_and_grads", "set bf16.bf16_optimizer_states to true"),
     "bf16 offload": ({"bf16": STATES, "offload": True}, "bf16.bf16_master_weights_and_grads", "remove offload_opt"),
@@ -72,7 +71,6 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
         "torch_autocast.dtype",
         "use bfloat16",
     ),
-    "deepcompile": ({"compile": {"deepcompile": True}}, "compile.deepcompile", FALSE),
 }
 #: settings that stock refuses by itself, with words of its message; it had MiCS before 0.19.7
 STOCK: dict[str, tuple[dict[str, Any], str]] = {
@@ -134,20 +132,65 @@ def test_an_optimizer_of_the_script_is_checked_by_its_own_settings() -> None:
         refuse_unsupported(bf16, parse({"momentum_dtype": "fp32"}))
 
 
+#: settings that have no effect, or none until the script calls what they are about; AdamW trains with each
+HARMLESS: dict[str, dict[str, Any]] = {
+    "deepcompile": {"stage": 1, "compile": {"deepcompile": True}, "zero": {"elastic_checkpoint": True}},
+    "universal": {"stage": 0, "checkpoint": {"load_universal": True}, "zero": offload(**NVME)},
+    "quantized": {"stage": 2, "zero": {"zero_quantized_weights": True, "zero_quantized_gradients": True}},
+    "super": {"stage": 2, "zero": offload(**CPU, super_offload=True)},
+    "ratio": {"stage": 3, "zero": offload(device="none", ratio=0.5)},
+}
+
+
+def train_harmlessly(name: str, folder: str) -> tuple[dict[str, str], list[float], list[str]]:
+    """What `compile`, a save and a load raise after a step, the learning rates, and the warnings of `initialize`."""
+    net = Mlp()
+    with logged() as lines:
+        engine = make_engine(net, ds_config(**HARMLESS[name]))
+    train_engine(engine, 1)
+    raised = {}
+    for call, act in {
+        "compile": engine.compile if name == "deepcompile" else lambda: None,
+        "save": lambda: engine.save_checkpoint(folder),
+        "load": lambda: engine.load_checkpoint(folder),
+    }.items():
+        try:
+            act()
+        except Exception as error:
+            raised[call] = f"{type(error).__name__}: {error}"
+    rates = engine.get_lr()
+    engine.destroy()
+    return raised, rates, [line for line in lines if "no effect" in line]
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_a_setting_is_refused_only_once_it_has_an_effect(name: str, tmp_path: Any) -> None:
+    late = {
+        "deepcompile": {"compile": "UnsupportedError: compile.deepcompile: DeepCompile runs only on GPUs"},
+        "universal": {"load": "UnsupportedError: checkpoint.load_universal: DeepSpeed loads universal checkpoints at"},
+    }
+    for rank, (raised, rates, warnings) in enumerate(run(train_harmlessly, 2, name=name, folder=str(tmp_path))):
+        assert raised.keys() == late.get(name, {}).keys(), raised
+        assert all(raised[call].startswith(text) for call, text in late.get(name, {}).items())
+        assert len(rates) == 1, "one group of the user's, one rate"
+        assert ["elastic_checkpoint" in line for line in warnings] == [True] * (name == "deepcompile" and rank == 0)
+
+
 def test_several_problems_are_all_listed() -> None:
-    zero = {"elastic_checkpoint": True, "zenflow": {}} | offload(**NVME)
-    kind, text, entered = run(refuse_config, 1, zero=zero, compile={"deepcompile": True})[0]
+    zero = {"zenflow": {}} | offload(**NVME)
+    masters = {"enabled": True, "fp16_master_weights_and_grads": True}
+    kind, text, entered = run(refuse_config, 1, zero=zero, fp16=masters)[0]
     assert (kind, entered) == ("UnsupportedError", 0)
-    for key in ("elastic_checkpoint", "zenflow", "offload_optimizer.device", "compile.deepcompile"):
+    for key in ("zenflow", "offload_optimizer.device", "fp16.fp16_master_weights_and_grads"):
         assert key in text
-    assert text.count("\n") == 4
+    assert text.count("\n") == 3
 
 
 def refuse_at_zero_init() -> Refusal | None:
     """`zero.Init` reads the config first, before the model is there."""
 
     def initialize() -> Any:
-        with deepspeed.zero.Init(config_dict_or_path=ds_config(stage=3, zero={"elastic_checkpoint": True})):
+        with deepspeed.zero.Init(config_dict_or_path=ds_config(stage=3, zero={"zenflow": {}})):
             raise AssertionError("zero.Init went on")
 
     return attempt(initialize)
@@ -155,7 +198,7 @@ def refuse_at_zero_init() -> Refusal | None:
 
 def test_zero_init_refuses_as_well() -> None:
     kind, text, _ = run(refuse_at_zero_init, 1)[0]
-    assert kind == "UnsupportedError" and "elastic_checkpoint" in text
+    assert kind == "UnsupportedError" and "zenflow" in text
 
 
 def read_early(params: dict[str, Any]) -> str | None:
