@@ -7,6 +7,7 @@ DeepSpeed ignores a top-level key that it does not know in silence.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, get_args
 
@@ -60,8 +61,8 @@ def warn_of_unknown(keys: Iterable[str]) -> None:
     for key in [key for key in keys if key not in known_keys()]:
         advice = did_you_mean(key, sorted(known_keys()), "it has no effect")
         if place := place_of(key):
-            advice = f"it belongs in {place}"
-        elif not key[:1].isalnum():  # a comment, such as _comment or //
+            advice = f"it belongs {place}"
+        elif not key[:1].isalnum() or "comment" in key.lower():  # such as // and _note
             advice = "it has no effect"
         logger.warning("deepspeed-muon: DeepSpeed reads no key %s of a ds_config; %s", key, advice)
 
@@ -110,21 +111,30 @@ def _places(model: type[BaseModel], path: str) -> Iterator[tuple[str, str]]:
             yield from _places(inner, f"{path}.{key}" if path else key)
 
 
+#: The most sections that a message names for a misplaced key.
+MOST_PLACES = 3
+
+
 @functools.cache
 def _all_places() -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {key: ["the top level of the ds_config"] for key in known_keys()}
+    """The sections that have a key."""
+    from deepspeed.runtime import lr_schedules
+
+    found: dict[str, list[str]] = {key: ["at the top level of the ds_config"] for key in known_keys()}
     pairs = [(key, "optimizer.params") for key in MuonConfig.model_fields]
+    for name in lr_schedules.VALID_LR_SCHEDULES:
+        pairs += [(key, "scheduler.params") for key in inspect.signature(getattr(lr_schedules, name)).parameters]
     for title, model in _models().items():
         pairs += _places(model, SECTION_OF[title])
     for key, place in dict.fromkeys(pairs):
-        found.setdefault(key, []).append(place)
+        found.setdefault(key, []).append(f"in {place}")
     return found
 
 
 def place_of(key: str) -> str | None:
-    """Return where a key belongs; ``None`` where no section has it, or several."""
+    """Return where a key belongs; ``None`` where no section has it, or so many that naming them helps nobody."""
     places = _all_places().get(key, [])
-    return places[0] if len(places) == 1 else None
+    return " or ".join(places) if len(places) <= MOST_PLACES else None
 
 
 def section_at(title: str, path: Iterable[Any]) -> type[BaseModel] | None:

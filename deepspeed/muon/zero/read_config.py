@@ -187,7 +187,7 @@ def _explain(title: str, item: dict[str, Any]) -> str:
         known = keys_of(model) if model else ()
         place = place_of(given)
         return f"{key}: unknown key, " + (
-            f"it belongs in {place}" if place else did_you_mean(given, known, "DeepSpeed has none of this name")
+            f"it belongs {place}" if place else did_you_mean(given, known, "DeepSpeed has none of this name")
         )
     if item["type"] in ("enum", "literal_error") and choices:
         choices.remove("or")
