@@ -15,7 +15,7 @@ from pathlib import Path
 from deepspeed.muon.config.messages import PEERS
 from deepspeed.muon.config.presets import PRESETS
 from deepspeed.muon.config.schema import MuonConfig
-from deepspeed.muon.config.types import GROUP_KEYS, SCALE_ALIASES, STOCK_TUNING_KEYS, allowed
+from deepspeed.muon.config.types import GROUP_KEYS, HARMLESS, SCALE_ALIASES, STOCK_TUNING_KEYS, allowed
 from deepspeed.muon.math.coefficients import NAMED
 from deepspeed.muon.math.scale import SCALES, update_rms
 
@@ -34,6 +34,10 @@ Every key of `optimizer.params` is optional. `null` means the default. An unknow
 exists ([all messages](errors.md)). Stock DeepSpeed's keys and defaults keep working; *stock* means DeepSpeed without
 this package. The optimizer has two halves: the *Muon half* updates hidden matrices, the *AdamW half* everything else
 ([which parameters](#which-parameters-go-to-muon)).
+
+A number may be a string in plain decimals, as YAML reads `1e-5`; `"1e_5"`, `"1e-5 "` and `"inf"` are refused, and so is
+anything but `true` and `false` for a flag ([why](decisions/0039-what-counts-as-a-number.md)). dtypes may be written
+`bfloat16`, `float16` and `float32` too. Keys of AdamW without effect on its results are accepted: {harmless}.
 
 | key | default | allowed | unit | what it is | source |
 |---|---|---|---|---|---|
@@ -87,6 +91,10 @@ A group that the script passes keeps its own settings, in both of its halves:
 set one half of a group, write `muon_lr` or `adam_lr` into it. The halves are named `group0-muon`, `group0-adam` and so
 on, or after the group's `name`; those of experts on ranks of their own have the name of their process group.
 
+Other keys of a group, such as `lr_scale` or `layer_id` of layer-wise decay, are the script's own: they change nothing
+and stay in both halves, as in torch's AdamW. Refused are misspelt keys, other projects' names below, and keys that only
+`optimizer.params` may set.
+
 ## Which parameters go to Muon
 
 In this order: `param.use_muon`, set before `deepspeed.initialize`; `muon_exclude`; `muon_include`; then the rules.
@@ -109,7 +117,8 @@ A schedule changes both halves in proportion: the ratio of `muon_lr` to `adam_lr
 - In plain PyTorch write `Schedule(optimizer.given, ...)` instead of `Schedule(optimizer, ...)` for schedules with
   absolute numbers.
 - On resume the rates come from the checkpoint, the ratio from the config.
-- A cycle of the momentum (`OneCycle`, `OneCycleLR`) sets Muon's `momentum` and AdamW's first rate to the same value.
+- A cycle of the momentum (`OneCycle`, `OneCycleLR`, `CyclicLR`) moves the first of AdamW's `betas`; Muon's `momentum`
+  [stays as it is](decisions/0040-cycles-of-betas-leave-muons-momentum.md).
 
 ## Other projects' names
 
@@ -182,6 +191,9 @@ def configuration() -> str:
     ]
     return CONFIGURATION.format(
         keys=rows(keys),
+        harmless=", ".join(
+            f"`{key}`" if len(values) > 1 else f"`{key}: {json.dumps(*values)}`" for key, values in HARMLESS.items()
+        ),
         presets=rows(presets),
         scales=rows(scales),
         schedules=rows(schedules),

@@ -15,43 +15,46 @@ from torch.optim import Optimizer
 
 #: Keys that scale with ``lr_ratio``.
 RATES = ("lr", "initial_lr")
+#: Keys that act in one half, and whether it is Muon's: a cycle of ``betas`` is meant for Adam.
+HALF_OF = {"betas": False, "momentum": True}
 
 
 class GivenGroup(UserDict):
     """One group as the user gave it. ``lr``, ``momentum`` and ``betas`` are read from its halves.
 
-    Writing ``lr`` or ``initial_lr`` sets each half's to the value times its ``lr_ratio``. Writing ``betas`` or
-    ``momentum`` sets AdamW's first rate and Muon's momentum to the same value. All other keys are the scheduler's own.
+    Writing ``lr`` or ``initial_lr`` sets each half's to the value times its ``lr_ratio``. Writing ``betas`` sets those
+    of AdamW, writing ``momentum`` that of Muon. All other keys are the scheduler's own, or those that the user has put
+    into the group.
     """
 
     def __init__(self, halves: Callable[[], list[dict[str, Any]]], lr: float, betas: tuple[float, float]) -> None:
         self._halves = halves
-        self.data = {"params": [], "lr": lr, "betas": betas, "momentum": betas[0]}
+        self.data = {"params": [], "lr": lr, "betas": betas}
 
     def __getitem__(self, key: str) -> Any:
         halves = self._halves()
         if key == "params":
             return [param for half in halves for param in half["params"]]
-        found = []
         if key in RATES:
             found = [half[key] / half["lr_ratio"] for half in halves if half["lr_ratio"] and key in half]
-        elif key in ("momentum", "betas"):
-            found = [half[key] for half in halves if half["use_muon"] is (key == "momentum")]
+        elif key in HALF_OF:
+            found = [half[key] for half in halves if half["use_muon"] is HALF_OF[key]]
+        else:
+            found = [half[key] for half in halves if key in half and key not in self.data]
         return found[0] if found else self.data[key]
 
     def __contains__(self, key: object) -> bool:
-        return key in self.data or (key in RATES and any(key in half for half in self._halves()))
+        return key in self.data or any(key in half for half in self._halves())
 
     def __setitem__(self, key: str, value: Any) -> None:
         self.data[key] = value
         if key in RATES:
             for half in self._halves():
                 half[key] = float(value) * half["lr_ratio"]
-        elif key in ("momentum", "betas"):
-            momentum, beta2 = value if key == "betas" else (value, self["betas"][1])
-            self.data |= {"momentum": momentum, "betas": (momentum, beta2)}
+        elif key in HALF_OF:
             for half in self._halves():
-                half.update({"momentum": momentum} if half["use_muon"] else {"betas": (momentum, beta2)})
+                if half["use_muon"] is HALF_OF[key]:
+                    half[key] = value
 
 
 class GivenGroups(Optimizer):
@@ -65,7 +68,7 @@ class GivenGroups(Optimizer):
         self, optimizer: Optimizer, origins: Sequence[Sequence[int]], lrs: Sequence[float], betas: tuple[float, float]
     ) -> None:
         self.optimizer = optimizer
-        self.defaults = {"lr": optimizer.defaults["lr"], "betas": betas, "momentum": betas[0]}
+        self.defaults = {"lr": optimizer.defaults["lr"], "betas": betas}
         groups = [GivenGroup(self._halves(indices), lr, betas) for indices, lr in zip(origins, lrs, strict=True)]
         self.param_groups = groups  # type: ignore[assignment]
         # Schedulers warn unless the optimizer steps before they do.

@@ -37,7 +37,7 @@ from deepspeed.muon.matrices.pipeline import stage_of
 from deepspeed.muon.matrices.query_keys import Attention, attention_layers
 from deepspeed.muon.matrices.routing import MatrixSpec, route, shapes_of, tag_parameters
 from deepspeed.muon.numerics import fixed_numerics
-from deepspeed.muon.param_groups import Split, check_options, split_groups
+from deepspeed.muon.param_groups import Split, check_decay_rates, check_options, split_groups, warn_of_odd_settings
 from deepspeed.muon.plan.plan import Plan, Run
 from deepspeed.muon.prepare import Prepare
 from deepspeed.muon.qk_clip import QKClip
@@ -139,7 +139,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         #: Whether the config or a parameter group gives a learning rate; else stock's defaults act.
         self.sets_a_rate = split.sets_a_rate
         super().__init__(split.halves, defaults={})
-        self.defaults["lr"] = split.reference_lr
+        #: Schedulers of torch look for ``betas`` before they cycle those of every group.
+        self.defaults |= {"lr": split.reference_lr, "betas": self.config.betas}
         self._register_hooks()
         tag_parameters(model, self.specs)
         self._is_built = True
@@ -155,6 +156,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self.register_load_state_dict_pre_hook(momentum.hold)
         self.register_state_dict_post_hook(momentum.export)
         self.register_state_dict_post_hook(MuonWithAuxAdam._save_second_moments)  # type: ignore[arg-type]
+        self.register_load_state_dict_post_hook(MuonWithAuxAdam._fill_in_betas)  # type: ignore[arg-type]
         self.register_load_state_dict_post_hook(momentum.settle)
         self.register_load_state_dict_post_hook(MuonWithAuxAdam._load_second_moments)  # type: ignore[arg-type]
         self.register_load_state_dict_post_hook(MuonWithAuxAdam.bind_again)  # type: ignore[arg-type]
@@ -202,6 +204,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             tuning: how Newton-Schulz runs where no checkpoint has pinned it.
             device: where Newton-Schulz runs; by default where the tensors are.
         """
+        if self.speaks and self._binding is None:
+            warn_of_odd_settings(self.param_groups)
         self._bound.clear()
         self._adam_partitions.clear()
         self._fragments.clear()
@@ -263,6 +267,11 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     def _save_second_moments(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         return self.second_moments.save(state_dict)
+
+    def _fill_in_betas(self) -> None:
+        """Muon's groups of older versions have none, and schedulers of torch cycle those of every group."""
+        for group in self.param_groups:
+            group.setdefault("betas", self.config.betas)
 
     def _load_second_moments(self) -> None:
         self.second_moments.load(self.param_groups, self.speaks)
@@ -431,6 +440,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         if not self.is_finite():
             self.report_skip()
             return
+        for group in self.param_groups:
+            check_decay_rates(group)
         for group in self.param_groups:
             if group["params"]:
                 (self._muon_step if group["use_muon"] else self._adam_step)(group)

@@ -10,8 +10,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from deepspeed.muon.config.messages import ADVICE, PEERS, nearest
 from deepspeed.muon.config.schema import MuonConfig
+from deepspeed.muon.config.types import GROUP_KEYS, HARMLESS, is_harmless
 from deepspeed.muon.errors import MuonConfigError
+from deepspeed.muon.log import logger
 from deepspeed.muon.matrices.pipeline import stages_of
 from deepspeed.muon.matrices.routing import MatrixSpec, is_lora, shapes, unmatched
 from deepspeed.muon.matrices.tp_sharding import whole_shape
@@ -41,7 +44,7 @@ def split_groups(params: Iterable[Any], specs: Mapping[Any, MatrixSpec], config:
 
     Args:
         params: parameters, named or not, or dicts with ``params`` and settings of their own, which override the
-            config's.
+            config's, and with keys of the user's, which stay in both halves.
         specs: the route of every trainable parameter.
 
     Raises:
@@ -49,16 +52,16 @@ def split_groups(params: Iterable[Any], specs: Mapping[Any, MatrixSpec], config:
         MuonConfigError: a group with an unknown setting or a wrong value.
     """
     groups = _checked(params) if specs else []  # check_options refuses a frozen model
-    own = [group["lr"] for group in groups if group.get("lr") is not None] if not config.sets_a_rate else []
-    reference = float(own[0]) if own else config.reference_lr
-    split = Split([], [], [], reference, config.sets_a_rate or bool(own))
+    halves_of_all, origins, given_lrs = list[dict[str, Any]](), list[tuple[int, ...]](), list[float]()
     for index, group in enumerate(groups):
         base = group.get("name", f"group{index}" if len(groups) > 1 else "")
         halves, given_lr = _halves(group, base, f"parameter group {base or index}: ", specs, config)
-        split.origins.append(tuple(range(len(split.halves), len(split.halves) + len(halves))))
-        split.halves.extend(halves)
-        split.given_lrs.append(given_lr)
-    return split
+        origins.append(tuple(range(len(halves_of_all), len(halves_of_all) + len(halves))))
+        halves_of_all.extend(halves)
+        given_lrs.append(given_lr)
+    own = [lr for group, lr in zip(groups, given_lrs, strict=True) if group.get("lr") is not None]
+    reference = config.reference_lr if config.sets_a_rate or not own else own[0]
+    return Split(halves_of_all, origins, given_lrs, reference, config.sets_a_rate or bool(own))
 
 
 def _checked(params: Any) -> list[dict[str, Any]]:
@@ -84,7 +87,10 @@ def _halves(
     members = [param for param in group["params"] if param.requires_grad]
     if unknown := [list(param.shape) for param in members if param not in specs]:
         raise ValueError(f"{len(unknown)} parameters are not part of the model, first shape {unknown[0]}")
-    own = {key: value for key, value in group.items() if key not in ("params", "param_names", "name", "moe")}
+    keys = [key for key in group if key not in ("params", "name", "moe")]
+    own = {key: group[key] for key in keys if not is_users(key, group[key])}
+    users = {key: group[key] for key in keys if key not in own}
+    names = users.get("param_names") or ()  # of all parameters, or no names of theirs
     settings = config.for_group(own, where) if own else config
     reference = settings.reference_lr
     halves = []
@@ -94,8 +100,83 @@ def _halves(
             ratio = values["lr"] / reference if reference else 1.0
             marks = {"name": experts, "moe": True} if experts else {"name": f"{base}-{label}" if base else label}
             if half:
-                halves.append({"params": half, **values, "lr_ratio": ratio, "use_muon": use_muon, **marks})
+                if users.get("initial_lr") is not None:
+                    users["initial_lr"] = group["initial_lr"] * ratio
+                if len(names) == len(group["params"]):
+                    chosen = set(half)
+                    users["param_names"] = [
+                        n for n, param in zip(names, group["params"], strict=True) if param in chosen
+                    ]
+                ours = {"lr_ratio": ratio, "use_muon": use_muon, **marks}
+                # Schedulers of torch cycle the betas of every group, those of Muon without effect.
+                halves.append({"params": half, **users, "betas": settings.betas, **values, **ours})
     return halves, reference
+
+
+#: From this similarity on a strange key of a parameter group is a misspelt one of ours.
+MISSPELT = 0.8
+#: Keys of the optimizer's own groups, which describe them.
+OF_HALVES = ("lr_ratio", "use_muon", "ns_choice", "ns_methods", "owner_counts", "matrices", "blocks")
+
+
+def is_users(key: Any, value: Any) -> bool:
+    """Whether a key of a parameter group is the user's own, which acts on nothing and stays in the group.
+
+    Torch's optimizers keep every key that they do not know, and scripts use that: ``lr_scale``, ``param_names``,
+    ``initial_lr``. No such key is one that may be set elsewhere, one of another project's with a namesake, or a
+    misspelt one.
+    """
+    text = str(key).lower()
+    if key in HARMLESS:
+        return value is None or is_harmless(key, value)
+    if key in MuonConfig.model_fields or text in PEERS or key in ADVICE or key in OF_HALVES:
+        return False
+    words = f"_{text}_"
+    return any(f"_{known}_" in words for known in GROUP_KEYS if known != text) or not nearest(
+        text, GROUP_KEYS, MISSPELT
+    )
+
+
+#: Larger values than these are mistakes, as far as is known; a pair of ``betas`` is in order of size.
+LARGEST_EPS, LARGEST_LR, LARGEST_DECAY = 1e-2, 10.0, 1.0
+
+
+def warn_of_odd_settings(groups: Iterable[Mapping[str, Any]]) -> None:
+    """Log one warning that names the keys of the optimizer's groups whose values are allowed and hardly meant."""
+    found = []
+    for group in groups:
+        (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
+        if lr > LARGEST_LR:
+            found.append(f"lr {lr:g}, more than {LARGEST_LR:g}: a step moves weights by that much")
+        if lr * decay > LARGEST_DECAY:
+            found.append(f"lr {lr:g} x weight_decay {decay:g}, more than 1: a step changes the sign of weights")
+        if not group["use_muon"] and group["eps"] > LARGEST_EPS:
+            found.append(f"eps {group['eps']:g}, more than {LARGEST_EPS:g}: the AdamW half hardly moves")
+        if not group["use_muon"] and beta1 > beta2:
+            found.append(f"betas {[beta1, beta2]}, the first above the second: they may be swapped")
+    if found:
+        logger.warning(
+            "deepspeed-muon: unusual settings, with which AdamW would train too: %s", "; ".join(dict.fromkeys(found))
+        )
+
+
+def _numbers(values: Iterable[float]) -> str:
+    return ", ".join(f"{value:g}" for value in values)
+
+
+def check_decay_rates(group: Mapping[str, Any]) -> None:
+    """Raise MuonConfigError where a schedule or a script has driven a decay rate out of its range.
+
+    Args:
+        group: of the optimizer.
+    """
+    rates = {"momentum": (group["momentum"],)} if group["use_muon"] else {"betas": group["betas"]}
+    for key, values in rates.items():
+        if not all(0 <= value < 1 for value in values):
+            raise MuonConfigError(
+                f"parameter group {group['name']}: {key}: a schedule or the script has set it to {_numbers(values)}; "
+                "expected numbers from 0 to below 1; in DeepSpeed's OneCycle set scheduler.params.decay_mom_rate to 0"
+            )
 
 
 def expert_group(param: Any) -> str:

@@ -49,7 +49,7 @@ class MuonConfig(BaseModel):
     """momentum of the first update; goes linearly to `momentum`; [more](update-rules.md#schedules)"""
     momentum_warmup_steps: types.Count = field(300, "nanochat", "steps")
     """steps from `momentum_start` to `momentum`"""
-    momentum_dtype: Literal["fp32", "bf16", "int8"] = field("fp32")
+    momentum_dtype: types.MomentumDtype = field("fp32")
     """dtype in which the momentum is kept; `bf16`: half the memory, `int8`: a quarter; with stochastic rounding"""
     nesterov: types.Flag = field(True, TORCH_MUON)
     """orthogonalize Nesterov's look-ahead instead of the momentum"""
@@ -99,9 +99,9 @@ class MuonConfig(BaseModel):
     """of the Newton-Schulz polynomial"""
     ns_normalization: Literal["frobenius", "aol"] = field("frobenius", "arXiv 2512.04632")
     """what precedes the iteration: division by the norm, or AOL, row by row; [more](update-rules.md#aol)"""
-    ns_dtype: Literal["auto", "bf16", "fp16", "fp32"] = field("auto")
+    ns_dtype: types.NsDtype = field("auto")
     """dtype of the products of Newton-Schulz; `auto`: the fastest here, [measured at start](choice.md)"""
-    wire_dtype: Literal["auto", "bf16", "fp32"] = field("auto")
+    wire_dtype: types.WireDtype = field("auto")
     """dtype of what ranks send each other; `auto`: fp32 where `ns_dtype` is set to fp32, else bf16"""
     bucket_bytes: types.Bytes | None = field(None, unit="bytes")
     """most bytes of an owner's matrices in one bucket of the exchange; default by device, [more](plan.md#memory)"""
@@ -113,6 +113,8 @@ class MuonConfig(BaseModel):
     """AdamW's decay rates"""
     eps: types.Rate = field(1e-10, STOCK, "of the gradient")
     """AdamW's epsilon"""
+    bias_correction: types.Flag = field(True, "`FusedAdam`")
+    """AdamW's moments are corrected for their start at zero; Muon has none to correct"""
     adam_w_mode: types.Flag = field(True, STOCK)
     """decoupled decay in the AdamW half; false: Adam with L2"""
     torch_adam: types.Flag = field(False, STOCK)
@@ -281,6 +283,7 @@ class MuonConfig(BaseModel):
             "lr": _first(self.adam_lr, self.lr, types.DEFAULT_ADAM_LR),
             "betas": self.betas,
             "eps": self.eps,
+            "bias_correction": self.bias_correction,
             "weight_decay": _first(self.adam_weight_decay, self.weight_decay),
             "fused": True,
         }
@@ -297,14 +300,18 @@ def _first(*values: Any) -> Any:
 
 
 def parse(params: Mapping[str, Any] | None, where: str = SECTION, known: tuple[str, ...] = ()) -> MuonConfig:
-    """Check ``optimizer.params``, filled in by its preset; null means the default.
+    """Check ``optimizer.params``, filled in by its preset; null means the default, as does a harmless key of AdamW.
 
     ``where`` stands before a key in error messages. ``known``: the keys that may be set here; by default all.
 
     Raises:
         MuonConfigError: names every wrong key, its value, what is allowed and, for an unknown key, the nearest one.
     """
-    given = {key: value for key, value in filled_in(params or {}).items() if value is not None}
+    given = {
+        key: value
+        for key, value in filled_in(params or {}).items()
+        if value is not None and not types.is_harmless(key, value)
+    }
     described = MuonConfig.model_fields
     known = known or tuple(described)
     strange = [key for key in given if key not in known]

@@ -27,10 +27,43 @@ SCALE_ALIASES = {
 }
 
 
-def _not_a_flag(value: Any) -> Any:
+#: Other spellings of dtypes.
+DTYPE_ALIASES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
+#: What a string must look like to count as a number. YAML reads 1e-5 as a string, so users write such strings.
+_DECIMAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+
+
+def _as_number(value: Any) -> Any:
+    """Return a number, or a string that spells one in plain decimals, as a number.
+
+    Python and pydantic read more than that: 1.0e_8 as 1e8, and strings with blanks, words and digits of other scripts.
+    """
     if isinstance(value, bool):
         raise ValueError("expected a number, not true or false")
-    return value
+    if not isinstance(value, (str, bytes, bytearray)):
+        return value
+    if not isinstance(value, str) or not _DECIMAL.fullmatch(value):
+        return _REFUSED
+    return int(value) if value.isdecimal() else float(value)
+
+
+#: No type accepts it, so that the message about the key says what is allowed.
+_REFUSED = object()
+
+
+def _as_sequence(value: Any) -> Any:
+    """Refuse what pydantic would take for a list, such as a set, which has no order."""
+    return value if isinstance(value, (list, tuple)) else _REFUSED
+
+
+def _as_flag(value: Any) -> Any:
+    """Return true or false; pydantic takes 0, 1, "yes" and "off" too, and Python calls "false" true."""
+    return value if isinstance(value, bool) else _REFUSED
+
+
+def _canonical_dtype(value: Any) -> Any:
+    name = str(value).removeprefix("torch.").lower()
+    return DTYPE_ALIASES.get(name, name if isinstance(value, str) else value)
 
 
 def _known_schedule(value: Any) -> Any:
@@ -51,7 +84,7 @@ def _is_triple(value: Any) -> bool:
 
 
 def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+    return [value] if isinstance(value, str) else _as_sequence(value)
 
 
 def _compiles(value: str) -> str:
@@ -100,11 +133,12 @@ def _as_clip(value: Any) -> ClipOptions:
         raise ValueError(f"expected {CLIP}")
     for key in value.keys() - known:
         raise ValueError(f"unknown key {key!r}, {did_you_mean(str(key), known, 'known keys: tau, alpha, logits')}")
-    options = ClipOptions(**value)
+    numbers = {key: _as_number(value[key]) for key in ("tau", "alpha") if isinstance(value.get(key), str)}
+    options = ClipOptions(**{**value, **numbers})
     if type(options.tau) not in (int, float) or not 0 < options.tau < math.inf:
-        raise ValueError(f"tau: expected a number above 0, not {options.tau!r}")
+        raise ValueError(f"tau: expected a number above 0, not {value['tau']!r}")
     if type(options.alpha) not in (int, float) or not 0 <= options.alpha <= 1:
-        raise ValueError(f"alpha: expected a number from 0 to 1, not {options.alpha!r}")
+        raise ValueError(f"alpha: expected a number from 0 to 1, not {value['alpha']!r}")
     if options.logits not in MODES:
         hint = did_you_mean(str(options.logits), MODES, "", quote="'")
         raise ValueError(
@@ -118,18 +152,18 @@ def _canonical_scale(value: Any) -> Any:
 
 
 # The text in a type says which values are allowed; choices need none.
-Number = Annotated[float, BeforeValidator(_not_a_flag), Field(allow_inf_nan=False)]
+Number = Annotated[float, BeforeValidator(_as_number), Field(allow_inf_nan=False)]
 Rate = Annotated[Number, Field(ge=0), "a number, 0 or more"]
 Fraction = Annotated[Number, Field(ge=0, lt=1), "a number from 0 to below 1"]
-Fractions = Annotated[tuple[Fraction, Fraction], "two numbers, each from 0 to below 1"]
+Fractions = Annotated[tuple[Fraction, Fraction], BeforeValidator(_as_sequence), "two numbers, each from 0 to below 1"]
 Factor = Annotated[Number, Field(gt=0), "a number above 0"]
-Steps = Annotated[int, BeforeValidator(_not_a_flag), Field(ge=1, le=50), "a whole number from 1 to 50"]
-Count = Annotated[int, BeforeValidator(_not_a_flag), Field(ge=1), "a whole number, 1 or more"]
-Interval = Annotated[int, BeforeValidator(_not_a_flag), Field(ge=0), "a whole number, 0 or more"]
-Bytes = Annotated[int, BeforeValidator(_not_a_flag), Field(ge=1), "a whole number of bytes, 1 or more"]
-Flag = Annotated[bool, "true or false"]
+Steps = Annotated[int, BeforeValidator(_as_number), Field(ge=1, le=50), "a whole number from 1 to 50"]
+Count = Annotated[int, BeforeValidator(_as_number), Field(ge=1), "a whole number, 1 or more"]
+Interval = Annotated[int, BeforeValidator(_as_number), Field(ge=0), "a whole number, 0 or more"]
+Bytes = Annotated[int, BeforeValidator(_as_number), Field(ge=1), "a whole number of bytes, 1 or more"]
+Flag = Annotated[bool, BeforeValidator(_as_flag), "true or false"]
 Tuning = Annotated[Literal["shipped", "measured"], "shipped or measured"]
-Yes = Annotated[Literal[True], "true"]
+Yes = Annotated[Literal[True], BeforeValidator(_as_flag), "true"]
 SCHEDULES = f"{', '.join(coefficients.NAMED)}, a triple (a, b, c), or a list of triples, one per step"
 Coefficients = Annotated[Any, AfterValidator(_known_schedule), SCHEDULES]
 Pattern = Annotated[str, AfterValidator(_compiles)]
@@ -141,6 +175,10 @@ Clip = Annotated[Any, AfterValidator(_as_clip), CLIP]
 Scale = Annotated[
     Literal["auto", "original", "match_rms_adamw", "spectral_unclamped", "none"], BeforeValidator(_canonical_scale)
 ]
+
+MomentumDtype = Annotated[Literal["fp32", "bf16", "int8"], BeforeValidator(_canonical_dtype)]
+NsDtype = Annotated[Literal["auto", "bf16", "fp16", "fp32"], BeforeValidator(_canonical_dtype)]
+WireDtype = Annotated[Literal["auto", "bf16", "fp32"], BeforeValidator(_canonical_dtype)]
 
 OURS, STOCK, TORCH_MUON, KERAS = "deepspeed-muon", "stock DeepSpeed", "`torch.optim.Muon`", "keras"
 
@@ -165,6 +203,17 @@ DEFAULT_MUON_LR, DEFAULT_ADAM_LR = 0.02, 3e-4
 STOCK_TUNING_KEYS = ("muon_lr", "adam_lr", "momentum")
 #: Keys of a parameter group that replace others of the config, and which.
 REPLACES = {"lr": ("muon_lr", "adam_lr"), "weight_decay": ("muon_weight_decay", "adam_weight_decay")}
-_ALONE = ("momentum", "nesterov", "ns_method", "adjust_lr_fn", "betas", "eps")
+_ALONE = ("momentum", "nesterov", "ns_method", "adjust_lr_fn", "betas", "eps", "bias_correction")
 #: Keys that a parameter group may set.
 GROUP_KEYS = (*REPLACES, *chain(*REPLACES.values()), *_ALONE)
+#: Keys of AdamW without effect on Muon's results, and the values with which they have none on AdamW's either.
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("fused", "foreach", "capturable", "set_grad_none"), (True, False)),
+    **dict.fromkeys(("amsgrad", "maximize", "differentiable"), (False,)),
+    "decoupled_weight_decay": (True,),
+}
+
+
+def is_harmless(key: str, value: Any) -> bool:
+    """Whether a setting of AdamW changes nothing, so that it may stand in a config or in a parameter group."""
+    return any(value is harmless for harmless in HARMLESS.get(key, ()))

@@ -86,6 +86,9 @@ def _update(
     """Torch's own functional update, which also increments ``steps``."""
     if not tensors:
         return
+    if not group.get("bias_correction", True):  # a checkpoint of an older version has no such key
+        torch._foreach_add_(steps, 1)
+        steps = [torch.full_like(step, torch.inf) for step in steps]  # at which a correction is 1
     settings = {"beta1": group["betas"][0], "beta2": group["betas"][1]}
     settings |= {key: group[key] for key in ("lr", "weight_decay", "eps")}
     settings["has_complex"] = any(p.is_complex() for p in tensors)
@@ -109,6 +112,7 @@ def update_squares(state: Mapping[str, Any], group: Mapping[str, Any], start: in
     Of ``length`` elements from ``start`` on, row by row. ``state``: after the step; any strides.
     """
     (beta1, beta2), steps = group["betas"], float(state["step"])
+    steps = steps if group.get("bias_correction", True) else torch.inf
     means, squares = state["exp_avg"].reshape(-1), state["exp_avg_sq"].reshape(-1)
     total = torch.zeros((), dtype=torch.float32, device=means.device)
     for first in range(start, start + length, CHUNK):

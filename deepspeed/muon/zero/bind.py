@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from deepspeed.muon.config.types import GROUP_KEYS
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.exchange.watchdog import start_watchdog
 from deepspeed.muon.kernels import selection
@@ -33,6 +34,9 @@ from deepspeed.muon.zero.tp_ranks import grid_of, matrix_share
 from deepspeed.muon.zero.wrappers import adapter_for
 from deepspeed.muon.zero.wrappers.grad_norm import once_per_step
 from deepspeed.muon.zero.wrappers.tensor_parallel import joined
+
+#: Keys of the optimizer's groups that decide what is trained; a user may add others of any type.
+FACTS = (*GROUP_KEYS, "name", "moe", "use_muon", "lr_ratio")
 
 
 def agree(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
@@ -106,7 +110,7 @@ def _compute_device() -> torch.device:
 
 
 def _facts(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
-    groups = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
+    groups = [{key: value for key, value in g.items() if key in FACTS} for g in optimizer.param_groups]
     routes = sorted(f"{s.name}{s.whole}{s.use_muon}{s.blocks}" for s in optimizer.specs.values())
     return {
         "version": __version__,

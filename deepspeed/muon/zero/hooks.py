@@ -13,7 +13,7 @@ import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -56,10 +56,24 @@ def _read_config(original: Callable, self: Any, *args: Any, **kwargs: Any) -> No
     if is_muon(self.optimizer_name):
         self.optimizer_name = TYPES[0]
         # zero.Init reads the config before Hugging Face's integration has filled it in; initialize reads it again.
+        self.optimizer_params = clipped_once(self.optimizer_params, self.gradient_clipping, self.global_rank == 0)
         params = (self.optimizer_params or {}).items()
         parse({key: value for key, value in params if not (key in FILLED_BY and value == "auto")})
         refuse_unsupported(self)
     _keep_user_tags()
+
+
+def clipped_once(params: Mapping[str, Any] | None, gradient_clipping: Any, is_logging_rank: bool = True) -> Any:
+    """Return ``optimizer.params`` without ``max_grad_norm`` where ``gradient_clipping`` is set, which clips."""
+    if not params or "max_grad_norm" not in params or not gradient_clipping:
+        return params
+    if is_logging_rank:
+        logger.warning(
+            "deepspeed-muon: optimizer.params.max_grad_norm %s is dropped, because gradient_clipping %s clips",
+            params["max_grad_norm"],
+            gradient_clipping,
+        )
+    return {key: value for key, value in params.items() if key != "max_grad_norm"}
 
 
 def _keep_user_tags() -> None:

@@ -8,6 +8,7 @@ gets it in proportion to its own learning rate. A list has one value per group a
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,9 @@ ABSOLUTE = {
     "WarmupLR": ("warmup_min_lr", "warmup_max_lr"),
     "WarmupDecayLR": ("warmup_min_lr", "warmup_max_lr"),
 }
+
+#: Parameters of OneCycle that move a decay rate, with their defaults.
+CYCLE: dict[str, Any] = {"cycle_min_mom": 0.8, "cycle_max_mom": 0.9, "decay_mom_rate": 0.0, "decay_step_size": 0}
 
 
 def scheduler_from_config(original: Callable, engine: Any, optimizer: Any) -> Any:
@@ -64,7 +68,7 @@ def check_schedule(engine: Any, optimizer: MuonWithAuxAdam) -> None:
     name, params = engine.scheduler_name(), engine.scheduler_params() or {}
     if engine.client_lr_scheduler is not None or name not in ABSOLUTE:
         return
-    target = _target(optimizer, name, params)
+    _target(optimizer, name, params)
     numbers = [key for key in ABSOLUTE[name] if isinstance(params.get(key), (int, float)) and params[key]]
     if numbers and not optimizer.sets_a_rate and engine.global_rank == 0:
         logger.warning(
@@ -72,10 +76,31 @@ def check_schedule(engine: Any, optimizer: MuonWithAuxAdam) -> None:
             f"sets no lr; AdamW's is {DEFAULT_ADAM_LR / DEFAULT_MUON_LR:.3g} of it. Write lr into optimizer.params to "
             "give both halves the same"
         )
-    if target is optimizer and name == "OneCycle" and params.get("cycle_momentum", True):
-        raise MuonConfigError(
-            "scheduler.params.cycle_momentum: with one learning rate per half the momentum cannot be cycled, because "
-            "it belongs to a group and not to a half; set it to false, or write one learning rate per group"
+    if name == "OneCycle" and params.get("cycle_momentum", True):
+        _check_cycle(params, engine.global_rank == 0)
+
+
+def _check_cycle(params: dict[str, Any], is_logging_rank: bool) -> None:
+    """Raise MuonConfigError for bounds of a cycle of AdamW's first beta that are none; say what it acts on."""
+    numbers = {key: params.get(key, default) for key, default in CYCLE.items()}
+    for key in ("cycle_min_mom", "cycle_max_mom"):
+        values = numbers[key] if isinstance(numbers[key], (list, tuple)) else [numbers[key]]
+        if not all(isinstance(value, (int, float)) and 0 <= value < 1 for value in values):
+            raise MuonConfigError(f"scheduler.params.{key}: got {numbers[key]!r}; expected a number from 0 to below 1")
+    if not is_logging_rank:
+        return
+    logger.info(
+        "deepspeed-muon: OneCycle cycles the first of AdamW's betas between %s and %s; Muon's momentum stays as it is "
+        '("cycle_momentum": false leaves both)',
+        numbers["cycle_min_mom"],
+        numbers["cycle_max_mom"],
+    )
+    rate, size, highest = numbers["decay_mom_rate"], numbers["decay_step_size"], numbers["cycle_max_mom"]
+    if all(isinstance(value, (int, float)) for value in (rate, size, highest)) and rate > 0 < size and highest:
+        steps = math.ceil((1 / highest - 1) / rate * size)
+        logger.warning(
+            f"deepspeed-muon: scheduler.params.decay_mom_rate {rate:g} raises the first of AdamW's betas to 1 within "
+            f"{steps} steps after the cycle, where training ends with an error; set it to 0 if the run is longer"
         )
 
 

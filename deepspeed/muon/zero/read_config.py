@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +18,9 @@ from deepspeed.muon.config.messages import FILLED_BY, did_you_mean, nearest
 from deepspeed.muon.config.schema import MuonConfig, parse
 from deepspeed.muon.errors import MuonConfigError, SettingsError, UnsupportedError
 from deepspeed.muon.forecast.layout import Layout
-from deepspeed.muon.zero.hooks import TYPES, is_muon
-from deepspeed.muon.zero.known_keys import warn_of_unknown
+from deepspeed.muon.param_groups import warn_of_odd_settings
+from deepspeed.muon.zero.hooks import TYPES, clipped_once, is_muon
+from deepspeed.muon.zero.known_keys import SECTION_OF, keys_of, not_objects, place_of, section_at, warn_of_unknown
 from deepspeed.muon.zero.refusals import offload_device, refuse_unsupported, renames_parameters
 
 #: Keys that depend on the number of ranks; the engine checks them.
@@ -61,7 +63,10 @@ def settings_of(path: str, section: dict[str, Any], world_size: int, stage: int 
     autos, defaults = [key for key in FILLED_BY if params.get(key) == "auto"], list[str]()
     params = {key: value for key, value in params.items() if key not in autos}
     params |= {"lr": SOME_LR} if "lr" in autos else {}
+    params = clipped_once(params, section.get("gradient_clipping"))
     config = parse(params)
+    muon = config.muon_group() | {"betas": config.betas, "use_muon": True}
+    warn_of_odd_settings((muon, config.adam_group() | {"use_muon": False}))
     left_out = {"optimizer", *BATCH_KEYS}
     section = _drop_autos({key: value for key, value in section.items() if key not in left_out}, "", defaults)
     section |= {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": name, "params": params}}
@@ -163,18 +168,37 @@ def _stock_config(path: str, section: dict[str, Any]) -> Any:
     except ValidationError as error:
         raise SettingsError("\n".join(dict.fromkeys(_explain(error.title, dict(e)) for e in error.errors()))) from None
     except Exception as error:
+        if isinstance(error, (TypeError, AttributeError)) and (problems := not_objects(section)):
+            raise SettingsError("\n".join(problems)) from None
         raise SettingsError(f"{path}: DeepSpeed refuses it: {(str(error) or repr(error)).splitlines()[0]}") from None
 
 
 def _explain(title: str, item: dict[str, Any]) -> str:
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    """One line with the key as it is written, its value, what is allowed and the nearest valid spelling.
 
-    is_zero = title == DeepSpeedZeroConfig.__name__
-    key = ".".join(["zero_optimization" if is_zero else title, *map(str, item["loc"])])
-    if item["type"] != "extra_forbidden":
-        return f"{key}: got {item['input']!r}; {item['msg'].removeprefix('Value error, ')}"
-    known = DeepSpeedZeroConfig.model_fields if is_zero else ()
-    return f"{key}: unknown key, {did_you_mean(str(item['loc'][-1]), known, 'DeepSpeed has none of this name')}"
+    Args:
+        title: DeepSpeed's class; ``item``: an error from ``pydantic.ValidationError.errors``.
+    """
+    path = list(map(str, item["loc"]))
+    key, value = ".".join(filter(None, [SECTION_OF.get(title, title), *path])), item["input"]
+    choices = list(dict.fromkeys(re.findall(r"[^\s',]+", str(item.get("ctx", {}).get("expected", "")))))
+    if item["type"] == "extra_forbidden":
+        model, given = section_at(title, path[:-1]), path[-1]
+        known = keys_of(model) if model else ()
+        place = place_of(given)
+        return f"{key}: unknown key, " + (
+            f"it belongs {place}" if place else did_you_mean(given, known, "DeepSpeed has none of this name")
+        )
+    if item["type"] in ("enum", "literal_error") and choices:
+        choices.remove("or")
+        *others, last = choices
+        hint = did_you_mean(value, choices, "", quote="'") if isinstance(value, str) else ""
+        text = "; ".join(filter(None, [f"expected {', '.join(others)} or {last}", hint]))
+    elif item["type"] in ("model_type", "dict_type"):
+        text = "expected an object"
+    else:
+        text = item["msg"].removeprefix("Value error, ")
+    return f"{key}: got {value!r}; {text}"
 
 
 def accelerator() -> dict[str, Any]:

@@ -11,6 +11,7 @@ from deepspeed.muon.config.schema import MuonConfig, parse
 from deepspeed.muon.config.types import STOCK_TUNING_KEYS
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.math import coefficients
+from deepspeed.muon.math.logits import ClipOptions
 
 ADAMW_SECTION = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}
 EVERY_KEY = {
@@ -67,7 +68,7 @@ def test_defaults_equal_those_of_the_installed_stock() -> None:
     ours = config.muon_group()
     assert {key: muon[key] for key in ("lr", "momentum", "weight_decay")}.items() <= ours.items()
     assert {key: adam[key] for key in ("lr", "betas", "eps", "weight_decay")} == {
-        key: value for key, value in config.adam_group().items() if key != "fused"
+        key: value for key, value in config.adam_group().items() if key not in ("fused", "bias_correction")
     }
 
 
@@ -131,6 +132,42 @@ def test_choices_are_accepted(method: str, dtype: str) -> None:
     assert (config.ns_method, config.ns_dtype) == (method, dtype)
     assert config.wire == ("fp32" if dtype == "fp32" else "bf16")
     assert all(parse({"ns_dtype": dtype, "wire_dtype": wire}).wire == wire for wire in ("bf16", "fp32"))
+
+
+@pytest.mark.parametrize(
+    ("section", "value"),
+    [
+        ({"eps": "1e-8"}, 1e-8),  # as YAML reads 1e-8
+        ({"lr": "2E-5"}, 2e-5),
+        ({"lr": "+.5"}, 0.5),
+        ({"betas": ["0.9", "9.99e-1"]}, (0.9, 0.999)),
+        ({"ns_steps": "5"}, 5),
+        ({"bucket_bytes": 2e8}, 200_000_000),
+        ({"bucket_bytes": "2e8"}, 200_000_000),
+        ({"qk_clip": {"tau": "5e1"}}, ClipOptions(50.0)),
+        ({"ns_dtype": "bfloat16"}, "bf16"),
+        ({"ns_dtype": "float32"}, "fp32"),
+        ({"ns_dtype": "torch.float16"}, "fp16"),
+        ({"wire_dtype": "FP32"}, "fp32"),
+        ({"momentum_dtype": "bfloat16"}, "bf16"),
+    ],
+    ids=str,
+)
+def test_other_spellings(section: dict[str, Any], value: Any) -> None:
+    (key,) = section
+    assert getattr(parse(section), key) == value and type(getattr(parse(section), key)) is type(value)
+    assert parse(section).digest() == parse({key: value}).digest()
+
+
+HARMLESS = {"amsgrad": False, "maximize": False, "fused": True, "foreach": True, "capturable": False}
+HARMLESS |= {"differentiable": False, "set_grad_none": True, "decoupled_weight_decay": True, "foreach": None}
+
+
+def test_keys_of_adamw_that_change_nothing_are_accepted() -> None:
+    section = ADAMW_SECTION | HARMLESS | {"torch_adam": True, "adam_w_mode": True, "bias_correction": True}
+    config = parse(section)
+    assert (config.muon_group(), config.adam_group()) == (parse(ADAMW_SECTION).muon_group(), config.adam_group())
+    assert config.adam_group() == parse(ADAMW_SECTION).adam_group()
 
 
 @pytest.mark.parametrize("name", coefficients.NAMED)
@@ -271,8 +308,39 @@ WRONG: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"adam_weight_decy": 0.1}, ("optimizer.params.adam_weight_decy", "did you mean adam_weight_decay?")),
     # Unknown keys without a neighbour: what there is.
     ({"amsgrad": True}, ("optimizer.params.amsgrad", "not supported")),
-    ({"bias_correction": False}, ("optimizer.params.bias_correction", "remove the key")),
-    ({"foreach": True}, ("optimizer.params.foreach", "known keys: preset, lr")),
+    ({"schedule_free": True}, ("optimizer.params.schedule_free", "known keys: preset, lr")),
+    # Keys of AdamW with a value that changes its results, or with none that AdamW knows.
+    ({"maximize": True}, ("optimizer.params.maximize", "change the sign")),
+    ({"foreach": "yes"}, ("optimizer.params.foreach", "'yes'", "true or false")),
+    ({"amsgrad": 0}, ("optimizer.params.amsgrad", "not supported")),
+    ({"decoupled_weight_decay": False}, ("optimizer.params.decoupled_weight_decay", '"adam_w_mode": false')),
+    # Other projects' names.
+    ({"momentum_beta": 0.9}, ("optimizer.params.momentum_beta", "did you mean momentum?")),
+    ({"muon_lr_scale": 10}, ("optimizer.params.muon_lr_scale", "into muon_lr")),
+    ({"aux_adam_lr": 1e-3}, ("optimizer.params.aux_adam_lr", "did you mean adam_lr?")),
+    # Strings that Python reads as a number, and JSON's reader would not.
+    ({"eps": "1.0e_8"}, ("optimizer.params.eps", "'1.0e_8'", "a number, 0 or more", "written like 1e-5")),
+    ({"lr": "2e_5"}, ("optimizer.params.lr", "'2e_5'", "written like 1e-5")),
+    ({"lr": "1e-3 "}, ("optimizer.params.lr", "'1e-3 '", "blanks")),
+    ({"lr": "\u0661"}, ("optimizer.params.lr", "a number")),
+    ({"lr": "inf"}, ("optimizer.params.lr", "'inf'", "a number")),
+    ({"lr": "nan"}, ("optimizer.params.lr", "'nan'", "a number")),
+    ({"lr": "1e999"}, ("optimizer.params.lr", "'1e999'", "a number")),
+    ({"lr": ""}, ("optimizer.params.lr", "''", "a number")),
+    ({"lr": b"1"}, ("optimizer.params.lr", "b'1'", "a number")),
+    ({"ns_steps": "1_0"}, ("optimizer.params.ns_steps", "'1_0'", "whole number")),
+    ({"bucket_bytes": "200_000"}, ("optimizer.params.bucket_bytes", "'200_000'", "whole number")),
+    ({"ns_steps": float("inf")}, ("optimizer.params.ns_steps", "inf", "whole number")),
+    ({"betas": ["0.9", "0.95_"]}, ("optimizer.params.betas", "'0.95_'", "two numbers")),
+    ({"qk_clip": {"tau": "1_00"}}, ("optimizer.params.qk_clip", "tau", "'1_00'")),
+    # What pydantic takes for a flag or a list.
+    ({"nesterov": "false"}, ("optimizer.params.nesterov", "'false'", "write false without quotes")),
+    ({"nesterov": "yes"}, ("optimizer.params.nesterov", "'yes'", "true or false")),
+    ({"nesterov": 1}, ("optimizer.params.nesterov", "got 1", "true or false")),
+    ({"normuon": 0.0}, ("optimizer.params.normuon", "0.0", "true or false")),
+    ({"fp32_optimizer_states": 1}, ("optimizer.params.fp32_optimizer_states", "only true")),
+    ({"betas": {0.9, 0.95}}, ("optimizer.params.betas", "two numbers")),
+    ({"muon_include": {"a", "b"}}, ("optimizer.params.muon_include", "a list")),
     # Mistyped values.
     ({"lr": "fast"}, ("optimizer.params.lr", "'fast'", "expected a number, 0 or more")),
     ({"lr": "auto"}, ("optimizer.params.lr", "'auto'", "Hugging Face")),
@@ -300,7 +368,7 @@ WRONG: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     # Choices.
     ({"ns_method": "grams"}, ("optimizer.params.ns_method", "'grams'", "auto, standard or gram", "mean 'gram'?")),
     ({"ns_method": "Standard"}, ("optimizer.params.ns_method", "did you mean 'standard'?")),
-    ({"ns_dtype": "bfloat16"}, ("optimizer.params.ns_dtype", "'bfloat16'", "did you mean 'bf16'?")),
+    ({"ns_dtype": "bf1"}, ("optimizer.params.ns_dtype", "'bf1'", "did you mean 'bf16'?")),
     ({"ns_dtype": "fp64"}, ("optimizer.params.ns_dtype", "'fp64'", "auto, bf16, fp16 or fp32")),
     ({"wire_dtype": "fp16"}, ("optimizer.params.wire_dtype", "fp16 is refused", "use bf16 or fp32")),
     ({"wire_dtype": "Half"}, ("optimizer.params.wire_dtype", "fp16 is refused")),

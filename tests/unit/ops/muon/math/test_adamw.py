@@ -48,3 +48,28 @@ def test_one_device_without_the_kernel_is_enough(monkeypatch: pytest.MonkeyPatch
 def test_torch_is_asked_for_the_kernel() -> None:
     """Every torch has it for a CPU, none for XLA, whose tensors are not computed eagerly."""
     assert adamw.has_fused_kernel("cpu") and not adamw.has_fused_kernel("xla")
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_without_bias_correction(decoupled: bool, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the formulas, and with the same count of steps."""
+    monkeypatch.setattr(adamw, "has_fused_kernel", lambda device_type: fused)
+    group = GROUP | {"bias_correction": False}
+    generator = torch.Generator().manual_seed(1)
+    tensor = torch.randn(5, 7, generator=generator, dtype=torch.float64)
+    state, expected = adamw.state_of({}, tensor), tensor.clone()
+    mean, square = torch.zeros_like(tensor), torch.zeros_like(tensor)
+    for _ in range(3):
+        tensor.grad = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+        adamw.step([tensor], [state], group, decoupled)
+        grad = tensor.grad if decoupled else tensor.grad + 0.1 * expected
+        expected = expected * (1 - 0.1 * 0.1) if decoupled else expected
+        mean, square = 0.9 * mean + 0.1 * grad, 0.95 * square + 0.05 * grad**2
+        update = mean / (square.sqrt() + 1e-8)
+        expected = expected - 0.1 * update
+    torch.testing.assert_close(tensor, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(state["exp_avg"], mean, rtol=1e-10, atol=0)
+    assert state["step"] == 3
+    squares = adamw.update_squares(state, group, 0, tensor.numel())
+    torch.testing.assert_close(squares.double(), update.square().sum(), rtol=1e-5, atol=0)

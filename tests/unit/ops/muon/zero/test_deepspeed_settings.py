@@ -48,3 +48,17 @@ def test_settings_that_are_not_refused_change_nothing(settings: dict[str, Any]) 
     tolerance = 0.05 if "torch_autocast" in settings else 1e-5
     for got, expected in zip(results, run(losses, 2, stage=0), strict=True):
         assert got == pytest.approx(expected, rel=tolerance)
+
+
+ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}
+HARMLESS: dict[str, Any] = {"fused": True, "foreach": True, "amsgrad": False, "torch_adam": True, "max_grad_norm": 1.0}
+
+
+def test_keys_of_adamw_without_effect_change_nothing() -> None:
+    """``max_grad_norm`` is one beside ``gradient_clipping``, and a number may be a string."""
+    plain = {"type": "Muon", "params": ADAMW}
+    keys = {"type": "Muon", "params": ADAMW | HARMLESS | {"eps": "1e-8", "bias_correction": True}}
+    uncorrected = {"type": "Muon", "params": ADAMW | {"bias_correction": False}}
+    expected = run(losses, 2, stage=2, gradient_clipping=0.5, optimizer=plain)
+    assert run(losses, 2, stage=2, gradient_clipping=0.5, optimizer=keys) == expected
+    assert run(losses, 2, stage=2, gradient_clipping=0.5, optimizer=uncorrected) != expected

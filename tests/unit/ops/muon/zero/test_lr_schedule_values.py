@@ -3,6 +3,7 @@
 
 import logging
 import math
+import re
 from typing import Any
 
 import pytest
@@ -126,30 +127,53 @@ def test_a_list_of_another_length_is_refused() -> None:
 
 
 def check_momentum(record: list[dict[str, Any]], low: float, high: float) -> None:
-    values = [groups["muon"]["momentum"] for groups in record]
+    values = [groups["adam"]["betas"][0] for groups in record]
     assert min(values) == pytest.approx(low, abs=0.02) and max(values) == pytest.approx(high, abs=0.02)
     assert len(set(values)) > 4
-    for groups in record:
-        assert groups["adam"]["betas"][0] == groups["muon"]["momentum"]
+    assert {groups["muon"]["momentum"] for groups in record} == {0.95}, "Muon's momentum does not follow"
 
 
-def test_deepspeeds_one_cycle_cycles_momentum_and_betas() -> None:
+def test_deepspeeds_one_cycle_cycles_betas() -> None:
     values = DEEPSPEED["OneCycle"] | {"cycle_min_mom": 0.8, "cycle_max_mom": 0.9}
     check_momentum(run(run_deepspeed, 1, name="OneCycle", values=values)[0], 0.8, 0.9)
 
 
-def test_torchs_one_cycle_cycles_momentum_and_betas() -> None:
+def test_torchs_one_cycle_cycles_betas() -> None:
     record = run(run_client, 1, kind="torch", name="OneCycleLR", stage=2)[0]
     check_momentum(record, 0.85, 0.95)
     assert all(groups["adam"]["betas"][1] == 0.95 for groups in record), "the second rate stays"
 
 
-def test_a_cycle_of_the_momentum_needs_rates_per_group() -> None:
+def test_a_cycle_with_one_rate_per_half_cycles_betas() -> None:
     params = DEEPSPEED["OneCycle"] | {"cycle_max_lr": [0.02, 3e-4]}
-    text = run(refused, 1, name="OneCycle", params=params)[0]
-    assert "MuonConfigError scheduler.params.cycle_momentum" in text and "set it to false" in text
-    last = run(run_deepspeed, 1, name="OneCycle", values=params | {"cycle_momentum": False})[0][4]
-    assert (last["muon"]["lr"], last["adam"]["lr"]) == pytest.approx((0.02, 3e-4))
+    for cycles, beta1 in ((True, 0.8), (False, 0.9)):
+        *_, last = run(run_deepspeed, 1, name="OneCycle", values=params | {"cycle_momentum": cycles})[0][:5]
+        assert (last["muon"]["lr"], last["adam"]["lr"]) == pytest.approx((0.02, 3e-4))
+        assert last["adam"]["betas"][0] == pytest.approx(beta1) and last["muon"]["momentum"] == 0.95
+
+
+def driven_out(rate: float) -> tuple[list[str], str]:
+    """What is said at start, and the error of training on."""
+    values = DEEPSPEED["OneCycle"] | {"cycle_first_step_size": 2, "decay_step_size": 1, "decay_mom_rate": rate}
+    with logged() as said:
+        engine = engine_of(schedule={"type": "OneCycle", "params": values})
+        try:
+            train_engine(engine, 10)
+        except ValueError as error:
+            return said, f"{type(error).__name__}: {error}"
+        finally:
+            engine.destroy()
+    return said, ""
+
+
+def test_a_momentum_that_leaves_its_range_ends_training_on_all_ranks() -> None:
+    for _, error in run(driven_out, 2, rate=0.05):
+        assert re.match(r"MuonConfigError: parameter group adam: betas: .*1\.035, 0.99; .*decay_mom_rate", error), error
+    said, error = run(driven_out, 1, rate=0.05)[0]
+    assert any("decay_mom_rate 0.05 raises" in text and "within 3 steps" in text for text in said)
+    assert any("OneCycle cycles the first of AdamW's betas between 0.8 and 0.9" in text for text in said)
+    said, error = run(driven_out, 1, rate=0.0)[0]
+    assert not error and not any("decay_mom_rate" in text for text in said)
 
 
 def test_momentum_stays_where_the_cycle_leaves_it() -> None:
@@ -256,6 +280,25 @@ def test_a_schedule_goes_on_from_a_step_count() -> None:
         own.step()
     rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in (first, second)]
     assert again.base_lrs == pytest.approx([0.02]) and rates[1][0] == pytest.approx(RATIO * rates[1][1], rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["OneCycleLR", "CyclicLR"])
+def test_torchs_cycles_can_be_made_on_the_optimizer(kind: str) -> None:
+    """Also after a load of a checkpoint from before Muon's groups had betas."""
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    optimizer = MuonWithAuxAdam(net.parameters(), model=net, lr=1e-3)
+    saved = optimizer.state_dict()
+    del saved["param_groups"][0]["betas"]
+    optimizer.load_state_dict(saved)
+    schedule, betas = TORCH[kind](optimizer), []
+    for _ in range(6):
+        net(torch.randn(2, 4)).square().sum().backward()
+        optimizer.step()
+        schedule.step()
+        betas.append(optimizer.param_groups[1]["betas"])
+    assert len(set(betas)) > 4 and {beta2 for _, beta2 in betas} == {0.95}
+    assert optimizer.param_groups[0]["momentum"] == 0.95
+    assert optimizer.param_groups[0]["lr"] == optimizer.param_groups[1]["lr"]
 
 
 def test_a_relative_schedule_needs_no_view() -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameter groups of the user's: each keeps its own settings after the split, at every stage."""
 
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from deepspeed.muon import MuonConfigError, MuonWithAuxAdam
 from helpers.distributed import run
+from helpers.logs import logged
 from helpers.models import MODELS, train_engine
 from helpers.oracles import change_error, route, train_oracle
 from helpers.training import ORACLE, ds_config, fp32_weights, make_engine
@@ -121,7 +123,12 @@ def test_a_reference_of_zero_divides_nothing() -> None:
         ({"ns_method": "grams"}, ("parameter group 0: ns_method", "did you mean 'gram'?")),
         ({"ns_steps": 3}, ("parameter group 0: ns_steps: set it in optimizer.params", "a group may set lr")),
         ({"name": "body", "betas": 0.9}, ("parameter group body: betas",)),
-        ({"initial_lr": 0.1, "maximize": False}, ("initial_lr", "maximize")),
+        ({"maximize": True}, ("parameter group 0: maximize", "change the sign")),
+        ({"lr": "1e_3"}, ("parameter group 0: lr", "'1e_3'")),
+        ({"bias_correction": "no"}, ("parameter group 0: bias_correction", "true or false")),
+        ({"wd": 0.1}, ("parameter group 0: wd", "did you mean weight_decay?")),
+        ({"use_muon": True}, ("parameter group 0: use_muon", "param.use_muon = True")),
+        ({"lr_ratio": 2.0}, ("parameter group 0: lr_ratio", "unknown key")),
     ],
     ids=str,
 )
@@ -144,3 +151,78 @@ def test_null_beside_a_groups_lr_is_none_given() -> None:
 
 def test_null_in_a_group_leaves_the_configs_value() -> None:
     assert settings_of({"momentum": 0.5}, {"momentum": None})["muon"]["momentum"] == 0.5
+
+
+#: What scripts for AdamW put into groups.
+USERS = {
+    "lr_scale": 0.65,
+    "layer_id": 3,
+    "no_weight_decay": True,
+    "weight_decay_mult": 1.0,
+    "min_lr": 1e-6,
+    "tags": {"a": torch.zeros(1)},
+}
+#: What torch's AdamW has in its own groups.
+ADAMWS = {"amsgrad": False, "foreach": None, "maximize": False, "capturable": False, "fused": None}
+ADAMWS |= {"differentiable": False, "decoupled_weight_decay": True}
+
+
+def test_keys_of_the_users_stay_in_both_halves_and_in_the_group_as_given() -> None:
+    net = nn.Sequential(nn.Linear(4, 4))
+    names = ["0.weight", "0.bias"]
+    own = {"params": list(net.parameters()), "param_names": names, "initial_lr": 0.5, **USERS, **ADAMWS}
+    optimizer = MuonWithAuxAdam([own], model=net, lr=1.0, adam_lr=0.5)
+    plain = MuonWithAuxAdam(net.parameters(), model=net, lr=1.0, adam_lr=0.5)
+    for group, expected in zip(optimizer.param_groups, plain.param_groups, strict=True):
+        assert {key: group[key] for key in USERS} == USERS
+        assert {key: group[key] for key in expected if key != "params"} == {
+            k: v for k, v in expected.items() if k != "params"
+        }
+    assert [group["param_names"] for group in optimizer.param_groups] == [["0.weight"], ["0.bias"]]
+    assert [group["initial_lr"] for group in optimizer.param_groups] == [0.5, 0.25]
+    (given,) = optimizer.given.param_groups
+    assert given["lr_scale"] == 0.65 and given["initial_lr"] == 0.5 and "layer_id" in given
+    given["lr_scale"] = 0.5
+    assert given["lr_scale"] == 0.5
+
+
+def train_with_keys(folder: str) -> dict[str, Any]:
+    """Groups with keys of the user's, some not of JSON, trained, saved and loaded."""
+    net = MODELS["mlp"]()
+    groups = [group | USERS | ADAMWS for group in grouped(net)]
+    engine = make_engine(net, ds_config(stage=2), model_parameters=groups)
+    train_engine(engine, STEPS // 2)
+    engine.save_checkpoint(folder)
+    engine.load_checkpoint(folder)
+    train_engine(engine, STEPS // 2, first_step=STEPS // 2)
+    weights = fp32_weights(engine)
+    engine.destroy()
+    return weights
+
+
+def test_keys_of_the_users_change_nothing_in_training(tmp_path: Any) -> None:
+    plain = run(train_groups, 2, stage=2)
+    for weights, expected in zip(run(train_with_keys, 2, folder=str(tmp_path)), plain, strict=True):
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ({"lr": 1e-3, "eps": 0.1}, ("eps 0.1", "hardly moves")),
+        ({"lr": 1e-3, "betas": (0.999, 0.9)}, ("betas [0.999, 0.9]", "swapped")),
+        ({"lr": 20.0}, ("lr 20",)),
+        ({"lr": 1.0, "weight_decay": 1.5}, ("lr 1 x weight_decay 1.5", "sign")),
+        ({"lr": 1.0, "weight_decay": 1.0, "eps": 1e-2, "betas": (0.9, 0.9)}, ()),
+    ],
+    ids=str,
+)
+def test_absurd_values_get_one_warning(settings: dict[str, Any], parts: tuple[str, ...]) -> None:
+    net = nn.Sequential(nn.Linear(4, 4))
+    with logged(logging.WARNING) as said:
+        optimizer = MuonWithAuxAdam(net.parameters(), model=net, **settings)
+        for _ in range(2):
+            net(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+    found = [text for text in said if "unusual settings" in text]
+    assert len(found) == bool(parts) and all(part in found[0] for part in parts), said
