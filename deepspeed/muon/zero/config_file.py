@@ -156,6 +156,6 @@ def _parse_yaml(path: str, text: str) -> Any:
     number = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)[eE][-+]?\d+$")
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
     try:
-        return yaml.load(text, Loader)  # noqa: S506 a SafeLoader
+        return yaml.load(text, Loader)
     except yaml.YAMLError:
         return None

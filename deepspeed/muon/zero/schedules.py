@@ -63,8 +63,8 @@ def about_momentum(schedule: Schedule, momentum: float) -> str:
         return ""
     low, high = schedule.momenta
     return (
-        f"scheduler.params.cycle_momentum cycles Muon's momentum too, between {low} and {high}, in place of {momentum}; "
-        "write false to leave it"
+        f"scheduler.params.cycle_momentum cycles Muon's momentum too, between {low} and {high}, in place of {momentum}"
+        "; write false to leave it"
     )
 
 
