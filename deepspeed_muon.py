@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 _ENGINE = "deepspeed.runtime.engine"
+_COMMAND = "deepspeed.muon.cli"
 
 
 def command() -> int:
@@ -31,12 +32,21 @@ def autoload() -> None:
 
     Raises nothing, because an exception would break ``import torch``.
     """
+    if _runs_command():
+        sys.stdout = sys.stderr  # until the command's __main__ runs: DeepSpeed prints warnings at its import
     if os.environ.get("DS_MUON_AUTOLOAD", "1") == "0":
         return
     if _ENGINE in sys.modules:
         _activate()
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
+
+
+def _runs_command() -> bool:
+    """Whether this is ``python -m deepspeed.muon.cli``, whose packages Python imports before its ``__main__``."""
+    if sys.argv[:1] != ["-m"] or "-m" not in sys.orig_argv:
+        return False
+    return sys.orig_argv[sys.orig_argv.index("-m") :][1:2] == [_COMMAND]
 
 
 def _activate() -> None:

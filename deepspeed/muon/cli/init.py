@@ -8,26 +8,37 @@ import re
 from collections.abc import Mapping
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
-from deepspeed.muon.config.messages import FILLED_BY, did_you_mean
+import torch
+
+from deepspeed.muon.cli.accelerate import ds_config_of, pointing_to
+from deepspeed.muon.config.messages import did_you_mean
+from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.errors import SettingsError
-from deepspeed.muon.zero.hooks import TYPES, is_muon
-from deepspeed.muon.zero.read_config import load_config, settings_of
+from deepspeed.muon.zero.config_file import find_ds_config, is_accelerates, parse_file
+from deepspeed.muon.zero.hooks import is_muon
+from deepspeed.muon.zero.read_config import settings_of
+from deepspeed.muon.zero.schedules import Schedule, about_momentum, read_schedule
 
-#: Types of DeepSpeed's optimizers that are AdamW.
-ADAMW = ("adam", "adamw")
+#: Types of optimizers that are AdamW: those that DeepSpeed knows, and the names of its classes.
+ADAMW = ("adam", "adamw", "fusedadam", "deepspeedcpuadam", "cpuadam")
 #: What AdamW takes where a config says nothing. In Muon's section these keys have the defaults of stock's Muon.
 ADAMW_DEFAULTS: dict[str, Any] = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8}
 #: Weight decay that torch's AdamW takes by itself, and DeepSpeed's does not.
 TORCH_WEIGHT_DECAY = 0.01
-#: Keys of AdamW that Muon's section lacks, and the values with which leaving them out changes nothing.
-DROPPED: dict[str, tuple[Any, ...]] = {
-    "bias_correction": (True,),
-    "amsgrad": (False,),
-    "maximize": (False,),
-    **dict.fromkeys(("set_grad_none", "fused", "foreach", "capturable", "differentiable"), (True, False, None)),
+_DEFAULT, _IMPLEMENTATION = "states AdamW's default", "chooses among implementations of AdamW, not a result"
+#: Keys of AdamW that Muon's section lacks: the values that can be left out, and why.
+DROPPED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "bias_correction": ((True,), _DEFAULT),
+    "amsgrad": ((False,), _DEFAULT),
+    "maximize": ((False,), _DEFAULT),
+    "set_grad_none": ((True, False, None), "the engine decides how gradients are cleared"),
+    **dict.fromkeys(("fused", "foreach", "capturable", "differentiable"), ((True, False, None), _IMPLEMENTATION)),
 }
+#: Keys that the Muon section supports with other values than AdamW's default.
+KEPT = {"bias_correction"} & MuonConfig.model_fields.keys()
+NEXT = "next: ds_muon plan --config {} --model MODEL --world-size RANKS shows which parameters go to Muon, and the cost"
 
 
 class Decision(NamedTuple):
@@ -38,82 +49,163 @@ class Decision(NamedTuple):
     why: str
 
 
-def convert(path: str) -> dict[str, Any]:
+def convert(path: str, out: str = "ds_config.json") -> dict[str, Any]:
     """The ds_config in a file, with Muon in place of AdamW.
 
-    A config without an optimizer is taken for one of Hugging Face's Trainer, which fills in ``"auto"``.
+    A config without an optimizer gets AdamW's numbers; the learning rate and the weight decay become ``"auto"`` if the
+    file has other ``"auto"``, which Hugging Face's Trainer and accelerate fill in. accelerate's own configuration
+    becomes a ds_config.
+
+    Args:
+        out: the name of the file that the result is meant for.
 
     Returns:
-        ``config``, the whole section, in the file's order, and ``decisions``, a list of :class:`Decision` as dicts.
+        ``config``, the whole section, in the file's order; ``decisions``, a list of :class:`Decision` as dicts; and
+        ``accelerate``, the YAML that names ``out``, for accelerate's configuration, else ``None``.
 
     Raises:
-        SettingsError: the file cannot be read, or its optimizer is not AdamW.
+        SettingsError: the file cannot be read, holds no ds_config, or its optimizer is not AdamW.
         MuonConfigError, UnsupportedError: what Muon refuses of the config; the message says what to change.
     """
-    section = load_config(path)
-    optimizer = section.get("optimizer")
+    whole, decisions, pointing = parse_file(path), list[Decision](), None
+    if is_accelerates(whole):
+        section, pointing = ds_config_of(path, whole), pointing_to(whole, out)
+        why = f"accelerate reads them from the file that its deepspeed_config.deepspeed_config_file names: {out}"
+        decisions.append(Decision("deepspeed_config", "fields moved here", why))
+    elif (section := find_ds_config(path, whole)) is not whole:
+        decisions.append(Decision("optimizer", "taken", f"with the rest of the ds_config inside {path}"))
+    optimizer, schedule = section.get("optimizer"), read_schedule(section.get("scheduler"))
+    config = dict(section)
     if optimizer is None:
-        params, decisions = _of_trainer()
+        params, changes = _of_none(section, schedule)
     else:
-        params, decisions = _of_adamw(path, optimizer)
-    changed = {"type": "Muon", "params": params}
-    config = {key: changed if key == "optimizer" else value for key, value in section.items()} | {"optimizer": changed}
+        params, changes = _of_adamw(path, config, optimizer, schedule)
+    config["optimizer"] = {"type": "Muon", "params": params}
+    if momentum := about_momentum(schedule):
+        what = "kept" if schedule.is_asked else "on by default"
+        changes.append(Decision("scheduler.params.cycle_momentum", what, momentum.partition(" ")[2]))
     settings_of(path, config, world_size=1)
-    return {"config": config, "decisions": [decision._asdict() for decision in decisions]}
+    decisions += changes
+    return {"config": config, "decisions": [each._asdict() for each in decisions], "accelerate": pointing}
 
 
-def _of_trainer() -> tuple[dict[str, Any], list[Decision]]:
-    why = "the config has no optimizer: Hugging Face's Trainer fills these in from its arguments, as for its own AdamW"
-    return dict.fromkeys(FILLED_BY, "auto"), [
-        Decision("optimizer", "added, with " + ", ".join(FILLED_BY) + ' "auto"', why),
-        Decision(
-            "optimizer.params.weight_decay",
-            '"auto"',
-            "acts on norms and biases too, which the Trainer's own AdamW exempts; "
-            'add "adam_weight_decay": 0 to exempt all that AdamW updates',
+def _of_none(section: Mapping[str, Any], schedule: Schedule) -> tuple[dict[str, Any], list[Decision]]:
+    """Parameters of a config whose script or tool builds the optimizer."""
+    defaults = ADAMW_DEFAULTS | {"weight_decay": TORCH_WEIGHT_DECAY}
+    if _has_auto(section):
+        params = defaults | {"lr": "auto", "weight_decay": "auto"}
+        return params, [
+            Decision("optimizer", "added", "the script must not pass an optimizer to deepspeed.initialize any more"),
+            Decision("optimizer.params.lr", '"auto"', "Hugging Face's Trainer or accelerate fills it in, as AdamW's"),
+            Decision(
+                "optimizer.params.weight_decay",
+                '"auto"',
+                "acts on norms and biases too, which the Trainer's own AdamW exempts; "
+                'add "adam_weight_decay": 0 to exempt all that AdamW updates',
+            ),
+            Decision(
+                "optimizer.params.betas",
+                f"{defaults['betas']}, eps {defaults['eps']}",
+                "torch's defaults for AdamW, and the Trainer's; accelerate fills in no \"auto\" for them",
+            ),
+        ]
+    if isinstance(schedule.rate, (int, float)):
+        defaults["lr"] = schedule.rate
+    why = (
+        f"{_rate(schedule)}; write your script's" if schedule.rate_key else "torch's default; write your script's rate"
+    )
+    return defaults, [
+        Decision("optimizer", "added", "the script must not pass an optimizer to deepspeed.initialize any more"),
+        Decision("optimizer.params.lr", f"added, {defaults['lr']}", why),
+        *(
+            Decision(f"optimizer.params.{key}", f"added, {defaults[key]}", "torch's default for AdamW")
+            for key in ("betas", "eps", "weight_decay")
         ),
     ]
 
 
-def _of_adamw(path: str, optimizer: Any) -> tuple[dict[str, Any], list[Decision]]:
-    name = optimizer.get("type") if isinstance(optimizer, Mapping) else None
+def _has_auto(value: Any) -> bool:
+    """Whether a section has the value "auto" anywhere."""
+    return value == "auto" or (isinstance(value, Mapping) and any(map(_has_auto, value.values())))
+
+
+def _rate(schedule: Schedule) -> str:
+    """Which key is the learning rate, where the schedule has one."""
+    return f"scheduler.params.{schedule.rate_key}, {schedule.rate}, is the rate, whatever lr says"
+
+
+def _is_other_optimizer(name: str) -> bool:
+    """Whether DeepSpeed or torch has an optimizer of this name, other than AdamW and Muon."""
+    from deepspeed.runtime import config
+
+    known = {
+        each.lower() for each in (*dir(torch.optim), *config.DEEPSPEED_OPTIMIZERS, "adafactor", "deepspeedcpulion")
+    }
+    return name.lower() in known and name.lower() not in ADAMW
+
+
+def _refuse_type(path: str, section: Mapping[str, Any], name: Any) -> NoReturn:
+    """Raise for an optimizer that is not AdamW."""
     if isinstance(name, str) and is_muon(name):
-        raise SettingsError(
-            f"{path}: optimizer.type: got {name!r}, which needs no change; ds_muon plan shows what it does"
-        )
+        settings_of(path, dict(section), world_size=1)
+        raise SettingsError(f"{path}: optimizer.type: got {name!r}, which needs no change; {NEXT.format(path)[6:]}")
+    otherwise = (
+        "the rate of another optimizer does not fit Muon; write the section yourself, with the rate that AdamW would "
+        "have for this model"
+    )
+    if not isinstance(name, str) or not _is_other_optimizer(name):
+        otherwise = did_you_mean(str(name).lower(), ("adam", "adamw", "muon"), otherwise, cutoff=0.7)
+    raise SettingsError(f'{path}: optimizer.type: got {name!r}, expected "AdamW" or "Adam"; {otherwise}')
+
+
+def _of_adamw(
+    path: str, config: dict[str, Any], optimizer: Any, schedule: Schedule
+) -> tuple[dict[str, Any], list[Decision]]:
+    """Parameters in place of AdamW's; ``config`` gets what moves out of them."""
+    name = optimizer.get("type") if isinstance(optimizer, Mapping) else None
     if not isinstance(name, str) or name.lower() not in ADAMW:
-        otherwise = "settings of other optimizers say nothing about Muon; write the section by hand"
-        raise SettingsError(
-            f'{path}: optimizer.type: got {name!r}, expected "AdamW" or "Adam"; '
-            + did_you_mean(str(name).lower(), (*ADAMW, *TYPES), otherwise)
-        )
+        _refuse_type(path, config, name)
     given = optimizer.get("params") or {}
     if not isinstance(given, Mapping):
         raise SettingsError(f"{path}: optimizer.params: expected an object, got {given!r}")
     params = dict(given)
-    decisions = [Decision("optimizer.type", f"{name} -> Muon", "matrices go to Muon, everything else stays with AdamW")]
+    why = "hidden matrices go to Muon; embeddings, output heads, norms and biases stay with AdamW"
+    decisions = [Decision("optimizer.type", f"{name} -> Muon", why)]
     for key in [key for key in params if key in DROPPED]:
-        if params[key] not in DROPPED[key]:
+        values, why = DROPPED[key]
+        if params[key] in values:
+            decisions.append(Decision(f"optimizer.params.{key}", "removed", why))
+            del params[key]
+        elif key not in KEPT:
             raise SettingsError(
                 f"{path}: optimizer.params.{key}: got {params[key]!r}, which the AdamW half cannot do; remove the key"
             )
-        decisions.append(Decision(f"optimizer.params.{key}", "removed", "has no effect"))
-        del params[key]
-    if name.lower() == "adamw" and params.get("adam_w_mode") is False:
+    if "max_grad_norm" in params:
+        limit, clipping = params.pop("max_grad_norm"), config.get("gradient_clipping")
+        config["gradient_clipping"] = limit if clipping is None else clipping
+        what = "moved to gradient_clipping" if clipping is None else f"removed, gradient_clipping {clipping} stays"
+        decisions.append(Decision("optimizer.params.max_grad_norm", what, "DeepSpeed clips by gradient_clipping alone"))
+    if name.lower() != "adam" and params.get("adam_w_mode") is False:
         decisions.append(Decision("optimizer.params.adam_w_mode", "removed", "DeepSpeed ignores it under type AdamW"))
         del params["adam_w_mode"]
     rate = "kept" if "lr" in params else f"added, {ADAMW_DEFAULTS['lr']}"
-    why = "the rate of AdamW, a safe start; then try 3 and 10 times"
-    decisions.append(Decision("optimizer.params.lr", rate, why))
+    tuned = f"multiply {schedule.rate_key} by 3 and by 10" if schedule.rate_key else "multiply it by 3 and by 10"
+    why = _rate(schedule) if schedule.rate_key else "AdamW's rate"
+    decisions.append(Decision("optimizer.params.lr", rate, f"{why}: a safe start; to tune, {tuned}"))
     missing = {key: value for key, value in ADAMW_DEFAULTS.items() if key not in params}
     if "weight_decay" not in params and params.get("torch_adam"):
         missing["weight_decay"] = TORCH_WEIGHT_DECAY
     decisions += [
-        Decision(f"optimizer.params.{key}", f"added, {value}", "AdamW's default, where Muon's section has another")
+        Decision(f"optimizer.params.{key}", f"added, {value}", f"AdamW's default; {_elsewhere(key)} in a Muon section")
         for key, value in missing.items()
         if key != "lr"
     ]
     return params | missing, decisions
+
+
+def _elsewhere(key: str) -> str:
+    default = MuonConfig.model_fields[key].default
+    return str(list(default) if isinstance(default, tuple) else default)
 
 
 #: Stands before the text of a number in a string that is to be printed without its quotes.

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from deepspeed.muon import errors
-from deepspeed.muon.cli.init import as_written
+from deepspeed.muon.cli.init import NEXT, as_written
 from deepspeed.muon.cli.init import convert as convert_config
 from deepspeed.muon.cli.model import build
 from deepspeed.muon.cli.parser import REPORT, parser
@@ -63,11 +63,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _init(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    facts = convert_config(args.config)
+    name = str(args.out or "ds_config.json")
+    facts = convert_config(args.config, name)
+    text = as_written(facts["config"], args.config)
     if not args.json:
         rows = [(decision["key"], decision["what"], decision["why"]) for decision in facts["decisions"]]
         print(aligned(rows))  # to stderr: stdout is the config alone
-    return facts, as_written(facts["config"], args.config)
+    if args.out:
+        _write(args.out, f"{text}\n")
+        pointing = args.out.with_name(f"{args.out.stem}_accelerate.yaml")
+        if facts["accelerate"]:
+            _write(pointing, facts["accelerate"])
+        text = f"wrote {args.out}" + (f", and {pointing}, which names it" if facts["accelerate"] else "")
+    elif facts["accelerate"] and not args.json:
+        print(f"\naccelerate's configuration, if this one is saved as {name} (--out FILE writes both):\n")
+        print(facts["accelerate"])
+    if not args.json:
+        print(NEXT.format(name))
+    return facts, text
+
+
+def _write(file: Path, text: str) -> None:
+    """Write a file that does not exist yet."""
+    try:
+        with file.open("x") as stream:
+            stream.write(text)
+    except OSError as error:
+        raise errors.SettingsError(f"--out {file}: {error.strerror}") from None
 
 
 def _report(args: argparse.Namespace) -> tuple[dict[str, Any], str]:

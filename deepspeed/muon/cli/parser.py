@@ -16,6 +16,7 @@ EXPECTED = (
     "expected a Hugging Face config.json or its folder, a model type such as llama, a name on the hub, "
     "package.module:function or path/to/file.py:function"
 )
+OF_INIT = "ds_config.json with optimizer.type AdamW, or without optimizer; or accelerate's YAML"
 ABOUT_REPORT = "versions, what is replaced in DeepSpeed, activation, devices; status 1 if unfit"
 LIVE = "under a launcher: also train a small model on all ranks at every stage, and write all of it to a file"
 REPORT = "ds_muon_report.md"
@@ -31,7 +32,8 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher adds it
     commands = top.add_subparsers(dest="command", required=True)
     init = commands.add_parser("init", help="print a ds_config for Muon, from one for AdamW; the reasons go to stderr")
-    init.add_argument("--config", required=True, help="ds_config.json with optimizer.type AdamW, or without optimizer")
+    init.add_argument("--config", required=True, help=OF_INIT)
+    init.add_argument("--out", type=Path, help="new file for the config, beside it one for accelerate if --config is")
     plan = commands.add_parser("plan", help="what the optimizer would do with a model on many ranks")
     plan.add_argument("--config", required=True, help="ds_config.json with optimizer.type Muon")
     plan.add_argument("--model", required=True, help=EXPECTED.removeprefix("expected "))

@@ -237,7 +237,7 @@ def _get_optimizer_param(original: Callable, self: Any, name: str) -> list[Any]:
     """
     if not isinstance(self.basic_optimizer, MuonWithAuxAdam):
         return original(self, name)
-    return [group[name] if name in group else 0.0 for group in self.basic_optimizer.given.param_groups]
+    return [group.get(name, 0.0) for group in self.basic_optimizer.given.param_groups]
 
 
 _ENGINE = "deepspeed.runtime.engine"

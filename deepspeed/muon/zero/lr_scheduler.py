@@ -81,7 +81,7 @@ def check_schedule(engine: Any, optimizer: MuonWithAuxAdam) -> None:
 
 
 def _check_cycle(params: dict[str, Any], is_logging_rank: bool) -> None:
-    """Raise MuonConfigError for bounds of a cycle of AdamW's first beta that are none; say what it acts on."""
+    """Raise MuonConfigError for impossible bounds of a cycle; warn of a decay rate that ends training."""
     numbers = {key: params.get(key, default) for key, default in CYCLE.items()}
     for key in ("cycle_min_mom", "cycle_max_mom"):
         values = numbers[key] if isinstance(numbers[key], (list, tuple)) else [numbers[key]]
@@ -89,12 +89,6 @@ def _check_cycle(params: dict[str, Any], is_logging_rank: bool) -> None:
             raise MuonConfigError(f"scheduler.params.{key}: got {numbers[key]!r}; expected a number from 0 to below 1")
     if not is_logging_rank:
         return
-    logger.info(
-        "deepspeed-muon: OneCycle cycles the first of AdamW's betas between %s and %s; Muon's momentum stays as it is "
-        '("cycle_momentum": false leaves both)',
-        numbers["cycle_min_mom"],
-        numbers["cycle_max_mom"],
-    )
     rate, size, highest = numbers["decay_mom_rate"], numbers["decay_step_size"], numbers["cycle_max_mom"]
     if all(isinstance(value, (int, float)) for value in (rate, size, highest)) and rate > 0 < size and highest:
         steps = math.ceil((1 / highest - 1) / rate * size)

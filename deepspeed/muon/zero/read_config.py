@@ -6,10 +6,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import hjson
 import torch.distributed
 from deepspeed.accelerator import get_accelerator
 from pydantic import ValidationError
@@ -19,9 +17,11 @@ from deepspeed.muon.config.schema import MuonConfig, parse
 from deepspeed.muon.errors import MuonConfigError, SettingsError, UnsupportedError
 from deepspeed.muon.forecast.layout import Layout
 from deepspeed.muon.param_groups import warn_of_odd_settings
+from deepspeed.muon.zero.config_file import load_config
 from deepspeed.muon.zero.hooks import TYPES, clipped_once, is_muon
 from deepspeed.muon.zero.known_keys import SECTION_OF, keys_of, not_objects, place_of, section_at, warn_of_unknown
 from deepspeed.muon.zero.refusals import offload_device, refuse_unsupported, renames_parameters
+from deepspeed.muon.zero.schedules import about_momentum, about_rate, read_schedule
 
 #: Keys that depend on the number of ranks; the engine checks them.
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -64,9 +64,11 @@ def settings_of(path: str, section: dict[str, Any], world_size: int, stage: int 
     params = {key: value for key, value in params.items() if key not in autos}
     params |= {"lr": SOME_LR} if "lr" in autos else {}
     params = clipped_once(params, section.get("gradient_clipping"))
-    config = parse(params)
+    config, schedule = parse(params), read_schedule(section.get("scheduler"))
     muon = config.muon_group() | {"betas": config.betas, "use_muon": True}
     warn_of_odd_settings((muon, config.adam_group() | {"use_muon": False}))
+    rate = "" if autos else about_rate(schedule, "lr", config.lr)
+    of_schedule = filter(None, (rate, about_momentum(schedule)))
     left_out = {"optimizer", *BATCH_KEYS}
     section = _drop_autos({key: value for key, value in section.items() if key not in left_out}, "", defaults)
     section |= {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": name, "params": params}}
@@ -74,7 +76,7 @@ def settings_of(path: str, section: dict[str, Any], world_size: int, stage: int 
         section["zero_optimization"] = dict(section.get("zero_optimization") or {}) | {"stage": stage}
     stock = _stock_config(path, section)
     refuse_unsupported(stock)
-    notes = [*_of_autos(autos, defaults), *_not_predicted(stock)]
+    notes = [*_of_autos(autos, defaults), *_not_predicted(stock), *of_schedule]
     zero, offloads = stock.zero_config, offload_device(stock, "offload_optimizer") in ("cpu", "nvme")
     # Whether stages 1 and 2 run under DeepSpeedZeroOptimizer; BF16_Optimizer knows no order and no padding.
     is_bf16 = stock.bfloat16_config.enabled and str(stock.grad_accum_dtype) in ("fp32", "float32")
@@ -103,25 +105,6 @@ def _not_predicted(stock: Any) -> Iterator[str]:
         yield "bf16.bf16_optimizer_states: states in bf16 count as if they were fp32"
     if "nvme" in (offload_device(stock, "offload_optimizer"), offload_device(stock, "offload_param")):
         yield "zero_optimization: NVMe counts as the host's memory; reading and writing it is not predicted"
-
-
-def load_config(path: str) -> dict[str, Any]:
-    """A ds_config as it is written.
-
-    Raises:
-        SettingsError: the file cannot be read, or holds no object.
-    """
-    from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
-
-    try:
-        section = hjson.loads(Path(path).read_text(), object_pairs_hook=dict_raise_error_on_duplicate_keys)
-    except OSError as error:
-        raise SettingsError(f"--config {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise SettingsError(f"--config {path}: not a ds_config: {error}") from None
-    if not isinstance(section, dict):
-        raise SettingsError(f"--config {path}: expected a JSON object, got {type(section).__name__}")
-    return section
 
 
 def _require_muon(path: str, section: dict[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -16,6 +16,7 @@ from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.plan.plan import Plan
 from deepspeed.muon.tuning import Tuning, described
 from deepspeed.muon.version import __version__
+from deepspeed.muon.zero.schedules import about_momentum, about_rate, read_schedule
 from deepspeed.muon.zero.tp_ranks import tp_rank
 from deepspeed.muon.zero.wrappers.adapter import Adapter
 from deepspeed.muon.zero.wrappers.experts import expert_counts
@@ -59,6 +60,7 @@ def log_startup(adapter: Adapter, tuning: Tuning, matrices_of_all: int) -> None:
     for split, names in splits.items():
         logger.info("deepspeed-muon: %s: %d parameters, first %s", split, len(names), names[0])
     _warn_of_no_decay(optimizer)
+    _log_schedule(engine, optimizer)
     if not adapter.is_swapped:
         _warn_of_small_sub_groups(optimizer)
 
@@ -126,6 +128,20 @@ def _methods(optimizer: MuonWithAuxAdam) -> str:
     """Groups whose method the user has set."""
     fixed = sorted(optimizer.ns_methods - {"auto"})
     return f", ns_method {', '.join(fixed)} where it is set" if fixed else ""
+
+
+def _log_schedule(engine: Any, optimizer: MuonWithAuxAdam) -> None:
+    """Warn of a rate in the config that its schedule replaces, and name a cycle of the momentum."""
+    if engine.client_lr_scheduler is not None or engine.global_rank:
+        return
+    config = optimizer.config
+    schedule = read_schedule({"type": engine.scheduler_name(), "params": engine.scheduler_params()})
+    rates = {"lr": config.lr, "muon_lr": config.muon_lr, "adam_lr": config.adam_lr}
+    key = next((key for key, rate in rates.items() if rate), None)
+    if key and (text := about_rate(schedule, key, rates[key])):
+        logger.warning("deepspeed-muon: %s", text)
+    if text := about_momentum(schedule):
+        logger.info("deepspeed-muon: %s", text)
 
 
 def _warn_of_no_decay(optimizer: MuonWithAuxAdam) -> None:

@@ -51,8 +51,15 @@ LIBRARIES: dict[str, set[str]] = {
     **{name: set() for name in ("errors", "log", "patch", "version", "plan")},
     "kernels": {"torch", "triton", "quack", "packaging"},
     "config": {"pydantic"},
-    "zero": {"torch", "numpy", "packaging", "pydantic", "hjson"},  # as DeepSpeed itself
-    "cli": {"torch", "transformers", "matplotlib", "tensorboard"},
+    "zero": {
+        "torch",
+        "numpy",
+        "packaging",
+        "pydantic",
+        "hjson",
+        "yaml",
+    },  # as DeepSpeed itself, and YAML where a user has it
+    "cli": {"torch", "transformers", "matplotlib", "tensorboard", "yaml"},
 }
 COLLECTIVES = ("torch.distributed", "deepspeed.comm")
 RANKS = re.compile(r"(^|_)(rank|ranks|world_size|process_group)$")

@@ -365,6 +365,15 @@ def test_stdout_is_json_alone_where_deepspeed_talks_at_import() -> None:
     assert json.loads(done.stdout)["ok"] is (done.returncode == 0)
 
 
+def test_the_module_prints_json_alone(tmp_path: Path) -> None:
+    """Python imports DeepSpeed, which warns on stdout, before it runs the module."""
+    (tmp_path / "ds.json").write_text(json.dumps({"optimizer": {"type": "AdamW"}}))
+    env = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
+    command = [sys.executable, "-m", "deepspeed.muon.cli", "init", "--config", "ds.json"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and json.loads(done.stdout)["optimizer"]["type"] == "Muon", done.stdout
+
+
 BIG = """
 import resource, sys, deepspeed_muon
 status = deepspeed_muon.command()

@@ -3,6 +3,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,10 @@ def test_the_config_comes_to_stdout_and_the_reasons_to_stderr(capsys: pytest.Cap
     changed = {"type": "Muon", "params": ADAMW["params"] | {"betas": [0.9, 0.999], "eps": 1e-8}}
     assert status == 0 and json.loads(out) == config | {"optimizer": changed}
     assert list(json.loads(out)) == list(config), "keys stay in order"
-    assert [line.split()[0] for line in err.splitlines()] == [
-        *("optimizer.type", "optimizer.params.lr", "optimizer.params.betas", "optimizer.params.eps")
+    assert [line.split()[0] for line in err.splitlines() if line] == [
+        *("optimizer.type", "optimizer.params.lr", "optimizer.params.betas", "optimizer.params.eps", "next:")
     ]
-    assert re.search(r"params\.lr +kept +the rate of AdamW, a safe start; then try 3 and 10 times\n", err)
+    assert re.search(r"params\.lr +kept +AdamW's rate: a safe start; to tune, multiply it by 3 and by 10\n", err)
     facts = json.loads(init(capsys, tmp_path, "--json", **config)[1])
     assert facts["config"] == json.loads(out)
     assert {tuple(decision) for decision in facts["decisions"]} == {("key", "what", "why")}
@@ -65,27 +66,213 @@ def test_keys_without_effect_go(capsys: pytest.CaptureFixture, tmp_path: Path) -
     assert params(capsys, tmp_path, type="Adam", params=given | {"adam_w_mode": False})["adam_w_mode"] is False
 
 
-def test_without_an_optimizer_the_trainer_fills_in(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
-    status, out, err = init(capsys, tmp_path, zero_optimization={"stage": 2})
+def test_auto_is_written_only_where_something_fills_it_in(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    numbers = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
+    plain: dict[str, Any] = {"zero_optimization": {"stage": 2}}
+    status, out, err = init(capsys, tmp_path, **plain)
+    assert status == 0 and json.loads(out)["optimizer"] == {"type": "Muon", "params": numbers}
+    assert "must not pass an optimizer" in err
+    warmup = {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-5}}
+    out = init(capsys, tmp_path, **plain, scheduler=warmup)[1]
+    assert json.loads(out)["optimizer"]["params"] == numbers | {"lr": 3e-5}
+    status, out, err = init(capsys, tmp_path, zero_optimization={"stage": 2, "reduce_bucket_size": "auto"})
     assert status == 0 and "Trainer" in err
-    assert json.loads(out)["optimizer"] == {
-        "type": "Muon",
-        "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto"),
+    # accelerate fills in no betas and no eps
+    assert json.loads(out)["optimizer"]["params"] == numbers | {"lr": "auto", "weight_decay": "auto"}
+
+
+ABSOLUTE: dict[str, tuple[dict[str, Any], str]] = {
+    "WarmupLR": ({"warmup_max_lr": 3e-5}, "warmup_max_lr, 3e-05"),
+    "WarmupDecayLR": ({"warmup_max_lr": "auto", "total_num_steps": "auto"}, "warmup_max_lr, auto"),
+    "OneCycle": ({"cycle_min_lr": 1e-5, "cycle_max_lr": 2e-4}, "cycle_max_lr, 0.0002"),
+    "LRRangeTest": ({}, "lr_range_test_min_lr, 0.001"),
+    "OneCycleLR": ({"max_lr": 1e-2, "total_steps": 9}, "max_lr, 0.01"),
+}
+
+
+@pytest.mark.parametrize("name", ABSOLUTE)
+def test_the_key_that_is_the_rate_is_named(name: str, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    values, words = ABSOLUTE[name]
+    status, _, err = init(capsys, tmp_path, optimizer=ADAMW, scheduler={"type": name, "params": values})
+    key = words.partition(",")[0]
+    assert status == 0 and f"scheduler.params.{words}, is the rate, whatever lr says" in err
+    assert f"multiply {key} by 3 and by 10" in err
+    cycles = "scheduler.params.cycle_momentum" in err and "cycles the first of AdamW's betas" in err
+    assert cycles is name.startswith("OneCycle")
+
+
+def test_no_cycle_of_the_momentum_is_named_where_it_is_off(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    section = {"type": "OneCycle", "params": {"cycle_min_lr": 1e-5, "cycle_max_lr": 2e-4, "cycle_momentum": False}}
+    assert "momentum" not in init(capsys, tmp_path, optimizer=ADAMW, scheduler=section)[2]
+
+
+def test_a_limit_of_the_norm_moves_to_its_key(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    section = {"type": "AdamW", "params": {"lr": 1e-3, "max_grad_norm": 0.5}}
+    _, out, err = init(capsys, tmp_path, optimizer=section)
+    assert json.loads(out)["gradient_clipping"] == 0.5 and "moved to gradient_clipping" in err
+    _, out, err = init(capsys, tmp_path, optimizer=section, gradient_clipping=1.0)
+    assert json.loads(out)["gradient_clipping"] == 1.0 and "removed, gradient_clipping 1 stays" in err
+    assert "max_grad_norm" not in out
+
+
+@pytest.mark.parametrize("name", ["FusedAdam", "DeepSpeedCPUAdam", "ADAMW"])
+def test_classes_of_adamw_are_adamw(name: str, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    assert params(capsys, tmp_path, type=name, params={"lr": 1e-3})["lr"] == 1e-3
+
+
+# ---- files that are no JSON, and no ds_config -----------------------------------------------------------
+
+ACCELERATES = """
+compute_environment: LOCAL_MACHINE
+deepspeed_config:
+  gradient_accumulation_steps: 4
+  gradient_clipping: 1.0
+  offload_optimizer_device: {device}
+  offload_param_device: none
+  zero3_init_flag: true
+  zero3_save_16bit_model: true
+  zero_stage: 3
+distributed_type: DEEPSPEED
+mixed_precision: {precision}
+num_processes: 8
+"""
+
+
+def init_file(capsys: pytest.CaptureFixture, file: Path, text: str, *flags: str) -> tuple[int, str, str]:
+    file.write_text(text)
+    status = main.main(["init", "--config", str(file), *flags])
+    return status, *capsys.readouterr()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "'no'"])
+@pytest.mark.parametrize("device", ["none", "cpu"])
+def test_accelerates_configuration_becomes_two_files(
+    device: str, precision: str, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    """The ds_config says what accelerate makes of its own fields, and its YAML names the ds_config."""
+    utils, yaml = pytest.importorskip("accelerate.utils"), pytest.importorskip("yaml")
+    text, out = ACCELERATES.format(device=device, precision=precision), tmp_path / "new.json"
+    status, _, err = init_file(capsys, tmp_path / "a.yaml", text, "--out", str(out))
+    assert status == 0 and "deepspeed_config_file" in err, err
+    written = json.loads(out.read_text())
+    assert written.pop("optimizer")["params"]["betas"] == [0.9, 0.999]
+    ours = utils.DeepSpeedPlugin(hf_ds_config=written)
+    theirs = utils.DeepSpeedPlugin(
+        gradient_accumulation_steps=4,
+        gradient_clipping=1.0,
+        zero_stage=3,
+        offload_optimizer_device=device,
+        offload_param_device="none",
+        zero3_save_16bit_model=True,
+    )
+    for plugin in (ours, theirs):
+        plugin.set_mixed_precision(precision.strip("'"))
+    for part in ("offload_optimizer", "offload_param"):
+        found = theirs.deepspeed_config["zero_optimization"][part]
+        if found["device"] == "none":
+            del theirs.deepspeed_config["zero_optimization"][part]
+        else:
+            found.pop("nvme_path")
+    assert ours.deepspeed_config == theirs.deepspeed_config
+    pointing = yaml.safe_load((tmp_path / "new_accelerate.yaml").read_text())
+    assert pointing["deepspeed_config"] == {"deepspeed_config_file": str(out), "zero3_init_flag": True}
+    assert pointing["num_processes"] == 8 and "mixed_precision" not in pointing
+    assert init_file(capsys, tmp_path / "a.yaml", text, "--out", str(out))[0] == 2, "nothing is overwritten"
+
+
+YAML = """
+# a comment
+train_batch_size: 48
+optimizer:
+  type: AdamW
+  params:
+    lr: 1e-4
+    betas: [0.9, 0.95]
+    eps: 1e-8
+zero_optimization:
+  stage: 2
+  reduce_bucket_size: 5e8
+"""
+
+
+@pytest.mark.parametrize("name", ["ds.yaml", "ds.yml", "ds.txt", "ds.json"])
+@pytest.mark.parametrize("above", ["", "trainer:\n  deepspeed:\n"], ids=["itself", "inside"])
+def test_yaml_that_holds_a_ds_config(name: str, above: str, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    text = above + (YAML.replace("\n", "\n    ") if above else YAML)
+    status, out, err = init_file(capsys, tmp_path / name, text)
+    assert status == 0, err
+    assert json.loads(out) == {
+        "train_batch_size": 48,
+        "optimizer": {"type": "Muon", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8}},
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8},
     }
+
+
+HJSON = """
+// as DeepSpeed reads it
+train_batch_size: 48
+optimizer: {
+  type: AdamW
+  params: { lr: 1e-4, betas: [0.9, 0.95], eps: 1e-8 } # no commas
+}
+"""
+
+
+def test_hjson_without_braces_is_still_read(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    for text in (HJSON, "/* braces */ {" + HJSON + "}"):
+        status, out, err = init_file(capsys, tmp_path / "ds.json", text)
+        assert status == 0 and json.loads(out)["optimizer"]["params"]["lr"] == 1e-4, err
+
+
+FOREIGN = {
+    "empty": ("{}", "DeepSpeed knows none of its top-level keys (none)"),
+    "other": ('{"name": "x", "version": 1}', "none of its top-level keys (name, version); expected such as"),
+    "typo": ('{"optimiser": {"kind": "AdamW"}}', "did you mean optimizer where it says optimiser?"),
+    "two": ('{"a": {"zero_optimization": {}}, "b": {"zero_optimization": {}}}', "ds_configs lie under a, b"),
+    "names": ("deepspeed: configs/zero2.json\nbf16: true\n", "names one as deepspeed, give configs/zero2.json"),
+    "arguments": ("output_dir: out\nlearning_rate: 1e-4\ngradient_accumulation_steps: 2\n", "training arguments"),
+    "fsdp": ("distributed_type: FSDP\nfsdp_config: {}\n", "distributed_type FSDP; this Muon needs DEEPSPEED"),
+    "points": (
+        "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n",
+        "give the file that its deepspeed_config_file names, ds.json",
+    ),
+    "list": ("- a\n- b\n", "expected a JSON object, got list"),
+    "twice": ("train_batch_size: 1\ntrain_batch_size: 2\n", "Duplicate keys"),
+    "broken": ('{"optimizer": ', "not a ds_config"),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_file_that_is_no_ds_config_is_refused(name: str, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    text, words = FOREIGN[name]
+    status, out, err = init_file(capsys, tmp_path / "some.yaml", text)
+    assert (status, out) == (2, "") and words in err and err.startswith("ds_muon init: --config "), err
+    arguments = ["plan", "--config", str(tmp_path / "some.yaml"), "--model", "x", "--world-size", "1"]
+    assert main.main(arguments) == 2 and capsys.readouterr().out == ""
+
+
+def test_yaml_without_its_package(
+    capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    status, _, err = init_file(capsys, tmp_path / "ds.yaml", YAML)
+    assert status == 2 and "pip install pyyaml" in err
 
 
 MUON, ZERO = {"type": "Muon"}, {"offload_optimizer": {"device": "cpu", "ratio": 0.5}, "stage": 3}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "misspelt": ({"optimizer": {"type": "Moun"}}, "did you mean muon?"),
     "muon": ({"optimizer": MUON}, "optimizer.type: got 'Muon', which needs no change"),
-    "lamb": ({"optimizer": {"type": "Lamb"}}, "settings of other optimizers say nothing about Muon"),
+    "wrong muon": ({"optimizer": MUON | {"params": {"lr": -1}}}, "optimizer.params.lr: got -1"),
+    "lamb": ({"optimizer": {"type": "Lamb"}}, "the rate of another optimizer does not fit Muon"),
+    "onebit": ({"optimizer": {"type": "OnebitAdam"}}, "the rate of another optimizer does not fit Muon"),
+    "adamax": ({"optimizer": {"type": "Adamax"}}, "the rate of another optimizer does not fit Muon"),
     "typo": ({"optimizer": {"type": "AdamV"}}, 'expected "AdamW" or "Adam"; did you mean adam'),
     "text": ({"optimizer": "AdamW"}, "optimizer.type: got None, expected"),
     "list": ({"optimizer": {"type": "Adam", "params": [1]}}, "optimizer.params: expected an object, got [1]"),
     "amsgrad": ({"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, "params.amsgrad: got True, which the"),
     "key": ({"optimizer": {"type": "Adam", "params": {"betaas": [0, 0]}}}, "unknown key, did you mean betas?"),
     "value": ({"optimizer": {"type": "Adam", "params": {"lr": -1}}}, "optimizer.params.lr: got -1"),
-    "norm": ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}}, "key gradient_clipping instead"),
     "zero": ({"optimizer": ADAMW, "zero_optimization": ZERO}, "offload_optimizer.ratio: a part on the accelerator"),
 }
 

@@ -10,6 +10,7 @@ from torch import nn
 from helpers.distributed import run
 from helpers.logs import logged
 from helpers.paths import ROOT
+from helpers.startup_log import records
 from helpers.training import PARAMS, ds_config, make_engine
 from helpers.transformers_models import MODELS
 
@@ -52,3 +53,35 @@ def test_the_page_has_the_lines_of_the_log() -> None:
 @pytest.mark.parametrize("kind", REVIEWED)
 def test_every_model_is_reviewed_with_and_without_heads(kind: str) -> None:
     assert {f"{kind}, per_head_muon: {value}" for value in ("false", "true")} <= reviewed().keys()
+
+
+def log_with(scheduler: dict[str, Any] | None, **params: Any) -> list[tuple[str, str]]:
+    """What the log says at start of the learning rate and the momentum of a schedule."""
+    found = records(optimizer={"type": "Muon", "params": params}, **({"scheduler": scheduler} if scheduler else {}))
+    return [(level, text) for level, text in found if "scheduler.params" in text]
+
+
+def logs_of_schedules() -> list[list[tuple[str, str]]]:
+    cycle = {"cycle_min_lr": 1e-5, "cycle_max_lr": 1e-3}
+    return [
+        log_with({"type": "WarmupLR", "params": {"warmup_max_lr": 3e-5}}, lr=1e-3),
+        log_with({"type": "WarmupLR", "params": {}}, muon_lr=0.02, adam_lr=1e-3),
+        log_with({"type": "OneCycle", "params": cycle}, lr=1e-3),
+        log_with({"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3}}, lr=1e-3),
+        log_with({"type": "WarmupCosineLR", "params": {"total_num_steps": 9}}, lr=1e-3),
+        log_with({"type": "OneCycle", "params": cycle | {"cycle_momentum": False}}, lr=1e-3),
+        log_with(None, lr=1e-3),
+    ]
+
+
+def test_the_rate_and_the_momentum_of_a_schedule_are_named() -> None:
+    (found,) = run(logs_of_schedules, 1)
+    (rate,), (default,), (cycle,), *silent = found
+    assert rate == (
+        "WARNING",
+        "deepspeed-muon: scheduler.params.warmup_max_lr, 3e-05, is the learning rate, in place of optimizer.params.lr, "
+        "0.001; change warmup_max_lr to change the rate, and write the same value for both",
+    )
+    assert default[0] == "WARNING" and "warmup_max_lr, 0.001, is the" in default[1] and "muon_lr, 0.02;" in default[1]
+    assert cycle[0] == "INFO" and "between 0.8 and 0.9; Muon's momentum stays" in cycle[1]
+    assert silent == [[]] * 4

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""accelerate's configuration, which ``accelerate config`` writes: the ds_config that its fields stand for."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from deepspeed.muon.errors import SettingsError
+
+#: Fields that accelerate refuses beside ``deepspeed_config_file``, because the ds_config holds them.
+MOVED = (
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "zero_stage",
+    "offload_optimizer_device",
+    "offload_param_device",
+    "offload_optimizer_nvme_path",
+    "offload_param_nvme_path",
+    "zero3_save_16bit_model",
+)
+#: By ``mixed_precision``, what accelerate adds to a ds_config.
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "auto_cast": True}},
+    "fp8": {"bf16": {"enabled": True}},
+    "no": {},
+}
+
+
+def ds_config_of(path: str, section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ds_config that accelerate would make of its own fields, without an optimizer.
+
+    Raises:
+        SettingsError: the configuration is not one for DeepSpeed, or names a file with the ds_config.
+    """
+    kind = str(section.get("distributed_type", "DEEPSPEED")).upper()
+    fields = section.get("deepspeed_config") or {}
+    if kind != "DEEPSPEED" or not isinstance(fields, Mapping):
+        raise SettingsError(
+            f"--config {path}: accelerate's configuration with distributed_type {kind}; this Muon needs DEEPSPEED, and "
+            "a section deepspeed_config or a deepspeed_config_file"
+        )
+    if fields.get("deepspeed_config_file"):
+        raise SettingsError(
+            f"--config {path}: accelerate's configuration, not a ds_config; give the file that its "
+            f"deepspeed_config_file names, {fields['deepspeed_config_file']}"
+        )
+    stage = _number(path, fields, "zero_stage", 2)
+    zero: dict[str, Any] = {"stage": stage}
+    for part in ("optimizer", "param"):
+        device = fields.get(f"offload_{part}_device") or "none"
+        if device != "none":
+            folder = {"nvme_path": fields.get(f"offload_{part}_nvme_path")} if device == "nvme" else {}
+            zero[f"offload_{part}"] = {"device": device, **folder}
+    if stage == 3 and "zero3_save_16bit_model" in fields:
+        zero["stage3_gather_16bit_weights_on_model_save"] = _flag(fields["zero3_save_16bit_model"])
+    precision = str(section.get("mixed_precision") or "no").lower()
+    if precision not in PRECISIONS:
+        raise SettingsError(f"--config {path}: mixed_precision: got {precision!r}, expected {', '.join(PRECISIONS)}")
+    clipping = fields.get("gradient_clipping") or "auto"
+    return {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": _number(path, fields, "gradient_accumulation_steps", "auto"),
+        "gradient_clipping": clipping if clipping == "auto" else float(clipping),
+        **copy.deepcopy(PRECISIONS[precision]),
+        "zero_optimization": zero,
+    }
+
+
+def pointing_to(section: Mapping[str, Any], ds_config: str) -> str:
+    """Return accelerate's configuration as YAML with the ds_config's file in place of the fields that it holds."""
+    import yaml
+
+    kept = {key: value for key, value in section.items() if key != "mixed_precision"}
+    fields = {key: value for key, value in (section.get("deepspeed_config") or {}).items() if key not in MOVED}
+    kept["deepspeed_config"] = {"deepspeed_config_file": ds_config, **fields}
+    return yaml.safe_dump(kept, sort_keys=False)
+
+
+def _number(path: str, fields: Mapping[str, Any], key: str, default: Any) -> Any:
+    value = fields.get(key, default)
+    if value is None or value == "auto":
+        return default
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise SettingsError(f"--config {path}: deepspeed_config.{key}: got {value!r}, expected a number") from None
+
+
+def _flag(value: Any) -> bool:
+    return str(value).lower() in ("true", "1", "yes", "on")

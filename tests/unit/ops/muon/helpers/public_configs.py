@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ds_configs as public projects have them, all with AdamW or without an optimizer: combinations of their sections.
+
+`configs()` lists them by name, always the same. Each is the text of a file. `runnable` gives a config to a small model
+on a few ranks, as a project's own script or Hugging Face's Trainer does: it fills in "auto", batch sizes and folders.
+"""
+
+import copy
+import json
+from typing import Any
+
+from helpers.models import GLOBAL_BATCH
+
+COUNT = 200
+AUTO = "auto"
+
+#: The section `optimizer`, by the kind of project.
+OPTIMIZERS: dict[str, dict[str, Any] | None] = {
+    "trainer": {"type": "AdamW", "params": {"lr": AUTO, "betas": AUTO, "eps": AUTO, "weight_decay": AUTO}},
+    "none": None,
+    "megatron": {"type": "Adam", "params": {"lr": 6e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
+    "bert": {
+        "type": "Adam",
+        "params": {"lr": 4e-4, "weight_decay": 0.01, "bias_correction": True, "max_grad_norm": 1.0},
+    },
+    "rlhf": {"type": "AdamW", "params": {"lr": 9.65e-6, "betas": [0.9, 0.95], "weight_decay": 0.0}},
+    "vision": {"type": "Adam", "adam_w_mode": True, "params": {"lr": 1.5e-3, "betas": [0.9, 0.999], "eps": 1e-6}},
+    "cifar": {"type": "Adam", "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}},
+    "speech": {"type": "AdamW", "params": {"lr": "2e-4", "betas": [0.9, 0.98], "eps": "1e-9"}},
+    "bare": {"type": "AdamW"},
+    "empty": {"type": "AdamW", "params": {}},
+    "torch": {"type": "AdamW", "params": {"lr": 5e-5, "torch_adam": True, "adam_w_mode": True}},
+    "l2": {"type": "Adam", "params": {"lr": 1e-3, "adam_w_mode": False, "weight_decay": 1e-4}},
+    "fused": {"type": "AdamW", "params": {"lr": 2e-5, "fused": True, "amsgrad": False, "weight_decay": 0.05}},
+}
+#: The section `scheduler`.
+SCHEDULERS: dict[str, dict[str, Any] | None] = {
+    "none": None,
+    "trainer": {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": AUTO, "warmup_max_lr": AUTO, "warmup_num_steps": AUTO},
+    },
+    "trainer decay": {
+        "type": "WarmupDecayLR",
+        "params": {
+            "last_batch_iteration": -1,
+            "total_num_steps": AUTO,
+            "warmup_min_lr": AUTO,
+            "warmup_max_lr": AUTO,
+            "warmup_num_steps": AUTO,
+        },
+    },
+    "warm-up": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000}},
+    "linear": {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-4, "warmup_num_steps": 5, "warmup_type": "linear"},
+    },
+    "defaults": {"type": "WarmupLR", "params": {}},
+    "decay": {
+        "type": "WarmupDecayLR",
+        "params": {"total_num_steps": 100, "warmup_min_lr": 1e-6, "warmup_max_lr": 3e-4, "warmup_num_steps": 3},
+    },
+    "cosine": {"type": "WarmupCosineLR", "params": {"total_num_steps": 100, "warmup_num_steps": 4}},
+    "one cycle": {
+        "type": "OneCycle",
+        "params": {
+            "cycle_first_step_size": 1000,
+            "cycle_first_stair_count": 500,
+            "cycle_second_step_size": 1000,
+            "cycle_second_stair_count": 500,
+            "decay_step_size": 1000,
+            "cycle_min_lr": 0.0001,
+            "cycle_max_lr": 0.0010,
+            "decay_lr_rate": 0.001,
+            "cycle_min_mom": 0.85,
+            "cycle_max_mom": 0.99,
+            "decay_mom_rate": 0.0,
+        },
+    },
+    "one cycle, no momentum": {
+        "type": "OneCycle",
+        "params": {"cycle_min_lr": 1e-5, "cycle_max_lr": 1e-3, "cycle_first_step_size": 4, "cycle_momentum": False},
+    },
+    "range test": {
+        "type": "LRRangeTest",
+        "params": {"lr_range_test_min_lr": 1e-5, "lr_range_test_step_size": 2, "lr_range_test_staircase": False},
+    },
+}
+BUCKETS = {"allgather_bucket_size": 2e8, "reduce_bucket_size": 2e8, "overlap_comm": True, "contiguous_gradients": True}
+AUTO_BUCKETS = {
+    "reduce_bucket_size": AUTO,
+    "stage3_prefetch_bucket_size": AUTO,
+    "stage3_param_persistence_threshold": AUTO,
+}
+CPU = {"device": "cpu", "pin_memory": True}
+#: The section `zero_optimization`.
+ZERO: dict[str, dict[str, Any] | None] = {
+    "none": None,
+    "0": {"stage": 0},
+    "1": {"stage": 1, "reduce_bucket_size": 5e8},
+    "1 plain": {"stage": 1, "contiguous_gradients": False, "overlap_comm": False, "reduce_scatter": False},
+    "2 trainer": {"stage": 2, "allgather_partitions": True, "reduce_scatter": True, **BUCKETS},
+    "2 offload": {"stage": 2, "offload_optimizer": CPU, "round_robin_gradients": True, **BUCKETS},
+    "2 old offload": {"stage": 2, "cpu_offload": True, "contiguous_gradients": True},
+    "2 ignore": {"stage": 2, "ignore_unused_parameters": True, "load_from_fp32_weights": True},
+    "2 multi": {"stage": 2, "use_multi_rank_bucket_allreduce": False, "overlap_comm": True},
+    "3 trainer": {
+        "stage": 3,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        **AUTO_BUCKETS,
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "3 offload": {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU, **AUTO_BUCKETS},
+    "3 none": {
+        "stage": 3,
+        "offload_optimizer": {"device": "none", "nvme_path": None},
+        "offload_param": {"device": "none", "nvme_path": None},
+        "stage3_gather_16bit_weights_on_model_save": False,
+    },
+    "3 rlhf": {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 1e4,
+        "stage3_max_live_parameters": 3e7,
+        "stage3_prefetch_bucket_size": 3e7,
+        "memory_efficient_linear": False,
+    },
+    "3 small groups": {"stage": 3, "sub_group_size": 200, "stage3_prefetch_bucket_size": 0},
+    "3 old": {"stage": 3, "stage3_gather_fp16_weights_on_model_save": True, "cpu_offload_param": False},
+    "1 elastic": {"stage": 1, "elastic_checkpoint": True, "reduce_bucket_size": 5e8},
+    "3 hpz": {"stage": 3, "zero_hpz_partition_size": 1, "reduce_scatter": True},
+}
+#: Precision.
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "auto": {
+        "fp16": {
+            "enabled": AUTO,
+            "loss_scale": 0,
+            "loss_scale_window": 1000,
+            "initial_scale_power": 16,
+            "hysteresis": 2,
+            "min_loss_scale": 1,
+        },
+        "bf16": {"enabled": AUTO},
+    },
+    "bf16": {"bf16": {"enabled": True}},
+    "fp32": {},
+    "fp32 said": {"fp16": {"enabled": False}, "bf16": {"enabled": False}},
+    "fp16": {"fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 8, "loss_scale_window": 100}},
+    "fp16 static": {"fp16": {"enabled": True, "loss_scale": 128.0}},
+    "fp16 auto_cast": {"fp16": {"enabled": True, "auto_cast": True, "initial_scale_power": 10}},
+    "bfloat16": {"bfloat16": {"enabled": True}},
+    "bf16 fp32 gradients": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+    "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+    "communication": {"bf16": {"enabled": True}, "communication_data_type": "fp32"},
+}
+#: Everything else that DeepSpeed reads.
+EXTRAS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "printing": {"steps_per_print": 2000, "wall_clock_breakdown": False, "gradient_clipping": 1.0},
+    "auto clipping": {"gradient_clipping": AUTO, "steps_per_print": 1e5},
+    "clock": {"wall_clock_breakdown": True, "steps_per_print": 1, "gradient_clipping": 0.1},
+    "scaling": {"prescale_gradients": False, "gradient_predivide_factor": 1.0},
+    "prescaled": {"prescale_gradients": True, "gradient_predivide_factor": 2.0},
+    "flops": {
+        "flops_profiler": {
+            "enabled": True,
+            "profile_step": 1,
+            "module_depth": -1,
+            "top_modules": 3,
+            "detailed": True,
+            "output_file": "FOLDER/flops.txt",
+        }
+    },
+    "checkpointing": {
+        "activation_checkpointing": {
+            "partition_activations": True,
+            "cpu_checkpointing": False,
+            "contiguous_memory_optimization": False,
+            "number_checkpoints": None,
+            "synchronize_checkpoint_boundary": False,
+            "profile": False,
+        }
+    },
+    "aio": {
+        "aio": {
+            "block_size": 262144,
+            "queue_depth": 32,
+            "thread_count": 1,
+            "single_submit": False,
+            "overlap_events": True,
+        }
+    },
+    "csv": {"csv_monitor": {"enabled": True, "output_path": "FOLDER/csv", "job_name": "run"}},
+    "tensorboard": {"tensorboard": {"enabled": True, "output_path": "FOLDER/tb", "job_name": "run"}},
+    "wandb off": {"wandb": {"enabled": False, "group": "g", "team": "t", "project": "p"}},
+    "comms logger": {
+        "comms_logger": {"enabled": True, "verbose": False, "prof_all": True, "debug": False, "prof_ops": []}
+    },
+    "data efficiency": {
+        "data_efficiency": {
+            "enabled": True,
+            "seed": 1234,
+            "data_routing": {"enabled": False, "random_ltd": {"enabled": False}},
+            "data_sampling": {"enabled": False, "num_epochs": 1},
+        }
+    },
+    "checkpoint": {
+        "checkpoint": {"tag_validation": "Warn", "load_universal": False, "parallel_write": {"pipeline_stage": False}}
+    },
+    "node storage": {"checkpoint": {"use_node_local_storage": False, "tag_validation": "Fail"}},
+    "untested": {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False},
+    "dump": {"dump_state": True, "memory_breakdown": False},
+    "hybrid off": {"hybrid_engine": {"enabled": False, "max_out_tokens": 512, "inference_tp_size": 1}},
+    "autotuning off": {"autotuning": {"enabled": False, "fast": True}},
+    "timers": {"timers": {"throughput": {"enabled": True, "synchronized": True}}, "dataloader_drop_last": True},
+    "pipeline": {"pipeline": {"stages": AUTO, "partition": "best", "activation_checkpoint_interval": 0}},
+    "gather": {"disable_allgather": True, "seq_parallel_communication_data_type": "fp32", "disable_python_gc": False},
+    "compile off": {"compile": {"deepcompile": False}},
+    "comment": {"_comment": "from a public repository", "vocabulary_size": None},
+    "topology of 1": {"sequence_parallel_size": 1, "use_data_before_expert_parallelism": False},
+    "monitors off": {"comet": {"enabled": False, "project": "p"}, "log_level": "warning"},
+    "managed": {"managed_gradient_accumulation": True, "weight_quantization": {"enabled": False}},
+    "mean": {"gradient_allreduce_op": "mean", "gradient_clipping": 0.5},
+    "experts off": {"expert_parallel": {"enabled": False}, "steps_per_print": 100},
+    "sparse attention": {"sparse_attention": {"mode": "fixed", "block": 16, "num_local_blocks": 4}},
+    "tensor parallel of 1": {"tensor_parallel": {"autotp_size": 1}},
+}
+#: What files still have and DeepSpeed 0.19.8 refuses with every optimizer, on or off.
+REMOVED: dict[str, dict[str, Any]] = {
+    "curriculum": {"curriculum_learning": {"enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8}},
+    "layer drop": {"progressive_layer_drop": {"enabled": False, "theta": 0.5, "gamma": 0.001}},
+    "eigenvalue": {"eigenvalue": {"enabled": False, "verbose": False, "max_iter": 100, "tol": 1e-2}},
+    "sparse gradients": {"sparse_gradients": True},
+    "Apex": {"amp": {"enabled": True, "opt_level": "O1"}},
+    "elasticity": {"elasticity": {"enabled": True, "max_train_batch_size": 2000, "micro_batch_sizes": [2, 4, 6]}},
+    "compression": {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}},
+    "quantize": {"quantize_training": {"enabled": True}},
+    "nebula": {"nebula": {"enabled": True, "persistent_storage_path": "/foo"}},
+    "graph harvesting": {"graph_harvesting": True},
+}
+#: Batch sizes.
+BATCHES: dict[str, dict[str, Any]] = {
+    "trainer": {
+        "train_batch_size": AUTO,
+        "train_micro_batch_size_per_gpu": AUTO,
+        "gradient_accumulation_steps": AUTO,
+    },
+    "whole": {"train_batch_size": 4096},
+    "micro": {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2},
+    "strings": {"train_micro_batch_size_per_gpu": 4},
+    "both": {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 32},
+}
+#: How a file is written.
+STYLES = ("json", "json", "comments", "hjson", "yaml", "json")
+#: What Hugging Face's Trainer fills in, by the last part of the key.
+FILLED: dict[str, Any] = {
+    "lr": 1e-3,
+    "betas": [0.9, 0.999],
+    "eps": 1e-8,
+    "weight_decay": 0.01,
+    "warmup_min_lr": 0,
+    "warmup_max_lr": 1e-3,
+    "warmup_num_steps": 2,
+    "total_num_steps": 20,
+    "gradient_clipping": 1.0,
+    "reduce_bucket_size": 4096,
+    "stage3_prefetch_bucket_size": 3686,
+    "stage3_param_persistence_threshold": 640,
+    "stages": AUTO,
+}
+
+
+def configs() -> dict[str, dict[str, Any]]:
+    """The configs by name: `text` of the file, its `suffix`, and whether `bf16` fills in the precision."""
+    tables = (OPTIMIZERS, SCHEDULERS, ZERO, PRECISIONS, EXTRAS, BATCHES)
+    found: dict[str, dict[str, Any]] = {}
+    for index in range(COUNT):
+        # The tables' sizes have no common period below COUNT, so that each combination differs.
+        names = [
+            list(table)[(index * step + index // len(table)) % len(table)]
+            for table, step in zip(tables, STEPS, strict=True)
+        ]
+        optimizer, scheduler, zero, precision, extra, batch = names
+        config = copy.deepcopy(
+            BATCHES[batch]
+            | ({} if ZERO[zero] is None else {"zero_optimization": ZERO[zero]})
+            | PRECISIONS[precision]
+            | ({} if OPTIMIZERS[optimizer] is None else {"optimizer": OPTIMIZERS[optimizer]})
+            | ({} if SCHEDULERS[scheduler] is None else {"scheduler": SCHEDULERS[scheduler]})
+            | EXTRAS[extra]
+        )
+        style = STYLES[index % len(STYLES)]
+        name = f"{index}: optimizer {optimizer}; scheduler {scheduler}; ZeRO {zero}; {precision}; {extra}; {style}"
+        found[name] = {
+            "text": _written(config, style),
+            "suffix": "yaml" if style == "yaml" else "json",
+            "config": config,
+        }
+    return found
+
+
+#: Steps through the tables from one config to the next.
+STEPS = (1, 1, 3, 1, 5, 1)
+
+
+def _written(config: dict[str, Any], style: str) -> str:
+    text = json.dumps(config, indent=4)
+    if style == "comments":
+        return "// from a public repository\n" + text.replace("{\n", "{ # a comment\n", 2)
+    if style == "hjson":
+        import hjson
+
+        return hjson.dumps(config)
+    if style == "yaml":
+        import yaml
+
+        return yaml.safe_dump(config, sort_keys=False)
+    return text
+
+
+def runnable(config: dict[str, Any], world: int, folder: str, is_bf16: bool) -> dict[str, Any]:
+    """The config with what a script, a Trainer and a launcher fill in for `world` ranks."""
+    accumulation = config.get("gradient_accumulation_steps", 1)
+    accumulation = 1 if accumulation == AUTO else int(accumulation)
+    filled = _filled(copy.deepcopy(config), folder, is_bf16)
+    filled.pop("train_batch_size", None)
+    return filled | {
+        "train_micro_batch_size_per_gpu": GLOBAL_BATCH // (world * accumulation),
+        "gradient_accumulation_steps": accumulation,
+    }
+
+
+def _filled(section: Any, folder: str, is_bf16: bool, above: str = "") -> Any:
+    if isinstance(section, str):
+        return section.replace("FOLDER", folder)
+    if not isinstance(section, dict):
+        return section
+    for key, value in section.items():
+        if value == AUTO and key == "enabled":
+            section[key] = is_bf16 if above == "bf16" else False
+        elif value == AUTO:
+            section[key] = FILLED.get(key, AUTO)
+        else:
+            section[key] = _filled(value, folder, is_bf16, key)
+    return section
