@@ -122,9 +122,7 @@ class Exchange:
         for name in held.keys() & sizes.keys():
             vectors[name].copy_(held[name])
         if self.group is not None:
-            from deepspeed import comm  # type: ignore[attr-defined]
-
-            comm.all_reduce(flat, group=self.group)  # exact: all but one summand are zero
+            torch.distributed.all_reduce(flat, group=self.group)  # exact: all but one summand are zero
         return {name: vector.cpu() for name, vector in vectors.items()}
 
     def run(self, plan: Plan, prepare: Work, compute: Work, apply: Work, phase: Phase) -> None:

@@ -115,15 +115,11 @@ class OwnerSet:
                 self._gather(one_out.diagonal, torch.cat(diagonals, dim=1))
 
     def _add(self, tensor: Tensor) -> None:
-        from deepspeed import comm  # type: ignore[attr-defined]
-
-        self.run(functools.partial(comm.all_reduce, tensor, group=self.group, async_op=True))
+        self.run(functools.partial(torch.distributed.all_reduce, tensor, group=self.group, async_op=True))
 
     def _gather(self, into: Tensor, part: Tensor) -> None:
-        from deepspeed import comm  # type: ignore[attr-defined]
-
         flat = into.view(-1), part.contiguous().view(-1)
-        self.run(functools.partial(comm.all_gather_into_tensor, *flat, group=self.group, async_op=True))
+        self.run(functools.partial(torch.distributed.all_gather_into_tensor, *flat, group=self.group, async_op=True))
 
 
 def _each(matrices: Symmetric) -> list[Symmetric]:

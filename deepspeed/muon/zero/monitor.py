@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import deepspeed.comm as comm
+import torch
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed.muon.optimizer import MuonWithAuxAdam
@@ -136,7 +136,7 @@ class Recorder:
         names = [*SIZES.values(), *(f"{measure}/{name}" for measure in measures for name in self._labels)]
         names += [*(f"{LOGIT}/{layer}" for layer in self._layers), *(f"{m}/{sample.label}" for m in SAMPLED)]
         sums = stats.sums(names).to(get_accelerator().current_device_name())
-        comm.all_reduce(sums)
+        torch.distributed.all_reduce(sums)
         return values_of(names, sums)
 
 
@@ -145,7 +145,9 @@ def _timed(timers: Any) -> Callable[[str], Any]:
     def phase(name: str) -> Iterator[None]:
         timer = timers(f"muon_{name}")
         timer.start()
-        yield
-        timer.stop()
+        try:
+            yield
+        finally:
+            timer.stop()
 
     return phase

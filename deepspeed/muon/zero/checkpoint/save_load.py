@@ -91,7 +91,7 @@ class _Save:
         self.save_id = ""
         #: Those that this rank has begun to write.
         self.files: list[Path] = []
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
     def together(self, act: Callable[[], Any]) -> Any:
         """:func:`consensus.together` with the error of a save."""
@@ -147,13 +147,13 @@ class _Save:
         try:
             with replaced(self.engine, **on_engine), replaced(self.engine.checkpoint_engine, **on_files):
                 yield
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self.error = self.error or error
 
     def _attempt(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         try:
             return original(*args, **kwargs)
-        except Exception as error:  # told to all ranks once they have all come to the end of the save
+        except (Exception, SystemExit) as error:  # told to all ranks once they have all come to the end of the save
             self.error = self.error or error
 
     def _write(self, original: Callable, state_dict: Any, path: str) -> None:
