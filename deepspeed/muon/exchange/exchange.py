@@ -141,8 +141,6 @@ class Exchange:
 
         ``phase`` is entered around each phase, by name; ``exchange`` is the time spent waiting.
         """
-        for size in plan.set_sizes:
-            set_of(self.group, size)
         slots, count = plan.slots(staged=self.staging is not None), len(plan.buckets)
         there = int(slots > 1 and not (self.staging is None and plan.is_replicated))
         to_apply = there + int(slots > 1)

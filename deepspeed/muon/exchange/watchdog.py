@@ -59,8 +59,13 @@ class PendingCollective:
         self._handle = _mark_after_wait(self._device)
 
     def is_slow(self) -> bool:
-        """Whether it has been under way for longer than ``SLOW``; asks the backend only then."""
-        return time.monotonic() - self.since > SLOW and not self._handle.is_completed()
+        """Whether it has been under way for longer than ``SLOW``; asks the backend only then, until it has ended."""
+        handle = self._handle
+        if handle is None or time.monotonic() - self.since <= SLOW:
+            return False
+        if is_over := handle.is_completed():
+            self._handle = None  # never ask again: an event that is asked may spoil the capture of a CUDA graph
+        return not is_over
 
     def location(self) -> str:
         """Its bucket and its age, for a message."""
@@ -90,7 +95,7 @@ class PendingCollective:
 def _mark_after_wait(device: torch.device) -> Any:
     """Says whether the collective has ended. On a CPU it has; elsewhere the current stream waits, and an event says."""
     if device.type == "cpu":
-        return SimpleNamespace(is_completed=lambda: True)
+        return None
     event = torch.get_device_module(device).Event()
     event.record()
     return SimpleNamespace(is_completed=event.query)

@@ -150,9 +150,10 @@ def test_deepspeeds_timers_show_the_phases(stage: int) -> None:
 @pytest.mark.parametrize("kind", ["timers", "stats"])
 def test_a_phase_that_raises_ends(kind: str) -> None:
     """The error of a phase is not hidden by a timer that runs on, in the next step or around it."""
+    from deepspeed.utils.timer import SynchronizedWallClockTimer
+
     from deepspeed.muon.step_stats import StepStats
     from deepspeed.muon.zero.monitor import _timed
-    from deepspeed.utils.timer import SynchronizedWallClockTimer
 
     timers, stats = SynchronizedWallClockTimer(), StepStats(lambda: None)
     phase = _timed(timers) if kind == "timers" else stats.phase
