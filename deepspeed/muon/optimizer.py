@@ -20,10 +20,12 @@ from deepspeed.muon.config.schema import MuonConfig, parse
 from deepspeed.muon.errors import UnsupportedError
 from deepspeed.muon.exchange.data_parallel import check_agreement, make_sets, unwrapped
 from deepspeed.muon.exchange.exchange import BucketBuffers, Exchange, gather, join, processes, scatter
+from deepspeed.muon.exchange.failures import step_of_all
 from deepspeed.muon.exchange.groups import limit_time
 from deepspeed.muon.exchange.host_staging import Staging
 from deepspeed.muon.exchange.owner_set import ranks_of_set
 from deepspeed.muon.exchange.partition import Partition, whole_partition
+from deepspeed.muon.exchange.watchdog import start_watchdog
 from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.probe import warm
 from deepspeed.muon.kernels.rounding import key_of
@@ -360,6 +362,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             UnsupportedError: a matrix has owners that are a part of DDP's ranks, and these are a part of the world.
         """
         lacking = sorted(kind for kind, reason in self.lacking.items() if reason)
+        start_watchdog()
         facts = self.config.digest(), str(lacking), self.digest(), str(_steps_done(lambda: self))
         check_agreement(facts, self._replicas, self.compute_device)
         make_sets(self.owner_sets, self._replicas, self.compute_device)
@@ -418,6 +421,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     # ---- the step -------------------------------------------------------------------------------------
 
+    @step_of_all
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the tensors of the groups that are present.

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from deepspeed.muon.exchange.failures import told_to_all
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.step_stats import (
     CAUTIOUS,
@@ -51,8 +52,9 @@ def take_step(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Non
         return original(engine, *args, **kwargs)
 
     def step() -> None:
-        optimizer.begin_step()
-        original(engine, *args, **kwargs)
+        with told_to_all():
+            optimizer.begin_step()
+            original(engine, *args, **kwargs)
 
     recorder, skipped = engine._muon_recorder, engine.skipped_steps
     if recorder is not None and recorder.is_due(engine):

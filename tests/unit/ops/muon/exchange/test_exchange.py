@@ -274,3 +274,27 @@ def fail_inside_the_exchange(stage: int) -> None:
 def test_a_rank_that_dies_in_the_exchange_ends_the_others() -> None:
     with pytest.raises(RankError, match="ended with code 3"):
         run(fail_inside_the_exchange, 2, fresh=True, stage=3)
+
+
+def raise_in_a_step(stage: int, rank: int) -> None:
+    """An exception on one rank, which its script catches, so that the process and its connections live on."""
+    import torch.distributed as dist
+
+    from deepspeed.muon.optimizer import MuonWithAuxAdam
+
+    def fail(*args: Any) -> None:
+        raise TypeError("a matrix of one column")
+
+    if dist.get_rank() == rank:
+        MuonWithAuxAdam._orthogonalize = fail
+    try:
+        train_on_gradients(SHAPES, 1, stage=stage)
+    except TypeError:
+        time.sleep(30)
+
+
+@pytest.mark.parametrize(("stage", "rank"), [(3, 1), pytest.param(1, 0, marks=pytest.mark.full)])
+def test_an_exception_in_a_step_ends_the_others_with_its_words(stage: int, rank: int) -> None:
+    text = rf"ended with code 1(.|\n)*another has left.*rank {rank}: TypeError: a matrix of one"
+    with pytest.raises(RankError, match=text):
+        run(raise_in_a_step, 2, fresh=True, timeout=40, stage=stage, rank=rank)
