@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
@@ -32,6 +33,7 @@ class Bound:
     ``dtype`` of Newton-Schulz. By rows and columns of the matrix, each found once: ``method`` and ``kernels`` of
     Newton-Schulz, and ``scale`` of the update.
     ``together``: updates all runs of a call in one kernel; ``None``: each run has its own.
+    ``settings``: of the parameter group, and how Newton-Schulz runs.
     """
 
     partition: Partition
@@ -42,6 +44,14 @@ class Bound:
     kernels: Callable[[int, int], Operations]
     scale: Callable[[int, int], float]
     together: RunOperations | None
+    settings: str
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of what decides which collectives a rank joins, and which bits it gets."""
+        slots = self.plan.slots(staged=self.exchange.staging is not None)
+        facts = self.plan.digest, slots, self.plan.set_sizes, self.exchange.dtype, self.dtype, self.settings
+        return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
     @cached_property
     def calls(self) -> dict[int, list[Call]]:
@@ -102,6 +112,7 @@ def bind_partition(
         kernels=cache(partial(with_products, kernels, tables, choice)),
         scale=cache(partial(scale_factor, group["adjust_lr_fn"], rms_scale=config.rms_scale)),
         together=_together(partition, kernels, exchange),
+        settings=repr((choice.pinned(), sorted((key, value) for key, value in group.items() if key != "params"))),
     )
 
 

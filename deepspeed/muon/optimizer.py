@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,10 +18,14 @@ from deepspeed.muon.bound import Bound, bind_partition
 from deepspeed.muon.config.presets import preset_named
 from deepspeed.muon.config.schema import MuonConfig, parse
 from deepspeed.muon.errors import UnsupportedError
-from deepspeed.muon.exchange.data_parallel import check_agreement, unwrapped
+from deepspeed.muon.exchange.data_parallel import check_agreement, make_sets, unwrapped
 from deepspeed.muon.exchange.exchange import BucketBuffers, Exchange, gather, join, processes, scatter
+from deepspeed.muon.exchange.failures import step_of_all
+from deepspeed.muon.exchange.groups import limit_time
 from deepspeed.muon.exchange.host_staging import Staging
+from deepspeed.muon.exchange.owner_set import ranks_of_set
 from deepspeed.muon.exchange.partition import Partition, whole_partition
+from deepspeed.muon.exchange.watchdog import start_watchdog
 from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.probe import warm
 from deepspeed.muon.kernels.rounding import key_of
@@ -223,6 +228,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 continue
             choice = pinned_in(group, tuning.choice, self.config.ns_dtype)
             how = self.config, choice, self.kernels, tables
+            if partition.group is not None:
+                limit_time(partition.group)
             among = exchange(group=partition.group, name=group["name"])
             bound = bind_partition(partition, group, *how, among, self.ranks_per_node)
             self._bound[id(partition.tensors[0])] = bound
@@ -306,6 +313,26 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         return [bound.plan for bound in self._bound.values()]
 
     @property
+    def owner_sets(self) -> set[tuple[int, ...]]:
+        """The ranks with which this one owns matrices, without sets that are all ranks of a partition."""
+        return {
+            ranks_of_set(bound.partition.group, size)
+            for bound in self._bound.values()
+            for size in bound.plan.set_sizes
+            if size < bound.plan.world_size
+        }
+
+    @property
+    def compute_device(self) -> torch.device:
+        """Where Newton-Schulz and the exchange run; of a bound optimizer."""
+        assert self._binding is not None
+        return self._binding[2]
+
+    def digest(self) -> str:
+        """A hash of what decides how the ranks of a partition communicate and which bits they get; of a bound one."""
+        return hashlib.sha256("".join(bound.digest for bound in self._bound.values()).encode()).hexdigest()[:16]
+
+    @property
     def exchange(self) -> Exchange:
         """The exchange of the first partition; all have the same dtype, device and workspace."""
         return next(iter(self._bound.values())).exchange
@@ -353,10 +380,19 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         # Ranks that race apart might choose apart.
         choose = candidates.without_race if processes() > 1 else partial(candidates.alone, world_size=1)
         self.bind(partitions, choose(self.shapes))
-        if self._replicas:
-            lacking = str(sorted(kind for kind, reason in self.lacking.items() if reason))
-            digests = self.config.digest(), lacking, *(plan.digest for plan in self.plans)
-            check_agreement(digests, self._replicas, device)
+
+    def _agree_with_replicas(self) -> None:
+        """Compare with DDP's other ranks in every step, as one of them alone may have loaded a state since the last.
+
+        Raises:
+            RuntimeError: the ranks differ.
+            UnsupportedError: a matrix has owners that are a part of DDP's ranks, and these are a part of the world.
+        """
+        lacking = sorted(kind for kind, reason in self.lacking.items() if reason)
+        start_watchdog()
+        facts = self.config.digest(), str(lacking), self.digest(), str(_steps_done(lambda: self))
+        check_agreement(facts, self._replicas, self.compute_device)
+        make_sets(self.owner_sets, self._replicas, self.compute_device)
 
     def warn_of_no_matrix(self) -> None:
         """Log that AdamW updates everything, and why."""
@@ -418,6 +454,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     # ---- the step -------------------------------------------------------------------------------------
 
     @torch._disable_dynamo  # a script may compile the function that calls it; there is nothing to gain inside
+    @step_of_all
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the tensors of the groups that are present.
 
@@ -435,6 +472,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     def _step(self) -> None:
         if self._binding is None and not self._bind_on_first_use():
             return
+        if self._replicas is not None and not self.is_stepped_in_parts:
+            self._agree_with_replicas()
         if not self.is_stepped_in_parts:
             self.begin_step()
         if not self.is_finite():

@@ -66,8 +66,10 @@ class StepStats:
     def phase(self, name: str) -> Iterator[None]:
         """Add the time spent inside to this phase, but not what was spent to measure."""
         started = self._now(name)
-        yield
-        self.seconds[name] += self._now(name) - started
+        try:
+            yield
+        finally:
+            self.seconds[name] += self._now(name) - started
 
     def _now(self, name: str) -> float:
         """The time of a clock that stands still during a phase inside of this one."""

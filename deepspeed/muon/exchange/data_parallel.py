@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from deepspeed.muon.errors import UnsupportedError
 from deepspeed.muon.exchange.exchange import all_maxima
+from deepspeed.muon.exchange.groups import is_made, make_groups
 
 
 def unwrapped(model: nn.Module) -> tuple[nn.Module, Any]:
@@ -51,6 +52,29 @@ def check_agreement(digests: Iterable[str], group: Any, device: torch.device) ->
     if highest != -lowest:
         raise RuntimeError(
             "the ranks of DistributedDataParallel have built MuonWithAuxAdam with different settings or kernels, or "
-            "for different parameters; build it identically on every rank, with kernels='torch' if some cannot compile "
-            "them"
+            "for different parameters, or have loaded different states; build it identically on every rank, with "
+            "kernels='torch' if some cannot compile them, and load the same state on every rank"
         )
+
+
+def make_sets(sets: Collection[Sequence[int]], group: Any, device: torch.device) -> None:
+    """Make the process groups of the owners of matrices that do not exist yet; a collective of the world.
+
+    Args:
+        sets: of this rank; those of DDP's ranks have the same sizes.
+        group: DDP's.
+        device: of the tensors that they will send.
+
+    Raises:
+        UnsupportedError: DDP's ranks are not all ranks, and the others do not join.
+    """
+    if all(map(is_made, sets)):
+        return
+    ranks = torch.distributed.get_process_group_ranks(group)
+    if len(ranks) < torch.distributed.get_world_size():
+        raise UnsupportedError(
+            "owners_per_matrix: in DistributedDataParallel over a part of all ranks a matrix has 1 owner or "
+            f"{len(ranks)}, as only all ranks together can make the process groups of others"
+        )
+    sizes = {len(one) for one in sets}
+    make_groups([ranks[first : first + size] for size in sizes for first in range(0, len(ranks), size)], device)

@@ -122,9 +122,7 @@ class Exchange:
         for name in held.keys() & sizes.keys():
             vectors[name].copy_(held[name])
         if self.group is not None:
-            from deepspeed import comm  # type: ignore[attr-defined]
-
-            comm.all_reduce(flat, group=self.group)  # exact: all but one summand are zero
+            torch.distributed.all_reduce(flat, group=self.group)  # exact: all but one summand are zero
         return {name: vector.cpu() for name, vector in vectors.items()}
 
     def run(self, plan: Plan, prepare: Work, compute: Work, apply: Work, phase: Phase) -> None:
@@ -143,8 +141,6 @@ class Exchange:
 
         ``phase`` is entered around each phase, by name; ``exchange`` is the time spent waiting.
         """
-        for size in plan.set_sizes:
-            set_of(self.group, size)
         slots, count = plan.slots(staged=self.staging is not None), len(plan.buckets)
         there = int(slots > 1 and not (self.staging is None and plan.is_replicated))
         to_apply = there + int(slots > 1)

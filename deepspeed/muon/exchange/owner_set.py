@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed.muon.exchange.groups import group_of
 from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.table import PLAIN, Operations, Scalars, Symmetric
 from deepspeed.muon.kernels.workspace import Workspace
@@ -24,22 +25,16 @@ from deepspeed.muon.plan.memory import SUM_ELEMENTS
 from deepspeed.muon.plan.slices import neighbours
 
 
-def set_of(group: Any, size: int) -> Any:
-    """The process group of the ``size`` neighbours in ``group`` to which this rank belongs.
-
-    All of them make it together, at the first call, while no other collective is under way.
-    """
+def ranks_of_set(group: Any, size: int) -> tuple[int, ...]:
+    """The ``size`` neighbours in ``group`` to which this rank belongs, as ranks of the world."""
     ranks = torch.distributed.get_process_group_ranks(group)
     first = torch.distributed.get_rank(group) // size * size
-    if size == len(ranks):
-        return group
-    return _group_of(torch.distributed.group.WORLD, tuple(ranks[first : first + size]))
+    return tuple(ranks[first : first + size])
 
 
-@functools.cache
-def _group_of(world: Any, ranks: tuple[int, ...]) -> Any:
-    # Once per set of ranks: torch names such groups by their ranks, and a second of one name does not come about.
-    return torch.distributed.new_group(list(ranks), use_local_synchronization=True)
+def set_of(group: Any, size: int) -> Any:
+    """The process group of :func:`ranks_of_set`, which has been made before."""
+    return group if size == torch.distributed.get_world_size(group) else group_of(ranks_of_set(group, size))
 
 
 def neighbours_in(group: Any, ranks_per_node: int) -> int:
@@ -63,7 +58,8 @@ class OwnerSet:
 
     def operations(self, kernels: Operations) -> Operations:
         """``kernels`` for a slice."""
-        ours = replace(kernels, normalize=self._normalize, square=functools.partial(self._square, kernels))
+        square = functools.partial(self._square, kernels)
+        ours = replace(kernels, normalize=self._normalize, square=square, is_slice=True)
         if self.size < SPLIT_FROM:
             return ours
         return replace(ours, product=functools.partial(self._product, kernels), in_place=True)
@@ -115,15 +111,11 @@ class OwnerSet:
                 self._gather(one_out.diagonal, torch.cat(diagonals, dim=1))
 
     def _add(self, tensor: Tensor) -> None:
-        from deepspeed import comm  # type: ignore[attr-defined]
-
-        self.run(functools.partial(comm.all_reduce, tensor, group=self.group, async_op=True))
+        self.run(functools.partial(torch.distributed.all_reduce, tensor, group=self.group, async_op=True))
 
     def _gather(self, into: Tensor, part: Tensor) -> None:
-        from deepspeed import comm  # type: ignore[attr-defined]
-
         flat = into.view(-1), part.contiguous().view(-1)
-        self.run(functools.partial(comm.all_gather_into_tensor, *flat, group=self.group, async_op=True))
+        self.run(functools.partial(torch.distributed.all_gather_into_tensor, *flat, group=self.group, async_op=True))
 
 
 def _each(matrices: Symmetric) -> list[Symmetric]:

@@ -21,11 +21,14 @@ from typing import Any
 import torch
 
 from deepspeed.muon.errors import ExchangeError
+from deepspeed.muon.exchange.failures import GRACE, end_if_left_alone, words
 from deepspeed.muon.log import logger
 
 CPU = torch.device("cpu")
 #: Seconds after which an unfinished collective is named in the log.
 SLOW = 60.0
+#: Seconds between two looks at the collectives.
+TICK = 1.0
 #: At most this many matrices of a bucket are named.
 NAMED = 4
 
@@ -59,8 +62,17 @@ class PendingCollective:
         self._handle = _mark_after_wait(self._device)
 
     def is_slow(self) -> bool:
-        """Whether it has been under way for longer than ``SLOW``; asks the backend only then."""
-        return time.monotonic() - self.since > SLOW and not self._handle.is_completed()
+        """Whether it has been under way for longer than ``SLOW``."""
+        return self.is_older_than(SLOW)
+
+    def is_older_than(self, seconds: float) -> bool:
+        """Whether it has been under way for so long; asks the backend only then, until it has ended."""
+        handle = self._handle
+        if handle is None or time.monotonic() - self.since <= seconds:
+            return False
+        if is_over := handle.is_completed():
+            self._handle = None  # never ask again: an event that is asked may spoil the capture of a CUDA graph
+        return not is_over
 
     def location(self) -> str:
         """Its bucket and its age, for a message."""
@@ -80,17 +92,18 @@ class PendingCollective:
             if type(error) is not plain and not isinstance(error, torch.distributed.DistError):
                 logger.error("deepspeed-muon: %s in %s", type(error).__name__, self.location())
                 raise
+            told = f". First to fail in this step was {first}" if (first := words()) else ""
             raise ExchangeError(
                 f"the exchange failed in {self.location()}: another rank died, or did not come within the timeout of "
                 "the process group; look first at the log of a rank without this error. If ranks are only slow, "
-                f"set DEEPSPEED_TIMEOUT (minutes). The backend says: {error}"
+                f"set DEEPSPEED_TIMEOUT (minutes). The backend says: {error}{told}"
             ) from error
 
 
 def _mark_after_wait(device: torch.device) -> Any:
     """Says whether the collective has ended. On a CPU it has; elsewhere the current stream waits, and an event says."""
     if device.type == "cpu":
-        return SimpleNamespace(is_completed=lambda: True)
+        return None
     event = torch.get_device_module(device).Event()
     event.record()
     return SimpleNamespace(is_completed=event.query)
@@ -109,6 +122,10 @@ class PendingCollectives:
         collective = PendingCollective(f"bucket {bucket} of group {self._group}", names, launch, self._device)
         self._recent.append(collective)
         return collective
+
+    def is_waiting(self) -> bool:
+        """Whether a collective has not ended for ``GRACE`` seconds."""
+        return any(collective.is_older_than(GRACE) for collective in list(self._recent))
 
     def report_slow(self) -> None:
         """Log the first slow collective, once."""
@@ -130,7 +147,9 @@ def start_watchdog() -> None:
 
 def _watch() -> None:
     while True:
-        time.sleep(SLOW / 4)
+        time.sleep(TICK)
         with suppress(RuntimeError):  # of the backend, or because the set changes meanwhile: the next round sees it
-            for collectives in list(_all):
+            everyone = list(_all)
+            end_if_left_alone(lambda everyone=everyone: any(one.is_waiting() for one in everyone))  # type: ignore[misc]
+            for collectives in everyone:
                 collectives.report_slow()

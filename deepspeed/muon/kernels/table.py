@@ -109,5 +109,8 @@ class Operations:
     multiply: Callable[..., Tensor]
     #: Whether ``product`` may write into one of its factors.
     in_place: bool = False
+    #: Whether a matrix is a slice of one, whose other slices take part in every operation. What decides the size of an
+    #: operation must then be equal on all machines.
+    is_slice: bool = False
     #: ``None`` where a call costs little, so that each run has its own.
     runs: RunOperations | None = None

@@ -60,19 +60,19 @@ class Workspace:
         return sum(tensor.numel() * tensor.element_size() for tensor in self._storage.values())
 
 
-def matrices_together(x: Tensor, dtype: torch.dtype, small: int) -> int:
+def matrices_together(x: Tensor, dtype: torch.dtype, small: int, threads: int | None = None) -> int:
     """How many of the matrices ``[batch, rows, cols]``, with Gram matrices of size ``small``, to orthogonalize at a
     time in ``dtype``.
 
     On an accelerator as many as :data:`BATCH_BYTES` of temporaries allow; on a CPU as many as its caches hold, and at
-    least one per thread.
+    least one for each of ``threads``, by default torch's.
     """
-    return batch_limit(x.size(-2) * x.size(-1), small, dtype.itemsize, is_accelerator(x.device))
+    return batch_limit(x.size(-2) * x.size(-1), small, dtype.itemsize, is_accelerator(x.device), threads)
 
 
-def batch_limit(numel: int, small: int, itemsize: int, accelerator: bool) -> int:
+def batch_limit(numel: int, small: int, itemsize: int, accelerator: bool, threads: int | None = None) -> int:
     """:func:`matrices_together` by elements of a matrix, size of its Gram matrix, and bytes of an element."""
     nbytes = max(1, itemsize * (numel + 4 * small * small))  # a second X, and up to four small matrices
     if accelerator:
         return max(1, BATCH_BYTES // nbytes)
-    return max(torch.get_num_threads(), CACHED_BYTES // (nbytes + itemsize * numel))
+    return max(threads or torch.get_num_threads(), CACHED_BYTES // (nbytes + itemsize * numel))

@@ -126,7 +126,8 @@ def orthogonalize(
     scaled, lengths = for_larger_norm(schedule, NORM), segments(schedule, name_of(dtype))
     if gram_axis is None:
         gram_axis = int(x.size(-2) > x.size(-1))
-    for part in x.split(matrices_together(x, dtype, x.size(gram_axis - 2))):
+    threads = 1 if kernels.is_slice else None
+    for part in x.split(matrices_together(x, dtype, x.size(gram_axis - 2), threads)):
         spare, start = work.get("spare", tuple(part.shape), dtype, x.device), part
         if part.dtype != dtype:
             start = work.get("iterate", tuple(part.shape), dtype, x.device)

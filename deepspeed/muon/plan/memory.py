@@ -112,7 +112,8 @@ def _temporaries(batch: Batch, method: str, memory: Memory) -> Counter[str]:
             sizes[f"{name} diagonal"] = 4 * small
     if memory.plain and memory.dtype != "fp32":
         sizes |= {"cross0": 4 * numel} | ({} if writes_in_place else {"cross1": 4 * small * small})
-    together = min(batch.count, batch_limit(numel, small, itemsize, not on_cpu))
+    threads = {"threads": 1} if batch.owners > 1 else {}
+    together = min(batch.count, batch_limit(numel, small, itemsize, not on_cpu, **threads))
     of_owners = _of_owners(small, batch.owners, together, memory.dtype) if batch.owners > 1 else {}
     return Counter({name: together * size for name, size in sizes.items()} | of_owners)
 

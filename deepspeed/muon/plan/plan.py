@@ -232,7 +232,7 @@ def make_plan(
     moved = sum(item.block.numel for owner, item in owned if owner not in item.holders)
     copies = max((shard.placement.copies for shard in shards), default=1)
     limit = bucket_limit(items, world_size, copies, cost, bucket_bytes)
-    rounds = rounds_of(owned, world_size, limit)
+    rounds, tight = rounds_of(owned, world_size, limit), is_tight(owned, limit, cost)
     return Plan(
         rank=rank,
         world_size=world_size,
@@ -241,8 +241,8 @@ def make_plan(
         counts=tuple(counts),
         loads=tuple(loads),
         moved_elements=moved,
-        is_tight=is_tight(owned, limit, cost),
-        digest=_digest(items, owners, counts, rounds),
+        is_tight=tight,
+        digest=_digest(items, owners, counts, rounds, limit, tight),
     )
 
 
@@ -404,10 +404,12 @@ def batches_of(items: Iterable[PlacedBlock]) -> Iterator[Batch]:
         start += len(alike) * block.numel
 
 
-def _digest(items: list[PlacedBlock], owners: list[int], counts: Sequence[int], rounds: list[Round]) -> str:
+def _digest(
+    items: list[PlacedBlock], owners: list[int], counts: Sequence[int], rounds: list[Round], limit: int, tight: bool
+) -> str:
     """A hash of all that the ranks must agree on."""
     of_block, of_placement = (attrgetter(*(each.name for each in fields(kind))) for kind in (Block, Placement))
-    digest = hashlib.sha256(f"{owners}{[*counts]}{[len(r) for r in rounds]}".encode())
+    digest = hashlib.sha256(f"{owners}{[*counts]}{[len(r) for r in rounds]}{limit}{tight}".encode())
     for item in items:
         placements = [of_placement(part.placement) for part in item.parts]
         digest.update(f"{item.shard.spec.name}{of_block(item.block)}{placements}".encode())

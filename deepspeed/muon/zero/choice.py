@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from typing import Any
 
 import torch
 
+from deepspeed.muon.exchange.groups import is_made, make_groups
 from deepspeed.muon.math.choice import from_pinned, slowest
 from deepspeed.muon.math.race import fast_enough
 from deepspeed.muon.optimizer import MuonWithAuxAdam
@@ -50,18 +50,25 @@ def choose(optimizer: MuonWithAuxAdam, agreed: Facts, device: torch.device, worl
 
 
 def compare_plans(engine: Any, **mine: Any) -> dict[str, Any]:
-    """Raise DisagreementError where ranks that hold the same parameters differ in choice or plan.
+    """Raise DisagreementError where ranks that hold the same parameters differ in choice or plan; make the process
+    groups that any plan needs. Called after every binding.
 
     Returns the facts of rank 0, with ``mine`` among them.
     """
     optimizer = engine.basic_optimizer
     pinned = [group["ns_choice"] for group in optimizer.param_groups if group["use_muon"]]
-    plans = hashlib.sha256("".join(plan.digest for plan in optimizer.plans).encode()).hexdigest()[:16]
-    stated = {"stage": matrix_share(engine, optimizer), "choice": pinned, "plan": plans, **mine}
+    stated = {"stage": matrix_share(engine, optimizer), "choice": pinned, "plan": optimizer.digest(), **mine}
+    stated["sets"] = sorted(ranks for ranks in optimizer.owner_sets if not is_made(ranks))
     titles = {"choice": "the choice of dtype, methods and kernels", "plan": "the exchange plan"}
 
     def state() -> Facts:
         optimizer.warm_up()  # here, where a rank may take long
         return stated
 
-    return compare(state, lambda facts: differences(facts, titles, within="stage") or facts[0])
+    def judge(facts: list[Facts]) -> Facts:
+        sets = sorted({tuple(ranks) for one in facts for ranks in one["sets"]})
+        return differences(facts, titles, within="stage") or facts[0] | {"sets": sets}
+
+    verdict = compare(state, judge)
+    make_groups(verdict["sets"], optimizer.compute_device)
+    return verdict

@@ -5,12 +5,14 @@
 join a collective; here its silence ends in an error that names it.
 :func:`together`: after work on each rank that may fail. A rank that raised alone would leave the others waiting in
 their next collective; here all of them raise.
+
+Collectives are torch's own: DeepSpeed's wrapper times what its ``comms_logger`` selects, and ends the process at one
+that it does not know, such as a gathering of objects.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
 import time
@@ -18,7 +20,6 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import deepspeed.comm as comm
 import torch
 from deepspeed.accelerator import get_accelerator
 
@@ -32,7 +33,8 @@ Result = TypeVar("Result")
 #: kernels takes minutes on a slow node.
 PREPARATION = 1800.0
 
-_comparisons = itertools.count()
+#: The first comparison that may not have ended, by its number; equal on all ranks.
+_open_comparison = 0
 
 
 def compare(state: Callable[[], Facts], judge: Judge) -> Facts:
@@ -55,26 +57,35 @@ def compare(state: Callable[[], Facts], judge: Judge) -> Facts:
 
 
 def _through_the_store(state: Callable[[], Facts], judge: Judge) -> Facts:
-    """Each rank first says that it is there, then what it has to state: only the first must come soon."""
+    """Each rank first says that it is there, then what it has to state: only the first must come soon.
+
+    A rank whose construction failed may start over, while the others wait for it in a later comparison, or have given
+    it up. What it states tells which comparison it is in, and a comparison that has ended without it is passed over.
+    """
+    global _open_comparison
     seconds = float(os.environ.get("DS_MUON_BIND_TIMEOUT", "120"))
     store = torch.distributed.distributed_c10d._get_default_store()
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    prefix = f"deepspeed_muon/{next(_comparisons)}"
+    while store.check([f"deepspeed_muon/{_open_comparison}/verdict"]):
+        _open_comparison += 1
+    prefix = f"deepspeed_muon/{_open_comparison}"
     store.set(f"{prefix}/here/{rank}", "")
-    stated: Facts = {}
+    stated: Facts = {"kind": judge.__qualname__}
     try:
         stated["facts"] = state()
-    except Exception as error:  # the other ranks wait for this rank's facts
+    except (Exception, SystemExit) as error:  # the other ranks wait for this rank's facts
         stated["raised"] = with_type(error)
     store.set(f"{prefix}/{rank}", json.dumps(stated))
     if rank == 0:
         verdict = _verdict(store, prefix, range(world_size), seconds, judge)
         store.set(f"{prefix}/verdict", json.dumps(verdict))
-        return verdict
-    if _missing(store, [f"{prefix}/here/0"], 2 * seconds):
+    elif _missing(store, [f"{prefix}/here/0"], 2 * seconds):
+        for key in (f"{prefix}/here/{rank}", f"{prefix}/{rank}"):
+            store.delete_key(key)  # rank 0 may come later; what this rank states then counts
         raise DisagreementError(_silence([0]))
-    if _missing(store, [f"{prefix}/verdict"], 2 * seconds + PREPARATION):
+    elif _missing(store, [f"{prefix}/verdict"], 2 * seconds + PREPARATION):
         raise DisagreementError(f"rank 0 came to no verdict within {PREPARATION:.0f} s; look at its log")
+    _open_comparison += 1
     return json.loads(store.get(f"{prefix}/verdict"))
 
 
@@ -86,9 +97,14 @@ def _verdict(store: Any, prefix: str, ranks: range, seconds: float, judge: Judge
     stated = [json.loads(store.get(f"{prefix}/{rank}")) for rank in ranks]
     if raised := [f"rank {rank}: {one['raised']}" for rank, one in enumerate(stated) if "raised" in one]:
         return {"error": "; ".join(raised[:4])}
+    if odd := [rank for rank in ranks if stated[rank]["kind"] != stated[0]["kind"]]:
+        return {
+            "error": f"ranks {odd} build the optimizer for another time than rank 0; look for the first error in "
+            "the logs of all ranks, and build it again on all of them"
+        }
     try:
         return judge([one["facts"] for one in stated])
-    except Exception as error:  # the other ranks wait for the verdict
+    except (Exception, SystemExit) as error:  # the other ranks wait for the verdict
         return {"error": f"rank 0 cannot compare the ranks: {with_type(error)}"}
 
 
@@ -138,7 +154,7 @@ def together(act: Callable[[], Result], explain: Callable[[str], Exception]) -> 
     result, error, text = None, None, None
     try:
         result = act()
-    except Exception as raised:
+    except (Exception, SystemExit) as raised:
         # Errors of the system and our own speak for themselves; for others the type is half of the message.
         is_own = type(raised).__module__.startswith("deepspeed.muon")
         error, text = raised, str(raised) if is_own or isinstance(raised, OSError) else with_type(raised)
@@ -148,7 +164,7 @@ def together(act: Callable[[], Result], explain: Callable[[str], Exception]) -> 
     return result  # type: ignore[return-value]
 
 
-def with_type(error: Exception) -> str:
+def with_type(error: BaseException) -> str:
     """The name of an error's type, and its text."""
     return f"{type(error).__name__}: {error}"
 
@@ -171,8 +187,8 @@ def _ranks_by(values: Iterable[Any]) -> dict[Any, list[int]]:
 
 def gathered(value: Any, group: Any = None) -> list[Any]:
     """The value of every rank of the group, by rank; a collective."""
-    values = [None] * comm.get_world_size(group)
-    comm.all_gather_object(values, value, group=group)
+    values = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(values, value, group=group)
     return values
 
 
@@ -191,7 +207,7 @@ def union(names: Iterable[str]) -> list[str]:
 
 def _from(rank: int, value: Any) -> Any:
     values = [value]
-    comm.broadcast_object_list(values, src=rank)
+    torch.distributed.broadcast_object_list(values, src=rank)
     return values[0]
 
 
@@ -200,7 +216,7 @@ def on_all_ranks(check: Callable[[], bool], group: Any = None) -> Callable[[], b
 
     def agreed() -> bool:
         passed = torch.tensor(float(check()), dtype=torch.float32, device=get_accelerator().current_device_name())
-        comm.all_reduce(passed, op=comm.ReduceOp.MIN, group=group)
+        torch.distributed.all_reduce(passed, torch.distributed.ReduceOp.MIN, group=group)
         return bool(passed)
 
     return agreed

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import deepspeed.comm as comm
+import torch
 from deepspeed.accelerator import get_accelerator
 
+from deepspeed.muon.exchange.failures import told_to_all
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.step_stats import (
     CAUTIOUS,
@@ -51,8 +52,9 @@ def take_step(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Non
         return original(engine, *args, **kwargs)
 
     def step() -> None:
-        optimizer.begin_step()
-        original(engine, *args, **kwargs)
+        with told_to_all():
+            optimizer.begin_step()
+            original(engine, *args, **kwargs)
 
     recorder, skipped = engine._muon_recorder, engine.skipped_steps
     if recorder is not None and recorder.is_due(engine):
@@ -136,7 +138,7 @@ class Recorder:
         names = [*SIZES.values(), *(f"{measure}/{name}" for measure in measures for name in self._labels)]
         names += [*(f"{LOGIT}/{layer}" for layer in self._layers), *(f"{m}/{sample.label}" for m in SAMPLED)]
         sums = stats.sums(names).to(get_accelerator().current_device_name())
-        comm.all_reduce(sums)
+        torch.distributed.all_reduce(sums)
         return values_of(names, sums)
 
 
@@ -145,7 +147,9 @@ def _timed(timers: Any) -> Callable[[str], Any]:
     def phase(name: str) -> Iterator[None]:
         timer = timers(f"muon_{name}")
         timer.start()
-        yield
-        timer.stop()
+        try:
+            yield
+        finally:
+            timer.stop()
 
     return phase

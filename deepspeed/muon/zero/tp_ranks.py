@@ -5,15 +5,15 @@ the "model" axis of a pipeline's topology.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-import deepspeed.comm as comm
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import bwc
 
 from deepspeed.muon.errors import UnsupportedError
+from deepspeed.muon.exchange.groups import group_of, make_groups
 from deepspeed.muon.matrices.tp_sharding import TP_RANK
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.zero.consensus import gathered
@@ -68,20 +68,13 @@ def grid_of(engine: Any) -> Grid | None:
             "deepspeed-muon does not support this engine: the ranks of the mpu's data-parallel groups "
             f"{sorted(set(map(tuple, data)))} are not evenly spaced"
         )
-    rank = comm.get_rank()
-    return Grid(_group_of(members, rank), tuple(lines[other] for other in tensor[rank]))
+    rank = torch.distributed.get_rank()
+    make_groups(members, torch.device(get_accelerator().current_device_name()))
+    return Grid(group_of(members[rank]), tuple(lines[other] for other in tensor[rank]))
 
 
 def _line(places: list[int], count: int) -> range:
     return range(places[0], places[-1] + 1, places[1] - places[0] if len(places) > 1 else count)
-
-
-def _group_of(members: Sequence[Sequence[int]], rank: int) -> Any:
-    """The process group of a rank's members, which are given for all ranks; a collective."""
-    if len(members[rank]) == len(members):
-        return comm.get_world_group()
-    groups = {ranks: comm.new_group(list(ranks)) for ranks in sorted(set(map(tuple, members)))}
-    return groups[tuple(members[rank])]
 
 
 def matrix_share(engine: Any, optimizer: MuonWithAuxAdam) -> int:

@@ -154,7 +154,7 @@ class _Save:
         self.files: dict[Path, Path] = {}
         #: Files of which this rank's version is the one that counts.
         self.kept: list[Path] = []
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.is_placing = self.is_overtaken = False
         self._lock: int | None = None
         self._threads = ThreadPoolExecutor(4, "muon-save")
@@ -222,13 +222,13 @@ class _Save:
         try:
             with replaced(self.engine, **on_engine), replaced(self.engine.checkpoint_engine, **on_files):
                 yield
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self.error = self.error or error
 
     def _attempt(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         try:
             return original(*args, **kwargs)
-        except Exception as error:  # told to all ranks once they have all come to the end of the save
+        except (Exception, SystemExit) as error:  # told to all ranks once they have all come to the end of the save
             self.error = self.error or error
 
     def _write(self, original: Callable, state_dict: Any, path: str) -> None:

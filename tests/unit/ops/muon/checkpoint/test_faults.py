@@ -97,6 +97,19 @@ def test_a_collective_that_was_waited_for_keeps_nothing() -> None:
         assert kept() is None and not pending.is_slow()
 
 
+def test_an_event_is_not_asked_again_once_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From another thread that could end the capture of a CUDA graph."""
+    asked: list[bool] = []
+    event = SimpleNamespace(record=lambda: None, query=lambda: asked.append(True) or len(asked) > 1)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(Event=lambda: event))
+    pending = watchdog.PendingCollectives("group0-muon", torch.device("cuda")).start("1 of 1", ("a",), Work)
+    pending.wait()
+    assert not pending.is_slow() and asked == []
+    pending.since -= 1e9
+    assert [pending.is_slow() for _ in range(4)] == [True, False, False, False]
+    assert len(asked) == 2
+
+
 def collective(launch: Any = None, wait: Any = None) -> watchdog.PendingCollective:
     """One whose launch or wait raises what is given."""
 

@@ -154,6 +154,47 @@ def test_ranks_that_disagree_are_told() -> None:
     assert len(told := set(run(disagree, 2))) == 1 and "different settings or kernels" in told.pop()
 
 
+def load_on_rank_0(settings: dict[str, Any]) -> str:
+    """The error of the step after one rank alone has loaded a state, whose run had other settings."""
+    net, optimizer = build(**settings)
+    one_step(net, optimizer, 0)
+    saved = optimizer.state_dict()
+    net, optimizer = build()
+    for step in range(2):
+        one_step(net, optimizer, step)
+    if dist.get_rank() == 0:
+        optimizer.load_state_dict(saved)
+    with pytest.raises(RuntimeError) as error:
+        one_step(net, optimizer, 2)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("settings", [{}, {"ns_method": "gram"}, {"ns_dtype": "bf16"}])
+def test_a_state_that_one_rank_loads_is_noticed(settings: dict[str, Any]) -> None:
+    """Also where only the number of steps differs, and after the first step."""
+    assert all("have loaded different states" in text for text in run(load_on_rank_0, 2, settings=settings))
+
+
+def share_in_a_part(owners: int) -> str:
+    """Ranks 0 and 1 of three train; the other one does nothing."""
+    group = dist.new_group([0, 1])
+    text = ""
+    if dist.get_rank() < 2:
+        net = DistributedDataParallel(MODELS["broad"](), process_group=group)
+        optimizer = MuonWithAuxAdam(net.parameters(), model=net, **PARAMS | {"owners_per_matrix": owners})
+        for _ in range(2):
+            net(*make_batch(net.module, 0, 0, dist.get_rank(), 2, 1)).backward()
+            optimizer.step()
+        text = str(max(count for plan in optimizer.plans for count in plan.counts))
+    dist.barrier()
+    return text
+
+
+def test_all_ranks_of_a_part_of_the_world_may_own_a_matrix() -> None:
+    """Their process group is DDP's own."""
+    assert run(share_in_a_part, 3, owners=2) == ["2", "2", ""]
+
+
 SCRIPT = """
 import torch
 import torch.distributed as dist

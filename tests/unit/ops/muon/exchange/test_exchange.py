@@ -218,6 +218,46 @@ def test_a_silent_rank_is_named() -> None:
     assert "ranks [1]" in first == last
 
 
+def start_over(late: int) -> list[str]:
+    """Three attempts at a comparison: rank `late` raises before the first, and after that starts over too."""
+    import torch.distributed as dist
+
+    texts, began = [], time.monotonic()
+    for attempt in range(3):
+        if attempt or dist.get_rank() != late:
+            texts.append(state({"x": 1}))
+        if attempt == 0:  # all others have given up by then
+            time.sleep(began + 3.5 - time.monotonic())
+    return texts
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_failed_construction_that_is_retried_leaves_nothing_behind(late: int) -> None:
+    """The retry of a rank must not meet the verdict on an attempt that it missed."""
+    found = run(start_over, 2, fresh=True, env={"DS_MUON_BIND_TIMEOUT": "1"}, late=late)
+    assert found[late] == ["{'ok': 1}"] * 2
+    assert f"ranks [{late}] did not bind" in found[1 - late][0] and found[1 - late][1:] == ["{'ok': 1}"] * 2
+
+
+def start_over_within() -> list[str]:
+    """Rank 1 fails between two comparisons and starts over, while rank 0 is in the second one."""
+    import torch.distributed as dist
+
+    def other(stated: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"sum": sum(one["y"] for one in stated)}
+
+    texts = [state({"x": 1})]
+    with pytest.raises(DisagreementError) as error:
+        compare(lambda: {"x": 1} if dist.get_rank() else {"y": 1}, judge if dist.get_rank() else other)
+    return [*texts, str(error.value), state({"x": 1})]
+
+
+def test_a_rank_that_starts_over_alone_is_named() -> None:
+    for first, second, third in run(start_over_within, 2):
+        assert first == third == "{'ok': 1}"
+        assert "ranks [1] build the optimizer for another time" in second
+
+
 def fail_inside_the_exchange(stage: int) -> None:
     """Rank 1 dies before its first collective; the others must not hang."""
     import os
@@ -234,3 +274,27 @@ def fail_inside_the_exchange(stage: int) -> None:
 def test_a_rank_that_dies_in_the_exchange_ends_the_others() -> None:
     with pytest.raises(RankError, match="ended with code 3"):
         run(fail_inside_the_exchange, 2, fresh=True, stage=3)
+
+
+def raise_in_a_step(stage: int, rank: int) -> None:
+    """An exception on one rank, which its script catches, so that the process and its connections live on."""
+    import torch.distributed as dist
+
+    from deepspeed.muon.optimizer import MuonWithAuxAdam
+
+    def fail(*args: Any) -> None:
+        raise TypeError("a matrix of one column")
+
+    if dist.get_rank() == rank:
+        MuonWithAuxAdam._orthogonalize = fail
+    try:
+        train_on_gradients(SHAPES, 1, stage=stage)
+    except TypeError:
+        time.sleep(30)
+
+
+@pytest.mark.parametrize(("stage", "rank"), [(3, 1), pytest.param(1, 0, marks=pytest.mark.full)])
+def test_an_exception_in_a_step_ends_the_others_with_its_words(stage: int, rank: int) -> None:
+    text = rf"ended with code 1(.|\n)*another has left.*rank {rank}: TypeError: a matrix of one"
+    with pytest.raises(RankError, match=text):
+        run(raise_in_a_step, 2, fresh=True, timeout=40, stage=stage, rank=rank)

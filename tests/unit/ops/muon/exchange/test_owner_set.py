@@ -62,3 +62,32 @@ def test_slices_are_as_exact_as_the_whole(dtype: str, world: int) -> None:
     for case, (of_slices, of_whole) in run(all_errors, world, dtype=dtype)[0].items():
         most = {"fp32": 1e-5, "bf16": 1.5 * of_whole, "fp16": 1.6 * of_whole}[dtype]
         assert of_slices <= most, (case, of_whole)
+
+
+def with_unlike_threads() -> list[tuple[int, ...]]:
+    """The shapes of the sums that a rank sends, whose number of threads is its own."""
+    import torch.distributed as dist
+
+    torch.set_num_threads(4 * dist.get_rank() + 1)
+    sent: list[tuple[int, ...]] = []
+    original = dist.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        sent.append(tuple(tensor.shape))
+        return original(torch.zeros(1), *args, **options)  # unlike sizes would end the process
+
+    dist.all_reduce = all_reduce
+    try:
+        owners = OwnerSet(dist.group.WORLD, 2, lambda launch: launch().wait())
+        kernels = owners.operations(product_tables(missing("torch", ["cpu"]), "cpu")["torch"])
+        orthogonalize(torch.randn(3, 512, 1024), STEPS[:1], kernels=kernels, gram_axis=0)
+    finally:
+        dist.all_reduce = original
+        torch.set_num_threads(1)
+    return sent
+
+
+def test_unlike_numbers_of_threads_send_alike() -> None:
+    """They decide how many matrices a rank orthogonalizes at a time, unless others have slices of them."""
+    first, second = run(with_unlike_threads, 2, fresh=True)
+    assert len(first) == 3 and first == second

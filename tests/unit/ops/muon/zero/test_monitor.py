@@ -147,6 +147,23 @@ def test_deepspeeds_timers_show_the_phases(stage: int) -> None:
         assert rank["kept"] == [0] * len(timers), "no rank collects them"
 
 
+@pytest.mark.parametrize("kind", ["timers", "stats"])
+def test_a_phase_that_raises_ends(kind: str) -> None:
+    """The error of a phase is not hidden by a timer that runs on, in the next step or around it."""
+    from deepspeed.utils.timer import SynchronizedWallClockTimer
+
+    from deepspeed.muon.step_stats import StepStats
+    from deepspeed.muon.zero.monitor import _timed
+
+    timers, stats = SynchronizedWallClockTimer(), StepStats(lambda: None)
+    phase = _timed(timers) if kind == "timers" else stats.phase
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError), phase("apply"):
+            raise ZeroDivisionError
+    assert kind == "timers" or stats.seconds["apply"] > 0
+    assert kind == "stats" or not timers("muon_apply").started_
+
+
 def log_communication() -> dict[str, Any]:
     from deepspeed.comm import comm
 

@@ -5,6 +5,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,53 @@ def test_sets_of_four_two_and_one(stage: int) -> None:
     for update, found in run(train, 4, owners=None, counts=counts, **how):
         assert found == [counts[shape] for shape in SHAPES]
         assert update_error(update, alone) <= 1e-5
+
+
+# ---- process groups ---------------------------------------------------------------------------------------------
+
+
+def groups_made(stages: bool) -> dict[str, Any]:
+    """The ranks of the groups made, and their time limits, until the optimizer is bound and in its steps.
+
+    `stages`: only the first two ranks want a group, as pipeline stages with unlike matrices.
+    """
+    import os
+
+    import torch.distributed as dist
+
+    from deepspeed.muon.optimizer import MuonWithAuxAdam
+    from deepspeed.muon.zero.choice import compare_plans
+
+    made: list[tuple[tuple[int, ...], Any, bool]] = []
+    original, of_optimizer = dist.new_group, MuonWithAuxAdam.owner_sets
+
+    def new_group(ranks: list[int], timeout: Any = None, **options: Any) -> Any:
+        made.append((tuple(ranks), timeout, options.get("use_local_synchronization", False)))
+        return original(ranks, timeout, **options)
+
+    dist.new_group = new_group
+    os.environ["DEEPSPEED_TIMEOUT"] = "1"
+    try:
+        with counts_by_shape({shape: 1 if stages or shape == (25, 35) else 2 for shape in SHAPES}):
+            engine = engine_with(None, stage=3)
+        if stages:
+            MuonWithAuxAdam.owner_sets = {(0, 1)} if dist.get_rank() < 2 else set()
+            compare_plans(engine)
+        at_bind = list(made)
+        step(engine, 0)
+        engine.destroy()
+    finally:
+        dist.new_group, MuonWithAuxAdam.owner_sets = original, of_optimizer
+        del os.environ["DEEPSPEED_TIMEOUT"]
+    return {"at_bind": [one for one in at_bind if len(one[0]) == 2], "in_step": made[len(at_bind) :]}
+
+
+@pytest.mark.parametrize(("stages", "sets"), [(False, [(0, 1), (2, 3)]), (True, [(0, 1)])])
+def test_all_ranks_make_all_groups_when_bound(stages: bool, sets: list[tuple[int, ...]]) -> None:
+    """In one order, with the time limit that the user sets; a rank of none of them too."""
+    for rank in run(groups_made, 4, stages=stages):
+        assert rank["at_bind"] == [(ranks, timedelta(minutes=1), False) for ranks in sets]
+        assert rank["in_step"] == []
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])

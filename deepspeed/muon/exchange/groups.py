@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process groups that the package makes: in one place, by all ranks of the world, in one order, before any step.
+
+Where DeepSpeed has bound a process to its device, NCCL makes a group by a split of the world's communicator, which all
+ranks of the world must call, also those outside of the group.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+Ranks = tuple[int, ...]
+
+#: Those of this rank, by the world's group and their ranks.
+_made: dict[tuple[Any, Ranks], Any] = {}
+
+
+def make_groups(wanted: Iterable[Sequence[int]], device: torch.device) -> None:
+    """Collective of the whole world. Make process groups, and use each once.
+
+    Args:
+        wanted: the ranks of each group, equal on all ranks of the world.
+        device: of the tensors that the groups will send.
+    """
+    for ranks in sorted({tuple(ranks) for ranks in wanted if len(ranks) < torch.distributed.get_world_size()}):
+        group = torch.distributed.new_group(list(ranks), timeout=group_timeout(device))
+        if torch.distributed.get_rank() in ranks:
+            _made[torch.distributed.group.WORLD, ranks] = group
+            torch.distributed.all_reduce(torch.zeros(1, dtype=torch.float32, device=device), group=group)
+
+
+def is_made(ranks: Sequence[int]) -> bool:
+    """Whether :func:`group_of` has a group of these ranks, of which this rank is one."""
+    if len(ranks) == torch.distributed.get_world_size():
+        return True
+    group = _made.get((torch.distributed.group.WORLD, tuple(ranks)))
+    return group in torch.distributed.distributed_c10d._world.pg_map  # else the script has destroyed it
+
+
+def group_of(ranks: Sequence[int]) -> Any:
+    """Return the process group of these ranks, which :func:`make_groups` has made.
+
+    Raises:
+        RuntimeError: it has not.
+    """
+    if len(ranks) == torch.distributed.get_world_size():
+        return torch.distributed.group.WORLD
+    if not is_made(ranks):
+        raise RuntimeError(
+            f"ranks {list(ranks)} own matrices together since a state was loaded, and have no process group; load it "
+            "with engine.load_checkpoint on all ranks, or before the first step"
+        )
+    return _made[torch.distributed.group.WORLD, tuple(ranks)]
+
+
+def group_timeout(device: torch.device) -> timedelta | None:
+    """The time limit of collectives: ``DEEPSPEED_TIMEOUT`` (minutes), else that of the world's group, if it is known.
+
+    torch's ``new_group`` takes a constant of its own.
+    """
+    if minutes := os.environ.get("DEEPSPEED_TIMEOUT"):
+        return timedelta(minutes=int(minutes))
+    world: Any = torch.distributed.group.WORLD
+    return getattr(getattr(world._get_backend(device), "options", None), "_timeout", None)
+
+
+def limit_time(group: Any) -> None:
+    """Give a group that DeepSpeed or the script has made the time limit ``DEEPSPEED_TIMEOUT``, where torch can."""
+    set_timeout = getattr(torch.distributed.distributed_c10d, "_set_pg_timeout", None)
+    minutes = os.environ.get("DEEPSPEED_TIMEOUT")
+    if set_timeout is not None and minutes and torch.distributed.get_backend(group) in ("nccl", "gloo"):
+        set_timeout(timedelta(minutes=int(minutes)), group)
