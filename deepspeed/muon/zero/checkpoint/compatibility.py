@@ -150,6 +150,11 @@ def differences(engine: Any, saved: dict[str, Any], arguments: Mapping[str, Any]
     if (there["stage"] == 3) != (here["stage"] == 3):
         yield f"it was saved at ZeRO stage {there['stage']}, this run has stage {here['stage']}; {convert}"
     if not loads_states(arguments):
+        if here["stage"] == 3 and there["world_size"] < here["world_size"]:  # a rank reads a file of its own first
+            yield (
+                f"it was saved on {_ranks(there['world_size'])}, and at stage 3 its weights alone load on as many or "
+                f"fewer, this run has {here['world_size']}; {convert}"
+            )
         return
     if there["world_size"] != here["world_size"]:
         yield f"it was saved on {_ranks(there['world_size'])}, this run has {here['world_size']}; {convert}"

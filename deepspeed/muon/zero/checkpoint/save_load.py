@@ -235,7 +235,7 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
     adapter, arguments, is_universal = engine.muon_adapter, call.arguments, engine.load_universal_checkpoint()
     if engine.zero_optimization_stage() == 3 and arguments["load_module_only"]:
         arguments["load_optimizer_states"] = False  # with this one alone DeepSpeed would load nothing
-    tag, save_id = _universal(arguments) if is_universal else _agreed(engine, arguments)
+    tag, save_id = _universal(engine, arguments) if is_universal else _agreed(engine, arguments)
     arguments["tag"] = tag
     if save_id is None and tag is not None and engine.global_rank == 0:
         why = " (DeepSpeed's converter writes none)" if is_universal else ""
@@ -297,6 +297,7 @@ def _look(engine: Any, arguments: dict[str, Any]) -> tuple[str | None, str | Non
     """This rank's view: the tag, the id of the save, and what is wrong with it."""
     tag, header, problems = arguments["tag"], None, []
     try:
+        _refuse_moved(engine)
         tag = _latest(Path(arguments["load_dir"])) if tag is None else str(tag)
         if tag is not None:
             header = manifest.read_header(Path(arguments["load_dir"], tag))
@@ -306,10 +307,17 @@ def _look(engine: Any, arguments: dict[str, Any]) -> tuple[str | None, str | Non
     return tag, header["save_id"] if header else None, problems
 
 
-def _universal(arguments: dict[str, Any]) -> tuple[str, None]:
+def _refuse_moved(engine: Any) -> None:
+    """Refuse a load while states are away: DeepSpeed would fill some of them and lose others."""
+    if moved := engine.muon_adapter.moved_states:
+        raise CheckpointError(f"{', '.join(moved)} are away after offload_states(); call engine.reload_states() first")
+
+
+def _universal(engine: Any, arguments: dict[str, Any]) -> tuple[str, None]:
     """The tag that is given, or of what was converted last; a universal checkpoint has no id of a save."""
 
     def find() -> str:
+        _refuse_moved(engine)
         folder = Path(arguments["load_dir"])
         if tag := arguments["tag"] or _latest(folder, "latest_universal"):
             return str(tag)

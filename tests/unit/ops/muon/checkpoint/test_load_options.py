@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from deepspeed.muon.errors import CheckpointError
 from deepspeed.muon.zero.checkpoint.compatibility import settings_of
 from deepspeed.muon.zero.checkpoint.safe_load import read_states
 from deepspeed.muon.zero.checkpoint.save_load import _position
@@ -69,6 +70,49 @@ def test_weights_alone_come_from_the_tag_and_stay(tmp_path: Path) -> None:
             assert differing(loaded, wanted) == [], (case, options)
             moved = sum((stepped[name] - wanted[name]).float().norm() ** 2 for name in wanted) ** 0.5
             assert 0 < moved < 0.5, (case, options)
+
+
+FLAGS: list[dict[str, bool]] = [
+    {"load_module_only": True},
+    {"load_module_only": True, "load_optimizer_states": False},
+    {"load_optimizer_states": False},
+    {"load_lr_scheduler_states": False},
+    {"load_optimizer_states": False, "load_lr_scheduler_states": False},
+    {"load_module_strict": False},
+    {},
+]
+
+
+def load_by_flags(cases: list[dict[str, Any]], folder: str) -> list[str | list[str]]:
+    """By case and flags: the error, or the names of weights that are not those of the tag `one`."""
+    results: list[str | list[str]] = []
+    wanted = torch.load(f"{folder}/weights.pt")
+    for index, case in enumerate(cases):
+        for flags in FLAGS:
+            engine = fresh_engine(7, case)
+            try:
+                engine.load_checkpoint(f"{folder}/{index}", tag="one", **flags)
+                results.append(differing(full_weights(engine.module), wanted[index]))
+            except CheckpointError as error:
+                results.append(str(error))
+            engine.destroy()
+    return results
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("case", [CASES[3], CASES[0], CASES[2], CASES[4], CASES[5], CASES[1]], ids=str)
+def test_every_flag_on_other_numbers_of_ranks(case: dict[str, Any], ranks: int, tmp_path: Path) -> None:
+    """Weights alone load wherever DeepSpeed can find them; the rest is refused on all ranks alike."""
+    torch.save(run(save_two, 2, cases=[case], folder=str(tmp_path))[0], tmp_path / "weights.pt")
+    first, *others = run(load_by_flags, ranks, cases=[case], folder=str(tmp_path))
+    assert all(other == first for other in others)
+    for flags, found in zip(FLAGS, first, strict=True):
+        weights_alone = flags.get("load_module_only") or not flags.get("load_optimizer_states", True)
+        if case["stage"] == 0 or (weights_alone and (case["stage"] < 3 or ranks == 1)):
+            assert found == [], flags
+        else:
+            assert isinstance(found, str) and "saved on 2 ranks" in found, flags
 
 
 def load_with_function(folder: str) -> bool:
