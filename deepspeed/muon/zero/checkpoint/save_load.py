@@ -58,6 +58,7 @@ def save_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
     if not _is_ours(engine) or not save_dir:
         return original(engine, *args, **kwargs)
     _warn_of_unfinished_step(engine)
+    _warn_of_frozen(engine, call.arguments["exclude_frozen_parameters"])
     tag = str(f"global_step{engine.global_steps}" if tag is None else tag)
     save = _Save(engine, Path(save_dir), tag)
     if type(engine.checkpoint_engine).__name__ != "TorchCheckpointEngine":
@@ -250,12 +251,14 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
         adapter.loading(Path(arguments["load_dir"]), tag, arguments),
         own_scaler(engine.optimizer),
     ):
+        rates = [group["lr"] for group in engine.basic_optimizer.param_groups]
         result = original(*call.args, **call.kwargs)
     if result[0] is not None:
         # What micro-batches since the last step have left belongs to other weights.
         engine.micro_steps -= _position(engine)
         adapter.drop_gradients()
         compare_plans(engine)
+        compatibility.warn_of_rates(engine, rates)
         if not arguments["load_optimizer_states"]:
             adapter.refresh_masters()
     return result
@@ -371,6 +374,22 @@ def _warn_of_unfinished_step(engine: Any) -> None:
             done,
             total,
             done,
+        )
+
+
+def _warn_of_frozen(engine: Any, are_excluded: bool) -> None:
+    """Warn, once, that DeepSpeed saves what ``zero_to_fp32`` needs for frozen parameters at stages 2 and 3 only."""
+    adapter = engine.muon_adapter
+    if engine.zero_optimization_stage() != 1 or are_excluded or adapter.has_warned_of_frozen:
+        return
+    frozen = [name for name, param in engine.module.named_parameters() if not param.requires_grad]
+    adapter.has_warned_of_frozen = True
+    if frozen and engine.global_rank == 0:
+        logger.warning(
+            "deepspeed-muon: at ZeRO stage 1 DeepSpeed's zero_to_fp32 leaves out frozen parameters, here %d, first %s; "
+            "they are in this checkpoint's mp_rank_*_model_states.pt, or use stage 2",
+            len(frozen),
+            frozen[0],
         )
 
 

@@ -35,6 +35,7 @@ class Adapter:
         self.is_swapped = bool(getattr(self.wrapper, "swap_optimizer", False))
         #: Whether a backward has run since the engine's last ``step()``.
         self.has_backward = False
+        self.has_warned_of_frozen = False
         self._undo = ExitStack()
 
     @property

@@ -16,8 +16,9 @@ from deepspeed.muon.zero.checkpoint.safe_load import read_states
 from deepspeed.muon.zero.checkpoint.save_load import _position
 from helpers.distributed import run
 from helpers.engine_state import differing, snapshot
-from helpers.models import full_weights, train_engine
-from helpers.training import BF16_OPTIMIZER, fresh_engine
+from helpers.logs import logged
+from helpers.models import MODELS, full_weights, initialize_, train_engine
+from helpers.training import BF16_OPTIMIZER, ds_config, fresh_engine, make_engine, with_params
 from helpers.universal import build, convert, facts
 
 CASES: list[dict[str, Any]] = [
@@ -140,6 +141,73 @@ def test_a_tag_needs_no_latest_and_a_function_may_change_shapes(tmp_path: Path) 
     assert run(load_with_function, 2, folder=str(tmp_path / "0")) == [True, True]
     (tmp_path / "0" / "latest").write_text("")
     assert run(load_tag, 2, folder=str(tmp_path / "0")) == [2, 2]
+
+
+# ---- without a manifest, in another order; with other settings ------------------------------------------------
+
+
+def ordered_engine(case: dict[str, Any], is_reversed: bool) -> Any:
+    """An engine whose parameters come in two groups, in the model's order or in reverse."""
+    net = MODELS["mlp"]()
+    initialize_(net, 0)
+    params = list(net.parameters())
+    params = params[::-1] if is_reversed else params
+    return make_engine(net, ds_config(**case), model_parameters=params)
+
+
+def load_in_another_order(cases: list[dict[str, Any]], folder: str) -> list[list[str]]:
+    """By case: the error of a load in reverse order, and what it has changed."""
+    results = []
+    for index, case in enumerate(cases):
+        engine = ordered_engine(case, is_reversed=False)
+        train_engine(engine, 1)
+        engine.save_checkpoint(f"{folder}/{index}", tag="one")
+        engine.destroy()
+        for file in Path(folder, str(index), "one").glob("muon_save*.json"):
+            file.unlink(missing_ok=True)
+        engine = ordered_engine(case, is_reversed=True)
+        before = snapshot(engine)
+        with pytest.raises(CheckpointError) as error:
+            engine.load_checkpoint(f"{folder}/{index}", tag="one")
+        results.append([str(error.value), *differing(before, snapshot(engine))])
+        engine.destroy()
+        engine = ordered_engine(case, is_reversed=False)
+        assert engine.load_checkpoint(f"{folder}/{index}", tag="one")[0] is not None
+        engine.destroy()
+    return results
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("case", [{"stage": 2}, *CASES, {"stage": 1}], ids=str)
+def test_another_order_is_found_without_a_manifest(case: dict[str, Any], tmp_path: Path) -> None:
+    for [[text, *changed]] in run(load_in_another_order, 2, cases=[case], folder=str(tmp_path)):
+        assert "the parameters have another order" in text and changed == []
+
+
+def resume_with_other_rates(folder: str) -> str:
+    """What is logged at a save with a frozen layer at stage 1, and at a load with other learning rates."""
+    texts: list[str] = []
+    for params in ({}, {"lr": 0.01, "adam_lr": 0.002, "weight_decay": 0.2, "momentum": 0.8}):
+        net = MODELS["mlp"]()
+        next(net.parameters()).requires_grad_(False)
+        engine = make_engine(net, ds_config(stage=1, optimizer=with_params(**params)))
+        with logged() as said:
+            if params:
+                engine.load_checkpoint(folder)
+            else:
+                train_engine(engine, 1)
+                engine.save_checkpoint(folder)
+        texts += said
+        engine.destroy()
+    return "\n".join(texts)
+
+
+def test_what_a_load_keeps_and_what_a_tool_leaves_out_is_logged(tmp_path: Path) -> None:
+    text = run(resume_with_other_rates, 2, folder=str(tmp_path))[0]
+    assert "zero_to_fp32 leaves out frozen parameters, here 1" in text
+    assert "0.02 instead of 0.01" in text and "0.001 instead of 0.002" in text
+    for line in ("momentum = 0.9 from the checkpoint", "weight_decay = 0.1 from the checkpoint", "from the config"):
+        assert line in text
 
 
 # ---- a universal checkpoint, damaged for one rank ----------------------------------------------------------
