@@ -24,6 +24,10 @@ class CheckpointError(ValueError):
     """A checkpoint that is incomplete, damaged or of another run; the message names the file. Nothing was loaded."""
 
 
+class CallOrderError(RuntimeError):
+    """A call of the engine that another one must precede; the message names it. Nothing has been changed."""
+
+
 class ImportStateError(ValueError):
     """State that cannot be imported; the message names the parameters and what to do. Nothing has been changed."""
 

@@ -24,7 +24,7 @@ from torch.utils.file_baton import FileBaton
 
 from deepspeed.muon.config.messages import FILLED_BY
 from deepspeed.muon.config.schema import parse
-from deepspeed.muon.errors import MuonConfigError, SeamError
+from deepspeed.muon.errors import CallOrderError, MuonConfigError, SeamError
 from deepspeed.muon.kernels.build_lock import wait_for_torch
 from deepspeed.muon.log import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
@@ -240,6 +240,34 @@ def _get_optimizer_param(original: Callable, self: Any, name: str) -> list[Any]:
     return [group.get(name, 0.0) for group in self.basic_optimizer.given.param_groups]
 
 
+def _note_backward(original: Callable, self: Any) -> None:
+    """``DeepSpeedEngine._backward_prologue``, which every backward calls."""
+    if isinstance(getattr(self, "basic_optimizer", None), MuonWithAuxAdam):
+        # Gradients can be computed while master weights and optimizer states are away, and into nothing else.
+        if moved := [kind for kind in self.muon_adapter.moved_states if kind not in ("hp_params", "optim_states")]:
+            raise CallOrderError(f"backward() after offload_states(): {_AWAY.format(', '.join(moved))}")
+        self.muon_adapter.has_backward = True
+    original(self)
+
+
+def _step(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """``DeepSpeedEngine.step``: refuse a step for which there are no gradients, or no states."""
+    if not isinstance(getattr(self, "basic_optimizer", None), MuonWithAuxAdam):
+        return original(self, *args, **kwargs)
+    adapter = self.muon_adapter
+    if adapter.moved_states:
+        raise CallOrderError(f"step() after offload_states(): {_AWAY.format(', '.join(adapter.moved_states))}")
+    # A script may write gradients itself.
+    if not adapter.has_backward and all(param.grad is None for param in self.module.parameters()):
+        raise CallOrderError(
+            "step() without a backward since the last step(): there is no gradient to step with; call "
+            "engine.backward(loss) once before each engine.step(), with gradient accumulation too"
+        )
+    adapter.has_backward = False
+    return original(self, *args, **kwargs)
+
+
+_AWAY = "{} are away; call engine.reload_states() first"
 _ENGINE = "deepspeed.runtime.engine"
 #: What is replaced at activation, and by what.
 REPLACEMENTS: dict[Seam, Callable] = {
@@ -247,6 +275,8 @@ REPLACEMENTS: dict[Seam, Callable] = {
     Seam(_ENGINE, "DeepSpeedEngine._configure_optimizer"): _configure_optimizer,
     Seam(_ENGINE, "DeepSpeedEngine._configure_lr_scheduler"): configure_scheduler,
     Seam(_ENGINE, "DeepSpeedEngine._scheduler_from_config"): scheduler_from_config,
+    Seam(_ENGINE, "DeepSpeedEngine._backward_prologue"): _note_backward,
+    Seam(_ENGINE, "DeepSpeedEngine.step"): _step,
     Seam(_ENGINE, "DeepSpeedEngine._take_model_step"): take_step,
     Seam(_ENGINE, "DeepSpeedEngine._get_optimizer_param"): _get_optimizer_param,
     Seam(_ENGINE, "DeepSpeedEngine.compile"): _compile,

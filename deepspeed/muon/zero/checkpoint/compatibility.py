@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
@@ -100,7 +101,39 @@ def of_files(engine: Any, arguments: Mapping[str, Any], tag: str) -> dict[str, A
         if states is None:
             raise CheckpointError(f"it was saved at ZeRO stage 1, 2 or 3, this run has stage 0; load {_WEIGHTS_ALONE}")
         saved["groups"] = saved_groups(states)
+        saved["order"] = _order(model["param_shapes"]) if zero else _sizes_of(states)
     return saved
+
+
+def _order(param_shapes: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    """Name and shape of each parameter in the order in which DeepSpeed has flattened each group."""
+    return [[name, list(shape)] for group in param_shapes for name, shape in group.items()]
+
+
+def _sizes_of(states: Mapping[str, Any]) -> list[int | None]:
+    """Elements of each tensor with state at stage 0, in order; ``None`` where there is no state yet."""
+    inner = states.get("optimizer_state_dict", states)
+    indices = [index for group in inner["param_groups"] for index in group["params"]]
+    found = [inner["state"].get(index, {}) for index in indices]
+    return [state["exp_avg"].numel() if "exp_avg" in state else None for state in found]
+
+
+def _order_difference(engine: Any, saved: Sequence[Any]) -> str | None:
+    """A message if a checkpoint without a manifest has the parameters in another order; else ``None``."""
+    if engine.zero_optimization():
+        current: list[Any] = _order(engine._get_zero_param_shapes())
+        pairs = list(itertools.zip_longest(saved, current))
+    else:  # without names; tensors of equal size cannot be told apart
+        current = [param.numel() for group in engine.basic_optimizer.param_groups for param in group["params"]]
+        pairs = [(size, here) for size, here in itertools.zip_longest(saved, current) if size is not None]
+    different = [(place, there, here) for place, (there, here) in enumerate(pairs) if there != here]
+    if not different:
+        return None
+    place, there, here = different[0]
+    return (
+        f"the parameters have another order: parameter {place} of the optimizer is {there} in the checkpoint and "
+        f"{here} in this run; restore the order and the groups of model_parameters"
+    )
 
 
 def _opened(read: Callable[[Path], dict[str, Any]], name: str) -> dict[str, Any]:
@@ -150,12 +183,19 @@ def differences(engine: Any, saved: dict[str, Any], arguments: Mapping[str, Any]
     if (there["stage"] == 3) != (here["stage"] == 3):
         yield f"it was saved at ZeRO stage {there['stage']}, this run has stage {here['stage']}; {convert}"
     if not loads_states(arguments):
+        if here["stage"] == 3 and there["world_size"] < here["world_size"]:  # a rank reads a file of its own first
+            yield (
+                f"it was saved on {_ranks(there['world_size'])}, and at stage 3 its weights alone load on as many or "
+                f"fewer, this run has {here['world_size']}; {convert}"
+            )
         return
     if there["world_size"] != here["world_size"]:
         yield f"it was saved on {_ranks(there['world_size'])}, this run has {here['world_size']}; {convert}"
     for key, title in {"wrapper": "ZeRO's optimizer", "dtype": "precision"}.items():
         if there[key] != here[key]:
             yield f"it was saved with {title} = {there[key]}, this run has {here[key]}; {convert}"
+    if "order" in saved and (text := _order_difference(engine, saved["order"])):
+        yield text
     if there["layout"] != here["layout"]:
         yield (
             "the parameters lie elsewhere in the shards: parameter groups, their order, sub_group_size or "
@@ -271,9 +311,13 @@ def routing_difference(
 def settings_of(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """The saved settings of a group, which win as with any optimizer of torch; warn where the config differs.
 
-    Learning rates are left out of the warning, since a schedule changes them. Their ratio is the config's: a schedule
-    is built from the config too. What was chosen for this machine is no setting.
+    Learning rates are left out of the warning, since a schedule changes them; :func:`warn_of_rates` tells of them.
+    Their ratio is the config's: a schedule is built from the config too. What was chosen for this machine is no
+    setting.
     """
+    if (ratio := saved.get("lr_ratio", current.get("lr_ratio"))) != current.get("lr_ratio"):
+        change = f"lr_ratio = {current['lr_ratio']} from the config; the checkpoint has {ratio}"
+        logger.warning("deepspeed-muon: group %s goes on with %s", current.get("name"), change)
     settings = {key: value for key, value in saved.items() if key not in (*OWN, "params", "matrices", "blocks")}
     for key, value in settings.items():
         here = current.get(key, value)
@@ -281,3 +325,23 @@ def settings_of(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[st
             change = f"{key} = {value} from the checkpoint; the config has {here}"
             logger.warning("deepspeed-muon: group %s goes on with %s", current.get("name"), change)
     return {key: value for key, value in current.items() if key != "params"} | settings
+
+
+def warn_of_rates(engine: Any, before: Sequence[float]) -> None:
+    """Tell, after a load, of learning rates that differ from those before it.
+
+    Without a schedule the checkpoint's stay, as with any optimizer of torch. A schedule writes the config's from the
+    next step on.
+    """
+    groups = engine.basic_optimizer.param_groups
+    changes = [
+        f"{group.get('name', index)} {group['lr']:g} instead of {rate:g}"
+        for index, (group, rate) in enumerate(zip(groups, before, strict=True))
+        if group["lr"] != rate
+    ]
+    if changes and engine.lr_scheduler is None and engine.global_rank == 0:
+        logger.warning(
+            "deepspeed-muon: without a learning-rate schedule the checkpoint's learning rates go on: %s; to change "
+            "them, set lr of engine.optimizer.param_groups after load_checkpoint",
+            ", ".join(changes),
+        )

@@ -74,6 +74,7 @@ def save_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
         return original(engine, *args, **kwargs)  # raises DeepSpeed's error, on all ranks
     _warn_of_unfinished_step(engine)
     _warn_of_different_client_states(engine, call.arguments["client_state"])
+    _warn_of_frozen(engine, call.arguments["exclude_frozen_parameters"])
     tag = str(f"global_step{engine.global_steps}" if tag is None else tag)
     save = _Save(engine, Path(save_dir), tag)
     if type(engine.checkpoint_engine).__name__ != "TorchCheckpointEngine":
@@ -374,7 +375,7 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
         refuse_universal(engine)
     if engine.zero_optimization_stage() == 3 and arguments["load_module_only"]:
         arguments["load_optimizer_states"] = False  # with this one alone DeepSpeed would load nothing
-    tag, save_id = _universal(arguments) if is_universal else _agreed(engine, arguments)
+    tag, save_id = _universal(engine, arguments) if is_universal else _agreed(engine, arguments)
     arguments["tag"] = tag
     if save_id is None and tag is not None and engine.global_rank == 0:
         why = " (DeepSpeed's converter writes none)" if is_universal else ""
@@ -389,12 +390,14 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
         adapter.loading(Path(arguments["load_dir"]), tag, arguments),
         own_scaler(engine.optimizer),
     ):
+        rates = [group["lr"] for group in engine.basic_optimizer.param_groups]
         result = original(*call.args, **call.kwargs)
     if result[0] is not None:
         # What micro-batches since the last step have left belongs to other weights.
         engine.micro_steps -= _position(engine)
         adapter.drop_gradients()
         compare_plans(engine)
+        compatibility.warn_of_rates(engine, rates)
         if not arguments["load_optimizer_states"]:
             adapter.refresh_masters()
     return result
@@ -436,6 +439,7 @@ def _look(engine: Any, arguments: dict[str, Any]) -> tuple[str | None, str | Non
     """This rank's view: the tag, the id of the save, and what is wrong with it."""
     tag, header, problems = arguments["tag"], None, []
     try:
+        _refuse_moved(engine)
         tag = _latest(Path(arguments["load_dir"])) if tag is None else str(tag)
         if tag is not None:
             header = manifest.read_header(Path(arguments["load_dir"], tag))
@@ -445,10 +449,17 @@ def _look(engine: Any, arguments: dict[str, Any]) -> tuple[str | None, str | Non
     return tag, header["save_id"] if header else None, problems
 
 
-def _universal(arguments: dict[str, Any]) -> tuple[str, None]:
+def _refuse_moved(engine: Any) -> None:
+    """Refuse a load while states are away: DeepSpeed would fill some of them and lose others."""
+    if moved := engine.muon_adapter.moved_states:
+        raise CheckpointError(f"{', '.join(moved)} are away after offload_states(); call engine.reload_states() first")
+
+
+def _universal(engine: Any, arguments: dict[str, Any]) -> tuple[str, None]:
     """The tag that is given, or of what was converted last; a universal checkpoint has no id of a save."""
 
     def find() -> str:
+        _refuse_moved(engine)
         folder = Path(arguments["load_dir"])
         if tag := arguments["tag"] or _latest(folder, "latest_universal"):
             return str(tag)
@@ -502,6 +513,22 @@ def _warn_of_unfinished_step(engine: Any) -> None:
             done,
             total,
             done,
+        )
+
+
+def _warn_of_frozen(engine: Any, are_excluded: bool) -> None:
+    """Warn, once, that DeepSpeed saves what ``zero_to_fp32`` needs for frozen parameters at stages 2 and 3 only."""
+    adapter = engine.muon_adapter
+    if engine.zero_optimization_stage() != 1 or are_excluded or adapter.has_warned_of_frozen:
+        return
+    frozen = [name for name, param in engine.module.named_parameters() if not param.requires_grad]
+    adapter.has_warned_of_frozen = True
+    if frozen and engine.global_rank == 0:
+        logger.warning(
+            "deepspeed-muon: at ZeRO stage 1 DeepSpeed's zero_to_fp32 leaves out frozen parameters, here %d, first %s; "
+            "they are in this checkpoint's mp_rank_*_model_states.pt, or use stage 2",
+            len(frozen),
+            frozen[0],
         )
 
 

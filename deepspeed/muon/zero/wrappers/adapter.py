@@ -33,7 +33,15 @@ class Adapter:
         self.engine, self.wrapper, self.optimizer = engine, engine.optimizer, optimizer
         #: Whether states are swapped to NVMe; then small sub-groups are wanted, which bound the memory.
         self.is_swapped = bool(getattr(self.wrapper, "swap_optimizer", False))
+        #: Whether a backward has run since the engine's last ``step()``.
+        self.has_backward = False
+        self.has_warned_of_frozen = False
         self._undo = ExitStack()
+
+    @property
+    def moved_states(self) -> list[str]:
+        """Names of the states that ``engine.offload_states()`` has moved and ``reload_states()`` not yet back."""
+        return sorted(kind.value for kind in getattr(self.wrapper, "offloaded_states", ()))
 
     @classmethod
     def seams(cls) -> list[Seam]:
@@ -82,6 +90,7 @@ class Adapter:
 
     def drop_gradients(self) -> None:
         """Forget what micro-batches since the last step have left: in the model, in the wrapper, logits for QK-clip."""
+        self.has_backward = False
         self.engine.zero_grad()
         self.wrapper.zero_grad(set_to_none=True)
         for name in ("averaged_gradients", "all_grad_tensors"):  # of stages 1 to 3

@@ -61,12 +61,9 @@ class Stage12(Flat):
         self.replace("reload_states", self._move)
 
     def _move(self, move: Callable, *args: Any, **kwargs: Any) -> None:
-        from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-
         self.optimizer.release_workspace()
         move(*args, **kwargs)
-        if OffloadStateTypeEnum.hp_params not in self.wrapper.offloaded_states:
-            self.link()
+        self.link()  # also while states are away: DeepSpeed's setters would ignore a value without a link
 
     def drop_gradients(self) -> None:
         """Also the count of micro-batches, of which the first replaces what is accumulated."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.math.momentum import ABSMAX, CODES, MOMENTUM
-from deepspeed.muon.patch import Seam
+from deepspeed.muon.patch import Seam, replaced
 from deepspeed.muon.plan.placement import Placement, Shard
 from deepspeed.muon.zero import nvme
 from deepspeed.muon.zero.checkpoint.nvme_load import NvmeLoad
@@ -27,6 +27,8 @@ from deepspeed.muon.zero.wrappers.adapter import Adapter
 from deepspeed.muon.zero.wrappers.grad_norm import NORM_METHODS
 
 MOMENTUM_KEYS = (MOMENTUM, CODES, ABSMAX)
+#: Pinned copies of weights and gradients that DeepSpeed keeps after a reload.
+_PINNED = ("lp_param_contiguous_pin_buffer", "lp_grad_partitions_flat_pin_buffers")
 _SWAP, _SWAP_OUT = "deepspeed.runtime.swap_tensor", "OptimizerSwapper.swap_out_optimizer_state"
 
 
@@ -170,7 +172,14 @@ class Stage3(Adapter):
                 tensor.data = host.copy_(tensor.detach(), non_blocking=non_blocking)
             self.wrapper.offloaded_states.add(kind)
         self.optimizer.release_workspace()
-        move(include, device or OffloadDeviceEnum.cpu, pin_memory, non_blocking)
+        if not pin_memory:
+            for name in _PINNED:  # DeepSpeed would reload what an earlier pinned offload has left in them
+                vars(self.wrapper).pop(name, None)
+        # DeepSpeed cuts the buffer of weights in the model's order of parameters, frozen ones included; it lies in the
+        # order of the groups and holds trained ones only.
+        in_order = [param for group in self.wrapper.fp16_groups for param in group]
+        with replaced(self.wrapper.module, parameters=lambda original: iter(in_order)):
+            move(include, device or OffloadDeviceEnum.cpu, pin_memory, non_blocking)
 
     def _reload(self, move: Callable, non_blocking: bool = False) -> None:
         """``reload_states``."""

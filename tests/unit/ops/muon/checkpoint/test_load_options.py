@@ -10,13 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from deepspeed.muon.errors import CheckpointError
 from deepspeed.muon.zero.checkpoint.compatibility import settings_of
 from deepspeed.muon.zero.checkpoint.safe_load import read_states
 from deepspeed.muon.zero.checkpoint.save_load import _position
 from helpers.distributed import run
 from helpers.engine_state import differing, snapshot
-from helpers.models import full_weights, train_engine
-from helpers.training import BF16_OPTIMIZER, fresh_engine
+from helpers.logs import logged
+from helpers.models import MODELS, full_weights, initialize_, train_engine
+from helpers.training import BF16_OPTIMIZER, ds_config, fresh_engine, make_engine, with_params
 from helpers.universal import build, convert, facts
 
 CASES: list[dict[str, Any]] = [
@@ -71,6 +73,49 @@ def test_weights_alone_come_from_the_tag_and_stay(tmp_path: Path) -> None:
             assert 0 < moved < 0.5, (case, options)
 
 
+FLAGS: list[dict[str, bool]] = [
+    {"load_module_only": True},
+    {"load_module_only": True, "load_optimizer_states": False},
+    {"load_optimizer_states": False},
+    {"load_lr_scheduler_states": False},
+    {"load_optimizer_states": False, "load_lr_scheduler_states": False},
+    {"load_module_strict": False},
+    {},
+]
+
+
+def load_by_flags(cases: list[dict[str, Any]], folder: str) -> list[str | list[str]]:
+    """By case and flags: the error, or the names of weights that are not those of the tag `one`."""
+    results: list[str | list[str]] = []
+    wanted = torch.load(f"{folder}/weights.pt")
+    for index, case in enumerate(cases):
+        for flags in FLAGS:
+            engine = fresh_engine(7, case)
+            try:
+                engine.load_checkpoint(f"{folder}/{index}", tag="one", **flags)
+                results.append(differing(full_weights(engine.module), wanted[index]))
+            except CheckpointError as error:
+                results.append(str(error))
+            engine.destroy()
+    return results
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("case", [CASES[3], CASES[0], CASES[2], CASES[4], CASES[5], CASES[1]], ids=str)
+def test_every_flag_on_other_numbers_of_ranks(case: dict[str, Any], ranks: int, tmp_path: Path) -> None:
+    """Weights alone load wherever DeepSpeed can find them; the rest is refused on all ranks alike."""
+    torch.save(run(save_two, 2, cases=[case], folder=str(tmp_path))[0], tmp_path / "weights.pt")
+    first, *others = run(load_by_flags, ranks, cases=[case], folder=str(tmp_path))
+    assert all(other == first for other in others)
+    for flags, found in zip(FLAGS, first, strict=True):
+        weights_alone = flags.get("load_module_only") or not flags.get("load_optimizer_states", True)
+        if case["stage"] == 0 or (weights_alone and (case["stage"] < 3 or ranks == 1)):
+            assert found == [], flags
+        else:
+            assert isinstance(found, str) and "saved on 2 ranks" in found, flags
+
+
 def load_with_function(folder: str) -> bool:
     """Whether the script's own function gets a checkpoint of another shape."""
     engine = fresh_engine(7, {"stage": 2})
@@ -96,6 +141,73 @@ def test_a_tag_needs_no_latest_and_a_function_may_change_shapes(tmp_path: Path) 
     assert run(load_with_function, 2, folder=str(tmp_path / "0")) == [True, True]
     (tmp_path / "0" / "latest").write_text("")
     assert run(load_tag, 2, folder=str(tmp_path / "0")) == [2, 2]
+
+
+# ---- without a manifest, in another order; with other settings ------------------------------------------------
+
+
+def ordered_engine(case: dict[str, Any], is_reversed: bool) -> Any:
+    """An engine whose parameters come in two groups, in the model's order or in reverse."""
+    net = MODELS["mlp"]()
+    initialize_(net, 0)
+    params = list(net.parameters())
+    params = params[::-1] if is_reversed else params
+    return make_engine(net, ds_config(**case), model_parameters=params)
+
+
+def load_in_another_order(cases: list[dict[str, Any]], folder: str) -> list[list[str]]:
+    """By case: the error of a load in reverse order, and what it has changed."""
+    results = []
+    for index, case in enumerate(cases):
+        engine = ordered_engine(case, is_reversed=False)
+        train_engine(engine, 1)
+        engine.save_checkpoint(f"{folder}/{index}", tag="one")
+        engine.destroy()
+        for file in Path(folder, str(index), "one").glob("muon_save*.json"):
+            file.unlink(missing_ok=True)
+        engine = ordered_engine(case, is_reversed=True)
+        before = snapshot(engine)
+        with pytest.raises(CheckpointError) as error:
+            engine.load_checkpoint(f"{folder}/{index}", tag="one")
+        results.append([str(error.value), *differing(before, snapshot(engine))])
+        engine.destroy()
+        engine = ordered_engine(case, is_reversed=False)
+        assert engine.load_checkpoint(f"{folder}/{index}", tag="one")[0] is not None
+        engine.destroy()
+    return results
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("case", [{"stage": 2}, *CASES, {"stage": 1}], ids=str)
+def test_another_order_is_found_without_a_manifest(case: dict[str, Any], tmp_path: Path) -> None:
+    for [[text, *changed]] in run(load_in_another_order, 2, cases=[case], folder=str(tmp_path)):
+        assert "the parameters have another order" in text and changed == []
+
+
+def resume_with_other_rates(folder: str) -> str:
+    """What is logged at a save with a frozen layer at stage 1, and at a load with other learning rates."""
+    texts: list[str] = []
+    for params in ({}, {"lr": 0.01, "adam_lr": 0.002, "weight_decay": 0.2, "momentum": 0.8}):
+        net = MODELS["mlp"]()
+        next(net.parameters()).requires_grad_(False)
+        engine = make_engine(net, ds_config(stage=1, optimizer=with_params(**params)))
+        with logged() as said:
+            if params:
+                engine.load_checkpoint(folder)
+            else:
+                train_engine(engine, 1)
+                engine.save_checkpoint(folder)
+        texts += said
+        engine.destroy()
+    return "\n".join(texts)
+
+
+def test_what_a_load_keeps_and_what_a_tool_leaves_out_is_logged(tmp_path: Path) -> None:
+    text = run(resume_with_other_rates, 2, folder=str(tmp_path))[0]
+    assert "zero_to_fp32 leaves out frozen parameters, here 1" in text
+    assert "0.02 instead of 0.01" in text and "0.001 instead of 0.002" in text
+    for line in ("momentum = 0.9 from the checkpoint", "weight_decay = 0.1 from the checkpoint", "from the config"):
+        assert line in text
 
 
 # ---- a universal checkpoint, damaged for one rank ----------------------------------------------------------

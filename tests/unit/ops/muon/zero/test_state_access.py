@@ -2,6 +2,8 @@
 """The state of a whole run: by name, moved off the accelerator and back, and resumed with scale and accumulation."""
 
 import pickle
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,8 @@ from torch import Tensor
 from helpers.distributed import run
 from helpers.engine_state import differing, named_states, snapshot
 from helpers.logs import logged
-from helpers.models import make_batch, train_engine
-from helpers.training import BF16_OPTIMIZER, fresh_engine
+from helpers.models import MODELS, initialize_, make_batch, train_engine
+from helpers.training import BF16_OPTIMIZER, ds_config, fresh_engine, make_engine
 
 STAGES: list[dict[str, Any]] = [
     {"stage": 0},
@@ -134,6 +136,105 @@ def move_and_go_on(stage: int) -> list[list[str]]:
 def test_moved_states_come_back_and_training_goes_on(stage: int) -> None:
     for wrong in run(move_and_go_on, 2, stage=stage):
         assert wrong == [[]] * len(MOVED)
+
+
+def frozen_engine(case: dict[str, Any]) -> Any:
+    """An engine whose first layer is frozen, and whose parameters' order is not that of its groups."""
+    net = MODELS["mlp"]()
+    initialize_(net, 0)
+    first = next(iter(net.parameters()))
+    first.requires_grad_(False)
+    return make_engine(net, ds_config(**case))
+
+
+def save_while_away(cases: list[dict[str, Any]], folder: str) -> list[list[str]]:
+    """What differs, by case and kind of state, after a save and reads while states are away."""
+    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+
+    results = []
+    for index, case in enumerate(cases):
+        for kind in (None, *OffloadStateTypeEnum):
+            options: dict[str, Any] = {} if kind is None else {"include": [kind]}
+            moved, still = engines = [frozen_engine(case) for _ in range(2)]
+            for engine in engines:
+                train_engine(engine, 2)
+            for pin_memory in (True, False):
+                moved.offload_states(**options, pin_memory=pin_memory, non_blocking=not pin_memory)
+                moved.offload_states(**options, pin_memory=pin_memory)  # a second time: nothing to do
+                moved.save_checkpoint(f"{folder}/{index}/{kind}", tag="away")
+                wrong = differing(masters(moved), masters(still)) + differing(named_states(moved), named_states(still))
+                moved.reload_states()
+                for engine in engines:
+                    train_engine(engine, 1, first_step=2)
+                wrong += differing(snapshot(moved), snapshot(still))
+                results.append([f"{case} {kind} {pin_memory}: {name}" for name in wrong])
+            for engine in engines:
+                engine.destroy()
+    return results
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [{"stage": 3}],
+        pytest.param(
+            [{"stage": stage, "dtype": dtype} for stage in (1, 2, 3) for dtype in ("fp32", "bf16")],
+            marks=pytest.mark.full,
+        ),
+    ],
+    ids=len,
+)
+def test_saves_and_reads_while_states_are_away(cases: list[dict[str, Any]], tmp_path: Path) -> None:
+    for wrong in run(save_while_away, 2, cases=cases, folder=str(tmp_path)):
+        assert [names for names in wrong if names] == []
+
+
+def has_moves(case: dict[str, Any]) -> bool:
+    """Whether DeepSpeed can move the states of this wrapper."""
+    return case["stage"] > 0 and "data_types" not in case
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    """The type and text of the error that a call raises."""
+    with pytest.raises((RuntimeError, ValueError)) as error:
+        call()
+    return f"{error.type.__name__}: {error.value}"
+
+
+def refused_calls(cases: list[dict[str, Any]], folder: str) -> list[tuple[list[str], list[str]]]:
+    """By case: the errors of calls in a wrong order, and what they have changed."""
+    results = []
+    for index, case in enumerate(cases):
+        engine = fresh_engine(0, case)
+        accumulation = engine.gradient_accumulation_steps()
+        errors = [refusal(engine.step)]  # before any backward
+        train_engine(engine, 1)
+        errors.append(refusal(engine.step))  # a second time
+        engine.save_checkpoint(f"{folder}/{index}")
+        wrong: list[str] = []
+        if has_moves(case):
+            engine.offload_states()
+            loss = engine(*make_batch(engine.module, 1, 0, engine.global_rank, engine.world_size, accumulation))
+            before = snapshot(engine)
+            errors.append(refusal(partial(engine.load_checkpoint, f"{folder}/{index}")))
+            errors += [refusal(partial(engine.backward, loss)), refusal(engine.step)]
+            wrong = differing(before, snapshot(engine))
+        results.append((errors, wrong))
+        engine.destroy()
+    return results
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_calls_in_a_wrong_order_are_refused_in_words(accumulation: int, tmp_path: Path) -> None:
+    cases = [case | {"accumulation": accumulation} for case in STAGES if "offload" not in case][:: 3 - accumulation]
+    for ranks in run(refused_calls, 2, cases=cases, folder=str(tmp_path)):
+        for case, (errors, wrong) in zip(cases, ranks, strict=True):
+            words = ["CallOrderError: step() without"] * 2
+            words += ["reload_states() first", "CallOrderError: backward()", "CallOrderError: step()"] * has_moves(case)
+            for text, word in zip(errors, words, strict=True):
+                assert word in text, case
+            assert wrong == [], case
 
 
 # ---- resumed ------------------------------------------------------------------------------------------------
