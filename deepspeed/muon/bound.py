@@ -15,6 +15,7 @@ from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.exchange.exchange import Exchange, processes
 from deepspeed.muon.exchange.owner_set import neighbours_in
 from deepspeed.muon.exchange.partition import Partition
+from deepspeed.muon.gradients import GradientProbe
 from deepspeed.muon.kernels.table import Operations, RunOperations, Tiles
 from deepspeed.muon.math.choice import Choice, shape_key
 from deepspeed.muon.math.newton_schulz import DTYPES
@@ -45,6 +46,13 @@ class Bound:
     scale: Callable[[int, int], float]
     together: RunOperations | None
     settings: str
+    #: Ranks that plan the same matrices.
+    sharers: int
+
+    @cached_property
+    def gradients(self) -> GradientProbe:
+        """Find the matrices that have no gradient in a step."""
+        return GradientProbe(self.partition, self.plan, self.exchange)
 
     @cached_property
     def digest(self) -> str:
@@ -96,6 +104,7 @@ def bind_partition(
     cost = cost_model(method, config.schedule, choice.dtype, exchange.dtype.itemsize, exchange.device.type, near)
     given, items = group.get("owner_counts", {}), partition.blocks
     world = partition.world_size, partition.is_replicated
+    sharers = partition.world_size
     counts = shared_counts(items, *world, cost, given, config.most_owners)
     if counts is None:
         partition, counts = partition.alone(), [1] * len(items)
@@ -112,6 +121,7 @@ def bind_partition(
         kernels=cache(partial(with_products, kernels, tables, choice)),
         scale=cache(partial(scale_factor, group["adjust_lr_fn"], rms_scale=config.rms_scale)),
         together=_together(partition, kernels, exchange),
+        sharers=sharers,
         settings=repr((choice.pinned(), sorted((key, value) for key, value in group.items() if key != "params"))),
     )
 

@@ -47,7 +47,7 @@ from deepspeed.muon.plan.plan import Plan, Run
 from deepspeed.muon.prepare import Prepare
 from deepspeed.muon.qk_clip import QKClip
 from deepspeed.muon.second_moments import SecondMoments
-from deepspeed.muon.step_stats import StepStats
+from deepspeed.muon.step_stats import ABSENT, StepStats
 from deepspeed.muon.tuning import Candidates, Tuning, has_bf16, pinned_in
 
 #: A checkpoint's choice is kept in silence unless Newton-Schulz would be so many times faster by another.
@@ -518,9 +518,13 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         group = self.schedules.at(group, done=int(states[0]["step"]))
         for state in states:
             state["step"] += 1
+        with self.phase("prepare"):
+            absent = bound.gradients.absent(group["params"])
+        if self.step_stats is not None:
+            self.step_stats.add(ABSENT, len(absent) / bound.sharers, 0)
         how = self.config.momentum_dtype, self.kernels, self.blocks_of, self._work
-        prepare = Prepare(bound, group, self.state, *how)
-        orthogonalize, apply = partial(self._orthogonalize, bound), partial(self._apply, bound, group)
+        prepare = Prepare(bound, group, self.state, *how, absent)
+        orthogonalize, apply = partial(self._orthogonalize, bound), partial(self._apply, bound, group, absent)
         bound.exchange.run(bound.plan, prepare.bucket, orthogonalize, apply, self.phase)
         with self.phase("prepare"):
             prepare.finish()
@@ -542,21 +546,24 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 self.step_stats.after_newton_schulz(batch.names, matrices)
             self.rules.after(matrices, batch.axis, self.second_moments.of(batch.names), self._work)
 
-    def _apply(self, bound: Bound, group: dict[str, Any], buffers: BucketBuffers) -> None:
-        """On the shard: decay and scaled update."""
+    def _apply(self, bound: Bound, group: dict[str, Any], absent: frozenset[str], buffers: BucketBuffers) -> None:
+        """On the shard: decay and scaled update; matrices without a gradient are left alone."""
         if self.step_stats is not None:
-            self.step_stats.before_apply(self._updates(bound, group, buffers), group, self.config.cautious_weight_decay)
+            updates = self._updates(bound, group, absent, buffers)
+            self.step_stats.before_apply(updates, group, self.config.cautious_weight_decay)
         for call in bound.calls[id(buffers.bucket)]:
             tensor: Tensor = group["params"][call.tensor]
             update = group["lr"], call.scale, group["weight_decay"], self.config.cautious_weight_decay
             if tensor.grad is None:
                 continue
-            if bound.together is not None and call.tiles is not None:
+            if bound.together is not None and call.tiles is not None and not absent:
                 results = buffers.matrices if call.in_place else buffers.outbox
                 bound.together.apply_(tensor.view(-1), results, call.tiles, *update)
             else:
                 for index in call.runs:
                     run = buffers.bucket.runs[index]
+                    if run.matrix in absent:
+                        continue
                     target = gather(tensor, run.copy, self._work, "parameter")
                     for part, weights in self._in_fp32(target, run, step=int(self.state[tensor]["step"])):
                         self.kernels.apply_(weights, buffers.shard_slices[index][part], *update, self._work)
@@ -572,13 +579,15 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             yield part, wide
 
     def _updates(
-        self, bound: Bound, group: dict[str, Any], buffers: BucketBuffers
+        self, bound: Bound, group: dict[str, Any], absent: frozenset[str], buffers: BucketBuffers
     ) -> Iterator[tuple[str, Tensor, Tensor, float]]:
         """(parameter, weights, orthogonalized update, its scale) of every run that :meth:`_apply` will update."""
         for call in bound.calls[id(buffers.bucket)]:
             tensor: Tensor = group["params"][call.tensor]
             for index in call.runs if tensor.grad is not None else ():
                 run = buffers.bucket.runs[index]
+                if run.matrix in absent:
+                    continue
                 held = gather(tensor, run.copy, self._work, "parameter")
                 yield run.parameter, held, buffers.shard_slices[index], call.scale
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.bound import Bound
-from deepspeed.muon.exchange.exchange import BucketBuffers, gather, scatter
+from deepspeed.muon.exchange.exchange import BucketBuffers, gather, grids, scatter
 from deepspeed.muon.kernels.rounding import key_of
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace
@@ -29,6 +29,7 @@ class Prepare:
         kernels: equal on all ranks.
         blocks_of: where the blocks of a tensor's momentum in int8 begin.
         work: holds the temporaries.
+        absent: names of the matrices without a gradient, whose momentum stays as it is.
     """
 
     def __init__(
@@ -40,7 +41,9 @@ class Prepare:
         kernels: Operations,
         blocks_of: Callable[[Tensor], Blocks],
         work: Workspace,
+        absent: frozenset[str] = frozenset(),
     ) -> None:
+        self._absent = absent
         self._bound, self._group, self._states, self._dtype = bound, group, states, momentum_dtype
         self._kernels, self._blocks_of, self._work = kernels, blocks_of, work
         self._rates = group["momentum"], group["nesterov"]
@@ -56,9 +59,13 @@ class Prepare:
             if grad is None:
                 for index in call.runs:
                     buffers.shard_slices[index].zero_()
-            elif together is None or call.tiles is None or self._dtype != "fp32":
+            elif together is None or call.tiles is None or self._dtype != "fp32" or self._absent:
                 for index in call.runs:
-                    self._run(tensor, grad, buffers.bucket.runs[index], buffers.shard_slices[index])
+                    run = buffers.bucket.runs[index]
+                    if run.matrix in self._absent:  # Newton-Schulz of zero is zero
+                        buffers.shard_slices[index].zero_()
+                    else:
+                        self._run(tensor, grad, run, buffers.shard_slices[index])
             else:
                 average = state[MOMENTUM].view(-1), grad.contiguous().view(-1)
                 together.advance(
@@ -100,8 +107,25 @@ class Prepare:
             if tensor.grad is None:
                 continue
             grad = tensor.grad.contiguous().view(-1)
+            if self._absent:
+                grad = self._with_momentum_of_absent(tensor, grad)
             for fragment, codes, absmax in self._blocks_of(tensor).parts(state):
                 if (id(tensor), fragment.position) not in self._advanced:
                     held = grad[fragment.position :][: fragment.numel]
                     draws = key_of(fragment.name, int(state["step"])), fragment.first
                     self._kernels.advance_codes(codes, absmax, held, None, *self._rates, *draws, self._work)
+
+    def _with_momentum_of_absent(self, tensor: Tensor, grad: Tensor) -> Tensor:
+        """Return a copy of the gradient that has the momentum itself in place of an absent matrix.
+
+        The average of a momentum and itself is what it was, so its codes stay, unless it shares a block with elements
+        of another matrix whose magnitude changes the block's.
+        """
+        grad, state = grad.clone(), self._states[tensor]
+        for run in (run for bucket in self._bound.plan.buckets for run in bucket.runs if run.matrix in self._absent):
+            if self._group["params"][run.tensor] is tensor:
+                start, extent = run.copy.start, run.copy.extent
+                momentum = self._blocks_of(tensor).read(state, start, start + extent, grad.device)
+                target = grids(grad, run.copy)
+                target.copy_(grids(momentum, run.copy._replace(start=0)))
+        return grad

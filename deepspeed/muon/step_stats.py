@@ -25,6 +25,8 @@ LOGIT = "max_logit"
 PER_LAYER = (CHANGE, CAUTIOUS, ERROR, RANK, LOGIT)
 #: The two values of all parameters together: the size of the update per unit of learning rate.
 SIZES = {half: f"update_rms_{half}" for half in ("muon", "adamw")}
+#: How many matrices had no gradient in the step; each rank adds its share of the count.
+ABSENT = "matrices_without_gradient"
 #: The phase that measuring counts as. It is in no other.
 RECORD = "record"
 

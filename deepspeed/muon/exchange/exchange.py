@@ -125,6 +125,14 @@ class Exchange:
             torch.distributed.all_reduce(flat, group=self.group)  # exact: all but one summand are zero
         return {name: vector.cpu() for name, vector in vectors.items()}
 
+    def largest(self, values: Tensor) -> Tensor:
+        """Return the largest of each value over the ranks of the group, in place; a collective."""
+        start = partial(
+            torch.distributed.all_reduce, values, torch.distributed.ReduceOp.MAX, group=self.group, async_op=True
+        )
+        self._collectives.start("0, before the first,", ("which matrices have a gradient",), start).wait()
+        return values
+
     def run(self, plan: Plan, prepare: Work, compute: Work, apply: Work, phase: Phase) -> None:
         """Carry every bucket through prepare, the exchange to its owners, compute, the exchange back, and apply.
 

@@ -104,8 +104,15 @@ class PlacedBlock:
     @property
     def name(self) -> str:
         """The parameter's name, with the index of the block's first element unless that is 0."""
-        offset = self.block.offset
-        return f"{self.shard.spec.name}[{offset}]" if offset else self.shard.spec.name
+        return self._named(self.block)
+
+    @property
+    def matrix(self) -> str:
+        """The name of the whole matrix; that of the block itself unless it is a slice."""
+        return self._named(self.whole or self.block)
+
+    def _named(self, block: Block) -> str:
+        return f"{self.shard.spec.name}[{block.offset}]" if block.offset else self.shard.spec.name
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -60,6 +60,7 @@ class Run:
 
     Args:
         parameter: name of the one that they belong to.
+        matrix: name of the whole matrix that they belong to.
         tensor: index of the tensor that holds them.
         copy: from that tensor to the bucket's matrices if ``in_place``, else to the send buffer.
         in_place: whether they are written straight into the matrices. That needs this rank to own the block and the
@@ -70,6 +71,7 @@ class Run:
     """
 
     parameter: str
+    matrix: str
     tensor: int
     copy: Copy
     in_place: bool
@@ -298,8 +300,17 @@ def _bucket(items: Round, rank: int, world_size: int) -> Bucket:
             start = item.shard.placement.position(piece.element)
             copy = Copy(at, start, piece.rows, piece.cols, piece.stride)
             draws = (item.name, piece.at) if piece.is_contiguous else (f"{item.name}@{piece.at}", 0)
-            name, tensor = item.shard.spec.name, item.shard.tensor
-            runs.append(Run(parameter=name, tensor=tensor, copy=copy, in_place=in_place, shape=shape, draws=draws))
+            runs.append(
+                Run(
+                    parameter=item.shard.spec.name,
+                    matrix=item.matrix,
+                    tensor=item.shard.tensor,
+                    copy=copy,
+                    in_place=in_place,
+                    shape=shape,
+                    draws=draws,
+                )
+            )
             if not in_place:
                 sent[owner] += piece.numel
                 send_at += piece.numel

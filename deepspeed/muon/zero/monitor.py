@@ -14,6 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.muon.exchange.failures import told_to_all
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.step_stats import (
+    ABSENT,
     CAUTIOUS,
     CHANGE,
     LOGIT,
@@ -135,7 +136,8 @@ class Recorder:
         for layer, logit in clip.largest.items() if clip else ():  # equal on all ranks that train the layer
             stats.add(f"{LOGIT}/{layer}", logit, 1)
         measures = (CHANGE, CAUTIOUS) if self._optimizer.config.cautious_weight_decay else (CHANGE,)
-        names = [*SIZES.values(), *(f"{measure}/{name}" for measure in measures for name in self._labels)]
+        stats.add(ABSENT, 0.0, float(torch.distributed.get_rank() == 0))
+        names = [ABSENT, *SIZES.values(), *(f"{measure}/{name}" for measure in measures for name in self._labels)]
         names += [*(f"{LOGIT}/{layer}" for layer in self._layers), *(f"{m}/{sample.label}" for m in SAMPLED)]
         sums = stats.sums(names).to(get_accelerator().current_device_name())
         torch.distributed.all_reduce(sums)

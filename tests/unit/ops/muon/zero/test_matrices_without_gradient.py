@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A matrix whose whole gradient is zero in a step is left alone in it: unused, frozen, absent layers and experts."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deepspeed.muon import MuonWithAuxAdam
+from helpers import nvme
+from helpers.distributed import run
+from helpers.oracles import OracleConfig, change_error, muon_update
+from helpers.records import records
+from helpers.rules import normuon
+from helpers.training import BF16_OPTIMIZER, ORACLE, PARAMS, ds_config, fp32_weights, make_engine
+
+STEPS = 6
+SIZES = {"always": (24, 40), "unused": (24, 40), "late": (40, 24), "gap": (36, 36), "frozen": (30, 20)}
+EXPERTS = 3
+SHAPE = (28, 20)
+"""Of an expert."""
+ABSENT = {
+    "unused": set(range(STEPS)),
+    "late": {0, 1},
+    "gap": {2, 3},
+    "frozen": set(range(2, STEPS)),
+    "experts[560]": {1, 2, 3},
+    "experts[1120]": {4},
+    "separate.1": {1, 2, 3},
+    "separate.2": {4},
+}
+"""The steps in which each matrix has no gradient; those of a stack by the index of their first element."""
+
+
+class Net(nn.Module):
+    """Matrices, a stack of experts and the same experts as separate layers, whose gradients `forward` is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.layers = nn.ParameterDict({name: torch.randn(shape, generator=generator) for name, shape in SIZES.items()})
+        self.experts = nn.Parameter(torch.randn(EXPERTS, *SHAPE, generator=generator))
+        self.separate = nn.ParameterList(self.experts.detach()[i].clone() for i in range(EXPERTS))
+        self.bias = nn.Parameter(torch.zeros(7))
+        for param in self.parameters():
+            param.use_muon = param.ndim > 1  # type: ignore[attr-defined]
+
+    def forward(self, gradients: dict[str, Tensor]) -> Tensor:
+        """The sum of weights times their gradients; a parameter that has none takes no part."""
+        params = dict(self.named_parameters())
+        products = [(params[n] * g.to(params[n].dtype)).sum() for n, g in gradients.items()]
+        return torch.stack(products).float().sum()
+
+
+def gradients_of(step: int, micro: int = 0) -> dict[str, Tensor]:
+    """By parameter, those of one micro-batch; absent parameters are left out, absent experts of the stack are zero."""
+    generator = torch.Generator().manual_seed(100 * step + micro)
+    found = {f"layers.{name}": torch.randn(shape, generator=generator) for name, shape in SIZES.items()}
+    experts = torch.randn(EXPERTS, *SHAPE, generator=generator)
+    found |= {f"separate.{i}": experts[i].clone() for i in range(EXPERTS)}
+    found["bias"] = torch.ones(7)
+    for name, steps in ABSENT.items():
+        if step in steps:
+            for key in (f"layers.{name}", name):
+                found.pop(key, None)
+            if name.startswith("experts"):
+                experts[int(name[8:-1]) // (SHAPE[0] * SHAPE[1])] = 0
+    return found | {"experts": experts}
+
+
+def oracle(config: OracleConfig, steps: int = STEPS, accumulation: int = 1) -> dict[str, Tensor]:
+    """Each matrix on its own; nothing happens to one without a gradient."""
+    weights = {name: p.detach().clone() for name, p in Net().named_parameters()}
+    momenta = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    memories: dict[Any, dict[str, Tensor]] = {}
+    for step in range(steps):
+        micros = [gradients_of(step, micro) for micro in range(accumulation)]
+        for name in weights.keys() & micros[0].keys() - {"bias"}:
+            gradient = torch.stack([one[name] for one in micros]).mean(0)
+            for i, part in enumerate(gradient if gradient.ndim == 3 else [gradient]):
+                weight, momentum = (x[name][i] if gradient.ndim == 3 else x[name] for x in (weights, momenta))
+                if part.any():
+                    muon_update(weight, part, momentum, config.lr, config, memories.setdefault((name, i), {}))
+    return weights
+
+
+def engine_of(**config: Any) -> Any:
+    optimizer = {"type": "Muon", "params": PARAMS | config.pop("params", {})}
+    net = Net()
+    if config.get("dtype") == "bf16":
+        net.bfloat16()
+    return make_engine(net, ds_config(optimizer=optimizer, clip=0.0, **config))
+
+
+def take_steps(engine: Any, first: int, last: int, accumulation: int = 1) -> None:
+    for step in range(first, last):
+        for micro in range(accumulation):
+            engine.backward(engine(gradients_of(step, micro)))
+            engine.step()
+
+
+def train(folder: str = "", resume: bool = False, **config: Any) -> dict[str, Tensor]:
+    """Master weights at the end; with `resume` in a second engine from a checkpoint in the middle of a gap."""
+    accumulation = config.get("accumulation", 1)
+    with nvme.instead_of_async_io() if "nvme" in str(config.get("zero")) else nullcontext():
+        engine = engine_of(**config)
+        if resume:
+            take_steps(engine, 0, 3, accumulation)
+            engine.save_checkpoint(folder)
+            engine.destroy()
+            engine = engine_of(**config)
+            engine.load_checkpoint(folder)
+        take_steps(engine, 3 if resume else 0, STEPS, accumulation)
+        weights = fp32_weights(engine)
+        engine.destroy()
+    return weights
+
+
+def assert_like(weights: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -> None:
+    start = dict(Net().named_parameters())
+    for name, weight in expected.items():
+        if name == "layers.unused":
+            assert torch.equal(weights[name].float(), start[name].detach().to(weights[name].dtype).float()), name
+        elif name != "bias":
+            assert change_error(start[name].detach(), weights[name].float(), weight) <= bound, name
+    for i in range(EXPERTS):  # a stack and separate layers train alike
+        assert torch.allclose(weights["experts"][i].float(), weights[f"separate.{i}"].float(), atol=1e-5), i
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "stage 0": {"stage": 0},
+    "stage 1": {"stage": 1},
+    "stage 2, accumulation": {"stage": 2, "accumulation": 2},
+    "stage 2, offload": {"stage": 2, "offload": True},
+    "stage 3": {"stage": 3},
+    "stage 3, small sub-groups": {"stage": 3, "zero": {"sub_group_size": 1000}},
+    "stage 3, offload": {"stage": 3, "offload": True},
+    "owners": {"stage": 1, "params": {"owners_per_matrix": 2}},
+    "owners, stage 3": {"stage": 3, "params": {"owners_per_matrix": 2}},
+    "normuon": {"stage": 3, "params": {"normuon": True}},
+    "int8": {"stage": 2, "params": {"momentum_dtype": "int8"}},
+    "bf16 momentum": {"stage": 3, "params": {"momentum_dtype": "bf16"}},
+    "stage 0, bf16": {"stage": 0, "dtype": "bf16"},
+    "stage 3, bf16": {"stage": 3, "dtype": "bf16"},
+    "BF16_Optimizer": BF16_OPTIMIZER,
+    "plain kernels": {"stage": 2, "params": {"kernels": "torch"}},
+    "round robin": {"stage": 2, "zero": {"round_robin_gradients": True}},
+}
+#: Of the change of the weights. bf16 gradients and a rounded momentum differ most.
+BOUNDS = {"int8": 0.1, "bf16 momentum": 0.03}
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_what_has_no_gradient_stands_still(name: str, resume: bool, tmp_path: Path) -> None:
+    case = CASES[name]
+    rules = {"after": normuon} if "normuon" in name else {}
+    config = OracleConfig(**{**vars(ORACLE), "clip": 0.0, **rules})
+    expected = oracle(config, accumulation=case.get("accumulation", 1))
+    bound = BOUNDS.get(name, 0.05 if "bf16" in str(case) else 1e-3)
+    for weights in run(train, 2, folder=str(tmp_path), resume=resume, **case):
+        assert_like(weights, expected, bound)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [1, 3])
+def test_four_ranks_agree(stage: int) -> None:
+    expected = oracle(OracleConfig(**{**vars(ORACLE), "clip": 0.0}), accumulation=1)
+    for weights in run(train, 4, stage=stage):
+        assert_like(weights, expected, 1e-3)
+
+
+@pytest.mark.parametrize("params", [{}, {"momentum_dtype": "int8"}, {"momentum_dtype": "bf16"}, {"normuon": True}])
+def test_plain_pytorch_treats_zeros_as_no_gradient(params: dict[str, Any]) -> None:
+    def trained(zeros: bool) -> tuple[list[Tensor], list[Tensor]]:
+        net = Net()
+        optimizer = MuonWithAuxAdam(net.parameters(), model=net, **PARAMS | params)
+        named = dict(net.named_parameters())
+        before: dict[str, Tensor] = {}
+        for step in range(STEPS):
+            gradients = gradients_of(step)
+            for name, param in named.items():
+                found = gradients.get(name)
+                param.grad = torch.zeros_like(param) if found is None and zeros else found
+            if step == 3:
+                before = {name: param.detach().clone() for name, param in named.items()}
+                kept = [optimizer.read_state(named["layers.gap"], "momentum_buffer") for _ in range(1)]
+            optimizer.step()
+            if step == 3:
+                assert torch.equal(named["layers.gap"], before["layers.gap"])
+                assert torch.equal(named["experts"][1], before["experts"][1])
+                assert not torch.equal(named["experts"][0], before["experts"][0])
+                assert torch.equal(optimizer.read_state(named["layers.gap"], "momentum_buffer"), kept[0])
+        states = [optimizer.read_state(param, "momentum_buffer") for param in named.values() if param.ndim > 1]
+        return [param.detach() for param in named.values()], states
+
+    for none, zeros in zip(trained(False), trained(True), strict=True):
+        assert all(map(torch.equal, none, zeros))
+
+
+def write_records(folder: str) -> None:
+    monitor = {"csv_monitor": {"enabled": True, "output_path": folder, "job_name": "run"}}
+    engine = engine_of(stage=3, params={"monitor_interval": 1}, **monitor)
+    take_steps(engine, 0, STEPS)
+    engine.destroy()
+
+
+def test_records_count_them(tmp_path: Path) -> None:
+    run(write_records, 2, folder=str(tmp_path))
+    found = [value for _, value in records(tmp_path)["matrices_without_gradient"]]
+    assert found == [sum(step in steps for steps in ABSENT.values()) for step in range(STEPS)]
