@@ -29,10 +29,22 @@ ABSENT = {
     "frozen": set(range(2, STEPS)),
     "experts[560]": {1, 2, 3},
     "experts[1120]": {4},
-    "separate.1": {1, 2, 3},
-    "separate.2": {4},
+    "separate1": {1, 2, 3},
+    "separate2": {4},
 }
 """The steps in which each matrix has no gradient; those of a stack by the index of their first element."""
+
+
+class Weight(nn.Module):
+    """A weight whose gradient is what `forward` is given."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+        self.weight.use_muon = weight.ndim > 1  # type: ignore[attr-defined]
+
+    def forward(self, gradient: Tensor) -> Tensor:
+        return (self.weight * gradient.to(self.weight.dtype)).float().sum()
 
 
 class Net(nn.Module):
@@ -41,31 +53,30 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        self.layers = nn.ParameterDict({name: torch.randn(shape, generator=generator) for name, shape in SIZES.items()})
-        self.experts = nn.Parameter(torch.randn(EXPERTS, *SHAPE, generator=generator))
-        self.separate = nn.ParameterList(self.experts.detach()[i].clone() for i in range(EXPERTS))
-        self.bias = nn.Parameter(torch.zeros(7))
-        for param in self.parameters():
-            param.use_muon = param.ndim > 1  # type: ignore[attr-defined]
+        layers = {name: Weight(torch.randn(shape, generator=generator)) for name, shape in SIZES.items()}
+        experts = torch.randn(EXPERTS, *SHAPE, generator=generator)
+        layers |= {"experts": Weight(experts)} | {f"separate{i}": Weight(experts[i].clone()) for i in range(EXPERTS)}
+        self.layers = nn.ModuleDict(layers | {"bias": Weight(torch.zeros(7))})
 
     def forward(self, gradients: dict[str, Tensor]) -> Tensor:
-        """The sum of weights times their gradients; a parameter that has none takes no part."""
-        params = dict(self.named_parameters())
-        products = [(params[n] * g.to(params[n].dtype)).sum() for n, g in gradients.items()]
-        return torch.stack(products).float().sum()
+        """The sum of weights times their gradients; a layer that has none takes no part."""
+        return torch.stack([self.layers[name](gradient) for name, gradient in gradients.items()]).sum()
+
+    def named(self) -> dict[str, nn.Parameter]:
+        """The weights by layer."""
+        return {name: layer.weight for name, layer in self.layers.items()}
 
 
 def gradients_of(step: int, micro: int = 0) -> dict[str, Tensor]:
-    """By parameter, those of one micro-batch; absent parameters are left out, absent experts of the stack are zero."""
+    """By layer, those of one micro-batch; absent layers are left out, absent experts of the stack are zero."""
     generator = torch.Generator().manual_seed(100 * step + micro)
-    found = {f"layers.{name}": torch.randn(shape, generator=generator) for name, shape in SIZES.items()}
+    found = {name: torch.randn(shape, generator=generator) for name, shape in SIZES.items()}
     experts = torch.randn(EXPERTS, *SHAPE, generator=generator)
-    found |= {f"separate.{i}": experts[i].clone() for i in range(EXPERTS)}
+    found |= {f"separate{i}": experts[i].clone() for i in range(EXPERTS)}
     found["bias"] = torch.ones(7)
     for name, steps in ABSENT.items():
         if step in steps:
-            for key in (f"layers.{name}", name):
-                found.pop(key, None)
+            found.pop(name, None)
             if name.startswith("experts"):
                 experts[int(name[8:-1]) // (SHAPE[0] * SHAPE[1])] = 0
     return found | {"experts": experts}
@@ -73,7 +84,7 @@ def gradients_of(step: int, micro: int = 0) -> dict[str, Tensor]:
 
 def oracle(config: OracleConfig, steps: int = STEPS, accumulation: int = 1) -> dict[str, Tensor]:
     """Each matrix on its own; nothing happens to one without a gradient."""
-    weights = {name: p.detach().clone() for name, p in Net().named_parameters()}
+    weights = {name: p.detach().clone() for name, p in Net().named().items()}
     momenta = {name: torch.zeros_like(weight) for name, weight in weights.items()}
     memories: dict[Any, dict[str, Tensor]] = {}
     for step in range(steps):
@@ -114,20 +125,20 @@ def train(folder: str = "", resume: bool = False, **config: Any) -> dict[str, Te
             engine = engine_of(**config)
             engine.load_checkpoint(folder)
         take_steps(engine, 3 if resume else 0, STEPS, accumulation)
-        weights = fp32_weights(engine)
+        weights = {name.split(".")[1]: weight for name, weight in fp32_weights(engine).items()}
         engine.destroy()
     return weights
 
 
 def assert_like(weights: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -> None:
-    start = dict(Net().named_parameters())
+    start = Net().named()
     for name, weight in expected.items():
-        if name == "layers.unused":
+        if name == "unused":
             assert torch.equal(weights[name].float(), start[name].detach().to(weights[name].dtype).float()), name
         elif name != "bias":
             assert change_error(start[name].detach(), weights[name].float(), weight) <= bound, name
     for i in range(EXPERTS):  # a stack and separate layers train alike
-        assert torch.allclose(weights["experts"][i].float(), weights[f"separate.{i}"].float(), atol=1e-5), i
+        assert torch.allclose(weights["experts"][i].float(), weights[f"separate{i}"].float(), atol=1e-5), i
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -179,7 +190,7 @@ def test_plain_pytorch_treats_zeros_as_no_gradient(params: dict[str, Any]) -> No
     def trained(zeros: bool) -> tuple[list[Tensor], list[Tensor]]:
         net = Net()
         optimizer = MuonWithAuxAdam(net.parameters(), model=net, **PARAMS | params)
-        named = dict(net.named_parameters())
+        named = net.named()
         before: dict[str, Tensor] = {}
         for step in range(STEPS):
             gradients = gradients_of(step)
@@ -188,13 +199,13 @@ def test_plain_pytorch_treats_zeros_as_no_gradient(params: dict[str, Any]) -> No
                 param.grad = torch.zeros_like(param) if found is None and zeros else found
             if step == 3:
                 before = {name: param.detach().clone() for name, param in named.items()}
-                kept = [optimizer.read_state(named["layers.gap"], "momentum_buffer") for _ in range(1)]
+                kept = [optimizer.read_state(named["gap"], "momentum_buffer") for _ in range(1)]
             optimizer.step()
             if step == 3:
-                assert torch.equal(named["layers.gap"], before["layers.gap"])
+                assert torch.equal(named["gap"], before["gap"])
                 assert torch.equal(named["experts"][1], before["experts"][1])
                 assert not torch.equal(named["experts"][0], before["experts"][0])
-                assert torch.equal(optimizer.read_state(named["layers.gap"], "momentum_buffer"), kept[0])
+                assert torch.equal(optimizer.read_state(named["gap"], "momentum_buffer"), kept[0])
         states = [optimizer.read_state(param, "momentum_buffer") for param in named.values() if param.ndim > 1]
         return [param.detach() for param in named.values()], states
 
