@@ -44,7 +44,7 @@ def read_schedule(section: Any) -> Schedule:
     name = section.get("type") if isinstance(section, Mapping) else None
     given = section.get("params") if name else None
     values = _defaults(name) | dict(given if isinstance(given, Mapping) else {})
-    key, cycle = RATE_KEYS.get(name, ""), MOMENTUM_KEYS.get(name)
+    key, cycle = RATE_KEYS.get(name or "", ""), MOMENTUM_KEYS.get(name or "")
     momenta = (values[cycle[0]], values[cycle[1]]) if cycle and values.get("cycle_momentum") is not False else None
     return Schedule(key, values.get(key), momenta, "cycle_momentum" in (given or ()))
 

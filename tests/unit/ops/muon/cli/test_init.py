@@ -226,7 +226,7 @@ def test_hjson_without_braces_is_still_read(capsys: pytest.CaptureFixture, tmp_p
 
 FOREIGN = {
     "empty": ("{}", "DeepSpeed knows none of its top-level keys (none)"),
-    "other": ('{"name": "x", "version": 1}', "none of its top-level keys (name, version); expected such as"),
+    "other": ('{"name": "x", "version": 1}', "none of its top-level keys (name, version); expected keys such as"),
     "typo": ('{"optimiser": {"kind": "AdamW"}}', "did you mean optimizer where it says optimiser?"),
     "two": ('{"a": {"zero_optimization": {}}, "b": {"zero_optimization": {}}}', "ds_configs lie under a, b"),
     "names": ("deepspeed: configs/zero2.json\nbf16: true\n", "names one as deepspeed, give configs/zero2.json"),
@@ -237,7 +237,7 @@ FOREIGN = {
         "give the file that its deepspeed_config_file names, ds.json",
     ),
     "list": ("- a\n- b\n", "expected a JSON object, got list"),
-    "twice": ("train_batch_size: 1\ntrain_batch_size: 2\n", "Duplicate keys"),
+    "twice": ("train_batch_size: 1\ntrain_batch_size: 2\n", "keys that occur twice"),
     "broken": ('{"optimizer": ', "not a ds_config"),
 }
 
