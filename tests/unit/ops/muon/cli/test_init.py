@@ -104,6 +104,8 @@ def test_the_key_that_is_the_rate_is_named(name: str, capsys: pytest.CaptureFixt
 def test_no_cycle_of_the_momentum_is_named_where_it_is_off(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     section = {"type": "OneCycle", "params": {"cycle_min_lr": 1e-5, "cycle_max_lr": 2e-4, "cycle_momentum": False}}
     assert "momentum" not in init(capsys, tmp_path, optimizer=ADAMW, scheduler=section)[2]
+    section = {"type": "WarmupLR", "params": {}}  # its maximum is the optimizer's rate by default
+    assert "scheduler" not in init(capsys, tmp_path, optimizer=ADAMW, scheduler=section)[2]
 
 
 def test_a_limit_of_the_norm_moves_to_its_key(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
