@@ -8,15 +8,13 @@ import re
 from collections.abc import Mapping
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
-
-import torch
+from typing import Any, NamedTuple
 
 from deepspeed.muon.cli.accelerate import ds_config_of, pointing_to
 from deepspeed.muon.config.messages import did_you_mean
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.errors import SettingsError
-from deepspeed.muon.zero.config_file import find_ds_config, is_accelerates, parse_file
+from deepspeed.muon.zero.config_file import find_ds_config, is_accelerates, is_optimizer, parse_file
 from deepspeed.muon.zero.hooks import is_muon
 from deepspeed.muon.zero.read_config import settings_of
 from deepspeed.muon.zero.schedules import Schedule, about_momentum, read_schedule
@@ -134,28 +132,18 @@ def _rate(schedule: Schedule) -> str:
     return f"scheduler.params.{schedule.rate_key}, {schedule.rate}, is the rate, whatever lr says"
 
 
-def _is_other_optimizer(name: str) -> bool:
-    """Whether DeepSpeed or torch has an optimizer of this name, other than AdamW and Muon."""
-    from deepspeed.runtime import config
-
-    known = {
-        each.lower() for each in (*dir(torch.optim), *config.DEEPSPEED_OPTIMIZERS, "adafactor", "deepspeedcpulion")
-    }
-    return name.lower() in known and name.lower() not in ADAMW
-
-
-def _refuse_type(path: str, section: Mapping[str, Any], name: Any) -> NoReturn:
-    """Raise for an optimizer that is not AdamW."""
+def _wrong_type(path: str, section: Mapping[str, Any], name: Any) -> SettingsError:
+    """Return the error about an optimizer that is not AdamW."""
     if isinstance(name, str) and is_muon(name):
         settings_of(path, dict(section), world_size=1)
-        raise SettingsError(f"{path}: optimizer.type: got {name!r}, which needs no change; {NEXT.format(path)[6:]}")
+        return SettingsError(f"{path}: optimizer.type: got {name!r}, which needs no change; {NEXT.format(path)[6:]}")
     otherwise = (
         "the rate of another optimizer does not fit Muon; write the section yourself, with the rate that AdamW would "
         "have for this model"
     )
-    if not isinstance(name, str) or not _is_other_optimizer(name):
+    if not isinstance(name, str) or not (is_optimizer(name) and name.lower() not in ADAMW):
         otherwise = did_you_mean(str(name).lower(), ("adam", "adamw", "muon"), otherwise, cutoff=0.7)
-    raise SettingsError(f'{path}: optimizer.type: got {name!r}, expected "AdamW" or "Adam"; {otherwise}')
+    return SettingsError(f'{path}: optimizer.type: got {name!r}, expected "AdamW" or "Adam"; {otherwise}')
 
 
 def _of_adamw(
@@ -164,7 +152,7 @@ def _of_adamw(
     """Parameters in place of AdamW's; ``config`` gets what moves out of them."""
     name = optimizer.get("type") if isinstance(optimizer, Mapping) else None
     if not isinstance(name, str) or name.lower() not in ADAMW:
-        _refuse_type(path, config, name)
+        raise _wrong_type(path, config, name)
     given = optimizer.get("params") or {}
     if not isinstance(given, Mapping):
         raise SettingsError(f"{path}: optimizer.params: expected an object, got {given!r}")

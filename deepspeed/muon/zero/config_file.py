@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import hjson
+import torch
 
 from deepspeed.muon.config.messages import nearest
 from deepspeed.muon.errors import SettingsError
@@ -90,13 +91,23 @@ def find_ds_config(path: str, section: dict[str, Any]) -> dict[str, Any]:
     listed = ", ".join(list(section)[:6]) or "none"
     raise SettingsError(
         f"--config {path}: not a ds_config: DeepSpeed knows none of its top-level keys ({listed}); "
-        + (where or " ".join(hints) or "expected such as optimizer, zero_optimization, bf16, train_batch_size")
+        + (where or " ".join(hints) or "expected keys such as optimizer or zero_optimization")
     )
 
 
 def is_accelerates(section: Mapping[str, Any]) -> bool:
     """Whether a file is accelerate's configuration, which ``accelerate config`` writes."""
     return bool(OF_ACCELERATE & section.keys()) and not _is_ds_config(section)
+
+
+def is_optimizer(name: str) -> bool:
+    """Whether DeepSpeed, torch or transformers has an optimizer of this name, in any case."""
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+
+    known = {
+        each.lower() for each in (*dir(torch.optim), *DEEPSPEED_OPTIMIZERS, "adafactor", "onebitadam", "zerooneadam")
+    }
+    return name.lower() in known
 
 
 def _refuse_accelerates(path: str, section: dict[str, Any]) -> None:
@@ -150,7 +161,7 @@ def _parse_yaml(path: str, text: str) -> Any:
             """As of the base class, for keys that differ."""
             keys = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag[-6:] != ":merge"]
             if twice := sorted({str(key) for key in keys if keys.count(key) > 1}):
-                raise ValueError(f"Duplicate keys in DeepSpeed config: {twice}")
+                raise ValueError(f"keys that occur twice: {twice}")
             return super().construct_mapping(node, deep)
 
     number = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)[eE][-+]?\d+$")

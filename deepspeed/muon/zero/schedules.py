@@ -44,9 +44,10 @@ def read_schedule(section: Any) -> Schedule:
     name = str(section.get("type") or "") if isinstance(section, Mapping) else ""
     given = section.get("params") if name else None
     values = _defaults(name) | dict(given if isinstance(given, Mapping) else {})
-    key, cycle = RATE_KEYS.get(name, ""), MOMENTUM_KEYS.get(name)
+    key, cycle = RATE_KEYS.get(name or "", ""), MOMENTUM_KEYS.get(name or "")
     momenta = (values[cycle[0]], values[cycle[1]]) if cycle and values.get("cycle_momentum") is not False else None
-    return Schedule(key, values.get(key), momenta, "cycle_momentum" in (given or ()))
+    rate = values.get(key)  # None: the optimizer's own
+    return Schedule("" if rate is None else key, rate, momenta, "cycle_momentum" in (given or ()))
 
 
 def rates_differ(rate: Any, lr: Any) -> bool:

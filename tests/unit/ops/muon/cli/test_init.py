@@ -104,6 +104,8 @@ def test_the_key_that_is_the_rate_is_named(name: str, capsys: pytest.CaptureFixt
 def test_no_cycle_of_the_momentum_is_named_where_it_is_off(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     section = {"type": "OneCycle", "params": {"cycle_min_lr": 1e-5, "cycle_max_lr": 2e-4, "cycle_momentum": False}}
     assert "momentum" not in init(capsys, tmp_path, optimizer=ADAMW, scheduler=section)[2]
+    section = {"type": "WarmupLR", "params": {}}  # its maximum is the optimizer's rate by default
+    assert "scheduler" not in init(capsys, tmp_path, optimizer=ADAMW, scheduler=section)[2]
 
 
 def test_a_limit_of_the_norm_moves_to_its_key(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
@@ -226,7 +228,7 @@ def test_hjson_without_braces_is_still_read(capsys: pytest.CaptureFixture, tmp_p
 
 FOREIGN = {
     "empty": ("{}", "DeepSpeed knows none of its top-level keys (none)"),
-    "other": ('{"name": "x", "version": 1}', "none of its top-level keys (name, version); expected such as"),
+    "other": ('{"name": "x", "version": 1}', "none of its top-level keys (name, version); expected keys such as"),
     "typo": ('{"optimiser": {"kind": "AdamW"}}', "did you mean optimizer where it says optimiser?"),
     "two": ('{"a": {"zero_optimization": {}}, "b": {"zero_optimization": {}}}', "ds_configs lie under a, b"),
     "names": ("deepspeed: configs/zero2.json\nbf16: true\n", "names one as deepspeed, give configs/zero2.json"),
@@ -237,7 +239,7 @@ FOREIGN = {
         "give the file that its deepspeed_config_file names, ds.json",
     ),
     "list": ("- a\n- b\n", "expected a JSON object, got list"),
-    "twice": ("train_batch_size: 1\ntrain_batch_size: 2\n", "Duplicate keys"),
+    "twice": ("train_batch_size: 1\ntrain_batch_size: 2\n", "keys that occur twice"),
     "broken": ('{"optimizer": ', "not a ds_config"),
 }
 

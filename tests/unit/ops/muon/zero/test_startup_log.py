@@ -65,11 +65,12 @@ def logs_of_schedules() -> list[list[tuple[str, str]]]:
     cycle = {"cycle_min_lr": 1e-5, "cycle_max_lr": 1e-3}
     return [
         log_with({"type": "WarmupLR", "params": {"warmup_max_lr": 3e-5}}, lr=1e-3),
-        log_with({"type": "WarmupLR", "params": {}}, muon_lr=0.02, adam_lr=1e-3),
+        log_with({"type": "LRRangeTest", "params": {}}, muon_lr=0.02, adam_lr=1e-3),
         log_with({"type": "OneCycle", "params": cycle}, lr=1e-3),
         log_with({"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3}}, lr=1e-3),
         log_with({"type": "WarmupCosineLR", "params": {"total_num_steps": 9}}, lr=1e-3),
         log_with({"type": "OneCycle", "params": cycle | {"cycle_momentum": False}}, lr=1e-3),
+        log_with({"type": "WarmupLR", "params": {}}, lr=1e-4),  # its maximum is the optimizer's rate by default
         log_with(None, lr=1e-3),
     ]
 
@@ -82,6 +83,7 @@ def test_the_rate_and_the_momentum_of_a_schedule_are_named() -> None:
         "deepspeed-muon: scheduler.params.warmup_max_lr, 3e-05, is the learning rate, in place of optimizer.params.lr, "
         "0.001; change warmup_max_lr to change the rate, and write the same value for both",
     )
-    assert default[0] == "WARNING" and "warmup_max_lr, 0.001, is the" in default[1] and "muon_lr, 0.02;" in default[1]
+    assert default[0] == "WARNING"
+    assert "lr_range_test_min_lr, 0.001, is the" in default[1] and "muon_lr, 0.02;" in default[1]
     assert cycle[0] == "INFO" and "between 0.8 and 0.9; Muon's momentum stays" in cycle[1]
-    assert silent == [[]] * 4
+    assert silent == [[]] * 5
