@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.patch import Seam, replace
@@ -75,6 +77,23 @@ class Adapter:
         """
         self.optimizer.is_finite = self.watch_gradients()
         share_autocast_scale(self.engine)
+
+    def gradient_buffers(self) -> Iterator[Tensor]:
+        """Yield the buffers of gradients that the wrapper keeps from step to step."""
+        return iter(())
+
+    def clear_gradients_after_steps(self) -> None:
+        """Let a parameter without a gradient have zeros instead of the gradient of the last step that had one.
+
+        DeepSpeed writes into :meth:`gradient_buffers` only what a backward computes.
+        """
+        self.replace("step", self._step_and_clear)
+
+    def _step_and_clear(self, step: Callable, *args: Any, **kwargs: Any) -> Any:
+        result = step(*args, **kwargs)
+        for buffer in self.gradient_buffers():
+            buffer.zero_()
+        return result
 
     def watch_gradients(self) -> Callable[[], bool]:
         """What tells whether the gradients of a step are finite on all ranks."""

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from deepspeed.muon.matrices.routing import TAG
 from deepspeed.muon.zero.tp_ranks import tp_rank
 from deepspeed.muon.zero.wrappers.experts import with_all_experts
@@ -42,11 +44,18 @@ class Stage12(Flat):
         super().prepare(group_count)
         self.replace("get_flat_partition", _without_tags)
         self.replace("_is_muon_group", lambda original, params: False)
+        if self.wrapper.cpu_offload:
+            self.clear_gradients_after_steps()
         if self.engine.has_moe_layers and tp_rank(self.engine)[1] > 1:
             for name, position in zip(NORM_METHODS, (1, 0), strict=True):  # of the parameters among the arguments
                 self.replace(name, partial(with_all_experts, self.wrapper, position))
         if (missing := group_count - len(self.optimizer.param_groups)) > 0:
             self.replace("scaled_global_norm", partial(with_norms_of_all_stages, self.wrapper, missing))
+
+    def gradient_buffers(self) -> Iterator[Tensor]:
+        """Under offload: those of the master weights, and those that micro-batches accumulate in host memory."""
+        flats = [flat.grad for flat in self.wrapper.single_partition_of_fp32_groups if flat.grad is not None]
+        return iter([*flats, *getattr(self.wrapper, "accumulated_grads_in_cpu", {}).values()])
 
     def watch_gradients(self) -> Callable[[], bool]:
         """``compute_grad_norm: false`` leaves no norm to listen to."""

@@ -68,6 +68,7 @@ class Stage3(Adapter):
         ``save_muon_momentum_buffer_in_memory`` keeps the momentum where it is.
         """
         super().prepare(group_count)
+        self.clear_gradients_after_steps()
         wrapper, optimizer = self.wrapper, self.optimizer
         if not self.is_swapped:
             return
@@ -80,6 +81,13 @@ class Stage3(Adapter):
                 for key in MOMENTUM_KEYS if wrapper.save_muon_momentum_buffer_in_memory else ():
                     if key in optimizer.state[flat]:
                         optimizer.state[flat][key].swappable = False  # type: ignore[attr-defined]
+
+    def gradient_buffers(self) -> Iterator[Tensor]:
+        """Those of all parameters in one tensor, and under offload those of the master weights in memory."""
+        wrapper = self.wrapper
+        flats = wrapper.fp32_partitioned_groups_flat if wrapper.offload_optimizer else ()
+        buffers = getattr(wrapper, "grad_partitions_flat_buffer", None), *(flat.grad for flat in flats)
+        return (buffer for buffer in buffers if buffer is not None)
 
     def resident_partitions(self) -> Iterator[Partition]:
         """What is written to the tensors goes to the model, too."""
