@@ -70,8 +70,8 @@ class GradientProbe:
         probed = [(index, runs, positions) for index, runs, positions in self._runs if index in grads]
         if not probed:
             return set()
-        hits = torch.cat([grads[index].view(-1)[positions].ne(0).any(dim=1) for index, _, positions in probed])
-        flags: Iterator[bool] = iter(hits.tolist())  # one copy to the host
+        values = torch.cat([grads[index].view(-1)[positions] for index, _, positions in probed])
+        flags: Iterator[bool] = iter(values.ne(0).any(dim=1).tolist())  # one copy to the host
         silent: list[tuple[Run, Tensor]] = []
         present: set[str] = set()
         for index, runs, _ in probed:
