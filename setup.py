@@ -25,8 +25,9 @@ def ahead_of_time() -> dict:
     if os.environ.get("DS_BUILD_MUON", "0") != "1":
         return {}
     os.environ["DS_MUON_AUTOLOAD"] = "0"  # an installed version must not be imported in place of this one
-    import deepspeed
     from torch.utils.cpp_extension import BuildExtension
+
+    import deepspeed
 
     deepspeed.__path__.insert(0, str(ROOT / "deepspeed"))
     from deepspeed.muon.kernels.builder import MuonBuilder
