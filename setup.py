@@ -7,7 +7,6 @@ DeepSpeed, and a folder without one does not hide them.
 
 import os
 import re
-import runpy
 from pathlib import Path
 
 from setuptools import find_namespace_packages, setup
@@ -25,10 +24,15 @@ def ahead_of_time() -> dict:
     """csrc/muon compiled into the package, for ``DS_BUILD_MUON=1 pip install --no-build-isolation``."""
     if os.environ.get("DS_BUILD_MUON", "0") != "1":
         return {}
+    os.environ["DS_MUON_AUTOLOAD"] = "0"  # an installed version must not be imported in place of this one
     from torch.utils.cpp_extension import BuildExtension
 
-    builder = runpy.run_path(str(ROOT / "deepspeed/muon/kernels/builder.py"))["MuonBuilder"]()
-    extension = builder.builder()
+    import deepspeed
+
+    deepspeed.__path__.insert(0, str(ROOT / "deepspeed"))
+    from deepspeed.muon.kernels.builder import MuonBuilder
+
+    extension = MuonBuilder().builder()
     extension.sources = [os.path.relpath(path, ROOT) for path in extension.sources]
     return {"ext_modules": [extension], "cmdclass": {"build_ext": BuildExtension}}
 

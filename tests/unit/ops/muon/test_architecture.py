@@ -50,7 +50,7 @@ LAYERS: dict[str, set[str]] = {
 #: What layers may import beside the standard library, the package and DeepSpeed, if it is not torch alone.
 LIBRARIES: dict[str, set[str]] = {
     **{name: set() for name in ("errors", "log", "patch", "version", "plan")},
-    "kernels": {"torch", "triton", "quack", "packaging"},
+    "kernels": {"torch", "triton", "quack", "packaging", "psutil"},
     "config": {"pydantic"},
     "zero": {
         "torch",
