@@ -556,7 +556,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             update = group["lr"], call.scale, group["weight_decay"], self.config.cautious_weight_decay
             if tensor.grad is None:
                 continue
-            if bound.together is not None and call.tiles is not None and not absent:
+            is_whole = not buffers.bucket.lacks(call.runs, absent)
+            if bound.together is not None and call.tiles is not None and is_whole:
                 results = buffers.matrices if call.in_place else buffers.outbox
                 bound.together.apply_(tensor.view(-1), results, call.tiles, *update)
             else:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -59,7 +59,12 @@ class Prepare:
             if grad is None:
                 for index in call.runs:
                     buffers.shard_slices[index].zero_()
-            elif together is None or call.tiles is None or self._dtype != "fp32" or self._absent:
+            elif (
+                together is None
+                or call.tiles is None
+                or self._dtype != "fp32"
+                or buffers.bucket.lacks(call.runs, self._absent)
+            ):
                 for index in call.runs:
                     run = buffers.bucket.runs[index]
                     if run.matrix in self._absent:  # Newton-Schulz of zero is zero
@@ -102,30 +107,40 @@ class Prepare:
 
     def finish(self) -> None:
         """After the last bucket: advance what is left in int8. A block is rounded once, and may lie in several runs."""
-        for tensor in self._group["params"] if self._dtype == "int8" else ():
+        if self._dtype != "int8":
+            return
+        absent = self._absent_runs()
+        for tensor in self._group["params"]:
             state = self._states[tensor]
             if tensor.grad is None:
                 continue
             grad = tensor.grad.contiguous().view(-1)
-            if self._absent:
-                grad = self._with_momentum_of_absent(tensor, grad)
+            if runs := absent.get(id(tensor)):
+                grad = self._with_momentum(tensor, grad, runs)
             for fragment, codes, absmax in self._blocks_of(tensor).parts(state):
                 if (id(tensor), fragment.position) not in self._advanced:
                     held = grad[fragment.position :][: fragment.numel]
                     draws = key_of(fragment.name, int(state["step"])), fragment.first
                     self._kernels.advance_codes(codes, absmax, held, None, *self._rates, *draws, self._work)
 
-    def _with_momentum_of_absent(self, tensor: Tensor, grad: Tensor) -> Tensor:
-        """Return a copy of the gradient that has the momentum itself in place of an absent matrix.
+    def _absent_runs(self) -> dict[int, list[Run]]:
+        """Return the runs of matrices without a gradient, by the id of their tensor."""
+        found: dict[int, list[Run]] = {}
+        for bucket in self._bound.plan.buckets if self._absent else ():
+            for run in bucket.runs:
+                if run.matrix in self._absent:
+                    found.setdefault(id(self._group["params"][run.tensor]), []).append(run)
+        return found
+
+    def _with_momentum(self, tensor: Tensor, grad: Tensor, runs: Iterable[Run]) -> Tensor:
+        """Return a copy of the gradient that has the momentum itself in place of these runs.
 
         The average of a momentum and itself is what it was, so its codes stay, unless it shares a block with elements
         of another matrix whose magnitude changes the block's.
         """
         grad, state = grad.clone(), self._states[tensor]
-        for run in (run for bucket in self._bound.plan.buckets for run in bucket.runs if run.matrix in self._absent):
-            if self._group["params"][run.tensor] is tensor:
-                start, extent = run.copy.start, run.copy.extent
-                momentum = self._blocks_of(tensor).read(state, start, start + extent, grad.device)
-                target = grids(grad, run.copy)
-                target.copy_(grids(momentum, run.copy._replace(start=0)))
+        for run in runs:
+            start, stop = run.copy.start, run.copy.start + run.copy.extent
+            momentum = self._blocks_of(tensor).read(state, start, stop, grad.device)
+            grids(grad, run.copy).copy_(grids(momentum, run.copy._replace(start=0)))
         return grad

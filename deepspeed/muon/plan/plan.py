@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -123,6 +123,10 @@ class Bucket:
     #: Whether every rank holds every matrix. Then only results travel, from each owner to all, and ``send_counts`` are
     #: the numbers of elements of each owner's results.
     replicated: bool
+
+    def lacks(self, runs: Iterable[int], absent: Collection[str]) -> bool:
+        """Return whether one of these runs, by index, belongs to a matrix of ``absent``."""
+        return bool(absent) and any(self.runs[index].matrix in absent for index in runs)
 
     @cached_property
     def received_at(self) -> int | None:

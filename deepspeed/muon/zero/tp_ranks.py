@@ -5,6 +5,7 @@ the "model" axis of a pipeline's topology.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -60,17 +61,40 @@ def grid_of(engine: Any) -> Grid | None:
     groups = engine.seq_data_parallel_group, tp_group(engine)
     everyones = gathered([torch.distributed.get_process_group_ranks(group) for group in groups])
     data, tensor = zip(*everyones, strict=True)  # by rank
-    members = [sorted(chain.from_iterable(data[other] for other in row)) for row in tensor]
-    places = [[whole.index(rank) for rank in line] for whole, line in zip(members, data, strict=True)]
-    lines = [_line(place, len(whole)) for place, whole in zip(places, members, strict=True)]
-    if any(list(line) != place for line, place in zip(lines, places, strict=True)):
+    positions = _positions(data, tensor)
+    lines = _lines(data, tensor, positions)
+    if lines is None:
         raise UnsupportedError(
             "deepspeed-muon does not support this engine: the ranks of the mpu's data-parallel groups "
             f"{sorted(set(map(tuple, data)))} are not evenly spaced"
         )
-    rank = torch.distributed.get_rank()
-    make_groups(members, torch.device(get_accelerator().current_device_name()))
-    return Grid(group_of(members[rank]), tuple(lines[other] for other in tensor[rank]))
+    row = tensor[torch.distributed.get_rank()]
+    make_groups(
+        [list(members) for members in positions.values()], torch.device(get_accelerator().current_device_name())
+    )
+    return Grid(group_of(list(positions[tuple(row)])), tuple(lines[other] for other in row))
+
+
+Ranks = Sequence[Sequence[int]]
+"""By rank, the ranks of a process group that it belongs to."""
+
+
+def _positions(data: Ranks, tensor: Ranks) -> dict[tuple[int, ...], dict[int, int]]:
+    """By tensor-parallel group, the position of each rank in its grid, in order."""
+    grids = {row: sorted(chain.from_iterable(data[other] for other in row)) for row in map(tuple, tensor)}
+    return {row: {rank: at for at, rank in enumerate(members)} for row, members in grids.items()}
+
+
+def _lines(data: Ranks, tensor: Ranks, positions: Mapping[tuple[int, ...], Mapping[int, int]]) -> list[range] | None:
+    """By rank, the positions of its data-parallel ranks in its grid; ``None`` where some are not evenly spaced."""
+    lines = []
+    for line, row in zip(data, tensor, strict=True):
+        of_grid = positions[tuple(row)]
+        places = [of_grid[rank] for rank in line]
+        lines.append(_line(places, len(of_grid)))
+        if list(lines[-1]) != places:
+            return None
+    return lines
 
 
 def _line(places: list[int], count: int) -> range:
