@@ -414,7 +414,7 @@ def test_two_lines_of_log_on_rank_0() -> None:
 
 
 def initialized(stage: int) -> tuple[list[float], list[str], float]:
-    """Seconds of a processor for three initializations, the first one cold, whether torch's compiler was loaded, and what stock's Muon computes."""
+    """Processor seconds of three starts, the first one cold; whether torch compiles; what stock's Muon computes."""
     with races():
         seconds = []
         for _ in range(3):
