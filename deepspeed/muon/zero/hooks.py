@@ -133,7 +133,8 @@ def _configure_optimizer(original: Callable, self: Any, client_optimizer: Any, m
         _check_client(self, client_optimizer)
     else:
         client_optimizer = functools.partial(_called, self, client_optimizer)
-    _import_stocks_muon()
+    if is_muon(self.optimizer_name()) or isinstance(client_optimizer, MuonWithAuxAdam):
+        _import_stocks_muon()
     result = original(self, client_optimizer, model_parameters)
     if isinstance(self.basic_optimizer, MuonWithAuxAdam):
         bind_engine(self)

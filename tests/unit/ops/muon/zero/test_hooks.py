@@ -414,13 +414,13 @@ def test_two_lines_of_log_on_rank_0() -> None:
 
 
 def initialized(stage: int) -> tuple[list[float], list[str], float]:
-    """Seconds of three initializations, whether torch's compiler was loaded, and what stock's Muon computes."""
+    """Processor seconds of three starts, the first one cold; whether torch compiles; what stock's Muon computes."""
     with races():
         seconds = []
         for _ in range(3):
-            began = time.perf_counter()
+            began = time.process_time()
             engine = make_engine(Mlp(), ds_config(stage=stage))
-            seconds.append(time.perf_counter() - began)
+            seconds.append(time.process_time() - began)
             engine.destroy()
     loaded = [name for name in sys.modules if name.startswith("torch._inductor.compile_fx")]
     from deepspeed.runtime.zero.muon import original_muon
@@ -431,10 +431,11 @@ def initialized(stage: int) -> tuple[list[float], list[str], float]:
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_small_model_starts_in_half_a_second(stage: int) -> None:
+def test_a_small_model_starts_in_half_a_second_of_a_processor(stage: int) -> None:
     """ZeRO imports stock's Muon, whose decorators would load torch's compiler: a second of every start."""
     ((seconds, loaded, diagonal),) = run(initialized, 1, fresh=True, restart=True, stage=stage)
-    assert sorted(seconds)[1] < 0.5 and loaded == []
+    assert loaded == []
+    assert max(seconds) < 0.5, seconds  # not by the clock, which other processes move
     assert 0.5 < diagonal < 1.5, "stock's Muon works nevertheless"
 
 
