@@ -67,7 +67,7 @@ class Stage0(Adapter):
         with ExitStack() as undo:
             for groups in (self.wrapper.fp16_groups, self.wrapper.fp32_groups) if missing_groups else ():
                 for _ in range(missing_groups):
-                    nothing = torch.zeros(1, device=self.wrapper.fp32_groups[0][0].device)
+                    nothing = torch.zeros(1, dtype=torch.float32, device=self.wrapper.fp32_groups[0][0].device)
                     nothing.grad = torch.zeros_like(nothing)
                     groups.append([nothing])
                     undo.callback(groups.pop)

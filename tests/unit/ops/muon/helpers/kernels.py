@@ -27,7 +27,9 @@ Interpret = Callable[..., Any]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 DEFAULT_TILES = (16, 32, 16)
 #: The names of all operations that a table must have.
-OPERATIONS = [field.name for field in dataclasses.fields(Operations) if field.name not in ("name", "in_place", "runs")]
+OPERATIONS = [
+    field.name for field in dataclasses.fields(Operations) if field.name not in ("name", "in_place", "is_slice", "runs")
+]
 
 
 def interpreted_table(symmetric_from: int = 1, tiles: tuple[int, int, int] = DEFAULT_TILES) -> Operations:

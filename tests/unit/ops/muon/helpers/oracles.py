@@ -149,6 +149,8 @@ def muon_update_of_parts(
 ) -> None:
     """One step of Muon, in place, on each part of a parameter of any shape as on a matrix of its own."""
     for part, memory in zip(parts, memories, strict=True):
+        if not gradient.reshape(-1)[part].any():
+            continue
         matrices = [tensor.reshape(-1)[part] for tensor in (weight, gradient, momentum)]
         muon_update(*matrices, lr, cfg, memory)
         weight.reshape(-1)[part] = matrices[0]
@@ -185,7 +187,8 @@ def train_oracle(
 
     `routing` names exactly the trainable parameters; `special` holds hyperparameters by name, where they differ, and
     `parts` the matrices of parameters that are not one matrix.
-    A parameter without gradient counts as one with a zero gradient, as it does in DeepSpeed's flat buffers.
+    A parameter without gradient counts as one with a zero gradient, as it does in DeepSpeed's flat buffers. A matrix
+    whose gradient is zero is left alone.
     """
     model = copy.deepcopy(model).to(dtype)
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
@@ -207,7 +210,8 @@ def train_oracle(
                 if name in parts:
                     muon_update_of_parts(*state, parts[name], memories[name])
                 elif routing[name] == "muon":
-                    muon_update(*state, memories[name][0])
+                    if gradients[name].any():
+                        muon_update(*state, memories[name][0])
                 else:
                     moments = momentum[name], second_moment[name]
                     adam_update(param, gradients[name], *moments, step + 1, own.adam_lr * factor, own)
@@ -225,9 +229,13 @@ def route(model: nn.Module, adam: Sequence[str] = ()) -> dict[str, str]:
 
 
 def change_error(initial: Tensor, weight: Tensor, reference: Tensor) -> float:
-    """|weight - reference| / |reference - initial|, in float64: the error as a share of the change."""
+    """|weight - reference| / |reference - initial|, in float64: the error as a share of the change.
+
+    Where nothing is to change it is 0 or infinite.
+    """
     initial, weight, reference = initial.double(), weight.double(), reference.double()
-    return ((weight - reference).norm() / (reference - initial).norm()).item()
+    error, change = (weight - reference).norm().item(), (reference - initial).norm().item()
+    return error / change if change else (math.inf if error else 0.0)
 
 
 def change_cosine(initial: Tensor, weight: Tensor, reference: Tensor) -> float:

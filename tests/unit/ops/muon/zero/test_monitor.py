@@ -15,7 +15,15 @@ from helpers.records import monitored, of_parameters, records
 from helpers.rules import RULES
 from helpers.training import BF16_OPTIMIZER, PARAMS, ds_config, fp32_weights, make_engine
 
-NAMES = {"grad_norm", "update_rms_muon", "update_rms_adamw", "lr_muon", "lr_adamw", "step_ms"}
+NAMES = {
+    "grad_norm",
+    "matrices_without_gradient",
+    "update_rms_muon",
+    "update_rms_adamw",
+    "lr_muon",
+    "lr_adamw",
+    "step_ms",
+}
 PHASES = {"prepare_ms", "exchange_ms", "newton_schulz_ms", "apply_ms", "adamw_ms"}
 MATRICES = [f"layers.{i}.weight" for i in range(5)]
 
