@@ -56,7 +56,7 @@ def set_and_step(cases: list[dict[str, Any]]) -> list[dict[str, tuple[Tensor, Te
             for key in (None, *(("momentum_buffer",) if spec.use_muon else ("exp_avg", "exp_avg_sq"))):
                 # Weights that saturate every unit leave no gradient, and a matrix without one is left alone.
                 value = torch.rand(spec.shape, generator=generator)
-                value = 4.0 * (value - 0.5) if key is None else 1e4 * value
+                value = 4.0 * (value - 0.5) if key is None else (100.0 if key == "exp_avg" else 1e4) * value
                 wanted[f"{spec.name}.{key}"] = value
                 if key is None:
                     safe_set_full_fp32_param(param, value)
