@@ -415,7 +415,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         """The state of a tensor, zeros at first. Steps update it in place."""
         state = self.state[tensor]
         if use_muon:
-            return momentum.state_of(state, tensor, self.config.momentum_dtype, self.blocks_of(tensor))
+            return momentum.state_of(state, tensor, self.config.momentum_dtype, self.blocks_of)
         return adamw.state_of(state, tensor)
 
     def blocks_of(self, tensor: Tensor) -> momentum.Blocks:

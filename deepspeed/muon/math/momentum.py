@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -102,7 +102,7 @@ class Held:
     dtype: torch.dtype
 
 
-def state_of(state: State, tensor: Tensor, momentum_dtype: str, blocks: Blocks) -> State:
+def state_of(state: State, tensor: Tensor, momentum_dtype: str, blocks: Callable[[Tensor], Blocks]) -> State:
     """``state`` with a momentum for the tensor, and ``step``, fp32 on the CPU; zeros at first.
 
     The momentum is ``momentum_buffer`` of the tensor's shape or, in int8, ``momentum_codes`` of that shape and
@@ -112,7 +112,7 @@ def state_of(state: State, tensor: Tensor, momentum_dtype: str, blocks: Blocks) 
         state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
         dtype = kept_dtype(tensor, momentum_dtype)
         if dtype == torch.int8:
-            state |= _codes(tensor.shape, blocks, tensor.device)
+            state |= _codes(tensor.shape, blocks(tensor), tensor.device)
         else:
             state[MOMENTUM] = torch.zeros_like(tensor, dtype=dtype, requires_grad=False)
     return state
