@@ -80,9 +80,10 @@ class GradientProbe:
                     present.add(run.matrix)
                 else:
                     silent.append((run, grads[index]))
-        for run, grad in silent:
-            if run.matrix not in present and bool(grids(grad, run.copy).any()):
-                present.add(run.matrix)
+        silent = [(run, grad) for run, grad in silent if run.matrix not in present]
+        if silent:
+            whole = torch.stack([grids(grad, run.copy).any() for run, grad in silent]).tolist()  # one copy, too
+            present.update(run.matrix for (run, _), is_present in zip(silent, whole, strict=True) if is_present)
         return present
 
 

@@ -109,31 +109,35 @@ class Prepare:
         """After the last bucket: advance what is left in int8. A block is rounded once, and may lie in several runs."""
         if self._dtype != "int8":
             return
-        absent = self._absent_runs()
+        absent = self._absent_parts()
         for tensor in self._group["params"]:
             state = self._states[tensor]
             if tensor.grad is None:
                 continue
             grad = tensor.grad.contiguous().view(-1)
-            if runs := absent.get(id(tensor)):
-                grad = self._with_momentum(tensor, grad, runs)
             for fragment, codes, absmax in self._blocks_of(tensor).parts(state):
-                if (id(tensor), fragment.position) not in self._advanced:
+                key = id(tensor), fragment.position
+                runs = absent.get(key, ())
+                if key not in self._advanced and sum(run.copy.numel for run in runs) < fragment.numel:
                     held = grad[fragment.position :][: fragment.numel]
+                    if runs:
+                        held = self._with_momentum(tensor, held, fragment.position, runs)
                     draws = key_of(fragment.name, int(state["step"])), fragment.first
                     self._kernels.advance_codes(codes, absmax, held, None, *self._rates, *draws, self._work)
 
-    def _absent_runs(self) -> dict[int, list[Run]]:
-        """Return the runs of matrices without a gradient, by the id of their tensor."""
-        found: dict[int, list[Run]] = {}
+    def _absent_parts(self) -> dict[tuple[int, int], list[Run]]:
+        """Return the runs of matrices without a gradient, by their tensor's id and their fragment's position."""
+        found: dict[tuple[int, int], list[Run]] = {}
         for bucket in self._bound.plan.buckets if self._absent else ():
             for run in bucket.runs:
                 if run.matrix in self._absent:
-                    found.setdefault(id(self._group["params"][run.tensor]), []).append(run)
+                    tensor = self._group["params"][run.tensor]
+                    around = self._blocks_of(tensor).around(self._states[tensor], run.copy.start, run.copy.extent)
+                    found.setdefault((id(tensor), around[0].position), []).append(run)
         return found
 
-    def _with_momentum(self, tensor: Tensor, grad: Tensor, runs: Iterable[Run]) -> Tensor:
-        """Return a copy of the gradient that has the momentum itself in place of these runs.
+    def _with_momentum(self, tensor: Tensor, grad: Tensor, position: int, runs: Iterable[Run]) -> Tensor:
+        """Return a copy of a fragment's gradient, 1-D, that has the momentum itself in place of these runs.
 
         The average of a momentum and itself is what it was, so its codes stay, unless it shares a block with elements
         of another matrix whose magnitude changes the block's.
@@ -142,5 +146,5 @@ class Prepare:
         for run in runs:
             start, stop = run.copy.start, run.copy.start + run.copy.extent
             momentum = self._blocks_of(tensor).read(state, start, stop, grad.device)
-            grids(grad, run.copy).copy_(grids(momentum, run.copy._replace(start=0)))
+            grids(grad, run.copy._replace(start=start - position)).copy_(grids(momentum, run.copy._replace(start=0)))
         return grad

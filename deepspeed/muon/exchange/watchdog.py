@@ -27,8 +27,9 @@ from deepspeed.muon.log import logger
 CPU = torch.device("cpu")
 #: Seconds after which an unfinished collective is named in the log.
 SLOW = 60.0
-#: Seconds between two looks at the collectives.
-TICK = 1.0
+#: Seconds between two looks at the collectives. While a step or a forward takes long, each look asks the rendezvous
+#: store, which one rank serves for all.
+TICK = 5.0
 #: At most this many matrices of a bucket are named.
 NAMED = 4
 

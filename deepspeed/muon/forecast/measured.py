@@ -212,10 +212,8 @@ def _adamw_pass(numel: int, device: torch.device) -> float:
 @torch.no_grad()
 def _median(call: Callable[[], object], device: torch.device, calls: int) -> float:
     """Median seconds of a call, after one that is not counted."""
-    times, wait = (
-        [],
-        torch.zeros((), dtype=torch.float32, device=device).item,
-    )  # until the device has done what was launched
+    times = []
+    wait = torch.zeros((), dtype=torch.float32, device=device).item  # until the device has done what was launched
     for _ in range(calls + 1):
         wait()
         began = time.perf_counter()

@@ -321,7 +321,10 @@ def settings_of(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[st
     settings = {key: value for key, value in saved.items() if key not in (*OWN, "params", "matrices", "blocks")}
     for key, value in settings.items():
         here = current.get(key, value)
-        if key not in ("lr", "initial_lr", "ns_choice", "ns_methods", "owner_counts", SAVED) and value != here:
+        # Schedulers of torch cycle the betas of every group; those of a Muon group have no effect.
+        silent = ("lr", "initial_lr", "ns_choice", "ns_methods", "owner_counts", SAVED)
+        silent += ("betas",) if current.get("use_muon") else ()
+        if key not in silent and value != here:
             change = f"{key} = {value} from the checkpoint; the config has {here}"
             logger.warning("deepspeed-muon: group %s goes on with %s", current.get("name"), change)
     return {key: value for key, value in current.items() if key != "params"} | settings
