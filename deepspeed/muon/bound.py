@@ -56,7 +56,7 @@ class Bound:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of what decides which collectives a rank joins, and which bits it gets."""
+        """Return a hash of what decides which collectives a rank joins, and which bits it gets."""
         slots = self.plan.slots(staged=self.exchange.staging is not None)
         facts = self.plan.digest, slots, self.plan.set_sizes, self.exchange.dtype, self.dtype, self.settings
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]

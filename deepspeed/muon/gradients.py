@@ -65,7 +65,7 @@ class GradientProbe:
         return frozenset(name for name in self._matrices if name not in present)
 
     def _local(self, tensors: Sequence[Tensor]) -> set[str]:
-        """Names of the matrices of which this rank holds an element of the gradient that is not zero."""
+        """Return the names of the matrices of which this rank holds an element of the gradient that is not zero."""
         grads = {index: grad.contiguous() for index, _, _ in self._runs if (grad := tensors[index].grad) is not None}
         probed = [(index, runs, positions) for index, runs, positions in self._runs if index in grads]
         if not probed:
@@ -88,7 +88,7 @@ class GradientProbe:
 
 
 def _positions(runs: Sequence[Run], device: torch.device) -> Tensor:
-    """Indices of the elements of each run that are looked at first, spread over it, ``[runs, PROBES]``, int64."""
+    """Return indices of elements spread over each run, ``[runs, PROBES]``, int64."""
     index = [
         [
             run.copy.start + element // run.copy.cols * run.copy.pitch + element % run.copy.cols

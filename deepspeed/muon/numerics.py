@@ -23,7 +23,7 @@ def _attribute(owner: Any, name: str, value: Any) -> _Setting:
 
 
 def _fp32_precision() -> list[_Setting]:
-    """Products of fp32 matrices in fp32: neither TF32 on a GPU nor bf16 on a CPU."""
+    """Return what makes products of fp32 matrices exact: neither TF32 on a GPU nor bf16 on a CPU."""
     owners = torch.backends.cuda.matmul, torch.backends.mkldnn
     if hasattr(torch.backends, "fp32_precision"):  # torch 2.9: reads and writes may not mix with the older functions
         return [_attribute(getattr(owner, "matmul", owner), "fp32_precision", "ieee") for owner in owners]
@@ -31,7 +31,7 @@ def _fp32_precision() -> list[_Setting]:
 
 
 def _reductions() -> list[_Setting]:
-    """Sums inside 16-bit products, on which the bits depend: as torch has them by default."""
+    """Return torch's defaults for sums inside 16-bit products, on which the bits depend."""
     matmul = torch.backends.cuda.matmul
     found = []
     for dtype in ("bf16", "fp16"):
@@ -79,7 +79,7 @@ def fixed_numerics() -> Iterator[None]:
 
 
 def _device_types() -> set[str]:
-    """The devices that autocast may be on for: the CPU and this machine's accelerator."""
+    """Return the devices that autocast may be on for: the CPU and this machine's accelerator."""
     if not hasattr(torch, "accelerator"):  # torch 2.5
         return {"cpu", "cuda"}
     accelerator = torch.accelerator.current_accelerator()

@@ -180,7 +180,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Not supported: torch's own would copy or pickle the parameters and forget the model and the plan.
+        """Refuse to be copied or pickled: torch's own way would forget the model and the plan.
 
         Raises:
             UnsupportedError: always.
@@ -276,7 +276,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         return self.second_moments.save(state_dict)
 
     def _fill_in_betas(self) -> None:
-        """Muon's groups of older versions have none, and schedulers of torch cycle those of every group."""
+        """Give Muon's groups of older versions betas, which torch's schedulers cycle in every group."""
         for group in self.param_groups:
             group.setdefault("betas", self.config.betas)
 
@@ -314,7 +314,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     @property
     def owner_sets(self) -> set[tuple[int, ...]]:
-        """The ranks with which this one owns matrices, without sets that are all ranks of a partition."""
+        """Return the ranks with which this one owns matrices, without sets that are all ranks of a partition."""
         return {
             ranks_of_set(bound.partition.group, size)
             for bound in self._bound.values()
@@ -329,7 +329,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         return self._binding[2]
 
     def digest(self) -> str:
-        """A hash of what decides how the ranks of a partition communicate and which bits they get; of a bound one."""
+        """Return a hash of what decides how ranks communicate and which bits they get; of a bound optimizer."""
         return hashlib.sha256("".join(bound.digest for bound in self._bound.values()).encode()).hexdigest()[:16]
 
     @property

@@ -120,7 +120,7 @@ OF_HALVES = ("lr_ratio", "use_muon", "ns_choice", "ns_methods", "owner_counts", 
 
 
 def is_users(key: Any, value: Any) -> bool:
-    """Whether a key of a parameter group is the user's own, which acts on nothing and stays in the group.
+    """Return whether a key of a parameter group is the user's own, which acts on nothing and stays in the group.
 
     Torch's optimizers keep every key that they do not know, and scripts use that: ``lr_scale``, ``param_names``,
     ``initial_lr``. No such key is one that may be set elsewhere, one of another project's with a namesake, or a

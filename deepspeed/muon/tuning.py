@@ -107,7 +107,7 @@ class Candidates:
             )
 
     def probe(self, shapes: Collection[Shape]) -> dict[str, float]:
-        """Seconds of one product in each dtype in this process, by which ranks agree on the dtypes to race.
+        """Return the seconds of one product in each dtype in this process, by which ranks agree on the dtypes to race.
 
         ``shapes``: of the model's matrices, at least one.
         """
@@ -162,7 +162,7 @@ def described(choice: Choice, tuning: Tuning) -> str:
 
 
 def pin(dtype: str) -> str:
-    """How a user makes every further run take a dtype: two races may end differently."""
+    """Return how a user makes every further run take a dtype: two races may end differently."""
     return f'"ns_dtype": "{dtype}" in optimizer.params keeps this dtype in new runs'
 
 

@@ -88,7 +88,7 @@ def convert(path: str, out: str = "ds_config.json") -> dict[str, Any]:
 
 
 def _of_none(section: Mapping[str, Any], schedule: Schedule) -> tuple[dict[str, Any], list[Decision]]:
-    """Parameters of a config whose script or tool builds the optimizer."""
+    """Return parameters of a config whose script or tool builds the optimizer."""
     defaults = ADAMW_DEFAULTS | {"weight_decay": TORCH_WEIGHT_DECAY}
     if _has_auto(section):
         params = defaults | {"lr": "auto", "weight_decay": "auto"}
@@ -123,12 +123,12 @@ def _of_none(section: Mapping[str, Any], schedule: Schedule) -> tuple[dict[str, 
 
 
 def _has_auto(value: Any) -> bool:
-    """Whether a section has the value "auto" anywhere."""
+    """Return whether a section has the value "auto" anywhere."""
     return value == "auto" or (isinstance(value, Mapping) and any(map(_has_auto, value.values())))
 
 
 def _rate(schedule: Schedule) -> str:
-    """Which key is the learning rate, where the schedule has one."""
+    """Return which key is the learning rate, where the schedule has one."""
     return f"scheduler.params.{schedule.rate_key}, {schedule.rate}, is the rate, whatever lr says"
 
 
@@ -149,7 +149,7 @@ def _wrong_type(path: str, section: Mapping[str, Any], name: Any) -> SettingsErr
 def _of_adamw(
     path: str, config: dict[str, Any], optimizer: Any, schedule: Schedule
 ) -> tuple[dict[str, Any], list[Decision]]:
-    """Parameters in place of AdamW's; ``config`` gets what moves out of them."""
+    """Return parameters in place of AdamW's; ``config`` gets what moves out of them."""
     name = optimizer.get("type") if isinstance(optimizer, Mapping) else None
     if not isinstance(name, str) or name.lower() not in ADAMW:
         raise _wrong_type(path, config, name)

@@ -101,7 +101,7 @@ def explain(
 
 
 def _of_string(value: str, allowed: str) -> str:
-    """Advice for a string in place of a flag or a number; empty for all others."""
+    """Return advice for a string in place of a flag or a number; empty for all others."""
     if value.lower() in ("true", "false") and allowed == "true or false":
         return f"write {value.lower()} without quotes"
     if "number" in allowed and re.fullmatch(r"[+-]?[\d.]+(e[+-]?\d+)?", re.sub(r"[\s_]", "", value.lower())):

@@ -215,5 +215,5 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
 
 
 def is_harmless(key: str, value: Any) -> bool:
-    """Whether a setting of AdamW changes nothing, so that it may stand in a config or in a parameter group."""
+    """Return whether a setting of AdamW changes nothing, so that it may stand in a config or in a parameter group."""
     return any(value is harmless for harmless in HARMLESS.get(key, ()))

@@ -84,7 +84,7 @@ def _tell(text: str) -> None:
 
 
 def words() -> str:
-    """What the first rank raised that left this step, or the one before, by an exception; empty if none has."""
+    """Return what the first rank raised that left this step, or the one before, by an exception; empty if none has."""
     with suppress(Exception):
         store = torch.distributed.distributed_c10d._get_default_store()
         for number in (_Steps.number, _Steps.number - 1):
@@ -94,7 +94,7 @@ def words() -> str:
 
 
 def end_if_left_alone(is_waiting: Callable[[], bool]) -> None:
-    """Called by the watchdog. End the process if another rank has left the step in which this one waits.
+    """End the process if another rank has left the step in which this one waits; called by the watchdog.
 
     Args:
         is_waiting: whether a collective has not ended for :data:`GRACE` seconds; asked only where a rank has failed.

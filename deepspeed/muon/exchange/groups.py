@@ -35,7 +35,7 @@ def make_groups(wanted: Iterable[Sequence[int]], device: torch.device) -> None:
 
 
 def is_made(ranks: Sequence[int]) -> bool:
-    """Whether :func:`group_of` has a group of these ranks, of which this rank is one."""
+    """Return whether :func:`group_of` has a group of these ranks, of which this rank is one."""
     if len(ranks) == torch.distributed.get_world_size():
         return True
     group = _made.get((torch.distributed.group.WORLD, tuple(ranks)))
@@ -59,7 +59,7 @@ def group_of(ranks: Sequence[int]) -> Any:
 
 
 def group_timeout(device: torch.device) -> timedelta | None:
-    """The time limit of collectives: ``DEEPSPEED_TIMEOUT`` (minutes), else that of the world's group, if it is known.
+    """Return the limit of collectives: ``DEEPSPEED_TIMEOUT`` (minutes), else that of the world's group, if known.
 
     torch's ``new_group`` takes a constant of its own.
     """

@@ -26,14 +26,14 @@ from deepspeed.muon.plan.slices import neighbours
 
 
 def ranks_of_set(group: Any, size: int) -> tuple[int, ...]:
-    """The ``size`` neighbours in ``group`` to which this rank belongs, as ranks of the world."""
+    """Return the ``size`` neighbours in ``group`` to which this rank belongs, as ranks of the world."""
     ranks = torch.distributed.get_process_group_ranks(group)
     first = torch.distributed.get_rank(group) // size * size
     return tuple(ranks[first : first + size])
 
 
 def set_of(group: Any, size: int) -> Any:
-    """The process group of :func:`ranks_of_set`, which has been made before."""
+    """Return the process group of :func:`ranks_of_set`, which has been made before."""
     return group if size == torch.distributed.get_world_size(group) else group_of(ranks_of_set(group, size))
 
 

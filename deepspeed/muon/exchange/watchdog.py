@@ -67,7 +67,7 @@ class PendingCollective:
         return self.is_older_than(SLOW)
 
     def is_older_than(self, seconds: float) -> bool:
-        """Whether it has been under way for so long; asks the backend only then, until it has ended."""
+        """Return whether it has been under way for so long; asks the backend only then, until it has ended."""
         handle = self._handle
         if handle is None or time.monotonic() - self.since <= seconds:
             return False
@@ -125,7 +125,7 @@ class PendingCollectives:
         return collective
 
     def is_waiting(self) -> bool:
-        """Whether a collective has not ended for ``GRACE`` seconds."""
+        """Return whether a collective has not ended for ``GRACE`` seconds."""
         return any(collective.is_older_than(GRACE) for collective in list(self._recent))
 
     def report_slow(self) -> None:

@@ -111,7 +111,7 @@ def _tell(text: str, *values: Any) -> None:
 
 
 def _compilers() -> str:
-    """Which compilers run on this machine."""
+    """Return which compilers run on this machine."""
     names = {process.info["name"] for process in psutil.process_iter(["name"])}
     running = sorted(COMPILERS & {name for name in names if name})
     return f"{', '.join(running)} runs on this machine" if running else "no compiler runs on this machine"

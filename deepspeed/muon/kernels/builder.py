@@ -30,7 +30,7 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
 
 
 def cpu_capability() -> str:
-    """The widest vectors of this CPU, as ATen has found; ``ATEN_CPU_CAPABILITY`` lowers it."""
+    """Return the widest vectors of this CPU, as ATen has found; ``ATEN_CPU_CAPABILITY`` lowers it."""
     found = torch.backends.cpu.get_cpu_capability()
     return next((name for name in CAPABILITIES if found.startswith(name)), "DEFAULT")
 
@@ -91,7 +91,7 @@ class MuonBuilder(CPUOpBuilder):
         return self._loaded_ops[self.NAME]
 
     def extension_name(self) -> str:
-        """The name of a module built at first use."""
+        """Return the name of a module built at first use."""
         return f"{self.NAME}_{cpu_capability().lower()}"
 
     def path(self) -> Path:
@@ -112,7 +112,7 @@ class MuonBuilder(CPUOpBuilder):
         return [*self.cxx_args(), *(["-D__HIP_PLATFORM_AMD__=1"] if torch.version.hip else [])]
 
     def _compiled(self, verbose: bool) -> Any:
-        """The module of an earlier run, or one built now: by one process, for which the others wait."""
+        """Return the module of an earlier run, or one built now: by one process, for which the others wait."""
         path, began = self.path(), time.perf_counter()
         if module := self._imported(path):
             return module
@@ -152,7 +152,7 @@ class MuonBuilder(CPUOpBuilder):
             shutil.rmtree(folder, ignore_errors=True)
 
     def _imported(self, path: Path) -> Any:
-        """The module that lies there; ``None`` if there is none that this process can load."""
+        """Return the module that lies there; ``None`` if there is none that this process can load."""
         if not path.is_file():
             return None
         spec = importlib.util.spec_from_file_location(path.stem, path)

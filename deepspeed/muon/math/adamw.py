@@ -124,5 +124,5 @@ def update_squares(state: Mapping[str, Any], group: Mapping[str, Any], start: in
 
 
 def _real(x: Tensor) -> Tensor:
-    """The real and imaginary parts, which AdamW updates as numbers of their own; ``x`` itself if it is real."""
+    """Return the real and imaginary parts, which AdamW updates as numbers of their own; ``x`` itself if it is real."""
     return torch.view_as_real(x) if x.is_complex() else x

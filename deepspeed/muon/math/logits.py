@@ -22,7 +22,7 @@ SHARE = 16
 #: Logits in memory at a time.
 CHUNK = 2**24
 #: Logits of one call of attention that ``auto`` computes all: 32 heads of one sequence of 5,792 tokens. More take more
-#: than 64 chunks, which on an accelerator costs as much as the attention itself.
+#: than 64 chunks, each of several kernels.
 MAX_EXACT = 2**30
 #: What a mask of floats adds to the logit of a hidden key, or less. Models that do not write the dtype's least value or
 #: minus infinity write -1e9 or -1e4, the latter of which bf16 rounds to -9984.

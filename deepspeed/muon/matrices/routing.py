@@ -250,7 +250,7 @@ def _route_by_user(names: Sequence[str], param: nn.Parameter, no_matrix: str, op
 
 
 def _not_a_matrix(shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    """Why a parameter cannot be a matrix for Muon; empty if it can."""
+    """Return why a parameter cannot be a matrix for Muon; empty if it can."""
     if len(shape) < 2:
         return "0-D or 1-D"
     if not min(shape):

@@ -108,7 +108,7 @@ class PlacedBlock:
 
     @property
     def matrix(self) -> str:
-        """The name of the whole matrix; that of the block itself unless it is a slice."""
+        """Return the name of the whole matrix; that of the block itself unless it is a slice."""
         return self._named(self.whole or self.block)
 
     def _named(self, block: Block) -> str:

@@ -96,12 +96,12 @@ def find_ds_config(path: str, section: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_accelerates(section: Mapping[str, Any]) -> bool:
-    """Whether a file is accelerate's configuration, which ``accelerate config`` writes."""
+    """Return whether a file is accelerate's configuration, which ``accelerate config`` writes."""
     return bool(OF_ACCELERATE & section.keys()) and not _is_ds_config(section)
 
 
 def is_optimizer(name: str) -> bool:
-    """Whether DeepSpeed, torch or transformers has an optimizer of this name, in any case."""
+    """Return whether DeepSpeed, torch or transformers has an optimizer of this name, in any case."""
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
     known = {
@@ -123,14 +123,14 @@ def _refuse_accelerates(path: str, section: dict[str, Any]) -> None:
 
 
 def _is_ds_config(section: Mapping[str, Any]) -> bool:
-    """Whether a section has what only a ds_config has: ZeRO's settings, or an optimizer by type."""
+    """Return whether a section has what only a ds_config has: ZeRO's settings, or an optimizer by type."""
     optimizer = section.get("optimizer")
     has_optimizer = isinstance(optimizer, Mapping) and "type" in optimizer
     return isinstance(section.get("zero_optimization"), Mapping) or has_optimizer
 
 
 def _parts(section: Mapping[str, Any], above: str = "", level: int = 1) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The ds_configs below a section, with their dotted keys."""
+    """Return the ds_configs below a section, with their dotted keys."""
     for key, value in section.items():
         if isinstance(value, dict) and _is_ds_config(value):
             yield f"{above}{key}", value

@@ -83,7 +83,7 @@ SECTION_OF = {
 
 @functools.cache
 def _models() -> dict[str, type[BaseModel]]:
-    """DeepSpeed's classes of :data:`SECTION_OF`, by name."""
+    """Return DeepSpeed's classes of :data:`SECTION_OF`, by name."""
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.runtime.config import DeepSpeedConfig
 
@@ -103,7 +103,7 @@ def _section_in(annotation: Any) -> type[BaseModel] | None:
 
 
 def _places(model: type[BaseModel], path: str) -> Iterator[tuple[str, str]]:
-    """(key, section) of all keys below a section."""
+    """Yield (key, section) of all keys below a section."""
     for key, inner in keys_of(model).items():
         if path:
             yield key, path
@@ -117,7 +117,7 @@ MOST_PLACES = 3
 
 @functools.cache
 def _all_places() -> dict[str, list[str]]:
-    """The sections that have a key."""
+    """Return the sections that have a key."""
     from deepspeed.runtime import lr_schedules
 
     found: dict[str, list[str]] = {key: ["at the top level of the ds_config"] for key in known_keys()}

@@ -51,7 +51,7 @@ def read_schedule(section: Any) -> Schedule:
 
 
 def rates_differ(rate: Any, lr: Any) -> bool:
-    """Whether two learning rates are numbers that are not equal."""
+    """Return whether two learning rates are numbers that are not equal."""
     try:
         return float(rate) != float(lr)
     except (TypeError, ValueError):  # a list, "auto", or no rate
@@ -80,7 +80,7 @@ def about_rate(schedule: Schedule, key: str, lr: Any) -> str:
 
 
 def _defaults(name: Any) -> dict[str, Any]:
-    """The defaults of a schedule's arguments, by name."""
+    """Return the defaults of a schedule's arguments, by name."""
     from deepspeed.runtime import lr_schedules
 
     if name not in {*RATE_KEYS, *MOMENTUM_KEYS}:

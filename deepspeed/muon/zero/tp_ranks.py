@@ -80,7 +80,7 @@ Ranks = Sequence[Sequence[int]]
 
 
 def _positions(data: Ranks, tensor: Ranks) -> dict[tuple[int, ...], dict[int, int]]:
-    """By tensor-parallel group, the position of each rank in its grid, in order."""
+    """Return, by tensor-parallel group, the position of each rank in its grid, in order."""
     grids = {row: sorted(chain.from_iterable(data[other] for other in row)) for row in map(tuple, tensor)}
     return {row: {rank: at for at, rank in enumerate(members)} for row, members in grids.items()}
 

@@ -111,7 +111,7 @@ def _order(param_shapes: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
 
 
 def _sizes_of(states: Mapping[str, Any]) -> list[int | None]:
-    """Elements of each tensor with state at stage 0, in order; ``None`` where there is no state yet."""
+    """Return the elements of each tensor with state at stage 0, in order; ``None`` where there is no state yet."""
     inner = states.get("optimizer_state_dict", states)
     indices = [index for group in inner["param_groups"] for index in group["params"]]
     found = [inner["state"].get(index, {}) for index in indices]
@@ -119,7 +119,7 @@ def _sizes_of(states: Mapping[str, Any]) -> list[int | None]:
 
 
 def _order_difference(engine: Any, saved: Sequence[Any]) -> str | None:
-    """A message if a checkpoint without a manifest has the parameters in another order; else ``None``."""
+    """Return a message if a checkpoint without a manifest has the parameters in another order; else ``None``."""
     if engine.zero_optimization():
         current: list[Any] = _order(engine._get_zero_param_shapes())
         pairs = list(itertools.zip_longest(saved, current))
@@ -322,9 +322,9 @@ def settings_of(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[st
     for key, value in settings.items():
         here = current.get(key, value)
         # Schedulers of torch cycle the betas of every group; those of a Muon group have no effect.
+        is_idle = key == "betas" and current.get("use_muon")
         silent = ("lr", "initial_lr", "ns_choice", "ns_methods", "owner_counts", SAVED)
-        silent += ("betas",) if current.get("use_muon") else ()
-        if key not in silent and value != here:
+        if key not in silent and not is_idle and value != here:
             change = f"{key} = {value} from the checkpoint; the config has {here}"
             logger.warning("deepspeed-muon: group %s goes on with %s", current.get("name"), change)
     return {key: value for key, value in current.items() if key != "params"} | settings

@@ -200,7 +200,7 @@ class _Save:
         self.together(prepare)
 
     def _states(self) -> list[Path]:
-        """Files of any checkpoint in the folder."""
+        """Return the files of any checkpoint in the folder."""
         return [file for pattern in STATES for file in self.folder.glob(pattern)]
 
     def _structures(self, exclude_frozen: bool) -> list[dict[str, Any]]:

@@ -97,7 +97,7 @@ class Plain(Stage0):
         return self.optimizer.param_groups[index]["params"]
 
     def set_up_loss_scale(self, missing_groups: int) -> None:
-        """The engine has a scaler for fp16 autocast, and clips by the norm of a pipeline's first stage."""
+        """Return the engine has a scaler for fp16 autocast, and clips by the norm of a pipeline's first stage."""
         if self.engine.pipeline_parallelism:
             self.replace("clip_fp32_gradients", lambda _: self._clip_by_the_whole_norm(), owner=self.engine)
         is_fp16 = is_fp16_autocast(self.engine)

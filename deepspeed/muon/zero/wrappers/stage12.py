@@ -53,7 +53,7 @@ class Stage12(Flat):
             self.replace("scaled_global_norm", partial(with_norms_of_all_stages, self.wrapper, missing))
 
     def gradient_buffers(self) -> Iterator[Tensor]:
-        """Under offload: those of the master weights, and those that micro-batches accumulate in host memory."""
+        """Yield, under offload, those of the master weights and those that micro-batches accumulate."""
         flats = [flat.grad for flat in self.wrapper.single_partition_of_fp32_groups if flat.grad is not None]
         return iter([*flats, *getattr(self.wrapper, "accumulated_grads_in_cpu", {}).values()])
 

@@ -83,7 +83,7 @@ class Stage3(Adapter):
                         optimizer.state[flat][key].swappable = False  # type: ignore[attr-defined]
 
     def gradient_buffers(self) -> Iterator[Tensor]:
-        """Those of all parameters in one tensor, and under offload those of the master weights in memory."""
+        """Yield the one of all parameters and, under offload, those of the master weights in memory."""
         wrapper = self.wrapper
         flats = wrapper.fp32_partitioned_groups_flat if wrapper.offload_optimizer else ()
         buffers = getattr(wrapper, "grad_partitions_flat_buffer", None), *(flat.grad for flat in flats)
