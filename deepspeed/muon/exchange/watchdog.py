@@ -67,7 +67,7 @@ class PendingCollective:
         return self.is_older_than(SLOW)
 
     def is_older_than(self, seconds: float) -> bool:
-        """Return whether it has been under way for so long; asks the backend only then, until it has ended."""
+        """Return whether it has been under way for so long; ask the backend only then, until it has ended."""
         handle = self._handle
         if handle is None or time.monotonic() - self.since <= seconds:
             return False

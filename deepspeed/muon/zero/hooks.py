@@ -213,7 +213,7 @@ def _check(engine: Any, optimizer: MuonWithAuxAdam) -> None:
 
 
 def _ignore_elastic_checkpoints(engine: Any) -> None:
-    """Switch them off: they hold one kind of state, DeepSpeed loads AdamW's neither, and stage 3 has none."""
+    """Switch them off: they hold one kind of state, and DeepSpeed cannot load AdamW's either."""
     settings = engine._config.zero_config
     if settings.elastic_checkpoint and engine.zero_optimization_stage() in (1, 2):
         settings.elastic_checkpoint = False
