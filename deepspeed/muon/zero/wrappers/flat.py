@@ -55,7 +55,7 @@ class Flat(Adapter):
         return result
 
     def link(self) -> None:
-        """Let parameters find their parts of the state again."""
+        """Let parameters find their parts of the weights and the state again, wherever these lie now."""
         wrapper = self.wrapper
         if getattr(wrapper, "round_robin_gradients", False):
             # DeepSpeed looks up where round-robin has put a parameter only in groups with padding between parameters.
@@ -65,6 +65,8 @@ class Flat(Adapter):
                 wrapper._link_all_hp_params()
             finally:
                 wrapper.round_robin_bit16_padding = padding
+        else:
+            wrapper._link_all_hp_params()
         wrapper._hp_optimizer_states_linked = False
         wrapper._lazy_init_hp_params_optimizer_state()
         if self.optimizer.config.momentum_dtype == "int8":
