@@ -60,7 +60,7 @@ class GradientProbe:
             flags = torch.tensor(
                 [name in present for name in self._matrices], dtype=torch.uint8, device=self._exchange.device
             )
-            found = self._exchange.largest(flags).tolist()
+            found = self._exchange.largest(flags, self._matrices).tolist()
             return frozenset(name for name, is_present in zip(self._matrices, found, strict=True) if not is_present)
         return frozenset(name for name in self._matrices if name not in present)
 

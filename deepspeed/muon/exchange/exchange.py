@@ -8,7 +8,7 @@ matrix, only results travel, from each owner to all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -125,12 +125,15 @@ class Exchange:
             torch.distributed.all_reduce(flat, group=self.group)  # exact: all but one summand are zero
         return {name: vector.cpu() for name, vector in vectors.items()}
 
-    def largest(self, values: Tensor) -> Tensor:
-        """Return the largest of each value over the ranks of the group, in place; a collective."""
+    def largest(self, values: Tensor, names: Sequence[str]) -> Tensor:
+        """Return the largest of each value over the ranks of the group, in place; a collective before the first bucket.
+
+        ``names``: of the matrices that the values belong to.
+        """
         start = partial(
             torch.distributed.all_reduce, values, torch.distributed.ReduceOp.MAX, group=self.group, async_op=True
         )
-        self._collectives.start("0, before the first,", ("which matrices have a gradient",), start).wait()
+        self._collectives.start("", tuple(names), start).wait()
         return values
 
     def run(self, plan: Plan, prepare: Work, compute: Work, apply: Work, phase: Phase) -> None:

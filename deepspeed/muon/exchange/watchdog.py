@@ -119,8 +119,9 @@ class PendingCollectives:
         _all.add(self)
 
     def start(self, bucket: str, names: tuple[str, ...], launch: Callable[[], Any]) -> PendingCollective:
-        """Launch a collective, as :class:`PendingCollective`; ``bucket``: which of how many."""
-        collective = PendingCollective(f"bucket {bucket} of group {self._group}", names, launch, self._device)
+        """Launch a collective, as :class:`PendingCollective`; ``bucket``: which of how many, empty before the first."""
+        what = f"bucket {bucket}" if bucket else "the look for gradients"
+        collective = PendingCollective(f"{what} of group {self._group}", names, launch, self._device)
         self._recent.append(collective)
         return collective
 

@@ -51,9 +51,11 @@ NAMED = r"ExchangeError: the exchange failed in bucket 1 of 1 of group muon \(la
     ("stage", "stall"), [(0, False), (2, False), (3, False), (3, True), pytest.param(2, True, marks=pytest.mark.full)]
 )
 def test_who_waits_for_a_lost_rank_names_the_bucket(tmp_path: Path, stage: int, stall: bool) -> None:
-    """At stage 0 the matrices must be large enough to be shared."""
+    """At stage 0 the matrices must be large enough to be shared. Where they are sharded, the look for gradients is the
+    first event.
+    """
     case = {"stage": stage} | ({} if stage else {"model": "broad"})
-    outcome = attempt(tmp_path, case, {1: ("exchange", 0)}, stall=stall, timeout=STALLED)
+    outcome = attempt(tmp_path, case, {1: ("exchange", 1)}, stall=stall, timeout=STALLED)
     assert outcome.codes == [1, None if stall else -9]
     assert re.search(NAMED, outcome.output[0]), outcome.output[0]
     if stall:
@@ -189,3 +191,13 @@ def test_the_harness_notices_a_wrong_resume(tmp_path: Path) -> None:
     expected.lines[1]["step 3"] = "0x1.0p+0"
     _judge(tally, outcome, {}, tmp_path / "run", expected)
     assert any("rank 1 has ['step', '3'" in text for text in tally.problems)
+
+
+def test_a_rank_lost_before_the_first_bucket_is_named_too(tmp_path: Path) -> None:
+    """Ranks that hold parts of a matrix look for its gradient together."""
+    outcome = attempt(tmp_path, {"stage": 2}, {1: ("exchange", 0)}, timeout=STALLED)
+    assert outcome.codes == [1, -9]
+    named = (
+        r"ExchangeError: the exchange failed in the look for gradients of group muon \(layers\.\d\.weight, .*\), [\d.]+"
+    )
+    assert re.search(named, outcome.output[0]), outcome.output[0]
