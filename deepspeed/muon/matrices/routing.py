@@ -305,14 +305,18 @@ def _head(use: Use) -> str | None:
     parts = use.path.split(".")
     if parts[-1] in HEAD_NAMES or use.path in TOP_LEVEL_HEAD_NAMES:
         return f"output head {parts[-1]}"
+    if "classifier" not in parts[:-1]:  # a parent may have thousands of children
+        return None
     siblings = [name for name, _ in use.parent.named_children()]
-    return f"output head {use.path}" if "classifier" in parts[:-1] and parts[-1:] == siblings[-1:] else None
+    return f"output head {use.path}" if parts[-1] == siblings[-1] else None
 
 
 def _router(use: Use) -> str | None:
     parts, kind = use.path.split("."), type(use.module).__name__
     if any("router" in part.lower() for part in parts[-2:]) or "Router" in kind or parts[-2:] == ["gate", "wg"]:
         return "MoE router"
+    if parts[-1] not in ("coefficient", "gate"):
+        return None
     is_moe = any(child in ("experts", "deepspeed_moe") for child, _ in use.parent.named_children())
     if parts[-1] == "coefficient" and is_moe:
         return "mixture of a residual MoE"
