@@ -28,6 +28,7 @@ BENCHMARKS = {
     "scaling": ("scaling", "plans of known models on up to 4096 ranks; predicted against measured steps"),
     "owners": ("owners", "a step of one large matrix, with one owner and with every rank as an owner"),
     "launches": ("launches", "kernels that one rank launches in a step, from its plan and from a trace"),
+    "host": ("launches", "milliseconds of a step that the host spends beside kernels and collectives"),
     "memory": ("scaling", "memory of a rank by model and stage, and the cards that hold it"),
     "exactness": ("exactness", "errors against oracles, stock and torch; writes docs/exactness.md"),
     "quality": ("quality", "orthogonality by schedule, dtype, method and spectrum; writes docs/quality.md"),

@@ -5,7 +5,9 @@ import contextlib
 import dataclasses
 import functools
 import json
+import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -75,11 +77,59 @@ def row(name: str, stage: int) -> dict[str, Any]:
         parts = muon_parts(small, Layout(stage, world, SUB_GROUP // SMALLER**2))
         for way in WAYS:
             plans = plans_of(parts, busiest, BUCKET_BYTES // SMALLER**2, way)
-            count, wanted = traced(fake_step(build(str(small)), parts, plans, way)), planned(parts, plans, way)
+            count, wanted = traced(fake_step(build(str(small)), parts, plans, way, noted())), planned(parts, plans, way)
             assert count == wanted, f"{count} in the trace, {wanted} planned"
             found[f"traced {'together' if way else 'one by one'}"] = sum(count)
     print(found, flush=True)
     return found
+
+
+HOST_NOTES = """Of the first of all ranks, with matrices of 128 x 128 in one group, so that nothing but calls takes time:
+the processor's time of a step without collectives, Newton-Schulz and the kernels that update shards. What is left is
+Python and its calls of torch. Together: one kernel for all runs of a bucket, as on a GPU with Triton. One by one: a
+call for each run, as on a CPU, whose kernels do nothing here."""
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+#: Kernels that leave the shards as they are.
+IDLE = dataclasses.replace(
+    reference.OPERATIONS,
+    advance=_nothing,
+    apply_=_nothing,
+    runs=dataclasses.replace(reference.RUNS, advance=_nothing, apply_=_nothing),
+)
+
+
+def host(matrices: tuple[int, ...] = (1200, 12000), ranks: int = 1024, stage: int = 3, steps: int = 9) -> str:
+    """Milliseconds of a step that the host spends beside kernels and collectives.
+
+    Args:
+        matrices: how many the model has
+        ranks: that share them
+        stage: of ZeRO
+        steps: of which the median is taken
+    """
+    rows = []
+    for count in matrices:
+        model = torch.nn.ModuleList([torch.nn.Linear(128, 128, bias=False, device="meta") for _ in range(count)])
+        halves = halves_of(model, scaling.PLAIN)
+        parts = [part for part in lay_out(halves, Layout(stage, ranks, SUB_GROUP)) if part.half.use_muon]
+        plans = plans_of(parts, 0, BUCKET_BYTES, together=True)
+        row = {"matrices": count, "ranks": ranks, "stage": stage}
+        for way in WAYS:
+            step = fake_step(model, parts, plans, way, IDLE)
+            seconds = []
+            for _ in range(steps + 1):
+                began = time.thread_time()
+                step()
+                seconds.append(time.thread_time() - began)
+            row[f"{'together' if way else 'one by one'}, ms"] = round(1e3 * statistics.median(seconds[1:]), 2)
+        print(row, flush=True)
+        rows.append(row)
+    return report.write(report.name_of("host"), "Host work of a step", rows, report.table(rows), HOST_NOTES)
 
 
 def muon_parts(path: Path, layout: Layout) -> list[StepPart]:
@@ -127,13 +177,17 @@ class Alone(Exchange):
 
 
 def fake_step(
-    model: torch.nn.Module, parts: Sequence[StepPart], plans: Sequence[Plan], together: bool
+    model: torch.nn.Module,
+    parts: Sequence[StepPart],
+    plans: Sequence[Plan],
+    together: bool,
+    kernels: Operations = reference.OPERATIONS,
 ) -> Callable[[], None]:
     """A step of one rank with random gradients, without communication and Newton-Schulz."""
     optimizer = MuonWithAuxAdam(model.parameters(), model=model, lr=1e-3, kernels="torch")
     index = next(i for i, group in enumerate(optimizer.param_groups) if group["use_muon"])
     optimizer.use_kernels(missing("torch", ["cpu"]))
-    optimizer.kernels = noted(dataclasses.replace(reference.OPERATIONS, runs=reference.RUNS if together else None))
+    optimizer.kernels = dataclasses.replace(kernels, runs=kernels.runs if together else None)
     flat = [torch.nn.Parameter(torch.randn(part.numel)) for part in parts]
     for tensor in flat:
         tensor.grad = torch.randn_like(tensor)
@@ -155,8 +209,9 @@ def fake_step(
     return step
 
 
-def noted(kernels: Operations) -> Operations:
-    """The same operations, which leave their name in a trace."""
+def noted() -> Operations:
+    """The plain operations, which leave their name in a trace."""
+    kernels = dataclasses.replace(reference.OPERATIONS, runs=reference.RUNS)
 
     def under(name: str, operation: Callable) -> Callable:
         @functools.wraps(operation)

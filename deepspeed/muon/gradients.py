@@ -8,8 +8,12 @@ whole gradient is exactly zero is left alone instead, as torch's optimizers leav
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,13 +22,26 @@ from deepspeed.muon.exchange.exchange import Exchange, grids
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.plan.plan import Plan, Run
 
-#: Elements of each run that are looked at first. Nearly every gradient has one among them that is not zero; only
-#: runs without any are read as a whole.
+#: Elements of each matrix that are looked at first. Nearly every gradient has one among them that is not zero; only
+#: matrices without any are read as a whole.
 PROBES = 16
 
 
+class _Probes(NamedTuple):
+    """What to look at in one tensor.
+
+    ``runs``: of each matrix with elements there. ``matrices``: their indices, int64 ``[matrices]``. ``positions``: of
+    the elements to look at first, int64 ``[matrices, PROBES]``.
+    """
+
+    tensor: int
+    runs: list[list[Run]]
+    matrices: Tensor
+    positions: Tensor
+
+
 class GradientProbe:
-    """Looks at the gradients of one partition.
+    """Looks at the gradients of one partition. Where every matrix has one, the host does the same work for any number.
 
     Args:
         partition: on several ranks, the ranks that hold parts of its matrices.
@@ -35,19 +52,22 @@ class GradientProbe:
     def __init__(self, partition: Partition, plan: Plan, exchange: Exchange) -> None:
         self._exchange = exchange
         #: The same matrices in the same order on all ranks.
-        self._matrices = list(dict.fromkeys(item.matrix for item in partition.blocks))
+        self._names = list(dict.fromkeys(item.matrix for item in partition.blocks))
         # Ranks that hold a matrix whole have the same gradient.
         self._is_shared = exchange.group is not None and any(
             len(item.parts) > 1 or item.shard.placement.copies == 1 for item in partition.blocks
         )
-        runs: dict[int, list[Run]] = defaultdict(list)
+        index = {name: number for number, name in enumerate(self._names)}
+        runs: dict[int, dict[int, list[Run]]] = defaultdict(lambda: defaultdict(list))
         for bucket in plan.buckets:
             for run in bucket.runs:
-                runs[run.tensor].append(run)
-        self._runs = [
-            (index, of_tensor, _positions(of_tensor, partition.tensors[index].device))
-            for index, of_tensor in runs.items()
-        ]
+                runs[run.tensor][index[run.matrix]].append(run)
+        self._probes = []
+        for tensor, of_tensor in runs.items():
+            device = partition.tensors[tensor].device
+            integers = partial(torch.tensor, dtype=torch.int64, device=device)
+            positions = integers([_spread(of_matrix) for of_matrix in of_tensor.values()])
+            self._probes.append(_Probes(tensor, [*of_tensor.values()], integers([*of_tensor]), positions))
 
     def absent(self, tensors: Sequence[Tensor]) -> frozenset[str]:
         """Return the names of the matrices whose gradient is zero on all ranks; a collective of a sharded partition.
@@ -55,45 +75,44 @@ class GradientProbe:
         Args:
             tensors: of the partition, with their gradients. One without a gradient counts as zero.
         """
-        present = self._local(tensors)
+        present = self._local(tensors).to(self._exchange.device)
         if self._is_shared:
-            flags = torch.tensor(
-                [name in present for name in self._matrices], dtype=torch.uint8, device=self._exchange.device
-            )
-            found = self._exchange.largest(flags, self._matrices).tolist()
-            return frozenset(name for name, is_present in zip(self._matrices, found, strict=True) if not is_present)
-        return frozenset(name for name in self._matrices if name not in present)
+            self._exchange.largest(present, self._names)
+        if present.all():
+            return frozenset()
+        return frozenset(name for name, is_present in zip(self._names, present.tolist(), strict=True) if not is_present)
 
-    def _local(self, tensors: Sequence[Tensor]) -> set[str]:
-        """Return the names of the matrices of which this rank holds an element of the gradient that is not zero."""
-        grads = {index: grad.contiguous() for index, _, _ in self._runs if (grad := tensors[index].grad) is not None}
-        probed = [(index, runs, positions) for index, runs, positions in self._runs if index in grads]
+    def _local(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return 1 for each matrix of whose gradient this rank has an element that is not zero, else 0: uint8."""
+        present = torch.zeros(len(self._names), dtype=torch.uint8, device=tensors[0].device)
+        grads = {
+            p.tensor: grad.contiguous().view(-1) for p in self._probes if (grad := tensors[p.tensor].grad) is not None
+        }
+        probed = [probes for probes in self._probes if probes.tensor in grads]
         if not probed:
-            return set()
-        values = torch.cat([grads[index].view(-1)[positions] for index, _, positions in probed])
-        flags: Iterator[bool] = iter(values.ne(0).any(dim=1).tolist())  # one copy to the host
-        silent: list[tuple[Run, Tensor]] = []
-        present: set[str] = set()
-        for index, runs, _ in probed:
-            for run in runs:
-                if next(flags):
-                    present.add(run.matrix)
-                else:
-                    silent.append((run, grads[index]))
-        silent = [(run, grad) for run, grad in silent if run.matrix not in present]
-        if silent:
-            whole = torch.stack([grids(grad, run.copy).any() for run, grad in silent]).tolist()  # one copy, too
-            present.update(run.matrix for (run, _), is_present in zip(silent, whole, strict=True) if is_present)
+            return present
+        values = torch.cat([grads[probes.tensor][probes.positions] for probes in probed])
+        matrices = torch.cat([probes.matrices for probes in probed])
+        present[matrices] = found = values.ne(0).any(dim=1).to(torch.uint8)
+        if not found.all():
+            runs = [(of_matrix, grads[probes.tensor]) for probes in probed for of_matrix in probes.runs]
+            silent = [index for index, is_present in enumerate(found.tolist()) if not is_present]
+            present[matrices[silent]] = torch.stack([_has_elements(*runs[index]) for index in silent]).to(torch.uint8)
         return present
 
 
-def _positions(runs: Sequence[Run], device: torch.device) -> Tensor:
-    """Return indices of elements spread over each run, ``[runs, PROBES]``, int64."""
-    index = [
-        [
-            run.copy.start + element // run.copy.cols * run.copy.pitch + element % run.copy.cols
-            for element in ((2 * probe + 1) * run.copy.numel // (2 * PROBES) for probe in range(PROBES))
-        ]
-        for run in runs
-    ]
-    return torch.tensor(index, dtype=torch.int64, device=device)
+def _has_elements(runs: Sequence[Run], grad: Tensor) -> Tensor:
+    """Return whether any element of the runs of a flat gradient is not zero: bool, 0-D."""
+    return torch.stack([grids(grad, run.copy).any() for run in runs]).any()
+
+
+def _spread(runs: Sequence[Run]) -> list[int]:
+    """Return the positions of PROBES elements spread over the runs of a matrix."""
+    ends, positions = list(accumulate(run.copy.numel for run in runs)), []
+    for probe in range(PROBES):
+        element = (2 * probe + 1) * ends[-1] // (2 * PROBES)
+        number = bisect_right(ends, element)
+        copy = runs[number].copy
+        row, column = divmod(element - ends[number] + copy.numel, copy.cols)
+        positions.append(copy.start + row * copy.pitch + column)
+    return positions

@@ -567,7 +567,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                         continue
                     target = gather(tensor, run.copy, self._work, "parameter")
                     for part, weights in self._in_fp32(target, run, step=int(self.state[tensor]["step"])):
-                        self.kernels.apply_(weights, buffers.shard_slices[index][part], *update, self._work)
+                        self.kernels.apply_(weights, buffers.slice_of(index)[part], *update, self._work)
                     scatter(target, tensor, run.copy)
 
     def _in_fp32(self, weights: Tensor, run: Run, step: int) -> Iterator[tuple[slice, Tensor]]:
@@ -590,7 +590,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 if run.matrix in absent:
                     continue
                 held = gather(tensor, run.copy, self._work, "parameter")
-                yield run.parameter, held, buffers.shard_slices[index], call.scale
+                yield run.parameter, held, buffers.slice_of(index), call.scale
 
     def _adam_step(self, group: dict[str, Any]) -> None:
         tensors = [p for p in group["params"] if p.grad is not None]

@@ -58,7 +58,7 @@ class Prepare:
             grad, state = tensor.grad, self._states[tensor]
             if grad is None:
                 for index in call.runs:
-                    buffers.shard_slices[index].zero_()
+                    buffers.slice_of(index).zero_()
             elif (
                 together is None
                 or call.tiles is None
@@ -68,9 +68,9 @@ class Prepare:
                 for index in call.runs:
                     run = buffers.bucket.runs[index]
                     if run.matrix in self._absent:  # Newton-Schulz of zero is zero
-                        buffers.shard_slices[index].zero_()
+                        buffers.slice_of(index).zero_()
                     else:
-                        self._run(tensor, grad, run, buffers.shard_slices[index])
+                        self._run(tensor, grad, run, buffers.slice_of(index))
             else:
                 average = state[MOMENTUM].view(-1), grad.contiguous().view(-1)
                 together.advance(

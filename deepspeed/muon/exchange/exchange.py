@@ -34,9 +34,8 @@ class BucketBuffers:
         outbox: flat, the runs of other ranks' matrices, ordered by owner. Results come back to the same positions.
         inbox: flat, the runs of this rank's matrices that other ranks hold; a part of ``matrices`` where they arrive in
             order.
-        device_slices: one slice of these buffers per run.
-        shard_slices: what ``prepare`` fills and ``apply`` reads, on the shards' device: pinned host memory under CPU
-            offload with an accelerator, else the same tensors as ``device_slices``.
+        host: flat, pinned memory for the runs where the shards are on the host and ``matrices`` on an accelerator;
+            ``None``: both are on one device.
     """
 
     bucket: Bucket
@@ -44,11 +43,27 @@ class BucketBuffers:
     matrices: Tensor
     outbox: Tensor
     inbox: Tensor
-    device_slices: list[Tensor]
-    shard_slices: list[Tensor]
+    host: Tensor | None = None
     pending: list[PendingCollective] = field(default_factory=list)
     #: The end of the last copy between host and accelerator, if there is one.
     copied: Any = None
+
+    def slice_of(self, index: int) -> Tensor:
+        """Return what ``prepare`` fills and ``apply`` reads for a run, by its index: 1-D, on the shards' device."""
+        run = self.bucket.runs[index]
+        if self.host is not None:
+            return self.host.narrow(0, self.bucket.host_places[index], run.copy.numel)
+        return self._buffer(run.in_place).narrow(0, run.copy.at, run.copy.numel)
+
+    def segments(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the same elements in host memory and on the accelerator, in as few contiguous parts as there are."""
+        assert self.host is not None
+        segments = self.bucket.segments
+        host = [self.host.narrow(0, part.host, part.numel) for part in segments]
+        return host, [self._buffer(part.in_place).narrow(0, part.device, part.numel) for part in segments]
+
+    def _buffer(self, in_place: bool) -> Tensor:
+        return self.matrices if in_place else self.outbox
 
     def wait(self) -> None:
         """Wait for the pending collectives."""
@@ -207,27 +222,26 @@ class Exchange:
         matrices, outbox, inbox = storage[: sum(bucket.buffer_sizes)].split(bucket.buffer_sizes)
         if bucket.received_at is not None:
             inbox = matrices.narrow(0, bucket.received_at, sum(bucket.receive_counts))
-        slices = [(matrices if run.in_place else outbox).narrow(0, run.copy.at, run.copy.numel) for run in bucket.runs]
         return BucketBuffers(
             bucket=bucket,
             number=f"{index + 1} of {len(plan.buckets)}",
             matrices=matrices,
             outbox=outbox,
             inbox=inbox,
-            device_slices=slices,
-            shard_slices=self.staging.host_slices(slices, self.dtype, self.work, slot) if self.staging else slices,
+            host=self.staging.host_memory(bucket, self.dtype, self.work, slot) if self.staging else None,
         )
 
     def _send(self, buffers: BucketBuffers, back: bool) -> None:
         if self.staging is None:
             return self._launch(buffers, back)
+        host, device = buffers.segments()
         with self.staging.beside_the_computation(back):
             if not back:
-                buffers.copied = self.staging.copy(buffers.shard_slices, buffers.device_slices)
+                buffers.copied = self.staging.copy(host, device)
             self._launch(buffers, back)
             if back:
                 buffers.wait()
-                buffers.copied = self.staging.copy(buffers.device_slices, buffers.shard_slices)
+                buffers.copied = self.staging.copy(device, host)
 
     def _launch(self, buffers: BucketBuffers, back: bool) -> None:
         """Start the collectives of one way.

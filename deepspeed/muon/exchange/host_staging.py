@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.kernels.workspace import Workspace
+from deepspeed.muon.plan.plan import Bucket
 
 
 class Staging:
@@ -24,10 +25,9 @@ class Staging:
         self._streams = torch.get_device_module(device)
         self._up, self._down = self._streams.Stream(), self._streams.Stream()
 
-    def host_slices(self, like: list[Tensor], dtype: torch.dtype, work: Workspace, slot: int) -> list[Tensor]:
-        """Contiguous pinned memory, cut into slices of the same sizes."""
-        sizes = [part.numel() for part in like]
-        return list(work.get(f"pinned{slot}", (sum(sizes),), dtype, torch.device("cpu"), pinned=True).split(sizes))
+    def host_memory(self, bucket: Bucket, dtype: torch.dtype, work: Workspace, slot: int) -> Tensor:
+        """Return pinned memory for all runs of a bucket, 1-D."""
+        return work.get(f"pinned{slot}", (bucket.host_elements,), dtype, torch.device("cpu"), pinned=True)
 
     def follow_the_computation(self) -> None:
         """Copy to the accelerator only after all computation queued so far.

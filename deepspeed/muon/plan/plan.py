@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import groupby, zip_longest
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from deepspeed.muon.matrices.block import Block, Piece
@@ -25,6 +25,19 @@ from deepspeed.muon.plan.slices import sliced
 
 #: The matrices of one bucket, each with its owner.
 Round = list[tuple[int, PlacedBlock]]
+
+
+class Segment(NamedTuple):
+    """Elements that one copy carries between host memory and an accelerator.
+
+    They begin at ``host`` in the bucket's host memory, and at ``device`` in its matrices if ``in_place``, else in its
+    send buffer.
+    """
+
+    host: int
+    device: int
+    numel: int
+    in_place: bool
 
 
 class Copy(NamedTuple):
@@ -142,6 +155,36 @@ class Bucket:
     def scattered(self) -> tuple[Copy, ...]:
         """What is copied between a receive buffer and the matrices."""
         return self.received if self.received_at is None else ()
+
+    @cached_property
+    def host_places(self) -> tuple[int, ...]:
+        """Return where each run lies in host memory, if that is not the accelerator's.
+
+        Runs in place are first, one after the other, and the send buffer follows as it is.
+        """
+        places, end = [], 0
+        in_place = sum(run.copy.numel for run in self.runs if run.in_place)
+        for run in self.runs:
+            places.append(end if run.in_place else in_place + run.copy.at)
+            end += run.copy.numel if run.in_place else 0
+        return tuple(places)
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """Return what one copy carries between host memory and the accelerator: neighbours in both are one."""
+        found: list[Segment] = []
+        for run, host in sorted(zip(self.runs, self.host_places, strict=True), key=itemgetter(1)):
+            last, at, numel = found[-1] if found else None, run.copy.at, run.copy.numel
+            if last and (last.in_place, last.device + last.numel) == (run.in_place, at):
+                found[-1] = last._replace(numel=last.numel + numel)
+            else:
+                found.append(Segment(host=host, device=at, numel=numel, in_place=run.in_place))
+        return tuple(found)
+
+    @cached_property
+    def host_elements(self) -> int:
+        """Return how many elements of the bucket this rank has."""
+        return sum(segment.numel for segment in self.segments)
 
     @cached_property
     def buffer_sizes(self) -> tuple[int, int, int]:

@@ -159,13 +159,13 @@ def exchange(monkeypatch: pytest.MonkeyPatch, world: int, without: tuple[str, st
     assert len(plan.buckets) == BUCKETS and plan.buckets[0].travels == (world > 1)
 
     def prepare(buffers: BucketBuffers) -> None:
-        record.use(record.host, f"prepare {buffers.number}", writes=buffers.shard_slices)
+        record.use(record.host, f"prepare {buffers.number}", writes=[buffers.host])
 
     def compute(buffers: BucketBuffers) -> None:
         record.use(record.current_stream(), f"compute {buffers.number}", [buffers.matrices], [buffers.matrices])
 
     def apply(buffers: BucketBuffers) -> None:
-        record.use(record.host, f"apply {buffers.number}", reads=buffers.shard_slices)
+        record.use(record.host, f"apply {buffers.number}", reads=[buffers.host])
 
     ours = Exchange(object() if world > 1 else None, torch.float32, CPU, UsedBefore(record), "muon", Staging(CPU))
     with Copies(record):

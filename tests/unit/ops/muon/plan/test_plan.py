@@ -103,6 +103,21 @@ def pack(bucket, tensor: list) -> tuple[list, list]:
             assert tensor[place] is not None, "padding would travel"
             box[at] = tensor[place]
     assert None not in outbox
+    assert through_host_memory(bucket, tensor) == (outbox, matrices)
+    return outbox, matrices
+
+
+def through_host_memory(bucket, tensor: list) -> tuple[list, list]:
+    """The same buffers, filled by the copies between host memory and an accelerator."""
+    host = [None] * bucket.host_elements
+    for run, first in zip(bucket.runs, bucket.host_places, strict=True):
+        for place, at in places(run):
+            host[first + at - run.copy.at] = tensor[place]
+    outbox, matrices = [None] * sum(bucket.send_counts), [None] * bucket.matrix_elements
+    for host_at, device_at, numel, in_place in bucket.segments:
+        (matrices if in_place else outbox)[device_at : device_at + numel] = host[host_at : host_at + numel]
+    assert len([segment for segment in bucket.segments if not segment.in_place]) <= 1, "one copy fills the send buffer"
+    assert len(bucket.segments) <= 1 + len({run.matrix for run in bucket.runs if run.in_place})
     return outbox, matrices
 
 
