@@ -84,10 +84,10 @@ def row(name: str, stage: int) -> dict[str, Any]:
     return found
 
 
-HOST_NOTES = """Of the first of all ranks, with matrices of 128 x 128 in one group, so that nothing but calls takes time:
-the processor's time of a step without collectives, Newton-Schulz and the kernels that update shards. What is left is
-Python and its calls of torch. Together: one kernel for all runs of a bucket, as on a GPU with Triton. One by one: a
-call for each run, as on a CPU, whose kernels do nothing here."""
+HOST_NOTES = """The first of all ranks, with matrices of 128 x 128 in one group, so that nothing but calls takes time:
+processor time of a step without collectives, Newton-Schulz and the kernels that update shards. What is left is Python
+and its calls of torch. Together: one kernel for all runs of a bucket, as on a GPU with Triton. One by one: a call for
+each run, as on a CPU, whose kernels do nothing in this benchmark."""
 
 
 def _nothing(*_: Any) -> None:
