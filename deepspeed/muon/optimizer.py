@@ -422,6 +422,11 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         """Where the blocks of a tensor's momentum in int8 begin; before it is bound, where they will as a parameter."""
         return self._blocks.get(tensor) or momentum.whole(tensor)
 
+    @staticmethod
+    def host_zeros(numel: int) -> Tensor:
+        """Return zeros, fp32, 1-D, for what ``state_dict`` decodes on the host; a save puts them on disk."""
+        return torch.zeros(numel, dtype=torch.float32, device="cpu")
+
     def state_keys(self, tensor: Tensor) -> list[str]:
         """The keys of :meth:`read_state`: the state of a tensor as other dtypes of the momentum have it."""
         keys = self.state.get(tensor, {}).keys()

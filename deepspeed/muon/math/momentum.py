@@ -62,7 +62,11 @@ class Blocks:
 
     def read(self, state: State, start: int, stop: int, device: torch.device) -> Tensor:
         """Elements ``start`` to ``stop`` of the tensor in fp32 on a device; zeros between the fragments."""
-        result = torch.zeros(stop - start, dtype=torch.float32, device=device)
+        return self.read_into(torch.zeros(stop - start, dtype=torch.float32, device=device), state, start)
+
+    def read_into(self, result: Tensor, state: State, start: int = 0) -> Tensor:
+        """Write the elements from ``start`` on to the fragments' places in ``result``, fp32, and return it."""
+        stop = start + result.numel()
         for fragment, codes, absmax in self.parts(state):
             low, high = max(start, fragment.position), min(stop, fragment.position + fragment.numel)
             for first in range(low, high, CHUNK * BLOCK):
@@ -131,14 +135,14 @@ def kept_dtype(tensor: Tensor, momentum_dtype: str) -> torch.dtype:
 
 
 def export(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Hook after ``state_dict``: a momentum in int8 is saved in fp32, in host memory, from which a load makes the same
-    codes. So every reader of a checkpoint finds the momentum of the whole tensor.
+    """Hook after ``state_dict``: a momentum in int8 is saved in fp32, in the optimizer's ``host_zeros``, from which a
+    load makes the same codes. So every reader of a checkpoint finds the momentum of the whole tensor.
     """
     tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
     state = dict(state_dict["state"])
     for index, entry in state.items():
         if CODES in entry:
-            values = optimizer.blocks_of(tensors[index]).read(entry, 0, entry[CODES].numel(), torch.device("cpu"))
+            values = optimizer.blocks_of(tensors[index]).read_into(optimizer.host_zeros(entry[CODES].numel()), entry)
             kept = {key: value for key, value in entry.items() if key not in (CODES, ABSMAX)}
             state[index] = kept | {MOMENTUM: values.view(entry[CODES].shape)}
     is_int8 = optimizer.config.momentum_dtype == "int8"

@@ -6,13 +6,19 @@ from __future__ import annotations
 import errno
 import fcntl
 import functools
+import mmap
 import os
 import shutil
+import tempfile
 import uuid
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from deepspeed.muon.errors import CheckpointError
 from deepspeed.muon.log import logger
@@ -95,6 +101,19 @@ def lock(folder: Path) -> int | None:
         os.close(descriptor)
         return None
     return descriptor
+
+
+def zeros_on_disk(folder: Path, in_memory: Callable[[int], Tensor], numel: int) -> Tensor:
+    """Return zeros, fp32, 1-D, in a mapped file without a name, which the system can move out of memory.
+
+    Where the folder has no room or its file system maps no files: what ``in_memory(numel)`` returns.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, 4 * numel)  # a full disk is an error here, and a signal later
+            return torch.frombuffer(mmap.mmap(file.fileno(), 4 * numel), dtype=torch.float32)
+    except (OSError, ValueError):  # a file of no bytes cannot be mapped
+        return in_memory(numel)
 
 
 class SyncedFile:

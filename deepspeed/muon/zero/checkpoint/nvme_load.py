@@ -21,7 +21,7 @@ from deepspeed.muon.errors import CheckpointError
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.patch import replaced
 from deepspeed.muon.zero.checkpoint.compatibility import loads_states
-from deepspeed.muon.zero.checkpoint.safe_load import read_model, read_states
+from deepspeed.muon.zero.checkpoint.safe_load import loading_in_place, read_states
 from deepspeed.muon.zero.consensus import together
 from deepspeed.muon.zero.nvme import each_sub_group, saved_files, swapped_in
 
@@ -50,11 +50,8 @@ class NvmeLoad:
             check = partial(self._check, file, loads_states(arguments))
             together(check, lambda reasons: CheckpointError(refusal + reasons))
         load, rigid, weights = self._load_checkpoint, self._load_zero_file, self._load_weights
-        is_torchs = type(self.engine.checkpoint_engine).__name__ == "TorchCheckpointEngine"
-        mapped = {"load": self._map} if self.uses_nvme and is_torchs else {}
         with (
             replaced(self.engine, _load_checkpoint=load, zero_nvme_offload_optimizer=lambda original: False),
-            replaced(self.engine.checkpoint_engine, **mapped),
             replaced(self.wrapper, _rigid_load_state_dict=rigid, _restore_from_bit16_weights=weights),
         ):
             yield
@@ -67,13 +64,6 @@ class NvmeLoad:
             options["load_optimizer_states"] = True
         return original(load_dir, tag, **options)
 
-    def _map(self, original: Callable, path: str, map_location: Any = None) -> Any:
-        """``TorchCheckpointEngine.load``, which would need memory for all that lies on NVMe.
-
-        Other files are not mapped: the user gets tensors of theirs, and a later save may overwrite them.
-        """
-        return read_model(Path(path)) if path.endswith("optim_states.pt") else original(path, map_location)
-
     def _load_zero_file(self, original: Callable, saved: dict[str, Any], load_optimizer_states: bool = True) -> None:
         """``_rigid_load_state_dict``."""
         is_swapped = not all(flat.numel() for flat in saved["fp32_flat_groups"])
@@ -82,7 +72,8 @@ class NvmeLoad:
         if self.uses_nvme or is_swapped:
             self._restore(saved, load_optimizer_states)
         else:
-            original(saved, load_optimizer_states=load_optimizer_states)
+            with loading_in_place(self.optimizer):
+                original(saved, load_optimizer_states=load_optimizer_states)
 
     def _load_weights(self, original: Callable) -> None:
         """``_restore_from_bit16_weights``; in a load of weights alone they come from the checkpoint."""

@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from deepspeed.muon.log import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.patch import Seam, replaced
 from deepspeed.muon.zero.checkpoint import compatibility, durable, manifest
+from deepspeed.muon.zero.checkpoint.safe_load import is_torchs, mapped_states, read_model
 from deepspeed.muon.zero.choice import compare_plans
 from deepspeed.muon.zero.consensus import differences, from_rank_0, gathered, together
 from deepspeed.muon.zero.nvme import saved_files
@@ -46,9 +48,11 @@ COMMON = {
 GUARDED = ("_save_checkpoint", "_save_moe_checkpoint", "_save_zero_checkpoint", "_copy_recovery_script")
 ENGINE = "deepspeed.runtime.engine"
 _FILES = "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine"
+_MODEL_FILES = "deepspeed.runtime.state_dict_factory"
 SEAMS = (
     *(Seam(ENGINE, f"DeepSpeedEngine.{name}", "call") for name in (*GUARDED, "zero_nvme_offload_optimizer")),
     *(Seam(_FILES, f"TorchCheckpointEngine.{name}", "call") for name in ("save", "makedirs", "load")),
+    Seam(_MODEL_FILES, "SDLoaderBase.check_ckpt_list", "call"),
     Seam(ENGINE, "get_fp32_state_dict_from_zero_checkpoint", "call"),
     Seam(ENGINE, "DeepSpeedEngine._load_checkpoint", "call"),
 )
@@ -77,7 +81,7 @@ def save_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
     _warn_of_frozen(engine, call.arguments["exclude_frozen_parameters"])
     tag = str(f"global_step{engine.global_steps}" if tag is None else tag)
     save = _Save(engine, Path(save_dir), tag)
-    if type(engine.checkpoint_engine).__name__ != "TorchCheckpointEngine":
+    if not is_torchs(engine.checkpoint_engine):
         save.leave_to_deepspeed()
         with engine.basic_optimizer.whole_state():
             return original(engine, *args, **kwargs)
@@ -220,8 +224,13 @@ class _Save:
         """Keep this rank in the collectives of DeepSpeed's save, whatever fails in its own work."""
         on_engine = dict.fromkeys(GUARDED, self._attempt) | {"zero_nvme_offload_optimizer": lambda original: False}
         on_files = {"save": self._write, "makedirs": self._attempt}
+        on_states = {"host_zeros": partial(durable.zeros_on_disk, self.folder)}
         try:
-            with replaced(self.engine, **on_engine), replaced(self.engine.checkpoint_engine, **on_files):
+            with (
+                replaced(self.engine, **on_engine),
+                replaced(self.engine.checkpoint_engine, **on_files),
+                replaced(self.engine.basic_optimizer, **on_states),
+            ):
                 yield
         except (Exception, SystemExit) as error:
             self.error = self.error or error
@@ -387,6 +396,8 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
 
     with (
         replaced(importlib.import_module(ENGINE), get_fp32_state_dict_from_zero_checkpoint=of_tag),
+        replaced(importlib.import_module(_MODEL_FILES).SDLoaderBase, check_ckpt_list=_check_mapped),
+        mapped_states(engine.checkpoint_engine),
         adapter.loading(Path(arguments["load_dir"]), tag, arguments),
         own_scaler(engine.optimizer),
     ):
@@ -401,6 +412,14 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
         if not arguments["load_optimizer_states"]:
             adapter.refresh_masters()
     return result
+
+
+def _check_mapped(original: Callable, loader: Any) -> None:
+    """``SDLoaderBase.check_ckpt_list``, which reads the model's whole file for one number: the file is mapped."""
+    files = loader.checkpoint_engine
+    load = {"load": lambda original, path, map_location=None: read_model(Path(path))} if is_torchs(files) else {}
+    with replaced(files, **load):
+        original(loader)
 
 
 def _agreed(engine: Any, arguments: dict[str, Any]) -> tuple[str | None, str | None]:
