@@ -292,7 +292,7 @@ def rank(**setting: Any) -> dict[str, Any]:
             from deepspeed.muon.kernels import reference
 
             symmetric = optimizer.kernels.square is not reference.square
-            rounds = sum(len(plan.buckets) for plan in optimizer.plans)
+            rounds = sum(plan.rounds for plan in optimizer.plans)
             first |= {"kernels": optimizer.kernels.name, "symmetric": symmetric, "exchange rounds": rounds}
             elements = sum(plan.sent_elements for plan in optimizer.plans)
             largest |= {"exchange MB": elements * optimizer.exchange.dtype.itemsize / 1e6}

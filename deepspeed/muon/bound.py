@@ -22,8 +22,8 @@ from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.math.scale import scale_factor
 from deepspeed.muon.plan.cost import cost_model
 from deepspeed.muon.plan.launches import calls_of
-from deepspeed.muon.plan.owners import shared_counts
 from deepspeed.muon.plan.plan import Bucket, Plan, make_plan
+from deepspeed.muon.plan.sharing import shared_counts
 from deepspeed.muon.tuning import method_of, with_products
 
 
@@ -105,7 +105,7 @@ def bind_partition(
     given, items = group.get("owner_counts", {}), partition.blocks
     world = partition.world_size, partition.is_replicated
     sharers = partition.world_size
-    counts = shared_counts(items, *world, cost, given, config.most_owners)
+    counts = shared_counts(items, *world, cost, given, config.most_owners, config.bucket_bytes)
     if counts is None:
         partition, counts = partition.alone(), [1] * len(items)
         exchange = replace(exchange, group=partition.group)

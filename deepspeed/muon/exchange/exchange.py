@@ -3,7 +3,8 @@
 
 Bucket k + 1 travels while bucket k is orthogonalized and the result of bucket k - 1 travels back, so at most three
 buckets are in memory, and two where a matrix is larger than a bucket on an accelerator. Where every rank holds every
-matrix, only results travel, from each owner to all.
+matrix, only results travel, from each owner to all: a bucket of own matrices is orthogonalized, then the results of its
+round are sent, in as many buckets as their size asks for.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class BucketBuffers:
 
     Args:
         number: which bucket of how many, for messages.
-        matrices: flat, the matrices that this rank owns.
+        matrices: flat, the matrices that this rank owns; where only results travel, those of an earlier bucket.
         outbox: flat, the runs of other ranks' matrices, ordered by owner. Results come back to the same positions.
         inbox: flat, the runs of this rank's matrices that other ranks hold; a part of ``matrices`` where they arrive in
             order.
@@ -162,20 +163,21 @@ class Exchange:
                                     compute 2, send 2 back      apply 1
                                                                 apply 2
 
-        With one slot less, each line begins with its apply. Replicated matrices have no way there: all three phases are
-        one line earlier in relation to prepare.
+        With one slot less, each line begins with its apply. Where only results travel, there is no way there: all three
+        phases are one line earlier in relation to prepare.
 
         ``phase`` is entered around each phase, by name; ``exchange`` is the time spent waiting.
         """
         slots, count = plan.slots(staged=self.staging is not None), len(plan.buckets)
-        there = int(slots > 1 and not (self.staging is None and plan.is_replicated))
+        there = int(slots > 1 and not plan.is_replicated)
         to_apply = there + int(slots > 1)
-        # Storage of all slots now, the most that each takes: none is replaced while a bucket uses it, and all of it is
-        # there before copies on other streams are told to follow what this memory was used for until now.
-        storages = [self._storage(plan, slot, slots) for slot in range(min(slots, count))]
+        # All storage now, the most that each takes: none is replaced while a bucket uses it, and all of it is there
+        # before copies on other streams are told to follow what this memory was used for until now.
+        storages = self._storages(plan)
         if self.staging is not None:
             self.staging.follow_the_computation()
         in_flight: dict[int, BucketBuffers] = {}
+        own = torch.empty(0, dtype=self.dtype, device=self.device)
 
         def finish(index: int) -> None:
             if 0 <= index < count:
@@ -185,7 +187,8 @@ class Exchange:
             if slots <= to_apply:
                 finish(k - to_apply)
             if k < count:
-                in_flight[k] = self._open(plan, k, k % slots, storages[k % slots])
+                in_flight[k] = self._open(plan, k, storages[k], own)
+                own = in_flight[k].matrices
                 with phase("prepare"):
                     prepare(in_flight[k])
                 self._send(in_flight[k], back=False)
@@ -213,22 +216,27 @@ class Exchange:
         with phase("apply"):
             apply(buffers)
 
-    def _storage(self, plan: Plan, slot: int, slots: int) -> Tensor:
-        numel = max(sum(bucket.buffer_sizes) for bucket in plan.buckets[slot::slots])
-        return self.work.get(f"bucket{slot}", (numel,), self.dtype, self.device)
+    def _storages(self, plan: Plan) -> list[tuple[int, Tensor]]:
+        """Return the number of each bucket's storage, and the storage."""
+        numbers, largest = plan.storages(staged=self.staging is not None), dict[int, int]()
+        for number, bucket in zip(numbers, plan.buckets, strict=True):
+            largest[number] = max(largest.get(number, 0), sum(bucket.buffer_sizes))
+        made = {n: self.work.get(f"bucket{n}", (numel,), self.dtype, self.device) for n, numel in largest.items()}
+        return [(number, made[number]) for number in numbers]
 
-    def _open(self, plan: Plan, index: int, slot: int, storage: Tensor) -> BucketBuffers:
-        bucket = plan.buckets[index]
-        matrices, outbox, inbox = storage[: sum(bucket.buffer_sizes)].split(bucket.buffer_sizes)
+    def _open(self, plan: Plan, index: int, storage: tuple[int, Tensor], own: Tensor) -> BucketBuffers:
+        """Return the buffers of a bucket in its storage; ``own``: the matrices of the bucket before it."""
+        bucket, (number, memory) = plan.buckets[index], storage
+        matrices, outbox, inbox = memory[: sum(bucket.buffer_sizes)].split(bucket.buffer_sizes)
         if bucket.received_at is not None:
             inbox = matrices.narrow(0, bucket.received_at, sum(bucket.receive_counts))
         return BucketBuffers(
             bucket=bucket,
             number=f"{index + 1} of {len(plan.buckets)}",
-            matrices=matrices,
+            matrices=own if bucket.only_results else matrices,
             outbox=outbox,
             inbox=inbox,
-            host=self.staging.host_memory(bucket, self.dtype, self.work, slot) if self.staging else None,
+            host=self.staging.host_memory(bucket, self.dtype, self.work, number) if self.staging else None,
         )
 
     def _send(self, buffers: BucketBuffers, back: bool) -> None:
@@ -250,15 +258,15 @@ class Exchange:
         copies them twice.
         """
         bucket = buffers.bucket
-        if not (back if bucket.replicated else bucket.travels):
+        if not bucket.travels or (bucket.only_results and not back):
             return
         from deepspeed import comm  # type: ignore[attr-defined]
 
         calls = []
-        if bucket.replicated:
-            rank = comm.get_rank(group=self.group)
-            for owner, part in enumerate(buffers.outbox.split(bucket.send_counts)):
-                results = buffers.matrices if owner == rank else part
+        if bucket.only_results:
+            parts = list(buffers.outbox.split(bucket.send_counts))
+            parts[comm.get_rank(group=self.group)] = buffers.matrices[: bucket.own_results]
+            for owner, results in enumerate(parts):
                 if results.numel():
                     calls.append(partial(comm.broadcast, results, comm.get_global_rank(self.group, owner)))
         else:

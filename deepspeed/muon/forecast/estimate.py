@@ -94,7 +94,7 @@ def _largest(costs: Sequence[StepCost], schedule: Schedule, world_size: int, mem
     """The peak of the rank that needs most."""
     costs = [cost for cost in costs if cost.demands]
     method = partial(counted_method, schedule=schedule, dtype=memory.dtype)
-    rest = [(cost.slots, partial(method, ns_method=cost.part.half.ns_method)) for cost in costs]
+    rest = [(cost.storages, partial(method, ns_method=cost.part.half.ns_method)) for cost in costs]
     # A part that every rank updates whole is the same on all.
     by_rank = {tuple(tuple(cost.demands[rank % len(cost.demands)]) for cost in costs) for rank in range(world_size)}
     peaks = (peak((PartDemand(d, *r) for d, r in zip(demands, rest, strict=True)), memory) for demands in by_rank)

@@ -20,10 +20,20 @@ from deepspeed.muon.matrices.query_keys import attention_layers
 from deepspeed.muon.matrices.routing import MatrixSpec, route
 from deepspeed.muon.param_groups import check_options, split_groups
 from deepspeed.muon.plan.cost import CostModel
-from deepspeed.muon.plan.memory import Demand, demands_by_rank
-from deepspeed.muon.plan.owners import assign, shared_counts
+from deepspeed.muon.plan.memory import Demand, demands_by_rank, own_demands, result_demands
+from deepspeed.muon.plan.owners import assign
 from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard
-from deepspeed.muon.plan.plan import Round, bucket_limit, is_tight, owned_by, rounds_of, slot_count
+from deepspeed.muon.plan.plan import (
+    Round,
+    bucket_limit,
+    is_tight,
+    owned_by,
+    parts_of,
+    rounds_of,
+    slot_count,
+    storages_of,
+)
+from deepspeed.muon.plan.sharing import shared_counts
 
 #: Stages 1 and 2 pad each flat group to a multiple of this many elements per rank (``nccl_start_alignment_factor``).
 FLAT_ALIGNMENT = 2
@@ -184,11 +194,11 @@ class StepCost:
 
     ``owners``: the rank that orthogonalizes each matrix of the part, of several the first one; ``counts``: how many
     there are. ``flops``: floating-point operations of Newton-Schulz; ``heaviest``: those of one rank for the most
-    expensive matrix. ``rounds``: of the exchange. ``collectives``: two all-to-alls per round, or one broadcast per
-    round and owner; 0 if nothing is sent. ``messages``: of the busiest rank, one per round and rank that it sends
-    anything to. ``runs``: pieces of matrices on the rank that holds most of them. ``least_bytes``: the mean of
+    expensive matrix. ``rounds``: buckets that are exchanged. ``collectives``: two all-to-alls for each, or one
+    broadcast for each owner in it; 0 if nothing is sent. ``messages``: of the busiest rank, one per round and rank that
+    it sends anything to. ``runs``: pieces of matrices on the rank that holds most of them. ``least_bytes``: the mean of
     ``sent_bytes`` if each matrix were gathered by the rank that holds most of it.
-    ``demands``: of memory, by rank and bucket; ``slots``: buckets in flight. ``moment_bytes``: by rank, of NorMuon's
+    ``demands``: of memory, by rank and bucket; ``storages``: of each bucket. ``moment_bytes``: by rank, of NorMuon's
     second moments, which owners keep. ``between_bytes``, ``between_calls``: what owners of one matrix send to each
     other, and in how many collectives.
     """
@@ -205,7 +215,7 @@ class StepCost:
     least_bytes: float
     heaviest: float
     demands: list[list[Demand]]
-    slots: int
+    storages: list[int]
     moment_bytes: list[int]
     between_bytes: list[float]
     between_calls: list[int]
@@ -223,7 +233,7 @@ def step_cost(
     ``bucket_bytes``, ``most_owners``: of the config. ``staged``: shards are on the host and Newton-Schulz on an
     accelerator.
     """
-    counts = shared_counts(part.items, part.world_size, part.copies > 1, cost, {}, most_owners)
+    counts = shared_counts(part.items, part.world_size, part.copies > 1, cost, {}, most_owners, bucket_bytes)
     if counts is None:
         part = part.alone()
     items = part.items
@@ -241,31 +251,45 @@ def step_cost(
         heaviest = max(heaviest, of_owner.flops)
         moment_bytes[owner] += MOMENT_BYTES * item.outputs * part.half.normuon
     limit = bucket_limit(items, part.world_size, part.copies, cost, bucket_bytes)
-    buckets = rounds_of(owned, part.world_size, limit)
-    broadcasts, rounds = sum(len({owner for owner, _ in bucket}) for bucket in buckets), len(buckets)
-    most = rounds * (part.world_size - 1)
+    rounds = rounds_of(owned, part.world_size, limit)
+    most = len(rounds) * (part.world_size - 1)
     traffic = (_broadcasts if part.copies > 1 else _traffic)(owned, part.world_size)
+    only_results, demands = _demands(rounds, part, limit)
+    slots = slot_count(staged or any(traffic.sent), part.copies > 1, is_tight(owned, limit, cost))
+    broadcasts = sum(len({owner for owner, _ in of_round}) for of_round in rounds)
     return StepCost(
         part=part,
         owners=first_owners,
         counts=counts,
         flops=flops,
         sent_bytes=[count * cost.bytes_per_element for count in traffic.sent],
-        rounds=rounds,
-        collectives=(broadcasts if part.copies > 1 else 2 * rounds) * any(traffic.sent),
+        rounds=sum(only_results) or len(rounds),
+        collectives=(broadcasts if part.copies > 1 else 2 * len(rounds)) * any(traffic.sent),
         # All that goes to one rank in one round is one message.
         messages=max(min(a, most) + min(b, most) for a, b in zip(traffic.there, traffic.back, strict=True)),
         runs=max(traffic.runs, default=0),
         least_bytes=traffic.least * cost.bytes_per_element / part.world_size,
         heaviest=heaviest,
-        demands=[
-            list(of_rank) for of_rank in zip(*(demands_by_rank(b, part.world_size) for b in buckets), strict=True)
-        ],
-        slots=slot_count(staged or any(traffic.sent), part.copies > 1, is_tight(owned, limit, cost)),
+        demands=demands,
+        storages=storages_of(only_results, slots),
         moment_bytes=moment_bytes,
         between_bytes=between_bytes,
         between_calls=between_calls,
     )
+
+
+def _demands(rounds: list[Round], part: StepPart, limit: int) -> tuple[list[bool], list[list[Demand]]]:
+    """Return whether each bucket has only results, and the demands by rank and bucket."""
+    world_size, only_results, by_bucket = part.world_size, list[bool](), list[list[Demand]]()
+    for of_round in rounds:
+        if part.copies == 1:
+            found = [demands_by_rank(of_round, world_size)]
+        else:
+            results = (result_demands(each, world_size) for each in parts_of(of_round, limit * part.copies))
+            found = [own_demands(of_round, world_size), *results]
+        only_results += [index > 0 for index in range(len(found))]
+        by_bucket += found
+    return only_results, [list(of_rank) for of_rank in zip(*by_bucket, strict=True)]
 
 
 class _Traffic:

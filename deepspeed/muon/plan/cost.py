@@ -54,10 +54,14 @@ class CostModel:
 
     def price(self, rows: int, cols: int, owners: int) -> float:
         """Operations of each owner of a matrix, with those worth what owners send to each other."""
-        part, is_cpu = self.of_owner(rows, cols, owners), self.device_type == "cpu"
-        near = CPU_NEAR if is_cpu else ACCELERATOR_NEAR
+        part, near = self.of_owner(rows, cols, owners), CPU_NEAR if self.device_type == "cpu" else ACCELERATOR_NEAR
         per_byte = near if owners <= self.near else self.flops_per_byte
-        return part.flops + per_byte * part.nbytes + (CPU_CALL if is_cpu else ACCELERATOR_CALL) * part.calls
+        return part.flops + per_byte * part.nbytes + self.call * part.calls
+
+    @property
+    def call(self) -> float:
+        """Operations worth the latency of a collective."""
+        return CPU_CALL if self.device_type == "cpu" else ACCELERATOR_CALL
 
 
 def cost_model(

@@ -76,10 +76,10 @@ class Peak(NamedTuple):
 
 @dataclass(frozen=True)
 class PartDemand:
-    """The buckets of one partition on one rank, how many are in flight, and the method by rows and columns."""
+    """The buckets of one partition on one rank, the storage that each takes, and the method by rows and columns."""
 
     buckets: Sequence[Demand]
-    slots: int
+    storages: Sequence[int]
     method: Callable[[int, int], str]
 
 
@@ -87,8 +87,8 @@ def peak(parts: Iterable[PartDemand], memory: Memory) -> Peak:
     """The most bytes that one rank holds in a step of all parts, which share their storage."""
     exchange, newton_schulz = Counter[str](), Counter[str]()
     for part in parts:
-        for index, demand in enumerate(part.buckets):
-            exchange |= Counter({f"bucket{index % part.slots}": demand.buffers * memory.wire_bytes})
+        for storage, demand in zip(part.storages, part.buckets, strict=True):
+            exchange |= Counter({f"bucket{storage}": demand.buffers * memory.wire_bytes})
             if memory.plain and not memory.staged:
                 exchange |= Counter(shard=4 * demand.longest_run)
             if not memory.staged:
@@ -134,7 +134,7 @@ def demand_of(plan: Plan, method: Callable[[int, int], str], staged: bool = Fals
     grids = [max((copy.numel for copy in of_bucket if copy.rows > 1), default=0) for of_bucket in copies]
     sizes = [sum(bucket.buffer_sizes) for bucket in plan.buckets]
     batches = [bucket.batches for bucket in plan.buckets]
-    return PartDemand([*map(Demand, sizes, longest, grids, batches)], plan.slots(staged), method)
+    return PartDemand([*map(Demand, sizes, longest, grids, batches)], plan.storages(staged), method)
 
 
 def demands_by_rank(matrices: Round, world_size: int) -> list[Demand]:
@@ -142,18 +142,38 @@ def demands_by_rank(matrices: Round, world_size: int) -> list[Demand]:
 
     Exact where an owner has one matrix. Several may happen to be received in order; a receive buffer is counted then.
     """
+    owned = _by_owner(matrices, world_size)
+    sizes = [sum(item.block.numel for item in own) for own in owned]
+    others, runs, grids = _others(owned, matrices)
+    buffers = [size + more for size, more in zip(sizes, others, strict=True)]
+    batches = [tuple(batches_of(own)) for own in owned]
+    return [Demand(*demand) for demand in zip(buffers, runs, grids, batches, strict=True)]
+
+
+def own_demands(matrices: Round, world_size: int) -> list[Demand]:
+    """Return those of one round's own matrices on all ranks, each of which holds all matrices whole."""
+    return [_whole(own, tuple(batches_of(own))) for own in _by_owner(matrices, world_size)]
+
+
+def result_demands(part: Round, world_size: int) -> list[Demand]:
+    """Return those of a bucket of results on all ranks, in time O(matrices + ranks); each receives the others'."""
+    of_all, numels = _whole([item for _, item in part]), [0] * world_size
+    for owner, item in part:
+        numels[owner] += item.block.numel
+    return [of_all._replace(buffers=of_all.buffers - own) for own in numels]
+
+
+def _by_owner(matrices: Round, world_size: int) -> list[list[PlacedBlock]]:
     owned: list[list[PlacedBlock]] = [[] for _ in range(world_size)]
     for owner, item in matrices:
         owned[owner].append(item)
-    sizes = [sum(item.block.numel for item in own) for own in owned]
-    if any(item.shard.placement.copies > 1 for _, item in matrices):
-        buffers, runs = [sum(sizes)] * world_size, [max(item.block.numel for _, item in matrices)] * world_size
-        grids = [max(_longest_grid(item, 0) for _, item in matrices)] * world_size
-    else:
-        others, runs, grids = _others(owned, matrices)
-        buffers = [size + more for size, more in zip(sizes, others, strict=True)]
-    batches = [tuple(batches_of(own)) for own in owned]
-    return [Demand(*demand) for demand in zip(buffers, runs, grids, batches, strict=True)]
+    return owned
+
+
+def _whole(items: Sequence[PlacedBlock], batches: tuple[Batch, ...] = ()) -> Demand:
+    numels = [item.block.numel for item in items]
+    longest_grid = max((_longest_grid(item, 0) for item in items), default=0)
+    return Demand(sum(numels), max(numels, default=0), longest_grid, batches)
 
 
 def _longest_grid(item: PlacedBlock, rank: int) -> int:

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from deepspeed.muon.plan.cost import CostModel
 from deepspeed.muon.plan.placement import PlacedBlock
-from deepspeed.muon.plan.slices import counts_of
 
 #: If at most this many ranks hold a part of a matrix, each is considered as its owner.
 FEW_HOLDERS = 8
@@ -63,41 +62,6 @@ def _assign_to_sets(
         heapq.heapreplace(sets, (load + price[index], owners[index]))
         for rank in range(owners[index], owners[index] + count):
             loads.change(rank, price[index])
-
-
-def shared_counts(
-    items: Sequence[PlacedBlock],
-    world_size: int,
-    is_replicated: bool,
-    cost: CostModel,
-    given: Mapping[str, int],
-    most: int | None,
-) -> list[int] | None:
-    """The number of owners of each matrix; ``None`` where ranks share nothing, as each is done earlier alone.
-
-    Args:
-        is_replicated: whether every rank holds every matrix, which several owners that somebody asks for share anyway.
-        given, most: as :func:`deepspeed.muon.plan.slices.counts_of`.
-    """
-    counts = counts_of(items, world_size, cost, given, most)
-    is_asked_for = bool(given or most) and max(counts, default=1) > 1
-    if is_replicated and not is_asked_for and not is_worth_sharing(items, world_size, cost, counts):
-        return None
-    return counts
-
-
-def is_worth_sharing(
-    items: Sequence[PlacedBlock], world_size: int, cost: CostModel, counts: Sequence[int] = ()
-) -> bool:
-    """Whether ranks that all hold the same matrices finish earlier if each orthogonalizes some of them for all.
-
-    Compares the operations of all matrices with those of the busiest owner plus the bytes of the others' results.
-    ``counts``: as :func:`assign` takes them.
-    """
-    _, loads = assign(items, world_size, cost, counts)
-    received = sum(item.block.numel for item in items) * cost.bytes_per_element * (world_size - 1) / world_size
-    alone = sum(cost.flops(*item.shape) for item in items)
-    return max(loads) + cost.flops_per_byte * received < alone
 
 
 def _candidates(item: PlacedBlock, least: int) -> dict[int, int]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from itertools import groupby, zip_longest
+from itertools import count, groupby, zip_longest
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
@@ -120,7 +120,11 @@ class Batch:
 
 @dataclass(frozen=True)
 class Bucket:
-    """One round of the exchange as one rank sees it; positions and counts are in elements."""
+    """One step of the exchange as one rank sees it; positions and counts are in elements.
+
+    Matrices that every rank holds whole have buckets of two kinds by turns: one with this rank's own matrices, of which
+    nothing travels, and then those of the other owners, into which their results arrive (``only_results``).
+    """
 
     runs: tuple[Run, ...]
     batches: tuple[Batch, ...]
@@ -130,12 +134,14 @@ class Bucket:
     send_counts: tuple[int, ...]
     receive_counts: tuple[int, ...]
     matrix_elements: int
-    #: Whether any rank sends anything in this round; equal on all ranks.
+    #: Whether any rank sends anything; equal on all ranks.
     travels: bool
     names: tuple[str, ...]
-    #: Whether every rank holds every matrix. Then only results travel, from each owner to all, and ``send_counts`` are
-    #: the numbers of elements of each owner's results.
-    replicated: bool
+    #: Whether only results travel, from each owner to all. ``send_counts`` are the numbers of elements of the other
+    #: owners' results.
+    only_results: bool = False
+    #: Elements that this rank then sends to all others: the matrices of the last bucket that had any.
+    own_results: int = 0
 
     def lacks(self, runs: Iterable[int], absent: Collection[str]) -> bool:
         """Return whether one of these runs, by index, belongs to a matrix of ``absent``."""
@@ -195,7 +201,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Plan:
-    """All rounds of one partition and their cost.
+    """All buckets of one partition and their cost.
 
     ``owners``: of each matrix, of several the first one; ``counts``: how many each has. ``is_tight``: whether a matrix
     is larger than a bucket on an accelerator, so that fewer are in flight.
@@ -214,14 +220,19 @@ class Plan:
     @property
     def sent_elements(self) -> int:
         """Elements that this rank sends to others per step, to the owners and back."""
-        copied = sum(bucket.matrix_elements for bucket in self.buckets if bucket.replicated) * (self.world_size - 1)
-        moved = [counts for b in self.buckets if not b.replicated for counts in (b.send_counts, b.receive_counts)]
+        copied = sum(bucket.own_results for bucket in self.buckets) * (self.world_size - 1)
+        moved = [counts for b in self.buckets if not b.only_results for counts in (b.send_counts, b.receive_counts)]
         return copied + sum(sum(counts) - counts[self.rank] for counts in moved)
 
     @property
     def is_replicated(self) -> bool:
         """Whether every rank holds every matrix."""
-        return any(bucket.replicated for bucket in self.buckets)
+        return any(bucket.only_results for bucket in self.buckets)
+
+    @property
+    def rounds(self) -> int:
+        """How many buckets are exchanged; where nothing travels, how many there are."""
+        return sum(bucket.only_results for bucket in self.buckets) or len(self.buckets)
 
     @cached_property
     def set_sizes(self) -> list[int]:
@@ -233,6 +244,10 @@ class Plan:
         travels = staged or any(bucket.travels for bucket in self.buckets)
         return slot_count(travels, self.is_replicated, self.is_tight)
 
+    def storages(self, staged: bool) -> list[int]:
+        """Return the number of the storage that each bucket takes, as :func:`storages_of`."""
+        return storages_of([bucket.only_results for bucket in self.buckets], self.slots(staged))
+
 
 def slot_count(travels: bool, replicated: bool, tight: bool) -> int:
     """The most buckets in flight: one on its way to the owners, one with them, one on its way back.
@@ -242,6 +257,18 @@ def slot_count(travels: bool, replicated: bool, tight: bool) -> int:
     if not travels:
         return 1
     return 2 if replicated or tight else 3
+
+
+def storages_of(only_results: Sequence[bool], slots: int) -> list[int]:
+    """Return the number of the storage that each bucket takes; buckets that take the same are never in flight at once.
+
+    Results and an owner's matrices take turns with two each: all results of a round, in whatever many buckets, travel
+    before the storage of its matrices is used again.
+    """
+    if not any(only_results):
+        return [index % slots for index in range(len(only_results))]
+    turns = count(), count()
+    return [2 * of_results + next(turns[of_results]) % 2 for of_results in only_results]
 
 
 @contextmanager
@@ -282,10 +309,14 @@ def make_plan(
     copies = max((shard.placement.copies for shard in shards), default=1)
     limit = bucket_limit(items, world_size, copies, cost, bucket_bytes)
     rounds, tight = rounds_of(owned, world_size, limit), is_tight(owned, limit, cost)
+    if copies > 1:
+        buckets = [bucket for of_round in rounds for bucket in _shared(of_round, rank, world_size, limit * copies)]
+    else:
+        buckets = [_bucket(of_round, rank, world_size) for of_round in rounds]
     return Plan(
         rank=rank,
         world_size=world_size,
-        buckets=tuple(_bucket(matrices, rank, world_size) for matrices in rounds),
+        buckets=tuple(buckets),
         owners=tuple(owners),
         counts=tuple(counts),
         loads=tuple(loads),
@@ -321,6 +352,20 @@ def rounds_of(owned: Round, world_size: int, limit: int) -> list[Round]:
     return rounds
 
 
+def parts_of(of_round: Round, limit: int) -> Iterator[Round]:
+    """Cut a round between owners into parts of at most ``limit`` elements, or of one owner's."""
+    part: Round = []
+    filled = 0
+    for _, of_owner in groupby(of_round, key=itemgetter(0)):
+        items = list(of_owner)
+        numel = sum(item.block.numel for _, item in items)
+        if part and filled + numel > limit:
+            yield part
+            part, filled = [], 0
+        part, filled = part + items, filled + numel
+    yield part
+
+
 def _kind(item: PlacedBlock) -> tuple[int, ...]:
     """Equal for matrices that one batch can hold; those of most owners, and of these the largest, come first."""
     return -item.owners, -item.block.numel, item.block.rows, *item.shape, item.axis
@@ -332,37 +377,22 @@ def is_tight(owned: Round, limit: int, cost: CostModel) -> bool:
 
 
 def _bucket(items: Round, rank: int, world_size: int) -> Bucket:
-    replicated = any(item.shard.placement.copies > 1 for _, item in items)
     own_items = [item for owner, item in items if owner == rank]
-    sends_own = not replicated and len(own_items) == 1 and sends_own_part(own_items[0], rank)
+    sends_own = len(own_items) == 1 and sends_own_part(own_items[0], rank)
     runs: list[Run] = []
     sent = [0] * world_size
     incoming: list[list[tuple[int, Piece]]] = [[] for _ in range(world_size)]
     matrices = send_at = 0
     for owner, item in items:
-        mine, shape = owner == rank, item.shape
+        mine = owner == rank
         for piece in item.pieces(rank) if rank in item.holders else ():
             in_place = mine and piece.is_contiguous and not sends_own
-            at = matrices + piece.at if in_place else send_at
-            start = item.shard.placement.position(piece.element)
-            copy = Copy(at, start, piece.rows, piece.cols, piece.stride)
-            draws = (item.name, piece.at) if piece.is_contiguous else (f"{item.name}@{piece.at}", 0)
-            runs.append(
-                Run(
-                    parameter=item.shard.spec.name,
-                    matrix=item.matrix,
-                    tensor=item.shard.tensor,
-                    copy=copy,
-                    in_place=in_place,
-                    shape=shape,
-                    draws=draws,
-                )
-            )
+            runs.append(_run(item, piece, rank, matrices + piece.at if in_place else send_at, in_place))
             if not in_place:
                 sent[owner] += piece.numel
                 send_at += piece.numel
         if mine:
-            for source in () if replicated else item.holders:
+            for source in item.holders:
                 stay = source == rank and not sends_own
                 pieces = (piece for piece in item.pieces(source) if not (stay and piece.is_contiguous))
                 incoming[source].extend((matrices, piece) for piece in pieces)
@@ -377,7 +407,50 @@ def _bucket(items: Round, rank: int, world_size: int) -> Bucket:
         # A matrix in several parts may have columns that even a lone holder puts together by sending to itself.
         travels=any(len(item.parts) > 1 or list(item.holders) != [owner] for owner, item in items),
         names=tuple(item.name for _, item in items),
-        replicated=replicated,
+    )
+
+
+def _shared(of_round: Round, rank: int, world_size: int, limit: int) -> Iterator[Bucket]:
+    """Yield the buckets of matrices that every rank holds whole: its own, and the others' in parts of ``limit``."""
+    yield _shared_bucket([(owner, item) for owner, item in of_round if owner == rank], rank, world_size, False)
+    for part in parts_of(of_round, limit):
+        yield _shared_bucket(part, rank, world_size, True)
+
+
+def _shared_bucket(items: Round, rank: int, world_size: int, only_results: bool) -> Bucket:
+    """Return one with the results of all other owners, or with this rank's own matrices; all lie whole in a tensor."""
+    taken = [(owner, item) for owner, item in items if (owner == rank) is not only_results]
+    numel, sent, runs = 0, [0] * world_size, []
+    for owner, item in taken:
+        runs += [_run(item, piece, rank, numel + piece.at, not only_results) for piece in item.pieces(rank)]
+        numel += item.block.numel
+        sent[owner] += item.block.numel * only_results
+    own = [item for owner, item in items if owner == rank]
+    return Bucket(
+        runs=tuple(runs),
+        batches=() if only_results else tuple(batches_of(own)),
+        received=(),
+        send_counts=tuple(sent),
+        receive_counts=(0,) * world_size,
+        matrix_elements=0 if only_results else numel,
+        travels=only_results,
+        names=tuple(item.name for _, item in items),
+        only_results=only_results,
+        own_results=sum(item.block.numel for item in own) * only_results,
+    )
+
+
+def _run(item: PlacedBlock, piece: Piece, rank: int, at: int, in_place: bool) -> Run:
+    """Return the run of a piece that this rank holds; ``at``: where it goes in the matrices or the send buffer."""
+    start = item.shard.placement.position(piece.element)
+    return Run(
+        parameter=item.shard.spec.name,
+        matrix=item.matrix,
+        tensor=item.shard.tensor,
+        copy=Copy(at, start, piece.rows, piece.cols, piece.stride),
+        in_place=in_place,
+        shape=item.shape,
+        draws=(item.name, piece.at) if piece.is_contiguous else (f"{item.name}@{piece.at}", 0),
     )
 
 

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from deepspeed.muon import MuonWithAuxAdam, UnsupportedError
 from deepspeed.muon import optimizer as module
-from deepspeed.muon.plan import owners
+from deepspeed.muon.plan import sharing
 from helpers.distributed import run
 from helpers.engine_state import differing
 from helpers.models import MODELS, make_batch
@@ -67,7 +67,7 @@ def trained(share: bool = True, steps: int = STEPS, accumulation: int = 1, **set
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "orthogonalize", counted)
         if not share:
-            patch.setattr(owners, "is_worth_sharing", lambda *args: False)
+            patch.setattr(sharing, "is_worth_sharing", lambda *args: False)
         net, optimizer = build(**settings)
         for step in range(steps):
             one_step(net, optimizer, step, accumulation)

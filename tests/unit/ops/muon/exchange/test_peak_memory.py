@@ -85,7 +85,7 @@ def measured(shapes: list[tuple[int, int]], params: dict[str, Any], device_type:
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("size", SIZES)
 def test_a_step_takes_the_predicted_memory(size: str, stage: int, device_type: str) -> None:
     """All that torch allocates in it, not only what the workspace holds. One matrix to a bucket, and all in one."""
@@ -95,7 +95,7 @@ def test_a_step_takes_the_predicted_memory(size: str, stage: int, device_type: s
         found = run(measured, 2, shapes=SIZES[size], params=params, device_type=device_type, stage=stage, dtype="bf16")
         for predicted, held, slots, exchange in found:
             assert 0.9 * held <= predicted <= 1.1 * held
-            assert slots == (2 if device_type == "cuda" and bucket_bytes < 2**30 else 3)
+            assert slots == (2 if stage == 0 or (device_type == "cuda" and bucket_bytes < 2**30) else 3)
             assert 0 < exchange < predicted
 
 
@@ -116,7 +116,7 @@ def test_a_copy_is_counted_where_the_dtypes_differ() -> None:
     from deepspeed.muon.plan.plan import Batch
 
     part = PartDemand(
-        [Demand(3000, 100, 0, (Batch(0, 20, 50, 0, ("w",), (20, 50)),))], 3, lambda rows, cols: "standard"
+        [Demand(3000, 100, 0, (Batch(0, 20, 50, 0, ("w",), (20, 50)),))], [0], lambda rows, cols: "standard"
     )
     same, wider = (peak([part], Memory(wire="bf16", dtype=dtype, device_type="cuda")) for dtype in ("bf16", "fp32"))
     assert same == (6000, 2 * 1000 + 2 * 2 * 400 + 2 * 4 * 20)  # two matrices and their diagonals

@@ -30,7 +30,7 @@ def bound(model: str, **config: Any) -> dict[str, Any]:
     facts = {
         "digests": [plan.digest for plan in optimizer.plans],
         "owners": [list(plan.owners) for plan in optimizer.plans],
-        "rounds": [len(plan.buckets) for plan in optimizer.plans],
+        "rounds": [plan.rounds for plan in optimizer.plans],
         "sent": [plan.sent_elements * itemsize for plan in optimizer.plans],
         "state": sum(tensor.nbytes for tensor in (*states, *optimizer.second_moments.held.values())),
         "wrapper": type(engine.optimizer).__name__,

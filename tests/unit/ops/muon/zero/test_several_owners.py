@@ -30,15 +30,15 @@ BLOCKS = {"muon_split": {"layers.0": {"sizes": [24, 24], "axis": 1}, "layers.1":
 @contextmanager
 def counts_by_shape(counts: dict[tuple[int, int], int] | None) -> Iterator[None]:
     """Plan with these numbers of owners; `None`: with those that the planner chooses."""
-    from deepspeed.muon.plan import owners
+    from deepspeed.muon.plan import sharing
 
-    original = owners.counts_of
+    original = sharing.counts_of
     if counts is not None:
-        owners.counts_of = lambda items, *args: [counts[item.shape] for item in items]
+        sharing.counts_of = lambda items, *args: [counts[item.shape] for item in items]
     try:
         yield
     finally:
-        owners.counts_of = original
+        sharing.counts_of = original
 
 
 def engine_with(
