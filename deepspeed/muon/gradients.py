@@ -83,8 +83,8 @@ class GradientProbe:
         return frozenset(name for name, is_present in zip(self._names, present.tolist(), strict=True) if not is_present)
 
     def _local(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return 1 for each matrix of whose gradient this rank has an element that is not zero, else 0: uint8."""
-        present = torch.zeros(len(self._names), dtype=torch.uint8, device=tensors[0].device)
+        """Return 1 for each matrix of whose gradient this rank has an element that is not zero, else 0: int32."""
+        present = torch.zeros(len(self._names), dtype=torch.int32, device=tensors[0].device)
         grads = {
             p.tensor: grad.contiguous().view(-1) for p in self._probes if (grad := tensors[p.tensor].grad) is not None
         }
@@ -93,11 +93,11 @@ class GradientProbe:
             return present
         values = torch.cat([grads[probes.tensor][probes.positions] for probes in probed])
         matrices = torch.cat([probes.matrices for probes in probed])
-        present[matrices] = found = values.ne(0).any(dim=1).to(torch.uint8)
+        present[matrices] = found = values.ne(0).any(dim=1).to(torch.int32)
         if not found.all():
             runs = [(of_matrix, grads[probes.tensor]) for probes in probed for of_matrix in probes.runs]
             silent = [index for index, is_present in enumerate(found.tolist()) if not is_present]
-            present[matrices[silent]] = torch.stack([_has_elements(*runs[index]) for index in silent]).to(torch.uint8)
+            present[matrices[silent]] = torch.stack([_has_elements(*runs[index]) for index in silent]).to(torch.int32)
         return present
 
 

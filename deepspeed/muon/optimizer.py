@@ -216,7 +216,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self._fragments.clear()
         shards = partitions[0].tensors[0].device
         where = shards if device is None else device
-        staging = Staging(where) if where.type != shards.type else None
+        staging = Staging() if where.type != shards.type else None
         exchange = partial(Exchange, dtype=DTYPES[self.config.wire], device=where, work=self._work, staging=staging)
         tables = self.tables_on(where)
         for partition in partitions:

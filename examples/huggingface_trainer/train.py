@@ -49,6 +49,7 @@ def main() -> None:
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
     trainer.save_state()
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":

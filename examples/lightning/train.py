@@ -116,6 +116,7 @@ def main() -> None:
     )
     loader = DataLoader(byte_windows(CONFIG.max_position_embeddings), batch_size=8, shuffle=True)
     trainer.fit(ByteLlama(), loader, ckpt_path=args.resume)
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

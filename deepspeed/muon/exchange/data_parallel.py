@@ -46,10 +46,9 @@ def _sharded_by(module: nn.Module) -> str | None:
 
 def check_agreement(digests: Iterable[str], group: Any, device: torch.device) -> None:
     """A collective. Raises RuntimeError on all ranks where one of them has other settings, matrices or plans."""
-    number = int(hashlib.sha256("".join(digests).encode()).hexdigest()[:12], 16)  # exact in float64
-    values = torch.tensor([number, -number], dtype=torch.float64, device=device)
-    highest, lowest = all_maxima(values, group).tolist()
-    if highest != -lowest:
+    parts = torch.tensor(list(hashlib.sha256("".join(digests).encode()).digest()), dtype=torch.int32, device=device)
+    highest, lowest = all_maxima(torch.stack([parts, -parts]), group).tolist()
+    if any(high != -low for high, low in zip(highest, lowest, strict=True)):
         raise RuntimeError(
             "the ranks of DistributedDataParallel have built MuonWithAuxAdam with different settings or kernels, or "
             "for different parameters, or have loaded different states; build it identically on every rank, with "

@@ -3,7 +3,8 @@
 
 Two streams run beside the computing one: while bucket k is orthogonalized, bucket k + 1 is copied from pinned memory to
 the accelerator and the result of bucket k - 1 back, and the CPU works on the shards. Each bucket in flight has its own
-buffer, so no buffer is overwritten before its result has arrived.
+buffer, so no buffer is overwritten before its result has arrived. On an accelerator without streams (Apple's) each copy
+ends before the next operation begins.
 """
 
 from __future__ import annotations
@@ -12,22 +13,29 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.plan.plan import Bucket
 
 
-class Staging:
-    """The copies between the host and one accelerator, ``device``."""
+def pinned(tensor: Tensor) -> Tensor:
+    """Return a copy in page-locked host memory, or ``tensor`` itself where the accelerator has no such memory."""
+    return get_accelerator().pin_memory(tensor)
 
-    def __init__(self, device: torch.device) -> None:
-        self._streams = torch.get_device_module(device)
-        self._up, self._down = self._streams.Stream(), self._streams.Stream()
+
+class Staging:
+    """The copies between the host and DeepSpeed's accelerator."""
+
+    def __init__(self) -> None:
+        self._accelerator = get_accelerator()
+        make: Any = self._accelerator.Stream or (lambda: None)
+        self._up, self._down = make(), make()
 
     def host_memory(self, bucket: Bucket, dtype: torch.dtype, work: Workspace, slot: int) -> Tensor:
         """Return pinned memory for all runs of a bucket, 1-D."""
-        return work.get(f"pinned{slot}", (bucket.host_elements,), dtype, torch.device("cpu"), pinned=True)
+        return work.get(f"pinned{slot}", (bucket.host_elements,), dtype, torch.device("cpu"), pinned)
 
     def follow_the_computation(self) -> None:
         """Copy to the accelerator only after all computation queued so far.
@@ -35,18 +43,21 @@ class Staging:
         The buffers of a run may be memory that computation queued before it still uses: an allocator hands memory out
         again at once, in the order of the computing stream.
         """
-        self._up.wait_stream(self._streams.current_stream())
+        if self._up is not None:
+            self._up.wait_stream(self._accelerator.current_stream())
 
     def beside_the_computation(self, back: bool) -> AbstractContextManager:
         """Inside, copies and collectives run beside the computation; on the way back, after all of it queued so far."""
-        if back:
-            self._down.wait_stream(self._streams.current_stream())
-        return self._streams.stream(self._down if back else self._up)
+        if back and self._down is not None:
+            self._down.wait_stream(self._accelerator.current_stream())
+        return self._accelerator.stream(self._down if back else self._up)
 
     def copy(self, sources: list[Tensor], targets: list[Tensor]) -> Any:
-        """Queue copies to or from pinned memory; returns an event at their end."""
+        """Queue copies to or from pinned memory; return an event at their end, or ``None`` if they have ended."""
         for source, target in zip(sources, targets, strict=True):
-            target.copy_(source, non_blocking=True)
-        event = self._streams.Event()
+            target.copy_(source, non_blocking=self._up is not None)
+        if self._up is None:
+            return None
+        event = self._accelerator.Event()
         event.record()
         return event

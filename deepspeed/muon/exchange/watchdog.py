@@ -2,26 +2,29 @@
 """Names the collective that never ends: in an error if the backend raises one, else in the log.
 
 gloo raises in ``wait()``. NCCL returns from ``wait()`` at once, and its watchdog ends the process later without running
-any Python, so a thread checks the latest collectives from time to time. A step pays for one small object per
-collective.
+any Python, so a thread checks the latest collectives from time to time. It reads only host memory, into which the
+device writes when a collective has ended: a query of an event would be a call of the device's runtime, which
+invalidates the capture of a CUDA graph by another thread. A step pays for two small launches per collective.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from deepspeed.muon.errors import ExchangeError
 from deepspeed.muon.exchange.failures import GRACE, end_if_left_alone, words
+from deepspeed.muon.exchange.host_staging import pinned
 from deepspeed.muon.log import logger
 
 CPU = torch.device("cpu")
@@ -32,12 +35,18 @@ SLOW = 60.0
 TICK = 5.0
 #: At most this many matrices of a bucket are named.
 NAMED = 4
+#: The latest collectives of a group that the thread looks at.
+LATEST = 4
 
 
 class PendingCollective:
-    """One collective under way: ``title`` says its bucket and group, ``names`` the parameters in the bucket.
+    """One collective: ``title`` says its bucket and group, ``names`` the parameters in the bucket.
 
     Its handle, which keeps the collective's tensors in memory, is dropped once it has been waited for.
+
+    Args:
+        mark: one element in host memory: 0 from the call of :meth:`wait` until the collective has ended, else 1.
+        device: of the collective's tensors.
 
     Raises:
         ExchangeError: the backend failed when ``start``, which returns a handle, launched it. Other errors pass as they
@@ -45,9 +54,10 @@ class PendingCollective:
     """
 
     def __init__(
-        self, title: str, names: tuple[str, ...], start: Callable[[], Any], device: torch.device = CPU
+        self, title: str, names: tuple[str, ...], start: Callable[[], Any], mark: Tensor, device: torch.device = CPU
     ) -> None:
-        self.title, self.names, self.since, self._device = title, names, time.monotonic(), device
+        self.title, self.names, self.since = title, names, time.monotonic()
+        self.mark, self._device = mark, device
         with self._named_errors():
             self._handle = start()
 
@@ -57,23 +67,21 @@ class PendingCollective:
         Raises:
             ExchangeError: another rank died, or did not join within the process group's timeout.
         """
+        self.mark.zero_()
         # gloo's errors have no class of their own; errors of memory and of the device are subclasses of RuntimeError.
         with self._named_errors(RuntimeError):
             self._handle.wait()
-        self._handle = _mark_after_wait(self._device)
+        self._handle = None
+        # On an accelerator only the stream waits, and gets here when the collective has ended.
+        self.mark.copy_(torch.ones(1, dtype=self.mark.dtype, device=self._device), non_blocking=True)
 
     def is_slow(self) -> bool:
         """Whether it has been under way for longer than ``SLOW``."""
         return self.is_older_than(SLOW)
 
     def is_older_than(self, seconds: float) -> bool:
-        """Return whether it has been under way for so long; ask the backend only then, until it has ended."""
-        handle = self._handle
-        if handle is None or time.monotonic() - self.since <= seconds:
-            return False
-        if is_over := handle.is_completed():
-            self._handle = None  # never ask again: an event that is asked may spoil the capture of a CUDA graph
-        return not is_over
+        """Return whether it is waited for, and has been under way for so long."""
+        return time.monotonic() - self.since > seconds and not self.mark.item()
 
     def location(self) -> str:
         """Its bucket and its age, for a message."""
@@ -101,13 +109,8 @@ class PendingCollective:
             ) from error
 
 
-def _mark_after_wait(device: torch.device) -> Any:
-    """Says whether the collective has ended. On a CPU it has; elsewhere the current stream waits, and an event says."""
-    if device.type == "cpu":
-        return None
-    event = torch.get_device_module(device).Event()
-    event.record()
-    return SimpleNamespace(is_completed=event.query)
+def _new_mark() -> Tensor:
+    return pinned(torch.ones(1, dtype=torch.uint8, device="cpu"))
 
 
 class PendingCollectives:
@@ -115,27 +118,34 @@ class PendingCollectives:
 
     def __init__(self, group: str, device: torch.device = CPU) -> None:
         self._group, self._device = group, device
-        self._recent: deque[PendingCollective] = deque(maxlen=4)
+        self._latest: deque[PendingCollective] = deque()
+        #: Marks of earlier collectives, in order; reused once they are 1, since to pin memory takes long.
+        self._marks: deque[Tensor] = deque()
         _all.add(self)
 
     def start(self, bucket: str, names: tuple[str, ...], launch: Callable[[], Any]) -> PendingCollective:
         """Launch a collective, as :class:`PendingCollective`; ``bucket``: which of how many, empty before the first."""
         what = f"bucket {bucket}" if bucket else "the look for gradients"
-        collective = PendingCollective(f"{what} of group {self._group}", names, launch, self._device)
-        self._recent.append(collective)
+        if len(self._latest) == LATEST:
+            self._marks.append(self._latest.popleft().mark)
+        mark = self._marks.popleft() if self._marks and self._marks[0].item() else _new_mark()
+        collective = PendingCollective(f"{what} of group {self._group}", names, launch, mark, self._device)
+        self._latest.append(collective)
         return collective
 
     def is_waiting(self) -> bool:
         """Return whether a collective has not ended for ``GRACE`` seconds."""
-        return any(collective.is_older_than(GRACE) for collective in list(self._recent))
+        return any(collective.is_older_than(GRACE) for collective in list(self._latest))
 
     def report_slow(self) -> None:
         """Log the first slow collective, once."""
-        slow = next((collective for collective in list(self._recent) if collective.is_slow()), None)
+        latest = list(self._latest)
+        slow = next((collective for collective in latest if collective.is_slow()), None)
         if slow is not None:
-            self._recent.clear()
             message = "deepspeed-muon: the exchange does not end in %s; another rank is slow or gone"
             logger.error(message, slow.location())
+            for collective in latest:
+                collective.since = math.inf
 
 
 _all: weakref.WeakSet[PendingCollectives] = weakref.WeakSet()

@@ -263,14 +263,29 @@ def magnitude(matrix: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         The exponent of that power, and the Frobenius norm that is left; 0-D, fp32.
     """
-    low, high = torch.aminmax(matrix)
-    largest = torch.maximum(high, -low).float()
-    _, exponent = torch.frexp(largest)
-    # Within +-126 the power is a normal fp32 number; subnormal inputs end near 2^-23, which is safe.
-    exponent = torch.where(largest == 0, -126, exponent).clamp(-126, 126).float()
-    matrix.mul_(torch.exp2(-exponent))
+    exponent = near_one_(matrix)
     # By rows: a single sum of 10^8 squares in fp32 is off by a thousandth on a CPU.
     return exponent, torch.linalg.vector_norm(torch.linalg.vector_norm(matrix, dim=-1, dtype=torch.float32))
+
+
+def near_one_(matrix: Tensor, dim: int | None = None) -> Tensor:
+    """Divide a matrix, in place, by powers of two that bring the largest entries near one.
+
+    Args:
+        matrix: 2-D, bf16 or fp32.
+        dim: along which entries share a power, 1 for one power per row, 0 for one per column; ``None``: all share one.
+
+    Returns:
+        The exponents, fp32: 0-D, or 2-D with size 1 along ``dim``.
+    """
+    low, high = torch.aminmax(matrix, dim=dim, keepdim=dim is not None)
+    largest = torch.maximum(high, -low).float()
+    # That of frexp, which not every backend has, from the bits of an fp32; zero and subnormal numbers have less.
+    exponent = largest.view(torch.int32).bitwise_right_shift(23).sub(126)
+    # Within +-126 the power is a normal fp32 number; subnormal inputs end near 2^-23, which is safe.
+    exponent = exponent.clamp(-126, 126).float()
+    matrix.mul_(torch.exp2(-exponent))
+    return exponent
 
 
 def square(x: Tensor, out: Symmetric, work: Workspace) -> None:

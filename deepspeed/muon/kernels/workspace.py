@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -21,6 +22,11 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
+def has_fp64(device: torch.device) -> bool:
+    """Whether every device of this type computes in fp64: Apple's never do, nor do some of Intel's and Huawei's."""
+    return device.type in ("cpu", "cuda")
+
+
 class Workspace:
     """Scratch tensors, by name. Requests of one name share storage; a larger one replaces it.
 
@@ -32,16 +38,22 @@ class Workspace:
         self._storage: dict[tuple, Tensor] = {}
 
     def get(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, pinned: bool = False
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        pin: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """An uninitialized contiguous tensor of this shape, valid until the next request of this name.
 
-        ``pinned``: in page-locked host memory, which an accelerator copies from and to asynchronously.
+        ``pin``: return a copy in page-locked host memory, which an accelerator copies from and to asynchronously.
         """
         numel, key = math.prod(shape), (name, dtype, device)
         if key not in self._storage or self._storage[key].numel() < numel:
             self._storage.pop(key, None)  # first, so that the two are never held together
-            self._storage[key] = torch.empty(numel, dtype=dtype, device=device, pin_memory=pinned)
+            storage = torch.empty(numel, dtype=dtype, device=device)
+            self._storage[key] = storage if pin is None else pin(storage)
         return self._storage[key][:numel].view(shape)
 
     def release(self) -> None:

@@ -18,6 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from deepspeed.muon.kernels.rounding import key_of, noise
 from deepspeed.muon.kernels.table import Operations, oriented, symmetric_of
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.log import logger
@@ -169,9 +170,10 @@ class _Timer:
         while 2 * min(rows, cols) * rows * cols > most and min(rows, cols) > 1:
             rows, cols = max(1, rows // 2), max(1, cols // 2)
         batch = max(1, min(count, int(most // (2 * min(rows, cols) * rows * cols))))
-        generator = torch.Generator(self.device).manual_seed(0)  # leaves torch's own generators alone
-        x = torch.randn(batch, rows, cols, generator=generator, dtype=torch.float32, device=self.device)
-        return x.mul_(NORM / (rows * cols) ** 0.5).to(DTYPES[dtype])
+        bits, spare = (torch.empty(batch * rows * cols, dtype=torch.int32, device=self.device) for _ in range(2))
+        # Uniform between -1 and 1, on every backend without a generator.
+        x = noise(bits, spare, key_of("race", 0), 0).float().mul_(2.0**-15).sub_(1.0).view(batch, rows, cols)
+        return x.mul_(NORM * (3 / (rows * cols)) ** 0.5).to(DTYPES[dtype])
 
     def _square(self, x: Tensor) -> Product:
         x = oriented(x)

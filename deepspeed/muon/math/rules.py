@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepspeed.muon.kernels.workspace import Workspace
+from deepspeed.muon.kernels.reference import near_one_
+from deepspeed.muon.kernels.workspace import Workspace, has_fp64
 from deepspeed.muon.math.rows import scale, squares, widened
 
 #: Which norms an option makes equal, in order: 0 stands for the weights of one output, 1 for those of one input.
@@ -57,8 +58,12 @@ class Rules:
         """What precedes Newton-Schulz, in place. ``matrices``: ``[batch, rows, cols]``, bf16 or fp32."""
         if self.muon_eq != "none":
             axes = [axis ^ side for side in SIDES[self.muon_eq]]
-            for matrix in matrices:
-                equalize(matrix, axes, work, dtype=torch.float64)  # a gradient of any magnitude
+            for matrix in matrices:  # a gradient of any magnitude
+                if has_fp64(matrix.device):
+                    equalize(matrix, axes, work, dtype=torch.float64)
+                else:
+                    near_one_(matrix, dim=1 - axes[0])
+                    equalize(matrix, axes, work)
 
     def after(self, matrices: Tensor, axis: int, second_moments: Sequence[Tensor], work: Workspace) -> None:
         """What follows it, in place. ``second_moments``: with NorMuon one of each matrix, updated."""

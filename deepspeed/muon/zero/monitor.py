@@ -12,6 +12,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed.muon.exchange.failures import told_to_all
+from deepspeed.muon.kernels.workspace import has_fp64
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.step_stats import (
     ABSENT,
@@ -139,7 +140,8 @@ class Recorder:
         stats.add(ABSENT, 0.0, float(torch.distributed.get_rank() == 0))
         names = [ABSENT, *SIZES.values(), *(f"{measure}/{name}" for measure in measures for name in self._labels)]
         names += [*(f"{LOGIT}/{layer}" for layer in self._layers), *(f"{m}/{sample.label}" for m in SAMPLED)]
-        sums = stats.sums(names).to(get_accelerator().current_device_name())
+        device = torch.device(get_accelerator().current_device_name())
+        sums = stats.sums(names).to(torch.float64 if has_fp64(device) else torch.float32).to(device)
         torch.distributed.all_reduce(sums)
         return values_of(names, sums)
 

@@ -188,7 +188,8 @@ def accelerator() -> dict[str, Any]:
     """Kind, count and name of the device that DeepSpeed has found."""
     found = get_accelerator()
     kind, count, backend = found.device_name(), int(found.device_count()), found.communication_backend_name()
-    name = torch.cuda.get_device_name(0) if kind == "cuda" and torch.cuda.is_available() else kind
+    ask = getattr(torch.get_device_module(kind), "get_device_name", None)
+    name = ask(0) if ask and found.is_available() else kind
     return {"kind": kind, "count": count, "name": name, "backend": backend}
 
 

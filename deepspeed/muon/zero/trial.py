@@ -67,10 +67,17 @@ def batch(step: int, rank: int) -> Tensor:
 
 
 def survey(own: Facts) -> tuple[list[Facts], list[Facts]] | None:
-    """What every rank states of itself, by rank, and the rows of :func:`try_out`, on rank 0 alone; a collective."""
+    """What every rank states of itself, by rank, and the rows of :func:`try_out`, on rank 0 alone; a collective.
+
+    End the process group if none was there before.
+    """
+    is_joined = torch.distributed.is_initialized()
     trial = try_out()
     stated = gathered(own)
-    return None if torch.distributed.get_rank() else (stated, trial)
+    found = None if torch.distributed.get_rank() else (stated, trial)
+    if not is_joined:
+        torch.distributed.destroy_process_group()
+    return found
 
 
 def try_out() -> list[Facts]:

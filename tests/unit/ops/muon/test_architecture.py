@@ -63,6 +63,29 @@ LIBRARIES: dict[str, set[str]] = {
     "cli": {"torch", "transformers", "matplotlib", "tensorboard", "yaml"},
 }
 COLLECTIVES = ("torch.distributed", "deepspeed.comm")
+#: What of DeepSpeed's `comm` sends nothing between ranks.
+LOCAL = {"config", "get_global_rank", "get_rank", "get_world_size", "init_distributed", "is_initialized"}
+GROUP_MAKERS = re.compile(r"^(new_(sub)?groups?\w*|split_group|init_device_mesh|DeviceMesh|_?create_\w*group\w*)$")
+#: Modules that may reach one kind of accelerator through torch, and why.
+OF_ONE_KIND = {
+    "cli.main": "`ds_muon plan --device cuda` names it",
+    "cli.report": "the version of NCCL",
+    "kernels.quack": "quack runs on NVIDIA's GPUs only",
+    "kernels.triton_multi": "Triton's tables run on NVIDIA's and AMD's GPUs only",
+    "kernels.triton_products": "the same",
+    "kernels.triton_table": "the same",
+    "numerics": "these settings can be read and written on every machine",
+    "tuning": "DeepSpeed's accelerator counts the emulation of bf16",
+}
+#: Modules that may compute in fp64, and why.
+IN_FP64 = {
+    "math.rules": "where `has_fp64`",
+    "matrices.routing": "dtypes of the user's parameters",
+    "step_stats": "on the CPU",
+    "zero.checkpoint.safe_load": "NumPy's",
+    "zero.monitor": "where `has_fp64`",
+}
+KINDS = ("torch.cuda", "torch.mps", "torch.npu", "torch.xpu", "torch.hpu", "torch.backends.cuda", "torch.backends.mps")
 RANKS = re.compile(r"(^|_)(rank|ranks|world_size|process_group)$")
 Tree = Mapping[str, ast.Module]
 """The modules of the package by their names below it; "" is the package itself."""
@@ -164,9 +187,64 @@ def collectives_elsewhere(tree: Tree) -> list[str]:
     return [name for name, module in others.items() if any(below(one, *COLLECTIVES) for one in mentions(module))]
 
 
+def collectives_of_deepspeed(tree: Tree) -> list[str]:
+    """Only the exchange's launch calls DeepSpeed's collectives: its log may end the process in each of them."""
+    found = []
+    for name, module in tree.items():
+        inside_launch = [
+            node
+            for function in ast.walk(module)
+            if name == "exchange.exchange" and isinstance(function, ast.FunctionDef) and function.name == "_launch"
+            for node in ast.walk(function)
+        ]
+        aliases = {"deepspeed.comm": "deepspeed.comm"}
+        for node in ast.walk(module):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                holder = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+                aliases |= {one.asname: f"{holder}{one.name}" for one in node.names if one.asname}
+                aliases |= {one.name: f"{holder}{one.name}" for one in node.names if holder and not one.asname}
+        for node in ast.walk(module):
+            text = dotted(node)
+            start, _, rest = text.partition(".")
+            whole = f"{aliases[start]}.{rest}".rstrip(".") if start in aliases else text
+            used = whole.removeprefix("deepspeed.comm.").partition(".")[0] if below(whole, "deepspeed.comm") else ""
+            if used and whole != "deepspeed.comm" and used not in LOCAL and node not in inside_launch:
+                found.append(f"{name}: {whole}")
+    return found
+
+
+def groups_elsewhere(tree: Tree) -> list[str]:
+    """Only `exchange.groups` makes process groups, which all ranks of the world must make in one order."""
+    others = {name: module for name, module in tree.items() if name != "exchange.groups"}
+    pairs = [(name, one.rpartition(".")[2]) for name, module in others.items() for one in mentions(module)]
+    return [f"{name}: {one}" for name, one in pairs if GROUP_MAKERS.match(one)]
+
+
+def accelerators_of_one_kind(tree: Tree) -> list[str]:
+    """What not every accelerator of DeepSpeed's has is reached through it, or by an operation that each has."""
+    found = []
+    for name, module in tree.items():
+        if name not in OF_ONE_KIND:
+            found += [f"{name}: {one}" for one in mentions(module) if below(one, *KINDS)]
+        for node in ast.walk(module):
+            text = dotted(node)
+            if text.endswith((".float64", ".double")) and name not in IN_FP64:
+                found.append(f"{name}: {text}")
+            if isinstance(node, ast.Call):
+                is_pinned = any(one.arg == "pin_memory" for one in node.keywords)
+                called = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+                own = dotted(node.func) == "torch.Generator" and (node.args or node.keywords)
+                if is_pinned or own or called in ("frexp", "cuda", "double"):
+                    found.append(f"{name}: {ast.unparse(node)}")
+    return found
+
+
 def deepspeed_elsewhere(tree: Tree) -> list[str]:
-    """Only `zero` knows DeepSpeed, but for the collectives and the class from which builders of ops inherit."""
-    allowed = {"exchange": ("deepspeed.comm",), "kernels.builder": ("deepspeed.ops.op_builder",)}
+    """Only `zero` knows DeepSpeed, except for its collectives, its accelerator and the class of builders of ops."""
+    allowed = {
+        "exchange": ("deepspeed.comm", "deepspeed.accelerator"),
+        "kernels.builder": ("deepspeed.ops.op_builder",),
+    }
     found = []
     for name, module in tree.items():
         known = (PREFIX, *allowed.get(name, ()), *allowed.get(layer(name), ()))
@@ -218,6 +296,9 @@ RULES: list[Callable[[Tree], list[str]]] = [
     cycles,
     imports_of_the_package,
     collectives_elsewhere,
+    collectives_of_deepspeed,
+    groups_elsewhere,
+    accelerators_of_one_kind,
     deepspeed_elsewhere,
     other_libraries,
     ranks_in_math,
@@ -253,7 +334,23 @@ BROKEN: list[tuple[Callable[[Tree], list[str]], str, str]] = [
     (collectives_elsewhere, "cli.new", "import importlib\nimportlib.import_module('torch.distributed.nn')"),
     (collectives_elsewhere, "kernels.new", "from deepspeed import comm"),
     (collectives_elsewhere, "state_import", "from deepspeed.comm import all_to_all_single"),
-    (deepspeed_elsewhere, "exchange.new", "from deepspeed.accelerator import get_accelerator"),
+    (collectives_of_deepspeed, "zero.new", "from deepspeed import comm\ncomm.all_reduce(x)"),
+    (collectives_of_deepspeed, "exchange.exchange", "def run():\n    from deepspeed import comm\n    comm.barrier()"),
+    (collectives_of_deepspeed, "zero.new", "import deepspeed.comm as dist\ndist.barrier()"),
+    (collectives_of_deepspeed, "zero.new", "import deepspeed\ndeepspeed.comm.barrier()"),
+    (collectives_of_deepspeed, "zero.new", "from deepspeed.comm import all_reduce\nall_reduce(x)"),
+    (groups_elsewhere, "exchange.new", "torch.distributed.new_group([0])"),
+    (groups_elsewhere, "zero.new", "from torch.distributed.device_mesh import init_device_mesh"),
+    (groups_elsewhere, "zero.new", "from deepspeed import comm\ncomm.new_group([0])"),
+    (accelerators_of_one_kind, "exchange.new", "torch.cuda.synchronize()"),
+    (accelerators_of_one_kind, "exchange.new", "from torch import cuda"),
+    (accelerators_of_one_kind, "kernels.new", "torch.empty(1, pin_memory=True)"),
+    (accelerators_of_one_kind, "kernels.new", "_, exponent = x.float().frexp()"),
+    (accelerators_of_one_kind, "math.new", "torch.zeros(1, dtype=torch.float64)"),
+    (accelerators_of_one_kind, "math.new", "x.sum().double()"),
+    (accelerators_of_one_kind, "math.new", "torch.Generator(x.device)"),
+    (accelerators_of_one_kind, "zero.new", "model.cuda()"),
+    (deepspeed_elsewhere, "kernels.new", "from deepspeed.accelerator import get_accelerator"),
     (deepspeed_elsewhere, "kernels.new", "from deepspeed.ops.op_builder import CPUOpBuilder"),
     (deepspeed_elsewhere, "kernels.builder", "import deepspeed.runtime.engine"),
     (deepspeed_elsewhere, "cli.new", "find('deepspeed.runtime.engine')"),

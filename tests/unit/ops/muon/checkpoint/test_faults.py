@@ -2,14 +2,19 @@
 """Killed and stalled ranks: a job that is started again goes on exactly, and nobody waits for ever."""
 
 import re
+import threading
 import time
 import weakref
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed.muon.errors import ExchangeError
 from deepspeed.muon.exchange import watchdog
@@ -72,44 +77,78 @@ class Work:
         pass
 
 
-class Event:
-    """The end of a collective on a stream, once it is recorded there."""
+class Stream(TorchDispatchMode):
+    """A stream that reaches nothing before :meth:`run`: copies that do not block wait in a queue."""
 
-    def __init__(self, done: bool) -> None:
-        self.done, self.recorded = done, False
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue: list[tuple[Tensor, Tensor]] = []
 
-    def record(self) -> None:
-        self.recorded = True
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and args[2:] == (True,):
+            self.queue.append(args[:2])
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
-    def query(self) -> bool:
-        assert self.recorded
-        return self.done
+    def run(self, count: int) -> None:
+        for target, source in self.queue[:count]:
+            target.copy_(source)
+        del self.queue[:count]
 
 
 def test_a_collective_that_was_waited_for_keeps_nothing() -> None:
-    """Its handle holds its tensors. One that still runs has it, so that it can be asked."""
-    for seconds in (0.0, 1e9):
-        collectives, work = watchdog.PendingCollectives("group0-muon"), Work()
-        kept = weakref.ref(work)
-        pending = collectives.start("1 of 1", ("a",), lambda work=work: work)
-        del work
-        pending.since -= seconds
-        assert kept() is not None and pending.is_slow() is (seconds > 0)
-        pending.wait()
-        assert kept() is None and not pending.is_slow()
-
-
-def test_an_event_is_not_asked_again_once_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From another thread that could end the capture of a CUDA graph."""
-    asked: list[bool] = []
-    event = SimpleNamespace(record=lambda: None, query=lambda: asked.append(True) or len(asked) > 1)
-    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(Event=lambda: event))
-    pending = watchdog.PendingCollectives("group0-muon", torch.device("cuda")).start("1 of 1", ("a",), Work)
-    pending.wait()
-    assert not pending.is_slow() and asked == []
+    """Its handle holds its tensors."""
+    collectives, work = watchdog.PendingCollectives("group0-muon"), Work()
+    kept = weakref.ref(work)
+    pending = collectives.start("1 of 1", ("a",), lambda work=work: work)
+    del work
     pending.since -= 1e9
-    assert [pending.is_slow() for _ in range(4)] == [True, False, False, False]
-    assert len(asked) == 2
+    assert kept() is not None and not pending.is_slow(), "nobody waits for it yet"
+    pending.wait()
+    assert kept() is None and not pending.is_slow()
+
+
+def test_the_thread_of_the_watchdog_calls_nothing_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A query of an event from it would invalidate the capture of a CUDA graph, at any time after a step."""
+
+    def refuse(*_: Any) -> None:
+        assert threading.current_thread() is threading.main_thread(), "a call from the watchdog's thread"
+
+    class Asked(Work):
+        def is_completed(self) -> bool:
+            refuse()
+            return False
+
+    def device_module(device: torch.device) -> Any:
+        refuse()
+        return SimpleNamespace(Event=lambda: SimpleNamespace(record=refuse, query=lambda: refuse() or False))
+
+    monkeypatch.setattr(torch, "get_device_module", device_module)
+    collectives = watchdog.PendingCollectives("group0-muon")
+    with Stream() as stream, ThreadPoolExecutor(1) as thread:
+        pending = collectives.start("1 of 1", ("a",), Asked)
+        pending.since -= 1e9
+        before = thread.submit(collectives.is_waiting).result(10)
+        pending.wait()
+        under_way = thread.submit(collectives.is_waiting).result(10)
+        stream.run(1)
+        ended = thread.submit(collectives.is_waiting).result(10)
+    assert (before, under_way, ended) == (False, True, False)
+
+
+def test_marks_are_reused_once_their_collectives_have_ended() -> None:
+    """To pin memory takes long. A mark that the device has yet to write would make another collective seem ended."""
+    collectives, marks = watchdog.PendingCollectives("group0-muon"), []
+    with Stream() as stream:
+        for number in range(3 * watchdog.LATEST):
+            pending = collectives.start(str(number), ("a",), Work)
+            pending.wait()
+            assert pending.mark.item() == 0
+            marks.append(pending.mark)
+            if number >= watchdog.LATEST:
+                stream.run(1)
+    counts = Counter(map(id, marks))
+    assert watchdog.LATEST < len(counts) <= 2 * watchdog.LATEST + 1
 
 
 def collective(launch: Any = None, wait: Any = None) -> watchdog.PendingCollective:
@@ -120,7 +159,8 @@ def collective(launch: Any = None, wait: Any = None) -> watchdog.PendingCollecti
             raise error
         return SimpleNamespace(wait=lambda: act(wait))
 
-    return watchdog.PendingCollective("bucket 1 of 2 of group muon", ("up.weight",), lambda: act(launch))
+    title, mark = "bucket 1 of 2 of group muon", torch.ones(1, dtype=torch.uint8)
+    return watchdog.PendingCollective(title, ("up.weight",), lambda: act(launch), mark)
 
 
 @pytest.mark.parametrize(
@@ -166,12 +206,11 @@ def test_a_collective_that_does_not_end_is_logged_once(
     """What NCCL's watchdog leaves in the log, since it ends the process without Python: waiting for it returns."""
     monkeypatch.setattr(watchdog.logger, "propagate", True)
     monkeypatch.setattr(watchdog, "SLOW", 0.05)
-    done = iter([True, False])
-    device_module = SimpleNamespace(Event=lambda: Event(next(done)))
-    monkeypatch.setattr(torch, "get_device_module", {torch.device("cuda"): device_module}.__getitem__)
-    collectives = watchdog.PendingCollectives("group0-muon", torch.device("cuda"))
-    for number in range(2):
-        collectives.start(f"{number + 1} of 2", ("a", "b", "c", "d", "e"), Work).wait()
+    collectives = watchdog.PendingCollectives("group0-muon")
+    with Stream() as stream:
+        for number in range(2):
+            collectives.start(f"{number + 1} of 2", ("a", "b", "c", "d", "e"), Work).wait()
+        stream.run(1)
     collectives.report_slow()
     assert caplog.messages == []
     time.sleep(0.06)

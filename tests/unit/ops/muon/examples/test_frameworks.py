@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from helpers.checkpoints import optimizer_states, same
 from helpers.distributed import Pool
@@ -29,6 +30,7 @@ def run_script(script: Path, arguments: list[str], folder: Path) -> None:
     except SystemExit as done:
         if done.code:
             raise RuntimeError(f"exit code {done.code}") from done
+    assert not torch.distributed.is_initialized(), "the script leaves its process group behind"
 
 
 def launch(script: Path, arguments: list[str], folder: Path) -> str:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shards on the host for an accelerator: the CPU plays one whose copies happen as late as they may."""
+"""Shards on the host for an accelerator: the CPU plays one without streams and pinned memory, or one whose copies
+happen as late as they may.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,19 +12,10 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.exchange.host_staging import Staging
-from deepspeed.muon.kernels.workspace import Workspace
 from helpers.distributed import run
 from helpers.training import train_on_gradients, with_params
 
 SHAPES = [(24, 40), (40, 24), (32, 32), (33, 65), (24, 40), (8, 8)]
-CPU = torch.device("cpu")
-
-
-class Unpinned(Workspace):
-    """Without an accelerator no memory can be pinned."""
-
-    def get(self, name: str, shape: tuple, dtype: torch.dtype, device: torch.device, pinned: bool = False) -> Tensor:
-        return super().get(name, shape, dtype, device)
 
 
 class Late:
@@ -52,7 +45,7 @@ def staged(kind: type[Staging] | None, bucket_bytes: int, **config: Any) -> tupl
     from deepspeed.muon import bound
     from deepspeed.muon import optimizer as module
 
-    originals, counts = (bound.make_plan, module.Exchange, module.Workspace), []
+    originals, counts = (bound.make_plan, module.Exchange), []
 
     def make_plan(*args: Any) -> Any:
         plan = originals[0](*args)
@@ -61,14 +54,14 @@ def staged(kind: type[Staging] | None, bucket_bytes: int, **config: Any) -> tupl
 
     def exchange(**fields: Any) -> Any:
         assert fields["staging"] is None, "one device, no staging"
-        return originals[1](**fields | {"staging": None if kind is None else kind(CPU)})
+        return originals[1](**fields | {"staging": None if kind is None else kind()})
 
-    bound.make_plan, module.Exchange, module.Workspace = make_plan, exchange, Unpinned
+    bound.make_plan, module.Exchange = make_plan, exchange
     try:
         section = with_params(bucket_bytes=bucket_bytes)
         return train_on_gradients(SHAPES * 2, 3, optimizer=section, **config), max(counts)
     finally:
-        bound.make_plan, module.Exchange, module.Workspace = originals
+        bound.make_plan, module.Exchange = originals
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from deepspeed.muon.exchange import host_staging
 from deepspeed.muon.exchange.exchange import BucketBuffers, Exchange
-from deepspeed.muon.exchange.host_staging import Staging
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.plan.placement import Placement, Shard
 from deepspeed.muon.plan.plan import Plan, make_plan
@@ -48,7 +48,7 @@ class Lane:
 
 
 class Record:
-    """The device module of torch's that an exchange sees, its network and the host; all that they do.
+    """The accelerator that an exchange sees, its network and the host; all that they do.
 
     ``without``: a wait that is left out, as (who waits, for whom).
     """
@@ -60,6 +60,9 @@ class Record:
         self.Stream = lambda: Lane(self, next(names))
         self.Event = lambda: End(self)
         self.waits: set[tuple[str, str]] = set()
+
+    def pin_memory(self, tensor: Tensor) -> Tensor:
+        return tensor
 
     def current_stream(self) -> Lane:
         return self._current
@@ -119,14 +122,14 @@ class End:
 
 
 class Copies(TorchDispatchMode):
-    """Records every copy on the current stream."""
+    """Records every copy on the current stream, except those of the watchdog's marks."""
 
     def __init__(self, record: Record) -> None:
         super().__init__()
         self._record = record
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.copy_.default:
+        if func is torch.ops.aten.copy_.default and args[0].dtype != torch.uint8:
             self._record.use(self._record.current_stream(), "copy", [args[1]], [args[0]])
         return func(*args, **(kwargs or {}))
 
@@ -138,10 +141,10 @@ class UsedBefore(Workspace):
         super().__init__()
         self._record = record
 
-    def get(self, name: str, shape: tuple, dtype: torch.dtype, device: torch.device, pinned: bool = False) -> Tensor:
+    def get(self, name: str, shape: tuple, dtype: torch.dtype, device: torch.device, pin: Any = None) -> Tensor:
         held = set(map(id, self._storage.values()))
-        found = super().get(name, shape, dtype, device)
-        if not pinned and set(map(id, self._storage.values())) != held:
+        found = super().get(name, shape, dtype, device, pin)
+        if pin is None and set(map(id, self._storage.values())) != held:
             self._record.use(self._record.computing, f"earlier use of {name}", writes=[found])
         return found
 
@@ -151,7 +154,7 @@ def exchange(monkeypatch: pytest.MonkeyPatch, world: int, without: tuple[str, st
     from deepspeed import comm
 
     record = Record(without)
-    monkeypatch.setattr(torch, "get_device_module", lambda device: record)
+    monkeypatch.setattr(host_staging, "get_accelerator", lambda: record)
     monkeypatch.setattr(comm, "all_to_all_single", record.all_to_all_single)
     items = specs([(8, 12)] * BUCKETS * world)
     shards = [Shard(spec, 0, Placement(0, 96 // world, index * 96 // world)) for index, spec in enumerate(items)]
@@ -167,7 +170,9 @@ def exchange(monkeypatch: pytest.MonkeyPatch, world: int, without: tuple[str, st
     def apply(buffers: BucketBuffers) -> None:
         record.use(record.host, f"apply {buffers.number}", reads=[buffers.host])
 
-    ours = Exchange(object() if world > 1 else None, torch.float32, CPU, UsedBefore(record), "muon", Staging(CPU))
+    ours = Exchange(
+        object() if world > 1 else None, torch.float32, CPU, UsedBefore(record), "muon", host_staging.Staging()
+    )
     with Copies(record):
         for _ in range(2):
             ours.run(plan, prepare, compute, apply, nullcontext)

@@ -167,6 +167,10 @@ def serve_jobs(parent: Connection, collective_timeout: float | None) -> None:
             sys.path[:] = pickle.loads(parent.recv_bytes())
             message = parent.recv_bytes()
         except EOFError:
+            if collective_timeout is not None:
+                from torch.distributed import destroy_process_group
+
+                destroy_process_group()
             return
         reply = _run(message, cleans=collective_timeout is not None)
         gc.collect()  # of what the job made: the rest is frozen

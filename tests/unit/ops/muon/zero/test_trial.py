@@ -9,7 +9,7 @@ import pytest
 
 from deepspeed.muon.cli import main, report
 from deepspeed.muon.zero import trial
-from helpers.distributed import run
+from helpers.distributed import Pool, run
 
 FEW = ("stage 2", "stage 3")
 
@@ -111,6 +111,29 @@ def test_ranks_that_differ_are_named(tmp_path: Path) -> None:
     (status, out), _ = run(reported, 2, folder=str(tmp_path), version="1.0")
     assert status == 1 and "problem: ranks differ in torch" in out
     assert "torch by rank: [" in out and "'1.0']" in out
+
+
+def surveyed() -> tuple[bool, bool]:
+    """Whether a process group is there after a survey, on a rank without and with one before."""
+    import torch.distributed as dist
+
+    found = []
+    with mock.patch.multiple(trial, CASES={}):
+        for before in (False, True):
+            if before:
+                dist.init_process_group("gloo")
+            trial.survey({})
+            found.append(dist.is_initialized())
+    return found[0], found[1]
+
+
+def test_a_survey_ends_the_process_group_that_it_made() -> None:
+    """A process that exits with one may be terminated "without an active exception"."""
+    pool = Pool(1, timeout=None)
+    try:
+        assert pool.run(surveyed, {}, 100) == [(False, True)]
+    finally:
+        pool.close()
 
 
 def test_without_a_launcher(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
