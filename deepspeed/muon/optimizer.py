@@ -19,7 +19,7 @@ from deepspeed.muon.config.presets import preset_named
 from deepspeed.muon.config.schema import MuonConfig, parse
 from deepspeed.muon.errors import UnsupportedError
 from deepspeed.muon.exchange.data_parallel import check_agreement, make_sets, unwrapped
-from deepspeed.muon.exchange.exchange import BucketBuffers, Exchange, gather, join, processes, scatter
+from deepspeed.muon.exchange.exchange import BucketBuffers, Exchange, gather, grids, join, processes, scatter
 from deepspeed.muon.exchange.failures import step_of_all
 from deepspeed.muon.exchange.groups import limit_time
 from deepspeed.muon.exchange.host_staging import Staging
@@ -488,9 +488,10 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             check_decay_rates(group)
         for group in self.param_groups:
             if group["params"]:
-                (self._muon_step if group["use_muon"] else self._adam_step)(group)
+                absent = self._muon_step(group) if group["use_muon"] else self._adam_step(group)
                 if self.qk_clip:
-                    self.qk_clip.apply(group["params"], self.kernels, self._work)
+                    still = self._heads_of(absent, group, self.qk_clip)
+                    self.qk_clip.apply(group["params"], still, self.kernels, self._work)
         if not self.is_stepped_in_parts:
             self.release_scratch()
 
@@ -513,7 +514,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         if self.speaks:
             logger.warning("deepspeed-muon: the gradient is not finite; this step is skipped on all ranks")
 
-    def _muon_step(self, group: dict[str, Any]) -> None:
+    def _muon_step(self, group: dict[str, Any]) -> frozenset[str]:
+        """Return the names of the matrices that have no gradient in this step."""
         bound = self._bound.get(id(group["params"][0]))
         if bound is None:
             raise RuntimeError(
@@ -533,6 +535,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         bound.exchange.run(bound.plan, prepare.bucket, orthogonalize, apply, self.phase)
         with self.phase("prepare"):
             prepare.finish()
+        return absent
 
     def _orthogonalize(self, bound: Bound, buffers: BucketBuffers) -> None:
         """At the owner: equal shapes in one batch."""
@@ -597,7 +600,15 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 held = gather(tensor, run.copy, self._work, "parameter")
                 yield run.parameter, held, buffers.slice_of(index), call.scale
 
-    def _adam_step(self, group: dict[str, Any]) -> None:
+    def _heads_of(self, absent: frozenset[str], group: dict[str, Any], qk_clip: QKClip) -> Iterator[Tensor]:
+        """Yield views of the elements of absent matrices that QK-clip could scale."""
+        for bucket in self._bound[id(group["params"][0])].plan.buckets if absent else ():
+            for run in bucket.runs:
+                if run.matrix in absent and qk_clip.has_heads(run.parameter):
+                    yield grids(group["params"][run.tensor], run.copy)
+
+    def _adam_step(self, group: dict[str, Any]) -> frozenset[str]:
+        """Return the empty set: AdamW updates by a gradient of zero, too."""
         tensors = [p for p in group["params"] if p.grad is not None]
         with self.phase("adamw"):
             states = [self.create_state(p, use_muon=False) for p in tensors]
@@ -615,6 +626,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 (adamw.update_squares(stepped[id(tensor)], group, start, length), length)
                 for tensor, start, length in held
             )
+        return frozenset()
 
 
 def are_finite(tensors: list[Tensor]) -> bool:

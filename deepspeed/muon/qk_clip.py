@@ -26,6 +26,7 @@ from deepspeed.muon.matrices.query_keys import Attention, Role
 class _HeadPart(NamedTuple):
     """Elements of a tensor that belong to one head: ``rows`` runs of ``cols``, ``stride`` apart, from ``start`` on."""
 
+    parameter: str
     layer: str
     role: Role
     head: int
@@ -39,7 +40,8 @@ class QKClip:
     """Watches the logits of a model and scales the weights of its heads.
 
     All ranks that train the same layers take the largest logit over all their micro-batches, so that each scales its
-    part of a weight by the same factor. It acts on the master weights, on weights and biases of both halves.
+    part of a weight by the same factor. It acts on the master weights, on weights and biases of both halves, but not
+    on frozen parameters nor on matrices that have no gradient in the step.
 
     Args:
         options: the section ``qk_clip`` of the config.
@@ -57,9 +59,12 @@ class QKClip:
     ) -> None:
         self._options = options
         self._layers = list(layers.values())
+        self._params = [param for layer in self._layers for param in layer.weights]
         self._weights = {
             names[param]: (layer.name, weights) for layer in self._layers for param, weights in layer.weights.items()
         }
+        #: Names of the parameters that no rank trains in this step; equal on all ranks that train the same layers.
+        self._frozen: set[str] = set()
         self._step = step
         self.watch = AttentionWatch(layers, options.logits, step)
         weakref.finalize(self, self.watch.close)
@@ -92,15 +97,17 @@ class QKClip:
         self._held.clear()
         for partition in partitions:
             for shard, start, stop, position in partition.pieces():
-                layer, weights = self._weights.get(shard.spec.name, ("", ()))
+                parameter, at = shard.spec.name, position - start
+                layer, weights = self._weights.get(parameter, ("", ()))
                 self._held.setdefault(id(partition.tensors[shard.tensor]), []).extend(
-                    _HeadPart(layer, role, head, position + piece.element - start, piece.rows, piece.cols, piece.stride)
+                    _HeadPart(parameter, layer, role, head, at + piece.element, piece.rows, piece.cols, piece.stride)
                     for role, head, block in weights
                     for piece in block.pieces(start, stop)
                 )
 
     def begin_step(self, speaks: bool) -> None:
-        """Before the parts of a step: agree on the largest logits since the last one. Called by all ranks together.
+        """Before the parts of a step: agree on the largest logits since the last one, and on the frozen parameters.
+        Called by all ranks together.
 
         A step without attention, of a batch of another modality say, scales nothing.
 
@@ -108,9 +115,8 @@ class QKClip:
             UnsupportedError: on all ranks that train these layers, where the attention of one ran but was not seen, or
                 where none was seen in the first step.
         """
-        logits = torch.full(
-            (1 + sum(layer.queries for layer in self._layers),), -math.inf, dtype=torch.float32, device="cpu"
-        )
+        count = sum(layer.queries for layer in self._layers)
+        logits = torch.full((1 + count + len(self._params),), -math.inf, dtype=torch.float32, device="cpu")
         logits[0] = max((1 + i for i, layer in enumerate(self._layers) if layer.name in self.watch.missed), default=0)
         at, places, found = 1, [], []
         for layer in self._layers:
@@ -120,6 +126,7 @@ class QKClip:
             at += layer.queries
         if found:
             logits[places] = torch.cat(found).cpu()  # one copy to the host for all layers
+        logits[1 + count :] = torch.tensor([float(param.requires_grad) for param in self._params])
         # Of two numbers of which one is NaN, backends of the collective do not agree which is the larger.
         logits.nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf)
         missed, *flat = all_maxima(logits.to(self._device), self._group).tolist()
@@ -130,6 +137,7 @@ class QKClip:
                 "cannot be observed; use scaled_dot_product_attention (attn_implementation: sdpa in transformers) or "
                 "flash-attn 2"
             )
+        self._frozen = {name for name, trained in zip(self._weights, flat[count:], strict=True) if not trained}
         values, self.largest = iter(flat), {}
         for layer in self._layers:
             heads = [next(values) for _ in range(layer.queries)]
@@ -155,18 +163,34 @@ class QKClip:
                 min(idle),
             )
 
-    def apply(self, tensors: Sequence[Tensor], kernels: Operations, work: Workspace) -> None:
-        """After their update: scale the heads in these tensors; those kept in bf16 are rounded stochastically."""
-        for tensor in tensors:
-            for held in self._held.get(id(tensor), ()):
-                factor = getattr(self._factors[held.layer], held.role)[held.head]
-                if factor < 1:
-                    whole = tensor.view(-1)[held.start :]
-                    weights = torch.as_strided(whole, (held.rows, held.cols), (held.stride, 1))
-                    if tensor.dtype == torch.bfloat16:
-                        key = key_of(f"{held.layer} {held.role} {held.head}", self._step())
-                        scaled, rounded = (weights.float() * factor).view(-1), torch.empty_like(weights).view(-1)
-                        kernels.copy_rounded(rounded, scaled, key, 0, work)
-                        weights.copy_(rounded.view(weights.shape))
-                    else:
-                        weights.mul_(factor)
+    def apply(self, tensors: Sequence[Tensor], still: Iterable[Tensor], kernels: Operations, work: Workspace) -> None:
+        """After their update: scale the heads in these tensors; those kept in bf16 are rounded stochastically.
+
+        Args:
+            still: views of elements of these tensors that keep their values. They may cut a head.
+        """
+        parts = [(tensor, held) for tensor in tensors for held in self._held.get(id(tensor), ())]
+        factors = [self._factor(held) for _, held in parts]
+        if not any(factor < 1 for factor in factors):
+            return
+        kept = [(view, view.clone()) for view in still]
+        for (tensor, held), factor in zip(parts, factors, strict=True):
+            if factor < 1:
+                whole = tensor.view(-1)[held.start :]
+                weights = torch.as_strided(whole, (held.rows, held.cols), (held.stride, 1))
+                if tensor.dtype == torch.bfloat16:
+                    key = key_of(f"{held.layer} {held.role} {held.head}", self._step())
+                    scaled, rounded = (weights.float() * factor).view(-1), torch.empty_like(weights).view(-1)
+                    kernels.copy_rounded(rounded, scaled, key, 0, work)
+                    weights.copy_(rounded.view(weights.shape))
+                else:
+                    weights.mul_(factor)
+        for view, values in kept:
+            view.copy_(values)
+
+    def _factor(self, held: _HeadPart) -> float:
+        return 1.0 if held.parameter in self._frozen else getattr(self._factors[held.layer], held.role)[held.head]
+
+    def has_heads(self, parameter: str) -> bool:
+        """Return whether this scales parts of a parameter."""
+        return parameter in self._weights

@@ -225,6 +225,13 @@ def swap_out_and_release(wrapper: Any, original: Callable, parameter: Any, *args
     wrapper.optimizer_swapper.swap_params_info[parameter.ds_id].release_memory()
 
 
+def forget_gradients(wrapper: Any) -> None:
+    """Let the next step read those gradients only that are written until then."""
+    for info in wrapper.optimizer_swapper.swap_params_info.values():
+        info.swapped_gradients.clear()
+        info.unswapped_gradients.clear()
+
+
 def prepare_without_holes(wrapper: Any, original: Callable, sub_group_id: int, *args: Any, **kwargs: Any) -> Any:
     """``_prepare_sub_group``, which leaves zeros where no parameter has left a gradient.
 

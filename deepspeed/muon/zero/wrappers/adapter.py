@@ -82,18 +82,28 @@ class Adapter:
         """Yield the buffers of gradients that the wrapper keeps from step to step."""
         return iter(())
 
-    def clear_gradients_after_steps(self) -> None:
-        """Let a parameter without a gradient have zeros instead of the gradient of the last step that had one.
+    def keep_gradients_of_each_step_apart(self) -> None:
+        """Let each step have the gradients of all its micro-batches and none of an earlier step.
 
         DeepSpeed writes into :meth:`gradient_buffers` only what a backward computes.
         """
-        self.replace("step", self._step_and_clear)
+        self.replace("step", self._step_with_own_gradients)
 
-    def _step_and_clear(self, step: Callable, *args: Any, **kwargs: Any) -> Any:
+    def _step_with_own_gradients(self, step: Callable, *args: Any, **kwargs: Any) -> Any:
+        self.complete_gradients()
         result = step(*args, **kwargs)
+        self.clear_gradients()
+        return result
+
+    def complete_gradients(self) -> None:
+        """Under offload, hand over the gradients that micro-batches before the last have left: DeepSpeed hands over
+        those of parameters that take part in the last one.
+        """
+
+    def clear_gradients(self) -> None:
+        """Forget the gradients of a step that the wrapper would use again for parameters without one in the next."""
         for buffer in self.gradient_buffers():
             buffer.zero_()
-        return result
 
     def watch_gradients(self) -> Callable[[], bool]:
         """What tells whether the gradients of a step are finite on all ranks."""

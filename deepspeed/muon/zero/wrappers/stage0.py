@@ -19,6 +19,7 @@ from deepspeed.muon.zero.consensus import on_all_ranks
 from deepspeed.muon.zero.tp_ranks import tp_rank
 from deepspeed.muon.zero.wrappers.adapter import Adapter
 from deepspeed.muon.zero.wrappers.experts import holders
+from deepspeed.muon.zero.wrappers.grad_norm import is_valid
 from deepspeed.muon.zero.wrappers.loss_scale import UnfusedScale, is_fp16_autocast, keep_scale
 
 
@@ -46,10 +47,25 @@ class Stage0(Adapter):
         return result
 
     def prepare(self, group_count: int) -> None:
-        """Gradients are the same on all ranks, except those of experts and of other stages of a pipeline."""
+        """Find out whether gradients are finite as the layout needs it.
+
+        They are the same on all ranks, except those of experts, of other stages of a pipeline and of other parts of a
+        matrix. Where they are the same, DeepSpeed's norm tells.
+        """
+        is_whole = tp_rank(self.engine)[1] == 1 and not self.engine.pipeline_parallelism
+        if is_whole and not self.engine.has_moe_layers:
+            self.use_norm()
         if self.engine.has_moe_layers or self.engine.pipeline_parallelism:
             self.optimizer.is_finite = on_all_ranks(self.optimizer.is_finite)
         self.set_up_loss_scale(group_count - len(self.optimizer.param_groups))
+
+    def use_norm(self) -> None:
+        """Read no gradient again: the wrapper has found its norm, and steps only if that is finite.
+
+        Before 0.19.8 it steps with an infinite norm of finite elements, so gradients are read there.
+        """
+        if hasattr(self.wrapper, "_skip_invalid_grad_norm"):
+            self.optimizer.is_finite = lambda: is_valid(self.wrapper._global_grad_norm)
 
     def set_up_loss_scale(self, missing_groups: int) -> None:
         """The wrapper scales gradients in fp16 only.
@@ -97,7 +113,7 @@ class Plain(Stage0):
         return self.optimizer.param_groups[index]["params"]
 
     def set_up_loss_scale(self, missing_groups: int) -> None:
-        """Return the engine has a scaler for fp16 autocast, and clips by the norm of a pipeline's first stage."""
+        """Keep the scaler that the engine has for fp16 autocast; clip a pipeline by the norm of all its stages."""
         if self.engine.pipeline_parallelism:
             self.replace("clip_fp32_gradients", lambda _: self._clip_by_the_whole_norm(), owner=self.engine)
         is_fp16 = is_fp16_autocast(self.engine)

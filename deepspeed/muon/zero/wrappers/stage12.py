@@ -45,7 +45,7 @@ class Stage12(Flat):
         self.replace("get_flat_partition", _without_tags)
         self.replace("_is_muon_group", lambda original, params: False)
         if self.wrapper.cpu_offload:
-            self.clear_gradients_after_steps()
+            self.keep_gradients_of_each_step_apart()
         if self.engine.has_moe_layers and tp_rank(self.engine)[1] > 1:
             for name, position in zip(NORM_METHODS, (1, 0), strict=True):  # of the parameters among the arguments
                 self.replace(name, partial(with_all_experts, self.wrapper, position))
@@ -56,6 +56,13 @@ class Stage12(Flat):
         """Yield, under offload, those of the master weights and those that micro-batches accumulate."""
         flats = [flat.grad for flat in self.wrapper.single_partition_of_fp32_groups if flat.grad is not None]
         return iter([*flats, *getattr(self.wrapper, "accumulated_grads_in_cpu", {}).values()])
+
+    def complete_gradients(self) -> None:
+        """By DeepSpeed's own function for steps whose last micro-batch nobody announces."""
+        wrapper = self.wrapper
+        if missing := wrapper._offload_accumulated_param_ids - wrapper.norm_for_param_grads.keys():
+            wrapper._offload_accumulated_param_ids = missing
+            wrapper._finalize_cpu_offload_gradient_accumulation()
 
     def watch_gradients(self) -> Callable[[], bool]:
         """``compute_grad_norm: false`` leaves no norm to listen to."""

@@ -68,7 +68,7 @@ class Stage3(Adapter):
         ``save_muon_momentum_buffer_in_memory`` keeps the momentum where it is.
         """
         super().prepare(group_count)
-        self.clear_gradients_after_steps()
+        self.keep_gradients_of_each_step_apart()
         wrapper, optimizer = self.wrapper, self.optimizer
         if not self.is_swapped:
             return
@@ -88,6 +88,24 @@ class Stage3(Adapter):
         flats = wrapper.fp32_partitioned_groups_flat if wrapper.offload_optimizer else ()
         buffers = getattr(wrapper, "grad_partitions_flat_buffer", None), *(flat.grad for flat in flats)
         return (buffer for buffer in buffers if buffer is not None)
+
+    def complete_gradients(self) -> None:
+        """By DeepSpeed's own function for steps whose last micro-batch nobody announces."""
+        wrapper = self.wrapper
+        if not wrapper.offload_optimizer:
+            return
+        seen, done = wrapper._offload_boundary_param_ids, wrapper.norm_for_param_grads
+        params = (param for group in wrapper.fp16_groups for param in group)
+        missing = {p.ds_id for p in params if p.ds_id in seen and wrapper.get_param_id(p) not in done}
+        if missing:
+            wrapper._offload_boundary_param_ids = missing
+            wrapper._finalize_offload_gradient_accumulation()
+
+    def clear_gradients(self) -> None:
+        """Forget the files of gradients, too, which DeepSpeed reads in every step that follows their first."""
+        super().clear_gradients()
+        if self.is_swapped:
+            nvme.forget_gradients(self.wrapper)
 
     def resident_partitions(self) -> Iterator[Partition]:
         """What is written to the tensors goes to the model, too."""

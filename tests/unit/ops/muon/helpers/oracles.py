@@ -7,7 +7,7 @@ batch and routes parameters by an explicit dict, name -> "muon" or "adam".
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -182,11 +182,13 @@ def train_oracle(
     dtype: torch.dtype = torch.float64,
     special: Mapping[str, OracleConfig] = MappingProxyType({}),
     parts: Mapping[str, Sequence[Part]] = MappingProxyType({}),
+    frozen: Callable[[int], Collection[str]] = lambda step: (),
 ) -> OracleResult:
     """Train a copy of `model` in `dtype`; step `s` of `steps` takes the mean loss `model(*batches(s))`.
 
     `routing` names exactly the trainable parameters; `special` holds hyperparameters by name, where they differ, and
-    `parts` the matrices of parameters that are not one matrix.
+    `parts` the matrices of parameters that are not one matrix. `frozen` names the parameters that take no gradient in a
+    step.
     A parameter without gradient counts as one with a zero gradient, as it does in DeepSpeed's flat buffers. A matrix
     whose gradient is zero is left alone.
     """
@@ -198,7 +200,9 @@ def train_oracle(
     result = OracleResult(_copies(params), {}, momentum, second_moment)
     for step in range(steps):
         loss = model(*batches(step))
-        gradients, norm = clipped(gradients_of(loss * cfg.gradient_factor, params), cfg.clip)
+        gradients = gradients_of(loss * cfg.gradient_factor, params)
+        gradients |= {name: torch.zeros_like(params[name]) for name in frozen(step)}
+        gradients, norm = clipped(gradients, cfg.clip)
         result.losses.append(loss.item())
         result.norms.append(norm)
         factor, finish = cfg.schedule(step), cfg.observe(model, batches(step))

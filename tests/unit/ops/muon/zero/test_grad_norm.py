@@ -147,6 +147,29 @@ def test_a_skipped_step_of_the_dynamic_loss_scale_leaves_no_trace(case: dict[str
 # ---- the watch alone ----------------------------------------------------------------------------------------
 
 
+def looks_at_stage_0(dtype: str) -> tuple[int, bool]:
+    """How often two steps look at all gradients for a bad one; whether the second, which has one, is skipped."""
+    from deepspeed.muon import optimizer as module
+
+    looks, original = [], module.are_finite
+    module.are_finite = lambda tensors: looks.append(1) or original(tensors)
+    try:
+        engine = make_engine(MODELS["mlp"](), ds_config(stage=0, dtype=dtype))
+        train_engine(engine, 1)
+        before = snapshot(engine)
+        bad_step(engine, 1, "muon", math.inf)
+    finally:
+        module.are_finite = original
+    is_skipped = differing(before, snapshot(engine)) == []
+    engine.destroy()
+    return len(looks), is_skipped
+
+
+@pytest.mark.parametrize(("dtype", "looks"), [("bf16", 0), ("fp16", 0), ("fp32", 2)])
+def test_stage_0_reads_gradients_again_only_where_deepspeed_has_no_norm(dtype: str, looks: int) -> None:
+    assert run(looks_at_stage_0, 2, dtype=dtype) == [(looks, True)] * 2
+
+
 class Wrapper:
     """What the watch sees of ZeRO: a step that takes the norms of its groups."""
 

@@ -10,10 +10,18 @@ from deepspeed.muon import MuonWithAuxAdam
 from helpers import pipelines, tensor_parallel
 from helpers.attention import clip_heads, logits_around_a_step, some_tau
 from helpers.distributed import RankError, run
-from helpers.models import MODELS
+from helpers.models import MODELS, train_engine
 from helpers.oracles import change_error
 from helpers.parity import STEPS, assert_parity, oracle
-from helpers.training import FP32_GRADIENTS, fp32_weights, make_engine, train, train_around_a_checkpoint, with_params
+from helpers.training import (
+    FP32_GRADIENTS,
+    ds_config,
+    fp32_weights,
+    make_engine,
+    train,
+    train_around_a_checkpoint,
+    with_params,
+)
 
 TAU = some_tau()
 
@@ -199,3 +207,39 @@ def test_weights_in_bf16_are_scaled_by_less_than_their_precision() -> None:
     clipped = [share for share in shares if share > 0]
     assert len(clipped) == 2, "queries and keys of the head with the largest logit"
     assert all(0.05 < share < 0.4 for share in clipped), "0.001 of a weight is 0.13 to 0.26 of a unit"
+
+
+def clip_around_frozen_heads(how: str, stage: int) -> dict[str, list[float]]:
+    """By layer, how far a step at a learning rate of zero changes queries, keys and values of its fused weight.
+
+    The first layer is frozen by its flag or by a gradient of zero, the second has queries without a gradient.
+    """
+    net = MODELS["gpt"]()
+    still = {"lr": 0.0, "adam_lr": 0.0, "weight_decay": 0.0, "qk_clip": {"tau": 0.01}}
+    adam = {"muon_exclude": ["qkv"]} if "AdamW" in how else {}
+    engine = make_engine(net, ds_config(stage=stage, clip=0.0, optimizer=with_params(**still, **adam)))
+    first, second = (block.qkv.weight for block in net.blocks)
+    rows = torch.ones(36, 1)
+    rows[:12] = 0
+    second.register_hook(lambda gradient: gradient * rows.to(gradient))
+    if "flag" in how:
+        first.requires_grad_(False)
+    else:
+        first.register_hook(torch.zeros_like)
+    train_engine(engine, 1)
+    first.requires_grad_(True)
+    found, start = fp32_weights(engine), dict(MODELS["gpt"]().named_parameters())
+    engine.destroy()
+    names = [f"blocks.{layer}.qkv.weight" for layer in (0, 1)]
+    return {name: [float(x.abs().max()) for x in (found[name] - start[name].detach()).split(12)] for name in names}
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("how", ["flag", "zeros", "flag, AdamW"])
+def test_heads_that_stand_still_are_not_scaled(how: str, stage: int) -> None:
+    """A frozen layer, and queries without a gradient beside keys that have one; AdamW knows no matrices."""
+    for rank in run(clip_around_frozen_heads, 2, how=how, stage=stage):
+        assert rank["blocks.0.qkv.weight"] == [0, 0, 0]
+        queries, keys, values = rank["blocks.1.qkv.weight"]
+        assert (queries > 0) == ("AdamW" in how) and keys > 0 and values == 0
