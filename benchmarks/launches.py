@@ -75,9 +75,10 @@ def row(name: str, stage: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         (small := Path(folder) / "config.json").write_text(json.dumps(smaller(json.loads(Path(path).read_text()))))
         parts = muon_parts(small, Layout(stage, world, SUB_GROUP // SMALLER**2))
+        kernels = noted(dataclasses.replace(reference.OPERATIONS, runs=reference.RUNS))
         for way in WAYS:
             plans = plans_of(parts, busiest, BUCKET_BYTES // SMALLER**2, way)
-            count, wanted = traced(fake_step(build(str(small)), parts, plans, way, noted())), planned(parts, plans, way)
+            count, wanted = traced(fake_step(build(str(small)), parts, plans, way, kernels)), planned(parts, plans, way)
             assert count == wanted, f"{count} in the trace, {wanted} planned"
             found[f"traced {'together' if way else 'one by one'}"] = sum(count)
     print(found, flush=True)
@@ -209,9 +210,8 @@ def fake_step(
     return step
 
 
-def noted() -> Operations:
-    """The plain operations, which leave their name in a trace."""
-    kernels = dataclasses.replace(reference.OPERATIONS, runs=reference.RUNS)
+def noted(kernels: Operations) -> Operations:
+    """The same operations, which leave their name in a trace."""
 
     def under(name: str, operation: Callable) -> Callable:
         @functools.wraps(operation)

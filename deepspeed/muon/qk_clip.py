@@ -126,7 +126,8 @@ class QKClip:
             at += layer.queries
         if found:
             logits[places] = torch.cat(found).cpu()  # one copy to the host for all layers
-        logits[1 + count :] = torch.tensor([float(param.requires_grad) for param in self._params])
+        trained = [float(param.requires_grad) for param in self._params]
+        logits[1 + count :] = torch.tensor(trained, dtype=torch.float32, device="cpu")
         # Of two numbers of which one is NaN, backends of the collective do not agree which is the larger.
         logits.nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf)
         missed, *flat = all_maxima(logits.to(self._device), self._group).tolist()
