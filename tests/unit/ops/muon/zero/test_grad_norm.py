@@ -144,9 +144,6 @@ def test_a_skipped_step_of_the_dynamic_loss_scale_leaves_no_trace(case: dict[str
         assert differing(got["end"], wanted["end"]) == []
 
 
-# ---- the watch alone ----------------------------------------------------------------------------------------
-
-
 def looks_at_stage_0(dtype: str) -> tuple[int, bool]:
     """How often two steps look at all gradients for a bad one; whether the second, which has one, is skipped."""
     from deepspeed.muon import optimizer as module
@@ -168,6 +165,9 @@ def looks_at_stage_0(dtype: str) -> tuple[int, bool]:
 @pytest.mark.parametrize(("dtype", "looks"), [("bf16", 0), ("fp16", 0), ("fp32", 2)])
 def test_stage_0_reads_gradients_again_only_where_deepspeed_has_no_norm(dtype: str, looks: int) -> None:
     assert run(looks_at_stage_0, 2, dtype=dtype) == [(looks, True)] * 2
+
+
+# ---- the watch alone ----------------------------------------------------------------------------------------
 
 
 class Wrapper:
