@@ -31,6 +31,7 @@ from deepspeed.muon.plan import plan
 from deepspeed.muon.plan.cost import CostModel, cost_model
 from deepspeed.muon.plan.launches import Launches, launches_of
 from deepspeed.muon.plan.plan import BUCKET_BYTES, Plan
+from deepspeed.muon.plan.program import Send
 from deepspeed.muon.tuning import Candidates
 
 #: A known model, and the ranks that it is planned for.
@@ -173,7 +174,7 @@ def planned(parts: Sequence[StepPart], plans: Sequence[Plan], together: bool) ->
 class Alone(Exchange):
     """An exchange that sends nothing: a rank's step on buffers that hold whatever they held."""
 
-    def _launch(self, buffers: BucketBuffers, back: bool) -> None:
+    def _launch(self, buffers: BucketBuffers, operation: Send) -> None:
         pass
 
 

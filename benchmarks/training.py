@@ -243,10 +243,13 @@ def timed_step(engine: Any, batch: Tensor, counter: TrafficCounter, device: str)
 
 def exchange_alone(optimizer: Any, repeats: int, device: str) -> float:
     """Median seconds of all collectives of one step of ours with nothing computed."""
+    from deepspeed.muon.plan.program import program_of
+
     times, run, nothing = [], optimizer.exchange.run, [lambda buffers: None] * 3
+    plans = [(plan, program_of(plan, staged=optimizer.exchange.staging is not None)) for plan in optimizer.plans]
     for _ in range(repeats):
         torch.distributed.barrier()
-        times.append(seconds(lambda: [run(plan, *nothing, contextlib.nullcontext) for plan in optimizer.plans], device))
+        times.append(seconds(lambda: [run(*each, *nothing, contextlib.nullcontext) for each in plans], device))
     return statistics.median(times)
 
 

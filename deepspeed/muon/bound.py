@@ -23,6 +23,7 @@ from deepspeed.muon.math.scale import scale_factor
 from deepspeed.muon.plan.cost import cost_model
 from deepspeed.muon.plan.launches import calls_of
 from deepspeed.muon.plan.plan import Bucket, Plan, make_plan
+from deepspeed.muon.plan.program import Program, program_of
 from deepspeed.muon.plan.sharing import shared_counts
 from deepspeed.muon.tuning import method_of, with_products
 
@@ -53,6 +54,11 @@ class Bound:
     def gradients(self) -> GradientProbe:
         """Find the matrices that have no gradient in a step."""
         return GradientProbe(self.partition, self.plan, self.exchange)
+
+    @cached_property
+    def program(self) -> Program:
+        """Return what this rank does in a step."""
+        return program_of(self.plan, staged=self.exchange.staging is not None)
 
     @cached_property
     def digest(self) -> str:

@@ -532,7 +532,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         how = self.config.momentum_dtype, self.kernels, self.blocks_of, self._work
         prepare = Prepare(bound, group, self.state, *how, absent)
         orthogonalize, apply = partial(self._orthogonalize, bound), partial(self._apply, bound, group, absent)
-        bound.exchange.run(bound.plan, prepare.bucket, orthogonalize, apply, self.phase)
+        bound.exchange.run(bound.plan, bound.program, prepare.bucket, orthogonalize, apply, self.phase)
         with self.phase("prepare"):
             prepare.finish()
         return absent

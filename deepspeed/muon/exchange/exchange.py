@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a plan: sends shards to the owners, has the matrices orthogonalized, and sends shards of the results back.
-
-Bucket k + 1 travels while bucket k is orthogonalized and the result of bucket k - 1 travels back, so at most three
-buckets are in memory, and two where a matrix is larger than a bucket on an accelerator. Where every rank holds every
-matrix, only results travel, from each owner to all: a bucket of own matrices is orthogonalized, then the results of its
-round are sent, in as many buckets as their size asks for.
+"""Carries out the program of a step: sends shards to the owners, has the matrices orthogonalized, and sends shards of
+the results back. In which order, and with what in memory, is decided in :mod:`deepspeed.muon.plan.program`.
 """
 
 from __future__ import annotations
@@ -23,6 +19,7 @@ from deepspeed.muon.exchange.owner_set import OwnerSet, set_of
 from deepspeed.muon.exchange.watchdog import PendingCollective, PendingCollectives
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.plan.plan import Batch, Bucket, Copy, Plan
+from deepspeed.muon.plan.program import AllToAll, Apply, Broadcast, Compute, Open, Prepare, Program, Send, Wait
 
 
 @dataclass
@@ -152,130 +149,99 @@ class Exchange:
         self._collectives.start("", tuple(names), start).wait()
         return values
 
-    def run(self, plan: Plan, prepare: Work, compute: Work, apply: Work, phase: Phase) -> None:
-        """Carry every bucket through prepare, the exchange to its owners, compute, the exchange back, and apply.
-
-        Where anything is sent or staged, a line is one turn of the loop, and what is sent arrives during the next::
-
-            prepare 0, send 0
-            prepare 1, send 1       compute 0, send 0 back
-            prepare 2, send 2       compute 1, send 1 back      apply 0
-                                    compute 2, send 2 back      apply 1
-                                                                apply 2
-
-        With one slot less, each line begins with its apply. Where only results travel, there is no way there: all three
-        phases are one line earlier in relation to prepare.
+    def run(self, plan: Plan, program: Program, prepare: Work, compute: Work, apply: Work, phase: Phase) -> None:
+        """Carry out the program of a plan.
 
         ``phase`` is entered around each phase, by name; ``exchange`` is the time spent waiting.
         """
-        slots, count = plan.slots(staged=self.staging is not None), len(plan.buckets)
-        there = int(slots > 1 and not plan.is_replicated)
-        to_apply = there + int(slots > 1)
         # All storage now, the most that each takes: none is replaced while a bucket uses it, and all of it is there
         # before copies on other streams are told to follow what this memory was used for until now.
-        storages = self._storages(plan)
+        storages = self._storages(program)
         if self.staging is not None:
             self.staging.follow_the_computation()
-        in_flight: dict[int, BucketBuffers] = {}
-        own = torch.empty(0, dtype=self.dtype, device=self.device)
+        buffers: dict[int, BucketBuffers] = {}
+        for operation in program:
+            k = operation.bucket
+            match operation:
+                case Open():
+                    buffers[k] = self._open(plan, operation, storages[operation.storage], buffers)
+                case Prepare():
+                    with phase("prepare"):
+                        prepare(buffers[k])
+                case Send():
+                    self._send(buffers[k], operation)
+                case Wait():
+                    with phase("exchange"):
+                        self._wait(buffers[k], operation.back)
+                case Compute():
+                    with phase("newton_schulz"):
+                        compute(buffers[k])
+                    buffers[k].pack()
+                case Apply():
+                    with phase("apply"):
+                        apply(buffers[k])
 
-        def finish(index: int) -> None:
-            if 0 <= index < count:
-                self._finish(in_flight.pop(index), apply, phase)
+    def _storages(self, program: Program) -> dict[int, Tensor]:
+        numels: dict[int, int] = {}
+        for operation in program:
+            if isinstance(operation, Open):
+                numels[operation.storage] = max(numels.get(operation.storage, 0), operation.numel)
+        return {n: self.work.get(f"bucket{n}", (numel,), self.dtype, self.device) for n, numel in numels.items()}
 
-        for k in range(count + to_apply):
-            if slots <= to_apply:
-                finish(k - to_apply)
-            if k < count:
-                in_flight[k] = self._open(plan, k, storages[k], own)
-                own = in_flight[k].matrices
-                with phase("prepare"):
-                    prepare(in_flight[k])
-                self._send(in_flight[k], back=False)
-            if k - there in in_flight:
-                self._compute(in_flight[k - there], compute, phase)
-            if slots > to_apply:
-                finish(k - to_apply)
-
-    def _compute(self, buffers: BucketBuffers, compute: Work, phase: Phase) -> None:
-        with phase("exchange"):
-            buffers.wait()
-            if buffers.copied is not None:
-                buffers.copied.wait()
-            buffers.unpack()
-        with phase("newton_schulz"):
-            compute(buffers)
-        buffers.pack()
-        self._send(buffers, back=True)
-
-    def _finish(self, buffers: BucketBuffers, apply: Work, phase: Phase) -> None:
-        with phase("exchange"):
-            buffers.wait()
-            if buffers.copied is not None:
-                buffers.copied.synchronize()
-        with phase("apply"):
-            apply(buffers)
-
-    def _storages(self, plan: Plan) -> list[tuple[int, Tensor]]:
-        """Return the number of each bucket's storage, and the storage."""
-        numbers, largest = plan.storages(staged=self.staging is not None), dict[int, int]()
-        for number, bucket in zip(numbers, plan.buckets, strict=True):
-            largest[number] = max(largest.get(number, 0), sum(bucket.buffer_sizes))
-        made = {n: self.work.get(f"bucket{n}", (numel,), self.dtype, self.device) for n, numel in largest.items()}
-        return [(number, made[number]) for number in numbers]
-
-    def _open(self, plan: Plan, index: int, storage: tuple[int, Tensor], own: Tensor) -> BucketBuffers:
-        """Return the buffers of a bucket in its storage; ``own``: the matrices of the bucket before it."""
-        bucket, (number, memory) = plan.buckets[index], storage
-        matrices, outbox, inbox = memory[: sum(bucket.buffer_sizes)].split(bucket.buffer_sizes)
+    def _open(self, plan: Plan, operation: Open, storage: Tensor, others: Mapping[int, BucketBuffers]) -> BucketBuffers:
+        """Return the buffers of a bucket in its storage; those of ``others`` have the matrices that it may send."""
+        bucket = plan.buckets[operation.bucket]
+        matrices, outbox, inbox = storage[: operation.numel].split(bucket.buffer_sizes)
         if bucket.received_at is not None:
             inbox = matrices.narrow(0, bucket.received_at, sum(bucket.receive_counts))
+        number = operation.storage
         return BucketBuffers(
             bucket=bucket,
-            number=f"{index + 1} of {len(plan.buckets)}",
-            matrices=own if bucket.only_results else matrices,
+            number=f"{operation.bucket + 1} of {len(plan.buckets)}",
+            matrices=matrices if operation.own == operation.bucket else others[operation.own].matrices,
             outbox=outbox,
             inbox=inbox,
             host=self.staging.host_memory(bucket, self.dtype, self.work, number) if self.staging else None,
         )
 
-    def _send(self, buffers: BucketBuffers, back: bool) -> None:
+    def _wait(self, buffers: BucketBuffers, back: bool) -> None:
+        """Wait for what was sent. On the way back the host reads the shards next, else the accelerator the matrices."""
+        buffers.wait()
+        if buffers.copied is not None:
+            (buffers.copied.synchronize if back else buffers.copied.wait)()
+        if not back:
+            buffers.unpack()
+
+    def _send(self, buffers: BucketBuffers, operation: Send) -> None:
         if self.staging is None:
-            return self._launch(buffers, back)
+            return self._launch(buffers, operation)
         host, device = buffers.segments()
-        with self.staging.beside_the_computation(back):
-            if not back:
+        with self.staging.beside_the_computation(operation.back):
+            if not operation.back:
                 buffers.copied = self.staging.copy(host, device)
-            self._launch(buffers, back)
-            if back:
+            self._launch(buffers, operation)
+            if operation.back:
                 buffers.wait()
                 buffers.copied = self.staging.copy(device, host)
 
-    def _launch(self, buffers: BucketBuffers, back: bool) -> None:
-        """Start the collectives of one way.
-
-        Results that every rank gets take one broadcast per owner. An all-gather would need equal parts, and gloo's
-        copies them twice.
-        """
-        bucket = buffers.bucket
-        if not bucket.travels or (bucket.only_results and not back):
+    def _launch(self, buffers: BucketBuffers, operation: Send) -> None:
+        """Start the collectives of one way."""
+        if not operation.collectives:
             return
         from deepspeed import comm  # type: ignore[attr-defined]
 
-        calls = []
-        if bucket.only_results:
-            parts = list(buffers.outbox.split(bucket.send_counts))
-            parts[comm.get_rank(group=self.group)] = buffers.matrices[: bucket.own_results]
-            for owner, results in enumerate(parts):
-                if results.numel():
-                    calls.append(partial(comm.broadcast, results, comm.get_global_rank(self.group, owner)))
-        else:
-            ends = (buffers.inbox, list(bucket.receive_counts)), (buffers.outbox, list(bucket.send_counts))
-            (received, into), (sent, out_of) = reversed(ends) if back else ends
-            calls.append(partial(comm.all_to_all_single, received, sent, into, out_of))
+        def call(collective: AllToAll | Broadcast) -> Callable:
+            if isinstance(collective, AllToAll):
+                sent, received = (buffers.inbox, buffers.outbox) if operation.back else (buffers.outbox, buffers.inbox)
+                return partial(comm.all_to_all_single, received, sent, list(collective.received), list(collective.sent))
+            is_own = collective.root == comm.get_rank(group=self.group)
+            parts = buffers.outbox.split(buffers.bucket.send_counts)
+            results = buffers.matrices[: collective.numel] if is_own else parts[collective.root]
+            return partial(comm.broadcast, results, comm.get_global_rank(self.group, collective.root))
+
         options = {"group": self.group, "async_op": True, "log_name": "muon_exchange"}
-        launches = (partial(call, **options) for call in calls)
-        buffers.pending = [self._collectives.start(buffers.number, bucket.names, launch) for launch in launches]
+        launches = (partial(call(collective), **options) for collective in operation.collectives)
+        buffers.pending = [self._collectives.start(buffers.number, buffers.bucket.names, launch) for launch in launches]
 
 
 def processes() -> int:

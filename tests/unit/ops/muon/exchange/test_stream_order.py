@@ -20,6 +20,7 @@ from deepspeed.muon.exchange.exchange import BucketBuffers, Exchange
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.plan.placement import Placement, Shard
 from deepspeed.muon.plan.plan import Plan, make_plan
+from deepspeed.muon.plan.program import program_of
 from helpers.plans import COST, specs
 
 CPU = torch.device("cpu")
@@ -175,7 +176,7 @@ def exchange(monkeypatch: pytest.MonkeyPatch, world: int, without: tuple[str, st
     )
     with Copies(record):
         for _ in range(2):
-            ours.run(plan, prepare, compute, apply, nullcontext)
+            ours.run(plan, program_of(plan, staged=True), prepare, compute, apply, nullcontext)
     return record
 
 

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs of all ranks break no rule of the checker, and every broken one is found."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepspeed.muon.plan.checker import violation
+from deepspeed.muon.plan.cost import CostModel
+from deepspeed.muon.plan.placement import Placement, Shard
+from deepspeed.muon.plan.plan import Plan, make_plan
+from deepspeed.muon.plan.program import AllToAll, Apply, Open, Program, Send, Wait, program_of
+from helpers.plans import COST, flat_layout, part_layout, specs
+
+
+def plans_of(
+    shapes: list[tuple[int, int]], stage: int, world: int, bucket_bytes: int, device_type: str, split: bool
+) -> list[Plan]:
+    items = specs(shapes, split)
+    if stage == 0:
+        shards = [Shard(spec, i, Placement(0, spec.numel, 0, world)) for i, spec in enumerate(items)]
+    else:
+        shards, _ = (part_layout if stage == 3 else flat_layout)(items, world)
+    cost = CostModel(COST.flops, COST.flops_per_byte, COST.bytes_per_element, device_type)
+    return [make_plan(shards, rank, world, cost, bucket_bytes) for rank in range(world)]
+
+
+def programs_of(*args: Any, staged: bool = False) -> list[Program]:
+    return [program_of(plan, staged) for plan in plans_of(*args)]
+
+
+def life(program: Program, bucket: int) -> list[str]:
+    return [type(operation).__name__ for operation in program if operation.bucket == bucket]
+
+
+LAYOUT = (
+    st.lists(st.sampled_from([(8, 4), (4, 8), (6, 5), (3, 3), (16, 12)]), min_size=1, max_size=14),
+    st.sampled_from([0, 1, 3]),
+    st.integers(1, 9),
+    st.sampled_from([1, 60, 200, 2**20]),
+    st.sampled_from(["cpu", "cuda"]),
+    st.booleans(),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(*LAYOUT, st.booleans())
+def test_programs_break_no_rule(
+    shapes: list[tuple[int, int]],
+    stage: int,
+    world: int,
+    bucket_bytes: int,
+    device_type: str,
+    split: bool,
+    staged: bool,
+) -> None:
+    """Each bucket goes through all phases, and memory is what the plan promises."""
+    staged = staged and (stage > 0 or world == 1)  # shards that every rank holds whole are never on the host
+    plans = plans_of(shapes, stage, world, bucket_bytes, device_type, split)
+    programs = [program_of(plan, staged) for plan in plans]
+    assert violation(programs) is None
+    for plan, program in zip(plans, programs, strict=True):
+        for bucket in range(len(plan.buckets)):
+            assert life(program, bucket) == ["Open", "Prepare", "Send", "Wait", "Compute", "Send", "Wait", "Apply"]
+        opened = [operation for operation in program if isinstance(operation, Open)]
+        assert len({operation.storage for operation in opened}) <= (4 if plan.is_replicated else plan.slots(staged))
+        sent = sum(sum(one.sent) - one.sent[plan.rank] for one in collectives(program) if isinstance(one, AllToAll))
+        own = [one for one in collectives(program) if not isinstance(one, AllToAll) and one.root == plan.rank]
+        assert sent + sum(one.numel for one in own) * (world - 1) == plan.sent_elements
+
+
+def collectives(program: Program) -> list[Any]:
+    return [one for operation in program if isinstance(operation, Send) for one in operation.collectives]
+
+
+SHAPES = [(8, 4), (4, 8), (16, 12), (6, 5), (8, 4), (16, 12), (4, 8), (8, 4)]
+SHARDED = (SHAPES * 2, 3, 4, 60, "cpu", False)
+SHARED = (SHAPES * 2, 0, 4, 200, "cpu", False)
+Break = Callable[[list[Program]], None]
+
+
+def sends(program: Program) -> list[int]:
+    """Places of the operations that issue collectives."""
+    return [i for i, operation in enumerate(program) if isinstance(operation, Send) and operation.collectives]
+
+
+def without_collectives(programs: list[Program]) -> None:
+    """A rank that owns and holds nothing, and does not take part."""
+    programs[2] = tuple(
+        dataclasses.replace(operation, collectives=()) if isinstance(operation, Send) else operation
+        for operation in programs[2]
+    )
+
+
+def swapped(programs: list[Program]) -> None:
+    program = list(programs[1])
+    first, second = sends(programs[1])[:2]
+    one, other = program[first], program[second]
+    program[first] = dataclasses.replace(one, collectives=other.collectives)
+    program[second] = dataclasses.replace(other, collectives=one.collectives)
+    programs[1] = tuple(program)
+
+
+def other_sizes(programs: list[Program]) -> None:
+    """As where a rank's number of threads decides them."""
+    program, place = list(programs[3]), sends(programs[3])[0]
+    one = program[place].collectives[0]
+    if isinstance(one, AllToAll):
+        one = dataclasses.replace(one, sent=(one.sent[0] + 1, *one.sent[1:]))
+    else:
+        one = dataclasses.replace(one, numel=one.numel + 1)
+    program[place] = dataclasses.replace(program[place], collectives=(one, *program[place].collectives[1:]))
+    programs[3] = tuple(program)
+
+
+def another_plan(programs: list[Program]) -> None:
+    """One rank has the plan of another checkpoint."""
+    stage = 0 if any(not isinstance(one, AllToAll) for one in collectives(programs[0])) else 3
+    programs[1] = programs_of(SHAPES * 2, stage, 4, 2**20, "cpu", False)[1]
+
+
+def one_storage(programs: list[Program]) -> None:
+    programs[0] = tuple(
+        dataclasses.replace(operation, storage=0) if isinstance(operation, Open) else operation
+        for operation in programs[0]
+    )
+
+
+def opened_early(programs: list[Program]) -> None:
+    """A storage is taken before the last way back of its bucket has ended."""
+    program = list(programs[0])
+    applied = next(i for i, operation in enumerate(program) if isinstance(operation, Apply))
+    storage = next(o.storage for o in program if isinstance(o, Open) and o.bucket == program[applied].bucket)
+    later = next(i for i, o in enumerate(program) if i > applied and isinstance(o, Open) and o.storage == storage)
+    program.insert(applied - 1, program.pop(later))
+    programs[0] = tuple(program)
+
+
+def never_awaited(programs: list[Program]) -> None:
+    place = next(i for i, operation in enumerate(programs[0]) if isinstance(operation, Wait) and operation.back)
+    programs[0] = programs[0][:place] + programs[0][place + 1 :]
+
+
+def ends_early(programs: list[Program]) -> None:
+    programs[0] = programs[0][:-1]
+
+
+BREAKS = [without_collectives, swapped, other_sizes, another_plan, one_storage, opened_early, never_awaited, ends_early]
+
+
+@pytest.mark.parametrize("job", [SHARDED, SHARED], ids=["stage 3", "stage 0"])
+@pytest.mark.parametrize("broken", BREAKS, ids=lambda broken: broken.__name__)
+def test_broken_programs_are_found(broken: Break, job: tuple) -> None:
+    programs = programs_of(*job)
+    assert violation(programs) is None
+    broken(programs)
+    assert violation(programs) is not None
+
+
+@pytest.mark.parametrize("job", [SHARDED, SHARED], ids=["stage 3", "stage 0"])
+def test_an_operation_that_is_missing_or_twice_is_found(job: tuple) -> None:
+    programs, found = programs_of(*job), 0
+    for place, operation in enumerate(programs[1]):
+        rest = programs[1][:place] + programs[1][place + 1 :]
+        for other in (rest, (*programs[1][: place + 1], operation, *programs[1][place + 1 :])):
+            assert violation([programs[0], other, *programs[2:]]) is not None, operation
+            found += 1
+    assert found == 2 * len(programs[1]) > 40
+
+
+def test_a_message_names_ranks_and_sizes() -> None:
+    programs = programs_of(*SHARDED)
+    other_sizes(programs)
+    assert violation(programs) == "collective 0: rank 3 sends 49 elements to rank 0, which receives 48"
