@@ -10,7 +10,6 @@ invalidates the capture of a CUDA graph by another thread. A step pays for two s
 from __future__ import annotations
 
 import functools
-import math
 import threading
 import time
 import weakref
@@ -25,6 +24,7 @@ from torch import Tensor
 from deepspeed.muon.errors import ExchangeError
 from deepspeed.muon.exchange.failures import GRACE, end_if_left_alone, words
 from deepspeed.muon.exchange.host_staging import pinned
+from deepspeed.muon.kernels.workspace import is_accelerator
 from deepspeed.muon.log import logger
 
 CPU = torch.device("cpu")
@@ -57,7 +57,7 @@ class PendingCollective:
         self, title: str, names: tuple[str, ...], start: Callable[[], Any], mark: Tensor, device: torch.device = CPU
     ) -> None:
         self.title, self.names, self.since = title, names, time.monotonic()
-        self.mark, self._device = mark, device
+        self.mark, self._device, self.is_reported = mark, device, False
         with self._named_errors():
             self._handle = start()
 
@@ -69,11 +69,19 @@ class PendingCollective:
         """
         self.mark.zero_()
         # gloo's errors have no class of their own; errors of memory and of the device are subclasses of RuntimeError.
-        with self._named_errors(RuntimeError):
-            self._handle.wait()
+        try:
+            with self._named_errors(RuntimeError):
+                self._handle.wait()
+        except Exception:
+            self.mark.fill_(1)
+            raise
         self._handle = None
         # On an accelerator only the stream waits, and gets here when the collective has ended.
         self.mark.copy_(torch.ones(1, dtype=self.mark.dtype, device=self._device), non_blocking=True)
+
+    def has_been_waited_for(self) -> bool:
+        """Whether :meth:`wait` has returned; the device may have yet to write the mark."""
+        return self._handle is None
 
     def is_slow(self) -> bool:
         """Whether it has been under way for longer than ``SLOW``."""
@@ -109,10 +117,6 @@ class PendingCollective:
             ) from error
 
 
-def _new_mark() -> Tensor:
-    return pinned(torch.ones(1, dtype=torch.uint8, device="cpu"))
-
-
 class PendingCollectives:
     """The last collectives of the exchange of one parameter group, by its name, between tensors on one device."""
 
@@ -126,26 +130,30 @@ class PendingCollectives:
     def start(self, bucket: str, names: tuple[str, ...], launch: Callable[[], Any]) -> PendingCollective:
         """Launch a collective, as :class:`PendingCollective`; ``bucket``: which of how many, empty before the first."""
         what = f"bucket {bucket}" if bucket else "the look for gradients"
-        if len(self._latest) == LATEST:
-            self._marks.append(self._latest.popleft().mark)
-        mark = self._marks.popleft() if self._marks and self._marks[0].item() else _new_mark()
+        if len(self._latest) == LATEST and (earlier := self._latest.popleft()).has_been_waited_for():
+            self._marks.append(earlier.mark)
+        mark = self._marks.popleft() if self._marks and self._marks[0].item() else self._new_mark()
         collective = PendingCollective(f"{what} of group {self._group}", names, launch, mark, self._device)
         self._latest.append(collective)
         return collective
+
+    def _new_mark(self) -> Tensor:
+        mark = torch.ones(1, dtype=torch.uint8, device="cpu")
+        return pinned(mark) if is_accelerator(self._device) else mark
 
     def is_waiting(self) -> bool:
         """Return whether a collective has not ended for ``GRACE`` seconds."""
         return any(collective.is_older_than(GRACE) for collective in list(self._latest))
 
     def report_slow(self) -> None:
-        """Log the first slow collective, once."""
+        """Log the first slow collective, once; those behind it are slow for the same reason."""
         latest = list(self._latest)
         slow = next((collective for collective in latest if collective.is_slow()), None)
-        if slow is not None:
+        if slow is not None and not slow.is_reported:
             message = "deepspeed-muon: the exchange does not end in %s; another rank is slow or gone"
             logger.error(message, slow.location())
             for collective in latest:
-                collective.since = math.inf
+                collective.is_reported = True
 
 
 _all: weakref.WeakSet[PendingCollectives] = weakref.WeakSet()
@@ -161,7 +169,12 @@ def _watch() -> None:
     while True:
         time.sleep(TICK)
         with suppress(RuntimeError):  # of the backend, or because the set changes meanwhile: the next round sees it
-            everyone = list(_all)
-            end_if_left_alone(lambda everyone=everyone: any(one.is_waiting() for one in everyone))  # type: ignore[misc]
-            for collectives in everyone:
-                collectives.report_slow()
+            _look()
+
+
+def _look() -> None:
+    # A function, so that no list is kept between two rounds: the thread would be the one that frees pinned marks.
+    everyone = list(_all)
+    end_if_left_alone(lambda: any(collectives.is_waiting() for collectives in everyone))
+    for collectives in everyone:
+        collectives.report_slow()

@@ -151,6 +151,24 @@ def test_marks_are_reused_once_their_collectives_have_ended() -> None:
     assert watchdog.LATEST < len(counts) <= 2 * watchdog.LATEST + 1
 
 
+def test_a_mark_belongs_to_one_collective_until_that_was_waited_for() -> None:
+    """Where results are replicated, one broadcast per owner is under way."""
+    collectives = watchdog.PendingCollectives("group0-muon")
+    under_way = [collectives.start(str(number), ("a",), Work) for number in range(3 * watchdog.LATEST)]
+    assert len({id(pending.mark) for pending in under_way}) == len(under_way)
+
+
+def test_only_an_accelerators_marks_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To pin memory for ranks on CPUs would make a context on a GPU that they do not use."""
+    asked: list[Tensor] = []
+    monkeypatch.setattr(watchdog, "pinned", lambda tensor: asked.append(tensor) or tensor)
+    counts = []
+    for device in ("cpu", "cuda"):
+        watchdog.PendingCollectives("group0-muon", torch.device(device)).start("1 of 1", ("a",), Work)
+        counts.append(len(asked))
+    assert counts == [0, 1]
+
+
 def collective(launch: Any = None, wait: Any = None) -> watchdog.PendingCollective:
     """One whose launch or wait raises what is given."""
 
@@ -168,8 +186,11 @@ def collective(launch: Any = None, wait: Any = None) -> watchdog.PendingCollecti
 )
 def test_an_error_of_the_backend_is_that_of_another_rank(error: Exception) -> None:
     """Gloo's errors are plain RuntimeErrors, and come when the collective is waited for."""
+    pending = collective(wait=error)
     with pytest.raises(ExchangeError, match=r"bucket 1 of 2 of group muon \(up\.weight\).*another rank died"):
-        collective(wait=error).wait()
+        pending.wait()
+    pending.since -= 1e9
+    assert not pending.is_slow(), "it has ended"
     if isinstance(error, torch.distributed.DistError):
         with pytest.raises(ExchangeError, match="another rank died"):
             collective(launch=error)
@@ -209,7 +230,8 @@ def test_a_collective_that_does_not_end_is_logged_once(
     collectives = watchdog.PendingCollectives("group0-muon")
     with Stream() as stream:
         for number in range(2):
-            collectives.start(f"{number + 1} of 2", ("a", "b", "c", "d", "e"), Work).wait()
+            pending = collectives.start(f"{number + 1} of 2", ("a", "b", "c", "d", "e"), Work)
+            pending.wait()
         stream.run(1)
     collectives.report_slow()
     assert caplog.messages == []
@@ -218,6 +240,9 @@ def test_a_collective_that_does_not_end_is_logged_once(
     collectives.report_slow()
     assert len(caplog.messages) == 1
     assert "does not end in bucket 2 of 2 of group group0-muon (a, b, c, d and 1 more)" in caplog.messages[0]
+    monkeypatch.setattr(watchdog, "GRACE", 0.05)
+    assert collectives.is_waiting(), "the process still ends if another rank fails later"
+    assert "inf" not in pending.location()
 
 
 def test_the_harness_notices_a_wrong_resume(tmp_path: Path) -> None:
