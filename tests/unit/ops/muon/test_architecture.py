@@ -65,6 +65,8 @@ LIBRARIES: dict[str, set[str]] = {
 COLLECTIVES = ("torch.distributed", "deepspeed.comm")
 #: What of DeepSpeed's `comm` sends nothing between ranks.
 LOCAL = {"config", "get_global_rank", "get_rank", "get_world_size", "init_distributed", "is_initialized"}
+#: The module and the function that launch collectives through it.
+LAUNCH = ("exchange.exchange", "_launch")
 GROUP_MAKERS = re.compile(r"^(new_(sub)?groups?\w*|split_group|init_device_mesh|DeviceMesh|_?create_\w*group\w*)$")
 #: Modules that may reach one kind of accelerator through torch, and why.
 OF_ONE_KIND = {
@@ -133,6 +135,36 @@ def mentions(module: ast.Module) -> set[str]:
     return names
 
 
+@functools.cache
+def full_names(module: ast.Module) -> dict[ast.AST, str]:
+    """The dotted names in a module, with what it has imported under another or a shorter name in full."""
+    starts = {}
+    for node in ast.walk(module):
+        if isinstance(node, ast.Import):
+            starts |= {alias.asname: alias.name for alias in node.names if alias.asname}
+        elif isinstance(node, ast.ImportFrom):
+            starts |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    found = {}
+    for node in ast.walk(module):
+        start, dot, rest = dotted(node).partition(".")
+        if start:
+            found[node] = f"{starts.get(start, start)}{dot}{rest}"
+    return found
+
+
+@functools.cache
+def calls_of_few(module: ast.Module) -> list[str]:
+    """Calls that some accelerator refuses: pinned memory of torch's, a generator of its own, `frexp` and the like."""
+    found = []
+    for call in (node for node in ast.walk(module) if isinstance(node, ast.Call)):
+        method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+        is_pinned = (method == "pin_memory" and not call.args) or "pin_memory" in [one.arg for one in call.keywords]
+        is_generator = dotted(call.func) == "torch.Generator" and (call.args or call.keywords)
+        if is_pinned or is_generator or method in ("frexp", "cuda", "double"):
+            found.append(ast.unparse(call))
+    return found
+
+
 def below(name: str, *prefixes: str) -> bool:
     return any(f"{name}.".startswith(f"{prefix}.") for prefix in prefixes)
 
@@ -191,25 +223,13 @@ def collectives_of_deepspeed(tree: Tree) -> list[str]:
     """Only the exchange's launch calls DeepSpeed's collectives: its log may end the process in each of them."""
     found = []
     for name, module in tree.items():
-        inside_launch = [
-            node
-            for function in ast.walk(module)
-            if name == "exchange.exchange" and isinstance(function, ast.FunctionDef) and function.name == "_launch"
-            for node in ast.walk(function)
-        ]
-        aliases = {"deepspeed.comm": "deepspeed.comm"}
-        for node in ast.walk(module):
-            if isinstance(node, (ast.Import, ast.ImportFrom)):
-                holder = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-                aliases |= {one.asname: f"{holder}{one.name}" for one in node.names if one.asname}
-                aliases |= {one.name: f"{holder}{one.name}" for one in node.names if holder and not one.asname}
-        for node in ast.walk(module):
-            text = dotted(node)
-            start, _, rest = text.partition(".")
-            whole = f"{aliases[start]}.{rest}".rstrip(".") if start in aliases else text
-            used = whole.removeprefix("deepspeed.comm.").partition(".")[0] if below(whole, "deepspeed.comm") else ""
-            if used and whole != "deepspeed.comm" and used not in LOCAL and node not in inside_launch:
-                found.append(f"{name}: {whole}")
+        functions = (
+            [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef)] if name == LAUNCH[0] else []
+        )
+        launch = {inner for node in functions if node.name == LAUNCH[1] for inner in ast.walk(node)}
+        used = {text for node, text in full_names(module).items() if node not in launch}
+        names = [one for one in used if below(one, "deepspeed.comm") and one != "deepspeed.comm"]
+        found += [f"{name}: {one}" for one in names if one.split(".")[2] not in LOCAL]
     return found
 
 
@@ -222,21 +242,21 @@ def groups_elsewhere(tree: Tree) -> list[str]:
 
 def accelerators_of_one_kind(tree: Tree) -> list[str]:
     """What not every accelerator of DeepSpeed's has is reached through it, or by an operation that each has."""
-    found = []
-    for name, module in tree.items():
-        if name not in OF_ONE_KIND:
-            found += [f"{name}: {one}" for one in mentions(module) if below(one, *KINDS)]
-        for node in ast.walk(module):
-            text = dotted(node)
-            if text.endswith((".float64", ".double")) and name not in IN_FP64:
-                found.append(f"{name}: {text}")
-            if isinstance(node, ast.Call):
-                is_pinned = any(one.arg == "pin_memory" for one in node.keywords)
-                called = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-                own = dotted(node.func) == "torch.Generator" and (node.args or node.keywords)
-                if is_pinned or own or called in ("frexp", "cuda", "double"):
-                    found.append(f"{name}: {ast.unparse(node)}")
-    return found
+    kinds = [
+        f"{name}: {one}"
+        for name, module in tree.items()
+        if name not in OF_ONE_KIND
+        for one in mentions(module)
+        if below(one, *KINDS)
+    ]
+    wide = [
+        f"{name}: {one}"
+        for name, module in tree.items()
+        if name not in IN_FP64
+        for one in mentions(module)
+        if one.endswith((".float64", ".double"))
+    ]
+    return kinds + wide + [f"{name}: {one}" for name, module in tree.items() for one in calls_of_few(module)]
 
 
 def deepspeed_elsewhere(tree: Tree) -> list[str]:
@@ -345,6 +365,7 @@ BROKEN: list[tuple[Callable[[Tree], list[str]], str, str]] = [
     (accelerators_of_one_kind, "exchange.new", "torch.cuda.synchronize()"),
     (accelerators_of_one_kind, "exchange.new", "from torch import cuda"),
     (accelerators_of_one_kind, "kernels.new", "torch.empty(1, pin_memory=True)"),
+    (accelerators_of_one_kind, "kernels.new", "x.pin_memory()"),
     (accelerators_of_one_kind, "kernels.new", "_, exponent = x.float().frexp()"),
     (accelerators_of_one_kind, "math.new", "torch.zeros(1, dtype=torch.float64)"),
     (accelerators_of_one_kind, "math.new", "x.sum().double()"),
