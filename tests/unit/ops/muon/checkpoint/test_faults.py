@@ -259,7 +259,7 @@ def test_the_harness_notices_a_wrong_resume(tmp_path: Path) -> None:
 
 def test_a_rank_lost_before_the_first_bucket_is_named_too(tmp_path: Path) -> None:
     """Ranks that hold parts of a matrix look for its gradient together."""
-    outcome = attempt(tmp_path, {"stage": 2}, {1: ("exchange", 0)}, timeout=STALLED)
+    outcome = attempt(tmp_path, {"stage": 2}, {1: ("look", 0)}, timeout=STALLED)
     assert outcome.codes == [1, -9]
     named = (
         r"ExchangeError: the exchange failed in the look for gradients of group muon \(layers\.\d\.weight, .*\), [\d.]+"

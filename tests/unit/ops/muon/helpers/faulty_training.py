@@ -62,6 +62,7 @@ class Trap:
         from deepspeed.muon.exchange.exchange import Exchange
         from deepspeed.muon.exchange.watchdog import PendingCollective
 
+        self.around(Exchange, "largest", "look")
         self.around(Exchange, "_launch", "exchange")
         self.around(PendingCollective, "wait", "exchange")
         self.around(Path, "replace", "save")  # header, manifest and latest are put in place by it
