@@ -203,11 +203,11 @@ from deepspeed.muon import MuonWithAuxAdam
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)
-model = DistributedDataParallel(torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4))))
+model = DistributedDataParallel(torch.nn.Sequential(*(torch.nn.Linear(192, 192) for _ in range(4))))
 optimizer = MuonWithAuxAdam(model.parameters(), model=model, lr=1e-2)
 for step in range(3):
     optimizer.zero_grad()
-    model(torch.randn(8, 64)).square().mean().backward()
+    model(torch.randn(8, 192)).square().mean().backward()
     optimizer.step()
 sums = [None] * 2
 dist.all_gather_object(sums, sum(p.double().sum().item() for p in model.parameters()))
