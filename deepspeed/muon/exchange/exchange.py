@@ -19,7 +19,7 @@ from deepspeed.muon.exchange.owner_set import OwnerSet, set_of
 from deepspeed.muon.exchange.watchdog import PendingCollective, PendingCollectives
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.plan.plan import Batch, Bucket, Copy, Plan
-from deepspeed.muon.plan.program import AllToAll, Apply, Broadcast, Compute, Open, Prepare, Program, Send, Wait
+from deepspeed.muon.plan.program import AllToAll, Apply, Compute, Open, Prepare, Program, Send, Wait
 
 
 @dataclass
@@ -230,17 +230,19 @@ class Exchange:
             return
         from deepspeed import comm  # type: ignore[attr-defined]
 
-        def call(collective: AllToAll | Broadcast) -> Callable:
+        others, calls = 0, []
+        for collective in operation.collectives:
             if isinstance(collective, AllToAll):
                 sent, received = (buffers.inbox, buffers.outbox) if operation.back else (buffers.outbox, buffers.inbox)
-                return partial(comm.all_to_all_single, received, sent, list(collective.received), list(collective.sent))
-            is_own = collective.root == comm.get_rank(group=self.group)
-            parts = buffers.outbox.split(buffers.bucket.send_counts)
-            results = buffers.matrices[: collective.numel] if is_own else parts[collective.root]
-            return partial(comm.broadcast, results, comm.get_global_rank(self.group, collective.root))
-
+                into, out_of = list(collective.received), list(collective.sent)
+                calls.append(partial(comm.all_to_all_single, received, sent, into, out_of))
+            else:
+                is_own, numel = collective.root == comm.get_rank(group=self.group), collective.numel
+                results = buffers.matrices[:numel] if is_own else buffers.outbox.narrow(0, others, numel)
+                others += 0 if is_own else numel
+                calls.append(partial(comm.broadcast, results, comm.get_global_rank(self.group, collective.root)))
         options = {"group": self.group, "async_op": True, "log_name": "muon_exchange"}
-        launches = (partial(call(collective), **options) for collective in operation.collectives)
+        launches = (partial(call, **options) for call in calls)
         buffers.pending = [self._collectives.start(buffers.number, buffers.bucket.names, launch) for launch in launches]
 
 
