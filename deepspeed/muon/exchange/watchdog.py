@@ -80,7 +80,7 @@ class PendingCollective:
         self.mark.copy_(torch.ones(1, dtype=self.mark.dtype, device=self._device), non_blocking=True)
 
     def has_been_waited_for(self) -> bool:
-        """Whether :meth:`wait` has returned; the device may have yet to write the mark."""
+        """Return whether :meth:`wait` has returned; the device may have yet to write the mark."""
         return self._handle is None
 
     def is_slow(self) -> bool:

@@ -68,28 +68,23 @@ LIFE = (Open, Prepare, (Send, False), (Wait, False), Compute, (Send, True), (Wai
 def _broken_order(program: Program) -> Iterator[str]:
     """Yield what one rank does too early, too late or not at all."""
     done: dict[int, int] = {}
-    taken: dict[int, Open] = {}
-    readers: dict[int, set[int]] = {}
+    opened: dict[int, Open] = {}
+    users: dict[int, int] = {}  # the last bucket of each storage
     for operation in program:
         bucket, stage = operation.bucket, _stage(operation)
         if stage != done.get(bucket, -1) + 1:
             yield f"{operation} after {done.get(bucket, -1) + 1} of the {len(LIFE)} operations of its bucket"
         done[bucket] = stage
         if isinstance(operation, Open):
-            earlier = taken.get(operation.storage)
-            if earlier is not None:
-                if done[earlier.bucket] + 1 < len(LIFE):
-                    yield f"{operation} takes the storage of bucket {earlier.bucket}, which is in use"
-                if unsent := readers.get(earlier.bucket):
-                    yield f"{operation} takes the matrices of bucket {earlier.bucket}, which {sorted(unsent)} send"
-            if operation.own != bucket and done.get(operation.own, -1) < LIFE.index(Open):
-                yield f"{operation} sends the matrices of a bucket that is not open"
-            taken[operation.storage] = operation
-            if operation.own != bucket:
-                readers.setdefault(operation.own, set()).add(bucket)
-        if operation == Wait(bucket, True):
-            for reading in readers.values():
-                reading.discard(bucket)
+            earlier = users.get(operation.storage)
+            if earlier is not None and done[earlier] + 1 < len(LIFE):
+                yield f"{operation} takes the storage of bucket {earlier}, which is in use"
+            opened[bucket], users[operation.storage] = operation, bucket
+        own = opened[bucket].own
+        if own not in opened or (stage <= LIFE.index((Wait, True)) and users[opened[own].storage] != own):
+            yield f"{operation} needs the matrices of bucket {own}, which have no storage at that time"
+        if stage == LIFE.index((Send, True)) and done[own] < LIFE.index(Compute):
+            yield f"{operation} sends the matrices of bucket {own} before they are computed"
     for bucket, stage in done.items():
         if stage + 1 < len(LIFE):
             yield f"bucket {bucket} ends after {stage + 1} of its {len(LIFE)} operations"

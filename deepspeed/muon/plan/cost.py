@@ -60,7 +60,7 @@ class CostModel:
 
     @property
     def call(self) -> float:
-        """Operations worth the latency of a collective."""
+        """Return the operations that take as long as the latency of a collective."""
         return CPU_CALL if self.device_type == "cpu" else ACCELERATOR_CALL
 
 

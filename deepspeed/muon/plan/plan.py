@@ -231,7 +231,7 @@ class Plan:
 
     @property
     def rounds(self) -> int:
-        """How many buckets are exchanged; where nothing travels, how many there are."""
+        """Return how many buckets are exchanged; where nothing travels, how many there are."""
         return sum(bucket.only_results for bucket in self.buckets) or len(self.buckets)
 
     @cached_property

@@ -21,7 +21,7 @@ def shared_counts(
     most: int | None,
     bucket_bytes: int | None = None,
 ) -> list[int] | None:
-    """Return the number of owners of each matrix; ``None`` where each rank alone finishes earlier, so that none share.
+    """Return the number of owners of each matrix; ``None``: each rank does all of them, as that is faster.
 
     Args:
         is_replicated: whether every rank holds every matrix, which several owners that somebody asks for share anyway.

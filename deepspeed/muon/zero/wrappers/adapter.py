@@ -96,8 +96,9 @@ class Adapter:
         return result
 
     def complete_gradients(self) -> None:
-        """Under offload, hand over the gradients that micro-batches before the last have left: DeepSpeed hands over
-        those of parameters that take part in the last one.
+        """Hand over, under offload, the gradients that micro-batches before the last have left.
+
+        DeepSpeed hands over those of parameters that take part in the last one.
         """
 
     def clear_gradients(self) -> None:

@@ -47,7 +47,7 @@ class Flat(Adapter):
         return result
 
     def loading(self, folder: Path, tag: str | None, arguments: dict[str, Any]) -> AbstractContextManager[None]:
-        """States come from mapped files."""
+        """Copy states from mapped files."""
         return loading_in_place(self.optimizer)
 
     def open_states(self) -> None:

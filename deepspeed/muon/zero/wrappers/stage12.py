@@ -58,7 +58,7 @@ class Stage12(Flat):
         return iter([*flats, *getattr(self.wrapper, "accumulated_grads_in_cpu", {}).values()])
 
     def complete_gradients(self) -> None:
-        """By DeepSpeed's own function for steps whose last micro-batch nobody announces."""
+        """Call DeepSpeed's own function for steps whose last micro-batch nobody announces."""
         wrapper = self.wrapper
         if missing := wrapper._offload_accumulated_param_ids - wrapper.norm_for_param_grads.keys():
             wrapper._offload_accumulated_param_ids = missing

@@ -90,7 +90,7 @@ class Stage3(Adapter):
         return (buffer for buffer in buffers if buffer is not None)
 
     def complete_gradients(self) -> None:
-        """By DeepSpeed's own function for steps whose last micro-batch nobody announces."""
+        """Call DeepSpeed's own function for steps whose last micro-batch nobody announces."""
         wrapper = self.wrapper
         if not wrapper.offload_optimizer:
             return

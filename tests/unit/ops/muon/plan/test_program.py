@@ -13,7 +13,7 @@ from deepspeed.muon.plan.checker import violation
 from deepspeed.muon.plan.cost import CostModel
 from deepspeed.muon.plan.placement import Placement, Shard
 from deepspeed.muon.plan.plan import Plan, make_plan
-from deepspeed.muon.plan.program import AllToAll, Apply, Open, Program, Send, Wait, program_of
+from deepspeed.muon.plan.program import AllToAll, Apply, Compute, Open, Program, Send, Wait, program_of
 from helpers.plans import COST, flat_layout, part_layout, specs
 
 
@@ -149,7 +149,40 @@ def ends_early(programs: list[Program]) -> None:
     programs[0] = programs[0][:-1]
 
 
-BREAKS = [without_collectives, swapped, other_sizes, another_plan, one_storage, opened_early, never_awaited, ends_early]
+def test_results_that_leave_before_they_are_computed_are_found() -> None:
+    programs = programs_of(*SHARED)
+    program, own = list(programs[0]), programs[0][0].bucket
+    computed = program.index(Compute(own))
+    late = [operation for operation in program[computed:] if operation.bucket == own]
+    program = [operation for operation in program if operation not in late]
+    sent = next(i for i, o in enumerate(program) if o.bucket > own and isinstance(o, Send) and o.back)
+    programs[0] = (*program[: sent + 1], *late, *program[sent + 1 :])
+    assert "before they are computed" in str(violation(programs))
+
+
+def overwritten(programs: list[Program]) -> None:
+    """The last results of a round are sent from a storage that the next round has taken."""
+    program = list(programs[0])
+    rounds = [o for o in program if isinstance(o, Open) and o.own == o.bucket]
+    again = next(o for o in rounds[1:] if o.storage == rounds[0].storage)
+    last = max(o.bucket for o in program if isinstance(o, Open) and o.own == rounds[0].bucket)
+    program.remove(again)
+    first = next(i for i, o in enumerate(program) if o.bucket == last and isinstance(o, Wait) and o.back)
+    program.insert(first, again)
+    programs[0] = tuple(program)
+
+
+BREAKS = [
+    without_collectives,
+    swapped,
+    other_sizes,
+    another_plan,
+    one_storage,
+    opened_early,
+    never_awaited,
+    ends_early,
+    overwritten,
+]
 
 
 @pytest.mark.parametrize("job", [SHARDED, SHARED], ids=["stage 3", "stage 0"])
