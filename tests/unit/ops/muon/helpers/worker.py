@@ -70,8 +70,9 @@ def join(collective_timeout: float) -> None:
     logger.setLevel("WARNING")
     torch.set_num_threads(1)
     without_races()
-    # Where broadcasts cost nothing, ranks share the work of small models too.
-    import_module("deepspeed.muon.plan.sharing").broadcasts = lambda *args: 0
+    if "deepspeed.muon" in sys.modules:  # else the ranks are to run stock DeepSpeed
+        # Where broadcasts cost nothing, ranks share the work of small models too.
+        import_module("deepspeed.muon.plan.sharing").broadcasts = lambda *args: 0
     # torch computes float16 on every CPU; DeepSpeed refuses the CPUs without mkldnn kernels for it.
     get_accelerator().is_fp16_supported = lambda: True
     # The shared-memory op serves inference only and would cost a C++ build.
