@@ -104,15 +104,22 @@ def _on_diagonal(a_diagonal_ptr, b_diagonal_ptr, rows, size, alpha, beta, shift)
 
 
 @triton.jit
-def _store(total, on_diagonal, out_ptr, diagonal_ptr, rows, cols, size, is_above):
-    """Store a tile and its mirror image below the diagonal; of a tile on the diagonal, the diagonal separately."""
+def _store(total, on_diagonal, out_ptr, diagonal_ptr, row, col, size, is_above):
+    """Store the tile from ``row`` and ``col`` on and its mirror image below the diagonal; of a tile on the diagonal,
+    the diagonal separately.
+    """
+    down, right = tl.arange(0, total.shape[0]), tl.arange(0, total.shape[1])
+    rows, cols = row + down, col + right
     on_it = rows[:, None] == cols[None, :]
     result = tl.where(on_it, 0.0, total).to(out_ptr.dtype.element_ty)
     exists = (rows < size)[:, None] & (cols < size)[None, :]
-    tl.store(out_ptr + rows.to(tl.int64)[:, None] * size + cols[None, :], result, exists)
+    # A matrix may have more than 2^31 elements; within a tile 32 bits are enough, and take fewer registers.
+    first = out_ptr + row.to(tl.int64) * size + col
+    tl.store(first + (down[:, None] * size + right[None, :]), result, exists)
     if is_above:
         mirrored = (cols < size)[:, None] & (rows < size)[None, :]
-        tl.store(out_ptr + cols.to(tl.int64)[:, None] * size + rows[None, :], tl.trans(result), mirrored)
+        first = out_ptr + col.to(tl.int64) * size + row
+        tl.store(first + (right[:, None] * size + down[None, :]), tl.trans(result), mirrored)
     else:
         tl.store(diagonal_ptr + rows, tl.sum(tl.where(on_it, total, 0.0), axis=1) + on_diagonal, rows < size)
 
@@ -148,8 +155,8 @@ def symmetric_kernel(
     tiles = squares * (squares + 1) // 2 * per_square
     matrix, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
     row, column = _square_of(tile // per_square, squares, GROUP)
-    rows = row * COLS + tile % per_square * ROWS + tl.arange(0, ROWS)
-    cols = column * COLS + tl.arange(0, COLS)
+    first_row, first_col = row * COLS + tile % per_square * ROWS, column * COLS
+    rows, cols = first_row + tl.arange(0, ROWS), first_col + tl.arange(0, COLS)
     a, b = a_ptr + matrix * size * depth, b_ptr + matrix * size * depth
     # Rows beyond the last wrap around to the first: they are not stored, and loads need no mask.
     total = _sum_of_products(a, b, rows % size, cols % size, depth, across, along, DEPTH)
@@ -159,7 +166,7 @@ def symmetric_kernel(
         total = _with_diagonals(total, a, b, of_a, of_b, rows, cols, size, alpha, beta)
         on_it = _on_diagonal(of_a, of_b, rows, size, alpha, beta, shift)
     out, diagonal = out_ptr + matrix * size * size, out_diagonal_ptr + matrix * size
-    _store(total, on_it, out, diagonal, rows, cols, size, row != column)
+    _store(total, on_it, out, diagonal, first_row, first_col, size, row != column)
 
 
 def _bench(call: Callable[[], None], quantiles: Any) -> list[float]:
