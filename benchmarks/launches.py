@@ -18,7 +18,8 @@ import torch
 from benchmarks import report, scaling
 from deepspeed.muon.cli.model import build
 from deepspeed.muon.config.schema import parse
-from deepspeed.muon.exchange.exchange import BucketBuffers, Exchange
+from deepspeed.muon.exchange.buffers import BucketBuffers
+from deepspeed.muon.exchange.exchange import Exchange
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.forecast.layout import Layout, StepPart, halves_of, lay_out
 from deepspeed.muon.kernels import reference
@@ -32,6 +33,7 @@ from deepspeed.muon.plan.cost import CostModel, cost_model
 from deepspeed.muon.plan.launches import Launches, launches_of
 from deepspeed.muon.plan.plan import BUCKET_BYTES, Plan
 from deepspeed.muon.plan.program import Send
+from deepspeed.muon.step import PartitionStep
 from deepspeed.muon.tuning import Candidates
 
 #: A known model, and the ranks that it is planned for.
@@ -200,7 +202,7 @@ def fake_step(
     for (key, bound), of_part in zip(optimizer._bound.items(), plans, strict=True):
         facts = {f.name: getattr(bound.exchange, f.name) for f in dataclasses.fields(Exchange)}
         optimizer._bound[key] = dataclasses.replace(bound, plan=of_part, exchange=Alone(**facts))
-    optimizer._orthogonalize = lambda *_: None  # type: ignore[method-assign]
+    PartitionStep.orthogonalize = lambda step, buffers, calls: [*calls]  # type: ignore[method-assign]
 
     def step() -> None:
         for tensor in flat:

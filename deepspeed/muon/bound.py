@@ -12,14 +12,16 @@ from typing import Any, NamedTuple
 import torch
 
 from deepspeed.muon.config.schema import MuonConfig
-from deepspeed.muon.exchange.exchange import Exchange, processes
+from deepspeed.muon.exchange.exchange import Exchange
+from deepspeed.muon.exchange.groups import processes
 from deepspeed.muon.exchange.owner_set import neighbours_in
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.gradients import GradientProbe
 from deepspeed.muon.kernels.table import Operations, RunOperations, Tiles
 from deepspeed.muon.math.choice import Choice, shape_key
-from deepspeed.muon.math.newton_schulz import DTYPES
+from deepspeed.muon.math.newton_schulz import DTYPES, name_of
 from deepspeed.muon.math.scale import scale_factor
+from deepspeed.muon.plan.between_owners import NewtonSchulz, between_owners
 from deepspeed.muon.plan.cost import cost_model
 from deepspeed.muon.plan.launches import calls_of
 from deepspeed.muon.plan.plan import Bucket, Plan, make_plan
@@ -49,6 +51,8 @@ class Bound:
     settings: str
     #: Ranks that plan the same matrices.
     sharers: int
+    #: What decides what several owners of a matrix send each other.
+    newton_schulz: NewtonSchulz
 
     @cached_property
     def gradients(self) -> GradientProbe:
@@ -58,13 +62,15 @@ class Bound:
     @cached_property
     def program(self) -> Program:
         """Return what this rank does in a step."""
-        return program_of(self.plan, staged=self.exchange.staging is not None)
+        between = partial(between_owners, how=self.newton_schulz)
+        return program_of(self.plan, name_of(self.exchange.dtype), self.exchange.staging is not None, between)
 
     @cached_property
     def digest(self) -> str:
-        """Return a hash of what decides which collectives a rank joins, and which bits it gets."""
-        slots = self.plan.slots(staged=self.exchange.staging is not None)
-        facts = self.plan.digest, slots, self.plan.set_sizes, self.exchange.dtype, self.dtype, self.settings
+        """Return a hash of all from which the programs of the ranks follow, and of what decides their bits."""
+        wire, slots = name_of(self.exchange.dtype), self.plan.slots(self.exchange.staging is not None)
+        how = self.newton_schulz.dtype, self.newton_schulz.normalization, self.newton_schulz.device_type
+        facts = self.plan.digest, slots, self.plan.set_sizes, wire, how, self.settings
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
     @cached_property
@@ -118,16 +124,24 @@ def bind_partition(
     several = {shape_key(*item.shape): n for item, n in zip(items, counts, strict=True) if n > 1}
     group["owner_counts"] = given | several
     place = partition.planned, partition.rank, partition.world_size
+    by_shape = cache(method)
     return Bound(
         partition=partition,
         plan=make_plan(*place, cost, config.bucket_bytes, counts),
         exchange=exchange,
         dtype=DTYPES[choice.dtype],
-        method=cache(method),
+        method=by_shape,
         kernels=cache(partial(with_products, kernels, tables, choice)),
         scale=cache(partial(scale_factor, group["adjust_lr_fn"], rms_scale=config.rms_scale)),
         together=_together(partition, kernels, exchange),
         sharers=sharers,
+        newton_schulz=NewtonSchulz(
+            schedule=config.schedule,
+            method=by_shape,
+            dtype=choice.dtype,
+            normalization=config.ns_normalization,
+            device_type=exchange.device.type,
+        ),
         settings=repr((choice.pinned(), sorted((key, value) for key, value in group.items() if key != "params"))),
     )
 

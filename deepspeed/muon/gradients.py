@@ -18,9 +18,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deepspeed.muon.exchange.exchange import Exchange, grids
+from deepspeed.muon.exchange.buffers import grids
+from deepspeed.muon.exchange.exchange import Exchange
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.plan.plan import Plan, Run
+from deepspeed.muon.plan.program import Look
 
 #: Elements of each matrix that are looked at first. Nearly every gradient has one among them that is not zero; only
 #: matrices without any are read as a whole.
@@ -53,10 +55,6 @@ class GradientProbe:
         self._exchange = exchange
         #: The same matrices in the same order on all ranks.
         self._names = list(dict.fromkeys(item.matrix for item in partition.blocks))
-        # Ranks that hold a matrix whole have the same gradient.
-        self._is_shared = exchange.group is not None and any(
-            len(item.parts) > 1 or item.shard.placement.copies == 1 for item in partition.blocks
-        )
         index = {name: number for number, name in enumerate(self._names)}
         runs: dict[int, dict[int, list[Run]]] = defaultdict(lambda: defaultdict(list))
         for bucket in plan.buckets:
@@ -69,14 +67,15 @@ class GradientProbe:
             positions = integers([_spread(of_matrix) for of_matrix in of_tensor.values()])
             self._probes.append(_Probes(tensor, [*of_tensor.values()], integers([*of_tensor]), positions))
 
-    def absent(self, tensors: Sequence[Tensor]) -> frozenset[str]:
-        """Return the names of the matrices whose gradient is zero on all ranks; a collective of a sharded partition.
+    def absent(self, tensors: Sequence[Tensor], look: Look) -> frozenset[str]:
+        """Return the names of the matrices whose gradient is zero on all ranks.
 
         Args:
             tensors: of the partition, with their gradients. One without a gradient counts as zero.
+            look: the operation of the program.
         """
         present = self._local(tensors).to(self._exchange.device)
-        if self._is_shared:
+        if look.collectives:
             self._exchange.largest(present, self._names)
         if present.all():
             return frozenset()

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,36 +17,35 @@ from deepspeed.muon.bound import Bound, bind_partition
 from deepspeed.muon.config.presets import preset_named
 from deepspeed.muon.config.schema import MuonConfig, parse
 from deepspeed.muon.errors import UnsupportedError
+from deepspeed.muon.exchange.buffers import grids
 from deepspeed.muon.exchange.data_parallel import check_agreement, make_sets, unwrapped
-from deepspeed.muon.exchange.exchange import BucketBuffers, Exchange, gather, grids, join, processes, scatter
+from deepspeed.muon.exchange.exchange import Exchange
 from deepspeed.muon.exchange.failures import step_of_all
-from deepspeed.muon.exchange.groups import limit_time
+from deepspeed.muon.exchange.groups import join, limit_time, processes
 from deepspeed.muon.exchange.host_staging import Staging
 from deepspeed.muon.exchange.owner_set import ranks_of_set
 from deepspeed.muon.exchange.partition import Partition, whole_partition
 from deepspeed.muon.exchange.watchdog import start_watchdog
 from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.probe import warm
-from deepspeed.muon.kernels.rounding import key_of
 from deepspeed.muon.kernels.selection import Missing, choose, missing, product_tables
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace, batch_limit
 from deepspeed.muon.log import logger
 from deepspeed.muon.lr_groups import GivenGroups
 from deepspeed.muon.math import adamw, momentum
-from deepspeed.muon.math.bf16 import in_fp32
 from deepspeed.muon.math.choice import Choice, from_pinned
-from deepspeed.muon.math.newton_schulz import DTYPES, orthogonalize
+from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.matrices.pipeline import stage_of
 from deepspeed.muon.matrices.query_keys import Attention, attention_layers
 from deepspeed.muon.matrices.routing import MatrixSpec, route, shapes_of, tag_parameters
 from deepspeed.muon.numerics import fixed_numerics
 from deepspeed.muon.param_groups import Split, check_decay_rates, check_options, split_groups, warn_of_odd_settings
-from deepspeed.muon.plan.plan import Plan, Run
-from deepspeed.muon.prepare import Prepare
+from deepspeed.muon.plan.plan import Plan
 from deepspeed.muon.qk_clip import QKClip
 from deepspeed.muon.second_moments import SecondMoments
-from deepspeed.muon.step_stats import ABSENT, StepStats
+from deepspeed.muon.step import PartitionStep, Tools
+from deepspeed.muon.step_stats import StepStats
 from deepspeed.muon.tuning import Candidates, Tuning, has_bf16, pinned_in
 
 #: A checkpoint's choice is kept in silence unless Newton-Schulz would be so many times faster by another.
@@ -525,80 +523,17 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         group = self.schedules.at(group, done=int(states[0]["step"]))
         for state in states:
             state["step"] += 1
-        with self.phase("prepare"):
-            absent = bound.gradients.absent(group["params"])
-        if self.step_stats is not None:
-            self.step_stats.add(ABSENT, len(absent) / bound.sharers, 0)
-        how = self.config.momentum_dtype, self.kernels, self.blocks_of, self._work
-        prepare = Prepare(bound, group, self.state, *how, absent)
-        orthogonalize, apply = partial(self._orthogonalize, bound), partial(self._apply, bound, group, absent)
-        bound.exchange.run(bound.plan, bound.program, prepare.bucket, orthogonalize, apply, self.phase)
-        with self.phase("prepare"):
-            prepare.finish()
-        return absent
-
-    def _orthogonalize(self, bound: Bound, buffers: BucketBuffers) -> None:
-        """At the owner: equal shapes in one batch."""
-        for batch in buffers.bucket.batches:
-            shape = batch.count, batch.rows, batch.cols
-            matrices = buffers.matrices[batch.start : batch.start + math.prod(shape)].view(shape)
-            self.rules.before(matrices, batch.axis, self._work)
-            if self.step_stats is not None:
-                self.step_stats.before_newton_schulz(batch.names, matrices)
-            method, kernels = bound.method(*batch.shape), bound.kernels(*batch.shape)
-            if batch.owners > 1:
-                kernels = bound.exchange.owner_set(batch, buffers.number).operations(kernels)
-            how = method, bound.dtype, self._work, kernels, self.config.ns_normalization, batch.gram_axis
-            orthogonalize(matrices, self.config.schedule, *how)
-            if self.step_stats is not None:
-                self.step_stats.after_newton_schulz(batch.names, matrices)
-            self.rules.after(matrices, batch.axis, self.second_moments.of(batch.names), self._work)
-
-    def _apply(self, bound: Bound, group: dict[str, Any], absent: frozenset[str], buffers: BucketBuffers) -> None:
-        """On the shard: decay and scaled update; matrices without a gradient are left alone."""
-        if self.step_stats is not None:
-            updates = self._updates(bound, group, absent, buffers)
-            self.step_stats.before_apply(updates, group, self.config.cautious_weight_decay)
-        for call in bound.calls[id(buffers.bucket)]:
-            tensor: Tensor = group["params"][call.tensor]
-            update = group["lr"], call.scale, group["weight_decay"], self.config.cautious_weight_decay
-            if tensor.grad is None:
-                continue
-            is_whole = not buffers.bucket.lacks(call.runs, absent)
-            if bound.together is not None and call.tiles is not None and is_whole:
-                results = buffers.matrices if call.in_place else buffers.outbox
-                bound.together.apply_(tensor.view(-1), results, call.tiles, *update)
-            else:
-                for index in call.runs:
-                    run = buffers.bucket.runs[index]
-                    if run.matrix in absent:
-                        continue
-                    target = gather(tensor, run.copy, self._work, "parameter")
-                    for part, weights in self._in_fp32(target, run, step=int(self.state[tensor]["step"])):
-                        self.kernels.apply_(weights, buffers.slice_of(index)[part], *update, self._work)
-                    scatter(target, tensor, run.copy)
-
-    def _in_fp32(self, weights: Tensor, run: Run, step: int) -> Iterator[tuple[slice, Tensor]]:
-        """The weights of a run, all at once; those kept in bf16 in chunks of fp32, which are rounded back."""
-        if weights.dtype != torch.bfloat16:
-            yield slice(None), weights
-            return
-        name, first = run.draws
-        for part, (wide,) in in_fp32([weights], [key_of(f"{name} weight", step)], first, self.kernels, self._work):
-            yield part, wide
-
-    def _updates(
-        self, bound: Bound, group: dict[str, Any], absent: frozenset[str], buffers: BucketBuffers
-    ) -> Iterator[tuple[str, Tensor, Tensor, float]]:
-        """(parameter, weights, orthogonalized update, its scale) of every run that :meth:`_apply` will update."""
-        for call in bound.calls[id(buffers.bucket)]:
-            tensor: Tensor = group["params"][call.tensor]
-            for index in call.runs if tensor.grad is not None else ():
-                run = buffers.bucket.runs[index]
-                if run.matrix in absent:
-                    continue
-                held = gather(tensor, run.copy, self._work, "parameter")
-                yield run.parameter, held, buffers.slice_of(index), call.scale
+        tools = Tools(
+            config=self.config,
+            kernels=self.kernels,
+            states=self.state,
+            blocks_of=self.blocks_of,
+            second_moments=self.second_moments,
+            work=self._work,
+            phase=self.phase,
+            stats=self.step_stats,
+        )
+        return PartitionStep(bound, group, tools).run()
 
     def _heads_of(self, absent: frozenset[str], group: dict[str, Any], qk_clip: QKClip) -> Iterator[Tensor]:
         """Yield views of the elements of absent matrices that QK-clip could scale."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from deepspeed.muon.attention_watch import AttentionWatch
 from deepspeed.muon.errors import UnsupportedError
-from deepspeed.muon.exchange.exchange import all_maxima
+from deepspeed.muon.exchange.groups import all_maxima
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.kernels.rounding import key_of
 from deepspeed.muon.kernels.table import Operations

@@ -12,8 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from deepspeed.muon.errors import UnsupportedError
-from deepspeed.muon.exchange.exchange import all_maxima
-from deepspeed.muon.exchange.groups import is_made, make_groups
+from deepspeed.muon.exchange.groups import all_maxima, is_made, make_groups
 
 
 def unwrapped(model: nn.Module) -> tuple[nn.Module, Any]:

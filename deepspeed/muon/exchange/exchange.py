@@ -5,88 +5,43 @@ the results back. In which order, and with what in memory, is decided in :mod:`d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from deepspeed.muon.exchange.buffers import BucketBuffers
 from deepspeed.muon.exchange.host_staging import Staging
 from deepspeed.muon.exchange.owner_set import OwnerSet, set_of
-from deepspeed.muon.exchange.watchdog import PendingCollective, PendingCollectives
+from deepspeed.muon.exchange.watchdog import PendingCollectives
 from deepspeed.muon.kernels.workspace import Workspace
-from deepspeed.muon.plan.plan import Batch, Bucket, Copy, Plan
-from deepspeed.muon.plan.program import AllToAll, Apply, Compute, Open, Prepare, Program, Send, Wait
+from deepspeed.muon.math.newton_schulz import name_of
+from deepspeed.muon.plan.collective import Collective
+from deepspeed.muon.plan.plan import Batch, Plan
+from deepspeed.muon.plan.program import Apply, Compute, Look, Open, Prepare, Program, Send, Wait
 
-
-@dataclass
-class BucketBuffers:
-    """The buffers of one bucket in flight, in the exchange dtype on the exchange device: parts of one storage.
-
-    Args:
-        number: which bucket of how many, for messages.
-        matrices: flat, the matrices that this rank owns; where only results travel, those of an earlier bucket.
-        outbox: flat, the runs of other ranks' matrices, ordered by owner. Results come back to the same positions.
-        inbox: flat, the runs of this rank's matrices that other ranks hold; a part of ``matrices`` where they arrive in
-            order.
-        host: flat, pinned memory for the runs where the shards are on the host and ``matrices`` on an accelerator;
-            ``None``: both are on one device.
-    """
-
-    bucket: Bucket
-    number: str
-    matrices: Tensor
-    outbox: Tensor
-    inbox: Tensor
-    host: Tensor | None = None
-    pending: list[PendingCollective] = field(default_factory=list)
-    #: The end of the last copy between host and accelerator, if there is one.
-    copied: Any = None
-
-    def slice_of(self, index: int) -> Tensor:
-        """Return what ``prepare`` fills and ``apply`` reads for a run, by its index: 1-D, on the shards' device."""
-        run = self.bucket.runs[index]
-        if self.host is not None:
-            return self.host.narrow(0, self.bucket.host_places[index], run.copy.numel)
-        return self._buffer(run.in_place).narrow(0, run.copy.at, run.copy.numel)
-
-    def segments(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the same elements in host memory and on the accelerator, in as few contiguous parts as there are."""
-        assert self.host is not None
-        segments = self.bucket.segments
-        host = [self.host.narrow(0, part.host, part.numel) for part in segments]
-        return host, [self._buffer(part.in_place).narrow(0, part.device, part.numel) for part in segments]
-
-    def _buffer(self, in_place: bool) -> Tensor:
-        return self.matrices if in_place else self.outbox
-
-    def wait(self) -> None:
-        """Wait for the pending collectives."""
-        while self.pending:
-            self.pending.pop().wait()
-
-    def unpack(self) -> None:
-        """Copy received elements into their matrices, unless they were received there."""
-        for copy in self.bucket.scattered:
-            grids(self.matrices, copy).copy_(self._received(copy))
-
-    def pack(self) -> None:
-        """Copy them back out of the matrices."""
-        for copy in self.bucket.scattered:
-            self._received(copy).copy_(grids(self.matrices, copy))
-
-    def _received(self, copy: Copy) -> Tensor:
-        shape, strides = (copy.times, copy.rows, copy.cols), (copy.at_step, copy.cols, 1)
-        return torch.as_strided(self.inbox[copy.at :], shape, strides)
-
-
-#: A phase of a step, for one bucket.
-Work = Callable[[BucketBuffers], None]
 #: What is entered around a phase, by its name.
 Phase = Callable[[str], AbstractContextManager]
+
+
+class Phases(Protocol):
+    """What a rank does between the collectives of a step; :mod:`deepspeed.muon.step` has it."""
+
+    def look(self, operation: Look) -> None:
+        """Find the matrices that have no gradient."""
+
+    def prepare(self, buffers: BucketBuffers) -> None:
+        """Write the input of Newton-Schulz for the runs of a bucket."""
+
+    def orthogonalize(self, buffers: BucketBuffers, calls: Iterator[Collective]) -> None:
+        """Orthogonalize the matrices of a bucket, and make these calls meanwhile."""
+
+    def apply(self, buffers: BucketBuffers) -> None:
+        """Update the runs of a bucket."""
 
 
 @dataclass(eq=False)
@@ -95,7 +50,7 @@ class Exchange:
 
     Args:
         group: the ranks that share the partition; ``None`` where one rank holds every matrix whole.
-        dtype: of Newton-Schulz and of what travels, bf16 or fp32.
+        dtype: of what travels, bf16 or fp32.
         device: of Newton-Schulz and of the collectives.
         work: holds the buffers.
         name: of the parameter group, for messages.
@@ -112,13 +67,24 @@ class Exchange:
     def __post_init__(self) -> None:
         self._collectives = PendingCollectives(self.name, self.device)
 
-    def owner_set(self, batch: Batch, bucket: str) -> OwnerSet:
-        """The ranks that own the matrices of a batch together with this one; ``bucket``: its number."""
+    def owner_set(self, batch: Batch, bucket: str, calls: Iterator[Collective]) -> OwnerSet:
+        """Return the ranks that own the matrices of a batch together with this one.
 
-        def run(launch: Callable[[], Any]) -> None:
+        Args:
+            bucket: its number, for messages.
+            calls: of the program; the next ones are those of this batch.
+        """
+
+        def call(kind: str, tensor: Tensor, launch: Callable[[], Any]) -> None:
+            planned = next(calls, None)
+            if planned is None or (planned.kind, planned.numel) != (kind, tensor.numel()):
+                raise RuntimeError(
+                    f"the program of the step has {planned} where the owners of {batch.names[0]} call {kind} of "
+                    f"{tensor.numel():,} {name_of(tensor.dtype)} elements; please report this"
+                )
             self._collectives.start(bucket, batch.names, launch).wait()
 
-        return OwnerSet(set_of(self.group, batch.owners), batch.owners, run)
+        return OwnerSet(set_of(self.group, batch.owners), batch.owners, call)
 
     def collect(self, held: Mapping[str, Tensor], sizes: Mapping[str, int]) -> dict[str, Tensor]:
         """Vectors that one rank of the group has each, on all ranks; called by all of them together.
@@ -138,8 +104,8 @@ class Exchange:
             torch.distributed.all_reduce(flat, group=self.group)  # exact: all but one summand are zero
         return {name: vector.cpu() for name, vector in vectors.items()}
 
-    def largest(self, values: Tensor, names: Sequence[str]) -> Tensor:
-        """Return the largest of each value over the ranks of the group, in place; a collective before the first bucket.
+    def largest(self, values: Tensor, names: Sequence[str]) -> None:
+        """Replace each value by the largest over the ranks; the collective of :class:`Look`.
 
         ``names``: of the matrices that the values belong to.
         """
@@ -147,9 +113,8 @@ class Exchange:
             torch.distributed.all_reduce, values, torch.distributed.ReduceOp.MAX, group=self.group, async_op=True
         )
         self._collectives.start("", tuple(names), start).wait()
-        return values
 
-    def run(self, plan: Plan, program: Program, prepare: Work, compute: Work, apply: Work, phase: Phase) -> None:
+    def run(self, plan: Plan, program: Program, phases: Phases, phase: Phase) -> None:
         """Carry out the program of a plan.
 
         ``phase`` is entered around each phase, by name; ``exchange`` is the time spent waiting.
@@ -161,13 +126,17 @@ class Exchange:
             self.staging.follow_the_computation()
         buffers: dict[int, BucketBuffers] = {}
         for operation in program:
+            if isinstance(operation, Look):
+                with phase("prepare"):
+                    phases.look(operation)
+                continue
             k = operation.bucket
             match operation:
                 case Open():
                     buffers[k] = self._open(plan, operation, storages[operation.storage], buffers)
                 case Prepare():
                     with phase("prepare"):
-                        prepare(buffers[k])
+                        phases.prepare(buffers[k])
                 case Send():
                     self._send(buffers[k], operation)
                 case Wait():
@@ -175,11 +144,17 @@ class Exchange:
                         self._wait(buffers[k], operation.back)
                 case Compute():
                     with phase("newton_schulz"):
-                        compute(buffers[k])
-                    buffers[k].pack()
+                        self._compute(phases, buffers[k], operation)
                 case Apply():
                     with phase("apply"):
-                        apply(buffers[k])
+                        phases.apply(buffers[k])
+
+    def _compute(self, phases: Phases, buffers: BucketBuffers, operation: Compute) -> None:
+        calls = iter(operation.collectives)
+        phases.orthogonalize(buffers, calls)
+        if (planned := next(calls, None)) is not None:
+            raise RuntimeError(f"the program of the step has {planned}, which no owner calls; please report this")
+        buffers.pack()
 
     def _storages(self, program: Program) -> dict[int, Tensor]:
         numels: dict[int, int] = {}
@@ -232,7 +207,7 @@ class Exchange:
 
         others, calls = 0, []
         for collective in operation.collectives:
-            if isinstance(collective, AllToAll):
+            if collective.kind == "all_to_all":
                 sent, received = (buffers.inbox, buffers.outbox) if operation.back else (buffers.outbox, buffers.inbox)
                 into, out_of = list(collective.received), list(collective.sent)
                 calls.append(partial(comm.all_to_all_single, received, sent, into, out_of))
@@ -244,44 +219,3 @@ class Exchange:
         options = {"group": self.group, "async_op": True, "log_name": "muon_exchange"}
         launches = (partial(call, **options) for call in calls)
         buffers.pending = [self._collectives.start(buffers.number, buffers.bucket.names, launch) for launch in launches]
-
-
-def processes() -> int:
-    """How many processes of this job could exchange anything."""
-    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-
-
-def join(group: Any) -> tuple[int, int]:
-    """This rank's index in a process group of torch's, and the group's size. Initializes DeepSpeed's collectives."""
-    from deepspeed import comm  # type: ignore[attr-defined]
-
-    if not comm.is_initialized():
-        comm.init_distributed(torch.distributed.get_backend(), auto_mpi_discovery=False)
-    return comm.get_rank(group=group), comm.get_world_size(group=group)
-
-
-def all_maxima(values: Tensor, group: Any) -> Tensor:
-    """The largest of each value over the ranks of a group, by default all; called by all of them together."""
-    if processes() > 1:
-        torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX, group=group)
-    return values
-
-
-def gather(tensor: Tensor, copy: Copy, work: Workspace, name: str) -> Tensor:
-    """The elements on the grid, 1-D: a view of a contiguous tensor if they are contiguous there, else a named copy."""
-    if copy.rows == 1:
-        return tensor.view(-1).narrow(0, copy.start, copy.cols)
-    held = work.get(name, (1, copy.rows, copy.cols), tensor.dtype, tensor.device)
-    return held.copy_(grids(tensor, copy)).view(-1)
-
-
-def scatter(values: Tensor, tensor: Tensor, copy: Copy) -> None:
-    """Write back the copy from :func:`gather`; does nothing for a view."""
-    if copy.rows > 1:
-        grids(tensor, copy).copy_(values.view(1, copy.rows, copy.cols))
-
-
-def grids(tensor: Tensor, copy: Copy) -> Tensor:
-    """The elements as they lie in a contiguous tensor, a view [times, rows, cols]."""
-    shape, strides = (copy.times, copy.rows, copy.cols), (copy.start_step, copy.pitch, 1)
-    return torch.as_strided(tensor.view(-1)[copy.start :], shape, strides)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process groups that the package makes: in one place, by all ranks of the world, in one order, before any step.
+"""Process groups. Those that the package makes are made by all ranks of the world, in one order, before any step.
 
 Where DeepSpeed has bound a process to its device, NCCL makes a group by a split of the world's communicator, which all
 ranks of the world must call, also those outside of the group.
@@ -13,11 +13,33 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import Tensor
 
 Ranks = tuple[int, ...]
 
 #: Those of this rank, by the world's group and their ranks.
 _made: dict[tuple[Any, Ranks], Any] = {}
+
+
+def processes() -> int:
+    """Return how many processes of this job could exchange anything."""
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+
+
+def join(group: Any) -> tuple[int, int]:
+    """Initialize DeepSpeed's collectives; return this rank's index in a process group of torch's, and its size."""
+    from deepspeed import comm  # type: ignore[attr-defined]
+
+    if not comm.is_initialized():
+        comm.init_distributed(torch.distributed.get_backend(), auto_mpi_discovery=False)
+    return comm.get_rank(group=group), comm.get_world_size(group=group)
+
+
+def all_maxima(values: Tensor, group: Any) -> Tensor:
+    """Return the largest of each value over the ranks of a group, by default all; a collective."""
+    if processes() > 1:
+        torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX, group=group)
+    return values
 
 
 def make_groups(wanted: Iterable[Sequence[int]], device: torch.device) -> None:

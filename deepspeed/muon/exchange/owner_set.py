@@ -49,12 +49,13 @@ class OwnerSet:
     Args:
         group: their process group.
         size: how many there are.
-        run: launches a collective, which returns a handle, and waits for it.
+        call: makes a collective, by its kind, the tensor that this rank contributes, and what launches it and returns a
+            handle; waits for its end.
     """
 
     group: Any
     size: int
-    run: Callable[[Callable[[], Any]], None]
+    call: Callable[[str, Tensor, Callable[[], Any]], None]
 
     def operations(self, kernels: Operations) -> Operations:
         """``kernels`` for a slice."""
@@ -111,11 +112,13 @@ class OwnerSet:
                 self._gather(one_out.diagonal, torch.cat(diagonals, dim=1))
 
     def _add(self, tensor: Tensor) -> None:
-        self.run(functools.partial(torch.distributed.all_reduce, tensor, group=self.group, async_op=True))
+        launch = functools.partial(torch.distributed.all_reduce, tensor, group=self.group, async_op=True)
+        self.call("all_reduce", tensor, launch)
 
     def _gather(self, into: Tensor, part: Tensor) -> None:
         flat = into.view(-1), part.contiguous().view(-1)
-        self.run(functools.partial(torch.distributed.all_gather_into_tensor, *flat, group=self.group, async_op=True))
+        launch = functools.partial(torch.distributed.all_gather_into_tensor, *flat, group=self.group, async_op=True)
+        self.call("all_gather", part, launch)
 
 
 def _each(matrices: Symmetric) -> list[Symmetric]:

@@ -11,7 +11,8 @@ operations when cols > rows. All its small matrices are polynomials of R, so the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -41,18 +42,29 @@ def name_of(dtype: torch.dtype) -> str:
 class Products(NamedTuple):
     """How many products of each kind one matrix takes: X X^T; of two symmetric matrices; P X."""
 
-    square: int
-    product: int
-    multiply: int
+    square: int = 0
+    product: int = 0
+    multiply: int = 0
+
+
+def product_order(schedule: Schedule, method: str, dtype: str) -> Iterator[str]:
+    """Yield the products of one method by their fields in :class:`Products`, in the order of :func:`orthogonalize`.
+
+    The order depends on the dtype because restarts do.
+    """
+    step = 0
+    for length in (1,) * len(schedule) if method == "standard" else segments(schedule, dtype):
+        yield "square"
+        for i, (_, _, c) in enumerate(schedule[step : step + length]):
+            of_factor, of_gram, of_q = int(c != 0), 2 * (i + 1 < length), int(i > 0)
+            yield from ["product"] * (of_factor + of_gram + of_q)
+        yield "multiply"
+        step += length
 
 
 def products(schedule: Schedule, method: str, dtype: str) -> Products:
-    """The products of one method, which depend on the dtype because restarts do."""
-    steps, quintic = len(schedule), sum(c != 0 for _, _, c in schedule)
-    if method == "standard":
-        return Products(steps, quintic, steps)
-    restarts = len(segments(schedule, dtype))
-    return Products(restarts, quintic + 3 * (steps - restarts), restarts)
+    """Return how many products one matrix takes."""
+    return Products(**Counter(product_order(schedule, method, dtype)))
 
 
 #: From as many owners of a matrix on, each computes some rows of a product of symmetric matrices, and all gather them.

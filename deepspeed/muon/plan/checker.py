@@ -1,27 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proves, without running them, that the programs of all ranks of a group cannot hang or overwrite what is in use.
+"""Proves, without running them, that the programs of all ranks cannot hang or overwrite what is in use.
 
-The rules are those of NCCL, which is stricter than gloo: each rank issues the same collectives in the same order with
-sizes that match. As a :class:`Send` never blocks, a rank that waits only for what it has sent before can then always go
-on.
+The rules are those of NCCL, which is stricter than gloo: the calls of all ranks, on all their process groups, must
+merge into one order. Then they end whatever the speed of each rank, and even where a device runs only one collective
+at a time, so that each blocks those that a rank has called after it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
 
+from deepspeed.muon.plan.collective import Collective, Group, mismatch
 from deepspeed.muon.plan.program import (
-    AllToAll,
     Apply,
-    Broadcast,
     Compute,
+    Look,
     Open,
     Operation,
     Prepare,
     Program,
     Send,
     Wait,
+    collectives_of,
 )
 
 
@@ -34,31 +34,53 @@ def violation(programs: Sequence[Program]) -> str | None:
     for rank, program in enumerate(programs):
         for text in _broken_order(program):
             return f"rank {rank}: {text}"
-    collectives = [[one for op in program if isinstance(op, Send) for one in op.collectives] for program in programs]
-    for number, alike in enumerate(zip_longest(*collectives)):
-        if mismatch := _mismatch(alike):
-            return f"collective {number}: {mismatch}"
-    return None
+    return conflict([list(collectives_of(program)) for program in programs])
 
 
-def _mismatch(alike: Sequence[AllToAll | Broadcast | None]) -> str | None:
-    """Return what is wrong with one collective, by rank."""
-    if None in alike:
-        who = [rank for rank, one in enumerate(alike) if one is None]
-        return f"ranks {who} issue none, the others {next(filter(None, alike))}"
-    if len({type(one) for one in alike}) > 1:
-        return f"the ranks issue {', '.join(type(one).__name__ for one in alike)}"
-    if any(isinstance(one, Broadcast) for one in alike):
-        return None if len(set(alike)) == 1 else f"the ranks issue {', '.join(map(str, alike))}"
-    for rank, one in enumerate(alike):
-        assert isinstance(one, AllToAll)
-        if not len(one.sent) == len(one.received) == len(alike):
-            return f"rank {rank} has sizes for {len(one.sent)} ranks of {len(alike)}"
-        for other, numel in enumerate(one.sent):
-            expected = alike[other].received[rank]  # type: ignore[union-attr]
-            if numel != expected:
-                return f"rank {rank} sends {numel} elements to rank {other}, which receives {expected}"
-    return None
+def conflict(calls: Sequence[Sequence[Collective]]) -> str | None:
+    """Return what keeps the calls of all ranks from merging into one order; ``None`` where they do.
+
+    Args:
+        calls: by rank, in order. Every rank of a group makes each of its calls.
+    """
+    done, come = [0] * len(calls), dict[Group, list[int]]()
+    arriving = list(range(len(calls)))
+    while arriving:
+        rank = arriving.pop()
+        if done[rank] == len(calls[rank]):
+            continue
+        call = calls[rank][done[rank]]
+        if rank not in call.group.ranks:
+            return f"rank {rank} calls {call}, of which it is no part"
+        waiting = come.setdefault(call.group, [])
+        waiting.append(rank)
+        if len(waiting) == len(call.group.ranks):
+            if text := mismatch([calls[each][done[each]] for each in call.group.ranks]):
+                return text
+            del come[call.group]
+            for each in call.group.ranks:
+                done[each] += 1
+            arriving += call.group.ranks
+    return _circle(calls, done)
+
+
+def _circle(calls: Sequence[Sequence[Collective]], done: Sequence[int]) -> str | None:
+    """Return who waits for whom, from the first rank that does; ``None`` where no rank has calls left."""
+    rank = next((rank for rank, count in enumerate(done) if count < len(calls[rank])), None)
+    texts, seen = list[str](), set[int]()
+    while rank is not None and rank not in seen:
+        seen.add(rank)
+        if done[rank] == len(calls[rank]):
+            texts.append(f"rank {rank} makes no further call")
+            break
+        call = calls[rank][done[rank]]
+        texts.append(f"rank {rank} waits in {call}")
+        rank = next(each for each in call.group.ranks if not _is_in(call.group, calls[each][done[each] :][:1]))
+    return "; ".join(texts) if texts else None
+
+
+def _is_in(group: Group, calls: Sequence[Collective]) -> bool:
+    return any(call.group == group for call in calls)
 
 
 #: What a bucket goes through, in this order.
@@ -70,7 +92,12 @@ def _broken_order(program: Program) -> Iterator[str]:
     done: dict[int, int] = {}
     opened: dict[int, Open] = {}
     users: dict[int, int] = {}  # the last bucket of each storage
-    for operation in program:
+    if not isinstance(program[0], Look):
+        yield "it does not look for gradients"
+    for operation in program[1:]:
+        if isinstance(operation, Look):
+            yield "it looks for gradients again"
+            continue
         bucket, stage = operation.bucket, _stage(operation)
         if stage != done.get(bucket, -1) + 1:
             yield f"{operation} after {done.get(bucket, -1) + 1} of the {len(LIFE)} operations of its bucket"

@@ -204,7 +204,8 @@ class Plan:
     """All buckets of one partition and their cost.
 
     ``owners``: of each matrix, of several the first one; ``counts``: how many each has. ``is_tight``: whether a matrix
-    is larger than a bucket on an accelerator, so that fewer are in flight.
+    is larger than a bucket on an accelerator, so that fewer are in flight. ``gradient_flags``: matrices of which the
+    ranks have to ask each other whether any element has a gradient.
     """
 
     rank: int
@@ -215,6 +216,7 @@ class Plan:
     loads: tuple[float, ...]
     moved_elements: int
     is_tight: bool
+    gradient_flags: int
     digest: str = field(compare=False)
 
     @property
@@ -322,8 +324,14 @@ def make_plan(
         loads=tuple(loads),
         moved_elements=moved,
         is_tight=tight,
+        gradient_flags=len({item.matrix for item in items}) if _is_cut(items, world_size) else 0,
         digest=_digest(items, owners, counts, rounds, limit, tight),
     )
+
+
+def _is_cut(items: Iterable[PlacedBlock], world_size: int) -> bool:
+    """Return whether any rank lacks a part of a matrix; ranks that have all of it have the same gradient."""
+    return world_size > 1 and any(len(item.parts) > 1 or item.shard.placement.copies == 1 for item in items)
 
 
 def owned_by(items: Sequence[PlacedBlock], owners: Sequence[int], counts: Sequence[int]) -> Round:

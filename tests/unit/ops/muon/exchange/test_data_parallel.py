@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from deepspeed.muon import MuonWithAuxAdam, UnsupportedError
-from deepspeed.muon import optimizer as module
+from deepspeed.muon import step as module
 from deepspeed.muon.plan import sharing
 from helpers.distributed import run
 from helpers.engine_state import differing

@@ -280,13 +280,13 @@ def raise_in_a_step(stage: int, rank: int) -> None:
     """An exception on one rank, which its script catches, so that the process and its connections live on."""
     import torch.distributed as dist
 
-    from deepspeed.muon.optimizer import MuonWithAuxAdam
+    from deepspeed.muon.step import PartitionStep
 
     def fail(*args: Any) -> None:
         raise TypeError("a matrix of one column")
 
     if dist.get_rank() == rank:
-        MuonWithAuxAdam._orthogonalize = fail
+        PartitionStep.orthogonalize = fail
     try:
         train_on_gradients(SHAPES, 1, stage=stage)
     except TypeError:

@@ -86,7 +86,7 @@ def test_staged_shards_travel_as_others_do(stage: int, offload: bool) -> None:
 
 def counted(**config: Any) -> tuple[int, int]:
     """Matrices that this rank orthogonalizes in three steps, and how many the model has."""
-    from deepspeed.muon import optimizer as module
+    from deepspeed.muon import step as module
 
     original, done = module.orthogonalize, []
 

@@ -36,7 +36,7 @@ def errors(table: Operations, dtype: str, method: str, shape: tuple[int, int, in
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * torch.logspace(0, 1, shape[2])
     axis = 1 + int(shape[1] <= shape[2])
     how: dict[str, Any] = {"method": method, "dtype": DTYPES[dtype], "gram_axis": 2 - axis}
-    owners = OwnerSet(set_of(dist.group.WORLD, world), world, lambda launch: launch().wait())
+    owners = OwnerSet(set_of(dist.group.WORLD, world), world, lambda kind, tensor, launch: launch().wait())
     mine = x.chunk(world, dim=axis)[rank].clone(memory_format=torch.contiguous_format)
     orthogonalize(mine, STEPS, work=Workspace(), kernels=owners.operations(table), **how)
     parts = [torch.empty_like(mine) for _ in range(world)]
@@ -78,7 +78,7 @@ def with_unlike_threads() -> list[tuple[int, ...]]:
 
     dist.all_reduce = all_reduce
     try:
-        owners = OwnerSet(dist.group.WORLD, 2, lambda launch: launch().wait())
+        owners = OwnerSet(dist.group.WORLD, 2, lambda kind, tensor, launch: launch().wait())
         kernels = owners.operations(product_tables(missing("torch", ["cpu"]), "cpu")["torch"])
         orthogonalize(torch.randn(3, 512, 1024), STEPS[:1], kernels=kernels, gram_axis=0)
     finally:

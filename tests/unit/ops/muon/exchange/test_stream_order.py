@@ -16,12 +16,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed.muon.exchange import host_staging
-from deepspeed.muon.exchange.exchange import BucketBuffers, Exchange
+from deepspeed.muon.exchange.buffers import BucketBuffers
+from deepspeed.muon.exchange.exchange import Exchange
 from deepspeed.muon.kernels.workspace import Workspace
+from deepspeed.muon.plan.collective import Collective
 from deepspeed.muon.plan.placement import Placement, Shard
 from deepspeed.muon.plan.plan import Plan, make_plan
-from deepspeed.muon.plan.program import program_of
-from helpers.plans import COST, specs
+from deepspeed.muon.plan.program import Look, program_of
+from helpers.plans import COST, nothing_between, specs
 
 CPU = torch.device("cpu")
 BUCKETS = 7
@@ -162,21 +164,25 @@ def exchange(monkeypatch: pytest.MonkeyPatch, world: int, without: tuple[str, st
     plan: Plan = make_plan(shards, 0, world, COST, bucket_bytes=200)
     assert len(plan.buckets) == BUCKETS and plan.buckets[0].travels == (world > 1)
 
-    def prepare(buffers: BucketBuffers) -> None:
-        record.use(record.host, f"prepare {buffers.number}", writes=[buffers.host])
+    class Phases:
+        def look(self, operation: Look) -> None:
+            pass
 
-    def compute(buffers: BucketBuffers) -> None:
-        record.use(record.current_stream(), f"compute {buffers.number}", [buffers.matrices], [buffers.matrices])
+        def prepare(self, buffers: BucketBuffers) -> None:
+            record.use(record.host, f"prepare {buffers.number}", writes=[buffers.host])
 
-    def apply(buffers: BucketBuffers) -> None:
-        record.use(record.host, f"apply {buffers.number}", reads=[buffers.host])
+        def orthogonalize(self, buffers: BucketBuffers, calls: Iterator[Collective]) -> None:
+            record.use(record.current_stream(), f"compute {buffers.number}", [buffers.matrices], [buffers.matrices])
+
+        def apply(self, buffers: BucketBuffers) -> None:
+            record.use(record.host, f"apply {buffers.number}", reads=[buffers.host])
 
     ours = Exchange(
         object() if world > 1 else None, torch.float32, CPU, UsedBefore(record), "muon", host_staging.Staging()
     )
     with Copies(record):
         for _ in range(2):
-            ours.run(plan, program_of(plan, staged=True), prepare, compute, apply, nullcontext)
+            ours.run(plan, program_of(plan, "fp32", True, nothing_between), Phases(), nullcontext)
     return record
 
 

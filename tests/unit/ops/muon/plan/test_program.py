@@ -3,38 +3,64 @@
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed.muon.plan.checker import violation
+from deepspeed.muon.math.coefficients import schedule
+from deepspeed.muon.plan.between_owners import NewtonSchulz, between_owners
+from deepspeed.muon.plan.checker import conflict, violation
+from deepspeed.muon.plan.collective import Collective, Group
 from deepspeed.muon.plan.cost import CostModel
 from deepspeed.muon.plan.placement import Placement, Shard
 from deepspeed.muon.plan.plan import Plan, make_plan
-from deepspeed.muon.plan.program import AllToAll, Apply, Compute, Open, Program, Send, Wait, program_of
+from deepspeed.muon.plan.program import Apply, Compute, Look, Open, Program, Send, Wait, collectives_of, program_of
+from deepspeed.muon.plan.slices import is_sliceable
 from helpers.plans import COST, flat_layout, part_layout, specs
 
 
 def plans_of(
-    shapes: list[tuple[int, int]], stage: int, world: int, bucket_bytes: int, device_type: str, split: bool
+    shapes: list[tuple[int, int]],
+    stage: int,
+    world: int,
+    bucket_bytes: int,
+    device_type: str,
+    split: bool,
+    owners: int = 1,
 ) -> list[Plan]:
+    """`owners`: of every matrix that can be cut among so many, where these fit the ranks."""
     items = specs(shapes, split)
     if stage == 0:
         shards = [Shard(spec, i, Placement(0, spec.numel, 0, world)) for i, spec in enumerate(items)]
     else:
         shards, _ = (part_layout if stage == 3 else flat_layout)(items, world)
     cost = CostModel(COST.flops, COST.flops_per_byte, COST.bytes_per_element, device_type)
-    return [make_plan(shards, rank, world, cost, bucket_bytes) for rank in range(world)]
+    blocks = [block for shard in shards for block in shard.spec.blocks]
+    counts = [owners if world % owners == 0 and is_sliceable(block, owners) else 1 for block in blocks]
+    return [make_plan(shards, rank, world, cost, bucket_bytes, counts) for rank in range(world)]
 
 
-def programs_of(*args: Any, staged: bool = False) -> list[Program]:
-    return [program_of(plan, staged) for plan in plans_of(*args)]
+def how(dtype: str = "bf16", normalization: str = "frobenius") -> NewtonSchulz:
+    method = {True: "gram", False: "standard"}
+    return NewtonSchulz(
+        schedule=schedule("simple"),
+        method=lambda rows, cols: method[rows < cols],
+        dtype=dtype,
+        normalization=normalization,
+        device_type="cpu",
+    )
+
+
+def programs_of(*args: Any, staged: bool = False, newton_schulz: NewtonSchulz | None = None) -> list[Program]:
+    between = partial(between_owners, how=newton_schulz or how())
+    return [program_of(plan, "bf16", staged, between) for plan in plans_of(*args)]
 
 
 def life(program: Program, bucket: int) -> list[str]:
-    return [type(operation).__name__ for operation in program if operation.bucket == bucket]
+    return [type(operation).__name__ for operation in program[1:] if operation.bucket == bucket]
 
 
 LAYOUT = (
@@ -44,6 +70,7 @@ LAYOUT = (
     st.sampled_from([1, 60, 200, 2**20]),
     st.sampled_from(["cpu", "cuda"]),
     st.booleans(),
+    st.sampled_from([1, 2, 4]),
 )
 
 
@@ -56,30 +83,32 @@ def test_programs_break_no_rule(
     bucket_bytes: int,
     device_type: str,
     split: bool,
+    owners: int,
     staged: bool,
 ) -> None:
     """Each bucket goes through all phases, and memory is what the plan promises."""
     staged = staged and (stage > 0 or world == 1)  # shards that every rank holds whole are never on the host
-    plans = plans_of(shapes, stage, world, bucket_bytes, device_type, split)
-    programs = [program_of(plan, staged) for plan in plans]
+    job = shapes, stage, world, bucket_bytes, device_type, split, owners
+    plans, programs = plans_of(*job), programs_of(*job, staged=staged)
     assert violation(programs) is None
     for plan, program in zip(plans, programs, strict=True):
         for bucket in range(len(plan.buckets)):
             assert life(program, bucket) == ["Open", "Prepare", "Send", "Wait", "Compute", "Send", "Wait", "Apply"]
         opened = [operation for operation in program if isinstance(operation, Open)]
         assert len({operation.storage for operation in opened}) <= (4 if plan.is_replicated else plan.slots(staged))
-        sent = sum(sum(one.sent) - one.sent[plan.rank] for one in collectives(program) if isinstance(one, AllToAll))
-        own = [one for one in collectives(program) if not isinstance(one, AllToAll) and one.root == plan.rank]
+        sent = sum(sum(one.sent) - one.sent[plan.rank] for one in sent_by(program) if one.sent)
+        own = [one for one in sent_by(program) if one.root == plan.rank]
         assert sent + sum(one.numel for one in own) * (world - 1) == plan.sent_elements
 
 
-def collectives(program: Program) -> list[Any]:
+def sent_by(program: Program) -> list[Collective]:
     return [one for operation in program if isinstance(operation, Send) for one in operation.collectives]
 
 
 SHAPES = [(8, 4), (4, 8), (16, 12), (6, 5), (8, 4), (16, 12), (4, 8), (8, 4)]
 SHARDED = (SHAPES * 2, 3, 4, 60, "cpu", False)
 SHARED = (SHAPES * 2, 0, 4, 200, "cpu", False)
+SLICED = (SHAPES * 2, 3, 4, 200, "cpu", False, 2)
 Break = Callable[[list[Program]], None]
 
 
@@ -109,7 +138,7 @@ def other_sizes(programs: list[Program]) -> None:
     """As where a rank's number of threads decides them."""
     program, place = list(programs[3]), sends(programs[3])[0]
     one = program[place].collectives[0]
-    if isinstance(one, AllToAll):
+    if one.sent:
         one = dataclasses.replace(one, sent=(one.sent[0] + 1, *one.sent[1:]))
     else:
         one = dataclasses.replace(one, numel=one.numel + 1)
@@ -119,7 +148,7 @@ def other_sizes(programs: list[Program]) -> None:
 
 def another_plan(programs: list[Program]) -> None:
     """One rank has the plan of another checkpoint."""
-    stage = 0 if any(not isinstance(one, AllToAll) for one in collectives(programs[0])) else 3
+    stage = 3 if any(one.sent for one in sent_by(programs[0])) else 0
     programs[1] = programs_of(SHAPES * 2, stage, 4, 2**20, "cpu", False)[1]
 
 
@@ -151,11 +180,11 @@ def ends_early(programs: list[Program]) -> None:
 
 def test_results_that_leave_before_they_are_computed_are_found() -> None:
     programs = programs_of(*SHARED)
-    program, own = list(programs[0]), programs[0][0].bucket
-    computed = program.index(Compute(own))
+    program, own = list(programs[0]), programs[0][1].bucket
+    computed = next(i for i, o in enumerate(program) if isinstance(o, Compute) and o.bucket == own)
     late = [operation for operation in program[computed:] if operation.bucket == own]
     program = [operation for operation in program if operation not in late]
-    sent = next(i for i, o in enumerate(program) if o.bucket > own and isinstance(o, Send) and o.back)
+    sent = next(i for i, o in enumerate(program) if isinstance(o, Send) and o.bucket > own and o.back)
     programs[0] = (*program[: sent + 1], *late, *program[sent + 1 :])
     assert "before they are computed" in str(violation(programs))
 
@@ -167,9 +196,92 @@ def overwritten(programs: list[Program]) -> None:
     again = next(o for o in rounds[1:] if o.storage == rounds[0].storage)
     last = max(o.bucket for o in program if isinstance(o, Open) and o.own == rounds[0].bucket)
     program.remove(again)
-    first = next(i for i, o in enumerate(program) if o.bucket == last and isinstance(o, Wait) and o.back)
+    first = next(i for i, o in enumerate(program) if isinstance(o, Wait) and o.back and o.bucket == last)
     program.insert(first, again)
     programs[0] = tuple(program)
+
+
+def between_others(programs: list[Program]) -> None:
+    """One rank takes another method of Newton-Schulz for a matrix that it owns with others."""
+    changed = programs_of(*SLICED, newton_schulz=dataclasses.replace(how(), method=lambda rows, cols: "standard"))
+    programs[2] = changed[2]
+
+
+def other_batches(programs: list[Program]) -> None:
+    """One rank orthogonalizes fewer matrices at a time, as where its number of threads decides that."""
+    is_large = any(call.kind == "all_gather" and call.numel > 2 for call in collectives_of(programs[2]))
+    assert is_large
+    program = []
+    for operation in programs[2]:
+        if isinstance(operation, Compute) and operation.collectives:
+            first = operation.collectives[0]
+            halves = (dataclasses.replace(first, numel=2),) * (first.numel // 2)
+            operation = dataclasses.replace(operation, collectives=halves + operation.collectives[1:])
+        program.append(operation)
+    programs[2] = tuple(program)
+
+
+def no_flags(programs: list[Program]) -> None:
+    """One rank does not ask for gradients."""
+    programs[3] = (Look(()), *programs[3][1:])
+
+
+def other_precision(programs: list[Program]) -> None:
+    """One rank forms its products in another dtype."""
+    programs[1] = programs_of(*SLICED, newton_schulz=how("fp32"))[1]
+
+
+@pytest.mark.parametrize("broken", [between_others, other_batches, no_flags, other_precision], ids=lambda b: b.__name__)
+def test_broken_calls_of_owners_are_found(broken: Break) -> None:
+    programs = programs_of(*SLICED)
+    assert violation(programs) is None
+    broken(programs)
+    assert violation(programs) is not None
+
+
+def test_every_call_of_owners_matters() -> None:
+    """One that is left out, made twice, or made with other sizes by one rank is found."""
+    programs, found = programs_of(*SLICED), 0
+    for place, operation in enumerate(programs[1]):
+        calls = operation.collectives if isinstance(operation, Compute) else ()
+        for index, call in enumerate(calls):
+            larger = dataclasses.replace(call, numel=call.numel + 1)
+            for instead in ((), (call, call), (larger,)):
+                changed = dataclasses.replace(operation, collectives=calls[:index] + instead + calls[index + 1 :])
+                other = (*programs[1][:place], changed, *programs[1][place + 1 :])
+                assert violation([programs[0], other, *programs[2:]]) is not None, call
+                found += 1
+    assert found > 100
+
+
+def calls_of(*orders: str) -> list[list[Collective]]:
+    """By rank the groups in which it calls, such as "01 12"."""
+    return [[Collective("all_reduce", Group(tuple(map(int, ranks))), "fp32", 8) for ranks in o.split()] for o in orders]
+
+
+def test_calls_that_wait_for_each_other_are_found() -> None:
+    """Also where no two ranks share two groups, and where each communicator has its calls in order."""
+    assert conflict(calls_of("01 012 01", "012 01", "012")) is not None
+    assert conflict(calls_of("01 02", "01 12", "12 02")) is None
+    text = str(conflict(calls_of("01 02", "12 01", "02 12")))
+    assert text.startswith("rank 0 waits in all_reduce of 8 fp32 elements among ranks 0 to 1; rank 1 waits in"), text
+    assert "rank 2 waits in all_reduce of 8 fp32 elements among ranks 0, 2" in text
+
+
+def test_groups_that_only_their_members_make_are_found() -> None:
+    """Every rank of the world makes each group, as torch splits the world's communicator on NCCL."""
+    world = Group(range(4))
+    makes = [Collective(f"new_group of ranks {first} to {first + 1}", world) for first in (0, 2)]
+    assert conflict([makes] * 4) is None
+    assert "rank 2 calls new_group of ranks 2 to 3" in str(conflict([makes[:1], makes[:1], makes[1:], makes[1:]]))
+
+
+def test_a_rank_that_calls_in_a_foreign_group_is_found() -> None:
+    assert "rank 2 calls" in str(conflict(calls_of("01", "01", "01")))
+
+
+def test_a_rank_that_stops_is_found() -> None:
+    assert "rank 1 makes no further call" in str(conflict(calls_of("01 01", "01")))
 
 
 BREAKS = [
@@ -208,4 +320,6 @@ def test_an_operation_that_is_missing_or_twice_is_found(job: tuple) -> None:
 def test_a_message_names_ranks_and_sizes() -> None:
     programs = programs_of(*SHARDED)
     other_sizes(programs)
-    assert violation(programs) == "collective 0: rank 3 sends 49 elements to rank 0, which receives 48"
+    assert violation(programs) == (
+        "rank 3 sends 49 elements to rank 0, which receives 48, in all_to_all of 145 bf16 elements among ranks 0 to 3"
+    )

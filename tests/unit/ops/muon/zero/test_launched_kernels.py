@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deepspeed.muon import MuonWithAuxAdam
 from deepspeed.muon.kernels import reference
-from deepspeed.muon.prepare import Prepare
+from deepspeed.muon.step import PartitionStep
 from helpers.distributed import run
 from helpers.training import PARAMS, FixedGradients, ds_config, fp32_weights, make_engine
 
@@ -74,14 +74,14 @@ def test_runs_together_change_no_bit_and_take_the_planned_kernels(stage: int, mo
 
 def test_tensors_without_a_gradient_keep_their_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their part of what is sent is zero, in one call or in many."""
-    results, bucket = [], Prepare.bucket
+    results, prepare = [], PartitionStep.prepare
 
-    def watched(self: Prepare, buffers: Any) -> None:
+    def watched(self: PartitionStep, buffers: Any) -> None:
         buffers.matrices.fill_(torch.nan)
-        bucket(self, buffers)
+        prepare(self, buffers)
         assert not buffers.matrices.isnan().any()
 
-    monkeypatch.setattr(Prepare, "bucket", watched)
+    monkeypatch.setattr(PartitionStep, "prepare", watched)
     for runs in (None, reference.RUNS):
         net = FixedGradients([(8, 16), (8, 16), (16, 8), (8, 16)])
         optimizer = MuonWithAuxAdam(net.parameters(), model=net, lr=0.1)

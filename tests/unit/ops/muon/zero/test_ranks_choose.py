@@ -72,17 +72,17 @@ def methods_of(engine: Any) -> dict[str, str]:
 @contextmanager
 def calls() -> Iterator[list[tuple[str, str, torch.dtype]]]:
     """Shape, method and dtype of every call of Newton-Schulz in a step."""
-    from deepspeed.muon import optimizer
+    from deepspeed.muon import step
 
     found: list[tuple[str, str, torch.dtype]] = []
-    original = optimizer.orthogonalize
+    original = step.orthogonalize
 
-    def noting(x: Tensor, schedule: Any, method: str, dtype: torch.dtype, *others: Any) -> Tensor:
+    def noting(x: Tensor, schedule: Any, *, method: str, dtype: torch.dtype, **others: Any) -> Tensor:
         found.append(("x".join(map(str, sorted(x.shape[1:]))), method, dtype))
-        return original(x, schedule, method, dtype, *others)
+        return original(x, schedule, method=method, dtype=dtype, **others)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimizer, "orthogonalize", noting)
+        patch.setattr(step, "orthogonalize", noting)
         yield found
 
 
