@@ -69,7 +69,7 @@ class Bound:
     def digest(self) -> str:
         """Return a hash of all from which the programs of the ranks follow, and of what decides their bits."""
         wire, slots = name_of(self.exchange.dtype), self.plan.slots(self.exchange.staging is not None)
-        how = self.newton_schulz.dtype, self.newton_schulz.normalization, self.newton_schulz.device_type
+        how = self.newton_schulz.dtype, self.newton_schulz.device_type
         facts = self.plan.digest, slots, self.plan.set_sizes, wire, how, self.settings
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
@@ -139,7 +139,6 @@ def bind_partition(
             schedule=config.schedule,
             method=by_shape,
             dtype=choice.dtype,
-            normalization=config.ns_normalization,
             device_type=exchange.device.type,
         ),
         settings=repr((choice.pinned(), sorted((key, value) for key, value in group.items() if key != "params"))),

@@ -42,6 +42,7 @@ from deepspeed.muon.matrices.routing import MatrixSpec, route, shapes_of, tag_pa
 from deepspeed.muon.numerics import fixed_numerics
 from deepspeed.muon.param_groups import Split, check_decay_rates, check_options, split_groups, warn_of_odd_settings
 from deepspeed.muon.plan.plan import Plan
+from deepspeed.muon.plan.program import Program
 from deepspeed.muon.qk_clip import QKClip
 from deepspeed.muon.second_moments import SecondMoments
 from deepspeed.muon.step import PartitionStep, Tools
@@ -309,6 +310,11 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     def plans(self) -> list[Plan]:
         """The bound plans, one per partition of the Muon half."""
         return [bound.plan for bound in self._bound.values()]
+
+    @property
+    def programs(self) -> list[Program]:
+        """Return the programs of this rank, one per partition of the Muon half."""
+        return [bound.program for bound in self._bound.values()]
 
     @property
     def owner_sets(self) -> set[tuple[int, ...]]:

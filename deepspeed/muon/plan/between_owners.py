@@ -25,7 +25,6 @@ class NewtonSchulz:
     schedule: Schedule
     method: Callable[[int, int], str]
     dtype: str
-    normalization: str
     device_type: str
 
 
@@ -39,8 +38,7 @@ def between_owners(batch: Batch, rank: int, how: NewtonSchulz) -> Iterator[Colle
     first = rank // batch.owners * batch.owners
     group, small = Group(range(first, first + batch.owners)), min(batch.shape)
     has_diagonals, splits_products = how.dtype != "fp32", batch.owners >= SPLIT_FROM
-    squares = ["square"] if how.normalization == "aol" else []
-    products = [*squares, *product_order(how.schedule, how.method(*batch.shape), how.dtype)]
+    products = [*product_order(how.schedule, how.method(*batch.shape), how.dtype)]
     limit = batch_limit(batch.rows * batch.cols, small, DTYPES[how.dtype].itemsize, how.device_type != "cpu", threads=1)
     for count in _parts(batch.count, limit):
         yield Collective("all_gather", group, "fp32", 2 * count)  # of each matrix a power of two, and a length

@@ -24,6 +24,7 @@ from typing import Any
 
 import psutil
 
+from deepspeed.muon.exchange.recorder import first_fault
 from helpers import extensions
 from helpers.paths import TESTS
 
@@ -263,7 +264,10 @@ class Pool:
         """The next result of every rank in order; raises RankError if any is missing or a failure."""
         replies = self.replies(timeout)
         if len(replies) == len(self.ranks) and all(status == "ok" for status, _ in replies.values()):
-            return [replies[rank][1] for rank in range(len(self.ranks))]
+            results, recorders = zip(*(replies[rank][1] for rank in range(len(self.ranks))), strict=True)
+            if all(recorders) and (fault := first_fault(recorders)):
+                raise RankError(f"NCCL could hang, though gloo does not: {fault}")
+            return list(results)
         raise RankError(self._report(replies, timeout))
 
     def _report(self, replies: dict[int, Reply], timeout: float) -> str:

@@ -140,15 +140,26 @@ def _nothing_left() -> Iterator[None]:
             distributed_c10d.destroy_process_group(group)
 
 
+@contextmanager
+def _recorded() -> Iterator[Any]:
+    """Records the collectives of a job, unless the ranks run stock DeepSpeed."""
+    if "deepspeed.muon" not in sys.modules:
+        yield None
+        return
+    recorder = import_module("deepspeed.muon.exchange.recorder").Recorder()
+    with recorder.recording():
+        yield recorder
+
+
 def _run(message: bytes, cleans: bool) -> bytes:
-    """The pickled reply, ("ok", result) or ("error", traceback), to a pickled (function, kwargs)."""
+    """The pickled reply, ("ok", (result, recorded calls)) or ("error", traceback), to a pickled (function, kwargs)."""
     import torch
 
     torch.manual_seed(0)
     try:
         fn, kwargs = pickle.loads(message)
-        with _nothing_left() if cleans else nullcontext():
-            return pickle.dumps(("ok", _portable(fn(**kwargs))))
+        with _nothing_left() if cleans else nullcontext(), _recorded() as recorder:
+            return pickle.dumps(("ok", (_portable(fn(**kwargs)), recorder)))
     except BaseException:
         return pickle.dumps(("error", traceback.format_exc()))
 
@@ -162,7 +173,7 @@ def serve_jobs(parent: Connection, collective_timeout: float | None) -> None:
     threading.Thread(target=_die_with, args=(os.getppid(),), daemon=True).start()
     if collective_timeout is not None:
         join(collective_timeout)
-    parent.send_bytes(pickle.dumps(("ok", "ready")))
+    parent.send_bytes(pickle.dumps(("ok", ("ready", None))))
     while True:
         try:
             sys.path[:] = pickle.loads(parent.recv_bytes())

@@ -43,13 +43,12 @@ def plans_of(
     return [make_plan(shards, rank, world, cost, bucket_bytes, counts) for rank in range(world)]
 
 
-def how(dtype: str = "bf16", normalization: str = "frobenius") -> NewtonSchulz:
+def how(dtype: str = "bf16") -> NewtonSchulz:
     method = {True: "gram", False: "standard"}
     return NewtonSchulz(
         schedule=schedule("simple"),
         method=lambda rows, cols: method[rows < cols],
         dtype=dtype,
-        normalization=normalization,
         device_type="cpu",
     )
 

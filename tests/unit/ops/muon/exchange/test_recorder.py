@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks call is recorded as they call it, and a step calls what its program says."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed.muon.exchange.recorder import Recorder, first_fault
+from deepspeed.muon.plan.collective import Collective
+from deepspeed.muon.plan.program import collectives_of
+from helpers.distributed import RankError, run
+from helpers.training import PARAMS, FixedGradients, ds_config, make_engine
+
+Facts = tuple[str, tuple[int, ...], str, int, int | None, tuple[int, ...], tuple[int, ...]]
+
+
+def facts(call: Collective) -> Facts:
+    return call.kind, tuple(call.group.ranks), call.dtype, call.numel, call.root, call.sent, call.received
+
+
+def every_collective() -> list[Facts]:
+    """Of two ranks."""
+    import torch.distributed as dist
+
+    rank, recorder = dist.get_rank(), Recorder()
+    x, wide = torch.ones(2), torch.ones(4)
+    with recorder.recording():
+        dist.all_reduce(x)
+        dist.broadcast(x.bfloat16(), src=1)
+        dist.all_gather_into_tensor(wide, x)
+        dist.all_gather([torch.empty(2), torch.empty(2)], x)
+        dist.reduce_scatter_tensor(x, wide)
+        dist.all_to_all_single(torch.empty(4), wide)
+        dist.all_to_all_single(
+            torch.empty(3 + rank, 2), torch.ones(3 + rank, 2), [2 - rank, 1 + 2 * rank], [2 - rank, 1 + 2 * rank]
+        )
+        dist.gather(x, [torch.empty(2), torch.empty(2)] if rank == 0 else None, dst=0)
+        dist.barrier()
+    assert all(call.caller.startswith("exchange/test_recorder.py:") for call in recorder.calls)
+    return [facts(call) for call in recorder.calls]
+
+
+def test_every_kind_is_recorded_as_it_is_called() -> None:
+    first, second = run(every_collective, 2)
+    both, none = (0, 1), ((), ())
+    assert first == [
+        ("all_reduce", both, "fp32", 2, None, *none),
+        ("broadcast", both, "bf16", 2, 1, *none),
+        ("all_gather", both, "fp32", 2, None, *none),
+        ("all_gather", both, "fp32", 0, None, (2, 2), (2, 2)),
+        ("reduce_scatter", both, "fp32", 2, None, *none),
+        ("all_to_all", both, "fp32", 4, None, *none),
+        ("all_to_all", both, "fp32", 0, None, (4, 2), (4, 2)),
+        ("gather", both, "fp32", 2, 0, *none),
+        ("barrier", both, "", 0, None, *none),
+    ]
+    assert second[6] == ("all_to_all", both, "fp32", 0, None, (2, 6), (2, 6))
+    assert second[:6] == first[:6] and second[7:] == first[7:]
+
+
+# ---- what gloo forgives -----------------------------------------------------------------------------------------
+
+
+def inverted() -> None:
+    """Two groups, called in another order by each rank, and waited for at the end."""
+    import torch.distributed as dist
+
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    order = groups if dist.get_rank() == 0 else groups[::-1]
+    for handle in [dist.all_reduce(torch.ones(3), group=group, async_op=True) for group in order]:
+        handle.wait()
+
+
+def groups_of_members() -> None:
+    import torch.distributed as dist
+
+    if dist.get_rank() < 2:
+        dist.new_group([0, 1])
+
+
+def unlike_dtypes() -> None:
+    import torch.distributed as dist
+
+    dtypes = torch.float32, torch.int32
+    dist.all_reduce(torch.ones(2, dtype=dtypes[dist.get_rank()]))
+
+
+def unlike_messages() -> None:
+    import torch.distributed as dist
+
+    if dist.get_rank() == 0:
+        dist.send(torch.ones(4), 1)
+    else:
+        dist.recv(torch.ones(2, dtype=torch.float64), 0)
+
+
+@pytest.mark.parametrize(
+    ("job", "world", "words"),
+    [
+        (inverted, 2, r"rank 0 waits in all_reduce .*in inverted\); rank 1 waits in all_reduce .*in inverted\)"),
+        (groups_of_members, 3, "rank 0 waits in new_group of ranks 0 to 1 .*rank 2 makes no further call"),
+        (unlike_dtypes, 2, "rank 0 calls all_reduce of 2 fp32 .*, rank 1 calls all_reduce of 2 int32"),
+        (unlike_messages, 2, "rank 0: send of 4 fp32 .*; rank 1: recv of 2 float64"),
+    ],
+)
+def test_what_only_gloo_forgives_fails(job: Any, world: int, words: str) -> None:
+    with pytest.raises(RankError, match=f"NCCL could hang, though gloo does not: {words}"):
+        run(job, world, fresh=True)
+
+
+# ---- a step -----------------------------------------------------------------------------------------------------
+
+SHAPES = [(24, 48), (48, 24), (36, 36), (60, 24), (24, 48), (25, 35)]
+
+
+def recorded_steps(params: dict[str, Any], **config: Any) -> tuple[list[Facts], list[Facts]]:
+    """What this rank calls in two steps at the lines of the exchange, and what its programs say."""
+    engine = make_engine(
+        FixedGradients(SHAPES), ds_config(optimizer={"type": "Muon", "params": PARAMS | params}, **config)
+    )
+    recorder = Recorder()
+    for step in range(2):
+        gradients = engine.module.gradients(step)
+        engine.backward(engine(gradients))
+        with recorder.recording():
+            engine.step()
+    files = ("deepspeed/muon/exchange/exchange.py:", "deepspeed/muon/exchange/owner_set.py:")
+    called = [facts(call) for call in recorder.calls if call.caller.startswith(files)]
+    planned = [facts(call) for program in engine.basic_optimizer.programs for call in collectives_of(program)]
+    engine.destroy()
+    return called, 2 * planned
+
+
+JOBS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
+    (1, {}, {"stage": 1}),
+    (2, {"bucket_bytes": 4096}, {"stage": 1}),
+    (3, {"bucket_bytes": 4096}, {"stage": 2, "offload": True}),
+    (2, {}, {"stage": 3, "zero": {"sub_group_size": 1000}}),
+    (2, {"owners_per_matrix": 2, "wire_dtype": "bf16"}, {"stage": 3}),
+    (4, {"owners_per_matrix": 4, "ns_dtype": "bf16", "ns_method": "gram"}, {"stage": 1}),
+    (4, {"owners_per_matrix": 2, "ns_dtype": "bf16"}, {"stage": 0}),
+]
+
+
+@pytest.mark.parametrize(("world", "params", "config"), JOBS, ids=lambda value: str(value))
+def test_a_step_calls_what_its_program_says(world: int, params: dict[str, Any], config: dict[str, Any]) -> None:
+    for called, planned in run(recorded_steps, world, params=params, **config):
+        assert called == planned
+        assert bool(planned) == (world > 1)
+
+
+def test_a_log_without_faults_is_one() -> None:
+    assert first_fault([Recorder(), Recorder()]) is None
