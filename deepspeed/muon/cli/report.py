@@ -124,13 +124,21 @@ def of_launch() -> dict[str, Any] | None:
     found = survey(own)
     if found is None:
         return None
-    (ranks, trial), facts = found, environment()
+    ranks, trial, facts = found.stated, found.rows, environment()
     odd = [name for name in ranks[0] if name != "host" and len({one[name] for one in ranks}) > 1]
     differing = {name: [one[name] for one in ranks] for name in odd}
     problems = [*facts["problems"], *(f"ranks differ in {name}" for name in odd if name != "device")]
     problems += [f"{case['name']}: {case['problem']}" for case in trial if case["problem"]]
+    problems += [f"NCCL can hang on the order of collectives: {found.fault}"] if found.fault else []
     hosts = len({one["host"] for one in ranks})
-    launch = {"ranks": len(ranks), "hosts": hosts, "differing": differing, "trial": trial}
+    collectives = {"checked": found.calls, "fault": found.fault}
+    launch = {
+        "ranks": len(ranks),
+        "hosts": hosts,
+        "differing": differing,
+        "trial": trial,
+        "collectives": collectives,
+    }
     return facts | {"launch": launch, "problems": problems, "ok": not problems}
 
 
@@ -217,8 +225,13 @@ def _of_launch(launch: dict[str, Any] | None) -> Iterator[str]:
         rows.append((case["name"], "fails" if case["problem"] else "as one process", *measured))
     yield aligned(rows)
     yield "\nerror: of a weight's change, relative to it, the largest; MB sent: per step, by the rank that sends most"
+    collectives = launch["collectives"]
+    verdict = (
+        "see the problem above" if collectives["fault"] else "the same order and sizes on all ranks, as NCCL needs"
+    )
+    yield f"checked: {_count(collectives['checked'], 'collective call')} on {ranks}: {verdict}"
     yield from (f"{name} by rank: {values}" for name, values in launch["differing"].items())
 
 
 def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
+    return f"{number:,} {noun}{'s' * (number != 1)}"

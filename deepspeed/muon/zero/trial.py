@@ -9,13 +9,14 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import deepspeed.comm as comm
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
+from deepspeed.muon.exchange.recorder import Recorder, first_fault
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.zero.consensus import Facts, gathered, with_type
 
@@ -66,15 +67,32 @@ def batch(step: int, rank: int) -> Tensor:
     return torch.randint(VOCABULARY, (ROWS, TOKENS), generator=generator, dtype=torch.int64, device="cpu")
 
 
-def survey(own: Facts) -> tuple[list[Facts], list[Facts]] | None:
-    """What every rank states of itself, by rank, and the rows of :func:`try_out`, on rank 0 alone; a collective.
+class Survey(NamedTuple):
+    """What is known of a launch.
+
+    ``stated``: what every rank states of itself. ``rows``: of :func:`try_out`. ``calls``: of collectives, on all ranks
+    together. ``fault``: what in their order NCCL could hang on, if anything.
+    """
+
+    stated: list[Facts]
+    rows: list[Facts]
+    calls: int
+    fault: str | None
+
+
+def survey(own: Facts) -> Survey | None:
+    """Train on all ranks, and record what they call; a collective. Return what was found, on rank 0 alone.
 
     End the process group if none was there before.
     """
-    is_joined = torch.distributed.is_initialized()
-    trial = try_out()
-    stated = gathered(own)
-    found = None if torch.distributed.get_rank() else (stated, trial)
+    is_joined, recorder = torch.distributed.is_initialized(), Recorder()
+    with recorder.recording():
+        rows = try_out()
+    stated, recorders = gathered(own), gathered(recorder)
+    found = None
+    if torch.distributed.get_rank() == 0:
+        calls = sum(len(one.calls) + len(one.messages) for one in recorders)
+        found = Survey(stated, rows, calls, first_fault(recorders))
     if not is_joined:
         torch.distributed.destroy_process_group()
     return found

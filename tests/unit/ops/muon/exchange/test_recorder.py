@@ -9,6 +9,7 @@ import torch
 from deepspeed.muon.exchange.recorder import Recorder, first_fault
 from deepspeed.muon.plan.collective import Collective
 from deepspeed.muon.plan.program import collectives_of
+from helpers.collectives import inverted
 from helpers.distributed import RankError, run
 from helpers.training import PARAMS, FixedGradients, ds_config, make_engine
 
@@ -60,16 +61,6 @@ def test_every_kind_is_recorded_as_it_is_called() -> None:
 
 
 # ---- what gloo forgives -----------------------------------------------------------------------------------------
-
-
-def inverted() -> None:
-    """Two groups, called in another order by each rank, and waited for at the end."""
-    import torch.distributed as dist
-
-    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
-    order = groups if dist.get_rank() == 0 else groups[::-1]
-    for handle in [dist.all_reduce(torch.ones(3), group=group, async_op=True) for group in order]:
-        handle.wait()
 
 
 def groups_of_members() -> None:

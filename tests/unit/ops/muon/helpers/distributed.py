@@ -191,7 +191,8 @@ class Pool:
     """`world_size` processes in one torch.distributed job.
 
     `env` is added to their environment; what is read when a module is imported needs `restart`, a new interpreter.
-    Without `timeout`, of their collectives, they do not meet: the jobs see to that.
+    Without `timeout`, of their collectives, they do not meet: the jobs see to that. `checks` whether all ranks call
+    their collectives in one order, as NCCL needs.
     """
 
     def __init__(
@@ -200,8 +201,9 @@ class Pool:
         env: dict[str, str] | None = None,
         restart: bool = False,
         timeout: float | None = COLLECTIVE_TIMEOUT,
+        checks: bool = True,
     ) -> None:
-        self.closed = False
+        self.closed, self.checks = False, checks
         self.ranks: list[Rank] = []
         self.logs = tempfile.TemporaryDirectory(prefix="muon_ranks_")
         port = _free_port()
@@ -265,7 +267,7 @@ class Pool:
         replies = self.replies(timeout)
         if len(replies) == len(self.ranks) and all(status == "ok" for status, _ in replies.values()):
             results, recorders = zip(*(replies[rank][1] for rank in range(len(self.ranks))), strict=True)
-            if all(recorders) and (fault := first_fault(recorders)):
+            if self.checks and all(recorders) and (fault := first_fault(recorders)):
                 raise RankError(f"NCCL could hang, though gloo does not: {fault}")
             return list(results)
         raise RankError(self._report(replies, timeout))
@@ -296,6 +298,7 @@ def run(
     fresh: bool = False,
     restart: bool = False,
     env: dict[str, str] | None = None,
+    checks: bool = True,
     **kwargs: Any,
 ) -> list[Any]:
     """Run `fn(**kwargs)` on `world_size` ranks and return the results by rank.
@@ -303,12 +306,12 @@ def run(
     `fn` is a function at the top level of a module; arguments and results are pickled, the tensors in
     results arrive detached on the CPU. Raises RankError, and ends the processes, if a rank raises or if not
     all answer within `timeout` seconds. `fresh` runs in a pool of its own, to which `env` adds variables, and
-    `restart` in new interpreters.
+    `restart` in new interpreters. `checks`: as :class:`Pool`.
     """
-    if (env or restart) and not fresh:
-        raise ValueError("env and restart need fresh=True")
+    if (env or restart or not checks) and not fresh:
+        raise ValueError("env, restart and checks=False need fresh=True")
     if fresh:
-        pool = Pool(world_size, env, restart)
+        pool = Pool(world_size, env, restart, checks=checks)
         try:
             return pool.run(fn, kwargs, timeout)
         finally:

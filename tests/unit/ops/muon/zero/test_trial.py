@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """ds_muon report --live: a training on all ranks, compared with one process; what it says of ranks that go wrong."""
 
+import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -9,6 +10,7 @@ import pytest
 
 from deepspeed.muon.cli import main, report
 from deepspeed.muon.zero import trial
+from helpers.collectives import inverted
 from helpers.distributed import Pool, run
 
 FEW = ("stage 2", "stage 3")
@@ -72,9 +74,9 @@ def test_what_goes_wrong_is_told_and_the_others_go_on(wrong: str, words: str) ->
     assert (rows[1]["problem"] is None) == (wrong == "raises"), rows
 
 
-def reported(folder: str, version: str | None = None) -> tuple[int, str]:
+def reported(folder: str, version: str | None = None, inverts: bool = False) -> tuple[int, str]:
     """Exit status and output of the command on this rank, of which rank 1 may have another version of torch; then
-    nothing is trained.
+    nothing is trained. `inverts`: instead of training, ranks call in two groups, each in its own order.
     """
     import contextlib
     import io
@@ -82,7 +84,9 @@ def reported(folder: str, version: str | None = None) -> tuple[int, str]:
 
     import torch.distributed as dist
 
-    names = {"CASES": {} if version else {"stage 3": trial.CASES["stage 3"]}}
+    names: dict[str, Any] = {"CASES": {} if version else {"stage 3": trial.CASES["stage 3"]}}
+    if inverts:
+        names = {"try_out": lambda: inverted() or []}
     own = report._versions() | ({"torch": version} if version and dist.get_rank() == 1 else {})
     out = io.StringIO()
     with (
@@ -105,6 +109,14 @@ def test_rank_0_writes_one_file(tmp_path: Path) -> None:
     assert text[4:-5] in out and "2 ranks on 1 host, compared" in text and "nothing essential is missing" in text
     (line,) = [line for line in text.splitlines() if line.startswith("stage 3 ")]
     assert "as one process" in line
+    assert re.search(r"checked: \d+ collective calls on 2 ranks: the same order and sizes on all ranks", text)
+
+
+def test_an_order_that_can_hang_is_a_problem(tmp_path: Path) -> None:
+    (status, out), _ = run(reported, 2, fresh=True, checks=False, folder=str(tmp_path), inverts=True)
+    assert status == 1
+    assert "problem: NCCL can hang on the order of collectives: rank 0 waits in all_reduce of 3 fp32 elements" in out
+    assert out.count("in inverted)") == 2, "the callers on both ranks"
 
 
 def test_ranks_that_differ_are_named(tmp_path: Path) -> None:
