@@ -28,6 +28,7 @@ from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.math.choice import counted_method
 from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.patch import replaced
 from deepspeed.muon.plan import plan
 from deepspeed.muon.plan.cost import CostModel, cost_model
 from deepspeed.muon.plan.launches import Launches, launches_of
@@ -179,6 +180,9 @@ class Alone(Exchange):
     def _launch(self, buffers: BucketBuffers, operation: Send) -> None:
         pass
 
+    def largest(self, values: torch.Tensor, names: Sequence[str]) -> None:
+        """Keep this rank's values."""
+
 
 def fake_step(
     model: torch.nn.Module,
@@ -202,13 +206,13 @@ def fake_step(
     for (key, bound), of_part in zip(optimizer._bound.items(), plans, strict=True):
         facts = {f.name: getattr(bound.exchange, f.name) for f in dataclasses.fields(Exchange)}
         optimizer._bound[key] = dataclasses.replace(bound, plan=of_part, exchange=Alone(**facts))
-    PartitionStep.orthogonalize = lambda step, buffers, calls: [*calls]  # type: ignore[method-assign]
 
     def step() -> None:
         for tensor in flat:
             for group in optimizer.param_groups:
                 group["params"] = [tensor] if group["use_muon"] else []
-            optimizer.step()
+            with replaced(PartitionStep, orthogonalize=lambda original, step, buffers, calls: [*calls]):
+                optimizer.step()
 
     return step
 

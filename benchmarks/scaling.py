@@ -83,12 +83,12 @@ def forecast(name: str, halves: Sequence[Half], stage: int, world: int, machine:
     row |= {"MB mean": facts["sent_bytes"]["mean"] / 1e6, "MB max": facts["sent_bytes"]["max"] / 1e6}
     row |= {"messages": sum(cost.messages for cost in found.costs), "runs": sum(cost.runs for cost in found.costs)}
     row |= {"scratch GB": facts["scratch_bytes"]["max"] / 1e9}
-    row |= {"owners": max(count for cost in found.costs for count in cost.counts)}
+    row |= {"owners": max(count for cost in found.costs for count in cost.plan.counts)}
     row |= share_of_training(name, halves, found, machine) if machine else {}
     for title, rank in {"planning s": 0, "of a middle rank": world // 2}.items():
         gc.collect()
         begin = time.perf_counter()
-        for part, counts in ((cost.part, cost.counts) for cost in found.costs):
+        for part, counts in ((cost.part, cost.plan.counts) for cost in found.costs):
             cost = counted_cost(part.half.ns_method, PLAIN.schedule, "bf16", 2, "cuda", found.layout.ranks_per_node)
             make_plan(part.shards, rank, part.world_size, cost, counts=counts)
         row[title] = time.perf_counter() - begin

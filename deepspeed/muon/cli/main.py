@@ -29,6 +29,7 @@ from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.forecast.estimate import Estimate, estimate, milliseconds, per_rank, stock_clipping, totals
 from deepspeed.muon.forecast.layout import halves_of
 from deepspeed.muon.forecast.measured import measure
+from deepspeed.muon.forecast.proof import prove
 from deepspeed.muon.kernels.selection import choose, missing, product_tables
 from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.plan.memory import Memory
@@ -158,6 +159,7 @@ def plan_facts(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
         plain=config.kernels == "torch",
     )
     found = estimate(halves, layout, config, memory)
+    checked = prove(found, config, memory) if args.check else None
     where = "a CPU on gloo" if args.device == "cpu" else "an accelerator on its fabric"
     return {
         "version": __version__,
@@ -175,6 +177,8 @@ def plan_facts(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
         "totals": {"muon": totals(halves, True), "adamw": totals(halves, False)},
         "per_rank": per_rank(found),
         "measured": _measured(found, settings, candidates) if args.measured else None,
+        "checked": dataclasses.asdict(checked) if checked else None,
+        "ok": checked is None or checked.fault is None,
         "planning_seconds": round(found.planning_seconds, 3),
         "stock_tuning": config.stock_tuning,
         "stock_clipping": stock_clipping(halves, settings.gradient_clipping),

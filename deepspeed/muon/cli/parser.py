@@ -21,6 +21,7 @@ ABOUT_REPORT = "versions, what is replaced in DeepSpeed, activation, devices; st
 LIVE = "under a launcher: also train a small model on all ranks at every stage, and write all of it to a file"
 REPORT = "ds_muon_report.md"
 MEASURED = "also milliseconds, from rates measured here on the device of --device in about 10 s"
+CHECK = "prove that the collectives of all ranks match in order and size; 1,024 ranks take about 20 s at stage 3"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -43,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--all", action="store_true", help="list every parameter, repeated layers too")
     plan.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="what the owners are balanced for")
     plan.add_argument("--measured", action="store_true", help=MEASURED)
+    plan.add_argument("--check", action="store_true", help=CHECK)
     report = commands.add_parser("report", help=ABOUT_REPORT)
     report.add_argument("--live", action="store_true", help=LIVE)
     report.add_argument("--all", action="store_true", help="list every attribute that is replaced in DeepSpeed")

@@ -36,7 +36,7 @@ def rows_of(
     owners: dict[str, set[int]] = {}
     of_one: dict[str, int] = {}
     for cost in costs:
-        for item, first, count in zip(cost.part.items, cost.owners, cost.counts, strict=True):
+        for item, first, count in zip(cost.plan.items, cost.plan.owners, cost.plan.counts, strict=True):
             name = item.shard.spec.name
             owners.setdefault(name, set()).update(range(first, first + count))
             of_one[name] = max(of_one.get(name, 0), count)
@@ -146,6 +146,7 @@ def plan_text(facts: dict[str, Any]) -> str:
         ("Newton-Schulz per rank", f"mean {flop['mean']}, max {flop['max']}; {imbalance}"),
         *_measured(facts["measured"]),
         ("planning", f"{facts['planning_seconds']:.2f} s"),
+        *_checked(facts["checked"]),
         *([("coming from stock", _clipping(facts["stock_clipping"]))] if facts["stock_tuning"] else ()),
         *([("beyond plain Muon", ", ".join(facts["beyond_muon"]))] if facts["beyond_muon"] else ()),
     ]
@@ -153,6 +154,14 @@ def plan_text(facts: dict[str, Any]) -> str:
     table = _parameter_table(facts["parameters"], facts["world_size"])
     notes = [f"  {note}" for note in (*facts["assumptions"], *facts["notes"])]
     return "\n".join([head, "", table, "", aligned(lines), "", "assumptions", *notes])
+
+
+def _checked(found: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
+    """Yield the line of ``--check``."""
+    if found is not None:
+        verdict = f"FAULT, please report it: {found['fault']}" if found["fault"] else "the collectives match"
+        checked = f"{found['operations']:,} operations on {found['ranks']:,} ranks, in {found['seconds']:.1f} s"
+        yield "checked", f"{checked}: {verdict}"
 
 
 def _measured(found: dict[str, Any] | None) -> Iterator[tuple[str, str]]:

@@ -78,10 +78,8 @@ class Exchange:
         def call(kind: str, tensor: Tensor, launch: Callable[[], Any]) -> None:
             planned = next(calls, None)
             if planned is None or (planned.kind, planned.numel) != (kind, tensor.numel()):
-                raise RuntimeError(
-                    f"the program of the step has {planned} where the owners of {batch.names[0]} call {kind} of "
-                    f"{tensor.numel():,} {name_of(tensor.dtype)} elements; please report this"
-                )
+                called = f"{kind} of {tensor.numel():,} {name_of(tensor.dtype)} elements"
+                raise RuntimeError(f"the program of the step has {planned}, not {called}; please report this")
             self._collectives.start(bucket, batch.names, launch).wait()
 
         return OwnerSet(set_of(self.group, batch.owners), batch.owners, call)
@@ -153,7 +151,7 @@ class Exchange:
         calls = iter(operation.collectives)
         phases.orthogonalize(buffers, calls)
         if (planned := next(calls, None)) is not None:
-            raise RuntimeError(f"the program of the step has {planned}, which no owner calls; please report this")
+            raise RuntimeError(f"the program of the step has {planned}, not its end; please report this")
         buffers.pack()
 
     def _storages(self, program: Program) -> dict[int, Tensor]:

@@ -141,8 +141,8 @@ def _caller() -> str:
         if path != __file__ and is_named and not is_pythons and not any(part in path for part in BETWEEN):
             break
         frame = frame.f_back
-    path = PurePath(frame.f_code.co_filename)
-    parts = path.parts[path.parts.index("deepspeed") :] if "deepspeed" in path.parts else path.parts[-2:]
+    parts: Sequence[str] = PurePath(frame.f_code.co_filename).parts
+    parts = parts[parts.index("deepspeed") :] if "deepspeed" in parts else parts[-2:]
     return f"{'/'.join(parts)}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 

@@ -166,7 +166,7 @@ def milliseconds(found: Estimate, machine: Machine) -> dict[str, float]:
 
 
 def _between(cost: StepCost, network: Network, ranks_per_node: int) -> float:
-    is_near = max(cost.counts, default=1) <= ranks_per_node
+    is_near = max(cost.plan.counts, default=1) <= ranks_per_node
     gbs, latency = (network.near_gbs, network.near_latency_us) if is_near else (network.gbs, network.latency_us)
     return max(cost.between_bytes) / (gbs * 1e6) + max(cost.between_calls) * latency / 1e3
 

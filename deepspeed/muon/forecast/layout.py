@@ -21,18 +21,8 @@ from deepspeed.muon.matrices.routing import MatrixSpec, route
 from deepspeed.muon.param_groups import check_options, split_groups
 from deepspeed.muon.plan.cost import CostModel
 from deepspeed.muon.plan.memory import Demand, demands_by_rank, own_demands, result_demands
-from deepspeed.muon.plan.owners import assign
 from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard
-from deepspeed.muon.plan.plan import (
-    Round,
-    bucket_limit,
-    is_tight,
-    owned_by,
-    parts_of,
-    rounds_of,
-    slot_count,
-    storages_of,
-)
+from deepspeed.muon.plan.plan import GlobalPlan, Round, global_plan, slot_count, storages_of
 from deepspeed.muon.plan.sharing import shared_counts
 
 #: Stages 1 and 2 pad each flat group to a multiple of this many elements per rank (``nccl_start_alignment_factor``).
@@ -192,20 +182,19 @@ def _up(value: int, multiple: int) -> int:
 class StepCost:
     """What one Muon part costs in a step. Lists are by rank; bytes and messages count both ways.
 
-    ``owners``: the rank that orthogonalizes each matrix of the part, of several the first one; ``counts``: how many
-    there are. ``flops``: floating-point operations of Newton-Schulz; ``heaviest``: those of one rank for the most
-    expensive matrix. ``rounds``: buckets that are exchanged. ``collectives``: two all-to-alls for each, or one
-    broadcast for each owner in it; 0 if nothing is sent. ``messages``: of the busiest rank, one per round and rank that
-    it sends anything to. ``runs``: pieces of matrices on the rank that holds most of them. ``least_bytes``: the mean of
-    ``sent_bytes`` if each matrix were gathered by the rank that holds most of it.
+    ``plan``: of the part, for all ranks. ``flops``: floating-point operations of Newton-Schulz; ``heaviest``: those
+    of one rank for the most expensive matrix. ``rounds``: buckets that are exchanged. ``collectives``: two
+    all-to-alls for each, or one broadcast for each owner in it; 0 if nothing is sent. ``messages``: of the busiest
+    rank, one per round and rank that it sends anything to. ``runs``: pieces of matrices on the rank that holds most
+    of them. ``least_bytes``: the mean of ``sent_bytes`` if each matrix were gathered by the rank that holds most of
+    it.
     ``demands``: of memory, by rank and bucket; ``storages``: of each bucket. ``moment_bytes``: by rank, of NorMuon's
     second moments, which owners keep. ``between_bytes``, ``between_calls``: what owners of one matrix send to each
     other, and in how many collectives.
     """
 
     part: StepPart
-    owners: list[int]
-    counts: list[int]
+    plan: GlobalPlan
     flops: list[float]
     sent_bytes: list[int]
     rounds: int
@@ -236,31 +225,25 @@ def step_cost(
     counts = shared_counts(part.items, part.world_size, part.copies > 1, cost, {}, most_owners, bucket_bytes)
     if counts is None:
         part = part.alone()
-    items = part.items
-    counts = counts or [1] * len(items)
-    first_owners, _ = assign(items, part.world_size, cost, counts)
-    owned = owned_by(items, first_owners, counts)
+    plan = global_plan(part.shards, part.world_size, cost, bucket_bytes, counts or ())
     flops, moment_bytes = [0.0] * part.world_size, [0] * part.world_size
     between_bytes, between_calls = [0.0] * part.world_size, [0] * part.world_size
     heaviest = 0.0
-    for owner, item in owned:
+    for owner, item in plan.owned:
         of_owner = cost.of_owner(*item.shape, item.owners)
         flops[owner] += of_owner.flops
         between_bytes[owner] += of_owner.nbytes
         between_calls[owner] += of_owner.calls
         heaviest = max(heaviest, of_owner.flops)
         moment_bytes[owner] += MOMENT_BYTES * item.outputs * part.half.normuon
-    limit = bucket_limit(items, part.world_size, part.copies, cost, bucket_bytes)
-    rounds = rounds_of(owned, part.world_size, limit)
+    rounds, only_results = plan.rounds, [only_results for _, only_results in plan.parts]
     most = len(rounds) * (part.world_size - 1)
-    traffic = (_broadcasts if part.copies > 1 else _traffic)(owned, part.world_size)
-    only_results, demands = _demands(rounds, part, limit)
-    slots = slot_count(staged or any(traffic.sent), part.copies > 1, is_tight(owned, limit, cost))
+    traffic = (_broadcasts if part.copies > 1 else _traffic)(plan.owned, part.world_size)
+    slots = slot_count(staged or any(traffic.sent), part.copies > 1, plan.is_tight)
     broadcasts = sum(len({owner for owner, _ in of_round}) for of_round in rounds)
     return StepCost(
         part=part,
-        owners=first_owners,
-        counts=counts,
+        plan=plan,
         flops=flops,
         sent_bytes=[count * cost.bytes_per_element for count in traffic.sent],
         rounds=sum(only_results) or len(rounds),
@@ -270,7 +253,7 @@ def step_cost(
         runs=max(traffic.runs, default=0),
         least_bytes=traffic.least * cost.bytes_per_element / part.world_size,
         heaviest=heaviest,
-        demands=demands,
+        demands=_demands(plan),
         storages=storages_of(only_results, slots),
         moment_bytes=moment_bytes,
         between_bytes=between_bytes,
@@ -278,18 +261,13 @@ def step_cost(
     )
 
 
-def _demands(rounds: list[Round], part: StepPart, limit: int) -> tuple[list[bool], list[list[Demand]]]:
-    """Return whether each bucket has only results, and the demands by rank and bucket."""
-    world_size, only_results, by_bucket = part.world_size, list[bool](), list[list[Demand]]()
-    for of_round in rounds:
-        if part.copies == 1:
-            found = [demands_by_rank(of_round, world_size)]
-        else:
-            results = (result_demands(each, world_size) for each in parts_of(of_round, limit * part.copies))
-            found = [own_demands(of_round, world_size), *results]
-        only_results += [index > 0 for index in range(len(found))]
-        by_bucket += found
-    return only_results, [list(of_rank) for of_rank in zip(*by_bucket, strict=True)]
+def _demands(plan: GlobalPlan) -> list[list[Demand]]:
+    """Return the demands by rank and bucket."""
+    by_bucket = []
+    for items, only_results in plan.parts:
+        demands = demands_by_rank if plan.copies == 1 else result_demands if only_results else own_demands
+        by_bucket.append(demands(items, plan.world_size))
+    return [list(of_rank) for of_rank in zip(*by_bucket, strict=True)]
 
 
 class _Traffic:

@@ -62,18 +62,14 @@ def mismatch(calls: Sequence[Collective]) -> str | None:
     for rank, call in zip(ranks, calls, strict=True):
         if _common(call) != _common(first):
             return f"rank {ranks[0]} calls {first}, rank {rank} calls {call}"
-        if call.sent or call.received:
-            for name, counts in (("sends to", call.sent), ("receives from", call.received)):
-                if len(counts) != len(calls):
-                    return f"rank {rank} {name} {len(counts)} ranks in {call}"
-    for index, call in enumerate(calls):
-        for other, numel in enumerate(call.sent):
-            expected = calls[other].received[index]
-            if numel != expected:
-                return (
-                    f"rank {ranks[index]} sends {numel} elements to rank {ranks[other]}, which receives {expected}, "
-                    f"in {call}"
-                )
+        for counts in (call.sent, call.received) if call.sent or call.received else ():
+            if len(counts) != len(calls):
+                return f"rank {rank} has sizes for {len(counts)} ranks of {len(calls)} in {call}"
+    for rank, call, expected in zip(ranks, calls, zip(*(call.received for call in calls), strict=True), strict=False):
+        if call.sent != expected:
+            other = next(index for index, numel in enumerate(call.sent) if numel != expected[index])
+            text = f"{call.sent[other]} elements to rank {ranks[other]}, which receives {expected[other]}"
+            return f"rank {rank} sends {text}, in {call}"
     return None
 
 

@@ -285,16 +285,85 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
+@dataclass(frozen=True)
+class GlobalPlan:
+    """The plan of a partition for all of its ranks, from which each takes its :meth:`view`.
+
+    ``items``: the matrices; ``owners``, ``counts``, ``is_tight``, ``gradient_flags`` as in :class:`Plan`. ``owned``:
+    every matrix or slice with its owner. ``rounds``: the same, cut into buckets of at most ``limit`` elements of one
+    owner. ``loads``: the cost of each rank's matrices. ``copies``: ranks that hold the matrices whole.
+    """
+
+    items: Sequence[PlacedBlock]
+    world_size: int
+    copies: int
+    owners: Sequence[int]
+    counts: Sequence[int]
+    loads: Sequence[float]
+    owned: Round
+    rounds: Sequence[Round]
+    limit: int
+    is_tight: bool
+
+    @cached_property
+    def digest(self) -> str:
+        """Return a hash of all that the ranks must agree on."""
+        return _digest(self.items, self.owners, self.counts, self.rounds, self.limit, self.is_tight)
+
+    @cached_property
+    def gradient_flags(self) -> int:
+        """As in :class:`Plan`. Ranks that have all of a matrix have the same gradient."""
+        is_cut = any(len(item.parts) > 1 or item.shard.placement.copies == 1 for item in self.items)
+        return len({item.matrix for item in self.items}) if self.world_size > 1 and is_cut else 0
+
+    @cached_property
+    def moved_elements(self) -> int:
+        """Return the elements of matrices that go to a rank which holds nothing of them."""
+        return sum(item.block.numel for owner, item in self.owned if owner not in item.holders)
+
+    @cached_property
+    def parts(self) -> list[tuple[Round, bool]]:
+        """Return the matrices of each bucket, and whether only their results travel in it."""
+        if self.copies == 1:
+            return [(of_round, False) for of_round in self.rounds]
+        found: list[tuple[Round, bool]] = []
+        for of_round in self.rounds:
+            found.append((of_round, False))
+            found += [(part, True) for part in parts_of(of_round, self.limit * self.copies)]
+        return found
+
+    def view(self, rank: int) -> Plan:
+        """Return the plan as one rank sees it."""
+        with _without_collector():
+            return Plan(
+                rank=rank,
+                world_size=self.world_size,
+                buckets=tuple(self._bucket(items, rank, only_results) for items, only_results in self.parts),
+                owners=tuple(self.owners),
+                counts=tuple(self.counts),
+                loads=tuple(self.loads),
+                moved_elements=self.moved_elements,
+                is_tight=self.is_tight,
+                gradient_flags=self.gradient_flags,
+                digest=self.digest,
+            )
+
+    def _bucket(self, items: Round, rank: int, only_results: bool) -> Bucket:
+        if self.copies == 1:
+            return _bucket(items, rank, self.world_size)
+        taken = items if only_results else [(owner, item) for owner, item in items if owner == rank]
+        return _shared_bucket(taken, rank, self.world_size, only_results)
+
+
 @_without_collector()
-def make_plan(
+def global_plan(
     shards: Sequence[Shard],
-    rank: int,
     world_size: int,
     cost: CostModel,
     bucket_bytes: int | None = None,
     counts: Sequence[int] = (),
-) -> Plan:
-    """Plan one partition from the view of ``rank``.
+) -> GlobalPlan:
+    """Plan one partition for all of its ranks.
 
     Args:
         shards: the partition's Muon parameters, in the same order on all ranks.
@@ -307,31 +376,32 @@ def make_plan(
     counts = counts or [1] * len(items)
     owners, loads = assign(items, world_size, cost, counts)
     owned = owned_by(items, owners, counts)
-    moved = sum(item.block.numel for owner, item in owned if owner not in item.holders)
     copies = max((shard.placement.copies for shard in shards), default=1)
     limit = bucket_limit(items, world_size, copies, cost, bucket_bytes)
-    rounds, tight = rounds_of(owned, world_size, limit), is_tight(owned, limit, cost)
-    if copies > 1:
-        buckets = [bucket for of_round in rounds for bucket in _shared(of_round, rank, world_size, limit * copies)]
-    else:
-        buckets = [_bucket(of_round, rank, world_size) for of_round in rounds]
-    return Plan(
-        rank=rank,
+    return GlobalPlan(
+        items=items,
         world_size=world_size,
-        buckets=tuple(buckets),
-        owners=tuple(owners),
-        counts=tuple(counts),
-        loads=tuple(loads),
-        moved_elements=moved,
-        is_tight=tight,
-        gradient_flags=len({item.matrix for item in items}) if _is_cut(items, world_size) else 0,
-        digest=_digest(items, owners, counts, rounds, limit, tight),
+        copies=copies,
+        owners=owners,
+        counts=counts,
+        loads=loads,
+        owned=owned,
+        rounds=rounds_of(owned, world_size, limit),
+        limit=limit,
+        is_tight=is_tight(owned, limit, cost),
     )
 
 
-def _is_cut(items: Iterable[PlacedBlock], world_size: int) -> bool:
-    """Return whether any rank lacks a part of a matrix; ranks that have all of it have the same gradient."""
-    return world_size > 1 and any(len(item.parts) > 1 or item.shard.placement.copies == 1 for item in items)
+def make_plan(
+    shards: Sequence[Shard],
+    rank: int,
+    world_size: int,
+    cost: CostModel,
+    bucket_bytes: int | None = None,
+    counts: Sequence[int] = (),
+) -> Plan:
+    """Plan one partition from the view of ``rank``; as :func:`global_plan`."""
+    return global_plan(shards, world_size, cost, bucket_bytes, counts).view(rank)
 
 
 def owned_by(items: Sequence[PlacedBlock], owners: Sequence[int], counts: Sequence[int]) -> Round:
@@ -416,13 +486,6 @@ def _bucket(items: Round, rank: int, world_size: int) -> Bucket:
         travels=any(len(item.parts) > 1 or list(item.holders) != [owner] for owner, item in items),
         names=tuple(item.name for _, item in items),
     )
-
-
-def _shared(of_round: Round, rank: int, world_size: int, limit: int) -> Iterator[Bucket]:
-    """Yield the buckets of matrices that every rank holds whole: its own, and the others' in parts of ``limit``."""
-    yield _shared_bucket([(owner, item) for owner, item in of_round if owner == rank], rank, world_size, False)
-    for part in parts_of(of_round, limit):
-        yield _shared_bucket(part, rank, world_size, True)
 
 
 def _shared_bucket(items: Round, rank: int, world_size: int, only_results: bool) -> Bucket:
@@ -544,11 +607,15 @@ def batches_of(items: Iterable[PlacedBlock]) -> Iterator[Batch]:
 
 
 def _digest(
-    items: list[PlacedBlock], owners: list[int], counts: Sequence[int], rounds: list[Round], limit: int, tight: bool
+    items: Sequence[PlacedBlock],
+    owners: Sequence[int],
+    counts: Sequence[int],
+    rounds: Sequence[Round],
+    limit: int,
+    tight: bool,
 ) -> str:
-    """A hash of all that the ranks must agree on."""
     of_block, of_placement = (attrgetter(*(each.name for each in fields(kind))) for kind in (Block, Placement))
-    digest = hashlib.sha256(f"{owners}{[*counts]}{[len(r) for r in rounds]}{limit}{tight}".encode())
+    digest = hashlib.sha256(f"{[*owners]}{[*counts]}{[len(r) for r in rounds]}{limit}{tight}".encode())
     for item in items:
         placements = [of_placement(part.placement) for part in item.parts]
         digest.update(f"{item.shard.spec.name}{of_block(item.block)}{placements}".encode())

@@ -3,6 +3,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -101,7 +102,7 @@ def test_all_lists_every_parameter(folder: Path, capsys: pytest.CaptureFixture) 
 
 KEYS = {
     "": "version model config stage world_size scale beyond_muon ns_dtype wire_dtype device offload parameters totals "
-    "per_rank measured planning_seconds stock_tuning stock_clipping assumptions notes",
+    "per_rank measured checked ok planning_seconds stock_tuning stock_clipping assumptions notes",
     "per_rank": "state_bytes sent_bytes between_owners_bytes newton_schulz_gflop imbalance parts rounds collectives "
     "scratch_bytes",
     "stock_clipping": "gradient_clipping update_norm divided_by",
@@ -118,6 +119,18 @@ def test_json_is_one_object_with_stable_keys(folder: Path, capsys: pytest.Captur
     assert facts["per_rank"]["imbalance"] == 1.0, "12 matrices of equal cost over 4 ranks"
     assert [row["cost"] for row in facts["parameters"] if row["rule"] == "Muon"] == [0.5, 0.5], "6 + 6 of one shape"
     assert facts["measured"] is None, "no milliseconds without --measured"
+
+
+def test_check_proves_the_collectives_of_all_ranks(
+    folder: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = as_json(capsys, "--check")
+    assert facts["checked"]["ranks"] == 4 and facts["checked"]["operations"] >= 4 * 9 and facts["ok"]
+    _, text, _ = plan(capsys, "--check")
+    assert re.search(r"checked +\d+ operations on 4 ranks, in 0.\d s: the collectives match\n", text)
+    monkeypatch.setattr("deepspeed.muon.forecast.proof.violation", lambda programs: "rank 1 waits")
+    status, text, _ = plan(capsys, "--check")
+    assert status == 1 and "FAULT, please report it: rank 1 waits" in text
 
 
 def test_flags_win_over_the_config(folder: Path, capsys: pytest.CaptureFixture) -> None:

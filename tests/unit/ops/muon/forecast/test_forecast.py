@@ -150,7 +150,7 @@ def test_sums_of_all_ranks_are_those_of_the_plans(
         step = step_cost(part, cost)
         plans = [make_plan(part.shards, rank, world_size, cost) for rank in range(world_size)]
         assert [plan.sent_elements * 2 for plan in plans] == step.sent_bytes
-        assert tuple(step.owners) == plans[0].owners
+        assert tuple(step.plan.owners) == plans[0].owners
         batches = [[b for bucket in plan.buckets for b in bucket.batches] for plan in plans]
         assert step.flops == [sum(b.count * cost.flops(b.rows, b.cols) for b in owned) for owned in batches]
 

@@ -4,10 +4,11 @@
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deepspeed.muon.math.coefficients import schedule
@@ -16,7 +17,7 @@ from deepspeed.muon.plan.checker import conflict, violation
 from deepspeed.muon.plan.collective import Collective, Group
 from deepspeed.muon.plan.cost import CostModel
 from deepspeed.muon.plan.placement import Placement, Shard
-from deepspeed.muon.plan.plan import Plan, make_plan
+from deepspeed.muon.plan.plan import Plan, global_plan
 from deepspeed.muon.plan.program import Apply, Compute, Look, Open, Program, Send, Wait, collectives_of, program_of
 from deepspeed.muon.plan.slices import is_sliceable
 from helpers.plans import COST, flat_layout, part_layout, specs
@@ -40,7 +41,8 @@ def plans_of(
     cost = CostModel(COST.flops, COST.flops_per_byte, COST.bytes_per_element, device_type)
     blocks = [block for shard in shards for block in shard.spec.blocks]
     counts = [owners if world % owners == 0 and is_sliceable(block, owners) else 1 for block in blocks]
-    return [make_plan(shards, rank, world, cost, bucket_bytes, counts) for rank in range(world)]
+    plan = global_plan(shards, world, cost, bucket_bytes, counts)
+    return [plan.view(rank) for rank in range(world)]
 
 
 def how(dtype: str = "bf16") -> NewtonSchulz:
@@ -62,6 +64,7 @@ def life(program: Program, bucket: int) -> list[str]:
     return [type(operation).__name__ for operation in program[1:] if operation.bucket == bucket]
 
 
+#: Shapes, stage, ranks, bytes of a bucket, device, blocks, owners, CPU offload.
 LAYOUT = (
     st.lists(st.sampled_from([(8, 4), (4, 8), (6, 5), (3, 3), (16, 12)]), min_size=1, max_size=14),
     st.sampled_from([0, 1, 3]),
@@ -70,12 +73,26 @@ LAYOUT = (
     st.sampled_from(["cpu", "cuda"]),
     st.booleans(),
     st.sampled_from([1, 2, 4]),
+    st.booleans(),
 )
+MANY_RANKS = (*LAYOUT[:2], st.sampled_from([*range(1, 17), 24, 32, 64]), *LAYOUT[3:])
 
 
 @settings(max_examples=300, deadline=None)
-@given(*LAYOUT, st.booleans())
-def test_programs_break_no_rule(
+@given(st.tuples(*LAYOUT))
+def test_programs_break_no_rule(layout: tuple) -> None:
+    check_programs(*layout)
+
+
+@pytest.mark.full
+@pytest.mark.time_limit(1500)
+@settings(max_examples=20_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.tuples(*MANY_RANKS))
+def test_many_programs_break_no_rule(layout: tuple) -> None:
+    check_programs(*layout)
+
+
+def check_programs(
     shapes: list[tuple[int, int]],
     stage: int,
     world: int,
@@ -88,7 +105,8 @@ def test_programs_break_no_rule(
     """Each bucket goes through all phases, and memory is what the plan promises."""
     staged = staged and (stage > 0 or world == 1)  # shards that every rank holds whole are never on the host
     job = shapes, stage, world, bucket_bytes, device_type, split, owners
-    plans, programs = plans_of(*job), programs_of(*job, staged=staged)
+    plans = plans_of(*job)
+    programs = [program_of(plan, "bf16", staged, partial(between_owners, how=how())) for plan in plans]
     assert violation(programs) is None
     for plan, program in zip(plans, programs, strict=True):
         for bucket in range(len(plan.buckets)):
@@ -322,3 +340,35 @@ def test_a_message_names_ranks_and_sizes() -> None:
     assert violation(programs) == (
         "rank 3 sends 49 elements to rank 0, which receives 48, in all_to_all of 145 bf16 elements among ranks 0 to 3"
     )
+
+
+# ---- the page ---------------------------------------------------------------------------------------------------
+
+
+def timeline(programs: list[Program]) -> str:
+    """A line for each operation, a column for each rank."""
+    columns = [[line(operation, rank) for operation in program] for rank, program in enumerate(programs)]
+    rows = [[f"rank {rank}" for rank in range(len(programs))], *map(list, zip(*columns, strict=True))]
+    widths = [max(map(len, column)) + 4 for column in zip(*rows, strict=True)]
+    return "\n".join("".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def line(operation: Any, rank: int) -> str:
+    name = type(operation).__name__.lower()
+    if isinstance(operation, Look):
+        return f"{name:12}{operation.collectives[0].kind} {operation.collectives[0].numel}"
+    if isinstance(operation, (Send, Wait)):
+        name += " back" if operation.back else ""
+    name += f" {operation.bucket}"
+    if isinstance(operation, Open):
+        return f"{name:12}storage {operation.storage}, {operation.numel} elements"
+    if isinstance(operation, Send):
+        (call,) = operation.collectives
+        return f"{name:12}to the other {call.sent[1 - rank]}, from it {call.received[1 - rank]}"
+    return name
+
+
+def test_the_page_shows_a_program() -> None:
+    page = (Path(__file__).parents[5] / "docs" / "design.md").read_text()
+    shown = timeline(programs_of([(8, 4), (8, 6), (6, 4), (8, 4)], 3, 2, 100, "cpu", False))
+    assert shown in page, f"\n{shown}"

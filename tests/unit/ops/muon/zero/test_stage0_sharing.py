@@ -155,7 +155,7 @@ def test_the_forecast_is_what_the_engine_binds(world: int, monkeypatch: pytest.M
     check_against_the_engine("broad", Layout(0, world))
     _, (cost,) = forecast("broad", Layout(0, world))
     assert sum(cost.sent_bytes) == world * cost.least_bytes > 0
-    assert cost.collectives == len(set(cost.owners)) > cost.rounds == 1
+    assert cost.collectives == len(set(cost.plan.owners)) > cost.rounds == 1
 
 
 def test_the_line_of_log_says_who_does_the_work() -> None:

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the checker over the programs of all ranks of a forecast."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import partial
+
+from deepspeed.muon.config.schema import MuonConfig
+from deepspeed.muon.forecast.estimate import Estimate
+from deepspeed.muon.math.choice import counted_method
+from deepspeed.muon.plan.between_owners import NewtonSchulz, between_owners
+from deepspeed.muon.plan.checker import violation
+from deepspeed.muon.plan.memory import Memory
+from deepspeed.muon.plan.program import program_of
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was checked.
+
+    ``operations``: of the programs of all ranks. ``fault``: the first rule that they break, ``None`` if none.
+    """
+
+    operations: int
+    ranks: int
+    fault: str | None
+    seconds: float
+
+
+def prove(found: Estimate, config: MuonConfig, memory: Memory) -> Proof:
+    """Check a step of all parts of a forecast, which are stepped one after the other.
+
+    Args:
+        memory: as for the forecast.
+    """
+    began, operations = time.perf_counter(), 0
+    for cost in found.costs:
+        half = cost.part.half
+        newton_schulz = NewtonSchulz(
+            schedule=config.schedule,
+            method=partial(counted_method, ns_method=half.ns_method, schedule=config.schedule, dtype=memory.dtype),
+            dtype=memory.dtype,
+            device_type=memory.device_type,
+        )
+        between = partial(between_owners, how=newton_schulz)
+        views = (cost.plan.view(rank) for rank in range(cost.plan.world_size))
+        programs = [program_of(view, memory.wire, memory.staged, between) for view in views]
+        # A part that every rank updates whole has one program, which each of them runs.
+        operations += sum(map(len, programs)) * (found.world_size // cost.plan.world_size)
+        if fault := violation(programs):
+            return Proof(operations, found.world_size, fault, time.perf_counter() - began)
+    return Proof(operations, found.world_size, None, time.perf_counter() - began)
