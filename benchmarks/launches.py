@@ -18,12 +18,12 @@ import torch
 from benchmarks import report, scaling
 from deepspeed.muon.cli.model import build
 from deepspeed.muon.config.schema import parse
+from deepspeed.muon.context import StepContext
 from deepspeed.muon.exchange.buffers import BucketBuffers
 from deepspeed.muon.exchange.exchange import Exchange
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.forecast.layout import Layout, StepPart, halves_of, lay_out
 from deepspeed.muon.kernels import reference
-from deepspeed.muon.kernels.selection import missing
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.math.choice import counted_method
 from deepspeed.muon.matrices.block import Block
@@ -194,8 +194,7 @@ def fake_step(
     """A step of one rank with random gradients, without communication and Newton-Schulz."""
     optimizer = MuonWithAuxAdam(model.parameters(), model=model, lr=1e-3, kernels="torch")
     index = next(i for i, group in enumerate(optimizer.param_groups) if group["use_muon"])
-    optimizer.use_kernels(missing("torch", ["cpu"]))
-    optimizer.kernels = dataclasses.replace(kernels, runs=kernels.runs if together else None)
+    optimizer.context = StepContext(kernels=dataclasses.replace(kernels, runs=kernels.runs if together else None))
     flat = [torch.nn.Parameter(torch.randn(part.numel)) for part in parts]
     for tensor in flat:
         tensor.grad = torch.randn_like(tensor)

@@ -64,12 +64,11 @@ def rank(arguments: list[str], variant: str, nearest: bool) -> None:
     import train as example
 
     if nearest:  # of the PyTorch operations, which then are those in use
-        from deepspeed.muon import optimizer
-        from deepspeed.muon.kernels import reference
+        from deepspeed.muon.kernels import reference, selection
 
         reference.round_ = lambda target, source, noise, spare: target.copy_(source)
         reference.noise = lambda out, spare, key, first: out.fill_(2**15)
-        optimizer.choose = lambda missing: reference.OPERATIONS  # type: ignore[attr-defined]
+        selection.choose = lambda missing: reference.OPERATIONS  # type: ignore[attr-defined]
     train = example.train
 
     def checked(engine: Any, *rest: Any) -> None:

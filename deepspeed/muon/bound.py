@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from deepspeed.muon.config.schema import MuonConfig
+from deepspeed.muon.context import StepContext
 from deepspeed.muon.exchange.exchange import Exchange
 from deepspeed.muon.exchange.groups import processes
 from deepspeed.muon.exchange.owner_set import neighbours_in
@@ -51,6 +52,8 @@ class Bound:
     settings: str
     #: Ranks that plan the same matrices.
     sharers: int
+    #: Numbers of owners by the shape of a matrix, which a checkpoint pins, so that a resumed run keeps its bits.
+    owner_counts: dict[str, int]
     #: What decides what several owners of a matrix send each other.
     newton_schulz: NewtonSchulz
 
@@ -74,9 +77,9 @@ class Bound:
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
     @cached_property
-    def calls(self) -> dict[int, list[Call]]:
-        """Of each bucket, by its id."""
-        return {id(bucket): [*map(partial(self._call, bucket), self.calls_of(bucket))] for bucket in self.plan.buckets}
+    def calls(self) -> list[list[Call]]:
+        """Return those of each bucket."""
+        return [[self._call(bucket, runs) for runs in self.calls_of(bucket)] for bucket in self.plan.buckets]
 
     def calls_of(self, bucket: Bucket) -> list[tuple[int, ...]]:
         """The runs that are updated together, as indices."""
@@ -93,47 +96,52 @@ class Bound:
 
 def bind_partition(
     partition: Partition,
-    group: dict[str, Any],
+    group: Mapping[str, Any],
+    *,
     config: MuonConfig,
     choice: Choice,
-    kernels: Operations,
+    context: StepContext,
     tables: Mapping[str, Operations],
     exchange: Exchange,
-    ranks_per_node: int,
 ) -> Bound:
     """Plan a partition of the Muon half.
 
     Args:
-        group: its parameter group, in which several owners of a matrix are pinned, so that a resumed run keeps its
-            bits.
+        group: its parameter group, in which a checkpoint may have pinned the numbers of owners.
         choice: how Newton-Schulz runs.
-        kernels: of all but its products; ``tables``: which its products are chosen from, by name.
+        context: what the ranks have agreed on.
+        tables: which the products of Newton-Schulz are chosen from, by name.
         exchange: among the ranks of the partition.
-        ranks_per_node: neighbouring ranks that share a node.
     """
     method = partial(method_of, choice, group["ns_method"])
-    near = neighbours_in(partition.group, ranks_per_node) if processes() > 1 else 1
+    near = neighbours_in(partition.group, context.ranks_per_node) if processes() > 1 else 1
     cost = cost_model(method, config.schedule, choice.dtype, exchange.dtype.itemsize, exchange.device.type, near)
     given, items = group.get("owner_counts", {}), partition.blocks
-    world = partition.world_size, partition.is_replicated
     sharers = partition.world_size
-    counts = shared_counts(items, *world, cost, given, config.most_owners, config.bucket_bytes)
+    counts = shared_counts(
+        items,
+        partition.world_size,
+        partition.is_replicated,
+        cost,
+        given,
+        most=config.most_owners,
+        bucket_bytes=config.bucket_bytes,
+    )
     if counts is None:
         partition, counts = partition.alone(), [1] * len(items)
         exchange = replace(exchange, group=partition.group)
     several = {shape_key(*item.shape): n for item, n in zip(items, counts, strict=True) if n > 1}
-    group["owner_counts"] = given | several
-    place = partition.planned, partition.rank, partition.world_size
     by_shape = cache(method)
     return Bound(
         partition=partition,
-        plan=make_plan(*place, cost, config.bucket_bytes, counts),
+        plan=make_plan(partition.planned, partition.rank, partition.world_size, cost, config.bucket_bytes, counts),
+        owner_counts=given | several,
         exchange=exchange,
         dtype=DTYPES[choice.dtype],
         method=by_shape,
-        kernels=cache(partial(with_products, kernels, tables, choice)),
+        kernels=cache(partial(with_products, context.kernels, tables, choice)),
         scale=cache(partial(scale_factor, group["adjust_lr_fn"], rms_scale=config.rms_scale)),
-        together=_together(partition, kernels, exchange),
+        together=_together(partition, context.kernels, exchange),
         sharers=sharers,
         newton_schulz=NewtonSchulz(
             schedule=config.schedule,

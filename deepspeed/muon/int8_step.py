@@ -40,7 +40,7 @@ class Int8Step:
         self._plan, self._group, self._states = plan, group, states
         self._kernels, self._blocks_of, self._work = kernels, blocks_of, work
         self._rates = group["momentum"], group["nesterov"]
-        #: Tensor and position of each fragment that has been advanced with its run.
+        #: Index of the tensor, and position, of each fragment that has been advanced with its run.
         self._advanced: set[tuple[int, int]] = set()
 
     def advance(self, tensor: Tensor, grad: Tensor, run: Run, target: Tensor) -> None:
@@ -54,7 +54,7 @@ class Int8Step:
         if run.copy.numel == fragment.numel:
             key = key_of(fragment.name, int(state["step"]))
             self._kernels.advance_codes(codes, absmax, gradient, target, *self._rates, key, fragment.first, self._work)
-            self._advanced.add((id(tensor), fragment.position))
+            self._advanced.add((run.tensor, fragment.position))
         else:
             grid = run.copy.cols, run.copy.pitch
             self._kernels.look_ahead(codes, absmax, skipped, gradient, target, *grid, *self._rates, self._work)
@@ -62,13 +62,13 @@ class Int8Step:
     def finish(self, absent: frozenset[str]) -> None:
         """After the last bucket: advance what :meth:`advance` has not, except the matrices of ``absent``."""
         runs_of = self._runs_of(absent)
-        for tensor in self._group["params"]:
+        for index, tensor in enumerate(self._group["params"]):
             state = self._states[tensor]
             if tensor.grad is None:
                 continue
             grad = tensor.grad.contiguous().view(-1)
             for fragment, codes, absmax in self._blocks_of(tensor).parts(state):
-                place = id(tensor), fragment.position
+                place = index, fragment.position
                 runs = runs_of.get(place, ())
                 if place not in self._advanced and sum(run.copy.numel for run in runs) < fragment.numel:
                     gradient = grad[fragment.position :][: fragment.numel]
@@ -78,14 +78,14 @@ class Int8Step:
                     self._kernels.advance_codes(codes, absmax, gradient, None, *self._rates, *draws, self._work)
 
     def _runs_of(self, absent: frozenset[str]) -> dict[tuple[int, int], list[Run]]:
-        """Return the runs of these matrices, by their tensor's id and their fragment's position."""
+        """Return the runs of these matrices, by the index of their tensor and the position of their fragment."""
         found: dict[tuple[int, int], list[Run]] = {}
         for bucket in self._plan.buckets if absent else ():
             for run in bucket.runs:
                 if run.matrix in absent:
                     tensor = self._group["params"][run.tensor]
                     around = self._blocks_of(tensor).around(self._states[tensor], run.copy.start, run.copy.extent)
-                    found.setdefault((id(tensor), around[0].position), []).append(run)
+                    found.setdefault((run.tensor, around[0].position), []).append(run)
         return found
 
     def _with_momentum(self, tensor: Tensor, grad: Tensor, position: int, runs: Iterable[Run]) -> Tensor:

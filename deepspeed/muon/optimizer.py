@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from deepspeed.muon.bound import Bound, bind_partition
 from deepspeed.muon.config.presets import preset_named
 from deepspeed.muon.config.schema import MuonConfig, parse
+from deepspeed.muon.context import StepContext
 from deepspeed.muon.errors import UnsupportedError
 from deepspeed.muon.exchange.buffers import grids
 from deepspeed.muon.exchange.data_parallel import check_agreement, make_sets, unwrapped
@@ -26,9 +27,8 @@ from deepspeed.muon.exchange.host_staging import Staging
 from deepspeed.muon.exchange.owner_set import ranks_of_set
 from deepspeed.muon.exchange.partition import Partition, whole_partition
 from deepspeed.muon.exchange.watchdog import start_watchdog
-from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.probe import warm
-from deepspeed.muon.kernels.selection import Missing, choose, missing, product_tables
+from deepspeed.muon.kernels.selection import choose, missing, product_tables
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace, batch_limit
 from deepspeed.muon.log import logger
@@ -83,12 +83,6 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     #: Whether calls of ``step`` are parts of an engine's step, which calls :meth:`begin_step` before
     #: them and :meth:`release_scratch` after.
     is_stepped_in_parts = False
-    #: Whether this process says what all of them know.
-    speaks = True
-    #: Neighbouring ranks that share a node, as far as known; unless the config says so only they own a matrix together.
-    ranks_per_node = 1
-    #: In a pipeline, the parameters of all stages that go to Muon, by name, and a hash of how each is cut, if any.
-    muon_of_all_stages: dict[str, str] | None = None
     #: Measures a step, if set.
     step_stats: StepStats | None = None
     qk_clip: QKClip | None = None
@@ -117,16 +111,15 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             self.unused_options = check_options(model, self.specs.values(), self.config, layers)
         #: How many matrices of each shape go to Newton-Schulz.
         self.shapes = shapes_of(self.specs.values())
-        self._bound: dict[int, Bound] = {}
+        #: By the first tensor of the partition.
+        self._bound: dict[Tensor, Bound] = {}
         self._adam_partitions: list[Partition] = []
         self._blocks: dict[Tensor, momentum.Blocks] = {}
         #: Of each tensor of the AdamW half, what it holds of each parameter.
         self._fragments: dict[Tensor, list[momentum.Fragment]] = {}
         self._work = Workspace()
-        #: The kernels of a step, but for the products of Newton-Schulz, and why faster ones are missing; equal on all
-        #: ranks.
-        self.kernels: Operations = reference.OPERATIONS
-        self.lacking: Missing = {}
+        #: What the ranks have agreed on.
+        self.context = StepContext()
         #: Called before an update; ``False`` skips it. All ranks, and all groups of a step, get the same answer.
         self.is_finite: Callable[[], bool] = self._gradients_are_finite
         #: Called when an update is skipped.
@@ -134,8 +127,6 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         #: Entered around each phase of a step, by name: prepare, exchange, newton_schulz, apply, adamw.
         self.phase: Callable[[str], AbstractContextManager] = nullcontext
         self.second_moments = SecondMoments(self.rules.normuon)
-        #: The ranks that train the same layers; ``None``: all.
-        self.peers: Any = self._replicas
         if self.config.qk_clip:
             names = {param: spec.name for param, spec in self.specs.items()}
             self.qk_clip = QKClip(self.config.qk_clip, layers, names, partial(_steps_done, weakref.ref(self)))
@@ -208,7 +199,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             tuning: how Newton-Schulz runs where no checkpoint has pinned it.
             device: where Newton-Schulz runs; by default where the tensors are.
         """
-        if self.speaks and self._binding is None:
+        if self.context.is_logging and self._binding is None:
             warn_of_odd_settings(self.param_groups)
         self._bound.clear()
         self._adam_partitions.clear()
@@ -226,23 +217,29 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 self._fragments |= dict(zip(partition.tensors, partition.fragments(), strict=True))
                 continue
             choice = pinned_in(group, tuning.choice, self.config.ns_dtype)
-            how = self.config, choice, self.kernels, tables
             if partition.group is not None:
                 limit_time(partition.group)
-            among = exchange(group=partition.group, name=group["name"])
-            bound = bind_partition(partition, group, *how, among, self.ranks_per_node)
-            self._bound[id(partition.tensors[0])] = bound
+            self._bound[partition.tensors[0]] = bound = bind_partition(
+                partition,
+                group,
+                config=self.config,
+                choice=choice,
+                context=self.context,
+                tables=tables,
+                exchange=exchange(group=partition.group, name=group["name"]),
+            )
+            group["owner_counts"] = bound.owner_counts
         self._binding = (partitions, tuning, where)
         self.second_moments.bind((b.partition, b.plan, b.exchange) for b in self._bound.values())
         if self.qk_clip:
-            self.qk_clip.bind(partitions, self.peers, where)
+            self.qk_clip.bind(partitions, self.context.peers, where)
 
     def bind_again(self) -> None:
         """Bind with the settings of a loaded checkpoint, so that each matrix has the owner and bits it had there."""
         if self._binding is not None:
             partitions, tuning, device = self._binding
             self.bind(partitions, tuning, device)
-            if self.speaks and self._bound and self.choice != self._judged:
+            if self.context.is_logging and self._bound and self.choice != self._judged:
                 self._judged = self.choice
                 self._warn_of_choice(tuning, set(self.tables_on(device)))
 
@@ -280,7 +277,12 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             group.setdefault("betas", self.config.betas)
 
     def _load_second_moments(self) -> None:
-        self.second_moments.load(self.param_groups, self.speaks)
+        self.second_moments.load(self.param_groups, is_logging=self.context.is_logging)
+
+    @property
+    def kernels(self) -> Operations:
+        """The kernels of a step, but for the products of Newton-Schulz."""
+        return self.context.kernels
 
     @property
     def choice(self) -> Choice:
@@ -294,7 +296,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     def tables_on(self, device: torch.device) -> dict[str, Operations]:
         """The tables whose products may run on a device, by name, plain PyTorch's first."""
-        return product_tables(self.lacking, device.type)
+        return product_tables(self.context.lacking, device.type)
 
     @property
     def partitions(self) -> list[Partition]:
@@ -344,7 +346,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     def begin_step(self) -> None:
         """Called before a step, by all ranks together: what has to be known of all its micro-batches."""
         if self.qk_clip:
-            self.qk_clip.begin_step(self.speaks)
+            self.qk_clip.begin_step(is_logging=self.context.is_logging)
 
     def release_scratch(self) -> None:
         """Called at the end of a step: free the temporaries on accelerators. The next step allocates them again."""
@@ -370,20 +372,26 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     def _bind_whole(self) -> None:
         """Bind the parameters themselves: in plain PyTorch every rank holds every matrix; DDP's share the work."""
         rank, copies = join(self._replicas) if self._replicas else (0, 1)
-        self.speaks = rank == 0
-        if self.speaks and not any(group["use_muon"] for group in self.param_groups):
+        lacking = missing(self.config.kernels, {p.device.type for p in self.specs})
+        self.context = StepContext(is_logging=rank == 0, kernels=choose(lacking), lacking=lacking, peers=self._replicas)
+        if self.context.is_logging and not any(group["use_muon"] for group in self.param_groups):
             self.warn_of_no_matrix()
-        held = [(group["params"], [self.specs[param] for param in group["params"]]) for group in self.param_groups]
         partitions = [
-            whole_partition(index, *params_and_specs, self._replicas, rank, copies)
-            for index, params_and_specs in enumerate(held)
+            whole_partition(
+                index,
+                params=group["params"],
+                specs=[self.specs[param] for param in group["params"]],
+                group=self._replicas,
+                rank=rank,
+                copies=copies,
+            )
+            for index, group in enumerate(self.param_groups)
         ]
-        self.use_kernels(missing(self.config.kernels, {p.device.type for p in self.specs}))
         device = partitions[0].tensors[0].device
         candidates = Candidates.of(self.config, self.tables_on(device), self.ns_methods, device, has_bf16(device.type))
         # Ranks that race apart might choose apart.
-        choose = candidates.without_race if processes() > 1 else partial(candidates.alone, world_size=1)
-        self.bind(partitions, choose(self.shapes))
+        tune = candidates.without_race if processes() > 1 else partial(candidates.alone, world_size=1)
+        self.bind(partitions, tune(self.shapes))
 
     def _agree_with_replicas(self) -> None:
         """Compare with DDP's other ranks in every step, as one of them alone may have loaded a state since the last.
@@ -392,7 +400,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             RuntimeError: the ranks differ.
             UnsupportedError: a matrix has owners that are a part of DDP's ranks, and these are a part of the world.
         """
-        lacking = sorted(kind for kind, reason in self.lacking.items() if reason)
+        lacking = sorted(kind for kind, reason in self.context.lacking.items() if reason)
         start_watchdog()
         facts = self.config.digest(), str(lacking), self.digest(), str(_steps_done(lambda: self))
         check_agreement(facts, self._replicas, self.compute_device)
@@ -402,10 +410,6 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         """Log that AdamW updates everything, and why."""
         reasons = sorted({spec.reason for spec in self.specs.values()})
         logger.warning("deepspeed-muon: no parameter goes to Muon; the reasons are: %s", "; ".join(reasons))
-
-    def use_kernels(self, lacking: Missing) -> None:
-        """Take the fastest kernels that are not ``lacking``."""
-        self.lacking, self.kernels = lacking, choose(lacking)
 
     def create_states(self, partition: Partition) -> None:
         """The state of each of its tensors that has none, which must be in memory."""
@@ -515,12 +519,12 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         return are_finite([p.grad for group in self.param_groups for p in group["params"] if p.grad is not None])
 
     def _report_skip(self) -> None:
-        if self.speaks:
+        if self.context.is_logging:
             logger.warning("deepspeed-muon: the gradient is not finite; this step is skipped on all ranks")
 
     def _muon_step(self, group: dict[str, Any]) -> frozenset[str]:
         """Return the names of the matrices that have no gradient in this step."""
-        bound = self._bound.get(id(group["params"][0]))
+        bound = self._bound.get(group["params"][0])
         if bound is None:
             raise RuntimeError(
                 f"group {group['name']!r} holds tensors that were not there when the optimizer was bound"
@@ -543,7 +547,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     def _heads_of(self, absent: frozenset[str], group: dict[str, Any], qk_clip: QKClip) -> Iterator[Tensor]:
         """Yield views of the elements of absent matrices that QK-clip could scale."""
-        for bucket in self._bound[id(group["params"][0])].plan.buckets if absent else ():
+        for bucket in self._bound[group["params"][0]].plan.buckets if absent else ():
             for run in bucket.runs:
                 if run.matrix in absent and qk_clip.has_heads(run.parameter):
                     yield grids(group["params"][run.tensor], run.copy)
@@ -553,19 +557,19 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         tensors = [p for p in group["params"] if p.grad is not None]
         with self.phase("adamw"):
             states = [self.create_state(p, use_muon=False) for p in tensors]
-            how, others = (group, self.config.adam_w_mode), []
+            decoupled, others = self.config.adam_w_mode, []
             for tensor, state in zip(tensors, states, strict=True):
                 if adamw.is_rounded(tensor):
-                    adamw.step_in_bf16(tensor, state, *how, self._fragments[tensor], self.kernels, self._work)
+                    fragments = self._fragments[tensor]
+                    adamw.step_in_bf16(tensor, state, group, decoupled, fragments, self.kernels, self._work)
                 else:
                     others.append((tensor, state))
-            adamw.step([tensor for tensor, _ in others], [state for _, state in others], *how)
+            adamw.step([tensor for tensor, _ in others], [state for _, state in others], group, decoupled)
         if self.step_stats is not None:
-            stepped = dict(zip(map(id, tensors), states, strict=True))
-            held = (part for partition in self._adam_partitions for part in partition.held() if id(part[0]) in stepped)
+            stepped = dict(zip(tensors, states, strict=True))
+            parts = (part for partition in self._adam_partitions for part in partition.held() if part[0] in stepped)
             self.step_stats.after_adamw(
-                (adamw.update_squares(stepped[id(tensor)], group, start, length), length)
-                for tensor, start, length in held
+                (adamw.update_squares(stepped[tensor], group, start, length), length) for tensor, start, length in parts
             )
         return frozenset()
 

@@ -68,7 +68,7 @@ class QKClip:
         self._step = step
         self.watch = AttentionWatch(layers, options.logits, step)
         weakref.finalize(self, self.watch.close)
-        self._held: dict[int, list[_HeadPart]] = {}
+        self._held: dict[Tensor, list[_HeadPart]] = {}
         self._group: Any = None
         self._device = torch.device("cpu")
         self._factors: dict[str, Factors] = {}
@@ -99,13 +99,13 @@ class QKClip:
             for shard, start, stop, position in partition.pieces():
                 parameter, at = shard.spec.name, position - start
                 layer, weights = self._weights.get(parameter, ("", ()))
-                self._held.setdefault(id(partition.tensors[shard.tensor]), []).extend(
+                self._held.setdefault(partition.tensors[shard.tensor], []).extend(
                     _HeadPart(parameter, layer, role, head, at + piece.element, piece.rows, piece.cols, piece.stride)
                     for role, head, block in weights
                     for piece in block.pieces(start, stop)
                 )
 
-    def begin_step(self, speaks: bool) -> None:
+    def begin_step(self, is_logging: bool) -> None:
         """Before the parts of a step: agree on the largest logits since the last one, and on the frozen parameters.
         Called by all ranks together.
 
@@ -145,9 +145,9 @@ class QKClip:
             self._factors[layer.name] = clip_factors(heads, layer.keys, self._options.tau, self._options.alpha)
             if max(heads) > -math.inf:
                 self.largest[layer.name] = max(heads)
-        self._check(speaks)
+        self._check(is_logging)
 
-    def _check(self, speaks: bool) -> None:
+    def _check(self, is_logging: bool) -> None:
         self._was_seen |= bool(self.largest)
         if self._layers and not self._was_seen:
             raise UnsupportedError(
@@ -155,7 +155,7 @@ class QKClip:
                 "gradients; a compiled model cannot be observed"
             )
         idle = {layer.name for layer in self._layers} - self.largest.keys() - self._told
-        if idle and speaks:
+        if idle and is_logging:
             self._told |= idle
             logger.warning(
                 "deepspeed-muon: qk_clip: %d attention layers did not run in this step or are compiled, first %s; "
@@ -170,7 +170,7 @@ class QKClip:
         Args:
             still: views of elements of these tensors that keep their values. They may cut a head.
         """
-        parts = [(tensor, held) for tensor in tensors for held in self._held.get(id(tensor), ())]
+        parts = [(tensor, held) for tensor in tensors for held in self._held.get(tensor, ())]
         factors = [self._factor(held) for _, held in parts]
         if not any(factor < 1 for factor in factors):
             return

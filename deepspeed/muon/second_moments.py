@@ -79,11 +79,11 @@ class SecondMoments:
         groups[first] = groups[first] | {SAVED: dict(self.held)}
         return {**state_dict, "param_groups": groups}
 
-    def load(self, groups: Iterable[dict[str, Any]], speaks: bool) -> None:
-        """Take them out of saved groups, and warn, if this rank ``speaks``, where only one of the runs has NorMuon."""
+    def load(self, groups: Iterable[dict[str, Any]], is_logging: bool) -> None:
+        """Take them out of saved groups. ``is_logging``: warn where only one of the two runs has NorMuon."""
         found = {name: moment for group in groups for name, moment in group.pop(SAVED, {}).items()}
-        if speaks and found and not self.is_used:
+        if is_logging and found and not self.is_used:
             logger.warning("deepspeed-muon: the checkpoint's run had normuon, this one goes on without it")
-        if speaks and self.is_used and not found:
+        if is_logging and self.is_used and not found:
             logger.warning("deepspeed-muon: the checkpoint has no second moments of NorMuon; they start at zero")
         self.held = found if self.is_used else {}

@@ -103,7 +103,7 @@ class PartitionStep:
         The look-ahead is ``g + momentum * (m - g)`` of the gradient g and the new average m with Nesterov, else m, in
         the dtype of the exchange.
         """
-        for call in self._bound.calls[id(buffers.bucket)]:
+        for call in self._bound.calls[buffers.index]:
             tensor: Tensor = self._group["params"][call.tensor]
             if tensor.grad is None:
                 for index in call.runs:
@@ -179,7 +179,7 @@ class PartitionStep:
         if self._tools.stats is not None:
             cautious = self._tools.config.cautious_weight_decay
             self._tools.stats.before_apply(self._updates(buffers), self._group, cautious)
-        for call in self._bound.calls[id(buffers.bucket)]:
+        for call in self._bound.calls[buffers.index]:
             tensor: Tensor = self._group["params"][call.tensor]
             if tensor.grad is None:
                 continue
@@ -223,7 +223,7 @@ class PartitionStep:
 
     def _updates(self, buffers: BucketBuffers) -> Iterator[tuple[str, Tensor, Tensor, float]]:
         """Yield (parameter, weights, result, scale) of every run that :meth:`apply` will update; tensors are 1-D."""
-        for call in self._bound.calls[id(buffers.bucket)]:
+        for call in self._bound.calls[buffers.index]:
             tensor: Tensor = self._group["params"][call.tensor]
             if tensor.grad is not None:
                 for run, update in self._present_runs(call, buffers):

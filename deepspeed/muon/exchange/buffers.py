@@ -19,7 +19,7 @@ class BucketBuffers:
     """The buffers of one bucket in flight, in the exchange dtype on the exchange device: parts of one storage.
 
     Args:
-        number: which bucket of how many, for messages.
+        index: of the bucket in the plan; ``count``: how many there are.
         matrices: flat, the matrices that this rank owns; where only results travel, those of an earlier bucket.
         outbox: flat, the runs of other ranks' matrices, ordered by owner. Results come back to the same positions.
         inbox: flat, the runs of this rank's matrices that other ranks hold; a part of ``matrices`` where they arrive in
@@ -29,7 +29,8 @@ class BucketBuffers:
     """
 
     bucket: Bucket
-    number: str
+    index: int
+    count: int
     matrices: Tensor
     outbox: Tensor
     inbox: Tensor
@@ -37,6 +38,11 @@ class BucketBuffers:
     pending: list[PendingCollective] = field(default_factory=list)
     #: The end of the last copy between host and accelerator, if there is one.
     copied: Any = None
+
+    @property
+    def number(self) -> str:
+        """Return which bucket this is of how many, for messages."""
+        return f"{self.index + 1} of {self.count}"
 
     def slice_of(self, index: int) -> Tensor:
         """Return what ``prepare`` fills and ``apply`` reads for a run, by its index: 1-D, on the shards' device."""

@@ -170,7 +170,8 @@ class Exchange:
         number = operation.storage
         return BucketBuffers(
             bucket=bucket,
-            number=f"{operation.bucket + 1} of {len(plan.buckets)}",
+            index=operation.bucket,
+            count=len(plan.buckets),
             matrices=matrices if operation.own == operation.bucket else others[operation.own].matrices,
             outbox=outbox,
             inbox=inbox,

@@ -14,6 +14,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed.muon.config.types import GROUP_KEYS
+from deepspeed.muon.context import StepContext
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.exchange.watchdog import start_watchdog
 from deepspeed.muon.kernels import selection
@@ -74,9 +75,10 @@ def bind_engine(engine: Any) -> None:
     if optimizer.qk_clip:
         refuse_qk_clip(engine)
     grid = grid_of(engine)
+    peers, muon_of_all_stages = None, None
     if engine.pipeline_parallelism:
-        optimizer.peers = grid.group if grid else engine.mpu.get_data_parallel_group()
-        optimizer.muon_of_all_stages = of_all_stages(optimizer)
+        peers = grid.group if grid else engine.mpu.get_data_parallel_group()
+        muon_of_all_stages = of_all_stages(optimizer)
     adapter = engine.muon_adapter = adapter_for(engine, optimizer)
     adapter.prepare(verdict["groups"])
     partitions = joined(adapter, grid)
@@ -84,8 +86,14 @@ def bind_engine(engine: Any) -> None:
     kinds = sorted({device.type, *(tensor.device.type for partition in partitions for tensor in partition.tensors)})
     with slow("building or loading the kernels"):
         lacking = compare(lambda: selection.missing(optimizer.config.kernels, kinds), _judge_kernels)
-    optimizer.speaks, optimizer.ranks_per_node = engine.global_rank == 0, verdict["ranks_per_node"]
-    optimizer.use_kernels(lacking)
+    optimizer.context = StepContext(
+        is_logging=engine.global_rank == 0,
+        kernels=selection.choose(lacking),
+        lacking=lacking,
+        ranks_per_node=verdict["ranks_per_node"],
+        peers=peers,
+        muon_of_all_stages=muon_of_all_stages,
+    )
     world_size = max((p.world_size for p in partitions), default=1)
     with slow("choosing dtype, method and kernels of Newton-Schulz"):
         tuning = choose(optimizer, verdict, device, world_size)

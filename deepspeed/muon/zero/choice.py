@@ -34,7 +34,7 @@ def choose(optimizer: MuonWithAuxAdam, agreed: Facts, device: torch.device, worl
     if not (candidates.is_open and agreed["races"] and counts):
         return candidates.without_race(counts)
 
-    if optimizer.speaks:
+    if optimizer.context.is_logging:
         candidates.log_compilation()
 
     def judge(facts: list[Facts]) -> Facts:

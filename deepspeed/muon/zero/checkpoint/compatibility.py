@@ -246,8 +246,8 @@ def blocks(optimizer: Any) -> dict[str, str]:
 
 def muon_facts(optimizer: Any) -> dict[str, str]:
     """The parameters that go to Muon, in a pipeline of all stages, by name, and their :func:`blocks` or nothing."""
-    if optimizer.muon_of_all_stages is not None:
-        return optimizer.muon_of_all_stages
+    if optimizer.context.muon_of_all_stages is not None:
+        return optimizer.context.muon_of_all_stages
     return dict.fromkeys(sorted(matrices(optimizer)), "") | blocks(optimizer)
 
 
@@ -289,7 +289,9 @@ def routing_difference(
     saved, current = kinds(groups), kinds(optimizer.param_groups)
     there = {name for group in groups for name in group.get("matrices", ())}
     here = matrices(optimizer)
-    is_of_all_stages = optimizer.muon_of_all_stages is not None and there == optimizer.muon_of_all_stages.keys()
+    is_of_all_stages = (
+        optimizer.context.muon_of_all_stages is not None and there == optimizer.context.muon_of_all_stages.keys()
+    )
     if is_of_all_stages or (saved == current and there == here):
         strange = [text for group in groups for text in unknown_methods(group.get("ns_methods", {}))]
         strange += [text for group in groups if "ns_choice" in group for text in unknown(group["ns_choice"])]

@@ -172,7 +172,7 @@ def _load(adapter: Adapter, folder: Folder, actions: Actions, load_states: bool)
         if load_states:
             fill(optimizer, partition, folder.source, actions)
     if load_states and folder.is_ours:
-        optimizer.second_moments.load(folder.groups, optimizer.speaks)
+        optimizer.second_moments.load(folder.groups, is_logging=optimizer.context.is_logging)
         _load_settings(adapter.wrapper, optimizer, folder)
     if engine.global_rank == 0:
         report(optimizer, folder.source, actions)
@@ -199,7 +199,7 @@ def _matched(optimizer: MuonWithAuxAdam, saved: Groups) -> Iterator[tuple[dict[s
     """Each group with the saved one whose settings it takes: by order, in a pipeline by name. The converter keeps the
     groups of one stage, so a group that this stage lacks keeps the settings of the config.
     """
-    if optimizer.muon_of_all_stages is None:
+    if optimizer.context.muon_of_all_stages is None:
         if kinds(saved) == kinds(optimizer.param_groups):
             yield from zip(optimizer.param_groups, saved, strict=True)
         return

@@ -109,9 +109,9 @@ class Stage3(Adapter):
 
     def resident_partitions(self) -> Iterator[Partition]:
         """What is written to the tensors goes to the model, too."""
-        found = {id(partition.tensors[0]): partition for partition in self.optimizer.all_partitions}
+        found = {partition.tensors[0]: partition for partition in self.optimizer.all_partitions}
         for _, flat in nvme.each_sub_group(self.wrapper):
-            yield found[id(flat)]
+            yield found[flat]
 
     def loading(self, folder: Path, tag: str | None, arguments: dict[str, Any]) -> AbstractContextManager[None]:
         """Replaces DeepSpeed's loading where NVMe takes part, in the engine or in the checkpoint."""

@@ -56,17 +56,17 @@ def joined(adapter: Adapter, grid: Grid | None) -> list[Partition]:
         size = comm.get_world_size(group)
         grid = Grid(group, tuple(range(t, t + 1, size) for t in range(size)))
     whole = {
-        id(held): _over(grid, held, placements, specs)
-        for held, *placements in zip(dense, *everyones, strict=True)
-        if optimizer.param_groups[held.index]["use_muon"]
+        partition.tensors[0]: _over(grid, partition, placements, specs)
+        for partition, *placements in zip(dense, *everyones, strict=True)
+        if optimizer.param_groups[partition.index]["use_muon"]
     }
-    return [whole.get(id(partition), partition) for partition in partitions]
+    return [whole.get(partition.tensors[0], partition) for partition in partitions]
 
 
 def _refuse_cut_experts(partitions: Sequence[Partition], dense: Sequence[Partition]) -> None:
     """Raise UnsupportedError for experts whose matrices tensor parallelism cut."""
-    kept = set(map(id, dense))
-    specs = [shard.spec for partition in partitions if id(partition) not in kept for shard in partition.shards]
+    kept = {partition.tensors[0] for partition in dense}
+    specs = [shard.spec for partition in partitions if partition.tensors[0] not in kept for shard in partition.shards]
     if cut := [spec.name for spec in specs if spec.use_muon and spec.sharding]:
         raise UnsupportedError(
             f"deepspeed-muon does not support this engine: tensor parallelism cuts {len(cut)} matrices of experts, "

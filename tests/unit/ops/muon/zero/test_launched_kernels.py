@@ -20,7 +20,7 @@ SHAPES = [(24, 40), (40, 24), (24, 40), (32, 32), (40, 24), (33, 7), (24, 40), (
 def trained(stage: int, together: bool, momentum_dtype: str) -> tuple[dict[str, Tensor], tuple, tuple]:
     """Weights after three steps, and kernels of the last one as planned and as traced."""
     from benchmarks.launches import noted, traced
-    from deepspeed.muon import optimizer as module
+    from deepspeed.muon.kernels import selection as module
     from deepspeed.muon.plan.launches import Launches, launches_of
     from deepspeed.muon.step_stats import SIZES, StepStats
 
@@ -89,7 +89,8 @@ def test_tensors_without_a_gradient_keep_their_weights(monkeypatch: pytest.Monke
         initial = net.layers[1].weight.detach().clone()
         net.layers[1].weight.grad = None
         optimizer._bind_whole()
-        optimizer.kernels = dataclasses.replace(reference.OPERATIONS, runs=runs)
+        kernels = dataclasses.replace(reference.OPERATIONS, runs=runs)
+        optimizer.context = dataclasses.replace(optimizer.context, kernels=kernels)
         optimizer.bind_again()
         optimizer.step()
         assert (
