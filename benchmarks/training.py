@@ -241,15 +241,29 @@ def timed_step(engine: Any, batch: Tensor, counter: TrafficCounter, device: str)
     return found
 
 
+class Nothing:
+    """Phases of a step in which nothing is computed, nor sent between the owners of one matrix."""
+
+    def look(self, operation: Any) -> None:
+        """Look for nothing."""
+
+    def prepare(self, buffers: Any) -> None:
+        """Leave the buffers as they are."""
+
+    def orthogonalize(self, buffers: Any, calls: Iterator[Any]) -> None:
+        """Pass over the calls of the owners."""
+        deque(calls, maxlen=0)
+
+    apply = prepare
+
+
 def exchange_alone(optimizer: Any, repeats: int, device: str) -> float:
     """Median seconds of all collectives of one step of ours with nothing computed."""
-    from deepspeed.muon.plan.program import program_of
-
-    times, run, nothing = [], optimizer.exchange.run, [lambda buffers: None] * 3
-    plans = [(plan, program_of(plan, staged=optimizer.exchange.staging is not None)) for plan in optimizer.plans]
+    times, run = [], optimizer.exchange.run
+    steps = [*zip(optimizer.plans, optimizer.programs, strict=True)]
     for _ in range(repeats):
         torch.distributed.barrier()
-        times.append(seconds(lambda: [run(*each, *nothing, contextlib.nullcontext) for each in plans], device))
+        times.append(seconds(lambda: [run(*each, Nothing(), contextlib.nullcontext) for each in steps], device))
     return statistics.median(times)
 
 

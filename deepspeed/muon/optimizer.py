@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed.muon import saved_state
 from deepspeed.muon.bound import Bound, bind_partition
 from deepspeed.muon.config.presets import preset_named
 from deepspeed.muon.config.schema import MuonConfig, parse
@@ -36,6 +37,7 @@ from deepspeed.muon.lr_groups import GivenGroups
 from deepspeed.muon.math import adamw, momentum
 from deepspeed.muon.math.choice import Choice, from_pinned
 from deepspeed.muon.math.newton_schulz import DTYPES
+from deepspeed.muon.math.schedules import Schedules
 from deepspeed.muon.matrices.pipeline import stage_of
 from deepspeed.muon.matrices.query_keys import Attention, attention_layers
 from deepspeed.muon.matrices.routing import MatrixSpec, route, shapes_of, tag_parameters
@@ -98,6 +100,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 "ns_method and kernels is measured at start"
             )
         self.rules, self.schedules = self.config.rules, self.config.schedules
+        #: Of every step: rules beyond plain Muon, and schedules of momentum and weight decay; ``None`` without any.
+        self._step_rules = self.rules or None
+        self._step_schedules = self.schedules if self.schedules != Schedules() else None
         model, self._replicas = unwrapped(model)
         specs = route(model, self.config.matrix_options)
         #: The pipeline stage that ``model`` is; 0 outside pipelines.
@@ -136,7 +141,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         super().__init__(split.halves, defaults={})
         #: Schedulers of torch look for ``betas`` before they cycle those of every group.
         self.defaults |= {"lr": split.reference_lr, "betas": self.config.betas}
-        self._register_hooks()
+        self.register_state_dict_post_hook(saved_state.save)  # type: ignore[arg-type]
+        self.register_load_state_dict_pre_hook(saved_state.before_load)  # type: ignore[arg-type]
+        self.register_load_state_dict_post_hook(saved_state.after_load)  # type: ignore[arg-type]
         tag_parameters(model, self.specs)
         self._is_built = True
 
@@ -145,16 +152,6 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         if not self.config.qk_clip:
             return {}
         return attention_layers(model, {param for half in split.halves for param in half["params"]})
-
-    def _register_hooks(self) -> None:
-        """What ``state_dict`` and ``load_state_dict`` do beyond torch's own."""
-        self.register_load_state_dict_pre_hook(momentum.hold)
-        self.register_state_dict_post_hook(momentum.export)
-        self.register_state_dict_post_hook(MuonWithAuxAdam._save_second_moments)  # type: ignore[arg-type]
-        self.register_load_state_dict_post_hook(MuonWithAuxAdam._fill_in_betas)  # type: ignore[arg-type]
-        self.register_load_state_dict_post_hook(momentum.settle)
-        self.register_load_state_dict_post_hook(MuonWithAuxAdam._load_second_moments)  # type: ignore[arg-type]
-        self.register_load_state_dict_post_hook(MuonWithAuxAdam.bind_again)  # type: ignore[arg-type]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not supported after construction.
@@ -267,17 +264,6 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     def whole_state(self) -> AbstractContextManager[None]:
         """While entered, ``state_dict`` holds the state of all matrices. Entered by all ranks together."""
         return self.second_moments.whole()
-
-    def _save_second_moments(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return self.second_moments.save(state_dict)
-
-    def _fill_in_betas(self) -> None:
-        """Give Muon's groups of older versions betas, which torch's schedulers cycle in every group."""
-        for group in self.param_groups:
-            group.setdefault("betas", self.config.betas)
-
-    def _load_second_moments(self) -> None:
-        self.second_moments.load(self.param_groups, is_logging=self.context.is_logging)
 
     @property
     def kernels(self) -> Operations:
@@ -529,13 +515,15 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             raise RuntimeError(
                 f"group {group['name']!r} holds tensors that were not there when the optimizer was bound"
             )
-        states = [self.create_state(tensor, use_muon=True) for tensor in group["params"]]
-        group = self.schedules.at(group, done=int(states[0]["step"]))
+        states = [self.state.get(tensor) or self.create_state(tensor, use_muon=True) for tensor in group["params"]]
+        if self._step_schedules is not None:
+            group = self._step_schedules.at(group, done=int(states[0]["step"]))
         for state in states:
             state["step"] += 1
         tools = Tools(
             config=self.config,
-            kernels=self.kernels,
+            rules=self._step_rules,
+            kernels=self.context.kernels,
             states=self.state,
             blocks_of=self.blocks_of,
             second_moments=self.second_moments,

@@ -29,8 +29,9 @@ from deepspeed.muon.kernels.rounding import key_of
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.math.bf16 import in_fp32
-from deepspeed.muon.math.momentum import CODES, MOMENTUM, Blocks, State
+from deepspeed.muon.math.momentum import MOMENTUM, Blocks, State
 from deepspeed.muon.math.newton_schulz import orthogonalize
+from deepspeed.muon.math.rules import Rules
 from deepspeed.muon.plan.collective import Collective
 from deepspeed.muon.plan.plan import Bucket, Run
 from deepspeed.muon.plan.program import Look
@@ -44,6 +45,7 @@ class Tools:
 
     Args:
         config: of the run.
+        rules: beyond plain Muon; ``None`` without any.
         kernels: of everything but the products of Newton-Schulz; equal on all ranks.
         states: of the optimizer, by tensor.
         blocks_of: where the blocks of a tensor's momentum in int8 begin.
@@ -54,6 +56,7 @@ class Tools:
     """
 
     config: MuonConfig
+    rules: Rules | None
     kernels: Operations
     states: Mapping[Tensor, State]
     blocks_of: Callable[[Tensor], Blocks]
@@ -74,15 +77,17 @@ class PartitionStep:
 
     def __init__(self, bound: Bound, group: dict[str, Any], tools: Tools) -> None:
         self._bound, self._group, self._tools = bound, group, tools
-        self._work, self._kernels, self._rules = tools.work, tools.kernels, tools.config.rules
+        self._work, self._kernels = tools.work, tools.kernels
         #: Names of the matrices without a gradient in this step, whose weight and momentum stay as they are.
         self.absent: frozenset[str] = frozenset()
-        self._int8 = Int8Step(bound.plan, group, tools.states, tools.kernels, tools.blocks_of, tools.work)
+        self._int8: Int8Step | None = None
+        if tools.config.momentum_dtype == "int8":
+            self._int8 = Int8Step(bound.plan, group, tools.states, tools.kernels, tools.blocks_of, tools.work)
 
     def run(self) -> frozenset[str]:
         """Step; return the names of the matrices that have no gradient."""
         self._bound.exchange.run(self._bound.plan, self._bound.program, self, self._tools.phase)
-        if self._tools.config.momentum_dtype == "int8":
+        if self._int8 is not None:
             with self._tools.phase("prepare"):
                 self._int8.finish(self.absent)
         return self.absent
@@ -128,7 +133,7 @@ class PartitionStep:
     def _advance(self, tensor: Tensor, grad: Tensor, run: Run, target: Tensor) -> None:
         """Advance the momentum of one run; ``target``: 1-D, for its look-ahead."""
         state, rates = self._tools.states[tensor], (self._group["momentum"], self._group["nesterov"])
-        if CODES in state:
+        if self._int8 is not None:
             self._int8.advance(tensor, grad, run, target)
             return
         gradient = elements_of(grad, run.copy, self._work, "gradient")
@@ -148,11 +153,12 @@ class PartitionStep:
 
         ``calls``: those that the owners of one matrix make meanwhile, by the program.
         """
-        config, stats = self._tools.config, self._tools.stats
+        config, rules, stats = self._tools.config, self._tools.rules, self._tools.stats
         for batch in buffers.bucket.batches:
             shape = batch.count, batch.rows, batch.cols
             matrices = buffers.matrices[batch.start : batch.start + math.prod(shape)].view(shape)
-            self._rules.before(matrices, batch.axis, self._work)
+            if rules is not None:
+                rules.before(matrices, batch.axis, self._work)
             if stats is not None:
                 stats.before_newton_schulz(batch.names, matrices)
             kernels = self._bound.kernels(*batch.shape)
@@ -160,7 +166,7 @@ class PartitionStep:
                 kernels = self._bound.exchange.owner_set(batch, buffers.number, calls).operations(kernels)
             orthogonalize(
                 matrices,
-                config.schedule,
+                self._bound.newton_schulz.schedule,
                 method=self._bound.method(*batch.shape),
                 dtype=self._bound.dtype,
                 work=self._work,
@@ -170,7 +176,8 @@ class PartitionStep:
             )
             if stats is not None:
                 stats.after_newton_schulz(batch.names, matrices)
-            self._rules.after(matrices, batch.axis, self._tools.second_moments.of(batch.names), self._work)
+            if rules is not None:
+                rules.after(matrices, batch.axis, self._tools.second_moments.of(batch.names), self._work)
 
     # ---- on the shard: decay and update -------------------------------------------------------------------
 

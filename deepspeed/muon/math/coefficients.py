@@ -29,6 +29,7 @@ YOU: Schedule = (
 )
 
 
+@functools.cache
 def for_larger_norm(schedule: Schedule, factor: float) -> Schedule:
     """The schedule that acts as if its input were divided by ``factor`` first."""
     a, b, c = schedule[0]

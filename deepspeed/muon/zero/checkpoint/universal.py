@@ -19,11 +19,11 @@ from torch import Tensor
 
 from deepspeed.muon.errors import ImportStateError
 from deepspeed.muon.log import logger
-from deepspeed.muon.math.momentum import SAVED
 from deepspeed.muon.matrices.routing import MatrixSpec
 from deepspeed.muon.matrices.tp_sharding import Sharding
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.patch import Seam, replace
+from deepspeed.muon.saved_state import KEPT_AS
 from deepspeed.muon.state_import import KEYS, Actions, Source, chosen, decide, fill, report, warn_of_fused
 from deepspeed.muon.zero.checkpoint.compatibility import Groups, check_groups, kinds, saved_groups, settings_of
 from deepspeed.muon.zero.checkpoint.safe_load import read_states
@@ -185,7 +185,7 @@ def _load_settings(wrapper: Any, optimizer: MuonWithAuxAdam, folder: Folder) -> 
     """Load settings of groups, clipping and the loss scale, as far as they fit."""
     for group, saved in _matched(optimizer, folder.groups):
         group.update(settings_of(group, saved))
-        group.pop(SAVED, None)
+        group.pop(KEPT_AS, None)
     optimizer.bind_again()
     common = folder.common
     if hasattr(wrapper, "clip_grad") and "clip_grad" in common:

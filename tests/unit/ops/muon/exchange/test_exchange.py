@@ -74,7 +74,7 @@ def test_unpacking_moves_element_by_element(
             continue
         for place, at in pairs:
             expected[place] = inbox[at]
-        buffers = BucketBuffers(bucket, "", matrices, torch.empty(0), inbox, [], [])
+        buffers = BucketBuffers(bucket, index=0, count=1, matrices=matrices, outbox=torch.empty(0), inbox=inbox)
         buffers.unpack()
         assert matrices.equal(expected)
         returned, buffers.inbox = inbox, torch.zeros_like(inbox)
