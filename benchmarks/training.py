@@ -252,7 +252,7 @@ class Nothing:
 
     def orthogonalize(self, buffers: Any, calls: Iterator[Any]) -> None:
         """Pass over the calls of the owners."""
-        deque(calls, maxlen=0)
+        collections.deque(calls, maxlen=0)
 
     apply = prepare
 
