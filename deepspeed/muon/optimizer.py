@@ -141,9 +141,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         super().__init__(split.halves, defaults={})
         #: Schedulers of torch look for ``betas`` before they cycle those of every group.
         self.defaults |= {"lr": split.reference_lr, "betas": self.config.betas}
-        self.register_state_dict_post_hook(saved_state.save)  # type: ignore[arg-type]
-        self.register_load_state_dict_pre_hook(saved_state.before_load)  # type: ignore[arg-type]
-        self.register_load_state_dict_post_hook(saved_state.after_load)  # type: ignore[arg-type]
+        self.register_state_dict_post_hook(saved_state.save)
+        self.register_load_state_dict_pre_hook(saved_state.before_load)
+        self.register_load_state_dict_post_hook(saved_state.after_load)
         tag_parameters(model, self.specs)
         self._is_built = True
 

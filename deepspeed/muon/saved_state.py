@@ -9,16 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepspeed.muon.log import logger
 from deepspeed.muon.math.momentum import ABSMAX, CODES, MOMENTUM, codes_of, kept_dtype
-
-if TYPE_CHECKING:
-    from deepspeed.muon.optimizer import MuonWithAuxAdam
 
 #: The key under which a saved group says that its momentum was kept in int8.
 KEPT_AS = "momentum_dtype"
@@ -32,13 +29,13 @@ class AsSaved:
     dtype: torch.dtype
 
 
-def save(optimizer: MuonWithAuxAdam, state_dict: dict[str, Any]) -> dict[str, Any]:
+def save(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Hook after ``state_dict``."""
     state_dict = _decode_momentum(optimizer, state_dict)
     return optimizer.second_moments.save(state_dict)
 
 
-def before_load(optimizer: MuonWithAuxAdam, state_dict: dict[str, Any]) -> dict[str, Any]:
+def before_load(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Hook before ``load_state_dict``: keep every momentum as it was saved."""
     groups = [dict(group) for group in state_dict["param_groups"]]
     from_int8 = {index for group in groups if group.pop(KEPT_AS, None) == "int8" for index in group["params"]}
@@ -53,7 +50,7 @@ def before_load(optimizer: MuonWithAuxAdam, state_dict: dict[str, Any]) -> dict[
     return {**state_dict, "state": state, "param_groups": groups}
 
 
-def after_load(optimizer: MuonWithAuxAdam) -> None:
+def after_load(optimizer: Any) -> None:
     """Hook after ``load_state_dict``."""
     _fill_in_betas(optimizer)
     _cast_momentum(optimizer)
@@ -61,7 +58,7 @@ def after_load(optimizer: MuonWithAuxAdam) -> None:
     optimizer.bind_again()
 
 
-def _decode_momentum(optimizer: MuonWithAuxAdam, state_dict: dict[str, Any]) -> dict[str, Any]:
+def _decode_momentum(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a state dict with a momentum in int8 as fp32, in the optimizer's ``host_zeros``.
 
     A load makes the same codes from it, so that every reader of a checkpoint finds the momentum of the whole tensor.
@@ -80,13 +77,13 @@ def _decode_momentum(optimizer: MuonWithAuxAdam, state_dict: dict[str, Any]) -> 
     return {**state_dict, "state": state, "param_groups": groups}
 
 
-def _fill_in_betas(optimizer: MuonWithAuxAdam) -> None:
+def _fill_in_betas(optimizer: Any) -> None:
     """Give Muon's groups of older versions betas, which torch's schedulers cycle in every group."""
     for group in optimizer.param_groups:
         group.setdefault("betas", optimizer.config.betas)
 
 
-def _cast_momentum(optimizer: MuonWithAuxAdam) -> None:
+def _cast_momentum(optimizer: Any) -> None:
     """Cast every momentum to the config's dtype, on its tensor's device; warn if it changes.
 
     One without elements stays: it lies in a file of its own.
