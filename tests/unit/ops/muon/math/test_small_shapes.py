@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrices with a side of one, two, or a few elements more or less than kernels like."""
 
+import functools
 import itertools
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from deepspeed.muon import MuonWithAuxAdam
 from deepspeed.muon.config.schema import parse
@@ -27,15 +28,23 @@ def test_newton_schulz_takes_every_shape(method: str, kernels: str) -> None:
         pytest.skip(reason)
     table = native.operations() if kernels == "c++" else reference.OPERATIONS
     schedule = parse({"lr": 1e-3}).schedule
-    for rows, cols, wire in itertools.product(SIDES, SIDES, (torch.bfloat16, torch.float32)):
-        x = torch.randn(2, rows, cols, generator=torch.Generator().manual_seed(rows * 100 + cols)).to(wire)
-        for dtype, normalization in itertools.product(DTYPES, NORMALIZATIONS):
-            starts: dict[str, Any] = {"start": almost_orthogonal} if normalization == "aol" else {}
-            expected = torch.stack([newton_schulz_fp64(matrix, schedule, **starts) for matrix in x])
+    for rows, cols, wire, normalization in itertools.product(
+        SIDES, SIDES, (torch.bfloat16, torch.float32), NORMALIZATIONS
+    ):
+        x, expected = with_result(rows, cols, wire, normalization)
+        for dtype in DTYPES:
             got = orthogonalize(x.clone(), schedule, method, DTYPES[dtype], None, table, normalization)
             error = (got.double() - expected).norm() / expected.norm()
             bound = BOUNDS[dtype] + (0.01 if wire == torch.bfloat16 else 0.0)
             assert error <= bound, (rows, cols, wire, dtype, normalization, float(error))
+
+
+@functools.cache
+def with_result(rows: int, cols: int, wire: torch.dtype, normalization: str) -> tuple[Tensor, Tensor]:
+    """Two random matrices, and what the oracle makes of them."""
+    x = torch.randn(2, rows, cols, generator=torch.Generator().manual_seed(rows * 100 + cols)).to(wire)
+    starts: dict[str, Any] = {"start": almost_orthogonal} if normalization == "aol" else {}
+    return x, torch.stack([newton_schulz_fp64(matrix, parse({"lr": 1e-3}).schedule, **starts) for matrix in x])
 
 
 @pytest.mark.parametrize("momentum_dtype", ["fp32", "bf16", "int8"])
