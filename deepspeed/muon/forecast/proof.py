@@ -11,7 +11,7 @@ from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.forecast.estimate import Estimate
 from deepspeed.muon.math.choice import counted_method
 from deepspeed.muon.plan.between_owners import NewtonSchulz, between_owners
-from deepspeed.muon.plan.checker import violation
+from deepspeed.muon.plan.checker import lost_elements, violation
 from deepspeed.muon.plan.memory import Memory
 from deepspeed.muon.plan.program import program_of
 
@@ -45,10 +45,11 @@ def prove(found: Estimate, config: MuonConfig, memory: Memory) -> Proof:
             device_type=memory.device_type,
         )
         between = partial(between_owners, how=newton_schulz)
-        views = (cost.plan.view(rank) for rank in range(cost.plan.world_size))
+        views = [cost.plan.view(rank) for rank in range(cost.plan.world_size)]
         programs = [program_of(view, memory.wire, memory.staged, between) for view in views]
         # A part that every rank updates whole has one program, which each of them runs.
         operations += sum(map(len, programs)) * (found.world_size // cost.plan.world_size)
-        if fault := violation(programs):
+        sizes = {item.matrix: item.block.numel for item in cost.plan.items}
+        if fault := violation(programs) or lost_elements(views, sizes, cost.plan.copies):
             return Proof(operations, found.world_size, fault, time.perf_counter() - began)
     return Proof(operations, found.world_size, None, time.perf_counter() - began)

@@ -8,9 +8,11 @@ at a time, so that each blocks those that a rank has called after it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
 from deepspeed.muon.plan.collective import Collective, Group, mismatch
+from deepspeed.muon.plan.plan import Plan
 from deepspeed.muon.plan.program import (
     Apply,
     Compute,
@@ -35,6 +37,29 @@ def violation(programs: Sequence[Program]) -> str | None:
         for text in _broken_order(program):
             return f"rank {rank}: {text}"
     return conflict([list(collectives_of(program)) for program in programs])
+
+
+def lost_elements(views: Sequence[Plan], sizes: Mapping[str, int], copies: int) -> str | None:
+    """Return where the runs of all ranks are not every element of every matrix once; ``None`` where they are.
+
+    Args:
+        views: the plans of all ranks.
+        sizes: elements of each matrix, by name.
+        copies: ranks that hold the matrices whole.
+    """
+    found = Counter[str]()
+    for view in views:
+        for number, bucket in enumerate(view.buckets):
+            for run in bucket.runs:
+                found[run.matrix] += run.copy.numel
+            arriving = sum(copy.numel for copy in bucket.received)
+            arriving += sum(run.copy.numel for run in bucket.runs if run.in_place)
+            if not bucket.only_results and arriving != bucket.matrix_elements:
+                return f"rank {view.rank}, bucket {number}: {arriving} of {bucket.matrix_elements} elements arrive"
+    for name, numel in sizes.items():
+        if found[name] != copies * numel:
+            return f"{name}: the ranks have {found[name]} elements of {copies * numel}"
+    return None
 
 
 def conflict(calls: Sequence[Sequence[Collective]]) -> str | None:

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from deepspeed.muon.math.coefficients import schedule
 from deepspeed.muon.plan.between_owners import NewtonSchulz, between_owners
-from deepspeed.muon.plan.checker import conflict, violation
+from deepspeed.muon.plan.checker import conflict, lost_elements, violation
 from deepspeed.muon.plan.collective import Collective, Group
 from deepspeed.muon.plan.cost import CostModel
-from deepspeed.muon.plan.placement import Placement, Shard
+from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard
 from deepspeed.muon.plan.plan import Plan, global_plan
 from deepspeed.muon.plan.program import Apply, Compute, Look, Open, Program, Send, Wait, collectives_of, program_of
 from deepspeed.muon.plan.slices import is_sliceable
@@ -108,6 +108,7 @@ def check_programs(
     plans = plans_of(*job)
     programs = [program_of(plan, "bf16", staged, partial(between_owners, how=how())) for plan in plans]
     assert violation(programs) is None
+    assert lost_elements(plans, sizes_of(shapes, split), world if stage == 0 else 1) is None
     for plan, program in zip(plans, programs, strict=True):
         for bucket in range(len(plan.buckets)):
             assert life(program, bucket) == ["Open", "Prepare", "Send", "Wait", "Compute", "Send", "Wait", "Apply"]
@@ -116,6 +117,11 @@ def check_programs(
         sent = sum(sum(one.sent) - one.sent[plan.rank] for one in sent_by(program) if one.sent)
         own = [one for one in sent_by(program) if one.root == plan.rank]
         assert sent + sum(one.numel for one in own) * (world - 1) == plan.sent_elements
+
+
+def sizes_of(shapes: list[tuple[int, int]], split: bool) -> dict[str, int]:
+    items = [PlacedBlock(Shard(s, 0, Placement(0, 1, 0)), block) for s in specs(shapes, split) for block in s.blocks]
+    return {item.matrix: item.block.numel for item in items}
 
 
 def sent_by(program: Program) -> list[Collective]:
@@ -340,6 +346,24 @@ def test_a_message_names_ranks_and_sizes() -> None:
     assert violation(programs) == (
         "rank 3 sends 49 elements to rank 0, which receives 48, in all_to_all of 145 bf16 elements among ranks 0 to 3"
     )
+
+
+@pytest.mark.parametrize("job", [SHARDED, SHARED, SLICED], ids=["stage 3", "stage 0", "owners"])
+def test_an_element_that_is_lost_or_twice_is_found(job: tuple) -> None:
+    """Every run of one rank, and everything that arrives, left out or done twice."""
+    plans, sizes, found = plans_of(*job), sizes_of(job[0], job[5]), 0
+    copies = 4 if job[1] == 0 else 1
+    for number, bucket in enumerate(plans[1].buckets):
+        for name in ("runs", "received"):
+            whole = getattr(bucket, name)
+            for index in range(len(whole)):
+                for part in (whole[:index] + whole[index + 1 :], (*whole, whole[index])):
+                    changed = list(plans[1].buckets)
+                    changed[number] = dataclasses.replace(bucket, **{name: part})
+                    views = [plans[0], dataclasses.replace(plans[1], buckets=tuple(changed)), *plans[2:]]
+                    assert lost_elements(views, sizes, copies) is not None
+                    found += 1
+    assert found >= 30
 
 
 # ---- the page ---------------------------------------------------------------------------------------------------
