@@ -78,7 +78,7 @@ class Bound:
 
     @cached_property
     def calls(self) -> list[list[Call]]:
-        """Return those of each bucket."""
+        """Return the calls of each bucket."""
         return [[self._call(bucket, runs) for runs in self.calls_of(bucket)] for bucket in self.plan.buckets]
 
     def calls_of(self, bucket: Bucket) -> list[tuple[int, ...]]:
@@ -149,8 +149,13 @@ def bind_partition(
             dtype=choice.dtype,
             device_type=exchange.device.type,
         ),
-        settings=repr((choice.pinned(), sorted((key, value) for key, value in group.items() if key != "params"))),
+        settings=repr((choice.pinned(), _settings_of({**group, "owner_counts": given | several}))),
     )
+
+
+def _settings_of(group: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return what decides the bits of a group's update; the same before and after its numbers of owners are pinned."""
+    return sorted((key, value) for key, value in group.items() if key != "params")
 
 
 def _together(partition: Partition, kernels: Operations, exchange: Exchange) -> RunOperations | None:

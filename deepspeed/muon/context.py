@@ -13,7 +13,7 @@ from deepspeed.muon.kernels.table import Operations
 
 @dataclass(frozen=True, kw_only=True)
 class StepContext:
-    """Made once, when the optimizer is bound, by :mod:`deepspeed.muon.zero.bind` for an engine.
+    """Hold what is agreed; made once, when the optimizer is bound, for an engine by :mod:`deepspeed.muon.zero.bind`.
 
     Args:
         is_logging: this process logs what all of them know.

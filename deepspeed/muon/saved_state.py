@@ -30,13 +30,13 @@ class AsSaved:
 
 
 def save(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Hook after ``state_dict``."""
+    """Return the state dict in its saved form; the hook after ``state_dict``."""
     state_dict = _decode_momentum(optimizer, state_dict)
     return optimizer.second_moments.save(state_dict)
 
 
 def before_load(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Hook before ``load_state_dict``: keep every momentum as it was saved."""
+    """Return a state dict that keeps every momentum as it was saved; the hook before ``load_state_dict``."""
     groups = [dict(group) for group in state_dict["param_groups"]]
     from_int8 = {index for group in groups if group.pop(KEPT_AS, None) == "int8" for index in group["params"]}
 
@@ -51,7 +51,7 @@ def before_load(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def after_load(optimizer: Any) -> None:
-    """Hook after ``load_state_dict``."""
+    """Settle what was loaded, and bind again; the hook after ``load_state_dict``."""
     _fill_in_betas(optimizer)
     _cast_momentum(optimizer)
     optimizer.second_moments.load(optimizer.param_groups, is_logging=optimizer.context.is_logging)

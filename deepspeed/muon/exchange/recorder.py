@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records the collectives that a process calls, DeepSpeed's and the script's as well as ours, for the checker.
+"""Record the collectives that a process calls, DeepSpeed's and the script's as well as ours, for the checker.
 
 All Python code that communicates, through DeepSpeed's wrapper or not, ends in the methods of torch's ``ProcessGroup``.
 What C++ code calls by itself, as the gradient averaging of DistributedDataParallel, is not seen.
@@ -38,7 +38,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Recorder:
-    """Records this process, inside of :meth:`recording`.
+    """Record the calls of this process, inside of :meth:`recording`.
 
     ``calls``: of collectives, in order, and of ``new_group``. ``messages``: sends and receives.
     """
@@ -77,18 +77,17 @@ class Recorder:
 
     def _message(self, group: Any, kind: str, peer: int, dtype: str, numel: int) -> Collective:
         of_group = _group_of(group)
-        here, there = of_group.ranks[group.rank()], of_group.ranks[peer]
-        ends = (here, there) if kind == SEND else (there, here)
+        own, other = of_group.ranks[group.rank()], of_group.ranks[peer]
+        ends = (own, other) if kind == SEND else (other, own)
         return Collective(kind, Group(ends, of_group.name), dtype, numel, caller=_caller())
 
     def _record_new_group(self, original: Callable, ranks: Sequence[int] | None = None, *args: Any, **kw: Any) -> Any:
-        """All ranks of the world make every group, unless the script asks for less."""
+        """Record a call among all ranks of the world, who make every group, unless the script asks for less."""
         world = range(torch.distributed.get_world_size())
         who = tuple(ranks) if ranks is not None and kw.get("use_local_synchronization") else tuple(world)
         chosen = tuple(world) if ranks is None else tuple(ranks)
         made = Collective(f"new_group of {Group(chosen)}", Group(who, "new groups"), caller=_caller())
-        if not self.calls or self.calls[-1] != made:  # torch.distributed.new_group may be replaced in several modules
-            self._add(self.calls, made)
+        self._add(self.calls, made)
         return original(ranks, *args, **kw)
 
     def _add(self, log: list[Collective], call: Collective) -> None:
@@ -166,14 +165,14 @@ def _lists(kind: str, outputs: Any, inputs: Any, *_: Any, **__: Any) -> dict[str
     return {"kind": kind, "dtype": _dtype(_flat(inputs)), **sizes}
 
 
-def _split(kind: str, out: Tensor, given: Tensor, out_splits: Any = (), in_splits: Any = (), *_: Any) -> dict[str, Any]:
+def _split(kind: str, out: Tensor, sends: Tensor, out_splits: Any = (), in_splits: Any = (), *_: Any) -> dict[str, Any]:
     """Read an all-to-all of two tensors, each cut along its first axis; without splits into equal parts."""
     if not in_splits and not out_splits:
-        return {"kind": kind, "dtype": _dtype([given]), "numel": given.numel()}
+        return {"kind": kind, "dtype": _dtype([sends]), "numel": sends.numel()}
     sent, received = (
-        [n * (t.numel() // max(1, t.size(0))) for n in s] for t, s in ((given, in_splits), (out, out_splits))
+        [n * (t.numel() // max(1, t.size(0))) for n in s] for t, s in ((sends, in_splits), (out, out_splits))
     )
-    return {"kind": kind, "dtype": _dtype([given]), "sent": tuple(sent), "received": tuple(received)}
+    return {"kind": kind, "dtype": _dtype([sends]), "sent": tuple(sent), "received": tuple(received)}
 
 
 def _message(kind: str, tensors: Any, peer: int, *_: Any, **__: Any) -> dict[str, Any]:

@@ -312,7 +312,7 @@ class GlobalPlan:
 
     @cached_property
     def gradient_flags(self) -> int:
-        """As in :class:`Plan`. Ranks that have all of a matrix have the same gradient."""
+        """Return the number as in :class:`Plan`. Ranks that have all of a matrix have the same gradient."""
         is_cut = any(len(item.parts) > 1 or item.shard.placement.copies == 1 for item in self.items)
         return len({item.matrix for item in self.items}) if self.world_size > 1 and is_cut else 0
 

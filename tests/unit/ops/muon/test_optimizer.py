@@ -301,3 +301,13 @@ def test_the_steady_state_allocates_no_workspace() -> None:
     held = optimizer._work.nbytes()
     train(model, optimizer, 3)
     assert optimizer._work.nbytes() == held > 0
+
+
+def test_binding_again_changes_no_digest() -> None:
+    """Ranks of DDP compare digests in every step, and one of them may have loaded the state that all have."""
+    net = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+    optimizer = MuonWithAuxAdam(net.parameters(), model=net, lr=0.1)
+    optimizer._bind_whole()
+    before = optimizer.digest()
+    optimizer.bind_again()
+    assert optimizer.digest() == before

@@ -60,6 +60,20 @@ def test_every_kind_is_recorded_as_it_is_called() -> None:
     assert second[:6] == first[:6] and second[7:] == first[7:]
 
 
+def same_group_twice() -> list[str]:
+    import torch.distributed as dist
+
+    recorder = Recorder()
+    with recorder.recording():
+        for _ in range(2):
+            dist.new_group([0, 1])
+    return [call.kind for call in recorder.calls]
+
+
+def test_each_group_of_the_same_ranks_is_recorded() -> None:
+    assert run(same_group_twice, 2) == [["new_group of ranks 0 to 1"] * 2] * 2
+
+
 # ---- what gloo forgives -----------------------------------------------------------------------------------------
 
 
