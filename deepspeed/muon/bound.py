@@ -35,8 +35,8 @@ from deepspeed.muon.tuning import method_of, with_products
 class Bound:
     """One partition of the Muon half, and what its steps have in common.
 
-    ``dtype`` of Newton-Schulz. By rows and columns of the matrix, each found once: ``method`` and ``kernels`` of
-    Newton-Schulz, and ``scale`` of the update.
+    ``newton_schulz``: its schedule, methods and dtype, which also decide what several owners of a matrix send each
+    other. ``kernels`` of Newton-Schulz and ``scale`` of the update: by rows and columns of the matrix, each found once.
     ``together``: updates all runs of a call in one kernel; ``None``: each run has its own.
     ``settings``: of the parameter group, and how Newton-Schulz runs.
     """
@@ -44,8 +44,7 @@ class Bound:
     partition: Partition
     plan: Plan
     exchange: Exchange
-    dtype: torch.dtype
-    method: Callable[[int, int], str]
+    newton_schulz: NewtonSchulz
     kernels: Callable[[int, int], Operations]
     scale: Callable[[int, int], float]
     together: RunOperations | None
@@ -54,8 +53,11 @@ class Bound:
     sharers: int
     #: Numbers of owners by the shape of a matrix, which a checkpoint pins, so that a resumed run keeps its bits.
     owner_counts: dict[str, int]
-    #: What decides what several owners of a matrix send each other.
-    newton_schulz: NewtonSchulz
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the products of Newton-Schulz."""
+        return DTYPES[self.newton_schulz.dtype]
 
     @cached_property
     def gradients(self) -> GradientProbe:
@@ -131,21 +133,18 @@ def bind_partition(
         partition, counts = partition.alone(), [1] * len(items)
         exchange = replace(exchange, group=partition.group)
     several = {shape_key(*item.shape): n for item, n in zip(items, counts, strict=True) if n > 1}
-    by_shape = cache(method)
     return Bound(
         partition=partition,
         plan=make_plan(partition.planned, partition.rank, partition.world_size, cost, config.bucket_bytes, counts),
         owner_counts=given | several,
         exchange=exchange,
-        dtype=DTYPES[choice.dtype],
-        method=by_shape,
         kernels=cache(partial(with_products, context.kernels, tables, choice)),
         scale=cache(partial(scale_factor, group["adjust_lr_fn"], rms_scale=config.rms_scale)),
         together=_together(partition, context.kernels, exchange),
         sharers=sharers,
         newton_schulz=NewtonSchulz(
             schedule=config.schedule,
-            method=by_shape,
+            method=cache(method),
             dtype=choice.dtype,
             device_type=exchange.device.type,
         ),

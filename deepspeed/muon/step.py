@@ -153,7 +153,7 @@ class PartitionStep:
 
         ``calls``: those that the owners of one matrix make meanwhile, by the program.
         """
-        config, rules, stats = self._tools.config, self._tools.rules, self._tools.stats
+        how, rules, stats = self._bound.newton_schulz, self._tools.rules, self._tools.stats
         for batch in buffers.bucket.batches:
             shape = batch.count, batch.rows, batch.cols
             matrices = buffers.matrices[batch.start : batch.start + math.prod(shape)].view(shape)
@@ -166,12 +166,12 @@ class PartitionStep:
                 kernels = self._bound.exchange.owner_set(batch, buffers.number, calls).operations(kernels)
             orthogonalize(
                 matrices,
-                self._bound.newton_schulz.schedule,
-                method=self._bound.method(*batch.shape),
+                how.schedule,
+                method=how.method(*batch.shape),
                 dtype=self._bound.dtype,
                 work=self._work,
                 kernels=kernels,
-                normalization=config.ns_normalization,
+                normalization=self._tools.config.ns_normalization,
                 gram_axis=batch.gram_axis,
             )
             if stats is not None:

@@ -76,7 +76,9 @@ def measured(shapes: list[tuple[int, int]], params: dict[str, Any], device_type:
             numel, small, itemsize, True
         )
     try:
-        found = peak((demand_of(bound.plan, bound.method) for bound in optimizer._bound.values()), expected)
+        found = peak(
+            (demand_of(bound.plan, bound.newton_schulz.method) for bound in optimizer._bound.values()), expected
+        )
     finally:
         module.batch_limit = workspace.batch_limit
     engine.destroy()
