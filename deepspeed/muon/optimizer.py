@@ -376,7 +376,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         device = partitions[0].tensors[0].device
         candidates = Candidates.of(self.config, self.tables_on(device), self.ns_methods, device, has_bf16(device.type))
         # Ranks that race apart might choose apart.
-        tune = candidates.without_race if processes() > 1 else partial(candidates.alone, world_size=1)
+        tune = candidates.without_race if processes() > 1 else partial(candidates.in_one_process, world_size=1)
         self.bind(partitions, tune(self.shapes))
 
     def _agree_with_replicas(self) -> None:

@@ -143,7 +143,7 @@ def plan_facts(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
     config, device = settings.config, torch.device(args.device)
     layout = dataclasses.replace(settings.layout, ranks_per_node=args.ranks_per_node)
     candidates = Candidates.of(config, {}, {config.ns_method}, device, has_bf16=True)
-    dtype = candidates.usual_dtype
+    dtype = candidates.default_dtype
     model = build(args.model)
     try:
         halves = halves_of(model, config)

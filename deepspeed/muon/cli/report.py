@@ -17,9 +17,8 @@ import torch
 
 from deepspeed.muon.cli.tables import aligned
 from deepspeed.muon.kernels import selection
-from deepspeed.muon.math.choice import shape_key
 from deepspeed.muon.math.newton_schulz import DTYPES
-from deepspeed.muon.math.race import fast_enough, probe, race
+from deepspeed.muon.math.race import race
 from deepspeed.muon.tuning import pin
 from deepspeed.muon.version import TESTED_DEEPSPEED, __version__
 from deepspeed.muon.zero.hooks import is_tested, seam_states
@@ -70,14 +69,8 @@ def _rates(device_type: str) -> dict[str, float]:
     lacking = selection.missing("auto", [device_type])
     tables = selection.product_tables(lacking, device_type)
     device = torch.device(device_type)
-    times = race({SHAPE: 4}, fast_enough([probe(DTYPES, tables, device)]), tables, device)
-    rows, cols = SHAPE
-    operations = {"square": 2 * rows**2 * cols, "multiply": 2 * rows**2 * cols, "product": 2 * rows**3}
-    found = {}
-    for dtype, kinds in ((dtype, keys[shape_key(*SHAPE)]) for dtype, keys in times.items()):
-        if all(kinds.get(kind) for kind in operations):
-            found[dtype] = sum(operations.values()) / sum(min(kinds[kind].values()) for kind in operations) / 1e12
-    return found
+    rates = race(SHAPE, count=4, dtypes=DTYPES, tables=tables, device=device)
+    return {dtype: max(of_tables.values()) / 1e12 for dtype, of_tables in rates.items() if of_tables}
 
 
 def _versions() -> dict[str, str | None]:

@@ -84,7 +84,7 @@ def measure(
     """
     muon = [half for half in halves if half.use_muon]
     blocks = Counter((b.rows, b.cols, half.ns_method) for half in muon for spec in half.specs for b in spec.blocks)
-    choice = candidates.alone(Counter((rows, cols) for rows, cols, _ in blocks.elements()), world_size).choice
+    choice = candidates.in_one_process(Counter((rows, cols) for rows, cols, _ in blocks.elements()), world_size).choice
     shapes = Counter((rows, cols, method_of(choice, method, rows, cols)) for rows, cols, method in blocks.elements())
     timer = _ShapeTimer(
         schedule=candidates.schedule,
@@ -108,7 +108,7 @@ def measure(
 
 def _forecast_operations(blocks: Mapping[Shape, int], candidates: Candidates) -> int:
     """Operations of all matrices as :func:`deepspeed.muon.forecast.estimate.estimate` counts them."""
-    schedule, dtype = candidates.schedule, candidates.usual_dtype
+    schedule, dtype = candidates.schedule, candidates.default_dtype
     return sum(
         count * flops(rows, cols, schedule, counted_method(rows, cols, ns_method, schedule, dtype), dtype)
         for (rows, cols, ns_method), count in blocks.items()

@@ -1,258 +1,166 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times the products of Newton-Schulz in every dtype, with every table of operations, on a model's shapes.
+"""Times an iteration of Newton-Schulz in every dtype, with every table of products.
 
-Both methods are made of the same three kinds of products, so the time of a method follows from the times of these.
-Large matrices are timed on smaller ones of the same aspect ratio, and the time is scaled by the operations.
-
-A dtype that the hardware lacks would cost the race most of its time, so :func:`probe` tries each one first and
-:func:`fast_enough` keeps those worth racing, by the probes of all ranks.
+An iteration of the standard method has one product of each kind. The dtype and table that are fastest for it are the
+fastest for a model; the methods differ in their operations, which are counted.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor
 
 from deepspeed.muon.kernels.rounding import key_of, noise
-from deepspeed.muon.kernels.table import Operations, oriented, symmetric_of
+from deepspeed.muon.kernels.table import Operations, Scalars, symmetric_of
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.log import logger
-from deepspeed.muon.math.choice import TORCH, Shape, Times, shape_key
-from deepspeed.muon.math.newton_schulz import DTYPES, NORM
+from deepspeed.muon.math.choice import TORCH, Rates, Shape
+from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.numerics import fixed_numerics
 
-#: Seconds of timed runs after which no further shape is begun, on a CPU and on an accelerator. The first run of a
-#: product does not count: on an accelerator it compiles and tunes, which takes up to a minute.
-CPU_SECONDS, SECONDS = 0.2, 0.04
-#: The most operations of one timed run, of a CPU per thread: about half a millisecond.
-CPU_OPERATIONS, OPERATIONS = 5e7, 2e11
-#: Timed runs of each product after one that is not counted; the shortest counts.
-RUNS = 3
-#: Seconds after which the candidates of a product are not timed again: on a loaded machine each call may take 10 ms.
-AGAIN_WITHIN = 0.05
-#: Rows and columns of the probe's product on a CPU and on an accelerator, for models that have as large a matrix, and
-#: how many times slower than the fastest dtype another may be and still enter the race. A CPU that only emulates a
-#: dtype is up to 100 times slower.
-PROBE, LARGE_PROBE, SLOW = 192, 2048, 2.0
-#: A result is wrong if it is further than this from plain PyTorch's, relative to its norm, in units of the dtype's eps.
+#: Timed runs of each candidate after one that is not counted, which on an accelerator compiles and tunes for up to a
+#: minute. The shortest counts. Candidates run in turn, so that whatever disturbs the machine meets all of them.
+RUNS = 5
+#: Seconds of timed runs after which a candidate does not run again: on a loaded machine each run may take 10 ms.
+AGAIN_WITHIN = 0.01
+#: The most operations of one run, of a CPU per thread: about one millisecond.
+CPU_OPERATIONS, OPERATIONS = 6e7, 6e11
+#: The most operations of a trial run on a CPU, which emulates some dtypes up to 100 times slower than others.
+TRIAL_OPERATIONS = 1e6
+#: How many times slower than the fastest one a candidate may be in the trial.
+MAX_SLOWDOWN = 3.0
+#: A result is wrong if its relative distance from plain PyTorch's in fp32 is more than this many eps of its dtype.
 WRONG = 32.0
-Clock = Callable[[], float]
-#: A product of fixed matrices, with a table; its result.
-Product = Callable[[Operations], Tensor]
-
-
-@fixed_numerics()
-def probe(
-    dtypes: Collection[str],
-    tables: Mapping[str, Operations],
-    device: torch.device,
-    clock: Clock = time.perf_counter,
-    largest: int | None = None,
-) -> dict[str, float]:
-    """Seconds of one product by dtype, with plain PyTorch. What raises is missing, with a warning.
-
-    A lone dtype is not timed: it takes 0 seconds.
-
-    Args:
-        dtypes: keys of ``DTYPES``, the most exact first.
-        tables: by name, plain PyTorch's among them.
-        largest: the smaller dimension of the model's largest matrix; the probe takes no larger one.
-    """
-    if len(dtypes) == 1:
-        return dict.fromkeys(dtypes, 0.0)
-    return _Timer(device, tables, clock).probe(dtypes, largest)
-
-
-def fast_enough(probes: Sequence[Mapping[str, float]]) -> list[str]:
-    """The dtypes worth racing: those that all ranks have and that are not hopelessly slow, by the slowest rank.
-
-    Args:
-        probes: of each rank, what :func:`probe` gave.
-    """
-    first, *others = probes
-    slowest = {dtype: max(one[dtype] for one in probes) for dtype in first if all(dtype in one for one in others)}
-    return [dtype for dtype, taken in slowest.items() if taken <= SLOW * min(slowest.values())]
+#: The polynomial ``A I + B G + C G^2`` of the timed iteration. Its terms are of one size, so that no product hides.
+A, B, C = 2.0, -0.5, 1.0
+#: A dtype and the name of a table.
+Candidate = tuple[str, str]
 
 
 @fixed_numerics()
 def race(
-    shapes: Mapping[Shape, int],
+    shape: Shape,
+    count: int,
     dtypes: Collection[str],
     tables: Mapping[str, Operations],
     device: torch.device,
-    seconds: float | None = None,
-    clock: Clock = time.perf_counter,
-) -> Times:
-    """Seconds per matrix of every product. What raises, or differs from plain PyTorch, is missing, with a warning.
+    clock: Callable[[], float] = time.perf_counter,
+) -> Rates:
+    """Return the rate of every dtype and table in one iteration of Newton-Schulz, in operations per second.
+
+    What raises, or differs from plain PyTorch, is missing, with a warning. What a trial finds far slower is missing,
+    too: a dtype that the hardware only emulates would take longer than all others, or be compiled for nothing.
 
     Args:
-        shapes: rows, columns -> matrices that one rank has at once. Those with most operations come first.
-        dtypes: those of :func:`fast_enough`, the same on all ranks.
+        shape: rows and columns of the matrices on which a step spends most.
+        count: how many of them one rank has at once.
+        dtypes: keys of :data:`DTYPES`, the most exact first.
         tables: by name, plain PyTorch's first.
-        seconds: of timed runs, after which no shape is begun; one is always timed.
     """
-    if seconds is None:
-        seconds = CPU_SECONDS if device.type == "cpu" else SECONDS
-    timer = _Timer(device, tables, clock)
-    times: Times = {dtype: {} for dtype in dtypes}
-    if not dtypes:
-        return times
-    cost = {shape: count * min(shape) * shape[0] * shape[1] for shape, count in shapes.items()}
-    for shape in sorted(shapes, key=lambda shape: (-cost[shape], shape)):
-        key = shape_key(*shape)
-        if any(key in keys for keys in times.values()):
-            continue  # its transpose was timed
-        if any(times.values()) and timer.spent >= seconds:
-            break
-        for dtype, kinds in timer.products(shape, shapes[shape], dtypes).items():
-            times[dtype][key] = kinds
-    return times
+    is_cpu = device.type == "cpu"
+    most = CPU_OPERATIONS * torch.get_num_threads() if is_cpu else OPERATIONS
+    trial_tables = tables if is_cpu else {TORCH: tables[TORCH]}  # the others compile first
+    trial = _times(
+        _matrices(shape, count, TRIAL_OPERATIONS if is_cpu else most, device),
+        [(dtype, name) for dtype in dtypes for name in trial_tables],
+        tables,
+        clock,
+    )
+    slowest = MAX_SLOWDOWN * min(trial.values(), default=0.0)
+    entrants = [candidate for candidate, seconds in trial.items() if seconds <= slowest]
+    entrants += [(dtype, name) for dtype, _ in entrants for name in tables if name not in trial_tables]
+
+    x = _matrices(shape, count, most, device)
+    rates: Rates = {dtype: {} for dtype in dtypes}
+    for (dtype, name), seconds in _times(x, entrants, tables, clock).items():
+        rates[dtype][name] = _operations(x) / seconds
+    return rates
 
 
-#: The dtype and the table of a call.
-Candidate = tuple[str, str]
+def costliest(shapes: Mapping[Shape, int]) -> Shape:
+    """Return the shape on whose matrices a step spends most operations.
+
+    Args:
+        shapes: rows, columns -> how many matrices the model has.
+    """
+    return max(shapes, key=lambda shape: (shapes[shape] * min(shape) * shape[0] * shape[1], shape))
 
 
-@dataclass
-class _Timer:
-    """Times products on one device."""
+def _operations(x: Tensor) -> int:
+    """Return the operations of one iteration on ``x [batch, rows, cols]``."""
+    small, large = sorted(x.shape[-2:])
+    return 2 * x.size(0) * small * small * (2 * large + small)
 
-    device: torch.device
-    tables: Mapping[str, Operations]
-    clock: Clock
-    work: Workspace = field(default_factory=Workspace)
-    #: Seconds of all timed runs.
-    spent: float = 0.0
-    #: By smaller dimension and batch: products of two symmetric matrices, which many shapes share.
-    _symmetric: dict[tuple[int, int], dict[Candidate, float]] = field(default_factory=dict)
 
-    def probe(self, dtypes: Collection[str], largest: int | None) -> dict[str, float]:
-        """Seconds of one product with plain PyTorch."""
-        size = PROBE if self.device.type == "cpu" else LARGE_PROBE
-        size = min(size, largest or size)
-        calls = {
-            (dtype, TORCH): partial(self._multiply(self._matrices((size, size), 1, dtype)), self.tables[TORCH])
-            for dtype in dtypes
-        }
-        return {dtype: seconds for (dtype, _), seconds in self._alternate(calls).items()}
+def _matrices(shape: Shape, count: int, limit: float, device: torch.device) -> Tensor:
+    """Return random matrices ``[batch, rows, cols]`` in fp32, with rows <= cols, and rows of norm about one.
 
-    def products(self, shape: Shape, count: int, dtypes: Collection[str]) -> dict[str, dict[str, dict[str, float]]]:
-        """Seconds per matrix of this shape, by dtype, kind of product and table."""
-        small, numel = min(shape), shape[0] * shape[1]
-        given = {dtype: self._matrices(shape, count, dtype) for dtype in dtypes}
-        found: dict[str, dict[str, dict[str, float]]] = {dtype: {} for dtype in dtypes}
-        for kind, make in (("square", self._square), ("multiply", self._multiply)):
-            times = self._of_tables({dtype: make(x) for dtype, x in given.items()})
-            for dtype, x in given.items():
-                scale = small * numel / (min(x.shape[-2:]) * x.numel())
-                found[dtype][kind] = _of(dtype, times, scale)
-        given = {dtype: self._matrices((small, small), count, dtype) for dtype in dtypes}
-        key = next((x.size(1), x.size(0)) for x in given.values())
-        if key not in self._symmetric:
-            self._symmetric[key] = self._of_tables({dtype: self._product(x) for dtype, x in given.items()})
-        for dtype, x in given.items():
-            scale = small**3 / (x.size(1) * x.numel())
-            found[dtype]["product"] = _of(dtype, self._symmetric[key], scale)
-        return found
+    Their iteration takes at most ``limit`` operations: a large shape is divided by a power of two, and the batch is
+    at most ``count``.
+    """
+    rows, cols = sorted(shape)
 
-    def _matrices(self, shape: Shape, count: int, dtype: str) -> Tensor:
-        """Random ones, of the norm that Newton-Schulz begins with, for one short run.
+    def cost() -> int:
+        return _operations(torch.empty(1, rows, cols, device="meta"))
 
-        At most ``count``; where one alone would take long, its shape is divided by a power of two.
+    while cost() > limit and rows > 1:
+        rows, cols = max(1, rows // 2), max(1, cols // 2)
+    batch = max(1, min(count, int(limit // cost())))
+    bits, spare = (torch.empty(batch * rows * cols, dtype=torch.int32, device=device) for _ in range(2))
+    # Uniform between -1 and 1, on every backend without a generator.
+    x = noise(bits, spare, key_of("race", 0), 0).float().mul_(2.0**-15).sub_(1.0).view(batch, rows, cols)
+    return x.mul_((3 / cols) ** 0.5)
+
+
+class _Iteration:
+    """One iteration of the standard method on the same matrices each time, in one dtype with one table."""
+
+    def __init__(self, x: Tensor, dtype: str, table: Operations) -> None:
+        self.x, self.table, self.work = x.to(DTYPES[dtype]), table, Workspace()
+        self.out = torch.empty_like(self.x)
+
+    def run(self) -> Tensor:
+        """Compute ``(A I + B G + C G^2) X`` with ``G = X X^T`` into ``out``, and return it."""
+        gram, factor = (symmetric_of(name, self.x, self.work) for name in ("gram", "factor"))
+        self.table.square(self.x, gram, self.work)
+        self.table.product(gram, gram, factor, self.work, Scalars(C, B, A))
+        return self.table.multiply(factor, self.x, self.out, self.work)
+
+    def check(self) -> None:
+        """Run once, and compare with the same in fp32.
+
+        Raises:
+            ArithmeticError: the result is wrong.
         """
-        most = CPU_OPERATIONS * torch.get_num_threads() if self.device.type == "cpu" else OPERATIONS
-        rows, cols = shape
-        while 2 * min(rows, cols) * rows * cols > most and min(rows, cols) > 1:
-            rows, cols = max(1, rows // 2), max(1, cols // 2)
-        batch = max(1, min(count, int(most // (2 * min(rows, cols) * rows * cols))))
-        bits, spare = (torch.empty(batch * rows * cols, dtype=torch.int32, device=self.device) for _ in range(2))
-        # Uniform between -1 and 1, on every backend without a generator.
-        x = noise(bits, spare, key_of("race", 0), 0).float().mul_(2.0**-15).sub_(1.0).view(batch, rows, cols)
-        return x.mul_(NORM * (3 / (rows * cols)) ** 0.5).to(DTYPES[dtype])
+        out, x = self.run().float(), self.x.float()
+        gram = x @ x.mT
+        exact = A * x + (B * gram + C * (gram @ gram)) @ x
+        error = torch.linalg.vector_norm(out - exact) / torch.linalg.vector_norm(exact)
+        if not error <= WRONG * torch.finfo(self.x.dtype).eps:
+            raise ArithmeticError(f"wrong by {float(error):.1e}")
 
-    def _square(self, x: Tensor) -> Product:
-        x = oriented(x)
-        out = symmetric_of("out", x, Workspace())
 
-        def run(table: Operations) -> Tensor:
-            table.square(x, out, self.work)
-            return out.rest
-
-        return run
-
-    def _product(self, x: Tensor) -> Product:
-        gram, out = (symmetric_of("", x, Workspace()) for _ in range(2))
-        self.tables[TORCH].square(x, gram, self.work)
-
-        def run(table: Operations) -> Tensor:
-            table.product(gram, gram, out, self.work)
-            return out.rest
-
-        return run
-
-    def _multiply(self, x: Tensor) -> Product:
-        x = oriented(x)
-        gram, out = symmetric_of("gram", x, Workspace()), torch.empty_like(x)
-        self.tables[TORCH].square(x, gram, self.work)
-        return lambda table: table.multiply(gram, x, out, self.work)
-
-    def _of_tables(self, products: Mapping[str, Product]) -> dict[Candidate, float]:
-        """Of products by dtype, the seconds by dtype and table."""
-        return self._alternate(
-            {
-                (dtype, name): partial(run, table)
-                for dtype, run in products.items()
-                for name, table in self.tables.items()
-            }
-        )
-
-    def _alternate(self, calls: Mapping[Candidate, Callable[[], Tensor]]) -> dict[Candidate, float]:
-        """The shortest of some runs of each call, in turn, so that whatever disturbs the machine meets all of them.
-
-        Calls that raise, or whose result differs from that of plain PyTorch in their dtype, are missing.
-        """
-        times: dict[Candidate, float] = {}
-        right: dict[str, Tensor] = {}
-        for candidate, call in calls.items():
-            if self._is_right(candidate, call, right):
-                times[candidate] = float("inf")
-        began = self.clock()
-        for run in range(RUNS):
-            if run and self.clock() - began > AGAIN_WITHIN:
-                break
-            for candidate in times:
-                times[candidate] = min(times[candidate], self._once(calls[candidate]))
-        return times
-
-    def _is_right(self, candidate: Candidate, call: Callable[[], Tensor], right: dict[str, Tensor]) -> bool:
-        """Whether the first run of a call gives what plain PyTorch's gave, which is kept in ``right``."""
-        dtype, name = candidate
+def _times(
+    x: Tensor, candidates: Collection[Candidate], tables: Mapping[str, Operations], clock: Callable[[], float]
+) -> dict[Candidate, float]:
+    """Return the seconds of the shortest of some runs; candidates that raise or err are missing, with a warning."""
+    iterations = {(dtype, name): _Iteration(x, dtype, tables[name]) for dtype, name in candidates}
+    seconds: dict[Candidate, float] = {}
+    for (dtype, name), iteration in iterations.items():
         try:
-            out = call()
-            if name == TORCH:
-                right[dtype] = out.to(torch.float32, copy=True)
-            elif dtype in right:
-                error = torch.linalg.vector_norm(out.float() - right[dtype]) / torch.linalg.vector_norm(right[dtype])
-                if not error <= WRONG * torch.finfo(out.dtype).eps:
-                    raise ArithmeticError(f"wrong by {float(error):.1e}")
-            return True
+            iteration.check()
+            seconds[dtype, name] = float("inf")
         except Exception as error:  # a kernel that does not compile or run must not end the training
             logger.warning("deepspeed-muon: the kernels of %s are not used in %s: %s", name, dtype, error)
-            return False
-
-    def _once(self, call: Callable[[], Tensor]) -> float:
-        began = self.clock()
-        call()[0, 0, 0].item()  # waits until the device has done what was launched
-        taken = self.clock() - began
-        self.spent += taken
-        return taken
-
-
-def _of(dtype: str, times: Mapping[Candidate, float], scale: float) -> dict[str, float]:
-    """By table, the times of one dtype, scaled."""
-    return {name: scale * seconds for (of, name), seconds in times.items() if of == dtype}
+    spent = dict.fromkeys(seconds, 0.0)
+    for _ in range(RUNS):
+        for candidate in (candidate for candidate in seconds if spent[candidate] < AGAIN_WITHIN):
+            start = clock()
+            iterations[candidate].run()[0, 0, 0].item()  # waits until the device has done what was launched
+            taken = clock() - start
+            spent[candidate] += taken
+            seconds[candidate] = min(seconds[candidate], taken)
+    return seconds

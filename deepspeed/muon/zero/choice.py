@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One choice of Newton-Schulz and one plan for all ranks: all of them race, the slowest one's times count."""
+"""One choice of Newton-Schulz and one plan for all ranks: all of them race, the slowest one's rates count."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from deepspeed.muon.exchange.groups import is_made, make_groups
-from deepspeed.muon.math.choice import from_pinned, slowest
-from deepspeed.muon.math.race import fast_enough
+from deepspeed.muon.math.choice import from_pinned, lowest
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.tuning import Candidates, Tuning
 from deepspeed.muon.zero.consensus import Facts, compare, differences
@@ -31,22 +30,18 @@ def choose(optimizer: MuonWithAuxAdam, agreed: Facts, device: torch.device, worl
     counts = Counter({(rows, cols): count for rows, cols, count in agreed["shapes"]})
     methods, tables = set(agreed["ns_methods"]), optimizer.tables_on(device)
     candidates = Candidates.of(optimizer.config, tables, methods, device, agreed["bf16"])
-    if not (candidates.is_open and agreed["races"] and counts):
+    if not (candidates.are_open and agreed["races"] and counts):
         return candidates.without_race(counts)
 
     if optimizer.context.is_logging:
         candidates.log_compilation()
 
     def judge(facts: list[Facts]) -> Facts:
-        tuning = candidates.after_race(counts, slowest([stated["times"] for stated in facts]))
-        return {"choice": tuning.choice.pinned(), "times": tuning.times}
+        tuning = candidates.after_race(counts, lowest([stated["rates"] for stated in facts]))
+        return {"choice": tuning.choice.pinned(), "rates": tuning.rates}
 
-    def common(facts: list[Facts]) -> Facts:
-        return {"dtypes": fast_enough([stated["probe"] for stated in facts])}
-
-    dtypes = compare(lambda: {"probe": candidates.probe(counts)}, common)["dtypes"]
-    verdict = compare(lambda: {"times": candidates.race(counts, dtypes, world_size)}, judge)
-    return Tuning(from_pinned(verdict["choice"]), verdict["times"])
+    verdict = compare(lambda: {"rates": candidates.race(counts, world_size)}, judge)
+    return Tuning(from_pinned(verdict["choice"]), verdict["rates"])
 
 
 def compare_plans(engine: Any, **mine: Any) -> dict[str, Any]:

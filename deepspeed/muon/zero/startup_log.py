@@ -14,7 +14,7 @@ from deepspeed.muon.matrices.pipeline import stages_of
 from deepspeed.muon.matrices.routing import MatrixSpec, is_lora
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.plan.plan import Plan
-from deepspeed.muon.tuning import Tuning, described
+from deepspeed.muon.tuning import Tuning
 from deepspeed.muon.version import __version__
 from deepspeed.muon.zero.schedules import about_momentum, about_rate, read_schedule
 from deepspeed.muon.zero.tp_ranks import tp_rank
@@ -105,7 +105,7 @@ def _steps(engine: Any, optimizer: MuonWithAuxAdam, tuning: Tuning) -> tuple[str
         f"{sent:.1f} MB sent per step by rank {engine.global_rank}, {extra:.1f} MB by all ranks to balance the owners",
         *_several_owners(plans),
         f"exchange in {optimizer.config.wire}, kernels: {summary(optimizer.kernels, optimizer.context.lacking)}",
-        f"Newton-Schulz on {exchange.device.type} in {described(optimizer.choice, tuning)}{_methods(optimizer)}",
+        f"Newton-Schulz on {exchange.device.type} in {tuning.described(optimizer.choice)}{_methods(optimizer)}",
     )
 
 

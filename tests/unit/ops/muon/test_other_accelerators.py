@@ -20,7 +20,7 @@ from deepspeed.muon.exchange.data_parallel import check_agreement
 from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.math import rules
-from deepspeed.muon.math.race import probe, race
+from deepspeed.muon.math.race import race
 from deepspeed.muon.math.rules import Rules
 from helpers.distributed import run
 from helpers.models import MODELS, train_engine
@@ -99,8 +99,7 @@ def test_muon_eq_without_fp64_takes_rows_of_any_magnitude(side: str, dtype: torc
 def test_products_are_timed() -> None:
     tables = {"torch": reference.OPERATIONS}
     with a_poor_accelerator():
-        assert set(probe(["fp32", "bf16"], tables, CPU, largest=64)) == {"fp32", "bf16"}
-        assert race({(48, 32): 2}, ["fp32", "bf16"], tables, CPU, seconds=0.0)["bf16"]["32x48"].keys()
+        assert race((48, 32), 2, ["fp32"], tables, CPU)["fp32"]["torch"] > 0
 
 
 def test_ranks_are_compared() -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:  # the package activates itself when it is imported, which is for the tests to decide
-    from deepspeed.muon.math.choice import Shape, Times
+    from deepspeed.muon.math.choice import Rates, Shape
 
 
 def without_races() -> None:
@@ -34,31 +34,14 @@ def races() -> Iterator[None]:
 
 
 @contextmanager
-def opinion(
-    seconds: Callable[[str, str, str], float], probed: Mapping[str, float] | None = None
-) -> Iterator[list[tuple[str, ...]]]:
-    """A race in which this rank finds these seconds by dtype, kind of product and table. Gives the dtypes of each.
-
-    ``probed``: the seconds of the probe by dtype; by default all dtypes take the same.
-    """
-    from deepspeed.muon.math.choice import shape_key
-
+def opinion(rate: Callable[[str, str], float]) -> Iterator[list[tuple[str, ...]]]:
+    """A race in which this rank finds these rates by dtype and table. Gives the dtypes of each."""
     held: list[tuple[str, ...]] = []
 
-    def race(shapes: Mapping[Shape, int], dtypes: Any, tables: Mapping[str, Any], *rest: Any) -> Times:
+    def race(shape: Shape, count: int, dtypes: Any, tables: Mapping[str, Any], device: Any) -> Rates:
         held.append(tuple(dtypes))
-        kinds = ("square", "product", "multiply")
-        return {
-            dtype: {
-                shape_key(*shape): {kind: {name: seconds(dtype, kind, name) for name in tables} for kind in kinds}
-                for shape in shapes
-            }
-            for dtype in dtypes
-        }
+        return {dtype: {name: rate(dtype, name) for name in tables} for dtype in dtypes}
 
     with races(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "deepspeed.muon.tuning.probe", lambda dtypes, *rest, **options: probed or dict.fromkeys(dtypes, 1.0)
-        )
         patch.setattr("deepspeed.muon.tuning.race", race)
         yield held

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What follows from the times of a race, and from a count of operations where there was none."""
 
-import itertools
 import json
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -13,33 +11,30 @@ from deepspeed.muon.config.schema import parse
 from deepspeed.muon.kernels import reference
 from deepspeed.muon.math.choice import (
     Choice,
+    Rates,
     Recipe,
-    Times,
     by_count,
     counted_method,
     fastest,
     from_pinned,
+    lowest,
     seconds,
     shape_key,
-    slowest,
     unknown,
     unknown_methods,
 )
 from deepspeed.muon.math.coefficients import schedule
-from deepspeed.muon.math.newton_schulz import METHODS, flops, products
-from deepspeed.muon.tuning import Candidates, Tuning, described, has_bf16
+from deepspeed.muon.math.newton_schulz import METHODS, flops
+from deepspeed.muon.tuning import Candidates, Tuning, has_bf16
 
 SIMPLE = schedule("simple")
 KINDS = ("square", "product", "multiply")
 
 
-def times(**by_dtype: dict[str, float]) -> Times:
-    """Of one shape, 8 x 32: by dtype and table, the seconds of each product."""
-    return {dtype: {"8x32": {kind: dict(tables) for kind in KINDS}} for dtype, tables in by_dtype.items()}
-
-
-def choose(found: Times, **kwargs: Any) -> Choice:
-    return fastest(found, {(8, 32): 3}, SIMPLE, **kwargs)
+def choose(rates: Rates) -> Choice:
+    choice = fastest(rates, {(8, 32): 3}, SIMPLE)
+    assert choice
+    return choice
 
 
 # ---- without a race -------------------------------------------------------------------------------------
@@ -65,71 +60,40 @@ def test_the_count_of_operations_decides(dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "dtype", "table"),
+    ("rates", "dtype", "table"),
     [
-        (times(fp32={"torch": 1.0, "C++": 0.5}, bf16={"torch": 0.8, "C++": 0.6}), "fp32", "C++"),
-        (times(fp32={"torch": 1.0, "C++": 0.5}, bf16={"torch": 0.4, "C++": 0.9}), "bf16", "torch"),
-        (times(fp32={"torch": 1.0}, fp16={"torch": 0.98}, bf16={"torch": 0.99}), "fp32", "torch"),
-        (times(fp32={"torch": 1.0, "C++": 0.98}), "fp32", "torch"),
-        (times(fp32={"torch": 1.0}, fp16={"torch": 0.5}, bf16={"torch": 0.49}), "fp16", "torch"),
+        ({"fp32": {"torch": 1.0, "C++": 2.0}, "bf16": {"torch": 1.2, "C++": 1.7}}, "fp32", "C++"),
+        ({"fp32": {"torch": 1.0, "C++": 2.0}, "bf16": {"torch": 2.5, "C++": 1.1}}, "bf16", "torch"),
+        ({"fp32": {"torch": 1.0}, "fp16": {"torch": 1.02}, "bf16": {"torch": 1.01}}, "fp32", "torch"),
+        ({"fp32": {"torch": 1.0, "C++": 1.02}}, "fp32", "torch"),
+        ({"fp32": {"torch": 1.0}, "fp16": {"torch": 2.0}, "bf16": {"torch": 2.04}}, "fp16", "torch"),
+        ({"bf16": {"C++": 1.0}, "fp32": {}}, "bf16", "C++"),
     ],
 )
-def test_what_is_not_usual_must_be_clearly_faster(found: Times, dtype: str, table: str) -> None:
-    choice = choose(found)
-    assert choice.dtype == dtype
-    recipe = choice.recipe(32, 8)
-    assert (recipe.square, recipe.product, recipe.multiply) == (table,) * 3
+def test_what_is_not_the_default_must_be_clearly_faster(rates: Rates, dtype: str, table: str) -> None:
+    choice = fastest(rates, {(8, 32): 3}, SIMPLE, methods=["standard"])
+    assert choice == by_count([(8, 32)], SIMPLE, dtype, ["standard"], table)
 
 
-def test_each_product_has_its_own_table() -> None:
-    found = times(fp32={"torch": 1.0, "C++": 1.0})
-    found["fp32"]["8x32"]["product"]["C++"] = 0.1
-    assert choose(found).recipe(8, 32) == Recipe("gram", "torch", "C++", "torch")
-    assert str(choose(found).recipe(8, 32)) == "gram with C++ for product, torch for square and multiply"
+def test_a_dtype_that_needs_more_operations_must_be_faster_by_so_much() -> None:
+    """Gram Newton-Schulz restarts at other steps in bf16 than in fp32."""
+    ratio = flops(8, 64, SIMPLE, "gram", "bf16") / flops(8, 64, SIMPLE, "gram", "fp32")
+    assert abs(ratio - 1) > 0.1
+    for factor, expected in ((0.9, "fp32"), (1.1, "bf16")):
+        choice = fastest({"fp32": {"torch": 1.0}, "bf16": {"torch": factor * 1.03 * ratio}}, {(8, 64): 1}, SIMPLE)
+        assert choice and choice.dtype == expected and choice.recipe(8, 64).method == "gram"
+
+
+def test_the_methods_of_one_choice_follow_from_their_operations() -> None:
+    choice = fastest({"bf16": {"torch": 1.0, "C++": 2.0}}, {(8, 8): 2, (8, 64): 1}, SIMPLE)
+    assert choice == by_count([(8, 8), (8, 64)], SIMPLE, "bf16", table="C++")
+    assert fastest({}, {(8, 8): 1}, SIMPLE) is None and fastest({"fp32": {}}, {(8, 8): 1}, SIMPLE) is None
+
+
+def test_a_recipe_of_several_tables_is_named_in_full() -> None:
+    """As older checkpoints have them."""
+    assert str(Recipe("gram", "torch", "C++", "torch")) == "gram with C++ for product, torch for square and multiply"
     assert str(Recipe("standard", "C++", "C++", "C++")) == "standard with C++"
-
-
-def test_the_method_is_that_of_the_least_time() -> None:
-    """Against the sum over all products by hand, for random times."""
-    values = itertools.cycle([0.3, 1.7, 0.9, 5.0, 0.11])
-    for _ in range(20):
-        kinds = {kind: next(values) * next(values) for kind in KINDS}
-        found: Times = {"bf16": {"8x32": {kind: {"torch": value} for kind, value in kinds.items()}}}
-        cost = {
-            method: sum(kinds[kind] * count for kind, count in products(SIMPLE, method, "bf16")._asdict().items())
-            for method in METHODS
-        }
-        method = choose(found).recipe(8, 32).method
-        assert cost[method] <= 1.03 * min(cost.values())
-        assert choose(found, methods=["standard"]).recipe(8, 32).method == "standard"
-
-
-def test_all_matrices_count_with_their_number() -> None:
-    """One shape would rather have bf16, the other is more numerous."""
-    found: Times = {
-        "fp32": {key: {kind: {"torch": 1.0} for kind in KINDS} for key in ("4x4", "8x32")},
-        "bf16": {
-            "4x4": {kind: {"torch": 0.2} for kind in KINDS},
-            "8x32": {kind: {"torch": 2.0} for kind in KINDS},
-        },
-    }
-    assert fastest(found, {(4, 4): 1, (8, 32): 1}, SIMPLE).dtype == "fp32"
-    assert fastest(found, {(4, 4): 9, (8, 32): 1}, SIMPLE).dtype == "bf16"
-
-
-def test_a_shape_without_times_goes_as_its_neighbour() -> None:
-    found = times(fp32={"torch": 1.0, "C++": 0.5})
-    found["fp32"]["8x8"] = {kind: {"torch": 1.0} for kind in KINDS}
-    choice = fastest(found, {(8, 32): 1, (8, 8): 1, (16, 16): 4, (30, 7): 2}, SIMPLE)
-    assert choice.recipe(16, 16) == choice.recipe(8, 8) != choice.recipe(8, 32) == choice.recipe(7, 30)
-
-
-def test_a_dtype_that_left_the_race_is_not_chosen() -> None:
-    found = times(fp32={"torch": 1.0}, bf16={"torch": 0.1})
-    found["fp32"]["8x8"] = {kind: {"torch": 1.0} for kind in KINDS}
-    assert fastest(found, {(8, 32): 1, (8, 8): 1}, SIMPLE).dtype == "fp32"
-    del found["fp32"]["8x8"]["square"]["torch"]
-    assert fastest(found, {(8, 32): 1, (8, 8): 1}, SIMPLE).dtype == "bf16"
 
 
 @pytest.mark.parametrize(("native", "expected"), [(True, "bf16"), (False, "fp16")])
@@ -148,30 +112,31 @@ def test_a_gpu_that_emulates_bf16_does_not_take_it_unasked(
 
 
 def test_the_log_says_how_to_keep_the_dtype_of_a_race() -> None:
-    raced = Tuning(choose(times(fp16={"torch": 1.0})), times(fp16={"torch": 1.0}))
-    line = described(raced.choice, raced)
+    rates: Rates = {"fp16": {"torch": 1.0}}
+    raced = Tuning(choose(rates), rates)
+    line = raced.described(raced.choice)
     (pinned,) = re.findall(r'"ns_dtype": "\w+"', line)
     assert parse(json.loads("{" + pinned + "}")).ns_dtype == raced.choice.dtype
-    assert "ns_dtype" not in described(raced.choice, Tuning(raced.choice)), "a count ends the same each time"
+    assert "ns_dtype" not in Tuning(raced.choice).described(raced.choice), "a count ends the same each time"
 
 
 def test_the_slowest_rank_counts() -> None:
-    ranks = [times(fp32={"torch": 1.0, "C++": 3.0}, bf16={"torch": 0.1}), times(fp32={"torch": 2.0, "C++": 0.5})]
-    ranks[1]["bf16"] = {"8x32": {kind: {} for kind in KINDS}}
-    found = slowest(ranks)
-    assert found["fp32"]["8x32"]["square"] == {"torch": 2.0, "C++": 3.0}
-    assert found["bf16"]["8x32"]["square"] == {}, "what one rank cannot do, no rank does"
-    assert choose(found) == choose(slowest(ranks[::-1])), "whoever is slow"
-    assert slowest(ranks[:1]) == ranks[0]
+    ranks: list[Rates] = [
+        {"fp32": {"torch": 1.0, "C++": 3.0}, "bf16": {"torch": 9.0}},
+        {"fp32": {"torch": 2.0, "C++": 0.5}, "bf16": {}},
+    ]
+    assert lowest(ranks) == {"fp32": {"torch": 1.0, "C++": 0.5}, "bf16": {}}, "what one rank cannot do, no rank does"
+    assert lowest(ranks[::-1]) == lowest(ranks), "whoever is slow"
+    assert lowest(ranks[:1]) == ranks[0]
 
 
-@pytest.mark.parametrize("left", [{"fp32": {"torch": 1.0}}, {"bf16": {"torch": 1.0}}], ids=str)
-def test_ranks_that_raced_in_no_common_dtype_take_the_usual_one(left: Any) -> None:
+@pytest.mark.parametrize("left", ["fp32", "bf16"])
+def test_ranks_that_raced_in_no_common_dtype_take_the_default(left: str) -> None:
     """What raises or errs on one of them is missing there."""
-    found = slowest([times(**left), times(fp16={"torch": 1.0})])
+    found = lowest([{left: {"torch": 1.0}}, {"fp16": {"torch": 1.0}}])
     candidates = Candidates(("fp32", "bf16"), METHODS, {"torch": reference.OPERATIONS}, SIMPLE, torch.device("cpu"))
     tuning = candidates.after_race({(8, 32): 3}, found)
-    assert tuning == candidates.without_race({(8, 32): 3}) and tuning.choice.dtype == "fp32" and not tuning.times
+    assert tuning == candidates.without_race({(8, 32): 3}) and tuning.choice.dtype == "fp32" and not tuning.rates
 
 
 # ---- a choice and its checkpoint --------------------------------------------------------------------------
@@ -196,10 +161,16 @@ def test_what_is_unknown_is_named() -> None:
 
 
 def test_seconds_of_a_choice() -> None:
-    found = times(fp32={"torch": 1.0, "C++": 0.5})
-    choice = choose(found)
-    count = products(SIMPLE, choice.recipe(8, 32).method, "fp32")
-    assert seconds(found, choice, {(8, 32): 3}, SIMPLE) == 3 * 0.5 * sum(count)
-    assert seconds(found, by_count([(8, 32)], SIMPLE, "bf16"), {(8, 32): 3}, SIMPLE) is None
-    assert seconds(found, by_count([(8, 32)], SIMPLE, "fp32", table="triton"), {(8, 32): 3}, SIMPLE) is None
+    """Operations over the rate, also of an older choice with several tables."""
+    rates: Rates = {"fp32": {"torch": 1.0, "C++": 2.0}}
+    shapes = {(8, 32): 3, (8, 8): 1}
+    operations = 3 * flops(8, 32, SIMPLE, "standard", "fp32") + flops(8, 8, SIMPLE, "standard", "fp32")
+    for table, rate in rates["fp32"].items():
+        choice = by_count(shapes, SIMPLE, "fp32", ["standard"], table)
+        assert seconds(rates, choice, shapes, SIMPLE) == pytest.approx(operations / rate)
+    mixed = Choice("fp32", {key: Recipe("standard", "torch", "C++", "C++") for key in ("8x8", "8x32")})
+    taken = seconds(rates, mixed, shapes, SIMPLE)
+    assert taken and operations / 2 < taken < operations
+    assert seconds(rates, by_count(shapes, SIMPLE, "bf16"), shapes, SIMPLE) is None
+    assert seconds(rates, by_count(shapes, SIMPLE, "fp32", table="triton"), shapes, SIMPLE) is None
     assert shape_key(32, 8) == shape_key(8, 32) == "8x32"

@@ -2,7 +2,7 @@
 """The race: what is timed, within which bounds, and what leaves it."""
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -12,8 +12,9 @@ from torch import Tensor
 from deepspeed.muon.kernels.reference import OPERATIONS
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.math import race as module
+from deepspeed.muon.math.choice import Rates
 from deepspeed.muon.math.newton_schulz import DTYPES
-from deepspeed.muon.math.race import fast_enough, probe, race
+from deepspeed.muon.math.race import costliest, race
 
 CPU = torch.device("cpu")
 KINDS = ("square", "product", "multiply")
@@ -24,7 +25,7 @@ class Time:
 
     def __init__(self, seconds: Callable[[str, Tensor], float]) -> None:
         self.now, self.seconds = 0.0, seconds
-        self.calls: list[tuple[str, str, tuple[int, ...]]] = []
+        self.calls: list[tuple[str, str, torch.dtype, tuple[int, ...]]] = []
 
     def __call__(self) -> float:
         return self.now
@@ -36,160 +37,140 @@ class Time:
             def run(*args: Any) -> Any:
                 x = next(arg for arg in args if isinstance(arg, Tensor)) if kind != "product" else args[0].rest
                 self.now += self.seconds(name, x)
-                self.calls.append((name, kind, tuple(x.shape)))
+                self.calls.append((name, kind, x.dtype, tuple(x.shape)))
                 return getattr(OPERATIONS, kind)(*args)
 
             return run
 
         return dataclasses.replace(OPERATIONS, **{kind: timed(kind) for kind in KINDS})
 
+    def tables(self, *names: str) -> dict[str, Operations]:
+        """Tables of these names on this clock."""
+        return {name: self.table(name) for name in names}
 
-def hold(shapes: dict[tuple[int, int], int], time: Time, **kwargs: Any) -> Any:
-    return race(shapes, ["fp32"], {"torch": time.table("torch")}, CPU, clock=time, **kwargs)
+
+@pytest.fixture(autouse=True)
+def small_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One 8 x 16 matrix in the trial, eight times as large a one in the race."""
+    monkeypatch.setattr(module, "TRIAL_OPERATIONS", 2 * 8 * 8 * (32 + 8))
+    monkeypatch.setattr(module, "CPU_OPERATIONS", 2 * 16 * 16 * (64 + 16) / torch.get_num_threads())
 
 
-def test_times_are_seconds_per_matrix_of_the_full_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large matrix is timed on a small one of its aspect ratio, small ones in a batch."""
-    monkeypatch.setattr(module, "CPU_OPERATIONS", 2 * 16 * 16 * 64 / torch.get_num_threads())
+def raced(time: Time, tables: Mapping[str, Operations], dtypes: tuple[str, ...] = ("fp32",)) -> Rates:
+    return race((64, 128), 3, dtypes, tables, CPU, clock=time)
+
+
+def test_a_rate_is_operations_per_second_of_a_smaller_matrix_of_the_same_aspect_ratio() -> None:
     time = Time(lambda name, x: 1.0)
-    found = hold({(64, 256): 5, (8, 8): 3}, time, seconds=1e9)["fp32"]
-    assert {shape for _, kind, shape in time.calls if kind == "multiply"} == {(1, 16, 64), (3, 8, 8)}
-    assert found["64x256"]["square"] == {"torch": 4.0**3} == found["64x256"]["multiply"]
-    assert {shape for _, kind, shape in time.calls if kind == "product"} == {(4, 16, 16), (3, 8, 8)}
-    assert found["8x8"] == {kind: {"torch": pytest.approx(1 / 3)} for kind in KINDS}
+    rates = raced(time, time.tables("torch"))
+    assert {shape for _, kind, _, shape in time.calls if kind == "multiply"} == {(1, 8, 16), (1, 16, 32)}
+    assert rates == {"fp32": {"torch": 2 * 16 * 16 * (64 + 16) / 3.0}}
 
 
-def test_no_shape_is_begun_when_the_time_is_over() -> None:
-    """The most expensive ones come first, and one is always timed."""
-    time = Time(lambda name, x: 0.01)
-    shapes = {(8, 8): 1, (32, 32): 1, (16, 16): 1}
-    assert list(hold(shapes, time, seconds=0.0)["fp32"]) == ["32x32"]
-    assert list(hold(shapes, Time(time.seconds), seconds=0.12)["fp32"]) == ["32x32", "16x16"]
-    assert list(hold(shapes, Time(time.seconds), seconds=9.0)["fp32"]) == ["32x32", "16x16", "8x8"]
-
-
-def test_compilation_takes_nothing_of_the_time_of_a_race() -> None:
-    """So the first start on a machine times the shapes that later ones time."""
-    time, compiled = Time(lambda name, x: 0.0), set[Any]()
-
-    def tuned(kind: str) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            key = kind, (args[0].rest if kind != "square" else args[0]).shape
-            time.now += 0.001 if key in compiled else 60.0
-            compiled.add(key)
-            return getattr(OPERATIONS, kind)(*args)
-
-        return run
-
-    tables = {"torch": OPERATIONS, "tuned": dataclasses.replace(OPERATIONS, **{kind: tuned(kind) for kind in KINDS})}
-    shapes = {(8, 8): 1, (32, 32): 1, (16, 16): 1}
-    assert list(race(shapes, ["fp32"], tables, CPU, seconds=0.05, clock=time)["fp32"]) == ["32x32", "16x16", "8x8"]
-    assert len(compiled) == 9
+def test_small_matrices_are_timed_in_a_batch_of_those_that_a_rank_has() -> None:
+    time = Time(lambda name, x: 1.0)
+    race((4, 4), 3, ["fp32"], time.tables("torch"), CPU, clock=time)
+    assert {shape for *_, shape in time.calls} == {(3, 4, 4)}
+    race((64, 16), 1, ["fp32"], time.tables("torch"), CPU, clock=time)
+    assert time.calls[-1][-1] == (1, 8, 32), "a tall matrix is timed as its transpose"
 
 
 def test_the_shortest_run_counts_and_the_first_never() -> None:
-    waits = {"square": iter([9.0, 0.03, 0.01, 0.02]), "multiply": iter([9.0, 0.02, 0.02, 0.01])}
+    waits = iter([9.0] + [0.003] * 4 + [9.0, 0.003, 0.001, 0.002, 0.002, 0.002])
+    operations = 2 * 16 * 16 * (64 + 16)
     time = Time(lambda name, x: 0.0)
-    square, multiply = OPERATIONS.square, OPERATIONS.multiply
 
-    def slow(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            time.now += next(waits[kind], 7.0)
-            return original(*args)
+    def slow(*args: Any) -> Any:
+        time.now += next(waits)
+        return OPERATIONS.multiply(*args)
 
-        return run
-
-    table = dataclasses.replace(OPERATIONS, square=slow("square", square), multiply=slow("multiply", multiply))
-    found = race({(8, 8): 1}, ["fp32"], {"torch": table}, CPU, clock=time)["fp32"]["8x8"]
-    assert found["square"] == {"torch": pytest.approx(0.01)} and found["multiply"] == {"torch": pytest.approx(0.01)}
+    rates = raced(time, {"torch": dataclasses.replace(OPERATIONS, multiply=slow)})
+    assert rates["fp32"]["torch"] == pytest.approx(operations / 0.001)
 
 
-def test_a_product_that_takes_long_is_timed_once() -> None:
+def test_what_takes_long_is_timed_once() -> None:
     """On a loaded machine whatever runs in several threads waits for a core; a start must not."""
     time = Time(lambda name, x: 0.06)
-    hold({(8, 8): 1}, time)
-    assert [kind for _, kind, _ in time.calls].count("multiply") == 2, "once before, to compare its result"
+    raced(time, time.tables("torch"))
+    assert [kind for _, kind, *_ in time.calls].count("multiply") == 2 * 2, "once before, to compare its result"
 
 
-def test_the_probe_is_no_larger_than_the_model() -> None:
-    time = Time(lambda name, x: 1.0)
-    probe(DTYPES, {"torch": time.table("torch")}, CPU, time, largest=24)
-    assert {shape for *_, shape in time.calls} == {(1, 24, 24)}
-
-
-def probed(dtypes: Collection[str], speed: dict[torch.dtype, float]) -> dict[str, float]:
-    time = Time(lambda name, x: speed[x.dtype])
-    return probe(dtypes, {"torch": time.table("torch"), "other": OPERATIONS}, CPU, time)
+def test_candidates_take_turns() -> None:
+    time = Time(lambda name, x: 0.001)
+    raced(time, time.tables("torch", "C++"))
+    names = [name for name, kind, _, shape in time.calls if kind == "multiply" and shape == (1, 16, 32)]
+    assert names == ["torch", "C++"] * (len(names) // 2)
 
 
 def test_a_dtype_that_is_only_emulated_does_not_enter() -> None:
+    """By its rate with the table that is fastest in it."""
     speed = {torch.float32: 1.0, torch.float16: 50.0, torch.bfloat16: 1.5}
-    found = probed(DTYPES, speed)
-    assert found == {"fp32": 1.0, "fp16": 50.0, "bf16": 1.5} and fast_enough([found]) == ["fp32", "bf16"]
-    assert fast_enough([probed(["fp16"], speed)]) == ["fp16"], "unless it is the only one"
+    time = Time(lambda name, x: speed[x.dtype] * (4.0 if name == "torch" else 1.0))
+    rates = raced(time, time.tables("torch", "C++"), tuple(DTYPES))
+    assert {dtype: set(tables) for dtype, tables in rates.items()} == {"fp32": {"C++"}, "fp16": set(), "bf16": {"C++"}}
+    assert raced(time, time.tables("torch"), ("fp16",))["fp16"], "unless it is the only one"
 
 
-def test_a_dtype_that_raises_does_not_enter(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(module.logger, "warning", lambda text, *args: said.append(text % args))
+def test_an_accelerator_compiles_for_no_dtype_that_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels may take a minute per dtype: plain PyTorch's products tell which dtypes are worth it."""
+    monkeypatch.setattr(module, "OPERATIONS", 2 * 16 * 16 * (64 + 16))
+    matrices = module._matrices
+    monkeypatch.setattr(module, "_matrices", lambda shape, count, limit, device: matrices(shape, count, limit, CPU))
+    speed = {torch.float32: 10.0, torch.float16: 1.0, torch.bfloat16: 1.0}
+    time = Time(lambda name, x: speed[x.dtype] * (0.5 if name == "triton" else 1.0))
+    rates = race((64, 128), 1, tuple(DTYPES), time.tables("torch", "triton"), torch.device("meta"), clock=time)
+    assert {dtype: set(tables) for dtype, tables in rates.items()} == {
+        "fp32": set(),
+        "fp16": {"torch", "triton"},
+        "bf16": {"torch", "triton"},
+    }
+    assert not any(name == "triton" and dtype == torch.float32 for name, _, dtype, _ in time.calls)
 
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the race warns of."""
+    lines: list[str] = []
+    monkeypatch.setattr(module.logger, "warning", lambda text, *args: lines.append(text % args))
+    return lines
+
+
+def test_a_dtype_that_raises_does_not_enter(said: list[str]) -> None:
     def multiply(gram: Any, x: Tensor, *rest: Any) -> Tensor:
         if x.dtype == torch.float16:
             raise RuntimeError("no such instruction")
         return OPERATIONS.multiply(gram, x, *rest)
 
-    found = probe(DTYPES, {"torch": dataclasses.replace(OPERATIONS, multiply=multiply)}, CPU)
-    assert list(found) == ["fp32", "bf16"] and min(found.values()) > 0
+    time = Time(lambda name, x: 0.0)
+    rates = raced(Time(lambda name, x: 0.0), {"torch": dataclasses.replace(OPERATIONS, multiply=multiply)}, ("fp16",))
+    assert rates == {"fp16": {}} and time.calls == []
     assert said == ["deepspeed-muon: the kernels of torch are not used in fp16: no such instruction"]
 
 
-@pytest.mark.parametrize(
-    ("probes", "expected"),
-    [
-        ([{"fp32": 1.0, "bf16": 3.0}, {"fp32": 1.0, "bf16": 1.0}], ["fp32"]),
-        ([{"fp32": 1.0, "bf16": 3.0}, {"fp32": 2.0, "bf16": 1.0}], ["fp32", "bf16"]),
-        ([{"fp32": 9.0, "fp16": 1.0}, {"bf16": 1.0, "fp32": 9.0}], ["fp32"]),
-        ([{"fp16": 1.0}, {"bf16": 1.0}], []),
-    ],
-)
-def test_the_slowest_rank_says_which_dtypes_enter(probes: list[dict[str, float]], expected: list[str]) -> None:
-    """Ranks that are slow in different dtypes, by nature or by chance, still race in the same ones."""
-    assert fast_enough(probes) == expected
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_table_that_errs_in_any_product_leaves_the_race(kind: str, said: list[str]) -> None:
+    def wrong(*args: Any) -> Any:
+        found = getattr(OPERATIONS, kind)(*args)
+        (args[2] if kind == "multiply" else args[-2 if kind == "square" else 2].rest).mul_(1.01)
+        return found
+
+    tables = {"torch": OPERATIONS, "wrong": dataclasses.replace(OPERATIONS, **{kind: wrong})}
+    assert set(race((8, 16), 2, ["fp32"], tables, CPU)["fp32"]) == {"torch"}
+    assert len(said) == 1 and "the kernels of wrong are not used in fp32: wrong by" in said[0]
 
 
-def test_no_dtype_means_no_times() -> None:
-    assert race({(8, 8): 1}, [], {"torch": OPERATIONS}, CPU) == {}
-
-
-def test_a_table_that_raises_or_errs_leaves_the_race(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(module.logger, "warning", lambda text, *args: said.append(text % args))
-
-    def wrong(x: Tensor, out: Any, work: Any) -> None:
-        OPERATIONS.square(x, out, work)
-        out.rest.mul_(1.01)
-
-    def raising(*args: Any) -> None:
-        raise RuntimeError("no such instruction")
-
-    tables = {
-        "torch": OPERATIONS,
-        "wrong": dataclasses.replace(OPERATIONS, square=wrong),
-        "raising": dataclasses.replace(OPERATIONS, multiply=raising),
-    }
-    found = race({(8, 16): 2}, ["fp32"], tables, CPU)["fp32"]["8x16"]
-    assert {kind: set(found[kind]) for kind in KINDS} == {
-        "square": {"torch", "raising"},
-        "product": {"torch", "wrong", "raising"},
-        "multiply": {"torch", "wrong"},
-    }
-    assert any("wrong are not used in fp32: wrong by" in text for text in said)
-    assert any("raising are not used in fp32: no such instruction" in text for text in said)
+def test_no_dtype_means_no_rates() -> None:
+    assert race((8, 8), 1, [], {"torch": OPERATIONS}, CPU) == {}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_real_race_leaves_torchs_generator_alone(dtype: str) -> None:
     state = torch.get_rng_state()
-    found = race({(4, 8): 2, (8, 4): 1}, [dtype], {"torch": OPERATIONS}, CPU)
+    rates = race((4, 8), 2, [dtype], {"torch": OPERATIONS}, CPU)
     assert torch.equal(torch.get_rng_state(), state)
-    assert all(found[dtype]["4x8"][kind]["torch"] > 0 for kind in KINDS)
+    assert rates[dtype]["torch"] > 0
+
+
+def test_the_costliest_shape_has_most_operations_in_all() -> None:
+    assert costliest({(64, 64): 1, (8, 8): 500, (16, 16): 9}) == (64, 64)
+    assert costliest({(64, 64): 1, (8, 8): 600}) == (8, 8)
