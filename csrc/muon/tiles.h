@@ -4,6 +4,7 @@
 // numbers take pairs of rows, and because packed rows are read in whole cache lines.
 #pragma once
 
+#include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/cpu/vec/functional.h>
@@ -296,6 +297,25 @@ inline bool multiplies(at::ScalarType dtype) {
 #endif
 }
 
+// Whether oneDNN has a kernel for a 16-bit dtype now. A user may switch oneDNN off, or limit its instructions by an
+// environment variable; at::native::cpublas::brgemm raises then.
+template <typename T>
+bool has_kernel() {
+  if (!at::globalContext().userEnabledMkldnn()) return false;
+  static const bool runs = [] {
+    const T factor[4] = {};
+    float sums[4] = {};
+    try {
+      at::native::cpublas::brgemm(2, 2, 2, 2, 2, 2, false, factor, factor, sums, true);
+      at::native::cpublas::brgemm_release(true);
+    } catch (const c10::Error&) {
+      return false;
+    }
+    return true;
+  }();
+  return runs;
+}
+
 // Calls body with a zero of x's type where there are kernels for it. Pairs of rows must not cross the end of a factor.
 template <typename Body>
 bool with_product_type(const at::Tensor& x, int64_t depth, const Body& body) {
@@ -308,12 +328,12 @@ bool with_product_type(const at::Tensor& x, int64_t depth, const Body& body) {
   if (!is_half || depth % 2 != 0 || size % 2 != 0 || !multiplies(x.scalar_type())) {
     return false;
   }
-  if (x.scalar_type() == at::kHalf) {
-    body(at::Half());
-  } else {
-    body(at::BFloat16());
-  }
-  return true;
+  const auto call_if_it_runs = [&](auto zero) {
+    const bool runs = has_kernel<decltype(zero)>();
+    if (runs) body(zero);
+    return runs;
+  };
+  return x.scalar_type() == at::kHalf ? call_if_it_runs(at::Half()) : call_if_it_runs(at::BFloat16());
 }
 
 }  // namespace muon

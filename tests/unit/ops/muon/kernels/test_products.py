@@ -164,3 +164,15 @@ def test_fp32_with_diagonals_apart_goes_to_the_twin() -> None:
 
 def apart(size: int) -> Symmetric:
     return Symmetric(torch.full((1, size, size), torch.nan), torch.full((1, size), torch.nan))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+def test_a_script_may_switch_onednn_off(dtype: torch.dtype) -> None:
+    """Its kernels raise then; products of 16 bits go to the twin."""
+    x = randn(2, 32, 64).to(dtype)
+    with torch.backends.mkldnn.flags(enabled=False):
+        gram, expected = empty(2, 32, dtype), empty(2, 32, dtype)
+        native.operations().square(x, gram, Workspace())
+        reference.OPERATIONS.square(x, expected, Workspace())
+    torch.testing.assert_close(gram.rest, expected.rest, rtol=ROUNDING.get(dtype, 1e-3), atol=1e-2)
+    torch.testing.assert_close(gram.diagonal, expected.diagonal)
