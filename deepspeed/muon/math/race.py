@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -74,9 +75,10 @@ def race(
     entrants += [(dtype, name) for dtype, _ in entrants for name in tables if name not in trial_tables]
 
     x = _matrices(shape, count, most, device)
+    operations = x.size(0) * _operations(x.size(1), x.size(2))
     rates: Rates = {dtype: {} for dtype in dtypes}
     for (dtype, name), seconds in _times(x, entrants, tables, clock).items():
-        rates[dtype][name] = _operations(x) / seconds
+        rates[dtype][name] = operations / seconds
     return rates
 
 
@@ -89,10 +91,9 @@ def costliest(shapes: Mapping[Shape, int]) -> Shape:
     return max(shapes, key=lambda shape: (shapes[shape] * min(shape) * shape[0] * shape[1], shape))
 
 
-def _operations(x: Tensor) -> int:
-    """Return the operations of one iteration on ``x [batch, rows, cols]``."""
-    small, large = sorted(x.shape[-2:])
-    return 2 * x.size(0) * small * small * (2 * large + small)
+def _operations(rows: int, cols: int) -> int:
+    """Return the operations of one iteration on one matrix, rows <= cols."""
+    return 2 * rows * rows * (2 * cols + rows)
 
 
 def _matrices(shape: Shape, count: int, limit: float, device: torch.device) -> Tensor:
@@ -102,32 +103,30 @@ def _matrices(shape: Shape, count: int, limit: float, device: torch.device) -> T
     at most ``count``.
     """
     rows, cols = sorted(shape)
-
-    def cost() -> int:
-        return _operations(torch.empty(1, rows, cols, device="meta"))
-
-    while cost() > limit and rows > 1:
-        rows, cols = max(1, rows // 2), max(1, cols // 2)
-    batch = max(1, min(count, int(limit // cost())))
+    while _operations(rows, cols) > limit and rows > 1:
+        rows, cols = rows // 2, cols // 2
+    batch = max(1, min(count, int(limit // _operations(rows, cols))))
     bits, spare = (torch.empty(batch * rows * cols, dtype=torch.int32, device=device) for _ in range(2))
     # Uniform between -1 and 1, on every backend without a generator.
     x = noise(bits, spare, key_of("race", 0), 0).float().mul_(2.0**-15).sub_(1.0).view(batch, rows, cols)
     return x.mul_((3 / cols) ** 0.5)
 
 
+@dataclass(frozen=True)
 class _Iteration:
-    """One iteration of the standard method on the same matrices each time, in one dtype with one table."""
+    """One iteration of the standard method, on the same matrices ``x [batch, rows, cols]`` each time."""
 
-    def __init__(self, x: Tensor, dtype: str, table: Operations) -> None:
-        self.x, self.table, self.work = x.to(DTYPES[dtype]), table, Workspace()
-        self.out = torch.empty_like(self.x)
+    x: Tensor
+    table: Operations
+    work: Workspace
 
     def run(self) -> Tensor:
-        """Compute ``(A I + B G + C G^2) X`` with ``G = X X^T`` into ``out``, and return it."""
+        """Return ``(A I + B G + C G^2) X`` with ``G = X X^T``, in scratch memory."""
         gram, factor = (symmetric_of(name, self.x, self.work) for name in ("gram", "factor"))
+        out = self.work.get("out", tuple(self.x.shape), self.x.dtype, self.x.device)
         self.table.square(self.x, gram, self.work)
         self.table.product(gram, gram, factor, self.work, Scalars(C, B, A))
-        return self.table.multiply(factor, self.x, self.out, self.work)
+        return self.table.multiply(factor, self.x, out, self.work)
 
     def check(self) -> None:
         """Run once, and compare with the same in fp32.
@@ -147,7 +146,8 @@ def _times(
     x: Tensor, candidates: Collection[Candidate], tables: Mapping[str, Operations], clock: Callable[[], float]
 ) -> dict[Candidate, float]:
     """Return the seconds of the shortest of some runs; candidates that raise or err are missing, with a warning."""
-    iterations = {(dtype, name): _Iteration(x, dtype, tables[name]) for dtype, name in candidates}
+    work, in_dtype = Workspace(), {dtype: x.to(DTYPES[dtype]) for dtype, _ in candidates}
+    iterations = {(dtype, name): _Iteration(in_dtype[dtype], tables[name], work) for dtype, name in candidates}
     seconds: dict[Candidate, float] = {}
     for (dtype, name), iteration in iterations.items():
         try:
