@@ -120,14 +120,13 @@ def counted_method(rows: int, cols: int, ns_method: str, schedule: Schedule, dty
 
 def lowest(rates: Sequence[Rates]) -> Rates:
     """Return the lowest rate of several ranks for each dtype and table that all of them have timed."""
-    first, *others = rates
     return {
         dtype: {
-            table: min(rate, *(other[dtype][table] for other in others)) if others else rate
-            for table, rate in tables.items()
-            if all(table in other.get(dtype, {}) for other in others)
+            table: min(one[dtype][table] for one in rates)
+            for table in tables
+            if all(table in one.get(dtype, {}) for one in rates)
         }
-        for dtype, tables in first.items()
+        for dtype, tables in rates[0].items()
     }
 
 
