@@ -21,6 +21,7 @@ from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.log import logger
 from deepspeed.muon.matrices.routing import MatrixSpec
 from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.saved_groups import fused
 
 #: The keys of a parameter's state, by whether it has Muon.
 KEYS = {True: ("momentum_buffer",), False: ("exp_avg", "exp_avg_sq")}
@@ -116,11 +117,6 @@ def report(optimizer: MuonWithAuxAdam, source: Source, actions: Actions) -> None
         if kinds:
             name = optimizer.param_groups[index]["name"]
             logger.info("deepspeed-muon: group %s: from %s: %s", name, source.title, ", ".join(kinds))
-
-
-def fused(optimizer: MuonWithAuxAdam) -> list[str]:
-    """Names of the parameters that ``muon_fused`` cuts."""
-    return [spec.name for spec in optimizer.specs.values() if spec.split_by == "muon_fused"]
 
 
 def warn_of_fused(optimizer: MuonWithAuxAdam, source: Source, actions: Actions) -> None:

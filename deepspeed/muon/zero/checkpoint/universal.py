@@ -23,9 +23,9 @@ from deepspeed.muon.matrices.routing import MatrixSpec
 from deepspeed.muon.matrices.tp_sharding import Sharding
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.patch import Seam, replace
+from deepspeed.muon.saved_groups import Groups, check_groups, kinds, saved_groups, settings_of
 from deepspeed.muon.saved_state import KEPT_AS
 from deepspeed.muon.state_import import KEYS, Actions, Source, chosen, decide, fill, report, warn_of_fused
-from deepspeed.muon.zero.checkpoint.compatibility import Groups, check_groups, kinds, saved_groups, settings_of
 from deepspeed.muon.zero.checkpoint.safe_load import read_states
 from deepspeed.muon.zero.consensus import together
 from deepspeed.muon.zero.wrappers.adapter import Adapter
