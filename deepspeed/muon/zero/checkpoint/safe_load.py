@@ -18,11 +18,6 @@ from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.patch import replaced
 
 
-def is_torchs(checkpoint_engine: Any) -> bool:
-    """Return whether a checkpoint engine of DeepSpeed's writes files by ``torch.save``."""
-    return type(checkpoint_engine).__name__ == "TorchCheckpointEngine"
-
-
 def read_states(file: Path) -> Any:
     """The contents of an optimizer's file; tensors are memory-mapped where its format permits.
 
@@ -51,21 +46,6 @@ def read_states(file: Path) -> Any:
 def read_model(file: Path) -> dict[str, Any]:
     """The contents of a model's file, as above. May unpickle objects that the user saved there, as DeepSpeed does."""
     return torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=False)
-
-
-@contextmanager
-def mapped_states(checkpoint_engine: Any) -> Iterator[None]:
-    """Map files of ZeRO's optimizer state into memory while DeepSpeed loads them.
-
-    Other files are read: the user gets tensors of theirs, and a later save may overwrite them.
-    """
-
-    def load(original: Callable, path: str, map_location: Any = None) -> Any:
-        is_state = "zero_pp_rank_" in path and path.endswith("optim_states.pt")
-        return read_model(Path(path)) if is_state else original(path, map_location)
-
-    with replaced(checkpoint_engine, **{"load": load} if is_torchs(checkpoint_engine) else {}):
-        yield
 
 
 @contextmanager

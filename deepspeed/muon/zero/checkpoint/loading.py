@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``load_checkpoint`` that fails closed: every rank checks its files first, and all raise the same error."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import itertools
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from deepspeed.muon.errors import CheckpointError
+from deepspeed.muon.log import logger
+from deepspeed.muon.patch import Seam, replaced
+from deepspeed.muon.zero.checkpoint import compatibility, manifest
+from deepspeed.muon.zero.checkpoint.files import SafeFiles, is_torchs
+from deepspeed.muon.zero.checkpoint.safe_load import read_model
+from deepspeed.muon.zero.checkpoint.saving import compare_arguments, is_ours, position
+from deepspeed.muon.zero.choice import compare_plans
+from deepspeed.muon.zero.consensus import from_rank_0, gathered, together
+from deepspeed.muon.zero.refusals import refuse_universal
+from deepspeed.muon.zero.wrappers.loss_scale import own_scaler
+
+#: How many problems one error tells of.
+TOLD = 4
+ENGINE, _MODEL_FILES = "deepspeed.runtime.engine", "deepspeed.runtime.state_dict_factory"
+SEAMS = (
+    Seam(_MODEL_FILES, "SDLoaderBase.check_ckpt_list", "call"),
+    Seam(ENGINE, "get_fp32_state_dict_from_zero_checkpoint", "call"),
+    Seam(ENGINE, "DeepSpeedEngine._load_checkpoint", "call"),
+)
+
+
+def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Any:
+    """``DeepSpeedEngine.load_checkpoint``, after all ranks have checked the files.
+
+    Raises:
+        CheckpointError: the same on all ranks; the engine is as before.
+    """
+    call = inspect.signature(original).bind(engine, *args, **kwargs)
+    call.apply_defaults()
+    if not is_ours(engine):
+        return original(engine, *args, **kwargs)
+    compare_arguments(engine, "load_checkpoint", call.arguments)
+    adapter, arguments, is_universal = engine.muon_adapter, call.arguments, engine.load_universal_checkpoint()
+    if is_universal:
+        refuse_universal(engine)
+    if engine.zero_optimization_stage() == 3 and arguments["load_module_only"]:
+        arguments["load_optimizer_states"] = False  # with this one alone DeepSpeed would load nothing
+    tag, save_id = _universal(engine, arguments) if is_universal else _agreed(engine, arguments)
+    arguments["tag"] = tag
+    if save_id is None and tag is not None and engine.global_rank == 0:
+        why = " (DeepSpeed's converter writes none)" if is_universal else ""
+        logger.info("deepspeed-muon: the checkpoint %s has no manifest%s and is not verified", tag, why)
+
+    def of_tag(original: Callable, *args: Any, **options: Any) -> Any:
+        """Stage 3 without optimizer states: DeepSpeed gathers the weights of ``latest``, whatever the tag."""
+        return original(*args, **options | {"tag": tag})
+
+    with (
+        replaced(importlib.import_module(ENGINE), get_fp32_state_dict_from_zero_checkpoint=of_tag),
+        replaced(importlib.import_module(_MODEL_FILES).SDLoaderBase, check_ckpt_list=_check_mapped),
+        SafeFiles(engine).in_use() if is_torchs(engine.checkpoint_engine) else nullcontext(),
+        adapter.loading(Path(arguments["load_dir"]), tag, arguments),
+        own_scaler(engine.optimizer),
+    ):
+        rates = [group["lr"] for group in engine.basic_optimizer.param_groups]
+        result = original(**arguments)
+    if result[0] is not None:
+        # What micro-batches since the last step have left belongs to other weights.
+        engine.micro_steps -= position(engine)
+        adapter.drop_gradients()
+        compare_plans(engine)
+        compatibility.warn_of_rates(engine, rates)
+        if not arguments["load_optimizer_states"]:
+            adapter.refresh_masters()
+    return result
+
+
+def _check_mapped(original: Callable, loader: Any) -> None:
+    """``SDLoaderBase.check_ckpt_list``, which reads the model's whole file for one number: the file is mapped.
+
+    A checkpoint engine does not learn which of its loads this is.
+    """
+    files = loader.checkpoint_engine
+    if isinstance(files, SafeFiles):
+        loader.checkpoint_engine = SimpleNamespace(load=lambda path, map_location: read_model(Path(path)))
+    original(loader)
+    loader.checkpoint_engine = files
+
+
+def _agreed(engine: Any, arguments: dict[str, Any]) -> tuple[str | None, str | None]:
+    """The tag to load and the id of its save, if any. Raises on all ranks what one of them has found to be wrong."""
+    found = gathered(_look(engine, arguments))
+    ranks: dict[str, list[int]] = {}
+    for rank, (_, _, problems) in enumerate(found):
+        for text in problems:
+            ranks.setdefault(text, []).append(rank)
+    told = [text if len(who) == len(found) else f"{text} (found by ranks {who})" for text, who in ranks.items()]
+    seen = [(tag, save_id) for tag, save_id, _ in found]
+    if not told and len(set(seen)) > 1:
+        told = [f"the ranks see different checkpoints: {seen[:TOLD]}"]
+    if told:
+        is_first = engine.global_rank == 0  # it alone looks for another tag to suggest
+        raise CheckpointError(from_rank_0(_refusal(arguments["load_dir"], seen[0][0], told) if is_first else None))
+    return seen[0]
+
+
+def _refusal(load_dir: str, tag: str | None, problems: list[str]) -> str:
+    more = f" and {len(problems) - TOLD} more" if len(problems) > TOLD else ""
+    try:
+        tags = [other for other in manifest.complete_tags(Path(load_dir)) if other != tag]
+    except Exception:  # somebody deletes them meanwhile; the other ranks wait for this text
+        tags = []
+    advice = f"{load_dir} has no other complete checkpoint"
+    if tags:
+        advice = f"complete there: {', '.join(tags[:TOLD])}; pass tag={tags[0]!r}"
+    return (
+        f"the checkpoint {Path(load_dir, tag or '')} cannot be loaded, and nothing was changed: "
+        f"{'; '.join(problems[:TOLD])}{more} ({advice})"
+    )
+
+
+def _look(engine: Any, arguments: dict[str, Any]) -> tuple[str | None, str | None, list[str]]:
+    """This rank's view: the tag, the id of the save, and what is wrong with it."""
+    tag, header, problems = arguments["tag"], None, []
+    try:
+        _refuse_moved(engine)
+        tag = _latest(Path(arguments["load_dir"])) if tag is None else str(tag)
+        if tag is not None:
+            header = manifest.read_header(Path(arguments["load_dir"], tag))
+            problems = _misfits(engine, arguments, tag, header)
+    except Exception as error:  # a damaged file can raise anything, and the other ranks wait for this view
+        problems = [str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"]
+    return tag, header["save_id"] if header else None, problems
+
+
+def _refuse_moved(engine: Any) -> None:
+    """Refuse a load while states are away: DeepSpeed would fill some of them and lose others."""
+    if moved := engine.muon_adapter.moved_states:
+        raise CheckpointError(f"{', '.join(moved)} are away after offload_states(); call engine.reload_states() first")
+
+
+def _universal(engine: Any, arguments: dict[str, Any]) -> tuple[str, None]:
+    """The tag that is given, or of what was converted last; a universal checkpoint has no id of a save."""
+
+    def find() -> str:
+        _refuse_moved(engine)
+        folder = Path(arguments["load_dir"])
+        if tag := arguments["tag"] or _latest(folder, "latest_universal"):
+            return str(tag)
+        tag = _latest(folder)
+        raise CheckpointError(
+            f"checkpoint.load_universal is true, but {folder} has no universal checkpoint (latest_universal); "
+            + (f"remove it to load the checkpoint {tag}" if tag else "it has no other checkpoint either")
+        )
+
+    return together(find, CheckpointError), None
+
+
+def _latest(folder: Path, name: str = "latest") -> str | None:
+    file = folder / name
+    if not file.is_file():
+        return None
+    if tag := file.read_text().strip():
+        return tag
+    raise CheckpointError(f"{name} is empty")
+
+
+def _misfits(engine: Any, arguments: dict[str, Any], tag: str, header: dict[str, Any] | None) -> list[str]:
+    """Messages about damaged files, else the first about a checkpoint that does not fit."""
+    folder = Path(arguments["load_dir"], tag)
+    if not folder.is_dir():
+        return [f"there is no folder {tag}" + ("" if arguments["tag"] else ", which latest names")]
+    if header is None:
+        saved = compatibility.of_files(engine, arguments, tag)
+    else:
+        there, (share, here) = len(header["structures"]), compatibility.model_share(engine)
+        if there != here:
+            what = "stages of a pipeline, or ranks of tensor parallelism"
+            return [f"it was saved with the model divided into {there} {what}, this run has {here}; use as many"]
+        saved = header["structures"][share]
+        mine = range(engine.global_rank, header["world_size"], engine.world_size)
+        if found := [text for rank in mine for text in manifest.damages(folder, header["save_id"], rank)]:
+            return found
+    return list(itertools.islice(compatibility.differences(engine, saved, arguments | {"tag": tag}), 1))
