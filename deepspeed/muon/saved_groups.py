@@ -73,11 +73,11 @@ def check_groups(optimizer: Any, groups: Groups) -> None:
     """Raise ValueError if :func:`routing_difference` finds one; warn about parameters that this run cuts otherwise."""
     if text := routing_difference(optimizer, groups):
         raise ValueError(text)
-    here = blocks(optimizer)
+    ours = blocks(optimizer)
     stated = [group["blocks"] for group in groups if "blocks" in group]
     # A checkpoint without blocks was saved by a version that did not cut fused weights.
-    there = stated[0] if stated else {name: here[name] for name in here.keys() - set(fused(optimizer))}
-    if other := sorted(name for name in matrices(optimizer) if here.get(name) != there.get(name)):
+    theirs = stated[0] if stated else {name: ours[name] for name in ours.keys() - set(fused(optimizer))}
+    if other := sorted(name for name in matrices(optimizer) if ours.get(name) != theirs.get(name)):
         logger.warning(
             "deepspeed-muon: %d parameters are cut into other matrices than in the run that was saved, first %s; "
             'muon_fused, muon_split and per_head_muon as there ("muon_fused": "whole" if it knew no such key) go on '
@@ -95,10 +95,10 @@ def routing_difference(
     ``folder`` of the checkpoint and the ``stages`` of both runs decide the cure that the message names.
     """
     saved, current = kinds(groups), kinds(optimizer.param_groups)
-    there = {name for group in groups for name in group.get("matrices", ())}
-    here, of_all_stages = matrices(optimizer), optimizer.context.muon_of_all_stages
-    is_of_all_stages = of_all_stages is not None and there == of_all_stages.keys()
-    if is_of_all_stages or (saved == current and there == here):
+    theirs = {name for group in groups for name in group.get("matrices", ())}
+    ours, of_all_stages = matrices(optimizer), optimizer.context.muon_of_all_stages
+    is_of_all_stages = of_all_stages is not None and theirs == of_all_stages.keys()
+    if is_of_all_stages or (saved == current and theirs == ours):
         strange = [text for group in groups for text in unknown_methods(group.get("ns_methods", {}))]
         strange += [text for group in groups if "ns_choice" in group for text in unknown(group["ns_choice"])]
         names = ", ".join(dict.fromkeys(strange))
@@ -106,14 +106,14 @@ def routing_difference(
     if None in saved:
         cure = conversion(folder, stages, "--inject_missing_state ")
         return f"another optimizer saved it; if that was AdamW, {cure}"
-    if True in saved and not there:
+    if True in saved and not theirs:
         convert = f"run ds_muon import --from {folder} --to {folder}_universal, then {LOAD}"
         return f"stock's Muon saved it; {convert if 0 not in stages else 'load ' + WEIGHTS_ALONE}"
     words = {True: "Muon", False: "AdamW"}
     return (
         "it was saved with another division into Muon and AdamW; restore the model, its parameter groups, "
-        f"muon_include, muon_exclude and param.use_muon: Muon has {sorted(there - here)[:4]} in the checkpoint only "
-        f"and {sorted(here - there)[:4]} here only; the groups are {[words[bool(kind)] for kind in saved]} there and "
+        f"muon_include, muon_exclude and param.use_muon: Muon has {sorted(theirs - ours)[:4]} in the checkpoint only "
+        f"and {sorted(ours - theirs)[:4]} here only; the groups are {[words[bool(kind)] for kind in saved]} there and "
         f"{[words[bool(kind)] for kind in current]} here"
     )
 

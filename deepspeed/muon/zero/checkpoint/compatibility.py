@@ -128,18 +128,16 @@ def _order_difference(engine: Any, saved: Sequence[Any]) -> str | None:
     """Return a message if a checkpoint without a manifest has the parameters in another order; else ``None``."""
     if engine.zero_optimization():
         current: list[Any] = _order(engine._get_zero_param_shapes())
-        pairs = list(itertools.zip_longest(saved, current))
     else:  # without names; tensors of equal size cannot be told apart
-        current = [param.numel() for group in engine.basic_optimizer.param_groups for param in group["params"]]
-        pairs = [(size, here) for size, here in itertools.zip_longest(saved, current) if size is not None]
-    different = [(place, there, here) for place, (there, here) in enumerate(pairs) if there != here]
-    if not different:
-        return None
-    place, there, here = different[0]
-    return (
-        f"the parameters have another order: parameter {place} of the optimizer is {there} in the checkpoint and "
-        f"{here} in this run; restore the order and the groups of model_parameters"
-    )
+        sizes = [param.numel() for group in engine.basic_optimizer.param_groups for param in group["params"]]
+        current = [None if old is None else new for old, new in itertools.zip_longest(saved, sizes)]
+    for place, (old, new) in enumerate(itertools.zip_longest(saved, current)):
+        if old != new:
+            return (
+                f"the parameters have another order: parameter {place} of the optimizer is {old} in the checkpoint "
+                f"and {new} in this run; restore the order and the groups of model_parameters"
+            )
+    return None
 
 
 def _opened(read: Callable[[Path], dict[str, Any]], name: str) -> dict[str, Any]:

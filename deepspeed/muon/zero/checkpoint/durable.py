@@ -94,13 +94,12 @@ def lock(folder: Path) -> int | None:
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        return descriptor
+    except OSError as error:
         os.close(descriptor)
-        raise CheckpointError(f"another job is saving {folder} at this moment; give each job its own folder") from None
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
+        if not isinstance(error, BlockingIOError):
+            return None
+    raise CheckpointError(f"another job is saving {folder} at this moment; give each job its own folder")
 
 
 def zeros_on_disk(folder: Path, in_memory: Callable[[int], Tensor], numel: int) -> Tensor:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checkpoint engine of a save or a load: DeepSpeed's own interface to files, with the promises of this package.
 
-``makedirs``, ``create``, ``save`` and ``commit`` are called in this order, each by all ranks but ``makedirs`` and
-``save``, in which a rank that fails goes on to ``commit``. There all ranks learn of it and raise the same error.
+DeepSpeed calls ``makedirs``, ``create``, ``save`` and ``commit`` in this order. All ranks call ``create`` and
+``commit``, which raise on all of them what any has found. In the others a rank keeps its errors until then.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
-from torch import Tensor
 
 from deepspeed.muon.errors import CheckpointError
 from deepspeed.muon.log import logger
@@ -95,7 +95,8 @@ class SafeFiles(CheckpointEngine):
         """
         # DeepSpeed would copy the swap files, whose contents the files of a rank have; no checkpoint engine is asked.
         on_engine = {"zero_nvme_offload_optimizer": lambda original: False}
-        with replaced(self.engine, **on_engine), replaced(self.engine.basic_optimizer, host_zeros=self._zeros):
+        on_states = {"host_zeros": lambda original, numel: durable.zeros_on_disk(self.folder, original, numel)}
+        with replaced(self.engine, **on_engine), replaced(self.engine.basic_optimizer, **on_states):
             try:
                 with self.in_use():
                     return self._guarded(save)
@@ -122,16 +123,13 @@ class SafeFiles(CheckpointEngine):
                 self.engine.optimizer.checkpoint_event_epilogue()  # at stage 3 a collective, the last before commit
             return self.commit()
 
-    def _zeros(self, in_memory: Callable[[int], Tensor], numel: int) -> Tensor:
-        return durable.zeros_on_disk(self.folder, in_memory, numel)
-
     def _attempt(self, act: Callable, *args: Any, **kwargs: Any) -> Any:
         try:
             return act(*args, **kwargs)
         except (Exception, SystemExit) as error:  # told to all ranks at the next of their meetings
             self.error = self.error or error
 
-    def _together(self, act: Callable[[], Any]) -> Any:
+    def _on_all_ranks(self, act: Callable[[], Any]) -> Any:
         """Return what :func:`consensus.together` does, with the error of a save."""
 
         def failure(reasons: str) -> CheckpointError:
@@ -145,7 +143,7 @@ class SafeFiles(CheckpointEngine):
     def leave_to_deepspeed(self, folder: Path) -> None:
         """Another checkpoint engine writes. A header of ours in this folder is from an older save: remove it."""
         self.folder = folder
-        self._together(lambda: (folder / manifest.HEADER).unlink(missing_ok=True) if self.is_first else None)
+        self._on_all_ranks(lambda: (folder / manifest.HEADER).unlink(missing_ok=True) if self.is_first else None)
         if self.is_first:
             logger.warning(
                 "deepspeed-muon: %s writes this checkpoint, which therefore gets no manifest and is not verified when "
@@ -183,7 +181,7 @@ class SafeFiles(CheckpointEngine):
                 if not self._states():
                     manifest.begin(self.folder, self.facts)
 
-        self._together(prepare)
+        self._on_all_ranks(prepare)
 
     def save(self, state_dict: Any, path: str) -> None:
         """Write a file of this rank's own; after the first error everything is accepted and thrown away.
@@ -214,15 +212,15 @@ class SafeFiles(CheckpointEngine):
 
     def commit(self, info: CheckpointCommitInfo | None = None) -> bool:
         """Put what all ranks have written in the place of what the folder has, each file from one rank."""
-        self._together(self._wait_for_disk)
+        self._on_all_ranks(self._wait_for_disk)
         mine = [file.relative_to(self.folder).as_posix() for file in self.files]
         writers: dict[tuple[int, str], list[int]] = defaultdict(list)
         for rank, (node, names) in enumerate(gathered((self.node, mine))):
             for name in names:
                 writers[node, name].append(rank)
-        self._together(lambda: manifest.begin(self.folder, self.facts) if self.is_first else None)
+        self._on_all_ranks(lambda: manifest.begin(self.folder, self.facts) if self.is_first else None)
         self.placed = [self.folder / name for name in mine if writers[self.node, name][0] == self.engine.global_rank]
-        self._together(self._place)
+        self._on_all_ranks(self._place)
         if self.is_first:
             self._remove_older({self.folder / name for node, name in writers if node == self.node})
         header = self.folder / manifest.HEADER
@@ -233,7 +231,8 @@ class SafeFiles(CheckpointEngine):
         self.is_complete = True
         if self.names_latest:
             unnamed = f"the checkpoint {self.folder} is complete, but latest does not name it: "
-            together(self._name_latest, lambda reasons: CheckpointError(unnamed + reasons))
+            latest = partial(durable.write_atomically, self.save_dir / "latest", self.tag)
+            together(lambda: latest() if self.is_first else None, lambda reasons: CheckpointError(unnamed + reasons))
         return True
 
     def load(self, path: str, map_location: Any = None) -> Any:
@@ -254,7 +253,7 @@ class SafeFiles(CheckpointEngine):
         """Return the facts of each share of the model, in order."""
         from deepspeed import comm  # type: ignore[attr-defined]
 
-        mine = self._together(lambda: compatibility.of_engine(self.engine, self.exclude_frozen))
+        mine = self._on_all_ranks(lambda: compatibility.of_engine(self.engine, self.exclude_frozen))
         share, shares = compatibility.model_share(self.engine)
         if shares == 1:
             return [mine]
@@ -293,10 +292,6 @@ class SafeFiles(CheckpointEngine):
                 file.unlink(missing_ok=True)
             except OSError as error:
                 logger.warning("deepspeed-muon: %s is of an older checkpoint and cannot be removed: %s", file, error)
-
-    def _name_latest(self) -> None:
-        if self.is_first:
-            durable.write_atomically(self.save_dir / "latest", self.tag)
 
     def _clean_up(self) -> None:
         """Remove what was written, and leave no ``latest`` that names it."""

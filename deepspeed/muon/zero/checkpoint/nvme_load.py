@@ -25,6 +25,9 @@ from deepspeed.muon.zero.checkpoint.safe_load import loading_in_place, read_stat
 from deepspeed.muon.zero.consensus import together
 from deepspeed.muon.zero.nvme import each_sub_group, saved_files, swapped_in
 
+Layout = tuple[int, list[list[int]]]
+"""Ranks, and the parameters of each sub-group."""
+
 
 class NvmeLoad:
     """One ``load_checkpoint`` of one engine."""
@@ -98,12 +101,15 @@ class NvmeLoad:
         saved = read_states(file)["optimizer_state_dict"]
         flats = saved.get("fp32_flat_groups") or []
         if all(flat.numel() for flat in flats):
-            self._saved = saved if flats and self.uses_nvme and self._layout(saved) == self._layout() else None
+            self._saved = saved if flats and self.uses_nvme and _layout_in(saved) == self._layout() else None
             return
         self._saved = saved
         self._check_layout(saved)
         for index, numel in enumerate(self.wrapper.fp16_partitioned_groups_flat_numel):
-            for name, tensor in self._stored(saved, index):
+            state = saved["optimizer_state_dict"]["state"].get(index, {})
+            names = set(self.optimizer.state_keys(self.wrapper.fp32_partitioned_groups_flat[index])) - {"step"}
+            tensors = {name: state.get("exp_avg" if name == "momentum_buffer" else name) for name in sorted(names)}
+            for name, tensor in {"": flats[index], **tensors}.items():
                 if tensor is None:
                     raise CheckpointError(f"it has no {name}: it was saved with another optimizer or another routing")
                 path = self._path(flats[index], name)
@@ -113,7 +119,7 @@ class NvmeLoad:
                     raise CheckpointError(f"{path} has {size} bytes, expected at least {4 * numel}; it is not complete")
 
     def _check_layout(self, saved: dict[str, Any]) -> None:
-        (ranks_there, there), (ranks_here, here) = self._layout(saved), self._layout()
+        (ranks_there, there), (ranks_here, here) = _layout_in(saved), self._layout()
         if (ranks_there, there) != (ranks_here, here):
             raise CheckpointError(
                 f"its {len(there)} sub-groups on {ranks_there} ranks are not this engine's {len(here)} on "
@@ -121,26 +127,8 @@ class NvmeLoad:
                 "was saved"
             )
 
-    def _layout(self, saved: dict[str, Any] | None = None) -> tuple[int, list[list[int]]]:
-        """Ranks, and the parameters of each sub-group, of a zero file or of the engine.
-
-        DeepSpeed names a sub-group after the numbers of its first and last parameter, counted per process.
-        """
-        if saved is None:
-            return self.wrapper.partition_count, _spans(self._flats)
-        return saved["partition_count"], _spans(saved["fp32_flat_groups"])
-
-    @property
-    def _flats(self) -> list[Tensor]:
-        return list(self.wrapper.fp32_partitioned_groups_flat)
-
-    def _stored(self, saved: dict[str, Any], index: int) -> Iterator[tuple[str, Tensor | None]]:
-        """(name, tensor) in the zero file for a sub-group's weights, named "", and each of its states."""
-        yield "", saved["fp32_flat_groups"][index]
-        state = saved["optimizer_state_dict"]["state"].get(index, {})
-        for name in self.optimizer.state_keys(self._flats[index]):
-            if name != "step":
-                yield name, state.get("exp_avg" if name == "momentum_buffer" else name)
+    def _layout(self) -> Layout:
+        return self.wrapper.partition_count, _spans(self.wrapper.fp32_partitioned_groups_flat)
 
     def _path(self, flat: Tensor, name: str) -> Path:
         return self._files / f"{name}{'-' if name else ''}{flat.ds_id}.tensor.swp"  # type: ignore[attr-defined]
@@ -156,7 +144,7 @@ class NvmeLoad:
             for name in ("loss_scaler", "dynamic_loss_scale", "overflow"):
                 setattr(wrapper, name, saved[name])
             loaded = self._load_settings(saved["optimizer_state_dict"])
-        for index, flat in each_sub_group(self.wrapper):
+        for index, flat in each_sub_group(wrapper):
             source = saved["fp32_flat_groups"][index]
             flat.data.copy_(self._data(source, source, "", flat.numel()))
             for name, value in loaded[flat].items() if load_optimizer_states else ():
@@ -172,7 +160,7 @@ class NvmeLoad:
     def _load_settings(self, saved: dict[str, Any]) -> dict[Tensor, dict[str, Any]]:
         """Load the groups' settings with torch's loader; the loaded states are returned, not bound to the tensors."""
         wrapper, optimizer = self.wrapper, self.optimizer
-        bound = {flat: optimizer.state[flat] for flat in self._flats}
+        bound = {flat: optimizer.state[flat] for flat in wrapper.fp32_partitioned_groups_flat}
         wrapper._set_fp32_optimizer_param_groups()
         try:
             optimizer.load_state_dict(saved)
@@ -182,7 +170,7 @@ class NvmeLoad:
             optimizer.state.update(bound)
 
     def _refresh(self) -> None:
-        """The fp32 weights from the model's."""
+        """Make the fp32 weights those of the model."""
         wrapper = self.wrapper
         for index, half in enumerate(wrapper.fp16_partitioned_groups_flat):
             with swapped_in(wrapper, index) as flat:
@@ -192,8 +180,15 @@ class NvmeLoad:
                 flat.data.copy_(buffer if half is None else half.data)
 
 
+def _layout_in(saved: dict[str, Any]) -> Layout:
+    return saved["partition_count"], _spans(saved["fp32_flat_groups"])
+
+
 def _spans(flats: list[Tensor]) -> list[list[int]]:
-    """The numbers of the parameters in the name of each sub-group, counted from the first."""
+    """Return the numbers of the first and last parameter of each sub-group, counted from the first of all.
+
+    DeepSpeed names a sub-group after them, counted per process.
+    """
     spans = [[int(number) for number in str(getattr(flat, "ds_id", "")).split("_") if number] for flat in flats]
     first = min((span[0] for span in spans if span), default=0)
     return [[number - first for number in span] for span in spans]

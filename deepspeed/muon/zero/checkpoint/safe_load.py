@@ -53,28 +53,19 @@ def loading_in_place(optimizer: MuonWithAuxAdam) -> Iterator[None]:
     """Copy what ``optimizer.load_state_dict`` takes from mapped files: a later save may overwrite these."""
 
     def load(original: Callable, saved: Mapping[str, Any]) -> None:
-        mapped = {_storage(value) for state in saved["state"].values() for value in _on_host(state).values()}
-        before = {tensor: _on_host(state) for tensor, state in optimizer.state.items()}
+        before = {tensor: dict(state) for tensor, state in optimizer.state.items()}
         original(saved)
         for tensor, state in optimizer.state.items():
-            for key, value in _on_host(state).items():
-                if _storage(value) in mapped:
+            for key, value in state.items():
+                if torch.is_tensor(value) and value.device.type == "cpu":  # others are copies already
                     state[key] = _copied(value, before.get(tensor, {}).get(key))
 
     with replaced(optimizer, load_state_dict=load):
         yield
 
 
-def _on_host(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {key: value for key, value in state.items() if torch.is_tensor(value) and value.device.type == "cpu"}
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
 def _copied(value: Tensor, target: Tensor | None) -> Tensor:
     """Return the values in ``target`` where it fits, which needs no more memory; else in a new tensor."""
-    if target is None or (target.shape, target.dtype) != (value.shape, value.dtype):
+    if target is None or (target.shape, target.dtype, target.device) != (value.shape, value.dtype, value.device):
         return value.clone()
     return target.copy_(value)
