@@ -45,6 +45,7 @@ class SavedForm:
     read: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._before: dict[Tensor, dict[str, Any]] = {}
         optimizer.register_state_dict_post_hook(self.save)
         optimizer.register_load_state_dict_pre_hook(self.before_load)
         optimizer.register_load_state_dict_post_hook(self.load)
@@ -70,12 +71,15 @@ class SavedForm:
         if self.is_convertible:
             check_groups(optimizer, saved["param_groups"])
             saved = _rename_from_adams(optimizer, saved)
+        self._before = {tensor: dict(state) for tensor, state in optimizer.state.items()}
         return _hide_momentum(saved)
 
     def load(self, optimizer: Any) -> None:
         """Settle what was loaded, and bind again."""
         _fill_in_betas(optimizer)
         _cast_momentum(optimizer)
+        _keep_tensors(optimizer, self._before)
+        self._before = {}
         optimizer.second_moments.load(optimizer.param_groups, is_logging=optimizer.context.is_logging)
         optimizer.bind_again()
         for group in optimizer.param_groups:
@@ -193,3 +197,21 @@ def _cast_momentum(optimizer: Any) -> None:
             str(was).removeprefix("torch."),
             str(now).removeprefix("torch."),
         )
+
+
+@torch.no_grad()
+def _keep_tensors(optimizer: Any, before: dict[Tensor, dict[str, Any]]) -> None:
+    """Copy what was loaded into the tensors that were there before, where it fits.
+
+    It may lie in a mapped file, which a later save overwrites.
+    """
+    for tensor, state in optimizer.state.items():
+        kept = before.get(tensor, {})
+        for key, value in state.items():
+            target = kept.get(key)
+            if torch.is_tensor(target) and torch.is_tensor(value) and _fits(value, target):
+                state[key] = target.copy_(value)
+
+
+def _fits(value: Tensor, target: Tensor) -> bool:
+    return (value.shape, value.dtype, value.device) == (target.shape, target.dtype, target.device)

@@ -21,7 +21,7 @@ from deepspeed.muon.errors import CheckpointError
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.patch import replaced
 from deepspeed.muon.zero.checkpoint.compatibility import loads_states
-from deepspeed.muon.zero.checkpoint.safe_load import loading_in_place, read_states
+from deepspeed.muon.zero.checkpoint.safe_load import read_states
 from deepspeed.muon.zero.consensus import together
 from deepspeed.muon.zero.nvme import each_sub_group, saved_files, swapped_in
 
@@ -75,8 +75,7 @@ class NvmeLoad:
         if self.uses_nvme or is_swapped:
             self._restore(saved, load_optimizer_states)
         else:
-            with loading_in_place(self.optimizer):
-                original(saved, load_optimizer_states=load_optimizer_states)
+            original(saved, load_optimizer_states=load_optimizer_states)
 
     def _load_weights(self, original: Callable) -> None:
         """``_restore_from_bit16_weights``; in a load of weights alone they come from the checkpoint."""

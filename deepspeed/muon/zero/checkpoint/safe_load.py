@@ -5,17 +5,11 @@ from __future__ import annotations
 
 import pickle
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
-from torch import Tensor
-
-from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.patch import replaced
 
 
 def read_states(file: Path) -> Any:
@@ -46,26 +40,3 @@ def read_states(file: Path) -> Any:
 def read_model(file: Path) -> dict[str, Any]:
     """The contents of a model's file, as above. May unpickle objects that the user saved there, as DeepSpeed does."""
     return torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=False)
-
-
-@contextmanager
-def loading_in_place(optimizer: MuonWithAuxAdam) -> Iterator[None]:
-    """Copy what ``optimizer.load_state_dict`` takes from mapped files: a later save may overwrite these."""
-
-    def load(original: Callable, saved: Mapping[str, Any]) -> None:
-        before = {tensor: dict(state) for tensor, state in optimizer.state.items()}
-        original(saved)
-        for tensor, state in optimizer.state.items():
-            for key, value in state.items():
-                if torch.is_tensor(value) and value.device.type == "cpu":  # others are copies already
-                    state[key] = _copied(value, before.get(tensor, {}).get(key))
-
-    with replaced(optimizer, load_state_dict=load):
-        yield
-
-
-def _copied(value: Tensor, target: Tensor | None) -> Tensor:
-    """Return the values in ``target`` where it fits, which needs no more memory; else in a new tensor."""
-    if target is None or (target.shape, target.dtype, target.device) != (value.shape, value.dtype, value.device):
-        return value.clone()
-    return target.copy_(value)
