@@ -172,10 +172,7 @@ def _fill_in_betas(optimizer: Any) -> None:
 
 
 def _cast_momentum(optimizer: Any) -> None:
-    """Cast every momentum to the config's dtype, on its tensor's device; warn if it changes.
-
-    One without elements stays: it lies in a file of its own.
-    """
+    """Cast every momentum to the config's dtype, on its tensor's device; warn if it changes."""
     changes = set()
     for tensor, state in optimizer.state.items():
         if MOMENTUM not in state:
@@ -184,13 +181,12 @@ def _cast_momentum(optimizer: Any) -> None:
         dtype = kept_dtype(tensor, optimizer.config.momentum_dtype)
         if saved.dtype != dtype:
             changes.add((saved.dtype, dtype))
-        if dtype == torch.int8 and saved.tensor.numel():
+        if dtype == torch.int8:
             blocks = optimizer.blocks_of(tensor)
             state |= codes_of(saved.tensor.shape, blocks, tensor.device)  # the tensor itself may lie on NVMe
             blocks.write(state, 0, saved.tensor.reshape(-1))
         else:
-            kept = torch.float32 if dtype == torch.int8 else dtype
-            state[MOMENTUM] = saved.tensor.to(dtype=kept, device=tensor.device)
+            state[MOMENTUM] = saved.tensor.to(dtype=dtype, device=tensor.device)
     for was, now in changes:
         logger.warning(
             "deepspeed-muon: the checkpoint's momentum is %s and goes on in %s, by optimizer.params.momentum_dtype",

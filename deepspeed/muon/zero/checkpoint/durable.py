@@ -54,9 +54,8 @@ def move(temporary: Path, file: Path) -> None:
         if error.errno not in UNSUPPORTED:
             raise
         _warn_once("rename", "files are copied into place, so a crash can leave a part of one")
-        with temporary.open("rb") as source, file.open("wb") as target:
-            shutil.copyfileobj(source, target, SYNC_BYTES)
-            target.flush()
+        shutil.copyfile(temporary, file)
+        with file.open("rb") as target:
             sync(target.fileno())
         temporary.unlink()
 

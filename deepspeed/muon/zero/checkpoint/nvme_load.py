@@ -35,7 +35,7 @@ class NvmeLoad:
     def __init__(self, engine: Any, optimizer: MuonWithAuxAdam) -> None:
         self.engine, self.wrapper, self.optimizer = engine, engine.optimizer, optimizer
         self.uses_nvme = self.wrapper.swap_optimizer or self.wrapper.params_in_nvme_and_cpu
-        #: This rank's zero file, where it holds all weights for NVMe or lacks those that older checkpoints keep apart.
+        #: This rank's zero file, where it has all weights for NVMe or was completed by files of an older checkpoint.
         self._saved: dict[str, Any] | None = None
         self._files = Path()
         self._has_weights = False
@@ -70,8 +70,10 @@ class NvmeLoad:
     def _load_zero_file(self, original: Callable, saved: dict[str, Any], load_optimizer_states: bool = True) -> None:
         """``_rigid_load_state_dict``."""
         is_swapped = not all(flat.numel() for flat in saved["fp32_flat_groups"])
-        if is_swapped and self._saved is None:
-            raise CheckpointError(f"there is no {self._files}, which holds what offload_optimizer had on NVMe")
+        if is_swapped:
+            if self._saved is None:
+                raise CheckpointError(f"there is no {self._files}, which holds what offload_optimizer had on NVMe")
+            saved = self._saved
         if self.uses_nvme or is_swapped:
             self._restore(saved, load_optimizer_states)
         else:
@@ -102,20 +104,29 @@ class NvmeLoad:
         if all(flat.numel() for flat in flats):
             self._saved = saved if flats and self.uses_nvme and _layout_in(saved) == self._layout() else None
             return
-        self._saved = saved
         self._check_layout(saved)
         for index, numel in enumerate(self.wrapper.fp16_partitioned_groups_flat_numel):
+            number = flats[index].ds_id
+            flats[index] = self._whole(flats[index], f"{number}", numel)
+            flats[index].ds_id = number
             state = saved["optimizer_state_dict"]["state"].get(index, {})
-            names = set(self.optimizer.state_keys(self.wrapper.fp32_partitioned_groups_flat[index])) - {"step"}
-            tensors = {name: state.get("exp_avg" if name == "momentum_buffer" else name) for name in sorted(names)}
-            for name, tensor in {"": flats[index], **tensors}.items():
-                if tensor is None:
+            for name in self.optimizer.state_keys(self.wrapper.fp32_partitioned_groups_flat[index]):
+                key = "exp_avg" if name == "momentum_buffer" else name
+                if key not in state:
                     raise CheckpointError(f"it has no {name}: it was saved with another optimizer or another routing")
-                path = self._path(flats[index], name)
-                if tensor.numel() == 0 and not path.is_file():
-                    raise CheckpointError(f"there is no {path}, which holds what offload_optimizer had on NVMe")
-                if tensor.numel() == 0 and (size := path.stat().st_size) < 4 * numel:
-                    raise CheckpointError(f"{path} has {size} bytes, expected at least {4 * numel}; it is not complete")
+                state[key] = self._whole(state[key], f"{name}-{number}", numel)
+        self._saved = saved
+
+    def _whole(self, tensor: Tensor, name: str, numel: int) -> Tensor:
+        """Return a tensor of the zero file; one without elements is mapped from a file of its own."""
+        if tensor.numel():
+            return tensor
+        path = self._files / f"{name}.tensor.swp"
+        if not path.is_file():
+            raise CheckpointError(f"there is no {path}, which holds what offload_optimizer had on NVMe")
+        if (size := path.stat().st_size) < 4 * numel:
+            raise CheckpointError(f"{path} has {size} bytes, expected at least {4 * numel}; it is not complete")
+        return torch.from_file(str(path), shared=False, size=numel, dtype=torch.float32)
 
     def _check_layout(self, saved: dict[str, Any]) -> None:
         (ranks_there, there), (ranks_here, here) = _layout_in(saved), self._layout()
@@ -129,9 +140,6 @@ class NvmeLoad:
     def _layout(self) -> Layout:
         return self.wrapper.partition_count, _spans(self.wrapper.fp32_partitioned_groups_flat)
 
-    def _path(self, flat: Tensor, name: str) -> Path:
-        return self._files / f"{name}{'-' if name else ''}{flat.ds_id}.tensor.swp"  # type: ignore[attr-defined]
-
     # ---- loading -------------------------------------------------------------------------------------------
 
     def _restore(self, saved: dict[str, Any], load_optimizer_states: bool) -> None:
@@ -144,17 +152,10 @@ class NvmeLoad:
                 setattr(wrapper, name, saved[name])
             loaded = self._load_settings(saved["optimizer_state_dict"])
         for index, flat in each_sub_group(wrapper):
-            source = saved["fp32_flat_groups"][index]
-            flat.data.copy_(self._data(source, source, "", flat.numel()))
-            for name, value in loaded[flat].items() if load_optimizer_states else ():
-                optimizer.write_state(flat, name, self._data(value, source, name, flat.numel()))
+            flat.data.copy_(saved["fp32_flat_groups"][index])
+            for name, value in loaded.get(flat, {}).items():
+                optimizer.write_state(flat, name, value)
         self._has_weights = True
-
-    def _data(self, stored: Tensor, flat: Tensor, name: str, numel: int) -> Tensor:
-        """A saved tensor: from the zero file, or memory-mapped from its own file."""
-        if stored.numel():
-            return stored
-        return torch.from_file(str(self._path(flat, name)), shared=False, size=numel, dtype=torch.float32)
 
     def _load_settings(self, saved: dict[str, Any]) -> dict[Tensor, dict[str, Any]]:
         """Load the groups' settings with torch's loader; the loaded states are returned, not bound to the tensors."""
