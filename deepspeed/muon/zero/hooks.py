@@ -32,7 +32,7 @@ from deepspeed.muon.param_groups import check_patterns
 from deepspeed.muon.patch import Seam, replace, replaced
 from deepspeed.muon.version import TESTED_DEEPSPEED
 from deepspeed.muon.zero.bind import agree, bind_engine
-from deepspeed.muon.zero.checkpoint import files, loading, saving, universal
+from deepspeed.muon.zero.checkpoint import save_load, universal
 from deepspeed.muon.zero.lr_scheduler import check_schedule, configure_scheduler, scheduler_from_config
 from deepspeed.muon.zero.monitor import take_step
 from deepspeed.muon.zero.nvme import check_nvme
@@ -281,15 +281,14 @@ REPLACEMENTS: dict[Seam, Callable] = {
     Seam(_ENGINE, "DeepSpeedEngine._take_model_step"): take_step,
     Seam(_ENGINE, "DeepSpeedEngine._get_optimizer_param"): _get_optimizer_param,
     Seam(_ENGINE, "DeepSpeedEngine.compile"): _compile,
-    Seam(_ENGINE, "DeepSpeedEngine.save_checkpoint"): saving.save_checkpoint,
-    Seam(_ENGINE, "DeepSpeedEngine.load_checkpoint"): loading.load_checkpoint,
+    Seam(_ENGINE, "DeepSpeedEngine.save_checkpoint"): save_load.save_checkpoint,
+    Seam(_ENGINE, "DeepSpeedEngine.load_checkpoint"): save_load.load_checkpoint,
     Seam("deepspeed.runtime.config", "DeepSpeedConfig.__init__"): _read_config,
 }
 _OF_ADAPTERS = [seam for adapter in ADAPTERS.values() for seam in adapter.seams()]
 _SUPPORTED = Seam("deepspeed.runtime.zero.utils", "ZERO_SUPPORTED_OPTIMIZERS")
-_OF_CHECKPOINTS = (*files.SEAMS, *loading.SEAMS, *universal.SEAMS)
 #: Everything of DeepSpeed that is replaced or extended.
-SEAMS: tuple[Seam, ...] = (*REPLACEMENTS, _SUPPORTED, *_OF_ADAPTERS, *_OF_CHECKPOINTS)
+SEAMS: tuple[Seam, ...] = (*REPLACEMENTS, _SUPPORTED, *_OF_ADAPTERS, *save_load.SEAMS, *universal.SEAMS)
 
 _undo: list[Callable[[], None]] = []
 

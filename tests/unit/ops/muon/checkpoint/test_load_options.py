@@ -13,7 +13,7 @@ from torch import Tensor
 from deepspeed.muon.errors import CheckpointError
 from deepspeed.muon.saved_groups import settings_of
 from deepspeed.muon.zero.checkpoint.safe_load import read_states
-from deepspeed.muon.zero.checkpoint.saving import position
+from deepspeed.muon.zero.checkpoint.save_load import _position
 from helpers.distributed import run
 from helpers.engine_state import differing, snapshot
 from helpers.logs import logged
@@ -298,9 +298,9 @@ def positions() -> list[int]:
     """Within a step of 4 micro-batches; where the script names the boundary, as accelerate does."""
     engine = fresh_engine(0, {"stage": 2, "accumulation": 4})
     engine.micro_steps = 6
-    found = [position(engine)]
+    found = [_position(engine)]
     engine.set_gradient_accumulation_boundary(True)
-    found.append(position(engine))
+    found.append(_position(engine))
     engine.destroy()
     return found
 

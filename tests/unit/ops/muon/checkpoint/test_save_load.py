@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from deepspeed.muon import CheckpointError
-from deepspeed.muon.zero.checkpoint import durable, loading, manifest, safe_load
+from deepspeed.muon.zero.checkpoint import durable, manifest, safe_load, save_load
 from helpers.distributed import run
 from helpers.engine_state import differing, snapshot
 from helpers.logs import logged
@@ -214,7 +214,7 @@ def misfortunes(folder: str) -> dict[str, Any]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(manifest, "finish", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
             result["full"] = refusal(lambda: engine.save_checkpoint(folder, tag="two"))
-            patch.setattr(loading, "_latest", lambda _: None)
+            patch.setattr(save_load, "_latest", lambda _: None)
             result["views"] = refusal(lambda: engine.load_checkpoint(folder))
     else:
         result["full"] = refusal(lambda: engine.save_checkpoint(folder, tag="two"))

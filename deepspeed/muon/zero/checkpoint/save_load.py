@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``load_checkpoint`` that fails closed: every rank checks its files first, and all raise the same error."""
+"""``save_checkpoint`` and ``load_checkpoint`` that fail closed.
+
+Saving: through :class:`SafeFiles`; a failure on one rank is an error on all.
+Loading: every rank checks its files before the engine is changed; all ranks raise the same error if any finds damage.
+"""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,24 +18,143 @@ from typing import Any
 
 from deepspeed.muon.errors import CheckpointError
 from deepspeed.muon.log import logger
+from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.patch import Seam, replaced
-from deepspeed.muon.zero.checkpoint import compatibility, manifest
+from deepspeed.muon.zero.checkpoint import compatibility, files, manifest
 from deepspeed.muon.zero.checkpoint.files import SafeFiles, is_torchs
 from deepspeed.muon.zero.checkpoint.safe_load import read_model
-from deepspeed.muon.zero.checkpoint.saving import compare_arguments, is_ours, position
 from deepspeed.muon.zero.choice import compare_plans
-from deepspeed.muon.zero.consensus import from_rank_0, gathered, together
+from deepspeed.muon.zero.consensus import differences, from_rank_0, gathered, together
 from deepspeed.muon.zero.refusals import refuse_universal
 from deepspeed.muon.zero.wrappers.loss_scale import own_scaler
 
 #: How many problems one error tells of.
 TOLD = 4
+#: Arguments of a save and a load that all ranks must pass alike.
+COMMON = {
+    "save_dir", "load_dir", "tag", "save_latest", "exclude_frozen_parameters", "load_module_strict", "load_module_only",
+    "load_optimizer_states", "load_lr_scheduler_states", "custom_load_fn",
+}  # fmt: skip
 ENGINE, _MODEL_FILES = "deepspeed.runtime.engine", "deepspeed.runtime.state_dict_factory"
 SEAMS = (
+    *files.SEAMS,
     Seam(_MODEL_FILES, "SDLoaderBase.check_ckpt_list", "call"),
     Seam(ENGINE, "get_fp32_state_dict_from_zero_checkpoint", "call"),
     Seam(ENGINE, "DeepSpeedEngine._load_checkpoint", "call"),
 )
+
+
+def _arguments(original: Callable, engine: Any, args: tuple, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a save or a load by name, with defaults."""
+    call = inspect.signature(original).bind(engine, *args, **options)
+    call.apply_defaults()
+    return call.arguments
+
+
+def _is_ours(engine: Any) -> bool:
+    return isinstance(getattr(engine, "basic_optimizer", None), MuonWithAuxAdam)
+
+
+def _compare_arguments(engine: Any, call: str, arguments: Mapping[str, Any]) -> None:
+    """Raise the same CheckpointError on all ranks if they call a save or a load with different arguments."""
+    values = {name: value for name, value in arguments.items() if name in COMMON}
+    for name in {"save_dir", "load_dir"} & values.keys():
+        values[name] = str(Path(values[name]).absolute()) if values[name] else ""
+        if engine.use_node_local_storage():
+            values[name] = bool(values[name])  # nodes may have different folders
+    values["tag"] = None if values["tag"] is None else str(values["tag"])
+    if "custom_load_fn" in values:
+        values["custom_load_fn"] = values["custom_load_fn"] is not None
+    titles = {name: f"{call}: the argument {name}" for name in values}
+    if verdict := differences(gathered(values), titles):
+        raise CheckpointError(f"{verdict['error']}; pass the same on all ranks. Nothing was written or changed")
+
+
+def _position(engine: Any) -> int:
+    """Return the micro-batches since the last step; 0 if the script or framework decides which one ends a step."""
+    is_managed = getattr(engine, "managed_gradient_accumulation", lambda: True)()
+    if not is_managed or engine._is_gradient_accumulation_boundary is not None:
+        return 0
+    return engine.micro_steps % engine.gradient_accumulation_steps()
+
+
+# ---- saving -----------------------------------------------------------------------------------------------------
+
+
+def save_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Any:
+    """``DeepSpeedEngine.save_checkpoint``, through files of :class:`SafeFiles`.
+
+    Raises:
+        CheckpointError: on all ranks, where anything failed on one of them. Nothing of the checkpoint is left,
+            ``latest`` names no incomplete one, and the engine can train on and save again.
+    """
+    if not _is_ours(engine):
+        return original(engine, *args, **kwargs)
+    arguments = _arguments(original, engine, args, kwargs)
+    if arguments["tag"] is None:
+        arguments["tag"] = f"global_step{engine.global_steps}"
+    _compare_arguments(engine, "save_checkpoint", arguments)
+    if not arguments["save_dir"]:
+        return original(**arguments)  # raises DeepSpeed's error, on all ranks
+    _warn_of_unfinished_step(engine)
+    _warn_of_different_client_states(engine, arguments["client_state"])
+    _warn_of_frozen(engine, arguments["exclude_frozen_parameters"])
+    saving = SafeFiles(engine, arguments["exclude_frozen_parameters"], names_latest=arguments["save_latest"])
+    with engine.basic_optimizer.whole_state():
+        if is_torchs(engine.checkpoint_engine):
+            arguments["save_latest"] = False
+            return saving.run(lambda: original(**arguments))
+        saving.leave_to_deepspeed(Path(arguments["save_dir"], str(arguments["tag"])))
+        return original(**arguments)
+
+
+def _warn_of_different_client_states(engine: Any, state: Any) -> None:
+    """Warn where one rank's ``client_state`` is saved and others differ from it: at stage 3 each rank saves its own."""
+    plain = (str, bytes, int, float, bool, type(None))
+    facts = {
+        str(key): value if isinstance(value, plain) else type(value).__name__ for key, value in (state or {}).items()
+    }
+    found = gathered(facts)
+    odd = [rank for rank, other in enumerate(found) if other != found[0]]
+    if odd and engine.zero_optimization_stage() != 3 and engine.global_rank == 0:
+        logger.warning(
+            "deepspeed-muon: client_state of ranks %s differs from that of rank 0. At ZeRO stages 0 to 2 DeepSpeed "
+            "saves that of one rank per share of the model, and loads it on all: gather what all ranks need before the "
+            "save",
+            odd,
+        )
+
+
+def _warn_of_unfinished_step(engine: Any) -> None:
+    """Warn when a checkpoint is saved between the micro-batches of a step."""
+    done, total = _position(engine), engine.gradient_accumulation_steps()
+    if done and engine.global_rank == 0:
+        logger.warning(
+            "deepspeed-muon: this checkpoint is saved after micro-batch %d of %d; the gradients since the last step "
+            "are not part of it: a resumed run begins this step again: give it these %d micro-batches once more",
+            done,
+            total,
+            done,
+        )
+
+
+def _warn_of_frozen(engine: Any, are_excluded: bool) -> None:
+    """Warn, once, that DeepSpeed saves what ``zero_to_fp32`` needs for frozen parameters at stages 2 and 3 only."""
+    adapter = engine.muon_adapter
+    if engine.zero_optimization_stage() != 1 or are_excluded or adapter.has_warned_of_frozen:
+        return
+    frozen = [name for name, param in engine.module.named_parameters() if not param.requires_grad]
+    adapter.has_warned_of_frozen = True
+    if frozen and engine.global_rank == 0:
+        logger.warning(
+            "deepspeed-muon: at ZeRO stage 1 DeepSpeed's zero_to_fp32 leaves out frozen parameters, here %d, first %s; "
+            "they are in this checkpoint's mp_rank_*_model_states.pt, or use stage 2",
+            len(frozen),
+            frozen[0],
+        )
+
+
+# ---- loading ----------------------------------------------------------------------------------------------------
 
 
 def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Any:
@@ -40,12 +163,11 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
     Raises:
         CheckpointError: the same on all ranks; the engine is as before.
     """
-    call = inspect.signature(original).bind(engine, *args, **kwargs)
-    call.apply_defaults()
-    if not is_ours(engine):
+    if not _is_ours(engine):
         return original(engine, *args, **kwargs)
-    compare_arguments(engine, "load_checkpoint", call.arguments)
-    adapter, arguments, is_universal = engine.muon_adapter, call.arguments, engine.load_universal_checkpoint()
+    arguments = _arguments(original, engine, args, kwargs)
+    _compare_arguments(engine, "load_checkpoint", arguments)
+    adapter, is_universal = engine.muon_adapter, engine.load_universal_checkpoint()
     if is_universal:
         refuse_universal(engine)
     if engine.zero_optimization_stage() == 3 and arguments["load_module_only"]:
@@ -71,7 +193,7 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
         result = original(**arguments)
     if result[0] is not None:
         # What micro-batches since the last step have left belongs to other weights.
-        engine.micro_steps -= position(engine)
+        engine.micro_steps -= _position(engine)
         adapter.drop_gradients()
         compare_plans(engine)
         compatibility.warn_of_rates(engine, rates)
@@ -85,11 +207,11 @@ def _check_mapped(original: Callable, loader: Any) -> None:
 
     A checkpoint engine does not learn which of its loads this is.
     """
-    files = loader.checkpoint_engine
-    if isinstance(files, SafeFiles):
+    own = loader.checkpoint_engine
+    if isinstance(own, SafeFiles):
         loader.checkpoint_engine = SimpleNamespace(load=lambda path, map_location: read_model(Path(path)))
     original(loader)
-    loader.checkpoint_engine = files
+    loader.checkpoint_engine = own
 
 
 def _agreed(engine: Any, arguments: dict[str, Any]) -> tuple[str | None, str | None]:
