@@ -76,16 +76,17 @@ class SavedForm:
 
     def load(self, optimizer: Any) -> None:
         """Settle what was loaded, and bind again."""
-        _fill_in_betas(optimizer)
+        for group in optimizer.param_groups:
+            # Those of older versions: torch's schedulers cycle the betas of every group.
+            group.setdefault("betas", optimizer.config.betas)
+            scale = group.pop(SCALE, None)
+            if scale and self.scaler is not None:
+                self.scaler.load_state_dict(scale)
         _cast_momentum(optimizer)
         _keep_tensors(optimizer, self._before)
         self._before = {}
         optimizer.second_moments.load(optimizer.param_groups, is_logging=optimizer.context.is_logging)
         optimizer.bind_again()
-        for group in optimizer.param_groups:
-            scale = group.pop(SCALE, None)
-            if scale and self.scaler is not None:
-                self.scaler.load_state_dict(scale)
 
 
 # ---- saving -----------------------------------------------------------------------------------------------------
@@ -163,12 +164,6 @@ def _hide_momentum(saved: Saved) -> Saved:
             tensor = entry[MOMENTUM]
             state[index] = {**entry, MOMENTUM: AsSaved(tensor, torch.int8 if index in from_int8 else tensor.dtype)}
     return {**saved, "state": state, "param_groups": groups}
-
-
-def _fill_in_betas(optimizer: Any) -> None:
-    """Give Muon's groups of older versions betas, which torch's schedulers cycle in every group."""
-    for group in optimizer.param_groups:
-        group.setdefault("betas", optimizer.config.betas)
 
 
 def _cast_momentum(optimizer: Any) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -151,8 +150,8 @@ def _opened(read: Callable[[Path], dict[str, Any]], name: str) -> dict[str, Any]
         raise CheckpointError(f"{file.name} cannot be read: {reason}") from error
 
 
-def differences(engine: Any, saved: dict[str, Any], arguments: Mapping[str, Any]) -> Iterator[str]:
-    """Messages that say why the checkpoint cannot be loaded into the engine, the first one being the best.
+def difference(engine: Any, saved: dict[str, Any], arguments: Mapping[str, Any]) -> str | None:
+    """Return a message that says why the checkpoint cannot be loaded into the engine; ``None`` if it can.
 
     Args:
         saved: of :func:`of_engine` then, or of :func:`of_files`, which leaves facts out.
@@ -161,54 +160,58 @@ def differences(engine: Any, saved: dict[str, Any], arguments: Mapping[str, Any]
     here, folder = of_engine(engine), Path(arguments["load_dir"], arguments["tag"])
     there = {**here, **saved}
     stages = {there["stage"], here["stage"]}
-    if loads_states(arguments, "lr_scheduler") and here["scheduler"] and not saved["scheduler"]:
-        yield "it holds no state of a learning-rate scheduler; pass load_lr_scheduler_states=False"
-    routing = partial(routing_difference, engine.basic_optimizer, folder=folder, stages=stages)
-    if loads_states(arguments) and (text := routing(saved["groups"])):
-        yield text
-    if arguments["custom_load_fn"] is None:
-        yield from _shape_differences(saved, here["shapes"], arguments["load_module_strict"])
     convert = conversion(folder, stages)
+    if loads_states(arguments, "lr_scheduler") and here["scheduler"] and not saved["scheduler"]:
+        return "it holds no state of a learning-rate scheduler; pass load_lr_scheduler_states=False"
+    if loads_states(arguments) and (
+        text := routing_difference(engine.basic_optimizer, saved["groups"], folder, stages)
+    ):
+        return text
+    is_strict = arguments["load_module_strict"]
+    if arguments["custom_load_fn"] is None and (text := _shape_difference(saved, here["shapes"], is_strict)):
+        return text
     if (there["stage"] == 3) != (here["stage"] == 3):
-        yield f"it was saved at ZeRO stage {there['stage']}, this run has stage {here['stage']}; {convert}"
+        return f"it was saved at ZeRO stage {there['stage']}, this run has stage {here['stage']}; {convert}"
     if not loads_states(arguments):
         if here["stage"] == 3 and there["world_size"] < here["world_size"]:  # a rank reads a file of its own first
-            yield (
+            return (
                 f"it was saved on {_ranks(there['world_size'])}, and at stage 3 its weights alone load on as many or "
                 f"fewer, this run has {here['world_size']}; {convert}"
             )
-        return
+        return None
     # At stage 0 every rank has everything, except experts, whose ranks lie in the names of files.
     loads_anywhere = stages == {0} and not engine.has_moe_layers
     if there["world_size"] != here["world_size"] and not loads_anywhere:
-        yield f"it was saved on {_ranks(there['world_size'])}, this run has {here['world_size']}; {convert}"
+        return f"it was saved on {_ranks(there['world_size'])}, this run has {here['world_size']}; {convert}"
     for key, title in {"wrapper": "ZeRO's optimizer", "dtype": "precision"}.items():
         if there[key] != here[key]:
-            yield f"it was saved with {title} = {there[key]}, this run has {here[key]}; {convert}"
+            return f"it was saved with {title} = {there[key]}, this run has {here[key]}; {convert}"
     if "order" in saved and (text := _order_difference(engine, saved["order"])):
-        yield text
+        return text
     if there["layout"] != here["layout"]:
-        yield (
+        return (
             "the parameters lie elsewhere in the shards: parameter groups, their order, sub_group_size or "
             f"round_robin_gradients differ; {convert}"
         )
+    return None
 
 
 def _ranks(count: int) -> str:
     return f"{count} rank{'s' * (count > 1)}"
 
 
-def _shape_differences(saved: dict[str, Any], here: dict[str, list[int]], strict: bool) -> Iterator[str]:
+def _shape_difference(saved: dict[str, Any], here: dict[str, list[int]], is_strict: bool) -> str | None:
     there = saved.get("shapes", saved.get("partial_shapes", {}))
     for name in here:
         if there.get(name, here[name]) != here[name]:
-            yield f"{name} has shape {there[name]} in the checkpoint and {here[name]} in the model: another model"
-    missing, extra = (sorted(a.keys() - b.keys()) for a, b in ((here, there), (there, here)))
-    if strict and "shapes" in saved and (missing or extra):
-        yield (
+            return f"{name} has shape {there[name]} in the checkpoint and {here[name]} in the model: another model"
+    missing, extra = sorted(here.keys() - there.keys()), sorted(there.keys() - here.keys())
+    if is_strict and "shapes" in saved and (missing or extra):
+        return (
             f"the model has {missing[:4]} which the checkpoint lacks, the checkpoint has {extra[:4]} which the model "
             "lacks: another model; load_module_strict=False loads what both have"
         )
+    return None
 
 
 def warn_of_rates(engine: Any, before: Sequence[float]) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import itertools
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -172,7 +172,11 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
         refuse_universal(engine)
     if engine.zero_optimization_stage() == 3 and arguments["load_module_only"]:
         arguments["load_optimizer_states"] = False  # with this one alone DeepSpeed would load nothing
-    tag, save_id = _universal(engine, arguments) if is_universal else _agreed(engine, arguments)
+    tag: str | None
+    if is_universal:  # which has no id of a save
+        tag, save_id = together(partial(_universal_tag, engine, arguments), CheckpointError), None
+    else:
+        tag, save_id = _agreed(engine, arguments)
     arguments["tag"] = tag
     if save_id is None and tag is not None and engine.global_rank == 0:
         why = " (DeepSpeed's converter writes none)" if is_universal else ""
@@ -215,7 +219,7 @@ def _check_mapped(original: Callable, loader: Any) -> None:
 
 
 def _agreed(engine: Any, arguments: dict[str, Any]) -> tuple[str | None, str | None]:
-    """The tag to load and the id of its save, if any. Raises on all ranks what one of them has found to be wrong."""
+    """Return the tag to load and the id of its save, if any; raise on all ranks what any has found to be wrong."""
     found = gathered(_look(engine, arguments))
     ranks: dict[str, list[int]] = {}
     for rank, (_, _, problems) in enumerate(found):
@@ -247,7 +251,7 @@ def _refusal(load_dir: str, tag: str | None, problems: list[str]) -> str:
 
 
 def _look(engine: Any, arguments: dict[str, Any]) -> tuple[str | None, str | None, list[str]]:
-    """This rank's view: the tag, the id of the save, and what is wrong with it."""
+    """Return this rank's view: the tag, the id of the save, and what is wrong with it."""
     tag, header, problems = arguments["tag"], None, []
     try:
         _refuse_moved(engine)
@@ -266,21 +270,17 @@ def _refuse_moved(engine: Any) -> None:
         raise CheckpointError(f"{', '.join(moved)} are away after offload_states(); call engine.reload_states() first")
 
 
-def _universal(engine: Any, arguments: dict[str, Any]) -> tuple[str, None]:
-    """The tag that is given, or of what was converted last; a universal checkpoint has no id of a save."""
-
-    def find() -> str:
-        _refuse_moved(engine)
-        folder = Path(arguments["load_dir"])
-        if tag := arguments["tag"] or _latest(folder, "latest_universal"):
-            return str(tag)
-        tag = _latest(folder)
-        raise CheckpointError(
-            f"checkpoint.load_universal is true, but {folder} has no universal checkpoint (latest_universal); "
-            + (f"remove it to load the checkpoint {tag}" if tag else "it has no other checkpoint either")
-        )
-
-    return together(find, CheckpointError), None
+def _universal_tag(engine: Any, arguments: dict[str, Any]) -> str:
+    """Return the caller's tag, or that of what was converted last."""
+    _refuse_moved(engine)
+    folder = Path(arguments["load_dir"])
+    if tag := arguments["tag"] or _latest(folder, "latest_universal"):
+        return str(tag)
+    tag = _latest(folder)
+    raise CheckpointError(
+        f"checkpoint.load_universal is true, but {folder} has no universal checkpoint (latest_universal); "
+        + (f"remove it to load the checkpoint {tag}" if tag else "it has no other checkpoint either")
+    )
 
 
 def _latest(folder: Path, name: str = "latest") -> str | None:
@@ -293,7 +293,7 @@ def _latest(folder: Path, name: str = "latest") -> str | None:
 
 
 def _misfits(engine: Any, arguments: dict[str, Any], tag: str, header: dict[str, Any] | None) -> list[str]:
-    """Messages about damaged files, else the first about a checkpoint that does not fit."""
+    """Return messages about damaged files, else the one about a checkpoint that does not fit."""
     folder = Path(arguments["load_dir"], tag)
     if not folder.is_dir():
         return [f"there is no folder {tag}" + ("" if arguments["tag"] else ", which latest names")]
@@ -308,4 +308,5 @@ def _misfits(engine: Any, arguments: dict[str, Any], tag: str, header: dict[str,
         mine = range(engine.global_rank, header["world_size"], engine.world_size)
         if found := [text for rank in mine for text in manifest.damages(folder, header["save_id"], rank)]:
             return found
-    return list(itertools.islice(compatibility.differences(engine, saved, arguments | {"tag": tag}), 1))
+    text = compatibility.difference(engine, saved, arguments | {"tag": tag})
+    return [] if text is None else [text]
