@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.muon import saved_state
 from deepspeed.muon.bound import Bound, bind_partition
 from deepspeed.muon.config.presets import preset_named
 from deepspeed.muon.config.schema import MuonConfig, parse
@@ -46,6 +45,7 @@ from deepspeed.muon.param_groups import Split, check_decay_rates, check_options,
 from deepspeed.muon.plan.plan import Plan
 from deepspeed.muon.plan.program import Program
 from deepspeed.muon.qk_clip import QKClip
+from deepspeed.muon.saved_state import SavedForm
 from deepspeed.muon.second_moments import SecondMoments
 from deepspeed.muon.step import PartitionStep, Tools
 from deepspeed.muon.step_stats import StepStats
@@ -141,9 +141,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         super().__init__(split.halves, defaults={})
         #: Schedulers of torch look for ``betas`` before they cycle those of every group.
         self.defaults |= {"lr": split.reference_lr, "betas": self.config.betas}
-        self.register_state_dict_post_hook(saved_state.save)
-        self.register_load_state_dict_pre_hook(saved_state.before_load)
-        self.register_load_state_dict_post_hook(saved_state.after_load)
+        self.saved_form = SavedForm(self)
         tag_parameters(model, self.specs)
         self._is_built = True
 

@@ -21,6 +21,7 @@ from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.log import logger
 from deepspeed.muon.matrices.routing import MatrixSpec
 from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.saved_groups import fused
 
 #: The keys of a parameter's state, by whether it has Muon.
 KEYS = {True: ("momentum_buffer",), False: ("exp_avg", "exp_avg_sq")}
@@ -44,7 +45,7 @@ class Source:
 
 
 def decide(specs: Iterable[MatrixSpec], source: Source, choice: str | None) -> Actions:
-    """What becomes of each parameter's state: by name, a key of :data:`ACTIONS`.
+    """Return what becomes of each parameter's state: by name, a key of :data:`ACTIONS`.
 
     Args:
         specs: the parameters that need state.
@@ -106,21 +107,14 @@ def fill(optimizer: MuonWithAuxAdam, partition: Partition, source: Source, actio
 
 def report(optimizer: MuonWithAuxAdam, source: Source, actions: Actions) -> None:
     """Log one line per parameter group."""
-    members: dict[int, dict[str, str]] = {}
-    for partition in optimizer.all_partitions:
-        names = (shard.spec.name for shard in partition.shards)
-        members.setdefault(partition.index, {}).update({name: actions[name] for name in names if name in actions})
-    for index, group in sorted(members.items()):
-        keys = " and ".join(KEYS[optimizer.param_groups[index]["use_muon"]])
-        kinds = [f"{count} x {ACTIONS[action].format(key=keys)}" for action, count in Counter(group.values()).items()]
-        if kinds:
-            name = optimizer.param_groups[index]["name"]
-            logger.info("deepspeed-muon: group %s: from %s: %s", name, source.title, ", ".join(kinds))
-
-
-def fused(optimizer: MuonWithAuxAdam) -> list[str]:
-    """Names of the parameters that ``muon_fused`` cuts."""
-    return [spec.name for spec in optimizer.specs.values() if spec.split_by == "muon_fused"]
+    for index, group in enumerate(optimizer.param_groups):
+        shards = (shard for part in optimizer.all_partitions if part.index == index for shard in part.shards)
+        names = dict.fromkeys(shard.spec.name for shard in shards)
+        keys = " and ".join(KEYS[group["use_muon"]])
+        counts = Counter(ACTIONS[actions[name]].format(key=keys) for name in names if name in actions)
+        if counts:
+            kinds = ", ".join(f"{count} x {text}" for text, count in counts.items())
+            logger.info("deepspeed-muon: group %s: from %s: %s", group["name"], source.title, kinds)
 
 
 def warn_of_fused(optimizer: MuonWithAuxAdam, source: Source, actions: Actions) -> None:
@@ -165,8 +159,8 @@ def import_state(
     if convention not in ("ema", "sum"):
         raise ImportStateError(f'convention: got {convention!r}, expected "ema" or "sum"')
     source = _of_state_dict(optimizer, state_dict, convention == "sum", names)
-    held = [spec for spec in optimizer.specs.values() if spec.name in source.is_muon]
-    actions = decide(held, source, chosen(optimizer, source))
+    found = [spec for spec in optimizer.specs.values() if spec.name in source.is_muon]
+    actions = decide(found, source, chosen(optimizer, source))
     for partition in optimizer.all_partitions:
         fill(optimizer, partition, source, actions)
     if engine.global_rank == 0:
@@ -175,18 +169,18 @@ def import_state(
 
 
 def chosen(optimizer: MuonWithAuxAdam, source: Source) -> str | None:
-    """``import_momentum`` where the config sets it or no parameter had Muon; ``None``, the kinds must agree, else."""
+    """Return ``import_momentum`` where the config sets it or no parameter had Muon; else ``None``: kinds must agree."""
     is_set = "import_momentum" in optimizer.config.model_fields_set
     return optimizer.config.import_momentum if is_set or not any(source.is_muon.values()) else None
 
 
 def _of_state_dict(
-    optimizer: MuonWithAuxAdam, state_dict: Mapping[str, Any], is_sum: bool, given: Sequence[str] | None
+    optimizer: MuonWithAuxAdam, state_dict: Mapping[str, Any], is_sum: bool, names: Sequence[str] | None
 ) -> Source:
     specs = {spec.name: spec for spec in optimizer.specs.values()}
     groups = state_dict["param_groups"]
     members = [(index, group.get("momentum")) for group in groups for index in group["params"]]
-    named = list(zip(_names(groups, given), members, strict=True))
+    named = list(zip(_names(groups, names), members, strict=True))
     entries = {name: state_dict["state"][index] for name, (index, _) in named if state_dict["state"].get(index)}
     decays = {name: momentum for name, (_, momentum) in named}
     if problems := list(_problems(specs, entries, decays, is_sum)):
@@ -204,10 +198,11 @@ def _of_state_dict(
     )
 
 
-def _names(groups: Sequence[Mapping[str, Any]], given: Sequence[str] | None) -> list[str]:
-    """The names of a state_dict's parameters, in its order: as given, else its own."""
+def _names(groups: Sequence[Mapping[str, Any]], names: Sequence[str] | None) -> Sequence[str]:
+    """Return the names of a state_dict's parameters, in its order; its own where the caller has none."""
     count = sum(len(group["params"]) for group in groups)
-    names = [name for group in groups for name in group.get("param_names", ())] if given is None else list(given)
+    if names is None:
+        names = [name for group in groups for name in group.get("param_names", ())]
     if not names:
         raise ImportStateError(
             f"the state_dict does not name its {count} parameters, and parameters of equal shape could be swapped "

@@ -24,7 +24,6 @@ from deepspeed.muon.plan.slices import neighbours
 from deepspeed.muon.tuning import has_bf16, may_race
 from deepspeed.muon.version import __version__
 from deepspeed.muon.zero.checkpoint.compatibility import of_all_stages
-from deepspeed.muon.zero.checkpoint.state_keys import keep_convertible
 from deepspeed.muon.zero.checkpoint.universal import read_universal
 from deepspeed.muon.zero.choice import choose, compare_plans
 from deepspeed.muon.zero.consensus import Facts, compare, differences
@@ -102,7 +101,7 @@ def bind_engine(engine: Any) -> None:
     with slow("compiling and tuning the kernels, and comparing the plans of all ranks,"):
         monitor = compare_plans(engine, monitor=engine.monitor.enabled)["monitor"]
     set_up_monitor(engine, monitor)
-    keep_convertible(optimizer)
+    optimizer.saved_form.is_convertible = True
     adapter.open_states()
     read_universal(adapter)
     optimizer.is_stepped_in_parts = True

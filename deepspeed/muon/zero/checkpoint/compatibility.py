@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +14,17 @@ import torch
 from deepspeed.muon.errors import CheckpointError
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.log import logger
-from deepspeed.muon.math.choice import unknown, unknown_methods
 from deepspeed.muon.matrices.pipeline import stages_of
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.second_moments import SAVED
-from deepspeed.muon.state_import import fused
+from deepspeed.muon.saved_groups import (
+    WEIGHTS_ALONE,
+    conversion,
+    matrices,
+    muon_facts,
+    routing_difference,
+    saved_groups,
+    short_hash,
+)
 from deepspeed.muon.zero.checkpoint.safe_load import read_model, read_states
 from deepspeed.muon.zero.consensus import union
 from deepspeed.muon.zero.tp_ranks import tp_rank
@@ -75,11 +79,12 @@ def _layout(partitions: list[Partition]) -> str:
         for partition in partitions
         for order, shard in enumerate(partition.shards)
     )
-    return _hash(json.dumps(lines), 16)
+    return short_hash(json.dumps(lines), 16)
 
 
-def _hash(text: str, digits: int) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:digits]
+def of_all_stages(optimizer: MuonWithAuxAdam) -> dict[str, str]:
+    """Return :func:`muon_facts` of all stages of a pipeline; a collective."""
+    return dict(sorted(json.loads(line) for line in union(map(json.dumps, muon_facts(optimizer).items()))))
 
 
 def of_files(engine: Any, arguments: Mapping[str, Any], tag: str) -> dict[str, Any]:
@@ -99,7 +104,7 @@ def of_files(engine: Any, arguments: Mapping[str, Any], tag: str) -> dict[str, A
         zero = engine.zero_optimization() and _opened(read_states, engine._get_zero_ckpt_name(folder, tag))
         states = zero["optimizer_state_dict"] if zero else model["optimizer"]
         if states is None:
-            raise CheckpointError(f"it was saved at ZeRO stage 1, 2 or 3, this run has stage 0; load {_WEIGHTS_ALONE}")
+            raise CheckpointError(f"it was saved at ZeRO stage 1, 2 or 3, this run has stage 0; load {WEIGHTS_ALONE}")
         saved["groups"] = saved_groups(states)
         saved["order"] = _order(model["param_shapes"]) if zero else _sizes_of(states)
     return saved
@@ -122,18 +127,16 @@ def _order_difference(engine: Any, saved: Sequence[Any]) -> str | None:
     """Return a message if a checkpoint without a manifest has the parameters in another order; else ``None``."""
     if engine.zero_optimization():
         current: list[Any] = _order(engine._get_zero_param_shapes())
-        pairs = list(itertools.zip_longest(saved, current))
     else:  # without names; tensors of equal size cannot be told apart
-        current = [param.numel() for group in engine.basic_optimizer.param_groups for param in group["params"]]
-        pairs = [(size, here) for size, here in itertools.zip_longest(saved, current) if size is not None]
-    different = [(place, there, here) for place, (there, here) in enumerate(pairs) if there != here]
-    if not different:
-        return None
-    place, there, here = different[0]
-    return (
-        f"the parameters have another order: parameter {place} of the optimizer is {there} in the checkpoint and "
-        f"{here} in this run; restore the order and the groups of model_parameters"
-    )
+        sizes = [param.numel() for group in engine.basic_optimizer.param_groups for param in group["params"]]
+        current = [None if old is None else new for old, new in itertools.zip_longest(saved, sizes)]
+    for place, (old, new) in enumerate(itertools.zip_longest(saved, current)):
+        if old != new:
+            return (
+                f"the parameters have another order: parameter {place} of the optimizer is {old} in the checkpoint "
+                f"and {new} in this run; restore the order and the groups of model_parameters"
+            )
+    return None
 
 
 def _opened(read: Callable[[Path], dict[str, Any]], name: str) -> dict[str, Any]:
@@ -147,23 +150,8 @@ def _opened(read: Callable[[Path], dict[str, Any]], name: str) -> dict[str, Any]
         raise CheckpointError(f"{file.name} cannot be read: {reason}") from error
 
 
-_LOAD = 'load it with "checkpoint": {"load_universal": true} in ds_config.json, without a tag'
-_WEIGHTS_ALONE = (
-    "its weights alone with load_module_only=True and load_optimizer_states=False; DeepSpeed converts at stages 1 to 3 "
-    "only"
-)
-
-
-def _conversion(folder: Path, stages: Collection[int], option: str = "") -> str:
-    """How a checkpoint comes to fit another layout. ``stages``: there and here."""
-    if 0 in stages:
-        return f"load it as it was saved, or {_WEIGHTS_ALONE}"
-    options = f"{option}--input_folder {folder} --output_folder {folder}_universal"
-    return f"convert it with python -m deepspeed.checkpoint.ds_to_universal {options}, then {_LOAD}"
-
-
-def differences(engine: Any, saved: dict[str, Any], arguments: Mapping[str, Any]) -> Iterator[str]:
-    """Messages that say why the checkpoint cannot be loaded into the engine, the first one being the best.
+def difference(engine: Any, saved: dict[str, Any], arguments: Mapping[str, Any]) -> str | None:
+    """Return a message that says why the checkpoint cannot be loaded into the engine; ``None`` if it can.
 
     Args:
         saved: of :func:`of_engine` then, or of :func:`of_files`, which leaves facts out.
@@ -172,166 +160,58 @@ def differences(engine: Any, saved: dict[str, Any], arguments: Mapping[str, Any]
     here, folder = of_engine(engine), Path(arguments["load_dir"], arguments["tag"])
     there = {**here, **saved}
     stages = {there["stage"], here["stage"]}
+    convert = conversion(folder, stages)
     if loads_states(arguments, "lr_scheduler") and here["scheduler"] and not saved["scheduler"]:
-        yield "it holds no state of a learning-rate scheduler; pass load_lr_scheduler_states=False"
-    routing = partial(routing_difference, engine.basic_optimizer, folder=folder, stages=stages)
-    if loads_states(arguments) and (text := routing(saved["groups"])):
-        yield text
-    if arguments["custom_load_fn"] is None:
-        yield from _shape_differences(saved, here["shapes"], arguments["load_module_strict"])
-    convert = _conversion(folder, stages)
+        return "it holds no state of a learning-rate scheduler; pass load_lr_scheduler_states=False"
+    if loads_states(arguments) and (
+        text := routing_difference(engine.basic_optimizer, saved["groups"], folder, stages)
+    ):
+        return text
+    is_strict = arguments["load_module_strict"]
+    if arguments["custom_load_fn"] is None and (text := _shape_difference(saved, here["shapes"], is_strict)):
+        return text
     if (there["stage"] == 3) != (here["stage"] == 3):
-        yield f"it was saved at ZeRO stage {there['stage']}, this run has stage {here['stage']}; {convert}"
+        return f"it was saved at ZeRO stage {there['stage']}, this run has stage {here['stage']}; {convert}"
     if not loads_states(arguments):
         if here["stage"] == 3 and there["world_size"] < here["world_size"]:  # a rank reads a file of its own first
-            yield (
+            return (
                 f"it was saved on {_ranks(there['world_size'])}, and at stage 3 its weights alone load on as many or "
                 f"fewer, this run has {here['world_size']}; {convert}"
             )
-        return
+        return None
     # At stage 0 every rank has everything, except experts, whose ranks lie in the names of files.
     loads_anywhere = stages == {0} and not engine.has_moe_layers
     if there["world_size"] != here["world_size"] and not loads_anywhere:
-        yield f"it was saved on {_ranks(there['world_size'])}, this run has {here['world_size']}; {convert}"
+        return f"it was saved on {_ranks(there['world_size'])}, this run has {here['world_size']}; {convert}"
     for key, title in {"wrapper": "ZeRO's optimizer", "dtype": "precision"}.items():
         if there[key] != here[key]:
-            yield f"it was saved with {title} = {there[key]}, this run has {here[key]}; {convert}"
+            return f"it was saved with {title} = {there[key]}, this run has {here[key]}; {convert}"
     if "order" in saved and (text := _order_difference(engine, saved["order"])):
-        yield text
+        return text
     if there["layout"] != here["layout"]:
-        yield (
+        return (
             "the parameters lie elsewhere in the shards: parameter groups, their order, sub_group_size or "
             f"round_robin_gradients differ; {convert}"
         )
+    return None
 
 
 def _ranks(count: int) -> str:
     return f"{count} rank{'s' * (count > 1)}"
 
 
-def _shape_differences(saved: dict[str, Any], here: dict[str, list[int]], strict: bool) -> Iterator[str]:
+def _shape_difference(saved: dict[str, Any], here: dict[str, list[int]], is_strict: bool) -> str | None:
     there = saved.get("shapes", saved.get("partial_shapes", {}))
     for name in here:
         if there.get(name, here[name]) != here[name]:
-            yield f"{name} has shape {there[name]} in the checkpoint and {here[name]} in the model: another model"
-    missing, extra = (sorted(a.keys() - b.keys()) for a, b in ((here, there), (there, here)))
-    if strict and "shapes" in saved and (missing or extra):
-        yield (
+            return f"{name} has shape {there[name]} in the checkpoint and {here[name]} in the model: another model"
+    missing, extra = sorted(here.keys() - there.keys()), sorted(there.keys() - here.keys())
+    if is_strict and "shapes" in saved and (missing or extra):
+        return (
             f"the model has {missing[:4]} which the checkpoint lacks, the checkpoint has {extra[:4]} which the model "
             "lacks: another model; load_module_strict=False loads what both have"
         )
-
-
-#: Keys of a group that a load does not change: its ratio to the schedule, and how ZeRO finds its experts' ranks.
-OWN = ("lr_ratio", "name", "moe")
-Groups = Sequence[Mapping[str, Any]]
-
-
-def saved_groups(saved: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The parameter groups in a file written by one of DeepSpeed's wrappers or by its converter."""
-    inner = saved.get("optimizer_state_dict", saved)
-    return inner["param_groups"] if "param_groups" in inner else inner["base_optimizer_state"]["param_groups"]
-
-
-def matrices(optimizer: Any) -> set[str]:
-    """Names of the parameters that go to Muon."""
-    return {spec.name for spec in optimizer.specs.values() if spec.use_muon}
-
-
-def blocks(optimizer: Any) -> dict[str, str]:
-    """For each parameter that is several matrices, by name: a hash of where they lie in it."""
-    cut = [spec for spec in optimizer.specs.values() if len(spec.blocks) > 1]
-    return {s.name: _hash(str([(b.offset, b.rows, b.cols, b.bands) for b in s.blocks]), 8) for s in cut}
-
-
-def muon_facts(optimizer: Any) -> dict[str, str]:
-    """The parameters that go to Muon, in a pipeline of all stages, by name, and their :func:`blocks` or nothing."""
-    if optimizer.context.muon_of_all_stages is not None:
-        return optimizer.context.muon_of_all_stages
-    return dict.fromkeys(sorted(matrices(optimizer)), "") | blocks(optimizer)
-
-
-def of_all_stages(optimizer: MuonWithAuxAdam) -> dict[str, str]:
-    """:func:`muon_facts` of all stages of a pipeline; a collective."""
-    return dict(sorted(json.loads(line) for line in union(map(json.dumps, muon_facts(optimizer).items()))))
-
-
-def kinds(groups: Groups) -> list[bool | None]:
-    """For each group, whether Muon updates it; ``None`` in files of other optimizers."""
-    return [group.get("use_muon") for group in groups]
-
-
-def check_groups(optimizer: MuonWithAuxAdam, groups: Groups) -> None:
-    """Raise ValueError if :func:`routing_difference` finds one; warn about parameters that are cut differently here."""
-    if text := routing_difference(optimizer, groups):
-        raise ValueError(text)
-    here = blocks(optimizer)
-    stated = [group["blocks"] for group in groups if "blocks" in group]
-    # A checkpoint without blocks was saved by a version that did not cut fused weights.
-    there = stated[0] if stated else {name: here[name] for name in here.keys() - set(fused(optimizer))}
-    if other := sorted(name for name in matrices(optimizer) if here.get(name) != there.get(name)):
-        logger.warning(
-            "deepspeed-muon: %d parameters are cut into other matrices than in the run that was saved, first %s; "
-            'muon_fused, muon_split and per_head_muon as there ("muon_fused": "whole" if it knew no such key) go on '
-            "with the same updates",
-            len(other),
-            other[0],
-        )
-
-
-def routing_difference(
-    optimizer: MuonWithAuxAdam, groups: Groups, folder: Path = Path("CHECKPOINT/TAG"), stages: Collection[int] = ()
-) -> str | None:
-    """A message if saved groups differ in kind, name unknown methods, or give Muon other parameters; else ``None``.
-
-    ``folder`` of the checkpoint and ``stages``, there and here, decide the cure that the message names.
-    """
-    saved, current = kinds(groups), kinds(optimizer.param_groups)
-    there = {name for group in groups for name in group.get("matrices", ())}
-    here = matrices(optimizer)
-    is_of_all_stages = (
-        optimizer.context.muon_of_all_stages is not None and there == optimizer.context.muon_of_all_stages.keys()
-    )
-    if is_of_all_stages or (saved == current and there == here):
-        strange = [text for group in groups for text in unknown_methods(group.get("ns_methods", {}))]
-        strange += [text for group in groups if "ns_choice" in group for text in unknown(group["ns_choice"])]
-        names = ", ".join(dict.fromkeys(strange))
-        return f"it was saved with dtypes or methods that this deepspeed-muon lacks: {names}" if strange else None
-    if None in saved:
-        cure = _conversion(folder, stages, "--inject_missing_state ")
-        return f"another optimizer saved it; if that was AdamW, {cure}"
-    if True in saved and not there:
-        convert = f"run ds_muon import --from {folder} --to {folder}_universal, then {_LOAD}"
-        return f"stock's Muon saved it; {convert if 0 not in stages else 'load ' + _WEIGHTS_ALONE}"
-    words = {True: "Muon", False: "AdamW"}
-    return (
-        "it was saved with another division into Muon and AdamW; restore the model, its parameter groups, "
-        f"muon_include, muon_exclude and param.use_muon: Muon has {sorted(there - here)[:4]} in the checkpoint only "
-        f"and {sorted(here - there)[:4]} here only; the groups are {[words[bool(kind)] for kind in saved]} there and "
-        f"{[words[bool(kind)] for kind in current]} here"
-    )
-
-
-def settings_of(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The saved settings of a group, which win as with any optimizer of torch; warn where the config differs.
-
-    Learning rates are left out of the warning, since a schedule changes them; :func:`warn_of_rates` tells of them.
-    Their ratio is the config's: a schedule is built from the config too. What was chosen for this machine is no
-    setting.
-    """
-    if (ratio := saved.get("lr_ratio", current.get("lr_ratio"))) != current.get("lr_ratio"):
-        change = f"lr_ratio = {current['lr_ratio']} from the config; the checkpoint has {ratio}"
-        logger.warning("deepspeed-muon: group %s goes on with %s", current.get("name"), change)
-    settings = {key: value for key, value in saved.items() if key not in (*OWN, "params", "matrices", "blocks")}
-    for key, value in settings.items():
-        here = current.get(key, value)
-        # Schedulers of torch cycle the betas of every group; those of a Muon group have no effect.
-        is_idle = key == "betas" and current.get("use_muon")
-        silent = ("lr", "initial_lr", "ns_choice", "ns_methods", "owner_counts", SAVED)
-        if key not in silent and not is_idle and value != here:
-            change = f"{key} = {value} from the checkpoint; the config has {here}"
-            logger.warning("deepspeed-muon: group %s goes on with %s", current.get("name"), change)
-    return {key: value for key, value in current.items() if key != "params"} | settings
+    return None
 
 
 def warn_of_rates(engine: Any, before: Sequence[float]) -> None:

@@ -54,9 +54,8 @@ def move(temporary: Path, file: Path) -> None:
         if error.errno not in UNSUPPORTED:
             raise
         _warn_once("rename", "files are copied into place, so a crash can leave a part of one")
-        with temporary.open("rb") as source, file.open("wb") as target:
-            shutil.copyfileobj(source, target, SYNC_BYTES)
-            target.flush()
+        shutil.copyfile(temporary, file)
+        with file.open("rb") as target:
             sync(target.fileno())
         temporary.unlink()
 
@@ -94,13 +93,12 @@ def lock(folder: Path) -> int | None:
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        return descriptor
+    except OSError as error:
         os.close(descriptor)
-        raise CheckpointError(f"another job is saving {folder} at this moment; give each job its own folder") from None
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
+        if not isinstance(error, BlockingIOError):
+            return None
+    raise CheckpointError(f"another job is saving {folder} at this moment; give each job its own folder")
 
 
 def zeros_on_disk(folder: Path, in_memory: Callable[[int], Tensor], numel: int) -> Tensor:

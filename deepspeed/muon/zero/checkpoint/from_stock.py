@@ -88,7 +88,7 @@ class Saved:
         self.steps = 0.0
 
     def take_groups(self, groups: list[dict[str, Any]]) -> None:
-        """The parameter groups, if they are stock's."""
+        """Take the parameter groups, if they are stock's."""
         flags = [group.get("use_muon") for group in groups]
         if None in flags or any("matrices" in group for group in groups):
             raise ImportStateError(
@@ -98,20 +98,21 @@ class Saved:
         self.groups = groups
 
     def take_steps(self, entries: Iterable[dict[str, Any]]) -> None:
-        """The number of steps: that of a state, else the model's."""
+        """Take the number of steps of a state, else the model's."""
         counts = (float(entry["step"]) for entry in entries if "step" in entry)
         self.steps = next(counts, float(self.model["global_steps"] - self.model["skipped_steps"]))
 
     def add(self, name: str, use_muon: bool, weight: Tensor, entry: Mapping[str, Tensor], part: Any = ...) -> None:
-        """One rank's part of a parameter's weight and state, in the order of the ranks."""
+        """Add one rank's part of a parameter's weight and state, in the order of the ranks."""
         if use_muon:
             self.matrices.add(name)
-        for key in (WEIGHT, *KEYS[use_muon]):
-            if key == WEIGHT or key in entry:
-                self.parts[name][key].append((weight if key == WEIGHT else entry[key])[part])
+        self.parts[name][WEIGHT].append(weight[part])
+        for key in KEYS[use_muon]:
+            if key in entry:
+                self.parts[name][key].append(entry[key][part])
 
     def whole(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """(name, fp32 weight, state and step count) of every parameter, in its shape. All must have state."""
+        """Yield (name, fp32 weight, state and step count) of every parameter, in its shape. All must have state."""
         absent = [n for n in self.shapes for key in KEYS[n in self.matrices] if key not in self.parts[n]]
         if absent:
             raise ImportStateError(
@@ -164,7 +165,7 @@ def _add_stage12(saved: Saved, state: Mapping[str, Any], states: Mapping[int, An
     for index, group in enumerate(saved.groups):
         use_muon, entry, before = group["use_muon"], states.get(index, {}), 0
         has_whole = use_muon and not is_share and "momentum_buffer" in entry
-        for name, part in _held(saved, state, index, rank):
+        for name, part in _parts_of_rank(saved, state, index, rank):
             weights = state["single_partition_of_fp32_groups"][index]
             saved.add(name, use_muon, weights, {} if has_whole else entry, part)
             if has_whole:
@@ -173,8 +174,8 @@ def _add_stage12(saved: Saved, state: Mapping[str, Any], states: Mapping[int, An
                 before = after
 
 
-def _held(saved: Saved, state: Mapping[str, Any], index: int, rank: int) -> Iterator[tuple[str, slice]]:
-    """The parameters of a group of which this rank holds a part, and where it lies."""
+def _parts_of_rank(saved: Saved, state: Mapping[str, Any], index: int, rank: int) -> Iterator[tuple[str, slice]]:
+    """Yield the parameters of a group of which this rank has a part, and where it lies."""
     shapes = saved.model["param_shapes"][index]
     paddings = state.get("param_alignment_paddings", {index: [0] * len(shapes)})[index]
     span, start = saved.spans[index], 0

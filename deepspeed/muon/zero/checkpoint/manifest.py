@@ -122,11 +122,12 @@ def damages(folder: Path, save_id: str, rank: int, contents: bool = True) -> lis
 
 
 def _damage(folder: Path, name: str, facts: dict[str, int | None], contents: bool) -> str | None:
-    size, expected = facts.pop("bytes"), facts.popitem()
+    size = facts.pop("bytes")
+    key, value = facts.popitem()
     try:
         if (there := (folder / name).stat().st_size) != size:
             return f"{name} has {there} bytes, and {size} were saved"
-        is_intact = not contents or _is_intact(folder / name, *expected)
+        is_intact = not contents or _is_intact(folder / name, key, value)
     except FileNotFoundError:
         return f"{name} is missing"
     except OSError as error:

@@ -21,9 +21,12 @@ from deepspeed.muon.errors import CheckpointError
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.patch import replaced
 from deepspeed.muon.zero.checkpoint.compatibility import loads_states
-from deepspeed.muon.zero.checkpoint.safe_load import loading_in_place, read_states
+from deepspeed.muon.zero.checkpoint.safe_load import read_states
 from deepspeed.muon.zero.consensus import together
 from deepspeed.muon.zero.nvme import each_sub_group, saved_files, swapped_in
+
+Layout = tuple[int, list[list[int]]]
+"""Ranks, and the parameters of each sub-group."""
 
 
 class NvmeLoad:
@@ -32,7 +35,7 @@ class NvmeLoad:
     def __init__(self, engine: Any, optimizer: MuonWithAuxAdam) -> None:
         self.engine, self.wrapper, self.optimizer = engine, engine.optimizer, optimizer
         self.uses_nvme = self.wrapper.swap_optimizer or self.wrapper.params_in_nvme_and_cpu
-        #: This rank's zero file, where it holds all weights for NVMe or lacks those that older checkpoints keep apart.
+        #: This rank's zero file, where it has all weights for NVMe or was completed by files of an older checkpoint.
         self._saved: dict[str, Any] | None = None
         self._files = Path()
         self._has_weights = False
@@ -67,13 +70,14 @@ class NvmeLoad:
     def _load_zero_file(self, original: Callable, saved: dict[str, Any], load_optimizer_states: bool = True) -> None:
         """``_rigid_load_state_dict``."""
         is_swapped = not all(flat.numel() for flat in saved["fp32_flat_groups"])
-        if is_swapped and self._saved is None:
-            raise CheckpointError(f"there is no {self._files}, which holds what offload_optimizer had on NVMe")
+        if is_swapped:
+            if self._saved is None:
+                raise CheckpointError(f"there is no {self._files}, which holds what offload_optimizer had on NVMe")
+            saved = self._saved
         if self.uses_nvme or is_swapped:
             self._restore(saved, load_optimizer_states)
         else:
-            with loading_in_place(self.optimizer):
-                original(saved, load_optimizer_states=load_optimizer_states)
+            original(saved, load_optimizer_states=load_optimizer_states)
 
     def _load_weights(self, original: Callable) -> None:
         """``_restore_from_bit16_weights``; in a load of weights alone they come from the checkpoint."""
@@ -98,22 +102,34 @@ class NvmeLoad:
         saved = read_states(file)["optimizer_state_dict"]
         flats = saved.get("fp32_flat_groups") or []
         if all(flat.numel() for flat in flats):
-            self._saved = saved if flats and self.uses_nvme and self._layout(saved) == self._layout() else None
+            self._saved = saved if flats and self.uses_nvme and _layout_in(saved) == self._layout() else None
             return
-        self._saved = saved
         self._check_layout(saved)
         for index, numel in enumerate(self.wrapper.fp16_partitioned_groups_flat_numel):
-            for name, tensor in self._stored(saved, index):
-                if tensor is None:
+            number = flats[index].ds_id
+            flats[index] = self._whole(flats[index], f"{number}", numel)
+            flats[index].ds_id = number
+            state = saved["optimizer_state_dict"]["state"].get(index, {})
+            for name in self.optimizer.state_keys(self.wrapper.fp32_partitioned_groups_flat[index]):
+                key = "exp_avg" if name == "momentum_buffer" else name
+                if key not in state:
                     raise CheckpointError(f"it has no {name}: it was saved with another optimizer or another routing")
-                path = self._path(flats[index], name)
-                if tensor.numel() == 0 and not path.is_file():
-                    raise CheckpointError(f"there is no {path}, which holds what offload_optimizer had on NVMe")
-                if tensor.numel() == 0 and (size := path.stat().st_size) < 4 * numel:
-                    raise CheckpointError(f"{path} has {size} bytes, expected at least {4 * numel}; it is not complete")
+                state[key] = self._whole(state[key], f"{name}-{number}", numel)
+        self._saved = saved
+
+    def _whole(self, tensor: Tensor, name: str, numel: int) -> Tensor:
+        """Return a tensor of the zero file; one without elements is mapped from a file of its own."""
+        if tensor.numel():
+            return tensor
+        path = self._files / f"{name}.tensor.swp"
+        if not path.is_file():
+            raise CheckpointError(f"there is no {path}, which holds what offload_optimizer had on NVMe")
+        if (size := path.stat().st_size) < 4 * numel:
+            raise CheckpointError(f"{path} has {size} bytes, expected at least {4 * numel}; it is not complete")
+        return torch.from_file(str(path), shared=False, size=numel, dtype=torch.float32)
 
     def _check_layout(self, saved: dict[str, Any]) -> None:
-        (ranks_there, there), (ranks_here, here) = self._layout(saved), self._layout()
+        (ranks_there, there), (ranks_here, here) = _layout_in(saved), self._layout()
         if (ranks_there, there) != (ranks_here, here):
             raise CheckpointError(
                 f"its {len(there)} sub-groups on {ranks_there} ranks are not this engine's {len(here)} on "
@@ -121,29 +137,8 @@ class NvmeLoad:
                 "was saved"
             )
 
-    def _layout(self, saved: dict[str, Any] | None = None) -> tuple[int, list[list[int]]]:
-        """Ranks, and the parameters of each sub-group, of a zero file or of the engine.
-
-        DeepSpeed names a sub-group after the numbers of its first and last parameter, counted per process.
-        """
-        if saved is None:
-            return self.wrapper.partition_count, _spans(self._flats)
-        return saved["partition_count"], _spans(saved["fp32_flat_groups"])
-
-    @property
-    def _flats(self) -> list[Tensor]:
-        return list(self.wrapper.fp32_partitioned_groups_flat)
-
-    def _stored(self, saved: dict[str, Any], index: int) -> Iterator[tuple[str, Tensor | None]]:
-        """(name, tensor) in the zero file for a sub-group's weights, named "", and each of its states."""
-        yield "", saved["fp32_flat_groups"][index]
-        state = saved["optimizer_state_dict"]["state"].get(index, {})
-        for name in self.optimizer.state_keys(self._flats[index]):
-            if name != "step":
-                yield name, state.get("exp_avg" if name == "momentum_buffer" else name)
-
-    def _path(self, flat: Tensor, name: str) -> Path:
-        return self._files / f"{name}{'-' if name else ''}{flat.ds_id}.tensor.swp"  # type: ignore[attr-defined]
+    def _layout(self) -> Layout:
+        return self.wrapper.partition_count, _spans(self.wrapper.fp32_partitioned_groups_flat)
 
     # ---- loading -------------------------------------------------------------------------------------------
 
@@ -156,23 +151,16 @@ class NvmeLoad:
             for name in ("loss_scaler", "dynamic_loss_scale", "overflow"):
                 setattr(wrapper, name, saved[name])
             loaded = self._load_settings(saved["optimizer_state_dict"])
-        for index, flat in each_sub_group(self.wrapper):
-            source = saved["fp32_flat_groups"][index]
-            flat.data.copy_(self._data(source, source, "", flat.numel()))
-            for name, value in loaded[flat].items() if load_optimizer_states else ():
-                optimizer.write_state(flat, name, self._data(value, source, name, flat.numel()))
+        for index, flat in each_sub_group(wrapper):
+            flat.data.copy_(saved["fp32_flat_groups"][index])
+            for name, value in loaded.get(flat, {}).items():
+                optimizer.write_state(flat, name, value)
         self._has_weights = True
-
-    def _data(self, stored: Tensor, flat: Tensor, name: str, numel: int) -> Tensor:
-        """A saved tensor: from the zero file, or memory-mapped from its own file."""
-        if stored.numel():
-            return stored
-        return torch.from_file(str(self._path(flat, name)), shared=False, size=numel, dtype=torch.float32)
 
     def _load_settings(self, saved: dict[str, Any]) -> dict[Tensor, dict[str, Any]]:
         """Load the groups' settings with torch's loader; the loaded states are returned, not bound to the tensors."""
         wrapper, optimizer = self.wrapper, self.optimizer
-        bound = {flat: optimizer.state[flat] for flat in self._flats}
+        bound = {flat: optimizer.state[flat] for flat in wrapper.fp32_partitioned_groups_flat}
         wrapper._set_fp32_optimizer_param_groups()
         try:
             optimizer.load_state_dict(saved)
@@ -182,7 +170,7 @@ class NvmeLoad:
             optimizer.state.update(bound)
 
     def _refresh(self) -> None:
-        """The fp32 weights from the model's."""
+        """Make the fp32 weights those of the model."""
         wrapper = self.wrapper
         for index, half in enumerate(wrapper.fp16_partitioned_groups_flat):
             with swapped_in(wrapper, index) as flat:
@@ -192,8 +180,15 @@ class NvmeLoad:
                 flat.data.copy_(buffer if half is None else half.data)
 
 
+def _layout_in(saved: dict[str, Any]) -> Layout:
+    return saved["partition_count"], _spans(saved["fp32_flat_groups"])
+
+
 def _spans(flats: list[Tensor]) -> list[list[int]]:
-    """The numbers of the parameters in the name of each sub-group, counted from the first."""
+    """Return the numbers of the first and last parameter of each sub-group, counted from the first of all.
+
+    DeepSpeed names a sub-group after them, counted per process.
+    """
     spans = [[int(number) for number in str(getattr(flat, "ds_id", "")).split("_") if number] for flat in flats]
     first = min((span[0] for span in spans if span), default=0)
     return [[number - first for number in span] for span in spans]

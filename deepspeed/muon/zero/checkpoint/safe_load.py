@@ -5,22 +5,11 @@ from __future__ import annotations
 
 import pickle
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
-from torch import Tensor
-
-from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.patch import replaced
-
-
-def is_torchs(checkpoint_engine: Any) -> bool:
-    """Return whether a checkpoint engine of DeepSpeed's writes files by ``torch.save``."""
-    return type(checkpoint_engine).__name__ == "TorchCheckpointEngine"
 
 
 def read_states(file: Path) -> Any:
@@ -51,50 +40,3 @@ def read_states(file: Path) -> Any:
 def read_model(file: Path) -> dict[str, Any]:
     """The contents of a model's file, as above. May unpickle objects that the user saved there, as DeepSpeed does."""
     return torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=False)
-
-
-@contextmanager
-def mapped_states(checkpoint_engine: Any) -> Iterator[None]:
-    """Map files of ZeRO's optimizer state into memory while DeepSpeed loads them.
-
-    Other files are read: the user gets tensors of theirs, and a later save may overwrite them.
-    """
-
-    def load(original: Callable, path: str, map_location: Any = None) -> Any:
-        is_state = "zero_pp_rank_" in path and path.endswith("optim_states.pt")
-        return read_model(Path(path)) if is_state else original(path, map_location)
-
-    with replaced(checkpoint_engine, **{"load": load} if is_torchs(checkpoint_engine) else {}):
-        yield
-
-
-@contextmanager
-def loading_in_place(optimizer: MuonWithAuxAdam) -> Iterator[None]:
-    """Copy what ``optimizer.load_state_dict`` takes from mapped files: a later save may overwrite these."""
-
-    def load(original: Callable, saved: Mapping[str, Any]) -> None:
-        mapped = {_storage(value) for state in saved["state"].values() for value in _on_host(state).values()}
-        before = {tensor: _on_host(state) for tensor, state in optimizer.state.items()}
-        original(saved)
-        for tensor, state in optimizer.state.items():
-            for key, value in _on_host(state).items():
-                if _storage(value) in mapped:
-                    state[key] = _copied(value, before.get(tensor, {}).get(key))
-
-    with replaced(optimizer, load_state_dict=load):
-        yield
-
-
-def _on_host(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {key: value for key, value in state.items() if torch.is_tensor(value) and value.device.type == "cpu"}
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _copied(value: Tensor, target: Tensor | None) -> Tensor:
-    """Return the values in ``target`` where it fits, which needs no more memory; else in a new tensor."""
-    if target is None or (target.shape, target.dtype) != (value.shape, value.dtype):
-        return value.clone()
-    return target.copy_(value)

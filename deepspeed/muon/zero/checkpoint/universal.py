@@ -23,9 +23,9 @@ from deepspeed.muon.matrices.routing import MatrixSpec
 from deepspeed.muon.matrices.tp_sharding import Sharding
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.patch import Seam, replace
+from deepspeed.muon.saved_groups import Groups, check_groups, kinds, saved_groups, settings_of
 from deepspeed.muon.saved_state import KEPT_AS
 from deepspeed.muon.state_import import KEYS, Actions, Source, chosen, decide, fill, report, warn_of_fused
-from deepspeed.muon.zero.checkpoint.compatibility import Groups, check_groups, kinds, saved_groups, settings_of
 from deepspeed.muon.zero.checkpoint.safe_load import read_states
 from deepspeed.muon.zero.consensus import together
 from deepspeed.muon.zero.wrappers.adapter import Adapter
@@ -51,8 +51,8 @@ def read_universal(adapter: Adapter) -> None:
 
     def load(folder: str, load_optimizer_states: bool, load_from_fp32_weights: bool) -> None:
         check = partial(_opened, engine, optimizer, folder, load_optimizer_states)
-        opened = together(check, lambda reasons: ImportStateError(f"nothing was loaded: {reasons}"))
-        _load(adapter, *opened, load_optimizer_states)
+        opened, actions = together(check, lambda reasons: ImportStateError(f"nothing was loaded: {reasons}"))
+        _load(adapter, opened, actions, load_optimizer_states)
 
     adapter.read_universal(load)
     if engine.load_universal_checkpoint():
@@ -143,7 +143,7 @@ class Folder:
 
 
 def _opened(engine: Any, optimizer: MuonWithAuxAdam, path: str, load_states: bool) -> tuple[Folder, Actions]:
-    """The folder and what to do with each state, after all checks and before any change."""
+    """Return the folder and what to do with each state, after all checks and before any change."""
     folder = Folder(path, expert_shards(optimizer) | tensor_parallel_shards(engine, optimizer))
     actions: Actions = {}
     if load_states:
@@ -151,9 +151,9 @@ def _opened(engine: Any, optimizer: MuonWithAuxAdam, path: str, load_states: boo
         if folder.is_ours and choice is None:
             check_groups(optimizer, folder.groups)
         actions = decide(optimizer.specs.values(), folder.source, choice)
-    states = {True: (MOMENTUM,), False: KEYS[False]}
-    reads = {name for name, action in actions.items() if action != "zero"}
-    wanted = {spec: states[spec.use_muon] if spec.name in reads else () for spec in optimizer.specs.values()}
+    keys = {True: (MOMENTUM,), False: KEYS[False]}
+    is_read = {name: action != "zero" for name, action in actions.items()}
+    wanted = {spec: keys[spec.use_muon] if is_read.get(spec.name) else () for spec in optimizer.specs.values()}
     folder.check(wanted, engine.global_rank, engine.world_size)
     return folder, actions
 

@@ -8,9 +8,8 @@ A matrix may straddle a border between ranks. The offsets are those of the order
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import deepspeed.comm as comm
@@ -20,7 +19,6 @@ from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.math.momentum import MOMENTUM
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.plan.placement import Placement, Shard
-from deepspeed.muon.zero.checkpoint.safe_load import loading_in_place
 from deepspeed.muon.zero.wrappers.adapter import Adapter
 
 FlatGroup = tuple[list[Any], list[int], Tensor, Tensor]
@@ -45,10 +43,6 @@ class Flat(Adapter):
             shards = tuple(Shard(spec, 0, placement) for spec, placement in zip(specs, placements, strict=True))
             result.append(Partition(index, (partition,), shards, ranks, rank, world_size))
         return result
-
-    def loading(self, folder: Path, tag: str | None, arguments: dict[str, Any]) -> AbstractContextManager[None]:
-        """Copy states from mapped files."""
-        return loading_in_place(self.optimizer)
 
     def open_states(self) -> None:
         """DeepSpeed links parameters to their state once, after the first step; a load replaces the tensors."""

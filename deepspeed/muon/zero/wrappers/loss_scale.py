@@ -11,12 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.muon.optimizer import MuonWithAuxAdam
-
 #: Torch's defaults of ``torch.amp.GradScaler``: the first scale, and the steps after which it doubles.
 FIRST_SCALE, GROWTH_INTERVAL = 2.0**16, 2000
-#: The key under which a saved group holds the scale of fp16 autocast at stage 0.
-SAVED = "grad_scaler"
 
 
 def is_fp16_autocast(engine: Any) -> bool:
@@ -90,27 +86,6 @@ def share_autocast_scale(engine: Any) -> None:
         consecutive_hysteresis=False,
         raise_error_at_min_scale=False,
     )
-
-
-def keep_scale(optimizer: MuonWithAuxAdam, scaler: torch.amp.GradScaler | None) -> None:
-    """Let the optimizer's ``state_dict`` hold the scale of fp16 autocast at stage 0, which else starts anew; without a
-    scaler, drop one that is loaded.
-    """
-
-    def save(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-        if scaler is None:
-            return state_dict
-        first, *others = state_dict["param_groups"]
-        return {**state_dict, "param_groups": [first | {SAVED: scaler.state_dict()}, *others]}
-
-    def load(optimizer: Any) -> None:
-        for group in optimizer.param_groups:
-            state = group.pop(SAVED, None)
-            if state and scaler is not None:
-                scaler.load_state_dict(state)
-
-    optimizer.register_state_dict_post_hook(save)
-    optimizer.register_load_state_dict_post_hook(load)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from deepspeed.muon.zero.tp_ranks import tp_rank
 from deepspeed.muon.zero.wrappers.adapter import Adapter
 from deepspeed.muon.zero.wrappers.experts import holders
 from deepspeed.muon.zero.wrappers.grad_norm import is_valid
-from deepspeed.muon.zero.wrappers.loss_scale import UnfusedScale, is_fp16_autocast, keep_scale
+from deepspeed.muon.zero.wrappers.loss_scale import UnfusedScale, is_fp16_autocast
 
 
 class Stage0(Adapter):
@@ -117,7 +117,7 @@ class Plain(Stage0):
         if self.engine.pipeline_parallelism:
             self.replace("clip_fp32_gradients", lambda _: self._clip_by_the_whole_norm(), owner=self.engine)
         is_fp16 = is_fp16_autocast(self.engine)
-        keep_scale(self.optimizer, self.engine.torch_autocast_z0_gradscaler if is_fp16 else None)
+        self.optimizer.saved_form.scaler = self.engine.torch_autocast_z0_gradscaler if is_fp16 else None
 
     def _clip_by_the_whole_norm(self) -> None:
         """Scale the gradients by the norm of all stages, as at stage 1. One that is not finite is left to ``step``."""

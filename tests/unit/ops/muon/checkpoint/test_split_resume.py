@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from deepspeed.muon import MuonWithAuxAdam, import_state
-from deepspeed.muon.zero.checkpoint.state_keys import keep_convertible
 from helpers.distributed import run
 from helpers.logs import logged
 from helpers.models import TinyGpt, train_engine
@@ -32,7 +31,7 @@ def trained(**params: Any) -> MuonWithAuxAdam:
     """An optimizer that saves as it does under DeepSpeed, after one step."""
     net = TinyGpt()
     optimizer = MuonWithAuxAdam(net.parameters(), model=net, adjust_lr_fn="original", **params)
-    keep_convertible(optimizer)
+    optimizer.saved_form.is_convertible = True
     net(*net.batch(0)).backward()
     optimizer.step()
     return optimizer

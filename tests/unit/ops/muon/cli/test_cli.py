@@ -319,7 +319,7 @@ def test_report(capsys: pytest.CaptureFixture) -> None:
     assert line.endswith("; --all lists them") and " in use" in line and "DeepSpeedEngine" not in out
     status, out, _ = outcome(capsys, ["report", "--all"])
     (line,) = [line for line in out.splitlines() if line.strip().startswith("engine.DeepSpeedEngine ")]
-    assert "in use: _configure_basic_optimizer, " in line and "_save_checkpoint, " in line.partition("; ")[2], (
+    assert "in use: _configure_basic_optimizer, " in line and "_load_checkpoint, " in line.partition("; ")[2], (
         "ready is the usual state"
     )
 

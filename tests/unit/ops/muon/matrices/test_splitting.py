@@ -12,7 +12,7 @@ from deepspeed.muon.config.schema import parse
 from deepspeed.muon.matrices.block import Block, Cut
 from deepspeed.muon.matrices.options import MatrixOptions
 from deepspeed.muon.matrices.tp_sharding import AUTOTP
-from deepspeed.muon.state_import import fused
+from deepspeed.muon.saved_groups import fused
 from helpers.foreign_models import Adapted, linear, module
 from helpers.models import Fused, TinyGpt
 from helpers.transformers_models import MODELS, hybrid, needs_stacks

@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checkpoint engine of a save or a load: DeepSpeed's own interface to files, with the promises of this package.
+
+DeepSpeed calls ``makedirs``, ``create``, ``save`` and ``commit`` in this order. All ranks call ``create`` and
+``commit``, which raise on all of them what any has found. In the others a rank keeps its errors until then.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
+
+from deepspeed.muon.errors import CheckpointError
+from deepspeed.muon.log import logger
+from deepspeed.muon.patch import Seam, replaced
+from deepspeed.muon.zero.checkpoint import compatibility, durable, manifest
+from deepspeed.muon.zero.checkpoint.safe_load import read_model
+from deepspeed.muon.zero.consensus import from_rank_0, gathered, together
+from deepspeed.muon.zero.nvme import saved_files
+
+#: Files of DeepSpeed's checkpoints, in any layout.
+STATES = ("*model_states.pt", "*optim_states.pt")
+SEAMS = (
+    *(
+        Seam("deepspeed.runtime.checkpoint_engine.checkpoint_engine", f"CheckpointEngine.{name}", "call")
+        for name in ("makedirs", "create", "save", "commit", "load")
+    ),
+    Seam("deepspeed.runtime.engine", "DeepSpeedEngine.zero_nvme_offload_optimizer", "call"),
+)
+
+
+def is_torchs(checkpoint_engine: Any) -> bool:
+    """Return whether a checkpoint engine of DeepSpeed's writes files by ``torch.save``, before ``save`` returns.
+
+    The others write in another process, or several ranks write parts of one file, until after ``save_checkpoint``.
+    """
+    return type(checkpoint_engine).__name__ == "TorchCheckpointEngine"
+
+
+class SafeFiles(CheckpointEngine):
+    """Each rank writes files of its own, which replace an older checkpoint's once those of all ranks are on disk.
+
+    Args:
+        engine: DeepSpeed's, whose checkpoint engine writes and reads the contents.
+        exclude_frozen: the save leaves out frozen parameters.
+        names_latest: ``commit`` writes ``latest``, which DeepSpeed would write as a plain file, on one node.
+    """
+
+    def __init__(self, engine: Any, exclude_frozen: bool = False, names_latest: bool = False) -> None:
+        super().__init__()
+        self.engine, self.contents = engine, engine.checkpoint_engine
+        self.exclude_frozen, self.names_latest = exclude_frozen, names_latest
+        is_local = engine.use_node_local_storage()
+        #: Ranks of one node see the same files; without storage of its own, all ranks do.
+        self.node = engine.global_rank - engine.local_rank if is_local else 0
+        #: Whether this rank writes what belongs to all.
+        self.is_first = (engine.local_rank if is_local else engine.global_rank) == 0
+        self.save_dir, self.tag, self.folder = Path(), "", Path()
+        self.facts: dict[str, Any] = {}
+        #: What this rank has begun to write: the file, and the one of its own that becomes it.
+        self.files: dict[Path, Path] = {}
+        #: Files of which this rank's version is the one that counts, once they get their names.
+        self.placed: list[Path] = []
+        self.is_complete = False
+        self.error: BaseException | None = None
+        self._lock: int | None = None
+        self._threads = ThreadPoolExecutor(4, "muon-save")
+        self._syncs: dict[Path, Future] = {}
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """While entered, DeepSpeed's engine saves into these files and loads from them."""
+        self.engine.checkpoint_engine = self
+        try:
+            yield
+        finally:
+            self.engine.checkpoint_engine = self.contents
+
+    def run(self, save: Callable[[], Any]) -> Any:
+        """Return the result of ``save``, which lets DeepSpeed save into these files.
+
+        Raises:
+            CheckpointError: on all ranks. Nothing of the checkpoint is left, unless only ``latest`` failed.
+        """
+        # DeepSpeed would copy the swap files, whose contents the files of a rank have; no checkpoint engine is asked.
+        on_engine = {"zero_nvme_offload_optimizer": lambda original: False}
+        on_states = {"host_zeros": lambda original, numel: durable.zeros_on_disk(self.folder, original, numel)}
+        with replaced(self.engine, **on_engine), replaced(self.engine.basic_optimizer, **on_states):
+            try:
+                with self.in_use():
+                    return self._guarded(save)
+            except CheckpointError:
+                if not self.is_complete:
+                    self._clean_up()
+                raise
+            finally:
+                self._threads.shutdown()
+                if self._lock is not None:
+                    os.close(self._lock)
+
+    def _guarded(self, save: Callable[[], Any]) -> Any:
+        """Keep this rank in the collectives of the save if ``save`` fails on it between ``create`` and ``commit``."""
+        try:
+            return save()
+        except CheckpointError:
+            raise
+        except (Exception, SystemExit) as error:
+            if not self.facts:  # before ``create``
+                raise
+            self.error = self.error or error
+            if hasattr(self.engine.optimizer, "checkpoint_event_epilogue"):
+                self.engine.optimizer.checkpoint_event_epilogue()  # at stage 3 a collective, the last before commit
+            return self.commit()
+
+    def _attempt(self, act: Callable, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return act(*args, **kwargs)
+        except (Exception, SystemExit) as error:  # told to all ranks at the next of their meetings
+            self.error = self.error or error
+
+    def _on_all_ranks(self, act: Callable[[], Any]) -> Any:
+        """Return what :func:`consensus.together` does, with the error of a save."""
+
+        def failure(reasons: str) -> CheckpointError:
+            return CheckpointError(
+                f"the checkpoint {self.folder} could not be saved: {reasons}. What was written of it is removed, "
+                "latest names no incomplete checkpoint, and training can go on"
+            )
+
+        return together(act, failure)
+
+    def leave_to_deepspeed(self, folder: Path) -> None:
+        """Another checkpoint engine writes. A header of ours in this folder is from an older save: remove it."""
+        self.folder = folder
+        self._on_all_ranks(lambda: (folder / manifest.HEADER).unlink(missing_ok=True) if self.is_first else None)
+        if self.is_first:
+            logger.warning(
+                "deepspeed-muon: %s writes this checkpoint, which therefore gets no manifest and is not verified when "
+                "loaded",
+                type(self.contents).__name__,
+            )
+
+    # ---- what DeepSpeed calls, in this order --------------------------------------------------------------
+
+    def makedirs(self, path: Any, exist_ok: bool = False) -> None:
+        """Make a folder; an error is raised by ``create`` or ``commit``."""
+        self._attempt(self.contents.makedirs, path, exist_ok=exist_ok)
+
+    def create(self, info: CheckpointCommitInfo) -> None:
+        """Lock the folder. A header makes what a killed save leaves incomplete; an older checkpoint keeps its own."""
+        self.save_dir, self.tag = Path(info.save_dir), info.tag
+        self.folder = self.save_dir / self.tag
+        self.contents.create(info)
+        nodes = gathered(self.node)
+        self.facts = {
+            "save_id": from_rank_0(uuid.uuid4().hex),
+            "tag": self.tag,
+            "step": self.engine.global_steps,
+            "world_size": self.engine.world_size,
+            "structures": self._structures(),
+            "ranks": [rank for rank, node in enumerate(nodes) if node == self.node],
+        }
+
+        def prepare() -> None:
+            if self.error is not None:
+                raise self.error
+            if self.is_first:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._lock = durable.lock(self.folder)
+                if not self._states():
+                    manifest.begin(self.folder, self.facts)
+
+        self._on_all_ranks(prepare)
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Write a file of this rank's own; after the first error everything is accepted and thrown away.
+
+        ``torch.save`` writes from C++, where a second failure, in closing the archive after a failed write, ends the
+        process.
+        """
+        if self.error is not None:
+            return
+        final = Path(path)
+        own = f"{final.name}.{self.facts['save_id']}.{self.engine.global_rank}{durable.TEMPORARY}"
+        if final in self._syncs:  # the second version of a file counts
+            self._attempt(self._syncs.pop(final).result)
+        self.files[final] = final.with_name(own)
+        file = self._attempt(durable.SyncedFile, self.files[final], self._threads)
+
+        def write(data: Any) -> int:
+            view = memoryview(data).cast("B")
+            if self.error is None:
+                self._attempt(file.write, view)
+            return len(view)
+
+        self._attempt(self.contents.save, state_dict, SimpleNamespace(write=write, flush=lambda: None))
+        if file is not None:
+            self._syncs[final] = file.finish()
+        if isinstance(self.error, OSError):
+            self.error.filename = path
+
+    def commit(self, info: CheckpointCommitInfo | None = None) -> bool:
+        """Put what all ranks have written in the place of what the folder has, each file from one rank."""
+        self._on_all_ranks(self._wait_for_disk)
+        mine = [file.relative_to(self.folder).as_posix() for file in self.files]
+        writers: dict[tuple[int, str], list[int]] = defaultdict(list)
+        for rank, (node, names) in enumerate(gathered((self.node, mine))):
+            for name in names:
+                writers[node, name].append(rank)
+        self._on_all_ranks(lambda: manifest.begin(self.folder, self.facts) if self.is_first else None)
+        self.placed = [self.folder / name for name in mine if writers[self.node, name][0] == self.engine.global_rank]
+        self._on_all_ranks(self._place)
+        if self.is_first:
+            self._remove_older({self.folder / name for node, name in writers if node == self.node})
+        header = self.folder / manifest.HEADER
+        # Where folders cannot be locked, another job may have saved this tag meanwhile.
+        if any(gathered(self.is_first and not manifest.is_of(header, self.facts["save_id"]))):
+            self.placed = []
+            raise CheckpointError(f"another job has saved {self.folder} meanwhile; give each job its own folder")
+        self.is_complete = True
+        if self.names_latest:
+            unnamed = f"the checkpoint {self.folder} is complete, but latest does not name it: "
+            latest = partial(durable.write_atomically, self.save_dir / "latest", self.tag)
+            together(lambda: latest() if self.is_first else None, lambda reasons: CheckpointError(unnamed + reasons))
+        return True
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Return the contents of a file; ZeRO's optimizer state is mapped into memory.
+
+        Other files are read: the user gets tensors of theirs, and a later save may overwrite them.
+        """
+        is_state = "zero_pp_rank_" in path and path.endswith("optim_states.pt")
+        return read_model(Path(path)) if is_state else self.contents.load(path, map_location)
+
+    # ---- steps of a save ----------------------------------------------------------------------------------
+
+    def _states(self) -> list[Path]:
+        """Return the files of any checkpoint in the folder."""
+        return [file for pattern in STATES for file in self.folder.glob(pattern)]
+
+    def _structures(self) -> list[dict[str, Any]]:
+        """Return the facts of each share of the model, in order."""
+        from deepspeed import comm  # type: ignore[attr-defined]
+
+        mine = self._on_all_ranks(lambda: compatibility.of_engine(self.engine, self.exclude_frozen))
+        share, shares = compatibility.model_share(self.engine)
+        if shares == 1:
+            return [mine]
+        is_told = comm.get_rank(group=self.engine.seq_data_parallel_group) == 0
+        found = gathered((share, mine) if is_told else None)
+        return [structure for _, structure in sorted(filter(None, found))]
+
+    def _wait_for_disk(self) -> None:
+        """Raise what has failed on this rank, while it wrote or when its files were brought to disk."""
+        for path, done in self._syncs.items():
+            try:
+                done.result()
+            except Exception as error:
+                if isinstance(error, OSError):
+                    error.filename = str(path)
+                self.error = self.error or error
+        if self.error is not None:
+            raise self.error
+
+    def _place(self) -> None:
+        """Give this rank's files their names, and list them."""
+        shutil.rmtree(saved_files(self.engine, self.folder), ignore_errors=True)
+        for file, temporary in self.files.items():
+            if file in self.placed:
+                durable.move(temporary, file)
+            else:
+                temporary.unlink()
+        manifest.finish(self.folder, self.engine.global_rank, self.facts["save_id"], self.placed)
+
+    def _remove_older(self, files: set[Path]) -> None:
+        """Remove what earlier saves of this tag have left, which converters would take for a part of this one."""
+        listed = {self.folder / manifest.manifest_name(rank) for rank in self.facts["ranks"]}
+        others = {*self._states(), *self.folder.glob(manifest.MANIFESTS)} - files - listed
+        for file in (*others, *self.folder.glob(f"*{durable.TEMPORARY}")):
+            try:
+                file.unlink(missing_ok=True)
+            except OSError as error:
+                logger.warning("deepspeed-muon: %s is of an older checkpoint and cannot be removed: %s", file, error)
+
+    def _clean_up(self) -> None:
+        """Remove what was written, and leave no ``latest`` that names it."""
+        self._threads.shutdown()
+        for file in (*self.files.values(), *self.placed):
+            with suppress(OSError):
+                file.unlink(missing_ok=True)
+        save_id = self.facts.get("save_id", "")
+        manifest.forget(self.folder / manifest.manifest_name(self.engine.global_rank), save_id)
+        was_begun = self.is_first and manifest.forget(self.folder / manifest.HEADER, save_id)
+        with suppress(OSError):
+            self.folder.rmdir()  # only where nothing else is in it
+        with suppress(OSError):
+            if was_begun:
+                self._repoint_latest()
+
+    def _repoint_latest(self) -> None:
+        """Let ``latest`` name the last complete checkpoint, or be gone: this save has destroyed the one it names."""
+        latest = self.save_dir / "latest"
+        if not latest.is_file() or latest.read_text().strip() != self.tag:
+            return
+        if tags := [tag for tag in manifest.complete_tags(self.save_dir) if tag != self.tag]:
+            durable.write_atomically(latest, tags[0])
+        else:
+            latest.unlink()
