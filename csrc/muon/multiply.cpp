@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // P X of a symmetric P and a matrix that lies by rows (wide below) or by columns (tall).
-#include "muon.h"
 #include "symmetric.h"
 
 namespace muon {
@@ -61,10 +60,13 @@ void multiply(const Symmetrics<T>& p, const Tensor& x, bool tall, const Tensor& 
 
 }  // namespace
 
-bool multiply(const Tensor& p, const Tensor& diagonal, const Tensor& x, bool transposed, const Tensor& out) {
-  return has_products(p, diagonal, x, out) && has_diagonals(x.scalar_type(), diagonal) &&
-     with_product_type(
-       x, p.size(-1), [&](auto zero) { multiply(Symmetrics<decltype(zero)>(p, diagonal), x, transposed, out); });
+bool multiply(const Parts& p, const Tensor& x, const Tensor& out) {
+  const auto base = base_of(x);
+  const Tensor result = base_of(out).first;
+  return has_products(base.first, result) && are_symmetric(x.scalar_type(), p) &&
+     with_product_type(x, p.first.size(-1), [&](auto zero) {
+       multiply(Symmetrics<decltype(zero)>(p), base.first, base.second, result);
+     });
 }
 
 }  // namespace muon

@@ -90,15 +90,11 @@ class MuonBuilder(CPUOpBuilder):
             self._loaded_ops[self.NAME] = self._installed() or self._compiled(verbose)
         return self._loaded_ops[self.NAME]
 
-    def extension_name(self) -> str:
-        """Return the name of a module built at first use."""
-        return f"{self.NAME}_{cpu_capability().lower()}"
-
     def path(self) -> Path:
         """Where a module built at first use lies: in a folder for all that decides what is built and where it runs."""
         from torch.utils.cpp_extension import _get_build_directory
 
-        name, digest = self.extension_name(), hashlib.sha256()
+        name, digest = f"{self.NAME}_{cpu_capability().lower()}", hashlib.sha256()
         headers = {header for source in self.sources() for header in Path(source).parent.glob("*.h")}
         for file in (*map(Path, self.sources()), *sorted(headers)):
             digest.update(f"{file.name}\n".encode() + file.read_bytes())

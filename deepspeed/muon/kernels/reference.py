@@ -54,12 +54,10 @@ def advance_rounded(
         work: its temporaries have 20 bytes per element of a chunk (2.5 MiB on a CPU, 40 MiB elsewhere).
     """
     for part in chunks(buffer):
-        shape, device = (part.stop - part.start,), buffer.device
-        wide = work.get("wide", shape, torch.float32, device)
-        bits, spare = (work.get(name, shape, torch.int32, device) for name in ("bits", "spare_bits"))
+        wide = work.get("wide", (part.stop - part.start,), torch.float32, buffer.device)
         wide.copy_(buffer[part])
         advance(wide, grad[part], out[part], momentum, nesterov, work)
-        round_(buffer[part], wide, noise(bits, spare, key, first + part.start), spare)
+        copy_rounded(buffer[part], wide, key, first + part.start, work)
 
 
 def look_ahead(
@@ -229,8 +227,8 @@ def apply_runs_(
         param, update: 1-D; a run has the first place in ``param`` and the second in ``update``.
     """
     for here, there, length in tiles.table.tolist():
-        runs = param[here : here + length], update[there : there + length]
-        apply_(*runs, lr, scale, weight_decay, cautious, Workspace())
+        part, result = param[here : here + length], update[there : there + length]
+        apply_(part, result, lr, scale, weight_decay, cautious, Workspace())
 
 
 def normalize(x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:
@@ -336,11 +334,12 @@ def multiply(p: Symmetric, x: Tensor, out: Tensor, work: Workspace) -> Tensor:
         x: ``[batch, rows, cols]``, contiguous or the transpose of what is, of ``p``'s dtype.
         out: of the same shape, strides and dtype; not ``x``.
     """
-    (given, is_transposed), (result, _) = base_of(x), base_of(out)
-    torch.bmm(*((given, p.rest) if is_transposed else (p.rest, given)), out=result)
+    (base, is_transposed), (result, _) = base_of(x), base_of(out)
+    left, right = (base, p.rest) if is_transposed else (p.rest, base)
+    torch.bmm(left, right, out=result)
     if not p.is_whole:
-        scaled = work.get("cross0", tuple(given.shape), torch.float32, x.device)
-        result.add_(torch.mul(given, p.diagonal.unsqueeze(-2 if is_transposed else -1), out=scaled))
+        scaled = work.get("cross0", tuple(base.shape), torch.float32, x.device)
+        result.add_(torch.mul(base, p.diagonal.unsqueeze(-2 if is_transposed else -1), out=scaled))
     return out
 
 

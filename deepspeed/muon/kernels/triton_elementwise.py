@@ -15,6 +15,7 @@ from torch import Tensor
 
 from deepspeed.muon.kernels import codes
 from deepspeed.muon.kernels.rounding import LARGEST, MULTIPLIERS, SHIFTS, Key, signed
+from deepspeed.muon.kernels.workspace import Workspace
 
 #: The compiler must not fuse anything itself: bits must not depend on its choice or version.
 OPTIONS = {"enable_fp_fusion": False}
@@ -22,6 +23,8 @@ OPTIONS = {"enable_fp_fusion": False}
 BLOCK = 2048
 #: Elements summed by one program of the normalization.
 SUM_BLOCK = 8192
+#: The most programs along the second dimension of a grid.
+GRID = 65_535
 
 _FIRST_SHIFT, _SECOND_SHIFT = (tl.constexpr(shift) for shift in SHIFTS)
 _FIRST_MULTIPLIER, _SECOND_MULTIPLIER = (tl.constexpr(multiplier % 2**32) for multiplier in MULTIPLIERS)
@@ -71,18 +74,8 @@ def _noise(index, key):
     return x >> 16
 
 
-@triton.jit
-def advance_kernel(buffer_ptr, grad_ptr, out_ptr, numel, momentum, rate, NESTEROV: tl.constexpr, BLOCK: tl.constexpr):
-    """``rate``: 1 - momentum, rounded from fp64."""
-    at, mask = _place(numel, BLOCK)
-    grad = tl.load(grad_ptr + at, mask).to(tl.float32)
-    buffer, ahead = _average(tl.load(buffer_ptr + at, mask), grad, momentum, rate, NESTEROV)
-    tl.store(buffer_ptr + at, buffer, mask)
-    tl.store(out_ptr + at, ahead.to(out_ptr.dtype.element_ty), mask)
-
-
 @triton.jit(do_not_specialize=["first_key", "second_key"])
-def advance_rounded_kernel(
+def advance_kernel(
     buffer_ptr,
     grad_ptr,
     out_ptr,
@@ -94,13 +87,20 @@ def advance_rounded_kernel(
     NESTEROV: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Keys are signed 32-bit; the first already includes the index of the first element."""
+    """``rate``: 1 - momentum, rounded from fp64.
+
+    A momentum in bf16 is rounded stochastically. Keys are signed 32-bit; the first already includes the index of the
+    first element.
+    """
     at, mask = _place(numel, BLOCK)
     grad = tl.load(grad_ptr + at, mask).to(tl.float32)
     buffer = tl.load(buffer_ptr + at, mask).to(tl.float32)
     buffer, ahead = _average(buffer, grad, momentum, rate, NESTEROV)
-    noise = _noise(at.to(tl.uint32) + first_key.to(tl.uint32), second_key.to(tl.uint32))
-    tl.store(buffer_ptr + at, _round(buffer, noise), mask)
+    if buffer_ptr.dtype.element_ty == tl.bfloat16:
+        noise = _noise(at.to(tl.uint32) + first_key.to(tl.uint32), second_key.to(tl.uint32))
+        tl.store(buffer_ptr + at, _round(buffer, noise), mask)
+    else:
+        tl.store(buffer_ptr + at, buffer, mask)
     tl.store(out_ptr + at, ahead.to(out_ptr.dtype.element_ty), mask)
 
 
@@ -249,20 +249,19 @@ def _grid(numel: int) -> tuple[int]:
     return (triton.cdiv(numel, BLOCK),)
 
 
-def advance(buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool) -> None:
+def advance(buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool, work: Workspace) -> None:
     """One pass: ``buffer`` fp32, read and written, ``grad`` read, ``out`` written; all 1-D on one device."""
     numel = buffer.numel()
-    advance_kernel[_grid(numel)](buffer, grad, out, numel, momentum, 1.0 - momentum, nesterov, BLOCK, **OPTIONS)
+    advance_kernel[_grid(numel)](buffer, grad, out, numel, momentum, 1.0 - momentum, 0, 0, nesterov, BLOCK, **OPTIONS)
 
 
 def advance_rounded(
-    buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool, key: Key, first: int
+    buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool, key: Key, first: int, work: Workspace
 ) -> None:
     """One pass over a bf16 ``buffer``, with the bits of :mod:`deepspeed.muon.kernels.rounding`."""
-    numel = buffer.numel()
-    keys = signed(key[0] + first), key[1]
-    advance_rounded_kernel[_grid(numel)](
-        buffer, grad, out, numel, momentum, 1.0 - momentum, *keys, nesterov, BLOCK, **OPTIONS
+    numel, first_key = buffer.numel(), signed(key[0] + first)
+    advance_kernel[_grid(numel)](
+        buffer, grad, out, numel, momentum, 1.0 - momentum, first_key, key[1], nesterov, BLOCK, **OPTIONS
     )
 
 
@@ -276,12 +275,13 @@ def look_ahead(
     pitch: int,
     momentum: float,
     nesterov: bool,
+    work: Workspace,
 ) -> None:
     """One pass: ``codes`` int8, their ``absmax`` and ``grad`` read, ``out`` written; all 1-D on one device."""
-    numel = out.numel()
-    places = skipped, cols, pitch
+    numel, rate = out.numel(), 1.0 - momentum
+    is_whole = cols == numel
     look_ahead_kernel[_grid(numel)](
-        codes, absmax, grad, out, numel, *places, momentum, 1.0 - momentum, cols == numel, nesterov, BLOCK, **OPTIONS
+        codes, absmax, grad, out, numel, skipped, cols, pitch, momentum, rate, is_whole, nesterov, BLOCK, **OPTIONS
     )
 
 
@@ -294,31 +294,35 @@ def advance_codes(
     nesterov: bool,
     key: Key,
     first: int,
+    work: Workspace,
 ) -> None:
     """One pass: int8 codes and the magnitudes of their blocks read and written, ``grad`` read, ``out`` written."""
-    numel, rows = codes_.numel(), BLOCK // codes.BLOCK
-    rates, keys = (momentum, 1.0 - momentum), (signed(key[0] + first), key[1])
-    target = grad if out is None else out
+    numel, rate, rows = codes_.numel(), 1.0 - momentum, BLOCK // codes.BLOCK
+    target, first_key = grad if out is None else out, signed(key[0] + first)
+    has_out = out is not None
     advance_codes_kernel[_grid(numel)](
-        codes_, absmax, grad, target, numel, *rates, *keys, out is not None, nesterov, rows, **OPTIONS
+        codes_, absmax, grad, target, numel, momentum, rate, first_key, key[1], has_out, nesterov, rows, **OPTIONS
     )
 
 
-def apply_(param: Tensor, update: Tensor, lr: float, scale: float, weight_decay: float, cautious: bool) -> None:
+def apply_(
+    param: Tensor, update: Tensor, lr: float, scale: float, weight_decay: float, cautious: bool, work: Workspace
+) -> None:
     """One pass: ``param`` read and written, ``update`` read; contiguous, of one shape on one device."""
-    numel = param.numel()
-    factors = 1.0 - lr * weight_decay, -lr * scale
-    apply_kernel[_grid(numel)](param, update, numel, *factors, cautious, BLOCK, **OPTIONS)
+    numel, keep = param.numel(), 1.0 - lr * weight_decay
+    apply_kernel[_grid(numel)](param, update, numel, keep, -lr * scale, cautious, BLOCK, **OPTIONS)
 
 
 def normalize(x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:
     """Two passes over ``[batch, rows, cols]``, contiguous: sums of squares, and the division."""
-    batch, numel = x.size(0), x.size(1) * x.size(2)
+    numel = x.size(1) * x.size(2)
     parts = triton.cdiv(numel, SUM_BLOCK)
-    exponents = torch.empty(batch, parts, dtype=torch.int32, device=x.device)
-    sums = torch.empty(batch, parts, dtype=torch.float32, device=x.device)
-    norms = torch.empty(batch, 2, dtype=torch.float32, device=x.device)
-    sum_kernel[(parts, batch)](x, exponents, sums, numel, parts, SUM_BLOCK, num_warps=8, **OPTIONS)
-    norm_kernel[(batch,)](exponents, sums, norms, parts, 1.0 / norm, 1024, **OPTIONS)
-    divide_kernel[(triton.cdiv(numel, BLOCK), batch)](x, out, norms, numel, BLOCK, **OPTIONS)
+    for matrices, results in zip(x.split(GRID), out.split(GRID), strict=True):
+        batch = matrices.size(0)
+        exponents = torch.empty(batch, parts, dtype=torch.int32, device=x.device)
+        sums = torch.empty(batch, parts, dtype=torch.float32, device=x.device)
+        norms = torch.empty(batch, 2, dtype=torch.float32, device=x.device)
+        sum_kernel[(parts, batch)](matrices, exponents, sums, numel, parts, SUM_BLOCK, num_warps=8, **OPTIONS)
+        norm_kernel[(batch,)](exponents, sums, norms, parts, 1.0 / norm, 1024, **OPTIONS)
+        divide_kernel[(triton.cdiv(numel, BLOCK), batch)](matrices, results, norms, numel, BLOCK, **OPTIONS)
     return out

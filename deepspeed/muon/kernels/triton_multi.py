@@ -87,10 +87,10 @@ def apply_runs_kernel(
 
 def advance(buffer: Tensor, grad: Tensor, out: Tensor, tiles: Tiles, momentum: float, nesterov: bool) -> None:
     """:func:`deepspeed.muon.kernels.reference.advance_runs`: ``buffer`` fp32, all contiguous on one device."""
-    table, aligned = tiles
+    grid = (tiles.table.size(0),)
     with torch.cuda.device_of(buffer):
-        advance_runs_kernel[(table.size(0),)](
-            buffer, grad, out, table, momentum, 1.0 - momentum, nesterov, aligned, BLOCK, **OPTIONS
+        advance_runs_kernel[grid](
+            buffer, grad, out, tiles.table, momentum, 1.0 - momentum, nesterov, tiles.are_aligned, BLOCK, **OPTIONS
         )
 
 
@@ -98,8 +98,8 @@ def apply_(
     param: Tensor, update: Tensor, tiles: Tiles, lr: float, scale: float, weight_decay: float, cautious: bool
 ) -> None:
     """:func:`deepspeed.muon.kernels.reference.apply_runs_`: all contiguous on one device."""
-    table, aligned = tiles
+    grid, keep = (tiles.table.size(0),), 1.0 - lr * weight_decay
     with torch.cuda.device_of(param):
-        apply_runs_kernel[(table.size(0),)](
-            param, update, table, 1.0 - lr * weight_decay, -lr * scale, cautious, aligned, BLOCK, **OPTIONS
+        apply_runs_kernel[grid](
+            param, update, tiles.table, keep, -lr * scale, cautious, tiles.are_aligned, BLOCK, **OPTIONS
         )

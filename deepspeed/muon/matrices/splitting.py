@@ -10,7 +10,7 @@ from torch import nn
 
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.matrices.block import Block, Cut, cut, flattened, matrices
-from deepspeed.muon.matrices.fused import cut_fused, stack_output_axis
+from deepspeed.muon.matrices.fused import cut_fused, output_axis, stack_output_axis
 from deepspeed.muon.matrices.heads import GATED_CLASSES, cut_by_head, heads_of, is_a, is_projection
 from deepspeed.muon.matrices.options import MatrixOptions, first_match
 
@@ -45,7 +45,7 @@ class Use(NamedTuple):
     @property
     def output_axis(self) -> int:
         """The axis of a weight along which its outputs lie."""
-        return 1 if type(self.module).__name__ == "Conv1D" else 0
+        return output_axis(self.module)
 
     @property
     def weight(self) -> tuple[str, nn.Module]:
@@ -118,7 +118,7 @@ def _by_head(name: str, shape: Sequence[int], use: Use, model: nn.Module) -> Cut
     try:
         if heads is None:
             raise ValueError("neither its module nor a config for it gives a number of heads")
-        return cut_by_head(leaf, shape[use.output_axis], use.output_axis, heads, is_a(attention, *GATED_CLASSES))
+        return cut_by_head(leaf, shape[use.output_axis], use.output_axis, heads, is_a(attention, GATED_CLASSES))
     except ValueError as error:
         raise MuonConfigError(
             f"optimizer.params.per_head_muon: {name} {list(shape)} is an attention projection by its name, but "

@@ -88,8 +88,8 @@ def resources(report: str) -> dict[str, int]:
 
 ELEMENTWISE: list[tuple[str, dict[str, str], dict[str, Any]]] = [
     *(
-        (f"{name}_kernel", {"buffer_ptr": kept, "grad_ptr": grad, "out_ptr": out}, {"NESTEROV": nesterov} | BLOCK)
-        for name, kept in (("advance", "*fp32"), ("advance_rounded", "*bf16"))
+        ("advance_kernel", {"buffer_ptr": kept, "grad_ptr": grad, "out_ptr": out}, {"NESTEROV": nesterov} | BLOCK)
+        for kept in ("*fp32", "*bf16")
         for grad, out, nesterov in (("*fp32", "*bf16", True), ("*bf16", "*fp32", False), ("*fp16", "*fp16", True))
     ),
     (
