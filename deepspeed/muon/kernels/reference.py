@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every operation in plain PyTorch, for all devices and dtypes: the reference that faster ones are tested against.
 
-``work`` holds the temporaries.
+``work`` holds the temporaries. What is rounded stochastically draws random numbers under ``key``, from
+:func:`deepspeed.muon.kernels.rounding.key_of`; ``first`` is the index among them of the first element.
 """
 
 from __future__ import annotations
@@ -49,8 +50,6 @@ def advance_rounded(
         buffer: bf16, 1-D.
         grad: same shape, any floating dtype.
         out: same shape, any floating dtype; the input of Newton-Schulz.
-        key: from :func:`deepspeed.muon.kernels.rounding.key_of`.
-        first: index of the first element among those drawn under ``key``.
         work: its temporaries have 20 bytes per element of a chunk (2.5 MiB on a CPU, 40 MiB elsewhere).
     """
     for part in chunks(buffer):
@@ -125,8 +124,6 @@ def advance_codes(
         absmax: fp32, 1-D: of their blocks.
         grad: like ``codes``, any floating dtype.
         out: like ``codes``, any floating dtype; written unrounded. ``None`` where :func:`look_ahead` has written it.
-        key: from :func:`deepspeed.muon.kernels.rounding.key_of`.
-        first: index of the first element among those drawn under ``key``.
         work: its temporaries have 16 bytes per element of a chunk.
     """
     for part in chunks(codes):
@@ -191,8 +188,6 @@ def copy_rounded(target: Tensor, source: Tensor, key: Key, first: int, work: Wor
     Args:
         target: bf16, 1-D.
         source: fp32, same shape; overwritten.
-        key: from :func:`deepspeed.muon.kernels.rounding.key_of`.
-        first: index of the first element among those drawn under ``key``.
         work: its temporaries have 8 bytes per element of a chunk.
     """
     for part in chunks(target):

@@ -41,6 +41,25 @@ def _place(numel, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _places(tiles_ptr, numel, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """This program's elements in the shard and in the other tensor, and a mask of those that exist.
+
+    Those of one of :mod:`deepspeed.muon.kernels.triton_multi`'s tiles; without tiles both tensors are one run.
+    """
+    if tiles_ptr is None:
+        here, mask = _place(numel, BLOCK)
+        there = here
+    else:
+        tile = tiles_ptr + tl.program_id(0).to(tl.int64) * 3
+        here, there, length = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+        if ALIGNED:
+            here, there, length = tl.multiple_of(here, 16), tl.multiple_of(there, 16), tl.multiple_of(length, 16)
+        at = tl.arange(0, BLOCK)
+        here, there, mask = here + at, there + at, at < length
+    return here, there, mask
+
+
+@triton.jit
 def _lerp(start, end, weight):
     """``torch.lerp``: from the nearer end, so that weights 0 and 1 give the ends exactly."""
     away = end - start
@@ -79,12 +98,14 @@ def advance_kernel(
     buffer_ptr,
     grad_ptr,
     out_ptr,
+    tiles_ptr,
     numel,
     momentum,
     rate,
     first_key,
     second_key,
     NESTEROV: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """``rate``: 1 - momentum, rounded from fp64.
@@ -92,16 +113,16 @@ def advance_kernel(
     A momentum in bf16 is rounded stochastically. Keys are signed 32-bit; the first already includes the index of the
     first element.
     """
-    at, mask = _place(numel, BLOCK)
-    grad = tl.load(grad_ptr + at, mask).to(tl.float32)
-    buffer = tl.load(buffer_ptr + at, mask).to(tl.float32)
+    here, there, mask = _places(tiles_ptr, numel, ALIGNED, BLOCK)
+    grad = tl.load(grad_ptr + here, mask).to(tl.float32)
+    buffer = tl.load(buffer_ptr + here, mask).to(tl.float32)
     buffer, ahead = _average(buffer, grad, momentum, rate, NESTEROV)
     if buffer_ptr.dtype.element_ty == tl.bfloat16:
-        noise = _noise(at.to(tl.uint32) + first_key.to(tl.uint32), second_key.to(tl.uint32))
-        tl.store(buffer_ptr + at, _round(buffer, noise), mask)
+        noise = _noise(here.to(tl.uint32) + first_key.to(tl.uint32), second_key.to(tl.uint32))
+        tl.store(buffer_ptr + here, _round(buffer, noise), mask)
     else:
-        tl.store(buffer_ptr + at, buffer, mask)
-    tl.store(out_ptr + at, ahead.to(out_ptr.dtype.element_ty), mask)
+        tl.store(buffer_ptr + here, buffer, mask)
+    tl.store(out_ptr + there, ahead.to(out_ptr.dtype.element_ty), mask)
 
 
 @triton.jit
@@ -181,12 +202,22 @@ def _decayed(param, update, keep, CAUTIOUS: tl.constexpr):
 
 
 @triton.jit
-def apply_kernel(param_ptr, update_ptr, numel, keep, step, CAUTIOUS: tl.constexpr, BLOCK: tl.constexpr):
+def apply_kernel(
+    param_ptr,
+    update_ptr,
+    tiles_ptr,
+    numel,
+    keep,
+    step,
+    CAUTIOUS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """``param <- keep param + step update``."""
-    at, mask = _place(numel, BLOCK)
-    update = tl.load(update_ptr + at, mask).to(tl.float32)
-    param = _decayed(tl.load(param_ptr + at, mask).to(tl.float32), update, keep, CAUTIOUS)
-    tl.store(param_ptr + at, tl.fma(update, step, param).to(param_ptr.dtype.element_ty), mask)
+    here, there, mask = _places(tiles_ptr, numel, ALIGNED, BLOCK)
+    update = tl.load(update_ptr + there, mask).to(tl.float32)
+    param = _decayed(tl.load(param_ptr + here, mask).to(tl.float32), update, keep, CAUTIOUS)
+    tl.store(param_ptr + here, tl.fma(update, step, param).to(param_ptr.dtype.element_ty), mask)
 
 
 @triton.jit
@@ -251,17 +282,19 @@ def _grid(numel: int) -> tuple[int]:
 
 def advance(buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool, work: Workspace) -> None:
     """One pass: ``buffer`` fp32, read and written, ``grad`` read, ``out`` written; all 1-D on one device."""
-    numel = buffer.numel()
-    advance_kernel[_grid(numel)](buffer, grad, out, numel, momentum, 1.0 - momentum, 0, 0, nesterov, BLOCK, **OPTIONS)
+    numel, rate = buffer.numel(), 1.0 - momentum
+    advance_kernel[_grid(numel)](
+        buffer, grad, out, None, numel, momentum, rate, 0, 0, nesterov, ALIGNED=False, BLOCK=BLOCK, **OPTIONS
+    )
 
 
 def advance_rounded(
     buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool, key: Key, first: int, work: Workspace
 ) -> None:
     """One pass over a bf16 ``buffer``, with the bits of :mod:`deepspeed.muon.kernels.rounding`."""
-    numel, first_key = buffer.numel(), signed(key[0] + first)
+    numel, rate, first_key = buffer.numel(), 1.0 - momentum, signed(key[0] + first)
     advance_kernel[_grid(numel)](
-        buffer, grad, out, numel, momentum, 1.0 - momentum, first_key, key[1], nesterov, BLOCK, **OPTIONS
+        buffer, grad, out, None, numel, momentum, rate, first_key, key[1], nesterov, False, BLOCK, **OPTIONS
     )
 
 
@@ -310,7 +343,7 @@ def apply_(
 ) -> None:
     """One pass: ``param`` read and written, ``update`` read; contiguous, of one shape on one device."""
     numel, keep = param.numel(), 1.0 - lr * weight_decay
-    apply_kernel[_grid(numel)](param, update, numel, keep, -lr * scale, cautious, BLOCK, **OPTIONS)
+    apply_kernel[_grid(numel)](param, update, None, numel, keep, -lr * scale, cautious, False, BLOCK, **OPTIONS)
 
 
 def normalize(x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:
