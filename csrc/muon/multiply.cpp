@@ -44,8 +44,8 @@ void compute(
 
 template <typename T>
 void multiply(const Symmetrics<T>& p, const Tensor& x, bool tall, const Tensor& out) {
-  const int64_t rows = x.size(1), columns = x.size(2), size = p.size();
-  for_panels<T, 4>(p.batch(), columns, [&](Panel<T>& panel, int64_t n, int64_t first, int64_t count) {
+  const int64_t rows = x.size(1), columns = x.size(2), size = p.size;
+  for_panels<T, 4>(p.batch, columns, [&](Panel<T>& panel, int64_t n, int64_t first, int64_t count) {
     const T* from = x.data_ptr<T>() + n * rows * columns;
     T* to = out.data_ptr<T>() + n * rows * columns;
     panel.pack_columns(tall ? p[n].rest : from, columns, size, first, count);

@@ -53,8 +53,8 @@ void complete(const Symmetric<float>& a, const Symmetric<float>&, const Scalars&
 
 template <typename T>
 void product(const Symmetrics<T>& a, const Symmetrics<T>& b, const Symmetrics<T>& out, const Scalars& by) {
-  const int64_t size = out.size();
-  for_panels<T, 1>(out.batch(), size, [&](Panel<T>& panel, int64_t n, int64_t first, int64_t count) {
+  const int64_t size = out.size;
+  for_panels<T, 1>(out.batch, size, [&](Panel<T>& panel, int64_t n, int64_t first, int64_t count) {
     panel.pack_columns(b[n].rest, size, size, first, count);
     for_lower_tiles(size, first, count, [&](const Tile& tile) {
       Buffer buffer;

@@ -7,8 +7,8 @@ namespace {
 
 template <typename T>
 void square_wide(const T* x, int64_t depth, const Symmetrics<T>& out) {
-  const int64_t size = out.size();
-  for_panels<T, 1>(out.batch(), size, [&](Panel<T>& panel, int64_t n, int64_t first, int64_t count) {
+  const int64_t size = out.size;
+  for_panels<T, 1>(out.batch, size, [&](Panel<T>& panel, int64_t n, int64_t first, int64_t count) {
     const T* rows = x + n * size * depth;
     panel.pack_rows(rows, depth, depth, first, count);
     for_lower_tiles(size, first, count, [&](const Tile& tile) {
@@ -28,8 +28,8 @@ constexpr int64_t kRows = 1024 / sizeof(T);
 // 16-bit numbers need room of their own.
 template <typename T>
 void square_tall(const T* x, int64_t depth, const Symmetrics<T>& out) {
-  const int64_t size = out.size();
-  for_panels<T, 8>(out.batch(), size, [&](Panel<T>& panel, int64_t n, int64_t first, int64_t count) {
+  const int64_t size = out.size;
+  for_panels<T, 8>(out.batch, size, [&](Panel<T>& panel, int64_t n, int64_t first, int64_t count) {
     thread_local Scratch of_left, of_sums;
     constexpr int64_t kStride = kRows<T> + 64 / sizeof(T);  // a power of two would use few sets of the cache
     T* left = of_left.get<T>(size * kStride);

@@ -58,28 +58,18 @@ struct Symmetric {
 
 // A batch of them.
 template <typename T>
-class Symmetrics {
- public:
+struct Symmetrics {
   explicit Symmetrics(const Parts& parts)
-    : rest_(parts.first.data_ptr<T>()), diagonal_(parts.second.data_ptr<float>()), batch_(parts.first.size(0)),
-      size_(parts.first.size(-1)), per_matrix_(parts.second.size(-1)) {}
+    : rest(parts.first.data_ptr<T>()), diagonal(parts.second.data_ptr<float>()), batch(parts.first.size(0)),
+      size(parts.first.size(-1)), per_matrix(parts.second.size(-1)) {}
 
   Symmetric<T> operator[](int64_t n) const {
-    return {rest_ + n * size_ * size_, diagonal_ + n * per_matrix_, size_};
+    return {rest + n * size * size, diagonal + n * per_matrix, size};
   }
 
-  int64_t batch() const {
-    return batch_;
-  }
-
-  int64_t size() const {
-    return size_;
-  }
-
- private:
-  T* rest_;
-  float* diagonal_;
-  int64_t batch_, size_, per_matrix_;
+  T* rest;
+  float* diagonal;
+  int64_t batch, size, per_matrix;
 };
 
 // Whether the products are made for symmetric matrices: their diagonals are apart in 16 bits, else in the matrices.
