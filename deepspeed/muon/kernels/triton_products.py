@@ -218,7 +218,8 @@ def product(
 
 
 def _run(kernel: Any, a: Symmetric, b: Symmetric, out: Symmetric, by: Scalars, diagonals: bool) -> None:
-    (batch, size, depth), (alpha, beta, shift) = a.rest.shape, map(float, by)
+    batch, size, depth = a.rest.shape
+    alpha, beta, shift = map(float, by)
 
     def grid(chosen: dict[str, Any]) -> tuple[int]:
         return (tiles(size, chosen["ROWS"], chosen["COLS"]) * batch,)
