@@ -85,19 +85,9 @@ def complete(a: Symmetric, b: Symmetric, out: Symmetric, by: Scalars) -> None:
     """In one pass, turn ``out``, whose ``rest`` is ``a.rest b.rest``, into ``alpha A B + beta A + shift I``."""
     batch, size = out.diagonal.shape
     alpha, beta, shift = map(float, by)
+    cols = _block(size)
     complete_kernel[(size * batch,)](
-        a.rest,
-        b.rest,
-        out.rest,
-        a.diagonal,
-        b.diagonal,
-        out.diagonal,
-        size,
-        alpha,
-        beta,
-        shift,
-        _block(size),
-        **OPTIONS,
+        a.rest, b.rest, out.rest, a.diagonal, b.diagonal, out.diagonal, size, alpha, beta, shift, cols, **OPTIONS
     )
 
 
