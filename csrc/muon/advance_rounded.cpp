@@ -8,14 +8,13 @@ namespace muon {
 namespace {
 
 template <typename Grad, typename Out>
-void run(at::BFloat16* buffer, const Grad* grad, Out* out, int64_t numel, double momentum, bool nesterov,
+void run(at::BFloat16* buffer, const Grad* grad, Out* out, int64_t numel, const Momentum& momentum,
          const Noise& noise) {
-  const Lerp average(1.0 - momentum), ahead(momentum);
   parallel_units(numel, [=](int64_t i, int count) {
     const Floats gradient = load(grad + i, count);
-    const Floats average_now = average(load(buffer + i, count), gradient);
+    const Floats average_now = momentum.average(load(buffer + i, count), gradient);
     store(buffer + i, rounded(average_now, noise(i)), count);
-    store(out + i, nesterov ? ahead(gradient, average_now) : average_now, count);
+    store(out + i, momentum.ahead(gradient, average_now), count);
   });
 }
 
@@ -24,16 +23,9 @@ void run(at::BFloat16* buffer, const Grad* grad, Out* out, int64_t numel, double
 bool advance_rounded(const at::Tensor& buffer, const at::Tensor& grad, const at::Tensor& out, double momentum,
                      bool nesterov, std::pair<int64_t, int64_t> key, int64_t first) {
   if (!are_plain(buffer, grad, out) || buffer.scalar_type() != at::kBFloat16) return false;
-  bool done = false;
-  with_type<float, at::BFloat16, at::Half>(grad, [&](auto* g) {
-    using Grad = std::remove_pointer_t<decltype(g)>;
-    done = with_type<float, at::BFloat16>(out, [&](auto* o) {
-      using Out = std::remove_pointer_t<decltype(o)>;
-      run(output<at::BFloat16>(buffer), input<Grad>(grad), output<Out>(out), buffer.numel(), momentum, nesterov,
-          Noise(key, first));
-    });
+  return with_gradient(grad, out, [&](auto* from, auto* to) {
+    run(output<at::BFloat16>(buffer), from, to, buffer.numel(), Momentum(momentum, nesterov), Noise(key, first));
   });
-  return done;
 }
 
 }  // namespace muon

@@ -34,8 +34,7 @@ float largest_of(const Values& values) {
 
 template <typename Grad, typename Out>
 void look(const int8_t* codes, const float* absmax, int64_t skipped, const Grad* grad, Out* out, int64_t numel,
-          int64_t cols, int64_t pitch, double momentum, bool nesterov) {
-  const Lerp average(1.0 - momentum), ahead(momentum);
+          int64_t cols, int64_t pitch, const Momentum& momentum) {
   at::parallel_for(0, numel, kGrain, [=](int64_t begin, int64_t end) {
     Values values;
     int64_t row = begin / cols, col = begin % cols;
@@ -46,8 +45,8 @@ void look(const int8_t* codes, const float* absmax, int64_t skipped, const Grad*
       decode(codes + from, static_cast<int>(length), absmax[block], values);
       for_units(0, length, [&](int64_t j, int count) {
         const Floats gradient = load(grad + from + j, count);
-        const Floats average_now = average(Floats::loadu(values + j), gradient);
-        store(out + i + j, nesterov ? ahead(gradient, average_now) : average_now, count);
+        const Floats average_now = momentum.average(Floats::loadu(values + j), gradient);
+        store(out + i + j, momentum.ahead(gradient, average_now), count);
       });
       i += length;
       col += length;
@@ -60,9 +59,8 @@ void look(const int8_t* codes, const float* absmax, int64_t skipped, const Grad*
 }
 
 template <typename Grad, typename Out>
-void run(int8_t* codes, float* absmax, const Grad* grad, Out* out, int64_t numel, double momentum, bool nesterov,
+void run(int8_t* codes, float* absmax, const Grad* grad, Out* out, int64_t numel, const Momentum& momentum,
          const Noise& noise) {
-  const Lerp average(1.0 - momentum), ahead(momentum);
   const Floats unit(0x1p-16f);
   at::parallel_for(0, (numel + kBlock - 1) / kBlock, kGrain / kBlock, [=](int64_t begin, int64_t end) {
     Values values;
@@ -72,9 +70,9 @@ void run(int8_t* codes, float* absmax, const Grad* grad, Out* out, int64_t numel
       decode(codes + first, held, absmax[block], values);
       for_units(0, held, [&](int64_t i, int count) {
         const Floats gradient = load(grad + first + i, count);
-        const Floats average_now = average(Floats::loadu(values + i), gradient);
+        const Floats average_now = momentum.average(Floats::loadu(values + i), gradient);
         average_now.store(values + i);
-        if (out) store(out + first + i, nesterov ? ahead(gradient, average_now) : average_now, count);
+        if (out) store(out + first + i, momentum.ahead(gradient, average_now), count);
       });
       const float largest = largest_of(values), kept = largest < kSmallest ? 0.0f : largest;
       const Floats factor(kept == 0.0f ? 0.0f : kLevels / kept);
@@ -100,32 +98,20 @@ bool are_codes(const at::Tensor& codes, const at::Tensor& absmax, const at::Tens
 bool look_ahead(const at::Tensor& codes, const at::Tensor& absmax, int64_t skipped, const at::Tensor& grad,
                 const at::Tensor& out, int64_t cols, int64_t pitch, double momentum, bool nesterov) {
   if (!are_codes(codes, absmax, grad) || !is_plain(out)) return false;
-  bool done = false;
-  with_type<float, at::BFloat16, at::Half>(grad, [&](auto* g) {
-    using Grad = std::remove_pointer_t<decltype(g)>;
-    done = with_type<float, at::BFloat16>(out, [&](auto* o) {
-      using Out = std::remove_pointer_t<decltype(o)>;
-      look(input<int8_t>(codes), input<float>(absmax), skipped, input<Grad>(grad), output<Out>(out), out.numel(), cols,
-           pitch, momentum, nesterov);
-    });
+  return with_gradient(grad, out, [&](auto* from, auto* to) {
+    look(input<int8_t>(codes), input<float>(absmax), skipped, from, to, out.numel(), cols, pitch,
+         Momentum(momentum, nesterov));
   });
-  return done;
 }
 
 bool advance_codes(const at::Tensor& codes, const at::Tensor& absmax, const at::Tensor& grad,
                    const std::optional<at::Tensor>& out, double momentum, bool nesterov, std::pair<int64_t, int64_t> key,
                    int64_t first) {
   if (!are_codes(codes, absmax, grad) || (out && !are_plain(codes, *out))) return false;
-  bool done = false;
-  with_type<float, at::BFloat16, at::Half>(grad, [&](auto* g) {
-    using Grad = std::remove_pointer_t<decltype(g)>;
-    done = with_type<float, at::BFloat16>(out.value_or(absmax), [&](auto* o) {
-      using Out = std::remove_pointer_t<decltype(o)>;
-      run(output<int8_t>(codes), output<float>(absmax), input<Grad>(grad), out ? output<Out>(*out) : nullptr,
-          codes.numel(), momentum, nesterov, Noise(key, first));
-    });
+  return with_gradient(grad, out.value_or(absmax), [&](auto* from, auto* to) {
+    run(output<int8_t>(codes), output<float>(absmax), from, out ? to : nullptr, codes.numel(),
+        Momentum(momentum, nesterov), Noise(key, first));
   });
-  return done;
 }
 
 }  // namespace muon

@@ -78,6 +78,18 @@ struct Lerp {
   Floats coefficient;
 };
 
+// The new average of a momentum, and the input of Newton-Schulz that follows from it.
+struct Momentum {
+  Momentum(double momentum, bool nesterov) : average(1.0 - momentum), nesterov_average(momentum), nesterov(nesterov) {}
+
+  Floats ahead(const Floats& gradient, const Floats& average_now) const {
+    return nesterov ? nesterov_average(gradient, average_now) : average_now;
+  }
+
+  Lerp average, nesterov_average;
+  bool nesterov;
+};
+
 inline bool is_plain(const at::Tensor& tensor) {
   return tensor.is_cpu() && tensor.layout() == at::kStrided && tensor.is_contiguous();
 }
@@ -105,6 +117,19 @@ template <typename... Types, typename Run>
 inline bool with_type(const at::Tensor& tensor, const Run& run) {
   return ((tensor.scalar_type() == c10::CppTypeToScalarType<Types>::value && (run(static_cast<Types*>(nullptr)), true)) ||
           ...);
+}
+
+// Calls run with the elements of a gradient and of the input of Newton-Schulz where both have supported types; else
+// gives false.
+template <typename Run>
+inline bool with_gradient(const at::Tensor& grad, const at::Tensor& out, const Run& run) {
+  bool done = false;
+  with_type<float, at::BFloat16, at::Half>(grad, [&](auto* g) {
+    done = with_type<float, at::BFloat16>(out, [&](auto* o) {
+      run(input<std::remove_pointer_t<decltype(g)>>(grad), output<std::remove_pointer_t<decltype(o)>>(out));
+    });
+  });
+  return done;
 }
 
 }  // namespace muon

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // P X of a symmetric P and a matrix that lies by rows (wide below) or by columns (tall).
-#include "muon.h"
 #include "symmetric.h"
 
 namespace muon {
@@ -45,8 +44,8 @@ void compute(
 
 template <typename T>
 void multiply(const Symmetrics<T>& p, const Tensor& x, bool tall, const Tensor& out) {
-  const int64_t rows = x.size(1), columns = x.size(2), size = p.size();
-  for_panels<T, 4>(p.batch(), columns, [&](Panel<T>& panel, int64_t n, int64_t first, int64_t count) {
+  const int64_t rows = x.size(1), columns = x.size(2), size = p.size;
+  for_panels<T, 4>(p.batch, columns, [&](Panel<T>& panel, int64_t n, int64_t first, int64_t count) {
     const T* from = x.data_ptr<T>() + n * rows * columns;
     T* to = out.data_ptr<T>() + n * rows * columns;
     panel.pack_columns(tall ? p[n].rest : from, columns, size, first, count);
@@ -61,10 +60,13 @@ void multiply(const Symmetrics<T>& p, const Tensor& x, bool tall, const Tensor& 
 
 }  // namespace
 
-bool multiply(const Tensor& p, const Tensor& diagonal, const Tensor& x, bool transposed, const Tensor& out) {
-  return has_products(p, diagonal, x, out) && has_diagonals(x.scalar_type(), diagonal) &&
-     with_product_type(
-       x, p.size(-1), [&](auto zero) { multiply(Symmetrics<decltype(zero)>(p, diagonal), x, transposed, out); });
+bool multiply(const Parts& p, const Tensor& x, const Tensor& out) {
+  const auto base = base_of(x);
+  const Tensor result = base_of(out).first;
+  return has_products(base.first, result) && are_symmetric(x.scalar_type(), p) &&
+     with_product_type(x, p.first.size(-1), [&](auto zero) {
+       multiply(Symmetrics<decltype(zero)>(p), base.first, base.second, result);
+     });
 }
 
 }  // namespace muon

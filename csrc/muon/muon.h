@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
+#include <tuple>
 #include <utility>
 
 namespace muon {
@@ -24,12 +25,12 @@ bool apply_(const at::Tensor& param, const at::Tensor& update, double lr, double
 bool copy_rounded(const at::Tensor& target, const at::Tensor& source, std::pair<int64_t, int64_t> key, int64_t first);
 bool normalize(const at::Tensor& x, const at::Tensor& out, double norm);
 
-// Symmetric matrices are two tensors each: in fp32 the second, the diagonal, has no elements.
-// `x` and `out` of these two are transposed first where `transposed` says so.
-bool square(const at::Tensor& x, bool transposed, const at::Tensor& rest, const at::Tensor& diagonal);
-bool product(const at::Tensor& a, const at::Tensor& a_diagonal, const at::Tensor& b, const at::Tensor& b_diagonal,
-             const at::Tensor& out, const at::Tensor& out_diagonal, double alpha, double beta, double shift);
-bool multiply(const at::Tensor& p, const at::Tensor& diagonal, const at::Tensor& x, bool transposed,
-              const at::Tensor& out);
+// Rest and diagonal of symmetric matrices: in fp32 the diagonal has no elements.
+using Parts = std::pair<at::Tensor, at::Tensor>;
+
+bool square(const at::Tensor& x, const Parts& out);
+// by: alpha, beta and shift.
+bool product(const Parts& a, const Parts& b, const Parts& out, std::tuple<double, double, double> by);
+bool multiply(const Parts& p, const at::Tensor& x, const at::Tensor& out);
 
 }  // namespace muon

@@ -1,12 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // alpha A B + beta A + shift I of symmetric matrices that commute.
-#include "muon.h"
 #include "symmetric.h"
 
 namespace muon {
 namespace {
-
-using at::Tensor;
 
 struct Scalars {
   float alpha, beta, shift;
@@ -56,8 +53,8 @@ void complete(const Symmetric<float>& a, const Symmetric<float>&, const Scalars&
 
 template <typename T>
 void product(const Symmetrics<T>& a, const Symmetrics<T>& b, const Symmetrics<T>& out, const Scalars& by) {
-  const int64_t size = out.size();
-  for_panels<T, 1>(out.batch(), size, [&](Panel<T>& panel, int64_t n, int64_t first, int64_t count) {
+  const int64_t size = out.size;
+  for_panels<T, 1>(out.batch, size, [&](Panel<T>& panel, int64_t n, int64_t first, int64_t count) {
     panel.pack_columns(b[n].rest, size, size, first, count);
     for_lower_tiles(size, first, count, [&](const Tile& tile) {
       Buffer buffer;
@@ -71,15 +68,13 @@ void product(const Symmetrics<T>& a, const Symmetrics<T>& b, const Symmetrics<T>
 
 }  // namespace
 
-bool product(
-  const Tensor& a, const Tensor& a_diagonal, const Tensor& b, const Tensor& b_diagonal, const Tensor& out,
-  const Tensor& out_diagonal, double alpha, double beta, double shift) {
-  return has_products(a, b, out, a_diagonal, b_diagonal, out_diagonal) &&
-     has_diagonals(a.scalar_type(), a_diagonal, b_diagonal, out_diagonal) &&
-     with_product_type(a, a.size(-1), [&](auto zero) {
+bool product(const Parts& a, const Parts& b, const Parts& out, std::tuple<double, double, double> by) {
+  const auto [alpha, beta, shift] = by;
+  const Scalars scalars{static_cast<float>(alpha), static_cast<float>(beta), static_cast<float>(shift)};
+  return are_symmetric(a.first.scalar_type(), a, b, out) &&
+     with_product_type(a.first, a.first.size(-1), [&](auto zero) {
        using S = Symmetrics<decltype(zero)>;
-       const Scalars by{static_cast<float>(alpha), static_cast<float>(beta), static_cast<float>(shift)};
-       product(S(a, a_diagonal), S(b, b_diagonal), S(out, out_diagonal), by);
+       product(S(a), S(b), S(out), scalars);
      });
 }
 

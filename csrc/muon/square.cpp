@@ -1,17 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // X X^T of a matrix that lies by rows (wide below) or by columns (tall).
-#include "muon.h"
 #include "symmetric.h"
 
 namespace muon {
 namespace {
 
-using at::Tensor;
-
 template <typename T>
 void square_wide(const T* x, int64_t depth, const Symmetrics<T>& out) {
-  const int64_t size = out.size();
-  for_panels<T, 1>(out.batch(), size, [&](Panel<T>& panel, int64_t n, int64_t first, int64_t count) {
+  const int64_t size = out.size;
+  for_panels<T, 1>(out.batch, size, [&](Panel<T>& panel, int64_t n, int64_t first, int64_t count) {
     const T* rows = x + n * size * depth;
     panel.pack_rows(rows, depth, depth, first, count);
     for_lower_tiles(size, first, count, [&](const Tile& tile) {
@@ -31,8 +28,8 @@ constexpr int64_t kRows = 1024 / sizeof(T);
 // 16-bit numbers need room of their own.
 template <typename T>
 void square_tall(const T* x, int64_t depth, const Symmetrics<T>& out) {
-  const int64_t size = out.size();
-  for_panels<T, 8>(out.batch(), size, [&](Panel<T>& panel, int64_t n, int64_t first, int64_t count) {
+  const int64_t size = out.size;
+  for_panels<T, 8>(out.batch, size, [&](Panel<T>& panel, int64_t n, int64_t first, int64_t count) {
     thread_local Scratch of_left, of_sums;
     constexpr int64_t kStride = kRows<T> + 64 / sizeof(T);  // a power of two would use few sets of the cache
     T* left = of_left.get<T>(size * kStride);
@@ -56,13 +53,12 @@ void square_tall(const T* x, int64_t depth, const Symmetrics<T>& out) {
 
 }  // namespace
 
-bool square(const Tensor& x, bool transposed, const Tensor& rest, const Tensor& diagonal) {
-  const int64_t depth = x.size(transposed ? 1 : 2);
-  return has_products(x, rest, diagonal) && has_diagonals(x.scalar_type(), diagonal) &&
-     with_product_type(x, depth, [&](auto zero) {
+bool square(const at::Tensor& x, const Parts& out) {
+  const auto base = base_of(x);
+  return has_products(base.first) && are_symmetric(x.scalar_type(), out) &&
+     with_product_type(x, x.size(-1), [&](auto zero) {
        using T = decltype(zero);
-       const Symmetrics<T> out(rest, diagonal);
-       (transposed ? square_tall<T> : square_wide<T>)(x.data_ptr<T>(), depth, out);
+       (base.second ? square_tall<T> : square_wide<T>)(base.first.data_ptr<T>(), x.size(-1), Symmetrics<T>(out));
      });
 }
 

@@ -2,6 +2,7 @@
 // Symmetric matrices, and products that are symmetric: the tiles on and below the diagonal are computed, and mirrored.
 #pragma once
 
+#include "muon.h"
 #include "tiles.h"
 
 namespace muon {
@@ -57,35 +58,29 @@ struct Symmetric {
 
 // A batch of them.
 template <typename T>
-class Symmetrics {
- public:
-  // In fp32 `diagonal` has no elements.
-  Symmetrics(const at::Tensor& rest, const at::Tensor& diagonal)
-    : rest_(rest.data_ptr<T>()), diagonal_(diagonal.data_ptr<float>()), batch_(rest.size(0)), size_(rest.size(-1)),
-      per_matrix_(diagonal.size(-1)) {}
+struct Symmetrics {
+  explicit Symmetrics(const Parts& parts)
+    : rest(parts.first.data_ptr<T>()), diagonal(parts.second.data_ptr<float>()), batch(parts.first.size(0)),
+      size(parts.first.size(-1)), per_matrix(parts.second.size(-1)) {}
 
   Symmetric<T> operator[](int64_t n) const {
-    return {rest_ + n * size_ * size_, diagonal_ + n * per_matrix_, size_};
+    return {rest + n * size * size, diagonal + n * per_matrix, size};
   }
 
-  int64_t batch() const {
-    return batch_;
-  }
-
-  int64_t size() const {
-    return size_;
-  }
-
- private:
-  T* rest_;
-  float* diagonal_;
-  int64_t batch_, size_, per_matrix_;
+  T* rest;
+  float* diagonal;
+  int64_t batch, size, per_matrix;
 };
 
-// Whether diagonals are where the products have them: apart in 16 bits, else in the matrices themselves.
-template <typename... Tensors>
-bool has_diagonals(at::ScalarType dtype, const Tensors&... diagonals) {
-  return (... && ((diagonals.size(-1) == 0) == (dtype == at::kFloat)));
+// Whether the products are made for symmetric matrices: their diagonals are apart in 16 bits, else in the matrices.
+template <typename... Symmetric>
+bool are_symmetric(at::ScalarType dtype, const Symmetric&... parts) {
+  return (... && (has_products(parts.first, parts.second) && (parts.second.size(-1) == 0) == (dtype == at::kFloat)));
+}
+
+// The contiguous tensor that x is or is the transpose of, and whether it is the transpose.
+inline std::pair<at::Tensor, bool> base_of(const at::Tensor& x) {
+  return x.is_contiguous() ? std::pair(x, false) : std::pair(x.mT(), true);
 }
 
 // Calls body for the tiles on and below the diagonal in columns [first, first + count), row by row.

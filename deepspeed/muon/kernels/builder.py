@@ -63,7 +63,8 @@ class MuonBuilder(CPUOpBuilder):
         capability = cpu_capability()
         vectors = [f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"]  # as ATen's own files have it
         threads = ["-fopenmp", "-DAT_PARALLEL_OPENMP=1"]
-        return ["-O3", "-Wno-reorder", *CAPABILITIES[capability], *vectors, *threads, "-ffp-contract=off"]
+        amd = ["-D__HIP_PLATFORM_AMD__=1"] if torch.version.hip else []  # which torch's headers ask for
+        return ["-O3", "-Wno-reorder", *CAPABILITIES[capability], *vectors, *threads, "-ffp-contract=off", *amd]
 
     def is_compatible(self, verbose: bool = False) -> bool:
         """Whether there are sources, a compiler, and the products of matrices in torch that the sources call."""
@@ -90,26 +91,24 @@ class MuonBuilder(CPUOpBuilder):
             self._loaded_ops[self.NAME] = self._installed() or self._compiled(verbose)
         return self._loaded_ops[self.NAME]
 
-    def extension_name(self) -> str:
-        """Return the name of a module built at first use."""
-        return f"{self.NAME}_{cpu_capability().lower()}"
-
     def path(self) -> Path:
         """Where a module built at first use lies: in a folder for all that decides what is built and where it runs."""
         from torch.utils.cpp_extension import _get_build_directory
 
-        name, digest = self.extension_name(), hashlib.sha256()
+        name, digest = f"{self.NAME}_{cpu_capability().lower()}", hashlib.sha256()
         headers = {header for source in self.sources() for header in Path(source).parent.glob("*.h")}
         for file in (*map(Path, self.sources()), *sorted(headers)):
             digest.update(f"{file.name}\n".encode() + file.read_bytes())
         abi = sysconfig.get_config_var("SOABI"), torch.compiled_with_cxx11_abi(), platform.libc_ver()
-        facts = *self._flags(), os.environ.get("CXX"), torch.__version__, torch.version.git_version, platform.machine()
+        facts = (
+            *self.cxx_args(),
+            os.environ.get("CXX"),
+            torch.__version__,
+            torch.version.git_version,
+            platform.machine(),
+        )
         digest.update(repr((abi, facts)).encode())
         return Path(_get_build_directory(name, False)) / digest.hexdigest()[:16] / f"{name}.so"
-
-    def _flags(self) -> list[str]:
-        """With what torch's headers ask for on AMD's GPUs."""
-        return [*self.cxx_args(), *(["-D__HIP_PLATFORM_AMD__=1"] if torch.version.hip else [])]
 
     def _compiled(self, verbose: bool) -> Any:
         """Return the module of an earlier run, or one built now: by one process, for which the others wait."""
@@ -141,7 +140,7 @@ class MuonBuilder(CPUOpBuilder):
         folder = tempfile.mkdtemp(prefix="build_", dir=path.parent)
         try:
             module = cpp_extension.load(
-                path.stem, self.sources(), extra_cflags=self._flags(), build_directory=folder, verbose=verbose
+                path.stem, self.sources(), extra_cflags=self.cxx_args(), build_directory=folder, verbose=verbose
             )
             built = Path(folder, path.name)
             with built.open("r+b") as file:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deepspeed.muon.errors import KernelError
 from deepspeed.muon.kernels import reference
-from deepspeed.muon.kernels.table import PLAIN, Operations, Scalars, Symmetric, base_of
+from deepspeed.muon.kernels.table import PLAIN, Operations, Scalars, Symmetric
 from deepspeed.muon.kernels.workspace import Workspace
 
 
@@ -59,16 +59,12 @@ def table(module: Any) -> Operations:
 
         return call
 
-    def square(x: Tensor, out: Symmetric, work: Workspace) -> None:
-        if not module.square(*base_of(x), *out):
-            reference.square(x, out, work)
-
     def product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, by: Scalars = PLAIN) -> None:
-        if not module.product(*a, *b, *out, *by):
+        if not module.product(a, b, out, by):
             reference.product(a, b, out, work, by)
 
     def multiply(p: Symmetric, x: Tensor, out: Tensor, work: Workspace) -> Tensor:
-        return out if module.multiply(*p, *base_of(x), base_of(out)[0]) else reference.multiply(p, x, out, work)
+        return out if module.multiply(p, x, out) else reference.multiply(p, x, out, work)
 
     return Operations(
         name=f"C++ ({module.cpu_capability})",
@@ -79,7 +75,7 @@ def table(module: Any) -> Operations:
         apply_=without_workspace("apply_"),
         copy_rounded=without_workspace("copy_rounded"),
         normalize=lambda x, out, norm=1.0: out if module.normalize(x, out, norm) else reference.normalize(x, out, norm),
-        square=square,
+        square=without_workspace("square"),
         product=product,
         multiply=multiply,
     )

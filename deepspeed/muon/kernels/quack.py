@@ -62,5 +62,5 @@ def operations(other: Operations) -> Operations:
 
 
 def _fits(out: Symmetric, *matrices: Tensor) -> bool:
-    tensors = *matrices, out.rest
-    return all(map(is_on_gpu, tensors)) and are_half_and_aligned(*tensors) and out.rest.size(-1) >= SYMMETRIC_FROM
+    tensors = [*matrices, out.rest]
+    return all(map(is_on_gpu, tensors)) and are_half_and_aligned(tensors) and out.rest.size(-1) >= SYMMETRIC_FROM

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every operation in plain PyTorch, for all devices and dtypes: the reference that faster ones are tested against.
 
-``work`` holds the temporaries.
+``work`` holds the temporaries. What is rounded stochastically draws random numbers under ``key``, from
+:func:`deepspeed.muon.kernels.rounding.key_of`; ``first`` is the index among them of the first element.
 """
 
 from __future__ import annotations
@@ -49,17 +50,13 @@ def advance_rounded(
         buffer: bf16, 1-D.
         grad: same shape, any floating dtype.
         out: same shape, any floating dtype; the input of Newton-Schulz.
-        key: from :func:`deepspeed.muon.kernels.rounding.key_of`.
-        first: index of the first element among those drawn under ``key``.
         work: its temporaries have 20 bytes per element of a chunk (2.5 MiB on a CPU, 40 MiB elsewhere).
     """
     for part in chunks(buffer):
-        shape, device = (part.stop - part.start,), buffer.device
-        wide = work.get("wide", shape, torch.float32, device)
-        bits, spare = (work.get(name, shape, torch.int32, device) for name in ("bits", "spare_bits"))
+        wide = work.get("wide", (part.stop - part.start,), torch.float32, buffer.device)
         wide.copy_(buffer[part])
         advance(wide, grad[part], out[part], momentum, nesterov, work)
-        round_(buffer[part], wide, noise(bits, spare, key, first + part.start), spare)
+        copy_rounded(buffer[part], wide, key, first + part.start, work)
 
 
 def look_ahead(
@@ -127,8 +124,6 @@ def advance_codes(
         absmax: fp32, 1-D: of their blocks.
         grad: like ``codes``, any floating dtype.
         out: like ``codes``, any floating dtype; written unrounded. ``None`` where :func:`look_ahead` has written it.
-        key: from :func:`deepspeed.muon.kernels.rounding.key_of`.
-        first: index of the first element among those drawn under ``key``.
         work: its temporaries have 16 bytes per element of a chunk.
     """
     for part in chunks(codes):
@@ -193,8 +188,6 @@ def copy_rounded(target: Tensor, source: Tensor, key: Key, first: int, work: Wor
     Args:
         target: bf16, 1-D.
         source: fp32, same shape; overwritten.
-        key: from :func:`deepspeed.muon.kernels.rounding.key_of`.
-        first: index of the first element among those drawn under ``key``.
         work: its temporaries have 8 bytes per element of a chunk.
     """
     for part in chunks(target):
@@ -229,8 +222,8 @@ def apply_runs_(
         param, update: 1-D; a run has the first place in ``param`` and the second in ``update``.
     """
     for here, there, length in tiles.table.tolist():
-        runs = param[here : here + length], update[there : there + length]
-        apply_(*runs, lr, scale, weight_decay, cautious, Workspace())
+        part, result = param[here : here + length], update[there : there + length]
+        apply_(part, result, lr, scale, weight_decay, cautious, Workspace())
 
 
 def normalize(x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:
@@ -336,11 +329,12 @@ def multiply(p: Symmetric, x: Tensor, out: Tensor, work: Workspace) -> Tensor:
         x: ``[batch, rows, cols]``, contiguous or the transpose of what is, of ``p``'s dtype.
         out: of the same shape, strides and dtype; not ``x``.
     """
-    (given, is_transposed), (result, _) = base_of(x), base_of(out)
-    torch.bmm(*((given, p.rest) if is_transposed else (p.rest, given)), out=result)
+    (base, is_transposed), (result, _) = base_of(x), base_of(out)
+    left, right = (base, p.rest) if is_transposed else (p.rest, base)
+    torch.bmm(left, right, out=result)
     if not p.is_whole:
-        scaled = work.get("cross0", tuple(given.shape), torch.float32, x.device)
-        result.add_(torch.mul(given, p.diagonal.unsqueeze(-2 if is_transposed else -1), out=scaled))
+        scaled = work.get("cross0", tuple(base.shape), torch.float32, x.device)
+        result.add_(torch.mul(base, p.diagonal.unsqueeze(-2 if is_transposed else -1), out=scaled))
     return out
 
 

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.table import PLAIN, Scalars, Symmetric, base_of
 from deepspeed.muon.kernels.triton_elementwise import OPTIONS
 from deepspeed.muon.kernels.workspace import Workspace
@@ -83,8 +84,11 @@ def _block(cols: int) -> int:
 def complete(a: Symmetric, b: Symmetric, out: Symmetric, by: Scalars) -> None:
     """In one pass, turn ``out``, whose ``rest`` is ``a.rest b.rest``, into ``alpha A B + beta A + shift I``."""
     batch, size = out.diagonal.shape
-    tensors = a.rest, b.rest, out.rest, a.diagonal, b.diagonal, out.diagonal
-    complete_kernel[(size * batch,)](*tensors, size, *map(float, by), _block(size), **OPTIONS)
+    alpha, beta, shift = map(float, by)
+    cols = _block(size)
+    complete_kernel[(size * batch,)](
+        a.rest, b.rest, out.rest, a.diagonal, b.diagonal, out.diagonal, size, alpha, beta, shift, cols, **OPTIONS
+    )
 
 
 def product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, by: Scalars = PLAIN) -> None:
@@ -95,9 +99,9 @@ def product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, by: Sca
 
 def multiply(p: Symmetric, x: Tensor, out: Tensor, work: Workspace) -> Tensor:
     """``P X``: a library's product and one pass. ``x`` and ``out`` are contiguous or transposes of what is."""
-    (given, is_transposed), (result, _) = base_of(x), base_of(out)
-    batch, rows, cols = given.shape
-    torch.bmm(*((given, p.rest) if is_transposed else (p.rest, given)), out=result)
+    reference.multiply(Symmetric(p.rest, diagonal=p.diagonal[:, :0]), x, out, work)
+    (base, is_transposed), (result, _) = base_of(x), base_of(out)
+    batch, rows, cols = base.shape
     grid = rows * batch, triton.cdiv(cols, _block(cols))
-    scale_kernel[grid](given, p.diagonal, result, rows, cols, is_transposed, _block(cols), **OPTIONS)
+    scale_kernel[grid](base, p.diagonal, result, rows, cols, is_transposed, _block(cols), **OPTIONS)
     return out

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from deepspeed.muon.kernels import codes
 from deepspeed.muon.kernels.rounding import LARGEST, MULTIPLIERS, SHIFTS, Key, signed
+from deepspeed.muon.kernels.workspace import Workspace
 
 #: The compiler must not fuse anything itself: bits must not depend on its choice or version.
 OPTIONS = {"enable_fp_fusion": False}
@@ -22,6 +23,8 @@ OPTIONS = {"enable_fp_fusion": False}
 BLOCK = 2048
 #: Elements summed by one program of the normalization.
 SUM_BLOCK = 8192
+#: The most programs along the second dimension of a grid.
+GRID = 65_535
 
 _FIRST_SHIFT, _SECOND_SHIFT = (tl.constexpr(shift) for shift in SHIFTS)
 _FIRST_MULTIPLIER, _SECOND_MULTIPLIER = (tl.constexpr(multiplier % 2**32) for multiplier in MULTIPLIERS)
@@ -35,6 +38,25 @@ def _place(numel, BLOCK: tl.constexpr):
     """This program's elements and a mask of those that exist; 64-bit, as a shard may have more than 2^31."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     return offsets, offsets < numel
+
+
+@triton.jit
+def _places(tiles_ptr, numel, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """This program's elements in the shard and in the other tensor, and a mask of those that exist.
+
+    Those of one of :mod:`deepspeed.muon.kernels.triton_multi`'s tiles; without tiles both tensors are one run.
+    """
+    if tiles_ptr is None:
+        here, mask = _place(numel, BLOCK)
+        there = here
+    else:
+        tile = tiles_ptr + tl.program_id(0).to(tl.int64) * 3
+        here, there, length = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+        if ALIGNED:
+            here, there, length = tl.multiple_of(here, 16), tl.multiple_of(there, 16), tl.multiple_of(length, 16)
+        at = tl.arange(0, BLOCK)
+        here, there, mask = here + at, there + at, at < length
+    return here, there, mask
 
 
 @triton.jit
@@ -71,37 +93,36 @@ def _noise(index, key):
     return x >> 16
 
 
-@triton.jit
-def advance_kernel(buffer_ptr, grad_ptr, out_ptr, numel, momentum, rate, NESTEROV: tl.constexpr, BLOCK: tl.constexpr):
-    """``rate``: 1 - momentum, rounded from fp64."""
-    at, mask = _place(numel, BLOCK)
-    grad = tl.load(grad_ptr + at, mask).to(tl.float32)
-    buffer, ahead = _average(tl.load(buffer_ptr + at, mask), grad, momentum, rate, NESTEROV)
-    tl.store(buffer_ptr + at, buffer, mask)
-    tl.store(out_ptr + at, ahead.to(out_ptr.dtype.element_ty), mask)
-
-
 @triton.jit(do_not_specialize=["first_key", "second_key"])
-def advance_rounded_kernel(
+def advance_kernel(
     buffer_ptr,
     grad_ptr,
     out_ptr,
+    tiles_ptr,
     numel,
     momentum,
     rate,
     first_key,
     second_key,
     NESTEROV: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Keys are signed 32-bit; the first already includes the index of the first element."""
-    at, mask = _place(numel, BLOCK)
-    grad = tl.load(grad_ptr + at, mask).to(tl.float32)
-    buffer = tl.load(buffer_ptr + at, mask).to(tl.float32)
+    """``rate``: 1 - momentum, rounded from fp64.
+
+    A momentum in bf16 is rounded stochastically. Keys are signed 32-bit; the first already includes the index of the
+    first element.
+    """
+    here, there, mask = _places(tiles_ptr, numel, ALIGNED, BLOCK)
+    grad = tl.load(grad_ptr + here, mask).to(tl.float32)
+    buffer = tl.load(buffer_ptr + here, mask).to(tl.float32)
     buffer, ahead = _average(buffer, grad, momentum, rate, NESTEROV)
-    noise = _noise(at.to(tl.uint32) + first_key.to(tl.uint32), second_key.to(tl.uint32))
-    tl.store(buffer_ptr + at, _round(buffer, noise), mask)
-    tl.store(out_ptr + at, ahead.to(out_ptr.dtype.element_ty), mask)
+    if buffer_ptr.dtype.element_ty == tl.bfloat16:
+        noise = _noise(here.to(tl.uint32) + first_key.to(tl.uint32), second_key.to(tl.uint32))
+        tl.store(buffer_ptr + here, _round(buffer, noise), mask)
+    else:
+        tl.store(buffer_ptr + here, buffer, mask)
+    tl.store(out_ptr + there, ahead.to(out_ptr.dtype.element_ty), mask)
 
 
 @triton.jit
@@ -181,12 +202,22 @@ def _decayed(param, update, keep, CAUTIOUS: tl.constexpr):
 
 
 @triton.jit
-def apply_kernel(param_ptr, update_ptr, numel, keep, step, CAUTIOUS: tl.constexpr, BLOCK: tl.constexpr):
+def apply_kernel(
+    param_ptr,
+    update_ptr,
+    tiles_ptr,
+    numel,
+    keep,
+    step,
+    CAUTIOUS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """``param <- keep param + step update``."""
-    at, mask = _place(numel, BLOCK)
-    update = tl.load(update_ptr + at, mask).to(tl.float32)
-    param = _decayed(tl.load(param_ptr + at, mask).to(tl.float32), update, keep, CAUTIOUS)
-    tl.store(param_ptr + at, tl.fma(update, step, param).to(param_ptr.dtype.element_ty), mask)
+    here, there, mask = _places(tiles_ptr, numel, ALIGNED, BLOCK)
+    update = tl.load(update_ptr + there, mask).to(tl.float32)
+    param = _decayed(tl.load(param_ptr + here, mask).to(tl.float32), update, keep, CAUTIOUS)
+    tl.store(param_ptr + here, tl.fma(update, step, param).to(param_ptr.dtype.element_ty), mask)
 
 
 @triton.jit
@@ -249,20 +280,21 @@ def _grid(numel: int) -> tuple[int]:
     return (triton.cdiv(numel, BLOCK),)
 
 
-def advance(buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool) -> None:
+def advance(buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool, work: Workspace) -> None:
     """One pass: ``buffer`` fp32, read and written, ``grad`` read, ``out`` written; all 1-D on one device."""
-    numel = buffer.numel()
-    advance_kernel[_grid(numel)](buffer, grad, out, numel, momentum, 1.0 - momentum, nesterov, BLOCK, **OPTIONS)
+    numel, rate = buffer.numel(), 1.0 - momentum
+    advance_kernel[_grid(numel)](
+        buffer, grad, out, None, numel, momentum, rate, 0, 0, nesterov, ALIGNED=False, BLOCK=BLOCK, **OPTIONS
+    )
 
 
 def advance_rounded(
-    buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool, key: Key, first: int
+    buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool, key: Key, first: int, work: Workspace
 ) -> None:
     """One pass over a bf16 ``buffer``, with the bits of :mod:`deepspeed.muon.kernels.rounding`."""
-    numel = buffer.numel()
-    keys = signed(key[0] + first), key[1]
-    advance_rounded_kernel[_grid(numel)](
-        buffer, grad, out, numel, momentum, 1.0 - momentum, *keys, nesterov, BLOCK, **OPTIONS
+    numel, rate, first_key = buffer.numel(), 1.0 - momentum, signed(key[0] + first)
+    advance_kernel[_grid(numel)](
+        buffer, grad, out, None, numel, momentum, rate, first_key, key[1], nesterov, False, BLOCK, **OPTIONS
     )
 
 
@@ -276,12 +308,13 @@ def look_ahead(
     pitch: int,
     momentum: float,
     nesterov: bool,
+    work: Workspace,
 ) -> None:
     """One pass: ``codes`` int8, their ``absmax`` and ``grad`` read, ``out`` written; all 1-D on one device."""
-    numel = out.numel()
-    places = skipped, cols, pitch
+    numel, rate = out.numel(), 1.0 - momentum
+    is_whole = cols == numel
     look_ahead_kernel[_grid(numel)](
-        codes, absmax, grad, out, numel, *places, momentum, 1.0 - momentum, cols == numel, nesterov, BLOCK, **OPTIONS
+        codes, absmax, grad, out, numel, skipped, cols, pitch, momentum, rate, is_whole, nesterov, BLOCK, **OPTIONS
     )
 
 
@@ -294,31 +327,35 @@ def advance_codes(
     nesterov: bool,
     key: Key,
     first: int,
+    work: Workspace,
 ) -> None:
     """One pass: int8 codes and the magnitudes of their blocks read and written, ``grad`` read, ``out`` written."""
-    numel, rows = codes_.numel(), BLOCK // codes.BLOCK
-    rates, keys = (momentum, 1.0 - momentum), (signed(key[0] + first), key[1])
-    target = grad if out is None else out
+    numel, rate, rows = codes_.numel(), 1.0 - momentum, BLOCK // codes.BLOCK
+    target, first_key = grad if out is None else out, signed(key[0] + first)
+    has_out = out is not None
     advance_codes_kernel[_grid(numel)](
-        codes_, absmax, grad, target, numel, *rates, *keys, out is not None, nesterov, rows, **OPTIONS
+        codes_, absmax, grad, target, numel, momentum, rate, first_key, key[1], has_out, nesterov, rows, **OPTIONS
     )
 
 
-def apply_(param: Tensor, update: Tensor, lr: float, scale: float, weight_decay: float, cautious: bool) -> None:
+def apply_(
+    param: Tensor, update: Tensor, lr: float, scale: float, weight_decay: float, cautious: bool, work: Workspace
+) -> None:
     """One pass: ``param`` read and written, ``update`` read; contiguous, of one shape on one device."""
-    numel = param.numel()
-    factors = 1.0 - lr * weight_decay, -lr * scale
-    apply_kernel[_grid(numel)](param, update, numel, *factors, cautious, BLOCK, **OPTIONS)
+    numel, keep = param.numel(), 1.0 - lr * weight_decay
+    apply_kernel[_grid(numel)](param, update, None, numel, keep, -lr * scale, cautious, False, BLOCK, **OPTIONS)
 
 
 def normalize(x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:
     """Two passes over ``[batch, rows, cols]``, contiguous: sums of squares, and the division."""
-    batch, numel = x.size(0), x.size(1) * x.size(2)
+    numel = x.size(1) * x.size(2)
     parts = triton.cdiv(numel, SUM_BLOCK)
-    exponents = torch.empty(batch, parts, dtype=torch.int32, device=x.device)
-    sums = torch.empty(batch, parts, dtype=torch.float32, device=x.device)
-    norms = torch.empty(batch, 2, dtype=torch.float32, device=x.device)
-    sum_kernel[(parts, batch)](x, exponents, sums, numel, parts, SUM_BLOCK, num_warps=8, **OPTIONS)
-    norm_kernel[(batch,)](exponents, sums, norms, parts, 1.0 / norm, 1024, **OPTIONS)
-    divide_kernel[(triton.cdiv(numel, BLOCK), batch)](x, out, norms, numel, BLOCK, **OPTIONS)
+    for matrices, results in zip(x.split(GRID), out.split(GRID), strict=True):
+        batch = matrices.size(0)
+        exponents = torch.empty(batch, parts, dtype=torch.int32, device=x.device)
+        sums = torch.empty(batch, parts, dtype=torch.float32, device=x.device)
+        norms = torch.empty(batch, 2, dtype=torch.float32, device=x.device)
+        sum_kernel[(parts, batch)](matrices, exponents, sums, numel, parts, SUM_BLOCK, num_warps=8, **OPTIONS)
+        norm_kernel[(batch,)](exponents, sums, norms, parts, 1.0 / norm, 1024, **OPTIONS)
+        divide_kernel[(triton.cdiv(numel, BLOCK), batch)](matrices, results, norms, numel, BLOCK, **OPTIONS)
     return out

@@ -201,32 +201,45 @@ def tiles(size: int, rows: int, cols: int) -> int:
     return squares * (squares + 1) // 2 * (cols // rows)
 
 
-def _run(
-    kernel: Any, tensors: tuple[Tensor, ...], depth: int, strides: tuple[int, int], by: Scalars, diagonals: bool
-) -> None:
-    """``tensors``: A, B and the result, then their diagonals."""
-    batch, size, scalars = tensors[2].size(0), tensors[2].size(-1), map(float, by)
-    numbers = size, depth, *strides, triton.next_power_of_2(batch), *scalars
-
-    def grid(chosen: dict[str, Any]) -> tuple[int]:
-        return (tiles(size, chosen["ROWS"], chosen["COLS"]) * batch,)
-
-    (kernel or tuned_kernel)[grid](*tensors, *numbers, DIAGONALS=diagonals, GROUP=GROUP, **OPTIONS)
-
-
 def square(x: Tensor, out: Symmetric, work: Workspace, kernel: Any = None) -> None:
     """``X X^T``; ``x`` is contiguous or the transpose of what is. The diagonal is the matrix units' fp32 sum.
 
     ``kernel``: by default the tuned one.
     """
-    tensors = x, x, out.rest, out.diagonal, out.diagonal, out.diagonal
-    _run(kernel, tensors, x.size(-1), (x.stride(-2), x.stride(-1)), PLAIN, diagonals=False)
+    factor = Symmetric(x, out.diagonal)  # which is not read
+    _run(kernel, factor, factor, out, PLAIN, diagonals=False)
 
 
 def product(
     a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, by: Scalars = PLAIN, kernel: Any = None
 ) -> None:
     """``alpha A B + beta A + shift I`` for symmetric matrices that commute; all tensors are contiguous."""
-    size = out.rest.size(-1)
-    tensors = a.rest, b.rest, out.rest, a.diagonal, b.diagonal, out.diagonal
-    _run(kernel, tensors, size, (size, 1), by, diagonals=True)
+    _run(kernel, a, b, out, by, diagonals=True)
+
+
+def _run(kernel: Any, a: Symmetric, b: Symmetric, out: Symmetric, by: Scalars, diagonals: bool) -> None:
+    batch, size, depth = a.rest.shape
+    alpha, beta, shift = map(float, by)
+
+    def grid(chosen: dict[str, Any]) -> tuple[int]:
+        return (tiles(size, chosen["ROWS"], chosen["COLS"]) * batch,)
+
+    (kernel or tuned_kernel)[grid](
+        a.rest,
+        b.rest,
+        out.rest,
+        a.diagonal,
+        b.diagonal,
+        out.diagonal,
+        size,
+        depth,
+        a.rest.stride(-2),
+        a.rest.stride(-1),
+        triton.next_power_of_2(batch),
+        alpha,
+        beta,
+        shift,
+        DIAGONALS=diagonals,
+        GROUP=GROUP,
+        **OPTIONS,
+    )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +21,6 @@ SYMMETRIC_FROM = 512
 #: Triton copies sixteen bytes at a time, asynchronously, only where sizes are multiples of 16 and addresses of as many
 #: bytes. Otherwise products wait for loads of single elements.
 MULTIPLE, ADDRESS = 16, 16
-#: The most programs along the second and third dimension of a grid.
-GRID = 65_535
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -65,19 +63,15 @@ def operations(other: Operations) -> Operations:
     from deepspeed.muon.kernels import triton_multi as multi
     from deepspeed.muon.kernels import triton_products as products
 
-    def without_workspace(ours: Callable[..., None]) -> Callable[..., None]:
-        return lambda *args: ours(*args[:-1])
-
-    advance, advance_rounded = without_workspace(passes.advance), without_workspace(passes.advance_rounded)
     elementwise = dataclasses.replace(
         other,
         name=f"triton (elementwise) + {other.name}",
-        advance=_either(_are_plain(3, (torch.float32,)), advance, other.advance),
-        advance_rounded=_either(_are_plain(3, (torch.bfloat16,)), advance_rounded, other.advance_rounded),
-        look_ahead=_either(_are_codes(5), without_workspace(passes.look_ahead), other.look_ahead),
-        advance_codes=_either(_are_codes(4), without_workspace(passes.advance_codes), other.advance_codes),
-        apply_=_either(_are_plain(2), without_workspace(passes.apply_), other.apply_),
-        normalize=_either(_are_plain(2), _in_parts(passes.normalize), other.normalize),
+        advance=_either(_are_plain(3, (torch.float32,)), passes.advance, other.advance),
+        advance_rounded=_either(_are_plain(3, (torch.bfloat16,)), passes.advance_rounded, other.advance_rounded),
+        look_ahead=_either(_are_codes(5), passes.look_ahead, other.look_ahead),
+        advance_codes=_either(_are_codes(4), passes.advance_codes, other.advance_codes),
+        apply_=_either(_are_plain(2), passes.apply_, other.apply_),
+        normalize=_either(_are_plain(2), passes.normalize, other.normalize),
         runs=RunOperations(
             fits=_are_plain(1, (torch.float32,)), tiles=multi.tiles, advance=multi.advance, apply_=multi.apply_
         ),
@@ -89,7 +83,7 @@ def operations(other: Operations) -> Operations:
         elementwise,
         name=f"triton + {other.name}",
         square=_either(
-            lambda x, out, *_: _are_apart(out) and _is_plain(base_of(x)[0], *out) and _are_large(x, out.rest),
+            lambda x, out, *_: _are_apart(out, others=[base_of(x)[0]]) and _are_large(x, out.rest),
             products.square,
             other.square,
         ),
@@ -99,7 +93,7 @@ def operations(other: Operations) -> Operations:
             plain,
         ),
         multiply=_either(
-            lambda p, x, out, *_: _are_apart(p) and _is_plain(*p, base_of(x)[0], base_of(out)[0]),
+            lambda p, x, out, *_: _are_apart(p, others=[base_of(x)[0], base_of(out)[0]]),
             diagonals.multiply,
             other.multiply,
         ),
@@ -119,20 +113,9 @@ def _either(fits: Callable[..., bool], ours: Callable[..., Any], theirs: Callabl
     return call
 
 
-def _in_parts(ours: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """For as many matrices at a time as its grid can count."""
-
-    def call(x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:
-        for part, result in zip(x.split(GRID), out.split(GRID), strict=True):
-            ours(part, result, norm)
-        return out
-
-    return call
-
-
 def _are_plain(count: int, dtypes: tuple[torch.dtype, ...] = FLOATS) -> Callable[..., bool]:
     """Whether one kernel can process the first arguments, the very first of them of one of these dtypes."""
-    return lambda *args: args[0].dtype in dtypes and _is_plain(*args[:count])
+    return lambda *args: args[0].dtype in dtypes and _is_plain(args[:count])
 
 
 def _are_codes(count: int) -> Callable[..., bool]:
@@ -140,7 +123,7 @@ def _are_codes(count: int) -> Callable[..., bool]:
 
     def fits(codes: Tensor, *args: Any) -> bool:
         others = [arg for arg in args[: count - 1] if isinstance(arg, Tensor)]
-        return codes.dtype == torch.int8 and codes.device == others[0].device and _is_plain(*others)
+        return codes.dtype == torch.int8 and codes.device == others[0].device and _is_plain(others)
 
     return fits
 
@@ -150,18 +133,19 @@ def is_on_gpu(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
-def _is_plain(*tensors: Tensor) -> bool:
+def _is_plain(tensors: Sequence[Tensor]) -> bool:
     """Whether one kernel can process all of them together."""
-    first = tensors[0]
-    return all(is_on_gpu(t) and t.device == first.device and t.dtype in FLOATS and t.is_contiguous() for t in tensors)
+    device = tensors[0].device
+    return all(is_on_gpu(t) and t.device == device and t.dtype in FLOATS and t.is_contiguous() for t in tensors)
 
 
-def _are_apart(*matrices: Symmetric) -> bool:
-    """Whether the kernels, which take diagonals apart, can process all of them together."""
-    return not any(m.is_whole for m in matrices) and _is_plain(*(part for m in matrices for part in m))
+def _are_apart(*matrices: Symmetric, others: Sequence[Tensor] = ()) -> bool:
+    """Whether the kernels, which take diagonals apart, can process all of them and other tensors together."""
+    parts = [part for matrix in matrices for part in matrix]
+    return not any(matrix.is_whole for matrix in matrices) and _is_plain([*parts, *others])
 
 
-def are_half_and_aligned(*matrices: Tensor) -> bool:
+def are_half_and_aligned(matrices: Sequence[Tensor]) -> bool:
     """Whether their numbers have 16 bits, and their sizes and addresses are those that kernels load fast from."""
     return all(
         x.dtype in HALVES and x.data_ptr() % ADDRESS == 0 and all(size % MULTIPLE == 0 for size in x.shape[-2:])
@@ -171,4 +155,4 @@ def are_half_and_aligned(*matrices: Tensor) -> bool:
 
 def _are_large(*matrices: Tensor) -> bool:
     """Whether computing one triangle of the last of them, the result, is faster than a library's product."""
-    return are_half_and_aligned(*matrices) and matrices[-1].size(-1) >= SYMMETRIC_FROM
+    return are_half_and_aligned(matrices) and matrices[-1].size(-1) >= SYMMETRIC_FROM

@@ -6,6 +6,7 @@ Pure functions. QK-clip: Kimi Team, "Kimi K2: Open Agentic Intelligence" (arXiv 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -84,12 +85,7 @@ class Visible:
             mask = self.mask[(None,) * (4 - self.mask.ndim)]
             mask = mask[:, :, queries if mask.size(2) > 1 else slice(None), :keys]
             found.append(mask if mask.dtype == torch.bool else mask > HIDDEN)
-        if not found:
-            return None
-        seen = found[0]
-        for other in found[1:]:
-            seen = seen & other
-        return seen
+        return functools.reduce(torch.bitwise_and, found) if found else None
 
 
 def largest(query: Tensor, key: Tensor, scale: float, visible: Visible, mode: str = "exact", step: int = 0) -> Tensor:

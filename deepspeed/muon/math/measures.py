@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from deepspeed.muon.kernels.reference import CHUNK, CPU_CHUNK
+from deepspeed.muon.kernels.reference import CHUNK, chunks
 
 
 def orthogonality_error(x: Tensor) -> float:
@@ -58,8 +58,8 @@ def sums_of_update(weight: Tensor, update: Tensor, cautious: bool) -> Iterator[T
     Yields:
         fp32, ``[4]``: of so few elements that fp32 is exact enough.
     """
-    size = CPU_CHUNK if weight.device.type == "cpu" else CHUNK
-    for w, u in zip(weight.split(size), update.split(size), strict=True):
+    for part in chunks(weight):
+        w, u = weight[part], update[part]
         count = torch.tensor(w.numel(), dtype=torch.float32, device=w.device)
         norms = [torch.linalg.vector_norm(x, dtype=torch.float32) for x in (w, u)]
         # As the update itself compares: a product could underflow to zero.

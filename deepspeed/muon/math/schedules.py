@@ -23,22 +23,14 @@ class Schedules:
     momentum_warmup_steps: int = 300
     muon_weight_decay_steps: int | None = None
 
-    def momentum(self, last: float, done: int) -> float:
-        """The momentum of the next update, after ``done`` others; ``last``: that of the group."""
-        if self.momentum_start is None or done >= self.momentum_warmup_steps:
-            return last
-        share = done / self.momentum_warmup_steps
-        return (1 - share) * self.momentum_start + share * last
-
-    def weight_decay(self, first: float, done: int) -> float:
-        """The weight decay of the next update, after ``done`` others; ``first``: that of the group."""
-        if self.muon_weight_decay_steps is None:
-            return first
-        return first * max(0.0, 1 - done / self.muon_weight_decay_steps)
-
     def at(self, group: dict[str, Any], done: int) -> dict[str, Any]:
-        """A Muon group with the values of the next update, after ``done`` others."""
-        momentum, decay = self.momentum(group["momentum"], done), self.weight_decay(group["weight_decay"], done)
+        """Return a Muon group with the values of the next update, after ``done`` others."""
+        momentum, decay = group["momentum"], group["weight_decay"]
+        if self.momentum_start is not None and done < self.momentum_warmup_steps:
+            share = done / self.momentum_warmup_steps
+            momentum = (1 - share) * self.momentum_start + share * momentum
+        if self.muon_weight_decay_steps is not None:
+            decay *= max(0.0, 1 - done / self.muon_weight_decay_steps)
         return {**group, "momentum": momentum, "weight_decay": decay}
 
     def __str__(self) -> str:

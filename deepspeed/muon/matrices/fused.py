@@ -44,12 +44,8 @@ def cut_fused(name: str, shape: Sequence[int], axis: int, owner: nn.Module, mode
     Raises:
         ValueError: why a weight whose name suggests that it is fused stays whole.
     """
-    if name in LATENT:
-        return _latent(name, shape[axis], axis, owner, model), KV
-    if name in QUERIES and is_a(owner, *GATED_CLASSES):
-        return _queries_and_gates(name, shape[axis], axis, owner, model), GATED_Q
-    if name in FUSED_WITH_GATES | STEPS_AND_DECAYS:
-        return _linear_attention(name, shape[axis], axis, owner, model)
+    if name in LATENT | FUSED_WITH_GATES | STEPS_AND_DECAYS or (name in QUERIES and is_a(owner, GATED_CLASSES)):
+        return _by_head(name, shape[axis], axis, heads_of(owner, model) or Heads(0, 0))
     if not _SUGGESTIVE.search(name):
         return None
     if name.endswith("gate_up_proj"):
@@ -62,7 +58,7 @@ def _attention(name: str, outputs: int, inputs: int, axis: int, owner: nn.Module
         if outputs == 3 * inputs and inputs % devices == 0:
             return Cut((inputs // devices,) * 3, axis, devices), QKV
         raise _misfit(name, outputs)
-    is_grouped = name in GROUPED or is_a(owner, *GROUPED_CLASSES)
+    is_grouped = name in GROUPED or is_a(owner, GROUPED_CLASSES)
     if not is_grouped and name not in CONTIGUOUS:
         raise ValueError(f"in which order {name} of {type(owner).__name__} holds its parts is not known")
     heads = heads_of(owner, model)
@@ -86,40 +82,37 @@ def _has_output_gate(owner: nn.Module) -> bool:
     return getattr(getattr(owner, "config", None), "attention_output_gate", False) is True
 
 
-def _queries_and_gates(name: str, outputs: int, axis: int, owner: nn.Module, model: nn.Module) -> Cut:
-    heads = heads_of(owner, model)
-    if heads and outputs == 2 * heads.queries * heads.width:
-        return Cut((heads.width,) * 2, axis, heads.queries)
-    raise _misfit(name, outputs, GATED_Q)
-
-
-def _linear_attention(name: str, outputs: int, axis: int, owner: nn.Module, model: nn.Module) -> tuple[Cut, str]:
-    parts = STEPS if name in STEPS_AND_DECAYS else GATED_QKV
-    heads = heads_of(owner, model) or Heads(0, 0)
-    if heads.values and heads.values % heads.keys == 0:
-        per_key = heads.values // heads.keys
+def _by_head(name: str, outputs: int, axis: int, heads: Heads) -> tuple[Cut, str]:
+    """A weight of one kind of attention, whose parts lie beside each other for each head."""
+    sizes: tuple[int, ...]
+    per_key = heads.values // heads.keys if heads.values and heads.values % heads.keys == 0 else 0
+    if name in LATENT:
+        sizes, groups, parts = (heads.nope, heads.value), heads.queries, KV
+    elif name in QUERIES:
+        sizes, groups, parts = (heads.width,) * 2, heads.queries, GATED_Q
+    elif name in STEPS_AND_DECAYS:
+        sizes, groups, parts = (per_key,) * 2, heads.keys, STEPS
+    else:
         values = per_key * heads.value
-        sizes = (per_key,) * 2 if parts == STEPS else (heads.width, heads.width, values, values)
-        if sum(sizes) * heads.keys == outputs:
-            return Cut(sizes, axis, heads.keys), parts
+        sizes, groups, parts = (heads.width, heads.width, values, values), heads.keys, GATED_QKV
+    if all(sizes) and sum(sizes) * groups == outputs:
+        return Cut(sizes, axis, groups), parts
     raise _misfit(name, outputs, parts)
-
-
-def _latent(name: str, outputs: int, axis: int, owner: nn.Module, model: nn.Module) -> Cut:
-    heads = heads_of(owner, model)
-    if heads and heads.nope and heads.value and heads.queries * (heads.nope + heads.value) == outputs:
-        return Cut((heads.nope, heads.value), axis, heads.queries)
-    raise _misfit(name, outputs, KV)
 
 
 def _gate_and_up(name: str, shape: Sequence[int], owner: nn.Module) -> Cut:
     """The shape of the down projection beside it tells which axis holds both."""
-    if getattr(owner, "is_concatenated", True) is False or is_a(owner, *ALTERNATING_CLASSES):
+    if getattr(owner, "is_concatenated", True) is False or is_a(owner, ALTERNATING_CLASSES):
         raise ValueError(f"gate and up of {name} alternate one by one")
     axis = _axis_of_both(shape, _shape_of(owner, name.replace("gate_up", "down")))
     if axis is None:
         raise ValueError(f"no projection down beside {name} confirms its halves")
     return Cut((shape[axis] // 2,) * 2, axis)
+
+
+def output_axis(module: nn.Module) -> int:
+    """Return the axis of a module's weight along which its outputs lie."""
+    return 1 if type(module).__name__ == "Conv1D" else 0
 
 
 def stack_output_axis(name: str, shape: Sequence[int], owner: nn.Module) -> int | None:
@@ -131,7 +124,7 @@ def stack_output_axis(name: str, shape: Sequence[int], owner: nn.Module) -> int 
     Args:
         name, shape, owner: as of :func:`cut_fused`.
     """
-    if is_a(owner, *OUTPUTS_FIRST_CLASSES):
+    if is_a(owner, OUTPUTS_FIRST_CLASSES):
         return 0
     if name.endswith("gate_up_proj"):
         return _axis_of_both(shape, _shape_of(owner, name.replace("gate_up", "down")))

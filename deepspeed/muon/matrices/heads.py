@@ -25,9 +25,23 @@ LATENT = frozenset({"kv_b_proj"})
 #: Attention whose query projection holds, for each head, its query and an output gate.
 GATED_CLASSES = ("Qwen3Next", "Qwen3_5", "Qwen4Exp")
 
-_COUNTS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "heads")
-_KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads", "kv_heads", "num_query_groups")
-_WIDTHS = ("head_dim", "d_kv", "head_size", "kv_channels")
+#: What modules and configs call the numbers of :class:`Heads`, and what those of linear attention do.
+_NAMES = {
+    "queries": ("num_attention_heads", "n_head", "num_heads", "n_heads", "heads"),
+    "keys": ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads", "kv_heads", "num_query_groups"),
+    "width": ("head_dim", "d_kv", "head_size", "kv_channels"),
+    "nope": ("qk_nope_head_dim",),
+    "rope": ("qk_rope_head_dim",),
+    "value": ("v_head_dim",),
+}
+_VALUES = ("num_v_heads",)
+_NAMES_IN_LINEAR = {
+    "queries": ("num_k_heads",),
+    "keys": ("num_k_heads",),
+    "width": ("head_k_dim",),
+    "value": ("head_v_dim",),
+    "values": _VALUES,
+}
 _SIZES = ("hidden_size", "n_embd", "embed_dim", "d_model", "dim")
 #: Attributes that only linear attention has: its decay and its convolution.
 _LINEAR = ("A_log", "dt_bias", "conv1d", "q_conv1d", "q_conv")
@@ -77,7 +91,8 @@ def heads_of(attention: nn.Module, model: nn.Module) -> Heads | None:
     keys = own.keys or (queries // groups if groups else own.queries or stated.keys or queries)
     shares = (_first(source, _SIZES) // queries for source in (attention, config))
     width = own.width or stated.width or next(filter(None, shares), 0)
-    return Heads(queries, keys, width, *(mine or theirs for mine, theirs in zip(own[3:], stated[3:], strict=True)))
+    others = {name: getattr(own, name) or getattr(stated, name) for name in ("nope", "rope", "value", "values")}
+    return Heads(queries, keys, width, **others)
 
 
 def is_linear_attention(attention: nn.Module) -> bool:
@@ -97,29 +112,24 @@ def _config_of(module: nn.Module) -> Any:
 
 def _numbers(source: Any) -> Heads:
     """The numbers that a module or a config states; zeros for those that it does not."""
-    value_heads = _first(source, ("num_v_heads",))
-    if value_heads:
-        keys, width, value = (_first(source, (name,)) for name in ("num_k_heads", "head_k_dim", "head_v_dim"))
-        return Heads(keys, keys, width, value=value, values=value_heads)
-    widths = (_first(source, (name,)) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
-    return Heads(_first(source, _COUNTS), _first(source, _KEY_COUNTS), _first(source, _WIDTHS), *widths)
+    names = _NAMES_IN_LINEAR if _first(source, _VALUES) else _NAMES
+    return Heads(**{number: _first(source, found) for number, found in names.items()})
 
 
 def _first(source: Any, names: Sequence[str]) -> int:
-    values = (_read(source, name) for name in names)
-    return next((value for value in values if type(value) is int and value > 0), 0)
+    for name in names:
+        try:
+            value = getattr(source, name, None)
+        except RuntimeError:  # transformers raises it for a number that differs between layers
+            continue
+        if type(value) is int and value > 0:
+            return value
+    return 0
 
 
-def _read(source: Any, name: str) -> Any:
-    try:
-        return getattr(source, name, None)
-    except RuntimeError:  # transformers raises it for a number that differs between layers
-        return None
-
-
-def is_a(attention: nn.Module, *prefixes: str) -> bool:
-    """Whether its class, or one that it derives from, has a name that begins so."""
-    return any(base.__name__.startswith(prefixes) for base in type(attention).__mro__)
+def is_a(module: nn.Module, prefixes: str | tuple[str, ...]) -> bool:
+    """Whether its class, or one that it derives from, has a name that begins with one of these."""
+    return any(base.__name__.startswith(prefixes) for base in type(module).__mro__)
 
 
 def is_projection(leaf: str) -> bool:

@@ -12,7 +12,7 @@ from torch import nn
 
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.matrices.block import Block, Cut, cut, matrices
-from deepspeed.muon.matrices.fused import DEVICES, QKV, cut_fused
+from deepspeed.muon.matrices.fused import DEVICES, QKV, cut_fused, output_axis
 from deepspeed.muon.matrices.heads import FUSED, KEYS, LATENT, QUERIES, Heads, heads_of, is_a, is_linear_attention
 from deepspeed.muon.matrices.tp_sharding import local_shape, sharding_of, tp_rank, whole_shape
 
@@ -97,12 +97,13 @@ def _projections(module: nn.Module) -> dict[str, nn.Module]:
     """The children of an attention module that make queries and keys; empty for other modules."""
     if isinstance(module, nn.MultiheadAttention) or is_linear_attention(module):
         return {}
-    children = {name: child for name, child in module.named_children() if hasattr(child, "weight")}
-    queries = {name: child for name, child in children.items() if name.lower() in QUERIES}
-    keys = {name: child for name, child in children.items() if name.lower() in KEYS | LATENT}
-    if queries and keys:
-        return queries | keys
-    return {name: child for name, child in children.items() if name.lower() in FUSED | {"linear_qkv"}}
+
+    def named(names: Set[str]) -> dict[str, nn.Module]:
+        children = module.named_children()
+        return {name: child for name, child in children if name.lower() in names and hasattr(child, "weight")}
+
+    queries, keys = named(QUERIES), named(KEYS | LATENT)
+    return queries | keys if queries and keys else named(FUSED | {"linear_qkv"})
 
 
 def _attention(
@@ -129,9 +130,9 @@ def _attention(
                 raise ValueError(f"{leaf}.{attribute} is not trained and others of its projections are")
         parts = _parts(leaf, projection, module, model, heads, latent)
         keys = max((part.head + 1 for part in parts if part.role == "key"), default=keys)
-        axis = 1 if type(projection).__name__ == "Conv1D" else 0
         for attribute, param in projection.named_parameters():
-            weights[param] = tuple(_held(param, parts, axis if attribute == "weight" else 0, projection))
+            axis = output_axis(projection) if attribute == "weight" else 0
+            weights[param] = tuple(_held(param, parts, axis, projection))
     if heads.queries % keys:
         raise ValueError(f"its {heads.queries} query heads do not share {keys} key heads evenly")
     held = sorted({w.head for of_param in weights.values() for w in of_param if w.role == "query"})
@@ -146,8 +147,7 @@ def _parts(
     Raises:
         ValueError: they are not whole heads.
     """
-    shape = whole_shape(projection.weight)
-    axis = 1 if type(projection).__name__ == "Conv1D" else 0
+    shape, axis = whole_shape(projection.weight), output_axis(projection)
     kind, outputs = leaf.lower(), shape[axis]
     if kind in LATENT:
         parts = [_Part(heads.nope, "key", h) for h in range(heads.queries)]
@@ -170,7 +170,7 @@ def _parts(
 def _fused(
     leaf: str, shape: Sequence[int], axis: int, module: nn.Module, model: nn.Module, heads: Heads
 ) -> Iterator[_Part]:
-    known = None if is_a(module, *DEVICES) else cut_fused(leaf, shape, axis, module, model)
+    known = None if is_a(module, tuple(DEVICES)) else cut_fused(leaf, shape, axis, module, model)
     if known is None or known[1] != QKV:
         raise ValueError(f"in which order {leaf} of {type(module).__name__} holds its heads is not known")
     sizes, groups = known[0].sizes, known[0].groups
@@ -191,9 +191,8 @@ def _held(param: nn.Parameter, parts: Sequence[_Part], axis: int, projection: An
     for part, block in zip(parts, blocks, strict=True):
         if part.role is None:
             continue
-        mine = (
-            (block,)
-            if sharding is None
-            else (b for b, _ in replace(sharding, shape=shape).parts(block, tp_rank(param, projection)))
-        )
+        mine = [block]
+        if sharding is not None:
+            shards = replace(sharding, shape=shape).parts(block, tp_rank(param, projection))
+            mine = [shard for shard, _ in shards]
         yield from (HeadWeights(part.role, part.head, held) for held in mine)

@@ -10,7 +10,7 @@ from torch import nn
 
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.matrices.block import Block, Cut, cut, flattened, matrices
-from deepspeed.muon.matrices.fused import cut_fused, stack_output_axis
+from deepspeed.muon.matrices.fused import cut_fused, output_axis, stack_output_axis
 from deepspeed.muon.matrices.heads import GATED_CLASSES, cut_by_head, heads_of, is_a, is_projection
 from deepspeed.muon.matrices.options import MatrixOptions, first_match
 
@@ -43,11 +43,6 @@ class Use(NamedTuple):
         return self.path.rpartition(".")[2], self.parent
 
     @property
-    def output_axis(self) -> int:
-        """The axis of a weight along which its outputs lie."""
-        return 1 if type(self.module).__name__ == "Conv1D" else 0
-
-    @property
     def weight(self) -> tuple[str, nn.Module]:
         """The name of the weight in its attention or feed-forward module, and that module."""
         return self.projection if self.attribute == "weight" else (self.attribute, self.module)
@@ -55,7 +50,7 @@ class Use(NamedTuple):
     def matrix_output_axis(self, shape: Sequence[int]) -> int | None:
         """The axis of each of its matrices along which the outputs lie; ``None`` for a stack that does not tell."""
         if len(shape) != 3 or is_convolution(self.module):
-            return self.output_axis
+            return output_axis(self.module)
         name, owner = self.weight
         return stack_output_axis(name, shape[-2:], owner)
 
@@ -96,7 +91,7 @@ def split_parameter(
         return Splitting(whole, text)
     name, owner = use.weight
     try:
-        fused = cut_fused(name, shape[-2:], use.output_axis, owner, model)
+        fused = cut_fused(name, shape[-2:], output_axis(use.module), owner, model)
     except ValueError as error:
         return Splitting(whole, _joined(text, f"left whole: {error}"), left_whole=not text)
     return _cut(whole, text, fused[0], f"{fused[1]} by muon_fused", "muon_fused") if fused else Splitting(whole, text)
@@ -113,12 +108,12 @@ def _joined(*texts: str) -> str:
 
 
 def _by_head(name: str, shape: Sequence[int], use: Use, model: nn.Module) -> Cut:
-    leaf, attention = use.projection
+    (leaf, attention), axis = use.projection, output_axis(use.module)
     heads = heads_of(attention, model)
     try:
         if heads is None:
             raise ValueError("neither its module nor a config for it gives a number of heads")
-        return cut_by_head(leaf, shape[use.output_axis], use.output_axis, heads, is_a(attention, *GATED_CLASSES))
+        return cut_by_head(leaf, shape[axis], axis, heads, is_a(attention, GATED_CLASSES))
     except ValueError as error:
         raise MuonConfigError(
             f"optimizer.params.per_head_muon: {name} {list(shape)} is an attention projection by its name, but "

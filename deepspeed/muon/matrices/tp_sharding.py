@@ -40,7 +40,7 @@ class Sharding:
 
     def shard(self, whole: Tensor, rank: int) -> Tensor:
         """The shard of a rank, of ``whole`` in any shape; a view where it is one range."""
-        held = [whole.view(self.shape).narrow(self.axis, *part) for part in self.ranges[rank]]
+        held = [whole.view(self.shape).narrow(self.axis, start, size) for start, size in self.ranges[rank]]
         return held[0] if len(held) == 1 else torch.cat(held, dim=self.axis)
 
     def parts(self, block: Block, rank: int) -> Iterator[tuple[Block, int]]:

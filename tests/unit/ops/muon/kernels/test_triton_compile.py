@@ -15,7 +15,6 @@ import pytest
 triton = pytest.importorskip("triton", reason="triton is not installed")
 from deepspeed.muon.kernels import triton_diagonals as diagonals  # noqa: E402
 from deepspeed.muon.kernels import triton_elementwise as elementwise  # noqa: E402
-from deepspeed.muon.kernels import triton_multi as multi  # noqa: E402
 from deepspeed.muon.kernels import triton_products as products  # noqa: E402
 from deepspeed.muon.kernels import triton_table  # noqa: E402
 
@@ -27,6 +26,7 @@ SHARED_BYTES = 227 * 1024
 UNKNOWN = {"skipped", "first_key", "second_key", "matrices"}
 """Numbers that kernels are not specialized on."""
 BLOCK = {"BLOCK": elementwise.BLOCK}
+ONE_RUN = BLOCK | {"tiles_ptr": None, "ALIGNED": False}
 NUMBERS = {
     **dict.fromkeys(("numel", "parts", "size", "depth", "across", "along", "matrices"), "i32"),
     **dict.fromkeys(("rows", "cols", "pitch", "skipped", "first_key", "second_key"), "i32"),
@@ -88,8 +88,8 @@ def resources(report: str) -> dict[str, int]:
 
 ELEMENTWISE: list[tuple[str, dict[str, str], dict[str, Any]]] = [
     *(
-        (f"{name}_kernel", {"buffer_ptr": kept, "grad_ptr": grad, "out_ptr": out}, {"NESTEROV": nesterov} | BLOCK)
-        for name, kept in (("advance", "*fp32"), ("advance_rounded", "*bf16"))
+        ("advance_kernel", {"buffer_ptr": kept, "grad_ptr": grad, "out_ptr": out}, {"NESTEROV": nesterov} | ONE_RUN)
+        for kept in ("*fp32", "*bf16")
         for grad, out, nesterov in (("*fp32", "*bf16", True), ("*bf16", "*fp32", False), ("*fp16", "*fp16", True))
     ),
     (
@@ -105,9 +105,9 @@ ELEMENTWISE: list[tuple[str, dict[str, str], dict[str, Any]]] = [
         )
         for has_out in (True, False)
     ),
-    ("apply_kernel", {"param_ptr": "*fp32", "update_ptr": "*bf16"}, BLOCK | {"CAUTIOUS": False}),
-    ("apply_kernel", {"param_ptr": "*fp32", "update_ptr": "*bf16"}, BLOCK | {"CAUTIOUS": True}),
-    ("apply_kernel", {"param_ptr": "*bf16", "update_ptr": "*fp16"}, BLOCK | {"CAUTIOUS": False}),
+    ("apply_kernel", {"param_ptr": "*fp32", "update_ptr": "*bf16"}, ONE_RUN | {"CAUTIOUS": False}),
+    ("apply_kernel", {"param_ptr": "*fp32", "update_ptr": "*bf16"}, ONE_RUN | {"CAUTIOUS": True}),
+    ("apply_kernel", {"param_ptr": "*bf16", "update_ptr": "*fp16"}, ONE_RUN | {"CAUTIOUS": False}),
     *(("sum_kernel", {"x_ptr": kind}, {"BLOCK": elementwise.SUM_BLOCK}) for kind in ("*bf16", "*fp32")),
     ("norm_kernel", {}, {"BLOCK": 1024}),
     *(
@@ -137,10 +137,10 @@ def test_elementwise(name: str, types: dict[str, str], constants: dict[str, Any]
 
 
 RUNS: list[tuple[str, dict[str, str], dict[str, Any]]] = [
-    ("advance_runs_kernel", {"buffer_ptr": "*fp32", "grad_ptr": "*fp32", "out_ptr": "*bf16"}, {"NESTEROV": True}),
-    ("advance_runs_kernel", {"buffer_ptr": "*fp32", "grad_ptr": "*bf16", "out_ptr": "*fp32"}, {"NESTEROV": False}),
-    ("apply_runs_kernel", {"param_ptr": "*fp32", "update_ptr": "*bf16"}, {"CAUTIOUS": False}),
-    ("apply_runs_kernel", {"param_ptr": "*fp32", "update_ptr": "*bf16"}, {"CAUTIOUS": True}),
+    ("advance_kernel", {"buffer_ptr": "*fp32", "grad_ptr": "*fp32", "out_ptr": "*bf16"}, {"NESTEROV": True}),
+    ("advance_kernel", {"buffer_ptr": "*fp32", "grad_ptr": "*bf16", "out_ptr": "*fp32"}, {"NESTEROV": False}),
+    ("apply_kernel", {"param_ptr": "*fp32", "update_ptr": "*bf16"}, {"CAUTIOUS": False}),
+    ("apply_kernel", {"param_ptr": "*fp32", "update_ptr": "*bf16"}, {"CAUTIOUS": True}),
 ]
 
 
@@ -150,7 +150,7 @@ RUNS: list[tuple[str, dict[str, str], dict[str, Any]]] = [
 def test_many_runs(name: str, types: dict[str, str], constants: dict[str, Any], aligned: bool) -> None:
     """Sixteen bytes at a time where the runs allow it, and nothing spilled."""
     types, constants = types | {"tiles_ptr": "*i64"}, constants | BLOCK | {"ALIGNED": aligned}
-    _, report, code = compiled(getattr(multi, name), types, constants)
+    _, report, code = compiled(getattr(elementwise, name), types, constants)
     assert resources(report)["STACK"] == 0 and resources(report)["REG"] <= 128
     assert bool(re.search(r"LDG\S*\.128", code)) == aligned
     assert not aligned or not re.search(r"LDG\S*\.(U16|U8)", code)

@@ -245,8 +245,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_table, "is_on_gpu", lambda tensor: True)
     monkeypatch.setattr(quack, "is_on_gpu", lambda tensor: True)
     for name in ("advance", "advance_rounded", "look_ahead", "advance_codes", "apply_"):
-        plain = getattr(reference, name)
-        monkeypatch.setattr(elementwise, name, lambda *args, plain=plain: plain(*args, Workspace()))
+        monkeypatch.setattr(elementwise, name, getattr(reference, name))
     monkeypatch.setattr(elementwise, "normalize", reference.normalize)
     for name in ("tiles", "advance", "apply_"):
         monkeypatch.setattr(multi, name, getattr(reference.RUNS, name))
@@ -289,7 +288,7 @@ WRONG: list[tuple[Any, str, Any, str]] = [
     (
         elementwise,
         "apply_",
-        lambda *args: reference.apply_(*args[:-1], False, Workspace()),
+        lambda *args: reference.apply_(*args[:5], False, Workspace()),
         "the result of cautious apply_ is wrong, by ",
     ),
     (multi, "advance", raising, "RuntimeError: misaligned address"),

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from deepspeed.muon.kernels import reference
 from deepspeed.muon.math import measures
 from deepspeed.muon.math.measures import orthogonality_error, participation_ratio, sums_of_update
 
@@ -16,7 +17,7 @@ SHAPES = [(24, 40), (40, 24), (32, 32), (1, 9), (130, 7)]
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the matrices have several."""
     monkeypatch.setattr(measures, "CHUNK", 100)
-    monkeypatch.setattr(measures, "CPU_CHUNK", 100)
+    monkeypatch.setattr(reference, "CPU_CHUNK", 100)
 
 
 def matrix(shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> torch.Tensor:

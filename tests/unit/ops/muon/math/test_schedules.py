@@ -17,7 +17,8 @@ def test_momentum_goes_linearly_to_that_of_the_group(done: int, momentum: float)
 
 
 def test_it_may_fall() -> None:
-    assert Schedules(momentum_start=0.99, momentum_warmup_steps=2).momentum(0.9, 1) == pytest.approx(0.945)
+    found = Schedules(momentum_start=0.99, momentum_warmup_steps=2).at(GROUP | {"momentum": 0.9}, 1)
+    assert found["momentum"] == pytest.approx(0.945)
 
 
 @pytest.mark.parametrize(("done", "decay"), [(0, 0.2), (1, 0.15), (2, 0.1), (3, 0.05), (4, 0.0), (5, 0.0), (99, 0.0)])
