@@ -14,7 +14,7 @@ from benchmarks.rates import Rates, alternate, measure, summary
 from deepspeed.muon.kernels import quack, triton_table
 from deepspeed.muon.kernels.table import Scalars, Symmetric, oriented
 from deepspeed.muon.kernels.workspace import Workspace
-from deepspeed.muon.plan.plan import Bucket, Copy
+from deepspeed.muon.plan.bucket import Bucket, Copy
 
 Rows = Iterator[dict[str, Any]]
 #: Part -> its call, the seconds that it may take, and the tests that it is, if it is no function of this module.
@@ -67,7 +67,7 @@ def sent_to_itself(bucket: Bucket) -> Bucket:
         count = run.copy.numel
         to = Copy(at, run.copy.at, 1, count, count) if run.in_place else next(columns)
         received.append(to._replace(at=at))
-        runs.append(dataclasses.replace(run, in_place=False, copy=run.copy._replace(at=at)))
+        runs.append(run._replace(in_place=False, copy=run.copy._replace(at=at)))
         at += count
     changes = {"runs": tuple(runs), "received": tuple(received), "send_counts": (at,), "receive_counts": (at,)}
     return dataclasses.replace(bucket, **changes, travels=True)

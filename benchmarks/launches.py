@@ -29,7 +29,7 @@ from deepspeed.muon.math.choice import counted_method
 from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.patch import replaced
-from deepspeed.muon.plan import plan
+from deepspeed.muon.plan import bucket, plan
 from deepspeed.muon.plan.cost import CostModel, cost_model
 from deepspeed.muon.plan.launches import Launches, launches_of
 from deepspeed.muon.plan.plan import BUCKET_BYTES, Plan
@@ -158,7 +158,7 @@ def cost_of(part: StepPart) -> CostModel:
 def plans_of(parts: Sequence[StepPart], rank: int, bucket_bytes: int, together: bool) -> list[Plan]:
     """One rank's plans; without ``together`` each part of a matrix is received by a copy of its own."""
     changes = {} if together else {"_merged": lambda copies, merge: list(copies)}
-    with mock.patch.multiple(plan, **changes) if changes else contextlib.nullcontext():
+    with mock.patch.multiple(bucket, **changes) if changes else contextlib.nullcontext():
         return [plan.make_plan(part.shards, rank, part.world_size, cost_of(part), bucket_bytes) for part in parts]
 
 

@@ -23,9 +23,10 @@ from deepspeed.muon.math.choice import Choice, shape_key
 from deepspeed.muon.math.newton_schulz import DTYPES, name_of
 from deepspeed.muon.math.scale import scale_factor
 from deepspeed.muon.plan.between_owners import NewtonSchulz, between_owners
+from deepspeed.muon.plan.bucket import Bucket
 from deepspeed.muon.plan.cost import cost_model
 from deepspeed.muon.plan.launches import calls_of
-from deepspeed.muon.plan.plan import Bucket, Plan, make_plan
+from deepspeed.muon.plan.plan import Plan, make_plan
 from deepspeed.muon.plan.program import Program, program_of
 from deepspeed.muon.plan.sharing import shared_counts
 from deepspeed.muon.tuning import method_of, with_products

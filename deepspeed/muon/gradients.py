@@ -21,7 +21,8 @@ from torch import Tensor
 from deepspeed.muon.exchange.buffers import grids
 from deepspeed.muon.exchange.exchange import Exchange
 from deepspeed.muon.exchange.partition import Partition
-from deepspeed.muon.plan.plan import Plan, Run
+from deepspeed.muon.plan.bucket import Run
+from deepspeed.muon.plan.plan import Plan
 from deepspeed.muon.plan.program import Look
 
 #: Elements of each matrix that are looked at first. Nearly every gradient has one among them that is not zero; only

@@ -13,7 +13,8 @@ from deepspeed.muon.kernels.rounding import key_of
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.math.momentum import Blocks, State
-from deepspeed.muon.plan.plan import Plan, Run
+from deepspeed.muon.plan.bucket import Run
+from deepspeed.muon.plan.plan import Plan
 
 
 class Int8Step:

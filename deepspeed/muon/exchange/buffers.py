@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deepspeed.muon.exchange.watchdog import PendingCollective
 from deepspeed.muon.kernels.workspace import Workspace
-from deepspeed.muon.plan.plan import Bucket, Copy
+from deepspeed.muon.plan.bucket import Bucket, Copy
 
 
 @dataclass

@@ -17,7 +17,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from deepspeed.muon.kernels.workspace import Workspace
-from deepspeed.muon.plan.plan import Bucket
+from deepspeed.muon.plan.bucket import Bucket
 
 
 def pinned(tensor: Tensor) -> Tensor:

@@ -19,10 +19,11 @@ from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.matrices.query_keys import attention_layers
 from deepspeed.muon.matrices.routing import MatrixSpec, route
 from deepspeed.muon.param_groups import check_options, split_groups
+from deepspeed.muon.plan.bucket import Round
 from deepspeed.muon.plan.cost import CostModel
 from deepspeed.muon.plan.memory import Demand, demands_by_rank, own_demands, result_demands
-from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard
-from deepspeed.muon.plan.plan import GlobalPlan, Round, global_plan, slot_count, storages_of
+from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard, Spread
+from deepspeed.muon.plan.plan import GlobalPlan, global_plan, slot_count, storages_of
 from deepspeed.muon.plan.sharing import shared_counts
 
 #: Stages 1 and 2 pad each flat group to a multiple of this many elements per rank (``nccl_start_alignment_factor``).
@@ -295,12 +296,12 @@ def _traffic(owned: Round, world_size: int) -> _Traffic:
     Matrices that are cut alike, as all of one shape are at stage 3, are counted together.
     """
     traffic = _Traffic(world_size)
-    alike: dict[tuple[Block, int, int], tuple[PlacedBlock, list[int]]] = {}
+    alike: dict[Spread, tuple[PlacedBlock, list[int]]] = {}
     for owner, item in owned:
-        key = (item.block, item.shard.placement.origin, item.shard.placement.span)
-        alike.setdefault(key, (item, []))[1].append(owner)
+        alike.setdefault(item.spread, (item, []))[1].append(owner)
     for item, owners_of_alike in alike.values():
-        held, numel, count = {rank: item.held(rank) for rank in item.holders}, item.block.numel, len(owners_of_alike)
+        held = {rank: item.spread.held(rank) for rank in item.spread.holders}
+        numel, count = item.block.numel, len(owners_of_alike)
         for owner in owners_of_alike:
             traffic.sent[owner] += numel - 2 * held.get(owner, 0)
             traffic.there[owner] -= owner in held

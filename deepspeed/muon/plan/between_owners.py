@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from deepspeed.muon.kernels.workspace import batch_limit
 from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.newton_schulz import DTYPES, SPLIT_FROM, product_order
+from deepspeed.muon.plan.bucket import Batch
 from deepspeed.muon.plan.collective import Collective, Group
 from deepspeed.muon.plan.memory import SUM_ELEMENTS
-from deepspeed.muon.plan.plan import Batch
 
 
 @dataclass(frozen=True, kw_only=True)

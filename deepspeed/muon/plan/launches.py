@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from deepspeed.muon.plan.plan import Bucket
+from deepspeed.muon.plan.bucket import Bucket
 
 #: Of a matrix, by rows and columns: the factor of its update.
 Scale = Callable[[int, int], float]

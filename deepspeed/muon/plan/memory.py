@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from deepspeed.muon.kernels.workspace import batch_limit
 from deepspeed.muon.math.newton_schulz import DTYPES, SPLIT_FROM
-from deepspeed.muon.matrices.block import Block
-from deepspeed.muon.plan.placement import PlacedBlock
-from deepspeed.muon.plan.plan import Batch, Plan, Round, batches_of
+from deepspeed.muon.plan.bucket import Batch, Round, batches_of
+from deepspeed.muon.plan.placement import PlacedBlock, Spread
+from deepspeed.muon.plan.plan import Plan
 
 #: Small symmetric matrices of a method of Newton-Schulz; in 16 bits each has a diagonal in fp32.
 SYMMETRIC = {"standard": ("gram", "factor"), "gram": ("gram", "factor", "q", "t")}
@@ -179,27 +179,26 @@ def _whole(items: Sequence[PlacedBlock], batches: tuple[Batch, ...] = ()) -> Dem
 def _longest_grid(item: PlacedBlock, rank: int) -> int:
     if item.block.stride == item.block.cols:
         return 0
-    return max((piece.numel for piece in item.pieces(rank) if piece.rows > 1), default=0)
+    return max((piece.numel for piece in item.spread.pieces(rank) if piece.rows > 1), default=0)
 
 
 def _others(owned: Sequence[Sequence[PlacedBlock]], matrices: Round) -> tuple[list[int], list[int], list[int]]:
     """By rank: elements to send and receive, of the longest run, and of the longest one on a grid."""
     sent, received, longest, grids = ([0] * len(owned) for _ in range(4))
-    alike: dict[tuple[Block, int, int], tuple[PlacedBlock, list[int]]] = {}
+    alike: dict[Spread, tuple[PlacedBlock, list[int]]] = {}
     for owner, item in matrices:
-        key = (item.block, item.shard.placement.origin, item.shard.placement.span)
-        alike.setdefault(key, (item, []))[1].append(owner)
+        alike.setdefault(item.spread, (item, []))[1].append(owner)
     for item, owners in alike.values():
-        for rank in item.holders:
-            held = item.held(rank)
+        for rank in item.spread.holders:
+            held = item.spread.held(rank)
             sent[rank] += len(owners) * held
             longest[rank] = max(longest[rank], held)
             grids[rank] = max(grids[rank], _longest_grid(item, rank))
         for owner in owners:
-            held = item.held(owner)
+            held = item.spread.held(owner)
             sent[owner] -= held
             if len(owned[owner]) > 1:
                 received[owner] += item.block.numel - held
-            elif owner in item.holders[1:-1]:  # see sends_own_part
+            elif owner in item.spread.holders[1:-1]:  # see sends_own_part
                 received[owner] += min(held, item.block.numel - held)
     return [there + back for there, back in zip(sent, received, strict=True)], longest, grids

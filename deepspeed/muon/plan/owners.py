@@ -69,10 +69,10 @@ def _candidates(item: PlacedBlock, least: int) -> dict[int, int]:
 
     All holders but the first and the last hold equal parts, so a few stand for many.
     """
-    holders = item.holders
+    holders = item.spread.holders
     middle = holders[len(holders) // 2]
     few = holders if len(holders) <= FEW_HOLDERS else (holders[0], middle, holders[-1])
-    missing = {rank: item.block.numel - item.held(rank) for rank in few}
+    missing = {rank: item.block.numel - item.spread.held(rank) for rank in few}
     if least in holders:
         missing.setdefault(least, missing[middle])
     return missing

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain
 from typing import NamedTuple
 
 from deepspeed.muon.matrices.block import Block, Piece
 from deepspeed.muon.matrices.routing import MatrixSpec
+from deepspeed.muon.matrices.tp_sharding import Sharding
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,11 @@ class Placement:
         low = part * self.span - self.origin
         return (max(start, low), min(stop, low + self.span)) if not other else (stop, start)
 
+    @property
+    def rule(self) -> tuple[int, int, int, int, int]:
+        """Return which ranks hold which elements, wherever they lie there."""
+        return self.origin, self.span, self.copies, self.first, self.step
+
     def position(self, element: int) -> int:
         """Position of ``element`` in the tensor of the rank that holds it."""
         return self.base + (self.origin + element) % self.span
@@ -64,6 +70,11 @@ class Shard:
     tensor: int
     placement: Placement
     tp_placements: tuple[Placement, ...] = ()
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """Return that of each rank's parameter; one without tensor parallelism."""
+        return self.tp_placements or (self.placement,)
 
 
 class Rectangle(NamedTuple):
@@ -88,6 +99,55 @@ class Rectangle(NamedTuple):
         low, high = self.placement.held(rank, self.block.offset, self.block.stop)
         pieces = self.block.pieces(low, high, pitch)
         return (piece._replace(at=self.at + piece.at) for piece in pieces) if self.at else pieces
+
+
+class Spread:
+    """How the elements of a matrix are spread over the ranks. Matrices that are cut alike have one in common.
+
+    The rectangles of copies are equal. The owner uses any of them, and all get its result, so that copies stay equal
+    bit by bit.
+
+    Args:
+        parts: the rectangles that make up the matrix: one, or those on the ranks of a tensor-parallel group.
+        cols: of the matrix.
+    """
+
+    def __init__(self, parts: tuple[Rectangle, ...], cols: int) -> None:
+        self.parts, self._cols = parts, cols
+        #: Ranks that hold a part of the matrix, in order.
+        self.holders: Sequence[int] = parts[0].ranks
+        if len(parts) > 1:
+            self.holders = sorted({rank for part in parts for rank in part.ranks})
+        #: For the digest on which the ranks agree.
+        self.text = str(parts)
+        self._held: dict[int, int] = {}
+        self._pieces: dict[int, tuple[Piece, ...]] = {}
+
+    def held(self, rank: int) -> int:
+        """Return the number of the matrix's elements that a rank holds."""
+        found = self._held.get(rank)
+        if found is None:
+            found = self._held[rank] = sum(part.held(rank) for part in self.parts)
+        return found
+
+    def pieces(self, rank: int) -> tuple[Piece, ...]:
+        """Return the part that a rank holds, as :meth:`Block.pieces`."""
+        found = self._pieces.get(rank)
+        if found is None:
+            pieces = chain.from_iterable(part.pieces(rank, self._cols) for part in self.parts)
+            found = self._pieces[rank] = tuple(pieces)
+        return found
+
+
+@lru_cache(maxsize=1024)
+def _spread(block: Block, sharding: Sharding | None, rules: tuple[tuple[int, int, int, int, int], ...]) -> Spread:
+    """Return that of a block; ``rules``: of the placements of its parameter."""
+    parts = []
+    for t, (origin, span, copies, first, step) in enumerate(rules):
+        placement = Placement(origin, span, 0, copies, first, step)
+        for part, at in sharding.parts(block, t) if sharding else ((block, 0),):
+            parts.append(Rectangle(part, at, placement))
+    return Spread(tuple(parts), block.cols)
 
 
 @dataclass(frozen=True)
@@ -136,29 +196,7 @@ class PlacedBlock:
         return self.shape[self.axis]
 
     @cached_property
-    def parts(self) -> tuple[Rectangle, ...]:
-        """The rectangles that make it up: one, or those on the ranks of a tensor-parallel group.
-
-        The rectangles of copies are equal. The owner uses any of them, and all get its result, so that copies stay
-        equal bit by bit.
-        """
-        sharding, tp_placements = self.shard.spec.sharding, self.shard.tp_placements or (self.shard.placement,)
-        if sharding is None:
-            return tuple(Rectangle(self.block, 0, placement) for placement in tp_placements)
-        cuts = ((placement, sharding.parts(self.block, t)) for t, placement in enumerate(tp_placements))
-        return tuple(Rectangle(block, at, placement) for placement, parts in cuts for block, at in parts)
-
-    @cached_property
-    def holders(self) -> Sequence[int]:
-        """Ranks that hold a part of the matrix, in order."""
-        if len(self.parts) == 1:
-            return self.parts[0].ranks
-        return sorted({rank for part in self.parts for rank in part.ranks})
-
-    def pieces(self, rank: int) -> Iterator[Piece]:
-        """The part that ``rank`` holds, as :meth:`Block.pieces`."""
-        return chain.from_iterable(part.pieces(rank, self.block.cols) for part in self.parts)
-
-    def held(self, rank: int) -> int:
-        """Number of the matrix's elements that ``rank`` holds."""
-        return sum(part.held(rank) for part in self.parts)
+    def spread(self) -> Spread:
+        """Where its elements are."""
+        rules = tuple(placement.rule for placement in self.shard.placements)
+        return _spread(self.block, self.shard.spec.sharding, rules)

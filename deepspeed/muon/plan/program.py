@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
+from deepspeed.muon.plan.bucket import Batch, Bucket
 from deepspeed.muon.plan.collective import Collective, Group
-from deepspeed.muon.plan.plan import Batch, Bucket, Plan
+from deepspeed.muon.plan.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from deepspeed.muon.plan.bucket import Round
 from deepspeed.muon.plan.cost import CostModel
 from deepspeed.muon.plan.owners import assign
 from deepspeed.muon.plan.placement import PlacedBlock
-from deepspeed.muon.plan.plan import Round, bucket_limit, owned_by, rounds_of
+from deepspeed.muon.plan.plan import bucket_limit, owned_by, rounds_of
 from deepspeed.muon.plan.slices import counts_of
 
 

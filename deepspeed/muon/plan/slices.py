@@ -92,7 +92,7 @@ def counts_of(
     allowed = counts_for(world_size, most) if most else of_node
     holders: dict[tuple[int, int], int] = {}
     for item in items:
-        holders[item.shape] = min(holders.get(item.shape, world_size), len(item.holders))
+        holders[item.shape] = min(holders.get(item.shape, world_size), len(item.spread.holders))
 
     @cache
     def count_for(rows: int, cols: int) -> int:

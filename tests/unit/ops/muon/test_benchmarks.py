@@ -23,7 +23,7 @@ from benchmarks import __main__ as command  # noqa: E402
 from benchmarks import gpu, learning, ns, quality, ranks, report, roofline, step, training  # noqa: E402
 from benchmarks.rates import Rates  # noqa: E402
 from deepspeed.muon.kernels import reference  # noqa: E402
-from deepspeed.muon.plan.plan import Batch, Bucket  # noqa: E402
+from deepspeed.muon.plan.bucket import Batch, Bucket  # noqa: E402
 from losslog import Row  # noqa: E402
 
 #: Round numbers: one operation and one byte a unit.

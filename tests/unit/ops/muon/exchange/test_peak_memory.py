@@ -114,8 +114,8 @@ def test_the_prediction_knows_methods_kernels_and_dtypes(method: str, kernels: s
 
 def test_a_copy_is_counted_where_the_dtypes_differ() -> None:
     """One more matrix, in the dtype of Newton-Schulz; buffers stay those of the wire."""
+    from deepspeed.muon.plan.bucket import Batch
     from deepspeed.muon.plan.memory import Demand, PartDemand
-    from deepspeed.muon.plan.plan import Batch
 
     part = PartDemand(
         [Demand(3000, 100, 0, (Batch(0, 20, 50, 0, ("w",), (20, 50)),))], [0], lambda rows, cols: "standard"

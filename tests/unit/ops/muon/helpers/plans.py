@@ -6,10 +6,10 @@ import math
 
 from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.matrices.routing import MatrixSpec
+from deepspeed.muon.plan.bucket import Batch, Copy, Run
 from deepspeed.muon.plan.collective import Collective
 from deepspeed.muon.plan.cost import CostModel
 from deepspeed.muon.plan.placement import Placement, Shard
-from deepspeed.muon.plan.plan import Batch, Copy, Run
 
 
 def nothing_between(batch: Batch, rank: int) -> tuple[Collective, ...]:

@@ -176,7 +176,7 @@ def holders(name: str, tp: int, **config: Any) -> dict[str, tuple[int, list[int]
         optimizer = engine.basic_optimizer
         pairs = zip(optimizer.partitions, optimizer.plans, strict=True)
         placed = ((block, owner) for p, plan in pairs for block, owner in zip(p.blocks, plan.owners, strict=True))
-        return {block.name: (owner, list(block.holders)) for block, owner in placed}
+        return {block.name: (owner, list(block.spread.holders)) for block, owner in placed}
 
 
 def go_on(name: str, tp: int, folder: str, load: bool, **config: Any) -> dict[str, Tensor]:
