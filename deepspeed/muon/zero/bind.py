@@ -33,7 +33,6 @@ from deepspeed.muon.zero.refusals import refuse_engine, refuse_qk_clip, refuse_u
 from deepspeed.muon.zero.startup_log import log_startup
 from deepspeed.muon.zero.tp_ranks import grid_of, matrix_share
 from deepspeed.muon.zero.wrappers import adapter_for
-from deepspeed.muon.zero.wrappers.grad_norm import once_per_step
 from deepspeed.muon.zero.wrappers.tensor_parallel import joined
 
 #: Keys of the optimizer's groups that decide what is trained; a user may add others of any type.
@@ -80,6 +79,7 @@ def bind_engine(engine: Any) -> None:
         peers = grid.group if grid else engine.mpu.get_data_parallel_group()
         muon_of_all_stages = of_all_stages(optimizer)
     adapter = engine.muon_adapter = adapter_for(engine, optimizer)
+    is_finite = adapter.watch_gradients()
     adapter.prepare(verdict["groups"])
     partitions = joined(adapter, grid)
     device = _compute_device()
@@ -93,6 +93,8 @@ def bind_engine(engine: Any) -> None:
         ranks_per_node=verdict["ranks_per_node"],
         peers=peers,
         muon_of_all_stages=muon_of_all_stages,
+        is_stepped_in_parts=True,
+        is_finite=is_finite,
     )
     world_size = max((p.world_size for p in partitions), default=1)
     with slow("choosing dtype, method and kernels of Newton-Schulz"):
@@ -105,8 +107,6 @@ def bind_engine(engine: Any) -> None:
     keep_convertible(optimizer)
     adapter.open_states()
     read_universal(adapter)
-    optimizer.is_stepped_in_parts = True
-    optimizer.report_skip = once_per_step(engine, optimizer.report_skip)
     start_watchdog()
     if engine.global_rank in verdict["firsts"]:
         log_startup(adapter, tuning, verdict["matrices"])

@@ -21,7 +21,6 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
-from deepspeed.accelerator import get_accelerator
 
 from deepspeed.muon.errors import DisagreementError
 
@@ -209,14 +208,3 @@ def _from(rank: int, value: Any) -> Any:
     values = [value]
     torch.distributed.broadcast_object_list(values, src=rank)
     return values[0]
-
-
-def on_all_ranks(check: Callable[[], bool], group: Any = None) -> Callable[[], bool]:
-    """The check, passed where all ranks of the group pass it: ranks with their own parameters have own gradients."""
-
-    def agreed() -> bool:
-        passed = torch.tensor(float(check()), dtype=torch.float32, device=get_accelerator().current_device_name())
-        torch.distributed.all_reduce(passed, torch.distributed.ReduceOp.MIN, group=group)
-        return bool(passed)
-
-    return agreed

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from deepspeed.muon.exchange.agreed import Agreed
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.patch import Seam, replace
@@ -70,12 +71,11 @@ class Adapter:
         raise NotImplementedError
 
     def prepare(self, group_count: int) -> None:
-        """Set ``optimizer.is_finite``, which gives the same answer on all ranks, and one loss scale for all of them.
+        """Set up one loss scale for all ranks.
 
         Also what the wrapper needs so that it does not run stock's Muon, takes part in the collectives of pipeline
         stages that have up to ``group_count`` parameter groups, and has all state that is not in memory.
         """
-        self.optimizer.is_finite = self.watch_gradients()
         share_autocast_scale(self.engine)
 
     def gradient_buffers(self) -> Iterator[Tensor]:
@@ -106,8 +106,8 @@ class Adapter:
         for buffer in self.gradient_buffers():
             buffer.zero_()
 
-    def watch_gradients(self) -> Callable[[], bool]:
-        """What tells whether the gradients of a step are finite on all ranks."""
+    def watch_gradients(self) -> Callable[[], Agreed]:
+        """Return what tells whether the gradients of a step are finite; called once, before :meth:`prepare`."""
         return NormWatch(self.replace)
 
     def open_states(self) -> None:

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 
+from deepspeed.muon.exchange.agreed import Agreed, agreed
 from deepspeed.muon.zero.wrappers.flat import Flat, FlatGroup
 from deepspeed.muon.zero.wrappers.grad_norm import is_valid
 
@@ -25,8 +26,11 @@ class Bf16(Flat):
             yield params, [0, *ends[:-1]], flat, partition
 
     def prepare(self, group_count: int) -> None:
-        """The wrapper keeps the norm of all ranks."""
-        self.optimizer.is_finite = lambda: is_valid(self.wrapper._global_grad_norm)
+        """Change nothing: the wrapper has no loss scale."""
+
+    def watch_gradients(self) -> Callable[[], Agreed]:
+        """Return a look at the norm of all ranks, which the wrapper keeps."""
+        return lambda: agreed(is_valid(self.wrapper._global_grad_norm), is_common=True)
 
     def open_states(self) -> None:
         """``zero_to_fp32`` takes a file without this key for no ZeRO checkpoint; the layout is stage 1's."""

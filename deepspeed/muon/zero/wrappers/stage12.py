@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from deepspeed.muon.exchange.agreed import Agreed
 from deepspeed.muon.matrices.routing import TAG
 from deepspeed.muon.zero.tp_ranks import tp_rank
 from deepspeed.muon.zero.wrappers.experts import with_all_experts
@@ -64,7 +65,7 @@ class Stage12(Flat):
             wrapper._offload_accumulated_param_ids = missing
             wrapper._finalize_cpu_offload_gradient_accumulation()
 
-    def watch_gradients(self) -> Callable[[], bool]:
+    def watch_gradients(self) -> Callable[[], Agreed]:
         """``compute_grad_norm: false`` leaves no norm to listen to."""
         if getattr(self.wrapper, "compute_grad_norm", True):
             return super().watch_gradients()

@@ -19,7 +19,7 @@ from deepspeed.muon.matrices.routing import MatrixSpec
 from deepspeed.muon.matrices.tp_sharding import Sharding, sharding_of
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.plan.placement import Placement, Shard
-from deepspeed.muon.zero.consensus import gathered, on_all_ranks
+from deepspeed.muon.zero.consensus import gathered
 from deepspeed.muon.zero.tp_ranks import Grid, tp_group, tp_rank
 from deepspeed.muon.zero.wrappers.adapter import Adapter
 from deepspeed.muon.zero.wrappers.stage0 import Stage0
@@ -37,8 +37,6 @@ def joined(adapter: Adapter, grid: Grid | None) -> list[Partition]:
     if grid is None:
         return partitions
     group = tp_group(adapter.engine)
-    if isinstance(adapter, Stage0):  # other stages reduce their norms over these ranks, too
-        optimizer.is_finite = on_all_ranks(optimizer.is_finite, group)
     if optimizer.config.tp_mode == "shard":
         return partitions
     # Experts are not cut; the ranks that have the same ones share them among themselves.
