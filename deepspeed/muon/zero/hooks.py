@@ -308,11 +308,14 @@ def install() -> None:
     if _undo:
         return
     if not is_tested(version):
-        logger.warning("deepspeed-muon was tested on DeepSpeed %s to %s, this is %s", *TESTED_DEEPSPEED, version)
-    _undo.extend(replace(*seam.find(), function) for seam, function in REPLACEMENTS.items())
+        oldest, newest = TESTED_DEEPSPEED
+        logger.warning("deepspeed-muon was tested on DeepSpeed %s to %s, this is %s", oldest, newest, version)
+    for seam, function in REPLACEMENTS.items():
+        owner, name = seam.find()
+        _undo.append(replace(owner, name, function))
     _undo.append(replace(FileBaton, "wait", wait_for_torch))
     _list_op()
-    supported = getattr(*_SUPPORTED.find())
+    supported = importlib.import_module(_SUPPORTED.module).ZERO_SUPPORTED_OPTIMIZERS
     supported.append(MuonWithAuxAdam)
     _undo.append(functools.partial(supported.remove, MuonWithAuxAdam))
 

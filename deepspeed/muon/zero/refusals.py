@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -55,23 +54,28 @@ Rule = tuple[str, Callable[[Any], Any], str]
 """The key that the message names, whether a ``DeepSpeedConfig`` is refused, and what to change."""
 
 
-def _has_fp16_autocast(config: Any) -> bool:
-    return bool(_get(config, "torch_autocast_enabled")) and _get(config, "torch_autocast_dtype") == torch.float16
+def _stage(config: Any) -> int:
+    return _get(config, "zero_optimization.stage", 0)
 
 
 def _is_bf16_optimizer(config: Any) -> bool:
-    return _get(config, "zero_optimization.stage", 0) == 1 and _get(config, "grad_accum_dtype") in ("fp32", "float32")
+    return _stage(config) == 1 and _get(config, "grad_accum_dtype") in ("fp32", "float32")
 
 
-def _lacks_a_loss_scale(config: Any) -> bool:
-    return _get(config, "zero_optimization.stage", 0) == 0 or (
-        _is_bf16_optimizer(config) and offload_device(config, "offload_optimizer") == "none"
-    )
+def _is_scaled(config: Any) -> bool:
+    """Return whether DeepSpeed has a loss scale for a bf16 model under fp16 autocast."""
+    is_on_accelerator = offload_device(config, "offload_optimizer") == "none"
+    return _stage(config) > 0 and not (_is_bf16_optimizer(config) and is_on_accelerator)
 
 
-def _nvme_rules(section: str, kept: str, instead: str) -> list[Rule]:
+def _forbidden(key: str, advice: str, first_stage: int = 0) -> Rule:
+    """Return the rule that refuses a key whenever it is set, from the first stage on at which DeepSpeed reads it."""
+    return key, lambda c: bool(_get(c, key)) and _stage(c) >= first_stage, advice
+
+
+def _nvme_rules(section: str, kept: str, instead: str) -> tuple[Rule, Rule]:
     def applies(config: Any) -> bool:
-        return _get(config, "zero_optimization.stage", 0) > 0 and offload_device(config, section) == "nvme"
+        return _stage(config) > 0 and offload_device(config, section) == "nvme"
 
     key = f"zero_optimization.{section}"
     no_stage_3 = (
@@ -79,38 +83,29 @@ def _nvme_rules(section: str, kept: str, instead: str) -> list[Rule]:
         "zero_optimization.stage to 3"
     )
     no_path = 'device "nvme" needs it; write a folder on the disk to use'
-    return [
-        (f"{key}.device", lambda c: applies(c) and _get(c, "zero_optimization.stage", 0) < 3, no_stage_3),
+    return (
+        (f"{key}.device", lambda c: applies(c) and _stage(c) < 3, no_stage_3),
         (f"{key}.nvme_path", lambda c: applies(c) and not _get(c, f"{key}.nvme_path"), no_path),
-    ]
+    )
 
 
 ON_GPUS = "runs only on GPUs, where it is untested; set it to false"
-#: Keys that are refused whenever they are set, and what to change.
-FORBIDDEN = {
-    "zero_optimization.offload_optimizer.super_offload": "it runs its own Adam, on NVIDIA GPUs alone; set it to false",
-    "zero_optimization.zenflow": "it updates the largest columns of a matrix first, with its own Adam, where Muon "
-    "updates whole matrices; remove the section",
-    "zero_optimization.zero_quantized_weights": f"quantization {ON_GPUS}",
-    "zero_optimization.zero_quantized_gradients": f"quantization {ON_GPUS}",
-    "fp16.fp16_master_weights_and_grads": "DeepSpeed requires its own CPU Adam; set it to false",
-}
-#: Of those, the keys that DeepSpeed reads from a stage on only.
-FIRST_STAGE = {
-    "zero_optimization.offload_optimizer.super_offload": 3,
-    "zero_optimization.zero_quantized_weights": 3,
-    "zero_optimization.zero_quantized_gradients": 3,
-}
-
-
-def _is_forbidden(config: Any, key: str) -> bool:
-    return bool(_get(config, key)) and _get(config, "zero_optimization.stage", 0) >= FIRST_STAGE.get(key, 0)
-
-
 RULES: tuple[Rule, ...] = (
     *_nvme_rules("offload_optimizer", "states", 'use "cpu"'),
     *_nvme_rules("offload_param", "parameters", "remove offload_param"),
-    *((key, partial(_is_forbidden, key=key), advice) for key, advice in FORBIDDEN.items()),
+    _forbidden(
+        "zero_optimization.offload_optimizer.super_offload",
+        "it runs its own Adam, on NVIDIA GPUs alone; set it to false",
+        first_stage=3,
+    ),
+    _forbidden(
+        "zero_optimization.zenflow",
+        "it updates the largest columns of a matrix first, with its own Adam, where Muon updates whole matrices; "
+        "remove the section",
+    ),
+    _forbidden("zero_optimization.zero_quantized_weights", f"quantization {ON_GPUS}", first_stage=3),
+    _forbidden("zero_optimization.zero_quantized_gradients", f"quantization {ON_GPUS}", first_stage=3),
+    _forbidden("fp16.fp16_master_weights_and_grads", "DeepSpeed requires its own CPU Adam; set it to false"),
     (
         "zero_optimization.offload_optimizer.ratio",
         lambda c: (
@@ -141,7 +136,12 @@ RULES: tuple[Rule, ...] = (
     ),
     (
         "torch_autocast.dtype",
-        lambda c: _get(c, "bf16.enabled") and _has_fp16_autocast(c) and _lacks_a_loss_scale(c),
+        lambda c: (
+            _get(c, "bf16.enabled")
+            and _get(c, "torch_autocast_enabled")
+            and _get(c, "torch_autocast_dtype") == torch.float16
+            and not _is_scaled(c)
+        ),
         "at stage 0, and at stage 1 with fp32 gradients, DeepSpeed has no loss scale for a bf16 model; use bfloat16, "
         "or remove bf16",
     ),

@@ -3,17 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
+import deepspeed.comm as comm
 from torch import Tensor
 
 from deepspeed.muon.exchange.agreed import Agreed
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.patch import Seam, replace
+from deepspeed.muon.plan.placement import Placement, Shard
 from deepspeed.muon.zero.wrappers.grad_norm import NormWatch
 from deepspeed.muon.zero.wrappers.loss_scale import share_autocast_scale
 
@@ -62,6 +64,15 @@ class Adapter:
         assert any(path in declared for path in paths), f"{type(self).__name__} does not declare {name}"
         self._undo.callback(replace(owner, name, function))
 
+    def around(self, name: str, context: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Enter ``context()`` around the wrapper's method of this name."""
+
+        def call(original: Callable, *args: Any, **kwargs: Any) -> Any:
+            with context():
+                return original(*args, **kwargs)
+
+        self.replace(name, call)
+
     def release(self) -> None:
         """Give the wrapper its own methods back."""
         self._undo.close()
@@ -69,6 +80,11 @@ class Adapter:
     def partitions(self) -> list[Partition]:
         """Where the parameters of each step lie."""
         raise NotImplementedError
+
+    def sharded(self, index: int, tensor: Tensor, placements: Mapping[Any, Placement], ranks: Any) -> Partition:
+        """Return the partition of a group whose parameters these ranks share, placed by parameter in flat tensors."""
+        shards = tuple(Shard(self.optimizer.specs[param], 0, placement) for param, placement in placements.items())
+        return Partition(index, (tensor,), shards, ranks, comm.get_rank(ranks), comm.get_world_size(ranks))
 
     def prepare(self, group_count: int) -> None:
         """Set up one loss scale for all ranks.
@@ -87,13 +103,13 @@ class Adapter:
 
         DeepSpeed writes into :meth:`gradient_buffers` only what a backward computes.
         """
-        self.replace("step", self._step_with_own_gradients)
+        self.around("step", self._with_own_gradients)
 
-    def _step_with_own_gradients(self, step: Callable, *args: Any, **kwargs: Any) -> Any:
+    @contextmanager
+    def _with_own_gradients(self) -> Iterator[None]:
         self.complete_gradients()
-        result = step(*args, **kwargs)
+        yield
         self.clear_gradients()
-        return result
 
     def complete_gradients(self) -> None:
         """Hand over, under offload, the gradients that micro-batches before the last have left.
@@ -129,10 +145,10 @@ class Adapter:
             self.optimizer.qk_clip.watch.clear()
 
     def read_universal(self, load: Callable[..., None]) -> None:
-        """Let ``load(checkpoint_folder, load_optimizer_states, load_from_fp32_weights)`` take the place of DeepSpeed's
-        loader of universal checkpoints, which knows one kind of group.
+        """Let ``load(folder, load_optimizer_states, load_from_fp32_weights)`` take the place of DeepSpeed's loader of
+        universal checkpoints, which knows one kind of group.
         """
-        self.replace("_load_universal_checkpoint", lambda original, *args: load(*args))
+        self.replace("_load_universal_checkpoint", lambda _, folder, states, weights: load(folder, states, weights))
 
     def resident_partitions(self) -> Iterator[Partition]:
         """Each partition while its tensors are in memory; what is written to them stays."""

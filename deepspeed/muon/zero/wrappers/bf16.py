@@ -20,10 +20,11 @@ class Bf16(Flat):
     def groups(self) -> Iterator[FlatGroup]:
         """Parameters lie one after the other."""
         wrapper = self.wrapper
-        lists = wrapper.bf16_groups, wrapper.bf16_groups_flat, wrapper.fp32_groups_flat_partition
-        for params, flat, partition in zip(*lists, strict=True):
-            ends = list(accumulate(param.numel() for param in params))
-            yield params, [0, *ends[:-1]], flat, partition
+        for params, flat, partition in zip(
+            wrapper.bf16_groups, wrapper.bf16_groups_flat, wrapper.fp32_groups_flat_partition, strict=True
+        ):
+            starts = list(accumulate((param.numel() for param in params), initial=0))
+            yield params, starts[:-1], flat, partition
 
     def prepare(self, group_count: int) -> None:
         """Change nothing: the wrapper has no loss scale."""

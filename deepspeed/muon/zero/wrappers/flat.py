@@ -19,7 +19,7 @@ from torch import Tensor
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.math.momentum import MOMENTUM
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.plan.placement import Placement, Shard
+from deepspeed.muon.plan.placement import Placement
 from deepspeed.muon.zero.checkpoint.safe_load import loading_in_place
 from deepspeed.muon.zero.wrappers.adapter import Adapter
 
@@ -39,11 +39,9 @@ class Flat(Adapter):
         result = []
         for index, (params, offsets, flat, partition) in enumerate(self.groups()):
             ranks = self.wrapper.real_dp_process_group[index]
-            rank, world_size = comm.get_rank(ranks), comm.get_world_size(ranks)
-            specs = [self.optimizer.specs[param] for param in params]
-            placements = [Placement(offset, flat.numel() // world_size, 0) for offset in offsets]
-            shards = tuple(Shard(spec, 0, placement) for spec, placement in zip(specs, placements, strict=True))
-            result.append(Partition(index, (partition,), shards, ranks, rank, world_size))
+            span = flat.numel() // comm.get_world_size(ranks)
+            placements = {param: Placement(offset, span, 0) for param, offset in zip(params, offsets, strict=True)}
+            result.append(self.sharded(index, partition, placements, ranks))
         return result
 
     def loading(self, folder: Path, tag: str | None, arguments: dict[str, Any]) -> AbstractContextManager[None]:
@@ -52,13 +50,13 @@ class Flat(Adapter):
 
     def open_states(self) -> None:
         """DeepSpeed links parameters to their state once, after the first step; a load replaces the tensors."""
-        self.replace("load_state_dict", self._load_and_link)
+        self.around("load_state_dict", self._linking)
         self.link()
 
-    def _load_and_link(self, load: Callable, *args: Any, **kwargs: Any) -> Any:
-        result = load(*args, **kwargs)
+    @contextmanager
+    def _linking(self) -> Iterator[None]:
+        yield
         self.link()
-        return result
 
     def link(self) -> None:
         """Let parameters find their parts of the weights and the state again, wherever these lie now."""
@@ -86,8 +84,14 @@ class Flat(Adapter):
         for partition in self.optimizer.partitions:
             for shard, start, stop, position in partition.pieces():
                 param = params[shard.spec.name]
-                place = partition.tensors[shard.tensor], position, stop - start
-                part = partial(_decoded, self.optimizer, *place, param._hp_mapping)
+                part = partial(
+                    _decoded,
+                    self.optimizer,
+                    partition.tensors[shard.tensor],
+                    start=position,
+                    numel=stop - start,
+                    fragment=param._hp_mapping,
+                )
                 param.get_full_hp_param = partial(_get, part, partial(get_full_hp_param, param))
                 param.set_full_hp_param = partial(_set, part, partial(set_full_hp_param, param))
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 from deepspeed.muon.exchange.agreed import Agreed, agreed
-from deepspeed.muon.optimizer import are_finite
 
 #: Methods of ZeRO's wrappers that return the norm of a group's gradient, reduced over all ranks.
 NORM_METHODS = ("get_grad_norm_direct", "complete_grad_norm_calculation_for_cpu_offload")
@@ -51,28 +50,6 @@ class NormWatch:
             )
         self._norms = [float(norm) for norm in self._norms]
         return agreed(all(is_valid(norm) for norm in self._norms), is_common=True)
-
-
-class GradientCheck:
-    """Looks at the gradients of stages 1 and 2 itself, where they compute no norm: before the first group is updated,
-    while those of all groups are there.
-
-    ``replace`` is :meth:`Adapter.replace`.
-    """
-
-    def __init__(self, wrapper: Any, replace: Callable[[str, Callable], None]) -> None:
-        self._wrapper = wrapper
-        replace("step", self._check)
-
-    def _check(self, step: Callable, *args: Any, **kwargs: Any) -> Any:
-        groups = self._wrapper.averaged_gradients.values()
-        grads = [grad for group in groups for grad in group or () if grad is not None]
-        self._are_finite = agreed(are_finite(grads))
-        return step(*args, **kwargs)
-
-    def __call__(self) -> Agreed:
-        """Whether all ranks' gradients of this step are finite."""
-        return self._are_finite
 
 
 def is_valid(norm: Any) -> bool:

@@ -8,7 +8,7 @@ is made over all these ranks at once; where ZeRO shards nothing, over one tensor
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 from typing import Any
 
 import deepspeed.comm as comm
@@ -25,7 +25,7 @@ from deepspeed.muon.zero.wrappers.adapter import Adapter
 from deepspeed.muon.zero.wrappers.stage0 import Stage0
 
 #: Where one rank's parameters lie among its own data-parallel ranks, by name.
-Placements = Mapping[str, tuple]
+Placements = Mapping[str, Placement]
 
 
 def joined(adapter: Adapter, grid: Grid | None) -> list[Partition]:
@@ -42,7 +42,7 @@ def joined(adapter: Adapter, grid: Grid | None) -> list[Partition]:
     # Experts are not cut; the ranks that have the same ones share them among themselves.
     dense = [partition for partition in partitions if not optimizer.param_groups[partition.index].get("moe")]
     _refuse_cut_experts(partitions, dense)
-    mine = [{shard.spec.name: astuple(shard.placement) for shard in partition.shards} for partition in dense]
+    mine = [{shard.spec.name: shard.placement for shard in partition.shards} for partition in dense]
     everyones = gathered(mine, group)
     specs = {spec.name: spec for spec in optimizer.specs.values()}
     if not _are_alike(everyones, specs):
@@ -110,10 +110,9 @@ def _over(grid: Grid, mine: Partition, everyones: Sequence[Placements], specs: M
     shards, planned = [], []
     for name in max(everyones, key=len):
         # A rank that holds nothing of a parameter may not have it.
-        alone = (replace(Placement(*placement.get(name, (0, 1, 0))), copies=1) for placement in everyones)
         tp_placements = tuple(
-            replace(placement, first=line.start, step=line.step)
-            for placement, line in zip(alone, grid.lines, strict=True)
+            replace(placements.get(name, Placement(0, 1, 0)), copies=1, first=line.start, step=line.step)
+            for placements, line in zip(everyones, grid.lines, strict=True)
         )
         shard = Shard(specs[name], tensors.get(name, 0), tp_placements[t], tp_placements)
         shards += [shard] if name in tensors else []
