@@ -29,7 +29,7 @@ from deepspeed.muon.zero.checkpoint.universal import read_universal
 from deepspeed.muon.zero.choice import choose, compare_plans
 from deepspeed.muon.zero.consensus import Facts, compare, differences
 from deepspeed.muon.zero.monitor import set_up_monitor
-from deepspeed.muon.zero.refusals import refuse_engine, refuse_qk_clip, refuse_unsupported
+from deepspeed.muon.zero.refusals import refuse_qk_clip
 from deepspeed.muon.zero.startup_log import log_startup
 from deepspeed.muon.zero.tp_ranks import grid_of, matrix_share
 from deepspeed.muon.zero.wrappers import adapter_for
@@ -61,13 +61,11 @@ def agree(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
 
 
 def bind_engine(engine: Any) -> None:
-    """Called once the engine has wrapped the optimizer.
+    """Bind the optimizer that an engine has wrapped.
 
     Raises UnsupportedError for what is not supported, DisagreementError if the ranks differ in version, config or plan.
     """
     optimizer = engine.basic_optimizer
-    refuse_unsupported(engine._config, optimizer.config)
-    refuse_engine(engine)
     slow = functools.partial(log_if_slow, is_logging_rank=engine.global_rank == 0)
     with slow("comparing the settings of all ranks"):
         verdict = agree(engine, optimizer)
@@ -82,7 +80,7 @@ def bind_engine(engine: Any) -> None:
     is_finite = adapter.watch_gradients()
     adapter.prepare(verdict["groups"])
     partitions = joined(adapter, grid)
-    device = _compute_device()
+    device = torch.device(get_accelerator().current_device_name())  # wherever ZeRO keeps the shards
     kinds = sorted({device.type, *(tensor.device.type for partition in partitions for tensor in partition.tensors)})
     with slow("building or loading the kernels"):
         lacking = compare(lambda: selection.missing(optimizer.config.kernels, kinds), _judge_kernels)
@@ -112,11 +110,6 @@ def bind_engine(engine: Any) -> None:
         log_startup(adapter, tuning, verdict["matrices"])
 
 
-def _compute_device() -> torch.device:
-    """Newton-Schulz and the exchange run on the accelerator, wherever ZeRO keeps the shards."""
-    return torch.device(get_accelerator().current_device_name())
-
-
 def _facts(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
     groups = [{key: value for key, value in g.items() if key in FACTS} for g in optimizer.param_groups]
     routes = sorted(f"{s.name}{s.whole}{s.use_muon}{s.blocks}" for s in optimizer.specs.values())
@@ -124,10 +117,10 @@ def _facts(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
         "version": __version__,
         "config": optimizer.config.digest(),
         "stage": matrix_share(engine, optimizer),
-        "groups": hashlib.sha256(json.dumps(groups).encode()).hexdigest()[:16],
-        "routes": hashlib.sha256("".join(routes).encode()).hexdigest()[:16],
-        "order": hashlib.sha256("\n".join(s.name for s in optimizer.specs.values()).encode()).hexdigest()[:16],
-        "bf16": has_bf16(_compute_device().type, get_accelerator().is_bf16_supported()),
+        "groups": _hash(json.dumps(groups)),
+        "routes": _hash("".join(routes)),
+        "order": _hash("\n".join(s.name for s in optimizer.specs.values())),
+        "bf16": has_bf16(get_accelerator().device_name(), get_accelerator().is_bf16_supported()),
         "shapes": [[*shape, count] for shape, count in optimizer.shapes.items()],
         "ns_methods": sorted(optimizer.ns_methods),
         "races": may_race(),
@@ -138,8 +131,12 @@ def _facts(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
     }
 
 
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def _judge_settings(facts: list[Facts]) -> Facts:
-    """Ranks of one pipeline stage hold the same parameters; the rest is the same on all ranks."""
+    """Return the verdict: ranks of one pipeline stage have the same parameters, all ranks the same of the rest."""
     of_all = {"version": "the deepspeed-muon version", "config": "optimizer.params"}
     of_parameters = {
         "routes": "the routing",

@@ -58,8 +58,8 @@ def _read_config(original: Callable, self: Any, *args: Any, **kwargs: Any) -> No
         # zero.Init reads the config before Hugging Face's integration has filled it in; initialize reads it again.
         self.optimizer_params = clipped_once(self.optimizer_params, self.gradient_clipping, self.global_rank == 0)
         params = (self.optimizer_params or {}).items()
-        parse({key: value for key, value in params if not (key in FILLED_BY and value == "auto")})
-        refuse_unsupported(self)
+        settings = parse({key: value for key, value in params if not (key in FILLED_BY and value == "auto")})
+        refuse_unsupported(self, settings)
     _keep_user_tags()
 
 
@@ -115,10 +115,10 @@ def _is_trained(model: nn.Module) -> bool:
 
 
 def _idle(params: Iterable[Any]) -> torch.optim.Optimizer:
-    """For a model of which nothing is trained, as the reference of DPO to which a tool hands the whole config.
+    """Return an AdamW that has nothing to do, because an engine wants an optimizer.
 
-    An engine wants an optimizer, and without ZeRO, to which tools switch for such a model, takes an AdamW that has
-    nothing to do. ZeRO fails then, whatever the optimizer, and ours says why.
+    For a model of which nothing is trained, as the reference of DPO to which a tool hands the whole config. ZeRO, from
+    which tools switch away for such a model, fails whatever the optimizer, and ours says why.
     """
     logger.info("deepspeed-muon: no parameter of this model is trained; its AdamW has nothing to do")
     return torch.optim.AdamW(params)
@@ -164,7 +164,7 @@ def _compile_at_first_call(compile: Callable, function: Callable | None = None, 
 
 
 def _called(engine: Any, build: Callable, model_parameters: Any) -> Any:
-    """A script's function that builds the optimizer, called by DeepSpeed; what it has built is checked at once."""
+    """Call a script's function that builds the optimizer, and check the result at once."""
     note_tp_rank(engine)
     optimizer = build(model_parameters)
     _check_client(engine, optimizer)
@@ -172,7 +172,7 @@ def _called(engine: Any, build: Callable, model_parameters: Any) -> Any:
 
 
 def _check_client(engine: Any, optimizer: Any) -> None:
-    """An optimizer that the script has built: nothing of it was checked with the config."""
+    """Check an optimizer that the script has built, of which nothing was checked with the config."""
     if not isinstance(optimizer, MuonWithAuxAdam):
         _refuse_another(engine, type(optimizer))
         return
@@ -184,10 +184,7 @@ def _check_client(engine: Any, optimizer: Any) -> None:
 
 
 def _refuse_another(engine: Any, kind: type) -> None:
-    """Refuse an optimizer that would train instead of the config's Muon; warn of a Muon that knows nothing of ZeRO.
-
-    The latter trains as SGD with momentum perhaps.
-    """
+    """Refuse an optimizer that would train instead of the config's Muon; warn of a Muon that knows nothing of ZeRO."""
     name = f"{kind.__module__}.{kind.__qualname__}"
     if is_muon(engine._config.optimizer_name):  # engine.optimizer_name() is the class of the script's
         raise MuonConfigError(
@@ -205,7 +202,7 @@ def _refuse_another(engine: Any, kind: type) -> None:
 
 
 def _check(engine: Any, optimizer: MuonWithAuxAdam) -> None:
-    """What can be refused, or has to be changed, before ZeRO allocates."""
+    """Refuse or change what has to be before ZeRO allocates."""
     _ignore_elastic_checkpoints(engine)
     check_schedule(engine, optimizer)
     check_nvme(engine, optimizer)
@@ -232,10 +229,7 @@ def _compile(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _get_optimizer_param(original: Callable, self: Any, name: str) -> list[Any]:
-    """``DeepSpeedEngine._get_optimizer_param``, for ``get_lr`` and ``get_mom``: one value per group as given.
-
-    As many as the scheduler's ``get_last_lr`` has.
-    """
+    """``DeepSpeedEngine._get_optimizer_param``, for ``get_lr`` and ``get_mom``: one value per group of the user's."""
     if not isinstance(self.basic_optimizer, MuonWithAuxAdam):
         return original(self, name)
     return [group.get(name, 0.0) for group in self.basic_optimizer.given.param_groups]

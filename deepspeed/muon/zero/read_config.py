@@ -20,7 +20,7 @@ from deepspeed.muon.param_groups import warn_of_odd_settings
 from deepspeed.muon.zero.config_file import load_config
 from deepspeed.muon.zero.hooks import TYPES, clipped_once, is_muon
 from deepspeed.muon.zero.known_keys import SECTION_OF, keys_of, not_objects, place_of, section_at, warn_of_unknown
-from deepspeed.muon.zero.refusals import offload_device, refuse_unsupported, renames_parameters
+from deepspeed.muon.zero.refusals import is_bf16_optimizer, offload_device, refuse_unsupported, renames_parameters
 from deepspeed.muon.zero.schedules import about_momentum, about_rate, read_schedule
 
 #: Keys that depend on the number of ranks; the engine checks them.
@@ -75,12 +75,11 @@ def settings_of(path: str, section: dict[str, Any], world_size: int, stage: int 
     if stage is not None:
         section["zero_optimization"] = dict(section.get("zero_optimization") or {}) | {"stage": stage}
     stock = _stock_config(path, section)
-    refuse_unsupported(stock)
+    refuse_unsupported(stock, config)
     notes = [*_of_autos(autos, defaults), *_not_predicted(stock), *of_schedule]
     zero, offloads = stock.zero_config, offload_device(stock, "offload_optimizer") in ("cpu", "nvme")
     # Whether stages 1 and 2 run under DeepSpeedZeroOptimizer; BF16_Optimizer knows no order and no padding.
-    is_bf16 = stock.bfloat16_config.enabled and str(stock.grad_accum_dtype) in ("fp32", "float32")
-    is_flat = not (is_bf16 and zero.stage == 1 and not offloads)
+    is_flat = not (stock.bfloat16_config.enabled and is_bf16_optimizer(stock) and not offloads)
     itemsize = 2 if stock.float16_config.enabled or stock.bfloat16_config.enabled else 4
     alignment = ALIGNED_BYTES // itemsize if is_flat and getattr(zero, "parameter_alignment", False) else 1
     round_robin = is_flat and bool(zero.round_robin_gradients)

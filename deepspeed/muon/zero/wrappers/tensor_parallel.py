@@ -40,8 +40,11 @@ def joined(adapter: Adapter, grid: Grid | None) -> list[Partition]:
     if optimizer.config.tp_mode == "shard":
         return partitions
     # Experts are not cut; the ranks that have the same ones share them among themselves.
-    dense = [partition for partition in partitions if not optimizer.param_groups[partition.index].get("moe")]
-    _refuse_cut_experts(partitions, dense)
+    dense, experts = [], []
+    for partition in partitions:
+        kind = experts if optimizer.param_groups[partition.index].get("moe") else dense
+        kind.append(partition)
+    _refuse_cut_experts(experts)
     mine = [{shard.spec.name: shard.placement for shard in partition.shards} for partition in dense]
     everyones = gathered(mine, group)
     specs = {spec.name: spec for spec in optimizer.specs.values()}
@@ -61,10 +64,9 @@ def joined(adapter: Adapter, grid: Grid | None) -> list[Partition]:
     return [whole.get(partition.tensors[0], partition) for partition in partitions]
 
 
-def _refuse_cut_experts(partitions: Sequence[Partition], dense: Sequence[Partition]) -> None:
+def _refuse_cut_experts(experts: Sequence[Partition]) -> None:
     """Raise UnsupportedError for experts whose matrices tensor parallelism cut."""
-    kept = {partition.tensors[0] for partition in dense}
-    specs = [shard.spec for partition in partitions if partition.tensors[0] not in kept for shard in partition.shards]
+    specs = [shard.spec for partition in experts for shard in partition.shards]
     if cut := [spec.name for spec in specs if spec.use_muon and spec.sharding]:
         raise UnsupportedError(
             f"deepspeed-muon does not support this engine: tensor parallelism cuts {len(cut)} matrices of experts, "
