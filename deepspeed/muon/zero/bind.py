@@ -28,7 +28,7 @@ from deepspeed.muon.zero.checkpoint.state_keys import keep_convertible
 from deepspeed.muon.zero.checkpoint.universal import read_universal
 from deepspeed.muon.zero.choice import choose, compare_plans
 from deepspeed.muon.zero.consensus import Facts, compare, differences
-from deepspeed.muon.zero.monitor import set_up_monitor
+from deepspeed.muon.zero.monitor import Recorder
 from deepspeed.muon.zero.refusals import refuse_qk_clip
 from deepspeed.muon.zero.startup_log import log_startup
 from deepspeed.muon.zero.tp_ranks import grid_of, matrix_share
@@ -100,8 +100,9 @@ def bind_engine(engine: Any) -> None:
     with slow("planning the exchange and allocating the state"):
         optimizer.bind(partitions, tuning, device)
     with slow("compiling and tuning the kernels, and comparing the plans of all ranks,"):
-        monitor = compare_plans(engine, monitor=engine.monitor.enabled)["monitor"]
-    set_up_monitor(engine, monitor)
+        monitor = compare_plans(engine, monitor=engine.monitor.enabled)["monitor"]  # of rank 0
+    is_recorded = monitor and optimizer.config.monitor_interval > 0
+    engine._muon_recorder = Recorder(optimizer) if is_recorded else None
     keep_convertible(optimizer)
     adapter.open_states()
     read_universal(adapter)

@@ -37,12 +37,6 @@ TIMERS = tuple(f"muon_{phase}" for phase in ("prepare", "exchange", "newton_schu
 PREFIX = "Train/Muon/"
 
 
-def set_up_monitor(engine: Any, monitored: bool) -> None:
-    """Set up what the config asks for. The ranks record together: ``monitored`` says whether rank 0's monitor is on."""
-    optimizer = engine.basic_optimizer
-    engine._muon_recorder = Recorder(optimizer) if monitored and optimizer.config.monitor_interval > 0 else None
-
-
 def take_step(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> None:
     """``DeepSpeedEngine._take_model_step``, with a record in every ``monitor_interval``-th step.
 

@@ -8,8 +8,7 @@ A matrix may straddle a border between ranks. The offsets are those of the order
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch import Tensor
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.math.momentum import MOMENTUM
 from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.patch import replace
 from deepspeed.muon.plan.placement import Placement
 from deepspeed.muon.zero.checkpoint.safe_load import loading_in_place
 from deepspeed.muon.zero.wrappers.adapter import Adapter
@@ -77,23 +77,11 @@ class Flat(Adapter):
             self._link_codes()
 
     def _link_codes(self) -> None:
-        """DeepSpeed's functions look into a dict per parameter, which has a momentum in int8 while they do so."""
-        from deepspeed.utils import get_full_hp_param, set_full_hp_param
-
         params: dict[str, Any] = {spec.name: param for param, spec in self.optimizer.specs.items()}
         for partition in self.optimizer.partitions:
             for shard, start, stop, position in partition.pieces():
-                param = params[shard.spec.name]
-                part = partial(
-                    _decoded,
-                    self.optimizer,
-                    partition.tensors[shard.tensor],
-                    start=position,
-                    numel=stop - start,
-                    fragment=param._hp_mapping,
-                )
-                param.get_full_hp_param = partial(_get, part, partial(get_full_hp_param, param))
-                param.set_full_hp_param = partial(_set, part, partial(set_full_hp_param, param))
+                tensor = partition.tensors[shard.tensor]
+                _link_code(self.optimizer, params[shard.spec.name], slice(start, stop), tensor, position)
 
     def read_universal(self, load: Callable[..., None]) -> None:
         """The converter asks where each parameter lies in this rank's tensors; DeepSpeed's own answer is that of the
@@ -108,26 +96,24 @@ class Flat(Adapter):
         ]
 
 
-@contextmanager
-def _decoded(
-    optimizer: MuonWithAuxAdam, tensor: Tensor, start: int, numel: int, fragment: Any
-) -> Iterator[Callable[[], None]]:
-    """While entered, the fragment of a parameter has its momentum in fp32; what is given writes that back."""
-    momentum = fragment.optim_fragment[MOMENTUM] = optimizer.read_state(tensor, MOMENTUM, start, start + numel)
-    try:
-        yield lambda: optimizer.write_state(tensor, MOMENTUM, momentum, start)
-    finally:
-        del fragment.optim_fragment[MOMENTUM]
+def _link_code(optimizer: MuonWithAuxAdam, param: Any, part: slice, tensor: Tensor, position: int) -> None:
+    """Let DeepSpeed's functions find a momentum in int8, which they copy out of and into a fragment in fp32.
 
+    Args:
+        part: what this rank has of the parameter.
+        tensor: of which the part begins at ``position``.
+    """
 
-def _get(part: Callable, original: Callable, optim_state_key: str | None = None) -> Tensor:
-    """``get_full_hp_param``."""
-    with part() if optim_state_key == MOMENTUM else nullcontext():
+    def get(original: Callable, optim_state_key: str | None = None) -> Tensor:
+        if optim_state_key == MOMENTUM:
+            return optimizer.read_state(tensor, MOMENTUM, position, position + part.stop - part.start)
         return original(optim_state_key)
 
+    def write(original: Callable, value: Tensor, optim_state_key: str | None = None) -> None:
+        if optim_state_key == MOMENTUM:
+            optimizer.write_state(tensor, MOMENTUM, value.flatten()[part], position)
+        else:
+            original(value, optim_state_key)
 
-def _set(part: Callable, original: Callable, value: Tensor, optim_state_key: str | None = None) -> None:
-    """``set_full_hp_param``."""
-    with part() if optim_state_key == MOMENTUM else nullcontext(lambda: None) as write:
-        original(value, optim_state_key)
-        write()
+    replace(param._hp_mapping, "get_hp_fragment", get)
+    replace(param, "set_full_hp_param", write)

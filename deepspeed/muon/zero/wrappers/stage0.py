@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from deepspeed.muon.exchange.agreed import Agreed, agreed
 from deepspeed.muon.exchange.partition import Partition, whole_partition
-from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.patch import Seam
 from deepspeed.muon.zero.tp_ranks import tp_group, tp_rank
 from deepspeed.muon.zero.wrappers.adapter import Adapter
@@ -69,20 +68,21 @@ class Stage0(Adapter):
         """
         if tp_rank(self.engine)[1] > 1 or self.engine.pipeline_parallelism:
             missing_groups = group_count - len(self.optimizer.param_groups)
-            self.replace("step", partial(self._step_with_all_norms, missing_groups))
+            self.around("step", partial(self._with_all_norms, missing_groups))
         if self.wrapper.loss_scale_config.use_grad_scaling:
             self.engine.torch_autocast_z0_gradscaler = UnfusedScale(self.wrapper, self.replace)
 
-    def _step_with_all_norms(self, missing_groups: int, step: Callable, *args: Any, **kwargs: Any) -> Any:
+    @contextmanager
+    def _with_all_norms(self, missing_groups: int) -> Iterator[None]:
         _mark_gradients(param for group in self.wrapper.fp16_groups for param in group)
         with ExitStack() as undo:
-            for groups in (self.wrapper.fp16_groups, self.wrapper.fp32_groups) if missing_groups else ():
+            for groups in (self.wrapper.fp16_groups, self.wrapper.fp32_groups):
                 for _ in range(missing_groups):
                     nothing = torch.zeros(1, dtype=torch.float32, device=self.wrapper.fp32_groups[0][0].device)
                     nothing.grad = torch.zeros_like(nothing)
                     groups.append([nothing])
                     undo.callback(groups.pop)
-            return step(*args, **kwargs)
+            yield
 
     def open_states(self) -> None:
         """DeepSpeed's functions find the state through methods of each parameter."""
@@ -146,33 +146,29 @@ class _Whole:
     A pickled or copied model leaves the optimizer behind, and so do these.
     """
 
-    def __init__(self, optimizer: MuonWithAuxAdam | None = None, master: Tensor | None = None) -> None:
+    def __init__(self, optimizer: Any = None, master: Any = None) -> None:
         self._optimizer, self._master = optimizer, master
 
     def __reduce__(self) -> tuple:
         return _Whole, ()
 
-    def _find(self, key: str | None) -> tuple[MuonWithAuxAdam, Tensor] | None:
-        """The optimizer and the tensor that it steps, if they are there and have a state of this name."""
-        if self._optimizer is None or self._master is None:
-            return None
-        if key is not None and key not in (keys := self._optimizer.state_keys(self._master)):
+    def _check(self, key: str) -> None:
+        if key not in (keys := self._optimizer.state_keys(self._master)):
             raise ValueError(f"the optimizer state has no {key!r} here; it has {', '.join(keys)}")
-        return self._optimizer, self._master
 
     def get(self, optim_state_key: str | None = None) -> Tensor | None:
-        if (found := self._find(optim_state_key)) is None:
+        if self._optimizer is None:
             return None
-        optimizer, master = found
         if optim_state_key is None:
-            return master.detach().to(torch.float32, copy=True)
-        return optimizer.read_state(master, optim_state_key).view(master.shape)
+            return self._master.detach().to(torch.float32, copy=True)
+        self._check(optim_state_key)
+        return self._optimizer.read_state(self._master, optim_state_key).view(self._master.shape)
 
     def set(self, value: Tensor, optim_state_key: str | None = None) -> None:
-        if (found := self._find(optim_state_key)) is None:
+        if self._optimizer is None:
             return
-        optimizer, master = found
         if optim_state_key is None:
-            master.detach().copy_(value.reshape(master.shape))
-        else:
-            optimizer.write_state(master, optim_state_key, value)
+            self._master.detach().copy_(value.reshape(self._master.shape))
+            return
+        self._check(optim_state_key)
+        self._optimizer.write_state(self._master, optim_state_key, value)

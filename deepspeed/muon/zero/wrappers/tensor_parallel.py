@@ -40,10 +40,9 @@ def joined(adapter: Adapter, grid: Grid | None) -> list[Partition]:
     if optimizer.config.tp_mode == "shard":
         return partitions
     # Experts are not cut; the ranks that have the same ones share them among themselves.
-    dense, experts = [], []
-    for partition in partitions:
-        kind = experts if optimizer.param_groups[partition.index].get("moe") else dense
-        kind.append(partition)
+    groups = optimizer.param_groups
+    dense = [partition for partition in partitions if not groups[partition.index].get("moe")]
+    experts = [partition for partition in partitions if groups[partition.index].get("moe")]
     _refuse_cut_experts(experts)
     mine = [{shard.spec.name: shard.placement for shard in partition.shards} for partition in dense]
     everyones = gathered(mine, group)
