@@ -63,37 +63,36 @@ def _through_the_store(state: Callable[[], Facts], judge: Judge) -> Facts:
     """
     global _open_comparison
     seconds = float(os.environ.get("DS_MUON_BIND_TIMEOUT", "120"))
-    store = torch.distributed.distributed_c10d._get_default_store()
+    of_all = torch.distributed.distributed_c10d._get_default_store()
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    while store.check([f"deepspeed_muon/{_open_comparison}/verdict"]):
+    while of_all.check([f"deepspeed_muon/{_open_comparison}/verdict"]):
         _open_comparison += 1
-    prefix = f"deepspeed_muon/{_open_comparison}"
-    store.set(f"{prefix}/here/{rank}", "")
+    store = torch.distributed.PrefixStore(f"deepspeed_muon/{_open_comparison}", of_all)
+    store.set(f"here/{rank}", "")
     stated: Facts = {"kind": judge.__qualname__}
     try:
         stated["facts"] = state()
     except (Exception, SystemExit) as error:  # the other ranks wait for this rank's facts
         stated["raised"] = with_type(error)
-    store.set(f"{prefix}/{rank}", json.dumps(stated))
+    store.set(str(rank), json.dumps(stated))
     if rank == 0:
-        verdict = _verdict(store, prefix, range(world_size), seconds, judge)
-        store.set(f"{prefix}/verdict", json.dumps(verdict))
-    elif _missing(store, [f"{prefix}/here/0"], 2 * seconds):
-        for key in (f"{prefix}/here/{rank}", f"{prefix}/{rank}"):
+        store.set("verdict", json.dumps(_verdict(store, range(world_size), seconds, judge)))
+    elif _missing(store, ["here/0"], 2 * seconds):
+        for key in (f"here/{rank}", str(rank)):
             store.delete_key(key)  # rank 0 may come later; what this rank states then counts
         raise DisagreementError(_silence([0]))
-    elif _missing(store, [f"{prefix}/verdict"], 2 * seconds + PREPARATION):
+    elif _missing(store, ["verdict"], 2 * seconds + PREPARATION):
         raise DisagreementError(f"rank 0 came to no verdict within {PREPARATION:.0f} s; look at its log")
     _open_comparison += 1
-    return json.loads(store.get(f"{prefix}/verdict"))
+    return json.loads(store.get("verdict"))
 
 
-def _verdict(store: Any, prefix: str, ranks: range, seconds: float, judge: Judge) -> Facts:
-    if silent := _missing(store, [f"{prefix}/here/{rank}" for rank in ranks], seconds):
+def _verdict(store: torch.distributed.Store, ranks: range, seconds: float, judge: Judge) -> Facts:
+    if silent := _missing(store, [f"here/{rank}" for rank in ranks], seconds):
         return {"error": _silence(silent)}
-    if slow := _missing(store, [f"{prefix}/{rank}" for rank in ranks], PREPARATION):
+    if slow := _missing(store, [str(rank) for rank in ranks], PREPARATION):
         return {"error": f"ranks {slow} did not get ready within {PREPARATION:.0f} s; look at their logs"}
-    stated = [json.loads(store.get(f"{prefix}/{rank}")) for rank in ranks]
+    stated = [json.loads(store.get(str(rank))) for rank in ranks]
     if raised := [f"rank {rank}: {one['raised']}" for rank, one in enumerate(stated) if "raised" in one]:
         return {"error": "; ".join(raised[:4])}
     if odd := [rank for rank in ranks if stated[rank]["kind"] != stated[0]["kind"]]:
@@ -107,7 +106,7 @@ def _verdict(store: Any, prefix: str, ranks: range, seconds: float, judge: Judge
         return {"error": f"rank 0 cannot compare the ranks: {with_type(error)}"}
 
 
-def _missing(store: Any, keys: list[str], seconds: float) -> list[int]:
+def _missing(store: torch.distributed.Store, keys: list[str], seconds: float) -> list[int]:
     """Indices of the keys that nobody has set in this time."""
     deadline = time.monotonic() + seconds
     missing = []

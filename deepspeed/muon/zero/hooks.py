@@ -223,32 +223,26 @@ def _ignore_elastic_checkpoints(engine: Any) -> None:
 
 def _compile(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """``DeepSpeedEngine.compile``: refuse DeepCompile, which takes the gradients past the optimizer."""
-    if isinstance(self.basic_optimizer, MuonWithAuxAdam):
-        refuse_compile(self)
+    refuse_compile(self)
     return original(self, *args, **kwargs)
 
 
 def _get_optimizer_param(original: Callable, self: Any, name: str) -> list[Any]:
     """``DeepSpeedEngine._get_optimizer_param``, for ``get_lr`` and ``get_mom``: one value per group of the user's."""
-    if not isinstance(self.basic_optimizer, MuonWithAuxAdam):
-        return original(self, name)
     return [group.get(name, 0.0) for group in self.basic_optimizer.given.param_groups]
 
 
 def _note_backward(original: Callable, self: Any) -> None:
     """``DeepSpeedEngine._backward_prologue``, which every backward calls."""
-    if isinstance(getattr(self, "basic_optimizer", None), MuonWithAuxAdam):
-        # Gradients can be computed while master weights and optimizer states are away, and into nothing else.
-        if moved := [kind for kind in self.muon_adapter.moved_states if kind not in ("hp_params", "optim_states")]:
-            raise CallOrderError(f"backward() after offload_states(): {_AWAY.format(', '.join(moved))}")
-        self.muon_adapter.has_backward = True
+    # Gradients can be computed while master weights and optimizer states are away, and into nothing else.
+    if moved := [kind for kind in self.muon_adapter.moved_states if kind not in ("hp_params", "optim_states")]:
+        raise CallOrderError(f"backward() after offload_states(): {_AWAY.format(', '.join(moved))}")
+    self.muon_adapter.has_backward = True
     original(self)
 
 
 def _step(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """``DeepSpeedEngine.step``: refuse a step for which there are no gradients, or no states."""
-    if not isinstance(getattr(self, "basic_optimizer", None), MuonWithAuxAdam):
-        return original(self, *args, **kwargs)
     adapter = self.muon_adapter
     if adapter.moved_states:
         raise CallOrderError(f"step() after offload_states(): {_AWAY.format(', '.join(adapter.moved_states))}")
@@ -262,19 +256,31 @@ def _step(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     return original(self, *args, **kwargs)
 
 
+def _with_muon(function: Callable) -> Callable:
+    """Return the function, called for an engine with this Muon; for others the original is."""
+
+    @functools.wraps(function)
+    def call(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(getattr(engine, "basic_optimizer", None), MuonWithAuxAdam):
+            return function(original, engine, *args, **kwargs)
+        return original(engine, *args, **kwargs)
+
+    return call
+
+
 _AWAY = "{} are away; call engine.reload_states() first"
 _ENGINE = "deepspeed.runtime.engine"
 #: What is replaced at activation, and by what.
 REPLACEMENTS: dict[Seam, Callable] = {
     Seam(_ENGINE, "DeepSpeedEngine._configure_basic_optimizer"): _configure_basic_optimizer,
     Seam(_ENGINE, "DeepSpeedEngine._configure_optimizer"): _configure_optimizer,
-    Seam(_ENGINE, "DeepSpeedEngine._configure_lr_scheduler"): configure_scheduler,
-    Seam(_ENGINE, "DeepSpeedEngine._scheduler_from_config"): scheduler_from_config,
-    Seam(_ENGINE, "DeepSpeedEngine._backward_prologue"): _note_backward,
-    Seam(_ENGINE, "DeepSpeedEngine.step"): _step,
-    Seam(_ENGINE, "DeepSpeedEngine._take_model_step"): take_step,
-    Seam(_ENGINE, "DeepSpeedEngine._get_optimizer_param"): _get_optimizer_param,
-    Seam(_ENGINE, "DeepSpeedEngine.compile"): _compile,
+    Seam(_ENGINE, "DeepSpeedEngine._configure_lr_scheduler"): _with_muon(configure_scheduler),
+    Seam(_ENGINE, "DeepSpeedEngine._scheduler_from_config"): _with_muon(scheduler_from_config),
+    Seam(_ENGINE, "DeepSpeedEngine._backward_prologue"): _with_muon(_note_backward),
+    Seam(_ENGINE, "DeepSpeedEngine.step"): _with_muon(_step),
+    Seam(_ENGINE, "DeepSpeedEngine._take_model_step"): _with_muon(take_step),
+    Seam(_ENGINE, "DeepSpeedEngine._get_optimizer_param"): _with_muon(_get_optimizer_param),
+    Seam(_ENGINE, "DeepSpeedEngine.compile"): _with_muon(_compile),
     Seam(_ENGINE, "DeepSpeedEngine.save_checkpoint"): save_load.save_checkpoint,
     Seam(_ENGINE, "DeepSpeedEngine.load_checkpoint"): save_load.load_checkpoint,
     Seam("deepspeed.runtime.config", "DeepSpeedConfig.__init__"): _read_config,

@@ -32,7 +32,7 @@ def scheduler_from_config(original: Callable, engine: Any, optimizer: Any) -> An
     Raises MuonConfigError for a list of another length than the groups.
     """
     ours, name, params = engine.basic_optimizer, engine.scheduler_name(), engine.scheduler_params()
-    if not isinstance(ours, MuonWithAuxAdam) or name is None:
+    if name is None:
         return original(engine, optimizer)
     values, reference = dict(params or {}), ours.defaults["lr"]
     target = _target(ours, name, values)
@@ -51,7 +51,7 @@ def scheduler_from_config(original: Callable, engine: Any, optimizer: Any) -> An
 def configure_scheduler(original: Callable, engine: Any) -> None:
     """``DeepSpeedEngine._configure_lr_scheduler``: pass the groups as given to a scheduler that is a callable."""
     ours, client = engine.basic_optimizer, engine.client_lr_scheduler
-    if isinstance(ours, MuonWithAuxAdam) and callable(client):
+    if callable(client):
         engine.client_lr_scheduler = lambda _: client(ours.given)
     original(engine)
     engine.client_lr_scheduler = client

@@ -43,8 +43,6 @@ def take_step(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Non
     A skipped step that DeepSpeed does not log is reported. No temporaries stay on an accelerator.
     """
     optimizer = engine.basic_optimizer
-    if not isinstance(optimizer, MuonWithAuxAdam):
-        return original(engine, *args, **kwargs)
 
     def step() -> None:
         with told_to_all():

@@ -16,7 +16,7 @@ import deepspeed.comm as comm
 from torch import Tensor
 
 from deepspeed.muon.exchange.partition import Partition
-from deepspeed.muon.math.momentum import MOMENTUM
+from deepspeed.muon.math.momentum import CODES, MOMENTUM
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.patch import replace
 from deepspeed.muon.plan.placement import Placement
@@ -73,15 +73,12 @@ class Flat(Adapter):
             wrapper._link_all_hp_params()
         wrapper._hp_optimizer_states_linked = False
         wrapper._lazy_init_hp_params_optimizer_state()
-        if self.optimizer.config.momentum_dtype == "int8":
-            self._link_codes()
-
-    def _link_codes(self) -> None:
         params: dict[str, Any] = {spec.name: param for param, spec in self.optimizer.specs.items()}
         for partition in self.optimizer.partitions:
             for shard, start, stop, position in partition.pieces():
                 tensor = partition.tensors[shard.tensor]
-                _link_code(self.optimizer, params[shard.spec.name], slice(start, stop), tensor, position)
+                if CODES in self.optimizer.state[tensor]:
+                    _link_codes(self.optimizer, params[shard.spec.name], slice(start, stop), tensor, position)
 
     def read_universal(self, load: Callable[..., None]) -> None:
         """The converter asks where each parameter lies in this rank's tensors; DeepSpeed's own answer is that of the
@@ -96,7 +93,7 @@ class Flat(Adapter):
         ]
 
 
-def _link_code(optimizer: MuonWithAuxAdam, param: Any, part: slice, tensor: Tensor, position: int) -> None:
+def _link_codes(optimizer: MuonWithAuxAdam, param: Any, part: slice, tensor: Tensor, position: int) -> None:
     """Let DeepSpeed's functions find a momentum in int8, which they copy out of and into a fragment in fp32.
 
     Args:
