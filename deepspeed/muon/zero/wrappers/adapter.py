@@ -45,12 +45,12 @@ class Adapter:
 
     @property
     def moved_states(self) -> list[str]:
-        """Names of the states that ``engine.offload_states()`` has moved and ``reload_states()`` not yet back."""
+        """Return the states, by name, that ``engine.offload_states()`` has moved and nothing has moved back."""
         return sorted(kind.value for kind in getattr(self.wrapper, "offloaded_states", ()))
 
     @classmethod
     def seams(cls) -> list[Seam]:
-        """Every method that this adapter replaces."""
+        """Return every method that this adapter replaces."""
         return [*(Seam(cls.MODULE, f"{cls.CLASS}.{name}", "engine") for name in cls.REPLACED), *cls.MORE_SEAMS]
 
     def replace(self, name: str, function: Callable, owner: Any = None) -> None:
@@ -78,7 +78,7 @@ class Adapter:
         self._undo.close()
 
     def partitions(self) -> list[Partition]:
-        """Where the parameters of each step lie."""
+        """Return where the parameters of each step lie."""
         raise NotImplementedError
 
     def sharded(self, index: int, tensor: Tensor, placements: Mapping[Any, Placement], ranks: Any) -> Partition:
@@ -151,11 +151,11 @@ class Adapter:
         self.replace("_load_universal_checkpoint", lambda _, folder, states, weights: load(folder, states, weights))
 
     def resident_partitions(self) -> Iterator[Partition]:
-        """Each partition while its tensors are in memory; what is written to them stays."""
+        """Yield each partition while its tensors are in memory; what is written to them stays."""
         return iter(self.optimizer.all_partitions)
 
     def loading(self, folder: Path, tag: str | None, arguments: dict[str, Any]) -> AbstractContextManager[None]:
-        """Entered around DeepSpeed's ``load_checkpoint(**arguments)``; checks what only this wrapper knows.
+        """Return what is entered around DeepSpeed's ``load_checkpoint(**arguments)``, with checks of this wrapper.
 
         Raises:
             CheckpointError: on all ranks, before anything is changed.
@@ -163,8 +163,9 @@ class Adapter:
         return nullcontext()
 
     def refresh_masters(self) -> None:
-        """After a load of weights alone: make the fp32 weights those of the model, as the engine does under ZeRO. Else
-        the next step would put back the weights from before.
+        """Make the fp32 weights those of the model after a load of weights only, as the engine does under ZeRO.
+
+        Else the next step would put back the weights from before.
         """
         if self.engine.zero_optimization_stage() == 0:
             self.wrapper.refresh_fp32_params()

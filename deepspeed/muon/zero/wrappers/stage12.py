@@ -54,8 +54,8 @@ class Stage12(Flat):
         if self.wrapper.cpu_offload:
             self.keep_gradients_of_each_step_apart()
         if self.engine.has_moe_layers and tp_rank(self.engine)[1] > 1:
-            for name, position in zip(NORM_METHODS, (1, 0), strict=True):  # of the parameters among the arguments
-                self.replace(name, partial(with_all_experts, self.wrapper, position))
+            for name in NORM_METHODS:
+                self.replace(name, partial(with_all_experts, self.wrapper))
         if (missing := group_count - len(self.optimizer.param_groups)) > 0:
             self.replace("scaled_global_norm", partial(with_norms_of_all_stages, self.wrapper, missing))
 
