@@ -2,7 +2,7 @@
 """How all ranks come to one result.
 
 :func:`compare`: before anything is built, through the rendezvous store. A rank that runs another optimizer would not
-join a collective; here its silence ends in an error that names it.
+join a collective; its silence ends in an error that names it.
 :func:`together`: after work on each rank that may fail. A rank that raised alone would leave the others waiting in
 their next collective; here all of them raise.
 
@@ -48,15 +48,15 @@ def compare(state: Callable[[], Facts], judge: Judge) -> Facts:
         DisagreementError: the judge found an error, ``state`` raised on some rank, or a rank was silent for
             ``DS_MUON_BIND_TIMEOUT`` seconds (120 by default).
     """
-    alone = not torch.distributed.is_initialized()
-    verdict = judge([state()]) if alone else _through_the_store(state, judge)
+    is_single = not torch.distributed.is_initialized()
+    verdict = judge([state()]) if is_single else _through_the_store(state, judge)
     if "error" in verdict:
         raise DisagreementError(verdict["error"])
     return verdict
 
 
 def _through_the_store(state: Callable[[], Facts], judge: Judge) -> Facts:
-    """Each rank first says that it is there, then what it has to state: only the first must come soon.
+    """Let each rank first say that it is there, then what it has to state: only the first must come soon.
 
     A rank whose construction failed may start over, while the others wait for it in a later comparison, or have given
     it up. What it states tells which comparison it is in, and a comparison that has ended without it is passed over.
@@ -107,7 +107,7 @@ def _verdict(store: torch.distributed.Store, ranks: range, seconds: float, judge
 
 
 def _missing(store: torch.distributed.Store, keys: list[str], seconds: float) -> list[int]:
-    """Indices of the keys that nobody has set in this time."""
+    """Return the indices of the keys that nobody has set in this time."""
     deadline = time.monotonic() + seconds
     missing = []
     for index, key in enumerate(keys):
@@ -127,7 +127,7 @@ def _silence(ranks: list[int]) -> str:
 
 
 def differences(facts: list[Facts], titles: dict[str, str], within: str = "") -> Facts:
-    """The verdict on ranks that differ from the first: an ``error`` that names them; empty if all agree.
+    """Return the verdict on ranks that differ from the first: an ``error`` that names them; empty if all agree.
 
     Args:
         titles: fact -> what the message calls it.
@@ -143,10 +143,10 @@ def differences(facts: list[Facts], titles: dict[str, str], within: str = "") ->
 
 
 def together(act: Callable[[], Result], explain: Callable[[str], Exception]) -> Result:
-    """What ``act`` returns on this rank, once it has returned on all ranks.
+    """Return what ``act`` returns on this rank, once it has returned on all ranks.
 
     Args:
-        act: work of this rank alone. It contains no collective, and may raise anything.
+        act: work of this rank only. It contains no collective, and may raise anything.
         explain: makes the error that all ranks raise, from what was raised and on which ranks.
     """
     result, error, text = None, None, None
@@ -163,12 +163,12 @@ def together(act: Callable[[], Result], explain: Callable[[str], Exception]) -> 
 
 
 def with_type(error: BaseException) -> str:
-    """The name of an error's type, and its text."""
+    """Return the name of an error's type, and its text."""
     return f"{type(error).__name__}: {error}"
 
 
 def _by_text(texts: list[str | None]) -> str:
-    """Each message once, with the ranks that have it; without ranks where all have the same."""
+    """Return each message once, with the ranks that have it; without ranks where all have the same."""
     if len(set(texts)) == 1:
         return str(texts[0])
     told = [(text, who) for text, who in _ranks_by(texts).items() if text is not None]
@@ -176,7 +176,7 @@ def _by_text(texts: list[str | None]) -> str:
 
 
 def _ranks_by(values: Iterable[Any]) -> dict[Any, list[int]]:
-    """The ranks that have each value, of the values by rank."""
+    """Return the ranks that have each value, of the values by rank."""
     ranks: dict[Any, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
@@ -184,19 +184,19 @@ def _ranks_by(values: Iterable[Any]) -> dict[Any, list[int]]:
 
 
 def gathered(value: Any, group: Any = None) -> list[Any]:
-    """The value of every rank of the group, by rank; a collective."""
+    """Return the value of every rank of the group, by rank; a collective."""
     values = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(values, value, group=group)
     return values
 
 
 def from_rank_0(value: Any) -> Any:
-    """The value that rank 0 has; a collective."""
+    """Return the value that rank 0 has; a collective."""
     return _from(0, value)
 
 
 def union(names: Iterable[str]) -> list[str]:
-    """The names that any rank has, each once, by rank; a collective. Ranks with equal names send them once."""
+    """Return the names that any rank has, each once; a collective. Ranks with equal names send them once."""
     mine = list(names)
     digests = gathered(hashlib.sha256("\n".join(mine).encode()).hexdigest())
     firsts = [ranks[0] for ranks in _ranks_by(digests).values()]

@@ -257,7 +257,7 @@ def _step(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _with_muon(function: Callable) -> Callable:
-    """Return the function, called for an engine with this Muon; for others the original is."""
+    """Return what calls ``function(original, engine, ...)`` for engines with this Muon, else the original."""
 
     @functools.wraps(function)
     def call(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Any:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,7 +17,6 @@ from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.patch import Seam, replace
 from deepspeed.muon.plan.placement import Placement, Shard
 from deepspeed.muon.zero.wrappers.grad_norm import NormWatch
-from deepspeed.muon.zero.wrappers.loss_scale import share_autocast_scale
 
 
 class Adapter:
@@ -41,7 +40,6 @@ class Adapter:
         #: Whether a backward has run since the engine's last ``step()``.
         self.has_backward = False
         self.has_warned_of_frozen = False
-        self._undo = ExitStack()
 
     @property
     def moved_states(self) -> list[str]:
@@ -54,15 +52,12 @@ class Adapter:
         return [*(Seam(cls.MODULE, f"{cls.CLASS}.{name}", "engine") for name in cls.REPLACED), *cls.MORE_SEAMS]
 
     def replace(self, name: str, function: Callable, owner: Any = None) -> None:
-        """Make ``owner.name(...)``, by default the wrapper's, call ``function(original, ...)`` until :meth:`release`.
-
-        Only what is declared can be replaced.
-        """
+        """Make ``owner.name(...)``, by default the wrapper's, call ``function(original, ...)``, if it is declared."""
         owner = self.wrapper if owner is None else owner
         declared = [seam.path for seam in self.seams()]
         paths = [f"{kind.__name__}.{name}" for kind in type(owner).__mro__]  # PipelineEngine is a DeepSpeedEngine
         assert any(path in declared for path in paths), f"{type(self).__name__} does not declare {name}"
-        self._undo.callback(replace(owner, name, function))
+        replace(owner, name, function)
 
     def around(self, name: str, context: Callable[[], AbstractContextManager[Any]]) -> None:
         """Enter ``context()`` around the wrapper's method of this name."""
@@ -72,10 +67,6 @@ class Adapter:
                 return original(*args, **kwargs)
 
         self.replace(name, call)
-
-    def release(self) -> None:
-        """Give the wrapper its own methods back."""
-        self._undo.close()
 
     def partitions(self) -> list[Partition]:
         """Return where the parameters of each step lie."""
@@ -87,12 +78,9 @@ class Adapter:
         return Partition(index, (tensor,), shards, ranks, comm.get_rank(ranks), comm.get_world_size(ranks))
 
     def prepare(self, group_count: int) -> None:
-        """Set up one loss scale for all ranks.
-
-        Also what the wrapper needs so that it does not run stock's Muon, takes part in the collectives of pipeline
-        stages that have up to ``group_count`` parameter groups, and has all state that is not in memory.
+        """Set up one loss scale for all ranks, and what the wrapper needs to not run stock's Muon, to take part in the
+        collectives of pipeline stages with up to ``group_count`` parameter groups, and to have all state on NVMe.
         """
-        share_autocast_scale(self.engine)
 
     def gradient_buffers(self) -> Iterator[Tensor]:
         """Yield the buffers of gradients that the wrapper keeps from step to step."""

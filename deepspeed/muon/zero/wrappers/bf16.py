@@ -26,9 +26,6 @@ class Bf16(Flat):
             starts = list(accumulate((param.numel() for param in params), initial=0))
             yield params, starts[:-1], flat, partition
 
-    def prepare(self, group_count: int) -> None:
-        """Change nothing: the wrapper has no loss scale."""
-
     def watch_gradients(self) -> Callable[[], Agreed]:
         """Return a look at the norm of all ranks, which the wrapper keeps."""
         return lambda: agreed(is_valid(self.wrapper._global_grad_norm), is_common=True)

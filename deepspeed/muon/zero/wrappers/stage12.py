@@ -18,6 +18,7 @@ from deepspeed.muon.zero.tp_ranks import tp_rank
 from deepspeed.muon.zero.wrappers.experts import with_all_experts
 from deepspeed.muon.zero.wrappers.flat import Flat, FlatGroup
 from deepspeed.muon.zero.wrappers.grad_norm import NORM_METHODS
+from deepspeed.muon.zero.wrappers.loss_scale import share_autocast_scale
 
 
 class Stage12(Flat):
@@ -48,7 +49,7 @@ class Stage12(Flat):
 
         Each group's norm is a collective over the pipeline, but a stage without matrices has no Muon group.
         """
-        super().prepare(group_count)
+        share_autocast_scale(self.engine)
         self.replace("get_flat_partition", _without_tags)
         self.replace("_is_muon_group", lambda original, params: False)
         if self.wrapper.cpu_offload:

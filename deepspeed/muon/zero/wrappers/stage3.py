@@ -24,6 +24,7 @@ from deepspeed.muon.zero import nvme
 from deepspeed.muon.zero.checkpoint.nvme_load import NvmeLoad
 from deepspeed.muon.zero.wrappers.adapter import Adapter
 from deepspeed.muon.zero.wrappers.grad_norm import NORM_METHODS
+from deepspeed.muon.zero.wrappers.loss_scale import share_autocast_scale
 
 MOMENTUM_KEYS = (MOMENTUM, CODES, ABSMAX)
 #: Pinned copies of weights and gradients that DeepSpeed keeps after a reload.
@@ -64,7 +65,7 @@ class Stage3(Adapter):
 
         ``save_muon_momentum_buffer_in_memory`` keeps the momentum where it is.
         """
-        super().prepare(group_count)
+        share_autocast_scale(self.engine)
         self.keep_gradients_of_each_step_apart()
         wrapper, optimizer = self.wrapper, self.optimizer
         if not self.is_swapped:
