@@ -199,9 +199,9 @@ class PhaseClock:
         self._synchronize = torch.cuda.synchronize if device != "cpu" else lambda: None
         step = contextlib.ExitStack()
         optimizer.register_step_pre_hook(lambda *_: step.enter_context(self.phase("optimizer")))
+        if hasattr(optimizer, "observed"):
+            optimizer.register_step_pre_hook(lambda *_: step.enter_context(optimizer.observed(self.phase)))
         optimizer.register_step_post_hook(lambda *_: step.close())
-        if hasattr(optimizer, "phase"):
-            optimizer.phase = self.phase
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from deepspeed.muon.exchange.agreed import Agreed
 from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.selection import Missing
 from deepspeed.muon.kernels.table import Operations
@@ -24,6 +26,10 @@ class StepContext:
         peers: process group of the ranks that train the same layers; ``None``: all.
         muon_of_all_stages: in a pipeline, the parameters of all stages that go to Muon, by name, and a hash of how each
             is cut, if any.
+        is_stepped_in_parts: whether calls of ``step`` are parts of an engine's step, which calls the optimizer's
+            ``begin_step`` before them and ``release_scratch`` after.
+        is_finite: whether the gradient of the current step is finite, by the wrapper around the optimizer; ``None``:
+            the optimizer looks at its gradients, which are the same on all ranks.
     """
 
     is_logging: bool = True
@@ -32,3 +38,5 @@ class StepContext:
     ranks_per_node: int = 1
     peers: Any = None
     muon_of_all_stages: dict[str, str] | None = None
+    is_stepped_in_parts: bool = False
+    is_finite: Callable[[], Agreed] | None = None

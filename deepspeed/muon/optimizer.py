@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any
 
@@ -18,9 +18,10 @@ from deepspeed.muon.config.presets import preset_named
 from deepspeed.muon.config.schema import MuonConfig, parse
 from deepspeed.muon.context import StepContext
 from deepspeed.muon.errors import UnsupportedError
+from deepspeed.muon.exchange.agreed import Agreed, agreed
 from deepspeed.muon.exchange.buffers import grids
 from deepspeed.muon.exchange.data_parallel import check_agreement, make_sets, unwrapped
-from deepspeed.muon.exchange.exchange import Exchange
+from deepspeed.muon.exchange.exchange import Exchange, Phase
 from deepspeed.muon.exchange.failures import step_of_all
 from deepspeed.muon.exchange.groups import join, limit_time, processes
 from deepspeed.muon.exchange.host_staging import Staging
@@ -82,15 +83,14 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         UnsupportedError: a model that FSDP has sharded.
     """
 
-    #: Whether calls of ``step`` are parts of an engine's step, which calls :meth:`begin_step` before
-    #: them and :meth:`release_scratch` after.
-    is_stepped_in_parts = False
-    #: Measures a step, if set.
-    step_stats: StepStats | None = None
     qk_clip: QKClip | None = None
     _binding: tuple[Sequence[Partition], Tuning, torch.device] | None = None
     _judged: Choice | None = None
     _is_built = False
+    _phase: Phase = nullcontext
+    _stats: StepStats | None = None
+    #: Whether a skip of the current step has been logged.
+    _is_skip_told = False
 
     def __init__(self, params: Iterable[Any], *, model: nn.Module, **config: Any) -> None:
         self.config: MuonConfig = parse(config)
@@ -125,12 +125,6 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self._work = Workspace()
         #: What the ranks have agreed on.
         self.context = StepContext()
-        #: Called before an update; ``False`` skips it. All ranks, and all groups of a step, get the same answer.
-        self.is_finite: Callable[[], bool] = self._gradients_are_finite
-        #: Called when an update is skipped.
-        self.report_skip: Callable[[], None] = self._report_skip
-        #: Entered around each phase of a step, by name: prepare, exchange, newton_schulz, apply, adamw.
-        self.phase: Callable[[str], AbstractContextManager] = nullcontext
         self.second_moments = SecondMoments(self.rules.normuon)
         if self.config.qk_clip:
             names = {param: spec.name for param, spec in self.specs.items()}
@@ -329,12 +323,28 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     def begin_step(self) -> None:
         """Called before a step, by all ranks together: what has to be known of all its micro-batches."""
+        self._is_skip_told = False
         if self.qk_clip:
             self.qk_clip.begin_step(is_logging=self.context.is_logging)
 
     def release_scratch(self) -> None:
         """Called at the end of a step: free the temporaries on accelerators. The next step allocates them again."""
         self._work.release()
+
+    @contextmanager
+    def observed(self, phase: Phase | None = None, stats: StepStats | None = None) -> Iterator[None]:
+        """Enter around steps that are to be observed.
+
+        Args:
+            phase: entered around each phase, by name: prepare, exchange, newton_schulz, apply, adamw.
+            stats: records the step.
+        """
+        outer = self._phase, self._stats
+        self._phase, self._stats = phase or self._phase, stats or self._stats
+        try:
+            yield
+        finally:
+            self._phase, self._stats = outer
 
     def warm_up(self) -> None:
         """On an accelerator compile and tune the kernels of Newton-Schulz, which else happens in the first step."""
@@ -469,11 +479,11 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     def _step(self) -> None:
         if self._binding is None and not self._bind_on_first_use():
             return
-        if self._replicas is not None and not self.is_stepped_in_parts:
+        if self._replicas is not None and not self.context.is_stepped_in_parts:
             self._agree_with_replicas()
-        if not self.is_stepped_in_parts:
+        if not self.context.is_stepped_in_parts:
             self.begin_step()
-        if not self.is_finite():
+        if not self._is_finite():
             self.report_skip()
             return
         for group in self.param_groups:
@@ -484,7 +494,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 if self.qk_clip:
                     still = self._heads_of(absent, group, self.qk_clip)
                     self.qk_clip.apply(group["params"], still, self.kernels, self._work)
-        if not self.is_stepped_in_parts:
+        if not self.context.is_stepped_in_parts:
             self.release_scratch()
 
     def _bind_on_first_use(self) -> bool:
@@ -499,11 +509,20 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             'deepspeed.initialize, or set "type": "Muon" in ds_config.json'
         )
 
-    def _gradients_are_finite(self) -> bool:
+    def _is_finite(self) -> Agreed:
+        """Return whether this step is taken; the same on all ranks, and for all groups of a step."""
+        if self.context.is_finite is not None:
+            return self.context.is_finite()
+        return agreed(self.has_finite_gradients(), is_common=True)
+
+    def has_finite_gradients(self) -> bool:
+        """Return whether all gradients of this rank are finite."""
         return are_finite([p.grad for group in self.param_groups for p in group["params"] if p.grad is not None])
 
-    def _report_skip(self) -> None:
-        if self.context.is_logging:
+    def report_skip(self) -> None:
+        """Log, once in a step, that it is skipped."""
+        if self.context.is_logging and not self._is_skip_told:
+            self._is_skip_told = True
             logger.warning("deepspeed-muon: the gradient is not finite; this step is skipped on all ranks")
 
     def _muon_step(self, group: dict[str, Any]) -> frozenset[str]:
@@ -526,8 +545,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             blocks_of=self.blocks_of,
             second_moments=self.second_moments,
             work=self._work,
-            phase=self.phase,
-            stats=self.step_stats,
+            phase=self._phase,
+            stats=self._stats,
         )
         return PartitionStep(bound, group, tools).run()
 
@@ -541,7 +560,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     def _adam_step(self, group: dict[str, Any]) -> frozenset[str]:
         """Return the empty set: AdamW updates by a gradient of zero, too."""
         tensors = [p for p in group["params"] if p.grad is not None]
-        with self.phase("adamw"):
+        with self._phase("adamw"):
             states = [self.create_state(p, use_muon=False) for p in tensors]
             decoupled, others = self.config.adam_w_mode, []
             for tensor, state in zip(tensors, states, strict=True):
@@ -551,10 +570,10 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 else:
                     others.append((tensor, state))
             adamw.step([tensor for tensor, _ in others], [state for _, state in others], group, decoupled)
-        if self.step_stats is not None:
+        if self._stats is not None:
             stepped = dict(zip(tensors, states, strict=True))
             parts = (part for partition in self._adam_partitions for part in partition.held() if part[0] in stepped)
-            self.step_stats.after_adamw(
+            self._stats.after_adamw(
                 (adamw.update_squares(stepped[tensor], group, start, length), length) for tensor, start, length in parts
             )
         return frozenset()

@@ -60,7 +60,7 @@ def step_of_all(step: Callable) -> Callable:
 
     @functools.wraps(step)
     def told(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.is_stepped_in_parts or not torch.distributed.is_initialized():
+        if self.context.is_stepped_in_parts or not torch.distributed.is_initialized():
             return step(self, *args, **kwargs)
         with told_to_all():
             return step(self, *args, **kwargs)

@@ -27,12 +27,11 @@ from deepspeed.muon.zero.checkpoint.compatibility import of_all_stages
 from deepspeed.muon.zero.checkpoint.universal import read_universal
 from deepspeed.muon.zero.choice import choose, compare_plans
 from deepspeed.muon.zero.consensus import Facts, compare, differences
-from deepspeed.muon.zero.monitor import set_up_monitor
-from deepspeed.muon.zero.refusals import refuse_engine, refuse_qk_clip, refuse_unsupported
+from deepspeed.muon.zero.monitor import Recorder
+from deepspeed.muon.zero.refusals import refuse_qk_clip
 from deepspeed.muon.zero.startup_log import log_startup
 from deepspeed.muon.zero.tp_ranks import grid_of, matrix_share
 from deepspeed.muon.zero.wrappers import adapter_for
-from deepspeed.muon.zero.wrappers.grad_norm import once_per_step
 from deepspeed.muon.zero.wrappers.tensor_parallel import joined
 
 #: Keys of the optimizer's groups that decide what is trained; a user may add others of any type.
@@ -61,13 +60,11 @@ def agree(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
 
 
 def bind_engine(engine: Any) -> None:
-    """Called once the engine has wrapped the optimizer.
+    """Bind the optimizer that an engine has wrapped.
 
     Raises UnsupportedError for what is not supported, DisagreementError if the ranks differ in version, config or plan.
     """
     optimizer = engine.basic_optimizer
-    refuse_unsupported(engine._config, optimizer.config)
-    refuse_engine(engine)
     slow = functools.partial(log_if_slow, is_logging_rank=engine.global_rank == 0)
     with slow("comparing the settings of all ranks"):
         verdict = agree(engine, optimizer)
@@ -79,9 +76,10 @@ def bind_engine(engine: Any) -> None:
         peers = grid.group if grid else engine.mpu.get_data_parallel_group()
         muon_of_all_stages = of_all_stages(optimizer)
     adapter = engine.muon_adapter = adapter_for(engine, optimizer)
+    is_finite = adapter.watch_gradients()
     adapter.prepare(verdict["groups"])
     partitions = joined(adapter, grid)
-    device = _compute_device()
+    device = torch.device(get_accelerator().current_device_name())  # wherever ZeRO keeps the shards
     kinds = sorted({device.type, *(tensor.device.type for partition in partitions for tensor in partition.tensors)})
     with slow("building or loading the kernels"):
         lacking = compare(lambda: selection.missing(optimizer.config.kernels, kinds), _judge_kernels)
@@ -92,6 +90,8 @@ def bind_engine(engine: Any) -> None:
         ranks_per_node=verdict["ranks_per_node"],
         peers=peers,
         muon_of_all_stages=muon_of_all_stages,
+        is_stepped_in_parts=True,
+        is_finite=is_finite,
     )
     world_size = max((p.world_size for p in partitions), default=1)
     with slow("choosing dtype, method and kernels of Newton-Schulz"):
@@ -99,21 +99,15 @@ def bind_engine(engine: Any) -> None:
     with slow("planning the exchange and allocating the state"):
         optimizer.bind(partitions, tuning, device)
     with slow("compiling and tuning the kernels, and comparing the plans of all ranks,"):
-        monitor = compare_plans(engine, monitor=engine.monitor.enabled)["monitor"]
-    set_up_monitor(engine, monitor)
+        monitor = compare_plans(engine, monitor=engine.monitor.enabled)["monitor"]  # of rank 0
+    is_recorded = monitor and optimizer.config.monitor_interval > 0
+    engine._muon_recorder = Recorder(optimizer) if is_recorded else None
     optimizer.saved_form.is_convertible = True
     adapter.open_states()
     read_universal(adapter)
-    optimizer.is_stepped_in_parts = True
-    optimizer.report_skip = once_per_step(engine, optimizer.report_skip)
     start_watchdog()
     if engine.global_rank in verdict["firsts"]:
         log_startup(adapter, tuning, verdict["matrices"])
-
-
-def _compute_device() -> torch.device:
-    """Newton-Schulz and the exchange run on the accelerator, wherever ZeRO keeps the shards."""
-    return torch.device(get_accelerator().current_device_name())
 
 
 def _facts(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
@@ -123,10 +117,10 @@ def _facts(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
         "version": __version__,
         "config": optimizer.config.digest(),
         "stage": matrix_share(engine, optimizer),
-        "groups": hashlib.sha256(json.dumps(groups).encode()).hexdigest()[:16],
-        "routes": hashlib.sha256("".join(routes).encode()).hexdigest()[:16],
-        "order": hashlib.sha256("\n".join(s.name for s in optimizer.specs.values()).encode()).hexdigest()[:16],
-        "bf16": has_bf16(_compute_device().type, get_accelerator().is_bf16_supported()),
+        "groups": _hash(json.dumps(groups)),
+        "routes": _hash("".join(routes)),
+        "order": _hash("\n".join(s.name for s in optimizer.specs.values())),
+        "bf16": has_bf16(get_accelerator().device_name(), get_accelerator().is_bf16_supported()),
         "shapes": [[*shape, count] for shape, count in optimizer.shapes.items()],
         "ns_methods": sorted(optimizer.ns_methods),
         "races": may_race(),
@@ -137,8 +131,12 @@ def _facts(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
     }
 
 
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def _judge_settings(facts: list[Facts]) -> Facts:
-    """Ranks of one pipeline stage hold the same parameters; the rest is the same on all ranks."""
+    """Return the verdict: ranks of one pipeline stage have the same parameters, all ranks the same of the rest."""
     of_all = {"version": "the deepspeed-muon version", "config": "optimizer.params"}
     of_parameters = {
         "routes": "the routing",

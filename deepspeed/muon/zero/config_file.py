@@ -68,8 +68,16 @@ def find_ds_config(path: str, section: dict[str, Any]) -> dict[str, Any]:
     Raises:
         SettingsError: there is none; the message says what the file is and which file to give instead.
     """
-    if OF_ACCELERATE & section.keys() and not _is_ds_config(section):
-        _refuse_accelerates(path, section)
+    if is_accelerates(section):
+        nested = section.get("deepspeed_config")
+        file = nested.get("deepspeed_config_file") if isinstance(nested, Mapping) else None
+        instead = (
+            f"give the file that its deepspeed_config_file names, {file}"
+            if file
+            else f"ds_muon init --config {path} --out ds_config.json writes a ds_config from it, which its "
+            "deepspeed_config_file then names"
+        )
+        raise SettingsError(f"--config {path}: accelerate's configuration, not a ds_config; {instead}")
     named = next((key for key in NAMES_A_FILE if isinstance(section.get(key), str)), None)
     if named and not _is_ds_config(section):
         raise SettingsError(f"--config {path}: not a ds_config; it names one as {named}, give {section[named]}")
@@ -104,22 +112,8 @@ def is_optimizer(name: str) -> bool:
     """Return whether DeepSpeed, torch or transformers has an optimizer of this name, in any case."""
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
-    known = {
-        each.lower() for each in (*dir(torch.optim), *DEEPSPEED_OPTIMIZERS, "adafactor", "onebitadam", "zerooneadam")
-    }
-    return name.lower() in known
-
-
-def _refuse_accelerates(path: str, section: dict[str, Any]) -> None:
-    nested = section.get("deepspeed_config")
-    file = nested.get("deepspeed_config_file") if isinstance(nested, Mapping) else None
-    what = f"--config {path}: accelerate's configuration, not a ds_config"
-    if file:
-        raise SettingsError(f"{what}; give the file that its deepspeed_config_file names, {file}")
-    raise SettingsError(
-        f"{what}; ds_muon init --config {path} --out ds_config.json writes a ds_config from it, which its "
-        "deepspeed_config_file then names"
-    )
+    known = [*dir(torch.optim), *DEEPSPEED_OPTIMIZERS, "adafactor", "onebitadam", "zerooneadam"]
+    return name.lower() in map(str.lower, known)
 
 
 def _is_ds_config(section: Mapping[str, Any]) -> bool:

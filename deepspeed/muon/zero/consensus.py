@@ -2,7 +2,7 @@
 """How all ranks come to one result.
 
 :func:`compare`: before anything is built, through the rendezvous store. A rank that runs another optimizer would not
-join a collective; here its silence ends in an error that names it.
+join a collective; its silence ends in an error that names it.
 :func:`together`: after work on each rank that may fail. A rank that raised alone would leave the others waiting in
 their next collective; here all of them raise.
 
@@ -21,7 +21,6 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
-from deepspeed.accelerator import get_accelerator
 
 from deepspeed.muon.errors import DisagreementError
 
@@ -49,52 +48,51 @@ def compare(state: Callable[[], Facts], judge: Judge) -> Facts:
         DisagreementError: the judge found an error, ``state`` raised on some rank, or a rank was silent for
             ``DS_MUON_BIND_TIMEOUT`` seconds (120 by default).
     """
-    alone = not torch.distributed.is_initialized()
-    verdict = judge([state()]) if alone else _through_the_store(state, judge)
+    is_single = not torch.distributed.is_initialized()
+    verdict = judge([state()]) if is_single else _through_the_store(state, judge)
     if "error" in verdict:
         raise DisagreementError(verdict["error"])
     return verdict
 
 
 def _through_the_store(state: Callable[[], Facts], judge: Judge) -> Facts:
-    """Each rank first says that it is there, then what it has to state: only the first must come soon.
+    """Let each rank first say that it is there, then what it has to state: only the first must come soon.
 
     A rank whose construction failed may start over, while the others wait for it in a later comparison, or have given
     it up. What it states tells which comparison it is in, and a comparison that has ended without it is passed over.
     """
     global _open_comparison
     seconds = float(os.environ.get("DS_MUON_BIND_TIMEOUT", "120"))
-    store = torch.distributed.distributed_c10d._get_default_store()
+    of_all = torch.distributed.distributed_c10d._get_default_store()
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    while store.check([f"deepspeed_muon/{_open_comparison}/verdict"]):
+    while of_all.check([f"deepspeed_muon/{_open_comparison}/verdict"]):
         _open_comparison += 1
-    prefix = f"deepspeed_muon/{_open_comparison}"
-    store.set(f"{prefix}/here/{rank}", "")
+    store = torch.distributed.PrefixStore(f"deepspeed_muon/{_open_comparison}", of_all)
+    store.set(f"here/{rank}", "")
     stated: Facts = {"kind": judge.__qualname__}
     try:
         stated["facts"] = state()
     except (Exception, SystemExit) as error:  # the other ranks wait for this rank's facts
         stated["raised"] = with_type(error)
-    store.set(f"{prefix}/{rank}", json.dumps(stated))
+    store.set(str(rank), json.dumps(stated))
     if rank == 0:
-        verdict = _verdict(store, prefix, range(world_size), seconds, judge)
-        store.set(f"{prefix}/verdict", json.dumps(verdict))
-    elif _missing(store, [f"{prefix}/here/0"], 2 * seconds):
-        for key in (f"{prefix}/here/{rank}", f"{prefix}/{rank}"):
+        store.set("verdict", json.dumps(_verdict(store, range(world_size), seconds, judge)))
+    elif _missing(store, ["here/0"], 2 * seconds):
+        for key in (f"here/{rank}", str(rank)):
             store.delete_key(key)  # rank 0 may come later; what this rank states then counts
         raise DisagreementError(_silence([0]))
-    elif _missing(store, [f"{prefix}/verdict"], 2 * seconds + PREPARATION):
+    elif _missing(store, ["verdict"], 2 * seconds + PREPARATION):
         raise DisagreementError(f"rank 0 came to no verdict within {PREPARATION:.0f} s; look at its log")
     _open_comparison += 1
-    return json.loads(store.get(f"{prefix}/verdict"))
+    return json.loads(store.get("verdict"))
 
 
-def _verdict(store: Any, prefix: str, ranks: range, seconds: float, judge: Judge) -> Facts:
-    if silent := _missing(store, [f"{prefix}/here/{rank}" for rank in ranks], seconds):
+def _verdict(store: torch.distributed.Store, ranks: range, seconds: float, judge: Judge) -> Facts:
+    if silent := _missing(store, [f"here/{rank}" for rank in ranks], seconds):
         return {"error": _silence(silent)}
-    if slow := _missing(store, [f"{prefix}/{rank}" for rank in ranks], PREPARATION):
+    if slow := _missing(store, [str(rank) for rank in ranks], PREPARATION):
         return {"error": f"ranks {slow} did not get ready within {PREPARATION:.0f} s; look at their logs"}
-    stated = [json.loads(store.get(f"{prefix}/{rank}")) for rank in ranks]
+    stated = [json.loads(store.get(str(rank))) for rank in ranks]
     if raised := [f"rank {rank}: {one['raised']}" for rank, one in enumerate(stated) if "raised" in one]:
         return {"error": "; ".join(raised[:4])}
     if odd := [rank for rank in ranks if stated[rank]["kind"] != stated[0]["kind"]]:
@@ -108,8 +106,8 @@ def _verdict(store: Any, prefix: str, ranks: range, seconds: float, judge: Judge
         return {"error": f"rank 0 cannot compare the ranks: {with_type(error)}"}
 
 
-def _missing(store: Any, keys: list[str], seconds: float) -> list[int]:
-    """Indices of the keys that nobody has set in this time."""
+def _missing(store: torch.distributed.Store, keys: list[str], seconds: float) -> list[int]:
+    """Return the indices of the keys that nobody has set in this time."""
     deadline = time.monotonic() + seconds
     missing = []
     for index, key in enumerate(keys):
@@ -129,7 +127,7 @@ def _silence(ranks: list[int]) -> str:
 
 
 def differences(facts: list[Facts], titles: dict[str, str], within: str = "") -> Facts:
-    """The verdict on ranks that differ from the first: an ``error`` that names them; empty if all agree.
+    """Return the verdict on ranks that differ from the first: an ``error`` that names them; empty if all agree.
 
     Args:
         titles: fact -> what the message calls it.
@@ -145,10 +143,10 @@ def differences(facts: list[Facts], titles: dict[str, str], within: str = "") ->
 
 
 def together(act: Callable[[], Result], explain: Callable[[str], Exception]) -> Result:
-    """What ``act`` returns on this rank, once it has returned on all ranks.
+    """Return what ``act`` returns on this rank, once it has returned on all ranks.
 
     Args:
-        act: work of this rank alone. It contains no collective, and may raise anything.
+        act: work of this rank only. It contains no collective, and may raise anything.
         explain: makes the error that all ranks raise, from what was raised and on which ranks.
     """
     result, error, text = None, None, None
@@ -165,12 +163,12 @@ def together(act: Callable[[], Result], explain: Callable[[str], Exception]) -> 
 
 
 def with_type(error: BaseException) -> str:
-    """The name of an error's type, and its text."""
+    """Return the name of an error's type, and its text."""
     return f"{type(error).__name__}: {error}"
 
 
 def _by_text(texts: list[str | None]) -> str:
-    """Each message once, with the ranks that have it; without ranks where all have the same."""
+    """Return each message once, with the ranks that have it; without ranks where all have the same."""
     if len(set(texts)) == 1:
         return str(texts[0])
     told = [(text, who) for text, who in _ranks_by(texts).items() if text is not None]
@@ -178,7 +176,7 @@ def _by_text(texts: list[str | None]) -> str:
 
 
 def _ranks_by(values: Iterable[Any]) -> dict[Any, list[int]]:
-    """The ranks that have each value, of the values by rank."""
+    """Return the ranks that have each value, of the values by rank."""
     ranks: dict[Any, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
@@ -186,19 +184,19 @@ def _ranks_by(values: Iterable[Any]) -> dict[Any, list[int]]:
 
 
 def gathered(value: Any, group: Any = None) -> list[Any]:
-    """The value of every rank of the group, by rank; a collective."""
+    """Return the value of every rank of the group, by rank; a collective."""
     values = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(values, value, group=group)
     return values
 
 
 def from_rank_0(value: Any) -> Any:
-    """The value that rank 0 has; a collective."""
+    """Return the value that rank 0 has; a collective."""
     return _from(0, value)
 
 
 def union(names: Iterable[str]) -> list[str]:
-    """The names that any rank has, each once, by rank; a collective. Ranks with equal names send them once."""
+    """Return the names that any rank has, each once; a collective. Ranks with equal names send them once."""
     mine = list(names)
     digests = gathered(hashlib.sha256("\n".join(mine).encode()).hexdigest())
     firsts = [ranks[0] for ranks in _ranks_by(digests).values()]
@@ -209,14 +207,3 @@ def _from(rank: int, value: Any) -> Any:
     values = [value]
     torch.distributed.broadcast_object_list(values, src=rank)
     return values[0]
-
-
-def on_all_ranks(check: Callable[[], bool], group: Any = None) -> Callable[[], bool]:
-    """The check, passed where all ranks of the group pass it: ranks with their own parameters have own gradients."""
-
-    def agreed() -> bool:
-        passed = torch.tensor(float(check()), dtype=torch.float32, device=get_accelerator().current_device_name())
-        torch.distributed.all_reduce(passed, torch.distributed.ReduceOp.MIN, group=group)
-        return bool(passed)
-
-    return agreed

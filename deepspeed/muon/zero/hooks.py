@@ -58,8 +58,8 @@ def _read_config(original: Callable, self: Any, *args: Any, **kwargs: Any) -> No
         # zero.Init reads the config before Hugging Face's integration has filled it in; initialize reads it again.
         self.optimizer_params = clipped_once(self.optimizer_params, self.gradient_clipping, self.global_rank == 0)
         params = (self.optimizer_params or {}).items()
-        parse({key: value for key, value in params if not (key in FILLED_BY and value == "auto")})
-        refuse_unsupported(self)
+        settings = parse({key: value for key, value in params if not (key in FILLED_BY and value == "auto")})
+        refuse_unsupported(self, settings)
     _keep_user_tags()
 
 
@@ -115,10 +115,10 @@ def _is_trained(model: nn.Module) -> bool:
 
 
 def _idle(params: Iterable[Any]) -> torch.optim.Optimizer:
-    """For a model of which nothing is trained, as the reference of DPO to which a tool hands the whole config.
+    """Return an AdamW that has nothing to do, because an engine wants an optimizer.
 
-    An engine wants an optimizer, and without ZeRO, to which tools switch for such a model, takes an AdamW that has
-    nothing to do. ZeRO fails then, whatever the optimizer, and ours says why.
+    For a model of which nothing is trained, as the reference of DPO to which a tool hands the whole config. ZeRO, from
+    which tools switch away for such a model, fails whatever the optimizer, and ours says why.
     """
     logger.info("deepspeed-muon: no parameter of this model is trained; its AdamW has nothing to do")
     return torch.optim.AdamW(params)
@@ -164,7 +164,7 @@ def _compile_at_first_call(compile: Callable, function: Callable | None = None, 
 
 
 def _called(engine: Any, build: Callable, model_parameters: Any) -> Any:
-    """A script's function that builds the optimizer, called by DeepSpeed; what it has built is checked at once."""
+    """Call a script's function that builds the optimizer, and check the result at once."""
     note_tp_rank(engine)
     optimizer = build(model_parameters)
     _check_client(engine, optimizer)
@@ -172,7 +172,7 @@ def _called(engine: Any, build: Callable, model_parameters: Any) -> Any:
 
 
 def _check_client(engine: Any, optimizer: Any) -> None:
-    """An optimizer that the script has built: nothing of it was checked with the config."""
+    """Check an optimizer that the script has built, of which nothing was checked with the config."""
     if not isinstance(optimizer, MuonWithAuxAdam):
         _refuse_another(engine, type(optimizer))
         return
@@ -184,10 +184,7 @@ def _check_client(engine: Any, optimizer: Any) -> None:
 
 
 def _refuse_another(engine: Any, kind: type) -> None:
-    """Refuse an optimizer that would train instead of the config's Muon; warn of a Muon that knows nothing of ZeRO.
-
-    The latter trains as SGD with momentum perhaps.
-    """
+    """Refuse an optimizer that would train instead of the config's Muon; warn of a Muon that knows nothing of ZeRO."""
     name = f"{kind.__module__}.{kind.__qualname__}"
     if is_muon(engine._config.optimizer_name):  # engine.optimizer_name() is the class of the script's
         raise MuonConfigError(
@@ -205,7 +202,7 @@ def _refuse_another(engine: Any, kind: type) -> None:
 
 
 def _check(engine: Any, optimizer: MuonWithAuxAdam) -> None:
-    """What can be refused, or has to be changed, before ZeRO allocates."""
+    """Refuse or change what has to be before ZeRO allocates."""
     _ignore_elastic_checkpoints(engine)
     check_schedule(engine, optimizer)
     check_nvme(engine, optimizer)
@@ -226,35 +223,26 @@ def _ignore_elastic_checkpoints(engine: Any) -> None:
 
 def _compile(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """``DeepSpeedEngine.compile``: refuse DeepCompile, which takes the gradients past the optimizer."""
-    if isinstance(self.basic_optimizer, MuonWithAuxAdam):
-        refuse_compile(self)
+    refuse_compile(self)
     return original(self, *args, **kwargs)
 
 
 def _get_optimizer_param(original: Callable, self: Any, name: str) -> list[Any]:
-    """``DeepSpeedEngine._get_optimizer_param``, for ``get_lr`` and ``get_mom``: one value per group as given.
-
-    As many as the scheduler's ``get_last_lr`` has.
-    """
-    if not isinstance(self.basic_optimizer, MuonWithAuxAdam):
-        return original(self, name)
+    """``DeepSpeedEngine._get_optimizer_param``, for ``get_lr`` and ``get_mom``: one value per group of the user's."""
     return [group.get(name, 0.0) for group in self.basic_optimizer.given.param_groups]
 
 
 def _note_backward(original: Callable, self: Any) -> None:
     """``DeepSpeedEngine._backward_prologue``, which every backward calls."""
-    if isinstance(getattr(self, "basic_optimizer", None), MuonWithAuxAdam):
-        # Gradients can be computed while master weights and optimizer states are away, and into nothing else.
-        if moved := [kind for kind in self.muon_adapter.moved_states if kind not in ("hp_params", "optim_states")]:
-            raise CallOrderError(f"backward() after offload_states(): {_AWAY.format(', '.join(moved))}")
-        self.muon_adapter.has_backward = True
+    # Gradients can be computed while master weights and optimizer states are away, and into nothing else.
+    if moved := [kind for kind in self.muon_adapter.moved_states if kind not in ("hp_params", "optim_states")]:
+        raise CallOrderError(f"backward() after offload_states(): {_AWAY.format(', '.join(moved))}")
+    self.muon_adapter.has_backward = True
     original(self)
 
 
 def _step(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """``DeepSpeedEngine.step``: refuse a step for which there are no gradients, or no states."""
-    if not isinstance(getattr(self, "basic_optimizer", None), MuonWithAuxAdam):
-        return original(self, *args, **kwargs)
     adapter = self.muon_adapter
     if adapter.moved_states:
         raise CallOrderError(f"step() after offload_states(): {_AWAY.format(', '.join(adapter.moved_states))}")
@@ -268,19 +256,31 @@ def _step(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     return original(self, *args, **kwargs)
 
 
+def _with_muon(function: Callable) -> Callable:
+    """Return what calls ``function(original, engine, ...)`` for engines with this Muon, else the original."""
+
+    @functools.wraps(function)
+    def call(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(getattr(engine, "basic_optimizer", None), MuonWithAuxAdam):
+            return function(original, engine, *args, **kwargs)
+        return original(engine, *args, **kwargs)
+
+    return call
+
+
 _AWAY = "{} are away; call engine.reload_states() first"
 _ENGINE = "deepspeed.runtime.engine"
 #: What is replaced at activation, and by what.
 REPLACEMENTS: dict[Seam, Callable] = {
     Seam(_ENGINE, "DeepSpeedEngine._configure_basic_optimizer"): _configure_basic_optimizer,
     Seam(_ENGINE, "DeepSpeedEngine._configure_optimizer"): _configure_optimizer,
-    Seam(_ENGINE, "DeepSpeedEngine._configure_lr_scheduler"): configure_scheduler,
-    Seam(_ENGINE, "DeepSpeedEngine._scheduler_from_config"): scheduler_from_config,
-    Seam(_ENGINE, "DeepSpeedEngine._backward_prologue"): _note_backward,
-    Seam(_ENGINE, "DeepSpeedEngine.step"): _step,
-    Seam(_ENGINE, "DeepSpeedEngine._take_model_step"): take_step,
-    Seam(_ENGINE, "DeepSpeedEngine._get_optimizer_param"): _get_optimizer_param,
-    Seam(_ENGINE, "DeepSpeedEngine.compile"): _compile,
+    Seam(_ENGINE, "DeepSpeedEngine._configure_lr_scheduler"): _with_muon(configure_scheduler),
+    Seam(_ENGINE, "DeepSpeedEngine._scheduler_from_config"): _with_muon(scheduler_from_config),
+    Seam(_ENGINE, "DeepSpeedEngine._backward_prologue"): _with_muon(_note_backward),
+    Seam(_ENGINE, "DeepSpeedEngine.step"): _with_muon(_step),
+    Seam(_ENGINE, "DeepSpeedEngine._take_model_step"): _with_muon(take_step),
+    Seam(_ENGINE, "DeepSpeedEngine._get_optimizer_param"): _with_muon(_get_optimizer_param),
+    Seam(_ENGINE, "DeepSpeedEngine.compile"): _with_muon(_compile),
     Seam(_ENGINE, "DeepSpeedEngine.save_checkpoint"): save_load.save_checkpoint,
     Seam(_ENGINE, "DeepSpeedEngine.load_checkpoint"): save_load.load_checkpoint,
     Seam("deepspeed.runtime.config", "DeepSpeedConfig.__init__"): _read_config,
@@ -308,11 +308,14 @@ def install() -> None:
     if _undo:
         return
     if not is_tested(version):
-        logger.warning("deepspeed-muon was tested on DeepSpeed %s to %s, this is %s", *TESTED_DEEPSPEED, version)
-    _undo.extend(replace(*seam.find(), function) for seam, function in REPLACEMENTS.items())
+        oldest, newest = TESTED_DEEPSPEED
+        logger.warning("deepspeed-muon was tested on DeepSpeed %s to %s, this is %s", oldest, newest, version)
+    for seam, function in REPLACEMENTS.items():
+        owner, name = seam.find()
+        _undo.append(replace(owner, name, function))
     _undo.append(replace(FileBaton, "wait", wait_for_torch))
     _list_op()
-    supported = getattr(*_SUPPORTED.find())
+    supported = importlib.import_module(_SUPPORTED.module).ZERO_SUPPORTED_OPTIMIZERS
     supported.append(MuonWithAuxAdam)
     _undo.append(functools.partial(supported.remove, MuonWithAuxAdam))
 

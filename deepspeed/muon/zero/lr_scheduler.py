@@ -7,7 +7,6 @@ gets it in proportion to its own learning rate. A list has one value per group a
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +15,7 @@ from deepspeed.muon.config.types import DEFAULT_ADAM_LR, DEFAULT_MUON_LR
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.log import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.zero.schedules import defaults_of
 
 #: Parameters of DeepSpeed's schedules that are learning rates; the others are relative or counts.
 ABSOLUTE = {
@@ -25,26 +25,20 @@ ABSOLUTE = {
     "WarmupDecayLR": ("warmup_min_lr", "warmup_max_lr"),
 }
 
-#: Parameters of OneCycle that move a decay rate, with their defaults.
-CYCLE: dict[str, Any] = {"cycle_min_mom": 0.8, "cycle_max_mom": 0.9, "decay_mom_rate": 0.0, "decay_step_size": 0}
-
 
 def scheduler_from_config(original: Callable, engine: Any, optimizer: Any) -> Any:
     """``DeepSpeedEngine._scheduler_from_config``, with one value per group for each learning rate.
 
     Raises MuonConfigError for a list of another length than the groups.
     """
-    from deepspeed.runtime import lr_schedules
-
     ours, name, params = engine.basic_optimizer, engine.scheduler_name(), engine.scheduler_params()
-    if not isinstance(ours, MuonWithAuxAdam) or name is None:
+    if name is None:
         return original(engine, optimizer)
     values, reference = dict(params or {}), ours.defaults["lr"]
     target = _target(ours, name, values)
     ratios = [group["lr"] / reference if reference else 1.0 for group in target.param_groups]
     for key in ABSOLUTE.get(name, ()):
-        default = inspect.signature(getattr(lr_schedules, name)).parameters[key].default
-        value = values.get(key, default)  # the default may be empty, or the groups' own rate
+        value = values.get(key, defaults_of(name).get(key))  # the default may be the groups' own rate
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             values[key] = [value * ratio for ratio in ratios]
     engine._config.scheduler_params = values
@@ -57,7 +51,7 @@ def scheduler_from_config(original: Callable, engine: Any, optimizer: Any) -> An
 def configure_scheduler(original: Callable, engine: Any) -> None:
     """``DeepSpeedEngine._configure_lr_scheduler``: pass the groups as given to a scheduler that is a callable."""
     ours, client = engine.basic_optimizer, engine.client_lr_scheduler
-    if isinstance(ours, MuonWithAuxAdam) and callable(client):
+    if callable(client):
         engine.client_lr_scheduler = lambda _: client(ours.given)
     original(engine)
     engine.client_lr_scheduler = client
@@ -82,7 +76,7 @@ def check_schedule(engine: Any, optimizer: MuonWithAuxAdam) -> None:
 
 def _check_cycle(params: dict[str, Any], is_logging_rank: bool) -> None:
     """Raise MuonConfigError for impossible bounds of a cycle; warn of a decay rate that ends training."""
-    numbers = {key: params.get(key, default) for key, default in CYCLE.items()}
+    numbers = defaults_of("OneCycle") | params
     for key in ("cycle_min_mom", "cycle_max_mom"):
         values = numbers[key] if isinstance(numbers[key], (list, tuple)) else [numbers[key]]
         if not all(isinstance(value, (int, float)) and 0 <= value < 1 for value in values):

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from deepspeed.muon.exchange.exchange import Phase
 from deepspeed.muon.exchange.failures import told_to_all
 from deepspeed.muon.kernels.workspace import has_fp64
 from deepspeed.muon.optimizer import MuonWithAuxAdam
@@ -36,22 +37,12 @@ TIMERS = tuple(f"muon_{phase}" for phase in ("prepare", "exchange", "newton_schu
 PREFIX = "Train/Muon/"
 
 
-def set_up_monitor(engine: Any, monitored: bool) -> None:
-    """Set up what the config asks for. The ranks record together: ``monitored`` says whether rank 0's monitor is on."""
-    optimizer = engine.basic_optimizer
-    engine._muon_recorder = Recorder(optimizer) if monitored and optimizer.config.monitor_interval > 0 else None
-    if engine.wall_clock_breakdown():
-        optimizer.phase = _timed(engine.timers)
-
-
 def take_step(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> None:
     """``DeepSpeedEngine._take_model_step``, with a record in every ``monitor_interval``-th step.
 
     A skipped step that DeepSpeed does not log is reported. No temporaries stay on an accelerator.
     """
     optimizer = engine.basic_optimizer
-    if not isinstance(optimizer, MuonWithAuxAdam):
-        return original(engine, *args, **kwargs)
 
     def step() -> None:
         with told_to_all():
@@ -59,10 +50,12 @@ def take_step(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Non
             original(engine, *args, **kwargs)
 
     recorder, skipped = engine._muon_recorder, engine.skipped_steps
+    phase = _timed(engine.timers) if engine.wall_clock_breakdown() else nullcontext
     if recorder is not None and recorder.is_due(engine):
-        recorder.record(step, engine)
+        recorder.record(step, engine, phase)
     else:
-        step()
+        with optimizer.observed(phase):
+            step()
     optimizer.release_scratch()
     if engine.skipped_steps > skipped and skips_in_silence(engine.optimizer):
         optimizer.report_skip()
@@ -89,9 +82,9 @@ class Recorder:
         """Whether the step that follows is to be recorded."""
         return (engine.global_steps + 1) % self._optimizer.config.monitor_interval == 0
 
-    def record(self, step: Callable[[], None], engine: Any) -> None:
-        """Take the step, measure it and write its record."""
-        optimizer, outer = self._optimizer, self._optimizer.phase
+    def record(self, step: Callable[[], None], engine: Any, outer: Phase) -> None:
+        """Take the step, measure it and write its record; ``outer`` is entered around each phase, too."""
+        optimizer = self._optimizer
         sample = self.sample((engine.global_steps + 1) // optimizer.config.monitor_interval - 1)
         stats = StepStats(get_accelerator().synchronize, sample)
 
@@ -102,12 +95,8 @@ class Recorder:
 
         groups = reversed(optimizer.param_groups)  # the first of each half counts, with the rate that this step uses
         rates = {f"lr_{'muon' if group['use_muon'] else 'adamw'}": float(group["lr"]) for group in groups}
-        optimizer.phase, optimizer.step_stats = phase, stats
-        try:
-            with stats.phase("step"):
-                step()
-        finally:
-            optimizer.phase, optimizer.step_stats = outer, None
+        with optimizer.observed(phase, stats), stats.phase("step"):
+            step()
         with stats.phase(RECORD):
             values = self._summed(stats, sample)
         values |= rates | {f"{name}_ms": 1e3 * spent for name, spent in stats.seconds.items()}
@@ -146,7 +135,7 @@ class Recorder:
         return values_of(names, sums)
 
 
-def _timed(timers: Any) -> Callable[[str], Any]:
+def _timed(timers: Any) -> Phase:
     @contextmanager
     def phase(name: str) -> Iterator[None]:
         timer = timers(f"muon_{name}")

@@ -20,7 +20,7 @@ from deepspeed.muon.param_groups import warn_of_odd_settings
 from deepspeed.muon.zero.config_file import load_config
 from deepspeed.muon.zero.hooks import TYPES, clipped_once, is_muon
 from deepspeed.muon.zero.known_keys import SECTION_OF, keys_of, not_objects, place_of, section_at, warn_of_unknown
-from deepspeed.muon.zero.refusals import offload_device, refuse_unsupported, renames_parameters
+from deepspeed.muon.zero.refusals import is_bf16_optimizer, offload_device, refuse_unsupported, renames_parameters
 from deepspeed.muon.zero.schedules import about_momentum, about_rate, read_schedule
 
 #: Keys that depend on the number of ranks; the engine checks them.
@@ -33,7 +33,7 @@ ALIGNED_BYTES = 16
 
 @dataclass(frozen=True)
 class Settings:
-    """What a forecast needs of a ds_config; ``notes`` say what was assumed and what was not checked."""
+    """What a forecast needs of a ds_config; ``notes``: what was assumed and what was not checked."""
 
     config: MuonConfig
     layout: Layout
@@ -57,7 +57,7 @@ def read_settings(path: str, world_size: int, stage: int | None = None) -> Setti
 
 
 def settings_of(path: str, section: dict[str, Any], world_size: int, stage: int | None = None) -> Settings:
-    """What :func:`read_settings` returns, of a section that has been read; errors name the file as ``path``."""
+    """Return what :func:`read_settings` does, of a section that has been read; errors name the file as ``path``."""
     warn_of_unknown(section)
     name, params = _require_muon(path, section)
     autos, defaults = [key for key in FILLED_BY if params.get(key) == "auto"], list[str]()
@@ -75,12 +75,11 @@ def settings_of(path: str, section: dict[str, Any], world_size: int, stage: int 
     if stage is not None:
         section["zero_optimization"] = dict(section.get("zero_optimization") or {}) | {"stage": stage}
     stock = _stock_config(path, section)
-    refuse_unsupported(stock)
+    refuse_unsupported(stock, config)
     notes = [*_of_autos(autos, defaults), *_not_predicted(stock), *of_schedule]
     zero, offloads = stock.zero_config, offload_device(stock, "offload_optimizer") in ("cpu", "nvme")
     # Whether stages 1 and 2 run under DeepSpeedZeroOptimizer; BF16_Optimizer knows no order and no padding.
-    is_bf16 = stock.bfloat16_config.enabled and str(stock.grad_accum_dtype) in ("fp32", "float32")
-    is_flat = not (is_bf16 and zero.stage == 1 and not offloads)
+    is_flat = not (stock.bfloat16_config.enabled and is_bf16_optimizer(stock) and not offloads)
     itemsize = 2 if stock.float16_config.enabled or stock.bfloat16_config.enabled else 4
     alignment = ALIGNED_BYTES // itemsize if is_flat and getattr(zero, "parameter_alignment", False) else 1
     round_robin = is_flat and bool(zero.round_robin_gradients)
@@ -108,7 +107,7 @@ def _not_predicted(stock: Any) -> Iterator[str]:
 
 
 def _require_muon(path: str, section: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The optimizer's type, as written, and its parameters."""
+    """Return the optimizer's type, as written, and its parameters."""
     optimizer = section.get("optimizer")
     name = optimizer.get("type") if isinstance(optimizer, dict) else None
     if not isinstance(optimizer, dict) or not isinstance(name, str) or not is_muon(name):
@@ -120,7 +119,7 @@ def _require_muon(path: str, section: dict[str, Any]) -> tuple[str, dict[str, An
 
 
 def _hint(section: dict[str, Any], name: Any) -> str:
-    """What a config without Muon was meant to be."""
+    """Say what a config without Muon was meant to be."""
     near = nearest("optimizer", section.keys() - {"optimizer"})
     if near and section.get("optimizer") is None:
         return f"did you mean optimizer where it says {near}?"
@@ -129,7 +128,7 @@ def _hint(section: dict[str, Any], name: Any) -> str:
 
 
 def _drop_autos(section: dict[str, Any], where: str, dropped: list[str]) -> dict[str, Any]:
-    """The section without keys of value "auto", which are added to ``dropped``: DeepSpeed takes its defaults."""
+    """Return the section without keys of value "auto", which are added to ``dropped``: DeepSpeed takes its defaults."""
     kept = {}
     for key, value in section.items():
         if isinstance(value, dict):
@@ -157,7 +156,7 @@ def _stock_config(path: str, section: dict[str, Any]) -> Any:
 
 
 def _explain(title: str, item: dict[str, Any]) -> str:
-    """One line with the key as it is written, its value, what is allowed and the nearest valid spelling.
+    """Return one line with the key as it is written, its value, what is allowed and the nearest valid spelling.
 
     Args:
         title: DeepSpeed's class; ``item``: an error from ``pydantic.ValidationError.errors``.
@@ -185,7 +184,7 @@ def _explain(title: str, item: dict[str, Any]) -> str:
 
 
 def accelerator() -> dict[str, Any]:
-    """Kind, count and name of the device that DeepSpeed has found."""
+    """Return kind, count and name of the device that DeepSpeed has found."""
     found = get_accelerator()
     kind, count, backend = found.device_name(), int(found.device_count()), found.communication_backend_name()
     ask = getattr(torch.get_device_module(kind), "get_device_name", None)
@@ -194,6 +193,8 @@ def accelerator() -> dict[str, Any]:
 
 
 def backends() -> dict[str, bool]:
-    """Whether torch was built with each communication backend."""
-    distributed, here = torch.distributed, torch.distributed.is_available()
-    return {"gloo": here and distributed.is_gloo_available(), "nccl": here and distributed.is_nccl_available()}
+    """Return whether torch was built with each communication backend."""
+    distributed = torch.distributed
+    if not distributed.is_available():
+        return {"gloo": False, "nccl": False}
+    return {"gloo": distributed.is_gloo_available(), "nccl": distributed.is_nccl_available()}

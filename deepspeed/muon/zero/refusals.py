@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,20 +22,19 @@ SECTIONS = {
 }
 
 
-def refuse_unsupported(config: Any, settings: MuonConfig | None = None) -> None:
-    """Raise UnsupportedError that lists all unsupported settings of a ``DeepSpeedConfig`` whose optimizer is Muon.
+def refuse_unsupported(config: Any, settings: MuonConfig) -> None:
+    """Raise UnsupportedError that lists all unsupported settings of a ``DeepSpeedConfig``, with those of the optimizer.
 
-    ``settings``: those of the optimizer, where it exists. A script may have built it, with others than the config's.
+    A script may have built the optimizer with others than the config's.
     """
-    given = (_get(config, "optimizer_params") or {}) if settings is None else settings.model_dump(exclude_unset=True)
     problems = [f"{key}: {advice}" for key, applies, advice in RULES if applies(config)]
-    problems += [f"{MOMENTUM_DTYPE}: {text}" for text in _momentum_problems(config, given.get("momentum_dtype"))]
+    problems += [f"{MOMENTUM_DTYPE}: {text}" for text in _momentum_problems(config, settings)]
     if problems:
         raise UnsupportedError("deepspeed-muon does not support this configuration:\n  " + "\n  ".join(problems))
 
 
 def _get(config: Any, key: str, default: Any = None) -> Any:
-    """What a ``DeepSpeedConfig`` holds under a key of the ds_config, or as an attribute."""
+    """Return what a ``DeepSpeedConfig`` has under a key of the ds_config, or as an attribute."""
     section, *names = key.split(".")
     for name in (SECTIONS.get(section, section), *names):
         config = getattr(config, name, None)
@@ -46,7 +44,7 @@ def _get(config: Any, key: str, default: Any = None) -> Any:
 
 
 def offload_device(config: Any, section: str) -> str:
-    """The device of ``offload_optimizer`` or ``offload_param``: ``cpu``, ``nvme`` or ``none``."""
+    """Return the device of ``offload_optimizer`` or ``offload_param``: ``cpu``, ``nvme`` or ``none``."""
     device = _get(config, f"zero_optimization.{section}.device", "none")
     return str(getattr(device, "value", device))
 
@@ -55,23 +53,29 @@ Rule = tuple[str, Callable[[Any], Any], str]
 """The key that the message names, whether a ``DeepSpeedConfig`` is refused, and what to change."""
 
 
-def _has_fp16_autocast(config: Any) -> bool:
-    return bool(_get(config, "torch_autocast_enabled")) and _get(config, "torch_autocast_dtype") == torch.float16
+def _stage(config: Any) -> int:
+    return _get(config, "zero_optimization.stage", 0)
 
 
-def _is_bf16_optimizer(config: Any) -> bool:
-    return _get(config, "zero_optimization.stage", 0) == 1 and _get(config, "grad_accum_dtype") in ("fp32", "float32")
+def is_bf16_optimizer(config: Any) -> bool:
+    """Return whether a bf16 model has DeepSpeed's ``BF16_Optimizer``, unless ``offload_optimizer`` takes its place."""
+    return _stage(config) == 1 and _get(config, "grad_accum_dtype") in ("fp32", "float32")
 
 
-def _lacks_a_loss_scale(config: Any) -> bool:
-    return _get(config, "zero_optimization.stage", 0) == 0 or (
-        _is_bf16_optimizer(config) and offload_device(config, "offload_optimizer") == "none"
-    )
+def _is_scaled(config: Any) -> bool:
+    """Return whether DeepSpeed has a loss scale for a bf16 model under fp16 autocast."""
+    is_on_accelerator = offload_device(config, "offload_optimizer") == "none"
+    return _stage(config) > 0 and not (is_bf16_optimizer(config) and is_on_accelerator)
 
 
-def _nvme_rules(section: str, kept: str, instead: str) -> list[Rule]:
+def _forbidden(key: str, advice: str, first_stage: int = 0) -> Rule:
+    """Return the rule that refuses a key whenever it is set, from the first stage on at which DeepSpeed reads it."""
+    return key, lambda c: bool(_get(c, key)) and _stage(c) >= first_stage, advice
+
+
+def _nvme_rules(section: str, kept: str, instead: str) -> tuple[Rule, Rule]:
     def applies(config: Any) -> bool:
-        return _get(config, "zero_optimization.stage", 0) > 0 and offload_device(config, section) == "nvme"
+        return _stage(config) > 0 and offload_device(config, section) == "nvme"
 
     key = f"zero_optimization.{section}"
     no_stage_3 = (
@@ -79,38 +83,29 @@ def _nvme_rules(section: str, kept: str, instead: str) -> list[Rule]:
         "zero_optimization.stage to 3"
     )
     no_path = 'device "nvme" needs it; write a folder on the disk to use'
-    return [
-        (f"{key}.device", lambda c: applies(c) and _get(c, "zero_optimization.stage", 0) < 3, no_stage_3),
+    return (
+        (f"{key}.device", lambda c: applies(c) and _stage(c) < 3, no_stage_3),
         (f"{key}.nvme_path", lambda c: applies(c) and not _get(c, f"{key}.nvme_path"), no_path),
-    ]
+    )
 
 
 ON_GPUS = "runs only on GPUs, where it is untested; set it to false"
-#: Keys that are refused whenever they are set, and what to change.
-FORBIDDEN = {
-    "zero_optimization.offload_optimizer.super_offload": "it runs its own Adam, on NVIDIA GPUs alone; set it to false",
-    "zero_optimization.zenflow": "it updates the largest columns of a matrix first, with its own Adam, where Muon "
-    "updates whole matrices; remove the section",
-    "zero_optimization.zero_quantized_weights": f"quantization {ON_GPUS}",
-    "zero_optimization.zero_quantized_gradients": f"quantization {ON_GPUS}",
-    "fp16.fp16_master_weights_and_grads": "DeepSpeed requires its own CPU Adam; set it to false",
-}
-#: Of those, the keys that DeepSpeed reads from a stage on only.
-FIRST_STAGE = {
-    "zero_optimization.offload_optimizer.super_offload": 3,
-    "zero_optimization.zero_quantized_weights": 3,
-    "zero_optimization.zero_quantized_gradients": 3,
-}
-
-
-def _is_forbidden(config: Any, key: str) -> bool:
-    return bool(_get(config, key)) and _get(config, "zero_optimization.stage", 0) >= FIRST_STAGE.get(key, 0)
-
-
 RULES: tuple[Rule, ...] = (
     *_nvme_rules("offload_optimizer", "states", 'use "cpu"'),
     *_nvme_rules("offload_param", "parameters", "remove offload_param"),
-    *((key, partial(_is_forbidden, key=key), advice) for key, advice in FORBIDDEN.items()),
+    _forbidden(
+        "zero_optimization.offload_optimizer.super_offload",
+        "it runs its own Adam, on NVIDIA GPUs alone; set it to false",
+        first_stage=3,
+    ),
+    _forbidden(
+        "zero_optimization.zenflow",
+        "it updates the largest columns of a matrix first, with its own Adam, where Muon updates whole matrices; "
+        "remove the section",
+    ),
+    _forbidden("zero_optimization.zero_quantized_weights", f"quantization {ON_GPUS}", first_stage=3),
+    _forbidden("zero_optimization.zero_quantized_gradients", f"quantization {ON_GPUS}", first_stage=3),
+    _forbidden("fp16.fp16_master_weights_and_grads", "DeepSpeed requires its own CPU Adam; set it to false"),
     (
         "zero_optimization.offload_optimizer.ratio",
         lambda c: (
@@ -135,13 +130,18 @@ RULES: tuple[Rule, ...] = (
     ),
     (
         "data_types.grad_accum_dtype",
-        lambda c: _get(c, "bf16.bf16_master_weights_and_grads") and _is_bf16_optimizer(c),
+        lambda c: _get(c, "bf16.bf16_master_weights_and_grads") and is_bf16_optimizer(c),
         "fp32 at stage 1 selects DeepSpeed's BF16_Optimizer, which keeps fp32 weights whatever "
         "bf16.bf16_master_weights_and_grads says; remove one of them",
     ),
     (
         "torch_autocast.dtype",
-        lambda c: _get(c, "bf16.enabled") and _has_fp16_autocast(c) and _lacks_a_loss_scale(c),
+        lambda c: (
+            _get(c, "bf16.enabled")
+            and _get(c, "torch_autocast_enabled")
+            and _get(c, "torch_autocast_dtype") == torch.float16
+            and not _is_scaled(c)
+        ),
         "at stage 0, and at stage 1 with fp32 gradients, DeepSpeed has no loss scale for a bf16 model; use bfloat16, "
         "or remove bf16",
     ),
@@ -150,35 +150,32 @@ RULES: tuple[Rule, ...] = (
 MOMENTUM_DTYPE = "optimizer.params.momentum_dtype"
 
 
-def _momentum_problems(config: Any, given: str | None) -> Iterator[str]:
+def _momentum_problems(config: Any, settings: MuonConfig) -> Iterator[str]:
     stays = _get(config, "zero_optimization.save_muon_momentum_buffer_in_memory")
-    if given in ("bf16", "int8") and offload_device(config, "offload_optimizer") == "nvme" and not stays:
+    if settings.momentum_dtype != "fp32" and offload_device(config, "offload_optimizer") == "nvme" and not stays:
         yield (
             "DeepSpeed swaps optimizer states to NVMe in fp32; set "
             "zero_optimization.save_muon_momentum_buffer_in_memory to true, which keeps the momentum in memory, or "
             'momentum_dtype to "fp32"'
         )
-    if given == "fp32" and _get(config, "bf16.bf16_optimizer_states"):
+    is_asked = settings.momentum_dtype == "fp32" and "momentum_dtype" in settings.model_fields_set
+    if is_asked and _get(config, "bf16.bf16_optimizer_states"):
         yield "bf16.bf16_optimizer_states keeps the momentum in bf16; remove one of them"
 
 
 def renames_parameters(config: Any) -> bool:
-    """Whether DeepSpeed will replace parameters of the model by others with new names and shapes."""
+    """Return whether DeepSpeed will replace parameters of the model by others with new names and shapes."""
     return bool(_get(config, "expert_parallel_config.enabled"))
 
 
 def refuse_engine(engine: Any) -> None:
-    """Raise UnsupportedError for what only the engine knows: kinds of pipelines and of model and sequence parallelism,
-    experts beside them.
-    """
+    """Raise UnsupportedError for kinds of pipelines, of model and sequence parallelism, and of experts beside them."""
     if problems := list(_engine_problems(engine)):
         raise UnsupportedError("deepspeed-muon does not support this engine yet: " + "; ".join(problems))
 
 
 def refuse_universal(engine: Any) -> None:
-    """Raise UnsupportedError for an engine that cannot load universal checkpoints. Called before a load: the key has
-    no other effect.
-    """
+    """Raise UnsupportedError for an engine that cannot load universal checkpoints; called before a load."""
     if problems := list(_universal_problems(engine)):
         raise UnsupportedError("checkpoint.load_universal: " + "; ".join(problems))
 
@@ -203,17 +200,21 @@ def refuse_compile(engine: Any) -> None:
 
 def refuse_qk_clip(engine: Any) -> None:
     """Raise UnsupportedError for an engine whose attention ``qk_clip`` cannot observe."""
-    if (getattr(engine, "sequence_parallel_size", 1) or 1) > 1:
+    if _is_spread(engine):
         raise UnsupportedError(
             "optimizer.params.qk_clip: not supported with sequence parallelism, where a rank's attention has other "
             "heads than its weights; remove it"
         )
 
 
+def _is_spread(engine: Any) -> bool:
+    """Return whether several ranks share a sequence."""
+    return (getattr(engine, "sequence_parallel_size", 1) or 1) > 1
+
+
 def _engine_problems(engine: Any) -> Iterator[str]:
     _, tp_size = tp_rank(engine)
-    is_spread = (getattr(engine, "sequence_parallel_size", 1) or 1) > 1
-    if engine.moe_layers and is_spread:
+    if engine.moe_layers and _is_spread(engine):
         yield (
             "deepspeed.moe layers with sequence parallelism, where DeepSpeed takes the ranks of a sequence for "
             "tensor-parallel ones and mixes up their tokens; use data parallelism"
@@ -234,7 +235,7 @@ def _engine_problems(engine: Any) -> Iterator[str]:
             f"{tp_size} x {engine.seq_dp_world_size} of {engine.world_size} ranks; use DeepSpeed's PipelineModule for "
             "pipelines"
         )
-    if is_spread and not hasattr(engine.mpu, "get_sequence_data_parallel_group"):
+    if _is_spread(engine) and not hasattr(engine.mpu, "get_sequence_data_parallel_group"):
         yield (
             "sequence parallelism by data_parallel_size in the config, where DeepSpeed leaves each rank of a sequence "
             "its own gradients, or at stage 3 lets the ranks overwrite one another's checkpoints; pass "
@@ -243,8 +244,7 @@ def _engine_problems(engine: Any) -> Iterator[str]:
 
 
 def _pipeline_problems(engine: Any) -> Iterator[str]:
-    stage = engine.zero_optimization_stage()
-    if stage > 1:
+    if engine.zero_optimization_stage() > 1:
         yield "a pipeline at ZeRO stage 2 or 3, which DeepSpeed refuses; set zero_optimization.stage to 1"
     if hasattr(engine.module, "phase_bounds"):
         yield "DualPipeV, whose ranks hold two stages each; use PipelineModule"

@@ -43,19 +43,11 @@ def read_schedule(section: Any) -> Schedule:
     """Return what a section ``scheduler``, or ``None``, decides."""
     name = str(section.get("type") or "") if isinstance(section, Mapping) else ""
     given = section.get("params") if name else None
-    values = _defaults(name) | dict(given if isinstance(given, Mapping) else {})
-    key, cycle = RATE_KEYS.get(name or "", ""), MOMENTUM_KEYS.get(name or "")
+    values = defaults_of(name) | dict(given if isinstance(given, Mapping) else {})
+    key, cycle = RATE_KEYS.get(name, ""), MOMENTUM_KEYS.get(name)
     momenta = (values[cycle[0]], values[cycle[1]]) if cycle and values.get("cycle_momentum") is not False else None
     rate = values.get(key)  # None: the optimizer's own
     return Schedule("" if rate is None else key, rate, momenta, "cycle_momentum" in (given or ()))
-
-
-def rates_differ(rate: Any, lr: Any) -> bool:
-    """Return whether two learning rates are numbers that are not equal."""
-    try:
-        return float(rate) != float(lr)
-    except (TypeError, ValueError):  # a list, "auto", or no rate
-        return False
 
 
 def about_momentum(schedule: Schedule) -> str:
@@ -71,7 +63,10 @@ def about_momentum(schedule: Schedule) -> str:
 
 def about_rate(schedule: Schedule, key: str, lr: Any) -> str:
     """Say that the schedule sets another rate than ``optimizer.params`` under ``key``; empty where it does not."""
-    if not rates_differ(schedule.rate, lr):
+    try:
+        if float(schedule.rate) == float(lr):
+            return ""
+    except (TypeError, ValueError):  # a list, "auto", or no rate
         return ""
     return (
         f"scheduler.params.{schedule.rate_key}, {schedule.rate}, is the learning rate, in place of optimizer.params."
@@ -79,7 +74,7 @@ def about_rate(schedule: Schedule, key: str, lr: Any) -> str:
     )
 
 
-def _defaults(name: Any) -> dict[str, Any]:
+def defaults_of(name: str) -> dict[str, Any]:
     """Return the defaults of a schedule's arguments, by name."""
     from deepspeed.runtime import lr_schedules
 

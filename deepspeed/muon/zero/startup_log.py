@@ -99,19 +99,17 @@ def _updates(engine: Any, optimizer: MuonWithAuxAdam, matrices: list[MatrixSpec]
 def _steps(engine: Any, optimizer: MuonWithAuxAdam, tuning: Tuning) -> tuple[str, ...]:
     """How a step runs: traffic, kernels, Newton-Schulz."""
     exchange, plans = optimizer.exchange, optimizer.plans
+    shared = [count for plan in plans for count in plan.counts if count > 1]
+    methods = sorted(optimizer.ns_methods - {"auto"})
     sent = sum(plan.sent_elements for plan in plans) * exchange.dtype.itemsize / 1e6
     extra = sum(2 * plan.moved_elements for plan in plans) * exchange.dtype.itemsize / 1e6
     return (
         f"{sent:.1f} MB sent per step by rank {engine.global_rank}, {extra:.1f} MB by all ranks to balance the owners",
-        *_several_owners(plans),
+        *([f"{len(shared)} matrices with up to {max(shared)} owners each"] if shared else ()),
         f"exchange in {optimizer.config.wire}, kernels: {summary(optimizer.kernels, optimizer.context.lacking)}",
-        f"Newton-Schulz on {exchange.device.type} in {tuning.described(optimizer.choice)}{_methods(optimizer)}",
+        f"Newton-Schulz on {exchange.device.type} in {tuning.described(optimizer.choice)}"
+        + (f", ns_method {', '.join(methods)} where it is set" if methods else ""),
     )
-
-
-def _several_owners(plans: list[Plan]) -> tuple[str, ...]:
-    counts = [count for plan in plans for count in plan.counts if count > 1]
-    return (f"{len(counts)} matrices with up to {max(counts)} owners each",) if counts else ()
 
 
 def _stage_0(engine: Any, optimizer: MuonWithAuxAdam) -> str:
@@ -122,12 +120,6 @@ def _stage_0(engine: Any, optimizer: MuonWithAuxAdam) -> str:
     if all(shared):
         return " that share Newton-Schulz"
     return " of which each orthogonalizes " + ("the small groups itself" if any(shared) else "everything itself")
-
-
-def _methods(optimizer: MuonWithAuxAdam) -> str:
-    """Groups whose method the user has set."""
-    fixed = sorted(optimizer.ns_methods - {"auto"})
-    return f", ns_method {', '.join(fixed)} where it is set" if fixed else ""
 
 
 def _log_schedule(engine: Any, optimizer: MuonWithAuxAdam) -> None:
@@ -145,17 +137,14 @@ def _log_schedule(engine: Any, optimizer: MuonWithAuxAdam) -> None:
 
 
 def _warn_of_no_decay(optimizer: MuonWithAuxAdam) -> None:
-    config, decays = optimizer.config, [group["weight_decay"] for group in optimizer.param_groups if group["use_muon"]]
-    asked = {
-        "cautious_weight_decay": config.cautious_weight_decay,
-        "muon_weight_decay_steps": config.muon_weight_decay_steps is not None,
-    }
-    for key in (key for key in asked if asked[key] and decays and not any(decays)):
-        logger.warning(
-            "deepspeed-muon: optimizer.params.%s has no effect, because weight_decay is 0 in every group of the Muon "
-            "half",
-            key,
-        )
+    decays = [group["weight_decay"] for group in optimizer.param_groups if group["use_muon"]]
+    for key in ("cautious_weight_decay", "muon_weight_decay_steps"):
+        if getattr(optimizer.config, key) and decays and not any(decays):
+            logger.warning(
+                "deepspeed-muon: optimizer.params.%s has no effect, because weight_decay is 0 in every group of the "
+                "Muon half",
+                key,
+            )
 
 
 def _warn_of_small_sub_groups(optimizer: MuonWithAuxAdam) -> None:
@@ -164,9 +153,11 @@ def _warn_of_small_sub_groups(optimizer: MuonWithAuxAdam) -> None:
     for partition, plan in zip(optimizer.partitions, plans, strict=True):
         groups[partition.index].append(plan)
     spent = sum(max(plan.loads) for plan in plans)
-    # A lower bound on the busiest rank's load if the sub-groups of each group were stepped as one.
-    even = {i: sum(sum(plan.loads) for plan in group) / group[0].world_size for i, group in groups.items()}
-    possible = sum(max(even[i], *(max(plan.loads) for plan in group)) for i, group in groups.items())
+    possible = 0.0
+    for group in groups.values():
+        # A lower bound on the busiest rank's load if the sub-groups of each group were stepped as one.
+        even = sum(sum(plan.loads) for plan in group) / group[0].world_size
+        possible += max(even, max(max(plan.loads) for plan in group))
     if spent > SLOW_SUB_GROUPS * possible:
         size = sum(partition.tensors[0].numel() for partition in optimizer.partitions)
         logger.warning(

@@ -21,7 +21,7 @@ from deepspeed.muon.zero.consensus import gathered
 
 
 def tp_rank(engine: Any) -> tuple[int, int]:
-    """This rank's number in its tensor-parallel group, and the size of the group; 0 and 1 without one."""
+    """Return this rank's number in its tensor-parallel group, and the size of the group; 0 and 1 without one."""
     mpu = engine.mpu
     if mpu is None or hasattr(mpu, "initialize_sequence_parallel"):  # Ulysses calls its ranks model-parallel, too
         return 0, 1
@@ -36,7 +36,7 @@ def note_tp_rank(engine: Any) -> None:
 
 
 def tp_group(engine: Any) -> Any:
-    """The tensor-parallel group of an engine that has one."""
+    """Return the tensor-parallel group of an engine that has one."""
     return bwc.bwc_tensor_model_parallel_group(engine.mpu)
 
 
@@ -51,7 +51,7 @@ class Grid(NamedTuple):
 
 
 def grid_of(engine: Any) -> Grid | None:
-    """The grid of this rank; ``None`` without tensor parallelism. A collective.
+    """Return the grid of this rank; ``None`` without tensor parallelism. A collective.
 
     Raises UnsupportedError on all ranks, where the ranks of a data-parallel group are not evenly spaced.
     """
@@ -69,9 +69,7 @@ def grid_of(engine: Any) -> Grid | None:
             f"{sorted(set(map(tuple, data)))} are not evenly spaced"
         )
     row = tensor[torch.distributed.get_rank()]
-    make_groups(
-        [list(members) for members in positions.values()], torch.device(get_accelerator().current_device_name())
-    )
+    make_groups(map(list, positions.values()), torch.device(get_accelerator().current_device_name()))
     return Grid(group_of(list(positions[tuple(row)])), tuple(lines[other] for other in row))
 
 
@@ -90,19 +88,16 @@ def _lines(data: Ranks, tensor: Ranks, positions: Mapping[tuple[int, ...], Mappi
     lines = []
     for line, row in zip(data, tensor, strict=True):
         of_grid = positions[tuple(row)]
-        places = [of_grid[rank] for rank in line]
-        lines.append(_line(places, len(of_grid)))
+        first, *others = places = [of_grid[rank] for rank in line]
+        step = others[0] - first if others else len(of_grid)
+        lines.append(range(first, places[-1] + 1, step))
         if list(lines[-1]) != places:
             return None
     return lines
 
 
-def _line(places: list[int], count: int) -> range:
-    return range(places[0], places[-1] + 1, places[1] - places[0] if len(places) > 1 else count)
-
-
 def matrix_share(engine: Any, optimizer: MuonWithAuxAdam) -> int:
-    """The index of this rank's share; ranks of one share have the same matrices.
+    """Return the index of this rank's share; ranks of one share have the same matrices.
 
     A share is a pipeline stage or, under ``tp_mode: shard``, what a tensor-parallel rank has of it.
     """

@@ -54,7 +54,7 @@ class Model(nn.Module):
         self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, text: Tensor) -> Tensor:
-        """The loss of telling from each token of ``text``, numbers ``[batch, tokens]``, the one after it."""
+        """Return the loss of telling from each token of ``text``, numbers ``[batch, tokens]``, the one after it."""
         x = self.tokens(text)
         for up, down in zip(self.up, self.down, strict=True):
             x = x + down(nn.functional.gelu(up(self.norm(x))))
@@ -62,16 +62,14 @@ class Model(nn.Module):
 
 
 def batch(step: int, rank: int) -> Tensor:
-    """The token numbers of one rank in one step."""
+    """Return the token numbers of one rank in one step."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randint(VOCABULARY, (ROWS, TOKENS), generator=generator, dtype=torch.int64, device="cpu")
 
 
 class Survey(NamedTuple):
-    """What is known of a launch.
-
-    ``stated``: what every rank states of itself. ``rows``: of :func:`try_out`. ``calls``: of collectives, on all ranks
-    together. ``fault``: what in their order NCCL could hang on, if anything.
+    """What every rank states of itself, the rows of :func:`try_out`, how many collectives all ranks have called, and
+    what in their order NCCL could hang on, if anything.
     """
 
     stated: list[Facts]
@@ -89,13 +87,13 @@ def survey(own: Facts) -> Survey | None:
     with recorder.recording():
         rows = try_out()
     stated, recorders = gathered(own), gathered(recorder)
-    found = None
-    if torch.distributed.get_rank() == 0:
-        calls = sum(len(one.calls) + len(one.messages) for one in recorders)
-        found = Survey(stated, rows, calls, first_fault(recorders))
+    is_first = torch.distributed.get_rank() == 0
     if not is_joined:
         torch.distributed.destroy_process_group()
-    return found
+    if not is_first:
+        return None
+    calls = sum(len(one.calls) + len(one.messages) for one in recorders)
+    return Survey(stated, rows, calls, first_fault(recorders))
 
 
 def try_out() -> list[Facts]:
@@ -114,24 +112,23 @@ def try_out() -> list[Facts]:
 
 
 def _reference(model: Model, world_size: int) -> dict[str, Tensor]:
-    """The weights that one process gets from the batches of all ranks, without DeepSpeed."""
-    model.to(get_accelerator().current_device_name())
+    """Return the weights that one process gets from the batches of all ranks, without DeepSpeed."""
+    device = get_accelerator().current_device_name()
+    model.to(device)
     optimizer = MuonWithAuxAdam(model.named_parameters(), model=model, **PARAMS)
     for step in range(STEPS):
         optimizer.zero_grad()
-        text = torch.cat([batch(step, rank) for rank in range(world_size)])
-        model(text.to(get_accelerator().current_device_name())).backward()
+        model(torch.cat([batch(step, rank) for rank in range(world_size)]).to(device)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
     return {name: param.detach().cpu() for name, param in model.named_parameters()}
 
 
 def _case(zero: dict[str, Any], model: Model, expected: dict[str, Tensor]) -> Facts:
-    found: Facts = {}
     try:
         found = _train(zero, model, expected)
     except Exception as error:  # is told of, and the other cases may still run
-        found["problem"] = with_type(error)
+        found = {"problem": with_type(error)}
     by_rank = gathered(found)
     problems = [f"rank {rank}: {one['problem']}" for rank, one in enumerate(by_rank) if one["problem"]]
     slowest = {key: max(one.get(key, 0.0) for one in by_rank) for key in ("error", "step_ms", "sent_mb")}
@@ -139,7 +136,7 @@ def _case(zero: dict[str, Any], model: Model, expected: dict[str, Tensor]) -> Fa
 
 
 def _train(zero: dict[str, Any], model: Model, expected: dict[str, Tensor]) -> Facts:
-    """One engine of its own, from the same weights; what this rank has seen."""
+    """Train in an engine of its own, from the same weights; return what this rank has seen."""
     trained = copy.deepcopy(model)
     config = {
         "train_micro_batch_size_per_gpu": ROWS,
@@ -148,9 +145,8 @@ def _train(zero: dict[str, Any], model: Model, expected: dict[str, Tensor]) -> F
         "zero_optimization": zero,
         "steps_per_print": 10**9,
     }
-    engine = import_module("deepspeed").initialize(model=trained, config=config, model_parameters=trained.parameters())[
-        0
-    ]
+    initialize = import_module("deepspeed").initialize
+    engine, *_ = initialize(model=trained, config=config, model_parameters=trained.parameters())
     try:
         if not isinstance(engine.basic_optimizer, MuonWithAuxAdam):
             return {"problem": f"{type(engine.basic_optimizer).__name__} runs instead of deepspeed-muon"}
@@ -165,8 +161,7 @@ def _train(zero: dict[str, Any], model: Model, expected: dict[str, Tensor]) -> F
             get_accelerator().synchronize()
             seconds.append(time.perf_counter() - began)
             losses.append(float(loss))
-        error = max(_errors(trained, model, expected))
-        optimizer = engine.basic_optimizer
+        error, optimizer = max(_errors(trained, model, expected)), engine.basic_optimizer
         sent = sum(plan.sent_elements for plan in optimizer.plans) * optimizer.exchange.dtype.itemsize
     finally:
         engine.destroy()
@@ -180,7 +175,7 @@ def _train(zero: dict[str, Any], model: Model, expected: dict[str, Tensor]) -> F
 
 
 def _errors(trained: nn.Module, model: Model, expected: dict[str, Tensor]) -> Iterator[float]:
-    """By parameter, the error of its change over the change."""
+    """Yield, by parameter, the error of its change over the change."""
     from deepspeed.runtime.zero import GatheredParameters
 
     initial = dict(model.named_parameters())

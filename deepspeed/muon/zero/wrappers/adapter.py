@@ -3,18 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
+import deepspeed.comm as comm
 from torch import Tensor
 
+from deepspeed.muon.exchange.agreed import Agreed
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.patch import Seam, replace
+from deepspeed.muon.plan.placement import Placement, Shard
 from deepspeed.muon.zero.wrappers.grad_norm import NormWatch
-from deepspeed.muon.zero.wrappers.loss_scale import share_autocast_scale
 
 
 class Adapter:
@@ -38,45 +40,47 @@ class Adapter:
         #: Whether a backward has run since the engine's last ``step()``.
         self.has_backward = False
         self.has_warned_of_frozen = False
-        self._undo = ExitStack()
 
     @property
     def moved_states(self) -> list[str]:
-        """Names of the states that ``engine.offload_states()`` has moved and ``reload_states()`` not yet back."""
+        """Return the states, by name, that ``engine.offload_states()`` has moved and nothing has moved back."""
         return sorted(kind.value for kind in getattr(self.wrapper, "offloaded_states", ()))
 
     @classmethod
     def seams(cls) -> list[Seam]:
-        """Every method that this adapter replaces."""
+        """Return every method that this adapter replaces."""
         return [*(Seam(cls.MODULE, f"{cls.CLASS}.{name}", "engine") for name in cls.REPLACED), *cls.MORE_SEAMS]
 
     def replace(self, name: str, function: Callable, owner: Any = None) -> None:
-        """Make ``owner.name(...)``, by default the wrapper's, call ``function(original, ...)`` until :meth:`release`.
-
-        Only what is declared can be replaced.
-        """
+        """Make ``owner.name(...)``, by default the wrapper's, call ``function(original, ...)``, if it is declared."""
         owner = self.wrapper if owner is None else owner
         declared = [seam.path for seam in self.seams()]
         paths = [f"{kind.__name__}.{name}" for kind in type(owner).__mro__]  # PipelineEngine is a DeepSpeedEngine
         assert any(path in declared for path in paths), f"{type(self).__name__} does not declare {name}"
-        self._undo.callback(replace(owner, name, function))
+        replace(owner, name, function)
 
-    def release(self) -> None:
-        """Give the wrapper its own methods back."""
-        self._undo.close()
+    def around(self, name: str, context: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Enter ``context()`` around the wrapper's method of this name."""
+
+        def call(original: Callable, *args: Any, **kwargs: Any) -> Any:
+            with context():
+                return original(*args, **kwargs)
+
+        self.replace(name, call)
 
     def partitions(self) -> list[Partition]:
-        """Where the parameters of each step lie."""
+        """Return where the parameters of each step lie."""
         raise NotImplementedError
 
-    def prepare(self, group_count: int) -> None:
-        """Set ``optimizer.is_finite``, which gives the same answer on all ranks, and one loss scale for all of them.
+    def sharded(self, index: int, tensor: Tensor, placements: Mapping[Any, Placement], ranks: Any) -> Partition:
+        """Return the partition of a group whose parameters these ranks share, placed by parameter in flat tensors."""
+        shards = tuple(Shard(self.optimizer.specs[param], 0, placement) for param, placement in placements.items())
+        return Partition(index, (tensor,), shards, ranks, comm.get_rank(ranks), comm.get_world_size(ranks))
 
-        Also what the wrapper needs so that it does not run stock's Muon, takes part in the collectives of pipeline
-        stages that have up to ``group_count`` parameter groups, and has all state that is not in memory.
+    def prepare(self, group_count: int) -> None:
+        """Set up one loss scale for all ranks, and what the wrapper needs to not run stock's Muon, to take part in the
+        collectives of pipeline stages with up to ``group_count`` parameter groups, and to have all state on NVMe.
         """
-        self.optimizer.is_finite = self.watch_gradients()
-        share_autocast_scale(self.engine)
 
     def gradient_buffers(self) -> Iterator[Tensor]:
         """Yield the buffers of gradients that the wrapper keeps from step to step."""
@@ -87,13 +91,13 @@ class Adapter:
 
         DeepSpeed writes into :meth:`gradient_buffers` only what a backward computes.
         """
-        self.replace("step", self._step_with_own_gradients)
+        self.around("step", self._with_own_gradients)
 
-    def _step_with_own_gradients(self, step: Callable, *args: Any, **kwargs: Any) -> Any:
+    @contextmanager
+    def _with_own_gradients(self) -> Iterator[None]:
         self.complete_gradients()
-        result = step(*args, **kwargs)
+        yield
         self.clear_gradients()
-        return result
 
     def complete_gradients(self) -> None:
         """Hand over, under offload, the gradients that micro-batches before the last have left.
@@ -106,8 +110,8 @@ class Adapter:
         for buffer in self.gradient_buffers():
             buffer.zero_()
 
-    def watch_gradients(self) -> Callable[[], bool]:
-        """What tells whether the gradients of a step are finite on all ranks."""
+    def watch_gradients(self) -> Callable[[], Agreed]:
+        """Return what tells whether the gradients of a step are finite; called once, before :meth:`prepare`."""
         return NormWatch(self.replace)
 
     def open_states(self) -> None:
@@ -129,17 +133,17 @@ class Adapter:
             self.optimizer.qk_clip.watch.clear()
 
     def read_universal(self, load: Callable[..., None]) -> None:
-        """Let ``load(checkpoint_folder, load_optimizer_states, load_from_fp32_weights)`` take the place of DeepSpeed's
-        loader of universal checkpoints, which knows one kind of group.
+        """Let ``load(folder, load_optimizer_states, load_from_fp32_weights)`` take the place of DeepSpeed's loader of
+        universal checkpoints, which knows one kind of group.
         """
-        self.replace("_load_universal_checkpoint", lambda original, *args: load(*args))
+        self.replace("_load_universal_checkpoint", lambda _, folder, states, weights: load(folder, states, weights))
 
     def resident_partitions(self) -> Iterator[Partition]:
-        """Each partition while its tensors are in memory; what is written to them stays."""
+        """Yield each partition while its tensors are in memory; what is written to them stays."""
         return iter(self.optimizer.all_partitions)
 
     def loading(self, folder: Path, tag: str | None, arguments: dict[str, Any]) -> AbstractContextManager[None]:
-        """Entered around DeepSpeed's ``load_checkpoint(**arguments)``; checks what only this wrapper knows.
+        """Return what is entered around DeepSpeed's ``load_checkpoint(**arguments)``, with checks of this wrapper.
 
         Raises:
             CheckpointError: on all ranks, before anything is changed.
@@ -147,8 +151,9 @@ class Adapter:
         return nullcontext()
 
     def refresh_masters(self) -> None:
-        """After a load of weights alone: make the fp32 weights those of the model, as the engine does under ZeRO. Else
-        the next step would put back the weights from before.
+        """Make the fp32 weights those of the model after a load of weights only, as the engine does under ZeRO.
+
+        Else the next step would put back the weights from before.
         """
         if self.engine.zero_optimization_stage() == 0:
             self.wrapper.refresh_fp32_params()

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 
+from deepspeed.muon.exchange.agreed import Agreed, agreed
 from deepspeed.muon.zero.wrappers.flat import Flat, FlatGroup
 from deepspeed.muon.zero.wrappers.grad_norm import is_valid
 
@@ -19,14 +20,15 @@ class Bf16(Flat):
     def groups(self) -> Iterator[FlatGroup]:
         """Parameters lie one after the other."""
         wrapper = self.wrapper
-        lists = wrapper.bf16_groups, wrapper.bf16_groups_flat, wrapper.fp32_groups_flat_partition
-        for params, flat, partition in zip(*lists, strict=True):
-            ends = list(accumulate(param.numel() for param in params))
-            yield params, [0, *ends[:-1]], flat, partition
+        for params, flat, partition in zip(
+            wrapper.bf16_groups, wrapper.bf16_groups_flat, wrapper.fp32_groups_flat_partition, strict=True
+        ):
+            starts = list(accumulate((param.numel() for param in params), initial=0))
+            yield params, starts[:-1], flat, partition
 
-    def prepare(self, group_count: int) -> None:
-        """The wrapper keeps the norm of all ranks."""
-        self.optimizer.is_finite = lambda: is_valid(self.wrapper._global_grad_norm)
+    def watch_gradients(self) -> Callable[[], Agreed]:
+        """Return a look at the norm of all ranks, which the wrapper keeps."""
+        return lambda: agreed(is_valid(self.wrapper._global_grad_norm), is_common=True)
 
     def open_states(self) -> None:
         """``zero_to_fp32`` takes a file without this key for no ZeRO checkpoint; the layout is stage 1's."""

@@ -24,7 +24,7 @@ def holders(engine: Any, group: Mapping[str, Any]) -> Any:
 
 
 def expert_shards(optimizer: MuonWithAuxAdam) -> dict[str, tuple[Sharding, int]]:
-    """For each stack of experts that is spread over ranks, by name: how it is cut, and whose shard this rank holds."""
+    """Return, by name of each stack of experts that ranks share, how it is cut and whose shard this rank holds."""
     found = {}
     for param, spec in optimizer.specs.items():
         if group := expert_group(param):
@@ -36,26 +36,26 @@ def expert_shards(optimizer: MuonWithAuxAdam) -> dict[str, tuple[Sharding, int]]
 
 
 def with_names(params: Iterable[Any]) -> list[Any]:
-    """Parameter groups with a name each, which DeepSpeed needs to separate those of experts."""
+    """Return parameter groups with a name each, which DeepSpeed needs to separate those of experts."""
     return [{"name": f"group{i}", **item} if isinstance(item, dict) else item for i, item in enumerate(params)]
 
 
-def with_all_experts(wrapper: Any, position: int, norm: Callable, *args: Any) -> Any:
-    """The norm of a group's gradients at stages 1 and 2 under tensor parallelism: DeepSpeed treats experts as replicas,
-    which only the first rank counts, but each tensor-parallel rank has its own part of them.
+def with_all_experts(wrapper: Any, norm: Callable, *args: Any) -> Any:
+    """Return the norm of a group's gradients at stages 1 and 2; ``args`` end in its parameters.
 
-    ``position``: of the group's parameters among the arguments.
+    Under tensor parallelism DeepSpeed treats experts as replicas, which only the first rank counts, but each rank of
+    the group has its own part of them.
     """
     rank = wrapper.model_parallel_rank
     try:
-        wrapper.model_parallel_rank = 0 if any(map(expert_group, args[position])) else rank
+        wrapper.model_parallel_rank = 0 if any(map(expert_group, args[-1])) else rank
         return norm(*args)
     finally:
         wrapper.model_parallel_rank = rank
 
 
 def expert_counts(engine: Any, optimizer: MuonWithAuxAdam) -> list[str]:
-    """For the log: how many matrices are experts, by the number of ranks that share them."""
+    """Return for the log how many matrices are experts, by the number of ranks that share them."""
     counts: Counter[int] = Counter()
     for partition in optimizer.partitions:
         group = optimizer.param_groups[partition.index]

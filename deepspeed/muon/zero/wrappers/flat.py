@@ -8,17 +8,17 @@ A matrix may straddle a border between ranks. The offsets are those of the order
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager
 from typing import Any
 
 import deepspeed.comm as comm
 from torch import Tensor
 
 from deepspeed.muon.exchange.partition import Partition
-from deepspeed.muon.math.momentum import MOMENTUM
+from deepspeed.muon.math.momentum import CODES, MOMENTUM
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.plan.placement import Placement, Shard
+from deepspeed.muon.patch import replace
+from deepspeed.muon.plan.placement import Placement
 from deepspeed.muon.zero.wrappers.adapter import Adapter
 
 FlatGroup = tuple[list[Any], list[int], Tensor, Tensor]
@@ -37,22 +37,20 @@ class Flat(Adapter):
         result = []
         for index, (params, offsets, flat, partition) in enumerate(self.groups()):
             ranks = self.wrapper.real_dp_process_group[index]
-            rank, world_size = comm.get_rank(ranks), comm.get_world_size(ranks)
-            specs = [self.optimizer.specs[param] for param in params]
-            placements = [Placement(offset, flat.numel() // world_size, 0) for offset in offsets]
-            shards = tuple(Shard(spec, 0, placement) for spec, placement in zip(specs, placements, strict=True))
-            result.append(Partition(index, (partition,), shards, ranks, rank, world_size))
+            span = flat.numel() // comm.get_world_size(ranks)
+            placements = {param: Placement(offset, span, 0) for param, offset in zip(params, offsets, strict=True)}
+            result.append(self.sharded(index, partition, placements, ranks))
         return result
 
     def open_states(self) -> None:
         """DeepSpeed links parameters to their state once, after the first step; a load replaces the tensors."""
-        self.replace("load_state_dict", self._load_and_link)
+        self.around("load_state_dict", self._linking)
         self.link()
 
-    def _load_and_link(self, load: Callable, *args: Any, **kwargs: Any) -> Any:
-        result = load(*args, **kwargs)
+    @contextmanager
+    def _linking(self) -> Iterator[None]:
+        yield
         self.link()
-        return result
 
     def link(self) -> None:
         """Let parameters find their parts of the weights and the state again, wherever these lie now."""
@@ -69,21 +67,12 @@ class Flat(Adapter):
             wrapper._link_all_hp_params()
         wrapper._hp_optimizer_states_linked = False
         wrapper._lazy_init_hp_params_optimizer_state()
-        if self.optimizer.config.momentum_dtype == "int8":
-            self._link_codes()
-
-    def _link_codes(self) -> None:
-        """DeepSpeed's functions look into a dict per parameter, which has a momentum in int8 while they do so."""
-        from deepspeed.utils import get_full_hp_param, set_full_hp_param
-
         params: dict[str, Any] = {spec.name: param for param, spec in self.optimizer.specs.items()}
         for partition in self.optimizer.partitions:
             for shard, start, stop, position in partition.pieces():
-                param = params[shard.spec.name]
-                place = partition.tensors[shard.tensor], position, stop - start
-                part = partial(_decoded, self.optimizer, *place, param._hp_mapping)
-                param.get_full_hp_param = partial(_get, part, partial(get_full_hp_param, param))
-                param.set_full_hp_param = partial(_set, part, partial(set_full_hp_param, param))
+                tensor = partition.tensors[shard.tensor]
+                if CODES in self.optimizer.state[tensor]:
+                    _link_codes(self.optimizer, params[shard.spec.name], slice(start, stop), tensor, position)
 
     def read_universal(self, load: Callable[..., None]) -> None:
         """The converter asks where each parameter lies in this rank's tensors; DeepSpeed's own answer is that of the
@@ -98,26 +87,24 @@ class Flat(Adapter):
         ]
 
 
-@contextmanager
-def _decoded(
-    optimizer: MuonWithAuxAdam, tensor: Tensor, start: int, numel: int, fragment: Any
-) -> Iterator[Callable[[], None]]:
-    """While entered, the fragment of a parameter has its momentum in fp32; what is given writes that back."""
-    momentum = fragment.optim_fragment[MOMENTUM] = optimizer.read_state(tensor, MOMENTUM, start, start + numel)
-    try:
-        yield lambda: optimizer.write_state(tensor, MOMENTUM, momentum, start)
-    finally:
-        del fragment.optim_fragment[MOMENTUM]
+def _link_codes(optimizer: MuonWithAuxAdam, param: Any, part: slice, tensor: Tensor, position: int) -> None:
+    """Let DeepSpeed's functions find a momentum in int8, which they copy out of and into a fragment in fp32.
 
+    Args:
+        part: what this rank has of the parameter.
+        tensor: of which the part begins at ``position``.
+    """
 
-def _get(part: Callable, original: Callable, optim_state_key: str | None = None) -> Tensor:
-    """``get_full_hp_param``."""
-    with part() if optim_state_key == MOMENTUM else nullcontext():
+    def get(original: Callable, optim_state_key: str | None = None) -> Tensor:
+        if optim_state_key == MOMENTUM:
+            return optimizer.read_state(tensor, MOMENTUM, position, position + part.stop - part.start)
         return original(optim_state_key)
 
+    def write(original: Callable, value: Tensor, optim_state_key: str | None = None) -> None:
+        if optim_state_key == MOMENTUM:
+            optimizer.write_state(tensor, MOMENTUM, value.flatten()[part], position)
+        else:
+            original(value, optim_state_key)
 
-def _set(part: Callable, original: Callable, value: Tensor, optim_state_key: str | None = None) -> None:
-    """``set_full_hp_param``."""
-    with part() if optim_state_key == MOMENTUM else nullcontext(lambda: None) as write:
-        original(value, optim_state_key)
-        write()
+    replace(param._hp_mapping, "get_hp_fragment", get)
+    replace(param, "set_full_hp_param", write)

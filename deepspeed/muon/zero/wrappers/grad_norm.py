@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-from deepspeed.muon.optimizer import are_finite
-from deepspeed.muon.zero.consensus import on_all_ranks
+from deepspeed.muon.exchange.agreed import Agreed, agreed
 
 #: Methods of ZeRO's wrappers that return the norm of a group's gradient, reduced over all ranks.
 NORM_METHODS = ("get_grad_norm_direct", "complete_grad_norm_calculation_for_cpu_offload")
@@ -36,7 +34,7 @@ class NormWatch:
         self._norms.append(method(*args, **kwargs))
         return self._norms[-1]
 
-    def __call__(self) -> bool:
+    def __call__(self) -> Agreed:
         """False where any group's gradient is not finite; the same on all ranks.
 
         Reading a norm waits for the accelerator: each is read once per step, whatever the number of calls.
@@ -51,48 +49,12 @@ class NormWatch:
                 "ds_muon report, and install a tested version of DeepSpeed"
             )
         self._norms = [float(norm) for norm in self._norms]
-        return all(is_valid(norm) for norm in self._norms)
-
-
-class GradientCheck:
-    """Looks at the gradients of stages 1 and 2 itself, where they compute no norm: before the first group is updated,
-    while those of all groups are there.
-
-    ``replace`` is :meth:`Adapter.replace`.
-    """
-
-    def __init__(self, wrapper: Any, replace: Callable[[str, Callable], None]) -> None:
-        self._wrapper, self._are_finite = wrapper, False
-        replace("step", self._check)
-
-    def _check(self, step: Callable, *args: Any, **kwargs: Any) -> Any:
-        groups = self._wrapper.averaged_gradients.values()
-        grads = [grad for group in groups for grad in group or () if grad is not None]
-        self._are_finite = on_all_ranks(partial(are_finite, grads))()
-        return step(*args, **kwargs)
-
-    def __call__(self) -> bool:
-        """Whether all ranks' gradients of this step are finite."""
-        return self._are_finite
+        return agreed(all(is_valid(norm) for norm in self._norms), is_common=True)
 
 
 def is_valid(norm: Any) -> bool:
     """Whether a gradient norm, a number or a 0-D tensor, is that of a finite gradient."""
     return 0 <= float(norm) < math.inf  # false of NaN, too
-
-
-def once_per_step(engine: Any, report: Callable[[], None]) -> Callable[[], None]:
-    """A report once per step of the engine, however many groups are skipped in it."""
-    reported = -1, -1
-
-    def once() -> None:
-        nonlocal reported
-        step = engine.micro_steps, engine.global_steps  # a pipeline does not count micro-steps
-        if step != reported:
-            reported = step
-            report()
-
-    return once
 
 
 def skips_in_silence(wrapper: Any) -> bool:

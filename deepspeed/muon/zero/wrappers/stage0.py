@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
@@ -12,11 +12,10 @@ import deepspeed.comm as comm
 import torch
 from torch import Tensor
 
+from deepspeed.muon.exchange.agreed import Agreed, agreed
 from deepspeed.muon.exchange.partition import Partition, whole_partition
-from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.patch import Seam
-from deepspeed.muon.zero.consensus import on_all_ranks
-from deepspeed.muon.zero.tp_ranks import tp_rank
+from deepspeed.muon.zero.tp_ranks import tp_group, tp_rank
 from deepspeed.muon.zero.wrappers.adapter import Adapter
 from deepspeed.muon.zero.wrappers.experts import holders
 from deepspeed.muon.zero.wrappers.grad_norm import is_valid
@@ -46,48 +45,44 @@ class Stage0(Adapter):
             result.append(whole_partition(index, group["params"], specs, ranks, rank, copies))
         return result
 
+    def watch_gradients(self) -> Callable[[], Agreed]:
+        """Return a look at the norm that the wrapper has found, or at the gradients where it does not tell.
+
+        Gradients are the same on all ranks, except those of experts, of other stages of a pipeline and of other parts
+        of a matrix. Before 0.19.8 the wrapper steps with an infinite norm of finite elements.
+        """
+        engine, wrapper, is_finite = self.engine, self.wrapper, self.optimizer.has_finite_gradients
+        if engine.has_moe_layers or engine.pipeline_parallelism:
+            return lambda: agreed(is_finite())
+        if tp_rank(engine)[1] > 1:
+            return lambda: agreed(is_finite(), group=tp_group(engine))
+        if hasattr(wrapper, "_skip_invalid_grad_norm"):
+            return lambda: agreed(is_valid(wrapper._global_grad_norm), is_common=True)
+        return lambda: agreed(is_finite(), is_common=True)
+
     def prepare(self, group_count: int) -> None:
-        """Find out whether gradients are finite as the layout needs it.
-
-        They are the same on all ranks, except those of experts, of other stages of a pipeline and of other parts of a
-        matrix. Where they are the same, DeepSpeed's norm tells.
-        """
-        is_whole = tp_rank(self.engine)[1] == 1 and not self.engine.pipeline_parallelism
-        if is_whole and not self.engine.has_moe_layers:
-            self.use_norm()
-        if self.engine.has_moe_layers or self.engine.pipeline_parallelism:
-            self.optimizer.is_finite = on_all_ranks(self.optimizer.is_finite)
-        self.set_up_loss_scale(group_count - len(self.optimizer.param_groups))
-
-    def use_norm(self) -> None:
-        """Read no gradient again: the wrapper has found its norm, and steps only if that is finite.
-
-        Before 0.19.8 it steps with an infinite norm of finite elements, so gradients are read there.
-        """
-        if hasattr(self.wrapper, "_skip_invalid_grad_norm"):
-            self.optimizer.is_finite = lambda: is_valid(self.wrapper._global_grad_norm)
-
-    def set_up_loss_scale(self, missing_groups: int) -> None:
-        """The wrapper scales gradients in fp16 only.
+        """Let the wrapper scale gradients, which it does in fp16 only.
 
         Under tensor parallelism and in a pipeline it takes the norm of bare gradients, which do not say which ranks
-        have them, and group by group over all stages: one that has ``missing_groups`` fewer would not take part.
+        have them, and group by group over all stages: one that has fewer groups would not take part.
         """
         if tp_rank(self.engine)[1] > 1 or self.engine.pipeline_parallelism:
-            self.replace("step", partial(self._step_with_all_norms, missing_groups))
+            missing_groups = group_count - len(self.optimizer.param_groups)
+            self.around("step", partial(self._with_all_norms, missing_groups))
         if self.wrapper.loss_scale_config.use_grad_scaling:
             self.engine.torch_autocast_z0_gradscaler = UnfusedScale(self.wrapper, self.replace)
 
-    def _step_with_all_norms(self, missing_groups: int, step: Callable, *args: Any, **kwargs: Any) -> Any:
+    @contextmanager
+    def _with_all_norms(self, missing_groups: int) -> Iterator[None]:
         _mark_gradients(param for group in self.wrapper.fp16_groups for param in group)
         with ExitStack() as undo:
-            for groups in (self.wrapper.fp16_groups, self.wrapper.fp32_groups) if missing_groups else ():
+            for groups in (self.wrapper.fp16_groups, self.wrapper.fp32_groups):
                 for _ in range(missing_groups):
                     nothing = torch.zeros(1, dtype=torch.float32, device=self.wrapper.fp32_groups[0][0].device)
                     nothing.grad = torch.zeros_like(nothing)
                     groups.append([nothing])
                     undo.callback(groups.pop)
-            return step(*args, **kwargs)
+            yield
 
     def open_states(self) -> None:
         """DeepSpeed's functions find the state through methods of each parameter."""
@@ -112,7 +107,7 @@ class Plain(Stage0):
         """The group's own."""
         return self.optimizer.param_groups[index]["params"]
 
-    def set_up_loss_scale(self, missing_groups: int) -> None:
+    def prepare(self, group_count: int) -> None:
         """Keep the scaler that the engine has for fp16 autocast; clip a pipeline by the norm of all its stages."""
         if self.engine.pipeline_parallelism:
             self.replace("clip_fp32_gradients", lambda _: self._clip_by_the_whole_norm(), owner=self.engine)
@@ -151,33 +146,29 @@ class _Whole:
     A pickled or copied model leaves the optimizer behind, and so do these.
     """
 
-    def __init__(self, optimizer: MuonWithAuxAdam | None = None, master: Tensor | None = None) -> None:
+    def __init__(self, optimizer: Any = None, master: Any = None) -> None:
         self._optimizer, self._master = optimizer, master
 
     def __reduce__(self) -> tuple:
         return _Whole, ()
 
-    def _find(self, key: str | None) -> tuple[MuonWithAuxAdam, Tensor] | None:
-        """The optimizer and the tensor that it steps, if they are there and have a state of this name."""
-        if self._optimizer is None or self._master is None:
-            return None
-        if key is not None and key not in (keys := self._optimizer.state_keys(self._master)):
+    def _check(self, key: str) -> None:
+        if key not in (keys := self._optimizer.state_keys(self._master)):
             raise ValueError(f"the optimizer state has no {key!r} here; it has {', '.join(keys)}")
-        return self._optimizer, self._master
 
     def get(self, optim_state_key: str | None = None) -> Tensor | None:
-        if (found := self._find(optim_state_key)) is None:
+        if self._optimizer is None:
             return None
-        optimizer, master = found
         if optim_state_key is None:
-            return master.detach().to(torch.float32, copy=True)
-        return optimizer.read_state(master, optim_state_key).view(master.shape)
+            return self._master.detach().to(torch.float32, copy=True)
+        self._check(optim_state_key)
+        return self._optimizer.read_state(self._master, optim_state_key).view(self._master.shape)
 
     def set(self, value: Tensor, optim_state_key: str | None = None) -> None:
-        if (found := self._find(optim_state_key)) is None:
+        if self._optimizer is None:
             return
-        optimizer, master = found
         if optim_state_key is None:
-            master.detach().copy_(value.reshape(master.shape))
-        else:
-            optimizer.write_state(master, optim_state_key, value)
+            self._master.detach().copy_(value.reshape(self._master.shape))
+            return
+        self._check(optim_state_key)
+        self._optimizer.write_state(self._master, optim_state_key, value)

@@ -4,17 +4,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from deepspeed.muon.exchange.agreed import Agreed, agreed
 from deepspeed.muon.matrices.routing import TAG
+from deepspeed.muon.optimizer import are_finite
 from deepspeed.muon.zero.tp_ranks import tp_rank
 from deepspeed.muon.zero.wrappers.experts import with_all_experts
 from deepspeed.muon.zero.wrappers.flat import Flat, FlatGroup
-from deepspeed.muon.zero.wrappers.grad_norm import NORM_METHODS, GradientCheck
-from deepspeed.muon.zero.wrappers.pipeline_stages import with_norms_of_all_stages
+from deepspeed.muon.zero.wrappers.grad_norm import NORM_METHODS
+from deepspeed.muon.zero.wrappers.loss_scale import share_autocast_scale
 
 
 class Stage12(Flat):
@@ -30,9 +34,13 @@ class Stage12(Flat):
     def groups(self) -> Iterator[FlatGroup]:
         """In the order that ``round_robin_gradients`` may have changed."""
         wrapper = self.wrapper
-        flats = wrapper.bit16_groups_flat, wrapper.single_partition_of_fp32_groups
-        lists = wrapper.round_robin_bit16_groups, wrapper.round_robin_bit16_offsets, *flats
-        return zip(*lists, strict=True)
+        return zip(
+            wrapper.round_robin_bit16_groups,
+            wrapper.round_robin_bit16_offsets,
+            wrapper.bit16_groups_flat,
+            wrapper.single_partition_of_fp32_groups,
+            strict=True,
+        )
 
     def prepare(self, group_count: int) -> None:
         """Stock runs its Muon where a parameter is tagged ``use_muon`` and the name of the optimizer's class contains
@@ -41,14 +49,14 @@ class Stage12(Flat):
 
         Each group's norm is a collective over the pipeline, but a stage without matrices has no Muon group.
         """
-        super().prepare(group_count)
+        share_autocast_scale(self.engine)
         self.replace("get_flat_partition", _without_tags)
         self.replace("_is_muon_group", lambda original, params: False)
         if self.wrapper.cpu_offload:
             self.keep_gradients_of_each_step_apart()
         if self.engine.has_moe_layers and tp_rank(self.engine)[1] > 1:
-            for name, position in zip(NORM_METHODS, (1, 0), strict=True):  # of the parameters among the arguments
-                self.replace(name, partial(with_all_experts, self.wrapper, position))
+            for name in NORM_METHODS:
+                self.replace(name, partial(with_all_experts, self.wrapper))
         if (missing := group_count - len(self.optimizer.param_groups)) > 0:
             self.replace("scaled_global_norm", partial(with_norms_of_all_stages, self.wrapper, missing))
 
@@ -64,21 +72,30 @@ class Stage12(Flat):
             wrapper._offload_accumulated_param_ids = missing
             wrapper._finalize_cpu_offload_gradient_accumulation()
 
-    def watch_gradients(self) -> Callable[[], bool]:
-        """``compute_grad_norm: false`` leaves no norm to listen to."""
+    def watch_gradients(self) -> Callable[[], Agreed]:
+        """Look at the gradients themselves where ``compute_grad_norm: false`` leaves no norm to listen to."""
         if getattr(self.wrapper, "compute_grad_norm", True):
             return super().watch_gradients()
-        return GradientCheck(self.wrapper, self.replace)
+        self.around("step", self._with_a_look_at_gradients)
+        return lambda: self._are_finite
+
+    @contextmanager
+    def _with_a_look_at_gradients(self) -> Iterator[None]:
+        """Look before the first group is updated, while the gradients of all groups are there."""
+        groups = self.wrapper.averaged_gradients.values()
+        self._are_finite = agreed(are_finite([grad for group in groups for grad in group or () if grad is not None]))
+        yield
 
     def open_states(self) -> None:
         """DeepSpeed moves state by putting other tensors in its place, which parameters do not find by themselves."""
         super().open_states()
-        self.replace("offload_states", self._move)
-        self.replace("reload_states", self._move)
+        self.around("offload_states", self._moving)
+        self.around("reload_states", self._moving)
 
-    def _move(self, move: Callable, *args: Any, **kwargs: Any) -> None:
+    @contextmanager
+    def _moving(self) -> Iterator[None]:
         self.optimizer.release_workspace()
-        move(*args, **kwargs)
+        yield
         self.link()  # also while states are away: DeepSpeed's setters would ignore a value without a link
 
     def drop_gradients(self) -> None:
@@ -87,8 +104,25 @@ class Stage12(Flat):
         self.wrapper.micro_step_id = -1  # counted up before the first
 
 
+def with_norms_of_all_stages(wrapper: Any, missing: int, original: Callable, *args: Any, **kwargs: Any) -> Tensor:
+    """Return ``scaled_global_norm`` with the norms of ``missing`` more groups of the pipeline, zero on this rank.
+
+    Stages of a pipeline differ in their parameter groups: one without matrices has no Muon group.
+    """
+    from deepspeed.runtime import utils
+
+    if wrapper.cpu_offload:
+        none = partial(wrapper.complete_grad_norm_calculation_for_cpu_offload, [])
+    else:
+        none = partial(wrapper.get_grad_norm_direct, [], [])
+    norms = [original(*args, **kwargs), *(none() for _ in range(missing))]
+    tensors = [torch.as_tensor(norm, dtype=torch.float32).to(wrapper.device) for norm in norms]
+    combine = getattr(utils, "combine_grad_norm_groups", None)  # as this DeepSpeed combines the norms of groups
+    return combine(tensors) if combine else torch.linalg.vector_norm(torch.stack(tensors))
+
+
 def _without_tags(get_flat_partition: Callable, tensor_list: list[Any], *args: Any, **kwargs: Any) -> Any:
-    """``get_flat_partition``, from which the tags are hidden, whoever set them."""
+    """Call ``get_flat_partition``, from which the tags are hidden, whoever set them."""
     hidden = [(param, vars(param).pop(TAG)) for param in tensor_list if TAG in vars(param)]
     try:
         return get_flat_partition(tensor_list, *args, **kwargs)

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import deepspeed.comm as comm
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
@@ -20,11 +19,12 @@ from torch import Tensor
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.math.momentum import ABSMAX, CODES, MOMENTUM
 from deepspeed.muon.patch import Seam, replaced
-from deepspeed.muon.plan.placement import Placement, Shard
+from deepspeed.muon.plan.placement import Placement
 from deepspeed.muon.zero import nvme
 from deepspeed.muon.zero.checkpoint.nvme_load import NvmeLoad
 from deepspeed.muon.zero.wrappers.adapter import Adapter
 from deepspeed.muon.zero.wrappers.grad_norm import NORM_METHODS
+from deepspeed.muon.zero.wrappers.loss_scale import share_autocast_scale
 
 MOMENTUM_KEYS = (MOMENTUM, CODES, ABSMAX)
 #: Pinned copies of weights and gradients that DeepSpeed keeps after a reload.
@@ -51,15 +51,13 @@ class Stage3(Adapter):
     def partitions(self) -> list[Partition]:
         """One per sub-group."""
         wrapper, result = self.wrapper, []
-        groups = wrapper.fp16_groups, wrapper.sub_group_process_groups, wrapper.fp32_partitioned_groups_flat
-        for index, (params, ranks, flat) in enumerate(zip(*groups, strict=True)):
-            shards, base = [], 0
+        for index, params in enumerate(wrapper.fp16_groups):
+            placements, base = {}, 0
             for param in params:
-                part = param.partition_numel()
-                shards.append(Shard(self.optimizer.specs[param], 0, Placement(0, part, base)))
-                base += part
-            group, rank = wrapper.sub_group_to_group_id[index], comm.get_rank(ranks)
-            result.append(Partition(group, (flat,), tuple(shards), ranks, rank, comm.get_world_size(ranks)))
+                placements[param] = Placement(0, param.partition_numel(), base)
+                base += param.partition_numel()
+            group, flat = wrapper.sub_group_to_group_id[index], wrapper.fp32_partitioned_groups_flat[index]
+            result.append(self.sharded(group, flat, placements, wrapper.sub_group_process_groups[index]))
         return result
 
     def prepare(self, group_count: int) -> None:
@@ -67,7 +65,7 @@ class Stage3(Adapter):
 
         ``save_muon_momentum_buffer_in_memory`` keeps the momentum where it is.
         """
-        super().prepare(group_count)
+        share_autocast_scale(self.engine)
         self.keep_gradients_of_each_step_apart()
         wrapper, optimizer = self.wrapper, self.optimizer
         if not self.is_swapped:

@@ -8,7 +8,7 @@ is made over all these ranks at once; where ZeRO shards nothing, over one tensor
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 from typing import Any
 
 import deepspeed.comm as comm
@@ -19,13 +19,13 @@ from deepspeed.muon.matrices.routing import MatrixSpec
 from deepspeed.muon.matrices.tp_sharding import Sharding, sharding_of
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.plan.placement import Placement, Shard
-from deepspeed.muon.zero.consensus import gathered, on_all_ranks
+from deepspeed.muon.zero.consensus import gathered
 from deepspeed.muon.zero.tp_ranks import Grid, tp_group, tp_rank
 from deepspeed.muon.zero.wrappers.adapter import Adapter
 from deepspeed.muon.zero.wrappers.stage0 import Stage0
 
 #: Where one rank's parameters lie among its own data-parallel ranks, by name.
-Placements = Mapping[str, tuple]
+Placements = Mapping[str, Placement]
 
 
 def joined(adapter: Adapter, grid: Grid | None) -> list[Partition]:
@@ -37,14 +37,14 @@ def joined(adapter: Adapter, grid: Grid | None) -> list[Partition]:
     if grid is None:
         return partitions
     group = tp_group(adapter.engine)
-    if isinstance(adapter, Stage0):  # other stages reduce their norms over these ranks, too
-        optimizer.is_finite = on_all_ranks(optimizer.is_finite, group)
     if optimizer.config.tp_mode == "shard":
         return partitions
     # Experts are not cut; the ranks that have the same ones share them among themselves.
-    dense = [partition for partition in partitions if not optimizer.param_groups[partition.index].get("moe")]
-    _refuse_cut_experts(partitions, dense)
-    mine = [{shard.spec.name: astuple(shard.placement) for shard in partition.shards} for partition in dense]
+    groups = optimizer.param_groups
+    dense = [partition for partition in partitions if not groups[partition.index].get("moe")]
+    experts = [partition for partition in partitions if groups[partition.index].get("moe")]
+    _refuse_cut_experts(experts)
+    mine = [{shard.spec.name: shard.placement for shard in partition.shards} for partition in dense]
     everyones = gathered(mine, group)
     specs = {spec.name: spec for spec in optimizer.specs.values()}
     if not _are_alike(everyones, specs):
@@ -63,10 +63,9 @@ def joined(adapter: Adapter, grid: Grid | None) -> list[Partition]:
     return [whole.get(partition.tensors[0], partition) for partition in partitions]
 
 
-def _refuse_cut_experts(partitions: Sequence[Partition], dense: Sequence[Partition]) -> None:
+def _refuse_cut_experts(experts: Sequence[Partition]) -> None:
     """Raise UnsupportedError for experts whose matrices tensor parallelism cut."""
-    kept = {partition.tensors[0] for partition in dense}
-    specs = [shard.spec for partition in partitions if partition.tensors[0] not in kept for shard in partition.shards]
+    specs = [shard.spec for partition in experts for shard in partition.shards]
     if cut := [spec.name for spec in specs if spec.use_muon and spec.sharding]:
         raise UnsupportedError(
             f"deepspeed-muon does not support this engine: tensor parallelism cuts {len(cut)} matrices of experts, "
@@ -112,10 +111,9 @@ def _over(grid: Grid, mine: Partition, everyones: Sequence[Placements], specs: M
     shards, planned = [], []
     for name in max(everyones, key=len):
         # A rank that holds nothing of a parameter may not have it.
-        alone = (replace(Placement(*placement.get(name, (0, 1, 0))), copies=1) for placement in everyones)
         tp_placements = tuple(
-            replace(placement, first=line.start, step=line.step)
-            for placement, line in zip(alone, grid.lines, strict=True)
+            replace(placements.get(name, Placement(0, 1, 0)), copies=1, first=line.start, step=line.step)
+            for placements, line in zip(everyones, grid.lines, strict=True)
         )
         shard = Shard(specs[name], tensors.get(name, 0), tp_placements[t], tp_placements)
         shards += [shard] if name in tensors else []

@@ -36,7 +36,7 @@ LAYERS: dict[str, set[str]] = {
     "tuning": {"config"},
     "second_moments": {"exchange"},
     "gradients": {"exchange"},
-    "context": {"kernels"},
+    "context": {"exchange"},
     "bound": {"context", "gradients", "tuning"},
     "int8_step": {"exchange"},
     "step": {"bound", "int8_step", "second_moments", "step_stats"},

@@ -182,14 +182,14 @@ class WithConvolution(nn.Module):
 def test_the_size_of_an_update_in_channels_last() -> None:
     """By the change of the weights."""
     model = WithConvolution()
-    optimizer = MuonWithAuxAdam(model.parameters(), model=model, lr=0.01)
-    optimizer.step_stats = StepStats(lambda: None)
+    optimizer, stats = MuonWithAuxAdam(model.parameters(), model=model, lr=0.01), StepStats(lambda: None)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     model().backward()
-    optimizer.step()
+    with optimizer.observed(stats=stats):
+        optimizer.step()
     assert not optimizer.state[model.conv.weight]["exp_avg"].is_contiguous()
     change = {name: (p.detach() - before[name]) / 0.01 for name, p in model.named_parameters()}
-    ((squares, count),) = optimizer.step_stats.sums([SIZES["adamw"]]).tolist()
+    ((squares, count),) = stats.sums([SIZES["adamw"]]).tolist()
     of_adamw = [delta for name, delta in change.items() if name != "fc.weight"]
     assert count == sum(delta.numel() for delta in of_adamw)
     assert squares == pytest.approx(sum(float(delta.square().sum()) for delta in of_adamw), rel=1e-3)

@@ -3,6 +3,7 @@
 
 import logging
 import math
+import re
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from helpers.distributed import run
 from helpers.engine_state import differing, snapshot
 from helpers.models import MODELS, make_batch, train_engine
 from helpers.parity import STEPS, assert_parity, oracle
+from helpers.paths import PACKAGE
 from helpers.training import BF16_MASTERS, ds_config, make_engine, train
 
 # ---- what an engine holds ---------------------------------------------------------------------------------
@@ -249,6 +251,11 @@ def test_stale_norms_are_cleared(method: str, asks: bool) -> None:
         good = all(math.isfinite(norm) and norm >= 0 for norm in norms)
         if good or asks:
             assert watch() is watch() is good
+
+
+def test_one_function_makes_answers_that_all_ranks_have_alike() -> None:
+    makers = [path.name for path in sorted(PACKAGE.rglob("*.py")) if re.search(r"\bAgreed\(", path.read_text())]
+    assert makers == ["agreed.py"]
 
 
 # ---- what is reported -----------------------------------------------------------------------------------------

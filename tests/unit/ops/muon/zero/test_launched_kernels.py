@@ -40,11 +40,13 @@ def trained(stage: int, together: bool, momentum_dtype: str) -> tuple[dict[str, 
     optimizer = engine.basic_optimizer
     for step in range(3):
         engine.backward(engine(net.gradients(step)))
-        optimizer.step_stats = StepStats(lambda: None) if step == 1 else None
-        if step < 2:
+        if step == 0:
             engine.step()
-            if optimizer.step_stats:
-                sums = optimizer.step_stats.sums([*SIZES.values()])
+        elif step == 1:
+            stats = StepStats(lambda: None)
+            with optimizer.observed(stats=stats):
+                engine.step()
+            sums = stats.sums([*SIZES.values()])
         else:
             found = traced(engine.step)
     counts = [launches_of(b.plan.buckets, b.scale, together) for b in optimizer._bound.values()]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepspeed.muon.patch import replace
-from deepspeed.muon.zero.wrappers.pipeline_stages import with_norms_of_all_stages
+from deepspeed.muon.zero.wrappers.stage12 import with_norms_of_all_stages
 from helpers.distributed import run
 from helpers.logs import logged
 from helpers.models import fused_parts

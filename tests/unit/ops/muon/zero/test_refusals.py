@@ -119,9 +119,9 @@ def test_every_rule_has_a_case_and_applies_to_it_alone() -> None:
 
 
 def test_mics_is_refused_where_stock_still_has_it() -> None:
-    refuse_unsupported(SimpleNamespace(zero_config=SimpleNamespace(mics_shard_size=-1)))
+    refuse_unsupported(SimpleNamespace(zero_config=SimpleNamespace(mics_shard_size=-1)), parse({}))
     with pytest.raises(UnsupportedError, match="remove the key"):
-        refuse_unsupported(SimpleNamespace(zero_config=SimpleNamespace(mics_shard_size=2)))
+        refuse_unsupported(SimpleNamespace(zero_config=SimpleNamespace(mics_shard_size=2)), parse({}))
 
 
 def test_an_optimizer_of_the_script_is_checked_by_its_own_settings() -> None:
