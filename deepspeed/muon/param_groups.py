@@ -188,12 +188,12 @@ def expert_group(param: Any) -> str:
 
 
 def check_options(
-    model: nn.Module, specs: Iterable[MatrixSpec], config: MuonConfig, layers: Collection[nn.Module]
+    model: nn.Module, specs: Iterable[MatrixSpec], config: MuonConfig, layers: Collection[nn.Module] | None
 ) -> dict[str, str]:
     """Refuse options that nothing in the model follows, and Muon where no matrix goes to it.
 
     Args:
-        layers: the attention that ``qk_clip`` acts on.
+        layers: the attention that QK-clip acts on; ``None`` without it.
 
     Returns:
         For a stage of a pipeline, where another stage may follow them: by option, the message.
@@ -204,7 +204,7 @@ def check_options(
     specs = list(specs)
     _refuse_unknown_outputs(specs, config)
     unused = _unused_heads(specs, config) | _unused_splits(specs, config) | _unused_patterns(shapes(model), config)
-    if config.qk_clip and not layers:
+    if layers is not None and not layers:
         unused["qk_clip"] = (
             "optimizer.params.qk_clip: no module of the model is softmax attention by the names of its projections, "
             "with queries and keys that are trained"

@@ -104,7 +104,8 @@ def _steps(engine: Any, optimizer: MuonWithAuxAdam, tuning: Tuning) -> tuple[str
     return (
         f"{sent:.1f} MB sent per step by rank {engine.global_rank}, {extra:.1f} MB by all ranks to balance the owners",
         *_several_owners(plans),
-        f"exchange in {optimizer.config.wire}, kernels: {summary(optimizer.kernels, optimizer.context.lacking)}",
+        f"exchange in {optimizer.config.wire}, "
+        f"kernels: {summary(optimizer.context.kernels, optimizer.context.lacking)}",
         f"Newton-Schulz on {exchange.device.type} in {described(optimizer.choice, tuning)}{_methods(optimizer)}",
     )
 
