@@ -128,7 +128,8 @@ def bind_partition(
     if counts is None:
         partition, counts = partition.alone(), [1] * len(items)
         exchange = replace(exchange, group=partition.group)
-    several = {shape_key(*item.shape): n for item, n in zip(items, counts, strict=True) if n > 1}
+    shapes = (item.shape for item in items)
+    several = {shape_key(rows, cols): n for (rows, cols), n in zip(shapes, counts, strict=True) if n > 1}
     return Bound(
         partition=partition,
         plan=make_plan(partition.planned, partition.rank, partition.world_size, cost, config.bucket_bytes, counts),

@@ -498,10 +498,10 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                     others.append((tensor, state))
             adamw.step([tensor for tensor, _ in others], [state for _, state in others], group, decoupled)
         if self.step_stats is not None:
-            stepped = dict(zip(tensors, states, strict=True))
-            parts = (part for partition in self._adam_partitions for part in partition.held() if part[0] in stepped)
             self.step_stats.after_adamw(
-                (adamw.update_squares(stepped[tensor], group, start, length), length) for tensor, start, length in parts
+                (adamw.update_squares(state, group, fragment.position, fragment.numel), fragment.numel)
+                for tensor, state in zip(tensors, states, strict=True)
+                for fragment in self._fragments[tensor]
             )
         return frozenset()
 

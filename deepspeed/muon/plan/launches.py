@@ -15,6 +15,10 @@ from deepspeed.muon.plan.plan import Bucket
 Scale = Callable[[int, int], float]
 
 
+#: The most elements of a span of several runs, as the temporaries of an operation are as large as what it takes.
+LARGEST_SPAN = 2**16
+
+
 class Span(NamedTuple):
     """Elements of neighbouring runs: without a gap in the shard, from ``start`` on, and in a buffer, from ``at`` on."""
 
@@ -47,7 +51,8 @@ def spans_of(bucket: Bucket, runs: Iterable[int], staged: bool) -> list[Span]:
             return []
         at = bucket.host_places[index] if staged else copy.at
         last = spans[-1] if spans else None
-        if last and (last.start + last.numel, last.at + last.numel) == (copy.start, at):
+        are_neighbours = last and (last.start + last.numel, last.at + last.numel) == (copy.start, at)
+        if last and are_neighbours and last.numel + copy.numel <= LARGEST_SPAN:
             spans[-1] = last._replace(numel=last.numel + copy.numel)
         else:
             spans.append(Span(copy.start, at, copy.numel))

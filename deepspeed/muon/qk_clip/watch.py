@@ -125,9 +125,12 @@ class _AttentionCalls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        read = None
         if func is F.scaled_dot_product_attention:
-            self.seen.append(_of_torch(*args, **kwargs))
-        elif isinstance(func, _OPERATOR_TYPES) and (read := _OPERATORS.get(str(func).removesuffix(".default"))):
+            read = _of_torch
+        elif isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+            read = _OPERATORS.get(str(func).removesuffix(".default"))
+        if read is not None:
             self.seen.append(read(*args, **kwargs))
         return func(*args, **kwargs)
 
@@ -209,7 +212,6 @@ def _scale(scale: float | None, query: Tensor) -> float:
     return query.size(-1) ** -0.5 if scale is None else float(scale)
 
 
-_OPERATOR_TYPES = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 #: Operators of flash-attn 2.
 _OPERATORS: dict[str, Callable[..., Seen]] = {
     "flash_attn._flash_attn_forward": _of_flash,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed.muon.plan.launches import Launches, calls_of, launches_of, spans_of
+from deepspeed.muon.plan.launches import LARGEST_SPAN, Launches, calls_of, launches_of, spans_of
 from deepspeed.muon.plan.plan import make_plan
 from helpers.plans import COST, flat_layout, part_layout, places, specs
 
@@ -65,6 +65,13 @@ def test_matrices_that_lie_as_in_their_bucket_are_one_span() -> None:
     (bucket,) = make_plan(shards, 0, 1, COST).buckets
     (call,) = calls_of(bucket, scale)
     assert spans_of(bucket, call, staged=False) == [(0, 0, 50 * 64)]
+
+
+def test_a_span_is_no_longer_than_its_limit_unless_a_run_is() -> None:
+    shards, _ = flat_layout(specs([(256, 256)] * 2 + [(128, 256)] * 5), 1)
+    (bucket,) = make_plan(shards, 0, 1, COST).buckets
+    spans = [span for call in calls_of(bucket, scale) for span in spans_of(bucket, call, staged=False)]
+    assert [span.numel for span in spans] == [LARGEST_SPAN] * 4 + [LARGEST_SPAN // 2]
 
 
 @pytest.mark.parametrize("together", [False, True])
