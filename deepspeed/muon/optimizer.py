@@ -173,7 +173,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     @cached_property
     def given(self) -> GivenGroups:
         """The parameter groups as the user gave them, before the split: what a learning-rate scheduler should see."""
-        return GivenGroups(self, self._origins, self._given_lrs, self.config.betas)
+        return GivenGroups(self, self._origins, self._given_lrs)
 
     # ---- binding ----------------------------------------------------------------------------------
 
@@ -318,12 +318,12 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         return int(next(iter(self.state.values()))["step"]) if self.state else 0
 
     def begin_step(self) -> None:
-        """Called before a step, by all ranks together: what has to be known of all its micro-batches."""
+        """Agree on what has to be known of all micro-batches of a step; called by all ranks before it."""
         if self.qk_clip:
             self.qk_clip.begin_step(is_logging=self.context.is_logging)
 
     def release_scratch(self) -> None:
-        """Called at the end of a step: free the temporaries on accelerators. The next step allocates them again."""
+        """Free the temporaries on accelerators at the end of a step; the next one allocates them again."""
         self._work.release()
 
     def warm_up(self) -> None:
@@ -336,8 +336,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 limit = batch_limit(batch.rows * batch.cols, min(batch.shape), bound.dtype.itemsize, accelerator=True)
                 size = min(batch.count, limit), batch.rows, batch.cols, batch.gram_axis, bound.dtype
                 shapes.setdefault(batch.shape, set()).add(size)
-            for shape, sizes in sorted(shapes.items()):
-                rows, cols = shape
+            for (rows, cols), sizes in sorted(shapes.items()):
                 warm(bound.kernels(rows, cols), sizes, device)
 
     def release_workspace(self) -> None:

@@ -160,23 +160,15 @@ def warn_of_odd_settings(groups: Iterable[Mapping[str, Any]]) -> None:
         )
 
 
-def _numbers(values: Iterable[float]) -> str:
-    return ", ".join(f"{value:g}" for value in values)
-
-
 def check_decay_rates(group: Mapping[str, Any]) -> None:
-    """Raise MuonConfigError where a schedule or a script has driven a decay rate out of its range.
-
-    Args:
-        group: of the optimizer.
-    """
-    rates = {"momentum": (group["momentum"],)} if group["use_muon"] else {"betas": group["betas"]}
-    for key, values in rates.items():
-        if not all(0 <= value < 1 for value in values):
-            raise MuonConfigError(
-                f"parameter group {group['name']}: {key}: a schedule or the script has set it to {_numbers(values)}; "
-                "expected numbers from 0 to below 1; in DeepSpeed's OneCycle set scheduler.params.decay_mom_rate to 0"
-            )
+    """Raise MuonConfigError where a schedule or a script has driven a decay rate of a half out of its range."""
+    key, values = ("momentum", (group["momentum"],)) if group["use_muon"] else ("betas", group["betas"])
+    if not all(0 <= value < 1 for value in values):
+        found = ", ".join(f"{value:g}" for value in values)
+        raise MuonConfigError(
+            f"parameter group {group['name']}: {key}: a schedule or the script has set it to {found}; "
+            "expected numbers from 0 to below 1; in DeepSpeed's OneCycle set scheduler.params.decay_mom_rate to 0"
+        )
 
 
 def expert_group(param: Any) -> str:

@@ -43,16 +43,9 @@ from deepspeed.muon.step_stats import ABSENT, StepStats
 class Tools:
     """What the steps of all partitions share.
 
-    Args:
-        config: of the run.
-        rules: beyond plain Muon; ``None`` without any.
-        kernels: of everything but the products of Newton-Schulz; equal on all ranks.
-        states: of the optimizer, by tensor.
-        blocks_of: where the blocks of a tensor's momentum in int8 begin.
-        second_moments: of NorMuon.
-        work: holds the temporaries.
-        phase: entered around each phase, by name.
-        stats: measures the step, if set.
+    ``rules``: beyond plain Muon; ``None`` without any. ``kernels``: of everything but the products of Newton-Schulz;
+    equal on all ranks. ``states``: of the optimizer. ``blocks_of``: where the blocks of a tensor's momentum in int8
+    begin. ``phase``: entered around each phase, by name. ``stats``: measures the step, if set.
     """
 
     config: MuonConfig
@@ -67,22 +60,17 @@ class Tools:
 
 
 class PartitionStep:
-    """Steps one partition.
-
-    Args:
-        bound: the partition, with its plan.
-        group: its parameter group with the rates of this step; ``params`` are the partition's tensors.
-        tools: shared with other partitions.
-    """
+    """Steps one partition. ``group``: its parameter group with the rates of this step, and with its tensors."""
 
     def __init__(self, bound: Bound, group: dict[str, Any], tools: Tools) -> None:
         self._bound, self._group, self._tools = bound, group, tools
         self._work, self._kernels = tools.work, tools.kernels
         #: Names of the matrices without a gradient in this step, whose weight and momentum stay as they are.
         self.absent: frozenset[str] = frozenset()
-        self._int8: Int8Step | None = None
-        if tools.config.momentum_dtype == "int8":
-            self._int8 = Int8Step(bound.plan, group, tools.states, tools.kernels, tools.blocks_of, tools.work)
+        is_int8 = tools.config.momentum_dtype == "int8"
+        self._int8 = (
+            Int8Step(bound.plan, group, tools.states, tools.kernels, tools.blocks_of, tools.work) if is_int8 else None
+        )
 
     def run(self) -> frozenset[str]:
         """Step; return the names of the matrices that have no gradient."""

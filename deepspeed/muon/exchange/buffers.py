@@ -75,7 +75,7 @@ class BucketBuffers:
             grids(self.matrices, copy).copy_(self._received(copy))
 
     def pack(self) -> None:
-        """Copy them back out of the matrices."""
+        """Copy the same elements back out of the matrices."""
         for copy in self.bucket.scattered:
             self._received(copy).copy_(grids(self.matrices, copy))
 

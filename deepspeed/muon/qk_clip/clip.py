@@ -45,11 +45,8 @@ class QKClip:
     part of a weight by the same factor. It acts on the master weights, on weights and biases of both halves, but not
     on frozen parameters nor on matrices that have no gradient in the step.
 
-    Args:
-        options: the section ``qk_clip`` of the config.
-        layers: the attention of the model.
-        names: the parameters' names in the partitions.
-        step: the number of the step, for ``sampled`` and for random numbers.
+    ``names``: of the parameters, in the partitions. ``step``: return the number of the step, for ``sampled`` and for
+    random numbers.
     """
 
     def __init__(
@@ -91,9 +88,7 @@ class QKClip:
     def bind(self, partitions: Iterable[Partition], group: Any, device: torch.device) -> None:
         """Find the weights in the tensors that this rank updates.
 
-        Args:
-            group: the ranks that train the same layers; ``None``: all.
-            device: of the collective.
+        ``group``: the ranks that train the same layers; ``None``: all. ``device``: of the collective.
         """
         self._group, self._device = group, device
         self._parts.clear()
