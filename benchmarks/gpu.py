@@ -100,7 +100,7 @@ def exchange(device: str, quick: bool, rates: dict[str, float]) -> Rows:
             weights.append([parameter.detach().cpu() for parameter in engine.module.parameters()])
             engine.destroy()
             same = all(map(torch.equal, weights[0], weights[-1]))
-            yield {"way": way, "kernels": optimizer.kernels.name, "equal weights": same} | summary(times[3:])
+            yield {"way": way, "kernels": optimizer.context.kernels.name, "equal weights": same} | summary(times[3:])
             assert same
 
 

@@ -77,14 +77,16 @@ def rank(model: str, layers: int, hidden: int, optimizers: list[str], rounds: in
         except Exception as error:  # a just-in-time build fails in many ways; the others still count
             print(f"{name} is left out: {type(error).__name__}: {error}", file=sys.stderr)
     steps = {name: optimizer.step for name, optimizer in built.items()}
-    kernels = {name: built[name].kernels for name in built if name.startswith("ours")}
+    kernels = {name: built[name].context.kernels for name in built if name.startswith("ours")}
     clock = PhaseClock(built[next(iter(kernels or built))], device)
     first = alternate(steps, device, 0)
     apart = {name: distance(models[name], models[next(iter(built))], start) for name in built}
     clock.take()
     times = alternate(steps, device, rounds - 1, 600)
     phases = {name: spent / rounds for name, spent in clock.take().items()}
-    facts = [[built[name].kernels.name, roofline.has_symmetric(built[name].kernels)] for name in kernels]
+    facts = [
+        [built[name].context.kernels.name, roofline.has_symmetric(built[name].context.kernels)] for name in kernels
+    ]
     return {"first": first, "times": times, "apart": apart, "phases": phases, "kernels": facts}
 
 

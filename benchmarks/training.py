@@ -259,11 +259,14 @@ class Nothing:
 
 def exchange_alone(optimizer: Any, repeats: int, device: str) -> float:
     """Median seconds of all collectives of one step of ours with nothing computed."""
-    times, run = [], optimizer.exchange.run
-    steps = [*zip(optimizer.plans, optimizer.programs, strict=True)]
+    times, bounds = [], optimizer._bound.values()
     for _ in range(repeats):
         torch.distributed.barrier()
-        times.append(seconds(lambda: [run(*each, Nothing(), contextlib.nullcontext) for each in steps], device))
+        times.append(
+            seconds(
+                lambda: [b.exchange.run(b.plan, b.program, Nothing(), contextlib.nullcontext) for b in bounds], device
+            )
+        )
     return statistics.median(times)
 
 
@@ -308,9 +311,9 @@ def rank(**setting: Any) -> dict[str, Any]:
         if VARIANTS[job.variant].is_ours:
             from deepspeed.muon.kernels import reference
 
-            symmetric = optimizer.kernels.square is not reference.square
+            symmetric = optimizer.context.kernels.square is not reference.square
             rounds = sum(plan.rounds for plan in optimizer.plans)
-            first |= {"kernels": optimizer.kernels.name, "symmetric": symmetric, "exchange rounds": rounds}
+            first |= {"kernels": optimizer.context.kernels.name, "symmetric": symmetric, "exchange rounds": rounds}
             elements = sum(plan.sent_elements for plan in optimizer.plans)
             largest |= {"exchange MB": elements * optimizer.exchange.dtype.itemsize / 1e6}
             largest |= {"scratch MB": optimizer._work.nbytes() / 1e6}

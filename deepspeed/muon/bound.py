@@ -25,7 +25,7 @@ from deepspeed.muon.math.scale import scale_factor
 from deepspeed.muon.plan.between_owners import NewtonSchulz, between_owners
 from deepspeed.muon.plan.bucket import Bucket
 from deepspeed.muon.plan.cost import cost_model
-from deepspeed.muon.plan.launches import calls_of
+from deepspeed.muon.plan.launches import Span, calls_of, spans_of
 from deepspeed.muon.plan.plan import Plan, make_plan
 from deepspeed.muon.plan.program import Program, program_of
 from deepspeed.muon.plan.sharing import shared_counts
@@ -38,7 +38,7 @@ class Bound:
 
     ``newton_schulz``: its schedule, methods and dtype, which also decide what several owners of a matrix send each
     other. ``kernels`` of Newton-Schulz and ``scale`` of the update: by rows and columns of the matrix, each found once.
-    ``together``: updates all runs of a call in one kernel; ``None``: each run has its own.
+    ``together``: updates all runs of a call in one kernel; ``None``: each span has its own.
     ``settings``: of the parameter group, and how Newton-Schulz runs.
     """
 
@@ -82,19 +82,15 @@ class Bound:
     @cached_property
     def calls(self) -> list[list[Call]]:
         """Return the calls of each bucket."""
-        return [[self._call(bucket, runs) for runs in self.calls_of(bucket)] for bucket in self.plan.buckets]
-
-    def calls_of(self, bucket: Bucket) -> list[tuple[int, ...]]:
-        """The runs that are updated together, as indices."""
-        return calls_of(bucket, self.scale, self.together is not None)
+        return [[self._call(bucket, runs) for runs in calls_of(bucket, self.scale)] for bucket in self.plan.buckets]
 
     def _call(self, bucket: Bucket, indices: tuple[int, ...]) -> Call:
-        runs = [bucket.runs[index] for index in indices]
-        first, tiles = runs[0], None
-        if self.together is not None and first.copy.rows == 1:
-            places = [(run.copy.start, run.copy.at, run.copy.numel) for run in runs]
-            tiles = self.together.tiles(places, self.partition.tensors[first.tensor].device)
-        return Call(indices, first.tensor, first.in_place, self.scale(*first.shape), tiles)
+        first, tiles = bucket.runs[indices[0]], None
+        spans = spans_of(bucket, indices, staged=self.exchange.staging is not None)
+        if self.together is not None and spans:
+            tiles = self.together.tiles(spans, self.partition.tensors[first.tensor].device)
+        rows, cols = first.shape
+        return Call(indices, first.tensor, first.in_place, self.scale(rows, cols), spans, tiles)
 
 
 def bind_partition(
@@ -133,7 +129,8 @@ def bind_partition(
     if counts is None:
         partition, counts = partition.alone(), [1] * len(items)
         exchange = replace(exchange, group=partition.group)
-    several = {shape_key(*item.shape): n for item, n in zip(items, counts, strict=True) if n > 1}
+    shapes = (item.shape for item in items)
+    several = {shape_key(rows, cols): n for (rows, cols), n in zip(shapes, counts, strict=True) if n > 1}
     return Bound(
         partition=partition,
         plan=make_plan(partition.planned, partition.rank, partition.world_size, cost, config.bucket_bytes, counts),
@@ -167,11 +164,13 @@ def _together(partition: Partition, kernels: Operations, exchange: Exchange) -> 
 class Call(NamedTuple):
     """Runs of one bucket that are updated together: of one tensor, in one buffer, with one scale.
 
-    ``runs``: their indices. ``tiles``: for one kernel; ``None``: each run has its own.
+    ``runs``: their indices. ``spans``: their elements; none of a run on a grid. ``tiles``: the same for one kernel;
+    ``None``: each span has its own.
     """
 
     runs: tuple[int, ...]
     tensor: int
     in_place: bool
     scale: float
+    spans: list[Span]
     tiles: Tiles | None

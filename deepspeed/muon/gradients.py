@@ -96,14 +96,12 @@ class GradientProbe:
         present[matrices] = found = values.ne(0).any(dim=1).to(torch.int32)
         if not found.all():
             runs = [(of_matrix, grads[probes.tensor]) for probes in probed for of_matrix in probes.runs]
-            silent = [index for index, is_present in enumerate(found.tolist()) if not is_present]
-            present[matrices[silent]] = torch.stack([_has_elements(*runs[index]) for index in silent]).to(torch.int32)
+            silent, are_present = [index for index, is_present in enumerate(found.tolist()) if not is_present], []
+            for index in silent:
+                of_matrix, grad = runs[index]
+                are_present.append(torch.stack([grids(grad, run.copy).any() for run in of_matrix]).any())
+            present[matrices[silent]] = torch.stack(are_present).to(torch.int32)
         return present
-
-
-def _has_elements(runs: Sequence[Run], grad: Tensor) -> Tensor:
-    """Return whether any element of the runs of a flat gradient is not zero: bool, 0-D."""
-    return torch.stack([grids(grad, run.copy).any() for run in runs]).any()
 
 
 def _spread(runs: Sequence[Run]) -> list[int]:

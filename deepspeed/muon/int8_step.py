@@ -12,7 +12,7 @@ from deepspeed.muon.exchange.buffers import grids
 from deepspeed.muon.kernels.rounding import key_of
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace
-from deepspeed.muon.math.momentum import Blocks, State
+from deepspeed.muon.math.momentum import Blocks, Fragment, State
 from deepspeed.muon.plan.bucket import Run
 from deepspeed.muon.plan.plan import Plan
 
@@ -20,13 +20,7 @@ from deepspeed.muon.plan.plan import Plan
 class Int8Step:
     """Advances the momentum in int8 of one partition.
 
-    Args:
-        plan: of the partition.
-        group: with the rates of this step.
-        states: the optimizer's.
-        kernels: equal on all ranks.
-        blocks_of: where the blocks of a tensor's momentum begin.
-        work: holds the temporaries.
+    ``group``: with the rates of this step. ``blocks_of``: where the blocks of a tensor's momentum begin.
     """
 
     def __init__(
@@ -40,7 +34,6 @@ class Int8Step:
     ) -> None:
         self._plan, self._group, self._states = plan, group, states
         self._kernels, self._blocks_of, self._work = kernels, blocks_of, work
-        self._rates = group["momentum"], group["nesterov"]
         #: Index of the tensor, and position, of each fragment that has been advanced with its run.
         self._advanced: set[tuple[int, int]] = set()
 
@@ -53,12 +46,24 @@ class Int8Step:
         fragment, codes, absmax, skipped = self._blocks_of(tensor).around(state, start, extent)
         gradient = grad.view(-1)[start : start + extent]
         if run.copy.numel == fragment.numel:
-            key = key_of(fragment.name, int(state["step"]))
-            self._kernels.advance_codes(codes, absmax, gradient, target, *self._rates, key, fragment.first, self._work)
+            self._advance(state, fragment, codes, absmax, gradient, target)
             self._advanced.add((run.tensor, fragment.position))
-        else:
-            grid = run.copy.cols, run.copy.pitch
-            self._kernels.look_ahead(codes, absmax, skipped, gradient, target, *grid, *self._rates, self._work)
+            return
+        momentum, nesterov, cols, pitch = (
+            self._group["momentum"],
+            self._group["nesterov"],
+            run.copy.cols,
+            run.copy.pitch,
+        )
+        self._kernels.look_ahead(codes, absmax, skipped, gradient, target, cols, pitch, momentum, nesterov, self._work)
+
+    def _advance(
+        self, state: State, fragment: Fragment, codes: Tensor, absmax: Tensor, grad: Tensor, target: Tensor | None
+    ) -> None:
+        """Advance the momentum of a fragment, and write its look-ahead to ``target``, if any."""
+        momentum, nesterov = self._group["momentum"], self._group["nesterov"]
+        key, first = key_of(fragment.name, int(state["step"])), fragment.first
+        self._kernels.advance_codes(codes, absmax, grad, target, momentum, nesterov, key, first, self._work)
 
     def finish(self, absent: frozenset[str]) -> None:
         """After the last bucket: advance what :meth:`advance` has not, except the matrices of ``absent``."""
@@ -75,8 +80,7 @@ class Int8Step:
                     gradient = grad[fragment.position :][: fragment.numel]
                     if runs:
                         gradient = self._with_momentum(tensor, gradient, fragment.position, runs)
-                    draws = key_of(fragment.name, int(state["step"])), fragment.first
-                    self._kernels.advance_codes(codes, absmax, gradient, None, *self._rates, *draws, self._work)
+                    self._advance(state, fragment, codes, absmax, gradient, None)
 
     def _runs_of(self, absent: frozenset[str]) -> dict[tuple[int, int], list[Run]]:
         """Return the runs of these matrices, by the index of their tensor and the position of their fragment."""

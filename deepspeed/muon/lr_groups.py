@@ -61,13 +61,11 @@ class GivenGroups(Optimizer):
     """An optimizer for schedulers only: it has the groups as the user gave them, and its step does nothing.
 
     ``origins`` and ``lrs``: for each of the user's groups, the indices of its halves in ``optimizer`` and its learning
-    rate. ``betas``: AdamW's, for groups without an AdamW half.
+    rate. Groups without an AdamW half have the betas of the optimizer's defaults.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, origins: Sequence[Sequence[int]], lrs: Sequence[float], betas: tuple[float, float]
-    ) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizer: Optimizer, origins: Sequence[Sequence[int]], lrs: Sequence[float]) -> None:
+        self.optimizer, betas = optimizer, optimizer.defaults["betas"]
         self.defaults = {"lr": optimizer.defaults["lr"], "betas": betas}
         groups = [GivenGroup(self._halves(indices), lr, betas) for indices, lr in zip(origins, lrs, strict=True)]
         self.param_groups = groups  # type: ignore[assignment]

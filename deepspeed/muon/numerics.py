@@ -72,15 +72,9 @@ def fixed_numerics() -> Iterator[None]:
                 stack.callback(setting.write, before)
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
-        for kind in _device_types():
+        # torch.accelerator is new in torch 2.6.
+        accelerator = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else torch.device("cuda")
+        for kind in {"cpu", accelerator.type if accelerator else "cpu"}:
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         yield
-
-
-def _device_types() -> set[str]:
-    """Return the devices that autocast may be on for: the CPU and this machine's accelerator."""
-    if not hasattr(torch, "accelerator"):  # torch 2.5
-        return {"cpu", "cuda"}
-    accelerator = torch.accelerator.current_accelerator()
-    return {"cpu", accelerator.type if accelerator else "cpu"}

@@ -19,17 +19,15 @@ from deepspeed.muon.config.schema import MuonConfig, parse
 from deepspeed.muon.context import StepContext
 from deepspeed.muon.errors import UnsupportedError
 from deepspeed.muon.exchange.agreed import Agreed, agreed
-from deepspeed.muon.exchange.buffers import grids
-from deepspeed.muon.exchange.data_parallel import check_agreement, make_sets, unwrapped
+from deepspeed.muon.exchange.data_parallel import unwrapped
 from deepspeed.muon.exchange.exchange import Exchange, Phase
 from deepspeed.muon.exchange.failures import step_of_all
-from deepspeed.muon.exchange.groups import join, limit_time, processes
+from deepspeed.muon.exchange.groups import limit_time
 from deepspeed.muon.exchange.host_staging import Staging
 from deepspeed.muon.exchange.owner_set import ranks_of_set
-from deepspeed.muon.exchange.partition import Partition, whole_partition
-from deepspeed.muon.exchange.watchdog import start_watchdog
+from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.kernels.probe import warm
-from deepspeed.muon.kernels.selection import choose, missing, product_tables
+from deepspeed.muon.kernels.selection import product_tables
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace, batch_limit
 from deepspeed.muon.log import logger
@@ -37,20 +35,21 @@ from deepspeed.muon.lr_groups import GivenGroups
 from deepspeed.muon.math import adamw, momentum
 from deepspeed.muon.math.choice import Choice, from_pinned
 from deepspeed.muon.math.newton_schulz import DTYPES
+from deepspeed.muon.math.rules import Rules
 from deepspeed.muon.math.schedules import Schedules
 from deepspeed.muon.matrices.pipeline import stage_of
-from deepspeed.muon.matrices.query_keys import Attention, attention_layers
+from deepspeed.muon.matrices.query_keys import attention_layers
 from deepspeed.muon.matrices.routing import MatrixSpec, route, shapes_of, tag_parameters
 from deepspeed.muon.numerics import fixed_numerics
-from deepspeed.muon.param_groups import Split, check_decay_rates, check_options, split_groups, warn_of_odd_settings
+from deepspeed.muon.param_groups import check_decay_rates, check_options, split_groups, warn_of_odd_settings
 from deepspeed.muon.plan.plan import Plan
-from deepspeed.muon.plan.program import Program
-from deepspeed.muon.qk_clip import QKClip
+from deepspeed.muon.qk_clip.clip import QKClip
+from deepspeed.muon.replicas import agree_with_replicas, bind_whole
 from deepspeed.muon.saved_state import SavedForm
 from deepspeed.muon.second_moments import SecondMoments
 from deepspeed.muon.step import PartitionStep, Tools
 from deepspeed.muon.step_stats import StepStats
-from deepspeed.muon.tuning import Candidates, Tuning, has_bf16, pinned_in
+from deepspeed.muon.tuning import Tuning, pinned_in
 
 #: A checkpoint's choice is kept in silence unless Newton-Schulz would be so many times faster by another.
 WORTH_TELLING = 1.5
@@ -99,10 +98,10 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 "deepspeed-muon: optimizer.params.ns_tuning has no effect any more: whatever is auto of ns_dtype, "
                 "ns_method and kernels is measured at start"
             )
-        self.rules, self.schedules = self.config.rules, self.config.schedules
-        #: Of every step: rules beyond plain Muon, and schedules of momentum and weight decay; ``None`` without any.
-        self._step_rules = self.rules or None
-        self._step_schedules = self.schedules if self.schedules != Schedules() else None
+        #: Beyond plain Muon; ``None`` without any.
+        self._rules: Rules | None = self.config.rules or None
+        #: Of momentum and weight decay.
+        self._schedules = self.config.schedules
         model, self._replicas = unwrapped(model)
         specs = route(model, self.config.matrix_options)
         #: The pipeline stage that ``model`` is; 0 outside pipelines.
@@ -111,7 +110,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         #: The parameters that are trained, in the order of the parameter groups.
         self.specs: dict[nn.Parameter, MatrixSpec] = {p: specs[p] for half in split.halves for p in half["params"]}
         with preset_named(config):
-            layers = self._attention_layers(model, split)
+            layers = attention_layers(model, {*self.specs}) if self.config.qk_clip else None
             #: Options that nothing in this pipeline stage follows, with the message if no other stage does; else empty.
             self.unused_options = check_options(model, self.specs.values(), self.config, layers)
         #: How many matrices of each shape go to Newton-Schulz.
@@ -125,10 +124,10 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self._work = Workspace()
         #: What the ranks have agreed on.
         self.context = StepContext()
-        self.second_moments = SecondMoments(self.rules.normuon)
-        if self.config.qk_clip:
+        self.second_moments = SecondMoments(self.config.normuon)
+        if self.config.qk_clip and layers is not None:
             names = {param: spec.name for param, spec in self.specs.items()}
-            self.qk_clip = QKClip(self.config.qk_clip, layers, names, partial(_steps_done, weakref.ref(self)))
+            self.qk_clip = QKClip(self.config.qk_clip, layers, names, step=partial(_steps_done, weakref.ref(self)))
         self._origins, self._given_lrs = split.origins, split.given_lrs
         #: Whether the config or a parameter group gives a learning rate; else stock's defaults act.
         self.sets_a_rate = split.sets_a_rate
@@ -138,12 +137,6 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self.saved_form = SavedForm(self)
         tag_parameters(model, self.specs)
         self._is_built = True
-
-    def _attention_layers(self, model: nn.Module, split: Split) -> dict[nn.Module, Attention]:
-        """Those that QK-clip scales; none without it."""
-        if not self.config.qk_clip:
-            return {}
-        return attention_layers(model, {param for half in split.halves for param in half["params"]})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not supported after construction.
@@ -172,7 +165,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     @cached_property
     def given(self) -> GivenGroups:
         """The parameter groups as the user gave them, before the split: what a learning-rate scheduler should see."""
-        return GivenGroups(self, self._origins, self._given_lrs, self.config.betas)
+        return GivenGroups(self, self._origins, self._given_lrs)
 
     # ---- binding ----------------------------------------------------------------------------------
 
@@ -258,11 +251,6 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         return self.second_moments.whole()
 
     @property
-    def kernels(self) -> Operations:
-        """The kernels of a step, but for the products of Newton-Schulz."""
-        return self.context.kernels
-
-    @property
     def choice(self) -> Choice:
         """How Newton-Schulz runs; the same in all groups."""
         return next(from_pinned(group["ns_choice"]) for group in self.param_groups if group["use_muon"])
@@ -292,11 +280,6 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         return [bound.plan for bound in self._bound.values()]
 
     @property
-    def programs(self) -> list[Program]:
-        """Return the programs of this rank, one per partition of the Muon half."""
-        return [bound.program for bound in self._bound.values()]
-
-    @property
     def owner_sets(self) -> set[tuple[int, ...]]:
         """Return the ranks with which this one owns matrices, without sets that are all ranks of a partition."""
         return {
@@ -321,14 +304,19 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         """The exchange of the first partition; all have the same dtype, device and workspace."""
         return next(iter(self._bound.values())).exchange
 
+    @property
+    def steps_done(self) -> int:
+        """Return the steps that the state has seen; the same after a resume."""
+        return int(next(iter(self.state.values()))["step"]) if self.state else 0
+
     def begin_step(self) -> None:
-        """Called before a step, by all ranks together: what has to be known of all its micro-batches."""
+        """Agree on what has to be known of all micro-batches of a step; called by all ranks before it."""
         self._is_skip_told = False
         if self.qk_clip:
             self.qk_clip.begin_step(is_logging=self.context.is_logging)
 
     def release_scratch(self) -> None:
-        """Called at the end of a step: free the temporaries on accelerators. The next step allocates them again."""
+        """Free the temporaries on accelerators at the end of a step; the next one allocates them again."""
         self._work.release()
 
     @contextmanager
@@ -356,49 +344,12 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 limit = batch_limit(batch.rows * batch.cols, min(batch.shape), bound.dtype.itemsize, accelerator=True)
                 size = min(batch.count, limit), batch.rows, batch.cols, batch.gram_axis, bound.dtype
                 shapes.setdefault(batch.shape, set()).add(size)
-            for shape, sizes in sorted(shapes.items()):
-                warm(bound.kernels(*shape), sizes, device)
+            for (rows, cols), sizes in sorted(shapes.items()):
+                warm(bound.kernels(rows, cols), sizes, device)
 
     def release_workspace(self) -> None:
         """Free the memory of temporaries; the next step allocates it again."""
         self._work.clear()
-
-    def _bind_whole(self) -> None:
-        """Bind the parameters themselves: in plain PyTorch every rank holds every matrix; DDP's share the work."""
-        rank, copies = join(self._replicas) if self._replicas else (0, 1)
-        lacking = missing(self.config.kernels, {p.device.type for p in self.specs})
-        self.context = StepContext(is_logging=rank == 0, kernels=choose(lacking), lacking=lacking, peers=self._replicas)
-        if self.context.is_logging and not any(group["use_muon"] for group in self.param_groups):
-            self.warn_of_no_matrix()
-        partitions = [
-            whole_partition(
-                index,
-                params=group["params"],
-                specs=[self.specs[param] for param in group["params"]],
-                group=self._replicas,
-                rank=rank,
-                copies=copies,
-            )
-            for index, group in enumerate(self.param_groups)
-        ]
-        device = partitions[0].tensors[0].device
-        candidates = Candidates.of(self.config, self.tables_on(device), self.ns_methods, device, has_bf16(device.type))
-        # Ranks that race apart might choose apart.
-        tune = candidates.without_race if processes() > 1 else partial(candidates.in_one_process, world_size=1)
-        self.bind(partitions, tune(self.shapes))
-
-    def _agree_with_replicas(self) -> None:
-        """Compare with DDP's other ranks in every step, as one of them alone may have loaded a state since the last.
-
-        Raises:
-            RuntimeError: the ranks differ.
-            UnsupportedError: a matrix has owners that are a part of DDP's ranks, and these are a part of the world.
-        """
-        lacking = sorted(kind for kind, reason in self.context.lacking.items() if reason)
-        start_watchdog()
-        facts = self.config.digest(), str(lacking), self.digest(), str(_steps_done(lambda: self))
-        check_agreement(facts, self._replicas, self.compute_device)
-        make_sets(self.owner_sets, self._replicas, self.compute_device)
 
     def warn_of_no_matrix(self) -> None:
         """Log that AdamW updates everything, and why."""
@@ -480,7 +431,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         if self._binding is None and not self._bind_on_first_use():
             return
         if self._replicas is not None and not self.context.is_stepped_in_parts:
-            self._agree_with_replicas()
+            agree_with_replicas(self, self._replicas)
         if not self.context.is_stepped_in_parts:
             self.begin_step()
         if not self._is_finite():
@@ -492,15 +443,15 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             if group["params"]:
                 absent = self._muon_step(group) if group["use_muon"] else self._adam_step(group)
                 if self.qk_clip:
-                    still = self._heads_of(absent, group, self.qk_clip)
-                    self.qk_clip.apply(group["params"], still, self.kernels, self._work)
+                    plan = self._bound[group["params"][0]].plan if group["use_muon"] else None
+                    self.qk_clip.apply(group["params"], plan, absent, kernels=self.context.kernels, work=self._work)
         if not self.context.is_stepped_in_parts:
             self.release_scratch()
 
     def _bind_on_first_use(self) -> bool:
         tensors = [p for group in self.param_groups for p in group["params"]]
         if all(p in self.specs for p in tensors):
-            self._bind_whole()
+            bind_whole(self, self._replicas)
             return True
         if all(p.grad is None or not p.grad.any() for p in tensors):
             return False  # DeepSpeed's fp16 wrapper makes one step with zero gradients before it is complete.
@@ -533,13 +484,12 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 f"group {group['name']!r} holds tensors that were not there when the optimizer was bound"
             )
         states = [self.state.get(tensor) or self.create_state(tensor, use_muon=True) for tensor in group["params"]]
-        if self._step_schedules is not None:
-            group = self._step_schedules.at(group, done=int(states[0]["step"]))
-        for state in states:
-            state["step"] += 1
+        if self._schedules != Schedules():
+            group = self._schedules.at(group, done=int(states[0]["step"]))
+        torch._foreach_add_([state["step"] for state in states], 1)
         tools = Tools(
             config=self.config,
-            rules=self._step_rules,
+            rules=self._rules,
             kernels=self.context.kernels,
             states=self.state,
             blocks_of=self.blocks_of,
@@ -550,13 +500,6 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         )
         return PartitionStep(bound, group, tools).run()
 
-    def _heads_of(self, absent: frozenset[str], group: dict[str, Any], qk_clip: QKClip) -> Iterator[Tensor]:
-        """Yield views of the elements of absent matrices that QK-clip could scale."""
-        for bucket in self._bound[group["params"][0]].plan.buckets if absent else ():
-            for run in bucket.runs:
-                if run.matrix in absent and qk_clip.has_heads(run.parameter):
-                    yield grids(group["params"][run.tensor], run.copy)
-
     def _adam_step(self, group: dict[str, Any]) -> frozenset[str]:
         """Return the empty set: AdamW updates by a gradient of zero, too."""
         tensors = [p for p in group["params"] if p.grad is not None]
@@ -566,15 +509,15 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             for tensor, state in zip(tensors, states, strict=True):
                 if adamw.is_rounded(tensor):
                     fragments = self._fragments[tensor]
-                    adamw.step_in_bf16(tensor, state, group, decoupled, fragments, self.kernels, self._work)
+                    adamw.step_in_bf16(tensor, state, group, decoupled, fragments, self.context.kernels, self._work)
                 else:
                     others.append((tensor, state))
             adamw.step([tensor for tensor, _ in others], [state for _, state in others], group, decoupled)
         if self._stats is not None:
-            stepped = dict(zip(tensors, states, strict=True))
-            parts = (part for partition in self._adam_partitions for part in partition.held() if part[0] in stepped)
             self._stats.after_adamw(
-                (adamw.update_squares(stepped[tensor], group, start, length), length) for tensor, start, length in parts
+                (adamw.update_squares(state, group, fragment.position, fragment.numel), fragment.numel)
+                for tensor, state in zip(tensors, states, strict=True)
+                for fragment in self._fragments[tensor]
             )
         return frozenset()
 
@@ -600,6 +543,6 @@ def are_finite(tensors: list[Tensor]) -> bool:
 
 
 def _steps_done(optimizer: Callable[[], MuonWithAuxAdam | None]) -> int:
-    """The steps that the state of an optimizer, given by a weak reference, has seen; the same after a resume."""
-    held = optimizer()
-    return int(next(iter(held.state.values()))["step"]) if held is not None and held.state else 0
+    """Return the steps that the state of an optimizer, by a weak reference, has seen; the same after a resume."""
+    living = optimizer()
+    return living.steps_done if living is not None else 0

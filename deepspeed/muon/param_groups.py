@@ -160,23 +160,15 @@ def warn_of_odd_settings(groups: Iterable[Mapping[str, Any]]) -> None:
         )
 
 
-def _numbers(values: Iterable[float]) -> str:
-    return ", ".join(f"{value:g}" for value in values)
-
-
 def check_decay_rates(group: Mapping[str, Any]) -> None:
-    """Raise MuonConfigError where a schedule or a script has driven a decay rate out of its range.
-
-    Args:
-        group: of the optimizer.
-    """
-    rates = {"momentum": (group["momentum"],)} if group["use_muon"] else {"betas": group["betas"]}
-    for key, values in rates.items():
-        if not all(0 <= value < 1 for value in values):
-            raise MuonConfigError(
-                f"parameter group {group['name']}: {key}: a schedule or the script has set it to {_numbers(values)}; "
-                "expected numbers from 0 to below 1; in DeepSpeed's OneCycle set scheduler.params.decay_mom_rate to 0"
-            )
+    """Raise MuonConfigError where a schedule or a script has driven a decay rate of a half out of its range."""
+    key, values = ("momentum", (group["momentum"],)) if group["use_muon"] else ("betas", group["betas"])
+    if not all(0 <= value < 1 for value in values):
+        found = ", ".join(f"{value:g}" for value in values)
+        raise MuonConfigError(
+            f"parameter group {group['name']}: {key}: a schedule or the script has set it to {found}; "
+            "expected numbers from 0 to below 1; in DeepSpeed's OneCycle set scheduler.params.decay_mom_rate to 0"
+        )
 
 
 def expert_group(param: Any) -> str:
@@ -188,12 +180,12 @@ def expert_group(param: Any) -> str:
 
 
 def check_options(
-    model: nn.Module, specs: Iterable[MatrixSpec], config: MuonConfig, layers: Collection[nn.Module]
+    model: nn.Module, specs: Iterable[MatrixSpec], config: MuonConfig, layers: Collection[nn.Module] | None
 ) -> dict[str, str]:
     """Refuse options that nothing in the model follows, and Muon where no matrix goes to it.
 
     Args:
-        layers: the attention that ``qk_clip`` acts on.
+        layers: the attention that QK-clip acts on; ``None`` without it.
 
     Returns:
         For a stage of a pipeline, where another stage may follow them: by option, the message.
@@ -204,7 +196,7 @@ def check_options(
     specs = list(specs)
     _refuse_unknown_outputs(specs, config)
     unused = _unused_heads(specs, config) | _unused_splits(specs, config) | _unused_patterns(shapes(model), config)
-    if config.qk_clip and not layers:
+    if layers is not None and not layers:
         unused["qk_clip"] = (
             "optimizer.params.qk_clip: no module of the model is softmax attention by the names of its projections, "
             "with queries and keys that are trained"

@@ -20,11 +20,7 @@ SAVED = "second_moments"
 
 
 class SecondMoments:
-    """fp32, one number per output, by the name of the matrix; empty without NorMuon.
-
-    Args:
-        is_used: whether the optimizer has NorMuon.
-    """
+    """fp32, one number per output, by the name of the matrix. ``is_used``: without NorMuon there are none."""
 
     def __init__(self, is_used: bool) -> None:
         self.is_used = is_used

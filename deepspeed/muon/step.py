@@ -43,16 +43,9 @@ from deepspeed.muon.step_stats import ABSENT, StepStats
 class Tools:
     """What the steps of all partitions share.
 
-    Args:
-        config: of the run.
-        rules: beyond plain Muon; ``None`` without any.
-        kernels: of everything but the products of Newton-Schulz; equal on all ranks.
-        states: of the optimizer, by tensor.
-        blocks_of: where the blocks of a tensor's momentum in int8 begin.
-        second_moments: of NorMuon.
-        work: holds the temporaries.
-        phase: entered around each phase, by name.
-        stats: measures the step, if set.
+    ``rules``: beyond plain Muon; ``None`` without any. ``kernels``: of everything but the products of Newton-Schulz;
+    equal on all ranks. ``states``: of the optimizer. ``blocks_of``: where the blocks of a tensor's momentum in int8
+    begin. ``phase``: entered around each phase, by name. ``stats``: measures the step, if set.
     """
 
     config: MuonConfig
@@ -67,22 +60,17 @@ class Tools:
 
 
 class PartitionStep:
-    """Steps one partition.
-
-    Args:
-        bound: the partition, with its plan.
-        group: its parameter group with the rates of this step; ``params`` are the partition's tensors.
-        tools: shared with other partitions.
-    """
+    """Steps one partition. ``group``: its parameter group with the rates of this step, and with its tensors."""
 
     def __init__(self, bound: Bound, group: dict[str, Any], tools: Tools) -> None:
         self._bound, self._group, self._tools = bound, group, tools
         self._work, self._kernels = tools.work, tools.kernels
         #: Names of the matrices without a gradient in this step, whose weight and momentum stay as they are.
         self.absent: frozenset[str] = frozenset()
-        self._int8: Int8Step | None = None
-        if tools.config.momentum_dtype == "int8":
-            self._int8 = Int8Step(bound.plan, group, tools.states, tools.kernels, tools.blocks_of, tools.work)
+        is_int8 = tools.config.momentum_dtype == "int8"
+        self._int8 = (
+            Int8Step(bound.plan, group, tools.states, tools.kernels, tools.blocks_of, tools.work) if is_int8 else None
+        )
 
     def run(self) -> frozenset[str]:
         """Step; return the names of the matrices that have no gradient."""
@@ -113,37 +101,42 @@ class PartitionStep:
             if tensor.grad is None:
                 for index in call.runs:
                     buffers.slice_of(index).zero_()
-            elif self._are_launched_at_once(call, buffers.bucket) and self._tools.config.momentum_dtype == "fp32":
-                self._bound.together.advance(  # type: ignore[union-attr]
-                    self._tools.states[tensor][MOMENTUM].view(-1),
-                    tensor.grad.contiguous().view(-1),
-                    buffers.matrices if call.in_place else buffers.outbox,
-                    call.tiles,
-                    self._group["momentum"],
-                    self._group["nesterov"],
-                )
-            else:
-                for index in call.runs:
-                    run = buffers.bucket.runs[index]
-                    if run.matrix in self.absent:  # Newton-Schulz of zero is zero
-                        buffers.slice_of(index).zero_()
-                    else:
-                        self._advance(tensor, tensor.grad.contiguous(), run, buffers.slice_of(index))
+                continue
+            grad, average = tensor.grad.contiguous(), self._tools.states[tensor].get(MOMENTUM)
+            if average is not None and self._is_one_pass(call, buffers.bucket, average):
+                self._advance_spans(call, average.view(-1), grad.view(-1), buffers.beside_the_shards(call.in_place))
+                continue
+            for index in call.runs:
+                run = buffers.bucket.runs[index]
+                if run.matrix in self.absent:  # Newton-Schulz of zero is zero
+                    buffers.slice_of(index).zero_()
+                else:
+                    self._advance(tensor, grad, run, buffers.slice_of(index))
+
+    def _advance_spans(self, call: Call, average: Tensor, grad: Tensor, targets: Tensor) -> None:
+        """Advance the momentum of all runs of a call; all tensors are 1-D."""
+        momentum, nesterov = self._group["momentum"], self._group["nesterov"]
+        if self._bound.together is not None:
+            self._bound.together.advance(average, grad, targets, call.tiles, momentum, nesterov)
+            return
+        for start, at, numel in call.spans:
+            shard, target = slice(start, start + numel), targets[at : at + numel]
+            self._kernels.advance(average[shard], grad[shard], target, momentum, nesterov, self._work)
 
     def _advance(self, tensor: Tensor, grad: Tensor, run: Run, target: Tensor) -> None:
         """Advance the momentum of one run; ``target``: 1-D, for its look-ahead."""
-        state, rates = self._tools.states[tensor], (self._group["momentum"], self._group["nesterov"])
         if self._int8 is not None:
             self._int8.advance(tensor, grad, run, target)
             return
+        state, momentum, nesterov = self._tools.states[tensor], self._group["momentum"], self._group["nesterov"]
         gradient = elements_of(grad, run.copy, self._work, "gradient")
         average = elements_of(state[MOMENTUM], run.copy, self._work, "momentum")
-        if state[MOMENTUM].dtype == torch.bfloat16:
+        if average.dtype == torch.bfloat16:
             name, first = run.draws
             key = key_of(name, int(state["step"]))
-            self._kernels.advance_rounded(average, gradient, target, *rates, key, first, self._work)
+            self._kernels.advance_rounded(average, gradient, target, momentum, nesterov, key, first, self._work)
         else:
-            self._kernels.advance(average, gradient, target, *rates, self._work)
+            self._kernels.advance(average, gradient, target, momentum, nesterov, self._work)
         put_back(average, state[MOMENTUM], run.copy)
 
     # ---- at the owner: Newton-Schulz ----------------------------------------------------------------------
@@ -161,13 +154,14 @@ class PartitionStep:
                 rules.before(matrices, batch.axis, self._work)
             if stats is not None:
                 stats.before_newton_schulz(batch.names, matrices)
-            kernels = self._bound.kernels(*batch.shape)
+            rows, cols = batch.shape
+            kernels = self._bound.kernels(rows, cols)
             if batch.owners > 1:
                 kernels = self._bound.exchange.owner_set(batch, buffers.number, calls).operations(kernels)
             orthogonalize(
                 matrices,
                 how.schedule,
-                method=how.method(*batch.shape),
+                method=how.method(rows, cols),
                 dtype=self._bound.dtype,
                 work=self._work,
                 kernels=kernels,
@@ -190,21 +184,31 @@ class PartitionStep:
             tensor: Tensor = self._group["params"][call.tensor]
             if tensor.grad is None:
                 continue
-            rates = (
-                self._group["lr"],
-                call.scale,
-                self._group["weight_decay"],
-                self._tools.config.cautious_weight_decay,
-            )
-            if self._are_launched_at_once(call, buffers.bucket):
-                results = buffers.matrices if call.in_place else buffers.outbox
-                self._bound.together.apply_(tensor.view(-1), results, call.tiles, *rates)  # type: ignore[union-attr]
+            if self._is_one_pass(call, buffers.bucket, tensor):
+                self._apply_spans(call, tensor.view(-1), buffers.beside_the_shards(call.in_place))
                 continue
             for run, update in self._present_runs(call, buffers):
                 weights = elements_of(tensor, run.copy, self._work, "parameter")
                 for part, wide in self._in_fp32(weights, run, step=int(self._tools.states[tensor]["step"])):
-                    self._kernels.apply_(wide, update[part], *rates, self._work)
+                    self._apply(call, wide, update[part])
                 put_back(weights, tensor, run.copy)
+
+    def _apply_spans(self, call: Call, weights: Tensor, results: Tensor) -> None:
+        """Update the weights of all runs of a call; both tensors are 1-D."""
+        if self._bound.together is not None:
+            lr, decay, cautious = (
+                self._group["lr"],
+                self._group["weight_decay"],
+                self._tools.config.cautious_weight_decay,
+            )
+            self._bound.together.apply_(weights, results, call.tiles, lr, call.scale, decay, cautious)
+            return
+        for start, at, numel in call.spans:
+            self._apply(call, weights[start : start + numel], results[at : at + numel])
+
+    def _apply(self, call: Call, weights: Tensor, update: Tensor) -> None:
+        lr, decay, cautious = self._group["lr"], self._group["weight_decay"], self._tools.config.cautious_weight_decay
+        self._kernels.apply_(weights, update, lr, call.scale, decay, cautious, self._work)
 
     def _in_fp32(self, weights: Tensor, run: Run, step: int) -> Iterator[tuple[slice, Tensor]]:
         """Yield the weights of a run, all at once; those kept in bf16 in chunks of fp32, which are rounded back."""
@@ -217,9 +221,12 @@ class PartitionStep:
 
     # ---- runs of a call -----------------------------------------------------------------------------------
 
-    def _are_launched_at_once(self, call: Call, bucket: Bucket) -> bool:
-        """Return whether one kernel takes all runs of a call; not if a matrix among them is left alone."""
-        return self._bound.together is not None and call.tiles is not None and not bucket.lacks(call.runs, self.absent)
+    def _is_one_pass(self, call: Call, bucket: Bucket, tensor: Tensor) -> bool:
+        """Return whether all runs of a call are updated without regard to where in their matrices the elements lie.
+
+        Not if ``tensor`` is rounded stochastically, nor if a matrix among them is left alone.
+        """
+        return bool(call.spans) and tensor.dtype != torch.bfloat16 and not bucket.lacks(call.runs, self.absent)
 
     def _present_runs(self, call: Call, buffers: BucketBuffers) -> Iterator[tuple[Run, Tensor]]:
         """Yield the runs of matrices with a gradient, each with its result, 1-D."""

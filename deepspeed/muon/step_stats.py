@@ -48,13 +48,12 @@ class Sample(NamedTuple):
 
 
 class StepStats:
-    """Records one step on one rank, as quotients of two sums over what this rank holds.
+    """Records one step on one rank, as quotients of two sums over the elements that this rank has.
 
-    Sums of all ranks together give the values of whole parameters, however these are sharded.
+    Sums over all ranks give the values of whole parameters, however these are sharded.
 
-    Args:
-        synchronize: waits for the accelerator, so that a phase has its own time.
-        sample: the matrix to look at, if this rank is its owner.
+    ``synchronize``: waits for the accelerator, so that a phase has its own time. ``sample``: the matrix to look at, if
+    this rank is its owner.
     """
 
     def __init__(self, synchronize: Callable[[], None], sample: Sample | None = None) -> None:
@@ -99,11 +98,8 @@ class StepStats:
     ) -> None:
         """On the shard: the size of updates and weights, and where cautious decay will act.
 
-        Args:
-            runs: (parameter, weights before the update, orthogonalized update, its scale), both 1-D. Weights are valid
-                until the next run.
-            group: with the rates of the step.
-            cautious: whether decay is cautious.
+        ``runs``: (parameter, weights before the update, orthogonalized update, its scale), both 1-D. Weights are valid
+        until the next run.
         """
         lr, counts_decay = group["lr"], cautious and group["weight_decay"] != 0
         with self.phase(RECORD):

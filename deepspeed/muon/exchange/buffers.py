@@ -47,9 +47,12 @@ class BucketBuffers:
     def slice_of(self, index: int) -> Tensor:
         """Return what ``prepare`` fills and ``apply`` reads for a run, by its index: 1-D, on the shards' device."""
         run = self.bucket.runs[index]
-        if self.host is not None:
-            return self.host.narrow(0, self.bucket.host_places[index], run.copy.numel)
-        return self._buffer(run.in_place).narrow(0, run.copy.at, run.copy.numel)
+        at = run.copy.at if self.host is None else self.bucket.host_places[index]
+        return self.beside_the_shards(run.in_place).narrow(0, at, run.copy.numel)
+
+    def beside_the_shards(self, in_place: bool) -> Tensor:
+        """Return the buffer, on the shards' device, that has the runs ``in_place``, or the others."""
+        return self._buffer(in_place) if self.host is None else self.host
 
     def segments(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the same elements in host memory and on the accelerator, in as few contiguous parts as there are."""
@@ -72,7 +75,7 @@ class BucketBuffers:
             grids(self.matrices, copy).copy_(self._received(copy))
 
     def pack(self) -> None:
-        """Copy them back out of the matrices."""
+        """Copy the same elements back out of the matrices."""
         for copy in self.bucket.scattered:
             self._received(copy).copy_(grids(self.matrices, copy))
 

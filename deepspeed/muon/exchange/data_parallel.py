@@ -56,12 +56,9 @@ def check_agreement(digests: Iterable[str], group: Any, device: torch.device) ->
 
 
 def make_sets(sets: Collection[Sequence[int]], group: Any, device: torch.device) -> None:
-    """Make the process groups of the owners of matrices that do not exist yet; a collective of the world.
+    """Make the process groups of owners of matrices that do not exist yet; a collective of the world.
 
-    Args:
-        sets: of this rank; those of DDP's ranks have the same sizes.
-        group: DDP's.
-        device: of the tensors that they will send.
+    ``sets``: of this rank; those of DDP's ranks have the same sizes. ``group``: DDP's. ``device``: of what they send.
 
     Raises:
         UnsupportedError: DDP's ranks are not all ranks, and the others do not join.

@@ -69,11 +69,9 @@ class Exchange:
         self._collectives = PendingCollectives(self.name, self.device)
 
     def owner_set(self, batch: Batch, bucket: str, calls: Iterator[Collective]) -> OwnerSet:
-        """Return the ranks that own the matrices of a batch together with this one.
+        """Return the owners of a batch's matrices, of which this rank is one.
 
-        Args:
-            bucket: its number, for messages.
-            calls: of the program; the next ones are those of this batch.
+        ``bucket``: its number, for messages. ``calls``: of the program; the next ones are those of this batch.
         """
 
         def call(kind: str, tensor: Tensor, launch: Callable[[], Any]) -> None:
@@ -85,39 +83,27 @@ class Exchange:
 
         return OwnerSet(set_of(self.group, batch.owners), batch.owners, call)
 
-    def collect(self, held: Mapping[str, Tensor], sizes: Mapping[str, int]) -> dict[str, Tensor]:
-        """Vectors that one rank of the group has each, on all ranks; called by all of them together.
+    def collect(self, own: Mapping[str, Tensor], sizes: Mapping[str, int]) -> dict[str, Tensor]:
+        """Return vectors of which each is on one rank of the group, on all ranks and on the CPU; a collective.
 
-        Args:
-            held: fp32, by name, those of this rank.
-            sizes: of all, by name, in the same order on all ranks.
-
-        Returns:
-            All, on the CPU.
+        ``own``: fp32, by name, those of this rank. ``sizes``: of all, by name, in the same order on all ranks.
         """
         flat = torch.zeros(sum(sizes.values()), dtype=torch.float32, device=self.device)
         vectors = dict(zip(sizes, flat.split(list(sizes.values())), strict=True))
-        for name in held.keys() & sizes.keys():
-            vectors[name].copy_(held[name])
+        for name in own.keys() & sizes.keys():
+            vectors[name].copy_(own[name])
         if self.group is not None:
             torch.distributed.all_reduce(flat, group=self.group)  # exact: all but one summand are zero
         return {name: vector.cpu() for name, vector in vectors.items()}
 
     def largest(self, values: Tensor, names: Sequence[str]) -> None:
-        """Replace each value by the largest over the ranks; the collective of :class:`Look`.
-
-        ``names``: of the matrices that the values belong to.
-        """
-        start = partial(
-            torch.distributed.all_reduce, values, torch.distributed.ReduceOp.MAX, group=self.group, async_op=True
-        )
-        self._collectives.start("", tuple(names), start).wait()
+        """Replace each value, of the matrix of that name, by the largest over the ranks; the collective of a look."""
+        largest = torch.distributed.ReduceOp.MAX
+        launch = partial(torch.distributed.all_reduce, values, largest, group=self.group, async_op=True)
+        self._collectives.start("", tuple(names), launch).wait()
 
     def run(self, plan: Plan, program: Program, phases: Phases, phase: Phase) -> None:
-        """Carry out the program of a plan.
-
-        ``phase`` is entered around each phase, by name; ``exchange`` is the time spent waiting.
-        """
+        """Carry out the program of a plan. ``exchange`` is the name of the phase that waits."""
         # All storage now, the most that each takes: none is replaced while a bucket uses it, and all of it is there
         # before copies on other streams are told to follow what this memory was used for until now.
         storages = self._storages(program)
@@ -205,17 +191,15 @@ class Exchange:
             return
         from deepspeed import comm  # type: ignore[attr-defined]
 
-        others, calls = 0, []
+        others = 0
         for collective in operation.collectives:
             if collective.kind == "all_to_all":
                 sent, received = (buffers.inbox, buffers.outbox) if operation.back else (buffers.outbox, buffers.inbox)
-                into, out_of = list(collective.received), list(collective.sent)
-                calls.append(partial(comm.all_to_all_single, received, sent, into, out_of))
+                call = partial(comm.all_to_all_single, received, sent, [*collective.received], [*collective.sent])
             else:
                 is_own, numel = collective.root == comm.get_rank(group=self.group), collective.numel
                 results = buffers.matrices[:numel] if is_own else buffers.outbox.narrow(0, others, numel)
                 others += 0 if is_own else numel
-                calls.append(partial(comm.broadcast, results, comm.get_global_rank(self.group, collective.root)))
-        options = {"group": self.group, "async_op": True, "log_name": "muon_exchange"}
-        launches = (partial(call, **options) for call in calls)
-        buffers.pending = [self._collectives.start(buffers.number, buffers.bucket.names, launch) for launch in launches]
+                call = partial(comm.broadcast, results, comm.get_global_rank(self.group, collective.root))
+            launch = partial(call, group=self.group, async_op=True, log_name="muon_exchange")
+            buffers.pending.append(self._collectives.start(buffers.number, buffers.bucket.names, launch))

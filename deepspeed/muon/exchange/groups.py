@@ -43,11 +43,9 @@ def all_maxima(values: Tensor, group: Any) -> Tensor:
 
 
 def make_groups(wanted: Iterable[Sequence[int]], device: torch.device) -> None:
-    """Collective of the whole world. Make process groups, and use each once.
+    """Make process groups, and use each once; a collective of the world.
 
-    Args:
-        wanted: the ranks of each group, equal on all ranks of the world.
-        device: of the tensors that the groups will send.
+    ``wanted``: the ranks of each group, equal on all ranks. ``device``: of what the groups will send.
     """
     for ranks in sorted({tuple(ranks) for ranks in wanted if len(ranks) < torch.distributed.get_world_size()}):
         group = torch.distributed.new_group(list(ranks), timeout=group_timeout(device))

@@ -68,7 +68,7 @@ class OwnerSet:
     def _normalize(self, x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:
         """As :func:`deepspeed.muon.kernels.reference.normalize`, by the norm of the whole matrix."""
         sizes = torch.stack([torch.stack(reference.magnitude(matrix)) for matrix in x])
-        found = torch.empty(self.size, *sizes.shape, dtype=torch.float32, device=x.device)
+        found = torch.empty((self.size, x.size(0), 2), dtype=torch.float32, device=x.device)
         self._gather(found, sizes)
         exponents, lengths = found.unbind(-1)
         exponent = exponents.amax(dim=0)
@@ -116,13 +116,13 @@ class OwnerSet:
         self.call("all_reduce", tensor, launch)
 
     def _gather(self, into: Tensor, part: Tensor) -> None:
-        flat = into.view(-1), part.contiguous().view(-1)
-        launch = functools.partial(torch.distributed.all_gather_into_tensor, *flat, group=self.group, async_op=True)
+        gather = torch.distributed.all_gather_into_tensor
+        launch = functools.partial(gather, into.view(-1), part.contiguous().view(-1), group=self.group, async_op=True)
         self.call("all_gather", part, launch)
 
 
 def _each(matrices: Symmetric) -> list[Symmetric]:
-    return [Symmetric(*parts) for parts in zip(matrices.rest.split(1), matrices.diagonal.split(1), strict=True)]
+    return [Symmetric(rest, d) for rest, d in zip(matrices.rest.split(1), matrices.diagonal.split(1), strict=True)]
 
 
 def _complete(rows: Tensor, a: Symmetric, b: Symmetric, mine: slice, by: Scalars, work: Workspace) -> Tensor:

@@ -71,11 +71,6 @@ class Partition:
             found[shard.tensor].append(Fragment(shard.spec.name + part, start, position, stop - start))
         return found
 
-    def held(self) -> Iterator[tuple[Tensor, int, int]]:
-        """(tensor, first position, length) of what this rank holds, without padding."""
-        for shard, start, stop, position in self.pieces():
-            yield self.tensors[shard.tensor], position, stop - start
-
 
 def whole_partition(
     index: int, params: Sequence[Tensor], specs: Sequence[MatrixSpec], group: Any = None, rank: int = 0, copies: int = 1

@@ -42,7 +42,8 @@ LATEST = 4
 class PendingCollective:
     """One collective: ``title`` says its bucket and group, ``names`` the parameters in the bucket.
 
-    Its handle, which keeps the collective's tensors in memory, is dropped once it has been waited for.
+    Its ``handle``, which keeps the collective's tensors in memory, is ``None`` once it has been waited for; the device
+    may have yet to write the mark then.
 
     Args:
         mark: one element in host memory: 0 from the call of :meth:`wait` until the collective has ended, else 1.
@@ -59,7 +60,7 @@ class PendingCollective:
         self.title, self.names, self.since = title, names, time.monotonic()
         self.mark, self._device, self.is_reported = mark, device, False
         with self._named_errors():
-            self._handle = start()
+            self.handle = start()
 
     def wait(self) -> None:
         """Wait for it.
@@ -71,25 +72,17 @@ class PendingCollective:
         # gloo's errors have no class of their own; errors of memory and of the device are subclasses of RuntimeError.
         try:
             with self._named_errors(RuntimeError):
-                self._handle.wait()
+                self.handle.wait()
         except Exception:
             self.mark.fill_(1)
             raise
-        self._handle = None
+        self.handle = None
         # On an accelerator only the stream waits, and gets here when the collective has ended.
         self.mark.copy_(torch.ones(1, dtype=self.mark.dtype, device=self._device), non_blocking=True)
 
-    def has_been_waited_for(self) -> bool:
-        """Return whether :meth:`wait` has returned; the device may have yet to write the mark."""
-        return self._handle is None
-
-    def is_slow(self) -> bool:
-        """Whether it has been under way for longer than ``SLOW``."""
-        return self.is_older_than(SLOW)
-
-    def is_older_than(self, seconds: float) -> bool:
-        """Return whether it is waited for, and has been under way for so long."""
-        return time.monotonic() - self.since > seconds and not self.mark.item()
+    def is_slow(self, limit: float | None = None) -> bool:
+        """Return whether it is waited for, and has been under way for longer than ``limit`` seconds, else ``SLOW``."""
+        return time.monotonic() - self.since > (SLOW if limit is None else limit) and not self.mark.item()
 
     def location(self) -> str:
         """Its bucket and its age, for a message."""
@@ -130,28 +123,29 @@ class PendingCollectives:
     def start(self, bucket: str, names: tuple[str, ...], launch: Callable[[], Any]) -> PendingCollective:
         """Launch a collective, as :class:`PendingCollective`; ``bucket``: which of how many, empty before the first."""
         what = f"bucket {bucket}" if bucket else "the look for gradients"
-        if len(self._latest) == LATEST and (earlier := self._latest.popleft()).has_been_waited_for():
+        if len(self._latest) == LATEST and (earlier := self._latest.popleft()).handle is None:
             self._marks.append(earlier.mark)
-        mark = self._marks.popleft() if self._marks and self._marks[0].item() else self._new_mark()
+        if self._marks and self._marks[0].item():
+            mark = self._marks.popleft()
+        else:
+            mark = torch.ones(1, dtype=torch.uint8, device="cpu")
+            mark = pinned(mark) if is_accelerator(self._device) else mark
         collective = PendingCollective(f"{what} of group {self._group}", names, launch, mark, self._device)
         self._latest.append(collective)
         return collective
 
-    def _new_mark(self) -> Tensor:
-        mark = torch.ones(1, dtype=torch.uint8, device="cpu")
-        return pinned(mark) if is_accelerator(self._device) else mark
-
     def is_waiting(self) -> bool:
         """Return whether a collective has not ended for ``GRACE`` seconds."""
-        return any(collective.is_older_than(GRACE) for collective in list(self._latest))
+        return any(collective.is_slow(GRACE) for collective in list(self._latest))
 
     def report_slow(self) -> None:
         """Log the first slow collective, once; those behind it are slow for the same reason."""
         latest = list(self._latest)
         slow = next((collective for collective in latest if collective.is_slow()), None)
         if slow is not None and not slow.is_reported:
-            message = "deepspeed-muon: the exchange does not end in %s; another rank is slow or gone"
-            logger.error(message, slow.location())
+            logger.error(
+                "deepspeed-muon: the exchange does not end in %s; another rank is slow or gone", slow.location()
+            )
             for collective in latest:
                 collective.is_reported = True
 

@@ -63,7 +63,7 @@ def halves_of(model: nn.Module, config: MuonConfig) -> list[Half]:
         ValueError: a tag of the model that cannot be followed.
     """
     specs = route(model, config.matrix_options)
-    check_options(model, specs.values(), config, attention_layers(model) if config.qk_clip else {})
+    check_options(model, specs.values(), config, attention_layers(model) if config.qk_clip else None)
     return [
         Half(
             specs=tuple(specs[param] for param in group["params"]),

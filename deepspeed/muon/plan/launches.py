@@ -15,16 +15,48 @@ from deepspeed.muon.plan.bucket import Bucket
 Scale = Callable[[int, int], float]
 
 
-def calls_of(bucket: Bucket, scale: Scale, together: bool) -> list[tuple[int, ...]]:
-    """The runs of a bucket, as indices, that one call advances and one call applies.
+#: The most elements of a span of several runs, as the temporaries of an operation are as large as what it takes.
+LARGEST_SPAN = 2**16
 
-    ``together``: all contiguous runs of one tensor, one buffer and one scale; else each run alone.
+
+class Span(NamedTuple):
+    """Elements of neighbouring runs: without a gap in the shard, from ``start`` on, and in a buffer, from ``at`` on."""
+
+    start: int
+    at: int
+    numel: int
+
+
+def calls_of(bucket: Bucket, scale: Scale) -> list[tuple[int, ...]]:
+    """Return the runs of a bucket, as indices, that one call advances and one call applies.
+
+    They are all contiguous runs of one tensor, one buffer and one scale; a run on a grid has a call of its own.
     """
     calls: dict[tuple, list[int]] = {}
     for index, run in enumerate(bucket.runs):
-        alike = (run.tensor, run.in_place, scale(*run.shape)) if together and run.copy.rows == 1 else (index,)
+        alike = (run.tensor, run.in_place, scale(*run.shape)) if run.copy.rows == 1 else (index,)
         calls.setdefault(alike, []).append(index)
     return [tuple(call) for call in calls.values()]
+
+
+def spans_of(bucket: Bucket, runs: Iterable[int], staged: bool) -> list[Span]:
+    """Return the spans of the runs of a call, by index; none of a run on a grid.
+
+    ``staged``: their buffer is the bucket's host memory.
+    """
+    spans: list[Span] = []
+    for index in runs:
+        copy = bucket.runs[index].copy
+        if copy.rows > 1:
+            return []
+        at = bucket.host_places[index] if staged else copy.at
+        last = spans[-1] if spans else None
+        are_neighbours = last and (last.start + last.numel, last.at + last.numel) == (copy.start, at)
+        if last and are_neighbours and last.numel + copy.numel <= LARGEST_SPAN:
+            spans[-1] = last._replace(numel=last.numel + copy.numel)
+        else:
+            spans.append(Span(copy.start, at, copy.numel))
+    return spans
 
 
 class Launches(NamedTuple):
@@ -37,9 +69,10 @@ class Launches(NamedTuple):
 
 
 def launches_of(buckets: Iterable[Bucket], scale: Scale, together: bool) -> Launches:
-    """Calls of each phase over all buckets; each is one kernel where a contiguous run takes one."""
-    runs = copies = 0
+    """Return the kernels of each phase over all buckets: one for all spans of a call if ``together``, else for each."""
+    spans = copies = 0
     for bucket in buckets:
-        runs += len(calls_of(bucket, scale, together))
+        for call in calls_of(bucket, scale):
+            spans += 1 if together else max(1, len(spans_of(bucket, call, staged=False)))
         copies += len(bucket.scattered)
-    return Launches(runs, copies, copies, runs)
+    return Launches(spans, copies, copies, spans)

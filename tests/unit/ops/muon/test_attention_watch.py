@@ -15,9 +15,10 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils.checkpoint import checkpoint
 
-from deepspeed.muon import MuonConfigError, MuonWithAuxAdam, UnsupportedError, attention_watch
+from deepspeed.muon import MuonConfigError, MuonWithAuxAdam, UnsupportedError
 from deepspeed.muon.math.logits import Visible
-from deepspeed.muon.qk_clip import QKClip
+from deepspeed.muon.qk_clip import watch
+from deepspeed.muon.qk_clip.clip import QKClip
 from helpers.language_models import IDS, SMALL
 
 
@@ -247,7 +248,7 @@ def test_a_projection_that_the_optimizer_does_not_have_is_refused() -> None:
 @pytest.mark.parametrize(("make", "shift"), [(causal_lower_right, 2), (causal_upper_left, 0)])
 def test_torchs_causal_biases_are_understood(make: Any, shift: int) -> None:
     """With more keys than queries, as with a cache."""
-    _, _, _, visible = attention_watch._of_torch(*(torch.randn(1, 2, n, 4) for n in (3, 5, 5)), attn_mask=make(3, 5))
+    _, _, _, visible = watch._of_torch(*(torch.randn(1, 2, n, 4) for n in (3, 5, 5)), attn_mask=make(3, 5))
     assert visible == Visible(is_causal=True, shift=shift)
 
 
@@ -255,16 +256,14 @@ def test_torchs_causal_biases_are_understood(make: Any, shift: int) -> None:
 def test_checkpointed_attention_is_watched_once(reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.utils.checkpoint import checkpoint
 
-    from deepspeed.muon import attention_watch
-
     calls: list[int] = []
-    original = attention_watch.largest
+    original = watch.largest
 
     def counted(*args: Any) -> Tensor:
         calls.append(args[-1])
         return original(*args)
 
-    monkeypatch.setattr(attention_watch, "largest", counted)
+    monkeypatch.setattr(watch, "largest", counted)
     net = Attention()
     optimizer, clip = clip_of(net)
     hidden = torch.randn(2, 5, 8, requires_grad=True)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from deepspeed.muon import MuonConfigError, MuonWithAuxAdam, UnsupportedError
 from deepspeed.muon.math import adamw
+from deepspeed.muon.replicas import bind_whole
 from deepspeed.muon.step_stats import SIZES, StepStats
 from helpers.engine_state import kept_dtypes
 from helpers.models import MODELS
@@ -307,7 +308,7 @@ def test_binding_again_changes_no_digest() -> None:
     """Ranks of DDP compare digests in every step, and one of them may have loaded the state that all have."""
     net = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
     optimizer = MuonWithAuxAdam(net.parameters(), model=net, lr=0.1)
-    optimizer._bind_whole()
+    bind_whole(optimizer, None)
     before = optimizer.digest()
     optimizer.bind_again()
     assert optimizer.digest() == before

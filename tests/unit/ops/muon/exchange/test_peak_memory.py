@@ -69,7 +69,7 @@ def measured(shapes: list[tuple[int, int]], params: dict[str, Any], device_type:
         engine.step()
     finally:
         bound_module.cost_model, workspace.is_accelerator = originals
-    wire, is_plain = optimizer.config.wire, optimizer.kernels.name == "torch"
+    wire, is_plain = optimizer.config.wire, optimizer.context.kernels.name == "torch"
     expected = Memory(wire=wire, dtype=optimizer.choice.dtype, device_type="cpu", plain=is_plain)
     if device_type != "cpu":  # the kernels are those of a CPU, the number of matrices is not
         module.batch_limit = lambda numel, small, itemsize, accelerator: workspace.batch_limit(

@@ -337,7 +337,7 @@ def train_two_steps() -> str:
     """The kernels of a training of two steps."""
     engine = make_engine(MODELS["mlp"](), ds_config(stage=2, optimizer={"type": "Muon", "params": PARAMS}))
     train_engine(engine, 2)
-    name = engine.basic_optimizer.kernels.name
+    name = engine.basic_optimizer.context.kernels.name
     engine.destroy()
     return name
 
@@ -464,10 +464,10 @@ def test_all_ranks_or_none() -> None:
 def test_the_choice_without_an_engine(asked: str, name: str) -> None:
     net: Any = MODELS["mlp"]()
     optimizer = deepspeed.muon.MuonWithAuxAdam(net.parameters(), model=net, **PARAMS, kernels=asked)
-    assert optimizer.kernels is reference.OPERATIONS, "nothing is built before the first step"
+    assert optimizer.context.kernels is reference.OPERATIONS, "nothing is built before the first step"
     net(*net.batch(0)).backward()
     optimizer.step()
-    assert optimizer.kernels.name.startswith(name)
+    assert optimizer.context.kernels.name.startswith(name)
 
 
 def chosen(missing_on: int | None = None) -> str:
@@ -480,7 +480,7 @@ def chosen(missing_on: int | None = None) -> str:
     try:
         engine = make_engine(MODELS["mlp"](), ds_config(stage=2, optimizer={"type": "Muon", "params": PARAMS}))
         train_engine(engine, 1)
-        name = engine.basic_optimizer.kernels.name
+        name = engine.basic_optimizer.context.kernels.name
         engine.destroy()
         return name
     finally:

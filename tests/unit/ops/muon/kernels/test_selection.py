@@ -106,7 +106,7 @@ def chosen(lacking: int | None) -> tuple[str, list[str]]:
             setattr(*patch)
         engine = make_engine(MODELS["mlp"](), ds_config(stage=2, optimizer={"type": "Muon", "params": PARAMS}))
         train_engine(engine, 1)
-        name = engine.basic_optimizer.kernels.name
+        name = engine.basic_optimizer.context.kernels.name
         engine.destroy()
     finally:
         for patch in kept:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deepspeed.muon import MuonWithAuxAdam
 from deepspeed.muon.kernels import reference
+from deepspeed.muon.replicas import bind_whole
 from deepspeed.muon.step import PartitionStep
 from helpers.distributed import run
 from helpers.training import PARAMS, FixedGradients, ds_config, fp32_weights, make_engine
@@ -51,6 +52,8 @@ def trained(stage: int, together: bool, momentum_dtype: str) -> tuple[dict[str, 
             found = traced(engine.step)
     counts = [launches_of(b.plan.buckets, b.scale, together) for b in optimizer._bound.values()]
     wanted = Launches(*map(sum, zip(*counts, strict=True)))
+    if momentum_dtype == "bf16":  # whose random numbers are drawn run by run
+        wanted = wanted._replace(prepare=sum(len(bucket.runs) for plan in optimizer.plans for bucket in plan.buckets))
     weights = fp32_weights(engine) | {"squares": sums.float()}  # summed run by run, in the order of the calls
     engine.destroy()
     return weights, tuple(wanted), tuple(found)
@@ -67,10 +70,7 @@ def test_runs_together_change_no_bit_and_take_the_planned_kernels(stage: int, mo
         assert weights.keys() == same.keys()
         assert [name for name, weight in weights.items() if not weight.equal(same[name])] == []
         assert found == planned
-        if momentum_dtype == "bf16":  # whose random numbers are drawn run by run
-            assert fewer_found == (planned[0], *fewer[1:])
-        else:
-            assert fewer_found == fewer
+        assert fewer_found == fewer
         assert sum(fewer) < sum(planned) or stage < 3
 
 
@@ -90,7 +90,7 @@ def test_tensors_without_a_gradient_keep_their_weights(monkeypatch: pytest.Monke
         net(net.gradients(0)).backward()
         initial = net.layers[1].weight.detach().clone()
         net.layers[1].weight.grad = None
-        optimizer._bind_whole()
+        bind_whole(optimizer, None)
         kernels = dataclasses.replace(reference.OPERATIONS, runs=runs)
         optimizer.context = dataclasses.replace(optimizer.context, kernels=kernels)
         optimizer.bind_again()

@@ -97,7 +97,7 @@ def test_a_stack_whose_outputs_are_unknown_is_refused(key: dict[str, Any]) -> No
     ):
         MuonWithAuxAdam(net.parameters(), model=net, lr=1e-3, **key)
     optimizer = MuonWithAuxAdam(net.parameters(), model=net, lr=1e-3, muon_exclude="experts", **key)
-    assert optimizer.rules and MuonWithAuxAdam(net.parameters(), model=net, lr=1e-3)
+    assert optimizer.config.rules and MuonWithAuxAdam(net.parameters(), model=net, lr=1e-3)
 
 
 def test_the_log_states_cautious_decay_and_warns_where_there_is_no_decay() -> None:

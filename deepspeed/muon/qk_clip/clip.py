@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from deepspeed.muon.attention_watch import AttentionWatch
 from deepspeed.muon.errors import UnsupportedError
+from deepspeed.muon.exchange.buffers import grids
 from deepspeed.muon.exchange.groups import all_maxima
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.kernels.rounding import key_of
@@ -21,6 +21,8 @@ from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.log import logger
 from deepspeed.muon.math.logits import ClipOptions, Factors, clip_factors
 from deepspeed.muon.matrices.query_keys import Attention, Role
+from deepspeed.muon.plan.plan import Plan
+from deepspeed.muon.qk_clip.watch import AttentionWatch
 
 
 class _HeadPart(NamedTuple):
@@ -43,11 +45,8 @@ class QKClip:
     part of a weight by the same factor. It acts on the master weights, on weights and biases of both halves, but not
     on frozen parameters nor on matrices that have no gradient in the step.
 
-    Args:
-        options: the section ``qk_clip`` of the config.
-        layers: the attention of the model.
-        names: the parameters' names in the partitions.
-        step: the number of the step, for ``sampled`` and for random numbers.
+    ``names``: of the parameters, in the partitions. ``step``: return the number of the step, for ``sampled`` and for
+    random numbers.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class QKClip:
         self._step = step
         self.watch = AttentionWatch(layers, options.logits, step)
         weakref.finalize(self, self.watch.close)
-        self._held: dict[Tensor, list[_HeadPart]] = {}
+        self._parts: dict[Tensor, list[_HeadPart]] = {}
         self._group: Any = None
         self._device = torch.device("cpu")
         self._factors: dict[str, Factors] = {}
@@ -89,17 +88,15 @@ class QKClip:
     def bind(self, partitions: Iterable[Partition], group: Any, device: torch.device) -> None:
         """Find the weights in the tensors that this rank updates.
 
-        Args:
-            group: the ranks that train the same layers; ``None``: all.
-            device: of the collective.
+        ``group``: the ranks that train the same layers; ``None``: all. ``device``: of the collective.
         """
         self._group, self._device = group, device
-        self._held.clear()
+        self._parts.clear()
         for partition in partitions:
             for shard, start, stop, position in partition.pieces():
                 parameter, at = shard.spec.name, position - start
                 layer, weights = self._weights.get(parameter, ("", ()))
-                self._held.setdefault(partition.tensors[shard.tensor], []).extend(
+                self._parts.setdefault(partition.tensors[shard.tensor], []).extend(
                     _HeadPart(parameter, layer, role, head, at + piece.element, piece.rows, piece.cols, piece.stride)
                     for role, head, block in weights
                     for piece in block.pieces(start, stop)
@@ -145,9 +142,6 @@ class QKClip:
             self._factors[layer.name] = clip_factors(heads, layer.keys, self._options.tau, self._options.alpha)
             if max(heads) > -math.inf:
                 self.largest[layer.name] = max(heads)
-        self._check(is_logging)
-
-    def _check(self, is_logging: bool) -> None:
         self._was_seen |= bool(self.largest)
         if self._layers and not self._was_seen:
             raise UnsupportedError(
@@ -164,34 +158,40 @@ class QKClip:
                 min(idle),
             )
 
-    def apply(self, tensors: Sequence[Tensor], still: Iterable[Tensor], kernels: Operations, work: Workspace) -> None:
+    def apply(
+        self, tensors: Sequence[Tensor], plan: Plan | None, absent: Set[str], *, kernels: Operations, work: Workspace
+    ) -> None:
         """After their update: scale the heads in these tensors; those kept in bf16 are rounded stochastically.
 
         Args:
-            still: views of elements of these tensors that keep their values. They may cut a head.
+            plan: of these tensors, in the Muon half.
+            absent: names of its matrices that keep their values. They may cut a head.
         """
-        parts = [(tensor, held) for tensor in tensors for held in self._held.get(tensor, ())]
-        factors = [self._factor(held) for _, held in parts]
-        if not any(factor < 1 for factor in factors):
+        scaled = []
+        for tensor in tensors:
+            for part in self._parts.get(tensor, ()):
+                factor = getattr(self._factors[part.layer], part.role)[part.head]
+                if factor < 1 and part.parameter not in self._frozen:
+                    scaled.append((tensor, part, factor))
+        if not scaled:
             return
-        kept = [(view, view.clone()) for view in still]
-        for (tensor, held), factor in zip(parts, factors, strict=True):
-            if factor < 1:
-                whole = tensor.view(-1)[held.start :]
-                weights = torch.as_strided(whole, (held.rows, held.cols), (held.stride, 1))
-                if tensor.dtype == torch.bfloat16:
-                    key = key_of(f"{held.layer} {held.role} {held.head}", self._step())
-                    scaled, rounded = (weights.float() * factor).view(-1), torch.empty_like(weights).view(-1)
-                    kernels.copy_rounded(rounded, scaled, key, 0, work)
-                    weights.copy_(rounded.view(weights.shape))
-                else:
-                    weights.mul_(factor)
+        kept = [(view, view.clone()) for view in self._still(tensors, plan, absent)]
+        for tensor, part, factor in scaled:
+            whole = tensor.view(-1)[part.start :]
+            weights = torch.as_strided(whole, (part.rows, part.cols), (part.stride, 1))
+            if tensor.dtype == torch.bfloat16:
+                key = key_of(f"{part.layer} {part.role} {part.head}", self._step())
+                wide, rounded = (weights.float() * factor).view(-1), torch.empty_like(weights).view(-1)
+                kernels.copy_rounded(rounded, wide, key, 0, work)
+                weights.copy_(rounded.view(weights.shape))
+            else:
+                weights.mul_(factor)
         for view, values in kept:
             view.copy_(values)
 
-    def _factor(self, held: _HeadPart) -> float:
-        return 1.0 if held.parameter in self._frozen else getattr(self._factors[held.layer], held.role)[held.head]
-
-    def has_heads(self, parameter: str) -> bool:
-        """Return whether this scales parts of a parameter."""
-        return parameter in self._weights
+    def _still(self, tensors: Sequence[Tensor], plan: Plan | None, absent: Set[str]) -> Iterator[Tensor]:
+        """Yield views of the elements of absent matrices that have heads."""
+        for bucket in plan.buckets if plan and absent else ():
+            for run in bucket.runs:
+                if run.matrix in absent and run.parameter in self._weights:
+                    yield grids(tensors[run.tensor], run.copy)

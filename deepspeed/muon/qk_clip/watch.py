@@ -33,11 +33,8 @@ class AttentionWatch:
     Under gradient checkpointing one of the two forwards counts: the first, or the second, during backward, if the first
     ran without gradients (reentrant).
 
-    Args:
-        layers: the attention modules.
-        mode: of :data:`deepspeed.muon.math.logits.MODES`.
-        step: return the number of the step, for ``sampled``; called once between two calls of :meth:`clear`, because
-            the number may have to be copied from an accelerator.
+    ``mode``: of :data:`deepspeed.muon.math.logits.MODES`. ``step``: return the number of the step, for ``sampled``;
+    called once between two calls of :meth:`clear`, because the number may have to be copied from an accelerator.
     """
 
     def __init__(self, layers: Mapping[nn.Module, Attention], mode: str, step: Callable[[], int]) -> None:
@@ -107,7 +104,8 @@ class AttentionWatch:
                     f"qk_clip: the attention of {layer.name} has {query.size(1)} heads and its weights have "
                     f"{len(layer.local_heads)}"
                 )
-            dtype = _dtype(query)
+            kind = query.device.type
+            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
             with fixed_numerics(), torch.no_grad():  # autocast would cast back what is in fp32
                 if self._number is None:
                     self._number = self._step()
@@ -125,9 +123,12 @@ class _AttentionCalls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        read = None
         if func is F.scaled_dot_product_attention:
-            self.seen.append(_of_torch(*args, **kwargs))
-        elif isinstance(func, _OPERATOR_TYPES) and (read := _OPERATORS.get(str(func).removesuffix(".default"))):
+            read = _of_torch
+        elif isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+            read = _OPERATORS.get(str(func).removesuffix(".default"))
+        if read is not None:
             self.seen.append(read(*args, **kwargs))
         return func(*args, **kwargs)
 
@@ -147,14 +148,11 @@ def _of_torch(
             f"qk_clip: scaled_dot_product_attention got queries {list(query.shape)}; expected [batch, heads, tokens, "
             "width], which tell the heads"
         )
-    return query.detach(), key.detach(), _scale(scale, query), _visible(attn_mask, is_causal)
-
-
-def _visible(mask: Tensor | None, is_causal: bool) -> Visible:
-    if isinstance(mask, CausalBias):
-        shift = mask.seq_len_kv - mask.seq_len_q if mask.variant == CausalVariant.LOWER_RIGHT else 0
-        return Visible(is_causal=True, shift=shift)
-    return Visible(mask, is_causal)
+    visible = Visible(attn_mask, is_causal)
+    if isinstance(attn_mask, CausalBias):
+        ends_last = attn_mask.variant == CausalVariant.LOWER_RIGHT
+        visible = Visible(is_causal=True, shift=attn_mask.seq_len_kv - attn_mask.seq_len_q if ends_last else 0)
+    return query.detach(), key.detach(), _scale(scale, query), visible
 
 
 def _of_flash(
@@ -199,17 +197,10 @@ def _of_packed_flash(
     return q.detach().transpose(0, 1)[None], k.detach().transpose(0, 1)[None], _scale(softmax_scale, q), visible
 
 
-def _dtype(query: Tensor) -> torch.dtype:
-    """In which the attention runs."""
-    kind = query.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-
-
 def _scale(scale: float | None, query: Tensor) -> float:
     return query.size(-1) ** -0.5 if scale is None else float(scale)
 
 
-_OPERATOR_TYPES = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 #: Operators of flash-attn 2.
 _OPERATORS: dict[str, Callable[..., Seen]] = {
     "flash_attn._flash_attn_forward": _of_flash,
