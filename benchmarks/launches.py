@@ -49,11 +49,11 @@ SUB_GROUP = 10**9
 CPU = torch.device("cpu")
 #: Whether runs and parts go together.
 WAYS = (False, True)
-NOTES = """Of the rank that launches most. One by one: a kernel for each run of a matrix that a rank holds, in each
-elementwise pass, and a copy for each part that it receives and for each that it sends back. Together: the kernels of a
-step on a GPU with Triton, at most. Elsewhere each run has a kernel or more; the copies are the same. Traced: the calls
-of a step of such a rank without its collectives, counted by torch.profiler on the CPU, with the same matrices of
-widths divided by 16."""
+NOTES = """Of the rank that launches most. One by one: a kernel for each span of neighbouring runs, in each elementwise
+pass, and a copy for each part that it receives and for each that it sends back. Together: the kernels of a step on a
+GPU with Triton, at most. Elsewhere each span has a kernel or more; the copies are the same. Traced: the calls of a step
+of such a rank without its collectives, counted by torch.profiler on the CPU, with the same matrices of widths divided
+by 16, of which more are neighbours in one span."""
 
 
 def launches(models: Annotated[tuple[str, ...], SIZES] = tuple(SIZES), stages: tuple[int, ...] = (1, 2, 3)) -> str:

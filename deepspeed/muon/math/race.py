@@ -27,8 +27,8 @@ from deepspeed.muon.numerics import fixed_numerics
 RUNS = 5
 #: Seconds of timed runs after which a candidate does not run again: on a loaded machine each run may take 10 ms.
 AGAIN_WITHIN = 0.01
-#: The most operations of one run, of a CPU per thread: about one millisecond.
-CPU_OPERATIONS, OPERATIONS = 6e7, 6e11
+#: The most operations of one run, of a CPU per thread: about half a millisecond.
+CPU_OPERATIONS, OPERATIONS = 3e7, 6e11
 #: The most operations of a trial run on a CPU, which emulates some dtypes up to 100 times slower than others.
 TRIAL_OPERATIONS = 1e6
 #: How many times slower than the fastest one a candidate may be in the trial.

@@ -385,7 +385,8 @@ def test_launches_of_a_small_model_at_stage_3() -> None:
     from benchmarks import launches
 
     found = launches.row("llama3-1b", 3)
-    assert found["traced one by one"] == found["one by one"] == 420
+    assert found["one by one"] == 420
+    assert found["traced one by one"] == 416, "of its smaller matrices some are neighbours in one span"
     assert found["traced together"] == found["together"] <= 420 / 4
 
 
