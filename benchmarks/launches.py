@@ -25,7 +25,6 @@ from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.forecast.layout import Layout, StepPart, halves_of, lay_out
 from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.table import Operations
-from deepspeed.muon.math.choice import counted_method
 from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.patch import replaced
@@ -149,9 +148,7 @@ def smaller(config: dict[str, Any]) -> dict[str, Any]:
 
 def cost_of(part: StepPart) -> CostModel:
     """As on an accelerator, in bf16."""
-    method = functools.partial(
-        counted_method, ns_method=part.half.ns_method, schedule=scaling.PLAIN.schedule, dtype="bf16"
-    )
+    method = part.half.method(scaling.PLAIN.schedule, "bf16")
     return cost_model(method, scaling.PLAIN.schedule, "bf16", 2, "cuda")
 
 

@@ -9,7 +9,6 @@ from itertools import groupby
 from typing import Any
 
 from deepspeed.muon.forecast.layout import Half, StepCost
-from deepspeed.muon.math.choice import counted_method
 from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.newton_schulz import flops
 from deepspeed.muon.matrices.routing import MatrixSpec
@@ -51,7 +50,8 @@ def rows_of(
     rows: list[dict[str, Any]] = []
     for (pattern, *_, scales), (half, specs) in alike.items():
         spec = specs[0]
-        methods = [counted_method(block.rows, block.cols, half.ns_method, schedule, dtype) for block in spec.blocks]
+        method = half.method(schedule, dtype)
+        methods = [method(block.rows, block.cols) for block in spec.blocks]
         pairs = zip(spec.blocks, methods, strict=True)
         some = {owner for each in specs for owner in owners.get(each.name, ())}
         rows.append(

@@ -7,12 +7,10 @@ import dataclasses
 import math
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.forecast.layout import Half, Layout, StepCost, StepPart, lay_out, step_cost
-from deepspeed.muon.math.choice import counted_method
 from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.scale import scale_factor
 from deepspeed.muon.plan.cost import counted_cost
@@ -93,8 +91,7 @@ def estimate(halves: Sequence[Half], layout: Layout, config: MuonConfig, memory:
 def _largest(costs: Sequence[StepCost], schedule: Schedule, world_size: int, memory: Memory) -> Peak:
     """The peak of the rank that needs most."""
     costs = [cost for cost in costs if cost.demands]
-    method = partial(counted_method, schedule=schedule, dtype=memory.dtype)
-    rest = [(cost.storages, partial(method, ns_method=cost.part.half.ns_method)) for cost in costs]
+    rest = [(cost.storages, cost.part.half.method(schedule, memory.dtype)) for cost in costs]
     # A part that every rank updates whole is the same on all.
     by_rank = {tuple(tuple(cost.demands[rank % len(cost.demands)]) for cost in costs) for rank in range(world_size)}
     peaks = (peak((PartDemand(d, *r) for d, r in zip(demands, rest, strict=True)), memory) for demands in by_rank)

@@ -7,13 +7,16 @@ engine; owners come from the planner itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import nn
 
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.kernels.codes import blocks_of
+from deepspeed.muon.math.choice import counted_method
+from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.scale import scale_factor
 from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.matrices.query_keys import attention_layers
@@ -49,6 +52,10 @@ class Half:
     decays: bool = True
     momentum_dtype: str = "fp32"
     normuon: bool = False
+
+    def method(self, schedule: Schedule, dtype: str) -> Callable[[int, int], str]:
+        """Return the method of Newton-Schulz, by rows and columns, where nothing is timed."""
+        return partial(counted_method, ns_method=self.ns_method, schedule=schedule, dtype=dtype)
 
     def scale(self, block: Block) -> float:
         """The factor by which a block's orthogonalized update is scaled, beside the learning rate."""

@@ -9,7 +9,6 @@ from functools import partial
 
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.forecast.estimate import Estimate
-from deepspeed.muon.math.choice import counted_method
 from deepspeed.muon.plan.between_owners import NewtonSchulz, between_owners
 from deepspeed.muon.plan.checker import lost_elements, violation
 from deepspeed.muon.plan.memory import Memory
@@ -40,7 +39,7 @@ def prove(found: Estimate, config: MuonConfig, memory: Memory) -> Proof:
         half = cost.part.half
         newton_schulz = NewtonSchulz(
             schedule=config.schedule,
-            method=partial(counted_method, ns_method=half.ns_method, schedule=config.schedule, dtype=memory.dtype),
+            method=half.method(config.schedule, memory.dtype),
             dtype=memory.dtype,
             device_type=memory.device_type,
         )
