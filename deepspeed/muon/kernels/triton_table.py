@@ -140,7 +140,7 @@ def _is_plain(tensors: Sequence[Tensor]) -> bool:
 
 
 def _are_apart(*matrices: Symmetric, others: Sequence[Tensor] = ()) -> bool:
-    """Whether the kernels, which take diagonals apart, can process all of them and other tensors together."""
+    """Return whether the kernels, which take diagonals apart, can process these matrices and tensors in one call."""
     parts = [part for matrix in matrices for part in matrix]
     return not any(matrix.is_whole for matrix in matrices) and _is_plain([*parts, *others])
 

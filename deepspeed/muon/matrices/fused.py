@@ -83,7 +83,7 @@ def _has_output_gate(owner: nn.Module) -> bool:
 
 
 def _by_head(name: str, outputs: int, axis: int, heads: Heads) -> tuple[Cut, str]:
-    """A weight of one kind of attention, whose parts lie beside each other for each head."""
+    """Cut a weight of one kind of attention, whose parts lie beside each other for each head."""
     sizes: tuple[int, ...]
     per_key = heads.values // heads.keys if heads.values and heads.values % heads.keys == 0 else 0
     if name in LATENT:

@@ -128,7 +128,7 @@ def _first(source: Any, names: Sequence[str]) -> int:
 
 
 def is_a(module: nn.Module, prefixes: str | tuple[str, ...]) -> bool:
-    """Whether its class, or one that it derives from, has a name that begins with one of these."""
+    """Return whether a module's class, or one that it derives from, has a name with one of these prefixes."""
     return any(base.__name__.startswith(prefixes) for base in type(module).__mro__)
 
 

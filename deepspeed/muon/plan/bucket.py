@@ -53,7 +53,7 @@ class Copy(NamedTuple):
 
     @property
     def extent(self) -> int:
-        """Of one grid: from its first element to its last."""
+        """Return the elements of one grid from its first to its last, with the gaps."""
         return (self.rows - 1) * self.pitch + self.cols
 
 
@@ -98,12 +98,12 @@ class Batch:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Return the number of matrices."""
         return len(self.names)
 
     @property
     def gram_axis(self) -> int:
-        """The shorter axis of the whole matrices."""
+        """Return the shorter axis of the whole matrices."""
         return int(self.shape[0] > self.shape[1])
 
 
@@ -138,7 +138,7 @@ class Bucket:
 
     @cached_property
     def received_at(self) -> int | None:
-        """Where in the matrices all received elements lie as they arrive, so that no receive buffer is needed."""
+        """Return where in the matrices all elements may be received in place; ``None`` if they need a receive buffer."""
         first = self.received[0].start if self.received else 0
         is_direct = all(
             copy.rows == 1 and copy.start == first + copy.at and (copy.times == 1 or copy.start_step == copy.at_step)
@@ -148,7 +148,7 @@ class Bucket:
 
     @property
     def scattered(self) -> tuple[Copy, ...]:
-        """What is copied between a receive buffer and the matrices."""
+        """Return the copies between a receive buffer and the matrices."""
         return self.received if self.received_at is None else ()
 
     @cached_property
@@ -261,10 +261,10 @@ def _run(item: PlacedBlock, piece: Piece, rank: int, at: int, in_place: bool) ->
 
 
 def sends_own_part(item: PlacedBlock, rank: int) -> bool:
-    """Whether the owner of the only matrix in a bucket sends its own part to itself too.
+    """Return whether the owner of the only matrix in a bucket sends its own part to itself too.
 
     Then the parts arrive in order and need no receive buffer, which is larger than an own part of less than half.
-    Parts in front of it or behind it alone need none either.
+    If all other parts lie in front of it, or all behind it, they need none either.
     """
     at, is_between = 0, False
     for source in item.spread.holders:
@@ -278,7 +278,10 @@ def sends_own_part(item: PlacedBlock, rank: int) -> bool:
 
 
 def _unpacking(incoming: Sequence[Iterable[tuple[int, Piece]]]) -> Iterator[Copy]:
-    """Where received elements belong, from each source's pieces with the first element of their matrix."""
+    """Yield the copies that put received elements in place.
+
+    ``incoming``: the pieces from each source, each with the first element of its matrix.
+    """
     at, sources = 0, []
     for pieces in incoming:
         copies = []
@@ -331,7 +334,7 @@ def _repeated(first: Copy, second: Copy) -> Copy | None:
 
 
 def batches_of(items: Iterable[PlacedBlock]) -> Iterator[Batch]:
-    """Neighbours of one kind together, of matrices that lie one after the other."""
+    """Yield a batch for neighbours of one kind, of matrices that lie one after the other."""
     start = 0
     for _, group in groupby(items, key=kind_of):
         alike = list(group)

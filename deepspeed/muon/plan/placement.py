@@ -197,6 +197,6 @@ class PlacedBlock:
 
     @cached_property
     def spread(self) -> Spread:
-        """Where its elements are."""
+        """Return where the elements of the matrix are."""
         rules = tuple(placement.rule for placement in self.shard.placements)
         return _spread(self.block, self.shard.spec.sharding, rules)

@@ -82,7 +82,7 @@ class QKClip:
 
     @property
     def layers(self) -> list[str]:
-        """The names of the layers, in the order of the model."""
+        """Return the names of the layers, in the order of the model."""
         return [layer.name for layer in self._layers]
 
     def bind(self, partitions: Iterable[Partition], group: Any, device: torch.device) -> None:
@@ -161,7 +161,7 @@ class QKClip:
     def apply(
         self, tensors: Sequence[Tensor], plan: Plan | None, absent: Set[str], *, kernels: Operations, work: Workspace
     ) -> None:
-        """After their update: scale the heads in these tensors; those kept in bf16 are rounded stochastically.
+        """Scale the heads in these tensors, after their update; those kept in bf16 are rounded stochastically.
 
         Args:
             plan: of these tensors, in the Muon half.

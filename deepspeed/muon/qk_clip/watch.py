@@ -167,7 +167,7 @@ def _of_flash(
     *_: Any,
     **__: Any,
 ) -> Seen:
-    """``[batch, tokens, heads, width]``; the last query sees the last key."""
+    """Read a call with ``[batch, tokens, heads, width]``; the last query sees the last key."""
     visible = Visible(is_causal=causal, shift=k.size(1) - q.size(1), window=(window_size_left, window_size_right))
     return q.detach().transpose(1, 2), k.detach().transpose(1, 2), _scale(softmax_scale, q), visible
 
@@ -188,7 +188,7 @@ def _of_packed_flash(
     *_: Any,
     **__: Any,
 ) -> Seen:
-    """``[tokens, heads, width]`` of sequences one after the other, as long in queries as in keys."""
+    """Read a call with ``[tokens, heads, width]``: sequences one after the other, as long in queries as in keys."""
     if q.size(0) != k.size(0):
         raise UnsupportedError("qk_clip: flash-attn got packed sequences with other lengths of queries than of keys")
     tokens = torch.arange(q.size(0), dtype=torch.int64, device=q.device)

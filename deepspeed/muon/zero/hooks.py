@@ -228,7 +228,7 @@ def _compile(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _get_optimizer_param(original: Callable, self: Any, name: str) -> list[Any]:
-    """``DeepSpeedEngine._get_optimizer_param``, for ``get_lr`` and ``get_mom``: one value per group of the user's."""
+    """Return one value per group of the user's: what ``get_lr`` and ``get_mom`` ask ``_get_optimizer_param`` for."""
     return [group.get(name, 0.0) for group in self.basic_optimizer.given.param_groups]
 
 

@@ -82,7 +82,7 @@ def _position(engine: Any) -> int:
 
 
 def save_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Any:
-    """``DeepSpeedEngine.save_checkpoint``, through files of :class:`SafeFiles`.
+    """Call ``DeepSpeedEngine.save_checkpoint``, through files of :class:`SafeFiles`.
 
     Raises:
         CheckpointError: on all ranks, where anything failed on one of them. Nothing of the checkpoint is left,
@@ -207,7 +207,7 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
 
 
 def _check_mapped(original: Callable, loader: Any) -> None:
-    """``SDLoaderBase.check_ckpt_list``, which reads the model's whole file for one number: the file is mapped.
+    """Call ``SDLoaderBase.check_ckpt_list`` with the model's file mapped: it reads the whole file for one number.
 
     A checkpoint engine does not learn which of its loads this is.
     """
