@@ -138,7 +138,7 @@ class Bucket:
 
     @cached_property
     def received_at(self) -> int | None:
-        """Return where in the matrices all elements may be received in place; ``None`` if they need a receive buffer."""
+        """Return where in the matrices elements may be received in place; ``None`` if they need a receive buffer."""
         first = self.received[0].start if self.received else 0
         is_direct = all(
             copy.rows == 1 and copy.start == first + copy.at and (copy.times == 1 or copy.start_step == copy.at_step)

@@ -141,7 +141,7 @@ class SafeFiles(CheckpointEngine):
         return together(act, failure)
 
     def leave_to_deepspeed(self, folder: Path) -> None:
-        """Remove the header that an older save of ours left in a folder, before another checkpoint engine writes there."""
+        """Remove the header that an older save has left in a folder, before another checkpoint engine writes there."""
         self.folder = folder
         self._on_all_ranks(lambda: (folder / manifest.HEADER).unlink(missing_ok=True) if self.is_first else None)
         if self.is_first:
