@@ -175,8 +175,7 @@ class GlobalPlan:
     def _bucket(self, items: Round, rank: int, only_results: bool) -> Bucket:
         if self.copies == 1:
             return bucket_of(items, rank, self.world_size)
-        taken = items if only_results else [(owner, item) for owner, item in items if owner == rank]
-        return shared_bucket(taken, rank, self.world_size, only_results)
+        return shared_bucket(items, rank, self.world_size, only_results)
 
 
 @_without_collector()

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random jobs as users have them: ZeRO's stages under pipelines, tensor parallelism, experts and CPU offload."""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from random import Random
+
+from deepspeed.muon.math.coefficients import schedule
+from deepspeed.muon.matrices.block import Block, Cut, cut, matrices
+from deepspeed.muon.matrices.routing import MatrixSpec
+from deepspeed.muon.matrices.tp_sharding import Sharding
+from deepspeed.muon.plan.between_owners import NewtonSchulz, between_owners
+from deepspeed.muon.plan.checker import conflict, lost_elements, violation
+from deepspeed.muon.plan.collective import Collective, Group
+from deepspeed.muon.plan.cost import CostModel
+from deepspeed.muon.plan.placement import Placement, Shard
+from deepspeed.muon.plan.plan import GlobalPlan, Plan, global_plan
+from deepspeed.muon.plan.program import Open, Program, Send, collectives_of, program_of
+from deepspeed.muon.plan.slices import counts_for, is_sliceable
+from helpers.plans import COST
+from helpers.simulation import simulate
+
+SHAPES = [(8, 4), (4, 8), (6, 5), (3, 3), (16, 12), (12, 16), (8, 8)]
+#: ZeRO's stages; stage 2 cuts as stage 1 does. bf16: ``BF16_Optimizer``, whose flat tensor has no padding inside.
+STAGES = ("0", "1", "3", "bf16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """How the ranks of a job are arranged: the pipeline's stages outermost, tensor parallelism innermost."""
+
+    pipeline: int
+    data: int
+    tensor: int
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.pipeline * self.data * self.tensor
+
+    def rank(self, stage: int, data: int, lane: int) -> int:
+        """Return the number of a rank in the job."""
+        return (stage * self.data + data) * self.tensor + lane
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A partition: its ranks, as numbers in the job, and what each has.
+
+    ``plan``: of each rank. ``copied``: whether several ranks of a tensor-parallel group have the same matrix.
+    ``limit``: elements of a bucket, by its bytes.
+    """
+
+    ranks: tuple[int, ...]
+    shards: list[list[Shard]]
+    plan: list[GlobalPlan]
+    views: list[Plan]
+    programs: list[Program]
+    copied: bool
+    limit: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What all partitions of a job have in common."""
+
+    stage: str
+    staged: bool
+    device_type: str
+    bucket_bytes: int
+    #: Of the matrices that can be cut, where so many fit the ranks.
+    owners: int
+
+
+def newton_schulz(dtype: str = "bf16") -> NewtonSchulz:
+    """Return one that takes another method for high matrices than for wide ones."""
+    method = {True: "gram", False: "standard"}
+    return NewtonSchulz(
+        schedule=schedule("simple"), method=lambda rows, cols: method[rows < cols], dtype=dtype, device_type="cpu"
+    )
+
+
+def random_job(seed: int, most_ranks: int = 12) -> tuple[Grid, list[Part]]:
+    """Return the partitions of a job, in the order in which a rank steps them."""
+    random = Random(seed)
+    sizes = [range(1, 4), range(1, most_ranks + 1), range(1, 4)]
+    grids = [Grid(pipeline=p, data=d, tensor=t) for p, d, t in itertools.product(*sizes) if p * d * t <= most_ranks]
+    grid = random.choice(grids)
+    stage = random.choice(STAGES)
+    staged = stage != "0" and random.random() < 0.3
+    settings = Settings(
+        stage=stage,
+        staged=staged,
+        device_type="cuda" if staged else random.choice(["cpu", "cuda"]),
+        bucket_bytes=random.choice([1, 60, 200, 1000, 2**20, random.randint(2, 400)]),
+        owners=random.choice([1, 1, 2, 4]),
+    )
+    return grid, list(_parts(random, grid, settings))
+
+
+def _parts(random: Random, grid: Grid, settings: Settings) -> Iterator[Part]:
+    """Yield the partitions; the stages of a pipeline have unlike models."""
+    expert_ranks = random.choice([n for n in range(1, grid.data + 1) if grid.data % n == 0])
+    for stage in range(grid.pipeline):
+        name = f"stage{stage}"
+        dense = [_spec(random, f"{name}.w{i}", grid.tensor) for i in range(random.randint(0, 8))]
+        if settings.stage in ("1", "bf16") and random.random() < 0.3:
+            random.shuffle(dense)  # round_robin_gradients
+        groups = _cut(random, dense) if settings.stage == "3" else [dense]
+        for specs in groups:
+            yield from _dense(random, grid, stage, specs, settings)
+        if expert_ranks > 1:
+            experts = [_spec(random, f"{name}.experts{i}", tensor=1) for i in range(random.randint(1, 4))]
+            yield from _experts(random, grid, stage, experts, expert_ranks, settings)
+
+
+def _cut(random: Random, specs: list[MatrixSpec]) -> list[list[MatrixSpec]]:
+    """Cut the parameters into sub-groups, of which some may be empty."""
+    at = random.randint(0, len(specs))
+    return [specs[:at], specs[at:]] if random.random() < 0.5 else [specs]
+
+
+def _dense(random: Random, grid: Grid, stage: int, specs: Sequence[MatrixSpec], settings: Settings) -> Iterator[Part]:
+    """Yield the partitions of matrices that all ranks of a pipeline stage share."""
+    padding = random.choice([0, 0, 3])
+    if settings.stage == "0" and grid.tensor > 1:  # each tensor-parallel group plans its own
+        placements = [
+            [Placement(0, max(1, size), 0, 1, t, grid.tensor) for size in _sizes(specs, t)] for t in range(grid.tensor)
+        ]
+        for data in range(grid.data):
+            ranks = tuple(grid.rank(stage, data, t) for t in range(grid.tensor))
+            yield _part(ranks, specs, placements, settings)
+        return
+    ranks = tuple(grid.rank(stage, d, t) for d in range(grid.data) for t in range(grid.tensor))
+    placements = [
+        _placements(_sizes(specs, t), grid.data, t, grid.tensor, padding, settings) for t in range(grid.tensor)
+    ]
+    yield _part(ranks, specs, placements, settings)
+
+
+def _experts(
+    random: Random, grid: Grid, stage: int, specs: Sequence[MatrixSpec], expert_ranks: int, settings: Settings
+) -> Iterator[Part]:
+    """Yield the partitions of experts: the ranks that have the same ones share these."""
+    for first, lane in itertools.product(range(expert_ranks), range(grid.tensor)):
+        named = [replace(spec, name=f"{spec.name}.{first}") for spec in specs]
+        ranks = tuple(grid.rank(stage, data, lane) for data in range(first, grid.data, expert_ranks))
+        yield _part(ranks, named, [_placements(_sizes(named, 0), len(ranks), 0, 1, 0, settings)], settings)
+
+
+def _sizes(specs: Sequence[MatrixSpec], lane: int) -> list[int]:
+    """Return the elements of a tensor-parallel rank's parameters."""
+    cuts = [spec.sharding for spec in specs]
+    return [
+        cut.size(lane) * cut.shape[1 - cut.axis] if cut else spec.numel for spec, cut in zip(specs, cuts, strict=True)
+    ]
+
+
+def _placements(
+    sizes: Sequence[int], ranks: int, lane: int, step: int, padding: int, settings: Settings
+) -> list[Placement]:
+    """Return where the parameters of one tensor-parallel rank lie on its data-parallel ranks."""
+    if settings.stage == "0":
+        return [Placement(0, size, 0, ranks) for size in sizes]
+    if settings.stage == "3":
+        parts = [max(1, math.ceil(size / ranks)) for size in sizes]
+        starts = list(itertools.accumulate(parts, initial=0))
+        return [Placement(0, part, start, 1, lane, step) for part, start in zip(parts, starts, strict=False)]
+    gap = padding if settings.stage == "1" else 0
+    starts = list(itertools.accumulate((size + gap for size in sizes), initial=0))
+    span = max(2, math.ceil(starts[-1] / ranks / 2) * 2)  # a multiple of DeepSpeed's alignment
+    return [Placement(start, span, 0, 1, lane, step) for start in starts[:-1]]
+
+
+def _part(
+    ranks: tuple[int, ...], specs: Sequence[MatrixSpec], placements: Sequence[Sequence[Placement]], settings: Settings
+) -> Part:
+    """Plan a partition. ``placements``: of each tensor-parallel rank's parameters."""
+    lanes = []
+    for mine in placements:
+        everyones = [
+            tuple(of_lane[i] for of_lane in placements) if len(placements) > 1 else () for i in range(len(specs))
+        ]
+        tensors = range(len(specs)) if settings.stage == "0" else [0] * len(specs)
+        lanes.append([Shard(*each) for each in zip(specs, tensors, mine, everyones, strict=True)])
+    cost = CostModel(COST.flops, COST.flops_per_byte, COST.bytes_per_element, settings.device_type)
+    blocks = [block for spec in specs for block in spec.blocks]
+    owners = settings.owners if settings.owners in counts_for(len(ranks)) else 1
+    counts = [owners if is_sliceable(block, owners) else 1 for block in blocks]
+    plans = [global_plan(shards, len(ranks), cost, settings.bucket_bytes, counts) for shards in lanes]
+    of_rank = [plans[index % len(plans)] for index in range(len(ranks))]
+    views = [plan.view(index) for index, plan in enumerate(of_rank)]
+    between = partial(between_owners, how=newton_schulz())
+    return Part(
+        ranks=ranks,
+        shards=[lanes[index % len(lanes)] for index in range(len(ranks))],
+        plan=of_rank,
+        views=views,
+        programs=[program_of(view, "bf16", settings.staged, between) for view in views],
+        copied=len(placements) > 1 and any(spec.sharding is None for spec in specs),
+        limit=max(1, settings.bucket_bytes // COST.bytes_per_element),
+    )
+
+
+def _spec(random: Random, name: str, tensor: int) -> MatrixSpec:
+    """Return a parameter, whole or in blocks; with tensor parallelism cut by rows or columns, or whole on each rank."""
+    if tensor == 1 or random.random() < 0.2:
+        shape = random.choice([random.choice(SHAPES), (random.randint(1, 9), random.randint(1, 9))])
+        return MatrixSpec(name, shape, True, "test", _blocks(random, shape))
+    sharding = _sharding(random, tensor)
+    return MatrixSpec(name, (0,), True, "test", _blocks(random, sharding.shape), sharding=sharding)
+
+
+def _sharding(random: Random, ranks: int) -> Sharding:
+    """Return one of which some ranks may hold nothing; one or two parts of the axis, each cut over the ranks."""
+    axis, parts = random.randint(0, 1), random.randint(1, 2)
+    is_even = random.random() < 0.6
+    widths = [[4] * ranks if is_even else [random.choice([0, 0, 2, 3]) for _ in range(ranks)] for _ in range(parts)]
+    widths[0][random.randrange(ranks)] += 0 if is_even else 2
+    size, other = sum(map(sum, widths)), random.choice([2, 4, 5, 8])
+    starts = itertools.accumulate(map(sum, widths), initial=0)
+    pairs = list(zip(starts, widths, strict=False))
+    ranges = tuple(tuple((start + sum(part[:r]), part[r]) for start, part in pairs) for r in range(ranks))
+    return Sharding((size, other) if axis == 0 else (other, size), axis, ranges)
+
+
+def _blocks(random: Random, shape: Sequence[int]) -> tuple[Block, ...]:
+    """Return the whole, or ranges of rows or columns, or two ranges of rows in groups."""
+    (whole,), axis = matrices(shape), random.randint(0, 1)
+    options = [Cut(()), Cut(())]
+    if shape[axis] > 1:
+        at = random.randint(1, shape[axis] - 1)
+        options.append(Cut((at, shape[axis] - at), axis))
+    if shape[0] % 4 == 0:
+        options.append(Cut((1, 1), 0, shape[0] // 2))
+    return cut(whole, random.choice(options))
+
+
+def check_part(part: Part) -> None:
+    """Assert that the programs of a partition break no rule, and that memory and traffic are what the plan promises."""
+    assert len({plan.digest for plan in part.views}) == 1
+    assert violation(part.programs) is None
+    plan, world = part.plan[0], len(part.ranks)
+    sizes = {item.matrix: (item.whole or item.block).numel for item in plan.items}
+    if not part.copied:
+        assert lost_elements(part.views, sizes, plan.copies) is None
+    simulate(part.views, part.programs, part.shards)
+    largest = max((item.block.numel for _, item in plan.owned), default=0)
+    for view, program in zip(part.views, part.programs, strict=True):
+        opened = [operation for operation in program if isinstance(operation, Open)]
+        assert len({operation.storage for operation in opened}) <= (4 if view.is_replicated else 3)
+        for bucket in view.buckets:
+            assert bucket.matrix_elements <= max(part.limit // plan.copies, largest)
+            results = sum(bucket.send_counts) + bucket.own_results if bucket.only_results else 0
+            assert results <= max(part.limit, plan.copies, _largest_share(bucket.send_counts, bucket.own_results))
+        calls = [one for operation in program if isinstance(operation, Send) for one in operation.collectives]
+        sent = sum(sum(one.sent) - one.sent[view.rank] for one in calls if one.sent)
+        own = sum(one.numel for one in calls if one.root == view.rank)
+        assert sent + own * (world - 1) == view.sent_elements
+
+
+def _largest_share(numels: Sequence[int], own: int) -> int:
+    """Return the elements of the owner that has most in a bucket of results."""
+    return max(*numels, own)
+
+
+def check_job(grid: Grid, parts: Sequence[Part]) -> None:
+    """Assert that all partitions of a job are right, and that the calls of all its ranks merge into one order."""
+    calls: list[list[Collective]] = [[] for _ in range(grid.world_size)]
+    for number, part in enumerate(parts):
+        check_part(part)
+        for rank, program in zip(part.ranks, part.programs, strict=True):
+            for call in collectives_of(program):
+                members = tuple(part.ranks[index] for index in call.group.ranks)
+                calls[rank].append(replace(call, group=Group(members, f"part {number}")))
+    assert conflict(calls) is None

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A planner with a fault in one line does not pass the checks of random jobs."""
+
+import pytest
+
+from helpers.mutants import mutant
+
+#: Module of the planner, a line or a part of one, and what it reads instead.
+MUTANTS = [
+    # where elements are
+    ("placement", "(self.origin + stop - 1) // self.span", "(self.origin + stop) // self.span"),
+    ("placement", "low = part * self.span - self.origin", "low = part * self.span"),
+    ("placement", "min(stop, low + self.span)", "min(stop, low + self.span - 1)"),
+    ("placement", "divmod(rank - self.first, self.step)", "divmod(rank, self.step)"),
+    ("placement", "return self.base + (self.origin + element) % self.span", "return self.base + element % self.span"),
+    ("placement", "return self.base + (self.origin + element)", "return (self.origin + element)"),
+    ("placement", "piece._replace(at=self.at + piece.at)", "piece._replace(at=piece.at)"),
+    ("placement", "enumerate(rules)", "enumerate(rules[:2])"),
+    ("placement", "return self._named(self.whole or self.block)", "return self._named(self.block)"),
+    # runs and what arrives
+    ("bucket", "sent[owner] += piece.numel", "sent[owner] += piece.cols"),
+    ("bucket", "send_at += piece.numel", "send_at += piece.rows"),
+    ("bucket", "matrices + piece.at if in_place else send_at", "matrices if in_place else send_at"),
+    ("bucket", "stay = source == rank and not sends_own", "stay = source == rank"),
+    ("bucket", "in_place = mine and piece.is_contiguous and not sends_own", "in_place = mine and piece.is_contiguous"),
+    ("bucket", "incoming[source].extend((matrices, piece) for", "incoming[source].extend((0, piece) for"),
+    ("bucket", "Copy(at, matrix + piece.at, rows, cols,", "Copy(at, matrix + piece.element, rows, cols,"),
+    ("bucket", "piece.pitch if rows > 1 else cols))", "piece.stride if rows > 1 else cols))"),
+    (
+        "bucket",
+        'if piece.is_contiguous else (f"{item.name}@{piece.at}", 0)',
+        "if piece.is_contiguous else (item.name, 0)",
+    ),
+    ("bucket", "draws=(item.name, piece.at)", "draws=(item.name, at)"),
+    (
+        "bucket",
+        "Copy(at, start, piece.rows, piece.cols, piece.stride)",
+        "Copy(at, start, piece.rows, piece.cols, piece.pitch)",
+    ),
+    ("bucket", "follows = second.start == first.start + first.rows * pitch and", "follows ="),
+    (
+        "bucket",
+        "(second.at, second.start) == (first.at + first.cols, first.start + first.cols)",
+        "second.start == first.start + first.cols",
+    ),
+    ("bucket", "(at, start) == (first.times * steps[0], first.times * steps[1])", "at == first.times * steps[0]"),
+    ("bucket", "copy.rows == 1 and copy.start == first + copy.at and", "copy.rows == 1 and"),
+    ("bucket", "matrix_elements=0 if only_results else numel", "matrix_elements=numel"),
+    ("bucket", "(owner == rank) is not only_results", "True"),
+    ("bucket", "own_results=sum(item.block.numel for item in own) * only_results", "own_results=0"),
+    ("bucket", "start += len(alike) * block.numel", "start += block.numel"),
+    (
+        "bucket",
+        "len(item.spread.parts) > 1 or list(item.spread.holders) != [owner]",
+        "list(item.spread.holders) != [owner]",
+    ),
+    (
+        "bucket",
+        "places.append(end if run.in_place else in_place + run.copy.at)",
+        "places.append(end if run.in_place else run.copy.at)",
+    ),
+    (
+        "bucket",
+        "return -item.owners, -item.block.numel, item.block.rows, *item.shape",
+        "return -item.block.numel, item.block.rows",
+    ),
+    # buckets and their order
+    ("plan", "filled[owner] + item.block.numel > limit:", "filled[owner] > limit:"),
+    ("plan", "parts_of(of_round, self.limit * self.copies)", "parts_of(of_round, 2 * self.limit * self.copies)"),
+    ("plan", "next(turns[of_results]) % 2", "next(turns[of_results]) % 1"),
+    ("plan", "return 2 if replicated or tight else 3", "return 2 if replicated or tight else 4"),
+    ("plan", "[index % slots for index", "[index % 2 for index"),
+    ("plan", "(first + k, part)", "(first, part)"),
+    ("plan", "return max(1, bucket_bytes // copies //", "return max(1, bucket_bytes //"),
+    # the program
+    ("program", "own = own if plan.buckets[turn].only_results else turn", "own = turn"),
+    ("program", "applies_first = slots <= to_apply", "applies_first = False"),
+    ("program", "sum(plan.buckets[turn].buffer_sizes)", "plan.buckets[turn].matrix_elements"),
+    ("program", "sent, received = received, sent", "pass"),
+    ("program", "yield Wait(number, False)", "yield Wait(number, True)"),
+    ("program", "0 <= turn - to_compute < count", "0 <= turn - to_compute < count - 1"),
+    ("program", "0 <= bucket < count", "0 < bucket < count"),
+    ("program", "numels[plan.rank] = bucket.own_results", "pass"),
+    ("program", "for root, n in enumerate(numels) if n)", "for root, n in enumerate(bucket.send_counts) if n)"),
+    ("program", "if not bucket.travels or", "if not sum(bucket.send_counts) or"),
+    # several owners
+    ("between_owners", "first = rank // batch.owners * batch.owners", "first = rank"),
+    (
+        "between_owners",
+        "numel in _parts(count * small * small, SUM_ELEMENTS)",
+        "numel in _parts(count * small * small, 8 + rank)",
+    ),
+    ("between_owners", "if batch.owners == 1:\n        return", "if batch.owners == 1 or rank % 2:\n        return"),
+    ("owners", "for first in range(0, len(loads.values), count)]", "for first in range(1, len(loads.values), count)]"),
+    ("slices", "size = (block.rows, block.cols)[axis] // count", "size = (block.rows, block.cols)[axis] // count - 1"),
+    ("slices", "int(item.block.rows <= item.block.cols)", "int(item.block.rows < item.block.cols)"),
+    ("slices", "and not (is_cut_by_rows and block.bands > 1)", ""),
+]
+
+
+@pytest.mark.parametrize(("module", "old", "new"), MUTANTS, ids=lambda text: text[:40])
+def test_a_faulty_planner_is_found(module: str, old: str, new: str) -> None:
+    with mutant(module, old, new) as jobs, pytest.raises(Exception):  # noqa: B017
+        for seed in range(300):
+            jobs.check_job(*jobs.random_job(seed))
+
+
+def test_the_planner_itself_passes() -> None:
+    """Imported anew with a change that changes nothing."""
+    with mutant("plan", "counts or [1] * len(items)", "(counts or [1] * len(items))") as jobs:
+        for seed in range(20):
+            jobs.check_job(*jobs.random_job(seed))
