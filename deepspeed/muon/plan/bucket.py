@@ -197,18 +197,20 @@ def bucket_of(items: Round, rank: int, world_size: int) -> Bucket:
     incoming: list[list[tuple[int, Piece]]] = [[] for _ in range(world_size)]
     matrices = send_at = 0
     for owner, item in items:
-        mine = owner == rank
-        for piece in item.spread.pieces(rank) if rank in item.spread.holders else ():
+        mine, spread = owner == rank, item.spread
+        for piece in spread.pieces(rank) if rank in spread.holders else ():
             in_place = mine and piece.is_contiguous and not sends_own
-            runs.append(_run(item, piece, rank, matrices + piece.at if in_place else send_at, in_place))
+            runs.append(_run(item, piece, matrices + piece.at if in_place else send_at, in_place))
             if not in_place:
-                sent[owner] += piece.numel
-                send_at += piece.numel
+                numel = piece.numel
+                sent[owner] += numel
+                send_at += numel
         if mine:
-            for source in item.spread.holders:
+            for source in spread.holders:
                 stay = source == rank and not sends_own
-                pieces = (piece for piece in item.spread.pieces(source) if not (stay and piece.is_contiguous))
-                incoming[source].extend((matrices, piece) for piece in pieces)
+                for piece in spread.pieces(source):
+                    if not (stay and piece.is_contiguous):
+                        incoming[source].append((matrices, piece))
             matrices += item.block.numel
     return Bucket(
         runs=tuple(runs),
@@ -228,7 +230,7 @@ def shared_bucket(items: Round, rank: int, world_size: int, only_results: bool) 
     taken = [(owner, item) for owner, item in items if (owner == rank) is not only_results]
     numel, sent, runs = 0, [0] * world_size, []
     for owner, item in taken:
-        runs += [_run(item, piece, rank, numel + piece.at, not only_results) for piece in item.spread.pieces(rank)]
+        runs += [_run(item, piece, numel + piece.at, not only_results) for piece in item.spread.pieces(rank)]
         numel += item.block.numel
         sent[owner] += item.block.numel * only_results
     own = [item for owner, item in items if owner == rank]
@@ -246,17 +248,17 @@ def shared_bucket(items: Round, rank: int, world_size: int, only_results: bool) 
     )
 
 
-def _run(item: PlacedBlock, piece: Piece, rank: int, at: int, in_place: bool) -> Run:
+def _run(item: PlacedBlock, piece: Piece, at: int, in_place: bool) -> Run:
     """Return the run of a piece that this rank holds; ``at``: where it goes in the matrices or the send buffer."""
-    start = item.shard.placement.position(piece.element)
+    shard, name = item.shard, item.name
     return Run(
-        parameter=item.shard.spec.name,
-        matrix=item.matrix,
-        tensor=item.shard.tensor,
-        copy=Copy(at, start, piece.rows, piece.cols, piece.stride),
+        parameter=shard.spec.name,
+        matrix=item.matrix if item.whole else name,
+        tensor=shard.tensor,
+        copy=Copy(at, shard.placement.position(piece.element), piece.rows, piece.cols, piece.stride),
         in_place=in_place,
         shape=item.shape,
-        draws=(item.name, piece.at) if piece.is_contiguous else (f"{item.name}@{piece.at}", 0),
+        draws=(name, piece.at) if piece.is_contiguous else (f"{name}@{piece.at}", 0),
     )
 
 

@@ -8,7 +8,7 @@ import heapq
 from collections.abc import Sequence
 
 from deepspeed.muon.plan.cost import CostModel
-from deepspeed.muon.plan.placement import PlacedBlock
+from deepspeed.muon.plan.placement import PlacedBlock, Spread
 
 #: If at most this many ranks hold a part of a matrix, each is considered as its owner.
 FEW_HOLDERS = 8
@@ -32,15 +32,16 @@ def assign(
     loads = _Loads(world_size)
     weights = [cost.flops(item.block.rows, item.block.cols) for item in items]
     owners, prices = [0] * len(items), [0.0] * len(items)
+    few: dict[Spread, dict[int, int]] = {}
     for count in sorted({*counts} - {1}, reverse=True):
         _assign_to_sets(count, items, counts, cost, owners, loads)
     for index in sorted((i for i, count in enumerate(counts) if count == 1), key=lambda i: (-weights[i], i)):
-        missing = _candidates(items[index], loads.least())
-        least = min(missing.values())
-        price = {rank: weights[index] + cost.worth(elements - least) for rank, elements in missing.items()}
-        owners[index] = owner = min(price, key=lambda rank: (loads.values[rank] + price[rank], rank))
-        prices[index] = weights[index] + cost.worth(items[index].block.numel - least)
-        loads.add(owner, price[owner], index)
+        weight, missing = weights[index], _candidates(items[index], loads.least(), few)
+        fewest = min(missing.values())
+        offers = ((weight + cost.worth(elements - fewest), rank) for rank, elements in missing.items())
+        _, owner, price = min((loads.values[rank] + price, rank, price) for price, rank in offers)
+        owners[index], prices[index] = owner, weight + cost.worth(items[index].block.numel - fewest)
+        loads.add(owner, price, index)
     _rebalance(prices, owners, loads)
     return owners, loads.values
 
@@ -64,17 +65,23 @@ def _assign_to_sets(
             loads.change(rank, price[index])
 
 
-def _candidates(item: PlacedBlock, least: int) -> dict[int, int]:
-    """Ranks to consider as the owner, with the elements that each of them lacks.
+def _candidates(item: PlacedBlock, least: int, few: dict[Spread, dict[int, int]]) -> dict[int, int]:
+    """Return the ranks to consider as the owner, with the elements that each of them lacks.
 
     All holders but the first and the last hold equal parts, so a few stand for many.
+
+    Args:
+        least: the rank with the least load.
+        few: filled with the ranks to consider whatever the loads, for each way in which a matrix is cut.
     """
-    holders = item.spread.holders
+    spread, holders = item.spread, item.spread.holders
     middle = holders[len(holders) // 2]
-    few = holders if len(holders) <= FEW_HOLDERS else (holders[0], middle, holders[-1])
-    missing = {rank: item.block.numel - item.spread.held(rank) for rank in few}
-    if least in holders:
-        missing.setdefault(least, missing[middle])
+    if spread not in few:
+        ranks = holders if len(holders) <= FEW_HOLDERS else (holders[0], middle, holders[-1])
+        few[spread] = {rank: item.block.numel - spread.held(rank) for rank in ranks}
+    missing = few[spread]
+    if least in holders and least not in missing:
+        return missing | {least: missing[middle]}
     return missing
 
 
@@ -88,7 +95,7 @@ class _Loads:
         self.values = [0.0] * world_size
         self.owned: list[list[tuple[float, int]]] = [[] for _ in range(world_size)]
         self._low = [(0.0, rank) for rank in range(world_size)]
-        self._high = list(self._low)
+        self._high: list[tuple[float, int]] | None = None  # from the first time that it is asked for
 
     def least(self) -> int:
         while self._low[0][0] != self.values[self._low[0][1]]:
@@ -96,6 +103,9 @@ class _Loads:
         return self._low[0][1]
 
     def busiest(self) -> int:
+        if self._high is None:
+            self._high = [(-value, rank) for rank, value in enumerate(self.values)]
+            heapq.heapify(self._high)
         while -self._high[0][0] != self.values[self._high[0][1]]:
             heapq.heappop(self._high)
         return self._high[0][1]
@@ -110,7 +120,8 @@ class _Loads:
     def change(self, rank: int, difference: float) -> None:
         self.values[rank] += difference
         heapq.heappush(self._low, (self.values[rank], rank))
-        heapq.heappush(self._high, (-self.values[rank], rank))
+        if self._high is not None:
+            heapq.heappush(self._high, (-self.values[rank], rank))
 
 
 def _rebalance(prices: Sequence[float], owners: list[int], loads: _Loads) -> None:

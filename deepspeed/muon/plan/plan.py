@@ -215,6 +215,7 @@ def global_plan(
     )
 
 
+@_without_collector()
 def make_plan(
     shards: Sequence[Shard],
     rank: int,
@@ -241,15 +242,15 @@ def rounds_of(owned: Round, world_size: int, limit: int) -> list[Round]:
     """
     rounds: list[Round] = []
     filled, chunk = [0] * world_size, [0] * world_size
-    for index in sorted(range(len(owned)), key=lambda i: (owned[i][0], *kind_of(owned[i][1]), i)):
-        owner, item = owned[index]
+    for pair in sorted(owned, key=lambda pair: (pair[0], *kind_of(pair[1]))):
+        owner, item = pair
         if filled[owner] and filled[owner] + item.block.numel > limit:
             chunk[owner] += 1
             filled[owner] = 0
         filled[owner] += item.block.numel
         if len(rounds) == chunk[owner]:
             rounds.append([])
-        rounds[chunk[owner]].append((owner, item))
+        rounds[chunk[owner]].append(pair)
     return rounds
 
 
