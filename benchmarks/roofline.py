@@ -13,6 +13,7 @@ The three add up: on a CPU the same cores do all of them.
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 from benchmarks import report
@@ -21,11 +22,11 @@ from deepspeed.muon.forecast.layout import Half, Layout, lay_out, step_cost
 from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.math.choice import counted_method
-from deepspeed.muon.math.coefficients import schedule
+from deepspeed.muon.math.coefficients import Schedule, schedule
 from deepspeed.muon.math.newton_schulz import flops
 from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.matrices.routing import MatrixSpec
-from deepspeed.muon.plan.cost import counted_cost
+from deepspeed.muon.plan.cost import CostModel, cost_model
 
 Matrices = Sequence[tuple[int, int]]
 SIMPLE = schedule("simple")
@@ -62,6 +63,14 @@ def muon_half(matrices: Matrices) -> Half:
     """A parameter group of these matrices."""
     named = ((f"p{i}", shape, (Block(0, *shape, shape[1]),)) for i, shape in enumerate(matrices))
     return Half(use_muon=True, specs=tuple(MatrixSpec(name, shape, True, "", blocks) for name, shape, blocks in named))
+
+
+def counted_cost(
+    ns_method: str, schedule: Schedule, dtype: str, wire_bytes: int, device_type: str, near: int = 1
+) -> CostModel:
+    """Return the cost model where nothing is timed: under ``auto`` the methods of fewer operations."""
+    method = partial(counted_method, ns_method=ns_method, schedule=schedule, dtype=dtype)
+    return cost_model(method, schedule, dtype, wire_bytes, device_type, near)
 
 
 def demands(

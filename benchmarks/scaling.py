@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple
 import torch
 
 from benchmarks import ranks, report
-from benchmarks.roofline import muon_half
+from benchmarks.roofline import counted_cost, muon_half
 from benchmarks.training import Job, rounds
 from deepspeed.muon.cli.model import build
 from deepspeed.muon.config.schema import parse
@@ -32,7 +32,6 @@ from deepspeed.muon.forecast.estimate import (
 from deepspeed.muon.forecast.layout import Half, Layout, halves_of
 from deepspeed.muon.forecast.measured import measure
 from deepspeed.muon.kernels.selection import choose, missing, product_tables
-from deepspeed.muon.plan.cost import counted_cost
 from deepspeed.muon.plan.memory import Memory
 from deepspeed.muon.plan.plan import make_plan
 from deepspeed.muon.tuning import Candidates

@@ -176,7 +176,8 @@ def _loss(axes: Any, side: Any, written: Written) -> None:
         at, value = [*loss], [*loss.values()]
         means = {at[i]: statistics.fmean(value[i + 1 - window : i + 1]) for i in range(window - 1, len(value))}
         _line(axes, means, color=MUON, label=f"mean of {window}")
-        _beside(side, *axes.get_legend_handles_labels())
+        handles, labels = axes.get_legend_handles_labels()
+        _beside(side, handles, labels)
 
 
 def _grad_norm(axes: Any, side: Any, written: Written) -> None:
@@ -192,7 +193,8 @@ def _halves(axes: Any, side: Any, values: Mapping[str, Values], measure: str, un
             _line(axes, values[f"{measure}_{half}"], label=name, color=color, linestyle=dash)
     axes.set_ylim(bottom=0)
     axes.set_ylabel(unit)
-    _beside(side, *axes.get_legend_handles_labels())
+    handles, labels = axes.get_legend_handles_labels()
+    _beside(side, handles, labels)
 
 
 def _beside(side: Any, handles: Sequence[Any], labels: Sequence[str]) -> None:

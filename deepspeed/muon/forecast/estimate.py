@@ -13,7 +13,7 @@ from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.forecast.layout import Half, Layout, StepCost, StepPart, lay_out, step_cost
 from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.scale import scale_factor
-from deepspeed.muon.plan.cost import counted_cost
+from deepspeed.muon.plan.cost import cost_model
 from deepspeed.muon.plan.memory import Memory, PartDemand, Peak, peak
 from deepspeed.muon.plan.slices import neighbours
 
@@ -79,10 +79,15 @@ def estimate(halves: Sequence[Half], layout: Layout, config: MuonConfig, memory:
     parts = lay_out(halves, layout)
     muon = [part for part in parts if part.half.use_muon]
     costs = []
-    how = config.schedule, memory.dtype, memory.wire_bytes, memory.device_type
     for part in muon:
-        near = neighbours([rank // layout.ranks_per_node for rank in range(part.world_size)])
-        cost = counted_cost(part.half.ns_method, *how, near)
+        cost = cost_model(
+            method=part.half.method(config.schedule, memory.dtype),
+            schedule=config.schedule,
+            dtype=memory.dtype,
+            wire_bytes=memory.wire_bytes,
+            device_type=memory.device_type,
+            near=neighbours([rank // layout.ranks_per_node for rank in range(part.world_size)]),
+        )
         costs.append(step_cost(part, cost, config.bucket_bytes, memory.staged, config.most_owners))
     largest = _largest(costs, config.schedule, layout.world_size, memory)
     return Estimate(halves, layout, parts, costs, largest, time.perf_counter() - began)
@@ -91,10 +96,11 @@ def estimate(halves: Sequence[Half], layout: Layout, config: MuonConfig, memory:
 def _largest(costs: Sequence[StepCost], schedule: Schedule, world_size: int, memory: Memory) -> Peak:
     """The peak of the rank that needs most."""
     costs = [cost for cost in costs if cost.demands]
-    rest = [(cost.storages, cost.part.half.method(schedule, memory.dtype)) for cost in costs]
+    methods = [cost.part.half.method(schedule, memory.dtype) for cost in costs]
     # A part that every rank updates whole is the same on all.
     by_rank = {tuple(tuple(cost.demands[rank % len(cost.demands)]) for cost in costs) for rank in range(world_size)}
-    peaks = (peak((PartDemand(d, *r) for d, r in zip(demands, rest, strict=True)), memory) for demands in by_rank)
+    storages = [cost.storages for cost in costs]
+    peaks = (peak(map(PartDemand, demands, storages, methods), memory) for demands in by_rank)
     return max(peaks, key=lambda found: found.total)
 
 

@@ -238,7 +238,8 @@ def step_cost(
     between_bytes, between_calls = [0.0] * part.world_size, [0] * part.world_size
     heaviest = 0.0
     for owner, item in plan.owned:
-        of_owner = cost.of_owner(*item.shape, item.owners)
+        rows, cols = item.shape
+        of_owner = cost.of_owner(rows, cols, item.owners)
         flops[owner] += of_owner.flops
         between_bytes[owner] += of_owner.nbytes
         between_calls[owner] += of_owner.calls

@@ -94,7 +94,7 @@ def measure(
         kernels=partial(with_products, kernels, candidates.tables, choice),
     )
     rates = timer.rates(shapes, world_size, seconds)
-    spent = sum(rate.count * timer.flops(rate.rows, rate.cols, rate.method) / rate.tflops for rate in rates)
+    spent = sum(rate.count * timer.flops((rate.rows, rate.cols), rate.method) / rate.tflops for rate in rates)
     large, small = (_muon_pass(numel, muon[0], wire, shard_device, kernels) for numel in (LARGE_RUN, SMALL_RUN))
     machine = Machine(
         tflops=_forecast_operations(blocks, candidates) / spent,
@@ -130,12 +130,13 @@ class _ShapeTimer:
         """The rate of each shape. The cheap ones come first; each has an equal share of the time that is left."""
         end, rates = time.perf_counter() + seconds, []
         bucket = (CPU_BUCKET_BYTES if self.device.type == "cpu" else BUCKET_BYTES) // self.wire.itemsize
-        for index, shape in enumerate(sorted(shapes, key=lambda shape: (self.flops(*shape), shape))):
+        for index, shape in enumerate(sorted(shapes, key=self._operations)):
             (rows, cols, method), count = shape, shapes[shape]
             share = (end - time.perf_counter()) / (len(shapes) - index)
             size, fitting = self._affordable(shape, share / 2)
+            run_rows, run_cols = size
             batch = max(1, min(-(-count // world_size), bucket // (rows * cols), fitting))
-            tflops = 1e-12 / self._pace(shape, batch, *size, CALLS - 1)
+            tflops = 1e-12 / self._pace(shape, size, batch, CALLS - 1)
             rates.append(
                 ShapeRate(
                     rows=rows,
@@ -143,7 +144,7 @@ class _ShapeTimer:
                     count=count,
                     method=method,
                     dtype=self.dtype,
-                    run_as=(batch, *size),
+                    run_as=(batch, run_rows, run_cols),
                     tflops=tflops,
                 )
             )
@@ -158,30 +159,39 @@ class _ShapeTimer:
         rows, cols, method = shape
         halvings = max(0, math.ceil(math.log2(min(rows, cols) / SMALL)))
         size, *larger = [(max(1, rows >> k), max(1, cols >> k)) for k in range(halvings, -1, -1)]
-        pace = self._pace(shape, 1, *size, 1)
+        pace = self._pace(shape, size, batch=1, calls=1)
         for following in larger:
-            if CALLS * pace * self.flops(*following, method) >= seconds:
+            if CALLS * pace * self.flops(following, method) >= seconds:
                 break
-            size, pace = following, self._pace(shape, 1, *following, 1)
-        return size, int(seconds / CALLS / (pace * self.flops(*size, method)))
+            size, pace = following, self._pace(shape, following, batch=1, calls=1)
+        return size, int(seconds / CALLS / (pace * self.flops(size, method)))
 
-    def _pace(self, shape: Shape, batch: int, rows: int, cols: int, calls: int) -> float:
-        """Seconds per operation of matrices that stand for a shape, the median of some calls after one not counted."""
-        *whole, method = shape
-        x = torch.randn(batch, rows, cols, dtype=torch.float32, device=self.device).to(self.wire)
-        dtype, kernels = DTYPES[self.dtype], self.kernels(*whole)
+    def _pace(self, shape: Shape, size: tuple[int, int], batch: int, calls: int) -> float:
+        """Return the seconds per operation of matrices of a size that stand for a shape.
+
+        The median of some calls, after one that is not counted.
+        """
+        rows, cols, method = shape
+        x = torch.randn(batch, *size, dtype=torch.float32, device=self.device).to(self.wire)
+        dtype, kernels = DTYPES[self.dtype], self.kernels(rows, cols)
         run = partial(orthogonalize, x, self.schedule, method, dtype, self.work, kernels)
-        return _median(run, self.device, calls) / (batch * self.flops(rows, cols, method))
+        return _median(run, self.device, calls) / (batch * self.flops(size, method))
 
-    def flops(self, rows: int, cols: int, method: str) -> int:
-        """Operations of one matrix."""
+    def _operations(self, shape: Shape) -> tuple[int, Shape]:
+        """Return the key by which shapes are timed in order."""
+        rows, cols, method = shape
+        return self.flops((rows, cols), method), shape
+
+    def flops(self, size: tuple[int, int], method: str) -> int:
+        """Return the operations of one matrix."""
+        rows, cols = size
         return flops(rows, cols, self.schedule, method, self.dtype)
 
 
 def _muon_pass(numel: int, half: Half, dtype: torch.dtype, device: torch.device, kernels: Operations) -> float:
     """Seconds of both of Muon's elementwise passes over one run of a shard."""
     grad, param = (torch.randn(numel, dtype=torch.float32, device=device) for _ in range(2))
-    kind, rates = half.momentum_dtype, (0.95, half.nesterov)
+    kind, factor, nesterov = half.momentum_dtype, 0.95, half.nesterov
     momentum = torch.zeros(numel, device=device, dtype=kept_dtype(grad, kind))
     absmax = torch.zeros(blocks_of(numel), dtype=torch.float32, device=device)
     out, work, decay = torch.empty(numel, device=device, dtype=dtype), Workspace(), 0.1 if half.decays else 0.0
@@ -190,11 +200,11 @@ def _muon_pass(numel: int, half: Half, dtype: torch.dtype, device: torch.device,
     def both() -> None:
         for _ in range(REPEATS):
             if kind == "int8":
-                kernels.advance_codes(momentum, absmax, grad, out, *rates, key, 0, work)
+                kernels.advance_codes(momentum, absmax, grad, out, factor, nesterov, key, 0, work)
             elif kind == "bf16":
-                kernels.advance_rounded(momentum, grad, out, *rates, key, 0, work)
+                kernels.advance_rounded(momentum, grad, out, factor, nesterov, key, 0, work)
             else:
-                kernels.advance(momentum, grad, out, *rates, work)
+                kernels.advance(momentum, grad, out, factor, nesterov, work)
             kernels.apply_(param, out, 1e-3, 1.0, decay, False, work)
 
     return _median(both, device, CALLS) / REPEATS

@@ -35,10 +35,11 @@ def between_owners(batch: Batch, rank: int, how: NewtonSchulz) -> Iterator[Colle
     """
     if batch.owners == 1:
         return
+    rows, cols = batch.shape
     first = rank // batch.owners * batch.owners
-    group, small = Group(range(first, first + batch.owners)), min(batch.shape)
+    group, small = Group(range(first, first + batch.owners)), min(rows, cols)
     has_diagonals, splits_products = how.dtype != "fp32", batch.owners >= SPLIT_FROM
-    products = [*product_order(how.schedule, how.method(*batch.shape), how.dtype)]
+    products = [*product_order(how.schedule, how.method(rows, cols), how.dtype)]
     limit = batch_limit(batch.rows * batch.cols, small, DTYPES[how.dtype].itemsize, how.device_type != "cpu", threads=1)
     for count in _parts(batch.count, limit):
         yield Collective("all_gather", group, "fp32", 2 * count)  # of each matrix a power of two, and a length

@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from deepspeed.muon.math.choice import counted_method
 from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.newton_schulz import flops, traffic
 
@@ -52,6 +51,10 @@ class CostModel:
             return Slice(self.flops(rows, cols), 0.0, 0)
         return self.sliced(rows, cols, owners)
 
+    def total(self, shapes: Iterable[tuple[int, int]]) -> float:
+        """Return the operations of matrices of these rows and columns, of one owner each."""
+        return sum(self.flops(rows, cols) for rows, cols in shapes)
+
     def price(self, rows: int, cols: int, owners: int) -> float:
         """Operations of each owner of a matrix, with those worth what owners send to each other."""
         part, near = self.of_owner(rows, cols, owners), CPU_NEAR if self.device_type == "cpu" else ACCELERATOR_NEAR
@@ -88,16 +91,9 @@ def cost_model(
 
     @functools.cache
     def of_slice(rows: int, cols: int, owners: int) -> Slice:
-        how = schedule, method(rows, cols), dtype
-        return Slice(flops(rows, cols, *how, owners=owners), *traffic(rows, cols, *how, owners))
+        name = method(rows, cols)
+        sent = traffic(rows, cols, schedule, name, dtype, owners)
+        return Slice(flops(rows, cols, schedule, name, dtype, owners=owners), sent.nbytes, sent.calls)
 
     flops_per_byte = CPU_FLOPS_PER_BYTE if device_type == "cpu" else ACCELERATOR_FLOPS_PER_BYTE
     return CostModel(cost, flops_per_byte, wire_bytes, device_type, of_slice, near)
-
-
-def counted_cost(
-    ns_method: str, schedule: Schedule, dtype: str, wire_bytes: int, device_type: str, near: int = 1
-) -> CostModel:
-    """:func:`cost_model` where nothing was measured: under ``auto`` the methods of fewer operations."""
-    method = functools.partial(counted_method, ns_method=ns_method, schedule=schedule, dtype=dtype)
-    return cost_model(method, schedule, dtype, wire_bytes, device_type, near)

@@ -34,7 +34,8 @@ def calls_of(bucket: Bucket, scale: Scale) -> list[tuple[int, ...]]:
     """
     calls: dict[tuple, list[int]] = {}
     for index, run in enumerate(bucket.runs):
-        alike = (run.tensor, run.in_place, scale(*run.shape)) if run.copy.rows == 1 else (index,)
+        rows, cols = run.shape
+        alike = (run.tensor, run.in_place, scale(rows, cols)) if run.copy.rows == 1 else (index,)
         calls.setdefault(alike, []).append(index)
     return [tuple(call) for call in calls.values()]
 

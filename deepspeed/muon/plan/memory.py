@@ -94,7 +94,8 @@ def peak(parts: Iterable[PartDemand], memory: Memory) -> Peak:
             if not memory.staged:
                 exchange |= Counter(dict.fromkeys(("gradient", "momentum", "parameter"), 4 * demand.longest_grid))
             for batch in demand.batches:
-                newton_schulz |= _temporaries(batch, part.method(*batch.shape), memory)
+                rows, cols = batch.shape
+                newton_schulz |= _temporaries(batch, part.method(rows, cols), memory)
     return Peak(exchange.total(), newton_schulz.total())
 
 
@@ -147,7 +148,7 @@ def demands_by_rank(matrices: Round, world_size: int) -> list[Demand]:
     others, runs, grids = _others(owned, matrices)
     buffers = [size + more for size, more in zip(sizes, others, strict=True)]
     batches = [tuple(batches_of(own)) for own in owned]
-    return [Demand(*demand) for demand in zip(buffers, runs, grids, batches, strict=True)]
+    return [*map(Demand, buffers, runs, grids, batches)]
 
 
 def own_demands(matrices: Round, world_size: int) -> list[Demand]:

@@ -55,7 +55,10 @@ def _assign_to_sets(
     loads: _Loads,
 ) -> None:
     """Those that have this number of owners, the most expensive first."""
-    price = {i: cost.price(*items[i].shape, count) for i, of_item in enumerate(counts) if of_item == count}
+    price = {}
+    for index in (index for index, of_item in enumerate(counts) if of_item == count):
+        rows, cols = items[index].shape
+        price[index] = cost.price(rows, cols, count)
     sets = [(max(loads.values[first : first + count]), first) for first in range(0, len(loads.values), count)]
     heapq.heapify(sets)
     for index in sorted(price, key=lambda i: (-price[i], i)):

@@ -86,7 +86,7 @@ def counts_of(
     """
     if cost.sliced is None or world_size == 1 or most == 1:
         return [1] * len(items)
-    even = sum(cost.flops(*item.shape) for item in items) / world_size
+    even = cost.total(item.shape for item in items) / world_size
     kept = {n for n in given.values() if n in counts_for(world_size)}
     of_node = [n for n in counts_for(cost.near) if all(n % k == 0 or k % n == 0 for k in kept)]
     allowed = counts_for(world_size, most) if most else of_node
@@ -95,17 +95,18 @@ def counts_of(
         holders[item.shape] = min(holders.get(item.shape, world_size), len(item.spread.holders))
 
     @cache
-    def count_for(rows: int, cols: int) -> int:
+    def count_for(shape: tuple[int, int]) -> int:
+        rows, cols = shape
         pinned = given.get(shape_key(rows, cols))
         if most is not None:
             return allowed[-1]
         if pinned in kept:
             return pinned
         fitting = [count for count in allowed if rows % count == cols % count == 0]
-        for_memory = _for_memory(rows, cols, fitting, holders[rows, cols], cost)
+        for_memory = _for_memory(rows, cols, fitting, holders[shape], cost)
         return max(for_memory, _for_balance(rows, cols, fitting, even, cost))
 
-    wanted = [(item.block, count_for(*item.shape)) for item in items]
+    wanted = [(item.block, count_for(item.shape)) for item in items]
     return [count if is_sliceable(block, count) else 1 for block, count in wanted]
 
 

@@ -22,12 +22,12 @@ from deepspeed.muon.math.choice import counted_method
 from deepspeed.muon.math.newton_schulz import METHODS, flops
 from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.matrices.routing import MatrixSpec
-from deepspeed.muon.plan.cost import counted_cost
 from deepspeed.muon.plan.memory import Memory, demand_of, peak
 from deepspeed.muon.plan.plan import CPU_BUCKET_BYTES, Plan, make_plan
 from deepspeed.muon.tuning import Candidates
 from helpers.forecasts import STEPS, check_against_the_engine, forecast
 from helpers.models import MODELS
+from helpers.plans import counted_cost
 from helpers.racing import opinion
 from helpers.training import MOMENTA, PARAMS, with_params
 

@@ -8,10 +8,11 @@ import torch
 from deepspeed.muon.config.schema import parse
 from deepspeed.muon.forecast.layout import ABSMAX_BYTES, Layout, StepCost, StepPart, halves_of, lay_out, step_cost
 from deepspeed.muon.math.coefficients import schedule
-from deepspeed.muon.plan.cost import CostModel, counted_cost
+from deepspeed.muon.plan.cost import CostModel
 from deepspeed.muon.plan.plan import make_plan
 from helpers.distributed import run
 from helpers.models import MODELS
+from helpers.plans import counted_cost
 from helpers.training import PARAMS, ds_config, make_engine
 
 STEPS, ITEMSIZE = schedule("simple"), 4

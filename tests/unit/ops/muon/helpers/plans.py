@@ -3,12 +3,15 @@
 
 import itertools
 import math
+from functools import partial
 
+from deepspeed.muon.math.choice import counted_method
+from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.matrices.routing import MatrixSpec
 from deepspeed.muon.plan.bucket import Batch, Copy, Run
 from deepspeed.muon.plan.collective import Collective
-from deepspeed.muon.plan.cost import CostModel
+from deepspeed.muon.plan.cost import CostModel, cost_model
 from deepspeed.muon.plan.placement import Placement, Shard
 
 
@@ -16,6 +19,14 @@ def nothing_between(batch: Batch, rank: int) -> tuple[Collective, ...]:
     """What the owners of a matrix call where each has one."""
     assert batch.owners == 1
     return ()
+
+
+def counted_cost(
+    ns_method: str, schedule: Schedule, dtype: str, wire_bytes: int, device_type: str, near: int = 1
+) -> CostModel:
+    """The cost model where nothing is timed."""
+    method = partial(counted_method, ns_method=ns_method, schedule=schedule, dtype=dtype)
+    return cost_model(method, schedule, dtype, wire_bytes, device_type, near)
 
 
 COST = CostModel(lambda rows, cols: 20.0 * min(rows, cols) ** 2 * max(rows, cols), 200.0, 2)

@@ -8,11 +8,11 @@ import pytest
 from deepspeed.muon.config.schema import parse
 from deepspeed.muon.math.choice import shape_key
 from deepspeed.muon.math.coefficients import schedule
-from deepspeed.muon.plan.cost import CostModel, counted_cost
+from deepspeed.muon.plan.cost import CostModel
 from deepspeed.muon.plan.owners import assign
 from deepspeed.muon.plan.placement import PlacedBlock
 from deepspeed.muon.plan.slices import LARGE_BYTES, counts_for, counts_of, neighbours
-from helpers.plans import part_layout, specs
+from helpers.plans import counted_cost, part_layout, specs
 
 
 def cost_of(device_type: str, near: int) -> CostModel:

@@ -10,13 +10,12 @@ import torch
 from deepspeed.muon.forecast.layout import Layout
 from deepspeed.muon.math.coefficients import schedule
 from deepspeed.muon.plan import sharing
-from deepspeed.muon.plan.cost import counted_cost
 from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard
 from deepspeed.muon.plan.plan import make_plan
 from helpers.distributed import run
 from helpers.forecasts import check_against_the_engine, forecast
 from helpers.models import MODELS, train_engine
-from helpers.plans import COST, specs
+from helpers.plans import COST, counted_cost, specs
 from helpers.startup_log import records
 from helpers.training import ds_config, fp32_weights, make_engine
 
