@@ -26,7 +26,7 @@ from deepspeed.muon.plan.between_owners import NewtonSchulz, between_owners
 from deepspeed.muon.plan.bucket import Bucket
 from deepspeed.muon.plan.cost import cost_model
 from deepspeed.muon.plan.launches import Span, calls_of, spans_of
-from deepspeed.muon.plan.plan import Plan, make_plan
+from deepspeed.muon.plan.plan import Plan, make_plan, without_collector
 from deepspeed.muon.plan.program import Program, program_of
 from deepspeed.muon.plan.sharing import shared_counts
 from deepspeed.muon.tuning import method_of, with_products
@@ -93,6 +93,7 @@ class Bound:
         return Call(indices, first.tensor, first.in_place, self.scale(rows, cols), spans, tiles)
 
 
+@without_collector()
 def bind_partition(
     partition: Partition,
     group: Mapping[str, Any],

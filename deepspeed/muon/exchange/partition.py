@@ -46,7 +46,7 @@ class Partition:
     @property
     def blocks(self) -> list[PlacedBlock]:
         """The matrices, in the order of the plan."""
-        return [PlacedBlock(shard, block) for shard in self.planned for block in shard.spec.blocks]
+        return [item for shard in self.planned for item in shard.items]
 
     def alone(self) -> Partition:
         """The same for a rank that does all the work itself."""

@@ -15,6 +15,7 @@ from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.scale import scale_factor
 from deepspeed.muon.plan.cost import cost_model
 from deepspeed.muon.plan.memory import Memory, PartDemand, Peak, peak
+from deepspeed.muon.plan.plan import without_collector
 from deepspeed.muon.plan.slices import neighbours
 
 
@@ -69,6 +70,7 @@ class Estimate:
         return self.layout.world_size
 
 
+@without_collector()
 def estimate(halves: Sequence[Half], layout: Layout, config: MuonConfig, memory: Memory) -> Estimate:
     """Plan a step for all ranks. Methods are those of fewer operations.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 from torch import nn
 
@@ -55,7 +55,7 @@ class Half:
 
     def method(self, schedule: Schedule, dtype: str) -> Callable[[int, int], str]:
         """Return the method of Newton-Schulz, by rows and columns, where nothing is timed."""
-        return partial(counted_method, ns_method=self.ns_method, schedule=schedule, dtype=dtype)
+        return cache(partial(counted_method, ns_method=self.ns_method, schedule=schedule, dtype=dtype))
 
     def scale(self, block: Block) -> float:
         """The factor by which a block's orthogonalized update is scaled, beside the learning rate."""
@@ -128,7 +128,7 @@ class StepPart:
     @property
     def items(self) -> list[PlacedBlock]:
         """The matrices, in the planner's order."""
-        return [PlacedBlock(shard, block) for shard in self.shards for block in shard.spec.blocks]
+        return [item for shard in self.shards for item in shard.items]
 
     @property
     def copies(self) -> int:

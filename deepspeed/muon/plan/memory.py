@@ -9,13 +9,14 @@ and copies of columns that an elementwise pass makes contiguous.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 from deepspeed.muon.kernels.workspace import batch_limit
 from deepspeed.muon.math.newton_schulz import DTYPES, SPLIT_FROM
-from deepspeed.muon.plan.bucket import Batch, Round, batches_of
+from deepspeed.muon.plan.bucket import Batch, Round, kind_of
 from deepspeed.muon.plan.placement import PlacedBlock, Spread
 from deepspeed.muon.plan.plan import Plan
 
@@ -23,6 +24,16 @@ from deepspeed.muon.plan.plan import Plan
 SYMMETRIC = {"standard": ("gram", "factor"), "gram": ("gram", "factor", "q", "t")}
 #: Elements of a Gram matrix, or of rows of it, that its owners widen to fp32 at a time.
 SUM_ELEMENTS = 2**22
+
+
+class BatchSize(NamedTuple):
+    """What of a :class:`deepspeed.muon.plan.bucket.Batch` decides its memory. Equal on many ranks."""
+
+    rows: int
+    cols: int
+    shape: tuple[int, int]
+    owners: int
+    number: int
 
 
 class Demand(NamedTuple):
@@ -34,7 +45,7 @@ class Demand(NamedTuple):
     buffers: int
     longest_run: int
     longest_grid: int
-    batches: tuple[Batch, ...]
+    batches: tuple[BatchSize, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +110,7 @@ def peak(parts: Iterable[PartDemand], memory: Memory) -> Peak:
     return Peak(exchange.total(), newton_schulz.total())
 
 
-def _temporaries(batch: Batch, method: str, memory: Memory) -> Counter[str]:
+def _temporaries(batch: BatchSize, method: str, memory: Memory) -> Counter[str]:
     """Bytes by name for the matrices of a batch that are orthogonalized together."""
     numel, small, itemsize = batch.rows * batch.cols, min(batch.shape), DTYPES[memory.dtype].itemsize
     on_cpu = memory.device_type == "cpu"
@@ -114,7 +125,7 @@ def _temporaries(batch: Batch, method: str, memory: Memory) -> Counter[str]:
     if memory.plain and memory.dtype != "fp32":
         sizes |= {"cross0": 4 * numel} | ({} if writes_in_place else {"cross1": 4 * small * small})
     threads = {"threads": 1} if batch.owners > 1 else {}
-    together = min(batch.count, batch_limit(numel, small, itemsize, not on_cpu, **threads))
+    together = min(batch.number, batch_limit(numel, small, itemsize, not on_cpu, **threads))
     of_owners = _of_owners(small, batch.owners, together, memory.dtype) if batch.owners > 1 else {}
     return Counter({name: together * size for name, size in sizes.items()} | of_owners)
 
@@ -134,7 +145,7 @@ def demand_of(plan: Plan, method: Callable[[int, int], str], staged: bool = Fals
     longest = [max((copy.numel for copy in of_bucket), default=0) for of_bucket in copies]
     grids = [max((copy.numel for copy in of_bucket if copy.rows > 1), default=0) for of_bucket in copies]
     sizes = [sum(bucket.buffer_sizes) for bucket in plan.buckets]
-    batches = [bucket.batches for bucket in plan.buckets]
+    batches = [tuple(map(_size, bucket.batches)) for bucket in plan.buckets]
     return PartDemand([*map(Demand, sizes, longest, grids, batches)], plan.storages(staged), method)
 
 
@@ -147,13 +158,13 @@ def demands_by_rank(matrices: Round, world_size: int) -> list[Demand]:
     sizes = [sum(item.block.numel for item in own) for own in owned]
     others, runs, grids = _others(owned, matrices)
     buffers = [size + more for size, more in zip(sizes, others, strict=True)]
-    batches = [tuple(batches_of(own)) for own in owned]
+    batches = [tuple(_sizes(own)) for own in owned]
     return [*map(Demand, buffers, runs, grids, batches)]
 
 
 def own_demands(matrices: Round, world_size: int) -> list[Demand]:
     """Return those of one round's own matrices on all ranks, each of which holds all matrices whole."""
-    return [_whole(own, tuple(batches_of(own))) for own in _by_owner(matrices, world_size)]
+    return [_whole(own, tuple(_sizes(own))) for own in _by_owner(matrices, world_size)]
 
 
 def result_demands(part: Round, world_size: int) -> list[Demand]:
@@ -164,6 +175,17 @@ def result_demands(part: Round, world_size: int) -> list[Demand]:
     return [of_all._replace(buffers=of_all.buffers - own) for own in numels]
 
 
+def _size(batch: Batch) -> BatchSize:
+    return BatchSize(batch.rows, batch.cols, batch.shape, batch.owners, batch.count)
+
+
+def _sizes(items: Iterable[PlacedBlock]) -> Iterator[BatchSize]:
+    """Yield those of the batches that an owner's matrices form, as :func:`deepspeed.muon.plan.bucket.batches_of`."""
+    for _, group in groupby(items, key=kind_of):
+        first, *others = group
+        yield BatchSize(first.block.rows, first.block.cols, first.shape, first.owners, 1 + len(others))
+
+
 def _by_owner(matrices: Round, world_size: int) -> list[list[PlacedBlock]]:
     owned: list[list[PlacedBlock]] = [[] for _ in range(world_size)]
     for owner, item in matrices:
@@ -171,7 +193,7 @@ def _by_owner(matrices: Round, world_size: int) -> list[list[PlacedBlock]]:
     return owned
 
 
-def _whole(items: Sequence[PlacedBlock], batches: tuple[Batch, ...] = ()) -> Demand:
+def _whole(items: Sequence[PlacedBlock], batches: tuple[BatchSize, ...] = ()) -> Demand:
     numels = [item.block.numel for item in items]
     longest_grid = max((_longest_grid(item, 0) for item in items), default=0)
     return Demand(sum(numels), max(numels, default=0), longest_grid, batches)

@@ -76,6 +76,11 @@ class Shard:
         """Return that of each rank's parameter; one without tensor parallelism."""
         return self.tp_placements or (self.placement,)
 
+    @cached_property
+    def items(self) -> tuple[PlacedBlock, ...]:
+        """Return the matrices of the parameter."""
+        return tuple(PlacedBlock(self, block) for block in self.spec.blocks)
+
 
 class Rectangle(NamedTuple):
     """A rectangle of a matrix inside one parameter or shard; ``at``: index of its first element in the matrix."""
@@ -118,10 +123,14 @@ class Spread:
         self.holders: Sequence[int] = parts[0].ranks
         if len(parts) > 1:
             self.holders = sorted({rank for part in parts for rank in part.ranks})
-        #: For the digest on which the ranks agree.
-        self.text = str(parts)
         self._held: dict[int, int] = {}
         self._pieces: dict[int, tuple[Piece, ...]] = {}
+
+    @cached_property
+    def text(self) -> str:
+        """Return all of it in words, for the digest on which the ranks agree."""
+        blocks = ((part.block, part.at, part.placement.rule) for part in self.parts)
+        return str([(b.offset, b.rows, b.cols, b.stride, b.bands, b.gap, at, rule) for b, at, rule in blocks])
 
     def held(self, rank: int) -> int:
         """Return the number of the matrix's elements that a rank holds."""

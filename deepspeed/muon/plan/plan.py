@@ -98,7 +98,7 @@ def storages_of(only_results: Sequence[bool], slots: int) -> list[int]:
 
 
 @contextmanager
-def _without_collector() -> Iterator[None]:
+def without_collector() -> Iterator[None]:
     """Pause Python's garbage collector, which would search again and again through small objects that all live on."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -158,7 +158,7 @@ class GlobalPlan:
 
     def view(self, rank: int) -> Plan:
         """Return the plan as one rank sees it."""
-        with _without_collector():
+        with without_collector():
             return Plan(
                 rank=rank,
                 world_size=self.world_size,
@@ -178,7 +178,7 @@ class GlobalPlan:
         return shared_bucket(items, rank, self.world_size, only_results)
 
 
-@_without_collector()
+@without_collector()
 def global_plan(
     shards: Sequence[Shard],
     world_size: int,
@@ -195,7 +195,7 @@ def global_plan(
             all results; by default as :func:`bucket_limit` chooses.
         counts: of the owners of each matrix, as :func:`deepspeed.muon.plan.slices.counts_of`; by default 1.
     """
-    items = [PlacedBlock(shard, block) for shard in shards for block in shard.spec.blocks]
+    items = [item for shard in shards for item in shard.items]
     counts = counts or [1] * len(items)
     owners, loads = assign(items, world_size, cost, counts)
     owned = owned_by(items, owners, counts)
@@ -215,7 +215,7 @@ def global_plan(
     )
 
 
-@_without_collector()
+@without_collector()
 def make_plan(
     shards: Sequence[Shard],
     rank: int,

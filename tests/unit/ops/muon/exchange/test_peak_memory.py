@@ -114,12 +114,9 @@ def test_the_prediction_knows_methods_kernels_and_dtypes(method: str, kernels: s
 
 def test_a_copy_is_counted_where_the_dtypes_differ() -> None:
     """One more matrix, in the dtype of Newton-Schulz; buffers stay those of the wire."""
-    from deepspeed.muon.plan.bucket import Batch
-    from deepspeed.muon.plan.memory import Demand, PartDemand
+    from deepspeed.muon.plan.memory import BatchSize, Demand, PartDemand
 
-    part = PartDemand(
-        [Demand(3000, 100, 0, (Batch(0, 20, 50, 0, ("w",), (20, 50)),))], [0], lambda rows, cols: "standard"
-    )
+    part = PartDemand([Demand(3000, 100, 0, (BatchSize(20, 50, (20, 50), 1, 1),))], [0], lambda rows, cols: "standard")
     same, wider = (peak([part], Memory(wire="bf16", dtype=dtype, device_type="cuda")) for dtype in ("bf16", "fp32"))
     assert same == (6000, 2 * 1000 + 2 * 2 * 400 + 2 * 4 * 20)  # two matrices and their diagonals
     assert wider == (6000, 2 * 4 * 1000 + 2 * 4 * 400)
