@@ -186,6 +186,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self._bound.clear()
         self._adam_partitions.clear()
         self._fragments.clear()
+        # Under CPU offload the shards are on the host, and Newton-Schulz runs on the accelerator.
         shards = partitions[0].tensors[0].device
         where = shards if device is None else device
         staging = Staging() if where.type != shards.type else None

@@ -99,6 +99,7 @@ class PartitionStep:
         for call in self._bound.calls[buffers.index]:
             tensor: Tensor = self._group["params"][call.tensor]
             if tensor.grad is None:
+                # The plan sends every run, also of a parameter that has no gradient.
                 for index in call.runs:
                     buffers.slice_of(index).zero_()
                 continue
@@ -132,6 +133,7 @@ class PartitionStep:
         gradient = elements_of(grad, run.copy, self._work, "gradient")
         average = elements_of(state[MOMENTUM], run.copy, self._work, "momentum")
         if average.dtype == torch.bfloat16:
+            # Random numbers belong to the elements of a matrix: on other ranks they would be the same.
             name, first = run.draws
             key = key_of(name, int(state["step"]))
             self._kernels.advance_rounded(average, gradient, target, momentum, nesterov, key, first, self._work)
@@ -150,6 +152,7 @@ class PartitionStep:
         for batch in buffers.bucket.batches:
             shape = batch.count, batch.rows, batch.cols
             matrices = buffers.matrices[batch.start : batch.start + math.prod(shape)].view(shape)
+            # With rules a matrix has one owner: they need whole rows and columns.
             if rules is not None:
                 rules.before(matrices, batch.axis, self._work)
             if stats is not None:
@@ -182,6 +185,7 @@ class PartitionStep:
             self._tools.stats.before_apply(self._updates(buffers), self._group, cautious)
         for call in self._bound.calls[buffers.index]:
             tensor: Tensor = self._group["params"][call.tensor]
+            # As in torch's optimizers, weights without a gradient do not decay either.
             if tensor.grad is None:
                 continue
             if self._is_one_pass(call, buffers.bucket, tensor):

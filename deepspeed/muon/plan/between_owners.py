@@ -44,11 +44,13 @@ def between_owners(batch: Batch, rank: int, how: NewtonSchulz) -> Iterator[Colle
     for count in _parts(batch.count, limit):
         yield Collective("all_gather", group, "fp32", 2 * count)  # of each matrix a power of two, and a length
         for kind in products:
+            # The Gram matrix is the sum of those of the slices.
             if kind == "square":
                 for numel in _parts(count * small * small, SUM_ELEMENTS):
                     yield Collective("all_reduce", group, "fp32", numel)
                 if has_diagonals:
                     yield Collective("all_reduce", group, "fp32", count * small)
+            # Each owner has computed some rows of the product of two small matrices.
             elif kind == "product" and splits_products:
                 for _ in range(count):
                     yield Collective("all_gather", group, how.dtype, small * small // batch.owners)

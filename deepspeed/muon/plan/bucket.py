@@ -199,6 +199,7 @@ def bucket_of(items: Round, rank: int, world_size: int) -> Bucket:
     for owner, item in items:
         mine, spread = owner == rank, item.spread
         for piece in spread.pieces(rank) if rank in spread.holders else ():
+            # Elements that stay on this rank skip the send buffer, unless they are columns of a matrix.
             in_place = mine and piece.is_contiguous and not sends_own
             runs.append(_run(item, piece, matrices + piece.at if in_place else send_at, in_place))
             if not in_place:

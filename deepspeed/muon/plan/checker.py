@@ -82,6 +82,7 @@ def conflict(calls: Sequence[Sequence[Collective]]) -> str | None:
         if len(waiting) == len(call.group.ranks):
             if text := mismatch([calls[each][done[each]] for each in call.group.ranks]):
                 return text
+            # All its ranks have come: the call is done, and each goes on to its next.
             del come[call.group]
             for each in call.group.ranks:
                 done[each] += 1

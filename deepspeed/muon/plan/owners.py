@@ -37,6 +37,7 @@ def assign(
         _assign_to_sets(count, items, counts, cost, owners, loads)
     for index in sorted((i for i, count in enumerate(counts) if count == 1), key=lambda i: (-weights[i], i)):
         weight, missing = weights[index], _candidates(items[index], loads.least(), few)
+        # The elements that the best owner lacks travel anyway, so only those beyond them have a price.
         fewest = min(missing.values())
         offers = ((weight + cost.worth(elements - fewest), rank) for rank, elements in missing.items())
         _, owner, price = min((loads.values[rank] + price, rank, price) for price, rank in offers)
@@ -139,6 +140,7 @@ def _rebalance(prices: Sequence[float], owners: list[int], loads: _Loads) -> Non
             return
         position = max(0, bisect.bisect_right(owned, (gap / 2, len(prices))) - 1)
         index = owned[position][1]
+        # Moved, it would make the other rank at least as busy.
         if prices[index] >= gap:
             return
         loads.remove(busiest, position)

@@ -244,6 +244,7 @@ def rounds_of(owned: Round, world_size: int, limit: int) -> list[Round]:
     filled, chunk = [0] * world_size, [0] * world_size
     for pair in sorted(owned, key=lambda pair: (pair[0], *kind_of(pair[1]))):
         owner, item = pair
+        # A matrix that is larger than the limit has a chunk to itself.
         if filled[owner] and filled[owner] + item.block.numel > limit:
             chunk[owner] += 1
             filled[owner] = 0

@@ -122,6 +122,7 @@ def _operations(plan: Plan, wire: str, staged: bool, between: Between) -> Iterat
         if applies_first:
             yield from _apply(turn - to_apply, count)
         if turn < count:
+            # Results are sent from where their owner orthogonalized them, in an earlier bucket.
             own = own if plan.buckets[turn].only_results else turn
             yield Open(turn, storages[turn], sum(plan.buckets[turn].buffer_sizes), own)
             yield Prepare(turn)

@@ -88,6 +88,7 @@ def counts_of(
         return [1] * len(items)
     even = cost.total(item.shape for item in items) / world_size
     kept = {n for n in given.values() if n in counts_for(world_size)}
+    # Sets of several sizes must lie within each other, also with those that a checkpoint has pinned.
     of_node = [n for n in counts_for(cost.near) if all(n % k == 0 or k % n == 0 for k in kept)]
     allowed = counts_for(world_size, most) if most else of_node
     holders: dict[tuple[int, int], int] = {}
