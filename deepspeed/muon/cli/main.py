@@ -25,7 +25,6 @@ from deepspeed.muon.cli.parser import REPORT, parser
 from deepspeed.muon.cli.plot import plot
 from deepspeed.muon.cli.report import as_text, environment, of_launch
 from deepspeed.muon.cli.tables import aligned, plan_text, rows_of
-from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.forecast.estimate import Estimate, estimate, milliseconds, per_rank, stock_clipping, totals
 from deepspeed.muon.forecast.layout import halves_of
 from deepspeed.muon.forecast.measured import measure
@@ -184,15 +183,11 @@ def plan_facts(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
         "stock_clipping": stock_clipping(halves, settings.gradient_clipping),
         "assumptions": [f"owners are balanced for {where}; one user group of all trainable parameters"],
         "notes": [
-            *_of_preset(config),
+            *([] if config.preset == "none" else [config.preset_says]),
             *settings.notes,
             *([CHOSEN_LATER] if "auto" in (config.ns_dtype, config.ns_method) else []),
         ],
     }
-
-
-def _of_preset(config: MuonConfig) -> list[str]:
-    return [] if config.preset == "none" else [config.preset_says]
 
 
 def _measured(found: Estimate, settings: Settings, candidates: Candidates) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,45 +103,27 @@ def _panels(written: Written) -> list[tuple[float, list[tuple[str, Draw]]]]:
     """Groups of panels with the height of each of their rows."""
     values, layers = written.values, written.layers
     count = max(len(layers[CHANGE]), len(layers[CAUTIOUS]))
-    groups: list[tuple[float, list[tuple[bool, str, Draw]]]] = [
-        (
-            HEIGHT,
-            [
-                ("loss" in values, "Training loss", _loss),
-                ("grad_norm" in values, "Gradient norm, before clipping", _grad_norm),
-                (
-                    _has(values, "lr"),
-                    "Learning rate",
-                    lambda axes, side, _: _halves(axes, side, values, "lr", "per step"),
-                ),
-                (
-                    _has(values, "update_rms"),
-                    "Size of the update, RMS",
-                    lambda axes, side, _: _halves(axes, side, values, "update_rms", "per unit of learning rate"),
-                ),
-            ],
-        ),
-        (
-            min(TALLEST, max(HEIGHT, 0.8 + ROW * count)),
-            [
-                (bool(layers[CHANGE]), "Update / weight in one step, RMS", _change),
-                (bool(layers[CAUTIOUS]), "Share of weights that decay (cautious)", _cautious),
-            ],
-        ),
-        (
-            HEIGHT,
-            [
-                (bool(layers[LOGIT]), "Largest attention logit of each layer", _logits),
-                (bool(layers[ERROR]), "Newton-Schulz: distance from orthogonal", _errors),
-                (bool(layers[RANK]), "Input of Newton-Schulz: effective rank", _ranks),
-                (
-                    any(name in values for name, *_ in PHASES),
-                    "Time of the optimizer step on rank 0, and medians",
-                    _phases,
-                ),
-            ],
-        ),
+    rates = partial(_halves, measure="lr", unit="per step")
+    sizes = partial(_halves, measure="update_rms", unit="per unit of learning rate")
+    curves: list[tuple[Any, str, Draw]] = [
+        ("loss" in values, "Training loss", _loss),
+        ("grad_norm" in values, "Gradient norm, before clipping", _grad_norm),
+        (_has(values, "lr"), "Learning rate", rates),
+        (_has(values, "update_rms"), "Size of the update, RMS", sizes),
     ]
+    maps: list[tuple[Any, str, Draw]] = [
+        (layers[CHANGE], "Update / weight in one step, RMS", _change),
+        (layers[CAUTIOUS], "Share of weights that decay (cautious)", _cautious),
+    ]
+    samples: list[tuple[Any, str, Draw]] = [
+        (layers[LOGIT], "Largest attention logit of each layer", _logits),
+        (layers[ERROR], "Newton-Schulz: distance from orthogonal", _errors),
+        (layers[RANK], "Input of Newton-Schulz: effective rank", _ranks),
+        (any(name in values for name, *_ in PHASES), "Time of the optimizer step on rank 0, and medians", _phases),
+    ]
+    # Every row of a heat map has room for a name.
+    tall = min(TALLEST, max(HEIGHT, 0.8 + ROW * count))
+    groups = ((HEIGHT, curves), (tall, maps), (HEIGHT, samples))
     return [(height, [(title, panel) for there, title, panel in panels if there]) for height, panels in groups]
 
 
@@ -186,8 +169,9 @@ def _grad_norm(axes: Any, side: Any, written: Written) -> None:
     _plain_ticks(axes.yaxis)
 
 
-def _halves(axes: Any, side: Any, values: Mapping[str, Values], measure: str, unit: str) -> None:
+def _halves(axes: Any, side: Any, written: Written, measure: str, unit: str) -> None:
     """Muon's and AdamW's curve."""
+    values = written.values
     for half, name, color, dash in (("muon", "Muon", MUON, "-"), ("adamw", "AdamW", ADAMW, "--")):
         if f"{measure}_{half}" in values:
             _line(axes, values[f"{measure}_{half}"], label=name, color=color, linestyle=dash)

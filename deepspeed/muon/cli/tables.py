@@ -132,6 +132,7 @@ def quantity(value: float, unit: str = "B") -> str:
 def plan_text(facts: dict[str, Any]) -> str:
     """The object that ``ds_muon plan --json`` prints, for a terminal."""
     ranks, totals = facts["per_rank"], facts["totals"]
+    between = ranks["between_owners_bytes"]
     halves = [f"{half['parameters']:,} parameters in {half['tensors']:,} tensors" for half in totals.values()]
     where = "in the host's memory" if facts["offload"] else "on the device"
     flop = {key: quantity(value * 1e9, "FLOP") for key, value in ranks["newton_schulz_gflop"].items()}
@@ -139,10 +140,10 @@ def plan_text(facts: dict[str, Any]) -> str:
     lines = [
         ("Muon", f"{halves[0]}, {totals['muon']['matrices']:,} matrices"),
         ("AdamW", halves[1]),
-        ("optimizer state per rank", f"{_state(ranks['state_bytes'])}, {where}"),
+        ("optimizer state per rank", f"{_over_ranks(ranks['state_bytes'])}, {where}"),
         ("scratch of a step", _scratch(facts)),
         ("sent per rank and step", _sent(facts)),
-        *_between_owners(ranks["between_owners_bytes"]),
+        *([("sent between owners", _over_ranks(between))] if between["max"] else ()),
         ("Newton-Schulz per rank", f"mean {flop['mean']}, max {flop['max']}; {imbalance}"),
         *_measured(facts["measured"]),
         ("planning", f"{facts['planning_seconds']:.2f} s"),
@@ -179,7 +180,7 @@ def _measured(found: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
         yield title, f"{rate['tflops']:.3g} TFLOP/s, {batch} at a time{smaller}"
 
 
-def _state(nbytes: dict[str, float]) -> str:
+def _over_ranks(nbytes: dict[str, float]) -> str:
     if nbytes["mean"] == nbytes["max"]:
         return f"{quantity(nbytes['max'])} on every rank"
     return f"mean {quantity(nbytes['mean'])}, max {quantity(nbytes['max'])}"
@@ -205,14 +206,6 @@ def _sent(facts: dict[str, Any]) -> str:
     return f"{mean}; {least}: {quantity(sent['least_mean'])}; {ranks['collectives']:,} all-to-alls" + (
         f" in {ranks['parts']} parts, one after the other" if ranks["parts"] > 1 else ""
     )
-
-
-def _between_owners(nbytes: dict[str, float]) -> Iterator[tuple[str, str]]:
-    if nbytes["max"]:
-        yield (
-            "sent between owners",
-            f"mean {quantity(nbytes['mean'])}, max {quantity(nbytes['max'])}",
-        )
 
 
 def _clipping(clip: dict[str, float]) -> str:
