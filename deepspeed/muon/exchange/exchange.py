@@ -191,6 +191,7 @@ class Exchange:
             return
         from deepspeed import comm  # type: ignore[attr-defined]
 
+        # Results of the other owners follow each other in the send buffer, in the order of the ranks.
         others = 0
         for collective in operation.collectives:
             if collective.kind == "all_to_all":

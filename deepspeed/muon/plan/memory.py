@@ -124,6 +124,7 @@ def _temporaries(batch: BatchSize, method: str, memory: Memory) -> Counter[str]:
             sizes[f"{name} diagonal"] = 4 * small
     if memory.plain and memory.dtype != "fp32":
         sizes |= {"cross0": 4 * numel} | ({} if writes_in_place else {"cross1": 4 * small * small})
+    # Owners must form the same batches, whatever their numbers of threads.
     threads = {"threads": 1} if batch.owners > 1 else {}
     together = min(batch.number, batch_limit(numel, small, itemsize, not on_cpu, **threads))
     of_owners = _of_owners(small, batch.owners, together, memory.dtype) if batch.owners > 1 else {}
@@ -208,6 +209,7 @@ def _longest_grid(item: PlacedBlock, rank: int) -> int:
 def _others(owned: Sequence[Sequence[PlacedBlock]], matrices: Round) -> tuple[list[int], list[int], list[int]]:
     """By rank: elements to send and receive, of the longest run, and of the longest one on a grid."""
     sent, received, longest, grids = ([0] * len(owned) for _ in range(4))
+    # Matrices that are cut alike are counted at once: at stage 3 those are all of one shape.
     alike: dict[Spread, tuple[PlacedBlock, list[int]]] = {}
     for owner, item in matrices:
         alike.setdefault(item.spread, (item, []))[1].append(owner)

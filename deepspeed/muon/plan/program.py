@@ -129,6 +129,7 @@ def _operations(plan: Plan, wire: str, staged: bool, between: Between) -> Iterat
             yield Send(turn, False, _sent(plan.buckets[turn], plan, wire, back=False))
         if 0 <= turn - to_compute < count:
             yield from _compute(turn - to_compute, plan, wire, between)
+        # With a slot to spare, the results of an earlier bucket arrive while this one is orthogonalized.
         if not applies_first:
             yield from _apply(turn - to_apply, count)
 

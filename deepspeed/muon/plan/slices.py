@@ -107,6 +107,7 @@ def counts_of(
         for_memory = _for_memory(rows, cols, fitting, holders[shape], cost)
         return max(for_memory, _for_balance(rows, cols, fitting, even, cost))
 
+    # One shape has one number of owners, unless a block of it lies in bands that cannot be cut.
     wanted = [(item.block, count_for(item.shape)) for item in items]
     return [count if is_sliceable(block, count) else 1 for block, count in wanted]
 
