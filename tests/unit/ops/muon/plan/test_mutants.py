@@ -98,6 +98,7 @@ MUTANTS = [
 ]
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(("module", "old", "new"), MUTANTS, ids=lambda text: text[:40])
 def test_a_faulty_planner_is_found(module: str, old: str, new: str) -> None:
     with mutant(module, old, new) as jobs, pytest.raises(Exception):  # noqa: B017
