@@ -32,7 +32,7 @@ NAMED: list[dict[str, Any]] = [
 # ---- exact resume -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("case", RESUMED, ids=str)
 def test_resume_is_exact(case: dict[str, Any], tmp_path: Path) -> None:
     expected = run(save_and_go_on, 2, case=case, folder=str(tmp_path))

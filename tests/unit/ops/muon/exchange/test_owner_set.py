@@ -54,7 +54,7 @@ def all_errors(dtype: str) -> dict[str, tuple[float, float]]:
     }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_slices_are_as_exact_as_the_whole(dtype: str, world: int) -> None:

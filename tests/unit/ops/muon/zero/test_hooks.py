@@ -364,7 +364,7 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("tagged", [False, True])
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -431,6 +431,7 @@ def initialized(stage: int) -> tuple[list[float], list[str], float]:
     return seconds, loaded, float(result.diagonal().mean())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_small_model_starts_in_half_a_second_of_a_processor(stage: int) -> None:
     """ZeRO imports stock's Muon, whose decorators would load torch's compiler: a second of every start."""

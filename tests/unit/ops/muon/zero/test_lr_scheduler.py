@@ -21,7 +21,7 @@ from helpers.schedules import (
 )
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("name", DEEPSPEED)
 def test_deepspeeds_schedules_keep_the_ratio(name: str, stage: int) -> None:

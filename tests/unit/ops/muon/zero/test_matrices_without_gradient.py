@@ -197,7 +197,7 @@ BOUNDS = {"int8": 0.1, "bf16 momentum": 0.03, "BF16_Optimizer, accumulation": 0.
 BOUNDS |= {name: 0.003 for name in CASES if name.startswith("bf16, ")}
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("resume", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_what_has_no_gradient_stands_still(name: str, resume: bool, tmp_path: Path) -> None:

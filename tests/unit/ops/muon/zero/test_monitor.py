@@ -103,7 +103,7 @@ def train_weights(folder: str, interval: int, stage: int, rule: str) -> dict[str
     return weights
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("rule", ["", *RULES])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_record_changes_no_weight(stage: int, rule: str, tmp_path: Path) -> None:

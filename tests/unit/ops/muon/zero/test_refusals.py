@@ -82,7 +82,7 @@ STOCK: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("name", CASES)
 def test_a_config_is_refused_before_the_engine_exists(name: str) -> None:
     settings, key, advice = CASES[name]

@@ -175,6 +175,7 @@ def save_while_away(cases: list[dict[str, Any]], folder: str) -> list[list[str]]
     return results
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "cases",
     [

@@ -228,7 +228,7 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
 
 
 @pytest.mark.time_limit(1200)
-@pytest.mark.sample(8)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("resume", [False, True])
 @pytest.mark.parametrize(("name", "world", "config"), CASES, ids=str)
 def test_what_is_switched_off_stands_still(

@@ -99,7 +99,7 @@ def test_two_ranks_equal_one() -> None:
     assert max(change_error(initial[n].detach(), two[n], weight) for n, weight in one.items()) <= 1e-3
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "kind", "stage", "world"),
     [

@@ -22,7 +22,7 @@ from helpers.training import train, train_on_gradients, with_params
 COMBINATIONS = int(os.environ.get("FUZZ", "60"))
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("rule", RULES)
