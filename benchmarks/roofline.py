@@ -13,7 +13,6 @@ The three add up: on a CPU the same cores do all of them.
 
 import dataclasses
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 from benchmarks import report
@@ -22,11 +21,10 @@ from deepspeed.muon.forecast.layout import Half, Layout, lay_out, step_cost
 from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.math.choice import counted_method
-from deepspeed.muon.math.coefficients import Schedule, schedule
+from deepspeed.muon.math.coefficients import schedule
 from deepspeed.muon.math.newton_schulz import flops
 from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.matrices.routing import MatrixSpec
-from deepspeed.muon.plan.cost import CostModel, cost_model
 
 Matrices = Sequence[tuple[int, int]]
 SIMPLE = schedule("simple")
@@ -65,14 +63,6 @@ def muon_half(matrices: Matrices) -> Half:
     return Half(use_muon=True, specs=tuple(MatrixSpec(name, shape, True, "", blocks) for name, shape, blocks in named))
 
 
-def counted_cost(
-    ns_method: str, schedule: Schedule, dtype: str, wire_bytes: int, device_type: str, near: int = 1
-) -> CostModel:
-    """Return the cost model where nothing is timed: under ``auto`` the methods of fewer operations."""
-    method = partial(counted_method, ns_method=ns_method, schedule=schedule, dtype=dtype)
-    return cost_model(method, schedule, dtype, wire_bytes, device_type, near)
-
-
 def demands(
     matrices: Matrices, stage: int, world: int, dtype: str = "bf16", symmetric: bool = False, wire: str = "bf16"
 ) -> list[Demand]:
@@ -82,8 +72,9 @@ def demands(
     share, moved = max(sum(each) / world, max(each)), numel * (20 + 2 * itemsize)
     if stage == 0:
         return [Demand(sum(each), moved), Demand(share, moved, numel * itemsize * (world - 1) / world)]
-    cost = counted_cost("auto", SIMPLE, dtype, itemsize, "cpu")
-    parts = lay_out([muon_half(matrices)], Layout(stage, world))
+    half = muon_half(matrices)
+    cost = half.cost(SIMPLE, dtype, itemsize, "cpu")
+    parts = lay_out([half], Layout(stage, world))
     return [Demand(share, moved / world, sum(step_cost(part, cost).least_bytes for part in parts))]
 
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple
 import torch
 
 from benchmarks import ranks, report
-from benchmarks.roofline import counted_cost, muon_half
+from benchmarks.roofline import muon_half
 from benchmarks.training import Job, rounds
 from deepspeed.muon.cli.model import build
 from deepspeed.muon.config.schema import parse
@@ -33,7 +33,7 @@ from deepspeed.muon.forecast.layout import Half, Layout, halves_of
 from deepspeed.muon.forecast.measured import measure
 from deepspeed.muon.kernels.selection import choose, missing, product_tables
 from deepspeed.muon.plan.memory import Memory
-from deepspeed.muon.plan.plan import make_plan
+from deepspeed.muon.plan.plan import make_plan, without_collector
 from deepspeed.muon.tuning import Candidates
 
 OWN, EXAMPLES = Path(__file__).parent, report.ROOT / "examples" / "plan"
@@ -87,9 +87,10 @@ def forecast(name: str, halves: Sequence[Half], stage: int, world: int, machine:
     for title, rank in {"planning s": 0, "of a middle rank": world // 2}.items():
         gc.collect()
         begin = time.perf_counter()
-        for part, counts in ((cost.part, cost.plan.counts) for cost in found.costs):
-            cost = counted_cost(part.half.ns_method, PLAIN.schedule, "bf16", 2, "cuda", found.layout.ranks_per_node)
-            make_plan(part.shards, rank, part.world_size, cost, counts=counts)
+        with without_collector():  # as when an optimizer binds
+            for part, counts in ((cost.part, cost.plan.counts) for cost in found.costs):
+                cost = part.half.cost(PLAIN.schedule, "bf16", 2, "cuda", found.layout.ranks_per_node)
+                make_plan(part.shards, rank, part.world_size, cost, counts=counts)
         row[title] = time.perf_counter() - begin
     return row
 
@@ -102,7 +103,7 @@ def busiest(planned: Estimate) -> dict[str, float]:
     found = {"busiest": planned, "of one owner each": alone}
     row = {title: sum(max(cost.flops) for cost in of.costs) / mean for title, of in found.items()}
     shapes = Counter(item.shape for cost in alone.costs for item in cost.part.items)
-    flops = counted_cost("auto", PLAIN.schedule, GPU.dtype, GPU.wire_bytes, GPU.device_type).flops
+    flops = muon_half([*shapes]).cost(PLAIN.schedule, GPU.dtype, GPU.wire_bytes, GPU.device_type).flops
     padded = sum(math.ceil(count / world) * flops(*shape) for shape, count in shapes.items())
     return row | {"in padded rounds": padded / mean}
 

@@ -117,7 +117,7 @@ def bind_partition(
     near = neighbours_in(partition.group, context.ranks_per_node) if processes() > 1 else 1
     cost = cost_model(method, config.schedule, choice.dtype, exchange.dtype.itemsize, exchange.device.type, near)
     given, items = group.get("owner_counts", {}), partition.blocks
-    # Of the count of matrices without a gradient each rank of the partition adds its share, whoever orthogonalizes.
+    # Each rank of the partition counts its share of the matrices without a gradient, also where no work is shared.
     sharers = partition.world_size
     counts = shared_counts(
         items,

@@ -133,7 +133,7 @@ class PartitionStep:
         gradient = elements_of(grad, run.copy, self._work, "gradient")
         average = elements_of(state[MOMENTUM], run.copy, self._work, "momentum")
         if average.dtype == torch.bfloat16:
-            # Random numbers belong to the elements of a matrix: on other ranks they would be the same.
+            # Random numbers belong to the elements of a matrix, whatever rank has them.
             name, first = run.draws
             key = key_of(name, int(state["step"]))
             self._kernels.advance_rounded(average, gradient, target, momentum, nesterov, key, first, self._work)

@@ -13,7 +13,6 @@ from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.forecast.layout import Half, Layout, StepCost, StepPart, lay_out, step_cost
 from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.scale import scale_factor
-from deepspeed.muon.plan.cost import cost_model
 from deepspeed.muon.plan.memory import Memory, PartDemand, Peak, peak
 from deepspeed.muon.plan.plan import without_collector
 from deepspeed.muon.plan.slices import neighbours
@@ -82,8 +81,7 @@ def estimate(halves: Sequence[Half], layout: Layout, config: MuonConfig, memory:
     muon = [part for part in parts if part.half.use_muon]
     costs = []
     for part in muon:
-        cost = cost_model(
-            method=part.half.method(config.schedule, memory.dtype),
+        cost = part.half.cost(
             schedule=config.schedule,
             dtype=memory.dtype,
             wire_bytes=memory.wire_bytes,

@@ -23,7 +23,7 @@ from deepspeed.muon.matrices.query_keys import attention_layers
 from deepspeed.muon.matrices.routing import MatrixSpec, route
 from deepspeed.muon.param_groups import check_options, split_groups
 from deepspeed.muon.plan.bucket import Round
-from deepspeed.muon.plan.cost import CostModel
+from deepspeed.muon.plan.cost import CostModel, cost_model
 from deepspeed.muon.plan.memory import Demand, demands_by_rank, own_demands, result_demands
 from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard, Spread
 from deepspeed.muon.plan.plan import GlobalPlan, global_plan, slot_count, storages_of
@@ -56,6 +56,10 @@ class Half:
     def method(self, schedule: Schedule, dtype: str) -> Callable[[int, int], str]:
         """Return the method of Newton-Schulz, by rows and columns, where nothing is timed."""
         return cache(partial(counted_method, ns_method=self.ns_method, schedule=schedule, dtype=dtype))
+
+    def cost(self, schedule: Schedule, dtype: str, wire_bytes: int, device_type: str, near: int = 1) -> CostModel:
+        """Return the cost model with these methods; the arguments are those of :func:`cost_model`."""
+        return cost_model(self.method(schedule, dtype), schedule, dtype, wire_bytes, device_type, near)
 
     def scale(self, block: Block) -> float:
         """The factor by which a block's orthogonalized update is scaled, beside the learning rate."""

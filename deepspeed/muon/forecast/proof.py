@@ -12,6 +12,7 @@ from deepspeed.muon.forecast.estimate import Estimate
 from deepspeed.muon.plan.between_owners import NewtonSchulz, between_owners
 from deepspeed.muon.plan.checker import lost_elements, violation
 from deepspeed.muon.plan.memory import Memory
+from deepspeed.muon.plan.plan import without_collector
 from deepspeed.muon.plan.program import program_of
 
 
@@ -28,6 +29,7 @@ class Proof:
     seconds: float
 
 
+@without_collector()
 def prove(found: Estimate, config: MuonConfig, memory: Memory) -> Proof:
     """Check a step of all parts of a forecast, which are stepped one after the other.
 

@@ -9,14 +9,13 @@ and copies of columns that an elementwise pass makes contiguous.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import NamedTuple
 
 from deepspeed.muon.kernels.workspace import batch_limit
 from deepspeed.muon.math.newton_schulz import DTYPES, SPLIT_FROM
-from deepspeed.muon.plan.bucket import Batch, Round, kind_of
+from deepspeed.muon.plan.bucket import Batch, Round, batches_of
 from deepspeed.muon.plan.placement import PlacedBlock, Spread
 from deepspeed.muon.plan.plan import Plan
 
@@ -146,7 +145,7 @@ def demand_of(plan: Plan, method: Callable[[int, int], str], staged: bool = Fals
     longest = [max((copy.numel for copy in of_bucket), default=0) for of_bucket in copies]
     grids = [max((copy.numel for copy in of_bucket if copy.rows > 1), default=0) for of_bucket in copies]
     sizes = [sum(bucket.buffer_sizes) for bucket in plan.buckets]
-    batches = [tuple(map(_size, bucket.batches)) for bucket in plan.buckets]
+    batches = [_sizes(bucket.batches) for bucket in plan.buckets]
     return PartDemand([*map(Demand, sizes, longest, grids, batches)], plan.storages(staged), method)
 
 
@@ -159,13 +158,13 @@ def demands_by_rank(matrices: Round, world_size: int) -> list[Demand]:
     sizes = [sum(item.block.numel for item in own) for own in owned]
     others, runs, grids = _others(owned, matrices)
     buffers = [size + more for size, more in zip(sizes, others, strict=True)]
-    batches = [tuple(_sizes(own)) for own in owned]
+    batches = [_sizes(batches_of(own)) for own in owned]
     return [*map(Demand, buffers, runs, grids, batches)]
 
 
 def own_demands(matrices: Round, world_size: int) -> list[Demand]:
     """Return those of one round's own matrices on all ranks, each of which holds all matrices whole."""
-    return [_whole(own, tuple(_sizes(own))) for own in _by_owner(matrices, world_size)]
+    return [_whole(own, _sizes(batches_of(own))) for own in _by_owner(matrices, world_size)]
 
 
 def result_demands(part: Round, world_size: int) -> list[Demand]:
@@ -176,15 +175,8 @@ def result_demands(part: Round, world_size: int) -> list[Demand]:
     return [of_all._replace(buffers=of_all.buffers - own) for own in numels]
 
 
-def _size(batch: Batch) -> BatchSize:
-    return BatchSize(batch.rows, batch.cols, batch.shape, batch.owners, batch.count)
-
-
-def _sizes(items: Iterable[PlacedBlock]) -> Iterator[BatchSize]:
-    """Yield those of the batches that an owner's matrices form, as :func:`deepspeed.muon.plan.bucket.batches_of`."""
-    for _, group in groupby(items, key=kind_of):
-        first, *others = group
-        yield BatchSize(first.block.rows, first.block.cols, first.shape, first.owners, 1 + len(others))
+def _sizes(batches: Iterable[Batch]) -> tuple[BatchSize, ...]:
+    return tuple(BatchSize(batch.rows, batch.cols, batch.shape, batch.owners, batch.count) for batch in batches)
 
 
 def _by_owner(matrices: Round, world_size: int) -> list[list[PlacedBlock]]:

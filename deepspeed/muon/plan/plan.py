@@ -158,19 +158,18 @@ class GlobalPlan:
 
     def view(self, rank: int) -> Plan:
         """Return the plan as one rank sees it."""
-        with without_collector():
-            return Plan(
-                rank=rank,
-                world_size=self.world_size,
-                buckets=tuple(self._bucket(items, rank, only_results) for items, only_results in self.parts),
-                owners=tuple(self.owners),
-                counts=tuple(self.counts),
-                loads=tuple(self.loads),
-                moved_elements=self.moved_elements,
-                is_tight=self.is_tight,
-                gradient_flags=self.gradient_flags,
-                digest=self.digest,
-            )
+        return Plan(
+            rank=rank,
+            world_size=self.world_size,
+            buckets=tuple(self._bucket(items, rank, only_results) for items, only_results in self.parts),
+            owners=tuple(self.owners),
+            counts=tuple(self.counts),
+            loads=tuple(self.loads),
+            moved_elements=self.moved_elements,
+            is_tight=self.is_tight,
+            gradient_flags=self.gradient_flags,
+            digest=self.digest,
+        )
 
     def _bucket(self, items: Round, rank: int, only_results: bool) -> Bucket:
         if self.copies == 1:
@@ -178,7 +177,6 @@ class GlobalPlan:
         return shared_bucket(items, rank, self.world_size, only_results)
 
 
-@without_collector()
 def global_plan(
     shards: Sequence[Shard],
     world_size: int,
@@ -215,7 +213,6 @@ def global_plan(
     )
 
 
-@without_collector()
 def make_plan(
     shards: Sequence[Shard],
     rank: int,

@@ -55,7 +55,7 @@ def is_worth_sharing(
     owners, loads = assign(items, world_size, cost, counts)
     calls = broadcasts(owned_by(items, owners, counts), world_size, cost, bucket_bytes)
     received = sum(item.block.numel for item in items) * cost.bytes_per_element * (world_size - 1) / world_size
-    # Each rank that does all matrices itself does so at the same time as the others.
+    # Without sharing, all ranks do all matrices at the same time.
     without = cost.total(item.shape for item in items)
     return max(loads) + cost.flops_per_byte * received + cost.call * calls < without
 

@@ -22,7 +22,6 @@ from deepspeed.muon.log import logger
 from deepspeed.muon.math.logits import ClipOptions, Factors, clip_factors
 from deepspeed.muon.matrices.query_keys import Attention, Role
 from deepspeed.muon.plan.plan import Plan
-from deepspeed.muon.qk_clip.watch import AttentionWatch
 
 
 class _HeadPart(NamedTuple):
@@ -65,6 +64,9 @@ class QKClip:
         #: Names of the parameters that no rank trains in this step; equal on all ranks that train the same layers.
         self._frozen: set[str] = set()
         self._step = step
+        # torch's causal masks load its compiler, which takes a second: only runs with QK-clip wait for it.
+        from deepspeed.muon.qk_clip.watch import AttentionWatch
+
         self.watch = AttentionWatch(layers, options.logits, step)
         weakref.finalize(self, self.watch.close)
         self._parts: dict[Tensor, list[_HeadPart]] = {}

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import TorchFunctionMode
 
 from deepspeed.muon.errors import UnsupportedError
@@ -148,8 +149,6 @@ def _of_torch(
             "width], which tell the heads"
         )
     visible = Visible(attn_mask, is_causal)
-    from torch.nn.attention.bias import CausalBias, CausalVariant  # loads torch.compile, a second at start
-
     if isinstance(attn_mask, CausalBias):
         ends_last = attn_mask.variant == CausalVariant.LOWER_RIGHT
         visible = Visible(is_causal=True, shift=attn_mask.seq_len_kv - attn_mask.seq_len_q if ends_last else 0)

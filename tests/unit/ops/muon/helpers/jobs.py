@@ -61,6 +61,7 @@ class Part:
     programs: list[Program]
     copied: bool
     limit: int
+    staged: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +72,8 @@ class Settings:
     staged: bool
     device_type: str
     bucket_bytes: int
-    #: Of the matrices that can be cut, where so many fit the ranks.
-    owners: int
+    #: Of one matrix.
+    most_owners: int
 
 
 def newton_schulz(dtype: str = "bf16") -> NewtonSchulz:
@@ -96,7 +97,7 @@ def random_job(seed: int, most_ranks: int = 12) -> tuple[Grid, list[Part]]:
         staged=staged,
         device_type="cuda" if staged else random.choice(["cpu", "cuda"]),
         bucket_bytes=random.choice([1, 60, 200, 1000, 2**20, random.randint(2, 400)]),
-        owners=random.choice([1, 1, 2, 4]),
+        most_owners=random.choice([1, 1, 2, 4, 12]),
     )
     return grid, list(_parts(random, grid, settings))
 
@@ -132,13 +133,13 @@ def _dense(random: Random, grid: Grid, stage: int, specs: Sequence[MatrixSpec], 
         ]
         for data in range(grid.data):
             ranks = tuple(grid.rank(stage, data, t) for t in range(grid.tensor))
-            yield _part(ranks, specs, placements, settings)
+            yield _part(random, ranks, specs, placements, settings)
         return
     ranks = tuple(grid.rank(stage, d, t) for d in range(grid.data) for t in range(grid.tensor))
     placements = [
         _placements(_sizes(specs, t), grid.data, t, grid.tensor, padding, settings) for t in range(grid.tensor)
     ]
-    yield _part(ranks, specs, placements, settings)
+    yield _part(random, ranks, specs, placements, settings)
 
 
 def _experts(
@@ -148,7 +149,7 @@ def _experts(
     for first, lane in itertools.product(range(expert_ranks), range(grid.tensor)):
         named = [replace(spec, name=f"{spec.name}.{first}") for spec in specs]
         ranks = tuple(grid.rank(stage, data, lane) for data in range(first, grid.data, expert_ranks))
-        yield _part(ranks, named, [_placements(_sizes(named, 0), len(ranks), 0, 1, 0, settings)], settings)
+        yield _part(random, ranks, named, [_placements(_sizes(named, 0), len(ranks), 0, 1, 0, settings)], settings)
 
 
 def _sizes(specs: Sequence[MatrixSpec], lane: int) -> list[int]:
@@ -176,7 +177,11 @@ def _placements(
 
 
 def _part(
-    ranks: tuple[int, ...], specs: Sequence[MatrixSpec], placements: Sequence[Sequence[Placement]], settings: Settings
+    random: Random,
+    ranks: tuple[int, ...],
+    specs: Sequence[MatrixSpec],
+    placements: Sequence[Sequence[Placement]],
+    settings: Settings,
 ) -> Part:
     """Plan a partition. ``placements``: of each tensor-parallel rank's parameters."""
     lanes = []
@@ -188,8 +193,8 @@ def _part(
         lanes.append([Shard(*each) for each in zip(specs, tensors, mine, everyones, strict=True)])
     cost = CostModel(COST.flops, COST.flops_per_byte, COST.bytes_per_element, settings.device_type)
     blocks = [block for spec in specs for block in spec.blocks]
-    owners = settings.owners if settings.owners in counts_for(len(ranks)) else 1
-    counts = [owners if is_sliceable(block, owners) else 1 for block in blocks]
+    allowed = counts_for(len(ranks), settings.most_owners)
+    counts = [random.choice([n for n in allowed if n == 1 or is_sliceable(block, n)]) for block in blocks]
     plans = [global_plan(shards, len(ranks), cost, settings.bucket_bytes, counts) for shards in lanes]
     of_rank = [plans[index % len(plans)] for index in range(len(ranks))]
     views = [plan.view(index) for index, plan in enumerate(of_rank)]
@@ -201,6 +206,7 @@ def _part(
         views=views,
         programs=[program_of(view, "bf16", settings.staged, between) for view in views],
         copied=len(placements) > 1 and any(spec.sharding is None for spec in specs),
+        staged=settings.staged,
         limit=max(1, settings.bucket_bytes // COST.bytes_per_element),
     )
 
@@ -215,11 +221,14 @@ def _spec(random: Random, name: str, tensor: int) -> MatrixSpec:
 
 
 def _sharding(random: Random, ranks: int) -> Sharding:
-    """Return one of which some ranks may hold nothing; one or two parts of the axis, each cut over the ranks."""
-    axis, parts = random.randint(0, 1), random.randint(1, 2)
-    is_even = random.random() < 0.6
-    widths = [[4] * ranks if is_even else [random.choice([0, 0, 2, 3]) for _ in range(ranks)] for _ in range(parts)]
-    widths[0][random.randrange(ranks)] += 0 if is_even else 2
+    """Return one, of which some ranks may hold nothing; one or two parts of the axis, each cut over the ranks."""
+    axis, parts, lone = random.randint(0, 1), random.randint(1, 2), random.randrange(ranks)
+    kind = random.choice(["even", "even", "uneven", "one rank"])
+    if kind == "uneven":
+        widths = [[random.choice([0, 0, 2, 3]) for _ in range(ranks)] for _ in range(parts)]
+        widths[0][lone] += 2
+    else:
+        widths = [[4 * (kind == "even" or rank == lone) for rank in range(ranks)] for _ in range(parts)]
     size, other = sum(map(sum, widths)), random.choice([2, 4, 5, 8])
     starts = itertools.accumulate(map(sum, widths), initial=0)
     pairs = list(zip(starts, widths, strict=False))
@@ -251,7 +260,8 @@ def check_part(part: Part) -> None:
     largest = max((item.block.numel for _, item in plan.owned), default=0)
     for view, program in zip(part.views, part.programs, strict=True):
         opened = [operation for operation in program if isinstance(operation, Open)]
-        assert len({operation.storage for operation in opened}) <= (4 if view.is_replicated else 3)
+        most = 4 if view.is_replicated else min(3, view.slots(part.staged))
+        assert len({operation.storage for operation in opened}) <= most
         for bucket in view.buckets:
             assert bucket.matrix_elements <= max(part.limit // plan.copies, largest)
             results = sum(bucket.send_counts) + bucket.own_results if bucket.only_results else 0

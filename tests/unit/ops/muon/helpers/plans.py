@@ -3,15 +3,14 @@
 
 import itertools
 import math
-from functools import partial
+from typing import Any
 
-from deepspeed.muon.math.choice import counted_method
-from deepspeed.muon.math.coefficients import Schedule
+from deepspeed.muon.forecast.layout import Half
 from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.matrices.routing import MatrixSpec
 from deepspeed.muon.plan.bucket import Batch, Copy, Run
 from deepspeed.muon.plan.collective import Collective
-from deepspeed.muon.plan.cost import CostModel, cost_model
+from deepspeed.muon.plan.cost import CostModel
 from deepspeed.muon.plan.placement import Placement, Shard
 
 
@@ -21,12 +20,9 @@ def nothing_between(batch: Batch, rank: int) -> tuple[Collective, ...]:
     return ()
 
 
-def counted_cost(
-    ns_method: str, schedule: Schedule, dtype: str, wire_bytes: int, device_type: str, near: int = 1
-) -> CostModel:
-    """The cost model where nothing is timed."""
-    method = partial(counted_method, ns_method=ns_method, schedule=schedule, dtype=dtype)
-    return cost_model(method, schedule, dtype, wire_bytes, device_type, near)
+def counted_cost(ns_method: str, *how: Any) -> CostModel:
+    """Return the cost model of a forecast. ``how``: as :meth:`deepspeed.muon.forecast.layout.Half.cost`."""
+    return Half(use_muon=True, specs=(), ns_method=ns_method).cost(*how)
 
 
 COST = CostModel(lambda rows, cols: 20.0 * min(rows, cols) ** 2 * max(rows, cols), 200.0, 2)

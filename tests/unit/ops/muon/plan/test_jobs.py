@@ -15,7 +15,7 @@ def check(seeds: range, most_ranks: int) -> None:
             raise AssertionError(f"the job of seed {seed} with at most {most_ranks} ranks, {grid}: {error}") from error
 
 
-@pytest.mark.parametrize("first", range(0, 300, 100))
+@pytest.mark.parametrize("first", range(0, 600, 100))
 def test_jobs_break_no_rule(first: int) -> None:
     check(range(first, first + 100), most_ranks=12)
 
