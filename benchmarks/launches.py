@@ -16,9 +16,9 @@ from unittest import mock
 import torch
 
 from benchmarks import report, scaling
+from deepspeed.muon.bound import StepContext
 from deepspeed.muon.cli.model import build
 from deepspeed.muon.config.schema import parse
-from deepspeed.muon.context import StepContext
 from deepspeed.muon.exchange.buffers import BucketBuffers
 from deepspeed.muon.exchange.exchange import Exchange
 from deepspeed.muon.exchange.partition import Partition

@@ -5,19 +5,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 
 from deepspeed.muon.config.schema import MuonConfig
-from deepspeed.muon.context import StepContext
 from deepspeed.muon.exchange.exchange import Exchange
-from deepspeed.muon.exchange.groups import processes
+from deepspeed.muon.exchange.groups import Agreed, processes
 from deepspeed.muon.exchange.owner_set import neighbours_in
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.gradients import GradientProbe
+from deepspeed.muon.kernels import reference
+from deepspeed.muon.kernels.selection import Missing
 from deepspeed.muon.kernels.table import Operations, RunOperations, Tiles
 from deepspeed.muon.math.choice import Choice, shape_key
 from deepspeed.muon.math.newton_schulz import DTYPES, name_of
@@ -30,6 +31,35 @@ from deepspeed.muon.plan.plan import Plan, make_plan, without_collector
 from deepspeed.muon.plan.program import Program, program_of
 from deepspeed.muon.plan.sharing import shared_counts
 from deepspeed.muon.tuning import method_of, with_products
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepContext:
+    """Hold what is agreed; made once, when the optimizer is bound, for an engine by :mod:`deepspeed.muon.zero.bind`.
+
+    Args:
+        is_logging: this process logs what all of them know.
+        kernels: of a step, but for the products of Newton-Schulz; equal on all ranks.
+        lacking: why faster ones are missing.
+        ranks_per_node: neighbouring ranks that share a node, as far as known; unless the config says so only they own
+            a matrix together.
+        peers: process group of the ranks that train the same layers; ``None``: all.
+        muon_of_all_stages: in a pipeline, the parameters of all stages that go to Muon, by name, and a hash of how each
+            is cut, if any.
+        is_stepped_in_parts: whether calls of ``step`` are parts of an engine's step, which calls the optimizer's
+            ``begin_step`` before them and ``release_scratch`` after.
+        is_finite: whether the gradient of the current step is finite, by the wrapper around the optimizer; ``None``:
+            the optimizer looks at its gradients, which are the same on all ranks.
+    """
+
+    is_logging: bool = True
+    kernels: Operations = reference.OPERATIONS
+    lacking: Missing = field(default_factory=dict)
+    ranks_per_node: int = 1
+    peers: Any = None
+    muon_of_all_stages: dict[str, str] | None = None
+    is_stepped_in_parts: bool = False
+    is_finite: Callable[[], Agreed] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

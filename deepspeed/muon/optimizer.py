@@ -13,16 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.muon.bound import Bound, bind_partition
+from deepspeed.muon.bound import Bound, StepContext, bind_partition
 from deepspeed.muon.config.presets import preset_named
 from deepspeed.muon.config.schema import MuonConfig, parse
-from deepspeed.muon.context import StepContext
 from deepspeed.muon.errors import UnsupportedError
-from deepspeed.muon.exchange.agreed import Agreed, agreed
-from deepspeed.muon.exchange.data_parallel import unwrapped
 from deepspeed.muon.exchange.exchange import Exchange, Phase
 from deepspeed.muon.exchange.failures import step_of_all
-from deepspeed.muon.exchange.groups import limit_time
+from deepspeed.muon.exchange.groups import Agreed, agreed, limit_time
 from deepspeed.muon.exchange.host_staging import Staging
 from deepspeed.muon.exchange.owner_set import ranks_of_set
 from deepspeed.muon.exchange.partition import Partition
@@ -44,7 +41,7 @@ from deepspeed.muon.numerics import fixed_numerics
 from deepspeed.muon.param_groups import check_decay_rates, check_options, split_groups, warn_of_odd_settings
 from deepspeed.muon.plan.plan import Plan
 from deepspeed.muon.qk_clip.clip import QKClip
-from deepspeed.muon.replicas import agree_with_replicas, bind_whole
+from deepspeed.muon.replicas import agree_with_replicas, bind_whole, unwrapped
 from deepspeed.muon.saved_state import SavedForm
 from deepspeed.muon.second_moments import SecondMoments
 from deepspeed.muon.step import PartitionStep, Tools

@@ -1,18 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain PyTorch, without an engine: every rank has the parameters whole, and those of DDP share the work."""
+"""Plain PyTorch, without an engine: every rank has whole parameters, ranks of DDP share the work, FSDP is refused."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from deepspeed.muon.context import StepContext
-from deepspeed.muon.exchange.data_parallel import check_agreement, make_sets
-from deepspeed.muon.exchange.groups import join, processes
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from deepspeed.muon.bound import StepContext
+from deepspeed.muon.errors import UnsupportedError
+from deepspeed.muon.exchange.groups import all_maxima, is_made, join, make_groups, processes
+from deepspeed.muon.exchange.owner_set import ranks_of_set
 from deepspeed.muon.exchange.partition import whole_partition
 from deepspeed.muon.exchange.watchdog import start_watchdog
 from deepspeed.muon.kernels.selection import choose, missing
 from deepspeed.muon.tuning import Candidates, has_bf16
+
+
+def unwrapped(model: nn.Module) -> tuple[nn.Module, Any]:
+    """Return the user's module, and the process group over which DDP averages its gradients; ``None`` without DDP.
+
+    Raises:
+        UnsupportedError: FSDP, or DTensors of any other origin, hold shards of the parameters.
+    """
+    inner: Any = getattr(model, "_orig_mod", model)  # of torch.compile
+    is_ddp = isinstance(inner, DistributedDataParallel)
+    module = inner.module if is_ddp else model
+    if kind := next(filter(None, map(_sharded_by, module.modules())), None):
+        raise UnsupportedError(
+            f"MuonWithAuxAdam needs whole parameters, and {kind} holds shards of them. Let DeepSpeed shard the model "
+            'instead: "zero_optimization": {"stage": 3} in ds_config.json, with "optimizer": {"type": "Muon"}; or use '
+            "DistributedDataParallel"
+        )
+    return module, inner.process_group if is_ddp else None
+
+
+def _sharded_by(module: nn.Module) -> str | None:
+    if any(base.__name__ == "FullyShardedDataParallel" for base in type(module).__mro__):
+        return "FullyShardedDataParallel"
+    if any(type(param.data).__name__ == "DTensor" for param in module.parameters(recurse=False)):
+        return f"fully_shard or another user of DTensor ({type(module).__name__})"
+    return None
 
 
 def bind_whole(optimizer: Any, replicas: Any) -> None:
@@ -47,7 +80,7 @@ def bind_whole(optimizer: Any, replicas: Any) -> None:
 
 
 def agree_with_replicas(optimizer: Any, replicas: Any) -> None:
-    """Compare with DDP's other ranks in every step, as one of them alone may have loaded a state since the last.
+    """Compare with DDP's other ranks in every step, as a single rank may have loaded a state since the last.
 
     Raises:
         RuntimeError: the ranks differ.
@@ -57,4 +90,31 @@ def agree_with_replicas(optimizer: Any, replicas: Any) -> None:
     lacking = sorted(kind for kind, reason in optimizer.context.lacking.items() if reason)
     facts = optimizer.config.digest(), str(lacking), optimizer.digest(), str(optimizer.steps_done)
     check_agreement(facts, replicas, optimizer.compute_device)
-    make_sets(optimizer.owner_sets, replicas, optimizer.compute_device)
+    _make_sets(optimizer.owner_sets, replicas, optimizer.compute_device)
+
+
+def check_agreement(facts: Iterable[str], group: Any, device: torch.device) -> None:
+    """Raise RuntimeError on all ranks of a group where one of them has other facts; a collective."""
+    parts = torch.tensor(list(hashlib.sha256("".join(facts).encode()).digest()), dtype=torch.int32, device=device)
+    highest, lowest = all_maxima(torch.stack([parts, -parts]), group)
+    if not torch.equal(highest, -lowest):
+        raise RuntimeError(
+            "the ranks of DistributedDataParallel have built MuonWithAuxAdam with different settings or kernels, or "
+            "for different parameters, or have loaded different states; build it identically on every rank, with "
+            "kernels='torch' if some cannot compile them, and load the same state on every rank"
+        )
+
+
+def _make_sets(sets: Collection[Sequence[int]], group: Any, device: torch.device) -> None:
+    """Make the process groups of owners that do not exist yet; sets of all of DDP's ranks have the same sizes."""
+    if all(map(is_made, sets)):
+        return
+    count = join(group)[1]
+    ranks = ranks_of_set(group, count)
+    if count < processes():
+        raise UnsupportedError(
+            "owners_per_matrix: in DistributedDataParallel over a part of all ranks a matrix has 1 owner or "
+            f"{count}, as only all ranks together can make the process groups of others"
+        )
+    sizes = {len(one) for one in sets}
+    make_groups([ranks[first : first + size] for size in sizes for first in range(0, count, size)], device)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups. Those that the package makes are made by all ranks of the world, in one order, before any step.
+"""Process groups, and answers that all their ranks have alike.
+
+Groups that the package makes are made by all ranks of the world, in one order, before any step.
 
 Where DeepSpeed has bound a process to its device, NCCL makes a group by a split of the world's communicator, which all
 ranks of the world must call, also those outside of the group.
@@ -10,12 +12,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NewType
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 Ranks = tuple[int, ...]
+#: What is equal on all ranks. Made by :func:`agreed` only.
+Agreed = NewType("Agreed", bool)
 
 #: Those of this rank, by the world's group and their ranks.
 _made: dict[tuple[Any, Ranks], Any] = {}
@@ -40,6 +45,21 @@ def all_maxima(values: Tensor, group: Any) -> Tensor:
     if processes() > 1:
         torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX, group=group)
     return values
+
+
+def agreed(has_passed: bool, *, group: Any = None, is_common: bool = False) -> Agreed:
+    """Return whether a check has passed on all ranks of a group, by default all; a collective unless ``is_common``.
+
+    Args:
+        has_passed: on this rank.
+        is_common: the ranks checked the same numbers, such as a norm that ZeRO has reduced over them.
+    """
+    if is_common:
+        return Agreed(has_passed)
+    has_failed = torch.tensor(
+        float(not has_passed), dtype=torch.float32, device=get_accelerator().current_device_name()
+    )
+    return Agreed(not all_maxima(has_failed, group).item())
 
 
 def make_groups(wanted: Iterable[Sequence[int]], device: torch.device) -> None:

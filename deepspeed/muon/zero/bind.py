@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from deepspeed.muon.bound import StepContext
 from deepspeed.muon.config.types import GROUP_KEYS
-from deepspeed.muon.context import StepContext
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.exchange.watchdog import start_watchdog
 from deepspeed.muon.kernels import selection

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import deepspeed.comm as comm
 from torch import Tensor
 
-from deepspeed.muon.exchange.agreed import Agreed
+from deepspeed.muon.exchange.groups import Agreed
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.patch import Seam, replace

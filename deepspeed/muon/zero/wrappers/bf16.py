@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 
-from deepspeed.muon.exchange.agreed import Agreed, agreed
+from deepspeed.muon.exchange.groups import Agreed, agreed
 from deepspeed.muon.zero.wrappers.flat import Flat, FlatGroup
 from deepspeed.muon.zero.wrappers.grad_norm import is_valid
 

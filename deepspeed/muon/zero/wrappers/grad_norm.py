@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from deepspeed.muon.exchange.agreed import Agreed, agreed
+from deepspeed.muon.exchange.groups import Agreed, agreed
 
 #: Methods of ZeRO's wrappers that return the norm of a group's gradient, reduced over all ranks.
 NORM_METHODS = ("get_grad_norm_direct", "complete_grad_norm_calculation_for_cpu_offload")

@@ -12,7 +12,7 @@ import deepspeed.comm as comm
 import torch
 from torch import Tensor
 
-from deepspeed.muon.exchange.agreed import Agreed, agreed
+from deepspeed.muon.exchange.groups import Agreed, agreed
 from deepspeed.muon.exchange.partition import Partition, whole_partition
 from deepspeed.muon.patch import Seam
 from deepspeed.muon.zero.tp_ranks import tp_group, tp_rank

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.muon.exchange.agreed import Agreed, agreed
+from deepspeed.muon.exchange.groups import Agreed, agreed
 from deepspeed.muon.matrices.routing import TAG
 from deepspeed.muon.optimizer import are_finite
 from deepspeed.muon.zero.tp_ranks import tp_rank

@@ -255,7 +255,7 @@ def test_stale_norms_are_cleared(method: str, asks: bool) -> None:
 
 def test_one_function_makes_answers_that_all_ranks_have_alike() -> None:
     makers = [path.name for path in sorted(PACKAGE.rglob("*.py")) if re.search(r"\bAgreed\(", path.read_text())]
-    assert makers == ["agreed.py"]
+    assert makers == ["groups.py"]
 
 
 # ---- what is reported -----------------------------------------------------------------------------------------
