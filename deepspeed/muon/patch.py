@@ -11,15 +11,10 @@ from typing import Any, NamedTuple
 
 
 class Seam(NamedTuple):
-    """An attribute of DeepSpeed that deepspeed-muon replaces or extends, such as ``DeepSpeedEngine.save_checkpoint``.
-
-    ``scope`` says when: at activation (``import``), for an engine with this Muon (``engine``), or only during a save or
-    a load (``call``).
-    """
+    """An attribute of DeepSpeed that deepspeed-muon replaces or extends, like ``DeepSpeedEngine.save_checkpoint``."""
 
     module: str
     path: str
-    scope: str = "import"
 
     def __str__(self) -> str:
         return f"{self.module}.{self.path}"

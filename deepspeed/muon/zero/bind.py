@@ -26,7 +26,7 @@ from deepspeed.muon.version import __version__
 from deepspeed.muon.zero.checkpoint.compatibility import of_all_stages
 from deepspeed.muon.zero.checkpoint.universal import read_universal
 from deepspeed.muon.zero.choice import choose, compare_plans
-from deepspeed.muon.zero.consensus import Facts, compare, differences
+from deepspeed.muon.zero.consensus import Facts, agree, differences
 from deepspeed.muon.zero.monitor import Recorder
 from deepspeed.muon.zero.refusals import refuse_qk_clip
 from deepspeed.muon.zero.startup_log import log_startup
@@ -38,7 +38,7 @@ from deepspeed.muon.zero.wrappers.tensor_parallel import joined
 FACTS = (*GROUP_KEYS, "name", "moe", "use_muon", "lr_ratio")
 
 
-def agree(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
+def agree_on_settings(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
     """Make sure that all ranks run the same version, config and routing.
 
     Called before the engine wraps the optimizer too, as the collectives of ZeRO's construction follow the routing.
@@ -53,7 +53,7 @@ def agree(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
         DisagreementError: the ranks differ, or some are silent.
         MuonConfigError: an option of the config that no pipeline stage follows.
     """
-    verdict = compare(lambda: _facts(engine, optimizer), _judge_settings)
+    verdict = agree(lambda: _facts(engine, optimizer), _judge_settings)
     if verdict["unused_options"]:
         raise MuonConfigError("\n".join(verdict["unused_options"]))
     return verdict
@@ -67,7 +67,7 @@ def bind_engine(engine: Any) -> None:
     optimizer = engine.basic_optimizer
     slow = functools.partial(log_if_slow, is_logging_rank=engine.global_rank == 0)
     with slow("comparing the settings of all ranks"):
-        verdict = agree(engine, optimizer)
+        verdict = agree_on_settings(engine, optimizer)
     if optimizer.qk_clip:
         refuse_qk_clip(engine)
     grid = grid_of(engine)
@@ -82,7 +82,7 @@ def bind_engine(engine: Any) -> None:
     device = torch.device(get_accelerator().current_device_name())  # wherever ZeRO keeps the shards
     kinds = sorted({device.type, *(tensor.device.type for partition in partitions for tensor in partition.tensors)})
     with slow("building or loading the kernels"):
-        lacking = compare(lambda: selection.missing(optimizer.config.kernels, kinds), _judge_kernels)
+        lacking = agree(lambda: selection.missing(optimizer.config.kernels, kinds), _judge_kernels)
     optimizer.context = StepContext(
         is_logging=engine.global_rank == 0,
         kernels=selection.choose(lacking),

@@ -12,7 +12,7 @@ from deepspeed.muon.exchange.groups import is_made, make_groups
 from deepspeed.muon.math.choice import from_pinned, lowest
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.tuning import Candidates, Tuning
-from deepspeed.muon.zero.consensus import Facts, compare, differences
+from deepspeed.muon.zero.consensus import Facts, agree, differences
 from deepspeed.muon.zero.tp_ranks import matrix_share
 
 
@@ -20,7 +20,7 @@ def choose(optimizer: MuonWithAuxAdam, agreed: Facts, device: torch.device, worl
     """What all ranks take. They race at the same time, as they step at the same time.
 
     Args:
-        agreed: what the ranks have agreed on (:func:`deepspeed.muon.zero.bind.agree`), equal on all of them.
+        agreed: the result of :func:`deepspeed.muon.zero.bind.agree_on_settings`, equal on all ranks.
         device: where Newton-Schulz runs.
         world_size: ranks that share the matrices.
 
@@ -40,7 +40,7 @@ def choose(optimizer: MuonWithAuxAdam, agreed: Facts, device: torch.device, worl
         tuning = candidates.after_race(counts, lowest([stated["rates"] for stated in facts]))
         return {"choice": tuning.choice.pinned(), "rates": tuning.rates}
 
-    verdict = compare(lambda: {"rates": candidates.race(counts, world_size)}, judge)
+    verdict = agree(lambda: {"rates": candidates.race(counts, world_size)}, judge)
     return Tuning(from_pinned(verdict["choice"]), verdict["rates"])
 
 
@@ -64,6 +64,6 @@ def compare_plans(engine: Any, **mine: Any) -> dict[str, Any]:
         sets = sorted({tuple(ranks) for one in facts for ranks in one["sets"]})
         return differences(facts, titles, within="stage") or facts[0] | {"sets": sets}
 
-    verdict = compare(state, judge)
+    verdict = agree(state, judge)
     make_groups(verdict["sets"], optimizer.compute_device)
     return verdict

@@ -24,19 +24,19 @@ from torch.utils.file_baton import FileBaton
 
 from deepspeed.muon.config.messages import FILLED_BY
 from deepspeed.muon.config.schema import parse
-from deepspeed.muon.errors import CallOrderError, MuonConfigError, SeamError
+from deepspeed.muon.errors import CallOrderError, MuonConfigError, SeamError, UnsupportedError
 from deepspeed.muon.kernels.build_lock import wait_for_torch
 from deepspeed.muon.log import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.param_groups import check_patterns
 from deepspeed.muon.patch import Seam, replace, replaced
 from deepspeed.muon.version import TESTED_DEEPSPEED
-from deepspeed.muon.zero.bind import agree, bind_engine
+from deepspeed.muon.zero.bind import agree_on_settings, bind_engine
 from deepspeed.muon.zero.checkpoint import save_load, universal
 from deepspeed.muon.zero.lr_scheduler import check_schedule, configure_scheduler, scheduler_from_config
 from deepspeed.muon.zero.monitor import take_step
 from deepspeed.muon.zero.nvme import check_nvme
-from deepspeed.muon.zero.refusals import refuse_compile, refuse_engine, refuse_unsupported, renames_parameters
+from deepspeed.muon.zero.refusals import ON_GPUS, refuse_engine, refuse_unsupported, renames_parameters
 from deepspeed.muon.zero.tp_ranks import note_tp_rank
 from deepspeed.muon.zero.wrappers import ADAPTERS
 from deepspeed.muon.zero.wrappers.experts import refuse_replaced, with_names
@@ -206,7 +206,7 @@ def _check(engine: Any, optimizer: MuonWithAuxAdam) -> None:
     _ignore_elastic_checkpoints(engine)
     check_schedule(engine, optimizer)
     check_nvme(engine, optimizer)
-    agree(engine, optimizer)
+    agree_on_settings(engine, optimizer)
 
 
 def _ignore_elastic_checkpoints(engine: Any) -> None:
@@ -223,7 +223,8 @@ def _ignore_elastic_checkpoints(engine: Any) -> None:
 
 def _compile(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """``DeepSpeedEngine.compile``: refuse DeepCompile, which takes the gradients past the optimizer."""
-    refuse_compile(self)
+    if self.is_deepcompile_enabled():
+        raise UnsupportedError(f"compile.deepcompile: DeepCompile {ON_GPUS}")
     return original(self, *args, **kwargs)
 
 
@@ -281,14 +282,17 @@ REPLACEMENTS: dict[Seam, Callable] = {
     Seam(_ENGINE, "DeepSpeedEngine._take_model_step"): _with_muon(take_step),
     Seam(_ENGINE, "DeepSpeedEngine._get_optimizer_param"): _with_muon(_get_optimizer_param),
     Seam(_ENGINE, "DeepSpeedEngine.compile"): _with_muon(_compile),
-    Seam(_ENGINE, "DeepSpeedEngine.save_checkpoint"): save_load.save_checkpoint,
-    Seam(_ENGINE, "DeepSpeedEngine.load_checkpoint"): save_load.load_checkpoint,
+    Seam(_ENGINE, "DeepSpeedEngine.save_checkpoint"): _with_muon(save_load.save_checkpoint),
+    Seam(_ENGINE, "DeepSpeedEngine.load_checkpoint"): _with_muon(save_load.load_checkpoint),
     Seam("deepspeed.runtime.config", "DeepSpeedConfig.__init__"): _read_config,
 }
-_OF_ADAPTERS = [seam for adapter in ADAPTERS.values() for seam in adapter.seams()]
 _SUPPORTED = Seam("deepspeed.runtime.zero.utils", "ZERO_SUPPORTED_OPTIMIZERS")
 #: Everything of DeepSpeed that is replaced or extended.
-SEAMS: tuple[Seam, ...] = (*REPLACEMENTS, _SUPPORTED, *_OF_ADAPTERS, *save_load.SEAMS, *universal.SEAMS)
+SEAMS: tuple[Seam, ...] = (
+    *(*REPLACEMENTS, _SUPPORTED),
+    *(seam for adapter in ADAPTERS.values() for seam in adapter.seams()),
+    *(*save_load.SEAMS, *universal.SEAMS),
+)
 
 _undo: list[Callable[[], None]] = []
 
@@ -348,7 +352,8 @@ def seam_states() -> dict[str, str]:
     """
     states = {str(seam): "present" if seam.exists() else "missing" for seam in SEAMS}
     if _undo and "missing" not in states.values():
-        return {str(seam): "in use" if seam.scope == "import" else "ready" for seam in SEAMS}
+        in_use = {*REPLACEMENTS, _SUPPORTED}
+        return {str(seam): "in use" if seam in in_use else "ready" for seam in SEAMS}
     return states
 
 

@@ -192,12 +192,6 @@ def _universal_problems(engine: Any) -> Iterator[str]:
         )
 
 
-def refuse_compile(engine: Any) -> None:
-    """Raise UnsupportedError where ``engine.compile()`` would start DeepCompile."""
-    if engine.is_deepcompile_enabled():
-        raise UnsupportedError(f"compile.deepcompile: DeepCompile {ON_GPUS}")
-
-
 def refuse_qk_clip(engine: Any) -> None:
     """Raise UnsupportedError for an engine whose attention ``qk_clip`` cannot observe."""
     if _is_spread(engine):

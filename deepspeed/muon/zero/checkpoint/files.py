@@ -26,17 +26,17 @@ from deepspeed.muon.log import logger
 from deepspeed.muon.patch import Seam, replaced
 from deepspeed.muon.zero.checkpoint import compatibility, durable, manifest
 from deepspeed.muon.zero.checkpoint.safe_load import read_model
-from deepspeed.muon.zero.consensus import from_rank_0, gathered, together
+from deepspeed.muon.zero.consensus import broadcast, gathered, raise_on_all_ranks
 from deepspeed.muon.zero.nvme import saved_files
 
 #: Files of DeepSpeed's checkpoints, in any layout.
 STATES = ("*model_states.pt", "*optim_states.pt")
 SEAMS = (
     *(
-        Seam("deepspeed.runtime.checkpoint_engine.checkpoint_engine", f"CheckpointEngine.{name}", "call")
+        Seam("deepspeed.runtime.checkpoint_engine.checkpoint_engine", f"CheckpointEngine.{name}")
         for name in ("makedirs", "create", "save", "commit", "load")
     ),
-    Seam("deepspeed.runtime.engine", "DeepSpeedEngine.zero_nvme_offload_optimizer", "call"),
+    Seam("deepspeed.runtime.engine", "DeepSpeedEngine.zero_nvme_offload_optimizer"),
 )
 
 
@@ -138,7 +138,7 @@ class SafeFiles(CheckpointEngine):
                 "latest names no incomplete checkpoint, and training can go on"
             )
 
-        return together(act, failure)
+        return raise_on_all_ranks(act, failure)
 
     def leave_to_deepspeed(self, folder: Path) -> None:
         """Remove the header that an older save has left in a folder, before another checkpoint engine writes there."""
@@ -164,7 +164,7 @@ class SafeFiles(CheckpointEngine):
         self.contents.create(info)
         nodes = gathered(self.node)
         self.facts = {
-            "save_id": from_rank_0(uuid.uuid4().hex),
+            "save_id": broadcast(uuid.uuid4().hex),
             "tag": self.tag,
             "step": self.engine.global_steps,
             "world_size": self.engine.world_size,
@@ -232,7 +232,9 @@ class SafeFiles(CheckpointEngine):
         if self.names_latest:
             unnamed = f"the checkpoint {self.folder} is complete, but latest does not name it: "
             latest = partial(durable.write_atomically, self.save_dir / "latest", self.tag)
-            together(lambda: latest() if self.is_first else None, lambda reasons: CheckpointError(unnamed + reasons))
+            raise_on_all_ranks(
+                lambda: latest() if self.is_first else None, lambda reasons: CheckpointError(unnamed + reasons)
+            )
         return True
 
     def load(self, path: str, map_location: Any = None) -> Any:

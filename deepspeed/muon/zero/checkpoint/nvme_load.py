@@ -22,7 +22,7 @@ from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.patch import replaced
 from deepspeed.muon.zero.checkpoint.compatibility import loads_states
 from deepspeed.muon.zero.checkpoint.safe_load import read_states
-from deepspeed.muon.zero.consensus import together
+from deepspeed.muon.zero.consensus import raise_on_all_ranks
 from deepspeed.muon.zero.nvme import each_sub_group, saved_files, swapped_in
 
 Layout = tuple[int, list[list[int]]]
@@ -51,7 +51,7 @@ class NvmeLoad:
             file = Path(self.engine._get_zero_ckpt_name(str(load_dir), tag))
             refusal = f"the checkpoint {load_dir / tag} cannot be loaded: "
             check = partial(self._check, file, loads_states(arguments))
-            together(check, lambda reasons: CheckpointError(refusal + reasons))
+            raise_on_all_ranks(check, lambda reasons: CheckpointError(refusal + reasons))
         load, rigid, weights = self._load_checkpoint, self._load_zero_file, self._load_weights
         with (
             replaced(self.engine, _load_checkpoint=load, zero_nvme_offload_optimizer=lambda original: False),

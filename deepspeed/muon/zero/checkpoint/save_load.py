@@ -18,13 +18,12 @@ from typing import Any
 
 from deepspeed.muon.errors import CheckpointError
 from deepspeed.muon.log import logger
-from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.patch import Seam, replaced
 from deepspeed.muon.zero.checkpoint import compatibility, files, manifest
 from deepspeed.muon.zero.checkpoint.files import SafeFiles, is_torchs
 from deepspeed.muon.zero.checkpoint.safe_load import read_model
 from deepspeed.muon.zero.choice import compare_plans
-from deepspeed.muon.zero.consensus import differences, from_rank_0, gathered, together
+from deepspeed.muon.zero.consensus import broadcast, differences, gathered, raise_on_all_ranks
 from deepspeed.muon.zero.refusals import refuse_universal
 from deepspeed.muon.zero.wrappers.loss_scale import own_scaler
 
@@ -38,9 +37,9 @@ COMMON = {
 ENGINE, _MODEL_FILES = "deepspeed.runtime.engine", "deepspeed.runtime.state_dict_factory"
 SEAMS = (
     *files.SEAMS,
-    Seam(_MODEL_FILES, "SDLoaderBase.check_ckpt_list", "call"),
-    Seam(ENGINE, "get_fp32_state_dict_from_zero_checkpoint", "call"),
-    Seam(ENGINE, "DeepSpeedEngine._load_checkpoint", "call"),
+    Seam(_MODEL_FILES, "SDLoaderBase.check_ckpt_list"),
+    Seam(ENGINE, "get_fp32_state_dict_from_zero_checkpoint"),
+    Seam(ENGINE, "DeepSpeedEngine._load_checkpoint"),
 )
 
 
@@ -49,10 +48,6 @@ def _arguments(original: Callable, engine: Any, args: tuple, options: dict[str, 
     call = inspect.signature(original).bind(engine, *args, **options)
     call.apply_defaults()
     return call.arguments
-
-
-def _is_ours(engine: Any) -> bool:
-    return isinstance(getattr(engine, "basic_optimizer", None), MuonWithAuxAdam)
 
 
 def _compare_arguments(engine: Any, call: str, arguments: Mapping[str, Any]) -> None:
@@ -88,8 +83,6 @@ def save_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
         CheckpointError: on all ranks, where anything failed on one of them. Nothing of the checkpoint is left,
             ``latest`` names no incomplete one, and the engine can train on and save again.
     """
-    if not _is_ours(engine):
-        return original(engine, *args, **kwargs)
     arguments = _arguments(original, engine, args, kwargs)
     if arguments["tag"] is None:
         arguments["tag"] = f"global_step{engine.global_steps}"
@@ -163,8 +156,6 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
     Raises:
         CheckpointError: the same on all ranks; the engine is as before.
     """
-    if not _is_ours(engine):
-        return original(engine, *args, **kwargs)
     arguments = _arguments(original, engine, args, kwargs)
     _compare_arguments(engine, "load_checkpoint", arguments)
     adapter, is_universal = engine.muon_adapter, engine.load_universal_checkpoint()
@@ -174,7 +165,7 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
         arguments["load_optimizer_states"] = False  # with this one alone DeepSpeed would load nothing
     tag: str | None
     if is_universal:  # which has no id of a save
-        tag, save_id = together(partial(_universal_tag, engine, arguments), CheckpointError), None
+        tag, save_id = raise_on_all_ranks(partial(_universal_tag, engine, arguments), CheckpointError), None
     else:
         tag, save_id = _agreed(engine, arguments)
     arguments["tag"] = tag
@@ -231,7 +222,7 @@ def _agreed(engine: Any, arguments: dict[str, Any]) -> tuple[str | None, str | N
         told = [f"the ranks see different checkpoints: {seen[:TOLD]}"]
     if told:
         is_first = engine.global_rank == 0  # it alone looks for another tag to suggest
-        raise CheckpointError(from_rank_0(_refusal(arguments["load_dir"], seen[0][0], told) if is_first else None))
+        raise CheckpointError(broadcast(_refusal(arguments["load_dir"], seen[0][0], told) if is_first else None))
     return seen[0]
 
 

@@ -27,7 +27,7 @@ from deepspeed.muon.saved_groups import Groups, check_groups, kinds, saved_group
 from deepspeed.muon.saved_state import KEPT_AS
 from deepspeed.muon.state_import import KEYS, Actions, Source, chosen, decide, fill, report, warn_of_fused
 from deepspeed.muon.zero.checkpoint.safe_load import read_states
-from deepspeed.muon.zero.consensus import together
+from deepspeed.muon.zero.consensus import raise_on_all_ranks
 from deepspeed.muon.zero.wrappers.adapter import Adapter
 from deepspeed.muon.zero.wrappers.experts import expert_shards
 from deepspeed.muon.zero.wrappers.tensor_parallel import tensor_parallel_shards
@@ -37,7 +37,7 @@ WEIGHT, MOMENTUM = "fp32", "exp_avg"
 #: Key in ``optimizer_state.pt``: which optimizer's checkpoint ``ds_muon import`` converted.
 ORIGIN = "deepspeed_muon_origin"
 #: Replaced where the config asks for a universal checkpoint.
-SEAMS = (Seam("deepspeed.runtime.engine", "DeepSpeedEngine._get_all_ckpt_names", "engine"),)
+SEAMS = (Seam("deepspeed.runtime.engine", "DeepSpeedEngine._get_all_ckpt_names"),)
 
 
 def read_universal(adapter: Adapter) -> None:
@@ -51,7 +51,7 @@ def read_universal(adapter: Adapter) -> None:
 
     def load(folder: str, load_optimizer_states: bool, load_from_fp32_weights: bool) -> None:
         check = partial(_opened, engine, optimizer, folder, load_optimizer_states)
-        opened, actions = together(check, lambda reasons: ImportStateError(f"nothing was loaded: {reasons}"))
+        opened, actions = raise_on_all_ranks(check, lambda reasons: ImportStateError(f"nothing was loaded: {reasons}"))
         _load(adapter, opened, actions, load_optimizer_states)
 
     adapter.read_universal(load)

@@ -49,7 +49,7 @@ class Adapter:
     @classmethod
     def seams(cls) -> list[Seam]:
         """Return every method that this adapter replaces."""
-        return [*(Seam(cls.MODULE, f"{cls.CLASS}.{name}", "engine") for name in cls.REPLACED), *cls.MORE_SEAMS]
+        return [*(Seam(cls.MODULE, f"{cls.CLASS}.{name}") for name in cls.REPLACED), *cls.MORE_SEAMS]
 
     def replace(self, name: str, function: Callable, owner: Any = None) -> None:
         """Make ``owner.name(...)``, by default the wrapper's, call ``function(original, ...)``, if it is declared."""

@@ -29,7 +29,7 @@ class Stage0(Adapter):
 
     MODULE, CLASS = "deepspeed.runtime.fp16.unfused_optimizer", "FP16_UnfusedOptimizer"
     REPLACED: ClassVar[tuple[str, ...]] = UnfusedScale.REPLACED
-    MORE_SEAMS = (Seam("deepspeed.runtime.engine", "DeepSpeedEngine.clip_fp32_gradients", "engine"),)
+    MORE_SEAMS = (Seam("deepspeed.runtime.engine", "DeepSpeedEngine.clip_fp32_gradients"),)
 
     def params(self, index: int) -> list[Any]:
         """The model's parameters of a group, in the order of the tensors that are stepped."""

@@ -42,10 +42,10 @@ class Stage3(Adapter):
         *("offload_states", "reload_states", "_load_universal_checkpoint", "state_dict"),
     )
     MORE_SEAMS = (
-        Seam(MODULE, f"{CLASS}._rigid_load_state_dict", "call"),
-        Seam(MODULE, f"{CLASS}._restore_from_bit16_weights", "call"),
-        Seam(f"{_SWAP}.partitioned_optimizer_swapper", f"Partitioned{_SWAP_OUT}", "engine"),
-        Seam(f"{_SWAP}.pipelined_optimizer_swapper", f"Pipelined{_SWAP_OUT}", "engine"),
+        Seam(MODULE, f"{CLASS}._rigid_load_state_dict"),
+        Seam(MODULE, f"{CLASS}._restore_from_bit16_weights"),
+        Seam(f"{_SWAP}.partitioned_optimizer_swapper", f"Partitioned{_SWAP_OUT}"),
+        Seam(f"{_SWAP}.pipelined_optimizer_swapper", f"Pipelined{_SWAP_OUT}"),
     )
 
     def partitions(self) -> list[Partition]:

@@ -15,7 +15,7 @@ from packaging.version import Version
 from deepspeed.muon.errors import DisagreementError
 from deepspeed.muon.exchange.exchange import BucketBuffers
 from deepspeed.muon.plan.plan import make_plan
-from deepspeed.muon.zero.consensus import compare, differences
+from deepspeed.muon.zero.consensus import agree, differences
 from helpers.distributed import RankError, run
 from helpers.plans import COST, flat_layout, part_layout, specs, spread
 from helpers.training import ds_config, make_engine, train_on_gradients, with_params
@@ -167,7 +167,7 @@ def state(facts: dict[str, Any]) -> str:
 
     facts = {key: value[dist.get_rank()] if isinstance(value, list) else value for key, value in facts.items()}
     try:
-        return str(compare(lambda: prepared(facts), judge))
+        return str(agree(lambda: prepared(facts), judge))
     except DisagreementError as error:
         return str(error)
 
@@ -248,7 +248,7 @@ def start_over_within() -> list[str]:
 
     texts = [state({"x": 1})]
     with pytest.raises(DisagreementError) as error:
-        compare(lambda: {"x": 1} if dist.get_rank() else {"y": 1}, judge if dist.get_rank() else other)
+        agree(lambda: {"x": 1} if dist.get_rank() else {"y": 1}, judge if dist.get_rank() else other)
     return [*texts, str(error.value), state({"x": 1})]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed.muon.zero.consensus import compare, together
+from deepspeed.muon.zero.consensus import agree, raise_on_all_ranks
 from helpers.distributed import run
 from helpers.engine_state import differing
 from helpers.models import Mlp, train_engine
@@ -68,10 +68,10 @@ def exit_on_rank_1(way: str) -> str:
         return {}
 
     with pytest.raises(RuntimeError) as error:
-        together(act, RuntimeError) if way == "together" else compare(act, lambda facts: {})
+        raise_on_all_ranks(act, RuntimeError) if way == "raise" else agree(act, lambda facts: {})
     return str(error.value)
 
 
-@pytest.mark.parametrize("way", ["together", "compare"])
+@pytest.mark.parametrize("way", ["raise", "agree"])
 def test_a_rank_that_exits_is_an_error_on_all(way: str) -> None:
     assert all("rank 1: SystemExit: 0" in text for text in run(exit_on_rank_1, 2, way=way))
