@@ -23,12 +23,11 @@ from deepspeed.muon.kernels.table import Operations, RunOperations, Tiles
 from deepspeed.muon.math.choice import Choice, shape_key
 from deepspeed.muon.math.newton_schulz import DTYPES, name_of
 from deepspeed.muon.math.scale import scale_factor
-from deepspeed.muon.plan.between_owners import NewtonSchulz, between_owners
 from deepspeed.muon.plan.bucket import Bucket
 from deepspeed.muon.plan.cost import cost_model
 from deepspeed.muon.plan.launches import Span, calls_of, spans_of
 from deepspeed.muon.plan.plan import Plan, make_plan, without_collector
-from deepspeed.muon.plan.program import Program, program_of
+from deepspeed.muon.plan.program import NewtonSchulz, Program, program_of
 from deepspeed.muon.plan.sharing import shared_counts
 from deepspeed.muon.tuning import method_of, with_products
 
@@ -98,8 +97,8 @@ class Bound:
     @cached_property
     def program(self) -> Program:
         """Return what this rank does in a step."""
-        between = partial(between_owners, how=self.newton_schulz)
-        return program_of(self.plan, name_of(self.exchange.dtype), self.exchange.staging is not None, between)
+        is_staged = self.exchange.staging is not None
+        return program_of(self.plan, name_of(self.exchange.dtype), is_staged, self.newton_schulz)
 
     @cached_property
     def digest(self) -> str:

@@ -33,8 +33,7 @@ from deepspeed.muon.math.momentum import MOMENTUM, Blocks, State
 from deepspeed.muon.math.newton_schulz import orthogonalize
 from deepspeed.muon.math.rules import Rules
 from deepspeed.muon.plan.bucket import Bucket, Run
-from deepspeed.muon.plan.collective import Collective
-from deepspeed.muon.plan.program import Look
+from deepspeed.muon.plan.program import Collective, Look
 from deepspeed.muon.second_moments import SecondMoments
 from deepspeed.muon.step_stats import ABSENT, StepStats
 

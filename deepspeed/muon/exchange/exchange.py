@@ -21,9 +21,8 @@ from deepspeed.muon.exchange.watchdog import PendingCollectives
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.math.newton_schulz import name_of
 from deepspeed.muon.plan.bucket import Batch
-from deepspeed.muon.plan.collective import Collective
 from deepspeed.muon.plan.plan import Plan
-from deepspeed.muon.plan.program import Apply, Compute, Look, Open, Prepare, Program, Send, Wait
+from deepspeed.muon.plan.program import Apply, Collective, Compute, Look, Open, Prepare, Program, Send, Wait
 
 #: What is entered around a phase, by its name.
 Phase = Callable[[str], AbstractContextManager]

@@ -21,7 +21,7 @@ from torch import Tensor
 from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.patch import replaced
 from deepspeed.muon.plan.checker import conflict
-from deepspeed.muon.plan.collective import Collective, Group
+from deepspeed.muon.plan.program import Collective, Group
 
 #: Code between the line that wants to communicate and torch.
 BETWEEN = (

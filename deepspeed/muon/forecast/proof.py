@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from functools import partial
 
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.forecast.estimate import Estimate
-from deepspeed.muon.plan.between_owners import NewtonSchulz, between_owners
 from deepspeed.muon.plan.checker import lost_elements, violation
 from deepspeed.muon.plan.memory import Memory
 from deepspeed.muon.plan.plan import without_collector
-from deepspeed.muon.plan.program import program_of
+from deepspeed.muon.plan.program import NewtonSchulz, program_of
 
 
 @dataclass(frozen=True)
@@ -45,9 +43,8 @@ def prove(found: Estimate, config: MuonConfig, memory: Memory) -> Proof:
             dtype=memory.dtype,
             device_type=memory.device_type,
         )
-        between = partial(between_owners, how=newton_schulz)
         views = [cost.plan.view(rank) for rank in range(cost.plan.world_size)]
-        programs = [program_of(view, memory.wire, memory.staged, between) for view in views]
+        programs = [program_of(view, memory.wire, memory.staged, newton_schulz) for view in views]
         # A part that every rank updates whole has one program, which each of them runs.
         operations += sum(map(len, programs)) * (found.world_size // cost.plan.world_size)
         sizes = {item.matrix: item.block.numel for item in cost.plan.items}

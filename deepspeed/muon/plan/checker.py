@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from deepspeed.muon.plan.collective import Collective, Group, mismatch
 from deepspeed.muon.plan.plan import Plan
 from deepspeed.muon.plan.program import (
     Apply,
+    Collective,
     Compute,
+    Group,
     Look,
     Open,
     Operation,
@@ -80,7 +81,7 @@ def conflict(calls: Sequence[Sequence[Collective]]) -> str | None:
         waiting = come.setdefault(call.group, [])
         waiting.append(rank)
         if len(waiting) == len(call.group.ranks):
-            if text := mismatch([calls[each][done[each]] for each in call.group.ranks]):
+            if text := _mismatch([calls[each][done[each]] for each in call.group.ranks]):
                 return text
             # All its ranks have come: the call is done, and each goes on to its next.
             del come[call.group]
@@ -88,6 +89,32 @@ def conflict(calls: Sequence[Sequence[Collective]]) -> str | None:
                 done[each] += 1
             arriving += call.group.ranks
     return _circle(calls, done)
+
+
+def _mismatch(calls: Sequence[Collective]) -> str | None:
+    """Return how the calls of one collective differ; ``None`` where they match.
+
+    Args:
+        calls: of all ranks of the group, in its order.
+    """
+    first, ranks = calls[0], calls[0].group.ranks
+    for rank, call in zip(ranks, calls, strict=True):
+        if _common(call) != _common(first):
+            return f"rank {ranks[0]} calls {first}, rank {rank} calls {call}"
+        for counts in (call.sent, call.received) if call.sent or call.received else ():
+            if len(counts) != len(calls):
+                return f"rank {rank} has sizes for {len(counts)} ranks of {len(calls)} in {call}"
+    for rank, call, expected in zip(ranks, calls, zip(*(call.received for call in calls), strict=True), strict=False):
+        if call.sent != expected:
+            other = next(index for index, numel in enumerate(call.sent) if numel != expected[index])
+            text = f"{call.sent[other]} elements to rank {ranks[other]}, which receives {expected[other]}"
+            return f"rank {rank} sends {text}, in {call}"
+    return None
+
+
+def _common(call: Collective) -> tuple:
+    """Return what is equal on all ranks."""
+    return call.kind, call.dtype, call.numel, call.root, bool(call.sent)
 
 
 def _circle(calls: Sequence[Sequence[Collective]], done: Sequence[int]) -> str | None:

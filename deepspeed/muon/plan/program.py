@@ -8,13 +8,75 @@ programs of all ranks without running them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
+from typing import NamedTuple
 
+from deepspeed.muon.kernels.workspace import batch_limit
+from deepspeed.muon.math.coefficients import Schedule
+from deepspeed.muon.math.newton_schulz import DTYPES, SPLIT_FROM, product_order
 from deepspeed.muon.plan.bucket import Batch, Bucket
-from deepspeed.muon.plan.collective import Collective, Group
+from deepspeed.muon.plan.memory import SUM_ELEMENTS
 from deepspeed.muon.plan.plan import Plan
+
+
+class Group(NamedTuple):
+    """The ranks that call a collective. ``name`` tells apart process groups of the same ranks."""
+
+    ranks: Sequence[int]
+    name: str = ""
+
+    def __str__(self) -> str:
+        first, last = self.ranks[0], self.ranks[-1]
+        if len(self.ranks) > 1 and list(self.ranks) == list(range(first, last + 1)):
+            return f"ranks {first} to {last}"
+        return f"ranks {', '.join(map(str, self.ranks))}"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective as one rank calls it.
+
+    Args:
+        kind: such as ``all_reduce``.
+        group: the ranks that make the call.
+        dtype: of the elements, such as ``fp32``.
+        numel: elements, equal on all ranks: of the tensor that is reduced or broadcast, or that each rank contributes.
+        root: the index in the group of the rank that sends to all, or receives from all.
+        sent: elements for each rank of the group, where ranks send unlike numbers.
+        received: elements from each rank.
+        caller: the line of code that makes the call, if that is known.
+    """
+
+    kind: str
+    group: Group
+    dtype: str = ""
+    numel: int = 0
+    root: int | None = None
+    sent: tuple[int, ...] = ()
+    received: tuple[int, ...] = ()
+    caller: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        numel = sum(self.sent) if self.sent else self.numel
+        what = f"{self.kind} of {numel:,} {self.dtype} elements" if self.dtype else self.kind
+        root = "" if self.root is None else f" from rank {self.group.ranks[self.root]}"
+        return f"{what}{root} among {self.group}" + (f" ({self.caller})" if self.caller else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewtonSchulz:
+    """What decides the products of Newton-Schulz, and so what the owners of a slice send each other.
+
+    ``method``: by rows and columns. ``dtype``: a key of :data:`deepspeed.muon.math.newton_schulz.DTYPES`.
+    ``device_type``: where it runs.
+    """
+
+    schedule: Schedule
+    method: Callable[[int, int], str]
+    dtype: str
+    device_type: str
 
 
 @dataclass(frozen=True)
@@ -80,11 +142,9 @@ class Apply:
 
 Operation = Open | Prepare | Send | Wait | Compute | Apply
 Program = tuple[Look | Operation, ...]
-#: What a rank calls while it orthogonalizes the matrices of a batch.
-Between = Callable[[Batch, int], Iterable[Collective]]
 
 
-def program_of(plan: Plan, wire: str, staged: bool, between: Between) -> Program:
+def program_of(plan: Plan, wire: str, staged: bool, newton_schulz: NewtonSchulz) -> Program:
     """Return what the rank of a plan does in a step.
 
     Where anything is sent or staged, a line is one turn of the loop, and what is sent arrives during the next::
@@ -101,10 +161,11 @@ def program_of(plan: Plan, wire: str, staged: bool, between: Between) -> Program
     Args:
         wire: dtype of what is sent to owners and back.
         staged: with copies between host and accelerator.
-        between: :func:`deepspeed.muon.plan.between_owners.between_owners` of a batch and a rank.
+        newton_schulz: decides what the owners of one matrix send each other.
     """
-    look = (Collective("all_reduce", _everyone(plan), "int32", plan.gradient_flags),) if plan.gradient_flags else ()
-    return Look(look), *_operations(plan, wire, staged, between)
+    everyone, flags = Group(range(plan.world_size)), plan.gradient_flags
+    look = (Collective("all_reduce", everyone, "int32", flags),) if flags else ()
+    return Look(look), *_operations(plan, wire, staged, newton_schulz)
 
 
 def collectives_of(program: Program) -> Iterator[Collective]:
@@ -112,7 +173,7 @@ def collectives_of(program: Program) -> Iterator[Collective]:
     return chain.from_iterable(op.collectives for op in program if isinstance(op, (Look, Send, Compute)))
 
 
-def _operations(plan: Plan, wire: str, staged: bool, between: Between) -> Iterator[Operation]:
+def _operations(plan: Plan, wire: str, staged: bool, newton_schulz: NewtonSchulz) -> Iterator[Operation]:
     slots, storages, count = plan.slots(staged), plan.storages(staged), len(plan.buckets)
     to_compute = int(slots > 1 and not plan.is_replicated)
     to_apply = to_compute + int(slots > 1)
@@ -128,17 +189,14 @@ def _operations(plan: Plan, wire: str, staged: bool, between: Between) -> Iterat
             yield Prepare(turn)
             yield Send(turn, False, _sent(plan.buckets[turn], plan, wire, back=False))
         if 0 <= turn - to_compute < count:
-            yield from _compute(turn - to_compute, plan, wire, between)
+            number, batches = turn - to_compute, plan.buckets[turn - to_compute].batches
+            yield Wait(number, False)
+            between = (between_owners(batch, plan.rank, newton_schulz) for batch in batches)
+            yield Compute(number, tuple(chain.from_iterable(between)))
+            yield Send(number, True, _sent(plan.buckets[number], plan, wire, back=True))
         # With a slot to spare, the results of an earlier bucket arrive while this one is orthogonalized.
         if not applies_first:
             yield from _apply(turn - to_apply, count)
-
-
-def _compute(number: int, plan: Plan, wire: str, between: Between) -> Iterator[Operation]:
-    bucket = plan.buckets[number]
-    yield Wait(number, False)
-    yield Compute(number, tuple(chain.from_iterable(between(batch, plan.rank) for batch in bucket.batches)))
-    yield Send(number, True, _sent(bucket, plan, wire, back=True))
 
 
 def _apply(bucket: int, count: int) -> Iterator[Operation]:
@@ -155,7 +213,7 @@ def _sent(bucket: Bucket, plan: Plan, wire: str, back: bool) -> tuple[Collective
     """
     if not bucket.travels or (bucket.only_results and not back):
         return ()
-    group = _everyone(plan)
+    group = Group(range(plan.world_size))
     if bucket.only_results:
         numels = list(bucket.send_counts)
         numels[plan.rank] = bucket.own_results
@@ -166,5 +224,37 @@ def _sent(bucket: Bucket, plan: Plan, wire: str, back: bool) -> tuple[Collective
     return (Collective("all_to_all", group, wire, sent=sent, received=received),)
 
 
-def _everyone(plan: Plan) -> Group:
-    return Group(range(plan.world_size))
+def between_owners(batch: Batch, rank: int, how: NewtonSchulz) -> Iterator[Collective]:
+    """Yield what the owners of a batch's matrices call; nothing where a matrix has one owner.
+
+    :mod:`deepspeed.muon.exchange.owner_set` makes these calls and no others. ``rank``: one of the owners.
+    """
+    if batch.owners == 1:
+        return
+    rows, cols = batch.shape
+    first = rank // batch.owners * batch.owners
+    group, small = Group(range(first, first + batch.owners)), min(rows, cols)
+    has_diagonals, splits_products = how.dtype != "fp32", batch.owners >= SPLIT_FROM
+    products = [*product_order(how.schedule, how.method(rows, cols), how.dtype)]
+    limit = batch_limit(batch.rows * batch.cols, small, DTYPES[how.dtype].itemsize, how.device_type != "cpu", threads=1)
+    for count in _parts(batch.count, limit):
+        yield Collective("all_gather", group, "fp32", 2 * count)  # of each matrix a power of two, and a length
+        for kind in products:
+            # The Gram matrix is the sum of those of the slices.
+            if kind == "square":
+                for numel in _parts(count * small * small, SUM_ELEMENTS):
+                    yield Collective("all_reduce", group, "fp32", numel)
+                if has_diagonals:
+                    yield Collective("all_reduce", group, "fp32", count * small)
+            # Each owner has computed some rows of the product of two small matrices.
+            elif kind == "product" and splits_products:
+                for _ in range(count):
+                    yield Collective("all_gather", group, how.dtype, small * small // batch.owners)
+                    if has_diagonals:
+                        yield Collective("all_gather", group, "fp32", small // batch.owners)
+
+
+def _parts(total: int, most: int) -> Iterator[int]:
+    """Cut a number into parts of ``most`` and a rest."""
+    for start in range(0, total, most):
+        yield min(most, total - start)

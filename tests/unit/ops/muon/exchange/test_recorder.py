@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from deepspeed.muon.exchange.recorder import Recorder, first_fault
-from deepspeed.muon.plan.collective import Collective
-from deepspeed.muon.plan.program import collectives_of
+from deepspeed.muon.plan.program import Collective, collectives_of
 from helpers.collectives import inverted
 from helpers.distributed import RankError, run
 from helpers.training import PARAMS, FixedGradients, ds_config, make_engine

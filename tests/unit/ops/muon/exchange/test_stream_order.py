@@ -19,11 +19,11 @@ from deepspeed.muon.exchange import host_staging
 from deepspeed.muon.exchange.buffers import BucketBuffers
 from deepspeed.muon.exchange.exchange import Exchange
 from deepspeed.muon.kernels.workspace import Workspace
-from deepspeed.muon.plan.collective import Collective
 from deepspeed.muon.plan.placement import Placement, Shard
 from deepspeed.muon.plan.plan import Plan, make_plan
-from deepspeed.muon.plan.program import Look, program_of
-from helpers.plans import COST, nothing_between, specs
+from deepspeed.muon.plan.program import Collective, Look, program_of
+from helpers.jobs import newton_schulz
+from helpers.plans import COST, specs
 
 CPU = torch.device("cpu")
 BUCKETS = 7
@@ -182,7 +182,7 @@ def exchange(monkeypatch: pytest.MonkeyPatch, world: int, without: tuple[str, st
     )
     with Copies(record):
         for _ in range(2):
-            ours.run(plan, program_of(plan, "fp32", True, nothing_between), Phases(), nullcontext)
+            ours.run(plan, program_of(plan, "fp32", True, newton_schulz()), Phases(), nullcontext)
     return record
 
 

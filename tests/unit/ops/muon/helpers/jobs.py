@@ -5,20 +5,17 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from random import Random
 
 from deepspeed.muon.math.coefficients import schedule
 from deepspeed.muon.matrices.block import Block, Cut, cut, matrices
 from deepspeed.muon.matrices.routing import MatrixSpec
 from deepspeed.muon.matrices.tp_sharding import Sharding
-from deepspeed.muon.plan.between_owners import NewtonSchulz, between_owners
 from deepspeed.muon.plan.checker import conflict, lost_elements, violation
-from deepspeed.muon.plan.collective import Collective, Group
 from deepspeed.muon.plan.cost import CostModel
 from deepspeed.muon.plan.placement import Placement, Shard
 from deepspeed.muon.plan.plan import GlobalPlan, Plan, global_plan
-from deepspeed.muon.plan.program import Open, Program, Send, collectives_of, program_of
+from deepspeed.muon.plan.program import Collective, Group, NewtonSchulz, Open, Program, Send, collectives_of, program_of
 from deepspeed.muon.plan.slices import counts_for, is_sliceable
 from helpers.plans import COST
 from helpers.simulation import simulate
@@ -198,13 +195,12 @@ def _part(
     plans = [global_plan(shards, len(ranks), cost, settings.bucket_bytes, counts) for shards in lanes]
     of_rank = [plans[index % len(plans)] for index in range(len(ranks))]
     views = [plan.view(index) for index, plan in enumerate(of_rank)]
-    between = partial(between_owners, how=newton_schulz())
     return Part(
         ranks=ranks,
         shards=[lanes[index % len(lanes)] for index in range(len(ranks))],
         plan=of_rank,
         views=views,
-        programs=[program_of(view, "bf16", settings.staged, between) for view in views],
+        programs=[program_of(view, "bf16", settings.staged, newton_schulz()) for view in views],
         copied=len(placements) > 1 and any(spec.sharding is None for spec in specs),
         staged=settings.staged,
         limit=max(1, settings.bucket_bytes // COST.bytes_per_element),

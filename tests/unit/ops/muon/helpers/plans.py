@@ -8,16 +8,9 @@ from typing import Any
 from deepspeed.muon.forecast.layout import Half
 from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.matrices.routing import MatrixSpec
-from deepspeed.muon.plan.bucket import Batch, Copy, Run
-from deepspeed.muon.plan.collective import Collective
+from deepspeed.muon.plan.bucket import Copy, Run
 from deepspeed.muon.plan.cost import CostModel
 from deepspeed.muon.plan.placement import Placement, Shard
-
-
-def nothing_between(batch: Batch, rank: int) -> tuple[Collective, ...]:
-    """What the owners of a matrix call where each has one."""
-    assert batch.owners == 1
-    return ()
 
 
 def counted_cost(ns_method: str, *how: Any) -> CostModel:

@@ -14,10 +14,9 @@ import torch
 
 from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.plan.bucket import Bucket
-from deepspeed.muon.plan.collective import Collective
 from deepspeed.muon.plan.placement import Shard
 from deepspeed.muon.plan.plan import Plan
-from deepspeed.muon.plan.program import Apply, Compute, Open, Prepare, Program, Send
+from deepspeed.muon.plan.program import Apply, Collective, Compute, Open, Prepare, Program, Send
 from helpers.plans import all_to_all, places, spread
 
 #: The elements of one tensor or buffer; ``None``: padding, or nothing written yet.

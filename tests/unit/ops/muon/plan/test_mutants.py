@@ -87,13 +87,13 @@ MUTANTS = [
     ("program", "for root, n in enumerate(numels) if n)", "for root, n in enumerate(bucket.send_counts) if n)"),
     ("program", "if not bucket.travels or", "if not sum(bucket.send_counts) or"),
     # several owners
-    ("between_owners", "first = rank // batch.owners * batch.owners", "first = rank"),
+    ("program", "first = rank // batch.owners * batch.owners", "first = rank"),
     (
-        "between_owners",
+        "program",
         "numel in _parts(count * small * small, SUM_ELEMENTS)",
         "numel in _parts(count * small * small, 8 + rank)",
     ),
-    ("between_owners", "if batch.owners == 1:\n        return", "if batch.owners == 1 or rank % 2:\n        return"),
+    ("program", "if batch.owners == 1:\n        return", "if batch.owners == 1 or rank % 2:\n        return"),
     ("owners", "for first in range(0, len(loads.values), count)]", "for first in range(1, len(loads.values), count)]"),
     ("slices", "size = (block.rows, block.cols)[axis] // count", "size = (block.rows, block.cols)[axis] // count - 1"),
     ("slices", "int(item.block.rows <= item.block.cols)", "int(item.block.rows < item.block.cols)"),

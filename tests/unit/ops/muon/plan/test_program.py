@@ -3,19 +3,29 @@
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deepspeed.muon.plan.between_owners import NewtonSchulz, between_owners
 from deepspeed.muon.plan.checker import conflict, lost_elements, violation
-from deepspeed.muon.plan.collective import Collective, Group
 from deepspeed.muon.plan.cost import CostModel
 from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard
 from deepspeed.muon.plan.plan import Plan, global_plan
-from deepspeed.muon.plan.program import Apply, Compute, Look, Open, Program, Send, Wait, collectives_of, program_of
+from deepspeed.muon.plan.program import (
+    Apply,
+    Collective,
+    Compute,
+    Group,
+    Look,
+    NewtonSchulz,
+    Open,
+    Program,
+    Send,
+    Wait,
+    collectives_of,
+    program_of,
+)
 from deepspeed.muon.plan.slices import is_sliceable
 from helpers.jobs import newton_schulz
 from helpers.plans import COST, flat_layout, part_layout, specs
@@ -44,8 +54,7 @@ def plans_of(
 
 
 def programs_of(*args: Any, staged: bool = False, how: NewtonSchulz | None = None) -> list[Program]:
-    between = partial(between_owners, how=how or newton_schulz())
-    return [program_of(plan, "bf16", staged, between) for plan in plans_of(*args)]
+    return [program_of(plan, "bf16", staged, how or newton_schulz()) for plan in plans_of(*args)]
 
 
 def sizes_of(shapes: list[tuple[int, int]], split: bool) -> dict[str, int]:
