@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import report
-from deepspeed.muon.kernels.selection import choose, missing
+from deepspeed.muon.kernels.selection import choose, unavailable_kernels
 from deepspeed.muon.math.choice import counted_method
 from deepspeed.muon.math.coefficients import SIMPLE, schedule
 from deepspeed.muon.math.newton_schulz import DTYPES, orthogonalize
@@ -115,7 +115,7 @@ def iteration() -> Rows:
     from torch.optim._muon import _zeropower_via_newtonschulz as of_torch
 
     of_stock = original_muon.zeropower_via_gram_newtonschulz
-    stock, kernels = getattr(of_stock, "__wrapped__", of_stock), choose(missing("auto", ["cpu"]))
+    stock, kernels = getattr(of_stock, "__wrapped__", of_stock), choose(unavailable_kernels("auto", ["cpu"]))
     in_fp16 = mock.patch.object(original_muon, "ns_compute_dtype", lambda *_: torch.float16)
     for kind, matrix in matrices():
         half = matrix.bfloat16()

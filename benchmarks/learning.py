@@ -68,7 +68,7 @@ def rank(arguments: list[str], variant: str, nearest: bool) -> None:
 
         reference.round_ = lambda target, source, noise, spare: target.copy_(source)
         reference.noise = lambda out, spare, key, first: out.fill_(2**15)
-        selection.choose = lambda missing: reference.OPERATIONS  # type: ignore[attr-defined]
+        selection.choose = lambda unavailable: reference.OPERATIONS  # type: ignore[attr-defined]
     train = example.train
 
     def checked(engine: Any, *rest: Any) -> None:

@@ -35,11 +35,11 @@ def tables(device: str) -> dict[str, Operations]:
     """Our tables of operations that run here by name, the fastest last."""
     found = {"torch": reference.OPERATIONS}
     if device == "cpu":
-        table = selection.choose(selection.missing("auto", ["cpu"]))
+        table = selection.choose(selection.unavailable_kernels("auto", ["cpu"]))
         return found if table is reference.OPERATIONS else found | {"C++": table}
-    if triton_table.why_not() is None:
+    if triton_table.unavailable() is None:
         found["triton"] = triton_table.operations(reference.OPERATIONS)
-        if quack.why_not() is None:
+        if quack.unavailable() is None:
             found["quack"] = quack.operations(found["triton"])
     return found
 

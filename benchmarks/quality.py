@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks import exactness as tables
 from benchmarks import report
-from deepspeed.muon.kernels.selection import choose, missing
+from deepspeed.muon.kernels.selection import choose, unavailable_kernels
 from deepspeed.muon.math.coefficients import NAMED, schedule
 from deepspeed.muon.math.newton_schulz import DTYPES, METHODS, orthogonalize
 from helpers.oracles import newton_schulz_fp64, over_norm
@@ -63,7 +63,7 @@ def measures(matrix: Tensor, result: Tensor) -> dict[str, float]:
 
 def rows() -> Iterator[dict[str, Any]]:
     """One row for each spectrum and schedule."""
-    kernels = choose(missing("auto", ["cpu"]))
+    kernels = choose(unavailable_kernels("auto", ["cpu"]))
     for kind, matrix in inputs():
         for name, keys in SETTINGS.items():
             triples = schedule(keys["ns_coefficients"], keys.get("ns_steps"))

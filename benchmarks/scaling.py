@@ -31,7 +31,7 @@ from deepspeed.muon.forecast.estimate import (
 )
 from deepspeed.muon.forecast.layout import Half, Layout, halves_of
 from deepspeed.muon.forecast.measured import measure
-from deepspeed.muon.kernels.selection import choose, missing, product_tables
+from deepspeed.muon.kernels.selection import choose, product_tables, unavailable_kernels
 from deepspeed.muon.plan.memory import Memory
 from deepspeed.muon.plan.plan import make_plan, without_collector
 from deepspeed.muon.tuning import Candidates
@@ -231,6 +231,6 @@ def rank(shapes: list[tuple[int, int]]) -> dict[str, Any]:
     """The constants of one core alone."""
     torch.set_num_threads(1)
     halves, cpu = [muon_half([tuple(shape) for shape in shapes])], torch.device("cpu")
-    lacking = missing("auto", ["cpu"])
-    candidates = Candidates.of(parse({}), product_tables(lacking, "cpu"), {"auto"}, cpu, has_bf16=True)
-    return dataclasses.asdict(measure(halves, candidates, torch.bfloat16, cpu, choose(lacking), 1)[0])
+    unavailable = unavailable_kernels("auto", ["cpu"])
+    candidates = Candidates.of(parse({}), product_tables(unavailable, "cpu"), {"auto"}, cpu, has_bf16=True)
+    return dataclasses.asdict(measure(halves, candidates, torch.bfloat16, cpu, choose(unavailable), 1)[0])

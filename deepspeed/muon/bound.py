@@ -18,7 +18,7 @@ from deepspeed.muon.exchange.owner_set import neighbours_in
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.gradients import GradientProbe
 from deepspeed.muon.kernels import reference
-from deepspeed.muon.kernels.selection import Missing
+from deepspeed.muon.kernels.selection import Unavailable
 from deepspeed.muon.kernels.table import Operations, RunOperations, Tiles
 from deepspeed.muon.math.choice import Choice, shape_key
 from deepspeed.muon.math.newton_schulz import DTYPES, name_of
@@ -39,7 +39,7 @@ class StepContext:
     Args:
         is_logging: this process logs what all of them know.
         kernels: of a step, but for the products of Newton-Schulz; equal on all ranks.
-        lacking: why faster ones are missing.
+        unavailable: device type -> why its fast kernels cannot be used.
         ranks_per_node: neighbouring ranks that share a node, as far as known; unless the config says so only they own
             a matrix together.
         peers: process group of the ranks that train the same layers; ``None``: all.
@@ -53,7 +53,7 @@ class StepContext:
 
     is_logging: bool = True
     kernels: Operations = reference.OPERATIONS
-    lacking: Missing = field(default_factory=dict)
+    unavailable: Unavailable = field(default_factory=dict)
     ranks_per_node: int = 1
     peers: Any = None
     muon_of_all_stages: dict[str, str] | None = None

@@ -260,7 +260,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     def tables_on(self, device: torch.device) -> dict[str, Operations]:
         """The tables whose products may run on a device, by name, plain PyTorch's first."""
-        return product_tables(self.context.lacking, device.type)
+        return product_tables(self.context.unavailable, device.type)
 
     @property
     def partitions(self) -> list[Partition]:

@@ -18,7 +18,7 @@ from deepspeed.muon.exchange.groups import all_maxima, is_made, join, make_group
 from deepspeed.muon.exchange.owner_set import ranks_of_set
 from deepspeed.muon.exchange.partition import whole_partition
 from deepspeed.muon.exchange.watchdog import start_watchdog
-from deepspeed.muon.kernels.selection import choose, missing
+from deepspeed.muon.kernels.selection import choose, unavailable_kernels
 from deepspeed.muon.tuning import Candidates, has_bf16
 
 
@@ -51,8 +51,10 @@ def _sharded_by(module: nn.Module) -> str | None:
 def bind_whole(optimizer: Any, replicas: Any) -> None:
     """Bind an optimizer to the parameters themselves. ``replicas``: the process group of DDP, if any."""
     rank, copies = join(replicas) if replicas else (0, 1)
-    lacking = missing(optimizer.config.kernels, {p.device.type for p in optimizer.specs})
-    optimizer.context = StepContext(is_logging=rank == 0, kernels=choose(lacking), lacking=lacking, peers=replicas)
+    unavailable = unavailable_kernels(optimizer.config.kernels, {p.device.type for p in optimizer.specs})
+    optimizer.context = StepContext(
+        is_logging=rank == 0, kernels=choose(unavailable), unavailable=unavailable, peers=replicas
+    )
     if rank == 0 and not any(group["use_muon"] for group in optimizer.param_groups):
         optimizer.warn_of_no_matrix()
     partitions = [
@@ -87,8 +89,8 @@ def agree_with_replicas(optimizer: Any, replicas: Any) -> None:
         UnsupportedError: a matrix has owners that are a part of DDP's ranks, and these are a part of the world.
     """
     start_watchdog()
-    lacking = sorted(kind for kind, reason in optimizer.context.lacking.items() if reason)
-    facts = optimizer.config.digest(), str(lacking), optimizer.digest(), str(optimizer.steps_done)
+    unavailable = sorted(kind for kind, reason in optimizer.context.unavailable.items() if reason)
+    facts = optimizer.config.digest(), str(unavailable), optimizer.digest(), str(optimizer.steps_done)
     check_agreement(facts, replicas, optimizer.compute_device)
     _make_sets(optimizer.owner_sets, replicas, optimizer.compute_device)
 

@@ -29,7 +29,7 @@ from deepspeed.muon.forecast.estimate import Estimate, estimate, milliseconds, p
 from deepspeed.muon.forecast.layout import halves_of
 from deepspeed.muon.forecast.measured import measure
 from deepspeed.muon.forecast.proof import prove
-from deepspeed.muon.kernels.selection import choose, missing, product_tables
+from deepspeed.muon.kernels.selection import choose, product_tables, unavailable_kernels
 from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.plan.memory import Memory
 from deepspeed.muon.tuning import Candidates
@@ -196,12 +196,12 @@ def _measured(found: Estimate, settings: Settings, candidates: Candidates) -> di
     if device.type == "cuda" and not torch.cuda.is_available():
         raise errors.SettingsError("--measured: torch sees no GPU here; --device cpu measures this machine's CPU")
     config, shards = settings.config, torch.device("cpu") if settings.offload else device
-    lacking = missing(config.kernels, {device.type, shards.type})
-    kernels = choose(lacking)
+    unavailable = unavailable_kernels(config.kernels, {device.type, shards.type})
+    kernels = choose(unavailable)
     began = time.perf_counter()
     machine, shapes = measure(
         found.halves,
-        dataclasses.replace(candidates, tables=product_tables(lacking, device.type)),
+        dataclasses.replace(candidates, tables=product_tables(unavailable, device.type)),
         DTYPES[config.wire],
         shards,
         kernels,

@@ -42,7 +42,7 @@ def environment() -> dict[str, Any]:
     versions = _versions()
     tested = dict(zip(("oldest", "newest"), TESTED_DEEPSPEED, strict=True))
     includes_installed = bool(versions["deepspeed"]) and is_tested(str(versions["deepspeed"]))
-    device, lacking = accelerator(), selection.missing("auto", ["cpu"])
+    device, unavailable = accelerator(), selection.unavailable_kernels("auto", ["cpu"])
     rates = _rates(device["kind"])
     facts: dict[str, Any] = {
         "versions": versions,
@@ -52,7 +52,7 @@ def environment() -> dict[str, Any]:
         "accelerator": device,
         "tools": _tools(),
         # What a step on the CPU would run on; built here if it is not yet, as it would be then.
-        "kernels": selection.summary(selection.choose(lacking), lacking),
+        "kernels": selection.summary(selection.choose(unavailable), unavailable),
         "products_tflops": rates,
         "fastest_dtype": max(rates, key=rates.__getitem__, default=None),
         "backends": backends(),
@@ -66,8 +66,8 @@ def _rates(device_type: str) -> dict[str, float]:
 
     With a race as at the start of a run, on matrices of :data:`SHAPE`.
     """
-    lacking = selection.missing("auto", [device_type])
-    tables = selection.product_tables(lacking, device_type)
+    unavailable = selection.unavailable_kernels("auto", [device_type])
+    tables = selection.product_tables(unavailable, device_type)
     device = torch.device(device_type)
     rates = race(SHAPE, count=4, dtypes=DTYPES, tables=tables, device=device)
     return {dtype: max(of_tables.values()) / 1e12 for dtype, of_tables in rates.items() if of_tables}

@@ -21,7 +21,7 @@ from deepspeed.muon.kernels.workspace import Workspace
 SYMMETRIC_FROM = 512
 
 
-def why_not() -> str | None:
+def unavailable() -> str | None:
     """Why quack's kernels cannot run on this process's accelerator; ``None`` if they can.
 
     The library itself knows for which GPUs it has kernels: in 0.6.5 from Ampere to Blackwell. Triton's table must run.
@@ -40,7 +40,7 @@ def operations(other: Operations) -> Operations:
     The library's output is rounded before a Triton pass adds the contribution of the diagonals.
 
     Raises:
-        ImportError: quack-kernels or Triton is not installed; see :func:`why_not`.
+        ImportError: quack-kernels or Triton is not installed; see :func:`unavailable`.
     """
     from quack.gemm_interface import gemm_symmetric
 

@@ -3,17 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from deepspeed.muon.kernels import native, quack, reference, triton_table
 from deepspeed.muon.kernels.table import Operations
 
-#: By device type, why it has no operations of its own; ``None`` if it has. Key ``quack``: a library for some GPUs.
-Missing = dict[str, str | None]
+#: Device type -> why its fast kernels cannot be used, ``None`` if they can. Key ``quack``: a library for some GPUs.
+Unavailable = dict[str, str | None]
 
 
-def missing(kernels: str, device_types: Iterable[str]) -> Missing:
-    """Why this process cannot use the faster operations; builds the CPU's at the first call.
+def unavailable_kernels(kernels: str, device_types: Iterable[str]) -> Unavailable:
+    """Return why this process cannot use fast kernels; build the CPU's at the first call.
 
     Args:
         kernels: as in the config.
@@ -21,48 +21,48 @@ def missing(kernels: str, device_types: Iterable[str]) -> Missing:
     """
     if kernels == "torch":
         return dict.fromkeys(device_types, "optimizer.params.kernels")
-    reasons: Missing = {kind: _why_not(kind) for kind in device_types}
+    reasons: Unavailable = {kind: _reason(kind) for kind in device_types}
     if _has(reasons, "cuda"):
-        reasons["quack"] = quack.why_not()
+        reasons["quack"] = quack.unavailable()
     return reasons
 
 
-def _why_not(device_type: str) -> str | None:
+def _reason(device_type: str) -> str | None:
     if device_type == "cpu":
         return native.unavailable()
-    return triton_table.why_not() if device_type == "cuda" else "plain PyTorch there"
+    return triton_table.unavailable() if device_type == "cuda" else "plain PyTorch there"
 
 
-def _has(reasons: Mapping[str, str | None], kind: str) -> bool:
-    return kind in reasons and reasons[kind] is None
+def _has(unavailable: Unavailable, kind: str) -> bool:
+    return kind in unavailable and unavailable[kind] is None
 
 
-def choose(missing: Mapping[str, str | None]) -> Operations:
-    """The table for these devices."""
-    table = native.operations() if _has(missing, "cpu") else reference.OPERATIONS
-    if _has(missing, "cuda"):
+def choose(unavailable: Unavailable) -> Operations:
+    """Return the table for these devices."""
+    table = native.operations() if _has(unavailable, "cpu") else reference.OPERATIONS
+    if _has(unavailable, "cuda"):
         table = triton_table.operations(table)
-        if _has(missing, "quack"):
+        if _has(unavailable, "quack"):
             table = quack.operations(table)
     return table
 
 
-def product_tables(missing: Mapping[str, str | None], device_type: str) -> dict[str, Operations]:
-    """The tables whose products run on a type of device, by name, plain PyTorch's first and the most special last."""
+def product_tables(unavailable: Unavailable, device_type: str) -> dict[str, Operations]:
+    """Return the tables whose products run on a type of device, by name: plain PyTorch's first, the fastest last."""
     found = {"torch": reference.OPERATIONS}
-    if device_type == "cpu" and _has(missing, "cpu"):
+    if device_type == "cpu" and _has(unavailable, "cpu"):
         found["C++"] = native.operations()
-    if device_type == "cuda" and _has(missing, "cuda"):
+    if device_type == "cuda" and _has(unavailable, "cuda"):
         triton = triton_table.operations(reference.OPERATIONS)
         if triton.square is not reference.OPERATIONS.square:  # AMD's GPUs get no products
             found["triton"] = triton
-        if _has(missing, "quack"):
+        if _has(unavailable, "quack"):
             found["quack"] = quack.operations(triton)
     return found
 
 
-def summary(table: Operations, missing: Mapping[str, str | None]) -> str:
-    """The table's name, and why it is not a faster one."""
-    relevant = [kind for kind in missing if kind != "quack" or _has(missing, "cuda")]
-    reasons = [f"{kind}: {missing[kind]}" for kind in relevant if missing[kind]]
+def summary(table: Operations, unavailable: Unavailable) -> str:
+    """Return the table's name, and why it is not a faster one."""
+    relevant = [kind for kind in unavailable if kind != "quack" or _has(unavailable, "cuda")]
+    reasons = [f"{kind}: {unavailable[kind]}" for kind in relevant if unavailable[kind]]
     return f"{table.name} ({'; '.join(reasons)})" if reasons else table.name

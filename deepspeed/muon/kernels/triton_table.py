@@ -25,7 +25,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 HALVES = (torch.bfloat16, torch.float16)
 
 
-def why_not() -> str | None:
+def unavailable() -> str | None:
     """Why Triton's kernels cannot run on this process's accelerator; ``None`` if they can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
@@ -56,7 +56,7 @@ def operations(other: Operations) -> Operations:
     So do the products on AMD's GPUs, for which these kernels were not written.
 
     Raises:
-        ImportError: Triton is not installed; see :func:`why_not`.
+        ImportError: Triton is not installed; see :func:`unavailable`.
     """
     from deepspeed.muon.kernels import triton_diagonals as diagonals
     from deepspeed.muon.kernels import triton_elementwise as passes

@@ -82,11 +82,11 @@ def bind_engine(engine: Any) -> None:
     device = torch.device(get_accelerator().current_device_name())  # wherever ZeRO keeps the shards
     kinds = sorted({device.type, *(tensor.device.type for partition in partitions for tensor in partition.tensors)})
     with slow("building or loading the kernels"):
-        lacking = agree(lambda: selection.missing(optimizer.config.kernels, kinds), _judge_kernels)
+        unavailable = agree(lambda: selection.unavailable_kernels(optimizer.config.kernels, kinds), _judge_kernels)
     optimizer.context = StepContext(
         is_logging=engine.global_rank == 0,
-        kernels=selection.choose(lacking),
-        lacking=lacking,
+        kernels=selection.choose(unavailable),
+        unavailable=unavailable,
         ranks_per_node=verdict["ranks_per_node"],
         peers=peers,
         muon_of_all_stages=muon_of_all_stages,
@@ -170,8 +170,8 @@ def _judge_settings(facts: list[Facts]) -> Facts:
 
 def _judge_kernels(facts: list[Facts]) -> Facts:
     """What any rank lacks, all do without: by kind, the first reason, or ``None``."""
-    lacking: Facts = {}
+    unavailable: Facts = {}
     for rank, stated in enumerate(facts):
         for kind, reason in stated.items():
-            lacking[kind] = lacking.get(kind) or (f"rank {rank}: {reason}" if reason else None)
-    return dict(sorted(lacking.items()))
+            unavailable[kind] = unavailable.get(kind) or (f"rank {rank}: {reason}" if reason else None)
+    return dict(sorted(unavailable.items()))

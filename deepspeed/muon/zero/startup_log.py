@@ -107,7 +107,7 @@ def _steps(engine: Any, optimizer: MuonWithAuxAdam, tuning: Tuning) -> tuple[str
         f"{sent:.1f} MB sent per step by rank {engine.global_rank}, {extra:.1f} MB by all ranks to balance the owners",
         *([f"{len(shared)} matrices with up to {max(shared)} owners each"] if shared else ()),
         f"exchange in {optimizer.config.wire}, "
-        f"kernels: {summary(optimizer.context.kernels, optimizer.context.lacking)}",
+        f"kernels: {summary(optimizer.context.kernels, optimizer.context.unavailable)}",
         f"Newton-Schulz on {exchange.device.type} in {tuning.described(optimizer.choice)}"
         + (f", ns_method {', '.join(methods)} where it is set" if methods else ""),
     )

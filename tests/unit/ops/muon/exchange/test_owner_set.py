@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deepspeed.muon.exchange.owner_set import OwnerSet, set_of
-from deepspeed.muon.kernels.selection import missing, product_tables
+from deepspeed.muon.kernels.selection import product_tables, unavailable_kernels
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.math.coefficients import schedule
@@ -47,7 +47,7 @@ def errors(table: Operations, dtype: str, method: str, shape: tuple[int, int, in
 
 
 def all_errors(dtype: str) -> dict[str, tuple[float, float]]:
-    tables = product_tables(missing("auto", ["cpu"]), "cpu")
+    tables = product_tables(unavailable_kernels("auto", ["cpu"]), "cpu")
     return {
         f"{name} {method} {shape}": errors(tables[name], dtype, method, shape)
         for name, method, shape in itertools.product(tables, METHODS, SHAPES)
@@ -79,7 +79,7 @@ def with_unlike_threads() -> list[tuple[int, ...]]:
     dist.all_reduce = all_reduce
     try:
         owners = OwnerSet(dist.group.WORLD, 2, lambda kind, tensor, launch: launch().wait())
-        kernels = owners.operations(product_tables(missing("torch", ["cpu"]), "cpu")["torch"])
+        kernels = owners.operations(product_tables(unavailable_kernels("torch", ["cpu"]), "cpu")["torch"])
         orthogonalize(torch.randn(3, 512, 1024), STEPS[:1], kernels=kernels, gram_axis=0)
     finally:
         dist.all_reduce = original

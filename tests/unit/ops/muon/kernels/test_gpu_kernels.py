@@ -30,7 +30,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Both tables, whose symmetric products begin at small sizes here."""
     monkeypatch.setattr(triton_table, "SYMMETRIC_FROM", 1)
     monkeypatch.setattr(quack, "SYMMETRIC_FROM", 1)
-    reason = triton_table.why_not() or (quack.why_not() if request.param == "quack" else None)
+    reason = triton_table.unavailable() or (quack.unavailable() if request.param == "quack" else None)
     if reason:
         pytest.skip(reason)
     table = triton_table.operations(reference.OPERATIONS)
@@ -99,8 +99,8 @@ def test_slices_change_no_bit(kernels: Operations) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_normalization(table: str, dtype: torch.dtype) -> None:
     """The plain table too: its norm must not be rounded to bf16."""
-    if table == "triton" and triton_table.why_not():
-        pytest.skip(str(triton_table.why_not()))
+    if table == "triton" and triton_table.unavailable():
+        pytest.skip(str(triton_table.unavailable()))
     chosen = reference.OPERATIONS if table == "torch" else triton_table.operations(reference.OPERATIONS)
     given = randn(5, 300, 500).double()
     given *= torch.tensor([1.0, 1e-25, 1e18, 1e-39, 0.0], dtype=torch.float64, device=GPU)[:, None, None]
@@ -182,8 +182,8 @@ def test_multiply(kernels: Operations, shape: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("diagonals", [False, True], ids=["square", "product"])
 def test_every_configuration_gives_the_same_bits(diagonals: bool) -> None:
     """Hence tuning may differ from rank to rank and from run to run."""
-    if triton_table.why_not():
-        pytest.skip(str(triton_table.why_not()))
+    if triton_table.unavailable():
+        pytest.skip(str(triton_table.unavailable()))
     from deepspeed.muon.kernels import triton_products as products
 
     size = 528

@@ -28,9 +28,9 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
     def install(cpu: str | None = None, cuda: str | None = None, quack_: str | None = None) -> None:
         monkeypatch.setattr(native, "unavailable", lambda: cpu)
         monkeypatch.setattr(native, "operations", lambda: dataclasses.replace(reference.OPERATIONS, name="C++"))
-        monkeypatch.setattr(triton_table, "why_not", lambda: cuda)
+        monkeypatch.setattr(triton_table, "unavailable", lambda: cuda)
         monkeypatch.setattr(triton_table, "operations", over("triton"))
-        monkeypatch.setattr(quack, "why_not", lambda: quack_)
+        monkeypatch.setattr(quack, "unavailable", lambda: quack_)
         monkeypatch.setattr(quack, "operations", over("quack"))
 
     return install
@@ -52,13 +52,13 @@ CHOICES = [
 @pytest.mark.parametrize(("kinds", "missing", "text"), CHOICES, ids=lambda value: str(value))
 def test_the_best_table_for_the_devices(fakes: Fakes, kinds: list[str], missing: dict[str, str], text: str) -> None:
     fakes(**missing)
-    found = selection.missing("auto", kinds)
+    found = selection.unavailable_kernels("auto", kinds)
     assert selection.summary(selection.choose(found), found) == text
 
 
 def test_plain_operations_where_they_are_asked_for(fakes: Fakes) -> None:
     fakes()
-    found = selection.missing("torch", ["cpu", "cuda"])
+    found = selection.unavailable_kernels("torch", ["cpu", "cuda"])
     assert selection.choose(found) is reference.OPERATIONS
     reason = "optimizer.params.kernels"
     assert selection.summary(reference.OPERATIONS, found) == f"torch (cpu: {reason}; cuda: {reason})"
@@ -76,12 +76,12 @@ def test_what_one_rank_lacks_no_rank_has(fakes: Fakes, ranks: list[dict[str, str
     stated = []
     for own in ranks:
         fakes(**own)
-        stated.append(selection.missing("auto", ["cuda"]))
+        stated.append(selection.unavailable_kernels("auto", ["cuda"]))
     verdict = _judge_kernels(stated)
     assert selection.summary(selection.choose(verdict), verdict) == text
 
 
-def chosen(lacking: int | None) -> tuple[str, list[str]]:
+def chosen(without: int | None) -> tuple[str, list[str]]:
     """The table of an engine's optimizer, and the lines of log that name it, where CPUs are taken for GPUs."""
     import torch.distributed
 
@@ -90,15 +90,15 @@ def chosen(lacking: int | None) -> tuple[str, list[str]]:
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logger, rank = logging.getLogger("deepspeed.muon"), torch.distributed.get_rank()
     patches: list[tuple[Any, str, Any]] = [
-        (selection, "_why_not", lambda kind: "triton is not installed" if rank == lacking else None),
-        (selection.quack, "why_not", lambda: ABSENT),
+        (selection, "_reason", lambda kind: "triton is not installed" if rank == without else None),
+        (selection.quack, "unavailable", lambda: ABSENT),
         (triton_table, "operations", lambda other: dataclasses.replace(other, name=f"triton + {other.name}")),
         (native, "operations", lambda: reference.OPERATIONS),
     ]
     kept = [(where, name, getattr(where, name)) for where, name, _ in patches]
-    missing, level = selection.missing, logger.level
-    patches.append((selection, "missing", lambda asked, kinds: missing(asked, ["cuda"])))
-    kept.append((selection, "missing", missing))
+    unavailable, level = selection.unavailable_kernels, logger.level
+    patches.append((selection, "unavailable_kernels", lambda asked, kinds: unavailable(asked, ["cuda"])))
+    kept.append((selection, "unavailable_kernels", unavailable))
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
@@ -117,10 +117,10 @@ def chosen(lacking: int | None) -> tuple[str, list[str]]:
 
 
 def test_all_ranks_of_an_engine_have_one_table() -> None:
-    for lacking, name, reason in (
+    for without, name, reason in (
         (None, "triton + torch", f"quack: rank 0: {ABSENT}"),
         (1, "torch", "cuda: rank 1: triton is not installed"),
     ):
-        (first, lines), (second, _) = run(chosen, 2, lacking=lacking)
+        (first, lines), (second, _) = run(chosen, 2, without=without)
         assert first == second == name
         assert len(lines) == 1 and lines[0].startswith(f"{name} ({reason}); "), lines

@@ -265,11 +265,11 @@ def chosen() -> str:
     """What the log says of the table that a run would have."""
     from deepspeed.muon.kernels import selection
 
-    missing = selection.missing("auto", ["cuda"])
-    table = selection.choose(missing)
-    if missing["cuda"]:
+    unavailable = selection.unavailable_kernels("auto", ["cuda"])
+    table = selection.choose(unavailable)
+    if unavailable["cuda"]:
         assert table is reference.OPERATIONS
-    return selection.summary(table, missing)
+    return selection.summary(table, unavailable)
 
 
 def raising(*args: Any, **kwargs: Any) -> Any:
@@ -368,15 +368,18 @@ def test_a_quack_that_does_not_work_is_a_reason(
 def test_without_a_gpu_that_triton_knows_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "why_wrong", lambda *args: pytest.fail("nothing to try"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert (triton_table.why_not(), quack.why_not()) == ("triton is not installed", "quack-kernels is not installed")
+    assert (triton_table.unavailable(), quack.unavailable()) == (
+        "triton is not installed",
+        "quack-kernels is not installed",
+    )
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert (triton_table.why_not(), quack.why_not()) == ("no NVIDIA or AMD GPU", "no NVIDIA GPU")
+    assert (triton_table.unavailable(), quack.unavailable()) == ("no NVIDIA or AMD GPU", "no NVIDIA GPU")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
-    assert triton_table.why_not() == "the GPU is older than Ampere"
+    assert triton_table.unavailable() == "the GPU is older than Ampere"
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert quack.why_not() == "no NVIDIA GPU"
+    assert quack.unavailable() == "no NVIDIA GPU"
 
 
 # ---- the probe itself, on kernels -----------------------------------------------------------------------------

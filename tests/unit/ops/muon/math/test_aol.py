@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.kernels.reference import OPERATIONS
-from deepspeed.muon.kernels.selection import choose, missing
+from deepspeed.muon.kernels.selection import choose, unavailable_kernels
 from deepspeed.muon.math.coefficients import NAMED, Schedule, schedule
 from deepspeed.muon.math.newton_schulz import DTYPES, METHODS, orthogonalize
 from helpers.rules import almost_orthogonal
 from helpers.singular_values import SHAPES, generator, relative_error
 
-KERNELS = {table.name: table for table in (OPERATIONS, choose(missing("auto", ["cpu"])))}
+KERNELS = {table.name: table for table in (OPERATIONS, choose(unavailable_kernels("auto", ["cpu"])))}
 #: Published with Turbo-Muon, repeated by others.
 PUBLISHED = (
     (4.0098, -7.0585, 2.4635),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.muon.kernels.reference import OPERATIONS, normalize
-from deepspeed.muon.kernels.selection import choose, missing
+from deepspeed.muon.kernels.selection import choose, unavailable_kernels
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.math.choice import counted_method
 from deepspeed.muon.math.coefficients import NAMED, SIMPLE, schedule
@@ -159,7 +159,7 @@ def test_bf16_is_as_accurate_as_torch(shape: tuple[int, int], kind: str) -> None
     once, twice = (1.15, 1.4) if kind == "recorded" else (1.05, 1.2)
     for table, bound in (
         (OPERATIONS, twice),
-        (choose(missing("auto", ["cpu"])), once if native_bf16() else twice),
+        (choose(unavailable_kernels("auto", ["cpu"])), once if native_bf16() else twice),
     ):
         ours, torchs = bf16_errors(shape, MATRICES[kind], seeds=32 if max(shape) < 128 else 3, kernels=table)
         assert ours <= bound * torchs, f"{table.name}: {ours:.4f}, torch's {torchs:.4f}"
@@ -214,7 +214,7 @@ def test_no_matrix_goes_astray(method: str, name: str, dtype: str) -> None:
         x = (u @ torch.diag_embed(torch.exp(-decay)) @ v.mT).bfloat16()
         expected = exact(x, name)
         for kernels in {
-            choose(missing("auto", ["cpu"])).name: choose(missing("auto", ["cpu"])),
+            choose(unavailable_kernels("auto", ["cpu"])).name: choose(unavailable_kernels("auto", ["cpu"])),
             "torch": OPERATIONS,
         }.values():
             given = x.float() if dtype == "fp32" else x.clone()  # a wire of bf16 would round the result
@@ -250,7 +250,7 @@ def test_fp16_keeps_the_entries_of_a_very_large_matrix(count: int) -> None:
     expected = NORM * x.double() / x.double().norm()
     ordinary = expected.abs() > 2.0**-14
     assert ordinary.float().mean() > 0.85, "else most of them would be subnormal numbers"
-    for kernels in (choose(missing("auto", ["cpu"])), OPERATIONS):
+    for kernels in (choose(unavailable_kernels("auto", ["cpu"])), OPERATIONS):
         kept = kernels.normalize(x.clone()[None], torch.empty(1, *x.shape, dtype=torch.float16), NORM)[0]
         assert float(((kept - expected).abs() / expected.abs())[ordinary].max()) <= 1.002 * 2.0**-11
         assert float((kept - expected).norm() / expected.norm()) < 3e-4

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from deepspeed.muon.kernels import reference as twins
 from deepspeed.muon.kernels import workspace
-from deepspeed.muon.kernels.selection import choose, missing
+from deepspeed.muon.kernels.selection import choose, unavailable_kernels
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.math import newton_schulz as module
 from deepspeed.muon.math.coefficients import SIMPLE, Schedule, schedule
@@ -72,7 +72,7 @@ def test_slices_of_one_buffer_are_orthogonalized_in_place(method: str) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_the_steady_state_allocates_nothing(method: str, dtype: torch.dtype) -> None:
     """By the C++ operations where the dtypes differ: PyTorch's division copies the matrix then."""
-    work, kernels = Workspace(), choose(missing("auto", ["cpu"]))
+    work, kernels = Workspace(), choose(unavailable_kernels("auto", ["cpu"]))
     if dtype == torch.bfloat16 and kernels is twins.OPERATIONS:
         pytest.skip("no C++ operations here")
     xs = [torch.randn(shape, generator=generator(0)).to(dtype) for shape in SHAPES.values()]

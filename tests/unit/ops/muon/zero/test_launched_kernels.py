@@ -27,8 +27,8 @@ def trained(stage: int, together: bool, momentum_dtype: str) -> tuple[dict[str, 
 
     choose = module.choose
 
-    def chosen(missing: Any) -> Any:
-        return noted(dataclasses.replace(choose(missing), runs=reference.RUNS if together else None))
+    def chosen(unavailable: Any) -> Any:
+        return noted(dataclasses.replace(choose(unavailable), runs=reference.RUNS if together else None))
 
     module.choose = chosen
     try:
