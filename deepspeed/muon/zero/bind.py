@@ -24,7 +24,7 @@ from deepspeed.muon.plan.slices import neighbours
 from deepspeed.muon.tuning import has_bf16, may_race
 from deepspeed.muon.version import __version__
 from deepspeed.muon.zero.checkpoint.compatibility import of_all_stages
-from deepspeed.muon.zero.checkpoint.universal import read_universal
+from deepspeed.muon.zero.checkpoint.universal import support_universal_checkpoints
 from deepspeed.muon.zero.choice import choose, compare_plans
 from deepspeed.muon.zero.consensus import Facts, agree, differences
 from deepspeed.muon.zero.monitor import Recorder
@@ -103,8 +103,8 @@ def bind_engine(engine: Any) -> None:
     is_recorded = monitor and optimizer.config.monitor_interval > 0
     engine._muon_recorder = Recorder(optimizer) if is_recorded else None
     optimizer.saved_form.is_convertible = True
-    adapter.open_states()
-    read_universal(adapter)
+    adapter.patch_state_access()
+    support_universal_checkpoints(adapter)
     start_watchdog()
     if engine.global_rank in verdict["firsts"]:
         log_startup(adapter, tuning, verdict["matrices"])

@@ -35,8 +35,8 @@ def loads_states(arguments: Mapping[str, Any], kind: str = "optimizer") -> bool:
     return arguments[f"load_{kind}_states"] and not arguments["load_module_only"]
 
 
-def of_engine(engine: Any, exclude_frozen: bool = False) -> dict[str, Any]:
-    """The facts about an engine that decide whether a checkpoint fits: JSON values, equal on all ranks of one share.
+def engine_fingerprint(engine: Any, exclude_frozen: bool = False) -> dict[str, Any]:
+    """Return the facts about an engine that decide whether a checkpoint fits: JSON, equal within a share of the model.
 
     ``shapes``: of everything in the model's state dict, by name. ``groups``: as in a saved optimizer.
     ``layout``: a hash of where each parameter lies in the flat tensors of each rank.
@@ -58,7 +58,7 @@ def of_engine(engine: Any, exclude_frozen: bool = False) -> dict[str, Any]:
 
 
 def model_share(engine: Any) -> tuple[int, int]:
-    """(index, count) of this rank's share of the model: what its tensor-parallel rank has of its pipeline stage."""
+    """Return (index, count) of this rank's share of the model: a pipeline stage's part on a tensor-parallel rank."""
     rank, size = tp_rank(engine)
     return engine.basic_optimizer.stage * size + rank, stages_of(engine.module) * size
 
@@ -87,8 +87,8 @@ def of_all_stages(optimizer: MuonWithAuxAdam) -> dict[str, str]:
     return dict(sorted(json.loads(line) for line in union(map(json.dumps, muon_facts(optimizer).items()))))
 
 
-def of_files(engine: Any, arguments: Mapping[str, Any], tag: str) -> dict[str, Any]:
-    """As :func:`of_engine`, as far as the files that DeepSpeed will load tell it; their tensors are not read.
+def checkpoint_fingerprint(engine: Any, arguments: Mapping[str, Any], tag: str) -> dict[str, Any]:
+    """Return what the files that DeepSpeed will load tell of an :func:`engine_fingerprint`; no tensor is read.
 
     Raises CheckpointError for a file that is missing or cannot be read, and at stage 0 for states of another stage.
     """
@@ -154,41 +154,42 @@ def difference(engine: Any, saved: dict[str, Any], arguments: Mapping[str, Any])
     """Return a message that says why the checkpoint cannot be loaded into the engine; ``None`` if it can.
 
     Args:
-        saved: of :func:`of_engine` then, or of :func:`of_files`, which leaves facts out.
+        saved: the :func:`engine_fingerprint` of the save, or a :func:`checkpoint_fingerprint`, which lacks some facts.
         arguments: of ``load_checkpoint``, with the tag.
     """
-    here, folder = of_engine(engine), Path(arguments["load_dir"], arguments["tag"])
-    there = {**here, **saved}
-    stages = {there["stage"], here["stage"]}
+    current, folder = engine_fingerprint(engine), Path(arguments["load_dir"], arguments["tag"])
+    known = {**current, **saved}
+    stages = {known["stage"], current["stage"]}
     convert = conversion(folder, stages)
-    if loads_states(arguments, "lr_scheduler") and here["scheduler"] and not saved["scheduler"]:
+    if loads_states(arguments, "lr_scheduler") and current["scheduler"] and not saved["scheduler"]:
         return "it holds no state of a learning-rate scheduler; pass load_lr_scheduler_states=False"
     if loads_states(arguments) and (
         text := routing_difference(engine.basic_optimizer, saved["groups"], folder, stages)
     ):
         return text
     is_strict = arguments["load_module_strict"]
-    if arguments["custom_load_fn"] is None and (text := _shape_difference(saved, here["shapes"], is_strict)):
+    if arguments["custom_load_fn"] is None and (text := _shape_difference(saved, current["shapes"], is_strict)):
         return text
-    if (there["stage"] == 3) != (here["stage"] == 3):
-        return f"it was saved at ZeRO stage {there['stage']}, this run has stage {here['stage']}; {convert}"
+    if (known["stage"] == 3) != (current["stage"] == 3):
+        return f"it was saved at ZeRO stage {known['stage']}, this run has stage {current['stage']}; {convert}"
     if not loads_states(arguments):
-        if here["stage"] == 3 and there["world_size"] < here["world_size"]:  # a rank reads a file of its own first
+        # A rank of stage 3 reads a file of its own first.
+        if current["stage"] == 3 and known["world_size"] < current["world_size"]:
             return (
-                f"it was saved on {_ranks(there['world_size'])}, and at stage 3 its weights alone load on as many or "
-                f"fewer, this run has {here['world_size']}; {convert}"
+                f"it was saved on {_ranks(known['world_size'])}, and at stage 3 its weights alone load on as many or "
+                f"fewer, this run has {current['world_size']}; {convert}"
             )
         return None
     # At stage 0 every rank has everything, except experts, whose ranks lie in the names of files.
     loads_anywhere = stages == {0} and not engine.has_moe_layers
-    if there["world_size"] != here["world_size"] and not loads_anywhere:
-        return f"it was saved on {_ranks(there['world_size'])}, this run has {here['world_size']}; {convert}"
+    if known["world_size"] != current["world_size"] and not loads_anywhere:
+        return f"it was saved on {_ranks(known['world_size'])}, this run has {current['world_size']}; {convert}"
     for key, title in {"wrapper": "ZeRO's optimizer", "dtype": "precision"}.items():
-        if there[key] != here[key]:
-            return f"it was saved with {title} = {there[key]}, this run has {here[key]}; {convert}"
+        if known[key] != current[key]:
+            return f"it was saved with {title} = {known[key]}, this run has {current[key]}; {convert}"
     if "order" in saved and (text := _order_difference(engine, saved["order"])):
         return text
-    if there["layout"] != here["layout"]:
+    if known["layout"] != current["layout"]:
         return (
             "the parameters lie elsewhere in the shards: parameter groups, their order, sub_group_size or "
             f"round_robin_gradients differ; {convert}"
@@ -200,12 +201,12 @@ def _ranks(count: int) -> str:
     return f"{count} rank{'s' * (count > 1)}"
 
 
-def _shape_difference(saved: dict[str, Any], here: dict[str, list[int]], is_strict: bool) -> str | None:
-    there = saved.get("shapes", saved.get("partial_shapes", {}))
-    for name in here:
-        if there.get(name, here[name]) != here[name]:
-            return f"{name} has shape {there[name]} in the checkpoint and {here[name]} in the model: another model"
-    missing, extra = sorted(here.keys() - there.keys()), sorted(there.keys() - here.keys())
+def _shape_difference(saved: dict[str, Any], current: dict[str, list[int]], is_strict: bool) -> str | None:
+    shapes = saved.get("shapes", saved.get("partial_shapes", {}))
+    for name in current:
+        if shapes.get(name, current[name]) != current[name]:
+            return f"{name} has shape {shapes[name]} in the checkpoint and {current[name]} in the model: another model"
+    missing, extra = sorted(current.keys() - shapes.keys()), sorted(shapes.keys() - current.keys())
     if is_strict and "shapes" in saved and (missing or extra):
         return (
             f"the model has {missing[:4]} which the checkpoint lacks, the checkpoint has {extra[:4]} which the model "

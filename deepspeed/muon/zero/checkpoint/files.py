@@ -130,7 +130,7 @@ class SafeFiles(CheckpointEngine):
             self.error = self.error or error
 
     def _on_all_ranks(self, act: Callable[[], Any]) -> Any:
-        """Return what :func:`consensus.together` does, with the error of a save."""
+        """Return what :func:`consensus.raise_on_all_ranks` does, with the error of a save."""
 
         def failure(reasons: str) -> CheckpointError:
             return CheckpointError(
@@ -255,7 +255,7 @@ class SafeFiles(CheckpointEngine):
         """Return the facts of each share of the model, in order."""
         from deepspeed import comm  # type: ignore[attr-defined]
 
-        mine = self._on_all_ranks(lambda: compatibility.of_engine(self.engine, self.exclude_frozen))
+        mine = self._on_all_ranks(lambda: compatibility.engine_fingerprint(self.engine, self.exclude_frozen))
         share, shares = compatibility.model_share(self.engine)
         if shares == 1:
             return [mine]

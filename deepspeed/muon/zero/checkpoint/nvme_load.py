@@ -8,7 +8,7 @@ checkpoints it has empty tensors in place of those that ``offloaded_tensors/rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,38 +19,47 @@ from torch import Tensor
 
 from deepspeed.muon.errors import CheckpointError
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.patch import replaced
+from deepspeed.muon.patch import Seam, replaced
 from deepspeed.muon.zero.checkpoint.compatibility import loads_states
-from deepspeed.muon.zero.checkpoint.safe_load import read_states
+from deepspeed.muon.zero.checkpoint.safe_load import read_model, read_states
 from deepspeed.muon.zero.consensus import raise_on_all_ranks
 from deepspeed.muon.zero.nvme import each_sub_group, saved_files, swapped_in
 
-Layout = tuple[int, list[list[int]]]
-"""Ranks, and the parameters of each sub-group."""
+_STAGE3 = "deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3"
+#: Replaced for the time of a load.
+SEAMS = tuple(
+    Seam(_STAGE3[0], f"{_STAGE3[1]}.{name}") for name in ("_rigid_load_state_dict", "_restore_from_bit16_weights")
+)
 
 
 class NvmeLoad:
     """One ``load_checkpoint`` of one engine."""
 
-    def __init__(self, engine: Any, optimizer: MuonWithAuxAdam) -> None:
-        self.engine, self.wrapper, self.optimizer = engine, engine.optimizer, optimizer
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.wrapper = engine, engine.optimizer
+        self.optimizer: MuonWithAuxAdam = engine.basic_optimizer
         self.uses_nvme = self.wrapper.swap_optimizer or self.wrapper.params_in_nvme_and_cpu
         #: This rank's zero file, where it has all weights for NVMe or was completed by files of an older checkpoint.
         self._saved: dict[str, Any] | None = None
         self._files = Path()
+        self._misfit: str | None = None
         self._has_weights = False
 
     @contextmanager
-    def around(self, load_dir: Path, tag: str | None, arguments: dict[str, Any]) -> Iterator[None]:
+    def around(self, arguments: Mapping[str, Any]) -> Iterator[None]:
         """Check this rank's files; then let DeepSpeed load as without NVMe, with some of its functions replaced.
 
-        Raises CheckpointError on every rank, if one of them lacks anything.
+        Raises CheckpointError on every rank, before anything is changed, if one of them lacks anything.
+
+        Args:
+            arguments: of ``load_checkpoint``.
         """
+        load_dir, tag = arguments["load_dir"], arguments["tag"]
         if tag is not None and not self.engine.load_universal_checkpoint():
-            self._files = saved_files(self.engine, load_dir / tag)
-            file = Path(self.engine._get_zero_ckpt_name(str(load_dir), tag))
-            refusal = f"the checkpoint {load_dir / tag} cannot be loaded: "
-            check = partial(self._check, file, loads_states(arguments))
+            folder = Path(load_dir, tag)
+            self._files = saved_files(self.engine, folder)
+            refusal = f"the checkpoint {folder} cannot be loaded: "
+            check = partial(self._check, load_dir, tag, loads_states(arguments))
             raise_on_all_ranks(check, lambda reasons: CheckpointError(refusal + reasons))
         load, rigid, weights = self._load_checkpoint, self._load_zero_file, self._load_weights
         with (
@@ -91,24 +100,27 @@ class NvmeLoad:
 
     # ---- before anything changes ---------------------------------------------------------------------------
 
-    def _check(self, file: Path, whole: bool) -> None:
+    def _check(self, load_dir: str, tag: str, whole: bool) -> None:
         """Open the zero file; raise CheckpointError if it has tensors in files of their own and these do not fit."""
         if not (self.uses_nvme or self._files.parent.is_dir()):
             return
+        file = Path(self.engine._get_zero_ckpt_name(load_dir, tag))
         if not file.is_file():
             if self.uses_nvme and whole and file.parent.is_dir():
                 raise CheckpointError(f"there is no {file}; use the same number of ranks as when it was saved")
             return
         saved = read_states(file)["optimizer_state_dict"]
         flats = saved.get("fp32_flat_groups") or []
+        if flats:
+            self._misfit = self._layout_difference(read_model(Path(self.engine._get_ckpt_name(load_dir, tag))))
         if all(flat.numel() for flat in flats):
-            self._saved = saved if flats and self.uses_nvme and _layout_in(saved) == self._layout() else None
+            self._saved = saved if flats and self.uses_nvme and self._misfit is None else None
             return
-        self._check_layout(saved)
+        if self._misfit:
+            raise CheckpointError(self._misfit)
         for index, numel in enumerate(self.wrapper.fp16_partitioned_groups_flat_numel):
             number = flats[index].ds_id
             flats[index] = self._whole(flats[index], f"{number}", numel)
-            flats[index].ds_id = number
             state = saved["optimizer_state_dict"]["state"].get(index, {})
             for name in self.optimizer.state_keys(self.wrapper.fp32_partitioned_groups_flat[index]):
                 key = "exp_avg" if name == "momentum_buffer" else name
@@ -128,23 +140,23 @@ class NvmeLoad:
             raise CheckpointError(f"{path} has {size} bytes, expected at least {4 * numel}; it is not complete")
         return torch.from_file(str(path), shared=False, size=numel, dtype=torch.float32)
 
-    def _check_layout(self, saved: dict[str, Any]) -> None:
-        (ranks_there, there), (ranks_here, here) = _layout_in(saved), self._layout()
-        if (ranks_there, there) != (ranks_here, here):
-            raise CheckpointError(
-                f"its {len(there)} sub-groups on {ranks_there} ranks are not this engine's {len(here)} on "
-                f"{ranks_here}; use the ranks, zero_optimization.sub_group_size, parameters and routing with which it "
-                "was saved"
-            )
-
-    def _layout(self) -> Layout:
-        return self.wrapper.partition_count, _spans(self.wrapper.fp32_partitioned_groups_flat)
+    def _layout_difference(self, model: Mapping[str, Any]) -> str | None:
+        saved, saved_ranks = model["param_shapes"], model["dp_world_size"]
+        current, current_ranks = self.engine._get_zero_param_shapes(), self.engine.seq_dp_world_size
+        if (saved, saved_ranks) == (current, current_ranks):
+            return None
+        return (
+            f"its {len(saved)} sub-groups on {saved_ranks} ranks are not this engine's {len(current)} on "
+            f"{current_ranks}; use the ranks, zero_optimization.sub_group_size, parameters and routing with which it "
+            "was saved"
+        )
 
     # ---- loading -------------------------------------------------------------------------------------------
 
     def _restore(self, saved: dict[str, Any], load_optimizer_states: bool) -> None:
         """Load weights, states, settings and the loss scale, every tensor in place."""
-        self._check_layout(saved)
+        if self._misfit:
+            raise CheckpointError(self._misfit)
         wrapper, optimizer = self.wrapper, self.optimizer
         loaded: dict[Tensor, dict[str, Any]] = {}
         if load_optimizer_states:
@@ -178,17 +190,3 @@ class NvmeLoad:
                     buffer = torch.empty_like(flat)
                     wrapper._swap_in_sub_group_to_flat_buffer(buffer, index)
                 flat.data.copy_(buffer if half is None else half.data)
-
-
-def _layout_in(saved: dict[str, Any]) -> Layout:
-    return saved["partition_count"], _spans(saved["fp32_flat_groups"])
-
-
-def _spans(flats: list[Tensor]) -> list[list[int]]:
-    """Return the numbers of the first and last parameter of each sub-group, counted from the first of all.
-
-    DeepSpeed names a sub-group after them, counted per process.
-    """
-    spans = [[int(number) for number in str(getattr(flat, "ds_id", "")).split("_") if number] for flat in flats]
-    first = min((span[0] for span in spans if span), default=0)
-    return [[number - first for number in span] for span in spans]

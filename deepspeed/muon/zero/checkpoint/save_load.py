@@ -19,8 +19,9 @@ from typing import Any
 from deepspeed.muon.errors import CheckpointError
 from deepspeed.muon.log import logger
 from deepspeed.muon.patch import Seam, replaced
-from deepspeed.muon.zero.checkpoint import compatibility, files, manifest
+from deepspeed.muon.zero.checkpoint import compatibility, files, manifest, nvme_load
 from deepspeed.muon.zero.checkpoint.files import SafeFiles, is_torchs
+from deepspeed.muon.zero.checkpoint.nvme_load import NvmeLoad
 from deepspeed.muon.zero.checkpoint.safe_load import read_model
 from deepspeed.muon.zero.choice import compare_plans
 from deepspeed.muon.zero.consensus import broadcast, differences, gathered, raise_on_all_ranks
@@ -37,6 +38,7 @@ COMMON = {
 ENGINE, _MODEL_FILES = "deepspeed.runtime.engine", "deepspeed.runtime.state_dict_factory"
 SEAMS = (
     *files.SEAMS,
+    *nvme_load.SEAMS,
     Seam(_MODEL_FILES, "SDLoaderBase.check_ckpt_list"),
     Seam(ENGINE, "get_fp32_state_dict_from_zero_checkpoint"),
     Seam(ENGINE, "DeepSpeedEngine._load_checkpoint"),
@@ -181,7 +183,7 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
         replaced(importlib.import_module(ENGINE), get_fp32_state_dict_from_zero_checkpoint=of_tag),
         replaced(importlib.import_module(_MODEL_FILES).SDLoaderBase, check_ckpt_list=_check_mapped),
         SafeFiles(engine).in_use() if is_torchs(engine.checkpoint_engine) else nullcontext(),
-        adapter.loading(Path(arguments["load_dir"]), tag, arguments),
+        NvmeLoad(engine).around(arguments) if engine.zero_optimization_stage() == 3 else nullcontext(),
         own_scaler(engine.optimizer),
     ):
         rates = [group["lr"] for group in engine.basic_optimizer.param_groups]
@@ -192,8 +194,9 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
         adapter.drop_gradients()
         compare_plans(engine)
         compatibility.warn_of_rates(engine, rates)
-        if not arguments["load_optimizer_states"]:
-            adapter.refresh_masters()
+        is_stage_0 = engine.zero_optimization_stage() == 0  # under ZeRO the engine does this itself
+        if not arguments["load_optimizer_states"] and is_stage_0 and hasattr(adapter.wrapper, "refresh_fp32_params"):
+            adapter.wrapper.refresh_fp32_params()  # otherwise the next step would put back the weights from before
     return result
 
 
@@ -289,7 +292,7 @@ def _misfits(engine: Any, arguments: dict[str, Any], tag: str, header: dict[str,
     if not folder.is_dir():
         return [f"there is no folder {tag}" + ("" if arguments["tag"] else ", which latest names")]
     if header is None:
-        saved = compatibility.of_files(engine, arguments, tag)
+        saved = compatibility.checkpoint_fingerprint(engine, arguments, tag)
     else:
         there, (share, here) = len(header["structures"]), compatibility.model_share(engine)
         if there != here:

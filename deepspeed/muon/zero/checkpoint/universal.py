@@ -15,22 +15,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.utils import groups
 from torch import Tensor
 
-from deepspeed.muon.errors import ImportStateError
+from deepspeed.muon.errors import ImportStateError, UnsupportedError
 from deepspeed.muon.log import logger
 from deepspeed.muon.matrices.routing import MatrixSpec
-from deepspeed.muon.matrices.tp_sharding import Sharding
+from deepspeed.muon.matrices.tp_sharding import Sharding, sharding_of
 from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.param_groups import expert_group
 from deepspeed.muon.patch import Seam, replace
 from deepspeed.muon.saved_groups import Groups, check_groups, kinds, saved_groups, settings_of
 from deepspeed.muon.saved_state import KEPT_AS
 from deepspeed.muon.state_import import KEYS, Actions, Source, chosen, decide, fill, report, warn_of_fused
 from deepspeed.muon.zero.checkpoint.safe_load import read_states
 from deepspeed.muon.zero.consensus import raise_on_all_ranks
+from deepspeed.muon.zero.tp_ranks import tp_rank
 from deepspeed.muon.zero.wrappers.adapter import Adapter
-from deepspeed.muon.zero.wrappers.experts import expert_shards
-from deepspeed.muon.zero.wrappers.tensor_parallel import tensor_parallel_shards
 
 #: Names of the files that hold a parameter's fp32 weight and Muon's momentum.
 WEIGHT, MOMENTUM = "fp32", "exp_avg"
@@ -40,7 +41,7 @@ ORIGIN = "deepspeed_muon_origin"
 SEAMS = (Seam("deepspeed.runtime.engine", "DeepSpeedEngine._get_all_ckpt_names"),)
 
 
-def read_universal(adapter: Adapter) -> None:
+def support_universal_checkpoints(adapter: Adapter) -> None:
     """Make the engine write the metadata that DeepSpeed's converter needs, and load what it converts."""
     from deepspeed.checkpoint import constants
 
@@ -54,7 +55,8 @@ def read_universal(adapter: Adapter) -> None:
         opened, actions = raise_on_all_ranks(check, lambda reasons: ImportStateError(f"nothing was loaded: {reasons}"))
         _load(adapter, opened, actions, load_optimizer_states)
 
-    adapter.read_universal(load)
+    if hasattr(adapter.wrapper, "_load_universal_checkpoint"):  # not at stage 0
+        adapter.replace("_load_universal_checkpoint", lambda original, *args: load(*args))
     if engine.load_universal_checkpoint():
         replace(engine, "_get_all_ckpt_names", _either_name)
 
@@ -142,9 +144,32 @@ class Folder:
             raise ImportStateError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
 
 
+def _shards(engine: Any, optimizer: MuonWithAuxAdam) -> dict[str, tuple[Sharding, int]]:
+    """Return, by name of each parameter that is spread over ranks, how it is cut and whose shard this rank holds.
+
+    Raises UnsupportedError for a parameter that tensor parallelism cut in an unknown way.
+    """
+    rank, size = tp_rank(engine)
+    shards = {}
+    for param, spec in optimizer.specs.items():
+        if group := expert_group(param):
+            (count, *rest), ranks = spec.shape, groups._get_expert_parallel_world_size(group)
+            ranges = tuple(((first, count),) for first in range(0, count * ranks, count))
+            cut = Sharding((count * ranks, *rest), 0, ranges)
+            shards[spec.name] = cut, groups._get_expert_parallel_rank(group)
+        if size > 1:
+            try:
+                tp_cut = sharding_of(param)
+            except ValueError as error:
+                raise UnsupportedError(f"{spec.name}: tensor parallelism cut it, and {error}") from None
+            if tp_cut:
+                shards[spec.name] = tp_cut, rank
+    return shards
+
+
 def _opened(engine: Any, optimizer: MuonWithAuxAdam, path: str, load_states: bool) -> tuple[Folder, Actions]:
     """Return the folder and what to do with each state, after all checks and before any change."""
-    folder = Folder(path, expert_shards(optimizer) | tensor_parallel_shards(engine, optimizer))
+    folder = Folder(path, _shards(engine, optimizer))
     actions: Actions = {}
     if load_states:
         choice = chosen(optimizer, folder.source)

@@ -8,10 +8,9 @@ from typing import Any
 from deepspeed.muon.errors import UnsupportedError
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.zero.wrappers.adapter import Adapter
-from deepspeed.muon.zero.wrappers.bf16 import Bf16
 from deepspeed.muon.zero.wrappers.stage0 import Plain, Stage0
 from deepspeed.muon.zero.wrappers.stage3 import Stage3
-from deepspeed.muon.zero.wrappers.stage12 import Stage12
+from deepspeed.muon.zero.wrappers.stage12 import Bf16, Stage12
 
 ADAPTERS: dict[str, type[Adapter]] = {adapter.CLASS: adapter for adapter in (Stage0, Stage12, Bf16, Stage3)}
 

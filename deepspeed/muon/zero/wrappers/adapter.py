@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import deepspeed.comm as comm
@@ -82,43 +81,14 @@ class Adapter:
         collectives of pipeline stages with up to ``group_count`` parameter groups, and to have all state on NVMe.
         """
 
-    def gradient_buffers(self) -> Iterator[Tensor]:
-        """Yield the buffers of gradients that the wrapper keeps from step to step."""
-        return iter(())
-
-    def keep_gradients_of_each_step_apart(self) -> None:
-        """Let each step have the gradients of all its micro-batches and none of an earlier step.
-
-        DeepSpeed writes into :meth:`gradient_buffers` only what a backward computes.
-        """
-        self.around("step", self._with_own_gradients)
-
-    @contextmanager
-    def _with_own_gradients(self) -> Iterator[None]:
-        self.complete_gradients()
-        yield
-        self.clear_gradients()
-
-    def complete_gradients(self) -> None:
-        """Hand over, under offload, the gradients that micro-batches before the last have left.
-
-        DeepSpeed hands over those of parameters that take part in the last one.
-        """
-
-    def clear_gradients(self) -> None:
-        """Forget the gradients of a step that the wrapper would use again for parameters without one in the next."""
-        for buffer in self.gradient_buffers():
-            buffer.zero_()
-
     def watch_gradients(self) -> Callable[[], Agreed]:
         """Return what tells whether the gradients of a step are finite; called once, before :meth:`prepare`."""
         return NormWatch(self.replace)
 
-    def open_states(self) -> None:
-        """Let DeepSpeed's functions that read, set and move optimizer state by name do so with Muon's.
+    def patch_state_access(self) -> None:
+        """Make ``safe_get_*``, ``safe_set_*`` and ``engine.offload_states()`` work with Muon's state.
 
-        ``safe_get_full_fp32_param``, ``safe_set_full_optimizer_state`` and their like ask the wrapper, or methods that
-        the wrapper put on the parameter; ``engine.offload_states()`` asks the wrapper.
+        They ask the wrapper, or methods that the wrapper put on the parameter.
         """
         raise NotImplementedError
 
@@ -132,28 +102,6 @@ class Adapter:
         if self.optimizer.qk_clip:
             self.optimizer.qk_clip.watch.clear()
 
-    def read_universal(self, load: Callable[..., None]) -> None:
-        """Let ``load(folder, load_optimizer_states, load_from_fp32_weights)`` take the place of DeepSpeed's loader of
-        universal checkpoints, which knows one kind of group.
-        """
-        self.replace("_load_universal_checkpoint", lambda _, folder, states, weights: load(folder, states, weights))
-
     def resident_partitions(self) -> Iterator[Partition]:
         """Yield each partition while its tensors are in memory; what is written to them stays."""
         return iter(self.optimizer.all_partitions)
-
-    def loading(self, folder: Path, tag: str | None, arguments: dict[str, Any]) -> AbstractContextManager[None]:
-        """Return what is entered around DeepSpeed's ``load_checkpoint(**arguments)``, with checks of this wrapper.
-
-        Raises:
-            CheckpointError: on all ranks, before anything is changed.
-        """
-        return nullcontext()
-
-    def refresh_masters(self) -> None:
-        """Make the fp32 weights those of the model after a load of weights only, as the engine does under ZeRO.
-
-        Else the next step would put back the weights from before.
-        """
-        if self.engine.zero_optimization_stage() == 0:
-            self.wrapper.refresh_fp32_params()

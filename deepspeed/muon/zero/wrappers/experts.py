@@ -8,10 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import deepspeed.comm as comm
-from deepspeed.utils import groups
 
 from deepspeed.muon.errors import UnsupportedError
-from deepspeed.muon.matrices.tp_sharding import Sharding
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.param_groups import expert_group
 
@@ -21,18 +19,6 @@ def holders(engine: Any, group: Mapping[str, Any]) -> Any:
     but for experts the ranks that have the same ones.
     """
     return engine.expert_data_parallel_group[group["name"]] if group.get("moe") else engine.seq_data_parallel_group
-
-
-def expert_shards(optimizer: MuonWithAuxAdam) -> dict[str, tuple[Sharding, int]]:
-    """Return, by name of each stack of experts that ranks share, how it is cut and whose shard this rank holds."""
-    found = {}
-    for param, spec in optimizer.specs.items():
-        if group := expert_group(param):
-            (count, *rest), ranks = spec.shape, groups._get_expert_parallel_world_size(group)
-            ranges = tuple(((first, count),) for first in range(0, count * ranks, count))
-            cut = Sharding((count * ranks, *rest), 0, ranges)
-            found[spec.name] = cut, groups._get_expert_parallel_rank(group)
-    return found
 
 
 def with_names(params: Iterable[Any]) -> list[Any]:

@@ -84,17 +84,14 @@ class Stage0(Adapter):
                     undo.callback(groups.pop)
             yield
 
-    def open_states(self) -> None:
-        """DeepSpeed's functions find the state through methods of each parameter."""
+    def patch_state_access(self) -> None:
+        """Give each parameter the methods through which DeepSpeed's functions find its state."""
         for index, group in enumerate(self.optimizer.param_groups):
             for param, master in zip(self.params(index), group["params"], strict=True):
                 whole = _Whole(self.optimizer, master)
                 param._hp_mapping = None
                 param.get_full_hp_param, param.set_full_hp_param = whole.get, whole.set
                 param.get_full_hp_grad = _Whole().get  # nothing: gradients are in param.grad only
-
-    def read_universal(self, load: Callable[..., None]) -> None:
-        """DeepSpeed loads none at stage 0."""
 
 
 class Plain(Stage0):
@@ -123,9 +120,6 @@ class Plain(Stage0):
         norm = self.engine._global_grad_norm = get_weight_norm([param.grad for param in params], mpu=self.engine.mpu)
         if norm > self.engine.gradient_clipping():
             torch._foreach_mul_([param.grad for param in params], self.engine.gradient_clipping() / (norm + 1e-6))
-
-    def refresh_masters(self) -> None:
-        """The weights are their own masters."""
 
 
 def _mark_gradients(params: Iterable[Tensor]) -> None:

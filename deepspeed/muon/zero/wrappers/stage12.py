@@ -1,24 +1,100 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages 1 and 2."""
+"""Stages 1 and 2: the wrappers that flatten each group into one tensor and cut it into equal partitions.
+
+A matrix may straddle a border between ranks. The offsets are those of the order in which the group was flattened, which
+``round_robin_gradients`` changes; DeepSpeed's own ``_hp_mapping`` does not follow it and is not used.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
+import deepspeed.comm as comm
 import torch
 from torch import Tensor
 
 from deepspeed.muon.exchange.groups import Agreed, agreed
+from deepspeed.muon.exchange.partition import Partition
+from deepspeed.muon.math.momentum import CODES, MOMENTUM
 from deepspeed.muon.matrices.routing import TAG
-from deepspeed.muon.optimizer import are_finite
+from deepspeed.muon.optimizer import MuonWithAuxAdam, are_finite
+from deepspeed.muon.patch import replace
+from deepspeed.muon.plan.placement import Placement
 from deepspeed.muon.zero.tp_ranks import tp_rank
+from deepspeed.muon.zero.wrappers.adapter import Adapter
 from deepspeed.muon.zero.wrappers.experts import with_all_experts
-from deepspeed.muon.zero.wrappers.flat import Flat, FlatGroup
-from deepspeed.muon.zero.wrappers.grad_norm import NORM_METHODS
+from deepspeed.muon.zero.wrappers.grad_norm import NORM_METHODS, is_valid
 from deepspeed.muon.zero.wrappers.loss_scale import share_autocast_scale
+
+FlatGroup = tuple[list[Any], list[int], Tensor, Tensor]
+"""Parameters in the order in which they were flattened, where each begins, the flat tensor, this rank's fp32 part."""
+
+
+class Flat(Adapter):
+    """The layout of stages 1 and 2, and the state by name that goes with it."""
+
+    def groups(self) -> Iterator[FlatGroup]:
+        """Of each parameter group."""
+        raise NotImplementedError
+
+    def partitions(self) -> list[Partition]:
+        """One per group."""
+        result = []
+        for index, (params, offsets, flat, partition) in enumerate(self.groups()):
+            ranks = self.wrapper.real_dp_process_group[index]
+            span = flat.numel() // comm.get_world_size(ranks)
+            placements = {param: Placement(offset, span, 0) for param, offset in zip(params, offsets, strict=True)}
+            result.append(self.sharded(index, partition, placements, ranks))
+        return result
+
+    def patch_state_access(self) -> None:
+        """Link parameters to their state now, and whenever DeepSpeed has put other tensors in its place.
+
+        DeepSpeed links them once, after the first step. Its converter asks where each parameter lies in this rank's
+        tensors; DeepSpeed's own answer is that of the parameters in order.
+        """
+        from deepspeed.utils.tensor_fragment import fragment_address
+
+        for name in ("load_state_dict", "offload_states", "reload_states"):
+            if name in self.REPLACED:  # BF16_Optimizer moves no states
+                self.around(name, self._moving)
+        self.link()
+        self.wrapper._param_slice_mappings = [
+            {shard.spec.name: fragment_address(stop - start, at) for shard, start, stop, at in partition.pieces()}
+            for partition in sorted(self.optimizer.all_partitions, key=lambda partition: partition.index)
+        ]
+
+    @contextmanager
+    def _moving(self) -> Iterator[None]:
+        self.optimizer.release_workspace()
+        yield
+        self.link()  # also while states are away: DeepSpeed's setters would ignore a value without a link
+
+    def link(self) -> None:
+        """Let parameters find their parts of the weights and the state again, wherever these lie now."""
+        wrapper = self.wrapper
+        if getattr(wrapper, "round_robin_gradients", False):
+            # DeepSpeed looks up where round-robin has put a parameter only in groups with padding between parameters.
+            padding = wrapper.round_robin_bit16_padding
+            wrapper.round_robin_bit16_padding = [[True]] * len(padding)
+            try:
+                wrapper._link_all_hp_params()
+            finally:
+                wrapper.round_robin_bit16_padding = padding
+        else:
+            wrapper._link_all_hp_params()
+        wrapper._hp_optimizer_states_linked = False
+        wrapper._lazy_init_hp_params_optimizer_state()
+        params: dict[str, Any] = {spec.name: param for param, spec in self.optimizer.specs.items()}
+        for partition in self.optimizer.partitions:
+            for shard, start, stop, position in partition.pieces():
+                tensor = partition.tensors[shard.tensor]
+                if CODES in self.optimizer.state[tensor]:
+                    _link_codes(self.optimizer, params[shard.spec.name], slice(start, stop), tensor, position)
 
 
 class Stage12(Flat):
@@ -53,24 +129,28 @@ class Stage12(Flat):
         self.replace("get_flat_partition", _without_tags)
         self.replace("_is_muon_group", lambda original, params: False)
         if self.wrapper.cpu_offload:
-            self.keep_gradients_of_each_step_apart()
+            self.around("step", self._with_own_gradients)
         if self.engine.has_moe_layers and tp_rank(self.engine)[1] > 1:
             for name in NORM_METHODS:
                 self.replace(name, partial(with_all_experts, self.wrapper))
         if (missing := group_count - len(self.optimizer.param_groups)) > 0:
             self.replace("scaled_global_norm", partial(with_norms_of_all_stages, self.wrapper, missing))
 
-    def gradient_buffers(self) -> Iterator[Tensor]:
-        """Yield, under offload, those of the master weights and those that micro-batches accumulate."""
-        flats = [flat.grad for flat in self.wrapper.single_partition_of_fp32_groups if flat.grad is not None]
-        return iter([*flats, *getattr(self.wrapper, "accumulated_grads_in_cpu", {}).values()])
+    @contextmanager
+    def _with_own_gradients(self) -> Iterator[None]:
+        """Let a step under offload have the gradients of all its micro-batches and none of an earlier step.
 
-    def complete_gradients(self) -> None:
-        """Call DeepSpeed's own function for steps whose last micro-batch nobody announces."""
+        DeepSpeed hands over those of parameters that take part in the last micro-batch, and writes into its buffers
+        only what a backward computes.
+        """
         wrapper = self.wrapper
         if missing := wrapper._offload_accumulated_param_ids - wrapper.norm_for_param_grads.keys():
             wrapper._offload_accumulated_param_ids = missing
-            wrapper._finalize_cpu_offload_gradient_accumulation()
+            wrapper._finalize_cpu_offload_gradient_accumulation()  # as in steps whose last micro-batch is announced
+        yield
+        masters = [flat.grad for flat in wrapper.single_partition_of_fp32_groups if flat.grad is not None]
+        for buffer in (*masters, *getattr(wrapper, "accumulated_grads_in_cpu", {}).values()):
+            buffer.zero_()
 
     def watch_gradients(self) -> Callable[[], Agreed]:
         """Look at the gradients themselves where ``compute_grad_norm: false`` leaves no norm to listen to."""
@@ -86,22 +166,58 @@ class Stage12(Flat):
         self._are_finite = agreed(are_finite([grad for group in groups for grad in group or () if grad is not None]))
         yield
 
-    def open_states(self) -> None:
-        """DeepSpeed moves state by putting other tensors in its place, which parameters do not find by themselves."""
-        super().open_states()
-        self.around("offload_states", self._moving)
-        self.around("reload_states", self._moving)
-
-    @contextmanager
-    def _moving(self) -> Iterator[None]:
-        self.optimizer.release_workspace()
-        yield
-        self.link()  # also while states are away: DeepSpeed's setters would ignore a value without a link
-
     def drop_gradients(self) -> None:
-        """Also the count of micro-batches, of which the first replaces what is accumulated."""
+        """Also reset the micro-batch counter, so that the next micro-batch overwrites the accumulated gradient."""
         super().drop_gradients()
         self.wrapper.micro_step_id = -1  # counted up before the first
+
+
+class Bf16(Flat):
+    """``BF16_Optimizer``."""
+
+    MODULE, CLASS = "deepspeed.runtime.bf16_optimizer", "BF16_Optimizer"
+    REPLACED = ("load_state_dict", "state_dict", "_load_universal_checkpoint")
+
+    def groups(self) -> Iterator[FlatGroup]:
+        """Parameters lie one after the other."""
+        wrapper = self.wrapper
+        for params, flat, partition in zip(
+            wrapper.bf16_groups, wrapper.bf16_groups_flat, wrapper.fp32_groups_flat_partition, strict=True
+        ):
+            starts = list(accumulate((param.numel() for param in params), initial=0))
+            yield params, starts[:-1], flat, partition
+
+    def watch_gradients(self) -> Callable[[], Agreed]:
+        """Return a look at the norm of all ranks, which the wrapper keeps."""
+        return lambda: agreed(is_valid(self.wrapper._global_grad_norm), is_common=True)
+
+    def patch_state_access(self) -> None:
+        """Also save the key by which ``zero_to_fp32`` knows a ZeRO checkpoint; the layout is that of stage 1."""
+        super().patch_state_access()
+        self.replace("state_dict", lambda state_dict: {"zero_stage": 1, **state_dict()})
+
+
+def _link_codes(optimizer: MuonWithAuxAdam, param: Any, part: slice, tensor: Tensor, position: int) -> None:
+    """Let DeepSpeed's functions find a momentum in int8, which they copy out of and into a fragment in fp32.
+
+    Args:
+        part: what this rank has of the parameter.
+        tensor: of which the part begins at ``position``.
+    """
+
+    def get(original: Callable, optim_state_key: str | None = None) -> Tensor:
+        if optim_state_key == MOMENTUM:
+            return optimizer.read_state(tensor, MOMENTUM, position, position + part.stop - part.start)
+        return original(optim_state_key)
+
+    def write(original: Callable, value: Tensor, optim_state_key: str | None = None) -> None:
+        if optim_state_key == MOMENTUM:
+            optimizer.write_state(tensor, MOMENTUM, value.flatten()[part], position)
+        else:
+            original(value, optim_state_key)
+
+    replace(param._hp_mapping, "get_hp_fragment", get)
+    replace(param, "set_full_hp_param", write)
 
 
 def with_norms_of_all_stages(wrapper: Any, missing: int, original: Callable, *args: Any, **kwargs: Any) -> Tensor:

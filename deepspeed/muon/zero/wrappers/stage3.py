@@ -7,9 +7,8 @@ The last ranks' parts may end in padding, which holds anything, even NaN: it nev
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from deepspeed.muon.math.momentum import ABSMAX, CODES, MOMENTUM
 from deepspeed.muon.patch import Seam, replaced
 from deepspeed.muon.plan.placement import Placement
 from deepspeed.muon.zero import nvme
-from deepspeed.muon.zero.checkpoint.nvme_load import NvmeLoad
 from deepspeed.muon.zero.wrappers.adapter import Adapter
 from deepspeed.muon.zero.wrappers.grad_norm import NORM_METHODS
 from deepspeed.muon.zero.wrappers.loss_scale import share_autocast_scale
@@ -42,8 +40,6 @@ class Stage3(Adapter):
         *("offload_states", "reload_states", "_load_universal_checkpoint", "state_dict"),
     )
     MORE_SEAMS = (
-        Seam(MODULE, f"{CLASS}._rigid_load_state_dict"),
-        Seam(MODULE, f"{CLASS}._restore_from_bit16_weights"),
         Seam(f"{_SWAP}.partitioned_optimizer_swapper", f"Partitioned{_SWAP_OUT}"),
         Seam(f"{_SWAP}.pipelined_optimizer_swapper", f"Pipelined{_SWAP_OUT}"),
     )
@@ -66,7 +62,7 @@ class Stage3(Adapter):
         ``save_muon_momentum_buffer_in_memory`` keeps the momentum where it is.
         """
         share_autocast_scale(self.engine)
-        self.keep_gradients_of_each_step_apart()
+        self.around("step", self._with_own_gradients)
         wrapper, optimizer = self.wrapper, self.optimizer
         if not self.is_swapped:
             return
@@ -80,30 +76,28 @@ class Stage3(Adapter):
                     if key in optimizer.state[flat]:
                         optimizer.state[flat][key].swappable = False  # type: ignore[attr-defined]
 
-    def gradient_buffers(self) -> Iterator[Tensor]:
-        """Yield the one of all parameters and, under offload, those of the master weights in memory."""
-        wrapper = self.wrapper
-        flats = wrapper.fp32_partitioned_groups_flat if wrapper.offload_optimizer else ()
-        buffers = getattr(wrapper, "grad_partitions_flat_buffer", None), *(flat.grad for flat in flats)
-        return (buffer for buffer in buffers if buffer is not None)
+    @contextmanager
+    def _with_own_gradients(self) -> Iterator[None]:
+        """Let a step have the gradients of all its micro-batches and none of an earlier step.
 
-    def complete_gradients(self) -> None:
-        """Call DeepSpeed's own function for steps whose last micro-batch nobody announces."""
+        Under offload DeepSpeed hands over those of parameters that take part in the last micro-batch. It writes into
+        its buffers only what a backward computes, and reads files of gradients in every step that follows their first.
+        """
         wrapper = self.wrapper
-        if not wrapper.offload_optimizer:
-            return
-        seen, done = wrapper._offload_boundary_param_ids, wrapper.norm_for_param_grads
-        params = (param for group in wrapper.fp16_groups for param in group)
-        missing = {p.ds_id for p in params if p.ds_id in seen and wrapper.get_param_id(p) not in done}
-        if missing:
-            wrapper._offload_boundary_param_ids = missing
-            wrapper._finalize_offload_gradient_accumulation()
-
-    def clear_gradients(self) -> None:
-        """Forget the files of gradients, too, which DeepSpeed reads in every step that follows their first."""
-        super().clear_gradients()
+        if wrapper.offload_optimizer:
+            seen, done = wrapper._offload_boundary_param_ids, wrapper.norm_for_param_grads
+            params = (param for group in wrapper.fp16_groups for param in group)
+            missing = {p.ds_id for p in params if p.ds_id in seen and wrapper.get_param_id(p) not in done}
+            if missing:
+                wrapper._offload_boundary_param_ids = missing
+                wrapper._finalize_offload_gradient_accumulation()  # as where the last micro-batch is announced
+        yield
+        masters = wrapper.fp32_partitioned_groups_flat if wrapper.offload_optimizer else ()
+        for buffer in (getattr(wrapper, "grad_partitions_flat_buffer", None), *(flat.grad for flat in masters)):
+            if buffer is not None:
+                buffer.zero_()
         if self.is_swapped:
-            nvme.forget_gradients(self.wrapper)
+            nvme.forget_gradients(wrapper)
 
     def resident_partitions(self) -> Iterator[Partition]:
         """What is written to the tensors goes to the model, too."""
@@ -111,12 +105,8 @@ class Stage3(Adapter):
         for _, flat in nvme.each_sub_group(self.wrapper):
             yield found[flat]
 
-    def loading(self, folder: Path, tag: str | None, arguments: dict[str, Any]) -> AbstractContextManager[None]:
-        """Replaces DeepSpeed's loading where NVMe takes part, in the engine or in the checkpoint."""
-        return NvmeLoad(self.engine, self.optimizer).around(folder, tag, arguments)
-
-    def open_states(self) -> None:
-        """DeepSpeed's functions ask the wrapper."""
+    def patch_state_access(self) -> None:
+        """Replace methods of the wrapper, which DeepSpeed's functions ask."""
         self.replace("set_full_hp_param", self._set_full)
         self.replace("set_local_hp_param", self._set_local)
         self.replace("_get_fp32_opt_state_partition", self._get_local)

@@ -9,18 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import deepspeed.comm as comm
 
 from deepspeed.muon.errors import UnsupportedError
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.matrices.routing import MatrixSpec
-from deepspeed.muon.matrices.tp_sharding import Sharding, sharding_of
-from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.plan.placement import Placement, Shard
 from deepspeed.muon.zero.consensus import gathered
-from deepspeed.muon.zero.tp_ranks import Grid, tp_group, tp_rank
+from deepspeed.muon.zero.tp_ranks import Grid, tp_group
 from deepspeed.muon.zero.wrappers.adapter import Adapter
 from deepspeed.muon.zero.wrappers.stage0 import Stage0
 
@@ -71,23 +68,6 @@ def _refuse_cut_experts(experts: Sequence[Partition]) -> None:
             f"deepspeed-muon does not support this engine: tensor parallelism cuts {len(cut)} matrices of experts, "
             f"first {cut[0]}; leave the experts whole, or name them in optimizer.params.muon_exclude"
         )
-
-
-def tensor_parallel_shards(engine: Any, optimizer: MuonWithAuxAdam) -> dict[str, tuple[Sharding, int]]:
-    """For each parameter that tensor parallelism cut, by name: how, and whose shard this rank holds.
-
-    Raises UnsupportedError for a parameter of which nothing says how it was cut.
-    """
-    rank, size = tp_rank(engine)
-    found = {}
-    for param, spec in optimizer.specs.items() if size > 1 else ():
-        try:
-            cut = sharding_of(param)
-        except ValueError as error:
-            raise UnsupportedError(f"{spec.name}: tensor parallelism cut it, and {error}") from None
-        if cut:
-            found[spec.name] = cut, rank
-    return found
 
 
 def _are_alike(everyones: Sequence[Sequence[Placements]], specs: Mapping[str, MatrixSpec]) -> bool:
