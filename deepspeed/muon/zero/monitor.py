@@ -29,7 +29,6 @@ from deepspeed.muon.step_stats import (
     values_of,
 )
 from deepspeed.muon.zero.consensus import union
-from deepspeed.muon.zero.wrappers.grad_norm import skips_in_silence
 
 #: Phases of a step, as DeepSpeed's timers name them with ``wall_clock_breakdown``.
 TIMERS = tuple(f"muon_{phase}" for phase in ("prepare", "exchange", "newton_schulz", "apply", "adamw"))
@@ -57,10 +56,16 @@ def take_step(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Non
         with optimizer.observed(phase):
             step()
     optimizer.release_scratch()
-    if engine.skipped_steps > skipped and skips_in_silence(engine.optimizer):
+    if engine.skipped_steps > skipped and not _logs_skipped_steps(engine.optimizer):
         optimizer.report_skip()
     if engine.wall_clock_breakdown():  # on all ranks, as this also resets the timers; rank 0 prints
         engine.timers.log(names=TIMERS)
+
+
+def _logs_skipped_steps(wrapper: Any) -> bool:
+    """Return whether the wrapper has a loss scaler that logs; before DeepSpeed 0.19.8 a static one does not."""
+    scaler = getattr(wrapper, "loss_scaler", None)
+    return scaler is not None and bool({"log_dist", "logger"} & set(type(scaler).update_scale.__code__.co_names))
 
 
 class Recorder:

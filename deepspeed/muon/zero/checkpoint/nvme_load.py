@@ -42,7 +42,6 @@ class NvmeLoad:
         #: This rank's zero file, where it has all weights for NVMe or was completed by files of an older checkpoint.
         self._saved: dict[str, Any] | None = None
         self._files = Path()
-        self._misfit: str | None = None
         self._has_weights = False
 
     @contextmanager
@@ -79,12 +78,8 @@ class NvmeLoad:
     def _load_zero_file(self, original: Callable, saved: dict[str, Any], load_optimizer_states: bool = True) -> None:
         """``_rigid_load_state_dict``."""
         is_swapped = not all(flat.numel() for flat in saved["fp32_flat_groups"])
-        if is_swapped:
-            if self._saved is None:
-                raise CheckpointError(f"there is no {self._files}, which holds what offload_optimizer had on NVMe")
-            saved = self._saved
         if self.uses_nvme or is_swapped:
-            self._restore(saved, load_optimizer_states)
+            self._restore(self._saved or saved, load_optimizer_states)
         else:
             original(saved, load_optimizer_states=load_optimizer_states)
 
@@ -100,24 +95,21 @@ class NvmeLoad:
 
     # ---- before anything changes ---------------------------------------------------------------------------
 
-    def _check(self, load_dir: str, tag: str, whole: bool) -> None:
-        """Open the zero file; raise CheckpointError if it has tensors in files of their own and these do not fit."""
-        if not (self.uses_nvme or self._files.parent.is_dir()):
-            return
+    def _check(self, load_dir: str, tag: str, with_states: bool) -> None:
+        """Open this rank's zero file; raise CheckpointError if what will be loaded of it does not fit."""
         file = Path(self.engine._get_zero_ckpt_name(load_dir, tag))
         if not file.is_file():
-            if self.uses_nvme and whole and file.parent.is_dir():
-                raise CheckpointError(f"there is no {file}; use the same number of ranks as when it was saved")
             return
         saved = read_states(file)["optimizer_state_dict"]
         flats = saved.get("fp32_flat_groups") or []
-        if flats:
-            self._misfit = self._layout_difference(read_model(Path(self.engine._get_ckpt_name(load_dir, tag))))
-        if all(flat.numel() for flat in flats):
-            self._saved = saved if flats and self.uses_nvme and self._misfit is None else None
+        is_swapped = not all(flat.numel() for flat in flats)
+        misfit = self._layout_difference(read_model(Path(self.engine._get_ckpt_name(load_dir, tag)))) if flats else None
+        # DeepSpeed loads weights from the zero files where there are experts, whatever is asked for.
+        if misfit and (is_swapped or with_states or self.engine.has_moe_layers):
+            raise CheckpointError(misfit)
+        if not is_swapped:
+            self._saved = saved if flats and self.uses_nvme and not misfit else None
             return
-        if self._misfit:
-            raise CheckpointError(self._misfit)
         for index, numel in enumerate(self.wrapper.fp16_partitioned_groups_flat_numel):
             number = flats[index].ds_id
             flats[index] = self._whole(flats[index], f"{number}", numel)
@@ -155,8 +147,6 @@ class NvmeLoad:
 
     def _restore(self, saved: dict[str, Any], load_optimizer_states: bool) -> None:
         """Load weights, states, settings and the loss scale, every tensor in place."""
-        if self._misfit:
-            raise CheckpointError(self._misfit)
         wrapper, optimizer = self.wrapper, self.optimizer
         loaded: dict[Tensor, dict[str, Any]] = {}
         if load_optimizer_states:

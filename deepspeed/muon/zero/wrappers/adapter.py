@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that depends on which optimizer wrapper an engine has."""
+"""Everything that depends on which optimizer wrapper an engine has, and the norms by which most of them know whether
+a gradient is finite.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
@@ -10,12 +13,14 @@ from typing import Any, ClassVar
 import deepspeed.comm as comm
 from torch import Tensor
 
-from deepspeed.muon.exchange.groups import Agreed
+from deepspeed.muon.exchange.groups import Agreed, agreed
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.patch import Seam, replace
 from deepspeed.muon.plan.placement import Placement, Shard
-from deepspeed.muon.zero.wrappers.grad_norm import NormWatch
+
+#: Methods of ZeRO's wrappers that return the norm of a group's gradient, reduced over all ranks.
+NORM_METHODS = ("get_grad_norm_direct", "complete_grad_norm_calculation_for_cpu_offload")
 
 
 class Adapter:
@@ -83,7 +88,7 @@ class Adapter:
 
     def watch_gradients(self) -> Callable[[], Agreed]:
         """Return what tells whether the gradients of a step are finite; called once, before :meth:`prepare`."""
-        return NormWatch(self.replace)
+        return watch_norms(self.replace)
 
     def patch_state_access(self) -> None:
         """Make ``safe_get_*``, ``safe_set_*`` and ``engine.offload_states()`` work with Muon's state.
@@ -105,3 +110,43 @@ class Adapter:
     def resident_partitions(self) -> Iterator[Partition]:
         """Yield each partition while its tensors are in memory; what is written to them stays."""
         return iter(self.optimizer.all_partitions)
+
+
+def watch_norms(replace: Callable[[str, Callable], None]) -> Callable[[], Agreed]:
+    """Return what tells whether the norms that stages 1 to 3 reduce, before they update the first group, are finite.
+
+    A group's norm is -1 where a gradient is not finite. Several versions of DeepSpeed square that into a harmless 1
+    when they combine the groups, so the combined norm does not tell. ``replace`` is :meth:`Adapter.replace`.
+
+    The result is the same on all ranks. It raises RuntimeError on all of them if ZeRO has computed no norm in this
+    step, so that nothing is known.
+    """
+    norms: list[Any] = []
+
+    def start(step: Callable, *args: Any, **kwargs: Any) -> Any:
+        norms.clear()
+        return step(*args, **kwargs)
+
+    def listen(method: Callable, *args: Any, **kwargs: Any) -> Any:
+        norms.append(method(*args, **kwargs))
+        return norms[-1]
+
+    def are_finite() -> Agreed:
+        if not norms:
+            raise RuntimeError(
+                f"deepspeed-muon heard no gradient norm in this step: this DeepSpeed calls none of "
+                f"{', '.join(NORM_METHODS)}, which tell whether the gradient is finite. Nothing was updated; run "
+                "ds_muon report, and install a tested version of DeepSpeed"
+            )
+        norms[:] = map(float, norms)  # waits for the accelerator: once per step, whatever the number of calls
+        return agreed(all(map(is_valid, norms)), is_common=True)
+
+    replace("step", start)
+    for name in NORM_METHODS:
+        replace(name, listen)
+    return are_finite
+
+
+def is_valid(norm: Any) -> bool:
+    """Return whether a gradient norm, a number or a 0-D tensor, is that of a finite gradient."""
+    return 0 <= float(norm) < math.inf  # false of NaN, too

@@ -16,9 +16,8 @@ from deepspeed.muon.exchange.groups import Agreed, agreed
 from deepspeed.muon.exchange.partition import Partition, whole_partition
 from deepspeed.muon.patch import Seam
 from deepspeed.muon.zero.tp_ranks import tp_group, tp_rank
-from deepspeed.muon.zero.wrappers.adapter import Adapter
+from deepspeed.muon.zero.wrappers.adapter import Adapter, is_valid
 from deepspeed.muon.zero.wrappers.experts import holders
-from deepspeed.muon.zero.wrappers.grad_norm import is_valid
 from deepspeed.muon.zero.wrappers.loss_scale import UnfusedScale, is_fp16_autocast
 
 

@@ -25,9 +25,8 @@ from deepspeed.muon.optimizer import MuonWithAuxAdam, are_finite
 from deepspeed.muon.patch import replace
 from deepspeed.muon.plan.placement import Placement
 from deepspeed.muon.zero.tp_ranks import tp_rank
-from deepspeed.muon.zero.wrappers.adapter import Adapter
+from deepspeed.muon.zero.wrappers.adapter import NORM_METHODS, Adapter, is_valid
 from deepspeed.muon.zero.wrappers.experts import with_all_experts
-from deepspeed.muon.zero.wrappers.grad_norm import NORM_METHODS, is_valid
 from deepspeed.muon.zero.wrappers.loss_scale import share_autocast_scale
 
 FlatGroup = tuple[list[Any], list[int], Tensor, Tensor]

@@ -20,8 +20,7 @@ from deepspeed.muon.math.momentum import ABSMAX, CODES, MOMENTUM
 from deepspeed.muon.patch import Seam, replaced
 from deepspeed.muon.plan.placement import Placement
 from deepspeed.muon.zero import nvme
-from deepspeed.muon.zero.wrappers.adapter import Adapter
-from deepspeed.muon.zero.wrappers.grad_norm import NORM_METHODS
+from deepspeed.muon.zero.wrappers.adapter import NORM_METHODS, Adapter
 from deepspeed.muon.zero.wrappers.loss_scale import share_autocast_scale
 
 MOMENTUM_KEYS = (MOMENTUM, CODES, ABSMAX)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deepspeed.muon.optimizer import are_finite
 from deepspeed.muon.patch import replace
-from deepspeed.muon.zero.wrappers.grad_norm import NORM_METHODS, NormWatch
+from deepspeed.muon.zero.wrappers.adapter import NORM_METHODS, watch_norms
 from helpers.distributed import run
 from helpers.engine_state import differing, snapshot
 from helpers.models import MODELS, make_batch, train_engine
@@ -198,7 +198,7 @@ def test_a_finite_gradient_is_finite_whatever_its_norm() -> None:
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_one_bad_group_spoils_all(method: str, bad: Any, place: int) -> None:
     wrapper = Wrapper()
-    watch = NormWatch(partial(replace, wrapper))
+    watch = watch_norms(partial(replace, wrapper))
     norms = [0.0, torch.tensor(3.5), 2]
     norms[place] = bad
     assert all(got is norm for got, norm in zip(wrapper.step(method, norms), norms, strict=True))
@@ -219,7 +219,7 @@ class Reads:
 def test_a_norm_is_read_once_per_step() -> None:
     """On an accelerator each reading waits for it; ZeRO calls the optimizer once per sub-group."""
     wrapper, norms = Wrapper(), [Reads(), Reads()]
-    watch = NormWatch(partial(replace, wrapper))
+    watch = watch_norms(partial(replace, wrapper))
     for step in (1, 2):
         wrapper.step(NORM_METHODS[0], norms)
         assert [watch() for _ in range(5)] == [True] * 5
@@ -233,7 +233,7 @@ def test_a_norm_is_read_once_per_step() -> None:
 def test_a_step_without_norms_is_refused() -> None:
     """A DeepSpeed that computes norms by other methods would let a NaN into the momentum."""
     wrapper = Wrapper()
-    watch = NormWatch(partial(replace, wrapper))
+    watch = watch_norms(partial(replace, wrapper))
     wrapper.step(NORM_METHODS[0], [1.0])
     assert watch()
     wrapper.step(NORM_METHODS[0], [])
@@ -245,7 +245,7 @@ def test_a_step_without_norms_is_refused() -> None:
 @pytest.mark.parametrize("asks", [False, True], ids=["ZeRO skips the bad steps itself", "the optimizer skips them"])
 def test_stale_norms_are_cleared(method: str, asks: bool) -> None:
     wrapper = Wrapper()
-    watch = NormWatch(partial(replace, wrapper))
+    watch = watch_norms(partial(replace, wrapper))
     for norms in ([1.0, -1.0], [1.0, 2.0], [math.nan, 1.0], [-1.0, math.inf], [1.0, 0.0]):
         wrapper.step(method, norms)
         good = all(math.isfinite(norm) and norm >= 0 for norm in norms)
