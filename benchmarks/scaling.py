@@ -20,23 +20,30 @@ from benchmarks.roofline import muon_half
 from benchmarks.training import Job, rounds
 from deepspeed.muon.cli.model import build
 from deepspeed.muon.config.schema import parse
-from deepspeed.muon.forecast.estimate import (
-    Estimate,
-    Machine,
-    Network,
-    estimate,
-    milliseconds,
-    per_rank,
-    totals,
-)
-from deepspeed.muon.forecast.layout import Half, Layout, halves_of
+from deepspeed.muon.forecast.estimate import Estimate, Machine, estimate, milliseconds, per_rank, totals
+from deepspeed.muon.forecast.layout import Half, Layout, StepCost, halves_of
 from deepspeed.muon.forecast.measured import measure
 from deepspeed.muon.kernels.selection import choose, product_tables, unavailable_kernels
 from deepspeed.muon.plan.memory import Memory
+from deepspeed.muon.plan.placement import Spread
 from deepspeed.muon.plan.plan import make_plan, without_collector
 from deepspeed.muon.tuning import Candidates
 
 OWN, EXAMPLES = Path(__file__).parent, report.ROOT / "examples" / "plan"
+
+
+class Network(NamedTuple):
+    """What one rank's connection to the others can do.
+
+    `gbs`: 10^9 bytes sent per second while as many are received. `latency_us`: of one collective. `message_us`: of each
+    message that a rank sends in it. `near_gbs`, `near_latency_us`: within a node.
+    """
+
+    gbs: float
+    latency_us: float
+    message_us: float
+    near_gbs: float
+    near_latency_us: float
 
 
 class Model(NamedTuple):
@@ -73,17 +80,19 @@ with AdamW. Of training: the part that this is of it; of a step: of the longer o
 one matrix."""
 
 
-def forecast(name: str, halves: Sequence[Half], stage: int, world: int, machine: Machine | None) -> dict[str, Any]:
+def forecast(
+    name: str, halves: Sequence[Half], stage: int, world: int, stated: tuple[Machine, Network] | None
+) -> dict[str, Any]:
     """A row of the table."""
     found = estimate(halves, Layout(stage, world), PLAIN, GPU)
     facts = per_rank(found)
     row = {"model": name, "stage": stage, "ranks": world, "matrices": totals(halves, True)["matrices"]}
     row |= {"parts": facts["parts"], "rounds": facts["rounds"]} | busiest(found)
     row |= {"MB mean": facts["sent_bytes"]["mean"] / 1e6, "MB max": facts["sent_bytes"]["max"] / 1e6}
-    row |= {"messages": sum(cost.messages for cost in found.costs), "runs": sum(cost.runs for cost in found.costs)}
+    row |= {"messages": sum(map(messages, found.costs)), "runs": sum(cost.runs for cost in found.costs)}
     row |= {"scratch GB": facts["scratch_bytes"]["max"] / 1e9}
     row |= {"owners": max(count for cost in found.costs for count in cost.plan.counts)}
-    row |= share_of_training(name, halves, found, machine) if machine else {}
+    row |= share_of_training(name, halves, found, *stated) if stated else {}
     for title, rank in {"planning s": 0, "of a middle rank": world // 2}.items():
         gc.collect()
         begin = time.perf_counter()
@@ -108,16 +117,67 @@ def busiest(planned: Estimate) -> dict[str, float]:
     return row | {"in padded rounds": padded / mean}
 
 
-def share_of_training(name: str, halves: Sequence[Half], found: Estimate, machine: Machine) -> dict[str, Any]:
+def messages(cost: StepCost) -> int:
+    """Messages of the busiest rank, one per round and rank that it sends anything to, there and back."""
+    world = cost.plan.world_size
+    there, back = [0] * world, [0] * world  # if no two matrices shared one
+    owners_of: dict[Spread, Counter[int]] = {}
+    for owner, item in cost.plan.owned:
+        owners_of.setdefault(item.spread, Counter())[owner] += 1
+    for spread, owners in owners_of.items():
+        holders = set(spread.holders)
+        for owner, count in owners.items():
+            back[owner] += count * len(holders - {owner})
+        for rank in holders if cost.plan.copies == 1 else ():
+            there[rank] += owners.total() - owners[rank]
+    # All that goes to one rank in one round is one message.
+    most = len(cost.plan.rounds) * (world - 1)
+    return max(min(a, most) + min(b, most) for a, b in zip(there, back, strict=True))
+
+
+def phases(found: Estimate, machine: Machine, network: Network | None) -> dict[str, float]:
+    """Milliseconds of one step of the optimizer, with `between_owners`, `exchange` and `total` over a known network.
+
+    In the total, Newton-Schulz, with what owners of one matrix wait for each other, and exchange of a part overlap,
+    except that the first round's way there and the last one's way back overlap with nothing: one round's share of the
+    shorter adds to the longer.
+    """
+    known = milliseconds(found, machine)
+    if network is None:
+        return known
+    together, travels, betweens = 0.0, 0.0, 0.0
+    for cost in found.costs:
+        between = _between(cost, network, found.layout.ranks_per_node)
+        compute = max(cost.flops) / (machine.tflops * 1e9) + between
+        waits = cost.collectives * network.latency_us + messages(cost) * network.message_us
+        travel = max(cost.sent_bytes) / (network.gbs * 1e6) + waits / 1e3
+        together += max(compute, travel) + min(compute, travel) / max(1, cost.rounds)
+        travels, betweens = travels + travel, betweens + between
+    return known | {"between_owners": betweens, "exchange": travels, "total": known["elementwise"] + together}
+
+
+def _between(cost: StepCost, network: Network, ranks_per_node: int) -> float:
+    is_near = max(cost.plan.counts, default=1) <= ranks_per_node
+    gbs, latency = (network.near_gbs, network.near_latency_us) if is_near else (network.gbs, network.latency_us)
+    model = cost.part.half.cost(PLAIN.schedule, GPU.dtype, GPU.wire_bytes, GPU.device_type)
+    calls = Counter[int]()
+    for owner, item in cost.plan.owned:
+        calls[owner] += model.of_owner(*item.shape, item.owners).calls
+    return max(cost.between_bytes) / (gbs * 1e6) + max(calls.values(), default=0) * latency / 1e3
+
+
+def share_of_training(
+    name: str, halves: Sequence[Half], found: Estimate, machine: Machine, network: Network
+) -> dict[str, Any]:
     """Milliseconds of the optimizer's step by phase, and what Muon adds to a training step."""
-    model, phases = MODELS[name], milliseconds(found, machine)
+    model, by_phase = MODELS[name], phases(found, machine, network)
     specs = [spec for half in halves for spec in half.specs]
     active = sum(spec.numel * (model.active if ".experts." in spec.name else 1.0) for spec in specs)
     training = 6 * active * model.tokens * 1e6 / (found.world_size * TRAINING_TFLOPS * 1e12)
     travels = 2 * sum(spec.numel for spec in specs) * (3 if found.layout.stage == 3 else 2)
-    zero = travels / (machine.network.gbs * 1e9) if machine.network else 0.0
-    exposed = phases["total"] / 1e3 - sum(part.numel for part in found.parts) * machine.adamw_ns / 1e9
-    row = {f"{phase} ms": value for phase, value in phases.items()}
+    zero = travels / (network.gbs * 1e9)
+    exposed = by_phase["total"] / 1e3 - sum(part.numel for part in found.parts) * machine.adamw_ns / 1e9
+    row = {f"{phase} ms": value for phase, value in by_phase.items()}
     row |= {"tokens M": model.tokens, "training s": training, "ZeRO s": zero, "exposed ms": 1e3 * exposed}
     return row | {"of training": f"{exposed / training:.2%}", "of a step": f"{exposed / max(training, zero):.2%}"}
 
@@ -139,27 +199,28 @@ def scaling(
         models: which
         worlds: numbers of ranks
         stages: of ZeRO
-        machine: JSON file with every constant of deepspeed.muon.forecast.estimate.Machine, for columns of milliseconds
+        machine: JSON file with every constant of Machine, and of Network under "network", for columns of milliseconds
         measured: numbers of ranks whose steps are measured; 0 for none
     """
     stated, rows, points = None, [], []
     if machine:
         given = json.loads(Path(machine).read_text())
-        stated = Machine(**given | {"network": Network(**given["network"])})
+        network = Network(**given.pop("network"))
+        stated = Machine(**given), network
     for name in models:
         halves = halves_of(build(MODELS[name].source), PLAIN)
         for stage, world in itertools.product(stages, worlds):
             rows.append(forecast(name, halves, stage, world, stated))
             print(rows[-1], flush=True)
     parts = [
-        f"Milliseconds are predicted for {stated}, not measured." if stated else "",
+        f"Milliseconds are predicted for {stated[0]}, {stated[1]}, not measured." if stated else "",
         report.table(rows),
         NOTES,
         SHARES if stated else "",
     ]
     if any(measured):
-        alone, points = compare(measured, stages)
-        parts += [f"## Measured points\n\nPredicted for {alone}.\n\n{report.table(points)}"]
+        alone, network, points = compare(measured, stages)
+        parts += [f"## Measured points\n\nPredicted for {alone}, {network}.\n\n{report.table(points)}"]
         report.write_csv(report.RESULTS / f"{report.name_of('scaling')}-measured.csv", points)
     return report.write(report.name_of("scaling"), "Scaling of the plan", rows, *parts)
 
@@ -197,8 +258,8 @@ def memory(
     return report.table(rows)
 
 
-def compare(worlds: Sequence[int], stages: Sequence[int]) -> tuple[Machine, list[dict[str, Any]]]:
-    """The rates of one core alone, and measured steps beside those that follow from them."""
+def compare(worlds: Sequence[int], stages: Sequence[int]) -> tuple[Machine, Network | None, list[dict[str, Any]]]:
+    """The rates of one core alone and of loopback, and measured steps beside those that follow from them."""
     jobs = [Job(str(s), "ours", w, warmup=2) for w in worlds for s in stages]
     (alone,) = ranks.run(rank, {"shapes": jobs[0].matrices})
     *_, records = rounds(jobs, 2)
@@ -206,21 +267,21 @@ def compare(worlds: Sequence[int], stages: Sequence[int]) -> tuple[Machine, list
     sent = [row["exchange MB"] / 1e3 / row["alone s"] for row in found if row["world"] == 2 and row["exchange MB"]]
     network = _loopback(statistics.fmean(sent)) if sent else None
     cpu = Memory(wire="bf16", dtype="fp32", device_type="cpu")
-    machine, points = Machine(**alone | {"network": network}), []
+    machine, points = Machine(**alone), []
     for row in found:
         share = max(1.0, row["world"] / report.cores())
         slower = {name: getattr(machine, name) * share for name in ("muon_ns", "adamw_ns", "run_us")}
-        link = network and dataclasses.replace(network, gbs=network.gbs / share)
-        of_rank = dataclasses.replace(machine, tflops=machine.tflops / share, network=link, **slower)
+        link = network and network._replace(gbs=network.gbs / share)
+        of_rank = dataclasses.replace(machine, tflops=machine.tflops / share, **slower)
         halves, layout = [muon_half(jobs[0].matrices)], Layout(int(row["case"]), row["world"])
-        step = milliseconds(estimate(halves, layout, PLAIN, cpu), of_rank)
+        step = phases(estimate(halves, layout, PLAIN, cpu), of_rank, link)
         predicted, measured = step.get("total", step["elementwise"] + step["newton_schulz"]), 1e3 * row["optimizer s"]
         point = {"ranks": row["world"], "stage": row["case"], "measured ms": measured, "predicted ms": predicted}
         point |= {"error": f"{predicted / measured - 1:+.0%}", "Newton-Schulz ms": 1e3 * row["newton_schulz s"]}
         point |= {"predicted Newton-Schulz ms": step["newton_schulz"], "predicted elementwise ms": step["elementwise"]}
         point |= {"elementwise ms": 1e3 * (row["prepare s"] + row["apply s"]), "waiting ms": 1e3 * row["exchange s"]}
         points.append(point | {"predicted exchange ms": step.get("exchange", 0.0)})
-    return machine, points
+    return machine, network, points
 
 
 def _loopback(gbs: float) -> Network:

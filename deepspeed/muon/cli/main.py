@@ -25,10 +25,9 @@ from deepspeed.muon.cli.parser import REPORT, parser
 from deepspeed.muon.cli.plot import plot
 from deepspeed.muon.cli.report import as_text, environment, of_launch
 from deepspeed.muon.cli.tables import aligned, plan_text, rows_of
-from deepspeed.muon.forecast.estimate import Estimate, estimate, milliseconds, per_rank, stock_clipping, totals
+from deepspeed.muon.forecast.estimate import Estimate, estimate, milliseconds, per_rank, prove, stock_clipping, totals
 from deepspeed.muon.forecast.layout import halves_of
 from deepspeed.muon.forecast.measured import measure
-from deepspeed.muon.forecast.proof import prove
 from deepspeed.muon.kernels.selection import choose, product_tables, unavailable_kernels
 from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.plan.memory import Memory
@@ -176,8 +175,8 @@ def plan_facts(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
         "totals": {"muon": totals(halves, True), "adamw": totals(halves, False)},
         "per_rank": per_rank(found),
         "measured": _measured(found, settings, candidates) if args.measured else None,
-        "checked": dataclasses.asdict(checked) if checked else None,
-        "ok": checked is None or checked.fault is None,
+        "checked": checked,
+        "ok": checked is None or checked["fault"] is None,
         "planning_seconds": round(found.planning_seconds, 3),
         "stock_tuning": config.stock_tuning,
         "stock_clipping": stock_clipping(halves, settings.gradient_clipping),
@@ -212,7 +211,7 @@ def _measured(found: Estimate, settings: Settings, candidates: Candidates) -> di
         "device": name,
         "kernels": kernels.name,
         "seconds": round(time.perf_counter() - began, 1),
-        "machine": dataclasses.asdict(machine),
+        "machine": dataclasses.asdict(machine) | {"network": None},  # which one process cannot measure
         "shapes": [dataclasses.asdict(shape) for shape in shapes],
         "step_ms": milliseconds(found, machine),
     }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A forecast in numbers: totals, bytes and operations per rank; milliseconds where the machine is known."""
+"""A forecast in numbers: bytes and operations per rank, milliseconds at a machine's rates, a check of all programs."""
 
 from __future__ import annotations
 
@@ -13,40 +13,26 @@ from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.forecast.layout import Half, Layout, StepCost, StepPart, lay_out, step_cost
 from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.scale import scale_factor
+from deepspeed.muon.plan.checker import lost_elements, violation
 from deepspeed.muon.plan.memory import Memory, PartDemand, Peak, peak
 from deepspeed.muon.plan.plan import without_collector
+from deepspeed.muon.plan.program import NewtonSchulz, program_of
 from deepspeed.muon.plan.slices import neighbours
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Network:
-    """What one rank's connection to the others can do.
-
-    ``gbs``: 10^9 bytes sent per second while as many are received. ``latency_us``: of one collective. ``message_us``:
-    of each message that a rank sends in it. ``near_gbs``, ``near_latency_us``: within a node.
-    """
-
-    gbs: float
-    latency_us: float
-    message_us: float
-    near_gbs: float
-    near_latency_us: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What one rank can do. Nothing has a default: every constant is measured, or stated by the caller.
+    """Rates of one rank.
 
     ``tflops``: 10^12 operations of Newton-Schulz per second, every product counted in full. ``muon_ns``, ``adamw_ns``:
     nanoseconds of the elementwise passes per element of the shard. ``run_us``: microseconds of the host per run of a
-    shard, to launch its passes. ``network``: ``None`` if it is not known.
+    shard, to launch its passes.
     """
 
     tflops: float
     muon_ns: float
     adamw_ns: float
     run_us: float
-    network: Network | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,37 +132,12 @@ def _by_rank(lists: Sequence[Sequence[float]], world_size: int) -> list[float]:
 
 
 def milliseconds(found: Estimate, machine: Machine) -> dict[str, float]:
-    """Milliseconds of one step of the optimizer by phase.
-
-    Returns:
-        ``elementwise``; ``newton_schulz`` of the busiest rank of each part; and, where the network is known,
-        ``between_owners``, ``exchange`` and ``total``. In the total, Newton-Schulz, with what owners of one matrix wait
-        for each other, and exchange of a part overlap, except that the first round's way there and the last one's way
-        back overlap with nothing: one round's share of the shorter adds to the longer.
-    """
+    """Return the milliseconds of one step: ``elementwise``, and ``newton_schulz`` of the busiest rank of each part."""
     pace = {True: machine.muon_ns, False: machine.adamw_ns}
     passes = sum(part.numel * pace[part.half.use_muon] for part in found.parts) / 1e6
     passes += sum(cost.runs for cost in found.costs) * machine.run_us / 1e3
     compute = [max(cost.flops) / (machine.tflops * 1e9) for cost in found.costs]
-    result = {"elementwise": passes, "newton_schulz": sum(compute)}
-    if machine.network is None:
-        return result
-    travel = [_travel(cost, machine.network) for cost in found.costs]
-    between = [_between(cost, machine.network, found.layout.ranks_per_node) for cost in found.costs]
-    pairs = zip((c + b for c, b in zip(compute, between, strict=True)), travel, found.costs, strict=True)
-    together = sum(max(c, t) + min(c, t) / max(1, cost.rounds) for c, t, cost in pairs)
-    return result | {"between_owners": sum(between), "exchange": sum(travel), "total": passes + together}
-
-
-def _between(cost: StepCost, network: Network, ranks_per_node: int) -> float:
-    is_near = max(cost.plan.counts, default=1) <= ranks_per_node
-    gbs, latency = (network.near_gbs, network.near_latency_us) if is_near else (network.gbs, network.latency_us)
-    return max(cost.between_bytes) / (gbs * 1e6) + max(cost.between_calls) * latency / 1e3
-
-
-def _travel(cost: StepCost, network: Network) -> float:
-    waits = cost.collectives * network.latency_us + cost.messages * network.message_us  # none where nothing is sent
-    return max(cost.sent_bytes) / (network.gbs * 1e6) + waits / 1e3
+    return {"elementwise": passes, "newton_schulz": sum(compute)}
 
 
 def stock_clipping(halves: Sequence[Half], gradient_clipping: float) -> dict[str, float]:
@@ -192,3 +153,33 @@ def stock_clipping(halves: Sequence[Half], gradient_clipping: float) -> dict[str
     norm = math.sqrt(sum(scale_factor("original", b.rows, b.cols) ** 2 * min(b.rows, b.cols) for b in blocks))
     factor = max(1.0, norm / gradient_clipping) if gradient_clipping > 0 else 1.0
     return {"gradient_clipping": gradient_clipping, "update_norm": norm, "divided_by": factor}
+
+
+@without_collector()
+def prove(found: Estimate, config: MuonConfig, memory: Memory) -> dict[str, Any]:
+    """Check a step of all parts of a forecast, which are stepped one after the other.
+
+    Args:
+        memory: as for the forecast.
+
+    Returns:
+        ``operations`` of the programs of all ranks, ``ranks``, ``fault``, the first rule that the programs break,
+        ``None`` if they break none, and ``seconds``.
+    """
+    began, operations, fault = time.perf_counter(), 0, None
+    for cost in found.costs:
+        newton_schulz = NewtonSchulz(
+            schedule=config.schedule,
+            method=cost.part.half.method(config.schedule, memory.dtype),
+            dtype=memory.dtype,
+            device_type=memory.device_type,
+        )
+        views = [cost.plan.view(rank) for rank in range(cost.plan.world_size)]
+        programs = [program_of(view, memory.wire, memory.staged, newton_schulz) for view in views]
+        # A part that every rank updates whole has one program, which each of them runs.
+        operations += sum(map(len, programs)) * (found.world_size // cost.plan.world_size)
+        sizes = {item.matrix: item.block.numel for item in cost.plan.items}
+        if fault := violation(programs) or lost_elements(views, sizes, cost.plan.copies):
+            break
+    seconds = time.perf_counter() - began
+    return {"operations": operations, "ranks": found.world_size, "fault": fault, "seconds": seconds}

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import NamedTuple
 
 from torch import nn
 
@@ -139,8 +140,8 @@ class StepPart:
         """Ranks that hold the part whole and share its Newton-Schulz; else 1."""
         return max((shard.placement.copies for shard in self.shards), default=1)
 
-    def alone(self) -> StepPart:
-        """The same part where each rank orthogonalizes every matrix itself."""
+    def unshared(self) -> StepPart:
+        """Return the same part where each rank orthogonalizes every matrix itself."""
         shards = tuple(replace(shard, placement=replace(shard.placement, copies=1)) for shard in self.shards)
         return replace(self, shards=shards, world_size=1)
 
@@ -192,34 +193,30 @@ def _up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """What one Muon part costs in a step. Lists are by rank; bytes and messages count both ways.
+    """What one Muon part costs in a step. Lists are by rank; bytes count both ways.
 
     ``plan``: of the part, for all ranks. ``flops``: floating-point operations of Newton-Schulz; ``heaviest``: those
     of one rank for the most expensive matrix. ``rounds``: buckets that are exchanged. ``collectives``: two
-    all-to-alls for each, or one broadcast for each owner in it; 0 if nothing is sent. ``messages``: of the busiest
-    rank, one per round and rank that it sends anything to. ``runs``: pieces of matrices on the rank that holds most
-    of them. ``least_bytes``: the mean of ``sent_bytes`` if each matrix were gathered by the rank that holds most of
-    it.
-    ``demands``: of memory, by rank and bucket; ``storages``: of each bucket. ``moment_bytes``: by rank, of NorMuon's
-    second moments, which owners keep. ``between_bytes``, ``between_calls``: what owners of one matrix send to each
-    other, and in how many collectives.
+    all-to-alls for each, or one broadcast for each owner in it; 0 if nothing is sent. ``runs``: pieces of matrices on
+    the rank that holds most of them. ``least_bytes``: the mean of ``sent_bytes`` if each matrix were gathered by the
+    rank that holds most of it. ``demands``: of memory, by rank and bucket; ``storages``: of each bucket.
+    ``moment_bytes``: of NorMuon's second moments, which owners keep. ``between_bytes``: what owners of one matrix send
+    to each other.
     """
 
     part: StepPart
     plan: GlobalPlan
     flops: list[float]
+    heaviest: float
     sent_bytes: list[int]
+    least_bytes: float
+    between_bytes: list[float]
     rounds: int
     collectives: int
-    messages: int
     runs: int
-    least_bytes: float
-    heaviest: float
     demands: list[list[Demand]]
     storages: list[int]
     moment_bytes: list[int]
-    between_bytes: list[float]
-    between_calls: list[int]
 
 
 def step_cost(
@@ -236,41 +233,35 @@ def step_cost(
     """
     counts = shared_counts(part.items, part.world_size, part.copies > 1, cost, {}, most_owners, bucket_bytes)
     if counts is None:
-        part = part.alone()
+        part = part.unshared()
     plan = global_plan(part.shards, part.world_size, cost, bucket_bytes, counts or ())
-    flops, moment_bytes = [0.0] * part.world_size, [0] * part.world_size
-    between_bytes, between_calls = [0.0] * part.world_size, [0] * part.world_size
-    heaviest = 0.0
+    flops, between_bytes = [0.0] * part.world_size, [0.0] * part.world_size
+    moment_bytes, heaviest = [0] * part.world_size, 0.0
     for owner, item in plan.owned:
-        rows, cols = item.shape
-        of_owner = cost.of_owner(rows, cols, item.owners)
+        of_owner = cost.of_owner(*item.shape, item.owners)
         flops[owner] += of_owner.flops
         between_bytes[owner] += of_owner.nbytes
-        between_calls[owner] += of_owner.calls
         heaviest = max(heaviest, of_owner.flops)
         moment_bytes[owner] += MOMENT_BYTES * item.outputs * part.half.normuon
-    rounds, only_results = plan.rounds, [only_results for _, only_results in plan.parts]
-    most = len(rounds) * (part.world_size - 1)
-    traffic = (_broadcasts if part.copies > 1 else _traffic)(plan.owned, part.world_size)
-    slots = slot_count(staged or any(traffic.sent), part.copies > 1, plan.is_tight)
-    broadcasts = sum(len({owner for owner, _ in of_round}) for of_round in rounds)
+    only_results, collectives = [only_results for _, only_results in plan.parts], 2 * len(plan.rounds)
+    traffic = (_gathered if plan.copies == 1 else _broadcasts)(plan.owned, part.world_size)
+    if plan.copies > 1:
+        collectives = sum(len({owner for owner, _ in of_round}) for of_round in plan.rounds)
+    slots = slot_count(staged or any(traffic.sent), plan.copies > 1, plan.is_tight)
     return StepCost(
         part=part,
         plan=plan,
         flops=flops,
-        sent_bytes=[count * cost.bytes_per_element for count in traffic.sent],
-        rounds=sum(only_results) or len(rounds),
-        collectives=(broadcasts if part.copies > 1 else 2 * len(rounds)) * any(traffic.sent),
-        # All that goes to one rank in one round is one message.
-        messages=max(min(a, most) + min(b, most) for a, b in zip(traffic.there, traffic.back, strict=True)),
-        runs=max(traffic.runs, default=0),
-        least_bytes=traffic.least * cost.bytes_per_element / part.world_size,
         heaviest=heaviest,
+        sent_bytes=[count * cost.bytes_per_element for count in traffic.sent],
+        least_bytes=traffic.least * cost.bytes_per_element / part.world_size,
+        between_bytes=between_bytes,
+        rounds=sum(only_results) or len(plan.rounds),
+        collectives=collectives if any(traffic.sent) else 0,
+        runs=traffic.runs,
         demands=_demands(plan),
         storages=storages_of(only_results, slots),
         moment_bytes=moment_bytes,
-        between_bytes=between_bytes,
-        between_calls=between_calls,
     )
 
 
@@ -283,44 +274,40 @@ def _demands(plan: GlobalPlan) -> list[list[Demand]]:
     return [list(of_rank) for of_rank in zip(*by_bucket, strict=True)]
 
 
-class _Traffic:
-    """By rank: elements sent per step, both ways; runs held; messages each way if no two matrices shared one."""
+class _Traffic(NamedTuple):
+    """``sent``: elements by rank, both ways. ``least``: elements that all ranks send together at least.
 
-    def __init__(self, world_size: int, runs: int = 0) -> None:
-        self.sent, self.there, self.back = ([0] * world_size for _ in range(3))
-        self.runs = [runs] * world_size
-        self.least = 0  # elements that all ranks send together at least
+    ``runs``: pieces of matrices on the rank that holds most of them.
+    """
+
+    sent: list[int]
+    least: int
+    runs: int
 
 
 def _broadcasts(owned: Round, copies: int) -> _Traffic:
     """Every rank holds every matrix whole; each owner sends its results to all others."""
-    traffic, others = _Traffic(copies, len(owned)), copies - 1
+    sent = [0] * copies
     for owner, item in owned:
-        traffic.sent[owner] += item.block.numel * others
-        traffic.back[owner] += others
-    traffic.least = sum(traffic.sent)
-    return traffic
+        sent[owner] += item.block.numel * (copies - 1)
+    return _Traffic(sent, sum(sent), len(owned))
 
 
-def _traffic(owned: Round, world_size: int) -> _Traffic:
+def _gathered(owned: Round, world_size: int) -> _Traffic:
     """A rank sends what it holds of the others' matrices, and sends back what they hold of its own.
 
     Matrices that are cut alike, as all of one shape are at stage 3, are counted together.
     """
-    traffic = _Traffic(world_size)
+    sent, runs, least = [0] * world_size, [0] * world_size, 0
     alike: dict[Spread, tuple[PlacedBlock, list[int]]] = {}
     for owner, item in owned:
         alike.setdefault(item.spread, (item, []))[1].append(owner)
-    for item, owners_of_alike in alike.values():
+    for item, owners in alike.values():
         held = {rank: item.spread.held(rank) for rank in item.spread.holders}
-        numel, count = item.block.numel, len(owners_of_alike)
-        for owner in owners_of_alike:
-            traffic.sent[owner] += numel - 2 * held.get(owner, 0)
-            traffic.there[owner] -= owner in held
-            traffic.back[owner] += len(held) - (owner in held)
-        traffic.least += 2 * count * (numel - max(held.values()))
+        least += 2 * len(owners) * (item.block.numel - max(held.values()))
+        for owner in owners:
+            sent[owner] += item.block.numel - 2 * held.get(owner, 0)
         for rank, elements in held.items():
-            traffic.sent[rank] += count * elements
-            traffic.there[rank] += count
-            traffic.runs[rank] += count
-    return traffic
+            sent[rank] += len(owners) * elements
+            runs[rank] += len(owners)
+    return _Traffic(sent, least, max(runs, default=0))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the constants of a :class:`Machine` in this process, in bounded time; a network needs more than one."""
+"""Measures the constants of a :class:`Machine` in this process, in bounded time."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def measure(
     """The constants of this process's device, for a model and what a run of it chooses here.
 
     ``Machine.tflops`` is the rate of all matrices of the model one after the other: the operations of the forecast,
-    which does not know the choice, over the measured seconds. ``Machine.network`` is ``None``.
+    which does not know the choice, over the measured seconds.
 
     Args:
         halves: the optimizer's parameter groups, at least one of Muon.
@@ -101,7 +101,6 @@ def measure(
         muon_ns=max(0.0, large - small) / LARGE_RUN * 1e9,
         adamw_ns=_adamw_pass(LARGE_RUN, shard_device) / LARGE_RUN * 1e9,
         run_us=small * 1e6,
-        network=None,
     )
     return machine, rates
 

@@ -128,7 +128,7 @@ def test_check_proves_the_collectives_of_all_ranks(
     assert facts["checked"]["ranks"] == 4 and facts["checked"]["operations"] >= 4 * 9 and facts["ok"]
     _, text, _ = plan(capsys, "--check")
     assert re.search(r"checked +\d+ operations on 4 ranks, in 0.\d s: the collectives match\n", text)
-    monkeypatch.setattr("deepspeed.muon.forecast.proof.violation", lambda programs: "rank 1 waits")
+    monkeypatch.setattr("deepspeed.muon.forecast.estimate.violation", lambda programs: "rank 1 waits")
     status, text, _ = plan(capsys, "--check")
     assert status == 1 and "FAULT, please report it: rank 1 waits" in text
 

@@ -11,10 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.scaling import Network, messages, phases
 from deepspeed.muon.config.schema import parse
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.forecast import measured as forecast_measured
-from deepspeed.muon.forecast.estimate import Machine, Network, estimate, milliseconds, per_rank, stock_clipping
+from deepspeed.muon.forecast.estimate import Machine, estimate, milliseconds, per_rank, stock_clipping
 from deepspeed.muon.forecast.layout import Half, Layout, halves_of, lay_out, step_cost
 from deepspeed.muon.forecast.measured import ShapeRate, measure
 from deepspeed.muon.kernels import reference
@@ -165,9 +166,9 @@ def test_messages_and_runs_are_those_of_the_plans(shapes: list[tuple[int, int]],
     plans = [make_plan(part.shards, rank, world_size, cost) for rank in range(world_size)]
     sent = [sum(sum(others(b.send_counts, p) + others(b.receive_counts, p)) for b in p.buckets) for p in plans]
     assert step.runs == max(sum(len(bucket.runs) for bucket in plan.buckets) for plan in plans)
-    assert max(sent) <= step.messages <= 2 * step.rounds * (world_size - 1)
+    assert max(sent) <= messages(step) <= 2 * step.rounds * (world_size - 1)
     if len(shapes) == 1:
-        assert step.messages == max(sent)
+        assert messages(step) == max(sent)
 
 
 def others(counts: tuple[int, ...], plan: Plan) -> list[bool]:
@@ -196,13 +197,8 @@ def test_stage_3_sends_no_less_than_the_formula(world_size: int) -> None:
 
 
 GPU = Memory(wire="bf16", dtype="bf16", device_type="cuda")
-MACHINE = Machine(
-    tflops=2.0,
-    muon_ns=3.0,
-    adamw_ns=5.0,
-    run_us=11.0,
-    network=Network(gbs=0.5, latency_us=7.0, message_us=3.0, near_gbs=2.0, near_latency_us=1.0),
-)
+MACHINE = Machine(tflops=2.0, muon_ns=3.0, adamw_ns=5.0, run_us=11.0)
+NETWORK = Network(gbs=0.5, latency_us=7.0, message_us=3.0, near_gbs=2.0, near_latency_us=1.0)
 
 
 def test_stage_0_sends_nothing_and_repeats_newton_schulz() -> None:
@@ -211,7 +207,7 @@ def test_stage_0_sends_nothing_and_repeats_newton_schulz() -> None:
     assert facts["sent_bytes"] == {"mean": 0.0, "max": 0.0, "least_mean": 0.0}
     gflop = facts["newton_schulz_gflop"]
     assert gflop["mean"] == gflop["max"] == sum(found.costs[0].flops) / 1e9 > 0
-    assert milliseconds(found, MACHINE)["exchange"] == 0.0
+    assert phases(found, MACHINE, NETWORK)["exchange"] == 0.0
 
 
 def test_each_part_waits_for_its_own_busiest_rank() -> None:
@@ -228,7 +224,7 @@ def test_milliseconds_follow_the_machine() -> None:
     adamw = Half(use_muon=False, specs=(MatrixSpec("e", (10, 10), False, "test"),))
     found = estimate([muon, adamw], Layout(3, 2), parse({}), GPU)
     (cost,) = found.costs
-    step = milliseconds(found, MACHINE)
+    step = phases(found, MACHINE, NETWORK)
     assert step["elementwise"] == pytest.approx((cost.part.numel * 3 + 50 * 5) / 1e6 + 4 * 11e-3)
     assert step["newton_schulz"] == pytest.approx(max(cost.flops) / 2e9)
     assert step["exchange"] == pytest.approx(max(cost.sent_bytes) / 0.5e6 + 2 * cost.rounds * 7e-3 + 4 * 3e-3)
@@ -239,8 +235,9 @@ def test_milliseconds_follow_the_machine() -> None:
 
 def test_without_a_network_there_is_no_exchange_and_no_total() -> None:
     found = estimate([group([(8, 8)])], Layout(3, 2), parse({}), GPU)
-    unknown = milliseconds(found, dataclasses.replace(MACHINE, network=None))
-    assert unknown == {name: milliseconds(found, MACHINE)[name] for name in ("elementwise", "newton_schulz")}
+    unknown = phases(found, MACHINE, None)
+    assert unknown == milliseconds(found, MACHINE)
+    assert unknown == {name: phases(found, MACHINE, NETWORK)[name] for name in ("elementwise", "newton_schulz")}
 
 
 # ---- measured -------------------------------------------------------------------------------------------
@@ -255,11 +252,10 @@ def measured(half: Half, world_size: int = 1, seconds: float = 0.05) -> tuple[Ma
 
 @pytest.mark.parametrize("momentum_dtype", ["fp32", "bf16", "int8"])
 def test_constants_are_measured_on_this_machine(momentum_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but the network's. The rate of the model is that of its matrices one after the other."""
+    """The rate of the model is that of its matrices one after the other."""
     monkeypatch.setattr(forecast_measured, "LARGE_RUN", 2**18)  # far above the noise of a launch
     half = dataclasses.replace(group([(64, 64)] * 3 + [(16, 48)]), momentum_dtype=momentum_dtype)
     machine, rates = measured(half)
-    assert machine.network is None
     assert min(machine.tflops, machine.muon_ns, machine.adamw_ns, machine.run_us) > 0
     assert {(rate.rows, rate.cols, rate.count) for rate in rates} == {(64, 64, 3), (16, 48, 1)}
     operations = [rate.count * flops(rate.rows, rate.cols, STEPS, rate.method, "fp32") for rate in rates]

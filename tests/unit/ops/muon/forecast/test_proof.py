@@ -7,9 +7,8 @@ import pytest
 
 from benchmarks.scaling import GPU, MODELS, PLAIN
 from deepspeed.muon.cli.model import build
-from deepspeed.muon.forecast.estimate import estimate
+from deepspeed.muon.forecast.estimate import estimate, prove
 from deepspeed.muon.forecast.layout import Layout, halves_of
-from deepspeed.muon.forecast.proof import prove
 
 #: By model, the most ranks at stages 0, 1 and 3: what the plans of all ranks take to list.
 JOBS = {
@@ -26,6 +25,6 @@ def test_published_models_break_no_rule(model: str, record_property: Any) -> Non
     halves = halves_of(build(MODELS[model].source), PLAIN)
     for stage, world in JOBS[model].items():
         proof = prove(estimate(halves, Layout(stage, world), PLAIN, GPU), PLAIN, GPU)
-        assert proof.fault is None and proof.ranks == world
-        told = f"{proof.operations:,} operations on {world:,} ranks, in {proof.seconds:.1f} s"
+        assert proof["fault"] is None and proof["ranks"] == world
+        told = f"{proof['operations']:,} operations on {world:,} ranks, in {proof['seconds']:.1f} s"
         record_property("summary", f"{model}, stage {stage}: {told}")
