@@ -12,10 +12,10 @@ import tempfile
 from itertools import groupby
 from pathlib import Path
 
-from deepspeed.muon.config.messages import PEERS
+from deepspeed.muon.config.messages import PEERS, allowed
 from deepspeed.muon.config.presets import PRESETS
 from deepspeed.muon.config.schema import MuonConfig
-from deepspeed.muon.config.types import GROUP_KEYS, HARMLESS, SCALE_ALIASES, STOCK_TUNING_KEYS, allowed
+from deepspeed.muon.config.types import GROUP_KEYS, HARMLESS, SCALE_ALIASES, STOCK_TUNING_KEYS
 from deepspeed.muon.math.coefficients import NAMED
 from deepspeed.muon.math.scale import SCALES, update_rms
 

@@ -100,7 +100,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         #: Of momentum and weight decay.
         self._schedules = self.config.schedules
         model, self._replicas = unwrapped(model)
-        specs = route(model, self.config.matrix_options)
+        specs = route(model, self.config)
         #: The pipeline stage that ``model`` is; 0 outside pipelines.
         self.stage = stage_of(model)
         split = split_groups(params, specs, self.config)

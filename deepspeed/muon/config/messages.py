@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, get_args
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 #: Advice for keys that belong elsewhere or are not supported.
 ADVICE = {
@@ -48,69 +51,111 @@ FILLED_BY = {"lr": _BOTH, "betas": _TRAINER, "eps": _TRAINER, "weight_decay": _B
 MOST_MISSING = 2
 
 
-def did_you_mean(given: str, known: Iterable[str], otherwise: str, quote: str = "", cutoff: float = 0.6) -> str:
-    """A question with the nearest spelling that is known; ``otherwise`` where none is near."""
-    near = nearest(given, known, cutoff)
+def did_you_mean(word: str, known: Iterable[str], otherwise: str, quote: str = "", cutoff: float = 0.6) -> str:
+    """Return a question with the nearest known spelling; ``otherwise`` where none is near."""
+    near = nearest(word, known, cutoff)
     return f"did you mean {quote}{near}{quote}?" if near else otherwise
 
 
-def nearest(given: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the known spelling that is nearest to what was given; ``None`` where none is near.
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Return the known spelling that is nearest to ``word``; ``None`` where none is near.
 
     Words of very different lengths share letters by chance, unless one is cut short. A cutoff of 0 takes any.
     """
     near = [
         name
         for name in known
-        if not cutoff or abs(len(name) - len(given)) <= MOST_MISSING or (len(given) > 2 and name.startswith(given))
+        if not cutoff or abs(len(name) - len(word)) <= MOST_MISSING or (len(word) > 2 and name.startswith(word))
     ]
-    return next(iter(difflib.get_close_matches(given, near, n=1, cutoff=cutoff)), None)
+    return next(iter(difflib.get_close_matches(word, near, n=1, cutoff=cutoff)), None)
+
+
+def choices_of(item: Mapping[str, Any]) -> list[str]:
+    """Return the choices that an error of pydantic names; none for errors that are not about a choice."""
+    words = re.findall(r"[^\s',]+", str(item.get("ctx", {}).get("expected", "")))
+    return [word for word in dict.fromkeys(words) if word != "or"]
+
+
+def listed(choices: Sequence[Any]) -> str:
+    """Return the choices in words: ``a, b or c``."""
+    *others, last = choices
+    return f"{', '.join(map(str, others))} or {last}"
+
+
+def allowed(field: FieldInfo) -> str:
+    """Return which values a field may have, for docs/configuration.md and for error messages."""
+    kinds = get_args(field.annotation)
+    notes = [*field.metadata, *(note for kind in kinds for note in getattr(kind, "__metadata__", ()))]
+    return next((note for note in notes if isinstance(note, str)), "") or listed(kinds)
+
+
+def expected(values: str, value: Any, choices: Sequence[str]) -> str:
+    """Return which values are expected, and which of the choices ``value`` may have meant."""
+    hint = ""
+    if isinstance(value, str):
+        hint = did_you_mean(value, choices, "", quote="'") or _of_string(value, values)
+    return f"expected {values}; {hint}" if hint else f"expected {values}"
+
+
+def unknown_inside(key: str, known: Collection[str]) -> str:
+    """Return the message about a key inside of an object that is the value of another key."""
+    return f"unknown key {key!r}, " + did_you_mean(key, known, f"known keys: {', '.join(known)}")
 
 
 def explain(
-    item: Mapping[str, Any], params: Mapping[str, Any], known: Sequence[str], where: str, allowed: Mapping[str, str]
+    item: Mapping[str, Any], params: Mapping[str, Any], model: type[BaseModel], known: Sequence[str], where: str
 ) -> str:
-    """One line with the key, its value, what is allowed and the nearest valid spelling.
+    """Return one line with the key, its value, what is allowed and the nearest valid spelling.
 
     Args:
         item: an error from ``pydantic.ValidationError.errors``.
-        params: what was given; ``known``: the keys that may be given; ``allowed``: by key, the allowed values.
+        params: what the user wrote, of which ``model`` has the fields; ``known``: the keys that may be set.
         where: what stands before the key.
     """
-    own = str(item.get("msg")).removeprefix("Value error, ")
     if not item["loc"]:
-        return f"{where}{own}"
-    key = str(item["loc"][0])
+        return f"{where}{_own_words(item)}"
+    key, *inner = item["loc"]
     value, peer = params.get(key), PEERS.get(key.lower(), "")
     if key in ADVICE:
         text = ADVICE[key]
     elif item["type"] == "not_here":
         return f"{where}{key}: set it in optimizer.params, for all groups; a group may set {', '.join(known)}"
-    elif item["type"] == "extra_forbidden":
+    elif key not in known:
         near = did_you_mean(key.lower(), known, f"known keys: {', '.join(known)}", cutoff=0.5)
         text = "unknown key, " + (f"did you mean {peer}?" if peer in known else near)
-    elif not (text := _special(key, value)):
-        choices = re.findall(r"'([^']+)'", str(item.get("ctx", {}).get("expected", "")))
-        hint = (
-            did_you_mean(value, choices, "", quote="'") or _of_string(value, allowed[key])
-            if isinstance(value, str)
-            else ""
-        )
-        text = own if item["type"] == "value_error" else "; ".join(filter(None, [f"expected {allowed[key]}", hint]))
+    else:
+        text = _special(key, value) or _wrong_value(item, value, model.model_fields[key], inner)
     return f"{where}{key}: got {value!r}; {text}"
 
 
-def _of_string(value: str, allowed: str) -> str:
+def _own_words(item: Mapping[str, Any]) -> str:
+    return str(item["msg"]).removeprefix("Value error, ") if item["type"] == "value_error" else ""
+
+
+def _wrong_value(item: Mapping[str, Any], value: Any, field: FieldInfo, inner: Sequence[Any]) -> str:
+    """Return what is wrong with the value of a field, or with what lies at the place ``inner`` of it."""
+    section = next((kind for kind in get_args(field.annotation) if hasattr(kind, "model_fields")), None)
+    own = _own_words(item)
+    if section is None or not inner:
+        pattern = f"{inner[0]!r}: " if len(inner) == 1 and isinstance(inner[0], str) else ""
+        return f"{pattern}{own}" if own else expected(allowed(field), value, choices_of(item))
+    fields, key, value = section.model_fields, inner[0], item["input"]
+    if key not in fields:
+        return unknown_inside(key, fields)
+    return f"{key}: " + (own or expected(f"{allowed(fields[key])}, not {value!r}", value, choices_of(item)))
+
+
+def _of_string(value: str, values: str) -> str:
     """Return advice for a string in place of a flag or a number; empty for all others."""
-    if value.lower() in ("true", "false") and allowed == "true or false":
+    if value.lower() in ("true", "false") and values == "true or false":
         return f"write {value.lower()} without quotes"
-    if "number" in allowed and re.fullmatch(r"[+-]?[\d.]+(e[+-]?\d+)?", re.sub(r"[\s_]", "", value.lower())):
+    if "number" in values and re.fullmatch(r"[+-]?[\d.]+(e[+-]?\d+)?", re.sub(r"[\s_]", "", value.lower())):
         return "a string counts as a number only if it is written like 1e-5, without blanks and underscores"
     return ""
 
 
 def _special(key: str, value: Any) -> str:
-    """Advice for particular values; empty for all others."""
+    """Return advice for particular values; empty for all others."""
     text = str(value).lower()
     if key == "wire_dtype" and text in ("fp16", "float16", "half"):
         return "fp16 is refused, because gradients underflow in it; use bf16 or fp32"

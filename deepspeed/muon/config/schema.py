@@ -22,7 +22,6 @@ from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.math import coefficients
 from deepspeed.muon.math.rules import Rules
 from deepspeed.muon.math.schedules import Schedules
-from deepspeed.muon.matrices.options import MatrixOptions
 
 SECTION = "optimizer.params."
 
@@ -204,11 +203,6 @@ class MuonConfig(BaseModel):
         return [text for text in (str(self.rules), str(self.schedules), decay) if text]
 
     @property
-    def matrix_options(self) -> MatrixOptions:
-        """The options of routing and splitting."""
-        return MatrixOptions(**{field.name: getattr(self, field.name) for field in fields(MatrixOptions)})
-
-    @property
     def scale(self) -> str:
         """``adjust_lr_fn`` with ``auto`` resolved."""
         return self._resolve_scale()[0]
@@ -251,10 +245,10 @@ class MuonConfig(BaseModel):
         return next((lr for lr in candidates if lr), 0.0)
 
     def for_group(self, own: Mapping[str, Any], where: str) -> MuonConfig:
-        """The config of a parameter group with ``own`` settings of :data:`GROUP_KEYS`; errors call it ``where``.
+        """Return the config of a parameter group with its ``own`` settings, of :data:`GROUP_KEYS`.
 
         Raises:
-            MuonConfigError: a key that a group cannot set, or a wrong value.
+            MuonConfigError: a key that a group cannot set, or a wrong value; it calls the group ``where``.
         """
         own = {key: value for key, value in own.items() if value is not None}
         replaced = {key for general in own for key in REPLACES.get(general, ())} - own.keys()
@@ -263,8 +257,7 @@ class MuonConfig(BaseModel):
             base["adjust_lr_fn"] = self.scale
         base.pop("rms_scale", None)  # one value for all groups
         base.pop("preset", None)  # its values are among the others
-        parse(own, where, GROUP_KEYS)
-        return parse(base | own, where)
+        return parse(own, where, base)
 
     def muon_group(self) -> dict[str, Any]:
         """Hyperparameters of a Muon group."""
@@ -289,42 +282,40 @@ class MuonConfig(BaseModel):
         }
 
     def digest(self) -> str:
-        """A hash of every setting, equal on all ranks of a correct launch."""
-        settings = self.model_dump() | {"adjust_lr_fn": self.scale, "muon_split": str(self.muon_split)}
-        settings["qk_clip"] = str(self.qk_clip)
-        return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
+        """Return a hash of every setting, equal on all ranks of a correct launch."""
+        return hashlib.sha256(f"{self.scale} {self.model_dump_json()}".encode()).hexdigest()[:16]
 
 
 def _first(*values: Any) -> Any:
     return next(value for value in values if value is not None)
 
 
-def parse(params: Mapping[str, Any] | None, where: str = SECTION, known: tuple[str, ...] = ()) -> MuonConfig:
+def parse(params: Mapping[str, Any] | None, where: str = SECTION, base: Mapping[str, Any] | None = None) -> MuonConfig:
     """Check ``optimizer.params``, filled in by its preset; null means the default, as does a harmless key of AdamW.
 
-    ``where`` stands before a key in error messages. ``known``: the keys that may be set here; by default all.
+    ``where`` stands before a key in error messages. ``base``: for a parameter group, which may set
+    :data:`GROUP_KEYS`, the settings that hold for all groups.
 
     Raises:
         MuonConfigError: names every wrong key, its value, what is allowed and, for an unknown key, the nearest one.
     """
-    given = {
+    written = {
         key: value
         for key, value in filled_in(params or {}).items()
         if value is not None and not types.is_harmless(key, value)
     }
-    described = MuonConfig.model_fields
-    known = known or tuple(described)
-    strange = [key for key in given if key not in known]
+    known = tuple(MuonConfig.model_fields) if base is None else GROUP_KEYS
     errors: list[dict[str, Any]] = [
-        {"loc": (key,), "type": "not_here" if key in described else "extra_forbidden"} for key in strange
+        {"loc": (key,), "type": "not_here" if key in MuonConfig.model_fields else "extra_forbidden"}
+        for key in written
+        if key not in known
     ]
     try:
-        config = MuonConfig(**{key: value for key, value in given.items() if key in known})
+        config = MuonConfig(**dict(base or {}) | {key: value for key, value in written.items() if key in known})
     except ValidationError as error:
         errors += [dict(item) for item in error.errors()]
     if errors:
-        allowed = {key: types.allowed(field) for key, field in described.items()}
-        lines = dict.fromkeys(explain(item, given, known, where, allowed) for item in errors)
+        lines = dict.fromkeys(explain(item, written, MuonConfig, known, where) for item in errors)
         with preset_named(params or {}):
             raise MuonConfigError("\n".join(lines)) from None
     return config

@@ -6,17 +6,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from itertools import chain
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
-from pydantic.fields import FieldInfo
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from deepspeed.muon.config.messages import did_you_mean
+from deepspeed.muon.config.messages import did_you_mean, unknown_inside
 from deepspeed.muon.math import coefficients
-from deepspeed.muon.math.logits import MODES, ClipOptions
-from deepspeed.muon.matrices.block import Cut
 
 #: Other projects' names of the scales. Dion: rms_norm, spectral_norm; Megatron: shape_scaling, unit_rms_norm.
 SCALE_ALIASES = {
@@ -95,56 +92,50 @@ def _compiles(value: str) -> str:
     return value
 
 
-def _as_cuts(value: Any) -> dict[str, Cut]:
-    if not isinstance(value, Mapping):
-        raise ValueError("expected an object: regular expression -> sizes")
-    return {_compiles(str(pattern)): _as_cut(str(pattern), given) for pattern, given in value.items()}
+@dataclass(frozen=True)
+class Cut:
+    """How a matrix is cut: into ``sizes`` along ``axis``, repeated for each of ``groups``. No sizes: not at all.
+
+    Raises:
+        ValueError: columns in groups.
+    """
+
+    sizes: tuple[int, ...]
+    axis: int = 0
+    groups: int = 1
+
+    def __post_init__(self) -> None:
+        if self.axis == 1 and self.groups > 1:
+            raise ValueError("only rows, axis 0, can have groups: columns in groups are not contiguous")
+
+    def __str__(self) -> str:
+        if not self.sizes:
+            return "left whole"
+        count = len(self.sizes)
+        period = next(k for k in range(1, count + 1) if self.sizes[:k] * (count // k) == self.sizes)
+        times = f"{count // period} x " if period < count else ""
+        groups = f" in {self.groups} groups" if self.groups > 1 else ""
+        return f"{times}{' + '.join(map(str, self.sizes[:period]))} {('rows', 'columns')[self.axis]}{groups}"
 
 
-def _as_cut(pattern: str, given: Any) -> Cut:
-    """From a list of sizes of rows, or an object with sizes, axis and groups."""
-    if isinstance(given, Cut):
-        return given
-    if given == "whole":
-        return Cut(())
-    known = {field.name for field in fields(Cut)}
-    given = dict(given) if isinstance(given, Mapping) else {"sizes": given}
-    for key in given.keys() - known:
-        hint = did_you_mean(str(key), known, "known keys: sizes, axis, groups")
-        raise ValueError(f"{pattern!r}: unknown key {key!r}, {hint}")
-    sizes, axis, groups = given.get("sizes"), given.get("axis", 0), given.get("groups", 1)
-    if not isinstance(sizes, (list, tuple)) or not sizes or not all(type(n) is int and n > 0 for n in sizes):
-        raise ValueError(f"{pattern!r}: expected whole, or sizes, a list of whole numbers above 0, not {sizes!r}")
-    if type(axis) is not int or axis not in (0, 1):
-        raise ValueError(f"{pattern!r}: expected axis 0 (rows) or 1 (columns), not {axis!r}")
-    if type(groups) is not int or groups < 1:
-        raise ValueError(f"{pattern!r}: expected groups, a whole number above 0, not {groups!r}")
-    try:
-        return Cut(tuple(sizes), axis, groups)
-    except ValueError as error:
-        raise ValueError(f"{pattern!r}: {error}") from None
-
-
-def _as_clip(value: Any) -> ClipOptions:
-    if isinstance(value, ClipOptions):
+def _as_cut(value: Any) -> Cut:
+    """Return the cut that a list of sizes of rows, or an object with sizes, axis and groups, describes."""
+    if isinstance(value, Cut):
         return value
-    known = {field.name for field in fields(ClipOptions)}
-    if not isinstance(value, Mapping):
-        raise ValueError(f"expected {CLIP}")
-    for key in value.keys() - known:
-        raise ValueError(f"unknown key {key!r}, {did_you_mean(str(key), known, 'known keys: tau, alpha, logits')}")
-    numbers = {key: _as_number(value[key]) for key in ("tau", "alpha") if isinstance(value.get(key), str)}
-    options = ClipOptions(**{**value, **numbers})
-    if type(options.tau) not in (int, float) or not 0 < options.tau < math.inf:
-        raise ValueError(f"tau: expected a number above 0, not {value['tau']!r}")
-    if type(options.alpha) not in (int, float) or not 0 <= options.alpha <= 1:
-        raise ValueError(f"alpha: expected a number from 0 to 1, not {value['alpha']!r}")
-    if options.logits not in MODES:
-        hint = did_you_mean(str(options.logits), MODES, "", quote="'")
-        raise ValueError(
-            "; ".join(filter(None, [f"logits: expected {', '.join(MODES)}, not {options.logits!r}", hint]))
-        )
-    return options
+    if value == "whole":
+        return Cut(())
+    settings = value if isinstance(value, Mapping) else {"sizes": value}
+    known = [field.name for field in fields(Cut)]
+    for key in settings.keys() - set(known):
+        raise ValueError(unknown_inside(str(key), known))
+    sizes, axis, groups = settings.get("sizes"), settings.get("axis", 0), settings.get("groups", 1)
+    if not isinstance(sizes, (list, tuple)) or not sizes or not all(type(n) is int and n > 0 for n in sizes):
+        raise ValueError(f"expected whole, or sizes, a list of whole numbers above 0, not {sizes!r}")
+    if type(axis) is not int or axis not in (0, 1):
+        raise ValueError(f"expected axis 0 (rows) or 1 (columns), not {axis!r}")
+    if type(groups) is not int or groups < 1:
+        raise ValueError(f"expected groups, a whole number above 0, not {groups!r}")
+    return Cut(tuple(sizes), axis, groups)
 
 
 def _canonical_scale(value: Any) -> Any:
@@ -169,9 +160,7 @@ Coefficients = Annotated[Any, AfterValidator(_known_schedule), SCHEDULES]
 Pattern = Annotated[str, AfterValidator(_compiles)]
 Patterns = Annotated[tuple[Pattern, ...], BeforeValidator(_as_list), "a regular expression or a list of them"]
 CUTS = "an object: regular expression -> sizes, or an object of sizes, axis and groups"
-Cuts = Annotated[Any, AfterValidator(_as_cuts), CUTS]
-CLIP = "an object with any of tau, alpha and logits"
-Clip = Annotated[Any, AfterValidator(_as_clip), CLIP]
+Cuts = Annotated[dict[Pattern, Annotated[Any, AfterValidator(_as_cut)]], CUTS]
 Scale = Annotated[
     Literal["auto", "original", "match_rms_adamw", "spectral_unclamped", "none"], BeforeValidator(_canonical_scale)
 ]
@@ -180,20 +169,30 @@ MomentumDtype = Annotated[Literal["fp32", "bf16", "int8"], BeforeValidator(_cano
 NsDtype = Annotated[Literal["auto", "bf16", "fp16", "fp32"], BeforeValidator(_canonical_dtype)]
 WireDtype = Annotated[Literal["auto", "bf16", "fp32"], BeforeValidator(_canonical_dtype)]
 
+
+class ClipOptions(BaseModel):
+    """The value of ``qk_clip``: the threshold of a logit, and how the factor is shared.
+
+    ``alpha``: queries take this power of the factor, keys the rest. ``logits``: one of
+    :data:`deepspeed.muon.math.logits.MODES`.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tau: Factor = 100.0
+    alpha: Annotated[Number, Field(ge=0, le=1), "a number from 0 to 1"] = 0.5
+    logits: Literal["auto", "exact", "sampled", "bound"] = "auto"
+
+
+Clip = Annotated[ClipOptions, "an object with any of tau, alpha and logits"]
+
+
 OURS, STOCK, TORCH_MUON, KERAS = "deepspeed-muon", "stock DeepSpeed", "`torch.optim.Muon`", "keras"
 
 
 def field(default: Any, source: str = OURS, unit: str = "") -> Any:
     """A pydantic field with its texts for docs/configuration.md; the docstring below it is the description."""
     return Field(default, json_schema_extra={"source": source, "unit": unit})
-
-
-def allowed(field: FieldInfo) -> str:
-    """Which values a field may have, for docs/configuration.md and for error messages."""
-    kinds = get_args(field.annotation)
-    notes = [*field.metadata, *(note for kind in kinds for note in getattr(kind, "__metadata__", ()))]
-    *others, last = kinds or ("",)
-    return next((note for note in notes if isinstance(note, str)), f"{', '.join(map(str, others))} or {last}")
 
 
 #: Stock's learning rates where the section sets none.

@@ -74,7 +74,7 @@ def halves_of(model: nn.Module, config: MuonConfig) -> list[Half]:
         MuonConfigError: a pattern of the config that matches no parameter.
         ValueError: a tag of the model that cannot be followed.
     """
-    specs = route(model, config.matrix_options)
+    specs = route(model, config)
     check_options(model, specs.values(), config, attention_layers(model) if config.qk_clip else None)
     return [
         Half(

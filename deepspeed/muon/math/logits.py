@@ -146,18 +146,6 @@ def _bound_of_prefixes(query: Tensor, key: Tensor, visible: Visible) -> Tensor:
     return bounds.masked_fill_(last < 0, -math.inf).amax((0, 2))
 
 
-@dataclass(frozen=True)
-class ClipOptions:
-    """The section ``qk_clip`` of the config: the threshold of a logit, and how the factor is shared.
-
-    ``alpha``: queries take this power of the factor, keys the rest. ``logits``: one of :data:`MODES`.
-    """
-
-    tau: float = 100.0
-    alpha: float = 0.5
-    logits: str = "auto"
-
-
 class Factors(NamedTuple):
     """What the weights of one attention layer are multiplied by.
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from deepspeed.muon.config.types import Cut
+
 
 class Piece(NamedTuple):
     """Elements of a block on a regular grid: ``rows`` runs of ``cols`` elements, ``stride`` apart in the parameter.
@@ -33,32 +35,6 @@ class Piece(NamedTuple):
     def numel(self) -> int:
         """Number of elements."""
         return self.rows * self.cols
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How a matrix is cut: into ``sizes`` along ``axis``, repeated for each of ``groups``. No sizes: not at all.
-
-    Raises:
-        ValueError: columns in groups.
-    """
-
-    sizes: tuple[int, ...]
-    axis: int = 0
-    groups: int = 1
-
-    def __post_init__(self) -> None:
-        if self.axis == 1 and self.groups > 1:
-            raise ValueError("only rows, axis 0, can have groups: columns in groups are not contiguous")
-
-    def __str__(self) -> str:
-        if not self.sizes:
-            return "left whole"
-        count = len(self.sizes)
-        period = next(k for k in range(1, count + 1) if self.sizes[:k] * (count // k) == self.sizes)
-        times = f"{count // period} x " if period < count else ""
-        groups = f" in {self.groups} groups" if self.groups > 1 else ""
-        return f"{times}{' + '.join(map(str, self.sizes[:period]))} {('rows', 'columns')[self.axis]}{groups}"
 
 
 @dataclass(frozen=True)

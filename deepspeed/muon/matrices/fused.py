@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from deepspeed.muon.matrices.block import Cut
+from deepspeed.muon.config.types import Cut
 from deepspeed.muon.matrices.heads import FUSED_WITH_GATES, GATED_CLASSES, LATENT, QUERIES, Heads, heads_of, is_a
 from deepspeed.muon.matrices.tp_sharding import whole_shape
 

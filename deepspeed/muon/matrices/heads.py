@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from deepspeed.muon.matrices.block import Cut
+from deepspeed.muon.config.types import Cut
 
 QUERIES = frozenset({"q_proj", "query", "wq", "q_lin", "q", "q_b_proj"})
 KEYS = frozenset({"k_proj", "key", "wk", "k_lin", "k"})

@@ -10,8 +10,9 @@ from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
+from deepspeed.muon.config.types import Cut
 from deepspeed.muon.errors import MuonConfigError
-from deepspeed.muon.matrices.block import Block, Cut, cut, matrices
+from deepspeed.muon.matrices.block import Block, cut, matrices
 from deepspeed.muon.matrices.fused import DEVICES, QKV, cut_fused, output_axis
 from deepspeed.muon.matrices.heads import FUSED, KEYS, LATENT, QUERIES, Heads, heads_of, is_a, is_linear_attention
 from deepspeed.muon.matrices.tp_sharding import local_shape, sharding_of, tp_rank, whole_shape

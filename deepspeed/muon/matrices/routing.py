@@ -18,12 +18,12 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.matrices.heads import is_projection
-from deepspeed.muon.matrices.options import DEFAULT_OPTIONS, MatrixOptions, first_match
 from deepspeed.muon.matrices.pipeline import outer_parameters, shared_parameters
-from deepspeed.muon.matrices.splitting import Splitting, Use, is_convolution, is_stack, split_parameter
+from deepspeed.muon.matrices.splitting import Splitting, Use, first_match, is_convolution, is_stack, split_parameter
 from deepspeed.muon.matrices.tp_sharding import Sharding, local_shape, sharding_of, tp_rank, whole_shape
 
 #: The attribute of a parameter by which users, stock DeepSpeed and other projects say whether Muon updates it.
@@ -108,7 +108,7 @@ class Route(NamedTuple):
     chosen_by: str | None = None
 
 
-def route(model: nn.Module, options: MatrixOptions = DEFAULT_OPTIONS) -> dict[nn.Parameter, MatrixSpec]:
+def route(model: nn.Module, config: MuonConfig | None = None) -> dict[nn.Parameter, MatrixSpec]:
     """Decide for every trainable parameter of ``model``, which is left as it is.
 
     A tag ``param.use_muon`` that the user has set overrides everything else.
@@ -118,6 +118,7 @@ def route(model: nn.Module, options: MatrixOptions = DEFAULT_OPTIONS) -> dict[nn
             stages of a pipeline have copies.
         MuonConfigError: a split that does not fit, or heads that are not known.
     """
+    config = config or MuonConfig()
     outer = _output_embeddings(model) | outer_parameters(model)
     specs, shared = {}, shared_parameters(model)
     for param, uses in _uses(model).items():
@@ -125,16 +126,16 @@ def route(model: nn.Module, options: MatrixOptions = DEFAULT_OPTIONS) -> dict[nn
             continue
         names, shape = [use.name for use in uses], whole_shape(param)
         no_matrix = _not_a_matrix(shape, param.dtype)
-        by_rules = Route(False, no_matrix) if no_matrix else _route_by_rules(shape, uses, outer.get(param), options)
-        decided = _route_by_user(names, param, no_matrix, options) or by_rules
+        by_rules = Route(False, no_matrix) if no_matrix else _route_by_rules(shape, uses, outer.get(param), config)
+        decided = _route_by_user(names, param, no_matrix, config) or by_rules
         if decided.use_muon and param in shared:
             raise ValueError(
                 f"{names[0]}: {decided.reason}, but several stages of the pipeline have copies of it, and rounding in "
                 "Muon would let them drift apart; leave it to AdamW"
             )
-        found = split_parameter(names, shape, uses[0], options, model) if decided.use_muon else Splitting()
+        found = split_parameter(names, shape, uses[0], config, model) if decided.use_muon else Splitting()
         sharding = _sharding(names[0], param, decided.use_muon)
-        if decided.use_muon and sharding and options.tp_mode == "shard":
+        if decided.use_muon and sharding and config.tp_mode == "shard":
             rank = tp_rank(param, uses[0].module)  # of which the shards are matrices of their own
             held = tuple(part for block in found.blocks for part, _ in sharding.parts(block, rank))
             text = ", ".join(filter(None, [found.split, "tensor-parallel shards, by tp_mode"]))
@@ -229,7 +230,7 @@ def _lora(name: str, shape: tuple[int, ...]) -> str | None:
     return f"LoRA factor of rank {min(shape)}" if len(shape) == 2 else "LoRA"
 
 
-def _route_by_user(names: Sequence[str], param: nn.Parameter, no_matrix: str, options: MatrixOptions) -> Route | None:
+def _route_by_user(names: Sequence[str], param: nn.Parameter, no_matrix: str, config: MuonConfig) -> Route | None:
     """The route that the user's tag or patterns choose; ``None`` where they say nothing."""
     tag = user_tag(param)
     if tag is not None:
@@ -240,7 +241,7 @@ def _route_by_user(names: Sequence[str], param: nn.Parameter, no_matrix: str, op
             )
         return Route(tag, f"use_muon = {tag} set by the user", TAG)
     for option, use_muon in (("muon_exclude", False), ("muon_include", True)):
-        expression = first_match(getattr(options, option), names)
+        expression = first_match(getattr(config, option), names)
         if expression is not None:
             reason = f"{option} {expression!r}"
             if use_muon and no_matrix:
@@ -258,12 +259,12 @@ def _not_a_matrix(shape: tuple[int, ...], dtype: torch.dtype) -> str:
     return "" if dtype in DTYPES else f"numbers of {dtype}"
 
 
-def _route_by_rules(shape: tuple[int, ...], uses: list[Use], outer: str | None, options: MatrixOptions) -> Route:
+def _route_by_rules(shape: tuple[int, ...], uses: list[Use], outer: str | None, config: MuonConfig) -> Route:
     if len(shape) != 2:
-        return _route_of_more_dimensions(shape, uses[0], options.muon_conv)
+        return _route_of_more_dimensions(shape, uses[0], config.muon_conv)
     if lora := _lora(uses[0].name, shape):
-        use_muon = options.muon_lora == "both" or (options.muon_lora == "B" and bool(_LORA_B.search(uses[0].name)))
-        return Route(use_muon and min(shape) > 1, lora + (f", by muon_lora {options.muon_lora}" if use_muon else ""))
+        use_muon = config.muon_lora == "both" or (config.muon_lora == "B" and bool(_LORA_B.search(uses[0].name)))
+        return Route(use_muon and min(shape) > 1, lora + (f", by muon_lora {config.muon_lora}" if use_muon else ""))
     if min(shape) == 1:
         return Route(False, "a vector in the shape of a matrix")
     for rule in (_embedding, _head, _router):

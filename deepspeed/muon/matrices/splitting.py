@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from torch import nn
 
+from deepspeed.muon.config.schema import MuonConfig
+from deepspeed.muon.config.types import Cut
 from deepspeed.muon.errors import MuonConfigError
-from deepspeed.muon.matrices.block import Block, Cut, cut, flattened, matrices
+from deepspeed.muon.matrices.block import Block, cut, flattened, matrices
 from deepspeed.muon.matrices.fused import cut_fused, output_axis, stack_output_axis
 from deepspeed.muon.matrices.heads import GATED_CLASSES, cut_by_head, heads_of, is_a, is_projection
-from deepspeed.muon.matrices.options import MatrixOptions, first_match
 
 
 def is_convolution(module: nn.Module) -> bool:
@@ -24,6 +26,11 @@ def is_stack(module: nn.Module, path: str, shape: Sequence[int]) -> bool:
     """Whether the names of its module say that a weight ``[experts, rows, cols]`` holds one matrix per expert."""
     names = (type(module).__name__, *path.split(".")[-2:])
     return len(shape) == 3 and min(shape[1:]) > 1 and any("expert" in name.lower() for name in names)
+
+
+def first_match(patterns: Iterable[str], names: Sequence[str]) -> str | None:
+    """Return the first regular expression that is found in one of the names."""
+    return next((pattern for pattern in patterns if any(re.search(pattern, name) for name in names)), None)
 
 
 class Use(NamedTuple):
@@ -66,7 +73,7 @@ class Splitting(NamedTuple):
 
 
 def split_parameter(
-    names: Sequence[str], shape: Sequence[int], use: Use, options: MatrixOptions, model: nn.Module
+    names: Sequence[str], shape: Sequence[int], use: Use, config: MuonConfig, model: nn.Module
 ) -> Splitting:
     """The matrices that Muon sees in a parameter of these names; a tied one has several.
 
@@ -77,17 +84,17 @@ def split_parameter(
     whole = flattened(shape) if is_flattened else matrices(shape)
     size = f"{whole[0].rows} x {whole[0].cols}"
     text = f"flattened to {size}" if is_flattened else f"{len(whole)} of {size}" if len(whole) > 1 else ""
-    pattern = first_match(options.muon_split, names)
+    pattern = first_match(config.muon_split, names)
     if pattern is not None:
         try:
-            return _cut(whole, text, options.muon_split[pattern], f"by muon_split {pattern!r}", "muon_split", pattern)
+            return _cut(whole, text, config.muon_split[pattern], f"by muon_split {pattern!r}", "muon_split", pattern)
         except ValueError as error:
             raise MuonConfigError(
                 f"optimizer.params.muon_split: {pattern!r} finds {names[0]} {list(shape)}, but {error}"
             ) from None
-    if options.per_head_muon and len(shape) == 2 and is_projection(use.projection[0]):
+    if config.per_head_muon and len(shape) == 2 and is_projection(use.projection[0]):
         return _cut(whole, text, _by_head(names[0], shape, use, model), "one matrix per head", "per_head_muon")
-    if options.muon_fused == "whole" or is_flattened:
+    if config.muon_fused == "whole" or is_flattened:
         return Splitting(whole, text)
     name, owner = use.weight
     try:

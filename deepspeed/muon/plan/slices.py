@@ -14,9 +14,10 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from deepspeed.muon.config.types import Cut
 from deepspeed.muon.math.choice import shape_key
 from deepspeed.muon.math.newton_schulz import SPLIT_FROM
-from deepspeed.muon.matrices.block import Block, Cut, cut
+from deepspeed.muon.matrices.block import Block, cut
 from deepspeed.muon.plan.cost import CostModel
 from deepspeed.muon.plan.placement import PlacedBlock
 

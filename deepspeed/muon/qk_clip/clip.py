@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from deepspeed.muon.config.types import ClipOptions
 from deepspeed.muon.errors import UnsupportedError
 from deepspeed.muon.exchange.buffers import grids
 from deepspeed.muon.exchange.groups import all_maxima
@@ -19,7 +20,7 @@ from deepspeed.muon.kernels.rounding import key_of
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.log import logger
-from deepspeed.muon.math.logits import ClipOptions, Factors, clip_factors
+from deepspeed.muon.math.logits import Factors, clip_factors
 from deepspeed.muon.matrices.query_keys import Attention, Role
 from deepspeed.muon.plan.plan import Plan
 

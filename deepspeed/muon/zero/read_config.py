@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ import torch.distributed
 from deepspeed.accelerator import get_accelerator
 from pydantic import ValidationError
 
-from deepspeed.muon.config.messages import FILLED_BY, did_you_mean, nearest
+from deepspeed.muon.config.messages import FILLED_BY, choices_of, did_you_mean, expected, listed, nearest
 from deepspeed.muon.config.schema import MuonConfig, parse
 from deepspeed.muon.errors import MuonConfigError, SettingsError, UnsupportedError
 from deepspeed.muon.forecast.layout import Layout
@@ -163,7 +162,6 @@ def _explain(title: str, item: dict[str, Any]) -> str:
     """
     path = list(map(str, item["loc"]))
     key, value = ".".join(filter(None, [SECTION_OF.get(title, title), *path])), item["input"]
-    choices = list(dict.fromkeys(re.findall(r"[^\s',]+", str(item.get("ctx", {}).get("expected", "")))))
     if item["type"] == "extra_forbidden":
         model, given = section_at(title, path[:-1]), path[-1]
         known = keys_of(model) if model else ()
@@ -171,11 +169,8 @@ def _explain(title: str, item: dict[str, Any]) -> str:
         return f"{key}: unknown key, " + (
             f"it belongs {place}" if place else did_you_mean(given, known, "DeepSpeed has none of this name")
         )
-    if item["type"] in ("enum", "literal_error") and choices:
-        choices.remove("or")
-        *others, last = choices
-        hint = did_you_mean(value, choices, "", quote="'") if isinstance(value, str) else ""
-        text = "; ".join(filter(None, [f"expected {', '.join(others)} or {last}", hint]))
+    if item["type"] in ("enum", "literal_error") and (choices := choices_of(item)):
+        text = expected(listed(choices), value, choices)
     elif item["type"] in ("model_type", "dict_type"):
         text = "expected an object"
     else:

@@ -9,7 +9,7 @@ import torch
 from deepspeed.muon import MuonConfigError, MuonWithAuxAdam
 from deepspeed.muon.config.presets import PRESETS
 from deepspeed.muon.config.schema import MuonConfig, parse
-from deepspeed.muon.math.logits import ClipOptions
+from deepspeed.muon.config.types import ClipOptions
 from helpers.distributed import run
 from helpers.startup_log import records
 
@@ -35,9 +35,12 @@ def test_no_preset_is_plain_muon() -> None:
 @pytest.mark.parametrize(
     ("section", "expected"),
     [
-        ({"preset": "kimi_k2", "lr": 1e-3}, {"lr": 1e-3, "qk_clip": ClipOptions(100, 0.5), "weight_decay": 0.1}),
+        (
+            {"preset": "kimi_k2", "lr": 1e-3},
+            {"lr": 1e-3, "qk_clip": ClipOptions(tau=100, alpha=0.5), "weight_decay": 0.1},
+        ),
         ({"preset": "kimi_k2", "qk_clip": None}, {"qk_clip": None, "lr": 2e-4}),
-        ({"preset": "kimi_k2", "qk_clip": {"tau": 30}}, {"qk_clip": ClipOptions(30)}),
+        ({"preset": "kimi_k2", "qk_clip": {"tau": 30}}, {"qk_clip": ClipOptions(tau=30)}),
         ({"preset": "moonlight", "ns_coefficients": "polar_express"}, {"ns_steps": None}),
         ({"preset": "deepseek_v4", "adjust_lr_fn": "original"}, {"scale": "original"}),
         ({"preset": "nanochat", "lr": 1e-3}, {"muon_lr": None, "adam_lr": None}),

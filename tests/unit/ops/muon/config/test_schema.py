@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from deepspeed.muon.config.schema import MuonConfig, parse
-from deepspeed.muon.config.types import STOCK_TUNING_KEYS
+from deepspeed.muon.config.types import STOCK_TUNING_KEYS, ClipOptions
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.math import coefficients
-from deepspeed.muon.math.logits import ClipOptions
 
 ADAMW_SECTION = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}
 EVERY_KEY = {
@@ -144,7 +143,7 @@ def test_choices_are_accepted(method: str, dtype: str) -> None:
         ({"ns_steps": "5"}, 5),
         ({"bucket_bytes": 2e8}, 200_000_000),
         ({"bucket_bytes": "2e8"}, 200_000_000),
-        ({"qk_clip": {"tau": "5e1"}}, ClipOptions(50.0)),
+        ({"qk_clip": {"tau": "5e1"}}, ClipOptions(tau=50.0)),
         ({"ns_dtype": "bfloat16"}, "bf16"),
         ({"ns_dtype": "float32"}, "fp32"),
         ({"ns_dtype": "torch.float16"}, "fp16"),

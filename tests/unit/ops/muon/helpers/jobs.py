@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
+from deepspeed.muon.config.types import Cut
 from deepspeed.muon.math.coefficients import schedule
-from deepspeed.muon.matrices.block import Block, Cut, cut, matrices
+from deepspeed.muon.matrices.block import Block, cut, matrices
 from deepspeed.muon.matrices.routing import MatrixSpec
 from deepspeed.muon.matrices.tp_sharding import Sharding
 from deepspeed.muon.plan.checker import conflict, lost_elements, violation

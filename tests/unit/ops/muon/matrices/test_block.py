@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deepspeed.muon.matrices.block import Block, Cut, Piece, cut, flattened, matrices
+from deepspeed.muon.config.types import Cut
+from deepspeed.muon.matrices.block import Block, Piece, cut, flattened, matrices
 from deepspeed.muon.matrices.routing import MatrixSpec
 from helpers.foreign_models import linear, module, routes
 

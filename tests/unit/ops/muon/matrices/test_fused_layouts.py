@@ -9,7 +9,7 @@ import transformers
 from torch import Tensor, nn
 
 from deepspeed.muon import route
-from deepspeed.muon.matrices.options import MatrixOptions
+from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.matrices.routing import MatrixSpec
 from helpers.foreign_models import linear, module
 from helpers.models import Conv1D, TinyGpt
@@ -362,10 +362,10 @@ def test_the_attention_knows_better_than_the_models_config() -> None:
 
 def test_what_wins() -> None:
     """muon_split, then per_head_muon, then muon_fused."""
-    from deepspeed.muon.matrices.block import Cut
+    from deepspeed.muon.config.types import Cut
 
     def found(**options: Any) -> set[str]:
-        return {spec.split for spec in route(TinyGpt(), MatrixOptions(**options)).values() if spec.split}
+        return {spec.split for spec in route(TinyGpt(), MuonConfig(**options)).values() if spec.split}
 
     assert found() == {f"3 x 12 rows, {QKV}"}
     assert found(per_head_muon=True) == {"6 x 6 rows, one matrix per head"}
@@ -395,5 +395,5 @@ def test_where_outputs_of_other_weights_lie() -> None:
     axes = {spec.name.rpartition("h.0.")[2]: spec.output_axis for spec in route(MODELS["gpt2"]()).values()}
     assert axes["attn.c_attn.weight"] == axes["mlp.c_fc.weight"] == axes["mlp.c_proj.weight"] == 1
     model = module(up=linear(8, 24), conv=nn.Conv2d(2, 5, 3), experts=nn.ParameterDict({"w": torch.randn(2, 8, 6)}))
-    found = {spec.name: spec.output_axis for spec in route(model, MatrixOptions(muon_conv="flatten")).values()}
+    found = {spec.name: spec.output_axis for spec in route(model, MuonConfig(muon_conv="flatten")).values()}
     assert found == {"up.weight": 0, "conv.weight": 0, "conv.bias": 0, "experts.w": None}

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from deepspeed.muon import MuonConfigError, MuonWithAuxAdam, route
+from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.matrices.block import Block
-from deepspeed.muon.matrices.options import MatrixOptions
 from deepspeed.muon.matrices.routing import is_lora
 from helpers.distributed import run
 from helpers.foreign_models import Adapted, Gpt, Mixer, linear, module, routes
@@ -18,7 +18,7 @@ from helpers.training import ds_config
 
 
 def specs_of(model: nn.Module, **patterns: Any) -> dict[str, tuple[bool, str]]:
-    return {s.name: (s.use_muon, s.reason) for s in route(model, MatrixOptions(**patterns)).values()}
+    return {s.name: (s.use_muon, s.reason) for s in route(model, MuonConfig(**patterns)).values()}
 
 
 def message(**params: Any) -> str:
@@ -57,7 +57,7 @@ def test_include_leaves_vectors_to_adamw_and_says_so() -> None:
 def test_who_decided_is_a_field_and_not_a_text() -> None:
     net = TinyGpt()
     net.lm_head.weight.use_muon = False
-    specs = {s.name: s for s in route(net, MatrixOptions(muon_include=["up"], muon_exclude=["qkv"])).values()}
+    specs = {s.name: s for s in route(net, MuonConfig(muon_include=["up"], muon_exclude=["qkv"])).values()}
     by = {name: (spec.chosen_by, spec.overrides_rules) for name, spec in specs.items()}
     assert by["blocks.0.qkv.weight"] == ("muon_exclude", True)
     assert by["blocks.0.up.weight"] == ("muon_include", False)

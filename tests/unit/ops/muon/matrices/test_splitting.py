@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from deepspeed.muon import MuonConfigError, MuonWithAuxAdam, route
-from deepspeed.muon.config.schema import parse
-from deepspeed.muon.matrices.block import Block, Cut
-from deepspeed.muon.matrices.options import MatrixOptions
+from deepspeed.muon.config.schema import MuonConfig, parse
+from deepspeed.muon.config.types import Cut
+from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.matrices.tp_sharding import AUTOTP
 from deepspeed.muon.saved_groups import fused
 from helpers.foreign_models import Adapted, linear, module
@@ -20,7 +20,7 @@ from helpers.transformers_models import MODELS, hybrid, needs_stacks
 
 def splits(model: nn.Module, **options: Any) -> dict[str, str]:
     """By the last words of its name, how each parameter of the Muon half was split."""
-    specs = route(model, MatrixOptions(**options)).values()
+    specs = route(model, MuonConfig(**options)).values()
     return {".".join(spec.name.split(".")[-3:]): spec.split for spec in specs if spec.use_muon and spec.split}
 
 
@@ -67,7 +67,7 @@ def splits(model: nn.Module, **options: Any) -> dict[str, str]:
 def test_heads_of_known_models(name: str, expected: dict[str, str]) -> None:
     model = MODELS[name]()
     assert splits(model, per_head_muon=True) == expected
-    for spec in route(model, MatrixOptions(per_head_muon=True)).values():
+    for spec in route(model, MuonConfig(per_head_muon=True)).values():
         assert sum(block.numel for block in spec.blocks) == (spec.numel if spec.use_muon else 0)
 
 
@@ -176,7 +176,7 @@ def test_the_config_does_not_speak_for_linear_attention(mark: str) -> None:
     model = module(attention=Layer(**{mark: 1}), config=module())
     model.config.num_attention_heads, model.config.num_key_value_heads, model.config.head_dim = 4, 2, 8
     with pytest.raises(MuonConfigError, match="neither its module nor a config for it gives a number of heads"):
-        route(model, MatrixOptions(per_head_muon=True))
+        route(model, MuonConfig(per_head_muon=True))
 
 
 def test_nothing_is_split_unless_asked_for() -> None:
@@ -244,7 +244,7 @@ def test_sizes_that_do_not_fit_are_refused_with_the_shape() -> None:
     with pytest.raises(
         ValueError, match=r"muon_split: 'conv' finds conv.weight \[5, 2, 3, 3\], but 4 rows make 4, not 5"
     ):
-        route(Fused(), MatrixOptions(muon_split={"conv": Cut((4,))}, muon_conv="flatten"))
+        route(Fused(), MuonConfig(muon_split={"conv": Cut((4,))}, muon_conv="flatten"))
 
 
 def test_sizes_of_a_parameter_that_goes_to_adamw_do_not_matter() -> None:
@@ -271,16 +271,16 @@ def test_a_pattern_may_find_the_alias_of_a_tied_parameter() -> None:
 
 
 def test_what_cut_a_parameter_is_a_field_and_not_a_text() -> None:
-    options = MatrixOptions(muon_split={"experts": Cut((8, 16)), "conv": Cut(())}, muon_conv="flatten")
+    options = MuonConfig(muon_split={"experts": Cut((8, 16)), "conv": Cut(())}, muon_conv="flatten")
     specs = {spec.name: spec for spec in route(Fused(), options).values()}
     assert (specs["experts.down"].split_by, specs["experts.down"].split_pattern) == ("muon_split", "experts")
     assert specs["qkv.weight"].split_by is None and specs["qkv.weight"].left_whole
     assert specs["conv.weight"].split_by == "muon_split" and not specs["conv.weight"].left_whole, "it is flattened"
     specs = {spec.name: spec for spec in route(TinyGpt()).values()}
     assert specs["blocks.0.qkv.weight"].split_by == "muon_fused"
-    specs = {spec.name: spec for spec in route(TinyGpt(), MatrixOptions(muon_split={"qkv": Cut(())})).values()}
+    specs = {spec.name: spec for spec in route(TinyGpt(), MuonConfig(muon_split={"qkv": Cut(())})).values()}
     assert specs["blocks.0.qkv.weight"].left_whole
-    specs = {spec.name: spec for spec in route(TinyGpt(), MatrixOptions(per_head_muon=True)).values()}
+    specs = {spec.name: spec for spec in route(TinyGpt(), MuonConfig(per_head_muon=True)).values()}
     assert specs["blocks.0.qkv.weight"].split_by == "per_head_muon"
 
 
@@ -337,7 +337,7 @@ def test_the_digest_tells_splits_apart() -> None:
 
 @needs_stacks
 def test_experts_are_stacks() -> None:
-    specs = {spec.name: spec for spec in route(MODELS["mixtral"](), MatrixOptions(muon_fused="whole")).values()}
+    specs = {spec.name: spec for spec in route(MODELS["mixtral"](), MuonConfig(muon_fused="whole")).values()}
     stacks = {name: spec for name, spec in specs.items() if "experts" in name}
     assert len(stacks) == 2
     for spec in stacks.values():
@@ -351,7 +351,7 @@ def test_experts_are_stacks() -> None:
 def test_a_split_cuts_every_matrix_of_a_stack() -> None:
     model = MODELS["mixtral"]()
     spec = next(
-        s for s in route(model, MatrixOptions(muon_split={"gate_up": Cut((48, 48))})).values() if "gate_up" in s.name
+        s for s in route(model, MuonConfig(muon_split={"gate_up": Cut((48, 48))})).values() if "gate_up" in s.name
     )
     assert spec.split == "4 of 96 x 32, 2 x 48 rows, by muon_split 'gate_up'"
     assert len(spec.blocks) == 8
@@ -364,7 +364,7 @@ def test_convolutions_go_to_muon_when_asked_for() -> None:
         deep=nn.Conv2d(4, 4, 3, groups=4),
         up=nn.ConvTranspose2d(4, 8, 3),
     )
-    specs = {spec.name: spec for spec in route(net, MatrixOptions(muon_conv="flatten")).values()}
+    specs = {spec.name: spec for spec in route(net, MuonConfig(muon_conv="flatten")).values()}
     assert specs["one.weight"].blocks == (Block(0, 8, 36, 36),)
     assert specs["line.weight"].blocks == (Block(0, 8, 12, 12),)
     assert specs["one.weight"].split == "flattened to 8 x 36"
@@ -385,7 +385,7 @@ def test_a_convolution_in_channels_last_is_refused_without_zero() -> None:
 @pytest.mark.parametrize(("down", "up"), [("lora_A", "lora_B"), ("lora_weight_1", "lora_weight_2")])
 def test_low_rank_factors(asked: str, expected: set[str], down: str, up: str) -> None:
     names = {"down": down, "up": up}
-    specs = route(Adapted(down, up), MatrixOptions(muon_lora=asked)).values()
+    specs = route(Adapted(down, up), MuonConfig(muon_lora=asked)).values()
     assert {key for key, name in names.items() for s in specs if name in s.name and s.use_muon} == expected
     assert all("by muon_lora" in s.reason for s in specs if s.use_muon and "LoRA" in s.reason)
 

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from deepspeed.muon.matrices.block import Block, Cut, cut, matrices
+from deepspeed.muon.config.types import Cut
+from deepspeed.muon.matrices.block import Block, cut, matrices
 from deepspeed.muon.matrices.tp_sharding import Sharding
 
 
