@@ -316,7 +316,7 @@ def rank(**setting: Any) -> dict[str, Any]:
             first |= {"kernels": optimizer.context.kernels.name, "symmetric": symmetric, "exchange rounds": rounds}
             elements = sum(plan.sent_elements for plan in optimizer.plans)
             largest |= {"exchange MB": elements * optimizer.exchange.dtype.itemsize / 1e6}
-            largest |= {"scratch MB": optimizer._work.nbytes() / 1e6}
+            largest |= {"scratch MB": optimizer.workspace.nbytes() / 1e6}
             largest |= {"alone s": exchange_alone(optimizer, 2 * job.steps + 1, job.device)}
             medians = {name: statistics.median(time.get(name, 0.0) for time in times) for name in OUR_PHASES}
             sent |= {f"{name} s": value for name, value in medians.items()}

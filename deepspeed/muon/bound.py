@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A partition of the Muon half that is bound: how it is planned, and what every step of it needs."""
+"""Everything that the steps of one Muon partition need, computed once, and what the ranks have agreed on before."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from deepspeed.muon.kernels.selection import Unavailable
 from deepspeed.muon.kernels.table import Operations, RunOperations, Tiles
 from deepspeed.muon.math.choice import Choice, shape_key
 from deepspeed.muon.math.newton_schulz import DTYPES, name_of
+from deepspeed.muon.math.rules import Rules
 from deepspeed.muon.math.scale import scale_factor
 from deepspeed.muon.plan.bucket import Bucket
 from deepspeed.muon.plan.cost import cost_model
@@ -46,7 +47,7 @@ class StepContext:
         muon_of_all_stages: in a pipeline, the parameters of all stages that go to Muon, by name, and a hash of how each
             is cut, if any.
         is_stepped_in_parts: whether calls of ``step`` are parts of an engine's step, which calls the optimizer's
-            ``begin_step`` before them and ``release_scratch`` after.
+            ``begin_step`` before them and releases its workspace after.
         is_finite: whether the gradient of the current step is finite, by the wrapper around the optimizer; ``None``:
             the optimizer looks at its gradients, which are the same on all ranks.
     """
@@ -61,28 +62,54 @@ class StepContext:
     is_finite: Callable[[], Agreed] | None = None
 
 
+class Call(NamedTuple):
+    """Runs of one bucket that are updated together: of one tensor, in one buffer, with one scale.
+
+    ``runs``: their indices. ``spans``: their elements; none of a run on a grid. ``tiles``: the spans for one kernel;
+    ``None``: one kernel launch per span.
+    """
+
+    runs: tuple[int, ...]
+    tensor: int
+    in_place: bool
+    scale: float
+    spans: list[Span]
+    tiles: Tiles | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bound:
     """One partition of the Muon half, and what its steps have in common.
 
-    ``newton_schulz``: its schedule, methods and dtype, which also decide what several owners of a matrix send each
-    other. ``kernels`` of Newton-Schulz and ``scale`` of the update: by rows and columns of the matrix, each found once.
-    ``together``: updates all runs of a call in one kernel; ``None``: each span has its own.
-    ``settings``: of the parameter group, and how Newton-Schulz runs.
+    Args:
+        newton_schulz: its schedule, methods and dtype, which also decide what several owners of a matrix send each
+            other.
+        kernels: of Newton-Schulz, by rows and columns of the matrix, each found once.
+        elementwise: kernels of everything except the products of Newton-Schulz; equal on all ranks.
+        multi_run_kernels: update all runs of a call in one launch; ``None``: one launch per span.
+        scale: of the update, by rows and columns of the matrix.
+        settings: of the parameter group, and how Newton-Schulz runs.
+        sharers: ranks that plan the same matrices.
+        owner_counts: by the shape of a matrix, which a checkpoint pins, so that a resumed run keeps its bits.
     """
 
+    config: MuonConfig
     partition: Partition
     plan: Plan
     exchange: Exchange
     newton_schulz: NewtonSchulz
     kernels: Callable[[int, int], Operations]
+    elementwise: Operations
+    multi_run_kernels: RunOperations | None
     scale: Callable[[int, int], float]
-    together: RunOperations | None
     settings: str
-    #: Ranks that plan the same matrices.
     sharers: int
-    #: Numbers of owners by the shape of a matrix, which a checkpoint pins, so that a resumed run keeps its bits.
     owner_counts: dict[str, int]
+
+    @cached_property
+    def rules(self) -> Rules | None:
+        """Return the update rules beyond plain Muon; ``None`` without any."""
+        return self.config.rules or None
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -116,8 +143,8 @@ class Bound:
     def _call(self, bucket: Bucket, indices: tuple[int, ...]) -> Call:
         first, tiles = bucket.runs[indices[0]], None
         spans = spans_of(bucket, indices, staged=self.exchange.staging is not None)
-        if self.together is not None and spans:
-            tiles = self.together.tiles(spans, self.partition.tensors[first.tensor].device)
+        if self.multi_run_kernels is not None and spans:
+            tiles = self.multi_run_kernels.tiles(spans, self.partition.tensors[first.tensor].device)
         rows, cols = first.shape
         return Call(indices, first.tensor, first.in_place, self.scale(rows, cols), spans, tiles)
 
@@ -145,7 +172,7 @@ def bind_partition(
     method = partial(method_of, choice, group["ns_method"])
     near = neighbours_in(partition.group, context.ranks_per_node) if processes() > 1 else 1
     cost = cost_model(method, config.schedule, choice.dtype, exchange.dtype.itemsize, exchange.device.type, near)
-    given, items = group.get("owner_counts", {}), partition.blocks
+    pinned, items = group.get("owner_counts", {}), partition.blocks
     # Each rank of the partition counts its share of the matrices without a gradient, also where no work is shared.
     sharers = partition.world_size
     counts = shared_counts(
@@ -153,7 +180,7 @@ def bind_partition(
         partition.world_size,
         partition.is_replicated,
         cost,
-        given,
+        pinned,
         most=config.most_owners,
         bucket_bytes=config.bucket_bytes,
     )
@@ -162,46 +189,27 @@ def bind_partition(
         exchange = replace(exchange, group=partition.group)
     shapes = (item.shape for item in items)
     several = {shape_key(rows, cols): n for (rows, cols), n in zip(shapes, counts, strict=True) if n > 1}
+    owner_counts = pinned | several
+    # What decides the bits of a group's update; the same before and after its numbers of owners are pinned.
+    settings = sorted((key, value) for key, value in {**group, "owner_counts": owner_counts}.items() if key != "params")
+    # Kernels for many runs take the shards themselves, so none where these are staged in other buffers.
+    runs = context.kernels.runs if exchange.staging is None else None
     return Bound(
+        config=config,
         partition=partition,
         plan=make_plan(partition.planned, partition.rank, partition.world_size, cost, config.bucket_bytes, counts),
-        owner_counts=given | several,
         exchange=exchange,
-        kernels=cache(partial(with_products, context.kernels, tables, choice)),
-        scale=cache(partial(scale_factor, group["adjust_lr_fn"], rms_scale=config.rms_scale)),
-        together=_together(partition, context.kernels, exchange),
-        sharers=sharers,
         newton_schulz=NewtonSchulz(
             schedule=config.schedule,
             method=cache(method),
             dtype=choice.dtype,
             device_type=exchange.device.type,
         ),
-        settings=repr((choice.pinned(), _settings_of({**group, "owner_counts": given | several}))),
+        kernels=cache(partial(with_products, context.kernels, tables, choice)),
+        elementwise=context.kernels,
+        multi_run_kernels=runs if runs and all(map(runs.fits, partition.tensors)) else None,
+        scale=cache(partial(scale_factor, group["adjust_lr_fn"], rms_scale=config.rms_scale)),
+        settings=repr((choice.pinned(), settings)),
+        sharers=sharers,
+        owner_counts=owner_counts,
     )
-
-
-def _settings_of(group: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return what decides the bits of a group's update; the same before and after its numbers of owners are pinned."""
-    return sorted((key, value) for key, value in group.items() if key != "params")
-
-
-def _together(partition: Partition, kernels: Operations, exchange: Exchange) -> RunOperations | None:
-    """Kernels for many runs, where they take the shards and these are not staged in other buffers."""
-    runs = kernels.runs
-    return runs if runs and exchange.staging is None and all(map(runs.fits, partition.tensors)) else None
-
-
-class Call(NamedTuple):
-    """Runs of one bucket that are updated together: of one tensor, in one buffer, with one scale.
-
-    ``runs``: their indices. ``spans``: their elements; none of a run on a grid. ``tiles``: the same for one kernel;
-    ``None``: each span has its own.
-    """
-
-    runs: tuple[int, ...]
-    tensor: int
-    in_place: bool
-    scale: float
-    spans: list[Span]
-    tiles: Tiles | None

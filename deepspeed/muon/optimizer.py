@@ -32,7 +32,6 @@ from deepspeed.muon.lr_groups import GivenGroups
 from deepspeed.muon.math import adamw, momentum
 from deepspeed.muon.math.choice import Choice, from_pinned
 from deepspeed.muon.math.newton_schulz import DTYPES
-from deepspeed.muon.math.rules import Rules
 from deepspeed.muon.math.schedules import Schedules
 from deepspeed.muon.matrices.pipeline import stage_of
 from deepspeed.muon.matrices.query_keys import attention_layers
@@ -44,12 +43,12 @@ from deepspeed.muon.qk_clip.clip import QKClip
 from deepspeed.muon.replicas import agree_with_replicas, bind_whole, unwrapped
 from deepspeed.muon.saved_state import SavedForm
 from deepspeed.muon.second_moments import SecondMoments
-from deepspeed.muon.step import PartitionStep, Tools
+from deepspeed.muon.step import PartitionStep
 from deepspeed.muon.step_stats import StepStats
 from deepspeed.muon.tuning import Tuning, pinned_in
 
-#: A checkpoint's choice is kept in silence unless Newton-Schulz would be so many times faster by another.
-WORTH_TELLING = 1.5
+#: Warn where another choice would run Newton-Schulz this many times faster than the one pinned in the checkpoint.
+WARN_IF_SPEEDUP_EXCEEDS = 1.5
 
 
 class MuonWithAuxAdam(torch.optim.Optimizer):
@@ -81,12 +80,12 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     qk_clip: QKClip | None = None
     _binding: tuple[Sequence[Partition], Tuning, torch.device] | None = None
-    _judged: Choice | None = None
+    #: The checkpoint's choice about which the log has last warned.
+    _warned_choice: Choice | None = None
     _is_built = False
     _phase: Phase = nullcontext
     _stats: StepStats | None = None
-    #: Whether a skip of the current step has been logged.
-    _is_skip_told = False
+    _is_skip_logged = False
 
     def __init__(self, params: Iterable[Any], *, model: nn.Module, **config: Any) -> None:
         self.config: MuonConfig = parse(config)
@@ -95,8 +94,6 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 "deepspeed-muon: optimizer.params.ns_tuning has no effect any more: whatever is auto of ns_dtype, "
                 "ns_method and kernels is measured at start"
             )
-        #: Beyond plain Muon; ``None`` without any.
-        self._rules: Rules | None = self.config.rules or None
         #: Of momentum and weight decay.
         self._schedules = self.config.schedules
         model, self._replicas = unwrapped(model)
@@ -118,13 +115,14 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self._blocks: dict[Tensor, momentum.Blocks] = {}
         #: Of each tensor of the AdamW half, what it holds of each parameter.
         self._fragments: dict[Tensor, list[momentum.Fragment]] = {}
-        self._work = Workspace()
+        self.workspace = Workspace()
         #: What the ranks have agreed on.
         self.context = StepContext()
         self.second_moments = SecondMoments(self.config.normuon)
         if self.config.qk_clip and layers is not None:
             names = {param: spec.name for param, spec in self.specs.items()}
-            self.qk_clip = QKClip(self.config.qk_clip, layers, names, step=partial(_steps_done, weakref.ref(self)))
+            living = weakref.proxy(self)  # hooks of the model have the function, and the optimizer may die before it
+            self.qk_clip = QKClip(self.config.qk_clip, layers, names, step=lambda: living.steps_done)
         self._origins, self._given_lrs = split.origins, split.given_lrs
         #: Whether the config or a parameter group gives a learning rate; else stock's defaults act.
         self.sets_a_rate = split.sets_a_rate
@@ -187,7 +185,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         shards = partitions[0].tensors[0].device
         where = shards if device is None else device
         staging = Staging() if where.type != shards.type else None
-        exchange = partial(Exchange, dtype=DTYPES[self.config.wire], device=where, work=self._work, staging=staging)
+        exchange = partial(Exchange, dtype=DTYPES[self.config.wire], device=where, work=self.workspace, staging=staging)
         tables = self.tables_on(where)
         for partition in partitions:
             group = self.param_groups[partition.index]
@@ -219,8 +217,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         if self._binding is not None:
             partitions, tuning, device = self._binding
             self.bind(partitions, tuning, device)
-            if self.context.is_logging and self._bound and self.choice != self._judged:
-                self._judged = self.choice
+            if self.context.is_logging and self._bound and self.choice != self._warned_choice:
+                self._warned_choice = self.choice
                 self._warn_of_choice(tuning, set(self.tables_on(device)))
 
     def _warn_of_choice(self, tuning: Tuning, tables: set[str]) -> None:
@@ -233,7 +231,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 "their place, so bits may differ from that run's",
                 ", ".join(absent),
             )
-        elif speedup is not None and speedup > WORTH_TELLING:
+        elif speedup is not None and speedup > WARN_IF_SPEEDUP_EXCEEDS:
             other = tuning.choice.dtype
             logger.warning(
                 "deepspeed-muon: Newton-Schulz goes on in %s with the choice of the checkpoint, which keeps the run's "
@@ -309,13 +307,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     def begin_step(self) -> None:
         """Agree on what has to be known of all micro-batches of a step; called by all ranks before it."""
-        self._is_skip_told = False
+        self._is_skip_logged = False
         if self.qk_clip:
             self.qk_clip.begin_step(is_logging=self.context.is_logging)
-
-    def release_scratch(self) -> None:
-        """Free the temporaries on accelerators at the end of a step; the next one allocates them again."""
-        self._work.release()
 
     @contextmanager
     def observed(self, phase: Phase | None = None, stats: StepStats | None = None) -> Iterator[None]:
@@ -344,10 +338,6 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 shapes.setdefault(batch.shape, set()).add(size)
             for (rows, cols), sizes in sorted(shapes.items()):
                 warm(bound.kernels(rows, cols), sizes, device)
-
-    def release_workspace(self) -> None:
-        """Free the memory of temporaries; the next step allocates it again."""
-        self._work.clear()
 
     def warn_of_no_matrix(self) -> None:
         """Log that AdamW updates everything, and why."""
@@ -442,9 +432,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 absent = self._muon_step(group) if group["use_muon"] else self._adam_step(group)
                 if self.qk_clip:
                     plan = self._bound[group["params"][0]].plan if group["use_muon"] else None
-                    self.qk_clip.apply(group["params"], plan, absent, kernels=self.context.kernels, work=self._work)
+                    self.qk_clip.apply(group["params"], plan, absent, kernels=self.context.kernels, work=self.workspace)
         if not self.context.is_stepped_in_parts:
-            self.release_scratch()
+            self.workspace.release()
 
     def _bind_on_first_use(self) -> bool:
         tensors = [p for group in self.param_groups for p in group["params"]]
@@ -470,8 +460,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     def report_skip(self) -> None:
         """Log, once in a step, that it is skipped."""
-        if self.context.is_logging and not self._is_skip_told:
-            self._is_skip_told = True
+        if self.context.is_logging and not self._is_skip_logged:
+            self._is_skip_logged = True
             logger.warning("deepspeed-muon: the gradient is not finite; this step is skipped on all ranks")
 
     def _muon_step(self, group: dict[str, Any]) -> frozenset[str]:
@@ -485,18 +475,16 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         if self._schedules != Schedules():
             group = self._schedules.at(group, done=int(states[0]["step"]))
         torch._foreach_add_([state["step"] for state in states], 1)
-        tools = Tools(
-            config=self.config,
-            rules=self._rules,
-            kernels=self.context.kernels,
+        step = PartitionStep(
+            bound=bound,
+            group=group,
             states=self.state,
             blocks_of=self.blocks_of,
             second_moments=self.second_moments,
-            work=self._work,
             phase=self._phase,
             stats=self._stats,
         )
-        return PartitionStep(bound, group, tools).run()
+        return step.run()
 
     def _adam_step(self, group: dict[str, Any]) -> frozenset[str]:
         """Return the empty set: AdamW updates by a gradient of zero, too."""
@@ -507,7 +495,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             for tensor, state in zip(tensors, states, strict=True):
                 if adamw.is_rounded(tensor):
                     fragments = self._fragments[tensor]
-                    adamw.step_in_bf16(tensor, state, group, decoupled, fragments, self.context.kernels, self._work)
+                    adamw.step_in_bf16(tensor, state, group, decoupled, fragments, self.context.kernels, self.workspace)
                 else:
                     others.append((tensor, state))
             adamw.step([tensor for tensor, _ in others], [state for _, state in others], group, decoupled)
@@ -538,9 +526,3 @@ def are_finite(tensors: list[Tensor]) -> bool:
     dtype = torch.promote_types(max((t.dtype for t in tensors), key=lambda d: d.itemsize), torch.float32)
     norms = torch._foreach_norm(tensors, dtype=dtype)
     return bool(torch.stack([norm.float().to(norms[0].device) for norm in norms]).isfinite().all())
-
-
-def _steps_done(optimizer: Callable[[], MuonWithAuxAdam | None]) -> int:
-    """Return the steps that the state of an optimizer, by a weak reference, has seen; the same after a resume."""
-    living = optimizer()
-    return living.steps_done if living is not None else 0

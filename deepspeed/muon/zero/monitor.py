@@ -55,7 +55,7 @@ def take_step(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Non
     else:
         with optimizer.observed(phase):
             step()
-    optimizer.release_scratch()
+    optimizer.workspace.release()
     if engine.skipped_steps > skipped and not _logs_skipped_steps(engine.optimizer):
         optimizer.report_skip()
     if engine.wall_clock_breakdown():  # on all ranks, as this also resets the timers; rank 0 prints

@@ -177,7 +177,7 @@ class Stage3(Adapter):
                 host = get_accelerator().pin_memory(host) if pin_memory else host
                 tensor.data = host.copy_(tensor.detach(), non_blocking=non_blocking)
             self.wrapper.offloaded_states.add(kind)
-        self.optimizer.release_workspace()
+        self.optimizer.workspace.clear()
         if not pin_memory:
             for name in _PINNED:  # DeepSpeed would reload what an earlier pinned offload has left in them
                 vars(self.wrapper).pop(name, None)

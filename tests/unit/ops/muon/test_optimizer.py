@@ -299,9 +299,9 @@ def test_the_steady_state_allocates_no_workspace() -> None:
     model = MODELS["wide"]()
     optimizer = MuonWithAuxAdam(model.parameters(), model=model, lr=0.02)
     train(model, optimizer, 1)
-    held = optimizer._work.nbytes()
+    held = optimizer.workspace.nbytes()
     train(model, optimizer, 3)
-    assert optimizer._work.nbytes() == held > 0
+    assert optimizer.workspace.nbytes() == held > 0
 
 
 def test_binding_again_changes_no_digest() -> None:

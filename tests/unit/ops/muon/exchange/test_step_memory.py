@@ -105,7 +105,7 @@ def held(counts: list[int], bucket_bytes: int, **config: Any) -> list[tuple[int,
         step()
         step()
         optimizer = engine.basic_optimizer
-        results.append((len(optimizer.plans[0].buckets), optimizer._work.nbytes()))
+        results.append((len(optimizer.plans[0].buckets), optimizer.workspace.nbytes()))
         engine.destroy()
     return results
 
@@ -130,7 +130,7 @@ def released(cases: list[dict[str, Any]], accelerator: bool) -> list[list[tuple[
     try:
         for case in cases:
             engine, step = engine_on([(64, 64), (128, 64), (64, 128)], **case)
-            work = engine.basic_optimizer._work = Watched()
+            work = engine.basic_optimizer.workspace = Watched()
             engine.basic_optimizer.bind_again()
             results.append([])
             for _ in range(3):
@@ -183,7 +183,7 @@ def test_between_steps_a_cpu_keeps_its_scratch() -> None:
 def test_plain_pytorch_holds_no_scratch_on_an_accelerator_either(monkeypatch: pytest.MonkeyPatch) -> None:
     model = MODELS["wide"]()
     optimizer = MuonWithAuxAdam(model.parameters(), model=model, lr=0.02)
-    optimizer._work = work = Watched()
+    optimizer.workspace = work = Watched()
     for accelerator in (True, False):
         monkeypatch.setattr(workspace, "is_accelerator", lambda device, answer=accelerator: answer)
         model(*model.batch(0)).backward()

@@ -27,7 +27,7 @@ def offloaded(stage: int, bucket_bytes: int) -> dict[str, Any]:
         engine.backward(engine([g.cuda() for g in net.gradients(step)]))
         engine.step()
         used.append(torch.cuda.memory_allocated())
-    storage = optimizer._work._storage
+    storage = optimizer.workspace._storage
     weights: list[Tensor] = [t.detach().clone() for p in optimizer.partitions for t in p.tensors]
     result = {
         "weights": weights,
