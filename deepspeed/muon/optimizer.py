@@ -208,7 +208,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             )
             group["owner_counts"] = bound.owner_counts
         self._binding = (partitions, tuning, where)
-        self.second_moments.bind((b.partition, b.plan, b.exchange) for b in self._bound.values())
+        self.second_moments.bind(self._bound.values())
         if self.qk_clip:
             self.qk_clip.bind(partitions, self.context.peers, where)
 

@@ -7,7 +7,7 @@ checkpoint holds Muon's momentum as ``exp_avg`` and, as ``exp_avg_sq``, zeros th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,14 +32,14 @@ class AsSaved:
 
 
 class SavedForm:
-    """Register the hooks of an optimizer: one each way, and one before a load, in which torch casts bare tensors.
+    """Register the hooks of an optimizer: one after a save, one before a load and one after it.
 
-    Each is a list of steps in the order in which they must come. The attributes are what an engine adds.
+    The attributes are what an engine adds.
     """
 
     #: Whether the momentum is renamed for stock's converter, and another routing is refused.
     is_convertible = False
-    #: The scaler of fp16 autocast at stage 0, whose scale would else start anew.
+    #: The scaler of fp16 autocast at stage 0, whose scale would otherwise start anew.
     scaler: torch.amp.GradScaler | None = None
     #: (weights, one of their states) -> the values of the state, which may lie on NVMe.
     read: Callable[[Tensor, Tensor], Tensor] | None = None
@@ -50,120 +50,88 @@ class SavedForm:
         optimizer.register_load_state_dict_pre_hook(self.before_load)
         optimizer.register_load_state_dict_post_hook(self.load)
 
-    def save(self, optimizer: Any, saved: Saved) -> Saved:
-        """Return a state dict in its saved form."""
+    # ---- saving -------------------------------------------------------------------------------------------------
+
+    def save(self, optimizer: Any, saved: Saved) -> None:
+        """Bring what ``state_dict`` has just made into its saved form; the optimizer's own state stays as it is."""
         tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-        if self.read is not None:
-            saved = _read_values(self.read, tensors, saved)
-        saved = _decode_momentum(optimizer, tensors, saved)
-        saved = optimizer.second_moments.save(saved)
+        state, groups = saved["state"], saved["param_groups"]
+        for group in groups:
+            for index in group["params"]:
+                if index in state:
+                    state[index] = self._saved_entry(optimizer, tensors[index], state[index])
+            if group["use_muon"] and optimizer.config.momentum_dtype == "int8":
+                group[KEPT_AS] = "int8"
+        optimizer.second_moments.save(groups)
         if self.scaler is not None:
-            first, *others = saved["param_groups"]
-            saved = {**saved, "param_groups": [first | {SCALE: self.scaler.state_dict()}, *others]}
-        return _rename_to_adams(optimizer, saved) if self.is_convertible else saved
+            groups[0][SCALE] = self.scaler.state_dict()
+        if self.is_convertible:
+            found = muon_facts(optimizer)
+            facts = {"matrices": list(found), "blocks": {name: cut for name, cut in found.items() if cut}}
+            # In all groups: the converter keeps those of one pipeline stage, which may have no Muon group.
+            for group in groups:
+                group.update(facts)
+
+    def _saved_entry(self, optimizer: Any, tensor: Tensor, entry: dict[str, Any]) -> dict[str, Any]:
+        if self.read is not None:  # no state is empty, so that one file has all of a rank, which every tool reads
+            entry = {name: self.read(tensor, value) for name, value in entry.items()}
+        entry = dict(entry)
+        if CODES in entry:
+            # As fp32, of which a load makes the same codes: every reader of a checkpoint finds the whole momentum.
+            codes = entry[CODES]
+            values = optimizer.blocks_of(tensor).read_into(optimizer.host_zeros(codes.numel()), entry)
+            del entry[CODES], entry[ABSMAX]
+            entry[MOMENTUM] = values.view(codes.shape)
+        if self.is_convertible and MOMENTUM in entry:
+            momentum = entry.pop(MOMENTUM)
+            entry |= {"exp_avg": momentum, "exp_avg_sq": momentum.new_zeros(()).expand(momentum.shape)}
+        return entry
+
+    # ---- loading ------------------------------------------------------------------------------------------------
 
     def before_load(self, optimizer: Any, saved: Saved) -> Saved:
-        """Return a state dict whose momentum has its own name and stays as it was saved.
+        """Return a state dict in which each momentum has its own name and is :class:`AsSaved`.
 
         Raises:
             ValueError: an engine's checkpoint has another routing.
         """
+        state, groups = dict(saved["state"]), [dict(group) for group in saved["param_groups"]]
         if self.is_convertible:
-            check_groups(optimizer, saved["param_groups"])
-            saved = _rename_from_adams(optimizer, saved)
-        self._before = {tensor: dict(state) for tensor, state in optimizer.state.items()}
-        return _hide_momentum(saved)
+            check_groups(optimizer, groups)
+            pairs = zip(optimizer.param_groups, groups, strict=True)
+            groups = [settings_of(current, group) | {"params": group["params"]} for current, group in pairs]
+        for group in groups:
+            is_int8 = group.pop(KEPT_AS, None) == "int8"
+            for index in state.keys() & set(group["params"]):
+                entry = state[index] = dict(state[index])
+                if self.is_convertible and group.get("use_muon") and "exp_avg" in entry:
+                    entry.pop("exp_avg_sq", None)
+                    entry[MOMENTUM] = entry.pop("exp_avg")
+                if MOMENTUM in entry:
+                    tensor = entry[MOMENTUM]
+                    entry[MOMENTUM] = AsSaved(tensor, torch.int8 if is_int8 else tensor.dtype)
+        self._before = {tensor: dict(entry) for tensor, entry in optimizer.state.items()}
+        return {**saved, "state": state, "param_groups": groups}
 
+    @torch.no_grad()
     def load(self, optimizer: Any) -> None:
         """Settle what was loaded, and bind again."""
         for group in optimizer.param_groups:
-            # Those of older versions: torch's schedulers cycle the betas of every group.
+            # Groups of older versions have none: torch's schedulers cycle the betas of every group.
             group.setdefault("betas", optimizer.config.betas)
             scale = group.pop(SCALE, None)
             if scale and self.scaler is not None:
                 self.scaler.load_state_dict(scale)
         _cast_momentum(optimizer)
-        _keep_tensors(optimizer, self._before)
+        for tensor, state in optimizer.state.items():
+            before = self._before.get(tensor, {})
+            for key, value in state.items():
+                # What was loaded may lie in a mapped file, which a later save overwrites.
+                if torch.is_tensor(value) and _is_alike(value, before.get(key)):
+                    state[key] = before[key].copy_(value)
         self._before = {}
         optimizer.second_moments.load(optimizer.param_groups, is_logging=optimizer.context.is_logging)
         optimizer.bind_again()
-
-
-# ---- saving -----------------------------------------------------------------------------------------------------
-
-
-def _read_values(read: Callable[[Tensor, Tensor], Tensor], tensors: list[Tensor], saved: Saved) -> Saved:
-    """Return a state dict in which no state is empty: one file has all of a rank, which every tool reads."""
-    state = {
-        index: {name: read(tensors[index], value) for name, value in entry.items()}
-        for index, entry in saved["state"].items()
-    }
-    return {**saved, "state": state}
-
-
-def _decode_momentum(optimizer: Any, tensors: list[Tensor], saved: Saved) -> Saved:
-    """Return a state dict with a momentum in int8 as fp32, in the optimizer's ``host_zeros``.
-
-    A load makes the same codes from it, so that every reader of a checkpoint finds the momentum of the whole tensor.
-    """
-    state = dict(saved["state"])
-    for index, entry in state.items():
-        if CODES in entry:
-            values = optimizer.blocks_of(tensors[index]).read_into(optimizer.host_zeros(entry[CODES].numel()), entry)
-            kept = {key: value for key, value in entry.items() if key not in (CODES, ABSMAX)}
-            state[index] = kept | {MOMENTUM: values.view(entry[CODES].shape)}
-    groups = saved["param_groups"]
-    if optimizer.config.momentum_dtype == "int8":
-        groups = [group | {KEPT_AS: "int8"} if group["use_muon"] else group for group in groups]
-    return {**saved, "state": state, "param_groups": groups}
-
-
-def _rename_to_adams(optimizer: Any, saved: Saved) -> Saved:
-    """Return a state dict whose groups have the routing, and whose momentum has the name of Adam's first moment."""
-    found = muon_facts(optimizer)
-    facts = {"matrices": list(found), "blocks": {name: cut for name, cut in found.items() if cut}}
-    # In all groups: the converter keeps those of one pipeline stage, which may have no Muon group.
-    groups = [group | facts for group in saved["param_groups"]]
-    state = dict(saved["state"])
-    for index in _with_muon(groups) & state.keys():
-        if MOMENTUM in state[index]:
-            entry = dict(state[index])
-            momentum = entry.pop(MOMENTUM)
-            zeros = momentum.new_zeros(()).expand(momentum.shape)
-            state[index] = entry | {"exp_avg": momentum, "exp_avg_sq": zeros}
-    return {**saved, "state": state, "param_groups": groups}
-
-
-def _with_muon(groups: list[dict[str, Any]]) -> set[int]:
-    return {index for group in groups if group.get("use_muon") for index in group["params"]}
-
-
-# ---- loading ----------------------------------------------------------------------------------------------------
-
-
-def _rename_from_adams(optimizer: Any, saved: Saved) -> Saved:
-    """Return a state dict whose groups have the settings that go on, and whose momentum has its own name."""
-    pairs = zip(optimizer.param_groups, saved["param_groups"], strict=True)
-    groups = [settings_of(current, group) | {"params": group["params"]} for current, group in pairs]
-    state = dict(saved["state"])
-    for index in _with_muon(groups) & state.keys():
-        if "exp_avg" in state[index]:
-            entry = dict(state[index])
-            entry.pop("exp_avg_sq", None)
-            state[index] = entry | {MOMENTUM: entry.pop("exp_avg")}
-    return {**saved, "state": state, "param_groups": groups}
-
-
-def _hide_momentum(saved: Saved) -> Saved:
-    """Return a state dict in which each momentum is :class:`AsSaved`."""
-    groups = [dict(group) for group in saved["param_groups"]]
-    from_int8 = {index for group in groups if group.pop(KEPT_AS, None) == "int8" for index in group["params"]}
-    state: dict[int, Mapping[str, Any]] = dict(saved["state"])
-    for index, entry in state.items():
-        if MOMENTUM in entry:
-            tensor = entry[MOMENTUM]
-            state[index] = {**entry, MOMENTUM: AsSaved(tensor, torch.int8 if index in from_int8 else tensor.dtype)}
-    return {**saved, "state": state, "param_groups": groups}
 
 
 def _cast_momentum(optimizer: Any) -> None:
@@ -190,19 +158,7 @@ def _cast_momentum(optimizer: Any) -> None:
         )
 
 
-@torch.no_grad()
-def _keep_tensors(optimizer: Any, before: dict[Tensor, dict[str, Any]]) -> None:
-    """Copy what was loaded into the tensors that were there before, where it fits.
-
-    It may lie in a mapped file, which a later save overwrites.
-    """
-    for tensor, state in optimizer.state.items():
-        kept = before.get(tensor, {})
-        for key, value in state.items():
-            target = kept.get(key)
-            if torch.is_tensor(target) and torch.is_tensor(value) and _fits(value, target):
-                state[key] = target.copy_(value)
-
-
-def _fits(value: Tensor, target: Tensor) -> bool:
+def _is_alike(value: Tensor, target: Any) -> bool:
+    if not torch.is_tensor(target):
+        return False
     return (value.shape, value.dtype, value.device) == (target.shape, target.dtype, target.device)

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed.muon.bound import Bound
 from deepspeed.muon.exchange.exchange import Exchange
-from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.log import logger
-from deepspeed.muon.plan.plan import Plan
 
 #: The key under which a saved group holds those of all matrices, by name.
 SAVED = "second_moments"
@@ -24,56 +23,53 @@ class SecondMoments:
 
     def __init__(self, is_used: bool) -> None:
         self.is_used = is_used
-        #: Those of the matrices that this rank owns; from a load to the next binding, of all.
-        self.held: dict[str, Tensor] = {}
+        #: Second moments of the matrices that this rank owns; between a load and the next binding, of all matrices.
+        self.by_name: dict[str, Tensor] = {}
         self._outputs: list[tuple[Exchange, dict[str, int]]] = []
 
-    def bind(self, bound: Iterable[tuple[Partition, Plan, Exchange]]) -> None:
+    def bind(self, bounds: Iterable[Bound]) -> None:
         """Keep those of the matrices that this rank owns now; zeros where there are none yet."""
         found: dict[str, Tensor] = {}
         self._outputs.clear()
-        for partition, plan, exchange in bound if self.is_used else ():
-            outputs = {item.name: item.outputs for item in partition.blocks}
-            self._outputs.append((exchange, outputs))
-            for name in (name for bucket in plan.buckets for batch in bucket.batches for name in batch.names):
-                moment = self.held.get(name)
+        for bound in bounds if self.is_used else ():
+            outputs, device = {item.name: item.outputs for item in bound.partition.blocks}, bound.exchange.device
+            self._outputs.append((bound.exchange, outputs))
+            for name in (name for bucket in bound.plan.buckets for batch in bucket.batches for name in batch.names):
+                moment = self.by_name.get(name)
                 if moment is None or moment.numel() != outputs[name]:
-                    moment = torch.zeros(outputs[name], dtype=torch.float32, device=exchange.device)
-                found[name] = moment.to(exchange.device)
-        self.held = found
+                    moment = torch.zeros(outputs[name], dtype=torch.float32, device=device)
+                found[name] = moment.to(device)
+        self.by_name = found
 
     def of(self, names: Sequence[str]) -> list[Tensor]:
-        """Those of matrices that this rank owns; none without NorMuon."""
-        return [self.held[name] for name in names] if self.is_used else []
+        """Return those of matrices that this rank owns; none without NorMuon."""
+        return [self.by_name[name] for name in names] if self.is_used else []
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """While entered, this rank holds those of all matrices. Entered by all ranks together."""
-        own = self.held
-        found = [exchange.collect(own, outputs) for exchange, outputs in self._outputs]
-        self.held = {name: moment for moments in found for name, moment in moments.items()} if found else own
+        """Hold the second moments of all matrices for as long as the context lasts. Entered by all ranks together."""
+        owned = self.by_name
+        found = [exchange.collect(owned, outputs) for exchange, outputs in self._outputs]
+        self.by_name = {name: moment for moments in found for name, moment in moments.items()} if found else owned
         try:
             yield
         finally:
-            self.held = own
+            self.by_name = owned
 
-    def save(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The state dict of an optimizer, whose first Muon group holds the second moments of all matrices.
+    def save(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Put the second moments of all matrices into the first Muon group of a state dict.
 
         Raises:
             RuntimeError: other ranks have some of them.
         """
-        if not (self.held or self._outputs):
-            return state_dict
-        if missing := {name for _, outputs in self._outputs for name in outputs} - self.held.keys():
+        if not (self.by_name or self._outputs):
+            return
+        if missing := {name for _, outputs in self._outputs for name in outputs} - self.by_name.keys():
             raise RuntimeError(
                 f"state_dict of a sharded MuonWithAuxAdam with NorMuon: {len(missing)} of its second moments are on "
                 "other ranks; save with engine.save_checkpoint, or call it on all ranks within optimizer.whole_state()"
             )
-        groups = list(state_dict["param_groups"])
-        first = next(index for index, group in enumerate(groups) if group["use_muon"])
-        groups[first] = groups[first] | {SAVED: dict(self.held)}
-        return {**state_dict, "param_groups": groups}
+        next(group for group in groups if group["use_muon"])[SAVED] = dict(self.by_name)
 
     def load(self, groups: Iterable[dict[str, Any]], is_logging: bool) -> None:
         """Take them out of saved groups. ``is_logging``: warn where only one of the two runs has NorMuon."""
@@ -82,4 +78,4 @@ class SecondMoments:
             logger.warning("deepspeed-muon: the checkpoint's run had normuon, this one goes on without it")
         if is_logging and self.is_used and not found:
             logger.warning("deepspeed-muon: the checkpoint has no second moments of NorMuon; they start at zero")
-        self.held = found if self.is_used else {}
+        self.by_name = found if self.is_used else {}

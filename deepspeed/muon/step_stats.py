@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts about one step for the monitor: sizes of updates, measures of one matrix, and the seconds of each phase."""
+"""Facts about one step for the monitor: sizes of updates, measures of one matrix, and the seconds of each phase.
+
+The measures of the singular values of X need one product with the smaller Gram matrix, G = X X^T or X^T X of k x k,
+k = min(rows, cols), and no decomposition. They keep G and a chunk of X in fp32.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deepspeed.muon.math.measures import orthogonality_error, participation_ratio, sums_of_update
+from deepspeed.muon.kernels.reference import CHUNK, chunks
 
 #: Measures of each parameter, and of the sampled matrix. The name of a value is ``measure/label``.
 CHANGE, CAUTIOUS = "update_to_weight", "cautious_decay"
@@ -27,16 +31,14 @@ PER_LAYER = (CHANGE, CAUTIOUS, ERROR, RANK, LOGIT)
 SIZES = {half: f"update_rms_{half}" for half in ("muon", "adamw")}
 #: How many matrices had no gradient in the step; each rank adds its share of the count.
 ABSENT = "matrices_without_gradient"
-#: The phase that measuring counts as. It is in no other.
+#: Pseudo-phase for the cost of measuring itself; excluded from all other phases.
 RECORD = "record"
-
-
 _EXPERT = re.compile(r"(experts)\.\d+\.")
 
 
 @cache
 def label(parameter: str) -> str:
-    """The name under which a parameter is recorded: experts that are parameters of their own have one together."""
+    """Return the name under which a parameter is recorded; experts that are separate parameters share one."""
     return _EXPERT.sub(r"\1.all.", parameter)
 
 
@@ -73,20 +75,19 @@ class StepStats:
             self.seconds[name] += self._now(name) - started
 
     def _now(self, name: str) -> float:
-        """The time of a clock that stands still during a phase inside of this one."""
         self._synchronize()
         return time.perf_counter() - (0.0 if name == RECORD else self.seconds[RECORD])
 
     # ---- called by the optimizer ----------------------------------------------------------------------
 
     def before_newton_schulz(self, names: Sequence[str], matrices: Tensor) -> None:
-        """At the owner, of one batch ``[batch, rows, cols]``: the effective rank of the sampled matrix."""
+        """Measure the effective rank of the sampled matrix, at its owner, in a batch ``[batch, rows, cols]``."""
         if self._sample.matrix in names:
             with self.phase(RECORD):
                 self._rank_before = participation_ratio(matrices[names.index(self._sample.matrix)])
 
     def after_newton_schulz(self, names: Sequence[str], matrices: Tensor) -> None:
-        """Of the same batch: the orthogonality of the result. A matrix without a gradient has neither value."""
+        """Measure the orthogonality of the result in the same batch; a matrix without a gradient has no values."""
         if self._sample.matrix in names and not math.isnan(self._rank_before):
             with self.phase(RECORD):
                 error = orthogonality_error(matrices[names.index(self._sample.matrix)])
@@ -96,7 +97,7 @@ class StepStats:
     def before_apply(
         self, runs: Iterable[tuple[str, Tensor, Tensor, float]], group: dict[str, Any], cautious: bool
     ) -> None:
-        """On the shard: the size of updates and weights, and where cautious decay will act.
+        """Measure on the shard the size of updates and weights, and where cautious decay will act.
 
         ``runs``: (parameter, weights before the update, orthogonalized update, its scale), both 1-D. Weights are valid
         until the next run.
@@ -117,7 +118,7 @@ class StepStats:
                     self.add(f"{CAUTIOUS}/{label(name)}", decays, count)
 
     def after_adamw(self, squares: Iterable[tuple[Tensor, int]]) -> None:
-        """The sum of squares of an update, 0-D, and of how many elements, for each tensor."""
+        """Add the sum of squares of the update, 0-D, and the number of elements of each tensor."""
         with self.phase(RECORD):
             for total, count in squares:
                 self.add(SIZES["adamw"], float(total), count)
@@ -131,13 +132,66 @@ class StepStats:
         sums[1] += denominator
 
     def sums(self, names: Sequence[str]) -> Tensor:
-        """Both sums of these values, fp64, [names, 2], on the CPU; add them over the ranks."""
+        """Return both sums of these values, fp64, [names, 2], on the CPU; add them over the ranks."""
         return torch.tensor([self._sums[name] for name in names], dtype=torch.float64, device="cpu").view(-1, 2)
 
 
 def values_of(names: Sequence[str], sums: Tensor) -> dict[str, float]:
-    """The values, from sums over the ranks. Those of which nothing was added, and sizes beside zero, are left out."""
+    """Return the values by sums over the ranks, without those to which nothing was added and sizes beside zero."""
     pairs = zip(names, sums.tolist(), strict=True)
     found = {name: numerator / denominator for name, (numerator, denominator) in pairs if denominator}
     are_squares = (*SIZES.values(), CHANGE)
     return {n: math.sqrt(value) if n.partition("/")[0] in are_squares else value for n, value in found.items()}
+
+
+# ---- measures ---------------------------------------------------------------------------------------------------
+
+
+def orthogonality_error(x: Tensor) -> float:
+    """Return how far the singular values s of ``x``, ``[rows, cols]``, are from 1: ``|G - I|_F / sqrt(k)``.
+
+    That is the root mean square of ``s^2 - 1``: 0 for an orthogonal matrix, 1 for zero.
+    """
+    gram = _gram(x, 1.0)
+    gram.diagonal().sub_(1.0)
+    return float(torch.linalg.vector_norm(gram)) / math.sqrt(gram.size(0))
+
+
+def participation_ratio(x: Tensor) -> float:
+    """Return how many singular values s of ``x``, ``[rows, cols]``, carry it: ``(sum s^2)^2 / sum s^4``, from 1 to k.
+
+    The participation ratio of the eigenvalues of G (arXiv 2509.26560, section 1); k where all are equal, whatever the
+    scale of ``x``. NaN for a zero matrix.
+    """
+    low, high = torch.aminmax(x)
+    gram = _gram(x, float(torch.maximum(high, -low)))
+    return (float(gram.trace()) / float(torch.linalg.vector_norm(gram))) ** 2 if high > low or high else math.nan
+
+
+def _gram(x: Tensor, scale: float) -> Tensor:
+    """Return G of ``x / scale``, fp32. Squares of tiny or huge entries leave fp32's range."""
+    wide = x if x.size(0) <= x.size(1) else x.mT
+    gram = torch.zeros(wide.size(0), wide.size(0), dtype=torch.float32, device=x.device)
+    for part in wide.split(max(1, CHUNK // wide.size(0)), dim=1):
+        part = part.float() if scale == 1.0 else part.float() / scale
+        gram.addmm_(part, part.mT)
+    return gram
+
+
+def sums_of_update(weight: Tensor, update: Tensor, cautious: bool) -> Iterator[Tensor]:
+    """Yield of each chunk how many elements it has, the norms of ``weight`` and ``update``, how many decay cautiously.
+
+    Each is fp32, ``[4]``, of so few elements that fp32 is exact enough.
+
+    Args:
+        weight: 1-D, before the update.
+        update: of its shape, any floating dtype: orthogonalized, not yet scaled.
+        cautious: whether to count the elements that decay.
+    """
+    for part in chunks(weight):
+        w, u = weight[part], update[part]
+        count = torch.tensor(w.numel(), dtype=torch.float32, device=w.device)
+        norms = [torch.linalg.vector_norm(x, dtype=torch.float32) for x in (w, u)]
+        # As the update itself compares: a product could underflow to zero.
+        opposed = torch.sign(w).mul_(u).lt_(0).sum() if cautious else count
+        yield torch.stack([count, *norms, count - opposed])

@@ -72,7 +72,7 @@ def trained(params: dict[str, Any], setting: Callable[[], Any] | None) -> list[T
             with setting():
                 optimizer.step()
     state = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
-    return [*(p.detach() for p in net.parameters()), *state, *optimizer.second_moments.held.values()]
+    return [*(p.detach() for p in net.parameters()), *state, *optimizer.second_moments.by_name.values()]
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -35,7 +35,7 @@ def contents(engine: Any) -> dict[str, Tensor]:
     for param, spec in engine.basic_optimizer.specs.items():
         if spec.use_muon:
             found[f"{spec.name} momentum"] = safe_get_full_optimizer_state(param, "momentum_buffer").clone()
-    moments = engine.basic_optimizer.second_moments.held
+    moments = engine.basic_optimizer.second_moments.by_name
     found |= {f"{name} second moment": moment.clone() for name, moment in moments.items()}
     return {global_name(name, dist.get_rank()): value for name, value in found.items()}
 

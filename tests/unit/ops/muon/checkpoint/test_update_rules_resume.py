@@ -65,7 +65,7 @@ def owned(case: dict[str, Any], folder: str, load: bool) -> dict[str, Tensor]:
     else:
         train_engine(engine, 2)
         engine.save_checkpoint(folder)
-    moments = {name: moment.clone() for name, moment in engine.basic_optimizer.second_moments.held.items()}
+    moments = {name: moment.clone() for name, moment in engine.basic_optimizer.second_moments.by_name.items()}
     engine.destroy()
     return moments
 

@@ -33,7 +33,7 @@ def bound(model: str, **config: Any) -> dict[str, Any]:
         "owners": [list(plan.owners) for plan in optimizer.plans],
         "rounds": [plan.rounds for plan in optimizer.plans],
         "sent": [plan.sent_elements * itemsize for plan in optimizer.plans],
-        "state": sum(tensor.nbytes for tensor in (*states, *optimizer.second_moments.held.values())),
+        "state": sum(tensor.nbytes for tensor in (*states, *optimizer.second_moments.by_name.values())),
         "wrapper": type(engine.optimizer).__name__,
     }
     engine.destroy()

@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 
+from deepspeed.muon import step_stats
 from deepspeed.muon.kernels import reference
-from deepspeed.muon.math import measures
-from deepspeed.muon.math.measures import orthogonality_error, participation_ratio, sums_of_update
+from deepspeed.muon.step_stats import orthogonality_error, participation_ratio, sums_of_update
 
 SHAPES = [(24, 40), (40, 24), (32, 32), (1, 9), (130, 7)]
 
@@ -16,7 +16,7 @@ SHAPES = [(24, 40), (40, 24), (32, 32), (1, 9), (130, 7)]
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the matrices have several."""
-    monkeypatch.setattr(measures, "CHUNK", 100)
+    monkeypatch.setattr(step_stats, "CHUNK", 100)
     monkeypatch.setattr(reference, "CPU_CHUNK", 100)
 
 
