@@ -69,7 +69,7 @@ class Flat(Adapter):
 
     @contextmanager
     def _moving(self) -> Iterator[None]:
-        self.optimizer.release_workspace()
+        self.optimizer.workspace.clear()
         yield
         self.link()  # also while states are away: DeepSpeed's setters would ignore a value without a link
 
