@@ -117,14 +117,14 @@ def of_launch() -> dict[str, Any] | None:
     found = survey(own)
     if found is None:
         return None
-    ranks, trial, facts = found.stated, found.rows, environment()
+    ranks, trial, fault, facts = found["ranks"], found["trial"], found["fault"], environment()
     odd = [name for name in ranks[0] if name != "host" and len({one[name] for one in ranks}) > 1]
     differing = {name: [one[name] for one in ranks] for name in odd}
     problems = [*facts["problems"], *(f"ranks differ in {name}" for name in odd if name != "device")]
     problems += [f"{case['name']}: {case['problem']}" for case in trial if case["problem"]]
-    problems += [f"NCCL can hang on the order of collectives: {found.fault}"] if found.fault else []
+    problems += [f"NCCL can hang on the order of collectives: {fault}"] if fault else []
     hosts = len({one["host"] for one in ranks})
-    collectives = {"checked": found.calls, "fault": found.fault}
+    collectives = {"checked": found["calls"], "fault": fault}
     launch = {
         "ranks": len(ranks),
         "hosts": hosts,

@@ -16,24 +16,15 @@ from deepspeed.muon.errors import SettingsError
 from deepspeed.muon.zero.known_keys import known_keys
 
 #: Keys of accelerate's configuration that no ds_config has; one of them is enough.
-OF_ACCELERATE = {"compute_environment", "deepspeed_config", "distributed_type", "fsdp_config", "mixed_precision"}
+ACCELERATE_KEYS = {"compute_environment", "deepspeed_config", "distributed_type", "fsdp_config", "mixed_precision"}
 #: Keys under which training tools name the file of their ds_config.
 NAMES_A_FILE = ("deepspeed", "deepspeed_config", "deepspeed_config_file", "ds_config")
 #: Keys of training arguments that no ds_config has.
-OF_ARGUMENTS = {"learning_rate", "model_name_or_path", "output_dir", "per_device_train_batch_size"}
+TRAINING_ARGUMENTS = {"learning_rate", "model_name_or_path", "output_dir", "per_device_train_batch_size"}
 #: Levels of a file at which a ds_config is looked for.
-LEVELS = 4
+MAX_DEPTH = 4
 #: Whether text starts with a brace, after comments.
 _BRACED = re.compile(r"\ufeff?(?:\s|(?:#|//)[^\n]*\n|/\*.*?\*/)*\{", re.DOTALL)
-
-
-def load_config(path: str) -> dict[str, Any]:
-    """Return the ds_config in a file, as it is written there.
-
-    Raises:
-        SettingsError: the file cannot be read, or holds no ds_config.
-    """
-    return find_ds_config(path, parse_file(path))
 
 
 def parse_file(path: str) -> dict[str, Any]:
@@ -81,7 +72,7 @@ def find_ds_config(path: str, section: dict[str, Any]) -> dict[str, Any]:
     named = next((key for key in NAMES_A_FILE if isinstance(section.get(key), str)), None)
     if named and not _is_ds_config(section):
         raise SettingsError(f"--config {path}: not a ds_config; it names one as {named}, give {section[named]}")
-    if foreign := sorted(OF_ARGUMENTS & section.keys()):
+    if foreign := sorted(TRAINING_ARGUMENTS & section.keys()):
         raise SettingsError(
             f"--config {path}: training arguments ({', '.join(foreign)}), not a ds_config; give the file that its "
             "script takes as --deepspeed"
@@ -105,7 +96,7 @@ def find_ds_config(path: str, section: dict[str, Any]) -> dict[str, Any]:
 
 def is_accelerates(section: Mapping[str, Any]) -> bool:
     """Return whether a file is accelerate's configuration, which ``accelerate config`` writes."""
-    return bool(OF_ACCELERATE & section.keys()) and not _is_ds_config(section)
+    return bool(ACCELERATE_KEYS & section.keys()) and not _is_ds_config(section)
 
 
 def is_optimizer(name: str) -> bool:
@@ -128,7 +119,7 @@ def _parts(section: Mapping[str, Any], above: str = "", level: int = 1) -> Itera
     for key, value in section.items():
         if isinstance(value, dict) and _is_ds_config(value):
             yield f"{above}{key}", value
-        elif isinstance(value, dict) and level < LEVELS:
+        elif isinstance(value, dict) and level < MAX_DEPTH:
             yield from _parts(value, f"{above}{key}.", level + 1)
 
 

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts deepspeed-muon into DeepSpeed, and takes it out again.
+"""Monkey-patches that are applied to DeepSpeed at import, and taken out again.
 
-The engine builds its optimizer, wraps it, builds its scheduler, takes a step, saves and loads; ZeRO lists the optimizer
-types that it accepts; a config is read; ``deepspeed.initialize`` tags parameters for stock's own Muon. These are
-replaced at activation. What is replaced later, for an engine with this Muon, its adapter declares; all of it is checked
-at activation.
+What is replaced later, for an engine with this Muon, its adapter declares; all of it is checked at activation.
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ TYPES = ("muon", "muonwithauxadam")
 
 
 def is_muon(optimizer_name: str | None) -> bool:
-    """Whether ``optimizer.type`` means deepspeed-muon, in any case."""
+    """Return whether ``optimizer.type`` means deepspeed-muon, in any case."""
     return (optimizer_name or "").lower() in TYPES
 
 
@@ -115,10 +112,9 @@ def _is_trained(model: nn.Module) -> bool:
 
 
 def _idle(params: Iterable[Any]) -> torch.optim.Optimizer:
-    """Return an AdamW that has nothing to do, because an engine wants an optimizer.
+    """Return an optimizer for a fully frozen model, such as DPO's reference model, to which tools pass the same config.
 
-    For a model of which nothing is trained, as the reference of DPO to which a tool hands the whole config. ZeRO, from
-    which tools switch away for such a model, fails whatever the optimizer, and ours says why.
+    ZeRO, which tools switch off for such a model, fails with any optimizer, and ours says why.
     """
     logger.info("deepspeed-muon: no parameter of this model is trained; its AdamW has nothing to do")
     return torch.optim.AdamW(params)
@@ -146,21 +142,13 @@ def _import_stocks_muon() -> None:
 
     Its functions are compiled at their first call.
     """
-    with replaced(torch, compile=_compile_at_first_call), suppress(ImportError):
+
+    def compile_at_first_call(compile: Callable, function: Callable) -> Callable:
+        compiled = functools.cache(lambda: compile(function))
+        return functools.wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs))
+
+    with replaced(torch, compile=compile_at_first_call), suppress(ImportError):
         importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
-
-
-def _compile_at_first_call(compile: Callable, function: Callable | None = None, **options: Any) -> Callable:
-    """``torch.compile``, also as a decorator, put off until the function is called."""
-    if function is None:
-        return functools.partial(_compile_at_first_call, compile, **options)
-    compiled = functools.cache(lambda: compile(function, **options))
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return compiled()(*args, **kwargs)
-
-    return call
 
 
 def _called(engine: Any, build: Callable, model_parameters: Any) -> Any:
@@ -172,7 +160,7 @@ def _called(engine: Any, build: Callable, model_parameters: Any) -> Any:
 
 
 def _check_client(engine: Any, optimizer: Any) -> None:
-    """Check an optimizer that the script has built, of which nothing was checked with the config."""
+    """Check an optimizer that the script has built, whose settings are not in the config."""
     if not isinstance(optimizer, MuonWithAuxAdam):
         _refuse_another(engine, type(optimizer))
         return
@@ -202,7 +190,7 @@ def _refuse_another(engine: Any, kind: type) -> None:
 
 
 def _check(engine: Any, optimizer: MuonWithAuxAdam) -> None:
-    """Refuse or change what has to be before ZeRO allocates."""
+    """Refuse or change what must be refused or changed before ZeRO allocates."""
     _ignore_elastic_checkpoints(engine)
     check_schedule(engine, optimizer)
     check_nvme(engine, optimizer)
@@ -210,7 +198,7 @@ def _check(engine: Any, optimizer: MuonWithAuxAdam) -> None:
 
 
 def _ignore_elastic_checkpoints(engine: Any) -> None:
-    """Switch them off: they hold one kind of state, and DeepSpeed cannot load AdamW's either."""
+    """Switch elastic checkpoints off: they hold one kind of state, and DeepSpeed cannot load AdamW's either."""
     settings = engine._config.zero_config
     if settings.elastic_checkpoint and engine.zero_optimization_stage() in (1, 2):
         settings.elastic_checkpoint = False
@@ -229,7 +217,7 @@ def _compile(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _get_optimizer_param(original: Callable, self: Any, name: str) -> list[Any]:
-    """Return one value per group of the user's: what ``get_lr`` and ``get_mom`` ask ``_get_optimizer_param`` for."""
+    """Return one value per group of the user's, for ``get_lr`` and ``get_mom``."""
     return [group.get(name, 0.0) for group in self.basic_optimizer.given.param_groups]
 
 
@@ -258,7 +246,7 @@ def _step(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _with_muon(function: Callable) -> Callable:
-    """Return what calls ``function(original, engine, ...)`` for engines with this Muon, else the original."""
+    """Let ``function(original, engine, ...)`` apply to engines with this Muon; for others call the original."""
 
     @functools.wraps(function)
     def call(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Any:
@@ -325,13 +313,13 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Give stock DeepSpeed back as it was. Engines that exist keep their optimizer."""
+    """Restore stock DeepSpeed. Engines that exist keep their optimizer."""
     while _undo:
         _undo.pop()()
 
 
 def activate() -> None:
-    """:func:`install`, but where a seam is missing only a run that asks for Muon fails."""
+    """:func:`install`; where a seam is missing, let only a run that asks for Muon fail."""
     try:
         install()
     except SeamError as error:
@@ -347,8 +335,8 @@ def activate() -> None:
 
 
 def seam_states() -> dict[str, str]:
-    """Of each seam: ``missing`` or ``present``. After :func:`install`: ``in use``, or ``ready`` where an engine with
-    Muon, a save or a load is going to replace it.
+    """Return for each seam ``missing`` or ``present``. After :func:`install`: ``in use``, or ``ready`` where an engine
+    with Muon, a save or a load is going to replace it.
     """
     states = {str(seam): "present" if seam.exists() else "missing" for seam in SEAMS}
     if _undo and "missing" not in states.values():
@@ -358,7 +346,7 @@ def seam_states() -> dict[str, str]:
 
 
 def is_tested(version: str) -> bool:
-    """Whether this version of DeepSpeed lies in the tested range."""
+    """Return whether this version of DeepSpeed lies in the tested range."""
     oldest, newest = map(Version, TESTED_DEEPSPEED)
     return oldest <= Version(Version(version).base_version) <= newest
 

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The keys of a ds_config that the installed DeepSpeed reads, and the sections that they belong in.
 
-DeepSpeed ignores a top-level key that it does not know in silence.
+DeepSpeed silently ignores a top-level key that it does not know.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections import UserDict
+from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
 from pydantic import BaseModel
@@ -18,20 +19,35 @@ from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.log import logger
 
 #: Keys that ``deepspeed.initialize`` reads itself.
-OF_INITIALIZE = {"data_parallel_size", "sequence_parallel_size"}
+INITIALIZE_KEYS = {"data_parallel_size", "sequence_parallel_size"}
+#: DeepSpeed's classes, and the sections of a ds_config that they read.
+SECTION_OF = {
+    "DeepSpeedZeroConfig": "zero_optimization",
+    "DeepSpeedFP16Config": "fp16",
+    "DeepSpeedBF16Config": "bf16",
+    "DeepSpeedMonitorConfig": "",
+    "HybridEngineConfig": "hybrid_engine",
+    "CompileConfig": "compile",
+    "DeepSpeedThroughputTimerConfig": "timers.throughput",
+    "TPTrainingConfig": "tensor_parallel",
+    "CommsLoggerConfig": "comms_logger",
+}
+#: Sections that DeepSpeed expects to be objects.
+OBJECTS = (
+    "activation_checkpointing aio autotuning bf16 bfloat16 checkpoint comet comms_logger compile csv_monitor "
+    "data_efficiency data_types datastates_ckpt expert_parallel flops_profiler fp16 hybrid_engine nebula pipeline "
+    "scheduler tensor_parallel tensorboard timers torch_autocast wandb weight_quantization zero_optimization"
+)
+#: The most sections that a message names for a misplaced key.
+MAX_PLACES = 3
 
 
-class _Noting(dict):
-    """A section that notes which keys are asked for."""
+class _RecordingDict(UserDict, dict):  # type: ignore[misc]
+    """A section that records which keys are looked up; a ``dict`` as well, because DeepSpeed asks for the type."""
 
     def __init__(self, section: dict[str, Any]) -> None:
-        super().__init__(section)
         self.asked: set[str] = set()
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        """As of a dict."""
-        self.asked.add(key)
-        return super().get(key, default)
+        super().__init__(section)
 
     def __getitem__(self, key: Any) -> Any:
         self.asked.add(key)
@@ -41,19 +57,19 @@ class _Noting(dict):
         self.asked.add(key)
         return super().__contains__(key)
 
-    def keys(self) -> Any:
-        """Itself, because DeepSpeed asks ``key in section.keys()``."""
-        return self
-
 
 @functools.cache
-def known_keys() -> frozenset[str]:
-    """What DeepSpeed looks up while it reads a config."""
+def _empty_config() -> tuple[Any, frozenset[str]]:
+    """Return DeepSpeed's config of almost nothing, and the keys that it has looked up."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    section = _Noting({"train_micro_batch_size_per_gpu": 1})
-    DeepSpeedConfig(section)
-    return frozenset(section.asked | OF_INITIALIZE)
+    section = _RecordingDict({"train_micro_batch_size_per_gpu": 1})
+    return DeepSpeedConfig(section), frozenset(section.asked | INITIALIZE_KEYS)
+
+
+def known_keys() -> frozenset[str]:
+    """Return the top-level keys that DeepSpeed looks up while it reads a config."""
+    return _empty_config()[1]
 
 
 def warn_of_unknown(keys: Iterable[str]) -> None:
@@ -67,98 +83,63 @@ def warn_of_unknown(keys: Iterable[str]) -> None:
         logger.warning("deepspeed-muon: DeepSpeed reads no key %s of a ds_config; %s", key, advice)
 
 
-#: DeepSpeed's classes, and the sections of a ds_config that they read.
-SECTION_OF = {
-    "DeepSpeedZeroConfig": "zero_optimization",
-    "DeepSpeedFP16Config": "fp16",
-    "DeepSpeedBF16Config": "bf16",
-    "DeepSpeedMonitorConfig": "",
-    "HybridEngineConfig": "hybrid_engine",
-    "CompileConfig": "compile",
-    "DeepSpeedThroughputTimerConfig": "timers.throughput",
-    "TPTrainingConfig": "tensor_parallel",
-    "CommsLoggerConfig": "comms_logger",
-}
-
-
 @functools.cache
-def _models() -> dict[str, type[BaseModel]]:
-    """Return DeepSpeed's classes of :data:`SECTION_OF`, by name."""
+def _sections() -> dict[str, dict[str, Any]]:
+    """Return the keys that each section of a ds_config can have, with DeepSpeed's classes; sections by dotted path."""
     from deepspeed.comm.config import CommsLoggerConfig
-    from deepspeed.runtime.config import DeepSpeedConfig
 
-    found = [type(value) for value in vars(DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1})).values()]
-    return {kind.__name__: kind for kind in (*found, CommsLoggerConfig) if kind.__name__ in SECTION_OF}
+    found: dict[str, dict[str, Any]] = {}
+
+    def add(path: str, model: type[BaseModel]) -> None:
+        found[path] = {field.alias or name: field.annotation for name, field in model.model_fields.items()}
+        for key, annotation in found[path].items():
+            if inner := _model_in(annotation):
+                add(f"{path}.{key}".lstrip("."), inner)
+
+    for model in (*map(type, vars(_empty_config()[0]).values()), CommsLoggerConfig):
+        if model.__name__ in SECTION_OF:
+            add(SECTION_OF[model.__name__], model)
+    return found
 
 
-def keys_of(model: type[BaseModel]) -> dict[str, type[BaseModel] | None]:
-    """Return the keys of a section as they are written, each with the class of its own section, if it is one."""
-    return {field.alias or name: _section_in(field.annotation) for name, field in model.model_fields.items()}
-
-
-def _section_in(annotation: Any) -> type[BaseModel] | None:
+def _model_in(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next(filter(None, map(_section_in, get_args(annotation))), None)
+    return next(filter(None, map(_model_in, get_args(annotation))), None)
 
 
-def _places(model: type[BaseModel], path: str) -> Iterator[tuple[str, str]]:
-    """Yield (key, section) of all keys below a section."""
-    for key, inner in keys_of(model).items():
-        if path:
-            yield key, path
-        if inner is not None:
-            yield from _places(inner, f"{path}.{key}" if path else key)
-
-
-#: The most sections that a message names for a misplaced key.
-MOST_PLACES = 3
+def keys_of(path: str) -> Iterable[str]:
+    """Return the keys that the section at a dotted path can have; none if DeepSpeed has no class for it."""
+    return _sections().get(path, ())
 
 
 @functools.cache
-def _all_places() -> dict[str, list[str]]:
+def _places_by_key() -> dict[str, list[str]]:
     """Return the sections that have a key."""
     from deepspeed.runtime import lr_schedules
 
-    found: dict[str, list[str]] = {key: ["at the top level of the ds_config"] for key in known_keys()}
-    pairs = [(key, "optimizer.params") for key in MuonConfig.model_fields]
-    for name in lr_schedules.VALID_LR_SCHEDULES:
-        pairs += [(key, "scheduler.params") for key in inspect.signature(getattr(lr_schedules, name)).parameters]
-    for title, model in _models().items():
-        pairs += _places(model, SECTION_OF[title])
-    for key, place in dict.fromkeys(pairs):
-        found.setdefault(key, []).append(f"in {place}")
+    schedules = [inspect.signature(getattr(lr_schedules, name)) for name in lr_schedules.VALID_LR_SCHEDULES]
+    keys_by_section = {
+        "optimizer.params": MuonConfig.model_fields,
+        "scheduler.params": {key for schedule in schedules for key in schedule.parameters},
+        **{path: keys for path, keys in _sections().items() if path},
+    }
+    found = {key: ["at the top level of the ds_config"] for key in known_keys()}
+    for section, keys in keys_by_section.items():
+        for key in keys:
+            found.setdefault(key, []).append(f"in {section}")
     return found
 
 
 def place_of(key: str) -> str | None:
     """Return where a key belongs; ``None`` where no section has it, or so many that naming them helps nobody."""
-    places = _all_places().get(key, [])
-    return " or ".join(places) if len(places) <= MOST_PLACES else None
-
-
-def section_at(title: str, path: Iterable[Any]) -> type[BaseModel] | None:
-    """Return DeepSpeed's class of the section below the one of class ``title``, if it is known."""
-    model = _models().get(title)
-    for key in path:
-        model = keys_of(model).get(key) if model is not None else None
-    return model
-
-
-#: Sections that DeepSpeed expects to be objects.
-_OBJECTS = (
-    "activation_checkpointing aio autotuning bf16 bfloat16 checkpoint comet comms_logger compile csv_monitor "
-    "data_efficiency data_types datastates_ckpt expert_parallel flops_profiler fp16 hybrid_engine nebula pipeline "
-    "scheduler tensor_parallel tensorboard timers torch_autocast wandb weight_quantization zero_optimization"
-)
+    places = _places_by_key().get(key, [])
+    return " or ".join(places) if len(places) <= MAX_PLACES else None
 
 
 def not_objects(section: Mapping[str, Any]) -> list[str]:
     """Return a message for each section of a ds_config that is no object, which DeepSpeed reports as a TypeError."""
-    found = []
-    for key in _OBJECTS.split():
-        if key in section and not isinstance(section[key], Mapping):
-            example = {"zero_optimization": '{"stage": 2}', "scheduler": '{"type": ..., "params": ...}'}
-            text = f"{key}: got {section[key]!r}; expected an object, such as "
-            found.append(text + example.get(key, '{"enabled": true}'))
-    return found
+    examples = {"zero_optimization": '{"stage": 2}', "scheduler": '{"type": ..., "params": ...}'}
+    wrong = [key for key in OBJECTS.split() if key in section and not isinstance(section[key], Mapping)]
+    text = "{}: got {!r}; expected an object, such as {}"
+    return [text.format(key, section[key], examples.get(key, '{"enabled": true}')) for key in wrong]

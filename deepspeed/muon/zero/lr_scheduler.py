@@ -1,29 +1,108 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learning-rate schedulers, from the config or passed as callables, schedule the parameter groups as given.
+"""What the section ``scheduler`` of a ds_config decides, and schedulers that keep the ratio of the groups' rates.
 
-A scalar of a DeepSpeed schedule describes ``lr`` where the config gives it, else ``muon_lr``; every group
-gets it in proportion to its own learning rate. A list has one value per group as given, or one per half.
+A scalar of a DeepSpeed schedule describes ``lr`` where the config gives it, otherwise ``muon_lr``; every group gets it
+in proportion to its own learning rate. A list has one value per group of the user's, or one per half.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
 
 from deepspeed.muon.config.types import DEFAULT_ADAM_LR, DEFAULT_MUON_LR
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.log import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.zero.schedules import defaults_of
 
 #: Parameters of DeepSpeed's schedules that are learning rates; the others are relative or counts.
-ABSOLUTE = {
+ABSOLUTE_RATES = {
     "LRRangeTest": ("lr_range_test_min_lr",),
     "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
     "WarmupLR": ("warmup_min_lr", "warmup_max_lr"),
     "WarmupDecayLR": ("warmup_min_lr", "warmup_max_lr"),
 }
+#: By schedule, the key that is the learning rate, whatever the optimizer's. Other schedules scale the optimizer's.
+RATE_KEYS = {
+    "CyclicLR": "max_lr",
+    "OneCycleLR": "max_lr",
+    **{name: keys[-1] for name, keys in ABSOLUTE_RATES.items()},
+}
+#: By schedule that cycles the momentum by default, the keys of its lowest and its highest value.
+MOMENTUM_KEYS = {
+    "CyclicLR": ("base_momentum", "max_momentum"),
+    "OneCycle": ("cycle_min_mom", "cycle_max_mom"),
+    "OneCycleLR": ("base_momentum", "max_momentum"),
+}
+
+
+# ---- read without building a schedule ---------------------------------------------------------------------------
+
+
+class Schedule(NamedTuple):
+    """``rate_key`` of the schedule's params is the learning rate, ``rate``; empty and ``None`` where none is.
+
+    ``momenta``: the lowest and the highest momentum of a cycle, ``None`` without one. ``is_asked``: whether the
+    config asks for that cycle explicitly.
+    """
+
+    rate_key: str = ""
+    rate: Any = None
+    momenta: tuple[Any, Any] | None = None
+    is_asked: bool = False
+
+
+def read_schedule(section: Any) -> Schedule:
+    """Return what a section ``scheduler``, or ``None``, decides."""
+    name = str(section.get("type") or "") if isinstance(section, Mapping) else ""
+    params = section.get("params") if name else None
+    values = _defaults(name) | dict(params if isinstance(params, Mapping) else {})
+    key, cycle = RATE_KEYS.get(name, ""), MOMENTUM_KEYS.get(name)
+    momenta = (values[cycle[0]], values[cycle[1]]) if cycle and values.get("cycle_momentum") is not False else None
+    rate = values.get(key)  # None: the optimizer's rate
+    return Schedule("" if rate is None else key, rate, momenta, "cycle_momentum" in (params or ()))
+
+
+def about_momentum(schedule: Schedule) -> str:
+    """Say which momentum the schedule cycles, and how to stop it; empty where it cycles none."""
+    if schedule.momenta is None:
+        return ""
+    low, high = schedule.momenta
+    return (
+        f"scheduler.params.cycle_momentum cycles the first of AdamW's betas between {low} and {high}; Muon's momentum "
+        "stays as it is; write false to leave both"
+    )
+
+
+def about_rate(schedule: Schedule, key: str, lr: Any) -> str:
+    """Say that the schedule sets another rate than ``optimizer.params`` under ``key``; empty where it does not."""
+    try:
+        if float(schedule.rate) == float(lr):
+            return ""
+    except (TypeError, ValueError):  # a list, "auto", or no rate
+        return ""
+    return (
+        f"scheduler.params.{schedule.rate_key}, {schedule.rate}, is the learning rate, in place of optimizer.params."
+        f"{key}, {lr}; change {schedule.rate_key} to change the rate, and write the same value for both"
+    )
+
+
+def _defaults(name: str) -> dict[str, Any]:
+    """Return the defaults of the arguments of a schedule in :data:`RATE_KEYS`, by name."""
+    from deepspeed.runtime import lr_schedules
+
+    if name not in RATE_KEYS:
+        return {}
+    cls = getattr(lr_schedules, name, None) or getattr(torch.optim.lr_scheduler, name)
+    described = inspect.signature(cls).parameters.values()
+    return {each.name: each.default for each in described if each.default is not each.empty}
+
+
+# ---- building a scheduler ---------------------------------------------------------------------------------------
 
 
 def scheduler_from_config(original: Callable, engine: Any, optimizer: Any) -> Any:
@@ -32,13 +111,11 @@ def scheduler_from_config(original: Callable, engine: Any, optimizer: Any) -> An
     Raises MuonConfigError for a list of another length than the groups.
     """
     ours, name, params = engine.basic_optimizer, engine.scheduler_name(), engine.scheduler_params()
-    if name is None:
-        return original(engine, optimizer)
     values, reference = dict(params or {}), ours.defaults["lr"]
     target = _target(ours, name, values)
     ratios = [group["lr"] / reference if reference else 1.0 for group in target.param_groups]
-    for key in ABSOLUTE.get(name, ()):
-        value = values.get(key, defaults_of(name).get(key))  # the default may be the groups' own rate
+    for key in ABSOLUTE_RATES.get(name, ()):
+        value = values.get(key, _defaults(name).get(key))  # the default may be the groups' own rate
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             values[key] = [value * ratio for ratio in ratios]
     engine._config.scheduler_params = values
@@ -49,7 +126,7 @@ def scheduler_from_config(original: Callable, engine: Any, optimizer: Any) -> An
 
 
 def configure_scheduler(original: Callable, engine: Any) -> None:
-    """``DeepSpeedEngine._configure_lr_scheduler``: pass the groups as given to a scheduler that is a callable."""
+    """``DeepSpeedEngine._configure_lr_scheduler``: pass the user's groups to a scheduler that is a callable."""
     ours, client = engine.basic_optimizer, engine.client_lr_scheduler
     if callable(client):
         engine.client_lr_scheduler = lambda _: client(ours.given)
@@ -60,10 +137,10 @@ def configure_scheduler(original: Callable, engine: Any) -> None:
 def check_schedule(engine: Any, optimizer: MuonWithAuxAdam) -> None:
     """Raise MuonConfigError for lists that do not fit the groups, before anything is wrapped."""
     name, params = engine.scheduler_name(), engine.scheduler_params() or {}
-    if engine.client_lr_scheduler is not None or name not in ABSOLUTE:
+    if engine.client_lr_scheduler is not None or name not in ABSOLUTE_RATES:
         return
     _target(optimizer, name, params)
-    numbers = [key for key in ABSOLUTE[name] if isinstance(params.get(key), (int, float)) and params[key]]
+    numbers = [key for key in ABSOLUTE_RATES[name] if isinstance(params.get(key), (int, float)) and params[key]]
     if numbers and not optimizer.sets_a_rate and engine.global_rank == 0:
         logger.warning(
             f"deepspeed-muon: {', '.join(numbers)} of the scheduler describes Muon's rate, because optimizer.params "
@@ -76,7 +153,7 @@ def check_schedule(engine: Any, optimizer: MuonWithAuxAdam) -> None:
 
 def _check_cycle(params: dict[str, Any], is_logging_rank: bool) -> None:
     """Raise MuonConfigError for impossible bounds of a cycle; warn of a decay rate that ends training."""
-    numbers = defaults_of("OneCycle") | params
+    numbers = _defaults("OneCycle") | params
     for key in ("cycle_min_mom", "cycle_max_mom"):
         values = numbers[key] if isinstance(numbers[key], (list, tuple)) else [numbers[key]]
         if not all(isinstance(value, (int, float)) and 0 <= value < 1 for value in values):
@@ -93,17 +170,17 @@ def _check_cycle(params: dict[str, Any], is_logging_rank: bool) -> None:
 
 
 def _target(optimizer: MuonWithAuxAdam, name: str, params: dict[str, Any]) -> Any:
-    """The optimizer or its groups as given, whichever has as many groups as the lists have values."""
-    lists = {key: params[key] for key in ABSOLUTE.get(name, ()) if isinstance(params.get(key), (list, tuple))}
-    given, halves = len(optimizer.given.param_groups), len(optimizer.param_groups)
+    """Return the optimizer or the user's groups, whichever has as many groups as the lists have values."""
+    lists = {key: params[key] for key in ABSOLUTE_RATES.get(name, ()) if isinstance(params.get(key), (list, tuple))}
+    users, halves = len(optimizer.given.param_groups), len(optimizer.param_groups)
     lengths = {len(value) for value in lists.values()}
-    if lengths <= {given}:
+    if lengths <= {users}:
         return optimizer.given
     if lengths == {halves}:
         return optimizer
     names = ", ".join(group["name"] for group in optimizer.param_groups)
     problems = [
-        f"scheduler.params.{key}: got {len(value)} values; write one number, {given} (one per parameter group) or "
+        f"scheduler.params.{key}: got {len(value)} values; write one number, {users} (one per parameter group) or "
         f"{halves} ({names}), the same for all keys"
         for key, value in lists.items()
     ]

@@ -26,21 +26,21 @@ from deepspeed.muon.zero.refusals import offload_device
 from deepspeed.muon.zero.wrappers.experts import holders
 
 #: DeepSpeed swaps tensors of at least so many bytes, or of ``aio.block_size`` if that is larger.
-LEAST_BYTES = 2**20
+MIN_SWAPPED_BYTES = 2**20
 #: Bit of CAP_IPC_LOCK, with which a process may lock any amount of memory.
 IPC_LOCK = 14
 
 
 def threshold(config: Any) -> int:
-    """The least size in bytes of a tensor that is swapped."""
-    return max(LEAST_BYTES, int(config.aio_config["block_size"]))
+    """Return the least size in bytes of a tensor that is swapped."""
+    return max(MIN_SWAPPED_BYTES, int(config.aio_config["block_size"]))
 
 
 def check_nvme(engine: Any, optimizer: MuonWithAuxAdam) -> None:
     """Refuse, before ZeRO allocates, what would fail later with an unhelpful message.
 
-    Raises UnsupportedError for buffers that are too few or too small, a folder that does not do, a missing library, and
-    a limit of locked memory that is too low; all of them at once.
+    Raises UnsupportedError for buffers that are too few or too small, an unusable folder, a missing library, and a
+    limit of locked memory that is too low; all of them at once.
     """
     config = engine._config
     asked = [name for name in ("offload_optimizer", "offload_param") if offload_device(config, name) == "nvme"]
@@ -66,7 +66,7 @@ Sizes = list[tuple[dict[str, Any], list[int]]]
 
 
 def _sub_groups(engine: Any, group: dict[str, Any]) -> list[int]:
-    """Sizes of the sub-groups into which stage 3 will cut a group: closed as soon as they reach the limit."""
+    """Return the sizes of the sub-groups that stage 3 will cut a group into; each ends once it reaches the limit."""
     limit, ranks = engine._config.zero_config.sub_group_size, comm.get_world_size(holders(engine, group))
     parts, sizes, open_size = [_part(p, ranks) for p in group["params"] if p.requires_grad], [], 0
     for part in parts:
@@ -78,14 +78,14 @@ def _sub_groups(engine: Any, group: dict[str, Any]) -> list[int]:
 
 
 def _tensors(group: dict[str, Any], config: Any) -> int:
-    """Buffers of one sub-group in its step: weights, gradient and the states that are swapped."""
+    """Return how many buffers a sub-group needs in its step: weights, gradient and the states that are swapped."""
     if not group["use_muon"]:
         return 4
     return 2 if config.zero_config.save_muon_momentum_buffer_in_memory else 3
 
 
 def buffers_needed(config: Any, sizes: Sizes) -> int:
-    """The least ``buffer_count``: with pipelines the neighbouring sub-groups' buffers are in use at the same time."""
+    """Return the least ``buffer_count``. With pipelines the neighbouring sub-groups' buffers are in use as well."""
     section = config.zero_config.offload_optimizer
     needs = [_tensors(group, config) for group, numels in sizes for numel in numels if 4 * numel >= threshold(config)]
     window = 1 + section.pipeline_read + section.pipeline_write
@@ -173,9 +173,9 @@ def _library_problems() -> Iterator[str]:
 
 @contextmanager
 def swapped_in(wrapper: Any, index: int) -> Iterator[Tensor]:
-    """The flat weights of a sub-group, in memory for as long as the context lasts; changes are kept.
+    """Hold the flat weights of a sub-group in memory while the context lasts; changes are kept.
 
-    Nothing is read and written where the sub-group is not swapped.
+    A sub-group that is not swapped is neither read nor written.
     """
     flat, is_swapped = wrapper.fp32_partitioned_groups_flat[index], wrapper._swappable_optimizer_subgroup(index)
     if is_swapped:
@@ -187,11 +187,11 @@ def swapped_in(wrapper: Any, index: int) -> Iterator[Tensor]:
 
 
 def as_mapped(wrapper: Any, flat: Tensor, tensor: Tensor) -> Tensor:
-    """Weights or a state of a sub-group, named by its ``flat`` weights, as saved in a checkpoint: a memory map of the
+    """Return weights or a state, for a checkpoint, of the sub-group that has the ``flat`` weights: a memory map of the
     swap file where it is swapped out.
     """
     info = wrapper.optimizer_swapper.swap_params_info.get(flat.ds_id)  # type: ignore[attr-defined]
-    paths = [held.swap_path for held in info.tensors if held.compute_tensor is tensor] if info else []
+    paths = [entry.swap_path for entry in info.tensors if entry.compute_tensor is tensor] if info else []
     if not paths or tensor.numel():
         return tensor
     mapped = torch.from_file(paths[0], shared=False, size=info.numel(), dtype=torch.float32)
@@ -200,7 +200,7 @@ def as_mapped(wrapper: Any, flat: Tensor, tensor: Tensor) -> Tensor:
 
 
 def saved_files(engine: Any, folder: Path) -> Path:
-    """The folder in which older checkpoints have this rank's swapped files."""
+    """Return the folder in which older checkpoints have this rank's swapped files."""
     from deepspeed.checkpoint.ds_to_universal import dp_index_to_str
 
     rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
@@ -208,7 +208,7 @@ def saved_files(engine: Any, folder: Path) -> Path:
 
 
 def each_sub_group(wrapper: Any) -> Iterator[tuple[int, Tensor]]:
-    """(index, flat weights) of each sub-group, in memory in turn; changes also reach the model's weights."""
+    """Yield (index, flat weights) of each sub-group, in memory in turn; changes also reach the model's weights."""
     wrapper._partition_all_parameters()
     for index in range(len(wrapper.fp32_partitioned_groups_flat)):
         with swapped_in(wrapper, index) as flat:
@@ -217,7 +217,7 @@ def each_sub_group(wrapper: Any) -> Iterator[tuple[int, Tensor]]:
 
 
 def swap_out_and_release(wrapper: Any, original: Callable, parameter: Any, *args: Any, **kwargs: Any) -> None:
-    """The swapper's ``swap_out_optimizer_state``, after which the tensors are empty.
+    """Call the swapper's ``swap_out_optimizer_state``, and empty the tensors.
 
     With pipelines DeepSpeed leaves them on the swapper's buffers, whose next contents a checkpoint would hold.
     """
@@ -226,17 +226,18 @@ def swap_out_and_release(wrapper: Any, original: Callable, parameter: Any, *args
 
 
 def forget_gradients(wrapper: Any) -> None:
-    """Let the next step read those gradients only that are written until then."""
+    """Let the next step read only gradients that are written from now on."""
     for info in wrapper.optimizer_swapper.swap_params_info.values():
         info.swapped_gradients.clear()
         info.unswapped_gradients.clear()
 
 
-def prepare_without_holes(wrapper: Any, original: Callable, sub_group_id: int, *args: Any, **kwargs: Any) -> Any:
-    """``_prepare_sub_group``, which leaves zeros where no parameter has left a gradient.
+def prepare_with_zero_filled_grads(
+    wrapper: Any, original: Callable, sub_group_id: int, *args: Any, **kwargs: Any
+) -> Any:
+    """Call ``_prepare_sub_group``, and fill missing gradients with zeros.
 
-    DeepSpeed reads the gradient into a used buffer: a parameter without one would be updated with what another tensor
-    has left there.
+    DeepSpeed reads the gradient into a used buffer: a parameter without one would be updated with another tensor's.
     """
     result = original(sub_group_id, *args, **kwargs)
     if wrapper._swappable_optimizer_subgroup(sub_group_id):

@@ -16,11 +16,11 @@ from deepspeed.muon.config.schema import MuonConfig, parse
 from deepspeed.muon.errors import MuonConfigError, SettingsError, UnsupportedError
 from deepspeed.muon.forecast.layout import Layout
 from deepspeed.muon.param_groups import warn_of_odd_settings
-from deepspeed.muon.zero.config_file import load_config
+from deepspeed.muon.zero.config_file import find_ds_config, parse_file
 from deepspeed.muon.zero.hooks import TYPES, clipped_once, is_muon
-from deepspeed.muon.zero.known_keys import SECTION_OF, keys_of, not_objects, place_of, section_at, warn_of_unknown
+from deepspeed.muon.zero.known_keys import SECTION_OF, keys_of, not_objects, place_of, warn_of_unknown
+from deepspeed.muon.zero.lr_scheduler import about_momentum, about_rate, read_schedule
 from deepspeed.muon.zero.refusals import is_bf16_optimizer, offload_device, refuse_unsupported, renames_parameters
-from deepspeed.muon.zero.schedules import about_momentum, about_rate, read_schedule
 
 #: Keys that depend on the number of ranks; the engine checks them.
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -52,7 +52,7 @@ def read_settings(path: str, world_size: int, stage: int | None = None) -> Setti
         MuonConfigError: a wrong ``optimizer.params``.
         UnsupportedError: a combination that deepspeed-muon refuses.
     """
-    return settings_of(path, load_config(path), world_size, stage)
+    return settings_of(path, find_ds_config(path, parse_file(path)), world_size, stage)
 
 
 def settings_of(path: str, section: dict[str, Any], world_size: int, stage: int | None = None) -> Settings:
@@ -75,7 +75,7 @@ def settings_of(path: str, section: dict[str, Any], world_size: int, stage: int 
         section["zero_optimization"] = dict(section.get("zero_optimization") or {}) | {"stage": stage}
     stock = _stock_config(path, section)
     refuse_unsupported(stock, config)
-    notes = [*_of_autos(autos, defaults), *_not_predicted(stock), *of_schedule]
+    notes = [*_assumptions(autos, defaults, stock), *of_schedule]
     zero, offloads = stock.zero_config, offload_device(stock, "offload_optimizer") in ("cpu", "nvme")
     # Whether stages 1 and 2 run under DeepSpeedZeroOptimizer; BF16_Optimizer knows no order and no padding.
     is_flat = not (stock.bfloat16_config.enabled and is_bf16_optimizer(stock) and not offloads)
@@ -86,14 +86,12 @@ def settings_of(path: str, section: dict[str, Any], world_size: int, stage: int 
     return Settings(config, layout, offloads, float(stock.gradient_clipping), tuple(notes))
 
 
-def _of_autos(autos: list[str], defaults: list[str]) -> Iterator[str]:
+def _assumptions(autos: list[str], defaults: list[str], stock: Any) -> Iterator[str]:
+    """Yield what a forecast assumes of values that are "auto", and what it does not predict."""
     texts = [f"optimizer.params: {', '.join(autos)} filled in by Hugging Face's integration"] if autos else []
     texts += [f"{', '.join(defaults)} taken as DeepSpeed's defaults"] if defaults else []
     if texts:
         yield f"auto: {'; '.join(texts)}"
-
-
-def _not_predicted(stock: Any) -> Iterator[str]:
     yield "not checked: batch sizes, pipeline, native MoE layers, sequence parallelism, which an engine checks"
     if renames_parameters(stock):
         yield "expert_parallel: predicted as if every rank had all experts, under the names that they have now"
@@ -160,15 +158,13 @@ def _explain(title: str, item: dict[str, Any]) -> str:
     Args:
         title: DeepSpeed's class; ``item``: an error from ``pydantic.ValidationError.errors``.
     """
-    path = list(map(str, item["loc"]))
-    key, value = ".".join(filter(None, [SECTION_OF.get(title, title), *path])), item["input"]
+    path = [name for name in (SECTION_OF.get(title, title), *map(str, item["loc"])) if name]
+    key, value = ".".join(path), item["input"]
     if item["type"] == "extra_forbidden":
-        model, given = section_at(title, path[:-1]), path[-1]
-        known = keys_of(model) if model else ()
-        place = place_of(given)
-        return f"{key}: unknown key, " + (
-            f"it belongs {place}" if place else did_you_mean(given, known, "DeepSpeed has none of this name")
-        )
+        *section, name = path
+        near = did_you_mean(name, keys_of(".".join(section)), "DeepSpeed has none of this name")
+        place = place_of(name)
+        return f"{key}: unknown key, {f'it belongs {place}' if place else near}"
     if item["type"] in ("enum", "literal_error") and (choices := choices_of(item)):
         text = expected(listed(choices), value, choices)
     elif item["type"] in ("model_type", "dict_type"):

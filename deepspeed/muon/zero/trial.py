@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 import deepspeed.comm as comm
 import torch
@@ -30,7 +30,7 @@ CLIP = 0.5
 #: The largest error of the change of a weight that counts as rounding, as a share of the change.
 TOLERANCE = 1e-2
 #: Seconds after which a collective that does not end fails.
-PATIENCE = 120
+TIMEOUT_SECONDS = 120
 #: ZeRO's settings, by the name in the report.
 CASES: dict[str, dict[str, Any]] = {
     "stage 0": {"stage": 0},
@@ -67,33 +67,25 @@ def batch(step: int, rank: int) -> Tensor:
     return torch.randint(VOCABULARY, (ROWS, TOKENS), generator=generator, dtype=torch.int64, device="cpu")
 
 
-class Survey(NamedTuple):
-    """What every rank states of itself, the rows of :func:`try_out`, how many collectives all ranks have called, and
-    what in their order NCCL could hang on, if anything.
-    """
+def survey(local: Facts) -> Facts | None:
+    """Train on all ranks, and record what they call; a collective. End the process group if none was there before.
 
-    stated: list[Facts]
-    rows: list[Facts]
-    calls: int
-    fault: str | None
-
-
-def survey(own: Facts) -> Survey | None:
-    """Train on all ranks, and record what they call; a collective. Return what was found, on rank 0 alone.
-
-    End the process group if none was there before.
+    Returns:
+        On rank 0: ``ranks``, the facts ``local`` of each rank; ``trial``, from :func:`try_out`; ``calls``, the number
+        of collectives that all ranks have called; ``fault``, what in their order NCCL could hang on, or ``None``. On
+        the others ``None``.
     """
     is_joined, recorder = torch.distributed.is_initialized(), Recorder()
     with recorder.recording():
-        rows = try_out()
-    stated, recorders = gathered(own), gathered(recorder)
+        trial = try_out()
+    ranks, recorders = gathered(local), gathered(recorder)
     is_first = torch.distributed.get_rank() == 0
     if not is_joined:
         torch.distributed.destroy_process_group()
     if not is_first:
         return None
     calls = sum(len(one.calls) + len(one.messages) for one in recorders)
-    return Survey(stated, rows, calls, first_fault(recorders))
+    return {"ranks": ranks, "trial": trial, "calls": calls, "fault": first_fault(recorders)}
 
 
 def try_out() -> list[Facts]:
@@ -104,7 +96,7 @@ def try_out() -> list[Facts]:
         relative error of a weight's change against one process with the same batches; ``loss``, of the first and the
         last step; ``step_ms``, the median of the slowest rank; ``sent_mb``, by the rank that sends most.
     """
-    comm.init_distributed(timeout=timedelta(seconds=PATIENCE))
+    comm.init_distributed(timeout=timedelta(seconds=TIMEOUT_SECONDS))
     torch.manual_seed(0)
     model = Model()
     expected = _reference(copy.deepcopy(model), torch.distributed.get_world_size())
@@ -127,7 +119,7 @@ def _reference(model: Model, world_size: int) -> dict[str, Tensor]:
 def _case(zero: dict[str, Any], model: Model, expected: dict[str, Tensor]) -> Facts:
     try:
         found = _train(zero, model, expected)
-    except Exception as error:  # is told of, and the other cases may still run
+    except Exception as error:  # is reported, and the other cases may still run
         found = {"problem": with_type(error)}
     by_rank = gathered(found)
     problems = [f"rank {rank}: {one['problem']}" for rank, one in enumerate(by_rank) if one["problem"]]
@@ -136,7 +128,7 @@ def _case(zero: dict[str, Any], model: Model, expected: dict[str, Tensor]) -> Fa
 
 
 def _train(zero: dict[str, Any], model: Model, expected: dict[str, Tensor]) -> Facts:
-    """Train in an engine of its own, from the same weights; return what this rank has seen."""
+    """Train a copy of ``model`` in a new engine; return what this rank has measured."""
     trained = copy.deepcopy(model)
     config = {
         "train_micro_batch_size_per_gpu": ROWS,

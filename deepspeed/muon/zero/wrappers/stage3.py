@@ -67,7 +67,7 @@ class Stage3(Adapter):
             return
         swap_out = partial(nvme.swap_out_and_release, wrapper)
         self.replace("swap_out_optimizer_state", swap_out, wrapper.optimizer_swapper)
-        self.replace("_prepare_sub_group", partial(nvme.prepare_without_holes, wrapper))
+        self.replace("_prepare_sub_group", partial(nvme.prepare_with_zero_filled_grads, wrapper))
         for index, partition in enumerate(self.partitions()):
             with nvme.swapped_in(wrapper, index) as flat:
                 optimizer.create_states(partition)
