@@ -50,7 +50,7 @@ def agree_on_settings(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
         first rank of each stage. ``ranks_per_node``: neighbouring ranks that share a host name.
 
     Raises:
-        DisagreementError: the ranks differ, or some are silent.
+        DisagreementError: the ranks differ, or some do not respond.
         MuonConfigError: an option of the config that no pipeline stage follows.
     """
     verdict = agree(lambda: _facts(engine, optimizer), _judge_settings)
@@ -169,7 +169,7 @@ def _judge_settings(facts: list[Facts]) -> Facts:
 
 
 def _judge_kernels(facts: list[Facts]) -> Facts:
-    """What any rank lacks, all do without: by kind, the first reason, or ``None``."""
+    """Return by device type the first rank's reason why it cannot use its fast kernels, which then no rank uses."""
     unavailable: Facts = {}
     for rank, stated in enumerate(facts):
         for kind, reason in stated.items():

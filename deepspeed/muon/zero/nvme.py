@@ -71,7 +71,7 @@ def _sub_groups(engine: Any, group: dict[str, Any]) -> list[int]:
     parts, sizes, open_size = [_part(p, ranks) for p in group["params"] if p.requires_grad], [], 0
     for part in parts:
         open_size += part
-        if open_size >= limit and sum(parts) > limit:
+        if open_size >= limit:
             sizes.append(open_size)
             open_size = 0
     return sizes + [open_size] * (open_size > 0)

@@ -242,20 +242,19 @@ def find_ds_config(path: str, section: dict[str, Any]) -> dict[str, Any]:
             f"--config {path}: training arguments ({', '.join(foreign)}), not a ds_config; give the file that its "
             "script takes as --deepspeed"
         )
-    if _is_ds_config(section) or (section.keys() & known_keys() and not list(_parts(section))):
+    parts = dict(_parts(section))
+    if _is_ds_config(section) or (section.keys() & known_keys() and not parts):
         return section
-    parts = list(_parts(section))
     if len(parts) == 1:
-        return parts[0][1]
-    where = (
-        f"ds_configs lie under {', '.join(name for name, _ in parts)}; write one of them into a file" if parts else ""
-    )
+        return next(iter(parts.values()))
     near = {key: nearest(key.lower(), sorted(known_keys()), cutoff=0.75) for key in section}
     hints = [f"did you mean {near[key]} where it says {key}?" for key in section if near[key]]
+    if parts:
+        hints = [f"ds_configs lie under {', '.join(parts)}; write one of them into a file"]
     listed = ", ".join(list(section)[:6]) or "none"
     raise SettingsError(
         f"--config {path}: not a ds_config: DeepSpeed knows none of its top-level keys ({listed}); "
-        + (where or " ".join(hints) or "expected keys such as optimizer or zero_optimization")
+        + (" ".join(hints) or "expected keys such as optimizer or zero_optimization")
     )
 
 

@@ -21,8 +21,8 @@ from deepspeed.muon.zero.tp_ranks import tp_rank
 from deepspeed.muon.zero.wrappers.adapter import Adapter
 from deepspeed.muon.zero.wrappers.experts import expert_counts
 
-#: A sub-group plan this much slower than the whole group's is worth a warning.
-SLOW_SUB_GROUPS = 1.25
+#: Warn when the sub-groups take this many times as long as the whole groups could.
+MAX_SUB_GROUP_SLOWDOWN = 1.25
 
 
 def log_startup(adapter: Adapter, tuning: Tuning, matrices_of_all: int) -> None:
@@ -66,12 +66,12 @@ def log_startup(adapter: Adapter, tuning: Tuning, matrices_of_all: int) -> None:
 
 
 def _elements(specs: list[MatrixSpec]) -> int:
-    """Number of elements before tensor parallelism cuts the matrices."""
+    """Return the number of elements before tensor parallelism cuts the matrices."""
     return sum(math.prod(spec.whole) for spec in specs)
 
 
 def _place(engine: Any, optimizer: MuonWithAuxAdam) -> tuple[str, ...]:
-    """Which share of the model this line is about: each share that plans for itself logs its own line."""
+    """Return the pipeline stage and the tensor-parallel shard: each share that has a plan logs its own line."""
     (rank, size), stages = tp_rank(engine), stages_of(engine.module)
     how = "matrices whole" if optimizer.config.tp_mode == "whole" else f"shards of rank {rank} as matrices"
     return (
@@ -81,7 +81,7 @@ def _place(engine: Any, optimizer: MuonWithAuxAdam) -> tuple[str, ...]:
 
 
 def _updates(engine: Any, optimizer: MuonWithAuxAdam, matrices: list[MatrixSpec]) -> tuple[str, ...]:
-    """What a step does to the weights: ranks, scale, rules beyond plain Muon."""
+    """Return what a step does to the weights: ranks, scale, rules beyond plain Muon."""
     config = optimizer.config
     whole = sorted((spec for spec in matrices if spec.blocks), key=lambda spec: math.prod(spec.whole))
     typical = whole[len(whole) // 2]
@@ -97,7 +97,7 @@ def _updates(engine: Any, optimizer: MuonWithAuxAdam, matrices: list[MatrixSpec]
 
 
 def _steps(engine: Any, optimizer: MuonWithAuxAdam, tuning: Tuning) -> tuple[str, ...]:
-    """How a step runs: traffic, kernels, Newton-Schulz."""
+    """Return how a step runs: traffic, kernels, Newton-Schulz."""
     exchange, plans = optimizer.exchange, optimizer.plans
     shared = [count for plan in plans for count in plan.counts if count > 1]
     methods = sorted(optimizer.ns_methods - {"auto"})
@@ -114,7 +114,7 @@ def _steps(engine: Any, optimizer: MuonWithAuxAdam, tuning: Tuning) -> tuple[str
 
 
 def _stage_0(engine: Any, optimizer: MuonWithAuxAdam) -> str:
-    """How ranks that all hold everything divide the work."""
+    """Return how ranks that all hold every matrix divide the work; empty for other layouts."""
     if engine.world_size == 1 or engine.zero_optimization_stage() > 0 or tp_rank(engine)[1] > 1:
         return ""
     shared = [partition.is_replicated for partition in optimizer.partitions]
@@ -149,7 +149,7 @@ def _warn_of_no_decay(optimizer: MuonWithAuxAdam) -> None:
 
 
 def _warn_of_small_sub_groups(optimizer: MuonWithAuxAdam) -> None:
-    """Sub-groups are stepped one after the other, so one with fewer matrices than ranks leaves ranks idle."""
+    """Warn of sub-groups, which are stepped one after the other, with fewer matrices than ranks."""
     plans, groups = optimizer.plans, defaultdict[int, list[Plan]](list)
     for partition, plan in zip(optimizer.partitions, plans, strict=True):
         groups[partition.index].append(plan)
@@ -159,7 +159,7 @@ def _warn_of_small_sub_groups(optimizer: MuonWithAuxAdam) -> None:
         # A lower bound on the busiest rank's load if the sub-groups of each group were stepped as one.
         even = sum(sum(plan.loads) for plan in group) / group[0].world_size
         possible += max(even, max(max(plan.loads) for plan in group))
-    if spent > SLOW_SUB_GROUPS * possible:
+    if spent > MAX_SUB_GROUP_SLOWDOWN * possible:
         size = sum(partition.tensors[0].numel() for partition in optimizer.partitions)
         logger.warning(
             f"deepspeed-muon: zero_optimization.sub_group_size cuts the matrices into {len(plans)} sub-groups, which "

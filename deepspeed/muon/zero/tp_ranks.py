@@ -29,7 +29,7 @@ def tp_rank(engine: Any) -> tuple[int, int]:
 
 
 def note_tp_rank(engine: Any) -> None:
-    """Tell the parameters how many ranks hold parts of those with Megatron's marks, before they are routed."""
+    """Annotate parameters with (rank, size) of the tensor-parallel group, which Megatron's attributes do not record."""
     found = tp_rank(engine)
     for param in engine.module.parameters():
         setattr(param, TP_RANK, found)
@@ -41,7 +41,7 @@ def tp_group(engine: Any) -> Any:
 
 
 class Grid(NamedTuple):
-    """The ranks that train the same layers, whole or parts of them: tensor-parallel by data-parallel.
+    """The ranks that train the same layers, or parts of them: tensor-parallel by data-parallel.
 
     ``lines``: for each rank of the tensor-parallel group, the ranks in ``group`` that hold its parameters.
     """
@@ -84,7 +84,7 @@ def _positions(data: Ranks, tensor: Ranks) -> dict[tuple[int, ...], dict[int, in
 
 
 def _lines(data: Ranks, tensor: Ranks, positions: Mapping[tuple[int, ...], Mapping[int, int]]) -> list[range] | None:
-    """By rank, the positions of its data-parallel ranks in its grid; ``None`` where some are not evenly spaced."""
+    """Return by rank the positions of its data-parallel ranks in its grid; ``None`` if some are unevenly spaced."""
     lines = []
     for line, row in zip(data, tensor, strict=True):
         of_grid = positions[tuple(row)]
