@@ -176,20 +176,18 @@ def refuse_engine(engine: Any) -> None:
 
 def refuse_universal(engine: Any) -> None:
     """Raise UnsupportedError for an engine that cannot load universal checkpoints; called before a load."""
-    if problems := list(_universal_problems(engine)):
-        raise UnsupportedError("checkpoint.load_universal: " + "; ".join(problems))
-
-
-def _universal_problems(engine: Any) -> Iterator[str]:
+    problems = []
     if engine.zero_optimization_stage() == 0 and not engine.pipeline_parallelism:
-        yield "DeepSpeed loads universal checkpoints at stages 1 to 3 only; set zero_optimization.stage to 1"
+        problems += ["DeepSpeed loads universal checkpoints at stages 1 to 3 only; set zero_optimization.stage to 1"]
     if engine.moe_layers:
-        yield "DeepSpeed's converter does not know deepspeed.moe layers; resume on as many ranks without it"
+        problems += ["DeepSpeed's converter does not know deepspeed.moe layers; resume on as many ranks without it"]
     if tp_rank(engine)[1] > 1 and engine.autotp_size() <= 1:
-        yield (
+        problems += [
             "with an mpu or a model axis DeepSpeed's converter does not know how the weights are sharded; resume on as "
             "many ranks without it"
-        )
+        ]
+    if problems:
+        raise UnsupportedError("checkpoint.load_universal: " + "; ".join(problems))
 
 
 def refuse_qk_clip(engine: Any) -> None:

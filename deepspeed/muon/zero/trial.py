@@ -54,7 +54,7 @@ class Model(nn.Module):
         self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, text: Tensor) -> Tensor:
-        """Return the loss of telling from each token of ``text``, numbers ``[batch, tokens]``, the one after it."""
+        """Return the loss of predicting the successor of each token of ``text``, numbers ``[batch, tokens]``."""
         x = self.tokens(text)
         for up, down in zip(self.up, self.down, strict=True):
             x = x + down(nn.functional.gelu(up(self.norm(x))))
