@@ -251,9 +251,9 @@ def find_ds_config(path: str, section: dict[str, Any]) -> dict[str, Any]:
     hints = [f"did you mean {near[key]} where it says {key}?" for key in section if near[key]]
     if parts:
         hints = [f"ds_configs lie under {', '.join(parts)}; write one of them into a file"]
-    listed = ", ".join(list(section)[:6]) or "none"
+    top_level = ", ".join(list(section)[:6]) or "none"
     raise SettingsError(
-        f"--config {path}: not a ds_config: DeepSpeed knows none of its top-level keys ({listed}); "
+        f"--config {path}: not a ds_config: DeepSpeed knows none of its top-level keys ({top_level}); "
         + (" ".join(hints) or "expected keys such as optimizer or zero_optimization")
     )
 
