@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.config.types import DEFAULT_ADAM_LR, DEFAULT_MUON_LR
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.log import logger
@@ -78,8 +79,10 @@ def about_momentum(schedule: Schedule) -> str:
     )
 
 
-def about_rate(schedule: Schedule, key: str, lr: Any) -> str:
-    """Say that the schedule sets another rate than ``optimizer.params`` under ``key``; empty where it does not."""
+def about_rate(schedule: Schedule, config: MuonConfig) -> str:
+    """Say that the schedule sets another rate than ``optimizer.params``; empty where it does not."""
+    key = next((key for key in ("lr", "muon_lr", "adam_lr") if getattr(config, key) is not None), "")
+    lr: Any = getattr(config, key, None)
     try:
         if float(schedule.rate) == float(lr):
             return ""

@@ -81,7 +81,7 @@ def settings_of(path: str, section: dict[str, Any], world_size: int, stage: int 
     config, schedule = parse(params), read_schedule(section.get("scheduler"))
     muon = config.muon_group() | {"betas": config.betas, "use_muon": True}
     warn_of_odd_settings((muon, config.adam_group() | {"use_muon": False}))
-    rate = "" if autos else about_rate(schedule, "lr", config.lr)
+    rate = "" if autos else about_rate(schedule, config)
     of_schedule = filter(None, (rate, about_momentum(schedule)))
     left_out = {"optimizer", *BATCH_KEYS}
     section = _drop_autos({key: value for key, value in section.items() if key not in left_out}, "", defaults)

@@ -127,11 +127,8 @@ def _log_schedule(engine: Any, optimizer: MuonWithAuxAdam) -> None:
     """Warn of a rate in the config that its schedule replaces, and name a cycle of the momentum."""
     if engine.client_lr_scheduler is not None or engine.global_rank:
         return
-    config = optimizer.config
     schedule = read_schedule({"type": engine.scheduler_name(), "params": engine.scheduler_params()})
-    rates = {"lr": config.lr, "muon_lr": config.muon_lr, "adam_lr": config.adam_lr}
-    key = next((key for key, rate in rates.items() if rate), None)
-    if key and (text := about_rate(schedule, key, rates[key])):
+    if text := about_rate(schedule, optimizer.config):
         logger.warning("deepspeed-muon: %s", text)
     if text := about_momentum(schedule):
         logger.info("deepspeed-muon: %s", text)
