@@ -18,7 +18,6 @@ SECTIONS = {
     "zero_optimization": "zero_config",
     "fp16": "float16_config",
     "bf16": "bfloat16_config",
-    "compile": "compile_config",
 }
 
 
