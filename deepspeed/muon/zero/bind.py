@@ -47,7 +47,8 @@ def agree_on_settings(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
         ``bf16``: whether the devices of all ranks know it. ``races``: whether all ranks allow a race. ``shapes`` and
         ``ns_methods``: of all stages.
         ``groups``: the most parameter groups that a pipeline stage has. ``matrices``: of all stages. ``firsts``: the
-        first rank of each stage. ``ranks_per_node``: neighbouring ranks that share a host name.
+        first rank of each stage. ``ranks_per_node``: neighbouring ranks that share a host name. ``monitor``: whether
+        rank 0 has one.
 
     Raises:
         DisagreementError: the ranks differ, or some do not respond.
@@ -99,8 +100,8 @@ def bind_engine(engine: Any) -> None:
     with slow("planning the exchange and allocating the state"):
         optimizer.bind(partitions, tuning, device)
     with slow("compiling and tuning the kernels, and comparing the plans of all ranks,"):
-        monitor = compare_plans(engine, monitor=engine.monitor.enabled)["monitor"]  # of rank 0
-    is_recorded = monitor and optimizer.config.monitor_interval > 0
+        compare_plans(engine)
+    is_recorded = verdict["monitor"] and optimizer.config.monitor_interval > 0
     engine._muon_recorder = Recorder(optimizer) if is_recorded else None
     optimizer.saved_form.is_convertible = True
     adapter.patch_state_access()
@@ -127,6 +128,7 @@ def _facts(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
         "host": socket.gethostname(),
         "group_count": len(groups),
         "matrices": sum(len(spec.blocks) for spec in optimizer.specs.values()),
+        "monitor": engine.monitor.enabled,
         "unused_options": optimizer.unused_options,
     }
 
@@ -159,6 +161,7 @@ def _judge_settings(facts: list[Facts]) -> Facts:
         "groups": max(stated["group_count"] for stated in stages),
         "matrices": sum(stated["matrices"] for stated in stages),
         "firsts": sorted(firsts.values()),
+        "monitor": facts[0]["monitor"],  # rank 0 writes the records
         "unused_options": [
             f"stage {stated['stage']}: {stated['unused_options'][option]}"
             for option in stages[0]["unused_options"]

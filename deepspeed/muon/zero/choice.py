@@ -44,15 +44,13 @@ def choose(optimizer: MuonWithAuxAdam, agreed: Facts, device: torch.device, worl
     return Tuning(from_pinned(verdict["choice"]), verdict["rates"])
 
 
-def compare_plans(engine: Any, **mine: Any) -> dict[str, Any]:
+def compare_plans(engine: Any) -> None:
     """Raise DisagreementError where ranks that hold the same parameters differ in choice or plan; make the process
     groups that any plan needs. Called after every binding.
-
-    Returns the facts of rank 0, with ``mine`` among them.
     """
     optimizer = engine.basic_optimizer
     pinned = [group["ns_choice"] for group in optimizer.param_groups if group["use_muon"]]
-    stated = {"stage": matrix_share(engine, optimizer), "choice": pinned, "plan": optimizer.digest(), **mine}
+    stated = {"stage": matrix_share(engine, optimizer), "choice": pinned, "plan": optimizer.digest()}
     stated["sets"] = sorted(ranks for ranks in optimizer.owner_sets if not is_made(ranks))
     titles = {"choice": "the choice of dtype, methods and kernels", "plan": "the exchange plan"}
 
@@ -62,8 +60,6 @@ def compare_plans(engine: Any, **mine: Any) -> dict[str, Any]:
 
     def judge(facts: list[Facts]) -> Facts:
         sets = sorted({tuple(ranks) for one in facts for ranks in one["sets"]})
-        return differences(facts, titles, within="stage") or facts[0] | {"sets": sets}
+        return differences(facts, titles, within="stage") or {"sets": sets}
 
-    verdict = agree(state, judge)
-    make_groups(verdict["sets"], optimizer.compute_device)
-    return verdict
+    make_groups(agree(state, judge)["sets"], optimizer.compute_device)

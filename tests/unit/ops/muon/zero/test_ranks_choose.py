@@ -135,7 +135,7 @@ def test_all_ranks_take_what_is_fastest_at_the_slowest(stage: int) -> None:
 
 def test_bf16_is_a_candidate_where_every_rank_has_it() -> None:
     optimizer = MuonWithAuxAdam((net := Mlp()).parameters(), model=net, lr=0.1)
-    facts = bind._facts(SimpleNamespace(mpu=None), optimizer)
+    facts = bind._facts(SimpleNamespace(mpu=None, monitor=SimpleNamespace(enabled=False)), optimizer)
     answers = [[True, True], [True, False], [False, True]]
     verdicts = [bind._judge_settings([facts | {"bf16": has} for has in answer]) for answer in answers]
     assert [verdict["bf16"] for verdict in verdicts] == [True, False, False]
