@@ -90,7 +90,7 @@ def exchange(device: str, quick: bool, rates: dict[str, float]) -> Rows:
                 bound.exchange.group = torch.distributed.group.WORLD
                 plan = dataclasses.replace(bound.plan, buckets=tuple(map(sent_to_itself, bound.plan.buckets)))
                 optimizer._bound[key] = dataclasses.replace(bound, plan=plan)
-                assert plan.slots(staged=False) > 1
+                assert plan.of_all.slots(plan.travels(staged=False)) > 1
             clock = training.PhaseClock(optimizer, device)
             x = torch.randn(8, job.hidden, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
             for _ in range(8):

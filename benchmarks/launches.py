@@ -8,9 +8,9 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -28,10 +28,11 @@ from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.patch import replaced
-from deepspeed.muon.plan import bucket, plan
+from deepspeed.muon.plan import bucket
+from deepspeed.muon.plan.bucket import Bucket
 from deepspeed.muon.plan.cost import CostModel, cost_model
-from deepspeed.muon.plan.launches import Launches, launches_of
-from deepspeed.muon.plan.plan import BUCKET_BYTES, Plan
+from deepspeed.muon.plan.launches import Scale, calls_of, spans_of
+from deepspeed.muon.plan.plan import BUCKET_BYTES, Plan, global_plan
 from deepspeed.muon.plan.program import Send
 from deepspeed.muon.step import PartitionStep
 from deepspeed.muon.tuning import Candidates
@@ -86,6 +87,25 @@ def row(name: str, stage: int) -> dict[str, Any]:
             found[f"traced {'together' if way else 'one by one'}"] = sum(count)
     print(found, flush=True)
     return found
+
+
+class Launches(NamedTuple):
+    """Kernels of one rank's step, by phase."""
+
+    prepare: int
+    unpack: int
+    pack: int
+    apply: int
+
+
+def launches_of(buckets: Iterable[Bucket], scale: Scale, together: bool) -> Launches:
+    """Return the kernels of each phase over all buckets: one for all spans of a call if ``together``, else for each."""
+    spans = copies = 0
+    for one in buckets:
+        for call in calls_of(one, scale):
+            spans += 1 if together else max(1, len(spans_of(one, call, staged=False)))
+        copies += len(one.scattered)
+    return Launches(spans, copies, copies, spans)
 
 
 HOST_NOTES = """The first of all ranks, with matrices of 128 x 128 in one group, so that nothing but calls takes time:
@@ -156,7 +176,7 @@ def plans_of(parts: Sequence[StepPart], rank: int, bucket_bytes: int, together: 
     """One rank's plans; without ``together`` each part of a matrix is received by a copy of its own."""
     changes = {} if together else {"_merged": lambda copies, merge: list(copies)}
     with mock.patch.multiple(bucket, **changes) if changes else contextlib.nullcontext():
-        return [plan.make_plan(part.shards, rank, part.world_size, cost_of(part), bucket_bytes) for part in parts]
+        return [global_plan(p.shards, p.world_size, cost_of(p), bucket_bytes).view(rank) for p in parts]
 
 
 def planned(parts: Sequence[StepPart], plans: Sequence[Plan], together: bool) -> Launches:
@@ -196,7 +216,7 @@ def fake_step(
     for tensor in flat:
         tensor.grad = torch.randn_like(tensor)
     held = zip(flat, parts, plans, strict=True)
-    partitions = [Partition(index, (t,), part.shards, None, p.rank, p.world_size) for t, part, p in held]
+    partitions = [Partition(index, (t,), part.shards, None, p.rank, p.of_all.world_size) for t, part, p in held]
     candidates = Candidates.of(optimizer.config, optimizer.tables_on(CPU), optimizer.ns_methods, CPU, has_bf16=True)
     optimizer.bind(partitions, candidates.without_race(optimizer.shapes))
     for (key, bound), of_part in zip(optimizer._bound.items(), plans, strict=True):

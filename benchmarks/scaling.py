@@ -26,7 +26,7 @@ from deepspeed.muon.forecast.measured import measure
 from deepspeed.muon.kernels.selection import choose, product_tables, unavailable_kernels
 from deepspeed.muon.plan.memory import Memory
 from deepspeed.muon.plan.placement import Spread
-from deepspeed.muon.plan.plan import make_plan, without_collector
+from deepspeed.muon.plan.plan import global_plan, without_collector
 from deepspeed.muon.tuning import Candidates
 
 OWN, EXAMPLES = Path(__file__).parent, report.ROOT / "examples" / "plan"
@@ -99,7 +99,7 @@ def forecast(
         with without_collector():  # as when an optimizer binds
             for part, counts in ((cost.part, cost.plan.counts) for cost in found.costs):
                 cost = part.half.cost(PLAIN.schedule, "bf16", 2, "cuda", found.layout.ranks_per_node)
-                make_plan(part.shards, rank, part.world_size, cost, counts=counts)
+                global_plan(part.shards, part.world_size, cost, counts=counts).view(rank)
         row[title] = time.perf_counter() - begin
     return row
 

@@ -312,7 +312,7 @@ def rank(**setting: Any) -> dict[str, Any]:
             from deepspeed.muon.kernels import reference
 
             symmetric = optimizer.context.kernels.square is not reference.square
-            rounds = sum(plan.rounds for plan in optimizer.plans)
+            rounds = sum(plan.of_all.exchanges for plan in optimizer.plans)
             first |= {"kernels": optimizer.context.kernels.name, "symmetric": symmetric, "exchange rounds": rounds}
             elements = sum(plan.sent_elements for plan in optimizer.plans)
             largest |= {"exchange MB": elements * optimizer.exchange.dtype.itemsize / 1e6}

@@ -27,9 +27,8 @@ from deepspeed.muon.math.scale import scale_factor
 from deepspeed.muon.plan.bucket import Bucket
 from deepspeed.muon.plan.cost import cost_model
 from deepspeed.muon.plan.launches import Span, calls_of, spans_of
-from deepspeed.muon.plan.plan import Plan, make_plan, without_collector
+from deepspeed.muon.plan.plan import Plan, plan_partition, without_collector
 from deepspeed.muon.plan.program import NewtonSchulz, Program, program_of
-from deepspeed.muon.plan.sharing import shared_counts
 from deepspeed.muon.tuning import method_of, with_products
 
 
@@ -130,9 +129,10 @@ class Bound:
     @cached_property
     def digest(self) -> str:
         """Return a hash of all from which the programs of the ranks follow, and of what decides their bits."""
-        wire, slots = name_of(self.exchange.dtype), self.plan.slots(self.exchange.staging is not None)
+        wire, travels = name_of(self.exchange.dtype), self.plan.travels(self.exchange.staging is not None)
         how = self.newton_schulz.dtype, self.newton_schulz.device_type
-        facts = self.plan.digest, slots, self.plan.set_sizes, wire, how, self.settings
+        plan = self.plan.of_all
+        facts = plan.digest, plan.slots(travels), plan.set_sizes, wire, how, self.settings
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
     @cached_property
@@ -172,24 +172,15 @@ def bind_partition(
     method = partial(method_of, choice, group["ns_method"])
     near = neighbours_in(partition.group, context.ranks_per_node) if processes() > 1 else 1
     cost = cost_model(method, config.schedule, choice.dtype, exchange.dtype.itemsize, exchange.device.type, near)
-    pinned, items = group.get("owner_counts", {}), partition.blocks
+    pinned = group.get("owner_counts", {})
     # Each rank of the partition counts its share of the matrices without a gradient, also where no work is shared.
     sharers = partition.world_size
-    counts = shared_counts(
-        items,
-        partition.world_size,
-        partition.is_replicated,
-        cost,
-        pinned,
-        most=config.most_owners,
-        bucket_bytes=config.bucket_bytes,
-    )
-    if counts is None:
-        partition, counts = partition.alone(), [1] * len(items)
-        exchange = replace(exchange, group=partition.group)
-    shapes = (item.shape for item in items)
-    several = {shape_key(rows, cols): n for (rows, cols), n in zip(shapes, counts, strict=True) if n > 1}
-    owner_counts = pinned | several
+    planned = plan_partition(partition.planned, sharers, cost, config.bucket_bytes, pinned, config.most_owners)
+    if planned.world_size < sharers:  # each rank does all the work
+        partition = replace(partition, shards=planned.shards, planned=planned.shards, group=None, rank=0, world_size=1)
+        exchange = replace(exchange, group=None)
+    counts = zip(planned.items, planned.counts, strict=True)
+    owner_counts = pinned | {shape_key(*item.shape): count for item, count in counts if count > 1}
     # What decides the bits of a group's update; the same before and after its numbers of owners are pinned.
     settings = sorted((key, value) for key, value in {**group, "owner_counts": owner_counts}.items() if key != "params")
     # Kernels for many runs take the shards themselves, so none where these are staged in other buffers.
@@ -197,7 +188,7 @@ def bind_partition(
     return Bound(
         config=config,
         partition=partition,
-        plan=make_plan(partition.planned, partition.rank, partition.world_size, cost, config.bucket_bytes, counts),
+        plan=planned.view(partition.rank),
         exchange=exchange,
         newton_schulz=NewtonSchulz(
             schedule=config.schedule,

@@ -281,8 +281,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         return {
             ranks_of_set(bound.partition.group, size)
             for bound in self._bound.values()
-            for size in bound.plan.set_sizes
-            if size < bound.plan.world_size
+            for size in bound.plan.of_all.set_sizes
+            if size < bound.plan.of_all.world_size
         }
 
     @property

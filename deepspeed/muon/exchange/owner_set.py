@@ -22,7 +22,7 @@ from deepspeed.muon.kernels.table import PLAIN, Operations, Scalars, Symmetric
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.math.newton_schulz import SPLIT_FROM
 from deepspeed.muon.plan.memory import SUM_ELEMENTS
-from deepspeed.muon.plan.slices import neighbours
+from deepspeed.muon.plan.owners import neighbours
 
 
 def ranks_of_set(group: Any, size: int) -> tuple[int, ...]:
@@ -38,7 +38,7 @@ def set_of(group: Any, size: int) -> Any:
 
 
 def neighbours_in(group: Any, ranks_per_node: int) -> int:
-    """:func:`deepspeed.muon.plan.slices.neighbours` of the ranks of a process group."""
+    """:func:`deepspeed.muon.plan.owners.neighbours` of the ranks of a process group."""
     return neighbours([rank // ranks_per_node for rank in torch.distributed.get_process_group_ranks(group)])
 
 

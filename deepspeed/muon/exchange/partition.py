@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -47,11 +47,6 @@ class Partition:
     def blocks(self) -> list[PlacedBlock]:
         """The matrices, in the order of the plan."""
         return [item for shard in self.planned for item in shard.items]
-
-    def alone(self) -> Partition:
-        """The same for a rank that does all the work itself."""
-        shards = tuple(replace(shard, placement=replace(shard.placement, copies=1)) for shard in self.shards)
-        return replace(self, shards=shards, group=None, rank=0, world_size=1, planned=shards)
 
     def pieces(self) -> Iterator[tuple[Shard, int, int, int]]:
         """(shard, first element of the parameter, one past the last, position in its tensor) held by this rank."""

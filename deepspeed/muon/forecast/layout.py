@@ -23,12 +23,11 @@ from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.matrices.query_keys import attention_layers
 from deepspeed.muon.matrices.routing import MatrixSpec, route
 from deepspeed.muon.param_groups import check_options, split_groups
-from deepspeed.muon.plan.bucket import Round
+from deepspeed.muon.plan.bucket import OwnedBlocks
 from deepspeed.muon.plan.cost import CostModel, cost_model
 from deepspeed.muon.plan.memory import Demand, demands_by_rank, own_demands, result_demands
 from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard, Spread
-from deepspeed.muon.plan.plan import GlobalPlan, global_plan, slot_count, storages_of
-from deepspeed.muon.plan.sharing import shared_counts
+from deepspeed.muon.plan.plan import GlobalPlan, plan_partition
 
 #: Stages 1 and 2 pad each flat group to a multiple of this many elements per rank (``nccl_start_alignment_factor``).
 FLAT_ALIGNMENT = 2
@@ -58,9 +57,9 @@ class Half:
         """Return the method of Newton-Schulz, by rows and columns, where nothing is timed."""
         return cache(partial(counted_method, ns_method=self.ns_method, schedule=schedule, dtype=dtype))
 
-    def cost(self, schedule: Schedule, dtype: str, wire_bytes: int, device_type: str, near: int = 1) -> CostModel:
+    def cost(self, schedule: Schedule, dtype: str, wire_bytes: int, device_type: str, intra_node: int = 1) -> CostModel:
         """Return the cost model with these methods; the arguments are those of :func:`cost_model`."""
-        return cost_model(self.method(schedule, dtype), schedule, dtype, wire_bytes, device_type, near)
+        return cost_model(self.method(schedule, dtype), schedule, dtype, wire_bytes, device_type, intra_node)
 
     def scale(self, block: Block) -> float:
         """The factor by which a block's orthogonalized update is scaled, beside the learning rate."""
@@ -134,16 +133,6 @@ class StepPart:
     def items(self) -> list[PlacedBlock]:
         """The matrices, in the planner's order."""
         return [item for shard in self.shards for item in shard.items]
-
-    @property
-    def copies(self) -> int:
-        """Ranks that hold the part whole and share its Newton-Schulz; else 1."""
-        return max((shard.placement.copies for shard in self.shards), default=1)
-
-    def unshared(self) -> StepPart:
-        """Return the same part where each rank orthogonalizes every matrix itself."""
-        shards = tuple(replace(shard, placement=replace(shard.placement, copies=1)) for shard in self.shards)
-        return replace(self, shards=shards, world_size=1)
 
 
 def lay_out(halves: Sequence[Half], layout: Layout) -> list[StepPart]:
@@ -231,10 +220,9 @@ def step_cost(
     ``bucket_bytes``, ``most_owners``: of the config. ``staged``: shards are on the host and Newton-Schulz on an
     accelerator.
     """
-    counts = shared_counts(part.items, part.world_size, part.copies > 1, cost, {}, most_owners, bucket_bytes)
-    if counts is None:
-        part = part.unshared()
-    plan = global_plan(part.shards, part.world_size, cost, bucket_bytes, counts or ())
+    plan = plan_partition(part.shards, part.world_size, cost, bucket_bytes, most_owners=most_owners)
+    if plan.world_size < part.world_size:  # each rank does all the work
+        part = replace(part, shards=plan.shards, world_size=1)
     flops, between_bytes = [0.0] * part.world_size, [0.0] * part.world_size
     moment_bytes, heaviest = [0] * part.world_size, 0.0
     for owner, item in plan.owned:
@@ -243,11 +231,8 @@ def step_cost(
         between_bytes[owner] += of_owner.nbytes
         heaviest = max(heaviest, of_owner.flops)
         moment_bytes[owner] += MOMENT_BYTES * item.outputs * part.half.normuon
-    only_results, collectives = [only_results for _, only_results in plan.parts], 2 * len(plan.rounds)
     traffic = (_gathered if plan.copies == 1 else _broadcasts)(plan.owned, part.world_size)
-    if plan.copies > 1:
-        collectives = sum(len({owner for owner, _ in of_round}) for of_round in plan.rounds)
-    slots = slot_count(staged or any(traffic.sent), plan.copies > 1, plan.is_tight)
+    collectives = 2 * len(plan.rounds) if plan.copies == 1 else plan.broadcasts
     return StepCost(
         part=part,
         plan=plan,
@@ -256,11 +241,11 @@ def step_cost(
         sent_bytes=[count * cost.bytes_per_element for count in traffic.sent],
         least_bytes=traffic.least * cost.bytes_per_element / part.world_size,
         between_bytes=between_bytes,
-        rounds=sum(only_results) or len(plan.rounds),
+        rounds=plan.exchanges,
         collectives=collectives if any(traffic.sent) else 0,
         runs=traffic.runs,
         demands=_demands(plan),
-        storages=storages_of(only_results, slots),
+        storages=plan.storages(staged or any(traffic.sent)),
         moment_bytes=moment_bytes,
     )
 
@@ -268,7 +253,7 @@ def step_cost(
 def _demands(plan: GlobalPlan) -> list[list[Demand]]:
     """Return the demands by rank and bucket."""
     by_bucket = []
-    for items, only_results in plan.parts:
+    for items, only_results in plan.buckets:
         demands = demands_by_rank if plan.copies == 1 else result_demands if only_results else own_demands
         by_bucket.append(demands(items, plan.world_size))
     return [list(of_rank) for of_rank in zip(*by_bucket, strict=True)]
@@ -285,7 +270,7 @@ class _Traffic(NamedTuple):
     runs: int
 
 
-def _broadcasts(owned: Round, copies: int) -> _Traffic:
+def _broadcasts(owned: OwnedBlocks, copies: int) -> _Traffic:
     """Every rank holds every matrix whole; each owner sends its results to all others."""
     sent = [0] * copies
     for owner, item in owned:
@@ -293,7 +278,7 @@ def _broadcasts(owned: Round, copies: int) -> _Traffic:
     return _Traffic(sent, sum(sent), len(owned))
 
 
-def _gathered(owned: Round, world_size: int) -> _Traffic:
+def _gathered(owned: OwnedBlocks, world_size: int) -> _Traffic:
     """A rank sends what it holds of the others' matrices, and sends back what they hold of its own.
 
     Matrices that are cut alike, as all of one shape are at stage 3, are counted together.

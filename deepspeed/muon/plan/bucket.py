@@ -14,7 +14,7 @@ from deepspeed.muon.matrices.block import Piece
 from deepspeed.muon.plan.placement import PlacedBlock
 
 #: The matrices of one bucket, each with its owner.
-Round = list[tuple[int, PlacedBlock]]
+OwnedBlocks = list[tuple[int, PlacedBlock]]
 
 
 class Segment(NamedTuple):
@@ -188,7 +188,7 @@ class Bucket:
         return self.matrix_elements, sum(self.send_counts), inbox
 
 
-def bucket_of(items: Round, rank: int, world_size: int) -> Bucket:
+def bucket_of(items: OwnedBlocks, rank: int, world_size: int) -> Bucket:
     """Return one with this rank's parts of all matrices, and with its own matrices."""
     own_items = [item for owner, item in items if owner == rank]
     sends_own = len(own_items) == 1 and sends_own_part(own_items[0], rank)
@@ -226,7 +226,7 @@ def bucket_of(items: Round, rank: int, world_size: int) -> Bucket:
     )
 
 
-def shared_bucket(items: Round, rank: int, world_size: int, only_results: bool) -> Bucket:
+def shared_bucket(items: OwnedBlocks, rank: int, world_size: int, only_results: bool) -> Bucket:
     """Return one with the results of all other owners, or with this rank's own matrices; all lie whole in a tensor."""
     taken = [(owner, item) for owner, item in items if (owner == rank) is not only_results]
     numel, sent, runs = 0, [0] * world_size, []

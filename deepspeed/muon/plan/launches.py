@@ -58,22 +58,3 @@ def spans_of(bucket: Bucket, runs: Iterable[int], staged: bool) -> list[Span]:
         else:
             spans.append(Span(copy.start, at, copy.numel))
     return spans
-
-
-class Launches(NamedTuple):
-    """Kernels of one rank's step, by phase."""
-
-    prepare: int
-    unpack: int
-    pack: int
-    apply: int
-
-
-def launches_of(buckets: Iterable[Bucket], scale: Scale, together: bool) -> Launches:
-    """Return the kernels of each phase over all buckets: one for all spans of a call if ``together``, else for each."""
-    spans = copies = 0
-    for bucket in buckets:
-        for call in calls_of(bucket, scale):
-            spans += 1 if together else max(1, len(spans_of(bucket, call, staged=False)))
-        copies += len(bucket.scattered)
-    return Launches(spans, copies, copies, spans)

@@ -15,9 +15,8 @@ from typing import NamedTuple
 
 from deepspeed.muon.kernels.workspace import batch_limit
 from deepspeed.muon.math.newton_schulz import DTYPES, SPLIT_FROM
-from deepspeed.muon.plan.bucket import Batch, Round, batches_of
+from deepspeed.muon.plan.bucket import Batch, OwnedBlocks, batches_of
 from deepspeed.muon.plan.placement import PlacedBlock, Spread
-from deepspeed.muon.plan.plan import Plan
 
 #: Small symmetric matrices of a method of Newton-Schulz; in 16 bits each has a diagonal in fp32.
 SYMMETRIC = {"standard": ("gram", "factor"), "gram": ("gram", "factor", "q", "t")}
@@ -139,17 +138,7 @@ def _of_owners(small: int, owners: int, together: int, dtype: str) -> dict[str, 
     return sizes
 
 
-def demand_of(plan: Plan, method: Callable[[int, int], str], staged: bool = False) -> PartDemand:
-    """That of the rank that has this plan."""
-    copies = [[run.copy for run in bucket.runs] for bucket in plan.buckets]
-    longest = [max((copy.numel for copy in of_bucket), default=0) for of_bucket in copies]
-    grids = [max((copy.numel for copy in of_bucket if copy.rows > 1), default=0) for of_bucket in copies]
-    sizes = [sum(bucket.buffer_sizes) for bucket in plan.buckets]
-    batches = [_sizes(bucket.batches) for bucket in plan.buckets]
-    return PartDemand([*map(Demand, sizes, longest, grids, batches)], plan.storages(staged), method)
-
-
-def demands_by_rank(matrices: Round, world_size: int) -> list[Demand]:
+def demands_by_rank(matrices: OwnedBlocks, world_size: int) -> list[Demand]:
     """The demands of one bucket on all ranks, in time O(matrices + ranks x kinds of matrices).
 
     Exact where an owner has one matrix. Several may happen to be received in order; a receive buffer is counted then.
@@ -162,12 +151,12 @@ def demands_by_rank(matrices: Round, world_size: int) -> list[Demand]:
     return [*map(Demand, buffers, runs, grids, batches)]
 
 
-def own_demands(matrices: Round, world_size: int) -> list[Demand]:
+def own_demands(matrices: OwnedBlocks, world_size: int) -> list[Demand]:
     """Return those of one round's own matrices on all ranks, each of which holds all matrices whole."""
     return [_whole(own, _sizes(batches_of(own))) for own in _by_owner(matrices, world_size)]
 
 
-def result_demands(part: Round, world_size: int) -> list[Demand]:
+def result_demands(part: OwnedBlocks, world_size: int) -> list[Demand]:
     """Return those of a bucket of results on all ranks, in time O(matrices + ranks); each receives the others'."""
     of_all, numels = _whole([item for _, item in part]), [0] * world_size
     for owner, item in part:
@@ -179,7 +168,7 @@ def _sizes(batches: Iterable[Batch]) -> tuple[BatchSize, ...]:
     return tuple(BatchSize(batch.rows, batch.cols, batch.shape, batch.owners, batch.count) for batch in batches)
 
 
-def _by_owner(matrices: Round, world_size: int) -> list[list[PlacedBlock]]:
+def _by_owner(matrices: OwnedBlocks, world_size: int) -> list[list[PlacedBlock]]:
     owned: list[list[PlacedBlock]] = [[] for _ in range(world_size)]
     for owner, item in matrices:
         owned[owner].append(item)
@@ -198,7 +187,7 @@ def _longest_grid(item: PlacedBlock, rank: int) -> int:
     return max((piece.numel for piece in item.spread.pieces(rank) if piece.rows > 1), default=0)
 
 
-def _others(owned: Sequence[Sequence[PlacedBlock]], matrices: Round) -> tuple[list[int], list[int], list[int]]:
+def _others(owned: Sequence[Sequence[PlacedBlock]], matrices: OwnedBlocks) -> tuple[list[int], list[int], list[int]]:
     """By rank: elements to send and receive, of the longest run, and of the longest one on a grid."""
     sent, received, longest, grids = ([0] * len(owned) for _ in range(4))
     # Matrices that are cut alike are counted at once: at stage 3 those are all of one shape.

@@ -9,97 +9,29 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count, groupby
 from operator import itemgetter
 
-from deepspeed.muon.plan.bucket import Bucket, Round, bucket_of, kind_of, shared_bucket
+from deepspeed.muon.plan.bucket import Bucket, OwnedBlocks, bucket_of, kind_of, shared_bucket
 from deepspeed.muon.plan.cost import CostModel
-from deepspeed.muon.plan.owners import assign
+from deepspeed.muon.plan.owners import assign, counts_of, sliced
 from deepspeed.muon.plan.placement import PlacedBlock, Shard
-from deepspeed.muon.plan.slices import sliced
 
-
-@dataclass(frozen=True)
-class Plan:
-    """All buckets of one partition and their cost.
-
-    ``owners``: of each matrix, of several the first one; ``counts``: how many each has. ``is_tight``: whether a matrix
-    is larger than a bucket on an accelerator, so that fewer are in flight. ``gradient_flags``: matrices of which the
-    ranks have to ask each other whether any element has a gradient.
-    """
-
-    rank: int
-    world_size: int
-    buckets: tuple[Bucket, ...]
-    owners: tuple[int, ...]
-    counts: tuple[int, ...]
-    loads: tuple[float, ...]
-    moved_elements: int
-    is_tight: bool
-    gradient_flags: int
-    digest: str = field(compare=False)
-
-    @property
-    def sent_elements(self) -> int:
-        """Elements that this rank sends to others per step, to the owners and back."""
-        copied = sum(bucket.own_results for bucket in self.buckets) * (self.world_size - 1)
-        moved = [counts for b in self.buckets if not b.only_results for counts in (b.send_counts, b.receive_counts)]
-        return copied + sum(sum(counts) - counts[self.rank] for counts in moved)
-
-    @property
-    def is_replicated(self) -> bool:
-        """Whether every rank holds every matrix."""
-        return any(bucket.only_results for bucket in self.buckets)
-
-    @property
-    def rounds(self) -> int:
-        """Return how many buckets are exchanged; where nothing travels, how many there are."""
-        return sum(bucket.only_results for bucket in self.buckets) or len(self.buckets)
-
-    @cached_property
-    def set_sizes(self) -> list[int]:
-        """The numbers of owners that matrices have, where these are several."""
-        return sorted({*self.counts} - {1})
-
-    def slots(self, staged: bool) -> int:
-        """The most buckets in flight; ``staged``: copied between host and accelerator."""
-        travels = staged or any(bucket.travels for bucket in self.buckets)
-        return slot_count(travels, self.is_replicated, self.is_tight)
-
-    def storages(self, staged: bool) -> list[int]:
-        """Return the number of the storage that each bucket takes, as :func:`storages_of`."""
-        return storages_of([bucket.only_results for bucket in self.buckets], self.slots(staged))
-
-
-def slot_count(travels: bool, replicated: bool, tight: bool) -> int:
-    """The most buckets in flight: one on its way to the owners, one with them, one on its way back.
-
-    Replicated matrices have no way there. A tight plan does without the overlap of the way back.
-    """
-    if not travels:
-        return 1
-    return 2 if replicated or tight else 3
-
-
-def storages_of(only_results: Sequence[bool], slots: int) -> list[int]:
-    """Return the number of the storage that each bucket takes; buckets that take the same are never in flight at once.
-
-    Results and an owner's matrices take turns with two each: all results of a round, in whatever many buckets, travel
-    before the storage of its matrices is used again.
-    """
-    if not any(only_results):
-        return [index % slots for index in range(len(only_results))]
-    turns = count(), count()
-    return [2 * of_results + next(turns[of_results]) % 2 for of_results in only_results]
+#: The most bytes of matrices that one owner takes in one bucket; a larger matrix has a bucket to itself. An accelerator
+#: needs several large matrices at once to be busy.
+CPU_BUCKET_BYTES, BUCKET_BYTES = 8 * 2**20, 128 * 2**20
+#: On CPUs buckets shrink, down to this size, until there are this many rounds: nothing hides the first exchange to the
+#: owners and the last one back.
+MIN_BUCKET_BYTES, MIN_ROUNDS = 2**20, 8
 
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Pause Python's garbage collector, which would search again and again through small objects that all live on."""
+    """Pause Python's garbage collector: planning allocates many long-lived objects that every collection would scan."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -113,30 +45,45 @@ def without_collector() -> Iterator[None]:
 class GlobalPlan:
     """The plan of a partition for all of its ranks, from which each takes its :meth:`view`.
 
-    ``items``: the matrices; ``owners``, ``counts``, ``is_tight``, ``gradient_flags`` as in :class:`Plan`. ``owned``:
-    every matrix or slice with its owner. ``rounds``: the same, cut into buckets of at most ``limit`` elements of one
-    owner. ``loads``: the cost of each rank's matrices. ``copies``: ranks that hold the matrices whole.
+    Args:
+        copies: ranks that hold the matrices whole.
+        owners: of each matrix, of several the first one.
+        counts: how many owners each matrix has.
+        loads: the cost of each rank's matrices.
+        owned: every matrix or slice with its owner.
+        rounds: the same, cut into parts of at most ``limit`` elements of one owner.
+        is_tight: whether a matrix is larger than a bucket on an accelerator, where memory is scarce, so that fewer are
+            in flight.
     """
 
-    items: Sequence[PlacedBlock]
+    shards: tuple[Shard, ...]
+    items: list[PlacedBlock]
     world_size: int
     copies: int
-    owners: Sequence[int]
-    counts: Sequence[int]
-    loads: Sequence[float]
-    owned: Round
-    rounds: Sequence[Round]
+    owners: list[int]
+    counts: list[int]
+    loads: list[float]
+    owned: OwnedBlocks
+    rounds: list[OwnedBlocks]
     limit: int
     is_tight: bool
 
     @cached_property
     def digest(self) -> str:
         """Return a hash of all that the ranks must agree on."""
-        return _digest(self.items, self.owners, self.counts, self.rounds, self.limit, self.is_tight)
+        numbers = self.owners, self.counts, [len(owned) for owned in self.rounds], self.limit, self.is_tight
+        digest = hashlib.sha256("".join(map(str, numbers)).encode())
+        for item in self.items:
+            bases = [placement.base for placement in item.shard.placements]
+            digest.update(f"{item.shard.spec.name}{item.spread.text}{bases}".encode())
+        return digest.hexdigest()[:16]
 
     @cached_property
     def gradient_flags(self) -> int:
-        """Return the number as in :class:`Plan`. Ranks that have all of a matrix have the same gradient."""
+        """Return the number of matrices of which the ranks ask each other whether any element has a gradient.
+
+        Ranks that have all of a matrix have the same gradient.
+        """
         is_cut = any(len(item.spread.parts) > 1 or item.shard.placement.copies == 1 for item in self.items)
         return len({item.matrix for item in self.items}) if self.world_size > 1 and is_cut else 0
 
@@ -145,36 +92,120 @@ class GlobalPlan:
         """Return the elements of matrices that go to a rank which holds nothing of them."""
         return sum(item.block.numel for owner, item in self.owned if owner not in item.spread.holders)
 
+    @property
+    def set_sizes(self) -> list[int]:
+        """Return the numbers of owners that matrices have, where these are several."""
+        return sorted({*self.counts} - {1})
+
+    @property
+    def broadcasts(self) -> int:
+        """Return how many broadcasts carry all results to ranks that hold the matrices whole."""
+        return sum(len({owner for owner, _ in owned}) for owned in self.rounds)
+
     @cached_property
-    def parts(self) -> list[tuple[Round, bool]]:
+    def buckets(self) -> list[tuple[OwnedBlocks, bool]]:
         """Return the matrices of each bucket, and whether only their results travel in it."""
         if self.copies == 1:
-            return [(of_round, False) for of_round in self.rounds]
-        found: list[tuple[Round, bool]] = []
-        for of_round in self.rounds:
-            found.append((of_round, False))
-            found += [(part, True) for part in parts_of(of_round, self.limit * self.copies)]
+            return [(owned, False) for owned in self.rounds]
+        found: list[tuple[OwnedBlocks, bool]] = []
+        for owned in self.rounds:
+            found.append((owned, False))
+            found += [(part, True) for part in parts_of(owned, self.limit * self.copies)]
         return found
+
+    @property
+    def exchanges(self) -> int:
+        """Return how many buckets are exchanged; where nothing travels, how many there are."""
+        return sum(only_results for _, only_results in self.buckets) or len(self.buckets)
+
+    def slots(self, travels: bool) -> int:
+        """Return the most buckets in flight: one on its way to the owners, one with them, one on its way back.
+
+        Replicated matrices have no way to the owners. A tight plan does without the overlap of the way back.
+        """
+        if not travels:
+            return 1
+        return 2 if self.copies > 1 or self.is_tight else 3
+
+    def storages(self, travels: bool) -> list[int]:
+        """Return the number of the storage that each bucket takes; of one storage only one bucket is in flight.
+
+        Results and an owner's matrices take turns with two each: all results of a round, in whatever many buckets,
+        travel before the storage of its matrices is used again.
+        """
+        if self.copies == 1:
+            slots = self.slots(travels)
+            return [index % slots for index in range(len(self.buckets))]
+        turns = count(), count()
+        return [2 * of_results + next(turns[of_results]) % 2 for _, of_results in self.buckets]
 
     def view(self, rank: int) -> Plan:
         """Return the plan as one rank sees it."""
-        return Plan(
-            rank=rank,
-            world_size=self.world_size,
-            buckets=tuple(self._bucket(items, rank, only_results) for items, only_results in self.parts),
-            owners=tuple(self.owners),
-            counts=tuple(self.counts),
-            loads=tuple(self.loads),
-            moved_elements=self.moved_elements,
-            is_tight=self.is_tight,
-            gradient_flags=self.gradient_flags,
-            digest=self.digest,
-        )
-
-    def _bucket(self, items: Round, rank: int, only_results: bool) -> Bucket:
         if self.copies == 1:
-            return bucket_of(items, rank, self.world_size)
-        return shared_bucket(items, rank, self.world_size, only_results)
+            return Plan(self, rank, tuple(bucket_of(owned, rank, self.world_size) for owned in self.rounds))
+        pairs = self.buckets
+        return Plan(self, rank, tuple(shared_bucket(owned, rank, self.world_size, *kind) for owned, *kind in pairs))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All buckets of one partition as one rank sees them. ``of_all``: the plan of all ranks."""
+
+    of_all: GlobalPlan
+    rank: int
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def sent_elements(self) -> int:
+        """Return the elements that this rank sends to others per step, to the owners and back."""
+        copied = sum(bucket.own_results for bucket in self.buckets) * (self.of_all.world_size - 1)
+        moved = [counts for b in self.buckets if not b.only_results for counts in (b.send_counts, b.receive_counts)]
+        return copied + sum(sum(counts) - counts[self.rank] for counts in moved)
+
+    def travels(self, staged: bool) -> bool:
+        """Return whether anything is sent, or ``staged``: copied between host and accelerator."""
+        return staged or any(bucket.travels for bucket in self.buckets)
+
+
+def plan_partition(
+    shards: Sequence[Shard],
+    world_size: int,
+    cost: CostModel,
+    bucket_bytes: int | None = None,
+    pinned: Mapping[str, int] | None = None,
+    most_owners: int | None = None,
+) -> GlobalPlan:
+    """Plan one partition for all of its ranks, and choose how many owners each matrix has.
+
+    Args:
+        shards, world_size, cost, bucket_bytes: as :func:`global_plan`.
+        pinned, most_owners: as :func:`deepspeed.muon.plan.owners.counts_of`.
+
+    Returns:
+        The plan; that of a single rank where every rank holds every matrix and doing all of them is faster than
+        sharing. Ranks that are asked for several owners share them anyway.
+    """
+    items, pinned = [item for shard in shards for item in shard.items], pinned or {}
+    counts = counts_of(items, world_size, cost, pinned, most_owners)
+    plan = global_plan(shards, world_size, cost, bucket_bytes, counts)
+    is_asked_for = bool(pinned or most_owners) and max(counts, default=1) > 1
+    if plan.copies == 1 or is_asked_for or is_worth_sharing(plan, cost):
+        return plan
+    unshared = [replace(shard, placement=replace(shard.placement, copies=1)) for shard in shards]
+    return global_plan(unshared, 1, cost, bucket_bytes)
+
+
+def is_worth_sharing(plan: GlobalPlan, cost: CostModel) -> bool:
+    """Return whether ranks that all hold the same matrices finish earlier if each orthogonalizes some of them for all.
+
+    Compares the operations of all matrices with those of the busiest owner, the bytes of the others' results, and the
+    broadcasts in which these arrive.
+    """
+    numel = sum(item.block.numel for item in plan.items)
+    received = numel * cost.bytes_per_element * (plan.world_size - 1) / plan.world_size
+    # Without sharing, all ranks do all matrices at the same time.
+    unshared = cost.total(item.shape for item in plan.items)
+    return max(plan.loads) + cost.flops_per_byte * received + cost.call * plan.broadcasts < unshared
 
 
 def global_plan(
@@ -191,53 +222,37 @@ def global_plan(
         cost: weighs Newton-Schulz against the exchange.
         bucket_bytes: the most bytes of one owner's matrices in one bucket, or of all owners' where every rank receives
             all results; by default as :func:`bucket_limit` chooses.
-        counts: of the owners of each matrix, as :func:`deepspeed.muon.plan.slices.counts_of`; by default 1.
+        counts: of the owners of each matrix; by default 1.
     """
     items = [item for shard in shards for item in shard.items]
     counts = counts or [1] * len(items)
     owners, loads = assign(items, world_size, cost, counts)
-    owned = owned_by(items, owners, counts)
+    first_owners = zip(items, owners, counts, strict=True)
+    owned = [(first + k, part) for item, first, n in first_owners for k, part in enumerate(sliced(item, n))]
     copies = max((shard.placement.copies for shard in shards), default=1)
     limit = bucket_limit(items, world_size, copies, cost, bucket_bytes)
     return GlobalPlan(
+        shards=tuple(shards),
         items=items,
         world_size=world_size,
         copies=copies,
         owners=owners,
-        counts=counts,
+        counts=[*counts],
         loads=loads,
         owned=owned,
-        rounds=rounds_of(owned, world_size, limit),
+        rounds=cut_into_rounds(owned, world_size, limit),
         limit=limit,
-        is_tight=is_tight(owned, limit, cost),
+        is_tight=cost.device_type != "cpu" and any(item.block.numel > limit for _, item in owned),
     )
 
 
-def make_plan(
-    shards: Sequence[Shard],
-    rank: int,
-    world_size: int,
-    cost: CostModel,
-    bucket_bytes: int | None = None,
-    counts: Sequence[int] = (),
-) -> Plan:
-    """Plan one partition from the view of ``rank``; as :func:`global_plan`."""
-    return global_plan(shards, world_size, cost, bucket_bytes, counts).view(rank)
-
-
-def owned_by(items: Sequence[PlacedBlock], owners: Sequence[int], counts: Sequence[int]) -> Round:
-    """Every matrix, or each slice of one with several owners, with its owner."""
-    found = zip(items, owners, counts, strict=True)
-    return [(first + k, part) for item, first, count in found for k, part in enumerate(sliced(item, count))]
-
-
-def rounds_of(owned: Round, world_size: int, limit: int) -> list[Round]:
+def cut_into_rounds(owned: OwnedBlocks, world_size: int, limit: int) -> list[OwnedBlocks]:
     """Cut each owner's matrices, equal shapes together, into chunks of at most ``limit`` elements.
 
-    Round k holds every owner's k-th chunk, in the same order on all ranks. Matrices with most owners come first, so
-    that all owners of one have it in the same round, at the same place among the others that they share.
+    Round k has every owner's k-th chunk, in the same order on all ranks. Matrices with most owners come first, so that
+    all owners of one have it in the same round, at the same place among the others that they share.
     """
-    rounds: list[Round] = []
+    rounds: list[OwnedBlocks] = []
     filled, chunk = [0] * world_size, [0] * world_size
     for pair in sorted(owned, key=lambda pair: (pair[0], *kind_of(pair[1]))):
         owner, item = pair
@@ -252,11 +267,11 @@ def rounds_of(owned: Round, world_size: int, limit: int) -> list[Round]:
     return rounds
 
 
-def parts_of(of_round: Round, limit: int) -> Iterator[Round]:
+def parts_of(owned: OwnedBlocks, limit: int) -> Iterator[OwnedBlocks]:
     """Cut a round between owners into parts of at most ``limit`` elements, or of one owner's."""
-    part: Round = []
+    part: OwnedBlocks = []
     filled = 0
-    for _, of_owner in groupby(of_round, key=itemgetter(0)):
+    for _, of_owner in groupby(owned, key=itemgetter(0)):
         items = list(of_owner)
         numel = sum(item.block.numel for _, item in items)
         if part and filled + numel > limit:
@@ -266,38 +281,10 @@ def parts_of(of_round: Round, limit: int) -> Iterator[Round]:
     yield part
 
 
-def is_tight(owned: Round, limit: int, cost: CostModel) -> bool:
-    """Whether a matrix is larger than a bucket where memory is scarce: on an accelerator."""
-    return cost.device_type != "cpu" and any(item.block.numel > limit for _, item in owned)
-
-
-def _digest(
-    items: Sequence[PlacedBlock],
-    owners: Sequence[int],
-    counts: Sequence[int],
-    rounds: Sequence[Round],
-    limit: int,
-    tight: bool,
-) -> str:
-    digest = hashlib.sha256(f"{[*owners]}{[*counts]}{[len(r) for r in rounds]}{limit}{tight}".encode())
-    for item in items:
-        bases = [placement.base for placement in item.shard.placements]
-        digest.update(f"{item.shard.spec.name}{item.spread.text}{bases}".encode())
-    return digest.hexdigest()[:16]
-
-
-#: The most bytes of matrices that one owner takes in one bucket; a larger matrix has a bucket to itself. An accelerator
-#: needs several large matrices at once to be busy.
-CPU_BUCKET_BYTES, BUCKET_BYTES = 8 * 2**20, 128 * 2**20
-#: On CPUs buckets shrink, down to this size, until there are this many rounds: nothing hides the first exchange to the
-#: owners and the last one back.
-LEAST_BUCKET_BYTES, ROUNDS = 2**20, 8
-
-
 def bucket_limit(
     items: Sequence[PlacedBlock], world_size: int, copies: int, cost: CostModel, bucket_bytes: int | None = None
 ) -> int:
-    """The most elements of one owner in one bucket; ``bucket_bytes`` overrides the rule.
+    """Return the most elements of one owner in one bucket; ``bucket_bytes`` overrides the rule.
 
     ``copies``: ranks that hold the matrices whole. With several, a bucket belongs to all owners together and stays
     large.
@@ -306,5 +293,5 @@ def bucket_limit(
         bucket_bytes = CPU_BUCKET_BYTES if cost.device_type == "cpu" else BUCKET_BYTES
         if cost.device_type == "cpu" and world_size > 1 and copies == 1:
             total = sum(item.block.numel for item in items) * cost.bytes_per_element
-            bucket_bytes = min(bucket_bytes, max(LEAST_BUCKET_BYTES, total // (ROUNDS * world_size)))
+            bucket_bytes = min(bucket_bytes, max(MIN_BUCKET_BYTES, total // (MIN_ROUNDS * world_size)))
     return max(1, bucket_bytes // copies // cost.bytes_per_element)

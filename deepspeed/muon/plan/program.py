@@ -163,7 +163,7 @@ def program_of(plan: Plan, wire: str, staged: bool, newton_schulz: NewtonSchulz)
         staged: with copies between host and accelerator.
         newton_schulz: decides what the owners of one matrix send each other.
     """
-    everyone, flags = Group(range(plan.world_size)), plan.gradient_flags
+    everyone, flags = Group(range(plan.of_all.world_size)), plan.of_all.gradient_flags
     look = (Collective("all_reduce", everyone, "int32", flags),) if flags else ()
     return Look(look), *_operations(plan, wire, staged, newton_schulz)
 
@@ -174,8 +174,9 @@ def collectives_of(program: Program) -> Iterator[Collective]:
 
 
 def _operations(plan: Plan, wire: str, staged: bool, newton_schulz: NewtonSchulz) -> Iterator[Operation]:
-    slots, storages, count = plan.slots(staged), plan.storages(staged), len(plan.buckets)
-    to_compute = int(slots > 1 and not plan.is_replicated)
+    travels, count = plan.travels(staged), len(plan.buckets)
+    slots, storages = plan.of_all.slots(travels), plan.of_all.storages(travels)
+    to_compute = int(slots > 1 and plan.of_all.copies == 1)
     to_apply = to_compute + int(slots > 1)
     applies_first = slots <= to_apply
     own = 0
@@ -213,7 +214,7 @@ def _sent(bucket: Bucket, plan: Plan, wire: str, back: bool) -> tuple[Collective
     """
     if not bucket.travels or (bucket.only_results and not back):
         return ()
-    group = Group(range(plan.world_size))
+    group = Group(range(plan.of_all.world_size))
     if bucket.only_results:
         numels = list(bucket.send_counts)
         numels[plan.rank] = bucket.own_results

@@ -20,7 +20,7 @@ from deepspeed.muon.exchange.watchdog import start_watchdog
 from deepspeed.muon.kernels import selection
 from deepspeed.muon.log import log_if_slow
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.plan.slices import neighbours
+from deepspeed.muon.plan.owners import neighbours
 from deepspeed.muon.tuning import has_bf16, may_race
 from deepspeed.muon.version import __version__
 from deepspeed.muon.zero.checkpoint.compatibility import of_all_stages

@@ -76,7 +76,7 @@ class Recorder:
         #: By label, those that one rank has whole.
         self._matrices: dict[str, list[str]] = {}
         for partition, plan in zip(optimizer.partitions, optimizer.plans, strict=True):
-            for item, owners in zip(partition.blocks, plan.counts, strict=True):
+            for item, owners in zip(partition.blocks, plan.of_all.counts, strict=True):
                 found = self._matrices.setdefault(label(item.shard.spec.name), [])
                 found += [item.name] if owners == 1 else []
         #: Of all stages of a pipeline.

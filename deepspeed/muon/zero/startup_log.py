@@ -13,7 +13,7 @@ from deepspeed.muon.math.scale import SCALES, update_rms
 from deepspeed.muon.matrices.pipeline import stages_of
 from deepspeed.muon.matrices.routing import MatrixSpec, is_lora
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.plan.plan import Plan
+from deepspeed.muon.plan.plan import GlobalPlan
 from deepspeed.muon.tuning import Tuning
 from deepspeed.muon.version import __version__
 from deepspeed.muon.zero.lr_scheduler import about_momentum, about_rate, read_schedule
@@ -99,10 +99,10 @@ def _updates(engine: Any, optimizer: MuonWithAuxAdam, matrices: list[MatrixSpec]
 def _steps(engine: Any, optimizer: MuonWithAuxAdam, tuning: Tuning) -> tuple[str, ...]:
     """Return how a step runs: traffic, kernels, Newton-Schulz."""
     exchange, plans = optimizer.exchange, optimizer.plans
-    shared = [count for plan in plans for count in plan.counts if count > 1]
+    shared = [count for plan in plans for count in plan.of_all.counts if count > 1]
     methods = sorted(optimizer.ns_methods - {"auto"})
     sent = sum(plan.sent_elements for plan in plans) * exchange.dtype.itemsize / 1e6
-    extra = sum(2 * plan.moved_elements for plan in plans) * exchange.dtype.itemsize / 1e6
+    extra = sum(2 * plan.of_all.moved_elements for plan in plans) * exchange.dtype.itemsize / 1e6
     return (
         f"{sent:.1f} MB sent per step by rank {engine.global_rank}, {extra:.1f} MB by all ranks to balance the owners",
         *([f"{len(shared)} matrices with up to {max(shared)} owners each"] if shared else ()),
@@ -147,7 +147,8 @@ def _warn_of_no_decay(optimizer: MuonWithAuxAdam) -> None:
 
 def _warn_of_small_sub_groups(optimizer: MuonWithAuxAdam) -> None:
     """Warn of sub-groups, which are stepped one after the other, with fewer matrices than ranks."""
-    plans, groups = optimizer.plans, defaultdict[int, list[Plan]](list)
+    plans = [plan.of_all for plan in optimizer.plans]
+    groups = defaultdict[int, list[GlobalPlan]](list)
     for partition, plan in zip(optimizer.partitions, plans, strict=True):
         groups[partition.index].append(plan)
     spent = sum(max(plan.loads) for plan in plans)

@@ -364,8 +364,7 @@ def test_what_a_rank_sends_to_itself_is_all_of_a_bucket() -> None:
     from deepspeed.muon.matrices.block import Block
     from deepspeed.muon.matrices.routing import MatrixSpec
     from deepspeed.muon.plan.placement import Placement, Shard
-    from deepspeed.muon.plan.plan import make_plan
-    from helpers.plans import counted_cost
+    from helpers.plans import counted_cost, make_plan
 
     blocks = (Block(0, 4, 3, 6), Block(3, 4, 3, 6))
     whole = MatrixSpec("w", (2, 8), True, "", (Block(0, 2, 8, 8),))

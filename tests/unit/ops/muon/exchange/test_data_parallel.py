@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from deepspeed.muon import MuonWithAuxAdam, UnsupportedError
 from deepspeed.muon import step as module
-from deepspeed.muon.plan import sharing
+from deepspeed.muon.plan import plan as planning
 from helpers.distributed import run
 from helpers.engine_state import differing
 from helpers.models import MODELS, make_batch
@@ -67,7 +67,7 @@ def trained(share: bool = True, steps: int = STEPS, accumulation: int = 1, **set
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "orthogonalize", counted)
         if not share:
-            patch.setattr(sharing, "is_worth_sharing", lambda *args: False)
+            patch.setattr(planning, "is_worth_sharing", lambda *args: False)
         net, optimizer = build(**settings)
         for step in range(steps):
             one_step(net, optimizer, step, accumulation)
@@ -185,7 +185,7 @@ def share_in_a_part(owners: int) -> str:
         for _ in range(2):
             net(*make_batch(net.module, 0, 0, dist.get_rank(), 2, 1)).backward()
             optimizer.step()
-        text = str(max(count for plan in optimizer.plans for count in plan.counts))
+        text = str(max(count for plan in optimizer.plans for count in plan.of_all.counts))
     dist.barrier()
     return text
 

@@ -14,10 +14,9 @@ from packaging.version import Version
 
 from deepspeed.muon.errors import DisagreementError
 from deepspeed.muon.exchange.exchange import BucketBuffers
-from deepspeed.muon.plan.plan import make_plan
 from deepspeed.muon.zero.consensus import agree, differences
 from helpers.distributed import RankError, run
-from helpers.plans import COST, flat_layout, part_layout, specs, spread
+from helpers.plans import COST, flat_layout, make_plan, part_layout, specs, spread
 from helpers.training import ds_config, make_engine, train_on_gradients, with_params
 
 SHAPES = [(24, 40), (40, 24), (32, 32), (33, 65), (24, 40), (8, 8)]
@@ -25,22 +24,21 @@ SHAPES = [(24, 40), (40, 24), (32, 32), (33, 65), (24, 40), (8, 8)]
 
 def in_small_buckets(bucket_bytes: int, device_type: str = "cpu", **config: Any) -> tuple[dict[str, Any], int, int]:
     """`train_on_gradients`, the number of buckets of the plan and how many are in flight, planned for a device."""
-    from deepspeed.muon import bound
-    from deepspeed.muon.plan import sharing
+    from deepspeed.muon.plan import plan as module
 
-    plans, originals = [], (bound.make_plan, sharing.is_worth_sharing)
+    plans, originals = [], (module.global_plan, module.is_worth_sharing)
 
-    def make_plan(shards: Any, rank: int, world_size: int, cost: Any, *more: Any) -> Any:
-        made = originals[0](shards, rank, world_size, dataclasses.replace(cost, device_type=device_type), *more)
+    def planned(shards: Any, world_size: int, cost: Any, *more: Any) -> Any:
+        made = originals[0](shards, world_size, dataclasses.replace(cost, device_type=device_type), *more)
         plans.append(made)
         return made
 
-    bound.make_plan, sharing.is_worth_sharing = make_plan, lambda *args: True
+    module.global_plan, module.is_worth_sharing = planned, lambda *args: True
     try:
         trained = train_on_gradients(SHAPES * 2, 3, optimizer=with_params(bucket_bytes=bucket_bytes), **config)
     finally:
-        bound.make_plan, sharing.is_worth_sharing = originals
-    return trained, len(plans[-1].buckets), plans[-1].slots(staged=False)
+        module.global_plan, module.is_worth_sharing = originals
+    return trained, len(plans[-1].buckets), plans[-1].slots(travels=plans[-1].world_size > 1)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

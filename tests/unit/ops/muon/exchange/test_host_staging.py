@@ -45,9 +45,9 @@ def staged(kind: type[Staging] | None, bucket_bytes: int, **config: Any) -> tupl
     from deepspeed.muon import bound
     from deepspeed.muon import optimizer as module
 
-    originals, counts = (bound.make_plan, module.Exchange), []
+    originals, counts = (bound.plan_partition, module.Exchange), []
 
-    def make_plan(*args: Any) -> Any:
+    def plan_partition(*args: Any) -> Any:
         plan = originals[0](*args)
         counts.append(len(plan.buckets))
         return plan
@@ -56,12 +56,12 @@ def staged(kind: type[Staging] | None, bucket_bytes: int, **config: Any) -> tupl
         assert fields["staging"] is None, "one device, no staging"
         return originals[1](**fields | {"staging": None if kind is None else kind()})
 
-    bound.make_plan, module.Exchange = make_plan, exchange
+    bound.plan_partition, module.Exchange = plan_partition, exchange
     try:
         section = with_params(bucket_bytes=bucket_bytes)
         return train_on_gradients(SHAPES * 2, 3, optimizer=section, **config), max(counts)
     finally:
-        bound.make_plan, module.Exchange = originals
+        bound.plan_partition, module.Exchange = originals
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])

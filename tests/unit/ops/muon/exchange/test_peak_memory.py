@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed.muon.kernels import workspace
 from deepspeed.muon.plan import memory as module
-from deepspeed.muon.plan.memory import Memory, demand_of, peak
+from deepspeed.muon.plan.memory import Memory, peak
 from helpers.distributed import run
+from helpers.plans import demand_of
 from helpers.training import FixedGradients, ds_config, make_engine, with_params
 
 #: Matrices of models of hidden size 64, 192 and 512: some of one shape, tall and wide.
@@ -81,8 +82,9 @@ def measured(shapes: list[tuple[int, int]], params: dict[str, Any], device_type:
         )
     finally:
         module.batch_limit = workspace.batch_limit
+    plan = optimizer.plans[0]
     engine.destroy()
-    return found.total, mode.peak, optimizer.plans[0].slots(staged=False), found.exchange
+    return found.total, mode.peak, plan.of_all.slots(plan.travels(staged=False)), found.exchange
 
 
 @pytest.mark.sample(3)

@@ -20,10 +20,10 @@ from deepspeed.muon.exchange.buffers import BucketBuffers
 from deepspeed.muon.exchange.exchange import Exchange
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.plan.placement import Placement, Shard
-from deepspeed.muon.plan.plan import Plan, make_plan
+from deepspeed.muon.plan.plan import Plan
 from deepspeed.muon.plan.program import Collective, Look, program_of
 from helpers.jobs import newton_schulz
-from helpers.plans import COST, specs
+from helpers.plans import COST, make_plan, specs
 
 CPU = torch.device("cpu")
 BUCKETS = 7

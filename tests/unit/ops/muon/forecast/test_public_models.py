@@ -49,7 +49,7 @@ def bound_by_an_engine(model: str, config: dict[str, Any]) -> dict[str, Any]:
     states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
     owners: dict[str, set[int]] = {}
     for plan, partition in zip(optimizer.plans, optimizer.partitions, strict=True):
-        for block, owner in zip(partition.blocks, plan.owners, strict=True):
+        for block, owner in zip(partition.blocks, plan.of_all.owners, strict=True):
             owners.setdefault(block.shard.spec.name, set()).add(owner)
     facts = {
         "routes": {

@@ -9,10 +9,9 @@ from deepspeed.muon.config.schema import parse
 from deepspeed.muon.forecast.layout import ABSMAX_BYTES, Layout, StepCost, StepPart, halves_of, lay_out, step_cost
 from deepspeed.muon.math.coefficients import schedule
 from deepspeed.muon.plan.cost import CostModel
-from deepspeed.muon.plan.plan import make_plan
 from helpers.distributed import run
 from helpers.models import MODELS
-from helpers.plans import counted_cost
+from helpers.plans import counted_cost, make_plan
 from helpers.training import PARAMS, ds_config, make_engine
 
 STEPS, ITEMSIZE = schedule("simple"), 4
@@ -29,9 +28,9 @@ def bound(model: str, **config: Any) -> dict[str, Any]:
     itemsize = optimizer.exchange.dtype.itemsize
     states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
     facts = {
-        "digests": [plan.digest for plan in optimizer.plans],
-        "owners": [list(plan.owners) for plan in optimizer.plans],
-        "rounds": [plan.rounds for plan in optimizer.plans],
+        "digests": [plan.of_all.digest for plan in optimizer.plans],
+        "owners": [plan.of_all.owners for plan in optimizer.plans],
+        "rounds": [plan.of_all.exchanges for plan in optimizer.plans],
         "sent": [plan.sent_elements * itemsize for plan in optimizer.plans],
         "state": sum(tensor.nbytes for tensor in (*states, *optimizer.second_moments.by_name.values())),
         "wrapper": type(engine.optimizer).__name__,
@@ -60,7 +59,7 @@ def check_against_the_engine(model: str, layout: Layout, **config: Any) -> set[s
             )
             for part, method in ((cost.part, cost.part.half.ns_method) for cost in costs)
         ]
-        assert [plan.digest for plan in plans] == facts["digests"]
+        assert [plan.of_all.digest for plan in plans] == facts["digests"]
         assert [cost.plan.owners for cost in costs] == facts["owners"]
         assert [cost.rounds for cost in costs] == facts["rounds"]
         assert [cost.sent_bytes[rank % cost.part.world_size] for cost in costs] == facts["sent"]

@@ -13,11 +13,10 @@ from deepspeed.muon.matrices.block import Block, cut, matrices
 from deepspeed.muon.matrices.routing import MatrixSpec
 from deepspeed.muon.matrices.tp_sharding import Sharding
 from deepspeed.muon.plan.checker import conflict, lost_elements, violation
-from deepspeed.muon.plan.cost import CostModel
+from deepspeed.muon.plan.owners import counts_for, is_sliceable
 from deepspeed.muon.plan.placement import Placement, Shard
 from deepspeed.muon.plan.plan import GlobalPlan, Plan, global_plan
 from deepspeed.muon.plan.program import Collective, Group, NewtonSchulz, Open, Program, Send, collectives_of, program_of
-from deepspeed.muon.plan.slices import counts_for, is_sliceable
 from helpers.plans import COST
 from helpers.simulation import simulate
 
@@ -189,7 +188,7 @@ def _part(
         ]
         tensors = range(len(specs)) if settings.stage == "0" else [0] * len(specs)
         lanes.append([Shard(*each) for each in zip(specs, tensors, mine, everyones, strict=True)])
-    cost = CostModel(COST.flops, COST.flops_per_byte, COST.bytes_per_element, settings.device_type)
+    cost = replace(COST, device_type=settings.device_type)
     blocks = [block for spec in specs for block in spec.blocks]
     allowed = counts_for(len(ranks), settings.most_owners)
     counts = [random.choice([n for n in allowed if n == 1 or is_sliceable(block, n)]) for block in blocks]
@@ -247,7 +246,7 @@ def _blocks(random: Random, shape: Sequence[int]) -> tuple[Block, ...]:
 
 def check_part(part: Part) -> None:
     """Assert that the programs of a partition break no rule, and that memory and traffic are what the plan promises."""
-    assert len({plan.digest for plan in part.views}) == 1
+    assert len({plan.of_all.digest for plan in part.views}) == 1
     assert violation(part.programs) is None
     plan, world = part.plan[0], len(part.ranks)
     sizes = {item.matrix: (item.whole or item.block).numel for item in plan.items}
@@ -257,7 +256,7 @@ def check_part(part: Part) -> None:
     largest = max((item.block.numel for _, item in plan.owned), default=0)
     for view, program in zip(part.views, part.programs, strict=True):
         opened = [operation for operation in program if isinstance(operation, Open)]
-        most = 4 if view.is_replicated else min(3, view.slots(part.staged))
+        most = 4 if plan.copies > 1 else min(3, plan.slots(view.travels(part.staged)))
         assert len({operation.storage for operation in opened}) <= most
         for bucket in view.buckets:
             assert bucket.matrix_elements <= max(part.limit // plan.copies, largest)

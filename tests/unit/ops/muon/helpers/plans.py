@@ -3,14 +3,36 @@
 
 import itertools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from deepspeed.muon.forecast.layout import Half
 from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.matrices.routing import MatrixSpec
 from deepspeed.muon.plan.bucket import Copy, Run
-from deepspeed.muon.plan.cost import CostModel
+from deepspeed.muon.plan.cost import CostModel, OwnerCost
+from deepspeed.muon.plan.memory import BatchSize, Demand, PartDemand
 from deepspeed.muon.plan.placement import Placement, Shard
+from deepspeed.muon.plan.plan import Plan, global_plan
+
+
+def make_plan(shards: Sequence[Shard], rank: int, *args: Any, **kwargs: Any) -> Plan:
+    """Plan one partition from the view of ``rank``; the other arguments are those of ``global_plan``."""
+    return global_plan(shards, *args, **kwargs).view(rank)
+
+
+def demand_of(plan: Plan, method: Callable[[int, int], str]) -> PartDemand:
+    """Return what the rank of a plan needs, counted run by run."""
+    demands = []
+    for bucket in plan.buckets:
+        copies = [run.copy for run in bucket.runs]
+        longest = max((copy.numel for copy in copies), default=0)
+        grid = max((copy.numel for copy in copies if copy.rows > 1), default=0)
+        batches = (
+            BatchSize(batch.rows, batch.cols, batch.shape, batch.owners, batch.count) for batch in bucket.batches
+        )
+        demands.append(Demand(sum(bucket.buffer_sizes), longest, grid, tuple(batches)))
+    return PartDemand(demands, plan.of_all.storages(plan.travels(staged=False)), method)
 
 
 def counted_cost(ns_method: str, *how: Any) -> CostModel:
@@ -18,7 +40,13 @@ def counted_cost(ns_method: str, *how: Any) -> CostModel:
     return Half(use_muon=True, specs=(), ns_method=ns_method).cost(*how)
 
 
-COST = CostModel(lambda rows, cols: 20.0 * min(rows, cols) ** 2 * max(rows, cols), 200.0, 2)
+def cubic_cost(factor: float = 20.0, flops_per_byte: float = 200.0, device_type: str = "cpu") -> CostModel:
+    """Return one whose operations are ``factor`` times the larger side and the square of the smaller one."""
+    operations = lambda rows, cols, owners: OwnerCost(factor * min(rows, cols) ** 2 * max(rows, cols))  # noqa: E731
+    return CostModel(operations, flops_per_byte, 2, device_type)
+
+
+COST = cubic_cost()
 
 
 def whole(rows: int, cols: int) -> tuple[Block, ...]:

@@ -217,7 +217,7 @@ def elements_of(block: Block) -> list[int]:
 
 def _check_that_matrices_are_whole(ranks: list[Rank], shards: Sequence[Sequence[Shard]]) -> None:
     """Each once, or each of its slices once: consecutive columns, or rows of those that are higher than wide."""
-    counts = iter(ranks[0].plan.counts)
+    counts = iter(ranks[0].plan.of_all.counts)
     wanted = []
     for spec in {shard.spec.name: shard.spec for of_rank in shards for shard in of_rank}.values():
         for block in spec.blocks:

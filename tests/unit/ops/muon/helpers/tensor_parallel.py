@@ -175,7 +175,9 @@ def holders(name: str, tp: int, **config: Any) -> dict[str, tuple[int, list[int]
     with engine_of(model(name), tp, **config) as engine:
         optimizer = engine.basic_optimizer
         pairs = zip(optimizer.partitions, optimizer.plans, strict=True)
-        placed = ((block, owner) for p, plan in pairs for block, owner in zip(p.blocks, plan.owners, strict=True))
+        placed = (
+            (block, owner) for p, plan in pairs for block, owner in zip(p.blocks, plan.of_all.owners, strict=True)
+        )
         return {block.name: (owner, list(block.spread.holders)) for block, owner in placed}
 
 

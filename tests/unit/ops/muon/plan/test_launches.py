@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed.muon.plan.launches import LARGEST_SPAN, Launches, calls_of, launches_of, spans_of
-from deepspeed.muon.plan.plan import make_plan
-from helpers.plans import COST, flat_layout, part_layout, places, specs
+from deepspeed.muon.plan.launches import LARGEST_SPAN, calls_of, spans_of
+from helpers.plans import COST, flat_layout, make_plan, part_layout, places, specs
 
 SHAPES = st.lists(st.sampled_from([(8, 4), (4, 8), (6, 5), (3, 3)]), min_size=1, max_size=12)
 
@@ -77,6 +76,8 @@ def test_a_span_is_no_longer_than_its_limit_unless_a_run_is() -> None:
 @pytest.mark.parametrize("together", [False, True])
 def test_launches_at_stage_3(together: bool) -> None:
     """Three matrices of each of two owners: one scale, own and others' runs, and one copy per batch and way."""
+    from benchmarks.launches import Launches, launches_of
+
     shards, _ = part_layout(specs([(8, 8)] * 6), 2)
     (bucket,) = make_plan(shards, 0, 2, COST).buckets
     runs = 2 if together else 6

@@ -69,9 +69,9 @@ MUTANTS = [
     ),
     # buckets and their order
     ("plan", "filled[owner] + item.block.numel > limit:", "filled[owner] > limit:"),
-    ("plan", "parts_of(of_round, self.limit * self.copies)", "parts_of(of_round, 2 * self.limit * self.copies)"),
+    ("plan", "parts_of(owned, self.limit * self.copies)", "parts_of(owned, 2 * self.limit * self.copies)"),
     ("plan", "next(turns[of_results]) % 2", "next(turns[of_results]) % 1"),
-    ("plan", "return 2 if replicated or tight else 3", "return 2 if replicated or tight else 4"),
+    ("plan", "self.copies > 1 or self.is_tight else 3", "self.copies > 1 or self.is_tight else 4"),
     ("plan", "[index % slots for index", "[index % 2 for index"),
     ("plan", "(first + k, part)", "(first, part)"),
     ("plan", "return max(1, bucket_bytes // copies //", "return max(1, bucket_bytes //"),
@@ -95,9 +95,9 @@ MUTANTS = [
     ),
     ("program", "if batch.owners == 1:\n        return", "if batch.owners == 1 or rank % 2:\n        return"),
     ("owners", "for first in range(0, len(loads.values), count)]", "for first in range(1, len(loads.values), count)]"),
-    ("slices", "size = (block.rows, block.cols)[axis] // count", "size = (block.rows, block.cols)[axis] // count - 1"),
-    ("slices", "int(item.block.rows <= item.block.cols)", "int(item.block.rows < item.block.cols)"),
-    ("slices", "and not (is_cut_by_rows and block.bands > 1)", ""),
+    ("owners", "size = (block.rows, block.cols)[axis] // count", "size = (block.rows, block.cols)[axis] // count - 1"),
+    ("owners", "int(item.block.rows <= item.block.cols)", "int(item.block.rows < item.block.cols)"),
+    ("owners", "and not (is_cut_by_rows and block.bands > 1)", ""),
 ]
 
 

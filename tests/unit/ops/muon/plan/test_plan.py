@@ -3,13 +3,13 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 
-from deepspeed.muon.plan.cost import CostModel
 from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard
-from deepspeed.muon.plan.plan import bucket_limit, make_plan
-from helpers.plans import COST, flat_layout, part_layout, specs
+from deepspeed.muon.plan.plan import bucket_limit
+from helpers.plans import COST, flat_layout, make_plan, part_layout, specs
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -37,7 +37,7 @@ def test_parts_that_are_not_equal_have_copies_of_their_own() -> None:
     """The last of three ranks holds seven elements of each matrix of 25, the others nine."""
     shards, _ = part_layout(specs([(5, 5)] * 9), 3)
     plans = [make_plan(shards, rank, 3, COST, bucket_bytes=2**20) for rank in range(3)]
-    n = [plans[0].owners.count(rank) for rank in range(3)]
+    n = [plans[0].of_all.owners.count(rank) for rank in range(3)]
     found = [[(copy.times, copy.rows, copy.cols) for copy in plan.buckets[0].received] for plan in plans]
     assert found == [[(1, n[0], 9), (1, n[0], 7)], [(1, n[1], 9), (1, n[1], 7)], [(2, n[2], 9)]]
 
@@ -67,7 +67,7 @@ LIMITS = [
 @pytest.mark.parametrize(("total", "world_size", "device_type", "copies", "expected"), LIMITS, ids=str)
 def test_the_size_of_a_bucket(total: int, world_size: int, device_type: str, copies: int, expected: int) -> None:
     """In the matrices' own bytes: half as many elements in bf16."""
-    cost = CostModel(COST.flops, 200.0, 2, device_type)
+    cost = replace(COST, device_type=device_type)
     (spec,) = specs([(total // 2**12, 2**11)])
     items = [PlacedBlock(Shard(spec, 0, Placement(0, 1, 0)), spec.blocks[0])]
     assert bucket_limit(items, world_size, copies, cost) * cost.bytes_per_element == expected
@@ -81,7 +81,7 @@ def test_buckets_are_bounded_whatever_the_model(layers: int, device_type: str, w
     bound = 8 * MIB if device_type == "cpu" else 128 * MIB
     shapes = [(512, 512), (512, 512), (2048, 512), (512, 2048), (64, 64), (8192, 8192)] * layers
     shards, _ = part_layout(specs(shapes), world_size)
-    plans = [make_plan(shards, r, world_size, CostModel(COST.flops, 200.0, 2, device_type)) for r in range(world_size)]
+    plans = [make_plan(shards, r, world_size, replace(COST, device_type=device_type)) for r in range(world_size)]
     for bucket in (bucket for plan in plans for bucket in plan.buckets):
         assert 2 * bucket.matrix_elements <= bound or sum(batch.count for batch in bucket.batches) == 1
 
@@ -121,11 +121,11 @@ def test_several_matrices_in_a_bucket_need_a_receive_buffer() -> None:
 )
 def test_buckets_in_flight(device_type: str, bucket_bytes: int, slots: int) -> None:
     """Fewer where a matrix is larger than a bucket on an accelerator; one where nothing is sent."""
-    cost, items = CostModel(COST.flops, 200.0, 2, device_type), specs([(12, 30)] * 8)
+    cost, items = replace(COST, device_type=device_type), specs([(12, 30)] * 8)
     plan = make_plan(part_layout(items, 2)[0], 0, 2, cost, bucket_bytes)
-    assert plan.slots(staged=False) == plan.slots(staged=True) == slots
+    assert plan.of_all.slots(plan.travels(staged=False)) == plan.of_all.slots(True) == slots
     alone = make_plan(part_layout(items, 1)[0], 0, 1, cost, bucket_bytes)
-    assert (alone.slots(staged=False), alone.slots(staged=True)) == (1, slots)
+    assert [alone.of_all.slots(alone.travels(staged)) for staged in (False, True)] == [1, slots]
 
 
 def test_equal_shapes_form_one_batch() -> None:
@@ -139,7 +139,7 @@ def test_owners_are_balanced(world_size: int) -> None:
     """Longest first: no owner above 4/3 of the best possible (Graham 1969)."""
     shapes = [(64, 64), (256, 64), (64, 256), (192, 64)] * 24
     shards, _ = part_layout(specs(shapes), world_size)
-    loads = make_plan(shards, 0, world_size, CostModel(COST.flops, 0.0, 2)).loads
+    loads = make_plan(shards, 0, world_size, replace(COST, flops_per_byte=0.0)).of_all.loads
     assert max(loads) <= 4 / 3 * max(sum(loads) / world_size, *(COST.flops(*s) for s in shapes))
 
 
@@ -159,19 +159,19 @@ def test_a_matrix_moves_only_where_that_shortens_the_step() -> None:
     """A lone matrix: another owner would take as long, after the bytes."""
     (spec,) = specs([(64, 64)])
     shards = [Shard(spec, 0, Placement(0, spec.numel, 0))]
-    assert make_plan(shards, 0, 2, COST).owners == (0,)
+    assert make_plan(shards, 0, 2, COST).of_all.owners == (0,)
 
 
 def test_matrices_stay_with_their_holders_where_bytes_are_dear() -> None:
     shapes = [(8, 8)] * 6 + [(32, 32)]
     shards, _ = flat_layout(specs(shapes), 2)
-    dear = make_plan(shards, 0, 2, CostModel(COST.flops, 1e12, 2))
-    assert dear.moved_elements == 0
+    dear = make_plan(shards, 0, 2, replace(COST, flops_per_byte=1e12))
+    assert dear.of_all.moved_elements == 0
     holders = [shard.placement.ranks(0, shard.spec.numel) for shard in shards]
-    assert all(owner in ranks for owner, ranks in zip(dear.owners, holders, strict=True))
-    free = make_plan(shards, 0, 2, CostModel(COST.flops, 0.0, 2))
-    assert max(free.loads) <= max(make_plan(shards, 0, 2, CostModel(COST.flops, 0.0, 2)).loads)
-    assert free.moved_elements > 0
+    assert all(owner in ranks for owner, ranks in zip(dear.of_all.owners, holders, strict=True))
+    free = make_plan(shards, 0, 2, replace(COST, flops_per_byte=0.0))
+    assert max(free.of_all.loads) <= max(make_plan(shards, 0, 2, replace(COST, flops_per_byte=0.0)).of_all.loads)
+    assert free.of_all.moved_elements > 0
 
 
 def test_planning_is_linear_in_matrices_and_ranks() -> None:
@@ -185,8 +185,8 @@ def test_planning_is_linear_in_matrices_and_ranks() -> None:
 def test_the_digest_tells_layouts_apart() -> None:
     base, _ = part_layout(specs([(4, 4), (4, 6)]), 2)
     other, _ = part_layout(specs([(4, 4), (6, 4)]), 2)
-    assert make_plan(base, 0, 2, COST).digest == make_plan(base, 1, 2, COST).digest
-    assert make_plan(base, 0, 2, COST).digest != make_plan(other, 0, 2, COST).digest
+    assert make_plan(base, 0, 2, COST).of_all.digest == make_plan(base, 1, 2, COST).of_all.digest
+    assert make_plan(base, 0, 2, COST).of_all.digest != make_plan(other, 0, 2, COST).of_all.digest
 
 
 def test_a_bucket_cuts_batches_only_where_it_is_full() -> None:

@@ -3,13 +3,14 @@
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from deepspeed.muon.plan.checker import conflict, lost_elements, violation
-from deepspeed.muon.plan.cost import CostModel
+from deepspeed.muon.plan.owners import is_sliceable
 from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard
 from deepspeed.muon.plan.plan import Plan, global_plan
 from deepspeed.muon.plan.program import (
@@ -26,7 +27,6 @@ from deepspeed.muon.plan.program import (
     collectives_of,
     program_of,
 )
-from deepspeed.muon.plan.slices import is_sliceable
 from helpers.jobs import newton_schulz
 from helpers.plans import COST, flat_layout, part_layout, specs
 
@@ -46,7 +46,7 @@ def plans_of(
         shards = [Shard(spec, i, Placement(0, spec.numel, 0, world)) for i, spec in enumerate(items)]
     else:
         shards, _ = (part_layout if stage == 3 else flat_layout)(items, world)
-    cost = CostModel(COST.flops, COST.flops_per_byte, COST.bytes_per_element, device_type)
+    cost = replace(COST, device_type=device_type)
     blocks = [block for shard in shards for block in shard.spec.blocks]
     counts = [owners if world % owners == 0 and is_sliceable(block, owners) else 1 for block in blocks]
     plan = global_plan(shards, world, cost, bucket_bytes, counts)

@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from deepspeed.muon import MuonWithAuxAdam
 from deepspeed.muon.errors import UnsupportedError
 from deepspeed.muon.matrices.routing import route
-from deepspeed.muon.plan.cost import CostModel
 from deepspeed.muon.plan.placement import Placement, Shard
-from deepspeed.muon.plan.plan import make_plan
 from deepspeed.muon.zero.refusals import refuse_engine
 from deepspeed.muon.zero.wrappers.experts import expert_counts, holders
 from helpers.distributed import run
 from helpers.experts import spread_model
 from helpers.models import full_weights, train_engine
+from helpers.plans import cubic_cost, make_plan
 from helpers.training import ds_config, make_engine
 
 # ---- parameter groups ---------------------------------------------------------------------------------------------
@@ -93,7 +92,7 @@ def test_thousands_of_equal_matrices_are_few_batches_on_every_rank(is_stack: boo
     offsets = [index * specs[0].numel for index in range(len(specs))]
     span = COUNT * ROWS * COLS // world
     shards = [Shard(spec, 0, Placement(at, span, 0)) for spec, at in zip(specs, offsets, strict=True)]
-    cost = CostModel(lambda rows, cols: 30.0 * rows * rows * cols, 200.0, 2)
+    cost = cubic_cost(30.0)
     plans = [make_plan(shards, rank, world, cost) for rank in range(world)]
     batches = [[batch.count for bucket in plan.buckets for batch in bucket.batches] for plan in plans]
     assert sum(map(sum, batches)) == COUNT

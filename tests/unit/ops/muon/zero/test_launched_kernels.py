@@ -20,9 +20,8 @@ SHAPES = [(24, 40), (40, 24), (24, 40), (32, 32), (40, 24), (33, 7), (24, 40), (
 
 def trained(stage: int, together: bool, momentum_dtype: str) -> tuple[dict[str, Tensor], tuple, tuple]:
     """Weights after three steps, and kernels of the last one as planned and as traced."""
-    from benchmarks.launches import noted, traced
+    from benchmarks.launches import Launches, launches_of, noted, traced
     from deepspeed.muon.kernels import selection as module
-    from deepspeed.muon.plan.launches import Launches, launches_of
     from deepspeed.muon.step_stats import SIZES, StepStats
 
     choose = module.choose

@@ -113,7 +113,7 @@ def bind_at_unequal_speed(case: dict[str, Any]) -> tuple[Choice, list[str], list
         engine = build(case | {"optimizer": OPEN})
         assert held == [("fp32", "fp16", "bf16")]
         train_engine(engine, 1)
-        owners = [owner for plan in engine.basic_optimizer.plans for owner in plan.owners]
+        owners = [owner for plan in engine.basic_optimizer.plans for owner in plan.of_all.owners]
         chosen = [text for text in said if "Newton-Schulz on cpu in" in text]
         result = choice_of(engine), chosen, made, owners, engine.basic_optimizer.exchange.dtype
         engine.destroy()
@@ -241,7 +241,7 @@ Result = tuple[dict[str, Tensor], dict[str, str], list[tuple[int, ...]], list[fl
 
 def report(engine: Any, losses: list[float]) -> Result:
     """The state after the steps, methods and owners."""
-    result = snapshot(engine), dict(methods_of(engine)), [p.owners for p in engine.basic_optimizer.plans], losses
+    result = snapshot(engine), dict(methods_of(engine)), [p.of_all.owners for p in engine.basic_optimizer.plans], losses
     engine.destroy()
     return result
 
@@ -328,7 +328,7 @@ def test_methods_change_owners_and_weights_here() -> None:
 def methods_after_loading(folder: str) -> tuple[dict[str, str], list[tuple[int, ...]], list[float]]:
     engine = build({"stage": 3, "optimizer": OPEN, "checkpoint": {"load_universal": True}}, seed=7)
     engine.load_checkpoint(folder, tag="universal")
-    result = dict(methods_of(engine)), [plan.owners for plan in engine.basic_optimizer.plans]
+    result = dict(methods_of(engine)), [plan.of_all.owners for plan in engine.basic_optimizer.plans]
     losses = train_engine(engine, 2, first_step=2)
     engine.destroy()
     return (*result, losses)

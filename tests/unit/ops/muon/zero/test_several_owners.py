@@ -30,15 +30,15 @@ BLOCKS = {"muon_split": {"layers.0": {"sizes": [24, 24], "axis": 1}, "layers.1":
 @contextmanager
 def counts_by_shape(counts: dict[tuple[int, int], int] | None) -> Iterator[None]:
     """Plan with these numbers of owners; `None`: with those that the planner chooses."""
-    from deepspeed.muon.plan import sharing
+    from deepspeed.muon.plan import plan
 
-    original = sharing.counts_of
+    original = plan.counts_of
     if counts is not None:
-        sharing.counts_of = lambda items, *args: [counts[item.shape] for item in items]
+        plan.counts_of = lambda items, *args: [counts[item.shape] for item in items]
     try:
         yield
     finally:
-        sharing.counts_of = original
+        plan.counts_of = original
 
 
 def engine_with(
@@ -69,7 +69,7 @@ def train(
     for number in range(steps * config.get("accumulation", 1)):
         step(engine, number)
     weights = fp32_weights(engine)
-    found = [count for plan in engine.basic_optimizer.plans for count in plan.counts]
+    found = [count for plan in engine.basic_optimizer.plans for count in plan.of_all.counts]
     engine.destroy()
     return {name: weights[name] - initial[name].detach() for name in initial}, found
 
@@ -102,7 +102,7 @@ def chosen(host: str) -> list[int]:
         engine = engine_with(None, stage=3, shapes=[(256, 8192)])
     finally:
         socket.gethostname = original
-    counts = list(engine.basic_optimizer.plans[0].counts)
+    counts = list(engine.basic_optimizer.plans[0].of_all.counts)
     engine.destroy()
     return counts
 
@@ -242,7 +242,7 @@ def weights_elsewhere(folder: str, **config: Any) -> tuple[dict[str, Tensor], di
     engine = engine_with(None, seed=1, checkpoint={"load_universal": True}, **config)
     assert engine.load_checkpoint(folder, tag="universal")[0] is not None
     step(engine, 1)
-    found = fp32_weights(engine), dict(Counter(n for plan in engine.basic_optimizer.plans for n in plan.counts))
+    found = fp32_weights(engine), dict(Counter(n for plan in engine.basic_optimizer.plans for n in plan.of_all.counts))
     engine.destroy()
     return found
 
@@ -251,7 +251,7 @@ def resume(folder: str, owners: int | None, **config: Any) -> tuple[dict[str, Te
     engine = engine_with(owners, seed=1, **config)
     assert engine.load_checkpoint(folder)[0] is not None
     step(engine, 1)
-    found = snapshot(engine), dict(Counter(n for plan in engine.basic_optimizer.plans for n in plan.counts))
+    found = snapshot(engine), dict(Counter(n for plan in engine.basic_optimizer.plans for n in plan.of_all.counts))
     engine.destroy()
     return found
 

@@ -2,6 +2,7 @@
 """Stage 0, where every rank holds everything: the work is shared where that is faster, and nobody sees it."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,15 +10,16 @@ import torch
 
 from deepspeed.muon.forecast.layout import Layout
 from deepspeed.muon.math.coefficients import schedule
-from deepspeed.muon.plan import sharing
-from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard
-from deepspeed.muon.plan.plan import make_plan
+from deepspeed.muon.plan import plan as planning
+from deepspeed.muon.plan.placement import Placement, Shard
+from deepspeed.muon.plan.plan import global_plan
 from helpers.distributed import run
 from helpers.forecasts import check_against_the_engine, forecast
 from helpers.models import MODELS, train_engine
-from helpers.plans import COST, counted_cost, specs
+from helpers.plans import COST, counted_cost, make_plan, specs
 from helpers.startup_log import records
 from helpers.training import ds_config, fp32_weights, make_engine
+from helpers.worker import without_latency
 
 SHAPES = [(16, 16), (8, 24), (24, 8), (16, 16), (4, 4), (24, 24), (16, 16)]
 
@@ -44,16 +46,16 @@ def test_owners_whose_matrices_are_too_large_for_one_bucket_all_work_at_once() -
     plan = make_plan(replicas([(16, 16)] * 32, 16), 3, 16, COST, bucket_bytes=3 * 16 * 16 * COST.bytes_per_element)
     kinds = [[bucket.only_results for bucket in plan.buckets], [len(bucket.batches) for bucket in plan.buckets]]
     assert kinds == [([False] + [True] * 6) * 2, ([1] + [0] * 6) * 2]
-    assert plan.storages(staged=False) == [0, 2, 3, 2, 3, 2, 3, 1, 2, 3, 2, 3, 2, 3]
+    assert plan.of_all.storages(travels=True) == [0, 2, 3, 2, 3, 2, 3, 1, 2, 3, 2, 3, 2, 3]
     assert max(sum(bucket.buffer_sizes) for bucket in plan.buckets) == 3 * 16 * 16
-    assert plan.rounds == 12
+    assert plan.of_all.exchanges == 12
 
 
 def test_work_is_shared_where_it_outweighs_the_bytes() -> None:
     def decision(shape: tuple[int, int], count: int = 4, copies: int = 2, **changes: Any) -> bool:
         cost = replace(counted_cost("standard", schedule("simple"), "bf16", 2, "cpu"), **changes)
-        items = [PlacedBlock(s, block) for s in replicas([shape] * count, copies) for block in s.spec.blocks]
-        return sharing.is_worth_sharing(items, copies, cost)
+        plan = global_plan(replicas([shape] * count, copies), copies, cost)
+        return planning.is_worth_sharing(plan, cost)
 
     # One rank does 30 m^3 per matrix, two do half of it, receive half of 2 m^2 bytes at 200 operations each, and wait
     # for two broadcasts of 5e7 operations. On two cores of an AMD EPYC the times of both are equal at m = 110.
@@ -71,20 +73,20 @@ def trained(share: bool, model: str = "broad", steps: int = 4, **config: Any) ->
     """Weights and momentum of this rank, matrices that it orthogonalized, bytes that its plans send."""
     from deepspeed.muon import step as module
 
-    done, originals = [], (module.orthogonalize, sharing.is_worth_sharing)
+    done, originals = [], (module.orthogonalize, planning.is_worth_sharing)
 
     def counted(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         done.append(x.size(0))
         return originals[0](x, *args, **kwargs)
 
     module.orthogonalize = counted
-    sharing.is_worth_sharing = lambda *args: share
+    planning.is_worth_sharing = lambda *args: share
     try:
         engine = make_engine(MODELS[model](), ds_config(stage=0, **config))
         optimizer = engine.basic_optimizer
         train_engine(engine, steps)
     finally:
-        module.orthogonalize, sharing.is_worth_sharing = originals
+        module.orthogonalize, planning.is_worth_sharing = originals
     buffers = [s["momentum_buffer"] for s in optimizer.state.values() if "momentum_buffer" in s]
     sent = sum(plan.sent_elements for plan in optimizer.plans)
     result = {"weights": fp32_weights(engine), "momentum": buffers, "done": sum(done), "sent": sent}
@@ -115,7 +117,8 @@ def test_a_rank_alone_sends_nothing() -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_forecast_is_what_the_engine_binds(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharing, "broadcasts", lambda *args: 0)  # as in the ranks
+    as_in_the_ranks = partial(without_latency, planning.is_worth_sharing)
+    monkeypatch.setattr(planning, "is_worth_sharing", as_in_the_ranks)
     check_against_the_engine("broad", Layout(0, world))
     _, (cost,) = forecast("broad", Layout(0, world))
     assert sum(cost.sent_bytes) == world * cost.least_bytes > 0

@@ -9,9 +9,8 @@ from deepspeed.muon.config.schema import parse
 from deepspeed.muon.math.choice import shape_key
 from deepspeed.muon.math.coefficients import schedule
 from deepspeed.muon.plan.cost import CostModel
-from deepspeed.muon.plan.owners import assign
+from deepspeed.muon.plan.owners import MAX_WHOLE_BYTES, assign, counts_for, counts_of, neighbours
 from deepspeed.muon.plan.placement import PlacedBlock
-from deepspeed.muon.plan.slices import LARGE_BYTES, counts_for, counts_of, neighbours
 from helpers.plans import counted_cost, part_layout, specs
 
 
@@ -82,7 +81,7 @@ def test_counts_of_a_checkpoint_and_others_divide_each_other() -> None:
 
 def test_large_matrices_are_sliced_for_their_memory_on_an_accelerator_only() -> None:
     shapes = [(28672, 8192)] * 64
-    assert {*counts(shapes, 8, cost_of("cuda", 8))} == {4} and LARGE_BYTES < 2 * 28672 * 8192 * 3
+    assert {*counts(shapes, 8, cost_of("cuda", 8))} == {4} and MAX_WHOLE_BYTES < 2 * 28672 * 8192 * 3
     assert {*counts(shapes, 8, cost_of("cpu", 8))} == {1}
 
 
