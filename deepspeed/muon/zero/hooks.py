@@ -10,7 +10,7 @@ import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -99,7 +99,10 @@ def _configure_basic_optimizer(original: Callable, self: Any, model_parameters: 
     if not is_muon(self.optimizer_name()):
         return original(self, model_parameters)
     if not _is_trained(self.module) and not self.zero_optimization():
-        return _idle(model_parameters)
+        # Such as DPO's reference model, to which tools pass the same config. ZeRO, which tools switch off for such a
+        # model, fails with any optimizer, and ours says why.
+        logger.info("deepspeed-muon: no parameter of this model is trained; its AdamW has nothing to do")
+        return torch.optim.AdamW(model_parameters)
     refuse_engine(self)
     note_tp_rank(self)
     optimizer = MuonWithAuxAdam(model_parameters, model=self.module, **(self.optimizer_params() or {}))
@@ -109,15 +112,6 @@ def _configure_basic_optimizer(original: Callable, self: Any, model_parameters: 
 
 def _is_trained(model: nn.Module) -> bool:
     return any(param.requires_grad for param in model.parameters())
-
-
-def _idle(params: Iterable[Any]) -> torch.optim.Optimizer:
-    """Return an optimizer for a fully frozen model, such as DPO's reference model, to which tools pass the same config.
-
-    ZeRO, which tools switch off for such a model, fails with any optimizer, and ours says why.
-    """
-    logger.info("deepspeed-muon: no parameter of this model is trained; its AdamW has nothing to do")
-    return torch.optim.AdamW(params)
 
 
 def _configure_optimizer(original: Callable, self: Any, client_optimizer: Any, model_parameters: Any) -> Any:
@@ -191,22 +185,17 @@ def _refuse_another(engine: Any, kind: type) -> None:
 
 def _check(engine: Any, optimizer: MuonWithAuxAdam) -> None:
     """Refuse or change what must be refused or changed before ZeRO allocates."""
-    _ignore_elastic_checkpoints(engine)
-    check_schedule(engine, optimizer)
-    check_nvme(engine, optimizer)
-    agree_on_settings(engine, optimizer)
-
-
-def _ignore_elastic_checkpoints(engine: Any) -> None:
-    """Switch elastic checkpoints off: they hold one kind of state, and DeepSpeed cannot load AdamW's either."""
     settings = engine._config.zero_config
     if settings.elastic_checkpoint and engine.zero_optimization_stage() in (1, 2):
-        settings.elastic_checkpoint = False
+        settings.elastic_checkpoint = False  # DeepSpeed cannot load AdamW's either
         if engine.global_rank == 0:
             logger.warning(
                 "deepspeed-muon: zero_optimization.elastic_checkpoint has no effect, because it cannot store two kinds "
                 "of optimizer state; resume on another number of ranks by universal checkpoints"
             )
+    check_schedule(engine, optimizer)
+    check_nvme(engine, optimizer)
+    agree_on_settings(engine, optimizer)
 
 
 def _compile(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
