@@ -24,7 +24,7 @@ from deepspeed.muon.math.choice import counted_method
 from deepspeed.muon.math.coefficients import schedule
 from deepspeed.muon.math.newton_schulz import flops
 from deepspeed.muon.matrices.block import Block
-from deepspeed.muon.matrices.routing import MatrixSpec
+from deepspeed.muon.matrices.splitting import MatrixSpec
 
 Matrices = Sequence[tuple[int, int]]
 SIMPLE = schedule("simple")

@@ -10,7 +10,9 @@ from deepspeed.muon.errors import (
     SeamError,
     UnsupportedError,
 )
-from deepspeed.muon.matrices.routing import Block, MatrixSpec, route
+from deepspeed.muon.matrices.block import Block
+from deepspeed.muon.matrices.routing import route
+from deepspeed.muon.matrices.splitting import MatrixSpec
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.state_import import import_state
 from deepspeed.muon.version import __version__

@@ -35,7 +35,8 @@ from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.math.schedules import Schedules
 from deepspeed.muon.matrices.pipeline import stage_of
 from deepspeed.muon.matrices.query_keys import attention_layers
-from deepspeed.muon.matrices.routing import MatrixSpec, route, shapes_of, tag_parameters
+from deepspeed.muon.matrices.routing import route, shapes_of, tag_parameters
+from deepspeed.muon.matrices.splitting import MatrixSpec
 from deepspeed.muon.numerics import fixed_numerics
 from deepspeed.muon.param_groups import check_decay_rates, check_options, split_groups, warn_of_odd_settings
 from deepspeed.muon.plan.plan import Plan

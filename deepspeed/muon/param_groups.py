@@ -16,7 +16,8 @@ from deepspeed.muon.config.types import GROUP_KEYS, HARMLESS, is_harmless
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.log import logger
 from deepspeed.muon.matrices.pipeline import stages_of
-from deepspeed.muon.matrices.routing import MatrixSpec, is_lora, shapes, unmatched
+from deepspeed.muon.matrices.routing import is_lora, shapes
+from deepspeed.muon.matrices.splitting import MatrixSpec, first_match
 from deepspeed.muon.matrices.tp_sharding import whole_shape
 
 
@@ -193,9 +194,28 @@ def check_options(
     Raises:
         MuonConfigError: for a whole model.
     """
-    specs = list(specs)
-    _refuse_unknown_outputs(specs, config)
-    unused = _unused_heads(specs, config) | _unused_splits(specs, config) | _unused_patterns(shapes(model), config)
+    specs, rules = list(specs), config.rules.keys
+    # Rules that tell outputs from inputs need to know which axis is which.
+    unknown = [spec.name for spec in specs if spec.use_muon and spec.output_axis is None]
+    if rules and unknown:
+        raise MuonConfigError(
+            f"optimizer.params.{rules[0]}: the axis of the outputs is unknown for {len(unknown)} stacks of matrices, "
+            f"first {unknown[0]}; name them in muon_exclude, or remove {' and '.join(rules)}"
+        )
+    unused = {}
+    if config.per_head_muon and not any(spec.use_muon and spec.is_projection for spec in specs):
+        unused["per_head_muon"] = (
+            "optimizer.params.per_head_muon: true, but no parameter of the Muon half is an attention projection by its "
+            "name; give their sizes in muon_split"
+        )
+    used = {spec.split_pattern for spec in specs}
+    for pattern in config.muon_split:
+        if pattern not in used:
+            unused[f"muon_split {pattern}"] = (
+                f"optimizer.params.muon_split: {pattern!r} cuts no parameter of the Muon half: what it matches goes to "
+                "AdamW, or an earlier pattern matches it too"
+            )
+    unused |= _unmatched(model, config)
     if layers is not None and not layers:
         unused["qk_clip"] = (
             "optimizer.params.qk_clip: no module of the model is softmax attention by the names of its projections, "
@@ -210,7 +230,7 @@ def check_options(
 
 def check_patterns(model: nn.Module, config: MuonConfig) -> None:
     """Raise MuonConfigError for a pattern that matches nothing in a whole model that it could act on."""
-    _refuse(_unused_patterns(shapes(model), config), model)
+    _refuse(_unmatched(model, config), model)
 
 
 def _refuse(unused: dict[str, str], model: nn.Module) -> dict[str, str]:
@@ -219,45 +239,18 @@ def _refuse(unused: dict[str, str], model: nn.Module) -> dict[str, str]:
     return unused
 
 
-def _refuse_unknown_outputs(specs: Iterable[MatrixSpec], config: MuonConfig) -> None:
-    """Rules that tell outputs from inputs need to know which axis is which."""
-    keys, unknown = config.rules.keys, [spec.name for spec in specs if spec.use_muon and spec.output_axis is None]
-    if keys and unknown:
-        raise MuonConfigError(
-            f"optimizer.params.{keys[0]}: the axis of the outputs is unknown for {len(unknown)} stacks of matrices, "
-            f"first {unknown[0]}; name them in muon_exclude, or remove {' and '.join(keys)}"
-        )
-
-
-def _unused_patterns(names: Mapping[str, tuple[int, ...]], config: MuonConfig) -> dict[str, str]:
-    """Patterns that match nothing they could act on. ``names``: the shape of every trainable parameter."""
+def _unmatched(model: nn.Module, config: MuonConfig) -> dict[str, str]:
+    """Return a message for each pattern that matches nothing that it could act on."""
+    names = shapes(model)
     matrices = [name for name, shape in names.items() if len(shape) >= 2], "matrices"
     targets = {"muon_include": matrices, "muon_exclude": (list(names), "parameters"), "muon_split": matrices}
     return {
         f"{key} {pattern}": f"optimizer.params.{key}: {pattern!r} matches none of the {len(candidates)} trainable "
         f"{kind}; the first are {', '.join(candidates[:3])}"
         for key, (candidates, kind) in targets.items()
-        for pattern in unmatched(getattr(config, key), candidates)
+        for pattern in getattr(config, key)
+        if first_match([pattern], candidates) is None
     }
-
-
-def _unused_splits(specs: Iterable[MatrixSpec], config: MuonConfig) -> dict[str, str]:
-    """Patterns of ``muon_split`` that cut nothing that Muon updates."""
-    used = {spec.split_pattern for spec in specs if spec.split_by == "muon_split"}
-    return {
-        f"muon_split {pattern}": f"optimizer.params.muon_split: {pattern!r} cuts no parameter of the Muon half: what "
-        "it matches goes to AdamW, or an earlier pattern matches it too"
-        for pattern in config.muon_split
-        if pattern not in used
-    }
-
-
-def _unused_heads(specs: Iterable[MatrixSpec], config: MuonConfig) -> dict[str, str]:
-    """``per_head_muon`` where no projection is in the Muon half."""
-    if not config.per_head_muon or any(spec.use_muon and spec.is_projection for spec in specs):
-        return {}
-    text = "but no parameter of the Muon half is an attention projection by its name; give their sizes in muon_split"
-    return {"per_head_muon": f"optimizer.params.per_head_muon: true, {text}"}
 
 
 #: At most this many reasons stand in a message.

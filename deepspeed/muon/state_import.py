@@ -19,7 +19,7 @@ from torch import Tensor
 from deepspeed.muon.errors import ImportStateError
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.log import logger
-from deepspeed.muon.matrices.routing import MatrixSpec
+from deepspeed.muon.matrices.splitting import MatrixSpec
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.saved_groups import fused
 

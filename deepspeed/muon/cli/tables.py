@@ -11,7 +11,7 @@ from typing import Any
 from deepspeed.muon.forecast.layout import Half, StepCost
 from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.newton_schulz import flops
-from deepspeed.muon.matrices.routing import MatrixSpec
+from deepspeed.muon.matrices.splitting import MatrixSpec
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 #: Up to this many owners are listed one by one.

@@ -70,12 +70,6 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     return next(iter(difflib.get_close_matches(word, near, n=1, cutoff=cutoff)), None)
 
 
-def choices_of(item: Mapping[str, Any]) -> list[str]:
-    """Return the choices that an error of pydantic names; none for errors that are not about a choice."""
-    words = re.findall(r"[^\s',]+", str(item.get("ctx", {}).get("expected", "")))
-    return [word for word in dict.fromkeys(words) if word != "or"]
-
-
 def listed(choices: Sequence[Any]) -> str:
     """Return the choices in words: ``a, b or c``."""
     *others, last = choices
@@ -89,12 +83,22 @@ def allowed(field: FieldInfo) -> str:
     return next((note for note in notes if isinstance(note, str)), "") or listed(kinds)
 
 
-def expected(values: str, value: Any, choices: Sequence[str]) -> str:
-    """Return which values are expected, and which of the choices ``value`` may have meant."""
-    hint = ""
+def expected(item: Mapping[str, Any], value: Any, values: str = "") -> str:
+    """Return which values are allowed, and which of them ``value`` may have meant.
+
+    ``item``: an error from ``pydantic.ValidationError.errors``; its choices stand for ``values`` where these are empty.
+    """
+    words = re.findall(r"[^\s',]+", str(item.get("ctx", {}).get("expected", "")))
+    choices = [word for word in dict.fromkeys(words) if word != "or"]
+    values, hint = values or listed(choices), ""
     if isinstance(value, str):
         hint = did_you_mean(value, choices, "", quote="'") or _of_string(value, values)
     return f"expected {values}; {hint}" if hint else f"expected {values}"
+
+
+def own_words(item: Mapping[str, Any]) -> str:
+    """Return the message of an error of pydantic, without its prefix for errors that a validator has raised."""
+    return str(item["msg"]).removeprefix("Value error, ")
 
 
 def unknown_inside(key: str, known: Collection[str]) -> str:
@@ -113,7 +117,7 @@ def explain(
         where: what stands before the key.
     """
     if not item["loc"]:
-        return f"{where}{_own_words(item)}"
+        return f"{where}{own_words(item)}"
     key, *inner = item["loc"]
     value, peer = params.get(key), PEERS.get(key.lower(), "")
     if key in ADVICE:
@@ -128,21 +132,18 @@ def explain(
     return f"{where}{key}: got {value!r}; {text}"
 
 
-def _own_words(item: Mapping[str, Any]) -> str:
-    return str(item["msg"]).removeprefix("Value error, ") if item["type"] == "value_error" else ""
-
-
 def _wrong_value(item: Mapping[str, Any], value: Any, field: FieldInfo, inner: Sequence[Any]) -> str:
-    """Return what is wrong with the value of a field, or with what lies at the place ``inner`` of it."""
+    """Return what is wrong with the value of a field, or with the part of it at ``inner``."""
+    values, part = allowed(field), ""
     section = next((kind for kind in get_args(field.annotation) if hasattr(kind, "model_fields")), None)
-    own = _own_words(item)
-    if section is None or not inner:
-        pattern = f"{inner[0]!r}: " if len(inner) == 1 and isinstance(inner[0], str) else ""
-        return f"{pattern}{own}" if own else expected(allowed(field), value, choices_of(item))
-    fields, key, value = section.model_fields, inner[0], item["input"]
-    if key not in fields:
-        return unknown_inside(key, fields)
-    return f"{key}: " + (own or expected(f"{allowed(fields[key])}, not {value!r}", value, choices_of(item)))
+    if section and inner:
+        key, value = inner[0], item["input"]
+        if key not in section.model_fields:
+            return unknown_inside(key, section.model_fields)
+        values, part = f"{allowed(section.model_fields[key])}, not {value!r}", f"{key}: "
+    elif len(inner) == 1 and isinstance(inner[0], str):
+        part = f"{inner[0]!r}: "
+    return part + (own_words(item) if item["type"] == "value_error" else expected(item, value, values))
 
 
 def _of_string(value: str, values: str) -> str:

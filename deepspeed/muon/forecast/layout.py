@@ -21,7 +21,8 @@ from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.scale import scale_factor
 from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.matrices.query_keys import attention_layers
-from deepspeed.muon.matrices.routing import MatrixSpec, route
+from deepspeed.muon.matrices.routing import route
+from deepspeed.muon.matrices.splitting import MatrixSpec
 from deepspeed.muon.param_groups import check_options, split_groups
 from deepspeed.muon.plan.bucket import OwnedBlocks
 from deepspeed.muon.plan.cost import CostModel, cost_model

@@ -107,11 +107,6 @@ def matrices(shape: Sequence[int]) -> tuple[Block, ...]:
     return tuple(Block(i * rows * cols, rows, cols, cols) for i in range(math.prod(stack)))
 
 
-def flattened(shape: Sequence[int]) -> tuple[Block, ...]:
-    """A convolution ``[out, in, *kernel]`` as one matrix ``[out, in x kernel]``."""
-    return matrices((shape[0], math.prod(shape[1:])))
-
-
 def cut(block: Block, by: Cut) -> tuple[Block, ...]:
     """Cut a matrix into ranges of rows (axis 0) or columns (axis 1), one matrix per size.
 

@@ -68,18 +68,15 @@ def _attention(name: str, outputs: int, inputs: int, axis: int, owner: nn.Module
         per_key = heads.queries // heads.keys * heads.width
         if is_grouped and outputs == queries + 2 * keys and heads.queries % heads.keys == 0:
             return Cut((per_key, heads.width, heads.width), axis, heads.keys), QKV
-        if is_grouped and outputs == 2 * (queries + keys) and _has_output_gate(owner):
+        # Megatron-core's attention may have a gate for each query, beside the queries of a key head.
+        has_gates = getattr(getattr(owner, "config", None), "attention_output_gate", False) is True
+        if is_grouped and outputs == 2 * (queries + keys) and has_gates:
             return Cut((per_key, per_key, heads.width, heads.width), axis, heads.keys), GATED_QKV
         if not is_grouped and outputs == queries + keys + values:
             return Cut((queries, keys, values), axis), QKV
     if outputs == 3 * inputs and not is_grouped and not (heads and heads.values):
         return Cut((inputs,) * 3, axis), QKV
     raise _misfit(name, outputs)
-
-
-def _has_output_gate(owner: nn.Module) -> bool:
-    """Whether Megatron-core's attention has a gate for each query; it lies beside the queries of a key head."""
-    return getattr(getattr(owner, "config", None), "attention_output_gate", False) is True
 
 
 def _by_head(name: str, outputs: int, axis: int, heads: Heads) -> tuple[Cut, str]:

@@ -34,7 +34,7 @@ class HeadWeights(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Adjacent outputs of a projection; ``role`` is ``None`` for values and what else is left alone."""
+    """Adjacent outputs of a projection; ``role`` is ``None`` for values and whatever else stays as it is."""
 
     size: int
     role: Role | None = None
@@ -108,11 +108,7 @@ def _projections(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _attention(
-    name: str,
-    module: nn.Module,
-    projections: Mapping[str, nn.Module],
-    model: nn.Module,
-    trained: Set[nn.Parameter],
+    name: str, module: nn.Module, projections: Mapping[str, nn.Module], model: nn.Module, trained: Set[nn.Parameter]
 ) -> Attention:
     for child, _ in module.named_children():
         if _NORM.search(child):
@@ -133,21 +129,17 @@ def _attention(
         keys = max((part.head + 1 for part in parts if part.role == "key"), default=keys)
         for attribute, param in projection.named_parameters():
             axis = output_axis(projection) if attribute == "weight" else 0
-            weights[param] = tuple(_held(param, parts, axis, projection))
+            weights[param] = tuple(_local_weights(param, parts, axis, projection))
     if heads.queries % keys:
         raise ValueError(f"its {heads.queries} query heads do not share {keys} key heads evenly")
-    held = sorted({w.head for of_param in weights.values() for w in of_param if w.role == "query"})
-    return Attention(name, heads.queries, keys, tuple(held), weights)
+    local = sorted({w.head for of_param in weights.values() for w in of_param if w.role == "query"})
+    return Attention(name, heads.queries, keys, tuple(local), weights)
 
 
 def _parts(
     leaf: str, projection: Any, module: nn.Module, model: nn.Module, heads: Heads, latent: bool
 ) -> Sequence[_Part]:
-    """The outputs of a projection, in order.
-
-    Raises:
-        ValueError: they are not whole heads.
-    """
+    """Return the outputs of a projection, in order."""
     shape, axis = whole_shape(projection.weight), output_axis(projection)
     kind, outputs = leaf.lower(), shape[axis]
     if kind in LATENT:
@@ -182,8 +174,8 @@ def _fused(
         yield _Part(sizes[2])
 
 
-def _held(param: nn.Parameter, parts: Sequence[_Part], axis: int, projection: Any) -> Iterator[HeadWeights]:
-    """The parts of a weight or a bias that this rank has; a bias counts as a matrix of one column."""
+def _local_weights(param: nn.Parameter, parts: Sequence[_Part], axis: int, projection: Any) -> Iterator[HeadWeights]:
+    """Yield the parts of a weight or a bias that this rank has; a bias counts as a matrix of one column."""
     whole, sharding = whole_shape(param), sharding_of(param)
     if sharding is None and whole != local_shape(param):
         raise ValueError("how tensor parallelism cut its weights is not known")
@@ -192,8 +184,8 @@ def _held(param: nn.Parameter, parts: Sequence[_Part], axis: int, projection: An
     for part, block in zip(parts, blocks, strict=True):
         if part.role is None:
             continue
-        mine = [block]
-        if sharding is not None:
-            shards = replace(sharding, shape=shape).parts(block, tp_rank(param, projection))
-            mine = [shard for shard, _ in shards]
-        yield from (HeadWeights(part.role, part.head, held) for held in mine)
+        if sharding is None:
+            yield HeadWeights(part.role, part.head, block)
+            continue
+        for shard, _ in replace(sharding, shape=shape).parts(block, tp_rank(param, projection)):
+            yield HeadWeights(part.role, part.head, shard)

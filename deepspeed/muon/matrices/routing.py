@@ -8,11 +8,9 @@ matrices. Every decision carries its reason. The user's tags and patterns overri
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -20,11 +18,10 @@ from torch import nn
 
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.errors import MuonConfigError
-from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.matrices.heads import is_projection
 from deepspeed.muon.matrices.pipeline import outer_parameters, shared_parameters
-from deepspeed.muon.matrices.splitting import Splitting, Use, first_match, is_convolution, is_stack, split_parameter
-from deepspeed.muon.matrices.tp_sharding import Sharding, local_shape, sharding_of, tp_rank, whole_shape
+from deepspeed.muon.matrices.splitting import MatrixSpec, Use, first_match, is_convolution, is_stack, split_parameter
+from deepspeed.muon.matrices.tp_sharding import Sharding, local_shape, sharding_of, whole_shape
 
 #: The attribute of a parameter by which users, stock DeepSpeed and other projects say whether Muon updates it.
 TAG = "use_muon"
@@ -50,54 +47,6 @@ _LORA_B = re.compile(r"(^|[._])lora_?(embedding_)?(B|b|up|left_weight|weight_2)(
 
 #: The dtypes of matrices that Newton-Schulz can read; AdamW gets the others, such as complex numbers.
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
-
-@dataclass(frozen=True)
-class MatrixSpec:
-    """One parameter's route, and the matrices that Muon sees in it.
-
-    Args:
-        name: of the parameter in the model; of a tied one, the first.
-        shape: of the tensor on this rank, before ZeRO partitions it.
-        use_muon: whether Muon updates it; else AdamW.
-        reason: for people, why.
-        blocks: the matrices; empty for AdamW. With ``sharding`` they are blocks of the whole parameter.
-        split: for people, how the parameter is split into them; empty for one matrix.
-        sharding: how tensor parallelism cut the parameter, if it did.
-        is_projection: whether its module's name says that it is an attention projection.
-        chosen_by: the user's option that decided the route: ``use_muon``, ``muon_exclude`` or ``muon_include``;
-            ``None`` where the rules did.
-        overrides_rules: whether the rules alone would have chosen the other half.
-        split_by: the option that cut it: ``muon_split``, ``per_head_muon`` or ``muon_fused``; ``None`` for none.
-        split_pattern: which pattern of ``muon_split`` did.
-        left_whole: whether ``split`` says why the parameter stays one matrix.
-        output_axis: the axis of its matrices along which their outputs lie; ``None`` where that is not known.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    use_muon: bool
-    reason: str
-    blocks: tuple[Block, ...] = ()
-    split: str = ""
-    sharding: Sharding | None = None
-    is_projection: bool = False
-    chosen_by: str | None = None
-    overrides_rules: bool = False
-    split_by: str | None = None
-    split_pattern: str = ""
-    left_whole: bool = False
-    output_axis: int | None = 0
-
-    @property
-    def numel(self) -> int:
-        """Number of elements on this rank, before ZeRO partitions it."""
-        return math.prod(self.shape)
-
-    @property
-    def whole(self) -> tuple[int, ...]:
-        """The shape before tensor parallelism cut it."""
-        return self.sharding.shape if self.sharding else self.shape
 
 
 class Route(NamedTuple):
@@ -133,23 +82,16 @@ def route(model: nn.Module, config: MuonConfig | None = None) -> dict[nn.Paramet
                 f"{names[0]}: {decided.reason}, but several stages of the pipeline have copies of it, and rounding in "
                 "Muon would let them drift apart; leave it to AdamW"
             )
-        found = split_parameter(names, shape, uses[0], config, model) if decided.use_muon else Splitting()
-        sharding = _sharding(names[0], param, decided.use_muon)
-        if decided.use_muon and sharding and config.tp_mode == "shard":
-            rank = tp_rank(param, uses[0].module)  # of which the shards are matrices of their own
-            held = tuple(part for block in found.blocks for part, _ in sharding.parts(block, rank))
-            text = ", ".join(filter(None, [found.split, "tensor-parallel shards, by tp_mode"]))
-            found, sharding = found._replace(blocks=held, split=text), None
-        specs[param] = MatrixSpec(
-            name=names[0],
-            shape=local_shape(param),
-            sharding=sharding,
+        spec = MatrixSpec(
+            names[0],
+            local_shape(param),
+            **decided._asdict(),
+            sharding=_sharding(names[0], param, decided.use_muon),
             is_projection=is_projection(uses[0].projection[0]),
             overrides_rules=decided.use_muon is not by_rules.use_muon,
             output_axis=uses[0].matrix_output_axis(shape),
-            **decided._asdict(),
-            **found._asdict(),
         )
+        specs[param] = split_parameter(spec, names, param, uses[0], config, model) if decided.use_muon else spec
     return specs
 
 
@@ -212,11 +154,6 @@ def _output_embeddings(model: nn.Module) -> dict[nn.Parameter, str]:
     head = get() if callable(get) else None
     found = head.parameters() if isinstance(head, nn.Module) else ()
     return dict.fromkeys(found, "output head (get_output_embeddings)")
-
-
-def unmatched(patterns: Iterable[str], names: Sequence[str]) -> list[str]:
-    """The regular expressions that match none of the names."""
-    return [pattern for pattern in patterns if first_match([pattern], names) is None]
 
 
 def is_lora(spec: MatrixSpec) -> bool:

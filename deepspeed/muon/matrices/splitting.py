@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The matrices in a parameter of the Muon half: itself, the slices of a stack, a flattened convolution, or cuts."""
+"""A parameter's matrices: the whole parameter, slices of a stack, a flattened convolution, or what it is cut into."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch import nn
@@ -12,9 +14,10 @@ from torch import nn
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.config.types import Cut
 from deepspeed.muon.errors import MuonConfigError
-from deepspeed.muon.matrices.block import Block, cut, flattened, matrices
+from deepspeed.muon.matrices.block import Block, cut, matrices
 from deepspeed.muon.matrices.fused import cut_fused, output_axis, stack_output_axis
-from deepspeed.muon.matrices.heads import GATED_CLASSES, cut_by_head, heads_of, is_a, is_projection
+from deepspeed.muon.matrices.heads import GATED_CLASSES, cut_by_head, heads_of, is_a
+from deepspeed.muon.matrices.tp_sharding import Sharding, tp_rank
 
 
 def is_convolution(module: nn.Module) -> bool:
@@ -62,52 +65,105 @@ class Use(NamedTuple):
         return stack_output_axis(name, shape[-2:], owner)
 
 
-class Splitting(NamedTuple):
-    """The matrices of a parameter; the fields are those of :class:`MatrixSpec`."""
+@dataclass(frozen=True)
+class MatrixSpec:
+    """One parameter's route, and the matrices that Muon sees in it.
 
+    Args:
+        name: of the parameter in the model; of a tied one, the first.
+        shape: of the tensor on this rank, before ZeRO partitions it.
+        use_muon: whether Muon updates it; else AdamW.
+        reason: for people, why.
+        blocks: the matrices; empty for AdamW. With ``sharding`` they are blocks of the whole parameter.
+        split: for people, how the parameter is split into them; empty for one matrix.
+        sharding: how tensor parallelism cut the parameter, if it did.
+        is_projection: whether its module's name says that it is an attention projection.
+        chosen_by: the user's option that decided the route: ``use_muon``, ``muon_exclude`` or ``muon_include``;
+            ``None`` where the rules did.
+        overrides_rules: whether the rules alone would have chosen the other half.
+        split_by: the option that cut it: ``muon_split``, ``per_head_muon`` or ``muon_fused``; ``None`` for none.
+        split_pattern: which pattern of ``muon_split`` did.
+        left_whole: whether ``split`` says why the parameter stays one matrix.
+        output_axis: the axis of its matrices along which their outputs lie; ``None`` where that is not known.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    use_muon: bool
+    reason: str
     blocks: tuple[Block, ...] = ()
     split: str = ""
+    sharding: Sharding | None = None
+    is_projection: bool = False
+    chosen_by: str | None = None
+    overrides_rules: bool = False
     split_by: str | None = None
     split_pattern: str = ""
     left_whole: bool = False
+    output_axis: int | None = 0
+
+    @property
+    def numel(self) -> int:
+        """Number of elements on this rank, before ZeRO partitions it."""
+        return math.prod(self.shape)
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The shape before tensor parallelism cut it."""
+        return self.sharding.shape if self.sharding else self.shape
 
 
 def split_parameter(
-    names: Sequence[str], shape: Sequence[int], use: Use, config: MuonConfig, model: nn.Module
-) -> Splitting:
-    """The matrices that Muon sees in a parameter of these names; a tied one has several.
+    spec: MatrixSpec, names: Sequence[str], param: nn.Parameter, use: Use, config: MuonConfig, model: nn.Module
+) -> MatrixSpec:
+    """Return the spec of a parameter of the Muon half, with its matrices; a tied parameter has several ``names``.
 
     Raises:
         MuonConfigError: sizes that do not add up to the parameter's, or heads that are not known.
     """
-    is_flattened = is_convolution(use.module) and len(shape) > 2
-    whole = flattened(shape) if is_flattened else matrices(shape)
+    spec = _split(spec, names, use, config, model)
+    if spec.sharding is None or config.tp_mode == "whole":
+        return spec
+    rank = tp_rank(param, use.module)  # whose shards are matrices of their own
+    blocks = tuple(part for block in spec.blocks for part, _ in spec.sharding.parts(block, rank))
+    return replace(spec, blocks=blocks, split=_joined(spec.split, "tensor-parallel shards, by tp_mode"), sharding=None)
+
+
+def _split(spec: MatrixSpec, names: Sequence[str], use: Use, config: MuonConfig, model: nn.Module) -> MatrixSpec:
+    shape, is_flattened = spec.whole, is_convolution(use.module) and len(spec.whole) > 2
+    whole = matrices((shape[0], math.prod(shape[1:])) if is_flattened else shape)
     size = f"{whole[0].rows} x {whole[0].cols}"
     text = f"flattened to {size}" if is_flattened else f"{len(whole)} of {size}" if len(whole) > 1 else ""
+    spec = replace(spec, blocks=whole, split=text)
     pattern = first_match(config.muon_split, names)
     if pattern is not None:
         try:
-            return _cut(whole, text, config.muon_split[pattern], f"by muon_split {pattern!r}", "muon_split", pattern)
+            return _cut(spec, config.muon_split[pattern], f"by muon_split {pattern!r}", "muon_split", pattern)
         except ValueError as error:
             raise MuonConfigError(
                 f"optimizer.params.muon_split: {pattern!r} finds {names[0]} {list(shape)}, but {error}"
             ) from None
-    if config.per_head_muon and len(shape) == 2 and is_projection(use.projection[0]):
-        return _cut(whole, text, _by_head(names[0], shape, use, model), "one matrix per head", "per_head_muon")
+    if config.per_head_muon and len(shape) == 2 and spec.is_projection:
+        return _cut(spec, _by_head(names[0], shape, use, model), "one matrix per head", "per_head_muon")
     if config.muon_fused == "whole" or is_flattened:
-        return Splitting(whole, text)
+        return spec
     name, owner = use.weight
     try:
         fused = cut_fused(name, shape[-2:], output_axis(use.module), owner, model)
     except ValueError as error:
-        return Splitting(whole, _joined(text, f"left whole: {error}"), left_whole=not text)
-    return _cut(whole, text, fused[0], f"{fused[1]} by muon_fused", "muon_fused") if fused else Splitting(whole, text)
+        return replace(spec, split=_joined(text, f"left whole: {error}"), left_whole=not text)
+    return _cut(spec, fused[0], f"{fused[1]} by muon_fused", "muon_fused") if fused else spec
 
 
-def _cut(whole: Sequence[Block], text: str, by: Cut, why: str, option: str, pattern: str = "") -> Splitting:
-    """Each of the matrices, cut alike."""
-    blocks = tuple(part for matrix in whole for part in cut(matrix, by))
-    return Splitting(blocks, _joined(text, str(by), why), option, pattern, left_whole=not (text or by.sizes))
+def _cut(spec: MatrixSpec, by: Cut, why: str, option: str, pattern: str = "") -> MatrixSpec:
+    return replace(
+        spec,
+        blocks=tuple(part for matrix in spec.blocks for part in cut(matrix, by)),
+        split=_joined(spec.split, str(by), why),
+        split_by=option,
+        split_pattern=pattern,
+        left_whole=not (spec.split or by.sizes),
+    )
 
 
 def _joined(*texts: str) -> str:

@@ -10,7 +10,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from deepspeed.muon.matrices.block import Block, Piece
-from deepspeed.muon.matrices.routing import MatrixSpec
+from deepspeed.muon.matrices.splitting import MatrixSpec
 from deepspeed.muon.matrices.tp_sharding import Sharding
 
 

@@ -17,7 +17,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from pydantic import ValidationError
 
-from deepspeed.muon.config.messages import FILLED_BY, choices_of, did_you_mean, expected, listed, nearest
+from deepspeed.muon.config.messages import FILLED_BY, did_you_mean, expected, nearest, own_words
 from deepspeed.muon.config.schema import MuonConfig, parse
 from deepspeed.muon.errors import MuonConfigError, SettingsError, UnsupportedError
 from deepspeed.muon.forecast.layout import Layout
@@ -180,12 +180,12 @@ def _explain(title: str, item: dict[str, Any]) -> str:
         near = did_you_mean(name, keys_of(".".join(section)), "DeepSpeed has none of this name")
         place = place_of(name)
         return f"{key}: unknown key, {f'it belongs {place}' if place else near}"
-    if item["type"] in ("enum", "literal_error") and (choices := choices_of(item)):
-        text = expected(listed(choices), value, choices)
+    if item["type"] in ("enum", "literal_error"):
+        text = expected(item, value)
     elif item["type"] in ("model_type", "dict_type"):
         text = "expected an object"
     else:
-        text = item["msg"].removeprefix("Value error, ")
+        text = own_words(item)
     return f"{key}: got {value!r}; {text}"
 
 

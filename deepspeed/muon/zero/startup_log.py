@@ -11,7 +11,8 @@ from deepspeed.muon.kernels.selection import summary
 from deepspeed.muon.log import logger
 from deepspeed.muon.math.scale import SCALES, update_rms
 from deepspeed.muon.matrices.pipeline import stages_of
-from deepspeed.muon.matrices.routing import MatrixSpec, is_lora
+from deepspeed.muon.matrices.routing import is_lora
+from deepspeed.muon.matrices.splitting import MatrixSpec
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.plan.plan import GlobalPlan
 from deepspeed.muon.tuning import Tuning

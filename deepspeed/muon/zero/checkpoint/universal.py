@@ -20,7 +20,7 @@ from torch import Tensor
 
 from deepspeed.muon.errors import ImportStateError, UnsupportedError
 from deepspeed.muon.log import logger
-from deepspeed.muon.matrices.routing import MatrixSpec
+from deepspeed.muon.matrices.splitting import MatrixSpec
 from deepspeed.muon.matrices.tp_sharding import Sharding, sharding_of
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.param_groups import expert_group

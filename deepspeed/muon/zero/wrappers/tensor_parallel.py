@@ -14,7 +14,7 @@ import deepspeed.comm as comm
 
 from deepspeed.muon.errors import UnsupportedError
 from deepspeed.muon.exchange.partition import Partition
-from deepspeed.muon.matrices.routing import MatrixSpec
+from deepspeed.muon.matrices.splitting import MatrixSpec
 from deepspeed.muon.plan.placement import Placement, Shard
 from deepspeed.muon.zero.consensus import gathered
 from deepspeed.muon.zero.tp_ranks import Grid, tp_group

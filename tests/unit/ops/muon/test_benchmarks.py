@@ -362,7 +362,7 @@ def test_the_exchange_on_one_rank(results: Path) -> None:
 def test_what_a_rank_sends_to_itself_is_all_of_a_bucket() -> None:
     """Runs in place are sent; columns, which were sent already, keep where they belong."""
     from deepspeed.muon.matrices.block import Block
-    from deepspeed.muon.matrices.routing import MatrixSpec
+    from deepspeed.muon.matrices.splitting import MatrixSpec
     from deepspeed.muon.plan.placement import Placement, Shard
     from helpers.plans import counted_cost, make_plan
 

@@ -22,7 +22,7 @@ from deepspeed.muon.kernels import reference
 from deepspeed.muon.math.choice import counted_method
 from deepspeed.muon.math.newton_schulz import METHODS, flops
 from deepspeed.muon.matrices.block import Block
-from deepspeed.muon.matrices.routing import MatrixSpec
+from deepspeed.muon.matrices.splitting import MatrixSpec
 from deepspeed.muon.plan.memory import Memory, peak
 from deepspeed.muon.plan.plan import CPU_BUCKET_BYTES, Plan
 from deepspeed.muon.tuning import Candidates

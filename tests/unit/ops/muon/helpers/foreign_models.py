@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.muon.matrices.routing import MatrixSpec, route
+from deepspeed.muon.matrices.routing import route
+from deepspeed.muon.matrices.splitting import MatrixSpec
 
 WIDTH = 8
 

@@ -10,7 +10,7 @@ from random import Random
 from deepspeed.muon.config.types import Cut
 from deepspeed.muon.math.coefficients import schedule
 from deepspeed.muon.matrices.block import Block, cut, matrices
-from deepspeed.muon.matrices.routing import MatrixSpec
+from deepspeed.muon.matrices.splitting import MatrixSpec
 from deepspeed.muon.matrices.tp_sharding import Sharding
 from deepspeed.muon.plan.checker import conflict, lost_elements, violation
 from deepspeed.muon.plan.owners import counts_for, is_sliceable

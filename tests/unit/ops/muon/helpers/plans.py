@@ -8,7 +8,7 @@ from typing import Any
 
 from deepspeed.muon.forecast.layout import Half
 from deepspeed.muon.matrices.block import Block
-from deepspeed.muon.matrices.routing import MatrixSpec
+from deepspeed.muon.matrices.splitting import MatrixSpec
 from deepspeed.muon.plan.bucket import Copy, Run
 from deepspeed.muon.plan.cost import CostModel, OwnerCost
 from deepspeed.muon.plan.memory import BatchSize, Demand, PartDemand

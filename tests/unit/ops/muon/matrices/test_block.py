@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deepspeed.muon.config.types import Cut
-from deepspeed.muon.matrices.block import Block, Piece, cut, flattened, matrices
-from deepspeed.muon.matrices.routing import MatrixSpec
+from deepspeed.muon.matrices.block import Block, Piece, cut, matrices
+from deepspeed.muon.matrices.splitting import MatrixSpec
 from helpers.foreign_models import linear, module, routes
 
 
@@ -156,8 +156,7 @@ def test_a_cut_that_does_not_fit_is_refused() -> None:
         cut(matrices((6, 6))[0], Cut((3,), axis=1, groups=2))
 
 
-def test_stacks_and_convolutions() -> None:
+def test_stacks() -> None:
     assert matrices((4, 3)) == (Block(0, 4, 3, 3),)
     assert matrices((2, 4, 3)) == (Block(0, 4, 3, 3), Block(12, 4, 3, 3))
     assert len(matrices((2, 5, 4, 3))) == 10
-    assert flattened((8, 3, 2, 2)) == (Block(0, 8, 12, 12),)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from deepspeed.muon import route
 from deepspeed.muon.config.schema import MuonConfig
-from deepspeed.muon.matrices.routing import MatrixSpec
+from deepspeed.muon.matrices.splitting import MatrixSpec
 from helpers.foreign_models import linear, module
 from helpers.models import Conv1D, TinyGpt
 from helpers.transformers_models import EXPERTS, GQA, LATENT, MODELS, SIZES, from_config, hybrid, needs_stacks
