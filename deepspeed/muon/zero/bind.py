@@ -35,7 +35,7 @@ from deepspeed.muon.zero.wrappers import adapter_for
 from deepspeed.muon.zero.wrappers.tensor_parallel import joined
 
 #: Keys of the optimizer's groups that decide what is trained; a user may add others of any type.
-FACTS = (*GROUP_KEYS, "name", "moe", "use_muon", "lr_ratio")
+COMPARED_KEYS = (*GROUP_KEYS, "name", "moe", "use_muon", "lr_ratio")
 
 
 def agree_on_settings(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
@@ -54,10 +54,10 @@ def agree_on_settings(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
         DisagreementError: the ranks differ, or some do not respond.
         MuonConfigError: an option of the config that no pipeline stage follows.
     """
-    verdict = agree(lambda: _facts(engine, optimizer), _judge_settings)
-    if verdict["unused_options"]:
-        raise MuonConfigError("\n".join(verdict["unused_options"]))
-    return verdict
+    agreed = agree(lambda: _facts(engine, optimizer), _judge_settings)
+    if agreed["unused_options"]:
+        raise MuonConfigError("\n".join(agreed["unused_options"]))
+    return agreed
 
 
 def bind_engine(engine: Any) -> None:
@@ -68,7 +68,7 @@ def bind_engine(engine: Any) -> None:
     optimizer = engine.basic_optimizer
     slow = functools.partial(log_if_slow, is_logging_rank=engine.global_rank == 0)
     with slow("comparing the settings of all ranks"):
-        verdict = agree_on_settings(engine, optimizer)
+        agreed = agree_on_settings(engine, optimizer)
     if optimizer.qk_clip:
         refuse_qk_clip(engine)
     grid = grid_of(engine)
@@ -78,7 +78,7 @@ def bind_engine(engine: Any) -> None:
         muon_of_all_stages = of_all_stages(optimizer)
     adapter = engine.muon_adapter = adapter_for(engine, optimizer)
     is_finite = adapter.watch_gradients()
-    adapter.prepare(verdict["groups"])
+    adapter.prepare(agreed["groups"])
     partitions = joined(adapter, grid)
     device = torch.device(get_accelerator().current_device_name())  # wherever ZeRO keeps the shards
     kinds = sorted({device.type, *(tensor.device.type for partition in partitions for tensor in partition.tensors)})
@@ -88,7 +88,7 @@ def bind_engine(engine: Any) -> None:
         is_logging=engine.global_rank == 0,
         kernels=selection.choose(unavailable),
         unavailable=unavailable,
-        ranks_per_node=verdict["ranks_per_node"],
+        ranks_per_node=agreed["ranks_per_node"],
         peers=peers,
         muon_of_all_stages=muon_of_all_stages,
         is_stepped_in_parts=True,
@@ -96,23 +96,23 @@ def bind_engine(engine: Any) -> None:
     )
     world_size = max((p.world_size for p in partitions), default=1)
     with slow("choosing dtype, method and kernels of Newton-Schulz"):
-        tuning = choose(optimizer, verdict, device, world_size)
+        tuning = choose(optimizer, agreed, device, world_size)
     with slow("planning the exchange and allocating the state"):
         optimizer.bind(partitions, tuning, device)
     with slow("compiling and tuning the kernels, and comparing the plans of all ranks,"):
         compare_plans(engine)
-    is_recorded = verdict["monitor"] and optimizer.config.monitor_interval > 0
+    is_recorded = agreed["monitor"] and optimizer.config.monitor_interval > 0
     engine._muon_recorder = Recorder(optimizer) if is_recorded else None
     optimizer.saved_form.is_convertible = True
     adapter.patch_state_access()
     support_universal_checkpoints(adapter)
     start_watchdog()
-    if engine.global_rank in verdict["firsts"]:
-        log_startup(adapter, tuning, verdict["matrices"])
+    if engine.global_rank in agreed["firsts"]:
+        log_startup(adapter, tuning, agreed["matrices"])
 
 
 def _facts(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
-    groups = [{key: value for key, value in g.items() if key in FACTS} for g in optimizer.param_groups]
+    groups = [{key: value for key, value in g.items() if key in COMPARED_KEYS} for g in optimizer.param_groups]
     routes = sorted(f"{s.name}{s.whole}{s.use_muon}{s.blocks}" for s in optimizer.specs.values())
     return {
         "version": __version__,
@@ -138,7 +138,7 @@ def _hash(text: str) -> str:
 
 
 def _judge_settings(facts: list[Facts]) -> Facts:
-    """Return the verdict: ranks of one pipeline stage have the same parameters, all ranks the same of the rest."""
+    """Return what is agreed: ranks of one pipeline stage have the same parameters, all ranks the same of the rest."""
     of_all = {"version": "the deepspeed-muon version", "config": "optimizer.params"}
     of_parameters = {
         "routes": "the routing",

@@ -27,8 +27,8 @@ from deepspeed.muon.zero.wrappers.experts import holders
 
 #: DeepSpeed swaps tensors of at least so many bytes, or of ``aio.block_size`` if that is larger.
 MIN_SWAPPED_BYTES = 2**20
-#: Bit of CAP_IPC_LOCK, with which a process may lock any amount of memory.
-IPC_LOCK = 14
+#: Bit of the capability with which a process may lock any amount of memory.
+CAP_IPC_LOCK_BIT = 14
 
 
 def threshold(config: Any) -> int:
@@ -134,7 +134,7 @@ def _may_lock() -> bool:
     except OSError:
         return True
     capabilities = next((line for line in status.splitlines() if line.startswith("CapEff:")), "CapEff: 0")
-    return bool(int(capabilities.split()[1], 16) >> IPC_LOCK & 1)
+    return bool(int(capabilities.split()[1], 16) >> CAP_IPC_LOCK_BIT & 1)
 
 
 def _path_problems(name: str, path: Any) -> Iterator[str]:

@@ -29,14 +29,14 @@ from deepspeed.muon.zero.refusals import is_bf16_optimizer, offload_device, refu
 
 #: Keys that depend on the number of ranks; the engine checks them.
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-#: Placeholder for a learning rate that is filled in later: a plan depends on its presence, not on its value.
-SOME_LR = 1e-3
+#: In place of a learning rate that is filled in later: a plan depends on its presence, not on its value.
+PLACEHOLDER_LR = 1e-3
 #: Bytes to which ``parameter_alignment`` aligns each parameter.
 ALIGNED_BYTES = 16
 #: Keys of accelerate's configuration that no ds_config has; one of them is enough.
 ACCELERATE_KEYS = {"compute_environment", "deepspeed_config", "distributed_type", "fsdp_config", "mixed_precision"}
 #: Keys under which training tools name the file of their ds_config.
-NAMES_A_FILE = ("deepspeed", "deepspeed_config", "deepspeed_config_file", "ds_config")
+FILE_KEYS = ("deepspeed", "deepspeed_config", "deepspeed_config_file", "ds_config")
 #: Keys of training arguments that no ds_config has.
 TRAINING_ARGUMENTS = {"learning_rate", "model_name_or_path", "output_dir", "per_device_train_batch_size"}
 #: Levels of a file at which a ds_config is looked for.
@@ -76,7 +76,7 @@ def settings_of(path: str, section: dict[str, Any], world_size: int, stage: int 
     name, params = _require_muon(path, section)
     autos, defaults = [key for key in FILLED_BY if params.get(key) == "auto"], list[str]()
     params = {key: value for key, value in params.items() if key not in autos}
-    params |= {"lr": SOME_LR} if "lr" in autos else {}
+    params |= {"lr": PLACEHOLDER_LR} if "lr" in autos else {}
     params = clipped_once(params, section.get("gradient_clipping"))
     config, schedule = parse(params), read_schedule(section.get("scheduler"))
     muon = config.muon_group() | {"betas": config.betas, "use_muon": True}
@@ -234,7 +234,7 @@ def find_ds_config(path: str, section: dict[str, Any]) -> dict[str, Any]:
             "deepspeed_config_file then names"
         )
         raise SettingsError(f"--config {path}: accelerate's configuration, not a ds_config; {instead}")
-    named = next((key for key in NAMES_A_FILE if isinstance(section.get(key), str)), None)
+    named = next((key for key in FILE_KEYS if isinstance(section.get(key), str)), None)
     if named and not _is_ds_config(section):
         raise SettingsError(f"--config {path}: not a ds_config; it names one as {named}, give {section[named]}")
     if foreign := sorted(TRAINING_ARGUMENTS & section.keys()):
