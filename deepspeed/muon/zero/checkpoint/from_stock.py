@@ -162,28 +162,22 @@ def read(folder: Path) -> Saved:
 
 def _add_stage12(saved: Saved, state: Mapping[str, Any], states: Mapping[int, Any], rank: int, is_share: bool) -> None:
     """Add one rank's share of each group. Parameters lie in the order of ``param_shapes``."""
-    for index, group in enumerate(saved.groups):
-        use_muon, entry, before = group["use_muon"], states.get(index, {}), 0
+    for index, (group, shapes) in enumerate(zip(saved.groups, saved.model["param_shapes"], strict=True)):
+        use_muon, entry, span = group["use_muon"], states.get(index, {}), saved.spans[index]
         has_whole = use_muon and not is_share and "momentum_buffer" in entry
-        for name, part in _parts_of_rank(saved, state, index, rank):
+        paddings = state.get("param_alignment_paddings", {index: [0] * len(shapes)})[index]
+        start, whole_start = -rank * span, 0  # of a parameter: in this rank's share, among its whole matrices
+        for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
+            low, high = max(start, 0), min(start + math.prod(shape), span)
+            start += math.prod(shape) + padding
+            if low >= high:
+                continue
             weights = state["single_partition_of_fp32_groups"][index]
-            saved.add(name, use_muon, weights, {} if has_whole else entry, part)
+            saved.add(name, use_muon, weights, {} if has_whole else entry, slice(low, high))
             if has_whole:
-                after = before + math.prod(saved.shapes[name])
-                saved.parts[name]["momentum_buffer"] = [entry["momentum_buffer"][before:after]]
-                before = after
-
-
-def _parts_of_rank(saved: Saved, state: Mapping[str, Any], index: int, rank: int) -> Iterator[tuple[str, slice]]:
-    """Yield the parameters of a group of which this rank has a part, and where it lies."""
-    shapes = saved.model["param_shapes"][index]
-    paddings = state.get("param_alignment_paddings", {index: [0] * len(shapes)})[index]
-    span, start = saved.spans[index], 0
-    for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
-        low, high = max(start, rank * span), min(start + math.prod(shape), (rank + 1) * span)
-        if low < high:
-            yield name, slice(low - rank * span, high - rank * span)
-        start += math.prod(shape) + padding
+                whole_end = whole_start + math.prod(shape)
+                saved.parts[name]["momentum_buffer"] = [entry["momentum_buffer"][whole_start:whole_end]]
+                whole_start = whole_end
 
 
 def _add_stage3(saved: Saved, state: Mapping[str, Any], states: Mapping[int, Any], count: int) -> None:

@@ -21,15 +21,15 @@ from deepspeed.muon.log import logger
 from deepspeed.muon.patch import Seam, replaced
 from deepspeed.muon.zero.checkpoint import compatibility, files, manifest, nvme_load
 from deepspeed.muon.zero.checkpoint.files import SafeFiles, is_torchs
-from deepspeed.muon.zero.checkpoint.nvme_load import NvmeLoad
+from deepspeed.muon.zero.checkpoint.nvme_load import loading_with_nvme
 from deepspeed.muon.zero.checkpoint.safe_load import read_model
 from deepspeed.muon.zero.choice import compare_plans
 from deepspeed.muon.zero.consensus import broadcast, differences, gathered, raise_on_all_ranks
 from deepspeed.muon.zero.refusals import refuse_universal
-from deepspeed.muon.zero.wrappers.loss_scale import own_scaler
+from deepspeed.muon.zero.wrappers.loss_scale import keeping_scaler_class
 
-#: How many problems one error tells of.
-TOLD = 4
+#: Problems and tags that one error lists.
+MAX_LISTED = 4
 #: Arguments of a save and a load that all ranks must pass alike.
 COMMON = {
     "save_dir", "load_dir", "tag", "save_latest", "exclude_frozen_parameters", "load_module_strict", "load_module_only",
@@ -183,8 +183,8 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
         replaced(importlib.import_module(ENGINE), get_fp32_state_dict_from_zero_checkpoint=of_tag),
         replaced(importlib.import_module(_MODEL_FILES).SDLoaderBase, check_ckpt_list=_check_mapped),
         SafeFiles(engine).in_use() if is_torchs(engine.checkpoint_engine) else nullcontext(),
-        NvmeLoad(engine).around(arguments) if engine.zero_optimization_stage() == 3 else nullcontext(),
-        own_scaler(engine.optimizer),
+        loading_with_nvme(engine, arguments) if engine.zero_optimization_stage() == 3 else nullcontext(),
+        keeping_scaler_class(engine.optimizer),
     ):
         rates = [group["lr"] for group in engine.basic_optimizer.param_groups]
         result = original(**arguments)
@@ -222,7 +222,7 @@ def _agreed(engine: Any, arguments: dict[str, Any]) -> tuple[str | None, str | N
     told = [text if len(who) == len(found) else f"{text} (found by ranks {who})" for text, who in ranks.items()]
     seen = [(tag, save_id) for tag, save_id, _ in found]
     if not told and len(set(seen)) > 1:
-        told = [f"the ranks see different checkpoints: {seen[:TOLD]}"]
+        told = [f"the ranks see different checkpoints: {seen[:MAX_LISTED]}"]
     if told:
         is_first = engine.global_rank == 0  # it alone looks for another tag to suggest
         raise CheckpointError(broadcast(_refusal(arguments["load_dir"], seen[0][0], told) if is_first else None))
@@ -230,17 +230,17 @@ def _agreed(engine: Any, arguments: dict[str, Any]) -> tuple[str | None, str | N
 
 
 def _refusal(load_dir: str, tag: str | None, problems: list[str]) -> str:
-    more = f" and {len(problems) - TOLD} more" if len(problems) > TOLD else ""
+    more = f" and {len(problems) - MAX_LISTED} more" if len(problems) > MAX_LISTED else ""
     try:
         tags = [other for other in manifest.complete_tags(Path(load_dir)) if other != tag]
     except Exception:  # somebody deletes them meanwhile; the other ranks wait for this text
         tags = []
     advice = f"{load_dir} has no other complete checkpoint"
     if tags:
-        advice = f"complete there: {', '.join(tags[:TOLD])}; pass tag={tags[0]!r}"
+        advice = f"complete there: {', '.join(tags[:MAX_LISTED])}; pass tag={tags[0]!r}"
     return (
         f"the checkpoint {Path(load_dir, tag or '')} cannot be loaded, and nothing was changed: "
-        f"{'; '.join(problems[:TOLD])}{more} ({advice})"
+        f"{'; '.join(problems[:MAX_LISTED])}{more} ({advice})"
     )
 
 

@@ -18,7 +18,7 @@ from deepspeed.muon.patch import Seam
 from deepspeed.muon.zero.tp_ranks import tp_group, tp_rank
 from deepspeed.muon.zero.wrappers.adapter import Adapter, is_valid
 from deepspeed.muon.zero.wrappers.experts import holders
-from deepspeed.muon.zero.wrappers.loss_scale import UnfusedScale, is_fp16_autocast
+from deepspeed.muon.zero.wrappers.loss_scale import is_fp16_autocast, unfused_scaler
 
 
 class Stage0(Adapter):
@@ -27,7 +27,7 @@ class Stage0(Adapter):
     """
 
     MODULE, CLASS = "deepspeed.runtime.fp16.unfused_optimizer", "FP16_UnfusedOptimizer"
-    REPLACED: ClassVar[tuple[str, ...]] = UnfusedScale.REPLACED
+    REPLACED: ClassVar[tuple[str, ...]] = ("step", "_update_scale")
     MORE_SEAMS = (Seam("deepspeed.runtime.engine", "DeepSpeedEngine.clip_fp32_gradients"),)
 
     def params(self, index: int) -> list[Any]:
@@ -69,7 +69,7 @@ class Stage0(Adapter):
             missing_groups = group_count - len(self.optimizer.param_groups)
             self.around("step", partial(self._with_all_norms, missing_groups))
         if self.wrapper.loss_scale_config.use_grad_scaling:
-            self.engine.torch_autocast_z0_gradscaler = UnfusedScale(self.wrapper, self.replace)
+            self.engine.torch_autocast_z0_gradscaler = unfused_scaler(self.wrapper, self.replace)
 
     @contextmanager
     def _with_all_norms(self, missing_groups: int) -> Iterator[None]:

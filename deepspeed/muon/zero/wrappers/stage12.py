@@ -29,25 +29,27 @@ from deepspeed.muon.zero.wrappers.adapter import NORM_METHODS, Adapter, is_valid
 from deepspeed.muon.zero.wrappers.experts import with_all_experts
 from deepspeed.muon.zero.wrappers.loss_scale import share_autocast_scale
 
-FlatGroup = tuple[list[Any], list[int], Tensor, Tensor]
-"""Parameters in the order in which they were flattened, where each begins, the flat tensor, this rank's fp32 part."""
-
 
 class Flat(Adapter):
     """The layout of stages 1 and 2, and the state by name that goes with it."""
 
-    def groups(self) -> Iterator[FlatGroup]:
-        """Of each parameter group."""
-        raise NotImplementedError
+    def flat_partitions(
+        self, groups: list[list[Any]], offsets: list[list[int]], flats: list[Tensor], masters: list[Tensor]
+    ) -> list[Partition]:
+        """Return one partition per group.
 
-    def partitions(self) -> list[Partition]:
-        """One per group."""
+        Args:
+            groups: parameters in the order in which they were flattened.
+            offsets: where each of them begins.
+            flats: the flat tensors.
+            masters: this rank's part of each in fp32.
+        """
         result = []
-        for index, (params, offsets, flat, partition) in enumerate(self.groups()):
+        for index, (params, starts, flat, master) in enumerate(zip(groups, offsets, flats, masters, strict=True)):
             ranks = self.wrapper.real_dp_process_group[index]
             span = flat.numel() // comm.get_world_size(ranks)
-            placements = {param: Placement(offset, span, 0) for param, offset in zip(params, offsets, strict=True)}
-            result.append(self.sharded(index, partition, placements, ranks))
+            placements = {param: Placement(start, span, 0) for param, start in zip(params, starts, strict=True)}
+            result.append(self.sharded(index, master, placements, ranks))
         return result
 
     def patch_state_access(self) -> None:
@@ -106,15 +108,14 @@ class Stage12(Flat):
         *("load_state_dict", "offload_states", "reload_states", "_load_universal_checkpoint"),
     )
 
-    def groups(self) -> Iterator[FlatGroup]:
-        """In the order that ``round_robin_gradients`` may have changed."""
+    def partitions(self) -> list[Partition]:
+        """Return one per group, in the order that ``round_robin_gradients`` may have changed."""
         wrapper = self.wrapper
-        return zip(
+        return self.flat_partitions(
             wrapper.round_robin_bit16_groups,
             wrapper.round_robin_bit16_offsets,
             wrapper.bit16_groups_flat,
             wrapper.single_partition_of_fp32_groups,
-            strict=True,
         )
 
     def prepare(self, group_count: int) -> None:
@@ -177,14 +178,15 @@ class Bf16(Flat):
     MODULE, CLASS = "deepspeed.runtime.bf16_optimizer", "BF16_Optimizer"
     REPLACED = ("load_state_dict", "state_dict", "_load_universal_checkpoint")
 
-    def groups(self) -> Iterator[FlatGroup]:
-        """Parameters lie one after the other."""
-        wrapper = self.wrapper
-        for params, flat, partition in zip(
-            wrapper.bf16_groups, wrapper.bf16_groups_flat, wrapper.fp32_groups_flat_partition, strict=True
-        ):
-            starts = list(accumulate((param.numel() for param in params), initial=0))
-            yield params, starts[:-1], flat, partition
+    def partitions(self) -> list[Partition]:
+        """Return one per group, whose parameters lie one after the other."""
+        wrapper, offsets = self.wrapper, []
+        for params in wrapper.bf16_groups:
+            ends = accumulate(param.numel() for param in params)
+            offsets.append([0, *ends][:-1])
+        return self.flat_partitions(
+            wrapper.bf16_groups, offsets, wrapper.bf16_groups_flat, wrapper.fp32_groups_flat_partition
+        )
 
     def watch_gradients(self) -> Callable[[], Agreed]:
         """Return a look at the norm of all ranks, which the wrapper keeps."""
