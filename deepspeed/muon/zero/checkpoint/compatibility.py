@@ -31,7 +31,7 @@ from deepspeed.muon.zero.tp_ranks import tp_rank
 
 
 def loads_states(arguments: Mapping[str, Any], kind: str = "optimizer") -> bool:
-    """Whether a call of ``load_checkpoint`` loads the states of the optimizer, or of the ``lr_scheduler``."""
+    """Return whether a call of ``load_checkpoint`` loads the states of the optimizer, or of the ``lr_scheduler``."""
     return arguments[f"load_{kind}_states"] and not arguments["load_module_only"]
 
 
@@ -111,7 +111,7 @@ def checkpoint_fingerprint(engine: Any, arguments: Mapping[str, Any], tag: str) 
 
 
 def _order(param_shapes: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    """Name and shape of each parameter in the order in which DeepSpeed has flattened each group."""
+    """Return name and shape of each parameter in the order in which DeepSpeed has flattened each group."""
     return [[name, list(shape)] for group in param_shapes for name, shape in group.items()]
 
 
@@ -216,7 +216,7 @@ def _shape_difference(saved: dict[str, Any], current: dict[str, list[int]], is_s
 
 
 def warn_of_rates(engine: Any, before: Sequence[float]) -> None:
-    """Tell, after a load, of learning rates that differ from those before it.
+    """Warn, after a load, of learning rates that differ from those before it.
 
     Without a schedule the checkpoint's stay, as with any optimizer of torch. A schedule writes the config's from the
     next step on.

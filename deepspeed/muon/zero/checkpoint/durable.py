@@ -37,7 +37,7 @@ def _warn_once(call: str, consequence: str) -> None:
 
 
 def sync(descriptor: int) -> None:
-    """Bring what was written to a descriptor to disk; one warning where the file system cannot."""
+    """Flush what was written to a descriptor to disk; warn once where the file system cannot."""
     try:
         os.fsync(descriptor)
     except OSError as error:

@@ -49,7 +49,7 @@ def is_torchs(checkpoint_engine: Any) -> bool:
 
 
 class SafeFiles(CheckpointEngine):
-    """Each rank writes files of its own, which replace an older checkpoint's once those of all ranks are on disk.
+    """The checkpoint engine by which each rank writes temporary files, which get their names once all are on disk.
 
     Args:
         engine: DeepSpeed's, whose checkpoint engine writes and reads the contents.
@@ -80,7 +80,7 @@ class SafeFiles(CheckpointEngine):
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """While entered, DeepSpeed's engine saves into these files and loads from them."""
+        """Make DeepSpeed's engine save into these files and load from them for as long as the context lasts."""
         self.engine.checkpoint_engine = self
         try:
             yield
@@ -130,8 +130,6 @@ class SafeFiles(CheckpointEngine):
             self.error = self.error or error
 
     def _on_all_ranks(self, act: Callable[[], Any]) -> Any:
-        """Return what :func:`consensus.raise_on_all_ranks` does, with the error of a save."""
-
         def failure(reasons: str) -> CheckpointError:
             return CheckpointError(
                 f"the checkpoint {self.folder} could not be saved: {reasons}. What was written of it is removed, "
@@ -184,7 +182,7 @@ class SafeFiles(CheckpointEngine):
         self._on_all_ranks(prepare)
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Write a file of this rank's own; after the first error everything is accepted and thrown away.
+        """Write a file under a temporary name of this rank; after the first error accept everything and throw it away.
 
         ``torch.save`` writes from C++, where a second failure, in closing the archive after a failed write, ends the
         process.
@@ -211,7 +209,7 @@ class SafeFiles(CheckpointEngine):
             self.error.filename = path
 
     def commit(self, info: CheckpointCommitInfo | None = None) -> bool:
-        """Put what all ranks have written in the place of what the folder has, each file from one rank."""
+        """Replace what the folder has by what all ranks have written, each file from one rank."""
         self._on_all_ranks(self._wait_for_disk)
         mine = [file.relative_to(self.folder).as_posix() for file in self.files]
         writers: dict[tuple[int, str], list[int]] = defaultdict(list)
@@ -248,11 +246,9 @@ class SafeFiles(CheckpointEngine):
     # ---- steps of a save ----------------------------------------------------------------------------------
 
     def _states(self) -> list[Path]:
-        """Return the files of any checkpoint in the folder."""
         return [file for pattern in STATES for file in self.folder.glob(pattern)]
 
     def _structures(self) -> list[dict[str, Any]]:
-        """Return the facts of each share of the model, in order."""
         from deepspeed import comm  # type: ignore[attr-defined]
 
         mine = self._on_all_ranks(lambda: compatibility.engine_fingerprint(self.engine, self.exclude_frozen))
@@ -276,7 +272,6 @@ class SafeFiles(CheckpointEngine):
             raise self.error
 
     def _place(self) -> None:
-        """Give this rank's files their names, and list them."""
         shutil.rmtree(saved_files(self.engine, self.folder), ignore_errors=True)
         for file, temporary in self.files.items():
             if file in self.placed:
@@ -296,7 +291,6 @@ class SafeFiles(CheckpointEngine):
                 logger.warning("deepspeed-muon: %s is of an older checkpoint and cannot be removed: %s", file, error)
 
     def _clean_up(self) -> None:
-        """Remove what was written, and leave no ``latest`` that names it."""
         self._threads.shutdown()
         for file in (*self.files.values(), *self.placed):
             with suppress(OSError):

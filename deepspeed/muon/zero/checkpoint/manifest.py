@@ -33,7 +33,7 @@ CHUNK = 4 * 2**20
 
 
 def manifest_name(rank: int) -> str:
-    """The file in which a rank lists what it wrote."""
+    """Return the name of the file in which a rank lists what it wrote."""
     return f"muon_save.{rank:05d}.json"
 
 
@@ -55,7 +55,7 @@ def finish(folder: Path, rank: int, save_id: str, files: Iterable[Path]) -> None
 
 
 def _facts(file: Path) -> dict[str, int | None]:
-    """``bytes``, and ``records`` of an archive or ``crc32`` of another file, if torch is to compute CRC-32 at all."""
+    """Return ``bytes``, and ``records`` of an archive or ``crc32`` of another file; ``None`` if torch computes none."""
     size = file.stat().st_size
     with suppress(zipfile.BadZipFile, ValueError), zipfile.ZipFile(file) as archive:
         return {"bytes": size, "records": _records(archive)}
@@ -64,7 +64,7 @@ def _facts(file: Path) -> dict[str, int | None]:
 
 
 def _records(archive: zipfile.ZipFile) -> int:
-    """CRC-32 of the list of an archive's records, which has their names, places, sizes and CRC-32."""
+    """Return the CRC-32 of an archive's directory, which has the names, places, sizes and CRC-32 of its records."""
     assert archive.fp is not None
     archive.fp.seek(archive.start_dir)
     return zlib.crc32(archive.fp.read())
@@ -87,7 +87,7 @@ def forget(file: Path, save_id: str) -> bool:
 
 
 def read_header(folder: Path) -> dict[str, Any] | None:
-    """The header of a folder, ``None`` where there is none. Raises CheckpointError if it cannot be read."""
+    """Return a folder's header, ``None`` if it has none. Raises CheckpointError if it cannot be read."""
     file = folder / HEADER
     try:
         header = json.loads(file.read_text()) if file.exists() else None
@@ -99,7 +99,7 @@ def read_header(folder: Path) -> dict[str, Any] | None:
 
 
 def damages(folder: Path, save_id: str, rank: int, contents: bool = True) -> list[str]:
-    """Messages about what is wrong with the files of one rank of a save.
+    """Return messages about what is wrong with the files of one rank of a save.
 
     Args:
         rank: the rank that wrote them.
@@ -125,8 +125,8 @@ def _damage(folder: Path, name: str, facts: dict[str, int | None], contents: boo
     size = facts.pop("bytes")
     key, value = facts.popitem()
     try:
-        if (there := (folder / name).stat().st_size) != size:
-            return f"{name} has {there} bytes, and {size} were saved"
+        if (current := (folder / name).stat().st_size) != size:
+            return f"{name} has {current} bytes, and {size} were saved"
         is_intact = not contents or _is_intact(folder / name, key, value)
     except FileNotFoundError:
         return f"{name} is missing"
@@ -138,7 +138,7 @@ def _damage(folder: Path, name: str, facts: dict[str, int | None], contents: boo
 
 
 def _is_intact(file: Path, key: str, value: int | None) -> bool:
-    """Whether a file has the contents of which this stands in a manifest."""
+    """Return whether a file has the contents that its entry in a manifest describes."""
     if key == "crc32":
         return value is None or checksum(file) == value
     with zipfile.ZipFile(file) as archive:
@@ -147,7 +147,7 @@ def _is_intact(file: Path, key: str, value: int | None) -> bool:
 
 
 def complete_tags(folder: Path) -> list[str]:
-    """The tags below a folder whose files are all there in full size, the newest first."""
+    """Return the tags below a folder whose files all exist in full size, the newest first."""
     headers = sorted(folder.glob(f"*/{HEADER}"), key=lambda file: file.stat().st_mtime, reverse=True)
     return [file.parent.name for file in headers if _is_complete(file.parent)]
 
@@ -161,7 +161,7 @@ def _is_complete(folder: Path) -> bool:
 
 
 def checksum(file: Path) -> int:
-    """CRC-32 of a file."""
+    """Return the CRC-32 of a file."""
     value, buffer = 0, memoryview(bytearray(CHUNK))
     with file.open("rb", buffering=0) as source:
         while count := source.readinto(buffer):

@@ -13,7 +13,7 @@ import torch
 
 
 def read_states(file: Path) -> Any:
-    """The contents of an optimizer's file; tensors are memory-mapped where its format permits.
+    """Return the contents of an optimizer's file; tensors are memory-mapped where its format permits.
 
     Raises:
         pickle.UnpicklingError: it holds other things than tensors, numbers and what ZeRO puts beside them.
@@ -23,7 +23,7 @@ def read_states(file: Path) -> Any:
     from deepspeed.utils.tensor_fragment import fragment_address
 
     def stage(kind: Any, name: str) -> Any:
-        """Stands in for ``getattr``, which some versions of Python use to pickle members of enumerations."""
+        """Stand in for ``getattr``, which some versions of Python use to pickle members of enumerations."""
         if kind is not ZeroStageEnum:
             raise pickle.UnpicklingError(f"{file.name} asks for {name} of {kind}")
         return ZeroStageEnum[name]
@@ -38,5 +38,5 @@ def read_states(file: Path) -> Any:
 
 
 def read_model(file: Path) -> dict[str, Any]:
-    """The contents of a model's file, as above. May unpickle objects that the user saved there, as DeepSpeed does."""
+    """Return the contents of a model's file, mapped too. Unpickles objects that the user saved, as DeepSpeed does."""
     return torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=False)

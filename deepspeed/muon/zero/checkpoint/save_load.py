@@ -46,7 +46,6 @@ SEAMS = (
 
 
 def _arguments(original: Callable, engine: Any, args: tuple, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a save or a load by name, with defaults."""
     call = inspect.signature(original).bind(engine, *args, **options)
     call.apply_defaults()
     return call.arguments
@@ -121,7 +120,6 @@ def _warn_of_different_client_states(engine: Any, state: Any) -> None:
 
 
 def _warn_of_unfinished_step(engine: Any) -> None:
-    """Warn when a checkpoint is saved between the micro-batches of a step."""
     done, total = _position(engine), engine.gradient_accumulation_steps()
     if done and engine.global_rank == 0:
         logger.warning(
@@ -153,7 +151,7 @@ def _warn_of_frozen(engine: Any, are_excluded: bool) -> None:
 
 
 def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Any:
-    """``DeepSpeedEngine.load_checkpoint``, after all ranks have checked the files.
+    """Call ``DeepSpeedEngine.load_checkpoint``, after all ranks have checked the files.
 
     Raises:
         CheckpointError: the same on all ranks; the engine is as before.
@@ -176,7 +174,7 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
         logger.info("deepspeed-muon: the checkpoint %s has no manifest%s and is not verified", tag, why)
 
     def of_tag(original: Callable, *args: Any, **options: Any) -> Any:
-        """Stage 3 without optimizer states: DeepSpeed gathers the weights of ``latest``, whatever the tag."""
+        """Gather the tag's weights, where DeepSpeed takes those of ``latest``: at stage 3 without optimizer states."""
         return original(*args, **options | {"tag": tag})
 
     with (

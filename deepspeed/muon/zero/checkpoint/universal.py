@@ -62,7 +62,7 @@ def support_universal_checkpoints(adapter: Adapter) -> None:
 
 
 def _either_name(original: Callable[[str, Any], list[str]], folder: str, tag: Any) -> list[str]:
-    """The file with counts and schedules is named after the stage that saved it, not after the one that loads it."""
+    """Return the files with counts and schedules, which are named after the stage that saved them, not this one."""
     patterns = ("mp_rank_*_model_states.pt", "zero_pp_rank_0_mp_rank_*_model_states.pt")
     others = (sorted(map(str, Path(folder, str(tag)).glob(pattern))) for pattern in patterns)
     return next(filter(None, (original(folder, tag), *others)), [])
@@ -89,7 +89,7 @@ class Folder:
         self.source = Source(title, self.is_muon, self.read, self.step)
 
     def read(self, name: str, key: str) -> Tensor:
-        """This rank's shard of a parameter's weight or state; a whole one is memory-mapped."""
+        """Return this rank's shard of a parameter's weight or state; a whole one is memory-mapped."""
         whole = self._whole(name, key)
         if name not in self.shards:
             return whole
@@ -101,7 +101,7 @@ class Folder:
         return value["param"] if isinstance(value, dict) else value
 
     def step(self, name: str) -> float:
-        """How many steps the parameter has taken."""
+        """Return how many steps the parameter has taken."""
         if (self.zero / name / "step.pt").is_file():
             return float(self._open(f"{name}/step.pt"))
         state = self.common.get("optimizer_state_dict", {}).get("state", {})
@@ -124,10 +124,10 @@ class Folder:
         other = []
         for spec, keys in list(wanted.items())[rank::world_size]:
             self.step(spec.name)
-            here = math.prod(self.shards[spec.name][0].shape) if spec.name in self.shards else spec.numel
+            current = math.prod(self.shards[spec.name][0].shape) if spec.name in self.shards else spec.numel
             for key in (WEIGHT, *keys):
-                if (there := self._whole(spec.name, key).numel()) != here:
-                    other.append(f"{spec.name}/{key}.pt ({there} there, {here} here)")
+                if (saved := self._whole(spec.name, key).numel()) != current:
+                    other.append(f"{spec.name}/{key}.pt ({saved} there, {current} here)")
         if other:
             raise ImportStateError(f"the universal checkpoint holds parameters of other sizes: {', '.join(other[:4])}")
 
@@ -221,8 +221,9 @@ def _load_settings(wrapper: Any, optimizer: MuonWithAuxAdam, folder: Folder) -> 
 
 
 def _matched(optimizer: MuonWithAuxAdam, saved: Groups) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
-    """Each group with the saved one whose settings it takes: by order, in a pipeline by name. The converter keeps the
-    groups of one stage, so a group that this stage lacks keeps the settings of the config.
+    """Yield each group with the saved one whose settings it takes: by order, in a pipeline by name.
+
+    The converter keeps the groups of one stage, so a group that this stage lacks keeps the settings of the config.
     """
     if optimizer.context.muon_of_all_stages is None:
         if kinds(saved) == kinds(optimizer.param_groups):

@@ -16,7 +16,7 @@ ADAPTERS: dict[str, type[Adapter]] = {adapter.CLASS: adapter for adapter in (Sta
 
 
 def adapter_for(engine: Any, optimizer: MuonWithAuxAdam) -> Adapter:
-    """The adapter for the wrapper that the engine has put around ``optimizer``; UnsupportedError if there is none."""
+    """Return the adapter for the wrapper that the engine has put around ``optimizer``, or raise UnsupportedError."""
     if engine.optimizer is optimizer:
         return Plain(engine, optimizer)
     name = type(engine.optimizer).__name__

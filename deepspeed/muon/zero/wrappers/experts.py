@@ -15,8 +15,9 @@ from deepspeed.muon.param_groups import expert_group
 
 
 def holders(engine: Any, group: Mapping[str, Any]) -> Any:
-    """The process group over which ZeRO shards a parameter group, or whose ranks all hold it: all data-parallel ranks,
-    but for experts the ranks that have the same ones.
+    """Return the process group over which ZeRO shards a parameter group, or whose ranks all hold it.
+
+    It has all data-parallel ranks, except for experts: those with the same ones.
     """
     return engine.expert_data_parallel_group[group["name"]] if group.get("moe") else engine.seq_data_parallel_group
 

@@ -31,11 +31,11 @@ class Stage0(Adapter):
     MORE_SEAMS = (Seam("deepspeed.runtime.engine", "DeepSpeedEngine.clip_fp32_gradients"),)
 
     def params(self, index: int) -> list[Any]:
-        """The model's parameters of a group, in the order of the tensors that are stepped."""
+        """Return the model's parameters of a group, in the order of the tensors that are stepped."""
         return list(self.wrapper.fp16_groups[index])
 
     def partitions(self) -> list[Partition]:
-        """One per group: its tensors, whole."""
+        """Return one per group: its tensors, whole."""
         result = []
         for index, group in enumerate(self.optimizer.param_groups):
             ranks = holders(self.engine, group)
@@ -100,7 +100,7 @@ class Plain(Stage0):
     REPLACED = ()
 
     def params(self, index: int) -> list[Any]:
-        """The group's own."""
+        """Return the tensors that are stepped."""
         return self.optimizer.param_groups[index]["params"]
 
     def prepare(self, group_count: int) -> None:

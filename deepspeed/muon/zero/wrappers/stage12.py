@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages 1 and 2: the wrappers that flatten each group into one tensor and cut it into equal partitions.
+"""Stages 1 and 2: the wrappers that flatten each group into one tensor and partition it evenly.
 
 A matrix may straddle a border between ranks. The offsets are those of the order in which the group was flattened, which
 ``round_robin_gradients`` changes; DeepSpeed's own ``_hp_mapping`` does not follow it and is not used.
@@ -76,7 +76,7 @@ class Flat(Adapter):
         self.link()  # also while states are away: DeepSpeed's setters would ignore a value without a link
 
     def link(self) -> None:
-        """Let parameters find their parts of the weights and the state again, wherever these lie now."""
+        """Link parameters again to their parts of the weights and the state, wherever these lie now."""
         wrapper = self.wrapper
         if getattr(wrapper, "round_robin_gradients", False):
             # DeepSpeed looks up where round-robin has put a parameter only in groups with padding between parameters.

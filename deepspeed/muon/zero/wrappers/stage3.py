@@ -44,7 +44,7 @@ class Stage3(Adapter):
     )
 
     def partitions(self) -> list[Partition]:
-        """One per sub-group."""
+        """Return one per sub-group."""
         wrapper, result = self.wrapper, []
         for index, params in enumerate(wrapper.fp16_groups):
             placements, base = {}, 0
@@ -56,7 +56,7 @@ class Stage3(Adapter):
         return result
 
     def prepare(self, group_count: int) -> None:
-        """All files of states on NVMe exist from the start, with zeros.
+        """Also create all files of states on NVMe, with zeros.
 
         ``save_muon_momentum_buffer_in_memory`` keeps the momentum where it is.
         """
@@ -99,7 +99,7 @@ class Stage3(Adapter):
             nvme.forget_gradients(wrapper)
 
     def resident_partitions(self) -> Iterator[Partition]:
-        """What is written to the tensors goes to the model, too."""
+        """Yield each sub-group in memory; what is written to it goes to the model, too."""
         found = {partition.tensors[0]: partition for partition in self.optimizer.all_partitions}
         for _, flat in nvme.each_sub_group(self.wrapper):
             yield found[flat]
@@ -131,8 +131,8 @@ class Stage3(Adapter):
             raise ValueError(f"expected {param.ds_numel} elements for shape {shape}, got {value.numel()}")
         part = param.partition_numel()
         start = part * self.wrapper._get_param_partition_rank(param)
-        held = value.flatten()[start : start + part]
-        padded = torch.nn.functional.pad(held, (0, part - held.numel()))
+        local = value.flatten()[start : start + part]
+        padded = torch.nn.functional.pad(local, (0, part - local.numel()))
         self.wrapper.set_local_hp_param(padded, param, optim_state_key)
 
     def _set_local(self, original: Callable, value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
@@ -188,7 +188,6 @@ class Stage3(Adapter):
             move(include, device or OffloadDeviceEnum.cpu, pin_memory, non_blocking)
 
     def _reload(self, move: Callable, non_blocking: bool = False) -> None:
-        """``reload_states``."""
         device = get_accelerator().current_device_name()
         hosts = []  # alive until the copies are done
         for kind, tensors in self._movable().items():
@@ -202,7 +201,6 @@ class Stage3(Adapter):
             get_accelerator().synchronize()
 
     def _movable(self) -> dict[Any, list[Tensor]]:
-        """Masters and optimizer state, by DeepSpeed's kinds."""
         from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
 
         states = [value for state in self.optimizer.state.values() for value in state.values()]

@@ -26,7 +26,7 @@ Placements = Mapping[str, Placement]
 
 
 def joined(adapter: Adapter, grid: Grid | None) -> list[Partition]:
-    """The partitions; under tensor parallelism those of Muon groups span all ranks of the tensor-parallel group.
+    """Return the partitions; under tensor parallelism those of Muon groups span all ranks of its group.
 
     Raises UnsupportedError on all ranks, where they do not have the same parameters in one sub-group.
     """
@@ -71,7 +71,7 @@ def _refuse_cut_experts(experts: Sequence[Partition]) -> None:
 
 
 def _are_alike(everyones: Sequence[Sequence[Placements]], specs: Mapping[str, MatrixSpec]) -> bool:
-    """Whether the ranks have the same parameters in each partition, but for those of which they hold nothing."""
+    """Return whether the ranks have the same parameters in each partition, except those of which they hold nothing."""
     if len({len(partitions) for partitions in everyones}) > 1:
         return False
     for tp_placements in zip(*everyones, strict=True):
@@ -84,7 +84,6 @@ def _are_alike(everyones: Sequence[Sequence[Placements]], specs: Mapping[str, Ma
 
 
 def _over(grid: Grid, mine: Partition, everyones: Sequence[Placements], specs: Mapping[str, MatrixSpec]) -> Partition:
-    """The partition over all ranks of the grid."""
     rank, world_size = comm.get_rank(grid.group), comm.get_world_size(grid.group)
     t = next(t for t, line in enumerate(grid.lines) if rank in line)
     tensors = {shard.spec.name: shard.tensor for shard in mine.shards}
