@@ -12,7 +12,6 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -115,36 +114,22 @@ def zeros_on_disk(folder: Path, in_memory: Callable[[int], Tensor], numel: int) 
 
 
 class SyncedFile:
-    """A new file that threads bring to disk while it, or the next one, is written.
+    """A new file that the system starts to bring to disk while it is written."""
 
-    Args:
-        path: the file.
-        threads: run the calls of fsync.
-    """
-
-    def __init__(self, path: Path, threads: ThreadPoolExecutor) -> None:
-        self._file, self._threads = path.open("wb"), threads
-        self._waiting = 0
-        self._sync: Future | None = None
+    def __init__(self, path: Path) -> None:
+        self._file, self._waiting = path.open("wb"), 0
 
     def write(self, data: Any) -> None:
-        """Append bytes. Raises OSError, also one of the bytes before."""
+        """Append bytes."""
         self._file.write(data)
         self._waiting += len(data)
-        if self._waiting < SYNC_BYTES or (self._sync is not None and not self._sync.done()):
-            return
-        if self._sync is not None:
-            self._sync.result()  # the kernel tells of a failed write only once
-        self._waiting = 0
-        self._sync = self._threads.submit(sync, self._file.fileno())
+        if self._waiting >= SYNC_BYTES:
+            self._waiting = 0
+            with suppress(OSError):  # of a file system without this advice; `close` tells of failed writes
+                os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def finish(self) -> Future:
-        """Start to sync and close the file; the result raises what has failed."""
-        return self._threads.submit(self._finish, self._sync)
-
-    def _finish(self, earlier: Future | None) -> None:
+    def close(self) -> None:
+        """Return once the bytes are on disk; raise what has failed."""
         with self._file:
-            if earlier is not None:
-                earlier.result()
             self._file.flush()
             sync(self._file.fileno())

@@ -194,7 +194,7 @@ class SafeFiles(CheckpointEngine):
         if final in self._syncs:  # the second version of a file counts
             self._attempt(self._syncs.pop(final).result)
         self.files[final] = final.with_name(own)
-        file = self._attempt(durable.SyncedFile, self.files[final], self._threads)
+        file = self._attempt(durable.SyncedFile, self.files[final])
 
         def write(data: Any) -> int:
             view = memoryview(data).cast("B")
@@ -204,7 +204,7 @@ class SafeFiles(CheckpointEngine):
 
         self._attempt(self.contents.save, state_dict, SimpleNamespace(write=write, flush=lambda: None))
         if file is not None:
-            self._syncs[final] = file.finish()
+            self._syncs[final] = self._threads.submit(file.close)
         if isinstance(self.error, OSError):
             self.error.filename = path
 
