@@ -229,7 +229,6 @@ def warn_of_rates(engine: Any, before: Sequence[float]) -> None:
     ]
     if changes and engine.lr_scheduler is None and engine.global_rank == 0:
         logger.warning(
-            "deepspeed-muon: without a learning-rate schedule the checkpoint's learning rates go on: %s; to change "
-            "them, set lr of engine.optimizer.param_groups after load_checkpoint",
-            ", ".join(changes),
+            "deepspeed-muon: without a learning-rate schedule the checkpoint's learning rates go on: "
+            f"{', '.join(changes)}; to change them, set lr of engine.optimizer.param_groups after load_checkpoint"
         )

@@ -144,9 +144,8 @@ class SafeFiles(CheckpointEngine):
         self._on_all_ranks(lambda: (folder / manifest.HEADER).unlink(missing_ok=True) if self.is_first else None)
         if self.is_first:
             logger.warning(
-                "deepspeed-muon: %s writes this checkpoint, which therefore gets no manifest and is not verified when "
-                "loaded",
-                type(self.contents).__name__,
+                f"deepspeed-muon: {type(self.contents).__name__} writes this checkpoint, which therefore gets no manifest "
+                "and is not verified when loaded"
             )
 
     # ---- what DeepSpeed calls, in this order --------------------------------------------------------------

@@ -112,10 +112,9 @@ def _warn_of_different_client_states(engine: Any, state: Any) -> None:
     odd = [rank for rank, other in enumerate(found) if other != found[0]]
     if odd and engine.zero_optimization_stage() != 3 and engine.global_rank == 0:
         logger.warning(
-            "deepspeed-muon: client_state of ranks %s differs from that of rank 0. At ZeRO stages 0 to 2 DeepSpeed "
+            f"deepspeed-muon: client_state of ranks {odd} differs from that of rank 0. At ZeRO stages 0 to 2 DeepSpeed "
             "saves that of one rank per share of the model, and loads it on all: gather what all ranks need before the "
-            "save",
-            odd,
+            "save"
         )
 
 
@@ -123,11 +122,8 @@ def _warn_of_unfinished_step(engine: Any) -> None:
     done, total = _position(engine), engine.gradient_accumulation_steps()
     if done and engine.global_rank == 0:
         logger.warning(
-            "deepspeed-muon: this checkpoint is saved after micro-batch %d of %d; the gradients since the last step "
-            "are not part of it: a resumed run begins this step again: give it these %d micro-batches once more",
-            done,
-            total,
-            done,
+            f"deepspeed-muon: this checkpoint is saved after micro-batch {done} of {total}; the gradients since the last "
+            f"step are not part of it: a resumed run begins this step again: give it these {done} micro-batches once more"
         )
 
 
@@ -140,10 +136,8 @@ def _warn_of_frozen(engine: Any, are_excluded: bool) -> None:
     adapter.has_warned_of_frozen = True
     if frozen and engine.global_rank == 0:
         logger.warning(
-            "deepspeed-muon: at ZeRO stage 1 DeepSpeed's zero_to_fp32 leaves out frozen parameters, here %d, first %s; "
-            "they are in this checkpoint's mp_rank_*_model_states.pt, or use stage 2",
-            len(frozen),
-            frozen[0],
+            f"deepspeed-muon: at ZeRO stage 1 DeepSpeed's zero_to_fp32 leaves out frozen parameters, here {len(frozen)}, "
+            f"first {frozen[0]}; they are in this checkpoint's mp_rank_*_model_states.pt, or use stage 2"
         )
 
 

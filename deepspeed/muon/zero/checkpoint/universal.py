@@ -235,9 +235,8 @@ def _matched(optimizer: MuonWithAuxAdam, saved: Groups) -> Iterator[tuple[dict[s
             yield group, by_name[group["name"]]
         else:
             logger.warning(
-                "deepspeed-muon: the universal checkpoint has no settings of group %s, which go on as the config has "
-                "them: its converter kept those of a pipeline stage without it",
-                group["name"],
+                f"deepspeed-muon: the universal checkpoint has no settings of group {group['name']}, which go on as the "
+                "config has them: its converter kept those of a pipeline stage without it"
             )
 
 
@@ -246,9 +245,7 @@ def _warn_of_what_stays(engine: Any, optimizer: MuonWithAuxAdam) -> None:
     buffers = [name for name, _ in engine.module.named_buffers()]
     if frozen or buffers:
         logger.warning(
-            "deepspeed-muon: a universal checkpoint restores what is trained: %d frozen parameters and %d buffers keep "
-            "the values with which the model was built, first %s",
-            len(frozen),
-            len(buffers),
-            ", ".join([*frozen, *buffers][:3]),
+            f"deepspeed-muon: a universal checkpoint restores what is trained: {len(frozen)} frozen parameters and "
+            f"{len(buffers)} buffers keep the values with which the model was built, first "
+            f"{', '.join([*frozen, *buffers][:3])}"
         )
