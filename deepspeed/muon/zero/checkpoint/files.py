@@ -65,7 +65,7 @@ class SafeFiles(CheckpointEngine):
         #: Ranks of one node see the same files; without storage of its own, all ranks do.
         self.node = engine.global_rank - engine.local_rank if is_local else 0
         #: Whether this rank writes what belongs to all.
-        self.is_first = (engine.local_rank if is_local else engine.global_rank) == 0
+        self.is_first = engine.global_rank == self.node
         self.save_dir, self.tag, self.folder = Path(), "", Path()
         self.facts: dict[str, Any] = {}
         #: What this rank has begun to write: the file, and the one of its own that becomes it.
@@ -144,8 +144,8 @@ class SafeFiles(CheckpointEngine):
         self._on_all_ranks(lambda: (folder / manifest.HEADER).unlink(missing_ok=True) if self.is_first else None)
         if self.is_first:
             logger.warning(
-                f"deepspeed-muon: {type(self.contents).__name__} writes this checkpoint, which therefore gets no manifest "
-                "and is not verified when loaded"
+                f"deepspeed-muon: {type(self.contents).__name__} writes this checkpoint, which therefore gets no "
+                "manifest and is not verified when loaded"
             )
 
     # ---- what DeepSpeed calls, in this order --------------------------------------------------------------

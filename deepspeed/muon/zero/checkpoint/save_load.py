@@ -122,8 +122,9 @@ def _warn_of_unfinished_step(engine: Any) -> None:
     done, total = _position(engine), engine.gradient_accumulation_steps()
     if done and engine.global_rank == 0:
         logger.warning(
-            f"deepspeed-muon: this checkpoint is saved after micro-batch {done} of {total}; the gradients since the last "
-            f"step are not part of it: a resumed run begins this step again: give it these {done} micro-batches once more"
+            f"deepspeed-muon: this checkpoint is saved after micro-batch {done} of {total}; the gradients since the "
+            "last step are not part of it: a resumed run begins this step again: give it these "
+            f"{done} micro-batches once more"
         )
 
 
@@ -136,8 +137,8 @@ def _warn_of_frozen(engine: Any, are_excluded: bool) -> None:
     adapter.has_warned_of_frozen = True
     if frozen and engine.global_rank == 0:
         logger.warning(
-            f"deepspeed-muon: at ZeRO stage 1 DeepSpeed's zero_to_fp32 leaves out frozen parameters, here {len(frozen)}, "
-            f"first {frozen[0]}; they are in this checkpoint's mp_rank_*_model_states.pt, or use stage 2"
+            "deepspeed-muon: at ZeRO stage 1 DeepSpeed's zero_to_fp32 leaves out frozen parameters, here "
+            f"{len(frozen)}, first {frozen[0]}; they are in this checkpoint's mp_rank_*_model_states.pt, or use stage 2"
         )
 
 

@@ -235,8 +235,8 @@ def _matched(optimizer: MuonWithAuxAdam, saved: Groups) -> Iterator[tuple[dict[s
             yield group, by_name[group["name"]]
         else:
             logger.warning(
-                f"deepspeed-muon: the universal checkpoint has no settings of group {group['name']}, which go on as the "
-                "config has them: its converter kept those of a pipeline stage without it"
+                f"deepspeed-muon: the universal checkpoint has no settings of group {group['name']}, which go on as "
+                "the config has them: its converter kept those of a pipeline stage without it"
             )
 
 
