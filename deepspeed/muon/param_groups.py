@@ -173,7 +173,7 @@ def check_decay_rates(group: Mapping[str, Any]) -> None:
 
 
 def expert_group(param: Any) -> str:
-    """The expert-parallel group that spreads the parameter's experts over ranks; empty for none.
+    """Return the expert-parallel group that spreads the parameter's experts over ranks; empty for none.
 
     DeepSpeed marks parameters whose values differ between ranks with ``allreduce = False``.
     """
@@ -253,12 +253,12 @@ def _unmatched(model: nn.Module, config: MuonConfig) -> dict[str, str]:
     }
 
 
-#: At most this many reasons stand in a message.
-TOLD = 4
+#: The most reasons that a message lists.
+MAX_REASONS = 4
 
 
 def empty_muon_half(specs: Sequence[MatrixSpec], is_part: bool) -> str | None:
-    """Why no parameter goes to Muon, as an error message.
+    """Return why no parameter goes to Muon, as an error message.
 
     ``None`` where one does, and where AdamW trains all of them with a warning: no matrix is trained, the user has
     taken matrices away from Muon (``muon_exclude``, ``use_muon = False``), or ``is_part``: the user trains a part of
@@ -279,9 +279,9 @@ def empty_muon_half(specs: Sequence[MatrixSpec], is_part: bool) -> str | None:
     reasons: dict[str, list[str]] = {}
     for spec in matrices:
         reasons.setdefault(spec.reason, []).append(spec.name)
-    told = sorted(reasons.items(), key=lambda item: -len(item[1]))
-    texts = [f"{len(names)} x {reason} ({', '.join(names[:2])})" for reason, names in told[:TOLD]]
-    texts += [f"{len(told) - TOLD} other reasons"] if len(told) > TOLD else []
+    by_count = sorted(reasons.items(), key=lambda item: -len(item[1]))
+    texts = [f"{len(names)} x {reason} ({', '.join(names[:2])})" for reason, names in by_count[:MAX_REASONS]]
+    texts += [f"{len(by_count) - MAX_REASONS} other reasons"] if len(by_count) > MAX_REASONS else []
     lora = 'for low-rank adapters write "muon_lora": "both"; ' if has_lora else ""
     return (
         f"optimizer.type: Muon, but all {len(matrices)} matrices go to AdamW: {'; '.join(texts)}. To change that, "

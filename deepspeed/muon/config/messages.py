@@ -133,7 +133,6 @@ def explain(
 
 
 def _wrong_value(item: Mapping[str, Any], value: Any, field: FieldInfo, inner: Sequence[Any]) -> str:
-    """Return what is wrong with the value of a field, or with the part of it at ``inner``."""
     values, part = allowed(field), ""
     section = next((kind for kind in get_args(field.annotation) if hasattr(kind, "model_fields")), None)
     if section and inner:
@@ -147,7 +146,7 @@ def _wrong_value(item: Mapping[str, Any], value: Any, field: FieldInfo, inner: S
 
 
 def _of_string(value: str, values: str) -> str:
-    """Return advice for a string in place of a flag or a number; empty for all others."""
+    """Return advice about a string in place of a flag or a number; empty for other strings."""
     if value.lower() in ("true", "false") and values == "true or false":
         return f"write {value.lower()} without quotes"
     if "number" in values and re.fullmatch(r"[+-]?[\d.]+(e[+-]?\d+)?", re.sub(r"[\s_]", "", value.lower())):
@@ -156,7 +155,6 @@ def _of_string(value: str, values: str) -> str:
 
 
 def _special(key: str, value: Any) -> str:
-    """Return advice for particular values; empty for all others."""
     text = str(value).lower()
     if key == "wire_dtype" and text in ("fp16", "float16", "half"):
         return "fp16 is refused, because gradients underflow in it; use bf16 or fp32"

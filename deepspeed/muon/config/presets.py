@@ -89,7 +89,7 @@ _SUPERSEDED = REPLACES | {
 
 
 def filled_in(params: Mapping[str, Any]) -> dict[str, Any]:
-    """``params`` with the values of its ``preset`` for the keys that it does not set; null sets the default."""
+    """Return ``params`` with the values of its ``preset`` for the keys that it does not set; null sets the default."""
     name = params.get("preset")
     preset = PRESETS.get(name) if isinstance(name, str) else None
     if preset is None:

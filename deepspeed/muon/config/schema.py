@@ -156,64 +156,64 @@ class MuonConfig(BaseModel):
 
     @property
     def schedule(self) -> coefficients.Schedule:
-        """Newton-Schulz coefficients, one triple per step."""
+        """Return the Newton-Schulz coefficients, one triple per step."""
         return coefficients.schedule(self.ns_coefficients, self.ns_steps)
 
     @property
     def wire(self) -> str:
-        """``wire_dtype`` with ``auto`` resolved."""
+        """Return ``wire_dtype`` with ``auto`` resolved."""
         if self.wire_dtype != "auto":
             return self.wire_dtype
         return "fp32" if self.ns_dtype == "fp32" else "bf16"
 
     @property
     def rules(self) -> Rules:
-        """What is done to whole matrices beside Newton-Schulz."""
+        """Return what is done to whole matrices beside Newton-Schulz."""
         return Rules(**{field.name: getattr(self, field.name) for field in fields(Rules)})
 
     @property
     def most_owners(self) -> int | None:
-        """``owners_per_matrix``, but 1 with update rules and AOL, which need whole rows and columns."""
+        """Return ``owners_per_matrix``, or 1 with update rules and AOL, which need whole rows and columns."""
         return 1 if self.rules or self.ns_normalization != "frobenius" else self.owners_per_matrix
 
     @property
     def schedules(self) -> Schedules:
-        """How momentum and weight decay of the Muon half change with the step."""
+        """Return how momentum and weight decay of the Muon half change with the step."""
         return Schedules(**{field.name: getattr(self, field.name) for field in fields(Schedules)})
 
     @property
     def of_preset(self) -> dict[str, Any]:
-        """What the preset has set and nothing else has changed."""
+        """Return what the preset has set and nothing else has changed."""
         if self.preset == "none":
             return {}
         values = PRESETS[self.preset].values
-        given = MuonConfig(**values)
-        return {key: value for key, value in values.items() if getattr(self, key) == getattr(given, key)}
+        published = MuonConfig(**values)
+        return {key: value for key, value in values.items() if getattr(self, key) == getattr(published, key)}
 
     @property
     def preset_says(self) -> str:
-        """What the preset has set, for people."""
+        """Return what the preset has set, for people."""
         set_by_it = ", ".join(f"{key} {json.dumps(value)}" for key, value in self.of_preset.items())
         return f"preset {self.preset} sets {set_by_it or 'nothing'}"
 
     @property
     def beyond_muon(self) -> list[str]:
-        """What a step does that plain Muon does not, for people; QK-clip apart, which depends on the model."""
+        """Return what a step does that plain Muon does not, for people; QK-clip apart, which depends on the model."""
         decay = "cautious weight decay" if self.cautious_weight_decay else ""
         return [text for text in (str(self.rules), str(self.schedules), decay) if text]
 
     @property
     def scale(self) -> str:
-        """``adjust_lr_fn`` with ``auto`` resolved."""
+        """Return ``adjust_lr_fn`` with ``auto`` resolved."""
         return self._resolve_scale()[0]
 
     @property
     def scale_reason(self) -> str:
-        """Why :attr:`scale` is what it is, for people."""
+        """Return why :attr:`scale` is what it is, for people."""
         return self._resolve_scale()[1]
 
     def _resolve_scale(self) -> tuple[str, str]:
-        """The scale and the reason.
+        """Return the scale and the reason for it.
 
         A section with ``lr`` and none of :data:`STOCK_TUNING_KEYS` has AdamW's learning rate, so its updates get
         AdamW's RMS. Any of these keys, or no ``lr``, means values tuned for stock's scale. No other key decides.
@@ -230,17 +230,17 @@ class MuonConfig(BaseModel):
 
     @property
     def stock_tuning(self) -> list[str]:
-        """The keys whose values were tuned for stock's Muon, as the user gave them."""
+        """Return the keys whose values were tuned for stock's Muon, as the user gave them."""
         return [key for key in STOCK_TUNING_KEYS if key in self.model_fields_set and key not in self.of_preset]
 
     @property
     def sets_a_rate(self) -> bool:
-        """Whether any learning rate is given."""
+        """Return whether any learning rate is set."""
         return any(rate is not None for rate in (self.lr, self.muon_lr, self.adam_lr))
 
     @property
     def reference_lr(self) -> float:
-        """The learning rate that a schedule describes: the first of ``lr``, Muon's and AdamW's that is not 0."""
+        """Return the learning rate that a schedule describes: the first of ``lr``, Muon's and AdamW's that is not 0."""
         candidates = (self.lr, self.muon_group()["lr"], self.adam_group()["lr"])
         return next((lr for lr in candidates if lr), 0.0)
 
@@ -260,7 +260,7 @@ class MuonConfig(BaseModel):
         return parse(own, where, base)
 
     def muon_group(self) -> dict[str, Any]:
-        """Hyperparameters of a Muon group."""
+        """Return the hyperparameters of a Muon group."""
         return {
             "lr": _first(self.muon_lr, self.lr, types.DEFAULT_MUON_LR),
             "momentum": self.momentum,
@@ -271,7 +271,7 @@ class MuonConfig(BaseModel):
         }
 
     def adam_group(self) -> dict[str, Any]:
-        """Hyperparameters of an AdamW group."""
+        """Return the hyperparameters of an AdamW group."""
         return {
             "lr": _first(self.adam_lr, self.lr, types.DEFAULT_ADAM_LR),
             "betas": self.betas,

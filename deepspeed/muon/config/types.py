@@ -191,7 +191,7 @@ OURS, STOCK, TORCH_MUON, KERAS = "deepspeed-muon", "stock DeepSpeed", "`torch.op
 
 
 def field(default: Any, source: str = OURS, unit: str = "") -> Any:
-    """A pydantic field with its texts for docs/configuration.md; the docstring below it is the description."""
+    """Return a pydantic field with its texts for docs/configuration.md; the docstring below it is the description."""
     return Field(default, json_schema_extra={"source": source, "unit": unit})
 
 

@@ -28,12 +28,12 @@ class Piece(NamedTuple):
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the piece is contiguous in the block."""
+        """Return whether the piece is contiguous in the block."""
         return self.rows == 1 or self.pitch == self.cols
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Return the number of elements."""
         return self.rows * self.cols
 
 
@@ -55,22 +55,22 @@ class Block:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Return the number of elements."""
         return self.rows * self.cols
 
     @cached_property
     def stop(self) -> int:
-        """Index in the parameter after the block's last element."""
+        """Return the index in the parameter after the block's last element."""
         return self.element(self.numel - 1) + 1
 
     def element(self, at: int) -> int:
-        """Index in the parameter of element ``at`` of the block, counted row by row."""
+        """Return the index in the parameter of element ``at`` of the block, counted row by row."""
         row, column = divmod(at, self.cols)
         band, row = divmod(row, self.rows // self.bands)
         return self.offset + band * self.gap + row * self.stride + column
 
     def before(self, element: int) -> int:
-        """Number of the block's elements before ``element`` of the parameter."""
+        """Return the number of the block's elements before ``element`` of the parameter."""
         inside, numel = max(0, element - self.offset), self.rows * self.cols
         if self.stride == self.cols and self.bands == 1:
             return min(inside, numel)
@@ -80,7 +80,7 @@ class Block:
         return min(band * whole + min(row * self.cols + min(column, self.cols), whole), numel)
 
     def pieces(self, start: int, stop: int, pitch: int | None = None) -> Iterator[Piece]:
-        """The part of the block inside elements ``start .. stop`` of the parameter, in order.
+        """Return the part of the block inside elements ``start .. stop`` of the parameter, in order.
 
         ``pitch``: columns of the wider matrix that the block is part of; ``at`` then counts within that matrix.
         """
@@ -102,7 +102,7 @@ class Block:
 
 
 def matrices(shape: Sequence[int]) -> tuple[Block, ...]:
-    """The block of a matrix, or one block per matrix of a stack ``[..., rows, cols]``."""
+    """Return the block of a matrix, or one block per matrix of a stack ``[..., rows, cols]``."""
     *stack, rows, cols = shape
     return tuple(Block(i * rows * cols, rows, cols, cols) for i in range(math.prod(stack)))
 

@@ -36,7 +36,7 @@ GATED_Q, GATED_QKV, STEPS = "queries and gates", "queries, keys, values and gate
 
 
 def cut_fused(name: str, shape: Sequence[int], axis: int, owner: nn.Module, model: nn.Module) -> tuple[Cut, str] | None:
-    """How a weight is cut into its projections, and a name for its parts; ``None`` where nothing suggests a fused one.
+    """Return how a weight is cut into its projections, and a name for them; ``None`` where nothing suggests several.
 
     ``name``: of the weight in ``owner``, the attention or feed-forward module. ``shape``: (rows, cols); of a stack, one
     matrix's. ``axis``: of the outputs of an attention weight.
@@ -98,7 +98,7 @@ def _by_head(name: str, outputs: int, axis: int, heads: Heads) -> tuple[Cut, str
 
 
 def _gate_and_up(name: str, shape: Sequence[int], owner: nn.Module) -> Cut:
-    """The shape of the down projection beside it tells which axis holds both."""
+    """Return the cut along the axis that holds both, which the shape of the down projection beside them tells."""
     if getattr(owner, "is_concatenated", True) is False or is_a(owner, ALTERNATING_CLASSES):
         raise ValueError(f"gate and up of {name} alternate one by one")
     axis = _axis_of_both(shape, _shape_of(owner, name.replace("gate_up", "down")))
@@ -113,13 +113,10 @@ def output_axis(module: nn.Module) -> int:
 
 
 def stack_output_axis(name: str, shape: Sequence[int], owner: nn.Module) -> int | None:
-    """The axis along which each matrix of a stack of experts has its outputs; ``None`` where it cannot be told.
+    """Return the axis along which each matrix of a stack of experts has its outputs; ``None`` where it is not known.
 
     Stacks have no convention; transformers has both. Their class tells, or the shape of gate and up beside that of
-    down.
-
-    Args:
-        name, shape, owner: as of :func:`cut_fused`.
+    down. ``name``, ``shape``, ``owner``: as in :func:`cut_fused`.
     """
     if is_a(owner, OUTPUTS_FIRST_CLASSES):
         return 0
@@ -131,14 +128,14 @@ def stack_output_axis(name: str, shape: Sequence[int], owner: nn.Module) -> int 
 
 
 def _shape_of(owner: nn.Module, name: str) -> Sequence[int]:
-    """The shape of the last two axes of a weight, or of the weight of a module; empty where there is none."""
+    """Return the shape of the last two axes of a weight, or of the weight of a module; empty where there is none."""
     value = getattr(owner, name, None)
     weight = getattr(value, "weight", value)
     return whole_shape(weight)[-2:] if isinstance(weight, Tensor) else ()
 
 
 def _axis_of_both(gate_up: Sequence[int], down: Sequence[int]) -> int | None:
-    """The axis along which a weight holds gate and up, which are its outputs, by the shape of down."""
+    """Return the axis along which a weight holds gate and up, which are its outputs, by the shape of down."""
     if len(gate_up) < 2 or len(down) < 2:
         return None
     rows, cols = gate_up

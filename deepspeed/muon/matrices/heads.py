@@ -69,15 +69,11 @@ class Heads(NamedTuple):
 
 
 def heads_of(attention: nn.Module, model: nn.Module) -> Heads | None:
-    """The heads of an attention module; ``None`` where their number is not known.
+    """Return the heads of an attention module; ``None`` where their number is not known.
 
     Layers of one model may differ, so the module's own numbers come first. Its config, or else the model's, fills in
     what they leave open, but only if it states the same number of query heads. Linear attention is described by its own
-    numbers alone: a config gives those of the other attention in the model.
-
-    Args:
-        attention: the module that holds the projections.
-        model: the whole model, for its config.
+    numbers only: a config gives those of the other attention in the model.
     """
     config = None if is_linear_attention(attention) else _config_of(attention) or _config_of(model)
     own, stated = _numbers(attention), _numbers(config)
@@ -91,17 +87,17 @@ def heads_of(attention: nn.Module, model: nn.Module) -> Heads | None:
     keys = own.keys or (queries // groups if groups else own.queries or stated.keys or queries)
     shares = (_first(source, _SIZES) // queries for source in (attention, config))
     width = own.width or stated.width or next(filter(None, shares), 0)
-    others = {name: getattr(own, name) or getattr(stated, name) for name in ("nope", "rope", "value", "values")}
-    return Heads(queries, keys, width, **others)
+    rest = {name: getattr(own, name) or getattr(stated, name) for name in ("nope", "rope", "value", "values")}
+    return Heads(queries, keys, width, **rest)
 
 
 def is_linear_attention(attention: nn.Module) -> bool:
-    """Whether the module has a state instead of the softmax of logits."""
+    """Return whether the module has a state instead of the softmax of logits."""
     return any(hasattr(attention, name) for name in _LINEAR)
 
 
 def _config_of(module: nn.Module) -> Any:
-    """The config of a module; the text part of it where a model also has vision or audio."""
+    """Return the config of a module; the text part of it where a model also has vision or audio."""
     config = getattr(module, "config", None)
     get = getattr(config, "get_text_config", None)
     try:
@@ -111,7 +107,7 @@ def _config_of(module: nn.Module) -> Any:
 
 
 def _numbers(source: Any) -> Heads:
-    """The numbers that a module or a config states; zeros for those that it does not."""
+    """Return the numbers that a module or a config states; zeros for those that it does not."""
     names = _NAMES_IN_LINEAR if _first(source, _VALUES) else _NAMES
     return Heads(**{number: _first(source, found) for number, found in names.items()})
 
@@ -133,12 +129,12 @@ def is_a(module: nn.Module, prefixes: str | tuple[str, ...]) -> bool:
 
 
 def is_projection(leaf: str) -> bool:
-    """Whether a module of this name (without its path) is an attention projection made of whole heads."""
+    """Return whether a module of this name (without its path) is an attention projection made of whole heads."""
     return leaf.lower() in QUERIES | KEYS | VALUES | FUSED | FUSED_WITH_GATES | LATENT
 
 
 def cut_by_head(leaf: str, outputs: int, axis: int, heads: Heads, gated: bool = False) -> Cut:
-    """How a projection with ``outputs`` along ``axis`` is cut into its heads; ``leaf``: the name of its module.
+    """Return how a projection with ``outputs`` along ``axis`` is cut into its heads; ``leaf``: the name of its module.
 
     ``gated``: whether the attention is of :data:`GATED_CLASSES`; the gate of a head is a matrix of its own.
 

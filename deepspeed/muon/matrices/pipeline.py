@@ -12,22 +12,22 @@ from torch import nn
 
 
 def is_pipeline(model: Any) -> bool:
-    """Whether the model is a stage of a pipeline, possibly the only one."""
+    """Return whether the model is a stage of a pipeline, possibly the only one."""
     return callable(getattr(model, "num_pipeline_stages", None))
 
 
 def stage_of(model: Any) -> int:
-    """The model's stage number; 0 outside pipelines."""
+    """Return the model's stage number; 0 outside pipelines."""
     return model.stage_id if is_pipeline(model) else 0
 
 
 def stages_of(model: Any) -> int:
-    """The number of stages; 1 outside pipelines."""
+    """Return the number of stages; 1 outside pipelines."""
     return model.num_pipeline_stages() if is_pipeline(model) else 1
 
 
 def outer_parameters(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Parameters of a pipeline that are not hidden matrices, each with the reason.
+    """Return the parameters of a pipeline that are not hidden matrices, each with the reason.
 
     Those of tied layers, such as an embedding tied to the output head, and the only matrix of the last layer.
     """
@@ -45,6 +45,6 @@ def outer_parameters(model: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def shared_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Parameters that another stage has a copy of; equal updates keep the copies equal."""
+    """Return the parameters that another stage has a copy of; equal updates keep the copies equal."""
     ties = model.tied_comms.values() if is_pipeline(model) else ()  # type: ignore[union-attr,operator]
     return {param for tie in ties if len(tie["ranks"]) > 1 for param in tie["module"].parameters()}

@@ -56,13 +56,13 @@ class Attention:
 
 
 def attention_layers(model: nn.Module, trained: Collection[nn.Parameter] | None = None) -> dict[nn.Module, Attention]:
-    """The softmax attention of a model whose queries and keys are trained, by module.
+    """Return the softmax attention of a model whose queries and keys are trained, by module.
 
     Args:
         trained: the parameters that an optimizer has; by default those with ``requires_grad``.
 
     Raises:
-        MuonConfigError: a layer whose heads cannot be told, or that scaling its weights would not scale.
+        MuonConfigError: a layer whose heads are not known, or whose logits do not follow its weights.
     """
     trained = {param for param in model.parameters() if param.requires_grad} if trained is None else set(trained)
     found: dict[nn.Module, Attention] = {}
@@ -79,8 +79,8 @@ def attention_layers(model: nn.Module, trained: Collection[nn.Parameter] | None 
         if _is_unknown_attention(module, trained) and not any(map(_projections, module.modules())):
             problems.setdefault("its queries and keys are not known by the names of its projections", name)
     if problems:
-        told = "; ".join(f"{name}: {problem}" for problem, name in problems.items())
-        raise MuonConfigError(f"optimizer.params.qk_clip: cannot act on every attention layer: {told}")
+        texts = "; ".join(f"{name}: {problem}" for problem, name in problems.items())
+        raise MuonConfigError(f"optimizer.params.qk_clip: cannot act on every attention layer: {texts}")
     shared = [param for layer in found.values() for param in layer.weights]
     if len(set(shared)) < len(shared):
         raise MuonConfigError("optimizer.params.qk_clip: cannot act on attention layers that share their projections")
@@ -88,14 +88,14 @@ def attention_layers(model: nn.Module, trained: Collection[nn.Parameter] | None 
 
 
 def _is_unknown_attention(module: nn.Module, trained: Set[nn.Parameter]) -> bool:
-    """Whether a module is attention by its class and has matrices that are trained."""
+    """Return whether a module is attention by its class and has matrices that are trained."""
     is_attention = isinstance(module, nn.MultiheadAttention) or type(module).__name__.endswith("Attention")
     own = [*module.parameters(recurse=False), *(p for child in module.children() for p in child.parameters(False))]
     return is_attention and not is_linear_attention(module) and any(p in trained and p.ndim == 2 for p in own)
 
 
 def _projections(module: nn.Module) -> dict[str, nn.Module]:
-    """The children of an attention module that make queries and keys; empty for other modules."""
+    """Return the children of an attention module that make queries and keys; empty for other modules."""
     if isinstance(module, nn.MultiheadAttention) or is_linear_attention(module):
         return {}
 

@@ -96,7 +96,7 @@ def route(model: nn.Module, config: MuonConfig | None = None) -> dict[nn.Paramet
 
 
 def user_tag(param: nn.Parameter) -> bool | None:
-    """The user's ``param.use_muon``; ``None`` where there is no tag, or the one that :func:`tag_parameters` set."""
+    """Return the user's ``param.use_muon``; ``None`` for no tag, and for one that :func:`tag_parameters` has set."""
     tag = param.__dict__.get(TAG)
     return None if tag is None or tag == param.__dict__.get(ROUTED_TAG) else bool(tag)
 
@@ -114,13 +114,13 @@ def tag_parameters(model: nn.Module, specs: Mapping[nn.Parameter, MatrixSpec]) -
 
 
 def shapes_of(specs: Iterable[MatrixSpec]) -> Counter[tuple[int, int]]:
-    """How many matrices of each shape go to Newton-Schulz; a shape and its transpose count as the wide one."""
+    """Return how many matrices of each shape go to Newton-Schulz; a shape and its transpose count as the wide one."""
     blocks = (block for spec in specs if spec.use_muon for block in spec.blocks)
     return Counter((min(block.rows, block.cols), max(block.rows, block.cols)) for block in blocks)
 
 
 def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The whole shape of every trainable parameter, by name; a tied one has several names."""
+    """Return the whole shape of every trainable parameter, by name; a tied one has several names."""
     used = _uses(model).items()
     return {use.name: whole_shape(param) for param, uses in used if param.requires_grad for use in uses}
 
@@ -149,7 +149,7 @@ def _uses(model: nn.Module) -> dict[nn.Parameter, list[Use]]:
 
 
 def _output_embeddings(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Parameters of the head that a Hugging Face model declares, with the reason."""
+    """Return the parameters of the head that a Hugging Face model declares, with the reason."""
     get = getattr(model, "get_output_embeddings", None)
     head = get() if callable(get) else None
     found = head.parameters() if isinstance(head, nn.Module) else ()
@@ -157,7 +157,7 @@ def _output_embeddings(model: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def is_lora(spec: MatrixSpec) -> bool:
-    """Whether the parameter is a factor of a low-rank adapter, by its name and its rank."""
+    """Return whether the parameter is a factor of a low-rank adapter, by its name and its rank."""
     return _lora(spec.name, spec.shape) is not None
 
 
@@ -168,7 +168,6 @@ def _lora(name: str, shape: tuple[int, ...]) -> str | None:
 
 
 def _route_by_user(names: Sequence[str], param: nn.Parameter, no_matrix: str, config: MuonConfig) -> Route | None:
-    """The route that the user's tag or patterns choose; ``None`` where they say nothing."""
     tag = user_tag(param)
     if tag is not None:
         if tag and no_matrix:

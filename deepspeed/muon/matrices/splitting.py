@@ -21,12 +21,12 @@ from deepspeed.muon.matrices.tp_sharding import Sharding, tp_rank
 
 
 def is_convolution(module: nn.Module) -> bool:
-    """Whether the module's weight is ``[out, in, *kernel]``."""
+    """Return whether the module's weight is ``[out, in, *kernel]``."""
     return isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
 
 
 def is_stack(module: nn.Module, path: str, shape: Sequence[int]) -> bool:
-    """Whether the names of its module say that a weight ``[experts, rows, cols]`` holds one matrix per expert."""
+    """Return whether a weight ``[experts, rows, cols]`` holds one matrix per expert, by the names of its module."""
     names = (type(module).__name__, *path.split(".")[-2:])
     return len(shape) == 3 and min(shape[1:]) > 1 and any("expert" in name.lower() for name in names)
 
@@ -47,18 +47,18 @@ class Use(NamedTuple):
 
     @property
     def projection(self) -> tuple[str, nn.Module]:
-        """The name that an attention projection has in its attention module, and that module."""
+        """Return the name that an attention projection has in its attention module, and that module."""
         if isinstance(self.module, nn.MultiheadAttention):
             return self.attribute, self.module
         return self.path.rpartition(".")[2], self.parent
 
     @property
     def weight(self) -> tuple[str, nn.Module]:
-        """The name of the weight in its attention or feed-forward module, and that module."""
+        """Return the name of the weight in its attention or feed-forward module, and that module."""
         return self.projection if self.attribute == "weight" else (self.attribute, self.module)
 
     def matrix_output_axis(self, shape: Sequence[int]) -> int | None:
-        """The axis of each of its matrices along which the outputs lie; ``None`` for a stack that does not tell."""
+        """Return the axis of its matrices along which the outputs lie; ``None`` for a stack that does not tell."""
         if len(shape) != 3 or is_convolution(self.module):
             return output_axis(self.module)
         name, owner = self.weight
@@ -104,12 +104,12 @@ class MatrixSpec:
 
     @property
     def numel(self) -> int:
-        """Number of elements on this rank, before ZeRO partitions it."""
+        """Return the number of elements on this rank, before ZeRO partitions it."""
         return math.prod(self.shape)
 
     @property
     def whole(self) -> tuple[int, ...]:
-        """The shape before tensor parallelism cut it."""
+        """Return the shape before tensor parallelism cut it."""
         return self.sharding.shape if self.sharding else self.shape
 
 

@@ -35,19 +35,19 @@ class Sharding:
     ranges: tuple[tuple[tuple[int, int], ...], ...]
 
     def size(self, rank: int) -> int:
-        """Number of rows or columns that a rank holds."""
+        """Return the number of rows or columns that a rank holds."""
         return sum(size for _, size in self.ranges[rank])
 
     def shard(self, whole: Tensor, rank: int) -> Tensor:
-        """The shard of a rank, of ``whole`` in any shape; a view where it is one range."""
-        held = [whole.view(self.shape).narrow(self.axis, start, size) for start, size in self.ranges[rank]]
-        return held[0] if len(held) == 1 else torch.cat(held, dim=self.axis)
+        """Return the shard of a rank, of ``whole`` in any shape; a view where it is one range."""
+        parts = [whole.view(self.shape).narrow(self.axis, start, size) for start, size in self.ranges[rank]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.axis)
 
     def parts(self, block: Block, rank: int) -> Iterator[tuple[Block, int]]:
-        """The parts of a block of the whole that a rank's shard holds.
+        """Return the parts of a block of the whole that a rank's shard holds.
 
         Yields:
-            Rectangular blocks of the shard, each with the index of its first element in the given block.
+            Rectangular blocks of the shard, each with the index of its first element in ``block``.
         """
         width = self.shape[1] if self.axis == 0 else self.size(rank)
         first_row, first_column = divmod(block.offset, self.shape[1])
@@ -60,16 +60,15 @@ class Sharding:
                 low, high = max(first, start), min(first + length, start + size)
                 place = inside + low - start
                 if low < high and self.axis == 0:
-                    held = Block(place * width + first_column, high - low, block.cols, width)
-                    yield held, at + (low - row) * block.cols
+                    part = Block(place * width + first_column, high - low, block.cols, width)
+                    yield part, at + (low - row) * block.cols
                 elif low < high:
                     yield Block(row * width + place, height, high - low, width), at + low - first_column
             inside += size
 
 
 def sharding_of(param: Any) -> Sharding | None:
-    """The layout that AutoTP or Megatron recorded on a parameter; ``None`` where every rank of the group holds it
-    whole.
+    """Return the layout that AutoTP or Megatron recorded on a parameter; ``None`` where each rank has all of it.
 
     Raises:
         ValueError: the record does not describe the cut by rows or columns.
@@ -96,7 +95,7 @@ def _is_marked(param: Any) -> bool:
 
 
 def _sharding_by_megatron(param: Any) -> Sharding | None:
-    """Of equal shards; a rank has ``partition_stride`` of the equal parts of the whole, the ranks taking turns."""
+    """Return a layout of equal shards: each rank has ``partition_stride`` equal parts, and the ranks take turns."""
     axis, stride = getattr(param, "partition_dim", -1), getattr(param, "partition_stride", 1)
     if axis < 0:
         raise ValueError(f"it is marked {MEGATRON[1]}, but nothing says how it was cut; set its partition_dim")
@@ -109,29 +108,29 @@ def _sharding_by_megatron(param: Any) -> Sharding | None:
     ranks = getattr(param, TP_RANK)[1]
     if ranks == 1:
         return None
-    held = local_shape(param)
-    if axis >= len(held) or len(held) > 2:
+    local = local_shape(param)
+    if axis >= len(local) or len(local) > 2:
         raise ValueError(f"its partition_dim {axis} is no axis of a matrix")
-    if held[axis] % stride:
-        raise ValueError(f"its partition_stride {stride} does not divide the {held[axis]} rows or columns of a rank")
-    size = held[axis] // stride
+    if local[axis] % stride:
+        raise ValueError(f"its partition_stride {stride} does not divide the {local[axis]} rows or columns of a rank")
+    size = local[axis] // stride
     turns = range(0, ranks * stride, ranks)
     ranges = tuple(tuple(((first + rank) * size, size) for first in turns) for rank in range(ranks))
     return Sharding(whole_shape(param), axis, ranges)
 
 
 def tp_rank(param: Any, module: Any) -> int:
-    """This rank's number among those that hold the parts of a parameter of the module."""
+    """Return this rank's number among those that hold the parts of a parameter of the module."""
     return getattr(param, TP_RANK)[0] if hasattr(param, TP_RANK) else module.tp_index
 
 
 def local_shape(param: Any) -> tuple[int, ...]:
-    """The shape after tensor parallelism and before ``zero.Init`` cut the parameter."""
+    """Return the shape after tensor parallelism and before ``zero.Init`` cut the parameter."""
     return tuple(getattr(param, "ds_shape", param.shape))
 
 
 def whole_shape(param: Any) -> tuple[int, ...]:
-    """The shape before tensor parallelism cut the parameter."""
+    """Return the shape before tensor parallelism cut the parameter."""
     note = getattr(param, AUTOTP, None) or {}
     if shape := note.get("logical_shape") or note.get("original_shape"):
         return tuple(shape)

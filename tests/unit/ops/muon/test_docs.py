@@ -36,7 +36,7 @@ WRITERS = {
     "_refusal",
 }
 WRITERS |= {f"_{about}_problems" for about in ("path", "library", "optimizer", "param", "lock", "engine", "pipeline")}
-WRITERS |= {"_problem", "_layout_problem", "_unused_patterns", "_unused_splits", "_unused_heads", "empty_muon_half"}
+WRITERS |= {"_problem", "_layout_problem", "_unmatched", "check_options", "empty_muon_half"}
 #: So many words of a message must stand in the page, in its own order.
 WORDS = 8
 
