@@ -16,7 +16,7 @@ from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.errors import SettingsError
 from deepspeed.muon.zero.hooks import is_muon
 from deepspeed.muon.zero.lr_scheduler import Schedule, about_momentum, read_schedule
-from deepspeed.muon.zero.read_config import find_ds_config, is_accelerates, is_optimizer, parse_file, settings_of
+from deepspeed.muon.zero.read_config import find_ds_config, is_accelerates, is_optimizer, parse_file, read_settings
 
 #: Types of optimizers that are AdamW: those that DeepSpeed knows, and the names of its classes.
 ADAMW = ("adam", "adamw", "fusedadam", "deepspeedcpuadam", "cpuadam")
@@ -81,7 +81,7 @@ def convert(path: str, out: str = "ds_config.json") -> dict[str, Any]:
     if momentum := about_momentum(schedule):
         what = "kept" if schedule.is_asked else "on by default"
         changes.append(Decision("scheduler.params.cycle_momentum", what, momentum.partition(" ")[2]))
-    settings_of(path, config, world_size=1)
+    read_settings(path, config, world_size=1)
     decisions += changes
     return {"config": config, "decisions": [each._asdict() for each in decisions], "accelerate": pointing}
 
@@ -134,7 +134,7 @@ def _rate(schedule: Schedule) -> str:
 def _wrong_type(path: str, section: Mapping[str, Any], name: Any) -> SettingsError:
     """Return the error about an optimizer that is not AdamW."""
     if isinstance(name, str) and is_muon(name):
-        settings_of(path, dict(section), world_size=1)
+        read_settings(path, dict(section), world_size=1)
         return SettingsError(f"{path}: optimizer.type: got {name!r}, which needs no change; {NEXT.format(path)[6:]}")
     otherwise = (
         "the rate of another optimizer does not fit Muon; write the section yourself, with the rate that AdamW would "

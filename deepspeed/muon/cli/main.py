@@ -34,7 +34,7 @@ from deepspeed.muon.plan.memory import Memory
 from deepspeed.muon.tuning import Candidates
 from deepspeed.muon.version import __version__
 from deepspeed.muon.zero.checkpoint.from_stock import convert
-from deepspeed.muon.zero.read_config import Settings, read_settings
+from deepspeed.muon.zero.read_config import Settings, find_ds_config, parse_file, read_settings
 
 USER_ERRORS: tuple[type[Exception], ...] = (errors.ImportStateError, errors.ModelError, errors.MuonConfigError)
 USER_ERRORS += (errors.RecordsError, errors.SettingsError, errors.UnsupportedError)
@@ -125,7 +125,8 @@ def _plot(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 def _plan(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     gc.disable()  # Millions of small objects, all of which live to the end.
     try:
-        facts = plan_facts(args, read_settings(args.config, args.world_size, args.stage))
+        section = find_ds_config(args.config, parse_file(args.config))
+        facts = plan_facts(args, read_settings(args.config, section, args.world_size, args.stage))
         return facts, "" if args.json else plan_text(facts)
     finally:
         gc.enable()

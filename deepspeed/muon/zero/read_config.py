@@ -56,22 +56,18 @@ class Settings:
     notes: tuple[str, ...]
 
 
-def read_settings(path: str, world_size: int, stage: int | None = None) -> Settings:
-    """Read a ds_config file whose optimizer is Muon.
+def read_settings(path: str, section: dict[str, Any], world_size: int, stage: int | None = None) -> Settings:
+    """Return the settings of a ds_config whose optimizer is Muon.
 
     Args:
+        path: names the file in errors; ``section``: what it holds, from :func:`find_ds_config`.
         stage: instead of the file's.
 
     Raises:
-        SettingsError: a file that cannot be read, or a value that DeepSpeed refuses.
+        SettingsError: a value that DeepSpeed refuses.
         MuonConfigError: a wrong ``optimizer.params``.
         UnsupportedError: a combination that deepspeed-muon refuses.
     """
-    return settings_of(path, find_ds_config(path, parse_file(path)), world_size, stage)
-
-
-def settings_of(path: str, section: dict[str, Any], world_size: int, stage: int | None = None) -> Settings:
-    """Return what :func:`read_settings` does, of a section that has been read; errors name the file as ``path``."""
     warn_of_unknown(section)
     name, params = _require_muon(path, section)
     autos, defaults = [key for key in FILLED_BY if params.get(key) == "auto"], list[str]()

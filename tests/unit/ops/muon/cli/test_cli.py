@@ -17,7 +17,7 @@ from deepspeed.muon.cli.tables import quantity
 from deepspeed.muon.forecast import measured
 from deepspeed.muon.patch import Seam
 from deepspeed.muon.zero import hooks
-from deepspeed.muon.zero.read_config import settings_of
+from deepspeed.muon.zero.read_config import read_settings
 from helpers.paths import ROOT
 
 EXAMPLES = ROOT / "examples" / "plan"
@@ -292,7 +292,7 @@ def test_misspelt_keys_of_the_whole_config_are_named(folder: Path, caplog: pytes
     """Which DeepSpeed ignores; whatever it reads is known."""
     read = {"bf16": {}, "fp16": {}, "scheduler": {}, "flops_profiler": {}, "aio": {}, "csv_monitor": {}, "compile": {}}
     section = {"optimizer": OPTIMIZER, "train_batch_size": "auto"} | dict.fromkeys(read, "auto")
-    settings_of("ds.json", section | {"zero_optimisation": {}, "gradient_cliping": "auto", "xyz": 1}, world_size=1)
+    read_settings("ds.json", section | {"zero_optimisation": {}, "gradient_cliping": "auto", "xyz": 1}, world_size=1)
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
         f"deepspeed-muon: DeepSpeed reads no key {given} of a ds_config; {advice}"
         for given, advice in (

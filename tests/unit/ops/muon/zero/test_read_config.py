@@ -8,13 +8,13 @@ import pytest
 
 from deepspeed.muon.config.messages import nearest
 from deepspeed.muon.errors import SettingsError
-from deepspeed.muon.zero.read_config import Settings, settings_of
+from deepspeed.muon.zero.read_config import Settings, read_settings
 from helpers.logs import logged
 
 
 def read(section: dict[str, Any], params: dict[str, Any] | None = None) -> Settings:
     optimizer = {"type": "Muon", "params": {"lr": 1e-3} | (params or {})}
-    return settings_of("ds_config.json", {"optimizer": optimizer} | section, world_size=1)
+    return read_settings("ds_config.json", {"optimizer": optimizer} | section, world_size=1)
 
 
 OBJECT = 'expected an object, such as {"enabled": true}'
