@@ -86,10 +86,10 @@ def exchange(device: str, quick: bool, rates: dict[str, float]) -> Rows:
                 if group["use_muon"]:
                     group["ns_choice"] = choice
             optimizer.bind_again()
-            for key, bound in optimizer._bound.items() if way == "to itself" else ():
+            for key, bound in optimizer._steps.items() if way == "to itself" else ():
                 bound.exchange.group = torch.distributed.group.WORLD
                 plan = dataclasses.replace(bound.plan, buckets=tuple(map(sent_to_itself, bound.plan.buckets)))
-                optimizer._bound[key] = dataclasses.replace(bound, plan=plan)
+                optimizer._steps[key] = dataclasses.replace(bound, plan=plan)
                 assert plan.of_all.slots(plan.travels(staged=False)) > 1
             clock = training.PhaseClock(optimizer, device)
             x = torch.randn(8, job.hidden, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 
 from benchmarks import report, scaling
-from deepspeed.muon.bound import StepContext
+from deepspeed.muon.binding import StepContext
 from deepspeed.muon.cli.model import build
 from deepspeed.muon.config.schema import parse
 from deepspeed.muon.exchange.buffers import BucketBuffers
@@ -219,9 +219,9 @@ def fake_step(
     partitions = [Partition(index, (t,), part.shards, None, p.rank, p.of_all.world_size) for t, part, p in held]
     candidates = Candidates.of(optimizer.config, optimizer.tables_on(CPU), optimizer.ns_methods, CPU, has_bf16=True)
     optimizer.bind(partitions, candidates.without_race(optimizer.shapes))
-    for (key, bound), of_part in zip(optimizer._bound.items(), plans, strict=True):
+    for (key, bound), of_part in zip(optimizer._steps.items(), plans, strict=True):
         facts = {f.name: getattr(bound.exchange, f.name) for f in dataclasses.fields(Exchange)}
-        optimizer._bound[key] = dataclasses.replace(bound, plan=of_part, exchange=Alone(**facts))
+        optimizer._steps[key] = dataclasses.replace(bound, plan=of_part, exchange=Alone(**facts))
 
     def step() -> None:
         for tensor in flat:

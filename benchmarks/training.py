@@ -259,7 +259,7 @@ class Nothing:
 
 def exchange_alone(optimizer: Any, repeats: int, device: str) -> float:
     """Median seconds of all collectives of one step of ours with nothing computed."""
-    times, bounds = [], optimizer._bound.values()
+    times, bounds = [], optimizer._steps.values()
     for _ in range(repeats):
         torch.distributed.barrier()
         times.append(

@@ -3,7 +3,7 @@
 
 ZeRO gives zeros where a parameter took no part in the loss. The momentum then only decays, and Newton-Schulz of it is
 as large as ever, so the matrix would move at full speed for as long as fp32 can store its momentum. A matrix whose
-whole gradient is exactly zero is left alone instead, as torch's optimizers leave alone a parameter without ``grad``.
+whole gradient is exactly zero stays as it is instead, like a parameter without ``grad`` in torch's optimizers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Probes(NamedTuple):
 
 
 class GradientProbe:
-    """Looks at the gradients of one partition. Where every matrix has one, the host does the same work for any number.
+    """Look at the gradients of one partition. Where every matrix has one, the host does the same work for any number.
 
     Args:
         partition: on several ranks, the ranks that hold parts of its matrices.
@@ -96,11 +96,11 @@ class GradientProbe:
         present[matrices] = found = values.ne(0).any(dim=1).to(torch.int32)
         if not found.all():
             runs = [(of_matrix, grads[probes.tensor]) for probes in probed for of_matrix in probes.runs]
-            silent, are_present = [index for index, is_present in enumerate(found.tolist()) if not is_present], []
-            for index in silent:
+            unsure, are_present = [index for index, is_present in enumerate(found.tolist()) if not is_present], []
+            for index in unsure:
                 of_matrix, grad = runs[index]
                 are_present.append(torch.stack([grids(grad, run.copy).any() for run in of_matrix]).any())
-            present[matrices[silent]] = torch.stack(are_present).to(torch.int32)
+            present[matrices[unsure]] = torch.stack(are_present).to(torch.int32)
         return present
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +21,7 @@ class _Setting(NamedTuple):
 
 
 def _attribute(owner: Any, name: str, value: Any) -> _Setting:
-    return _Setting(lambda: getattr(owner, name), lambda new: setattr(owner, name, new), value)
+    return _Setting(partial(getattr, owner, name), partial(setattr, owner, name), value)
 
 
 def _fp32_precision() -> list[_Setting]:
@@ -38,11 +40,8 @@ def _reductions() -> list[_Setting]:
         name = f"allow_{dtype}_reduced_precision_reduction"
         split_k = f"{name}_split_k"
         if hasattr(matmul, split_k):  # one write sets both, so one read must return both
-
-            def read(names: tuple[str, str] = (name, split_k)) -> tuple[bool, ...]:
-                return tuple(getattr(matmul, one) for one in names)
-
-            found.append(_Setting(read, _attribute(matmul, name, None).write, (True, True)))
+            read = partial(attrgetter(name, split_k), matmul)
+            found.append(_Setting(read, partial(setattr, matmul, name), (True, True)))
         else:
             found.append(_attribute(matmul, name, True))
     if hasattr(matmul, "allow_fp16_accumulation"):

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.muon.bound import Bound, StepContext, bind_partition
+from deepspeed.muon.binding import StepContext, bind_partition
 from deepspeed.muon.config.presets import preset_named
 from deepspeed.muon.config.schema import MuonConfig, parse
 from deepspeed.muon.errors import UnsupportedError
@@ -23,12 +22,10 @@ from deepspeed.muon.exchange.groups import Agreed, agreed, limit_time
 from deepspeed.muon.exchange.host_staging import Staging
 from deepspeed.muon.exchange.owner_set import ranks_of_set
 from deepspeed.muon.exchange.partition import Partition
-from deepspeed.muon.kernels.probe import warm
 from deepspeed.muon.kernels.selection import product_tables
 from deepspeed.muon.kernels.table import Operations
-from deepspeed.muon.kernels.workspace import Workspace, batch_limit
+from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.log import logger
-from deepspeed.muon.lr_groups import GivenGroups
 from deepspeed.muon.math import adamw, momentum
 from deepspeed.muon.math.choice import Choice, from_pinned
 from deepspeed.muon.math.newton_schulz import DTYPES
@@ -43,8 +40,9 @@ from deepspeed.muon.plan.plan import Plan
 from deepspeed.muon.qk_clip.clip import QKClip
 from deepspeed.muon.replicas import agree_with_replicas, bind_whole, unwrapped
 from deepspeed.muon.saved_state import SavedForm
+from deepspeed.muon.scheduler_view import UserGroups
 from deepspeed.muon.second_moments import SecondMoments
-from deepspeed.muon.step import PartitionStep
+from deepspeed.muon.step import PartitionStep, short_hash
 from deepspeed.muon.step_stats import StepStats
 from deepspeed.muon.tuning import Tuning, pinned_in
 
@@ -106,15 +104,15 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self.specs: dict[nn.Parameter, MatrixSpec] = {p: specs[p] for half in split.halves for p in half["params"]}
         with preset_named(config):
             layers = attention_layers(model, {*self.specs}) if self.config.qk_clip else None
-            #: Options that nothing in this pipeline stage follows, with the message if no other stage does; else empty.
+            #: Options without effect in this pipeline stage, and the error to raise if they have none in any stage.
             self.unused_options = check_options(model, self.specs.values(), self.config, layers)
         #: How many matrices of each shape go to Newton-Schulz.
         self.shapes = shapes_of(self.specs.values())
-        #: By the first tensor of the partition.
-        self._bound: dict[Tensor, Bound] = {}
+        #: The partitions of the Muon half, by their first tensor.
+        self._steps: dict[Tensor, PartitionStep] = {}
         self._adam_partitions: list[Partition] = []
         self._blocks: dict[Tensor, momentum.Blocks] = {}
-        #: Of each tensor of the AdamW half, what it holds of each parameter.
+        #: What each tensor of the AdamW half holds of each parameter.
         self._fragments: dict[Tensor, list[momentum.Fragment]] = {}
         self.workspace = Workspace()
         #: What the ranks have agreed on.
@@ -125,7 +123,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             living = weakref.proxy(self)  # hooks of the model have the function, and the optimizer may die before it
             self.qk_clip = QKClip(self.config.qk_clip, layers, names, step=lambda: living.steps_done)
         self._origins, self._given_lrs = split.origins, split.given_lrs
-        #: Whether the config or a parameter group gives a learning rate; else stock's defaults act.
+        #: Whether the config or a parameter group gives a learning rate; otherwise stock's defaults act.
         self.sets_a_rate = split.sets_a_rate
         super().__init__(split.halves, defaults={})
         #: Schedulers of torch look for ``betas`` before they cycle those of every group.
@@ -135,11 +133,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self._is_built = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not supported after construction.
-
-        Raises:
-            UnsupportedError: always, except while the constructor adds the halves.
-        """
+        """Raise UnsupportedError, except while the constructor adds the halves."""
         if self._is_built:
             raise UnsupportedError(
                 "MuonWithAuxAdam cannot take a parameter group after it was built, because it routes and plans all "
@@ -148,20 +142,16 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Refuse to be copied or pickled: torch's own way would forget the model and the plan.
-
-        Raises:
-            UnsupportedError: always.
-        """
+        """Raise UnsupportedError: a copy made in torch's way would forget the model and the plan."""
         raise UnsupportedError(
             "MuonWithAuxAdam cannot be copied or pickled, because its plan names the parameters of one model; build "
             "another one for the copied model, and pass it this one's state by load_state_dict(optimizer.state_dict())"
         )
 
     @cached_property
-    def given(self) -> GivenGroups:
-        """The parameter groups as the user gave them, before the split: what a learning-rate scheduler should see."""
-        return GivenGroups(self, self._origins, self._given_lrs)
+    def given(self) -> UserGroups:
+        """Return the parameter groups as the user gave them, before the split: what a scheduler should see."""
+        return UserGroups(self, self._origins, self._given_lrs)
 
     # ---- binding ----------------------------------------------------------------------------------
 
@@ -179,7 +169,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         """
         if self.context.is_logging and self._binding is None:
             warn_of_odd_settings(self.param_groups)
-        self._bound.clear()
+        self._steps.clear()
         self._adam_partitions.clear()
         self._fragments.clear()
         # Under CPU offload the shards are on the host, and Newton-Schulz runs on the accelerator.
@@ -198,7 +188,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             choice = pinned_in(group, tuning.choice, self.config.ns_dtype)
             if partition.group is not None:
                 limit_time(partition.group)
-            self._bound[partition.tensors[0]] = bound = bind_partition(
+            self._steps[partition.tensors[0]] = step = bind_partition(
                 partition,
                 group,
                 config=self.config,
@@ -206,10 +196,12 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 context=self.context,
                 tables=tables,
                 exchange=exchange(group=partition.group, name=group["name"]),
+                blocks=self._blocks,
+                second_moments=self.second_moments,
             )
-            group["owner_counts"] = bound.owner_counts
+            group["owner_counts"] = step.owner_counts
         self._binding = (partitions, tuning, where)
-        self.second_moments.bind(self._bound.values())
+        self.second_moments.bind(self._steps.values())
         if self.qk_clip:
             self.qk_clip.bind(partitions, self.context.peers, where)
 
@@ -218,12 +210,12 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         if self._binding is not None:
             partitions, tuning, device = self._binding
             self.bind(partitions, tuning, device)
-            if self.context.is_logging and self._bound and self.choice != self._warned_choice:
+            if self.context.is_logging and self._steps and self.choice != self._warned_choice:
                 self._warned_choice = self.choice
                 self._warn_of_choice(tuning, set(self.tables_on(device)))
 
     def _warn_of_choice(self, tuning: Tuning, tables: set[str]) -> None:
-        """A checkpoint's choice is kept even on a machine where another one would be faster."""
+        """Warn that a checkpoint's choice is kept, although its kernels are missing or another would be faster."""
         pinned = self.choice
         speedup = tuning.speedup_over(pinned, self.shapes, self.config.schedule)
         if absent := sorted(pinned.tables - tables):
@@ -244,62 +236,62 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             )
 
     def whole_state(self) -> AbstractContextManager[None]:
-        """While entered, ``state_dict`` holds the state of all matrices. Entered by all ranks together."""
+        """Let ``state_dict`` hold the state of all matrices while entered, which all ranks must do."""
         return self.second_moments.whole()
 
     @property
     def choice(self) -> Choice:
-        """How Newton-Schulz runs; the same in all groups."""
+        """Return how Newton-Schulz runs; the same in all groups."""
         return next(from_pinned(group["ns_choice"]) for group in self.param_groups if group["use_muon"])
 
     @property
     def ns_methods(self) -> set[str]:
-        """``ns_method`` of all Muon groups."""
+        """Return the ``ns_method`` of all Muon groups."""
         return {group["ns_method"] for group in self.param_groups if group["use_muon"]}
 
     def tables_on(self, device: torch.device) -> dict[str, Operations]:
-        """The tables whose products may run on a device, by name, plain PyTorch's first."""
+        """Return the tables whose products may run on a device, by name, plain PyTorch's first."""
         return product_tables(self.context.unavailable, device.type)
 
     @property
     def partitions(self) -> list[Partition]:
-        """The bound partitions of the Muon half."""
-        return [bound.partition for bound in self._bound.values()]
+        """Return the bound partitions of the Muon half."""
+        return [step.partition for step in self._steps.values()]
 
     @property
     def all_partitions(self) -> list[Partition]:
-        """The bound partitions of both halves."""
+        """Return the bound partitions of both halves."""
         return [*self.partitions, *self._adam_partitions]
 
     @property
     def plans(self) -> list[Plan]:
-        """The bound plans, one per partition of the Muon half."""
-        return [bound.plan for bound in self._bound.values()]
+        """Return the bound plans, one per partition of the Muon half."""
+        return [step.plan for step in self._steps.values()]
 
     @property
     def owner_sets(self) -> set[tuple[int, ...]]:
         """Return the ranks with which this one owns matrices, without sets that are all ranks of a partition."""
         return {
-            ranks_of_set(bound.partition.group, size)
-            for bound in self._bound.values()
-            for size in bound.plan.of_all.set_sizes
-            if size < bound.plan.of_all.world_size
+            ranks_of_set(step.partition.group, size)
+            for step in self._steps.values()
+            for size in step.plan.of_all.set_sizes
+            if size < step.plan.of_all.world_size
         }
 
     @property
     def compute_device(self) -> torch.device:
-        """Where Newton-Schulz and the exchange run; of a bound optimizer."""
+        """Return where Newton-Schulz and the exchange run; of a bound optimizer."""
         assert self._binding is not None
         return self._binding[2]
 
     def digest(self) -> str:
         """Return a hash of what decides how ranks communicate and which bits they get; of a bound optimizer."""
-        return hashlib.sha256("".join(bound.digest for bound in self._bound.values()).encode()).hexdigest()[:16]
+        return short_hash("".join(step.digest for step in self._steps.values()))
 
     @property
     def exchange(self) -> Exchange:
-        """The exchange of the first partition; all have the same dtype, device and workspace."""
-        return next(iter(self._bound.values())).exchange
+        """Return the exchange of the first partition; all have the same dtype, device and workspace."""
+        return next(iter(self._steps.values())).exchange
 
     @property
     def steps_done(self) -> int:
@@ -307,14 +299,14 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         return int(next(iter(self.state.values()))["step"]) if self.state else 0
 
     def begin_step(self) -> None:
-        """Agree on what has to be known of all micro-batches of a step; called by all ranks before it."""
+        """Reduce the statistics of all micro-batches (QK-clip's logits) before a step; a collective."""
         self._is_skip_logged = False
         if self.qk_clip:
             self.qk_clip.begin_step(is_logging=self.context.is_logging)
 
     @contextmanager
     def observed(self, phase: Phase | None = None, stats: StepStats | None = None) -> Iterator[None]:
-        """Enter around steps that are to be observed.
+        """Observe the steps taken inside.
 
         Args:
             phase: entered around each phase, by name: prepare, exchange, newton_schulz, apply, adamw.
@@ -328,17 +320,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             self._phase, self._stats = outer
 
     def warm_up(self) -> None:
-        """On an accelerator compile and tune the kernels of Newton-Schulz, which else happens in the first step."""
-        for bound in self._bound.values():
-            device = bound.exchange.device
-            batches = [batch for bucket in bound.plan.buckets for batch in bucket.batches]
-            shapes: dict[tuple[int, int], set[tuple[Any, ...]]] = {}
-            for batch in batches if device.type != "cpu" else ():
-                limit = batch_limit(batch.rows * batch.cols, min(batch.shape), bound.dtype.itemsize, accelerator=True)
-                size = min(batch.count, limit), batch.rows, batch.cols, batch.gram_axis, bound.dtype
-                shapes.setdefault(batch.shape, set()).add(size)
-            for (rows, cols), sizes in sorted(shapes.items()):
-                warm(bound.kernels(rows, cols), sizes, device)
+        """Compile and autotune the Newton-Schulz kernels now rather than in the first step (accelerators only)."""
+        for step in self._steps.values() if self.compute_device.type != "cpu" else ():
+            step.warm_up()
 
     def warn_of_no_matrix(self) -> None:
         """Log that AdamW updates everything, and why."""
@@ -346,7 +330,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         logger.warning("deepspeed-muon: no parameter goes to Muon; the reasons are: %s", "; ".join(reasons))
 
     def create_states(self, partition: Partition) -> None:
-        """The state of each of its tensors that has none, which must be in memory."""
+        """Create the state of each of its tensors that has none; the tensors must be in memory."""
         use_muon = self.param_groups[partition.index]["use_muon"]
         for tensor, fragments in zip(partition.tensors, partition.fragments(), strict=True):
             if use_muon and self.config.momentum_dtype == "int8":
@@ -354,14 +338,14 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             self.create_state(tensor, use_muon)
 
     def create_state(self, tensor: Tensor, use_muon: bool) -> dict[str, Any]:
-        """The state of a tensor, zeros at first. Steps update it in place."""
+        """Return the state of a tensor, zeros at first. Steps update it in place."""
         state = self.state[tensor]
         if use_muon:
             return momentum.state_of(state, tensor, self.config.momentum_dtype, self.blocks_of)
         return adamw.state_of(state, tensor)
 
     def blocks_of(self, tensor: Tensor) -> momentum.Blocks:
-        """Where the blocks of a tensor's momentum in int8 begin; before it is bound, where they will as a parameter."""
+        """Return where the blocks of a tensor's momentum in int8 begin; while unbound, those of a whole parameter."""
         return self._blocks.get(tensor) or momentum.whole(tensor)
 
     @staticmethod
@@ -370,12 +354,12 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         return torch.zeros(numel, dtype=torch.float32, device="cpu")
 
     def state_keys(self, tensor: Tensor) -> list[str]:
-        """The keys of :meth:`read_state`: the state of a tensor as other dtypes of the momentum have it."""
+        """Return the keys of :meth:`read_state`, in which a momentum in int8 has one key as in any other dtype."""
         keys = self.state.get(tensor, {}).keys()
         return sorted({momentum.MOMENTUM if key in (momentum.CODES, momentum.ABSMAX) else key for key in keys})
 
     def read_state(self, tensor: Tensor, key: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """A copy of a part of a tensor's state, fp32, 1-D."""
+        """Return a copy of a part of a tensor's state, fp32, 1-D."""
         state = self.state[tensor]
         if key == momentum.MOMENTUM and momentum.CODES in state:
             stop = tensor.numel() if stop is None else stop
@@ -419,9 +403,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     def _step(self) -> None:
         if self._binding is None and not self._bind_on_first_use():
             return
-        if self._replicas is not None and not self.context.is_stepped_in_parts:
-            agree_with_replicas(self, self._replicas)
         if not self.context.is_stepped_in_parts:
+            if self._replicas is not None:
+                agree_with_replicas(self, self._replicas)
             self.begin_step()
         if not self._is_finite():
             self.report_skip()
@@ -432,7 +416,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             if group["params"]:
                 absent = self._muon_step(group) if group["use_muon"] else self._adam_step(group)
                 if self.qk_clip:
-                    plan = self._bound[group["params"][0]].plan if group["use_muon"] else None
+                    plan = self._steps[group["params"][0]].plan if group["use_muon"] else None
                     self.qk_clip.apply(group["params"], plan, absent, kernels=self.context.kernels, work=self.workspace)
         if not self.context.is_stepped_in_parts:
             self.workspace.release()
@@ -467,8 +451,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     def _muon_step(self, group: dict[str, Any]) -> frozenset[str]:
         """Return the names of the matrices that have no gradient in this step."""
-        bound = self._bound.get(group["params"][0])
-        if bound is None:
+        step = self._steps.get(group["params"][0])
+        if step is None:
             raise RuntimeError(
                 f"group {group['name']!r} holds tensors that were not there when the optimizer was bound"
             )
@@ -476,16 +460,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         if self._schedules != Schedules():
             group = self._schedules.at(group, done=int(states[0]["step"]))
         torch._foreach_add_([state["step"] for state in states], 1)
-        step = PartitionStep(
-            bound=bound,
-            group=group,
-            states=self.state,
-            blocks_of=self.blocks_of,
-            second_moments=self.second_moments,
-            phase=self._phase,
-            stats=self._stats,
-        )
-        return step.run()
+        return step.run(group, self.state, self._phase, self._stats)
 
     def _adam_step(self, group: dict[str, Any]) -> frozenset[str]:
         """Return the empty set: AdamW updates by a gradient of zero, too."""
@@ -510,7 +485,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
 
 def are_finite(tensors: list[Tensor]) -> bool:
-    """Whether the norm of each gradient is finite. On an accelerator this waits for it.
+    """Return whether the norm of each gradient is finite. On an accelerator this waits for it.
 
     Raises:
         RuntimeError: a gradient is sparse, which AdamW does not support either.

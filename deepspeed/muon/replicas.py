@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from deepspeed.muon.bound import StepContext
+from deepspeed.muon.binding import StepContext
 from deepspeed.muon.errors import UnsupportedError
 from deepspeed.muon.exchange.groups import all_maxima, is_made, join, make_groups, processes
 from deepspeed.muon.exchange.owner_set import ranks_of_set

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.muon.bound import Bound
 from deepspeed.muon.exchange.exchange import Exchange
 from deepspeed.muon.log import logger
 
@@ -27,14 +26,14 @@ class SecondMoments:
         self.by_name: dict[str, Tensor] = {}
         self._outputs: list[tuple[Exchange, dict[str, int]]] = []
 
-    def bind(self, bounds: Iterable[Bound]) -> None:
-        """Keep those of the matrices that this rank owns now; zeros where there are none yet."""
+    def bind(self, steps: Iterable[Any]) -> None:
+        """Keep those of the matrices that this rank owns in these partition steps; zeros where there are none yet."""
         found: dict[str, Tensor] = {}
         self._outputs.clear()
-        for bound in bounds if self.is_used else ():
-            outputs, device = {item.name: item.outputs for item in bound.partition.blocks}, bound.exchange.device
-            self._outputs.append((bound.exchange, outputs))
-            for name in (name for bucket in bound.plan.buckets for batch in bucket.batches for name in batch.names):
+        for step in steps if self.is_used else ():
+            outputs, device = {item.name: item.outputs for item in step.partition.blocks}, step.exchange.device
+            self._outputs.append((step.exchange, outputs))
+            for name in (name for bucket in step.plan.buckets for batch in bucket.batches for name in batch.names):
                 moment = self.by_name.get(name)
                 if moment is None or moment.numel() != outputs[name]:
                     moment = torch.zeros(outputs[name], dtype=torch.float32, device=device)

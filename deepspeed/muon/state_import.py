@@ -21,7 +21,7 @@ from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.log import logger
 from deepspeed.muon.matrices.splitting import MatrixSpec
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.saved_groups import fused
+from deepspeed.muon.saved_state import fused_names
 
 #: The keys of a parameter's state, by whether it has Muon.
 KEYS = {True: ("momentum_buffer",), False: ("exp_avg", "exp_avg_sq")}
@@ -44,7 +44,7 @@ class Source:
     step: Callable[[str], float]
 
 
-def decide(specs: Iterable[MatrixSpec], source: Source, choice: str | None) -> Actions:
+def plan_import(specs: Iterable[MatrixSpec], source: Source, choice: str | None) -> Actions:
     """Return what becomes of each parameter's state: by name, a key of :data:`ACTIONS`.
 
     Args:
@@ -79,13 +79,13 @@ def decide(specs: Iterable[MatrixSpec], source: Source, choice: str | None) -> A
     return actions
 
 
-def fill(optimizer: MuonWithAuxAdam, partition: Partition, source: Source, actions: Actions) -> None:
+def write_state(optimizer: MuonWithAuxAdam, partition: Partition, source: Source, actions: Actions) -> None:
     """Write this rank's part of the state of a partition's parameters, in place.
 
     A tensor's step count becomes the largest of its parameters'.
 
     Args:
-        actions: from :func:`decide`; parameters that are not in it are left alone.
+        actions: from :func:`plan_import`; parameters that are not in it are left alone.
     """
     steps: dict[int, float] = {}
     for shard in partition.shards:
@@ -105,7 +105,7 @@ def fill(optimizer: MuonWithAuxAdam, partition: Partition, source: Source, actio
             optimizer.write_state(partition.tensors[shard.tensor], key, values, position)
 
 
-def report(optimizer: MuonWithAuxAdam, source: Source, actions: Actions) -> None:
+def log_import(optimizer: MuonWithAuxAdam, source: Source, actions: Actions) -> None:
     """Log one line per parameter group."""
     for index, group in enumerate(optimizer.param_groups):
         shards = (shard for part in optimizer.all_partitions if part.index == index for shard in part.shards)
@@ -119,7 +119,7 @@ def report(optimizer: MuonWithAuxAdam, source: Source, actions: Actions) -> None
 
 def warn_of_fused(optimizer: MuonWithAuxAdam, source: Source, actions: Actions) -> None:
     """Warn where the momentum of another Muon continues in parameters that it may not have cut."""
-    if names := [name for name in fused(optimizer) if actions.get(name) == "kept"]:
+    if names := [name for name in fused_names(optimizer) if actions.get(name) == "kept"]:
         logger.warning(
             "deepspeed-muon: %d fused parameters go on as several matrices, first %s; where %s has them as one, "
             '"muon_fused": "whole" goes on as before',
@@ -160,15 +160,15 @@ def import_state(
         raise ImportStateError(f'convention: got {convention!r}, expected "ema" or "sum"')
     source = _of_state_dict(optimizer, state_dict, convention == "sum", names)
     found = [spec for spec in optimizer.specs.values() if spec.name in source.is_muon]
-    actions = decide(found, source, chosen(optimizer, source))
+    actions = plan_import(found, source, momentum_policy(optimizer, source))
     for partition in optimizer.all_partitions:
-        fill(optimizer, partition, source, actions)
+        write_state(optimizer, partition, source, actions)
     if engine.global_rank == 0:
-        report(optimizer, source, actions)
+        log_import(optimizer, source, actions)
         warn_of_fused(optimizer, source, actions)
 
 
-def chosen(optimizer: MuonWithAuxAdam, source: Source) -> str | None:
+def momentum_policy(optimizer: MuonWithAuxAdam, source: Source) -> str | None:
     """Return ``import_momentum`` where the config sets it or no parameter had Muon; else ``None``: kinds must agree."""
     is_set = "import_momentum" in optimizer.config.model_fields_set
     return optimizer.config.import_momentum if is_set or not any(source.is_muon.values()) else None

@@ -1,81 +1,191 @@
 # SPDX-License-Identifier: Apache-2.0
 """One step of a partition of the Muon half, from gradient to weight.
 
-    look           on the shard     which matrices have a gradient; the others are left alone
+    look           on the shard     which matrices have a gradient; the others stay as they are
     prepare        on the shard     momentum and Nesterov, rounded to the dtype of the exchange
     orthogonalize  at the owner     Newton-Schulz on whole matrices, between the update rules
     apply          on the shard     weight decay, and the update scaled by learning rate and shape
 
-Each phase but the first works on one bucket at a time. Between them the shards travel to the owner and back: the
+Each phase except the first works on one bucket at a time. Between them the shards travel to the owner and back: the
 exchange calls the phases in the order of the program (:mod:`deepspeed.muon.plan.program`).
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from deepspeed.muon.bound import Bound, Call
+from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.exchange.buffers import BucketBuffers, elements_of, grids, put_back
-from deepspeed.muon.exchange.exchange import Phase
+from deepspeed.muon.exchange.exchange import Exchange, Phase
+from deepspeed.muon.exchange.partition import Partition
+from deepspeed.muon.gradients import GradientProbe
+from deepspeed.muon.kernels.probe import warm
 from deepspeed.muon.kernels.rounding import key_of
+from deepspeed.muon.kernels.table import Operations, RunOperations, Tiles
+from deepspeed.muon.kernels.workspace import batch_limit
 from deepspeed.muon.math.bf16 import in_fp32
 from deepspeed.muon.math.momentum import MOMENTUM, Blocks, Fragment, State
-from deepspeed.muon.math.newton_schulz import orthogonalize
+from deepspeed.muon.math.newton_schulz import DTYPES, name_of, orthogonalize
+from deepspeed.muon.math.rules import Rules
 from deepspeed.muon.plan.bucket import Bucket, Run
-from deepspeed.muon.plan.program import Collective, Look
+from deepspeed.muon.plan.launches import Span, calls_of, spans_of
+from deepspeed.muon.plan.plan import Plan
+from deepspeed.muon.plan.program import Collective, Look, NewtonSchulz, Program, program_of
 from deepspeed.muon.second_moments import SecondMoments
 from deepspeed.muon.step_stats import ABSENT, StepStats
 
 
-@dataclass(kw_only=True)
-class PartitionStep:
-    """Steps one partition.
+def short_hash(text: str, digits: int = 16) -> str:
+    """Return the first hexadecimal digits of a text's SHA-256."""
+    return hashlib.sha256(text.encode()).hexdigest()[:digits]
 
-    Args:
-        group: its parameter group with the rates of this step, and with its tensors.
-        states: of the optimizer.
-        blocks_of: where the blocks of a tensor's momentum in int8 begin.
-        phase: entered around each phase, by name.
-        stats: measures the step, if set.
+
+class Call(NamedTuple):
+    """Runs of one bucket that are updated together: of one tensor, in one buffer, with one scale.
+
+    ``runs``: their indices. ``spans``: their elements; none of a run on a grid. ``tiles``: the spans for one kernel;
+    ``None``: one kernel launch per span.
     """
 
-    bound: Bound
-    group: dict[str, Any]
-    states: Mapping[Tensor, State]
-    blocks_of: Callable[[Tensor], Blocks]
+    runs: tuple[int, ...]
+    tensor: int
+    in_place: bool
+    scale: float
+    spans: list[Span]
+    tiles: Tiles | None
+
+
+@dataclass(kw_only=True, eq=False)
+class PartitionStep:
+    """The step of one partition of the Muon half, and everything that it needs, computed once.
+
+    Args:
+        newton_schulz: its schedule, methods and dtype, which also decide what several owners of a matrix send each
+            other.
+        kernels: of Newton-Schulz, by rows and columns of the matrix, each found once.
+        elementwise: kernels of everything except the products of Newton-Schulz; equal on all ranks.
+        multi_run_kernels: update all runs of a call in one launch; ``None``: one launch per span.
+        scale: of the update, by rows and columns of the matrix.
+        settings: of the parameter group, and how Newton-Schulz runs.
+        sharers: ranks that plan the same matrices.
+        owner_counts: by the shape of a matrix, which a checkpoint pins, so that a resumed run keeps its bits.
+        blocks: where the blocks of each tensor's momentum in int8 begin; empty for other dtypes.
+        second_moments: of NorMuon.
+    """
+
+    config: MuonConfig
+    partition: Partition
+    plan: Plan
+    exchange: Exchange
+    newton_schulz: NewtonSchulz
+    kernels: Callable[[int, int], Operations]
+    elementwise: Operations
+    multi_run_kernels: RunOperations | None
+    scale: Callable[[int, int], float]
+    settings: str
+    sharers: int
+    owner_counts: dict[str, int]
+    blocks: Mapping[Tensor, Blocks]
     second_moments: SecondMoments
-    phase: Phase
-    stats: StepStats | None = None
-    #: Names of the matrices without a gradient in this step, whose weight and momentum stay as they are.
-    absent: frozenset[str] = frozenset()
-    #: Of each fragment whose momentum in int8 was advanced with its run: the index of its tensor, and its position.
-    advanced: set[tuple[int, int]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._work, self._kernels, self._config = self.bound.exchange.work, self.bound.elementwise, self.bound.config
+        self._work, self._is_int8 = self.exchange.work, self.config.momentum_dtype == "int8"
 
-    def run(self) -> frozenset[str]:
-        """Step; return the names of the matrices that have no gradient."""
-        self.bound.exchange.run(self.bound.plan, self.bound.program, self, self.phase)
-        if self._config.momentum_dtype == "int8":
-            with self.phase("prepare"):
+    @cached_property
+    def rules(self) -> Rules | None:
+        """Return the update rules beyond plain Muon; ``None`` without any."""
+        return self.config.rules or None
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the products of Newton-Schulz."""
+        return DTYPES[self.newton_schulz.dtype]
+
+    @cached_property
+    def gradients(self) -> GradientProbe:
+        """Find the matrices that have no gradient in a step."""
+        return GradientProbe(self.partition, self.plan, self.exchange)
+
+    @cached_property
+    def program(self) -> Program:
+        """Return what this rank does in a step."""
+        is_staged = self.exchange.staging is not None
+        return program_of(self.plan, name_of(self.exchange.dtype), is_staged, self.newton_schulz)
+
+    @cached_property
+    def digest(self) -> str:
+        """Return a hash of all from which the programs of the ranks follow, and of what decides their bits."""
+        wire, travels = name_of(self.exchange.dtype), self.plan.travels(self.exchange.staging is not None)
+        how = self.newton_schulz.dtype, self.newton_schulz.device_type
+        plan = self.plan.of_all
+        facts = plan.digest, plan.slots(travels), plan.set_sizes, wire, how, self.settings
+        return short_hash(repr(facts))
+
+    @cached_property
+    def calls(self) -> list[list[Call]]:
+        """Return the calls of each bucket."""
+        return [[self._call(bucket, runs) for runs in calls_of(bucket, self.scale)] for bucket in self.plan.buckets]
+
+    def warm_up(self) -> None:
+        """Compile and autotune the Newton-Schulz kernels on an accelerator."""
+        sizes: dict[tuple[int, int], set[tuple[int, int, int, int, torch.dtype]]] = defaultdict(set)
+        for bucket in self.plan.buckets:
+            for batch in bucket.batches:
+                limit = batch_limit(batch.rows * batch.cols, min(batch.shape), self.dtype.itemsize, accelerator=True)
+                size = min(batch.count, limit), batch.rows, batch.cols, batch.gram_axis, self.dtype
+                sizes[batch.shape].add(size)
+        for (rows, cols), of_shape in sorted(sizes.items()):
+            warm(self.kernels(rows, cols), of_shape, self.exchange.device)
+
+    def _call(self, bucket: Bucket, indices: tuple[int, ...]) -> Call:
+        first, tiles = bucket.runs[indices[0]], None
+        spans = spans_of(bucket, indices, staged=self.exchange.staging is not None)
+        if self.multi_run_kernels is not None and spans:
+            tiles = self.multi_run_kernels.tiles(spans, self.partition.tensors[first.tensor].device)
+        rows, cols = first.shape
+        return Call(indices, first.tensor, first.in_place, self.scale(rows, cols), spans, tiles)
+
+    # ---- a step -------------------------------------------------------------------------------------------
+
+    def run(
+        self, group: dict[str, Any], states: Mapping[Tensor, State], phase: Phase, stats: StepStats | None
+    ) -> frozenset[str]:
+        """Step; return the names of the matrices that have no gradient, whose weight and momentum stay as they are.
+
+        Args:
+            group: the parameter group with the rates of this step, and with its tensors.
+            states: of the optimizer.
+            phase: entered around each phase, by name.
+            stats: measures the step, if set.
+        """
+        self._group, self._states, self._stats = group, states, stats
+        self._momentum, self._nesterov = group["momentum"], group["nesterov"]
+        self._lr, self._decay = group["lr"], group["weight_decay"]
+        self._absent: frozenset[str] = frozenset()
+        #: Of each fragment whose momentum in int8 was advanced with its run: the index of its tensor, and its position.
+        self._advanced: set[tuple[int, int]] = set()
+        self.exchange.run(self.plan, self.program, self, phase)
+        if self._is_int8:
+            with phase("prepare"):
                 self._advance_rest()
-        return self.absent
+        return self._absent
 
     # ---- on the shard: which matrices have a gradient -----------------------------------------------------
 
     def look(self, operation: Look) -> None:
         """Find the matrices that have no gradient on any rank."""
-        self.absent = self.bound.gradients.absent(self.group["params"], operation)
-        if self.stats is not None:
-            self.stats.add(ABSENT, len(self.absent) / self.bound.sharers, 0)
+        self._absent = self.gradients.absent(self._group["params"], operation)
+        if self._stats is not None:
+            self._stats.add(ABSENT, len(self._absent) / self.sharers, 0)
 
     # ---- on the shard: momentum and Nesterov --------------------------------------------------------------
 
@@ -85,49 +195,48 @@ class PartitionStep:
         The look-ahead is ``g + momentum * (m - g)`` of the gradient g and the new average m with Nesterov, else m, in
         the dtype of the exchange.
         """
-        for call in self.bound.calls[buffers.index]:
-            tensor: Tensor = self.group["params"][call.tensor]
+        for call in self.calls[buffers.index]:
+            tensor: Tensor = self._group["params"][call.tensor]
             if tensor.grad is None:
                 # The plan sends every run, also of a parameter that has no gradient.
                 for index in call.runs:
                     buffers.slice_of(index).zero_()
                 continue
-            grad, average = tensor.grad.contiguous(), self.states[tensor].get(MOMENTUM)
+            grad, average = tensor.grad.contiguous(), self._states[tensor].get(MOMENTUM)
             if average is not None and self._is_one_pass(call, buffers.bucket, average):
                 self._advance_spans(call, average.view(-1), grad.view(-1), buffers.beside_the_shards(call.in_place))
                 continue
             for index in call.runs:
                 run = buffers.bucket.runs[index]
-                if run.matrix in self.absent:  # Newton-Schulz of zero is zero
+                if run.matrix in self._absent:  # Newton-Schulz of zero is zero
                     buffers.slice_of(index).zero_()
                 else:
                     self._advance(tensor, grad, run, buffers.slice_of(index))
 
     def _advance_spans(self, call: Call, average: Tensor, grad: Tensor, targets: Tensor) -> None:
         """Advance the momentum of all runs of a call; all tensors are 1-D."""
-        momentum, nesterov = self.group["momentum"], self.group["nesterov"]
-        if self.bound.multi_run_kernels is not None:
-            self.bound.multi_run_kernels.advance(average, grad, targets, call.tiles, momentum, nesterov)
+        if self.multi_run_kernels is not None:
+            self.multi_run_kernels.advance(average, grad, targets, call.tiles, self._momentum, self._nesterov)
             return
         for start, at, numel in call.spans:
             shard, target = slice(start, start + numel), targets[at : at + numel]
-            self._kernels.advance(average[shard], grad[shard], target, momentum, nesterov, self._work)
+            self.elementwise.advance(average[shard], grad[shard], target, self._momentum, self._nesterov, self._work)
 
     def _advance(self, tensor: Tensor, grad: Tensor, run: Run, target: Tensor) -> None:
         """Advance the momentum of one run; ``target``: 1-D, for its look-ahead."""
-        if self._config.momentum_dtype == "int8":
+        if self._is_int8:
             self._advance_in_int8(tensor, grad, run, target)
             return
-        state, momentum, nesterov = self.states[tensor], self.group["momentum"], self.group["nesterov"]
+        state, momentum, nesterov = self._states[tensor], self._momentum, self._nesterov
         gradient = elements_of(grad, run.copy, self._work, "gradient")
         average = elements_of(state[MOMENTUM], run.copy, self._work, "momentum")
         if average.dtype == torch.bfloat16:
             # Random numbers belong to the elements of a matrix, whatever rank has them.
             name, first = run.draws
             key = key_of(name, int(state["step"]))
-            self._kernels.advance_rounded(average, gradient, target, momentum, nesterov, key, first, self._work)
+            self.elementwise.advance_rounded(average, gradient, target, momentum, nesterov, key, first, self._work)
         else:
-            self._kernels.advance(average, gradient, target, momentum, nesterov, self._work)
+            self.elementwise.advance(average, gradient, target, momentum, nesterov, self._work)
         put_back(average, state[MOMENTUM], run.copy)
 
     # ---- on the shard: momentum in int8, whose blocks are rounded once each and may lie in several runs ------
@@ -137,42 +246,41 @@ class PartitionStep:
 
         Otherwise :meth:`_advance_rest` advances it.
         """
-        state, copy = self.states[tensor], run.copy
-        fragment, codes, absmax, skipped = self.blocks_of(tensor).around(state, copy.start, copy.extent)
+        state, copy = self._states[tensor], run.copy
+        fragment, codes, absmax, skipped = self.blocks[tensor].around(state, copy.start, copy.extent)
         gradient = grad.view(-1)[copy.start : copy.start + copy.extent]
         if copy.numel == fragment.numel:
             self._advance_codes(state, fragment, codes, absmax, gradient, target)
-            self.advanced.add((run.tensor, fragment.position))
+            self._advanced.add((run.tensor, fragment.position))
             return
-        momentum, nesterov = self.group["momentum"], self.group["nesterov"]
-        self._kernels.look_ahead(
-            codes, absmax, skipped, gradient, target, copy.cols, copy.pitch, momentum, nesterov, self._work
+        cols, pitch, momentum, nesterov = copy.cols, copy.pitch, self._momentum, self._nesterov
+        self.elementwise.look_ahead(
+            codes, absmax, skipped, gradient, target, cols, pitch, momentum, nesterov, self._work
         )
 
     def _advance_codes(
         self, state: State, fragment: Fragment, codes: Tensor, absmax: Tensor, grad: Tensor, target: Tensor | None
     ) -> None:
-        momentum, nesterov = self.group["momentum"], self.group["nesterov"]
-        key, first = key_of(fragment.name, int(state["step"])), fragment.first
-        self._kernels.advance_codes(codes, absmax, grad, target, momentum, nesterov, key, first, self._work)
+        key, momentum, nesterov = key_of(fragment.name, int(state["step"])), self._momentum, self._nesterov
+        self.elementwise.advance_codes(codes, absmax, grad, target, momentum, nesterov, key, fragment.first, self._work)
 
     def _advance_rest(self) -> None:
         """After the last bucket: advance the fragments of several runs, except their absent matrices."""
         absent_runs: dict[tuple[int, int], list[Run]] = defaultdict(list)
-        for bucket in self.bound.plan.buckets if self.absent else ():
+        for bucket in self.plan.buckets if self._absent else ():
             for run in bucket.runs:
-                if run.matrix in self.absent:
-                    tensor = self.group["params"][run.tensor]
-                    fragment, *_ = self.blocks_of(tensor).around(self.states[tensor], run.copy.start, run.copy.extent)
+                if run.matrix in self._absent:
+                    tensor = self._group["params"][run.tensor]
+                    fragment, *_ = self.blocks[tensor].around(self._states[tensor], run.copy.start, run.copy.extent)
                     absent_runs[run.tensor, fragment.position].append(run)
-        for index, tensor in enumerate(self.group["params"]):
+        for index, tensor in enumerate(self._group["params"]):
             if tensor.grad is None:
                 continue
-            grad, state = tensor.grad.contiguous().view(-1), self.states[tensor]
-            for fragment, codes, absmax in self.blocks_of(tensor).parts(state):
+            grad, state = tensor.grad.contiguous().view(-1), self._states[tensor]
+            for fragment, codes, absmax in self.blocks[tensor].parts(state):
                 runs = absent_runs.get((index, fragment.position), ())
                 is_absent = sum(run.copy.numel for run in runs) >= fragment.numel
-                if is_absent or (index, fragment.position) in self.advanced:
+                if is_absent or (index, fragment.position) in self._advanced:
                     continue
                 gradient = grad[fragment.position :][: fragment.numel]
                 if runs:
@@ -185,10 +293,10 @@ class PartitionStep:
         The average of a momentum and itself is what it was, so its codes stay, unless it shares a block with elements
         of another matrix whose magnitude changes the block's.
         """
-        grad, state = grad.clone(), self.states[tensor]
+        grad, state = grad.clone(), self._states[tensor]
         for run in runs:
             start, stop = run.copy.start, run.copy.start + run.copy.extent
-            momentum = self.blocks_of(tensor).read(state, start, stop, grad.device)
+            momentum = self.blocks[tensor].read(state, start, stop, grad.device)
             grids(grad, run.copy._replace(start=start - position)).copy_(grids(momentum, run.copy._replace(start=0)))
         return grad
 
@@ -199,7 +307,7 @@ class PartitionStep:
 
         ``calls``: those that the owners of one matrix make meanwhile, by the program.
         """
-        how, rules, stats = self.bound.newton_schulz, self.bound.rules, self.stats
+        how, rules, stats = self.newton_schulz, self.rules, self._stats
         for batch in buffers.bucket.batches:
             shape = batch.count, batch.rows, batch.cols
             matrices = buffers.matrices[batch.start : batch.start + math.prod(shape)].view(shape)
@@ -209,17 +317,17 @@ class PartitionStep:
             if stats is not None:
                 stats.before_newton_schulz(batch.names, matrices)
             rows, cols = batch.shape
-            kernels = self.bound.kernels(rows, cols)
+            kernels = self.kernels(rows, cols)
             if batch.owners > 1:
-                kernels = self.bound.exchange.owner_set(batch, buffers.number, calls).operations(kernels)
+                kernels = self.exchange.owner_set(batch, buffers.number, calls).operations(kernels)
             orthogonalize(
                 matrices,
                 how.schedule,
                 method=how.method(rows, cols),
-                dtype=self.bound.dtype,
+                dtype=self.dtype,
                 work=self._work,
                 kernels=kernels,
-                normalization=self._config.ns_normalization,
+                normalization=self.config.ns_normalization,
                 gram_axis=batch.gram_axis,
             )
             if stats is not None:
@@ -231,11 +339,11 @@ class PartitionStep:
 
     def apply(self, buffers: BucketBuffers) -> None:
         """Decay the weights of a bucket's runs, and subtract the learning rate times the scaled result."""
-        if self.stats is not None:
-            cautious = self._config.cautious_weight_decay
-            self.stats.before_apply(self._updates(buffers), self.group, cautious)
-        for call in self.bound.calls[buffers.index]:
-            tensor: Tensor = self.group["params"][call.tensor]
+        if self._stats is not None:
+            cautious = self.config.cautious_weight_decay
+            self._stats.before_apply(self._updates(buffers), self._group, cautious)
+        for call in self.calls[buffers.index]:
+            tensor: Tensor = self._group["params"][call.tensor]
             # As in torch's optimizers, weights without a gradient do not decay either.
             if tensor.grad is None:
                 continue
@@ -244,26 +352,22 @@ class PartitionStep:
                 continue
             for run, update in self._present_runs(call, buffers):
                 weights = elements_of(tensor, run.copy, self._work, "parameter")
-                for part, wide in self._in_fp32(weights, run, step=int(self.states[tensor]["step"])):
+                for part, wide in self._in_fp32(weights, run, step=int(self._states[tensor]["step"])):
                     self._apply(call, wide, update[part])
                 put_back(weights, tensor, run.copy)
 
     def _apply_spans(self, call: Call, weights: Tensor, results: Tensor) -> None:
         """Update the weights of all runs of a call; both tensors are 1-D."""
-        if self.bound.multi_run_kernels is not None:
-            lr, decay, cautious = (
-                self.group["lr"],
-                self.group["weight_decay"],
-                self._config.cautious_weight_decay,
-            )
-            self.bound.multi_run_kernels.apply_(weights, results, call.tiles, lr, call.scale, decay, cautious)
+        if self.multi_run_kernels is not None:
+            cautious = self.config.cautious_weight_decay
+            self.multi_run_kernels.apply_(weights, results, call.tiles, self._lr, call.scale, self._decay, cautious)
             return
         for start, at, numel in call.spans:
             self._apply(call, weights[start : start + numel], results[at : at + numel])
 
     def _apply(self, call: Call, weights: Tensor, update: Tensor) -> None:
-        lr, decay, cautious = self.group["lr"], self.group["weight_decay"], self._config.cautious_weight_decay
-        self._kernels.apply_(weights, update, lr, call.scale, decay, cautious, self._work)
+        cautious = self.config.cautious_weight_decay
+        self.elementwise.apply_(weights, update, self._lr, call.scale, self._decay, cautious, self._work)
 
     def _in_fp32(self, weights: Tensor, run: Run, step: int) -> Iterator[tuple[slice, Tensor]]:
         """Yield the weights of a run, all at once; those kept in bf16 in chunks of fp32, which are rounded back."""
@@ -271,7 +375,7 @@ class PartitionStep:
             yield slice(None), weights
             return
         name, first = run.draws
-        for part, (wide,) in in_fp32([weights], [key_of(f"{name} weight", step)], first, self._kernels, self._work):
+        for part, (wide,) in in_fp32([weights], [key_of(f"{name} weight", step)], first, self.elementwise, self._work):
             yield part, wide
 
     # ---- runs of a call -----------------------------------------------------------------------------------
@@ -281,19 +385,19 @@ class PartitionStep:
 
         Not if ``tensor`` is rounded stochastically, nor if a matrix among them is left alone.
         """
-        return bool(call.spans) and tensor.dtype != torch.bfloat16 and not bucket.lacks(call.runs, self.absent)
+        return bool(call.spans) and tensor.dtype != torch.bfloat16 and not bucket.lacks(call.runs, self._absent)
 
     def _present_runs(self, call: Call, buffers: BucketBuffers) -> Iterator[tuple[Run, Tensor]]:
         """Yield the runs of matrices with a gradient, each with its result, 1-D."""
         for index in call.runs:
             run = buffers.bucket.runs[index]
-            if run.matrix not in self.absent:
+            if run.matrix not in self._absent:
                 yield run, buffers.slice_of(index)
 
     def _updates(self, buffers: BucketBuffers) -> Iterator[tuple[str, Tensor, Tensor, float]]:
         """Yield (parameter, weights, result, scale) of every run that :meth:`apply` will update; tensors are 1-D."""
-        for call in self.bound.calls[buffers.index]:
-            tensor: Tensor = self.group["params"][call.tensor]
+        for call in self.calls[buffers.index]:
+            tensor: Tensor = self._group["params"][call.tensor]
             if tensor.grad is not None:
                 for run, update in self._present_runs(call, buffers):
                     weights = elements_of(tensor, run.copy, self._work, "parameter")

@@ -21,21 +21,19 @@ from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.log import logger
 from deepspeed.muon.math.logits import Factors, clip_factors
+from deepspeed.muon.matrices.block import Piece
 from deepspeed.muon.matrices.query_keys import Attention, Role
 from deepspeed.muon.plan.plan import Plan
 
 
 class _HeadPart(NamedTuple):
-    """Elements of a tensor that belong to one head: ``rows`` runs of ``cols``, ``stride`` apart, from ``start`` on."""
+    """Elements of a tensor that belong to one head; ``piece.element`` counts in the tensor."""
 
     parameter: str
     layer: str
     role: Role
     head: int
-    start: int
-    rows: int
-    cols: int
-    stride: int
+    piece: Piece
 
 
 class QKClip:
@@ -57,10 +55,11 @@ class QKClip:
         step: Callable[[], int],
     ) -> None:
         self._options = options
-        self._layers = list(layers.values())
-        self._params = [param for layer in self._layers for param in layer.weights]
+        #: In the order of the model.
+        self.layers = list(layers.values())
+        self._params = [param for layer in self.layers for param in layer.weights]
         self._weights = {
-            names[param]: (layer.name, weights) for layer in self._layers for param, weights in layer.weights.items()
+            names[param]: (layer.name, weights) for layer in self.layers for param, weights in layer.weights.items()
         }
         #: Names of the parameters that no rank trains in this step; equal on all ranks that train the same layers.
         self._frozen: set[str] = set()
@@ -74,19 +73,14 @@ class QKClip:
         self._group: Any = None
         self._device = torch.device("cpu")
         self._factors: dict[str, Factors] = {}
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         #: Whether any attention was seen since the start; equal on all ranks that train the same layers.
         self._was_seen = False
         #: By layer, the largest logit of the last step; infinite if one was not a number.
         self.largest: dict[str, float] = {}
 
     def __str__(self) -> str:
-        return f"QK-clip of {len(self._layers)} attention layers at {self._options.tau:g} ({self._options.logits})"
-
-    @property
-    def layers(self) -> list[str]:
-        """Return the names of the layers, in the order of the model."""
-        return [layer.name for layer in self._layers]
+        return f"QK-clip of {len(self.layers)} attention layers at {self._options.tau:g} ({self._options.logits})"
 
     def bind(self, partitions: Iterable[Partition], group: Any, device: torch.device) -> None:
         """Find the weights in the tensors that this rank updates.
@@ -100,14 +94,13 @@ class QKClip:
                 parameter, at = shard.spec.name, position - start
                 layer, weights = self._weights.get(parameter, ("", ()))
                 self._parts.setdefault(partition.tensors[shard.tensor], []).extend(
-                    _HeadPart(parameter, layer, role, head, at + piece.element, piece.rows, piece.cols, piece.stride)
+                    _HeadPart(parameter, layer, role, head, piece._replace(element=at + piece.element))
                     for role, head, block in weights
                     for piece in block.pieces(start, stop)
                 )
 
     def begin_step(self, is_logging: bool) -> None:
-        """Before the parts of a step: agree on the largest logits since the last one, and on the frozen parameters.
-        Called by all ranks together.
+        """Collective before a step: agree on the largest logits since the last one, and on the frozen parameters.
 
         A step without attention, of a batch of another modality say, scales nothing.
 
@@ -115,11 +108,11 @@ class QKClip:
             UnsupportedError: on all ranks that train these layers, where the attention of one ran but was not seen, or
                 where none was seen in the first step.
         """
-        count = sum(layer.queries for layer in self._layers)
+        count = sum(layer.queries for layer in self.layers)
         logits = torch.full((1 + count + len(self._params),), -math.inf, dtype=torch.float32, device="cpu")
-        logits[0] = max((1 + i for i, layer in enumerate(self._layers) if layer.name in self.watch.missed), default=0)
+        logits[0] = max((1 + i for i, layer in enumerate(self.layers) if layer.name in self.watch.missed), default=0)
         at, places, found = 1, [], []
-        for layer in self._layers:
+        for layer in self.layers:
             if (of_heads := self.watch.largest.get(layer.name)) is not None:
                 places += [at + head for head in layer.local_heads]
                 found.append(of_heads)
@@ -134,26 +127,26 @@ class QKClip:
         self.watch.clear()
         if missed:
             raise UnsupportedError(
-                f"optimizer.params.qk_clip: the attention of {self._layers[int(missed) - 1].name} runs in a way that "
+                f"optimizer.params.qk_clip: the attention of {self.layers[int(missed) - 1].name} runs in a way that "
                 "cannot be observed; use scaled_dot_product_attention (attn_implementation: sdpa in transformers) or "
                 "flash-attn 2"
             )
         self._frozen = {name for name, trained in zip(self._weights, flat[count:], strict=True) if not trained}
         values, self.largest = iter(flat), {}
-        for layer in self._layers:
+        for layer in self.layers:
             heads = [next(values) for _ in range(layer.queries)]
             self._factors[layer.name] = clip_factors(heads, layer.keys, self._options.tau, self._options.alpha)
             if max(heads) > -math.inf:
                 self.largest[layer.name] = max(heads)
         self._was_seen |= bool(self.largest)
-        if self._layers and not self._was_seen:
+        if self.layers and not self._was_seen:
             raise UnsupportedError(
                 "optimizer.params.qk_clip: no attention layer ran since the last step, in training mode and with "
                 "gradients; a compiled model cannot be observed"
             )
-        idle = {layer.name for layer in self._layers} - self.largest.keys() - self._told
+        idle = {layer.name for layer in self.layers} - self.largest.keys() - self._warned
         if idle and is_logging:
-            self._told |= idle
+            self._warned |= idle
             logger.warning(
                 "deepspeed-muon: qk_clip: %d attention layers did not run in this step or are compiled, first %s; "
                 "their weights stay as they are",
@@ -178,10 +171,11 @@ class QKClip:
                     scaled.append((tensor, part, factor))
         if not scaled:
             return
-        kept = [(view, view.clone()) for view in self._still(tensors, plan, absent)]
+        kept = [(view, view.clone()) for view in self._unchanged(tensors, plan, absent)]
         for tensor, part, factor in scaled:
-            whole = tensor.view(-1)[part.start :]
-            weights = torch.as_strided(whole, (part.rows, part.cols), (part.stride, 1))
+            piece = part.piece
+            whole = tensor.view(-1)[piece.element :]
+            weights = torch.as_strided(whole, (piece.rows, piece.cols), (piece.stride, 1))
             if tensor.dtype == torch.bfloat16:
                 key = key_of(f"{part.layer} {part.role} {part.head}", self._step())
                 wide, rounded = (weights.float() * factor).view(-1), torch.empty_like(weights).view(-1)
@@ -192,7 +186,7 @@ class QKClip:
         for view, values in kept:
             view.copy_(values)
 
-    def _still(self, tensors: Sequence[Tensor], plan: Plan | None, absent: Set[str]) -> Iterator[Tensor]:
+    def _unchanged(self, tensors: Sequence[Tensor], plan: Plan | None, absent: Set[str]) -> Iterator[Tensor]:
         """Yield views of the elements of absent matrices that have heads."""
         for bucket in plan.buckets if plan and absent else ():
             for run in bucket.runs:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import socket
 from collections import Counter
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed.muon.bound import StepContext
+from deepspeed.muon.binding import StepContext
 from deepspeed.muon.config.types import GROUP_KEYS
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.exchange.watchdog import start_watchdog
@@ -21,6 +20,7 @@ from deepspeed.muon.kernels import selection
 from deepspeed.muon.log import log_if_slow
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.plan.owners import neighbours
+from deepspeed.muon.step import short_hash
 from deepspeed.muon.tuning import has_bf16, may_race
 from deepspeed.muon.version import __version__
 from deepspeed.muon.zero.checkpoint.compatibility import of_all_stages
@@ -118,9 +118,9 @@ def _facts(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
         "version": __version__,
         "config": optimizer.config.digest(),
         "stage": matrix_share(engine, optimizer),
-        "groups": _hash(json.dumps(groups)),
-        "routes": _hash("".join(routes)),
-        "order": _hash("\n".join(s.name for s in optimizer.specs.values())),
+        "groups": short_hash(json.dumps(groups)),
+        "routes": short_hash("".join(routes)),
+        "order": short_hash("\n".join(s.name for s in optimizer.specs.values())),
         "bf16": has_bf16(get_accelerator().device_name(), get_accelerator().is_bf16_supported()),
         "shapes": [[*shape, count] for shape, count in optimizer.shapes.items()],
         "ns_methods": sorted(optimizer.ns_methods),
@@ -131,10 +131,6 @@ def _facts(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
         "monitor": engine.monitor.enabled,
         "unused_options": optimizer.unused_options,
     }
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _judge_settings(facts: list[Facts]) -> Facts:

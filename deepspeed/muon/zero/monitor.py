@@ -81,7 +81,7 @@ class Recorder:
                 found += [item.name] if owners == 1 else []
         #: Of all stages of a pipeline.
         self._labels = union(self._matrices)
-        self._layers = union(optimizer.qk_clip.layers if optimizer.qk_clip else ())
+        self._layers = union(layer.name for layer in (optimizer.qk_clip.layers if optimizer.qk_clip else ()))
 
     def is_due(self, engine: Any) -> bool:
         """Whether the step that follows is to be recorded."""

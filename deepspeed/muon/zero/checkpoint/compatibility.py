@@ -16,15 +16,15 @@ from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.log import logger
 from deepspeed.muon.matrices.pipeline import stages_of
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.saved_groups import (
+from deepspeed.muon.saved_state import (
     WEIGHTS_ALONE,
     conversion,
-    matrices,
     muon_facts,
+    muon_names,
     routing_difference,
     saved_groups,
-    short_hash,
 )
+from deepspeed.muon.step import short_hash
 from deepspeed.muon.zero.checkpoint.safe_load import read_model, read_states
 from deepspeed.muon.zero.consensus import union
 from deepspeed.muon.zero.tp_ranks import tp_rank
@@ -42,7 +42,7 @@ def engine_fingerprint(engine: Any, exclude_frozen: bool = False) -> dict[str, A
     ``layout``: a hash of where each parameter lies in the flat tensors of each rank.
     """
     optimizer: MuonWithAuxAdam = engine.basic_optimizer
-    names = {"matrices": sorted(matrices(optimizer))}
+    names = {"matrices": sorted(muon_names(optimizer))}
     groups = [group | names if group["use_muon"] else group for group in optimizer.param_groups]
     kept = ("use_muon", "ns_choice", "ns_methods", "owner_counts", "matrices")
     return {
@@ -79,7 +79,7 @@ def _layout(partitions: list[Partition]) -> str:
         for partition in partitions
         for order, shard in enumerate(partition.shards)
     )
-    return short_hash(json.dumps(lines), 16)
+    return short_hash(json.dumps(lines))
 
 
 def of_all_stages(optimizer: MuonWithAuxAdam) -> dict[str, str]:

@@ -25,9 +25,17 @@ from deepspeed.muon.matrices.tp_sharding import Sharding, sharding_of
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.param_groups import expert_group
 from deepspeed.muon.patch import Seam, replace
-from deepspeed.muon.saved_groups import Groups, check_groups, kinds, saved_groups, settings_of
-from deepspeed.muon.saved_state import KEPT_AS
-from deepspeed.muon.state_import import KEYS, Actions, Source, chosen, decide, fill, report, warn_of_fused
+from deepspeed.muon.saved_state import KEPT_AS, Groups, check_groups, group_kinds, saved_groups, settings_of
+from deepspeed.muon.state_import import (
+    KEYS,
+    Actions,
+    Source,
+    log_import,
+    momentum_policy,
+    plan_import,
+    warn_of_fused,
+    write_state,
+)
 from deepspeed.muon.zero.checkpoint.safe_load import read_states
 from deepspeed.muon.zero.consensus import raise_on_all_ranks
 from deepspeed.muon.zero.tp_ranks import tp_rank
@@ -172,10 +180,10 @@ def _opened(engine: Any, optimizer: MuonWithAuxAdam, path: str, load_states: boo
     folder = Folder(path, _shards(engine, optimizer))
     actions: Actions = {}
     if load_states:
-        choice = chosen(optimizer, folder.source)
+        choice = momentum_policy(optimizer, folder.source)
         if folder.is_ours and choice is None:
             check_groups(optimizer, folder.groups)
-        actions = decide(optimizer.specs.values(), folder.source, choice)
+        actions = plan_import(optimizer.specs.values(), folder.source, choice)
     keys = {True: (MOMENTUM,), False: KEYS[False]}
     is_read = {name: action != "zero" for name, action in actions.items()}
     wanted = {spec: keys[spec.use_muon] if is_read.get(spec.name) else () for spec in optimizer.specs.values()}
@@ -195,12 +203,12 @@ def _load(adapter: Adapter, folder: Folder, actions: Actions, load_states: bool)
             target = partition.tensors[shard.tensor].view(-1)[position : position + stop - start]
             target.copy_(folder.read(shard.spec.name, WEIGHT).reshape(-1)[start:stop])
         if load_states:
-            fill(optimizer, partition, folder.source, actions)
+            write_state(optimizer, partition, folder.source, actions)
     if load_states and folder.is_ours:
         optimizer.second_moments.load(folder.groups, is_logging=optimizer.context.is_logging)
         _load_settings(adapter.wrapper, optimizer, folder)
     if engine.global_rank == 0:
-        report(optimizer, folder.source, actions)
+        log_import(optimizer, folder.source, actions)
         if not folder.is_ours:
             warn_of_fused(optimizer, folder.source, actions)
         _warn_of_what_stays(engine, optimizer)
@@ -226,7 +234,7 @@ def _matched(optimizer: MuonWithAuxAdam, saved: Groups) -> Iterator[tuple[dict[s
     The converter keeps the groups of one stage, so a group that this stage lacks keeps the settings of the config.
     """
     if optimizer.context.muon_of_all_stages is None:
-        if kinds(saved) == kinds(optimizer.param_groups):
+        if group_kinds(saved) == group_kinds(optimizer.param_groups):
             yield from zip(optimizer.param_groups, saved, strict=True)
         return
     by_name = {group.get("name"): group for group in saved}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.errors import CheckpointError
-from deepspeed.muon.saved_groups import settings_of
+from deepspeed.muon.saved_state import settings_of
 from deepspeed.muon.zero.checkpoint.safe_load import read_states
 from deepspeed.muon.zero.checkpoint.save_load import _position
 from helpers.distributed import run

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from deepspeed.muon import ImportStateError, MuonWithAuxAdam, import_state
 from deepspeed.muon.cli.main import main
-from deepspeed.muon.state_import import Source, fill
+from deepspeed.muon.state_import import Source, write_state
 from deepspeed.muon.zero.checkpoint import from_stock
 from helpers.averages import Resting, resting
 from helpers.distributed import run
@@ -182,7 +182,7 @@ def test_what_starts_at_zero_counts_its_steps_anew() -> None:
     )
     zeroed, *kept = (name for name, use_muon in names.items() if not use_muon)
     for partition in optimizer.all_partitions:
-        fill(optimizer, partition, source, {zeroed: "zero"} | dict.fromkeys(kept, "kept"))
+        write_state(optimizer, partition, source, {zeroed: "zero"} | dict.fromkeys(kept, "kept"))
     states = {optimizer.specs[param].name: state for param, state in optimizer.state.items()}
     assert [float(states[name]["step"]) for name in (zeroed, *kept)] == [0.0, *(7.0 for _ in kept)]
     assert not states[zeroed]["exp_avg"].any() and bool((states[kept[0]]["exp_avg"] == 1).all())

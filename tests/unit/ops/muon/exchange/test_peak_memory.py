@@ -78,7 +78,7 @@ def measured(shapes: list[tuple[int, int]], params: dict[str, Any], device_type:
         )
     try:
         found = peak(
-            (demand_of(bound.plan, bound.newton_schulz.method) for bound in optimizer._bound.values()), expected
+            (demand_of(bound.plan, bound.newton_schulz.method) for bound in optimizer._steps.values()), expected
         )
     finally:
         module.batch_limit = workspace.batch_limit

@@ -131,7 +131,7 @@ def recorded_steps(params: dict[str, Any], **config: Any) -> tuple[list[Facts], 
             engine.step()
     files = ("deepspeed/muon/exchange/exchange.py:", "deepspeed/muon/exchange/owner_set.py:")
     called = [facts(call) for call in recorder.calls if call.caller.startswith(files)]
-    bounds = engine.basic_optimizer._bound.values()
+    bounds = engine.basic_optimizer._steps.values()
     planned = [facts(call) for bound in bounds for call in collectives_of(bound.program)]
     engine.destroy()
     return called, 2 * planned

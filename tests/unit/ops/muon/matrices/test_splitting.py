@@ -12,7 +12,7 @@ from deepspeed.muon.config.schema import MuonConfig, parse
 from deepspeed.muon.config.types import Cut
 from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.matrices.tp_sharding import AUTOTP
-from deepspeed.muon.saved_groups import fused
+from deepspeed.muon.saved_state import fused_names
 from helpers.foreign_models import Adapted, linear, module
 from helpers.models import Fused, TinyGpt
 from helpers.transformers_models import MODELS, hybrid, needs_stacks
@@ -301,7 +301,7 @@ def test_a_fused_matrix_is_fused_on_every_tensor_parallel_rank(tp_mode: str) -> 
     spec = optimizer.specs[shard]
     assert [block.rows for block in spec.blocks] == [12 if tp_mode == "whole" else 6] * 3
     assert spec.split_by == "muon_fused"
-    assert set(fused(optimizer)) == {"blocks.0.qkv.weight", "blocks.1.qkv.weight"}
+    assert set(fused_names(optimizer)) == {"blocks.0.qkv.weight", "blocks.1.qkv.weight"}
 
 
 @pytest.mark.parametrize(

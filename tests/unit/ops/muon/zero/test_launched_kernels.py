@@ -49,7 +49,7 @@ def trained(stage: int, together: bool, momentum_dtype: str) -> tuple[dict[str, 
             sums = stats.sums([*SIZES.values()])
         else:
             found = traced(engine.step)
-    counts = [launches_of(b.plan.buckets, b.scale, together) for b in optimizer._bound.values()]
+    counts = [launches_of(b.plan.buckets, b.scale, together) for b in optimizer._steps.values()]
     wanted = Launches(*map(sum, zip(*counts, strict=True)))
     if momentum_dtype == "bf16":  # whose random numbers are drawn run by run
         wanted = wanted._replace(prepare=sum(len(bucket.runs) for plan in optimizer.plans for bucket in plan.buckets))

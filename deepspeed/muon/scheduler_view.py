@@ -8,7 +8,7 @@ per group, and each half gets it times its own ``lr_ratio``.
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -19,45 +19,45 @@ RATES = ("lr", "initial_lr")
 HALF_OF = {"betas": False, "momentum": True}
 
 
-class GivenGroup(UserDict):
+class UserGroup(UserDict):
     """One group as the user gave it. ``lr``, ``momentum`` and ``betas`` are read from its halves.
 
     Writing ``lr`` or ``initial_lr`` sets each half's to the value times its ``lr_ratio``. Writing ``betas`` sets those
-    of AdamW, writing ``momentum`` that of Muon. All other keys are the scheduler's own, or those that the user has put
-    into the group.
+    of AdamW, writing ``momentum`` that of Muon. All other keys are the scheduler's, or the user's in the group.
     """
 
-    def __init__(self, halves: Callable[[], list[dict[str, Any]]], lr: float, betas: tuple[float, float]) -> None:
-        self._halves = halves
+    def __init__(self, optimizer: Optimizer, indices: Sequence[int], lr: float, betas: tuple[float, float]) -> None:
+        self._optimizer, self._indices = optimizer, indices
         self.data = {"params": [], "lr": lr, "betas": betas}
 
+    @property
+    def _halves(self) -> list[dict[str, Any]]:
+        return [self._optimizer.param_groups[index] for index in self._indices]  # a load replaces them
+
     def __getitem__(self, key: str) -> Any:
-        halves = self._halves()
         if key == "params":
-            return [param for half in halves for param in half["params"]]
+            return [param for half in self._halves for param in half["params"]]
         if key in RATES:
-            found = [half[key] / half["lr_ratio"] for half in halves if half["lr_ratio"] and key in half]
+            found = [half[key] / half["lr_ratio"] for half in self._halves if half["lr_ratio"] and key in half]
         elif key in HALF_OF:
-            found = [half[key] for half in halves if half["use_muon"] is HALF_OF[key]]
+            found = [half[key] for half in self._halves if half["use_muon"] is HALF_OF[key]]
         else:
-            found = [half[key] for half in halves if key in half and key not in self.data]
+            found = [half[key] for half in self._halves if key in half and key not in self.data]
         return found[0] if found else self.data[key]
 
     def __contains__(self, key: object) -> bool:
-        return key in self.data or any(key in half for half in self._halves())
+        return key in self.data or any(key in half for half in self._halves)
 
     def __setitem__(self, key: str, value: Any) -> None:
         self.data[key] = value
-        if key in RATES:
-            for half in self._halves():
+        for half in self._halves:
+            if key in RATES:
                 half[key] = float(value) * half["lr_ratio"]
-        elif key in HALF_OF:
-            for half in self._halves():
-                if half["use_muon"] is HALF_OF[key]:
-                    half[key] = value
+            elif key in HALF_OF and half["use_muon"] is HALF_OF[key]:
+                half[key] = value
 
 
-class GivenGroups(Optimizer):
+class UserGroups(Optimizer):
     """An optimizer for schedulers only: it has the groups as the user gave them, and its step does nothing.
 
     ``origins`` and ``lrs``: for each of the user's groups, the indices of its halves in ``optimizer`` and its learning
@@ -67,7 +67,7 @@ class GivenGroups(Optimizer):
     def __init__(self, optimizer: Optimizer, origins: Sequence[Sequence[int]], lrs: Sequence[float]) -> None:
         self.optimizer, betas = optimizer, optimizer.defaults["betas"]
         self.defaults = {"lr": optimizer.defaults["lr"], "betas": betas}
-        groups = [GivenGroup(self._halves(indices), lr, betas) for indices, lr in zip(origins, lrs, strict=True)]
+        groups = [UserGroup(optimizer, indices, lr, betas) for indices, lr in zip(origins, lrs, strict=True)]
         self.param_groups = groups  # type: ignore[assignment]
         # Schedulers warn unless the optimizer steps before they do.
         optimizer.register_step_post_hook(lambda *_: self.step())
@@ -77,8 +77,5 @@ class GivenGroups(Optimizer):
         """The optimizer's; a load replaces it."""
         return self.optimizer.state
 
-    def _halves(self, indices: Sequence[int]) -> Callable[[], list[dict[str, Any]]]:
-        return lambda: [self.optimizer.param_groups[index] for index in indices]
-
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Does nothing: the optimizer has stepped."""
+        """Do nothing: the optimizer has stepped."""

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks have agreed on before they plan, and how the step of a partition of the Muon half is planned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from typing import Any
+
+from torch import Tensor
+
+from deepspeed.muon.config.schema import MuonConfig
+from deepspeed.muon.exchange.exchange import Exchange
+from deepspeed.muon.exchange.groups import Agreed, processes
+from deepspeed.muon.exchange.owner_set import neighbours_in
+from deepspeed.muon.exchange.partition import Partition
+from deepspeed.muon.kernels import reference
+from deepspeed.muon.kernels.selection import Unavailable
+from deepspeed.muon.kernels.table import Operations
+from deepspeed.muon.math.choice import Choice, shape_key
+from deepspeed.muon.math.momentum import Blocks
+from deepspeed.muon.math.scale import scale_factor
+from deepspeed.muon.plan.cost import cost_model
+from deepspeed.muon.plan.plan import plan_partition, without_collector
+from deepspeed.muon.plan.program import NewtonSchulz
+from deepspeed.muon.second_moments import SecondMoments
+from deepspeed.muon.step import PartitionStep
+from deepspeed.muon.tuning import method_of, with_products
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepContext:
+    """What the ranks have agreed on before they plan; made once, for an engine by :mod:`deepspeed.muon.zero.bind`.
+
+    Args:
+        is_logging: true on the one rank that logs facts common to all ranks.
+        kernels: of everything except the products of Newton-Schulz; equal on all ranks.
+        unavailable: device type -> why its fast kernels cannot be used.
+        ranks_per_node: neighbouring ranks that share a node, as far as known; unless the config says otherwise, only
+            they own a matrix together.
+        peers: process group of the ranks that train the same layers; ``None``: all.
+        muon_of_all_stages: in a pipeline, the parameters of all stages that go to Muon, by name, and a hash of how each
+            is cut, if any.
+        is_stepped_in_parts: whether calls of ``step`` are parts of an engine's step, which calls the optimizer's
+            ``begin_step`` before them and releases its workspace after.
+        is_finite: whether the gradient of the current step is finite, by the wrapper around the optimizer; ``None``:
+            the optimizer looks at its gradients, which are the same on all ranks.
+    """
+
+    is_logging: bool = True
+    kernels: Operations = reference.OPERATIONS
+    unavailable: Unavailable = field(default_factory=dict)
+    ranks_per_node: int = 1
+    peers: Any = None
+    muon_of_all_stages: dict[str, str] | None = None
+    is_stepped_in_parts: bool = False
+    is_finite: Callable[[], Agreed] | None = None
+
+
+@without_collector()
+def bind_partition(
+    partition: Partition,
+    group: Mapping[str, Any],
+    *,
+    config: MuonConfig,
+    choice: Choice,
+    context: StepContext,
+    tables: Mapping[str, Operations],
+    exchange: Exchange,
+    blocks: Mapping[Tensor, Blocks],
+    second_moments: SecondMoments,
+) -> PartitionStep:
+    """Plan a partition of the Muon half.
+
+    Args:
+        group: its parameter group, in which a checkpoint may have pinned the numbers of owners.
+        choice: how Newton-Schulz runs.
+        context: what the ranks have agreed on.
+        tables: which the products of Newton-Schulz are chosen from, by name.
+        exchange: among the ranks of the partition.
+        blocks, second_moments: see :class:`deepspeed.muon.step.PartitionStep`.
+    """
+    method = partial(method_of, choice, group["ns_method"])
+    near = neighbours_in(partition.group, context.ranks_per_node) if processes() > 1 else 1
+    cost = cost_model(method, config.schedule, choice.dtype, exchange.dtype.itemsize, exchange.device.type, near)
+    pinned = group.get("owner_counts", {})
+    # Each rank of the partition counts its share of the matrices without a gradient, also where no work is shared.
+    sharers = partition.world_size
+    planned = plan_partition(partition.planned, sharers, cost, config.bucket_bytes, pinned, config.most_owners)
+    if planned.world_size < sharers:  # each rank does all the work
+        partition = replace(partition, shards=planned.shards, planned=planned.shards, group=None, rank=0, world_size=1)
+        exchange = replace(exchange, group=None)
+    counts = zip(planned.items, planned.counts, strict=True)
+    owner_counts = pinned | {shape_key(*item.shape): count for item, count in counts if count > 1}
+    # What decides the bits of a group's update; the same before and after its numbers of owners are pinned.
+    settings = sorted((key, value) for key, value in {**group, "owner_counts": owner_counts}.items() if key != "params")
+    # Kernels for many runs take the shards themselves, so none where these are staged in other buffers.
+    runs = context.kernels.runs if exchange.staging is None else None
+    return PartitionStep(
+        config=config,
+        partition=partition,
+        plan=planned.view(partition.rank),
+        exchange=exchange,
+        newton_schulz=NewtonSchulz(
+            schedule=config.schedule,
+            method=cache(method),
+            dtype=choice.dtype,
+            device_type=exchange.device.type,
+        ),
+        kernels=cache(partial(with_products, context.kernels, tables, choice)),
+        elementwise=context.kernels,
+        multi_run_kernels=runs if runs and all(map(runs.fits, partition.tensors)) else None,
+        scale=cache(partial(scale_factor, group["adjust_lr_fn"], rms_scale=config.rms_scale)),
+        settings=repr((choice.pinned(), settings)),
+        sharers=sharers,
+        owner_counts=owner_counts,
+        blocks=blocks,
+        second_moments=second_moments,
+    )
