@@ -31,7 +31,7 @@ PROBES = 16
 
 
 class _Probes(NamedTuple):
-    """What to look at in one tensor.
+    """The elements of one tensor to look at.
 
     ``runs``: of each matrix with elements there. ``matrices``: their indices, int64 ``[matrices]``. ``positions``: of
     the elements to look at first, int64 ``[matrices, PROBES]``.

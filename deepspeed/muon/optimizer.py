@@ -62,7 +62,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     Args:
         params: parameters, named or not, or groups of them. Each group is split into a Muon and an AdamW half, which
-            keep the group's own settings (:data:`deepspeed.muon.config.types.GROUP_KEYS`).
+            keep the group's settings (:data:`deepspeed.muon.config.types.GROUP_KEYS`).
         model: its modules decide the routing; see :func:`deepspeed.muon.matrices.routing.route`. Every parameter gets
             ``param.use_muon`` as routed, unless the user has set it.
         config: every other keyword is a field of :class:`deepspeed.muon.config.schema.MuonConfig`.

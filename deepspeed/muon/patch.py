@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replaces methods of DeepSpeed, and puts them back as they were."""
+"""Replace methods of DeepSpeed, and put them back as they were."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Seam(NamedTuple):
         return f"{self.module}.{self.path}"
 
     def find(self) -> tuple[Any, str]:
-        """The object whose attribute this is, and the attribute's name.
+        """Return the object whose attribute this is, and the attribute's name.
 
         Raises:
             ImportError, AttributeError: the installed DeepSpeed lacks it.
@@ -31,7 +31,7 @@ class Seam(NamedTuple):
         return owner, name
 
     def exists(self) -> bool:
-        """Whether the installed DeepSpeed has it."""
+        """Return whether the installed DeepSpeed has it."""
         try:
             return bool(self.find())
         except (ImportError, AttributeError):
@@ -41,9 +41,9 @@ class Seam(NamedTuple):
 def replace(owner: Any, name: str, function: Callable) -> Callable[[], None]:
     """Make ``owner.name(...)`` call ``function(original, ...)``; the owner is a class, an instance or a module.
 
-    Returns what undoes it: afterwards the owner has the attribute of its own that it had before, or none.
+    Returns what undoes it, so that an inherited attribute is inherited again.
     """
-    own = vars(owner).get(name)  # not what it inherits
+    before = vars(owner).get(name)  # not what it inherits
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -51,7 +51,9 @@ def replace(owner: Any, name: str, function: Callable) -> Callable[[], None]:
         return function(original, *args, **kwargs)
 
     setattr(owner, name, replacement)
-    return functools.partial(delattr, owner, name) if own is None else functools.partial(setattr, owner, name, own)
+    return (
+        functools.partial(delattr, owner, name) if before is None else functools.partial(setattr, owner, name, before)
+    )
 
 
 @contextmanager

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The form in which the optimizer's state is saved: what ``state_dict`` and ``load_state_dict`` do beyond torch's own.
+"""The form in which the optimizer's state is saved: what ``state_dict`` and ``load_state_dict`` add to torch's.
 
 Stock's universal converter knows the state keys ``exp_avg``, ``exp_avg_sq`` and ``step`` only. So an engine's
 checkpoint holds Muon's momentum as ``exp_avg`` and, as ``exp_avg_sq``, zeros that share one element of storage.

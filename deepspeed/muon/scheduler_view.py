@@ -2,7 +2,7 @@
 """What a learning-rate scheduler sees: the parameter groups as the user gave them.
 
 The optimizer has split each of them into a Muon and an AdamW half. A schedule written for AdamW sets one learning rate
-per group, and each half gets it times its own ``lr_ratio``.
+per group, and each half gets it times the half's ``lr_ratio``.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class UserGroups(Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The optimizer's; a load replaces it."""
+        """Return the optimizer's state, which a load replaces."""
         return self.optimizer.state
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

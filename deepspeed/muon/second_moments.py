@@ -13,7 +13,7 @@ from torch import Tensor
 from deepspeed.muon.exchange.exchange import Exchange
 from deepspeed.muon.log import logger
 
-#: The key under which a saved group holds those of all matrices, by name.
+#: The key under which a saved group holds the second moments of all matrices, by name.
 SAVED = "second_moments"
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports the state of another run's optimizer, by parameter name.
+"""Import the state of another run's optimizer, by parameter name.
 
-Muon's momentum here is an exponential average of gradients, buf = momentum * buf + (1 - momentum) * grad. AdamW's
+This Muon's momentum is an exponential average of gradients, buf = momentum * buf + (1 - momentum) * grad. AdamW's
 first moment is one too, with beta1 for momentum. The sum in Keller Jordan's first Muon, buf = momentum * buf + grad,
 is 1 / (1 - momentum) times the average.
 """
@@ -36,7 +36,7 @@ class Source:
 
     #: Its name in the log.
     title: str
-    #: By parameter name, whether Muon updated it there (else AdamW).
+    #: By parameter name, whether Muon updated it in that run (otherwise AdamW).
     is_muon: Mapping[str, bool]
     #: (name, key of :data:`KEYS`) -> the state of the whole parameter, in any shape.
     read: Callable[[str, str], Tensor]
@@ -45,11 +45,11 @@ class Source:
 
 
 def plan_import(specs: Iterable[MatrixSpec], source: Source, choice: str | None) -> Actions:
-    """Return what becomes of each parameter's state: by name, a key of :data:`ACTIONS`.
+    """Decide what becomes of each parameter's state: by name, a key of :data:`ACTIONS`.
 
     Args:
         specs: the parameters that need state.
-        choice: ``import_momentum``, for parameters that AdamW updated there and Muon updates here; ``"zero"`` also
+        choice: ``import_momentum``, for parameters that AdamW updated and Muon now updates; ``"zero"`` also
             covers the opposite change. ``None`` refuses both.
 
     Raises:
@@ -63,13 +63,13 @@ def plan_import(specs: Iterable[MatrixSpec], source: Source, choice: str | None)
     }
     refused: dict[str, list[str]] = defaultdict(list)
     for spec in specs:
-        there = source.is_muon.get(spec.name)
-        if there is spec.use_muon:
+        was_muon = source.is_muon.get(spec.name)
+        if was_muon is spec.use_muon:
             actions[spec.name] = "kept"
-        elif there is not None and choice and (spec.use_muon or choice == "zero"):
+        elif was_muon is not None and choice and (spec.use_muon or choice == "zero"):
             actions[spec.name] = choice
         else:
-            refused[texts[there]].append(spec.name)
+            refused[texts[was_muon]].append(spec.name)
     if refused:
         problems = [f"{text}: {', '.join(n[:8])}{', ...' if len(n) > 8 else ''}" for text, n in refused.items()]
         raise ImportStateError(
@@ -85,7 +85,7 @@ def write_state(optimizer: MuonWithAuxAdam, partition: Partition, source: Source
     A tensor's step count becomes the largest of its parameters'.
 
     Args:
-        actions: from :func:`plan_import`; parameters that are not in it are left alone.
+        actions: from :func:`plan_import`; other parameters keep their state.
     """
     steps: dict[int, float] = {}
     for shard in partition.shards:
@@ -138,7 +138,7 @@ def import_state(
 ) -> None:
     """Import the state of a plain PyTorch optimizer, on every rank of a live engine.
 
-    Parameters that the state_dict does not hold are left alone, so one call can import a Muon and another the AdamW
+    Parameters that the state_dict does not hold keep their state, so one call can import a Muon and another the AdamW
     beside it. Weights, schedules and DeepSpeed's own counters are not touched.
 
     Args:

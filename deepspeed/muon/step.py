@@ -265,7 +265,7 @@ class PartitionStep:
         self.elementwise.advance_codes(codes, absmax, grad, target, momentum, nesterov, key, fragment.first, self._work)
 
     def _advance_rest(self) -> None:
-        """After the last bucket: advance the fragments of several runs, except their absent matrices."""
+        """Advance the fragments of several runs after the last bucket, except their absent matrices."""
         absent_runs: dict[tuple[int, int], list[Run]] = defaultdict(list)
         for bucket in self.plan.buckets if self._absent else ():
             for run in bucket.runs:
@@ -383,7 +383,7 @@ class PartitionStep:
     def _is_one_pass(self, call: Call, bucket: Bucket, tensor: Tensor) -> bool:
         """Return whether all runs of a call are updated without regard to where in their matrices the elements lie.
 
-        Not if ``tensor`` is rounded stochastically, nor if a matrix among them is left alone.
+        Not if ``tensor`` is rounded stochastically, nor if a matrix among them has no gradient.
         """
         return bool(call.spans) and tensor.dtype != torch.bfloat16 and not bucket.lacks(call.runs, self._absent)
 

@@ -27,7 +27,7 @@ SAMPLED = ERROR, RANK = "orthogonality_error", "effective_rank"
 #: Of each attention layer.
 LOGIT = "max_logit"
 PER_LAYER = (CHANGE, CAUTIOUS, ERROR, RANK, LOGIT)
-#: The two values of all parameters together: the size of the update per unit of learning rate.
+#: The two values of all parameters: the size of the update per unit of learning rate.
 SIZES = {half: f"update_rms_{half}" for half in ("muon", "adamw")}
 #: How many matrices had no gradient in the step; each rank adds its share of the count.
 ABSENT = "matrices_without_gradient"
@@ -50,12 +50,12 @@ class Sample(NamedTuple):
 
 
 class StepStats:
-    """Records one step on one rank, as quotients of two sums over the elements that this rank has.
+    """Record one step on one rank, as quotients of two sums over the elements that this rank has.
 
     Sums over all ranks give the values of whole parameters, however these are sharded.
 
-    ``synchronize``: waits for the accelerator, so that a phase has its own time. ``sample``: the matrix to look at, if
-    this rank is its owner.
+    ``synchronize``: wait for the accelerator, so that each phase is charged its time. ``sample``: the matrix to look
+    at, if this rank is its owner.
     """
 
     def __init__(self, synchronize: Callable[[], None], sample: Sample | None = None) -> None:

@@ -43,13 +43,13 @@ class Blocks:
         self.count = self._ends[-1]
 
     def parts(self, state: State) -> Iterator[tuple[Fragment, Tensor, Tensor]]:
-        """Each fragment with its codes and the magnitudes of its blocks, which are views of the state."""
+        """Yield each fragment with its codes and the magnitudes of its blocks, which are views of the state."""
         codes = state[CODES].view(-1)
         for fragment, (start, end) in zip(self.fragments, pairwise(self._ends), strict=True):
             yield fragment, codes[fragment.position :][: fragment.numel], state[ABSMAX][start:end]
 
     def around(self, state: State, start: int, numel: int) -> tuple[Fragment, Tensor, Tensor, int]:
-        """Of elements of one fragment: it, codes, magnitudes of their blocks, how many elements lie before in these."""
+        """Return of some elements their fragment, codes, blocks' magnitudes, and how many precede in the first block."""
         at = bisect_right(self._positions, start) - 1
         block, skipped = divmod(start - self._positions[at], BLOCK)
         first = self._ends[at] + block
@@ -57,7 +57,7 @@ class Blocks:
         return self.fragments[at], state[CODES].view(-1)[start : start + numel], absmax, skipped
 
     def read(self, state: State, start: int, stop: int, device: torch.device) -> Tensor:
-        """Elements ``start`` to ``stop`` of the tensor in fp32 on a device; zeros between the fragments."""
+        """Return elements ``start`` to ``stop`` of the tensor in fp32 on a device; zeros between the fragments."""
         return self.read_into(torch.zeros(stop - start, dtype=torch.float32, device=device), state, start)
 
     def read_into(self, result: Tensor, state: State, start: int = 0) -> Tensor:
@@ -70,8 +70,8 @@ class Blocks:
                 block, skipped = divmod(first - fragment.position, BLOCK)
                 magnitudes = absmax[block : block + blocks_of(skipped + end - first)]
                 wide = torch.empty(magnitudes.numel() * BLOCK, dtype=torch.float32, device=codes.device)
-                here = slice(first - fragment.position, end - fragment.position)
-                result[first - start : end - start] = decode(codes[here], magnitudes, skipped, wide)
+                place = slice(first - fragment.position, end - fragment.position)
+                result[first - start : end - start] = decode(codes[place], magnitudes, skipped, wide)
         return result
 
     def write(self, state: State, start: int, values: Tensor) -> None:
@@ -81,21 +81,21 @@ class Blocks:
             if fragment.position + fragment.numel <= start or stop <= fragment.position:
                 continue
             assert start <= fragment.position and fragment.position + fragment.numel <= stop, "a part of a parameter"
-            given = values[fragment.position - start :][: fragment.numel]
+            rounded = values[fragment.position - start :][: fragment.numel]
             for block in range(0, absmax.numel(), CHUNK):
                 magnitudes, part = absmax[block : block + CHUNK], slice(block * BLOCK, (block + CHUNK) * BLOCK)
                 wide = torch.zeros(magnitudes.numel() * BLOCK, dtype=torch.float32, device=codes.device)
-                wide[: codes[part].numel()] = given[part]
+                wide[: codes[part].numel()] = rounded[part]
                 encode(wide, codes[part], magnitudes, 0.5)
 
 
 def whole(tensor: Tensor) -> Blocks:
-    """The blocks of a tensor that is one parameter."""
+    """Return the blocks of a tensor that is one parameter."""
     return Blocks([Fragment("", 0, 0, tensor.numel())])
 
 
 def state_of(state: State, tensor: Tensor, momentum_dtype: str, blocks: Callable[[Tensor], Blocks]) -> State:
-    """``state`` with a momentum for the tensor, and ``step``, fp32 on the CPU; zeros at first.
+    """Return ``state`` with a momentum for the tensor, and ``step``, fp32 on the CPU; zeros at first.
 
     The momentum is ``momentum_buffer`` of the tensor's shape or, in int8, ``momentum_codes`` of that shape and
     ``momentum_absmax``, fp32, one per block.
@@ -119,5 +119,5 @@ def codes_of(shape: torch.Size, blocks: Blocks, device: torch.device) -> State:
 
 
 def kept_dtype(tensor: Tensor, momentum_dtype: str) -> torch.dtype:
-    """The dtype of a tensor's momentum."""
+    """Return the dtype of a tensor's momentum."""
     return {"bf16": torch.bfloat16, "int8": torch.int8}.get(momentum_dtype, tensor.dtype)

@@ -37,7 +37,7 @@ class _HeadPart(NamedTuple):
 
 
 class QKClip:
-    """Watches the logits of a model and scales the weights of its heads.
+    """Watch the logits of a model and scale the weights of its heads.
 
     All ranks that train the same layers take the largest logit over all their micro-batches, so that each scales its
     part of a weight by the same factor. It acts on the master weights, on weights and biases of both halves, but not

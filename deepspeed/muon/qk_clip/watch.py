@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sees the queries and keys of attention layers while a model trains, without a change of the model.
+"""See the queries and keys of attention layers while a model trains, without a change of the model.
 
 While the forward of an attention module runs, calls of ``torch.nn.functional.scaled_dot_product_attention`` and of
-flash-attn's operators pass by here, whatever name the caller imported them under.
+flash-attn's operators are seen, whatever name the caller imported them under.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Seen = tuple[Tensor, Tensor, float, Visible]
 class AttentionWatch:
     """The largest logit of every head since the last :meth:`clear`.
 
-    Forwards without gradients or in evaluation mode do not count: those of evaluation, generation and reference models.
+    Forwards without gradients or in evaluation mode do not count, as in evaluation, generation and reference models.
     Under gradient checkpointing one of the two forwards counts: the first, or the second, during backward, if the first
     ran without gradients (reentrant).
 
@@ -70,7 +70,7 @@ class AttentionWatch:
                 calls.__exit__(None, None, None)
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         for hook in self._hooks:
             hook.remove()
 

@@ -37,7 +37,7 @@ PREFIX = "Train/Muon/"
 
 
 def take_step(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> None:
-    """``DeepSpeedEngine._take_model_step``, with a record in every ``monitor_interval``-th step.
+    """Take ``DeepSpeedEngine._take_model_step``, with a record in every ``monitor_interval``-th step.
 
     A skipped step that DeepSpeed does not log is reported. No temporaries stay on an accelerator.
     """
@@ -69,7 +69,7 @@ def _logs_skipped_steps(wrapper: Any) -> bool:
 
 
 class Recorder:
-    """Measures steps; rank 0 writes what all ranks have found. Made and used by all ranks together."""
+    """Measure steps; rank 0 writes what all ranks have found. Its methods are collectives."""
 
     def __init__(self, optimizer: MuonWithAuxAdam) -> None:
         self._optimizer = optimizer
@@ -84,7 +84,7 @@ class Recorder:
         self._layers = union(layer.name for layer in (optimizer.qk_clip.layers if optimizer.qk_clip else ()))
 
     def is_due(self, engine: Any) -> bool:
-        """Whether the step that follows is to be recorded."""
+        """Return whether the next step is to be recorded."""
         return (engine.global_steps + 1) % self._optimizer.config.monitor_interval == 0
 
     def record(self, step: Callable[[], None], engine: Any, outer: Phase) -> None:
@@ -112,10 +112,10 @@ class Recorder:
             engine.monitor.write_events(events)
 
     def sample(self, turn: int) -> Sample:
-        """The matrix whose turn it is: equal on all ranks and after a resume, and soon from all over the network.
+        """Return the matrix to sample in this record, equal on all ranks and after a resume.
 
-        The parameters come in turn, in steps of about 0.62 of their number; of several matrices of one parameter it is
-        another each time.
+        The parameters come in turn, in steps of about 0.62 of their number, so that successive samples come from
+        distant layers; of several matrices of one parameter it is another each time.
         """
         count = len(self._labels)
         if not count:  # the user has left every matrix to AdamW
@@ -126,7 +126,7 @@ class Recorder:
         return Sample(name, matrices[turn // count % len(matrices)])
 
     def _summed(self, stats: StepStats, sample: Sample) -> dict[str, float]:
-        """The values of a step, from sums over all ranks; a collective."""
+        """Return the values of a step, from sums over all ranks; a collective."""
         clip = self._optimizer.qk_clip
         for layer, logit in clip.largest.items() if clip else ():  # equal on all ranks that train the layer
             stats.add(f"{LOGIT}/{layer}", logit, 1)
