@@ -49,7 +49,7 @@ class Blocks:
             yield fragment, codes[fragment.position :][: fragment.numel], state[ABSMAX][start:end]
 
     def around(self, state: State, start: int, numel: int) -> tuple[Fragment, Tensor, Tensor, int]:
-        """Return some elements' fragment, codes, blocks' magnitudes, and how many elements precede in the first block."""
+        """Return the fragment of some elements, codes, blocks' magnitudes, and how many precede in the first block."""
         at = bisect_right(self._positions, start) - 1
         block, skipped = divmod(start - self._positions[at], BLOCK)
         first = self._ends[at] + block
