@@ -12,18 +12,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deepspeed.muon.cli.written import Values, Written, read
+from deepspeed.muon.cli.monitor_records import Records, Values, read
 from deepspeed.muon.errors import RecordsError
 from deepspeed.muon.step_stats import CAUTIOUS, CHANGE, ERROR, LOGIT, RANK
 
 #: Colours that are told apart without red and green (Okabe and Ito).
-MUON, ADAMW, GREY, ORANGE, SKY, PINK = "#0072B2", "#D55E00", "#8c8c8c", "#E69F00", "#56B4E9", "#CC79A7"
+MUON, ADAMW, ORANGE, SKY, GREEN, GREY = "#0072B2", "#D55E00", "#E69F00", "#56B4E9", "#009E73", "#d0d0d0"
 #: The phases of a step from the bottom up: name of the value, what it is called, colour.
 PHASES = (
     ("newton_schulz_ms", "Newton-Schulz", MUON),
     ("exchange_ms", "exchange, wait", ADAMW),
     ("prepare_ms", "prepare", SKY),
-    ("apply_ms", "apply", "#009E73"),
+    ("apply_ms", "apply", GREEN),
     ("adamw_ms", "AdamW", ORANGE),
 )
 STYLE: Any = {
@@ -34,15 +34,19 @@ STYLE: Any = {
     "axes.spines.right": False,
     "axes.grid": True,
     "grid.alpha": 0.3,
+    "legend.frameon": False,
+    "legend.fontsize": 6.5,
+    "legend.borderpad": 0,
+    "legend.handlelength": 1.2,
+    "legend.handletextpad": 0.5,
 }
 #: Inches: of the figure, of a panel, of a row of a heat map, of the largest heat map.
-WIDTH, HEIGHT, ROW, TALLEST = 11.0, 2.0, 0.14, 10.0
-#: Of the width of a panel, what stands beside it: a legend or a scale of colours.
-SIDE, DPI = 0.23, 90
-#: So many rows of a heat map each have their name; of more the first of each layer has.
-NAMED = 60
-#: Draws into the axes of a panel, and beside them.
-Draw = Callable[[Any, Any, Written], None]
+WIDTH, HEIGHT, ROW, MAX_HEIGHT = 11.0, 2.0, 0.14, 10.0
+DPI = 90
+#: In a heat map of more rows only the first row of each layer has a name, and a legend names this many layers.
+MAX_NAMED_ROWS, MAX_NAMED_LAYERS = 60, 8
+#: Draws into the axes of a panel.
+Draw = Callable[[Any, Records], None]
 
 
 def plot(folder: Path, target: Path | None = None) -> dict[str, Any]:
@@ -54,62 +58,59 @@ def plot(folder: Path, target: Path | None = None) -> dict[str, Any]:
     Raises:
         RecordsError: no records, no matplotlib, or a file that cannot be written.
     """
-    written, target = read(folder), target or folder / "muon.png"
+    records, target = read(folder), target or folder / "muon.png"
     try:
         import matplotlib
     except ImportError:
         raise RecordsError('matplotlib is not installed; pip install "deepspeed-muon[plot]"') from None
     with matplotlib.rc_context(STYLE):
-        figure, titles = draw(written, folder)
+        figure, titles = draw(records, folder)
         try:
             figure.savefig(target, format="png", dpi=DPI)
         except OSError as error:
             raise RecordsError(f"--out {target}: {error.strerror or error}") from None
-    return {"file": str(target), "panels": titles, "records": len(written.samples)}
+    return {"file": str(target), "panels": titles, "records": len(records.samples)}
 
 
-def draw(written: Written, folder: Path) -> tuple[Any, list[str]]:
-    """A figure (:class:`matplotlib.figure.Figure`) with a panel for each measure that has values, and their titles."""
+def draw(records: Records, folder: Path) -> tuple[Any, list[str]]:
+    """Return a :class:`matplotlib.figure.Figure` with a panel for each measure that has values, and their titles."""
     from matplotlib.figure import Figure
 
-    rows = [(height, pair) for height, panels in _panels(written) for pair in _pairs(panels)]
+    rows = [
+        (height, panels[first : first + 2]) for height, panels in _panels(records) for first in range(0, len(panels), 2)
+    ]
     heights = [height for height, _ in rows]
     figure = Figure(figsize=(WIDTH, sum(heights) + 0.5), layout="constrained")
-    grid = figure.add_gridspec(len(rows), 4, height_ratios=heights, width_ratios=[1.0, SIDE, 1.0, SIDE])
-    titles: list[str] = []
-    samples = written.samples
-    step = (samples[-1] - samples[0]) / (2 * max(1, len(samples) - 1)) or samples[0] / 2
-    for row, (_, pair) in enumerate(rows):
-        for column, (title, panel) in enumerate(pair):
-            last = 2 if len(pair) == 1 else 2 * column
-            axes, side = (figure.add_subplot(grid[row, cells]) for cells in (slice(2 * column, last + 1), last + 1))
-            side.axis("off")
+    grid = figure.add_gridspec(len(rows), 2, height_ratios=heights)
+    samples = records.samples
+    limits = samples[0] - _margin(samples), samples[-1] + _margin(samples)
+    for row, (_, panels) in enumerate(rows):
+        for column, (title, panel) in enumerate(panels):
+            axes = figure.add_subplot(grid[row, column] if len(panels) == 2 else grid[row, :])
             axes.set_title(title, loc="left")
-            panel(axes, side, written)
-            axes.set_xlim(samples[0] - step, samples[-1] + step)  # one scale for all, as heat maps have it
-            axes.xaxis.set_major_formatter(_samples)
+            panel(axes, records)
+            axes.set_xlim(*limits)  # one scale for all, as heat maps have it
+            axes.xaxis.set_major_formatter(_thousands)
             if row == len(rows) - 1:
                 axes.set_xlabel("training samples")
-            titles.append(title)
-    figure.suptitle(
-        f"{folder.absolute().name}: {len(samples)} records of Muon, "
-        f"{_samples(samples[0])} to {_samples(samples[-1])} samples",
-        fontsize=11,
-    )
-    return figure, titles
+    first, last = _thousands(samples[0]), _thousands(samples[-1])
+    name = folder.absolute().name
+    figure.suptitle(f"{name}: {len(samples)} records of Muon, {first} to {last} samples", fontsize=11)
+    return figure, [title for _, panels in rows for title, _ in panels]
 
 
-def _panels(written: Written) -> list[tuple[float, list[tuple[str, Draw]]]]:
-    """Groups of panels with the height of each of their rows."""
-    values, layers = written.values, written.layers
-    count = max(len(layers[CHANGE]), len(layers[CAUTIOUS]))
-    rates = partial(_halves, measure="lr", unit="per step")
-    sizes = partial(_halves, measure="update_rms", unit="per unit of learning rate")
+def _panels(records: Records) -> list[tuple[float, list[tuple[str, Draw]]]]:
+    """Return groups of panels, with the height of each of their rows."""
+    values, layers = records.values, records.layers
     curves: list[tuple[Any, str, Draw]] = [
         ("loss" in values, "Training loss", _loss),
         ("grad_norm" in values, "Gradient norm, before clipping", _grad_norm),
-        (_has(values, "lr"), "Learning rate", rates),
-        (_has(values, "update_rms"), "Size of the update, RMS", sizes),
+        (_halves(values, "lr"), "Learning rate", partial(_by_half, measure="lr", unit="per step")),
+        (
+            _halves(values, "update_rms"),
+            "Size of the update, RMS",
+            partial(_by_half, measure="update_rms", unit="per unit of learning rate"),
+        ),
     ]
     maps: list[tuple[Any, str, Draw]] = [
         (layers[CHANGE], "Update / weight in one step, RMS", _change),
@@ -122,212 +123,182 @@ def _panels(written: Written) -> list[tuple[float, list[tuple[str, Draw]]]]:
         (any(name in values for name, *_ in PHASES), "Time of the optimizer step on rank 0, and medians", _phases),
     ]
     # Every row of a heat map has room for a name.
-    tall = min(TALLEST, max(HEIGHT, 0.8 + ROW * count))
-    groups = ((HEIGHT, curves), (tall, maps), (HEIGHT, samples))
-    return [(height, [(title, panel) for there, title, panel in panels if there]) for height, panels in groups]
+    count = max(len(layers[CHANGE]), len(layers[CAUTIOUS]))
+    groups = (HEIGHT, curves), (min(MAX_HEIGHT, max(HEIGHT, 0.8 + ROW * count)), maps), (HEIGHT, samples)
+    return [(height, [(title, panel) for found, title, panel in panels if found]) for height, panels in groups]
 
 
-def _has(values: Mapping[str, Values], measure: str) -> bool:
-    return f"{measure}_muon" in values or f"{measure}_adamw" in values
+def _margin(samples: Sequence[int]) -> float:
+    """Return half of the mean distance between records; half of the samples of one that is the only record."""
+    return (samples[-1] - samples[0]) / (2 * max(1, len(samples) - 1)) or samples[0] / 2
 
 
-def _pairs(panels: Sequence[Any]) -> list[Sequence[Any]]:
-    return [panels[i : i + 2] for i in range(0, len(panels), 2)]
-
-
-def _samples(value: float, _: Any = None) -> str:
-    """1200 as 1.2k."""
+def _thousands(value: float, _: Any = None) -> str:
+    """Return 1200 as 1.2k."""
     for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= unit:
             return f"{value / unit:.4g}{name}"
     return f"{value:.4g}"
 
 
+def _line(axes: Any, values: Values, **style: Any) -> None:
+    axes.plot([*values], [*values.values()], **{"marker": "o" if len(values) == 1 else None} | style)
+
+
+def _legend(axes: Any, **order: Any) -> None:
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), **order)
+
+
+def _plain_ticks(axis: Any) -> None:
+    """Put ticks of a logarithmic axis at 1, 2 and 5, as plain numbers."""
+    from matplotlib.ticker import LogLocator
+
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter("")
+
+
 # ---- curves -----------------------------------------------------------------------------------------------------
 
 
-def _line(axes: Any, values: Values, **style: Any) -> None:
-    axes.plot([*values], [*values.values()], marker="o" if len(values) == 1 else None, **style)
-
-
-def _loss(axes: Any, side: Any, written: Written) -> None:
-    """Every value, and a running mean where there are many."""
-    loss = written.values["loss"]
+def _loss(axes: Any, records: Records) -> None:
+    """Draw every value, and a running mean where there are many."""
+    loss = records.values["loss"]
     window = len(loss) // 20
     _line(axes, loss, color=MUON, alpha=0.35 if window > 1 else 1.0, linewidth=1)
     if window > 1:
         at, value = [*loss], [*loss.values()]
         means = {at[i]: statistics.fmean(value[i + 1 - window : i + 1]) for i in range(window - 1, len(value))}
         _line(axes, means, color=MUON, label=f"mean of {window}")
-        handles, labels = axes.get_legend_handles_labels()
-        _beside(side, handles, labels)
+        _legend(axes)
 
 
-def _grad_norm(axes: Any, side: Any, written: Written) -> None:
-    _line(axes, written.values["grad_norm"], color=MUON)
+def _grad_norm(axes: Any, records: Records) -> None:
+    _line(axes, records.values["grad_norm"], color=MUON)
     axes.set_yscale("log")
     _plain_ticks(axes.yaxis)
 
 
-def _halves(axes: Any, side: Any, written: Written, measure: str, unit: str) -> None:
-    """Muon's and AdamW's curve."""
-    values = written.values
-    for half, name, color, dash in (("muon", "Muon", MUON, "-"), ("adamw", "AdamW", ADAMW, "--")):
-        if f"{measure}_{half}" in values:
-            _line(axes, values[f"{measure}_{half}"], label=name, color=color, linestyle=dash)
+def _halves(values: Mapping[str, Values], measure: str) -> dict[str, Values]:
+    """Return the values of Muon's and AdamW's half, where there are any."""
+    return {half: values[f"{measure}_{half}"] for half in ("muon", "adamw") if f"{measure}_{half}" in values}
+
+
+def _by_half(axes: Any, records: Records, measure: str, unit: str) -> None:
+    styles = {
+        "muon": {"label": "Muon", "color": MUON},
+        "adamw": {"label": "AdamW", "color": ADAMW, "linestyle": "--"},
+    }
+    for half, values in _halves(records.values, measure).items():
+        _line(axes, values, **styles[half])
     axes.set_ylim(bottom=0)
     axes.set_ylabel(unit)
-    handles, labels = axes.get_legend_handles_labels()
-    _beside(side, handles, labels)
-
-
-def _beside(side: Any, handles: Sequence[Any], labels: Sequence[str]) -> None:
-    """A legend."""
-    legend = side.legend(
-        handles,
-        labels,
-        frameon=False,
-        fontsize=6.5,
-        loc="upper left",
-        borderaxespad=0,
-        borderpad=0,
-        handlelength=1.2,
-        handletextpad=0.5,
-    )
-    legend.set_in_layout(False)
-
-
-def _plain_ticks(axis: Any) -> None:
-    """Ticks of a logarithmic axis at 1, 2 and 5, as plain numbers."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_formatter(NullFormatter())
+    _legend(axes)
 
 
 # ---- layers -----------------------------------------------------------------------------------------------------
 
 
-def _change(axes: Any, side: Any, written: Written) -> None:
-    """On a logarithmic scale of colours, as layers may differ by orders of magnitude."""
-    from matplotlib.colors import LogNorm
-
-    rows = written.layers[CHANGE]
+def _change(axes: Any, records: Records) -> None:
+    """Draw a map on a logarithmic scale of colours, as layers may differ by orders of magnitude."""
+    rows = records.layers[CHANGE]
     sizes = sorted(value for values in rows.values() for value in values.values() if value > 0) or [1.0]
     low, high = sizes[len(sizes) // 100], sizes[-1 - len(sizes) // 100]  # a few outliers keep the rest apart
-    bar = _heat_map(axes, side, rows, "viridis", LogNorm(low, max(high, 1.01 * low)), "change of one step / weight")
+    colors = {"cmap": "viridis", "norm": "log", "vmin": low, "vmax": max(high, 1.01 * low)}
+    bar = _heat_map(axes, rows, colors, "change of one step / weight")
     _plain_ticks(bar.ax.yaxis)
 
 
-def _cautious(axes: Any, side: Any, written: Written) -> None:
-    """Around one half, where signs of weights and updates are independent."""
-    from matplotlib.colors import Normalize
-
-    rows = written.layers[CAUTIOUS]
+def _cautious(axes: Any, records: Records) -> None:
+    """Draw a map around one half, where signs of weights and updates are independent."""
+    rows = records.layers[CAUTIOUS]
     away = max(0.02, *(abs(value - 0.5) for values in rows.values() for value in values.values()))
-    label = "share; 0.5: signs are independent"
-    _heat_map(axes, side, rows, "RdBu_r", Normalize(0.5 - away, 0.5 + away), label, named=not written.layers[CHANGE])
+    colors = {"cmap": "RdBu_r", "vmin": 0.5 - away, "vmax": 0.5 + away}
+    _heat_map(axes, rows, colors, "share; 0.5: signs are independent", named=not records.layers[CHANGE])
 
 
-def _heat_map(
-    axes: Any, side: Any, rows: Mapping[str, Values], colors: str, norm: Any, label: str, named: bool = True
-) -> Any:
-    """Layers from top to bottom, samples from left to right, a line between layers; returns the scale of colours."""
+def _heat_map(axes: Any, rows: Mapping[str, Values], colors: dict[str, Any], label: str, named: bool = True) -> Any:
+    """Draw layers from top to bottom, samples from left to right, a line between layers; return the colour bar."""
     names, at = [*rows], sorted({samples for values in rows.values() for samples in values})
-    between = [(a + b) / 2 for a, b in itertools.pairwise(at)] or [at[0] / 2]
-    edges = [2 * at[0] - between[0], *between[: len(at) - 1], 2 * at[-1] - between[-1]]
+    between = [(a + b) / 2 for a, b in itertools.pairwise(at)]
+    edges = [at[0] - _margin(at), *between, at[-1] + _margin(at)]
     cells = [[rows[name].get(samples, math.nan) for samples in at] for name in names]
-    image = axes.pcolormesh(edges, range(len(names) + 1), cells, cmap=colors, norm=norm)
+    image = axes.pcolormesh(edges, range(len(names) + 1), cells, **colors)
     axes.invert_yaxis()
     axes.grid(visible=False)
     axes.set_facecolor("#e5e5e5")
+    are_few = len(names) <= MAX_NAMED_ROWS
     firsts = [i for i, name in enumerate(names) if not i or _layer(name) != _layer(names[i - 1])]
     for first in firsts[1:]:
-        axes.axhline(first, color="white", linewidth=1.2 if len(names) <= NAMED else 0.4)
-    shown = range(len(names)) if len(names) <= NAMED else firsts[:: 1 + len(firsts) // NAMED]
-    texts = [names[i] if len(names) <= NAMED else _layer(names[i]) for i in shown] if named else []
-    axes.set_yticks([i + 0.5 for i in shown], texts or [""] * len(shown), fontsize=7)
+        axes.axhline(first, color="white", linewidth=1.2 if are_few else 0.4)
+    shown = range(len(names)) if are_few else firsts[:: 1 + len(firsts) // MAX_NAMED_ROWS]
+    texts = [(names[i] if are_few else _layer(names[i])) if named else "" for i in shown]
+    axes.set_yticks([i + 0.5 for i in shown], texts, fontsize=7)
     axes.tick_params(axis="y", length=0)
-    inside = side.inset_axes([0.0, 0.0, 0.2, 1.0])
-    inside.set_in_layout(False)
-    bar = axes.figure.colorbar(image, cax=inside, label=label)
-    inside.tick_params(labelsize=7)
+    bar = axes.figure.colorbar(image, cax=axes.inset_axes((1.02, 0.0, 0.05, 1.0)), label=label)
+    bar.ax.tick_params(labelsize=7)
     return bar
 
 
 def _layer(name: str) -> str:
-    """What stands before the name's second part: ``blocks.0`` of ``blocks.0.attn.query``."""
+    """Return what stands before the name's second part: ``blocks.0`` of ``blocks.0.attn.query``."""
     found = re.match(r".*?\d+", name)
     return found[0] if found else name
 
 
-def _colors(names: Sequence[str]) -> dict[str, Any]:
-    """By name a colour by depth, from dark for the first layer to light for the last."""
+def _by_layer(axes: Any, rows: Mapping[str, Values], **style: Any) -> None:
+    """Draw a curve per name, from dark for the first layer to light for the last, and a legend of some layers."""
     from matplotlib import colormaps
 
-    layers = [*dict.fromkeys(map(_layer, names))]
-    depth = {layer: 0.92 * i / max(1, len(layers) - 1) for i, layer in enumerate(layers)}
-    return {name: colormaps["viridis"](depth[_layer(name)]) for name in names}
-
-
-def _legend(side: Any, names: Sequence[str]) -> None:
-    """The colours of layers, of a few where there are many."""
-    from matplotlib.lines import Line2D
-
-    colors = {_layer(name): color for name, color in _colors(names).items()}
-    layers = [*colors]
-    shown = layers if len(layers) <= 8 else [layers[round(i * (len(layers) - 1) / 7)] for i in range(8)]
-    _beside(side, [Line2D([], [], color=colors[one], marker="o", linestyle="", markersize=4) for one in shown], shown)
-
-
-def _logits(axes: Any, side: Any, written: Written) -> None:
-    rows = written.layers[LOGIT]
-    colors = _colors([*rows])
+    layers = [*dict.fromkeys(map(_layer, rows))]
+    last = max(1, len(layers) - 1)
+    color = {layer: colormaps["viridis"](0.92 * depth / last) for depth, layer in enumerate(layers)}
+    unnamed = {layers[round(i * (len(layers) - 1) / (MAX_NAMED_LAYERS - 1))] for i in range(MAX_NAMED_LAYERS)}
     for name, values in rows.items():
-        _line(axes, values, color=colors[name], linewidth=1.2)
+        layer = _layer(name)
+        _line(axes, values, color=color[layer], label=layer if layer in unnamed else None, **style)
+        unnamed.discard(layer)
+    _legend(axes)
+
+
+def _logits(axes: Any, records: Records) -> None:
+    _by_layer(axes, records.layers[LOGIT], linewidth=1.2)
     axes.set_ylabel("logit")
-    _legend(side, [*rows])
 
 
-def _errors(axes: Any, side: Any, written: Written) -> None:
-    _sampled(axes, side, written.layers[ERROR], max, "RMS of s² - 1 (0: orthogonal)")
+def _errors(axes: Any, records: Records) -> None:
+    _sampled(axes, records.layers[ERROR], max, "RMS of s² - 1 (0: orthogonal)")
     axes.set_ylim(bottom=0)
 
 
-def _ranks(axes: Any, side: Any, written: Written) -> None:
-    _sampled(axes, side, written.layers[RANK], min, "singular values that count")
+def _ranks(axes: Any, records: Records) -> None:
+    _sampled(axes, records.layers[RANK], min, "singular values that count")
     axes.set_yscale("log")
     _plain_ticks(axes.yaxis)
 
 
-def _sampled(axes: Any, side: Any, rows: Mapping[str, Values], worst: Callable, label: str) -> None:
-    """A dot per record, each of another matrix; the worst is named."""
-    colors = _colors([*rows])
-    for name, values in rows.items():
-        axes.scatter([*values], [*values.values()], color=colors[name], s=16)
+def _sampled(axes: Any, rows: Mapping[str, Values], worst: Callable, label: str) -> None:
+    """Draw a dot per record, each of another matrix; the worst is named."""
+    _by_layer(axes, rows, linestyle="", marker="o", markersize=4)
     value, at, name = worst((value, at, name) for name, values in rows.items() for at, value in values.items())
-    middle = sum(axes.get_xlim()) / 2
-    align, shift = ("right", -6) if at > middle else ("left", 6)
+    align, shift = ("right", -6) if at > sum(axes.get_xlim()) / 2 else ("left", 6)
     axes.annotate(name, (at, value), (shift, 0), textcoords="offset points", fontsize=7, ha=align, va="center")
     axes.set_ylabel(label)
-    _legend(side, [*rows])
 
 
 # ---- time -------------------------------------------------------------------------------------------------------
 
 
-def _phases(axes: Any, side: Any, written: Written) -> None:
-    """Stacked, with what is left of the step on top; the legend tells medians. The slowest may leave the panel."""
-    values = written.values
-    at = written.samples
-    stacks = {name: [values.get(name, {}).get(samples, 0.0) for samples in at] for name, *_ in PHASES}
-    whole = [values.get("step_ms", {}).get(samples, 0.0) for samples in at]
-    rest = [max(0.0, step - sum(parts)) for step, *parts in zip(whole, *stacks.values(), strict=True)]
-    parts = [(stacks[name], text, color) for name, text, color in PHASES] + [(rest, "rest of step", "#d0d0d0")]
-    axes.stackplot(at, [times for times, *_ in parts], colors=[color for *_, color in parts])
-    labels = [f"{text}\n{statistics.median(times):.3g} ms" for times, text, _ in parts]
-    _beside(side, axes.collections[::-1], labels[::-1])
-    totals = sorted(map(sum, zip(*(times for times, *_ in parts), strict=True)))
+def _phases(axes: Any, records: Records) -> None:
+    """Stack the phases, what is left of the step on top; the legend tells medians. The slowest may leave the panel."""
+    at, values = records.samples, records.values
+    series = {name: [values.get(name, {}).get(samples, 0.0) for samples in at] for name in ("step_ms", *values)}
+    parts = {text: series.get(name, [0.0] * len(at)) for name, text, _ in PHASES}
+    sums = [*map(sum, zip(*parts.values(), strict=True))]
+    parts["rest of step"] = [max(0.0, step - spent) for step, spent in zip(series["step_ms"], sums, strict=True)]
+    labels = [f"{text}\n{statistics.median(times):.3g} ms" for text, times in parts.items()]
+    axes.stackplot(at, *parts.values(), labels=labels, colors=[*(color for *_, color in PHASES), GREY])
+    _legend(axes, reverse=True)
+    totals = sorted(map(sum, zip(*parts.values(), strict=True)))
     axes.set_ylim(0, 1.2 * totals[int(0.95 * (len(totals) - 1))] or 1.0)
     axes.set_ylabel("milliseconds")

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from deepspeed.muon.cli import main
+from deepspeed.muon.cli.monitor_records import Records, read
 from deepspeed.muon.cli.plot import draw
-from deepspeed.muon.cli.written import Written, read
 from helpers.distributed import run
 from helpers.models import MODELS, train_engine
 from helpers.records import monitored
@@ -52,7 +52,7 @@ def everything() -> list[str]:
     return [name for names in PANELS.values() for name in names]
 
 
-def titles(written: Written) -> list[str]:
+def titles(written: Records) -> list[str]:
     return draw(written, Path("run"))[1]
 
 
@@ -86,6 +86,8 @@ def test_one_record_is_enough(tmp_path: Path) -> None:
     assert titles(written) == [*PANELS]
     figure, _ = draw(written, tmp_path)
     figure.savefig(tmp_path / "one.png")
+    edges = [axes.collections[0].get_coordinates()[0, :, 0] for axes in figure.axes[4:6]]
+    assert [list(of_map) for of_map in edges] == [[24, 72]] * 2, "heat maps have a width"
 
 
 def test_layers_are_in_the_order_of_the_network(tmp_path: Path) -> None:
