@@ -23,7 +23,7 @@ from deepspeed.muon.plan.owners import neighbours
 from deepspeed.muon.step import short_hash
 from deepspeed.muon.tuning import has_bf16, may_race
 from deepspeed.muon.version import __version__
-from deepspeed.muon.zero.checkpoint.compatibility import of_all_stages
+from deepspeed.muon.zero.checkpoint.compatibility import muon_facts_of_all_stages
 from deepspeed.muon.zero.checkpoint.universal import support_universal_checkpoints
 from deepspeed.muon.zero.choice import choose, compare_plans
 from deepspeed.muon.zero.consensus import Facts, agree, differences
@@ -75,7 +75,7 @@ def bind_engine(engine: Any) -> None:
     peers, muon_of_all_stages = None, None
     if engine.pipeline_parallelism:
         peers = grid.group if grid else engine.mpu.get_data_parallel_group()
-        muon_of_all_stages = of_all_stages(optimizer)
+        muon_of_all_stages = muon_facts_of_all_stages(optimizer)
     adapter = engine.muon_adapter = adapter_for(engine, optimizer)
     is_finite = adapter.watch_gradients()
     adapter.prepare(agreed["groups"])

@@ -23,7 +23,7 @@ from torch import Tensor
 from deepspeed.muon.errors import UnsupportedError
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.zero.refusals import offload_device
-from deepspeed.muon.zero.wrappers.experts import holders
+from deepspeed.muon.zero.wrappers.experts import shard_group
 
 #: DeepSpeed swaps tensors of at least so many bytes, or of ``aio.block_size`` if that is larger.
 MIN_SWAPPED_BYTES = 2**20
@@ -67,7 +67,7 @@ Sizes = list[tuple[dict[str, Any], list[int]]]
 
 def _sub_groups(engine: Any, group: dict[str, Any]) -> list[int]:
     """Return the sizes of the sub-groups that stage 3 will cut a group into; each ends once it reaches the limit."""
-    limit, ranks = engine._config.zero_config.sub_group_size, comm.get_world_size(holders(engine, group))
+    limit, ranks = engine._config.zero_config.sub_group_size, comm.get_world_size(shard_group(engine, group))
     parts, sizes, open_size = [_part(p, ranks) for p in group["params"] if p.requires_grad], [], 0
     for part in parts:
         open_size += part

@@ -82,7 +82,7 @@ def _layout(partitions: list[Partition]) -> str:
     return short_hash(json.dumps(lines))
 
 
-def of_all_stages(optimizer: MuonWithAuxAdam) -> dict[str, str]:
+def muon_facts_of_all_stages(optimizer: MuonWithAuxAdam) -> dict[str, str]:
     """Return :func:`muon_facts` of all stages of a pipeline; a collective."""
     return dict(sorted(json.loads(line) for line in union(map(json.dumps, muon_facts(optimizer).items()))))
 

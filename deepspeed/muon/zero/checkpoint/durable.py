@@ -24,7 +24,7 @@ from deepspeed.muon.log import logger
 
 #: What file systems answer to a call that they do not implement.
 UNSUPPORTED = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.EXDEV, errno.ENOTTY}
-#: Bytes written to a file before the disk is told to start on them.
+#: Bytes written to a file before the system is asked to start to bring them to disk.
 SYNC_BYTES = 32 * 2**20
 #: Ends the name of a file that is not complete yet.
 TEMPORARY = ".muon-tmp"

@@ -68,7 +68,7 @@ class SafeFiles(CheckpointEngine):
         self.is_first = engine.global_rank == self.node
         self.save_dir, self.tag, self.folder = Path(), "", Path()
         self.facts: dict[str, Any] = {}
-        #: What this rank has begun to write: the file, and the one of its own that becomes it.
+        #: What this rank has begun to write: the file, and the temporary one that becomes it.
         self.files: dict[Path, Path] = {}
         #: Files of which this rank's version is the one that counts, once they get their names.
         self.placed: list[Path] = []
@@ -126,7 +126,7 @@ class SafeFiles(CheckpointEngine):
     def _attempt(self, act: Callable, *args: Any, **kwargs: Any) -> Any:
         try:
             return act(*args, **kwargs)
-        except (Exception, SystemExit) as error:  # told to all ranks at the next of their meetings
+        except (Exception, SystemExit) as error:  # raised on all ranks by the next `create` or `commit`
             self.error = self.error or error
 
     def _on_all_ranks(self, act: Callable[[], Any]) -> Any:
@@ -189,10 +189,10 @@ class SafeFiles(CheckpointEngine):
         if self.error is not None:
             return
         final = Path(path)
-        own = f"{final.name}.{self.facts['save_id']}.{self.engine.global_rank}{durable.TEMPORARY}"
+        temporary = f"{final.name}.{self.facts['save_id']}.{self.engine.global_rank}{durable.TEMPORARY}"
         if final in self._syncs:  # the second version of a file counts
             self._attempt(self._syncs.pop(final).result)
-        self.files[final] = final.with_name(own)
+        self.files[final] = final.with_name(temporary)
         file = self._attempt(durable.SyncedFile, self.files[final])
 
         def write(data: Any) -> int:
@@ -254,8 +254,8 @@ class SafeFiles(CheckpointEngine):
         share, shares = compatibility.model_share(self.engine)
         if shares == 1:
             return [mine]
-        is_told = comm.get_rank(group=self.engine.seq_data_parallel_group) == 0
-        found = gathered((share, mine) if is_told else None)
+        is_first_of_share = comm.get_rank(group=self.engine.seq_data_parallel_group) == 0
+        found = gathered((share, mine) if is_first_of_share else None)
         return [structure for _, structure in sorted(filter(None, found))]
 
     def _wait_for_disk(self) -> None:

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What makes a checkpoint complete: one header for all ranks, one manifest per rank, in the tag's folder.
 
-A save writes the header, with an id of its own, so that whatever older manifests the folder holds stop counting, before
-it puts the first file in its place. Each rank adds a manifest of its files, which are on disk by then. A checkpoint is
-complete when every rank's manifest carries the header's id, and intact when the files have the sizes and CRC-32 that
-stand there. Files of ``torch.save`` are archives that hold a CRC-32 of each of their records: of these the manifest has
-that of the list.
+A save writes the header, with a new id that invalidates older manifests in the folder, before it puts the first file in
+its place. Each rank adds a manifest of its files once they are on disk. A checkpoint is complete when every rank's
+manifest carries the header's id, and intact when the files have the sizes and CRC-32 of the manifests. Files of
+``torch.save`` are archives with a CRC-32 of each record: for these the manifest has the CRC-32 of their directory.
 """
 
 from __future__ import annotations

@@ -109,12 +109,12 @@ def _warn_of_different_client_states(engine: Any, state: Any) -> None:
         str(key): value if isinstance(value, plain) else type(value).__name__ for key, value in (state or {}).items()
     }
     found = gathered(facts)
-    odd = [rank for rank, other in enumerate(found) if other != found[0]]
-    if odd and engine.zero_optimization_stage() != 3 and engine.global_rank == 0:
+    differing = [rank for rank, other in enumerate(found) if other != found[0]]
+    if differing and engine.zero_optimization_stage() != 3 and engine.global_rank == 0:
         logger.warning(
-            f"deepspeed-muon: client_state of ranks {odd} differs from that of rank 0. At ZeRO stages 0 to 2 DeepSpeed "
-            "saves that of one rank per share of the model, and loads it on all: gather what all ranks need before the "
-            "save"
+            f"deepspeed-muon: client_state of ranks {differing} differs from that of rank 0. At ZeRO stages 0 to 2 "
+            "DeepSpeed saves that of one rank per share of the model, and loads it on all: gather what all ranks need "
+            "before the save"
         )
 
 
@@ -168,12 +168,12 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
         why = " (DeepSpeed's converter writes none)" if is_universal else ""
         logger.info("deepspeed-muon: the checkpoint %s has no manifest%s and is not verified", tag, why)
 
-    def of_tag(original: Callable, *args: Any, **options: Any) -> Any:
+    def gather_tag(original: Callable, *args: Any, **options: Any) -> Any:
         """Gather the tag's weights, where DeepSpeed takes those of ``latest``: at stage 3 without optimizer states."""
         return original(*args, **options | {"tag": tag})
 
     with (
-        replaced(importlib.import_module(ENGINE), get_fp32_state_dict_from_zero_checkpoint=of_tag),
+        replaced(importlib.import_module(ENGINE), get_fp32_state_dict_from_zero_checkpoint=gather_tag),
         replaced(importlib.import_module(_MODEL_FILES).SDLoaderBase, check_ckpt_list=_check_mapped),
         SafeFiles(engine).in_use() if is_torchs(engine.checkpoint_engine) else nullcontext(),
         loading_with_nvme(engine, arguments) if engine.zero_optimization_stage() == 3 else nullcontext(),
@@ -198,11 +198,11 @@ def _check_mapped(original: Callable, loader: Any) -> None:
 
     A checkpoint engine does not learn which of its loads this is.
     """
-    own = loader.checkpoint_engine
-    if isinstance(own, SafeFiles):
+    checkpoint_engine = loader.checkpoint_engine
+    if isinstance(checkpoint_engine, SafeFiles):
         loader.checkpoint_engine = SimpleNamespace(load=lambda path, map_location: read_model(Path(path)))
     original(loader)
-    loader.checkpoint_engine = own
+    loader.checkpoint_engine = checkpoint_engine
 
 
 def _agreed(engine: Any, arguments: dict[str, Any]) -> tuple[str | None, str | None]:
@@ -212,13 +212,13 @@ def _agreed(engine: Any, arguments: dict[str, Any]) -> tuple[str | None, str | N
     for rank, (_, _, problems) in enumerate(found):
         for text in problems:
             ranks.setdefault(text, []).append(rank)
-    told = [text if len(who) == len(found) else f"{text} (found by ranks {who})" for text, who in ranks.items()]
+    listed = [text if len(who) == len(found) else f"{text} (found by ranks {who})" for text, who in ranks.items()]
     seen = [(tag, save_id) for tag, save_id, _ in found]
-    if not told and len(set(seen)) > 1:
-        told = [f"the ranks see different checkpoints: {seen[:MAX_LISTED]}"]
-    if told:
+    if not listed and len(set(seen)) > 1:
+        listed = [f"the ranks see different checkpoints: {seen[:MAX_LISTED]}"]
+    if listed:
         is_first = engine.global_rank == 0  # it alone looks for another tag to suggest
-        raise CheckpointError(broadcast(_refusal(arguments["load_dir"], seen[0][0], told) if is_first else None))
+        raise CheckpointError(broadcast(_refusal(arguments["load_dir"], seen[0][0], listed) if is_first else None))
     return seen[0]
 
 
@@ -287,10 +287,10 @@ def _misfits(engine: Any, arguments: dict[str, Any], tag: str, header: dict[str,
     if header is None:
         saved = compatibility.checkpoint_fingerprint(engine, arguments, tag)
     else:
-        there, (share, here) = len(header["structures"]), compatibility.model_share(engine)
-        if there != here:
+        saved_count, (share, count) = len(header["structures"]), compatibility.model_share(engine)
+        if saved_count != count:
             what = "stages of a pipeline, or ranks of tensor parallelism"
-            return [f"it was saved with the model divided into {there} {what}, this run has {here}; use as many"]
+            return [f"it was saved with the model divided into {saved_count} {what}, this run has {count}; use as many"]
         saved = header["structures"][share]
         mine = range(engine.global_rank, header["world_size"], engine.world_size)
         if found := [text for rank in mine for text in manifest.damages(folder, header["save_id"], rank)]:

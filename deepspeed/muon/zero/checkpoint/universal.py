@@ -58,13 +58,13 @@ def support_universal_checkpoints(adapter: Adapter) -> None:
         info = {constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE}
         setattr(engine.module, constants.UNIVERSAL_CHECKPOINT_INFO, info)
 
-    def load(folder: str, load_optimizer_states: bool, load_from_fp32_weights: bool) -> None:
+    def load(original: Callable, folder: str, load_optimizer_states: bool, load_from_fp32_weights: bool) -> None:
         check = partial(_opened, engine, optimizer, folder, load_optimizer_states)
         opened, actions = raise_on_all_ranks(check, lambda reasons: ImportStateError(f"nothing was loaded: {reasons}"))
         _load(adapter, opened, actions, load_optimizer_states)
 
     if hasattr(adapter.wrapper, "_load_universal_checkpoint"):  # not at stage 0
-        adapter.replace("_load_universal_checkpoint", lambda original, *args: load(*args))
+        adapter.replace("_load_universal_checkpoint", load)
     if engine.load_universal_checkpoint():
         replace(engine, "_get_all_ckpt_names", _either_name)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One adapter for each of DeepSpeed's optimizer wrappers. A new wrapper is a new file and a line here."""
+"""One adapter for each of DeepSpeed's optimizer wrappers. A new wrapper is a new class and an entry in ``ADAPTERS``."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.param_groups import expert_group
 
 
-def holders(engine: Any, group: Mapping[str, Any]) -> Any:
+def shard_group(engine: Any, group: Mapping[str, Any]) -> Any:
     """Return the process group over which ZeRO shards a parameter group, or whose ranks all hold it.
 
     It has all data-parallel ranks, except for experts: those with the same ones.
@@ -47,7 +47,7 @@ def expert_counts(engine: Any, optimizer: MuonWithAuxAdam) -> list[str]:
     for partition in optimizer.partitions:
         group = optimizer.param_groups[partition.index]
         if group.get("moe"):
-            counts[comm.get_world_size(holders(engine, group))] += len(partition.blocks)
+            counts[comm.get_world_size(shard_group(engine, group))] += len(partition.blocks)
     return [f"{count} of them are experts that {ranks} ranks have" for ranks, count in counts.items()]
 
 

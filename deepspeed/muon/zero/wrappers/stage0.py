@@ -17,7 +17,7 @@ from deepspeed.muon.exchange.partition import Partition, whole_partition
 from deepspeed.muon.patch import Seam
 from deepspeed.muon.zero.tp_ranks import tp_group, tp_rank
 from deepspeed.muon.zero.wrappers.adapter import Adapter, is_valid
-from deepspeed.muon.zero.wrappers.experts import holders
+from deepspeed.muon.zero.wrappers.experts import shard_group
 from deepspeed.muon.zero.wrappers.loss_scale import is_fp16_autocast, unfused_scaler
 
 
@@ -38,7 +38,7 @@ class Stage0(Adapter):
         """Return one per group: its tensors, whole."""
         result = []
         for index, group in enumerate(self.optimizer.param_groups):
-            ranks = holders(self.engine, group)
+            ranks = shard_group(self.engine, group)
             rank, copies = comm.get_rank(ranks), comm.get_world_size(ranks)
             specs = [self.optimizer.specs[param] for param in self.params(index)]
             result.append(whole_partition(index, group["params"], specs, ranks, rank, copies))

@@ -15,7 +15,7 @@ from deepspeed.muon.errors import UnsupportedError
 from deepspeed.muon.matrices.routing import route
 from deepspeed.muon.plan.placement import Placement, Shard
 from deepspeed.muon.zero.refusals import refuse_engine
-from deepspeed.muon.zero.wrappers.experts import expert_counts, holders
+from deepspeed.muon.zero.wrappers.experts import expert_counts, shard_group
 from helpers.distributed import run
 from helpers.experts import spread_model
 from helpers.models import full_weights, train_engine
@@ -179,7 +179,7 @@ def ranks_of_groups() -> tuple[list[tuple[bool, int]], list[str]]:
     """Of each parameter group whether it is of experts and how many ranks divide it; what the log says."""
     engine = make_engine(spread_model(), ds_config())
     optimizer = engine.basic_optimizer
-    found = [(g.get("moe", False), dist.get_world_size(holders(engine, g))) for g in optimizer.param_groups]
+    found = [(g.get("moe", False), dist.get_world_size(shard_group(engine, g))) for g in optimizer.param_groups]
     words = expert_counts(engine, optimizer)
     engine.destroy()
     return found, words
