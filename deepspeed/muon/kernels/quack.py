@@ -22,7 +22,7 @@ SYMMETRIC_FROM = 512
 
 
 def unavailable() -> str | None:
-    """Why quack's kernels cannot run on this process's accelerator; ``None`` if they can.
+    """Return why quack's kernels cannot run on this process's accelerator; ``None`` if they can.
 
     The library itself knows for which GPUs it has kernels: in 0.6.5 from Ampere to Blackwell. Triton's table must run.
     """
@@ -35,7 +35,7 @@ def unavailable() -> str | None:
 
 
 def operations(other: Operations) -> Operations:
-    """``other``, with the symmetric products of 16-bit matrices on a GPU replaced.
+    """Return ``other`` with the symmetric products of 16-bit matrices on a GPU replaced.
 
     The library's output is rounded before a Triton pass adds the contribution of the diagonals.
 
@@ -44,7 +44,7 @@ def operations(other: Operations) -> Operations:
     """
     from quack.gemm_interface import gemm_symmetric
 
-    from deepspeed.muon.kernels import triton_diagonals
+    from deepspeed.muon.kernels import triton_products
 
     def square(x: Tensor, out: Symmetric, work: Workspace) -> None:
         if not _fits(out, x):
@@ -56,7 +56,7 @@ def operations(other: Operations) -> Operations:
         if not _fits(out, a.rest, b.rest):
             return other.product(a, b, out, work, by)
         gemm_symmetric(a.rest, b.rest, out=out.rest)
-        triton_diagonals.complete(a, b, out, by)
+        triton_products.complete(a, b, out, by)
 
     return dataclasses.replace(other, name=f"quack + {other.name}", square=square, product=product)
 

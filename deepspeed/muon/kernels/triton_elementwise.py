@@ -2,11 +2,18 @@
 # mypy: allow-untyped-defs
 """The elementwise passes of a step in Triton: each reads and writes every element once.
 
-Same contracts as the functions of the same names in :mod:`deepspeed.muon.kernels.reference`. Sums of products are
-explicit fused multiply-adds, so that the bits do not depend on what a compiler contracts.
+Same contracts as the functions of the same names in :mod:`deepspeed.muon.kernels.reference`, for contiguous tensors on
+one device. Sums of products are explicit fused multiply-adds, so that the bits do not depend on what a compiler
+contracts.
+
+At ZeRO stage 3 a rank holds a part of every matrix, so with a launch per run a small model's step is bound by its
+launches. :func:`advance_runs` and :func:`apply_runs_` launch once for many runs: each program takes one tile of one
+run, from a table that is made once.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -15,12 +22,15 @@ from torch import Tensor
 
 from deepspeed.muon.kernels import codes
 from deepspeed.muon.kernels.rounding import LARGEST, MULTIPLIERS, SHIFTS, Key, signed
+from deepspeed.muon.kernels.table import Tiles
 from deepspeed.muon.kernels.workspace import Workspace
 
 #: The compiler must not fuse anything itself: bits must not depend on its choice or version.
 OPTIONS = {"enable_fp_fusion": False}
 #: Elements of one program: 16 for each of its 128 threads.
 BLOCK = 2048
+#: Places and lengths that are multiples of this many elements let a thread move sixteen bytes at a time.
+ALIGNMENT = 16
 #: Elements summed by one program of the normalization.
 SUM_BLOCK = 8192
 #: The most programs along the second dimension of a grid.
@@ -44,7 +54,7 @@ def _place(numel, BLOCK: tl.constexpr):
 def _places(tiles_ptr, numel, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """This program's elements in the shard and in the other tensor, and a mask of those that exist.
 
-    Those of one of :mod:`deepspeed.muon.kernels.triton_multi`'s tiles; without tiles both tensors are one run.
+    Without tiles both tensors are one run.
     """
     if tiles_ptr is None:
         here, mask = _place(numel, BLOCK)
@@ -281,7 +291,7 @@ def _grid(numel: int) -> tuple[int]:
 
 
 def advance(buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool, work: Workspace) -> None:
-    """One pass: ``buffer`` fp32, read and written, ``grad`` read, ``out`` written; all 1-D on one device."""
+    """Advance a momentum in fp32."""
     numel, rate = buffer.numel(), 1.0 - momentum
     advance_kernel[_grid(numel)](
         buffer, grad, out, None, numel, momentum, rate, 0, 0, nesterov, ALIGNED=False, BLOCK=BLOCK, **OPTIONS
@@ -291,7 +301,7 @@ def advance(buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov
 def advance_rounded(
     buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool, key: Key, first: int, work: Workspace
 ) -> None:
-    """One pass over a bf16 ``buffer``, with the bits of :mod:`deepspeed.muon.kernels.rounding`."""
+    """Advance a momentum in bf16, with the bits of :mod:`deepspeed.muon.kernels.rounding`."""
     numel, rate, first_key = buffer.numel(), 1.0 - momentum, signed(key[0] + first)
     advance_kernel[_grid(numel)](
         buffer, grad, out, None, numel, momentum, rate, first_key, key[1], nesterov, False, BLOCK, **OPTIONS
@@ -310,7 +320,7 @@ def look_ahead(
     nesterov: bool,
     work: Workspace,
 ) -> None:
-    """One pass: ``codes`` int8, their ``absmax`` and ``grad`` read, ``out`` written; all 1-D on one device."""
+    """Write the look-ahead of a momentum in int8."""
     numel, rate = out.numel(), 1.0 - momentum
     is_whole = cols == numel
     look_ahead_kernel[_grid(numel)](
@@ -329,7 +339,7 @@ def advance_codes(
     first: int,
     work: Workspace,
 ) -> None:
-    """One pass: int8 codes and the magnitudes of their blocks read and written, ``grad`` read, ``out`` written."""
+    """Advance a momentum in int8."""
     numel, rate, rows = codes_.numel(), 1.0 - momentum, BLOCK // codes.BLOCK
     target, first_key = grad if out is None else out, signed(key[0] + first)
     has_out = out is not None
@@ -341,13 +351,13 @@ def advance_codes(
 def apply_(
     param: Tensor, update: Tensor, lr: float, scale: float, weight_decay: float, cautious: bool, work: Workspace
 ) -> None:
-    """One pass: ``param`` read and written, ``update`` read; contiguous, of one shape on one device."""
+    """Update a parameter."""
     numel, keep = param.numel(), 1.0 - lr * weight_decay
     apply_kernel[_grid(numel)](param, update, None, numel, keep, -lr * scale, cautious, False, BLOCK, **OPTIONS)
 
 
 def normalize(x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:
-    """Two passes over ``[batch, rows, cols]``, contiguous: sums of squares, and the division."""
+    """Normalize in two passes over ``[batch, rows, cols]``: sums of squares, and the division."""
     numel = x.size(1) * x.size(2)
     parts = triton.cdiv(numel, SUM_BLOCK)
     for matrices, results in zip(x.split(GRID), out.split(GRID), strict=True):
@@ -359,3 +369,34 @@ def normalize(x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:
         norm_kernel[(batch,)](exponents, sums, norms, parts, 1.0 / norm, 1024, **OPTIONS)
         divide_kernel[(triton.cdiv(numel, BLOCK), batch)](matrices, results, norms, numel, BLOCK, **OPTIONS)
     return out
+
+
+def tiles(runs: Sequence[tuple[int, int, int]], device: torch.device) -> Tiles:
+    """Return tiles of at most ``BLOCK`` elements, ``[tiles, 3]``: 12 bytes of table per 1,000 elements."""
+    starts = torch.tensor(runs, dtype=torch.int64, device="cpu").view(-1, 3)
+    counts = -(-starts[:, 2] // BLOCK)
+    run = torch.arange(len(runs), dtype=torch.int64, device="cpu").repeat_interleave(counts)
+    done = (torch.arange(run.numel(), dtype=torch.int64, device="cpu") - (counts.cumsum(0) - counts)[run]) * BLOCK
+    here, there, length = starts[run].unbind(1)
+    table = torch.stack([here + done, there + done, (length - done).clamp(max=BLOCK)], dim=1)
+    return Tiles(table.to(device), are_aligned=not (starts % ALIGNMENT).any())
+
+
+def advance_runs(buffer: Tensor, grad: Tensor, out: Tensor, tiles: Tiles, momentum: float, nesterov: bool) -> None:
+    """Advance the momentum of many runs in one launch; ``buffer`` is fp32."""
+    grid, rate = (tiles.table.size(0),), 1.0 - momentum
+    with torch.cuda.device_of(buffer):
+        advance_kernel[grid](
+            buffer, grad, out, tiles.table, 0, momentum, rate, 0, 0, nesterov, tiles.are_aligned, BLOCK, **OPTIONS
+        )
+
+
+def apply_runs_(
+    param: Tensor, update: Tensor, tiles: Tiles, lr: float, scale: float, weight_decay: float, cautious: bool
+) -> None:
+    """Update many runs in one launch."""
+    grid, keep = (tiles.table.size(0),), 1.0 - lr * weight_decay
+    with torch.cuda.device_of(param):
+        apply_kernel[grid](
+            param, update, tiles.table, 0, keep, -lr * scale, cautious, tiles.are_aligned, BLOCK, **OPTIONS
+        )

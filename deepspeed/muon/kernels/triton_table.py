@@ -21,12 +21,13 @@ SYMMETRIC_FROM = 512
 #: Triton copies sixteen bytes at a time, asynchronously, only where sizes are multiples of 16 and addresses of as many
 #: bytes. Otherwise products wait for loads of single elements.
 MULTIPLE, ADDRESS = 16, 16
+FP32, BF16, INT8 = (torch.float32,), (torch.bfloat16,), (torch.int8,)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 HALVES = (torch.bfloat16, torch.float16)
 
 
 def unavailable() -> str | None:
-    """Why Triton's kernels cannot run on this process's accelerator; ``None`` if they can."""
+    """Return why Triton's kernels cannot run on this process's accelerator; ``None`` if they can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if not torch.cuda.is_available():
@@ -51,34 +52,31 @@ def _untuned() -> Operations:
 
 
 def operations(other: Operations) -> Operations:
-    """Triton's table. Tensors that are not on a GPU, or of an unusual dtype or layout, go to ``other``.
+    """Return Triton's table. Tensors that are not on a GPU, or of an unusual dtype or layout, go to ``other``.
 
     So do the products on AMD's GPUs, for which these kernels were not written.
 
     Raises:
         ImportError: Triton is not installed; see :func:`unavailable`.
     """
-    from deepspeed.muon.kernels import triton_diagonals as diagonals
     from deepspeed.muon.kernels import triton_elementwise as passes
-    from deepspeed.muon.kernels import triton_multi as multi
     from deepspeed.muon.kernels import triton_products as products
 
     elementwise = dataclasses.replace(
         other,
         name=f"triton (elementwise) + {other.name}",
-        advance=_either(_are_plain(3, (torch.float32,)), passes.advance, other.advance),
-        advance_rounded=_either(_are_plain(3, (torch.bfloat16,)), passes.advance_rounded, other.advance_rounded),
-        look_ahead=_either(_are_codes(5), passes.look_ahead, other.look_ahead),
-        advance_codes=_either(_are_codes(4), passes.advance_codes, other.advance_codes),
-        apply_=_either(_are_plain(2), passes.apply_, other.apply_),
-        normalize=_either(_are_plain(2), passes.normalize, other.normalize),
+        advance=_either(_takes(FP32), passes.advance, other.advance),
+        advance_rounded=_either(_takes(BF16), passes.advance_rounded, other.advance_rounded),
+        look_ahead=_either(_takes(INT8), passes.look_ahead, other.look_ahead),
+        advance_codes=_either(_takes(INT8), passes.advance_codes, other.advance_codes),
+        apply_=_either(_takes(FLOATS), passes.apply_, other.apply_),
+        normalize=_either(_takes(FLOATS), passes.normalize, other.normalize),
         runs=RunOperations(
-            fits=_are_plain(1, (torch.float32,)), tiles=multi.tiles, advance=multi.advance, apply_=multi.apply_
+            fits=_takes(FP32), tiles=passes.tiles, advance=passes.advance_runs, apply_=passes.apply_runs_
         ),
     )
     if torch.version.hip:
         return elementwise
-    plain = _either(lambda a, b, out, *_: _are_apart(a, b, out), diagonals.product, other.product)
     return dataclasses.replace(
         elementwise,
         name=f"triton + {other.name}",
@@ -90,63 +88,58 @@ def operations(other: Operations) -> Operations:
         product=_either(
             lambda a, b, out, *_: _are_apart(a, b, out) and _are_large(a.rest, b.rest, out.rest),
             products.product,
-            plain,
+            _either(lambda a, b, out, *_: _are_apart(a, b, out), products.library_product, other.product),
         ),
         multiply=_either(
             lambda p, x, out, *_: _are_apart(p, others=[base_of(x)[0], base_of(out)[0]]),
-            diagonals.multiply,
+            products.multiply,
             other.multiply,
         ),
     )
 
 
-def _either(fits: Callable[..., bool], ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Ours if it fits the arguments, on the device of the first one; else theirs."""
+def _either(supports: Callable[..., bool], kernel: Callable[..., Any], fallback: Callable[..., Any]) -> Callable:
+    """Call ``kernel`` if it ``supports`` the arguments, on the device of the first one; otherwise ``fallback``."""
 
-    @functools.wraps(theirs)
+    @functools.wraps(fallback)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not fits(*args):
-            return theirs(*args, **kwargs)
+        if not supports(*args):
+            return fallback(*args, **kwargs)
         with torch.cuda.device_of(args[0].rest if isinstance(args[0], Symmetric) else args[0]):
-            return ours(*args, **kwargs)
+            return kernel(*args, **kwargs)
 
     return call
 
 
-def _are_plain(count: int, dtypes: tuple[torch.dtype, ...] = FLOATS) -> Callable[..., bool]:
-    """Whether one kernel can process the first arguments, the very first of them of one of these dtypes."""
-    return lambda *args: args[0].dtype in dtypes and _is_plain(args[:count])
+def _takes(dtypes: tuple[torch.dtype, ...]) -> Callable[..., bool]:
+    """Whether one kernel can process all tensors among the arguments, the first of them of one of these dtypes."""
 
+    def supports(*args: Any) -> bool:
+        first, *others = (arg for arg in args if isinstance(arg, Tensor))
+        return first.dtype in dtypes and _are_plain([first, *others], dtypes + FLOATS)
 
-def _are_codes(count: int) -> Callable[..., bool]:
-    """Whether one kernel can process the tensors among the first arguments, of which the very first are codes."""
-
-    def fits(codes: Tensor, *args: Any) -> bool:
-        others = [arg for arg in args[: count - 1] if isinstance(arg, Tensor)]
-        return codes.dtype == torch.int8 and codes.device == others[0].device and _is_plain(others)
-
-    return fits
+    return supports
 
 
 def is_on_gpu(tensor: Tensor) -> bool:
-    """Whether Triton's kernels can access it."""
+    """Return whether Triton's kernels can access it."""
     return tensor.is_cuda
 
 
-def _is_plain(tensors: Sequence[Tensor]) -> bool:
+def _are_plain(tensors: Sequence[Tensor], dtypes: tuple[torch.dtype, ...] = FLOATS) -> bool:
     """Whether one kernel can process all of them together."""
     device = tensors[0].device
-    return all(is_on_gpu(t) and t.device == device and t.dtype in FLOATS and t.is_contiguous() for t in tensors)
+    return all(is_on_gpu(t) and t.device == device and t.dtype in dtypes and t.is_contiguous() for t in tensors)
 
 
 def _are_apart(*matrices: Symmetric, others: Sequence[Tensor] = ()) -> bool:
-    """Return whether the kernels, which take diagonals apart, can process these matrices and tensors in one call."""
+    """Whether the kernels, which take diagonals apart, can process these matrices and tensors in one call."""
     parts = [part for matrix in matrices for part in matrix]
-    return not any(matrix.is_whole for matrix in matrices) and _is_plain([*parts, *others])
+    return not any(matrix.is_whole for matrix in matrices) and _are_plain([*parts, *others])
 
 
 def are_half_and_aligned(matrices: Sequence[Tensor]) -> bool:
-    """Whether their numbers have 16 bits, and their sizes and addresses are those that kernels load fast from."""
+    """Return whether they have 16-bit numbers, and sizes and addresses that kernels load fast from."""
     return all(
         x.dtype in HALVES and x.data_ptr() % ADDRESS == 0 and all(size % MULTIPLE == 0 for size in x.shape[-2:])
         for x in matrices

@@ -74,7 +74,7 @@ OF_ONE_KIND = {
     "cli.main": "`ds_muon plan --device cuda` names it",
     "cli.report": "the version of NCCL",
     "kernels.quack": "quack runs on NVIDIA's GPUs only",
-    "kernels.triton_multi": "Triton's tables run on NVIDIA's and AMD's GPUs only",
+    "kernels.triton_elementwise": "Triton's tables run on NVIDIA's and AMD's GPUs only",
     "kernels.triton_products": "the same",
     "kernels.triton_table": "the same",
     "numerics": "these settings can be read and written on every machine",

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
-from deepspeed.muon.kernels import triton_diagonals as diagonals  # noqa: E402
 from deepspeed.muon.kernels import triton_elementwise as elementwise  # noqa: E402
 from deepspeed.muon.kernels import triton_products as products  # noqa: E402
 from deepspeed.muon.kernels import triton_table  # noqa: E402
@@ -178,9 +177,9 @@ PASSES: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("name", "constants"), PASSES, ids=lambda value: str(value))
 def test_passes_over_a_product(name: str, constants: dict[str, Any]) -> None:
     """Sixteen bytes at a time, and nothing spilled."""
-    kernel = getattr(diagonals, name)
+    kernel = getattr(products, name)
     types = {pointer: "*bf16" for pointer in kernel.arg_names if pointer in ("a_ptr", "b_ptr", "x_ptr", "out_ptr")}
-    _, report, code = compiled(kernel, types, constants | {"BLOCK": diagonals.BLOCK})
+    _, report, code = compiled(kernel, types, constants | {"BLOCK": products.PASS_BLOCK})
     assert resources(report)["STACK"] == 0 and resources(report)["REG"] <= 128
     assert re.search(r"LDG\S*\.128", code) and re.search(r"STG\S*\.128", code)
     assert not re.search(r"LDG\S*\.(U16|U8)", code)

@@ -33,8 +33,7 @@ LENGTHS = {"odd": [1, 5000, 77, 2048, 2049], "aligned": [16, 4096, 2064]}
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(1, 9000), min_size=1, max_size=9), st.integers(0, 40))
 def test_tiles_hold_each_element_once(lengths: list[int], gap: int) -> None:
-    from deepspeed.muon.kernels.triton_elementwise import BLOCK
-    from deepspeed.muon.kernels.triton_multi import tiles
+    from deepspeed.muon.kernels.triton_elementwise import BLOCK, tiles
 
     places = places_of(lengths, gap)
     table, aligned = tiles(places, torch.device("cpu"))

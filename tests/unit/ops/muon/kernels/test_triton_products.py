@@ -136,15 +136,15 @@ def test_product(interpret: Interpret, size: int, symmetric_from: int, same: boo
 
 def several_blocks() -> None:
     """Rows longer than the pass takes at a time, and not a multiple of it."""
-    from deepspeed.muon.kernels import triton_diagonals as diagonals
+    from deepspeed.muon.kernels import triton_products as products
 
-    diagonals.BLOCK, kept = 16, diagonals.BLOCK
+    products.PASS_BLOCK, kept = 16, products.PASS_BLOCK
     try:
         product(20, NEVER, same=False)
         multiply((2, 10, 20))
         multiply((2, 20, 10))
     finally:
-        diagonals.BLOCK = kept
+        products.PASS_BLOCK = kept
 
 
 @needs_triton

@@ -15,9 +15,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 from deepspeed.muon.kernels import probe, quack, reference, triton_table
-from deepspeed.muon.kernels import triton_diagonals as diagonals
 from deepspeed.muon.kernels import triton_elementwise as elementwise
-from deepspeed.muon.kernels import triton_multi as multi
 from deepspeed.muon.kernels import triton_products as products
 from deepspeed.muon.kernels.table import Operations, Scalars, Symmetric, oriented, symmetric_of
 from deepspeed.muon.kernels.workspace import Workspace
@@ -55,10 +53,9 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Callable[[Any], st
     interface.gemm_symmetric = noted("symmetric")  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "quack", ModuleType("quack"))
     monkeypatch.setitem(sys.modules, "quack.gemm_interface", interface)
-    monkeypatch.setattr(diagonals, "complete", noted("completed"))
-    for module, names in ((products, ("square", "product")), (diagonals, ("product",))):
-        for name in names:
-            monkeypatch.setattr(module, name, noted("symmetric" if module is products else "library"))
+    monkeypatch.setattr(products, "complete", noted("completed"))
+    for name, kind in (("square", "symmetric"), ("product", "symmetric"), ("library_product", "library")):
+        monkeypatch.setattr(products, name, noted(kind))
     below = Operations("below", *map(noted, ["below"] * len(OPERATIONS)))
     tables = {"triton": triton_table.operations(below), "quack": quack.operations(below)}
 
@@ -134,7 +131,7 @@ class Launches:
 def test_no_number_of_matrices_is_too_many_for_a_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA allows 65,535 programs along all but the first dimension."""
     batch, launches = 150_000, Launches()
-    for module in (elementwise, diagonals, products):
+    for module in (elementwise, products):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, launches)
     monkeypatch.setattr(triton_table, "is_on_gpu", lambda tensor: True)
@@ -247,11 +244,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("advance", "advance_rounded", "look_ahead", "advance_codes", "apply_"):
         monkeypatch.setattr(elementwise, name, getattr(reference, name))
     monkeypatch.setattr(elementwise, "normalize", reference.normalize)
-    for name in ("tiles", "advance", "apply_"):
-        monkeypatch.setattr(multi, name, getattr(reference.RUNS, name))
-    monkeypatch.setattr(diagonals, "multiply", reference.multiply)
-    monkeypatch.setattr(diagonals, "product", reference.product)
-    monkeypatch.setattr(diagonals, "complete", lambda a, b, out, by: reference.product(a, b, out, Workspace(), by))
+    for name in ("tiles", "advance_runs", "apply_runs_"):
+        monkeypatch.setattr(elementwise, name, getattr(reference, name))
+    monkeypatch.setattr(products, "multiply", reference.multiply)
+    monkeypatch.setattr(products, "library_product", reference.product)
+    monkeypatch.setattr(products, "complete", lambda a, b, out, by: reference.product(a, b, out, Workspace(), by))
     monkeypatch.setattr(products, "square", lambda *args, kernel: reference.square(*args))
     monkeypatch.setattr(products, "product", lambda *args, kernel: reference.product(*args))
     interface, library = ModuleType("quack.gemm_interface"), ModuleType("quack")
@@ -291,11 +288,11 @@ WRONG: list[tuple[Any, str, Any, str]] = [
         lambda *args: reference.apply_(*args[:5], False, Workspace()),
         "the result of cautious apply_ is wrong, by ",
     ),
-    (multi, "advance", raising, "RuntimeError: misaligned address"),
-    (multi, "apply_", lambda *args: None, "the result of apply_ of runs is wrong, by "),
+    (elementwise, "advance_runs", raising, "RuntimeError: misaligned address"),
+    (elementwise, "apply_runs_", lambda *args: None, "the result of apply_ of runs is wrong, by "),
     (products, "square", raising, "RuntimeError: misaligned address"),
     (products, "product", lambda a, b, out, *rest, kernel: out.rest.zero_(), "the result of product is wrong, by "),
-    (diagonals, "multiply", lambda p, x, out, work: out.copy_(x), "the result of multiply is wrong, by "),
+    (products, "multiply", lambda p, x, out, work: out.copy_(x), "the result of multiply is wrong, by "),
 ]
 
 
@@ -328,7 +325,7 @@ def test_a_triton_that_does_not_fit_is_a_reason(
     import triton
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    for module in (diagonals, elementwise, products):
+    for module in (elementwise, products):
         monkeypatch.delitem(sys.modules, module.__name__)
         monkeypatch.delattr(sys.modules["deepspeed.muon.kernels"], module.__name__.rpartition(".")[2])
     if missing:
