@@ -12,7 +12,7 @@ import torch
 from benchmarks import ns, optimizers, ranks, report, training
 from benchmarks.rates import Rates, alternate, measure, summary
 from deepspeed.muon.kernels import quack, triton_table
-from deepspeed.muon.kernels.table import Scalars, Symmetric, oriented
+from deepspeed.muon.kernels.table import Scalars, Symmetric
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.plan.bucket import Bucket, Copy
 
@@ -39,7 +39,8 @@ def symmetric(device: str, quick: bool, rates: dict[str, float]) -> Rows:
     """
     squares, tables = [(batch, n, n) for n in (512, 1024, 2048, 3072, 8192) for batch in (1, 4)], ns.tables(device)
     for batch, rows, cols in QUICK if quick else (*ALIGNED, *squares):
-        x = oriented(torch.randn(batch, rows, cols, device=device).bfloat16() / max(rows, cols) ** 0.5)
+        x = torch.randn(batch, rows, cols, device=device).bfloat16() / max(rows, cols) ** 0.5
+        x = x if rows <= cols else x.mT
         size, wide = x.size(1), x.double()
         rests = [torch.zeros(batch, size, size, device=device, dtype=torch.bfloat16) for _ in range(2)]
         square, product = (Symmetric(rest, torch.zeros(batch, size, device=device)) for rest in rests)

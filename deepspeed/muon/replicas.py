@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from deepspeed.muon.exchange.owner_set import ranks_of_set
 from deepspeed.muon.exchange.partition import whole_partition
 from deepspeed.muon.exchange.watchdog import start_watchdog
 from deepspeed.muon.kernels.selection import choose, unavailable_kernels
-from deepspeed.muon.tuning import Candidates, has_bf16
+from deepspeed.muon.tuning import Candidates, has_bf16, may_race
 
 
 def unwrapped(model: nn.Module) -> tuple[nn.Module, Any]:
@@ -77,8 +76,8 @@ def bind_whole(optimizer: Any, replicas: Any) -> None:
         has_bf16(device.type),
     )
     # Ranks that race apart might choose apart.
-    tune = candidates.without_race if processes() > 1 else partial(candidates.in_one_process, world_size=1)
-    optimizer.bind(partitions, tune(optimizer.shapes))
+    races = processes() == 1 and may_race()
+    optimizer.bind(partitions, candidates.choose(optimizer.shapes, world_size=1, races=races))
 
 
 def agree_with_replicas(optimizer: Any, replicas: Any) -> None:

@@ -32,10 +32,10 @@ from deepspeed.muon.kernels.probe import warm
 from deepspeed.muon.kernels.rounding import key_of
 from deepspeed.muon.kernels.table import Operations, RunOperations, Tiles
 from deepspeed.muon.kernels.workspace import batch_limit
-from deepspeed.muon.math.bf16 import in_fp32
 from deepspeed.muon.math.momentum import MOMENTUM, Blocks, Fragment, State
 from deepspeed.muon.math.newton_schulz import DTYPES, name_of, orthogonalize
 from deepspeed.muon.math.rules import Rules
+from deepspeed.muon.math.wide import in_fp32
 from deepspeed.muon.plan.bucket import Bucket, Run
 from deepspeed.muon.plan.launches import Span, calls_of, spans_of
 from deepspeed.muon.plan.plan import Plan

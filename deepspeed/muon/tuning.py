@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from deepspeed.muon.log import logger
 from deepspeed.muon.math.choice import TORCH, Choice, Rates, Shape, by_count, fastest, from_pinned, seconds
 from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.newton_schulz import DTYPES, METHODS, Products
-from deepspeed.muon.math.race import costliest, race
+from deepspeed.muon.math.race import race
 
 
 @dataclass(frozen=True)
@@ -75,45 +75,39 @@ class Candidates:
         """Return the dtype where nothing is timed: fp32 on a CPU, elsewhere bf16, or fp16 where that is emulated."""
         return self.dtypes[0] if self.device.type == "cpu" else self.dtypes[-1]
 
-    @property
-    def are_open(self) -> bool:
-        """Return whether a race can decide anything."""
-        return len(self.dtypes) > 1 or len(self.tables) > 1
-
     def without_race(self, shapes: Mapping[Shape, int]) -> Tuning:
         """Choose by the count of operations, on a CPU with its own kernels, elsewhere with PyTorch's."""
         table = list(self.tables)[-1] if self.device.type == "cpu" else TORCH
         return Tuning(by_count(shapes, self.schedule, self.default_dtype, self.methods, table))
 
-    def in_one_process(self, shapes: Mapping[Shape, int], world_size: int) -> Tuning:
-        """Choose for this process only, by a race where one is allowed and decides anything."""
-        if not (may_race() and self.are_open and shapes):
-            return self.without_race(shapes)
-        self.log_compilation()
-        return self.after_race(shapes, self.race(shapes, world_size))
+    def choose(
+        self,
+        shapes: Mapping[Shape, int],
+        world_size: int,
+        races: bool,
+        is_logging_rank: bool = True,
+        slowest: Callable[[Callable[[], Rates]], Rates] = lambda measure: measure(),
+    ) -> Tuning:
+        """Choose by a race where one is allowed and decides anything, otherwise by the count of operations.
 
-    def log_compilation(self) -> None:
-        """Say that a start may take long, where kernels are compiled for it."""
-        if own := [name for name in self.tables if name != TORCH and self.device.type != "cpu"]:
+        Args:
+            shapes: rows, columns -> how many matrices the model has.
+            world_size: ranks that share the matrices, so that a batch has its size.
+            races: whether a race is allowed, see :func:`may_race`.
+            is_logging_rank: whether this process logs that a start may take long.
+            slowest: return the rates of the slowest rank, from a function that measures those of this process.
+        """
+        if not (races and shapes and (len(self.dtypes) > 1 or len(self.tables) > 1)):
+            return self.without_race(shapes)
+        compiled = [name for name in self.tables if name != TORCH and self.device.type != "cpu"]
+        if compiled and is_logging_rank:
             logger.info(
                 "deepspeed-muon: compiling and timing the kernels of %s in %s for the matrices of this model; the "
                 "first start on a machine takes about a minute per dtype, later ones find them compiled",
-                " and ".join(own),
+                " and ".join(compiled),
                 ", ".join(self.dtypes),
             )
-
-    def race(self, shapes: Mapping[Shape, int], world_size: int) -> Rates:
-        """Return the rates of this process on the shape that costs a step most.
-
-        Args:
-            shapes: rows, columns -> how many matrices the model has; at least one.
-            world_size: ranks that share the matrices, so that a batch has its size.
-        """
-        shape = costliest(shapes)
-        return race(shape, -(-shapes[shape] // world_size), self.dtypes, self.tables, self.device)
-
-    def after_race(self, shapes: Mapping[Shape, int], rates: Rates) -> Tuning:
-        """Return the fastest choice at these rates; without a race where nothing could be timed."""
+        rates = slowest(lambda: race(shapes, world_size, self.dtypes, self.tables, self.device))
         choice = fastest(rates, shapes, self.schedule, self.methods)
         return Tuning(choice, rates) if choice else self.without_race(shapes)
 

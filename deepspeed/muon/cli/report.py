@@ -69,7 +69,7 @@ def _rates(device_type: str) -> dict[str, float]:
     unavailable = selection.unavailable_kernels("auto", [device_type])
     tables = selection.product_tables(unavailable, device_type)
     device = torch.device(device_type)
-    rates = race(SHAPE, count=4, dtypes=DTYPES, tables=tables, device=device)
+    rates = race({SHAPE: 4}, world_size=1, dtypes=DTYPES, tables=tables, device=device)
     return {dtype: max(of_tables.values()) / 1e12 for dtype, of_tables in rates.items() if of_tables}
 
 

@@ -27,7 +27,7 @@ from deepspeed.muon.math.momentum import kept_dtype
 from deepspeed.muon.math.newton_schulz import DTYPES, flops, orthogonalize
 from deepspeed.muon.numerics import fixed_numerics
 from deepspeed.muon.plan.plan import BUCKET_BYTES, CPU_BUCKET_BYTES
-from deepspeed.muon.tuning import Candidates, method_of, with_products
+from deepspeed.muon.tuning import Candidates, may_race, method_of, with_products
 
 #: Seconds that all shapes together may take, beside the first call of each, which may compile kernels.
 SECONDS = 8.0
@@ -84,7 +84,8 @@ def measure(
     """
     muon = [half for half in halves if half.use_muon]
     blocks = Counter((b.rows, b.cols, half.ns_method) for half in muon for spec in half.specs for b in spec.blocks)
-    choice = candidates.in_one_process(Counter((rows, cols) for rows, cols, _ in blocks.elements()), world_size).choice
+    counts = Counter((rows, cols) for rows, cols, _ in blocks.elements())
+    choice = candidates.choose(counts, world_size, races=may_race()).choice
     shapes = Counter((rows, cols, method_of(choice, method, rows, cols)) for rows, cols, method in blocks.elements())
     timer = _ShapeTimer(
         schedule=candidates.schedule,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets one process build an extension while others wait, for a bounded time and not in silence.
+"""Let one process build an extension while others wait, for a bounded time and with a line in the log.
 
 The kernel drops a lock of ``flock`` with the process that took it, so a killed build leaves none. torch builds
-DeepSpeed's own extensions under a lock that is a file (``FileBaton``), which a killed build leaves for ever; of those
-:func:`wait_for_torch` says what is waited for.
+DeepSpeed's own extensions under a lock that is a file (``FileBaton``), which a killed build leaves for ever; for it
+:func:`wait_for_torch` logs which file is waited for.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _take(file: IO[str]) -> None:
 
 
 def wait_for_torch(original: Callable[[Any], None], baton: Any) -> None:
-    """``FileBaton.wait``, which waits in silence, and for ever if the process that made the file was killed."""
+    """Log what ``FileBaton.wait`` waits for: it may be for ever, if the process that made the file was killed."""
     timer = threading.Timer(TELL_AFTER, _tell_of_file, [Path(baton.lock_file_path)])
     timer.daemon = True
     timer.start()

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
+import importlib
 import os
 import platform
 import shutil
@@ -45,17 +45,17 @@ class MuonBuilder(CPUOpBuilder):
         super().__init__(name=self.NAME)
 
     def absolute_name(self) -> str:
-        """The name of the module if it was built ahead of time."""
+        """Return the name of the module that is built ahead of time."""
         return f"deepspeed.muon.kernels.{self.NAME}_op"
 
     def sources(self) -> list[str]:
-        """All of csrc/muon; a wheel has it inside the package, a checkout beside it."""
+        """Return all of csrc/muon; a wheel has it inside the package, a checkout beside it."""
         package = Path(__file__).resolve().parents[1]
         folders = (package / "csrc", package.parents[1] / "csrc" / "muon")
         return [str(path) for folder in folders if folder.is_dir() for path in sorted(folder.glob("*.cpp"))]
 
     def cxx_args(self) -> list[str]:
-        """ATen's flags for the capability that it found: they run on every CPU of that capability.
+        """Return ATen's flags for the capability that it found: they run on every CPU of that capability.
 
         Without contraction, as bits must not depend on how a loop is compiled. -fopenmp is not passed to the linker,
         because the threads must be those of torch's own copy of the library.
@@ -67,7 +67,7 @@ class MuonBuilder(CPUOpBuilder):
         return ["-O3", "-Wno-reorder", *CAPABILITIES[capability], *vectors, *threads, "-ffp-contract=off", *amd]
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether there are sources, a compiler, and the products of matrices in torch that the sources call."""
+        """Return whether there are sources, a compiler, and the products of matrices in torch that the sources call."""
         compiler = os.environ.get("CXX", "c++").split()[0]
         if not self.sources():
             self.error_log = "the sources of csrc/muon are not installed"
@@ -82,7 +82,7 @@ class MuonBuilder(CPUOpBuilder):
         return False
 
     def load(self, verbose: bool = False) -> Any:
-        """The module: the one built ahead of time if it fits this torch and CPU, else one built at first use.
+        """Return the module built ahead of time if it fits this torch and CPU, otherwise one built at first use.
 
         Raises:
             Exception: of any type, if there is no compiler, the build fails, or another process builds for too long.
@@ -92,7 +92,7 @@ class MuonBuilder(CPUOpBuilder):
         return self._loaded_ops[self.NAME]
 
     def path(self) -> Path:
-        """Where a module built at first use lies: in a folder for all that decides what is built and where it runs."""
+        """Return the path of a module built at first use, in a folder for all that decides what is built and runs."""
         from torch.utils.cpp_extension import _get_build_directory
 
         name, digest = f"{self.NAME}_{cpu_capability().lower()}", hashlib.sha256()
@@ -100,13 +100,8 @@ class MuonBuilder(CPUOpBuilder):
         for file in (*map(Path, self.sources()), *sorted(headers)):
             digest.update(f"{file.name}\n".encode() + file.read_bytes())
         abi = sysconfig.get_config_var("SOABI"), torch.compiled_with_cxx11_abi(), platform.libc_ver()
-        facts = (
-            *self.cxx_args(),
-            os.environ.get("CXX"),
-            torch.__version__,
-            torch.version.git_version,
-            platform.machine(),
-        )
+        torch_version = torch.__version__, torch.version.git_version
+        facts = (*self.cxx_args(), os.environ.get("CXX"), *torch_version, platform.machine())
         digest.update(repr((abi, facts)).encode())
         return Path(_get_build_directory(name, False)) / digest.hexdigest()[:16] / f"{name}.so"
 
@@ -127,7 +122,7 @@ class MuonBuilder(CPUOpBuilder):
         return module
 
     def _build(self, path: Path, is_only_builder: bool, verbose: bool) -> Any:
-        """Build in a folder of this process and move the result into place: who is killed leaves no half of it."""
+        """Build in a folder of this process and move the result into place, so that a kill leaves no half of it."""
         from torch.utils import cpp_extension
 
         if path.exists():
@@ -151,18 +146,14 @@ class MuonBuilder(CPUOpBuilder):
             shutil.rmtree(folder, ignore_errors=True)
 
     def _imported(self, path: Path) -> Any:
-        """Return the module that lies there; ``None`` if there is none that this process can load."""
-        if not path.is_file():
-            return None
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None and spec.loader is not None
+        """Return the module of a file; ``None`` if there is none that this process can load."""
+        from torch.utils.cpp_extension import _import_module_from_library
+
         try:
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
+            return _import_module_from_library(path.stem, str(path.parent), True) if path.is_file() else None
         except ImportError as error:  # damaged, or of a machine with other libraries
             logger.debug("deepspeed-muon: %s", error)
             return None
-        return module
 
     def _installed(self) -> Any:
         """The module built ahead of time, if it fits."""

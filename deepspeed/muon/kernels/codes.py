@@ -22,12 +22,12 @@ SMALLEST = 2.0**-119
 
 
 def blocks_of(numel: int) -> int:
-    """How many blocks so many elements have; the last may be shorter."""
+    """Return how many blocks so many elements have; the last may be shorter."""
     return -(-numel // BLOCK)
 
 
 def decode(codes: Tensor, absmax: Tensor, skipped: int, out: Tensor) -> Tensor:
-    """The values of consecutive elements, in a part of ``out``.
+    """Return the values of consecutive elements, in a part of ``out``.
 
     Args:
         codes: int8, 1-D.
@@ -42,7 +42,7 @@ def decode(codes: Tensor, absmax: Tensor, skipped: int, out: Tensor) -> Tensor:
 
 
 def encode(values: Tensor, codes: Tensor, absmax: Tensor, noise: Tensor | float) -> None:
-    """Codes and magnitudes of values. In units of one code, a value is rounded down after ``noise`` is added to it.
+    """Write codes and magnitudes of values. In units of one code, a value is rounded down after ``noise`` is added.
 
     Args:
         values: fp32, of whole blocks, as many as ``absmax``, with zeros after the last element; overwritten.

@@ -17,9 +17,7 @@ from deepspeed.muon.kernels.workspace import Workspace
 
 @functools.cache
 def operations() -> Operations:
-    """The table in C++, built at the first call in a process.
-
-    Several ranks may call it: one builds, the others wait for its lock, for a bounded time.
+    """Return the table in C++, built at the first call in a process: by one rank, for which the others wait.
 
     Raises:
         KernelError: no compiler, the build failed, or another process has been building for too long.
@@ -28,7 +26,7 @@ def operations() -> Operations:
 
 
 def unavailable() -> str | None:
-    """Why :func:`operations` raises; ``None`` if it does not."""
+    """Return why :func:`operations` raises; ``None`` if it does not."""
     try:
         operations()
     except KernelError as error:
@@ -48,13 +46,13 @@ def _load() -> Any:
 
 
 def table(module: Any) -> Operations:
-    """The operations of a built module. Its functions return false, and do nothing, for unsupported tensors."""
+    """Return the operations of a built module, whose functions do nothing and return false for unsupported tensors."""
 
     def without_workspace(name: str) -> Callable[..., None]:
-        ours = getattr(module, name)
+        compiled = getattr(module, name)
 
         def call(*args: Any) -> None:
-            if not ours(*args[:-1]):
+            if not compiled(*args[:-1]):
                 getattr(reference, name)(*args)
 
         return call

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.codes import blocks_of
-from deepspeed.muon.kernels.table import Operations, Scalars, symmetric_of
+from deepspeed.muon.kernels.table import Operations, Scalars, base_of, symmetric_of
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.numerics import fixed_numerics
 
@@ -20,14 +20,16 @@ DEVICE = "cuda"
 SIZE = 512
 #: Relative difference from plain PyTorch that rounding twice to bf16 does not reach.
 TOLERANCE = 0.02
-BY = Scalars(1.0, -0.5, 2.0)
+#: Of the polynomial ``A I + B G + C G^2`` of :func:`iterate`: C, B and A. Its terms are of one size, so that no product
+#: hides.
+POLYNOMIAL = Scalars(1.0, -0.5, 2.0)
 #: Of the exchange and the products.
 DTYPE = torch.bfloat16
 
 
 @fixed_numerics()
 def why_wrong(build: Callable[[], Operations], size: int | None = None) -> str | None:
-    """Why the table that ``build`` returns cannot be used on this accelerator; ``None`` if it can.
+    """Return why the table that ``build`` returns cannot be used on this accelerator; ``None`` if it can.
 
     The reason is the error, of whatever type, of building it or of one of its operations, or the operation whose result
     differs from plain PyTorch's. An error that leaves the accelerator unusable ends the process nevertheless.
@@ -47,6 +49,20 @@ def why_wrong(build: Callable[[], Operations], size: int | None = None) -> str |
     return None
 
 
+def iterate(table: Operations, x: Tensor, work: Workspace) -> Tensor:
+    """Return ``(A I + B G + C G^2) X`` with ``G = X X^T``, in scratch memory: one standard iteration of Newton-Schulz.
+
+    Args:
+        x: ``[batch, rows, cols]``, contiguous or the transpose of what is.
+    """
+    gram, factor = (symmetric_of(name, x, work) for name in ("gram", "factor"))
+    base, is_transposed = base_of(x)
+    out = work.get("out", tuple(base.shape), x.dtype, x.device)
+    table.square(x, gram, work)
+    table.product(gram, gram, factor, work, POLYNOMIAL)
+    return table.multiply(factor, x, out.mT if is_transposed else out, work)
+
+
 @fixed_numerics()
 def warm(table: Operations, shapes: Iterable[tuple[int, int, int, int, torch.dtype]], device: torch.device) -> None:
     """Compile and tune the matrix operations of a table, which otherwise happens in the first step.
@@ -58,13 +74,9 @@ def warm(table: Operations, shapes: Iterable[tuple[int, int, int, int, torch.dty
     """
     work = Workspace()
     for batch, rows, cols, gram_axis, dtype in sorted(set(shapes), key=str):
-        x, out = (work.get(name, (batch, rows, cols), dtype, device) for name in ("x", "out"))
+        x = work.get("x", (batch, rows, cols), dtype, device)
         table.normalize(x.fill_(1.0), x)
-        x, out = (tensor.mT if gram_axis else tensor for tensor in (x, out))
-        gram, factor = (symmetric_of(name, x, work) for name in ("gram", "factor"))
-        table.square(x, gram, work)
-        table.product(gram, gram, factor, work, BY)
-        table.multiply(factor, x, out, work)
+        iterate(table, x.mT if gram_axis else x, work)
 
 
 def _results(table: Operations, size: int) -> dict[str, Tensor]:
@@ -103,7 +115,7 @@ def _results(table: Operations, size: int) -> dict[str, Tensor]:
     x = (x / cols**0.5).to(DTYPE)
     gram, factor = (symmetric_of(name, x, work) for name in ("gram", "factor"))
     table.square(x, gram, work)
-    table.product(gram, gram, factor, work, BY)
+    table.product(gram, gram, factor, work, POLYNOMIAL)
     for name, matrix in (("square", gram), ("product", factor)):
         results[name], results[f"{name}, on the diagonal,"] = matrix.rest.float(), matrix.diagonal
     results["multiply"] = table.multiply(factor, x, torch.empty_like(x), work).float()

@@ -2,7 +2,8 @@
 """Every operation in plain PyTorch, for all devices and dtypes: the reference that faster ones are tested against.
 
 ``work`` holds the temporaries. What is rounded stochastically draws random numbers under ``key``, from
-:func:`deepspeed.muon.kernels.rounding.key_of`; ``first`` is the index among them of the first element.
+:func:`deepspeed.muon.kernels.rounding.key_of`; ``first`` is the index among them of the first element. Elementwise
+functions take 1-D tensors of one length, gradients and results of any floating dtype.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ CPU_CHUNK, CHUNK = 2**17, 2**21
 
 
 def advance(buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool, work: Workspace) -> None:
-    """A step of the momentum, which is an average and not a sum, and the input of Newton-Schulz.
+    """Advance the momentum, which is an average and not a sum, and write the input of Newton-Schulz.
 
     ``buffer <- momentum buffer + (1 - momentum) grad``. ``out`` is the same formula applied to the new buffer
     (Nesterov's look-ahead), or the new buffer itself.
 
     Args:
-        buffer: fp32, 1-D; the state key ``momentum_buffer``.
-        grad: same shape, any floating dtype: averaged, unscaled and clipped.
-        out: same shape, any floating dtype, other memory than ``buffer``: Newton-Schulz overwrites it.
+        buffer: fp32; the state key ``momentum_buffer``.
+        grad: averaged, unscaled and clipped.
+        out: other memory than ``buffer``: Newton-Schulz overwrites it.
     """
     buffer.lerp_(grad.to(buffer.dtype), 1.0 - momentum)
     if nesterov:
@@ -44,13 +45,9 @@ def advance(buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov
 def advance_rounded(
     buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool, key: Key, first: int, work: Workspace
 ) -> None:
-    """:func:`advance` of a bf16 momentum: computed in fp32, written to ``out`` unrounded, kept stochastically rounded.
+    """Advance a bf16 momentum: computed in fp32, written to ``out`` unrounded, kept stochastically rounded.
 
-    Args:
-        buffer: bf16, 1-D.
-        grad: same shape, any floating dtype.
-        out: same shape, any floating dtype; the input of Newton-Schulz.
-        work: its temporaries have 20 bytes per element of a chunk (2.5 MiB on a CPU, 40 MiB elsewhere).
+    Temporaries have 20 bytes per element of a chunk (2.5 MiB on a CPU, 40 MiB elsewhere).
     """
     for part in chunks(buffer):
         wide = work.get("wide", (part.stop - part.start,), torch.float32, buffer.device)
@@ -71,15 +68,16 @@ def look_ahead(
     nesterov: bool,
     work: Workspace,
 ) -> None:
-    """``out`` of :func:`advance` for a momentum in int8, which stays as it is until :func:`advance_codes`.
+    """Write ``out`` of :func:`advance` for a momentum in int8, which stays as it is until :func:`advance_codes`.
+
+    Temporaries have 8 bytes per element of a chunk, or of a row and what follows it if that is longer.
 
     Args:
-        codes: int8, 1-D: rows of ``cols`` elements, ``pitch`` apart, and what lies between them.
-        absmax: fp32, 1-D: of the blocks in which ``codes`` lie.
+        codes: int8: rows of ``cols`` elements, ``pitch`` apart, and what lies between them.
+        absmax: fp32: of the blocks in which ``codes`` lie.
         skipped: elements of the first of these blocks before the first of ``codes``.
-        grad: like ``codes``, any floating dtype.
-        out: 1-D, any floating dtype: the rows, one after the other.
-        work: its temporaries have 8 bytes per element of a chunk, or of a row and what follows it if that is longer.
+        grad: like ``codes``.
+        out: the rows, one after the other.
     """
     for row, rows, start, stop in _parts(out.numel() // cols, cols, pitch, codes.device):
         first = row * pitch + start
@@ -93,7 +91,7 @@ def look_ahead(
 
 
 def _rows(x: Tensor, rows: int, cols: int, pitch: int) -> Tensor:
-    """Contiguous, because of strided elements torch computes another last bit."""
+    # Contiguous, because of strided elements torch computes another last bit.
     return torch.as_strided(x, (rows, cols), (pitch, 1), x.storage_offset()).contiguous()
 
 
@@ -117,14 +115,13 @@ def advance_codes(
     first: int,
     work: Workspace,
 ) -> None:
-    """:func:`advance` of a momentum in int8: computed in fp32, kept stochastically rounded.
+    """Advance a momentum in int8: computed in fp32, kept stochastically rounded.
+
+    Temporaries have 16 bytes per element of a chunk.
 
     Args:
-        codes: int8, 1-D.
-        absmax: fp32, 1-D: of their blocks.
-        grad: like ``codes``, any floating dtype.
-        out: like ``codes``, any floating dtype; written unrounded. ``None`` where :func:`look_ahead` has written it.
-        work: its temporaries have 16 bytes per element of a chunk.
+        absmax: fp32: of the blocks of ``codes``.
+        out: written unrounded; ``None`` where :func:`look_ahead` has written it.
     """
     for part in chunks(codes):
         numel, magnitudes = part.stop - part.start, absmax[part.start // BLOCK : blocks_of(part.stop)]
@@ -143,7 +140,7 @@ def advance_codes(
 
 
 def chunks(x: Tensor) -> Iterator[slice]:
-    """The parts of a 1-D tensor that are processed at a time where temporaries are needed."""
+    """Return the parts of a 1-D tensor that are processed at a time where temporaries are needed."""
     size = CPU_CHUNK if x.device.type == "cpu" else CHUNK
     return (slice(start, min(start + size, x.numel())) for start in range(0, x.numel(), size))
 
@@ -151,16 +148,16 @@ def chunks(x: Tensor) -> Iterator[slice]:
 def apply_(
     param: Tensor, update: Tensor, lr: float, scale: float, weight_decay: float, cautious: bool, work: Workspace
 ) -> None:
-    """``param <- param (1 - lr weight_decay) - lr scale update``, in place.
+    """Set ``param <- param (1 - lr weight_decay) - lr scale update``.
 
     Decoupled decay as in AdamW (Loshchilov and Hutter, arXiv 1711.05101), by the unscaled rate. If ``cautious``, an
-    element decays only where update and parameter do not have opposite signs (Chen et al., arXiv 2510.12402).
+    element decays only where update and parameter do not have opposite signs (Chen et al., arXiv 2510.12402);
+    temporaries then have 5 bytes per element of a chunk (0.6 MiB on a CPU, 10 MiB elsewhere).
 
     Args:
         param: any shape, contiguous, fp32 under ZeRO.
-        update: same shape, any floating dtype: a slice of the orthogonalized matrix.
+        update: same shape: a slice of the orthogonalized matrix.
         scale: :func:`deepspeed.muon.math.scale.scale_factor` for the shape of the whole matrix.
-        work: its temporaries for ``cautious`` have 5 bytes per element of a chunk (0.6 MiB on a CPU, 10 MiB elsewhere).
     """
     if update.dtype != param.dtype or update.device != param.device:
         update = work.get("shard", tuple(param.shape), param.dtype, param.device).copy_(update)
@@ -183,12 +180,9 @@ def _decay_cautiously_(param: Tensor, update: Tensor, keep: float, work: Workspa
 
 
 def copy_rounded(target: Tensor, source: Tensor, key: Key, first: int, work: Workspace) -> None:
-    """``target <- source``, stochastically rounded (:mod:`deepspeed.muon.kernels.rounding`).
+    """Round ``source``, fp32, overwritten, stochastically to ``target``, bf16 (:mod:`deepspeed.muon.kernels.rounding`).
 
-    Args:
-        target: bf16, 1-D.
-        source: fp32, same shape; overwritten.
-        work: its temporaries have 8 bytes per element of a chunk.
+    Temporaries have 8 bytes per element of a chunk.
     """
     for part in chunks(target):
         shape, device = (part.stop - part.start,), target.device
@@ -197,17 +191,12 @@ def copy_rounded(target: Tensor, source: Tensor, key: Key, first: int, work: Wor
 
 
 def tiles(runs: Sequence[tuple[int, int, int]], device: torch.device) -> Tiles:
-    """The runs themselves: (place in the shard, place in the other tensor, length), ``[runs, 3]``."""
+    """Return the runs themselves: (place in the shard, place in the other tensor, length), ``[runs, 3]``."""
     return Tiles(torch.tensor(runs, dtype=torch.int64, device=device), are_aligned=False)
 
 
 def advance_runs(buffer: Tensor, grad: Tensor, out: Tensor, tiles: Tiles, momentum: float, nesterov: bool) -> None:
-    """:func:`advance` of every run.
-
-    Args:
-        buffer, grad: 1-D; a run has the same place in both.
-        out: 1-D; only the runs are written.
-    """
+    """Advance every run. It has the same place in ``buffer`` and ``grad``; of ``out`` only the runs are written."""
     for here, there, length in tiles.table.tolist():
         part = slice(here, here + length)
         advance(buffer[part], grad[part], out[there : there + length], momentum, nesterov, Workspace())
@@ -216,11 +205,7 @@ def advance_runs(buffer: Tensor, grad: Tensor, out: Tensor, tiles: Tiles, moment
 def apply_runs_(
     param: Tensor, update: Tensor, tiles: Tiles, lr: float, scale: float, weight_decay: float, cautious: bool
 ) -> None:
-    """:func:`apply_` of every run.
-
-    Args:
-        param, update: 1-D; a run has the first place in ``param`` and the second in ``update``.
-    """
+    """Apply every run, which has the first place in ``param`` and the second in ``update``."""
     for here, there, length in tiles.table.tolist():
         part, result = param[here : here + length], update[there : there + length]
         apply_(part, result, lr, scale, weight_decay, cautious, Workspace())
@@ -282,7 +267,7 @@ def near_one_(matrix: Tensor, dim: int | None = None) -> Tensor:
 
 
 def square(x: Tensor, out: Symmetric, work: Workspace) -> None:
-    """``out = X X^T``.
+    """Set ``out = X X^T``.
 
     Args:
         x: ``[batch, rows, cols]``, contiguous or the transpose of what is, bf16, fp16 or fp32.
@@ -300,14 +285,13 @@ def separate(x: Tensor, out: Symmetric) -> None:
 
 
 def product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, by: Scalars = PLAIN) -> None:
-    """``out = alpha A B + beta A + shift I`` for matrices that commute, so that the result is symmetric.
+    """Set ``out = alpha A B + beta A + shift I`` for matrices that commute, so that the result is symmetric.
 
     Polynomials of one symmetric matrix commute. Only one triangle has to be computed; the other mirrors it.
 
     Args:
         a, b: of one shape and dtype; may be the same.
         out: of that shape and dtype, neither ``a`` nor ``b``.
-        by: alpha, beta and shift.
     """
     alpha, beta, shift = by
     torch.baddbmm(a.rest, a.rest, b.rest, beta=beta, alpha=alpha, out=out.rest)
@@ -323,7 +307,7 @@ def product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, by: Sca
 
 
 def multiply(p: Symmetric, x: Tensor, out: Tensor, work: Workspace) -> Tensor:
-    """``out = P X``; returns ``out``.
+    """Set ``out = P X`` and return it.
 
     Args:
         x: ``[batch, rows, cols]``, contiguous or the transpose of what is, of ``p``'s dtype.

@@ -25,7 +25,7 @@ Key = tuple[int, int]
 
 
 def key_of(name: str, step: int) -> Key:
-    """The key of one parameter at one step, two signed 32-bit numbers; the same on every rank and every machine.
+    """Return the key of one parameter at one step, two signed 32-bit numbers; the same on every rank and machine.
 
     Experts of one name on different ranks draw the same numbers. Their values differ and are never summed, so their
     rounding errors do not add up.
@@ -34,7 +34,7 @@ def key_of(name: str, step: int) -> Key:
 
 
 def noise(out: Tensor, spare: Tensor, key: Key, first: int) -> Tensor:
-    """Uniform numbers from 0 to 2^16 - 1, each a function of the key and of its element's index alone.
+    """Return uniform numbers from 0 to 2^16 - 1, each a function of the key and of its element's index only.
 
     The counter-based scheme of Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (2011). It
     has no state, so an element gets the same bits whatever part of its matrix a rank holds.
@@ -58,12 +58,12 @@ def _mix(x: Tensor, spare: Tensor, shift: int, multiplier: int) -> None:
 
 
 def signed(value: int) -> int:
-    """The signed 32-bit number equal to ``value`` modulo 2^32."""
+    """Return the signed 32-bit number equal to ``value`` modulo 2^32."""
     return (value + 2**31) % 2**32 - 2**31
 
 
 def round_(target: Tensor, source: Tensor, noise: Tensor, spare: Tensor) -> None:
-    """``target <- source`` rounded to a neighbour, so that the mean over uniform noise is ``source``.
+    """Round ``source`` to a neighbour in ``target``, so that the mean over uniform noise is ``source``.
 
     Exact for values that bf16 can represent. A finite value never becomes infinite: one beyond bf16's largest value is
     rounded down to it. Infinities and quiet NaNs, which arithmetic produces, stay.

@@ -29,22 +29,17 @@ class Symmetric(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether ``rest`` holds the diagonal, too."""
+        """Return whether ``rest`` holds the diagonal, too."""
         return self.diagonal.size(-1) == 0
 
 
-def oriented(x: Tensor) -> Tensor:
-    """``x [batch, rows, cols]``, or its transpose where that has the fewer rows: what :func:`symmetric_of` takes."""
-    return x if x.size(-2) <= x.size(-1) else x.mT
-
-
 def base_of(x: Tensor) -> tuple[Tensor, bool]:
-    """The contiguous tensor that ``x`` is or is the transpose of, and whether it is the transpose."""
+    """Return the contiguous tensor that ``x`` is or is the transpose of, and whether it is the transpose."""
     return (x, False) if x.is_contiguous() else (x.mT, True)
 
 
 def symmetric_of(name: str, x: Tensor, work: Workspace) -> Symmetric:
-    """Scratch for symmetric matrices as large as X X^T, ``x [batch, rows, cols]``, in its dtype."""
+    """Return scratch for symmetric matrices as large as X X^T, ``x [batch, rows, cols]``, in its dtype."""
     batch, size = x.size(0), x.size(-2)
     rest = work.get(name, (batch, size, size), x.dtype, x.device)
     apart = 0 if x.dtype == torch.float32 else size
@@ -89,8 +84,7 @@ class RunOperations:
 
 @dataclass(frozen=True)
 class Operations:
-    """One implementation of every operation; the functions of the same names in
-    :mod:`deepspeed.muon.kernels.reference` say what each does, with shapes and dtypes.
+    """One implementation of every operation, each described by its namesake in :mod:`deepspeed.muon.kernels.reference`.
 
     An element's result depends on the element alone: not on where a slice begins, on its length or on the number of
     threads. So ranks that hold other parts of a matrix, and other numbers of ranks, get equal bits.
@@ -112,5 +106,5 @@ class Operations:
     #: Whether a matrix is a slice of one, whose other slices take part in every operation. What decides the size of an
     #: operation must then be equal on all machines.
     is_slice: bool = False
-    #: ``None`` where a call costs little, so that each run has its own.
+    #: ``None`` where kernel launches are cheap; runs are then launched one by one.
     runs: RunOperations | None = None

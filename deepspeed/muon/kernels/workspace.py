@@ -18,19 +18,19 @@ BATCH_BYTES = 256 << 20
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether memory there is scarce, and fast to get from an allocator that caches it."""
+    """Return whether memory on a device is scarce, and fast to get from an allocator that caches it."""
     return device.type != "cpu"
 
 
 def has_fp64(device: torch.device) -> bool:
-    """Whether every device of this type computes in fp64: Apple's never do, nor do some of Intel's and Huawei's."""
+    """Return whether all devices of this type compute in fp64: Apple's never do, nor some of Intel's and Huawei's."""
     return device.type in ("cpu", "cuda")
 
 
 class Workspace:
-    """Scratch tensors, by name. Requests of one name share storage; a larger one replaces it.
+    """Scratch tensors, cached by name and grown on demand.
 
-    On a CPU they live as long as the optimizer, so that the steady state allocates nothing: fresh pages cost as much as
+    On a CPU they live as long as the optimizer, so that the steady state allocates nothing: page faults cost as much as
     the arithmetic of a small product. On an accelerator they live for one step, see :meth:`release`.
     """
 
@@ -45,7 +45,7 @@ class Workspace:
         device: torch.device,
         pin: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """An uninitialized contiguous tensor of this shape, valid until the next request of this name.
+        """Return an uninitialized contiguous tensor of this shape, valid until the next request of this name.
 
         ``pin``: return a copy in page-locked host memory, which an accelerator copies from and to asynchronously.
         """
@@ -57,24 +57,21 @@ class Workspace:
         return self._storage[key][:numel].view(shape)
 
     def release(self) -> None:
-        """Give the storage on accelerators back to their caching allocators, for the next forward and backward.
-
-        That of the host stays, pinned memory too, which is slow to get.
-        """
-        self._storage = {key: held for key, held in self._storage.items() if not is_accelerator(held.device)}
+        """Give the storage on accelerators back to their caching allocators, for the next forward and backward."""
+        # That of the host stays, pinned memory too, which is slow to get.
+        self._storage = {key: buffer for key, buffer in self._storage.items() if not is_accelerator(buffer.device)}
 
     def clear(self) -> None:
         """Free all storage."""
         self._storage.clear()
 
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Return the bytes of all storage."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._storage.values())
 
 
 def matrices_together(x: Tensor, dtype: torch.dtype, small: int, threads: int | None = None) -> int:
-    """How many of the matrices ``[batch, rows, cols]``, with Gram matrices of size ``small``, to orthogonalize at a
-    time in ``dtype``.
+    """Return how many matrices ``[batch, rows, cols]``, with Gram matrices of size ``small``, to orthogonalize at once.
 
     On an accelerator as many as :data:`BATCH_BYTES` of temporaries allow; on a CPU as many as its caches hold, and at
     least one for each of ``threads``, by default torch's.
@@ -83,7 +80,7 @@ def matrices_together(x: Tensor, dtype: torch.dtype, small: int, threads: int | 
 
 
 def batch_limit(numel: int, small: int, itemsize: int, accelerator: bool, threads: int | None = None) -> int:
-    """:func:`matrices_together` by elements of a matrix, size of its Gram matrix, and bytes of an element."""
+    """Return :func:`matrices_together` by elements of a matrix, size of its Gram matrix, and bytes of an element."""
     nbytes = max(1, itemsize * (numel + 4 * small * small))  # a second X, and up to four small matrices
     if accelerator:
         return max(1, BATCH_BYTES // nbytes)

@@ -15,8 +15,8 @@ from torch.optim.adamw import adamw
 from deepspeed.muon.kernels.rounding import key_of
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace
-from deepspeed.muon.math.bf16 import in_fp32
 from deepspeed.muon.math.momentum import Fragment
+from deepspeed.muon.math.wide import in_fp32
 
 #: Elements that statistics are taken of at once.
 CHUNK = 2**20

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from deepspeed.muon.math.coefficients import Schedule
-from deepspeed.muon.math.newton_schulz import DTYPES, METHODS, Products, flops, products
+from deepspeed.muon.math.newton_schulz import DTYPES, METHODS, flops, products
 
 #: A candidate other than the default must be faster by this factor, which is above the noise of a timing.
 MARGIN = 1.03
@@ -36,14 +36,13 @@ class Recipe:
     product: str = TORCH
     multiply: str = TORCH
 
+    @property
+    def tables(self) -> set[str]:
+        """Return the names of its tables."""
+        return {self.square, self.product, self.multiply}
+
     def __str__(self) -> str:
-        kinds: dict[str, list[str]] = {}
-        for kind in Products._fields:
-            kinds.setdefault(getattr(self, kind), []).append(kind)
-        if len(kinds) == 1:
-            return f"{self.method} with {self.square}"
-        own_first = sorted(kinds, key=lambda table: table == TORCH)
-        return f"{self.method} with " + ", ".join(f"{table} for {' and '.join(kinds[table])}" for table in own_first)
+        return f"{self.method} with {' and '.join(sorted(self.tables))}"
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class Choice:
     @property
     def tables(self) -> set[str]:
         """Return the names of all tables."""
-        return {getattr(recipe, kind) for recipe in self.recipes.values() for kind in Products._fields}
+        return set().union(*(recipe.tables for recipe in self.recipes.values()))
 
     def pinned(self) -> dict[str, Any]:
         """Return the choice as JSON values, the form in which it is saved."""

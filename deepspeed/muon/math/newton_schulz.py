@@ -22,7 +22,7 @@ from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.table import Operations, Scalars, Symmetric, base_of, symmetric_of
 from deepspeed.muon.kernels.workspace import Workspace, matrices_together
 from deepspeed.muon.math.coefficients import Schedule, Triple, for_larger_norm, segments
-from deepspeed.muon.math.rows import scale, widened
+from deepspeed.muon.math.wide import scale, widened
 
 METHODS = ("standard", "gram")
 #: What keeps singular values at most one at the start: the Frobenius norm of the matrix, or :func:`_precondition`.

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from deepspeed.muon.kernels.probe import POLYNOMIAL, iterate
 from deepspeed.muon.kernels.rounding import key_of, noise
-from deepspeed.muon.kernels.table import Operations, Scalars, symmetric_of
+from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.log import logger
 from deepspeed.muon.math.choice import TORCH, Rates, Shape
@@ -34,17 +34,15 @@ TRIAL_OPERATIONS = 1e6
 #: How many times slower than the fastest one a candidate may be in the trial.
 MAX_SLOWDOWN = 3.0
 #: A result is wrong if its relative distance from plain PyTorch's in fp32 is more than this many eps of its dtype.
-WRONG = 32.0
-#: The polynomial ``A I + B G + C G^2`` of the timed iteration. Its terms are of one size, so that no product hides.
-A, B, C = 2.0, -0.5, 1.0
+MAX_ERROR = 32.0
 #: A dtype and the name of a table.
 Candidate = tuple[str, str]
 
 
 @fixed_numerics()
 def race(
-    shape: Shape,
-    count: int,
+    shapes: Mapping[Shape, int],
+    world_size: int,
     dtypes: Collection[str],
     tables: Mapping[str, Operations],
     device: torch.device,
@@ -52,15 +50,18 @@ def race(
 ) -> Rates:
     """Return the rate of every dtype and table in one iteration of Newton-Schulz, in operations per second.
 
-    What raises, or differs from plain PyTorch, is missing, with a warning. What a trial finds far slower is missing,
-    too: a dtype that the hardware only emulates would take longer than all others, or be compiled for nothing.
+    It is timed on the shape that costs a step most. What raises, or differs from plain PyTorch, is left out, with a
+    warning. What a trial finds far slower is left out, too: a dtype that the hardware only emulates would take longer
+    than all others, or be compiled for nothing.
 
     Args:
-        shape: rows and columns of the matrices on which a step spends most.
-        count: how many of them one rank has at once.
+        shapes: rows, columns -> how many matrices the model has; at least one.
+        world_size: ranks that share the matrices, so that a batch has its size.
         dtypes: keys of :data:`DTYPES`, the most exact first.
         tables: by name, plain PyTorch's first.
     """
+    shape = max(shapes, key=lambda shape: (shapes[shape] * min(shape) * shape[0] * shape[1], shape))
+    count = -(-shapes[shape] // world_size)
     is_cpu = device.type == "cpu"
     most = CPU_OPERATIONS * torch.get_num_threads() if is_cpu else OPERATIONS
     trial_tables = tables if is_cpu else {TORCH: tables[TORCH]}  # the others compile first
@@ -80,15 +81,6 @@ def race(
     for (dtype, name), seconds in _times(x, entrants, tables, clock).items():
         rates[dtype][name] = operations / seconds
     return rates
-
-
-def costliest(shapes: Mapping[Shape, int]) -> Shape:
-    """Return the shape on whose matrices a step spends most operations.
-
-    Args:
-        shapes: rows, columns -> how many matrices the model has.
-    """
-    return max(shapes, key=lambda shape: (shapes[shape] * min(shape) * shape[0] * shape[1], shape))
 
 
 def _operations(rows: int, cols: int) -> int:
@@ -112,55 +104,36 @@ def _matrices(shape: Shape, count: int, limit: float, device: torch.device) -> T
     return x.mul_((3 / cols) ** 0.5)
 
 
-@dataclass(frozen=True)
-class _Iteration:
-    """One iteration of the standard method, on the same matrices ``x [batch, rows, cols]`` each time."""
-
-    x: Tensor
-    table: Operations
-    work: Workspace
-
-    def run(self) -> Tensor:
-        """Return ``(A I + B G + C G^2) X`` with ``G = X X^T``, in scratch memory."""
-        gram, factor = (symmetric_of(name, self.x, self.work) for name in ("gram", "factor"))
-        out = self.work.get("out", tuple(self.x.shape), self.x.dtype, self.x.device)
-        self.table.square(self.x, gram, self.work)
-        self.table.product(gram, gram, factor, self.work, Scalars(C, B, A))
-        return self.table.multiply(factor, self.x, out, self.work)
-
-    def check(self) -> None:
-        """Run once, and compare with the same in fp32.
-
-        Raises:
-            ArithmeticError: the result is wrong.
-        """
-        out, x = self.run().float(), self.x.float()
-        gram = x @ x.mT
-        exact = A * x + (B * gram + C * (gram @ gram)) @ x
-        error = torch.linalg.vector_norm(out - exact) / torch.linalg.vector_norm(exact)
-        if not error <= WRONG * torch.finfo(self.x.dtype).eps:
-            raise ArithmeticError(f"wrong by {float(error):.1e}")
-
-
 def _times(
     x: Tensor, candidates: Collection[Candidate], tables: Mapping[str, Operations], clock: Callable[[], float]
 ) -> dict[Candidate, float]:
-    """Return the seconds of the shortest of some runs; candidates that raise or err are missing, with a warning."""
+    """Return the seconds of the shortest of some runs; candidates that raise or err are left out, with a warning."""
     work, in_dtype = Workspace(), {dtype: x.to(DTYPES[dtype]) for dtype, _ in candidates}
-    iterations = {(dtype, name): _Iteration(in_dtype[dtype], tables[name], work) for dtype, name in candidates}
     seconds: dict[Candidate, float] = {}
-    for (dtype, name), iteration in iterations.items():
+    for dtype, name in candidates:
         try:
-            iteration.check()
+            _check(tables[name], in_dtype[dtype], work)
             seconds[dtype, name] = float("inf")
         except Exception as error:  # a kernel that does not compile or run must not end the training
             logger.warning("deepspeed-muon: the kernels of %s are not used in %s: %s", name, dtype, error)
     spent = dict.fromkeys(seconds, 0.0)
     for _ in range(RUNS):
-        for candidate in (candidate for candidate in seconds if spent[candidate] < AGAIN_WITHIN):
-            start = clock()
-            iterations[candidate].run()[0, 0, 0].item()  # waits until the device has done what was launched
-            taken = clock() - start
-            spent[candidate] += taken
-            seconds[candidate] = min(seconds[candidate], taken)
+        for dtype, name in seconds:
+            if spent[dtype, name] < AGAIN_WITHIN:
+                start = clock()
+                iterate(tables[name], in_dtype[dtype], work)[0, 0, 0].item()  # waits until the device has done it
+                taken = clock() - start
+                spent[dtype, name] += taken
+                seconds[dtype, name] = min(seconds[dtype, name], taken)
     return seconds
+
+
+def _check(table: Operations, x: Tensor, work: Workspace) -> None:
+    """Raise ArithmeticError if an iteration differs from the same in fp32."""
+    eps, out, x = torch.finfo(x.dtype).eps, iterate(table, x, work).float(), x.float()
+    c, b, a = POLYNOMIAL
+    gram = x @ x.mT
+    exact = a * x + (b * gram + c * (gram @ gram)) @ x
+    error = torch.linalg.vector_norm(out - exact) / torch.linalg.vector_norm(exact)
+    if not error <= MAX_ERROR * eps:
+        raise ArithmeticError(f"wrong by {float(error):.1e}")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deepspeed.muon.kernels.reference import near_one_
 from deepspeed.muon.kernels.workspace import Workspace, has_fp64
-from deepspeed.muon.math.rows import scale, squares, widened
+from deepspeed.muon.math.wide import scale, squares, widened
 
 #: Which norms an option makes equal, in order: 0 stands for the weights of one output, 1 for those of one input.
 SIDES = {"none": (), "rows": (0,), "columns": (1,), "rows_columns": (0, 1), "columns_rows": (1, 0)}

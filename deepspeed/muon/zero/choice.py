@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from deepspeed.muon.exchange.groups import is_made, make_groups
-from deepspeed.muon.math.choice import from_pinned, lowest
+from deepspeed.muon.math.choice import Rates, lowest
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.tuning import Candidates, Tuning
 from deepspeed.muon.zero.consensus import Facts, agree, differences
@@ -17,7 +18,7 @@ from deepspeed.muon.zero.tp_ranks import matrix_share
 
 
 def choose(optimizer: MuonWithAuxAdam, agreed: Facts, device: torch.device, world_size: int) -> Tuning:
-    """What all ranks take. They race at the same time, as they step at the same time.
+    """Choose the same on all ranks. They race at the same time, as they step at the same time.
 
     Args:
         agreed: the result of :func:`deepspeed.muon.zero.bind.agree_on_settings`, equal on all ranks.
@@ -27,21 +28,15 @@ def choose(optimizer: MuonWithAuxAdam, agreed: Facts, device: torch.device, worl
     Raises:
         DisagreementError: on all ranks, some rank cannot race.
     """
-    counts = Counter({(rows, cols): count for rows, cols, count in agreed["shapes"]})
+    shapes = Counter({(rows, cols): count for rows, cols, count in agreed["shapes"]})
     methods, tables = set(agreed["ns_methods"]), optimizer.tables_on(device)
-    candidates = Candidates.of(optimizer.config, tables, methods, device, agreed["bf16"])
-    if not (candidates.are_open and agreed["races"] and counts):
-        return candidates.without_race(counts)
 
-    if optimizer.context.is_logging:
-        candidates.log_compilation()
+    def slowest(measure: Callable[[], Rates]) -> Rates:
+        return agree(lambda: {"rates": measure()}, lambda facts: lowest([stated["rates"] for stated in facts]))
 
-    def judge(facts: list[Facts]) -> Facts:
-        tuning = candidates.after_race(counts, lowest([stated["rates"] for stated in facts]))
-        return {"choice": tuning.choice.pinned(), "rates": tuning.rates}
-
-    verdict = agree(lambda: {"rates": candidates.race(counts, world_size)}, judge)
-    return Tuning(from_pinned(verdict["choice"]), verdict["rates"])
+    return Candidates.of(optimizer.config, tables, methods, device, agreed["bf16"]).choose(
+        shapes, world_size, agreed["races"], is_logging_rank=optimizer.context.is_logging, slowest=slowest
+    )
 
 
 def compare_plans(engine: Any) -> None:

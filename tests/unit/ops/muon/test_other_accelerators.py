@@ -99,7 +99,7 @@ def test_muon_eq_without_fp64_takes_rows_of_any_magnitude(side: str, dtype: torc
 def test_products_are_timed() -> None:
     tables = {"torch": reference.OPERATIONS}
     with a_poor_accelerator():
-        assert race((48, 32), 2, ["fp32"], tables, CPU)["fp32"]["torch"] > 0
+        assert race({(48, 32): 2}, 1, ["fp32"], tables, CPU)["fp32"]["torch"] > 0
 
 
 def test_ranks_are_compared() -> None:

@@ -50,6 +50,11 @@ def native_bf16() -> bool:
     return native.unavailable() is None and torch.cpu._is_avx512_bf16_supported()
 
 
+def oriented(x: Tensor) -> Tensor:
+    """``x [batch, rows, cols]``, or its transpose where that has the fewer rows."""
+    return x if x.size(-2) <= x.size(-1) else x.mT
+
+
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     """Normal numbers, the same on every call."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)

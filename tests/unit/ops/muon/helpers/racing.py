@@ -38,7 +38,9 @@ def opinion(rate: Callable[[str, str], float]) -> Iterator[list[tuple[str, ...]]
     """A race in which this rank finds these rates by dtype and table. Gives the dtypes of each."""
     held: list[tuple[str, ...]] = []
 
-    def race(shape: Shape, count: int, dtypes: Any, tables: Mapping[str, Any], device: Any) -> Rates:
+    def race(
+        shapes: Mapping[Shape, int], world_size: int, dtypes: Any, tables: Mapping[str, Any], device: Any
+    ) -> Rates:
         held.append(tuple(dtypes))
         return {dtype: {name: rate(dtype, name) for name in tables} for dtype in dtypes}
 

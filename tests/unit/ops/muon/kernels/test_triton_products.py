@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed.muon.kernels.table import Scalars, Symmetric, oriented
+from deepspeed.muon.kernels.table import Scalars, Symmetric
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.math import newton_schulz
 from deepspeed.muon.math.coefficients import schedule
 from deepspeed.muon.math.newton_schulz import orthogonalize
-from helpers.kernels import Interpret, interpreted_table, needs_triton, randn, relative
+from helpers.kernels import Interpret, interpreted_table, needs_triton, oriented, randn, relative
 from helpers.oracles import newton_schulz_fp64
 
 TILES = [(16, 16, 16), (16, 32, 16), (32, 32, 16)]

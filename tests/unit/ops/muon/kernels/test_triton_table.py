@@ -17,9 +17,9 @@ pytest.importorskip("triton", reason="triton is not installed")
 from deepspeed.muon.kernels import probe, quack, reference, triton_table
 from deepspeed.muon.kernels import triton_elementwise as elementwise
 from deepspeed.muon.kernels import triton_products as products
-from deepspeed.muon.kernels.table import Operations, Scalars, Symmetric, oriented, symmetric_of
+from deepspeed.muon.kernels.table import Operations, Scalars, Symmetric, symmetric_of
 from deepspeed.muon.kernels.workspace import Workspace
-from helpers.kernels import OPERATIONS, Interpret, interpreted_table
+from helpers.kernels import OPERATIONS, Interpret, interpreted_table, oriented
 
 BF16 = torch.bfloat16
 

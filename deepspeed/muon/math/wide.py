@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arithmetic in a wider dtype, a chunk at a time, rounded once.
+
+fp32 is enough for matrices of ordinary entries; squares of tiny or huge ones leave its range and need fp64. Tensors
+that are kept in bf16 without an fp32 copy are updated in fp32 and rounded stochastically: to nearest, an update below
+half a unit in the last place, 2^-9 of a weight, would be lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from deepspeed.muon.kernels.reference import CHUNK, chunks
+from deepspeed.muon.kernels.rounding import Key
+from deepspeed.muon.kernels.table import Operations
+from deepspeed.muon.kernels.workspace import Workspace, is_accelerator
+
+#: Elements at once on a CPU: few enough for its caches, so many that waking its threads costs little.
+CPU_CHUNK = 2**18
+
+
+def widened(x: Tensor, work: Workspace, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield some rows of ``x``, ``[rows, cols]``, at a time: a view, and a copy in ``dtype``, valid until the next."""
+    rows = max(1, (CHUNK if is_accelerator(x.device) else CPU_CHUNK) // x.size(1))
+    for part in x.split(rows):
+        yield part, work.get("widened", tuple(part.shape), dtype, x.device).copy_(part)
+
+
+def squares(x: Tensor, axis: int, work: Workspace, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return sums of squares in ``dtype``: of each row (axis 0), ``[rows, 1]``, or column (axis 1), ``[1, cols]``."""
+    sums = [wide.square_().sum(dim=1 - axis, keepdim=True) for _, wide in widened(x, work, dtype)]
+    return torch.cat(sums) if axis == 0 else torch.stack(sums).sum(dim=0)
+
+
+def scale(x: Tensor, factors: Tensor, work: Workspace) -> None:
+    """Multiply ``x``, ``[rows, cols]``, in place by factors of rows, ``[rows, 1]``, or of columns, ``[1, cols]``.
+
+    They have the dtype to compute in.
+    """
+    start = 0
+    for part, wide in widened(x, work, factors.dtype):
+        part.copy_(wide.mul_(factors[start : start + len(part)] if factors.size(0) > 1 else factors))
+        start += len(part)
+
+
+def in_fp32(
+    tensors: Sequence[Tensor], keys: Sequence[Key], first: int, kernels: Operations, work: Workspace
+) -> Iterator[tuple[slice, list[Tensor]]]:
+    """Yield the place and fp32 copies of each chunk, which are rounded back into the tensors when the loop goes on.
+
+    Args:
+        tensors: bf16, 1-D, of one length.
+        keys: of the random numbers of each, from :func:`deepspeed.muon.kernels.rounding.key_of`.
+        first: index of the first element among those drawn under the keys.
+        work: holds the copies, valid until the loop goes on.
+    """
+    for part in chunks(tensors[0]):
+        shape, device = (part.stop - part.start,), tensors[0].device
+        wide = [work.get(f"in fp32 {index}", shape, torch.float32, device) for index in range(len(tensors))]
+        for copy, tensor in zip(wide, tensors, strict=True):
+            copy.copy_(tensor[part])
+        yield part, wide
+        for copy, tensor, key in zip(wide, tensors, keys, strict=True):
+            kernels.copy_rounded(tensor[part], copy, key, first + part.start, work)
