@@ -18,8 +18,7 @@ import torch
 from deepspeed.muon.cli.tables import aligned
 from deepspeed.muon.kernels import selection
 from deepspeed.muon.math.newton_schulz import DTYPES
-from deepspeed.muon.math.race import race
-from deepspeed.muon.tuning import pin
+from deepspeed.muon.tuning import pin, race
 from deepspeed.muon.version import TESTED_DEEPSPEED, __version__
 from deepspeed.muon.zero.hooks import is_tested, seam_states
 from deepspeed.muon.zero.read_config import accelerator, backends

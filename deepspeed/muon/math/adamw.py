@@ -23,7 +23,7 @@ CHUNK = 2**20
 
 
 def state_of(state: dict[str, Any], tensor: Tensor) -> dict[str, Any]:
-    """``state`` with ``exp_avg`` and ``exp_avg_sq`` of the tensor's shape and dtype, and ``step``; zeros at first."""
+    """Return ``state`` with ``exp_avg``, ``exp_avg_sq``, of the tensor's shape and dtype, and ``step``; first zeros."""
     if "exp_avg" not in state:
         state["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
         state["exp_avg"] = torch.zeros_like(tensor, requires_grad=False)
@@ -34,9 +34,9 @@ def state_of(state: dict[str, Any], tensor: Tensor) -> dict[str, Any]:
 def step(
     tensors: Sequence[Tensor], states: Sequence[dict[str, Any]], group: Mapping[str, Any], decoupled: bool
 ) -> None:
-    """One step of ``torch.optim.AdamW`` over tensors that have a gradient, each with its :func:`state_of`.
+    """Make one step of ``torch.optim.AdamW`` over tensors that have a gradient, each with its :func:`state_of`.
 
-    ``decoupled``: weight decay as in AdamW; else L2 in the gradient.
+    ``decoupled``: weight decay as in AdamW; otherwise L2 in the gradient.
     """
     grads = [p.grad for p in tensors if p.grad is not None]
     means, squares, steps = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
@@ -44,7 +44,7 @@ def step(
 
 
 def is_rounded(tensor: Tensor) -> bool:
-    """Whether :func:`step_in_bf16` updates a tensor."""
+    """Return whether :func:`step_in_bf16` updates a tensor."""
     return tensor.dtype == torch.bfloat16 and tensor.is_contiguous()
 
 
@@ -57,19 +57,19 @@ def step_in_bf16(
     kernels: Operations,
     work: Workspace,
 ) -> None:
-    """:func:`step` of a contiguous bf16 tensor: computed in fp32, weights and moments rounded stochastically.
+    """Step a contiguous bf16 tensor: computed in fp32, weights and moments rounded stochastically.
 
     ``fragments``: what it holds of each parameter; padding between them stays as it is.
     """
     assert tensor.grad is not None
     grad, done = tensor.grad.reshape(-1), state["step"].clone()
-    held = [x.view(-1) for x in (tensor, state["exp_avg"], state["exp_avg_sq"])]
+    stored = [x.view(-1) for x in (tensor, state["exp_avg"], state["exp_avg_sq"])]
     state["step"] += 1
     step = int(state["step"])
     for name, first, position, numel in fragments:
         place = slice(position, position + numel)
         keys = [key_of(f"{name} {role}", step) for role in ("weight", "exp_avg", "exp_avg_sq")]
-        for part, wide in in_fp32([x[place] for x in held], keys, first, kernels, work):
+        for part, wide in in_fp32([x[place] for x in stored], keys, first, kernels, work):
             weights, means, squares = ([x] for x in wide)
             _update(weights, [grad[place][part].float()], means, squares, [done.clone()], group, decoupled)
 
@@ -100,14 +100,14 @@ def _update(
 
 @functools.cache
 def has_fused_kernel(device_type: str) -> bool:
-    """Whether this torch has fused Adam and AdamW for a type of device; asks its dispatcher."""
+    """Return whether this torch has fused Adam and AdamW for a type of device, by its dispatcher."""
     key = torch._C._dispatch_key_for_device(device_type)
     names = ("aten::_fused_adam_", "aten::_fused_adamw_")
     return all(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for name in names)
 
 
 def update_squares(state: Mapping[str, Any], group: Mapping[str, Any], start: int, length: int) -> Tensor:
-    """Sum of squares of the last update per unit of learning rate, without weight decay; fp32, 0-D.
+    """Return the sum of squares of the last update per unit of learning rate, without weight decay; fp32, 0-D.
 
     Of ``length`` elements from ``start`` on, row by row. ``state``: after the step; any strides.
     """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How Newton-Schulz runs: the dtype of its products, and for each shape the method and whose kernels multiply.
 
-:func:`fastest` takes the dtype and kernels of the highest rate in :mod:`deepspeed.muon.math.race`; the method of a
+:func:`fastest` takes the dtype and kernels of the highest rate in :func:`deepspeed.muon.tuning.race`; the method of a
 shape is that of fewer operations. A run's choice is pinned in the parameter groups, key ``ns_choice``, and saved with
 them in every checkpoint, so a resumed run keeps its bits on any machine.
 """

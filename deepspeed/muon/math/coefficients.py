@@ -19,7 +19,7 @@ DEFAULT_STEPS = 5
 #: One triple, repeated for every step. Keller Jordan, "Muon: An optimizer for hidden layers in neural networks" (2024).
 SIMPLE: Triple = (3.4445, -4.7750, 2.0315)
 
-#: Here and below the triples differ from step to step. You Jiacheng, published with modded-nanogpt (2025).
+#: From here on the triples differ from step to step. You Jiacheng, published with modded-nanogpt (2025).
 YOU: Schedule = (
     (4.0848, -6.8946, 2.9270),
     (3.9505, -6.3029, 2.6377),
@@ -31,7 +31,7 @@ YOU: Schedule = (
 
 @functools.cache
 def for_larger_norm(schedule: Schedule, factor: float) -> Schedule:
-    """The schedule that acts as if its input were divided by ``factor`` first."""
+    """Return the schedule that acts as if its input were divided by ``factor`` first."""
     a, b, c = schedule[0]
     return ((a / factor, b / factor**3, c / factor**5), *schedule[1:])
 
@@ -75,10 +75,10 @@ NAMED: dict[str, Schedule] = {
 
 
 def schedule(coefficients: str | Schedule, steps: int | None = None) -> Schedule:
-    """The triples to use, one per step.
+    """Return the triples to use, one per step.
 
     Args:
-        coefficients: a name of :data:`NAMED`, or triples given by the user.
+        coefficients: a name of :data:`NAMED`, or the user's triples.
         steps: number of steps, for a single triple. A schedule of several triples has a fixed length, and no other
             is accepted.
 
@@ -99,8 +99,8 @@ def schedule(coefficients: str | Schedule, steps: int | None = None) -> Schedule
 
 
 #: The Gram iteration composes steps if errors of the Gram matrices between them move no singular value by more than
-#: ``MOVED`` after ``AHEAD`` further steps, which show a value that diverges.
-MOVED, AHEAD = 0.06, 3
+#: ``MAX_SHIFT`` after ``STEPS_AHEAD`` further steps, which show a value that diverges.
+MAX_SHIFT, STEPS_AHEAD = 0.06, 3
 
 
 class Rounding(NamedTuple):
@@ -122,7 +122,7 @@ ROUNDING = {"bf16": Rounding(2.0**-7, 0.0, 2), "fp16": Rounding(2.0**-10, 1.0, 3
 
 @functools.cache
 def segments(schedule: Schedule, dtype: str) -> tuple[int, ...]:
-    """Numbers of steps after which the Gram iteration forms the Gram matrix from the iterate again.
+    """Return the numbers of steps after which the Gram iteration forms the Gram matrix from the iterate again.
 
     Between restarts its small matrices drift away from the iterate. A polynomial that is steep at the largest singular
     values amplifies the drift, and the next step may then diverge.
@@ -134,7 +134,7 @@ def segments(schedule: Schedule, dtype: str) -> tuple[int, ...]:
     done, rounding = 0, ROUNDING[dtype]
     while done < len(schedule):
         lengths = range(min(rounding.longest, len(schedule) - done), 1, -1)
-        fitting = (length for length in lengths if _moved(schedule, done, length, rounding) <= MOVED)
+        fitting = (length for length in lengths if _moved(schedule, done, length, rounding) <= MAX_SHIFT)
         found.append(next(fitting, 1))
         done += found[-1]
     return tuple(found)
@@ -142,7 +142,7 @@ def segments(schedule: Schedule, dtype: str) -> tuple[int, ...]:
 
 def _moved(schedule: Schedule, first: int, length: int, rounding: Rounding) -> float:
     """The most by which errors of one sign in the Gram matrices between composed steps move a singular value."""
-    composed, after = schedule[first : first + length], schedule[first + length : first + length + AHEAD]
+    composed, after = schedule[first : first + length], schedule[first + length : first + length + STEPS_AHEAD]
     worst = 0.0
     for error in (-rounding.error, rounding.error):
         for i in range(1001):

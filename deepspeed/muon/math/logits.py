@@ -32,7 +32,7 @@ HIDDEN = -9000.0
 
 @dataclass(frozen=True)
 class Visible:
-    """Which keys a query sees, by their positions.
+    """The keys that a query sees, by their positions.
 
     Args:
         mask: broadcast to ``[batch, heads, queries, keys]``; bool, or floats that are added to the logits, of which
@@ -50,28 +50,28 @@ class Visible:
 
     @property
     def _after(self) -> int:
-        """How many keys after its own position a query sees; negative: all."""
+        """Return how many keys after its position a query sees; negative: all."""
         return 0 if self.is_causal else self.window[1]
 
     @property
     def is_prefix(self) -> bool:
-        """Whether a query sees all keys up to some point."""
+        """Return whether a query sees all keys up to some point."""
         return self.mask is None and self.documents is None and self.window[0] < 0
 
     def last(self, queries: int, keys: int) -> Tensor:
-        """The last key that each query sees if it :attr:`is_prefix`; negative: none."""
+        """Return the last key that each query sees if it :attr:`is_prefix`; negative: none."""
         if self._after < 0:
             return torch.full((queries,), keys - 1, dtype=torch.int64, device="cpu")
         return (torch.arange(queries, dtype=torch.int64, device="cpu") + self.shift + self._after).clamp(max=keys - 1)
 
     def reach(self, query: int, keys: int) -> int:
-        """How many keys, from the first on, the queries up to this one see at most."""
+        """Return how many keys, from the first on, the queries up to this one see at most."""
         return keys if self._after < 0 else min(keys, max(1, query + self.shift + self._after + 1))
 
     def of(self, queries: Tensor, keys: int) -> Tensor | None:
-        """Which of the first ``keys`` keys these queries see, broadcast to ``[batch, heads, queries, keys]``.
+        """Return which of the first ``keys`` keys these queries see, ``None`` for all.
 
-        ``None``: all.
+        Broadcast to ``[batch, heads, queries, keys]``.
         """
         found = []
         distance = torch.arange(keys, dtype=torch.int64, device=queries.device) - queries[:, None] - self.shift
@@ -89,11 +89,10 @@ class Visible:
 
 
 def largest(query: Tensor, key: Tensor, scale: float, visible: Visible, mode: str = "exact", step: int = 0) -> Tensor:
-    """The largest logit of each head, ``[heads]``, fp32; minus infinity where no query sees a key.
+    """Return the largest logit of each head, ``[heads]``, fp32; minus infinity where no query sees a key.
 
     Logits are ``scale`` times the product of query and key, computed in their dtype, of fp16 in fp32, before biases and
-    soft caps.
-    ``sampled`` gives at most this number, ``bound`` at least.
+    soft caps. ``sampled`` gives at most this number, ``bound`` at least.
 
     Args:
         query: ``[batch, heads, queries, width]``.
@@ -139,7 +138,7 @@ def _bounds(query: Tensor, key: Tensor) -> Tensor:
 
 
 def _bound_of_prefixes(query: Tensor, key: Tensor, visible: Visible) -> Tensor:
-    """By head the largest product of norms, without a table of all pairs."""
+    # By head the largest product of norms, without a table of all pairs.
     longest = key.float().norm(dim=-1).cummax(dim=-1).values.repeat_interleave(query.size(1) // key.size(1), dim=1)
     last = visible.last(query.size(2), key.size(2)).to(query.device)
     bounds = query.float().norm(dim=-1) * longest[..., last.clamp(min=0)]
@@ -147,7 +146,7 @@ def _bound_of_prefixes(query: Tensor, key: Tensor, visible: Visible) -> Tensor:
 
 
 class Factors(NamedTuple):
-    """What the weights of one attention layer are multiplied by.
+    """Factors for the weights of one attention layer.
 
     ``query`` and ``rotary``: of each query head. ``key``: of each key head. ``rotary`` is for queries whose keys are
     shared by all heads and stay as they are, as the rotary ones of latent attention.
@@ -159,7 +158,7 @@ class Factors(NamedTuple):
 
 
 def clip_factors(logits: Sequence[float], keys: int, tau: float, alpha: float) -> Factors:
-    """The factors that take logits above ``tau`` back to it and leave others as they are.
+    """Return the factors that take logits above ``tau`` back to it and leave others as they are.
 
     A head's logits are multiplied by g = tau / logit, its queries by g^alpha. A key that several heads share takes
     g^(1 - alpha) of the largest logit among them, so that none of them stays above ``tau``.

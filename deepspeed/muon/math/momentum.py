@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The momentum as it is kept: in the tensor's dtype, which is fp32 under ZeRO, in bf16, or in int8."""
+"""The momentum as it is stored: in the tensor's dtype, which is fp32 under ZeRO, in bf16, or in int8."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deepspeed.muon.kernels.codes import BLOCK, blocks_of, decode, encode
 
-#: The momentum in a state, and its two parts in int8, where it is no tensor of its own.
+#: Keys of a state: the momentum, or its two parts in int8.
 MOMENTUM, CODES, ABSMAX = "momentum_buffer", "momentum_codes", "momentum_absmax"
 #: Blocks that are converted at a time.
 CHUNK = 2**14
@@ -21,7 +21,7 @@ State = dict[str, Any]
 
 
 class Fragment(NamedTuple):
-    """Elements of one parameter that lie together in a tensor: ``first`` is the index of their first in it."""
+    """Consecutive elements of one parameter in a tensor: ``first`` is the index of the first in the parameter."""
 
     name: str
     first: int

@@ -25,8 +25,6 @@ from deepspeed.muon.math.coefficients import Schedule, Triple, for_larger_norm, 
 from deepspeed.muon.math.wide import scale, widened
 
 METHODS = ("standard", "gram")
-#: What keeps singular values at most one at the start: the Frobenius norm of the matrix, or :func:`_precondition`.
-NORMALIZATIONS = ("frobenius", "aol")
 #: The dtypes of the products, the most exact first.
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 #: The Frobenius norm that a matrix is given. Entries of a very large one of norm 1 would leave fp16's normal numbers;
@@ -35,7 +33,7 @@ NORM = 16.0
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """The key of a dtype in :data:`DTYPES`."""
+    """Return the key of a dtype in :data:`DTYPES`."""
     return next(name for name, known in DTYPES.items() if known == dtype)
 
 
@@ -75,7 +73,7 @@ SPLIT_FROM = 4
 def flops(
     rows: int, cols: int, schedule: Schedule, method: str, dtype: str, symmetric: float = 1.0, owners: int = 1
 ) -> int:
-    """Floating-point operations of each owner to orthogonalize one m x n matrix, m <= n.
+    """Return the floating-point operations of each owner to orthogonalize one m x n matrix, m <= n.
 
     For ``simple``, with every product counted in full: ``standard`` 20 m^2 n + 10 m^3; ``gram`` 12 m^2 n + 22 m^3 in
     bf16, and 8 m^2 n + 28 m^3 in fp16 and fp32.
@@ -90,19 +88,15 @@ def flops(
     return int(2 * m * m * (n * wide + m * small / (owners if owners >= SPLIT_FROM else 1)))
 
 
-class Traffic(NamedTuple):
-    """What each owner of a slice sends to the others: bytes, and the number of collectives."""
+def traffic(rows: int, cols: int, schedule: Schedule, method: str, dtype: str, owners: int) -> tuple[float, int]:
+    """Return what each owner of a slice sends to the others: bytes, and the number of collectives.
 
-    nbytes: float
-    calls: int
-
-
-def traffic(rows: int, cols: int, schedule: Schedule, method: str, dtype: str, owners: int) -> Traffic:
-    """Of the owners of one matrix: Gram matrices are summed in fp32, rows of products gathered in ``dtype``."""
+    Gram matrices are summed in fp32, rows of products gathered in ``dtype``.
+    """
     count, small, others = products(schedule, method, dtype), min(rows, cols), (owners - 1) / owners
     gathered = count.product if owners >= SPLIT_FROM else 0
     nbytes = small * small * others * (2 * 4 * count.square + DTYPES[dtype].itemsize * gathered)
-    return Traffic(nbytes, 1 + count.square + gathered)
+    return nbytes, 1 + count.square + gathered
 
 
 def orthogonalize(
@@ -124,8 +118,9 @@ def orthogonalize(
         dtype: of the products, a value of :data:`DTYPES`; by default that of ``x``.
         work: holds the temporaries.
         kernels: compute the products.
-        normalization: of :data:`NORMALIZATIONS`. ``aol`` in fp16 is less exact for rows that are far smaller than
-            others, because their entries leave its range before they are scaled.
+        normalization: what keeps singular values at most one at the start: ``frobenius``, the norm of the matrix, or
+            ``aol``, :func:`_precondition`. The latter in fp16 is less exact for rows that are far smaller than others,
+            because their entries leave its range before they are scaled.
         gram_axis: the axis whose vectors the Gram matrix is of; by default the shorter one. The slices of one matrix
             all have that of the whole.
 
@@ -188,7 +183,7 @@ def _gram(
 
 
 def _times(a: Symmetric, b: Symmetric, spares: list[Symmetric], work: Workspace, kernels: Operations) -> Symmetric:
-    """A B in one of ``spares``, which B becomes in exchange; in B itself if there is none."""
+    """Return A B in one of ``spares``, which B becomes in exchange; in B itself if there is none."""
     out = spares.pop() if spares else b
     kernels.product(a, b, out, work)
     spares += [] if out is b else [b]
@@ -217,7 +212,7 @@ def _precondition(x: Tensor, work: Workspace, kernels: Operations) -> None:
 
 
 def _polynomial(r: Symmetric, triple: Triple, out: Symmetric, work: Workspace, kernels: Operations) -> None:
-    """``out = a I + b R + c R^2``."""
+    """Set ``out = a I + b R + c R^2``."""
     a, b, c = triple
     if c:
         return kernels.product(r, r, out, work, Scalars(c, b, a))

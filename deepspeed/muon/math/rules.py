@@ -42,7 +42,7 @@ class Rules:
 
     @property
     def keys(self) -> list[str]:
-        """The options that are on."""
+        """Return the options that are on."""
         is_on = {"normuon": self.normuon, "muon_eq": self.muon_eq != "none", "muon_plus": self.muon_plus != "none"}
         return [key for key in is_on if is_on[key]]
 
@@ -55,7 +55,7 @@ class Rules:
         return ", ".join([*texts, *([f"NorMuon (beta2 {self.normuon_beta2:g})"] if self.normuon else ())])
 
     def before(self, matrices: Tensor, axis: int, work: Workspace) -> None:
-        """What precedes Newton-Schulz, in place. ``matrices``: ``[batch, rows, cols]``, bf16 or fp32."""
+        """Apply what precedes Newton-Schulz, in place. ``matrices``: ``[batch, rows, cols]``, bf16 or fp32."""
         if self.muon_eq != "none":
             axes = [axis ^ side for side in SIDES[self.muon_eq]]
             for matrix in matrices:  # a gradient of any magnitude
@@ -66,7 +66,7 @@ class Rules:
                     equalize(matrix, axes, work)
 
     def after(self, matrices: Tensor, axis: int, second_moments: Sequence[Tensor], work: Workspace) -> None:
-        """What follows it, in place. ``second_moments``: with NorMuon one of each matrix, updated."""
+        """Apply what follows it, in place. ``second_moments``: with NorMuon one of each matrix, updated."""
         if self.muon_plus != "none":
             axes = [axis ^ side for side in SIDES[self.muon_plus]]
             for matrix in matrices:
@@ -120,8 +120,8 @@ def normuon(x: Tensor, axis: int, second_moment: Tensor, beta2: float, work: Wor
         second_moment: fp32, one number per output, zeros at first; updated.
     """
     found = squares(x, axis, work)
-    total, held = found.sum(), second_moment.view(found.shape)
-    held.copy_(torch.where(total > 0, held.lerp(found / x.size(1 - axis), 1 - beta2), held))
-    factor = 1 / (held.sqrt() + EPS)
+    total, mean = found.sum(), second_moment.view(found.shape)
+    mean.copy_(torch.where(total > 0, mean.lerp(found / x.size(1 - axis), 1 - beta2), mean))
+    factor = 1 / (mean.sqrt() + EPS)
     scaled = (found * factor.square()).sum()
     scale(x, torch.where(total > 0, factor * (total / scaled).sqrt(), 1.0), work)

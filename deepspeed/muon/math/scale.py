@@ -20,10 +20,10 @@ RMS_SCALE = 0.2
 
 
 def scale_factor(adjust_lr_fn: str, rows: int, cols: int, rms_scale: float = RMS_SCALE) -> float:
-    """The factor of :data:`SCALES` for a rows x cols matrix."""
+    """Return the factor of :data:`SCALES` for a rows x cols matrix."""
     return SCALES[adjust_lr_fn][1](rows, cols, rms_scale)
 
 
 def update_rms(adjust_lr_fn: str, rows: int, cols: int, rms_scale: float = RMS_SCALE) -> float:
-    """RMS of one scaled update per unit of learning rate, for an exactly orthogonal rows x cols matrix."""
+    """Return the RMS of one scaled update per unit of learning rate, for an exactly orthogonal rows x cols matrix."""
     return scale_factor(adjust_lr_fn, rows, cols, rms_scale) / math.sqrt(max(rows, cols))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Momentum and weight decay that change with the step, as pure functions of the updates done."""
+"""Momentum and weight decay that change with the step, as functions of the number of updates done."""
 
 from __future__ import annotations
 

@@ -92,8 +92,8 @@ def cost_model(
         operations = flops(rows, cols, schedule, name, dtype, owners=owners)
         if owners == 1:
             return OwnerCost(operations)
-        sent = traffic(rows, cols, schedule, name, dtype, owners)
-        return OwnerCost(operations, sent.nbytes, sent.calls)
+        nbytes, calls = traffic(rows, cols, schedule, name, dtype, owners)
+        return OwnerCost(operations, nbytes, calls)
 
     flops_per_byte = CPU_FLOPS_PER_BYTE if device_type == "cpu" else ACCELERATOR_FLOPS_PER_BYTE
     return CostModel(of_owner, flops_per_byte, wire_bytes, device_type, intra_node)

@@ -7,6 +7,7 @@ import functools
 import json
 import socket
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,17 +16,18 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.muon.binding import StepContext
 from deepspeed.muon.config.types import GROUP_KEYS
 from deepspeed.muon.errors import MuonConfigError
+from deepspeed.muon.exchange.groups import is_made, make_groups
 from deepspeed.muon.exchange.watchdog import start_watchdog
 from deepspeed.muon.kernels import selection
 from deepspeed.muon.log import log_if_slow
+from deepspeed.muon.math.choice import Rates, lowest
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.plan.owners import neighbours
 from deepspeed.muon.step import short_hash
-from deepspeed.muon.tuning import has_bf16, may_race
+from deepspeed.muon.tuning import Candidates, Tuning, has_bf16, may_race
 from deepspeed.muon.version import __version__
 from deepspeed.muon.zero.checkpoint.compatibility import muon_facts_of_all_stages
 from deepspeed.muon.zero.checkpoint.universal import support_universal_checkpoints
-from deepspeed.muon.zero.choice import choose, compare_plans
 from deepspeed.muon.zero.consensus import Facts, agree, differences
 from deepspeed.muon.zero.monitor import Recorder
 from deepspeed.muon.zero.refusals import refuse_qk_clip
@@ -96,7 +98,7 @@ def bind_engine(engine: Any) -> None:
     )
     world_size = max((p.world_size for p in partitions), default=1)
     with slow("choosing dtype, method and kernels of Newton-Schulz"):
-        tuning = choose(optimizer, agreed, device, world_size)
+        tuning = choose_newton_schulz(optimizer, agreed, device, world_size)
     with slow("planning the exchange and allocating the state"):
         optimizer.bind(partitions, tuning, device)
     with slow("compiling and tuning the kernels, and comparing the plans of all ranks,"):
@@ -109,6 +111,49 @@ def bind_engine(engine: Any) -> None:
     start_watchdog()
     if engine.global_rank in agreed["firsts"]:
         log_startup(adapter, tuning, agreed["matrices"])
+
+
+def choose_newton_schulz(optimizer: MuonWithAuxAdam, agreed: Facts, device: torch.device, world_size: int) -> Tuning:
+    """Choose the same on all ranks. They race at the same time, as they step at the same time.
+
+    Args:
+        agreed: the result of :func:`agree_on_settings`, equal on all ranks.
+        device: where Newton-Schulz runs.
+        world_size: ranks that share the matrices.
+
+    Raises:
+        DisagreementError: on all ranks, some rank cannot race.
+    """
+    shapes = Counter({(rows, cols): count for rows, cols, count in agreed["shapes"]})
+    methods, tables = set(agreed["ns_methods"]), optimizer.tables_on(device)
+
+    def slowest(measure: Callable[[], Rates]) -> Rates:
+        return agree(lambda: {"rates": measure()}, lambda facts: lowest([stated["rates"] for stated in facts]))
+
+    return Candidates.of(optimizer.config, tables, methods, device, agreed["bf16"]).choose(
+        shapes, world_size, agreed["races"], is_logging_rank=optimizer.context.is_logging, slowest=slowest
+    )
+
+
+def compare_plans(engine: Any) -> None:
+    """Raise DisagreementError where ranks that hold the same parameters differ in choice or plan; make the process
+    groups that any plan needs. Called after every binding.
+    """
+    optimizer = engine.basic_optimizer
+    pinned = [group["ns_choice"] for group in optimizer.param_groups if group["use_muon"]]
+    stated = {"stage": matrix_share(engine, optimizer), "choice": pinned, "plan": optimizer.digest()}
+    stated["sets"] = sorted(ranks for ranks in optimizer.owner_sets if not is_made(ranks))
+    titles = {"choice": "the choice of dtype, methods and kernels", "plan": "the exchange plan"}
+
+    def state() -> Facts:
+        optimizer.warm_up()  # here, where a rank may take long
+        return stated
+
+    def judge(facts: list[Facts]) -> Facts:
+        sets = sorted({tuple(ranks) for one in facts for ranks in one["sets"]})
+        return differences(facts, titles, within="stage") or {"sets": sets}
+
+    make_groups(agree(state, judge)["sets"], optimizer.compute_device)
 
 
 def _facts(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:

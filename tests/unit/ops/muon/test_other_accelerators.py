@@ -19,9 +19,9 @@ from deepspeed.muon import MuonWithAuxAdam
 from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.math import rules
-from deepspeed.muon.math.race import race
 from deepspeed.muon.math.rules import Rules
 from deepspeed.muon.replicas import check_agreement
+from deepspeed.muon.tuning import race
 from helpers.distributed import run
 from helpers.models import MODELS, train_engine
 from helpers.records import monitored, records

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from deepspeed.muon import tuning as module
 from deepspeed.muon.kernels.reference import OPERATIONS
 from deepspeed.muon.kernels.table import Operations
-from deepspeed.muon.math import race as module
 from deepspeed.muon.math.choice import Rates
 from deepspeed.muon.math.newton_schulz import DTYPES
-from deepspeed.muon.math.race import race
+from deepspeed.muon.tuning import race
 
 CPU = torch.device("cpu")
 KINDS = ("square", "product", "multiply")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from deepspeed.muon import MuonWithAuxAdam
 from deepspeed.muon.config.schema import parse
 from deepspeed.muon.kernels import native, reference
-from deepspeed.muon.math.newton_schulz import DTYPES, NORMALIZATIONS, orthogonalize
+from deepspeed.muon.math.newton_schulz import DTYPES, orthogonalize
 from helpers.oracles import newton_schulz_fp64
 from helpers.rules import almost_orthogonal
 
@@ -29,7 +29,7 @@ def test_newton_schulz_takes_every_shape(method: str, kernels: str) -> None:
     table = native.operations() if kernels == "c++" else reference.OPERATIONS
     schedule = parse({"lr": 1e-3}).schedule
     for rows, cols, wire, normalization in itertools.product(
-        SIDES, SIDES, (torch.bfloat16, torch.float32), NORMALIZATIONS
+        SIDES, SIDES, (torch.bfloat16, torch.float32), ("frobenius", "aol")
     ):
         x, expected = with_result(rows, cols, wire, normalization)
         for dtype in DTYPES:

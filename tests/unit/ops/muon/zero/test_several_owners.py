@@ -145,7 +145,7 @@ def groups_made(stages: bool) -> dict[str, Any]:
     import torch.distributed as dist
 
     from deepspeed.muon.optimizer import MuonWithAuxAdam
-    from deepspeed.muon.zero.choice import compare_plans
+    from deepspeed.muon.zero.bind import compare_plans
 
     made: list[tuple[tuple[int, ...], Any, bool]] = []
     original, of_optimizer = dist.new_group, MuonWithAuxAdam.owner_sets
