@@ -66,9 +66,8 @@ def clipped_once(params: Mapping[str, Any] | None, gradient_clipping: Any, is_lo
         return params
     if is_logging_rank:
         logger.warning(
-            "deepspeed-muon: optimizer.params.max_grad_norm %s is dropped, because gradient_clipping %s clips",
-            params["max_grad_norm"],
-            gradient_clipping,
+            f"deepspeed-muon: optimizer.params.max_grad_norm {params['max_grad_norm']} is dropped, because "
+            f"gradient_clipping {gradient_clipping} clips"
         )
     return {key: value for key, value in params.items() if key != "max_grad_norm"}
 
@@ -281,16 +280,16 @@ def install() -> None:
         SeamError: this DeepSpeed lacks something that deepspeed-muon replaces; nothing has been changed.
     """
     version = importlib.import_module("deepspeed.git_version_info").version  # deepspeed.__version__ is not set yet
+    oldest, newest = TESTED_DEEPSPEED
     if missing := [str(seam) for seam in SEAMS if not seam.exists()]:
         raise SeamError(
-            f"DeepSpeed {version} has no {', '.join(missing)}, where deepspeed-muon hooks in; "
-            f"tested versions are {TESTED_DEEPSPEED[0]} to {TESTED_DEEPSPEED[1]}"
+            f"DeepSpeed {version} has no {', '.join(missing)}, where deepspeed-muon hooks in; tested versions are "
+            f"{oldest} to {newest}"
         )
     if _undo:
         return
     if not is_tested(version):
-        oldest, newest = TESTED_DEEPSPEED
-        logger.warning("deepspeed-muon was tested on DeepSpeed %s to %s, this is %s", oldest, newest, version)
+        logger.warning(f"deepspeed-muon was tested on DeepSpeed {oldest} to {newest}, this is {version}")
     for seam, function in REPLACEMENTS.items():
         owner, name = seam.find()
         _undo.append(replace(owner, name, function))

@@ -140,9 +140,8 @@ def _warn_of_no_decay(optimizer: MuonWithAuxAdam) -> None:
     for key in ("cautious_weight_decay", "muon_weight_decay_steps"):
         if getattr(optimizer.config, key) and decays and not any(decays):
             logger.warning(
-                "deepspeed-muon: optimizer.params.%s has no effect, because weight_decay is 0 in every group of the "
-                "Muon half",
-                key,
+                f"deepspeed-muon: optimizer.params.{key} has no effect, because weight_decay is 0 in every group of "
+                "the Muon half"
             )
 
 
