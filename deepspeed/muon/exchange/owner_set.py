@@ -90,7 +90,7 @@ class OwnerSet:
             self._add(out.diagonal)
 
     def _product(
-        self, kernels: Operations, a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, by: Scalars = PLAIN
+        self, kernels: Operations, a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, coeffs: Scalars = PLAIN
     ) -> None:
         """Some rows on each rank. B is symmetric, so these rows of B A are those of A B.
 
@@ -104,7 +104,7 @@ class OwnerSet:
             kernels.multiply(one_a, one_b.rest[:, mine].mT, rows.mT, work)
             parts = max(1, SUM_ELEMENTS // rows.size(-1))
             diagonals = [
-                _complete(part, one_a, one_b, slice(start, start + part.size(1)), by, work)
+                _complete(part, one_a, one_b, slice(start, start + part.size(1)), coeffs, work)
                 for start, part in zip(range(first, first + count, parts), rows.split(parts, dim=1), strict=True)
             ]
             self._gather(one_out.rest, rows)
@@ -125,13 +125,13 @@ def _each(matrices: Symmetric) -> list[Symmetric]:
     return [Symmetric(rest, d) for rest, d in zip(matrices.rest.split(1), matrices.diagonal.split(1), strict=True)]
 
 
-def _complete(rows: Tensor, a: Symmetric, b: Symmetric, mine: slice, by: Scalars, work: Workspace) -> Tensor:
+def _complete(rows: Tensor, a: Symmetric, b: Symmetric, mine: slice, coeffs: Scalars, work: Workspace) -> Tensor:
     """Turn ``rows``, which are A times the ``rest`` of B, into those of ``alpha A B + beta A + shift I``.
 
     Returns:
         The same part of its diagonal, where that is apart.
     """
-    alpha, beta, shift = by
+    alpha, beta, shift = coeffs
     of_a, on_diagonal = a.rest[:, mine], rows.diagonal(offset=mine.start, dim1=-2, dim2=-1)
     if a.is_whole:
         rows.mul_(alpha).add_(of_a, alpha=beta)

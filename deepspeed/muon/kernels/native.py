@@ -57,9 +57,9 @@ def table(module: Any) -> Operations:
 
         return call
 
-    def product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, by: Scalars = PLAIN) -> None:
-        if not module.product(a, b, out, by):
-            reference.product(a, b, out, work, by)
+    def product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, coeffs: Scalars = PLAIN) -> None:
+        if not module.product(a, b, out, coeffs):
+            reference.product(a, b, out, work, coeffs)
 
     def multiply(p: Symmetric, x: Tensor, out: Tensor, work: Workspace) -> Tensor:
         return out if module.multiply(p, x, out) else reference.multiply(p, x, out, work)

@@ -30,7 +30,7 @@ def unavailable() -> str | None:
         return "quack-kernels is not installed"
     if torch.version.hip or not torch.cuda.is_available():
         return "no NVIDIA GPU"
-    reason = probe.why_wrong(lambda: operations(reference.OPERATIONS), max(probe.SIZE, SYMMETRIC_FROM))
+    reason = probe.why_wrong(lambda: operations(reference.OPERATIONS))
     return reason and f"its kernels fail, those of 0.6.5 are known to fit: {reason}"
 
 
@@ -52,11 +52,11 @@ def operations(other: Operations) -> Operations:
         gemm_symmetric(x, x.mT, out=out.rest)
         reference.separate(x, out)
 
-    def product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, by: Scalars = PLAIN) -> None:
+    def product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, coeffs: Scalars = PLAIN) -> None:
         if not _fits(out, a.rest, b.rest):
-            return other.product(a, b, out, work, by)
+            return other.product(a, b, out, work, coeffs)
         gemm_symmetric(a.rest, b.rest, out=out.rest)
-        triton_products.complete(a, b, out, by)
+        triton_products.complete(a, b, out, coeffs)
 
     return dataclasses.replace(other, name=f"quack + {other.name}", square=square, product=product)
 

@@ -284,7 +284,7 @@ def separate(x: Tensor, out: Symmetric) -> None:
     out.rest.diagonal(dim1=-2, dim2=-1).zero_()
 
 
-def product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, by: Scalars = PLAIN) -> None:
+def product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, coeffs: Scalars = PLAIN) -> None:
     """Set ``out = alpha A B + beta A + shift I`` for matrices that commute, so that the result is symmetric.
 
     Polynomials of one symmetric matrix commute. Only one triangle has to be computed; the other mirrors it.
@@ -293,7 +293,7 @@ def product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, by: Sca
         a, b: of one shape and dtype; may be the same.
         out: of that shape and dtype, neither ``a`` nor ``b``.
     """
-    alpha, beta, shift = by
+    alpha, beta, shift = coeffs
     torch.baddbmm(a.rest, a.rest, b.rest, beta=beta, alpha=alpha, out=out.rest)
     if out.is_whole:
         out.rest.diagonal(dim1=-2, dim2=-1).add_(shift)

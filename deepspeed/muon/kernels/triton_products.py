@@ -220,15 +220,15 @@ def square(x: Tensor, out: Symmetric, work: Workspace, kernel: Any = None) -> No
 
 
 def product(
-    a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, by: Scalars = PLAIN, kernel: Any = None
+    a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, coeffs: Scalars = PLAIN, kernel: Any = None
 ) -> None:
     """``alpha A B + beta A + shift I`` for symmetric matrices that commute; all tensors are contiguous."""
-    _run(kernel, a, b, out, by, diagonals=True)
+    _run(kernel, a, b, out, coeffs, diagonals=True)
 
 
-def _run(kernel: Any, a: Symmetric, b: Symmetric, out: Symmetric, by: Scalars, diagonals: bool) -> None:
+def _run(kernel: Any, a: Symmetric, b: Symmetric, out: Symmetric, coeffs: Scalars, diagonals: bool) -> None:
     batch, size, depth = a.rest.shape
-    alpha, beta, shift = map(float, by)
+    alpha, beta, shift = map(float, coeffs)
 
     def grid(chosen: dict[str, Any]) -> tuple[int]:
         return (tiles(size, chosen["ROWS"], chosen["COLS"]) * batch,)
@@ -312,20 +312,20 @@ def _block(cols: int) -> int:
     return min(PASS_BLOCK, triton.next_power_of_2(cols))
 
 
-def complete(a: Symmetric, b: Symmetric, out: Symmetric, by: Scalars) -> None:
+def complete(a: Symmetric, b: Symmetric, out: Symmetric, coeffs: Scalars) -> None:
     """In one pass, turn ``out``, whose ``rest`` is ``a.rest b.rest``, into ``alpha A B + beta A + shift I``."""
     batch, size = out.diagonal.shape
-    alpha, beta, shift = map(float, by)
+    alpha, beta, shift = map(float, coeffs)
     cols = _block(size)
     complete_kernel[(size * batch,)](
         a.rest, b.rest, out.rest, a.diagonal, b.diagonal, out.diagonal, size, alpha, beta, shift, cols, **OPTIONS
     )
 
 
-def library_product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, by: Scalars = PLAIN) -> None:
+def library_product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, coeffs: Scalars = PLAIN) -> None:
     """Compute ``alpha A B + beta A + shift I`` by a library's full product and one pass."""
     torch.bmm(a.rest, b.rest, out=out.rest)
-    complete(a, b, out, by)
+    complete(a, b, out, coeffs)
 
 
 def multiply(p: Symmetric, x: Tensor, out: Tensor, work: Workspace) -> Tensor:
