@@ -29,9 +29,8 @@ from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.patch import replaced
 from deepspeed.muon.plan import bucket
-from deepspeed.muon.plan.bucket import Bucket
+from deepspeed.muon.plan.bucket import Bucket, Scale
 from deepspeed.muon.plan.cost import CostModel, cost_model
-from deepspeed.muon.plan.launches import Scale, calls_of, spans_of
 from deepspeed.muon.plan.plan import BUCKET_BYTES, Plan, global_plan
 from deepspeed.muon.plan.program import Send
 from deepspeed.muon.step import PartitionStep
@@ -102,8 +101,8 @@ def launches_of(buckets: Iterable[Bucket], scale: Scale, together: bool) -> Laun
     """Return the kernels of each phase over all buckets: one for all spans of a call if ``together``, else for each."""
     spans = copies = 0
     for one in buckets:
-        for call in calls_of(one, scale):
-            spans += 1 if together else max(1, len(spans_of(one, call, staged=False)))
+        for call in one.run_groups(scale):
+            spans += 1 if together else max(1, len(one.spans(call, staged=False)))
         copies += len(one.scattered)
     return Launches(spans, copies, copies, spans)
 

@@ -36,8 +36,7 @@ from deepspeed.muon.math.momentum import MOMENTUM, Blocks, Fragment, State
 from deepspeed.muon.math.newton_schulz import DTYPES, name_of, orthogonalize
 from deepspeed.muon.math.rules import Rules
 from deepspeed.muon.math.wide import in_fp32
-from deepspeed.muon.plan.bucket import Bucket, Run
-from deepspeed.muon.plan.launches import Span, calls_of, spans_of
+from deepspeed.muon.plan.bucket import Bucket, Run, Span
 from deepspeed.muon.plan.plan import Plan
 from deepspeed.muon.plan.program import Collective, Look, NewtonSchulz, Program, program_of
 from deepspeed.muon.second_moments import SecondMoments
@@ -133,7 +132,7 @@ class PartitionStep:
     @cached_property
     def calls(self) -> list[list[Call]]:
         """Return the calls of each bucket."""
-        return [[self._call(bucket, runs) for runs in calls_of(bucket, self.scale)] for bucket in self.plan.buckets]
+        return [[self._call(bucket, runs) for runs in bucket.run_groups(self.scale)] for bucket in self.plan.buckets]
 
     def warm_up(self) -> None:
         """Compile and autotune the Newton-Schulz kernels on an accelerator."""
@@ -148,7 +147,7 @@ class PartitionStep:
 
     def _call(self, bucket: Bucket, indices: tuple[int, ...]) -> Call:
         first, tiles = bucket.runs[indices[0]], None
-        spans = spans_of(bucket, indices, staged=self.exchange.staging is not None)
+        spans = bucket.spans(indices, staged=self.exchange.staging is not None)
         if self.multi_run_kernels is not None and spans:
             tiles = self.multi_run_kernels.tiles(spans, self.partition.tensors[first.tensor].device)
         rows, cols = first.shape

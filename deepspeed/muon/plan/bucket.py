@@ -8,13 +8,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, zip_longest
 from operator import itemgetter
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from deepspeed.muon.matrices.block import Piece
 from deepspeed.muon.plan.placement import PlacedBlock
 
-#: The matrices of one bucket, each with its owner.
+#: Matrices, each with its owner.
 OwnedBlocks = list[tuple[int, PlacedBlock]]
+#: Of a matrix, by rows and columns: the factor of its update.
+Scale = Callable[[int, int], float]
+#: The most elements of a span of several runs, as the temporaries of an operation are as large as what it takes.
+MAX_SPAN = 2**16
+Part = TypeVar("Part")
 
 
 class Segment(NamedTuple):
@@ -28,6 +33,14 @@ class Segment(NamedTuple):
     device: int
     numel: int
     in_place: bool
+
+
+class Span(NamedTuple):
+    """Elements of neighbouring runs: without a gap in the shard, from ``start`` on, and in a buffer, from ``at`` on."""
+
+    start: int
+    at: int
+    numel: int
 
 
 class Copy(NamedTuple):
@@ -48,7 +61,7 @@ class Copy(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Return the number of elements."""
         return self.times * self.rows * self.cols
 
     @property
@@ -167,14 +180,31 @@ class Bucket:
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
         """Return what one copy carries between host memory and the accelerator: neighbours in both are one."""
-        found: list[Segment] = []
-        for run, host in sorted(zip(self.runs, self.host_places, strict=True), key=itemgetter(1)):
-            last, at, numel = found[-1] if found else None, run.copy.at, run.copy.numel
-            if last and (last.in_place, last.device + last.numel) == (run.in_place, at):
-                found[-1] = last._replace(numel=last.numel + numel)
-            else:
-                found.append(Segment(host=host, device=at, numel=numel, in_place=run.in_place))
-        return tuple(found)
+        places = sorted(zip(self.host_places, self.runs, strict=True), key=itemgetter(0))
+        parts = (Segment(host, run.copy.at, run.copy.numel, run.in_place) for host, run in places)
+        return tuple(_merged(parts, _continued))
+
+    def run_groups(self, scale: Scale) -> list[tuple[int, ...]]:
+        """Return the runs, as indices, that are advanced, and applied, by one call.
+
+        They are all contiguous runs of one tensor, one buffer and one scale; a run on a grid is a group of its own.
+        """
+        groups: dict[tuple, list[int]] = {}
+        for index, run in enumerate(self.runs):
+            alike = (run.tensor, run.in_place, scale(*run.shape)) if run.copy.rows == 1 else (index,)
+            groups.setdefault(alike, []).append(index)
+        return [tuple(group) for group in groups.values()]
+
+    def spans(self, runs: Iterable[int], staged: bool) -> list[Span]:
+        """Return the spans of a group of runs, by index; none of a run on a grid.
+
+        ``staged``: their buffer is the bucket's host memory.
+        """
+        copies = [(index, self.runs[index].copy) for index in runs]
+        if any(copy.rows > 1 for _, copy in copies):
+            return []
+        parts = (Span(copy.start, self.host_places[i] if staged else copy.at, copy.numel) for i, copy in copies)
+        return _merged(parts, _one_span)
 
     @cached_property
     def host_elements(self) -> int:
@@ -183,13 +213,13 @@ class Bucket:
 
     @cached_property
     def buffer_sizes(self) -> tuple[int, int, int]:
-        """Elements of the matrices, of the send buffer and of the receive buffer."""
+        """Return the elements of the matrices, of the send buffer and of the receive buffer."""
         inbox = sum(self.receive_counts) if self.received_at is None else 0
         return self.matrix_elements, sum(self.send_counts), inbox
 
 
 def bucket_of(items: OwnedBlocks, rank: int, world_size: int) -> Bucket:
-    """Return one with this rank's parts of all matrices, and with its own matrices."""
+    """Return the bucket with this rank's parts of all matrices, and with the matrices that it owns."""
     own_items = [item for owner, item in items if owner == rank]
     sends_own = len(own_items) == 1 and sends_own_part(own_items[0], rank)
     runs: list[Run] = []
@@ -227,7 +257,10 @@ def bucket_of(items: OwnedBlocks, rank: int, world_size: int) -> Bucket:
 
 
 def shared_bucket(items: OwnedBlocks, rank: int, world_size: int, only_results: bool) -> Bucket:
-    """Return one with the results of all other owners, or with this rank's own matrices; all lie whole in a tensor."""
+    """Return the bucket with the results of all other owners, or with the matrices that this rank owns.
+
+    All matrices lie whole in a tensor.
+    """
     taken = [(owner, item) for owner, item in items if (owner == rank) is not only_results]
     numel, sent, runs = 0, [0] * world_size, []
     for owner, item in taken:
@@ -298,17 +331,28 @@ def _unpacking(incoming: Sequence[Iterable[tuple[int, Piece]]]) -> Iterator[Copy
         yield from _merged(filter(None, alike), _repeated)
 
 
-def _merged(copies: Iterable[Copy], merge: Callable[[Copy, Copy], Copy | None]) -> list[Copy]:
-    """Neighbours as one copy wherever ``merge`` can express it."""
-    result: list[Copy] = []
-    for copy in copies:
-        both = merge(result[-1], copy) if result else None
-        result[-1:] = [both] if both else [*result[-1:], copy]
+def _merged(parts: Iterable[Part], merge: Callable[[Part, Part], Part | None]) -> list[Part]:
+    """Merge neighbours wherever ``merge`` can express both as one."""
+    result: list[Part] = []
+    for part in parts:
+        both = merge(result[-1], part) if result else None
+        result[-1:] = [both] if both else [*result[-1:], part]
     return result
 
 
+def _continued(first: Segment, second: Segment) -> Segment | None:
+    is_next = (first.in_place, first.device + first.numel) == (second.in_place, second.device)
+    return first._replace(numel=first.numel + second.numel) if is_next else None
+
+
+def _one_span(first: Span, second: Span) -> Span | None:
+    is_next = (first.start + first.numel, first.at + first.numel) == (second.start, second.at)
+    numel = first.numel + second.numel
+    return first._replace(numel=numel) if is_next and numel <= MAX_SPAN else None
+
+
 def _adjacent(first: Copy, second: Copy) -> Copy | None:
-    """Two copies as one, if they are neighbours in both tensors."""
+    """Return two copies as one, if they are neighbours in both tensors."""
     are_rows = first.rows == second.rows == first.times == 1
     if are_rows and (second.at, second.start) == (first.at + first.cols, first.start + first.cols):
         cols = first.cols + second.cols
@@ -317,7 +361,7 @@ def _adjacent(first: Copy, second: Copy) -> Copy | None:
 
 
 def _joined(first: Copy, second: Copy) -> Copy | None:
-    """Two copies that follow each other in the buffer as one row or one grid, if they are that."""
+    """Return two copies that follow each other in the buffer as one row or one grid, if they are that."""
     pitch = first.pitch if first.rows > 1 else second.start - first.start
     follows = second.start == first.start + first.rows * pitch and pitch > first.cols == second.cols
     if follows and (second.rows == 1 or second.pitch == pitch):
@@ -326,7 +370,7 @@ def _joined(first: Copy, second: Copy) -> Copy | None:
 
 
 def _repeated(first: Copy, second: Copy) -> Copy | None:
-    """Two copies of equal grids as one, if they are neighbours or the second continues the steps of the first."""
+    """Return two copies of equal grids as one, if they are neighbours or the second continues the first's steps."""
     at, start = second.at - first.at, second.start - first.start
     steps = (first.at_step, first.start_step) if first.times > 1 else (at, start)
     alike = (first.rows, first.cols, first.pitch) == (second.rows, second.cols, second.pitch)
@@ -341,12 +385,12 @@ def batches_of(items: Iterable[PlacedBlock]) -> Iterator[Batch]:
     start = 0
     for _, group in groupby(items, key=kind_of):
         alike = list(group)
-        block = alike[0].block
-        first, names = alike[0], tuple(item.name for item in alike)
+        first, block = alike[0], alike[0].block
+        names = tuple(item.name for item in alike)
         yield Batch(start, block.rows, block.cols, first.axis, names, first.shape, first.owners)
         start += len(alike) * block.numel
 
 
 def kind_of(item: PlacedBlock) -> tuple[int, ...]:
-    """Equal for matrices that one batch can hold; those of most owners, and of these the largest, come first."""
+    """Return the sorting and grouping key of a batch: most owners first, then largest."""
     return -item.owners, -item.block.numel, item.block.rows, *item.shape, item.axis

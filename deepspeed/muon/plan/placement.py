@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -35,14 +35,14 @@ class Placement:
     step: int = 1
 
     def ranks(self, start: int, stop: int) -> range:
-        """Ranks that hold any of elements ``start .. stop``."""
+        """Return the ranks that hold any of elements ``start .. stop``."""
         if self.copies > 1:
             return range(self.copies)
         low, high = (self.origin + start) // self.span, (self.origin + stop - 1) // self.span
         return range(self.first + low * self.step, self.first + high * self.step + 1, self.step)
 
     def held(self, rank: int, start: int, stop: int) -> tuple[int, int]:
-        """The range within ``start .. stop`` that ``rank`` holds; empty if its start is not below its stop."""
+        """Return the range within ``start .. stop`` that ``rank`` holds; empty if its start is not below its stop."""
         if self.copies > 1:
             return start, stop
         part, other = divmod(rank - self.first, self.step)
@@ -55,7 +55,7 @@ class Placement:
         return self.origin, self.span, self.copies, self.first, self.step
 
     def position(self, element: int) -> int:
-        """Position of ``element`` in the tensor of the rank that holds it."""
+        """Return the position of ``element`` in the tensor of the rank that holds it."""
         return self.base + (self.origin + element) % self.span
 
 
@@ -73,7 +73,7 @@ class Shard:
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """Return that of each rank's parameter; one without tensor parallelism."""
+        """Return the placement of each tensor-parallel rank's parameter; one without tensor parallelism."""
         return self.tp_placements or (self.placement,)
 
     @cached_property
@@ -91,16 +91,16 @@ class Rectangle(NamedTuple):
 
     @property
     def ranks(self) -> range:
-        """Ranks that hold any of it."""
+        """Return the ranks that hold any of it."""
         return self.placement.ranks(self.block.offset, self.block.stop)
 
     def held(self, rank: int) -> int:
-        """Number of elements that ``rank`` holds."""
+        """Return the number of elements that ``rank`` holds."""
         low, high = self.placement.held(rank, self.block.offset, self.block.stop)
         return max(0, self.block.before(high) - self.block.before(low))
 
     def pieces(self, rank: int, pitch: int) -> Iterator[Piece]:
-        """The part that ``rank`` holds, as :meth:`Block.pieces` of a matrix with ``pitch`` columns."""
+        """Return the part that ``rank`` holds, as :meth:`Block.pieces` of a matrix with ``pitch`` columns."""
         low, high = self.placement.held(rank, self.block.offset, self.block.stop)
         pieces = self.block.pieces(low, high, pitch)
         return (piece._replace(at=self.at + piece.at) for piece in pieces) if self.at else pieces
@@ -123,8 +123,8 @@ class Spread:
         self.holders: Sequence[int] = parts[0].ranks
         if len(parts) > 1:
             self.holders = sorted({rank for part in parts for rank in part.ranks})
-        self._held: dict[int, int] = {}
-        self._pieces: dict[int, tuple[Piece, ...]] = {}
+        #: Elements of the matrix that a rank holds, and its part as :meth:`Block.pieces`; both by rank.
+        self.held, self.pieces = cache(self._count), cache(self._cut)
 
     @cached_property
     def text(self) -> str:
@@ -132,25 +132,16 @@ class Spread:
         blocks = ((part.block, part.at, part.placement.rule) for part in self.parts)
         return str([(b.offset, b.rows, b.cols, b.stride, b.bands, b.gap, at, rule) for b, at, rule in blocks])
 
-    def held(self, rank: int) -> int:
-        """Return the number of the matrix's elements that a rank holds."""
-        found = self._held.get(rank)
-        if found is None:
-            found = self._held[rank] = sum(part.held(rank) for part in self.parts)
-        return found
+    def _count(self, rank: int) -> int:
+        return sum(part.held(rank) for part in self.parts)
 
-    def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """Return the part that a rank holds, as :meth:`Block.pieces`."""
-        found = self._pieces.get(rank)
-        if found is None:
-            pieces = chain.from_iterable(part.pieces(rank, self._cols) for part in self.parts)
-            found = self._pieces[rank] = tuple(pieces)
-        return found
+    def _cut(self, rank: int) -> tuple[Piece, ...]:
+        return tuple(chain.from_iterable(part.pieces(rank, self._cols) for part in self.parts))
 
 
 @lru_cache(maxsize=1024)
 def _spread(block: Block, sharding: Sharding | None, rules: tuple[tuple[int, int, int, int, int], ...]) -> Spread:
-    """Return that of a block; ``rules``: of the placements of its parameter."""
+    """Return how a block is spread; ``rules``: of the placements of its parameter."""
     parts = []
     for t, (origin, span, copies, first, step) in enumerate(rules):
         placement = Placement(origin, span, 0, copies, first, step)
@@ -172,7 +163,7 @@ class PlacedBlock:
 
     @property
     def name(self) -> str:
-        """The parameter's name, with the index of the block's first element unless that is 0."""
+        """Return the parameter's name, with the index of the block's first element unless that is 0."""
         return self._named(self.block)
 
     @property
@@ -185,23 +176,23 @@ class PlacedBlock:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns of the whole matrix."""
+        """Return rows and columns of the whole matrix."""
         block = self.whole or self.block
         return block.rows, block.cols
 
     @property
     def owners(self) -> int:
-        """How many ranks own the whole matrix together, each a slice."""
+        """Return how many ranks own the whole matrix, each a slice."""
         return self.whole.numel // self.block.numel if self.whole else 1
 
     @property
     def axis(self) -> int:
-        """The axis of its outputs; 0 where that is not known."""
+        """Return the axis of its outputs; 0 where that is not known."""
         return self.shard.spec.output_axis or 0
 
     @property
     def outputs(self) -> int:
-        """How many it has."""
+        """Return the number of its outputs."""
         return self.shape[self.axis]
 
     @cached_property

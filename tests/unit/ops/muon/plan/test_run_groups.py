@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed.muon.plan.launches import LARGEST_SPAN, calls_of, spans_of
+from deepspeed.muon.plan.bucket import MAX_SPAN
 from helpers.plans import COST, flat_layout, make_plan, part_layout, places, specs
 
 SHAPES = st.lists(st.sampled_from([(8, 4), (4, 8), (6, 5), (3, 3)]), min_size=1, max_size=12)
@@ -24,7 +24,7 @@ def test_calls_hold_each_run_once_and_only_what_is_alike(
 ) -> None:
     shards, _ = (part_layout if by_part else flat_layout)(specs(shapes, split), world)
     for bucket in make_plan(shards, world - 1, world, COST, bucket_bytes=256).buckets:
-        calls = calls_of(bucket, scale)
+        calls = bucket.run_groups(scale)
         assert sorted(index for call in calls for index in call) == list(range(len(bucket.runs)))
         kinds = []
         for call in calls:
@@ -44,8 +44,8 @@ def test_spans_are_the_elements_of_their_runs(
     """In the shard and in the buffer, each once; neighbours are one span."""
     shards, _ = (part_layout if by_part else flat_layout)(specs(shapes, split), world)
     for bucket in make_plan(shards, world - 1, world, COST, bucket_bytes=256).buckets:
-        for call in calls_of(bucket, scale):
-            spans = spans_of(bucket, call, staged)
+        for call in bucket.run_groups(scale):
+            spans = bucket.spans(call, staged)
             if bucket.runs[call[0]].copy.rows > 1:
                 assert spans == []
                 continue
@@ -62,15 +62,15 @@ def test_spans_are_the_elements_of_their_runs(
 def test_matrices_that_lie_as_in_their_bucket_are_one_span() -> None:
     shards, _ = flat_layout(specs([(8, 8)] * 50), 1)
     (bucket,) = make_plan(shards, 0, 1, COST).buckets
-    (call,) = calls_of(bucket, scale)
-    assert spans_of(bucket, call, staged=False) == [(0, 0, 50 * 64)]
+    (call,) = bucket.run_groups(scale)
+    assert bucket.spans(call, staged=False) == [(0, 0, 50 * 64)]
 
 
 def test_a_span_is_no_longer_than_its_limit_unless_a_run_is() -> None:
     shards, _ = flat_layout(specs([(256, 256)] * 2 + [(128, 256)] * 5), 1)
     (bucket,) = make_plan(shards, 0, 1, COST).buckets
-    spans = [span for call in calls_of(bucket, scale) for span in spans_of(bucket, call, staged=False)]
-    assert [span.numel for span in spans] == [LARGEST_SPAN] * 4 + [LARGEST_SPAN // 2]
+    spans = [span for call in bucket.run_groups(scale) for span in bucket.spans(call, staged=False)]
+    assert [span.numel for span in spans] == [MAX_SPAN] * 4 + [MAX_SPAN // 2]
 
 
 @pytest.mark.parametrize("together", [False, True])
