@@ -14,7 +14,7 @@ from benchmarks.rates import Rates, alternate, measure, summary
 from deepspeed.muon.kernels import quack, triton_table
 from deepspeed.muon.kernels.table import Scalars, Symmetric
 from deepspeed.muon.kernels.workspace import Workspace
-from deepspeed.muon.plan.bucket import Bucket, Copy
+from deepspeed.muon.plan.bucket import Bucket, GridCopy
 
 Rows = Iterator[dict[str, Any]]
 #: Part -> its call, the seconds that it may take, and the tests that it is, if it is no function of this module.
@@ -66,7 +66,7 @@ def sent_to_itself(bucket: Bucket) -> Bucket:
     columns, runs, received, at = iter(bucket.received), [], [], 0
     for run in bucket.runs:
         count = run.copy.numel
-        to = Copy(at, run.copy.at, 1, count, count) if run.in_place else next(columns)
+        to = GridCopy(at, run.copy.at, 1, count, count) if run.in_place else next(columns)
         received.append(to._replace(at=at))
         runs.append(run._replace(in_place=False, copy=run.copy._replace(at=at)))
         at += count

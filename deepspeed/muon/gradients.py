@@ -18,10 +18,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deepspeed.muon.exchange.buffers import grids
+from deepspeed.muon.exchange.buffers import grid_view
 from deepspeed.muon.exchange.exchange import Exchange
 from deepspeed.muon.exchange.partition import Partition
-from deepspeed.muon.plan.bucket import Run
+from deepspeed.muon.plan.bucket import ShardRun
 from deepspeed.muon.plan.plan import Plan
 from deepspeed.muon.plan.program import Look
 
@@ -38,7 +38,7 @@ class _Probes(NamedTuple):
     """
 
     tensor: int
-    runs: list[list[Run]]
+    runs: list[list[ShardRun]]
     matrices: Tensor
     positions: Tensor
 
@@ -57,7 +57,7 @@ class GradientProbe:
         #: The same matrices in the same order on all ranks.
         self._names = list(dict.fromkeys(item.matrix for item in partition.blocks))
         index = {name: number for number, name in enumerate(self._names)}
-        runs: dict[int, dict[int, list[Run]]] = defaultdict(lambda: defaultdict(list))
+        runs: dict[int, dict[int, list[ShardRun]]] = defaultdict(lambda: defaultdict(list))
         for bucket in plan.buckets:
             for run in bucket.runs:
                 runs[run.tensor][index[run.matrix]].append(run)
@@ -99,12 +99,12 @@ class GradientProbe:
             unsure, are_present = [index for index, is_present in enumerate(found.tolist()) if not is_present], []
             for index in unsure:
                 of_matrix, grad = runs[index]
-                are_present.append(torch.stack([grids(grad, run.copy).any() for run in of_matrix]).any())
+                are_present.append(torch.stack([grid_view(grad, run.copy).any() for run in of_matrix]).any())
             present[matrices[unsure]] = torch.stack(are_present).to(torch.int32)
         return present
 
 
-def _spread(runs: Sequence[Run]) -> list[int]:
+def _spread(runs: Sequence[ShardRun]) -> list[int]:
     """Return the positions of PROBES elements spread over the runs of a matrix."""
     ends, positions = list(accumulate(run.copy.numel for run in runs)), []
     for probe in range(PROBES):

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.config.schema import MuonConfig
-from deepspeed.muon.exchange.buffers import BucketBuffers, elements_of, grids, put_back
+from deepspeed.muon.exchange.buffers import BucketBuffers, copy_from_grid, copy_to_grid, grid_view
 from deepspeed.muon.exchange.exchange import Exchange, Phase
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.gradients import GradientProbe
@@ -36,7 +36,7 @@ from deepspeed.muon.math.momentum import MOMENTUM, Blocks, Fragment, State
 from deepspeed.muon.math.newton_schulz import DTYPES, name_of, orthogonalize
 from deepspeed.muon.math.rules import Rules
 from deepspeed.muon.math.wide import in_fp32
-from deepspeed.muon.plan.bucket import Bucket, Run, Span
+from deepspeed.muon.plan.bucket import Bucket, ShardRun, Span
 from deepspeed.muon.plan.plan import Plan
 from deepspeed.muon.plan.program import Collective, Look, NewtonSchulz, Program, program_of
 from deepspeed.muon.second_moments import SecondMoments
@@ -221,14 +221,14 @@ class PartitionStep:
             shard, target = slice(start, start + numel), targets[at : at + numel]
             self.elementwise.advance(average[shard], grad[shard], target, self._momentum, self._nesterov, self._work)
 
-    def _advance(self, tensor: Tensor, grad: Tensor, run: Run, target: Tensor) -> None:
+    def _advance(self, tensor: Tensor, grad: Tensor, run: ShardRun, target: Tensor) -> None:
         """Advance the momentum of one run; ``target``: 1-D, for its look-ahead."""
         if self._is_int8:
             self._advance_in_int8(tensor, grad, run, target)
             return
         state, momentum, nesterov = self._states[tensor], self._momentum, self._nesterov
-        gradient = elements_of(grad, run.copy, self._work, "gradient")
-        average = elements_of(state[MOMENTUM], run.copy, self._work, "momentum")
+        gradient = copy_from_grid(grad, run.copy, self._work, "gradient")
+        average = copy_from_grid(state[MOMENTUM], run.copy, self._work, "momentum")
         if average.dtype == torch.bfloat16:
             # Random numbers belong to the elements of a matrix, whatever rank has them.
             name, first = run.draws
@@ -236,11 +236,11 @@ class PartitionStep:
             self.elementwise.advance_rounded(average, gradient, target, momentum, nesterov, key, first, self._work)
         else:
             self.elementwise.advance(average, gradient, target, momentum, nesterov, self._work)
-        put_back(average, state[MOMENTUM], run.copy)
+        copy_to_grid(average, state[MOMENTUM], run.copy)
 
     # ---- on the shard: momentum in int8, whose blocks are rounded once each and may lie in several runs ------
 
-    def _advance_in_int8(self, tensor: Tensor, grad: Tensor, run: Run, target: Tensor) -> None:
+    def _advance_in_int8(self, tensor: Tensor, grad: Tensor, run: ShardRun, target: Tensor) -> None:
         """Write a run's look-ahead to ``target``, and advance its momentum if this rank has no more of the parameter.
 
         Otherwise :meth:`_advance_rest` advances it.
@@ -265,7 +265,7 @@ class PartitionStep:
 
     def _advance_rest(self) -> None:
         """Advance the fragments of several runs after the last bucket, except their absent matrices."""
-        absent_runs: dict[tuple[int, int], list[Run]] = defaultdict(list)
+        absent_runs: dict[tuple[int, int], list[ShardRun]] = defaultdict(list)
         for bucket in self.plan.buckets if self._absent else ():
             for run in bucket.runs:
                 if run.matrix in self._absent:
@@ -286,7 +286,7 @@ class PartitionStep:
                     gradient = self._with_momentum(tensor, gradient, fragment.position, runs)
                 self._advance_codes(state, fragment, codes, absmax, gradient, None)
 
-    def _with_momentum(self, tensor: Tensor, grad: Tensor, position: int, runs: Iterable[Run]) -> Tensor:
+    def _with_momentum(self, tensor: Tensor, grad: Tensor, position: int, runs: Iterable[ShardRun]) -> Tensor:
         """Return a copy of a fragment's gradient, 1-D, that has the momentum itself in place of these runs.
 
         The average of a momentum and itself is what it was, so its codes stay, unless it shares a block with elements
@@ -296,7 +296,9 @@ class PartitionStep:
         for run in runs:
             start, stop = run.copy.start, run.copy.start + run.copy.extent
             momentum = self.blocks[tensor].read(state, start, stop, grad.device)
-            grids(grad, run.copy._replace(start=start - position)).copy_(grids(momentum, run.copy._replace(start=0)))
+            grid_view(grad, run.copy._replace(start=start - position)).copy_(
+                grid_view(momentum, run.copy._replace(start=0))
+            )
         return grad
 
     # ---- at the owner: Newton-Schulz ----------------------------------------------------------------------
@@ -350,10 +352,10 @@ class PartitionStep:
                 self._apply_spans(call, tensor.view(-1), buffers.beside_the_shards(call.in_place))
                 continue
             for run, update in self._present_runs(call, buffers):
-                weights = elements_of(tensor, run.copy, self._work, "parameter")
+                weights = copy_from_grid(tensor, run.copy, self._work, "parameter")
                 for part, wide in self._in_fp32(weights, run, step=int(self._states[tensor]["step"])):
                     self._apply(call, wide, update[part])
-                put_back(weights, tensor, run.copy)
+                copy_to_grid(weights, tensor, run.copy)
 
     def _apply_spans(self, call: Call, weights: Tensor, results: Tensor) -> None:
         """Update the weights of all runs of a call; both tensors are 1-D."""
@@ -368,7 +370,7 @@ class PartitionStep:
         cautious = self.config.cautious_weight_decay
         self.elementwise.apply_(weights, update, self._lr, call.scale, self._decay, cautious, self._work)
 
-    def _in_fp32(self, weights: Tensor, run: Run, step: int) -> Iterator[tuple[slice, Tensor]]:
+    def _in_fp32(self, weights: Tensor, run: ShardRun, step: int) -> Iterator[tuple[slice, Tensor]]:
         """Yield the weights of a run, all at once; those kept in bf16 in chunks of fp32, which are rounded back."""
         if weights.dtype != torch.bfloat16:
             yield slice(None), weights
@@ -386,7 +388,7 @@ class PartitionStep:
         """
         return bool(call.spans) and tensor.dtype != torch.bfloat16 and not bucket.lacks(call.runs, self._absent)
 
-    def _present_runs(self, call: Call, buffers: BucketBuffers) -> Iterator[tuple[Run, Tensor]]:
+    def _present_runs(self, call: Call, buffers: BucketBuffers) -> Iterator[tuple[ShardRun, Tensor]]:
         """Yield the runs of matrices with a gradient, each with its result, 1-D."""
         for index in call.runs:
             run = buffers.bucket.runs[index]
@@ -399,5 +401,5 @@ class PartitionStep:
             tensor: Tensor = self._group["params"][call.tensor]
             if tensor.grad is not None:
                 for run, update in self._present_runs(call, buffers):
-                    weights = elements_of(tensor, run.copy, self._work, "parameter")
+                    weights = copy_from_grid(tensor, run.copy, self._work, "parameter")
                     yield run.parameter, weights, update, call.scale

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deepspeed.muon.exchange.watchdog import PendingCollective
 from deepspeed.muon.kernels.workspace import Workspace
-from deepspeed.muon.plan.bucket import Bucket, Copy
+from deepspeed.muon.plan.bucket import Bucket, GridCopy
 
 
 @dataclass
@@ -72,33 +72,33 @@ class BucketBuffers:
     def unpack(self) -> None:
         """Copy received elements into their matrices, unless they were received there."""
         for copy in self.bucket.scattered:
-            grids(self.matrices, copy).copy_(self._received(copy))
+            grid_view(self.matrices, copy).copy_(self._received(copy))
 
     def pack(self) -> None:
         """Copy the same elements back out of the matrices."""
         for copy in self.bucket.scattered:
-            self._received(copy).copy_(grids(self.matrices, copy))
+            self._received(copy).copy_(grid_view(self.matrices, copy))
 
-    def _received(self, copy: Copy) -> Tensor:
+    def _received(self, copy: GridCopy) -> Tensor:
         shape, strides = (copy.times, copy.rows, copy.cols), (copy.at_step, copy.cols, 1)
         return torch.as_strided(self.inbox[copy.at :], shape, strides)
 
 
-def elements_of(tensor: Tensor, copy: Copy, work: Workspace, name: str) -> Tensor:
+def copy_from_grid(tensor: Tensor, copy: GridCopy, work: Workspace, name: str) -> Tensor:
     """Return the elements on the grid, 1-D: a view if they are contiguous in a contiguous tensor, else a named copy."""
     if copy.rows == 1:
         return tensor.view(-1).narrow(0, copy.start, copy.cols)
     elements = work.get(name, (1, copy.rows, copy.cols), tensor.dtype, tensor.device)
-    return elements.copy_(grids(tensor, copy)).view(-1)
+    return elements.copy_(grid_view(tensor, copy)).view(-1)
 
 
-def put_back(elements: Tensor, tensor: Tensor, copy: Copy) -> None:
-    """Write back the copy from :func:`elements_of`; does nothing for a view."""
+def copy_to_grid(elements: Tensor, tensor: Tensor, copy: GridCopy) -> None:
+    """Write back the copy from :func:`copy_from_grid`; does nothing for a view."""
     if copy.rows > 1:
-        grids(tensor, copy).copy_(elements.view(1, copy.rows, copy.cols))
+        grid_view(tensor, copy).copy_(elements.view(1, copy.rows, copy.cols))
 
 
-def grids(tensor: Tensor, copy: Copy) -> Tensor:
+def grid_view(tensor: Tensor, copy: GridCopy) -> Tensor:
     """Return the elements as they lie in a contiguous tensor, a view [times, rows, cols]."""
     shape, strides = (copy.times, copy.rows, copy.cols), (copy.start_step, copy.pitch, 1)
     return torch.as_strided(tensor.view(-1)[copy.start :], shape, strides)

@@ -43,7 +43,7 @@ class Span(NamedTuple):
     numel: int
 
 
-class Copy(NamedTuple):
+class GridCopy(NamedTuple):
     """Elements that lie on a grid in one tensor and one after the other in another, from ``at`` on.
 
     On the grid they are ``rows`` runs of ``cols`` elements, ``pitch`` apart, from ``start`` on. There may be ``times``
@@ -70,7 +70,7 @@ class Copy(NamedTuple):
         return (self.rows - 1) * self.pitch + self.cols
 
 
-class Run(NamedTuple):
+class ShardRun(NamedTuple):
     """Elements of one block that this rank holds.
 
     Args:
@@ -88,7 +88,7 @@ class Run(NamedTuple):
     parameter: str
     matrix: str
     tensor: int
-    copy: Copy
+    copy: GridCopy
     in_place: bool
     shape: tuple[int, int]
     draws: tuple[str, int]
@@ -128,11 +128,11 @@ class Bucket:
     nothing travels, and then those of the other owners, into which their results arrive (``only_results``).
     """
 
-    runs: tuple[Run, ...]
+    runs: tuple[ShardRun, ...]
     batches: tuple[Batch, ...]
     #: Between the receive buffer, which is ordered by source rank and then as that rank sent, and the matrices. Each is
     #: one kernel launch, so parts of equal matrices, and equal parts from several ranks, are one copy.
-    received: tuple[Copy, ...]
+    received: tuple[GridCopy, ...]
     send_counts: tuple[int, ...]
     receive_counts: tuple[int, ...]
     matrix_elements: int
@@ -160,7 +160,7 @@ class Bucket:
         return first if is_direct else None
 
     @property
-    def scattered(self) -> tuple[Copy, ...]:
+    def scattered(self) -> tuple[GridCopy, ...]:
         """Return the copies between a receive buffer and the matrices."""
         return self.received if self.received_at is None else ()
 
@@ -222,7 +222,7 @@ def bucket_of(items: OwnedBlocks, rank: int, world_size: int) -> Bucket:
     """Return the bucket with this rank's parts of all matrices, and with the matrices that it owns."""
     own_items = [item for owner, item in items if owner == rank]
     sends_own = len(own_items) == 1 and sends_own_part(own_items[0], rank)
-    runs: list[Run] = []
+    runs: list[ShardRun] = []
     sent = [0] * world_size
     incoming: list[list[tuple[int, Piece]]] = [[] for _ in range(world_size)]
     matrices = send_at = 0
@@ -282,14 +282,14 @@ def shared_bucket(items: OwnedBlocks, rank: int, world_size: int, only_results: 
     )
 
 
-def _run(item: PlacedBlock, piece: Piece, at: int, in_place: bool) -> Run:
+def _run(item: PlacedBlock, piece: Piece, at: int, in_place: bool) -> ShardRun:
     """Return the run of a piece that this rank holds; ``at``: where it goes in the matrices or the send buffer."""
     shard, name = item.shard, item.name
-    return Run(
+    return ShardRun(
         parameter=shard.spec.name,
         matrix=item.matrix if item.whole else name,
         tensor=shard.tensor,
-        copy=Copy(at, shard.placement.position(piece.element), piece.rows, piece.cols, piece.stride),
+        copy=GridCopy(at, shard.placement.position(piece.element), piece.rows, piece.cols, piece.stride),
         in_place=in_place,
         shape=item.shape,
         draws=(name, piece.at) if piece.is_contiguous else (f"{name}@{piece.at}", 0),
@@ -313,7 +313,7 @@ def sends_own_part(item: PlacedBlock, rank: int) -> bool:
     return is_between and 2 * item.spread.held(rank) < item.block.numel
 
 
-def _unpacking(incoming: Sequence[Iterable[tuple[int, Piece]]]) -> Iterator[Copy]:
+def _unpacking(incoming: Sequence[Iterable[tuple[int, Piece]]]) -> Iterator[GridCopy]:
     """Yield the copies that put received elements in place.
 
     ``incoming``: the pieces from each source, each with the first element of its matrix.
@@ -324,7 +324,7 @@ def _unpacking(incoming: Sequence[Iterable[tuple[int, Piece]]]) -> Iterator[Copy
         for matrix, piece in pieces:
             # A piece that is contiguous in the matrix is one run, whatever its layout at the source.
             rows, cols = (1, piece.numel) if piece.is_contiguous else (piece.rows, piece.cols)
-            copies.append(Copy(at, matrix + piece.at, rows, cols, piece.pitch if rows > 1 else cols))
+            copies.append(GridCopy(at, matrix + piece.at, rows, cols, piece.pitch if rows > 1 else cols))
             at += piece.numel
         sources.append(_merged(copies, _joined))
     for alike in zip_longest(*filter(None, sources)):
@@ -351,25 +351,25 @@ def _one_span(first: Span, second: Span) -> Span | None:
     return first._replace(numel=numel) if is_next and numel <= MAX_SPAN else None
 
 
-def _adjacent(first: Copy, second: Copy) -> Copy | None:
+def _adjacent(first: GridCopy, second: GridCopy) -> GridCopy | None:
     """Return two copies as one, if they are neighbours in both tensors."""
     are_rows = first.rows == second.rows == first.times == 1
     if are_rows and (second.at, second.start) == (first.at + first.cols, first.start + first.cols):
         cols = first.cols + second.cols
-        return Copy(first.at, first.start, 1, cols, cols)
+        return GridCopy(first.at, first.start, 1, cols, cols)
     return None
 
 
-def _joined(first: Copy, second: Copy) -> Copy | None:
+def _joined(first: GridCopy, second: GridCopy) -> GridCopy | None:
     """Return two copies that follow each other in the buffer as one row or one grid, if they are that."""
     pitch = first.pitch if first.rows > 1 else second.start - first.start
     follows = second.start == first.start + first.rows * pitch and pitch > first.cols == second.cols
     if follows and (second.rows == 1 or second.pitch == pitch):
-        return Copy(first.at, first.start, first.rows + second.rows, first.cols, pitch)
+        return GridCopy(first.at, first.start, first.rows + second.rows, first.cols, pitch)
     return _adjacent(first, second)
 
 
-def _repeated(first: Copy, second: Copy) -> Copy | None:
+def _repeated(first: GridCopy, second: GridCopy) -> GridCopy | None:
     """Return two copies of equal grids as one, if they are neighbours or the second continues the first's steps."""
     at, start = second.at - first.at, second.start - first.start
     steps = (first.at_step, first.start_step) if first.times > 1 else (at, start)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from deepspeed.muon.config.types import ClipOptions
 from deepspeed.muon.errors import UnsupportedError
-from deepspeed.muon.exchange.buffers import grids
+from deepspeed.muon.exchange.buffers import grid_view
 from deepspeed.muon.exchange.groups import all_maxima
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.kernels.rounding import key_of
@@ -191,4 +191,4 @@ class QKClip:
         for bucket in plan.buckets if plan and absent else ():
             for run in bucket.runs:
                 if run.matrix in absent and run.parameter in self._weights:
-                    yield grids(tensors[run.tensor], run.copy)
+                    yield grid_view(tensors[run.tensor], run.copy)

@@ -9,7 +9,7 @@ from typing import Any
 from deepspeed.muon.forecast.layout import Half
 from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.matrices.splitting import MatrixSpec
-from deepspeed.muon.plan.bucket import Copy, Run
+from deepspeed.muon.plan.bucket import GridCopy, ShardRun
 from deepspeed.muon.plan.cost import CostModel, OwnerCost
 from deepspeed.muon.plan.memory import BatchSize, Demand, PartDemand
 from deepspeed.muon.plan.placement import Placement, Shard
@@ -81,12 +81,12 @@ def part_layout(items: list[MatrixSpec], world_size: int) -> tuple[list[Shard], 
     return shards, base
 
 
-def places(run: Run) -> list[tuple[int, int]]:
+def places(run: ShardRun) -> list[tuple[int, int]]:
     """(place in the tensor, place in the buffer) of every element of a run."""
     return spread(run.copy)
 
 
-def spread(copy: Copy) -> list[tuple[int, int]]:
+def spread(copy: GridCopy) -> list[tuple[int, int]]:
     """(place on the grids, place in the buffer) of every element; of received ones the first is where they belong."""
     numbers = itertools.product(range(copy.times), range(copy.rows), range(copy.cols))
     return [

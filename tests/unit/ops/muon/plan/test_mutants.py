@@ -27,7 +27,7 @@ MUTANTS = [
     ("bucket", "stay = source == rank and not sends_own", "stay = source == rank"),
     ("bucket", "in_place = mine and piece.is_contiguous and not sends_own", "in_place = mine and piece.is_contiguous"),
     ("bucket", "incoming[source].append((matrices, piece))", "incoming[source].append((0, piece))"),
-    ("bucket", "Copy(at, matrix + piece.at, rows, cols,", "Copy(at, matrix + piece.element, rows, cols,"),
+    ("bucket", "GridCopy(at, matrix + piece.at, rows, cols,", "GridCopy(at, matrix + piece.element, rows, cols,"),
     ("bucket", "piece.pitch if rows > 1 else cols))", "piece.stride if rows > 1 else cols))"),
     (
         "bucket",
