@@ -386,7 +386,9 @@ class PartitionStep:
 
         Not if ``tensor`` is rounded stochastically, nor if a matrix among them has no gradient.
         """
-        return bool(call.spans) and tensor.dtype != torch.bfloat16 and not bucket.lacks(call.runs, self._absent)
+        if not call.spans or tensor.dtype == torch.bfloat16:
+            return False
+        return not self._absent or not any(bucket.runs[index].matrix in self._absent for index in call.runs)
 
     def _present_runs(self, call: Call, buffers: BucketBuffers) -> Iterator[tuple[ShardRun, Tensor]]:
         """Yield the runs of matrices with a gradient, each with its result, 1-D."""

@@ -128,17 +128,16 @@ class Exchange:
                         self._wait(buffers[k], operation.back)
                 case Compute():
                     with phase("newton_schulz"):
-                        self._compute(phases, buffers[k], operation)
+                        calls = iter(operation.collectives)
+                        phases.orthogonalize(buffers[k], calls)
+                        if (planned := next(calls, None)) is not None:
+                            raise RuntimeError(
+                                f"the program of the step has {planned}, not its end; please report this"
+                            )
+                        buffers[k].pack()
                 case Apply():
                     with phase("apply"):
                         phases.apply(buffers[k])
-
-    def _compute(self, phases: Phases, buffers: BucketBuffers, operation: Compute) -> None:
-        calls = iter(operation.collectives)
-        phases.orthogonalize(buffers, calls)
-        if (planned := next(calls, None)) is not None:
-            raise RuntimeError(f"the program of the step has {planned}, not its end; please report this")
-        buffers.pack()
 
     def _storages(self, program: Program) -> dict[int, Tensor]:
         numels: dict[int, int] = {}

@@ -26,7 +26,7 @@ from deepspeed.muon.matrices.splitting import MatrixSpec
 from deepspeed.muon.param_groups import check_options, split_groups
 from deepspeed.muon.plan.bucket import OwnedBlocks
 from deepspeed.muon.plan.cost import CostModel, cost_model
-from deepspeed.muon.plan.memory import Demand, demands_by_rank, own_demands, result_demands
+from deepspeed.muon.plan.memory import Demand, demands_of
 from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard, Spread
 from deepspeed.muon.plan.plan import GlobalPlan, plan_partition
 
@@ -245,19 +245,10 @@ def step_cost(
         rounds=plan.exchanges,
         collectives=collectives if any(traffic.sent) else 0,
         runs=traffic.runs,
-        demands=_demands(plan),
+        demands=demands_of(plan),
         storages=plan.storages(staged or any(traffic.sent)),
         moment_bytes=moment_bytes,
     )
-
-
-def _demands(plan: GlobalPlan) -> list[list[Demand]]:
-    """Return the demands by rank and bucket."""
-    by_bucket = []
-    for items, only_results in plan.buckets:
-        demands = demands_by_rank if plan.copies == 1 else result_demands if only_results else own_demands
-        by_bucket.append(demands(items, plan.world_size))
-    return [list(of_rank) for of_rank in zip(*by_bucket, strict=True)]
 
 
 class _Traffic(NamedTuple):

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, zip_longest
@@ -144,10 +144,6 @@ class Bucket:
     only_results: bool = False
     #: Elements that this rank then sends to all others: the matrices of the last bucket that had any.
     own_results: int = 0
-
-    def lacks(self, runs: Iterable[int], absent: Collection[str]) -> bool:
-        """Return whether one of these runs, by index, belongs to a matrix of ``absent``."""
-        return bool(absent) and any(self.runs[index].matrix in absent for index in runs)
 
     @cached_property
     def received_at(self) -> int | None:

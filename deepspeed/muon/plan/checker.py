@@ -27,6 +27,9 @@ from deepspeed.muon.plan.program import (
     collectives_of,
 )
 
+#: What is equal in the calls of all ranks of a collective.
+COMMON = ("kind", "dtype", "numel", "root")
+
 
 def violation(programs: Sequence[Program]) -> str | None:
     """Return the first rule that the programs break, with ranks and operations; ``None`` where they break none.
@@ -92,14 +95,10 @@ def conflict(calls: Sequence[Sequence[Collective]]) -> str | None:
 
 
 def _mismatch(calls: Sequence[Collective]) -> str | None:
-    """Return how the calls of one collective differ; ``None`` where they match.
-
-    Args:
-        calls: of all ranks of the group, in its order.
-    """
+    """Return how the calls of one collective, of all ranks of its group in order, differ; ``None`` if they match."""
     first, ranks = calls[0], calls[0].group.ranks
     for rank, call in zip(ranks, calls, strict=True):
-        if _common(call) != _common(first):
+        if any(getattr(call, name) != getattr(first, name) for name in COMMON) or bool(call.sent) != bool(first.sent):
             return f"rank {ranks[0]} calls {first}, rank {rank} calls {call}"
         for counts in (call.sent, call.received) if call.sent or call.received else ():
             if len(counts) != len(calls):
@@ -110,11 +109,6 @@ def _mismatch(calls: Sequence[Collective]) -> str | None:
             text = f"{call.sent[other]} elements to rank {ranks[other]}, which receives {expected[other]}"
             return f"rank {rank} sends {text}, in {call}"
     return None
-
-
-def _common(call: Collective) -> tuple:
-    """Return what is equal on all ranks."""
-    return call.kind, call.dtype, call.numel, call.root, bool(call.sent)
 
 
 def _circle(calls: Sequence[Sequence[Collective]], done: Sequence[int]) -> str | None:
@@ -128,12 +122,9 @@ def _circle(calls: Sequence[Sequence[Collective]], done: Sequence[int]) -> str |
             break
         call = calls[rank][done[rank]]
         texts.append(f"rank {rank} waits in {call}")
-        rank = next(each for each in call.group.ranks if not _is_in(call.group, calls[each][done[each] :][:1]))
+        # Those that have come to a collective have their next call in its group.
+        rank = next(r for r in call.group.ranks if done[r] == len(calls[r]) or calls[r][done[r]].group != call.group)
     return "; ".join(texts) if texts else None
-
-
-def _is_in(group: Group, calls: Sequence[Collective]) -> bool:
-    return any(call.group == group for call in calls)
 
 
 #: What a bucket goes through, in this order.

@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 from deepspeed.muon.kernels.workspace import batch_limit
 from deepspeed.muon.math.newton_schulz import DTYPES, SPLIT_FROM
-from deepspeed.muon.plan.bucket import Batch, OwnedBlocks, batches_of
+from deepspeed.muon.plan.bucket import OwnedBlocks, batches_of
 from deepspeed.muon.plan.placement import PlacedBlock, Spread
+from deepspeed.muon.plan.plan import GlobalPlan
 
 #: Small symmetric matrices of a method of Newton-Schulz; in 16 bits each has a diagonal in fp32.
 SYMMETRIC = {"standard": ("gram", "factor"), "gram": ("gram", "factor", "q", "t")}
@@ -93,7 +94,7 @@ class PartDemand:
 
 
 def peak(parts: Iterable[PartDemand], memory: Memory) -> Peak:
-    """The most bytes that one rank holds in a step of all parts, which share their storage."""
+    """Return the most bytes that one rank holds in a step of all parts, which share their storage."""
     exchange, newton_schulz = Counter[str](), Counter[str]()
     for part in parts:
         for storage, demand in zip(part.storages, part.buckets, strict=True):
@@ -109,7 +110,7 @@ def peak(parts: Iterable[PartDemand], memory: Memory) -> Peak:
 
 
 def _temporaries(batch: BatchSize, method: str, memory: Memory) -> Counter[str]:
-    """Bytes by name for the matrices of a batch that are orthogonalized together."""
+    """Return bytes by name for the matrices of a batch that are orthogonalized at once."""
     numel, small, itemsize = batch.rows * batch.cols, min(batch.shape), DTYPES[memory.dtype].itemsize
     on_cpu = memory.device_type == "cpu"
     sizes = {"spare": numel * itemsize}
@@ -130,7 +131,7 @@ def _temporaries(batch: BatchSize, method: str, memory: Memory) -> Counter[str]:
 
 
 def _of_owners(small: int, owners: int, together: int, dtype: str) -> dict[str, int]:
-    """What several owners need beside: a part of a sum in fp32, and rows of a product, for one matrix at a time."""
+    """Return the extra scratch of several owners: an fp32 part of the Gram sum, and one rank's rows of a product."""
     sizes = {} if dtype == "fp32" else {"sum": 4 * min(together * small * small, SUM_ELEMENTS)}
     if owners >= SPLIT_FROM:
         sizes["rows"] = small * small // owners * DTYPES[dtype].itemsize
@@ -138,33 +139,42 @@ def _of_owners(small: int, owners: int, together: int, dtype: str) -> dict[str, 
     return sizes
 
 
-def demands_by_rank(matrices: OwnedBlocks, world_size: int) -> list[Demand]:
-    """The demands of one bucket on all ranks, in time O(matrices + ranks x kinds of matrices).
+def demands_of(plan: GlobalPlan) -> list[list[Demand]]:
+    """Return the demands of all ranks by rank and bucket.
 
-    Exact where an owner has one matrix. Several may happen to be received in order; a receive buffer is counted then.
+    A bucket takes time O(matrices + ranks x kinds of matrices). The demands are exact where an owner has one matrix in
+    it. Several may happen to be received in order; a receive buffer is counted then.
     """
+    by_bucket = []
+    for matrices, only_results in plan.buckets:
+        demands = _gathered if plan.copies == 1 else _results if only_results else _local
+        by_bucket.append(demands(matrices, plan.world_size))
+    return [list(of_rank) for of_rank in zip(*by_bucket, strict=True)]
+
+
+def _gathered(matrices: OwnedBlocks, world_size: int) -> list[Demand]:
     owned = _by_owner(matrices, world_size)
     sizes = [sum(item.block.numel for item in own) for own in owned]
     others, runs, grids = _others(owned, matrices)
     buffers = [size + more for size, more in zip(sizes, others, strict=True)]
-    batches = [_sizes(batches_of(own)) for own in owned]
-    return [*map(Demand, buffers, runs, grids, batches)]
+    return [*map(Demand, buffers, runs, grids, map(_sizes, owned))]
 
 
-def own_demands(matrices: OwnedBlocks, world_size: int) -> list[Demand]:
-    """Return those of one round's own matrices on all ranks, each of which holds all matrices whole."""
-    return [_whole(own, _sizes(batches_of(own))) for own in _by_owner(matrices, world_size)]
+def _local(matrices: OwnedBlocks, world_size: int) -> list[Demand]:
+    """Return the demands of each owner's matrices where every rank holds all matrices whole."""
+    return [_whole(own, _sizes(own)) for own in _by_owner(matrices, world_size)]
 
 
-def result_demands(part: OwnedBlocks, world_size: int) -> list[Demand]:
-    """Return those of a bucket of results on all ranks, in time O(matrices + ranks); each receives the others'."""
+def _results(part: OwnedBlocks, world_size: int) -> list[Demand]:
+    """Return the demands of a bucket of results, of which each rank receives the others'."""
     of_all, numels = _whole([item for _, item in part]), [0] * world_size
     for owner, item in part:
         numels[owner] += item.block.numel
     return [of_all._replace(buffers=of_all.buffers - own) for own in numels]
 
 
-def _sizes(batches: Iterable[Batch]) -> tuple[BatchSize, ...]:
+def _sizes(items: Iterable[PlacedBlock]) -> tuple[BatchSize, ...]:
+    batches = batches_of(items)
     return tuple(BatchSize(batch.rows, batch.cols, batch.shape, batch.owners, batch.count) for batch in batches)
 
 
@@ -188,7 +198,7 @@ def _longest_grid(item: PlacedBlock, rank: int) -> int:
 
 
 def _others(owned: Sequence[Sequence[PlacedBlock]], matrices: OwnedBlocks) -> tuple[list[int], list[int], list[int]]:
-    """By rank: elements to send and receive, of the longest run, and of the longest one on a grid."""
+    """Return by rank the elements to send and receive, of the longest run, and of the longest one on a grid."""
     sent, received, longest, grids = ([0] * len(owned) for _ in range(4))
     # Matrices that are cut alike are counted at once: at stage 3 those are all of one shape.
     alike: dict[Spread, tuple[PlacedBlock, list[int]]] = {}

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from itertools import chain
@@ -89,22 +89,6 @@ class Rectangle(NamedTuple):
     at: int
     placement: Placement
 
-    @property
-    def ranks(self) -> range:
-        """Return the ranks that hold any of it."""
-        return self.placement.ranks(self.block.offset, self.block.stop)
-
-    def held(self, rank: int) -> int:
-        """Return the number of elements that ``rank`` holds."""
-        low, high = self.placement.held(rank, self.block.offset, self.block.stop)
-        return max(0, self.block.before(high) - self.block.before(low))
-
-    def pieces(self, rank: int, pitch: int) -> Iterator[Piece]:
-        """Return the part that ``rank`` holds, as :meth:`Block.pieces` of a matrix with ``pitch`` columns."""
-        low, high = self.placement.held(rank, self.block.offset, self.block.stop)
-        pieces = self.block.pieces(low, high, pitch)
-        return (piece._replace(at=self.at + piece.at) for piece in pieces) if self.at else pieces
-
 
 class Spread:
     """How the elements of a matrix are spread over the ranks. Matrices that are cut alike have one in common.
@@ -119,10 +103,9 @@ class Spread:
 
     def __init__(self, parts: tuple[Rectangle, ...], cols: int) -> None:
         self.parts, self._cols = parts, cols
+        ranks = [placement.ranks(block.offset, block.stop) for block, _, placement in parts]
         #: Ranks that hold a part of the matrix, in order.
-        self.holders: Sequence[int] = parts[0].ranks
-        if len(parts) > 1:
-            self.holders = sorted({rank for part in parts for rank in part.ranks})
+        self.holders: Sequence[int] = ranks[0] if len(parts) == 1 else sorted({*chain.from_iterable(ranks)})
         #: Elements of the matrix that a rank holds, and its part as :meth:`Block.pieces`; both by rank.
         self.held, self.pieces = cache(self._count), cache(self._cut)
 
@@ -133,10 +116,15 @@ class Spread:
         return str([(b.offset, b.rows, b.cols, b.stride, b.bands, b.gap, at, rule) for b, at, rule in blocks])
 
     def _count(self, rank: int) -> int:
-        return sum(part.held(rank) for part in self.parts)
+        local = ((block, *placement.held(rank, block.offset, block.stop)) for block, _, placement in self.parts)
+        return sum(max(0, block.before(high) - block.before(low)) for block, low, high in local)
 
     def _cut(self, rank: int) -> tuple[Piece, ...]:
-        return tuple(chain.from_iterable(part.pieces(rank, self._cols) for part in self.parts))
+        found: list[Piece] = []
+        for block, at, placement in self.parts:
+            pieces = block.pieces(*placement.held(rank, block.offset, block.stop), self._cols)
+            found += (piece._replace(at=at + piece.at) for piece in pieces) if at else pieces
+        return tuple(found)
 
 
 @lru_cache(maxsize=1024)

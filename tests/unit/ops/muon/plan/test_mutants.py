@@ -17,7 +17,7 @@ MUTANTS = [
     ("placement", "divmod(rank - self.first, self.step)", "divmod(rank, self.step)"),
     ("placement", "return self.base + (self.origin + element) % self.span", "return self.base + element % self.span"),
     ("placement", "return self.base + (self.origin + element)", "return (self.origin + element)"),
-    ("placement", "piece._replace(at=self.at + piece.at)", "piece._replace(at=piece.at)"),
+    ("placement", "piece._replace(at=at + piece.at)", "piece._replace(at=piece.at)"),
     ("placement", "enumerate(rules)", "enumerate(rules[:2])"),
     ("placement", "return self._named(self.whole or self.block)", "return self._named(self.block)"),
     # runs and what arrives

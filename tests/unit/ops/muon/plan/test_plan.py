@@ -159,7 +159,7 @@ def test_a_matrix_moves_only_where_that_shortens_the_step() -> None:
     """A lone matrix: another owner would take as long, after the bytes."""
     (spec,) = specs([(64, 64)])
     shards = [Shard(spec, 0, Placement(0, spec.numel, 0))]
-    assert make_plan(shards, 0, 2, COST).of_all.owners == (0,)
+    assert make_plan(shards, 0, 2, COST).of_all.owners == [0]
 
 
 def test_matrices_stay_with_their_holders_where_bytes_are_dear() -> None:
