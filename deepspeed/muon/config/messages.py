@@ -119,13 +119,14 @@ def explain(
     if not item["loc"]:
         return f"{where}{own_words(item)}"
     key, *inner = item["loc"]
-    value, peer = params.get(key), PEERS.get(key.lower(), "")
+    value, lowered = params.get(key), str(key).lower()  # a key in YAML may be a number
     if key in ADVICE:
         text = ADVICE[key]
     elif item["type"] == "not_here":
         return f"{where}{key}: set it in optimizer.params, for all groups; a group may set {', '.join(known)}"
     elif key not in known:
-        near = did_you_mean(key.lower(), known, f"known keys: {', '.join(known)}", cutoff=0.5)
+        near = did_you_mean(lowered, known, f"known keys: {', '.join(known)}", cutoff=0.5)
+        peer = PEERS.get(lowered)
         text = "unknown key, " + (f"did you mean {peer}?" if peer in known else near)
     else:
         text = _special(key, value) or _wrong_value(item, value, model.model_fields[key], inner)

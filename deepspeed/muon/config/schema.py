@@ -23,8 +23,6 @@ from deepspeed.muon.math import coefficients
 from deepspeed.muon.math.rules import Rules
 from deepspeed.muon.math.schedules import Schedules
 
-SECTION = "optimizer.params."
-
 
 class MuonConfig(BaseModel):
     """All settings of the optimizer. Unknown keys are refused.
@@ -290,7 +288,9 @@ def _first(*values: Any) -> Any:
     return next(value for value in values if value is not None)
 
 
-def parse(params: Mapping[str, Any] | None, where: str = SECTION, base: Mapping[str, Any] | None = None) -> MuonConfig:
+def parse(
+    params: Mapping[str, Any] | None, where: str = "optimizer.params.", base: Mapping[str, Any] | None = None
+) -> MuonConfig:
     """Check ``optimizer.params``, filled in by its preset; null means the default, as does a harmless key of AdamW.
 
     ``where`` stands before a key in error messages. ``base``: for a parameter group, which may set

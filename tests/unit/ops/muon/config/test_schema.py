@@ -308,6 +308,7 @@ WRONG: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     # Unknown keys without a neighbour: what there is.
     ({"amsgrad": True}, ("optimizer.params.amsgrad", "not supported")),
     ({"schedule_free": True}, ("optimizer.params.schedule_free", "known keys: preset, lr")),
+    ({5: 1}, ("optimizer.params.5: got 1; unknown key", "known keys: preset, lr")),
     # Keys of AdamW with a value that changes its results, or with none that AdamW knows.
     ({"maximize": True}, ("optimizer.params.maximize", "change the sign")),
     ({"foreach": "yes"}, ("optimizer.params.foreach", "'yes'", "true or false")),
