@@ -21,8 +21,7 @@ from deepspeed.muon.kernels.rounding import key_of
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.math import adamw
-from deepspeed.muon.math.choice import counted_method
-from deepspeed.muon.math.coefficients import Schedule
+from deepspeed.muon.math.choice import Choice, counted_method
 from deepspeed.muon.math.momentum import kept_dtype
 from deepspeed.muon.math.newton_schulz import DTYPES, flops, orthogonalize
 from deepspeed.muon.numerics import fixed_numerics
@@ -70,10 +69,10 @@ def measure(
     world_size: int,
     seconds: float = SECONDS,
 ) -> tuple[Machine, list[ShapeRate]]:
-    """The constants of this process's device, for a model and what a run of it chooses here.
+    """Return the constants of this process's device, for a model and what a run of it chooses.
 
-    ``Machine.tflops`` is the rate of all matrices of the model one after the other: the operations of the forecast,
-    which does not know the choice, over the measured seconds.
+    ``Machine.tflops`` is the rate of all matrices of the model one after the other: the operations that
+    :func:`deepspeed.muon.forecast.estimate.estimate` counts over the measured seconds.
 
     Args:
         halves: the optimizer's parameter groups, at least one of Muon.
@@ -87,18 +86,18 @@ def measure(
     counts = Counter((rows, cols) for rows, cols, _ in blocks.elements())
     choice = candidates.choose(counts, world_size, races=may_race()).choice
     shapes = Counter((rows, cols, method_of(choice, method, rows, cols)) for rows, cols, method in blocks.elements())
-    timer = _ShapeTimer(
-        schedule=candidates.schedule,
-        dtype=choice.dtype,
-        wire=wire,
-        device=candidates.device,
-        kernels=partial(with_products, kernels, candidates.tables, choice),
-    )
+    timer = _ShapeTimer(candidates, choice, wire, kernels)
     rates = timer.rates(shapes, world_size, seconds)
-    spent = sum(rate.count * timer.flops((rate.rows, rate.cols), rate.method) / rate.tflops for rate in rates)
+    spent = sum(rate.count * timer.flops(rate.rows, rate.cols, rate.method) / rate.tflops for rate in rates)
     large, small = (_muon_pass(numel, muon[0], wire, shard_device, kernels) for numel in (LARGE_RUN, SMALL_RUN))
+    # Counted as a forecast does, which does not know the choice.
+    schedule, dtype = candidates.schedule, candidates.default_dtype
+    operations = sum(
+        count * flops(rows, cols, schedule, counted_method(rows, cols, ns_method, schedule, dtype), dtype)
+        for (rows, cols, ns_method), count in blocks.items()
+    )
     machine = Machine(
-        tflops=_forecast_operations(blocks, candidates) / spent,
+        tflops=operations / spent,
         muon_ns=max(0.0, large - small) / LARGE_RUN * 1e9,
         adamw_ns=_adamw_pass(LARGE_RUN, shard_device) / LARGE_RUN * 1e9,
         run_us=small * 1e6,
@@ -106,52 +105,41 @@ def measure(
     return machine, rates
 
 
-def _forecast_operations(blocks: Mapping[Shape, int], candidates: Candidates) -> int:
-    """Operations of all matrices as :func:`deepspeed.muon.forecast.estimate.estimate` counts them."""
-    schedule, dtype = candidates.schedule, candidates.default_dtype
-    return sum(
-        count * flops(rows, cols, schedule, counted_method(rows, cols, ns_method, schedule, dtype), dtype)
-        for (rows, cols, ns_method), count in blocks.items()
-    )
-
-
 @dataclass(frozen=True)
 class _ShapeTimer:
     """Times Newton-Schulz shape by shape."""
 
-    schedule: Schedule
-    dtype: str
+    candidates: Candidates
+    choice: Choice
     wire: torch.dtype
-    device: torch.device
-    kernels: Callable[[int, int], Operations]
+    kernels: Operations
     work: Workspace = field(default_factory=Workspace)
 
     def rates(self, shapes: Mapping[Shape, int], world_size: int, seconds: float) -> list[ShapeRate]:
-        """The rate of each shape. The cheap ones come first; each has an equal share of the time that is left."""
+        """Return the rate of each shape, the cheap ones first; each has an equal share of the time that is left."""
         end, rates = time.perf_counter() + seconds, []
-        bucket = (CPU_BUCKET_BYTES if self.device.type == "cpu" else BUCKET_BYTES) // self.wire.itemsize
-        for index, shape in enumerate(sorted(shapes, key=self._operations)):
-            (rows, cols, method), count = shape, shapes[shape]
+        nbytes = CPU_BUCKET_BYTES if self.candidates.device.type == "cpu" else BUCKET_BYTES
+        for index, shape in enumerate(sorted(shapes, key=lambda shape: (self.flops(*shape), shape))):
+            rows, cols, method = shape
             share = (end - time.perf_counter()) / (len(shapes) - index)
             size, fitting = self._affordable(shape, share / 2)
-            run_rows, run_cols = size
-            batch = max(1, min(-(-count // world_size), bucket // (rows * cols), fitting))
-            tflops = 1e-12 / self._pace(shape, size, batch, CALLS - 1)
+            batch = min(-(-shapes[shape] // world_size), nbytes // self.wire.itemsize // (rows * cols), fitting)
+            run_as = max(1, batch), *size
             rates.append(
                 ShapeRate(
                     rows=rows,
                     cols=cols,
-                    count=count,
+                    count=shapes[shape],
                     method=method,
-                    dtype=self.dtype,
-                    run_as=(batch, run_rows, run_cols),
-                    tflops=tflops,
+                    dtype=self.choice.dtype,
+                    run_as=run_as,
+                    tflops=1e-12 / self._pace(shape, run_as, CALLS - 1),
                 )
             )
         return rates
 
     def _affordable(self, shape: Shape, seconds: float) -> tuple[tuple[int, int], int]:
-        """Rows and columns to time in place of a shape, and how many such matrices fit into the time.
+        """Return rows and columns to time in place of a shape, and how many such matrices fit into the time.
 
         Small matrices are slower per operation, so from copies divided by a power of two the size doubles while the
         next one fits by the pace of the last.
@@ -159,33 +147,25 @@ class _ShapeTimer:
         rows, cols, method = shape
         halvings = max(0, math.ceil(math.log2(min(rows, cols) / SMALL)))
         size, *larger = [(max(1, rows >> k), max(1, cols >> k)) for k in range(halvings, -1, -1)]
-        pace = self._pace(shape, size, batch=1, calls=1)
+        pace = self._pace(shape, (1, *size), calls=1)
         for following in larger:
-            if CALLS * pace * self.flops(following, method) >= seconds:
+            if CALLS * pace * self.flops(*following, method) >= seconds:
                 break
-            size, pace = following, self._pace(shape, following, batch=1, calls=1)
-        return size, int(seconds / CALLS / (pace * self.flops(size, method)))
+            size, pace = following, self._pace(shape, (1, *following), calls=1)
+        return size, int(seconds / CALLS / (pace * self.flops(*size, method)))
 
-    def _pace(self, shape: Shape, size: tuple[int, int], batch: int, calls: int) -> float:
-        """Return the seconds per operation of matrices of a size that stand for a shape.
+    def _pace(self, shape: Shape, run_as: tuple[int, int, int], calls: int) -> float:
+        """Return the median seconds per operation of a batch of matrices that stand for a shape."""
+        (rows, cols, method), (batch, run_rows, run_cols) = shape, run_as
+        x = torch.randn(run_as, dtype=torch.float32, device=self.candidates.device).to(self.wire)
+        kernels = with_products(self.kernels, self.candidates.tables, self.choice, rows, cols)
+        dtype = DTYPES[self.choice.dtype]
+        run = partial(orthogonalize, x, self.candidates.schedule, method, dtype, self.work, kernels)
+        return _median(run, x.device, calls) / (batch * self.flops(run_rows, run_cols, method))
 
-        The median of some calls, after one that is not counted.
-        """
-        rows, cols, method = shape
-        x = torch.randn(batch, *size, dtype=torch.float32, device=self.device).to(self.wire)
-        dtype, kernels = DTYPES[self.dtype], self.kernels(rows, cols)
-        run = partial(orthogonalize, x, self.schedule, method, dtype, self.work, kernels)
-        return _median(run, self.device, calls) / (batch * self.flops(size, method))
-
-    def _operations(self, shape: Shape) -> tuple[int, Shape]:
-        """Return the key by which shapes are timed in order."""
-        rows, cols, method = shape
-        return self.flops((rows, cols), method), shape
-
-    def flops(self, size: tuple[int, int], method: str) -> int:
+    def flops(self, rows: int, cols: int, method: str) -> int:
         """Return the operations of one matrix."""
-        rows, cols = size
-        return flops(rows, cols, self.schedule, method, self.dtype)
+        return flops(rows, cols, self.candidates.schedule, method, self.choice.dtype)
 
 
 def _muon_pass(numel: int, half: Half, dtype: torch.dtype, device: torch.device, kernels: Operations) -> float:
