@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import gc
 import json
 import os
 import sys
@@ -31,6 +30,7 @@ from deepspeed.muon.forecast.measured import measure
 from deepspeed.muon.kernels.selection import choose, product_tables, unavailable_kernels
 from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.plan.memory import Memory
+from deepspeed.muon.plan.plan import without_collector
 from deepspeed.muon.tuning import Candidates
 from deepspeed.muon.version import __version__
 from deepspeed.muon.zero.checkpoint.from_stock import convert
@@ -122,23 +122,16 @@ def _plot(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     return facts, f"{facts['file']}: {len(facts['panels'])} panels from {facts['records']} records"
 
 
+@without_collector()
 def _plan(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    gc.disable()  # Millions of small objects, all of which live to the end.
-    try:
-        section = find_ds_config(args.config, parse_file(args.config))
-        facts = plan_facts(args, read_settings(args.config, section, args.world_size, args.stage))
-        return facts, "" if args.json else plan_text(facts)
-    finally:
-        gc.enable()
+    facts = _plan_facts(args)
+    return facts, "" if args.json else plan_text(facts)
 
 
-def plan_facts(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
-    """The object that ``ds_muon plan --json`` prints; its keys are stable.
-
-    Raises:
-        ModelError: no such model.
-        MuonConfigError: a pattern that matches nothing.
-    """
+def _plan_facts(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the object that ``ds_muon plan --json`` prints; its keys are stable."""
+    section = find_ds_config(args.config, parse_file(args.config))
+    settings = read_settings(args.config, section, args.world_size, args.stage)
     config, device = settings.config, torch.device(args.device)
     layout = dataclasses.replace(settings.layout, ranks_per_node=args.ranks_per_node)
     candidates = Candidates.of(config, {}, {config.ns_method}, device, has_bf16=True)

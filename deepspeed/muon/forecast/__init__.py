@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the optimizer will do on ranks that do not exist yet."""
+"""What the optimizer will do on any number of ranks, without them."""

@@ -37,7 +37,7 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """The parts of a step and what those of Muon cost; ``planning_seconds`` is the time that took for all ranks.
+    """The parts of a step and the costs of the Muon parts; ``planning_seconds``: what planning for all ranks took.
 
     ``peak``: scratch memory of the rank that needs most.
     """
@@ -57,7 +57,7 @@ class Estimate:
 
 @without_collector()
 def estimate(halves: Sequence[Half], layout: Layout, config: MuonConfig, memory: Memory) -> Estimate:
-    """Plan a step for all ranks. Methods are those of fewer operations.
+    """Plan a step for all ranks, with the methods of Newton-Schulz that take fewer operations.
 
     Args:
         memory: dtypes of Newton-Schulz and of the exchange; the device for which owners are balanced.
@@ -80,7 +80,7 @@ def estimate(halves: Sequence[Half], layout: Layout, config: MuonConfig, memory:
 
 
 def _largest(costs: Sequence[StepCost], schedule: Schedule, world_size: int, memory: Memory) -> Peak:
-    """The peak of the rank that needs most."""
+    """Return the peak of the rank that needs most."""
     costs = [cost for cost in costs if cost.demands]
     methods = [cost.part.half.method(schedule, memory.dtype) for cost in costs]
     # A part that every rank updates whole is the same on all.
@@ -91,7 +91,7 @@ def _largest(costs: Sequence[StepCost], schedule: Schedule, world_size: int, mem
 
 
 def totals(halves: Sequence[Half], use_muon: bool) -> dict[str, int]:
-    """Tensors, parameters and matrices of all groups of one kind."""
+    """Count tensors, parameters and matrices of all groups of one kind."""
     specs = [spec for half in halves if half.use_muon is use_muon for spec in half.specs]
     return {
         "tensors": len(specs),
@@ -101,7 +101,7 @@ def totals(halves: Sequence[Half], use_muon: bool) -> dict[str, int]:
 
 
 def per_rank(found: Estimate) -> dict[str, Any]:
-    """State, bytes sent, operations and their imbalance, rounds and collectives of one step."""
+    """Return state, bytes sent, operations and their imbalance, rounds and collectives of one step."""
     costs, world_size = found.costs, found.world_size
     shards = sum(part.state_bytes for part in found.parts)
     state = [shards + moments for moments in _by_rank([cost.moment_bytes for cost in costs], world_size)]
@@ -126,7 +126,7 @@ def per_rank(found: Estimate) -> dict[str, Any]:
 
 
 def _by_rank(lists: Sequence[Sequence[float]], world_size: int) -> list[float]:
-    """Sums by rank; a part that every rank holds and updates whole counts for each."""
+    """Sum by rank; a part that every rank holds and updates whole counts for each."""
     spread = (values if len(values) == world_size else [*values] * world_size for values in lists)
     return [sum(column) for column in zip([0.0] * world_size, *spread, strict=True)]
 
@@ -141,7 +141,7 @@ def milliseconds(found: Estimate, machine: Machine) -> dict[str, float]:
 
 
 def stock_clipping(halves: Sequence[Half], gradient_clipping: float) -> dict[str, float]:
-    """What stock DeepSpeed's clipping does to its updates, which it orthogonalizes before it clips.
+    """Return what stock DeepSpeed's clipping does to its updates, which it orthogonalizes before it clips.
 
     The norm of an orthogonalized update is the root of the sum of ``scale^2 min(rows, cols)`` over the matrices, with
     stock's scale ``original``.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the optimizer will do on ranks that do not exist yet: layout, owners, state, traffic, operations.
+"""A forecast of what the optimizer does on any number of ranks: layout, owners, state, traffic, operations.
 
-Pure arithmetic over the routes of a model. The layouts are those that the adapters in ``zero/wrappers`` read off a live
+Arithmetic over the routes of a model. The layouts equal those that the adapters in ``zero/wrappers`` read from a live
 engine; owners come from the planner itself.
 """
 
@@ -42,7 +42,7 @@ MOMENT_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Half:
-    """A parameter group of the optimizer, with those of its settings that a forecast needs."""
+    """A parameter group of the optimizer, with the settings that a forecast needs."""
 
     use_muon: bool
     specs: tuple[MatrixSpec, ...]
@@ -63,12 +63,12 @@ class Half:
         return cost_model(self.method(schedule, dtype), schedule, dtype, wire_bytes, device_type, intra_node)
 
     def scale(self, block: Block) -> float:
-        """The factor by which a block's orthogonalized update is scaled, beside the learning rate."""
+        """Return the factor by which a block's orthogonalized update is scaled, before the learning rate."""
         return scale_factor(self.adjust_lr_fn, block.rows, block.cols, self.rms_scale)
 
 
 def halves_of(model: nn.Module, config: MuonConfig) -> list[Half]:
-    """The optimizer's parameter groups for one user group of all trainable parameters; the model may be on meta.
+    """Return the optimizer's parameter groups for one user group of all trainable parameters; the model may be on meta.
 
     Raises:
         MuonConfigError: a pattern of the config that matches no parameter.
@@ -122,22 +122,22 @@ class StepPart:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of optimizer state on each rank; of a momentum in int8 on the first, whose blocks may be a few more."""
+        """Return the bytes of optimizer state on each rank; in int8 on the first, which may have a few more blocks."""
         per_element = MUON_STATE_BYTES[self.half.momentum_dtype] if self.half.use_muon else ADAM_STATE_BYTES
         nbytes = self.numel * per_element + self.tensors * STEP_BYTES
         if self.half.use_muon and self.half.momentum_dtype == "int8":
-            held = (shard.placement.held(0, 0, shard.spec.numel) for shard in self.shards)
-            nbytes += ABSMAX_BYTES * sum(blocks_of(max(0, stop - start)) for start, stop in held)
+            local = (shard.placement.held(0, 0, shard.spec.numel) for shard in self.shards)
+            nbytes += ABSMAX_BYTES * sum(blocks_of(max(0, stop - start)) for start, stop in local)
         return nbytes
 
     @property
     def items(self) -> list[PlacedBlock]:
-        """The matrices, in the planner's order."""
+        """Return the matrices, in the planner's order."""
         return [item for shard in self.shards for item in shard.items]
 
 
 def lay_out(halves: Sequence[Half], layout: Layout) -> list[StepPart]:
-    """The parts of all groups, in the order in which they are stepped."""
+    """Return the parts of all groups, in the order in which they are stepped."""
     cut = (_whole, _flat, _flat, _by_parameter)[layout.stage]
     return [part for half in halves for part in cut(half, layout)]
 
@@ -150,7 +150,7 @@ def _whole(half: Half, layout: Layout) -> Iterator[StepPart]:
 
 
 def _flat(half: Half, layout: Layout) -> Iterator[StepPart]:
-    """One flat buffer per group, cut into equal parts."""
+    """Cut one flat buffer per group into equal parts."""
     world_size, order = layout.world_size, half.specs
     if layout.round_robin:
         order = tuple(spec for first in range(world_size) for spec in half.specs[first::world_size])
@@ -164,7 +164,7 @@ def _flat(half: Half, layout: Layout) -> Iterator[StepPart]:
 
 
 def _by_parameter(half: Half, layout: Layout) -> Iterator[StepPart]:
-    """Each parameter cut over all ranks; a sub-group ends with the parameter that fills it."""
+    """Cut each parameter over all ranks; a sub-group ends with the parameter that fills it."""
     world_size, limit = layout.world_size, layout.sub_group_size
     shards: list[Shard] = []
     base = 0
@@ -263,7 +263,7 @@ class _Traffic(NamedTuple):
 
 
 def _broadcasts(owned: OwnedBlocks, copies: int) -> _Traffic:
-    """Every rank holds every matrix whole; each owner sends its results to all others."""
+    """Count what owners send where every rank holds every matrix whole: their results to all other ranks."""
     sent = [0] * copies
     for owner, item in owned:
         sent[owner] += item.block.numel * (copies - 1)
@@ -271,7 +271,7 @@ def _broadcasts(owned: OwnedBlocks, copies: int) -> _Traffic:
 
 
 def _gathered(owned: OwnedBlocks, world_size: int) -> _Traffic:
-    """A rank sends what it holds of the others' matrices, and sends back what they hold of its own.
+    """Count what a rank sends: what it holds of the others' matrices, and back what they hold of its own.
 
     Matrices that are cut alike, as all of one shape are at stage 3, are counted together.
     """

@@ -46,8 +46,9 @@ Shape = tuple[int, int, str]
 class ShapeRate:
     """Newton-Schulz of one shape: what was run for it, and how fast that was.
 
-    ``count``: matrices of this shape in the model. ``method``, ``dtype``: what a run chooses here. ``run_as``: batch,
-    rows and columns of the timed call, smaller by a power of two where the shape itself would have taken too long.
+    ``count``: matrices of this shape in the model. ``method``, ``dtype``: the choice of a run on this machine.
+    ``run_as``: batch, rows and columns of the timed call, smaller by a power of two where the shape itself would have
+    taken too long.
     """
 
     rows: int
@@ -169,7 +170,7 @@ class _ShapeTimer:
 
 
 def _muon_pass(numel: int, half: Half, dtype: torch.dtype, device: torch.device, kernels: Operations) -> float:
-    """Seconds of both of Muon's elementwise passes over one run of a shard."""
+    """Return the seconds of both of Muon's elementwise passes over one run of a shard."""
     grad, param = (torch.randn(numel, dtype=torch.float32, device=device) for _ in range(2))
     kind, factor, nesterov = half.momentum_dtype, 0.95, half.nesterov
     momentum = torch.zeros(numel, device=device, dtype=kept_dtype(grad, kind))
@@ -191,7 +192,7 @@ def _muon_pass(numel: int, half: Half, dtype: torch.dtype, device: torch.device,
 
 
 def _adamw_pass(numel: int, device: torch.device) -> float:
-    """Seconds of AdamW's step over one flat tensor."""
+    """Return the seconds of AdamW's step over one flat tensor."""
     param = torch.randn(numel, dtype=torch.float32, device=device)
     param.grad = torch.randn(numel, dtype=torch.float32, device=device)
     state: dict[str, Any] = adamw.state_of({}, param)
@@ -201,7 +202,7 @@ def _adamw_pass(numel: int, device: torch.device) -> float:
 
 @torch.no_grad()
 def _median(call: Callable[[], object], device: torch.device, calls: int) -> float:
-    """Median seconds of a call, after one that is not counted."""
+    """Return the median seconds of a call, after one that is not counted."""
     times = []
     wait = torch.zeros((), dtype=torch.float32, device=device).item  # until the device has done what was launched
     for _ in range(calls + 1):
