@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import ns, optimizers, ranks, report, training
 from benchmarks.rates import Rates, alternate, measure, summary
-from deepspeed.muon.kernels import quack, triton_table
+from deepspeed.muon.kernels import triton_table
 from deepspeed.muon.kernels.table import Scalars, Symmetric
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.plan.bucket import Bucket, GridCopy
@@ -137,7 +137,7 @@ def part(name: str, device: str, quick: bool, rates: dict[str, float]) -> Rows:
     """One part, in a process of its own. In the first call, symmetric products have their kernels at every size."""
     call, _, files = PARTS[name]
     if call == 1:
-        triton_table.SYMMETRIC_FROM = quack.SYMMETRIC_FROM = 1
+        triton_table.SYMMETRIC_FROM = 1
     if not files:
         yield from globals()[name](device, quick, rates)
     elif device == "cuda":

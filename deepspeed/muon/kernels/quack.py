@@ -14,11 +14,8 @@ from torch import Tensor
 
 from deepspeed.muon.kernels import probe, reference
 from deepspeed.muon.kernels.table import PLAIN, Operations, Scalars, Symmetric
-from deepspeed.muon.kernels.triton_table import are_half_and_aligned, is_on_gpu
+from deepspeed.muon.kernels.triton_table import takes_product, takes_square
 from deepspeed.muon.kernels.workspace import Workspace
-
-#: The least smaller dimension: the tile of one of its clusters, as in gram-newton-schulz.
-SYMMETRIC_FROM = 512
 
 
 def unavailable() -> str | None:
@@ -47,20 +44,15 @@ def operations(other: Operations) -> Operations:
     from deepspeed.muon.kernels import triton_products
 
     def square(x: Tensor, out: Symmetric, work: Workspace) -> None:
-        if not _fits(out, x):
+        if not takes_square(x, out):
             return other.square(x, out, work)
         gemm_symmetric(x, x.mT, out=out.rest)
         reference.separate(x, out)
 
     def product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, coeffs: Scalars = PLAIN) -> None:
-        if not _fits(out, a.rest, b.rest):
+        if not takes_product(a, b, out):
             return other.product(a, b, out, work, coeffs)
         gemm_symmetric(a.rest, b.rest, out=out.rest)
         triton_products.complete(a, b, out, coeffs)
 
     return dataclasses.replace(other, name=f"quack + {other.name}", square=square, product=product)
-
-
-def _fits(out: Symmetric, *matrices: Tensor) -> bool:
-    tensors = [*matrices, out.rest]
-    return all(map(is_on_gpu, tensors)) and are_half_and_aligned(tensors) and out.rest.size(-1) >= SYMMETRIC_FROM

@@ -16,7 +16,8 @@ from deepspeed.muon.kernels import probe, reference
 from deepspeed.muon.kernels.table import Operations, RunOperations, Symmetric, base_of
 
 #: The smaller dimension from which symmetric products are computed as one triangle. Below it there are too few tiles to
-#: fill the chip. From it on a race at start decides; ``python -m benchmarks gpu`` prints the times.
+#: fill the chip, and a cluster of quack's has a larger tile, as in gram-newton-schulz. From it on a race at start
+#: decides; ``python -m benchmarks gpu`` prints the times.
 SYMMETRIC_FROM = 512
 #: Triton copies sixteen bytes at a time, asynchronously, only where sizes are multiples of 16 and addresses of as many
 #: bytes. Otherwise products wait for loads of single elements.
@@ -80,13 +81,9 @@ def operations(other: Operations) -> Operations:
     return dataclasses.replace(
         elementwise,
         name=f"triton + {other.name}",
-        square=_either(
-            lambda x, out, *_: _are_apart(out, others=[base_of(x)[0]]) and _are_large(x, out.rest),
-            products.square,
-            other.square,
-        ),
+        square=_either(takes_square, products.square, other.square),
         product=_either(
-            lambda a, b, out, *_: _are_apart(a, b, out) and _are_large(a.rest, b.rest, out.rest),
+            takes_product,
             products.product,
             _either(lambda a, b, out, *_: _are_apart(a, b, out), products.library_product, other.product),
         ),
@@ -138,14 +135,19 @@ def _are_apart(*matrices: Symmetric, others: Sequence[Tensor] = ()) -> bool:
     return not any(matrix.is_whole for matrix in matrices) and _are_plain([*parts, *others])
 
 
-def are_half_and_aligned(matrices: Sequence[Tensor]) -> bool:
-    """Return whether they have 16-bit numbers, and sizes and addresses that kernels load fast from."""
-    return all(
-        x.dtype in HALVES and x.data_ptr() % ADDRESS == 0 and all(size % MULTIPLE == 0 for size in x.shape[-2:])
-        for x in matrices
-    )
+def takes_square(x: Tensor, out: Symmetric, *_: Any) -> bool:
+    """Return whether a kernel that computes one triangle can square ``x``, and is faster than a library's product."""
+    return _are_apart(out, others=[base_of(x)[0]]) and _are_large(x, out.rest)
+
+
+def takes_product(a: Symmetric, b: Symmetric, out: Symmetric, *_: Any) -> bool:
+    """Return whether such a kernel can multiply ``a`` and ``b``, and is faster than a library's product."""
+    return _are_apart(a, b, out) and _are_large(a.rest, b.rest, out.rest)
 
 
 def _are_large(*matrices: Tensor) -> bool:
-    """Whether computing one triangle of the last of them, the result, is faster than a library's product."""
-    return are_half_and_aligned(matrices) and matrices[-1].size(-1) >= SYMMETRIC_FROM
+    """Whether the last, the result, is large enough, and all have sizes and addresses that kernels load fast from."""
+    return matrices[-1].size(-1) >= SYMMETRIC_FROM and all(
+        x.dtype in HALVES and x.data_ptr() % ADDRESS == 0 and all(size % MULTIPLE == 0 for size in x.shape[-2:])
+        for x in matrices
+    )

@@ -29,7 +29,6 @@ GPU = "cuda"
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Operations]:
     """Both tables, whose symmetric products begin at small sizes here."""
     monkeypatch.setattr(triton_table, "SYMMETRIC_FROM", 1)
-    monkeypatch.setattr(quack, "SYMMETRIC_FROM", 1)
     reason = triton_table.unavailable() or (quack.unavailable() if request.param == "quack" else None)
     if reason:
         pytest.skip(reason)
@@ -160,7 +159,6 @@ def test_square(kernels: Operations, shape: tuple[int, int, int], dtype: torch.d
 @pytest.mark.parametrize("size", [264, 272, 512, 2048])
 def test_product(kernels: Operations, size: int, symmetric_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_table, "SYMMETRIC_FROM", symmetric_from)
-    monkeypatch.setattr(quack, "SYMMETRIC_FROM", symmetric_from)
     a, b = (near_identity(2, size, factor, power, torch.bfloat16) for factor, power in ((3.0, 1), (-1.0, 2)))
     for left, right in ((a, a), (a, b)):
         for alpha, beta, shift in ((1.0, 0.0, 0.0), (0.6, -1.7, 2.5)):

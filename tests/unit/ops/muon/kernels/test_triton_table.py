@@ -46,9 +46,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Callable[[Any], st
         return lambda *args, **kwargs: called.append(name)
 
     monkeypatch.setattr(triton_table, "is_on_gpu", lambda tensor: True)
-    monkeypatch.setattr(quack, "is_on_gpu", lambda tensor: True)
     monkeypatch.setattr(triton_table, "SYMMETRIC_FROM", 32)
-    monkeypatch.setattr(quack, "SYMMETRIC_FROM", 32)
     interface = ModuleType("quack.gemm_interface")
     interface.gemm_symmetric = noted("symmetric")  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "quack", ModuleType("quack"))
@@ -238,9 +236,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(probe, "DEVICE", "cpu")
     monkeypatch.setattr(probe, "SIZE", 32)
-    monkeypatch.setattr(quack, "SYMMETRIC_FROM", 32)
+    monkeypatch.setattr(triton_table, "SYMMETRIC_FROM", 32)
     monkeypatch.setattr(triton_table, "is_on_gpu", lambda tensor: True)
-    monkeypatch.setattr(quack, "is_on_gpu", lambda tensor: True)
     for name in ("advance", "advance_rounded", "look_ahead", "advance_codes", "apply_"):
         monkeypatch.setattr(elementwise, name, getattr(reference, name))
     monkeypatch.setattr(elementwise, "normalize", reference.normalize)
