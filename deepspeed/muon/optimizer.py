@@ -6,7 +6,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -157,7 +157,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     @fixed_numerics()
     @torch.no_grad()
-    def bind(self, partitions: Sequence[Partition], tuning: Tuning, device: torch.device | None = None) -> None:
+    def bind(self, partitions: Sequence[Partition], tuning: Tuning, device: torch.device) -> None:
         """Plan the exchange and allocate the state of every tensor that has none. Called before the first step.
 
         The ``ns_method``, ``ns_choice`` and ``adjust_lr_fn`` of each group are read here, and not again in a step.
@@ -165,7 +165,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         Args:
             partitions: of all groups; a group stepped in several calls has one per call.
             tuning: how Newton-Schulz runs where no checkpoint has pinned it.
-            device: where Newton-Schulz runs; by default where the tensors are.
+            device: where Newton-Schulz runs.
         """
         if self.context.is_logging and self._binding is None:
             warn_of_odd_settings(self.param_groups)
@@ -173,17 +173,13 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self._adam_partitions.clear()
         self._fragments.clear()
         # Under CPU offload the shards are on the host, and Newton-Schulz runs on the accelerator.
-        shards = partitions[0].tensors[0].device
-        where = shards if device is None else device
-        staging = Staging() if where.type != shards.type else None
-        exchange = partial(Exchange, dtype=DTYPES[self.config.wire], device=where, work=self.workspace, staging=staging)
-        tables = self.tables_on(where)
+        staging = Staging() if device.type != partitions[0].tensors[0].device.type else None
+        dtype, tables = DTYPES[self.config.wire], self.tables_on(device)
         for partition in partitions:
             group = self.param_groups[partition.index]
             self.create_states(partition)
             if not group["use_muon"]:
                 self._adam_partitions.append(partition)
-                self._fragments |= dict(zip(partition.tensors, partition.fragments(), strict=True))
                 continue
             choice = pinned_in(group, tuning.choice, self.config.ns_dtype)
             if partition.group is not None:
@@ -195,24 +191,25 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 choice=choice,
                 context=self.context,
                 tables=tables,
-                exchange=exchange(group=partition.group, name=group["name"]),
+                exchange=Exchange(partition.group, dtype, device, self.workspace, group["name"], staging),
                 blocks=self._blocks,
                 second_moments=self.second_moments,
             )
             group["owner_counts"] = step.owner_counts
-        self._binding = (partitions, tuning, where)
+        self._binding = (partitions, tuning, device)
         self.second_moments.bind(self._steps.values())
         if self.qk_clip:
-            self.qk_clip.bind(partitions, self.context.peers, where)
+            self.qk_clip.bind(partitions, self.context.peers, device)
 
     def bind_again(self) -> None:
         """Bind with the settings of a loaded checkpoint, so that each matrix has the owner and bits it had there."""
-        if self._binding is not None:
-            partitions, tuning, device = self._binding
-            self.bind(partitions, tuning, device)
-            if self.context.is_logging and self._steps and self.choice != self._warned_choice:
-                self._warned_choice = self.choice
-                self._warn_of_choice(tuning, set(self.tables_on(device)))
+        if self._binding is None:
+            return
+        self.bind(*self._binding)
+        if self.context.is_logging and self._steps and self.choice != self._warned_choice:
+            self._warned_choice = self.choice
+            _, tuning, device = self._binding
+            self._warn_of_choice(tuning, set(self.tables_on(device)))
 
     def _warn_of_choice(self, tuning: Tuning, tables: set[str]) -> None:
         """Warn that a checkpoint's choice is kept, although its kernels are missing or another would be faster."""
@@ -333,7 +330,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         """Create the state of each of its tensors that has none; the tensors must be in memory."""
         use_muon = self.param_groups[partition.index]["use_muon"]
         for tensor, fragments in zip(partition.tensors, partition.fragments(), strict=True):
-            if use_muon and self.config.momentum_dtype == "int8":
+            if not use_muon:
+                self._fragments[tensor] = fragments
+            elif self.config.momentum_dtype == "int8":
                 self._blocks[tensor] = momentum.Blocks(fragments)
             self.create_state(tensor, use_muon)
 

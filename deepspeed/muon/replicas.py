@@ -77,7 +77,7 @@ def bind_whole(optimizer: Any, replicas: Any) -> None:
     )
     # Ranks that race apart might choose apart.
     races = processes() == 1 and may_race()
-    optimizer.bind(partitions, candidates.choose(optimizer.shapes, world_size=1, races=races))
+    optimizer.bind(partitions, candidates.choose(optimizer.shapes, world_size=1, races=races), device)
 
 
 def agree_with_replicas(optimizer: Any, replicas: Any) -> None:
