@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carries out the program of a step: sends shards to the owners, has the matrices orthogonalized, and sends shards of
-the results back. In which order, and with what in memory, is decided in :mod:`deepspeed.muon.plan.program`.
+"""Carry out the program of a step: send shards to the owners, have the matrices orthogonalized, and send shards of the
+results back. In which order, and with what in memory, is decided in :mod:`deepspeed.muon.plan.program`.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class Exchange:
         )
 
     def _wait(self, buffers: BucketBuffers, back: bool) -> None:
-        """Wait for what was sent. On the way back the host reads the shards next, else the accelerator the matrices."""
+        """Wait for what was sent. The host reads the shards next on the way back, the accelerator the matrices otherwise."""
         buffers.wait()
         if buffers.copied is not None:
             (buffers.copied.synchronize if back else buffers.copied.wait)()

@@ -38,7 +38,7 @@ class _Steps:
 
 @contextmanager
 def told_to_all() -> Iterator[None]:
-    """Enter around a step that all ranks take together."""
+    """Tell the other ranks what this one raises inside a step that all of them take."""
     if _Steps.has_failed:  # the script goes on after an exception that all ranks may have had
         with suppress(Exception):
             torch.distributed.distributed_c10d._get_default_store().delete_key(_key(_Steps.number))

@@ -38,13 +38,13 @@ def set_of(group: Any, size: int) -> Any:
 
 
 def neighbours_in(group: Any, ranks_per_node: int) -> int:
-    """:func:`deepspeed.muon.plan.owners.neighbours` of the ranks of a process group."""
+    """Return :func:`deepspeed.muon.plan.owners.neighbours` of the ranks of a process group."""
     return neighbours([rank // ranks_per_node for rank in torch.distributed.get_process_group_ranks(group)])
 
 
 @dataclass(frozen=True)
 class OwnerSet:
-    """The owners of some matrices, called by all of them together, in the same order.
+    """The collectives between the owners of some matrices: all owners make the same calls in the same order.
 
     Args:
         group: their process group.
@@ -58,7 +58,7 @@ class OwnerSet:
     call: Callable[[str, Tensor, Callable[[], Any]], None]
 
     def operations(self, kernels: Operations) -> Operations:
-        """``kernels`` for a slice."""
+        """Return ``kernels`` for a slice."""
         square = functools.partial(self._square, kernels)
         ours = replace(kernels, normalize=self._normalize, square=square, is_slice=True)
         if self.size < SPLIT_FROM:
@@ -73,7 +73,7 @@ class OwnerSet:
         exponents, lengths = found.unbind(-1)
         exponent = exponents.amax(dim=0)
         length = torch.linalg.vector_norm(lengths * torch.exp2(exponents - exponent), dim=0)
-        # The slice has its own power of two by now.
+        # The slice has been scaled by its own power of two.
         factors = torch.where(length == 0, 1.0, torch.exp2(sizes[:, 0] - exponent) * norm / length)
         return torch.mul(x, factors.view(-1, 1, 1), out=out)
 
@@ -92,7 +92,7 @@ class OwnerSet:
     def _product(
         self, kernels: Operations, a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, coeffs: Scalars = PLAIN
     ) -> None:
-        """Some rows on each rank. B is symmetric, so these rows of B A are those of A B.
+        """Compute some rows on each rank. B is symmetric, so these rows of B A are those of A B.
 
         ``out`` may be A or B: it is written once this rank needs neither any more.
         """

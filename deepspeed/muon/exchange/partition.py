@@ -22,7 +22,7 @@ class Partition:
         index: of the parameter group.
         tensors: what ``step`` will find in the group, in order: flat partitions under ZeRO, else whole parameters.
         shards: the parameters in them.
-        group: process group of the ranks that share the parameters or their work; ``None`` for one rank alone.
+        group: process group of the ranks that share the parameters or their work; ``None`` for a single rank.
         planned: the shards to plan: these, and parameters that only other ranks of a tensor-parallel group hold.
     """
 
@@ -40,23 +40,23 @@ class Partition:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether several ranks each hold all of it."""
+        """Return whether several ranks each hold all of it."""
         return any(shard.placement.copies > 1 for shard in self.shards)
 
     @property
     def blocks(self) -> list[PlacedBlock]:
-        """The matrices, in the order of the plan."""
+        """Return the matrices, in the order of the plan."""
         return [item for shard in self.planned for item in shard.items]
 
     def pieces(self) -> Iterator[tuple[Shard, int, int, int]]:
-        """(shard, first element of the parameter, one past the last, position in its tensor) held by this rank."""
+        """Yield (shard, first element of the parameter, one past the last, position in its tensor) of this rank."""
         for shard in self.shards:
             start, stop = shard.placement.held(self.rank, 0, shard.spec.numel)
             if start < stop:
                 yield shard, start, stop, shard.placement.position(start)
 
     def fragments(self) -> list[list[Fragment]]:
-        """By tensor: what this rank holds of each parameter.
+        """Return by tensor what this rank holds of each parameter.
 
         Ranks that have different parts of one matrix under one name, by tensor parallelism, have names of their own.
         """
@@ -70,7 +70,7 @@ class Partition:
 def whole_partition(
     index: int, params: Sequence[Tensor], specs: Sequence[MatrixSpec], group: Any = None, rank: int = 0, copies: int = 1
 ) -> Partition:
-    """The partition of a group whose parameters ``copies`` ranks of ``group`` hold whole, each in its own tensor.
+    """Return the partition of a group whose parameters ``copies`` ranks of ``group`` hold whole, each in one tensor.
 
     Raises:
         ValueError: a parameter of the Muon half is not contiguous, such as a convolution in channels_last.

@@ -54,12 +54,11 @@ class Recorder:
         """Record everything that is called inside."""
         from torch.distributed import device_mesh, distributed_c10d
 
-        methods = {
-            name: partial(self._record, read) for name, read in READERS.items() if hasattr(_process_group(), name)
-        }
+        kind = distributed_c10d.ProcessGroup
+        methods = {name: partial(self._record, read) for name, read in READERS.items() if hasattr(kind, name)}
         makes = {"new_group": self._record_new_group}
         with ExitStack() as stack:
-            stack.enter_context(replaced(_process_group(), **methods))
+            stack.enter_context(replaced(kind, **methods))
             for module in (torch.distributed, distributed_c10d, device_mesh):
                 if hasattr(module, "new_group"):
                     stack.enter_context(replaced(module, **makes))
@@ -116,12 +115,6 @@ def _unmatched(logs: Sequence[Sequence[Collective]]) -> str | None:
 # ---- what is read from the arguments of ProcessGroup's methods ---------------------------------------------------
 
 
-def _process_group() -> Any:
-    from torch._C._distributed_c10d import ProcessGroup
-
-    return ProcessGroup
-
-
 def _group_of(group: Any) -> Group:
     """Return the ranks of a process group; their own numbers where torch does not know it."""
     try:
@@ -176,12 +169,8 @@ def _split(kind: str, out: Tensor, sends: Tensor, out_splits: Any = (), in_split
 
 
 def _message(kind: str, tensors: Any, peer: int, *_: Any, **__: Any) -> dict[str, Any]:
-    return {
-        "kind": kind,
-        "peer": peer,
-        "dtype": _dtype(_flat(tensors)),
-        "numel": sum(t.numel() for t in _flat(tensors)),
-    }
+    flat = _flat(tensors)
+    return {"kind": kind, "peer": peer, "dtype": _dtype(flat), "numel": sum(tensor.numel() for tensor in flat)}
 
 
 def _barrier(*_: Any, **__: Any) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names the collective that never ends: in an error if the backend raises one, else in the log.
+"""Report which bucket a hung collective belongs to: in the error if the backend raises one, otherwise in the log.
 
 gloo raises in ``wait()``. NCCL returns from ``wait()`` at once, and its watchdog ends the process later without running
 any Python, so a thread checks the latest collectives from time to time. It reads only host memory, into which the
@@ -33,10 +33,8 @@ SLOW = 60.0
 #: Seconds between two looks at the collectives. While a step or a forward takes long, each look asks the rendezvous
 #: store, which one rank serves for all.
 TICK = 5.0
-#: At most this many matrices of a bucket are named.
-NAMED = 4
-#: The latest collectives of a group that the thread looks at.
-LATEST = 4
+#: Matrices of a bucket that are named, and collectives of a group that the thread looks at, the latest ones.
+MAX_NAMED, MAX_LATEST = 4, 4
 
 
 class PendingCollective:
@@ -85,10 +83,10 @@ class PendingCollective:
         return time.monotonic() - self.since > (SLOW if limit is None else limit) and not self.mark.item()
 
     def location(self) -> str:
-        """Its bucket and its age, for a message."""
-        more = f" and {len(self.names) - NAMED} more" if len(self.names) > NAMED else ""
+        """Return its bucket and its age, for a message."""
+        more = f" and {len(self.names) - MAX_NAMED} more" if len(self.names) > MAX_NAMED else ""
         seconds = time.monotonic() - self.since
-        return f"{self.title} ({', '.join(self.names[:NAMED])}{more}), {seconds:.1f} s after it began"
+        return f"{self.title} ({', '.join(self.names[:MAX_NAMED])}{more}), {seconds:.1f} s after it began"
 
     @contextmanager
     def _named_errors(self, plain: type[Exception] | None = None) -> Iterator[None]:
@@ -123,7 +121,7 @@ class PendingCollectives:
     def start(self, bucket: str, names: tuple[str, ...], launch: Callable[[], Any]) -> PendingCollective:
         """Launch a collective, as :class:`PendingCollective`; ``bucket``: which of how many, empty before the first."""
         what = f"bucket {bucket}" if bucket else "the look for gradients"
-        if len(self._latest) == LATEST and (earlier := self._latest.popleft()).handle is None:
+        if len(self._latest) == MAX_LATEST and (earlier := self._latest.popleft()).handle is None:
             self._marks.append(earlier.mark)
         if self._marks and self._marks[0].item():
             mark = self._marks.popleft()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proves, without running them, that the programs of all ranks cannot hang or overwrite what is in use.
+"""Prove, without running them, that the programs of all ranks cannot hang or overwrite what is in use.
 
 The rules are those of NCCL, which is stricter than gloo: the calls of all ranks, on all their process groups, must
 merge into one order. Then they end whatever the speed of each rank, and even where a device runs only one collective

@@ -68,7 +68,7 @@ class Memory:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of an element of the exchange."""
+        """Return the bytes of an element of the exchange."""
         return DTYPES[self.wire].itemsize
 
 
@@ -80,7 +80,7 @@ class Peak(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Both together."""
+        """Return the sum of both."""
         return self.exchange + self.newton_schulz
 
 

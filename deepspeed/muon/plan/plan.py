@@ -198,8 +198,8 @@ def plan_partition(
 def is_worth_sharing(plan: GlobalPlan, cost: CostModel) -> bool:
     """Return whether ranks that all hold the same matrices finish earlier if each orthogonalizes some of them for all.
 
-    Compares the operations of all matrices with those of the busiest owner, the bytes of the others' results, and the
-    broadcasts in which these arrive.
+    It compares the operations of all matrices with those of the busiest owner, the bytes of the others' results, and
+    the broadcasts in which these arrive.
     """
     numel = sum(item.block.numel for item in plan.items)
     received = numel * cost.bytes_per_element * (plan.world_size - 1) / plan.world_size

@@ -117,7 +117,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Wait:
-    """What follows comes after the last :class:`Send` of the bucket; ``back`` says which."""
+    """Wait for the last :class:`Send` of the bucket; ``back`` says which."""
 
     bucket: int
     back: bool
