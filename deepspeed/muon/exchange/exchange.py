@@ -164,7 +164,7 @@ class Exchange:
         )
 
     def _wait(self, buffers: BucketBuffers, back: bool) -> None:
-        """Wait for what was sent. The host reads the shards next on the way back, the accelerator the matrices otherwise."""
+        """Wait for what was sent. The host reads the shards next if ``back``, else the accelerator the matrices."""
         buffers.wait()
         if buffers.copied is not None:
             (buffers.copied.synchronize if back else buffers.copied.wait)()
