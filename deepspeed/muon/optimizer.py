@@ -174,7 +174,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self._fragments.clear()
         # Under CPU offload the shards are on the host, and Newton-Schulz runs on the accelerator.
         staging = Staging() if device.type != partitions[0].tensors[0].device.type else None
-        dtype, tables = DTYPES[self.config.wire], self.tables_on(device)
+        tables = self.tables_on(device)
         for partition in partitions:
             group = self.param_groups[partition.index]
             self.create_states(partition)
@@ -191,7 +191,14 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 choice=choice,
                 context=self.context,
                 tables=tables,
-                exchange=Exchange(partition.group, dtype, device, self.workspace, group["name"], staging),
+                exchange=Exchange(
+                    group=partition.group,
+                    dtype=DTYPES[self.config.wire],
+                    device=device,
+                    work=self.workspace,
+                    name=group["name"],
+                    staging=staging,
+                ),
                 blocks=self._blocks,
                 second_moments=self.second_moments,
             )

@@ -75,8 +75,8 @@ class Recorder:
         self._optimizer = optimizer
         #: By label, those that one rank has whole.
         self._matrices: dict[str, list[str]] = {}
-        for partition, plan in zip(optimizer.partitions, optimizer.plans, strict=True):
-            for item, owners in zip(partition.blocks, plan.of_all.counts, strict=True):
+        for plan in optimizer.plans:
+            for item, owners in zip(plan.of_all.items, plan.of_all.counts, strict=True):
                 found = self._matrices.setdefault(label(item.shard.spec.name), [])
                 found += [item.name] if owners == 1 else []
         #: Of all stages of a pipeline.

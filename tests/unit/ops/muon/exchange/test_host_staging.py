@@ -42,10 +42,10 @@ class LateStaging(Staging):
 
 def staged(kind: type[Staging] | None, bucket_bytes: int, **config: Any) -> tuple[dict[str, Tensor], int]:
     """Changes of the weights where shards lie elsewhere than what orthogonalizes, and the number of buckets."""
-    from deepspeed.muon import bound
+    from deepspeed.muon import binding
     from deepspeed.muon import optimizer as module
 
-    originals, counts = (bound.plan_partition, module.Exchange), []
+    originals, counts = (binding.plan_partition, module.Exchange), []
 
     def plan_partition(*args: Any) -> Any:
         plan = originals[0](*args)
@@ -56,12 +56,12 @@ def staged(kind: type[Staging] | None, bucket_bytes: int, **config: Any) -> tupl
         assert fields["staging"] is None, "one device, no staging"
         return originals[1](**fields | {"staging": None if kind is None else kind()})
 
-    bound.plan_partition, module.Exchange = plan_partition, exchange
+    binding.plan_partition, module.Exchange = plan_partition, exchange
     try:
         section = with_params(bucket_bytes=bucket_bytes)
         return train_on_gradients(SHAPES * 2, 3, optimizer=section, **config), max(counts)
     finally:
-        bound.plan_partition, module.Exchange = originals
+        binding.plan_partition, module.Exchange = originals
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])

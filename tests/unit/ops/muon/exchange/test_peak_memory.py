@@ -46,14 +46,14 @@ class LiveBytes(TorchDispatchMode):
 
 def measured(shapes: list[tuple[int, int]], params: dict[str, Any], device_type: str, **config: Any) -> tuple[int, ...]:
     """Of this rank's first step, where the CPU plays a device: predicted bytes, those held at most, slots."""
-    from deepspeed.muon import bound as bound_module
+    from deepspeed.muon import binding
 
-    originals = bound_module.cost_model, workspace.is_accelerator
+    originals = binding.cost_model, workspace.is_accelerator
 
     def cost_model(*args: Any) -> Any:
         return dataclasses.replace(originals[0](*args), device_type=device_type)
 
-    bound_module.cost_model = cost_model
+    binding.cost_model = cost_model
     workspace.is_accelerator = lambda device: device_type != "cpu"
     try:
         net = FixedGradients(shapes)
@@ -69,7 +69,7 @@ def measured(shapes: list[tuple[int, int]], params: dict[str, Any], device_type:
         engine.backward(engine(gradients))
         engine.step()
     finally:
-        bound_module.cost_model, workspace.is_accelerator = originals
+        binding.cost_model, workspace.is_accelerator = originals
     wire, is_plain = optimizer.config.wire, optimizer.context.kernels.name == "torch"
     expected = Memory(wire=wire, dtype=optimizer.choice.dtype, device_type="cpu", plain=is_plain)
     if device_type != "cpu":  # the kernels are those of a CPU, the number of matrices is not

@@ -265,8 +265,8 @@ def recorder(monkeypatch: pytest.MonkeyPatch, matrices: dict[str, list[str]]) ->
         for parameter, names in matrices.items()
         for name in names
     ]
-    held, plans = [SimpleNamespace(blocks=blocks)], [SimpleNamespace(counts=[1] * len(blocks))]
-    return monitor.Recorder(SimpleNamespace(partitions=held, plans=plans, qk_clip=None))  # type: ignore[arg-type]
+    plans = [SimpleNamespace(of_all=SimpleNamespace(items=blocks, counts=[1] * len(blocks)))]
+    return monitor.Recorder(SimpleNamespace(plans=plans, qk_clip=None))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6, 24, 225])
