@@ -9,7 +9,7 @@ at a time, so that each blocks those that a rank has called after it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from deepspeed.muon.plan.plan import Plan
 from deepspeed.muon.plan.program import (
@@ -43,13 +43,11 @@ def violation(programs: Sequence[Program]) -> str | None:
     return conflict([list(collectives_of(program)) for program in programs])
 
 
-def lost_elements(views: Sequence[Plan], sizes: Mapping[str, int], copies: int) -> str | None:
+def lost_elements(views: Sequence[Plan]) -> str | None:
     """Return where the runs of all ranks are not every element of every matrix once; ``None`` where they are.
 
     Args:
         views: the plans of all ranks.
-        sizes: elements of each matrix, by name.
-        copies: ranks that hold the matrices whole.
     """
     found = Counter[str]()
     for view in views:
@@ -60,9 +58,10 @@ def lost_elements(views: Sequence[Plan], sizes: Mapping[str, int], copies: int) 
             arriving += sum(run.copy.numel for run in bucket.runs if run.in_place)
             if not bucket.only_results and arriving != bucket.matrix_elements:
                 return f"rank {view.rank}, bucket {number}: {arriving} of {bucket.matrix_elements} elements arrive"
-    for name, numel in sizes.items():
-        if found[name] != copies * numel:
-            return f"{name}: the ranks have {found[name]} elements of {copies * numel}"
+    for item in views[0].of_all.items:
+        numel = views[0].of_all.copies * item.block.numel
+        if found[item.matrix] != numel:
+            return f"{item.matrix}: the ranks have {found[item.matrix]} elements of {numel}"
     return None
 
 
