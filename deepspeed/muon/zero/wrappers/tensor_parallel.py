@@ -31,11 +31,9 @@ def joined(adapter: Adapter, grid: Grid | None) -> list[Partition]:
     Raises UnsupportedError on all ranks, where they do not have the same parameters in one sub-group.
     """
     optimizer, partitions = adapter.optimizer, adapter.partitions()
-    if grid is None:
+    if grid is None or optimizer.config.tp_mode == "shard":
         return partitions
     group = tp_group(adapter.engine)
-    if optimizer.config.tp_mode == "shard":
-        return partitions
     # Experts are not cut; the ranks that have the same ones share them among themselves.
     groups = optimizer.param_groups
     dense = [partition for partition in partitions if not groups[partition.index].get("moe")]
