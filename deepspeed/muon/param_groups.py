@@ -91,26 +91,25 @@ def _halves(
     keys = [key for key in group if key not in ("params", "name", "moe")]
     own = {key: group[key] for key in keys if not is_users(key, group[key])}
     users = {key: group[key] for key in keys if key not in own}
-    names = users.get("param_names") or ()  # of all parameters, or no names of theirs
+    names = users.get("param_names") or ()
+    name_of = dict(zip(group["params"], names, strict=True)) if len(names) == len(group["params"]) else {}
     settings = config.for_group(own, where) if own else config
     reference = settings.reference_lr
     halves = []
     for experts in sorted({expert_group(param) for param in members}):
         for use_muon, label, values in ((True, "muon", settings.muon_group()), (False, "adam", settings.adam_group())):
             half = [p for p in members if specs[p].use_muon is use_muon and expert_group(p) == experts]
+            if not half:
+                continue
             ratio = values["lr"] / reference if reference else 1.0
+            if users.get("initial_lr") is not None:
+                users["initial_lr"] = group["initial_lr"] * ratio
+            if name_of:
+                users["param_names"] = [name_of[param] for param in half]
             marks = {"name": experts, "moe": True} if experts else {"name": f"{base}-{label}" if base else label}
-            if half:
-                if users.get("initial_lr") is not None:
-                    users["initial_lr"] = group["initial_lr"] * ratio
-                if len(names) == len(group["params"]):
-                    chosen = set(half)
-                    users["param_names"] = [
-                        n for n, param in zip(names, group["params"], strict=True) if param in chosen
-                    ]
-                ours = {"lr_ratio": ratio, "use_muon": use_muon, **marks}
-                # Schedulers of torch cycle the betas of every group, those of Muon without effect.
-                halves.append({"params": half, **users, "betas": settings.betas, **values, **ours})
+            ours = {"lr_ratio": ratio, "use_muon": use_muon, **marks}
+            # Schedulers of torch cycle the betas of every group, those of Muon without effect.
+            halves.append({"params": half, **users, "betas": settings.betas, **values, **ours})
     return halves, reference
 
 

@@ -21,8 +21,8 @@ CONTIGUOUS = frozenset({"c_attn", "qkv", "qkv_proj", "Wqkv", "in_proj_weight", "
 #: For each key-value head its queries, its key, its value: by the weight's name, and by the class of its attention.
 GROUPED = frozenset({"linear_qkv"})
 GROUPED_CLASSES = ("Bloom", "Falcon", "GPTBigCode", "GPTNeoX", "InternLM2", "MiniMaxLightning", "Persimmon")
-#: Attention whose queries, values and keys are laid out for this many tensor-parallel devices.
-DEVICES = {"CodeGen": 4}
+#: Attention whose queries, values and keys are laid out for so many tensor-parallel devices.
+DEVICE_CLASSES, DEVICES = ("CodeGen",), 4
 #: Experts whose columns alternate between gate and up.
 ALTERNATING_CLASSES = ("GptOss",)
 #: Stacks of experts, of DeepSpeed's AutoEP and of torchtitan, whose matrices are [outputs, inputs].
@@ -54,9 +54,9 @@ def cut_fused(name: str, shape: Sequence[int], axis: int, owner: nn.Module, mode
 
 
 def _attention(name: str, outputs: int, inputs: int, axis: int, owner: nn.Module, model: nn.Module) -> tuple[Cut, str]:
-    if devices := next((count for prefix, count in DEVICES.items() if is_a(owner, prefix)), 0):
-        if outputs == 3 * inputs and inputs % devices == 0:
-            return Cut((inputs // devices,) * 3, axis, devices), QKV
+    if is_a(owner, DEVICE_CLASSES):
+        if outputs == 3 * inputs and inputs % DEVICES == 0:
+            return Cut((inputs // DEVICES,) * 3, axis, DEVICES), QKV
         raise _misfit(name, outputs)
     is_grouped = name in GROUPED or is_a(owner, GROUPED_CLASSES)
     if not is_grouped and name not in CONTIGUOUS:

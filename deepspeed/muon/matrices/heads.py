@@ -123,7 +123,7 @@ def _first(source: Any, names: Sequence[str]) -> int:
     return 0
 
 
-def is_a(module: nn.Module, prefixes: str | tuple[str, ...]) -> bool:
+def is_a(module: nn.Module, prefixes: tuple[str, ...]) -> bool:
     """Return whether a module's class, or one that it derives from, has a name with one of these prefixes."""
     return any(base.__name__.startswith(prefixes) for base in type(module).__mro__)
 

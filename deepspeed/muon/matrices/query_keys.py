@@ -13,7 +13,7 @@ from torch import nn
 from deepspeed.muon.config.types import Cut
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.matrices.block import Block, cut, matrices
-from deepspeed.muon.matrices.fused import DEVICES, QKV, cut_fused, output_axis
+from deepspeed.muon.matrices.fused import DEVICE_CLASSES, QKV, cut_fused, output_axis
 from deepspeed.muon.matrices.heads import FUSED, KEYS, LATENT, QUERIES, Heads, heads_of, is_a, is_linear_attention
 from deepspeed.muon.matrices.tp_sharding import local_shape, sharding_of, tp_rank, whole_shape
 
@@ -163,7 +163,7 @@ def _parts(
 def _fused(
     leaf: str, shape: Sequence[int], axis: int, module: nn.Module, model: nn.Module, heads: Heads
 ) -> Iterator[_Part]:
-    known = None if is_a(module, tuple(DEVICES)) else cut_fused(leaf, shape, axis, module, model)
+    known = None if is_a(module, DEVICE_CLASSES) else cut_fused(leaf, shape, axis, module, model)
     if known is None or known[1] != QKV:
         raise ValueError(f"in which order {leaf} of {type(module).__name__} holds its heads is not known")
     sizes, groups = known[0].sizes, known[0].groups
