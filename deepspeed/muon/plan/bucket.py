@@ -214,6 +214,9 @@ class Bucket:
         return self.matrix_elements, sum(self.send_counts), inbox
 
 
+# ---- what a rank sends, receives and owns -------------------------------------------------------------------------
+
+
 def bucket_of(items: OwnedBlocks, rank: int, world_size: int) -> Bucket:
     """Return the bucket with this rank's parts of all matrices, and with the matrices that it owns."""
     own_items = [item for owner, item in items if owner == rank]
@@ -325,6 +328,9 @@ def _unpacking(incoming: Sequence[Iterable[tuple[int, Piece]]]) -> Iterator[Grid
         sources.append(_merged(copies, _joined))
     for alike in zip_longest(*filter(None, sources)):
         yield from _merged(filter(None, alike), _repeated)
+
+
+# ---- neighbours as one --------------------------------------------------------------------------------------------
 
 
 def _merged(parts: Iterable[Part], merge: Callable[[Part, Part], Part | None]) -> list[Part]:

@@ -139,6 +139,9 @@ def _of_owners(small: int, owners: int, together: int, dtype: str) -> dict[str, 
     return sizes
 
 
+# ---- demands of all ranks -----------------------------------------------------------------------------------------
+
+
 def demands_of(plan: GlobalPlan) -> list[list[Demand]]:
     """Return the demands of all ranks by rank and bucket.
 

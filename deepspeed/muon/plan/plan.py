@@ -167,6 +167,9 @@ class Plan:
         return staged or any(bucket.travels for bucket in self.buckets)
 
 
+# ---- planning -----------------------------------------------------------------------------------------------------
+
+
 def plan_partition(
     shards: Sequence[Shard],
     world_size: int,
@@ -244,6 +247,9 @@ def global_plan(
         limit=limit,
         is_tight=cost.device_type != "cpu" and any(item.block.numel > limit for _, item in owned),
     )
+
+
+# ---- buckets ------------------------------------------------------------------------------------------------------
 
 
 def cut_into_rounds(owned: OwnedBlocks, world_size: int, limit: int) -> list[OwnedBlocks]:

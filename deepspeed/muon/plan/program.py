@@ -20,6 +20,8 @@ from deepspeed.muon.plan.bucket import Batch, Bucket
 from deepspeed.muon.plan.memory import SUM_ELEMENTS
 from deepspeed.muon.plan.plan import Plan
 
+# ---- what a rank calls --------------------------------------------------------------------------------------------
+
 
 class Group(NamedTuple):
     """The ranks that call a collective. ``name`` tells apart process groups of the same ranks."""
@@ -77,6 +79,9 @@ class NewtonSchulz:
     method: Callable[[int, int], str]
     dtype: str
     device_type: str
+
+
+# ---- what a rank does ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -223,6 +228,9 @@ def _sent(bucket: Bucket, plan: Plan, wire: str, back: bool) -> tuple[Collective
     if back:
         sent, received = received, sent
     return (Collective("all_to_all", group, wire, sent=sent, received=received),)
+
+
+# ---- what the owners of one matrix call ---------------------------------------------------------------------------
 
 
 def between_owners(batch: Batch, rank: int, how: NewtonSchulz) -> Iterator[Collective]:
