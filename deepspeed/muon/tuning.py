@@ -102,7 +102,7 @@ class Candidates:
         return self.dtypes[0] if self.device.type == "cpu" else self.dtypes[-1]
 
     def without_race(self, shapes: Mapping[Shape, int]) -> Tuning:
-        """Choose by the count of operations, on a CPU with its own kernels, elsewhere with PyTorch's."""
+        """Choose by the count of operations: on a CPU with its fastest kernels, elsewhere with PyTorch's."""
         table = list(self.tables)[-1] if self.device.type == "cpu" else TORCH
         return Tuning(by_count(shapes, self.schedule, self.default_dtype, self.methods, table))
 
@@ -246,7 +246,7 @@ def may_race() -> bool:
 def has_bf16(device_type: str, supported: bool | None = None) -> bool:
     """Return whether a device computes with bf16. NVIDIA's before Ampere (V100, T4) only emulate it.
 
-    A CPU may emulate it, too; there the race tells.
+    A CPU may emulate it, too, which the race finds out.
 
     Args:
         supported: what DeepSpeed's accelerator says; by default what the device's module in torch says.

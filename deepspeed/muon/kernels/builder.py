@@ -139,7 +139,7 @@ class MuonBuilder(CPUOpBuilder):
             )
             built = Path(folder, path.name)
             with built.open("r+b") as file:
-                os.fsync(file.fileno())  # else a machine that stops may leave a name without its content
+                os.fsync(file.fileno())  # otherwise a machine that stops may leave a name without content
             built.replace(path)
             return module
         finally:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a table's operations on made-up matrices: to see that they work here, and to compile them before a step."""
+"""Run a table's operations on made-up matrices: to see that they work, and to compile them before a step."""
 
 from __future__ import annotations
 

@@ -81,13 +81,13 @@ def look_ahead(
     """
     for row, rows, start, stop in _parts(out.numel() // cols, cols, pitch, codes.device):
         first = row * pitch + start
-        here = slice(first, first + (rows - 1) * pitch + stop - start)
+        place = slice(first, first + (rows - 1) * pitch + stop - start)
         block, before = divmod(skipped + first, BLOCK)
-        magnitudes = absmax[block : block + blocks_of(before + here.stop - here.start)]
+        magnitudes = absmax[block : block + blocks_of(before + place.stop - place.start)]
         wide = work.get("wide", (magnitudes.numel() * BLOCK,), torch.float32, codes.device)
-        values = decode(codes[here], magnitudes, before, wide)
-        average, held = (_rows(x, rows, stop - start, pitch) for x in (values, grad[here]))
-        advance(average, held, out.view(-1, cols)[row : row + rows, start:stop], momentum, nesterov, work)
+        values = decode(codes[place], magnitudes, before, wide)
+        average, gradient = (_rows(x, rows, stop - start, pitch) for x in (values, grad[place]))
+        advance(average, gradient, out.view(-1, cols)[row : row + rows, start:stop], momentum, nesterov, work)
 
 
 def _rows(x: Tensor, rows: int, cols: int, pitch: int) -> Tensor:
@@ -197,17 +197,17 @@ def tiles(runs: Sequence[tuple[int, int, int]], device: torch.device) -> Tiles:
 
 def advance_runs(buffer: Tensor, grad: Tensor, out: Tensor, tiles: Tiles, momentum: float, nesterov: bool) -> None:
     """Advance every run. It has the same place in ``buffer`` and ``grad``; of ``out`` only the runs are written."""
-    for here, there, length in tiles.table.tolist():
-        part = slice(here, here + length)
-        advance(buffer[part], grad[part], out[there : there + length], momentum, nesterov, Workspace())
+    for shard, other, length in tiles.table.tolist():
+        part = slice(shard, shard + length)
+        advance(buffer[part], grad[part], out[other : other + length], momentum, nesterov, Workspace())
 
 
 def apply_runs_(
     param: Tensor, update: Tensor, tiles: Tiles, lr: float, scale: float, weight_decay: float, cautious: bool
 ) -> None:
     """Apply every run, which has the first place in ``param`` and the second in ``update``."""
-    for here, there, length in tiles.table.tolist():
-        part, result = param[here : here + length], update[there : there + length]
+    for shard, other, length in tiles.table.tolist():
+        part, result = param[shard : shard + length], update[other : other + length]
         apply_(part, result, lr, scale, weight_decay, cautious, Workspace())
 
 
@@ -336,5 +336,5 @@ OPERATIONS = Operations(
     multiply=multiply,
 )
 
-#: In no table: here a run at a time costs as little. The reference of the others.
+#: In no table, because a launch per run costs as little; the reference of other tables.
 RUNS = RunOperations(fits=lambda tensor: True, tiles=tiles, advance=advance_runs, apply_=apply_runs_)

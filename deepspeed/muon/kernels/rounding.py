@@ -76,6 +76,6 @@ def round_(target: Tensor, source: Tensor, noise: Tensor, spare: Tensor) -> None
     """
     bits = source.view(torch.int32)
     torch.bitwise_and(bits, 0x7FFFFFFF, out=spare)
-    is_below = spare.sub_(LARGEST).bitwise_right_shift_(31)  # all bits where a carry stays finite, else none
+    is_below = spare.sub_(LARGEST).bitwise_right_shift_(31)  # all bits where a carry stays finite, otherwise none
     bits.add_(noise.bitwise_and_(is_below)).bitwise_and_(-0x10000)
     target.copy_(source)

@@ -14,7 +14,7 @@ from deepspeed.muon.kernels.workspace import Workspace
 
 
 class Symmetric(NamedTuple):
-    """A batch of symmetric matrices ``[batch, k, k]``: ``diagonal + rest``, or ``rest`` alone.
+    """A batch of symmetric matrices ``[batch, k, k]``: ``diagonal + rest``, or only ``rest``.
 
     In Newton-Schulz they are a multiple of I plus something smaller. bf16 would round all entries of such a diagonal
     alike and so shift every eigenvalue, which is why 16-bit matrices keep their diagonals apart. Those in fp32 are
@@ -86,7 +86,7 @@ class RunOperations:
 class Operations:
     """One implementation of every operation, each described by its namesake in :mod:`deepspeed.muon.kernels.reference`.
 
-    An element's result depends on the element alone: not on where a slice begins, on its length or on the number of
+    An element's result depends on the element only: not on where a slice begins, on its length or on the number of
     threads. So ranks that hold other parts of a matrix, and other numbers of ranks, get equal bits.
     """
 

@@ -57,16 +57,16 @@ def _places(tiles_ptr, numel, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     Without tiles both tensors are one run.
     """
     if tiles_ptr is None:
-        here, mask = _place(numel, BLOCK)
-        there = here
+        shard, mask = _place(numel, BLOCK)
+        other = shard
     else:
         tile = tiles_ptr + tl.program_id(0).to(tl.int64) * 3
-        here, there, length = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+        shard, other, length = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
         if ALIGNED:
-            here, there, length = tl.multiple_of(here, 16), tl.multiple_of(there, 16), tl.multiple_of(length, 16)
+            shard, other, length = tl.multiple_of(shard, 16), tl.multiple_of(other, 16), tl.multiple_of(length, 16)
         at = tl.arange(0, BLOCK)
-        here, there, mask = here + at, there + at, at < length
-    return here, there, mask
+        shard, other, mask = shard + at, other + at, at < length
+    return shard, other, mask
 
 
 @triton.jit
@@ -123,16 +123,16 @@ def advance_kernel(
     A momentum in bf16 is rounded stochastically. Keys are signed 32-bit; the first already includes the index of the
     first element.
     """
-    here, there, mask = _places(tiles_ptr, numel, ALIGNED, BLOCK)
-    grad = tl.load(grad_ptr + here, mask).to(tl.float32)
-    buffer = tl.load(buffer_ptr + here, mask).to(tl.float32)
+    shard, other, mask = _places(tiles_ptr, numel, ALIGNED, BLOCK)
+    grad = tl.load(grad_ptr + shard, mask).to(tl.float32)
+    buffer = tl.load(buffer_ptr + shard, mask).to(tl.float32)
     buffer, ahead = _average(buffer, grad, momentum, rate, NESTEROV)
     if buffer_ptr.dtype.element_ty == tl.bfloat16:
-        noise = _noise(here.to(tl.uint32) + first_key.to(tl.uint32), second_key.to(tl.uint32))
-        tl.store(buffer_ptr + here, _round(buffer, noise), mask)
+        noise = _noise(shard.to(tl.uint32) + first_key.to(tl.uint32), second_key.to(tl.uint32))
+        tl.store(buffer_ptr + shard, _round(buffer, noise), mask)
     else:
-        tl.store(buffer_ptr + here, buffer, mask)
-    tl.store(out_ptr + there, ahead.to(out_ptr.dtype.element_ty), mask)
+        tl.store(buffer_ptr + shard, buffer, mask)
+    tl.store(out_ptr + other, ahead.to(out_ptr.dtype.element_ty), mask)
 
 
 @triton.jit
@@ -224,10 +224,10 @@ def apply_kernel(
     BLOCK: tl.constexpr,
 ):
     """``param <- keep param + step update``."""
-    here, there, mask = _places(tiles_ptr, numel, ALIGNED, BLOCK)
-    update = tl.load(update_ptr + there, mask).to(tl.float32)
-    param = _decayed(tl.load(param_ptr + here, mask).to(tl.float32), update, keep, CAUTIOUS)
-    tl.store(param_ptr + here, tl.fma(update, step, param).to(param_ptr.dtype.element_ty), mask)
+    shard, other, mask = _places(tiles_ptr, numel, ALIGNED, BLOCK)
+    update = tl.load(update_ptr + other, mask).to(tl.float32)
+    param = _decayed(tl.load(param_ptr + shard, mask).to(tl.float32), update, keep, CAUTIOUS)
+    tl.store(param_ptr + shard, tl.fma(update, step, param).to(param_ptr.dtype.element_ty), mask)
 
 
 @triton.jit
@@ -377,8 +377,8 @@ def tiles(runs: Sequence[tuple[int, int, int]], device: torch.device) -> Tiles:
     counts = -(-starts[:, 2] // BLOCK)
     run = torch.arange(len(runs), dtype=torch.int64, device="cpu").repeat_interleave(counts)
     done = (torch.arange(run.numel(), dtype=torch.int64, device="cpu") - (counts.cumsum(0) - counts)[run]) * BLOCK
-    here, there, length = starts[run].unbind(1)
-    table = torch.stack([here + done, there + done, (length - done).clamp(max=BLOCK)], dim=1)
+    shard, other, length = starts[run].unbind(1)
+    table = torch.stack([shard + done, other + done, (length - done).clamp(max=BLOCK)], dim=1)
     return Tiles(table.to(device), are_aligned=not (starts % ALIGNMENT).any())
 
 

@@ -157,7 +157,7 @@ def symmetric_kernel(
 ):
     """``A B^T``; with ``DIAGONALS``, ``alpha A B + beta A + shift I`` of matrices whose diagonals are separate.
 
-    ``matrices``, a class of batch sizes, is for the tuner alone.
+    ``matrices``, a class of batch sizes, is only for the tuner.
     """
     per_square: tl.constexpr = COLS // ROWS
     squares = tl.cdiv(size, COLS)

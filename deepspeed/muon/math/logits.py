@@ -26,7 +26,7 @@ CHUNK = 2**24
 #: than 64 chunks, each of several kernels.
 MAX_EXACT = 2**30
 #: What a mask of floats adds to the logit of a hidden key, or less. Models that do not write the dtype's least value or
-#: minus infinity write -1e9 or -1e4, the latter of which bf16 rounds to -9984.
+#: minus infinity write -1e9 or -1e4, and bf16 rounds the latter to -9984.
 HIDDEN = -9000.0
 
 
@@ -35,8 +35,8 @@ class Visible:
     """The keys that a query sees, by their positions.
 
     Args:
-        mask: broadcast to ``[batch, heads, queries, keys]``; bool, or floats that are added to the logits, of which
-            those of :data:`HIDDEN` or less hide a key.
+        mask: broadcast to ``[batch, heads, queries, keys]``; bool, or floats that are added to the logits, where
+            :data:`HIDDEN` or less hides a key.
         is_causal: query i sees keys up to i + ``shift``.
         window: how many keys before that, and after it, a query sees besides; negative: all.
         documents: of queries and of keys, ``[queries]`` and ``[keys]``; a query sees its own document.

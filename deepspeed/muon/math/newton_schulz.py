@@ -66,7 +66,7 @@ def products(schedule: Schedule, method: str, dtype: str) -> Products:
 
 
 #: From as many owners of a matrix on, each computes some rows of a product of symmetric matrices, and all gather them.
-#: Fewer compute it whole, of which kernels take one triangle.
+#: Fewer compute it whole; kernels then compute one triangle.
 SPLIT_FROM = 4
 
 
