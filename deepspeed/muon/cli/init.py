@@ -47,10 +47,10 @@ class Decision(NamedTuple):
 
 
 def convert(path: str, out: str = "ds_config.json") -> dict[str, Any]:
-    """The ds_config in a file, with Muon in place of AdamW.
+    """Return the ds_config in a file, with Muon in place of AdamW.
 
     A config without an optimizer gets AdamW's numbers; the learning rate and the weight decay become ``"auto"`` if the
-    file has other ``"auto"``, which Hugging Face's Trainer and accelerate fill in. accelerate's own configuration
+    file has another ``"auto"``, which Hugging Face's Trainer and accelerate fill in. accelerate's own configuration
     becomes a ds_config.
 
     Args:
@@ -58,7 +58,7 @@ def convert(path: str, out: str = "ds_config.json") -> dict[str, Any]:
 
     Returns:
         ``config``, the whole section, in the file's order; ``decisions``, a list of :class:`Decision` as dicts; and
-        ``accelerate``, the YAML that names ``out``, for accelerate's configuration, else ``None``.
+        ``accelerate``, the YAML that names ``out``, for accelerate's configuration, otherwise ``None``.
 
     Raises:
         SettingsError: the file cannot be read, holds no ds_config, or its optimizer is not AdamW.
@@ -88,46 +88,45 @@ def convert(path: str, out: str = "ds_config.json") -> dict[str, Any]:
 
 def _of_none(section: Mapping[str, Any], schedule: Schedule) -> tuple[dict[str, Any], list[Decision]]:
     """Return parameters of a config whose script or tool builds the optimizer."""
-    defaults = ADAMW_DEFAULTS | {"weight_decay": TORCH_WEIGHT_DECAY}
+    params = ADAMW_DEFAULTS | {"weight_decay": TORCH_WEIGHT_DECAY}
+    added = Decision("optimizer", "added", "the script must not pass an optimizer to deepspeed.initialize any more")
     if _has_auto(section):
-        params = defaults | {"lr": "auto", "weight_decay": "auto"}
-        return params, [
-            Decision("optimizer", "added", "the script must not pass an optimizer to deepspeed.initialize any more"),
-            Decision("optimizer.params.lr", '"auto"', "Hugging Face's Trainer or accelerate fills it in, as AdamW's"),
-            Decision(
-                "optimizer.params.weight_decay",
+        betas = f"{params['betas']}, eps {params['eps']}"
+        return params | {"lr": "auto", "weight_decay": "auto"}, [
+            added,
+            _param("lr", '"auto"', "Hugging Face's Trainer or accelerate fills it in, as AdamW's"),
+            _param(
+                "weight_decay",
                 '"auto"',
                 "acts on norms and biases too, which the Trainer's own AdamW exempts; "
                 'add "adam_weight_decay": 0 to exempt all that AdamW updates',
             ),
-            Decision(
-                "optimizer.params.betas",
-                f"{defaults['betas']}, eps {defaults['eps']}",
+            _param(
+                "betas",
+                betas,
                 "torch's defaults for AdamW, and the Trainer's; accelerate fills in no \"auto\" for them",
             ),
         ]
     if isinstance(schedule.rate, (int, float)):
-        defaults["lr"] = schedule.rate
-    why = (
-        f"{_rate(schedule)}; write your script's" if schedule.rate_key else "torch's default; write your script's rate"
-    )
-    return defaults, [
-        Decision("optimizer", "added", "the script must not pass an optimizer to deepspeed.initialize any more"),
-        Decision("optimizer.params.lr", f"added, {defaults['lr']}", why),
-        *(
-            Decision(f"optimizer.params.{key}", f"added, {defaults[key]}", "torch's default for AdamW")
-            for key in ("betas", "eps", "weight_decay")
-        ),
+        params["lr"] = schedule.rate
+    why = "torch's default; write your script's rate"
+    if schedule.rate_key:
+        why = f"{_rate(schedule)}; write your script's"
+    defaults = [
+        _param(key, f"added, {params[key]}", "torch's default for AdamW") for key in ("betas", "eps", "weight_decay")
     ]
+    return params, [added, _param("lr", f"added, {params['lr']}", why), *defaults]
+
+
+def _param(key: str, what: str, why: str) -> Decision:
+    return Decision(f"optimizer.params.{key}", what, why)
 
 
 def _has_auto(value: Any) -> bool:
-    """Return whether a section has the value "auto" anywhere."""
     return value == "auto" or (isinstance(value, Mapping) and any(map(_has_auto, value.values())))
 
 
 def _rate(schedule: Schedule) -> str:
-    """Return which key is the learning rate, where the schedule has one."""
     return f"scheduler.params.{schedule.rate_key}, {schedule.rate}, is the rate, whatever lr says"
 
 
@@ -161,7 +160,7 @@ def _of_adamw(
     for key in [key for key in params if key in DROPPED]:
         values, why = DROPPED[key]
         if params[key] in values:
-            decisions.append(Decision(f"optimizer.params.{key}", "removed", why))
+            decisions.append(_param(key, "removed", why))
             del params[key]
         elif key not in KEPT:
             raise SettingsError(
@@ -171,19 +170,19 @@ def _of_adamw(
         limit, clipping = params.pop("max_grad_norm"), config.get("gradient_clipping")
         config["gradient_clipping"] = limit if clipping is None else clipping
         what = "moved to gradient_clipping" if clipping is None else f"removed, gradient_clipping {clipping} stays"
-        decisions.append(Decision("optimizer.params.max_grad_norm", what, "DeepSpeed clips by gradient_clipping alone"))
+        decisions.append(_param("max_grad_norm", what, "DeepSpeed clips by gradient_clipping alone"))
     if name.lower() != "adam" and params.get("adam_w_mode") is False:
-        decisions.append(Decision("optimizer.params.adam_w_mode", "removed", "DeepSpeed ignores it under type AdamW"))
+        decisions.append(_param("adam_w_mode", "removed", "DeepSpeed ignores it under type AdamW"))
         del params["adam_w_mode"]
     rate = "kept" if "lr" in params else f"added, {ADAMW_DEFAULTS['lr']}"
     tuned = f"multiply {schedule.rate_key} by 3 and by 10" if schedule.rate_key else "multiply it by 3 and by 10"
     why = _rate(schedule) if schedule.rate_key else "AdamW's rate"
-    decisions.append(Decision("optimizer.params.lr", rate, f"{why}: a safe start; to tune, {tuned}"))
+    decisions.append(_param("lr", rate, f"{why}: a safe start; to tune, {tuned}"))
     missing = {key: value for key, value in ADAMW_DEFAULTS.items() if key not in params}
     if "weight_decay" not in params and params.get("torch_adam"):
         missing["weight_decay"] = TORCH_WEIGHT_DECAY
     decisions += [
-        Decision(f"optimizer.params.{key}", f"added, {value}", f"AdamW's default; {_elsewhere(key)} in a Muon section")
+        _param(key, f"added, {value}", f"AdamW's default; {_elsewhere(key)} in a Muon section")
         for key, value in missing.items()
         if key != "lr"
     ]
@@ -200,7 +199,7 @@ _MARK = "\0"
 
 
 def as_written(config: Mapping[str, Any], path: str) -> str:
-    """The config as JSON, in which numbers of the file keep their spelling, such as 2e8."""
+    """Return the config as JSON, in which numbers of the file keep their spelling, such as 2e8."""
     try:
         given = json.loads(Path(path).read_text(), parse_float=lambda text: _MARK + text)
     except ValueError:  # Hjson, which DeepSpeed reads as well
@@ -210,9 +209,9 @@ def as_written(config: Mapping[str, Any], path: str) -> str:
 
 
 def _spelt(value: Any, given: Any) -> Any:
-    """The value, with the marked text of the file's for each number that is still the same."""
-    if isinstance(value, Mapping):
-        return {key: _spelt(own, given.get(key) if isinstance(given, Mapping) else None) for key, own in value.items()}
+    """Return the value, with the file's marked text for each number that is still the same."""
+    if isinstance(value, Mapping) and isinstance(given, Mapping):
+        return {key: _spelt(own, given.get(key)) for key, own in value.items()}
     if isinstance(value, list) and isinstance(given, list):
         return [_spelt(own, theirs) for own, theirs in zip_longest(value, given[: len(value)])]
     is_marked = isinstance(given, str) and given.startswith(_MARK) and isinstance(value, (int, float))

@@ -100,7 +100,7 @@ def _report(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     if "RANK" not in os.environ:
         raise errors.SettingsError(f"--live: start it on all ranks: {LAUNCHED}")
     found = of_launch()
-    if found is None:  # rank 0 speaks for all
+    if found is None:  # rank 0 reports for all
         raise SystemExit(0)
     text, file = as_text(found, args.all), args.out or Path(REPORT)
     file.write_text(f"```\n{text}\n```\n")
@@ -184,7 +184,7 @@ def _plan_facts(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measured(found: Estimate, settings: Settings, candidates: Candidates) -> dict[str, Any]:
-    """Rates of this process and the milliseconds that follow from them; a device that is not there is refused."""
+    """Return rates of this process and the milliseconds that follow from them; refuse a device that it lacks."""
     device = candidates.device
     if device.type == "cuda" and not torch.cuda.is_available():
         raise errors.SettingsError("--measured: torch sees no GPU here; --device cpu measures this machine's CPU")

@@ -22,7 +22,7 @@ from deepspeed.muon.patch import replaced
 
 
 def build(text: str) -> nn.Module:
-    """The model that a command line names.
+    """Build the model that a command line names.
 
     Args:
         text: a Hugging Face config file, folder, model type or hub name; or ``module:function`` or ``file.py:function``
@@ -42,7 +42,7 @@ def build(text: str) -> nn.Module:
 
 @contextlib.contextmanager
 def _blaming(what: str) -> Iterator[None]:
-    """Whatever is raised inside becomes a ModelError of one line."""
+    """Turn whatever is raised inside into a ModelError of one line."""
     try:
         yield
     except ModelError:
@@ -54,7 +54,7 @@ def _blaming(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_data() -> Iterator[None]:
-    """Tensors get no storage, and ``torch.nn.init`` does nothing, as there is nothing to fill."""
+    """Give tensors no storage, and let ``torch.nn.init`` do nothing, as there is nothing to fill."""
     names = [name for name in vars(nn.init) if name.endswith("_") and not name.startswith("_")]
     fillers = dict.fromkeys(names, lambda original, tensor, *args, **kwargs: tensor)
     with replaced(nn.init, **fillers), torch.device("meta"):

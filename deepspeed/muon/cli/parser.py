@@ -25,7 +25,7 @@ CHECK = "prove that the collectives of all ranks match in order and size; 1,024 
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     title = "Muon for DeepSpeed ZeRO: a config for it, a plan of a run, a report on the environment, import, plot"
     version = runpy.run_path(str(Path(__file__).parents[1] / "version.py"))["__version__"]
     top = _Parser("ds_muon", description=title)
@@ -61,10 +61,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, and which flag was meant."""
+    """A parser that says what is wrong in one line, and which flag was meant."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse the unknown flags of a command before argparse misses others."""
+        """Refuse unknown flags of a command before argparse names what is missing."""
         known = list(self._option_string_actions)
         for flag in () if self._subparsers else [argument.partition("=")[0] for argument in args]:
             if flag.startswith("--") and not any(name.startswith(flag) for name in known):
@@ -72,7 +72,7 @@ class _Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """One line and status 2."""
+        """Exit with one line and status 2."""
         self.exit(2, f"{self.prog}: {message}\n")
 
 

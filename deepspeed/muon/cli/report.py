@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes.util
 import os
 import platform
@@ -37,7 +38,7 @@ SHAPE = (512, 2048)
 
 
 def environment() -> dict[str, Any]:
-    """Versions, seams, activation and devices; ``problems`` lists essential things that are missing."""
+    """Return versions, patch points, activation and devices; ``problems`` lists essential things that are missing."""
     versions = _versions()
     tested = dict(zip(("oldest", "newest"), TESTED_DEEPSPEED, strict=True))
     includes_installed = bool(versions["deepspeed"]) and is_tested(str(versions["deepspeed"]))
@@ -61,9 +62,9 @@ def environment() -> dict[str, Any]:
 
 
 def _rates(device_type: str) -> dict[str, float]:
-    """TFLOP/s of the products of Newton-Schulz by dtype, every one counted in full; hopelessly slow dtypes are missing.
+    """Return TFLOP/s of Newton-Schulz's products by dtype, each counted in full, without hopelessly slow dtypes.
 
-    With a race as at the start of a run, on matrices of :data:`SHAPE`.
+    From a race as at the start of a run, on matrices of :data:`SHAPE`.
     """
     unavailable = selection.unavailable_kernels("auto", [device_type])
     tables = selection.product_tables(unavailable, device_type)
@@ -73,19 +74,15 @@ def _rates(device_type: str) -> dict[str, float]:
 
 
 def _versions() -> dict[str, str | None]:
-    found = {name: _version(name) for name in PACKAGES}
-    return {"python": platform.python_version(), **found, "deepspeed-muon": __version__}
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
+    found: dict[str, str | None] = {"python": platform.python_version(), **dict.fromkeys(PACKAGES)}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found | {"deepspeed-muon": __version__}
 
 
 def _tools() -> dict[str, str | None]:
-    """What operations are built with or run on, by name, and its version; ``None`` where it is missing."""
+    """Return what operations are built with or run on, by name, with its version; ``None`` where it is missing."""
     compiler = os.environ.get("CXX", "c++").split()  # it may come with a wrapper or flags
     cuda, nccl = torch.version.cuda, torch.cuda.nccl.version() if torch.cuda.is_available() else None
     return {
@@ -106,7 +103,7 @@ def _first_line(*command: str) -> str | None:
 
 
 def of_launch() -> dict[str, Any] | None:
-    """:func:`environment` of rank 0, with what ``ranks`` differ in and a ``trial`` of training; a collective.
+    """Return :func:`environment` of rank 0, with what ranks differ in and a trial of training; a collective.
 
     Returns:
         The facts, on rank 0; ``None`` on the others.
@@ -156,10 +153,7 @@ def _problems(facts: dict[str, Any]) -> Iterator[str]:
 
 
 def _seam_rows(states: Mapping[str, str], every: bool) -> list[list[str]]:
-    """How many attributes are in which state; of ``every`` one, a row per class or module with its attributes.
-
-    A state is named there where it is not that of most of them.
-    """
+    """Count attributes by state; with ``every``, list them by class or module, and name each unusual state."""
     (usual, _), *_ = counts = Counter(states.values()).most_common()
     if not every:
         text = ", ".join(f"{count} {state}" for state, count in counts)
@@ -176,7 +170,7 @@ def _seam_rows(states: Mapping[str, str], every: bool) -> list[list[str]]:
 
 
 def as_text(facts: dict[str, Any], every: bool = False) -> str:
-    """The facts for a terminal, the verdict first. ``every``: with each attribute that is replaced in DeepSpeed."""
+    """Return the facts for a terminal, the verdict first. ``every``: with each attribute replaced in DeepSpeed."""
     tested, activation = facts["tested_deepspeed"], facts["activation"]
     device = facts["accelerator"]
     inside = "tested" if tested["includes_installed"] else "NOT TESTED"
@@ -200,7 +194,7 @@ def as_text(facts: dict[str, Any], every: bool = False) -> str:
 
 
 def _of_launch(launch: dict[str, Any] | None) -> Iterator[str]:
-    """A table of the trial, and what the ranks differ in."""
+    """Yield a table of the trial, and what the ranks differ in."""
     if launch is None:
         return
     ranks, hosts = _count(launch["ranks"], "rank"), _count(launch["hosts"], "host")

@@ -22,7 +22,7 @@ TITLES = ("parameter", "shape", "rule", "blocks", "scale", "method", "cost", "ow
 def rows_of(
     halves: Sequence[Half], costs: Sequence[StepCost], world_size: int, schedule: Schedule, dtype: str, fold: bool
 ) -> list[dict[str, Any]]:
-    """One row per parameter, or per set of parameters that differ only in layer numbers and owners.
+    """Return one row per parameter, or per set of parameters that differ only in layer numbers and owners.
 
     ``costs``: of the Muon parts. ``dtype``: of Newton-Schulz.
 
@@ -74,7 +74,7 @@ def rows_of(
 
 
 def _folded(pattern: str, names: Sequence[str]) -> str:
-    """The pattern with each place filled by its numbers in the names, such as ``{0..31}``; a lone name as it is."""
+    """Fill each place of the pattern with its numbers in the names, such as ``{0..31}``; keep a single name."""
     if len(names) == 1:
         return names[0]
     places = [_ranges(sorted(set(map(int, place)))) for place in zip(*map(_NUMBER.findall, names), strict=True)]
@@ -88,7 +88,7 @@ def _ranges(values: Sequence[int]) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as lines, columns padded to their widest cell; the last column is left as it is."""
+    """Return rows as lines, with all columns except the last padded to their widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     widths[-1] = 0
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
@@ -121,7 +121,7 @@ def _who(owners: Sequence[int], world_size: int) -> str:
 
 
 def quantity(value: float, unit: str = "B") -> str:
-    """Three digits and a prefix of a thousand, such as ``56.6 MB``."""
+    """Return three digits with a prefix, such as ``56.6 MB``."""
     prefixes = iter(("", "k", "M", "G", "T", "P"))
     prefix = next(prefixes)
     while abs(value) >= 999.5 and prefix != "P":
@@ -130,7 +130,7 @@ def quantity(value: float, unit: str = "B") -> str:
 
 
 def plan_text(facts: dict[str, Any]) -> str:
-    """The object that ``ds_muon plan --json`` prints, for a terminal."""
+    """Return the object that ``ds_muon plan --json`` prints as text for a terminal."""
     ranks, totals = facts["per_rank"], facts["totals"]
     between = ranks["between_owners_bytes"]
     halves = [f"{half['parameters']:,} parameters in {half['tensors']:,} tensors" for half in totals.values()]
@@ -166,7 +166,7 @@ def _checked(found: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
 
 
 def _measured(found: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
-    """The lines of ``--measured``: what a step takes at the rates of this process, and how each shape was timed."""
+    """Yield the lines of ``--measured``: a step at the rates of this process, and how each shape was timed."""
     if found is None:
         return
     took = {key: f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}" for key, value in found["step_ms"].items()}
