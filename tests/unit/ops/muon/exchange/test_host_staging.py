@@ -52,10 +52,9 @@ def staged(kind: type[Staging] | None, bucket_bytes: int, **config: Any) -> tupl
         counts.append(len(plan.buckets))
         return plan
 
-    def exchange(*fields: Any) -> Any:
-        *others, staging = fields
-        assert staging is None, "one device, no staging"
-        return originals[1](*others, None if kind is None else kind())
+    def exchange(**fields: Any) -> Any:
+        assert fields["staging"] is None, "one device, no staging"
+        return originals[1](**fields | {"staging": None if kind is None else kind()})
 
     binding.plan_partition, module.Exchange = plan_partition, exchange
     try:
