@@ -119,14 +119,12 @@ def of_launch() -> dict[str, Any] | None:
     problems = [*facts["problems"], *(f"ranks differ in {name}" for name in odd if name != "device")]
     problems += [f"{case['name']}: {case['problem']}" for case in trial if case["problem"]]
     problems += [f"NCCL can hang on the order of collectives: {fault}"] if fault else []
-    hosts = len({one["host"] for one in ranks})
-    collectives = {"checked": found["calls"], "fault": fault}
     launch = {
         "ranks": len(ranks),
-        "hosts": hosts,
+        "hosts": len({one["host"] for one in ranks}),
         "differing": differing,
         "trial": trial,
-        "collectives": collectives,
+        "collectives": {"checked": found["calls"], "fault": fault},
     }
     return facts | {"launch": launch, "problems": problems, "ok": not problems}
 
