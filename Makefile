@@ -41,7 +41,7 @@ N ?= 2000
 fuzz: venv
 	FUZZ=$(N) $(PYTEST) "tests/unit/ops/muon/zero/test_fuzz.py::test_every_config_trains_or_is_refused_in_words_that_help[$(N)]"
 
-# Runs parts of the suite on the versions of tools/versions.txt, or on some of its ROWS, and writes docs/versions.md.
+# Runs parts of the suite on the versions of tools/versions.txt, or on some of its ROWS, and writes docs/evidence/versions.md.
 ROWS ?=
 versions: venv
 	WORKERS=$(WORKERS) $(BIN)/python tools/versions.py $(ROWS)

@@ -43,7 +43,11 @@ setup(
     version=version,
     packages=[*find_namespace_packages(include=["deepspeed.muon", "deepspeed.muon.*"]), "deepspeed.muon.csrc"],
     package_dir={"deepspeed.muon.csrc": "csrc/muon"},
-    package_data={"deepspeed.muon.math": ["*.json"], "deepspeed.muon.csrc": ["*.cpp", "*.h"]},
+    package_data={
+        "deepspeed.muon": ["py.typed"],
+        "deepspeed.muon.math": ["*.json"],
+        "deepspeed.muon.csrc": ["*.cpp", "*.h"],
+    },
     py_modules=["deepspeed_muon"],
     install_requires=requirements("requirements"),
     extras_require={name: requirements(f"requirements-{name}") for name in ("example", "dev", "hopper", "plot")},

@@ -30,8 +30,8 @@ BENCHMARKS = {
     "launches": ("launches", "kernels that one rank launches in a step, from its plan and from a trace"),
     "host": ("launches", "milliseconds of a step that the host spends beside kernels and collectives"),
     "memory": ("scaling", "memory of a rank by model and stage, and the cards that hold it"),
-    "exactness": ("exactness", "errors against oracles, stock and torch; writes docs/exactness.md"),
-    "quality": ("quality", "orthogonality by schedule, dtype, method and spectrum; writes docs/quality.md"),
+    "exactness": ("exactness", "errors against oracles, stock and torch; writes docs/evidence/exactness.md"),
+    "quality": ("quality", "orthogonality by schedule, dtype, method and spectrum; writes docs/evidence/quality.md"),
     "gpu": ("gpu", "everything on one GPU, in two calls of less than ten minutes"),
 }
 

@@ -155,7 +155,7 @@ def state() -> Rows:
 
 
 def exactness() -> str:
-    """Errors against oracles, stock and torch; writes docs/exactness.md."""
+    """Errors against oracles, stock and torch; writes docs/evidence/exactness.md."""
     parts = [f"# Exactness\n\n{report.one_line()}"]
     for rows in (parity, invariance, clipping, iteration, training_by_dtype, state):
         title, *notes = (" ".join(text.split()) for text in (rows.__doc__ or "").split("\n\n"))
@@ -163,5 +163,5 @@ def exactness() -> str:
         parts.append("\n\n".join([f"## {title.rstrip('.')}", *filled, report.table(list(rows()))]))
         print(parts[-1], flush=True)
     shutdown()
-    (report.ROOT / "docs" / "exactness.md").write_text("\n\n".join(parts) + "\n")
-    return "written: docs/exactness.md"
+    (report.ROOT / "docs" / "evidence" / "exactness.md").write_text("\n\n".join(parts) + "\n")
+    return "written: docs/evidence/exactness.md"

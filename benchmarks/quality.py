@@ -85,7 +85,7 @@ def rows() -> Iterator[dict[str, Any]]:
 
 
 def quality() -> str:
-    """Orthogonality, residual and rounding by schedule, dtype, method and spectrum; writes docs/quality.md."""
+    """Orthogonality, residual and rounding by schedule, dtype, method and spectrum; writes docs/evidence/quality.md."""
     found = list(rows())
     text = f"""# Quality of the orthogonalization
 
@@ -104,5 +104,5 @@ directions U, V in which the matrix has more than 1 % of its largest singular va
 
 {report.table(found)}
 """
-    (report.ROOT / "docs" / "quality.md").write_text(text)
+    (report.ROOT / "docs" / "evidence" / "quality.md").write_text(text)
     return text

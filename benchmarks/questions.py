@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions of docs/faq.md, answered by small trainings in fp32 on one process.
+"""Questions of docs/evidence/questions.md, answered by small trainings in fp32 on one process.
 
 The models are those of examples/pretrain_gpt and a Llama, the text is what every machine has: the sources of Python's
 library, and for fine-tuning torch's C++ headers.

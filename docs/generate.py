@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the pages that follow from the code: configuration.md, errors.md and damaged-checkpoints.md in docs/.
+"""Writes the pages that follow from the code: configuration.md, reference/errors.md, evidence/damaged-checkpoints.md.
 
 Usage: python docs/generate.py
 """
@@ -31,9 +31,9 @@ Generated from `deepspeed/muon/config/` by `python docs/generate.py`.
 ```
 
 Every key of `optimizer.params` is optional. `null` means the default. An unknown key is refused, with the nearest that
-exists ([all messages](errors.md)). Stock DeepSpeed's keys and defaults keep working; *stock* means DeepSpeed without
-this package. The optimizer has two halves: the *Muon half* updates hidden matrices, the *AdamW half* everything else
-([which parameters](#which-parameters-go-to-muon)).
+exists ([all messages](reference/errors.md)). Stock DeepSpeed's keys and defaults keep working; *stock* means DeepSpeed
+without this package. The optimizer has two halves: the *Muon half* updates hidden matrices, the *AdamW half* everything
+else ([which parameters](#which-parameters-go-to-muon)).
 
 A number may be a string in plain decimals, as YAML reads `1e-5`; `"1e_5"`, `"1e-5 "` and `"inf"` are refused, and so is
 anything but `true` and `false` for a flag ([why](decisions/0039-what-counts-as-a-number.md)). dtypes may be written
@@ -209,7 +209,7 @@ def _triples(triples: tuple[tuple[float, float, float], ...]) -> str:
 
 
 def errors() -> str:
-    """The text of docs/errors.md, from a process that tries every case."""
+    """The text of docs/reference/errors.md, from a process that tries every case."""
     sys.path.insert(0, str(TESTS))
     from helpers.distributed import run, shutdown
     from helpers.wrong_configs import attempt_all, table
@@ -220,7 +220,7 @@ def errors() -> str:
 
 
 def damages() -> str:
-    """The text of docs/damaged-checkpoints.md, from two processes that try every case."""
+    """The text of docs/evidence/damaged-checkpoints.md, from two processes that try every case."""
     sys.path.insert(0, str(TESTS))
     from helpers.damaged_checkpoints import attempt_all, save_alone, table
     from helpers.distributed import run, shutdown
@@ -234,5 +234,5 @@ def damages() -> str:
 
 if __name__ == "__main__":
     (DOCS / "configuration.md").write_text(configuration())
-    (DOCS / "errors.md").write_text(errors())
-    (DOCS / "damaged-checkpoints.md").write_text(damages())
+    (DOCS / "reference" / "errors.md").write_text(errors())
+    (DOCS / "evidence" / "damaged-checkpoints.md").write_text(damages())

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a part of the suite on other versions and writes docs/versions.md: ``make versions``, or some rows of it with
-``make versions ROWS="torch-2.5 numpy-1.26"``.
+"""Runs a part of the suite on other versions and writes docs/evidence/versions.md: ``make versions``, or some rows
+of it with ``make versions ROWS="torch-2.5 numpy-1.26"``.
 
 The rows are in versions.txt. Each installs the pinned development set, with its own pins, and this checkout into a
 virtual environment below build/versions, which is removed after its last row. The page keeps the lines of the other
@@ -25,7 +25,7 @@ from typing import NamedTuple
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "versions.md"
+PAGE = ROOT / "docs" / "evidence" / "versions.md"
 PINS = ROOT / "requirements" / "requirements-dev.txt"
 FOLDER = ROOT / "build" / "versions"
 #: Of the development set, what no test of a row needs.
@@ -65,11 +65,11 @@ versions of some packages, into an environment of its own and runs a part of the
 - `models`: what is tested with models of transformers: routing, fused projections, heads, tensor parallelism, AutoEP,
   ALST, QK-clip, schedules, `ds_muon plan`, Trainer, accelerate and Lightning;
 - `stock`: DeepSpeed's AdamW alone, at stages 0 to 3 on 2 ranks;
-- `integrators`: the [training tool](integrators.md) that the row is named after, with the versions of other packages
+- `integrators`: the [training tool](../integrators.md) that the row is named after, with the versions of other packages
   that it asks for; of the development set only torch, DeepSpeed, ninja and pytest.
 
 `make versions ROWS="torch-2.5 numpy-1.26"` runs rows by name and leaves the others as they are. Why DeepSpeed's range
-is what it is: [decision 19](decisions/0019-versions-of-deepspeed.md).
+is what it is: [decision 19](../decisions/0019-versions-of-deepspeed.md).
 """
 
 
@@ -132,7 +132,7 @@ def main(names: list[str]) -> None:
 
 
 def page(lines: dict[str, str]) -> str:
-    """The text of docs/versions.md, from the lines of rows."""
+    """The text of docs/evidence/versions.md, from the lines of rows."""
     found = (lines.get(row.name) or line(row.not_run("not yet")) for row in rows())
     table = [line(HEAD), line(["---"] * len(HEAD)), *found]
     return TEXT + "\n" + "\n".join(table) + "\n"

@@ -75,9 +75,9 @@ class MuonConfig(BaseModel):
     muon_exclude: types.Patterns = field(())
     """searched in parameter names: parameters that go to AdamW; overrides `muon_include`"""
     muon_split: types.Cuts = field({})
-    """by pattern searched in parameter names: sizes of the matrices that a parameter is cut into; [more](blocks.md)"""
+    """by pattern searched in names: sizes of the matrices a parameter is cut into; [more](update-rules.md#blocks)"""
     muon_fused: Literal["split", "whole"] = field("split")
-    """fused queries, keys and values, or gate and up: one matrix each; [more](blocks.md)"""
+    """fused queries, keys and values, or gate and up: one matrix each; [more](update-rules.md#blocks)"""
     muon_conv: Literal["adamw", "flatten"] = field("adamw")
     """convolutions: to AdamW, or to Muon as matrices [out, in x kernel]"""
     muon_lora: Literal["none", "B", "both"] = field("none")
@@ -97,13 +97,13 @@ class MuonConfig(BaseModel):
     ns_normalization: Literal["frobenius", "aol"] = field("frobenius", "arXiv 2512.04632")
     """what precedes the iteration: division by the norm, or AOL, row by row; [more](update-rules.md#aol)"""
     ns_dtype: types.NsDtype = field("auto")
-    """dtype of the products of Newton-Schulz; `auto`: the fastest here, [measured at start](choice.md)"""
+    """dtype of the products of Newton-Schulz; `auto`: the fastest here, [measured at start](evidence/choice.md)"""
     wire_dtype: types.WireDtype = field("auto")
     """dtype of what ranks send each other; `auto`: fp32 where `ns_dtype` is set to fp32, else bf16"""
     bucket_bytes: types.Bytes | None = field(None, unit="bytes")
     """most bytes of an owner's matrices in one bucket of the exchange; default by device, [more](plan.md#memory)"""
     owners_per_matrix: types.Count | None = field(None, unit="ranks")
-    """ranks that share the work of one matrix; default by matrices and ranks, [more](scaling.md#several-owners)"""
+    """ranks that share one matrix's work; default by matrices and ranks, [more](evidence/scaling.md#several-owners)"""
     kernels: Literal["auto", "torch"] = field("auto")
     """which kernels run a step; `auto`: the fastest that every rank has; `torch`: plain PyTorch"""
     betas: types.Fractions = field((0.9, 0.95), STOCK, "per step")

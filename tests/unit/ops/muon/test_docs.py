@@ -22,7 +22,7 @@ from helpers.paths import DOCS, PACKAGE, ROOT, TESTS
 from helpers.training import ds_config, fp32_weights, make_engine
 
 PAGES = sorted(DOCS.rglob("*.md"))
-GENERATED = ("configuration.md", "errors.md", "damaged-checkpoints.md")
+GENERATED = ("configuration.md", "reference/errors.md", "evidence/damaged-checkpoints.md")
 #: Functions whose strings are messages, though they are raised elsewhere.
 WRITERS = {
     "_silence",
@@ -85,13 +85,15 @@ def test_a_test_that_does_not_exist_is_noticed() -> None:
 
 
 def test_the_matrix_names_tests() -> None:
-    assert len(re.findall(r"test_\w+\.py::test_\w+", read("support.md"))) >= 30
+    assert len(re.findall(r"test_\w+\.py::test_\w+", read("evidence/support.md"))) >= 30
 
 
 def test_the_matrix_says_what_is_compared_with_the_oracle() -> None:
     kinds = {"": "none", ", optimizer on the CPU": "optimizer", ", optimizer and parameters on the CPU": "both"}
     rows = re.findall(
-        r"^\| stage (\d)(.*?) \| (.*?) \| (.*?) \| (.*?) \| (.*?) \| (.*?) \|", read("support.md"), re.MULTILINE
+        r"^\| stage (\d)(.*?) \| (.*?) \| (.*?) \| (.*?) \| (.*?) \| (.*?) \|",
+        read("evidence/support.md"),
+        re.MULTILINE,
     )
     stated = {
         (int(stage), precision, kinds[offload])
@@ -135,7 +137,7 @@ def test_every_refusal_is_in_the_support_matrix() -> None:
     for name, problems in {"_engine_problems": engines, "_pipeline_problems": pipelines}.items():
         texts = strings_in(function(PACKAGE / "zero" / "refusals.py", name))
         assert len(problems) == len([text for text in texts if "_" not in text.split()[0]])
-    refusals = [line for line in read("support.md").splitlines() if "refused" in line]
+    refusals = [line for line in read("evidence/support.md").splitlines() if "refused" in line]
     refused = [f"`{key}`" for key in (*(rule[0] for rule in RULES), MOMENTUM_DTYPE)]
     refused += [re.split("[,;]", problem)[0] for problem in engines + pipelines]
     assert [key for key in refused if not any(key in line for line in refusals)] == []
@@ -226,7 +228,7 @@ def test_the_configuration_page_is_up_to_date() -> None:
 def test_the_page_of_versions_has_a_line_for_every_row() -> None:
     versions = script(ROOT / "tools" / "versions.py")
     rows = {row.name: row for row in versions.rows()}
-    page = read("versions.md")
+    page = read("evidence/versions.md")
     assert page == versions.page(versions.kept()), "run make versions"
     for name, line in versions.kept().items():
         pins = dict(pin.split("==") for pin in rows[name].pins if "==" in pin and "not run" not in line)
@@ -253,7 +255,7 @@ def test_paths_of_machines_are_noticed() -> None:
             assert not MACHINE.search(text), text
 
 
-@pytest.mark.parametrize("path", [path for path in PAGES if path.name not in GENERATED], ids=page_id)
+@pytest.mark.parametrize("path", [path for path in PAGES if page_id(path) not in GENERATED], ids=page_id)
 def test_lines_are_short(path: Path) -> None:
     """Except in tables and code."""
     text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)

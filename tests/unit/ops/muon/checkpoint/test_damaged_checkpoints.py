@@ -26,5 +26,5 @@ def test_damaged_checkpoints(stage: int, tmp_path: Path) -> None:
         assert [(title, changed) for title, _, changed, _ in results if changed] == []
         assert [loss for *_, loss in results] == losses
     if stage == 2:
-        page = (ROOT / "docs" / "damaged-checkpoints.md").read_text()
+        page = (ROOT / "docs" / "evidence" / "damaged-checkpoints.md").read_text()
         assert table(ranks[0]) in page, "run python docs/generate.py"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every wrong configuration of docs/errors.md gets the message that stands there, before anything is allocated."""
+"""Every wrong configuration of docs/reference/errors.md gets its message there, before anything is allocated."""
 
 import re
 
@@ -36,4 +36,4 @@ def test_none_reaches_allocation(results: list[tuple[str, str, list[str]]]) -> N
 
 
 def test_the_page_is_up_to_date(results: list[tuple[str, str, list[str]]]) -> None:
-    assert table(results) in (ROOT / "docs" / "errors.md").read_text(), "run python docs/generate.py"
+    assert table(results) in (ROOT / "docs" / "reference" / "errors.md").read_text(), "run python docs/generate.py"

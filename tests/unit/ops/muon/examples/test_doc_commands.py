@@ -13,7 +13,7 @@ import pytest
 
 from helpers.paths import DOCS, EXAMPLES, ROOT
 
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted(EXAMPLES.glob("*/README.md"))]
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md")), *sorted(EXAMPLES.glob("*/README.md"))]
 ELSEWHERE = {
     r"^make (demo|test)": "the demo is compare.py, which runs here; the tests are these",
     r"pip (install|wheel|download)": "installs; tools/release_check.py does it",
@@ -81,7 +81,7 @@ def prepare(page: Path, folder: Path) -> None:
     """The folder in which a reader would be: the example's, or for pages of the site one with what they name."""
     example = page.parent if page.parent.parent == EXAMPLES else EXAMPLES / "pretrain_gpt"
     shutil.copytree(example, folder, ignore=shutil.ignore_patterns("results", "__pycache__"))
-    if page.parent == DOCS:
+    if page.is_relative_to(DOCS):
         shutil.copy(EXAMPLES / "plan" / "llama_8b.json", folder)
         for name in ("ds_config", "ours", "stock"):
             config = json.loads((folder / "ds_config_muon.json").read_text())
@@ -97,7 +97,7 @@ def prepare(page: Path, folder: Path) -> None:
     if "ds_muon plot" in " ".join(HERE[page]):
         shell(smaller("deepspeed --num_gpus 2 train.py --deepspeed_config ds_config.json"), folder)
         shutil.copytree(folder / "logs" / "run", folder / "logs" / "pretrain_gpt")
-    if page.stem in TRAINED and page.parent == DOCS:
+    if page.stem in TRAINED and page.is_relative_to(DOCS):
         train(TRAINED[page.stem], folder)
 
 

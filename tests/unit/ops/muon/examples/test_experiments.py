@@ -149,13 +149,13 @@ def test_finalists_are_judged_by_fresh_seeds_and_no_run_is_repeated(
 
 
 def test_the_page_shows_the_results() -> None:
-    """The tables of docs/experiments.md are those of the last run, and so are its charts."""
-    results, page = EXAMPLE / "results", (DOCS / "experiments.md").read_text().splitlines()
+    """The tables of docs/evidence/experiments.md are those of the last run, and so are its charts."""
+    results, page = EXAMPLE / "results", (DOCS / "evidence" / "experiments.md").read_text().splitlines()
     lines = (results / "experiments.md").read_text().splitlines()
     assert [line for line in lines if line.startswith("|") and line not in page] == []
     for chart in ("experiments.png", "qk_clip.png"):
         assert (results / chart).read_bytes() == (DOCS / "assets" / chart).read_bytes()
-        assert f"(assets/{chart})" in "\n".join(page)
+        assert f"(../assets/{chart})" in "\n".join(page)
 
 
 def test_widths_and_clip_have_tables_and_charts(

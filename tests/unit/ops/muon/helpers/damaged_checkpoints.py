@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Damaged and foreign checkpoints, and what an engine that is asked to load one says: docs/damaged-checkpoints.md."""
+"""Damaged and foreign checkpoints, and what an engine says that loads one: docs/evidence/damaged-checkpoints.md."""
 
 import json
 import re

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs behind docs/exactness.md: training with stock's Muon or ours, and the size of the state."""
+"""Jobs behind docs/evidence/exactness.md: training with stock's Muon or ours, and the size of the state."""
 
 import torch
 from torch import Tensor

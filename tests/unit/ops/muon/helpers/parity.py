@@ -17,7 +17,7 @@ AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 FP16_AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
 SHAPES = [(24, 40), (40, 24), (32, 32), (33, 65), (24, 40)]
 """Of the matrices that take given gradients."""
-#: (stage, precision, offload) of every cell of the first table of docs/support.md that is not refused.
+#: (stage, precision, offload) of every cell of the first table of docs/evidence/support.md that is not refused.
 CELLS = [
     (stage, precision, offload)
     for stage in (0, 1, 2, 3)

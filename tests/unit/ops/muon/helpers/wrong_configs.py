@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrong configurations, and what each of them gets: the cases of docs/errors.md."""
+"""Wrong configurations, and what each of them gets: the cases of docs/reference/errors.md."""
 
 from collections.abc import Callable
 from typing import Any

@@ -332,6 +332,6 @@ def line(operation: Any, rank: int) -> str:
 
 
 def test_the_page_shows_a_program() -> None:
-    page = (Path(__file__).parents[5] / "docs" / "design.md").read_text()
+    page = (Path(__file__).parents[5] / "docs" / "reference" / "design.md").read_text()
     shown = timeline(programs_of([(8, 4), (8, 6), (6, 4), (8, 4)], 3, 2, 100, "cpu", False))
     assert shown in page, f"\n{shown}"

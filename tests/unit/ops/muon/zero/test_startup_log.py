@@ -14,7 +14,7 @@ from helpers.startup_log import records
 from helpers.training import PARAMS, ds_config, make_engine
 from helpers.transformers_models import MODELS
 
-PAGE = ROOT / "docs" / "what-is-split.md"
+PAGE = ROOT / "docs" / "evidence" / "what-is-split.md"
 REVIEWED = ("llama", "qwen3", "gpt2", "deepseek_v3", "mixtral")
 BEGINNINGS = ("deepspeed-muon: split into ", "deepspeed-muon: left whole")
 
