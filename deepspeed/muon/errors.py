@@ -37,7 +37,7 @@ class ExchangeError(RuntimeError):
 
 
 class KernelError(RuntimeError):
-    """The C++ operations are not available here; the message says why and what to install."""
+    """The C++ operations are not available on this machine; the message says why and what to install."""
 
 
 class SettingsError(ValueError):
@@ -45,7 +45,7 @@ class SettingsError(ValueError):
 
 
 class ModelError(ValueError):
-    """A model that cannot be built; the message says what was given and what is expected."""
+    """A model that cannot be built; the message says what was passed and what is expected."""
 
 
 class RecordsError(ValueError):

@@ -72,7 +72,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     moments belong to whole matrices and are with their owners; :meth:`whole_state` puts them into ``state_dict``.
 
     Raises:
-        MuonConfigError: a wrong key or value, an option without effect, or matrices of which none goes to Muon.
+        MuonConfigError: a wrong key or value, an option without effect, or a model without a matrix that goes to Muon.
         TypeError, ValueError: parameters that torch's optimizers refuse; one that is not in ``model``.
         UnsupportedError: a model that FSDP has sharded.
     """
@@ -160,7 +160,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     def bind(self, partitions: Sequence[Partition], tuning: Tuning, device: torch.device) -> None:
         """Plan the exchange and allocate the state of every tensor that has none. Called before the first step.
 
-        The ``ns_method``, ``ns_choice`` and ``adjust_lr_fn`` of each group are read here, and not again in a step.
+        The ``ns_method``, ``ns_choice`` and ``adjust_lr_fn`` of each group are read now, and not again in a step.
 
         Args:
             partitions: of all groups; a group stepped in several calls has one per call.

@@ -88,7 +88,7 @@ class SavedForm:
             entry = {name: self.read(tensor, value) for name, value in entry.items()}
         entry = dict(entry)
         if CODES in entry:
-            # As fp32, of which a load makes the same codes: every reader of a checkpoint finds the whole momentum.
+            # As fp32, so that every reader of a checkpoint finds the whole momentum; a load makes the same codes of it.
             codes = entry[CODES]
             values = optimizer.blocks_of(tensor).read_into(optimizer.host_zeros(codes.numel()), entry)
             del entry[CODES], entry[ABSMAX]

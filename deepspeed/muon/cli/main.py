@@ -67,7 +67,7 @@ def _init(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     text = as_written(facts["config"], args.config)
     if not args.json:
         rows = [(decision["key"], decision["what"], decision["why"]) for decision in facts["decisions"]]
-        print(aligned(rows))  # to stderr: stdout is the config alone
+        print(aligned(rows))  # to stderr, because stdout is the config
     if args.out:
         _write(args.out, f"{text}\n")
         pointing = args.out.with_name(f"{args.out.stem}_accelerate.yaml")

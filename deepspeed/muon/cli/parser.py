@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line of ``ds_muon``.
 
-``deepspeed_muon.py`` runs this file alone, without its package, so that help does not wait for the import of DeepSpeed:
-at its top it imports the standard library only.
+``deepspeed_muon.py`` runs this file without importing its package, so that help does not wait for the import of
+DeepSpeed: at its top it imports the standard library only.
 """
 
 from __future__ import annotations

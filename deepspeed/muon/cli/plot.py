@@ -16,7 +16,7 @@ from deepspeed.muon.cli.monitor_records import Records, Values, read
 from deepspeed.muon.errors import RecordsError
 from deepspeed.muon.step_stats import CAUTIOUS, CHANGE, ERROR, LOGIT, RANK
 
-#: Colours that are told apart without red and green (Okabe and Ito).
+#: Colours that differ also for readers who confuse red and green (Okabe and Ito).
 MUON, ADAMW, ORANGE, SKY, GREEN, GREY = "#0072B2", "#D55E00", "#E69F00", "#56B4E9", "#009E73", "#d0d0d0"
 #: The phases of a step from the bottom up: name of the value, what it is called, colour.
 PHASES = (

@@ -51,7 +51,7 @@ def environment() -> dict[str, Any]:
         "activation": _activation(),
         "accelerator": device,
         "tools": _tools(),
-        # What a step on the CPU would run on; built here if it is not yet, as it would be then.
+        # A step on the CPU would build the kernels too, so the report does, if they are not built yet.
         "kernels": selection.summary(selection.choose(unavailable), unavailable),
         "products_tflops": rates,
         "fastest_dtype": max(rates, key=rates.__getitem__, default=None),

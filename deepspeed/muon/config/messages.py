@@ -40,7 +40,7 @@ _THEIRS = {
     "rms_scale": "consistent_rms muon_extra_scale_factor rms_rate",
     "weight_decay": "wd",
 }
-#: Other projects' names, and the key here.
+#: Other projects' names -> our key.
 PEERS = {theirs: ours for ours, names in _THEIRS.items() for theirs in names.split()}
 _TRAINER, _BOTH = "only Hugging Face's Trainer fills in", "only Hugging Face's Trainer and accelerate fill in"
 #: Keys whose ``"auto"`` something else may fill in, and what does.
@@ -113,7 +113,7 @@ def explain(
 
     Args:
         item: an error from ``pydantic.ValidationError.errors``.
-        params: what the user wrote, of which ``model`` has the fields; ``known``: the keys that may be set.
+        params: what the user wrote; ``model``: has its fields; ``known``: the keys that may be set.
         where: what stands before the key.
     """
     if not item["loc"]:

@@ -13,7 +13,7 @@ from deepspeed.muon.errors import MuonConfigError
 
 
 class Preset(NamedTuple):
-    """``values`` of keys of ``optimizer.params``; where they are published; and what of a recipe has no key here."""
+    """``values`` of keys of ``optimizer.params``; where they are published; which parts of the recipe have no key."""
 
     values: dict[str, Any]
     source: str

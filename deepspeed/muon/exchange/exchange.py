@@ -68,7 +68,7 @@ class Exchange:
         self._collectives = PendingCollectives(self.name, self.device)
 
     def owner_set(self, batch: Batch, bucket: str, calls: Iterator[Collective]) -> OwnerSet:
-        """Return the owners of a batch's matrices, of which this rank is one.
+        """Return the owners of a batch's matrices; this rank is one of them.
 
         ``bucket``: its number, for messages. ``calls``: of the program; the next ones are those of this batch.
         """
@@ -83,7 +83,7 @@ class Exchange:
         return OwnerSet(set_of(self.group, batch.owners), batch.owners, call)
 
     def collect(self, own: Mapping[str, Tensor], sizes: Mapping[str, int]) -> dict[str, Tensor]:
-        """Return vectors of which each is on one rank of the group, on all ranks and on the CPU; a collective.
+        """Gather vectors, each stored on one rank of the group, to the CPU of every rank; a collective.
 
         ``own``: fp32, by name, those of this rank. ``sizes``: of all, by name, in the same order on all ranks.
         """
@@ -104,7 +104,7 @@ class Exchange:
     def run(self, plan: Plan, program: Program, phases: Phases, phase: Phase) -> None:
         """Carry out the program of a plan. ``exchange`` is the name of the phase that waits."""
         # All storage now, the most that each takes: none is replaced while a bucket uses it, and all of it is there
-        # before copies on other streams are told to follow what this memory was used for until now.
+        # before copies on other streams are made to wait for the earlier uses of this memory.
         storages = self._storages(program)
         if self.staging is not None:
             self.staging.follow_the_computation()

@@ -75,7 +75,7 @@ def make_groups(wanted: Iterable[Sequence[int]], device: torch.device) -> None:
 
 
 def is_made(ranks: Sequence[int]) -> bool:
-    """Return whether :func:`group_of` has a group of these ranks, of which this rank is one."""
+    """Return whether :func:`group_of` has a group of these ranks; this rank is one of them."""
     if len(ranks) == torch.distributed.get_world_size():
         return True
     group = _made.get((torch.distributed.group.WORLD, tuple(ranks)))

@@ -75,7 +75,7 @@ class PendingCollective:
             self.mark.fill_(1)
             raise
         self.handle = None
-        # On an accelerator only the stream waits, and gets here when the collective has ended.
+        # On an accelerator only the stream waits; it writes the mark when the collective has ended.
         self.mark.copy_(torch.ones(1, dtype=self.mark.dtype, device=self._device), non_blocking=True)
 
     def is_slow(self, limit: float | None = None) -> bool:

@@ -43,7 +43,7 @@ def build_lock(path: Path) -> Iterator[bool]:
     one process of each machine builds.
 
     Raises:
-        TimeoutError: another process has held the lock for ``GIVE_UP_AFTER`` seconds.
+        TimeoutError: another process has kept the lock for ``GIVE_UP_AFTER`` seconds.
         OSError: the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -51,7 +51,7 @@ class Workspace:
         """
         numel, key = math.prod(shape), (name, dtype, device)
         if key not in self._storage or self._storage[key].numel() < numel:
-            self._storage.pop(key, None)  # first, so that the two are never held together
+            self._storage.pop(key, None)  # first, so that the two never exist at the same time
             storage = torch.empty(numel, dtype=dtype, device=device)
             self._storage[key] = storage if pin is None else pin(storage)
         return self._storage[key][:numel].view(shape)

@@ -27,8 +27,8 @@ from deepspeed.muon.math.wide import scale, widened
 METHODS = ("standard", "gram")
 #: The dtypes of the products, the most exact first.
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-#: The Frobenius norm that a matrix is given. Entries of a very large one of norm 1 would leave fp16's normal numbers;
-#: with 16 a fourth power of the norm still is one. It is a power of two, so the other dtypes round as with 1.
+#: The Frobenius norm to which a matrix is scaled. Entries of a very large one of norm 1 would leave fp16's normal
+#: numbers; with 16 a fourth power of the norm still is one. It is a power of two, so the other dtypes round as with 1.
 NORM = 16.0
 
 

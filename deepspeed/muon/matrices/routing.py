@@ -63,8 +63,8 @@ def route(model: nn.Module, config: MuonConfig | None = None) -> dict[nn.Paramet
     A tag ``param.use_muon`` that the user has set overrides everything else.
 
     Raises:
-        ValueError: ``use_muon = True`` on a parameter that is not a matrix, or Muon for a parameter of which several
-            stages of a pipeline have copies.
+        ValueError: ``use_muon = True`` on a parameter that is not a matrix, or Muon for a parameter that several
+            stages of a pipeline have copies of.
         MuonConfigError: a split that does not fit, or heads that are not known.
     """
     config = config or MuonConfig()

@@ -80,7 +80,7 @@ class MatrixSpec:
         is_projection: whether its module's name says that it is an attention projection.
         chosen_by: the user's option that decided the route: ``use_muon``, ``muon_exclude`` or ``muon_include``;
             ``None`` where the rules did.
-        overrides_rules: whether the rules alone would have chosen the other half.
+        overrides_rules: whether the rules would have chosen the other half.
         split_by: the option that cut it: ``muon_split``, ``per_head_muon`` or ``muon_fused``; ``None`` for none.
         split_pattern: which pattern of ``muon_split`` did.
         left_whole: whether ``split`` says why the parameter stays one matrix.

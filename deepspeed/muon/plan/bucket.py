@@ -124,8 +124,8 @@ class Batch:
 class Bucket:
     """One step of the exchange as one rank sees it; positions and counts are in elements.
 
-    Matrices that every rank holds whole have buckets of two kinds by turns: one with this rank's own matrices, of which
-    nothing travels, and then those of the other owners, into which their results arrive (``only_results``).
+    Matrices that every rank holds whole have buckets of two kinds by turns: one with this rank's own matrices, which
+    do not travel, and then one into which the results of the other owners arrive (``only_results``).
     """
 
     runs: tuple[ShardRun, ...]

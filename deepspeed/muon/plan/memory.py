@@ -38,7 +38,7 @@ class BatchSize(NamedTuple):
 class Demand(NamedTuple):
     """What one rank needs for one bucket: elements of its buffers and of its longest run, and its batches.
 
-    ``longest_grid``: elements of the longest run that is not contiguous in the shard, of which copies are made.
+    ``longest_grid``: elements of the longest run that is not contiguous in the shard and therefore copied.
     """
 
     buffers: int
@@ -169,7 +169,7 @@ def _local(matrices: OwnedBlocks, world_size: int) -> list[Demand]:
 
 
 def _results(part: OwnedBlocks, world_size: int) -> list[Demand]:
-    """Return the demands of a bucket of results, of which each rank receives the others'."""
+    """Return the demands of a bucket of results, in which each rank receives the others' results."""
     of_all, numels = _whole([item for _, item in part]), [0] * world_size
     for owner, item in part:
         numels[owner] += item.block.numel

@@ -121,7 +121,7 @@ class QKClip:
             logits[places] = torch.cat(found).cpu()  # one copy to the host for all layers
         trained = [float(param.requires_grad) for param in self._params]
         logits[1 + count :] = torch.tensor(trained, dtype=torch.float32, device="cpu")
-        # Of two numbers of which one is NaN, backends of the collective do not agree which is the larger.
+        # Backends of the collective do not agree which is the larger of a number and NaN.
         logits.nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf)
         missed, *flat = all_maxima(logits.to(self._device), self._group).tolist()
         self.watch.clear()

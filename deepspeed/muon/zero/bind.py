@@ -146,7 +146,7 @@ def compare_plans(engine: Any) -> None:
     titles = {"choice": "the choice of dtype, methods and kernels", "plan": "the exchange plan"}
 
     def state() -> Facts:
-        optimizer.warm_up()  # here, where a rank may take long
+        optimizer.warm_up()  # before the facts are sent, because then a rank may take long
         return stated
 
     def judge(facts: list[Facts]) -> Facts:

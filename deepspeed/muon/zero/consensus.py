@@ -155,7 +155,7 @@ def raise_on_all_ranks(act: Callable[[], Result], explain: Callable[[str], Excep
     try:
         result = act()
     except (Exception, SystemExit) as raised:
-        # Errors of the system and our own speak for themselves; for others the type is half of the message.
+        # Errors of the system and our own need no type; for others the type is half of the message.
         is_ours = type(raised).__module__.startswith("deepspeed.muon")
         error, text = raised, str(raised) if is_ours or isinstance(raised, OSError) else with_type(raised)
     texts = gathered(text)

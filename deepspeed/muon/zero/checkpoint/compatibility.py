@@ -127,7 +127,7 @@ def _order_difference(engine: Any, saved: Sequence[Any]) -> str | None:
     """Return a message if a checkpoint without a manifest has the parameters in another order; else ``None``."""
     if engine.zero_optimization():
         current: list[Any] = _order(engine._get_zero_param_shapes())
-    else:  # without names; tensors of equal size cannot be told apart
+    else:  # without names; nothing distinguishes tensors of equal size
         sizes = [param.numel() for group in engine.basic_optimizer.param_groups for param in group["params"]]
         current = [None if old is None else new for old, new in itertools.zip_longest(saved, sizes)]
     for place, (old, new) in enumerate(itertools.zip_longest(saved, current)):

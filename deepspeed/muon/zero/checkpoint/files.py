@@ -70,7 +70,7 @@ class SafeFiles(CheckpointEngine):
         self.facts: dict[str, Any] = {}
         #: What this rank has begun to write: the file, and the temporary one that becomes it.
         self.files: dict[Path, Path] = {}
-        #: Files of which this rank's version is the one that counts, once they get their names.
+        #: Files whose version on this rank counts, once they get their names.
         self.placed: list[Path] = []
         self.is_complete = False
         self.error: BaseException | None = None

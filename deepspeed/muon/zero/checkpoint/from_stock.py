@@ -6,7 +6,7 @@ Stock's converter stops at stock's own Muon (it looks for ``exp_avg``), whose mo
 =====================================  ===========================================================================
 stage 3; stages 1 and 2 with offload,  that of the fp32 weights: each rank's share
 ``BF16_Optimizer``
-stages 1 and 2                         whole matrices, one after the other: all those of which the rank holds a part
+stages 1 and 2                         whole matrices, one after the other: all that the rank has a part of
 stage 0                                one tensor per parameter, in the order of the groups
 =====================================  ===========================================================================
 

@@ -2,8 +2,8 @@
 """Loading at stage 3, where tensors of the engine or of the checkpoint lie in files on NVMe.
 
 DeepSpeed looks for copies of the swapped files and skips the rest, so settings, step counts, the loss scale and every
-tensor that was not swapped are lost. Here ``zero_pp_rank_*`` holds all of a rank, and is mapped into memory. In older
-checkpoints it has empty tensors in place of those that ``offloaded_tensors/rank*`` holds.
+tensor that was not swapped are lost. Our ``zero_pp_rank_*`` holds all of a rank, and is mapped into memory. In older
+checkpoints it has empty tensors in place of those in ``offloaded_tensors/rank*``.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def loading_with_nvme(engine: Any, arguments: Mapping[str, Any]) -> Iterator[Non
             has_weights = True
 
     def load_weights(original: Callable) -> None:
-        """``_restore_from_bit16_weights``; in a load of weights alone they come from the checkpoint."""
+        """``_restore_from_bit16_weights``; in a load of nothing but weights they come from the checkpoint."""
         nonlocal has_weights
         if saved is None and uses_nvme:
             _refresh(wrapper)

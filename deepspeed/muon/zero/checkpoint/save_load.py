@@ -157,7 +157,8 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
     if is_universal:
         refuse_universal(engine)
     if engine.zero_optimization_stage() == 3 and arguments["load_module_only"]:
-        arguments["load_optimizer_states"] = False  # with this one alone DeepSpeed would load nothing
+        # With load_module_only and optimizer states DeepSpeed would load nothing.
+        arguments["load_optimizer_states"] = False
     tag: str | None
     if is_universal:  # which has no id of a save
         tag, save_id = raise_on_all_ranks(partial(_universal_tag, engine, arguments), CheckpointError), None
@@ -217,7 +218,7 @@ def _agreed(engine: Any, arguments: dict[str, Any]) -> tuple[str | None, str | N
     if not listed and len(set(seen)) > 1:
         listed = [f"the ranks see different checkpoints: {seen[:MAX_LISTED]}"]
     if listed:
-        is_first = engine.global_rank == 0  # it alone looks for another tag to suggest
+        is_first = engine.global_rank == 0  # one rank looks for another tag to suggest
         raise CheckpointError(broadcast(_refusal(arguments["load_dir"], seen[0][0], listed) if is_first else None))
     return seen[0]
 

@@ -88,7 +88,7 @@ class Folder:
         self.shards = shards
         self.common: dict[str, Any] = self._open("optimizer_state.pt")
         self.groups = saved_groups(self.common)
-        #: Whether deepspeed-muon saved it, so that the groups' settings have the same meaning here.
+        #: Whether deepspeed-muon saved it, so that the groups' settings have the meaning that they have in this run.
         self.is_ours = ORIGIN not in self.common and any("use_muon" in group for group in self.groups)
         matrices = {name for group in self.groups for name in group.get("matrices", ())}
         names = (str(file.parent.relative_to(self.zero)) for file in self.zero.rglob(f"{WEIGHT}.pt"))

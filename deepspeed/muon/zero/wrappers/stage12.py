@@ -119,8 +119,10 @@ class Stage12(Flat):
         )
 
     def prepare(self, group_count: int) -> None:
-        """Stock runs its Muon where a parameter is tagged ``use_muon`` and the name of the optimizer's class contains
-        "muon". Here it asks for both while it builds the flat gradient of a partition, and nowhere else; stage 3 and
+        """Keep stock from running its own Muon.
+
+        It does so where a parameter is tagged ``use_muon`` and the name of the optimizer's class contains "muon". This
+        wrapper asks for both while it builds the flat gradient of a partition, and nowhere else; stage 3 and
         ``BF16_Optimizer`` ask for the class itself.
 
         Each group's norm is a collective over the pipeline, but a stage without matrices has no Muon group.
@@ -203,7 +205,7 @@ def _link_codes(optimizer: MuonWithAuxAdam, param: Any, part: slice, tensor: Ten
 
     Args:
         part: what this rank has of the parameter.
-        tensor: of which the part begins at ``position``.
+        tensor: has the part, which begins at ``position``.
     """
 
     def get(original: Callable, optim_state_key: str | None = None) -> Tensor:

@@ -69,7 +69,7 @@ def _refuse_cut_experts(experts: Sequence[Partition]) -> None:
 
 
 def _are_alike(everyones: Sequence[Sequence[Placements]], specs: Mapping[str, MatrixSpec]) -> bool:
-    """Return whether the ranks have the same parameters in each partition, except those of which they hold nothing."""
+    """Return whether the ranks have the same parameters in each partition, except those without a part on a rank."""
     if len({len(partitions) for partitions in everyones}) > 1:
         return False
     for tp_placements in zip(*everyones, strict=True):
