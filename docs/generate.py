@@ -88,8 +88,9 @@ One step takes a singular value s to a s + b s^3 + c s^5.
 
 A group that the script passes keeps its own settings, in both of its halves:
 {group_keys}. A group's `lr` replaces the config's `muon_lr` and `adam_lr` as well, its `weight_decay` both decays; to
-set one half of a group, write `muon_lr` or `adam_lr` into it. The halves are named `group0-muon`, `group0-adam` and so
-on, or after the group's `name`; those of experts on ranks of their own have the name of their process group.
+set one half of a group, write `muon_lr` or `adam_lr` into it. The halves are named `muon` and `adam`; with several
+groups `group0-muon`, `group0-adam` and so on, or after the group's `name`. Those of experts that only some ranks have
+bear the name of their process group.
 
 Other keys of a group, such as `lr_scale` or `layer_id` of layer-wise decay, are the script's own: they change nothing
 and stay in both halves, as in torch's AdamW. Refused are misspelt keys, other projects' names below, and keys that only

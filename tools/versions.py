@@ -65,8 +65,8 @@ versions of some packages, into an environment of its own and runs a part of the
 - `models`: what is tested with models of transformers: routing, fused projections, heads, tensor parallelism, AutoEP,
   ALST, QK-clip, schedules, `ds_muon plan`, Trainer, accelerate and Lightning;
 - `stock`: DeepSpeed's AdamW alone, at stages 0 to 3 on 2 ranks;
-- `integrators`: the [training tool](../integrators.md) that the row is named after, with the versions of other packages
-  that it asks for; of the development set only torch, DeepSpeed, ninja and pytest.
+- `integrators`: the [training tool](../frameworks.md#training-tools) that the row is named after, with the versions of
+  other packages that it asks for; of the development set only torch, DeepSpeed, ninja and pytest.
 
 `make versions ROWS="torch-2.5 numpy-1.26"` runs rows by name and leaves the others as they are. Why DeepSpeed's range
 is what it is: [decision 19](../decisions/0019-versions-of-deepspeed.md).

@@ -194,13 +194,13 @@ ALL = [(str(path.relative_to(ROOT)), text) for path in SOURCES for text in dict.
 
 def explained(message: str) -> bool:
     """Whether a table of the page has the message, or the name of the error."""
-    rows = [" ".join(words_of(line)) for line in read("troubleshooting.md").splitlines() if line.startswith("|")]
+    rows = [" ".join(words_of(line)) for line in read("reference/messages.md").splitlines() if line.startswith("|")]
     return any(f" {message} " in f" {row} " for row in rows)
 
 
 @pytest.mark.parametrize(("module", "message"), ALL, ids=lambda value: value)
 def test_every_message_is_explained(module: str, message: str) -> None:
-    assert explained(message), f"docs/troubleshooting.md has no row for a message of {module}"
+    assert explained(message), f"docs/reference/messages.md has no row for a message of {module}"
 
 
 def test_messages_are_found() -> None:
