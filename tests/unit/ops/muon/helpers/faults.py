@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kills ranks of a training job at chosen events, starts it again, and compares it with a run that nobody killed.
 
-`python -m helpers.faults 4`, from the folder of the tests, prints the table of docs/evidence/checkpoints.md for four kills
-per cell.
+`python -m helpers.faults 4`, from the folder of the tests, prints the table of docs/evidence/checkpoints.md for four
+kills per cell.
 """
 
 import json
