@@ -120,8 +120,13 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self.second_moments = SecondMoments(self.config.normuon)
         if self.config.qk_clip and layers is not None:
             names = {param: spec.name for param, spec in self.specs.items()}
-            living = weakref.proxy(self)  # hooks of the model have the function, and the optimizer may die before it
-            self.qk_clip = QKClip(self.config.qk_clip, layers, names, step=lambda: living.steps_done)
+            living = weakref.ref(self)  # hooks of the model have the function, and the optimizer may die before it
+
+            def steps_done() -> int:
+                optimizer = living()
+                return optimizer.steps_done if optimizer is not None else 0
+
+            self.qk_clip = QKClip(self.config.qk_clip, layers, names, step=steps_done)
         self._origins, self._given_lrs = split.origins, split.given_lrs
         #: Whether the config or a parameter group gives a learning rate; otherwise stock's defaults act.
         self.sets_a_rate = split.sets_a_rate
@@ -325,8 +330,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     def warm_up(self) -> None:
         """Compile and autotune the Newton-Schulz kernels now rather than in the first step (accelerators only)."""
-        for step in self._steps.values() if self.compute_device.type != "cpu" else ():
-            step.warm_up()
+        for step in self._steps.values():
+            if step.exchange.device.type != "cpu":
+                step.warm_up()
 
     def warn_of_no_matrix(self) -> None:
         """Log that AdamW updates everything, and why."""

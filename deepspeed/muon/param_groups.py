@@ -207,7 +207,7 @@ def check_options(
             "optimizer.params.per_head_muon: true, but no parameter of the Muon half is an attention projection by its "
             "name; give their sizes in muon_split"
         )
-    used = {spec.split_pattern for spec in specs}
+    used = {spec.split_pattern for spec in specs if spec.split_by == "muon_split"}
     for pattern in config.muon_split:
         if pattern not in used:
             unused[f"muon_split {pattern}"] = (

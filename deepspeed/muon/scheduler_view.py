@@ -27,12 +27,13 @@ class UserGroup(UserDict):
     """
 
     def __init__(self, optimizer: Optimizer, indices: Sequence[int], lr: float, betas: tuple[float, float]) -> None:
-        self._optimizer, self._indices = optimizer, indices
+        # A load replaces the groups. A function, because a deep copy of a scheduler must not copy the optimizer.
+        self._current_halves = lambda: [optimizer.param_groups[index] for index in indices]
         self.data = {"params": [], "lr": lr, "betas": betas}
 
     @property
     def _halves(self) -> list[dict[str, Any]]:
-        return [self._optimizer.param_groups[index] for index in self._indices]  # a load replaces them
+        return self._current_halves()
 
     def __getitem__(self, key: str) -> Any:
         if key == "params":

@@ -123,6 +123,7 @@ class Candidates:
             is_logging_rank: whether this process logs that a start may take long.
             slowest: return the rates of the slowest rank, from a function that measures those of this process.
         """
+        # Each rank of an engine chooses for itself, so everything below follows from facts on which they have agreed.
         if not (races and shapes and (len(self.dtypes) > 1 or len(self.tables) > 1)):
             return self.without_race(shapes)
         compiled = [name for name in self.tables if name != TORCH and self.device.type != "cpu"]

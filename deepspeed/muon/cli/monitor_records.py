@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping
 from itertools import islice
@@ -20,8 +21,8 @@ Values = dict[int, float]
 #: Names of files have no slashes.
 FILE_PREFIX, _LOSS = PREFIX.replace("/", "_"), re.compile(r"Train_Samples_(train_)?loss$")
 EVENTS_PREFIX = "events.out.tfevents."
-#: The most files and folders among which a run is looked for near a folder that has none.
-MAX_SEARCHED = 100_000
+#: The most folders among which a run is looked for near a folder that has none.
+MAX_SEARCHED = 10_000
 
 
 class Records:
@@ -99,8 +100,9 @@ def _ordered(rows: Iterable[Iterable]) -> Values:
 def _suggestion(asked: Path) -> str:
     """Say where records are, if any are near: below the folder asked for, or below the part of it that exists."""
     start = next(path for path in (asked, *asked.absolute().parents) if path.is_dir())
-    paths = islice(start.rglob("*"), MAX_SEARCHED)
-    runs = {str(path.parent) for path in paths if path.name.startswith((FILE_PREFIX, EVENTS_PREFIX))}
+    folders = islice(os.walk(start), MAX_SEARCHED)
+    prefixes = FILE_PREFIX, EVENTS_PREFIX
+    runs = {folder for folder, _, files in folders if any(name.startswith(prefixes) for name in files)}
     if near := nearest(str(asked), runs - {str(asked)}, cutoff=0.0):
         return f"did you mean {near}?"
     return (

@@ -11,6 +11,8 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+#: What a string must look like to count as a number. YAML reads 1e-5 as a string, so users write such strings.
+DECIMAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 #: Advice for keys that belong elsewhere or are not supported.
 ADVICE = {
     "max_grad_norm": "clip with the top-level key gradient_clipping instead",
@@ -72,8 +74,8 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
 
 def listed(choices: Sequence[Any]) -> str:
     """Return the choices in words: ``a, b or c``."""
-    *others, last = choices
-    return f"{', '.join(map(str, others))} or {last}"
+    *others, last = map(str, choices)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def allowed(field: FieldInfo) -> str:
@@ -90,6 +92,8 @@ def expected(item: Mapping[str, Any], value: Any, values: str = "") -> str:
     """
     words = re.findall(r"[^\s',]+", str(item.get("ctx", {}).get("expected", "")))
     choices = [word for word in dict.fromkeys(words) if word != "or"]
+    if not (values or choices):
+        return own_words(item)
     values, hint = values or listed(choices), ""
     if isinstance(value, str):
         hint = did_you_mean(value, choices, "", quote="'") or _of_string(value, values)
@@ -101,9 +105,9 @@ def own_words(item: Mapping[str, Any]) -> str:
     return str(item["msg"]).removeprefix("Value error, ")
 
 
-def unknown_inside(key: str, known: Collection[str]) -> str:
+def unknown_inside(key: Any, known: Collection[str]) -> str:
     """Return the message about a key inside of an object that is the value of another key."""
-    return f"unknown key {key!r}, " + did_you_mean(key, known, f"known keys: {', '.join(known)}")
+    return f"unknown key {key!r}, " + did_you_mean(str(key), known, f"known keys: {', '.join(known)}")
 
 
 def explain(
@@ -137,12 +141,13 @@ def _wrong_value(item: Mapping[str, Any], value: Any, field: FieldInfo, inner: S
     values, part = allowed(field), ""
     section = next((kind for kind in get_args(field.annotation) if hasattr(kind, "model_fields")), None)
     if section and inner:
-        key, value = inner[0], item["input"]
+        key = inner[0]
         if key not in section.model_fields:
             return unknown_inside(key, section.model_fields)
+        value = value[key]
         values, part = f"{allowed(section.model_fields[key])}, not {value!r}", f"{key}: "
-    elif len(inner) == 1 and isinstance(inner[0], str):
-        part = f"{inner[0]!r}: "
+    elif len(inner) == 1 and isinstance(value, Mapping):
+        part = f"{str(inner[0])!r}: "
     return part + (own_words(item) if item["type"] == "value_error" else expected(item, value, values))
 
 
@@ -150,7 +155,8 @@ def _of_string(value: str, values: str) -> str:
     """Return advice about a string in place of a flag or a number; empty for other strings."""
     if value.lower() in ("true", "false") and values == "true or false":
         return f"write {value.lower()} without quotes"
-    if "number" in values and re.fullmatch(r"[+-]?[\d.]+(e[+-]?\d+)?", re.sub(r"[\s_]", "", value.lower())):
+    is_number = re.fullmatch(r"[+-]?[\d.]+(e[+-]?\d+)?", re.sub(r"[\s_]", "", value.lower()))
+    if "number" in values and is_number and not DECIMAL.fullmatch(value):
         return "a string counts as a number only if it is written like 1e-5, without blanks and underscores"
     return ""
 

@@ -281,7 +281,9 @@ class MuonConfig(BaseModel):
 
     def digest(self) -> str:
         """Return a hash of every setting, equal on all ranks of a correct launch."""
-        return hashlib.sha256(f"{self.scale} {self.model_dump_json()}".encode()).hexdigest()[:16]
+        return hashlib.sha256(f"{self.scale} {self.model_dump_json(exclude={'adjust_lr_fn'})}".encode()).hexdigest()[
+            :16
+        ]
 
 
 def _first(*values: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from deepspeed.muon.config.messages import did_you_mean, unknown_inside
+from deepspeed.muon.config.messages import DECIMAL, did_you_mean, unknown_inside
 from deepspeed.muon.math import coefficients
 
 #: Other projects' names of the scales. Dion: rms_norm, spectral_norm; Megatron: shape_scaling, unit_rms_norm.
@@ -26,8 +26,6 @@ SCALE_ALIASES = {
 
 #: Other spellings of dtypes.
 DTYPE_ALIASES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
-#: What a string must look like to count as a number. YAML reads 1e-5 as a string, so users write such strings.
-_DECIMAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 
 def _as_number(value: Any) -> Any:
@@ -39,7 +37,7 @@ def _as_number(value: Any) -> Any:
         raise ValueError("expected a number, not true or false")
     if not isinstance(value, (str, bytes, bytearray)):
         return value
-    if not isinstance(value, str) or not _DECIMAL.fullmatch(value):
+    if not isinstance(value, str) or not DECIMAL.fullmatch(value):
         return _REFUSED
     return int(value) if value.isdecimal() else float(value)
 
@@ -127,7 +125,7 @@ def _as_cut(value: Any) -> Cut:
     settings = value if isinstance(value, Mapping) else {"sizes": value}
     known = [field.name for field in fields(Cut)]
     for key in settings.keys() - set(known):
-        raise ValueError(unknown_inside(str(key), known))
+        raise ValueError(unknown_inside(key, known))
     sizes, axis, groups = settings.get("sizes"), settings.get("axis", 0), settings.get("groups", 1)
     if not isinstance(sizes, (list, tuple)) or not sizes or not all(type(n) is int and n > 0 for n in sizes):
         raise ValueError(f"expected whole, or sizes, a list of whole numbers above 0, not {sizes!r}")
@@ -160,7 +158,9 @@ Coefficients = Annotated[Any, AfterValidator(_known_schedule), SCHEDULES]
 Pattern = Annotated[str, AfterValidator(_compiles)]
 Patterns = Annotated[tuple[Pattern, ...], BeforeValidator(_as_list), "a regular expression or a list of them"]
 CUTS = "an object: regular expression -> sizes, or an object of sizes, axis and groups"
-Cuts = Annotated[dict[Pattern, Annotated[Any, AfterValidator(_as_cut)]], CUTS]
+Cuts = Annotated[
+    dict[Annotated[Pattern, BeforeValidator(str)], Annotated[Any, AfterValidator(_as_cut)]], CUTS
+]  # YAML reads a key of digits as a number
 Scale = Annotated[
     Literal["auto", "original", "match_rms_adamw", "spectral_unclamped", "none"], BeforeValidator(_canonical_scale)
 ]
@@ -173,8 +173,8 @@ WireDtype = Annotated[Literal["auto", "bf16", "fp32"], BeforeValidator(_canonica
 class ClipOptions(BaseModel):
     """The value of ``qk_clip``: the threshold of a logit, and how the factor is shared.
 
-    ``alpha``: queries take this power of the factor, keys the rest. ``logits``: one of
-    :data:`deepspeed.muon.math.logits.MODES`.
+    ``alpha``: queries take this power of the factor, keys the rest. ``logits``: how the largest logit is found, see
+    :func:`deepspeed.muon.math.logits.largest`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

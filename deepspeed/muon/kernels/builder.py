@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
+import importlib.util
 import os
 import platform
 import shutil
@@ -147,10 +147,14 @@ class MuonBuilder(CPUOpBuilder):
 
     def _imported(self, path: Path) -> Any:
         """Return the module of a file; ``None`` if there is none that this process can load."""
-        from torch.utils.cpp_extension import _import_module_from_library
-
+        if not path.is_file():
+            return None
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None and spec.loader is not None
         try:
-            return _import_module_from_library(path.stem, str(path.parent), True) if path.is_file() else None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            return module
         except ImportError as error:  # damaged, or of a machine with other libraries
             logger.debug("deepspeed-muon: %s", error)
             return None

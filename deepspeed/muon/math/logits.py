@@ -15,9 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-#: How the largest logit is found: over all pairs, over a share of the queries, or bounded by the product of norms;
-#: ``auto``: over all pairs of up to :data:`MAX_EXACT` logits, over a share of the queries of more.
-MODES = ("auto", "exact", "sampled", "bound")
 #: ``sampled`` takes one query of this many, others in each step.
 SHARE = 16
 #: Logits in memory at a time.
@@ -97,7 +94,8 @@ def largest(query: Tensor, key: Tensor, scale: float, visible: Visible, mode: st
     Args:
         query: ``[batch, heads, queries, width]``.
         key: ``[batch, key_heads, keys, width]``; the heads of a group of queries are adjacent.
-        mode: one of :data:`MODES`.
+        mode: ``exact``: over all pairs; ``sampled``: over a share of the queries; ``bound``: the product of norms,
+            which the logits do not exceed; ``auto``: ``exact`` up to :data:`MAX_EXACT` logits, ``sampled`` for more.
         step: its number decides which of the queries ``sampled`` takes.
     """
     batch, heads, count, _ = query.shape

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -106,14 +106,26 @@ class Spread:
         ranks = [placement.ranks(block.offset, block.stop) for block, _, placement in parts]
         #: Ranks that hold a part of the matrix, in order.
         self.holders: Sequence[int] = ranks[0] if len(parts) == 1 else sorted({*chain.from_iterable(ranks)})
-        #: Elements of the matrix that a rank holds, and its part as :meth:`Block.pieces`; both by rank.
-        self.held, self.pieces = cache(self._count), cache(self._cut)
+        self._held: dict[int, int] = {}
+        self._pieces: dict[int, tuple[Piece, ...]] = {}
 
     @cached_property
     def text(self) -> str:
         """Return all of it in words, for the digest on which the ranks agree."""
         blocks = ((part.block, part.at, part.placement.rule) for part in self.parts)
         return str([(b.offset, b.rows, b.cols, b.stride, b.bands, b.gap, at, rule) for b, at, rule in blocks])
+
+    def held(self, rank: int) -> int:
+        """Return the number of elements of the matrix on a rank."""
+        if rank not in self._held:
+            self._held[rank] = self._count(rank)
+        return self._held[rank]
+
+    def pieces(self, rank: int) -> tuple[Piece, ...]:
+        """Return a rank's part of the matrix; see :meth:`Block.pieces`."""
+        if rank not in self._pieces:
+            self._pieces[rank] = self._cut(rank)
+        return self._pieces[rank]
 
     def _count(self, rank: int) -> int:
         local = ((block, *placement.held(rank, block.offset, block.stop)) for block, _, placement in self.parts)

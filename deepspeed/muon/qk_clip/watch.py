@@ -33,7 +33,7 @@ class AttentionWatch:
     Under gradient checkpointing one of the two forwards counts: the first, or the second, during backward, if the first
     ran without gradients (reentrant).
 
-    ``mode``: of :data:`deepspeed.muon.math.logits.MODES`. ``step``: return the number of the step, for ``sampled``;
+    ``mode``: of :func:`deepspeed.muon.math.logits.largest`. ``step``: return the number of the step, for ``sampled``;
     called once between two calls of :meth:`clear`, because the number may have to be copied from an accelerator.
     """
 

@@ -81,10 +81,11 @@ def about_momentum(schedule: Schedule) -> str:
 
 def about_rate(schedule: Schedule, config: MuonConfig) -> str:
     """Say that the schedule sets another rate than ``optimizer.params``; empty where it does not."""
-    key = next((key for key in ("lr", "muon_lr", "adam_lr") if getattr(config, key) is not None), "")
-    lr: Any = getattr(config, key, None)
+    # As in `MuonConfig.reference_lr`, which is the rate that a schedule replaces.
+    rates = {"lr": config.lr, "muon_lr": config.muon_group()["lr"], "adam_lr": config.adam_group()["lr"]}
+    key, lr = next(((key, lr) for key, lr in rates.items() if lr), ("", 0.0))
     try:
-        if float(schedule.rate) == float(lr):
+        if not config.sets_a_rate or not lr or float(schedule.rate) == lr:
             return ""
     except (TypeError, ValueError):  # a list, "auto", or no rate
         return ""

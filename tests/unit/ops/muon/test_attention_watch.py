@@ -152,6 +152,14 @@ def test_hooks_leave_with_the_optimizer_and_survive_an_error() -> None:
     assert not net._forward_hooks and not net._forward_pre_hooks
 
 
+def test_a_watch_that_outlives_its_optimizer_lets_the_model_run() -> None:
+    net = Attention()
+    optimizer, clip = clip_of(net)
+    del optimizer
+    net(torch.randn(2, 5, 8)).sum().backward()
+    assert clip.watch.largest
+
+
 def test_a_step_leaves_a_forward_that_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch calls no hooks then, as in a notebook, where training goes on afterwards."""
     net = Attention()

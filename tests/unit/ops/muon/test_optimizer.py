@@ -269,6 +269,14 @@ def test_state_dict_round_trip_is_exact() -> None:
     assert sum(len(partition.tensors) for partition in second.all_partitions) == len(list(resumed.parameters()))
 
 
+def test_a_copied_scheduler_sets_the_rates_of_the_same_optimizer() -> None:
+    model = MODELS["mlp"]()
+    optimizer = MuonWithAuxAdam(model.parameters(), model=model, lr=0.02)
+    scheduler = copy.deepcopy(torch.optim.lr_scheduler.LambdaLR(optimizer.given, lambda step: 0.5))
+    scheduler.optimizer.param_groups[0]["lr"] = 0.25
+    assert {group["lr"] / group["lr_ratio"] for group in optimizer.param_groups} == {0.25}
+
+
 def test_a_closure_is_evaluated() -> None:
     model = MODELS["mlp"]()
     optimizer = MuonWithAuxAdam(model.parameters(), model=model, lr=0.02)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from deepspeed.muon.config.schema import MuonConfig, parse
-from deepspeed.muon.config.types import STOCK_TUNING_KEYS, ClipOptions
+from deepspeed.muon.config.types import STOCK_TUNING_KEYS, ClipOptions, Cut
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.math import coefficients
 
@@ -144,6 +144,7 @@ def test_choices_are_accepted(method: str, dtype: str) -> None:
         ({"bucket_bytes": 2e8}, 200_000_000),
         ({"bucket_bytes": "2e8"}, 200_000_000),
         ({"qk_clip": {"tau": "5e1"}}, ClipOptions(tau=50.0)),
+        ({"muon_split": {1: [4]}}, {"1": Cut((4,))}),  # a key of digits in YAML
         ({"ns_dtype": "bfloat16"}, "bf16"),
         ({"ns_dtype": "float32"}, "fp32"),
         ({"ns_dtype": "torch.float16"}, "fp16"),
@@ -333,6 +334,9 @@ WRONG: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"ns_steps": float("inf")}, ("optimizer.params.ns_steps", "inf", "whole number")),
     ({"betas": ["0.9", "0.95_"]}, ("optimizer.params.betas", "'0.95_'", "two numbers")),
     ({"qk_clip": {"tau": "1_00"}}, ("optimizer.params.qk_clip", "tau", "'1_00'")),
+    ({"qk_clip": {"tau": "x"}}, ("optimizer.params.qk_clip", "tau", "not 'x'")),
+    ({"qk_clip": {True: 5}}, ("optimizer.params.qk_clip", "unknown key", "known keys: tau")),  # YAML's `on: 5`
+    ({"muon_split": {1: "rows"}}, ("optimizer.params.muon_split", "'1'", "not 'rows'")),
     # What pydantic takes for a flag or a list.
     ({"nesterov": "false"}, ("optimizer.params.nesterov", "'false'", "write false without quotes")),
     ({"nesterov": "yes"}, ("optimizer.params.nesterov", "'yes'", "true or false")),

@@ -229,6 +229,11 @@ def test_warming_calls_every_operation_on_matrices() -> None:
 # ---- whether a table works here -------------------------------------------------------------------------------
 
 
+def test_the_probe_reaches_the_symmetric_products() -> None:
+    """Smaller matrices fall back to other products, so a probe of them would prove nothing."""
+    assert probe.SIZE >= triton_table.SYMMETRIC_FROM
+
+
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU that is taken for a Hopper, with plain PyTorch in place of every kernel of both tables."""
