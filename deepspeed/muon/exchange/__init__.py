@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only collectives of a step."""
+"""Everything that ranks send each other in a step: collectives, process groups, and what happens if one fails."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of one bucket, and the copies within a rank between it and the shards."""
+"""The buffers of one bucket, and the copies within a rank between them and the shards."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from deepspeed.muon.plan.bucket import Bucket, GridCopy
 
 @dataclass
 class BucketBuffers:
-    """The buffers of one bucket in flight, in the exchange dtype on the exchange device: parts of one storage.
+    """The buffers of one bucket in flight, in the exchange's dtype and on its device; all are 1-D.
 
     Args:
-        index: of the bucket in the plan; ``count``: how many there are.
-        matrices: flat, the matrices that this rank owns; where only results travel, those of an earlier bucket.
-        outbox: flat, the runs of other ranks' matrices, ordered by owner. Results come back to the same positions.
-        inbox: flat, the runs of this rank's matrices that other ranks hold; a part of ``matrices`` where they arrive in
-            order.
-        host: flat, pinned memory for the runs where the shards are on the host and ``matrices`` on an accelerator;
-            ``None``: both are on one device.
+        index: of the bucket in the plan.
+        count: number of buckets in the plan.
+        matrices: the matrices that this rank owns; in a bucket of results, those of an earlier bucket.
+        outbox: this rank's runs of matrices that others own, by owner; their results are received into the same places.
+        inbox: parts of this rank's matrices that other ranks hold; a view of ``matrices`` if they arrive in order.
+        host: pinned memory for the runs under CPU offload; ``None`` if shards and ``matrices`` are on one device.
+        pending: the collectives to wait for.
     """
 
     bucket: Bucket
@@ -36,26 +36,29 @@ class BucketBuffers:
     inbox: Tensor
     host: Tensor | None = None
     pending: list[PendingCollective] = field(default_factory=list)
-    #: The end of the last copy between host and accelerator, if there is one.
+    #: Event at the end of the last copy between host and accelerator; ``None`` without one.
     copied: Any = None
 
     @property
     def number(self) -> str:
-        """Return which bucket this is of how many, for messages."""
+        """Return the bucket's number for messages, such as "2 of 5"."""
         return f"{self.index + 1} of {self.count}"
 
     def slice_of(self, index: int) -> Tensor:
-        """Return what ``prepare`` fills and ``apply`` reads for a run, by its index: 1-D, on the shards' device."""
+        """Return the place of the run with this index, 1-D, on the shards' device.
+
+        ``prepare`` writes the input of Newton-Schulz to it, and ``apply`` reads the result from it.
+        """
         run = self.bucket.runs[index]
         at = run.copy.at if self.host is None else self.bucket.host_places[index]
         return self.beside_the_shards(run.in_place).narrow(0, at, run.copy.numel)
 
     def beside_the_shards(self, in_place: bool) -> Tensor:
-        """Return the buffer, on the shards' device, that has the runs ``in_place``, or the others."""
+        """Return the buffer, on the shards' device, that has the runs with this ``in_place``."""
         return self._buffer(in_place) if self.host is None else self.host
 
     def segments(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the same elements in host memory and on the accelerator, in as few contiguous parts as there are."""
+        """Return (parts in host memory, parts on the accelerator): the same elements in as few copies as possible."""
         assert self.host is not None
         segments = self.bucket.segments
         host = [self.host.narrow(0, part.host, part.numel) for part in segments]
@@ -70,12 +73,12 @@ class BucketBuffers:
             self.pending.pop().wait()
 
     def unpack(self) -> None:
-        """Copy received elements into their matrices, unless they were received there."""
+        """Copy received elements into their matrices, unless they were received there directly."""
         for copy in self.bucket.scattered:
             grid_view(self.matrices, copy).copy_(self._received(copy))
 
     def pack(self) -> None:
-        """Copy the same elements back out of the matrices."""
+        """Copy the results of the elements that :meth:`unpack` copied back into the receive buffer."""
         for copy in self.bucket.scattered:
             self._received(copy).copy_(grid_view(self.matrices, copy))
 
@@ -85,7 +88,10 @@ class BucketBuffers:
 
 
 def copy_from_grid(tensor: Tensor, copy: GridCopy, work: Workspace, name: str) -> Tensor:
-    """Return the elements on the grid, 1-D: a view if they are contiguous in a contiguous tensor, else a named copy."""
+    """Return a grid's elements, 1-D: a view if they are contiguous in ``tensor``, otherwise a copy in ``work``.
+
+    ``name``: of the scratch memory for the copy.
+    """
     if copy.rows == 1:
         return tensor.view(-1).narrow(0, copy.start, copy.cols)
     elements = work.get(name, (1, copy.rows, copy.cols), tensor.dtype, tensor.device)
@@ -93,12 +99,12 @@ def copy_from_grid(tensor: Tensor, copy: GridCopy, work: Workspace, name: str) -
 
 
 def copy_to_grid(elements: Tensor, tensor: Tensor, copy: GridCopy) -> None:
-    """Write back the copy from :func:`copy_from_grid`; does nothing for a view."""
+    """Write ``elements`` from :func:`copy_from_grid` back to ``tensor``; does nothing if they are a view of it."""
     if copy.rows > 1:
         grid_view(tensor, copy).copy_(elements.view(1, copy.rows, copy.cols))
 
 
 def grid_view(tensor: Tensor, copy: GridCopy) -> Tensor:
-    """Return the elements as they lie in a contiguous tensor, a view [times, rows, cols]."""
+    """Return a view ``[times, rows, cols]`` of a grid's elements in a contiguous tensor."""
     shape, strides = (copy.times, copy.rows, copy.cols), (copy.start_step, copy.pitch, 1)
     return torch.as_strided(tensor.view(-1)[copy.start :], shape, strides)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carry out the program of a step: send shards to the owners, have the matrices orthogonalized, and send shards of the
-results back. In which order, and with what in memory, is decided in :mod:`deepspeed.muon.plan.program`.
+"""Carry out the program of a step: send shards to the owners, and shards of the results back.
+
+:mod:`deepspeed.muon.plan.program` decides the order of operations and which buffers exist at a time.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from deepspeed.muon.plan.bucket import Batch
 from deepspeed.muon.plan.plan import Plan
 from deepspeed.muon.plan.program import Apply, Collective, Compute, Look, Open, Prepare, Program, Send, Wait
 
-#: What is entered around a phase, by its name.
+#: Name of a phase -> a context manager, entered for as long as the phase lasts.
 Phase = Callable[[str], AbstractContextManager]
 
 
 class Phases(Protocol):
-    """What a rank does between the collectives of a step; :mod:`deepspeed.muon.step` has it."""
+    """What a rank computes between the collectives of a step; see :class:`deepspeed.muon.step.PartitionStep`."""
 
     def look(self, operation: Look) -> None:
         """Find the matrices that have no gradient."""
@@ -38,10 +39,10 @@ class Phases(Protocol):
         """Write the input of Newton-Schulz for the runs of a bucket."""
 
     def orthogonalize(self, buffers: BucketBuffers, calls: Iterator[Collective]) -> None:
-        """Orthogonalize the matrices of a bucket, and make these calls meanwhile."""
+        """Orthogonalize the matrices of a bucket. ``calls``: what the owners of one matrix must call meanwhile."""
 
     def apply(self, buffers: BucketBuffers) -> None:
-        """Update the runs of a bucket."""
+        """Update the weights of a bucket's runs."""
 
 
 @dataclass(eq=False)
@@ -49,12 +50,12 @@ class Exchange:
     """Moves the buckets of a plan among the ranks of one process group.
 
     Args:
-        group: the ranks that share the partition; ``None`` where one rank holds every matrix whole.
-        dtype: of what travels, bf16 or fp32.
-        device: of Newton-Schulz and of the collectives.
-        work: holds the buffers.
-        name: of the parameter group, for messages.
-        staging: copies between the shards in host memory and ``device``, if that is an accelerator.
+        group: process group of the ranks that share the partition; ``None`` if each rank works by itself.
+        dtype: of what is sent, bf16 or fp32.
+        device: where Newton-Schulz and the collectives run.
+        work: allocates the buffers.
+        name: name of the parameter group, for messages.
+        staging: copies between shards in host memory and ``device``; ``None`` without CPU offload.
     """
 
     group: Any
@@ -68,9 +69,10 @@ class Exchange:
         self._collectives = PendingCollectives(self.name, self.device)
 
     def owner_set(self, batch: Batch, bucket: str, calls: Iterator[Collective]) -> OwnerSet:
-        """Return the owners of a batch's matrices; this rank is one of them.
+        """Return the communication among the owners of a batch's matrices, one of which is this rank.
 
-        ``bucket``: its number, for messages. ``calls``: of the program; the next ones are those of this batch.
+        ``bucket``: the bucket's number, for messages. ``calls``: the collectives of the bucket's :class:`Compute`; the
+        next ones belong to this batch.
         """
 
         def call(kind: str, tensor: Tensor, launch: Callable[[], Any]) -> None:
@@ -83,9 +85,10 @@ class Exchange:
         return OwnerSet(set_of(self.group, batch.owners), batch.owners, call)
 
     def collect(self, own: Mapping[str, Tensor], sizes: Mapping[str, int]) -> dict[str, Tensor]:
-        """Gather vectors, each stored on one rank of the group, to the CPU of every rank; a collective.
+        """Collective. Gather vectors, each stored on one rank of the group, and return name -> CPU tensor of all.
 
-        ``own``: fp32, by name, those of this rank. ``sizes``: of all, by name, in the same order on all ranks.
+        ``own``: name -> fp32 vector that this rank stores. ``sizes``: name -> length of every vector, in the same order
+        on all ranks.
         """
         flat = torch.zeros(sum(sizes.values()), dtype=torch.float32, device=self.device)
         vectors = dict(zip(sizes, flat.split(list(sizes.values())), strict=True))
@@ -96,15 +99,19 @@ class Exchange:
         return {name: vector.cpu() for name, vector in vectors.items()}
 
     def largest(self, values: Tensor, names: Sequence[str]) -> None:
-        """Replace each value, of the matrix of that name, by the largest over the ranks; the collective of a look."""
+        """Collective. Replace each value by its maximum over the ranks; ``names``: of the matrices, for messages."""
         largest = torch.distributed.ReduceOp.MAX
         launch = partial(torch.distributed.all_reduce, values, largest, group=self.group, async_op=True)
         self._collectives.start("", tuple(names), launch).wait()
 
     def run(self, plan: Plan, program: Program, phases: Phases, phase: Phase) -> None:
-        """Carry out the program of a plan. ``exchange`` is the name of the phase that waits."""
-        # All storage now, the most that each takes: none is replaced while a bucket uses it, and all of it is there
-        # before copies on other streams are made to wait for the earlier uses of this memory.
+        """Carry out the program of a plan.
+
+        ``phases``: computes between the collectives. ``phase``: entered around ``prepare``, ``exchange`` (waiting for
+        collectives), ``newton_schulz`` and ``apply``.
+        """
+        # Allocate every storage now, in its final size: none is replaced while a bucket uses it, and all exist before
+        # copies on other streams are made to wait for earlier uses of this memory.
         storages = self._storages(program)
         if self.staging is not None:
             self.staging.follow_the_computation()
@@ -147,7 +154,10 @@ class Exchange:
         return {n: self.work.get(f"bucket{n}", (numel,), self.dtype, self.device) for n, numel in numels.items()}
 
     def _open(self, plan: Plan, operation: Open, storage: Tensor, others: Mapping[int, BucketBuffers]) -> BucketBuffers:
-        """Return the buffers of a bucket in its storage; those of ``others`` have the matrices that it may send."""
+        """Return the buffers of a bucket, in ``storage``.
+
+        ``others``: bucket -> buffers opened earlier, whose matrices a bucket of results sends.
+        """
         bucket = plan.buckets[operation.bucket]
         matrices, outbox, inbox = storage[: operation.numel].split(bucket.buffer_sizes)
         if bucket.received_at is not None:
@@ -164,7 +174,10 @@ class Exchange:
         )
 
     def _wait(self, buffers: BucketBuffers, back: bool) -> None:
-        """Wait for what was sent. The host reads the shards next if ``back``, else the accelerator the matrices."""
+        """Wait for a bucket's collectives and copies.
+
+        With ``back`` the host waits for the copy, because it reads the results next; otherwise only the stream does.
+        """
         buffers.wait()
         if buffers.copied is not None:
             (buffers.copied.synchronize if back else buffers.copied.wait)()
@@ -184,12 +197,13 @@ class Exchange:
                 buffers.copied = self.staging.copy(device, host)
 
     def _launch(self, buffers: BucketBuffers, operation: Send) -> None:
-        """Start the collectives of one way."""
+        """Start the collectives of ``operation``."""
         if not operation.collectives:
             return
+        # DeepSpeed's wrapper of torch.distributed, so that its comms_logger lists these calls as `muon_exchange`.
         from deepspeed import comm  # type: ignore[attr-defined]
 
-        # Results of the other owners follow each other in the send buffer, in the order of the ranks.
+        # The other owners' results are received into the send buffer, one after another in the order of the ranks.
         others = 0
         for collective in operation.collectives:
             if collective.kind == "all_to_all":

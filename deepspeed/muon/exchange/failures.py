@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An exception inside a step on one rank ends the ranks that wait for it, with its words.
+"""If one rank raises an exception inside a step, end the ranks that wait for it, and log its error on them.
 
-The rank writes what it raised to the rendezvous store. The watchdog of a rank that does not get on in the same step
-finds it, logs it and ends the process: a thread cannot end the wait of a collective in any other way on all backends.
+The rank writes its error to the rendezvous store. On a rank that is stuck in the same step, the watchdog's thread finds
+it there, logs it and ends the process. Nothing else ends a waiting collective on all backends, and nothing is lost: a
+rank that has left a step cannot join it again.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ import torch
 
 from deepspeed.muon.log import logger
 
-#: Seconds that a rank may still take for a step that another rank has left by an exception.
+#: Seconds that a step must last before its rank looks for errors of other ranks.
 GRACE = 5.0
-#: Seconds for which the rank that serves the store lives on, so that the others can read its words.
+#: Seconds for which a failed rank 0, whose process serves the store, lives on, so that the others can read its error.
 LAST_WORDS = 2.0
 
 
 class _Steps:
-    """The step that this process takes or has taken last: its number, equal on all ranks, and when it began.
+    """The current or latest step of this process.
 
-    ``is_left``: whether this process has left it, and ``has_failed``: by an exception.
+    ``number``: equal on all ranks. ``began``: its time. ``is_left``: whether this process has left the step, and
+    ``has_failed``: by an exception.
     """
 
     number = 0
@@ -38,8 +40,8 @@ class _Steps:
 
 @contextmanager
 def told_to_all() -> Iterator[None]:
-    """Tell the other ranks what this one raises inside a step that all of them take."""
-    if _Steps.has_failed:  # the script goes on after an exception that all ranks may have had
+    """Report to the other ranks what this rank raises inside, a step that all ranks take."""
+    if _Steps.has_failed:  # the script has handled an exception and continues; all ranks may have had it
         with suppress(Exception):
             torch.distributed.distributed_c10d._get_default_store().delete_key(_key(_Steps.number))
     _Steps.number, _Steps.began = _Steps.number + 1, time.monotonic()
@@ -48,7 +50,7 @@ def told_to_all() -> Iterator[None]:
         yield
     except BaseException as error:
         _Steps.has_failed = True
-        with suppress(Exception):  # the store is gone with its rank: the error itself must pass
+        with suppress(Exception):  # the store may be gone with its rank; the original error must be raised
             _tell(f"rank {torch.distributed.get_rank()}: {type(error).__name__}: {error}")
         raise
     finally:
@@ -56,7 +58,9 @@ def told_to_all() -> Iterator[None]:
 
 
 def step_of_all(step: Callable) -> Callable:
-    """Decorate an optimizer's ``step``, unless an engine takes it in parts."""
+    """Decorate an optimizer's ``step`` with :func:`told_to_all`. Not if it is one of several parts of an engine's step:
+    then :func:`told_to_all` is around the whole.
+    """
 
     @functools.wraps(step)
     def told(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -84,7 +88,7 @@ def _tell(text: str) -> None:
 
 
 def words() -> str:
-    """Return what the first rank raised that left this step, or the one before, by an exception; empty if none has."""
+    """Return the first error, with its rank, that a rank raised in this step or the one before; empty without one."""
     with suppress(Exception):
         store = torch.distributed.distributed_c10d._get_default_store()
         for number in (_Steps.number, _Steps.number - 1):
@@ -94,10 +98,9 @@ def words() -> str:
 
 
 def end_if_left_alone(is_waiting: Callable[[], bool]) -> None:
-    """End the process if another rank has left the step in which this one waits; called by the watchdog.
+    """End the process if it waits in a step that another rank has left by an exception. The watchdog calls this.
 
-    Args:
-        is_waiting: whether a collective has not ended for :data:`GRACE` seconds; asked only where a rank has failed.
+    ``is_waiting``: returns whether a collective has not ended :data:`GRACE` seconds after its launch.
     """
     number = _Steps.number
     if number == 0 or _Steps.has_failed or time.monotonic() - _Steps.began < GRACE:

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups, and answers that all their ranks have alike.
+"""Process groups, and answers that are equal on all ranks of a group.
 
-Groups that the package makes are made by all ranks of the world, in one order, before any step.
-
-Where DeepSpeed has bound a process to its device, NCCL makes a group by a split of the world's communicator, which all
-ranks of the world must call, also those outside of the group.
+All ranks of the world make the package's groups, in one order, before any step: if DeepSpeed has bound a process to its
+device, NCCL makes a group by splitting the world's communicator, which ranks outside of the group must call too.
 """
 
 from __future__ import annotations
@@ -19,20 +17,20 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 Ranks = tuple[int, ...]
-#: What is equal on all ranks. Made by :func:`agreed` only.
+#: An answer that is equal on all ranks. Only :func:`agreed` makes one.
 Agreed = NewType("Agreed", bool)
 
-#: Those of this rank, by the world's group and their ranks.
+#: (the world's process group, ranks) -> process group that :func:`make_groups` has made, if this rank is in it.
 _made: dict[tuple[Any, Ranks], Any] = {}
 
 
 def processes() -> int:
-    """Return how many processes of this job could exchange anything."""
+    """Return the number of processes in the job; 1 if torch.distributed is not initialized."""
     return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
 
 def join(group: Any) -> tuple[int, int]:
-    """Initialize DeepSpeed's collectives; return this rank's index in a process group of torch's, and its size."""
+    """Initialize DeepSpeed's collectives; return this rank's index in a torch process group, and the group's size."""
     from deepspeed import comm  # type: ignore[attr-defined]
 
     if not comm.is_initialized():
@@ -41,18 +39,18 @@ def join(group: Any) -> tuple[int, int]:
 
 
 def all_maxima(values: Tensor, group: Any) -> Tensor:
-    """Return the largest of each value over the ranks of a group, by default all; a collective."""
+    """Collective. Replace each value by its maximum over the ranks of ``group`` (``None``: all), and return them."""
     if processes() > 1:
         torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX, group=group)
     return values
 
 
 def agreed(has_passed: bool, *, group: Any = None, is_common: bool = False) -> Agreed:
-    """Return whether a check has passed on all ranks of a group, by default all; a collective unless ``is_common``.
+    """Return whether a check has passed on all ranks of ``group`` (``None``: all). Collective unless ``is_common``.
 
     Args:
-        has_passed: on this rank.
-        is_common: the ranks checked the same numbers, such as a norm that ZeRO has reduced over them.
+        has_passed: whether the check has passed on this rank.
+        is_common: whether all ranks checked the same numbers, such as a norm that ZeRO has reduced, and need not ask.
     """
     if is_common:
         return Agreed(has_passed)
@@ -63,30 +61,31 @@ def agreed(has_passed: bool, *, group: Any = None, is_common: bool = False) -> A
 
 
 def make_groups(wanted: Iterable[Sequence[int]], device: torch.device) -> None:
-    """Make process groups, and use each once; a collective of the world.
+    """Collective over all ranks of the world. Make process groups, for :func:`group_of`.
 
-    ``wanted``: the ranks of each group, equal on all ranks. ``device``: of what the groups will send.
+    ``wanted``: the ranks of each group, equal on all ranks. ``device``: of the tensors that the groups will send.
     """
     for ranks in sorted({tuple(ranks) for ranks in wanted if len(ranks) < torch.distributed.get_world_size()}):
         group = torch.distributed.new_group(list(ranks), timeout=group_timeout(device))
         if torch.distributed.get_rank() in ranks:
             _made[torch.distributed.group.WORLD, ranks] = group
+            # Use it once now: some backends build a group's connections only in its first collective.
             torch.distributed.all_reduce(torch.zeros(1, dtype=torch.float32, device=device), group=group)
 
 
 def is_made(ranks: Sequence[int]) -> bool:
-    """Return whether :func:`group_of` has a group of these ranks; this rank is one of them."""
+    """Return whether :func:`group_of` can return a group of these ranks, which include this rank."""
     if len(ranks) == torch.distributed.get_world_size():
         return True
     group = _made.get((torch.distributed.group.WORLD, tuple(ranks)))
-    return group in torch.distributed.distributed_c10d._world.pg_map  # else the script has destroyed it
+    return group in torch.distributed.distributed_c10d._world.pg_map  # the script may have destroyed it
 
 
 def group_of(ranks: Sequence[int]) -> Any:
     """Return the process group of these ranks, which :func:`make_groups` has made.
 
     Raises:
-        RuntimeError: it has not.
+        RuntimeError: there is no such group.
     """
     if len(ranks) == torch.distributed.get_world_size():
         return torch.distributed.group.WORLD
@@ -99,9 +98,9 @@ def group_of(ranks: Sequence[int]) -> Any:
 
 
 def group_timeout(device: torch.device) -> timedelta | None:
-    """Return the limit of collectives: ``DEEPSPEED_TIMEOUT`` (minutes), else that of the world's group, if known.
+    """Return the time limit for collectives: ``DEEPSPEED_TIMEOUT`` (minutes), otherwise that of the world's group.
 
-    torch's ``new_group`` takes a constant of its own.
+    ``None`` if neither is known. It must be passed to torch's ``new_group``, whose default is a constant.
     """
     if minutes := os.environ.get("DEEPSPEED_TIMEOUT"):
         return timedelta(minutes=int(minutes))
@@ -110,7 +109,7 @@ def group_timeout(device: torch.device) -> timedelta | None:
 
 
 def limit_time(group: Any) -> None:
-    """Give a group that DeepSpeed or the script has made the time limit ``DEEPSPEED_TIMEOUT``, where torch can."""
+    """Set the time limit of an existing process group to ``DEEPSPEED_TIMEOUT`` (minutes), if set and if torch can."""
     set_timeout = getattr(torch.distributed.distributed_c10d, "_set_pg_timeout", None)
     minutes = os.environ.get("DEEPSPEED_TIMEOUT")
     if set_timeout is not None and minutes and torch.distributed.get_backend(group) in ("nccl", "gloo"):

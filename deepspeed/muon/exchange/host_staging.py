@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies shards from host memory to the accelerator, and results back.
+"""Copy shards from host memory to the accelerator, and results back (CPU offload).
 
-Two streams run beside the computing one: while bucket k is orthogonalized, bucket k + 1 is copied from pinned memory to
-the accelerator and the result of bucket k - 1 back, and the CPU works on the shards. Each bucket in flight has its own
-buffer, so no buffer is overwritten before its result has arrived. On an accelerator without streams (Apple's) each copy
-ends before the next operation begins.
+Two streams run beside the stream of the computation: while bucket k is orthogonalized, bucket k + 1 is copied from
+pinned memory to the accelerator and the result of bucket k - 1 back, and the CPU works on the shards. Each bucket in
+flight has its own buffer, so no buffer is overwritten before its result has arrived. On an accelerator without streams
+(Apple's) each copy ends before the next operation begins.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def pinned(tensor: Tensor) -> Tensor:
 
 
 class Staging:
-    """The copies between the host and DeepSpeed's accelerator."""
+    """The copies between host memory and DeepSpeed's accelerator, on a stream for each direction."""
 
     def __init__(self) -> None:
         self._accelerator = get_accelerator()
@@ -34,26 +34,32 @@ class Staging:
         self._up, self._down = make(), make()
 
     def host_memory(self, bucket: Bucket, dtype: torch.dtype, work: Workspace, slot: int) -> Tensor:
-        """Return pinned memory for all runs of a bucket, 1-D."""
+        """Return pinned memory for all runs of a bucket, 1-D. Buckets of the same ``slot`` use the same memory."""
         return work.get(f"pinned{slot}", (bucket.host_elements,), dtype, torch.device("cpu"), pinned)
 
     def follow_the_computation(self) -> None:
-        """Copy to the accelerator only after all computation queued so far.
+        """Make copies to the accelerator wait for all computation queued so far.
 
-        The buffers of a run may be memory that computation queued before it still uses: an allocator hands memory out
-        again at once, in the order of the computing stream.
+        A step's buffers may be memory that earlier computation still uses: an allocator reuses freed memory at once,
+        which is safe only in the order of the computation's stream.
         """
         if self._up is not None:
             self._up.wait_stream(self._accelerator.current_stream())
 
     def beside_the_computation(self, back: bool) -> AbstractContextManager:
-        """Inside, copies and collectives run beside the computation; on the way back, after all of it queued so far."""
+        """Return a context in which copies and collectives run beside the computation.
+
+        With ``back``, they first wait for all computation queued so far, which makes the results.
+        """
         if back and self._down is not None:
             self._down.wait_stream(self._accelerator.current_stream())
         return self._accelerator.stream(self._down if back else self._up)
 
     def copy(self, sources: list[Tensor], targets: list[Tensor]) -> Any:
-        """Queue copies to or from pinned memory; return an event at their end, or ``None`` if they have ended."""
+        """Queue a copy of each source to its target, to or from pinned memory.
+
+        Returns an event at the end of the copies; ``None`` without streams, as they have ended then.
+        """
         for source, target in zip(sources, targets, strict=True):
             target.copy_(source, non_blocking=self._up is not None)
         if self._up is None:

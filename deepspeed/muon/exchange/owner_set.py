@@ -2,8 +2,7 @@
 """The operations of Newton-Schulz on a slice of a matrix whose other slices are on neighbouring ranks.
 
 With X = [X_1 ... X_k], X X^T is the sum of the X_j X_j^T, and P X is [P X_1 ... P X_k]: each rank squares and
-multiplies its own slice. What belongs to the whole matrix, its norm and its Gram matrix, is added up, and is equal on
-all ranks.
+multiplies its own slice. The norm and the Gram matrix of the whole matrix are summed over the ranks and equal on all.
 """
 
 from __future__ import annotations
@@ -26,31 +25,31 @@ from deepspeed.muon.plan.owners import neighbours
 
 
 def ranks_of_set(group: Any, size: int) -> tuple[int, ...]:
-    """Return the ``size`` neighbours in ``group`` to which this rank belongs, as ranks of the world."""
+    """Return the world ranks of the ``size`` consecutive ranks of ``group`` that own matrices with this rank."""
     ranks = torch.distributed.get_process_group_ranks(group)
     first = torch.distributed.get_rank(group) // size * size
     return tuple(ranks[first : first + size])
 
 
 def set_of(group: Any, size: int) -> Any:
-    """Return the process group of :func:`ranks_of_set`, which has been made before."""
+    """Return the process group of :func:`ranks_of_set`; a part of ``group`` must have been made before."""
     return group if size == torch.distributed.get_world_size(group) else group_of(ranks_of_set(group, size))
 
 
 def neighbours_in(group: Any, ranks_per_node: int) -> int:
-    """Return :func:`deepspeed.muon.plan.owners.neighbours` of the ranks of a process group."""
+    """Return the size of the sets of consecutive ranks of ``group`` that share a node; see :func:`neighbours`."""
     return neighbours([rank // ranks_per_node for rank in torch.distributed.get_process_group_ranks(group)])
 
 
 @dataclass(frozen=True)
 class OwnerSet:
-    """The collectives between the owners of some matrices: all owners make the same calls in the same order.
+    """The collectives among the owners of some matrices, who all make the same calls in the same order.
 
     Args:
-        group: their process group.
-        size: how many there are.
-        call: makes a collective, by its kind, the tensor that this rank contributes, and what launches it and returns a
-            handle; waits for its end.
+        group: process group of the owners.
+        size: number of owners.
+        call: makes a collective and waits for its end; takes its kind, the tensor that this rank contributes, and a
+            function that launches it and returns a handle.
     """
 
     group: Any
@@ -58,7 +57,7 @@ class OwnerSet:
     call: Callable[[str, Tensor, Callable[[], Any]], None]
 
     def operations(self, kernels: Operations) -> Operations:
-        """Return ``kernels`` for a slice."""
+        """Return ``kernels`` for slices: ``normalize``, ``square`` and, for many owners, ``product`` communicate."""
         square = functools.partial(self._square, kernels)
         ours = replace(kernels, normalize=self._normalize, square=square, is_slice=True)
         if self.size < SPLIT_FROM:
@@ -66,19 +65,20 @@ class OwnerSet:
         return replace(ours, product=functools.partial(self._product, kernels), in_place=True)
 
     def _normalize(self, x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:
-        """As :func:`deepspeed.muon.kernels.reference.normalize`, by the norm of the whole matrix."""
+        """Act as :func:`deepspeed.muon.kernels.reference.normalize`, but with the norm of the whole matrix."""
         sizes = torch.stack([torch.stack(reference.magnitude(matrix)) for matrix in x])
         found = torch.empty((self.size, x.size(0), 2), dtype=torch.float32, device=x.device)
         self._gather(found, sizes)
         exponents, lengths = found.unbind(-1)
         exponent = exponents.amax(dim=0)
         length = torch.linalg.vector_norm(lengths * torch.exp2(exponents - exponent), dim=0)
-        # The slice has been scaled by its own power of two.
+        # `magnitude` has divided the slice by its own power of two, 2^sizes[:, 0]; the owners' powers differ.
         factors = torch.where(length == 0, 1.0, torch.exp2(sizes[:, 0] - exponent) * norm / length)
         return torch.mul(x, factors.view(-1, 1, 1), out=out)
 
     def _square(self, kernels: Operations, x: Tensor, out: Symmetric, work: Workspace) -> None:
         kernels.square(x, out, work)
+        # Sum in fp32, a chunk at a time, so that a sum is rounded once, however many owners there are.
         for part in out.rest.view(-1).split(SUM_ELEMENTS):
             wide = part
             if part.dtype != torch.float32:
@@ -92,9 +92,10 @@ class OwnerSet:
     def _product(
         self, kernels: Operations, a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, coeffs: Scalars = PLAIN
     ) -> None:
-        """Compute some rows on each rank. B is symmetric, so these rows of B A are those of A B.
+        """Act as :func:`deepspeed.muon.kernels.reference.product`; each owner computes some rows, and all gather them.
 
-        ``out`` may be A or B: it is written once this rank needs neither any more.
+        A and B commute, so rows of B A are rows of A B. ``out`` may be A or B: each matrix is written when this rank
+        needs neither of its factors any more.
         """
         count = out.rest.size(-1) // self.size
         first = torch.distributed.get_rank(self.group) * count
@@ -126,10 +127,12 @@ def _each(matrices: Symmetric) -> list[Symmetric]:
 
 
 def _complete(rows: Tensor, a: Symmetric, b: Symmetric, mine: slice, coeffs: Scalars, work: Workspace) -> Tensor:
-    """Turn ``rows``, which are A times the ``rest`` of B, into those of ``alpha A B + beta A + shift I``.
+    """Turn some rows of ``A.rest B.rest`` into the same rows of ``alpha A B + beta A + shift I``, in place.
+
+    ``mine``: which rows.
 
     Returns:
-        The same part of its diagonal, where that is apart.
+        The same part of the result's diagonal if diagonals are stored separately, otherwise an empty tensor.
     """
     alpha, beta, shift = coeffs
     of_a, on_diagonal = a.rest[:, mine], rows.diagonal(offset=mine.start, dim1=-2, dim2=-1)

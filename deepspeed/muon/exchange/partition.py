@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parameters of one step of one group: their layout and the tensors that hold them."""
+"""A partition: parameters of one group, their layout over the ranks, and the tensors that hold them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard
 
 @dataclass(frozen=True)
 class Partition:
-    """The parameters of one step of one group, over the ranks that share them.
+    """The parameters of one group that one call of ``step`` updates, and how the ranks share them.
 
     Args:
         index: of the parameter group.
-        tensors: what ``step`` will find in the group, in order: flat partitions under ZeRO, else whole parameters.
-        shards: the parameters in them.
+        tensors: what ``step`` will find in the group, in order: flat partitions under ZeRO, otherwise whole parameters.
+        shards: the parameters stored in ``tensors``.
         group: process group of the ranks that share the parameters or their work; ``None`` for a single rank.
-        planned: the shards to plan: these, and parameters that only other ranks of a tensor-parallel group hold.
+        rank, world_size: this rank's index in ``group``, and the size of ``group``.
+        planned: the shards to plan: ``shards`` and parameters that only other ranks of a tensor-parallel group hold.
     """
 
     index: int
@@ -40,25 +41,26 @@ class Partition:
 
     @property
     def is_replicated(self) -> bool:
-        """Return whether several ranks each hold all of it."""
+        """Return whether several ranks each hold all parameters whole."""
         return any(shard.placement.copies > 1 for shard in self.shards)
 
     @property
     def blocks(self) -> list[PlacedBlock]:
-        """Return the matrices, in the order of the plan."""
+        """Return the matrices to plan, in the order of the plan."""
         return [item for shard in self.planned for item in shard.items]
 
     def pieces(self) -> Iterator[tuple[Shard, int, int, int]]:
-        """Yield (shard, first element of the parameter, one past the last, position in its tensor) of this rank."""
+        """Yield (shard, first element of its parameter, one past the last, index in its tensor) for this rank."""
         for shard in self.shards:
             start, stop = shard.placement.held(self.rank, 0, shard.spec.numel)
             if start < stop:
                 yield shard, start, stop, shard.placement.position(start)
 
     def fragments(self) -> list[list[Fragment]]:
-        """Return by tensor what this rank holds of each parameter.
+        """Return, by tensor, what this rank holds of each parameter.
 
-        Ranks that have different parts of one matrix under one name, by tensor parallelism, have names of their own.
+        Tensor-parallel ranks hold different parts of a matrix under one name, so ``@`` and the tensor-parallel rank
+        are added to the fragment's name.
         """
         found: list[list[Fragment]] = [[] for _ in self.tensors]
         for shard, start, stop, position in self.pieces():
@@ -70,10 +72,10 @@ class Partition:
 def whole_partition(
     index: int, params: Sequence[Tensor], specs: Sequence[MatrixSpec], group: Any = None, rank: int = 0, copies: int = 1
 ) -> Partition:
-    """Return the partition of a group whose parameters ``copies`` ranks of ``group`` hold whole, each in one tensor.
+    """Return the partition of a group whose parameters are whole on ``copies`` ranks of ``group``, each in one tensor.
 
     Raises:
-        ValueError: a parameter of the Muon half is not contiguous, such as a convolution in channels_last.
+        ValueError: a Muon parameter is not contiguous, such as a convolution in channels_last.
     """
     for param, spec in zip(params, specs, strict=True):
         if spec.use_muon and not param.is_contiguous():

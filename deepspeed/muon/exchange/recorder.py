@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Record the collectives that a process calls, DeepSpeed's and the script's as well as ours, for the checker.
+"""Record the collectives that a process calls, DeepSpeed's and the script's as well as this package's, for the checker.
 
-All Python code that communicates, through DeepSpeed's wrapper or not, ends in the methods of torch's ``ProcessGroup``.
-What C++ code calls by itself, as the gradient averaging of DistributedDataParallel, is not seen.
+All Python code that communicates, through DeepSpeed's wrapper or not, calls the methods of torch's ``ProcessGroup``.
+What C++ code calls by itself, such as the gradient averaging of DistributedDataParallel, is not recorded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from deepspeed.muon.patch import replaced
 from deepspeed.muon.plan.checker import conflict
 from deepspeed.muon.plan.program import Collective, Group
 
-#: Code between the line that wants to communicate and torch.
+#: Parts of the paths of files that only pass calls on to torch; they are not recorded as the caller.
 BETWEEN = (
     "/torch/",
     "/typing_extensions.py",
@@ -32,26 +32,26 @@ BETWEEN = (
     "/muon/patch.py",
     "/muon/exchange/watchdog.py",
 )
-#: Names of a message's two ends, which are no collective: a rank may go on before the other has come.
+#: Kinds of the two ends of a message. They are not collectives: the sender may continue before the receiver arrives.
 SEND, RECEIVE = "send", "recv"
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Recorder:
-    """Record the calls of this process, inside of :meth:`recording`.
+    """Records the calls of this process inside of :meth:`recording`.
 
-    ``calls``: of collectives, in order, and of ``new_group``. ``messages``: sends and receives.
+    ``calls``: collectives and ``new_group``, in order. ``messages``: sends and receives, in order.
     """
 
     def __init__(self) -> None:
         self.calls: list[Collective] = []
         self.messages: list[Collective] = []
-        #: One object for each distinct call, so that a long log is small when it is sent.
+        #: Equal calls share one object, so that a long log is small when it is sent to another rank.
         self._known: dict[tuple[Collective, str], Collective] = {}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record everything that is called inside."""
+        """Record every call inside this context."""
         from torch.distributed import device_mesh, distributed_c10d
 
         kind = distributed_c10d.ProcessGroup
@@ -81,7 +81,7 @@ class Recorder:
         return Collective(kind, Group(ends, of_group.name), dtype, numel, caller=_caller())
 
     def _record_new_group(self, original: Callable, ranks: Sequence[int] | None = None, *args: Any, **kw: Any) -> Any:
-        """Record a call among all ranks of the world, who make every group, unless the script asks for less."""
+        """Record ``new_group`` as a call of all ranks, or of ``ranks`` only under ``use_local_synchronization``."""
         world = range(torch.distributed.get_world_size())
         who = tuple(ranks) if ranks is not None and kw.get("use_local_synchronization") else tuple(world)
         chosen = tuple(world) if ranks is None else tuple(ranks)
@@ -94,12 +94,12 @@ class Recorder:
 
 
 def first_fault(recorders: Sequence[Recorder]) -> str | None:
-    """Return what in the logs of all ranks, in order, NCCL could hang on; ``None`` if nothing."""
+    """Return, as text, on which calls NCCL could hang; ``None`` if there are none. ``recorders``: by rank."""
     return conflict([recorder.calls for recorder in recorders]) or _unmatched([r.messages for r in recorders])
 
 
 def _unmatched(logs: Sequence[Sequence[Collective]]) -> str | None:
-    """Return a message that is sent and not received, or received with another size."""
+    """Return, as text, a message whose two ends do not match in dtype and size, or that lacks one; ``None`` if none."""
     sent, received = dict[Group, list[Collective]](), dict[Group, list[Collective]]()
     for log in logs:
         for message in log:
@@ -116,7 +116,7 @@ def _unmatched(logs: Sequence[Sequence[Collective]]) -> str | None:
 
 
 def _group_of(group: Any) -> Group:
-    """Return the ranks of a process group; their own numbers where torch does not know it."""
+    """Return the ranks and the name of a process group; ranks 0 to size - 1 if torch does not know the group."""
     try:
         return Group(tuple(torch.distributed.get_process_group_ranks(group)), group.group_name)
     except (KeyError, ValueError, RuntimeError):
@@ -124,7 +124,7 @@ def _group_of(group: Any) -> Group:
 
 
 def _caller() -> str:
-    """Return the line that wants to communicate, such as ``deepspeed/runtime/engine.py:12 in step``."""
+    """Return the line of code that communicates, such as ``deepspeed/runtime/engine.py:12 in step``."""
     frame = sys._getframe(2)
     while frame.f_back is not None:
         path = frame.f_code.co_filename
@@ -139,19 +139,19 @@ def _caller() -> str:
 
 
 def _flat(tensors: Any) -> list[Tensor]:
-    """Return the tensors of nested lists."""
+    """Return the tensors in nested lists as one list."""
     return [tensors] if isinstance(tensors, Tensor) else [one for part in tensors for one in _flat(part)]
 
 
 def _alike(kind: str, place: int, *args: Any, **_: Any) -> dict[str, Any]:
-    """Read a collective of equal sizes; ``place``: of the argument with what each rank contributes."""
+    """Read a collective of equal sizes on all ranks; ``place``: index of the argument that a rank contributes."""
     tensors = _flat(args[place])
     root = next((one.rootRank for one in args if hasattr(one, "rootRank")), None)
     return {"kind": kind, "dtype": _dtype(tensors), "numel": sum(t.numel() for t in tensors), "root": root}
 
 
 def _lists(kind: str, outputs: Any, inputs: Any, *_: Any, **__: Any) -> dict[str, Any]:
-    """Read a collective on lists with a tensor of each rank; where a list has one tensor it is the same for all."""
+    """Read a collective on lists with one tensor per rank; a list of one tensor means that all ranks have its size."""
     received, sent = ([tensor.numel() for tensor in _flat(tensors)] for tensors in (outputs, inputs))
     count = max(len(received), len(sent))
     sizes = {"sent": tuple(sent * (count // len(sent))), "received": tuple(received * (count // len(received)))}
@@ -159,7 +159,7 @@ def _lists(kind: str, outputs: Any, inputs: Any, *_: Any, **__: Any) -> dict[str
 
 
 def _split(kind: str, out: Tensor, sends: Tensor, out_splits: Any = (), in_splits: Any = (), *_: Any) -> dict[str, Any]:
-    """Read an all-to-all of two tensors, each cut along its first axis; without splits into equal parts."""
+    """Read an all-to-all of two tensors, each split along its first axis; without sizes, into equal parts."""
     if not in_splits and not out_splits:
         return {"kind": kind, "dtype": _dtype([sends]), "numel": sends.numel()}
     sent, received = (
@@ -181,6 +181,7 @@ def _dtype(tensors: Sequence[Tensor]) -> str:
     return _NAMES.get(tensors[0].dtype, str(tensors[0].dtype).removeprefix("torch.")) if tensors else ""
 
 
+#: Method of ``ProcessGroup`` -> function that returns the fields of a :class:`Collective` from the arguments of a call.
 READERS: dict[str, Callable[..., dict[str, Any]]] = {
     "allreduce": partial(_alike, "all_reduce", 0),
     "allreduce_coalesced": partial(_alike, "all_reduce", 0),

@@ -3,8 +3,8 @@
 
 gloo raises in ``wait()``. NCCL returns from ``wait()`` at once, and its watchdog ends the process later without running
 any Python, so a thread checks the latest collectives from time to time. It reads only host memory, into which the
-device writes when a collective has ended: a query of an event would be a call of the device's runtime, which
-invalidates the capture of a CUDA graph by another thread. A step pays for two small launches per collective.
+device writes when a collective has ended. To query an event instead would be a call of the device's runtime, which
+invalidates a CUDA graph that another thread is capturing. A step pays for two small launches per collective.
 """
 
 from __future__ import annotations
@@ -30,26 +30,28 @@ from deepspeed.muon.log import logger
 CPU = torch.device("cpu")
 #: Seconds after which an unfinished collective is named in the log.
 SLOW = 60.0
-#: Seconds between two looks at the collectives. While a step or a forward takes long, each look asks the rendezvous
+#: Seconds between two checks of the collectives. During a long step or forward each check also asks the rendezvous
 #: store, which one rank serves for all.
 TICK = 5.0
-#: Matrices of a bucket that are named, and collectives of a group that the thread looks at, the latest ones.
+#: How many matrices of a bucket a message names, and how many of a group's latest collectives the thread checks.
 MAX_NAMED, MAX_LATEST = 4, 4
 
 
 class PendingCollective:
-    """One collective: ``title`` says its bucket and group, ``names`` the parameters in the bucket.
+    """A collective that has been launched.
 
-    Its ``handle``, which keeps the collective's tensors in memory, is ``None`` once it has been waited for; the device
-    may have yet to write the mark then.
+    ``handle``, which keeps the collective's tensors in memory, is ``None`` after :meth:`wait`; on an accelerator the
+    collective may still be running then.
 
     Args:
-        mark: one element in host memory: 0 from the call of :meth:`wait` until the collective has ended, else 1.
+        title: the bucket and the group, for messages.
+        names: the matrices in the bucket, for messages.
+        start: launches the collective and returns a handle with a method ``wait``.
+        mark: one uint8 in host memory: 0 from the call of :meth:`wait` until the collective has ended, otherwise 1.
         device: of the collective's tensors.
 
     Raises:
-        ExchangeError: the backend failed when ``start``, which returns a handle, launched it. Other errors pass as they
-            are.
+        ExchangeError: the backend failed to launch it. Other errors are raised unchanged.
     """
 
     def __init__(
@@ -61,13 +63,13 @@ class PendingCollective:
             self.handle = start()
 
     def wait(self) -> None:
-        """Wait for it.
+        """Wait until the collective has ended; on an accelerator only the current stream waits.
 
         Raises:
             ExchangeError: another rank died, or did not join within the process group's timeout.
         """
         self.mark.zero_()
-        # gloo's errors have no class of their own; errors of memory and of the device are subclasses of RuntimeError.
+        # gloo raises plain RuntimeErrors; errors of memory and of the device are subclasses of RuntimeError.
         try:
             with self._named_errors(RuntimeError):
                 self.handle.wait()
@@ -75,24 +77,24 @@ class PendingCollective:
             self.mark.fill_(1)
             raise
         self.handle = None
-        # On an accelerator only the stream waits; it writes the mark when the collective has ended.
+        # On an accelerator the stream executes this copy only when the collective has ended.
         self.mark.copy_(torch.ones(1, dtype=self.mark.dtype, device=self._device), non_blocking=True)
 
     def is_slow(self, limit: float | None = None) -> bool:
-        """Return whether it is waited for, and has been under way for longer than ``limit`` seconds, else ``SLOW``."""
+        """Return whether :meth:`wait` was called and ``limit`` seconds (``SLOW``) after the launch it has not ended."""
         return time.monotonic() - self.since > (SLOW if limit is None else limit) and not self.mark.item()
 
     def location(self) -> str:
-        """Return its bucket and its age, for a message."""
+        """Return the bucket, its first matrices and the seconds since the launch, for a message."""
         more = f" and {len(self.names) - MAX_NAMED} more" if len(self.names) > MAX_NAMED else ""
         seconds = time.monotonic() - self.since
         return f"{self.title} ({', '.join(self.names[:MAX_NAMED])}{more}), {seconds:.1f} s after it began"
 
     @contextmanager
     def _named_errors(self, plain: type[Exception] | None = None) -> Iterator[None]:
-        """Turn the backend's errors into ExchangeError, and log the bucket of any other.
+        """Raise the backend's errors as ExchangeError; log the bucket of any other error and raise it unchanged.
 
-        Beside torch's own, the backend's are those of class ``plain``; subclasses do not count.
+        The backend's errors are torch's DistErrors, and errors whose class is exactly ``plain``.
         """
         try:
             yield
@@ -109,17 +111,20 @@ class PendingCollective:
 
 
 class PendingCollectives:
-    """The last collectives of the exchange of one parameter group, by its name, between tensors on one device."""
+    """The latest collectives of the parameter group named ``group``, whose tensors are on ``device``."""
 
     def __init__(self, group: str, device: torch.device = CPU) -> None:
         self._group, self._device = group, device
         self._latest: deque[PendingCollective] = deque()
-        #: Marks of earlier collectives, in order; reused once they are 1, since to pin memory takes long.
+        #: Marks of earlier collectives, oldest first. A mark is reused once it is 1, because pinning memory is slow.
         self._marks: deque[Tensor] = deque()
         _all.add(self)
 
     def start(self, bucket: str, names: tuple[str, ...], launch: Callable[[], Any]) -> PendingCollective:
-        """Launch a collective, as :class:`PendingCollective`; ``bucket``: which of how many, empty before the first."""
+        """Launch a collective. ``bucket``: such as "2 of 5"; empty for the look for gradients before the first.
+
+        ``names``, ``launch``: ``names`` and ``start`` of :class:`PendingCollective`.
+        """
         what = f"bucket {bucket}" if bucket else "the look for gradients"
         if len(self._latest) == MAX_LATEST and (earlier := self._latest.popleft()).handle is None:
             self._marks.append(earlier.mark)
@@ -133,11 +138,11 @@ class PendingCollectives:
         return collective
 
     def is_waiting(self) -> bool:
-        """Return whether a collective has not ended for ``GRACE`` seconds."""
+        """Return whether one of the latest collectives has not ended ``GRACE`` seconds after its launch."""
         return any(collective.is_slow(GRACE) for collective in list(self._latest))
 
     def report_slow(self) -> None:
-        """Log the first slow collective, once; those behind it are slow for the same reason."""
+        """Log the first slow collective, once; later ones are slow for the same reason."""
         latest = list(self._latest)
         slow = next((collective for collective in latest if collective.is_slow()), None)
         if slow is not None and not slow.is_reported:
@@ -160,12 +165,13 @@ def start_watchdog() -> None:
 def _watch() -> None:
     while True:
         time.sleep(TICK)
-        with suppress(RuntimeError):  # of the backend, or because the set changes meanwhile: the next round sees it
+        with suppress(RuntimeError):  # the backend's, or because `_all` changed meanwhile: the next check sees it
             _look()
 
 
 def _look() -> None:
-    # A function, so that no list is kept between two rounds: the thread would be the one that frees pinned marks.
+    # A function of its own, so that its list is gone between two checks: the thread must not be the one that frees
+    # pinned marks.
     everyone = list(_all)
     end_if_left_alone(lambda: any(collectives.is_waiting() for collectives in everyone))
     for collectives in everyone:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let one process build an extension while others wait, for a bounded time and with a line in the log.
+"""Let one process build an extension while others wait, for a limited time and with a line in the log.
 
-The kernel drops a lock of ``flock`` with the process that took it, so a killed build leaves none. torch builds
-DeepSpeed's own extensions under a lock that is a file (``FileBaton``), which a killed build leaves for ever; for it
-:func:`wait_for_torch` logs which file is waited for.
+The operating system releases a lock of ``flock`` when its process ends, so a killed build leaves none behind. torch
+builds DeepSpeed's own extensions under another lock, which is held as long as a file exists (``FileBaton``) and which a
+killed build leaves for ever; :func:`wait_for_torch` logs which file a process waits for.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ import psutil
 
 from deepspeed.muon.log import logger
 
-#: Seconds after which a waiting process says so, and after which it gives up.
+#: Seconds after which a waiting process logs that it waits, and after which it gives up: less than the 30 minutes that
+#: ranks give each other to get ready, so that all of them can continue with plain PyTorch.
 TELL_AFTER, GIVE_UP_AFTER = 30.0, 600.0
-#: Seconds between two tries to take a lock.
+#: Seconds between two attempts to take a lock.
 INTERVAL = 0.2
-#: What a file system without ``flock`` answers; some network file systems are mounted so.
+#: Error numbers of file systems without ``flock``, such as some network file systems.
 NO_FLOCK = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 #: Names of processes that build an extension.
 COMPILERS = frozenset(
@@ -37,13 +38,13 @@ COMPILERS = frozenset(
 
 @contextmanager
 def build_lock(path: Path) -> Iterator[bool]:
-    """Hold the lock ``path``; yield whether it keeps out every process that shares the folder.
+    """Hold a lock on the file ``path``; yield whether it excludes every process that shares the folder.
 
-    Where the folder's file system has no ``flock``, a file in the machine's temporary folder is locked instead: then
-    one process of each machine builds.
+    If the folder's file system has no ``flock``, lock a file in the machine's temporary folder instead, and yield
+    False: one process of each machine then builds.
 
     Raises:
-        TimeoutError: another process has kept the lock for ``GIVE_UP_AFTER`` seconds.
+        TimeoutError: another process has held the lock for ``GIVE_UP_AFTER`` seconds.
         OSError: the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +63,7 @@ def build_lock(path: Path) -> Iterator[bool]:
 
 
 def _take(file: IO[str]) -> None:
-    """Wait until this process has the lock; closing the file gives it back."""
+    """Wait until this process holds a lock on ``file``; closing the file releases it."""
     began, is_told = time.monotonic(), False
     while True:
         try:
@@ -79,7 +80,7 @@ def _take(file: IO[str]) -> None:
 
 
 def wait_for_torch(original: Callable[[Any], None], baton: Any) -> None:
-    """Log what ``FileBaton.wait`` waits for: it may be for ever, if the process that made the file was killed."""
+    """Replace torch's ``FileBaton.wait``: log which file it waits for, which may be for ever after a killed build."""
     timer = threading.Timer(TELL_AFTER, _tell_of_file, [Path(baton.lock_file_path)])
     timer.daemon = True
     timer.start()
@@ -105,13 +106,13 @@ def _tell_of_file(path: Path) -> None:
 
 
 def _tell(text: str, *values: Any) -> None:
-    """Warn once per machine: its other ranks wait for the same."""
+    """Log a warning on one rank per machine; the machine's other ranks wait for the same."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         logger.warning(f"deepspeed-muon: {text}", *values)
 
 
 def _compilers() -> str:
-    """Return which compilers run on this machine."""
+    """Return, as text, which compilers run on this machine."""
     names = {process.info["name"] for process in psutil.process_iter(["name"])}
     running = sorted(COMPILERS & {name for name in names if name})
     return f"{', '.join(running)} runs on this machine" if running else "no compiler runs on this machine"

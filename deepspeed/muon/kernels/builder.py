@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds csrc/muon as DeepSpeed builds its own ops: with ninja at first use, or by ``DS_BUILD_MUON=1 pip install``."""
+"""Build csrc/muon as DeepSpeed builds its own ops: with ninja at first use, or by ``DS_BUILD_MUON=1 pip install``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from packaging.version import Version
 from deepspeed.muon.kernels.build_lock import build_lock
 from deepspeed.muon.log import logger
 
-#: ATen's capabilities, and its flags for each.
+#: CPU capability as ATen names it -> the compiler flags that ATen's own files have for it.
 CAPABILITIES: dict[str, tuple[str, ...]] = {
     "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"),
     "AVX2": ("-mavx2", "-mfma", "-mf16c"),
@@ -30,13 +30,16 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
 
 
 def cpu_capability() -> str:
-    """Return the widest vectors of this CPU, as ATen has found; ``ATEN_CPU_CAPABILITY`` lowers it."""
+    """Return this CPU's capability, a key of :data:`CAPABILITIES`, as found by ATen.
+
+    The environment variable ``ATEN_CPU_CAPABILITY`` lowers it.
+    """
     found = torch.backends.cpu.get_cpu_capability()
     return next((name for name in CAPABILITIES if found.startswith(name)), "DEFAULT")
 
 
 class MuonBuilder(CPUOpBuilder):
-    """The C++ operations for the CPU, whatever the accelerator: with CPU offload the shards are in host memory."""
+    """Builder of the C++ kernels for the CPU, which CPU offload uses whatever the accelerator."""
 
     BUILD_VAR = "DS_BUILD_MUON"
     NAME = "muon"
@@ -49,16 +52,17 @@ class MuonBuilder(CPUOpBuilder):
         return f"deepspeed.muon.kernels.{self.NAME}_op"
 
     def sources(self) -> list[str]:
-        """Return all of csrc/muon; a wheel has it inside the package, a checkout beside it."""
+        """Return the paths of csrc/muon's C++ files; a wheel has them inside the package, a checkout beside it."""
         package = Path(__file__).resolve().parents[1]
         folders = (package / "csrc", package.parents[1] / "csrc" / "muon")
         return [str(path) for folder in folders if folder.is_dir() for path in sorted(folder.glob("*.cpp"))]
 
     def cxx_args(self) -> list[str]:
-        """Return ATen's flags for the capability that it found: they run on every CPU of that capability.
+        """Return the compiler flags, with ATen's for :func:`cpu_capability` instead of ``-march=native``.
 
-        Without contraction, as bits must not depend on how a loop is compiled. -fopenmp is not passed to the linker,
-        because the threads must be those of torch's own copy of the library.
+        Machines of one capability share a build, and what ``-march=native`` makes on one of them may be an illegal
+        instruction on another. Contraction is off, because bits must not depend on how a loop is compiled. -fopenmp is
+        not passed to the linker, because the threads must be those of torch's own copy of the library.
         """
         capability = cpu_capability()
         vectors = [f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"]  # as ATen's own files have it
@@ -67,7 +71,10 @@ class MuonBuilder(CPUOpBuilder):
         return ["-O3", "-Wno-reorder", *CAPABILITIES[capability], *vectors, *threads, "-ffp-contract=off", *amd]
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Return whether there are sources, a compiler, and the products of matrices in torch that the sources call."""
+        """Return whether the kernels can be built: sources and a C++ compiler are found, and torch is recent enough.
+
+        If not, ``error_log`` says why; ``verbose`` logs it.
+        """
         compiler = os.environ.get("CXX", "c++").split()[0]
         if not self.sources():
             self.error_log = "the sources of csrc/muon are not installed"
@@ -82,17 +89,17 @@ class MuonBuilder(CPUOpBuilder):
         return False
 
     def load(self, verbose: bool = False) -> Any:
-        """Return the module built ahead of time if it fits this torch and CPU, otherwise one built at first use.
+        """Return the C++ module: the one built ahead of time if it fits this torch and CPU, otherwise build one now.
 
         Raises:
-            Exception: of any type, if there is no compiler, the build fails, or another process builds for too long.
+            Exception: of any type: there is no compiler, the build failed, or another process builds for too long.
         """
         if self.NAME not in self._loaded_ops:
             self._loaded_ops[self.NAME] = self._installed() or self._compiled(verbose)
         return self._loaded_ops[self.NAME]
 
     def path(self) -> Path:
-        """Return the path of a module built at first use, in a folder for all that decides what is built and runs."""
+        """Return the path of a module built at first use; its folder's name is a hash of sources, flags, libraries."""
         from torch.utils.cpp_extension import _get_build_directory
 
         name, digest = f"{self.NAME}_{cpu_capability().lower()}", hashlib.sha256()
@@ -106,7 +113,7 @@ class MuonBuilder(CPUOpBuilder):
         return Path(_get_build_directory(name, False)) / digest.hexdigest()[:16] / f"{name}.so"
 
     def _compiled(self, verbose: bool) -> Any:
-        """Return the module of an earlier run, or one built now: by one process, for which the others wait."""
+        """Return the module that an earlier job built, or build it: one process does, and the others wait."""
         path, began = self.path(), time.perf_counter()
         if module := self._imported(path):
             return module
@@ -122,12 +129,15 @@ class MuonBuilder(CPUOpBuilder):
         return module
 
     def _build(self, path: Path, is_only_builder: bool, verbose: bool) -> Any:
-        """Build in a folder of this process and move the result into place, so that a kill leaves no half of it."""
+        """Build in a folder of this process's own, and move the result to ``path``, so that a kill leaves no part.
+
+        ``is_only_builder``: no other process builds in the folder of ``path``.
+        """
         from torch.utils import cpp_extension
 
         if path.exists():
             logger.warning("deepspeed-muon: %s cannot be loaded on this machine and is built anew", path)
-        if is_only_builder:  # what killed builds have left
+        if is_only_builder:  # remove what killed builds have left
             for left in path.parent.glob("build_*"):
                 shutil.rmtree(left, ignore_errors=True)
         # A build that failed earlier in this process must not change the name of the module.
@@ -146,7 +156,7 @@ class MuonBuilder(CPUOpBuilder):
             shutil.rmtree(folder, ignore_errors=True)
 
     def _imported(self, path: Path) -> Any:
-        """Return the module of a file; ``None`` if there is none that this process can load."""
+        """Return the module in the file ``path``; ``None`` if there is none that this process can load."""
         if not path.is_file():
             return None
         spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -160,7 +170,7 @@ class MuonBuilder(CPUOpBuilder):
             return None
 
     def _installed(self) -> Any:
-        """The module built ahead of time, if it fits."""
+        """Return the module built ahead of time; ``None`` if there is none that fits this torch and CPU."""
         try:
             module = importlib.import_module(self.absolute_name())
         except ImportError:  # not built, or with another torch's symbols

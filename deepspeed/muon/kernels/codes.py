@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors in int8: a code per element, and the largest magnitude of each block of elements.
+"""Tensors stored in int8: a code per element, and in fp32 the largest magnitude of each block of elements.
 
 Blockwise quantization as in Dettmers, Lewis, Shleifer and Zettlemoyer, "8-bit Optimizers via Block-wise Quantization"
 (arXiv 2110.02861), with linear codes, which Gupta et al., "Effective Quantization of Muon Optimizer States" (arXiv
@@ -15,25 +15,25 @@ from torch import Tensor
 
 #: Elements of a block.
 BLOCK = 128
-#: The largest code. One part of it in fp32 times 127 is 1, exactly.
+#: The largest code. In fp32, 1 / 127 times 127 is exactly 1.
 LEVELS = 127
-#: A block of smaller magnitude becomes zero. Above it, one 127th is a normal number in fp32.
+#: A block whose largest magnitude is below this becomes zero. From it on, 1 / 127 of it is a normal number in fp32.
 SMALLEST = 2.0**-119
 
 
 def blocks_of(numel: int) -> int:
-    """Return how many blocks so many elements have; the last may be shorter."""
+    """Return the number of blocks of ``numel`` elements; the last may be shorter."""
     return -(-numel // BLOCK)
 
 
 def decode(codes: Tensor, absmax: Tensor, skipped: int, out: Tensor) -> Tensor:
-    """Return the values of consecutive elements, in a part of ``out``.
+    """Return the values of consecutive elements, fp32, as a view of a part of ``out``.
 
     Args:
         codes: int8, 1-D.
-        absmax: fp32, 1-D: the magnitudes of the blocks that the elements lie in.
-        skipped: elements of the first block before the first of ``codes``.
-        out: fp32, of whole blocks, as many as ``absmax``; overwritten.
+        absmax: fp32, 1-D: the largest magnitude of each block that has some of the elements.
+        skipped: number of elements of the first block that precede ``codes``.
+        out: fp32, 1-D, with ``BLOCK`` elements for each of ``absmax``; overwritten.
     """
     values = out[skipped : skipped + codes.numel()]
     values.copy_(codes)
@@ -42,14 +42,15 @@ def decode(codes: Tensor, absmax: Tensor, skipped: int, out: Tensor) -> Tensor:
 
 
 def encode(values: Tensor, codes: Tensor, absmax: Tensor, noise: Tensor | float) -> None:
-    """Write codes and magnitudes of values. In units of one code, a value is rounded down after ``noise`` is added.
+    """Write the codes and the blocks' magnitudes of ``values``. A code is floor(127 value / magnitude + ``noise``).
 
     Args:
-        values: fp32, of whole blocks, as many as ``absmax``, with zeros after the last element; overwritten.
-        codes: int8, 1-D, of all elements.
-        absmax: fp32, 1-D.
-        noise: 1/2 rounds to nearest, uniform numbers round stochastically, fp32 like ``values``. Those are from 2^-16
-            to 1 - 2^-16, which is farther from 0 and 1 than the error of the largest value, so that its code is 127.
+        values: fp32, 1-D, whole blocks, with zeros after the last element; overwritten.
+        codes: int8, 1-D: receives one code per element.
+        absmax: fp32, 1-D: receives the largest magnitude of each block.
+        noise: 1/2 rounds to nearest. A tensor of uniform random numbers, fp32, as long as ``values``, rounds
+            stochastically; they are from 2^-16 to 1 - 2^-16, which is farther from 0 and 1 than the rounding error of a
+            block's largest value, so that its code is always 127 or -127.
     """
     blocks = values.view(-1, BLOCK)
     low, high = torch.aminmax(blocks, dim=-1)

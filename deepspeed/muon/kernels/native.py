@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operations in C++ for the CPU. Calls that they do not support go to the reference in PyTorch."""
+"""The table of C++ kernels for the CPU. Calls that they do not support go to the reference in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from deepspeed.muon.kernels.workspace import Workspace
 
 @functools.cache
 def operations() -> Operations:
-    """Return the table in C++, built at the first call in a process: by one rank, for which the others wait.
+    """Return the table of C++ kernels. The first call of a process builds them: one rank does, and the others wait.
 
     Raises:
         KernelError: no compiler, the build failed, or another process has been building for too long.
@@ -26,7 +26,7 @@ def operations() -> Operations:
 
 
 def unavailable() -> str | None:
-    """Return why :func:`operations` raises; ``None`` if it does not."""
+    """Return why :func:`operations` raises an error; ``None`` if it does not."""
     try:
         operations()
     except KernelError as error:
@@ -46,7 +46,7 @@ def _load() -> Any:
 
 
 def table(module: Any) -> Operations:
-    """Return the operations of a built module, whose functions do nothing and return false for unsupported tensors."""
+    """Return the table for a built C++ module, whose functions only return false if they do not support a tensor."""
 
     def without_workspace(name: str) -> Callable[..., None]:
         compiled = getattr(module, name)

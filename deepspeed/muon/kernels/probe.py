@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a table's operations on made-up matrices: to see that they work, and to compile them before a step."""
+"""Run a table's kernels on made-up matrices: to check that they work, and to compile them before a step."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from deepspeed.muon.kernels.table import Operations, Scalars, base_of, symmetric
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.numerics import fixed_numerics
 
-#: The accelerator of this process, NVIDIA's or AMD's.
+#: Device of the check: this process's GPU, NVIDIA's or AMD's.
 DEVICE = "cuda"
 #: The smaller dimension of the probed matrices: a multiple of 16, so that the kernels of real models run, and large
 #: enough for the symmetric products of Triton's and quack's tables.
 SIZE = 512
-#: Relative difference from plain PyTorch that rounding twice to bf16 does not reach.
+#: A relative difference from plain PyTorch above this is an error; rounding twice to bf16 stays below it.
 TOLERANCE = 0.02
-#: Of the polynomial ``A I + B G + C G^2`` of :func:`iterate`: C, B and A. Its terms are of one size, so that no product
-#: hides.
+#: C, B and A of the polynomial ``A I + B G + C G^2`` in :func:`iterate`. Its terms are of similar size, so that an
+#: error in any product shows.
 POLYNOMIAL = Scalars(1.0, -0.5, 2.0)
-#: Of the exchange and the products.
+#: The dtype of the matrices in the check.
 DTYPE = torch.bfloat16
 
 
@@ -32,8 +32,9 @@ DTYPE = torch.bfloat16
 def why_wrong(build: Callable[[], Operations]) -> str | None:
     """Return why the table that ``build`` returns cannot be used on this accelerator; ``None`` if it can.
 
-    The reason is the error, of whatever type, of building it or of one of its operations, or the operation whose result
-    differs from plain PyTorch's. An error that leaves the accelerator unusable ends the process nevertheless.
+    The reason is an error of any type, raised while building the table or by one of its kernels, or the name of a
+    kernel whose result differs from plain PyTorch's. An error that leaves the accelerator unusable still ends the
+    process.
     """
     try:
         found, expected = _results(build()), _results(reference.OPERATIONS)
@@ -51,7 +52,7 @@ def iterate(table: Operations, x: Tensor, work: Workspace) -> Tensor:
     """Return ``(A I + B G + C G^2) X`` with ``G = X X^T``, in scratch memory: one standard iteration of Newton-Schulz.
 
     Args:
-        x: ``[batch, rows, cols]``, contiguous or the transpose of what is.
+        x: ``[batch, rows, cols]``, contiguous or a transposed view of a contiguous tensor.
     """
     gram, factor = (symmetric_of(name, x, work) for name in ("gram", "factor"))
     base, is_transposed = base_of(x)
@@ -63,12 +64,12 @@ def iterate(table: Operations, x: Tensor, work: Workspace) -> Tensor:
 
 @fixed_numerics()
 def warm(table: Operations, shapes: Iterable[tuple[int, int, int, int, torch.dtype]], device: torch.device) -> None:
-    """Compile and tune the matrix operations of a table, which otherwise happens in the first step.
+    """Compile and tune the matrix kernels of a table now instead of in the first step.
 
     It needs the memory of a step's largest batch, and draws no random numbers.
 
     Args:
-        shapes: number of matrices, rows, columns, axis of the Gram matrix, and dtype of the batches of a step.
+        shapes: (number of matrices, rows, columns, axis of the Gram matrix, dtype) of each batch of a step.
     """
     work = Workspace()
     for batch, rows, cols, gram_axis, dtype in sorted(set(shapes), key=str):
@@ -78,7 +79,7 @@ def warm(table: Operations, shapes: Iterable[tuple[int, int, int, int, torch.dty
 
 
 def _results(table: Operations) -> dict[str, Tensor]:
-    """The result of every operation, in fp32; of a symmetric matrix its parts, so that neither hides the other."""
+    """Return kernel -> result in fp32; a symmetric matrix has two results, so that neither part hides the other."""
     work, results = Workspace(), {}
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, SIZE, 2 * SIZE, generator=generator, dtype=torch.float32, device="cpu").to(DEVICE)

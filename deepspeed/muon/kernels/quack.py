@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Symmetric products of quack-kernels (Dao-AILab), written in CuTe; the extra ``hopper``.
+"""Symmetric products by the library quack-kernels (Dao-AILab), which the package's extra ``hopper`` installs.
 
 The module imports without the library; :func:`operations` then raises.
 """
@@ -19,9 +19,9 @@ from deepspeed.muon.kernels.workspace import Workspace
 
 
 def unavailable() -> str | None:
-    """Return why quack's kernels cannot run on this process's accelerator; ``None`` if they can.
+    """Return why quack's kernels cannot run on this process's GPU; ``None`` if they can.
 
-    The library itself knows for which GPUs it has kernels: in 0.6.5 from Ampere to Blackwell. Triton's table must run.
+    Call it only if Triton's table runs. quack itself checks the GPU: version 0.6.5 supports Ampere to Blackwell.
     """
     if importlib.util.find_spec("quack") is None:
         return "quack-kernels is not installed"
@@ -32,9 +32,9 @@ def unavailable() -> str | None:
 
 
 def operations(other: Operations) -> Operations:
-    """Return ``other`` with the symmetric products of 16-bit matrices on a GPU replaced.
+    """Return the table ``other`` with quack's symmetric products for 16-bit matrices on a GPU.
 
-    The library's output is rounded before a Triton pass adds the contribution of the diagonals.
+    The library rounds its output before a Triton kernel adds the contribution of the diagonals.
 
     Raises:
         ImportError: quack-kernels or Triton is not installed; see :func:`unavailable`.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every operation in plain PyTorch, for all devices and dtypes: the reference that faster ones are tested against.
+"""Every operation in plain PyTorch, for all devices and dtypes: the reference that faster kernels are tested against.
 
-``work`` holds the temporaries. What is rounded stochastically draws random numbers under ``key``, from
-:func:`deepspeed.muon.kernels.rounding.key_of`; ``first`` is the index among them of the first element. Elementwise
-functions take 1-D tensors of one length, gradients and results of any floating dtype.
+Common arguments: ``work`` allocates temporaries. ``key``, from :func:`deepspeed.muon.kernels.rounding.key_of`, selects
+a sequence of random numbers for stochastic rounding, and ``first`` is the index in it of the first element. Elementwise
+functions take 1-D tensors of equal length; gradients and results may have any floating dtype.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from deepspeed.muon.kernels.rounding import Key, noise, round_
 from deepspeed.muon.kernels.table import PLAIN, Operations, RunOperations, Scalars, Symmetric, Tiles, base_of
 from deepspeed.muon.kernels.workspace import Workspace
 
-#: Elements at once where temporaries are needed: on a CPU few enough for its cache, elsewhere enough that launches cost
-#: little.
+#: Elements that are processed at a time if temporaries are needed: on a CPU few enough for its cache, elsewhere so many
+#: that launches cost little.
 CPU_CHUNK, CHUNK = 2**17, 2**21
 
 
 def advance(buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool, work: Workspace) -> None:
-    """Advance the momentum, which is an average and not a sum, and write the input of Newton-Schulz.
+    """Advance the momentum, which is an average and not a sum, and write the input of Newton-Schulz to ``out``.
 
-    ``buffer <- momentum buffer + (1 - momentum) grad``. ``out`` is the same formula applied to the new buffer
-    (Nesterov's look-ahead), or the new buffer itself.
+    ``buffer <- momentum buffer + (1 - momentum) grad``. With ``nesterov``, ``out`` is the same formula applied to the
+    new buffer (Nesterov's look-ahead), otherwise the new buffer itself.
 
     Args:
-        buffer: fp32; the state key ``momentum_buffer``.
+        buffer: the momentum, fp32; the state key ``momentum_buffer``.
         grad: averaged, unscaled and clipped.
-        out: other memory than ``buffer``: Newton-Schulz overwrites it.
+        out: not the memory of ``buffer``, because Newton-Schulz overwrites it.
     """
     buffer.lerp_(grad.to(buffer.dtype), 1.0 - momentum)
     if nesterov:
@@ -45,7 +45,7 @@ def advance(buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov
 def advance_rounded(
     buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool, key: Key, first: int, work: Workspace
 ) -> None:
-    """Advance a bf16 momentum: computed in fp32, written to ``out`` unrounded, kept stochastically rounded.
+    """Act as :func:`advance` for a bf16 momentum: compute in fp32, and round it stochastically back to ``buffer``.
 
     Temporaries have 20 bytes per element of a chunk (2.5 MiB on a CPU, 40 MiB elsewhere).
     """
@@ -68,16 +68,16 @@ def look_ahead(
     nesterov: bool,
     work: Workspace,
 ) -> None:
-    """Write ``out`` of :func:`advance` for a momentum in int8, which stays as it is until :func:`advance_codes`.
+    """Write the ``out`` of :func:`advance` for an int8 momentum, which only :func:`advance_codes` changes.
 
-    Temporaries have 8 bytes per element of a chunk, or of a row and what follows it if that is longer.
+    Temporaries have 8 bytes per element of a chunk, or of a row with its gap if that is longer.
 
     Args:
-        codes: int8: rows of ``cols`` elements, ``pitch`` apart, and what lies between them.
-        absmax: fp32: of the blocks in which ``codes`` lie.
-        skipped: elements of the first of these blocks before the first of ``codes``.
-        grad: like ``codes``.
-        out: the rows, one after the other.
+        codes: int8: rows of ``cols`` elements, which start ``pitch`` elements apart, including the gaps between them.
+        absmax: fp32: the largest magnitude of each block that ``codes`` overlap.
+        skipped: number of elements of the first of these blocks that precede ``codes``.
+        grad: laid out like ``codes``.
+        out: the rows without gaps.
     """
     for row, rows, start, stop in _parts(out.numel() // cols, cols, pitch, codes.device):
         first = row * pitch + start
@@ -91,12 +91,12 @@ def look_ahead(
 
 
 def _rows(x: Tensor, rows: int, cols: int, pitch: int) -> Tensor:
-    # Contiguous, because of strided elements torch computes another last bit.
+    # Contiguous, because torch computes other last bits for strided elements.
     return torch.as_strided(x, (rows, cols), (pitch, 1), x.storage_offset()).contiguous()
 
 
 def _parts(rows: int, cols: int, pitch: int, device: torch.device) -> Iterator[tuple[int, int, int, int]]:
-    """(first row, rows, first column, one past the last): as many whole rows as a chunk has, or a part of one."""
+    """Yield (first row, number of rows, first column, one past the last): whole rows of a chunk, or a part of a row."""
     size = CPU_CHUNK if device.type == "cpu" else CHUNK
     step = max(1, size // pitch)
     for row in range(0, rows, step):
@@ -115,13 +115,14 @@ def advance_codes(
     first: int,
     work: Workspace,
 ) -> None:
-    """Advance a momentum in int8: computed in fp32, kept stochastically rounded.
+    """Act as :func:`advance` for an int8 momentum: compute in fp32, and round it stochastically back to ``codes``.
 
     Temporaries have 16 bytes per element of a chunk.
 
     Args:
-        absmax: fp32: of the blocks of ``codes``.
-        out: written unrounded; ``None`` where :func:`look_ahead` has written it.
+        codes: int8, from the start of a block on.
+        absmax: fp32: the largest magnitude of each block of ``codes``; updated.
+        out: ``None`` if :func:`look_ahead` has written it.
     """
     for part in chunks(codes):
         numel, magnitudes = part.stop - part.start, absmax[part.start // BLOCK : blocks_of(part.stop)]
@@ -140,7 +141,7 @@ def advance_codes(
 
 
 def chunks(x: Tensor) -> Iterator[slice]:
-    """Return the parts of a 1-D tensor that are processed at a time where temporaries are needed."""
+    """Return the slices of a 1-D tensor that are processed one at a time if temporaries are needed."""
     size = CPU_CHUNK if x.device.type == "cpu" else CHUNK
     return (slice(start, min(start + size, x.numel())) for start in range(0, x.numel(), size))
 
@@ -150,13 +151,13 @@ def apply_(
 ) -> None:
     """Set ``param <- param (1 - lr weight_decay) - lr scale update``.
 
-    Decoupled decay as in AdamW (Loshchilov and Hutter, arXiv 1711.05101), by the unscaled rate. If ``cautious``, an
-    element decays only where update and parameter do not have opposite signs (Chen et al., arXiv 2510.12402);
+    Weight decay is decoupled as in AdamW (Loshchilov and Hutter, arXiv 1711.05101), with the unscaled rate. If
+    ``cautious``, elements whose update and parameter have opposite signs do not decay (Chen et al., arXiv 2510.12402);
     temporaries then have 5 bytes per element of a chunk (0.6 MiB on a CPU, 10 MiB elsewhere).
 
     Args:
         param: any shape, contiguous, fp32 under ZeRO.
-        update: same shape: a slice of the orthogonalized matrix.
+        update: same shape: elements of the orthogonalized matrix.
         scale: :func:`deepspeed.muon.math.scale.scale_factor` for the shape of the whole matrix.
     """
     if update.dtype != param.dtype or update.device != param.device:
@@ -180,9 +181,9 @@ def _decay_cautiously_(param: Tensor, update: Tensor, keep: float, work: Workspa
 
 
 def copy_rounded(target: Tensor, source: Tensor, key: Key, first: int, work: Workspace) -> None:
-    """Round ``source``, fp32, overwritten, stochastically to ``target``, bf16 (:mod:`deepspeed.muon.kernels.rounding`).
+    """Round ``source``, fp32, stochastically to ``target``, bf16; see :mod:`deepspeed.muon.kernels.rounding`.
 
-    Temporaries have 8 bytes per element of a chunk.
+    ``source`` is overwritten. Temporaries have 8 bytes per element of a chunk.
     """
     for part in chunks(target):
         shape, device = (part.stop - part.start,), target.device
@@ -191,12 +192,12 @@ def copy_rounded(target: Tensor, source: Tensor, key: Key, first: int, work: Wor
 
 
 def tiles(runs: Sequence[tuple[int, int, int]], device: torch.device) -> Tiles:
-    """Return the runs themselves: (place in the shard, place in the other tensor, length), ``[runs, 3]``."""
+    """Return one tile per run, ``[runs, 3]``: its start in the shard, its start in the other tensor, its length."""
     return Tiles(torch.tensor(runs, dtype=torch.int64, device=device), are_aligned=False)
 
 
 def advance_runs(buffer: Tensor, grad: Tensor, out: Tensor, tiles: Tiles, momentum: float, nesterov: bool) -> None:
-    """Advance every run. It has the same place in ``buffer`` and ``grad``; of ``out`` only the runs are written."""
+    """Act as :func:`advance` for each run: at its first start in ``buffer`` and ``grad``, at its second in ``out``."""
     for shard, other, length in tiles.table.tolist():
         part = slice(shard, shard + length)
         advance(buffer[part], grad[part], out[other : other + length], momentum, nesterov, Workspace())
@@ -205,41 +206,42 @@ def advance_runs(buffer: Tensor, grad: Tensor, out: Tensor, tiles: Tiles, moment
 def apply_runs_(
     param: Tensor, update: Tensor, tiles: Tiles, lr: float, scale: float, weight_decay: float, cautious: bool
 ) -> None:
-    """Apply every run, which has the first place in ``param`` and the second in ``update``."""
+    """Act as :func:`apply_` for each run: at its first start in ``param``, at its second in ``update``."""
     for shard, other, length in tiles.table.tolist():
         part, result = param[shard : shard + length], update[other : other + length]
         apply_(part, result, lr, scale, weight_decay, cautious, Workspace())
 
 
 def normalize(x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:
-    """Give each matrix of ``[batch, rows, cols]`` the Frobenius norm ``norm``, whatever its magnitude; returns ``out``.
+    """Scale each matrix of ``[batch, rows, cols]`` to the Frobenius norm ``norm``, and return ``out``.
 
-    Squares of tiny or huge entries leave fp32's range, so a power of two, which rounds nothing, first brings the
-    largest entry near one. The norm of that is taken in fp32 and needs no epsilon.
+    Squares of tiny or huge entries leave fp32's range, so each matrix is first divided by a power of two, which rounds
+    nothing, to bring its largest entry near one. The norm can then be computed in fp32 and needs no epsilon. A zero
+    matrix stays zero.
 
     Args:
         x: bf16 or fp32; overwritten.
-        out: of the same shape, of any floating dtype, rounded to once; may be ``x``.
+        out: same shape, any floating dtype; receives the result, which is rounded once; may be ``x``.
         norm: a power of two.
     """
     for matrix, result in zip(x.unbind(0), out.unbind(0), strict=True):
         _, length = magnitude(matrix)
         divisor = torch.where(length == 0, 1.0, length / norm)
-        # CUDA rounds a 0-D operand to the matrix's dtype, by up to 0.4 %, but not one with dimensions. A CPU does not
-        # round a 0-D operand, but copies the matrix for one with dimensions, which also makes the quotient fp32.
+        # CUDA rounds a 0-D divisor to the matrix's dtype, by up to 0.4 %, but not one with dimensions. A CPU does not
+        # round a 0-D divisor, but copies the matrix for one with dimensions, which also makes the quotient fp32.
         is_plain = divisor.device.type == "cpu" and matrix.dtype == result.dtype
         torch.div(matrix, divisor if is_plain else divisor.view(1, 1), out=result)
     return out
 
 
 def magnitude(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Divide a matrix by the power of two that brings its largest entry near one.
+    """Divide a matrix, in place, by the power of two that brings its largest entry near one.
 
     Args:
-        matrix: 2-D, bf16 or fp32; overwritten.
+        matrix: 2-D, bf16 or fp32.
 
     Returns:
-        The exponent of that power, and the Frobenius norm that is left; 0-D, fp32.
+        The exponent of that power, and the Frobenius norm of the divided matrix; both 0-D, fp32.
     """
     exponent = near_one_(matrix)
     # By rows: a single sum of 10^8 squares in fp32 is off by a thousandth on a CPU.
@@ -251,14 +253,14 @@ def near_one_(matrix: Tensor, dim: int | None = None) -> Tensor:
 
     Args:
         matrix: 2-D, bf16 or fp32.
-        dim: along which entries share a power, 1 for one power per row, 0 for one per column; ``None``: all share one.
+        dim: 1 for one power per row, 0 for one per column, ``None`` for one in all.
 
     Returns:
-        The exponents, fp32: 0-D, or 2-D with size 1 along ``dim``.
+        The exponents, fp32: ``[rows, 1]``, ``[1, cols]`` or 0-D.
     """
     low, high = torch.aminmax(matrix, dim=dim, keepdim=dim is not None)
     largest = torch.maximum(high, -low).float()
-    # That of frexp, which not every backend has, from the bits of an fp32; zero and subnormal numbers have less.
+    # The exponent of frexp, which not every backend has, from the bits of an fp32; less for zero and subnormal numbers.
     exponent = largest.view(torch.int32).bitwise_right_shift(23).sub(126)
     # Within +-126 the power is a normal fp32 number; subnormal inputs end near 2^-23, which is safe.
     exponent = exponent.clamp(-126, 126).float()
@@ -270,8 +272,8 @@ def square(x: Tensor, out: Symmetric, work: Workspace) -> None:
     """Set ``out = X X^T``.
 
     Args:
-        x: ``[batch, rows, cols]``, contiguous or the transpose of what is, bf16, fp16 or fp32.
-        out: of ``x``'s dtype; k is the number of rows.
+        x: ``[batch, rows, cols]``, contiguous or a transposed view of a contiguous tensor, bf16, fp16 or fp32.
+        out: ``[batch, rows, rows]``, in ``x``'s dtype.
     """
     torch.bmm(x, x.mT, out=out.rest)
     if not out.is_whole:
@@ -279,19 +281,20 @@ def square(x: Tensor, out: Symmetric, work: Workspace) -> None:
 
 
 def separate(x: Tensor, out: Symmetric) -> None:
-    """Set ``out.diagonal`` to that of X X^T, from X in fp32, and the rounded diagonal of ``out.rest`` to zero."""
+    """Set ``out.diagonal`` to the diagonal of X X^T, computed in fp32, and the diagonal of ``out.rest`` to zero."""
     torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32, out=out.diagonal).square_()
     out.rest.diagonal(dim1=-2, dim2=-1).zero_()
 
 
 def product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, coeffs: Scalars = PLAIN) -> None:
-    """Set ``out = alpha A B + beta A + shift I`` for matrices that commute, so that the result is symmetric.
+    """Set ``out = alpha A B + beta A + shift I``. A and B commute, so the result is symmetric.
 
-    Polynomials of one symmetric matrix commute. Only one triangle has to be computed; the other mirrors it.
+    Polynomials of one symmetric matrix commute. Other tables compute only one triangle and mirror it.
 
     Args:
-        a, b: of one shape and dtype; may be the same.
-        out: of that shape and dtype, neither ``a`` nor ``b``.
+        a, b: equal in shape and dtype; may be the same.
+        out: equal in shape and dtype, neither ``a`` nor ``b`` unless :attr:`Operations.in_place`.
+        coeffs: (alpha, beta, shift).
     """
     alpha, beta, shift = coeffs
     torch.baddbmm(a.rest, a.rest, b.rest, beta=beta, alpha=alpha, out=out.rest)
@@ -310,8 +313,9 @@ def multiply(p: Symmetric, x: Tensor, out: Tensor, work: Workspace) -> Tensor:
     """Set ``out = P X`` and return it.
 
     Args:
-        x: ``[batch, rows, cols]``, contiguous or the transpose of what is, of ``p``'s dtype.
-        out: of the same shape, strides and dtype; not ``x``.
+        p: ``[batch, rows, rows]``.
+        x: ``[batch, rows, cols]``, contiguous or a transposed view of a contiguous tensor, in ``p``'s dtype.
+        out: equal in shape, strides and dtype; not ``x``.
     """
     (base, is_transposed), (result, _) = base_of(x), base_of(out)
     left, right = (base, p.rest) if is_transposed else (p.rest, base)
@@ -336,5 +340,5 @@ OPERATIONS = Operations(
     multiply=multiply,
 )
 
-#: In no table, because a launch per run costs as little; the reference of other tables.
+#: The reference for other tables' ``runs``. No table uses it, because one call per run costs no more than this.
 RUNS = RunOperations(fits=lambda tensor: True, tiles=tiles, advance=advance_runs, apply_=apply_runs_)

@@ -2,9 +2,9 @@
 """Stochastic rounding of fp32 to bf16, with random bits that depend only on the element and the step.
 
 Gupta, Agrawal, Gopalakrishnan and Narayanan, "Deep Learning with Limited Numerical Precision" (arXiv 1502.02551),
-section 3: a value between two neighbours is rounded up with the probability that keeps its mean. bf16 is the upper half
-of fp32, so that means adding 16 uniform bits below and cutting them off (Zamirai, Zhang, Aberger and De Sa,
-"Revisiting BFloat16 Training", arXiv 2010.06192).
+section 3: a value between two neighbours is rounded up with the probability that keeps its mean. bf16 is the upper 16
+bits of fp32, so this adds 16 uniform random bits to the lower ones and then drops those (Zamirai, Zhang, Aberger and
+De Sa, "Revisiting BFloat16 Training", arXiv 2010.06192).
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ Key = tuple[int, int]
 
 
 def key_of(name: str, step: int) -> Key:
-    """Return the key of one parameter at one step, two signed 32-bit numbers; the same on every rank and machine.
+    """Return the key of a parameter's random numbers at one step: two signed 32-bit numbers, equal on all machines.
 
-    Experts of one name on different ranks draw the same numbers. Their values differ and are never summed, so their
+    Experts of one name on different ranks use the same numbers. Their values differ and are never summed, so their
     rounding errors do not add up.
     """
     return struct.unpack("<ii", hashlib.blake2s(f"{name}\0{step}".encode(), digest_size=8).digest())
 
 
 def noise(out: Tensor, spare: Tensor, key: Key, first: int) -> Tensor:
-    """Return uniform numbers from 0 to 2^16 - 1, each a function of the key and of its element's index only.
+    """Return uniform random numbers from 0 to 2^16 - 1, each a function of the key and of its element's index only.
 
     The counter-based scheme of Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (2011). It
     has no state, so an element gets the same bits whatever part of its matrix a rank holds.
@@ -63,13 +63,13 @@ def signed(value: int) -> int:
 
 
 def round_(target: Tensor, source: Tensor, noise: Tensor, spare: Tensor) -> None:
-    """Round ``source`` to a neighbour in ``target``, so that the mean over uniform noise is ``source``.
+    """Round each value of ``source`` to one of its bf16 neighbours, such that the mean over uniform noise is the value.
 
-    Exact for values that bf16 can represent. A finite value never becomes infinite: one beyond bf16's largest value is
-    rounded down to it. Infinities and quiet NaNs, which arithmetic produces, stay.
+    Values that bf16 can represent stay as they are. A finite value never becomes infinite: one beyond bf16's largest
+    value is rounded down to it. Infinities and quiet NaNs, which arithmetic produces, stay.
 
     Args:
-        target: bf16.
+        target: bf16; receives the result.
         source: fp32, same shape; overwritten.
         noise: int32 from 0 to 2^16 - 1; overwritten.
         spare: int32; overwritten.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the table of operations: the fastest for a run's devices that every rank has."""
+"""Choose the table of kernels: the fastest that every rank has for the devices of a training run."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Iterable
 from deepspeed.muon.kernels import native, quack, reference, triton_table
 from deepspeed.muon.kernels.table import Operations
 
-#: Device type -> why its fast kernels cannot be used, ``None`` if they can. Key ``quack``: a library for some GPUs.
+#: Device type, or ``quack`` (a library for some GPUs) -> why its fast kernels cannot be used; ``None`` if they can.
 Unavailable = dict[str, str | None]
 
 
 def unavailable_kernels(kernels: str, device_types: Iterable[str]) -> Unavailable:
-    """Return why this process cannot use fast kernels; build the CPU's at the first call.
+    """Return why this process cannot use fast kernels. For ``cpu``, build the C++ kernels at the first call.
 
     Args:
-        kernels: as in the config.
-        device_types: of all tensors of a step.
+        kernels: the config key ``optimizer.params.kernels``.
+        device_types: the device types of all tensors of a step.
     """
     if kernels == "torch":
         return dict.fromkeys(device_types, "optimizer.params.kernels")
@@ -38,7 +38,7 @@ def _has(unavailable: Unavailable, kind: str) -> bool:
 
 
 def choose(unavailable: Unavailable) -> Operations:
-    """Return the table for these devices."""
+    """Return the fastest table that can be used on all devices of ``unavailable``."""
     table = native.operations() if _has(unavailable, "cpu") else reference.OPERATIONS
     if _has(unavailable, "cuda"):
         table = triton_table.operations(table)
@@ -48,7 +48,7 @@ def choose(unavailable: Unavailable) -> Operations:
 
 
 def product_tables(unavailable: Unavailable, device_type: str) -> dict[str, Operations]:
-    """Return the tables whose products run on a type of device, by name: plain PyTorch's first, the fastest last."""
+    """Return name -> table, for the tables that may compute matrix products on a device: plain PyTorch first."""
     found = {"torch": reference.OPERATIONS}
     if device_type == "cpu" and _has(unavailable, "cpu"):
         found["C++"] = native.operations()
@@ -62,7 +62,7 @@ def product_tables(unavailable: Unavailable, device_type: str) -> dict[str, Oper
 
 
 def summary(table: Operations, unavailable: Unavailable) -> str:
-    """Return the table's name, and why it is not a faster one."""
+    """Return the table's name, followed by the reasons why no faster one is used, for a log line."""
     relevant = [kind for kind in unavailable if kind != "quack" or _has(unavailable, "cuda")]
     reasons = [f"{kind}: {unavailable[kind]}" for kind in relevant if unavailable[kind]]
     return f"{table.name} ({'; '.join(reasons)})" if reasons else table.name

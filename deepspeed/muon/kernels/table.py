@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operations in which a step spends its time. Each type of device has a table of its own."""
+"""A table of kernels: one implementation of every operation in which a step spends its time."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from deepspeed.muon.kernels.workspace import Workspace
 
 
 class Symmetric(NamedTuple):
-    """A batch of symmetric matrices ``[batch, k, k]``: ``diagonal + rest``, or only ``rest``.
+    """A batch of symmetric matrices ``[batch, k, k]``: ``diagonal + rest`` in 16 bits, only ``rest`` in fp32.
 
     In Newton-Schulz they are a multiple of I plus something smaller. bf16 would round all entries of such a diagonal
-    alike and so shift every eigenvalue, which is why 16-bit matrices keep their diagonals apart. Those in fp32 are
-    whole.
+    alike and so shift every eigenvalue, so 16-bit matrices store their diagonals separately, in fp32.
 
-    ``rest``: ``[batch, k, k]``, contiguous, in bf16, fp16 or fp32; zero on its diagonal if that is apart.
-    ``diagonal``: fp32, ``[batch, k]`` apart, ``[batch, 0]`` of whole matrices.
+    ``rest``: ``[batch, k, k]``, contiguous, bf16, fp16 or fp32; zero on its diagonal if that is stored separately.
+    ``diagonal``: fp32, ``[batch, k]`` if stored separately, otherwise the empty ``[batch, 0]``.
     """
 
     rest: Tensor
@@ -29,17 +28,17 @@ class Symmetric(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Return whether ``rest`` holds the diagonal, too."""
+        """Return whether ``rest`` includes the diagonal."""
         return self.diagonal.size(-1) == 0
 
 
 def base_of(x: Tensor) -> tuple[Tensor, bool]:
-    """Return the contiguous tensor that ``x`` is or is the transpose of, and whether it is the transpose."""
+    """Return (contiguous tensor, is_transposed): ``x`` itself or, if ``x`` is a transposed view, what it transposes."""
     return (x, False) if x.is_contiguous() else (x.mT, True)
 
 
 def symmetric_of(name: str, x: Tensor, work: Workspace) -> Symmetric:
-    """Return scratch for symmetric matrices as large as X X^T, ``x [batch, rows, cols]``, in its dtype."""
+    """Return uninitialized scratch memory for the X X^T of ``x``, ``[batch, rows, cols]``, in the dtype of ``x``."""
     batch, size = x.size(0), x.size(-2)
     rest = work.get(name, (batch, size, size), x.dtype, x.device)
     apart = 0 if x.dtype == torch.float32 else size
@@ -47,19 +46,21 @@ def symmetric_of(name: str, x: Tensor, work: Workspace) -> Symmetric:
 
 
 class Scalars(NamedTuple):
-    """The scalars of ``alpha A B + beta A + shift I``."""
+    """The scalars of a product ``alpha A B + beta A + shift I``."""
 
     alpha: float = 1.0
     beta: float = 0.0
     shift: float = 0.0
 
 
-#: The scalars of A B.
+#: The scalars of the product ``A B``.
 PLAIN = Scalars()
 
 
 class Tiles(NamedTuple):
-    """Runs cut for a kernel: ``table``, int64, on its device. ``are_aligned``: all numbers are multiples of 16."""
+    """Runs split into tiles for a kernel. ``table``, int64, on the kernel's device, one row per tile: its start in the
+    shard, its start in the other tensor, its length. ``are_aligned``: all of the runs' numbers are multiples of 16.
+    """
 
     table: Tensor
     are_aligned: bool
@@ -67,13 +68,13 @@ class Tiles(NamedTuple):
 
 @dataclass(frozen=True)
 class RunOperations:
-    """``advance`` and ``apply_`` of many runs between two flat tensors, in one kernel and with the bits of many.
+    """``advance`` and ``apply_`` for many runs of two flat tensors in one launch, with the same bits as one by one.
 
     Args:
-        fits: whether they take a tensor's device, dtype and layout.
-        tiles: from (place in the shard, place in the other tensor, length) of each run, and the device.
-        advance: as :func:`deepspeed.muon.kernels.reference.advance_runs`.
-        apply_: as :func:`deepspeed.muon.kernels.reference.apply_runs_`.
+        fits: returns whether a tensor's device, dtype and layout are supported.
+        tiles: makes :class:`Tiles` from (start in the shard, start in the other tensor, length) of each run.
+        advance: see :func:`deepspeed.muon.kernels.reference.advance_runs`.
+        apply_: see :func:`deepspeed.muon.kernels.reference.apply_runs_`.
     """
 
     fits: Callable[[Tensor], bool]
@@ -84,10 +85,10 @@ class RunOperations:
 
 @dataclass(frozen=True)
 class Operations:
-    """One implementation of every operation, each described by its namesake in :mod:`deepspeed.muon.kernels.reference`.
+    """One implementation of every operation; the functions of the same names in ``reference.py`` describe them.
 
-    An element's result depends on the element only: not on where a slice begins, on its length or on the number of
-    threads. So ranks that hold other parts of a matrix, and other numbers of ranks, get equal bits.
+    The result for an element depends on that element only, not on where a slice begins, on its length or on the number
+    of threads. So bits do not depend on how a matrix is distributed over ranks.
     """
 
     name: str
@@ -103,8 +104,8 @@ class Operations:
     multiply: Callable[..., Tensor]
     #: Whether ``product`` may write into one of its factors.
     in_place: bool = False
-    #: Whether a matrix is a slice of one, whose other slices take part in every operation. What decides the size of an
-    #: operation must then be equal on all machines.
+    #: Whether matrices are slices, whose other slices on other ranks take part in every operation. The number of
+    #: matrices in an operation must then be equal on all ranks, whatever their machines.
     is_slice: bool = False
     #: ``None`` where kernel launches are cheap; runs are then launched one by one.
     runs: RunOperations | None = None

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs
-"""The elementwise passes of a step in Triton: each reads and writes every element once.
+"""The elementwise kernels of a step in Triton: each reads and writes every element once.
 
-Same contracts as the functions of the same names in :mod:`deepspeed.muon.kernels.reference`, for contiguous tensors on
-one device. Sums of products are explicit fused multiply-adds, so that the bits do not depend on what a compiler
-contracts.
+The functions act like those of the same names in :mod:`deepspeed.muon.kernels.reference`, for contiguous tensors on one
+device. Sums of products are explicit fused multiply-adds, so that bits do not depend on what a compiler fuses.
 
-At ZeRO stage 3 a rank holds a part of every matrix, so with a launch per run a small model's step is bound by its
-launches. :func:`advance_runs` and :func:`apply_runs_` launch once for many runs: each program takes one tile of one
-run, from a table that is made once.
+At ZeRO stage 3 a rank holds a piece (run) of every matrix. With one launch per run, launches would take most of a small
+model's step, so :func:`advance_runs` and :func:`apply_runs_` launch once for many runs. Each program takes one tile of
+one run, from a table that is made once.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from deepspeed.muon.kernels.rounding import LARGEST, MULTIPLIERS, SHIFTS, Key, s
 from deepspeed.muon.kernels.table import Tiles
 from deepspeed.muon.kernels.workspace import Workspace
 
-#: The compiler must not fuse anything itself: bits must not depend on its choice or version.
+#: Compiler options. It must not fuse anything by itself, because bits must not depend on its version.
 OPTIONS = {"enable_fp_fusion": False}
-#: Elements of one program: 16 for each of its 128 threads.
+#: Elements per program: 16 for each of its 128 threads.
 BLOCK = 2048
-#: Places and lengths that are multiples of this many elements let a thread move sixteen bytes at a time.
+#: If the starts and lengths of runs are multiples of this many elements, a thread moves 16 bytes at a time.
 ALIGNMENT = 16
-#: Elements summed by one program of the normalization.
+#: Elements that one program of the normalization sums.
 SUM_BLOCK = 8192
-#: The most programs along the second dimension of a grid.
+#: Maximum number of programs along the second dimension of a launch grid.
 GRID = 65_535
 
 _FIRST_SHIFT, _SECOND_SHIFT = (tl.constexpr(shift) for shift in SHIFTS)
@@ -45,16 +44,16 @@ _UNIT = tl.constexpr(2.0**-16)
 
 @triton.jit
 def _place(numel, BLOCK: tl.constexpr):
-    """This program's elements and a mask of those that exist; 64-bit, as a shard may have more than 2^31."""
+    """Return (indices of this program's elements, mask of those that exist); int64, as a shard may have over 2^31."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     return offsets, offsets < numel
 
 
 @triton.jit
 def _places(tiles_ptr, numel, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """This program's elements in the shard and in the other tensor, and a mask of those that exist.
+    """Return (indices in the shard, indices in the other tensor, mask) of this program's elements.
 
-    Without tiles both tensors are one run.
+    If ``tiles_ptr`` is ``None``, both tensors are one run of ``numel`` elements.
     """
     if tiles_ptr is None:
         shard, mask = _place(numel, BLOCK)
@@ -71,14 +70,14 @@ def _places(tiles_ptr, numel, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _lerp(start, end, weight):
-    """``torch.lerp``: from the nearer end, so that weights 0 and 1 give the ends exactly."""
+    """Return ``torch.lerp``, computed from the nearer end, so that weights 0 and 1 give the ends exactly."""
     away = end - start
     return tl.where(weight < 0.5, tl.fma(away, weight, start), tl.fma(-away, 1.0 - weight, end))
 
 
 @triton.jit
 def _average(buffer, grad, momentum, rate, NESTEROV: tl.constexpr):
-    """The new momentum, and the input of Newton-Schulz."""
+    """Return (new momentum, input of Newton-Schulz). ``rate``: 1 - momentum."""
     buffer = _lerp(buffer, grad, rate)
     ahead = buffer
     if NESTEROV:
@@ -88,7 +87,7 @@ def _average(buffer, grad, momentum, rate, NESTEROV: tl.constexpr):
 
 @triton.jit
 def _round(value, noise):
-    """bf16 by stochastic rounding: fp32 plus the noise below bf16's last bit where that stays finite, then cut."""
+    """Round fp32 stochastically to bf16: add the noise below bf16's last bit if that stays finite, then truncate."""
     bits = value.to(tl.uint32, bitcast=True)
     noise = tl.where((bits & 0x7FFFFFFF) < _LARGEST, noise, 0)
     return ((bits + noise) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
@@ -96,7 +95,7 @@ def _round(value, noise):
 
 @triton.jit
 def _noise(index, key):
-    """:func:`deepspeed.muon.kernels.rounding.noise`; ``index`` already holds the key's first number."""
+    """Return :func:`deepspeed.muon.kernels.rounding.noise`; ``index`` already includes the key's first number."""
     x = (index ^ (index >> _FIRST_SHIFT)) * _FIRST_MULTIPLIER
     x += key
     x = (x ^ (x >> _SECOND_SHIFT)) * _SECOND_MULTIPLIER
@@ -118,10 +117,10 @@ def advance_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``rate``: 1 - momentum, rounded from fp64.
+    """Advance the momentum of this program's elements; one in bf16 is rounded stochastically.
 
-    A momentum in bf16 is rounded stochastically. Keys are signed 32-bit; the first already includes the index of the
-    first element.
+    ``rate``: 1 - momentum, computed in fp64. Keys are signed 32-bit numbers; the first already includes the index of
+    the first element. See :func:`_places` for ``tiles_ptr`` and ``numel``.
     """
     shard, other, mask = _places(tiles_ptr, numel, ALIGNED, BLOCK)
     grad = tl.load(grad_ptr + shard, mask).to(tl.float32)
@@ -137,7 +136,7 @@ def advance_kernel(
 
 @triton.jit
 def _value(code, absmax):
-    """:func:`deepspeed.muon.kernels.codes.decode`."""
+    """Return the value of an int8 code, as :func:`deepspeed.muon.kernels.codes.decode`."""
     return code.to(tl.float32) * (1.0 / _LEVELS) * absmax
 
 
@@ -157,7 +156,11 @@ def look_ahead_kernel(
     NESTEROV: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Rows of ``cols`` elements, ``pitch`` apart, or one; they begin ``skipped`` elements after the first block."""
+    """Write the look-ahead of this program's elements for an int8 momentum.
+
+    The elements are rows of ``cols``, which start ``pitch`` apart, or without gaps if ``IS_WHOLE``. The first is
+    ``skipped`` elements after the start of its block.
+    """
     at, mask = _place(numel, BLOCK)
     place = at
     if not IS_WHOLE:
@@ -183,7 +186,7 @@ def advance_codes_kernel(
     NESTEROV: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """``ROWS`` whole blocks. Keys are signed 32-bit; the first already includes the index of the first element."""
+    """Advance the int8 momentum of ``ROWS`` whole blocks. Keys as in :func:`advance_kernel`."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at = row[:, None] * _CODE_BLOCK + tl.arange(0, _CODE_BLOCK)[None, :]
     mask, is_block = at < numel, row * _CODE_BLOCK < numel
@@ -204,7 +207,7 @@ def advance_codes_kernel(
 
 @triton.jit
 def _decayed(param, update, keep, CAUTIOUS: tl.constexpr):
-    """``keep param``; if cautious, ``param`` where update and parameter have opposite signs."""
+    """Return ``keep param``; if ``CAUTIOUS``, elements of ``param`` whose update has the opposite sign stay."""
     if CAUTIOUS:
         opposed = ((update < 0) & (param > 0)) | ((update > 0) & (param < 0))
         return tl.where(opposed, param, param * keep)
@@ -223,7 +226,7 @@ def apply_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``param <- keep param + step update``."""
+    """Set ``param <- keep param + step update`` for this program's elements."""
     shard, other, mask = _places(tiles_ptr, numel, ALIGNED, BLOCK)
     update = tl.load(update_ptr + other, mask).to(tl.float32)
     param = _decayed(tl.load(param_ptr + shard, mask).to(tl.float32), update, keep, CAUTIOUS)
@@ -232,20 +235,20 @@ def apply_kernel(
 
 @triton.jit
 def _exponent(largest):
-    """The e with largest / 2^e in [1/2, 1), clamped to +-126, where 2^e and 2^-e are normal numbers."""
+    """Return the e with ``largest`` / 2^e in [1/2, 1), clamped to +-126, so that 2^e and 2^-e are normal numbers."""
     biased = ((largest.to(tl.uint32, bitcast=True) >> 23) & 0xFF).to(tl.int32)
     return tl.minimum(tl.maximum(biased - 126, -126), 126)
 
 
 @triton.jit
 def _power(exponent):
-    """2^exponent, exactly, from -126 to 127; below that zero."""
+    """Return 2^exponent exactly, for exponents from -126 to 127; zero for smaller ones."""
     return tl.where(exponent < -126, 0, (exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def sum_kernel(x_ptr, exponent_ptr, sum_ptr, numel, parts, BLOCK: tl.constexpr):
-    """For a part of one matrix: the exponent of its largest entry, and the sum of squares over 4^exponent."""
+    """Store, for a part of one matrix, the exponent of its largest entry, and its sum of squares over 4^exponent."""
     at, mask = _place(numel, BLOCK)
     matrix = tl.program_id(1).to(tl.int64)
     x = tl.load(x_ptr + matrix * numel + at, mask, other=0.0).to(tl.float32)
@@ -258,7 +261,7 @@ def sum_kernel(x_ptr, exponent_ptr, sum_ptr, numel, parts, BLOCK: tl.constexpr):
 
 @triton.jit
 def norm_kernel(exponent_ptr, sum_ptr, norm_ptr, parts, scale, BLOCK: tl.constexpr):
-    """For one matrix: (2^-e, scale norm / 2^e), e the largest exponent of its parts; a norm of zero becomes one."""
+    """Store, for one matrix, (2^-e, scale norm / 2^e), or (2^-e, 1) if it is zero; e: largest exponent of its parts."""
     matrix = tl.program_id(0).to(tl.int64)
     top = tl.full((BLOCK,), -126, tl.int32)
     for start in range(0, parts, BLOCK):
@@ -291,7 +294,7 @@ def _grid(numel: int) -> tuple[int]:
 
 
 def advance(buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool, work: Workspace) -> None:
-    """Advance a momentum in fp32."""
+    """Advance an fp32 momentum."""
     numel, rate = buffer.numel(), 1.0 - momentum
     advance_kernel[_grid(numel)](
         buffer, grad, out, None, numel, momentum, rate, 0, 0, nesterov, ALIGNED=False, BLOCK=BLOCK, **OPTIONS
@@ -301,7 +304,7 @@ def advance(buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov
 def advance_rounded(
     buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool, key: Key, first: int, work: Workspace
 ) -> None:
-    """Advance a momentum in bf16, with the bits of :mod:`deepspeed.muon.kernels.rounding`."""
+    """Advance a bf16 momentum, rounded with the random bits of :mod:`deepspeed.muon.kernels.rounding`."""
     numel, rate, first_key = buffer.numel(), 1.0 - momentum, signed(key[0] + first)
     advance_kernel[_grid(numel)](
         buffer, grad, out, None, numel, momentum, rate, first_key, key[1], nesterov, False, BLOCK, **OPTIONS
@@ -320,7 +323,7 @@ def look_ahead(
     nesterov: bool,
     work: Workspace,
 ) -> None:
-    """Write the look-ahead of a momentum in int8."""
+    """Write the look-ahead of an int8 momentum."""
     numel, rate = out.numel(), 1.0 - momentum
     is_whole = cols == numel
     look_ahead_kernel[_grid(numel)](
@@ -339,7 +342,7 @@ def advance_codes(
     first: int,
     work: Workspace,
 ) -> None:
-    """Advance a momentum in int8."""
+    """Advance an int8 momentum."""
     numel, rate, rows = codes_.numel(), 1.0 - momentum, BLOCK // codes.BLOCK
     target, first_key = grad if out is None else out, signed(key[0] + first)
     has_out = out is not None
@@ -357,7 +360,7 @@ def apply_(
 
 
 def normalize(x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:
-    """Normalize in two passes over ``[batch, rows, cols]``: sums of squares, and the division."""
+    """Normalize each matrix of ``[batch, rows, cols]`` in two passes: sums of squares, then division."""
     numel = x.size(1) * x.size(2)
     parts = triton.cdiv(numel, SUM_BLOCK)
     for matrices, results in zip(x.split(GRID), out.split(GRID), strict=True):
@@ -372,7 +375,10 @@ def normalize(x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:
 
 
 def tiles(runs: Sequence[tuple[int, int, int]], device: torch.device) -> Tiles:
-    """Return tiles of at most ``BLOCK`` elements, ``[tiles, 3]``: 12 bytes of table per 1,000 elements."""
+    """Split runs into tiles of at most ``BLOCK`` elements. The table takes 12 bytes per 1,000 elements.
+
+    ``runs``: (start in the shard, start in the other tensor, length) of each run.
+    """
     starts = torch.tensor(runs, dtype=torch.int64, device="cpu").view(-1, 3)
     counts = -(-starts[:, 2] // BLOCK)
     run = torch.arange(len(runs), dtype=torch.int64, device="cpu").repeat_interleave(counts)
@@ -394,7 +400,7 @@ def advance_runs(buffer: Tensor, grad: Tensor, out: Tensor, tiles: Tiles, moment
 def apply_runs_(
     param: Tensor, update: Tensor, tiles: Tiles, lr: float, scale: float, weight_decay: float, cautious: bool
 ) -> None:
-    """Update many runs in one launch."""
+    """Apply the updates of many runs in one launch."""
     grid, keep = (tiles.table.size(0),), 1.0 - lr * weight_decay
     with torch.cuda.device_of(param):
         apply_kernel[grid](

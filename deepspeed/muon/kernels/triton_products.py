@@ -2,18 +2,18 @@
 # mypy: allow-untyped-defs
 """The products of Newton-Schulz in Triton, for batches ``[batch, k, k]`` in bf16 or fp16.
 
-Same contracts as the functions of :mod:`deepspeed.muon.kernels.reference`.
+The functions act like those of the same names in :mod:`deepspeed.muon.kernels.reference`.
 
-:func:`square` and :func:`product` have a symmetric result: one triangle of tiles is computed, and each tile stored
+:func:`square` and :func:`product` have a symmetric result, so they compute one triangle of tiles and store each tile
 twice. Sums are fp32, and each element is rounded once. The triangle consists of squares of ``COLS x COLS``, and each
 square of tiles of ``ROWS x COLS``. Squares on the diagonal are computed whole; those above it are also stored
-transposed below it. So every element is written once. A tile of any size sums over its depth in the same order, so a
-configuration changes the time but not the bits.
+transposed below it. So every element is written once. Tiles of all sizes sum in the same order, so the tuner's choice
+changes the time but not the bits.
 
 :func:`library_product` and :func:`multiply` add the contribution of the separate diagonals to a library's product, in
-one fused pass without the reference's temporaries in fp32. The library rounds a product before the pass reads it, so an
-element is rounded twice. Matrices are counted along the first dimension of a grid, as CUDA allows only 65,535 programs
-along the others.
+one kernel without the reference's fp32 temporaries. The library rounds its product before that kernel reads it, so an
+element is rounded twice. The index of a matrix is in the first dimension of a launch grid, because CUDA allows only
+65,535 programs along the others.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from deepspeed.muon.kernels.table import PLAIN, Scalars, Symmetric, base_of
 from deepspeed.muon.kernels.triton_elementwise import OPTIONS
 from deepspeed.muon.kernels.workspace import Workspace
 
-#: Columns of squares visited together, row by row, so that what they share stays in the L2 cache.
+#: How many columns of squares are visited together, row by row, so that inputs that they share stay in the L2 cache.
 GROUP = 8
-#: Timed calls of a configuration.
+#: How often the tuner times each configuration.
 TRIALS = 7
-#: The most columns that one program handles at a time in a pass over a library's product.
+#: Maximum number of columns that one program handles at a time in a kernel that completes a library's product.
 PASS_BLOCK = 1024
 
-#: Tiles that fill Hopper's matrix units and whose fp32 sums fit its registers, three or four of them in flight:
-#: rows, columns, warps, stages.
+#: (rows, columns, warps, stages) of tiles that fill Hopper's matrix units and whose fp32 sums fit its registers, with
+#: three or four of them in flight.
 SHAPES = ((128, 128, 4, 3), (128, 128, 8, 4), (128, 256, 8, 3), (128, 256, 8, 4), (64, 128, 4, 4))
 CONFIGS = [
     triton.Config({"ROWS": rows, "COLS": cols, "DEPTH": 64}, num_warps=warps, num_stages=stages)
@@ -51,7 +51,7 @@ CONFIGS = [
 
 @triton.jit
 def _triangle(index):
-    """(row, column) of an index into the upper triangle, counted column by column; exact up to 2^22."""
+    """Return (row, column) of the index-th element of an upper triangle, column by column; exact up to 2^22."""
     column = ((tl.sqrt(8.0 * index.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
     column = tl.where(column * (column + 1) // 2 > index, column - 1, column)
     column = tl.where((column + 1) * (column + 2) // 2 <= index, column + 1, column)
@@ -60,7 +60,7 @@ def _triangle(index):
 
 @triton.jit
 def _square_of(index, squares, GROUP: tl.constexpr):
-    """(row, column) of the index-th square of the upper triangle, ``GROUP`` columns at a time."""
+    """Return (row, column) of the index-th square of the upper triangle, visited ``GROUP`` columns at a time."""
     _, column = _triangle(index)
     first = column // GROUP * GROUP
     rest = index - first * (first + 1) // 2
@@ -73,7 +73,10 @@ def _square_of(index, squares, GROUP: tl.constexpr):
 
 @triton.jit
 def _sum_of_products(a_ptr, b_ptr, rows, cols, depth, across, along, DEPTH: tl.constexpr):
-    """One tile of A B^T in fp32."""
+    """Return one tile of A B^T in fp32, in rows ``rows`` and columns ``cols``.
+
+    ``across``, ``along``: strides of A and B between their rows and within a row. ``depth``: elements of a row.
+    """
     deep = tl.arange(0, DEPTH)
     # A matrix may have more than 2^31 elements.
     a_ptrs = a_ptr + rows.to(tl.int64)[:, None] * across + deep.to(tl.int64)[None, :] * along
@@ -90,14 +93,14 @@ def _sum_of_products(a_ptr, b_ptr, rows, cols, depth, across, along, DEPTH: tl.c
 
 @triton.jit
 def _tile(ptr, rows, cols, size):
-    """A tile of a matrix, in fp32; zero outside."""
+    """Return a tile of a ``size x size`` matrix in fp32, with zeros outside of the matrix."""
     exists = (rows < size)[:, None] & (cols < size)[None, :]
     return tl.load(ptr + rows.to(tl.int64)[:, None] * size + cols[None, :], exists, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _with_diagonals(total, a_ptr, b_ptr, a_diagonal_ptr, b_diagonal_ptr, rows, cols, size, alpha, beta):
-    """A tile of ``alpha A B + beta A`` off the diagonal, from the sum over A.rest and B.rest."""
+    """Return a tile of ``alpha A B + beta A``, valid off the diagonal, from ``total``, the tile of A.rest B.rest."""
     of_rows = tl.load(a_diagonal_ptr + rows, rows < size, other=0.0)
     of_columns = tl.fma(tl.load(b_diagonal_ptr + cols, cols < size, other=0.0), alpha, beta)
     total = tl.fma(_tile(a_ptr, rows, cols, size), of_columns[None, :], total * alpha)
@@ -106,7 +109,7 @@ def _with_diagonals(total, a_ptr, b_ptr, a_diagonal_ptr, b_diagonal_ptr, rows, c
 
 @triton.jit
 def _on_diagonal(a_diagonal_ptr, b_diagonal_ptr, rows, size, alpha, beta, shift):
-    """The contribution of the diagonals to the diagonal of ``alpha A B + beta A + shift I``."""
+    """Return what the diagonals of A and B contribute to the diagonal of ``alpha A B + beta A + shift I``."""
     of_a = tl.load(a_diagonal_ptr + rows, rows < size, other=0.0)
     of_b = tl.load(b_diagonal_ptr + rows, rows < size, other=0.0)
     return tl.fma(of_a, tl.fma(of_b, alpha, beta), shift)
@@ -114,8 +117,9 @@ def _on_diagonal(a_diagonal_ptr, b_diagonal_ptr, rows, size, alpha, beta, shift)
 
 @triton.jit
 def _store(total, on_diagonal, out_ptr, diagonal_ptr, row, col, size, is_above):
-    """Store the tile from ``row`` and ``col`` on and its mirror image below the diagonal; of a tile on the diagonal,
-    the diagonal separately.
+    """Store the tile ``total``, whose first element is (row, col), and if it ``is_above`` the diagonal its transpose.
+
+    For a tile on the diagonal, store its diagonal plus ``on_diagonal`` separately.
     """
     down, right = tl.arange(0, total.shape[0]), tl.arange(0, total.shape[1])
     rows, cols = row + down, col + right
@@ -155,9 +159,9 @@ def symmetric_kernel(
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """``A B^T``; with ``DIAGONALS``, ``alpha A B + beta A + shift I`` of matrices whose diagonals are separate.
+    """Compute one tile of ``A B^T``; with ``DIAGONALS``, of ``alpha A B + beta A + shift I`` for separate diagonals.
 
-    ``matrices``, a class of batch sizes, is only for the tuner.
+    ``matrices``: the batch size rounded up to a power of two, which only the tuner uses as a key.
     """
     per_square: tl.constexpr = COLS // ROWS
     squares = tl.cdiv(size, COLS)
@@ -167,7 +171,7 @@ def symmetric_kernel(
     first_row, first_col = row * COLS + tile % per_square * ROWS, column * COLS
     rows, cols = first_row + tl.arange(0, ROWS), first_col + tl.arange(0, COLS)
     a, b = a_ptr + matrix * size * depth, b_ptr + matrix * size * depth
-    # Rows beyond the last wrap around to the first: they are not stored, and loads need no mask.
+    # Rows beyond the last wrap around to the first, so that loads need no mask; they are not stored.
     total = _sum_of_products(a, b, rows % size, cols % size, depth, across, along, DEPTH)
     on_it = tl.zeros((ROWS,), tl.float32)
     if DIAGONALS:
@@ -179,10 +183,10 @@ def symmetric_kernel(
 
 
 def _bench(call: Callable[[], None], quantiles: Any) -> list[float]:
-    """Median milliseconds of one configuration, as every quantile.
+    """Return the median milliseconds of ``call``, once for each of the ``quantiles`` that the tuner asks for.
 
     Triton's own benchmark empties the L2 cache before each call, with 256 MiB of memory. Newton-Schulz has just written
-    what a product reads, so a full cache is the truer state.
+    what a product reads, so timing with a full cache is more realistic.
     """
     call()  # compiles
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(TRIALS + 1)]
@@ -195,7 +199,7 @@ def _bench(call: Callable[[], None], quantiles: Any) -> list[float]:
     return [spent[TRIALS // 2]] * len(quantiles)
 
 
-#: Newer versions of Triton keep what they have measured on disk, for the next process.
+#: Newer versions of Triton can store the tuner's results on disk, for the next process.
 _KEPT = {"cache_results": True} if "cache_results" in inspect.signature(triton.autotune).parameters else {}
 tuned_kernel = triton.autotune(
     CONFIGS, key=["size", "depth", "along", "matrices", "DIAGONALS"], do_bench=_bench, **_KEPT
@@ -205,15 +209,15 @@ untuned_kernel = triton.autotune(CONFIGS[:1], key=[])(symmetric_kernel)
 
 
 def tiles(size: int, rows: int, cols: int) -> int:
-    """Number of programs for one matrix."""
+    """Return the number of tiles of one ``size x size`` matrix, each of which one program computes."""
     squares = triton.cdiv(size, cols)
     return squares * (squares + 1) // 2 * (cols // rows)
 
 
 def square(x: Tensor, out: Symmetric, work: Workspace, kernel: Any = None) -> None:
-    """``X X^T``; ``x`` is contiguous or the transpose of what is. The diagonal is the matrix units' fp32 sum.
+    """Set ``out = X X^T``, with the fp32 sums of the matrix units as the diagonal.
 
-    ``kernel``: by default the tuned one.
+    ``x``: contiguous or a transposed view of a contiguous tensor. ``kernel``: ``None`` for the tuned one.
     """
     factor = Symmetric(x, out.diagonal)  # which is not read
     _run(kernel, factor, factor, out, PLAIN, diagonals=False)
@@ -222,7 +226,7 @@ def square(x: Tensor, out: Symmetric, work: Workspace, kernel: Any = None) -> No
 def product(
     a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, coeffs: Scalars = PLAIN, kernel: Any = None
 ) -> None:
-    """``alpha A B + beta A + shift I`` for symmetric matrices that commute; all tensors are contiguous."""
+    """Set ``out = alpha A B + beta A + shift I`` for symmetric matrices that commute; all tensors are contiguous."""
     _run(kernel, a, b, out, coeffs, diagonals=True)
 
 
@@ -268,7 +272,7 @@ def complete_kernel(
     shift,
     BLOCK: tl.constexpr,
 ):
-    """Overwrite one row of ``A.rest B.rest`` with that of ``alpha A B + beta A + shift I``."""
+    """Overwrite one row of ``A.rest B.rest`` with the same row of ``alpha A B + beta A + shift I``."""
     row = tl.program_id(0) % size
     first = (tl.program_id(0) // size).to(tl.int64) * size
     at_row = (first + row) * size
@@ -294,7 +298,7 @@ def complete_kernel(
 
 @triton.jit
 def scale_kernel(x_ptr, diagonal_ptr, out_ptr, rows, cols, TALL: tl.constexpr, BLOCK: tl.constexpr):
-    """``out <- out + D X``, or ``out + X D`` if ``TALL``; a part of one row."""
+    """Set ``out <- out + D X``, or ``out + X D`` if ``TALL``, in a part of one row. D is a diagonal matrix."""
     matrix, row = (tl.program_id(0) // rows).to(tl.int64), tl.program_id(0) % rows
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = at < cols
@@ -313,7 +317,7 @@ def _block(cols: int) -> int:
 
 
 def complete(a: Symmetric, b: Symmetric, out: Symmetric, coeffs: Scalars) -> None:
-    """In one pass, turn ``out``, whose ``rest`` is ``a.rest b.rest``, into ``alpha A B + beta A + shift I``."""
+    """Turn ``out``, whose ``rest`` is ``a.rest b.rest``, into ``alpha A B + beta A + shift I`` in one pass."""
     batch, size = out.diagonal.shape
     alpha, beta, shift = map(float, coeffs)
     cols = _block(size)
@@ -323,13 +327,16 @@ def complete(a: Symmetric, b: Symmetric, out: Symmetric, coeffs: Scalars) -> Non
 
 
 def library_product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, coeffs: Scalars = PLAIN) -> None:
-    """Compute ``alpha A B + beta A + shift I`` by a library's full product and one pass."""
+    """Set ``out = alpha A B + beta A + shift I``, by a library's full product and one pass over it."""
     torch.bmm(a.rest, b.rest, out=out.rest)
     complete(a, b, out, coeffs)
 
 
 def multiply(p: Symmetric, x: Tensor, out: Tensor, work: Workspace) -> Tensor:
-    """Compute ``P X`` by a library's product and one pass; ``x`` and ``out`` are contiguous or transposes."""
+    """Set ``out = P X`` and return it, by a library's product and one pass over it.
+
+    ``x`` and ``out`` are contiguous, or both transposed views of contiguous tensors.
+    """
     reference.multiply(Symmetric(p.rest, diagonal=p.diagonal[:, :0]), x, out, work)
     (base, is_transposed), (result, _) = base_of(x), base_of(out)
     batch, rows, cols = base.shape

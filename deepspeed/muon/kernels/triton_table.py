@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of operations on GPUs, in Triton. The module imports without Triton; :func:`operations` then raises."""
+"""The table of Triton kernels for GPUs. The module imports without Triton; :func:`operations` then raises."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch import Tensor
 from deepspeed.muon.kernels import probe, reference
 from deepspeed.muon.kernels.table import Operations, RunOperations, Symmetric, base_of
 
-#: The smaller dimension from which symmetric products are computed as one triangle. Below it there are too few tiles to
-#: fill the chip, and a cluster of quack's has a larger tile, as in gram-newton-schulz. From it on a race at start
-#: decides; ``python -m benchmarks gpu`` prints the times.
+#: Symmetric products whose result has at least this many rows are computed as one triangle. Smaller ones have too few
+#: tiles to fill the GPU, and quack's tiles are larger than they are. Above, a timing at start decides;
+#: ``python -m benchmarks gpu`` prints the times.
 SYMMETRIC_FROM = 512
-#: Triton copies sixteen bytes at a time, asynchronously, only where sizes are multiples of 16 and addresses of as many
-#: bytes. Otherwise products wait for loads of single elements.
+#: Triton copies 16 bytes at a time, asynchronously, only if sizes are multiples of ``MULTIPLE`` elements and addresses
+#: multiples of ``ADDRESS`` bytes. Otherwise products wait for loads of single elements.
 MULTIPLE, ADDRESS = 16, 16
 FP32, BF16, INT8 = (torch.float32,), (torch.bfloat16,), (torch.int8,)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -40,7 +40,7 @@ def unavailable() -> str | None:
 
 
 def _untuned() -> Operations:
-    """The table with symmetric products of any size and without their tuner, which would compile all configurations."""
+    """Return the table with untuned symmetric products: the tuner would compile all configurations."""
     table = operations(reference.OPERATIONS)
     if torch.version.hip:
         return table
@@ -53,9 +53,9 @@ def _untuned() -> Operations:
 
 
 def operations(other: Operations) -> Operations:
-    """Return Triton's table. Tensors that are not on a GPU, or of an unusual dtype or layout, go to ``other``.
+    """Return Triton's table. Calls with tensors that it does not support (not on a GPU, other dtypes) go to ``other``.
 
-    So do the products on AMD's GPUs, for which these kernels were not written.
+    So do matrix products on AMD's GPUs, for which these kernels were not written.
 
     Raises:
         ImportError: Triton is not installed; see :func:`unavailable`.
@@ -96,7 +96,9 @@ def operations(other: Operations) -> Operations:
 
 
 def _either(supports: Callable[..., bool], kernel: Callable[..., Any], fallback: Callable[..., Any]) -> Callable:
-    """Call ``kernel`` if it ``supports`` the arguments, on the device of the first one; otherwise ``fallback``."""
+    """Return a function that calls ``kernel``, on its first argument's device, if it ``supports`` the arguments, and
+    ``fallback`` otherwise.
+    """
 
     @functools.wraps(fallback)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -109,7 +111,7 @@ def _either(supports: Callable[..., bool], kernel: Callable[..., Any], fallback:
 
 
 def _takes(dtypes: tuple[torch.dtype, ...]) -> Callable[..., bool]:
-    """Whether one kernel can process all tensors among the arguments, the first of them of one of these dtypes."""
+    """Return a function that checks arguments: all tensors suit one kernel, and the first has one of ``dtypes``."""
 
     def supports(*args: Any) -> bool:
         first, *others = (arg for arg in args if isinstance(arg, Tensor))
@@ -119,34 +121,34 @@ def _takes(dtypes: tuple[torch.dtype, ...]) -> Callable[..., bool]:
 
 
 def is_on_gpu(tensor: Tensor) -> bool:
-    """Return whether Triton's kernels can access it."""
+    """Return whether Triton's kernels can access ``tensor``."""
     return tensor.is_cuda
 
 
 def _are_plain(tensors: Sequence[Tensor], dtypes: tuple[torch.dtype, ...] = FLOATS) -> bool:
-    """Whether one kernel can process all of them together."""
+    """Return whether all tensors are contiguous, on one GPU and of one of ``dtypes``, as a kernel needs them."""
     device = tensors[0].device
     return all(is_on_gpu(t) and t.device == device and t.dtype in dtypes and t.is_contiguous() for t in tensors)
 
 
 def _are_apart(*matrices: Symmetric, others: Sequence[Tensor] = ()) -> bool:
-    """Whether the kernels, which take diagonals apart, can process these matrices and tensors in one call."""
+    """Return whether all ``matrices`` store diagonals separately, and one kernel can process them with ``others``."""
     parts = [part for matrix in matrices for part in matrix]
     return not any(matrix.is_whole for matrix in matrices) and _are_plain([*parts, *others])
 
 
 def takes_square(x: Tensor, out: Symmetric, *_: Any) -> bool:
-    """Return whether a kernel that computes one triangle can square ``x``, and is faster than a library's product."""
+    """Return whether a kernel that computes one triangle can compute X X^T, and may beat a library's full product."""
     return _are_apart(out, others=[base_of(x)[0]]) and _are_large(x, out.rest)
 
 
 def takes_product(a: Symmetric, b: Symmetric, out: Symmetric, *_: Any) -> bool:
-    """Return whether such a kernel can multiply ``a`` and ``b``, and is faster than a library's product."""
+    """Return whether a kernel that computes one triangle can compute A B, and may beat a library's full product."""
     return _are_apart(a, b, out) and _are_large(a.rest, b.rest, out.rest)
 
 
 def _are_large(*matrices: Tensor) -> bool:
-    """Whether the last, the result, is large enough, and all have sizes and addresses that kernels load fast from."""
+    """Return whether the last matrix, the result, is large enough, and kernels load all of them fast."""
     return matrices[-1].size(-1) >= SYMMETRIC_FROM and all(
         x.dtype in HALVES and x.data_ptr() % ADDRESS == 0 and all(size % MULTIPLE == 0 for size in x.shape[-2:])
         for x in matrices

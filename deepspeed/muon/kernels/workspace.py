@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scratch memory that is allocated once, and how many matrices share it."""
+"""Scratch memory that is allocated once, and how many matrices are orthogonalized at a time in it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-#: The most bytes of matrices and temporaries that a CPU orthogonalizes together, so that they stay in its caches from
-#: one product to the next: Newton-Schulz on matrices of 512 and more takes 5 to 10 % less time.
+#: Limit of the bytes of matrices and temporaries that a CPU orthogonalizes at a time, so that they stay in its caches
+#: from one product to the next: Newton-Schulz on matrices of 512 x 512 and more takes 5 to 10 % less time.
 CACHED_BYTES = 8 << 20
-#: The most bytes of temporaries of the matrices that an accelerator orthogonalizes together, unless one has more: those
-#: of four matrices of 2048 x 8192 in bf16, which are enough work to fill a chip.
+#: Limit of the bytes of temporaries of the matrices that an accelerator orthogonalizes at a time, unless a single one
+#: has more: those of four matrices of 2048 x 8192 in bf16, which are enough work to keep it busy.
 BATCH_BYTES = 256 << 20
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Return whether memory on a device is scarce, and fast to get from an allocator that caches it."""
+    """Return whether a device is not the CPU; its memory is scarce then, and fast to get from a caching allocator."""
     return device.type != "cpu"
 
 
@@ -45,9 +45,9 @@ class Workspace:
         device: torch.device,
         pin: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Return an uninitialized contiguous tensor of this shape, valid until the next request of this name.
+        """Return an uninitialized contiguous tensor, valid until the next request of this name, dtype and device.
 
-        ``pin``: return a copy in page-locked host memory, which an accelerator copies from and to asynchronously.
+        ``pin``: returns a copy of a tensor in pinned host memory; it is applied to storage when that is allocated.
         """
         numel, key = math.prod(shape), (name, dtype, device)
         if key not in self._storage or self._storage[key].numel() < numel:
@@ -57,8 +57,8 @@ class Workspace:
         return self._storage[key][:numel].view(shape)
 
     def release(self) -> None:
-        """Give the storage on accelerators back to their caching allocators, for the next forward and backward."""
-        # That of the host stays, pinned memory too, which is slow to get.
+        """Free the storage on accelerators, so that the next forward and backward can use the memory."""
+        # Host memory stays: page faults and pinning are slow.
         self._storage = {key: buffer for key, buffer in self._storage.items() if not is_accelerator(buffer.device)}
 
     def clear(self) -> None:
@@ -71,16 +71,17 @@ class Workspace:
 
 
 def matrices_together(x: Tensor, dtype: torch.dtype, small: int, threads: int | None = None) -> int:
-    """Return how many matrices ``[batch, rows, cols]``, with Gram matrices of size ``small``, to orthogonalize at once.
+    """Return how many of the matrices in ``x``, ``[batch, rows, cols]``, to orthogonalize at a time.
 
-    On an accelerator as many as :data:`BATCH_BYTES` of temporaries allow; on a CPU as many as its caches hold, and at
-    least one for each of ``threads``, by default torch's.
+    On an accelerator :data:`BATCH_BYTES` limits the number; on a CPU :data:`CACHED_BYTES`, but there is at least one
+    matrix for each of ``threads`` (``None``: as many as torch has). ``dtype``: of the products. ``small``: number of
+    rows of a Gram matrix.
     """
     return batch_limit(x.size(-2) * x.size(-1), small, dtype.itemsize, is_accelerator(x.device), threads)
 
 
 def batch_limit(numel: int, small: int, itemsize: int, accelerator: bool, threads: int | None = None) -> int:
-    """Return :func:`matrices_together` by elements of a matrix, size of its Gram matrix, and bytes of an element."""
+    """Return :func:`matrices_together` for matrices of ``numel`` elements of ``itemsize`` bytes each."""
     nbytes = max(1, itemsize * (numel + 4 * small * small))  # a second X, and up to four small matrices
     if accelerator:
         return max(1, BATCH_BYTES // nbytes)

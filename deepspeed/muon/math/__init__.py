@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mathematics of a step, without ranks."""
+"""The mathematics of a step. Nothing in it knows of ranks or shards."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The auxiliary AdamW: torch's fused one where the device has it, over the slices of parameters that a group holds."""
+"""AdamW for the parameters that Muon does not train: torch's, fused if the device supports it, on ZeRO's shards."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.math.momentum import Fragment
 from deepspeed.muon.math.wide import in_fp32
 
-#: Elements that statistics are taken of at once.
+#: Elements that :func:`update_squares` processes at a time.
 CHUNK = 2**20
 
 
 def state_of(state: dict[str, Any], tensor: Tensor) -> dict[str, Any]:
-    """Return ``state`` with ``exp_avg``, ``exp_avg_sq``, of the tensor's shape and dtype, and ``step``; first zeros."""
+    """Return ``state``; if empty, first add zeros: ``exp_avg``, ``exp_avg_sq`` (like the tensor) and ``step`` (0-D)."""
     if "exp_avg" not in state:
         state["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
         state["exp_avg"] = torch.zeros_like(tensor, requires_grad=False)
@@ -34,9 +34,10 @@ def state_of(state: dict[str, Any], tensor: Tensor) -> dict[str, Any]:
 def step(
     tensors: Sequence[Tensor], states: Sequence[dict[str, Any]], group: Mapping[str, Any], decoupled: bool
 ) -> None:
-    """Make one step of ``torch.optim.AdamW`` over tensors that have a gradient, each with its :func:`state_of`.
+    """Make one step of ``torch.optim.AdamW`` for tensors that all have a gradient.
 
-    ``decoupled``: weight decay as in AdamW; otherwise L2 in the gradient.
+    ``states``: for each tensor, from :func:`state_of`. ``group``: the parameter group with its settings. ``decoupled``:
+    whether weight decay is that of AdamW; otherwise it is an L2 term in the gradient, as in Adam.
     """
     grads = [p.grad for p in tensors if p.grad is not None]
     means, squares, steps = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
@@ -44,7 +45,7 @@ def step(
 
 
 def is_rounded(tensor: Tensor) -> bool:
-    """Return whether :func:`step_in_bf16` updates a tensor."""
+    """Return whether a tensor is contiguous bf16, which :func:`step_in_bf16` updates with stochastic rounding."""
     return tensor.dtype == torch.bfloat16 and tensor.is_contiguous()
 
 
@@ -57,9 +58,9 @@ def step_in_bf16(
     kernels: Operations,
     work: Workspace,
 ) -> None:
-    """Step a contiguous bf16 tensor: computed in fp32, weights and moments rounded stochastically.
+    """Act as :func:`step` for a contiguous bf16 tensor: compute in fp32, and round weights and moments stochastically.
 
-    ``fragments``: what it holds of each parameter; padding between them stays as it is.
+    ``fragments``: which elements of which parameters the tensor holds; padding between them does not change.
     """
     assert tensor.grad is not None
     grad, done = tensor.grad.reshape(-1), state["step"].clone()
@@ -68,6 +69,7 @@ def step_in_bf16(
     step = int(state["step"])
     for name, first, position, numel in fragments:
         place = slice(position, position + numel)
+        # With common random numbers, the rounding errors of weights and moments would have the same sign.
         keys = [key_of(f"{name} {role}", step) for role in ("weight", "exp_avg", "exp_avg_sq")]
         for part, wide in in_fp32([x[place] for x in stored], keys, first, kernels, work):
             weights, means, squares = ([x] for x in wide)
@@ -83,12 +85,12 @@ def _update(
     group: Mapping[str, Any],
     decoupled: bool,
 ) -> None:
-    """Torch's own functional update, which also increments ``steps``."""
+    """Call torch's functional update, which also increments ``steps``."""
     if not tensors:
         return
     if not group.get("bias_correction", True):  # a checkpoint of an older version has no such key
         torch._foreach_add_(steps, 1)
-        steps = [torch.full_like(step, torch.inf) for step in steps]  # at which a correction is 1
+        steps = [torch.full_like(step, torch.inf) for step in steps]  # at step infinity the bias corrections are 1
     settings = {"beta1": group["betas"][0], "beta2": group["betas"][1]}
     settings |= {key: group[key] for key in ("lr", "weight_decay", "eps")}
     settings["has_complex"] = any(p.is_complex() for p in tensors)
@@ -100,16 +102,16 @@ def _update(
 
 @functools.cache
 def has_fused_kernel(device_type: str) -> bool:
-    """Return whether this torch has fused Adam and AdamW for a type of device, by its dispatcher."""
+    """Return whether torch has fused kernels of Adam and AdamW for a type of device."""
     key = torch._C._dispatch_key_for_device(device_type)
     names = ("aten::_fused_adam_", "aten::_fused_adamw_")
     return all(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for name in names)
 
 
 def update_squares(state: Mapping[str, Any], group: Mapping[str, Any], start: int, length: int) -> Tensor:
-    """Return the sum of squares of the last update per unit of learning rate, without weight decay; fp32, 0-D.
+    """Return the sum of squares of AdamW's last update at learning rate 1, without weight decay; fp32, 0-D.
 
-    Of ``length`` elements from ``start`` on, row by row. ``state``: after the step; any strides.
+    It covers ``length`` elements from index ``start``, in row-major order. ``state``: of the tensor, after the step.
     """
     (beta1, beta2), steps = group["betas"], float(state["step"])
     steps = steps if group.get("bias_correction", True) else torch.inf
@@ -124,5 +126,5 @@ def update_squares(state: Mapping[str, Any], group: Mapping[str, Any], start: in
 
 
 def _real(x: Tensor) -> Tensor:
-    """Return the real and imaginary parts, which AdamW updates as numbers of their own; ``x`` itself if it is real."""
+    """Return a complex ``x`` as real and imaginary parts, which AdamW updates separately; a real ``x`` as it is."""
     return torch.view_as_real(x) if x.is_complex() else x

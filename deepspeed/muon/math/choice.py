@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How Newton-Schulz runs: the dtype of its products, and for each shape the method and whose kernels multiply.
+"""How Newton-Schulz runs: the dtype of its products, and for each shape of a matrix the method and the kernels.
 
-:func:`fastest` takes the dtype and kernels of the highest rate in :func:`deepspeed.muon.tuning.race`; the method of a
-shape is that of fewer operations. A run's choice is pinned in the parameter groups, key ``ns_choice``, and saved with
-them in every checkpoint, so a resumed run keeps its bits on any machine.
+:func:`fastest` chooses the dtype and the kernels by the rates that :func:`deepspeed.muon.tuning.race` measures, and for
+each shape the method with fewer operations. The choice is stored in the parameter groups, key ``ns_choice``, and saved
+with them in every checkpoint, so that a resumed training run gets the same bits on any machine.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from deepspeed.muon.math.newton_schulz import DTYPES, METHODS, flops, products
 
 #: A candidate other than the default must be faster by this factor, which is above the noise of a timing.
 MARGIN = 1.03
-#: The table of plain PyTorch, which every machine has.
+#: Name of the table of plain PyTorch kernels, which every machine has.
 TORCH = "torch"
+#: (rows, columns) of a matrix.
 Shape = tuple[int, int]
-#: Operations per second in Newton-Schulz, by dtype and table.
+#: Dtype -> name of a table of kernels -> floating-point operations per second in Newton-Schulz.
 Rates = dict[str, dict[str, float]]
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The method for one shape and its transpose, and the name of the table that computes each kind of product.
+    """The method for one shape and its transpose, and the name of the table whose kernel computes each kind of product.
 
-    New choices have one table for all kinds; checkpoints of 0.2.0 and older may have several.
+    New choices use one table for all kinds; checkpoints of version 0.2.0 and older may name several.
     """
 
     method: str
@@ -38,7 +39,7 @@ class Recipe:
 
     @property
     def tables(self) -> set[str]:
-        """Return the names of its tables."""
+        """Return the distinct names of the tables."""
         return {self.square, self.product, self.multiply}
 
     def __str__(self) -> str:
@@ -47,7 +48,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Choice:
-    """The dtype, a key of :data:`DTYPES`, and recipes by :func:`shape_key`."""
+    """The dtype of the products, a key of :data:`DTYPES`, and :func:`shape_key` -> recipe."""
 
     dtype: str
     recipes: Mapping[str, Recipe]
@@ -58,31 +59,37 @@ class Choice:
 
     @property
     def tables(self) -> set[str]:
-        """Return the names of all tables."""
+        """Return the distinct names of all recipes' tables."""
         return set().union(*(recipe.tables for recipe in self.recipes.values()))
 
     def pinned(self) -> dict[str, Any]:
-        """Return the choice as JSON values, the form in which it is saved."""
+        """Return the choice as JSON values, as checkpoints store it; :func:`from_pinned` reads it."""
         return {"dtype": self.dtype, "shapes": {key: asdict(recipe) for key, recipe in self.recipes.items()}}
 
     def with_methods(self, methods: Mapping[str, str]) -> Choice:
-        """Return the choice with other methods for some shapes: a checkpoint of 0.1.0 pinned nothing else."""
+        """Return the choice with other methods for some shapes, as a checkpoint of version 0.1.0 stores only these.
+
+        ``methods``: :func:`shape_key` -> method.
+        """
         changed = {key: replace(self.recipes[key], method=methods[key]) for key in self.recipes.keys() & methods.keys()}
         return Choice(self.dtype, {**self.recipes, **changed})
 
 
 def shape_key(rows: int, cols: int) -> str:
-    """Return the name of a shape and of its transpose, such as ``16x64``."""
+    """Return the name that a shape and its transpose share: ``(64, 16) -> "16x64"``."""
     return "x".join(map(str, sorted((rows, cols))))
 
 
 def from_pinned(pinned: Mapping[str, Any]) -> Choice:
-    """Read what :meth:`Choice.pinned` returned; :func:`unknown` says whether this version can."""
+    """Return the choice from its saved form (:meth:`Choice.pinned`), once :func:`unknown` has found nothing in it."""
     return Choice(pinned["dtype"], {key: Recipe(**recipe) for key, recipe in pinned["shapes"].items()})
 
 
 def unknown(pinned: Any) -> list[str]:
-    """Return what this version does not know in a saved ``ns_choice``, as texts. Tables may be other machines'."""
+    """Return, as texts, what this version does not know in a saved ``ns_choice``.
+
+    Names of tables are not checked, because other machines have other tables.
+    """
     try:
         choice = from_pinned(pinned)
         wrong = [repr(choice.dtype)] if choice.dtype not in DTYPES else []
@@ -92,7 +99,7 @@ def unknown(pinned: Any) -> list[str]:
 
 
 def unknown_methods(methods: Any) -> list[str]:
-    """Return the entries of shape -> method that this version does not know, as texts."""
+    """Return, as texts, the entries of ``methods``, shape -> method, that this version does not know."""
     if not isinstance(methods, Mapping):
         return [repr(methods)]
     return [f"{method!r} for {shape}" for shape, method in methods.items() if method not in METHODS]
@@ -101,7 +108,10 @@ def unknown_methods(methods: Any) -> list[str]:
 def by_count(
     shapes: Collection[Shape], schedule: Schedule, dtype: str, methods: Sequence[str] = METHODS, table: str = TORCH
 ) -> Choice:
-    """Choose the method of fewer operations for each shape, and one table for all products."""
+    """Choose the method with fewer operations for each shape, and ``table`` for all products.
+
+    ``methods``: those to choose from. Another one than the first must have fewer operations by a factor of ``MARGIN``.
+    """
     default, *others = methods
     recipes = {}
     for rows, cols in sorted(shapes):
@@ -112,13 +122,13 @@ def by_count(
 
 
 def counted_method(rows: int, cols: int, ns_method: str, schedule: Schedule, dtype: str) -> str:
-    """Return the method for one shape where nothing is timed: ``ns_method``, or under ``auto`` the cheaper one."""
+    """Return the method for one shape without timing: ``ns_method``, or for ``auto`` the one that needs less work."""
     methods = METHODS if ns_method == "auto" else (ns_method,)
     return by_count([(rows, cols)], schedule, dtype, methods).recipe(rows, cols).method
 
 
 def lowest(rates: Sequence[Rates]) -> Rates:
-    """Return the lowest rate of several ranks for each dtype and table that all of them have timed."""
+    """Return, for each dtype and table that all ranks have timed, the lowest rate. ``rates``: by rank."""
     return {
         dtype: {
             table: min(one[dtype][table] for one in rates)
@@ -132,13 +142,14 @@ def lowest(rates: Sequence[Rates]) -> Rates:
 def fastest(
     rates: Rates, shapes: Mapping[Shape, int], schedule: Schedule, methods: Sequence[str] = METHODS
 ) -> Choice | None:
-    """Choose the dtype and table in which all matrices of a model take least time; ``None`` without a rate.
+    """Choose the dtype and table with which all matrices of a model take least time; ``None`` without a rate.
 
-    A tie goes to the more exact dtype, then to the table that was timed first, which is plain PyTorch's.
+    Candidates within a factor of ``MARGIN`` are equal: then the more exact dtype wins, then the table timed first,
+    which is plain PyTorch's.
 
     Args:
-        rates: by dtype and table, of the slowest rank.
-        shapes: rows, columns -> how many matrices the model has.
+        rates: those of the slowest rank, from :func:`lowest`.
+        shapes: (rows, columns) -> number of such matrices in the model.
         methods: those that may be chosen, the default first.
     """
     best: Choice | None = None
@@ -153,7 +164,10 @@ def fastest(
 
 
 def seconds(rates: Rates, choice: Choice, shapes: Mapping[Shape, int], schedule: Schedule) -> float | None:
-    """Return what a choice takes for all matrices at these rates; ``None`` if they lack one of its tables."""
+    """Return the seconds that a choice takes for all matrices; ``None`` if ``rates`` lacks one of its tables.
+
+    ``shapes``: (rows, columns) -> number of such matrices.
+    """
     known = rates.get(choice.dtype, {})
     if not choice.tables <= known.keys():
         return None

@@ -19,7 +19,7 @@ DEFAULT_STEPS = 5
 #: One triple, repeated for every step. Keller Jordan, "Muon: An optimizer for hidden layers in neural networks" (2024).
 SIMPLE: Triple = (3.4445, -4.7750, 2.0315)
 
-#: From here on the triples differ from step to step. You Jiacheng, published with modded-nanogpt (2025).
+#: In this and the following schedules, triples differ from step to step. You Jiacheng, modded-nanogpt (2025).
 YOU: Schedule = (
     (4.0848, -6.8946, 2.9270),
     (3.9505, -6.3029, 2.6377),
@@ -31,7 +31,7 @@ YOU: Schedule = (
 
 @functools.cache
 def for_larger_norm(schedule: Schedule, factor: float) -> Schedule:
-    """Return the schedule that acts as if its input were divided by ``factor`` first."""
+    """Return the schedule that acts like ``schedule`` on an input divided by ``factor``."""
     a, b, c = schedule[0]
     return ((a / factor, b / factor**3, c / factor**5), *schedule[1:])
 
@@ -52,8 +52,8 @@ POLAR_EXPRESS: Schedule = for_larger_norm(
 #: DeepSeek-V4 (2026), section 2.4: eight steps that are steep at zero, and two that converge to one.
 DEEPSEEK_V4: Schedule = (SIMPLE,) * 8 + ((2.0, -1.5, 0.5),) * 2
 
-#: Cubic steps, which take a product less each; from NVIDIA's Emerging-Optimizers. Just above one it
-#: changes signs, hence the norm of 1 / 1.02.
+#: Cubic steps, each of which needs one product less; from NVIDIA's Emerging-Optimizers. It flips the sign of singular
+#: values just above one, so its input has norm 1 / 1.02.
 CUBIC5: Schedule = for_larger_norm(
     (
         (3.3656576, -3.3420992, 0.0),
@@ -65,6 +65,7 @@ CUBIC5: Schedule = for_larger_norm(
     1.02,
 )
 
+#: Value of the config key ``ns_coefficients`` -> schedule; a single triple is repeated for every step.
 NAMED: dict[str, Schedule] = {
     "simple": (SIMPLE,),
     "you": YOU,
@@ -78,9 +79,9 @@ def schedule(coefficients: str | Schedule, steps: int | None = None) -> Schedule
     """Return the triples to use, one per step.
 
     Args:
-        coefficients: a name of :data:`NAMED`, or the user's triples.
-        steps: number of steps, for a single triple. A schedule of several triples has a fixed length, and no other
-            is accepted.
+        coefficients: a key of :data:`NAMED`, or the user's triples.
+        steps: number of steps if there is a single triple, by default :data:`DEFAULT_STEPS`. With several triples it
+            must be ``None`` or their number.
 
     Raises:
         ValueError: the name is unknown, or ``steps`` differs from a schedule's length.
@@ -98,16 +99,17 @@ def schedule(coefficients: str | Schedule, steps: int | None = None) -> Schedule
     return triples
 
 
-#: The Gram iteration composes steps if errors of the Gram matrices between them move no singular value by more than
-#: ``MAX_SHIFT`` after ``STEPS_AHEAD`` further steps, which show a value that diverges.
+#: The Gram iteration composes steps, without a restart between them, if rounding errors of the Gram matrices between
+#: these steps move no singular value by more than ``MAX_SHIFT``. The error is measured after ``STEPS_AHEAD`` further
+#: steps, in which a diverging value shows.
 MAX_SHIFT, STEPS_AHEAD = 0.06, 3
 
 
 class Rounding(NamedTuple):
-    """What a dtype's rounding does to a Gram matrix, and how many steps are composed at most.
+    """The error that a dtype's rounding causes in a Gram matrix, and the maximum number of composed steps.
 
-    An eigenvalue r is off by ``error * max(r, least)``: a few roundings that nothing averages out. With these numbers
-    no matrix of many small ones goes astray, whatever its spectrum.
+    An eigenvalue r is off by ``error * max(r, least)``, as after a few rounding errors of the same sign. With the
+    values of :data:`ROUNDING`, none of many small random matrices diverges, whatever its singular values.
     """
 
     error: float
@@ -115,17 +117,17 @@ class Rounding(NamedTuple):
     longest: int
 
 
-#: By dtype. fp16 rounds eight times finer than bf16. fp32 composes as fp16 does: one more step would save little and
-#: cost a digit, as an error at the smallest singular values grows by a^2, about 12, with each step.
+#: Key of a dtype -> rounding. fp16 rounds eight times finer than bf16. fp32 composes as many steps as fp16: one more
+#: would save little and cost a digit, as the error at the smallest singular values grows by a^2, about 12, per step.
 ROUNDING = {"bf16": Rounding(2.0**-7, 0.0, 2), "fp16": Rounding(2.0**-10, 1.0, 3), "fp32": Rounding(2.0**-10, 1.0, 3)}
 
 
 @functools.cache
 def segments(schedule: Schedule, dtype: str) -> tuple[int, ...]:
-    """Return the numbers of steps after which the Gram iteration forms the Gram matrix from the iterate again.
+    """Return how many steps the Gram iteration makes between restarts, which compute R = X X^T again: ``(2, 2, 1)``.
 
-    Between restarts its small matrices drift away from the iterate. A polynomial that is steep at the largest singular
-    values amplifies the drift, and the next step may then diverge.
+    Between restarts its small matrices drift away from X. A polynomial that is steep at the largest singular values
+    amplifies the drift, and the next step may then diverge.
 
     Args:
         dtype: of the products, a key of :data:`ROUNDING`.
@@ -141,7 +143,10 @@ def segments(schedule: Schedule, dtype: str) -> tuple[int, ...]:
 
 
 def _moved(schedule: Schedule, first: int, length: int, rounding: Rounding) -> float:
-    """The most by which errors of one sign in the Gram matrices between composed steps move a singular value."""
+    """Return how far errors of one sign in the Gram matrices between composed steps move a singular value at most.
+
+    ``first``, ``length``: the index of the first composed step, and the number of them.
+    """
     composed, after = schedule[first : first + length], schedule[first + length : first + length + STEPS_AHEAD]
     worst = 0.0
     for error in (-rounding.error, rounding.error):
@@ -154,7 +159,7 @@ def _moved(schedule: Schedule, first: int, length: int, rounding: Rounding) -> f
                 square *= factor * factor
                 square += error * max(square, rounding.least)
             moved = abs(_map(after, value) - _map((*composed, *after), start))
-            worst = moved if not moved <= worst else worst  # a NaN counts as far
+            worst = moved if not moved <= worst else worst  # NaN counts as the largest
     return worst
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention logits: the largest of each head, and the factors by which QK-clip takes them back to a threshold.
+"""Attention logits: the largest of each head, and the factors by which QK-clip scales them down to a threshold.
 
 Pure functions. QK-clip: Kimi Team, "Kimi K2: Open Agentic Intelligence" (arXiv 2507.20534), section 2.1, algorithm 1.
 """
@@ -15,28 +15,30 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-#: ``sampled`` takes one query of this many, others in each step.
+#: ``sampled`` takes one query out of this many, in each step different ones.
 SHARE = 16
-#: Logits in memory at a time.
+#: Maximum number of logits in memory at a time.
 CHUNK = 2**24
-#: Logits of one call of attention that ``auto`` computes all: 32 heads of one sequence of 5,792 tokens. More take more
-#: than 64 chunks, each of several kernels.
+#: Maximum number of logits in one call of attention for which ``auto`` is ``exact``: 32 heads of one sequence of 5,792
+#: tokens. More logits would take more than 64 chunks, each of several kernels.
 MAX_EXACT = 2**30
-#: What a mask of floats adds to the logit of a hidden key, or less. Models that do not write the dtype's least value or
-#: minus infinity write -1e9 or -1e4, and bf16 rounds the latter to -9984.
+#: A mask of floats hides a key if it adds this or less to the logit. Models that do not use the dtype's least value or
+#: minus infinity use -1e9 or -1e4, and bf16 rounds the latter to -9984.
 HIDDEN = -9000.0
 
 
 @dataclass(frozen=True)
 class Visible:
-    """The keys that a query sees, by their positions.
+    """Which keys each query sees. All conditions must hold.
 
     Args:
-        mask: broadcast to ``[batch, heads, queries, keys]``; bool, or floats that are added to the logits, where
-            :data:`HIDDEN` or less hides a key.
-        is_causal: query i sees keys up to i + ``shift``.
-        window: how many keys before that, and after it, a query sees besides; negative: all.
-        documents: of queries and of keys, ``[queries]`` and ``[keys]``; a query sees its own document.
+        mask: broadcast to ``[batch, heads, queries, keys]``; bool (true: seen), or floats that are added to the logits,
+            of which :data:`HIDDEN` or less hides a key.
+        is_causal: whether query i sees no key after position i + ``shift``.
+        shift: position of query i among the keys, minus i.
+        window: (before, after): how many keys before and after its position a query sees; negative: all.
+        documents: (document of each query, ``[queries]``; document of each key, ``[keys]``): a query sees the keys of
+            its own document.
     """
 
     mask: Tensor | None = None
@@ -47,28 +49,31 @@ class Visible:
 
     @property
     def _after(self) -> int:
-        """Return how many keys after its position a query sees; negative: all."""
+        """Return how many keys after its own position a query sees; negative: all."""
         return 0 if self.is_causal else self.window[1]
 
     @property
     def is_prefix(self) -> bool:
-        """Return whether a query sees all keys up to some point."""
+        """Return whether every query sees all keys from the first one up to some position, and no others."""
         return self.mask is None and self.documents is None and self.window[0] < 0
 
     def last(self, queries: int, keys: int) -> Tensor:
-        """Return the last key that each query sees if it :attr:`is_prefix`; negative: none."""
+        """Return the index of the last key that each query sees, ``[queries]``, int64; negative if it sees none.
+
+        Valid only if :attr:`is_prefix`.
+        """
         if self._after < 0:
             return torch.full((queries,), keys - 1, dtype=torch.int64, device="cpu")
         return (torch.arange(queries, dtype=torch.int64, device="cpu") + self.shift + self._after).clamp(max=keys - 1)
 
     def reach(self, query: int, keys: int) -> int:
-        """Return how many keys, from the first on, the queries up to this one see at most."""
+        """Return how many keys, counted from the first, are enough to have all that queries 0 to ``query`` see."""
         return keys if self._after < 0 else min(keys, max(1, query + self.shift + self._after + 1))
 
     def of(self, queries: Tensor, keys: int) -> Tensor | None:
-        """Return which of the first ``keys`` keys these queries see, ``None`` for all.
+        """Return which of the first ``keys`` keys the queries with these indices see; ``None`` if all see all.
 
-        Broadcast to ``[batch, heads, queries, keys]``.
+        The result is bool and can be broadcast to ``[batch, heads, queries, keys]``.
         """
         found = []
         distance = torch.arange(keys, dtype=torch.int64, device=queries.device) - queries[:, None] - self.shift
@@ -86,17 +91,19 @@ class Visible:
 
 
 def largest(query: Tensor, key: Tensor, scale: float, visible: Visible, mode: str = "exact", step: int = 0) -> Tensor:
-    """Return the largest logit of each head, ``[heads]``, fp32; minus infinity where no query sees a key.
+    """Return the largest logit of each query head, ``[heads]``, fp32; minus infinity if no query of a head sees a key.
 
-    Logits are ``scale`` times the product of query and key, computed in their dtype, of fp16 in fp32, before biases and
-    soft caps. ``sampled`` gives at most this number, ``bound`` at least.
+    A logit is ``scale`` times the product of query and key, before biases and soft caps. It is computed in their dtype,
+    but in fp32 for fp16. ``sampled`` returns this maximum or less, ``bound`` this maximum or more.
 
     Args:
         query: ``[batch, heads, queries, width]``.
-        key: ``[batch, key_heads, keys, width]``; the heads of a group of queries are adjacent.
-        mode: ``exact``: over all pairs; ``sampled``: over a share of the queries; ``bound``: the product of norms,
-            which the logits do not exceed; ``auto``: ``exact`` up to :data:`MAX_EXACT` logits, ``sampled`` for more.
-        step: its number decides which of the queries ``sampled`` takes.
+        key: ``[batch, key_heads, keys, width]``; query heads that share a key head are adjacent.
+        visible: which keys each query sees.
+        mode: ``exact``: over all pairs of query and key; ``sampled``: for some of the queries; ``bound``: the largest
+            product of norms, which no logit exceeds; ``auto``: ``exact`` up to :data:`MAX_EXACT` logits, otherwise
+            ``sampled``.
+        step: number of the training step, which decides which queries ``sampled`` takes.
     """
     batch, heads, count, _ = query.shape
     keys = key.size(2)
@@ -124,19 +131,19 @@ def largest(query: Tensor, key: Tensor, scale: float, visible: Visible, mode: st
 
 
 def _products(query: Tensor, key: Tensor) -> Tensor:
-    """``[batch, heads, queries, keys]``."""
+    """Return the products of all queries and keys, ``[batch, heads, queries, keys]``."""
     grouped = query.unflatten(1, (key.size(1), -1)).flatten(2, 3)
     return (grouped @ key.transpose(-1, -2)).unflatten(2, (-1, query.size(2))).flatten(1, 2)
 
 
 def _bounds(query: Tensor, key: Tensor) -> Tensor:
-    """Of the same shape, the products of norms."""
+    """Return the products of the norms of all queries and keys, ``[batch, heads, queries, keys]``."""
     norms = key.float().norm(dim=-1).repeat_interleave(query.size(1) // key.size(1), dim=1)
     return query.float().norm(dim=-1)[..., None] * norms[:, :, None]
 
 
 def _bound_of_prefixes(query: Tensor, key: Tensor, visible: Visible) -> Tensor:
-    # By head the largest product of norms, without a table of all pairs.
+    # For each head the largest of _bounds, without computing all pairs.
     longest = key.float().norm(dim=-1).cummax(dim=-1).values.repeat_interleave(query.size(1) // key.size(1), dim=1)
     last = visible.last(query.size(2), key.size(2)).to(query.device)
     bounds = query.float().norm(dim=-1) * longest[..., last.clamp(min=0)]
@@ -146,8 +153,11 @@ def _bound_of_prefixes(query: Tensor, key: Tensor, visible: Visible) -> Tensor:
 class Factors(NamedTuple):
     """Factors for the weights of one attention layer.
 
-    ``query`` and ``rotary``: of each query head. ``key``: of each key head. ``rotary`` is for queries whose keys are
-    shared by all heads and stay as they are, as the rotary ones of latent attention.
+    Args:
+        query: factor of each query head.
+        key: factor of each key head.
+        rotary: factor of each query head, for those of its weights whose keys are shared by all heads and are not
+            scaled, such as the rotary ones of latent attention.
     """
 
     query: list[float]
@@ -156,14 +166,17 @@ class Factors(NamedTuple):
 
 
 def clip_factors(logits: Sequence[float], keys: int, tau: float, alpha: float) -> Factors:
-    """Return the factors that take logits above ``tau`` back to it and leave others as they are.
+    """Return the factors that scale logits above ``tau`` down to ``tau`` and leave smaller ones as they are.
 
-    A head's logits are multiplied by g = tau / logit, its queries by g^alpha. A key that several heads share takes
-    g^(1 - alpha) of the largest logit among them, so that none of them stays above ``tau``.
+    The logits of a head are to be multiplied by g = tau / logit, so its queries are by g^alpha and its keys by
+    g^(1 - alpha). A key head that several query heads share takes the g of the largest logit among them, so that none
+    of them stays above ``tau``.
 
     Args:
-        logits: the largest of each query head; one that is not finite clips nothing.
+        logits: the largest logit of each query head. One that is not finite is not clipped.
         keys: number of key heads.
+        tau: the threshold.
+        alpha: share of the scaling that queries take, from 0 to 1.
     """
     gains = [tau / logit if tau < logit < math.inf else 1.0 for logit in logits]
     per_key = len(gains) // keys

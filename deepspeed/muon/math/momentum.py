@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The momentum as it is stored: in the tensor's dtype, which is fp32 under ZeRO, in bf16, or in int8."""
+"""The stored form of the momentum: in the tensor's dtype (fp32 under ZeRO), in bf16, or in int8."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from torch import Tensor
 
 from deepspeed.muon.kernels.codes import BLOCK, blocks_of, decode, encode
 
-#: Keys of a state: the momentum, or its two parts in int8.
+#: Keys of a parameter's state: the momentum, or in int8 its codes and the largest magnitude of each block.
 MOMENTUM, CODES, ABSMAX = "momentum_buffer", "momentum_codes", "momentum_absmax"
-#: Blocks that are converted at a time.
+#: Number of blocks that are converted at a time.
 CHUNK = 2**14
 State = dict[str, Any]
 
 
 class Fragment(NamedTuple):
-    """Consecutive elements of one parameter in a tensor: ``first`` is the index of the first in the parameter."""
+    """``numel`` consecutive elements of the parameter ``name``, stored in a tensor from index ``position`` on.
+
+    ``first``: index of the first of them in the parameter.
+    """
 
     name: str
     first: int
@@ -30,9 +33,9 @@ class Fragment(NamedTuple):
 
 
 class Blocks:
-    """Where the blocks of a tensor's momentum in int8 lie: they begin anew with each parameter.
+    """The quantization blocks of a tensor's int8 momentum. Each parameter in the tensor begins a new block.
 
-    So a parameter's momentum does not depend on its neighbours' or on padding, which may hold anything.
+    So its momentum depends neither on its neighbours in the tensor nor on padding, which may hold anything, even NaN.
     """
 
     def __init__(self, fragments: Iterable[Fragment]) -> None:
@@ -43,13 +46,16 @@ class Blocks:
         self.count = self._ends[-1]
 
     def parts(self, state: State) -> Iterator[tuple[Fragment, Tensor, Tensor]]:
-        """Yield each fragment with its codes and the magnitudes of its blocks, which are views of the state."""
+        """Yield (fragment, its codes, its blocks' largest magnitudes); both tensors are 1-D views of the state's."""
         codes = state[CODES].view(-1)
         for fragment, (start, end) in zip(self.fragments, pairwise(self._ends), strict=True):
             yield fragment, codes[fragment.position :][: fragment.numel], state[ABSMAX][start:end]
 
     def around(self, state: State, start: int, numel: int) -> tuple[Fragment, Tensor, Tensor, int]:
-        """Return the fragment of some elements, codes, blocks' magnitudes, and how many precede in the first block."""
+        """Return (fragment, codes, blocks' largest magnitudes, skipped) of ``numel`` elements from index ``start``.
+
+        ``skipped``: how many elements of the first block precede them.
+        """
         at = bisect_right(self._positions, start) - 1
         block, skipped = divmod(start - self._positions[at], BLOCK)
         first = self._ends[at] + block
@@ -57,11 +63,11 @@ class Blocks:
         return self.fragments[at], state[CODES].view(-1)[start : start + numel], absmax, skipped
 
     def read(self, state: State, start: int, stop: int, device: torch.device) -> Tensor:
-        """Return elements ``start`` to ``stop`` of the tensor in fp32 on a device; zeros between the fragments."""
+        """Return the momentum of elements ``start`` to ``stop - 1``, fp32, 1-D, on ``device``; zeros in padding."""
         return self.read_into(torch.zeros(stop - start, dtype=torch.float32, device=device), state, start)
 
     def read_into(self, result: Tensor, state: State, start: int = 0) -> Tensor:
-        """Write the elements from ``start`` on to the fragments' places in ``result``, fp32, and return it."""
+        """Fill ``result``, fp32, 1-D, with the momentum from element ``start`` on, except in padding, and return it."""
         stop = start + result.numel()
         for fragment, codes, absmax in self.parts(state):
             low, high = max(start, fragment.position), min(stop, fragment.position + fragment.numel)
@@ -75,7 +81,7 @@ class Blocks:
         return result
 
     def write(self, state: State, start: int, values: Tensor) -> None:
-        """Round ``values``, 1-D, to nearest, for the elements from ``start`` on: whole fragments, and between them."""
+        """Set the momentum from element ``start`` on to ``values``, 1-D, rounded to nearest; whole fragments only."""
         stop = start + values.numel()
         for fragment, codes, absmax in self.parts(state):
             if fragment.position + fragment.numel <= start or stop <= fragment.position:
@@ -90,15 +96,15 @@ class Blocks:
 
 
 def whole(tensor: Tensor) -> Blocks:
-    """Return the blocks of a tensor that is one parameter."""
+    """Return the blocks of a tensor that is one whole parameter."""
     return Blocks([Fragment("", 0, 0, tensor.numel())])
 
 
 def state_of(state: State, tensor: Tensor, momentum_dtype: str, blocks: Callable[[Tensor], Blocks]) -> State:
-    """Return ``state`` with a momentum for the tensor, and ``step``, fp32 on the CPU; zeros at first.
+    """Return ``state``; if it has no momentum, first add a momentum of zeros and ``step`` (fp32, 0-D, on the CPU).
 
-    The momentum is ``momentum_buffer`` of the tensor's shape or, in int8, ``momentum_codes`` of that shape and
-    ``momentum_absmax``, fp32, one per block.
+    The momentum is ``momentum_buffer``, of the tensor's shape, or in int8 ``momentum_codes``, of the same shape, and
+    ``momentum_absmax``, fp32, one per block. ``blocks``: returns the blocks of a tensor.
     """
     if MOMENTUM not in state and CODES not in state:
         state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
@@ -111,7 +117,7 @@ def state_of(state: State, tensor: Tensor, momentum_dtype: str, blocks: Callable
 
 
 def codes_of(shape: torch.Size, blocks: Blocks, device: torch.device) -> State:
-    """Return a momentum of zeros in int8."""
+    """Return the state keys of an int8 momentum of zeros."""
     return {
         CODES: torch.zeros(shape, dtype=torch.int8, device=device),
         ABSMAX: torch.zeros(blocks.count, dtype=torch.float32, device=device),
@@ -119,5 +125,5 @@ def codes_of(shape: torch.Size, blocks: Blocks, device: torch.device) -> State:
 
 
 def kept_dtype(tensor: Tensor, momentum_dtype: str) -> torch.dtype:
-    """Return the dtype of a tensor's momentum."""
+    """Return the dtype of a tensor's momentum; ``momentum_dtype``: the config's, where ``fp32`` keeps the tensor's."""
     return {"bf16": torch.bfloat16, "int8": torch.int8}.get(momentum_dtype, tensor.dtype)

@@ -27,8 +27,9 @@ from deepspeed.muon.math.wide import scale, widened
 METHODS = ("standard", "gram")
 #: The dtypes of the products, the most exact first.
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-#: The Frobenius norm to which a matrix is scaled. Entries of a very large one of norm 1 would leave fp16's normal
-#: numbers; with 16 a fourth power of the norm still is one. It is a power of two, so the other dtypes round as with 1.
+#: The Frobenius norm to which each matrix is scaled. With norm 1, entries of a very large matrix would be too small for
+#: fp16's normal numbers; with 16, even the fourth power of the norm is in fp16's range. As 16 is a power of two, other
+#: dtypes round as with norm 1.
 NORM = 16.0
 
 
@@ -38,7 +39,10 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 class Products(NamedTuple):
-    """How many products of each kind one matrix takes: X X^T; of two symmetric matrices; P X."""
+    """How many products of each kind Newton-Schulz on one matrix X takes.
+
+    ``square``: X X^T. ``product``: of two small symmetric matrices. ``multiply``: P X with a symmetric P.
+    """
 
     square: int = 0
     product: int = 0
@@ -46,9 +50,9 @@ class Products(NamedTuple):
 
 
 def product_order(schedule: Schedule, method: str, dtype: str) -> Iterator[str]:
-    """Yield the products of one method by their fields in :class:`Products`, in the order of :func:`orthogonalize`.
+    """Yield the kind of each product, a field of :class:`Products`, in the order of :func:`orthogonalize`.
 
-    The order depends on the dtype because restarts do.
+    The order depends on the dtype because the restarts of ``gram`` do.
     """
     step = 0
     for length in (1,) * len(schedule) if method == "standard" else segments(schedule, dtype):
@@ -61,26 +65,26 @@ def product_order(schedule: Schedule, method: str, dtype: str) -> Iterator[str]:
 
 
 def products(schedule: Schedule, method: str, dtype: str) -> Products:
-    """Return how many products one matrix takes."""
+    """Return how many products of each kind one matrix takes."""
     return Products(**Counter(product_order(schedule, method, dtype)))
 
 
-#: From as many owners of a matrix on, each computes some rows of a product of symmetric matrices, and all gather them.
-#: Fewer compute it whole; kernels then compute one triangle.
+#: If a matrix has at least this many owners, each computes some rows of a product of symmetric matrices, and all gather
+#: the rows. Fewer owners compute the whole product each, for which kernels compute only one triangle.
 SPLIT_FROM = 4
 
 
 def flops(
     rows: int, cols: int, schedule: Schedule, method: str, dtype: str, symmetric: float = 1.0, owners: int = 1
 ) -> int:
-    """Return the floating-point operations of each owner to orthogonalize one m x n matrix, m <= n.
+    """Return the floating-point operations that each owner needs to orthogonalize one matrix.
 
-    For ``simple``, with every product counted in full: ``standard`` 20 m^2 n + 10 m^3; ``gram`` 12 m^2 n + 22 m^3 in
-    bf16, and 8 m^2 n + 28 m^3 in fp16 and fp32.
+    For the schedule ``simple`` and an m x n matrix with m <= n, ``standard`` takes 20 m^2 n + 10 m^3, ``gram``
+    12 m^2 n + 22 m^3 in bf16 and 8 m^2 n + 28 m^3 in fp16 and fp32.
 
     Args:
-        symmetric: the part of a product with a symmetric result that is computed, 1 or about one half.
-        owners: how many have a slice of the matrix each, along its longer side.
+        symmetric: the fraction of a symmetric result that is computed: 1, or about one half by one triangle.
+        owners: number of owners, each of which has a slice of the matrix along its longer side.
     """
     m, n = sorted((rows, cols))
     count = products(schedule, method, dtype)
@@ -89,9 +93,9 @@ def flops(
 
 
 def traffic(rows: int, cols: int, schedule: Schedule, method: str, dtype: str, owners: int) -> tuple[float, int]:
-    """Return what each owner of a slice sends to the others: bytes, and the number of collectives.
+    """Return (bytes, number of collectives) that each of several owners of a matrix sends to the others.
 
-    Gram matrices are summed in fp32, rows of products gathered in ``dtype``.
+    They sum Gram matrices in fp32, and gather rows of products in ``dtype``.
     """
     count, small, others = products(schedule, method, dtype), min(rows, cols), (owners - 1) / owners
     gathered = count.product if owners >= SPLIT_FROM else 0
@@ -109,23 +113,23 @@ def orthogonalize(
     normalization: str = "frobenius",
     gram_axis: int | None = None,
 ) -> Tensor:
-    """Replace every singular value of each matrix by about one, in place.
+    """Orthogonalize each matrix in place: replace every singular value by a value near one.
 
     Args:
         x: ``[batch, rows, cols]``, contiguous, bf16 or fp32.
         schedule: one (a, b, c) triple per step.
         method: ``standard`` or ``gram``.
         dtype: of the products, a value of :data:`DTYPES`; by default that of ``x``.
-        work: holds the temporaries.
+        work: allocates the temporaries.
         kernels: compute the products.
-        normalization: what keeps singular values at most one at the start: ``frobenius``, the norm of the matrix, or
-            ``aol``, :func:`_precondition`. The latter in fp16 is less exact for rows that are far smaller than others,
-            because their entries leave its range before they are scaled.
-        gram_axis: the axis whose vectors the Gram matrix is of; by default the shorter one. The slices of one matrix
-            all have that of the whole.
+        normalization: how singular values are brought to at most one before the first step: ``frobenius``, division by
+            the norm of the matrix, or ``aol``, see :func:`_precondition`. In fp16, ``aol`` is less exact for rows that
+            are far smaller than others, because their entries leave fp16's range before they are scaled.
+        gram_axis: 0 if the Gram matrix has the products of rows, 1 if those of columns; ``None``: of the shorter axis.
+            For a slice it is the shorter axis of the whole matrix.
 
     Returns:
-        ``x``. A zero matrix gives zero, a non-finite one non-finite values.
+        ``x``. A zero matrix stays zero; one with a non-finite entry gets non-finite values.
     """
     is_gram = {"standard": False, "gram": True}[method]
     work = Workspace() if work is None else work
@@ -133,6 +137,7 @@ def orthogonalize(
     scaled, lengths = for_larger_norm(schedule, NORM), segments(schedule, name_of(dtype))
     if gram_axis is None:
         gram_axis = int(x.size(-2) > x.size(-1))
+    # Owners of one matrix must split a batch alike, so the size of a part must not depend on a machine's threads.
     threads = 1 if kernels.is_slice else None
     for part in x.split(matrices_together(x, dtype, x.size(gram_axis - 2), threads)):
         spare, start = work.get("spare", tuple(part.shape), dtype, x.device), part
@@ -183,7 +188,7 @@ def _gram(
 
 
 def _times(a: Symmetric, b: Symmetric, spares: list[Symmetric], work: Workspace, kernels: Operations) -> Symmetric:
-    """Return A B in one of ``spares``, which B becomes in exchange; in B itself if there is none."""
+    """Return A B, written to a matrix taken from ``spares``, to which B is added; written to B if there is none."""
     out = spares.pop() if spares else b
     kernels.product(a, b, out, work)
     spares += [] if out is b else [b]
@@ -191,15 +196,16 @@ def _times(a: Symmetric, b: Symmetric, spares: list[Symmetric], work: Workspace,
 
 
 def _precondition(x: Tensor, work: Workspace, kernels: Operations) -> None:
-    """Scale the rows of each matrix X so that it has singular values of at most ``NORM``.
+    """Scale the rows of each matrix X, in place, so that its singular values are at most ``NORM``.
 
-    Row i takes ``NORM / sqrt(sum_j |G_ij|)`` with G = X X^T; zero rows stay. That is the almost-orthogonal layer of
-    Prach and Lampert (arXiv 2208.03160), before Newton-Schulz in Turbo-Muon (arXiv 2512.04632), section 3. The polar
-    factor is that of the scaled matrix. The iteration forms G anew from X: scaled beside it, G would be rounded apart
-    from X in 16 bits, and composed steps amplify that.
+    Row i is multiplied by ``NORM / sqrt(sum_j |G_ij|)`` with G = X X^T; zero rows stay. This is the almost-orthogonal
+    layer of Prach and Lampert (arXiv 2208.03160), which Turbo-Muon (arXiv 2512.04632, section 3) applies before
+    Newton-Schulz. The result is then the polar factor of the scaled matrix. The iteration computes G again from the
+    scaled X: if G were scaled instead, it would be rounded differently from X in 16 bits, and composed steps amplify
+    the difference.
 
     Args:
-        x: ``[batch, rows, cols]``, contiguous or the transpose of what is; changed in place.
+        x: ``[batch, rows, cols]``, contiguous or a transposed view of a contiguous tensor.
     """
     gram, (base, is_transposed) = symmetric_of("gram", x, work), base_of(x)
     kernels.square(x, gram, work)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Update rules beyond plain Muon: what is done to a whole matrix before and after Newton-Schulz.
+"""Update rules beyond plain Muon, applied to a whole matrix before and after Newton-Schulz.
 
-Pure functions of one matrix ``[rows, cols]``. ``axis`` is the one along which its
-outputs lie: 0 for the weight ``[out, in]`` of ``nn.Linear``, 1 for that of ``Conv1D``. The papers call the weights of
-one output a row, and so do the options, wherever they lie.
+They are pure functions of one matrix ``[rows, cols]``. ``axis`` is the axis along which the outputs lie: 0 for the
+weight ``[out, in]`` of ``nn.Linear``, 1 for the weight ``[in, out]`` of ``Conv1D``. The papers call the weights of one
+output a row, and so do the options, even if these weights are a column.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from deepspeed.muon.kernels.reference import near_one_
 from deepspeed.muon.kernels.workspace import Workspace, has_fp64
 from deepspeed.muon.math.wide import scale, squares, widened
 
-#: Which norms an option makes equal, in order: 0 stands for the weights of one output, 1 for those of one input.
+#: Value of ``muon_eq`` and ``muon_plus`` -> which norms are made equal, in order: 0 those of each output's weights, 1
+#: those of each input's weights.
 SIDES = {"none": (), "rows": (0,), "columns": (1,), "rows_columns": (0, 1), "columns_rows": (1, 0)}
 #: NorMuon's epsilon, as in its authors' code.
 EPS = 1e-10
@@ -27,12 +28,12 @@ EPS = 1e-10
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules of one run; false if it is plain Muon.
+    """The update rules of a training run; false for plain Muon.
 
     Args:
-        muon_eq, muon_plus: keys of :data:`SIDES`.
-        normuon: whether :func:`normuon` acts; then each matrix has a second moment, fp32, of one number per output.
-        normuon_beta2: its decay per step.
+        muon_eq, muon_plus: keys of :data:`SIDES`, for :func:`equalize` before and after Newton-Schulz.
+        normuon: whether :func:`normuon` is applied. Each matrix then has a second moment, fp32, one number per output.
+        normuon_beta2: decay of the second moment per step.
     """
 
     muon_eq: str = "none"
@@ -42,7 +43,7 @@ class Rules:
 
     @property
     def keys(self) -> list[str]:
-        """Return the options that are on."""
+        """Return the names of the options that are on."""
         is_on = {"normuon": self.normuon, "muon_eq": self.muon_eq != "none", "muon_plus": self.muon_plus != "none"}
         return [key for key in is_on if is_on[key]]
 
@@ -55,10 +56,11 @@ class Rules:
         return ", ".join([*texts, *([f"NorMuon (beta2 {self.normuon_beta2:g})"] if self.normuon else ())])
 
     def before(self, matrices: Tensor, axis: int, work: Workspace) -> None:
-        """Apply what precedes Newton-Schulz, in place. ``matrices``: ``[batch, rows, cols]``, bf16 or fp32."""
+        """Apply the rules before Newton-Schulz, in place. ``matrices``: ``[batch, rows, cols]``, bf16 or fp32."""
         if self.muon_eq != "none":
             axes = [axis ^ side for side in SIDES[self.muon_eq]]
-            for matrix in matrices:  # a gradient of any magnitude
+            for matrix in matrices:
+                # A gradient's squares may leave fp32's range, so use fp64 or, without it, first bring entries near one.
                 if has_fp64(matrix.device):
                     equalize(matrix, axes, work, dtype=torch.float64)
                 else:
@@ -66,7 +68,7 @@ class Rules:
                     equalize(matrix, axes, work)
 
     def after(self, matrices: Tensor, axis: int, second_moments: Sequence[Tensor], work: Workspace) -> None:
-        """Apply what follows it, in place. ``second_moments``: with NorMuon one of each matrix, updated."""
+        """Apply the rules after Newton-Schulz, in place. ``second_moments``: with NorMuon, one per matrix; updated."""
         if self.muon_plus != "none":
             axes = [axis ^ side for side in SIDES[self.muon_plus]]
             for matrix in matrices:
@@ -79,16 +81,16 @@ class Rules:
 def equalize(
     x: Tensor, axes: Sequence[int], work: Workspace, norm: float | None = None, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Give the rows (axis 0) or columns (axis 1) of ``x``, ``[rows, cols]``, equal norms, in place; zeros stay.
+    """Scale the rows (axis 0) or columns (axis 1) of ``x``, ``[rows, cols]``, in place, to equal norms; zeros stay.
 
-    Before Newton-Schulz this is MuonEq (arXiv 2603.28254), whose variants R and C these are. After it, with
+    Before Newton-Schulz this is MuonEq (arXiv 2603.28254) in its variants R (rows) and C (columns). After it, with
     ``norm = sqrt(min(rows, cols))``, it is Muon+ (arXiv 2602.21545): the matrix keeps the Frobenius norm of an
-    orthogonal one, so that the scale of updates is that of ``adjust_lr_fn``.
+    orthogonal one, so that ``adjust_lr_fn`` still sets the scale of updates.
 
     Args:
-        axes: in which order.
-        norm: of the whole matrix, if none of its rows or columns is zero; ``None``: each row or column gets the norm 1.
-        dtype: to compute in.
+        axes: one axis after another.
+        norm: Frobenius norm of the result if no row or column is zero; ``None``: each row or column gets norm 1.
+        dtype: of the arithmetic.
     """
     columns: Tensor | None = None  # factors that the next pass over the matrix applies
     for axis in axes:
@@ -110,14 +112,14 @@ def _factors(norms: Tensor, wanted: float) -> Tensor:
 
 
 def normuon(x: Tensor, axis: int, second_moment: Tensor, beta2: float, work: Workspace) -> None:
-    """NorMuon (arXiv 2510.05491): divide each output's weights by the root of a running mean of their squares.
+    """Divide the elements of each output by the root of a running mean of their squares: NorMuon (arXiv 2510.05491).
 
-    The Frobenius norm of the matrix stays what it was. A zero matrix, which is one without a gradient, leaves the
-    second moment as it is.
+    The matrix keeps its Frobenius norm. A zero matrix, which is one without a gradient, and its second moment stay.
 
     Args:
-        x: ``[rows, cols]``; changed in place.
-        second_moment: fp32, one number per output, zeros at first; updated.
+        x: the orthogonalized matrix, ``[rows, cols]``; changed in place.
+        second_moment: the running mean, fp32, one number per output, zeros at first; updated.
+        beta2: decay of the running mean per step.
     """
     found = squares(x, axis, work)
     total, mean = found.sum(), second_moment.view(found.shape)

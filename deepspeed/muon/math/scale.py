@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scale of an update, by the shape of its matrix."""
+"""The factor of a matrix's update, which depends on its shape."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 
-#: Scale of the orthogonalized update by shape, under ``torch.optim.Muon``'s names: formula and function.
-#: ``original``: Keller Jordan (2024). ``match_rms_adamw``: Liu et al., "Muon is Scalable for LLM Training"
+#: Value of ``adjust_lr_fn``, as ``torch.optim.Muon`` names it -> (formula, function of rows, columns and rms_scale) of
+#: the factor. ``original``: Keller Jordan (2024). ``match_rms_adamw``: Liu et al., "Muon is Scalable for LLM Training"
 #: (arXiv 2502.16982), section 2.2: the update's RMS is rms_scale, by default 0.2, like AdamW's.
 #: ``spectral_unclamped``: Bernstein (2025), the spectral condition sqrt(out / in).
 SCALES: dict[str, tuple[str, Callable[[int, int, float], float]]] = {
@@ -20,10 +20,10 @@ RMS_SCALE = 0.2
 
 
 def scale_factor(adjust_lr_fn: str, rows: int, cols: int, rms_scale: float = RMS_SCALE) -> float:
-    """Return the factor of :data:`SCALES` for a rows x cols matrix."""
+    """Return the factor of a rows x cols matrix's update. ``adjust_lr_fn``: a key of :data:`SCALES`."""
     return SCALES[adjust_lr_fn][1](rows, cols, rms_scale)
 
 
 def update_rms(adjust_lr_fn: str, rows: int, cols: int, rms_scale: float = RMS_SCALE) -> float:
-    """Return the RMS of one scaled update per unit of learning rate, for an exactly orthogonal rows x cols matrix."""
+    """Return the RMS of an update at learning rate 1, if Newton-Schulz's rows x cols result is exactly orthogonal."""
     return scale_factor(adjust_lr_fn, rows, cols, rms_scale) / math.sqrt(max(rows, cols))

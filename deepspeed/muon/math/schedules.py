@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Momentum and weight decay that change with the step, as functions of the number of updates done."""
+"""Momentum and weight decay as functions of the number of updates done."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Schedules:
-    """The schedules of the Muon half, as in modded-nanogpt and nanochat (2025); by default all values stay.
+    """Schedules for the Muon groups, as in modded-nanogpt and nanochat (2025); by default all values are constant.
 
     Args:
-        momentum_start: momentum of the first update, from which it goes linearly to that of the group; ``None``: the
-            group's from the first update on.
-        momentum_warmup_steps: updates after which it is the group's.
-        muon_weight_decay_steps: updates over which weight decay goes linearly from that of the group to zero; ``None``:
-            it stays.
+        momentum_start: momentum of the first update, which then changes linearly to the group's value; ``None``: it is
+            constant.
+        momentum_warmup_steps: number of updates after which the momentum has the group's value.
+        muon_weight_decay_steps: number of updates over which weight decay falls linearly from the group's value to
+            zero; ``None``: it is constant.
     """
 
     momentum_start: float | None = None
@@ -24,7 +24,7 @@ class Schedules:
     muon_weight_decay_steps: int | None = None
 
     def at(self, group: dict[str, Any], done: int) -> dict[str, Any]:
-        """Return a Muon group with the values of the next update, after ``done`` others."""
+        """Return a copy of a Muon group with the momentum and weight decay of the update that follows ``done`` ones."""
         momentum, decay = group["momentum"], group["weight_decay"]
         if self.momentum_start is not None and done < self.momentum_warmup_steps:
             share = done / self.momentum_warmup_steps

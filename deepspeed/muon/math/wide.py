@@ -2,8 +2,8 @@
 """Arithmetic in a wider dtype, a chunk at a time, rounded once.
 
 fp32 is enough for matrices of ordinary entries; squares of tiny or huge ones leave its range and need fp64. Tensors
-that are kept in bf16 without an fp32 copy are updated in fp32 and rounded stochastically: to nearest, an update below
-half a unit in the last place, 2^-9 of a weight, would be lost.
+that are stored in bf16 without an fp32 copy are updated in fp32 and rounded stochastically. Rounding to nearest would
+lose an update below half a unit in the last place, 2^-9 of a weight.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from deepspeed.muon.kernels.rounding import Key
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace, is_accelerator
 
-#: Elements at once on a CPU: few enough for its caches, so many that waking its threads costs little.
+#: Elements processed at a time on a CPU: few enough for its caches, so many that waking its threads costs little.
 CPU_CHUNK = 2**18
 
 
 def widened(x: Tensor, work: Workspace, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield some rows of ``x``, ``[rows, cols]``, at a time: a view, and a copy in ``dtype``, valid until the next."""
+    """Yield (view, copy in ``dtype``) of some rows of ``x``, ``[rows, cols]``, at a time; valid until the next."""
     rows = max(1, (CHUNK if is_accelerator(x.device) else CPU_CHUNK) // x.size(1))
     for part in x.split(rows):
         yield part, work.get("widened", tuple(part.shape), dtype, x.device).copy_(part)
 
 
 def squares(x: Tensor, axis: int, work: Workspace, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return sums of squares in ``dtype``: of each row (axis 0), ``[rows, 1]``, or column (axis 1), ``[1, cols]``."""
+    """Return the sums of squares, in ``dtype``, of rows (axis 0, ``[rows, 1]``) or columns (axis 1, ``[1, cols]``)."""
     sums = [wide.square_().sum(dim=1 - axis, keepdim=True) for _, wide in widened(x, work, dtype)]
     return torch.cat(sums) if axis == 0 else torch.stack(sums).sum(dim=0)
 
 
 def scale(x: Tensor, factors: Tensor, work: Workspace) -> None:
-    """Multiply ``x``, ``[rows, cols]``, in place by factors of rows, ``[rows, 1]``, or of columns, ``[1, cols]``.
+    """Multiply rows of ``x``, ``[rows, cols]``, by factors ``[rows, 1]``, or columns by ``[1, cols]``, in place.
 
-    They have the dtype to compute in.
+    The arithmetic is in the dtype of ``factors``.
     """
     start = 0
     for part, wide in widened(x, work, factors.dtype):
@@ -49,13 +49,15 @@ def scale(x: Tensor, factors: Tensor, work: Workspace) -> None:
 def in_fp32(
     tensors: Sequence[Tensor], keys: Sequence[Key], first: int, kernels: Operations, work: Workspace
 ) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Yield the place and fp32 copies of each chunk, which are rounded back into the tensors when the loop goes on.
+    """Yield (slice, fp32 copies of all ``tensors`` in it) of each chunk, for the caller to update the copies.
+
+    Before the next chunk the copies are rounded stochastically back into the tensors.
 
     Args:
-        tensors: bf16, 1-D, of one length.
-        keys: of the random numbers of each, from :func:`deepspeed.muon.kernels.rounding.key_of`.
-        first: index of the first element among those drawn under the keys.
-        work: holds the copies, valid until the loop goes on.
+        tensors: bf16, 1-D, of equal length.
+        keys: for each tensor the key of its random numbers, from :func:`deepspeed.muon.kernels.rounding.key_of`.
+        first: index of the tensors' first element in the sequences of random numbers.
+        work: allocates the copies.
     """
     for part in chunks(tensors[0]):
         shape, device = (part.stop - part.start,), tensors[0].device

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank orthogonalizes which matrix, and which elements travel. Without torch."""
+"""Plan which rank orthogonalizes which matrix, and which elements are sent where, in plain Python without torch."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's part of a bucket: the runs that it holds, the matrices that it owns, and the copies between them."""
+"""One rank's part of a bucket: pieces of matrices that its shard holds (runs), matrices that it owns, and copies."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from typing import NamedTuple, TypeVar
 from deepspeed.muon.matrices.block import Piece
 from deepspeed.muon.plan.placement import PlacedBlock
 
-#: Matrices, each with its owner.
+#: (owner, matrix or slice) pairs.
 OwnedBlocks = list[tuple[int, PlacedBlock]]
-#: Of a matrix, by rows and columns: the factor of its update.
+#: (rows, columns) of a matrix -> the factor of its update.
 Scale = Callable[[int, int], float]
-#: The most elements of a span of several runs, as the temporaries of an operation are as large as what it takes.
+#: Maximum elements of a span that joins several runs: the temporaries of PyTorch's operations are as large as the span.
 MAX_SPAN = 2**16
 Part = TypeVar("Part")
 
 
 class Segment(NamedTuple):
-    """Elements that one copy carries between host memory and an accelerator.
+    """Elements that one copy moves between host memory and an accelerator under CPU offload.
 
-    They begin at ``host`` in the bucket's host memory, and at ``device`` in its matrices if ``in_place``, else in its
-    send buffer.
+    They start at index ``host`` of the bucket's host memory, and at index ``device`` of its matrices if ``in_place``,
+    otherwise of its send buffer.
     """
 
     host: int
@@ -36,7 +36,7 @@ class Segment(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Elements of neighbouring runs: without a gap in the shard, from ``start`` on, and in a buffer, from ``at`` on."""
+    """Adjacent runs: contiguous elements in the shard, from index ``start``, and in a buffer, from index ``at``."""
 
     start: int
     at: int
@@ -44,10 +44,11 @@ class Span(NamedTuple):
 
 
 class GridCopy(NamedTuple):
-    """Elements that lie on a grid in one tensor and one after the other in another, from ``at`` on.
+    """A copy between elements on a regular grid in one tensor and consecutive elements of another.
 
-    On the grid they are ``rows`` runs of ``cols`` elements, ``pitch`` apart, from ``start`` on. There may be ``times``
-    such grids, ``start_step`` apart, whose elements begin ``at_step`` apart in the other tensor.
+    The grid has ``rows`` rows of ``cols`` elements, which start ``pitch`` elements apart, the first at index ``start``.
+    In the other tensor the elements are consecutive from index ``at``. With ``times`` > 1 there are that many grids,
+    which start ``start_step`` elements apart; in the other tensor they start ``at_step`` apart.
     """
 
     at: int
@@ -66,23 +67,23 @@ class GridCopy(NamedTuple):
 
     @property
     def extent(self) -> int:
-        """Return the elements of one grid from its first to its last, with the gaps."""
+        """Return the length of one grid in its tensor, from the first element to the last, gaps included."""
         return (self.rows - 1) * self.pitch + self.cols
 
 
 class ShardRun(NamedTuple):
-    """Elements of one block that this rank holds.
+    """A piece of one block that this rank's shard holds: consecutive elements, or rows of a grid.
 
     Args:
-        parameter: name of the one that they belong to.
-        matrix: name of the whole matrix that they belong to.
-        tensor: index of the tensor that holds them.
-        copy: from that tensor to the bucket's matrices if ``in_place``, else to the send buffer.
-        in_place: whether they are written straight into the matrices. That needs this rank to own the block and the
-            elements to be contiguous in it; columns of an own block travel through the send buffer.
-        shape: of the whole matrix.
-        draws: the name under which their random numbers are drawn, and the index of the first one. Numbers belong to
-            the elements of the matrix. Columns are not contiguous in it and have numbers of their own.
+        parameter: name of the parameter that the elements belong to.
+        matrix: name of the whole matrix that the elements belong to.
+        tensor: index, in the parameter group, of the tensor that holds the elements.
+        copy: from that tensor to the bucket's matrices if ``in_place``, otherwise to the send buffer.
+        in_place: whether the elements are written directly into the bucket's matrices. Only elements of a block that
+            this rank owns can be, and only if they are contiguous in it; columns go through the send buffer.
+        shape: (rows, columns) of the whole matrix.
+        draws: (name, index) of the first element's random number in stochastic rounding. Each element of a matrix has
+            one number, on whichever rank it is; columns, which are not contiguous in the matrix, use another name.
     """
 
     parameter: str
@@ -96,9 +97,10 @@ class ShardRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """Matrices of one shape, or slices of such, adjacent in the bucket's matrices from ``start`` on.
+    """Matrices of one shape, or a slice of each, adjacent in the bucket's matrices from index ``start``.
 
-    ``axis``: of their outputs. ``shape``: of the whole matrices. ``owners``: ranks that have a slice of each.
+    ``rows``, ``cols``: of each matrix or slice. ``axis``: along which a matrix has its outputs. ``shape``: (rows,
+    columns) of the whole matrices. ``owners``: how many ranks own each matrix, one slice each.
     """
 
     start: int
@@ -116,38 +118,41 @@ class Batch:
 
     @property
     def gram_axis(self) -> int:
-        """Return the shorter axis of the whole matrices."""
+        """Return the shorter axis of the whole matrices (0: rows, 1: columns), whose length the Gram matrix has."""
         return int(self.shape[0] > self.shape[1])
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """One step of the exchange as one rank sees it; positions and counts are in elements.
+    """The matrices that are exchanged together, as one rank sees them; positions and counts are in elements.
 
-    Matrices that every rank holds whole have buckets of two kinds by turns: one with this rank's own matrices, which
-    do not travel, and then one into which the results of the other owners arrive (``only_results``).
+    If every rank holds the matrices whole, there are two kinds of buckets: one with this rank's own matrices, in which
+    nothing travels, followed by some that only send results to all ranks (``only_results``).
     """
 
     runs: tuple[ShardRun, ...]
     batches: tuple[Batch, ...]
-    #: Between the receive buffer, which is ordered by source rank and then as that rank sent, and the matrices. Each is
-    #: one kernel launch, so parts of equal matrices, and equal parts from several ranks, are one copy.
+    #: Copies between the receive buffer, which is ordered by source rank and then as that rank sent, and the matrices.
+    #: Each is one kernel launch, so parts of equal matrices, and equal parts from several ranks, are merged.
     received: tuple[GridCopy, ...]
+    #: By rank, elements sent to it and received from it on the way to the owners.
     send_counts: tuple[int, ...]
     receive_counts: tuple[int, ...]
+    #: Elements of the matrices that this rank owns.
     matrix_elements: int
     #: Whether any rank sends anything; equal on all ranks.
     travels: bool
+    #: Names of all matrices in the bucket, whoever owns them.
     names: tuple[str, ...]
-    #: Whether only results travel, from each owner to all. ``send_counts`` are the numbers of elements of the other
-    #: owners' results.
+    #: Whether only results travel, from each owner to all ranks. ``send_counts`` are then, by rank, the elements of the
+    #: results that other owners send.
     only_results: bool = False
-    #: Elements that this rank then sends to all others: the matrices of the last bucket that had any.
+    #: With ``only_results``: elements that this rank sends to all others, from the matrices of an earlier bucket.
     own_results: int = 0
 
     @cached_property
     def received_at(self) -> int | None:
-        """Return where in the matrices elements may be received in place; ``None`` if they need a receive buffer."""
+        """Return the index in the matrices from which on elements are received directly; ``None`` if they cannot be."""
         first = self.received[0].start if self.received else 0
         is_direct = all(
             copy.rows == 1 and copy.start == first + copy.at and (copy.times == 1 or copy.start_step == copy.at_step)
@@ -157,14 +162,14 @@ class Bucket:
 
     @property
     def scattered(self) -> tuple[GridCopy, ...]:
-        """Return the copies between a receive buffer and the matrices."""
+        """Return the copies between the receive buffer and the matrices; empty without a receive buffer."""
         return self.received if self.received_at is None else ()
 
     @cached_property
     def host_places(self) -> tuple[int, ...]:
-        """Return where each run lies in host memory, if that is not the accelerator's.
+        """Return, by run, its index in the bucket's host memory under CPU offload.
 
-        Runs in place are first, one after the other, and the send buffer follows as it is.
+        Runs that are ``in_place`` come first, one after another; the send buffer follows in its own order.
         """
         places, end = [], 0
         in_place = sum(run.copy.numel for run in self.runs if run.in_place)
@@ -175,15 +180,15 @@ class Bucket:
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
-        """Return what one copy carries between host memory and the accelerator: neighbours in both are one."""
+        """Return the copies between host memory and the accelerator; elements adjacent in both share one copy."""
         places = sorted(zip(self.host_places, self.runs, strict=True), key=itemgetter(0))
         parts = (Segment(host, run.copy.at, run.copy.numel, run.in_place) for host, run in places)
         return tuple(_merged(parts, _continued))
 
     def run_groups(self, scale: Scale) -> list[tuple[int, ...]]:
-        """Return the runs, as indices, that are advanced, and applied, by one call.
+        """Return groups of runs, as indices, whose momentum and weights are updated in one call each.
 
-        They are all contiguous runs of one tensor, one buffer and one scale; a run on a grid is a group of its own.
+        A group has all contiguous runs with the same tensor, buffer and ``scale``; a run on a grid is its own group.
         """
         groups: dict[tuple, list[int]] = {}
         for index, run in enumerate(self.runs):
@@ -192,9 +197,9 @@ class Bucket:
         return [tuple(group) for group in groups.values()]
 
     def spans(self, runs: Iterable[int], staged: bool) -> list[Span]:
-        """Return the spans of a group of runs, by index; none of a run on a grid.
+        """Return the spans of a group of runs, given by index; an empty list for a run on a grid.
 
-        ``staged``: their buffer is the bucket's host memory.
+        ``staged``: whether their buffer is the bucket's host memory (CPU offload).
         """
         copies = [(index, self.runs[index].copy) for index in runs]
         if any(copy.rows > 1 for _, copy in copies):
@@ -204,12 +209,12 @@ class Bucket:
 
     @cached_property
     def host_elements(self) -> int:
-        """Return how many elements of the bucket this rank has."""
+        """Return how many elements of the bucket's matrices this rank's shard holds."""
         return sum(segment.numel for segment in self.segments)
 
     @cached_property
     def buffer_sizes(self) -> tuple[int, int, int]:
-        """Return the elements of the matrices, of the send buffer and of the receive buffer."""
+        """Return the sizes (matrices, send buffer, receive buffer) in elements."""
         inbox = sum(self.receive_counts) if self.received_at is None else 0
         return self.matrix_elements, sum(self.send_counts), inbox
 
@@ -218,7 +223,7 @@ class Bucket:
 
 
 def bucket_of(items: OwnedBlocks, rank: int, world_size: int) -> Bucket:
-    """Return the bucket with this rank's parts of all matrices, and with the matrices that it owns."""
+    """Return a bucket of sharded matrices as ``rank`` sees it: its runs of all ``items``, and those that it owns."""
     own_items = [item for owner, item in items if owner == rank]
     sends_own = len(own_items) == 1 and sends_own_part(own_items[0], rank)
     runs: list[ShardRun] = []
@@ -228,7 +233,8 @@ def bucket_of(items: OwnedBlocks, rank: int, world_size: int) -> Bucket:
     for owner, item in items:
         mine, spread = owner == rank, item.spread
         for piece in spread.pieces(rank) if rank in spread.holders else ():
-            # Elements that stay on this rank skip the send buffer, unless they are columns of a matrix.
+            # Elements that stay on this rank skip the send buffer, unless they are columns: one copy puts all columns
+            # of a matrix in order, also those that this rank sends to itself.
             in_place = mine and piece.is_contiguous and not sends_own
             runs.append(_run(item, piece, matrices + piece.at if in_place else send_at, in_place))
             if not in_place:
@@ -249,16 +255,16 @@ def bucket_of(items: OwnedBlocks, rank: int, world_size: int) -> Bucket:
         send_counts=tuple(sent),
         receive_counts=tuple(sum(piece.numel for _, piece in pieces) for pieces in incoming),
         matrix_elements=matrices,
-        # A matrix in several parts may have columns that even a lone holder puts together by sending to itself.
+        # A matrix in several parts (tensor parallelism) may have columns, which even a single holder sends to itself.
         travels=any(len(item.spread.parts) > 1 or list(item.spread.holders) != [owner] for owner, item in items),
         names=tuple(item.name for _, item in items),
     )
 
 
 def shared_bucket(items: OwnedBlocks, rank: int, world_size: int, only_results: bool) -> Bucket:
-    """Return the bucket with the results of all other owners, or with the matrices that this rank owns.
+    """Return a bucket as ``rank`` sees it if every rank holds every matrix whole.
 
-    All matrices lie whole in a tensor.
+    It has the results of all other owners if ``only_results``, otherwise the matrices that ``rank`` owns.
     """
     taken = [(owner, item) for owner, item in items if (owner == rank) is not only_results]
     numel, sent, runs = 0, [0] * world_size, []
@@ -282,7 +288,7 @@ def shared_bucket(items: OwnedBlocks, rank: int, world_size: int, only_results: 
 
 
 def _run(item: PlacedBlock, piece: Piece, at: int, in_place: bool) -> ShardRun:
-    """Return the run of a piece that this rank holds; ``at``: where it goes in the matrices or the send buffer."""
+    """Return the run for a piece; ``at``: its index in the matrices if ``in_place``, otherwise in the send buffer."""
     shard, name = item.shard, item.name
     return ShardRun(
         parameter=shard.spec.name,
@@ -296,10 +302,11 @@ def _run(item: PlacedBlock, piece: Piece, at: int, in_place: bool) -> ShardRun:
 
 
 def sends_own_part(item: PlacedBlock, rank: int) -> bool:
-    """Return whether the owner of the only matrix in a bucket sends its own part to itself too.
+    """Return whether ``rank``, if it owns no other matrix in the bucket, sends its own part of this one to itself too.
 
-    Then the parts arrive in order and need no receive buffer, which is larger than an own part of less than half.
-    If all other parts lie in front of it, or all behind it, they need none either.
+    All parts then arrive in order and need no receive buffer. That saves memory if the own part, which needs room in
+    the send buffer, is less than half of the matrix. If it is the first or last part, the others arrive in order
+    without it.
     """
     at, is_between = 0, False
     for source in item.spread.holders:
@@ -313,9 +320,9 @@ def sends_own_part(item: PlacedBlock, rank: int) -> bool:
 
 
 def _unpacking(incoming: Sequence[Iterable[tuple[int, Piece]]]) -> Iterator[GridCopy]:
-    """Yield the copies that put received elements in place.
+    """Yield the copies from the receive buffer into the matrices.
 
-    ``incoming``: the pieces from each source, each with the first element of its matrix.
+    ``incoming``: by source rank, (index at which the piece's matrix starts, piece) pairs.
     """
     at, sources = 0, []
     for pieces in incoming:
@@ -334,7 +341,7 @@ def _unpacking(incoming: Sequence[Iterable[tuple[int, Piece]]]) -> Iterator[Grid
 
 
 def _merged(parts: Iterable[Part], merge: Callable[[Part, Part], Part | None]) -> list[Part]:
-    """Merge neighbours wherever ``merge`` can express both as one."""
+    """Return ``parts`` with neighbours merged wherever ``merge`` returns one part for two instead of ``None``."""
     result: list[Part] = []
     for part in parts:
         both = merge(result[-1], part) if result else None
@@ -354,7 +361,7 @@ def _one_span(first: Span, second: Span) -> Span | None:
 
 
 def _adjacent(first: GridCopy, second: GridCopy) -> GridCopy | None:
-    """Return two copies as one, if they are neighbours in both tensors."""
+    """Return two copies as one row if they are adjacent in both tensors, otherwise ``None``."""
     are_rows = first.rows == second.rows == first.times == 1
     if are_rows and (second.at, second.start) == (first.at + first.cols, first.start + first.cols):
         cols = first.cols + second.cols
@@ -363,7 +370,7 @@ def _adjacent(first: GridCopy, second: GridCopy) -> GridCopy | None:
 
 
 def _joined(first: GridCopy, second: GridCopy) -> GridCopy | None:
-    """Return two copies that follow each other in the buffer as one row or one grid, if they are that."""
+    """Return two copies that follow each other in the buffer as one row or one grid; ``None`` if they form neither."""
     pitch = first.pitch if first.rows > 1 else second.start - first.start
     follows = second.start == first.start + first.rows * pitch and pitch > first.cols == second.cols
     if follows and (second.rows == 1 or second.pitch == pitch):
@@ -372,7 +379,7 @@ def _joined(first: GridCopy, second: GridCopy) -> GridCopy | None:
 
 
 def _repeated(first: GridCopy, second: GridCopy) -> GridCopy | None:
-    """Return two copies of equal grids as one, if they are neighbours or the second continues the first's steps."""
+    """Return two copies of equal grids as one if adjacent or spaced like the grids of ``first``; otherwise ``None``."""
     at, start = second.at - first.at, second.start - first.start
     steps = (first.at_step, first.start_step) if first.times > 1 else (at, start)
     alike = (first.rows, first.cols, first.pitch) == (second.rows, second.cols, second.pitch)
@@ -383,7 +390,7 @@ def _repeated(first: GridCopy, second: GridCopy) -> GridCopy | None:
 
 
 def batches_of(items: Iterable[PlacedBlock]) -> Iterator[Batch]:
-    """Yield a batch for neighbours of one kind, of matrices that lie one after the other."""
+    """Yield one batch for each sequence of matrices of equal :func:`kind_of`; they are stored one after another."""
     start = 0
     for _, group in groupby(items, key=kind_of):
         alike = list(group)
@@ -394,5 +401,5 @@ def batches_of(items: Iterable[PlacedBlock]) -> Iterator[Batch]:
 
 
 def kind_of(item: PlacedBlock) -> tuple[int, ...]:
-    """Return the sorting and grouping key of a batch: most owners first, then largest."""
+    """Return the key by which matrices are sorted and grouped into batches: most owners first, then largest."""
     return -item.owners, -item.block.numel, item.block.rows, *item.shape, item.axis

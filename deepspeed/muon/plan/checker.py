@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prove, without running them, that the programs of all ranks cannot hang or overwrite what is in use.
+"""Prove, without running them, that the programs of all ranks cannot hang or overwrite a buffer in use.
 
-The rules are those of NCCL, which is stricter than gloo: the calls of all ranks, on all their process groups, must
-merge into one order. Then they end whatever the speed of each rank, and even where a device runs only one collective
-at a time, so that each blocks those that a rank has called after it.
+The rules are stricter than NCCL, which is stricter than gloo: the collectives of all ranks, on all process groups, must
+merge into one order. Then they end whatever the speed of each rank, even if a device runs one collective at a time, so
+that each collective blocks all that its rank calls later.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ from deepspeed.muon.plan.program import (
     collectives_of,
 )
 
-#: What is equal in the calls of all ranks of a collective.
+#: Fields that must be equal in the calls of all ranks of one collective.
 COMMON = ("kind", "dtype", "numel", "root")
 
 
 def violation(programs: Sequence[Program]) -> str | None:
-    """Return the first rule that the programs break, with ranks and operations; ``None`` where they break none.
+    """Return how the programs break a rule, with rank and operation; ``None`` if they break none.
 
-    Args:
-        programs: of all ranks of a group, in order.
+    ``programs``: by rank, for all ranks that share a partition.
     """
     for rank, program in enumerate(programs):
         for text in _broken_order(program):
@@ -44,10 +43,10 @@ def violation(programs: Sequence[Program]) -> str | None:
 
 
 def lost_elements(views: Sequence[Plan]) -> str | None:
-    """Return where the runs of all ranks are not every element of every matrix once; ``None`` where they are.
+    """Return which matrix or bucket has lost elements, by counting; ``None`` if no element is lost.
 
-    Args:
-        views: the plans of all ranks.
+    Over all ranks the runs must have as many elements as each matrix, and all elements of a matrix must reach its
+    owner. ``views``: by rank, the plan as that rank sees it.
     """
     found = Counter[str]()
     for view in views:
@@ -66,10 +65,9 @@ def lost_elements(views: Sequence[Plan]) -> str | None:
 
 
 def conflict(calls: Sequence[Sequence[Collective]]) -> str | None:
-    """Return what keeps the calls of all ranks from merging into one order; ``None`` where they do.
+    """Return why the collectives of all ranks cannot merge into one order; ``None`` if they can.
 
-    Args:
-        calls: by rank, in order. Every rank of a group makes each of its calls.
+    ``calls``: by rank, its collectives in order. Every rank of a collective's group must call it.
     """
     done, come = [0] * len(calls), dict[Group, list[int]]()
     arriving = list(range(len(calls)))
@@ -85,7 +83,7 @@ def conflict(calls: Sequence[Sequence[Collective]]) -> str | None:
         if len(waiting) == len(call.group.ranks):
             if text := _mismatch([calls[each][done[each]] for each in call.group.ranks]):
                 return text
-            # All its ranks have come: the call is done, and each goes on to its next.
+            # All ranks of the group have reached the collective: it ends, and each continues with its next call.
             del come[call.group]
             for each in call.group.ranks:
                 done[each] += 1
@@ -94,7 +92,7 @@ def conflict(calls: Sequence[Sequence[Collective]]) -> str | None:
 
 
 def _mismatch(calls: Sequence[Collective]) -> str | None:
-    """Return how the calls of one collective, of all ranks of its group in order, differ; ``None`` if they match."""
+    """Return how the calls of one collective differ; ``None`` if they match. ``calls``: by index in the group."""
     first, ranks = calls[0], calls[0].group.ranks
     for rank, call in zip(ranks, calls, strict=True):
         if any(getattr(call, name) != getattr(first, name) for name in COMMON) or bool(call.sent) != bool(first.sent):
@@ -111,7 +109,10 @@ def _mismatch(calls: Sequence[Collective]) -> str | None:
 
 
 def _circle(calls: Sequence[Sequence[Collective]], done: Sequence[int]) -> str | None:
-    """Return who waits for whom, from the first rank that does; ``None`` where no rank has calls left."""
+    """Return which rank waits for which, starting with the first that waits; ``None`` if no rank has calls left.
+
+    ``done``: by rank, how many of its calls have ended.
+    """
     rank = next((rank for rank, count in enumerate(done) if count < len(calls[rank])), None)
     texts, seen = list[str](), set[int]()
     while rank is not None and rank not in seen:
@@ -121,17 +122,17 @@ def _circle(calls: Sequence[Sequence[Collective]], done: Sequence[int]) -> str |
             break
         call = calls[rank][done[rank]]
         texts.append(f"rank {rank} waits in {call}")
-        # Those that have come to a collective have their next call in its group.
+        # It waits for a rank of the group whose next call is in another group, or that has no further call.
         rank = next(r for r in call.group.ranks if done[r] == len(calls[r]) or calls[r][done[r]].group != call.group)
     return "; ".join(texts) if texts else None
 
 
-#: What a bucket goes through, in this order.
+#: The operations of a bucket in their order. :class:`Send` and :class:`Wait` come with their ``back``.
 LIFE = (Open, Prepare, (Send, False), (Wait, False), Compute, (Send, True), (Wait, True), Apply)
 
 
 def _broken_order(program: Program) -> Iterator[str]:
-    """Yield what one rank does too early, too late or not at all."""
+    """Yield, as texts, what one rank's program does too early, too late or not at all."""
     done: dict[int, int] = {}
     opened: dict[int, Open] = {}
     users: dict[int, int] = {}  # the last bucket of each storage

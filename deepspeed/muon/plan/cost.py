@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost model of a parameter group: operations of its Newton-Schulz against bytes on the wire."""
+"""The cost model of a parameter group: Newton-Schulz and the exchange in one unit, floating-point operations."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from typing import NamedTuple
 from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.newton_schulz import flops, traffic
 
-#: Floating-point operations that take as long as one byte on the wire: what moving a matrix to a rank that does not
-#: hold it must save. For cores on gloo, and for an accelerator on its fabric.
+#: Floating-point operations that take as long as sending one byte: for CPU cores over gloo, and for an accelerator over
+#: its fabric. Moving a matrix to a rank that does not hold it must save more than this per byte.
 CPU_FLOPS_PER_BYTE, ACCELERATOR_FLOPS_PER_BYTE = 200.0, 8000.0
-#: The same within a node, and operations that take as long as the latency of a collective there.
+#: The same for a byte sent within a node.
 CPU_INTRA_NODE, ACCELERATOR_INTRA_NODE = 200.0, 1000.0
+#: Floating-point operations that take as long as the latency of a collective within a node.
 CPU_CALL, ACCELERATOR_CALL = 5e7, 8e9
 
 
 class OwnerCost(NamedTuple):
-    """What each owner of a matrix has to do: operations, and the bytes and collectives between the owners."""
+    """The work of each owner of a matrix: operations, and the bytes and collectives that it sends other owners."""
 
     flops: float
     nbytes: float = 0.0
@@ -29,12 +30,14 @@ class OwnerCost(NamedTuple):
 
 @dataclass(frozen=True)
 class CostModel:
-    """Operations per matrix, and how many of them one byte of the exchange is worth.
+    """The cost of Newton-Schulz and of the exchange, in floating-point operations.
 
     Args:
-        of_owner: by rows, columns and number of owners of the whole matrix.
-        device_type: where Newton-Schulz runs.
-        intra_node: ranks of the sets of neighbours that share a node (:func:`deepspeed.muon.plan.owners.neighbours`).
+        of_owner: (rows, columns, number of owners) of a whole matrix -> the work of each owner.
+        flops_per_byte: operations that take as long as sending one byte.
+        bytes_per_element: of what is sent.
+        device_type: where Newton-Schulz runs, such as ``cpu``.
+        intra_node: size of the sets of ranks that share a node, from :func:`deepspeed.muon.plan.owners.neighbours`.
     """
 
     of_owner: Callable[[int, int, int], OwnerCost]
@@ -44,19 +47,19 @@ class CostModel:
     intra_node: int = 1
 
     def flops(self, rows: int, cols: int) -> float:
-        """Return the operations of a matrix with one owner."""
+        """Return the operations that orthogonalize a matrix with one owner."""
         return self.of_owner(rows, cols, 1).flops
 
     def total(self, shapes: Iterable[tuple[int, int]]) -> float:
-        """Return the operations of matrices of these rows and columns, of one owner each."""
+        """Return the operations that orthogonalize matrices of these (rows, columns), each with one owner."""
         return sum(self.flops(rows, cols) for rows, cols in shapes)
 
     def bytes_as_flops(self, elements: int) -> float:
-        """Return the operations worth the bytes of ``elements`` elements, to the owner and back."""
+        """Return the operations that take as long as sending this many elements to the owner and back."""
         return self.flops_per_byte * 2 * self.bytes_per_element * elements
 
     def owner_cost(self, rows: int, cols: int, owners: int) -> float:
-        """Return the operations of each owner of a matrix, with those worth what the owners send to each other."""
+        """Return the operations of each of the ``owners``, with what they send each other converted to operations."""
         part, is_cpu = self.of_owner(rows, cols, owners), self.device_type == "cpu"
         intra_node = CPU_INTRA_NODE if is_cpu else ACCELERATOR_INTRA_NODE
         per_byte = intra_node if owners <= self.intra_node else self.flops_per_byte
@@ -64,7 +67,7 @@ class CostModel:
 
     @property
     def call(self) -> float:
-        """Return the operations that take as long as the latency of a collective."""
+        """Return the operations that take as long as the latency of one collective."""
         return CPU_CALL if self.device_type == "cpu" else ACCELERATOR_CALL
 
 
@@ -79,11 +82,11 @@ def cost_model(
     """Return the cost model of one group.
 
     Args:
-        method: of Newton-Schulz, by rows and columns.
-        dtype: of Newton-Schulz, which decides how often ``gram`` restarts.
-        wire_bytes: per element of the exchange.
-        device_type: ``cpu``, or an accelerator's.
-        intra_node: as in :class:`CostModel`.
+        method: (rows, columns) of a matrix -> method of Newton-Schulz.
+        schedule: the coefficients of Newton-Schulz, one triple per step.
+        dtype: of the products of Newton-Schulz. It decides how often the method ``gram`` restarts.
+        wire_bytes: bytes of each element that is sent.
+        device_type, intra_node: see :class:`CostModel`.
     """
 
     @functools.cache

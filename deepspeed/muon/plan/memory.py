@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The peak of a step's scratch memory on one rank, by arithmetic: nothing is allocated.
+"""Compute the peak of a step's scratch memory on one rank, without allocating anything.
 
-Names and sizes are those of the requests that :class:`deepspeed.muon.kernels.workspace.Workspace` gets. Requests of one
-name share storage, so the peak is the sum over the names of the largest request. Left out are the kilobytes of norms,
-and copies of columns that an elementwise pass makes contiguous.
+Names and sizes are those that a step requests from :class:`deepspeed.muon.kernels.workspace.Workspace`. Requests of one
+name share storage, so the peak is the sum of the largest request of each name. Not counted are the kilobytes of norms,
+and copies that an elementwise pass makes of columns to have them contiguous.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from deepspeed.muon.plan.bucket import OwnedBlocks, batches_of
 from deepspeed.muon.plan.placement import PlacedBlock, Spread
 from deepspeed.muon.plan.plan import GlobalPlan
 
-#: Small symmetric matrices of a method of Newton-Schulz; in 16 bits each has a diagonal in fp32.
+#: Method of Newton-Schulz -> names of its small symmetric matrices; in 16 bits each also has a diagonal in fp32.
 SYMMETRIC = {"standard": ("gram", "factor"), "gram": ("gram", "factor", "q", "t")}
-#: Elements of a Gram matrix, or of rows of it, that its owners widen to fp32 at a time.
+#: Elements of a Gram matrix, or of some of its rows, that its owners convert to fp32 at a time.
 SUM_ELEMENTS = 2**22
 
 
 class BatchSize(NamedTuple):
-    """What of a :class:`deepspeed.muon.plan.bucket.Batch` decides its memory. Equal on many ranks."""
+    """The sizes of a :class:`deepspeed.muon.plan.bucket.Batch`, without its names, so that many ranks have equal ones.
+
+    ``rows``, ``cols``: of each matrix or slice. ``shape``: of the whole matrices. ``number``: how many there are.
+    """
 
     rows: int
     cols: int
@@ -36,9 +39,13 @@ class BatchSize(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """What one rank needs for one bucket: elements of its buffers and of its longest run, and its batches.
+    """What decides the memory that one rank needs for one bucket; sizes are in elements.
 
-    ``longest_grid``: elements of the longest run that is not contiguous in the shard and therefore copied.
+    Args:
+        buffers: of the matrices, the send buffer and the receive buffer together.
+        longest_run: of the longest run, a piece of a matrix in the rank's shard.
+        longest_grid: of the longest run that is not contiguous in the shard and is therefore copied.
+        batches: the matrices that the rank orthogonalizes.
     """
 
     buffers: int
@@ -49,15 +56,15 @@ class Demand(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """What decides how many bytes a demand takes.
+    """The settings that decide how many bytes a :class:`Demand` takes.
 
     Args:
-        wire: dtype of the exchange: bf16 or fp32.
-        dtype: of Newton-Schulz, a key of :data:`deepspeed.muon.math.newton_schulz.DTYPES`. Where it is not that of the
-            wire, Newton-Schulz works on a copy.
-        device_type: where Newton-Schulz runs: ``cpu``, or an accelerator's.
-        staged: shards are on the host and Newton-Schulz on an accelerator.
-        plain: all operations are those of plain PyTorch, whose products of 16-bit numbers have temporaries in fp32.
+        wire: dtype of what is sent, ``bf16`` or ``fp32``.
+        dtype: of the products of Newton-Schulz, a key of :data:`deepspeed.muon.math.newton_schulz.DTYPES`. If it is not
+            ``wire``, Newton-Schulz works on a copy.
+        device_type: where Newton-Schulz runs, such as ``cpu``.
+        staged: whether shards are in host memory and Newton-Schulz runs on an accelerator.
+        plain: whether all kernels are plain PyTorch, whose 16-bit products need temporaries in fp32.
     """
 
     wire: str
@@ -68,12 +75,12 @@ class Memory:
 
     @property
     def wire_bytes(self) -> int:
-        """Return the bytes of an element of the exchange."""
+        """Return the bytes of each element that is sent."""
         return DTYPES[self.wire].itemsize
 
 
 class Peak(NamedTuple):
-    """Bytes on the device of Newton-Schulz."""
+    """Scratch memory, in bytes, on the device that runs Newton-Schulz: for the exchange, and for Newton-Schulz."""
 
     exchange: int
     newton_schulz: int
@@ -86,7 +93,11 @@ class Peak(NamedTuple):
 
 @dataclass(frozen=True)
 class PartDemand:
-    """The buckets of one partition on one rank, the storage that each takes, and the method by rows and columns."""
+    """The demands of one partition on one rank.
+
+    ``buckets`` and ``storages``: by bucket, its demand and the index of the storage that it uses. ``method``: (rows,
+    columns) of a matrix -> method of Newton-Schulz.
+    """
 
     buckets: Sequence[Demand]
     storages: Sequence[int]
@@ -94,7 +105,7 @@ class PartDemand:
 
 
 def peak(parts: Iterable[PartDemand], memory: Memory) -> Peak:
-    """Return the most bytes that one rank holds in a step of all parts, which share their storage."""
+    """Return the peak memory of one rank over the steps of ``parts``, its partitions, which share their storage."""
     exchange, newton_schulz = Counter[str](), Counter[str]()
     for part in parts:
         for storage, demand in zip(part.storages, part.buckets, strict=True):
@@ -110,7 +121,7 @@ def peak(parts: Iterable[PartDemand], memory: Memory) -> Peak:
 
 
 def _temporaries(batch: BatchSize, method: str, memory: Memory) -> Counter[str]:
-    """Return bytes by name for the matrices of a batch that are orthogonalized at once."""
+    """Return name -> bytes of the temporaries for those matrices of a batch that are orthogonalized at once."""
     numel, small, itemsize = batch.rows * batch.cols, min(batch.shape), DTYPES[memory.dtype].itemsize
     on_cpu = memory.device_type == "cpu"
     sizes = {"spare": numel * itemsize}
@@ -123,7 +134,7 @@ def _temporaries(batch: BatchSize, method: str, memory: Memory) -> Counter[str]:
             sizes[f"{name} diagonal"] = 4 * small
     if memory.plain and memory.dtype != "fp32":
         sizes |= {"cross0": 4 * numel} | ({} if writes_in_place else {"cross1": 4 * small * small})
-    # Owners must form the same batches, whatever their numbers of threads.
+    # All owners of a matrix must split a batch alike, whatever their numbers of threads.
     threads = {"threads": 1} if batch.owners > 1 else {}
     together = min(batch.number, batch_limit(numel, small, itemsize, not on_cpu, **threads))
     of_owners = _of_owners(small, batch.owners, together, memory.dtype) if batch.owners > 1 else {}
@@ -131,7 +142,7 @@ def _temporaries(batch: BatchSize, method: str, memory: Memory) -> Counter[str]:
 
 
 def _of_owners(small: int, owners: int, together: int, dtype: str) -> dict[str, int]:
-    """Return the extra scratch of several owners: an fp32 part of the Gram sum, and one rank's rows of a product."""
+    """Return name -> bytes of the extra scratch of several owners: an fp32 chunk of a Gram matrix, and product rows."""
     sizes = {} if dtype == "fp32" else {"sum": 4 * min(together * small * small, SUM_ELEMENTS)}
     if owners >= SPLIT_FROM:
         sizes["rows"] = small * small // owners * DTYPES[dtype].itemsize
@@ -143,10 +154,10 @@ def _of_owners(small: int, owners: int, together: int, dtype: str) -> dict[str, 
 
 
 def demands_of(plan: GlobalPlan) -> list[list[Demand]]:
-    """Return the demands of all ranks by rank and bucket.
+    """Return the demands of all ranks, ``[rank][bucket]``.
 
-    A bucket takes time O(matrices + ranks x kinds of matrices). The demands are exact where an owner has one matrix in
-    it. Several may happen to be received in order; a receive buffer is counted then.
+    A bucket takes O(matrices + ranks x distinct layouts of matrices) time. The demand of an owner with one matrix is
+    exact. For several matrices a receive buffer is counted, even if they happen to be received in order.
     """
     by_bucket = []
     for matrices, only_results in plan.buckets:
@@ -164,12 +175,12 @@ def _gathered(matrices: OwnedBlocks, world_size: int) -> list[Demand]:
 
 
 def _local(matrices: OwnedBlocks, world_size: int) -> list[Demand]:
-    """Return the demands of each owner's matrices where every rank holds all matrices whole."""
+    """Return, by rank, the demand of the matrices that it owns, if every rank holds all matrices whole."""
     return [_whole(own, _sizes(own)) for own in _by_owner(matrices, world_size)]
 
 
 def _results(part: OwnedBlocks, world_size: int) -> list[Demand]:
-    """Return the demands of a bucket of results, in which each rank receives the others' results."""
+    """Return, by rank, the demand of a bucket of results, into which it receives the results of other owners."""
     of_all, numels = _whole([item for _, item in part]), [0] * world_size
     for owner, item in part:
         numels[owner] += item.block.numel
@@ -201,9 +212,9 @@ def _longest_grid(item: PlacedBlock, rank: int) -> int:
 
 
 def _others(owned: Sequence[Sequence[PlacedBlock]], matrices: OwnedBlocks) -> tuple[list[int], list[int], list[int]]:
-    """Return by rank the elements to send and receive, of the longest run, and of the longest one on a grid."""
+    """Return three lists of elements, by rank: sent plus received, of the longest run, of the longest run on a grid."""
     sent, received, longest, grids = ([0] * len(owned) for _ in range(4))
-    # Matrices that are cut alike are counted at once: at stage 3 those are all of one shape.
+    # Matrices that are spread alike are counted at once: at stage 3 all matrices of one shape are.
     alike: dict[Spread, tuple[PlacedBlock, list[int]]] = {}
     for owner, item in matrices:
         alike.setdefault(item.spread, (item, []))[1].append(owner)

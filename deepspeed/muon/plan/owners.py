@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who orthogonalizes a matrix: how many owners it has, and which ranks these are.
+"""Choose the owners of each matrix, the ranks that orthogonalize it: how many, and which.
 
 A matrix with several owners is sliced along its longer side, so that its Gram matrix is the sum of the slices' Gram
-matrices, and the last product of Newton-Schulz acts on each slice independently. Owners of one matrix are neighbours:
-with ``count`` owners the ranks form sets of ``count``, one after the other. The counts of one plan divide each other,
-so that a smaller set lies within a larger one, and all ranks of a set meet its matrices in the same order.
+matrices, and the last product of Newton-Schulz acts on each slice independently. The owners of a matrix are consecutive
+ranks: with 4 owners each, ranks 0 to 3 form one set, 4 to 7 the next. The numbers of owners in one plan divide each
+other, so that a smaller set is inside a larger one, and all ranks of a set meet its matrices in the same order.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from deepspeed.muon.matrices.block import Block, cut
 from deepspeed.muon.plan.cost import CostModel
 from deepspeed.muon.plan.placement import PlacedBlock, Spread
 
+#: Maximum number of owners of a matrix, unless the config sets the number.
 MAX_OWNERS = 16
 #: Split a matrix over several owners when it costs more than this multiple of an even share of all work.
 MAX_IMBALANCE = 1.25
-#: What splitting must save at least, as a part of the cost of one owner.
+#: Minimum that splitting must save, as a fraction of the cost with one owner.
 MIN_SAVING = 0.2
-#: On an accelerator, split a matrix whose temporaries and buffers take more bytes, whatever its operations.
+#: On an accelerator, split a matrix whose temporaries and buffers take more bytes than this, whatever it costs.
 MAX_WHOLE_BYTES = 2**30
-#: If at most this many ranks hold a part of a matrix, each is considered as its owner.
+#: If at most this many ranks hold a part of a matrix, every one of them is a candidate for its owner.
 MAX_CANDIDATES = 8
 
 
@@ -38,9 +39,9 @@ MAX_CANDIDATES = 8
 
 
 def counts_for(world_size: int, most: int = MAX_OWNERS) -> list[int]:
-    """Return the numbers of owners that matrices may have, ascending.
+    """Return the numbers of owners that matrices may have, up to ``most``, ascending: ``12 -> [1, 2, 4, 12]``.
 
-    Each is a divisor of the next and of ``world_size``.
+    Each divides the next and ``world_size``.
     """
     counts = [1]
     for count in range(2, min(world_size, most) + 1):
@@ -50,26 +51,25 @@ def counts_for(world_size: int, most: int = MAX_OWNERS) -> list[int]:
 
 
 def neighbours(nodes: Sequence[Any]) -> int:
-    """Return the size of the largest sets into which the ranks can be cut, one after the other, each on one node.
+    """Return the largest n such that ranks 0 to n - 1 share a node, ranks n to 2n - 1 share one, and so on.
 
-    Args:
-        nodes: of each rank, in order.
+    ``nodes``: by rank, any value that identifies its node. n divides the number of ranks.
     """
     sizes = (size for size in range(len(nodes), 0, -1) if len(nodes) % size == 0)
     return next(n for n in sizes if all(len({*nodes[i : i + n]}) == 1 for i in range(0, len(nodes), n)))
 
 
 def is_sliceable(block: Block, count: int) -> bool:
-    """Return whether a matrix can be cut into equal slices, and its Gram matrix into equal rows.
+    """Return whether ``count`` owners can have equal slices of a matrix, and as many rows of its Gram matrix each.
 
-    Rows that lie in bands are not cut.
+    A matrix whose rows are in several bands (:class:`deepspeed.muon.matrices.block.Block`) is not sliced by rows.
     """
     is_cut_by_rows = block.rows > block.cols
     return block.rows % count == block.cols % count == 0 and not (is_cut_by_rows and block.bands > 1)
 
 
 def sliced(item: PlacedBlock, count: int) -> Iterator[PlacedBlock]:
-    """Yield the slices of a matrix, in the order of their owners; the matrix itself if there is one."""
+    """Yield a matrix's slices for ``count`` owners, along its longer side; the matrix itself if ``count`` is 1."""
     if count == 1:
         yield item
         return
@@ -82,23 +82,25 @@ def sliced(item: PlacedBlock, count: int) -> Iterator[PlacedBlock]:
 def counts_of(
     items: Sequence[PlacedBlock], world_size: int, cost: CostModel, pinned: Mapping[str, int], most: int | None
 ) -> list[int]:
-    """Return the number of owners of each matrix, equal for all of one shape that can be cut.
+    """Return the number of owners of each matrix: one number per shape, but 1 for a matrix that cannot be sliced.
 
-    A matrix that costs clearly more than an even share of all work cannot be balanced by any choice of a single owner:
-    it gets the fewest owners that bring it below one, or those for whom it costs least, if they save enough. On an
-    accelerator one whose temporaries are large gets the fewest that make them small, if as many ranks hold parts of it:
-    one that holds it whole would need more memory to send it to others than it saves.
+    A matrix that costs clearly more than an even share of all work cannot be balanced with a single owner. It gets the
+    fewest owners whose cost is at most an even share or, if no number achieves that, the number with the least cost,
+    provided that this saves enough. On an accelerator a matrix with large temporaries gets the fewest owners that make
+    them small, if at least as many ranks hold parts of it: a rank that holds it whole would need more memory to send it
+    to others than it saves.
 
     Args:
-        pinned: by a checkpoint, by :func:`deepspeed.muon.math.choice.shape_key`. A number that does not fit the ranks
-            is chosen anew.
-        most: that many, or the most below that fit the ranks; ``None``: as above.
+        pinned: :func:`deepspeed.muon.math.choice.shape_key` -> number of owners in a checkpoint. A number that does not
+            fit the ranks is ignored.
+        most: use this number, or the largest possible one below it; ``None``: choose as described.
     """
     if world_size == 1 or most == 1:
         return [1] * len(items)
     even = cost.total(item.shape for item in items) / world_size
     kept = {n for n in pinned.values() if n in counts_for(world_size)}
-    # Sets of several sizes must lie within each other, also with those that a checkpoint has pinned.
+    # Sets of different sizes must be inside each other, also those that a checkpoint has pinned. Owners share a node,
+    # because they send each other more than the exchange does.
     of_node = [n for n in counts_for(cost.intra_node) if all(n % k == 0 or k % n == 0 for k in kept)]
     allowed = counts_for(world_size, most) if most else of_node
     holders: dict[tuple[int, int], int] = {}
@@ -117,7 +119,7 @@ def counts_of(
         for_memory = _for_memory(rows, cols, fitting, holders[shape], cost)
         return max(for_memory, _for_balance(rows, cols, fitting, even, cost))
 
-    # One shape has one number of owners, unless a block of it lies in bands that cannot be cut.
+    # A matrix whose rows are in bands may not be sliceable although others of its shape are.
     wanted = [(item.block, count_for(item.shape)) for item in items]
     return [count if is_sliceable(block, count) else 1 for block, count in wanted]
 
@@ -147,16 +149,16 @@ def _for_memory(rows: int, cols: int, allowed: Sequence[int], holders: int, cost
 def assign(
     items: Sequence[PlacedBlock], world_size: int, cost: CostModel, counts: Sequence[int]
 ) -> tuple[list[int], list[float]]:
-    """Return the owner of each matrix, of several the first one, and the load of each rank, in operations.
+    """Return the owner of each matrix (the first, if it has several), and the load of each rank in operations.
 
-    Longest processing time first (Graham 1969), among the ranks that hold a part of the matrix: the heaviest matrix
-    goes where it would be done earliest. An owner pays for the bytes that it must receive beyond those that the best
-    owner must receive; the latter travel anyway. Then matrices leave the busiest rank while that shortens the step
-    although all their bytes travel.
+    Longest processing time first (Graham 1969): in descending order of cost, each matrix goes to the rank that would
+    finish it first, among the ranks that hold a part of it. Its cost there includes the bytes that this rank must
+    receive beyond those that the best-placed rank would receive, which are sent in any case. Finally matrices move from
+    the busiest rank to the least loaded one as long as that shortens the step with all their bytes counted.
 
     Args:
-        counts: of the owners of each matrix. Matrices with several go first, to the set of ranks that would be done
-            earliest, and stay there.
+        counts: by matrix, its number of owners. Matrices with several are assigned first, each to the set of ranks that
+            would finish it first, and do not move.
     """
     loads = _Loads(world_size)
     weights = [cost.flops(item.block.rows, item.block.cols) for item in items]
@@ -166,7 +168,7 @@ def assign(
         _assign_to_sets(count, items, counts, cost, owners, loads)
     for index in sorted((i for i, count in enumerate(counts) if count == 1), key=lambda i: (-weights[i], i)):
         weight, missing = weights[index], _candidates(items[index], loads.least(), few)
-        # The elements that the best owner lacks travel anyway, so only those beyond them have a cost.
+        # The elements that the best-placed rank lacks are sent in any case, so only those beyond them have a cost.
         fewest = min(missing.values())
         offers = ((weight + cost.bytes_as_flops(elements - fewest), rank) for rank, elements in missing.items())
         _, owner, load = min((loads.values[rank] + load, rank, load) for load, rank in offers)
@@ -185,7 +187,7 @@ def _assign_to_sets(
     owners: list[int],
     loads: _Loads,
 ) -> None:
-    """Assign the matrices that have this number of owners, the most expensive first."""
+    """Assign the matrices that have ``count`` owners, the most expensive first; updates ``owners`` and ``loads``."""
     costs = {index: cost.owner_cost(*items[index].shape, count) for index, n in enumerate(counts) if n == count}
     sets = [(max(loads.values[first : first + count]), first) for first in range(0, len(loads.values), count)]
     heapq.heapify(sets)
@@ -197,13 +199,14 @@ def _assign_to_sets(
 
 
 def _candidates(item: PlacedBlock, least: int, few: dict[Spread, dict[int, int]]) -> dict[int, int]:
-    """Return the ranks to consider as the owner, with the elements that each of them lacks.
+    """Return candidate for the owner -> number of elements that it lacks.
 
-    All holders but the first and the last hold equal parts, so a few stand for many.
+    If many ranks hold parts, the first, a middle, the last and the least loaded one stand for all: all holders except
+    the first and the last hold equal parts.
 
     Args:
         least: the rank with the least load.
-        few: filled with the ranks to consider whatever the loads, for each way in which a matrix is cut.
+        few: a cache, filled here: how a matrix is spread -> its candidates except ``least``.
     """
     spread, holders = item.spread, item.spread.holders
     middle = holders[len(holders) // 2]
@@ -217,16 +220,16 @@ def _candidates(item: PlacedBlock, least: int, few: dict[Spread, dict[int, int]]
 
 
 class _Loads:
-    """Load of every rank, with fast access to the extremes, and the matrices of each rank, the lightest first.
+    """The load of every rank, with fast access to the extremes, and the matrices of each rank, lightest first.
 
-    Outdated entries stay in the heaps until they reach the top.
+    Outdated entries stay in the two heaps until they reach the top.
     """
 
     def __init__(self, world_size: int) -> None:
         self.values = [0.0] * world_size
         self.owned: list[list[tuple[float, int]]] = [[] for _ in range(world_size)]
         self._low = [(0.0, rank) for rank in range(world_size)]
-        self._high: list[tuple[float, int]] | None = None  # from the first time that it is asked for
+        self._high: list[tuple[float, int]] | None = None  # built on first use: only `_rebalance` needs it
 
     def least(self) -> int:
         while self._low[0][0] != self.values[self._low[0][1]]:
@@ -255,7 +258,8 @@ class _Loads:
 def _rebalance(moved_costs: Sequence[float], owners: list[int], loads: _Loads) -> None:
     """Move matrices from the busiest to the least loaded rank while that lowers the higher of the two loads.
 
-    The best matrix to move costs about half the gap between them. ``moved_costs``: at a rank that holds nothing of it.
+    The best matrix to move costs about half the gap between the loads. ``moved_costs``: by matrix, its cost at a rank
+    that holds none of its elements.
     """
     for _ in range(len(moved_costs)):
         busiest, least = loads.busiest(), loads.least()
@@ -264,7 +268,7 @@ def _rebalance(moved_costs: Sequence[float], owners: list[int], loads: _Loads) -
             return
         position = max(0, bisect.bisect_right(owned, (gap / 2, len(moved_costs))) - 1)
         load, index = owned[position]
-        # Moved, it would make the other rank at least as busy.
+        # Moving it would make the least loaded rank at least as busy as the busiest one is now.
         if moved_costs[index] >= gap:
             return
         del owned[position]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How parameters and their blocks lie over the ranks, by arithmetic rules whose size does not grow with the ranks."""
+"""Where the elements of parameters and blocks are, by arithmetic rules whose size does not grow with the ranks."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from deepspeed.muon.matrices.tp_sharding import Sharding
 
 @dataclass(frozen=True)
 class Placement:
-    """How one parameter lies over the ranks.
+    """Which rank holds each element of one parameter, and where.
 
-    Element e is in part ``(origin + e) // span``, at position ``base + (origin + e) % span`` of the tensor there. Part
-    k is on rank ``first + k * step``.
+    Element e is in part k = ``(origin + e) // span``, which is on rank ``first + k * step``. Its index in the flat
+    tensor of that rank is ``base + (origin + e) % span``.
 
-    - Stages 1 and 2 cut the flat group: origin is the parameter's offset in it, span the partition's size, base 0.
-    - Stage 3 cuts each parameter: origin 0, span its partition's size, base its offset.
-    - Stage 0 cuts nothing: origin 0, span the parameter's size, base 0; ``copies`` ranks hold all of it.
+    - Stages 1 and 2 split a flattened group: origin is the parameter's offset in it, span a partition's size, base 0.
+    - Stage 3 splits each parameter: origin 0, span the size of its part on each rank, base the offset of that part.
+    - Stage 0 splits nothing: origin 0, span the parameter's size, base 0; ``copies`` ranks hold all of it.
     - With tensor parallelism, rank t of T has a parameter of its own: first t, step T.
     """
 
@@ -35,14 +35,14 @@ class Placement:
     step: int = 1
 
     def ranks(self, start: int, stop: int) -> range:
-        """Return the ranks that hold any of elements ``start .. stop``."""
+        """Return the ranks that hold any of the elements from ``start`` to ``stop - 1``."""
         if self.copies > 1:
             return range(self.copies)
         low, high = (self.origin + start) // self.span, (self.origin + stop - 1) // self.span
         return range(self.first + low * self.step, self.first + high * self.step + 1, self.step)
 
     def held(self, rank: int, start: int, stop: int) -> tuple[int, int]:
-        """Return the range within ``start .. stop`` that ``rank`` holds; empty if its start is not below its stop."""
+        """Return (start, stop) of those elements of the range that ``rank`` holds; none if start is not below stop."""
         if self.copies > 1:
             return start, stop
         part, other = divmod(rank - self.first, self.step)
@@ -51,19 +51,23 @@ class Placement:
 
     @property
     def rule(self) -> tuple[int, int, int, int, int]:
-        """Return which ranks hold which elements, wherever they lie there."""
+        """Return the fields that decide which rank holds each element: (origin, span, copies, first, step)."""
         return self.origin, self.span, self.copies, self.first, self.step
 
     def position(self, element: int) -> int:
-        """Return the position of ``element`` in the tensor of the rank that holds it."""
+        """Return the index of ``element`` in the flat tensor of the rank that holds it."""
         return self.base + (self.origin + element) % self.span
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A parameter of a partition: its route, the index of the tensor that holds its elements, and its placement.
+    """A parameter of a partition, and where its elements are.
 
-    ``tp_placements``: with tensor parallelism, the placement of each rank's parameter, a shard or a copy.
+    Args:
+        spec: its name, shape and blocks.
+        tensor: index in the partition of the tensor that holds this rank's elements.
+        placement: which rank holds each element.
+        tp_placements: with tensor parallelism, by tensor-parallel rank, the placement of its shard or copy.
     """
 
     spec: MatrixSpec
@@ -78,12 +82,15 @@ class Shard:
 
     @cached_property
     def items(self) -> tuple[PlacedBlock, ...]:
-        """Return the matrices of the parameter."""
+        """Return the matrices of the parameter, one per block."""
         return tuple(PlacedBlock(self, block) for block in self.spec.blocks)
 
 
 class Rectangle(NamedTuple):
-    """A rectangle of a matrix inside one parameter or shard; ``at``: index of its first element in the matrix."""
+    """A rectangle of a matrix that is inside the parameter of one tensor-parallel rank.
+
+    ``block``: where it is in that parameter. ``at``: index of its first element in the whole matrix.
+    """
 
     block: Block
     at: int
@@ -91,14 +98,14 @@ class Rectangle(NamedTuple):
 
 
 class Spread:
-    """How the elements of a matrix are spread over the ranks. Matrices that are cut alike have one in common.
+    """Which ranks hold which elements of a matrix. Matrices that are spread alike share one object.
 
-    The rectangles of copies are equal. The owner uses any of them, and all get its result, so that copies stay equal
-    bit by bit.
+    If tensor-parallel ranks hold copies of a matrix, their rectangles coincide. The owner uses any of the copies and
+    sends its result to all of them, so that they stay equal bit by bit.
 
     Args:
-        parts: the rectangles that make up the matrix: one, or those on the ranks of a tensor-parallel group.
-        cols: of the matrix.
+        parts: the rectangles that make up the matrix: one, or one or more for each rank of a tensor-parallel group.
+        cols: columns of the matrix.
     """
 
     def __init__(self, parts: tuple[Rectangle, ...], cols: int) -> None:
@@ -111,18 +118,18 @@ class Spread:
 
     @cached_property
     def text(self) -> str:
-        """Return all of it in words, for the digest on which the ranks agree."""
+        """Return the spread as text, for the digest that must be equal on all ranks."""
         blocks = ((part.block, part.at, part.placement.rule) for part in self.parts)
         return str([(b.offset, b.rows, b.cols, b.stride, b.bands, b.gap, at, rule) for b, at, rule in blocks])
 
     def held(self, rank: int) -> int:
-        """Return the number of elements of the matrix on a rank."""
+        """Return how many elements of the matrix ``rank`` holds."""
         if rank not in self._held:
             self._held[rank] = self._count(rank)
         return self._held[rank]
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """Return a rank's part of the matrix; see :meth:`Block.pieces`."""
+        """Return the elements of the matrix that ``rank`` holds, as pieces of the matrix."""
         if rank not in self._pieces:
             self._pieces[rank] = self._cut(rank)
         return self._pieces[rank]
@@ -141,7 +148,7 @@ class Spread:
 
 @lru_cache(maxsize=1024)
 def _spread(block: Block, sharding: Sharding | None, rules: tuple[tuple[int, int, int, int, int], ...]) -> Spread:
-    """Return how a block is spread; ``rules``: of the placements of its parameter."""
+    """Return how a block is spread. ``rules``: :attr:`Placement.rule`, one per tensor-parallel rank."""
     parts = []
     for t, (origin, span, copies, first, step) in enumerate(rules):
         placement = Placement(origin, span, 0, copies, first, step)
@@ -154,7 +161,7 @@ def _spread(block: Block, sharding: Sharding | None, rules: tuple[tuple[int, int
 class PlacedBlock:
     """One matrix to orthogonalize, or a slice of it, with the placement of its elements.
 
-    ``whole``: the matrix that ``block`` is a slice of; ``None``: it is all of it.
+    ``whole``: the matrix that ``block`` is a slice of; ``None`` if ``block`` is a whole matrix.
     """
 
     shard: Shard
@@ -163,12 +170,12 @@ class PlacedBlock:
 
     @property
     def name(self) -> str:
-        """Return the parameter's name, with the index of the block's first element unless that is 0."""
+        """Return the parameter's name, with the index of the block's first element in brackets unless that is 0."""
         return self._named(self.block)
 
     @property
     def matrix(self) -> str:
-        """Return the name of the whole matrix; that of the block itself unless it is a slice."""
+        """Return the name of the whole matrix, which all of its slices share."""
         return self._named(self.whole or self.block)
 
     def _named(self, block: Block) -> str:
@@ -176,27 +183,27 @@ class PlacedBlock:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Return rows and columns of the whole matrix."""
+        """Return (rows, columns) of the whole matrix."""
         block = self.whole or self.block
         return block.rows, block.cols
 
     @property
     def owners(self) -> int:
-        """Return how many ranks own the whole matrix, each a slice."""
+        """Return how many ranks own the whole matrix, one slice each."""
         return self.whole.numel // self.block.numel if self.whole else 1
 
     @property
     def axis(self) -> int:
-        """Return the axis of its outputs; 0 where that is not known."""
+        """Return the axis along which the matrix has its outputs: 0 rows, 1 columns; 0 if unknown."""
         return self.shard.spec.output_axis or 0
 
     @property
     def outputs(self) -> int:
-        """Return the number of its outputs."""
+        """Return the number of outputs of the whole matrix."""
         return self.shape[self.axis]
 
     @cached_property
     def spread(self) -> Spread:
-        """Return where the elements of the matrix are."""
+        """Return which ranks hold which elements of the matrix or slice."""
         rules = tuple(placement.rule for placement in self.shard.placements)
         return _spread(self.block, self.shard.spec.sharding, rules)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of the exchange: owners, and the elements that travel. Pure Python, no communication.
+"""Plan the exchange: which rank owns each matrix, and which elements are sent in which bucket. No communication.
 
-Every rank derives the same owners and buckets from the same facts, then lists only its own part: the runs that it holds
-and the matrices that it owns. One rank's plan takes O(matrices + ranks) time.
+Every rank derives the same owners and buckets from the same facts, then lists only its own part: the matrices that it
+owns, and the contiguous pieces of matrices that its shard holds (runs). One rank's plan takes O(matrices + ranks) time.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from deepspeed.muon.plan.cost import CostModel
 from deepspeed.muon.plan.owners import assign, counts_of, sliced
 from deepspeed.muon.plan.placement import PlacedBlock, Shard
 
-#: The most bytes of matrices that one owner takes in one bucket; a larger matrix has a bucket to itself. An accelerator
-#: needs several large matrices at once to be busy.
+#: Default limit of the bytes of one owner's matrices in one bucket, on CPUs and on accelerators; a larger matrix gets a
+#: bucket to itself. An accelerator needs several large matrices at once to be busy.
 CPU_BUCKET_BYTES, BUCKET_BYTES = 8 * 2**20, 128 * 2**20
-#: On CPUs buckets shrink, down to this size, until there are this many rounds: nothing hides the first exchange to the
-#: owners and the last one back.
+#: On CPUs buckets shrink until there are ``MIN_ROUNDS`` rounds, but not below ``MIN_BUCKET_BYTES``: no computation
+#: hides the first bucket's way to the owners and the last one's way back.
 MIN_BUCKET_BYTES, MIN_ROUNDS = 2**20, 8
 
 
@@ -43,17 +43,19 @@ def without_collector() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class GlobalPlan:
-    """The plan of a partition for all of its ranks, from which each takes its :meth:`view`.
+    """The plan of a partition for all of its ranks; :meth:`view` returns one rank's part.
 
     Args:
-        copies: ranks that hold the matrices whole.
-        owners: of each matrix, of several the first one.
-        counts: how many owners each matrix has.
-        loads: the cost of each rank's matrices.
-        owned: every matrix or slice with its owner.
-        rounds: the same, cut into parts of at most ``limit`` elements of one owner.
-        is_tight: whether a matrix is larger than a bucket on an accelerator, where memory is scarce, so that fewer are
-            in flight.
+        shards: the partition's Muon parameters, in the same order on all ranks.
+        items: all matrices of the shards.
+        copies: how many ranks hold every matrix whole (ZeRO stage 0); 1 if ranks hold shards.
+        owners: by matrix, the rank that owns it; if there are several, the first.
+        counts: by matrix, how many ranks own it.
+        loads: by rank, the operations that its matrices take.
+        owned: (owner, matrix or slice of a matrix) pairs.
+        rounds: ``owned``, split so that no owner has more than ``limit`` elements in a round, except one large matrix.
+        is_tight: whether a matrix is larger than a bucket on an accelerator. Memory is scarce then, so fewer buckets
+            are in flight.
     """
 
     shards: tuple[Shard, ...]
@@ -70,7 +72,7 @@ class GlobalPlan:
 
     @cached_property
     def digest(self) -> str:
-        """Return a hash of all that the ranks must agree on."""
+        """Return a hash, 16 hexadecimal digits, of everything that must be equal on all ranks."""
         numbers = self.owners, self.counts, [len(owned) for owned in self.rounds], self.limit, self.is_tight
         digest = hashlib.sha256("".join(map(str, numbers)).encode())
         for item in self.items:
@@ -80,31 +82,34 @@ class GlobalPlan:
 
     @cached_property
     def gradient_flags(self) -> int:
-        """Return the number of matrices of which the ranks ask each other whether any element has a gradient.
+        """Return how many matrices the ranks must ask each other about to know which of them have a gradient.
 
-        Ranks that have all of a matrix have the same gradient.
+        It is 0 if every rank holds every matrix whole, because all ranks then have the same gradient.
         """
         is_cut = any(len(item.spread.parts) > 1 or item.shard.placement.copies == 1 for item in self.items)
         return len({item.matrix for item in self.items}) if self.world_size > 1 and is_cut else 0
 
     @cached_property
     def moved_elements(self) -> int:
-        """Return the elements of matrices that go to a rank which holds nothing of them."""
+        """Return how many elements belong to matrices whose owner holds none of their elements."""
         return sum(item.block.numel for owner, item in self.owned if owner not in item.spread.holders)
 
     @property
     def set_sizes(self) -> list[int]:
-        """Return the numbers of owners that matrices have, where these are several."""
+        """Return the distinct numbers of owners above 1, ascending."""
         return sorted({*self.counts} - {1})
 
     @property
     def broadcasts(self) -> int:
-        """Return how many broadcasts carry all results to ranks that hold the matrices whole."""
+        """Return how many broadcasts send all results if every rank holds all matrices: one per owner and round."""
         return sum(len({owner for owner, _ in owned}) for owned in self.rounds)
 
     @cached_property
     def buckets(self) -> list[tuple[OwnedBlocks, bool]]:
-        """Return the matrices of each bucket, and whether only their results travel in it."""
+        """Return (owned matrices, ``only_results``) of each bucket.
+
+        ``only_results``: the bucket only sends results, which an earlier bucket has computed, from owners to all ranks.
+        """
         if self.copies == 1:
             return [(owned, False) for owned in self.rounds]
         found: list[tuple[OwnedBlocks, bool]] = []
@@ -115,23 +120,24 @@ class GlobalPlan:
 
     @property
     def exchanges(self) -> int:
-        """Return how many buckets are exchanged; where nothing travels, how many there are."""
+        """Return how many buckets are sent: all, or only those of results if every rank holds the matrices whole."""
         return sum(only_results for _, only_results in self.buckets) or len(self.buckets)
 
     def slots(self, travels: bool) -> int:
-        """Return the most buckets in flight: one on its way to the owners, one with them, one on its way back.
+        """Return how many buckets may be in flight: one sent to the owners, one orthogonalized, one sent back.
 
-        Replicated matrices have no way to the owners. A tight plan does without the overlap of the way back.
+        Replicated matrices are not sent to the owners, and a tight plan does not overlap the way back: both have 2. If
+        nothing ``travels`` (see :meth:`Plan.travels`), buckets are processed one by one.
         """
         if not travels:
             return 1
         return 2 if self.copies > 1 or self.is_tight else 3
 
     def storages(self, travels: bool) -> list[int]:
-        """Return the number of the storage that each bucket takes; of one storage only one bucket is in flight.
+        """Return, by bucket, the index of the storage (memory) that it uses. One bucket at a time uses a storage.
 
-        Results and an owner's matrices take turns with two each: all results of a round, in whatever many buckets,
-        travel before the storage of its matrices is used again.
+        If every rank holds the matrices whole, owned matrices alternate between storages 0 and 1, results between 2 and
+        3: all results of a round, in however many buckets, are sent before the storage of its matrices is used again.
         """
         if self.copies == 1:
             slots = self.slots(travels)
@@ -140,7 +146,7 @@ class GlobalPlan:
         return [2 * of_results + next(turns[of_results]) % 2 for _, of_results in self.buckets]
 
     def view(self, rank: int) -> Plan:
-        """Return the plan as one rank sees it."""
+        """Return the plan as ``rank`` sees it."""
         if self.copies == 1:
             return Plan(self, rank, tuple(bucket_of(owned, rank, self.world_size) for owned in self.rounds))
         pairs = self.buckets
@@ -157,13 +163,13 @@ class Plan:
 
     @property
     def sent_elements(self) -> int:
-        """Return the elements that this rank sends to others per step, to the owners and back."""
+        """Return how many elements this rank sends to other ranks in a step, to the owners and back."""
         copied = sum(bucket.own_results for bucket in self.buckets) * (self.of_all.world_size - 1)
         moved = [counts for b in self.buckets if not b.only_results for counts in (b.send_counts, b.receive_counts)]
         return copied + sum(sum(counts) - counts[self.rank] for counts in moved)
 
     def travels(self, staged: bool) -> bool:
-        """Return whether anything is sent, or ``staged``: copied between host and accelerator."""
+        """Return whether anything is sent between ranks, or (``staged``) copied between host and accelerator."""
         return staged or any(bucket.travels for bucket in self.buckets)
 
 
@@ -178,15 +184,15 @@ def plan_partition(
     pinned: Mapping[str, int] | None = None,
     most_owners: int | None = None,
 ) -> GlobalPlan:
-    """Plan one partition for all of its ranks, and choose how many owners each matrix has.
+    """Choose how many owners each matrix has, and plan one partition for all of its ranks.
 
     Args:
-        shards, world_size, cost, bucket_bytes: as :func:`global_plan`.
-        pinned, most_owners: as :func:`deepspeed.muon.plan.owners.counts_of`.
+        shards, world_size, cost, bucket_bytes: see :func:`global_plan`.
+        pinned, most_owners: ``pinned`` and ``most`` of :func:`deepspeed.muon.plan.owners.counts_of`.
 
     Returns:
-        The plan; that of a single rank where every rank holds every matrix and doing all of them is faster than
-        sharing. Ranks that are asked for several owners share them anyway.
+        The plan. If every rank holds every matrix whole and sharing the work is not faster, it is the plan of a single
+        rank, which each rank carries out by itself. If several owners are asked for, the work is always shared.
     """
     items, pinned = [item for shard in shards for item in shard.items], pinned or {}
     counts = counts_of(items, world_size, cost, pinned, most_owners)
@@ -199,10 +205,10 @@ def plan_partition(
 
 
 def is_worth_sharing(plan: GlobalPlan, cost: CostModel) -> bool:
-    """Return whether ranks that all hold the same matrices finish earlier if each orthogonalizes some of them for all.
+    """Return whether ranks that all hold the same matrices finish earlier if each orthogonalizes only some of them.
 
-    It compares the operations of all matrices with those of the busiest owner, the bytes of the others' results, and
-    the broadcasts in which these arrive.
+    With sharing, a step costs the operations of the busiest owner, the bytes of the results that it receives, and the
+    latency of their broadcasts; without, the operations of all matrices.
     """
     numel = sum(item.block.numel for item in plan.items)
     received = numel * cost.bytes_per_element * (plan.world_size - 1) / plan.world_size
@@ -222,10 +228,11 @@ def global_plan(
 
     Args:
         shards: the partition's Muon parameters, in the same order on all ranks.
+        world_size: number of ranks that share the partition.
         cost: weighs Newton-Schulz against the exchange.
-        bucket_bytes: the most bytes of one owner's matrices in one bucket, or of all owners' where every rank receives
-            all results; by default as :func:`bucket_limit` chooses.
-        counts: of the owners of each matrix; by default 1.
+        bucket_bytes: limit of the bytes of one owner's matrices in one bucket, or of all owners' matrices together if
+            every rank holds them whole; ``None``: :func:`bucket_limit` chooses.
+        counts: by matrix, its number of owners; empty: 1 each.
     """
     items = [item for shard in shards for item in shard.items]
     counts = counts or [1] * len(items)
@@ -253,10 +260,11 @@ def global_plan(
 
 
 def cut_into_rounds(owned: OwnedBlocks, world_size: int, limit: int) -> list[OwnedBlocks]:
-    """Cut each owner's matrices, equal shapes together, into chunks of at most ``limit`` elements.
+    """Split each owner's matrices into chunks of at most ``limit`` elements; round k is the k-th chunk of every owner.
 
-    Round k has every owner's k-th chunk, in the same order on all ranks. Matrices with most owners come first, so that
-    all owners of one have it in the same round, at the same place among the others that they share.
+    The order is the same on all ranks, with equal shapes next to each other. Matrices with most owners come first, so
+    that all owners of a matrix have it in the same round and meet the matrices that they share in the same order:
+    otherwise two owners could wait for each other in collectives of different matrices.
     """
     rounds: list[OwnedBlocks] = []
     filled, chunk = [0] * world_size, [0] * world_size
@@ -274,7 +282,7 @@ def cut_into_rounds(owned: OwnedBlocks, world_size: int, limit: int) -> list[Own
 
 
 def parts_of(owned: OwnedBlocks, limit: int) -> Iterator[OwnedBlocks]:
-    """Cut a round between owners into parts of at most ``limit`` elements, or of one owner's."""
+    """Split a round into parts of whole owners: each has at most ``limit`` elements, or the matrices of one owner."""
     part: OwnedBlocks = []
     filled = 0
     for _, of_owner in groupby(owned, key=itemgetter(0)):
@@ -290,10 +298,10 @@ def parts_of(owned: OwnedBlocks, limit: int) -> Iterator[OwnedBlocks]:
 def bucket_limit(
     items: Sequence[PlacedBlock], world_size: int, copies: int, cost: CostModel, bucket_bytes: int | None = None
 ) -> int:
-    """Return the most elements of one owner in one bucket; ``bucket_bytes`` overrides the rule.
+    """Return the maximum number of elements of one owner in one bucket.
 
-    ``copies``: ranks that hold the matrices whole. With several, a bucket belongs to all owners together and stays
-    large.
+    If ``copies`` > 1 ranks hold the matrices whole, the bytes of a bucket are shared by that many owners, because every
+    rank receives the results of all. ``bucket_bytes`` overrides the default.
     """
     if bucket_bytes is None:
         bucket_bytes = CPU_BUCKET_BYTES if cost.device_type == "cpu" else BUCKET_BYTES

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program of a step: what one rank does with the buckets of one partition, in order.
+"""The program of a step: a list of what one rank does with the buckets of one partition, in order.
 
-Whatever decides a collective stands in an operation: its kind, its ranks, its sizes, and what is in memory beside it.
+Each operation holds everything that decides its collectives (kind, ranks, sizes) and the memory in use at that time.
 The exchange carries the operations out and decides nothing, so that :mod:`deepspeed.muon.plan.checker` can prove the
 programs of all ranks without running them.
 """
@@ -24,7 +24,7 @@ from deepspeed.muon.plan.plan import Plan
 
 
 class Group(NamedTuple):
-    """The ranks that call a collective. ``name`` tells apart process groups of the same ranks."""
+    """The ranks that call a collective. ``name`` distinguishes process groups of the same ranks."""
 
     ranks: Sequence[int]
     name: str = ""
@@ -41,14 +41,14 @@ class Collective:
     """A collective as one rank calls it.
 
     Args:
-        kind: such as ``all_reduce``.
-        group: the ranks that make the call.
+        kind: its name, such as ``all_reduce``.
+        group: the ranks that call it.
         dtype: of the elements, such as ``fp32``.
-        numel: elements, equal on all ranks: of the tensor that is reduced or broadcast, or that each rank contributes.
-        root: the index in the group of the rank that sends to all, or receives from all.
-        sent: elements for each rank of the group, where ranks send unlike numbers.
-        received: elements from each rank.
-        caller: the line of code that makes the call, if that is known.
+        numel: elements of the tensor that is reduced or broadcast, or that each rank contributes; equal on all ranks.
+        root: index in the group of the rank that sends to all or receives from all.
+        sent: elements sent to each rank of the group, if the numbers differ; otherwise empty.
+        received: elements received from each rank of the group, if the numbers differ; otherwise empty.
+        caller: the line of code that makes the call, if known.
     """
 
     kind: str
@@ -69,10 +69,10 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class NewtonSchulz:
-    """What decides the products of Newton-Schulz, and so what the owners of a slice send each other.
+    """The settings that decide the products of Newton-Schulz, and so what several owners of a matrix send each other.
 
-    ``method``: by rows and columns. ``dtype``: a key of :data:`deepspeed.muon.math.newton_schulz.DTYPES`.
-    ``device_type``: where it runs.
+    ``method``: (rows, columns) of a matrix -> method. ``dtype``: of the products, a key of
+    :data:`deepspeed.muon.math.newton_schulz.DTYPES`. ``device_type``: where Newton-Schulz runs, such as ``cpu``.
     """
 
     schedule: Schedule
@@ -86,14 +86,17 @@ class NewtonSchulz:
 
 @dataclass(frozen=True)
 class Look:
-    """Find the matrices that have no gradient; ``collectives``: one, unless every rank sees that for itself."""
+    """Find the matrices without a gradient. ``collectives``: one all-reduce, or none if the ranks need not ask."""
 
     collectives: tuple[Collective, ...]
 
 
 @dataclass(frozen=True)
 class Open:
-    """Give a bucket ``numel`` elements of a storage, by number. ``own``: the bucket whose matrices it sends."""
+    """Give a bucket ``numel`` elements of the storage with index ``storage``.
+
+    ``own``: the bucket whose matrices it sends: itself, or for a bucket of results an earlier one.
+    """
 
     bucket: int
     storage: int
@@ -103,16 +106,16 @@ class Open:
 
 @dataclass(frozen=True)
 class Prepare:
-    """Write the momentum's look-ahead of this rank's runs into the bucket."""
+    """Update the momentum of this rank's runs, and write the input of Newton-Schulz into the bucket."""
 
     bucket: int
 
 
 @dataclass(frozen=True)
 class Send:
-    """Start the collectives of one way, to the owners or ``back``; none where nothing travels.
+    """Start the collectives that send shards to the owners or results ``back``; none if nothing travels.
 
-    Under CPU offload the copies between host and accelerator belong to it.
+    Under CPU offload it also starts the copies between host and accelerator.
     """
 
     bucket: int
@@ -122,7 +125,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Wait:
-    """Wait for the last :class:`Send` of the bucket; ``back`` says which."""
+    """Wait for the bucket's :class:`Send` with the same ``back``."""
 
     bucket: int
     back: bool
@@ -130,8 +133,9 @@ class Wait:
 
 @dataclass(frozen=True)
 class Compute:
-    """Orthogonalize the bucket's matrices. The ranks that own one together call ``collectives`` meanwhile, and wait for
-    each before the next.
+    """Orthogonalize the bucket's matrices.
+
+    Ranks that own a matrix together call ``collectives`` while they do so, and wait for each before the next.
     """
 
     bucket: int
@@ -140,7 +144,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class Apply:
-    """Update the shards by the bucket's results."""
+    """Update the weights in this rank's shard with the bucket's results."""
 
     bucket: int
 
@@ -150,9 +154,10 @@ Program = tuple[Look | Operation, ...]
 
 
 def program_of(plan: Plan, wire: str, staged: bool, newton_schulz: NewtonSchulz) -> Program:
-    """Return what the rank of a plan does in a step.
+    """Return the operations of one rank in a step.
 
-    Where anything is sent or staged, a line is one turn of the loop, and what is sent arrives during the next::
+    If anything is sent or staged, a step has this form. One line is one iteration, and what it sends arrives during the
+    next::
 
         prepare 0, send 0
         prepare 1, send 1       compute 0, send 0 back
@@ -160,13 +165,13 @@ def program_of(plan: Plan, wire: str, staged: bool, newton_schulz: NewtonSchulz)
                                 compute 2, send 2 back      apply 1
                                                             apply 2
 
-    With one slot less, each line begins with its apply. Where only results travel, there is no way there: all three
-    phases are one line earlier in relation to prepare.
+    With one slot less, each line begins with its apply. If every rank holds all matrices whole, nothing is sent to the
+    owners: compute, send back and apply are one line earlier.
 
     Args:
         wire: dtype of what is sent to owners and back.
-        staged: with copies between host and accelerator.
-        newton_schulz: decides what the owners of one matrix send each other.
+        staged: whether shards are copied between host and accelerator (CPU offload).
+        newton_schulz: decides what several owners of a matrix send each other.
     """
     everyone, flags = Group(range(plan.of_all.world_size)), plan.of_all.gradient_flags
     look = (Collective("all_reduce", everyone, "int32", flags),) if flags else ()
@@ -174,7 +179,7 @@ def program_of(plan: Plan, wire: str, staged: bool, newton_schulz: NewtonSchulz)
 
 
 def collectives_of(program: Program) -> Iterator[Collective]:
-    """Yield the collectives of a program in order."""
+    """Yield all collectives of a program in order."""
     return chain.from_iterable(op.collectives for op in program if isinstance(op, (Look, Send, Compute)))
 
 
@@ -189,7 +194,7 @@ def _operations(plan: Plan, wire: str, staged: bool, newton_schulz: NewtonSchulz
         if applies_first:
             yield from _apply(turn - to_apply, count)
         if turn < count:
-            # Results are sent from where their owner orthogonalized them, in an earlier bucket.
+            # A bucket of results sends the matrices of the latest bucket that had any.
             own = own if plan.buckets[turn].only_results else turn
             yield Open(turn, storages[turn], sum(plan.buckets[turn].buffer_sizes), own)
             yield Prepare(turn)
@@ -200,7 +205,7 @@ def _operations(plan: Plan, wire: str, staged: bool, newton_schulz: NewtonSchulz
             between = (between_owners(batch, plan.rank, newton_schulz) for batch in batches)
             yield Compute(number, tuple(chain.from_iterable(between)))
             yield Send(number, True, _sent(plan.buckets[number], plan, wire, back=True))
-        # With a slot to spare, the results of an earlier bucket arrive while this one is orthogonalized.
+        # With a free slot, the results of an earlier bucket arrive while this one is orthogonalized.
         if not applies_first:
             yield from _apply(turn - to_apply, count)
 
@@ -212,10 +217,10 @@ def _apply(bucket: int, count: int) -> Iterator[Operation]:
 
 
 def _sent(bucket: Bucket, plan: Plan, wire: str, back: bool) -> tuple[Collective, ...]:
-    """Return the collectives of one way.
+    """Return the collectives that send a bucket to the owners, or its results ``back``.
 
-    Results that every rank gets take one broadcast per owner. An all-gather would need equal parts, and gloo's copies
-    them twice.
+    Results that every rank receives take one broadcast per owner. An all-gather would need parts of equal size, and
+    gloo's copies them twice.
     """
     if not bucket.travels or (bucket.only_results and not back):
         return ()
@@ -234,9 +239,9 @@ def _sent(bucket: Bucket, plan: Plan, wire: str, back: bool) -> tuple[Collective
 
 
 def between_owners(batch: Batch, rank: int, how: NewtonSchulz) -> Iterator[Collective]:
-    """Yield what the owners of a batch's matrices call; nothing where a matrix has one owner.
+    """Yield the collectives among the owners of a batch's matrices; none if each matrix has one owner.
 
-    :mod:`deepspeed.muon.exchange.owner_set` makes these calls and no others. ``rank``: one of the owners.
+    :mod:`deepspeed.muon.exchange.owner_set` makes these calls and no others. ``rank``: any of the owners.
     """
     if batch.owners == 1:
         return
@@ -247,9 +252,9 @@ def between_owners(batch: Batch, rank: int, how: NewtonSchulz) -> Iterator[Colle
     products = [*product_order(how.schedule, how.method(rows, cols), how.dtype)]
     limit = batch_limit(batch.rows * batch.cols, small, DTYPES[how.dtype].itemsize, how.device_type != "cpu", threads=1)
     for count in _parts(batch.count, limit):
-        yield Collective("all_gather", group, "fp32", 2 * count)  # of each matrix a power of two, and a length
+        yield Collective("all_gather", group, "fp32", 2 * count)  # per matrix: exponent and norm of the owner's slice
         for kind in products:
-            # The Gram matrix is the sum of those of the slices.
+            # The Gram matrix of a matrix is the sum of its slices' Gram matrices.
             if kind == "square":
                 for numel in _parts(count * small * small, SUM_ELEMENTS):
                     yield Collective("all_reduce", group, "fp32", numel)
@@ -264,6 +269,6 @@ def between_owners(batch: Batch, rank: int, how: NewtonSchulz) -> Iterator[Colle
 
 
 def _parts(total: int, most: int) -> Iterator[int]:
-    """Cut a number into parts of ``most`` and a rest."""
+    """Yield ``total`` in parts of at most ``most``: ``(7, 3) -> 3, 3, 1``."""
     for start in range(0, total, most):
         yield min(most, total - start)
