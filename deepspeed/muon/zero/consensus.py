@@ -68,7 +68,7 @@ def _through_the_store(local_facts: Callable[[], Facts], reduce: Reduce) -> Fact
         _open_comparison += 1
     store = torch.distributed.PrefixStore(f"deepspeed_muon/{_open_comparison}", whole_store)
     store.set(f"here/{rank}", "")
-    # Ranks with another version of this package compare these names too, so they must not change.
+    # Ranks with another version of this package compare the first of these names too, so it must not change.
     stated: Facts = {"kind": reduce.__qualname__}
     try:
         stated["facts"] = local_facts()

@@ -136,9 +136,11 @@ def _import_stocks_muon() -> None:
     Its functions are compiled at their first call.
     """
 
-    def compile_at_first_call(compile: Callable, function: Callable) -> Callable:
-        compiled = functools.cache(lambda: compile(function))
-        return functools.wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs))
+    def compile_at_first_call(compile: Callable, *args: Any, **options: Any) -> Callable:
+        if options or len(args) != 1:
+            return compile(*args, **options)
+        compiled = functools.cache(lambda: compile(*args))
+        return functools.wraps(args[0])(lambda *args, **kwargs: compiled()(*args, **kwargs))
 
     with replaced(torch, compile=compile_at_first_call), suppress(ImportError):
         importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")

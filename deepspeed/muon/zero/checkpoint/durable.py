@@ -125,7 +125,8 @@ class SyncedFile:
         self._waiting += len(data)
         if self._waiting >= SYNC_BYTES:
             self._waiting = 0
-            with suppress(OSError):  # of a file system without this advice; `close` tells of failed writes
+            # A system or a file system may lack this advice; `close` raises what a write has failed with.
+            with suppress(OSError, AttributeError):
                 os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:

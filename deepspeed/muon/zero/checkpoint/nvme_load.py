@@ -92,7 +92,9 @@ def _complete_state(engine: Any, arguments: Mapping[str, Any], uses_nvme: bool) 
     """
     load_dir, tag = arguments["load_dir"], arguments["tag"]
     file = Path(engine._get_zero_ckpt_name(load_dir, tag))
-    saved = read_states(file)["optimizer_state_dict"] if file.is_file() else {}
+    # Without NVMe DeepSpeed reads the same file a moment later, with any object that the user has put into a group.
+    read_file = read_states if uses_nvme else read_model
+    saved = read_file(file)["optimizer_state_dict"] if file.is_file() else {}
     flats = saved.get("fp32_flat_groups") or []
     if not flats:
         return None

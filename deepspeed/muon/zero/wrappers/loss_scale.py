@@ -31,10 +31,11 @@ def unfused_scaler(wrapper: Any, replace: Callable[[str, Callable], None]) -> Si
 
     def take_step(step: Callable, *args: Any, **kwargs: Any) -> Any:
         # The wrapper would grow the scale before it divides by it, and report the norm of the scaled gradient.
+        updates.clear()  # of a step that raised
         result = step(*args, **kwargs)
         wrapper._global_grad_norm /= config.cur_scale
-        while updates:
-            updates.pop()()
+        for update in updates:
+            update()
         return result
 
     replace("step", take_step)

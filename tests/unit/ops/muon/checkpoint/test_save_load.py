@@ -202,6 +202,26 @@ def test_a_checkpoint_without_manifest_loads_with_a_word(tmp_path: Path) -> None
     assert all(lines == [] for _, lines in second)
 
 
+def save_and_load_with_a_users_object(folder: str, stage: int) -> tuple[str, Any]:
+    """A group with an object of the script's, as of a library that notes where its parameters come from."""
+    for seed in (0, 7):
+        net = MODELS["mlp"]()
+        initialize_(net, seed)
+        groups = [{"params": list(net.parameters()), "origin": Path("a/b")}]
+        engine = make_engine(net, ds_config(stage), model_parameters=groups)
+        found = (
+            refusal(lambda engine=engine: engine.load_checkpoint(folder)) if seed else engine.save_checkpoint(folder)
+        )
+        origin = engine.basic_optimizer.param_groups[0]["origin"]
+        engine.destroy()
+    return found, origin
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_users_object_in_a_group_is_saved_and_loaded(stage: int, tmp_path: Path) -> None:
+    assert run(save_and_load_with_a_users_object, 1, folder=str(tmp_path), stage=stage) == [("no error", Path("a/b"))]
+
+
 def misfortunes(folder: str) -> dict[str, Any]:
     """Errors in the manifest phase, different views of the ranks, calls that DeepSpeed would answer wrongly."""
     import torch.distributed as dist
