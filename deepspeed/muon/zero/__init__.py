@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that knows DeepSpeed's runtime: seams, layouts of the ZeRO stages, checkpoints."""
+"""Everything that depends on DeepSpeed's runtime: patches, layouts of the ZeRO stages, checkpoints."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Binds the optimizer to an engine: the ranks agree, the layout is read, the exchange planned, the state created."""
+"""Bind the optimizer to an engine: compare the ranks, read ZeRO's layout, plan the exchange, create the state."""
 
 from __future__ import annotations
 
@@ -36,25 +36,26 @@ from deepspeed.muon.zero.tp_ranks import grid_of, matrix_share
 from deepspeed.muon.zero.wrappers import adapter_for
 from deepspeed.muon.zero.wrappers.tensor_parallel import joined
 
-#: Keys of the optimizer's groups that decide what is trained; a user may add others of any type.
+#: Keys of a parameter group that must be equal on all ranks. Keys that a user adds may hold anything: not compared.
 COMPARED_KEYS = (*GROUP_KEYS, "name", "moe", "use_muon", "lr_ratio")
 
 
 def agree_on_settings(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
-    """Make sure that all ranks run the same version, config and routing.
+    """Compare version, config and routing of all ranks, and return what they agree on; a collective.
 
-    Called before the engine wraps the optimizer too, as the collectives of ZeRO's construction follow the routing.
+    Also called before the engine wraps the optimizer, because ZeRO's constructor calls collectives in the order of the
+    routing. A *stage* is a share of the model, see :func:`matrix_share`.
 
     Returns:
-        ``bf16``: whether the devices of all ranks know it. ``races``: whether all ranks allow a race. ``shapes`` and
-        ``ns_methods``: of all stages.
-        ``groups``: the most parameter groups that a pipeline stage has. ``matrices``: of all stages. ``firsts``: the
-        first rank of each stage. ``ranks_per_node``: neighbouring ranks that share a host name. ``monitor``: whether
-        rank 0 has one.
+        ``bf16``: all ranks' devices compute with bf16. ``races``: all ranks permit choosing kernels by timing.
+        ``shapes``: a list [rows, columns, count] for each shape, with the largest count of any stage. ``ns_methods``:
+        of all stages. ``groups``: the largest number of parameter groups in a stage. ``matrices``: their number in the
+        whole model. ``firsts``: the first rank of each stage. ``ranks_per_node``: how many consecutive ranks share a
+        host. ``monitor``: DeepSpeed's monitor is enabled on rank 0.
 
     Raises:
         DisagreementError: the ranks differ, or some do not respond.
-        MuonConfigError: an option of the config that no pipeline stage follows.
+        MuonConfigError: an option of the config has no effect in any pipeline stage.
     """
     agreed = agree(lambda: _facts(engine, optimizer), _judge_settings)
     if agreed["unused_options"]:
@@ -63,9 +64,10 @@ def agree_on_settings(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
 
 
 def bind_engine(engine: Any) -> None:
-    """Bind the optimizer that an engine has wrapped.
+    """Bind an engine's optimizer to ZeRO's layout, after DeepSpeed has wrapped the optimizer; a collective.
 
-    Raises UnsupportedError for what is not supported, DisagreementError if the ranks differ in version, config or plan.
+    Raises UnsupportedError for a layout that is not supported, DisagreementError if the ranks differ in version, config
+    or plan.
     """
     optimizer = engine.basic_optimizer
     slow = functools.partial(log_if_slow, is_logging_rank=engine.global_rank == 0)
@@ -82,8 +84,9 @@ def bind_engine(engine: Any) -> None:
     is_finite = adapter.watch_gradients()
     adapter.prepare(agreed["groups"])
     partitions = joined(adapter, grid)
-    device = torch.device(get_accelerator().current_device_name())  # wherever ZeRO keeps the shards
-    kinds = sorted({device.type, *(tensor.device.type for partition in partitions for tensor in partition.tensors)})
+    device = torch.device(get_accelerator().current_device_name())  # also if ZeRO offloads the shards
+    tensors = [tensor for partition in partitions for tensor in partition.tensors]
+    kinds = sorted({device.type, *(tensor.device.type for tensor in tensors)})
     with slow("building or loading the kernels"):
         unavailable = agree(lambda: selection.unavailable_kernels(optimizer.config.kernels, kinds), _judge_kernels)
     optimizer.context = StepContext(
@@ -114,15 +117,17 @@ def bind_engine(engine: Any) -> None:
 
 
 def choose_newton_schulz(optimizer: MuonWithAuxAdam, agreed: Facts, device: torch.device, world_size: int) -> Tuning:
-    """Choose the same on all ranks. They race at the same time, as they step at the same time.
+    """Choose dtype, method and kernels of Newton-Schulz, equal on all ranks; a collective.
+
+    If timing decides, all ranks measure at the same time, because they also step at the same time.
 
     Args:
         agreed: the result of :func:`agree_on_settings`, equal on all ranks.
         device: where Newton-Schulz runs.
-        world_size: ranks that share the matrices.
+        world_size: number of ranks that share the matrices.
 
     Raises:
-        DisagreementError: on all ranks, some rank cannot race.
+        DisagreementError: the measurement failed on some rank; raised on all ranks.
     """
     shapes = Counter({(rows, cols): count for rows, cols, count in agreed["shapes"]})
     methods, tables = set(agreed["ns_methods"]), optimizer.tables_on(device)
@@ -136,8 +141,9 @@ def choose_newton_schulz(optimizer: MuonWithAuxAdam, agreed: Facts, device: torc
 
 
 def compare_plans(engine: Any) -> None:
-    """Raise DisagreementError where ranks that hold the same parameters differ in choice or plan; make the process
-    groups that any plan needs. Called after every binding.
+    """Compile kernels, compare choices and plans of all ranks, make the process groups that a plan needs; a collective.
+
+    Called after every binding. Raises DisagreementError if ranks that hold the same parameters differ.
     """
     optimizer = engine.basic_optimizer
     pinned = [group["ns_choice"] for group in optimizer.param_groups if group["use_muon"]]
@@ -146,7 +152,7 @@ def compare_plans(engine: Any) -> None:
     titles = {"choice": "the choice of dtype, methods and kernels", "plan": "the exchange plan"}
 
     def state() -> Facts:
-        optimizer.warm_up()  # before the facts are sent, because then a rank may take long
+        optimizer.warm_up()  # here, because a rank may take minutes until it sends its facts
         return stated
 
     def judge(facts: list[Facts]) -> Facts:
@@ -179,12 +185,15 @@ def _facts(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
 
 
 def _judge_settings(facts: list[Facts]) -> Facts:
-    """Return what is agreed: ranks of one pipeline stage have the same parameters, all ranks the same of the rest."""
+    """Return the result of :func:`agree_on_settings`, or an ``error``, from the facts of all ranks.
+
+    Version and config must be equal on all ranks, routing and parameters on the ranks of one stage.
+    """
     of_all = {"version": "the deepspeed-muon version", "config": "optimizer.params"}
     of_parameters = {
         "routes": "the routing",
         "groups": "the settings of parameter groups",
-        "order": "the order of the parameters (that of a set is another on each rank; pass a list)",
+        "order": "the order of the parameters (a set has a different order on each rank; pass a list)",
     }
     if error := differences(facts, of_all) or differences(facts, of_parameters, within="stage"):
         return error
@@ -213,7 +222,7 @@ def _judge_settings(facts: list[Facts]) -> Facts:
 
 
 def _judge_kernels(facts: list[Facts]) -> Facts:
-    """Return by device type the first rank's reason why it cannot use its fast kernels, which then no rank uses."""
+    """Return device type -> why a rank cannot use its fast kernels, or ``None``. If one cannot, no rank uses them."""
     unavailable: Facts = {}
     for rank, stated in enumerate(facts):
         for kind, reason in stated.items():

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Agreement between ranks.
 
-:func:`agree`: before anything is built, through the rendezvous store. A rank that runs another optimizer would not join
-a collective; its silence ends in an error that names it.
-:func:`raise_on_all_ranks`: after work on each rank that may fail. If one rank raised, the others would wait for it in
-their next collective; so all of them raise.
+:func:`agree` compares the ranks before anything is built, through the rendezvous store. A rank that runs another
+optimizer would not join a collective; if it does not answer, the other ranks raise an error that names it.
+:func:`raise_on_all_ranks` runs work that may fail on one rank. If it fails, all ranks raise, because the others would
+wait for that rank in their next collective.
 
-Collectives are torch's: DeepSpeed's wrapper times what its ``comms_logger`` selects, and ends the process at one that
-it does not know, such as a gathering of objects.
+Collectives are called through torch, not through DeepSpeed: with ``comms_logger``, DeepSpeed's wrapper ends the process
+at an operation that it cannot log, such as ``all_gather_object``.
 """
 
 from __future__ import annotations
@@ -28,23 +28,25 @@ Facts = dict[str, Any]
 Reduce = Callable[[list[Facts]], Facts]
 Result = TypeVar("Result")
 
-#: Seconds that a rank may take to state its facts once it has shown that it runs deepspeed-muon: compiling the C++
-#: kernels takes minutes on a slow node.
+#: Seconds that a rank may take to send its facts after its first sign of life: compiling the C++ kernels takes minutes
+#: on a slow node.
 MAX_PREPARATION_SECONDS = 1800.0
 
-#: The number of the first comparison that may not have ended; equal on all ranks.
+#: Comparisons are numbered from 0. This is the first that may not have ended; equal on all ranks.
 _open_comparison = 0
 
 
 def agree(local_facts: Callable[[], Facts], reduce: Reduce) -> Facts:
-    """Return what rank 0 makes of the facts of all ranks, after O(ranks) messages through the rendezvous store.
+    """Compute ``reduce`` of all ranks' facts on rank 0, and return the result on every rank; a collective.
+
+    It sends O(ranks) messages through the rendezvous store.
 
     Args:
         local_facts: returns this rank's facts, as JSON values. It may take long, and may raise.
-        reduce: called on rank 0 with every rank's facts, by rank. An ``error`` in its result is raised on all ranks.
+        reduce: called on rank 0 with a list of every rank's facts. All ranks raise an ``error`` in its result.
 
     Raises:
-        DisagreementError: ``reduce`` found an error, ``local_facts`` raised on some rank, or a rank was silent for
+        DisagreementError: ``reduce`` found an error, ``local_facts`` raised on some rank, or a rank did not respond for
             ``DS_MUON_BIND_TIMEOUT`` seconds (120 by default).
     """
     is_single = not torch.distributed.is_initialized()
@@ -57,8 +59,9 @@ def agree(local_facts: Callable[[], Facts], reduce: Reduce) -> Facts:
 def _through_the_store(local_facts: Callable[[], Facts], reduce: Reduce) -> Facts:
     """Send two messages per rank: an immediate sign of life, then the facts, which may take minutes.
 
-    A rank whose construction failed may start over, while the others wait for it in a later comparison, or no longer
-    wait. Its facts name the kind of comparison that it is in, and it skips comparisons that ended without it.
+    After a failure, one rank may build its optimizer again while the others wait in a later comparison or have stopped
+    waiting. So each rank also sends the name of its ``reduce`` function, which tells comparisons apart, and skips
+    comparisons that ended without it.
     """
     global _open_comparison
     seconds = float(os.environ.get("DS_MUON_BIND_TIMEOUT", "120"))
@@ -79,15 +82,16 @@ def _through_the_store(local_facts: Callable[[], Facts], reduce: Reduce) -> Fact
         store.set("verdict", json.dumps(_reduced(store, range(world_size), seconds, reduce)))
     elif _missing(store, ["here/0"], 2 * seconds):
         for key in (f"here/{rank}", str(rank)):
-            store.delete_key(key)  # rank 0 may come later; what this rank states then counts
+            store.delete_key(key)  # rank 0 may come later, and must not read outdated facts
         raise DisagreementError(_silence([0]))
     elif _missing(store, ["verdict"], 2 * seconds + MAX_PREPARATION_SECONDS):
-        raise DisagreementError(f"rank 0 came to no verdict within {MAX_PREPARATION_SECONDS:.0f} s; look at its log")
+        raise DisagreementError(f"rank 0 sent no result within {MAX_PREPARATION_SECONDS:.0f} s; look at its log")
     _open_comparison += 1
     return json.loads(store.get("verdict"))
 
 
 def _reduced(store: torch.distributed.Store, ranks: range, seconds: float, reduce: Reduce) -> Facts:
+    """Wait on rank 0 for the facts of all ranks, and return ``reduce(facts)`` or an ``error``."""
     if silent := _missing(store, [f"here/{rank}" for rank in ranks], seconds):
         return {"error": _silence(silent)}
     if slow := _missing(store, [str(rank) for rank in ranks], MAX_PREPARATION_SECONDS):
@@ -97,8 +101,9 @@ def _reduced(store: torch.distributed.Store, ranks: range, seconds: float, reduc
         return {"error": "; ".join(raised[:4])}
     if differing := [rank for rank in ranks if stated[rank]["kind"] != stated[0]["kind"]]:
         return {
-            "error": f"ranks {differing} build the optimizer for another time than rank 0; look for the first error in "
-            "the logs of all ranks, and build it again on all of them"
+            "error": f"ranks {differing} are at another step of building the optimizer than rank 0, because a rank "
+            "failed before; look for the first error in the logs of all ranks, and build the optimizer again on all of "
+            "them"
         }
     try:
         return reduce([one["facts"] for one in stated])
@@ -107,7 +112,7 @@ def _reduced(store: torch.distributed.Store, ranks: range, seconds: float, reduc
 
 
 def _missing(store: torch.distributed.Store, keys: list[str], seconds: float) -> list[int]:
-    """Return the indices of the keys that nobody has set in this time."""
+    """Return the indices of the keys that no rank sets within ``seconds``."""
     deadline = time.monotonic() + seconds
     missing = []
     for index, key in enumerate(keys):
@@ -127,11 +132,12 @@ def _silence(ranks: list[int]) -> str:
 
 
 def differences(facts: list[Facts], titles: dict[str, str], within: str = "") -> Facts:
-    """Return an ``error`` that names the ranks that differ from the first; empty if all agree.
+    """Return ``{"error": text}``, which names the ranks whose facts differ from the first rank's; ``{}`` if none do.
 
     Args:
-        titles: fact -> what the message calls it.
-        within: a fact; only ranks that state the same value of it are compared with each other.
+        facts: those of each rank, in the order of ranks.
+        titles: key of a fact to compare -> its name in the message.
+        within: key of a fact; only ranks with the same value of this fact are compared with each other.
     """
     teams = ranks_by_value(stated.get(within) for stated in facts).values()
     for key, title in titles.items():
@@ -145,17 +151,17 @@ def differences(facts: list[Facts], titles: dict[str, str], within: str = "") ->
 
 
 def raise_on_all_ranks(act: Callable[[], Result], explain: Callable[[str], Exception]) -> Result:
-    """Return what ``act`` returns on this rank, once it has returned on all ranks; a collective.
+    """Call ``act`` and return its result; if it raises on any rank, raise on all ranks. A collective.
 
     Args:
         act: work of this rank only. It contains no collective, and may raise anything.
-        explain: makes the error that all ranks raise, from what was raised and on which ranks.
+        explain: makes the exception that all ranks raise, from a text such as ``rank 1: disk full``.
     """
     result, error, text = None, None, None
     try:
         result = act()
     except (Exception, SystemExit) as raised:
-        # Errors of the system and our own need no type; for others the type is half of the message.
+        # Our own errors and OSErrors are clear without their type; others, such as KeyError: 'lr', are not.
         is_ours = type(raised).__module__.startswith("deepspeed.muon")
         error, text = raised, str(raised) if is_ours or isinstance(raised, OSError) else with_type(raised)
     texts = gathered(text)
@@ -170,7 +176,7 @@ def with_type(error: BaseException) -> str:
 
 
 def _by_text(texts: list[str | None]) -> str:
-    """Return each message once, with the ranks that have it; without ranks where all have the same."""
+    """Return each message once, after the ranks that raised it; only the message if it is the same on all ranks."""
     if len(set(texts)) == 1:
         return str(texts[0])
     told = [(text, ranks) for text, ranks in ranks_by_value(texts).items() if text is not None]
@@ -178,7 +184,7 @@ def _by_text(texts: list[str | None]) -> str:
 
 
 def ranks_by_value(values: Iterable[Any]) -> dict[Any, list[int]]:
-    """Return the ranks that have each value, from the values in the order of ranks."""
+    """Return value -> the ranks that have it. ``values``: one per rank, in the order of ranks."""
     ranks: dict[Any, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
@@ -186,21 +192,21 @@ def ranks_by_value(values: Iterable[Any]) -> dict[Any, list[int]]:
 
 
 def gathered(value: Any, group: Any = None) -> list[Any]:
-    """Return the value of every rank of the group, by rank; a collective."""
+    """Return every rank's value, in the order of ranks; a collective of ``group`` (default: all ranks)."""
     values = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(values, value, group=group)
     return values
 
 
 def broadcast(value: Any, source: int = 0) -> Any:
-    """Return the value that rank ``source`` has; a collective."""
+    """Return rank ``source``'s value on all ranks; a collective."""
     values = [value]
     torch.distributed.broadcast_object_list(values, src=source)
     return values[0]
 
 
 def union(names: Iterable[str]) -> list[str]:
-    """Return the names that any rank has, each once; a collective. Ranks with equal names send them once."""
+    """Return the names that occur on any rank, each once; a collective. Of ranks with equal names one sends."""
     local = list(names)
     digests = gathered(hashlib.sha256("\n".join(local).encode()).hexdigest())
     firsts = [ranks[0] for ranks in ranks_by_value(digests).values()]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Monkey-patches that are applied to DeepSpeed at import, and taken out again.
+"""Monkey-patches that are applied to DeepSpeed at import, and can be removed again.
 
-What is replaced later, for an engine with this Muon, its adapter declares; all of it is checked at activation.
+The adapters in ``zero/wrappers`` declare what is replaced later, for one engine with this Muon. Before anything is
+changed, activation checks that this DeepSpeed has every attribute that is ever replaced.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from deepspeed.muon.zero.tp_ranks import note_tp_rank
 from deepspeed.muon.zero.wrappers import ADAPTERS
 from deepspeed.muon.zero.wrappers.experts import refuse_replaced, with_names
 
-#: Values of ``optimizer.type`` in ds_config.json, in lower case. Stock cannot resolve the second.
+#: Values of ``optimizer.type`` in ds_config.json, in lower case. Stock DeepSpeed refuses the second, so that a machine
+#: without this package fails instead of training with stock's Muon.
 TYPES = ("muon", "muonwithauxadam")
 
 
@@ -48,7 +50,7 @@ def is_muon(optimizer_name: str | None) -> bool:
 
 
 def _read_config(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
-    """``DeepSpeedConfig.__init__``: refuse a wrong config before anything is allocated."""
+    """Replace ``DeepSpeedConfig.__init__``: then refuse wrong or unsupported settings, before anything is allocated."""
     original(self, *args, **kwargs)
     if is_muon(self.optimizer_name):
         self.optimizer_name = TYPES[0]
@@ -61,22 +63,21 @@ def _read_config(original: Callable, self: Any, *args: Any, **kwargs: Any) -> No
 
 
 def clipped_once(params: Mapping[str, Any] | None, gradient_clipping: Any, is_logging_rank: bool = True) -> Any:
-    """Return ``optimizer.params`` without ``max_grad_norm`` where ``gradient_clipping`` is set, which clips."""
+    """Return ``optimizer.params`` without ``max_grad_norm`` if ``gradient_clipping`` is set, and log a warning."""
     if not params or "max_grad_norm" not in params or not gradient_clipping:
         return params
     if is_logging_rank:
         logger.warning(
-            f"deepspeed-muon: optimizer.params.max_grad_norm {params['max_grad_norm']} is dropped, because "
-            f"gradient_clipping {gradient_clipping} clips"
+            f"deepspeed-muon: optimizer.params.max_grad_norm {params['max_grad_norm']} is ignored, because "
+            f"gradient_clipping {gradient_clipping} already clips"
         )
     return {key: value for key, value in params.items() if key != "max_grad_norm"}
 
 
 def _keep_user_tags() -> None:
-    """Stop ``deepspeed.initialize`` from overwriting ``use_muon`` on parameters; check patterns against names there.
+    """Replace ``deepspeed.set_optimizer_flags``: keep the user's ``param.use_muon``, and check the config's patterns.
 
-    Done when a config is read and not at installation, because the hook on the engine fires before
-    ``deepspeed/__init__.py`` defines the function.
+    Done when a config is read and not by :func:`install`, which runs before ``deepspeed/__init__.py`` defines it.
     """
     deepspeed = sys.modules["deepspeed"]
     flags = getattr(deepspeed, "set_optimizer_flags", None)
@@ -86,7 +87,7 @@ def _keep_user_tags() -> None:
     def keep(original: Callable, config_class: Any, model: Any) -> None:
         if not is_muon(config_class.optimizer_name):
             original(config_class, model)
-        elif _is_trained(model) and not renames_parameters(config_class):  # else the optimizer checks the new names
+        elif _is_trained(model) and not renames_parameters(config_class):  # renamed: the optimizer checks the new names
             check_patterns(model, parse(config_class.optimizer_params))
 
     _undo.append(replace(deepspeed, "set_optimizer_flags", keep))
@@ -94,13 +95,13 @@ def _keep_user_tags() -> None:
 
 
 def _configure_basic_optimizer(original: Callable, self: Any, model_parameters: Any) -> Any:
-    """``DeepSpeedEngine._configure_basic_optimizer``: build ours where the config asks for Muon."""
+    """Replace ``DeepSpeedEngine._configure_basic_optimizer``: build MuonWithAuxAdam if the config asks for Muon."""
     if not is_muon(self.optimizer_name()):
         return original(self, model_parameters)
     if not _is_trained(self.module) and not self.zero_optimization():
-        # Such as DPO's reference model, to which tools pass the same config. ZeRO, which tools switch off for such a
-        # model, fails with any optimizer, and ours says why.
-        logger.info("deepspeed-muon: no parameter of this model is trained; its AdamW has nothing to do")
+        # For example DPO's reference model, to which tools pass the same config with ZeRO switched off. Under ZeRO such
+        # a model fails with every optimizer; then MuonWithAuxAdam below explains why.
+        logger.info("deepspeed-muon: this model has no trainable parameters, so its AdamW has nothing to update")
         return torch.optim.AdamW(model_parameters)
     refuse_engine(self)
     note_tp_rank(self)
@@ -114,7 +115,7 @@ def _is_trained(model: nn.Module) -> bool:
 
 
 def _configure_optimizer(original: Callable, self: Any, client_optimizer: Any, model_parameters: Any) -> Any:
-    """``DeepSpeedEngine._configure_optimizer``: bind ours to the layout that the wrapper has made."""
+    """Replace ``DeepSpeedEngine._configure_optimizer``: check a script's optimizer, and bind a MuonWithAuxAdam."""
     if client_optimizer is None:
         if is_muon(self.optimizer_name()) and self.has_moe_layers:
             model_parameters = with_names(model_parameters)
@@ -131,9 +132,9 @@ def _configure_optimizer(original: Callable, self: Any, client_optimizer: Any, m
 
 
 def _import_stocks_muon() -> None:
-    """Import stock's Muon, as ZeRO does to know its type, without the second that its compiler takes to import.
+    """Import stock DeepSpeed's Muon, as ZeRO does to know its type, but do not load torch's compiler, which takes 1 s.
 
-    Its functions are compiled at their first call.
+    The functions that stock decorates with ``torch.compile`` are compiled at their first call instead.
     """
 
     def compile_at_first_call(compile: Callable, *args: Any, **options: Any) -> Callable:
@@ -147,7 +148,7 @@ def _import_stocks_muon() -> None:
 
 
 def _called(engine: Any, build: Callable, model_parameters: Any) -> Any:
-    """Call a script's function that builds the optimizer, and check the result at once."""
+    """Build the optimizer by the script's function ``build``, and check it before DeepSpeed wraps it."""
     note_tp_rank(engine)
     optimizer = build(model_parameters)
     _check_client(engine, optimizer)
@@ -155,7 +156,7 @@ def _called(engine: Any, build: Callable, model_parameters: Any) -> Any:
 
 
 def _check_client(engine: Any, optimizer: Any) -> None:
-    """Check an optimizer that the script has built, whose settings are not in the config."""
+    """Check an optimizer that the script has built: its settings are its own, not those of the config."""
     if not isinstance(optimizer, MuonWithAuxAdam):
         _refuse_another(engine, type(optimizer))
         return
@@ -167,11 +168,11 @@ def _check_client(engine: Any, optimizer: Any) -> None:
 
 
 def _refuse_another(engine: Any, kind: type) -> None:
-    """Refuse an optimizer that would train instead of the config's Muon; warn of a Muon that knows nothing of ZeRO."""
+    """Raise if the config asks for Muon, but the script passes another class ``kind``; warn if that is another Muon."""
     name = f"{kind.__module__}.{kind.__qualname__}"
     if is_muon(engine._config.optimizer_name):  # engine.optimizer_name() is the class of the script's
         raise MuonConfigError(
-            f"optimizer.type: Muon, but the script passes {name} to deepspeed.initialize, which would train instead; "
+            f"optimizer.type: Muon, but the script passes {name} to deepspeed.initialize, which would be used instead; "
             "remove optimizer= from the call and pass model_parameters=model.parameters(), or remove the section "
             "optimizer from the config"
         )
@@ -185,14 +186,14 @@ def _refuse_another(engine: Any, kind: type) -> None:
 
 
 def _check(engine: Any, optimizer: MuonWithAuxAdam) -> None:
-    """Refuse or change what must be refused or changed before ZeRO allocates."""
+    """Check the optimizer against the config and the other ranks before ZeRO allocates; drop elastic checkpoints."""
     settings = engine._config.zero_config
     if settings.elastic_checkpoint and engine.zero_optimization_stage() in (1, 2):
         settings.elastic_checkpoint = False  # DeepSpeed cannot load AdamW's either
         if engine.global_rank == 0:
             logger.warning(
-                "deepspeed-muon: zero_optimization.elastic_checkpoint has no effect, because it cannot store two kinds "
-                "of optimizer state; resume on another number of ranks by universal checkpoints"
+                "deepspeed-muon: zero_optimization.elastic_checkpoint is ignored, because it cannot store the states "
+                "of Muon and AdamW together; to resume on another number of ranks, use universal checkpoints"
             )
     check_schedule(engine, optimizer)
     check_nvme(engine, optimizer)
@@ -200,20 +201,20 @@ def _check(engine: Any, optimizer: MuonWithAuxAdam) -> None:
 
 
 def _compile(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """``DeepSpeedEngine.compile``: refuse DeepCompile, which takes the gradients past the optimizer."""
+    """Replace ``DeepSpeedEngine.compile``: refuse DeepCompile, whose gradients bypass the optimizer."""
     if self.is_deepcompile_enabled():
         raise UnsupportedError(f"compile.deepcompile: DeepCompile {ON_GPUS}")
     return original(self, *args, **kwargs)
 
 
 def _get_optimizer_param(original: Callable, self: Any, name: str) -> list[Any]:
-    """Return one value per group of the user's, for ``get_lr`` and ``get_mom``."""
+    """Replace ``_get_optimizer_param`` (``get_lr``, ``get_mom``): return one value per group that the user passed."""
     return [group.get(name, 0.0) for group in self.basic_optimizer.given.param_groups]
 
 
 def _note_backward(original: Callable, self: Any) -> None:
-    """``DeepSpeedEngine._backward_prologue``, which every backward calls."""
-    # Gradients can be computed while master weights and optimizer states are away, and into nothing else.
+    """Replace ``DeepSpeedEngine._backward_prologue``, which every backward calls: note that there are gradients."""
+    # A backward needs neither master weights (hp_params) nor optimizer states, but everything else.
     if moved := [kind for kind in self.muon_adapter.moved_states if kind not in ("hp_params", "optim_states")]:
         raise CallOrderError(f"backward() after offload_states(): {_AWAY.format(', '.join(moved))}")
     self.muon_adapter.has_backward = True
@@ -221,11 +222,11 @@ def _note_backward(original: Callable, self: Any) -> None:
 
 
 def _step(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """``DeepSpeedEngine.step``: refuse a step for which there are no gradients, or no states."""
+    """Replace ``DeepSpeedEngine.step``: refuse a step without gradients, or while states are offloaded."""
     adapter = self.muon_adapter
     if adapter.moved_states:
         raise CallOrderError(f"step() after offload_states(): {_AWAY.format(', '.join(adapter.moved_states))}")
-    # A script may write gradients itself.
+    # A script may write param.grad itself instead of calling backward.
     if not adapter.has_backward and all(param.grad is None for param in self.module.parameters()):
         raise CallOrderError(
             "step() without a backward since the last step(): there is no gradient to step with; call "
@@ -236,7 +237,7 @@ def _step(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _with_muon(function: Callable) -> Callable:
-    """Let ``function(original, engine, ...)`` apply to engines with this Muon; for others call the original."""
+    """Return a replacement that calls ``function(original, engine, ...)`` only if the engine has this Muon."""
 
     @functools.wraps(function)
     def call(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Any:
@@ -247,9 +248,9 @@ def _with_muon(function: Callable) -> Callable:
     return call
 
 
-_AWAY = "{} are away; call engine.reload_states() first"
+_AWAY = "{} are still offloaded; call engine.reload_states() first"
 _ENGINE = "deepspeed.runtime.engine"
-#: What is replaced at activation, and by what.
+#: Attribute of DeepSpeed -> the function that replaces it at activation; its first argument is the original.
 REPLACEMENTS: dict[Seam, Callable] = {
     Seam(_ENGINE, "DeepSpeedEngine._configure_basic_optimizer"): _configure_basic_optimizer,
     Seam(_ENGINE, "DeepSpeedEngine._configure_optimizer"): _configure_optimizer,
@@ -265,13 +266,14 @@ REPLACEMENTS: dict[Seam, Callable] = {
     Seam("deepspeed.runtime.config", "DeepSpeedConfig.__init__"): _read_config,
 }
 _SUPPORTED = Seam("deepspeed.runtime.zero.utils", "ZERO_SUPPORTED_OPTIMIZERS")
-#: Everything of DeepSpeed that is replaced or extended.
+#: Every attribute of DeepSpeed that is replaced or extended, at activation or later.
 SEAMS: tuple[Seam, ...] = (
     *(*REPLACEMENTS, _SUPPORTED),
     *(seam for adapter in ADAPTERS.values() for seam in adapter.seams()),
     *(*save_load.SEAMS, *universal.SEAMS),
 )
 
+#: What undoes each change, in the order of the changes.
 _undo: list[Callable[[], None]] = []
 
 
@@ -285,7 +287,7 @@ def install() -> None:
     oldest, newest = TESTED_DEEPSPEED
     if missing := [str(seam) for seam in SEAMS if not seam.exists()]:
         raise SeamError(
-            f"DeepSpeed {version} has no {', '.join(missing)}, where deepspeed-muon hooks in; tested versions are "
+            f"DeepSpeed {version} has no {', '.join(missing)}, which deepspeed-muon replaces; tested versions are "
             f"{oldest} to {newest}"
         )
     if _undo:
@@ -295,6 +297,7 @@ def install() -> None:
     for seam, function in REPLACEMENTS.items():
         owner, name = seam.find()
         _undo.append(replace(owner, name, function))
+    # torch waits for ever for the lock file of a process that was killed; the replacement logs which file it is.
     _undo.append(replace(FileBaton, "wait", wait_for_torch))
     _list_op()
     supported = importlib.import_module(_SUPPORTED.module).ZERO_SUPPORTED_OPTIMIZERS
@@ -309,7 +312,7 @@ def uninstall() -> None:
 
 
 def activate() -> None:
-    """:func:`install`; where a seam is missing, let only a run that asks for Muon fail."""
+    """Call :func:`install`. If this DeepSpeed lacks an attribute, raise nothing now; only runs with Muon fail later."""
     try:
         install()
     except SeamError as error:
@@ -325,8 +328,8 @@ def activate() -> None:
 
 
 def seam_states() -> dict[str, str]:
-    """Return for each seam ``missing`` or ``present``. After :func:`install`: ``in use``, or ``ready`` where an engine
-    with Muon, a save or a load is going to replace it.
+    """Return attribute of :data:`SEAMS` -> ``missing`` or ``present``; after :func:`install` -> ``in use`` if it is
+    replaced, or ``ready`` if it will be for an engine with Muon, a save or a load.
     """
     states = {str(seam): "present" if seam.exists() else "missing" for seam in SEAMS}
     if _undo and "missing" not in states.values():
@@ -342,7 +345,7 @@ def is_tested(version: str) -> bool:
 
 
 def _list_op() -> None:
-    """Let ``ds_report`` list csrc/muon among DeepSpeed's own operations."""
+    """Make ``ds_report`` list our C++ kernels (csrc/muon) among DeepSpeed's operations."""
     from deepspeed.git_version_info import installed_ops
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keys of a ds_config that the installed DeepSpeed reads, and the sections that they belong in.
+"""The keys of a ds_config that the installed DeepSpeed reads, and the sections in which they belong.
 
-DeepSpeed silently ignores a top-level key that it does not know.
+DeepSpeed silently ignores unknown top-level keys, so ``ds_muon`` warns about them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from deepspeed.muon.log import logger
 
 #: Keys that ``deepspeed.initialize`` reads itself.
 INITIALIZE_KEYS = {"data_parallel_size", "sequence_parallel_size"}
-#: DeepSpeed's classes, and the sections of a ds_config that they read.
+#: Name of DeepSpeed's config class -> the section of a ds_config that it reads, as a dotted path ("": the top level).
 SECTION_OF = {
     "DeepSpeedZeroConfig": "zero_optimization",
     "DeepSpeedFP16Config": "fp16",
@@ -32,18 +32,18 @@ SECTION_OF = {
     "TPTrainingConfig": "tensor_parallel",
     "CommsLoggerConfig": "comms_logger",
 }
-#: Sections that DeepSpeed expects to be objects.
+#: Sections whose value must be an object.
 OBJECTS = (
     "activation_checkpointing aio autotuning bf16 bfloat16 checkpoint comet comms_logger compile csv_monitor "
     "data_efficiency data_types datastates_ckpt expert_parallel flops_profiler fp16 hybrid_engine nebula pipeline "
     "scheduler tensor_parallel tensorboard timers torch_autocast wandb weight_quantization zero_optimization"
 )
-#: The most sections that a message names for a misplaced key.
+#: If a misplaced key belongs in more sections than this, no message names them.
 MAX_PLACES = 3
 
 
 class _RecordingDict(UserDict, dict):  # type: ignore[misc]
-    """A section that records which keys are looked up; a ``dict`` as well, because DeepSpeed asks for the type."""
+    """A section that records in ``asked`` which keys are looked up; a ``dict`` because DeepSpeed checks the type."""
 
     def __init__(self, section: dict[str, Any]) -> None:
         self.asked: set[str] = set()
@@ -60,7 +60,7 @@ class _RecordingDict(UserDict, dict):  # type: ignore[misc]
 
 @functools.cache
 def _empty_config() -> tuple[Any, frozenset[str]]:
-    """Return DeepSpeed's config of almost nothing, and the keys that it has looked up."""
+    """Return a ``DeepSpeedConfig`` built from a nearly empty ds_config, and all top-level keys that DeepSpeed reads."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     section = _RecordingDict({"train_micro_batch_size_per_gpu": 1})
@@ -73,19 +73,19 @@ def known_keys() -> frozenset[str]:
 
 
 def warn_of_unknown(keys: Iterable[str]) -> None:
-    """Name the keys that DeepSpeed does not read, and the section they belong in, or the nearest key that it reads."""
+    """Log each key that DeepSpeed does not read, with the section where it belongs or the key that may be meant."""
     for key in [key for key in keys if key not in known_keys()]:
         advice = did_you_mean(key, sorted(known_keys()), "it has no effect")
         if place := place_of(key):
             advice = f"it belongs {place}"
         elif not key[:1].isalnum() or "comment" in key.lower():  # such as // and _note
             advice = "it has no effect"
-        logger.warning("deepspeed-muon: DeepSpeed reads no key %s of a ds_config; %s", key, advice)
+        logger.warning("deepspeed-muon: DeepSpeed has no top-level ds_config key %s; %s", key, advice)
 
 
 @functools.cache
 def _sections() -> dict[str, dict[str, Any]]:
-    """Return the keys that each section of a ds_config can have, with DeepSpeed's classes; sections by dotted path."""
+    """Return section, as a dotted path -> key -> type annotation, for sections for which DeepSpeed has a class."""
     from deepspeed.comm.config import CommsLoggerConfig
 
     found: dict[str, dict[str, Any]] = {}
@@ -109,13 +109,13 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 
 
 def keys_of(path: str) -> Iterable[str]:
-    """Return the keys that the section at a dotted path can have; none if DeepSpeed has no class for it."""
+    """Return the keys that the section at a dotted path can have; empty if DeepSpeed has no class for it."""
     return _sections().get(path, ())
 
 
 @functools.cache
 def _places_by_key() -> dict[str, list[str]]:
-    """Return the sections that have a key."""
+    """Return key -> all places that have it, in words such as ``in zero_optimization``."""
     from deepspeed.runtime import lr_schedules
 
     schedules = [inspect.signature(getattr(lr_schedules, name)) for name in lr_schedules.VALID_LR_SCHEDULES]
@@ -132,13 +132,13 @@ def _places_by_key() -> dict[str, list[str]]:
 
 
 def place_of(key: str) -> str | None:
-    """Return where a key belongs; ``None`` where no section has it, or so many that naming them helps nobody."""
+    """Return where a key belongs, such as ``in fp16 or in bf16``; ``None`` if no section has it, or too many have."""
     places = _places_by_key().get(key, [])
     return " or ".join(places) if len(places) <= MAX_PLACES else None
 
 
 def not_objects(section: Mapping[str, Any]) -> list[str]:
-    """Return a message for each section of a ds_config that is no object, which DeepSpeed reports as a TypeError."""
+    """Return a message for each section of a ds_config that is not an object; DeepSpeed fails on those unhelpfully."""
     examples = {"zero_optimization": '{"stage": 2}', "scheduler": '{"type": ..., "params": ...}'}
     wrong = [key for key in OBJECTS.split() if key in section and not isinstance(section[key], Mapping)]
     text = "{}: got {!r}; expected an object, such as {}"

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the section ``scheduler`` of a ds_config decides, and schedulers that keep the ratio of the groups' rates.
+"""The section ``scheduler`` of a ds_config: what it sets, and how to build a scheduler that keeps the groups' ratio.
 
-A scalar of a DeepSpeed schedule describes ``lr`` where the config gives it, otherwise ``muon_lr``; every group gets it
-in proportion to its own learning rate. A list has one value per group of the user's, or one per half.
+A learning rate in a DeepSpeed schedule, such as ``warmup_max_lr``, means ``lr`` if the config sets it, otherwise
+``muon_lr``; every group gets it in proportion to its own rate. A list has one value per group that the user passed, or
+one per group into which the optimizer has split these.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.log import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 
-#: Parameters of DeepSpeed's schedules that are learning rates; the others are relative or counts.
+#: DeepSpeed's schedule -> its parameters that are learning rates; other parameters are relative or counts.
 ABSOLUTE_RATES = {
     "LRRangeTest": ("lr_range_test_min_lr",),
     "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
     "WarmupLR": ("warmup_min_lr", "warmup_max_lr"),
     "WarmupDecayLR": ("warmup_min_lr", "warmup_max_lr"),
 }
-#: By schedule, the key that is the learning rate, whatever the optimizer's. Other schedules scale the optimizer's.
+#: Schedule -> its parameter that replaces the optimizer's learning rate. Other schedules multiply the optimizer's.
 RATE_KEYS = {
     "CyclicLR": "max_lr",
     "OneCycleLR": "max_lr",
     **{name: keys[-1] for name, keys in ABSOLUTE_RATES.items()},
 }
-#: By schedule that cycles the momentum by default, the keys of its lowest and its highest value.
+#: Schedule that cycles the momentum by default -> the keys of the lowest and the highest momentum.
 MOMENTUM_KEYS = {
     "CyclicLR": ("base_momentum", "max_momentum"),
     "OneCycle": ("cycle_min_mom", "cycle_max_mom"),
@@ -45,10 +46,11 @@ MOMENTUM_KEYS = {
 
 
 class Schedule(NamedTuple):
-    """``rate_key`` of the schedule's params is the learning rate, ``rate``; empty and ``None`` where none is.
+    """What a section ``scheduler`` sets.
 
-    ``momenta``: the lowest and the highest momentum of a cycle, ``None`` without one. ``is_asked``: whether the
-    config asks for that cycle explicitly.
+    ``rate_key``, ``rate``: the parameter that is the learning rate, and its value; empty and ``None`` if the schedule
+    sets no rate. ``momenta``: the lowest and the highest momentum of a cycle; ``None`` without a cycle. ``is_asked``:
+    whether the section sets ``cycle_momentum`` itself.
     """
 
     rate_key: str = ""
@@ -58,7 +60,7 @@ class Schedule(NamedTuple):
 
 
 def read_schedule(section: Any) -> Schedule:
-    """Return what a section ``scheduler``, or ``None``, decides."""
+    """Return what a section ``scheduler`` sets; ``None`` stands for a config without one."""
     name = str(section.get("type") or "") if isinstance(section, Mapping) else ""
     params = section.get("params") if name else None
     values = _defaults(name) | dict(params if isinstance(params, Mapping) else {})
@@ -69,18 +71,18 @@ def read_schedule(section: Any) -> Schedule:
 
 
 def about_momentum(schedule: Schedule) -> str:
-    """Say which momentum the schedule cycles, and how to stop it; empty where it cycles none."""
+    """Return a sentence on the momentum that the schedule cycles, and how to stop it; empty without a cycle."""
     if schedule.momenta is None:
         return ""
     low, high = schedule.momenta
     return (
         f"scheduler.params.cycle_momentum cycles the first of AdamW's betas between {low} and {high}; Muon's momentum "
-        "stays as it is; write false to leave both"
+        "stays as it is; set it to false to keep the beta constant, too"
     )
 
 
 def about_rate(schedule: Schedule, config: MuonConfig) -> str:
-    """Say that the schedule sets another rate than ``optimizer.params``; empty where it does not."""
+    """Return a sentence if the schedule sets another learning rate than ``optimizer.params``; otherwise empty."""
     # As in `MuonConfig.reference_lr`, which is the rate that a schedule replaces.
     rates = {"lr": config.lr, "muon_lr": config.muon_group()["lr"], "adam_lr": config.adam_group()["lr"]}
     key, lr = next(((key, lr) for key, lr in rates.items() if lr), ("", 0.0))
@@ -96,7 +98,7 @@ def about_rate(schedule: Schedule, config: MuonConfig) -> str:
 
 
 def _defaults(name: str) -> dict[str, Any]:
-    """Return the defaults of the arguments of a schedule in :data:`RATE_KEYS`, by name."""
+    """Return parameter -> default of a schedule in :data:`RATE_KEYS`; empty for other schedules."""
     from deepspeed.runtime import lr_schedules
 
     if name not in RATE_KEYS:
@@ -110,9 +112,9 @@ def _defaults(name: str) -> dict[str, Any]:
 
 
 def scheduler_from_config(original: Callable, engine: Any, optimizer: Any) -> Any:
-    """``DeepSpeedEngine._scheduler_from_config``, with one value per group for each learning rate.
+    """Replace ``DeepSpeedEngine._scheduler_from_config``: turn each learning rate into a list with one value per group.
 
-    Raises MuonConfigError for a list of another length than the groups.
+    Raises MuonConfigError if a list has another length than the groups.
     """
     ours, name, params = engine.basic_optimizer, engine.scheduler_name(), engine.scheduler_params()
     values, reference = dict(params or {}), ours.defaults["lr"]
@@ -130,16 +132,16 @@ def scheduler_from_config(original: Callable, engine: Any, optimizer: Any) -> An
 
 
 def configure_scheduler(original: Callable, engine: Any) -> None:
-    """``DeepSpeedEngine._configure_lr_scheduler``: pass the user's groups to a scheduler that is a callable."""
+    """Replace ``DeepSpeedEngine._configure_lr_scheduler``: pass the user's groups to a callable scheduler."""
     ours, client = engine.basic_optimizer, engine.client_lr_scheduler
-    if callable(client):
+    if callable(client):  # an absolute rate, such as eta_min, would make Muon's and AdamW's rates equal
         engine.client_lr_scheduler = lambda _: client(ours.given)
     original(engine)
     engine.client_lr_scheduler = client
 
 
 def check_schedule(engine: Any, optimizer: MuonWithAuxAdam) -> None:
-    """Raise MuonConfigError for lists that do not fit the groups, before anything is wrapped."""
+    """Raise MuonConfigError for lists or momenta that do not fit, before ZeRO allocates; warn of doubtful numbers."""
     name, params = engine.scheduler_name(), engine.scheduler_params() or {}
     if engine.client_lr_scheduler is not None or name not in ABSOLUTE_RATES:
         return
@@ -147,16 +149,16 @@ def check_schedule(engine: Any, optimizer: MuonWithAuxAdam) -> None:
     numbers = [key for key in ABSOLUTE_RATES[name] if isinstance(params.get(key), (int, float)) and params[key]]
     if numbers and not optimizer.sets_a_rate and engine.global_rank == 0:
         logger.warning(
-            f"deepspeed-muon: {', '.join(numbers)} of the scheduler describes Muon's rate, because optimizer.params "
-            f"sets no lr; AdamW's is {DEFAULT_ADAM_LR / DEFAULT_MUON_LR:.3g} of it. Write lr into optimizer.params to "
-            "give both halves the same"
+            f"deepspeed-muon: {', '.join(numbers)} of the scheduler sets Muon's learning rate, because "
+            f"optimizer.params has no lr; AdamW's rate is {DEFAULT_ADAM_LR / DEFAULT_MUON_LR:.3g} times as high. Set "
+            "lr in optimizer.params to give both the same rate"
         )
     if name == "OneCycle" and params.get("cycle_momentum", True):
         _check_cycle(params, engine.global_rank == 0)
 
 
 def _check_cycle(params: dict[str, Any], is_logging_rank: bool) -> None:
-    """Raise MuonConfigError for impossible bounds of a cycle; warn of a decay rate that ends training."""
+    """Raise MuonConfigError for a momentum outside of [0, 1); warn if ``decay_mom_rate`` will raise it to 1."""
     numbers = _defaults("OneCycle") | params
     for key in ("cycle_min_mom", "cycle_max_mom"):
         values = numbers[key] if isinstance(numbers[key], (list, tuple)) else [numbers[key]]
@@ -166,15 +168,18 @@ def _check_cycle(params: dict[str, Any], is_logging_rank: bool) -> None:
         return
     rate, size, highest = numbers["decay_mom_rate"], numbers["decay_step_size"], numbers["cycle_max_mom"]
     if all(isinstance(value, (int, float)) for value in (rate, size, highest)) and rate > 0 < size and highest:
+        # No error, because the run may end before that, and AdamW trains until then.
         steps = math.ceil((1 / highest - 1) / rate * size)
         logger.warning(
             f"deepspeed-muon: scheduler.params.decay_mom_rate {rate:g} raises the first of AdamW's betas to 1 within "
-            f"{steps} steps after the cycle, where training ends with an error; set it to 0 if the run is longer"
+            f"{steps} steps after the cycle, and then training ends with an error; set it to 0 if the run is longer"
         )
 
 
 def _target(optimizer: MuonWithAuxAdam, name: str, params: dict[str, Any]) -> Any:
-    """Return the optimizer or the user's groups, whichever has as many groups as the lists have values."""
+    """Return what a scheduler is built on: ``optimizer.given`` if the lists have one value per group that the user
+    passed, or if there is no list; the optimizer itself if they have one per split group.
+    """
     lists = {key: params[key] for key in ABSOLUTE_RATES.get(name, ()) if isinstance(params.get(key), (list, tuple))}
     users, halves = len(optimizer.given.param_groups), len(optimizer.param_groups)
     lengths = {len(value) for value in lists.values()}

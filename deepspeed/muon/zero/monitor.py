@@ -37,9 +37,9 @@ PREFIX = "Train/Muon/"
 
 
 def take_step(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> None:
-    """Take ``DeepSpeedEngine._take_model_step``, with a record in every ``monitor_interval``-th step.
+    """Replace ``DeepSpeedEngine._take_model_step``: also measure and record every ``monitor_interval``-th step.
 
-    A skipped step that DeepSpeed does not log is reported. No temporaries stay on an accelerator.
+    Then free the scratch memory on an accelerator, and log a skipped step if DeepSpeed does not.
     """
     optimizer = engine.basic_optimizer
 
@@ -63,32 +63,32 @@ def take_step(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Non
 
 
 def _logs_skipped_steps(wrapper: Any) -> bool:
-    """Return whether the wrapper has a loss scaler that logs; before DeepSpeed 0.19.8 a static one does not."""
-    scaler = getattr(wrapper, "loss_scaler", None)
+    """Return whether the wrapper's loss scaler logs skipped steps; before DeepSpeed 0.19.8 a static one does not."""
+    scaler = getattr(wrapper, "loss_scaler", None)  # if it logs, its code names log_dist or logger
     return scaler is not None and bool({"log_dist", "logger"} & set(type(scaler).update_scale.__code__.co_names))
 
 
 class Recorder:
-    """Measure steps; rank 0 writes what all ranks have found. Its methods are collectives."""
+    """Measure steps on all ranks; rank 0 writes the sums. The constructor and :meth:`record` are collectives."""
 
     def __init__(self, optimizer: MuonWithAuxAdam) -> None:
         self._optimizer = optimizer
-        #: By label, those that one rank has whole.
+        #: :func:`label` of a parameter -> its matrices with a single owner; only such a matrix can be sampled.
         self._matrices: dict[str, list[str]] = {}
         for plan in optimizer.plans:
             for item, owners in zip(plan.of_all.items, plan.of_all.counts, strict=True):
                 found = self._matrices.setdefault(label(item.shard.spec.name), [])
                 found += [item.name] if owners == 1 else []
-        #: Of all stages of a pipeline.
+        #: Labels and attention layers of all pipeline stages, because all ranks add up the same list of values.
         self._labels = union(self._matrices)
         self._layers = union(layer.name for layer in (optimizer.qk_clip.layers if optimizer.qk_clip else ()))
 
     def is_due(self, engine: Any) -> bool:
-        """Return whether the next step is to be recorded."""
+        """Return whether to record the next step."""
         return (engine.global_steps + 1) % self._optimizer.config.monitor_interval == 0
 
     def record(self, step: Callable[[], None], engine: Any, outer: Phase) -> None:
-        """Take the step, measure it and write its record; ``outer`` is entered around each phase, too."""
+        """Call ``step`` to take the step, measure it and write its record; ``outer`` is entered around each phase."""
         optimizer = self._optimizer
         sample = self.sample((engine.global_steps + 1) // optimizer.config.monitor_interval - 1)
         stats = StepStats(get_accelerator().synchronize, sample)
@@ -98,7 +98,7 @@ class Recorder:
             with outer(name), stats.phase(name):
                 yield
 
-        groups = reversed(optimizer.param_groups)  # the first of each half counts, with the rate that this step uses
+        groups = reversed(optimizer.param_groups)  # so that the first Muon and the first AdamW group win
         rates = {f"lr_{'muon' if group['use_muon'] else 'adamw'}": float(group["lr"]) for group in groups}
         with optimizer.observed(phase, stats), stats.phase("step"):
             step()
@@ -112,10 +112,10 @@ class Recorder:
             engine.monitor.write_events(events)
 
     def sample(self, turn: int) -> Sample:
-        """Return the matrix to sample in this record, equal on all ranks and after a resume.
+        """Return the matrix to sample in record number ``turn`` (from 0), equal on all ranks and after a resume.
 
-        The parameters come in turn, in steps of about 0.62 of their number, so that successive samples come from
-        distant layers; of several matrices of one parameter it is another each time.
+        The parameters take turns in strides of about 0.62 of their number, so that successive samples come from distant
+        layers. A parameter with several matrices shows another one in each of its turns.
         """
         count = len(self._labels)
         if not count:  # the user has left every matrix to AdamW
@@ -126,12 +126,12 @@ class Recorder:
         return Sample(name, matrices[turn // count % len(matrices)])
 
     def _summed(self, stats: StepStats, sample: Sample) -> dict[str, float]:
-        """Return the values of a step, from sums over all ranks; a collective."""
+        """Return name -> value of a step, from sums over all ranks; a collective."""
         clip = self._optimizer.qk_clip
         for layer, logit in clip.largest.items() if clip else ():  # equal on all ranks that train the layer
             stats.add(f"{LOGIT}/{layer}", logit, 1)
         measures = (CHANGE, CAUTIOUS) if self._optimizer.config.cautious_weight_decay else (CHANGE,)
-        stats.add(ABSENT, 0.0, float(torch.distributed.get_rank() == 0))
+        stats.add(ABSENT, 0.0, float(torch.distributed.get_rank() == 0))  # sum over ranks / 1: a count
         names = [ABSENT, *SIZES.values(), *(f"{measure}/{name}" for measure in measures for name in self._labels)]
         names += [*(f"{LOGIT}/{layer}" for layer in self._layers), *(f"{m}/{sample.label}" for m in SAMPLED)]
         device = torch.device(get_accelerator().current_device_name())
@@ -141,6 +141,8 @@ class Recorder:
 
 
 def _timed(timers: Any) -> Phase:
+    """Return a context manager that times a phase of the step with one of DeepSpeed's ``timers``."""
+
     @contextmanager
     def phase(name: str) -> Iterator[None]:
         timer = timers(f"muon_{name}")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizer states and parameters on NVMe, stage 3: what DeepSpeed's swapper needs, checked before it allocates.
 
-Each sub-group whose partition has at least :func:`threshold` bytes lives in one file per tensor. For its step stock
-reads the tensors into pinned buffers, as the weights' and states' new storage, and writes them back afterwards:
-between steps these tensors are empty, and their objects must stay the ones that stock has registered.
+A sub-group whose partition has at least :func:`threshold` bytes lives in one file per tensor. For its step DeepSpeed
+reads the files into pinned buffers, which become the storage of weights and states, and writes them back afterwards.
+Between steps these tensors are empty; they must stay the same objects, because DeepSpeed has registered them.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.zero.refusals import offload_device
 from deepspeed.muon.zero.wrappers.experts import shard_group
 
-#: DeepSpeed swaps tensors of at least so many bytes, or of ``aio.block_size`` if that is larger.
+#: DeepSpeed swaps tensors of at least this many bytes, or of ``aio.block_size`` if that is larger.
 MIN_SWAPPED_BYTES = 2**20
-#: Bit of the capability with which a process may lock any amount of memory.
+#: Bit of CAP_IPC_LOCK, the Linux capability that allows a process to lock any amount of memory.
 CAP_IPC_LOCK_BIT = 14
 
 
 def threshold(config: Any) -> int:
-    """Return the least size in bytes of a tensor that is swapped."""
+    """Return the smallest size in bytes of a tensor that DeepSpeed swaps."""
     return max(MIN_SWAPPED_BYTES, int(config.aio_config["block_size"]))
 
 
 def check_nvme(engine: Any, optimizer: MuonWithAuxAdam) -> None:
-    """Refuse, before ZeRO allocates, what would fail later with an unhelpful message.
+    """Refuse settings of NVMe, before ZeRO allocates, that would fail later with an unhelpful message.
 
-    Raises UnsupportedError for buffers that are too few or too small, an unusable folder, a missing library, and a
-    limit of locked memory that is too low; all of them at once.
+    Raises UnsupportedError that lists all problems: too few or too small buffers, an unusable folder, a missing
+    library, a limit of locked memory that is too low.
     """
     config = engine._config
     asked = [name for name in ("offload_optimizer", "offload_param") if offload_device(config, name) == "nvme"]
@@ -57,18 +57,18 @@ def check_nvme(engine: Any, optimizer: MuonWithAuxAdam) -> None:
         raise UnsupportedError("offload to NVMe cannot work as configured:\n  " + "\n  ".join(problems))
 
 
-def _part(param: Tensor, ranks: int) -> int:
+def _elements_per_rank(param: Tensor, ranks: int) -> int:
     return ceil(getattr(param, "ds_numel", param.numel()) / ranks)
 
 
 Sizes = list[tuple[dict[str, Any], list[int]]]
-"""Each parameter group and the elements of one rank in each of its sub-groups."""
+"""Pairs of a parameter group and the elements that one rank has in each sub-group of it."""
 
 
 def _sub_groups(engine: Any, group: dict[str, Any]) -> list[int]:
-    """Return the sizes of the sub-groups that stage 3 will cut a group into; each ends once it reaches the limit."""
+    """Return one rank's elements in each sub-group that stage 3 will make of a group; each ends once it is full."""
     limit, ranks = engine._config.zero_config.sub_group_size, comm.get_world_size(shard_group(engine, group))
-    parts, sizes, open_size = [_part(p, ranks) for p in group["params"] if p.requires_grad], [], 0
+    parts, sizes, open_size = [_elements_per_rank(p, ranks) for p in group["params"] if p.requires_grad], [], 0
     for part in parts:
         open_size += part
         if open_size >= limit:
@@ -77,17 +77,19 @@ def _sub_groups(engine: Any, group: dict[str, Any]) -> list[int]:
     return sizes + [open_size] * (open_size > 0)
 
 
-def _tensors(group: dict[str, Any], config: Any) -> int:
-    """Return how many buffers a sub-group needs in its step: weights, gradient and the states that are swapped."""
+def _buffers_of(group: dict[str, Any], config: Any) -> int:
+    """Return how many buffers each sub-group of a group needs in its step: weights, gradient and swapped states."""
     if not group["use_muon"]:
         return 4
     return 2 if config.zero_config.save_muon_momentum_buffer_in_memory else 3
 
 
 def buffers_needed(config: Any, sizes: Sizes) -> int:
-    """Return the least ``buffer_count``. With pipelines the neighbouring sub-groups' buffers are in use as well."""
+    """Return the smallest ``buffer_count`` that works. With pipelines neighbouring sub-groups hold some."""
     section = config.zero_config.offload_optimizer
-    needs = [_tensors(group, config) for group, numels in sizes for numel in numels if 4 * numel >= threshold(config)]
+    needs = [
+        _buffers_of(group, config) for group, numels in sizes for numel in numels if 4 * numel >= threshold(config)
+    ]
     window = 1 + section.pipeline_read + section.pipeline_write
     return max((sum(needs[at : at + window]) for at in range(len(needs))), default=1)
 
@@ -96,10 +98,11 @@ def _optimizer_problems(config: Any, sizes: Sizes) -> Iterator[str]:
     section, needed = config.zero_config.offload_optimizer, buffers_needed(config, sizes)
     if section.buffer_count < needed:
         window = 1 + section.pipeline_read + section.pipeline_write
-        muon = _tensors({"use_muon": True}, config)
+        muon = _buffers_of({"use_muon": True}, config)
         yield (
             f"zero_optimization.offload_optimizer.buffer_count: got {section.buffer_count}; write {needed} or more. "
-            f"A sub-group of matrices takes {muon} buffers, one of AdamW 4, and up to {window} are in memory at once"
+            f"A Muon sub-group takes {muon} buffers, an AdamW sub-group 4, and up to {window} sub-groups are in memory "
+            "at once"
         )
     largest = max((numel for _, numels in sizes for numel in numels), default=0)
     yield from _lock_problems("offload_optimizer.buffer_count", max(section.buffer_count, needed) * largest * 4)
@@ -107,7 +110,7 @@ def _optimizer_problems(config: Any, sizes: Sizes) -> Iterator[str]:
 
 def _param_problems(config: Any, sizes: Sizes, world_size: int) -> Iterator[str]:
     section, params = config.zero_config.offload_param, [p for group, _ in sizes for p in group["params"]]
-    parts = [(_part(p, world_size), p.element_size()) for p in params]
+    parts = [(_elements_per_rank(p, world_size), p.element_size()) for p in params]
     largest = max((part for part, itemsize in parts if part * itemsize >= threshold(config)), default=0)
     if section.buffer_size < largest:
         yield (
@@ -119,7 +122,7 @@ def _param_problems(config: Any, sizes: Sizes, world_size: int) -> Iterator[str]
 
 
 def _lock_problems(key: str, wanted: int) -> Iterator[str]:
-    """DeepSpeed locks the buffers in memory; the system may limit how much a process locks."""
+    """Yield a message if this process may not lock the ``wanted`` bytes of DeepSpeed's buffers, which ``key`` sets."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if limit != resource.RLIM_INFINITY and wanted > limit and not _may_lock():
         yield (
@@ -138,7 +141,7 @@ def _may_lock() -> bool:
 
 
 def _path_problems(name: str, path: Any) -> Iterator[str]:
-    """DeepSpeed uses direct I/O, which not every file system supports."""
+    """Yield a message if no file can be written in ``path`` with direct I/O, which DeepSpeed uses."""
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
         probe = Path(path) / f".deepspeed_muon_{os.getpid()}"
@@ -154,9 +157,10 @@ def _path_problems(name: str, path: Any) -> Iterator[str]:
 
 
 def _library_problems() -> Iterator[str]:
-    """DeepSpeed builds async_io from libaio's headers at first use, unless it was installed with the op.
+    """Yield messages if DeepSpeed's swapper is too old or its extension async_io cannot be built.
 
-    Before 0.19.8 its pipelined swapper could not give buffers back, and no tensor could be kept in memory.
+    Before 0.19.8 the pipelined swapper could not give buffers back, and no tensor could be kept in memory. DeepSpeed
+    builds async_io from libaio's headers at first use, unless it was installed with it.
     """
     from deepspeed.git_version_info import installed_ops
     from deepspeed.ops.op_builder import AsyncIOBuilder
@@ -173,9 +177,9 @@ def _library_problems() -> Iterator[str]:
 
 @contextmanager
 def swapped_in(wrapper: Any, index: int) -> Iterator[Tensor]:
-    """Hold the flat weights of a sub-group in memory while the context lasts; changes are kept.
+    """Load the flat fp32 weights of sub-group ``index`` from NVMe, and write changes back when the context ends.
 
-    A sub-group that is not swapped is neither read nor written.
+    A sub-group that is always in memory is neither read nor written.
     """
     flat, is_swapped = wrapper.fp32_partitioned_groups_flat[index], wrapper._swappable_optimizer_subgroup(index)
     if is_swapped:
@@ -187,8 +191,9 @@ def swapped_in(wrapper: Any, index: int) -> Iterator[Tensor]:
 
 
 def as_mapped(wrapper: Any, flat: Tensor, tensor: Tensor) -> Tensor:
-    """Return weights or a state, for a checkpoint, of the sub-group that has the ``flat`` weights: a memory map of the
-    swap file where it is swapped out.
+    """Return what a checkpoint saves for ``tensor``: itself or, while it is swapped out, a memory map of its file.
+
+    ``flat``: the flat weights of a sub-group; ``tensor``: these or one of their states.
     """
     info = wrapper.optimizer_swapper.swap_params_info.get(flat.ds_id)  # type: ignore[attr-defined]
     paths = [entry.swap_path for entry in info.tensors if entry.compute_tensor is tensor] if info else []
@@ -200,7 +205,7 @@ def as_mapped(wrapper: Any, flat: Tensor, tensor: Tensor) -> Tensor:
 
 
 def saved_files(engine: Any, folder: Path) -> Path:
-    """Return the folder in which older checkpoints have this rank's swapped files."""
+    """Return where in the checkpoint ``folder`` older versions have saved this rank's swap files."""
     from deepspeed.checkpoint.ds_to_universal import dp_index_to_str
 
     rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
@@ -208,7 +213,7 @@ def saved_files(engine: Any, folder: Path) -> Path:
 
 
 def each_sub_group(wrapper: Any) -> Iterator[tuple[int, Tensor]]:
-    """Yield (index, flat weights) of each sub-group, in memory in turn; changes also reach the model's weights."""
+    """Yield (index, flat fp32 weights) of each sub-group, loaded one by one; changes also reach the model's weights."""
     wrapper._partition_all_parameters()
     for index in range(len(wrapper.fp32_partitioned_groups_flat)):
         with swapped_in(wrapper, index) as flat:
@@ -217,16 +222,16 @@ def each_sub_group(wrapper: Any) -> Iterator[tuple[int, Tensor]]:
 
 
 def swap_out_and_release(wrapper: Any, original: Callable, parameter: Any, *args: Any, **kwargs: Any) -> None:
-    """Call the swapper's ``swap_out_optimizer_state``, and empty the tensors.
+    """Replace the swapper's ``swap_out_optimizer_state``: also empty the tensors afterwards.
 
-    With pipelines DeepSpeed leaves them on the swapper's buffers, whose next contents a checkpoint would hold.
+    With pipelines DeepSpeed lets them point to the swapper's buffers, so a checkpoint would save another sub-group.
     """
     original(parameter, *args, **kwargs)
     wrapper.optimizer_swapper.swap_params_info[parameter.ds_id].release_memory()
 
 
 def forget_gradients(wrapper: Any) -> None:
-    """Let the next step read only gradients that are written from now on."""
+    """Drop the gradients that were swapped out, so that the next step reads only later ones."""
     for info in wrapper.optimizer_swapper.swap_params_info.values():
         info.swapped_gradients.clear()
         info.unswapped_gradients.clear()
@@ -235,9 +240,9 @@ def forget_gradients(wrapper: Any) -> None:
 def prepare_with_zero_filled_grads(
     wrapper: Any, original: Callable, sub_group_id: int, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call ``_prepare_sub_group``, and fill missing gradients with zeros.
+    """Replace the wrapper's ``_prepare_sub_group``: then fill missing gradients with zeros.
 
-    DeepSpeed reads the gradient into a used buffer: a parameter without one would be updated with another tensor's.
+    DeepSpeed reads gradients into a used buffer. A parameter without one would get what another tensor left there.
     """
     result = original(sub_group_id, *args, **kwargs)
     if wrapper._swappable_optimizer_subgroup(sub_group_id):

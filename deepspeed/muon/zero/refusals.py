@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unsupported combinations of settings. Each is refused with a message that says what to change."""
+"""Combinations of settings that are not supported; each is refused with a message that says what to change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deepspeed.muon.errors import UnsupportedError
 from deepspeed.muon.zero.tp_ranks import tp_rank
 from deepspeed.muon.zero.wrappers.loss_scale import is_fp16_autocast
 
-#: What a ``DeepSpeedConfig`` calls the sections of a ds_config.
+#: Section of a ds_config -> attribute of ``DeepSpeedConfig`` that holds it.
 SECTIONS = {
     "zero_optimization": "zero_config",
     "fp16": "float16_config",
@@ -22,9 +22,9 @@ SECTIONS = {
 
 
 def refuse_unsupported(config: Any, settings: MuonConfig) -> None:
-    """Raise UnsupportedError that lists all unsupported settings of a ``DeepSpeedConfig``, with those of the optimizer.
+    """Raise UnsupportedError that lists all unsupported settings of a ``DeepSpeedConfig``.
 
-    A script may have built the optimizer with others than the config's.
+    ``settings``: those of the optimizer, which a script may have built with other settings than the config's.
     """
     problems = [f"{key}: {advice}" for key, applies, advice in RULES if applies(config)]
     problems += [f"{MOMENTUM_DTYPE}: {text}" for text in _momentum_problems(config, settings)]
@@ -33,7 +33,7 @@ def refuse_unsupported(config: Any, settings: MuonConfig) -> None:
 
 
 def _get(config: Any, key: str, default: Any = None) -> Any:
-    """Return what a ``DeepSpeedConfig`` has under a key of the ds_config, or as an attribute."""
+    """Return the value in a ``DeepSpeedConfig`` of a dotted ds_config key, or of an attribute; ``default`` if unset."""
     section, *names = key.split(".")
     for name in (SECTIONS.get(section, section), *names):
         config = getattr(config, name, None)
@@ -43,13 +43,13 @@ def _get(config: Any, key: str, default: Any = None) -> Any:
 
 
 def offload_device(config: Any, section: str) -> str:
-    """Return the device of ``offload_optimizer`` or ``offload_param``: ``cpu``, ``nvme`` or ``none``."""
+    """Return the device in ``section``, ``offload_optimizer`` or ``offload_param``: ``cpu``, ``nvme`` or ``none``."""
     device = _get(config, f"zero_optimization.{section}.device", "none")
     return str(getattr(device, "value", device))
 
 
 Rule = tuple[str, Callable[[Any], Any], str]
-"""The key that the message names, whether a ``DeepSpeedConfig`` is refused, and what to change."""
+"""(key that the message names, function that returns whether to refuse a ``DeepSpeedConfig``, what to change)."""
 
 
 def _stage(config: Any) -> int:
@@ -57,18 +57,18 @@ def _stage(config: Any) -> int:
 
 
 def is_bf16_optimizer(config: Any) -> bool:
-    """Return whether a bf16 model has DeepSpeed's ``BF16_Optimizer``, unless ``offload_optimizer`` takes its place."""
+    """Return whether DeepSpeed wraps a bf16 model in ``BF16_Optimizer``, provided there is no ``offload_optimizer``."""
     return _stage(config) == 1 and _get(config, "grad_accum_dtype") in ("fp32", "float32")
 
 
 def _is_scaled(config: Any) -> bool:
-    """Return whether DeepSpeed has a loss scale for a bf16 model under fp16 autocast."""
+    """Return whether DeepSpeed scales the loss of a bf16 model under fp16 autocast."""
     is_on_accelerator = offload_device(config, "offload_optimizer") == "none"
     return _stage(config) > 0 and not (is_bf16_optimizer(config) and is_on_accelerator)
 
 
 def _forbidden(key: str, advice: str, first_stage: int = 0) -> Rule:
-    """Return the rule that refuses a key whenever it is set, from the first stage on at which DeepSpeed reads it."""
+    """Return the rule that refuses ``key`` if it is set and the stage is at least ``first_stage``."""
     return key, lambda c: bool(_get(c, key)) and _stage(c) >= first_stage, advice
 
 
@@ -111,7 +111,7 @@ RULES: tuple[Rule, ...] = (
             _get(c, "zero_optimization.offload_optimizer.ratio", 1.0) < 1.0
             and offload_device(c, "offload_optimizer") != "none"
         ),
-        "a part on the accelerator is updated by another optimizer; remove the key or set it to 1.0",
+        "below 1.0 another optimizer updates the part on the accelerator; remove the key or set it to 1.0",
     ),
     (
         "zero_optimization.mics_shard_size",
@@ -145,7 +145,7 @@ RULES: tuple[Rule, ...] = (
         "or remove bf16",
     ),
 )
-#: The key of refusals that depend on the optimizer as well.
+#: The key in messages about settings of the optimizer that DeepSpeed's settings contradict.
 MOMENTUM_DTYPE = "optimizer.params.momentum_dtype"
 
 
@@ -163,12 +163,12 @@ def _momentum_problems(config: Any, settings: MuonConfig) -> Iterator[str]:
 
 
 def renames_parameters(config: Any) -> bool:
-    """Return whether DeepSpeed will replace parameters of the model by others with new names and shapes."""
+    """Return whether DeepSpeed will replace parameters by others with new names and shapes, as AutoEP does."""
     return bool(_get(config, "expert_parallel_config.enabled"))
 
 
 def refuse_engine(engine: Any) -> None:
-    """Raise UnsupportedError for kinds of pipelines, of model and sequence parallelism, and of experts beside them."""
+    """Raise UnsupportedError for unsupported pipelines, model or sequence parallelism, and experts beside them."""
     if problems := list(_engine_problems(engine)):
         raise UnsupportedError("deepspeed-muon does not support this engine yet: " + "; ".join(problems))
 
@@ -199,7 +199,7 @@ def refuse_qk_clip(engine: Any) -> None:
 
 
 def _is_spread(engine: Any) -> bool:
-    """Return whether several ranks share a sequence."""
+    """Return whether several ranks share each sequence (sequence parallelism)."""
     return (getattr(engine, "sequence_parallel_size", 1) or 1) > 1
 
 

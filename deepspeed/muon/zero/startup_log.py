@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The log at start: who does what, which parameters were split, and what would make a step faster."""
+"""The log at start: what updates which parameters and how, which were split, and what would make a step faster."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from deepspeed.muon.zero.tp_ranks import tp_rank
 from deepspeed.muon.zero.wrappers.adapter import Adapter
 from deepspeed.muon.zero.wrappers.experts import expert_counts
 
-#: Warn when the sub-groups take this many times as long as the whole groups could.
+#: Warn if stepping sub-groups one by one takes more than this many times as long as stepping whole groups could.
 MAX_SUB_GROUP_SLOWDOWN = 1.25
 
 
 def log_startup(adapter: Adapter, tuning: Tuning, matrices_of_all: int) -> None:
-    """Log for this rank's share of the model what is updated and how a step runs, and one line for each kind of split.
+    """Log what is updated in this rank's share of the model, how a step runs, and one line for each kind of split.
 
-    ``tuning``: the choice of Newton-Schulz and its times; ``matrices_of_all`` counts the matrices of all shares.
+    ``tuning``: how Newton-Schulz was chosen. ``matrices_of_all``: number of matrices in the whole model.
     """
     engine, optimizer, specs = adapter.engine, adapter.optimizer, adapter.optimizer.specs.values()
     matrices, rest = ([spec for spec in specs if spec.use_muon == use_muon] for use_muon in (True, False))
@@ -67,14 +67,15 @@ def log_startup(adapter: Adapter, tuning: Tuning, matrices_of_all: int) -> None:
 
 
 def _elements(specs: list[MatrixSpec]) -> int:
-    """Return the number of elements before tensor parallelism cuts the matrices."""
+    """Return the number of elements of the whole parameters, before tensor parallelism splits them."""
     return sum(math.prod(spec.whole) for spec in specs)
 
 
 def _place(engine: Any, optimizer: MuonWithAuxAdam) -> tuple[str, ...]:
-    """Return the pipeline stage and the tensor-parallel shard: each share that has a plan logs its own line."""
+    """Return phrases that name this pipeline stage and tensor-parallel shard: each of these logs its own line."""
     (rank, size), stages = tp_rank(engine), stages_of(engine.module)
-    how = "matrices whole" if optimizer.config.tp_mode == "whole" else f"shards of rank {rank} as matrices"
+    is_whole = optimizer.config.tp_mode == "whole"
+    how = "orthogonalizing whole matrices" if is_whole else f"orthogonalizing each shard by itself, here of rank {rank}"
     return (
         *([f"stage {optimizer.stage + 1} of {stages} of the pipeline"] if stages > 1 else ()),
         *([f"tensor parallelism over {size} ranks, {how}"] if size > 1 else ()),
@@ -82,7 +83,7 @@ def _place(engine: Any, optimizer: MuonWithAuxAdam) -> tuple[str, ...]:
 
 
 def _updates(engine: Any, optimizer: MuonWithAuxAdam, matrices: list[MatrixSpec]) -> tuple[str, ...]:
-    """Return what a step does to the weights: ranks, scale, rules beyond plain Muon."""
+    """Return phrases on what a step does to the weights: number of ranks, scale, rules beyond plain Muon."""
     config = optimizer.config
     whole = sorted((spec for spec in matrices if spec.blocks), key=lambda spec: math.prod(spec.whole))
     typical = whole[len(whole) // 2]
@@ -98,7 +99,7 @@ def _updates(engine: Any, optimizer: MuonWithAuxAdam, matrices: list[MatrixSpec]
 
 
 def _steps(engine: Any, optimizer: MuonWithAuxAdam, tuning: Tuning) -> tuple[str, ...]:
-    """Return how a step runs: traffic, kernels, Newton-Schulz."""
+    """Return phrases on how a step runs: bytes sent, kernels, dtype and methods of Newton-Schulz."""
     exchange, plans = optimizer.exchange, optimizer.plans
     shared = [count for plan in plans for count in plan.of_all.counts if count > 1]
     methods = sorted(optimizer.ns_methods - {"auto"})
@@ -110,22 +111,22 @@ def _steps(engine: Any, optimizer: MuonWithAuxAdam, tuning: Tuning) -> tuple[str
         f"exchange in {optimizer.config.wire}, "
         f"kernels: {summary(optimizer.context.kernels, optimizer.context.unavailable)}",
         f"Newton-Schulz on {exchange.device.type} in {tuning.described(optimizer.choice)}"
-        + (f", ns_method {', '.join(methods)} where it is set" if methods else ""),
+        + (f", ns_method {', '.join(methods)} in groups that set it" if methods else ""),
     )
 
 
 def _stage_0(engine: Any, optimizer: MuonWithAuxAdam) -> str:
-    """Return how ranks that all hold every matrix divide the work; empty for other layouts."""
+    """Return how the ranks divide Newton-Schulz if all of them hold every matrix; empty for other layouts."""
     if engine.world_size == 1 or engine.zero_optimization_stage() > 0 or tp_rank(engine)[1] > 1:
         return ""
     shared = [partition.is_replicated for partition in optimizer.partitions]
     if all(shared):
         return " that share Newton-Schulz"
-    return " of which each orthogonalizes " + ("the small groups itself" if any(shared) else "everything itself")
+    return ", each of which orthogonalizes " + ("the small groups itself" if any(shared) else "everything itself")
 
 
 def _log_schedule(engine: Any, optimizer: MuonWithAuxAdam) -> None:
-    """Warn of a rate in the config that its schedule replaces, and name a cycle of the momentum."""
+    """Warn if the schedule replaces the config's learning rate; log the range if it cycles the momentum."""
     if engine.client_lr_scheduler is not None or engine.global_rank:
         return
     schedule = read_schedule({"type": engine.scheduler_name(), "params": engine.scheduler_params()})
@@ -140,13 +141,12 @@ def _warn_of_no_decay(optimizer: MuonWithAuxAdam) -> None:
     for key in ("cautious_weight_decay", "muon_weight_decay_steps"):
         if getattr(optimizer.config, key) and decays and not any(decays):
             logger.warning(
-                f"deepspeed-muon: optimizer.params.{key} has no effect, because weight_decay is 0 in every group of "
-                "the Muon half"
+                f"deepspeed-muon: optimizer.params.{key} has no effect, because weight_decay is 0 in every Muon group"
             )
 
 
 def _warn_of_small_sub_groups(optimizer: MuonWithAuxAdam) -> None:
-    """Warn of sub-groups, which are stepped one after the other, with fewer matrices than ranks."""
+    """Warn if stage 3's sub-groups, which are stepped one after the other, have too few matrices to busy all ranks."""
     plans = [plan.of_all for plan in optimizer.plans]
     groups = defaultdict[int, list[GlobalPlan]](list)
     for partition, plan in zip(optimizer.partitions, plans, strict=True):
@@ -160,6 +160,6 @@ def _warn_of_small_sub_groups(optimizer: MuonWithAuxAdam) -> None:
     if spent > MAX_SUB_GROUP_SLOWDOWN * possible:
         size = sum(partition.tensors[0].numel() for partition in optimizer.partitions)
         logger.warning(
-            f"deepspeed-muon: zero_optimization.sub_group_size cuts the matrices into {len(plans)} sub-groups, which "
-            f"leaves ranks idle ({spent / possible:.1f}x the Newton-Schulz time that is possible); write {size} or more"
+            f"deepspeed-muon: zero_optimization.sub_group_size splits the matrices into {len(plans)} sub-groups, which "
+            f"leaves ranks idle: Newton-Schulz takes {spent / possible:.1f}x as long as it could; write {size} or more"
         )

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks that hold the parts of one matrix: those of AutoTP, of a model-parallel unit (mpu) like Megatron's, or of
-the "model" axis of a pipeline's topology.
+"""Which ranks hold the parts of one matrix under tensor parallelism: by AutoTP, by a model-parallel unit (mpu) like
+Megatron's, or by the "model" axis of a pipeline's topology.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from deepspeed.muon.zero.consensus import gathered
 
 
 def tp_rank(engine: Any) -> tuple[int, int]:
-    """Return this rank's number in its tensor-parallel group, and the size of the group; 0 and 1 without one."""
+    """Return (this rank's number in its tensor-parallel group, size of the group); (0, 1) without one."""
     mpu = engine.mpu
     if mpu is None or hasattr(mpu, "initialize_sequence_parallel"):  # Ulysses calls its ranks model-parallel, too
         return 0, 1
@@ -29,7 +29,7 @@ def tp_rank(engine: Any) -> tuple[int, int]:
 
 
 def note_tp_rank(engine: Any) -> None:
-    """Annotate parameters with (rank, size) of the tensor-parallel group, which Megatron's attributes do not record."""
+    """Set (rank, size) of the tensor-parallel group on all parameters, because Megatron's marks lack the size."""
     found = tp_rank(engine)
     for param in engine.module.parameters():
         setattr(param, TP_RANK, found)
@@ -41,9 +41,10 @@ def tp_group(engine: Any) -> Any:
 
 
 class Grid(NamedTuple):
-    """The ranks that train the same layers, or parts of them: tensor-parallel by data-parallel.
+    """All ranks that train the same layers: a tensor-parallel group times a data-parallel group.
 
-    ``lines``: for each rank of the tensor-parallel group, the ranks in ``group`` that hold its parameters.
+    ``group``: the process group of all these ranks. ``lines``: for each tensor-parallel rank, the ranks within
+    ``group`` that share its parameters; for 2 x 2 ranks, for example, ``(range(0, 4, 2), range(1, 4, 2))``.
     """
 
     group: Any
@@ -51,9 +52,9 @@ class Grid(NamedTuple):
 
 
 def grid_of(engine: Any) -> Grid | None:
-    """Return the grid of this rank; ``None`` without tensor parallelism. A collective.
+    """Return the grid to which this rank belongs; ``None`` without tensor parallelism. A collective.
 
-    Raises UnsupportedError on all ranks, where the ranks of a data-parallel group are not evenly spaced.
+    Raises UnsupportedError on all ranks if the ranks of a data-parallel group are not evenly spaced in their grid.
     """
     _, size = tp_rank(engine)
     if size == 1:
@@ -74,17 +75,17 @@ def grid_of(engine: Any) -> Grid | None:
 
 
 Ranks = Sequence[Sequence[int]]
-"""By rank, the ranks of a process group that it belongs to."""
+"""For each rank, the members of its data-parallel group, or of its tensor-parallel group."""
 
 
 def _positions(data: Ranks, tensor: Ranks) -> dict[tuple[int, ...], dict[int, int]]:
-    """Return, by tensor-parallel group, the position of each rank in its grid, in order."""
+    """Return tensor-parallel group -> rank -> its position among all ranks of the grid to which the group belongs."""
     grids = {row: sorted(chain.from_iterable(data[other] for other in row)) for row in map(tuple, tensor)}
     return {row: {rank: at for at, rank in enumerate(members)} for row, members in grids.items()}
 
 
 def _lines(data: Ranks, tensor: Ranks, positions: Mapping[tuple[int, ...], Mapping[int, int]]) -> list[range] | None:
-    """Return by rank the positions of its data-parallel ranks in its grid; ``None`` if some are unevenly spaced."""
+    """Return for each rank the positions of its data-parallel group in its grid; ``None`` if any is unevenly spaced."""
     lines = []
     for line, row in zip(data, tensor, strict=True):
         of_grid = positions[tuple(row)]
@@ -97,9 +98,9 @@ def _lines(data: Ranks, tensor: Ranks, positions: Mapping[tuple[int, ...], Mappi
 
 
 def matrix_share(engine: Any, optimizer: MuonWithAuxAdam) -> int:
-    """Return the index of this rank's share; ranks of one share have the same matrices.
+    """Return the index of this rank's share of the model. Ranks with the same index have the same matrices.
 
-    A share is a pipeline stage or, under ``tp_mode: shard``, what a tensor-parallel rank has of it.
+    A share is a pipeline stage or, under ``tp_mode: shard``, one tensor-parallel rank's shards of a stage.
     """
     rank, size = tp_rank(engine) if optimizer.config.tp_mode == "shard" else (0, 1)
     return optimizer.stage * size + rank

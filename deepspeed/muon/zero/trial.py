@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A short training on the ranks of a live launch: does each ZeRO stage train as one process does, and how fast?"""
+"""``ds_muon report --live``: train briefly on all ranks. Does each ZeRO stage train as one process does, how fast?"""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.zero.consensus import Facts, gathered, with_type
 
 WIDTH, LAYERS, VOCABULARY = 256, 4, 512
-#: Sequences of one rank in a batch, and their tokens.
+#: Sequences in one rank's batch, and tokens in each.
 ROWS, TOKENS = 4, 16
 STEPS = 4
-#: fp32 throughout, so that what differs from one process is wrong and no rounding.
+#: fp32 throughout, so that a difference from one process is an error and not rounding.
 PARAMS = {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-8, "ns_dtype": "fp32", "ns_method": "standard"}
 CLIP = 0.5
-#: The largest error of the change of a weight that counts as rounding, as a share of the change.
+#: A weight's change may differ from that in one process by this fraction of it, through rounding.
 TOLERANCE = 1e-2
-#: Seconds after which a collective that does not end fails.
+#: Time limit of a collective.
 TIMEOUT_SECONDS = 120
-#: ZeRO's settings, by the name in the report.
+#: Name in the report -> section ``zero_optimization``.
 CASES: dict[str, dict[str, Any]] = {
     "stage 0": {"stage": 0},
     "stage 1": {"stage": 1},
@@ -54,7 +54,7 @@ class Model(nn.Module):
         self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, text: Tensor) -> Tensor:
-        """Return the loss of predicting the successor of each token of ``text``, numbers ``[batch, tokens]``."""
+        """Return the loss of predicting t + 1 from each token number t of ``text``, ``[batch, tokens]``."""
         x = self.tokens(text)
         for up, down in zip(self.up, self.down, strict=True):
             x = x + down(nn.functional.gelu(up(self.norm(x))))
@@ -62,18 +62,18 @@ class Model(nn.Module):
 
 
 def batch(step: int, rank: int) -> Tensor:
-    """Return the token numbers of one rank in one step."""
+    """Return one rank's token numbers in one step, ``[ROWS, TOKENS]``; equal in every launch."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randint(VOCABULARY, (ROWS, TOKENS), generator=generator, dtype=torch.int64, device="cpu")
 
 
 def survey(local: Facts) -> Facts | None:
-    """Train on all ranks, and record what they call; a collective. End the process group if none was there before.
+    """Run :func:`try_out` and record the collectives that all ranks call; a collective. ``local``: facts on this rank.
 
     Returns:
-        On rank 0: ``ranks``, the facts ``local`` of each rank; ``trial``, from :func:`try_out`; ``calls``, the number
-        of collectives that all ranks have called; ``fault``, what in their order NCCL could hang on, or ``None``. On
-        the others ``None``.
+        On rank 0: ``ranks``, a list of every rank's ``local``; ``trial``, the result of :func:`try_out`; ``calls``, the
+        number of recorded calls on all ranks; ``fault``, an order of calls in which NCCL could hang, or ``None``. On
+        other ranks ``None``.
     """
     is_joined, recorder = torch.distributed.is_initialized(), Recorder()
     with recorder.recording():
@@ -81,7 +81,7 @@ def survey(local: Facts) -> Facts | None:
     ranks, recorders = gathered(local), gathered(recorder)
     is_first = torch.distributed.get_rank() == 0
     if not is_joined:
-        torch.distributed.destroy_process_group()
+        torch.distributed.destroy_process_group()  # the one that try_out has made
     if not is_first:
         return None
     calls = sum(len(one.calls) + len(one.messages) for one in recorders)
@@ -89,12 +89,12 @@ def survey(local: Facts) -> Facts | None:
 
 
 def try_out() -> list[Facts]:
-    """Train with every one of :data:`CASES` on all ranks of this launch; a collective.
+    """Train once with each of :data:`CASES` on all ranks of this launch; a collective.
 
     Returns:
-        By case ``name``; ``problem``, an error or a difference, ``None`` if there is none; ``error``, the largest
-        relative error of a weight's change against one process with the same batches; ``loss``, of the first and the
-        last step; ``step_ms``, the median of the slowest rank; ``sent_mb``, by the rank that sends most.
+        One dict for each case: ``name``; ``problem``, an error or a difference, or ``None``; ``error``, the largest
+        relative error of a weight's change, compared with one process on the same batches; ``loss``, [of the first
+        step, of the last step]; ``step_ms``, the slowest rank's median; ``sent_mb``, of the rank that sends most.
     """
     comm.init_distributed(timeout=timedelta(seconds=TIMEOUT_SECONDS))
     torch.manual_seed(0)
@@ -104,7 +104,7 @@ def try_out() -> list[Facts]:
 
 
 def _reference(model: Model, world_size: int) -> dict[str, Tensor]:
-    """Return the weights that one process gets from the batches of all ranks, without DeepSpeed."""
+    """Train in this process alone on the batches of all ranks, without DeepSpeed; return name -> trained weight."""
     device = get_accelerator().current_device_name()
     model.to(device)
     optimizer = MuonWithAuxAdam(model.named_parameters(), model=model, **PARAMS)
@@ -119,7 +119,7 @@ def _reference(model: Model, world_size: int) -> dict[str, Tensor]:
 def _case(zero: dict[str, Any], model: Model, expected: dict[str, Tensor]) -> Facts:
     try:
         found = _train(zero, model, expected)
-    except Exception as error:  # is reported, and the other cases may still run
+    except Exception as error:  # it is reported, and other cases may still work
         found = {"problem": with_type(error)}
     by_rank = gathered(found)
     problems = [f"rank {rank}: {one['problem']}" for rank, one in enumerate(by_rank) if one["problem"]]
@@ -128,7 +128,7 @@ def _case(zero: dict[str, Any], model: Model, expected: dict[str, Tensor]) -> Fa
 
 
 def _train(zero: dict[str, Any], model: Model, expected: dict[str, Tensor]) -> Facts:
-    """Train a copy of ``model`` in a new engine; return what this rank has measured."""
+    """Train a copy of ``model`` in a new engine; return this rank's part of a case, see :func:`try_out`."""
     trained = copy.deepcopy(model)
     config = {
         "train_micro_batch_size_per_gpu": ROWS,
@@ -158,7 +158,7 @@ def _train(zero: dict[str, Any], model: Model, expected: dict[str, Tensor]) -> F
     finally:
         engine.destroy()
     return {
-        "problem": None if error <= TOLERANCE else f"weights changed otherwise than in one process, by {error:.1%}",
+        "problem": None if error <= TOLERANCE else f"weights changed differently than in one process, by {error:.1%}",
         "error": error,
         "loss": [losses[0], losses[-1]],
         "step_ms": 1e3 * statistics.median(seconds),
@@ -167,7 +167,7 @@ def _train(zero: dict[str, Any], model: Model, expected: dict[str, Tensor]) -> F
 
 
 def _errors(trained: nn.Module, model: Model, expected: dict[str, Tensor]) -> Iterator[float]:
-    """Yield, by parameter, the error of its change over the change."""
+    """Yield each parameter's distance from ``expected``, relative to the change from ``model`` to ``expected``."""
     from deepspeed.runtime.zero import GatheredParameters
 
     initial = dict(model.named_parameters())

@@ -294,7 +294,7 @@ def test_misspelt_keys_of_the_whole_config_are_named(folder: Path, caplog: pytes
     section = {"optimizer": OPTIMIZER, "train_batch_size": "auto"} | dict.fromkeys(read, "auto")
     read_settings("ds.json", section | {"zero_optimisation": {}, "gradient_cliping": "auto", "xyz": 1}, world_size=1)
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
-        f"deepspeed-muon: DeepSpeed reads no key {given} of a ds_config; {advice}"
+        f"deepspeed-muon: DeepSpeed has no top-level ds_config key {given}; {advice}"
         for given, advice in (
             ("zero_optimisation", "did you mean zero_optimization?"),
             ("gradient_cliping", "did you mean gradient_clipping?"),

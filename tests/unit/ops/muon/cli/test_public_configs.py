@@ -31,10 +31,10 @@ model = MODELS["mlp"]
 REFUSALS: tuple[str, ...] = ()
 #: Warnings of our log, and what a user can do about each.
 WARNINGS = (
-    "elastic_checkpoint has no effect",
+    "elastic_checkpoint is ignored",
     r"scheduler\.params\.\w+, .*, is the learning rate, in place of .*; change \w+ to change the rate",
     r"zero_optimization\.sub_group_size cuts .* write \d+ or more",
-    r"DeepSpeed reads no key _comment of a ds_config; it has no effect",
+    r"DeepSpeed has no top-level ds_config key _comment; it has no effect",
 )
 
 

@@ -150,7 +150,9 @@ def give_in_another_order(stage: int) -> tuple[str, str]:
 def test_ranks_with_another_order_of_parameters_are_told_so(stage: int) -> None:
     """As a set has it."""
     for kind, text in run(give_in_another_order, 2, stage=stage):
-        assert kind == "DisagreementError" and text.startswith("the order of the parameters (that of a set")
+        assert kind == "DisagreementError" and text.startswith(
+            "the order of the parameters (a set has a different order"
+        )
 
 
 # ---- numbers of other kinds ---------------------------------------------------------------------------------

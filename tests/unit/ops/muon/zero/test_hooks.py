@@ -459,7 +459,7 @@ def test_no_matrix_for_muon_is_a_warning_with_the_reasons() -> None:
 
 def test_small_sub_groups_are_a_warning_with_the_size_that_helps() -> None:
     warning = run(records, 2, stage=3, zero={"sub_group_size": 50})[0][2]
-    assert warning[0] == "WARNING" and "sub_group_size cuts the matrices into 5 sub-groups" in warning[1]
+    assert warning[0] == "WARNING" and "sub_group_size splits the matrices into 5 sub-groups" in warning[1]
     size = int(warning[1].rpartition("write ")[2].split()[0])
     for enough, lines in ((size // 2, 3), (size, 2)):
         assert len(run(records, 2, stage=3, zero={"sub_group_size": enough})[0]) == lines
@@ -513,7 +513,7 @@ def test_another_optimizer_of_the_script_is_refused(name: str, is_called: bool, 
     """It would train instead of the config's Muon."""
     message = (
         "MuonConfigError: optimizer.type: Muon, but the script passes torch.optim.adamw.AdamW to deepspeed.initialize, "
-        "which would train instead; remove optimizer= from the call and pass model_parameters=model.parameters(), or "
+        "which would be used instead; remove optimizer= from the call and pass model_parameters=model.parameters(), or "
         "remove the section optimizer from the config"
     )
     assert run(passed_beside, 2, name=name, is_called=is_called, stage=stage) == [message] * 2
@@ -532,7 +532,7 @@ def test_a_frozen_model_is_served_without_zero(settings: dict[str, Any]) -> None
     """As the reference of DPO, to which tools hand the whole config with the stage set to 0."""
     ((kind, same, text),) = run(evaluate_frozen, 1, stage=0, **settings)
     assert kind == "torch.optim.adamw" and same
-    assert text == "deepspeed-muon: no parameter of this model is trained; its AdamW has nothing to do"
+    assert text == "deepspeed-muon: this model has no trainable parameters, so its AdamW has nothing to update"
 
 
 def test_a_frozen_model_is_refused_under_zero() -> None:

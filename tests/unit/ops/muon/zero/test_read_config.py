@@ -79,7 +79,7 @@ def test_unknown_keys_get_their_section_or_a_near_spelling() -> None:
     with logged(logging.WARNING) as said:
         read(dict.fromkeys(UNKNOWN, 1))
     assert said == [
-        f"deepspeed-muon: DeepSpeed reads no key {key} of a ds_config; {advice}" for key, advice in UNKNOWN.items()
+        f"deepspeed-muon: DeepSpeed has no top-level ds_config key {key}; {advice}" for key, advice in UNKNOWN.items()
     ]
 
 
@@ -94,7 +94,7 @@ def test_a_second_key_for_clipping_is_dropped() -> None:
     with logged(logging.WARNING) as said:
         assert read({"gradient_clipping": 0.5}, {"max_grad_norm": 1.0}).gradient_clipping == 0.5
     assert said == [
-        "deepspeed-muon: optimizer.params.max_grad_norm 1.0 is dropped, because gradient_clipping 0.5 clips"
+        "deepspeed-muon: optimizer.params.max_grad_norm 1.0 is ignored, because gradient_clipping 0.5 already clips"
     ]
 
 

@@ -130,6 +130,6 @@ def test_the_line_of_log_says_who_does_the_work() -> None:
     (_, who), (_, sent) = said[96, 96, 96, 96]
     assert " 2 ranks that share Newton-Schulz; " in who and ": 0.1 MB sent" in sent
     (_, who), (_, sent) = said[7, 9, 5, 8]
-    assert " 2 ranks of which each orthogonalizes everything itself; " in who and ": 0.0 MB sent" in sent
+    assert " 2 ranks, each of which orthogonalizes everything itself; " in who and ": 0.0 MB sent" in sent
     (_, who), (_, sent) = run(records, 1, stage=0, widths=(96, 96, 96, 96))[0]
     assert " 1 rank; " in who and ": 0.0 MB sent" in sent

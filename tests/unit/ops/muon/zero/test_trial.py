@@ -63,8 +63,10 @@ def test_every_case_trains_as_one_process(world: int, request: pytest.FixtureReq
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ("batches", "rank 0: weights changed otherwise than in one process, by "),
-        pytest.param("settings", "rank 0: weights changed otherwise than in one process, by ", marks=pytest.mark.full),
+        ("batches", "rank 0: weights changed differently than in one process, by "),
+        pytest.param(
+            "settings", "rank 0: weights changed differently than in one process, by ", marks=pytest.mark.full
+        ),
         ("raises", "rank 1: ValueError: no luck"),
     ],
 )
