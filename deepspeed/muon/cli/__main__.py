@@ -4,7 +4,7 @@
 import contextlib
 import sys
 
-# DeepSpeed prints warnings at its import. Since then its output goes to stderr (deepspeed_muon.py).
+# DeepSpeed prints warnings when it is imported. For the same reason deepspeed_muon.py has set sys.stdout to stderr.
 with contextlib.redirect_stdout(sys.stderr):
     from deepspeed.muon.cli.main import main
 

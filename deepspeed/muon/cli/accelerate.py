@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""accelerate's configuration, which ``accelerate config`` writes: the ds_config that its fields stand for."""
+"""Convert accelerate's configuration, which ``accelerate config`` writes, to a ds_config."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from deepspeed.muon.errors import SettingsError
 
-#: Fields that accelerate refuses beside ``deepspeed_config_file``, because the ds_config holds them.
+#: Fields that accelerate refuses together with ``deepspeed_config_file``, because the ds_config sets them.
 MOVED = (
     "gradient_accumulation_steps",
     "gradient_clipping",
@@ -20,7 +20,7 @@ MOVED = (
     "offload_param_nvme_path",
     "zero3_save_16bit_model",
 )
-#: By ``mixed_precision``, what accelerate adds to a ds_config.
+#: ``mixed_precision`` -> what accelerate adds to a ds_config.
 PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": {"enabled": True}},
     "fp16": {"fp16": {"enabled": True, "auto_cast": True}},
@@ -30,10 +30,10 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 
 def ds_config_of(path: str, section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ds_config that accelerate would make of its own fields, without an optimizer.
+    """Return the ds_config, without optimizer, that accelerate makes of its configuration, ``section`` in ``path``.
 
     Raises:
-        SettingsError: the configuration is not one for DeepSpeed, or names a file with the ds_config.
+        SettingsError: the configuration does not use DeepSpeed, or already names a file with a ds_config.
     """
     kind = str(section.get("distributed_type", "DEEPSPEED")).upper()
     fields = section.get("deepspeed_config") or {}
@@ -71,7 +71,7 @@ def ds_config_of(path: str, section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pointing_to(section: Mapping[str, Any], ds_config: str) -> str:
-    """Return accelerate's configuration as YAML with the ds_config's file in place of the fields that it holds."""
+    """Return accelerate's configuration ``section`` as YAML, naming the file ``ds_config`` in place of its fields."""
     import yaml
 
     kept = {key: value for key, value in section.items() if key != "mixed_precision"}

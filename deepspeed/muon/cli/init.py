@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A ds_config for Muon from one for AdamW, with a reason for everything that changed."""
+"""``ds_muon init``: convert a ds_config for AdamW to one for Muon, with a reason for every change."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from deepspeed.muon.zero.hooks import is_muon
 from deepspeed.muon.zero.lr_scheduler import Schedule, about_momentum, read_schedule
 from deepspeed.muon.zero.read_config import find_ds_config, is_accelerates, is_optimizer, parse_file, read_settings
 
-#: Types of optimizers that are AdamW: those that DeepSpeed knows, and the names of its classes.
+#: Values of ``optimizer.type`` that mean AdamW, in lower case: DeepSpeed's types, and the names of its classes.
 ADAMW = ("adam", "adamw", "fusedadam", "deepspeedcpuadam", "cpuadam")
-#: What AdamW takes where a config says nothing. In Muon's section these keys have the defaults of stock's Muon.
+#: AdamW's defaults, added to the config because a section for Muon has the defaults of stock DeepSpeed's Muon.
 ADAMW_DEFAULTS: dict[str, Any] = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8}
-#: Weight decay that torch's AdamW takes by itself, and DeepSpeed's does not.
+#: Default weight decay of torch's AdamW. DeepSpeed's AdamW has 0.
 TORCH_WEIGHT_DECAY = 0.01
-_DEFAULT, _IMPLEMENTATION = "states AdamW's default", "chooses among implementations of AdamW, not a result"
-#: Keys of AdamW that Muon's section lacks: the values that can be left out, and why.
+_DEFAULT, _IMPLEMENTATION = "it is AdamW's default", "it chooses an implementation of AdamW, with the same results"
+#: Key of AdamW that a section for Muon does not have -> (values that can be left out, the reason).
 DROPPED: dict[str, tuple[tuple[Any, ...], str]] = {
     "bias_correction": ((True,), _DEFAULT),
     "amsgrad": ((False,), _DEFAULT),
@@ -33,13 +33,13 @@ DROPPED: dict[str, tuple[tuple[Any, ...], str]] = {
     "set_grad_none": ((True, False, None), "the engine decides how gradients are cleared"),
     **dict.fromkeys(("fused", "foreach", "capturable", "differentiable"), ((True, False, None), _IMPLEMENTATION)),
 }
-#: Keys that the Muon section supports with other values than AdamW's default.
+#: Keys of DROPPED that a section for Muon does have: their other values are kept.
 KEPT = {"bias_correction"} & MuonConfig.model_fields.keys()
 NEXT = "next: ds_muon plan --config {} --model MODEL --world-size RANKS shows which parameters go to Muon, and the cost"
 
 
 class Decision(NamedTuple):
-    """What became of one key of the ds_config, and why."""
+    """What was done to one key of the ds_config, and why, in words for the user."""
 
     key: str
     what: str
@@ -47,22 +47,23 @@ class Decision(NamedTuple):
 
 
 def convert(path: str, out: str = "ds_config.json") -> dict[str, Any]:
-    """Return the ds_config in a file, with Muon in place of AdamW.
+    """Return the ds_config in the file ``path``, with Muon instead of AdamW.
 
-    A config without an optimizer gets AdamW's numbers; the learning rate and the weight decay become ``"auto"`` if the
-    file has another ``"auto"``, which Hugging Face's Trainer and accelerate fill in. accelerate's own configuration
-    becomes a ds_config.
+    A config without an optimizer gets AdamW's defaults. If it has an ``"auto"`` somewhere, learning rate and weight
+    decay become ``"auto"`` too, because then Hugging Face's Trainer or accelerate will fill them in. accelerate's own
+    configuration is converted to a ds_config.
 
     Args:
-        out: the name of the file that the result is meant for.
+        out: the name of the file in which the user will save the result.
 
     Returns:
-        ``config``, the whole section, in the file's order; ``decisions``, a list of :class:`Decision` as dicts; and
-        ``accelerate``, the YAML that names ``out``, for accelerate's configuration, otherwise ``None``.
+        ``config``: the whole ds_config, with keys in the file's order. ``decisions``: a list of :class:`Decision` as
+        dicts. ``accelerate``: accelerate's new configuration as YAML, which names ``out``; ``None`` if the file was not
+        accelerate's.
 
     Raises:
-        SettingsError: the file cannot be read, holds no ds_config, or its optimizer is not AdamW.
-        MuonConfigError, UnsupportedError: what Muon refuses of the config; the message says what to change.
+        SettingsError: the file cannot be read, contains no ds_config, or its optimizer is not AdamW.
+        MuonConfigError, UnsupportedError: Muon does not support a setting; the message says what to change.
     """
     whole, decisions, pointing = parse_file(path), list[Decision](), None
     if is_accelerates(whole):
@@ -70,7 +71,9 @@ def convert(path: str, out: str = "ds_config.json") -> dict[str, Any]:
         why = f"accelerate reads them from the file that its deepspeed_config.deepspeed_config_file names: {out}"
         decisions.append(Decision("deepspeed_config", "fields moved here", why))
     elif (section := find_ds_config(path, whole)) is not whole:
-        decisions.append(Decision("optimizer", "taken", f"with the rest of the ds_config inside {path}"))
+        decisions.append(
+            Decision("optimizer", "taken", f"from {path}, with the rest of the ds_config that it contains")
+        )
     optimizer, schedule = section.get("optimizer"), read_schedule(section.get("scheduler"))
     config = dict(section)
     if optimizer is None:
@@ -87,14 +90,14 @@ def convert(path: str, out: str = "ds_config.json") -> dict[str, Any]:
 
 
 def _of_none(section: Mapping[str, Any], schedule: Schedule) -> tuple[dict[str, Any], list[Decision]]:
-    """Return parameters of a config whose script or tool builds the optimizer."""
+    """Return (``optimizer.params``, decisions) for a config without an optimizer, which the script or a tool builds."""
     params = ADAMW_DEFAULTS | {"weight_decay": TORCH_WEIGHT_DECAY}
     added = Decision("optimizer", "added", "the script must not pass an optimizer to deepspeed.initialize any more")
     if _has_auto(section):
         betas = f"{params['betas']}, eps {params['eps']}"
         return params | {"lr": "auto", "weight_decay": "auto"}, [
             added,
-            _param("lr", '"auto"', "Hugging Face's Trainer or accelerate fills it in, as AdamW's"),
+            _param("lr", '"auto"', "Hugging Face's Trainer or accelerate fills it in, as for AdamW"),
             _param(
                 "weight_decay",
                 '"auto"',
@@ -109,9 +112,9 @@ def _of_none(section: Mapping[str, Any], schedule: Schedule) -> tuple[dict[str, 
         ]
     if isinstance(schedule.rate, (int, float)):
         params["lr"] = schedule.rate
-    why = "torch's default; write your script's rate"
+    why = "torch's default; replace it by your script's rate"
     if schedule.rate_key:
-        why = f"{_rate(schedule)}; write your script's"
+        why = f"{_rate(schedule)}; replace it by your script's"
     defaults = [
         _param(key, f"added, {params[key]}", "torch's default for AdamW") for key in ("betas", "eps", "weight_decay")
     ]
@@ -131,10 +134,12 @@ def _rate(schedule: Schedule) -> str:
 
 
 def _wrong_type(path: str, section: Mapping[str, Any], name: Any) -> SettingsError:
-    """Return the error about an optimizer that is not AdamW."""
+    """Return the error about an optimizer that is not AdamW; raise another one if it is a Muon with wrong settings."""
     if isinstance(name, str) and is_muon(name):
         read_settings(path, dict(section), world_size=1)
-        return SettingsError(f"{path}: optimizer.type: got {name!r}, which needs no change; {NEXT.format(path)[6:]}")
+        return SettingsError(
+            f"{path}: optimizer.type: got {name!r}, so the config needs no change; {NEXT.format(path)[6:]}"
+        )
     otherwise = (
         "the rate of another optimizer does not fit Muon; write the section yourself, with the rate that AdamW would "
         "have for this model"
@@ -147,7 +152,7 @@ def _wrong_type(path: str, section: Mapping[str, Any], name: Any) -> SettingsErr
 def _of_adamw(
     path: str, config: dict[str, Any], optimizer: Any, schedule: Schedule
 ) -> tuple[dict[str, Any], list[Decision]]:
-    """Return parameters in place of AdamW's; ``config`` gets what moves out of them."""
+    """Return (``optimizer.params`` for Muon, decisions) from AdamW's; what belongs elsewhere moves into ``config``."""
     name = optimizer.get("type") if isinstance(optimizer, Mapping) else None
     if not isinstance(name, str) or name.lower() not in ADAMW:
         raise _wrong_type(path, config, name)
@@ -164,13 +169,14 @@ def _of_adamw(
             del params[key]
         elif key not in KEPT:
             raise SettingsError(
-                f"{path}: optimizer.params.{key}: got {params[key]!r}, which the AdamW half cannot do; remove the key"
+                f"{path}: optimizer.params.{key}: got {params[key]!r}, which the AdamW half does not support; remove "
+                "the key"
             )
     if "max_grad_norm" in params:
         limit, clipping = params.pop("max_grad_norm"), config.get("gradient_clipping")
         config["gradient_clipping"] = limit if clipping is None else clipping
         what = "moved to gradient_clipping" if clipping is None else f"removed, gradient_clipping {clipping} stays"
-        decisions.append(_param("max_grad_norm", what, "DeepSpeed clips by gradient_clipping alone"))
+        decisions.append(_param("max_grad_norm", what, "DeepSpeed clips by gradient_clipping only"))
     if name.lower() != "adam" and params.get("adam_w_mode") is False:
         decisions.append(_param("adam_w_mode", "removed", "DeepSpeed ignores it under type AdamW"))
         del params["adam_w_mode"]
@@ -182,24 +188,24 @@ def _of_adamw(
     if "weight_decay" not in params and params.get("torch_adam"):
         missing["weight_decay"] = TORCH_WEIGHT_DECAY
     decisions += [
-        _param(key, f"added, {value}", f"AdamW's default; {_elsewhere(key)} in a Muon section")
+        _param(key, f"added, {value}", f"AdamW's default; Muon's default is {_muon_default(key)}")
         for key, value in missing.items()
         if key != "lr"
     ]
     return params | missing, decisions
 
 
-def _elsewhere(key: str) -> str:
+def _muon_default(key: str) -> str:
     default = MuonConfig.model_fields[key].default
     return str(list(default) if isinstance(default, tuple) else default)
 
 
-#: Stands before the text of a number in a string that is to be printed without its quotes.
+#: First character of a string that holds a number as the file spells it, to be printed without quotes.
 _MARK = "\0"
 
 
 def as_written(config: Mapping[str, Any], path: str) -> str:
-    """Return the config as JSON, in which numbers of the file keep their spelling, such as 2e8."""
+    """Return ``config`` as JSON. Numbers that are also in the file ``path`` keep its spelling, such as 2e8."""
     try:
         given = json.loads(Path(path).read_text(), parse_float=lambda text: _MARK + text)
     except ValueError:  # Hjson, which DeepSpeed reads as well
@@ -209,7 +215,7 @@ def as_written(config: Mapping[str, Any], path: str) -> str:
 
 
 def _spelt(value: Any, given: Any) -> Any:
-    """Return the value, with the file's marked text for each number that is still the same."""
+    """Return ``value``, in which each number that equals the one in ``given`` is replaced by that one's marked text."""
     if isinstance(value, Mapping) and isinstance(given, Mapping):
         return {key: _spelt(own, given.get(key)) for key, own in value.items()}
     if isinstance(value, list) and isinstance(given, list):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``ds_muon``: a config, what a run would do, whether it can, what it did, stock's checkpoints."""
+"""The command ``ds_muon`` and its subcommands: init, plan, report, import and plot."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ from deepspeed.muon.zero.read_config import Settings, find_ds_config, parse_file
 
 USER_ERRORS: tuple[type[Exception], ...] = (errors.ImportStateError, errors.ModelError, errors.MuonConfigError)
 USER_ERRORS += (errors.RecordsError, errors.SettingsError, errors.UnsupportedError)
-CHOSEN_LATER = "what is auto of ns_dtype and ns_method is chosen by a race at start; here by the count of operations"
+CHOSEN_LATER = "ns_dtype, ns_method: a run times its kernels to decide auto; this plan counts operations instead"
 LAUNCHED = "deepspeed --module deepspeed.muon.cli report --live, or torchrun ... -m deepspeed.muon.cli report --live"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run one subcommand.
 
     Returns:
-        The exit status: 0; 1 where ``report`` misses something essential; 2 for a mistake of the user.
+        The exit status: 0; 1 if ``report`` lists a problem or ``plan --check`` finds a fault; 2 for a user's mistake.
     """
     args = parser().parse_args(arguments)
     try:
-        # Whatever the user's own code prints must not mix with the output.
+        # What the user's model code prints must not mix with the output, which may be JSON.
         with contextlib.redirect_stdout(sys.stderr):
             facts, text = RUN[args.command](args)
     except USER_ERRORS as error:
@@ -83,7 +83,7 @@ def _init(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def _write(file: Path, text: str) -> None:
-    """Write a file that does not exist yet."""
+    """Write a new file; raise SettingsError if it exists or cannot be written."""
     try:
         with file.open("x") as stream:
             stream.write(text)
@@ -93,14 +93,14 @@ def _write(file: Path, text: str) -> None:
 
 def _report(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     if args.out and not args.live:
-        raise errors.SettingsError("--out: goes with --live, which writes a file")
+        raise errors.SettingsError("--out: needs --live; without it, redirect what the command prints")
     if not args.live:
         facts = environment()
         return facts, as_text(facts, args.all)
     if "RANK" not in os.environ:
         raise errors.SettingsError(f"--live: start it on all ranks: {LAUNCHED}")
     found = of_launch()
-    if found is None:  # rank 0 reports for all
+    if found is None:  # this is not rank 0, which prints and writes
         raise SystemExit(0)
     text, file = as_text(found, args.all), args.out or Path(REPORT)
     file.write_text(f"```\n{text}\n```\n")
@@ -111,8 +111,8 @@ def _import(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     facts = convert(args.source, args.target)
     divided = f", divided by the loss scale {facts['loss_scale']:g}" if facts["loss_scale"] != 1.0 else ""
     return facts, (
-        f"{facts['to']}: momentum of {facts['matrices']} matrices{divided}, AdamW's state of {facts['adamw']} tensors, "
-        f"from stage {facts['stage']}. Load it with the tag {args.target.name} and "
+        f"wrote {facts['to']}: momentum of {facts['matrices']} matrices{divided}, AdamW's state of {facts['adamw']} "
+        f"tensors, saved at stage {facts['stage']}. Load it with the tag {args.target.name} and "
         '"checkpoint": {"load_universal": true}'
     )
 
@@ -174,7 +174,7 @@ def _plan_facts(args: argparse.Namespace) -> dict[str, Any]:
         "planning_seconds": round(found.planning_seconds, 3),
         "stock_tuning": config.stock_tuning,
         "stock_clipping": stock_clipping(halves, settings.gradient_clipping),
-        "assumptions": [f"owners are balanced for {where}; one user group of all trainable parameters"],
+        "assumptions": [f"owners are balanced for {where}; all trainable parameters are in one group"],
         "notes": [
             *([] if config.preset == "none" else [config.preset_says]),
             *settings.notes,
@@ -184,7 +184,7 @@ def _plan_facts(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measured(found: Estimate, settings: Settings, candidates: Candidates) -> dict[str, Any]:
-    """Return rates of this process and the milliseconds that follow from them; refuse a device that it lacks."""
+    """Return measured rates and the milliseconds of a step that follow; raise SettingsError without such a device."""
     device = candidates.device
     if device.type == "cuda" and not torch.cuda.is_available():
         raise errors.SettingsError("--measured: torch sees no GPU here; --device cpu measures this machine's CPU")
@@ -205,11 +205,11 @@ def _measured(found: Estimate, settings: Settings, candidates: Candidates) -> di
         "device": name,
         "kernels": kernels.name,
         "seconds": round(time.perf_counter() - began, 1),
-        "machine": dataclasses.asdict(machine) | {"network": None},  # which one process cannot measure
+        "machine": dataclasses.asdict(machine) | {"network": None},  # one process cannot measure it
         "shapes": [dataclasses.asdict(shape) for shape in shapes],
         "step_ms": milliseconds(found, machine),
     }
 
 
-#: What runs each command.
+#: Subcommand -> function that returns (object to print as JSON, text to print without ``--json``).
 RUN = {"init": _init, "plan": _plan, "report": _report, "import": _import, "plot": _plot}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds a model on the meta device: modules, names and shapes, and no data."""
+"""Build a model on the meta device: it has modules, names and shapes, but no data."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from deepspeed.muon.patch import replaced
 
 
 def build(text: str) -> nn.Module:
-    """Build the model that a command line names.
+    """Build the model that ``--model`` names.
 
     Args:
-        text: a Hugging Face config file, folder, model type or hub name; or ``module:function`` or ``file.py:function``
-            of a function without arguments that returns the model.
+        text: a Hugging Face config file, folder, model type or hub name; or ``module:function`` or
+            ``file.py:function``, where the function takes no arguments and returns the model.
 
     Raises:
-        ModelError: there is no such thing, or it cannot be built.
+        ModelError: the model is not found or cannot be built.
     """
     source, colon, function = text.rpartition(":")
     try:
@@ -42,7 +42,7 @@ def build(text: str) -> nn.Module:
 
 @contextlib.contextmanager
 def _blaming(what: str) -> Iterator[None]:
-    """Turn whatever is raised inside into a ModelError of one line."""
+    """Turn any exception raised inside into a ModelError of one line, which starts with ``what``."""
     try:
         yield
     except ModelError:
@@ -54,7 +54,7 @@ def _blaming(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_data() -> Iterator[None]:
-    """Give tensors no storage, and let ``torch.nn.init`` do nothing, as there is nothing to fill."""
+    """Create tensors on the meta device, and make the functions of ``torch.nn.init`` do nothing."""
     names = [name for name in vars(nn.init) if name.endswith("_") and not name.startswith("_")]
     fillers = dict.fromkeys(names, lambda original, tensor, *args, **kwargs: tensor)
     with replaced(nn.init, **fillers), torch.device("meta"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run has written through DeepSpeed's monitor: CSV files, or TensorBoard's events."""
+"""Read what a run has written through DeepSpeed's monitor: CSV files or TensorBoard's events."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from deepspeed.muon.errors import RecordsError
 from deepspeed.muon.step_stats import PER_LAYER
 from deepspeed.muon.zero.monitor import PREFIX
 
-#: The values of one name by the number of samples, in order.
+#: Number of training samples -> value, in increasing order of samples.
 Values = dict[int, float]
-#: Names of files have no slashes.
+#: Names of files have underscores instead of slashes.
 FILE_PREFIX, _LOSS = PREFIX.replace("/", "_"), re.compile(r"Train_Samples_(train_)?loss$")
 EVENTS_PREFIX = "events.out.tfevents."
-#: The most folders among which a run is looked for near a folder that has none.
+#: How many folders are searched for records if the given folder has none.
 MAX_SEARCHED = 10_000
 
 
 class Records:
-    """The records of one run: ``values`` by name, and those of layers by measure and layer, in network order.
+    """The records of one run, made from ``series``: name of a file or event -> its values.
 
-    ``samples``: where there is a record of this package.
+    ``values``: name -> values, for example of ``loss`` or ``lr_muon``. ``layers``: measure -> layer -> values, with the
+    layers in network order. ``samples``: the numbers of samples at which this package has written a record.
     """
 
     def __init__(self, series: Mapping[str, Values]) -> None:
@@ -51,7 +52,7 @@ class Records:
 
 
 def _by_number(name: str) -> list[str | int]:
-    """Return a key that sorts layer 10 behind layer 9."""
+    """Return a sort key that puts layer 10 after layer 9."""
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
@@ -59,10 +60,10 @@ def read(folder: Path) -> Records:
     """Read the records in a folder, from CSV files if it has some, otherwise from TensorBoard's events.
 
     Raises:
-        RecordsError: the folder does not exist or has no records; the message names the nearest that has some.
+        RecordsError: the folder does not exist or has no records; the message names the nearest folder that has some.
     """
     if not folder.is_dir():
-        raise RecordsError(f"{folder} is no folder; {_suggestion(folder)}")
+        raise RecordsError(f"{folder} is not a folder; {_suggestion(folder)}")
     if files := sorted(folder.glob("Train_*.csv")):
         found = Records({file.stem: _of_csv(file) for file in files})
     else:
@@ -73,7 +74,7 @@ def read(folder: Path) -> Records:
 
 
 def _of_csv(file: Path) -> Values:
-    """Return the values of one file; a resumed run writes the table's head again, and steps that it repeats."""
+    """Return the values in one file. A resumed run repeats the header, which is skipped, and may repeat steps."""
     with file.open(newline="") as lines:
         return _ordered(row for row in csv.reader(lines) if len(row) == 2 and row[0].isdecimal())
 
@@ -83,8 +84,8 @@ def _of_events(folder: Path) -> dict[str, Values]:
         from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
     except ImportError:
         raise RecordsError(
-            f"{folder} has TensorBoard's events, and tensorboard is not installed; install it, or let the run write "
-            "csv_monitor"
+            f"{folder} has TensorBoard's events, but tensorboard is not installed; install it, or enable csv_monitor "
+            "in the config of the run"
         ) from None
     events = EventAccumulator(str(folder), {SCALARS: 0}).Reload()
     tags = events.Tags()[SCALARS]
@@ -92,13 +93,13 @@ def _of_events(folder: Path) -> dict[str, Values]:
 
 
 def _ordered(rows: Iterable[Iterable]) -> Values:
-    """Return the last value for each number of samples, without infinities and NaN."""
+    """Return the last value for each number of samples, without infinities and NaN. ``rows``: (samples, value)."""
     found = {int(samples): float(value) for samples, value in rows}
     return {samples: found[samples] for samples in sorted(found) if math.isfinite(found[samples])}
 
 
 def _suggestion(asked: Path) -> str:
-    """Say where records are, if any are near: below the folder asked for, or below the part of it that exists."""
+    """Return advice on a folder without records: which folder below it, or below its existing part, has some."""
     start = next(path for path in (asked, *asked.absolute().parents) if path.is_dir())
     folders = islice(os.walk(start), MAX_SEARCHED)
     prefixes = FILE_PREFIX, EVENTS_PREFIX

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line of ``ds_muon``.
 
-``deepspeed_muon.py`` runs this file without importing its package, so that help does not wait for the import of
-DeepSpeed: at its top it imports the standard library only.
+``deepspeed_muon.py`` runs this file by its path, so that help does not wait for the import of DeepSpeed. Therefore the
+top of this file imports the standard library only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ EXPECTED = (
     "package.module:function or path/to/file.py:function"
 )
 OF_INIT = "ds_config.json with optimizer.type AdamW, or without optimizer; or accelerate's YAML"
-ABOUT_REPORT = "versions, what is replaced in DeepSpeed, activation, devices; status 1 if unfit"
+ABOUT_REPORT = "versions, what is replaced in DeepSpeed, activation, devices; exit status 1 if there is a problem"
 LIVE = "under a launcher: also train a small model on all ranks at every stage, and write all of it to a file"
 REPORT = "ds_muon_report.md"
 MEASURED = "also milliseconds, from rates measured here on the device of --device in about 10 s"
@@ -42,7 +42,9 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--ranks-per-node", type=_positive, default=8, help="ranks that share a node (default: 8)")
     plan.add_argument("--stage", type=int, choices=range(4), help="ZeRO stage instead of the config's")
     plan.add_argument("--all", action="store_true", help="list every parameter, repeated layers too")
-    plan.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="what the owners are balanced for")
+    plan.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="device type for which the owners are balanced"
+    )
     plan.add_argument("--measured", action="store_true", help=MEASURED)
     plan.add_argument("--check", action="store_true", help=CHECK)
     report = commands.add_parser("report", help=ABOUT_REPORT)
@@ -51,7 +53,9 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument("--out", type=Path, help=f"with --live, the file of the report (default: {REPORT})")
     take = commands.add_parser("import", help="a universal checkpoint from one of stock DeepSpeed's Muon")
     take.add_argument("--from", required=True, type=Path, dest="source", help="folder of one tag of the checkpoint")
-    take.add_argument("--to", required=True, type=Path, dest="target", help="new folder, of a tag too")
+    take.add_argument(
+        "--to", required=True, type=Path, dest="target", help="new folder for one tag of the new checkpoint"
+    )
     draw = commands.add_parser("plot", help="a picture of what a run has written through DeepSpeed's monitor")
     draw.add_argument("run_folder", type=Path, metavar="RUN", help="output_path/job_name of csv_monitor or tensorboard")
     draw.add_argument("--out", type=Path, help="the PNG file (default: muon.png in RUN)")
@@ -61,10 +65,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that says what is wrong in one line, and which flag was meant."""
+    """A parser that reports a mistake in one line, and suggests the flag that may be meant."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse unknown flags of a command before argparse names what is missing."""
+        """Report an unknown flag of a subcommand before argparse reports a missing one, which may be the same flag."""
         known = list(self._option_string_actions)
         for flag in () if self._subparsers else [argument.partition("=")[0] for argument in args]:
             if flag.startswith("--") and not any(name.startswith(flag) for name in known):
@@ -72,7 +76,7 @@ class _Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Exit with one line and status 2."""
+        """Print ``message`` on one line, without argparse's usage, and exit with status 2."""
         self.exit(2, f"{self.prog}: {message}\n")
 
 

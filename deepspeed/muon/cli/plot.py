@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ds_muon plot``: one picture of what a run has written."""
+"""``ds_muon plot``: draw one picture of what a run has written through DeepSpeed's monitor."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from deepspeed.muon.cli.monitor_records import Records, Values, read
 from deepspeed.muon.errors import RecordsError
 from deepspeed.muon.step_stats import CAUTIOUS, CHANGE, ERROR, LOGIT, RANK
 
-#: Colours that differ also for readers who confuse red and green (Okabe and Ito).
+#: Colours that readers who confuse red and green can tell apart (Okabe and Ito).
 MUON, ADAMW, ORANGE, SKY, GREEN, GREY = "#0072B2", "#D55E00", "#E69F00", "#56B4E9", "#009E73", "#d0d0d0"
-#: The phases of a step from the bottom up: name of the value, what it is called, colour.
+#: The phases of a step from the bottom up: (name of the recorded value, name in the legend, colour).
 PHASES = (
     ("newton_schulz_ms", "Newton-Schulz", MUON),
     ("exchange_ms", "exchange, wait", ADAMW),
@@ -40,23 +40,23 @@ STYLE: Any = {
     "legend.handlelength": 1.2,
     "legend.handletextpad": 0.5,
 }
-#: Inches: of the figure, of a panel, of a row of a heat map, of the largest heat map.
+#: In inches: width of the figure, height of a panel, of one row of a heat map, of the largest heat map.
 WIDTH, HEIGHT, ROW, MAX_HEIGHT = 11.0, 2.0, 0.14, 10.0
 DPI = 90
-#: In a heat map of more rows only the first row of each layer has a name, and a legend names this many layers.
+#: A heat map with more rows than this names only the first row of each layer; a legend names this many layers.
 MAX_NAMED_ROWS, MAX_NAMED_LAYERS = 60, 8
-#: Draws into the axes of a panel.
+#: Function of (axes of a panel, records) that draws the panel.
 Draw = Callable[[Any, Records], None]
 
 
 def plot(folder: Path, target: Path | None = None) -> dict[str, Any]:
-    """Draw the records in ``folder`` to a PNG file, by default ``muon.png`` there.
+    """Draw the records in ``folder`` to the PNG file ``target``, by default ``muon.png`` in ``folder``.
 
     Returns:
-        ``file``, the titles of its ``panels``, and the number of ``records``.
+        ``file``: its path; ``panels``: the titles in the picture; ``records``: how many were drawn.
 
     Raises:
-        RecordsError: no records, no matplotlib, or a file that cannot be written.
+        RecordsError: there are no records, matplotlib is not installed, or the file cannot be written.
     """
     records, target = read(folder), target or folder / "muon.png"
     try:
@@ -73,7 +73,7 @@ def plot(folder: Path, target: Path | None = None) -> dict[str, Any]:
 
 
 def draw(records: Records, folder: Path) -> tuple[Any, list[str]]:
-    """Return a :class:`matplotlib.figure.Figure` with a panel for each measure that has values, and their titles."""
+    """Return (:class:`matplotlib.figure.Figure`, titles) with one panel for each measure that has values."""
     from matplotlib.figure import Figure
 
     rows = [
@@ -100,7 +100,7 @@ def draw(records: Records, folder: Path) -> tuple[Any, list[str]]:
 
 
 def _panels(records: Records) -> list[tuple[float, list[tuple[str, Draw]]]]:
-    """Return groups of panels, with the height of each of their rows."""
+    """Return groups of panels: (height of a row in inches, [(title, function that draws the panel), ...])."""
     values, layers = records.values, records.layers
     curves: list[tuple[Any, str, Draw]] = [
         ("loss" in values, "Training loss", _loss),
@@ -129,12 +129,12 @@ def _panels(records: Records) -> list[tuple[float, list[tuple[str, Draw]]]]:
 
 
 def _margin(samples: Sequence[int]) -> float:
-    """Return half of the mean distance between records; half of the samples of one that is the only record."""
+    """Return half of the mean distance between records; half of its number of samples if it is the only one."""
     return (samples[-1] - samples[0]) / (2 * max(1, len(samples) - 1)) or samples[0] / 2
 
 
 def _thousands(value: float, _: Any = None) -> str:
-    """Return 1200 as 1.2k."""
+    """Return a number with a unit, such as ``1.2k`` for 1200; matplotlib passes a second argument."""
     for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= unit:
             return f"{value / unit:.4g}{name}"
@@ -150,7 +150,7 @@ def _legend(axes: Any, **order: Any) -> None:
 
 
 def _plain_ticks(axis: Any) -> None:
-    """Put ticks of a logarithmic axis at 1, 2 and 5, as plain numbers."""
+    """Put ticks of a logarithmic axis at 1, 2 and 5 in each decade, labelled with plain numbers."""
     from matplotlib.ticker import LogLocator
 
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
@@ -162,7 +162,7 @@ def _plain_ticks(axis: Any) -> None:
 
 
 def _loss(axes: Any, records: Records) -> None:
-    """Draw every value, and a running mean where there are many."""
+    """Draw every value and, if there are at least 40, a running mean."""
     loss = records.values["loss"]
     window = len(loss) // 20
     _line(axes, loss, color=MUON, alpha=0.35 if window > 1 else 1.0, linewidth=1)
@@ -180,7 +180,7 @@ def _grad_norm(axes: Any, records: Records) -> None:
 
 
 def _halves(values: Mapping[str, Values], measure: str) -> dict[str, Values]:
-    """Return the values of Muon's and AdamW's half, where there are any."""
+    """Return ``muon`` and ``adamw`` -> the values of a measure such as ``lr``, without what is not recorded."""
     return {half: values[f"{measure}_{half}"] for half in ("muon", "adamw") if f"{measure}_{half}" in values}
 
 
@@ -200,17 +200,17 @@ def _by_half(axes: Any, records: Records, measure: str, unit: str) -> None:
 
 
 def _change(axes: Any, records: Records) -> None:
-    """Draw a map on a logarithmic scale of colours, as layers may differ by orders of magnitude."""
+    """Draw a heat map with a logarithmic colour scale, because layers may differ by orders of magnitude."""
     rows = records.layers[CHANGE]
     sizes = sorted(value for values in rows.values() for value in values.values() if value > 0) or [1.0]
-    low, high = sizes[len(sizes) // 100], sizes[-1 - len(sizes) // 100]  # a few outliers keep the rest apart
+    low, high = sizes[len(sizes) // 100], sizes[-1 - len(sizes) // 100]  # outliers must not use up the scale
     colors = {"cmap": "viridis", "norm": "log", "vmin": low, "vmax": max(high, 1.01 * low)}
     bar = _heat_map(axes, rows, colors, "change of one step / weight")
     _plain_ticks(bar.ax.yaxis)
 
 
 def _cautious(axes: Any, records: Records) -> None:
-    """Draw a map around one half, where signs of weights and updates are independent."""
+    """Draw a heat map whose colours are centred on 0.5, the value if signs of weights and updates are independent."""
     rows = records.layers[CAUTIOUS]
     away = max(0.02, *(abs(value - 0.5) for values in rows.values() for value in values.values()))
     colors = {"cmap": "RdBu_r", "vmin": 0.5 - away, "vmax": 0.5 + away}
@@ -218,7 +218,7 @@ def _cautious(axes: Any, records: Records) -> None:
 
 
 def _heat_map(axes: Any, rows: Mapping[str, Values], colors: dict[str, Any], label: str, named: bool = True) -> Any:
-    """Draw layers from top to bottom, samples from left to right, a line between layers; return the colour bar."""
+    """Draw a row of cells for each name in ``rows``, with lines between layers; return the colour bar (``label``)."""
     names, at = [*rows], sorted({samples for values in rows.values() for samples in values})
     between = [(a + b) / 2 for a, b in itertools.pairwise(at)]
     edges = [at[0] - _margin(at), *between, at[-1] + _margin(at)]
@@ -241,13 +241,13 @@ def _heat_map(axes: Any, rows: Mapping[str, Values], colors: dict[str, Any], lab
 
 
 def _layer(name: str) -> str:
-    """Return what stands before the name's second part: ``blocks.0`` of ``blocks.0.attn.query``."""
+    """Return the part of a name up to its first number: ``blocks.0`` for ``blocks.0.attn.query``."""
     found = re.match(r".*?\d+", name)
     return found[0] if found else name
 
 
 def _by_layer(axes: Any, rows: Mapping[str, Values], **style: Any) -> None:
-    """Draw a curve per name, from dark for the first layer to light for the last, and a legend of some layers."""
+    """Draw a curve per name, dark for the first layer to light for the last; the legend names some layers."""
     from matplotlib import colormaps
 
     layers = [*dict.fromkeys(map(_layer, rows))]
@@ -278,7 +278,7 @@ def _ranks(axes: Any, records: Records) -> None:
 
 
 def _sampled(axes: Any, rows: Mapping[str, Values], worst: Callable, label: str) -> None:
-    """Draw a dot per record, each of another matrix; the worst is named."""
+    """Draw one dot per record, which is about one matrix, and name the worst; ``worst``: ``min`` or ``max``."""
     _by_layer(axes, rows, linestyle="", marker="o", markersize=4)
     value, at, name = worst((value, at, name) for name, values in rows.items() for at, value in values.items())
     align, shift = ("right", -6) if at > sum(axes.get_xlim()) / 2 else ("left", 6)
@@ -290,7 +290,7 @@ def _sampled(axes: Any, rows: Mapping[str, Values], worst: Callable, label: str)
 
 
 def _phases(axes: Any, records: Records) -> None:
-    """Stack the phases, what is left of the step on top; the legend tells medians. The slowest may leave the panel."""
+    """Stack the phases and, on top, the rest of the step; the legend has the medians. Rare slow steps are cut off."""
     at, values = records.samples, records.values
     series = {name: [values.get(name, {}).get(samples, 0.0) for samples in at] for name in ("step_ms", *values)}
     parts = {text: series.get(name, [0.0] * len(at)) for name, text, _ in PHASES}

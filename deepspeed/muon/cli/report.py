@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether this environment, or the ranks of a launch, are fit for deepspeed-muon, as facts and as text."""
+"""``ds_muon report``: can this environment, or the ranks of a launch, run deepspeed-muon? As facts and as text."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from deepspeed.muon.zero.trial import survey
 
 #: The entry point that activates the package at ``import torch``.
 ENTRY_GROUP, ENTRY_NAME = "torch.backends", "deepspeed_muon"
-#: Where set to 0, either leaves DeepSpeed untouched until ``import deepspeed.muon``.
+#: Environment variables. If one is 0, DeepSpeed stays untouched until ``import deepspeed.muon``.
 SWITCHES = ("DS_MUON_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD")
-#: Versions that are shown, and those in which ranks must not differ.
+#: Packages whose versions are shown and must be equal on all ranks.
 PACKAGES = ("torch", "deepspeed", "numpy", "triton", "quack-kernels", "transformers")
-#: Columns of the table of a trial.
+#: Column titles of the table of ``--live``.
 TRIAL = ("ZeRO", "trains", "error", "loss", "step ms", "MB sent")
 #: Rows and columns of the matrices on which products are timed.
 SHAPE = (512, 2048)
 
 
 def environment() -> dict[str, Any]:
-    """Return versions, patch points, activation and devices; ``problems`` lists essential things that are missing."""
+    """Return the facts that ``ds_muon report --json`` prints; ``problems`` lists what is essential and missing."""
     versions = _versions()
     tested = dict(zip(("oldest", "newest"), TESTED_DEEPSPEED, strict=True))
     includes_installed = bool(versions["deepspeed"]) and is_tested(str(versions["deepspeed"]))
@@ -62,9 +62,9 @@ def environment() -> dict[str, Any]:
 
 
 def _rates(device_type: str) -> dict[str, float]:
-    """Return TFLOP/s of Newton-Schulz's products by dtype, each counted in full, without hopelessly slow dtypes.
+    """Return dtype -> TFLOP/s of Newton-Schulz's products with the fastest kernels, without far too slow dtypes.
 
-    From a race as at the start of a run, on matrices of :data:`SHAPE`.
+    Timed as at the start of a run, on matrices of :data:`SHAPE`. Symmetric products count in full.
     """
     unavailable = selection.unavailable_kernels("auto", [device_type])
     tables = selection.product_tables(unavailable, device_type)
@@ -82,7 +82,7 @@ def _versions() -> dict[str, str | None]:
 
 
 def _tools() -> dict[str, str | None]:
-    """Return what operations are built with or run on, by name, with its version; ``None`` where it is missing."""
+    """Return tool or library -> its version, ``None`` if it is missing; kernels are built with them or run on them."""
     compiler = os.environ.get("CXX", "c++").split()  # it may come with a wrapper or flags
     cuda, nccl = torch.version.cuda, torch.cuda.nccl.version() if torch.cuda.is_available() else None
     return {
@@ -103,10 +103,11 @@ def _first_line(*command: str) -> str | None:
 
 
 def of_launch() -> dict[str, Any] | None:
-    """Return :func:`environment` of rank 0, with what ranks differ in and a trial of training; a collective.
+    """Compare the ranks of a launch and train briefly on them (:func:`survey`); a collective.
 
     Returns:
-        The facts, on rank 0; ``None`` on the others.
+        On rank 0 the facts of its :func:`environment`, with the findings about all ranks as ``launch``; on other ranks
+        ``None``.
     """
     device = accelerator()
     own = {**_versions(), "host": platform.node(), "device": device["name"], "backend": device["backend"]}
@@ -133,14 +134,16 @@ def _activation() -> dict[str, Any]:
     points = metadata.entry_points(group=ENTRY_GROUP)
     switches = {name: os.environ.get(name) for name in SWITCHES}
     registered = any(point.name == ENTRY_NAME for point in points)
-    # The conditions of the shim and of `import torch`.
+    # deepspeed_muon.py tests the first variable, `import torch` the second.
     automatic = registered and switches[SWITCHES[0]] != "0" and switches[SWITCHES[1]] in (None, "1")
     return {"entry_point_registered": registered, "automatic": automatic, "switches": switches}
 
 
 def _problems(facts: dict[str, Any]) -> Iterator[str]:
     yield from (
-        f"DeepSpeed lacks {name}, which is replaced" for name, state in facts["seams"].items() if state == "missing"
+        f"DeepSpeed lacks {name}, which deepspeed-muon replaces"
+        for name, state in facts["seams"].items()
+        if state == "missing"
     )
     if not facts["activation"]["entry_point_registered"]:
         yield f"the entry point {ENTRY_NAME} of group {ENTRY_GROUP} is not registered: install deepspeed-muon"
@@ -151,7 +154,7 @@ def _problems(facts: dict[str, Any]) -> Iterator[str]:
 
 
 def _seam_rows(states: Mapping[str, str], every: bool) -> list[list[str]]:
-    """Count attributes by state; with ``every``, list them by class or module, and name each unusual state."""
+    """Return table rows that count DeepSpeed's replaced attributes by state; with ``every``, also list all of them."""
     (usual, _), *_ = counts = Counter(states.values()).most_common()
     if not every:
         text = ", ".join(f"{count} {state}" for state, count in counts)
@@ -168,7 +171,7 @@ def _seam_rows(states: Mapping[str, str], every: bool) -> list[list[str]]:
 
 
 def as_text(facts: dict[str, Any], every: bool = False) -> str:
-    """Return the facts for a terminal, the verdict first. ``every``: with each attribute replaced in DeepSpeed."""
+    """Return the facts as text, problems first. ``every``: list each attribute that is replaced in DeepSpeed."""
     tested, activation = facts["tested_deepspeed"], facts["activation"]
     device = facts["accelerator"]
     inside = "tested" if tested["includes_installed"] else "NOT TESTED"
@@ -185,14 +188,14 @@ def as_text(facts: dict[str, Any], every: bool = False) -> str:
         ["backends of torch", ", ".join(name for name, has in facts["backends"].items() if has) or "NONE"],
         ["kernels", facts["kernels"]],
         ["products of Newton-Schulz", f"{', '.join(rates)} TFLOP/s, on matrices of {SHAPE[0]} x {SHAPE[1]}"],
-        *([["fastest there", f"{best}; {pin(best)}"]] if (best := facts["fastest_dtype"]) else []),
+        *([["fastest dtype", f"{best}; {pin(best)}"]] if (best := facts["fastest_dtype"]) else []),
     ]
     verdict = [f"problem: {problem}" for problem in facts["problems"]] or ["nothing essential is missing"]
     return "\n".join([*verdict, "", aligned(rows), *_of_launch(facts.get("launch"))])
 
 
 def _of_launch(launch: dict[str, Any] | None) -> Iterator[str]:
-    """Yield a table of the trial, and what the ranks differ in."""
+    """Yield the lines about a launch: the table of its training, and what differs between its ranks."""
     if launch is None:
         return
     ranks, hosts = _count(launch["ranks"], "rank"), _count(launch["hosts"], "host")
@@ -208,7 +211,7 @@ def _of_launch(launch: dict[str, Any] | None) -> Iterator[str]:
         )
         rows.append((case["name"], "fails" if case["problem"] else "as one process", *measured))
     yield aligned(rows)
-    yield "\nerror: of a weight's change, relative to it, the largest; MB sent: per step, by the rank that sends most"
+    yield "\nerror: the largest relative error of a weight's change; MB sent: per step, by the rank that sends most"
     collectives = launch["collectives"]
     verdict = (
         "see the problem above" if collectives["fault"] else "the same order and sizes on all ranks, as NCCL needs"

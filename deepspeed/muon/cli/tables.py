@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan as rows and as text: repeated layers folded, columns aligned."""
+"""A plan as rows and as text: repeated layers share a row, columns are aligned."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deepspeed.muon.math.newton_schulz import flops
 from deepspeed.muon.matrices.splitting import MatrixSpec
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-#: Up to this many owners are listed one by one.
+#: More owners than this are counted instead of listed.
 FEW_OWNERS = 4
 TITLES = ("parameter", "shape", "rule", "blocks", "scale", "method", "cost", "owner", "reason")
 
@@ -22,15 +22,15 @@ TITLES = ("parameter", "shape", "rule", "blocks", "scale", "method", "cost", "ow
 def rows_of(
     halves: Sequence[Half], costs: Sequence[StepCost], world_size: int, schedule: Schedule, dtype: str, fold: bool
 ) -> list[dict[str, Any]]:
-    """Return one row per parameter, or per set of parameters that differ only in layer numbers and owners.
+    """Return one row for each parameter or, with ``fold``, for parameters that differ only in layer number and owners.
 
     ``costs``: of the Muon parts. ``dtype``: of Newton-Schulz.
 
     Returns:
-        Rows with ``name``, ``count``, ``shape``, ``rule``, ``reason``, ``blocks``, ``scales`` and ``methods`` of the
-        blocks, ``cost``, the share of the model's Newton-Schulz operations, ``owners``, the ranks that orthogonalize
-        them: all ranks where each orthogonalizes everything, none for AdamW; and ``owners_of_one``, the most that one
-        matrix has.
+        Dicts with ``name``; ``count`` of parameters; ``shape``; ``rule``, Muon or AdamW; ``reason``; ``blocks``, the
+        matrices in one parameter; their ``scales`` and ``methods``; ``cost``, the share of the model's Newton-Schulz
+        operations; ``owners``, the ranks that orthogonalize them (all, if each rank does everything; none for AdamW);
+        and ``owners_of_one``, the largest number of owners of one matrix.
     """
     owners: dict[str, set[int]] = {}
     of_one: dict[str, int] = {}
@@ -74,7 +74,7 @@ def rows_of(
 
 
 def _folded(pattern: str, names: Sequence[str]) -> str:
-    """Fill each place of the pattern with its numbers in the names, such as ``{0..31}``; keep a single name."""
+    """Return the pattern with each ``{}`` filled by all numbers that ``names`` have there, such as ``{0..31}``."""
     if len(names) == 1:
         return names[0]
     places = [_ranges(sorted(set(map(int, place)))) for place in zip(*map(_NUMBER.findall, names), strict=True)]
@@ -88,7 +88,7 @@ def _ranges(values: Sequence[int]) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows as lines, with all columns except the last padded to their widest cell."""
+    """Return rows of cells as text, one line per row, with columns padded to the width of their widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     widths[-1] = 0
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
@@ -130,7 +130,7 @@ def quantity(value: float, unit: str = "B") -> str:
 
 
 def plan_text(facts: dict[str, Any]) -> str:
-    """Return the object that ``ds_muon plan --json`` prints as text for a terminal."""
+    """Return a plan as text for a terminal; ``facts`` is the object that ``ds_muon plan --json`` prints."""
     ranks, totals = facts["per_rank"], facts["totals"]
     between = ranks["between_owners_bytes"]
     halves = [f"{half['parameters']:,} parameters in {half['tensors']:,} tensors" for half in totals.values()]
@@ -158,7 +158,7 @@ def plan_text(facts: dict[str, Any]) -> str:
 
 
 def _checked(found: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
-    """Yield the line of ``--check``."""
+    """Yield the line (title, text) about ``--check``, if it was asked for."""
     if found is not None:
         verdict = f"FAULT, please report it: {found['fault']}" if found["fault"] else "the collectives match"
         checked = f"{found['operations']:,} operations on {found['ranks']:,} ranks, in {found['seconds']:.1f} s"
@@ -166,7 +166,7 @@ def _checked(found: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
 
 
 def _measured(found: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
-    """Yield the lines of ``--measured``: a step at the rates of this process, and how each shape was timed."""
+    """Yield the lines (title, text) about ``--measured``: a step at this machine's rates, and how shapes were timed."""
     if found is None:
         return
     took = {key: f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}" for key, value in found["step_ms"].items()}
@@ -175,7 +175,7 @@ def _measured(found: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
     yield "measured on", f"{found['device']}, kernels {found['kernels']}, in {found['seconds']:.1f} s"
     for rate in found["shapes"]:
         batch, *size = rate["run_as"]
-        smaller = "" if size == [rate["rows"], rate["cols"]] else f" of {size[0]} x {size[1]}, which stand for it"
+        smaller = "" if size == [rate["rows"], rate["cols"]] else f", timed on {size[0]} x {size[1]} instead"
         title = f"  {rate['rows']} x {rate['cols']}, {rate['method']} in {rate['dtype']}"
         yield title, f"{rate['tflops']:.3g} TFLOP/s, {batch} at a time{smaller}"
 
@@ -188,7 +188,7 @@ def _over_ranks(nbytes: dict[str, float]) -> str:
 
 def _scratch(facts: dict[str, Any]) -> str:
     scratch = facts["per_rank"]["scratch_bytes"]
-    where = "kept between steps" if facts["device"] == "cpu" else "on the device during the step alone"
+    where = "kept between steps" if facts["device"] == "cpu" else "on the device during the step only"
     most, exchange, work = (quantity(scratch[key]) for key in ("max", "exchange", "newton_schulz"))
     return f"at most {most} on a rank, {where}: exchange {exchange}, Newton-Schulz {work}"
 
@@ -197,12 +197,12 @@ def _sent(facts: dict[str, Any]) -> str:
     ranks = facts["per_rank"]
     sent = ranks["sent_bytes"]
     if not sent["max"]:
-        return "nothing: every rank holds every matrix whole and orthogonalizes it"
+        return "nothing: every rank holds every matrix and orthogonalizes it itself"
     mean = f"mean {quantity(sent['mean'])}, max {quantity(sent['max'])}"
     if facts["stage"] == 0:
         return f"{mean}; {ranks['collectives']:,} broadcasts of shared results"
     factor = 8 if facts["wire_dtype"] == "fp32" else 4
-    least = f"{factor} N (W - 1) / W^2" if facts["stage"] == 3 else "with each matrix at the rank that holds most of it"
+    least = f"{factor} N (W - 1) / W^2" if facts["stage"] == 3 else "if the rank that holds most of a matrix owned it"
     return f"{mean}; {least}: {quantity(sent['least_mean'])}; {ranks['collectives']:,} all-to-alls" + (
         f" in {ranks['parts']} parts, one after the other" if ranks["parts"] > 1 else ""
     )

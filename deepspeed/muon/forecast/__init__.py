@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the optimizer will do on any number of ranks, without them."""
+"""Forecasts of what the optimizer does on any number of ranks, computed in one process."""

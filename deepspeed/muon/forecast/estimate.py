@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A forecast in numbers: bytes and operations per rank, milliseconds at a machine's rates, a check of all programs."""
+"""A forecast in numbers: bytes and operations per rank, milliseconds at given rates, a check of all ranks' programs."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from deepspeed.muon.plan.program import NewtonSchulz, program_of
 class Machine:
     """Rates of one rank.
 
-    ``tflops``: 10^12 operations of Newton-Schulz per second, every product counted in full. ``muon_ns``, ``adamw_ns``:
-    nanoseconds of the elementwise passes per element of the shard. ``run_us``: microseconds of the host per run of a
-    shard, to launch its passes.
+    ``tflops``: 10^12 floating-point operations of Newton-Schulz per second; symmetric products count in full.
+    ``muon_ns``, ``adamw_ns``: nanoseconds of the elementwise passes per element of a shard. ``run_us``: microseconds to
+    launch Muon's passes over one contiguous piece of a shard (a *run*).
     """
 
     tflops: float
@@ -37,9 +37,9 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """The parts of a step and the costs of the Muon parts; ``planning_seconds``: what planning for all ranks took.
+    """The plan of one step: its parts, and the costs of the Muon parts.
 
-    ``peak``: scratch memory of the rank that needs most.
+    ``peak``: scratch memory of the rank that needs most. ``planning_seconds``: how long planning for all ranks took.
     """
 
     halves: Sequence[Half]
@@ -57,10 +57,11 @@ class Estimate:
 
 @without_collector()
 def estimate(halves: Sequence[Half], layout: Layout, config: MuonConfig, memory: Memory) -> Estimate:
-    """Plan a step for all ranks, with the methods of Newton-Schulz that take fewer operations.
+    """Plan a step for all ranks. Where ``ns_method`` is ``auto``, the method of fewer operations is assumed.
 
     Args:
-        memory: dtypes of Newton-Schulz and of the exchange; the device for which owners are balanced.
+        halves: the optimizer's parameter groups, from :func:`halves_of`.
+        memory: dtypes of Newton-Schulz and of the exchange, and the device type for which owners are balanced.
     """
     began = time.perf_counter()
     parts = lay_out(halves, layout)
@@ -80,10 +81,10 @@ def estimate(halves: Sequence[Half], layout: Layout, config: MuonConfig, memory:
 
 
 def _largest(costs: Sequence[StepCost], schedule: Schedule, world_size: int, memory: Memory) -> Peak:
-    """Return the peak of the rank that needs most."""
+    """Return the scratch memory of the rank that needs most."""
     costs = [cost for cost in costs if cost.demands]
     methods = [cost.part.half.method(schedule, memory.dtype) for cost in costs]
-    # A part that every rank updates whole is the same on all.
+    # If each rank does all the work of a part, `demands` has one list for all ranks.
     by_rank = {tuple(tuple(cost.demands[rank % len(cost.demands)]) for cost in costs) for rank in range(world_size)}
     storages = [cost.storages for cost in costs]
     peaks = (peak(map(PartDemand, demands, storages, methods), memory) for demands in by_rank)
@@ -91,7 +92,7 @@ def _largest(costs: Sequence[StepCost], schedule: Schedule, world_size: int, mem
 
 
 def totals(halves: Sequence[Half], use_muon: bool) -> dict[str, int]:
-    """Count tensors, parameters and matrices of all groups of one kind."""
+    """Count tensors, parameters and matrices in all Muon groups, or, without ``use_muon``, in all AdamW groups."""
     specs = [spec for half in halves if half.use_muon is use_muon for spec in half.specs]
     return {
         "tensors": len(specs),
@@ -101,7 +102,7 @@ def totals(halves: Sequence[Half], use_muon: bool) -> dict[str, int]:
 
 
 def per_rank(found: Estimate) -> dict[str, Any]:
-    """Return state, bytes sent, operations and their imbalance, rounds and collectives of one step."""
+    """Return ``per_rank`` of ``ds_muon plan --json``: means and maxima of bytes and operations, and counts."""
     costs, world_size = found.costs, found.world_size
     shards = sum(part.state_bytes for part in found.parts)
     state = [shards + moments for moments in _by_rank([cost.moment_bytes for cost in costs], world_size)]
@@ -126,13 +127,13 @@ def per_rank(found: Estimate) -> dict[str, Any]:
 
 
 def _by_rank(lists: Sequence[Sequence[float]], world_size: int) -> list[float]:
-    """Sum by rank; a part that every rank holds and updates whole counts for each."""
+    """Return each rank's sum over ``lists``: one per part, with a value per rank, or one value that all ranks share."""
     spread = (values if len(values) == world_size else [*values] * world_size for values in lists)
     return [sum(column) for column in zip([0.0] * world_size, *spread, strict=True)]
 
 
 def milliseconds(found: Estimate, machine: Machine) -> dict[str, float]:
-    """Return the milliseconds of one step: ``elementwise``, and ``newton_schulz`` of the busiest rank of each part."""
+    """Return milliseconds of one step: ``elementwise`` passes, and ``newton_schulz`` on each part's busiest rank."""
     pace = {True: machine.muon_ns, False: machine.adamw_ns}
     passes = sum(part.numel * pace[part.half.use_muon] for part in found.parts) / 1e6
     passes += sum(cost.runs for cost in found.costs) * machine.run_us / 1e3
@@ -141,13 +142,13 @@ def milliseconds(found: Estimate, machine: Machine) -> dict[str, float]:
 
 
 def stock_clipping(halves: Sequence[Half], gradient_clipping: float) -> dict[str, float]:
-    """Return what stock DeepSpeed's clipping does to its updates, which it orthogonalizes before it clips.
+    """Return by how much stock DeepSpeed's gradient clipping shrinks its updates, which it clips instead of gradients.
 
-    The norm of an orthogonalized update is the root of the sum of ``scale^2 min(rows, cols)`` over the matrices, with
+    The norm of all updates together is the root of the sum of ``scale^2 min(rows, cols)`` over the matrices, with
     stock's scale ``original``.
 
     Returns:
-        ``gradient_clipping``, ``update_norm``, and ``divided_by``: 1 where nothing is clipped.
+        ``gradient_clipping``, ``update_norm``, and ``divided_by``: 1 if nothing is clipped.
     """
     blocks = [block for half in halves for spec in half.specs for block in spec.blocks]
     norm = math.sqrt(sum(scale_factor("original", b.rows, b.cols) ** 2 * min(b.rows, b.cols) for b in blocks))
@@ -157,14 +158,14 @@ def stock_clipping(halves: Sequence[Half], gradient_clipping: float) -> dict[str
 
 @without_collector()
 def prove(found: Estimate, config: MuonConfig, memory: Memory) -> dict[str, Any]:
-    """Check a step of all parts of a forecast, which are stepped one after the other.
+    """Check the programs of all ranks for one step: that collectives match and no element is lost.
 
     Args:
-        memory: as for the forecast.
+        config, memory: as for :func:`estimate`.
 
     Returns:
-        ``operations`` of the programs of all ranks, ``ranks``, ``fault``, the first rule that the programs break,
-        ``None`` if they break none, and ``seconds``.
+        ``operations``: how many all programs have together. ``ranks``: how many. ``fault``: the first broken rule, or
+        ``None``. ``seconds``: how long the check took.
     """
     began, operations, fault = time.perf_counter(), 0, None
     for cost in found.costs:
@@ -176,7 +177,7 @@ def prove(found: Estimate, config: MuonConfig, memory: Memory) -> dict[str, Any]
         )
         views = [cost.plan.view(rank) for rank in range(cost.plan.world_size)]
         programs = [program_of(view, memory.wire, memory.staged, newton_schulz) for view in views]
-        # A part that every rank updates whole has one program, which each of them runs.
+        # If each rank does all the work of a part, there is one program, which every rank runs.
         operations += sum(map(len, programs)) * (found.world_size // cost.plan.world_size)
         if fault := violation(programs) or lost_elements(views):
             break

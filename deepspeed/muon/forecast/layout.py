@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A forecast of what the optimizer does on any number of ranks: layout, owners, state, traffic, operations.
+"""Compute, without an engine, where parameters lie on any number of ranks, who owns which matrix, and what that costs.
 
-Arithmetic over the routes of a model. The layouts equal those that the adapters in ``zero/wrappers`` read from a live
-engine; owners come from the planner itself.
+The layouts equal those that the adapters in ``zero/wrappers`` read from a live engine. Owners are chosen by the same
+planner as in a run.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from deepspeed.muon.plan.plan import GlobalPlan, plan_partition
 
 #: Stages 1 and 2 pad each flat group to a multiple of this many elements per rank (``nccl_start_alignment_factor``).
 FLAT_ALIGNMENT = 2
-#: Bytes of state per element: momentum by ``momentum_dtype``; exp_avg and exp_avg_sq, fp32 like ``step``, one a tensor.
+#: ``momentum_dtype`` -> bytes of Muon's momentum per element.
 MUON_STATE_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
-#: In int8 each block has its magnitude as well.
+#: Bytes of AdamW's exp_avg and exp_avg_sq per element, of ``step`` per tensor, of an int8 block's magnitude.
 ADAM_STATE_BYTES, STEP_BYTES, ABSMAX_BYTES = 8, 4, 4
-#: Of NorMuon's second moment, one per output of a matrix.
+#: Bytes of NorMuon's second moment per output of a matrix.
 MOMENT_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Half:
-    """A parameter group of the optimizer, with the settings that a forecast needs."""
+    """A parameter group of the optimizer, Muon or AdamW, with the settings that a forecast needs."""
 
     use_muon: bool
     specs: tuple[MatrixSpec, ...]
@@ -55,11 +55,11 @@ class Half:
     normuon: bool = False
 
     def method(self, schedule: Schedule, dtype: str) -> Callable[[int, int], str]:
-        """Return the method of Newton-Schulz, by rows and columns, where nothing is timed."""
+        """Return a function (rows, cols) -> method of Newton-Schulz, which counts operations and times nothing."""
         return cache(partial(counted_method, ns_method=self.ns_method, schedule=schedule, dtype=dtype))
 
     def cost(self, schedule: Schedule, dtype: str, wire_bytes: int, device_type: str, intra_node: int = 1) -> CostModel:
-        """Return the cost model with these methods; the arguments are those of :func:`cost_model`."""
+        """Return the cost model with this group's methods; the arguments are those of :func:`cost_model`."""
         return cost_model(self.method(schedule, dtype), schedule, dtype, wire_bytes, device_type, intra_node)
 
     def scale(self, block: Block) -> float:
@@ -68,11 +68,11 @@ class Half:
 
 
 def halves_of(model: nn.Module, config: MuonConfig) -> list[Half]:
-    """Return the optimizer's parameter groups for one user group of all trainable parameters; the model may be on meta.
+    """Return the optimizer's groups if the script passes all trainable parameters; ``model`` may be on the meta device.
 
     Raises:
-        MuonConfigError: a pattern of the config that matches no parameter.
-        ValueError: a tag of the model that cannot be followed.
+        MuonConfigError: a pattern of the config matches no parameter.
+        ValueError: a parameter has a tag (``use_muon``) that cannot be followed.
     """
     specs = route(model, config)
     check_options(model, specs.values(), config, attention_layers(model) if config.qk_clip else None)
@@ -91,11 +91,11 @@ def halves_of(model: nn.Module, config: MuonConfig) -> list[Half]:
 
 @dataclass(frozen=True)
 class Layout:
-    """How ZeRO cuts parameter groups, by stage, 0 to 3, and number of data-parallel ranks.
+    """How ZeRO splits parameter groups at ``stage`` 0 to 3 over ``world_size`` data-parallel ranks.
 
-    ``sub_group_size``: elements of one rank in one sub-group, at stage 3. ``round_robin``: ``round_robin_gradients``.
-    ``alignment``: each parameter starts at a multiple of this many elements (``parameter_alignment``). The last two act
-    at stages 1 and 2. ``ranks_per_node``: neighbouring ranks that share a node.
+    Stage 3: ``sub_group_size``, the elements of one rank that fill a sub-group. Stages 1 and 2: ``round_robin``, the
+    setting ``round_robin_gradients``; ``alignment``, each parameter starts at a multiple of this many elements
+    (``parameter_alignment``). ``ranks_per_node``: consecutive ranks that share a node.
     """
 
     stage: int
@@ -108,10 +108,10 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class StepPart:
-    """The part of a group that one call of ``step`` updates: all of it, or one sub-group of stage 3.
+    """The part of a group that ZeRO updates at once: the whole group or, at stage 3, one sub-group.
 
-    ``tensors``, ``numel``: tensors on one rank and their elements, padding included; equal on all ranks.
-    ``world_size``: ranks that share the elements or, at stage 0, where every rank holds all of them, the Newton-Schulz.
+    ``shards``: its parameters. ``tensors``, ``numel``: number of tensors on one rank, and their elements with padding.
+    ``world_size``: number of ranks that share the elements or, at stage 0, Newton-Schulz; 1 if each does all the work.
     """
 
     half: Half
@@ -122,7 +122,7 @@ class StepPart:
 
     @property
     def state_bytes(self) -> int:
-        """Return the bytes of optimizer state on each rank; in int8 on the first, which may have a few more blocks."""
+        """Return the bytes of optimizer state on each rank; with an int8 momentum, on rank 0, where they are most."""
         per_element = MUON_STATE_BYTES[self.half.momentum_dtype] if self.half.use_muon else ADAM_STATE_BYTES
         nbytes = self.numel * per_element + self.tensors * STEP_BYTES
         if self.half.use_muon and self.half.momentum_dtype == "int8":
@@ -138,8 +138,8 @@ class StepPart:
 
 def lay_out(halves: Sequence[Half], layout: Layout) -> list[StepPart]:
     """Return the parts of all groups, in the order in which they are stepped."""
-    cut = (_whole, _flat, _flat, _by_parameter)[layout.stage]
-    return [part for half in halves for part in cut(half, layout)]
+    split = (_whole, _flat, _flat, _by_parameter)[layout.stage]
+    return [part for half in halves for part in split(half, layout)]
 
 
 def _whole(half: Half, layout: Layout) -> Iterator[StepPart]:
@@ -150,7 +150,7 @@ def _whole(half: Half, layout: Layout) -> Iterator[StepPart]:
 
 
 def _flat(half: Half, layout: Layout) -> Iterator[StepPart]:
-    """Cut one flat buffer per group into equal parts."""
+    """Yield the group as one part: a flat buffer that all ranks share equally (stages 1 and 2)."""
     world_size, order = layout.world_size, half.specs
     if layout.round_robin:
         order = tuple(spec for first in range(world_size) for spec in half.specs[first::world_size])
@@ -164,7 +164,7 @@ def _flat(half: Half, layout: Layout) -> Iterator[StepPart]:
 
 
 def _by_parameter(half: Half, layout: Layout) -> Iterator[StepPart]:
-    """Cut each parameter over all ranks; a sub-group ends with the parameter that fills it."""
+    """Yield the sub-groups, each ending with the parameter that fills it; all ranks share each parameter (stage 3)."""
     world_size, limit = layout.world_size, layout.sub_group_size
     shards: list[Shard] = []
     base = 0
@@ -183,15 +183,15 @@ def _up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """What one Muon part costs in a step. Lists are by rank; bytes count both ways.
+    """What one Muon part costs in a step. Lists have one entry per rank.
 
-    ``plan``: of the part, for all ranks. ``flops``: floating-point operations of Newton-Schulz; ``heaviest``: those
-    of one rank for the most expensive matrix. ``rounds``: buckets that are exchanged. ``collectives``: two
-    all-to-alls for each, or one broadcast for each owner in it; 0 if nothing is sent. ``runs``: pieces of matrices on
-    the rank that holds most of them. ``least_bytes``: the mean of ``sent_bytes`` if each matrix were gathered by the
-    rank that holds most of it. ``demands``: of memory, by rank and bucket; ``storages``: of each bucket.
-    ``moment_bytes``: of NorMuon's second moments, which owners keep. ``between_bytes``: what owners of one matrix send
-    to each other.
+    ``plan``: the part's plan for all ranks. ``flops``: floating-point operations of Newton-Schulz. ``heaviest``: one
+    owner's operations for the most expensive matrix. ``sent_bytes``: sent to the owners and back. ``least_bytes``: the
+    mean of ``sent_bytes`` if the rank that holds most of a matrix owned it. ``between_bytes``: sent between owners of
+    one matrix. ``rounds``: number of buckets that are exchanged. ``collectives``: two all-to-alls for each bucket, or
+    one broadcast for each owner in it; 0 if nothing is sent. ``runs``: pieces of matrices on the rank that has most
+    pieces. ``demands[rank][bucket]``: memory needed. ``storages``: index of the storage that each bucket uses.
+    ``moment_bytes``: NorMuon's second moments, which owners keep.
     """
 
     part: StepPart
@@ -216,10 +216,10 @@ def step_cost(
     staged: bool = False,
     most_owners: int | None = None,
 ) -> StepCost:
-    """Plan one Muon part for all of its ranks, in time O(matrices + ranks).
+    """Plan one Muon part for all of its ranks and return what it costs, in O(matrices + ranks) time.
 
-    ``bucket_bytes``, ``most_owners``: of the config. ``staged``: shards are on the host and Newton-Schulz on an
-    accelerator.
+    ``bucket_bytes``, ``most_owners``: from the config. ``staged``: shards are on the host, but Newton-Schulz runs on
+    an accelerator.
     """
     plan = plan_partition(part.shards, part.world_size, cost, bucket_bytes, most_owners=most_owners)
     if plan.world_size < part.world_size:  # each rank does all the work
@@ -252,9 +252,8 @@ def step_cost(
 
 
 class _Traffic(NamedTuple):
-    """``sent``: elements by rank, both ways. ``least``: elements that all ranks send together at least.
-
-    ``runs``: pieces of matrices on the rank that holds most of them.
+    """``sent``: elements that each rank sends, to owners and back. ``least``: the sum of ``sent`` over all ranks if the
+    rank that holds most of a matrix owned it. ``runs``: pieces of matrices on the rank that has most pieces.
     """
 
     sent: list[int]
@@ -263,7 +262,7 @@ class _Traffic(NamedTuple):
 
 
 def _broadcasts(owned: OwnedBlocks, copies: int) -> _Traffic:
-    """Count what owners send where every rank holds every matrix whole: their results to all other ranks."""
+    """Count the traffic if every rank holds every matrix: each owner sends its results to all other ranks."""
     sent = [0] * copies
     for owner, item in owned:
         sent[owner] += item.block.numel * (copies - 1)
@@ -271,9 +270,9 @@ def _broadcasts(owned: OwnedBlocks, copies: int) -> _Traffic:
 
 
 def _gathered(owned: OwnedBlocks, world_size: int) -> _Traffic:
-    """Count what a rank sends: what it holds of the others' matrices, and back what they hold of its own.
+    """Count the traffic if ranks share the matrices: each sends its pieces to the owners, and as an owner results back.
 
-    Matrices that are cut alike, as all of one shape are at stage 3, are counted together.
+    Matrices that are split alike, such as all of one shape at stage 3, are counted together.
     """
     sent, runs, least = [0] * world_size, [0] * world_size, 0
     alike: dict[Spread, tuple[PlacedBlock, list[int]]] = {}

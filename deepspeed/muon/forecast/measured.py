@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the constants of a :class:`Machine` in this process, in bounded time."""
+"""Measure the rates of a :class:`Machine` in this process, in bounded time."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ from deepspeed.muon.numerics import fixed_numerics
 from deepspeed.muon.plan.plan import BUCKET_BYTES, CPU_BUCKET_BYTES
 from deepspeed.muon.tuning import Candidates, may_race, method_of, with_products
 
-#: Seconds that all shapes together may take, beside the first call of each, which may compile kernels.
+#: Seconds for all shapes together, not counting the first call of each, which may compile kernels.
 SECONDS = 8.0
-#: Timed calls of one shape; the median counts.
+#: How often a shape is timed; the median counts.
 CALLS = 5
-#: Smaller dimension of the first, smaller copy of a shape by which its time is judged.
+#: The time of a shape is first predicted from a copy whose smaller dimension is about this.
 SMALL = 128
-#: Elements of the shard on which the elementwise passes are timed, and of one so small that only the launch counts.
+#: Elements of two shards on which the elementwise passes are timed; on the small one only launching takes time.
 LARGE_RUN, SMALL_RUN = 2**22, 64
-#: Passes over a shard between two looks at the clock, so that an accelerator is kept busy.
+#: Passes over a shard per timing, so that an accelerator is kept busy.
 REPEATS = 10
-#: Rows, columns, and the method or what the user wrote for it.
+#: (rows, columns, method of Newton-Schulz).
 Shape = tuple[int, int, str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeRate:
-    """Newton-Schulz of one shape: what was run for it, and how fast that was.
+    """How fast Newton-Schulz of one shape is, and what was timed to find out.
 
-    ``count``: matrices of this shape in the model. ``method``, ``dtype``: the choice of a run on this machine.
-    ``run_as``: batch, rows and columns of the timed call, smaller by a power of two where the shape itself would have
-    taken too long.
+    ``count``: matrices of this shape in the model. ``method``, ``dtype``: what a run on this machine would choose.
+    ``run_as``: (batch, rows, columns) of the timed call; rows and columns are divided by a power of two if the shape
+    itself would take too long.
     """
 
     rows: int
@@ -70,17 +70,19 @@ def measure(
     world_size: int,
     seconds: float = SECONDS,
 ) -> tuple[Machine, list[ShapeRate]]:
-    """Return the constants of this process's device, for a model and what a run of it chooses.
+    """Return this process's rates for a model, with the dtype, methods and kernels that a run would choose.
 
-    ``Machine.tflops`` is the rate of all matrices of the model one after the other: the operations that
-    :func:`deepspeed.muon.forecast.estimate.estimate` counts over the measured seconds.
+    ``Machine.tflops`` is the rate for all matrices of the model, one after the other: the operations that
+    :func:`deepspeed.muon.forecast.estimate.estimate` counts, divided by the measured seconds.
 
     Args:
-        halves: the optimizer's parameter groups, at least one of Muon.
-        candidates: for Newton-Schulz, on its device. ``wire``: dtype of the exchange.
-        shard_device: where momentum and parameters are: the CPU with ZeRO-Offload.
-        kernels: for all but products.
-        world_size: ranks that share the matrices, which bounds how many of one shape an owner has in a batch.
+        halves: the optimizer's parameter groups, with at least one Muon group.
+        candidates: dtypes, methods and kernels among which a run would choose, and the device of Newton-Schulz.
+        wire: dtype of the exchange.
+        shard_device: where momentum and parameters are; the CPU with ZeRO-Offload.
+        kernels: for everything except Newton-Schulz's products.
+        world_size: number of ranks that share the matrices, which bounds an owner's batch of one shape.
+        seconds: time limit for all shapes together.
     """
     muon = [half for half in halves if half.use_muon]
     blocks = Counter((b.rows, b.cols, half.ns_method) for half in muon for spec in half.specs for b in spec.blocks)
@@ -91,7 +93,7 @@ def measure(
     rates = timer.rates(shapes, world_size, seconds)
     spent = sum(rate.count * timer.flops(rate.rows, rate.cols, rate.method) / rate.tflops for rate in rates)
     large, small = (_muon_pass(numel, muon[0], wire, shard_device, kernels) for numel in (LARGE_RUN, SMALL_RUN))
-    # Counted as a forecast does, which does not know the choice.
+    # With the methods that a forecast assumes, not the chosen ones, so that rate and operations fit together.
     schedule, dtype = candidates.schedule, candidates.default_dtype
     operations = sum(
         count * flops(rows, cols, schedule, counted_method(rows, cols, ns_method, schedule, dtype), dtype)
@@ -108,7 +110,7 @@ def measure(
 
 @dataclass(frozen=True)
 class _ShapeTimer:
-    """Times Newton-Schulz shape by shape."""
+    """Time Newton-Schulz of each shape with one choice of dtype and kernels."""
 
     candidates: Candidates
     choice: Choice
@@ -117,7 +119,7 @@ class _ShapeTimer:
     work: Workspace = field(default_factory=Workspace)
 
     def rates(self, shapes: Mapping[Shape, int], world_size: int, seconds: float) -> list[ShapeRate]:
-        """Return the rate of each shape, the cheap ones first; each has an equal share of the time that is left."""
+        """Return the rate of each shape, from cheap to expensive; each gets an equal share of the remaining time."""
         end, rates = time.perf_counter() + seconds, []
         nbytes = CPU_BUCKET_BYTES if self.candidates.device.type == "cpu" else BUCKET_BYTES
         for index, shape in enumerate(sorted(shapes, key=lambda shape: (self.flops(*shape), shape))):
@@ -140,10 +142,10 @@ class _ShapeTimer:
         return rates
 
     def _affordable(self, shape: Shape, seconds: float) -> tuple[tuple[int, int], int]:
-        """Return rows and columns to time in place of a shape, and how many such matrices fit into the time.
+        """Return ((rows, columns) to time instead of a shape, how many such matrices fit into ``seconds``).
 
-        Small matrices are slower per operation, so from copies divided by a power of two the size doubles while the
-        next one fits by the pace of the last.
+        Starting from a small copy, the size doubles as long as the next one is predicted to fit, because small matrices
+        are slower per operation.
         """
         rows, cols, method = shape
         halvings = max(0, math.ceil(math.log2(min(rows, cols) / SMALL)))
@@ -156,7 +158,7 @@ class _ShapeTimer:
         return size, int(seconds / CALLS / (pace * self.flops(*size, method)))
 
     def _pace(self, shape: Shape, run_as: tuple[int, int, int], calls: int) -> float:
-        """Return the median seconds per operation of a batch of matrices that stand for a shape."""
+        """Return the median seconds per operation of a batch ``run_as`` (batch, rows, columns), timed for ``shape``."""
         (rows, cols, method), (batch, run_rows, run_cols) = shape, run_as
         x = torch.randn(run_as, dtype=torch.float32, device=self.candidates.device).to(self.wire)
         kernels = with_products(self.kernels, self.candidates.tables, self.choice, rows, cols)
@@ -165,12 +167,12 @@ class _ShapeTimer:
         return _median(run, x.device, calls) / (batch * self.flops(run_rows, run_cols, method))
 
     def flops(self, rows: int, cols: int, method: str) -> int:
-        """Return the operations of one matrix."""
+        """Return the floating-point operations of one matrix."""
         return flops(rows, cols, self.candidates.schedule, method, self.choice.dtype)
 
 
 def _muon_pass(numel: int, half: Half, dtype: torch.dtype, device: torch.device, kernels: Operations) -> float:
-    """Return the seconds of both of Muon's elementwise passes over one run of a shard."""
+    """Return the seconds of Muon's two elementwise passes (momentum, update) over ``numel`` contiguous elements."""
     grad, param = (torch.randn(numel, dtype=torch.float32, device=device) for _ in range(2))
     kind, factor, nesterov = half.momentum_dtype, 0.95, half.nesterov
     momentum = torch.zeros(numel, device=device, dtype=kept_dtype(grad, kind))
@@ -192,7 +194,7 @@ def _muon_pass(numel: int, half: Half, dtype: torch.dtype, device: torch.device,
 
 
 def _adamw_pass(numel: int, device: torch.device) -> float:
-    """Return the seconds of AdamW's step over one flat tensor."""
+    """Return the seconds of AdamW's step over one flat tensor of ``numel`` elements."""
     param = torch.randn(numel, dtype=torch.float32, device=device)
     param.grad = torch.randn(numel, dtype=torch.float32, device=device)
     state: dict[str, Any] = adamw.state_of({}, param)
@@ -202,9 +204,9 @@ def _adamw_pass(numel: int, device: torch.device) -> float:
 
 @torch.no_grad()
 def _median(call: Callable[[], object], device: torch.device, calls: int) -> float:
-    """Return the median seconds of a call, after one that is not counted."""
+    """Return the median seconds of ``calls`` calls, after one that is not counted."""
     times = []
-    wait = torch.zeros((), dtype=torch.float32, device=device).item  # until the device has done what was launched
+    wait = torch.zeros((), dtype=torch.float32, device=device).item  # returns when the device has finished its work
     for _ in range(calls + 1):
         wait()
         began = time.perf_counter()

@@ -102,8 +102,7 @@ def _reduced(store: torch.distributed.Store, ranks: range, seconds: float, reduc
     if differing := [rank for rank in ranks if stated[rank]["kind"] != stated[0]["kind"]]:
         return {
             "error": f"ranks {differing} are at another step of building the optimizer than rank 0, because a rank "
-            "failed before; look for the first error in the logs of all ranks, and build the optimizer again on all of "
-            "them"
+            "failed before; look for the first error in the logs of all ranks, and build it again on all of them"
         }
     try:
         return reduce([one["facts"] for one in stated])

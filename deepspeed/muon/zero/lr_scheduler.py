@@ -177,9 +177,7 @@ def _check_cycle(params: dict[str, Any], is_logging_rank: bool) -> None:
 
 
 def _target(optimizer: MuonWithAuxAdam, name: str, params: dict[str, Any]) -> Any:
-    """Return what a scheduler is built on: ``optimizer.given`` if the lists have one value per group that the user
-    passed, or if there is no list; the optimizer itself if they have one per split group.
-    """
+    """Return the user's groups (``optimizer.given``), or the optimizer if lists have one value per group of its own."""
     lists = {key: params[key] for key in ABSOLUTE_RATES.get(name, ()) if isinstance(params.get(key), (list, tuple))}
     users, halves = len(optimizer.given.param_groups), len(optimizer.param_groups)
     lengths = {len(value) for value in lists.values()}

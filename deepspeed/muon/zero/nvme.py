@@ -191,9 +191,8 @@ def swapped_in(wrapper: Any, index: int) -> Iterator[Tensor]:
 
 
 def as_mapped(wrapper: Any, flat: Tensor, tensor: Tensor) -> Tensor:
-    """Return what a checkpoint saves for ``tensor``: itself or, while it is swapped out, a memory map of its file.
-
-    ``flat``: the flat weights of a sub-group; ``tensor``: these or one of their states.
+    """Return ``tensor``, which is ``flat`` (a sub-group's weights) or a state of it, as a checkpoint saves it: itself
+    or, while it is swapped out, a memory map of its swap file.
     """
     info = wrapper.optimizer_swapper.swap_params_info.get(flat.ds_id)  # type: ignore[attr-defined]
     paths = [entry.swap_path for entry in info.tensors if entry.compute_tensor is tensor] if info else []

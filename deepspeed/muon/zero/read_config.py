@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the file of a ds_config as an engine would, without building one; and what DeepSpeed finds on this machine.
+"""Read a ds_config from a file as an engine would, without building an engine; name this machine's accelerator.
 
-The file is JSON, Hjson or YAML. One that holds something else is refused.
+The file is JSON, Hjson or YAML. A file that contains no ds_config is refused.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from deepspeed.muon.zero.refusals import is_bf16_optimizer, offload_device, refu
 
 #: Keys that depend on the number of ranks; the engine checks them.
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-#: In place of a learning rate that is filled in later: a plan depends on its presence, not on its value.
+#: Replaces a learning rate that is filled in later. A plan depends on whether there is one, not on its value.
 PLACEHOLDER_LR = 1e-3
-#: Bytes to which ``parameter_alignment`` aligns each parameter.
+#: With ``parameter_alignment``, each parameter starts at a multiple of this many bytes.
 ALIGNED_BYTES = 16
-#: Keys of accelerate's configuration that no ds_config has; one of them is enough.
+#: Keys of accelerate's configuration that no ds_config has. A file with any of them is taken for accelerate's.
 ACCELERATE_KEYS = {"compute_environment", "deepspeed_config", "distributed_type", "fsdp_config", "mixed_precision"}
 #: Keys under which training tools name the file of their ds_config.
 FILE_KEYS = ("deepspeed", "deepspeed_config", "deepspeed_config_file", "ds_config")
 #: Keys of training arguments that no ds_config has.
 TRAINING_ARGUMENTS = {"learning_rate", "model_name_or_path", "output_dir", "per_device_train_batch_size"}
-#: Levels of a file at which a ds_config is looked for.
+#: How many levels deep a file is searched for a ds_config.
 MAX_DEPTH = 4
-#: Whether text starts with a brace, after comments.
+#: Matches text that starts with a brace, after comments and blanks.
 _BRACED = re.compile(r"\ufeff?(?:\s|(?:#|//)[^\n]*\n|/\*.*?\*/)*\{", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a forecast needs of a ds_config; ``notes``: what was assumed and what was not checked."""
+    """What a forecast needs from a ds_config. ``notes``: sentences on what was assumed and what was not checked."""
 
     config: MuonConfig
     layout: Layout
@@ -60,13 +60,14 @@ def read_settings(path: str, section: dict[str, Any], world_size: int, stage: in
     """Return the settings of a ds_config whose optimizer is Muon.
 
     Args:
-        path: names the file in errors; ``section``: what it holds, from :func:`find_ds_config`.
-        stage: instead of the file's.
+        path: names the file in errors; ``section``: the ds_config in it, from :func:`find_ds_config`.
+        world_size: number of data-parallel ranks.
+        stage: ZeRO stage to use instead of the config's.
 
     Raises:
-        SettingsError: a value that DeepSpeed refuses.
-        MuonConfigError: a wrong ``optimizer.params``.
-        UnsupportedError: a combination that deepspeed-muon refuses.
+        SettingsError: DeepSpeed refuses a value, or the optimizer is not Muon.
+        MuonConfigError: ``optimizer.params`` is wrong.
+        UnsupportedError: deepspeed-muon does not support a combination of settings.
     """
     warn_of_unknown(section)
     name, params = _require_muon(path, section)
@@ -88,7 +89,7 @@ def read_settings(path: str, section: dict[str, Any], world_size: int, stage: in
     refuse_unsupported(stock, config)
     notes = [*_assumptions(autos, defaults, stock), *of_schedule]
     zero, offloads = stock.zero_config, offload_device(stock, "offload_optimizer") in ("cpu", "nvme")
-    # Whether stages 1 and 2 run under DeepSpeedZeroOptimizer; BF16_Optimizer knows no order and no padding.
+    # Stages 1 and 2 run under DeepSpeedZeroOptimizer, unless BF16_Optimizer does, which neither reorders nor aligns.
     is_flat = not (stock.bfloat16_config.enabled and is_bf16_optimizer(stock) and not offloads)
     itemsize = 2 if stock.float16_config.enabled or stock.bfloat16_config.enabled else 4
     alignment = ALIGNED_BYTES // itemsize if is_flat and getattr(zero, "parameter_alignment", False) else 1
@@ -98,24 +99,24 @@ def read_settings(path: str, section: dict[str, Any], world_size: int, stage: in
 
 
 def _assumptions(autos: list[str], defaults: list[str], stock: Any) -> Iterator[str]:
-    """Yield what a forecast assumes of values that are "auto", and what it does not predict."""
+    """Yield notes: what a forecast assumes and does not check. ``autos``, ``defaults``: keys with the value "auto"."""
     texts = [f"optimizer.params: {', '.join(autos)} filled in by Hugging Face's integration"] if autos else []
     texts += [f"{', '.join(defaults)} taken as DeepSpeed's defaults"] if defaults else []
     if texts:
         yield f"auto: {'; '.join(texts)}"
-    yield "not checked: batch sizes, pipeline, native MoE layers, sequence parallelism, which an engine checks"
+    yield "not checked until an engine is built: batch sizes, pipeline, native MoE layers, sequence parallelism"
     if renames_parameters(stock):
-        yield "expert_parallel: predicted as if every rank had all experts, under the names that they have now"
+        yield "expert_parallel: predicted as if every rank had all experts, with the names that they have in --model"
     if stock.tensor_parallel_config.autotp_size > 1:
-        yield "tensor_parallel: planned as if all ranks were data-parallel, which hold and own as much"
+        yield "tensor_parallel: predicted as if all ranks were data-parallel; each holds and owns as much either way"
     if stock.bfloat16_config.bf16_optimizer_states:
-        yield "bf16.bf16_optimizer_states: states in bf16 count as if they were fp32"
+        yield "bf16.bf16_optimizer_states: states in bf16 are counted as if they were fp32"
     if "nvme" in (offload_device(stock, "offload_optimizer"), offload_device(stock, "offload_param")):
-        yield "zero_optimization: NVMe counts as the host's memory; reading and writing it is not predicted"
+        yield "zero_optimization: NVMe is counted as the host's memory; the time to read and write it is not predicted"
 
 
 def _require_muon(path: str, section: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the optimizer's type, as written, and its parameters."""
+    """Return (``optimizer.type`` as written, ``optimizer.params``); raise SettingsError if the type is not Muon."""
     optimizer = section.get("optimizer")
     name = optimizer.get("type") if isinstance(optimizer, dict) else None
     if not isinstance(optimizer, dict) or not isinstance(name, str) or not is_muon(name):
@@ -127,16 +128,16 @@ def _require_muon(path: str, section: dict[str, Any]) -> tuple[str, dict[str, An
 
 
 def _hint(section: dict[str, Any], name: Any) -> str:
-    """Say what a config without Muon was meant to be."""
+    """Return advice on a config without Muon: which key or value may be misspelt, or how to get one for Muon."""
     near = nearest("optimizer", section.keys() - {"optimizer"})
     if near and section.get("optimizer") is None:
-        return f"did you mean optimizer where it says {near}?"
+        return f"did you mean optimizer instead of {near}?"
     is_misspelt = isinstance(name, str) and nearest(name.lower(), TYPES)
-    return "did you mean Muon?" if is_misspelt else "ds_muon init makes one for Muon"
+    return "did you mean Muon?" if is_misspelt else "ds_muon init makes a config for Muon from it"
 
 
 def _drop_autos(section: dict[str, Any], where: str, dropped: list[str]) -> dict[str, Any]:
-    """Return the section without keys of value "auto", which are added to ``dropped``: DeepSpeed takes its defaults."""
+    """Return the section without values "auto"; add their dotted paths to ``dropped``. ``where``: the path so far."""
     kept = {}
     for key, value in section.items():
         if isinstance(value, dict):
@@ -149,6 +150,7 @@ def _drop_autos(section: dict[str, Any], where: str, dropped: list[str]) -> dict
 
 
 def _stock_config(path: str, section: dict[str, Any]) -> Any:
+    """Return the ``DeepSpeedConfig`` that DeepSpeed makes of a section; its errors become a SettingsError."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     try:
@@ -164,16 +166,15 @@ def _stock_config(path: str, section: dict[str, Any]) -> Any:
 
 
 def _explain(title: str, item: dict[str, Any]) -> str:
-    """Return one line with the key as it is written, its value, what is allowed and the nearest valid spelling.
+    """Return a message of one line on a wrong key or value: what is written, what is allowed, what may be meant.
 
-    Args:
-        title: DeepSpeed's class; ``item``: an error from ``pydantic.ValidationError.errors``.
+    ``title``: name of DeepSpeed's class that refuses it. ``item``: an error from ``pydantic.ValidationError.errors``.
     """
     path = [name for name in (SECTION_OF.get(title, title), *map(str, item["loc"])) if name]
     key, value = ".".join(path), item["input"]
     if item["type"] == "extra_forbidden":
         *section, name = path
-        near = did_you_mean(name, keys_of(".".join(section)), "DeepSpeed has none of this name")
+        near = did_you_mean(name, keys_of(".".join(section)), "DeepSpeed has no such key")
         place = place_of(name)
         return f"{key}: unknown key, {f'it belongs {place}' if place else near}"
     if item["type"] in ("enum", "literal_error"):
@@ -191,11 +192,11 @@ def _explain(title: str, item: dict[str, Any]) -> str:
 def parse_file(path: str) -> dict[str, Any]:
     """Return the object in a JSON, Hjson or YAML file.
 
-    Text without braces is YAML if it can be. DeepSpeed's reader takes it for Hjson without the outer braces, which
-    makes a string of what is nested by indentation.
+    Text that does not start with a brace is read as YAML if it can be. DeepSpeed's reader would take it for Hjson
+    without the outer braces, and read everything that is nested by indentation as a string.
 
     Raises:
-        SettingsError: the file cannot be read, or holds no object.
+        SettingsError: the file cannot be read, or does not contain an object.
     """
     from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 
@@ -215,10 +216,10 @@ def parse_file(path: str) -> dict[str, Any]:
 
 
 def find_ds_config(path: str, section: dict[str, Any]) -> dict[str, Any]:
-    """Return the section itself if it is a ds_config, else the only part of it that is one.
+    """Return ``section``, the content of the file ``path``, if it is a ds_config; otherwise the only part that is one.
 
     Raises:
-        SettingsError: there is none; the message says what the file is and which file to give instead.
+        SettingsError: no part is a ds_config, or several are; the message says which file to give instead.
     """
     if is_accelerates(section):
         nested = section.get("deepspeed_config")
@@ -232,10 +233,10 @@ def find_ds_config(path: str, section: dict[str, Any]) -> dict[str, Any]:
         raise SettingsError(f"--config {path}: accelerate's configuration, not a ds_config; {instead}")
     named = next((key for key in FILE_KEYS if isinstance(section.get(key), str)), None)
     if named and not _is_ds_config(section):
-        raise SettingsError(f"--config {path}: not a ds_config; it names one as {named}, give {section[named]}")
+        raise SettingsError(f"--config {path}: not a ds_config; its key {named} names one: give {section[named]}")
     if foreign := sorted(TRAINING_ARGUMENTS & section.keys()):
         raise SettingsError(
-            f"--config {path}: training arguments ({', '.join(foreign)}), not a ds_config; give the file that its "
+            f"--config {path}: training arguments ({', '.join(foreign)}), not a ds_config; give the file that the "
             "script takes as --deepspeed"
         )
     parts = dict(_parts(section))
@@ -244,7 +245,7 @@ def find_ds_config(path: str, section: dict[str, Any]) -> dict[str, Any]:
     if len(parts) == 1:
         return next(iter(parts.values()))
     near = {key: nearest(key.lower(), sorted(known_keys()), cutoff=0.75) for key in section}
-    hints = [f"did you mean {near[key]} where it says {key}?" for key in section if near[key]]
+    hints = [f"did you mean {near[key]} instead of {key}?" for key in section if near[key]]
     if parts:
         hints = [f"ds_configs lie under {', '.join(parts)}; write one of them into a file"]
     top_level = ", ".join(list(section)[:6]) or "none"
@@ -255,7 +256,7 @@ def find_ds_config(path: str, section: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_accelerates(section: Mapping[str, Any]) -> bool:
-    """Return whether a file is accelerate's configuration, which ``accelerate config`` writes."""
+    """Return whether the content of a file is accelerate's configuration, as ``accelerate config`` writes it."""
     return bool(ACCELERATE_KEYS & section.keys()) and not _is_ds_config(section)
 
 
@@ -268,14 +269,14 @@ def is_optimizer(name: str) -> bool:
 
 
 def _is_ds_config(section: Mapping[str, Any]) -> bool:
-    """Return whether a section has what only a ds_config has: ZeRO's settings, or an optimizer by type."""
+    """Return whether a section has what only a ds_config has: ``zero_optimization``, or an optimizer with a type."""
     optimizer = section.get("optimizer")
     has_optimizer = isinstance(optimizer, Mapping) and "type" in optimizer
     return isinstance(section.get("zero_optimization"), Mapping) or has_optimizer
 
 
 def _parts(section: Mapping[str, Any], above: str = "", level: int = 1) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Return the ds_configs below a section, with their dotted keys."""
+    """Yield (dotted path, ds_config) of each ds_config inside a section. ``above``: path of the section, with a dot."""
     for key, value in section.items():
         if isinstance(value, dict) and _is_ds_config(value):
             yield f"{above}{key}", value
@@ -284,18 +285,18 @@ def _parts(section: Mapping[str, Any], above: str = "", level: int = 1) -> Itera
 
 
 def _parse_yaml(path: str, text: str) -> Any:
-    """Return what YAML holds; ``None`` for text that is no YAML, which may be Hjson.
+    """Return the value of a YAML text; ``None`` if it is not YAML, because it may be Hjson.
 
     Raises:
-        SettingsError: PyYAML is missing. ValueError: a key twice.
+        SettingsError: PyYAML is not installed. ValueError: a key occurs twice.
     """
     try:
         import yaml
     except ImportError:
-        raise SettingsError(f"--config {path}: YAML, which needs PyYAML to be read; pip install pyyaml") from None
+        raise SettingsError(f"--config {path}: to read YAML, PyYAML is needed; pip install pyyaml") from None
 
     class Loader(yaml.SafeLoader):
-        """YAML 1.2's numbers, so that 1e-4 is one; no dates, which JSON lacks; each key once."""
+        """Read 1e-4 as a number, as YAML 1.2 does, and dates as strings, as in JSON; refuse a key that occurs twice."""
 
         yaml_implicit_resolvers = {
             first: [(tag, regexp) for tag, regexp in found if tag != "tag:yaml.org,2002:timestamp"]
@@ -303,7 +304,7 @@ def _parse_yaml(path: str, text: str) -> Any:
         }
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            """As of the base class, for keys that differ."""
+            """Call the base class; raise ValueError if a key occurs twice."""
             keys = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag[-6:] != ":merge"]
             if twice := sorted({str(key) for key in keys if keys.count(key) > 1}):
                 raise ValueError(f"keys that occur twice: {twice}")
@@ -321,7 +322,7 @@ def _parse_yaml(path: str, text: str) -> Any:
 
 
 def accelerator() -> dict[str, Any]:
-    """Return kind, count and name of the device that DeepSpeed has found."""
+    """Return what DeepSpeed has found: ``kind`` of device, ``count``, ``name``, and ``backend`` for communication."""
     found = get_accelerator()
     kind, count, backend = found.device_name(), int(found.device_count()), found.communication_backend_name()
     ask = getattr(torch.get_device_module(kind), "get_device_name", None)
@@ -330,5 +331,5 @@ def accelerator() -> dict[str, Any]:
 
 
 def backends() -> dict[str, bool]:
-    """Return whether torch was built with each communication backend."""
+    """Return communication backend -> whether torch was built with it."""
     return {"gloo": torch.distributed.is_gloo_available(), "nccl": torch.distributed.is_nccl_available()}

@@ -232,7 +232,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"optimizer": MUON | {"params": {"momentm": 1}}},
         "params.momentm: got 1; unknown key, did you mean momentum?",
     ),
-    "section": ({"optimizer": None, "optimiser": MUON}, "did you mean optimizer where it says optimiser?"),
+    "section": ({"optimizer": None, "optimiser": MUON}, "did you mean optimizer instead of optimiser?"),
     "params": ({"optimizer": MUON | {"params": [1]}}, "optimizer.params: expected an object, got [1]"),
     "offload": (
         {"zero_optimization": {"stage": 2, "offload_optimizer": NVME}},
@@ -246,7 +246,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "missing module": ({"model": "nope.mod:model"}, "importing nope.mod raised ModuleNotFoundError"),
     "adamw": (
         {"optimizer": {"type": "AdamW"}},
-        "ds.json: optimizer.type: got 'AdamW', expected \"Muon\"; ds_muon init makes one for Muon",
+        "ds.json: optimizer.type: got 'AdamW', expected \"Muon\"; ds_muon init makes a config for Muon from it",
     ),
     "type": ({"optimizer": {"type": "Moun"}}, "optimizer.type: got 'Moun', expected \"Muon\"; did you mean Muon?"),
     "file": (
@@ -334,7 +334,8 @@ def test_report_fails_where_something_is_missing(
     facts = json.loads(out)
     assert status == 1 and not facts["ok"]
     assert (
-        facts["problems"][0] == "DeepSpeed lacks deepspeed.runtime.engine.DeepSpeedEngine._nowhere, which is replaced"
+        facts["problems"][0]
+        == "DeepSpeed lacks deepspeed.runtime.engine.DeepSpeedEngine._nowhere, which deepspeed-muon replaces"
     )
     assert "entry point nobody" in facts["problems"][1]
     assert set(facts["seams"].values()) == {"present", "missing"}

@@ -229,7 +229,7 @@ def test_hjson_without_braces_is_still_read(capsys: pytest.CaptureFixture, tmp_p
 FOREIGN = {
     "empty": ("{}", "DeepSpeed knows none of its top-level keys (none)"),
     "other": ('{"name": "x", "version": 1}', "none of its top-level keys (name, version); expected keys such as"),
-    "typo": ('{"optimiser": {"kind": "AdamW"}}', "did you mean optimizer where it says optimiser?"),
+    "typo": ('{"optimiser": {"kind": "AdamW"}}', "did you mean optimizer instead of optimiser?"),
     "two": ('{"a": {"zero_optimization": {}}, "b": {"zero_optimization": {}}}', "ds_configs lie under a, b"),
     "names": ("deepspeed: configs/zero2.json\nbf16: true\n", "names one as deepspeed, give configs/zero2.json"),
     "arguments": ("output_dir: out\nlearning_rate: 1e-4\ngradient_accumulation_steps: 2\n", "training arguments"),
@@ -264,7 +264,7 @@ def test_yaml_without_its_package(
 MUON, ZERO = {"type": "Muon"}, {"offload_optimizer": {"device": "cpu", "ratio": 0.5}, "stage": 3}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "misspelt": ({"optimizer": {"type": "Moun"}}, "did you mean muon?"),
-    "muon": ({"optimizer": MUON}, "optimizer.type: got 'Muon', which needs no change"),
+    "muon": ({"optimizer": MUON}, "optimizer.type: got 'Muon', so the config needs no change"),
     "wrong muon": ({"optimizer": MUON | {"params": {"lr": -1}}}, "optimizer.params.lr: got -1"),
     "lamb": ({"optimizer": {"type": "Lamb"}}, "the rate of another optimizer does not fit Muon"),
     "onebit": ({"optimizer": {"type": "OnebitAdam"}}, "the rate of another optimizer does not fit Muon"),

@@ -145,7 +145,7 @@ def test_a_wrong_folder_names_the_nearest(tmp_path: Path, capsys: pytest.Capture
     (tmp_path / "logs" / "empty").mkdir()
     for given in ("logs/smal", "logs/smal/run", "log/small", "logs/small/csv"):
         status, _, err = outcome(capsys, str(tmp_path / given))
-        assert status == 2 and f"is no folder; did you mean {right}?" in err, given
+        assert status == 2 and f"is not a folder; did you mean {right}?" in err, given
     status, _, err = outcome(capsys, str(tmp_path / "logs"))
     assert status == 2 and "has no records of deepspeed-muon; did you mean" in err
     status, _, err = outcome(capsys, str(tmp_path / "logs" / "empty"))
@@ -164,7 +164,7 @@ def test_a_file_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFix
     ("library", "words"),
     [
         ("matplotlib", 'pip install "deepspeed-muon[plot]"'),
-        ("tensorboard", "tensorboard is not installed; install it, or let the run write csv_monitor"),
+        ("tensorboard", "tensorboard is not installed; install it, or enable csv_monitor in the config of the run"),
     ],
 )
 def test_a_library_that_is_missing(

@@ -49,7 +49,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"zero_optimization": {"nvme_path": "/tmp"}},
         "it belongs in zero_optimization.offload_param or in zero_optimization.offload_optimizer",
     ),
-    ({"fp16": {"opt_level": "O2"}}, "fp16.opt_level: unknown key, DeepSpeed has none of this name"),
+    ({"fp16": {"opt_level": "O2"}}, "fp16.opt_level: unknown key, DeepSpeed has no such key"),
 ]
 
 
