@@ -84,7 +84,7 @@ def convert(path: str, out: str = "ds_config.json") -> dict[str, Any]:
     if momentum := about_momentum(schedule):
         what = "kept" if schedule.is_asked else "on by default"
         changes.append(Decision("scheduler.params.cycle_momentum", what, momentum.partition(" ")[2]))
-    read_settings(path, config, world_size=1)
+    read_settings(path, config, world_size=1)  # raises what the engine would raise
     decisions += changes
     return {"config": config, "decisions": [each._asdict() for each in decisions], "accelerate": pointing}
 

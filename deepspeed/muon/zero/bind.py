@@ -108,7 +108,7 @@ def bind_engine(engine: Any) -> None:
         compare_plans(engine)
     is_recorded = agreed["monitor"] and optimizer.config.monitor_interval > 0
     engine._muon_recorder = Recorder(optimizer) if is_recorded else None
-    optimizer.saved_form.is_convertible = True
+    optimizer.saved_form.is_convertible = True  # for DeepSpeed's converter, which reads AdamW's names only
     adapter.patch_state_access()
     support_universal_checkpoints(adapter)
     start_watchdog()
@@ -132,7 +132,7 @@ def choose_newton_schulz(optimizer: MuonWithAuxAdam, agreed: Facts, device: torc
     shapes = Counter({(rows, cols): count for rows, cols, count in agreed["shapes"]})
     methods, tables = set(agreed["ns_methods"]), optimizer.tables_on(device)
 
-    def slowest(measure: Callable[[], Rates]) -> Rates:
+    def slowest(measure: Callable[[], Rates]) -> Rates:  # in each step all ranks wait for the slowest one
         return agree(lambda: {"rates": measure()}, lambda facts: lowest([stated["rates"] for stated in facts]))
 
     return Candidates.of(optimizer.config, tables, methods, device, agreed["bf16"]).choose(
@@ -211,7 +211,7 @@ def _judge_settings(facts: list[Facts]) -> Facts:
         "groups": max(stated["group_count"] for stated in stages),
         "matrices": sum(stated["matrices"] for stated in stages),
         "firsts": sorted(firsts.values()),
-        "monitor": facts[0]["monitor"],  # rank 0 writes the records
+        "monitor": facts[0]["monitor"],  # one answer for all, because a record is a collective; rank 0 writes
         "unused_options": [
             f"stage {stated['stage']}: {stated['unused_options'][option]}"
             for option in stages[0]["unused_options"]

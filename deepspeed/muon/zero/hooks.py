@@ -53,7 +53,7 @@ def _read_config(original: Callable, self: Any, *args: Any, **kwargs: Any) -> No
     """Replace ``DeepSpeedConfig.__init__``: then refuse wrong or unsupported settings, before anything is allocated."""
     original(self, *args, **kwargs)
     if is_muon(self.optimizer_name):
-        self.optimizer_name = TYPES[0]
+        self.optimizer_name = TYPES[0]  # the only spelling that the rest of DeepSpeed knows
         # zero.Init reads the config before Hugging Face's integration has filled it in; initialize reads it again.
         self.optimizer_params = clipped_once(self.optimizer_params, self.gradient_clipping, self.global_rank == 0)
         params = (self.optimizer_params or {}).items()
@@ -119,7 +119,7 @@ def _configure_optimizer(original: Callable, self: Any, client_optimizer: Any, m
     if client_optimizer is None:
         if is_muon(self.optimizer_name()) and self.has_moe_layers:
             model_parameters = with_names(model_parameters)
-    elif isinstance(client_optimizer, tuple(self._supported_optims())):
+    elif isinstance(client_optimizer, tuple(self._supported_optims())):  # otherwise a function that builds one
         _check_client(self, client_optimizer)
     else:
         client_optimizer = functools.partial(_called, self, client_optimizer)
@@ -164,7 +164,7 @@ def _check_client(engine: Any, optimizer: Any) -> None:
     refuse_engine(engine)
     refuse_replaced(optimizer)
     _check(engine, optimizer)
-    engine._config.zero_force_ds_cpu_optimizer = False
+    engine._config.zero_force_ds_cpu_optimizer = False  # else DeepSpeed refuses it together with ZeRO-Offload
 
 
 def _refuse_another(engine: Any, kind: type) -> None:
@@ -301,7 +301,7 @@ def install() -> None:
     _undo.append(replace(FileBaton, "wait", wait_for_torch))
     _list_op()
     supported = importlib.import_module(_SUPPORTED.module).ZERO_SUPPORTED_OPTIMIZERS
-    supported.append(MuonWithAuxAdam)
+    supported.append(MuonWithAuxAdam)  # else ZeRO demands zero_allow_untested_optimizer
     _undo.append(functools.partial(supported.remove, MuonWithAuxAdam))
 
 

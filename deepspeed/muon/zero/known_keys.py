@@ -96,7 +96,7 @@ def _sections() -> dict[str, dict[str, Any]]:
             if inner := _model_in(annotation):
                 add(f"{path}.{key}".lstrip("."), inner)
 
-    for model in (*map(type, vars(_empty_config()[0]).values()), CommsLoggerConfig):
+    for model in (*map(type, vars(_empty_config()[0]).values()), CommsLoggerConfig):  # the last lies one level deeper
         if model.__name__ in SECTION_OF:
             add(SECTION_OF[model.__name__], model)
     return found

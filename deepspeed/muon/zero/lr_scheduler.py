@@ -124,7 +124,7 @@ def scheduler_from_config(original: Callable, engine: Any, optimizer: Any) -> An
         value = values.get(key, _defaults(name).get(key))  # the default may be the groups' own rate
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             values[key] = [value * ratio for ratio in ratios]
-    engine._config.scheduler_params = values
+    engine._config.scheduler_params = values  # where DeepSpeed looks them up
     try:
         return original(engine, target)
     finally:

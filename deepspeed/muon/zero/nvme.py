@@ -135,7 +135,7 @@ def _may_lock() -> bool:
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
-        return True
+        return True  # not known: let DeepSpeed try
     capabilities = next((line for line in status.splitlines() if line.startswith("CapEff:")), "CapEff: 0")
     return bool(int(capabilities.split()[1], 16) >> CAP_IPC_LOCK_BIT & 1)
 
