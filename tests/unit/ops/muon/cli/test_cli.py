@@ -137,7 +137,7 @@ def test_flags_win_over_the_config(folder: Path, capsys: pytest.CaptureFixture) 
     facts = as_json(capsys, "--stage", "0")
     assert facts["stage"] == 0
     assert all(row["owners"] == [0, 1, 2, 3] for row in facts["parameters"] if row["rule"] == "Muon")
-    assert "nothing: every rank holds every matrix whole" in plan(capsys, "--stage", "0")[1]
+    assert "nothing: every rank holds every matrix and" in plan(capsys, "--stage", "0")[1]
 
 
 def test_measured_milliseconds(folder: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -231,7 +231,7 @@ FOREIGN = {
     "other": ('{"name": "x", "version": 1}', "none of its top-level keys (name, version); expected keys such as"),
     "typo": ('{"optimiser": {"kind": "AdamW"}}', "did you mean optimizer instead of optimiser?"),
     "two": ('{"a": {"zero_optimization": {}}, "b": {"zero_optimization": {}}}', "ds_configs lie under a, b"),
-    "names": ("deepspeed: configs/zero2.json\nbf16: true\n", "names one as deepspeed, give configs/zero2.json"),
+    "names": ("deepspeed: configs/zero2.json\nbf16: true\n", "its key deepspeed names one: give configs/zero2.json"),
     "arguments": ("output_dir: out\nlearning_rate: 1e-4\ngradient_accumulation_steps: 2\n", "training arguments"),
     "fsdp": ("distributed_type: FSDP\nfsdp_config: {}\n", "distributed_type FSDP; this Muon needs DEEPSPEED"),
     "points": (
@@ -275,7 +275,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "amsgrad": ({"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, "params.amsgrad: got True, which the"),
     "key": ({"optimizer": {"type": "Adam", "params": {"betaas": [0, 0]}}}, "unknown key, did you mean betas?"),
     "value": ({"optimizer": {"type": "Adam", "params": {"lr": -1}}}, "optimizer.params.lr: got -1"),
-    "zero": ({"optimizer": ADAMW, "zero_optimization": ZERO}, "offload_optimizer.ratio: a part on the accelerator"),
+    "zero": ({"optimizer": ADAMW, "zero_optimization": ZERO}, "offload_optimizer.ratio: below 1.0 another optimizer"),
 }
 
 
