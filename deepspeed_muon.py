@@ -17,9 +17,10 @@ _COMMAND = "deepspeed.muon.cli"
 
 
 def command() -> int:
-    """Run ``ds_muon``. What DeepSpeed prints on import goes to stderr, so that ``--json`` prints JSON only.
+    """Run the command ``ds_muon`` and return its exit status.
 
-    Help and refusals of arguments come at once, before anything heavy is imported.
+    Print help and errors in arguments before anything heavy is imported. What DeepSpeed prints when it is imported goes
+    to stderr, so that ``--json`` prints JSON only.
     """
     runpy.run_path(str(Path(__file__).with_name("deepspeed") / "muon" / "cli" / "parser.py"))["parser"]().parse_args()
     with contextlib.redirect_stdout(sys.stderr):
@@ -33,7 +34,7 @@ def autoload() -> None:
     Raises nothing, because an exception would break ``import torch``.
     """
     if _runs_command():
-        sys.stdout = sys.stderr  # until the command's __main__ runs: DeepSpeed prints warnings at its import
+        sys.stdout = sys.stderr  # until the command's __main__ runs: DeepSpeed prints warnings when it is imported
     if os.environ.get("DS_MUON_AUTOLOAD", "1") == "0":
         return
     if _ENGINE in sys.modules:
@@ -43,7 +44,7 @@ def autoload() -> None:
 
 
 def _runs_command() -> bool:
-    """Whether this is ``python -m deepspeed.muon.cli``, whose packages Python imports before its ``__main__``."""
+    """Return whether this is ``python -m deepspeed.muon.cli``, which imports its packages before ``__main__``."""
     if sys.argv[:1] != ["-m"] or "-m" not in sys.orig_argv:
         return False
     return sys.orig_argv[sys.orig_argv.index("-m") :][1:2] == [_COMMAND]
@@ -57,7 +58,7 @@ def _activate() -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the engine's module with the other finders, and activates deepspeed-muon once it has been executed."""
+    """Find DeepSpeed's engine module with the other finders, and activate deepspeed-muon once it has been executed."""
 
     def find_spec(self, name, path=None, target=None):
         if name != _ENGINE:
@@ -74,7 +75,7 @@ class _Loader(importlib.abc.Loader):
     def __init__(self, loader):
         self._loader = loader
 
-    def __getattr__(self, name):  # for those who only look at the spec
+    def __getattr__(self, name):  # for code that looks at the loader of the spec
         return getattr(self._loader, name)
 
     def create_module(self, spec):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saving and loading."""
+"""Saving, loading and converting checkpoints."""

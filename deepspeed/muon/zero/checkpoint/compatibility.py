@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a checkpoint fits an engine, checked before anything is loaded."""
+"""Check whether a checkpoint fits an engine, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ from deepspeed.muon.zero.tp_ranks import tp_rank
 
 
 def loads_states(arguments: Mapping[str, Any], kind: str = "optimizer") -> bool:
-    """Return whether a call of ``load_checkpoint`` loads the states of the optimizer, or of the ``lr_scheduler``."""
+    """Return whether ``load_checkpoint(**arguments)`` loads the state of ``kind``: "optimizer" or "lr_scheduler"."""
     return arguments[f"load_{kind}_states"] and not arguments["load_module_only"]
 
 
 def engine_fingerprint(engine: Any, exclude_frozen: bool = False) -> dict[str, Any]:
-    """Return the facts about an engine that decide whether a checkpoint fits: JSON, equal within a share of the model.
+    """Return the facts that decide whether a checkpoint fits an engine: JSON values, equal in one :func:`model_share`.
 
-    ``shapes``: of everything in the model's state dict, by name. ``groups``: as in a saved optimizer.
-    ``layout``: a hash of where each parameter lies in the flat tensors of each rank.
+    ``shapes``: name -> shape of each tensor in the model's state dict; ``exclude_frozen`` leaves out frozen parameters.
+    ``groups``: the optimizer's parameter groups, only the keys that matter here.
+    ``layout``: a hash of the positions of all parameters in the flat tensors of all ranks.
     """
     optimizer: MuonWithAuxAdam = engine.basic_optimizer
     names = {"matrices": sorted(muon_names(optimizer))}
@@ -58,7 +59,7 @@ def engine_fingerprint(engine: Any, exclude_frozen: bool = False) -> dict[str, A
 
 
 def model_share(engine: Any) -> tuple[int, int]:
-    """Return (index, count) of this rank's share of the model: a pipeline stage's part on a tensor-parallel rank."""
+    """Return (index of this rank's share, number of shares): a tensor-parallel rank's part of one pipeline stage."""
     rank, size = tp_rank(engine)
     return engine.basic_optimizer.stage * size + rank, stages_of(engine.module) * size
 
@@ -83,22 +84,25 @@ def _layout(partitions: list[Partition]) -> str:
 
 
 def muon_facts_of_all_stages(optimizer: MuonWithAuxAdam) -> dict[str, str]:
-    """Return :func:`muon_facts` of all stages of a pipeline; a collective."""
+    """Return :func:`muon_facts` (parameter name -> hash of its blocks) of all pipeline stages; a collective."""
     return dict(sorted(json.loads(line) for line in union(map(json.dumps, muon_facts(optimizer).items()))))
 
 
 def checkpoint_fingerprint(engine: Any, arguments: Mapping[str, Any], tag: str) -> dict[str, Any]:
-    """Return what the files that DeepSpeed will load tell of an :func:`engine_fingerprint`; no tensor is read.
+    """Return those facts of an :func:`engine_fingerprint` that DeepSpeed's own files contain, and the parameter order.
 
-    Raises CheckpointError for a file that is missing or cannot be read, and at stage 0 for states of another stage.
+    For checkpoints without a manifest. Opens the files that this rank would load, but reads no tensor from them.
+    ``arguments`` are those of ``load_checkpoint``, by name.
+
+    Raises CheckpointError if a file is missing or unreadable, and at stage 0 if another stage saved the states.
     """
     folder = arguments["load_dir"]
     model = _opened(read_model, engine._get_ckpt_name(folder, tag))
     saved = {"world_size": model["dp_world_size"], "scheduler": model["lr_scheduler"] is not None}
     if engine.zero_optimization_partition_weights():
         saved["partial_shapes"] = {n: list(s) for group in model["param_shapes"] for n, s in group.items()}
-    elif model["module"] is not None:  # a pipeline saves its layers in files of their own
-        key = "partial_shapes" if engine.has_moe_layers else "shapes"  # experts lie in files of their own
+    elif model["module"] is not None:  # a pipeline saves each layer in its own file
+        key = "partial_shapes" if engine.has_moe_layers else "shapes"  # each expert has its own file
         saved[key] = {n: list(v.shape) for n, v in model["module"].items() if isinstance(v, torch.Tensor)}
     if loads_states(arguments):
         zero = engine.zero_optimization() and _opened(read_states, engine._get_zero_ckpt_name(folder, tag))
@@ -111,12 +115,12 @@ def checkpoint_fingerprint(engine: Any, arguments: Mapping[str, Any], tag: str) 
 
 
 def _order(param_shapes: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    """Return name and shape of each parameter in the order in which DeepSpeed has flattened each group."""
+    """Return [name, shape] of each parameter, group by group, in the order in which DeepSpeed flattened them."""
     return [[name, list(shape)] for group in param_shapes for name, shape in group.items()]
 
 
 def _sizes_of(states: Mapping[str, Any]) -> list[int | None]:
-    """Return the elements of each tensor with state at stage 0, in order; ``None`` where there is no state yet."""
+    """Return each parameter's number of elements in a stage-0 optimizer state; ``None`` if it has no state yet."""
     inner = states.get("optimizer_state_dict", states)
     indices = [index for group in inner["param_groups"] for index in group["params"]]
     found = [inner["state"].get(index, {}) for index in indices]
@@ -124,17 +128,20 @@ def _sizes_of(states: Mapping[str, Any]) -> list[int | None]:
 
 
 def _order_difference(engine: Any, saved: Sequence[Any]) -> str | None:
-    """Return a message if a checkpoint without a manifest has the parameters in another order; else ``None``."""
+    """Return a message if the parameters have another order in a checkpoint without manifest; ``None`` if they do not.
+
+    ``saved``: the ``order`` of its :func:`checkpoint_fingerprint`.
+    """
     if engine.zero_optimization():
         current: list[Any] = _order(engine._get_zero_param_shapes())
-    else:  # without names; nothing distinguishes tensors of equal size
+    else:  # states have no names at stage 0, so parameters of equal size may be swapped unnoticed
         sizes = [param.numel() for group in engine.basic_optimizer.param_groups for param in group["params"]]
         current = [None if old is None else new for old, new in itertools.zip_longest(saved, sizes)]
     for place, (old, new) in enumerate(itertools.zip_longest(saved, current)):
         if old != new:
             return (
-                f"the parameters have another order: parameter {place} of the optimizer is {old} in the checkpoint "
-                f"and {new} in this run; restore the order and the groups of model_parameters"
+                f"the order of the parameters differs: parameter {place} of the optimizer is {old} in the checkpoint "
+                f"and {new} in this run; pass model_parameters in the order and groups of the run that saved it"
             )
     return None
 
@@ -142,7 +149,10 @@ def _order_difference(engine: Any, saved: Sequence[Any]) -> str | None:
 def _opened(read: Callable[[Path], dict[str, Any]], name: str) -> dict[str, Any]:
     file = Path(name)
     if not file.is_file():
-        raise CheckpointError(f"{file.name} is missing: damaged, or of another stage, precision or world size")
+        raise CheckpointError(
+            f"{file.name} is missing: the checkpoint is damaged, or was saved at another ZeRO stage, in another "
+            "precision or on another number of ranks"
+        )
     try:
         return read(file)
     except Exception as error:  # a damaged pickle can raise anything
@@ -151,18 +161,18 @@ def _opened(read: Callable[[Path], dict[str, Any]], name: str) -> dict[str, Any]
 
 
 def difference(engine: Any, saved: dict[str, Any], arguments: Mapping[str, Any]) -> str | None:
-    """Return a message that says why the checkpoint cannot be loaded into the engine; ``None`` if it can.
+    """Return why the checkpoint cannot be loaded into the engine, and what to do; ``None`` if it can be loaded.
 
     Args:
         saved: the :func:`engine_fingerprint` of the save, or a :func:`checkpoint_fingerprint`, which lacks some facts.
-        arguments: of ``load_checkpoint``, with the tag.
+        arguments: those of ``load_checkpoint``, by name; ``tag`` must be set.
     """
     current, folder = engine_fingerprint(engine), Path(arguments["load_dir"], arguments["tag"])
     known = {**current, **saved}
     stages = {known["stage"], current["stage"]}
     convert = conversion(folder, stages)
     if loads_states(arguments, "lr_scheduler") and current["scheduler"] and not saved["scheduler"]:
-        return "it holds no state of a learning-rate scheduler; pass load_lr_scheduler_states=False"
+        return "it has no state of a learning-rate scheduler; pass load_lr_scheduler_states=False"
     if loads_states(arguments) and (
         text := routing_difference(engine.basic_optimizer, saved["groups"], folder, stages)
     ):
@@ -173,25 +183,25 @@ def difference(engine: Any, saved: dict[str, Any], arguments: Mapping[str, Any])
     if (known["stage"] == 3) != (current["stage"] == 3):
         return f"it was saved at ZeRO stage {known['stage']}, this run has stage {current['stage']}; {convert}"
     if not loads_states(arguments):
-        # A rank of stage 3 reads a file of its own first.
+        # At stage 3 each rank first reads a model file named after it: more ranks than saved would not find theirs.
         if current["stage"] == 3 and known["world_size"] < current["world_size"]:
             return (
-                f"it was saved on {_ranks(known['world_size'])}, and at stage 3 its weights alone load on as many or "
-                f"fewer, this run has {current['world_size']}; {convert}"
+                f"it was saved on {_ranks(known['world_size'])}, and this run has {current['world_size']}: at stage 3 "
+                f"even its weights alone load on at most as many ranks as saved it; {convert}"
             )
         return None
-    # At stage 0 every rank has everything, except experts, whose ranks lie in the names of files.
+    # At stage 0 every rank holds everything except experts, whose files are named after expert-parallel ranks.
     loads_anywhere = stages == {0} and not engine.has_moe_layers
     if known["world_size"] != current["world_size"] and not loads_anywhere:
         return f"it was saved on {_ranks(known['world_size'])}, this run has {current['world_size']}; {convert}"
-    for key, title in {"wrapper": "ZeRO's optimizer", "dtype": "precision"}.items():
+    for key, title in {"wrapper": "optimizer wrapper", "dtype": "precision"}.items():
         if known[key] != current[key]:
             return f"it was saved with {title} = {known[key]}, this run has {current[key]}; {convert}"
     if "order" in saved and (text := _order_difference(engine, saved["order"])):
         return text
     if known["layout"] != current["layout"]:
         return (
-            "the parameters lie elsewhere in the shards: parameter groups, their order, sub_group_size or "
+            "its shards divide the parameters differently: parameter groups, their order, sub_group_size or "
             f"round_robin_gradients differ; {convert}"
         )
     return None
@@ -205,21 +215,21 @@ def _shape_difference(saved: dict[str, Any], current: dict[str, list[int]], is_s
     shapes = saved.get("shapes", saved.get("partial_shapes", {}))
     for name in current:
         if shapes.get(name, current[name]) != current[name]:
-            return f"{name} has shape {shapes[name]} in the checkpoint and {current[name]} in the model: another model"
+            was = f"{name} has shape {shapes[name]} in the checkpoint and {current[name]} in the model"
+            return f"{was}: the checkpoint belongs to another model"
     missing, extra = sorted(current.keys() - shapes.keys()), sorted(shapes.keys() - current.keys())
     if is_strict and "shapes" in saved and (missing or extra):
         return (
-            f"the model has {missing[:4]} which the checkpoint lacks, the checkpoint has {extra[:4]} which the model "
-            "lacks: another model; load_module_strict=False loads what both have"
+            f"the model has {missing[:4]}, which the checkpoint lacks, and the checkpoint has {extra[:4]}, which the "
+            "model lacks: it belongs to another model; load_module_strict=False loads what both have"
         )
     return None
 
 
 def warn_of_rates(engine: Any, before: Sequence[float]) -> None:
-    """Warn, after a load, of learning rates that differ from those before it.
+    """Warn, after a load without a schedule, if learning rates are no longer those from ``before`` it, by group.
 
-    Without a schedule the checkpoint's stay, as with any optimizer of torch. A schedule writes the config's from the
-    next step on.
+    The checkpoint's rates stay, as with any torch optimizer. A schedule would set the config's from the next step on.
     """
     groups = engine.basic_optimizer.param_groups
     changes = [
@@ -229,6 +239,6 @@ def warn_of_rates(engine: Any, before: Sequence[float]) -> None:
     ]
     if changes and engine.lr_scheduler is None and engine.global_rank == 0:
         logger.warning(
-            "deepspeed-muon: without a learning-rate schedule the checkpoint's learning rates go on: "
-            f"{', '.join(changes)}; to change them, set lr of engine.optimizer.param_groups after load_checkpoint"
+            "deepspeed-muon: without a learning-rate schedule, training continues with the checkpoint's learning "
+            f"rates: {', '.join(changes)}; to change them, set lr of engine.optimizer.param_groups after the load"
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are on disk when a function returns, also on file systems without rename, fsync or locks."""
+"""Functions that return once a file is on disk, with fallbacks for file systems without rename, fsync or locks."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from torch import Tensor
 from deepspeed.muon.errors import CheckpointError
 from deepspeed.muon.log import logger
 
-#: What file systems answer to a call that they do not implement.
+#: Error codes that file systems return for calls that they do not support.
 UNSUPPORTED = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.EXDEV, errno.ENOTTY}
-#: Bytes written to a file before the system is asked to start to bring them to disk.
+#: After this many bytes written to a file, ask the system to start writing them to disk.
 SYNC_BYTES = 32 * 2**20
-#: Ends the name of a file that is not complete yet.
+#: Suffix of the name of a file that is not complete yet.
 TEMPORARY = ".muon-tmp"
 
 
@@ -36,7 +36,7 @@ def _warn_once(call: str, consequence: str) -> None:
 
 
 def sync(descriptor: int) -> None:
-    """Flush what was written to a descriptor to disk; warn once where the file system cannot."""
+    """Flush the data of an open file to disk; warn once if the file system does not support fsync."""
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -46,7 +46,7 @@ def sync(descriptor: int) -> None:
 
 
 def move(temporary: Path, file: Path) -> None:
-    """Replace ``file`` by ``temporary``, atomically where the file system can rename."""
+    """Replace ``file`` by ``temporary``: atomically if the file system can rename, else by a copy."""
     try:
         temporary.replace(file)
     except OSError as error:
@@ -60,7 +60,7 @@ def move(temporary: Path, file: Path) -> None:
 
 
 def write_atomically(file: Path, text: str) -> None:
-    """Replace a small file, or the file that a link names: after a crash it has the old text or the new one."""
+    """Replace a small file, or the target of a symbolic link: after a crash it has either the old or the new text."""
     file = file.resolve()
     temporary = file.with_name(f"{file.name}.{uuid.uuid4().hex}{TEMPORARY}")
     try:
@@ -81,7 +81,7 @@ def write_atomically(file: Path, text: str) -> None:
 
 
 def lock(folder: Path) -> int | None:
-    """Lock a folder until the descriptor is closed or the process ends; ``None`` where folders cannot be locked.
+    """Lock a folder until the returned descriptor is closed or the process ends; ``None`` if folders cannot be locked.
 
     Raises:
         CheckpointError: another process has locked it.
@@ -90,7 +90,7 @@ def lock(folder: Path) -> int | None:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError:
         return None
-    try:
+    try:  # the kernel drops a flock with its process, so a killed job leaves no lock behind
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return descriptor
     except OSError as error:
@@ -101,20 +101,20 @@ def lock(folder: Path) -> int | None:
 
 
 def zeros_on_disk(folder: Path, in_memory: Callable[[int], Tensor], numel: int) -> Tensor:
-    """Return zeros, fp32, 1-D, in a mapped file without a name, which the system can move out of memory.
+    """Return a 1-D fp32 tensor of ``numel`` zeros that is mapped from a nameless file in ``folder``, to save memory.
 
-    Where the folder has no room or its file system maps no files: what ``in_memory(numel)`` returns.
+    Return ``in_memory(numel)`` instead if the folder has no room or its file system cannot map files.
     """
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
-            os.posix_fallocate(file.fileno(), 0, 4 * numel)  # a full disk is an error here, and a signal later
+            os.posix_fallocate(file.fileno(), 0, 4 * numel)  # raises on a full disk; a later write would be a SIGBUS
             return torch.frombuffer(mmap.mmap(file.fileno(), 4 * numel), dtype=torch.float32)
     except (OSError, ValueError):  # a file of no bytes cannot be mapped
         return in_memory(numel)
 
 
 class SyncedFile:
-    """A new file that the system starts to bring to disk while it is written."""
+    """A new file that the system already writes to disk while more data is appended."""
 
     def __init__(self, path: Path) -> None:
         self._file, self._waiting = path.open("wb"), 0
@@ -125,12 +125,12 @@ class SyncedFile:
         self._waiting += len(data)
         if self._waiting >= SYNC_BYTES:
             self._waiting = 0
-            # A system or a file system may lack this advice; `close` raises what a write has failed with.
+            # A system or a file system may lack this advice; `close` raises if a write failed.
             with suppress(OSError, AttributeError):
                 os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """Return once the bytes are on disk; raise what has failed."""
+        """Close the file once its bytes are on disk; raise OSError if a write failed."""
         with self._file:
             self._file.flush()
             sync(self._file.fileno())

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checkpoint engine of a save or a load: DeepSpeed's own interface to files, with the promises of this package.
+"""``SafeFiles``, the checkpoint engine through which DeepSpeed saves and loads: a save succeeds or fails on all ranks.
 
-DeepSpeed calls ``makedirs``, ``create``, ``save`` and ``commit`` in this order. All ranks call ``create`` and
-``commit``, which raise on all of them what any has found. In the others a rank keeps its errors until then.
+DeepSpeed calls ``makedirs``, ``create``, ``save`` (once per file) and ``commit`` in this order. ``create`` and
+``commit`` are collectives and raise the error of one rank on all ranks; the other calls keep an error until then.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from deepspeed.muon.zero.checkpoint.safe_load import read_model
 from deepspeed.muon.zero.consensus import broadcast, gathered, raise_on_all_ranks
 from deepspeed.muon.zero.nvme import saved_files
 
-#: Files of DeepSpeed's checkpoints, in any layout.
+#: Patterns that match the state files of any DeepSpeed checkpoint.
 STATES = ("*model_states.pt", "*optim_states.pt")
 SEAMS = (
     *(
@@ -41,20 +41,20 @@ SEAMS = (
 
 
 def is_torchs(checkpoint_engine: Any) -> bool:
-    """Return whether a checkpoint engine of DeepSpeed's writes files by ``torch.save``, before ``save`` returns.
+    """Return whether a checkpoint engine uses ``torch.save`` and has written a file when its ``save`` returns.
 
-    The others write in another process, or several ranks write parts of one file, until after ``save_checkpoint``.
+    DeepSpeed's other engines finish files after ``save_checkpoint``, or let several ranks write parts of one file.
     """
     return type(checkpoint_engine).__name__ == "TorchCheckpointEngine"
 
 
 class SafeFiles(CheckpointEngine):
-    """The checkpoint engine by which each rank writes temporary files, which get their names once all are on disk.
+    """A checkpoint engine that writes temporary files and renames them once the files of all ranks are on disk.
 
     Args:
-        engine: DeepSpeed's, whose checkpoint engine writes and reads the contents.
-        exclude_frozen: the save leaves out frozen parameters.
-        names_latest: ``commit`` writes ``latest``, which DeepSpeed would write as a plain file, on one node.
+        engine: the DeepSpeed engine, whose own checkpoint engine serializes the contents.
+        exclude_frozen: whether the save leaves out frozen parameters.
+        names_latest: whether ``commit`` writes ``latest``. DeepSpeed writes it on rank 0 only, and not atomically.
     """
 
     def __init__(self, engine: Any, exclude_frozen: bool = False, names_latest: bool = False) -> None:
@@ -62,15 +62,16 @@ class SafeFiles(CheckpointEngine):
         self.engine, self.contents = engine, engine.checkpoint_engine
         self.exclude_frozen, self.names_latest = exclude_frozen, names_latest
         is_local = engine.use_node_local_storage()
-        #: Ranks of one node see the same files; without storage of its own, all ranks do.
+        #: The first rank that sees the same files as this one: of its node if storage is local to nodes, else rank 0.
         self.node = engine.global_rank - engine.local_rank if is_local else 0
-        #: Whether this rank writes what belongs to all.
+        #: Whether this rank writes the header and ``latest``.
         self.is_first = engine.global_rank == self.node
         self.save_dir, self.tag, self.folder = Path(), "", Path()
+        #: The contents of the header, once ``create`` has run.
         self.facts: dict[str, Any] = {}
-        #: What this rank has begun to write: the file, and the temporary one that becomes it.
+        #: Final path -> temporary path of each file that this rank has begun to write.
         self.files: dict[Path, Path] = {}
-        #: Files whose version on this rank counts, once they get their names.
+        #: Final paths of the files that this rank may rename: another rank may have written a file of the same name.
         self.placed: list[Path] = []
         self.is_complete = False
         self.error: BaseException | None = None
@@ -80,7 +81,7 @@ class SafeFiles(CheckpointEngine):
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Make DeepSpeed's engine save into these files and load from them for as long as the context lasts."""
+        """Make this the checkpoint engine of the DeepSpeed engine for as long as the context lasts."""
         self.engine.checkpoint_engine = self
         try:
             yield
@@ -88,13 +89,14 @@ class SafeFiles(CheckpointEngine):
             self.engine.checkpoint_engine = self.contents
 
     def run(self, save: Callable[[], Any]) -> Any:
-        """Return the result of ``save``, which lets DeepSpeed save into these files.
+        """Call ``save``, in which DeepSpeed saves through this checkpoint engine, and return its result.
 
         Raises:
-            CheckpointError: on all ranks. Nothing of the checkpoint is left, unless only ``latest`` failed.
+            CheckpointError: on all ranks. The files of this save are removed, unless only writing ``latest`` failed.
         """
-        # DeepSpeed would copy the swap files, whose contents the files of a rank have; no checkpoint engine is asked.
+        # DeepSpeed would copy NVMe swap files, bypassing its checkpoint engine; our files already have their contents.
         on_engine = {"zero_nvme_offload_optimizer": lambda original: False}
+        # An int8 momentum is decoded into a mapped file: a save must not need 4 bytes of memory per element.
         on_states = {"host_zeros": lambda original, numel: durable.zeros_on_disk(self.folder, original, numel)}
         with replaced(self.engine, **on_engine), replaced(self.engine.basic_optimizer, **on_states):
             try:
@@ -110,7 +112,7 @@ class SafeFiles(CheckpointEngine):
                     os.close(self._lock)
 
     def _guarded(self, save: Callable[[], Any]) -> Any:
-        """Keep this rank in the collectives of the save if ``save`` fails on it between ``create`` and ``commit``."""
+        """Call ``save``; if it fails on this rank after ``create``, still join the other collectives of the save."""
         try:
             return save()
         except CheckpointError:
@@ -120,7 +122,7 @@ class SafeFiles(CheckpointEngine):
                 raise
             self.error = self.error or error
             if hasattr(self.engine.optimizer, "checkpoint_event_epilogue"):
-                self.engine.optimizer.checkpoint_event_epilogue()  # at stage 3 a collective, the last before commit
+                self.engine.optimizer.checkpoint_event_epilogue()  # at stage 3 a collective; the last one before commit
             return self.commit()
 
     def _attempt(self, act: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -132,30 +134,34 @@ class SafeFiles(CheckpointEngine):
     def _on_all_ranks(self, act: Callable[[], Any]) -> Any:
         def failure(reasons: str) -> CheckpointError:
             return CheckpointError(
-                f"the checkpoint {self.folder} could not be saved: {reasons}. What was written of it is removed, "
-                "latest names no incomplete checkpoint, and training can go on"
+                f"the checkpoint {self.folder} could not be saved: {reasons}. Its files were removed, latest does not "
+                "name an incomplete checkpoint, and training can continue"
             )
 
         return raise_on_all_ranks(act, failure)
 
     def leave_to_deepspeed(self, folder: Path) -> None:
-        """Remove the header that an older save has left in a folder, before another checkpoint engine writes there."""
+        """Remove an older save's header from a folder to which another checkpoint engine will write; a collective."""
         self.folder = folder
         self._on_all_ranks(lambda: (folder / manifest.HEADER).unlink(missing_ok=True) if self.is_first else None)
         if self.is_first:
             logger.warning(
-                f"deepspeed-muon: {type(self.contents).__name__} writes this checkpoint, which therefore gets no "
-                "manifest and is not verified when loaded"
+                f"deepspeed-muon: the checkpoint engine {type(self.contents).__name__} writes this checkpoint, which "
+                "therefore gets no manifest and is not verified when loaded"
             )
 
     # ---- what DeepSpeed calls, in this order --------------------------------------------------------------
 
     def makedirs(self, path: Any, exist_ok: bool = False) -> None:
-        """Make a folder; an error is raised by ``create`` or ``commit``."""
+        """Make a folder; keep an error for ``create`` or ``commit``, which raises it on all ranks."""
         self._attempt(self.contents.makedirs, path, exist_ok=exist_ok)
 
     def create(self, info: CheckpointCommitInfo) -> None:
-        """Lock the folder. A header makes what a killed save leaves incomplete; an older checkpoint keeps its own."""
+        """Agree on the id of the save and lock the folder; a collective.
+
+        A new folder gets its header at once, so that a killed save counts as incomplete. A folder with an older
+        checkpoint keeps that header until ``commit``, so that the older checkpoint stays valid if this save fails.
+        """
         self.save_dir, self.tag = Path(info.save_dir), info.tag
         self.folder = self.save_dir / self.tag
         self.contents.create(info)
@@ -181,16 +187,15 @@ class SafeFiles(CheckpointEngine):
         self._on_all_ranks(prepare)
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Write a file under a temporary name of this rank; after the first error accept everything and throw it away.
+        """Write a file under a temporary name of this rank; after the first error discard all data without raising.
 
-        ``torch.save`` writes from C++, where a second failure, in closing the archive after a failed write, ends the
-        process.
+        ``torch.save`` writes from C++: if a write failed, closing the archive would fail too, which ends the process.
         """
         if self.error is not None:
             return
         final = Path(path)
         temporary = f"{final.name}.{self.facts['save_id']}.{self.engine.global_rank}{durable.TEMPORARY}"
-        if final in self._syncs:  # the second version of a file counts
+        if final in self._syncs:  # this rank writes the file again; the second version counts
             self._attempt(self._syncs.pop(final).result)
         self.files[final] = final.with_name(temporary)
         file = self._attempt(durable.SyncedFile, self.files[final])
@@ -208,8 +213,9 @@ class SafeFiles(CheckpointEngine):
             self.error.filename = path
 
     def commit(self, info: CheckpointCommitInfo | None = None) -> bool:
-        """Replace what the folder has by what all ranks have written, each file from one rank."""
+        """Put the files of all ranks in their places, write manifests and ``latest``, return True; a collective."""
         self._on_all_ranks(self._wait_for_disk)
+        # Several ranks may write one file (experts under tensor parallelism): the lowest rank's version counts.
         mine = [file.relative_to(self.folder).as_posix() for file in self.files]
         writers: dict[tuple[int, str], list[int]] = defaultdict(list)
         for rank, (node, names) in enumerate(gathered((self.node, mine))):
@@ -221,13 +227,13 @@ class SafeFiles(CheckpointEngine):
         if self.is_first:
             self._remove_older({self.folder / name for node, name in writers if node == self.node})
         header = self.folder / manifest.HEADER
-        # Where folders cannot be locked, another job may have saved this tag meanwhile.
+        # If the folder could not be locked, another job may have saved this tag meanwhile.
         if any(gathered(self.is_first and not manifest.is_of(header, self.facts["save_id"]))):
             self.placed = []
-            raise CheckpointError(f"another job has saved {self.folder} meanwhile; give each job its own folder")
+            raise CheckpointError(f"another job saved {self.folder} at the same time; give each job its own folder")
         self.is_complete = True
         if self.names_latest:
-            unnamed = f"the checkpoint {self.folder} is complete, but latest does not name it: "
+            unnamed = f"the checkpoint {self.folder} is complete, but latest could not be written; load it by its tag: "
             latest = partial(durable.write_atomically, self.save_dir / "latest", self.tag)
             raise_on_all_ranks(
                 lambda: latest() if self.is_first else None, lambda reasons: CheckpointError(unnamed + reasons)
@@ -235,9 +241,9 @@ class SafeFiles(CheckpointEngine):
         return True
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Return the contents of a file; ZeRO's optimizer state is mapped into memory.
+        """Return the contents of a file. Files of ZeRO's optimizer state are mapped, others read into memory.
 
-        Other files are read: the user gets tensors of theirs, and a later save may overwrite them.
+        The user may keep tensors of the other files, which a later save may overwrite.
         """
         is_state = "zero_pp_rank_" in path and path.endswith("optim_states.pt")
         return read_model(Path(path)) if is_state else self.contents.load(path, map_location)
@@ -248,6 +254,7 @@ class SafeFiles(CheckpointEngine):
         return [file for pattern in STATES for file in self.folder.glob(pattern)]
 
     def _structures(self) -> list[dict[str, Any]]:
+        """Return the engine fingerprint of each model share, in the order of the shares; a collective."""
         from deepspeed import comm  # type: ignore[attr-defined]
 
         mine = self._on_all_ranks(lambda: compatibility.engine_fingerprint(self.engine, self.exclude_frozen))
@@ -259,7 +266,7 @@ class SafeFiles(CheckpointEngine):
         return [structure for _, structure in sorted(filter(None, found))]
 
     def _wait_for_disk(self) -> None:
-        """Raise what has failed on this rank, while it wrote or when its files were brought to disk."""
+        """Wait until this rank's files are on disk; raise its first error, if there was any."""
         for path, done in self._syncs.items():
             try:
                 done.result()
@@ -280,14 +287,18 @@ class SafeFiles(CheckpointEngine):
         manifest.finish(self.folder, self.engine.global_rank, self.facts["save_id"], self.placed)
 
     def _remove_older(self, files: set[Path]) -> None:
-        """Remove what earlier saves of this tag have left, which converters would take for a part of this one."""
+        """Remove files of earlier saves of this tag; converters would read them. ``files``: those of this save."""
         listed = {self.folder / manifest.manifest_name(rank) for rank in self.facts["ranks"]}
         others = {*self._states(), *self.folder.glob(manifest.MANIFESTS)} - files - listed
         for file in (*others, *self.folder.glob(f"*{durable.TEMPORARY}")):
             try:
                 file.unlink(missing_ok=True)
             except OSError as error:
-                logger.warning("deepspeed-muon: %s is of an older checkpoint and cannot be removed: %s", file, error)
+                logger.warning(
+                    "deepspeed-muon: %s belongs to an older checkpoint of this tag and cannot be removed: %s",
+                    file,
+                    error,
+                )
 
     def _clean_up(self) -> None:
         self._threads.shutdown()
@@ -298,13 +309,13 @@ class SafeFiles(CheckpointEngine):
         manifest.forget(self.folder / manifest.manifest_name(self.engine.global_rank), save_id)
         was_begun = self.is_first and manifest.forget(self.folder / manifest.HEADER, save_id)
         with suppress(OSError):
-            self.folder.rmdir()  # only where nothing else is in it
+            self.folder.rmdir()  # only if it is empty
         with suppress(OSError):
             if was_begun:
                 self._repoint_latest()
 
     def _repoint_latest(self) -> None:
-        """Let ``latest`` name the last complete checkpoint, or be gone: this save has destroyed the one it names."""
+        """If ``latest`` names this failed save, make it name the newest complete checkpoint instead, or remove it."""
         latest = self.save_dir / "latest"
         if not latest.is_file() or latest.read_text().strip() != self.tag:
             return

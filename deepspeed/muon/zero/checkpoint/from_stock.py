@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts a checkpoint of stock DeepSpeed's Muon to a universal one, without a GPU or a running job.
+"""Convert a checkpoint of stock DeepSpeed's Muon to a universal one, without a GPU or a running job.
 
-Stock's converter stops at stock's own Muon (it looks for ``exp_avg``), whose momentum has a layout per stage:
+Stock's converter fails on stock's own Muon (it looks for ``exp_avg``), whose momentum is saved differently by stage:
 
 =====================================  ===========================================================================
-stage 3; stages 1 and 2 with offload,  that of the fp32 weights: each rank's share
+stage 3; stages 1 and 2 with offload,  each rank's share, laid out like its fp32 weights
 ``BF16_Optimizer``
-stages 1 and 2                         whole matrices, one after the other: all that the rank has a part of
+stages 1 and 2                         each matrix of which the rank has a part, whole, one after the other
 stage 0                                one tensor per parameter, in the order of the groups
 =====================================  ===========================================================================
 
-It is an exponential average of gradients everywhere, in fp32 or bf16; under fp16 without offload of gradients that
-carry the loss scale.
+The momentum is always an exponential average of gradients, in fp32 or bf16. Under fp16 without offload these gradients
+are still multiplied by the loss scale, so the conversion divides by it.
 """
 
 from __future__ import annotations
@@ -32,22 +32,23 @@ from deepspeed.muon.state_import import KEYS
 from deepspeed.muon.zero.checkpoint.safe_load import read_model, read_states
 from deepspeed.muon.zero.checkpoint.universal import MOMENTUM, ORIGIN, WEIGHT
 
-#: Stock's Muon leaves parameters to AdamW whose names contain one of these.
+#: Stock's Muon updates a parameter with AdamW if its name contains one of these.
 ADAMW_NAMES = ("embed", "lm_head")
 MODEL_FILE = "mp_rank_00_model_states.pt"
 
 
 def convert(source: Path, target: Path) -> dict[str, Any]:
-    """Write the universal checkpoint ``target`` from the folder of one tag of a checkpoint of stock's Muon.
+    """Convert ``source``, the folder of one tag that stock's Muon saved, to the universal checkpoint ``target``.
 
     Returns:
-        ``stage``, ``matrices`` and ``adamw`` (numbers of parameters), ``loss_scale`` (by which momentum was divided).
+        ``from``, ``to``, ``stage``, ``matrices`` and ``adamw`` (numbers of parameters), ``loss_scale`` (the divisor of
+        the momentum).
 
     Raises:
-        ImportStateError: it is no such checkpoint, or lacks the momentum of matrices, which are named. Nothing is left.
+        ImportStateError: stock's Muon did not save ``source``, or states are missing. ``target`` is not created.
     """
     if target.exists():
-        raise ImportStateError(f"{target} exists already: name a new folder")
+        raise ImportStateError(f"{target} exists already; name a new folder")
     saved = read(source)
     work = target.with_name(f".{target.name}.part")
     shutil.rmtree(work, ignore_errors=True)
@@ -72,38 +73,44 @@ def convert(source: Path, target: Path) -> dict[str, Any]:
 
 
 class Saved:
-    """A checkpoint of stock's Muon: names, shapes and the parts of each parameter's weight and state, by rank."""
+    """A checkpoint of stock's Muon: its groups, its parameters' names and shapes, and the parts that ranks saved."""
 
     def __init__(self, folder: Path, name: str, stage: int) -> None:
         self.model_file, self.stage = folder / name, stage
         if not self.model_file.is_file():
-            raise ImportStateError(f"{folder} holds no {name}: name the folder of one tag of a checkpoint")
+            raise ImportStateError(f"{folder} has no {name}; name the folder of one tag, not the one above it")
         self.model = read_model(self.model_file)
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.groups: list[dict[str, Any]] = []
         self.matrices: set[str] = set()
+        #: Parameter name -> key of its weight or state -> the ranks' parts of it, in order.
         self.parts: dict[str, dict[str, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
+        #: For each group, the elements of one rank's partition.
         self.spans: list[int] = []
         self.loss_scale = 1.0
         self.steps = 0.0
 
     def take_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Take the parameter groups, if they are stock's."""
+        """Set the parameter groups; raise ImportStateError unless stock's Muon saved them."""
         flags = [group.get("use_muon") for group in groups]
         if None in flags or any("matrices" in group for group in groups):
             raise ImportStateError(
-                f"{self.model_file.parent} is no checkpoint of stock's Muon; AdamW's and this Muon's are converted by "
-                "python -m deepspeed.checkpoint.ds_to_universal (AdamW's with --inject_missing_state)"
+                f"{self.model_file.parent} is not a checkpoint of stock's Muon; convert checkpoints of AdamW and of "
+                "deepspeed-muon with python -m deepspeed.checkpoint.ds_to_universal (AdamW's with "
+                "--inject_missing_state)"
             )
         self.groups = groups
 
     def take_steps(self, entries: Iterable[dict[str, Any]]) -> None:
-        """Take the number of steps of a state, else the model's."""
+        """Set the step count: the first one among the states ``entries``, else the steps that the engine has taken."""
         counts = (float(entry["step"]) for entry in entries if "step" in entry)
         self.steps = next(counts, float(self.model["global_steps"] - self.model["skipped_steps"]))
 
     def add(self, name: str, use_muon: bool, weight: Tensor, entry: Mapping[str, Tensor], part: Any = ...) -> None:
-        """Add one rank's part of a parameter's weight and state, in the order of the ranks."""
+        """Append one rank's part of a parameter's weight and state; call it for the ranks in order.
+
+        ``entry``: key -> state. ``part``: the parameter's elements in ``weight`` and in the states.
+        """
         if use_muon:
             self.matrices.add(name)
         self.parts[name][WEIGHT].append(weight[part])
@@ -112,12 +119,12 @@ class Saved:
                 self.parts[name][key].append(entry[key][part])
 
     def whole(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield (name, fp32 weight, state and step count) of every parameter, in its shape. All must have state."""
+        """Yield (name, key -> value) of each parameter: fp32 weight and states in its shape, and the step count."""
         absent = [n for n in self.shapes for key in KEYS[n in self.matrices] if key not in self.parts[n]]
         if absent:
             raise ImportStateError(
-                f"it holds no optimizer state of {', '.join(absent[:8])}: was it saved with "
-                "save_muon_momentum_buffer_in_memory, which loses the momentum? Take its weights alone"
+                f"{self.model_file.parent} has no optimizer state of {', '.join(absent[:8])}; if it was saved with "
+                "save_muon_momentum_buffer_in_memory, the momentum is lost: load its weights alone"
             )
         for name, shape in self.shapes.items():
             states: dict[str, Any] = {"step": self.steps}
@@ -129,10 +136,10 @@ class Saved:
 
 
 def read(folder: Path) -> Saved:
-    """Open a checkpoint without reading its tensors, which are memory-mapped.
+    """Open the folder of one tag; its tensors are memory-mapped.
 
     Raises:
-        ImportStateError: it is not one of stock's Muon.
+        ImportStateError: stock's Muon did not save it.
     """
     files = list(folder.glob("*zero_pp_rank_*_optim_states.pt"))
     if not files:
@@ -145,7 +152,7 @@ def read(folder: Path) -> Saved:
     saved.take_groups(bases[0]["param_groups"])
     saved.take_steps(entry for base in bases for entry in base["state"].values())
     saved.shapes = {n: tuple(shape) for group in saved.model["param_shapes"] for n, shape in group.items()}
-    # Padding is at the end of a group: if the first rank has any, no other rank holds anything.
+    # Saved without the padding at the end of a group; if that shortens rank 0's partition, other ranks hold nothing.
     saved.spans = [part.numel() for part in ranks[0].get("single_partition_of_fp32_groups", ())]
     section = (saved.model.get("ds_config") or {}).get("zero_optimization", {}).get("offload_optimizer") or {}
     is_offloaded = section.get("device", "none") != "none"
@@ -161,12 +168,15 @@ def read(folder: Path) -> Saved:
 
 
 def _add_stage12(saved: Saved, state: Mapping[str, Any], states: Mapping[int, Any], rank: int, is_share: bool) -> None:
-    """Add one rank's share of each group. Parameters lie in the order of ``param_shapes``."""
+    """Add one rank's partition of each group, in which parameters follow each other in the order of ``param_shapes``.
+
+    ``states``: group -> its state. ``is_share``: the momentum is that of the partition, not of whole matrices.
+    """
     for index, (group, shapes) in enumerate(zip(saved.groups, saved.model["param_shapes"], strict=True)):
         use_muon, entry, span = group["use_muon"], states.get(index, {}), saved.spans[index]
         has_whole = use_muon and not is_share and "momentum_buffer" in entry
         paddings = state.get("param_alignment_paddings", {index: [0] * len(shapes)})[index]
-        start, whole_start = -rank * span, 0  # of a parameter: in this rank's share, among its whole matrices
+        start, whole_start = -rank * span, 0  # where a parameter begins in the partition, and among the whole matrices
         for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
             low, high = max(start, 0), min(start + math.prod(shape), span)
             start += math.prod(shape) + padding
@@ -181,6 +191,7 @@ def _add_stage12(saved: Saved, state: Mapping[str, Any], states: Mapping[int, An
 
 
 def _add_stage3(saved: Saved, state: Mapping[str, Any], states: Mapping[int, Any], count: int) -> None:
+    """Add one rank's part of each parameter, of ``count`` equal ones; ``states``: sub-group -> its state."""
     muon = {i for group in saved.groups if group["use_muon"] for i in group["params"]}
     for index, shapes in enumerate(saved.model["param_shapes"]):
         start, weights = 0, state["fp32_flat_groups"][index]
@@ -191,7 +202,7 @@ def _add_stage3(saved: Saved, state: Mapping[str, Any], states: Mapping[int, Any
 
 
 def _read_stage0(folder: Path) -> Saved:
-    """States carry no names at stage 0: take the model's, route them by stock's rule, and check the shapes."""
+    """Open a stage-0 checkpoint. Its states have no names: match them to the model's in stock's order."""
     saved = Saved(folder, MODEL_FILE, 0)
     outer = saved.model["optimizer"] or {}
     base = outer.get("optimizer_state_dict", outer)
@@ -207,8 +218,9 @@ def _read_stage0(folder: Path) -> Saved:
     shapes = [next(iter(e[k].shape for k in ("momentum_buffer", "exp_avg") if k in e), None) for e in found]
     if len(order) != len(weights) or shapes != [weights[name].shape for name in order]:
         raise ImportStateError(
-            "at stage 0 states carry no names, and these do not fit the model's parameters in order (frozen, tied or "
-            "grouped ones, or buffers): load the weights alone and bring the state with deepspeed.muon.import_state"
+            "at stage 0 optimizer states have no names, and the shapes of these do not match the model's parameters in "
+            "order (it may have frozen, tied or grouped parameters, or buffers): load the weights alone, then the "
+            "state with deepspeed.muon.import_state"
         )
     for name, entry, master in zip(order, found, masters or [weights[name] for name in order], strict=True):
         saved.shapes[name] = tuple(weights[name].shape)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What makes a checkpoint complete: one header for all ranks, one manifest per rank, in the tag's folder.
 
-A save writes the header, with a new id that invalidates older manifests in the folder, before it puts the first file in
-its place. Each rank adds a manifest of its files once they are on disk. A checkpoint is complete when every rank's
-manifest carries the header's id, and intact when the files have the sizes and CRC-32 of the manifests. Files of
-``torch.save`` are archives with a CRC-32 of each record: for these the manifest has the CRC-32 of their directory.
+A save writes the header before any file gets its final name; the header's new id invalidates older manifests in the
+folder. Each rank adds a manifest of its files once they are on disk. A checkpoint is complete when every rank's
+manifest has the header's id, and intact when the files have the sizes and CRC-32 of the manifests. ``torch.save``
+writes archives with a CRC-32 of each record: of these the manifest has only the CRC-32 of the archive's directory.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from deepspeed.muon.zero.checkpoint.durable import write_atomically
 
 HEADER = "muon_save.json"
 MANIFESTS = "muon_save.*.json"
-#: In format 1 the manifests have the CRC-32 of all files' contents; it is still read.
+#: Format 1, which is still read, has the CRC-32 of the contents of every file, also of archives.
 FORMAT = 2
-#: Bytes read at once for a checksum.
+#: Bytes that a checksum reads at once.
 CHUNK = 4 * 2**20
 
 
@@ -40,21 +40,24 @@ def begin(folder: Path, facts: dict[str, Any]) -> None:
     """Write the header, which makes an older checkpoint in this folder incomplete.
 
     Args:
-        facts: ``save_id``, ``world_size``, ``ranks`` that write to this folder if those are not all, and whatever a
-            reader may want to know before it loads.
+        facts: the header's contents: ``save_id``, ``world_size``, ``ranks`` (those that write to this folder; default:
+            all), and whatever a reader needs before it loads.
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / HEADER, json.dumps({"format": FORMAT, **facts}))
 
 
 def finish(folder: Path, rank: int, save_id: str, files: Iterable[Path]) -> None:
-    """List this rank's files, which lie on disk below the folder."""
+    """Write this rank's manifest; ``files`` must be on disk, below the folder."""
     listed = {file.relative_to(folder).as_posix(): _facts(file) for file in files}
     write_atomically(folder / manifest_name(rank), json.dumps({"save_id": save_id, "rank": rank, "files": listed}))
 
 
 def _facts(file: Path) -> dict[str, int | None]:
-    """Return ``bytes``, and ``records`` of an archive or ``crc32`` of another file; ``None`` if torch computes none."""
+    """Return a file's entry in a manifest: ``bytes``, and ``records`` of an archive or ``crc32`` of another file.
+
+    ``crc32`` is ``None`` if torch is configured to compute no checksums.
+    """
     size = file.stat().st_size
     with suppress(zipfile.BadZipFile, ValueError), zipfile.ZipFile(file) as archive:
         return {"bytes": size, "records": _records(archive)}
@@ -63,21 +66,21 @@ def _facts(file: Path) -> dict[str, int | None]:
 
 
 def _records(archive: zipfile.ZipFile) -> int:
-    """Return the CRC-32 of an archive's directory, which has the names, places, sizes and CRC-32 of its records."""
+    """Return the CRC-32 of an archive's directory, which lists name, offset, size and CRC-32 of each record."""
     assert archive.fp is not None
     archive.fp.seek(archive.start_dir)
     return zlib.crc32(archive.fp.read())
 
 
 def is_of(file: Path, save_id: str) -> bool:
-    """Return whether a header or manifest is of this save."""
+    """Return whether a header or manifest belongs to the save with this id; False if it cannot be read."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         return json.loads(file.read_text())["save_id"] == save_id
     return False
 
 
 def forget(file: Path, save_id: str) -> bool:
-    """Remove a header or manifest of a save that failed; return whether it was that save's."""
+    """Remove a header or manifest if it belongs to the save with this id; return whether it was removed."""
     with suppress(OSError):
         if is_of(file, save_id):
             file.unlink()
@@ -86,7 +89,7 @@ def forget(file: Path, save_id: str) -> bool:
 
 
 def read_header(folder: Path) -> dict[str, Any] | None:
-    """Return a folder's header, ``None`` if it has none. Raises CheckpointError if it cannot be read."""
+    """Return a folder's header, or ``None`` without one; raise CheckpointError if it is unreadable or too new."""
     file = folder / HEADER
     try:
         header = json.loads(file.read_text()) if file.exists() else None
@@ -94,21 +97,20 @@ def read_header(folder: Path) -> dict[str, Any] | None:
             return header
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{HEADER} cannot be read: {error}") from error
-    raise CheckpointError(f"{HEADER} was written by a newer deepspeed-muon; install that version")
+    raise CheckpointError(f"{HEADER} was written by a newer deepspeed-muon; install that version or a later one")
 
 
 def damages(folder: Path, save_id: str, rank: int, contents: bool = True) -> list[str]:
-    """Return messages about what is wrong with the files of one rank of a save.
+    """Return one message for each problem with the files that ``rank`` wrote in a save; empty if there is none.
 
     Args:
-        rank: the rank that wrote them.
-        contents: whether to read the files and compare checksums, or to look at their sizes only.
+        contents: whether to read the files and compare their checksums, or only their sizes.
     """
     name = manifest_name(rank)
     try:
         manifest = json.loads((folder / name).read_text())
         if manifest["save_id"] != save_id:
-            return [f"{name} is of another save: the last save of this tag was not finished, or two were mixed"]
+            return [f"{name} belongs to another save: the last save of this tag was not finished, or two were mixed"]
         with ThreadPoolExecutor() as threads:  # zlib computes a CRC-32 without the interpreter's lock
             checks = [
                 threads.submit(_damage, folder, file, facts, contents) for file, facts in manifest["files"].items()
@@ -125,7 +127,7 @@ def _damage(folder: Path, name: str, facts: dict[str, int | None], contents: boo
     key, value = facts.popitem()
     try:
         if (current := (folder / name).stat().st_size) != size:
-            return f"{name} has {current} bytes, and {size} were saved"
+            return f"{name} has {current} bytes, but {size} were saved"
         is_intact = not contents or _is_intact(folder / name, key, value)
     except FileNotFoundError:
         return f"{name} is missing"
@@ -133,20 +135,20 @@ def _damage(folder: Path, name: str, facts: dict[str, int | None], contents: boo
         return f"{name} cannot be read: {error}"
     except Exception:  # a damaged archive can raise anything
         is_intact = False
-    return None if is_intact else f"{name} has other contents than were saved (CRC-32)"
+    return None if is_intact else f"{name} has changed since it was saved (its CRC-32 differs)"
 
 
 def _is_intact(file: Path, key: str, value: int | None) -> bool:
-    """Return whether a file has the contents that its entry in a manifest describes."""
+    """Return whether a file has the checksum of its entry in a manifest; ``key``: "crc32" or "records"."""
     if key == "crc32":
         return value is None or checksum(file) == value
     with zipfile.ZipFile(file) as archive:
-        has_crc32 = any(record.CRC for record in archive.infolist())  # torch writes 0 where it is to compute none
+        has_crc32 = any(record.CRC for record in archive.infolist())  # torch writes 0 if it computes none
         return key == "records" and _records(archive) == value and not (has_crc32 and archive.testzip())
 
 
 def complete_tags(folder: Path) -> list[str]:
-    """Return the tags below a folder whose files all exist in full size, the newest first."""
+    """Return the names of the checkpoints below a folder whose files all exist in full size, the newest first."""
     headers = sorted(folder.glob(f"*/{HEADER}"), key=lambda file: file.stat().st_mtime, reverse=True)
     return [file.parent.name for file in headers if _is_complete(file.parent)]
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading at stage 3, where tensors of the engine or of the checkpoint lie in files on NVMe.
+"""Load a checkpoint at stage 3 if the engine keeps tensors on NVMe, or the run that saved it did.
 
-DeepSpeed looks for copies of the swapped files and skips the rest, so settings, step counts, the loss scale and every
-tensor that was not swapped are lost. Our ``zero_pp_rank_*`` holds all of a rank, and is mapped into memory. In older
-checkpoints it has empty tensors in place of those in ``offloaded_tensors/rank*``.
+With NVMe, DeepSpeed loads only copies of swap files: settings, step counts, the loss scale and every tensor that was
+not swapped are lost. Our ``zero_pp_rank_*`` file holds everything of a rank and is memory-mapped. In older checkpoints
+it has empty tensors in place of those in ``offloaded_tensors/rank*``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from deepspeed.muon.zero.consensus import raise_on_all_ranks
 from deepspeed.muon.zero.nvme import each_sub_group, saved_files, swapped_in
 
 _STAGE3 = "deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3"
-#: Replaced for the time of a load.
+#: Methods that are replaced during a load.
 SEAMS = tuple(
     Seam(_STAGE3[0], f"{_STAGE3[1]}.{name}") for name in ("_rigid_load_state_dict", "_restore_from_bit16_weights")
 )
@@ -34,12 +34,12 @@ SEAMS = tuple(
 
 @contextmanager
 def loading_with_nvme(engine: Any, arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Check this rank's files; then let DeepSpeed load as without NVMe, with some of its functions replaced.
+    """Check this rank's files; then, inside the context, make DeepSpeed's ``load_checkpoint`` work with NVMe.
 
-    Raises CheckpointError on every rank, before anything is changed, if one of them lacks anything.
+    Raises CheckpointError on every rank, before anything is changed, if the files of one of them do not fit.
 
     Args:
-        arguments: of ``load_checkpoint``.
+        arguments: those of ``load_checkpoint``, by name; ``tag`` is ``None`` if there is nothing to load.
     """
     wrapper, optimizer, is_universal = engine.optimizer, engine.basic_optimizer, engine.load_universal_checkpoint()
     uses_nvme = wrapper.swap_optimizer or wrapper.params_in_nvme_and_cpu
@@ -50,13 +50,13 @@ def loading_with_nvme(engine: Any, arguments: Mapping[str, Any]) -> Iterator[Non
         saved = raise_on_all_ranks(check, lambda reasons: CheckpointError(refusal + reasons))
 
     def load_checkpoint(original: Callable, load_dir: str, tag: str, **options: Any) -> Any:
-        """``DeepSpeedEngine._load_checkpoint``, which would gather weights from empty zero files."""
+        """Replace ``_load_checkpoint``, which without optimizer states would gather weights from empty zero files."""
         if saved is not None or is_universal:
             options["load_optimizer_states"] = True
         return original(load_dir, tag, **options)
 
     def load_zero_file(original: Callable, state: dict[str, Any], load_optimizer_states: bool = True) -> None:
-        """``_rigid_load_state_dict``."""
+        """Replace ``_rigid_load_state_dict``: with NVMe, copy the checked ``saved``, else ``state``, into place."""
         nonlocal has_weights
         if saved is None and not uses_nvme:
             original(state, load_optimizer_states=load_optimizer_states)
@@ -65,7 +65,7 @@ def loading_with_nvme(engine: Any, arguments: Mapping[str, Any]) -> Iterator[Non
             has_weights = True
 
     def load_weights(original: Callable) -> None:
-        """``_restore_from_bit16_weights``; in a load of nothing but weights they come from the checkpoint."""
+        """Replace ``_restore_from_bit16_weights``: take fp32 weights from ``saved``, unless they are loaded already."""
         nonlocal has_weights
         if saved is None and uses_nvme:
             _refresh(wrapper)
@@ -86,9 +86,9 @@ def loading_with_nvme(engine: Any, arguments: Mapping[str, Any]) -> Iterator[Non
 
 
 def _complete_state(engine: Any, arguments: Mapping[str, Any], uses_nvme: bool) -> dict[str, Any] | None:
-    """Return this rank's zero file, where it has all weights for NVMe or was completed by files of an older checkpoint.
+    """Return this rank's ZeRO state, completed from the swap files of older checkpoints; ``None``: DeepSpeed loads it.
 
-    Raises CheckpointError if what will be loaded of it does not fit.
+    Raises CheckpointError if what will be loaded of it does not fit the engine.
     """
     load_dir, tag = arguments["load_dir"], arguments["tag"]
     file = Path(engine._get_zero_ckpt_name(load_dir, tag))
@@ -100,7 +100,7 @@ def _complete_state(engine: Any, arguments: Mapping[str, Any], uses_nvme: bool) 
         return None
     is_swapped = not all(flat.numel() for flat in flats)
     misfit = _layout_difference(engine, read_model(Path(engine._get_ckpt_name(load_dir, tag))))
-    # DeepSpeed loads weights from the zero files where there are experts, whatever is asked for.
+    # With experts, DeepSpeed loads weights from the zero files, whatever the arguments ask for.
     if misfit and (is_swapped or loads_states(arguments) or engine.has_moe_layers):
         raise CheckpointError(misfit)
     if not is_swapped:
@@ -114,20 +114,20 @@ def _complete_state(engine: Any, arguments: Mapping[str, Any], uses_nvme: bool) 
         for name in optimizer.state_keys(wrapper.fp32_partitioned_groups_flat[index]):
             key = "exp_avg" if name == "momentum_buffer" else name
             if key not in state:
-                raise CheckpointError(f"it has no {name}: it was saved with another optimizer or another routing")
+                raise CheckpointError(f"it has no {name}: another optimizer saved it, or Muon had other parameters")
             state[key] = read(state[key], f"{name}-{number}", numel)
     return saved
 
 
 def _whole(folder: Path, tensor: Tensor, name: str, numel: int) -> Tensor:
-    """Return a tensor of the zero file; one without elements is mapped from a file of its own."""
+    """Return ``tensor``; if it has no elements, map the ``numel`` fp32 values of swap file ``name`` instead."""
     if tensor.numel():
         return tensor
     path = folder / f"{name}.tensor.swp"
     if not path.is_file():
-        raise CheckpointError(f"there is no {path}, which holds what offload_optimizer had on NVMe")
+        raise CheckpointError(f"{path} is missing, which holds what offload_optimizer had on NVMe; load another tag")
     if (size := path.stat().st_size) < 4 * numel:
-        raise CheckpointError(f"{path} has {size} bytes, expected at least {4 * numel}; it is not complete")
+        raise CheckpointError(f"{path} has {size} bytes, expected at least {4 * numel}: its save was interrupted")
     return torch.from_file(str(path), shared=False, size=numel, dtype=torch.float32)
 
 
@@ -137,8 +137,9 @@ def _layout_difference(engine: Any, model: Mapping[str, Any]) -> str | None:
     if (saved, saved_ranks) == (current, current_ranks):
         return None
     return (
-        f"its {len(saved)} sub-groups on {saved_ranks} ranks are not this engine's {len(current)} on {current_ranks}; "
-        "use the ranks, zero_optimization.sub_group_size, parameters and routing with which it was saved"
+        f"it was saved with {len(saved)} sub-groups on {saved_ranks} ranks, and this run has {len(current)} on "
+        f"{current_ranks}, or other parameters in them; use the number of ranks, zero_optimization.sub_group_size, "
+        "parameters and routing of the run that saved it"
     )
 
 
@@ -146,7 +147,7 @@ def _layout_difference(engine: Any, model: Mapping[str, Any]) -> str | None:
 
 
 def _restore(wrapper: Any, optimizer: MuonWithAuxAdam, saved: dict[str, Any], load_optimizer_states: bool) -> None:
-    """Load weights, states, settings and the loss scale, every tensor in place."""
+    """Copy weights and, if asked, states from ``saved`` into the existing tensors; load settings and loss scale."""
     loaded: dict[Tensor, dict[str, Any]] = {}
     if load_optimizer_states:
         for name in ("loss_scaler", "dynamic_loss_scale", "overflow"):
@@ -159,7 +160,7 @@ def _restore(wrapper: Any, optimizer: MuonWithAuxAdam, saved: dict[str, Any], lo
 
 
 def _load_settings(wrapper: Any, optimizer: MuonWithAuxAdam, saved: dict[str, Any]) -> dict[Tensor, dict[str, Any]]:
-    """Load the groups' settings with torch's loader; the loaded states are returned, not bound to the tensors."""
+    """Load the groups' settings with torch's loader; return the loaded states by tensor, without attaching them."""
     bound = {flat: optimizer.state[flat] for flat in wrapper.fp32_partitioned_groups_flat}
     wrapper._set_fp32_optimizer_param_groups()
     try:
@@ -171,10 +172,10 @@ def _load_settings(wrapper: Any, optimizer: MuonWithAuxAdam, saved: dict[str, An
 
 
 def _refresh(wrapper: Any) -> None:
-    """Copy the model's weights to the fp32 ones."""
-    for index, half in enumerate(wrapper.fp16_partitioned_groups_flat):
+    """Copy the model's 16-bit weights to the fp32 ones."""
+    for index, bit16 in enumerate(wrapper.fp16_partitioned_groups_flat):
         with swapped_in(wrapper, index) as flat:
-            if half is None:
-                half = torch.empty_like(flat)
-                wrapper._swap_in_sub_group_to_flat_buffer(half, index)
-            flat.data.copy_(half.data)
+            if bit16 is None:
+                bit16 = torch.empty_like(flat)
+                wrapper._swap_in_sub_group_to_flat_buffer(bit16, index)
+            flat.data.copy_(bit16.data)

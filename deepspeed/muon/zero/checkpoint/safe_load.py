@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the files of a checkpoint, optimizer state without running code from them, and through memory maps."""
+"""Read the files of a checkpoint through memory maps, optimizer states without running code that they may contain."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ import torch
 
 
 def read_states(file: Path) -> Any:
-    """Return the contents of an optimizer's file; tensors are memory-mapped where its format permits.
+    """Return the contents of an optimizer state file; tensors are memory-mapped if its format permits.
 
     Raises:
-        pickle.UnpicklingError: it holds other things than tensors, numbers and what ZeRO puts beside them.
+        pickle.UnpicklingError: it holds more than tensors, numbers and the classes that ZeRO saves with them.
     """
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
     def stage(kind: Any, name: str) -> Any:
-        """Stand in for ``getattr``, which some versions of Python use to pickle members of enumerations."""
+        """Replace ``getattr``, with which some Python versions pickle enumerations: allow ``ZeroStageEnum`` only."""
         if kind is not ZeroStageEnum:
-            raise pickle.UnpicklingError(f"{file.name} asks for {name} of {kind}")
+            raise pickle.UnpicklingError(f"{file.name} calls getattr({kind}, {name!r}), which no optimizer state needs")
         return ZeroStageEnum[name]
 
-    # Allowed by this name, as a pair of object and name is from torch 2.6 on.
+    # torch allows a function by its name; from torch 2.6 on, (function, name) would do the same.
     stage.__module__, stage.__name__, stage.__qualname__ = "builtins", "getattr", "getattr"
     scalar: Any = numpy.float64(0)  # a learning rate that was computed with numpy
     numbers = [scalar.__reduce__()[0], numpy.dtype, type(scalar.dtype)]
@@ -38,5 +38,5 @@ def read_states(file: Path) -> Any:
 
 
 def read_model(file: Path) -> dict[str, Any]:
-    """Return the contents of a model's file, mapped too. Unpickles objects that the user saved, as DeepSpeed does."""
+    """Return the contents of a model file, memory-mapped too. Unpickles whatever the user saved, as DeepSpeed does."""
     return torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=False)

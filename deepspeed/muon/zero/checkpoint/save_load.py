@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``save_checkpoint`` and ``load_checkpoint`` that fail closed.
+"""Replacements for ``save_checkpoint`` and ``load_checkpoint`` that succeed or fail on all ranks alike.
 
-Saving: through :class:`SafeFiles`; a failure on one rank is an error on all.
-Loading: every rank checks its files before the engine is changed; all ranks raise the same error if any finds damage.
+Saving: files go through :class:`SafeFiles`; a failure on one rank is an error on all.
+Loading: every rank checks its files before any engine is changed; if one finds damage, all raise the same error.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from deepspeed.muon.zero.consensus import broadcast, differences, gathered, rais
 from deepspeed.muon.zero.refusals import refuse_universal
 from deepspeed.muon.zero.wrappers.loss_scale import keeping_scaler_class
 
-#: Problems and tags that one error lists.
+#: The most problems or tags that one error lists.
 MAX_LISTED = 4
-#: Arguments of a save and a load that all ranks must pass alike.
+#: Arguments of ``save_checkpoint`` and ``load_checkpoint`` that must be equal on all ranks.
 COMMON = {
     "save_dir", "load_dir", "tag", "save_latest", "exclude_frozen_parameters", "load_module_strict", "load_module_only",
     "load_optimizer_states", "load_lr_scheduler_states", "custom_load_fn",
@@ -52,7 +52,7 @@ def _arguments(original: Callable, engine: Any, args: tuple, options: dict[str, 
 
 
 def _compare_arguments(engine: Any, call: str, arguments: Mapping[str, Any]) -> None:
-    """Raise the same CheckpointError on all ranks if they call a save or a load with different arguments."""
+    """Raise CheckpointError on all ranks if they pass different arguments to the function ``call``; a collective."""
     values = {name: value for name, value in arguments.items() if name in COMMON}
     for name in {"save_dir", "load_dir"} & values.keys():
         values[name] = str(Path(values[name]).absolute()) if values[name] else ""
@@ -67,7 +67,7 @@ def _compare_arguments(engine: Any, call: str, arguments: Mapping[str, Any]) -> 
 
 
 def _position(engine: Any) -> int:
-    """Return the micro-batches since the last step; 0 if the script or framework decides which one ends a step."""
+    """Return how many micro-batches ran since the last step; 0 if the script decides which micro-batch ends a step."""
     is_managed = getattr(engine, "managed_gradient_accumulation", lambda: True)()
     if not is_managed or engine._is_gradient_accumulation_boundary is not None:
         return 0
@@ -78,11 +78,11 @@ def _position(engine: Any) -> int:
 
 
 def save_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call ``DeepSpeedEngine.save_checkpoint``, through files of :class:`SafeFiles`.
+    """Replace ``DeepSpeedEngine.save_checkpoint``: let it write through :class:`SafeFiles`.
 
     Raises:
-        CheckpointError: on all ranks, where anything failed on one of them. Nothing of the checkpoint is left,
-            ``latest`` names no incomplete one, and the engine can train on and save again.
+        CheckpointError: on all ranks, if anything failed on one of them. The files of this save are removed,
+            ``latest`` names no incomplete checkpoint, and the engine can continue training and save again.
     """
     arguments = _arguments(original, engine, args, kwargs)
     if arguments["tag"] is None:
@@ -103,7 +103,7 @@ def save_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
 
 
 def _warn_of_different_client_states(engine: Any, state: Any) -> None:
-    """Warn where one rank's ``client_state`` is saved and others differ from it: at stage 3 each rank saves its own."""
+    """Warn if ranks pass different ``client_state``, unless at stage 3, where DeepSpeed saves every rank's."""
     plain = (str, bytes, int, float, bool, type(None))
     facts = {
         str(key): value if isinstance(value, plain) else type(value).__name__ for key, value in (state or {}).items()
@@ -112,9 +112,9 @@ def _warn_of_different_client_states(engine: Any, state: Any) -> None:
     differing = [rank for rank, other in enumerate(found) if other != found[0]]
     if differing and engine.zero_optimization_stage() != 3 and engine.global_rank == 0:
         logger.warning(
-            f"deepspeed-muon: client_state of ranks {differing} differs from that of rank 0. At ZeRO stages 0 to 2 "
-            "DeepSpeed saves that of one rank per share of the model, and loads it on all: gather what all ranks need "
-            "before the save"
+            f"deepspeed-muon: the client_state of ranks {differing} differs from that of rank 0. At ZeRO stages 0 to 2 "
+            "DeepSpeed saves it on one rank for each part of the model and loads it on all; gather what all ranks need "
+            "into it before the save"
         )
 
 
@@ -122,14 +122,14 @@ def _warn_of_unfinished_step(engine: Any) -> None:
     done, total = _position(engine), engine.gradient_accumulation_steps()
     if done and engine.global_rank == 0:
         logger.warning(
-            f"deepspeed-muon: this checkpoint is saved after micro-batch {done} of {total}; the gradients since the "
-            "last step are not part of it: a resumed run begins this step again: give it these "
+            f"deepspeed-muon: this checkpoint is saved after micro-batch {done} of {total} and does not contain the "
+            "gradients since the last step; a resumed run begins this step again, so give it these "
             f"{done} micro-batches once more"
         )
 
 
 def _warn_of_frozen(engine: Any, are_excluded: bool) -> None:
-    """Warn, once, that DeepSpeed saves what ``zero_to_fp32`` needs for frozen parameters at stages 2 and 3 only."""
+    """Warn once, at stage 1, of frozen parameters: DeepSpeed saves them for ``zero_to_fp32`` at stages 2 and 3 only."""
     adapter = engine.muon_adapter
     if engine.zero_optimization_stage() != 1 or are_excluded or adapter.has_warned_of_frozen:
         return
@@ -138,7 +138,7 @@ def _warn_of_frozen(engine: Any, are_excluded: bool) -> None:
     if frozen and engine.global_rank == 0:
         logger.warning(
             "deepspeed-muon: at ZeRO stage 1 DeepSpeed's zero_to_fp32 leaves out frozen parameters, here "
-            f"{len(frozen)}, first {frozen[0]}; they are in this checkpoint's mp_rank_*_model_states.pt, or use stage 2"
+            f"{len(frozen)} (first: {frozen[0]}); take them from mp_rank_*_model_states.pt, or use stage 2"
         )
 
 
@@ -146,10 +146,10 @@ def _warn_of_frozen(engine: Any, are_excluded: bool) -> None:
 
 
 def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call ``DeepSpeedEngine.load_checkpoint``, after all ranks have checked the files.
+    """Replace ``DeepSpeedEngine.load_checkpoint``: first check the files on all ranks.
 
     Raises:
-        CheckpointError: the same on all ranks; the engine is as before.
+        CheckpointError: the same on all ranks; the engine is unchanged.
     """
     arguments = _arguments(original, engine, args, kwargs)
     _compare_arguments(engine, "load_checkpoint", arguments)
@@ -160,7 +160,7 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
         # With load_module_only and optimizer states DeepSpeed would load nothing.
         arguments["load_optimizer_states"] = False
     tag: str | None
-    if is_universal:  # which has no id of a save
+    if is_universal:  # it has no save id
         tag, save_id = raise_on_all_ranks(partial(_universal_tag, engine, arguments), CheckpointError), None
     else:
         tag, save_id = _agreed(engine, arguments)
@@ -170,7 +170,7 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
         logger.info("deepspeed-muon: the checkpoint %s has no manifest%s and is not verified", tag, why)
 
     def gather_tag(original: Callable, *args: Any, **options: Any) -> Any:
-        """Gather the tag's weights, where DeepSpeed takes those of ``latest``: at stage 3 without optimizer states."""
+        """Gather the weights of ``tag``, not of ``latest``, as DeepSpeed does at stage 3 without optimizer states."""
         return original(*args, **options | {"tag": tag})
 
     with (
@@ -183,21 +183,21 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
         rates = [group["lr"] for group in engine.basic_optimizer.param_groups]
         result = original(**arguments)
     if result[0] is not None:
-        # What micro-batches since the last step have left belongs to other weights.
+        # Gradients of an unfinished step belong to the weights from before the load.
         engine.micro_steps -= _position(engine)
         adapter.drop_gradients()
         compare_plans(engine)
         compatibility.warn_of_rates(engine, rates)
         is_stage_0 = engine.zero_optimization_stage() == 0  # under ZeRO the engine does this itself
         if not arguments["load_optimizer_states"] and is_stage_0 and hasattr(adapter.wrapper, "refresh_fp32_params"):
-            adapter.wrapper.refresh_fp32_params()  # otherwise the next step would put back the weights from before
+            adapter.wrapper.refresh_fp32_params()  # or the next step would restore the old weights
     return result
 
 
 def _check_mapped(original: Callable, loader: Any) -> None:
-    """Call ``SDLoaderBase.check_ckpt_list`` with the model's file mapped: it reads the whole file for one number.
+    """Replace ``SDLoaderBase.check_ckpt_list``: map the model file, of which it needs one number.
 
-    A checkpoint engine does not learn which of its loads this is.
+    ``SafeFiles.load`` cannot do this, because it does not learn which load it serves.
     """
     checkpoint_engine = loader.checkpoint_engine
     if isinstance(checkpoint_engine, SafeFiles):
@@ -207,7 +207,7 @@ def _check_mapped(original: Callable, loader: Any) -> None:
 
 
 def _agreed(engine: Any, arguments: dict[str, Any]) -> tuple[str | None, str | None]:
-    """Return the tag to load and the id of its save, if any; raise on all ranks what any has found to be wrong."""
+    """Return (tag to load, id of its save), ``None`` without one; raise on all ranks what any of them found wrong."""
     found = gathered(_look(engine, arguments))
     ranks: dict[str, list[int]] = {}
     for rank, (_, _, problems) in enumerate(found):
@@ -216,7 +216,7 @@ def _agreed(engine: Any, arguments: dict[str, Any]) -> tuple[str | None, str | N
     listed = [text if len(who) == len(found) else f"{text} (found by ranks {who})" for text, who in ranks.items()]
     seen = [(tag, save_id) for tag, save_id, _ in found]
     if not listed and len(set(seen)) > 1:
-        listed = [f"the ranks see different checkpoints: {seen[:MAX_LISTED]}"]
+        listed = [f"the ranks see different checkpoints, by (tag, id of the save): {seen[:MAX_LISTED]}"]
     if listed:
         is_first = engine.global_rank == 0  # one rank looks for another tag to suggest
         raise CheckpointError(broadcast(_refusal(arguments["load_dir"], seen[0][0], listed) if is_first else None))
@@ -227,11 +227,11 @@ def _refusal(load_dir: str, tag: str | None, problems: list[str]) -> str:
     more = f" and {len(problems) - MAX_LISTED} more" if len(problems) > MAX_LISTED else ""
     try:
         tags = [other for other in manifest.complete_tags(Path(load_dir)) if other != tag]
-    except Exception:  # somebody deletes them meanwhile; the other ranks wait for this text
+    except Exception:  # a tag may be deleted meanwhile, and the other ranks wait for this text
         tags = []
     advice = f"{load_dir} has no other complete checkpoint"
     if tags:
-        advice = f"complete there: {', '.join(tags[:MAX_LISTED])}; pass tag={tags[0]!r}"
+        advice = f"complete in this folder: {', '.join(tags[:MAX_LISTED])}; to load it, pass tag={tags[0]!r}"
     return (
         f"the checkpoint {Path(load_dir, tag or '')} cannot be loaded, and nothing was changed: "
         f"{'; '.join(problems[:MAX_LISTED])}{more} ({advice})"
@@ -239,7 +239,7 @@ def _refusal(load_dir: str, tag: str | None, problems: list[str]) -> str:
 
 
 def _look(engine: Any, arguments: dict[str, Any]) -> tuple[str | None, str | None, list[str]]:
-    """Return this rank's view: the tag, the id of the save, and what is wrong with it."""
+    """Return what this rank sees: (tag, id of the save, problems); ``None`` if there is no tag, or no id."""
     tag, header, problems = arguments["tag"], None, []
     try:
         _refuse_moved(engine)
@@ -253,35 +253,36 @@ def _look(engine: Any, arguments: dict[str, Any]) -> tuple[str | None, str | Non
 
 
 def _refuse_moved(engine: Any) -> None:
-    """Refuse a load while states are away: DeepSpeed would fill some of them and lose others."""
+    """Raise CheckpointError after ``offload_states()``: DeepSpeed would fill some moved states and lose others."""
     if moved := engine.muon_adapter.moved_states:
         raise CheckpointError(f"{', '.join(moved)} are away after offload_states(); call engine.reload_states() first")
 
 
 def _universal_tag(engine: Any, arguments: dict[str, Any]) -> str:
-    """Return the caller's tag, or that of what was converted last."""
+    """Return the caller's tag, else the one in ``latest_universal``; raise CheckpointError without either."""
     _refuse_moved(engine)
     folder = Path(arguments["load_dir"])
     if tag := arguments["tag"] or _latest(folder, "latest_universal"):
         return str(tag)
     tag = _latest(folder)
     raise CheckpointError(
-        f"checkpoint.load_universal is true, but {folder} has no universal checkpoint (latest_universal); "
-        + (f"remove it to load the checkpoint {tag}" if tag else "it has no other checkpoint either")
+        f"checkpoint.load_universal is true, but {folder} has no universal checkpoint (no file latest_universal); "
+        + (f"remove that key to load the checkpoint {tag}" if tag else "it has no other checkpoint either")
     )
 
 
 def _latest(folder: Path, name: str = "latest") -> str | None:
+    """Return the tag that the file ``name`` contains; ``None`` if there is no such file."""
     file = folder / name
     if not file.is_file():
         return None
     if tag := file.read_text().strip():
         return tag
-    raise CheckpointError(f"{name} is empty")
+    raise CheckpointError(f"the file {name} is empty")
 
 
 def _misfits(engine: Any, arguments: dict[str, Any], tag: str, header: dict[str, Any] | None) -> list[str]:
-    """Return messages about damaged files, else the one about a checkpoint that does not fit."""
+    """Return messages about damaged files of ``tag``, else one if the checkpoint does not fit the engine."""
     folder = Path(arguments["load_dir"], tag)
     if not folder.is_dir():
         return [f"there is no folder {tag}" + ("" if arguments["tag"] else ", which latest names")]
@@ -290,8 +291,8 @@ def _misfits(engine: Any, arguments: dict[str, Any], tag: str, header: dict[str,
     else:
         saved_count, (share, count) = len(header["structures"]), compatibility.model_share(engine)
         if saved_count != count:
-            what = "stages of a pipeline, or ranks of tensor parallelism"
-            return [f"it was saved with the model divided into {saved_count} {what}, this run has {count}; use as many"]
+            what = "parts (pipeline stages x tensor-parallel ranks)"
+            return [f"it was saved with the model in {saved_count} {what}, this run has {count}; use the same numbers"]
         saved = header["structures"][share]
         mine = range(engine.global_rank, header["world_size"], engine.world_size)
         if found := [text for rank in mine for text in manifest.damages(folder, header["save_id"], rank)]:

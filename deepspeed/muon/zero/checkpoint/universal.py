@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Universal checkpoints: a folder with one file per parameter and state, read by stock and by this loader.
+"""Load universal checkpoints: folders with one file per parameter and state, which stock DeepSpeed can load as well.
 
 Stock's converter makes them from checkpoints of this optimizer and of AdamW, ``ds_muon import`` from stock's Muon.
-This loader takes the place of stock's, which knows one kind of group. It reads through the layout to which the
-optimizer is bound, so ranks, stage and the order of parameters may change; files are mapped, each rank reads its share.
+This loader replaces stock's, which supports only one kind of group. It uses the layout to which the optimizer is bound,
+so ranks, stage and parameter order may change. Files are memory-mapped; each rank reads its share.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from deepspeed.muon.zero.consensus import raise_on_all_ranks
 from deepspeed.muon.zero.tp_ranks import tp_rank
 from deepspeed.muon.zero.wrappers.adapter import Adapter
 
-#: Names of the files that hold a parameter's fp32 weight and Muon's momentum.
+#: Names, without ``.pt``, of the files with a parameter's fp32 weight and with Muon's momentum.
 WEIGHT, MOMENTUM = "fp32", "exp_avg"
-#: Key in ``optimizer_state.pt``: which optimizer's checkpoint ``ds_muon import`` converted.
+#: Key in ``optimizer_state.pt``; its value names the optimizer whose checkpoint ``ds_muon import`` converted.
 ORIGIN = "deepspeed_muon_origin"
-#: Replaced where the config asks for a universal checkpoint.
+#: Replaced if the config asks for a universal checkpoint.
 SEAMS = (Seam("deepspeed.runtime.engine", "DeepSpeedEngine._get_all_ckpt_names"),)
 
 
 def support_universal_checkpoints(adapter: Adapter) -> None:
-    """Make the engine write the metadata that DeepSpeed's converter needs, and load what it converts."""
+    """Make the engine save the metadata that DeepSpeed's converter needs, and load converted checkpoints."""
     from deepspeed.checkpoint import constants
 
     engine, optimizer = adapter.engine, adapter.optimizer
@@ -59,6 +59,7 @@ def support_universal_checkpoints(adapter: Adapter) -> None:
         setattr(engine.module, constants.UNIVERSAL_CHECKPOINT_INFO, info)
 
     def load(original: Callable, folder: str, load_optimizer_states: bool, load_from_fp32_weights: bool) -> None:
+        """Replace ``_load_universal_checkpoint``: check the files on all ranks before anything changes, then load."""
         check = partial(_opened, engine, optimizer, folder, load_optimizer_states)
         opened, actions = raise_on_all_ranks(check, lambda reasons: ImportStateError(f"nothing was loaded: {reasons}"))
         _load(adapter, opened, actions, load_optimizer_states)
@@ -70,17 +71,18 @@ def support_universal_checkpoints(adapter: Adapter) -> None:
 
 
 def _either_name(original: Callable[[str, Any], list[str]], folder: str, tag: Any) -> list[str]:
-    """Return the files with counts and schedules, which are named after the stage that saved them, not this one."""
+    """Replace ``_get_all_ckpt_names``: also find model files with the names that other ZeRO stages give them."""
     patterns = ("mp_rank_*_model_states.pt", "zero_pp_rank_0_mp_rank_*_model_states.pt")
     others = (sorted(map(str, Path(folder, str(tag)).glob(pattern))) for pattern in patterns)
     return next(filter(None, (original(folder, tag), *others)), [])
 
 
 class Folder:
-    """A universal checkpoint.
+    """A universal checkpoint on disk.
 
     Args:
-        shards: for each parameter that is spread over ranks, by name: how it is cut, and whose shard is read.
+        shards: parameter name -> (how the parameter is split over ranks, the rank whose shard is read); without
+            parameters that every rank of the model has whole.
     """
 
     def __init__(self, folder: str, shards: Mapping[str, tuple[Sharding, int]]) -> None:
@@ -88,7 +90,7 @@ class Folder:
         self.shards = shards
         self.common: dict[str, Any] = self._open("optimizer_state.pt")
         self.groups = saved_groups(self.common)
-        #: Whether deepspeed-muon saved it, so that the groups' settings have the meaning that they have in this run.
+        #: Whether deepspeed-muon saved it. Only then do its groups' settings mean the same as this run's.
         self.is_ours = ORIGIN not in self.common and any("use_muon" in group for group in self.groups)
         matrices = {name for group in self.groups for name in group.get("matrices", ())}
         names = (str(file.parent.relative_to(self.zero)) for file in self.zero.rglob(f"{WEIGHT}.pt"))
@@ -97,7 +99,7 @@ class Folder:
         self.source = Source(title, self.is_muon, self.read, self.step)
 
     def read(self, name: str, key: str) -> Tensor:
-        """Return this rank's shard of a parameter's weight or state; a whole one is memory-mapped."""
+        """Return this rank's shard of a parameter's weight or state ``key``; if unsplit, all of it, memory-mapped."""
         whole = self._whole(name, key)
         if name not in self.shards:
             return whole
@@ -109,25 +111,28 @@ class Folder:
         return value["param"] if isinstance(value, dict) else value
 
     def step(self, name: str) -> float:
-        """Return how many steps the parameter has taken."""
+        """Return how many optimizer steps the parameter has had."""
         if (self.zero / name / "step.pt").is_file():
             return float(self._open(f"{name}/step.pt"))
         state = self.common.get("optimizer_state_dict", {}).get("state", {})
         for entry in (*state.values(), *self.groups):
             if "step" in entry:
                 return float(entry["step"])
-        raise ImportStateError(f"the universal checkpoint {self.zero.parent} has no step count of {name}")
+        raise ImportStateError(f"the universal checkpoint {self.zero.parent} has no step count for {name}")
 
     def check(self, wanted: Mapping[MatrixSpec, Iterable[str]], rank: int, world_size: int) -> None:
-        """Raise ImportStateError unless the folder has the weight and these states of each parameter, in its size.
+        """Raise ImportStateError if files of parameters are missing, or have a wrong number of elements.
 
-        Each rank opens the files of its share of the parameters.
+        Each rank checks that all files exist, and the sizes in those of every ``world_size``-th parameter.
+
+        Args:
+            wanted: parameter -> keys of the states that must be there, beside the weight.
         """
         files = [f"zero/{spec.name}/{key}.pt" for spec, keys in wanted.items() for key in (WEIGHT, *keys)]
         if missing := [file for file in files if not (self.zero.parent / file).is_file()]:
             raise ImportStateError(
-                f"the universal checkpoint {self.zero.parent} lacks {len(missing)} files of this model's "
-                f"parameters, first {', '.join(missing[:4])}: it is of another model, or its conversion is incomplete"
+                f"the universal checkpoint {self.zero.parent} lacks {len(missing)} files of this model's parameters "
+                f"(first: {', '.join(missing[:4])}): it belongs to another model, or its conversion is incomplete"
             )
         other = []
         for spec, keys in list(wanted.items())[rank::world_size]:
@@ -135,16 +140,16 @@ class Folder:
             current = math.prod(self.shards[spec.name][0].shape) if spec.name in self.shards else spec.numel
             for key in (WEIGHT, *keys):
                 if (saved := self._whole(spec.name, key).numel()) != current:
-                    other.append(f"{spec.name}/{key}.pt ({saved} there, {current} here)")
+                    other.append(f"{spec.name}/{key}.pt ({saved} elements, this model has {current})")
         if other:
-            raise ImportStateError(f"the universal checkpoint holds parameters of other sizes: {', '.join(other[:4])}")
+            raise ImportStateError(f"the universal checkpoint belongs to another model: {', '.join(other[:4])}")
 
     def _open(self, name: str) -> Any:
         file = self.zero / name
         if not file.is_file():
             raise ImportStateError(
-                f"{file} is missing: not a universal checkpoint; make one with python -m "
-                "deepspeed.checkpoint.ds_to_universal, or, of stock's Muon, with ds_muon import"
+                f"{file} is missing: this is not a universal checkpoint; convert it with python -m "
+                "deepspeed.checkpoint.ds_to_universal, or, if stock's Muon saved it, with ds_muon import"
             )
         try:
             return read_states(file)
@@ -153,9 +158,9 @@ class Folder:
 
 
 def _shards(engine: Any, optimizer: MuonWithAuxAdam) -> dict[str, tuple[Sharding, int]]:
-    """Return, by name of each parameter that is spread over ranks, how it is cut and whose shard this rank holds.
+    """Return the ``shards`` of :class:`Folder`: name -> (how the parameter is split, whose shard this rank holds).
 
-    Raises UnsupportedError for a parameter that tensor parallelism cut in an unknown way.
+    Raises UnsupportedError if it is unknown how tensor parallelism split a parameter.
     """
     rank, size = tp_rank(engine)
     shards = {}
@@ -176,7 +181,7 @@ def _shards(engine: Any, optimizer: MuonWithAuxAdam) -> dict[str, tuple[Sharding
 
 
 def _opened(engine: Any, optimizer: MuonWithAuxAdam, path: str, load_states: bool) -> tuple[Folder, Actions]:
-    """Return the folder and what to do with each state, after all checks and before any change."""
+    """Check everything; return the folder, and parameter name -> what to do with its state. Change nothing."""
     folder = Folder(path, _shards(engine, optimizer))
     actions: Actions = {}
     if load_states:
@@ -193,9 +198,9 @@ def _opened(engine: Any, optimizer: MuonWithAuxAdam, path: str, load_states: boo
 
 @torch.no_grad()
 def _load(adapter: Adapter, folder: Folder, actions: Actions, load_states: bool) -> None:
-    """Load fp32 weights and, if asked for, state, settings and loss scale.
+    """Load fp32 weights and, if ``load_states``, optimizer states, group settings and the loss scale.
 
-    At stages 1 and 2 the engine makes the model's weights from the fp32 ones itself.
+    At stages 1 and 2 the engine itself then updates the model's weights from the fp32 ones.
     """
     engine, optimizer = adapter.engine, adapter.optimizer
     for partition in adapter.resident_partitions():
@@ -215,7 +220,7 @@ def _load(adapter: Adapter, folder: Folder, actions: Actions, load_states: bool)
 
 
 def _load_settings(wrapper: Any, optimizer: MuonWithAuxAdam, folder: Folder) -> None:
-    """Load settings of groups, clipping and the loss scale, as far as they fit."""
+    """Load the groups' settings, the clipping threshold and the loss scale, each only if it fits this run."""
     for group, saved in _matched(optimizer, folder.groups):
         group.update(settings_of(group, saved))
         group.pop(KEPT_AS, None)
@@ -229,9 +234,9 @@ def _load_settings(wrapper: Any, optimizer: MuonWithAuxAdam, folder: Folder) -> 
 
 
 def _matched(optimizer: MuonWithAuxAdam, saved: Groups) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
-    """Yield each group with the saved one whose settings it takes: by order, in a pipeline by name.
+    """Yield (group, saved group whose settings it takes): matched by position, in a pipeline by name.
 
-    The converter keeps the groups of one stage, so a group that this stage lacks keeps the settings of the config.
+    The converter keeps the groups of one pipeline stage only; any other group keeps the settings of the config.
     """
     if optimizer.context.muon_of_all_stages is None:
         if group_kinds(saved) == group_kinds(optimizer.param_groups):
@@ -243,8 +248,8 @@ def _matched(optimizer: MuonWithAuxAdam, saved: Groups) -> Iterator[tuple[dict[s
             yield group, by_name[group["name"]]
         else:
             logger.warning(
-                f"deepspeed-muon: the universal checkpoint has no settings of group {group['name']}, which go on as "
-                "the config has them: its converter kept those of a pipeline stage without it"
+                f"deepspeed-muon: the universal checkpoint has no settings for group {group['name']}, which keeps "
+                "those of the config: the converter kept the settings of a pipeline stage without this group"
             )
 
 
@@ -253,7 +258,7 @@ def _warn_of_what_stays(engine: Any, optimizer: MuonWithAuxAdam) -> None:
     buffers = [name for name, _ in engine.module.named_buffers()]
     if frozen or buffers:
         logger.warning(
-            f"deepspeed-muon: a universal checkpoint restores what is trained: {len(frozen)} frozen parameters and "
-            f"{len(buffers)} buffers keep the values with which the model was built, first "
-            f"{', '.join([*frozen, *buffers][:3])}"
+            f"deepspeed-muon: a universal checkpoint restores only trained parameters: {len(frozen)} frozen ones and "
+            f"{len(buffers)} buffers keep the values with which the model was built (first: "
+            f"{', '.join([*frozen, *buffers][:3])})"
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One adapter for each of DeepSpeed's optimizer wrappers. A new wrapper is a new class and an entry in ``ADAPTERS``."""
+"""One adapter for each of DeepSpeed's optimizer wrappers. A new one needs a class and an entry in ``ADAPTERS``."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ ADAPTERS: dict[str, type[Adapter]] = {adapter.CLASS: adapter for adapter in (Sta
 
 
 def adapter_for(engine: Any, optimizer: MuonWithAuxAdam) -> Adapter:
-    """Return the adapter for the wrapper that the engine has put around ``optimizer``, or raise UnsupportedError."""
+    """Return the adapter for the wrapper that the engine put around ``optimizer``; raise UnsupportedError if none."""
     if engine.optimizer is optimizer:
         return Plain(engine, optimizer)
     name = type(engine.optimizer).__name__
     if name in ADAPTERS:
         return ADAPTERS[name](engine, optimizer)
-    raise UnsupportedError(f"deepspeed-muon does not know the optimizer wrapper {name}; it knows {', '.join(ADAPTERS)}")
+    raise UnsupportedError(
+        f"deepspeed-muon does not support DeepSpeed's optimizer wrapper {name}; supported: {', '.join(ADAPTERS)}"
+    )

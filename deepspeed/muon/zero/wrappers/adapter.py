@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that depends on which optimizer wrapper an engine has, and the norms by which most of them know whether
-a gradient is finite.
-"""
+"""The interface to DeepSpeed's optimizer wrappers, and the check for finite gradients that most of them share."""
 
 from __future__ import annotations
 
@@ -24,12 +22,12 @@ NORM_METHODS = ("get_grad_norm_direct", "complete_grad_norm_calculation_for_cpu_
 
 
 class Adapter:
-    """What the rest of ``zero/`` asks of a wrapper; each subclass knows one.
+    """All that ``zero/`` needs to know about the optimizer wrapper of an engine; each subclass serves one wrapper.
 
     Attributes:
-        MODULE, CLASS: where the wrapper is defined. A checkpoint names it by its class.
-        REPLACED: its methods that are replaced for as long as the engine lives.
-        MORE_SEAMS: what else is replaced: during loads, or of objects that the wrapper holds.
+        MODULE, CLASS: module and name of the wrapper's class. A checkpoint records the name.
+        REPLACED: the wrapper's methods that are replaced for as long as the engine lives.
+        MORE_SEAMS: methods of other objects that are replaced.
     """
 
     MODULE: ClassVar[str]
@@ -39,7 +37,7 @@ class Adapter:
 
     def __init__(self, engine: Any, optimizer: MuonWithAuxAdam) -> None:
         self.engine, self.wrapper, self.optimizer = engine, engine.optimizer, optimizer
-        #: Whether states are swapped to NVMe; then small sub-groups are wanted, which bound the memory.
+        #: Whether states are swapped to NVMe. Small sub-groups then bound the memory, so nothing warns of them.
         self.is_swapped = bool(getattr(self.wrapper, "swap_optimizer", False))
         #: Whether a backward has run since the engine's last ``step()``.
         self.has_backward = False
@@ -47,16 +45,19 @@ class Adapter:
 
     @property
     def moved_states(self) -> list[str]:
-        """Return the states, by name, that ``engine.offload_states()`` has moved and nothing has moved back."""
+        """Return the names of the states that ``engine.offload_states()`` has moved and that are not back yet."""
         return sorted(kind.value for kind in getattr(self.wrapper, "offloaded_states", ()))
 
     @classmethod
     def seams(cls) -> list[Seam]:
-        """Return every method that this adapter replaces."""
+        """Return every method that this adapter may replace."""
         return [*(Seam(cls.MODULE, f"{cls.CLASS}.{name}") for name in cls.REPLACED), *cls.MORE_SEAMS]
 
     def replace(self, name: str, function: Callable, owner: Any = None) -> None:
-        """Make ``owner.name(...)``, by default the wrapper's, call ``function(original, ...)``, if it is declared."""
+        """Make ``owner.name(...)`` call ``function(original, ...)``; ``owner`` is the wrapper by default.
+
+        The method must be one of :meth:`seams`.
+        """
         owner = self.wrapper if owner is None else owner
         declared = [seam.path for seam in self.seams()]
         paths = [f"{kind.__name__}.{name}" for kind in type(owner).__mro__]  # PipelineEngine is a DeepSpeedEngine
@@ -64,7 +65,7 @@ class Adapter:
         replace(owner, name, function)
 
     def around(self, name: str, context: Callable[[], AbstractContextManager[Any]]) -> None:
-        """Enter ``context()`` around the wrapper's method of this name."""
+        """Enter ``context()`` around every call of the wrapper's method ``name``."""
 
         def call(original: Callable, *args: Any, **kwargs: Any) -> Any:
             with context():
@@ -73,32 +74,40 @@ class Adapter:
         self.replace(name, call)
 
     def partitions(self) -> list[Partition]:
-        """Return where the parameters of each step lie."""
+        """Return the partitions: one per parameter group, at stage 3 one per sub-group."""
         raise NotImplementedError
 
     def sharded(self, index: int, tensor: Tensor, placements: Mapping[Any, Placement], ranks: Any) -> Partition:
-        """Return the partition of a group whose parameters these ranks share, placed by parameter in flat tensors."""
+        """Return the partition of parameter group ``index`` whose parameters ZeRO shards.
+
+        Args:
+            tensor: this rank's flat fp32 tensor.
+            placements: parameter -> its placement in the flat tensors of all ranks.
+            ranks: the process group over which they are sharded.
+        """
         shards = tuple(Shard(self.optimizer.specs[param], 0, placement) for param, placement in placements.items())
         return Partition(index, (tensor,), shards, ranks, comm.get_rank(ranks), comm.get_world_size(ranks))
 
     def prepare(self, group_count: int) -> None:
-        """Set up one loss scale for all ranks, and what the wrapper needs to not run stock's Muon, to take part in the
-        collectives of pipeline stages with up to ``group_count`` parameter groups, and to have all state on NVMe.
+        """Adapt the wrapper before the first step, as far as it needs it.
+
+        Use one loss scale on all ranks, disable stock's Muon, create states on NVMe, and join the collectives for the
+        norms of ``group_count`` parameter groups, the most that any pipeline stage has.
         """
 
     def watch_gradients(self) -> Callable[[], Agreed]:
-        """Return what tells whether the gradients of a step are finite; called once, before :meth:`prepare`."""
+        """Return a function that tells, in a step, whether its gradients are finite; call before :meth:`prepare`."""
         return watch_norms(self.replace)
 
     def patch_state_access(self) -> None:
         """Make ``safe_get_*``, ``safe_set_*`` and ``engine.offload_states()`` work with Muon's state.
 
-        They ask the wrapper, or methods that the wrapper put on the parameter.
+        They call methods of the wrapper, or methods that the wrapper put on the parameter.
         """
         raise NotImplementedError
 
     def drop_gradients(self) -> None:
-        """Forget what micro-batches since the last step have left: in the model, in the wrapper, logits for QK-clip."""
+        """Discard what micro-batches since the last step left: gradients in model and wrapper, logits for QK-clip."""
         self.has_backward = False
         self.engine.zero_grad()
         self.wrapper.zero_grad(set_to_none=True)
@@ -108,19 +117,21 @@ class Adapter:
             self.optimizer.qk_clip.watch.clear()
 
     def resident_partitions(self) -> Iterator[Partition]:
-        """Yield each partition while its tensors are in memory; what is written to them stays."""
+        """Yield each partition while its tensors are in memory, not on NVMe; changes to them are kept."""
         return iter(self.optimizer.all_partitions)
 
 
 def watch_norms(replace: Callable[[str, Callable], None]) -> Callable[[], Agreed]:
-    """Return what tells whether the norms that stages 1 to 3 reduce, before they update the first group, are finite.
+    """Record the norm of each group's gradient, which stages 1 to 3 reduce over all ranks before any update.
 
-    A group's norm is -1 where a gradient is not finite. Several versions of DeepSpeed square that into a harmless 1
-    when they combine the groups, so the combined norm does not tell. ``replace`` is :meth:`Adapter.replace`.
+    Returns:
+        A function that tells whether the norms of this step are finite, alike on all ranks. It raises RuntimeError on
+        all of them if ZeRO computed no norm in this step.
 
-    The result is the same on all ranks. It raises RuntimeError on all of them if ZeRO has computed no norm in this
-    step, so that nothing is known.
+    Args:
+        replace: :meth:`Adapter.replace`.
     """
+    # Not the combined norm: a non-finite group has norm -1, which DeepSpeed before 0.19.8 squares into a harmless 1.
     norms: list[Any] = []
 
     def start(step: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -134,9 +145,9 @@ def watch_norms(replace: Callable[[str, Callable], None]) -> Callable[[], Agreed
     def are_finite() -> Agreed:
         if not norms:
             raise RuntimeError(
-                f"deepspeed-muon heard no gradient norm in this step: this DeepSpeed calls none of "
-                f"{', '.join(NORM_METHODS)}, which tell whether the gradient is finite. Nothing was updated; run "
-                "ds_muon report, and install a tested version of DeepSpeed"
+                "deepspeed-muon cannot tell whether the gradient is finite: this version of DeepSpeed called none of "
+                f"{', '.join(NORM_METHODS)} in this step. Nothing was updated; run ds_muon report, and install a "
+                "tested version of DeepSpeed"
             )
         norms[:] = map(float, norms)  # waits for the accelerator: once per step, whatever the number of calls
         return agreed(all(map(is_valid, norms)), is_common=True)
@@ -148,5 +159,5 @@ def watch_norms(replace: Callable[[str, Callable], None]) -> Callable[[], Agreed
 
 
 def is_valid(norm: Any) -> bool:
-    """Return whether a gradient norm, a number or a 0-D tensor, is that of a finite gradient."""
-    return 0 <= float(norm) < math.inf  # false of NaN, too
+    """Return whether a gradient norm (a number or 0-D tensor) shows that the gradient is finite."""
+    return 0 <= float(norm) < math.inf  # ZeRO reports -1; comparisons with NaN are false

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fp16 where DeepSpeed's own loss scaling is not exact: at stage 0, and under torch's autocast."""
+"""Loss scaling for fp16 at stage 0 and under torch's autocast, where DeepSpeed's own is not exact."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-#: Torch's defaults of ``torch.amp.GradScaler``: the first scale, and the steps after which it doubles.
+#: Defaults of ``torch.amp.GradScaler``: the first scale, and the number of steps after which it doubles.
 FIRST_SCALE, GROWTH_INTERVAL = 2.0**16, 2000
 
 
@@ -21,10 +21,10 @@ def is_fp16_autocast(engine: Any) -> bool:
 
 
 def unfused_scaler(wrapper: Any, replace: Callable[[str, Callable], None]) -> SimpleNamespace:
-    """Return what multiplies the loss by the scale by which ``FP16_UnfusedOptimizer`` divides its gradients.
+    """Return a scaler that multiplies the loss by the scale by which ``FP16_UnfusedOptimizer`` divides gradients.
 
-    The engine scales the loss itself only under ZeRO; at stage 0 it asks ``engine.torch_autocast_z0_gradscaler``, whose
-    place this takes. ``replace`` is :meth:`Adapter.replace`.
+    It is for ``engine.torch_autocast_z0_gradscaler``, which the engine calls at stage 0; without it the engine scales
+    the loss only under ZeRO. ``replace`` is :meth:`Adapter.replace`.
     """
     config = wrapper.loss_scale_config
     updates: list[Callable[[], None]] = []
@@ -49,18 +49,17 @@ def unfused_scaler(wrapper: Any, replace: Callable[[str, Callable], None]) -> Si
 
 
 def share_autocast_scale(engine: Any) -> None:
-    """Let ZeRO's dynamic loss scaler take the place of the ``GradScaler`` that stages 1 to 3 have for fp16 autocast.
+    """Replace the ``GradScaler`` that stages 1 to 3 use for fp16 autocast by ZeRO's dynamic loss scaler.
 
     A ``GradScaler`` decides per rank and per group whether to step, clips before it unscales, and is not checkpointed.
-    The first scale and its growth are those of torch. An fp16 model has a loss scaler by the config's section ``fp16``.
-
-    DeepSpeed's flag of autocast is global, so later engines of the process get a ``GradScaler`` as well.
+    First scale and growth are torch's. An fp16 model keeps the loss scaler of the config's section ``fp16``.
     """
     wrapper = engine.optimizer
+    # In every engine: DeepSpeed's autocast flag is global, so engines after one with autocast get a GradScaler as well.
     wrapper.torch_autocast_gradscaler = None
     if not is_fp16_autocast(engine) or engine.fp16_enabled():
         return
-    wrapper.check_grad_overflow = True  # of stages 1 and 2, which otherwise tell the scaler nothing
+    wrapper.check_grad_overflow = True  # else stages 1 and 2 report no overflow, and the scale never falls
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
     wrapper.dynamic_loss_scale = True
@@ -76,7 +75,7 @@ def share_autocast_scale(engine: Any) -> None:
 
 @contextmanager
 def keeping_scaler_class(wrapper: Any) -> Iterator[None]:
-    """Prevent a checkpoint saved in another precision from replacing the loss scaler by one of another class."""
+    """While a checkpoint is loaded, keep the loss scaler if the saved one, of another precision, has another class."""
     names = ("loss_scaler", "dynamic_loss_scale")
     before = {name: getattr(wrapper, name) for name in names if hasattr(wrapper, name)}
     yield

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage 0: every rank holds every parameter whole, and the same averaged gradient."""
+"""Adapters for stage 0, at which every rank holds every parameter whole and the same averaged gradient."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from deepspeed.muon.zero.wrappers.loss_scale import is_fp16_autocast, unfused_sc
 
 
 class Stage0(Adapter):
-    """``FP16_UnfusedOptimizer``, which steps fp32 clones of bf16 parameters. Clones carry no attributes: the index in
-    the group tells whose they are.
+    """Adapter for ``FP16_UnfusedOptimizer``, with which the optimizer updates fp32 clones of 16-bit parameters.
+
+    Clones lack the parameters' attributes; a clone and its parameter have the same index in their group.
     """
 
     MODULE, CLASS = "deepspeed.runtime.fp16.unfused_optimizer", "FP16_UnfusedOptimizer"
@@ -31,11 +32,11 @@ class Stage0(Adapter):
     MORE_SEAMS = (Seam("deepspeed.runtime.engine", "DeepSpeedEngine.clip_fp32_gradients"),)
 
     def params(self, index: int) -> list[Any]:
-        """Return the model's parameters of a group, in the order of the tensors that are stepped."""
+        """Return the model's parameters in group ``index``, in the order of the tensors that the optimizer updates."""
         return list(self.wrapper.fp16_groups[index])
 
     def partitions(self) -> list[Partition]:
-        """Return one per group: its tensors, whole."""
+        """Return one partition per group, with whole tensors."""
         result = []
         for index, group in enumerate(self.optimizer.param_groups):
             ranks = shard_group(self.engine, group)
@@ -45,10 +46,10 @@ class Stage0(Adapter):
         return result
 
     def watch_gradients(self) -> Callable[[], Agreed]:
-        """Return a look at the norm that the wrapper has found, or at the gradients where it does not tell.
+        """Return a function that checks the wrapper's gradient norm or, if that is not enough, the gradients.
 
-        Gradients are the same on all ranks, except those of experts, of other stages of a pipeline and of other parts
-        of a matrix. Before 0.19.8 the wrapper steps with an infinite norm of finite elements.
+        Ranks have the same gradients, except for experts, pipeline stages and tensor-parallel parts: then they must
+        agree. Before DeepSpeed 0.19.8 the wrapper steps with an infinite norm if all elements are finite.
         """
         engine, wrapper, is_finite = self.engine, self.wrapper, self.optimizer.has_finite_gradients
         if engine.has_moe_layers or engine.pipeline_parallelism:
@@ -60,10 +61,10 @@ class Stage0(Adapter):
         return lambda: agreed(is_finite(), is_common=True)
 
     def prepare(self, group_count: int) -> None:
-        """Let the wrapper scale gradients, which it does in fp16 only.
+        """Scale the loss in fp16; under tensor parallelism and in a pipeline, correct the wrapper's gradient norm.
 
-        Under tensor parallelism and in a pipeline it takes the norm of bare gradients, which do not say which ranks
-        have them, and group by group over all stages: one that has fewer groups would not take part.
+        The wrapper computes it from gradients, which lack the parameters' marks of which ranks share them, and in one
+        collective per group over all stages, which a stage with fewer groups would not join.
         """
         if tp_rank(self.engine)[1] > 1 or self.engine.pipeline_parallelism:
             missing_groups = group_count - len(self.optimizer.param_groups)
@@ -73,6 +74,7 @@ class Stage0(Adapter):
 
     @contextmanager
     def _with_all_norms(self, missing_groups: int) -> Iterator[None]:
+        """While entered, mark the gradients, and add ``missing_groups`` groups whose gradient is zero."""
         _mark_gradients(param for group in self.wrapper.fp16_groups for param in group)
         with ExitStack() as undo:
             for groups in (self.wrapper.fp16_groups, self.wrapper.fp32_groups):
@@ -84,34 +86,34 @@ class Stage0(Adapter):
             yield
 
     def patch_state_access(self) -> None:
-        """Give each parameter the methods through which DeepSpeed's functions find its state."""
+        """Give each parameter the methods that ``safe_get_*`` and ``safe_set_*`` call."""
         for index, group in enumerate(self.optimizer.param_groups):
             for param, master in zip(self.params(index), group["params"], strict=True):
                 whole = _Whole(self.optimizer, master)
                 param._hp_mapping = None
                 param.get_full_hp_param, param.set_full_hp_param = whole.get, whole.set
-                param.get_full_hp_grad = _Whole().get  # nothing: gradients are in param.grad only
+                param.get_full_hp_grad = _Whole().get  # returns None: gradients are in param.grad only
 
 
 class Plain(Stage0):
-    """No wrapper: the parameters themselves are stepped."""
+    """Adapter for an engine without a wrapper, whose optimizer updates the model's parameters themselves."""
 
     MODULE, CLASS = "deepspeed.muon.optimizer", "MuonWithAuxAdam"
     REPLACED = ()
 
     def params(self, index: int) -> list[Any]:
-        """Return the tensors that are stepped."""
+        """Return the parameters of group ``index``."""
         return self.optimizer.param_groups[index]["params"]
 
     def prepare(self, group_count: int) -> None:
-        """Keep the scaler that the engine has for fp16 autocast; clip a pipeline by the norm of all its stages."""
+        """Save the scale of the engine's scaler for fp16 autocast; clip a pipeline by the norm of all its stages."""
         if self.engine.pipeline_parallelism:
             self.replace("clip_fp32_gradients", lambda _: self._clip_by_the_whole_norm(), owner=self.engine)
         is_fp16 = is_fp16_autocast(self.engine)
         self.optimizer.saved_form.scaler = self.engine.torch_autocast_z0_gradscaler if is_fp16 else None
 
     def _clip_by_the_whole_norm(self) -> None:
-        """Scale the gradients by the norm of all stages, as at stage 1. One that is not finite is left to ``step``."""
+        """Clip the gradients by their norm over all stages, as at stage 1; ``step`` handles a non-finite one."""
         from deepspeed.runtime.utils import get_weight_norm
 
         params = [param for param in self.engine.module.parameters() if param.grad is not None]
@@ -122,8 +124,9 @@ class Plain(Stage0):
 
 
 def _mark_gradients(params: Iterable[Tensor]) -> None:
-    """Copy to gradients what decides whether a norm over ranks counts them: the marks of tensor parallelism and of
-    copies on other stages of a pipeline.
+    """Copy marks from parameters to gradients, by which a norm over ranks counts each gradient once.
+
+    They mark parts of tensor parallelism, and copies on other stages of a pipeline.
     """
     from deepspeed.runtime.utils import is_model_parallel_parameter
 
@@ -134,9 +137,9 @@ def _mark_gradients(params: Iterable[Tensor]) -> None:
 
 
 class _Whole:
-    """What ``safe_get_*`` and ``safe_set_*`` call of a parameter that every rank holds whole.
+    """What ``safe_get_*`` and ``safe_set_*`` call to access a parameter that every rank holds whole.
 
-    A pickled or copied model leaves the optimizer behind, and so do these.
+    Pickling or copying it drops the optimizer, as a pickled or copied model has none; it then returns ``None``.
     """
 
     def __init__(self, optimizer: Any = None, master: Any = None) -> None:
@@ -147,7 +150,7 @@ class _Whole:
 
     def _check(self, key: str) -> None:
         if key not in (keys := self._optimizer.state_keys(self._master)):
-            raise ValueError(f"the optimizer state has no {key!r} here; it has {', '.join(keys)}")
+            raise ValueError(f"the optimizer state of this parameter has no {key!r}; it has {', '.join(keys)}")
 
     def get(self, optim_state_key: str | None = None) -> Tensor | None:
         if self._optimizer is None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages 1 and 2: the wrappers that flatten each group into one tensor and partition it evenly.
+"""Adapters for stages 1 and 2, whose wrappers flatten each group into one tensor and partition it evenly.
 
-A matrix may straddle a border between ranks. The offsets are those of the order in which the group was flattened, which
-``round_robin_gradients`` changes; DeepSpeed's own ``_hp_mapping`` does not follow it and is not used.
+A matrix may straddle the border between two ranks. Parameters are located by the order in which the group was
+flattened, which ``round_robin_gradients`` changes; DeepSpeed's ``_hp_mapping`` ignores that and is no source for it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from deepspeed.muon.zero.wrappers.loss_scale import share_autocast_scale
 
 
 class Flat(Adapter):
-    """The layout of stages 1 and 2, and the state by name that goes with it."""
+    """What the wrappers of stages 1 and 2 have in common: the layout, and access to the state of a parameter."""
 
     def flat_partitions(
         self, groups: list[list[Any]], offsets: list[list[int]], flats: list[Tensor], masters: list[Tensor]
@@ -39,10 +39,10 @@ class Flat(Adapter):
         """Return one partition per group.
 
         Args:
-            groups: parameters in the order in which they were flattened.
-            offsets: where each of them begins.
-            flats: the flat tensors.
-            masters: this rank's part of each in fp32.
+            groups: each group's parameters, in the order in which they were flattened.
+            offsets: each group's list of the positions at which they begin in its flat tensor.
+            flats: each group's flat tensor, whole.
+            masters: this rank's partition of each, in fp32.
         """
         result = []
         for index, (params, starts, flat, master) in enumerate(zip(groups, offsets, flats, masters, strict=True)):
@@ -53,15 +53,15 @@ class Flat(Adapter):
         return result
 
     def patch_state_access(self) -> None:
-        """Link parameters to their state now, and whenever DeepSpeed has put other tensors in its place.
+        """Link parameters to their state now, and again whenever DeepSpeed has replaced the tensors of the state.
 
-        DeepSpeed links them once, after the first step. Its converter asks where each parameter lies in this rank's
-        tensors; DeepSpeed's own answer is that of the parameters in order.
+        DeepSpeed links them only once, after the first step. Also set ``_param_slice_mappings``, which tells its
+        converter where parameters lie in this rank's tensors: DeepSpeed's own value assumes the original order.
         """
         from deepspeed.utils.tensor_fragment import fragment_address
 
         for name in ("load_state_dict", "offload_states", "reload_states"):
-            if name in self.REPLACED:  # BF16_Optimizer moves no states
+            if name in self.REPLACED:  # BF16_Optimizer has no offload_states
                 self.around(name, self._moving)
         self.link()
         self.wrapper._param_slice_mappings = [
@@ -71,15 +71,16 @@ class Flat(Adapter):
 
     @contextmanager
     def _moving(self) -> Iterator[None]:
+        """Around a load or a move of states: free temporary buffers before, link parameters again after."""
         self.optimizer.workspace.clear()
         yield
         self.link()  # also while states are away: DeepSpeed's setters would ignore a value without a link
 
     def link(self) -> None:
-        """Link parameters again to their parts of the weights and the state, wherever these lie now."""
+        """Link each parameter to its parts of the current fp32 weights and state tensors."""
         wrapper = self.wrapper
         if getattr(wrapper, "round_robin_gradients", False):
-            # DeepSpeed looks up where round-robin has put a parameter only in groups with padding between parameters.
+            # DeepSpeed looks up round-robin positions only in groups with padding between parameters: pretend there is.
             padding = wrapper.round_robin_bit16_padding
             wrapper.round_robin_bit16_padding = [[True]] * len(padding)
             try:
@@ -99,7 +100,7 @@ class Flat(Adapter):
 
 
 class Stage12(Flat):
-    """``DeepSpeedZeroOptimizer``."""
+    """Adapter for ``DeepSpeedZeroOptimizer``."""
 
     MODULE, CLASS = "deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer"
     REPLACED = (
@@ -109,7 +110,7 @@ class Stage12(Flat):
     )
 
     def partitions(self) -> list[Partition]:
-        """Return one per group, in the order that ``round_robin_gradients`` may have changed."""
+        """Return one partition per group, with parameters in the order that ``round_robin_gradients`` gave them."""
         wrapper = self.wrapper
         return self.flat_partitions(
             wrapper.round_robin_bit16_groups,
@@ -119,13 +120,11 @@ class Stage12(Flat):
         )
 
     def prepare(self, group_count: int) -> None:
-        """Keep stock from running its own Muon.
+        """Keep DeepSpeed from running stock's Muon, and correct gradients and norms as the layout requires.
 
-        It does so where a parameter is tagged ``use_muon`` and the name of the optimizer's class contains "muon". This
-        wrapper asks for both while it builds the flat gradient of a partition, and nowhere else; stage 3 and
-        ``BF16_Optimizer`` ask for the class itself.
-
-        Each group's norm is a collective over the pipeline, but a stage without matrices has no Muon group.
+        Stock's Muon runs if a parameter is tagged ``use_muon`` and the optimizer's class name contains "muon". This
+        wrapper checks both only while it builds a partition's flat gradient. (Stage 3 and ``BF16_Optimizer`` check for
+        stock's class.) Each group's norm is a collective over the pipeline, whose stages may lack a Muon group.
         """
         share_autocast_scale(self.engine)
         self.replace("get_flat_partition", _without_tags)
@@ -140,22 +139,22 @@ class Stage12(Flat):
 
     @contextmanager
     def _with_own_gradients(self) -> Iterator[None]:
-        """Let a step under offload have the gradients of all its micro-batches and none of an earlier step.
+        """Around a step with CPU offload: first add gradients that DeepSpeed forgets, then set all to zero.
 
-        DeepSpeed hands over those of parameters that take part in the last micro-batch, and writes into its buffers
-        only what a backward computes.
+        DeepSpeed passes on only gradients of parameters that took part in the last micro-batch. Gradients that no
+        backward overwrites would act again in the next step.
         """
         wrapper = self.wrapper
         if missing := wrapper._offload_accumulated_param_ids - wrapper.norm_for_param_grads.keys():
             wrapper._offload_accumulated_param_ids = missing
-            wrapper._finalize_cpu_offload_gradient_accumulation()  # as in steps whose last micro-batch is announced
+            wrapper._finalize_cpu_offload_gradient_accumulation()  # as after an announced last micro-batch
         yield
         masters = [flat.grad for flat in wrapper.single_partition_of_fp32_groups if flat.grad is not None]
         for buffer in (*masters, *getattr(wrapper, "accumulated_grads_in_cpu", {}).values()):
             buffer.zero_()
 
     def watch_gradients(self) -> Callable[[], Agreed]:
-        """Look at the gradients themselves where ``compute_grad_norm: false`` leaves no norm to listen to."""
+        """Check the gradients themselves if ``compute_grad_norm: false`` leaves no norm to check."""
         if getattr(self.wrapper, "compute_grad_norm", True):
             return super().watch_gradients()
         self.around("step", self._with_a_look_at_gradients)
@@ -163,7 +162,7 @@ class Stage12(Flat):
 
     @contextmanager
     def _with_a_look_at_gradients(self) -> Iterator[None]:
-        """Look before the first group is updated, while the gradients of all groups are there."""
+        """Check all gradients before the step updates the first group and discards its gradients; a collective."""
         groups = self.wrapper.averaged_gradients.values()
         self._are_finite = agreed(are_finite([grad for group in groups for grad in group or () if grad is not None]))
         yield
@@ -171,17 +170,17 @@ class Stage12(Flat):
     def drop_gradients(self) -> None:
         """Also reset the micro-batch counter, so that the next micro-batch overwrites the accumulated gradient."""
         super().drop_gradients()
-        self.wrapper.micro_step_id = -1  # counted up before the first
+        self.wrapper.micro_step_id = -1  # DeepSpeed increments it before the first micro-batch
 
 
 class Bf16(Flat):
-    """``BF16_Optimizer``."""
+    """Adapter for ``BF16_Optimizer``."""
 
     MODULE, CLASS = "deepspeed.runtime.bf16_optimizer", "BF16_Optimizer"
     REPLACED = ("load_state_dict", "state_dict", "_load_universal_checkpoint")
 
     def partitions(self) -> list[Partition]:
-        """Return one per group, whose parameters lie one after the other."""
+        """Return one partition per group, in which the parameters follow each other without padding."""
         wrapper, offsets = self.wrapper, []
         for params in wrapper.bf16_groups:
             ends = accumulate(param.numel() for param in params)
@@ -191,21 +190,21 @@ class Bf16(Flat):
         )
 
     def watch_gradients(self) -> Callable[[], Agreed]:
-        """Return a look at the norm of all ranks, which the wrapper keeps."""
+        """Return a check of the global gradient norm that the wrapper stores."""
         return lambda: agreed(is_valid(self.wrapper._global_grad_norm), is_common=True)
 
     def patch_state_access(self) -> None:
-        """Also save the key by which ``zero_to_fp32`` knows a ZeRO checkpoint; the layout is that of stage 1."""
+        """Also save the key by which ``zero_to_fp32`` recognizes a ZeRO checkpoint; the layout equals stage 1's."""
         super().patch_state_access()
         self.replace("state_dict", lambda state_dict: {"zero_stage": 1, **state_dict()})
 
 
 def _link_codes(optimizer: MuonWithAuxAdam, param: Any, part: slice, tensor: Tensor, position: int) -> None:
-    """Let DeepSpeed's functions find a momentum in int8, which they copy out of and into a fragment in fp32.
+    """Make ``safe_get_*`` and ``safe_set_*`` read and write an int8 momentum of ``param`` as fp32 values.
 
     Args:
-        part: what this rank has of the parameter.
-        tensor: has the part, which begins at ``position``.
+        part: the elements of the parameter that this rank holds.
+        tensor: the flat tensor that holds them, from ``position`` on.
     """
 
     def get(original: Callable, optim_state_key: str | None = None) -> Tensor:
@@ -224,9 +223,9 @@ def _link_codes(optimizer: MuonWithAuxAdam, param: Any, part: slice, tensor: Ten
 
 
 def with_norms_of_all_stages(wrapper: Any, missing: int, original: Callable, *args: Any, **kwargs: Any) -> Tensor:
-    """Return ``scaled_global_norm`` with the norms of ``missing`` more groups of the pipeline, zero on this rank.
+    """Replace ``scaled_global_norm``: also join the norms of ``missing`` groups that only other pipeline stages have.
 
-    Stages of a pipeline differ in their parameter groups: one without matrices has no Muon group.
+    A stage without matrices, for example, has no Muon group; its part of that norm is zero.
     """
     from deepspeed.runtime import utils
 
@@ -236,12 +235,12 @@ def with_norms_of_all_stages(wrapper: Any, missing: int, original: Callable, *ar
         none = partial(wrapper.get_grad_norm_direct, [], [])
     norms = [original(*args, **kwargs), *(none() for _ in range(missing))]
     tensors = [torch.as_tensor(norm, dtype=torch.float32).to(wrapper.device) for norm in norms]
-    combine = getattr(utils, "combine_grad_norm_groups", None)  # as this DeepSpeed combines the norms of groups
+    combine = getattr(utils, "combine_grad_norm_groups", None)  # combine them as the installed DeepSpeed does
     return combine(tensors) if combine else torch.linalg.vector_norm(torch.stack(tensors))
 
 
 def _without_tags(get_flat_partition: Callable, tensor_list: list[Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``get_flat_partition``, from which the tags are hidden, whoever set them."""
+    """Replace ``get_flat_partition``: hide the ``use_muon`` tags of the parameters from it, whoever set them."""
     hidden = [(param, vars(param).pop(TAG)) for param in tensor_list if TAG in vars(param)]
     try:
         return get_flat_partition(tensor_list, *args, **kwargs)

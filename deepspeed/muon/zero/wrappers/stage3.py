@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage 3: each parameter is cut over all ranks; a sub-group's parts lie one after the other.
+"""Adapter for stage 3: each parameter is divided over all ranks; a rank's parts of a sub-group form one flat tensor.
 
-The last ranks' parts may end in padding, which holds anything, even NaN: it never travels.
+The last ranks' parts may end in padding, whose values are arbitrary, even NaN; it is never sent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SWAP, _SWAP_OUT = "deepspeed.runtime.swap_tensor", "OptimizerSwapper.swap_out_o
 
 
 class Stage3(Adapter):
-    """``DeepSpeedZeroOptimizer_Stage3``."""
+    """Adapter for ``DeepSpeedZeroOptimizer_Stage3``."""
 
     MODULE, CLASS = "deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3"
     REPLACED = (
@@ -44,7 +44,7 @@ class Stage3(Adapter):
     )
 
     def partitions(self) -> list[Partition]:
-        """Return one per sub-group."""
+        """Return one partition per sub-group."""
         wrapper, result = self.wrapper, []
         for index, params in enumerate(wrapper.fp16_groups):
             placements, base = {}, 0
@@ -56,9 +56,9 @@ class Stage3(Adapter):
         return result
 
     def prepare(self, group_count: int) -> None:
-        """Also create all files of states on NVMe, with zeros.
+        """Share one loss scale; with NVMe, create the files of all states, filled with zeros.
 
-        ``save_muon_momentum_buffer_in_memory`` keeps the momentum where it is.
+        With ``save_muon_momentum_buffer_in_memory`` the momentum stays in memory.
         """
         share_autocast_scale(self.engine)
         self.around("step", self._with_own_gradients)
@@ -77,10 +77,10 @@ class Stage3(Adapter):
 
     @contextmanager
     def _with_own_gradients(self) -> Iterator[None]:
-        """Let a step have the gradients of all its micro-batches and none of an earlier step.
+        """Around a step: first add gradients that DeepSpeed forgets, then set all of them to zero.
 
-        Under offload DeepSpeed hands over those of parameters that take part in the last micro-batch. It writes into
-        its buffers only what a backward computes, and reads files of gradients in every step that follows their first.
+        With offload DeepSpeed passes on only gradients of parameters that took part in the last micro-batch. Gradients
+        that no backward overwrites, in buffers or in files on NVMe, would act again in the next step.
         """
         wrapper = self.wrapper
         if wrapper.offload_optimizer:
@@ -89,7 +89,7 @@ class Stage3(Adapter):
             missing = {p.ds_id for p in params if p.ds_id in seen and wrapper.get_param_id(p) not in done}
             if missing:
                 wrapper._offload_boundary_param_ids = missing
-                wrapper._finalize_offload_gradient_accumulation()  # as where the last micro-batch is announced
+                wrapper._finalize_offload_gradient_accumulation()  # as after an announced last micro-batch
         yield
         masters = wrapper.fp32_partitioned_groups_flat if wrapper.offload_optimizer else ()
         for buffer in (getattr(wrapper, "grad_partitions_flat_buffer", None), *(flat.grad for flat in masters)):
@@ -99,31 +99,31 @@ class Stage3(Adapter):
             nvme.forget_gradients(wrapper)
 
     def resident_partitions(self) -> Iterator[Partition]:
-        """Yield each sub-group in memory; what is written to it goes to the model, too."""
+        """Yield each sub-group's partition, read from NVMe if need be; changes also reach the model's weights."""
         found = {partition.tensors[0]: partition for partition in self.optimizer.all_partitions}
         for _, flat in nvme.each_sub_group(self.wrapper):
             yield found[flat]
 
     def patch_state_access(self) -> None:
-        """Replace methods of the wrapper, which DeepSpeed's functions ask."""
+        """Replace the wrapper's methods that ``safe_get_*``, ``safe_set_*`` and ``offload_states`` call."""
         self.replace("set_full_hp_param", self._set_full)
         self.replace("set_local_hp_param", self._set_local)
         self.replace("_get_fp32_opt_state_partition", self._get_local)
         self.replace("offload_states", self._offload)
         self.replace("reload_states", self._reload)
         if self.is_swapped:
-            # Beside the optimizer's own state dict the wrapper saves its weights, which no hook of torch's sees.
+            # The wrapper saves its weights outside the optimizer's state dict, where torch's hooks do not see them.
             self.replace("state_dict", self._save_weights)
             self.optimizer.saved_form.read = partial(nvme.as_mapped, self.wrapper)
 
     def _save_weights(self, original: Callable) -> dict[str, Any]:
-        """``state_dict``, in which what lies on NVMe is whole: one file has all of a rank, which every tool reads."""
+        """Replace ``state_dict``: include fp32 weights from NVMe, so that one file has everything of a rank."""
         saved = original()
         saved["fp32_flat_groups"] = [nvme.as_mapped(self.wrapper, flat, flat) for flat in saved["fp32_flat_groups"]]
         return saved
 
     def _set_full(self, original: Callable, value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
-        """``set_full_hp_param``, also where the ranks do not divide the parameter evenly."""
+        """Replace ``set_full_hp_param``, which fails if the ranks cannot divide the parameter evenly."""
         if not param.requires_grad:
             return
         if value.numel() != param.ds_numel:
@@ -136,12 +136,12 @@ class Stage3(Adapter):
         self.wrapper.set_local_hp_param(padded, param, optim_state_key)
 
     def _set_local(self, original: Callable, value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
-        """``set_local_hp_param``, which waits until pipelined writes to NVMe are done."""
+        """Replace ``set_local_hp_param``: wait for pipelined writes to NVMe, and encode an int8 momentum."""
         if not param.requires_grad:
             return
         index, start, count = self.wrapper.grad_position[self.wrapper.get_param_id(param)]
         if value.numel() != count:
-            raise ValueError(f"expected {count} elements of this rank's part, got {value.numel()}")
+            raise ValueError(f"expected the {count} elements of this rank's part, got {value.numel()}")
         with nvme.swapped_in(self.wrapper, index) as flat:
             if optim_state_key is None:
                 flat.data[start : start + count].copy_(value.flatten())
@@ -151,7 +151,7 @@ class Stage3(Adapter):
     def _get_local(
         self, original: Callable, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None
     ) -> tuple[Tensor, int]:
-        """``_get_fp32_opt_state_partition``, which every reader asks, with a momentum in int8 decoded."""
+        """Replace ``_get_fp32_opt_state_partition``, which every getter calls: decode an int8 momentum."""
         index, start, count = self.wrapper.grad_position[self.wrapper.get_param_id(param)]
         flat = self.wrapper.fp32_partitioned_groups_flat[index]
         if optim_state_key in self.optimizer.state[flat] or optim_state_key not in self.optimizer.state_keys(flat):
@@ -166,7 +166,7 @@ class Stage3(Adapter):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """``offload_states``, whose part for masters and optimizer state asserts DeepSpeed's own fused Adam."""
+        """Replace ``offload_states``, which moves fp32 weights and optimizer state for DeepSpeed's fused Adam only."""
         from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
         for kind, tensors in self._movable().items():
@@ -181,8 +181,8 @@ class Stage3(Adapter):
         if not pin_memory:
             for name in _PINNED:  # DeepSpeed would reload what an earlier pinned offload has left in them
                 vars(self.wrapper).pop(name, None)
-        # DeepSpeed cuts the buffer of weights in the model's order of parameters, frozen ones included; it lies in the
-        # order of the groups and holds trained ones only.
+        # DeepSpeed divides the weight buffer by the model's parameters in order, frozen ones included. But the buffer
+        # holds only trained parameters, in the order of the groups: let DeepSpeed see those as the model's.
         in_order = [param for group in self.wrapper.fp16_groups for param in group]
         with replaced(self.wrapper.module, parameters=lambda original: iter(in_order)):
             move(include, device or OffloadDeviceEnum.cpu, pin_memory, non_blocking)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor parallelism: a matrix whose parts are parameters of several ranks is planned as one.
+"""Partitions under tensor parallelism: a matrix whose parts are parameters of several ranks is planned as one matrix.
 
-Each rank of a tensor-parallel group has parameters of its own, which its data-parallel group shards as ever. The plan
-is made over all these ranks at once; where ZeRO shards nothing, over one tensor-parallel group.
+Each rank of a tensor-parallel group has its own parameters, which ZeRO shards over its data-parallel group as usual.
+A partition spans all ranks of all these groups; at stage 0, where ZeRO shards nothing, one tensor-parallel group.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from deepspeed.muon.zero.tp_ranks import Grid, tp_group
 from deepspeed.muon.zero.wrappers.adapter import Adapter
 from deepspeed.muon.zero.wrappers.stage0 import Stage0
 
-#: Where one rank's parameters lie among its own data-parallel ranks, by name.
+#: Parameter name -> its placement among the data-parallel ranks, for one tensor-parallel rank.
 Placements = Mapping[str, Placement]
 
 
 def joined(adapter: Adapter, grid: Grid | None) -> list[Partition]:
-    """Return the partitions; under tensor parallelism those of Muon groups span all ranks of its group.
+    """Return the adapter's partitions, those of Muon groups extended over all ranks of ``grid``; a collective.
 
-    Raises UnsupportedError on all ranks, where they do not have the same parameters in one sub-group.
+    Raises UnsupportedError on all ranks if a sub-group has different parameters on some of them.
     """
     optimizer, partitions = adapter.optimizer, adapter.partitions()
     if grid is None or optimizer.config.tp_mode == "shard":
         return partitions
     group = tp_group(adapter.engine)
-    # Experts are not cut; the ranks that have the same ones share them among themselves.
+    # Experts must be whole; their partitions already have the ranks that hold the same experts.
     groups = optimizer.param_groups
     dense = [partition for partition in partitions if not groups[partition.index].get("moe")]
     experts = [partition for partition in partitions if groups[partition.index].get("moe")]
@@ -44,8 +44,8 @@ def joined(adapter: Adapter, grid: Grid | None) -> list[Partition]:
     specs = {spec.name: spec for spec in optimizer.specs.values()}
     if not _are_alike(everyones, specs):
         raise UnsupportedError(
-            "deepspeed-muon does not support this engine: zero_optimization.sub_group_size cuts the ranks of a "
-            "tensor-parallel group at different parameters; write a larger one"
+            "deepspeed-muon does not support this engine: zero_optimization.sub_group_size forms different "
+            "sub-groups on the ranks of a tensor-parallel group; write a larger sub_group_size"
         )
     if isinstance(adapter, Stage0):
         size = comm.get_world_size(group)
@@ -59,17 +59,20 @@ def joined(adapter: Adapter, grid: Grid | None) -> list[Partition]:
 
 
 def _refuse_cut_experts(experts: Sequence[Partition]) -> None:
-    """Raise UnsupportedError for experts whose matrices tensor parallelism cut."""
+    """Raise UnsupportedError if tensor parallelism split matrices of experts."""
     specs = [shard.spec for partition in experts for shard in partition.shards]
     if cut := [spec.name for spec in specs if spec.use_muon and spec.sharding]:
         raise UnsupportedError(
-            f"deepspeed-muon does not support this engine: tensor parallelism cuts {len(cut)} matrices of experts, "
-            f"first {cut[0]}; leave the experts whole, or name them in optimizer.params.muon_exclude"
+            f"deepspeed-muon does not support this engine: tensor parallelism splits {len(cut)} matrices of experts "
+            f"(first: {cut[0]}); leave the experts whole, or name them in optimizer.params.muon_exclude"
         )
 
 
 def _are_alike(everyones: Sequence[Sequence[Placements]], specs: Mapping[str, MatrixSpec]) -> bool:
-    """Return whether the ranks have the same parameters in each partition, except those without a part on a rank."""
+    """Return whether all tensor-parallel ranks have the same parameters in each partition, in the same order.
+
+    A rank may lack parameters of which it holds no part. ``everyones``: for each rank, those of each partition.
+    """
     if len({len(partitions) for partitions in everyones}) > 1:
         return False
     for tp_placements in zip(*everyones, strict=True):
@@ -82,12 +85,13 @@ def _are_alike(everyones: Sequence[Sequence[Placements]], specs: Mapping[str, Ma
 
 
 def _over(grid: Grid, mine: Partition, everyones: Sequence[Placements], specs: Mapping[str, MatrixSpec]) -> Partition:
+    """Return partition ``mine`` over all ranks of ``grid``; ``everyones``: its placements on each line of the grid."""
     rank, world_size = comm.get_rank(grid.group), comm.get_world_size(grid.group)
     t = next(t for t, line in enumerate(grid.lines) if rank in line)
     tensors = {shard.spec.name: shard.tensor for shard in mine.shards}
     shards, planned = [], []
     for name in max(everyones, key=len):
-        # A rank that holds nothing of a parameter may not have it.
+        # A rank that holds no part of a parameter may lack it altogether; its placement is then empty.
         tp_placements = tuple(
             replace(placements.get(name, Placement(0, 1, 0)), copies=1, first=line.start, step=line.step)
             for placements, line in zip(everyones, grid.lines, strict=True)

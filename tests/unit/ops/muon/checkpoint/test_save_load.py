@@ -72,7 +72,7 @@ def test_files_that_have_no_records_have_a_checksum(tmp_path: Path, monkeypatch:
         assert listed(file) == {"bytes": len(data), "crc32": zlib.crc32(data)} and found(file) == []
         if data:
             file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-            assert found(file) == [f"{name} has other contents than were saved (CRC-32)"]
+            assert found(file) == [f"{name} has changed since it was saved (its CRC-32 differs)"]
 
 
 @pytest.mark.skipif(not hasattr(torch.serialization, "set_crc32_options"), reason="this torch always computes them")
@@ -86,7 +86,7 @@ def test_who_has_torch_compute_no_checksums_gets_none(tmp_path: Path) -> None:
     finally:
         torch.serialization.set_crc32_options(True)
     (tmp_path / "swapped").write_bytes(b"1234")
-    assert found(tmp_path / "swapped") == ["swapped has 4 bytes, and 5 were saved"]
+    assert found(tmp_path / "swapped") == ["swapped has 4 bytes, but 5 were saved"]
 
 
 def test_manifests_of_earlier_versions_are_checked(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_manifests_of_earlier_versions_are_checked(tmp_path: Path) -> None:
     header = manifest.read_header(tmp_path)
     assert header is not None and header["save_id"] == "id" and found(file) == []
     torch.save(STATE | {"step": 4}, file)
-    assert found(file) == ["state.pt has other contents than were saved (CRC-32)"]
+    assert found(file) == ["state.pt has changed since it was saved (its CRC-32 differs)"]
 
 
 def test_complete_tags_are_listed_latest_first(tmp_path: Path) -> None:
@@ -258,6 +258,7 @@ def test_misfortunes_of_one_rank_are_heard_by_all(tmp_path: Path) -> None:
         assert first[key] == second[key]
     assert "could not be saved: rank 1: [Errno 28] No space left" in first["full"]
     assert first["latest"] == "one" and not first["header"]
-    assert "the ranks see different checkpoints: [('one', '" in first["views"] and "(None, None)]" in first["views"]
+    assert "the ranks see different checkpoints, by (tag, id of the save): [('one', '" in first["views"]
+    assert "(None, None)]" in first["views"]
     assert "load_lr_scheduler_states=False" in first["scheduler"]
     assert "OtherEngine writes this checkpoint" in first["other"][0] and second["other"] == []

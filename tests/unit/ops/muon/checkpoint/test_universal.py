@@ -160,9 +160,11 @@ def load_before_and_after_conversion(folder: str) -> tuple[list[str], list[str]]
 
 def test_a_load_without_a_universal_checkpoint_says_what_is_there(tmp_path: Path) -> None:
     (errors, said), (others, silent) = run(load_before_and_after_conversion, 2, folder=str(tmp_path))
-    lacks = f"checkpoint.load_universal is true, but {tmp_path} has no universal checkpoint (latest_universal); "
+    lacks = f"checkpoint.load_universal is true, but {tmp_path} has no universal checkpoint "
+    lacks += "(no file latest_universal); "
     assert errors == others
-    assert errors == [f"{lacks}it has no other checkpoint either", f"{lacks}remove it to load the checkpoint saved"]
+    removed = "remove that key to load the checkpoint saved"
+    assert errors == [f"{lacks}it has no other checkpoint either", lacks + removed]
     line = "the checkpoint universal has no manifest (DeepSpeed's converter writes none) and is not verified"
     assert said == [f"deepspeed-muon: {line}"] * 2 and silent == []
 

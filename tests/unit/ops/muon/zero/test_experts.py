@@ -187,4 +187,4 @@ def ranks_of_groups() -> tuple[list[tuple[bool, int]], list[str]]:
 
 def test_experts_are_divided_among_the_ranks_that_have_them() -> None:
     expected = [(False, 4), (False, 4), (True, 2), (True, 2)]
-    assert run(ranks_of_groups, 4) == [(expected, ["4 of them are experts that 2 ranks have"])] * 4
+    assert run(ranks_of_groups, 4) == [(expected, ["4 of them are experts shared by 2 ranks"])] * 4

@@ -102,7 +102,7 @@ def test_experts_that_are_cut_are_refused() -> None:
     name = "1.layer.deepspeed_moe.experts.deepspeed_experts.0.up.weight"
     for kind, text, _ in run(cut_experts, 4):
         assert kind == "UnsupportedError"
-        assert f"tensor parallelism cuts 4 matrices of experts, first {name}" in text
+        assert f"tensor parallelism splits 4 matrices of experts (first: {name})" in text
 
 
 STOCK = {
