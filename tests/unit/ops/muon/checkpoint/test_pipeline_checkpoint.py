@@ -64,7 +64,7 @@ def test_checkpoints_that_do_not_fit_are_refused_on_all_ranks(tmp_path: Path) ->
     names = [of_stage["shapes"].keys() for of_stage in header["structures"]]
     assert names[0] | names[1] == Whole("tied").state_dict().keys() and names[0] & names[1] == {SHARED}
     for text in run(go_on, 2, folder=str(tmp_path), load=True, stages=1):
-        assert "2 stages of a pipeline" in text and "this run has 1" in text
+        assert "2 parts (pipeline stages" in text and "this run has 1" in text
     for text in run(go_on, 4, folder=str(tmp_path), load=True):
         assert "was saved on 1 rank" in text and "ds_to_universal --input_folder" in text
     for text in run(go_on, 2, folder=str(tmp_path), load=True, name="late"):

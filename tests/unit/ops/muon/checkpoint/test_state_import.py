@@ -165,7 +165,7 @@ def test_files_are_read_in_the_order_of_the_ranks(tmp_path: Path, monkeypatch: p
         return {"optimizer_state_dict": {"optimizer_state_dict": {"param_groups": [], "state": {}}}}
 
     monkeypatch.setattr(from_stock, "read_states", states)
-    with pytest.raises(ImportStateError, match="holds no mp_rank_00_model_states"):
+    with pytest.raises(ImportStateError, match="has no mp_rank_00_model_states"):
         from_stock.read(tmp_path)
     assert read == [f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(12)]
 
@@ -199,14 +199,14 @@ def test_skipped_steps_do_not_count(entries: list[dict[str, Any]], steps: int, t
 
 def test_the_command_refuses_what_is_not_stocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["import", "--from", str(tmp_path), "--to", str(tmp_path / "new")]) == 2
-    assert "holds no mp_rank_00_model_states.pt" in capsys.readouterr().err
+    assert "has no mp_rank_00_model_states.pt" in capsys.readouterr().err
     assert main(["import", "--from", str(tmp_path / "a"), "--to", str(tmp_path)]) == 2
     assert "exists already" in capsys.readouterr().err
     cases: list[Case] = [{"stage": 2}, {"stage": 2, "optimizer": ADAMW}]
     run(save_others, 1, cases=cases, folder=str(tmp_path))
     for index in range(2):
         assert main(["import", "--from", f"{tmp_path}/{index}/saved", "--to", str(tmp_path / "new")]) == 2
-        assert "no checkpoint of stock's Muon" in capsys.readouterr().err
+        assert "is not a checkpoint of stock's Muon" in capsys.readouterr().err
     assert not (tmp_path / "new").exists() and not list(tmp_path.glob(".*"))
 
 

@@ -15,14 +15,14 @@ from helpers.training import ds_config, make_engine, with_params
 
 
 def largest_logit(query: Tensor, key: Tensor, is_causal: bool = True) -> float:
-    """The largest logit of one head of one sample, query by query; `query`, `key` (time, width)."""
+    """Return the largest logit of one head on one sample; `query` and `key` are (time, width)."""
     scale = query.shape[1] ** -0.5
     rows = (key[: i + 1] if is_causal else key for i in range(len(query)))
     return max(float((keys @ row).max()) * scale for row, keys in zip(query, rows, strict=True))
 
 
 def clip_heads(tau: float, alpha: float = 0.5) -> Callable[[nn.Module, tuple[Tensor, ...]], Callable[[], None]]:
-    """For `OracleConfig.observe`: of all blocks of a model."""
+    """Return an observer for `OracleConfig.observe` that clips the heads of all blocks with logits above `tau`."""
 
     def observe(model: nn.Module, batch: tuple[Tensor, ...]) -> Callable[[], None]:
         found: dict[int, Tensor] = {}
@@ -52,7 +52,7 @@ def clip_heads(tau: float, alpha: float = 0.5) -> Callable[[nn.Module, tuple[Ten
 
 
 def untrained_logits() -> list[list[float]]:
-    """The largest logit of each head of a TinyGpt's blocks in its first forward."""
+    """Return, for each block of a TinyGpt, the largest logit of each head in its first forward."""
     net = MODELS["gpt"]().double()
     found: list[Tensor] = []
     hooks = [block.qkv.register_forward_hook(lambda _, __, out: found.append(out.detach())) for block in net.blocks]
@@ -68,13 +68,13 @@ def untrained_logits() -> list[list[float]]:
 
 
 def some_tau() -> float:
-    """A threshold that some heads of an untrained TinyGpt exceed and others do not."""
+    """Return a threshold that some heads of an untrained TinyGpt exceed and others do not."""
     logits = sorted(logit for heads in untrained_logits() for logit in heads)
     return logits[len(logits) // 2] - 1e-3
 
 
 def recorded(model: nn.Module, run_model: Callable[[], Any]) -> dict[nn.Module, tuple[Any, Any]]:
-    """Arguments of every attention module while the model runs."""
+    """Call `run_model()`; return attention module -> (args, kwargs) of its last forward."""
     found: dict[nn.Module, tuple[Any, Any]] = {}
     kinds = [module for module in model.modules() if type(module).__name__.endswith("Attention")]
     hooks = [
@@ -88,7 +88,7 @@ def recorded(model: nn.Module, run_model: Callable[[], Any]) -> dict[nn.Module, 
 
 
 def head_logits(module: nn.Module, args: Any, kwargs: Any) -> list[float]:
-    """The largest logit of every head of a causal attention module, run again on recorded arguments."""
+    """Run a causal attention module on the given arguments; return the largest logit of each head."""
     seen: list[tuple[Tensor, Tensor]] = []
     original = F.scaled_dot_product_attention
 
@@ -107,9 +107,9 @@ def head_logits(module: nn.Module, args: Any, kwargs: Any) -> list[float]:
 
 
 def logits_around_a_step(kind: str, share: float, zero: int) -> tuple[list[list[float]], list[list[float]], float]:
-    """By layer the largest logits of its heads before and after a step at a learning rate of zero, and the threshold.
+    """Take a step with learning rate 0 and `qk_clip`, whose threshold is `share` of the model's largest logit.
 
-    The threshold is a share of the largest logit of all.
+    Returns (largest logits before the step, the same after it, threshold); logits are [layer][head].
     """
     net = Language(kind)
     inputs = net.batch(0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an optimizer's averages are after steps at a rate of zero, by their definition, and how training goes on."""
+"""The optimizer's gradient averages after steps at a learning rate of zero, by definition, and training from there."""
 
 import copy
 from dataclasses import dataclass, field
@@ -14,14 +14,14 @@ from helpers.training import ORACLE
 
 @dataclass
 class Resting:
-    """Averages of the gradients of a model whose weights rest, by the definition and in fp64."""
+    """Averages of gradients (`first`) and of their squares (`second`), by name, in fp64, at constant weights."""
 
     model: nn.Module
     first: dict[str, Tensor] = field(default_factory=dict)
     second: dict[str, Tensor] = field(default_factory=dict)
 
     def observe(self, steps: int, clip: float, decay: dict[str, float], beta2: float) -> None:
-        """Average over steps; ``decay``: of the first average, by name."""
+        """Average clipped gradients over ``steps`` batches; ``decay``: parameter name -> decay of the first average."""
         params = dict(self.model.named_parameters())
         for step in range(steps):
             gradients, _ = clipped(gradients_of(self.model(*self.model.batch(step)), params), clip)
@@ -31,7 +31,7 @@ class Resting:
                 self.second[name] = beta2 * self.second.get(name, 0 * gradient) + (1 - beta2) * gradient.square()
 
     def go_on(self, steps: int, first_step: int, count: int) -> dict[str, Tensor]:
-        """The weights after steps of Muon and AdamW, of which AdamW has counted ``count`` before."""
+        """Train ``steps`` steps from these averages and return the weights; AdamW has counted ``count`` before."""
         model, routing = copy.deepcopy(self.model), route(self.model)
         params = dict(model.named_parameters())
         for step in range(first_step, first_step + steps):
@@ -48,7 +48,7 @@ class Resting:
 
 
 def resting(clip: float, muon: float, beta1: float) -> Resting:
-    """Three steps of the small model."""
+    """Return the averages of the small model after three steps; ``muon`` and ``beta1``: decays of the first average."""
     result = Resting(MODELS["mlp"]().double())
     result.observe(
         3, clip, {name: muon if kind == "muon" else beta1 for name, kind in route(result.model).items()}, 0.95

@@ -11,14 +11,14 @@ from deepspeed.muon.zero.checkpoint import manifest
 
 
 def optimizer_states(folder: Path, ranks: int) -> list[Any]:
-    """What a checkpoint holds of fp32 weights and optimizer state, by rank."""
+    """Return the fp32 weights and the optimizer state in a checkpoint, one entry per rank."""
     files = sorted(folder.glob("*/*optim_states.pt"))
     assert len(files) == ranks
     return [torch.load(file, weights_only=False)["optimizer_state_dict"] for file in files]
 
 
 def same(left: Any, right: Any) -> bool:
-    """Whether two nests of containers hold the same numbers bit for bit."""
+    """Return whether two nested containers hold bitwise equal values."""
     if torch.is_tensor(left):
         return torch.equal(left, right)
     if isinstance(left, dict):
@@ -29,7 +29,7 @@ def same(left: Any, right: Any) -> bool:
 
 
 def verify_save(folder: Path, world: int) -> None:
-    """Every file of a save is listed by one rank, whole and readable, and no file of another save lies there."""
+    """Assert that every file of a save is intact and listed by exactly one rank, and that it has no other files."""
     header = manifest.read_header(folder)
     assert header is not None
     listed: list[str] = []

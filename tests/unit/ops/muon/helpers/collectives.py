@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that gloo forgives, and NCCL does not."""
+"""Orders of collectives that work with gloo but can hang with NCCL."""
 
 
 def inverted() -> None:
-    """Two groups, called in another order by each rank, and waited for at the end."""
+    """Start collectives on two groups in a different order on each rank, and wait for them at the end."""
     import torch
     import torch.distributed as dist
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Damaged and foreign checkpoints, and what an engine says that loads one: docs/evidence/damaged-checkpoints.md."""
+"""Damaged and foreign checkpoints, and the message of a load: docs/evidence/damaged-checkpoints.md."""
 
 import json
 import re
@@ -19,7 +19,7 @@ STOCK = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 
 
 def shard(folder: Path, rank: int) -> Path:
-    """The optimizer file of a rank."""
+    """Return the path of a rank's optimizer file."""
     return next(folder.glob(f"*zero_pp_rank_{rank}_*optim_states.pt"))
 
 
@@ -37,7 +37,7 @@ def truncate(file: Path, keep: float = 0.6) -> None:
 
 
 def flip(file: Path) -> None:
-    """Other bits in one byte of the middle of the largest tensor: the file keeps its size and still loads."""
+    """Flip the bits of one byte in the middle of the largest tensor: the file keeps its size and still loads."""
     data = bytearray(file.read_bytes())
     values = max(_tensors(torch.load(file, weights_only=False)), key=torch.Tensor.numel)
     at = data.find(values.numpy().tobytes()) + values.numel() // 2 * 4
@@ -59,13 +59,13 @@ def swap(first: Path, second: Path) -> None:
 
 
 def forget(folder: Path) -> None:
-    """As stock DeepSpeed would have left it: no header, no manifests."""
+    """Remove header and manifests, as if stock DeepSpeed had saved the checkpoint."""
     for file in folder.glob("muon_save*.json"):
         file.unlink()
 
 
 def interrupt(folder: Path) -> None:
-    """As a save over this tag leaves it that was killed in its first moments."""
+    """Replace the header, as a save over this tag does that is killed right after it."""
     file = folder / "muon_save.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"save_id": "0" * 32}))
 
@@ -82,7 +82,7 @@ def name_in_latest(text: str) -> Callable[[Path], Any]:
     return lambda folder: (folder.parent / "latest").write_text(text)
 
 
-#: title -> what it does to the folder of tag `two`, beside which there is `one`, saved a step earlier.
+#: title -> function that damages the folder of tag `two`; its neighbour `one` was saved a step earlier.
 DAMAGES: dict[str, Callable[[Path], Any]] = {
     "rank 1's shard is truncated": lambda f: truncate(shard(f, 1)),
     "rank 1's shard is empty": lambda f: truncate(shard(f, 1), 0),
@@ -116,7 +116,7 @@ def tagged() -> Any:
 
 
 def foreign(stage: int) -> dict[str, tuple[Callable[[], Any], dict[str, Any], bool]]:
-    """By title: (model, config, whether its parameters are given in two groups) of who saved the checkpoint."""
+    """Return title -> (model, config, whether parameters are passed in two groups) of the run that saved."""
     own = {"stage": stage}
     order = {"sub_group_size": 100} if stage == 3 else {"round_robin_gradients": True}
     return {
@@ -136,7 +136,7 @@ def foreign(stage: int) -> dict[str, tuple[Callable[[], Any], dict[str, Any], bo
 
 
 def save_foreign(stage: int, root: Path) -> None:
-    """A checkpoint of each foreign engine, below its number."""
+    """Save a checkpoint of each case of `foreign`, in a folder named by its index."""
     import deepspeed
 
     for number, (model, case, split) in enumerate(foreign(stage).values()):
@@ -158,7 +158,7 @@ def attempt(engine: Any, folder: Path) -> str:
 
 
 def attempt_all(stage: int, folder: str) -> list[tuple[str, str, list[str], float]]:
-    """(title, what loading it said, what it changed in the engine, the loss of the next step) of every case."""
+    """Load every case; return (title, message, what changed in the engine, loss of the next step) of each."""
     import torch.distributed as dist
 
     root, rank = Path(folder), dist.get_rank()
@@ -187,7 +187,7 @@ def attempt_all(stage: int, folder: str) -> list[tuple[str, str, list[str], floa
 
 
 def save_alone(stage: int, folder: str) -> None:
-    """The same model's checkpoint, by the one rank of this job."""
+    """Save a checkpoint of the same model on the single rank of this job."""
     engine = make_engine(MODELS["mlp"](), ds_config(stage=stage))
     train_engine(engine, 1)
     engine.save_checkpoint(str(Path(folder) / str(len(foreign(stage)))), tag="two")
@@ -195,7 +195,7 @@ def save_alone(stage: int, folder: str) -> None:
 
 
 def train_undisturbed(stage: int, steps: int) -> list[float]:
-    """The losses of a run that attempts nothing; its first two steps are of one batch."""
+    """Return the losses of a run that loads nothing; as in `attempt_all`, its first two steps use the same batch."""
     engine = make_engine(MODELS["mlp"](), ds_config(stage=stage))
     train_engine(engine, 1)
     losses = train_engine(engine, 1) + train_engine(engine, steps, first_step=2)
@@ -204,10 +204,10 @@ def train_undisturbed(stage: int, steps: int) -> list[float]:
 
 
 def table(results: list[tuple[str, str, list[str], float]]) -> str:
-    """The cases as a Markdown table, without sizes and without torch's own words."""
+    """Return the cases as a Markdown table, without file sizes and torch's own messages."""
     lines = ["| the checkpoint | message |", "|---|---|"]
     for title, message, *_ in results:
-        text = re.sub(r"\d+ bytes, and \d+ were", "... bytes, and ... were", message)
+        text = re.sub(r"\d+ bytes, but \d+ were", "... bytes, but ... were", message)
         text = re.sub(r"cannot be read: .*?(?=( \(found by ranks \[\d\]\))? \()", "cannot be read: ...", text)
         lines.append(f"| {title} | `{text}` |")
     return "\n".join(lines)

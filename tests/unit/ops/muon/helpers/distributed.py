@@ -59,7 +59,7 @@ def _free_port() -> int:
 
 
 def environment(rank: int, world_size: int, port: int, extra: dict[str, str]) -> dict[str, str]:
-    """The environment variables of one rank; `extra` overrides the rest."""
+    """Return the environment variables of one rank; `extra` overrides all others."""
     defaults = {"DS_ACCELERATOR": "cpu"}
     if "lo" in (name for _, name in socket.if_nameindex()):
         defaults["GLOO_SOCKET_IFNAME"] = "lo"  # gloo would look up the host's name, which may not resolve
@@ -71,14 +71,14 @@ def environment(rank: int, world_size: int, port: int, extra: dict[str, str]) ->
 
 
 def start(mode: str, theirs: Connection, env: dict[str, str], *arguments: str, **options: Any) -> subprocess.Popen:
-    """A new interpreter with worker.py as `mode`, at its end of a connection."""
+    """Start worker.py in a new interpreter, in mode "rank" or "server", with `theirs` as its end of the connection."""
     command = [sys.executable, "-m", "helpers.worker", mode, str(theirs.fileno()), *arguments]
     options = {"stdin": subprocess.DEVNULL, "pass_fds": [theirs.fileno()], "start_new_session": True} | options
     return subprocess.Popen(command, env=env, **options)
 
 
 class Server:
-    """The process that forks ranks."""
+    """The server process, which forks ranks on request."""
 
     def __init__(self) -> None:
         self._connection, theirs = Pipe()
@@ -96,11 +96,11 @@ class Server:
         return self._process.poll() is None
 
     def fork(self, theirs: Connection, **rank: Any) -> int:
-        """The process id of a new rank."""
+        """Fork a new rank and return its process id."""
         return self._ask("fork", rank, theirs)
 
     def exit_code(self, pid: int) -> int | None:
-        """What a rank ended with; None if it runs on, or if nobody knows."""
+        """Return the exit code of a rank; None if it is running or the code is unknown."""
         with suppress(OSError, EOFError):
             return self._ask("exit code", pid) if self.is_alive() else None
         return None
@@ -128,7 +128,7 @@ _servers: list[Server] = []
 
 
 def server() -> Server:
-    """The server of this session."""
+    """Return the server of this session; start it if needed."""
     if not _servers or not _servers[-1].is_alive():
         _servers.append(Server())
     return _servers[-1]
@@ -158,14 +158,14 @@ class Rank:
             self.connection.send_bytes(message)
 
     def receive(self) -> Reply:
-        """The reply to what was sent."""
+        """Return the reply to the last job."""
         try:
             return pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
             return "ended", f"the process ended with code {self.exit_code()}"
 
     def exit_code(self) -> int | None:
-        """Waits a little for the process to end; None if it does not."""
+        """Wait a little for the process to end and return its exit code; None if it is still running."""
         if self.code is None and self._process is not None:
             with suppress(subprocess.TimeoutExpired):
                 self.code = self._process.wait(timeout=GRACE)
@@ -174,7 +174,7 @@ class Rank:
         return self.code
 
     def output(self) -> str:
-        """The end of what the rank wrote since `mark`, which moves to the end of the log."""
+        """Return the end of what the rank logged since `mark`, and move `mark` to the end of the log."""
         with self.log.open("rb") as log:
             log.seek(self.mark)
             text = log.read()
@@ -182,7 +182,7 @@ class Rank:
         return text.decode(errors="replace")[-TAIL:]
 
     def kill(self) -> None:
-        """End the process, once: later its number may be another's."""
+        """End the process. Do so only once, because the system may reuse its id."""
         self.connection.close()
         if self.code is None:
             for kill in (os.kill, os.killpg):  # a rank that has just been forked leads no group yet
@@ -192,11 +192,13 @@ class Rank:
 
 
 class Pool:
-    """`world_size` processes in one torch.distributed job.
+    """`world_size` processes that form one torch.distributed job.
 
-    `env` is added to their environment; what is read when a module is imported needs `restart`, a new interpreter.
-    Without `timeout`, of their collectives, they do not meet: the jobs see to that. `checks` whether all ranks call
-    their collectives in one order, as NCCL needs.
+    Args:
+        env: added to their environment. Variables that are read when a module is imported need `restart`.
+        restart: start each rank in a new interpreter instead of a fork of the server.
+        timeout: of their collectives, in seconds; `None`: the job itself calls init_distributed.
+        checks: whether to check that all ranks call their collectives in one order, as NCCL needs.
     """
 
     def __init__(
@@ -221,7 +223,7 @@ class Pool:
             raise
 
     def run(self, fn: Callable[..., Any], kwargs: dict[str, Any], timeout: float) -> list[Any]:
-        """The results of fn(**kwargs) by rank; a failure closes the pool, as its ranks may be out of step."""
+        """Return the results of fn(**kwargs) by rank. A failure closes the pool, whose ranks may be out of step."""
         try:
             self.send(fn, [kwargs] * len(self.ranks))
             return self._results(timeout)
@@ -236,7 +238,7 @@ class Pool:
             rank.send(pickle.dumps(sys.path), pickle.dumps((fn, own)))
 
     def replies(self, timeout: float, grace: float = GRACE, ranks: list[int] | None = None) -> dict[int, Reply]:
-        """The replies of `ranks` that came within `timeout` seconds, or `grace` seconds after the first failure."""
+        """Return rank -> reply, if it comes within `timeout` seconds, or `grace` seconds after the first failure."""
         replies: dict[int, Reply] = {}
         numbers = range(len(self.ranks)) if ranks is None else ranks
         waiting: dict[Connection, int] = {self.ranks[number].connection: number for number in numbers}
@@ -253,7 +255,7 @@ class Pool:
         return replies
 
     def is_worn(self) -> bool:
-        """Whether what earlier tests left in the processes slows the next, or one of them is gone."""
+        """Return whether earlier tests left the processes slow, or one process has ended."""
         try:
             processes = [] if self.closed else [psutil.Process(rank.pid) for rank in self.ranks]
             return any(p.num_threads() > MAX_THREADS or p.memory_info().rss > MAX_BYTES for p in processes)
@@ -267,7 +269,7 @@ class Pool:
         self.logs.cleanup()
 
     def _results(self, timeout: float) -> list[Any]:
-        """The next result of every rank in order; raises RankError if any is missing or a failure."""
+        """Return the next result of every rank in order; raise RankError if one is missing or a failure."""
         replies = self.replies(timeout)
         if len(replies) == len(self.ranks) and all(status == "ok" for status, _ in replies.values()):
             results, recorders = zip(*(replies[rank][1] for rank in range(len(self.ranks))), strict=True)
@@ -278,7 +280,7 @@ class Pool:
         raise RankError(self._report(replies, timeout))
 
     def _report(self, replies: dict[int, Reply], timeout: float) -> str:
-        """What every rank did and wrote, with the Python stack of those that are still running."""
+        """Return what every rank did and logged, with the Python stacks of those that are still running."""
         missing = [rank for number, rank in enumerate(self.ranks) if number not in replies]
         outputs = [rank.output() for rank in self.ranks]
         for rank in missing:
@@ -327,7 +329,7 @@ def run(
 
 
 def end_worn_pools() -> None:
-    """Close the pools that what tests left slows down; between tests, as within one the runs are compared."""
+    """Close the pools that earlier tests left slow. Call it between tests only: runs of one test are compared."""
     for pool in _pools.values():
         if pool.is_worn():
             pool.close()
@@ -335,7 +337,7 @@ def end_worn_pools() -> None:
 
 @atexit.register
 def shutdown() -> None:
-    """End the processes of all pools, and the server."""
+    """End the processes of all pools and the server."""
     while _pools:
         _pools.popitem()[1].close()
     while _servers:

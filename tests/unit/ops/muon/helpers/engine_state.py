@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine holds: copies of its weights and states, and what differs between two of them."""
+"""Copies of an engine's weights and states, and their comparison."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,7 +12,7 @@ from helpers.training import ds_config, make_engine
 
 
 def flat_tensors(engine: Any) -> list[Tensor]:
-    """The tensors that carry optimizer state, in an order that does not depend on the run."""
+    """Return the tensors that have optimizer state, in a fixed order."""
     wrapper = engine.optimizer
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
         if hasattr(wrapper, name):
@@ -21,18 +21,18 @@ def flat_tensors(engine: Any) -> list[Tensor]:
 
 
 def local_states(engine: Any) -> list[dict[str, Tensor]]:
-    """Copies of this rank's state, one dict per tensor."""
+    """Return copies of this rank's optimizer state, one dict (key -> value) per tensor."""
     state = engine.basic_optimizer.state
     return [{key: torch.as_tensor(value).clone() for key, value in state[p].items()} for p in flat_tensors(engine)]
 
 
 def kept_dtypes(states: Iterable[dict[str, Tensor]]) -> set[torch.dtype]:
-    """Of the momenta in these states."""
+    """Return the dtypes of the momenta in these states."""
     return {state[key].dtype for state in states for key in ("momentum_buffer", "momentum_codes") if key in state}
 
 
 def named_states(engine: Any) -> dict[str, Tensor]:
-    """Whole states by parameter and key, through DeepSpeed's public function; a collective."""
+    """Return "parameter.key" -> whole state, by DeepSpeed's public getter; a collective."""
     from deepspeed.utils import safe_get_full_optimizer_state
 
     states = {}
@@ -43,9 +43,9 @@ def named_states(engine: Any) -> dict[str, Tensor]:
 
 
 def snapshot(engine: Any) -> dict[str, Tensor]:
-    """Weights, master weights, states and step counts; a collective.
+    """Return copies of weights, master weights, states and step counts; a collective.
 
-    At stage 3 by name only, since padding in its flat tensors holds anything.
+    At stage 3 only what is found by parameter name, because padding in flat tensors has arbitrary values.
     """
     from deepspeed.utils import safe_get_full_fp32_param
 
@@ -61,7 +61,7 @@ def snapshot(engine: Any) -> dict[str, Tensor]:
 
 
 def differing(left: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
-    """Names of what is not bit for bit the same, or not a number."""
+    """Return the names of values that are not bitwise equal, or are NaN."""
     return sorted(
         n for n in left.keys() | right.keys() if n not in left or n not in right or not left[n].equal(right[n])
     )
@@ -73,7 +73,7 @@ INT8 = ["momentum_absmax", "momentum_codes", "step"]
 
 
 def state_sizes(cases: list[dict[str, Any]], model: str = "mlp") -> list[tuple[int, int, int]]:
-    """By case: bytes of this rank's Muon state, elements of its flat tensors, their number."""
+    """Return for each case (bytes of this rank's Muon state, elements of its flat tensors, number of these tensors)."""
     sizes = []
     for case in cases:
         engine = make_engine(MODELS[model](), ds_config(**case))

@@ -13,7 +13,7 @@ SETTINGS = {"lr": 0.02, "adam_lr": 1e-3, "momentum": 0.9, "eps": 1e-8}
 
 
 def weights_of(who: str, stage: int, clip: float) -> dict[str, Tensor]:
-    """Weights after training with one of the two, stock's Newton-Schulz in bf16, ours in fp32."""
+    """Return the weights after training with stock's Muon (Newton-Schulz in bf16) or ours (in fp32)."""
     import deepspeed.muon
 
     method = {"ns_dtype": "fp32"} if who == "ours" else {"ns_method": "standard"}
@@ -34,7 +34,7 @@ def weights_of(who: str, stage: int, clip: float) -> dict[str, Tensor]:
 
 
 def state_bytes(stage: int) -> tuple[int, int, int]:
-    """Bytes of Muon's state, elements of the partition, elements of the matrices; of a bf16 model."""
+    """Return (bytes of Muon's state, elements of the partition, elements of the matrices) of a bf16 model."""
     optimizer = {"type": "Muon", "params": {key: value for key, value in PARAMS.items() if key != "ns_dtype"}}
     engine = make_engine(MODELS["gpt"](), ds_config(stage=stage, dtype="bf16", optimizer=optimizer))
     muon = engine.basic_optimizer

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models with experts: one that DeepSpeed's MoE spreads over ranks, its twin that has them all, and one for AutoEP."""
+"""Models with experts: one that DeepSpeed's MoE spreads over ranks, its twin with all experts, and one for AutoEP."""
 
 import re
 from typing import Any
@@ -32,7 +32,7 @@ class Expert(nn.Module):
 
 
 class AllExperts(nn.Module):
-    """Each token goes through the expert that its gate prefers, times the gate's probability."""
+    """Apply to each token the expert with the highest gate probability, times that probability."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -50,9 +50,9 @@ class AllExperts(nn.Module):
 
 
 class WithExperts(nn.Module):
-    """A linear map, a layer of experts beside a residual, a head.
+    """A linear map, a layer of experts with a residual connection, and a head.
 
-    `spread`: the experts lie on ranks, as DeepSpeed's MoE puts them; else all of them are here.
+    `spread`: DeepSpeed's MoE spreads the experts over ranks; otherwise every rank has all of them.
     """
 
     def __init__(self, spread: bool, width: int = 11, seed: int = 0) -> None:
@@ -86,13 +86,13 @@ def spread_experts(width: int) -> nn.Module:
 
 
 def global_name(name: str, rank: int) -> str:
-    """What the twin calls a parameter of this rank."""
+    """Return the twin's name for parameter `name` of `rank`: experts are numbered over all ranks."""
     first = rank % EP * (EXPERTS // EP)
     return _LOCAL.sub(lambda match: f"{match[1]}{first + int(match[2])}", name)
 
 
 def spread_model(width: int = 11, seed: int = 0) -> WithExperts:
-    """The model as this rank has it, with the weights of its twin."""
+    """Return the model with this rank's experts and the weights of its twin."""
     import torch.distributed as dist
 
     net, twin = WithExperts(True, width), WithExperts(False, width, seed).state_dict()

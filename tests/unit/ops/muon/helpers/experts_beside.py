@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's MoE layers beside cut matrices and in pipelines: models, and jobs that train them."""
+"""DeepSpeed's MoE layers with tensor parallelism and in pipelines: models, and jobs that train them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,14 +28,14 @@ WIDTH, INNER = 12, 10
 
 
 class First(nn.Linear):
-    """Inputs to the width of the experts."""
+    """Map inputs to the width of the experts."""
 
     def __init__(self) -> None:
         super().__init__(7, WIDTH)
 
 
 class Mixture(nn.Module):
-    """A cut feed-forward part and experts; `spread`: over ranks."""
+    """A feed-forward part that tensor parallelism splits, then experts, which `spread` puts on different ranks."""
 
     def __init__(self, group: Any, spread: bool = True) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ LAYERS = (First, Mixture, Mixture, Last)
 
 
 class Mixed(nn.Sequential):
-    """All layers, by their numbers as in a pipeline. Without `spread`, all experts are here."""
+    """All layers, named by number as in a pipeline. Without `spread`, every rank has all experts."""
 
     def __init__(self, group: Any = None, spread: bool = False) -> None:
         super().__init__(*(kind(group, spread) if kind is Mixture else kind() for kind in LAYERS))
@@ -83,7 +83,7 @@ class Mixed(nn.Sequential):
 
 
 def gather_on_gloo() -> None:
-    """DeepSpeed gathers tokens of several axes into a flat buffer, which NCCL takes and gloo does not."""
+    """Replace DeepSpeed's gather of tokens, whose flat buffer for several axes NCCL accepts and gloo does not."""
     import deepspeed.comm as comm
     from deepspeed.moe import mappings
     from deepspeed.utils import bwc, groups
@@ -98,7 +98,7 @@ def gather_on_gloo() -> None:
 
 
 def _take_weights(net: nn.Module, group: Any) -> None:
-    """The whole model's, of which this rank has parts and some experts."""
+    """Set this rank's parts and experts to the values of the whole model."""
     whole, rank = Mixed().state_dict(), dist.get_rank()
     with torch.no_grad():
         for name, param in net.named_parameters():
@@ -112,7 +112,7 @@ def _take_weights(net: nn.Module, group: Any) -> None:
 def engine_of(
     size: int = 1, stages: int = 0, seed: int = 0, cuts_experts: bool = False, **config: Any
 ) -> Iterator[tuple[Any, Any]]:
-    """An engine with `size` model-parallel ranks and what knows the data-parallel ones; with `stages`, a pipeline."""
+    """Yield (engine with `size` model-parallel ranks, its mpu); with `stages`, (engine of a pipeline, its grid)."""
     mpu = Mpu(size)
     group = mpu.groups["model"] if size > 1 else None
     copies = dist.get_world_size() // (size * max(stages, 1))
@@ -141,7 +141,7 @@ def engine_of(
 
 
 def train_steps(engine: Any, grid: Any, steps: range) -> list[float]:
-    """Steps on the global batches; the norm of each."""
+    """Train on the global batches of `steps`; return the gradient norm of each."""
     norms, dtype = [], next(engine.module.parameters()).dtype
     count, rank = grid.get_data_parallel_world_size(), grid.get_data_parallel_rank()
     for step in steps:
@@ -157,7 +157,7 @@ def train_steps(engine: Any, grid: Any, steps: range) -> list[float]:
 
 
 def parts_of(engine: Any) -> dict[str, tuple[Tensor, int | None]]:
-    """This rank's master weights under the names of the whole model, each with the axis along which it is cut."""
+    """Return name in the whole model -> (this rank's master weight, the axis along which it is split, if any)."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     found = {}
@@ -169,14 +169,14 @@ def parts_of(engine: Any) -> dict[str, tuple[Tensor, int | None]]:
 
 
 def train(steps: int, **config: Any) -> tuple[dict[str, tuple[Tensor, int | None]], list[float]]:
-    """:func:`parts_of` after some steps, and the gradient norm of each."""
+    """Train `steps` steps; return (:func:`parts_of` the engine, gradient norm of each step)."""
     with engine_of(**config) as (engine, grid):
         norms = train_steps(engine, grid, range(steps))
         return parts_of(engine), norms
 
 
 def go_on(folder: str, load: bool, **config: Any) -> dict[str, Tensor]:
-    """Everything after three steps, saved after the first or loaded from there."""
+    """Return weights and states after three steps; save after the first, or `load` that save in its place."""
     with engine_of(seed=int(load), **config) as (engine, grid):
         if load:
             engine.load_checkpoint(folder)
@@ -188,18 +188,18 @@ def go_on(folder: str, load: bool, **config: Any) -> dict[str, Tensor]:
 
 
 def step_badly(name: str, rank: int, **config: Any) -> tuple[list[str], bool]:
-    """:func:`around_a_bad_step` of a rank."""
+    """Return :func:`around_a_bad_step`, with a bad gradient of parameter `name` on `rank`."""
     with engine_of(**config) as (engine, grid):
         return around_a_bad_step(engine, partial(train_steps, engine, grid), name, rank)
 
 
 def cut_experts() -> Refusal | None:
-    """What is refused where marks say that experts are cut."""
+    """Return the refusal of an engine whose marks say that tensor parallelism split experts."""
     return attempt(lambda: engine_of(size=2, cuts_experts=True).__enter__()[0])
 
 
 def beside_autoep(kind: str) -> Refusal | None:
-    """What comes of AutoEP with an mpu of tensor-parallel ranks, with Ulysses', or in a pipeline."""
+    """Return the refusal, if any, of AutoEP with Megatron's "mpu", Ulysses ("sequence") or in a "pipeline"."""
     from deepspeed.pipe import LayerSpec, PipelineModule
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
@@ -218,7 +218,7 @@ def beside_autoep(kind: str) -> Refusal | None:
 
 
 def stock_on_sequences() -> dict[str, Tensor]:
-    """Weights of this rank under the twin's names after a step of stock's AdamW, where ranks share sequences."""
+    """Take a step of stock's AdamW with sequence parallelism; return this rank's weights under the twin's names."""
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""C++ extensions that are compiled at their first use: built once per checkout, before the tests that need them."""
+"""Build the C++ extensions once per checkout, before tests need them; otherwise their first use compiles them."""
 
 import os
 import shutil
@@ -23,9 +23,9 @@ TIMEOUT = 900.0
 
 
 def remove_locks() -> None:
-    """Remove torch's locks of killed builds of DeepSpeed's extensions, on which the next build would wait for ever.
+    """Remove lock files of killed builds of DeepSpeed's extensions, on which the next build would wait forever.
 
-    Who builds has its lock open.
+    A lock file that a running build has open stays.
     """
     locks = [lock.resolve() for lock in FOLDER.glob("**/lock")]
     processes = psutil.process_iter(["open_files"]) if locks else ()
@@ -36,9 +36,9 @@ def remove_locks() -> None:
 
 
 def build() -> None:
-    """Compile csrc/muon, if its sources are newer than the result, and what the tests need of DeepSpeed.
+    """Compile csrc/muon if its sources have changed, and the DeepSpeed extensions that tests need.
 
-    A failure is reported by the tests that need them.
+    A failure is reported by the tests that need the extension.
     """
     sources = [path.stat().st_mtime for path in (ROOT / "csrc" / "muon").iterdir()]
     built = [path.stat().st_mtime for path in FOLDER.glob("muon_*/*/*.so")]

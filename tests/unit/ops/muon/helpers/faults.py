@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kills ranks of a training job at chosen events, starts it again, and compares it with a run that nobody killed.
+"""Kill ranks of a training job at chosen events, restart it, and compare it with an undisturbed run.
 
 `python -m helpers.faults 4`, from the folder of the tests, prints the table of docs/evidence/checkpoints.md for four
 kills per cell.
@@ -28,7 +28,7 @@ MARGIN = 40.0
 NVME = {"offload_optimizer": {"device": "nvme", "nvme_path": "SWAP", "buffer_count": 4}, "sub_group_size": 200_000}
 
 
-#: (name, config, phases in which ranks are killed)
+#: (name, config, phases in which ranks are killed).
 CELLS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("2", {"stage": 2}, ("training", "save", "exchange")),
     ("3", {"stage": 3}, ("training", "save", "exchange")),
@@ -38,9 +38,9 @@ CELLS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
 
 @dataclass
 class Outcome:
-    """What became of one attempt: by rank its exit code (-9 killed by itself, 0 finished) and seconds until then.
+    """Result of one start of the job: exit code by rank, seconds until all had ended, output by rank.
 
-    ``None``: still running when the others had ended, or at the end of its time.
+    Codes: 0 finished, -9 killed itself, 1 raised, ``None`` still running when the others or the time had ended.
     """
 
     codes: list[int | None]
@@ -55,7 +55,7 @@ def attempt(
     stall: bool = False,
     timeout: float = TIMEOUT,
 ) -> Outcome:
-    """One start of the job in `folder`, where rank r meets its end at event n of a phase: deaths[r] = phase, n."""
+    """Start the job in `folder` once; `deaths`: rank -> (phase, n), the event at which it dies or (`stall`) stops."""
     folder.mkdir(parents=True, exist_ok=True)
     limit = timeout + MARGIN
     started = time.monotonic()
@@ -77,14 +77,14 @@ def attempt(
 
 
 def read_log(folder: Path, rank: int) -> list[list[str]]:
-    """The lines of a rank's log, over all attempts: `start n`, `step n loss`, `saved n`, `end digest`."""
+    """Return the lines of a rank's log, over all attempts: `start n`, `step n loss`, `saved n`, `end digest`."""
     file = folder / f"trace{rank}"
     return [line.split() for line in file.read_text().splitlines()] if file.exists() else []
 
 
 @dataclass
 class Reference:
-    """A run that nobody killed: its lines by rank, and how many events of each phase a rank counts."""
+    """An undisturbed run; for each rank, log line -> value, and phase -> number of events."""
 
     lines: list[dict[str, str]]
     events: list[dict[str, int]]
@@ -100,7 +100,7 @@ def reference(folder: Path, case: dict[str, Any]) -> Reference:
 
 @dataclass
 class Tally:
-    """What happened in the kills of one phase."""
+    """Counts and problems of all attempts in which ranks were killed in one phase."""
 
     kills: int = 0
     completed: int = 0
@@ -110,7 +110,7 @@ class Tally:
 
 
 def torment(root: Path, case: dict[str, Any], phase: str, kills: int, seed: int) -> Tally:
-    """Kill until `kills` attempts were killed in `phase`, restarting from `latest` each time, then let it finish."""
+    """Restart the job from `latest` until `kills` attempts were killed in `phase`; then let it finish."""
     expected = reference(root / "reference", case)
     rng, tally, chain = random.Random(seed), Tally(), 0
     folder = root / f"{phase}{chain}"
@@ -129,7 +129,7 @@ def torment(root: Path, case: dict[str, Any], phase: str, kills: int, seed: int)
 
 
 def _choose(rng: random.Random, phase: str, expected: Reference) -> dict[int, tuple[str, int]]:
-    """One rank or all, each at an event of the first half of what a whole run has."""
+    """Choose one rank or both, and for each an event (phase, n) from the first half of a whole run."""
     victims = rng.choice([[0], [1], [0, 1]])
     return {rank: (phase, rng.randrange(max(1, expected.events[rank][phase] // 2))) for rank in victims}
 
@@ -137,7 +137,7 @@ def _choose(rng: random.Random, phase: str, expected: Reference) -> dict[int, tu
 def _judge(
     tally: Tally, outcome: Outcome, deaths: dict[int, tuple[str, int]], folder: Path, expected: Reference
 ) -> None:
-    """Count the kills; whatever is lost, silently wrong or hangs is a problem."""
+    """Add an outcome to the tally; lost checkpoints, other losses than expected and hangs are problems."""
     tally.kills += -signal.SIGKILL in outcome.codes
     tally.slowest = max(tally.slowest, outcome.seconds)
     where = f"{folder.name}, deaths {deaths}, codes {outcome.codes}"

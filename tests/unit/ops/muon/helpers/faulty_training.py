@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training job whose ranks count events, and one of which ends itself or stands still at the event that it is told.
+"""A training job whose ranks count events; a rank can be told to kill itself, or to stop, at one of them.
 
-Events are of four kinds: points of the training loop, of a save, of the exchange, of a swap to NVMe.
+Events are points in the training loop, a save, the exchange, the look for gradients, or a swap to NVMe.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ PARTS = 4
 
 
 class Trap:
-    """Counts events by phase and ends this process, or lets it stand still, at the one it is told."""
+    """Count events by phase; at event `death` = (phase, n) kill this process or, with `stall`, sleep forever."""
 
     def __init__(self, death: tuple[str, int] | None, stall: bool) -> None:
         self.death, self.stall, self.counts = death, stall, Counter()
@@ -44,7 +44,7 @@ class Trap:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def around(self, owner: Any, name: str, phase: str) -> None:
-        """An event before and after every call of a function."""
+        """Count an event of `phase` before and after every call of `owner.name`."""
         original = getattr(owner, name)
 
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -56,7 +56,7 @@ class Trap:
         setattr(owner, name, watched)
 
     def set(self) -> None:
-        """Put the events into the product and into torch, in this process."""
+        """Insert the events into deepspeed-muon, DeepSpeed and torch, in this process."""
         from deepspeed.runtime.swap_tensor.optimizer_utils import OptimizerSwapper
 
         from deepspeed.muon.exchange.exchange import Exchange
@@ -95,7 +95,7 @@ def _subclasses(owner: type) -> list[type]:
 def train(
     rank: int, folder: Path, case: dict[str, Any], death: tuple[str, int] | None, stall: bool, timeout: float
 ) -> None:
-    """Go on from `latest`, save now and then, and note every loss; `timeout`: of the process group, in seconds."""
+    """Train from `latest` on, save every `EVERY` steps and log every loss; `timeout`: of collectives, in seconds."""
     join(timeout)
     trap = Trap(death, stall)
     trap.set()

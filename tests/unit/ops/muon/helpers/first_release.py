@@ -16,7 +16,7 @@ STAGES, BEFORE, AFTER = (0, 1, 2, 3), 3, 2
 
 
 class Model(nn.Module):
-    """With parameters of both halves."""
+    """A model with parameters for Muon and for AdamW."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Model(nn.Module):
 
 
 def engine_of(stage: int) -> Any:
-    """An engine for two ranks, with a schedule and clipping."""
+    """Return an engine for two ranks, with a schedule and clipping."""
     import deepspeed
 
     torch.manual_seed(0)
@@ -51,7 +51,7 @@ def engine_of(stage: int) -> Any:
 
 
 def train(engine: Any, first: int, steps: int) -> list[float]:
-    """The losses of this rank."""
+    """Train `steps` steps from step `first` on; return this rank's losses."""
     losses = []
     for step in range(first, first + steps):
         tokens = torch.randint(11, (8, 6), generator=torch.Generator().manual_seed(step))
@@ -63,7 +63,7 @@ def train(engine: Any, first: int, steps: int) -> list[float]:
 
 
 def weights(engine: Any) -> dict[str, Tensor]:
-    """By name, whole, on every rank."""
+    """Return name -> whole weight, on every rank."""
     import deepspeed
 
     found = {}
@@ -74,7 +74,7 @@ def weights(engine: Any) -> dict[str, Tensor]:
 
 
 def save(folder: Path) -> None:
-    """Checkpoints of all stages after BEFORE steps, with the weights there and AFTER steps later."""
+    """Save checkpoints of all stages after BEFORE steps, with the weights then and AFTER steps later."""
     import deepspeed.comm as dist
 
     for stage in STAGES:

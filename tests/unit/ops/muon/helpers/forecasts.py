@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is forecast for a model, compared with what an engine binds."""
+"""Comparison of the forecast for a model with what an engine plans."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def cost_of(ns_method: str) -> CostModel:
 
 
 def bound(model: str, **config: Any) -> dict[str, Any]:
-    """What an engine has bound on this rank."""
+    """Return what an engine has planned on this rank."""
     engine = make_engine(MODELS[model](), ds_config(**config))
     optimizer = engine.basic_optimizer
     itemsize = optimizer.exchange.dtype.itemsize
@@ -45,7 +45,7 @@ def forecast(model: str, layout: Layout, params: dict[str, Any] = PARAMS) -> tup
 
 
 def check_against_the_engine(model: str, layout: Layout, **config: Any) -> set[str]:
-    """Compare on every rank; returns the kinds of wrappers met."""
+    """Compare forecast and engine on every rank; return the names of the wrapper classes met."""
     parts, costs = forecast(model, layout, config.get("optimizer", {"params": PARAMS})["params"])
     live = run(bound, layout.world_size, model=model, stage=layout.stage, **config)
     state = sum(part.state_bytes for part in parts)

@@ -13,7 +13,7 @@ WIDTH = 8
 
 
 def module(**children: nn.Module) -> nn.Module:
-    """A module with these children and nothing else."""
+    """Return a module with these children and nothing else."""
     parent = nn.Module()
     for name, child in children.items():
         parent.add_module(name, child)
@@ -25,7 +25,7 @@ def linear(inputs: int = WIDTH, outputs: int = 2 * WIDTH, bias: bool = False) ->
 
 
 def routes(model: nn.Module) -> dict[str, MatrixSpec]:
-    """Specs by name, after the checks that hold for every model."""
+    """Return name -> MatrixSpec, after checks that hold for every model."""
     specs = route(model)
     trainable = {name: param for name, param in model.named_parameters() if param.requires_grad}
     assert list(specs) == list(trainable.values()), "every trainable parameter once, in the model's order"
@@ -39,7 +39,7 @@ def routes(model: nn.Module) -> dict[str, MatrixSpec]:
 
 
 def covered(spec: MatrixSpec) -> list[int]:
-    """Elements of the blocks, sorted, with repetitions."""
+    """Return the indices of all elements of the blocks, sorted, with repetitions."""
     return sorted(
         block.offset + i * block.stride + j
         for block in spec.blocks
@@ -53,7 +53,7 @@ def muon_names(model: nn.Module) -> set[str]:
 
 
 def reason(model: nn.Module, name: str) -> str:
-    """Why `name` goes to AdamW."""
+    """Return why `name` goes to AdamW."""
     spec = routes(model)[name]
     assert not spec.use_muon, spec.reason
     return spec.reason
@@ -105,7 +105,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class Mixer(nn.Module):
-    """Holds a matrix, and nothing says what for."""
+    """A module with a matrix of unknown purpose."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class BertLayer(nn.Module):
 
 
 class Gpt(nn.Module):
-    """With positions as a parameter of its own."""
+    """A GPT whose positions are a parameter, not an embedding module."""
 
     def __init__(self, tied: bool = False) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random ds_configs, the keys that are wrong in each by the documentation's rules, and how each must train."""
+"""Random ds_configs: which keys of each are wrong by the documentation's rules, and how each must train."""
 
 import itertools
 import json
@@ -27,7 +27,7 @@ SIDES = {
 }
 SIMPLE = [3.4445, -4.7750, 2.0315]
 CUBIC = [1.5, -0.5, 0.0]
-#: Values of `optimizer.params` that are allowed, and some next to them that are not. `None` is the default of any key.
+#: Key of `optimizer.params` -> allowed values, and similar ones that are not; `None` leaves the key out.
 VALID: dict[str, list[Any]] = {
     "lr": [1e-3, 0.02, 0.1, 0, "1e-2"],
     "muon_lr": [1e-3, 0.02, 0.3],
@@ -147,7 +147,7 @@ ZERO: dict[str, list[Any]] = {
     "stage3_max_reuse_distance": [0, 10**9],
     "stage3_prefetch_bucket_size": [0, 100, 5 * 10**7],
 }
-#: Settings of ZeRO that are refused together with Muon, and what the message calls them.
+#: ZeRO settings that are refused with Muon, and their names in the message.
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"offload_optimizer": {"device": "cpu", "ratio": 0.5}}, "offload_optimizer.ratio"),
     ({"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}, "super_offload"),
@@ -156,7 +156,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stage": 3, "zero_quantized_gradients": True}, "zero_quantized_gradients"),
     ({"mics_shard_size": 1}, "mics_shard_size"),
 ]
-#: What stock DeepSpeed refuses itself.
+#: Settings that stock DeepSpeed itself refuses.
 STOCKS: list[dict[str, Any]] = [
     {"sub_group_size": "big"},
     {"reduce_bucket_size": -1},
@@ -172,7 +172,7 @@ Case = dict[str, Any]
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Mostly right: one in three has a wrong value or key, one in eight a refused setting."""
+    """Draw a case: one in three has a wrong value or key, one in eight a refused setting."""
     keys = draw(st.lists(st.sampled_from(sorted(VALID)), max_size=8, unique=True))
     params = {key: draw(st.sampled_from([*VALID[key], None])) for key in keys}
     wrong = [key for key in draw(st.lists(st.sampled_from(sorted(WRONG)), max_size=2)) if draw(st.integers(0, 2)) == 0]
@@ -200,13 +200,13 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def offloads() -> st.SearchStrategy[dict[str, Any]]:
-    """The section `offload_optimizer` as it is allowed."""
+    """Return allowed sections `offload_optimizer`."""
     extras = {"pin_memory": st.booleans(), "ratio": st.just(1.0), "fast_init": st.booleans()}
     return st.fixed_dictionaries({"device": st.sampled_from(["none", "cpu"])}, optional=extras)
 
 
 def tops() -> st.SearchStrategy[dict[str, Any]]:
-    """Keys at the top of a ds_config: precision, accumulation, clipping, and those that change nothing."""
+    """Return top-level keys of a ds_config: precision, accumulation, clipping, and keys that change nothing."""
     needed = {
         "dtype": st.sampled_from(["fp32", "fp32", "fp32", "bf16", "bf16", "fp16"]),
         "accumulation": st.sampled_from([1, 2, 4]),
@@ -224,7 +224,7 @@ def tops() -> st.SearchStrategy[dict[str, Any]]:
 
 
 def contradictions(config: dict[str, Any]) -> list[str]:
-    """Keys that are right alone and wrong beside others."""
+    """Return the keys that are valid by themselves but contradict others."""
     params = {key: value for key, value in config["params"].items() if value is not None}
     found = []
     coefficients, steps = params.get("ns_coefficients", "simple"), params.get("ns_steps")
@@ -261,7 +261,7 @@ def contradictions(config: dict[str, Any]) -> list[str]:
 
 
 def sample(count: int) -> list[Case]:
-    """`count` distinct cases; the same ones in every run."""
+    """Return `count` distinct cases; the same ones in every run."""
     found: dict[str, Case] = {}
     for number in itertools.count():
         if len(found) >= count:
@@ -284,7 +284,7 @@ def sample(count: int) -> list[Case]:
 
 
 def smaller(case: Case) -> list[Case]:
-    """The case without one of its keys, for each; what is wrong is found out anew."""
+    """Return, for each of its keys, the case without it; determine anew which keys are wrong."""
     results = []
     for section in ("params", "zero"):
         for key in case["config"][section]:
@@ -300,12 +300,12 @@ PEERS = {"rms_norm": "match_rms_adamw", "shape_scaling": "original"}
 
 
 def keys_given(config: dict[str, Any]) -> dict[str, Any]:
-    """The keys that have a value."""
+    """Return the keys that have a value."""
     return {key: value for key, value in config["params"].items() if value is not None}
 
 
 def scale_of(params: dict[str, Any]) -> str:
-    """`adjust_lr_fn` as docs/configuration.md resolves it."""
+    """Return `adjust_lr_fn`, resolved as docs/configuration.md says."""
     name = params.get("adjust_lr_fn", "auto")
     if name != "auto":
         return PEERS.get(name, name)
@@ -314,7 +314,7 @@ def scale_of(params: dict[str, Any]) -> str:
 
 
 def triples(params: dict[str, Any]) -> list[tuple[float, float, float]]:
-    """One triple per step."""
+    """Return the coefficients of Newton-Schulz, one triple (a, b, c) per step."""
     value = params.get("ns_coefficients", "simple")
     value = NAMED[value] if isinstance(value, str) else value
     schedule = list(value) if isinstance(value[0], (list, tuple)) else [value]
@@ -328,7 +328,7 @@ def flag(value: Any) -> bool:
 
 
 def oracle_config(config: dict[str, Any], ranks: int) -> OracleConfig:
-    """The oracle's settings; `rms_scale` over the oracle's 0.2 is a factor of the orthogonalized matrix."""
+    """Return the oracle's settings; `rms_scale` / 0.2 becomes a factor of the orthogonalized matrix."""
     params = keys_given(config)
     lr = params.get("lr")
     muon_lr = float(params.get("muon_lr", 0.02 if lr is None else lr))
@@ -377,14 +377,14 @@ def oracle_config(config: dict[str, Any], ranks: int) -> OracleConfig:
 
 
 def goes_to_muon(name: str, param: nn.Parameter, params: dict[str, Any]) -> bool:
-    """Matrices of linear layers, but for the exclusions."""
+    """Return whether Muon gets a parameter: matrices of linear layers, except the exclusions."""
     patterns = params.get("muon_exclude", [])
     patterns = [patterns] if isinstance(patterns, str) else patterns
     return param.ndim == 2 and not any(re.search(pattern, name) for pattern in patterns)
 
 
 def train(model: nn.Module, steps: int, config: dict[str, Any], ranks: int) -> dict[str, Tensor]:
-    """Weights in fp64 after `steps` global batches, each spread over so many ranks."""
+    """Train `steps` global batches, each spread over `ranks` ranks; return name -> weight in fp64."""
     model, cfg, params = model.double(), oracle_config(config, ranks), keys_given(config)
     decoupled = params.get("adam_w_mode", True)
     weights = dict(model.named_parameters())
@@ -407,17 +407,16 @@ def train(model: nn.Module, steps: int, config: dict[str, Any], ranks: int) -> d
 
 
 def is_half(config: dict[str, Any]) -> bool:
-    """Whether the run computes anything in half precision, on this machine or on another."""
+    """Return whether a run may compute anything in half precision, on any machine."""
     given = keys_given(config)
     in_fp32 = given.get("ns_dtype", "auto") == "fp32" and given.get("wire_dtype", "auto") != "bf16"
     return config["dtype"] != "fp32" or config.get("torch_autocast", {}).get("enabled", False) or not in_fp32
 
 
 def difference(name: str, config: dict[str, Any], initial: Tensor, weight: Tensor, expected: Tensor) -> str:
-    """What is wrong with a weight, or nothing.
+    """Return what is wrong with a weight, or "".
 
-    In fp32 an error of 0.2 % of the change, of 3 % with a momentum in bf16, of 30 % in int8. Half precision as in
-    parity.py.
+    The error may be 0.2 % of the change in fp32, 3 % with a momentum in bf16, 30 % in int8; half precision: parity.py.
     """
     change, wanted = (end.double() - initial.double() for end in (weight, expected))
     unit = 2.0**-7 if "bf16" in config else 1e-6  # what rounding changes alone

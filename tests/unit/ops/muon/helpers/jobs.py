@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random jobs as users have them: ZeRO's stages under pipelines, tensor parallelism, experts and CPU offload."""
+"""Random jobs like users': ZeRO's stages with pipelines, tensor parallelism, experts and CPU offload."""
 
 import itertools
 import math
@@ -21,7 +21,7 @@ from helpers.plans import COST
 from helpers.simulation import simulate
 
 SHAPES = [(8, 4), (4, 8), (6, 5), (3, 3), (16, 12), (12, 16), (8, 8)]
-#: ZeRO's stages; stage 2 cuts as stage 1 does. bf16: ``BF16_Optimizer``, whose flat tensor has no padding inside.
+#: ZeRO's stages; stage 2 shards as stage 1 does. bf16: ``BF16_Optimizer``, whose flat tensor has no inner padding.
 STAGES = ("0", "1", "3", "bf16")
 
 
@@ -35,7 +35,7 @@ class Grid:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks of the job."""
         return self.pipeline * self.data * self.tensor
 
     def rank(self, stage: int, data: int, lane: int) -> int:
@@ -45,10 +45,10 @@ class Grid:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A partition: its ranks, as numbers in the job, and what each has.
+    """A partition: its ranks, as numbers in the job, and for each of them shards, plan, its view of it, and program.
 
-    ``plan``: of each rank. ``copied``: whether several ranks of a tensor-parallel group have the same matrix.
-    ``limit``: elements of a bucket, by its bytes.
+    ``copied``: whether several ranks of a tensor-parallel group have the same matrix.
+    ``limit``: the most elements of a bucket. ``staged``: whether shards are in host memory.
     """
 
     ranks: tuple[int, ...]
@@ -69,12 +69,12 @@ class Settings:
     staged: bool
     device_type: str
     bucket_bytes: int
-    #: Of one matrix.
+    #: The most owners that one matrix may have.
     most_owners: int
 
 
 def newton_schulz(dtype: str = "bf16") -> NewtonSchulz:
-    """Return one that takes another method for high matrices than for wide ones."""
+    """Return a NewtonSchulz with the Gram method for matrices with fewer rows than columns, else the standard one."""
     method = {True: "gram", False: "standard"}
     return NewtonSchulz(
         schedule=schedule("simple"), method=lambda rows, cols: method[rows < cols], dtype=dtype, device_type="cpu"
@@ -100,7 +100,7 @@ def random_job(seed: int, most_ranks: int = 12) -> tuple[Grid, list[Part]]:
 
 
 def _parts(random: Random, grid: Grid, settings: Settings) -> Iterator[Part]:
-    """Yield the partitions; the stages of a pipeline have unlike models."""
+    """Yield the partitions of all pipeline stages, which have different models."""
     expert_ranks = random.choice([n for n in range(1, grid.data + 1) if grid.data % n == 0])
     for stage in range(grid.pipeline):
         name = f"stage{stage}"
@@ -116,7 +116,7 @@ def _parts(random: Random, grid: Grid, settings: Settings) -> Iterator[Part]:
 
 
 def _cut(random: Random, specs: list[MatrixSpec]) -> list[list[MatrixSpec]]:
-    """Cut the parameters into sub-groups, of which some may be empty."""
+    """Divide the parameters into sub-groups; some may be empty."""
     at = random.randint(0, len(specs))
     return [specs[:at], specs[at:]] if random.random() < 0.5 else [specs]
 
@@ -142,7 +142,7 @@ def _dense(random: Random, grid: Grid, stage: int, specs: Sequence[MatrixSpec], 
 def _experts(
     random: Random, grid: Grid, stage: int, specs: Sequence[MatrixSpec], expert_ranks: int, settings: Settings
 ) -> Iterator[Part]:
-    """Yield the partitions of experts: the ranks that have the same ones share these."""
+    """Yield the partitions of experts, one for each set of ranks with the same experts."""
     for first, lane in itertools.product(range(expert_ranks), range(grid.tensor)):
         named = [replace(spec, name=f"{spec.name}.{first}") for spec in specs]
         ranks = tuple(grid.rank(stage, data, lane) for data in range(first, grid.data, expert_ranks))
@@ -150,7 +150,7 @@ def _experts(
 
 
 def _sizes(specs: Sequence[MatrixSpec], lane: int) -> list[int]:
-    """Return the elements of a tensor-parallel rank's parameters."""
+    """Return the number of elements of each parameter on tensor-parallel rank ``lane``."""
     cuts = [spec.sharding for spec in specs]
     return [
         cut.size(lane) * cut.shape[1 - cut.axis] if cut else spec.numel for spec, cut in zip(specs, cuts, strict=True)
@@ -160,7 +160,7 @@ def _sizes(specs: Sequence[MatrixSpec], lane: int) -> list[int]:
 def _placements(
     sizes: Sequence[int], ranks: int, lane: int, step: int, padding: int, settings: Settings
 ) -> list[Placement]:
-    """Return where the parameters of one tensor-parallel rank lie on its data-parallel ranks."""
+    """Return the placements of one tensor-parallel rank's parameters on its data-parallel ranks."""
     if settings.stage == "0":
         return [Placement(0, size, 0, ranks) for size in sizes]
     if settings.stage == "3":
@@ -180,7 +180,7 @@ def _part(
     placements: Sequence[Sequence[Placement]],
     settings: Settings,
 ) -> Part:
-    """Plan a partition. ``placements``: of each tensor-parallel rank's parameters."""
+    """Return the planned partition; ``placements``: for each tensor-parallel rank, those of its parameters."""
     lanes = []
     for mine in placements:
         everyones = [
@@ -208,7 +208,7 @@ def _part(
 
 
 def _spec(random: Random, name: str, tensor: int) -> MatrixSpec:
-    """Return a parameter, whole or in blocks; with tensor parallelism cut by rows or columns, or whole on each rank."""
+    """Return a parameter, whole or in blocks; tensor parallelism splits it by rows or columns, or copies it."""
     if tensor == 1 or random.random() < 0.2:
         shape = random.choice([random.choice(SHAPES), (random.randint(1, 9), random.randint(1, 9))])
         return MatrixSpec(name, shape, True, "test", _blocks(random, shape))
@@ -217,7 +217,7 @@ def _spec(random: Random, name: str, tensor: int) -> MatrixSpec:
 
 
 def _sharding(random: Random, ranks: int) -> Sharding:
-    """Return one, of which some ranks may hold nothing; one or two parts of the axis, each cut over the ranks."""
+    """Return a sharding of one or two parts of an axis, each split over the ranks; some ranks may hold nothing."""
     axis, parts, lone = random.randint(0, 1), random.randint(1, 2), random.randrange(ranks)
     kind = random.choice(["even", "even", "uneven", "one rank"])
     if kind == "uneven":
@@ -233,7 +233,7 @@ def _sharding(random: Random, ranks: int) -> Sharding:
 
 
 def _blocks(random: Random, shape: Sequence[int]) -> tuple[Block, ...]:
-    """Return the whole, or ranges of rows or columns, or two ranges of rows in groups."""
+    """Return blocks: the whole, ranges of rows or of columns, or two interleaved ranges of rows in groups."""
     (whole,), axis = matrices(shape), random.randint(0, 1)
     options = [Cut(()), Cut(())]
     if shape[axis] > 1:
@@ -245,7 +245,7 @@ def _blocks(random: Random, shape: Sequence[int]) -> tuple[Block, ...]:
 
 
 def check_part(part: Part) -> None:
-    """Assert that the programs of a partition break no rule, and that memory and traffic are what the plan promises."""
+    """Assert that the programs of a partition are valid, and that memory and traffic are what the plan promises."""
     assert len({plan.of_all.digest for plan in part.views}) == 1
     assert violation(part.programs) is None
     plan, world = part.plan[0], len(part.ranks)
@@ -268,12 +268,12 @@ def check_part(part: Part) -> None:
 
 
 def _largest_share(numels: Sequence[int], own: int) -> int:
-    """Return the elements of the owner that has most in a bucket of results."""
+    """Return the elements that the owner with the most has in a bucket of results."""
     return max(*numels, own)
 
 
 def check_job(grid: Grid, parts: Sequence[Part]) -> None:
-    """Assert that all partitions of a job are right, and that the calls of all its ranks merge into one order."""
+    """Assert that all partitions of a job are valid, and that the collectives of all ranks merge into one order."""
     calls: list[list[Collective]] = [[] for _ in range(grid.world_size)]
     for number, part in enumerate(parts):
         check_part(part)

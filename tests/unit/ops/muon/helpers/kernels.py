@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of operations with nobody to fall back to: Triton's where kernels are interpreted (conftest.py's
-``interpret``), and the one in C++.
-"""
+"""Kernel sets without a fallback: Triton's, with interpreted kernels (conftest.py's ``interpret``), and C++'s."""
 
 import dataclasses
 import importlib.util
@@ -26,14 +24,14 @@ needs_triton = pytest.mark.skipif(
 Interpret = Callable[..., Any]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 DEFAULT_TILES = (16, 32, 16)
-#: The names of all operations that a table must have.
+#: The names of all operations that a kernel set must have.
 OPERATIONS = [
     field.name for field in dataclasses.fields(Operations) if field.name not in ("name", "in_place", "is_slice", "runs")
 ]
 
 
 def interpreted_table(symmetric_from: int = 1, tiles: tuple[int, int, int] = DEFAULT_TILES) -> Operations:
-    """Triton's table, which takes tensors of the CPU for those of a GPU, with tiles that suit small matrices."""
+    """Return Triton's kernel set, made to accept CPU tensors, with tiles for small matrices."""
     import triton
 
     from deepspeed.muon.kernels import triton_products as products
@@ -46,30 +44,29 @@ def interpreted_table(symmetric_from: int = 1, tiles: tuple[int, int, int] = DEF
 
 
 def native_bf16() -> bool:
-    """Whether the products in C++ compute in bf16 here: they need the CPU's dot products of bf16."""
+    """Return whether the C++ products support bf16 on this machine: the CPU must have bf16 dot products."""
     return native.unavailable() is None and torch.cpu._is_avx512_bf16_supported()
 
 
 def oriented(x: Tensor) -> Tensor:
-    """``x [batch, rows, cols]``, or its transpose where that has the fewer rows."""
+    """Return ``x [batch, rows, cols]``, transposed if it has more rows than columns."""
     return x if x.size(-2) <= x.size(-1) else x.mT
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Normal numbers, the same on every call."""
+    """Return normal random numbers, the same on every call."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def relative(actual: Tensor, expected: Tensor) -> float:
-    """Frobenius norm of the error over that of what is expected."""
+    """Return the Frobenius norm of the error, relative to that of ``expected``."""
     return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
 def native_only(monkeypatch: pytest.MonkeyPatch, *names: str) -> Operations:
-    """The table in C++ whose operations of these names fail where they would call their twin; skips without a compiler
-    or with a torch that lacks the products.
+    """Return the C++ kernel set, in which the named operations raise instead of falling back to plain PyTorch.
 
-    Else a build that fails is an error.
+    Skip the test without a compiler, or if torch lacks the products that they need; any other failed build is an error.
     """
     builder = MuonBuilder()
     if native.unavailable() and not builder.is_compatible():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of transformers, and others, whose weights are several matrices; `train` knows them by name."""
+"""Models, of transformers and others, whose weights are several matrices; `train` finds them by name."""
 
 from typing import Any
 
@@ -61,7 +61,7 @@ class Language(nn.Module):
 
 
 class GatedExperts(nn.Module):
-    """All experts on every input; `is_transposed`: their weights are (experts, inputs, outputs)."""
+    """Apply all experts to every input; `is_transposed`: their weights are (experts, inputs, outputs)."""
 
     def __init__(self, is_transposed: bool) -> None:
         super().__init__()
@@ -73,13 +73,13 @@ class GatedExperts(nn.Module):
         self.equations = ("bi,eio->beo", "beo,eoi->bi") if is_transposed else ("bi,eoi->beo", "beo,eio->bi")
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(batch, WIDTH) to the same."""
+        """Map (batch, WIDTH) to (batch, WIDTH)."""
         gate, up = torch.einsum(self.equations[0], hidden, self.gate_up_proj).chunk(2, dim=-1)
         return torch.einsum(self.equations[1], F.silu(gate) * up, self.down_proj)
 
 
 class Layouts(Language):
-    """Every layout of fused weights."""
+    """A model with every layout of fused weights."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__("gpt2", "gpt_neox", "phi3")
@@ -88,7 +88,7 @@ class Layouts(Language):
         initialize_(self, seed)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """With the square of what experts and attention make of one-hot inputs."""
+        """Return the loss plus the squares of what experts and attention make of one-hot inputs, per sample."""
         hidden = F.one_hot(inputs[:, 0] % WIDTH, WIDTH).to(self.first_experts.down_proj.dtype)
         hidden = self.second_experts(hidden + self.first_experts(hidden))
         steps = F.one_hot(inputs % WIDTH, WIDTH).to(hidden.dtype).transpose(0, 1)
@@ -112,14 +112,14 @@ class Adapters(nn.Module):
             layer.base.requires_grad_(False)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean squared error; (batch, 7), (batch, 5)."""
+        """Return the mean squared error; `inputs` (batch, 7), `targets` (batch, 5)."""
         hidden = inputs.to(self.head.weight.dtype)
         for layer in (self.layer0, self.layer1):
             hidden = torch.tanh(layer.base(hidden) + layer.lora_B(layer.lora_A(hidden)))
         return F.mse_loss(self.head(hidden), targets.to(hidden.dtype))
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs from N(0, 1), targets from N(0, 16)."""
+        """Return inputs from N(0, 1) and targets from N(0, 16)."""
         generator = torch.Generator().manual_seed(1000 + step)
         inputs = torch.randn(GLOBAL_BATCH, 7, generator=generator)
         return inputs, 4 * torch.randn(GLOBAL_BATCH, 5, generator=generator)
@@ -129,5 +129,5 @@ MODELS.update(layouts=Layouts, deepseek_v3=lambda: Language("deepseek_v3"), adap
 
 
 def train(**kwargs: Any) -> dict[str, Tensor]:
-    """As `training.train`, on a rank that has imported this module."""
+    """Call `training.train` after importing this module, which registers its models."""
     return training.train(**kwargs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the package logs."""
+"""Capture what the package logs."""
 
 import logging
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def logged(level: int = logging.NOTSET) -> Iterator[list[str]]:
-    """The messages of the package from this level on that are logged meanwhile, on this rank."""
+    """Yield a list that collects the package's messages of at least this level, on this rank, within the context."""
     said: list[str] = []
     handler, logger = logging.Handler(level), logging.getLogger("deepspeed.muon")
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

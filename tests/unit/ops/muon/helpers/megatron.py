@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor parallelism in Megatron's way: layers that hold parts of matrices, marked as Megatron's, and jobs that train
-them with a model-parallel unit (mpu) or in a pipeline.
+"""Megatron's tensor parallelism: layers that hold parts of matrices, with Megatron's marks, and jobs that train them
+with a model-parallel unit (mpu) or in a pipeline.
 """
 
 import zlib
@@ -23,7 +23,7 @@ STAGES = 2
 
 
 class _Copy(torch.autograd.Function):
-    """The same activations for all ranks of a group, which each compute a part of what comes of them."""
+    """Pass activations to all ranks of a group; sum their gradients in the backward."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, group: Any) -> Tensor:
@@ -38,7 +38,7 @@ class _Copy(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum of what the ranks of a group have."""
+    """Sum activations over the ranks of a group; pass gradients through."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, group: Any) -> Tensor:
@@ -60,7 +60,7 @@ def _mark(param: nn.Parameter, axis: int, stride: int) -> None:
 
 
 class ColumnParallelLinear(nn.Module):
-    """A rank has some of the outputs: of each of `stride` parts of the whole the same share."""
+    """A linear layer split by outputs: a rank has the same share of each of the `stride` parts of the whole."""
 
     def __init__(self, inputs: int, outputs: int, group: Any, stride: int = 1, bias: bool = True) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """A rank has some of the inputs; all have the bias."""
+    """A linear layer split by inputs; every rank has the whole bias."""
 
     def __init__(self, inputs: int, outputs: int, group: Any) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def _arguments(layer: tuple[Any, ...], group: Any) -> tuple[Any, ...]:
 
 
 class Stack(nn.Sequential):
-    """All layers, by their numbers as in a pipeline; without a group, whole."""
+    """All layers, named by number as in a pipeline; without a tensor-parallel group, all are whole."""
 
     def __init__(self, group: Any = None, seed: int = 0) -> None:
         super().__init__(*(layer[0](*_arguments(layer, group)) for layer in LAYERS))
@@ -168,7 +168,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def initialize_parts(model: nn.Module, group: Any, seed: int) -> None:
-    """A parameter's whole values follow from its name; this rank takes its part."""
+    """Set each parameter to this rank's part of whole values that depend only on its name and `seed`."""
     with torch.no_grad():
         for name, param in model.named_parameters():
             is_cut, axis = group is not None and hasattr(param, "partition_dim"), getattr(param, "partition_dim", 0)
@@ -182,7 +182,7 @@ def initialize_parts(model: nn.Module, group: Any, seed: int) -> None:
 
 
 class Mpu:
-    """What DeepSpeed asks of Megatron's. Neighbouring ranks are `first` "model" or "data"."""
+    """The functions of Megatron's mpu that DeepSpeed calls. Neighbouring ranks form the groups of kind `first`."""
 
     def __init__(self, size: int, first: str = "model") -> None:
         world, rank = dist.get_world_size(), dist.get_rank()
@@ -193,7 +193,7 @@ class Mpu:
             self.groups[kind] = next(group for group, line in zip(made, lines, strict=True) if rank in line)
 
     def __getattr__(self, name: str) -> Any:
-        """get_{,tensor_}model_parallel_{rank,world_size,group} and those of the data-parallel ranks."""
+        """Return get_{,tensor_}model_parallel_{rank,world_size,group}, or the same for data_parallel."""
         action, _, rest = name.removeprefix("get_").removeprefix("tensor_").partition("_parallel_")
         if action not in ("model", "data") or rest not in ("rank", "world_size", "group"):
             raise AttributeError(name)
@@ -203,7 +203,7 @@ class Mpu:
 
 
 def whole_weights(engine: Any, group: Any) -> dict[str, Tensor]:
-    """The master weights of this rank's layers by name, put together over the model-parallel ranks."""
+    """Return name -> whole master weight of this rank's layers, joined over the model-parallel ranks."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     found = {}
@@ -226,7 +226,7 @@ def whole_weights(engine: Any, group: Any) -> dict[str, Tensor]:
 def engine_of(
     size: int, stages: int = 0, seed: int = 0, first: str = "model", **config: Any
 ) -> Iterator[tuple[Any, Mpu]]:
-    """An engine with `size` model-parallel ranks, and its mpu; with `stages`, a pipeline of two micro-batches."""
+    """Yield (engine with `size` model-parallel ranks, its mpu); with `stages`, of a pipeline with two micro-batches."""
     import deepspeed
 
     mpu = Mpu(size, first)
@@ -256,7 +256,7 @@ def _pipeline(mpu: Mpu, size: int, stages: int, seed: int, config: dict[str, Any
 
 
 def train_steps(engine: Any, mpu: Mpu, steps: range) -> list[float]:
-    """Steps on the global batches, of which the ranks of one copy of the model take the same share; their norms."""
+    """Train on the global batches of `steps`; ranks of one model copy get equal shares. Return the gradient norms."""
     norms, grid = [], getattr(engine, "grid", mpu)
     dtype = next(engine.module.parameters()).dtype
     for step in steps:
@@ -272,14 +272,14 @@ def train_steps(engine: Any, mpu: Mpu, steps: range) -> list[float]:
 
 
 def train(size: int, steps: int, **config: Any) -> tuple[dict[str, Tensor], list[float]]:
-    """Whole weights, of this stage, after some steps, and the gradient norm of each."""
+    """Train `steps` steps; return (whole weights of this pipeline stage, gradient norm of each step)."""
     with engine_of(size, **config) as (engine, mpu):
         norms = train_steps(engine, mpu, range(steps))
         return whole_weights(engine, mpu.groups["model"]), norms
 
 
 def go_on(size: int, folder: str, load: bool, **config: Any) -> dict[str, Tensor] | str:
-    """Weights after three steps, saved after the first or loaded from there; or the error of the load."""
+    """Return weights and states after three steps, saved after the first or loaded from there; or the load's error."""
     with engine_of(size, seed=int(load), **config) as (engine, mpu):
         if load:
             try:
@@ -294,7 +294,7 @@ def go_on(size: int, folder: str, load: bool, **config: Any) -> dict[str, Tensor
 
 
 def everything(engine: Any) -> dict[str, Tensor]:
-    """Parameters and states of this rank, as they are there."""
+    """Return copies of this rank's parameters and states, as they are sharded."""
     states = engine.basic_optimizer.state.values()
     kept = {f"{i} {key}": value.clone() for i, state in enumerate(states) for key, value in state.items()}
     params = engine.module.named_parameters()
@@ -303,7 +303,7 @@ def everything(engine: Any) -> dict[str, Tensor]:
 
 @contextmanager
 def spoiled(engine: Any, name: str, rank: int) -> Iterator[None]:
-    """While entered, a parameter that `rank` has gets gradients there that are not finite."""
+    """Within the context, make the gradients of parameter `name` on `rank` NaN."""
     found = dict(engine.module.named_parameters()) if dist.get_rank() == rank else {}
     hooks = [found[name].register_hook(lambda gradient: gradient * torch.nan)] if found else []
     yield
@@ -312,7 +312,7 @@ def spoiled(engine: Any, name: str, rank: int) -> Iterator[None]:
 
 
 def around_a_bad_step(engine: Any, take: Callable[[range], Any], name: str, rank: int) -> tuple[list[str], bool]:
-    """What a step changes in which one rank alone has a bad gradient; whether the next one changes something."""
+    """Take a step with a NaN gradient on `rank`; return (what it changed, whether the next step changed anything)."""
     take(range(1))
     before = everything(engine)
     with spoiled(engine, name, rank):
@@ -325,12 +325,12 @@ def around_a_bad_step(engine: Any, take: Callable[[range], Any], name: str, rank
 
 
 def step_badly(size: int, name: str, **config: Any) -> tuple[list[str], bool]:
-    """:func:`around_a_bad_step` of the last rank."""
+    """Return :func:`around_a_bad_step` with a bad gradient on the last rank."""
     with engine_of(size, **config) as (engine, mpu):
         return around_a_bad_step(engine, partial(train_steps, engine, mpu), name, dist.get_world_size() - 1)
 
 
 def differing(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
-    """Names under which other bits are found."""
+    """Return the names of values that are not bitwise equal."""
     assert before.keys() == after.keys()
     return [name for name, value in before.items() if not torch.equal(value, after[name])]

@@ -28,7 +28,7 @@ def _generator(seed: int) -> torch.Generator:
 
 
 def _gathered(model: nn.Module, modifier_rank: int | None = None) -> AbstractContextManager[None]:
-    """Holds the parameters of `model` in their full shapes; what rank `modifier_rank` writes to them stays."""
+    """Hold the parameters of `model` in their full shapes within the context; keep what rank `modifier_rank` writes."""
     if not any(hasattr(param, "ds_id") for param in model.parameters()):
         return nullcontext()
     from deepspeed.runtime.zero import GatheredParameters
@@ -145,7 +145,7 @@ class TinyGpt(nn.Module):
 
 
 def fused_parts(model: nn.Module) -> dict[str, list[Tensor]]:
-    """By name, of each `qkv` of a TinyGpt the elements of queries, keys and values, which are matrices of their own."""
+    """Return, for each `qkv` of a TinyGpt, name -> element indices of its three matrices: queries, keys, values."""
     named = {name: param for name, param in model.named_parameters() if name.endswith("qkv.weight")}
     return {name: list(torch.arange(param.numel()).view(param.shape).chunk(3)) for name, param in named.items()}
 
@@ -162,7 +162,7 @@ class Conv1D(nn.Module):
 
 
 class Experts(nn.Module):
-    """The mean of several maps; their weights are one stack (experts, inputs, outputs)."""
+    """The mean of several linear maps, whose weights are one stack (experts, inputs, outputs)."""
 
     def __init__(self, experts: int, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class Experts(nn.Module):
 
 
 class Fused(nn.Module):
-    """Every kind of parameter that is several matrices, or one of another shape, one after the other.
+    """A chain of all kinds of parameters that are several matrices, or one matrix in another shape.
 
     `qkv`: rows 7 + 5 + 4. `c_attn`: columns 5 + 4 + 3. `grouped`: rows (4 + 2 + 2) x 3 groups. `experts`: 3 of 24 x 6.
     `conv`: (5, 2, 3, 3), a matrix 5 x 18.
@@ -223,9 +223,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def make_batch(
     model: nn.Module, step: int, micro: int, rank: int, world: int, accumulation: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """The share of `rank` in micro-step `micro` of the global batch of `step`.
+    """Return the share of `rank` in micro-step `micro` of the global batch of `step`.
 
-    The shares of all ranks and micro-steps are of one size and disjoint and make up the global batch.
+    The shares of all ranks and micro-steps are disjoint, equally large, and make up the global batch.
     """
     size, rest = divmod(GLOBAL_BATCH, world * accumulation)
     if rest:
@@ -236,7 +236,7 @@ def make_batch(
 
 
 def train_engine(engine: Any, steps: int, first_step: int = 0) -> list[float]:
-    """Train a DeepSpeed engine on its shares of `steps` global batches; the losses of its micro-steps."""
+    """Train an engine on its shares of `steps` global batches; return the losses of its micro-steps."""
     import torch.distributed as dist
 
     rank, world, accumulation = dist.get_rank(), dist.get_world_size(), engine.gradient_accumulation_steps()
@@ -252,6 +252,6 @@ def train_engine(engine: Any, steps: int, first_step: int = 0) -> list[float]:
 
 
 def full_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of all parameters in their full shapes on the CPU; a collective at ZeRO stage 3."""
+    """Return name -> CPU copy of each parameter in its full shape; a collective at ZeRO stage 3."""
     with _gathered(model):
         return {name: param.detach().cpu().clone() for name, param in model.named_parameters()}

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
-#: What is imported anew, so that all of it uses the changed module.
+#: Modules that are imported anew, so that all of them use the changed one.
 FRESH = ("deepspeed.muon.plan", "helpers.plans", "helpers.jobs", "helpers.simulation")
 
 
@@ -34,7 +34,7 @@ def mutant(module: str, old: str, new: str) -> Iterator[ModuleType]:
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds one module, with a source of its own."""
+    """Import one module from another source text."""
 
     def __init__(self, name: str, source: str) -> None:
         self._name, self._source = name, source

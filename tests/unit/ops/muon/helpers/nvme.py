@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs of the tests of NVMe: a model with sub-groups above and below what is swapped, its configs, and its engines."""
+"""Jobs for the NVMe tests: a model with sub-groups above and below the size that is swapped, configs, and engines."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -21,7 +21,7 @@ SUB_GROUP = 200_000
 
 
 class Wide(nn.Module):
-    """An embedding and two matrices of 2 MiB in fp32, half of which is what stock swaps, and small ones after them."""
+    """An embedding and two matrices of 2 MiB in fp32, large enough for DeepSpeed to swap, then small ones."""
 
     def __init__(self, seed: int = 0, unused: bool = False) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Wide(nn.Module):
 
 
 class WideAttention(Wide):
-    """With attention among the samples of a micro-batch instead of the two matrices."""
+    """A Wide model with attention among the samples of a micro-batch instead of the two matrices."""
 
     def __init__(self, seed: int = 0, unused: bool = False) -> None:
         super().__init__(seed, unused)
@@ -58,7 +58,7 @@ class WideAttention(Wide):
         initialize_(self, seed)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """As that of the other."""
+        """Return the mean squared error, as in :class:`Wide`."""
         hidden = self.tokens(inputs)
         query, key, value = self.qkv(hidden).view(-1, 3, self.heads, 128).permute(1, 2, 0, 3)[:, None]
         mixed = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(hidden.shape)
@@ -68,12 +68,12 @@ class WideAttention(Wide):
 
 
 def run(fn: Callable[..., Any], world_size: int, fresh: bool = False, **kwargs: Any) -> list[Any]:
-    """As `distributed.run`, where DeepSpeed has async_io or a stand-in for it."""
+    """Call `distributed.run` with DeepSpeed's async_io or, where it cannot be built, a replacement."""
     return distributed.run(job, world_size, fresh=fresh, task=fn, arguments=kwargs)
 
 
 def job(task: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """What :func:`run` runs on each rank."""
+    """Call `task(**arguments)` on a rank, as :func:`run` does."""
     with nullcontext() if ASYNC_IO else instead_of_async_io():
         return task(**arguments)
 
@@ -87,7 +87,7 @@ def nvme_config(
     sub_group: int = SUB_GROUP,
     **extra: Any,
 ) -> dict[str, Any]:
-    """A ds_config at stage 3; `params` is where parameters are kept, `stays` keeps the momentum in memory."""
+    """Return a ds_config at stage 3; `params`: device for parameters; `stays`: keep the momentum in memory."""
     optimizer: dict[str, Any] = {"device": device}
     if device == "nvme":
         optimizer |= {"nvme_path": folder, "buffer_count": 12 if pipelined else 4}
@@ -103,18 +103,18 @@ def nvme_config(
 
 
 def nvme_engine(seed: int = 0, unused: bool = False, attention: bool = False, **config: Any) -> Any:
-    """An engine for one of the wide models."""
+    """Return an engine for one of the wide models."""
     return make_engine((WideAttention if attention else Wide)(seed, unused), nvme_config(**config))
 
 
 def files_of(folder: str, rank: int) -> dict[str, int]:
-    """Bytes of the optimizer's files of a rank, by the state's name ("" for weights) and sub-group; no gradients."""
+    """Return "state-subgroup" -> bytes of a rank's swap files (state "" for weights), without gradients."""
     files = (Path(folder) / "zero_stage_3" / "optimizer" / f"rank{rank}").glob("*.tensor.swp")
     return {file.name.removesuffix(".tensor.swp"): file.stat().st_size for file in files if "gradient" not in file.name}
 
 
 def weights_of(engine: Any) -> dict[str, Tensor]:
-    """The model's and the master weights by name."""
+    """Return copies of the model's weights and the master weights, by name."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     masters = {f"{s.name} master": safe_get_full_fp32_param(p).clone() for p, s in engine.basic_optimizer.specs.items()}

@@ -35,7 +35,7 @@ SCALES: dict[str, Callable[[int, int], float]] = {
 
 
 def over_norm(matrix: Tensor) -> Tensor:
-    """`matrix` / |matrix|; zero stays zero."""
+    """Return `matrix` / |matrix|; zero stays zero."""
     return matrix / matrix.norm().clamp(min=torch.finfo(torch.float64).tiny)
 
 
@@ -57,7 +57,7 @@ def newton_schulz_fp64(
 
 
 def msign_svd(matrix: Tensor) -> Tensor:
-    """U V' of the singular value decomposition U S V' of `matrix` (rows, columns), in float64."""
+    """Return U V' of the singular value decomposition U S V' of `matrix` (rows, columns), in float64."""
     u, _, vh = torch.linalg.svd(matrix.double(), full_matrices=False)
     return u @ vh
 
@@ -95,9 +95,10 @@ class OracleConfig:
 
 @dataclass
 class OracleResult:
-    """By parameter name: first and last weights, momentum (for Adam the first moment) and second moment.
+    """Result of an oracle's training.
 
-    By step: loss and global gradient norm before clipping.
+    By parameter name: first and last weights, momentum (for Adam the first moment) and second moment. By step: loss and
+    global gradient norm before clipping.
     """
 
     initial: dict[str, Tensor]
@@ -109,13 +110,13 @@ class OracleResult:
 
 
 def gradients_of(loss: Tensor, params: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Gradients of the scalar `loss` by name, zero for parameters that take no part in it."""
+    """Return name -> gradient of the scalar `loss`, zero for parameters that take no part in it."""
     gradients = torch.autograd.grad(loss, list(params.values()), allow_unused=True, materialize_grads=True)
     return dict(zip(params, gradients, strict=True))
 
 
 def clipped(gradients: dict[str, Tensor], clip: float) -> tuple[dict[str, Tensor], float]:
-    """`gradients` divided by max(1, (norm + 1e-6) / clip), as in DeepSpeed, and their norm before that."""
+    """Return (`gradients` divided by max(1, (norm + 1e-6) / clip), as in DeepSpeed; their norm before that)."""
     norm = math.sqrt(sum(gradient.double().square().sum().item() for gradient in gradients.values()))
     divisor = max(1.0, (norm + 1e-6) / clip) if clip > 0 else 1.0
     return {name: gradient / divisor for name, gradient in gradients.items()}, norm
@@ -225,7 +226,7 @@ def train_oracle(
 
 
 def route(model: nn.Module, adam: Sequence[str] = ()) -> dict[str, str]:
-    """Trainable matrices to "muon" except those whose names start with one of `adam`; the rest to "adam"."""
+    """Return name -> "muon" for trainable matrices, except those whose names start with one of `adam`; else "adam"."""
     trainable = {name: param for name, param in model.named_parameters() if param.requires_grad}
     return {
         name: "adam" if param.ndim != 2 or name.startswith(tuple(adam)) else "muon" for name, param in trainable.items()
@@ -233,9 +234,9 @@ def route(model: nn.Module, adam: Sequence[str] = ()) -> dict[str, str]:
 
 
 def change_error(initial: Tensor, weight: Tensor, reference: Tensor) -> float:
-    """|weight - reference| / |reference - initial|, in float64: the error as a share of the change.
+    """Return |weight - reference| / |reference - initial|, in float64: the error relative to the expected change.
 
-    Where nothing is to change it is 0 or infinite.
+    If no change is expected, it is 0 or infinite.
     """
     initial, weight, reference = initial.double(), weight.double(), reference.double()
     error, change = (weight - reference).norm().item(), (reference - initial).norm().item()
@@ -243,6 +244,6 @@ def change_error(initial: Tensor, weight: Tensor, reference: Tensor) -> float:
 
 
 def change_cosine(initial: Tensor, weight: Tensor, reference: Tensor) -> float:
-    """Cosine of the angle between the changes weight - initial and reference - initial, in float64."""
+    """Return the cosine of the angle between weight - initial and reference - initial, in float64."""
     change, expected = weight.double() - initial.double(), reference.double() - initial.double()
     return ((change * expected).sum() / (change.norm() * expected.norm())).item()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings that are compared with the oracle, and the comparison."""
+"""The settings under which training is compared with the oracle, and the comparison."""
 
 from dataclasses import replace
 from typing import Any
@@ -29,7 +29,7 @@ CELLS = [
 
 
 def oracle(model: str, clip: float, dtype: str = "fp32", **settings: Any) -> Any:
-    """The reference in fp64, from the weights that a model of `dtype` starts with."""
+    """Train the oracle in fp64, from the initial weights of a model in `dtype`; return its result."""
     net = MODELS[model]().to(HALVES[dtype])
     adam = ("tokens", "positions", "lm_head") if model.startswith("gpt") else ()
     config = replace(ORACLE, clip=clip, **settings)
@@ -37,7 +37,7 @@ def oracle(model: str, clip: float, dtype: str = "fp32", **settings: Any) -> Any
 
 
 def assert_parity(weights: dict[str, torch.Tensor], reference: Any, dtype: str = "fp32") -> None:
-    """Relative to the change: 1e-3 in fp32; half-precision gradients differ from the oracle's themselves."""
+    """Assert that weights equal the oracle's: to 1e-3 of the change in fp32, less closely in half precision."""
     for key, expected in reference.weights.items():
         initial = reference.initial[key]
         if dtype == "fp32":
@@ -49,5 +49,5 @@ def assert_parity(weights: dict[str, torch.Tensor], reference: Any, dtype: str =
 
 
 def update_error(update: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
-    """The largest difference of a matrix's update, relative to its norm."""
+    """Return the largest difference between the updates of a matrix, relative to the norm of its reference."""
     return max(float((update[key] - reference[key]).norm() / reference[key].norm()) for key in reference)

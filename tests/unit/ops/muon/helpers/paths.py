@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Places of the project."""
+"""Paths of the project."""
 
 from pathlib import Path
 

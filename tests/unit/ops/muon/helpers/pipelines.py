@@ -21,7 +21,7 @@ VOCAB, WIDTH, TIME = 19, 12, 6
 TIED = "embed"
 """The key of the layer that is an embedding and the head."""
 SHARED = f"tied_modules.{TIED}.weight"
-#: What is not for Muon, by beginning of the name: embeddings, positions, and the head, which comes last.
+#: Beginnings of names of parameters that do not go to Muon: embeddings, positions, and the head, which comes last.
 ADAM = {"tied": ["tied_modules", "1."], "untied": ["0.", "1.", "5."], "late": ["0.", "1.", "5."], "mlp": ["8."]}
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -53,14 +53,14 @@ class Norm(nn.LayerNorm):
 
 
 class Head(nn.Linear):
-    """Logits, by a module whose name in a pipeline is a number."""
+    """The output head, a linear layer; in a pipeline its name is a number."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH, VOCAB, bias=False)
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Summed over time, mean over the batch."""
+    """Return the cross-entropy, summed over time, mean over the batch."""
     logits = outputs.flatten(0, 1).to(torch.promote_types(outputs.dtype, torch.float32))
     return F.cross_entropy(logits, targets.flatten(), reduction="sum") / len(targets)
 
@@ -73,7 +73,7 @@ def squares(outputs: Tensor, targets: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Layer:
-    """A module of a pipeline. `key`: shared with the layers of that key; `forward`: what it does if not its own."""
+    """A layer of a pipeline. `key`: layers with the same key share weights; `forward`: replaces the module's own."""
 
     kind: type[nn.Module]
     args: tuple[Any, ...] = ()
@@ -86,7 +86,7 @@ class Layer:
 
 
 def gpt(tied: bool) -> list[Layer]:
-    """Embedding, positions, two blocks, norm, head. The first of two uniform stages ends with a block."""
+    """Return embedding, positions, two blocks, norm, head. The first of two uniform stages ends with a block."""
     key = TIED if tied else None
     embedding = Layer(nn.Embedding, (VOCAB, WIDTH), key)
     head = replace(embedding, forward=_like_head) if tied else Layer(Head)
@@ -94,13 +94,13 @@ def gpt(tied: bool) -> list[Layer]:
 
 
 def late() -> list[Layer]:
-    """The first of two uniform stages has no matrix for Muon, the second has two blocks."""
+    """Return layers whose first of two uniform stages has no matrix for Muon, while the second has two blocks."""
     embedding, positions, *blocks, norm, head = gpt(tied=False)
     return [embedding, positions, norm, *blocks, head]
 
 
 def mlp() -> list[Layer]:
-    """The first of two uniform stages has nothing for AdamW, the second has biases and the head."""
+    """Return layers whose first of two uniform stages has nothing for AdamW; the second has biases and the head."""
     widths = list(pairwise((7, 15, 9, 13, 11, 5)))
     hidden = [Layer(nn.Linear, (n, m, i > 1)) for i, (n, m) in enumerate(widths)]
     return [layer for linear in hidden for layer in (linear, Layer(nn.Tanh))][:-1]
@@ -115,7 +115,7 @@ MODELS: dict[str, tuple[Callable[[], list[Layer]], Callable[[Tensor, Tensor], Te
 
 
 def initialize_by_name(model: nn.Module) -> None:
-    """A parameter's values follow from its name alone, whichever stage holds it."""
+    """Set each parameter to values that depend only on its name, whichever stage holds it."""
     with torch.no_grad():
         for name, param in model.named_parameters():
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -125,7 +125,7 @@ def initialize_by_name(model: nn.Module) -> None:
 
 
 class Whole(nn.Module):
-    """All layers of a pipeline in one module; the names of the parameters are the pipeline's."""
+    """All layers of a pipeline in one module, with the pipeline's parameter names."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class Whole(nn.Module):
 
 
 def batch(name: str, step: int) -> tuple[Tensor, Tensor]:
-    """Tokens (GLOBAL_BATCH, TIME) and the next ones; for the MLP as in `models.Mlp`."""
+    """Return tokens (GLOBAL_BATCH, TIME) and the tokens that follow them; for the MLP the batch of `models.Mlp`."""
     if name != "mlp":
         return TinyGpt(VOCAB, WIDTH, 2, TIME).batch(step)
     generator = torch.Generator().manual_seed(1000 + step)
@@ -168,7 +168,7 @@ def batch(name: str, step: int) -> tuple[Tensor, Tensor]:
 
 
 class Batches:
-    """What `make_batch` asks of a model."""
+    """An object with the method that `make_batch` calls on a model."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -179,7 +179,7 @@ class Batches:
 
 
 def make_pipeline(name: str, stages: int, **options: Any) -> Any:
-    """A `PipelineModule` with uniform stages."""
+    """Return a `PipelineModule` with uniform stages."""
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
     layers, loss = MODELS[name]
@@ -196,7 +196,7 @@ def make_pipeline(name: str, stages: int, **options: Any) -> Any:
 
 
 def pipeline_config(stages: int, micro_batches: int = 2, **config: Any) -> dict[str, Any]:
-    """A ds_config for the ranks of this job."""
+    """Return a ds_config for the ranks of this job."""
     import torch.distributed as dist
 
     config = ds_config(stage=config.pop("stage", 1), **config)
@@ -205,7 +205,7 @@ def pipeline_config(stages: int, micro_batches: int = 2, **config: Any) -> dict[
 
 
 def shares(name: str, engine: Any, step: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The micro-batches of this rank's pipeline."""
+    """Yield the micro-batches of this rank's pipeline."""
     grid, count = engine.grid, engine.micro_batches
     for micro in range(count):
         inputs, targets = make_batch(Batches(name), step, micro, grid.data_parallel_id, grid.data_parallel_size, count)
@@ -216,7 +216,7 @@ def shares(name: str, engine: Any, step: int) -> Iterator[tuple[Tensor, Tensor]]
 def train_pipeline(
     name: str, stages: int = 2, steps: int = 5, options: dict[str, Any] | None = None, **config: Any
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """This rank's master weights after some steps, and the gradient norm of each step."""
+    """Train; return (name -> this rank's master weight, gradient norm of each step)."""
     norms = []
     engine = make_engine(make_pipeline(name, stages, **(options or {})), pipeline_config(stages, **config))
     for step in range(steps):
@@ -231,14 +231,14 @@ def train_pipeline(
 
 
 def everything(engine: Any) -> dict[str, Tensor]:
-    """Master weights and states of this rank."""
+    """Return name -> copy of each master weight and state of this rank."""
     states = engine.basic_optimizer.state.values()
     kept = {f"{i} {key}": value.clone() for i, state in enumerate(states) for key, value in state.items()}
     return fp32_weights(engine) | kept
 
 
 def assert_equal(ranks: list[tuple[dict[str, Tensor], list[float]]], reference: Any, dtype: str = "fp32") -> None:
-    """Every rank's weights are the oracle's, together they are all of them, and the norms are those of all stages."""
+    """Assert that the ranks together have all the oracle's weights, and each the norms over all stages."""
     assert set().union(*(weights for weights, _ in ranks)) == reference.weights.keys()
     for weights, norms in ranks:
         own = replace(reference, weights={name: reference.weights[name] for name in weights})
@@ -247,7 +247,7 @@ def assert_equal(ranks: list[tuple[dict[str, Tensor], list[float]]], reference: 
 
 
 def oracle(name: str, clip: float = 1.0, dtype: str = "fp32", **settings: Any) -> Any:
-    """The training of the whole module."""
+    """Train the whole module with the oracle; return its result."""
     net = Whole(name).to(HALVES[dtype])
     config = replace(ORACLE, clip=clip, **settings)
     return train_oracle(net, net.batch, STEPS, route(net, ADAM[name]), config, parts=fused_parts(net))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's async_io in Python, so that tests of NVMe need neither libaio nor minutes of compiling.
+"""A Python replacement of DeepSpeed's async_io, so that NVMe tests need neither libaio nor minutes of compiling.
 
-Reads and writes happen when they are waited for, as late as they may.
+Reads and writes happen only when `wait` is called: as late as they may.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,14 +20,14 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 class Handle:
-    """What DeepSpeed's swappers use of an `aio_handle`."""
+    """The methods of an `aio_handle` that DeepSpeed's swappers call."""
 
     def __init__(self, **settings: Any) -> None:
         self._locked: list[tuple[int, int]] = []
         self._submitted: list[tuple[Callable[[Tensor, str], None], Tensor, str]] = []
 
     def new_cpu_locked_tensor(self, numel: int, example: Tensor) -> Tensor:
-        """A buffer; it is full of what memory held, here of NaN or the largest number."""
+        """Return a buffer with arbitrary contents, here with all bits set: NaN in floating point."""
         buffer = torch.empty(numel, dtype=example.dtype)
         buffer.view(torch.uint8).fill_(255)
         self._locked.append((buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes))
@@ -40,19 +40,19 @@ class Handle:
         return len(self._locked) < before
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in one of the buffers."""
+        """Return whether a tensor is in one of the buffers."""
         return any(start <= tensor.data_ptr() < stop for start, stop in self._locked)
 
     def async_pread(self, tensor: Tensor, path: str, offset: int) -> int:
-        """Submit the reading of a file of a tensor's size."""
+        """Submit a read of a file into a tensor of the same size."""
         return self._submit(_read, tensor, path, offset)
 
     def async_pwrite(self, tensor: Tensor, path: str, offset: int) -> int:
-        """Submit the writing of a file."""
+        """Submit a write of a tensor to a file."""
         return self._submit(_write, tensor, path, offset)
 
     def wait(self) -> int:
-        """Do what was submitted; how much it was."""
+        """Carry out all submitted reads and writes; return their number."""
         submitted, self._submitted = self._submitted, []
         for act, tensor, path in submitted:
             act(tensor, path)
@@ -75,7 +75,7 @@ def _write(tensor: Tensor, path: str) -> None:
 
 @contextmanager
 def instead_of_async_io() -> Iterator[None]:
-    """DeepSpeed takes this handle within."""
+    """Make DeepSpeed use this handle within the context."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     with pytest.MonkeyPatch.context() as patch:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Specs, layouts and the elements of a plan's runs, by plain indexing."""
+"""Specs, layouts, and element positions of a plan's runs, all by plain indexing."""
 
 import itertools
 import math
@@ -22,7 +22,7 @@ def make_plan(shards: Sequence[Shard], rank: int, *args: Any, **kwargs: Any) -> 
 
 
 def demand_of(plan: Plan, method: Callable[[int, int], str]) -> PartDemand:
-    """Return what the rank of a plan needs, counted run by run."""
+    """Return the memory demand of a plan's rank, counted run by run."""
     demands = []
     for bucket in plan.buckets:
         copies = [run.copy for run in bucket.runs]
@@ -36,12 +36,12 @@ def demand_of(plan: Plan, method: Callable[[int, int], str]) -> PartDemand:
 
 
 def counted_cost(ns_method: str, *how: Any) -> CostModel:
-    """Return the cost model of a forecast. ``how``: as :meth:`deepspeed.muon.forecast.layout.Half.cost`."""
+    """Return the cost model of a forecast; ``how``: other arguments of ``deepspeed.muon.forecast.layout.Half.cost``."""
     return Half(use_muon=True, specs=(), ns_method=ns_method).cost(*how)
 
 
 def cubic_cost(factor: float = 20.0, flops_per_byte: float = 200.0, device_type: str = "cpu") -> CostModel:
-    """Return one whose operations are ``factor`` times the larger side and the square of the smaller one."""
+    """Return a cost model in which a matrix costs factor x larger side x smaller side^2 operations."""
     operations = lambda rows, cols, owners: OwnerCost(factor * min(rows, cols) ** 2 * max(rows, cols))  # noqa: E731
     return CostModel(operations, flops_per_byte, 2, device_type)
 
@@ -54,7 +54,7 @@ def whole(rows: int, cols: int) -> tuple[Block, ...]:
 
 
 def columns(rows: int, cols: int) -> tuple[Block, ...]:
-    """Two blocks side by side, which are not contiguous in the parameter."""
+    """Return two blocks that divide a parameter's columns, so that neither is contiguous."""
     half = cols // 2
     return (Block(0, rows, half, cols), Block(half, rows, cols - half, cols))
 
@@ -65,14 +65,14 @@ def specs(shapes: list[tuple[int, int]], split: bool = False) -> list[MatrixSpec
 
 
 def flat_layout(items: list[MatrixSpec], world_size: int, gap: int = 0) -> tuple[list[Shard], int]:
-    """Stages 1 and 2: one flat tensor cut into equal parts; `gap` elements of padding after each parameter."""
+    """Return (shards, size of a partition) of stages 1 and 2; `gap`: elements of padding after each parameter."""
     offsets = list(itertools.accumulate((spec.numel + gap for spec in items), initial=0))
     span = math.ceil(offsets[-1] / world_size)
     return [Shard(s, 0, Placement(o, span, 0)) for s, o in zip(items, offsets, strict=False)], span
 
 
 def part_layout(items: list[MatrixSpec], world_size: int) -> tuple[list[Shard], int]:
-    """Stage 3: each parameter cut over all ranks, the parts one after the other."""
+    """Return (shards, size of a rank's tensor) of stage 3: each parameter divided over all ranks."""
     shards, base = [], 0
     for spec in items:
         part = math.ceil(spec.numel / world_size)
@@ -82,12 +82,12 @@ def part_layout(items: list[MatrixSpec], world_size: int) -> tuple[list[Shard], 
 
 
 def places(run: ShardRun) -> list[tuple[int, int]]:
-    """(place in the tensor, place in the buffer) of every element of a run."""
+    """Return (position in the tensor, position in the buffer) of every element of a run."""
     return spread(run.copy)
 
 
 def spread(copy: GridCopy) -> list[tuple[int, int]]:
-    """(place on the grids, place in the buffer) of every element; of received ones the first is where they belong."""
+    """Return (position on the grids, position in the buffer) of every element of a copy."""
     numbers = itertools.product(range(copy.times), range(copy.rows), range(copy.cols))
     return [
         (copy.start + n * copy.start_step + r * copy.pitch + c, copy.at + n * copy.at_step + r * copy.cols + c)
@@ -96,7 +96,7 @@ def spread(copy: GridCopy) -> list[tuple[int, int]]:
 
 
 def all_to_all(outboxes: tuple, sent: list, received: list) -> list[list]:
-    """`torch.distributed.all_to_all_single` on lists; the counts of sender and receiver must agree."""
+    """Simulate `torch.distributed.all_to_all_single` on lists; assert that the counts of sender and receiver agree."""
     inboxes: list[list] = [[] for _ in outboxes]
     for source, (outbox, counts) in enumerate(zip(outboxes, sent, strict=True)):
         starts = list(itertools.accumulate(counts, initial=0))

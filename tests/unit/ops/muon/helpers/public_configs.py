@@ -14,7 +14,7 @@ from helpers.models import GLOBAL_BATCH
 COUNT = 200
 AUTO = "auto"
 
-#: The section `optimizer`, by the kind of project.
+#: Kind of project -> section `optimizer`.
 OPTIMIZERS: dict[str, dict[str, Any] | None] = {
     "trainer": {"type": "AdamW", "params": {"lr": AUTO, "betas": AUTO, "eps": AUTO, "weight_decay": AUTO}},
     "none": None,
@@ -229,7 +229,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "sparse attention": {"sparse_attention": {"mode": "fixed", "block": 16, "num_local_blocks": 4}},
     "tensor parallel of 1": {"tensor_parallel": {"autotp_size": 1}},
 }
-#: What files still have and DeepSpeed 0.19.8 refuses with every optimizer, on or off.
+#: Sections that files still have, although DeepSpeed 0.19.8 refuses them with every optimizer, on or off.
 REMOVED: dict[str, dict[str, Any]] = {
     "curriculum": {"curriculum_learning": {"enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8}},
     "layer drop": {"progressive_layer_drop": {"enabled": False, "theta": 0.5, "gamma": 0.001}},
@@ -275,7 +275,7 @@ FILLED: dict[str, Any] = {
 
 
 def configs() -> dict[str, dict[str, Any]]:
-    """The configs by name: `text` of the file, its `suffix`, and whether `bf16` fills in the precision."""
+    """Return name -> config: `text` of the file, its `suffix`, and `bf16`: whether "auto" precision means bf16."""
     tables = (OPTIMIZERS, SCHEDULERS, ZERO, PRECISIONS, EXTRAS, BATCHES)
     found: dict[str, dict[str, Any]] = {}
     for index in range(COUNT):
@@ -303,7 +303,7 @@ def configs() -> dict[str, dict[str, Any]]:
     return found
 
 
-#: Steps through the tables from one config to the next.
+#: How many entries each table advances from one config to the next.
 STEPS = (1, 1, 3, 1, 5, 1)
 
 
@@ -323,7 +323,7 @@ def _written(config: dict[str, Any], style: str) -> str:
 
 
 def runnable(config: dict[str, Any], world: int, folder: str, is_bf16: bool) -> dict[str, Any]:
-    """The config with what a script, a Trainer and a launcher fill in for `world` ranks."""
+    """Return the config with the values that a script, a Trainer and a launcher fill in for `world` ranks."""
     accumulation = config.get("gradient_accumulation_steps", 1)
     accumulation = 1 if accumulation == AUTO else int(accumulation)
     filled = _filled(copy.deepcopy(config), folder, is_bf16)

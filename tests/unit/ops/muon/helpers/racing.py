@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether runs race for their Newton-Schulz. Tests count operations instead: a race may end otherwise the next time."""
+"""Switch the timing race for Newton-Schulz on or off; tests choose by operation counts, as races vary between runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # the package activates itself when it is imported, which is 
 
 
 def without_races() -> None:
-    """For the rest of this process. Fresh memory stays as it is, which is not what the tests are after."""
+    """Switch races off in this process by deterministic mode, but without its filling of fresh memory."""
     import torch
 
     torch.use_deterministic_algorithms(True)
@@ -23,7 +23,7 @@ def without_races() -> None:
 
 @contextmanager
 def races() -> Iterator[None]:
-    """Runs that begin inside race."""
+    """Let runs that start within the context race."""
     import torch
 
     torch.use_deterministic_algorithms(False)
@@ -35,7 +35,7 @@ def races() -> Iterator[None]:
 
 @contextmanager
 def opinion(rate: Callable[[str, str], float]) -> Iterator[list[tuple[str, ...]]]:
-    """A race in which this rank finds these rates by dtype and table. Gives the dtypes of each."""
+    """Replace the race: this rank measures `rate(dtype, kernels)`. Yield a list that gets the dtypes of each race."""
     held: list[tuple[str, ...]] = []
 
     def race(

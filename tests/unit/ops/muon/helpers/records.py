@@ -13,19 +13,19 @@ Records = dict[str, list[tuple[int, float]]]
 
 
 def sections(folder: str, interval: int, params: Mapping[str, Any] = {}) -> dict[str, Any]:
-    """The sections of a ds_config whose records go to the folder."""
+    """Return ds_config sections that write the optimizer's records to CSV files in the folder."""
     monitor = {"enabled": True, "output_path": folder, "job_name": "run"}
     optimizer = with_params(**{"weight_decay": 0.0, "monitor_interval": interval} | dict(params))
     return {"optimizer": optimizer, "csv_monitor": monitor}
 
 
 def monitored(folder: str, interval: int, params: Mapping[str, Any] = {}, **extra: Any) -> dict[str, Any]:
-    """A ds_config whose records go to the folder."""
+    """Return a ds_config that writes the optimizer's records to CSV files in the folder."""
     return ds_config(**sections(folder, interval, params), **extra)
 
 
 def records(folder: Path) -> Records:
-    """The records of a run."""
+    """Return the records that a run wrote to the folder."""
     found = {}
     for file in sorted((folder / "run").glob("Train_Muon_*.csv")):
         with file.open() as lines:
@@ -35,6 +35,6 @@ def records(folder: Path) -> Records:
 
 
 def of_parameters(found: Records) -> Records:
-    """Those of layers and parameters."""
+    """Return only the records of layers and parameters."""
     measures = ("update_to_weight_", "cautious_decay_", "orthogonality_error_", "effective_rank_", "max_logit_")
     return {name: rows for name, rows in found.items() if name.startswith(measures)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What comes of an attempt to build an engine."""
+"""Try to build an engine, and keep the error."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ Refusal = tuple[str, str, int]
 
 
 def attempt(initialize: Any) -> Refusal | None:
-    """What came of a `deepspeed.initialize`; `None` if it went well."""
+    """Call `initialize()`; return (error type, message, number of engines begun), or `None` if it succeeds."""
     original, entered = DeepSpeedEngine.__init__, []
 
     def spy(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training around a checkpoint: what is saved, and what an engine that loads it comes to."""
+"""Training with a checkpoint in the middle, and training from that checkpoint."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ RESUMED: list[dict[str, Any]] = [
 
 
 def save_and_go_on(case: dict[str, Any], folder: str) -> dict[str, Tensor]:
-    """Three steps, a checkpoint, three more steps."""
+    """Train three steps, save, train three more; return the final weights and states."""
     engine = fresh_engine(0, case)
     train_engine(engine, 3)
     engine.save_checkpoint(folder)
@@ -38,7 +38,7 @@ def save_and_go_on(case: dict[str, Any], folder: str) -> dict[str, Tensor]:
 
 
 def resume(case: dict[str, Any], folder: str) -> dict[str, Tensor]:
-    """What :func:`save_and_go_on` gives, by an engine that starts from other weights and loads the checkpoint."""
+    """Load the checkpoint into an engine with other weights, train three steps; return as :func:`save_and_go_on`."""
     engine = fresh_engine(7, case)
     train_engine(engine, 1, first_step=9)
     assert engine.load_checkpoint(folder)[0] is not None

@@ -14,17 +14,17 @@ from helpers.oracles import QUINTIC, Memory, newton_schulz_fp64
 
 
 def unit_rows(matrix: Tensor) -> Tensor:
-    """Each row divided by its norm; rows of zeros stay."""
+    """Return the matrix with each row divided by its norm; rows of zeros stay."""
     return torch.stack([row / row.norm() if row.norm() > 0 else row for row in matrix])
 
 
 def unit_columns(matrix: Tensor) -> Tensor:
-    """Each column divided by its norm."""
+    """Return the matrix with each column divided by its norm."""
     return unit_rows(matrix.T).T
 
 
 def normuon(matrix: Tensor, memory: Memory, beta2: float = 0.95) -> Tensor:
-    """NorMuon, algorithm 1: rows by the root of their mean square, averaged over steps; the norm stays."""
+    """NorMuon, algorithm 1: divide rows by the root of their mean square, averaged over steps; keep the norm."""
     before = memory.get("rows", torch.zeros(len(matrix), dtype=matrix.dtype))
     if not matrix.any():
         return matrix
@@ -36,7 +36,7 @@ def normuon(matrix: Tensor, memory: Memory, beta2: float = 0.95) -> Tensor:
 
 
 def muon_plus(*sides: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Memory], Tensor]:
-    """Muon+ with the norm sqrt(min(rows, columns)) of an orthogonal matrix."""
+    """Muon+: normalize by `sides` in order, then scale to the norm sqrt(min(rows, columns)) of an orthogonal matrix."""
 
     def normalize(matrix: Tensor, memory: Memory) -> Tensor:
         for side in sides:
@@ -48,23 +48,23 @@ def muon_plus(*sides: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Memory], 
 
 
 def almost_orthogonal(matrix: Tensor) -> Tensor:
-    """AOL: each row over the root of the sum of its products, taken positive, with all rows; rows of zeros stay."""
+    """AOL: divide each row by the root of the sum of |its product with each row|; rows of zeros stay."""
     sums = [sum(abs(row @ other) for other in matrix) for row in matrix]
     return torch.stack([row / total.sqrt() if total > 0 else row for row, total in zip(matrix, sums, strict=True)])
 
 
 def warm_up(step: int) -> dict[str, float]:
-    """The momentum from 0.5 to the 0.9 of the tests, in three steps."""
+    """Return the momentum of a step: from 0.5 to the tests' 0.9 in three steps."""
     return {"momentum": {0: 0.5, 1: 0.5 + 0.4 / 3, 2: 0.5 + 0.8 / 3}.get(step, 0.9)}
 
 
 def decay_to_zero(step: int) -> dict[str, float]:
-    """A weight decay of 1, and of nothing from the fourth step on."""
+    """Return the weight decay of a step: from 1 to 0 in three steps."""
     return {"weight_decay": {0: 1.0, 1: 2 / 3, 2: 1 / 3}.get(step, 0.0)}
 
 
 _DECAY = {"weight_decay": 1.0, "adam_weight_decay": 1.0}
-#: Keys of optimizer.params, and the oracle's settings.
+#: (keys of optimizer.params, the same as settings of the oracle).
 RULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "cautious": ({"weight_decay": 1.0, "cautious_weight_decay": True}, {**_DECAY, "cautious": True}),
     "normuon": ({"normuon": True}, {"after": normuon}),
@@ -84,14 +84,14 @@ RULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "decay": ({"weight_decay": 1.0, "muon_weight_decay_steps": 3}, {**_DECAY, "varying": decay_to_zero}),
     "muon_eq and normuon": ({"muon_eq": "rows", "normuon": True}, {"before": unit_rows, "after": normuon}),
 }
-#: Those that :class:`deepspeed.muon.math.rules.Rules` knows.
+#: The settings that :class:`deepspeed.muon.math.rules.Rules` implements.
 OF_MATRICES = [rule for rule, (_, settings) in RULES.items() if settings.keys() & {"before", "after"}]
 
 _CLIP = 0.4
 """A threshold that heads of a TinyGpt exceed."""
 Setting = tuple[dict[str, Any], dict[str, Any]]
 """Keys of optimizer.params, and the oracle's settings."""
-#: What acts at one place of a step, of which a combination takes one each.
+#: Settings by the place of a step at which they act; a combination takes one from each.
 CHOICES: list[list[Setting]] = [
     [
         ({}, {}),
@@ -114,7 +114,7 @@ CHOICES: list[list[Setting]] = [
 
 
 def combination(draw: random.Random) -> Setting:
-    """One setting of every place; schedules of both kinds act together."""
+    """Return a random setting that combines one rule of each place; both kinds of schedules act together."""
     chosen = [draw.choice(settings) for settings in CHOICES]
     params = {key: value for keys, _ in chosen for key, value in keys.items()}
     settings = {key: value for _, values in chosen for key, value in values.items()}

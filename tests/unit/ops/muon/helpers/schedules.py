@@ -44,7 +44,7 @@ def sequential(optimizer: Any) -> Any:
     return torch_schedules.SequentialLR(optimizer, parts, [4])
 
 
-#: Torch's schedules. Those with an absolute number of their own have one here.
+#: Torch's schedules.
 TORCH: dict[str, Callable[[Any], Any]] = {
     "LambdaLR": lambda o: torch_schedules.LambdaLR(o, lambda step: 1 / (1 + step)),
     "MultiplicativeLR": lambda o: torch_schedules.MultiplicativeLR(o, lambda step: 0.9),
@@ -64,7 +64,7 @@ TORCH: dict[str, Callable[[Any], Any]] = {
 
 
 def hugging_face() -> dict[str, Callable[[Any], Any]]:
-    """Every name of ``get_scheduler`` that schedules an optimizer by steps."""
+    """Return name -> function that builds that schedule of ``transformers.get_scheduler`` for an optimizer."""
     from transformers import get_scheduler
 
     special: dict[str, dict[str, Any]] = {
@@ -93,7 +93,7 @@ def hugging_face() -> dict[str, Callable[[Any], Any]]:
 
 
 def engine_of(params: dict[str, Any] = RATES, groups: int = 1, **kwargs: Any) -> Any:
-    """An engine on the MLP; ``groups`` of 2: its first layer has a tenth of the learning rate."""
+    """Return an engine for the MLP; with 2 ``groups``, its first layer has a tenth of the learning rate."""
     net = Mlp()
     schedule = kwargs.pop("schedule", None)
     given: Any = list(net.parameters())
@@ -112,7 +112,7 @@ def rates_of(engine: Any) -> dict[str, float]:
 
 
 def history(engine: Any, steps: int = STEPS) -> list[dict[str, Any]]:
-    """Each group's settings before every step."""
+    """Train; return the settings of all groups before each step."""
     record = []
     for step in range(steps):
         record.append({g["name"]: {k: g.get(k) for k in ("lr", "momentum", "betas")} for g in groups_of(engine)})
@@ -135,7 +135,7 @@ def run_client(kind: str, name: str, **kwargs: Any) -> list[dict[str, Any]]:
 
 
 def check_ratio(record: list[dict[str, Any]], ratio: float = RATIO) -> list[float]:
-    """The Muon half's rates; they move, and those of AdamW are in proportion."""
+    """Assert that Muon's rate is ``ratio`` times AdamW's at every step; return Muon's rates."""
     for groups in record:
         assert groups["muon"]["lr"] == pytest.approx(ratio * groups["adam"]["lr"], rel=1e-6)
     return [groups["muon"]["lr"] for groups in record]

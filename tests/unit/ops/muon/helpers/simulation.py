@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the programs of all ranks on lists of numbered elements, one operation of every rank after the other.
+"""Simulate the programs of all ranks on lists of labelled elements, one operation of every rank at a time.
 
-An element is (parameter, index in the whole parameter). It shows where it comes from wherever a plan carries it, and
-changes when it is orthogonalized: nothing of the plan says where it belongs.
+An element is (parameter, index in the whole parameter). The label shows where an element comes from, independently of
+the plan that moves it; orthogonalizing changes the label.
 """
 
 import itertools
@@ -19,15 +19,15 @@ from deepspeed.muon.plan.plan import Plan
 from deepspeed.muon.plan.program import Apply, Collective, Compute, Open, Prepare, Program, Send
 from helpers.plans import all_to_all, places, spread
 
-#: The elements of one tensor or buffer; ``None``: padding, or nothing written yet.
+#: The elements of a tensor or buffer; ``None`` for padding or what is not written yet.
 Elements = list[Any]
 
 
 def simulate(plans: Sequence[Plan], programs: Sequence[Program], shards: Sequence[Sequence[Shard]]) -> None:
-    """Assert that each matrix or slice is whole and in order when its owner orthogonalizes it, once, and comes home.
+    """Assert that owners orthogonalize each matrix or slice once, whole and in order, and that its results return.
 
     Args:
-        shards: of each rank.
+        shards: for each rank, its shards.
     """
     ranks = [Rank(plan, tensors_of(of_rank, plan.rank)) for plan, of_rank in zip(plans, shards, strict=True)]
     for operations in zip(*(program[1:] for program in programs), strict=True):
@@ -44,7 +44,7 @@ def simulate(plans: Sequence[Plan], programs: Sequence[Program], shards: Sequenc
 
 @dataclass
 class Buffers:
-    """What a bucket has in its storage."""
+    """The buffers of a bucket, in one of the storages."""
 
     bucket: int
     matrices: Elements
@@ -64,7 +64,7 @@ class Rank:
         self.draws: dict[Any, tuple[str, int]] = {}
 
     def do(self, operation: Any) -> None:
-        """Carry out an operation, but for its collectives."""
+        """Carry out an operation, except its collectives."""
         bucket = self.plan.buckets[operation.bucket]
         match operation:
             case Open():
@@ -84,23 +84,23 @@ class Rank:
                         self.returned[run.tensor][place] = box[at]
 
     def buffers(self, bucket: int) -> Buffers:
-        """Return those of a bucket, which must have its storage still."""
+        """Return the buffers of a bucket; fail if another bucket has taken its storage."""
         (found,) = [each for each in self.storages.values() if each.bucket == bucket]
         return found
 
     def box(self, bucket: int, in_place: bool) -> Elements:
-        """Return the matrices of a bucket, or what it sends."""
+        """Return the buffer from which a run reads: the bucket's matrices if ``in_place``, else what it sends."""
         return self.buffers(self.own[bucket]).matrices if in_place else self.buffers(bucket).outbox
 
     def received(self, number: int) -> Elements:
-        """Return what has arrived in a bucket, which may be in its matrices."""
+        """Return what a bucket has received: a part of its matrices or a buffer of its own."""
         bucket, buffers = self.plan.buckets[number], self.buffers(number)
         if bucket.received_at is None:
             return buffers.inbox
         return buffers.matrices[bucket.received_at :][: sum(bucket.receive_counts)]
 
     def receive(self, number: int, elements: Elements) -> None:
-        """Write what arrives in a bucket."""
+        """Write received elements into a bucket, without overwriting others."""
         bucket, buffers = self.plan.buckets[number], self.buffers(number)
         if bucket.received_at is None:
             buffers.inbox[:] = elements
@@ -143,12 +143,12 @@ class Rank:
 
 
 def draw(run: Any, index: int) -> tuple[str, int]:
-    """Return the name of the random number of an element of a run."""
+    """Return the label of the random number for element ``index`` of a run."""
     return run.draws[0], run.draws[1] + index
 
 
 def _travel(ranks: list[Rank], operations: Sequence[Send]) -> None:
-    """Carry out the collectives of one way."""
+    """Carry out the same collective on all ranks; ``operations``: by rank."""
     number, back = operations[0].bucket, operations[0].back
     calls = [operation.collectives for operation in operations]
     if not any(calls):
@@ -168,7 +168,7 @@ def _travel(ranks: list[Rank], operations: Sequence[Send]) -> None:
 
 
 def _broadcast(ranks: list[Rank], calls: Sequence[Sequence[Collective]], number: int) -> None:
-    """Give every rank the results of each owner, in the order of the calls."""
+    """Give every rank the results of each owner, in the order of the broadcasts."""
     arriving: list[Elements] = [[] for _ in ranks]
     for of_all in zip(*calls, strict=True):
         results = ranks[of_all[0].root].box(number, True)[: of_all[0].numel]
@@ -181,7 +181,7 @@ def _broadcast(ranks: list[Rank], calls: Sequence[Sequence[Collective]], number:
 
 
 def tensors_of(shards: Sequence[Shard], rank: int) -> list[Elements]:
-    """Return this rank's tensors, each element naming itself."""
+    """Return this rank's tensors, filled with the labels of their elements."""
     found: dict[int, dict[int, Any]] = {}
     for shard in shards:
         placement, elements = shard.placement, elements_on(shard)
@@ -196,7 +196,7 @@ def tensors_of(shards: Sequence[Shard], rank: int) -> list[Elements]:
 
 
 def elements_on(shard: Shard) -> Sequence[int]:
-    """Return the elements of the whole parameter that a tensor-parallel rank has, by slicing."""
+    """Return the indices in the whole parameter of the elements that a tensor-parallel rank has."""
     sharding = shard.spec.sharding
     if sharding is None:
         return range(shard.spec.numel)
@@ -207,7 +207,7 @@ def elements_on(shard: Shard) -> Sequence[int]:
 
 
 def elements_of(block: Block) -> list[int]:
-    """Return the elements of a block of a parameter, row by row."""
+    """Return the indices in its parameter of a block's elements, row by row."""
     rows = block.rows // block.bands
     return [
         block.offset + row // rows * block.gap + row % rows * block.stride + col
@@ -216,7 +216,7 @@ def elements_of(block: Block) -> list[int]:
 
 
 def _check_that_matrices_are_whole(ranks: list[Rank], shards: Sequence[Sequence[Shard]]) -> None:
-    """Each once, or each of its slices once: consecutive columns, or rows of those that are higher than wide."""
+    """Assert that each matrix was seen once, or each of its slices: columns, or rows if those are more."""
     counts = iter(ranks[0].plan.of_all.counts)
     wanted = []
     for spec in {shard.spec.name: shard.spec for of_rank in shards for shard in of_rank}.values():
@@ -232,7 +232,7 @@ def _check_that_matrices_are_whole(ranks: list[Rank], shards: Sequence[Sequence[
 
 
 def _check_the_draws(ranks: list[Rank]) -> None:
-    """Each element has one random number, the same on all ranks that have the element, and no two share one."""
+    """Assert that each element has its own random number, the same on all ranks that have the element."""
     draws: dict[Any, tuple[str, int]] = {}
     for rank in ranks:
         for element, name in rank.draws.items():
@@ -241,7 +241,7 @@ def _check_the_draws(ranks: list[Rank]) -> None:
 
 
 def check_host_memory(bucket: Bucket, tensors: list[Elements], outbox: Elements, matrices: Elements) -> None:
-    """Assert that the copies between host memory and an accelerator fill the same buffers."""
+    """Assert that copies through host memory fill the buffers as copies on the device do."""
     host: Elements = [None] * bucket.host_elements
     for run, first in zip(bucket.runs, bucket.host_places, strict=True):
         for place, at in places(run):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Newton-Schulz makes of singular values, computed in float64 without iterating matrices."""
+"""Reference results of Newton-Schulz: its polynomials applied to singular values in float64, not to matrices."""
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ SCHEDULES = (
     | {f"simple*{n}": schedule("simple", n) for n in range(1, 8)}
     | {name: schedule(name) for name in NAMED}
 )
-#: (batch, rows, cols)
+#: (batch, rows, cols).
 SHAPES = {
     "wide": (1, 12, 40),
     "tall": (1, 40, 12),
@@ -37,7 +37,7 @@ def generator(seed: int) -> torch.Generator:
 
 
 def reference(x: Tensor, triples: Schedule) -> Tensor:
-    """U diag(p(s)) V' in float64 for x = U diag(s) V' of norm one, where p composes the steps."""
+    """Return U diag(p(s)) V' in float64 for x / |x| = U diag(s) V', where p composes the polynomials of all steps."""
     x = x.double()
     u, s, vh = torch.linalg.svd(x / torch.linalg.matrix_norm(x, keepdim=True), full_matrices=False)
     for a, b, c in triples:
@@ -46,7 +46,7 @@ def reference(x: Tensor, triples: Schedule) -> Tensor:
 
 
 def quick_reference(x: Tensor, triples: Schedule) -> Tensor:
-    """The same from the eigenvalues of the smaller Gram matrix, several times faster than an SVD."""
+    """Return :func:`reference`, computed by the eigenvalues of the smaller Gram matrix: several times faster."""
     if x.size(-2) > x.size(-1):
         return quick_reference(x.mT, triples).mT
     x = x.double() / x.double().norm()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model whose parameters are several matrices, under the config that splits them, and its oracle."""
+"""A model whose parameters are several matrices, the config that splits them, and its oracle."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ OPTIMIZER = {"type": "Muon", "params": PARAMS | {"muon_split": SPLIT, "muon_conv
 
 
 def parts() -> dict[str, list[Part]]:
-    """The matrices of every parameter, by plain indexing."""
+    """Return parameter name -> its matrices, by plain indexing."""
     index = {name: torch.arange(param.numel()).view(param.shape) for name, param in Fused().named_parameters()}
     grouped = index["grouped.weight"].view(3, 8, 12)
     return {
@@ -32,7 +32,7 @@ def parts() -> dict[str, list[Part]]:
 
 
 def reference(steps: int = STEPS) -> Any:
-    """The oracle's training."""
+    """Train the oracle; return its result."""
     net = Fused()
     routing = route(net, ["lm_head"]) | dict.fromkeys(parts(), "muon")
     return train_oracle(net, net.batch, steps, routing, ORACLE, parts=parts())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is logged while an engine is made."""
+"""Capture what is logged while an engine is built."""
 
 import logging
 from typing import Any
@@ -9,7 +9,7 @@ from helpers.training import ds_config, make_engine
 
 
 def records(widths: tuple[int, ...] = (7, 15, 9, 13, 11, 5), groups: int = 1, tag: Any = None, **config: Any) -> Any:
-    """Level and text of what is logged while an engine for an MLP is made."""
+    """Build an engine for an MLP; return (level, text) of all that is logged meanwhile."""
     seen: list[logging.LogRecord] = []
     handler, net = logging.Handler(), Mlp(widths)
     handler.emit, params = seen.append, list(net.parameters())

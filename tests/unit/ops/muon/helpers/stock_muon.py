@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job that trains with stock's own Muon: it must run where deepspeed-muon is off, and imports nothing of it."""
+"""A job that trains with stock's own Muon. It must run with deepspeed-muon off, so it imports nothing from it."""
 
 import sys
 from typing import Any
@@ -16,7 +16,7 @@ PARAMS = {"lr": 0.0, "momentum": 0.9, "betas": [0.8, 0.95], "ns_method": "standa
 
 
 def momentum_of(engine: Any) -> dict[str, Tensor]:
-    """Stock's momentum by name, as it lies in memory: what this rank can tell."""
+    """Return name -> stock's momentum, for the parameters whose whole momentum this rank holds."""
     from deepspeed.utils import safe_get_full_optimizer_state
 
     names = {param: name for name, param in engine.module.named_parameters()}
@@ -43,7 +43,7 @@ def momentum_of(engine: Any) -> dict[str, Tensor]:
 
 
 def save_stock(cases: list[dict[str, Any]], folder: str) -> list[dict[str, Tensor]]:
-    """By case: the momentum of stock's Muon after three steps at a rate of zero, of which a checkpoint is left."""
+    """Take three steps at learning rate 0 in each case and save; return the momentum of stock's Muon by case."""
     import deepspeed
 
     assert "deepspeed.muon" not in sys.modules

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small language models under AutoTP, and jobs that train them on ranks of data x tensor parallelism."""
+"""Small language models under AutoTP, and jobs that train them with data and tensor parallelism."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ VOCABULARY, LENGTH = 32, 6
 
 
 class Language(nn.Module):
-    """Added to a model of transformers: the batches, and the loss as output."""
+    """Mixin for a transformers model: adds batches, and makes the loss the output."""
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Token ids and what follows them."""
@@ -36,7 +36,7 @@ class Language(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-#: 6 query heads and 3 of keys and values, so that two ranks hold 4 + 2 and 2 + 1 of them.
+#: 6 query heads and 3 key-value heads: of two ranks one holds 4 and 2, the other 2 and 1.
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 24,
@@ -51,15 +51,15 @@ SIZES = {
 
 
 class TinyLlama(Language, LlamaForCausalLM):
-    """Projections of their own."""
+    """A Llama, with separate projections for queries, keys and values."""
 
 
 class TinyNeoX(Language, GPTNeoXForCausalLM):
-    """Fused queries, keys and values, head by head."""
+    """A GPT-NeoX, with queries, keys and values fused head by head."""
 
 
 class Gated(nn.Module):
-    """Gate and up in one weight, of which a rank holds a part of each, after a matrix that is not cut."""
+    """A matrix that is not split, then gate and up in one weight, of which a rank holds a part of each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Gated(nn.Module):
 
 
 def model(name: str, seed: int = 0) -> nn.Module:
-    """A model of this name; `name, sdpa` for another implementation of its attention."""
+    """Return the model of this name; "name, sdpa" selects another implementation of its attention."""
     name, _, attention = name.partition(", ")
     kinds = {"llama": (TinyLlama, LlamaConfig), "neox": (TinyNeoX, GPTNeoXConfig)}
     if name == "gated":
@@ -95,7 +95,7 @@ def model(name: str, seed: int = 0) -> nn.Module:
 
 
 def whole_weights(engine: Any) -> dict[str, Tensor]:
-    """The master weights by name, put together over the tensor-parallel group by the note on each parameter."""
+    """Return name -> whole master weight, joined over the tensor-parallel group as the parameter's metadata says."""
     import deepspeed.comm as dist
     from deepspeed.utils import groups, safe_get_full_fp32_param
 
@@ -120,14 +120,14 @@ def whole_weights(engine: Any) -> dict[str, Tensor]:
 
 
 def _put_together(shards: list[Tensor], note: dict[str, Any]) -> Tensor:
-    """A weight whose parts, one or several, were each cut over the ranks."""
+    """Return a whole weight from its shards; each of its parts was split over the ranks."""
     axis, widths = note["partition_dim"], note["sub_param_shard_widths"] or [note["partition_sizes"]]
     of_ranks = [shard.split([sizes[t] for sizes in widths], dim=axis) for t, shard in enumerate(shards)]
     return torch.cat([part[k] for k in range(len(widths)) for part in of_ranks], dim=axis)
 
 
 def train_steps(engine: Any, steps: int, tp: int, first: int = 0) -> None:
-    """Steps on the global batches; the ranks of a tensor-parallel group take the same share."""
+    """Train on global batches `first` to `first + steps`; ranks of a tensor-parallel group take the same share."""
     import torch.distributed as dist
 
     dp, rank = dist.get_world_size() // tp, dist.get_rank() // tp
@@ -138,7 +138,7 @@ def train_steps(engine: Any, steps: int, tp: int, first: int = 0) -> None:
         engine.step()
 
 
-#: What tells AutoTP that a weight has two parts, each to be cut over the ranks.
+#: Config that tells AutoTP that a weight has two parts, each to be split over the ranks.
 IN_PARTS = {
     "partition_config": {
         "use_default_specs": False,
@@ -152,7 +152,7 @@ IN_PARTS = {
 
 @contextmanager
 def engine_of(net: nn.Module, tp: int, **config: Any) -> Iterator[Any]:
-    """An engine of tensor-parallel size `tp`."""
+    """Yield an engine of tensor-parallel size `tp`."""
     import torch.distributed as dist
 
     cut = {"autotp_size": tp, **(IN_PARTS if isinstance(net, Gated) else {})}
@@ -164,14 +164,14 @@ def engine_of(net: nn.Module, tp: int, **config: Any) -> Iterator[Any]:
 
 
 def train(name: str, tp: int, steps: int, **config: Any) -> dict[str, Tensor]:
-    """Whole weights after some steps."""
+    """Train `steps` steps; return the whole weights."""
     with engine_of(model(name), tp, **config) as engine:
         train_steps(engine, steps, tp)
         return whole_weights(engine)
 
 
 def holders(name: str, tp: int, **config: Any) -> dict[str, tuple[int, list[int]]]:
-    """By name of the matrices: their owner, and the ranks that hold a part."""
+    """Return matrix name -> (owner, ranks that hold a part)."""
     with engine_of(model(name), tp, **config) as engine:
         optimizer = engine.basic_optimizer
         pairs = zip(optimizer.partitions, optimizer.plans, strict=True)
@@ -182,7 +182,7 @@ def holders(name: str, tp: int, **config: Any) -> dict[str, tuple[int, list[int]
 
 
 def go_on(name: str, tp: int, folder: str, load: bool, **config: Any) -> dict[str, Tensor]:
-    """Three steps, saved after the first or loaded from there."""
+    """Return weights and states after three steps, saved after the first or loaded from there."""
     with engine_of(model(name, seed=int(load)), tp, **config) as engine:
         if load:
             engine.load_checkpoint(folder)
@@ -194,7 +194,7 @@ def go_on(name: str, tp: int, folder: str, load: bool, **config: Any) -> dict[st
 
 
 def bad_step(tp: int, **config: Any) -> tuple[bool, bool]:
-    """Whether a step in which one rank alone has a bad gradient changes nothing, and the next one something."""
+    """Take a step with a bad gradient on one rank; return (it changed nothing, the next step changed something)."""
     import torch.distributed as dist
 
     with engine_of(model("llama"), tp, **config) as engine:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs that distributed tests run on every rank: train a small model with the product, report weights and state."""
+"""Jobs that distributed tests run on every rank: train a small model with deepspeed-muon, return weights and state."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ BF16_MASTERS: dict[str, Any] = {
 
 
 def with_params(**params: Any) -> dict[str, Any]:
-    """The section `optimizer` with `PARAMS` and others."""
+    """Return the section `optimizer` with `PARAMS`, updated by `params`."""
     return {"type": "Muon", "params": PARAMS | params}
 
 
@@ -52,7 +52,7 @@ def ds_config(
     zero: dict[str, Any] | None = None,
     **extra: Any,
 ) -> dict[str, Any]:
-    """A ds_config for the ranks of this job."""
+    """Return a ds_config for the ranks of this job."""
     import torch.distributed as dist
 
     section = {"stage": stage} | ({"offload_optimizer": {"device": "cpu"}} if offload else {}) | (zero or {})
@@ -72,7 +72,7 @@ def ds_config(
 
 
 def make_engine(model: nn.Module, config: dict[str, Any], **kwargs: Any) -> Any:
-    """An engine whose optimizer is the product's."""
+    """Return an engine; assert that its optimizer is deepspeed-muon's."""
     import deepspeed
 
     kwargs = kwargs or {"model_parameters": [p for p in model.parameters() if p.requires_grad]}
@@ -82,7 +82,7 @@ def make_engine(model: nn.Module, config: dict[str, Any], **kwargs: Any) -> Any:
 
 
 def fp32_weights(engine: Any) -> dict[str, Tensor]:
-    """The master weights by name, whole, on every rank."""
+    """Return name -> whole master weight, on every rank."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     model, optimizer = engine.module, engine.optimizer
@@ -98,7 +98,7 @@ def fp32_weights(engine: Any) -> dict[str, Tensor]:
 
 
 def train(model: str, steps: int = 5, zero_init: bool = False, **config: Any) -> dict[str, Tensor]:
-    """Master weights after `steps` steps of `MODELS[model]`."""
+    """Train `MODELS[model]` for `steps` steps; return the master weights."""
     import deepspeed
 
     settings = ds_config(**config)
@@ -115,13 +115,13 @@ def train(model: str, steps: int = 5, zero_init: bool = False, **config: Any) ->
 
 
 def steps_done(engine: Any) -> int:
-    """Updates that the optimizer has done; a skipped step is none."""
+    """Return the number of updates that the optimizer has made, without skipped steps."""
     states = engine.basic_optimizer.state.values()
     return max((int(state["step"]) for state in states if "step" in state), default=0)
 
 
 def train_through_skips(engine: Any, steps: int, first_step: int = 0) -> int:
-    """:func:`train_engine`, with each batch repeated until its step is not skipped; the number of skipped steps."""
+    """Train, with each batch repeated until its step is not skipped; return the number of skipped steps."""
     skipped = 0
     for step in range(first_step, first_step + steps):
         done = steps_done(engine)
@@ -134,7 +134,7 @@ def train_through_skips(engine: Any, steps: int, first_step: int = 0) -> int:
 
 
 def train_with_norms(model: str, steps: int = 5, **config: Any) -> tuple[dict[str, Tensor], list[float]]:
-    """Master weights after `steps` steps that were not skipped, and the norm that the engine reports after each."""
+    """Train until `steps` steps were not skipped; return (master weights, norm that the engine reports after each)."""
     engine, norms = make_engine(MODELS[model](), ds_config(**config)), []
     for step in range(steps):
         train_through_skips(engine, 1, first_step=step)
@@ -145,7 +145,7 @@ def train_with_norms(model: str, steps: int = 5, **config: Any) -> tuple[dict[st
 
 
 def train_around_a_checkpoint(engine: Any, folder: str, load: bool) -> None:
-    """Three steps: saved after the first or, with `load`, the first loaded from there."""
+    """Take three steps and save after the first; with `load`, load that save instead of the first step."""
     if load:
         engine.load_checkpoint(folder)
     else:
@@ -155,7 +155,7 @@ def train_around_a_checkpoint(engine: Any, folder: str, load: bool) -> None:
 
 
 class FixedGradient(nn.Linear):
-    """A matrix whose gradient is exactly what `forward` is given."""
+    """A matrix whose gradient is exactly the argument of `forward`."""
 
     def forward(self, gradient: Tensor) -> Tensor:
         """The sum of weight times gradient, a scalar."""
@@ -163,7 +163,7 @@ class FixedGradient(nn.Linear):
 
 
 class FixedGradients(nn.Module):
-    """Matrices of some shapes, each with a gradient of its own for every step."""
+    """Matrices of given shapes, with a known gradient for each matrix and step."""
 
     def __init__(self, shapes: list[tuple[int, int]]) -> None:
         super().__init__()
@@ -173,19 +173,19 @@ class FixedGradients(nn.Module):
             layer.weight.data.normal_(generator=generator)
 
     def gradients(self, step: int) -> list[Tensor]:
-        """What the layers are given in this step."""
+        """Return the gradients of all layers in this step."""
         generator = torch.Generator().manual_seed(100 + step)
         return [torch.randn(layer.out_features, layer.in_features, generator=generator) for layer in self.layers]
 
     def forward(self, gradients: list[Tensor]) -> Tensor:
-        """A loss whose gradients are `gradients`."""
+        """Return a loss whose gradients are `gradients`."""
         return torch.stack([layer(g) for layer, g in zip(self.layers, gradients, strict=True)]).sum()
 
 
 def train_on_gradients(
     shapes: list[tuple[int, int]], steps: int, ulp: bool = False, **config: Any
 ) -> dict[str, Tensor]:
-    """Change of the master weights after steps with given gradients; `ulp` moves every gradient to the next float."""
+    """Train on known gradients; return the change of the weights. `ulp` moves every gradient to the next float."""
     net = FixedGradients(shapes)
     initial = {name: p.detach().clone() for name, p in net.named_parameters()}
     engine = make_engine(net, ds_config(**config))
@@ -201,7 +201,7 @@ def train_on_gradients(
 
 
 def fresh_engine(seed: int, case: dict[str, Any], **extra: Any) -> Any:
-    """An engine for the small model with weights of its own."""
+    """Return an engine for the small model, with weights from `seed`."""
     net = MODELS["mlp"]()
     initialize_(net, seed)
     return make_engine(net, ds_config(**case, **extra))

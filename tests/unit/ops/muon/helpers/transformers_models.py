@@ -36,7 +36,7 @@ needs_stacks = pytest.mark.skipif(
 
 
 def hybrid(kind: str, *layers: str, **more: Any) -> nn.Module:
-    """A model that may mix linear and full attention: ``layers`` by their kind."""
+    """Return a model that may mix linear and full attention; ``layers``: the kind of each layer."""
     sizes = SIZES | {"num_hidden_layers": len(layers), "layer_types": [f"{layer}_attention" for layer in layers]}
     more = {"head_dim": 8, "pad_token_id": 0, "use_cache": False, "num_experts": 4, "num_experts_per_tok": 2} | more
     return from_config(kind, **sizes, **GQA, **DELTA, **more)

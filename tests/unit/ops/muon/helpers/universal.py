@@ -24,14 +24,14 @@ ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.8, 0.95], "eps": 1e
 
 
 def groups_of(net: nn.Module) -> list[dict[str, Any]]:
-    """The parameters as two groups of different settings, the second listed backwards."""
+    """Return the parameters as two groups with different settings, the second in reversed order."""
     params = [param for param in net.parameters() if param.requires_grad]
     own = {"momentum": 0.8, "ns_method": "standard", "weight_decay": 0.0, "betas": (0.7, 0.9)}
     return [{"params": params[:3], **own}, {"params": params[3:][::-1], "lr": 0.01}]
 
 
 def build(case: Case, seed: int, **extra: Any) -> Any:
-    """An engine of this case whose weights come from ``seed``."""
+    """Return an engine of this case, with weights from ``seed``."""
     import deepspeed
 
     case = dict(case)
@@ -42,7 +42,7 @@ def build(case: Case, seed: int, **extra: Any) -> Any:
 
 
 def mean_losses(engine: Any, steps: int, first_step: int) -> list[float]:
-    """Losses of ``steps`` steps, the mean over the ranks."""
+    """Train ``steps`` steps; return their losses, averaged over the ranks."""
     import torch.distributed as dist
 
     losses = torch.tensor(train_engine(engine, steps, first_step), dtype=torch.float64)
@@ -51,7 +51,7 @@ def mean_losses(engine: Any, steps: int, first_step: int) -> list[float]:
 
 
 def facts(engine: Any) -> dict[str, Any]:
-    """What a checkpoint has to restore: weights, states and step counts by name, settings of groups, schedule."""
+    """Return what a checkpoint must restore: weights, states and step counts by name, group settings, schedule."""
     from deepspeed.utils import safe_get_full_optimizer_state
 
     optimizer = engine.basic_optimizer
@@ -72,7 +72,7 @@ def facts(engine: Any) -> dict[str, Any]:
 
 
 def save_all(cases: list[Case], folder: str, **extra: Any) -> list[dict[str, Any]]:
-    """By case: three steps, a checkpoint, three steps more; with the model's weights before and after."""
+    """For each case train three steps, save, and train three more; return the state when saved and what followed."""
     results = []
     for index, case in enumerate(cases):
         engine = build(case, 0, **extra)
@@ -88,7 +88,7 @@ def save_all(cases: list[Case], folder: str, **extra: Any) -> list[dict[str, Any
 
 
 def load_all(jobs: list[tuple[str, Case]], steps: int = 3, universal: bool = True) -> list[dict[str, Any]]:
-    """By (folder, case): what a checkpoint restores in an engine of other weights, and the steps after it."""
+    """For each (folder, case) load into an engine with other weights; return what was restored and the steps after."""
     results = []
     for folder, case in jobs:
         engine = build(case, 7, **({"checkpoint": {"load_universal": True}} if universal else {}))
@@ -100,7 +100,7 @@ def load_all(jobs: list[tuple[str, Case]], steps: int = 3, universal: bool = Tru
 
 
 def convert(folder: Path, inject: bool = False) -> None:
-    """Run stock's converter in this process: its own code, unmodified."""
+    """Run stock's unmodified converter in this process."""
     from deepspeed.checkpoint.ds_to_universal import main
 
     main(
@@ -117,7 +117,7 @@ def convert(folder: Path, inject: bool = False) -> None:
 
 
 def convert_by_command(folder: Path) -> None:
-    """Run stock's converter by its own command, without further flags."""
+    """Run stock's converter by its own command, without optional flags."""
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
     folders = ["--input_folder", str(folder / "saved"), "--output_folder", str(folder / "universal")]
     done = subprocess.run(command + folders, capture_output=True, text=True)
@@ -125,7 +125,7 @@ def convert_by_command(folder: Path) -> None:
 
 
 def peak_of(action: Callable[[], Any]) -> float:
-    """MB that torch allocates while it acts, at most, beyond what it had; mapped files are not allocated."""
+    """Return the peak of MB that torch allocates during `action`, beyond those before it; mapped files do not count."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         action()
     events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]

@@ -41,7 +41,7 @@ PRELOADED = (
     "transformers",
 )
 """What every rank would import by itself."""
-#: Modules of DeepSpeed that remember the groups of ranks which an engine's parallelism made.
+#: Modules of DeepSpeed that store the process groups of an engine's parallelism.
 KEEPERS = (
     "deepspeed.utils.groups",
     "deepspeed.module_inject.layers",
@@ -53,7 +53,7 @@ KEEPERS = (
 
 
 def _die_with(parent: int) -> None:
-    """End the process group of this rank, which holds its compilers too, once `parent` is gone."""
+    """Watch `parent`; when it is gone, end the process group of this rank, which includes its compilers."""
     while os.getppid() == parent:
         time.sleep(1)
     os.killpg(0, signal.SIGKILL)
@@ -96,11 +96,10 @@ def without_latency(is_worth_sharing: Callable, plan: Any, cost: Any) -> bool:
 
 
 def _mend_gathers() -> None:
-    """What DeepSpeed's gathers lack on gloo, not on NCCL, with any optimizer.
+    """Patch DeepSpeed's gathers, which fail on gloo (not on NCCL) with any optimizer: make them block, and avoid views.
 
-    Before 0.19.8 it waits for the last of several, but they end in any order. With torch 2.5 gloo's threads, which have
-    gradients enabled, may not write to views that were made without. Here none returns before it has ended, and none
-    sees a view.
+    Before 0.19.8 DeepSpeed waits only for the last of several gathers, but on gloo they end in any order. With torch
+    2.5, gloo's threads have gradients enabled and may not write to views that were made without.
     """
     import deepspeed.comm as comm
     import torch
@@ -118,7 +117,7 @@ def _mend_gathers() -> None:
 
 
 def _portable(result: Any) -> Any:
-    """`result` with every tensor copied to the CPU without its graph and the rest of its storage."""
+    """Return `result` with every tensor copied to the CPU, without its graph and the rest of its storage."""
     import torch
     from torch.utils import _pytree as pytree
 
@@ -127,9 +126,9 @@ def _portable(result: Any) -> Any:
 
 @contextmanager
 def _nothing_left() -> Iterator[None]:
-    """Ends the process groups that a job made, whose threads would poll from then on; DeepSpeed remembers none.
+    """After a job, destroy the process groups that it made, whose threads would keep polling, and undo global changes.
 
-    At stage 3 DeepSpeed replaces torch's `linear` for good, by one that rounds otherwise in bf16: it is put back.
+    DeepSpeed forgets its groups. Torch's `linear` is restored, which stage 3 replaces by one that rounds differently.
     """
     from torch.distributed import distributed_c10d
     from torch.nn import functional
@@ -150,7 +149,7 @@ def _nothing_left() -> Iterator[None]:
 
 @contextmanager
 def _recorded() -> Iterator[Any]:
-    """Records the collectives of a job, unless the ranks run stock DeepSpeed."""
+    """Record the collectives of a job, unless the ranks run stock DeepSpeed."""
     if "deepspeed.muon" not in sys.modules:
         yield None
         return
@@ -160,7 +159,7 @@ def _recorded() -> Iterator[Any]:
 
 
 def _run(message: bytes, cleans: bool) -> bytes:
-    """The pickled reply, ("ok", (result, recorded calls)) or ("error", traceback), to a pickled (function, kwargs)."""
+    """Run a pickled (function, kwargs); return the pickled ("ok", (result, recorded calls)) or ("error", traceback)."""
     import torch
 
     torch.manual_seed(0)
@@ -173,9 +172,9 @@ def _run(message: bytes, cleans: bool) -> bytes:
 
 
 def serve_jobs(parent: Connection, collective_timeout: float | None) -> None:
-    """Be a rank: answer "ready", then every pair of messages: sys.path of the parent, (function, kwargs).
+    """Be a rank: send "ready", then run jobs, each sent as two messages: sys.path of the parent, (function, kwargs).
 
-    Without `collective_timeout` the ranks do not meet before the first job, which is their last.
+    Without `collective_timeout`, the first job must initialize torch.distributed, and it is the last.
     """
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     threading.Thread(target=_die_with, args=(os.getppid(),), daemon=True).start()
@@ -202,7 +201,7 @@ def serve_jobs(parent: Connection, collective_timeout: float | None) -> None:
 
 
 def serve_forks(parent: Connection) -> None:
-    """Be the server: answer "ready", then every request for a rank with its process id, or for an exit code."""
+    """Be the server: send "ready", then answer requests: for a new rank its process id, or a rank's exit code."""
     for name in PRELOADED:
         import_module(name)
     import_module("deepspeed.muon.kernels.native").unavailable()  # loads the C++ operations, if they can be built
@@ -222,7 +221,7 @@ def serve_forks(parent: Connection) -> None:
 
 
 def _fork(server: Connection, log: str, env: dict[str, str], collective_timeout: float | None) -> int:
-    """Start a rank that writes to `log`; its process id. Its end of the connection follows the request."""
+    """Fork a rank that writes to `log` and return its process id; its end of the connection follows the request."""
     handle = recv_handle(server)
     if pid := os.fork():
         os.close(handle)
@@ -245,7 +244,7 @@ def _fork(server: Connection, log: str, env: dict[str, str], collective_timeout:
 
 
 def _exit_code(pid: int, patience: float = 5.0) -> int | None:
-    """What a rank ended with, or None if it runs on."""
+    """Return the exit code of a rank, or None if it is still running after `patience` seconds."""
     deadline = time.monotonic() + patience
     while True:
         done, status = os.waitpid(pid, os.WNOHANG)

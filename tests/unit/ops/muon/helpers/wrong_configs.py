@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrong configurations, and what each of them gets: the cases of docs/reference/errors.md."""
+"""Wrong configurations, and the message of each: the cases of docs/reference/errors.md."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from helpers.foreign_models import Adapted
 from helpers.models import Mlp
 from helpers.training import ds_config
 
-#: What a user may write into optimizer.params, and should not.
+#: Wrong values and keys of optimizer.params.
 PARAMS: list[dict[str, Any]] = [
     {"mometum": 0.9},
     {"beta": [0.9, 0.95]},
@@ -118,7 +118,7 @@ PARAMS: list[dict[str, Any]] = [
     {"muon_exclude": ["layers", "atention"]},
 ]
 CPU = {"device": "cpu"}
-#: Sections of ds_config that do not go together with Muon.
+#: Sections of ds_config that Muon does not support.
 SECTIONS: list[dict[str, Any]] = [
     {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}},
     {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
@@ -146,7 +146,7 @@ GROUPS: list[dict[str, Any]] = [
 
 
 def tagged() -> nn.Module:
-    """A vector that is tagged for Muon."""
+    """Return a model with a vector that is tagged for Muon."""
     net = Mlp()
     net.layers[0].bias.use_muon = True
     return net
@@ -159,7 +159,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def _attempt(reached: list[str], model: Callable[[], nn.Module], config: dict[str, Any], group: dict[str, Any]) -> str:
-    """The message of `deepspeed.initialize`; `reached` gets what was allocated before it."""
+    """Call `deepspeed.initialize`; return its message. Append to `reached` what was allocated before the error."""
     import pytest
     from deepspeed.runtime.engine import DeepSpeedEngine
 
@@ -191,7 +191,7 @@ def _attempt(reached: list[str], model: Callable[[], nn.Module], config: dict[st
 
 
 def attempt_all() -> list[tuple[str, str, list[str]]]:
-    """(what was written, the message, what was allocated by then) of every case, in one process."""
+    """Try every case in this process; return (what was written, message, what was allocated before it) of each."""
     plain = ds_config()
     muon: dict[str, Any] = {"type": "Muon", "params": {}}
     cases: list[tuple[str, Callable[[], nn.Module], dict[str, Any], dict[str, Any]]] = []
@@ -219,7 +219,7 @@ def _text(value: dict[str, Any]) -> str:
 
 
 def table(results: list[tuple[str, str, list[str]]]) -> str:
-    """The cases as a Markdown table."""
+    """Return the cases as a Markdown table."""
     lines = ["| written | message |", "|---|---|"]
     for title, message, _ in results:
         cells = (f"`{title}`" if "{" in title else title, "<br>".join(message.splitlines()))

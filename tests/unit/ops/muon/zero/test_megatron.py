@@ -138,7 +138,7 @@ def test_resume_is_exact(config: dict[str, Any], kind: str, tmp_path: Path) -> N
 def test_a_checkpoint_of_another_size_is_refused(tmp_path: Path) -> None:
     run(go_on, 2, size=2, stage=1, folder=str(tmp_path), load=False)
     for text in run(go_on, 2, size=1, stage=1, folder=str(tmp_path), load=True):
-        assert "ranks of tensor parallelism" in text and "this run has 1" in text
+        assert "tensor-parallel ranks" in text and "this run has 1" in text
 
 
 SHARDS = {"optimizer": with_params(**PARAMS_OF["shards"])}
