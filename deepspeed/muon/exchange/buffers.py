@@ -45,9 +45,8 @@ class BucketBuffers:
         return f"{self.index + 1} of {self.count}"
 
     def slice_of(self, index: int) -> Tensor:
-        """Return the place of the run with this index, 1-D, on the shards' device.
-
-        ``prepare`` writes the input of Newton-Schulz to it, and ``apply`` reads the result from it.
+        """Return the place of the run with this index, 1-D, on the shards' device. ``prepare`` writes the input of
+        Newton-Schulz to it, and ``apply`` reads the result from it.
         """
         run = self.bucket.runs[index]
         at = run.copy.at if self.host is None else self.bucket.host_places[index]
@@ -89,7 +88,6 @@ class BucketBuffers:
 
 def copy_from_grid(tensor: Tensor, copy: GridCopy, work: Workspace, name: str) -> Tensor:
     """Return a grid's elements, 1-D: a view if they are contiguous in ``tensor``, otherwise a copy in ``work``.
-
     ``name``: of the scratch memory for the copy.
     """
     if copy.rows == 1:

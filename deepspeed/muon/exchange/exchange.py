@@ -79,7 +79,8 @@ class Exchange:
             planned = next(calls, None)
             if planned is None or (planned.kind, planned.numel) != (kind, tensor.numel()):
                 called = f"{kind} of {tensor.numel():,} {name_of(tensor.dtype)} elements"
-                raise RuntimeError(f"the program of the step has {planned}, not {called}; please report this")
+                text = f"this rank must not call {called}: the plan of the step has {planned or 'no further call'} next"
+                raise RuntimeError(f"{text}; this is a bug in deepspeed-muon, please report it")
             self._collectives.start(bucket, batch.names, launch).wait()
 
         return OwnerSet(set_of(self.group, batch.owners), batch.owners, call)
@@ -105,10 +106,8 @@ class Exchange:
         self._collectives.start("", tuple(names), launch).wait()
 
     def run(self, plan: Plan, program: Program, phases: Phases, phase: Phase) -> None:
-        """Carry out the program of a plan.
-
-        ``phases``: computes between the collectives. ``phase``: entered around ``prepare``, ``exchange`` (waiting for
-        collectives), ``newton_schulz`` and ``apply``.
+        """Carry out the program of a plan. ``phases``: computes between the collectives. ``phase``: entered around
+        ``prepare``, ``exchange`` (waiting for collectives), ``newton_schulz`` and ``apply``.
         """
         # Allocate every storage now, in its final size: none is replaced while a bucket uses it, and all exist before
         # copies on other streams are made to wait for earlier uses of this memory.
@@ -138,9 +137,8 @@ class Exchange:
                         calls = iter(operation.collectives)
                         phases.orthogonalize(buffers[k], calls)
                         if (planned := next(calls, None)) is not None:
-                            raise RuntimeError(
-                                f"the program of the step has {planned}, not its end; please report this"
-                            )
+                            text = f"this rank must still call {planned}, which the plan of the step has next"
+                            raise RuntimeError(f"{text}; this is a bug in deepspeed-muon, please report it")
                         buffers[k].pack()
                 case Apply():
                     with phase("apply"):
@@ -154,9 +152,8 @@ class Exchange:
         return {n: self.work.get(f"bucket{n}", (numel,), self.dtype, self.device) for n, numel in numels.items()}
 
     def _open(self, plan: Plan, operation: Open, storage: Tensor, others: Mapping[int, BucketBuffers]) -> BucketBuffers:
-        """Return the buffers of a bucket, in ``storage``.
-
-        ``others``: bucket -> buffers opened earlier, whose matrices a bucket of results sends.
+        """Return the buffers of a bucket, in ``storage``. ``others``: bucket -> buffers opened earlier, whose matrices
+        a bucket of results sends.
         """
         bucket = plan.buckets[operation.bucket]
         matrices, outbox, inbox = storage[: operation.numel].split(bucket.buffer_sizes)
@@ -174,9 +171,8 @@ class Exchange:
         )
 
     def _wait(self, buffers: BucketBuffers, back: bool) -> None:
-        """Wait for a bucket's collectives and copies.
-
-        With ``back`` the host waits for the copy, because it reads the results next; otherwise only the stream does.
+        """Wait for a bucket's collectives and copies. With ``back`` the host waits for the copy, because it reads the
+        results next; otherwise only the stream does.
         """
         buffers.wait()
         if buffers.copied is not None:

@@ -26,10 +26,8 @@ LAST_WORDS = 2.0
 
 
 class _Steps:
-    """The current or latest step of this process.
-
-    ``number``: equal on all ranks. ``began``: its time. ``is_left``: whether this process has left the step, and
-    ``has_failed``: by an exception.
+    """The current or latest step of this process. ``number``: equal on all ranks. ``began``: its time. ``is_left``:
+    whether this process has left the step, and ``has_failed``: by an exception.
     """
 
     number = 0
@@ -82,7 +80,7 @@ def _tell(text: str) -> None:
     store = torch.distributed.distributed_c10d._get_default_store()
     first = store.compare_set(_key(_Steps.number), "", text).decode()
     if first != text:
-        logger.error("deepspeed-muon: %s raised in this step first", first)
+        logger.error("deepspeed-muon: the first error in this step was on %s", first)
     elif torch.distributed.get_rank() == 0:
         time.sleep(LAST_WORDS)
 
@@ -99,7 +97,6 @@ def words() -> str:
 
 def end_if_left_alone(is_waiting: Callable[[], bool]) -> None:
     """End the process if it waits in a step that another rank has left by an exception. The watchdog calls this.
-
     ``is_waiting``: returns whether a collective has not ended :data:`GRACE` seconds after its launch.
     """
     number = _Steps.number
@@ -108,7 +105,7 @@ def end_if_left_alone(is_waiting: Callable[[], bool]) -> None:
     text = words()
     if not text or (_Steps.is_left and not is_waiting()) or _Steps.has_failed or _Steps.number != number:
         return
-    logger.error("deepspeed-muon: this rank waits in a step that another has left, and ends: %s", text)
+    logger.error("deepspeed-muon: this rank ends, because it waits in a step in which another rank failed: %s", text)
     for handler in logger.handlers:
         handler.flush()
     os._exit(1)

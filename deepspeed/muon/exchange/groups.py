@@ -61,9 +61,8 @@ def agreed(has_passed: bool, *, group: Any = None, is_common: bool = False) -> A
 
 
 def make_groups(wanted: Iterable[Sequence[int]], device: torch.device) -> None:
-    """Collective over all ranks of the world. Make process groups, for :func:`group_of`.
-
-    ``wanted``: the ranks of each group, equal on all ranks. ``device``: of the tensors that the groups will send.
+    """Collective over all ranks of the world. Make process groups, for :func:`group_of`. ``wanted``: the ranks of each
+    group, equal on all ranks. ``device``: of the tensors that the groups will send.
     """
     for ranks in sorted({tuple(ranks) for ranks in wanted if len(ranks) < torch.distributed.get_world_size()}):
         group = torch.distributed.new_group(list(ranks), timeout=group_timeout(device))
@@ -91,15 +90,14 @@ def group_of(ranks: Sequence[int]) -> Any:
         return torch.distributed.group.WORLD
     if not is_made(ranks):
         raise RuntimeError(
-            f"ranks {list(ranks)} own matrices together since a state was loaded, and have no process group; load it "
-            "with engine.load_checkpoint on all ranks, or before the first step"
+            f"by the state that was loaded, ranks {list(ranks)} own matrices together, but they have no process group; "
+            "load it with engine.load_checkpoint on all ranks, or before the first step"
         )
     return _made[torch.distributed.group.WORLD, tuple(ranks)]
 
 
 def group_timeout(device: torch.device) -> timedelta | None:
     """Return the time limit for collectives: ``DEEPSPEED_TIMEOUT`` (minutes), otherwise that of the world's group.
-
     ``None`` if neither is known. It must be passed to torch's ``new_group``, whose default is a constant.
     """
     if minutes := os.environ.get("DEEPSPEED_TIMEOUT"):

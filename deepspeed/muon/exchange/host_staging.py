@@ -47,18 +47,16 @@ class Staging:
             self._up.wait_stream(self._accelerator.current_stream())
 
     def beside_the_computation(self, back: bool) -> AbstractContextManager:
-        """Return a context in which copies and collectives run beside the computation.
-
-        With ``back``, they first wait for all computation queued so far, which makes the results.
+        """Return a context in which copies and collectives run beside the computation. With ``back``, they first wait
+        for all computation queued so far, which makes the results.
         """
         if back and self._down is not None:
             self._down.wait_stream(self._accelerator.current_stream())
         return self._accelerator.stream(self._down if back else self._up)
 
     def copy(self, sources: list[Tensor], targets: list[Tensor]) -> Any:
-        """Queue a copy of each source to its target, to or from pinned memory.
-
-        Returns an event at the end of the copies; ``None`` without streams, as they have ended then.
+        """Queue a copy of each source to its target, to or from pinned memory. Returns an event at the end of the
+        copies; ``None`` without streams, as they have ended then.
         """
         for source, target in zip(sources, targets, strict=True):
             target.copy_(source, non_blocking=self._up is not None)

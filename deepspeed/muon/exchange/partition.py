@@ -57,10 +57,8 @@ class Partition:
                 yield shard, start, stop, shard.placement.position(start)
 
     def fragments(self) -> list[list[Fragment]]:
-        """Return, by tensor, what this rank holds of each parameter.
-
-        Tensor-parallel ranks hold different parts of a matrix under one name, so ``@`` and the tensor-parallel rank
-        are added to the fragment's name.
+        """Return, by tensor, what this rank holds of each parameter. Tensor-parallel ranks hold different parts of a
+        matrix under one name, so ``@`` and the tensor-parallel rank are added to the fragment's name.
         """
         found: list[list[Fragment]] = [[] for _ in self.tensors]
         for shard, start, stop, position in self.pieces():
@@ -79,6 +77,9 @@ def whole_partition(
     """
     for param, spec in zip(params, specs, strict=True):
         if spec.use_muon and not param.is_contiguous():
-            raise ValueError(f"{spec.name}: Muon needs a contiguous parameter; leave channels_last, or use ZeRO 1 to 3")
+            raise ValueError(
+                f"{spec.name}: Muon needs a contiguous parameter; do not set memory_format=torch.channels_last, or use "
+                "ZeRO stage 1, 2 or 3"
+            )
     shards = [Shard(spec, i, Placement(0, spec.numel, 0, copies)) for i, spec in enumerate(specs)]
     return Partition(index, tuple(params), tuple(shards), group, rank, copies)

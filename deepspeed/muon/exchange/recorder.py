@@ -38,9 +38,8 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Recorder:
-    """Records the calls of this process inside of :meth:`recording`.
-
-    ``calls``: collectives and ``new_group``, in order. ``messages``: sends and receives, in order.
+    """Records the calls of this process inside of :meth:`recording`. ``calls``: collectives and ``new_group``, in
+    order. ``messages``: sends and receives, in order.
     """
 
     def __init__(self) -> None:

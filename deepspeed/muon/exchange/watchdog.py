@@ -92,9 +92,8 @@ class PendingCollective:
 
     @contextmanager
     def _named_errors(self, plain: type[Exception] | None = None) -> Iterator[None]:
-        """Raise the backend's errors as ExchangeError; log the bucket of any other error and raise it unchanged.
-
-        The backend's errors are torch's DistErrors, and errors whose class is exactly ``plain``.
+        """Raise the backend's errors as ExchangeError; log the bucket of any other error and raise it unchanged. The
+        backend's errors are torch's DistErrors, and errors whose class is exactly ``plain``.
         """
         try:
             yield
@@ -102,11 +101,11 @@ class PendingCollective:
             if type(error) is not plain and not isinstance(error, torch.distributed.DistError):
                 logger.error("deepspeed-muon: %s in %s", type(error).__name__, self.location())
                 raise
-            told = f". First to fail in this step was {first}" if (first := words()) else ""
+            told = f". The first error in this step was on {first}" if (first := words()) else ""
             raise ExchangeError(
-                f"the exchange failed in {self.location()}: another rank died, or did not come within the timeout of "
+                f"the exchange failed in {self.location()}: another rank died, or did not join within the timeout of "
                 "the process group; look first at the log of a rank without this error. If ranks are only slow, "
-                f"set DEEPSPEED_TIMEOUT (minutes). The backend says: {error}{told}"
+                f"raise the timeout with DEEPSPEED_TIMEOUT (minutes). The backend's error: {error}{told}"
             ) from error
 
 
@@ -122,7 +121,6 @@ class PendingCollectives:
 
     def start(self, bucket: str, names: tuple[str, ...], launch: Callable[[], Any]) -> PendingCollective:
         """Launch a collective. ``bucket``: such as "2 of 5"; empty for the look for gradients before the first.
-
         ``names``, ``launch``: ``names`` and ``start`` of :class:`PendingCollective`.
         """
         what = f"bucket {bucket}" if bucket else "the look for gradients"
@@ -147,7 +145,8 @@ class PendingCollectives:
         slow = next((collective for collective in latest if collective.is_slow()), None)
         if slow is not None and not slow.is_reported:
             logger.error(
-                "deepspeed-muon: the exchange does not end in %s; another rank is slow or gone", slow.location()
+                "deepspeed-muon: the exchange has not ended in %s; another rank is slow or died, look at its log",
+                slow.location(),
             )
             for collective in latest:
                 collective.is_reported = True

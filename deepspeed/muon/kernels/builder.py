@@ -30,9 +30,8 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
 
 
 def cpu_capability() -> str:
-    """Return this CPU's capability, a key of :data:`CAPABILITIES`, as found by ATen.
-
-    The environment variable ``ATEN_CPU_CAPABILITY`` lowers it.
+    """Return this CPU's capability, a key of :data:`CAPABILITIES`, as found by ATen. The environment variable
+    ``ATEN_CPU_CAPABILITY`` lowers it.
     """
     found = torch.backends.cpu.get_cpu_capability()
     return next((name for name in CAPABILITIES if found.startswith(name)), "DEFAULT")
@@ -71,9 +70,8 @@ class MuonBuilder(CPUOpBuilder):
         return ["-O3", "-Wno-reorder", *CAPABILITIES[capability], *vectors, *threads, "-ffp-contract=off", *amd]
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Return whether the kernels can be built: sources and a C++ compiler are found, and torch is recent enough.
-
-        If not, ``error_log`` says why; ``verbose`` logs it.
+        """Return whether the kernels can be built: sources and a C++ compiler are found, and torch is recent enough. If
+        not, ``error_log`` says why; ``verbose`` logs it.
         """
         compiler = os.environ.get("CXX", "c++").split()[0]
         if not self.sources():
@@ -130,7 +128,6 @@ class MuonBuilder(CPUOpBuilder):
 
     def _build(self, path: Path, is_only_builder: bool, verbose: bool) -> Any:
         """Build in a folder of this process's own, and move the result to ``path``, so that a kill leaves no part.
-
         ``is_only_builder``: no other process builds in the folder of ``path``.
         """
         from torch.utils import cpp_extension

@@ -51,8 +51,7 @@ def why_wrong(build: Callable[[], Operations]) -> str | None:
 def iterate(table: Operations, x: Tensor, work: Workspace) -> Tensor:
     """Return ``(A I + B G + C G^2) X`` with ``G = X X^T``, in scratch memory: one standard iteration of Newton-Schulz.
 
-    Args:
-        x: ``[batch, rows, cols]``, contiguous or a transposed view of a contiguous tensor.
+    ``x``: ``[batch, rows, cols]``, contiguous or a transposed view of a contiguous tensor.
     """
     gram, factor = (symmetric_of(name, x, work) for name in ("gram", "factor"))
     base, is_transposed = base_of(x)
@@ -68,8 +67,7 @@ def warm(table: Operations, shapes: Iterable[tuple[int, int, int, int, torch.dty
 
     It needs the memory of a step's largest batch, and draws no random numbers.
 
-    Args:
-        shapes: (number of matrices, rows, columns, axis of the Gram matrix, dtype) of each batch of a step.
+    ``shapes``: (number of matrices, rows, columns, axis of the Gram matrix, dtype) of each batch of a step.
     """
     work = Workspace()
     for batch, rows, cols, gram_axis, dtype in sorted(set(shapes), key=str):

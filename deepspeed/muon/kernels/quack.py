@@ -19,16 +19,15 @@ from deepspeed.muon.kernels.workspace import Workspace
 
 
 def unavailable() -> str | None:
-    """Return why quack's kernels cannot run on this process's GPU; ``None`` if they can.
-
-    Call it only if Triton's table runs. quack itself checks the GPU: version 0.6.5 supports Ampere to Blackwell.
+    """Return why quack's kernels cannot run on this process's GPU; ``None`` if they can. Call it only if Triton's table
+    runs. quack itself checks the GPU: version 0.6.5 supports Ampere to Blackwell.
     """
     if importlib.util.find_spec("quack") is None:
         return "quack-kernels is not installed"
     if torch.version.hip or not torch.cuda.is_available():
         return "no NVIDIA GPU"
     reason = probe.why_wrong(lambda: operations(reference.OPERATIONS))
-    return reason and f"its kernels fail, those of 0.6.5 are known to fit: {reason}"
+    return reason and f"its kernels fail (version 0.6.5 is known to work): {reason}"
 
 
 def operations(other: Operations) -> Operations:

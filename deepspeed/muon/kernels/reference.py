@@ -46,7 +46,6 @@ def advance_rounded(
     buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool, key: Key, first: int, work: Workspace
 ) -> None:
     """Act as :func:`advance` for a bf16 momentum: compute in fp32, and round it stochastically back to ``buffer``.
-
     Temporaries have 20 bytes per element of a chunk (2.5 MiB on a CPU, 40 MiB elsewhere).
     """
     for part in chunks(buffer):
@@ -182,7 +181,6 @@ def _decay_cautiously_(param: Tensor, update: Tensor, keep: float, work: Workspa
 
 def copy_rounded(target: Tensor, source: Tensor, key: Key, first: int, work: Workspace) -> None:
     """Round ``source``, fp32, stochastically to ``target``, bf16; see :mod:`deepspeed.muon.kernels.rounding`.
-
     ``source`` is overwritten. Temporaries have 8 bytes per element of a chunk.
     """
     for part in chunks(target):

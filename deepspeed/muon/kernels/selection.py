@@ -20,7 +20,7 @@ def unavailable_kernels(kernels: str, device_types: Iterable[str]) -> Unavailabl
         device_types: the device types of all tensors of a step.
     """
     if kernels == "torch":
-        return dict.fromkeys(device_types, "optimizer.params.kernels")
+        return dict.fromkeys(device_types, 'optimizer.params.kernels is "torch"')
     reasons: Unavailable = {kind: _reason(kind) for kind in device_types}
     if _has(reasons, "cuda"):
         reasons["quack"] = quack.unavailable()
@@ -30,7 +30,7 @@ def unavailable_kernels(kernels: str, device_types: Iterable[str]) -> Unavailabl
 def _reason(device_type: str) -> str | None:
     if device_type == "cpu":
         return native.unavailable()
-    return triton_table.unavailable() if device_type == "cuda" else "plain PyTorch there"
+    return triton_table.unavailable() if device_type == "cuda" else "only plain PyTorch supports it"
 
 
 def _has(unavailable: Unavailable, kind: str) -> bool:

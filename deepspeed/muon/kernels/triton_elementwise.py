@@ -51,9 +51,8 @@ def _place(numel, BLOCK: tl.constexpr):
 
 @triton.jit
 def _places(tiles_ptr, numel, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """Return (indices in the shard, indices in the other tensor, mask) of this program's elements.
-
-    If ``tiles_ptr`` is ``None``, both tensors are one run of ``numel`` elements.
+    """Return (indices in the shard, indices in the other tensor, mask) of this program's elements. If ``tiles_ptr`` is
+    ``None``, both tensors are one run of ``numel`` elements.
     """
     if tiles_ptr is None:
         shard, mask = _place(numel, BLOCK)
@@ -375,9 +374,8 @@ def normalize(x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:
 
 
 def tiles(runs: Sequence[tuple[int, int, int]], device: torch.device) -> Tiles:
-    """Split runs into tiles of at most ``BLOCK`` elements. The table takes 12 bytes per 1,000 elements.
-
-    ``runs``: (start in the shard, start in the other tensor, length) of each run.
+    """Split runs into tiles of at most ``BLOCK`` elements. The table takes 12 bytes per 1,000 elements. ``runs``:
+    (start in the shard, start in the other tensor, length) of each run.
     """
     starts = torch.tensor(runs, dtype=torch.int64, device="cpu").view(-1, 3)
     counts = -(-starts[:, 2] // BLOCK)

@@ -73,9 +73,8 @@ def _square_of(index, squares, GROUP: tl.constexpr):
 
 @triton.jit
 def _sum_of_products(a_ptr, b_ptr, rows, cols, depth, across, along, DEPTH: tl.constexpr):
-    """Return one tile of A B^T in fp32, in rows ``rows`` and columns ``cols``.
-
-    ``across``, ``along``: strides of A and B between their rows and within a row. ``depth``: elements of a row.
+    """Return one tile of A B^T in fp32, in rows ``rows`` and columns ``cols``. ``across``, ``along``: strides of A and
+    B between their rows and within a row. ``depth``: elements of a row.
     """
     deep = tl.arange(0, DEPTH)
     # A matrix may have more than 2^31 elements.
@@ -118,7 +117,6 @@ def _on_diagonal(a_diagonal_ptr, b_diagonal_ptr, rows, size, alpha, beta, shift)
 @triton.jit
 def _store(total, on_diagonal, out_ptr, diagonal_ptr, row, col, size, is_above):
     """Store the tile ``total``, whose first element is (row, col), and if it ``is_above`` the diagonal its transpose.
-
     For a tile on the diagonal, store its diagonal plus ``on_diagonal`` separately.
     """
     down, right = tl.arange(0, total.shape[0]), tl.arange(0, total.shape[1])
@@ -160,7 +158,6 @@ def symmetric_kernel(
     GROUP: tl.constexpr,
 ):
     """Compute one tile of ``A B^T``; with ``DIAGONALS``, of ``alpha A B + beta A + shift I`` for separate diagonals.
-
     ``matrices``: the batch size rounded up to a power of two, which only the tuner uses as a key.
     """
     per_square: tl.constexpr = COLS // ROWS
@@ -215,9 +212,8 @@ def tiles(size: int, rows: int, cols: int) -> int:
 
 
 def square(x: Tensor, out: Symmetric, work: Workspace, kernel: Any = None) -> None:
-    """Set ``out = X X^T``, with the fp32 sums of the matrix units as the diagonal.
-
-    ``x``: contiguous or a transposed view of a contiguous tensor. ``kernel``: ``None`` for the tuned one.
+    """Set ``out = X X^T``, with the fp32 sums of the matrix units as the diagonal. ``x``: contiguous or a transposed
+    view of a contiguous tensor. ``kernel``: ``None`` for the tuned one.
     """
     factor = Symmetric(x, out.diagonal)  # which is not read
     _run(kernel, factor, factor, out, PLAIN, diagonals=False)
@@ -333,9 +329,8 @@ def library_product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace,
 
 
 def multiply(p: Symmetric, x: Tensor, out: Tensor, work: Workspace) -> Tensor:
-    """Set ``out = P X`` and return it, by a library's product and one pass over it.
-
-    ``x`` and ``out`` are contiguous, or both transposed views of contiguous tensors.
+    """Set ``out = P X`` and return it, by a library's product and one pass over it. ``x`` and ``out`` are contiguous,
+    or both transposed views of contiguous tensors.
     """
     reference.multiply(Symmetric(p.rest, diagonal=p.diagonal[:, :0]), x, out, work)
     (base, is_transposed), (result, _) = base_of(x), base_of(out)

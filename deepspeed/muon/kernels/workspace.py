@@ -46,7 +46,6 @@ class Workspace:
         pin: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Return an uninitialized contiguous tensor, valid until the next request of this name, dtype and device.
-
         ``pin``: returns a copy of a tensor in pinned host memory; it is applied to storage when that is allocated.
         """
         numel, key = math.prod(shape), (name, dtype, device)

@@ -59,7 +59,6 @@ def step_in_bf16(
     work: Workspace,
 ) -> None:
     """Act as :func:`step` for a contiguous bf16 tensor: compute in fp32, and round weights and moments stochastically.
-
     ``fragments``: which elements of which parameters the tensor holds; padding between them does not change.
     """
     assert tensor.grad is not None
@@ -109,9 +108,8 @@ def has_fused_kernel(device_type: str) -> bool:
 
 
 def update_squares(state: Mapping[str, Any], group: Mapping[str, Any], start: int, length: int) -> Tensor:
-    """Return the sum of squares of AdamW's last update at learning rate 1, without weight decay; fp32, 0-D.
-
-    It covers ``length`` elements from index ``start``, in row-major order. ``state``: of the tensor, after the step.
+    """Return the sum of squares of AdamW's last update at learning rate 1, without weight decay; fp32, 0-D. It covers
+    ``length`` elements from index ``start``, in row-major order. ``state``: of the tensor, after the step.
     """
     (beta1, beta2), steps = group["betas"], float(state["step"])
     steps = steps if group.get("bias_correction", True) else torch.inf

@@ -28,7 +28,6 @@ Rates = dict[str, dict[str, float]]
 @dataclass(frozen=True)
 class Recipe:
     """The method for one shape and its transpose, and the name of the table whose kernel computes each kind of product.
-
     New choices use one table for all kinds; checkpoints of version 0.2.0 and older may name several.
     """
 
@@ -68,7 +67,6 @@ class Choice:
 
     def with_methods(self, methods: Mapping[str, str]) -> Choice:
         """Return the choice with other methods for some shapes, as a checkpoint of version 0.1.0 stores only these.
-
         ``methods``: :func:`shape_key` -> method.
         """
         changed = {key: replace(self.recipes[key], method=methods[key]) for key in self.recipes.keys() & methods.keys()}
@@ -86,9 +84,8 @@ def from_pinned(pinned: Mapping[str, Any]) -> Choice:
 
 
 def unknown(pinned: Any) -> list[str]:
-    """Return, as texts, what this version does not know in a saved ``ns_choice``.
-
-    Names of tables are not checked, because other machines have other tables.
+    """Return, as texts, what this version does not know in a saved ``ns_choice``. Names of tables are not checked,
+    because other machines have other tables.
     """
     try:
         choice = from_pinned(pinned)
@@ -108,9 +105,8 @@ def unknown_methods(methods: Any) -> list[str]:
 def by_count(
     shapes: Collection[Shape], schedule: Schedule, dtype: str, methods: Sequence[str] = METHODS, table: str = TORCH
 ) -> Choice:
-    """Choose the method with fewer operations for each shape, and ``table`` for all products.
-
-    ``methods``: those to choose from. Another one than the first must have fewer operations by a factor of ``MARGIN``.
+    """Choose the method with fewer operations for each shape, and ``table`` for all products. ``methods``: those to
+    choose from. Another one than the first must have fewer operations by a factor of ``MARGIN``.
     """
     default, *others = methods
     recipes = {}
@@ -145,12 +141,8 @@ def fastest(
     """Choose the dtype and table with which all matrices of a model take least time; ``None`` without a rate.
 
     Candidates within a factor of ``MARGIN`` are equal: then the more exact dtype wins, then the table timed first,
-    which is plain PyTorch's.
-
-    Args:
-        rates: those of the slowest rank, from :func:`lowest`.
-        shapes: (rows, columns) -> number of such matrices in the model.
-        methods: those that may be chosen, the default first.
+    which is plain PyTorch's. ``rates``: from :func:`lowest`. ``shapes``: (rows, columns) -> number of such matrices in
+    the model. ``methods``: those that may be chosen, the default first.
     """
     best: Choice | None = None
     least = 0.0
@@ -165,7 +157,6 @@ def fastest(
 
 def seconds(rates: Rates, choice: Choice, shapes: Mapping[Shape, int], schedule: Schedule) -> float | None:
     """Return the seconds that a choice takes for all matrices; ``None`` if ``rates`` lacks one of its tables.
-
     ``shapes``: (rows, columns) -> number of such matrices.
     """
     known = rates.get(choice.dtype, {})

@@ -95,7 +95,9 @@ def schedule(coefficients: str | Schedule, steps: int | None = None) -> Schedule
     if len(triples) == 1:
         return triples * (DEFAULT_STEPS if steps is None else steps)
     if steps not in (None, len(triples)):
-        raise ValueError(f"ns_steps is {steps}, but these coefficients are a schedule of {len(triples)} steps")
+        raise ValueError(
+            f"ns_steps is {steps}, but these coefficients are a schedule of {len(triples)} steps; remove ns_steps"
+        )
     return triples
 
 
@@ -129,8 +131,7 @@ def segments(schedule: Schedule, dtype: str) -> tuple[int, ...]:
     Between restarts its small matrices drift away from X. A polynomial that is steep at the largest singular values
     amplifies the drift, and the next step may then diverge.
 
-    Args:
-        dtype: of the products, a key of :data:`ROUNDING`.
+    ``dtype``: of the products, a key of :data:`ROUNDING`.
     """
     found: list[int] = []
     done, rounding = 0, ROUNDING[dtype]
@@ -144,7 +145,6 @@ def segments(schedule: Schedule, dtype: str) -> tuple[int, ...]:
 
 def _moved(schedule: Schedule, first: int, length: int, rounding: Rounding) -> float:
     """Return how far errors of one sign in the Gram matrices between composed steps move a singular value at most.
-
     ``first``, ``length``: the index of the first composed step, and the number of them.
     """
     composed, after = schedule[first : first + length], schedule[first + length : first + length + STEPS_AHEAD]

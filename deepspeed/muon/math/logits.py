@@ -58,9 +58,8 @@ class Visible:
         return self.mask is None and self.documents is None and self.window[0] < 0
 
     def last(self, queries: int, keys: int) -> Tensor:
-        """Return the index of the last key that each query sees, ``[queries]``, int64; negative if it sees none.
-
-        Valid only if :attr:`is_prefix`.
+        """Return the index of the last key that each query sees, ``[queries]``, int64; negative if it sees none. Valid
+        only if :attr:`is_prefix`.
         """
         if self._after < 0:
             return torch.full((queries,), keys - 1, dtype=torch.int64, device="cpu")
@@ -71,9 +70,8 @@ class Visible:
         return keys if self._after < 0 else min(keys, max(1, query + self.shift + self._after + 1))
 
     def of(self, queries: Tensor, keys: int) -> Tensor | None:
-        """Return which of the first ``keys`` keys the queries with these indices see; ``None`` if all see all.
-
-        The result is bool and can be broadcast to ``[batch, heads, queries, keys]``.
+        """Return which of the first ``keys`` keys the queries with these indices see; ``None`` if all see all. The
+        result is bool and can be broadcast to ``[batch, heads, queries, keys]``.
         """
         found = []
         distance = torch.arange(keys, dtype=torch.int64, device=queries.device) - queries[:, None] - self.shift
@@ -151,13 +149,10 @@ def _bound_of_prefixes(query: Tensor, key: Tensor, visible: Visible) -> Tensor:
 
 
 class Factors(NamedTuple):
-    """Factors for the weights of one attention layer.
+    """Factors for the weights of one attention layer: of each query head, and of each key head.
 
-    Args:
-        query: factor of each query head.
-        key: factor of each key head.
-        rotary: factor of each query head, for those of its weights whose keys are shared by all heads and are not
-            scaled, such as the rotary ones of latent attention.
+    ``rotary``: of each query head, for those of its weights whose keys all heads share and which are not scaled, such
+    as the rotary ones of latent attention.
     """
 
     query: list[float]

@@ -22,7 +22,6 @@ State = dict[str, Any]
 
 class Fragment(NamedTuple):
     """``numel`` consecutive elements of the parameter ``name``, stored in a tensor from index ``position`` on.
-
     ``first``: index of the first of them in the parameter.
     """
 
@@ -33,9 +32,8 @@ class Fragment(NamedTuple):
 
 
 class Blocks:
-    """The quantization blocks of a tensor's int8 momentum. Each parameter in the tensor begins a new block.
-
-    So its momentum depends neither on its neighbours in the tensor nor on padding, which may hold anything, even NaN.
+    """The quantization blocks of a tensor's int8 momentum. Each parameter in the tensor begins a new block. So its
+    momentum depends neither on its neighbours in the tensor nor on padding, which may hold anything, even NaN.
     """
 
     def __init__(self, fragments: Iterable[Fragment]) -> None:
@@ -53,7 +51,6 @@ class Blocks:
 
     def around(self, state: State, start: int, numel: int) -> tuple[Fragment, Tensor, Tensor, int]:
         """Return (fragment, codes, blocks' largest magnitudes, skipped) of ``numel`` elements from index ``start``.
-
         ``skipped``: how many elements of the first block precede them.
         """
         at = bisect_right(self._positions, start) - 1

@@ -39,9 +39,8 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 class Products(NamedTuple):
-    """How many products of each kind Newton-Schulz on one matrix X takes.
-
-    ``square``: X X^T. ``product``: of two small symmetric matrices. ``multiply``: P X with a symmetric P.
+    """How many products of each kind Newton-Schulz on one matrix X takes. ``square``: X X^T. ``product``: of two small
+    symmetric matrices. ``multiply``: P X with a symmetric P.
     """
 
     square: int = 0
@@ -50,9 +49,8 @@ class Products(NamedTuple):
 
 
 def product_order(schedule: Schedule, method: str, dtype: str) -> Iterator[str]:
-    """Yield the kind of each product, a field of :class:`Products`, in the order of :func:`orthogonalize`.
-
-    The order depends on the dtype because the restarts of ``gram`` do.
+    """Yield the kind of each product, a field of :class:`Products`, in the order of :func:`orthogonalize`. The order
+    depends on the dtype because the restarts of ``gram`` do.
     """
     step = 0
     for length in (1,) * len(schedule) if method == "standard" else segments(schedule, dtype):
@@ -93,9 +91,8 @@ def flops(
 
 
 def traffic(rows: int, cols: int, schedule: Schedule, method: str, dtype: str, owners: int) -> tuple[float, int]:
-    """Return (bytes, number of collectives) that each of several owners of a matrix sends to the others.
-
-    They sum Gram matrices in fp32, and gather rows of products in ``dtype``.
+    """Return (bytes, number of collectives) that each of several owners of a matrix sends to the others. They sum Gram
+    matrices in fp32, and gather rows of products in ``dtype``.
     """
     count, small, others = products(schedule, method, dtype), min(rows, cols), (owners - 1) / owners
     gathered = count.product if owners >= SPLIT_FROM else 0
@@ -204,8 +201,7 @@ def _precondition(x: Tensor, work: Workspace, kernels: Operations) -> None:
     scaled X: if G were scaled instead, it would be rounded differently from X in 16 bits, and composed steps amplify
     the difference.
 
-    Args:
-        x: ``[batch, rows, cols]``, contiguous or a transposed view of a contiguous tensor.
+    ``x``: ``[batch, rows, cols]``, contiguous or a transposed view of a contiguous tensor.
     """
     gram, (base, is_transposed) = symmetric_of("gram", x, work), base_of(x)
     kernels.square(x, gram, work)

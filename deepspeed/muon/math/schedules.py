@@ -38,5 +38,5 @@ class Schedules:
         if self.momentum_start is not None:
             texts.append(f"momentum from {self.momentum_start:g} over {self.momentum_warmup_steps} steps")
         if self.muon_weight_decay_steps is not None:
-            texts.append(f"weight decay of the Muon half to zero over {self.muon_weight_decay_steps} steps")
+            texts.append(f"weight decay of the Muon groups to zero over {self.muon_weight_decay_steps} steps")
         return ", ".join(texts)

@@ -36,9 +36,8 @@ def squares(x: Tensor, axis: int, work: Workspace, dtype: torch.dtype = torch.fl
 
 
 def scale(x: Tensor, factors: Tensor, work: Workspace) -> None:
-    """Multiply rows of ``x``, ``[rows, cols]``, by factors ``[rows, 1]``, or columns by ``[1, cols]``, in place.
-
-    The arithmetic is in the dtype of ``factors``.
+    """Multiply rows of ``x``, ``[rows, cols]``, by factors ``[rows, 1]``, or columns by ``[1, cols]``, in place. The
+    arithmetic is in the dtype of ``factors``.
     """
     start = 0
     for part, wide in widened(x, work, factors.dtype):

@@ -167,9 +167,8 @@ class Bucket:
 
     @cached_property
     def host_places(self) -> tuple[int, ...]:
-        """Return, by run, its index in the bucket's host memory under CPU offload.
-
-        Runs that are ``in_place`` come first, one after another; the send buffer follows in its own order.
+        """Return, by run, its index in the bucket's host memory under CPU offload. Runs that are ``in_place`` come
+        first, one after another; the send buffer follows in its own order.
         """
         places, end = [], 0
         in_place = sum(run.copy.numel for run in self.runs if run.in_place)
@@ -186,9 +185,8 @@ class Bucket:
         return tuple(_merged(parts, _continued))
 
     def run_groups(self, scale: Scale) -> list[tuple[int, ...]]:
-        """Return groups of runs, as indices, whose momentum and weights are updated in one call each.
-
-        A group has all contiguous runs with the same tensor, buffer and ``scale``; a run on a grid is its own group.
+        """Return groups of runs, as indices, whose momentum and weights are updated in one call each. A group has all
+        contiguous runs with the same tensor, buffer and ``scale``; a run on a grid is its own group.
         """
         groups: dict[tuple, list[int]] = {}
         for index, run in enumerate(self.runs):
@@ -197,9 +195,8 @@ class Bucket:
         return [tuple(group) for group in groups.values()]
 
     def spans(self, runs: Iterable[int], staged: bool) -> list[Span]:
-        """Return the spans of a group of runs, given by index; an empty list for a run on a grid.
-
-        ``staged``: whether their buffer is the bucket's host memory (CPU offload).
+        """Return the spans of a group of runs, given by index; an empty list for a run on a grid. ``staged``: whether
+        their buffer is the bucket's host memory (CPU offload).
         """
         copies = [(index, self.runs[index].copy) for index in runs]
         if any(copy.rows > 1 for _, copy in copies):
@@ -262,9 +259,8 @@ def bucket_of(items: OwnedBlocks, rank: int, world_size: int) -> Bucket:
 
 
 def shared_bucket(items: OwnedBlocks, rank: int, world_size: int, only_results: bool) -> Bucket:
-    """Return a bucket as ``rank`` sees it if every rank holds every matrix whole.
-
-    It has the results of all other owners if ``only_results``, otherwise the matrices that ``rank`` owns.
+    """Return a bucket as ``rank`` sees it if every rank holds every matrix whole. It has the results of all other
+    owners if ``only_results``, otherwise the matrices that ``rank`` owns.
     """
     taken = [(owner, item) for owner, item in items if (owner == rank) is not only_results]
     numel, sent, runs = 0, [0] * world_size, []
@@ -320,9 +316,8 @@ def sends_own_part(item: PlacedBlock, rank: int) -> bool:
 
 
 def _unpacking(incoming: Sequence[Iterable[tuple[int, Piece]]]) -> Iterator[GridCopy]:
-    """Yield the copies from the receive buffer into the matrices.
-
-    ``incoming``: by source rank, (index at which the piece's matrix starts, piece) pairs.
+    """Yield the copies from the receive buffer into the matrices. ``incoming``: by source rank, (index at which the
+    piece's matrix starts, piece) pairs.
     """
     at, sources = 0, []
     for pieces in incoming:

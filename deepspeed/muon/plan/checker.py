@@ -32,9 +32,8 @@ COMMON = ("kind", "dtype", "numel", "root")
 
 
 def violation(programs: Sequence[Program]) -> str | None:
-    """Return how the programs break a rule, with rank and operation; ``None`` if they break none.
-
-    ``programs``: by rank, for all ranks that share a partition.
+    """Return how the programs break a rule, with rank and operation; ``None`` if they break none. ``programs``: by
+    rank, for all ranks that share a partition.
     """
     for rank, program in enumerate(programs):
         for text in _broken_order(program):
@@ -65,9 +64,8 @@ def lost_elements(views: Sequence[Plan]) -> str | None:
 
 
 def conflict(calls: Sequence[Sequence[Collective]]) -> str | None:
-    """Return why the collectives of all ranks cannot merge into one order; ``None`` if they can.
-
-    ``calls``: by rank, its collectives in order. Every rank of a collective's group must call it.
+    """Return why the collectives of all ranks cannot merge into one order; ``None`` if they can. ``calls``: by rank,
+    its collectives in order. Every rank of a collective's group must call it.
     """
     done, come = [0] * len(calls), dict[Group, list[int]]()
     arriving = list(range(len(calls)))
@@ -77,7 +75,7 @@ def conflict(calls: Sequence[Sequence[Collective]]) -> str | None:
             continue
         call = calls[rank][done[rank]]
         if rank not in call.group.ranks:
-            return f"rank {rank} calls {call}, of which it is no part"
+            return f"rank {rank} calls {call}, but is not one of these ranks"
         waiting = come.setdefault(call.group, [])
         waiting.append(rank)
         if len(waiting) == len(call.group.ranks):
@@ -99,7 +97,7 @@ def _mismatch(calls: Sequence[Collective]) -> str | None:
             return f"rank {ranks[0]} calls {first}, rank {rank} calls {call}"
         for counts in (call.sent, call.received) if call.sent or call.received else ():
             if len(counts) != len(calls):
-                return f"rank {rank} has sizes for {len(counts)} ranks of {len(calls)} in {call}"
+                return f"rank {rank} passes sizes for {len(counts)} ranks, not for {len(calls)}, to {call}"
     for rank, call, expected in zip(ranks, calls, zip(*(call.received for call in calls), strict=True), strict=False):
         if call.sent != expected:
             other = next(index for index, numel in enumerate(call.sent) if numel != expected[index])
@@ -110,7 +108,6 @@ def _mismatch(calls: Sequence[Collective]) -> str | None:
 
 def _circle(calls: Sequence[Sequence[Collective]], done: Sequence[int]) -> str | None:
     """Return which rank waits for which, starting with the first that waits; ``None`` if no rank has calls left.
-
     ``done``: by rank, how many of its calls have ended.
     """
     rank = next((rank for rank, count in enumerate(done) if count < len(calls[rank])), None)
@@ -137,7 +134,7 @@ def _broken_order(program: Program) -> Iterator[str]:
     opened: dict[int, Open] = {}
     users: dict[int, int] = {}  # the last bucket of each storage
     if not isinstance(program[0], Look):
-        yield "it does not look for gradients"
+        yield "its program does not begin with the look for gradients"
     for operation in program[1:]:
         if isinstance(operation, Look):
             yield "it looks for gradients again"

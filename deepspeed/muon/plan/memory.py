@@ -27,7 +27,6 @@ SUM_ELEMENTS = 2**22
 
 class BatchSize(NamedTuple):
     """The sizes of a :class:`deepspeed.muon.plan.bucket.Batch`, without its names, so that many ranks have equal ones.
-
     ``rows``, ``cols``: of each matrix or slice. ``shape``: of the whole matrices. ``number``: how many there are.
     """
 
@@ -39,13 +38,9 @@ class BatchSize(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """What decides the memory that one rank needs for one bucket; sizes are in elements.
-
-    Args:
-        buffers: of the matrices, the send buffer and the receive buffer together.
-        longest_run: of the longest run, a piece of a matrix in the rank's shard.
-        longest_grid: of the longest run that is not contiguous in the shard and is therefore copied.
-        batches: the matrices that the rank orthogonalizes.
+    """What decides the memory that one rank needs for one bucket: elements of its matrices, send and receive buffer
+    together, of the longest run (piece of a matrix in its shard), and of the longest run that is copied because it is
+    not contiguous in the shard; and the matrices that it orthogonalizes.
     """
 
     buffers: int
@@ -93,10 +88,8 @@ class Peak(NamedTuple):
 
 @dataclass(frozen=True)
 class PartDemand:
-    """The demands of one partition on one rank.
-
-    ``buckets`` and ``storages``: by bucket, its demand and the index of the storage that it uses. ``method``: (rows,
-    columns) of a matrix -> method of Newton-Schulz.
+    """The demands of one partition on one rank. ``buckets`` and ``storages``: by bucket, its demand and the index of
+    the storage that it uses. ``method``: (rows, columns) of a matrix -> method of Newton-Schulz.
     """
 
     buckets: Sequence[Demand]

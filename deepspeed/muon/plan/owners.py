@@ -39,9 +39,8 @@ MAX_CANDIDATES = 8
 
 
 def counts_for(world_size: int, most: int = MAX_OWNERS) -> list[int]:
-    """Return the numbers of owners that matrices may have, up to ``most``, ascending: ``12 -> [1, 2, 4, 12]``.
-
-    Each divides the next and ``world_size``.
+    """Return the numbers of owners that matrices may have, up to ``most``, ascending: ``12 -> [1, 2, 4, 12]``. Each
+    divides the next and ``world_size``.
     """
     counts = [1]
     for count in range(2, min(world_size, most) + 1):
@@ -51,18 +50,16 @@ def counts_for(world_size: int, most: int = MAX_OWNERS) -> list[int]:
 
 
 def neighbours(nodes: Sequence[Any]) -> int:
-    """Return the largest n such that ranks 0 to n - 1 share a node, ranks n to 2n - 1 share one, and so on.
-
-    ``nodes``: by rank, any value that identifies its node. n divides the number of ranks.
+    """Return the largest n such that ranks 0 to n - 1 share a node, ranks n to 2n - 1 share one, and so on. ``nodes``:
+    by rank, any value that identifies its node. n divides the number of ranks.
     """
     sizes = (size for size in range(len(nodes), 0, -1) if len(nodes) % size == 0)
     return next(n for n in sizes if all(len({*nodes[i : i + n]}) == 1 for i in range(0, len(nodes), n)))
 
 
 def is_sliceable(block: Block, count: int) -> bool:
-    """Return whether ``count`` owners can have equal slices of a matrix, and as many rows of its Gram matrix each.
-
-    A matrix whose rows are in several bands (:class:`deepspeed.muon.matrices.block.Block`) is not sliced by rows.
+    """Return whether ``count`` owners can have equal slices of a matrix, and as many rows of its Gram matrix each. A
+    matrix whose rows are in several bands (:class:`deepspeed.muon.matrices.block.Block`) is not sliced by rows.
     """
     is_cut_by_rows = block.rows > block.cols
     return block.rows % count == block.cols % count == 0 and not (is_cut_by_rows and block.bands > 1)
@@ -156,9 +153,8 @@ def assign(
     receive beyond those that the best-placed rank would receive, which are sent in any case. Finally matrices move from
     the busiest rank to the least loaded one as long as that shortens the step with all their bytes counted.
 
-    Args:
-        counts: by matrix, its number of owners. Matrices with several are assigned first, each to the set of ranks that
-            would finish it first, and do not move.
+    ``counts``: by matrix, its number of owners. Matrices with several are assigned first, each to the set of ranks that
+    would finish it first, and do not move.
     """
     loads = _Loads(world_size)
     weights = [cost.flops(item.block.rows, item.block.cols) for item in items]
@@ -220,9 +216,8 @@ def _candidates(item: PlacedBlock, least: int, few: dict[Spread, dict[int, int]]
 
 
 class _Loads:
-    """The load of every rank, with fast access to the extremes, and the matrices of each rank, lightest first.
-
-    Outdated entries stay in the two heaps until they reach the top.
+    """The load of every rank, with fast access to the extremes, and the matrices of each rank, lightest first. Outdated
+    entries stay in the two heaps until they reach the top.
     """
 
     def __init__(self, world_size: int) -> None:

@@ -61,13 +61,8 @@ class Placement:
 
 @dataclass(frozen=True)
 class Shard:
-    """A parameter of a partition, and where its elements are.
-
-    Args:
-        spec: its name, shape and blocks.
-        tensor: index in the partition of the tensor that holds this rank's elements.
-        placement: which rank holds each element.
-        tp_placements: with tensor parallelism, by tensor-parallel rank, the placement of its shard or copy.
+    """A parameter of a partition: its name, shape, blocks, the index of the tensor with this rank's elements, and its
+    placement. ``tp_placements``: with tensor parallelism, by tensor-parallel rank, the placement of its shard or copy.
     """
 
     spec: MatrixSpec
@@ -87,9 +82,8 @@ class Shard:
 
 
 class Rectangle(NamedTuple):
-    """A rectangle of a matrix that is inside the parameter of one tensor-parallel rank.
-
-    ``block``: where it is in that parameter. ``at``: index of its first element in the whole matrix.
+    """A rectangle of a matrix that is inside the parameter of one tensor-parallel rank. ``block``: where it is in that
+    parameter. ``at``: index of its first element in the whole matrix.
     """
 
     block: Block
@@ -159,9 +153,8 @@ def _spread(block: Block, sharding: Sharding | None, rules: tuple[tuple[int, int
 
 @dataclass(frozen=True)
 class PlacedBlock:
-    """One matrix to orthogonalize, or a slice of it, with the placement of its elements.
-
-    ``whole``: the matrix that ``block`` is a slice of; ``None`` if ``block`` is a whole matrix.
+    """One matrix to orthogonalize, or a slice of it, with the placement of its elements. ``whole``: the matrix that
+    ``block`` is a slice of; ``None`` if ``block`` is a whole matrix.
     """
 
     shard: Shard

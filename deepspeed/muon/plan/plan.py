@@ -82,9 +82,8 @@ class GlobalPlan:
 
     @cached_property
     def gradient_flags(self) -> int:
-        """Return how many matrices the ranks must ask each other about to know which of them have a gradient.
-
-        It is 0 if every rank holds every matrix whole, because all ranks then have the same gradient.
+        """Return how many matrices the ranks must ask each other about to know which of them have a gradient. It is 0
+        if every rank holds every matrix whole, because all ranks then have the same gradient.
         """
         is_cut = any(len(item.spread.parts) > 1 or item.shard.placement.copies == 1 for item in self.items)
         return len({item.matrix for item in self.items}) if self.world_size > 1 and is_cut else 0
@@ -106,9 +105,8 @@ class GlobalPlan:
 
     @cached_property
     def buckets(self) -> list[tuple[OwnedBlocks, bool]]:
-        """Return (owned matrices, ``only_results``) of each bucket.
-
-        ``only_results``: the bucket only sends results, which an earlier bucket has computed, from owners to all ranks.
+        """Return (owned matrices, ``only_results``) of each bucket. ``only_results``: the bucket only sends results,
+        which an earlier bucket has computed, from owners to all ranks.
         """
         if self.copies == 1:
             return [(owned, False) for owned in self.rounds]

@@ -93,9 +93,8 @@ class Look:
 
 @dataclass(frozen=True)
 class Open:
-    """Give a bucket ``numel`` elements of the storage with index ``storage``.
-
-    ``own``: the bucket whose matrices it sends: itself, or for a bucket of results an earlier one.
+    """Give a bucket ``numel`` elements of the storage with index ``storage``. ``own``: the bucket whose matrices it
+    sends: itself, or for a bucket of results an earlier one.
     """
 
     bucket: int
@@ -113,9 +112,8 @@ class Prepare:
 
 @dataclass(frozen=True)
 class Send:
-    """Start the collectives that send shards to the owners or results ``back``; none if nothing travels.
-
-    Under CPU offload it also starts the copies between host and accelerator.
+    """Start the collectives that send shards to the owners or results ``back``; none if nothing travels. Under CPU
+    offload it also starts the copies between host and accelerator.
     """
 
     bucket: int
@@ -133,9 +131,8 @@ class Wait:
 
 @dataclass(frozen=True)
 class Compute:
-    """Orthogonalize the bucket's matrices.
-
-    Ranks that own a matrix together call ``collectives`` while they do so, and wait for each before the next.
+    """Orthogonalize the bucket's matrices. Ranks that own a matrix together call ``collectives`` while they do so, and
+    wait for each before the next.
     """
 
     bucket: int
@@ -217,10 +214,8 @@ def _apply(bucket: int, count: int) -> Iterator[Operation]:
 
 
 def _sent(bucket: Bucket, plan: Plan, wire: str, back: bool) -> tuple[Collective, ...]:
-    """Return the collectives that send a bucket to the owners, or its results ``back``.
-
-    Results that every rank receives take one broadcast per owner. An all-gather would need parts of equal size, and
-    gloo's copies them twice.
+    """Return the collectives that send a bucket to the owners, or its results ``back``. Results that every rank
+    receives take one broadcast per owner. An all-gather would need parts of equal size, and gloo's copies them twice.
     """
     if not bucket.travels or (bucket.only_results and not back):
         return ()
@@ -240,7 +235,6 @@ def _sent(bucket: Bucket, plan: Plan, wire: str, back: bool) -> tuple[Collective
 
 def between_owners(batch: Batch, rank: int, how: NewtonSchulz) -> Iterator[Collective]:
     """Yield the collectives among the owners of a batch's matrices; none if each matrix has one owner.
-
     :mod:`deepspeed.muon.exchange.owner_set` makes these calls and no others. ``rank``: any of the owners.
     """
     if batch.owners == 1:

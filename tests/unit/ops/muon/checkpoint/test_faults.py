@@ -239,7 +239,7 @@ def test_a_collective_that_does_not_end_is_logged_once(
     collectives.report_slow()
     collectives.report_slow()
     assert len(caplog.messages) == 1
-    assert "does not end in bucket 2 of 2 of group group0-muon (a, b, c, d and 1 more)" in caplog.messages[0]
+    assert "has not ended in bucket 2 of 2 of group group0-muon (a, b, c, d and 1 more)" in caplog.messages[0]
     monkeypatch.setattr(watchdog, "GRACE", 0.05)
     assert collectives.is_waiting(), "the process still ends if another rank fails later"
     assert "inf" not in pending.location()

@@ -45,7 +45,7 @@ CHOICES = [
     (["cpu", "cuda"], {"cuda": "no NVIDIA GPU"}, "C++ (cuda: no NVIDIA GPU)"),
     (["cuda"], {"cuda": "triton is not installed"}, "torch (cuda: triton is not installed)"),
     (["cpu"], {}, "C++"),
-    (["cpu", "xpu"], {}, "C++ (xpu: plain PyTorch there)"),
+    (["cpu", "xpu"], {}, "C++ (xpu: only plain PyTorch supports it)"),
 ]
 
 
@@ -60,7 +60,7 @@ def test_plain_operations_where_they_are_asked_for(fakes: Fakes) -> None:
     fakes()
     found = selection.unavailable_kernels("torch", ["cpu", "cuda"])
     assert selection.choose(found) is reference.OPERATIONS
-    reason = "optimizer.params.kernels"
+    reason = 'optimizer.params.kernels is "torch"'
     assert selection.summary(reference.OPERATIONS, found) == f"torch (cpu: {reason}; cuda: {reason})"
 
 

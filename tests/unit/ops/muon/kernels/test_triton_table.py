@@ -361,7 +361,7 @@ def test_a_quack_that_does_not_work_is_a_reason(
     gpu: None, library: ModuleType | None, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "quack.gemm_interface", library)
-    assert chosen().startswith(f"triton + torch (quack: its kernels fail, those of 0.6.5 are known to fit: {reason}")
+    assert chosen().startswith(f"triton + torch (quack: its kernels fail (version 0.6.5 is known to work): {reason}")
 
 
 def test_without_a_gpu_that_triton_knows_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,4 +33,4 @@ def test_without_schedules_a_group_keeps_its_values() -> None:
 
 def test_they_are_named() -> None:
     text = str(Schedules(0.85, 300, 1000))
-    assert text == "momentum from 0.85 over 300 steps, weight decay of the Muon half to zero over 1000 steps"
+    assert text == "momentum from 0.85 over 300 steps, weight decay of the Muon groups to zero over 1000 steps"
