@@ -69,7 +69,7 @@ class Exchange:
         self._collectives = PendingCollectives(self.name, self.device)
 
     def owner_set(self, batch: Batch, bucket: str, calls: Iterator[Collective]) -> OwnerSet:
-        """Return the communication among the owners of a batch's matrices, one of which is this rank.
+        """Return the object through which this rank and the other owners of a batch's matrices communicate.
 
         ``bucket``: the bucket's number, for messages. ``calls``: the collectives of the bucket's :class:`Compute`; the
         next ones belong to this batch.

@@ -21,7 +21,7 @@ from deepspeed.muon.plan.bucket import Bucket
 
 
 def pinned(tensor: Tensor) -> Tensor:
-    """Return a copy in page-locked host memory, or ``tensor`` itself where the accelerator has no such memory."""
+    """Return a copy of ``tensor`` in pinned host memory; ``tensor`` itself if the accelerator has no such memory."""
     return get_accelerator().pin_memory(tensor)
 
 

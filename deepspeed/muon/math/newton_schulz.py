@@ -185,7 +185,7 @@ def _gram(
 
 
 def _times(a: Symmetric, b: Symmetric, spares: list[Symmetric], work: Workspace, kernels: Operations) -> Symmetric:
-    """Return A B, written to a matrix taken from ``spares``, to which B is added; written to B if there is none."""
+    """Return A B. It is written to a matrix taken from ``spares``, which gets B instead, or to B if there is none."""
     out = spares.pop() if spares else b
     kernels.product(a, b, out, work)
     spares += [] if out is b else [b]

@@ -220,7 +220,7 @@ class Bucket:
 
 
 def bucket_of(items: OwnedBlocks, rank: int, world_size: int) -> Bucket:
-    """Return a bucket of sharded matrices as ``rank`` sees it: its runs of all ``items``, and those that it owns."""
+    """Return a bucket of sharded matrices as ``rank`` sees it: its runs of all ``items``, and the items it owns."""
     own_items = [item for owner, item in items if owner == rank]
     sends_own = len(own_items) == 1 and sends_own_part(own_items[0], rank)
     runs: list[ShardRun] = []

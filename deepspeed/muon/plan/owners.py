@@ -195,14 +195,14 @@ def _assign_to_sets(
 
 
 def _candidates(item: PlacedBlock, least: int, few: dict[Spread, dict[int, int]]) -> dict[int, int]:
-    """Return candidate for the owner -> number of elements that it lacks.
+    """Return rank that may own the matrix -> number of the matrix's elements that it lacks.
 
-    If many ranks hold parts, the first, a middle, the last and the least loaded one stand for all: all holders except
-    the first and the last hold equal parts.
+    If many ranks hold parts of the matrix, only the first, a middle, the last and the least loaded of them are
+    returned, because all except the first and the last hold equal parts.
 
     Args:
-        least: the rank with the least load.
-        few: a cache, filled here: how a matrix is spread -> its candidates except ``least``.
+        least: the rank with the least load of all.
+        few: cache of this function: how a matrix is spread -> its candidates except ``least``.
     """
     spread, holders = item.spread, item.spread.holders
     middle = holders[len(holders) // 2]

@@ -42,7 +42,7 @@ class Placement:
         return range(self.first + low * self.step, self.first + high * self.step + 1, self.step)
 
     def held(self, rank: int, start: int, stop: int) -> tuple[int, int]:
-        """Return (start, stop) of those elements of the range that ``rank`` holds; none if start is not below stop."""
+        """Return (first, end) of the range's elements on ``rank``, end excluded; none if first is not below end."""
         if self.copies > 1:
             return start, stop
         part, other = divmod(rank - self.first, self.step)

@@ -118,7 +118,7 @@ class GlobalPlan:
 
     @property
     def exchanges(self) -> int:
-        """Return how many buckets are sent: all, or only those of results if every rank holds the matrices whole."""
+        """Return how many buckets are sent: all, but only buckets of results if every rank holds the matrices whole."""
         return sum(only_results for _, only_results in self.buckets) or len(self.buckets)
 
     def slots(self, travels: bool) -> int:
