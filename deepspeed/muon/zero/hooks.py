@@ -180,7 +180,7 @@ def _refuse_another(engine: Any, kind: type) -> None:
     if is_muon_by_name and engine.zero_optimization() and engine.global_rank == 0:
         logger.warning(
             "deepspeed-muon: the script passes another Muon, %s. ZeRO gives it flat vectors instead of matrices, "
-            'which it may not orthogonalize; pass no optimizer, and set optimizer.type to "Muon" in ds_config.json',
+            'so it may not orthogonalize; pass no optimizer, and set optimizer.type to "Muon" in ds_config.json',
             name,
         )
 

@@ -162,7 +162,9 @@ def _stock_config(path: str, section: dict[str, Any]) -> Any:
     except Exception as error:
         if isinstance(error, (TypeError, AttributeError)) and (problems := not_objects(section)):
             raise SettingsError("\n".join(problems)) from None
-        raise SettingsError(f"{path}: DeepSpeed refuses it: {(str(error) or repr(error)).splitlines()[0]}") from None
+        raise SettingsError(
+            f"{path}: DeepSpeed refuses this config: {(str(error) or repr(error)).splitlines()[0]}"
+        ) from None
 
 
 def _explain(title: str, item: dict[str, Any]) -> str:

@@ -59,7 +59,7 @@ def log_startup(adapter: Adapter, tuning: Tuning, matrices_of_all: int) -> None:
         if spec.split:
             splits[spec.split if spec.left_whole else f"split into {spec.split}"].append(spec.name)
     for split, names in splits.items():
-        logger.info("deepspeed-muon: %s: %d parameters, first %s", split, len(names), names[0])
+        logger.info("deepspeed-muon: %s: %d parameters (first: %s)", split, len(names), names[0])
     _warn_of_no_decay(optimizer)
     _log_schedule(engine, optimizer)
     if not adapter.is_swapped:

@@ -198,7 +198,7 @@ def test_what_deepspeed_has_removed_is_named(name: str, capsys: pytest.CaptureFi
     (tmp_path / "ds.json").write_text(json.dumps({"optimizer": {"type": "AdamW"}} | REMOVED[name]))
     assert main.main(["init", "--config", str(tmp_path / "ds.json")]) == 2
     err = capsys.readouterr().err
-    assert "DeepSpeed refuses it" in err and any(words in err for words in (name, *REMOVED[name]))
+    assert "DeepSpeed refuses this config" in err and any(words in err for words in (name, *REMOVED[name]))
 
 
 #: Keys that need a topology of ranks, another engine or a package, and have tests of their own.
