@@ -227,7 +227,7 @@ def _shape_difference(saved: dict[str, Any], current: dict[str, list[int]], is_s
 
 
 def warn_of_rates(engine: Any, before: Sequence[float]) -> None:
-    """Warn, after a load without a schedule, if learning rates are no longer those from ``before`` it, by group.
+    """Warn after a load without a schedule if learning rates differ from ``before``, each group's rate before the load.
 
     The checkpoint's rates stay, as with any torch optimizer. A schedule would set the config's from the next step on.
     """

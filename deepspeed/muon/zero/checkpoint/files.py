@@ -213,7 +213,7 @@ class SafeFiles(CheckpointEngine):
             self.error.filename = path
 
     def commit(self, info: CheckpointCommitInfo | None = None) -> bool:
-        """Put the files of all ranks in their places, write manifests and ``latest``, return True; a collective."""
+        """Give the files of all ranks their final names, write manifests and ``latest``, return True; a collective."""
         self._on_all_ranks(self._wait_for_disk)
         # Several ranks may write one file (experts under tensor parallelism): the lowest rank's version counts.
         mine = [file.relative_to(self.folder).as_posix() for file in self.files]
@@ -221,6 +221,7 @@ class SafeFiles(CheckpointEngine):
         for rank, (node, names) in enumerate(gathered((self.node, mine))):
             for name in names:
                 writers[node, name].append(rank)
+        # From this header on, an older checkpoint in the folder counts as incomplete.
         self._on_all_ranks(lambda: manifest.begin(self.folder, self.facts) if self.is_first else None)
         self.placed = [self.folder / name for name in mine if writers[self.node, name][0] == self.engine.global_rank]
         self._on_all_ranks(self._place)

@@ -59,6 +59,7 @@ def _facts(file: Path) -> dict[str, int | None]:
     ``crc32`` is ``None`` if torch is configured to compute no checksums.
     """
     size = file.stat().st_size
+    # torch has computed the CRC-32 of an archive's records; another of the whole file would double a save's CPU time.
     with suppress(zipfile.BadZipFile, ValueError), zipfile.ZipFile(file) as archive:
         return {"bytes": size, "records": _records(archive)}
     is_wanted = getattr(torch.serialization, "get_crc32_options", lambda: True)()  # torch 2.5 has no such option
@@ -101,7 +102,7 @@ def read_header(folder: Path) -> dict[str, Any] | None:
 
 
 def damages(folder: Path, save_id: str, rank: int, contents: bool = True) -> list[str]:
-    """Return one message for each problem with the files that ``rank`` wrote in a save; empty if there is none.
+    """Return one message for each problem with the files that ``rank`` wrote in the save ``save_id``.
 
     Args:
         contents: whether to read the files and compare their checksums, or only their sizes.

@@ -65,7 +65,7 @@ def loading_with_nvme(engine: Any, arguments: Mapping[str, Any]) -> Iterator[Non
             has_weights = True
 
     def load_weights(original: Callable) -> None:
-        """Replace ``_restore_from_bit16_weights``: take fp32 weights from ``saved``, unless they are loaded already."""
+        """Replace ``_restore_from_bit16_weights``: take fp32 weights from ``saved``, else from the model."""
         nonlocal has_weights
         if saved is None and uses_nvme:
             _refresh(wrapper)
@@ -75,6 +75,7 @@ def loading_with_nvme(engine: Any, arguments: Mapping[str, Any]) -> Iterator[Non
             _restore(wrapper, optimizer, saved, load_optimizer_states=False)
             has_weights = True
 
+    # zero_nvme_offload_optimizer: DeepSpeed would load copies of swap files, and nothing else.
     with (
         replaced(engine, _load_checkpoint=load_checkpoint, zero_nvme_offload_optimizer=lambda original: False),
         replaced(wrapper, _rigid_load_state_dict=load_zero_file, _restore_from_bit16_weights=load_weights),

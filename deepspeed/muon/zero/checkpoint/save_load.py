@@ -96,6 +96,7 @@ def save_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
     saving = SafeFiles(engine, arguments["exclude_frozen_parameters"], names_latest=arguments["save_latest"])
     with engine.basic_optimizer.whole_state():
         if is_torchs(engine.checkpoint_engine):
+            # ``commit`` writes ``latest``: if DeepSpeed's write failed on rank 0, the others would wait in a barrier.
             arguments["save_latest"] = False
             return saving.run(lambda: original(**arguments))
         saving.leave_to_deepspeed(Path(arguments["save_dir"], str(arguments["tag"])))
@@ -186,7 +187,7 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
         # Gradients of an unfinished step belong to the weights from before the load.
         engine.micro_steps -= _position(engine)
         adapter.drop_gradients()
-        compare_plans(engine)
+        compare_plans(engine)  # the load may have changed choices of kernels and owners, which all ranks must share
         compatibility.warn_of_rates(engine, rates)
         is_stage_0 = engine.zero_optimization_stage() == 0  # under ZeRO the engine does this itself
         if not arguments["load_optimizer_states"] and is_stage_0 and hasattr(adapter.wrapper, "refresh_fp32_params"):

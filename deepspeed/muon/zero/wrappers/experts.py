@@ -31,7 +31,7 @@ def with_all_experts(wrapper: Any, norm: Callable, *args: Any) -> Any:
     """Return ``norm(*args)``, a group's gradient norm at stages 1 and 2, so that experts of all ranks count.
 
     Under tensor parallelism DeepSpeed takes experts for replicas and counts only those of the first rank, but each rank
-    has different ones. The last of ``args`` is the list of the group's parameters.
+    has its own part of them. The last of ``args`` is the list of the group's parameters.
     """
     rank = wrapper.model_parallel_rank
     try:

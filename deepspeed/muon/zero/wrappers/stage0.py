@@ -63,8 +63,8 @@ class Stage0(Adapter):
     def prepare(self, group_count: int) -> None:
         """Scale the loss in fp16; under tensor parallelism and in a pipeline, correct the wrapper's gradient norm.
 
-        The wrapper computes it from gradients, which lack the parameters' marks of which ranks share them, and in one
-        collective per group over all stages, which a stage with fewer groups would not join.
+        The wrapper computes it from gradients, which lack the marks that tell which ranks share a parameter, and in
+        one collective per group over all stages, which a stage with fewer groups would not join.
         """
         if tp_rank(self.engine)[1] > 1 or self.engine.pipeline_parallelism:
             missing_groups = group_count - len(self.optimizer.param_groups)
@@ -106,7 +106,7 @@ class Plain(Stage0):
         return self.optimizer.param_groups[index]["params"]
 
     def prepare(self, group_count: int) -> None:
-        """Save the scale of the engine's scaler for fp16 autocast; clip a pipeline by the norm of all its stages."""
+        """Make checkpoints include the scaler of fp16 autocast; clip a pipeline by the norm of all its stages."""
         if self.engine.pipeline_parallelism:
             self.replace("clip_fp32_gradients", lambda _: self._clip_by_the_whole_norm(), owner=self.engine)
         is_fp16 = is_fp16_autocast(self.engine)

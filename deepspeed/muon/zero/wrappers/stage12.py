@@ -2,7 +2,7 @@
 """Adapters for stages 1 and 2, whose wrappers flatten each group into one tensor and partition it evenly.
 
 A matrix may straddle the border between two ranks. Parameters are located by the order in which the group was
-flattened, which ``round_robin_gradients`` changes; DeepSpeed's ``_hp_mapping`` ignores that and is no source for it.
+flattened, which ``round_robin_gradients`` changes; DeepSpeed's ``_hp_mapping`` ignores that change.
 """
 
 from __future__ import annotations
