@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks have agreed on before they plan, and how the step of a partition of the Muon half is planned."""
+"""Plan the step of a partition of Muon parameters, from the facts that all ranks have agreed on."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from deepspeed.muon.tuning import method_of, with_products
 
 @dataclass(frozen=True, kw_only=True)
 class StepContext:
-    """What the ranks have agreed on before they plan; made once, for an engine by :mod:`deepspeed.muon.zero.bind`.
+    """Facts that the ranks agree on before they plan; with an engine, :mod:`deepspeed.muon.zero.bind` makes them once.
 
     Args:
         is_logging: true on the one rank that logs facts common to all ranks.
-        kernels: of everything except the products of Newton-Schulz; equal on all ranks.
+        kernels: kernels for everything except the matrix products of Newton-Schulz; equal on all ranks.
         unavailable: device type -> why its fast kernels cannot be used.
-        ranks_per_node: neighbouring ranks that share a node, as far as known; unless the config says otherwise, only
-            they own a matrix together.
-        peers: process group of the ranks that train the same layers; ``None``: all.
-        muon_of_all_stages: in a pipeline, the parameters of all stages that go to Muon, by name, and a hash of how each
-            is cut, if any.
-        is_stepped_in_parts: whether calls of ``step`` are parts of an engine's step, which calls the optimizer's
-            ``begin_step`` before them and releases its workspace after.
-        is_finite: whether the gradient of the current step is finite, by the wrapper around the optimizer; ``None``:
-            the optimizer looks at its gradients, which are the same on all ranks.
+        ranks_per_node: number of consecutive ranks on one node; 1 if unknown. Unless the config sets the number of
+            owners, only ranks of one node own a matrix together.
+        peers: process group of the ranks that train the same layers; ``None``: all ranks.
+        muon_of_all_stages: in a pipeline, for every Muon parameter of all stages, name -> hash of how the parameter is
+            split into matrices; the hash is empty for a parameter that is one matrix.
+        is_stepped_in_parts: whether one engine step calls the optimizer's ``step`` several times. The engine then calls
+            ``begin_step`` before the first call and releases the workspace after the last.
+        is_finite: returns whether the gradient of the current step is finite, as DeepSpeed's wrapper knows it;
+            ``None``: the optimizer checks its own gradients, which are equal on all ranks.
     """
 
     is_logging: bool = True
@@ -71,31 +71,32 @@ def bind_partition(
     blocks: Mapping[Tensor, Blocks],
     second_moments: SecondMoments,
 ) -> PartitionStep:
-    """Plan a partition of the Muon half.
+    """Plan the step of one partition of Muon parameters.
 
     Args:
-        group: its parameter group, in which a checkpoint may have pinned the numbers of owners.
-        choice: how Newton-Schulz runs.
-        context: what the ranks have agreed on.
-        tables: which the products of Newton-Schulz are chosen from, by name.
-        exchange: among the ranks of the partition.
+        group: the partition's parameter group. A loaded checkpoint may have stored ``owner_counts`` in it: shape, such
+            as ``16x64`` -> number of ranks that own a matrix of that shape together.
+        choice: dtype, methods and kernels of Newton-Schulz.
+        tables: name -> kernels from which ``choice`` picks those of the matrix products.
+        exchange: communication among the ranks of the partition.
         blocks, second_moments: see :class:`deepspeed.muon.step.PartitionStep`.
     """
     method = partial(method_of, choice, group["ns_method"])
     near = neighbours_in(partition.group, context.ranks_per_node) if processes() > 1 else 1
     cost = cost_model(method, config.schedule, choice.dtype, exchange.dtype.itemsize, exchange.device.type, near)
     pinned = group.get("owner_counts", {})
-    # Each rank of the partition counts its share of the matrices without a gradient, also where no work is shared.
+    # The number of ranks before the partition may shrink to one below: statistics are divided by it.
     sharers = partition.world_size
     planned = plan_partition(partition.planned, sharers, cost, config.bucket_bytes, pinned, config.most_owners)
     if planned.world_size < sharers:  # each rank does all the work
         partition = replace(partition, shards=planned.shards, planned=planned.shards, group=None, rank=0, world_size=1)
         exchange = replace(exchange, group=None)
     counts = zip(planned.items, planned.counts, strict=True)
+    # Several owners sum rounded parts of a Gram matrix, so a resumed run needs as many owners to get the same bits.
     owner_counts = pinned | {shape_key(*item.shape): count for item, count in counts if count > 1}
-    # What decides the bits of a group's update; the same before and after its numbers of owners are pinned.
+    # Everything that decides the bits of a group's update; equal before and after the owner counts are pinned.
     settings = sorted((key, value) for key, value in {**group, "owner_counts": owner_counts}.items() if key != "params")
-    # Kernels for many runs take the shards themselves, so none where these are staged in other buffers.
+    # Kernels for many runs read the shards directly, so they cannot be used if the shards are staged in other buffers.
     runs = context.kernels.runs if exchange.staging is None else None
     return PartitionStep(
         config=config,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 
 class MuonConfigError(ValueError):
-    """A value in ``optimizer.params`` that cannot be used; the message names the key and what is allowed."""
+    """A key or value in ``optimizer.params`` is not usable; the message names the key and what is allowed."""
 
 
 class UnsupportedError(ValueError):
@@ -17,23 +17,23 @@ class DisagreementError(RuntimeError):
 
 
 class SeamError(RuntimeError):
-    """The installed DeepSpeed lacks a place where deepspeed-muon hooks in; the message names it."""
+    """The installed DeepSpeed lacks an attribute that deepspeed-muon replaces; the message names the attribute."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is incomplete, damaged or of another run; the message names the file. Nothing was loaded."""
+    """A checkpoint is incomplete, damaged or from another run; the message names the file. Nothing was loaded."""
 
 
 class CallOrderError(RuntimeError):
-    """A call of the engine that another one must precede; the message names it. Nothing has been changed."""
+    """An engine method was called too early; the message names the call that must come first. Nothing has changed."""
 
 
 class ImportStateError(ValueError):
-    """State that cannot be imported; the message names the parameters and what to do. Nothing has been changed."""
+    """Optimizer state cannot be imported; the message names the parameters and what to do. Nothing has changed."""
 
 
 class ExchangeError(RuntimeError):
-    """A collective of the exchange failed or timed out; the message names its bucket and the matrices in it."""
+    """A collective inside ``step`` failed or timed out; the message names its bucket and the matrices in the bucket."""
 
 
 class KernelError(RuntimeError):
@@ -41,12 +41,12 @@ class KernelError(RuntimeError):
 
 
 class SettingsError(ValueError):
-    """A ds_config that cannot be read; the message names the file or the key."""
+    """A ds_config cannot be read; the message names the file or the key."""
 
 
 class ModelError(ValueError):
-    """A model that cannot be built; the message says what was passed and what is expected."""
+    """``ds_muon`` cannot build the model; the message says what was passed and what is expected."""
 
 
 class RecordsError(ValueError):
-    """Records of a run that cannot be drawn; the message says what is missing."""
+    """A run's monitor records cannot be plotted; the message says what is missing."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find the matrices that have no gradient in a step.
 
-ZeRO gives zeros where a parameter took no part in the loss. The momentum then only decays, and Newton-Schulz of it is
-as large as ever, so the matrix would move at full speed for as long as fp32 can store its momentum. A matrix whose
-whole gradient is exactly zero stays as it is instead, like a parameter without ``grad`` in torch's optimizers.
+ZeRO passes a gradient of zeros for a parameter that took no part in the loss. Its momentum then shrinks, but updates
+keep their full size, so the matrix would move on for some 1,900 steps. Therefore a matrix whose whole gradient is
+exactly zero is not updated, like a parameter whose ``grad`` is ``None`` in torch's optimizers.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from deepspeed.muon.plan.bucket import ShardRun
 from deepspeed.muon.plan.plan import Plan
 from deepspeed.muon.plan.program import Look
 
-#: Elements of each matrix that are looked at first. Nearly every gradient has one among them that is not zero; only
-#: matrices without any are read as a whole.
+#: How many elements of each matrix's gradient to test first. A matrix is read as a whole only if all of them are zero.
 PROBES = 16
 
 
 class _Probes(NamedTuple):
-    """The elements of one tensor to look at.
+    """The elements to test of the gradient of one tensor, number ``tensor`` of the partition.
 
-    ``runs``: of each matrix with elements there. ``matrices``: their indices, int64 ``[matrices]``. ``positions``: of
-    the elements to look at first, int64 ``[matrices, PROBES]``.
+    ``runs``: for each matrix with elements in the tensor, its contiguous pieces there. ``matrices``: these matrices'
+    indices among all names, int64 ``[matrices]``. ``positions``: of the elements of the tensor to test first, int64
+    ``[matrices, PROBES]``.
     """
 
     tensor: int
@@ -44,17 +44,14 @@ class _Probes(NamedTuple):
 
 
 class GradientProbe:
-    """Look at the gradients of one partition. Where every matrix has one, the host does the same work for any number.
+    """Find the matrices of one partition that have no gradient, by a few tensor operations for all of them.
 
-    Args:
-        partition: on several ranks, the ranks that hold parts of its matrices.
-        plan: of the partition.
-        exchange: among these ranks.
+    ``plan``: says where the partition's matrices lie. ``exchange``: reaches the ranks that hold parts of them.
     """
 
     def __init__(self, partition: Partition, plan: Plan, exchange: Exchange) -> None:
         self._exchange = exchange
-        #: The same matrices in the same order on all ranks.
+        #: Names of all matrices; the same order on all ranks.
         self._names = list(dict.fromkeys(item.matrix for item in partition.blocks))
         index = {name: number for number, name in enumerate(self._names)}
         runs: dict[int, dict[int, list[ShardRun]]] = defaultdict(lambda: defaultdict(list))
@@ -69,11 +66,9 @@ class GradientProbe:
             self._probes.append(_Probes(tensor, [*of_tensor.values()], integers([*of_tensor]), positions))
 
     def absent(self, tensors: Sequence[Tensor], look: Look) -> frozenset[str]:
-        """Return the names of the matrices whose gradient is zero on all ranks.
+        """Return the names of the matrices whose gradient is zero on all ranks; a collective if ``look`` plans one.
 
-        Args:
-            tensors: of the partition, with their gradients. One without a gradient counts as zero.
-            look: the operation of the program.
+        ``tensors``: the partition's; a ``grad`` that is ``None`` counts as zero.
         """
         present = self._local(tensors).to(self._exchange.device)
         if look.collectives:
@@ -83,7 +78,7 @@ class GradientProbe:
         return frozenset(name for name, is_present in zip(self._names, present.tolist(), strict=True) if not is_present)
 
     def _local(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return 1 for each matrix of whose gradient this rank has an element that is not zero, else 0: int32."""
+        """Return int32 ``[matrices]``: 1 if this rank holds a nonzero element of the matrix's gradient, else 0."""
         present = torch.zeros(len(self._names), dtype=torch.int32, device=tensors[0].device)
         grads = {
             p.tensor: grad.contiguous().view(-1) for p in self._probes if (grad := tensors[p.tensor].grad) is not None
@@ -105,7 +100,7 @@ class GradientProbe:
 
 
 def _spread(runs: Sequence[ShardRun]) -> list[int]:
-    """Return the positions of PROBES elements spread over the runs of a matrix."""
+    """Return the positions in their tensor of PROBES elements, evenly spread over the runs of one matrix."""
     ends, positions = list(accumulate(run.copy.numel for run in runs)), []
     for probe in range(PROBES):
         element = (2 * probe + 1) * ends[-1] // (2 * PROBES)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The logger ``deepspeed.muon``: INFO, on stderr unless the application has set up logging."""
+"""The logger ``deepspeed.muon``: level INFO; writes to stderr unless the application has configured logging."""
 
 import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-#: Seconds of a part of the start from which on the log names it.
+#: :func:`log_if_slow` logs blocks that take at least this many seconds.
 SLOW = 2.0
 
 logger = logging.getLogger("deepspeed.muon")
@@ -22,7 +22,7 @@ if not logger.hasHandlers():
 
 @contextmanager
 def log_if_slow(what: str, is_logging_rank: bool) -> Iterator[None]:
-    """Log how long the block took, if that was long. ``what``: the subject of the sentence."""
+    """Log "``what`` took N s" if the block takes :data:`SLOW` seconds or more; only ``is_logging_rank`` logs."""
     began = time.perf_counter()
     yield
     if (took := time.perf_counter() - began) >= SLOW and is_logging_rank:

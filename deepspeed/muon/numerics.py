@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compute under fixed settings of torch, whatever the script has set for its model."""
+"""Compute under fixed global settings of torch, whatever the training script has set for its model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 
 class _Setting(NamedTuple):
-    """A global of torch that changes results: how to read and write it, and its value during our arithmetic."""
+    """A global setting of torch that changes results: ``read()``, ``write(value)``, and its ``value`` in our code."""
 
     read: Callable[[], Any]
     write: Callable[[Any], Any]
@@ -25,7 +25,7 @@ def _attribute(owner: Any, name: str, value: Any) -> _Setting:
 
 
 def _fp32_precision() -> list[_Setting]:
-    """Return what makes products of fp32 matrices exact: neither TF32 on a GPU nor bf16 on a CPU."""
+    """Return the settings under which fp32 matrix products use neither TF32 on a GPU nor bf16 on a CPU."""
     owners = torch.backends.cuda.matmul, torch.backends.mkldnn
     if hasattr(torch.backends, "fp32_precision"):  # torch 2.9: reads and writes may not mix with the older functions
         return [_attribute(getattr(owner, "matmul", owner), "fp32_precision", "ieee") for owner in owners]
@@ -33,7 +33,7 @@ def _fp32_precision() -> list[_Setting]:
 
 
 def _reductions() -> list[_Setting]:
-    """Return torch's defaults for sums inside 16-bit products, on which the bits depend."""
+    """Return the settings of the sums inside 16-bit matrix products, with torch's defaults, as they decide the bits."""
     matmul = torch.backends.cuda.matmul
     found = []
     for dtype in ("bf16", "fp16"):
@@ -58,11 +58,11 @@ _SETTINGS = [
 
 @contextmanager
 def fixed_numerics() -> Iterator[None]:
-    """Compute as if the script had set nothing: fp32 as the default dtype, exact fp32 products, torch's reductions, no
-    autocast and no inference mode. Restore the script's settings at the end.
+    """Compute as if the script had set nothing, and restore its settings at the end.
 
-    The default device is not among them: every new tensor states its own. Enter it outside ``torch.no_grad``, because
-    leaving inference mode enables gradients.
+    Inside, the default dtype is fp32, fp32 products are exact, sums in 16-bit products follow torch's defaults, and
+    autocast and inference mode are off. The default device stays: our code names the device of every new tensor. Enter
+    this context outside ``torch.no_grad``, because leaving inference mode enables gradients.
     """
     with ExitStack() as stack:
         for setting in _SETTINGS:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MuonWithAuxAdam: parameter groups, state, and the step in three phases."""
+"""The optimizer, ``MuonWithAuxAdam``: parameter groups, state, binding to tensors and plans, and ``step``."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from deepspeed.muon.step import PartitionStep, short_hash
 from deepspeed.muon.step_stats import StepStats
 from deepspeed.muon.tuning import Tuning, pinned_in
 
-#: Warn where another choice would run Newton-Schulz this many times faster than the one pinned in the checkpoint.
+#: Warn if another choice would run Newton-Schulz this many times faster than the one pinned in the checkpoint.
 WARN_IF_SPEEDUP_EXCEEDS = 1.5
 
 
@@ -61,25 +61,26 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     If ``model`` is wrapped in ``DistributedDataParallel``, its ranks share the work of Newton-Schulz.
 
     Args:
-        params: parameters, named or not, or groups of them. Each group is split into a Muon and an AdamW half, which
-            keep the group's settings (:data:`deepspeed.muon.config.types.GROUP_KEYS`).
-        model: its modules decide the routing; see :func:`deepspeed.muon.matrices.routing.route`. Every parameter gets
-            ``param.use_muon`` as routed, unless the user has set it.
-        config: every other keyword is a field of :class:`deepspeed.muon.config.schema.MuonConfig`.
+        params: parameters, ``(name, parameter)`` pairs, or parameter groups. Each group is split into a Muon group and
+            an AdamW group ("halves"), which keep its settings (:data:`deepspeed.muon.config.types.GROUP_KEYS`).
+        model: the model that has the parameters. Its modules decide which of them go to Muon, see
+            :func:`deepspeed.muon.matrices.routing.route`; ``param.use_muon`` is set accordingly unless the user set it.
+        config: fields of :class:`deepspeed.muon.config.schema.MuonConfig`.
 
-    State per tensor: ``momentum_buffer`` (Muon), or ``exp_avg`` and ``exp_avg_sq`` (AdamW), of the tensor's shape and
-    dtype, which under ZeRO is fp32 (the momentum bf16 or int8 by ``momentum_dtype``); and ``step``. NorMuon's second
-    moments belong to whole matrices and are with their owners; :meth:`whole_state` puts them into ``state_dict``.
+    State per tensor: ``momentum_buffer`` (Muon), or ``exp_avg`` and ``exp_avg_sq`` (AdamW), in the tensor's shape and
+    dtype (fp32 under ZeRO; ``momentum_dtype`` may set bf16 or int8 for the momentum); and ``step``. The rank that
+    orthogonalizes a matrix (its owner) has NorMuon's second moments of it; :meth:`whole_state` collects them for
+    ``state_dict``.
 
     Raises:
-        MuonConfigError: a wrong key or value, an option without effect, or a model without a matrix that goes to Muon.
-        TypeError, ValueError: parameters that torch's optimizers refuse; one that is not in ``model``.
-        UnsupportedError: a model that FSDP has sharded.
+        MuonConfigError: a wrong key or value, an option without effect, or no matrix of the model goes to Muon.
+        TypeError, ValueError: torch's optimizers would refuse ``params``, or a parameter is not in ``model``.
+        UnsupportedError: FSDP has sharded the model.
     """
 
     qk_clip: QKClip | None = None
     _binding: tuple[Sequence[Partition], Tuning, torch.device] | None = None
-    #: The checkpoint's choice about which the log has last warned.
+    #: The last checkpointed choice of Newton-Schulz kernels that was warned about.
     _warned_choice: Choice | None = None
     _is_built = False
     _phase: Phase = nullcontext
@@ -90,17 +91,17 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self.config: MuonConfig = parse(config)
         if self.config.ns_tuning is not None:
             logger.warning(
-                "deepspeed-muon: optimizer.params.ns_tuning has no effect any more: whatever is auto of ns_dtype, "
-                "ns_method and kernels is measured at start"
+                "deepspeed-muon: optimizer.params.ns_tuning has no effect any more, remove it: ns_dtype, ns_method and "
+                'kernels are measured at start if they are "auto"'
             )
-        #: Of momentum and weight decay.
+        #: How momentum and weight decay change with the step.
         self._schedules = self.config.schedules
         model, self._replicas = unwrapped(model)
         specs = route(model, self.config)
         #: The pipeline stage that ``model`` is; 0 outside pipelines.
         self.stage = stage_of(model)
         split = split_groups(params, specs, self.config)
-        #: The parameters that are trained, in the order of the parameter groups.
+        #: Trained parameter -> its route and matrices, in the order of the parameter groups.
         self.specs: dict[nn.Parameter, MatrixSpec] = {p: specs[p] for half in split.halves for p in half["params"]}
         with preset_named(config):
             layers = attention_layers(model, {*self.specs}) if self.config.qk_clip else None
@@ -108,19 +109,19 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             self.unused_options = check_options(model, self.specs.values(), self.config, layers)
         #: How many matrices of each shape go to Newton-Schulz.
         self.shapes = shapes_of(self.specs.values())
-        #: The partitions of the Muon half, by their first tensor.
+        #: First tensor of a partition of Muon parameters -> the step of that partition.
         self._steps: dict[Tensor, PartitionStep] = {}
         self._adam_partitions: list[Partition] = []
         self._blocks: dict[Tensor, momentum.Blocks] = {}
-        #: What each tensor of the AdamW half holds of each parameter.
+        #: Tensor that AdamW updates -> the parts of parameters that it holds.
         self._fragments: dict[Tensor, list[momentum.Fragment]] = {}
         self.workspace = Workspace()
-        #: What the ranks have agreed on.
+        #: Facts that the ranks have agreed on; set before :meth:`bind`.
         self.context = StepContext()
         self.second_moments = SecondMoments(self.config.normuon)
         if self.config.qk_clip and layers is not None:
             names = {param: spec.name for param, spec in self.specs.items()}
-            living = weakref.ref(self)  # hooks of the model have the function, and the optimizer may die before it
+            living = weakref.ref(self)  # the model's hooks keep the function; they must not keep the optimizer
 
             def steps_done() -> int:
                 optimizer = living()
@@ -128,17 +129,17 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
             self.qk_clip = QKClip(self.config.qk_clip, layers, names, step=steps_done)
         self._origins, self._given_lrs = split.origins, split.given_lrs
-        #: Whether the config or a parameter group gives a learning rate; otherwise stock's defaults act.
+        #: Whether the config or a parameter group sets a learning rate; otherwise stock DeepSpeed's defaults apply.
         self.sets_a_rate = split.sets_a_rate
         super().__init__(split.halves, defaults={})
-        #: Schedulers of torch look for ``betas`` before they cycle those of every group.
+        # torch's schedulers require ``betas`` in the defaults before they cycle those of every group.
         self.defaults |= {"lr": split.reference_lr, "betas": self.config.betas}
         self.saved_form = SavedForm(self)
         tag_parameters(model, self.specs)
         self._is_built = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise UnsupportedError, except while the constructor adds the halves."""
+        """Add a group while the constructor runs; afterwards raise UnsupportedError."""
         if self._is_built:
             raise UnsupportedError(
                 "MuonWithAuxAdam cannot take a parameter group after it was built, because it routes and plans all "
@@ -147,15 +148,15 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Raise UnsupportedError: a copy made in torch's way would forget the model and the plan."""
+        """Raise UnsupportedError: torch's way of copying an optimizer would lose the model and the plan."""
         raise UnsupportedError(
-            "MuonWithAuxAdam cannot be copied or pickled, because its plan names the parameters of one model; build "
-            "another one for the copied model, and pass it this one's state by load_state_dict(optimizer.state_dict())"
+            "MuonWithAuxAdam cannot be copied or pickled, because its plan belongs to the parameters of one model; "
+            "build a new optimizer for the copied model, then call new.load_state_dict(old.state_dict())"
         )
 
     @cached_property
     def given(self) -> UserGroups:
-        """Return the parameter groups as the user gave them, before the split: what a scheduler should see."""
+        """Return an optimizer-like view of the parameter groups as the user gave them, for learning-rate schedulers."""
         return UserGroups(self, self._origins, self._given_lrs)
 
     # ---- binding ----------------------------------------------------------------------------------
@@ -163,13 +164,13 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     @fixed_numerics()
     @torch.no_grad()
     def bind(self, partitions: Sequence[Partition], tuning: Tuning, device: torch.device) -> None:
-        """Plan the exchange and allocate the state of every tensor that has none. Called before the first step.
+        """Plan the steps, and allocate the state of every tensor that has none. Called before the first step.
 
-        The ``ns_method``, ``ns_choice`` and ``adjust_lr_fn`` of each group are read now, and not again in a step.
+        The plan fixes each group's ``ns_method``, ``ns_choice`` and ``adjust_lr_fn``; later changes have no effect.
 
         Args:
-            partitions: of all groups; a group stepped in several calls has one per call.
-            tuning: how Newton-Schulz runs where no checkpoint has pinned it.
+            partitions: the tensors of all groups. A group that is stepped in several calls has one partition per call.
+            tuning: how Newton-Schulz runs for shapes for which no checkpoint has pinned it.
             device: where Newton-Schulz runs.
         """
         if self.context.is_logging and self._binding is None:
@@ -214,7 +215,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             self.qk_clip.bind(partitions, self.context.peers, device)
 
     def bind_again(self) -> None:
-        """Bind with the settings of a loaded checkpoint, so that each matrix has the owner and bits it had there."""
+        """Bind again after a load, so that each matrix has the owners and kernels, hence bits, of the saved run."""
         if self._binding is None:
             return
         self.bind(*self._binding)
@@ -224,62 +225,62 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             self._warn_of_choice(tuning, set(self.tables_on(device)))
 
     def _warn_of_choice(self, tuning: Tuning, tables: set[str]) -> None:
-        """Warn that a checkpoint's choice is kept, although its kernels are missing or another would be faster."""
+        """Warn if the checkpoint's choice needs kernels that ``tables`` lacks, or is slow by ``tuning``'s rates."""
         pinned = self.choice
         speedup = tuning.speedup_over(pinned, self.shapes, self.config.schedule)
         if absent := sorted(pinned.tables - tables):
             logger.warning(
-                "deepspeed-muon: the checkpoint's run used the kernels of %s, which are not here; plain PyTorch's take "
-                "their place, so bits may differ from that run's",
+                "deepspeed-muon: the checkpoint was saved by a run with the kernels of %s, which are unavailable on "
+                "this machine; plain PyTorch's are used instead, so results may differ in their last bits",
                 ", ".join(absent),
             )
         elif speedup is not None and speedup > WARN_IF_SPEEDUP_EXCEEDS:
             other = tuning.choice.dtype
             logger.warning(
-                "deepspeed-muon: Newton-Schulz goes on in %s with the choice of the checkpoint, which keeps the run's "
-                "bits; on this machine %s would be %.1f times faster%s",
+                "deepspeed-muon: Newton-Schulz continues in %s, with the checkpoint's methods and kernels, so that "
+                "results stay reproducible; on this machine %s would be %.1f times faster%s",
                 pinned.dtype,
                 "other methods or kernels" if other == pinned.dtype else other,
                 speedup,
-                "" if other == pinned.dtype else f'; "ns_dtype": "{other}" in the config takes that dtype',
+                "" if other == pinned.dtype else f'; to use it, set "ns_dtype": "{other}" in optimizer.params',
             )
 
     def whole_state(self) -> AbstractContextManager[None]:
-        """Let ``state_dict`` hold the state of all matrices while entered, which all ranks must do."""
+        """Return a context in which ``state_dict`` holds NorMuon's state of all matrices. Enter it on all ranks."""
         return self.second_moments.whole()
 
     @property
     def choice(self) -> Choice:
-        """Return how Newton-Schulz runs; the same in all groups."""
+        """Return the dtype, methods and kernels of Newton-Schulz, which are the same in all groups."""
         return next(from_pinned(group["ns_choice"]) for group in self.param_groups if group["use_muon"])
 
     @property
     def ns_methods(self) -> set[str]:
-        """Return the ``ns_method`` of all Muon groups."""
+        """Return the set of the values that ``ns_method`` has in the Muon groups."""
         return {group["ns_method"] for group in self.param_groups if group["use_muon"]}
 
     def tables_on(self, device: torch.device) -> dict[str, Operations]:
-        """Return the tables whose products may run on a device, by name, plain PyTorch's first."""
+        """Return name -> kernels that can compute matrix products on ``device``, plain PyTorch's first."""
         return product_tables(self.context.unavailable, device.type)
 
     @property
     def partitions(self) -> list[Partition]:
-        """Return the bound partitions of the Muon half."""
+        """Return the bound partitions of Muon parameters."""
         return [step.partition for step in self._steps.values()]
 
     @property
     def all_partitions(self) -> list[Partition]:
-        """Return the bound partitions of both halves."""
+        """Return the bound partitions, those of Muon parameters first, then AdamW's."""
         return [*self.partitions, *self._adam_partitions]
 
     @property
     def plans(self) -> list[Plan]:
-        """Return the bound plans, one per partition of the Muon half."""
+        """Return this rank's plans, one per entry of :attr:`partitions`."""
         return [step.plan for step in self._steps.values()]
 
     @property
     def owner_sets(self) -> set[tuple[int, ...]]:
-        """Return the ranks with which this one owns matrices, without sets that are all ranks of a partition."""
+        """Return the sets of ranks that own matrices with this one, except whole partitions, which have a group."""
         return {
             ranks_of_set(step.partition.group, size)
             for step in self._steps.values()
@@ -289,37 +290,35 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     @property
     def compute_device(self) -> torch.device:
-        """Return where Newton-Schulz and the exchange run; of a bound optimizer."""
+        """Return the device on which Newton-Schulz and the exchange run. The optimizer must be bound."""
         assert self._binding is not None
         return self._binding[2]
 
     def digest(self) -> str:
-        """Return a hash of what decides how ranks communicate and which bits they get; of a bound optimizer."""
+        """Return a hash of all that decides the ranks' collectives and the bits of results. Needs a bound optimizer."""
         return short_hash("".join(step.digest for step in self._steps.values()))
 
     @property
     def exchange(self) -> Exchange:
-        """Return the exchange of the first partition; all have the same dtype, device and workspace."""
+        """Return the exchange of the first Muon partition; all exchanges share dtype, device and workspace."""
         return next(iter(self._steps.values())).exchange
 
     @property
     def steps_done(self) -> int:
-        """Return the steps that the state has seen; the same after a resume."""
+        """Return the number of steps taken, including those before a resume: the ``step`` of the first state."""
         return int(next(iter(self.state.values()))["step"]) if self.state else 0
 
     def begin_step(self) -> None:
-        """Reduce the statistics of all micro-batches (QK-clip's logits) before a step; a collective."""
+        """Collective with QK-clip. Begin a step: reduce QK-clip's attention logits over micro-batches and ranks."""
         self._is_skip_logged = False
         if self.qk_clip:
             self.qk_clip.begin_step(is_logging=self.context.is_logging)
 
     @contextmanager
     def observed(self, phase: Phase | None = None, stats: StepStats | None = None) -> Iterator[None]:
-        """Observe the steps taken inside.
+        """Let ``stats`` record the steps taken inside, and enter ``phase(name)`` around each of their phases.
 
-        Args:
-            phase: entered around each phase, by name: prepare, exchange, newton_schulz, apply, adamw.
-            stats: records the step.
+        The names of phases are prepare, exchange, newton_schulz, apply and adamw.
         """
         outer = self._phase, self._stats
         self._phase, self._stats = phase or self._phase, stats or self._stats
@@ -335,12 +334,12 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 step.warm_up()
 
     def warn_of_no_matrix(self) -> None:
-        """Log that AdamW updates everything, and why."""
+        """Log that AdamW updates all parameters, and why."""
         reasons = sorted({spec.reason for spec in self.specs.values()})
-        logger.warning("deepspeed-muon: no parameter goes to Muon; the reasons are: %s", "; ".join(reasons))
+        logger.warning("deepspeed-muon: AdamW updates all parameters; no matrix goes to Muon: %s", "; ".join(reasons))
 
     def create_states(self, partition: Partition) -> None:
-        """Create the state of each of its tensors that has none; the tensors must be in memory."""
+        """Create the missing states of a partition's tensors, which must be in memory (not on NVMe)."""
         use_muon = self.param_groups[partition.index]["use_muon"]
         for tensor, fragments in zip(partition.tensors, partition.fragments(), strict=True):
             if not use_muon:
@@ -350,28 +349,28 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             self.create_state(tensor, use_muon)
 
     def create_state(self, tensor: Tensor, use_muon: bool) -> dict[str, Any]:
-        """Return the state of a tensor, zeros at first. Steps update it in place."""
+        """Return a tensor's state, which steps update in place; create it, filled with zeros, if it is missing."""
         state = self.state[tensor]
         if use_muon:
             return momentum.state_of(state, tensor, self.config.momentum_dtype, self.blocks_of)
         return adamw.state_of(state, tensor)
 
     def blocks_of(self, tensor: Tensor) -> momentum.Blocks:
-        """Return where the blocks of a tensor's momentum in int8 begin; while unbound, those of a whole parameter."""
+        """Return the quantization blocks of a tensor's int8 momentum; if unbound, the tensor is one whole parameter."""
         return self._blocks.get(tensor) or momentum.whole(tensor)
 
     @staticmethod
     def host_zeros(numel: int) -> Tensor:
-        """Return zeros, fp32, 1-D, for what ``state_dict`` decodes on the host; a save puts them on disk."""
+        """Return fp32 zeros on the CPU to decode an int8 momentum into; an engine's save maps a file instead."""
         return torch.zeros(numel, dtype=torch.float32, device="cpu")
 
     def state_keys(self, tensor: Tensor) -> list[str]:
-        """Return the keys of :meth:`read_state`, in which a momentum in int8 has one key as in any other dtype."""
+        """Return the keys that :meth:`read_state` accepts. An int8 momentum has one key, like one in another dtype."""
         keys = self.state.get(tensor, {}).keys()
         return sorted({momentum.MOMENTUM if key in (momentum.CODES, momentum.ABSMAX) else key for key in keys})
 
     def read_state(self, tensor: Tensor, key: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return a copy of a part of a tensor's state, fp32, 1-D."""
+        """Return a copy of elements ``start`` to ``stop`` of a tensor's state ``key``, fp32, 1-D."""
         state = self.state[tensor]
         if key == momentum.MOMENTUM and momentum.CODES in state:
             stop = tensor.numel() if stop is None else stop
@@ -379,30 +378,30 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         return state[key].reshape(-1)[start:stop].to(torch.float32, copy=True)
 
     def write_state(self, tensor: Tensor, key: str, values: Tensor, start: int = 0) -> None:
-        """Write a part of a tensor's state; to a momentum in bf16 or int8 rounded to nearest.
+        """Write ``values``, of any shape and floating dtype, to a tensor's state ``key`` from element ``start`` on.
 
-        Args:
-            values: any floating dtype, any shape; for int8 all that ``tensor`` holds of a parameter, or of several.
+        They are rounded to nearest. For an int8 momentum they must be all elements that ``tensor`` holds of one or
+        several parameters.
         """
         state, values = self.state[tensor], values.reshape(-1)
         if key == momentum.MOMENTUM and momentum.CODES in state:
             self.blocks_of(tensor).write(state, start, values)
             return
         buffer = state[key]
-        flat = buffer.reshape(-1)  # a copy where the buffer is not contiguous
+        flat = buffer.reshape(-1)  # a copy if the buffer is not contiguous
         flat[start : start + values.numel()] = values
         if not buffer.is_contiguous():
             buffer.copy_(flat.view(buffer.shape))
 
     # ---- the step -------------------------------------------------------------------------------------
 
-    @torch._disable_dynamo  # a script may compile the function that calls it; there is nothing to gain inside
+    @torch._disable_dynamo  # a script may compile the function that calls step; compiling step gains nothing
     @step_of_all
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the tensors of the groups that are present.
+        """Update all tensors that are in ``param_groups`` now, and return what ``closure`` returns.
 
-        ZeRO calls this once per group or sub-group, in the same order on all ranks. Settings of torch that the script
-        has made for its model, such as autocast, do not reach the update, only ``closure``.
+        ZeRO calls this once per group or sub-group, while ``param_groups`` holds only its tensors, in the same order on
+        all ranks. The script's global settings of torch, such as autocast, apply to ``closure`` but not to the update.
         """
         loss = None
         if closure is not None:
@@ -419,6 +418,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             if self._replicas is not None:
                 agree_with_replicas(self, self._replicas)
             self.begin_step()
+        # All ranks and all groups get one answer before the first group is updated, so that none is updated alone.
         if not self._is_finite():
             self.report_skip()
             return
@@ -434,39 +434,42 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             self.workspace.release()
 
     def _bind_on_first_use(self) -> bool:
+        """Bind in plain PyTorch, where the tensors are the parameters; return whether a step can be taken."""
         tensors = [p for group in self.param_groups for p in group["params"]]
         if all(p in self.specs for p in tensors):
             bind_whole(self, self._replicas)
             return True
         if all(p.grad is None or not p.grad.any() for p in tensors):
-            return False  # DeepSpeed's fp16 wrapper makes one step with zero gradients before it is complete.
+            return False  # DeepSpeed's fp16 wrapper calls step once with zero gradients while it is being built
         raise RuntimeError(
-            "MuonWithAuxAdam got flattened parameters of a wrapper that it does not know; under DeepSpeed pass it to "
-            'deepspeed.initialize, or set "type": "Muon" in ds_config.json'
+            "MuonWithAuxAdam holds tensors that are not parameters of its model; an unknown wrapper has probably "
+            "flattened the parameters. Under DeepSpeed, pass the optimizer to deepspeed.initialize, or set "
+            '"type": "Muon" in ds_config.json'
         )
 
     def _is_finite(self) -> Agreed:
-        """Return whether this step is taken; the same on all ranks, and for all groups of a step."""
+        """Return whether the gradient is finite, so that the step is taken; equal on all ranks and for all groups."""
         if self.context.is_finite is not None:
             return self.context.is_finite()
         return agreed(self.has_finite_gradients(), is_common=True)
 
     def has_finite_gradients(self) -> bool:
-        """Return whether all gradients of this rank are finite."""
+        """Return whether all gradients on this rank are finite."""
         return are_finite([p.grad for group in self.param_groups for p in group["params"] if p.grad is not None])
 
     def report_skip(self) -> None:
-        """Log, once in a step, that it is skipped."""
+        """Log that the step is skipped, once per step, on one rank."""
         if self.context.is_logging and not self._is_skip_logged:
             self._is_skip_logged = True
             logger.warning("deepspeed-muon: the gradient is not finite; this step is skipped on all ranks")
 
     def _muon_step(self, group: dict[str, Any]) -> frozenset[str]:
-        """Return the names of the matrices that have no gradient in this step."""
+        """Update a Muon group; return the names of the matrices that were left alone, as they had no gradient."""
         step = self._steps.get(group["params"][0])
         if step is None:
             raise RuntimeError(
-                f"group {group['name']!r} holds tensors that were not there when the optimizer was bound"
+                f"parameter group {group['name']!r} holds other tensors than when the optimizer was bound, before the "
+                "first step; build a new optimizer after replacing parameters"
             )
         states = [self.state.get(tensor) or self.create_state(tensor, use_muon=True) for tensor in group["params"]]
         if self._schedules != Schedules():
@@ -475,7 +478,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         return step.run(group, self.state, self._phase, self._stats)
 
     def _adam_step(self, group: dict[str, Any]) -> frozenset[str]:
-        """Return the empty set: AdamW updates by a gradient of zero, too."""
+        """Update an AdamW group; return an empty set, because AdamW updates parameters with a zero gradient, too."""
         tensors = [p for p in group["params"] if p.grad is not None]
         with self._phase("adamw"):
             states = [self.create_state(p, use_muon=False) for p in tensors]
@@ -497,17 +500,13 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
 
 def are_finite(tensors: list[Tensor]) -> bool:
-    """Return whether the norm of each gradient is finite. On an accelerator this waits for it.
-
-    Raises:
-        RuntimeError: a gradient is sparse, which AdamW does not support either.
-    """
+    """Return whether all gradients have a finite norm, as a bool on the host; raise RuntimeError if one is sparse."""
     if not tensors:
         return True
     if any(t.layout != torch.strided for t in tensors):
         raise RuntimeError(
-            "MuonWithAuxAdam does not support sparse gradients; write nn.Embedding(..., sparse=False), or give that "
-            "parameter to torch.optim.SparseAdam"
+            "MuonWithAuxAdam does not support sparse gradients; use nn.Embedding(..., sparse=False), or another "
+            "optimizer, such as torch.optim.SparseAdam, for that parameter"
         )
     tensors = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
     # In fp16 the norm of a finite gradient may overflow.

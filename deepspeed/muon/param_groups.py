@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Splits each of the user's parameter groups into a Muon and an AdamW half, and checks that options have an effect."""
+"""Split each of the user's parameter groups into a Muon and an AdamW group, its halves; check that options act."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ from deepspeed.muon.matrices.tp_sharding import whole_shape
 
 @dataclass(frozen=True)
 class Split:
-    """The halves of all groups, and the user's group that each comes from."""
+    """The optimizer's parameter groups ("halves"), and the user's group that each comes from."""
 
-    #: Parameter groups of the optimizer.
+    #: The optimizer's parameter groups.
     halves: list[dict[str, Any]]
-    #: For each of the user's groups, the indices of its halves: none, one, two, or more with experts.
+    #: For each of the user's groups, the indices of its halves in ``halves``: none, one, two, or more with experts.
     origins: list[tuple[int, ...]]
-    #: For each of the user's groups, the learning rate that a schedule describes.
+    #: For each of the user's groups, the learning rate that a scheduler sees and sets.
     given_lrs: list[float]
-    #: What one number of a schedule for all groups describes: the config's rate, else that of the first group with one.
+    #: The learning rate that a scheduler sees for all groups: the config's, else the first group's that sets one.
     reference_lr: float
-    #: Whether the config or a group gives a learning rate.
+    #: Whether the config or a group sets a learning rate.
     sets_a_rate: bool
 
 
 def split_groups(params: Iterable[Any], specs: Mapping[Any, MatrixSpec], config: MuonConfig) -> Split:
-    """Split every group; frozen parameters and empty halves are left out.
+    """Split every group into a Muon half and an AdamW half, without frozen parameters and empty halves.
 
-    Each half carries ``lr_ratio``, its learning rate over its group's. Experts on ranks of their own get halves of
-    their own, marked as ZeRO expects: ``moe``, and the name of their process group as ``name``.
+    Each half has a key ``lr_ratio``: the half's learning rate divided by the user group's. Experts that are distributed
+    over ranks get further halves, marked as ZeRO expects: ``moe`` is true and ``name`` is their process group's name.
 
     Args:
-        params: parameters, named or not, or dicts with ``params`` and settings of their own, which override the
-            config's, and with keys of the user's, which stay in both halves.
-        specs: the route of every trainable parameter.
+        params: parameters, ``(name, parameter)`` pairs, or dicts with ``params``, settings that override the config's,
+            and keys of the user's own, which are copied into both halves.
+        specs: parameter -> its route, for every trainable parameter.
 
     Raises:
-        TypeError, ValueError: what torch's optimizers refuse, in their words; a parameter without a route.
-        MuonConfigError: a group with an unknown setting or a wrong value.
+        TypeError, ValueError: torch's optimizers would refuse ``params``, or a parameter is not in ``specs``.
+        MuonConfigError: a group has an unknown setting or a wrong value.
     """
     groups = _checked(params) if specs else []  # check_options refuses a frozen model
     halves_of_all, origins, given_lrs = list[dict[str, Any]](), list[tuple[int, ...]](), list[float]()
@@ -66,11 +66,9 @@ def split_groups(params: Iterable[Any], specs: Mapping[Any, MatrixSpec], config:
 
 
 def _checked(params: Any) -> list[dict[str, Any]]:
-    """Return the groups with lists of parameters, once torch's own optimizer has accepted them.
-
-    Torch takes a set in two places: as all parameters, and where it is frozen. Its order differs between ranks, so
-    both are refused in the words that torch has for the set of a group.
-    """
+    """Return ``params`` as parameter groups, each with a list of parameters; torch's own optimizer checks them."""
+    # Torch refuses a set as the ``params`` of a group, but accepts a frozenset there and a set of all parameters. The
+    # order of any set differs between ranks, so all are passed on in the form that torch refuses.
     if isinstance(params, (set, frozenset)):
         params = [{"params": params}]
     if not isinstance(params, Iterable) or isinstance(params, Tensor):
@@ -85,9 +83,13 @@ def _checked(params: Any) -> list[dict[str, Any]]:
 def _halves(
     group: Mapping[str, Any], base: str, where: str, specs: Mapping[Any, MatrixSpec], config: MuonConfig
 ) -> tuple[list[dict[str, Any]], float]:
+    """Return one user group's halves, called ``{base}-muon`` and ``{base}-adam``, and the rate that a scheduler sees.
+
+    ``where``: prefix of error messages. ``specs``, ``config``: as in :func:`split_groups`.
+    """
     members = [param for param in group["params"] if param.requires_grad]
     if unknown := [list(param.shape) for param in members if param not in specs]:
-        raise ValueError(f"{len(unknown)} parameters are not part of the model, first shape {unknown[0]}")
+        raise ValueError(f"{len(unknown)} parameters (the first of shape {unknown[0]}) are not parameters of model=...")
     keys = [key for key in group if key not in ("params", "name", "moe")]
     own = {key: group[key] for key in keys if not is_users(key, group[key])}
     users = {key: group[key] for key in keys if key not in own}
@@ -108,23 +110,22 @@ def _halves(
                 users["param_names"] = [name_of[param] for param in half]
             marks = {"name": experts, "moe": True} if experts else {"name": f"{base}-{label}" if base else label}
             ours = {"lr_ratio": ratio, "use_muon": use_muon, **marks}
-            # Schedulers of torch cycle the betas of every group, those of Muon without effect.
+            # Muon groups have betas, without effect, because torch's schedulers cycle the betas of every group.
             halves.append({"params": half, **users, "betas": settings.betas, **values, **ours})
     return halves, reference
 
 
-#: From this similarity on a strange key of a parameter group is a misspelt one of ours.
+#: An unknown key of a parameter group counts as a misspelt setting if it is at least this similar to one (0 to 1).
 MISSPELT = 0.8
-#: Keys of the optimizer's own groups, which describe them.
+#: Keys that the optimizer itself writes into its groups.
 OF_HALVES = ("lr_ratio", "use_muon", "ns_choice", "ns_methods", "owner_counts", "matrices", "blocks")
 
 
 def is_users(key: Any, value: Any) -> bool:
-    """Return whether a key of a parameter group is the user's own, which acts on nothing and stays in the group.
+    """Return whether a key of a parameter group is the user's own data, such as ``lr_scale``, and not a setting.
 
-    Torch's optimizers keep every key that they do not know, and scripts use that: ``lr_scale``, ``param_names``,
-    ``initial_lr``. No such key is one that may be set elsewhere, one of another project's with a namesake, or a
-    misspelt one.
+    Torch's optimizers keep every key that they do not know, and scripts rely on that. A key is not the user's own if
+    it is a setting of this optimizer, another project's name for one, or a misspelt one.
     """
     text = str(key).lower()
     if key in HARMLESS:
@@ -137,12 +138,12 @@ def is_users(key: Any, value: Any) -> bool:
     )
 
 
-#: Larger values than these are mistakes, as far as is known; a pair of ``betas`` is in order of size.
+#: Larger values are probably mistakes. They are warned about, not refused, because AdamW trains with them, too.
 LARGEST_EPS, LARGEST_LR, LARGEST_DECAY = 1e-2, 10.0, 1.0
 
 
 def warn_of_odd_settings(groups: Iterable[Mapping[str, Any]]) -> None:
-    """Log one warning that names the keys of the optimizer's groups whose values are allowed and hardly meant."""
+    """Log one warning that names all settings in the groups that are allowed but probably mistakes."""
     found = []
     for group in groups:
         (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
@@ -151,17 +152,18 @@ def warn_of_odd_settings(groups: Iterable[Mapping[str, Any]]) -> None:
         if lr * decay > LARGEST_DECAY:
             found.append(f"lr {lr:g} x weight_decay {decay:g}, more than 1: a step changes the sign of weights")
         if not group["use_muon"] and group["eps"] > LARGEST_EPS:
-            found.append(f"eps {group['eps']:g}, more than {LARGEST_EPS:g}: the AdamW half hardly moves")
+            found.append(f"eps {group['eps']:g}, more than {LARGEST_EPS:g}: parameters that AdamW updates hardly move")
         if not group["use_muon"] and beta1 > beta2:
             found.append(f"betas {[beta1, beta2]}, the first above the second: they may be swapped")
     if found:
         logger.warning(
-            "deepspeed-muon: unusual settings, with which AdamW would train too: %s", "; ".join(dict.fromkeys(found))
+            "deepspeed-muon: unusual settings, probably mistakes (training continues with them): %s",
+            "; ".join(dict.fromkeys(found)),
         )
 
 
 def check_decay_rates(group: Mapping[str, Any]) -> None:
-    """Raise MuonConfigError where a schedule or a script has driven a decay rate of a half out of its range."""
+    """Raise MuonConfigError if a schedule or script has set a group's ``momentum`` or ``betas`` outside of [0, 1)."""
     key, values = ("momentum", (group["momentum"],)) if group["use_muon"] else ("betas", group["betas"])
     if not all(0 <= value < 1 for value in values):
         found = ", ".join(f"{value:g}" for value in values)
@@ -172,9 +174,9 @@ def check_decay_rates(group: Mapping[str, Any]) -> None:
 
 
 def expert_group(param: Any) -> str:
-    """Return the expert-parallel group that spreads the parameter's experts over ranks; empty for none.
+    """Return the name of the expert-parallel group that a parameter belongs to; empty if it is not an expert's.
 
-    DeepSpeed marks parameters whose values differ between ranks with ``allreduce = False``.
+    DeepSpeed sets ``allreduce = False`` on experts' parameters, because each rank has other experts.
     """
     return "" if getattr(param, "allreduce", True) else str(param.group_name)
 
@@ -182,43 +184,40 @@ def expert_group(param: Any) -> str:
 def check_options(
     model: nn.Module, specs: Iterable[MatrixSpec], config: MuonConfig, layers: Collection[nn.Module] | None
 ) -> dict[str, str]:
-    """Refuse options that nothing in the model follows, and Muon where no matrix goes to it.
+    """Refuse options that have no effect on this model, and a model in which no matrix goes to Muon.
 
-    Args:
-        layers: the attention that QK-clip acts on; ``None`` without it.
-
-    Returns:
-        For a stage of a pipeline, where another stage may follow them: by option, the message.
+    For a pipeline stage, whose options may act in another stage, return option -> the error to raise if the option has
+    no effect in any stage; otherwise an empty dict. ``layers``: what QK-clip acts on; ``None`` without QK-clip.
 
     Raises:
-        MuonConfigError: for a whole model.
+        MuonConfigError: an option has no effect on a whole model, or an update rule does not fit a matrix.
     """
     specs, rules = list(specs), config.rules.keys
-    # Rules that tell outputs from inputs need to know which axis is which.
+    # Update rules treat outputs and inputs differently, so they must know which axis is which.
     unknown = [spec.name for spec in specs if spec.use_muon and spec.output_axis is None]
     if rules and unknown:
         raise MuonConfigError(
-            f"optimizer.params.{rules[0]}: the axis of the outputs is unknown for {len(unknown)} stacks of matrices, "
-            f"first {unknown[0]}; name them in muon_exclude, or remove {' and '.join(rules)}"
+            f"optimizer.params.{rules[0]}: it is unknown whether rows or columns are the outputs in {len(unknown)} "
+            f"stacks of matrices (first: {unknown[0]}); list them in muon_exclude, or remove {' and '.join(rules)}"
         )
     unused = {}
     if config.per_head_muon and not any(spec.use_muon and spec.is_projection for spec in specs):
         unused["per_head_muon"] = (
-            "optimizer.params.per_head_muon: true, but no parameter of the Muon half is an attention projection by its "
-            "name; give their sizes in muon_split"
+            "optimizer.params.per_head_muon: true, but no parameter that goes to Muon has the name of an attention "
+            "projection; give the sizes of the heads in muon_split, or remove the key"
         )
     used = {spec.split_pattern for spec in specs if spec.split_by == "muon_split"}
     for pattern in config.muon_split:
         if pattern not in used:
             unused[f"muon_split {pattern}"] = (
-                f"optimizer.params.muon_split: {pattern!r} cuts no parameter of the Muon half: what it matches goes to "
-                "AdamW, or an earlier pattern matches it too"
+                f"optimizer.params.muon_split: {pattern!r} has no effect, because what it matches goes to AdamW or is "
+                "split by an earlier pattern; remove it, or move it before that pattern"
             )
     unused |= _unmatched(model, config)
     if layers is not None and not layers:
         unused["qk_clip"] = (
-            "optimizer.params.qk_clip: no module of the model is softmax attention by the names of its projections, "
-            "with queries and keys that are trained"
+            "optimizer.params.qk_clip: found no softmax attention in the model whose query and key projections have "
+            "known names, such as q_proj and k_proj, and are trained; remove the key"
         )
     trained = {spec.name for spec in specs}
     is_part = any(len(whole_shape(param)) > 1 and name not in trained for name, param in model.named_parameters())
@@ -228,46 +227,46 @@ def check_options(
 
 
 def check_patterns(model: nn.Module, config: MuonConfig) -> None:
-    """Raise MuonConfigError for a pattern that matches nothing in a whole model that it could act on."""
+    """Raise MuonConfigError if a pattern matches no parameter that it could act on; not for a pipeline stage."""
     _refuse(_unmatched(model, config), model)
 
 
 def _refuse(unused: dict[str, str], model: nn.Module) -> dict[str, str]:
+    """Raise the messages if the model is whole. Return them for a pipeline stage: other stages may use the option."""
     if unused and stages_of(model) == 1:
         raise MuonConfigError("\n".join(unused.values()))
     return unused
 
 
 def _unmatched(model: nn.Module, config: MuonConfig) -> dict[str, str]:
-    """Return a message for each pattern that matches nothing that it could act on."""
+    """Return "option pattern" -> message, for each pattern that matches no parameter that it could act on."""
     names = shapes(model)
     matrices = [name for name, shape in names.items() if len(shape) >= 2], "matrices"
     targets = {"muon_include": matrices, "muon_exclude": (list(names), "parameters"), "muon_split": matrices}
     return {
         f"{key} {pattern}": f"optimizer.params.{key}: {pattern!r} matches none of the {len(candidates)} trainable "
-        f"{kind}; the first are {', '.join(candidates[:3])}"
+        f"{kind}, such as {', '.join(candidates[:3])}"
         for key, (candidates, kind) in targets.items()
         for pattern in getattr(config, key)
         if first_match([pattern], candidates) is None
     }
 
 
-#: The most reasons that a message lists.
+#: How many reasons a message lists at most.
 MAX_REASONS = 4
 
 
 def empty_muon_half(specs: Sequence[MatrixSpec], is_part: bool) -> str | None:
-    """Return why no parameter goes to Muon, as an error message.
+    """Return the error message for a model of which no parameter goes to Muon; ``None`` if training may start.
 
-    ``None`` where one does, and where AdamW trains all of them with a warning: no matrix is trained, the user has
-    taken matrices away from Muon (``muon_exclude``, ``use_muon = False``), or ``is_part``: the user trains a part of
-    the model, such as a head or a prompt, and other matrices of it stay as they are. Low-rank adapters are refused,
-    because an option sends them to Muon.
+    Training may start with AdamW alone, and a warning, if no matrix is trained, if the user sent all matrices to AdamW
+    (``muon_exclude``, ``use_muon = False``), or if ``is_part``: the model also has matrices that are not trained.
+    Low-rank adapters alone are refused, because ``muon_lora`` can send them to Muon.
     """
     if not specs:
         return (
-            "optimizer.type: Muon, but no parameter of the model is trained; give a frozen model, such as the "
-            "reference of DPO, a config without an optimizer"
+            "optimizer.type: Muon, but no parameter of the model is trained; for a frozen model, such as DPO's "
+            "reference model, use a config without an optimizer"
         )
     matrices = [spec for spec in specs if len(spec.whole) >= 2]
     if all(spec.chosen_by for spec in matrices) or any(spec.use_muon or spec.overrides_rules for spec in specs):
@@ -284,5 +283,5 @@ def empty_muon_half(specs: Sequence[MatrixSpec], is_part: bool) -> str | None:
     lora = 'for low-rank adapters write "muon_lora": "both"; ' if has_lora else ""
     return (
         f"optimizer.type: Muon, but all {len(matrices)} matrices go to AdamW: {'; '.join(texts)}. To change that, "
-        f'{lora}name matrices in muon_include; or set the type to "AdamW"'
+        f'{lora}list matrices in muon_include; or set the type to "AdamW"'
     )

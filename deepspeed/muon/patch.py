@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replace methods of DeepSpeed, and put them back as they were."""
+"""Replace methods of DeepSpeed's objects, and restore the originals."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 
 class Seam(NamedTuple):
-    """An attribute of DeepSpeed that deepspeed-muon replaces or extends, like ``DeepSpeedEngine.save_checkpoint``."""
+    """A DeepSpeed attribute that deepspeed-muon replaces: ``path`` in ``module``, such as ``DeepSpeedEngine.step``."""
 
     module: str
     path: str
@@ -20,10 +20,9 @@ class Seam(NamedTuple):
         return f"{self.module}.{self.path}"
 
     def find(self) -> tuple[Any, str]:
-        """Return the object whose attribute this is, and the attribute's name.
+        """Return the class or module that has the attribute, and the attribute's name.
 
-        Raises:
-            ImportError, AttributeError: the installed DeepSpeed lacks it.
+        Raise ImportError or AttributeError if the installed DeepSpeed has no such attribute.
         """
         *parts, name = self.path.split(".")
         owner = functools.reduce(getattr, parts, importlib.import_module(self.module))
@@ -31,7 +30,7 @@ class Seam(NamedTuple):
         return owner, name
 
     def exists(self) -> bool:
-        """Return whether the installed DeepSpeed has it."""
+        """Return whether the installed DeepSpeed has the attribute."""
         try:
             return bool(self.find())
         except (ImportError, AttributeError):
@@ -39,11 +38,11 @@ class Seam(NamedTuple):
 
 
 def replace(owner: Any, name: str, function: Callable) -> Callable[[], None]:
-    """Make ``owner.name(...)`` call ``function(original, ...)``; the owner is a class, an instance or a module.
+    """Make ``owner.name(...)`` call ``function(original, ...)``, and return a function that undoes the replacement.
 
-    Returns what undoes it, so that an inherited attribute is inherited again.
+    ``owner`` is a class, an instance or a module. If it inherited the attribute, it inherits it again after the undo.
     """
-    before = vars(owner).get(name)  # not what it inherits
+    before = vars(owner).get(name)  # None if the attribute is inherited
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -58,7 +57,7 @@ def replace(owner: Any, name: str, function: Callable) -> Callable[[], None]:
 
 @contextmanager
 def replaced(owner: Any, **functions: Callable) -> Iterator[None]:
-    """:func:`replace` each of ``functions`` by name, for as long as the context lasts."""
+    """While the context lasts, :func:`replace` attributes of ``owner``: attribute name = replacement function."""
     with ExitStack() as undo:
         for name, function in functions.items():
             undo.callback(replace(owner, name, function))

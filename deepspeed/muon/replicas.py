@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain PyTorch, without an engine: every rank has whole parameters, ranks of DDP share the work, FSDP is refused."""
+"""Bind the optimizer in plain PyTorch: every rank has whole parameters; DistributedDataParallel's share the work."""
 
 from __future__ import annotations
 
@@ -22,19 +22,18 @@ from deepspeed.muon.tuning import Candidates, has_bf16, may_race
 
 
 def unwrapped(model: nn.Module) -> tuple[nn.Module, Any]:
-    """Return the user's module, and the process group over which DDP averages its gradients; ``None`` without DDP.
+    """Return (the user's module, DDP's process group or ``None``) from a module that may be wrapped.
 
-    Raises:
-        UnsupportedError: FSDP, or DTensors of any other origin, hold shards of the parameters.
+    Raise UnsupportedError if the parameters are sharded, by FSDP or as DTensors.
     """
     inner: Any = getattr(model, "_orig_mod", model)  # of torch.compile
     is_ddp = isinstance(inner, DistributedDataParallel)
     module = inner.module if is_ddp else model
     if kind := next(filter(None, map(_sharded_by, module.modules())), None):
         raise UnsupportedError(
-            f"MuonWithAuxAdam needs whole parameters, and {kind} holds shards of them. Let DeepSpeed shard the model "
-            'instead: "zero_optimization": {"stage": 3} in ds_config.json, with "optimizer": {"type": "Muon"}; or use '
-            "DistributedDataParallel"
+            f"MuonWithAuxAdam needs whole parameters, but {kind} has split them into shards. Let DeepSpeed shard the "
+            'model instead: set "zero_optimization": {"stage": 3} and "optimizer": {"type": "Muon"} in ds_config.json; '
+            "or use DistributedDataParallel"
         )
     return module, inner.process_group if is_ddp else None
 
@@ -43,12 +42,12 @@ def _sharded_by(module: nn.Module) -> str | None:
     if any(base.__name__ == "FullyShardedDataParallel" for base in type(module).__mro__):
         return "FullyShardedDataParallel"
     if any(type(param.data).__name__ == "DTensor" for param in module.parameters(recurse=False)):
-        return f"fully_shard or another user of DTensor ({type(module).__name__})"
+        return f"fully_shard, or other code that makes DTensors, in {type(module).__name__},"
     return None
 
 
 def bind_whole(optimizer: Any, replicas: Any) -> None:
-    """Bind an optimizer to the parameters themselves. ``replicas``: the process group of DDP, if any."""
+    """Bind an optimizer whose tensors are whole parameters. ``replicas``: DDP's process group; ``None`` without DDP."""
     rank, copies = join(replicas) if replicas else (0, 1)
     unavailable = unavailable_kernels(optimizer.config.kernels, {p.device.type for p in optimizer.specs})
     optimizer.context = StepContext(
@@ -75,17 +74,19 @@ def bind_whole(optimizer: Any, replicas: Any) -> None:
         device,
         has_bf16(device.type),
     )
-    # Ranks that race apart might choose apart.
+    # Several processes might each measure another kernel as the fastest, so they choose without measuring.
     races = processes() == 1 and may_race()
     optimizer.bind(partitions, candidates.choose(optimizer.shapes, world_size=1, races=races), device)
 
 
 def agree_with_replicas(optimizer: Any, replicas: Any) -> None:
-    """Compare with DDP's other ranks in every step, as a single rank may have loaded a state since the last.
+    """Collective. Check that all DDP ranks have the same settings and plan, and make the process groups of owners.
+
+    Called in every step, because one rank may have loaded another state since the last step.
 
     Raises:
         RuntimeError: the ranks differ.
-        UnsupportedError: a matrix has owners that are a part of DDP's ranks, and these are a part of the world.
+        UnsupportedError: some, but not all, of DDP's ranks would own a matrix, and DDP uses only some of all ranks.
     """
     start_watchdog()
     unavailable = sorted(kind for kind, reason in optimizer.context.unavailable.items() if reason)
@@ -95,27 +96,30 @@ def agree_with_replicas(optimizer: Any, replicas: Any) -> None:
 
 
 def check_agreement(facts: Iterable[str], group: Any, device: torch.device) -> None:
-    """Raise RuntimeError on all ranks of a group where one of them has other facts; a collective."""
+    """Collective on ``device``. Raise RuntimeError on all ranks of ``group`` unless ``facts`` are equal on all."""
     parts = torch.tensor(list(hashlib.sha256("".join(facts).encode()).digest()), dtype=torch.int32, device=device)
     highest, lowest = all_maxima(torch.stack([parts, -parts]), group)
     if not torch.equal(highest, -lowest):
         raise RuntimeError(
-            "the ranks of DistributedDataParallel have built MuonWithAuxAdam with different settings or kernels, or "
-            "for different parameters, or have loaded different states; build it identically on every rank, with "
-            "kernels='torch' if some cannot compile them, and load the same state on every rank"
+            "MuonWithAuxAdam differs between DistributedDataParallel's ranks, in settings, kernels, parameters or "
+            "loaded state; build it identically and load the same state on every rank, with kernels='torch' if some "
+            "ranks cannot compile kernels"
         )
 
 
 def _make_sets(sets: Collection[Sequence[int]], group: Any, device: torch.device) -> None:
-    """Make the process groups of owners that do not exist yet; sets of all of DDP's ranks have the same sizes."""
+    """Make DDP's missing process groups of ranks that own matrices together; a collective if any is missing.
+
+    ``sets``: the sets of such ranks to which this rank belongs; all of DDP's ranks have sets of the same sizes.
+    """
     if all(map(is_made, sets)):
         return
     count = join(group)[1]
     ranks = ranks_of_set(group, count)
     if count < processes():
         raise UnsupportedError(
-            "owners_per_matrix: in DistributedDataParallel over a part of all ranks a matrix has 1 owner or "
-            f"{count}, as only all ranks together can make the process groups of others"
+            f"owners_per_matrix: must be 1 or {count}, because DistributedDataParallel uses only {count} of all "
+            "ranks, and only all ranks together can make the process groups that other numbers need"
         )
     sizes = {len(one) for one in sets}
     make_groups([ranks[first : first + size] for size in sizes for first in range(0, count, size)], device)

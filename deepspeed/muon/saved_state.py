@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The form in which the optimizer's state is saved: what ``state_dict`` and ``load_state_dict`` add to torch's.
 
-Stock's universal converter knows the state keys ``exp_avg``, ``exp_avg_sq`` and ``step`` only. So an engine's
-checkpoint holds Muon's momentum as ``exp_avg`` and, as ``exp_avg_sq``, zeros that share one element of storage.
+DeepSpeed's converter to universal checkpoints knows the state keys ``exp_avg``, ``exp_avg_sq`` and ``step`` only. So an
+engine's checkpoint stores Muon's momentum as ``exp_avg``, and as ``exp_avg_sq`` zeros that take one element of storage.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from deepspeed.muon.math.momentum import ABSMAX, CODES, MOMENTUM, codes_of, kept
 from deepspeed.muon.second_moments import SAVED
 from deepspeed.muon.step import short_hash
 
-#: Keys of a saved group: that its momentum was kept in int8, and the scale of fp16 autocast at stage 0.
+#: Keys of a saved group: the momentum's dtype if it was int8; the state of the loss scaler of fp16 autocast at stage 0.
 KEPT_AS, SCALE = "momentum_dtype", "grad_scaler"
 Saved = dict[str, Any]
 Groups = Sequence[Mapping[str, Any]]
-#: Keys of a group that a load does not change: its ratio to the schedule, and how ZeRO finds its experts' ranks.
+#: Keys of a group that keep the config's values in a load: ``lr_ratio``, and the marks by which ZeRO knows experts.
 KEPT_FROM_CONFIG = {"lr_ratio", "name", "moe"}
 LOAD = 'load it with "checkpoint": {"load_universal": true} in ds_config.json, without a tag'
 WEIGHTS_ALONE = (
@@ -36,23 +36,24 @@ WEIGHTS_ALONE = (
 
 @dataclass(frozen=True)
 class AsSaved:
-    """Hide a momentum from ``Optimizer.load_state_dict``, which would cast a bare tensor. ``dtype``: as it was kept."""
+    """A momentum on its way through ``Optimizer.load_state_dict``, which would cast it if it were a bare tensor."""
 
     tensor: Tensor
+    #: The dtype in which the saved run kept the momentum; a saved int8 momentum is fp32 in the file.
     dtype: torch.dtype
 
 
 class SavedForm:
-    """Register the hooks of an optimizer: one after a save, one before a load and one after it.
+    """Hooks on an optimizer that convert its state after ``state_dict``, and before and after ``load_state_dict``.
 
-    The attributes are what an engine adds.
+    An engine sets the attributes below; in plain PyTorch they keep their defaults.
     """
 
-    #: Whether the momentum is renamed for stock's converter, and another routing is refused.
+    #: Whether saves rename the momentum for DeepSpeed's converter, and loads refuse a checkpoint of another routing.
     is_convertible = False
-    #: The scaler of fp16 autocast at stage 0, whose scale would otherwise start anew.
+    #: The loss scaler of fp16 autocast at stage 0; its scale is saved with the optimizer.
     scaler: torch.amp.GradScaler | None = None
-    #: (weights, one of their states) -> the values of the state, which may lie on NVMe.
+    #: (a tensor that is updated, one of its state tensors) -> the values of that state, read from NVMe if necessary.
     read: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -64,7 +65,7 @@ class SavedForm:
     # ---- saving -------------------------------------------------------------------------------------------------
 
     def save(self, optimizer: Any, saved: Saved) -> None:
-        """Bring what ``state_dict`` has just made into its saved form; the optimizer's own state stays as it is."""
+        """Convert the new state dict ``saved`` into its saved form, in place; leave the optimizer's state unchanged."""
         tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         state, groups = saved["state"], saved["param_groups"]
         for group in groups:
@@ -79,16 +80,16 @@ class SavedForm:
         if self.is_convertible:
             found = muon_facts(optimizer)
             facts = {"matrices": list(found), "blocks": {name: cut for name, cut in found.items() if cut}}
-            # In all groups: the converter keeps those of one pipeline stage, which may have no Muon group.
+            # In all groups, because the converter keeps one pipeline stage's groups, and that may have no Muon group.
             for group in groups:
                 group.update(facts)
 
     def _saved_entry(self, optimizer: Any, tensor: Tensor, entry: dict[str, Any]) -> dict[str, Any]:
-        if self.read is not None:  # no state is empty, so that one file has all of a rank, which every tool reads
+        if self.read is not None:  # read states from NVMe, so that a rank's file is complete and every tool can use it
             entry = {name: self.read(tensor, value) for name, value in entry.items()}
         entry = dict(entry)
         if CODES in entry:
-            # As fp32, so that every reader of a checkpoint finds the whole momentum; a load makes the same codes of it.
+            # Saved as fp32, which every reader of checkpoints understands; a load computes the same codes from it.
             codes = entry[CODES]
             values = optimizer.blocks_of(tensor).read_into(optimizer.host_zeros(codes.numel()), entry)
             del entry[CODES], entry[ABSMAX]
@@ -101,10 +102,9 @@ class SavedForm:
     # ---- loading ------------------------------------------------------------------------------------------------
 
     def before_load(self, optimizer: Any, saved: Saved) -> Saved:
-        """Return a state dict in which each momentum has its own name and is :class:`AsSaved`.
+        """Return ``saved`` with each momentum as an :class:`AsSaved` under the key ``momentum_buffer``.
 
-        Raises:
-            ValueError: an engine's checkpoint has another routing.
+        Raise ValueError if an engine's checkpoint assigns other parameters to Muon than this run.
         """
         state, groups = dict(saved["state"]), [dict(group) for group in saved["param_groups"]]
         if self.is_convertible:
@@ -126,9 +126,9 @@ class SavedForm:
 
     @torch.no_grad()
     def load(self, optimizer: Any) -> None:
-        """Settle what was loaded, and bind again."""
+        """Finish a load: convert each momentum, move loaded values into the existing tensors, and bind again."""
         for group in optimizer.param_groups:
-            # Groups of older versions have none: torch's schedulers cycle the betas of every group.
+            # Muon groups saved by older versions have no betas; torch's schedulers cycle the betas of every group.
             group.setdefault("betas", optimizer.config.betas)
             scale = group.pop(SCALE, None)
             if scale and self.scaler is not None:
@@ -137,7 +137,7 @@ class SavedForm:
         for tensor, state in optimizer.state.items():
             before = self._before.get(tensor, {})
             for key, value in state.items():
-                # What was loaded may lie in a mapped file, which a later save overwrites.
+                # The loaded value may be a view of a memory-mapped file, which a later save overwrites.
                 if torch.is_tensor(value) and _is_alike(value, before.get(key)):
                     state[key] = before[key].copy_(value)
         self._before = {}
@@ -146,7 +146,7 @@ class SavedForm:
 
 
 def _cast_momentum(optimizer: Any) -> None:
-    """Cast every momentum to the config's dtype, on its tensor's device; warn if it changes."""
+    """Cast every loaded momentum to the config's dtype and to its tensor's device; warn if the dtype changes."""
     changes = set()
     for tensor, state in optimizer.state.items():
         if MOMENTUM not in state:
@@ -157,13 +157,13 @@ def _cast_momentum(optimizer: Any) -> None:
             changes.add((saved.dtype, dtype))
         if dtype == torch.int8:
             blocks = optimizer.blocks_of(tensor)
-            state |= codes_of(saved.tensor.shape, blocks, tensor.device)  # the tensor itself may lie on NVMe
+            state |= codes_of(saved.tensor.shape, blocks, tensor.device)  # tensor is empty while it is on NVMe
             blocks.write(state, 0, saved.tensor.reshape(-1))
         else:
             state[MOMENTUM] = saved.tensor.to(dtype=dtype, device=tensor.device)
     for was, now in changes:
         logger.warning(
-            "deepspeed-muon: the checkpoint's momentum is %s and goes on in %s, by optimizer.params.momentum_dtype",
+            "deepspeed-muon: the checkpoint's momentum is %s; converted to %s, by optimizer.params.momentum_dtype",
             str(was).removeprefix("torch."),
             str(now).removeprefix("torch."),
         )
@@ -175,17 +175,17 @@ def _is_alike(value: Tensor, target: Any) -> bool:
     return (value.shape, value.dtype, value.device) == (target.shape, target.dtype, target.device)
 
 
-# ---- the groups of a saved optimizer: whether they are divided as in this run, and which settings go on --------------
+# ---- the groups of a saved optimizer: whether they match this run's, and which of their settings are used ------------
 
 
 def saved_groups(saved: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the parameter groups in a file written by one of DeepSpeed's wrappers or by its converter."""
+    """Return the parameter groups from a loaded checkpoint file of a DeepSpeed optimizer wrapper or its converter."""
     inner = saved.get("optimizer_state_dict", saved)
     return inner["param_groups"] if "param_groups" in inner else inner["base_optimizer_state"]["param_groups"]
 
 
 def group_kinds(groups: Groups) -> list[bool | None]:
-    """Return for each group whether Muon updates it; ``None`` in files of other optimizers."""
+    """Return for each group ``use_muon``: True for Muon, False for AdamW, ``None`` if another optimizer saved it."""
     return [group.get("use_muon") for group in groups]
 
 
@@ -195,25 +195,28 @@ def muon_names(optimizer: Any) -> set[str]:
 
 
 def fused_names(optimizer: Any) -> list[str]:
-    """Return the names of the parameters that ``muon_fused`` cuts."""
+    """Return the names of the fused parameters that the option ``muon_fused`` splits into several matrices."""
     return [spec.name for spec in optimizer.specs.values() if spec.split_by == "muon_fused"]
 
 
 def block_hashes(optimizer: Any) -> dict[str, str]:
-    """Return for each parameter that is several matrices, by name, a hash of where they lie in it."""
+    """Return parameter name -> hash of where its matrices lie, for each parameter that consists of several matrices."""
     cut = [spec for spec in optimizer.specs.values() if len(spec.blocks) > 1]
     return {s.name: short_hash(str([(b.offset, b.rows, b.cols, b.bands) for b in s.blocks]), 8) for s in cut}
 
 
 def muon_facts(optimizer: Any) -> dict[str, str]:
-    """Return by name the parameters that go to Muon, in a pipeline of all stages, each with its block hash, if any."""
+    """Return parameter name -> hash by :func:`block_hashes` or "", for Muon's parameters of all pipeline stages."""
     if optimizer.context.muon_of_all_stages is not None:
         return optimizer.context.muon_of_all_stages
     return dict.fromkeys(sorted(muon_names(optimizer)), "") | block_hashes(optimizer)
 
 
 def conversion(folder: Path, stages: Collection[int], option: str = "") -> str:
-    """Tell how a checkpoint comes to fit another layout. ``stages``: those of the two runs."""
+    """Return advice, for an error message, on how to load the checkpoint ``folder`` into another layout.
+
+    ``stages``: ZeRO stages of the saved run and of this one. ``option``: for DeepSpeed's converter, with a final space.
+    """
     if 0 in stages:
         return f"load it as it was saved, or {WEIGHTS_ALONE}"
     options = f"{option}--input_folder {folder} --output_folder {folder}_universal"
@@ -221,18 +224,18 @@ def conversion(folder: Path, stages: Collection[int], option: str = "") -> str:
 
 
 def check_groups(optimizer: Any, groups: Groups) -> None:
-    """Raise ValueError if :func:`routing_difference` finds one; warn about parameters that this run cuts otherwise."""
+    """Raise ValueError if :func:`routing_difference` returns a message; warn if parameters are split differently."""
     if text := routing_difference(optimizer, groups):
         raise ValueError(text)
     ours = block_hashes(optimizer)
     stated = [group["blocks"] for group in groups if "blocks" in group]
-    # A checkpoint without blocks was saved by a version that did not cut fused weights.
+    # A checkpoint without the key "blocks" was saved by a version that did not split fused weights.
     theirs = stated[0] if stated else {name: ours[name] for name in ours.keys() - set(fused_names(optimizer))}
     if other := sorted(name for name in muon_names(optimizer) if ours.get(name) != theirs.get(name)):
         logger.warning(
-            "deepspeed-muon: %d parameters are cut into other matrices than in the run that was saved, first %s; "
-            'muon_fused, muon_split and per_head_muon as there ("muon_fused": "whole" if it knew no such key) go on '
-            "with the same updates",
+            "deepspeed-muon: %d parameters (first: %s) are split into other matrices than in the run that saved the "
+            "checkpoint, so their updates change; to avoid that, use its muon_fused, muon_split and per_head_muon "
+            '("muon_fused": "whole" if its version had no such key)',
             len(other),
             other[0],
         )
@@ -241,9 +244,10 @@ def check_groups(optimizer: Any, groups: Groups) -> None:
 def routing_difference(
     optimizer: Any, groups: Groups, folder: Path = Path("CHECKPOINT/TAG"), stages: Collection[int] = ()
 ) -> str | None:
-    """Return a message if saved groups differ in kind, name unknown methods, or give Muon other parameters.
+    """Return why saved parameter groups do not fit this run, as an error message; ``None`` if they fit.
 
-    ``folder`` of the checkpoint and the ``stages`` of both runs decide the cure that the message names.
+    They do not fit if another optimizer saved them, if Muon updated other parameters, or if Newton-Schulz used a dtype
+    or method that this version does not know. ``folder``, ``stages``: see :func:`conversion`.
     """
     saved, current = group_kinds(groups), group_kinds(optimizer.param_groups)
     theirs = {name for group in groups for name in group.get("matrices", ())}
@@ -253,7 +257,8 @@ def routing_difference(
         strange = [text for group in groups for text in unknown_methods(group.get("ns_methods", {}))]
         strange += [text for group in groups if "ns_choice" in group for text in unknown(group["ns_choice"])]
         names = ", ".join(dict.fromkeys(strange))
-        return f"it was saved with dtypes or methods that this deepspeed-muon lacks: {names}" if strange else None
+        text = f"it was saved with dtypes or methods that this deepspeed-muon does not know, upgrade it: {names}"
+        return text if strange else None
     if None in saved:
         cure = conversion(folder, stages, "--inject_missing_state ")
         return f"another optimizer saved it; if that was AdamW, {cure}"
@@ -262,29 +267,30 @@ def routing_difference(
         return f"stock's Muon saved it; {convert if 0 not in stages else 'load ' + WEIGHTS_ALONE}"
     words = {True: "Muon", False: "AdamW"}
     return (
-        "it was saved with another division into Muon and AdamW; restore the model, its parameter groups, "
-        f"muon_include, muon_exclude and param.use_muon: Muon has {sorted(theirs - ours)[:4]} in the checkpoint only "
-        f"and {sorted(ours - theirs)[:4]} here only; the groups are {[words[bool(kind)] for kind in saved]} there and "
-        f"{[words[bool(kind)] for kind in current]} here"
+        "Muon updated other parameters in the run that saved it; use that run's model, parameter groups, muon_include, "
+        f"muon_exclude and param.use_muon. Muon updates {sorted(theirs - ours)[:4]} only in the checkpoint and "
+        f"{sorted(ours - theirs)[:4]} only in this run; the groups are {[words[bool(kind)] for kind in saved]} in the "
+        f"checkpoint and {[words[bool(kind)] for kind in current]} in this run"
     )
 
 
 def settings_of(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the saved settings of a group, which win as with any optimizer of torch; warn where the config differs.
+    """Return a group's settings after a load: the saved ones, as with torch's optimizers; warn if the config differs.
 
-    The warning leaves out learning rates, which a schedule changes. Their ratio is the config's: a schedule is built
-    from the config too. What was chosen for this machine is no setting.
+    The config's ``lr_ratio`` and the marks of experts are kept. There is no warning about learning rates, which
+    schedules change, nor about the choices that were made for the machine, such as ``ns_choice``.
     """
+    # Not the config's rates: a rate that the script has lowered by hand would jump back on every resume.
     if (ratio := saved.get("lr_ratio", current.get("lr_ratio"))) != current.get("lr_ratio"):
         change = f"lr_ratio = {current['lr_ratio']} from the config; the checkpoint has {ratio}"
-        logger.warning("deepspeed-muon: group %s goes on with %s", current.get("name"), change)
+        logger.warning("deepspeed-muon: parameter group %s continues with %s", current.get("name"), change)
     left_out = KEPT_FROM_CONFIG | {"params", "matrices", "blocks"}
     settings = {key: value for key, value in saved.items() if key not in left_out}
     silent = {"lr", "initial_lr", "ns_choice", "ns_methods", "owner_counts", SAVED}
-    if current.get("use_muon"):  # schedulers of torch cycle the betas of every group; Muon's have no effect
+    if current.get("use_muon"):  # torch's schedulers change the betas of every group; a Muon group's have no effect
         silent.add("betas")
     for key, value in settings.items():
         if key in current and key not in silent and value != current[key]:
             change = f"{key} = {value} from the checkpoint; the config has {current[key]}"
-            logger.warning("deepspeed-muon: group %s goes on with %s", current.get("name"), change)
+            logger.warning("deepspeed-muon: parameter group %s continues with %s", current.get("name"), change)
     return {key: value for key, value in current.items() if key != "params"} | settings

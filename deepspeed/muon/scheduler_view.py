@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a learning-rate scheduler sees: the parameter groups as the user gave them.
 
-The optimizer has split each of them into a Muon and an AdamW half. A schedule written for AdamW sets one learning rate
-per group, and each half gets it times the half's ``lr_ratio``.
+The optimizer has split each of them into a Muon group and an AdamW group (its halves). A schedule written for AdamW
+sets one learning rate per user group; each half's rate becomes that rate times the half's ``lr_ratio``.
 """
 
 from __future__ import annotations
@@ -13,17 +13,20 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-#: Keys that scale with ``lr_ratio``.
+#: Keys whose value in a half is the user group's value times ``lr_ratio``. Without the ratio, schedules with absolute
+#: rates, such as OneCycleLR and WarmupLR, would set the same rate in both halves.
 RATES = ("lr", "initial_lr")
-#: Keys that act in one half, and whether it is Muon's: a cycle of ``betas`` is meant for Adam.
+#: Key -> ``use_muon`` of the half that it is written to. Muon's momentum does not follow a cycle of ``betas``, because
+#: the usual cycles (0.85 to 0.95) are chosen for Adam's first moment.
 HALF_OF = {"betas": False, "momentum": True}
 
 
 class UserGroup(UserDict):
-    """One group as the user gave it. ``lr``, ``momentum`` and ``betas`` are read from its halves.
+    """One parameter group as the user gave it, a view of its halves: ``indices`` in ``optimizer.param_groups``.
 
-    Writing ``lr`` or ``initial_lr`` sets each half's to the value times its ``lr_ratio``. Writing ``betas`` sets those
-    of AdamW, writing ``momentum`` that of Muon. All other keys are the scheduler's, or the user's in the group.
+    Reading ``lr`` computes it from the halves. Writing ``lr`` or ``initial_lr`` sets it in each half, times the half's
+    ``lr_ratio``. ``betas`` are read from and written to the AdamW half, ``momentum`` the Muon half. All other keys that
+    are written, such as a scheduler's own, are stored here. ``lr``, ``betas``: values to return if no half has them.
     """
 
     def __init__(self, optimizer: Optimizer, indices: Sequence[int], lr: float, betas: tuple[float, float]) -> None:
@@ -59,10 +62,9 @@ class UserGroup(UserDict):
 
 
 class UserGroups(Optimizer):
-    """An optimizer for schedulers only: it has the groups as the user gave them, and its step does nothing.
+    """A stand-in for ``optimizer`` to pass to a scheduler: ``param_groups`` are the user's groups; ``step`` is a no-op.
 
-    ``origins`` and ``lrs``: for each of the user's groups, the indices of its halves in ``optimizer`` and its learning
-    rate. Groups without an AdamW half have the betas of the optimizer's defaults.
+    ``origins`` and ``lrs``: for each of the user's groups, the indices of its halves and its learning rate.
     """
 
     def __init__(self, optimizer: Optimizer, origins: Sequence[Sequence[int]], lrs: Sequence[float]) -> None:
@@ -70,13 +72,13 @@ class UserGroups(Optimizer):
         self.defaults = {"lr": optimizer.defaults["lr"], "betas": betas}
         groups = [UserGroup(optimizer, indices, lr, betas) for indices, lr in zip(origins, lrs, strict=True)]
         self.param_groups = groups  # type: ignore[assignment]
-        # Schedulers warn unless the optimizer steps before they do.
+        # Schedulers warn if they step before their optimizer, and this object is their optimizer.
         optimizer.register_step_post_hook(lambda *_: self.step())
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """Return the optimizer's state, which a load replaces."""
+        """Return the state of the real optimizer."""
         return self.optimizer.state
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Do nothing: the optimizer has stepped."""
+        """Do nothing; the real optimizer updates the parameters."""

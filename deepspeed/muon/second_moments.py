@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NorMuon's second moments, which belong to whole matrices: each is with the owner of its matrix."""
+"""NorMuon's second moments. The owner of a matrix holds its moments, so that only saves have to send them."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from torch import Tensor
 from deepspeed.muon.exchange.exchange import Exchange
 from deepspeed.muon.log import logger
 
-#: The key under which a saved group holds the second moments of all matrices, by name.
+#: The key of a saved group under which matrix name -> second moments are stored, for all matrices.
 SAVED = "second_moments"
 
 
 class SecondMoments:
-    """fp32, one number per output, by the name of the matrix. ``is_used``: without NorMuon there are none."""
+    """NorMuon's second moments of the matrices that this rank owns. ``is_used``: whether NorMuon is on."""
 
     def __init__(self, is_used: bool) -> None:
         self.is_used = is_used
-        #: Second moments of the matrices that this rank owns; between a load and the next binding, of all matrices.
+        #: Matrix name -> second moments, fp32 ``[outputs]``. Between a load and the next :meth:`bind`: all matrices.
         self.by_name: dict[str, Tensor] = {}
+        #: For each partition, its exchange and matrix name -> number of outputs.
         self._outputs: list[tuple[Exchange, dict[str, int]]] = []
 
     def bind(self, steps: Iterable[Any]) -> None:
-        """Keep those of the matrices that this rank owns in these partition steps; zeros where there are none yet."""
+        """Keep the moments of matrices that this rank owns by the plans of ``steps``; create missing ones as zeros."""
         found: dict[str, Tensor] = {}
         self._outputs.clear()
         for step in steps if self.is_used else ():
@@ -41,12 +42,12 @@ class SecondMoments:
         self.by_name = found
 
     def of(self, names: Sequence[str]) -> list[Tensor]:
-        """Return those of matrices that this rank owns; none without NorMuon."""
+        """Return the second moments of these matrices, which this rank must own; an empty list without NorMuon."""
         return [self.by_name[name] for name in names] if self.is_used else []
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Hold the second moments of all matrices for as long as the context lasts. Entered by all ranks together."""
+        """Collective. Hold the second moments of all matrices, collected from their owners, while the context lasts."""
         owned = self.by_name
         found = [exchange.collect(owned, outputs) for exchange, outputs in self._outputs]
         self.by_name = {name: moment for moments in found for name, moment in moments.items()} if found else owned
@@ -56,25 +57,24 @@ class SecondMoments:
             self.by_name = owned
 
     def save(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Put the second moments of all matrices into the first Muon group of a state dict.
+        """Put all matrices' second moments, for any owners after a resume, into a state dict's first Muon group.
 
-        Raises:
-            RuntimeError: other ranks have some of them.
+        Raise RuntimeError if other ranks have some of the moments, because :meth:`whole` was not entered.
         """
         if not (self.by_name or self._outputs):
             return
         if missing := {name for _, outputs in self._outputs for name in outputs} - self.by_name.keys():
             raise RuntimeError(
-                f"state_dict of a sharded MuonWithAuxAdam with NorMuon: {len(missing)} of its second moments are on "
-                "other ranks; save with engine.save_checkpoint, or call it on all ranks within optimizer.whole_state()"
+                f"state_dict: NorMuon's second moments of {len(missing)} matrices are on other ranks; save with "
+                "engine.save_checkpoint, or call state_dict on all ranks within optimizer.whole_state()"
             )
         next(group for group in groups if group["use_muon"])[SAVED] = dict(self.by_name)
 
     def load(self, groups: Iterable[dict[str, Any]], is_logging: bool) -> None:
-        """Take them out of saved groups. ``is_logging``: warn where only one of the two runs has NorMuon."""
+        """Take the moments out of saved ``groups``. ``is_logging``: warn if only one of the two runs uses NorMuon."""
         found = {name: moment for group in groups for name, moment in group.pop(SAVED, {}).items()}
         if is_logging and found and not self.is_used:
-            logger.warning("deepspeed-muon: the checkpoint's run had normuon, this one goes on without it")
+            logger.warning("deepspeed-muon: the checkpoint was saved with normuon; this run's config does not set it")
         if is_logging and self.is_used and not found:
-            logger.warning("deepspeed-muon: the checkpoint has no second moments of NorMuon; they start at zero")
+            logger.warning("deepspeed-muon: the checkpoint has no second moments for normuon; they start at zero")
         self.by_name = found if self.is_used else {}

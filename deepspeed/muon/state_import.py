@@ -2,8 +2,8 @@
 """Import the state of another run's optimizer, by parameter name.
 
 This Muon's momentum is an exponential average of gradients, buf = momentum * buf + (1 - momentum) * grad. AdamW's
-first moment is one too, with beta1 for momentum. The sum in Keller Jordan's first Muon, buf = momentum * buf + grad,
-is 1 / (1 - momentum) times the average.
+first moment is the same with beta1 in place of momentum. The sum in Keller Jordan's first Muon, buf = momentum * buf +
+grad, is 1 / (1 - momentum) times the average.
 """
 
 from __future__ import annotations
@@ -23,43 +23,42 @@ from deepspeed.muon.matrices.splitting import MatrixSpec
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.saved_state import fused_names
 
-#: The keys of a parameter's state, by whether it has Muon.
+#: Whether Muon updates a parameter -> the keys of its state.
 KEYS = {True: ("momentum_buffer",), False: ("exp_avg", "exp_avg_sq")}
-#: What may become of a parameter's state, with the text for the log.
+#: What an import can do with a parameter's state -> the text for the log.
 ACTIONS = {"kept": "{key} as saved", "first_moment": "{key} from the first moment", "zero": "{key} at zero"}
+#: Parameter name -> a key of :data:`ACTIONS`.
 Actions = dict[str, str]
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where state comes from."""
+    """The optimizer state of another run."""
 
-    #: Its name in the log.
+    #: What the log calls this source.
     title: str
-    #: By parameter name, whether Muon updated it in that run (otherwise AdamW).
+    #: Parameter name -> whether Muon updated the parameter in the other run; otherwise AdamW did.
     is_muon: Mapping[str, bool]
-    #: (name, key of :data:`KEYS`) -> the state of the whole parameter, in any shape.
+    #: (parameter name, state key from :data:`KEYS`) -> that state of the whole parameter, in any shape.
     read: Callable[[str, str], Tensor]
-    #: name -> number of steps taken.
+    #: Parameter name -> number of steps taken.
     step: Callable[[str], float]
 
 
 def plan_import(specs: Iterable[MatrixSpec], source: Source, choice: str | None) -> Actions:
-    """Decide what becomes of each parameter's state: by name, a key of :data:`ACTIONS`.
+    """Decide how the state of the parameters ``specs`` is imported.
 
-    Args:
-        specs: the parameters that need state.
-        choice: ``import_momentum``, for parameters that AdamW updated and Muon now updates; ``"zero"`` also
-            covers the opposite change. ``None`` refuses both.
+    ``choice``: the config's ``import_momentum``, for parameters that AdamW updated and Muon updates now. ``"zero"``
+    also covers the opposite change; ``None`` covers neither.
 
     Raises:
-        ImportStateError: names the parameters that ``source`` lacks, and those whose change the choice does not cover.
+        ImportStateError: ``source`` lacks a parameter, or ``choice`` does not cover a parameter's change.
     """
     actions: Actions = {}
     texts = {
-        None: "it holds no state of",
-        False: "AdamW updated there what Muon updates here",
-        True: "Muon updated there what AdamW updates here",
+        None: "it has no state of these parameters",
+        False: "AdamW updated these parameters in the other run, and Muon updates them in this one",
+        True: "Muon updated these parameters in the other run, and AdamW updates them in this one",
     }
     refused: dict[str, list[str]] = defaultdict(list)
     for spec in specs:
@@ -73,23 +72,21 @@ def plan_import(specs: Iterable[MatrixSpec], source: Source, choice: str | None)
     if refused:
         problems = [f"{text}: {', '.join(n[:8])}{', ...' if len(n) > 8 else ''}" for text, n in refused.items()]
         raise ImportStateError(
-            f"{source.title} cannot be taken over: {'; '.join(problems)}. Route them as there with muon_include and "
-            'muon_exclude, or start the state of those that change at zero with "import_momentum": "zero"'
+            f"cannot import {source.title}: {'; '.join(problems)}. Assign parameters as in the other run, with "
+            'muon_include and muon_exclude, or start the state of those that changed at zero: "import_momentum": "zero"'
         )
     return actions
 
 
 def write_state(optimizer: MuonWithAuxAdam, partition: Partition, source: Source, actions: Actions) -> None:
-    """Write this rank's part of the state of a partition's parameters, in place.
+    """Write this rank's part of the imported state of a partition's parameters into the bound optimizer's tensors.
 
-    A tensor's step count becomes the largest of its parameters'.
-
-    Args:
-        actions: from :func:`plan_import`; other parameters keep their state.
+    Parameters that are not in ``actions`` keep their state. The step count of a tensor that holds several parameters
+    becomes the largest of theirs.
     """
     steps: dict[int, float] = {}
     for shard in partition.shards:
-        if action := actions.get(shard.spec.name):  # the bias correction of moments at zero starts anew
+        if action := actions.get(shard.spec.name):  # step 0 for moments at zero: their bias correction starts anew
             count = 0.0 if action == "zero" else source.step(shard.spec.name)
             steps[shard.tensor] = max(count, steps.get(shard.tensor, 0.0))
     for index, count in steps.items():
@@ -106,7 +103,7 @@ def write_state(optimizer: MuonWithAuxAdam, partition: Partition, source: Source
 
 
 def log_import(optimizer: MuonWithAuxAdam, source: Source, actions: Actions) -> None:
-    """Log one line per parameter group."""
+    """Log for each parameter group how many parameters had their state imported, and how."""
     for index, group in enumerate(optimizer.param_groups):
         shards = (shard for part in optimizer.all_partitions if part.index == index for shard in part.shards)
         names = dict.fromkeys(shard.spec.name for shard in shards)
@@ -114,15 +111,15 @@ def log_import(optimizer: MuonWithAuxAdam, source: Source, actions: Actions) -> 
         counts = Counter(ACTIONS[actions[name]].format(key=keys) for name in names if name in actions)
         if counts:
             kinds = ", ".join(f"{count} x {text}" for text, count in counts.items())
-            logger.info("deepspeed-muon: group %s: from %s: %s", group["name"], source.title, kinds)
+            logger.info("deepspeed-muon: parameter group %s: imported from %s: %s", group["name"], source.title, kinds)
 
 
 def warn_of_fused(optimizer: MuonWithAuxAdam, source: Source, actions: Actions) -> None:
-    """Warn where the momentum of another Muon continues in parameters that it may not have cut."""
+    """Warn about fused parameters that this run splits into several matrices and the source's Muon may not have."""
     if names := [name for name in fused_names(optimizer) if actions.get(name) == "kept"]:
         logger.warning(
-            "deepspeed-muon: %d fused parameters go on as several matrices, first %s; where %s has them as one, "
-            '"muon_fused": "whole" goes on as before',
+            "deepspeed-muon: %d fused parameters (first: %s) are now updated as several matrices; if %s updated each "
+            'as one, "muon_fused": "whole" keeps that',
             len(names),
             names[0],
             source.title,
@@ -136,26 +133,29 @@ def warn_of_fused(optimizer: MuonWithAuxAdam, source: Source, actions: Actions) 
 def import_state(
     engine: Any, state_dict: Mapping[str, Any], convention: Literal["ema", "sum"], names: Sequence[str] | None = None
 ) -> None:
-    """Import the state of a plain PyTorch optimizer, on every rank of a live engine.
+    """Import the state of a plain PyTorch optimizer into an engine's optimizer. Call it on every rank.
 
-    Parameters that the state_dict does not hold keep their state, so one call can import a Muon and another the AdamW
-    beside it. Weights, schedules and DeepSpeed's own counters are not touched.
+    Parameters that are not in the state_dict keep their state, so one call can import a Muon and another the AdamW that
+    was used with it. Weights, schedules and DeepSpeed's counters do not change.
 
     Args:
-        engine: from ``deepspeed.initialize``, with this Muon.
-        state_dict: of ``torch.optim.Muon``, of a Muon in Keller Jordan's style, or of (torch's) Adam or AdamW: per
-            parameter ``momentum_buffer``, or ``exp_avg``, ``exp_avg_sq`` and ``step``, in the parameter's shape.
-        convention: what ``momentum_buffer`` is: ``"ema"``, buf = momentum * buf + (1 - momentum) * grad, as in
-            ``torch.optim.Muon``; or ``"sum"``, buf = momentum * buf + grad, which is multiplied by 1 - momentum.
-        names: of the parameters, by index in the state_dict. By default its own ``param_names``, which torch writes
-            where the optimizer was built with ``model.named_parameters()``.
+        engine: a DeepSpeed engine that uses this package's Muon.
+        state_dict: the state_dict of ``torch.optim.Muon``, of a Muon in Keller Jordan's style, or of torch's Adam or
+            AdamW. It has per parameter ``momentum_buffer``, or ``exp_avg``, ``exp_avg_sq`` and ``step``, in the
+            parameter's shape.
+        convention: how ``momentum_buffer`` was computed: ``"ema"``: buf = momentum * buf + (1 - momentum) * grad, as in
+            ``torch.optim.Muon``; ``"sum"``: buf = momentum * buf + grad, which the import multiplies by 1 - momentum.
+        names: the parameters' names, in the order of the state_dict. Default: its ``param_names``, which exist if the
+            optimizer was built with ``model.named_parameters()``.
 
     Raises:
-        ImportStateError: names what does not fit, before anything is changed.
+        ImportStateError: something does not fit; the message names it, and nothing has changed.
     """
     optimizer = engine.basic_optimizer
     if getattr(engine.optimizer, "swap_optimizer", False):
-        raise ImportStateError("the state lies on NVMe, where import_state does not reach it; import with CPU offload")
+        raise ImportStateError(
+            "import_state cannot write state that is offloaded to NVMe; import with CPU offload, then save a checkpoint"
+        )
     if convention not in ("ema", "sum"):
         raise ImportStateError(f'convention: got {convention!r}, expected "ema" or "sum"')
     source = _of_state_dict(optimizer, state_dict, convention == "sum", names)
@@ -169,7 +169,10 @@ def import_state(
 
 
 def momentum_policy(optimizer: MuonWithAuxAdam, source: Source) -> str | None:
-    """Return ``import_momentum`` where the config sets it or no parameter had Muon; else ``None``: kinds must agree."""
+    """Return the ``choice`` for :func:`plan_import`: ``import_momentum``, but ``None`` if it is a mere default.
+
+    The default is used only if ``source`` is from a run without Muon.
+    """
     is_set = "import_momentum" in optimizer.config.model_fields_set
     return optimizer.config.import_momentum if is_set or not any(source.is_muon.values()) else None
 
@@ -177,6 +180,7 @@ def momentum_policy(optimizer: MuonWithAuxAdam, source: Source) -> str | None:
 def _of_state_dict(
     optimizer: MuonWithAuxAdam, state_dict: Mapping[str, Any], is_sum: bool, names: Sequence[str] | None
 ) -> Source:
+    """Check a state_dict and return it as a :class:`Source`. ``is_sum``: the convention of the momentum is "sum"."""
     specs = {spec.name: spec for spec in optimizer.specs.values()}
     groups = state_dict["param_groups"]
     members = [(index, group.get("momentum")) for group in groups for index in group["params"]]
@@ -199,20 +203,20 @@ def _of_state_dict(
 
 
 def _names(groups: Sequence[Mapping[str, Any]], names: Sequence[str] | None) -> Sequence[str]:
-    """Return the names of a state_dict's parameters, in its order; its own where the caller has none."""
+    """Return the names of a state_dict's parameters, in its order: ``names``, else the groups' ``param_names``."""
     count = sum(len(group["params"]) for group in groups)
     if names is None:
         names = [name for group in groups for name in group.get("param_names", ())]
     if not names:
         raise ImportStateError(
-            f"the state_dict does not name its {count} parameters, and parameters of equal shape could be swapped "
-            "unnoticed: pass names=[...], one per parameter in its order, as [name for name, _ in "
-            "model.named_parameters()] for an optimizer that was built with model.parameters()"
+            f"the state_dict does not name its {count} parameters, so those of equal shape could be mixed up: pass "
+            "names=[...], one name per parameter in the state_dict's order; for an optimizer that was built with "
+            "model.parameters() that is [name for name, _ in model.named_parameters()]"
         )
     if not len(names) == len(set(names)) == count:
         raise ImportStateError(
-            f"the state_dict holds {count} parameters, and there are {len(set(names))} names: pass one name per "
-            "parameter of it, each once, in its order"
+            f"the state_dict holds {count} parameters, but there are {len(set(names))} different names: pass exactly "
+            "one name per parameter, in the state_dict's order"
         )
     return names
 
@@ -220,13 +224,15 @@ def _names(groups: Sequence[Mapping[str, Any]], names: Sequence[str] | None) -> 
 def _problems(
     specs: Mapping[str, MatrixSpec], entries: Mapping[str, Mapping[str, Any]], decays: Mapping[str, Any], is_sum: bool
 ) -> Iterator[str]:
+    """Yield texts on what does not fit: name -> spec, saved state (``entries``) and saved ``momentum`` (``decays``)."""
     for name, entry in entries.items():
         keys = [keys for keys in KEYS.values() if all(isinstance(entry.get(key), Tensor) for key in keys)]
         if name not in specs:
             yield f"{name}: the model has no such trainable parameter"
         elif not keys:
-            yield f"{name}: neither momentum_buffer nor exp_avg and exp_avg_sq, but {sorted(entry)}"
+            yield f"{name}: expected the keys momentum_buffer, or exp_avg and exp_avg_sq, but found {sorted(entry)}"
         elif any(tuple(entry[key].shape) != specs[name].shape for key in keys[0]):
-            yield f"{name}: {list(entry[keys[0][0]].shape)} there, {list(specs[name].shape)} here"
+            shapes = list(entry[keys[0][0]].shape), list(specs[name].shape)
+            yield f"{name}: has shape {shapes[0]} in the state_dict and {shapes[1]} in the model"
         elif is_sum and "momentum_buffer" in entry and decays[name] is None:
-            yield f"{name}: its group has no momentum, by which a sum becomes an average"
+            yield f"{name}: its saved group has no key momentum, which is needed to convert a sum into an average"

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step of a partition of the Muon half, from gradient to weight.
+"""One step of a partition of Muon parameters, from gradient to weight.
 
-    look           on the shard     which matrices have a gradient; the others stay as they are
+    look           on the shard     find the matrices that have a gradient; the others are not updated
     prepare        on the shard     momentum and Nesterov, rounded to the dtype of the exchange
     orthogonalize  at the owner     Newton-Schulz on whole matrices, between the update rules
     apply          on the shard     weight decay, and the update scaled by learning rate and shape
 
-Each phase except the first works on one bucket at a time. Between them the shards travel to the owner and back: the
-exchange calls the phases in the order of the program (:mod:`deepspeed.muon.plan.program`).
+The last three phases work on one bucket of matrices at a time. The exchange calls them in the order of the program
+(:mod:`deepspeed.muon.plan.program`), and sends shards to the owner after prepare and results back before apply. A "run"
+is a contiguous piece of a matrix that this rank holds, or a grid of such pieces (``ShardRun``).
 """
 
 from __future__ import annotations
@@ -44,15 +45,16 @@ from deepspeed.muon.step_stats import ABSENT, StepStats
 
 
 def short_hash(text: str, digits: int = 16) -> str:
-    """Return the first hexadecimal digits of a text's SHA-256."""
+    """Return the first ``digits`` hexadecimal digits of the SHA-256 of ``text``."""
     return hashlib.sha256(text.encode()).hexdigest()[:digits]
 
 
 class Call(NamedTuple):
-    """Runs of one bucket that are updated together: of one tensor, in one buffer, with one scale.
+    """Runs of one bucket that are updated together, because they share a tensor, a buffer and a ``scale``.
 
-    ``runs``: their indices. ``spans``: their elements; none of a run on a grid. ``tiles``: the spans for one kernel;
-    ``None``: one kernel launch per span.
+    ``runs``: their indices in the bucket. ``tensor``: index in the parameter group. ``in_place``: whether the buffer is
+    that of the owned matrices; otherwise it is the send buffer. ``spans``: the runs with neighbours joined; empty if
+    they are grids, whose elements are not contiguous. ``tiles``: the spans for a kernel that takes many; else ``None``.
     """
 
     runs: tuple[int, ...]
@@ -65,20 +67,19 @@ class Call(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class PartitionStep:
-    """The step of one partition of the Muon half, and everything that it needs, computed once.
+    """The step of one partition of Muon parameters, and everything that it needs, computed once.
 
     Args:
-        newton_schulz: its schedule, methods and dtype, which also decide what several owners of a matrix send each
-            other.
-        kernels: of Newton-Schulz, by rows and columns of the matrix, each found once.
-        elementwise: kernels of everything except the products of Newton-Schulz; equal on all ranks.
-        multi_run_kernels: update all runs of a call in one launch; ``None``: one launch per span.
-        scale: of the update, by rows and columns of the matrix.
-        settings: of the parameter group, and how Newton-Schulz runs.
-        sharers: ranks that plan the same matrices.
-        owner_counts: by the shape of a matrix, which a checkpoint pins, so that a resumed run keeps its bits.
-        blocks: where the blocks of each tensor's momentum in int8 begin; empty for other dtypes.
-        second_moments: of NorMuon.
+        newton_schulz: schedule, methods and dtype of Newton-Schulz.
+        kernels: (rows, columns) of a matrix -> the kernels for its Newton-Schulz.
+        elementwise: kernels for everything except the matrix products of Newton-Schulz; equal on all ranks.
+        multi_run_kernels: kernels that update all runs of a :class:`Call` in one launch; ``None``: launch per span.
+        scale: (rows, columns) of a matrix -> factor of its update.
+        settings: text of all settings that decide the bits of results, for :attr:`digest`.
+        sharers: number of ranks that plan the same matrices.
+        owner_counts: shape, such as ``16x64`` -> number of owners, for matrices with several; saved in checkpoints.
+        blocks: tensor -> the quantization blocks of its int8 momentum; empty for other dtypes.
+        second_moments: NorMuon's state.
     """
 
     config: MuonConfig
@@ -101,7 +102,7 @@ class PartitionStep:
 
     @cached_property
     def rules(self) -> Rules | None:
-        """Return the update rules beyond plain Muon; ``None`` without any."""
+        """Return the update rules beyond plain Muon; ``None`` if there are none."""
         return self.config.rules or None
 
     @cached_property
@@ -111,18 +112,18 @@ class PartitionStep:
 
     @cached_property
     def gradients(self) -> GradientProbe:
-        """Find the matrices that have no gradient in a step."""
+        """Return the object that finds the matrices without a gradient."""
         return GradientProbe(self.partition, self.plan, self.exchange)
 
     @cached_property
     def program(self) -> Program:
-        """Return what this rank does in a step."""
+        """Return the list of operations that this rank carries out in a step."""
         is_staged = self.exchange.staging is not None
         return program_of(self.plan, name_of(self.exchange.dtype), is_staged, self.newton_schulz)
 
     @cached_property
     def digest(self) -> str:
-        """Return a hash of all from which the programs of the ranks follow, and of what decides their bits."""
+        """Return a hash of everything that decides the ranks' collectives and the bits of results."""
         wire, travels = name_of(self.exchange.dtype), self.plan.travels(self.exchange.staging is not None)
         how = self.newton_schulz.dtype, self.newton_schulz.device_type
         plan = self.plan.of_all
@@ -131,7 +132,7 @@ class PartitionStep:
 
     @cached_property
     def calls(self) -> list[list[Call]]:
-        """Return the calls of each bucket."""
+        """Return for each bucket its runs, grouped into calls."""
         return [[self._call(bucket, runs) for runs in bucket.run_groups(self.scale)] for bucket in self.plan.buckets]
 
     def warm_up(self) -> None:
@@ -158,19 +159,19 @@ class PartitionStep:
     def run(
         self, group: dict[str, Any], states: Mapping[Tensor, State], phase: Phase, stats: StepStats | None
     ) -> frozenset[str]:
-        """Step; return the names of the matrices that have no gradient, whose weight and momentum stay as they are.
+        """Take a step. Return the names of the matrices that were not updated, because they have no gradient.
 
         Args:
-            group: the parameter group with the rates of this step, and with its tensors.
-            states: of the optimizer.
-            phase: entered around each phase, by name.
+            group: the parameter group with this step's learning rate, momentum and weight decay, and its tensors.
+            states: tensor -> optimizer state.
+            phase: returns a context manager for a phase's name, which is entered around the phase.
             stats: measures the step, if set.
         """
         self._group, self._states, self._stats = group, states, stats
         self._momentum, self._nesterov = group["momentum"], group["nesterov"]
         self._lr, self._decay = group["lr"], group["weight_decay"]
         self._absent: frozenset[str] = frozenset()
-        #: Of each fragment whose momentum in int8 was advanced with its run: the index of its tensor, and its position.
+        #: (tensor index, position) of each fragment whose int8 momentum :meth:`prepare` has already updated.
         self._advanced: set[tuple[int, int]] = set()
         self.exchange.run(self.plan, self.program, self, phase)
         if self._is_int8:
@@ -181,7 +182,7 @@ class PartitionStep:
     # ---- on the shard: which matrices have a gradient -----------------------------------------------------
 
     def look(self, operation: Look) -> None:
-        """Find the matrices that have no gradient on any rank."""
+        """Find the matrices that have no gradient on any rank; they are not updated in this step."""
         self._absent = self.gradients.absent(self._group["params"], operation)
         if self._stats is not None:
             self._stats.add(ABSENT, len(self._absent) / self.sharers, 0)
@@ -189,15 +190,15 @@ class PartitionStep:
     # ---- on the shard: momentum and Nesterov --------------------------------------------------------------
 
     def prepare(self, buffers: BucketBuffers) -> None:
-        """Advance the momentum of a bucket's runs, and write its look-ahead to where it is sent from.
+        """Update the momentum of a bucket's runs, and write the input of Newton-Schulz into the bucket's buffers.
 
-        The look-ahead is ``g + momentum * (m - g)`` of the gradient g and the new average m with Nesterov, else m, in
-        the dtype of the exchange.
+        That input, called look-ahead, is ``g + momentum * (m - g)`` with Nesterov, else ``m``, where g is the gradient
+        and m the updated momentum. It has the dtype of the exchange.
         """
         for call in self.calls[buffers.index]:
             tensor: Tensor = self._group["params"][call.tensor]
             if tensor.grad is None:
-                # The plan sends every run, also of a parameter that has no gradient.
+                # The plan is fixed and sends every run, so a parameter without a gradient is sent as zeros.
                 for index in call.runs:
                     buffers.slice_of(index).zero_()
                 continue
@@ -207,13 +208,13 @@ class PartitionStep:
                 continue
             for index in call.runs:
                 run = buffers.bucket.runs[index]
-                if run.matrix in self._absent:  # Newton-Schulz of zero is zero
+                if run.matrix in self._absent:  # Newton-Schulz maps zero to zero
                     buffers.slice_of(index).zero_()
                 else:
                     self._advance(tensor, grad, run, buffers.slice_of(index))
 
     def _advance_spans(self, call: Call, average: Tensor, grad: Tensor, targets: Tensor) -> None:
-        """Advance the momentum of all runs of a call; all tensors are 1-D."""
+        """Update ``average``, the momentum of a call's tensor, and write look-aheads to ``targets``; all are 1-D."""
         if self.multi_run_kernels is not None:
             self.multi_run_kernels.advance(average, grad, targets, call.tiles, self._momentum, self._nesterov)
             return
@@ -222,7 +223,7 @@ class PartitionStep:
             self.elementwise.advance(average[shard], grad[shard], target, self._momentum, self._nesterov, self._work)
 
     def _advance(self, tensor: Tensor, grad: Tensor, run: ShardRun, target: Tensor) -> None:
-        """Advance the momentum of one run; ``target``: 1-D, for its look-ahead."""
+        """Update the momentum of one run of ``tensor``, and write its look-ahead to ``target``, 1-D."""
         if self._is_int8:
             self._advance_in_int8(tensor, grad, run, target)
             return
@@ -230,7 +231,7 @@ class PartitionStep:
         gradient = copy_from_grid(grad, run.copy, self._work, "gradient")
         average = copy_from_grid(state[MOMENTUM], run.copy, self._work, "momentum")
         if average.dtype == torch.bfloat16:
-            # Random numbers belong to the elements of a matrix, whatever rank has them.
+            # Each element of a matrix draws its own random number, so results do not depend on how ranks share it.
             name, first = run.draws
             key = key_of(name, int(state["step"]))
             self.elementwise.advance_rounded(average, gradient, target, momentum, nesterov, key, first, self._work)
@@ -238,12 +239,14 @@ class PartitionStep:
             self.elementwise.advance(average, gradient, target, momentum, nesterov, self._work)
         copy_to_grid(average, state[MOMENTUM], run.copy)
 
-    # ---- on the shard: momentum in int8, whose blocks are rounded once each and may lie in several runs ------
+    # ---- on the shard: momentum in int8 ----------------------------------------------------------------------
+    # A quantization block must be rounded once per step, but may span runs of different buckets. So prepare computes
+    # the look-ahead from the old codes, and the codes are updated after the last bucket.
 
     def _advance_in_int8(self, tensor: Tensor, grad: Tensor, run: ShardRun, target: Tensor) -> None:
-        """Write a run's look-ahead to ``target``, and advance its momentum if this rank has no more of the parameter.
+        """Write a run's look-ahead to ``target``; leave the momentum to :meth:`_advance_rest`.
 
-        Otherwise :meth:`_advance_rest` advances it.
+        If the run is everything that this rank holds of the parameter, update the momentum in the same pass.
         """
         state, copy = self._states[tensor], run.copy
         fragment, codes, absmax, skipped = self.blocks[tensor].around(state, copy.start, copy.extent)
@@ -260,11 +263,12 @@ class PartitionStep:
     def _advance_codes(
         self, state: State, fragment: Fragment, codes: Tensor, absmax: Tensor, grad: Tensor, target: Tensor | None
     ) -> None:
+        """Update the codes of one fragment; write its look-ahead to ``target``, if given."""
         key, momentum, nesterov = key_of(fragment.name, int(state["step"])), self._momentum, self._nesterov
         self.elementwise.advance_codes(codes, absmax, grad, target, momentum, nesterov, key, fragment.first, self._work)
 
     def _advance_rest(self) -> None:
-        """Advance the fragments of several runs after the last bucket, except their absent matrices."""
+        """Update, after the last bucket, the int8 momenta not yet updated, except matrices without a gradient."""
         absent_runs: dict[tuple[int, int], list[ShardRun]] = defaultdict(list)
         for bucket in self.plan.buckets if self._absent else ():
             for run in bucket.runs:
@@ -287,10 +291,10 @@ class PartitionStep:
                 self._advance_codes(state, fragment, codes, absmax, gradient, None)
 
     def _with_momentum(self, tensor: Tensor, grad: Tensor, position: int, runs: Iterable[ShardRun]) -> Tensor:
-        """Return a copy of a fragment's gradient, 1-D, that has the momentum itself in place of these runs.
+        """Return a copy of a fragment's gradient, 1-D, in which the gradient of ``runs`` is replaced by their momentum.
 
-        The average of a momentum and itself is what it was, so its codes stay, unless it shares a block with elements
-        of another matrix whose magnitude changes the block's.
+        An update averages momentum and gradient, so the momentum of these runs keeps its value (and its codes, unless
+        it shares a quantization block with a matrix that changes). ``position``: of the fragment in ``tensor``.
         """
         grad, state = grad.clone(), self._states[tensor]
         for run in runs:
@@ -304,15 +308,15 @@ class PartitionStep:
     # ---- at the owner: Newton-Schulz ----------------------------------------------------------------------
 
     def orthogonalize(self, buffers: BucketBuffers, calls: Iterator[Collective]) -> None:
-        """Orthogonalize the matrices of a bucket, equal shapes in one batch ``[batch, rows, cols]``.
+        """Orthogonalize the matrices of a bucket in place, equal shapes in one batch ``[batch, rows, cols]``.
 
-        ``calls``: those that the owners of one matrix make meanwhile, by the program.
+        ``calls``: the planned collectives, in order, among the owners of matrices with several owners.
         """
         how, rules, stats = self.newton_schulz, self.rules, self._stats
         for batch in buffers.bucket.batches:
             shape = batch.count, batch.rows, batch.cols
             matrices = buffers.matrices[batch.start : batch.start + math.prod(shape)].view(shape)
-            # With rules a matrix has one owner: they need whole rows and columns.
+            # Rules need whole rows and columns; the plan therefore gives each matrix one owner if there are rules.
             if rules is not None:
                 rules.before(matrices, batch.axis, self._work)
             if stats is not None:
@@ -339,7 +343,7 @@ class PartitionStep:
     # ---- on the shard: decay and update -------------------------------------------------------------------
 
     def apply(self, buffers: BucketBuffers) -> None:
-        """Decay the weights of a bucket's runs, and subtract the learning rate times the scaled result."""
+        """Apply weight decay to a bucket's runs, and subtract learning rate x scale x orthogonalized result."""
         if self._stats is not None:
             cautious = self.config.cautious_weight_decay
             self._stats.before_apply(self._updates(buffers), self._group, cautious)
@@ -358,7 +362,7 @@ class PartitionStep:
                 copy_to_grid(weights, tensor, run.copy)
 
     def _apply_spans(self, call: Call, weights: Tensor, results: Tensor) -> None:
-        """Update the weights of all runs of a call; both tensors are 1-D."""
+        """Update ``weights`` of a call's runs from ``results``, the bucket's buffer; both tensors are 1-D."""
         if self.multi_run_kernels is not None:
             cautious = self.config.cautious_weight_decay
             self.multi_run_kernels.apply_(weights, results, call.tiles, self._lr, call.scale, self._decay, cautious)
@@ -371,10 +375,15 @@ class PartitionStep:
         self.elementwise.apply_(weights, update, self._lr, call.scale, self._decay, cautious, self._work)
 
     def _in_fp32(self, weights: Tensor, run: ShardRun, step: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the weights of a run, all at once; those kept in bf16 in chunks of fp32, which are rounded back."""
+        """Yield (slice of the run, the 1-D ``weights`` there) to update in place.
+
+        bf16 weights are yielded as fp32 copies of a chunk at a time and rounded back stochastically: rounding to
+        nearest would lose updates below 2^-9 of a weight.
+        """
         if weights.dtype != torch.bfloat16:
             yield slice(None), weights
             return
+        # " weight" draws other numbers than the momentum does: equal ones would give both errors the same sign.
         name, first = run.draws
         for part, (wide,) in in_fp32([weights], [key_of(f"{name} weight", step)], first, self.elementwise, self._work):
             yield part, wide
@@ -382,23 +391,23 @@ class PartitionStep:
     # ---- runs of a call -----------------------------------------------------------------------------------
 
     def _is_one_pass(self, call: Call, bucket: Bucket, tensor: Tensor) -> bool:
-        """Return whether all runs of a call are updated without regard to where in their matrices the elements lie.
+        """Return whether a call's runs can be updated span by span: all their matrices must have a gradient.
 
-        Not if ``tensor`` is rounded stochastically, nor if a matrix among them has no gradient.
+        And ``tensor`` must not be bf16, as each element's stochastic rounding depends on its place in the matrix.
         """
         if not call.spans or tensor.dtype == torch.bfloat16:
             return False
         return not self._absent or not any(bucket.runs[index].matrix in self._absent for index in call.runs)
 
     def _present_runs(self, call: Call, buffers: BucketBuffers) -> Iterator[tuple[ShardRun, Tensor]]:
-        """Yield the runs of matrices with a gradient, each with its result, 1-D."""
+        """Yield (run, its part of the bucket's buffer, 1-D) for the runs of a call whose matrices have a gradient."""
         for index in call.runs:
             run = buffers.bucket.runs[index]
             if run.matrix not in self._absent:
                 yield run, buffers.slice_of(index)
 
     def _updates(self, buffers: BucketBuffers) -> Iterator[tuple[str, Tensor, Tensor, float]]:
-        """Yield (parameter, weights, result, scale) of every run that :meth:`apply` will update; tensors are 1-D."""
+        """Yield (parameter name, weights, result, scale) of each run that :meth:`apply` will update; both are 1-D."""
         for call in self.calls[buffers.index]:
             tensor: Tensor = self._group["params"][call.tensor]
             if tensor.grad is not None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Facts about one step for the monitor: sizes of updates, measures of one matrix, and the seconds of each phase.
 
-The measures of the singular values of X need one product with the smaller Gram matrix, G = X X^T or X^T X of k x k,
-k = min(rows, cols), and no decomposition. They keep G and a chunk of X in fp32.
+The measures of the singular values of a matrix X are computed, without a decomposition, from the smaller Gram matrix:
+G = X X^T or X^T X, k x k with k = min(rows, cols). They need memory for G and a chunk of X in fp32.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from torch import Tensor
 
 from deepspeed.muon.kernels.reference import CHUNK, chunks
 
-#: Measures of each parameter, and of the sampled matrix. The name of a value is ``measure/label``.
+#: Measures of each parameter. A value is recorded under the name ``measure/label``.
 CHANGE, CAUTIOUS = "update_to_weight", "cautious_decay"
+#: Measures of the one matrix that is sampled in a step.
 SAMPLED = ERROR, RANK = "orthogonality_error", "effective_rank"
-#: Of each attention layer.
+#: Measure of each attention layer.
 LOGIT = "max_logit"
 PER_LAYER = (CHANGE, CAUTIOUS, ERROR, RANK, LOGIT)
-#: The two values of all parameters: the size of the update per unit of learning rate.
+#: RMS of the update divided by the learning rate, over all Muon parameters and over all AdamW parameters.
 SIZES = {half: f"update_rms_{half}" for half in ("muon", "adamw")}
-#: How many matrices had no gradient in the step; each rank adds its share of the count.
+#: How many matrices had no gradient in the step.
 ABSENT = "matrices_without_gradient"
 #: Pseudo-phase for the cost of measuring itself; excluded from all other phases.
 RECORD = "record"
@@ -38,24 +39,25 @@ _EXPERT = re.compile(r"(experts)\.\d+\.")
 
 @cache
 def label(parameter: str) -> str:
-    """Return the name under which a parameter is recorded; experts that are separate parameters share one."""
+    """Return the name under which a parameter is recorded: ``mlp.experts.3.up`` -> ``mlp.experts.all.up``."""
     return _EXPERT.sub(r"\1.all.", parameter)
 
 
 class Sample(NamedTuple):
-    """The matrix whose singular values a record is about, and the :func:`label` of its parameter."""
+    """The name of the matrix whose singular values are measured, and the :func:`label` of its parameter."""
 
     label: str = ""
     matrix: str = ""
 
 
 class StepStats:
-    """Record one step on one rank, as quotients of two sums over the elements that this rank has.
+    """Record one step on one rank.
 
-    Sums over all ranks give the values of whole parameters, however these are sharded.
+    Every value is a quotient of two sums over the elements that this rank holds. Adding both sums over all ranks gives
+    the value of the whole parameter, however it is sharded.
 
-    ``synchronize``: wait for the accelerator, so that each phase is charged its time. ``sample``: the matrix to look
-    at, if this rank is its owner.
+    ``synchronize``: waits for the accelerator, so that its work is charged to the phase that started it. ``sample``:
+    the matrix to measure, if this rank is its owner.
     """
 
     def __init__(self, synchronize: Callable[[], None], sample: Sample | None = None) -> None:
@@ -67,7 +69,7 @@ class StepStats:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time spent inside to this phase, but not what was spent to measure."""
+        """Add the seconds spent inside the context to phase ``name``, except those spent on measuring."""
         started = self._now(name)
         try:
             yield
@@ -75,19 +77,20 @@ class StepStats:
             self.seconds[name] += self._now(name) - started
 
     def _now(self, name: str) -> float:
+        """Return the time in seconds, on a clock that stands still while measuring, unless ``name`` is RECORD."""
         self._synchronize()
         return time.perf_counter() - (0.0 if name == RECORD else self.seconds[RECORD])
 
     # ---- called by the optimizer ----------------------------------------------------------------------
 
     def before_newton_schulz(self, names: Sequence[str], matrices: Tensor) -> None:
-        """Measure the effective rank of the sampled matrix, at its owner, in a batch ``[batch, rows, cols]``."""
+        """Measure the effective rank of the sampled matrix, if it is in the batch; ``matrices [batch, rows, cols]``."""
         if self._sample.matrix in names:
             with self.phase(RECORD):
                 self._rank_before = participation_ratio(matrices[names.index(self._sample.matrix)])
 
     def after_newton_schulz(self, names: Sequence[str], matrices: Tensor) -> None:
-        """Measure the orthogonality of the result in the same batch; a matrix without a gradient has no values."""
+        """Measure the sampled matrix again, after Newton-Schulz, and record it unless it has no gradient."""
         if self._sample.matrix in names and not math.isnan(self._rank_before):
             with self.phase(RECORD):
                 error = orthogonality_error(matrices[names.index(self._sample.matrix)])
@@ -97,10 +100,10 @@ class StepStats:
     def before_apply(
         self, runs: Iterable[tuple[str, Tensor, Tensor, float]], group: dict[str, Any], cautious: bool
     ) -> None:
-        """Measure on the shard the size of updates and weights, and where cautious decay will act.
+        """Measure the sizes of updates and weights on this rank's shard, and how many weights will decay.
 
-        ``runs``: (parameter, weights before the update, orthogonalized update, its scale), both 1-D. Weights are valid
-        until the next run.
+        ``runs``: (parameter name, weights before the update, orthogonalized update, its scale); both tensors are 1-D,
+        and the weights are valid until the next item is taken. ``cautious``: ``cautious_weight_decay`` is on.
         """
         lr, counts_decay = group["lr"], cautious and group["weight_decay"] != 0
         with self.phase(RECORD):
@@ -118,7 +121,7 @@ class StepStats:
                     self.add(f"{CAUTIOUS}/{label(name)}", decays, count)
 
     def after_adamw(self, squares: Iterable[tuple[Tensor, int]]) -> None:
-        """Add the sum of squares of the update, 0-D, and the number of elements of each tensor."""
+        """Record AdamW's updates: ``squares`` yields (sum of squares of an update, 0-D; its number of elements)."""
         with self.phase(RECORD):
             for total, count in squares:
                 self.add(SIZES["adamw"], float(total), count)
@@ -126,18 +129,18 @@ class StepStats:
     # ---- the result -----------------------------------------------------------------------------------
 
     def add(self, name: str, numerator: float, denominator: float) -> None:
-        """Add to the two sums whose quotient is the value of this name."""
+        """Add to the two sums whose quotient is the value recorded under ``name``."""
         sums = self._sums[name]
         sums[0] += numerator
         sums[1] += denominator
 
     def sums(self, names: Sequence[str]) -> Tensor:
-        """Return both sums of these values, fp64, [names, 2], on the CPU; add them over the ranks."""
+        """Return numerator and denominator of each named value, fp64 ``[names, 2]``, on the CPU, to add over ranks."""
         return torch.tensor([self._sums[name] for name in names], dtype=torch.float64, device="cpu").view(-1, 2)
 
 
 def values_of(names: Sequence[str], sums: Tensor) -> dict[str, float]:
-    """Return the values by sums over the ranks, without those to which nothing was added and sizes beside zero."""
+    """Return name -> value, from the sums of all ranks ``[names, 2]``; values with a denominator of 0 are left out."""
     pairs = zip(names, sums.tolist(), strict=True)
     found = {name: numerator / denominator for name, (numerator, denominator) in pairs if denominator}
     are_squares = (*SIZES.values(), CHANGE)
@@ -148,9 +151,9 @@ def values_of(names: Sequence[str], sums: Tensor) -> dict[str, float]:
 
 
 def orthogonality_error(x: Tensor) -> float:
-    """Return how far the singular values s of ``x``, ``[rows, cols]``, are from 1: ``|G - I|_F / sqrt(k)``.
+    """Return ``|G - I|_F / sqrt(k)``, the root mean square of ``s^2 - 1`` over the singular values s of ``x``.
 
-    That is the root mean square of ``s^2 - 1``: 0 for an orthogonal matrix, 1 for zero.
+    It is 0 for an orthogonal matrix, 1 for a zero matrix.
     """
     gram = _gram(x, 1.0)
     gram.diagonal().sub_(1.0)
@@ -158,10 +161,10 @@ def orthogonality_error(x: Tensor) -> float:
 
 
 def participation_ratio(x: Tensor) -> float:
-    """Return how many singular values s of ``x``, ``[rows, cols]``, carry it: ``(sum s^2)^2 / sum s^4``, from 1 to k.
+    """Return the effective rank of ``x``, ``[rows, cols]``: ``(sum s^2)^2 / sum s^4`` of its singular values s.
 
-    The participation ratio of the eigenvalues of G (arXiv 2509.26560, section 1); k where all are equal, whatever the
-    scale of ``x``. NaN for a zero matrix.
+    It is the participation ratio of the eigenvalues of G (arXiv 2509.26560, section 1): from 1, for a matrix of rank
+    1, to k, if all singular values are equal. It does not depend on the scale of ``x``; NaN for a zero matrix.
     """
     low, high = torch.aminmax(x)
     gram = _gram(x, float(torch.maximum(high, -low)))
@@ -169,7 +172,7 @@ def participation_ratio(x: Tensor) -> float:
 
 
 def _gram(x: Tensor, scale: float) -> Tensor:
-    """Return G of ``x / scale``, fp32. Squares of tiny or huge entries leave fp32's range."""
+    """Return G of ``x / scale``, fp32 ``[k, k]``. The scale keeps squares of tiny or huge entries in fp32's range."""
     wide = x if x.size(0) <= x.size(1) else x.mT
     gram = torch.zeros(wide.size(0), wide.size(0), dtype=torch.float32, device=x.device)
     for part in wide.split(max(1, CHUNK // wide.size(0)), dim=1):
@@ -179,19 +182,17 @@ def _gram(x: Tensor, scale: float) -> Tensor:
 
 
 def sums_of_update(weight: Tensor, update: Tensor, cautious: bool) -> Iterator[Tensor]:
-    """Yield of each chunk how many elements it has, the norms of ``weight`` and ``update``, how many decay cautiously.
-
-    Each is fp32, ``[4]``, of so few elements that fp32 is exact enough.
+    """Yield for each chunk fp32 ``[4]``: its number of elements, norm of weights, norm of updates, decaying elements.
 
     Args:
-        weight: 1-D, before the update.
-        update: of its shape, any floating dtype: orthogonalized, not yet scaled.
-        cautious: whether to count the elements that decay.
+        weight: weights before the update, 1-D.
+        update: orthogonalized update, not yet scaled, in the shape of ``weight`` and any floating dtype.
+        cautious: whether to count the elements to which cautious weight decay applies; otherwise the count is 0.
     """
     for part in chunks(weight):
         w, u = weight[part], update[part]
         count = torch.tensor(w.numel(), dtype=torch.float32, device=w.device)
         norms = [torch.linalg.vector_norm(x, dtype=torch.float32) for x in (w, u)]
-        # As the update itself compares: a product could underflow to zero.
+        # Signs, not a product of both, which could underflow to zero; the update kernel compares the same way.
         opposed = torch.sign(w).mul_(u).lt_(0).sum() if cautious else count
         yield torch.stack([count, *norms, count - opposed])

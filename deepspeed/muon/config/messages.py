@@ -20,8 +20,8 @@ ADVICE = {
     "amsgrad": "AMSGrad is not supported; set it to false or remove the key",
     "maximize": "the optimizer only minimizes; change the sign of the loss, and set it to false or remove the key",
     "differentiable": "a step is not differentiable; set it to false or remove the key",
-    "decoupled_weight_decay": 'for Adam with L2 in the AdamW half write "adam_w_mode": false',
-    "muon_lr_scale": "write the rate of the Muon half itself into muon_lr",
+    "decoupled_weight_decay": 'for Adam with L2 instead of AdamW write "adam_w_mode": false',
+    "muon_lr_scale": "set muon_lr to the learning rate for Muon's parameters instead",
     "use_muon": "set it on parameters, param.use_muon = True, or use muon_include and muon_exclude",
     **dict.fromkeys(("fused", "foreach", "capturable", "set_grad_none"), "expected true or false; it has no effect"),
 }
@@ -42,27 +42,27 @@ _THEIRS = {
     "rms_scale": "consistent_rms muon_extra_scale_factor rms_rate",
     "weight_decay": "wd",
 }
-#: Other projects' names -> our key.
+#: Key of another Muon implementation -> our key for the same setting.
 PEERS = {theirs: ours for ours, names in _THEIRS.items() for theirs in names.split()}
 _TRAINER, _BOTH = "only Hugging Face's Trainer fills in", "only Hugging Face's Trainer and accelerate fill in"
-#: Keys whose ``"auto"`` something else may fill in, and what does.
+#: Key whose value ``"auto"`` a framework may replace -> text that says which framework does.
 FILLED_BY = {"lr": _BOTH, "betas": _TRAINER, "eps": _TRAINER, "weight_decay": _BOTH}
 
 
-#: The most letters by which a misspelt word is longer or shorter than the word meant.
+#: A misspelt word may be this many letters longer or shorter than the word meant.
 MOST_MISSING = 2
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str, quote: str = "", cutoff: float = 0.6) -> str:
-    """Return a question with the nearest known spelling; ``otherwise`` where none is near."""
+    """Return "did you mean X?" for the known word X most similar to ``word``; ``otherwise`` if none is similar."""
     near = nearest(word, known, cutoff)
     return f"did you mean {quote}{near}{quote}?" if near else otherwise
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the known spelling that is nearest to ``word``; ``None`` where none is near.
+    """Return the known word that is most similar to ``word``; ``None`` if none has a similarity of ``cutoff`` (0 to 1).
 
-    Words of very different lengths share letters by chance, unless one is cut short. A cutoff of 0 takes any.
+    Words of very different lengths share letters by chance, so, unless the cutoff is 0, they must begin with ``word``.
     """
     near = [
         name
@@ -73,22 +73,22 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
 
 
 def listed(choices: Sequence[Any]) -> str:
-    """Return the choices in words: ``a, b or c``."""
+    """Return the choices as text, such as "a, b or c"."""
     *others, last = map(str, choices)
     return f"{', '.join(others)} or {last}" if others else last
 
 
 def allowed(field: FieldInfo) -> str:
-    """Return which values a field may have, for docs/configuration.md and for error messages."""
+    """Return the allowed values of a config field as text, for docs/configuration.md and for error messages."""
     kinds = get_args(field.annotation)
     notes = [*field.metadata, *(note for kind in kinds for note in getattr(kind, "__metadata__", ()))]
     return next((note for note in notes if isinstance(note, str)), "") or listed(kinds)
 
 
 def expected(item: Mapping[str, Any], value: Any, values: str = "") -> str:
-    """Return which values are allowed, and which of them ``value`` may have meant.
+    """Return "expected <values>", with a hint if ``value`` looks like a misspelt choice or a quoted number or flag.
 
-    ``item``: an error from ``pydantic.ValidationError.errors``; its choices stand for ``values`` where these are empty.
+    ``item``: an entry of ``pydantic.ValidationError.errors()``; the choices it names are used if ``values`` is empty.
     """
     words = re.findall(r"[^\s',]+", str(item.get("ctx", {}).get("expected", "")))
     choices = [word for word in dict.fromkeys(words) if word != "or"]
@@ -101,24 +101,24 @@ def expected(item: Mapping[str, Any], value: Any, values: str = "") -> str:
 
 
 def own_words(item: Mapping[str, Any]) -> str:
-    """Return the message of an error of pydantic, without its prefix for errors that a validator has raised."""
+    """Return the message of a pydantic error, without the prefix "Value error, " of errors from our validators."""
     return str(item["msg"]).removeprefix("Value error, ")
 
 
 def unknown_inside(key: Any, known: Collection[str]) -> str:
-    """Return the message about a key inside of an object that is the value of another key."""
+    """Return the message about an unknown ``key`` in an object that is itself a value; ``known``: its valid keys."""
     return f"unknown key {key!r}, " + did_you_mean(str(key), known, f"known keys: {', '.join(known)}")
 
 
 def explain(
     item: Mapping[str, Any], params: Mapping[str, Any], model: type[BaseModel], known: Sequence[str], where: str
 ) -> str:
-    """Return one line with the key, its value, what is allowed and the nearest valid spelling.
+    """Return one line about an error: the key, its value, what is allowed and the nearest valid spelling.
 
     Args:
-        item: an error from ``pydantic.ValidationError.errors``.
-        params: what the user wrote; ``model``: has its fields; ``known``: the keys that may be set.
-        where: what stands before the key.
+        item: an entry of ``pydantic.ValidationError.errors()``, or a dict with its keys ``loc`` and ``type``.
+        params: what the user wrote; ``model``: the pydantic class; ``known``: the keys that may be set.
+        where: prefix of the key in the message, such as ``optimizer.params.``.
     """
     if not item["loc"]:
         return f"{where}{own_words(item)}"
@@ -127,7 +127,7 @@ def explain(
     if key in ADVICE:
         text = ADVICE[key]
     elif item["type"] == "not_here":
-        return f"{where}{key}: set it in optimizer.params, for all groups; a group may set {', '.join(known)}"
+        return f"{where}{key}: set it for all groups, in optimizer.params; a parameter group may set {', '.join(known)}"
     elif key not in known:
         near = did_you_mean(lowered, known, f"known keys: {', '.join(known)}", cutoff=0.5)
         peer = PEERS.get(lowered)
@@ -152,22 +152,23 @@ def _wrong_value(item: Mapping[str, Any], value: Any, field: FieldInfo, inner: S
 
 
 def _of_string(value: str, values: str) -> str:
-    """Return advice about a string in place of a flag or a number; empty for other strings."""
+    """Return advice about a string given where ``values``, the text of what is allowed, asks for a flag or number."""
     if value.lower() in ("true", "false") and values == "true or false":
         return f"write {value.lower()} without quotes"
     is_number = re.fullmatch(r"[+-]?[\d.]+(e[+-]?\d+)?", re.sub(r"[\s_]", "", value.lower()))
     if "number" in values and is_number and not DECIMAL.fullmatch(value):
-        return "a string counts as a number only if it is written like 1e-5, without blanks and underscores"
+        return "a number in quotes must be written like 1e-5, without spaces and underscores"
     return ""
 
 
 def _special(key: str, value: Any) -> str:
+    """Return advice about particular wrong values of particular keys; empty for all others."""
     text = str(value).lower()
     if key == "wire_dtype" and text in ("fp16", "float16", "half"):
-        return "fp16 is refused, because gradients underflow in it; use bf16 or fp32"
+        return "fp16 is not supported, because gradients underflow in it; use bf16 or fp32"
     if key == "adjust_lr_fn" and text == "spectral":
         return 'Megatron\'s spectral is "match_rms_adamw" with rms_scale set to its muon_extra_scale_factor'
     if text == "auto" and key in (*FILLED_BY, "muon_lr", "adam_lr"):
-        who = FILLED_BY.get(key, "nothing fills in")
+        who = FILLED_BY.get(key, "no framework fills in")
         return f"{who} this 'auto'; write a value or remove the key"
     return ""

@@ -13,7 +13,7 @@ from deepspeed.muon.errors import MuonConfigError
 
 
 class Preset(NamedTuple):
-    """``values`` of keys of ``optimizer.params``; where they are published; which parts of the recipe have no key."""
+    """``values`` for keys of ``optimizer.params``, where they are published, and what differs from the publication."""
 
     values: dict[str, Any]
     source: str
@@ -79,7 +79,7 @@ PRESETS = {
     ),
 }
 
-#: Where a user sets the first key, these of a preset no longer act.
+#: Key that a user sets -> keys whose preset values are then dropped.
 _SUPERSEDED = REPLACES | {
     "adjust_lr_fn": ("rms_scale",),
     "ns_coefficients": ("ns_steps",),
@@ -89,7 +89,7 @@ _SUPERSEDED = REPLACES | {
 
 
 def filled_in(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``params`` with the values of its ``preset`` for the keys that it does not set; null sets the default."""
+    """Return ``params``, with the preset's value for each key that it does not set. A key set to null counts as set."""
     name = params.get("preset")
     preset = PRESETS.get(name) if isinstance(name, str) else None
     if preset is None:
@@ -100,7 +100,7 @@ def filled_in(params: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def preset_named(params: Mapping[str, Any]) -> Iterator[None]:
-    """Add to an error about keys that the preset has set, and the user has not, where they come from."""
+    """In a MuonConfigError raised inside the context, note which of its keys the preset in ``params`` has set."""
     try:
         yield
     except MuonConfigError as error:
@@ -108,5 +108,5 @@ def preset_named(params: Mapping[str, Any]) -> Iterator[None]:
         keys = [key for key in filled_in(params).keys() - params.keys() if re.search(rf"\b{key}\b", text)]
         if not keys:
             raise
-        hint = f"preset {params['preset']} has set {', '.join(sorted(keys))}; null takes a key out"
+        hint = f"preset {params['preset']} has set {', '.join(sorted(keys))}; set a key to null to remove it"
         raise MuonConfigError(f"{text} ({hint})") from None

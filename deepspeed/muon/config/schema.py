@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The section ``optimizer.params`` of a ds_config whose optimizer type is Muon.
+"""The settings in ``optimizer.params`` of a ds_config whose optimizer type is Muon.
 
-Each field states its unit and source; ``docs/configuration.md`` is generated from them.
+``docs/configuration.md`` is generated from the fields, their docstrings, units and sources.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from deepspeed.muon.math.schedules import Schedules
 class MuonConfig(BaseModel):
     """All settings of the optimizer. Unknown keys are refused.
 
-    Rates are per step, times in steps. Keys that stock DeepSpeed has keep its defaults.
+    Rates are per step, times in steps. Keys that stock DeepSpeed also has keep its defaults.
+    The Muon half are the parameters that Muon updates, the AdamW half all others.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
@@ -135,21 +136,21 @@ class MuonConfig(BaseModel):
             raise ValueError(f"ns_steps: {error}") from None
         if "rms_scale" in self.model_fields_set and self.scale != "match_rms_adamw":
             raise ValueError(
-                f"rms_scale: acts under match_rms_adamw only, and adjust_lr_fn is {self.scale}; remove one of the two"
+                f"rms_scale: acts with adjust_lr_fn match_rms_adamw only, not with {self.scale}; remove one of the two"
             )
         if "momentum_warmup_steps" in self.model_fields_set and self.momentum_start is None:
-            raise ValueError("momentum_warmup_steps: acts with momentum_start only; set that too or remove it")
+            raise ValueError("momentum_warmup_steps: has an effect only with momentum_start; set that too or remove it")
         if self.owners_per_matrix not in (None, 1) and self.most_owners == 1:
             needs = str(self.rules) or "ns_normalization aol"
-            raise ValueError(f"owners_per_matrix: {needs} needs whole matrices, with one owner; remove one of the two")
-        if "normuon_beta2" in self.model_fields_set and not self.normuon:
-            raise ValueError("normuon_beta2: acts under normuon only; set normuon to true or remove it")
-        if self.ns_normalization == "aol" and self.ns_dtype == "fp16":
-            raise ValueError("ns_dtype: fp16 has too small a range for ns_normalization aol; use auto, bf16 or fp32")
-        if self.normuon and self.muon_plus != "none":
             raise ValueError(
-                "muon_plus: sets the norms of rows or columns, which normuon sets anew; remove one of the two"
+                f"owners_per_matrix: must be 1 with {needs}, which needs whole matrices; remove one of the two"
             )
+        if "normuon_beta2" in self.model_fields_set and not self.normuon:
+            raise ValueError("normuon_beta2: has an effect only with normuon; set normuon to true or remove it")
+        if self.ns_normalization == "aol" and self.ns_dtype == "fp16":
+            raise ValueError("ns_dtype: the range of fp16 is too small for ns_normalization aol; use bf16 or fp32")
+        if self.normuon and self.muon_plus != "none":
+            raise ValueError("muon_plus: has no effect with normuon, which sets the norms again; remove one of the two")
         return self
 
     @property
@@ -159,29 +160,30 @@ class MuonConfig(BaseModel):
 
     @property
     def wire(self) -> str:
-        """Return ``wire_dtype`` with ``auto`` resolved."""
+        """Return the dtype of what ranks send each other: ``wire_dtype`` with ``auto`` resolved."""
         if self.wire_dtype != "auto":
             return self.wire_dtype
+        # Not the dtype that the race at start chooses: the bits that a rank sends would depend on the machine.
         return "fp32" if self.ns_dtype == "fp32" else "bf16"
 
     @property
     def rules(self) -> Rules:
-        """Return what is done to whole matrices beside Newton-Schulz."""
+        """Return the update rules (NorMuon, MuonEq, Muon+), which act on whole matrices around Newton-Schulz."""
         return Rules(**{field.name: getattr(self, field.name) for field in fields(Rules)})
 
     @property
     def most_owners(self) -> int | None:
-        """Return ``owners_per_matrix``, or 1 with update rules and AOL, which need whole rows and columns."""
+        """Return ``owners_per_matrix``, but 1 with update rules or AOL, which need whole rows and columns."""
         return 1 if self.rules or self.ns_normalization != "frobenius" else self.owners_per_matrix
 
     @property
     def schedules(self) -> Schedules:
-        """Return how momentum and weight decay of the Muon half change with the step."""
+        """Return how Muon's momentum and weight decay change with the step."""
         return Schedules(**{field.name: getattr(self, field.name) for field in fields(Schedules)})
 
     @property
     def of_preset(self) -> dict[str, Any]:
-        """Return what the preset has set and nothing else has changed."""
+        """Return key -> value for the preset's values that are in effect, that is, not overridden by the user."""
         if self.preset == "none":
             return {}
         values = PRESETS[self.preset].values
@@ -190,32 +192,30 @@ class MuonConfig(BaseModel):
 
     @property
     def preset_says(self) -> str:
-        """Return what the preset has set, for people."""
+        """Return a text for the log that lists the preset's values that are in effect."""
         set_by_it = ", ".join(f"{key} {json.dumps(value)}" for key, value in self.of_preset.items())
         return f"preset {self.preset} sets {set_by_it or 'nothing'}"
 
     @property
     def beyond_muon(self) -> list[str]:
-        """Return what a step does that plain Muon does not, for people; QK-clip apart, which depends on the model."""
+        """Return texts for the log that name the options beyond plain Muon, except QK-clip, which has its own text."""
         decay = "cautious weight decay" if self.cautious_weight_decay else ""
         return [text for text in (str(self.rules), str(self.schedules), decay) if text]
 
     @property
     def scale(self) -> str:
-        """Return ``adjust_lr_fn`` with ``auto`` resolved."""
+        """Return how the update is scaled by the matrix's shape: ``adjust_lr_fn`` with ``auto`` resolved."""
         return self._resolve_scale()[0]
 
     @property
     def scale_reason(self) -> str:
-        """Return why :attr:`scale` is what it is, for people."""
+        """Return a text for the log that says why :attr:`scale` was chosen."""
         return self._resolve_scale()[1]
 
     def _resolve_scale(self) -> tuple[str, str]:
-        """Return the scale and the reason for it.
-
-        A section with ``lr`` and none of :data:`STOCK_TUNING_KEYS` has AdamW's learning rate, so its updates get
-        AdamW's RMS. Any of these keys, or no ``lr``, means values tuned for stock's scale. No other key decides.
-        """
+        """Return (scale, reason as text)."""
+        # A config with ``lr`` and none of STOCK_TUNING_KEYS has AdamW's learning rate, so updates get AdamW's RMS. Any
+        # of these keys, or no ``lr``, means values tuned for stock DeepSpeed's Muon.
         if self.adjust_lr_fn != "auto":
             return self.adjust_lr_fn, "set by adjust_lr_fn"
         if "rms_scale" in self.model_fields_set:
@@ -228,7 +228,7 @@ class MuonConfig(BaseModel):
 
     @property
     def stock_tuning(self) -> list[str]:
-        """Return the keys whose values were tuned for stock's Muon, as the user gave them."""
+        """Return the keys of :data:`STOCK_TUNING_KEYS` that the user, not the preset, has set."""
         return [key for key in STOCK_TUNING_KEYS if key in self.model_fields_set and key not in self.of_preset]
 
     @property
@@ -238,15 +238,17 @@ class MuonConfig(BaseModel):
 
     @property
     def reference_lr(self) -> float:
-        """Return the learning rate that a schedule describes: the first of ``lr``, Muon's and AdamW's that is not 0."""
+        """Return the learning rate that a scheduler sees: the first of ``lr``, Muon's and AdamW's that is not 0."""
         candidates = (self.lr, self.muon_group()["lr"], self.adam_group()["lr"])
         return next((lr for lr in candidates if lr), 0.0)
 
     def for_group(self, own: Mapping[str, Any], where: str) -> MuonConfig:
-        """Return the config of a parameter group with its ``own`` settings, of :data:`GROUP_KEYS`.
+        """Return the config of a parameter group that overrides the settings ``own``, keys of :data:`GROUP_KEYS`.
+
+        ``where``: prefix of error messages, which names the group.
 
         Raises:
-            MuonConfigError: a key that a group cannot set, or a wrong value; it calls the group ``where``.
+            MuonConfigError: a key that a group cannot set, or a wrong value.
         """
         own = {key: value for key, value in own.items() if value is not None}
         replaced = {key for general in own for key in REPLACES.get(general, ())} - own.keys()
@@ -258,7 +260,7 @@ class MuonConfig(BaseModel):
         return parse(own, where, base)
 
     def muon_group(self) -> dict[str, Any]:
-        """Return the hyperparameters of a Muon group."""
+        """Return the settings to store in a parameter group that Muon updates."""
         return {
             "lr": _first(self.muon_lr, self.lr, types.DEFAULT_MUON_LR),
             "momentum": self.momentum,
@@ -269,7 +271,7 @@ class MuonConfig(BaseModel):
         }
 
     def adam_group(self) -> dict[str, Any]:
-        """Return the hyperparameters of an AdamW group."""
+        """Return the settings to store in a parameter group that AdamW updates."""
         return {
             "lr": _first(self.adam_lr, self.lr, types.DEFAULT_ADAM_LR),
             "betas": self.betas,
@@ -280,7 +282,7 @@ class MuonConfig(BaseModel):
         }
 
     def digest(self) -> str:
-        """Return a hash of every setting, equal on all ranks of a correct launch."""
+        """Return a hash of all settings, for the check that all ranks have the same."""
         return hashlib.sha256(f"{self.scale} {self.model_dump_json(exclude={'adjust_lr_fn'})}".encode()).hexdigest()[
             :16
         ]
@@ -293,13 +295,15 @@ def _first(*values: Any) -> Any:
 def parse(
     params: Mapping[str, Any] | None, where: str = "optimizer.params.", base: Mapping[str, Any] | None = None
 ) -> MuonConfig:
-    """Check ``optimizer.params``, filled in by its preset; null means the default, as does a harmless key of AdamW.
+    """Check ``optimizer.params``, fill in its preset's values, and return the config.
 
-    ``where`` stands before a key in error messages. ``base``: for a parameter group, which may set
-    :data:`GROUP_KEYS`, the settings that hold for all groups.
+    Args:
+        params: key -> value. Keys set to null and AdamW's keys without effect (``types.is_harmless``) are dropped.
+        where: prefix of keys in error messages.
+        base: for a parameter group: the settings of all groups, of which ``params`` may override :data:`GROUP_KEYS`.
 
     Raises:
-        MuonConfigError: names every wrong key, its value, what is allowed and, for an unknown key, the nearest one.
+        MuonConfigError: lists every wrong key, its value, what is allowed and, for an unknown key, the nearest one.
     """
     written = {
         key: value

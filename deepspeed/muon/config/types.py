@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The types of values in ``optimizer.params``, how a field is described, and which keys belong together."""
+"""Types of the values in ``optimizer.params``, the helper that declares a config field, and lists of related keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from deepspeed.muon.config.messages import DECIMAL, did_you_mean, unknown_inside
 from deepspeed.muon.math import coefficients
 
-#: Other projects' names of the scales. Dion: rms_norm, spectral_norm; Megatron: shape_scaling, unit_rms_norm.
+#: Value of ``adjust_lr_fn`` in Dion (rms_norm, spectral_norm) and Megatron (shape_scaling, unit_rms_norm) -> ours.
 SCALE_ALIASES = {
     "rms_norm": "match_rms_adamw",
     "shape_scaling": "original",
@@ -24,14 +24,14 @@ SCALE_ALIASES = {
 }
 
 
-#: Other spellings of dtypes.
+#: Other spelling of a dtype -> ours.
 DTYPE_ALIASES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
 
 
 def _as_number(value: Any) -> Any:
-    """Return a number, or a string that spells one in plain decimals, as a number.
+    """Return a number unchanged, and a string of plain decimals, such as "1e-5", as a number; refuse other strings.
 
-    Python and pydantic read more than that: 1.0e_8 as 1e8, and strings with blanks, words and digits of other scripts.
+    pydantic alone would accept more: "1.0e_8" as 1e8, and strings with spaces, words or digits of other scripts.
     """
     if isinstance(value, bool):
         raise ValueError("expected a number, not true or false")
@@ -42,17 +42,17 @@ def _as_number(value: Any) -> Any:
     return int(value) if value.isdecimal() else float(value)
 
 
-#: No type accepts it, so that the message about the key says what is allowed.
+#: Returned in place of a wrong value: no type accepts it, so pydantic's error leads to our message on what is allowed.
 _REFUSED = object()
 
 
 def _as_sequence(value: Any) -> Any:
-    """Refuse what pydantic would take for a list, such as a set, which has no order."""
+    """Return a list or tuple unchanged; refuse what pydantic also accepts, such as a set, which has no fixed order."""
     return value if isinstance(value, (list, tuple)) else _REFUSED
 
 
 def _as_flag(value: Any) -> Any:
-    """Return true or false; pydantic takes 0, 1, "yes" and "off" too, and Python calls "false" true."""
+    """Return a bool unchanged; refuse others that pydantic accepts, such as 0, 1, "yes" and "off"."""
     return value if isinstance(value, bool) else _REFUSED
 
 
@@ -65,11 +65,11 @@ def _known_schedule(value: Any) -> Any:
     if isinstance(value, str):
         if value not in coefficients.NAMED:
             hint = did_you_mean(value, coefficients.NAMED, f"known names: {', '.join(coefficients.NAMED)}", quote="'")
-            raise ValueError(f"no schedule of that name; {hint}")
+            raise ValueError(f"unknown name of a schedule; {hint}")
         return value
     triples = [value] if _is_triple(value) else value  # one needs no outer list, as in torch.optim.Muon
     if not isinstance(triples, (list, tuple)) or not triples or not all(map(_is_triple, triples)):
-        raise ValueError("expected a name or a list of triples of finite numbers (a, b, c), a not zero")
+        raise ValueError("expected a name, or a list of triples [a, b, c] of finite numbers in which a is not 0")
     return triples
 
 
@@ -92,10 +92,11 @@ def _compiles(value: str) -> str:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a matrix is cut: into ``sizes`` along ``axis``, repeated for each of ``groups``. No sizes: not at all.
+    """How a matrix is split into several along ``axis`` (0: rows, 1: columns).
 
-    Raises:
-        ValueError: columns in groups.
+    ``sizes``: rows or columns of each new matrix; empty: the matrix stays whole. ``groups``: how often the sizes repeat
+    along the axis. ``Cut((2, 1), groups=2)`` splits 6 rows into matrices of rows (0, 1, 3, 4) and (2, 5). Columns
+    cannot have groups: that raises ValueError.
     """
 
     sizes: tuple[int, ...]
@@ -104,7 +105,7 @@ class Cut:
 
     def __post_init__(self) -> None:
         if self.axis == 1 and self.groups > 1:
-            raise ValueError("only rows, axis 0, can have groups: columns in groups are not contiguous")
+            raise ValueError("groups above 1 need axis 0 (rows); columns cannot be split in groups")
 
     def __str__(self) -> str:
         if not self.sizes:
@@ -117,7 +118,7 @@ class Cut:
 
 
 def _as_cut(value: Any) -> Cut:
-    """Return the cut that a list of sizes of rows, or an object with sizes, axis and groups, describes."""
+    """Return the :class:`Cut` for a value of ``muon_split``: "whole", a list of sizes, or {sizes, axis, groups}."""
     if isinstance(value, Cut):
         return value
     if value == "whole":
@@ -128,11 +129,11 @@ def _as_cut(value: Any) -> Cut:
         raise ValueError(unknown_inside(key, known))
     sizes, axis, groups = settings.get("sizes"), settings.get("axis", 0), settings.get("groups", 1)
     if not isinstance(sizes, (list, tuple)) or not sizes or not all(type(n) is int and n > 0 for n in sizes):
-        raise ValueError(f"expected whole, or sizes, a list of whole numbers above 0, not {sizes!r}")
+        raise ValueError(f'expected "whole", or as sizes a list of whole numbers above 0, not {sizes!r}')
     if type(axis) is not int or axis not in (0, 1):
-        raise ValueError(f"expected axis 0 (rows) or 1 (columns), not {axis!r}")
+        raise ValueError(f"expected as axis 0 (rows) or 1 (columns), not {axis!r}")
     if type(groups) is not int or groups < 1:
-        raise ValueError(f"expected groups, a whole number above 0, not {groups!r}")
+        raise ValueError(f"expected as groups a whole number above 0, not {groups!r}")
     return Cut(tuple(sizes), axis, groups)
 
 
@@ -140,7 +141,7 @@ def _canonical_scale(value: Any) -> Any:
     return SCALE_ALIASES.get(value, value) if isinstance(value, str) else value
 
 
-# The text in a type says which values are allowed; choices need none.
+# The text in each type describes the allowed values, for error messages and docs; types with choices need no text.
 Number = Annotated[float, BeforeValidator(_as_number), Field(allow_inf_nan=False)]
 Rate = Annotated[Number, Field(ge=0), "a number, 0 or more"]
 Fraction = Annotated[Number, Field(ge=0, lt=1), "a number from 0 to below 1"]
@@ -171,16 +172,15 @@ WireDtype = Annotated[Literal["auto", "bf16", "fp32"], BeforeValidator(_canonica
 
 
 class ClipOptions(BaseModel):
-    """The value of ``qk_clip``: the threshold of a logit, and how the factor is shared.
-
-    ``alpha``: queries take this power of the factor, keys the rest. ``logits``: how the largest logit is found, see
-    :func:`deepspeed.muon.math.logits.largest`.
-    """
+    """The value of ``qk_clip``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    #: Heads whose largest logit exceeds this threshold are scaled back to it.
     tau: Factor = 100.0
+    #: Query weights are scaled by factor ** alpha, key weights by factor ** (1 - alpha).
     alpha: Annotated[Number, Field(ge=0, le=1), "a number from 0 to 1"] = 0.5
+    #: How the largest logit is found, see :func:`deepspeed.muon.math.logits.largest`.
     logits: Literal["auto", "exact", "sampled", "bound"] = "auto"
 
 
@@ -191,21 +191,21 @@ OURS, STOCK, TORCH_MUON, KERAS = "deepspeed-muon", "stock DeepSpeed", "`torch.op
 
 
 def field(default: Any, source: str = OURS, unit: str = "") -> Any:
-    """Return a pydantic field with its texts for docs/configuration.md; the docstring below it is the description."""
+    """Return a pydantic field; ``source``, ``unit`` and the docstring below the field go to docs/configuration.md."""
     return Field(default, json_schema_extra={"source": source, "unit": unit})
 
 
-#: Stock's learning rates where the section sets none.
+#: The learning rates if the config sets none; stock DeepSpeed's defaults.
 DEFAULT_MUON_LR, DEFAULT_ADAM_LR = 0.02, 3e-4
-#: Keys whose values are tuned for stock's Muon and its scale, ``original``. A section with ``lr`` and none of these has
-#: AdamW's learning rate.
+#: A config with one of these keys is assumed to be tuned for stock DeepSpeed's Muon and its scale, ``original``. With
+#: ``lr`` and none of these it is assumed to have AdamW's learning rate.
 STOCK_TUNING_KEYS = ("muon_lr", "adam_lr", "momentum")
-#: Keys of a parameter group that replace others of the config, and which.
+#: Key that a parameter group sets -> keys of the config that then have no effect in that group.
 REPLACES = {"lr": ("muon_lr", "adam_lr"), "weight_decay": ("muon_weight_decay", "adam_weight_decay")}
 _ALONE = ("momentum", "nesterov", "ns_method", "adjust_lr_fn", "betas", "eps", "bias_correction")
 #: Keys that a parameter group may set.
 GROUP_KEYS = (*REPLACES, *chain(*REPLACES.values()), *_ALONE)
-#: Keys of AdamW without effect on Muon's results, and the values with which they have none on AdamW's either.
+#: AdamW's key that has no effect here -> its values that change no result in torch's AdamW either.
 HARMLESS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("fused", "foreach", "capturable", "set_grad_none"), (True, False)),
     **dict.fromkeys(("amsgrad", "maximize", "differentiable"), (False,)),
@@ -214,5 +214,5 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
 
 
 def is_harmless(key: str, value: Any) -> bool:
-    """Return whether a setting of AdamW changes nothing, so that it may stand in a config or in a parameter group."""
+    """Return whether ``key: value`` is a setting of AdamW that changes no result and is therefore accepted."""
     return any(value is harmless for harmless in HARMLESS.get(key, ()))

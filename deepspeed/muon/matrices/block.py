@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrices inside a parameter: where their elements lie, and how a parameter is cut. Integers only."""
+"""Matrices inside a parameter: where their elements lie, and how a parameter is split. Integers only."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from deepspeed.muon.config.types import Cut
 
 
 class Piece(NamedTuple):
-    """Elements of a block on a regular grid: ``rows`` runs of ``cols`` elements, ``stride`` apart in the parameter.
+    """Elements of a block on a grid of ``rows`` x ``cols``; each row is contiguous in the parameter and in the block.
 
-    ``element``: index of the first one in the parameter. ``at``: its index in the block, where the runs are ``pitch``
-    apart; they are contiguous there unless the block is part of a wider matrix.
+    In the flat parameter the first element is number ``element``, and rows begin ``stride`` elements apart. In the flat
+    block the first element is number ``at``, and rows begin ``pitch`` apart: ``cols``, unless the block is part of a
+    wider matrix.
     """
 
     element: int
@@ -39,11 +40,11 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Block:
-    """A rows x cols matrix inside a parameter, orthogonalized on its own.
+    """A rows x cols matrix inside a parameter, which Newton-Schulz orthogonalizes separately.
 
-    Its rows come in ``bands`` equal groups that start ``gap`` elements apart; rows of one band are ``stride`` elements
-    apart. With n = rows / bands, element (i, j) is element ``offset + i // n * gap + i % n * stride + j`` of the flat
-    parameter.
+    The matrix starts at element ``offset`` of the flat parameter. Its rows are divided into ``bands`` equal groups,
+    which start ``gap`` elements apart; rows of one band start ``stride`` elements apart. So with n = rows / bands,
+    element (i, j) of the matrix is element ``offset + i // n * gap + i % n * stride + j`` of the flat parameter.
     """
 
     offset: int
@@ -60,17 +61,17 @@ class Block:
 
     @cached_property
     def stop(self) -> int:
-        """Return the index in the parameter after the block's last element."""
+        """Return 1 + the index of the block's last element in the flat parameter."""
         return self.element(self.numel - 1) + 1
 
     def element(self, at: int) -> int:
-        """Return the index in the parameter of element ``at`` of the block, counted row by row."""
+        """Return the index in the flat parameter of the block's element number ``at``, counted row by row."""
         row, column = divmod(at, self.cols)
         band, row = divmod(row, self.rows // self.bands)
         return self.offset + band * self.gap + row * self.stride + column
 
     def before(self, element: int) -> int:
-        """Return the number of the block's elements before ``element`` of the parameter."""
+        """Return how many of the block's elements come before index ``element`` of the flat parameter."""
         inside, numel = max(0, element - self.offset), self.rows * self.cols
         if self.stride == self.cols and self.bands == 1:
             return min(inside, numel)
@@ -80,9 +81,10 @@ class Block:
         return min(band * whole + min(row * self.cols + min(column, self.cols), whole), numel)
 
     def pieces(self, start: int, stop: int, pitch: int | None = None) -> Iterator[Piece]:
-        """Return the part of the block inside elements ``start .. stop`` of the parameter, in order.
+        """Yield, as pieces in order, the block's elements with indices ``start`` to ``stop - 1`` in the flat parameter.
 
-        ``pitch``: columns of the wider matrix that the block is part of; ``at`` then counts within that matrix.
+        ``pitch``: number of columns of the wider matrix that the block is part of, if any; the pieces' ``at`` then
+        counts elements of that matrix.
         """
         at, end = self.before(start), self.before(stop)
         in_band = self.numel // self.bands
@@ -102,25 +104,22 @@ class Block:
 
 
 def matrices(shape: Sequence[int]) -> tuple[Block, ...]:
-    """Return the block of a matrix, or one block per matrix of a stack ``[..., rows, cols]``."""
+    """Return one block per matrix of a contiguous parameter ``[..., rows, cols]``; one block for ``[rows, cols]``."""
     *stack, rows, cols = shape
     return tuple(Block(i * rows * cols, rows, cols, cols) for i in range(math.prod(stack)))
 
 
 def cut(block: Block, by: Cut) -> tuple[Block, ...]:
-    """Cut a matrix into ranges of rows (axis 0) or columns (axis 1), one matrix per size.
+    """Split a matrix into ranges of rows (axis 0) or columns (axis 1); return one matrix per entry of ``by.sizes``.
 
-    With several groups the sizes repeat along the axis, as in Megatron's fused queries, keys and values. The ranges
-    of one size then form one matrix, whose rows lie in bands.
-
-    Raises:
-        ValueError: the sizes do not add up to the axis.
+    With several groups the sizes repeat along the axis, as in Megatron's fused queries, keys and values. The ranges of
+    one entry, one per group, then form one matrix, as its bands. Raise ValueError if the sizes do not add up.
     """
     if not by.sizes:
         return (block,)
     length, total = (block.rows, block.cols)[by.axis], sum(by.sizes) * by.groups
     if total != length:
-        raise ValueError(f"{by} make {total}, not {length}")
+        raise ValueError(f"{by} add up to {total}, not {length}")
     starts = [sum(by.sizes[:i]) for i in range(len(by.sizes))]
     pairs, stride = zip(starts, by.sizes, strict=True), block.stride
     if by.axis == 1:

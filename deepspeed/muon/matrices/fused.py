@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which weights hold several projections, and where each of them lies.
+"""Find the weights that hold several projections, and how to split them.
 
-The name or class of a weight's module gives the order of the parts, and the shape must equal their sum exactly; a
-weight that fails any of these stays whole, with a reason.
+The order of the parts must be known from the weight's name or its module's class, and the sizes of the parts must add
+up to the weight's shape exactly. Otherwise the weight stays whole: a wrong split would train without any error.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from deepspeed.muon.config.types import Cut
 from deepspeed.muon.matrices.heads import FUSED_WITH_GATES, GATED_CLASSES, LATENT, QUERIES, Heads, heads_of, is_a
 from deepspeed.muon.matrices.tp_sharding import whole_shape
 
-#: Queries, then keys, then values, each of all heads.
+#: Weights with the queries of all heads first, then all keys, then all values. A name alone does not always tell the
+#: order: ``query_key_value`` has one order in GPT-NeoX and another in Falcon, with the same shape.
 CONTIGUOUS = frozenset({"c_attn", "qkv", "qkv_proj", "Wqkv", "in_proj_weight", "to_qkv", "qkv_linear", "in_proj_qkv"})
-#: For each key-value head its queries, its key, its value: by the weight's name, and by the class of its attention.
+#: Weights with, for each key-value head, its queries, its key, its value: names, and classes of the attention module.
 GROUPED = frozenset({"linear_qkv"})
 GROUPED_CLASSES = ("Bloom", "Falcon", "GPTBigCode", "GPTNeoX", "InternLM2", "MiniMaxLightning", "Persimmon")
-#: Attention whose queries, values and keys are laid out for so many tensor-parallel devices.
+#: Classes whose fused weight is laid out for DEVICES tensor-parallel devices: for each, queries, values, keys.
 DEVICE_CLASSES, DEVICES = ("CodeGen",), 4
-#: Experts whose columns alternate between gate and up.
+#: Classes of experts whose columns alternate between gate and up.
 ALTERNATING_CLASSES = ("GptOss",)
-#: Stacks of experts, of DeepSpeed's AutoEP and of torchtitan, whose matrices are [outputs, inputs].
+#: Classes of stacked experts, in DeepSpeed's AutoEP and torchtitan, whose matrices are [outputs, inputs].
 OUTPUTS_FIRST_CLASSES = ("GroupedExperts",)
-#: Of linear attention: for each key head the step sizes and the decays of its values.
+#: Weights of linear attention with, for each key head, the step sizes and the decays of its values.
 STEPS_AND_DECAYS = frozenset({"in_proj_ba"})
 _SUGGESTIVE = re.compile(r"qkv|query_key_value|gate_up_proj$|^c_attn$|^in_proj_weight$", re.IGNORECASE)
 
@@ -36,13 +37,16 @@ GATED_Q, GATED_QKV, STEPS = "queries and gates", "queries, keys, values and gate
 
 
 def cut_fused(name: str, shape: Sequence[int], axis: int, owner: nn.Module, model: nn.Module) -> tuple[Cut, str] | None:
-    """Return how a weight is cut into its projections, and a name for them; ``None`` where nothing suggests several.
+    """Return (how to split a weight into its projections, what these are called); ``None`` if it is not fused.
 
-    ``name``: of the weight in ``owner``, the attention or feed-forward module. ``shape``: (rows, cols); of a stack, one
-    matrix's. ``axis``: of the outputs of an attention weight.
+    Args:
+        name: name of the weight, or of its linear module, in ``owner``, the attention or feed-forward module.
+        shape: (rows, columns) of the weight, or of one matrix of a stack.
+        axis: the axis of the weight's outputs; not used for gate and up.
+        model: the whole model, whose config may have the numbers of heads.
 
     Raises:
-        ValueError: why a weight whose name suggests that it is fused stays whole.
+        ValueError: the name suggests a fused weight, but the split is not certain; the text says why.
     """
     if name in LATENT | FUSED_WITH_GATES | STEPS_AND_DECAYS or (name in QUERIES and is_a(owner, GATED_CLASSES)):
         return _by_head(name, shape[axis], axis, heads_of(owner, model) or Heads(0, 0))
@@ -60,7 +64,7 @@ def _attention(name: str, outputs: int, inputs: int, axis: int, owner: nn.Module
         raise _misfit(name, outputs)
     is_grouped = name in GROUPED or is_a(owner, GROUPED_CLASSES)
     if not is_grouped and name not in CONTIGUOUS:
-        raise ValueError(f"in which order {name} of {type(owner).__name__} holds its parts is not known")
+        raise ValueError(f"it is unknown how {name} of {type(owner).__name__} orders queries, keys and values")
     heads = heads_of(owner, model)
     if heads:
         queries, keys = heads.queries * heads.width, heads.keys * heads.width
@@ -68,7 +72,7 @@ def _attention(name: str, outputs: int, inputs: int, axis: int, owner: nn.Module
         per_key = heads.queries // heads.keys * heads.width
         if is_grouped and outputs == queries + 2 * keys and heads.queries % heads.keys == 0:
             return Cut((per_key, heads.width, heads.width), axis, heads.keys), QKV
-        # Megatron-core's attention may have a gate for each query, beside the queries of a key head.
+        # In Megatron-core's attention, gates may follow the queries of each key head, one gate per query.
         has_gates = getattr(getattr(owner, "config", None), "attention_output_gate", False) is True
         if is_grouped and outputs == 2 * (queries + keys) and has_gates:
             return Cut((per_key, per_key, heads.width, heads.width), axis, heads.keys), GATED_QKV
@@ -80,7 +84,7 @@ def _attention(name: str, outputs: int, inputs: int, axis: int, owner: nn.Module
 
 
 def _by_head(name: str, outputs: int, axis: int, heads: Heads) -> tuple[Cut, str]:
-    """Cut a weight of one kind of attention, whose parts lie beside each other for each head."""
+    """Return :func:`cut_fused` for weights of latent, gated or linear attention, whose parts alternate head by head."""
     sizes: tuple[int, ...]
     per_key = heads.values // heads.keys if heads.values and heads.values % heads.keys == 0 else 0
     if name in LATENT:
@@ -98,25 +102,24 @@ def _by_head(name: str, outputs: int, axis: int, heads: Heads) -> tuple[Cut, str
 
 
 def _gate_and_up(name: str, shape: Sequence[int], owner: nn.Module) -> Cut:
-    """Return the cut along the axis that holds both, which the shape of the down projection beside them tells."""
+    """Return how to split gate from up; the shape of the down projection in ``owner`` tells along which axis."""
     if getattr(owner, "is_concatenated", True) is False or is_a(owner, ALTERNATING_CLASSES):
-        raise ValueError(f"gate and up of {name} alternate one by one")
+        raise ValueError(f"single outputs of gate and up alternate in {name}, which cannot be split")
     axis = _axis_of_both(shape, _shape_of(owner, name.replace("gate_up", "down")))
     if axis is None:
-        raise ValueError(f"no projection down beside {name} confirms its halves")
+        raise ValueError(f"there is no down projection next to {name} whose shape confirms that it holds gate and up")
     return Cut((shape[axis] // 2,) * 2, axis)
 
 
 def output_axis(module: nn.Module) -> int:
-    """Return the axis of a module's weight along which its outputs lie."""
+    """Return the axis of a module's weight that its outputs correspond to: 0 for rows, 1 for columns."""
     return 1 if type(module).__name__ == "Conv1D" else 0
 
 
 def stack_output_axis(name: str, shape: Sequence[int], owner: nn.Module) -> int | None:
-    """Return the axis along which each matrix of a stack of experts has its outputs; ``None`` where it is not known.
+    """Return the axis of the outputs (0 or 1) of each matrix in a stack of experts; ``None`` if it is unknown.
 
-    Stacks have no convention; transformers has both. Their class tells, or the shape of gate and up beside that of
-    down. ``name``, ``shape``, ``owner``: as in :func:`cut_fused`.
+    The class, or the shapes of gate_up and down, must tell. ``name``, ``shape``, ``owner``: as in :func:`cut_fused`.
     """
     if is_a(owner, OUTPUTS_FIRST_CLASSES):
         return 0
@@ -128,14 +131,17 @@ def stack_output_axis(name: str, shape: Sequence[int], owner: nn.Module) -> int 
 
 
 def _shape_of(owner: nn.Module, name: str) -> Sequence[int]:
-    """Return the shape of the last two axes of a weight, or of the weight of a module; empty where there is none."""
+    """Return the last two axes of the shape of ``owner.name``, a parameter or a module with a weight; else ``()``."""
     value = getattr(owner, name, None)
     weight = getattr(value, "weight", value)
     return whole_shape(weight)[-2:] if isinstance(weight, Tensor) else ()
 
 
 def _axis_of_both(gate_up: Sequence[int], down: Sequence[int]) -> int | None:
-    """Return the axis along which a weight holds gate and up, which are its outputs, by the shape of down."""
+    """Return the axis along which a weight of shape ``gate_up`` holds gate and up; ``None`` if ``down`` does not fit.
+
+    ``down``: shape of the down projection, whose inputs are as many as the outputs of gate.
+    """
     if len(gate_up) < 2 or len(down) < 2:
         return None
     rows, cols = gate_up
@@ -145,4 +151,4 @@ def _axis_of_both(gate_up: Sequence[int], down: Sequence[int]) -> int | None:
 
 
 def _misfit(name: str, outputs: int, parts: str = QKV) -> ValueError:
-    return ValueError(f"the {outputs} outputs of {name} are not the {parts} of known heads")
+    return ValueError(f"the {outputs} outputs of {name} are not the {parts} of heads that the model declares")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention heads of a module, and where each lies in a projection: its shape must be exactly heads x width.
+"""Find the numbers and widths of a module's attention heads, and split projections into heads.
 
-Source: "Muon Split", GLM-5's report.
+The outputs of a projection must be exactly heads x width. One matrix per head is "Muon Split" of GLM-5's report.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from deepspeed.muon.config.types import Cut
 QUERIES = frozenset({"q_proj", "query", "wq", "q_lin", "q", "q_b_proj"})
 KEYS = frozenset({"k_proj", "key", "wk", "k_lin", "k"})
 VALUES = frozenset({"v_proj", "value", "wv", "v_lin", "v"})
-#: Queries, keys and values in one weight: whatever their order, the outputs of a head are adjacent.
+#: Names of weights with queries, keys and values: whatever their order, the outputs of one head are adjacent.
 FUSED = frozenset({"qkv_proj", "query_key_value", "c_attn", "wqkv", "qkv", "in_proj_weight", "in_proj_qkv"})
-#: The same in linear attention: for each key head its query, its key, its values and their gates.
+#: Names of such weights in linear attention: for each key head its query, its key, its values and their gates.
 FUSED_WITH_GATES = frozenset({"in_proj_qkvz"})
-#: The up-projection of keys and values of multi-head latent attention: per head, first keys, then values.
+#: Names of the up-projection of keys and values in multi-head latent attention: per head, first its key, then value.
 LATENT = frozenset({"kv_b_proj"})
-#: Attention whose query projection holds, for each head, its query and an output gate.
+#: Prefixes of attention classes whose query projection holds, for each head, its query and an output gate.
 GATED_CLASSES = ("Qwen3Next", "Qwen3_5", "Qwen4Exp")
 
-#: What modules and configs call the numbers of :class:`Heads`, and what those of linear attention do.
+#: Field of :class:`Heads` -> attribute names of modules and configs; below, those of linear attention.
 _NAMES = {
     "queries": ("num_attention_heads", "n_head", "num_heads", "n_heads", "heads"),
     "keys": ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads", "kv_heads", "num_query_groups"),
@@ -43,15 +43,16 @@ _NAMES_IN_LINEAR = {
     "values": _VALUES,
 }
 _SIZES = ("hidden_size", "n_embd", "embed_dim", "d_model", "dim")
-#: Attributes that only linear attention has: its decay and its convolution.
+#: Attributes that only linear attention has: of its decay and of its convolution.
 _LINEAR = ("A_log", "dt_bias", "conv1d", "q_conv1d", "q_conv")
 
 
 class Heads(NamedTuple):
-    """Numbers of heads and their widths; 0 is unknown.
+    """Numbers of query and key heads, and widths; 0 means unknown.
 
-    ``width``: of a query and a key. ``nope``, ``rope``: widths of latent attention. ``value``: the width of a value, if
-    it has one of its own; ``values``: the number of value heads, if linear attention has another one for them.
+    ``width``: of one query or key. ``nope``, ``rope``: in latent attention, widths of the parts of a query without and
+    with rotary position. ``value``: width of one value, 0 if it is ``width``. ``values``: in linear attention, the
+    number of value heads, 0 if it is ``keys``.
     """
 
     queries: int
@@ -69,11 +70,11 @@ class Heads(NamedTuple):
 
 
 def heads_of(attention: nn.Module, model: nn.Module) -> Heads | None:
-    """Return the heads of an attention module; ``None`` where their number is not known.
+    """Return the heads of an attention module; ``None`` if their number is unknown.
 
-    Layers of one model may differ, so the module's own numbers come first. Its config, or else the model's, fills in
-    what they leave open, but only if it states the same number of query heads. Linear attention is described by its own
-    numbers only: a config gives those of the other attention in the model.
+    Attributes of the module come first, because layers of one model may differ. Numbers that it lacks are taken from
+    its config, else the model's, unless that has another number of query heads. For linear attention configs are
+    ignored, because they describe the model's softmax attention.
     """
     config = None if is_linear_attention(attention) else _config_of(attention) or _config_of(model)
     own, stated = _numbers(attention), _numbers(config)
@@ -83,7 +84,7 @@ def heads_of(attention: nn.Module, model: nn.Module) -> Heads | None:
     if not queries:
         return None
     groups = _first(attention, ("num_key_value_groups",))
-    # A module that states its query heads and no key heads has as many of both, whatever the config says.
+    # A module that has an attribute for its query heads and none for key heads has as many key heads as query heads.
     keys = own.keys or (queries // groups if groups else own.queries or stated.keys or queries)
     shares = (_first(source, _SIZES) // queries for source in (attention, config))
     width = own.width or stated.width or next(filter(None, shares), 0)
@@ -92,12 +93,12 @@ def heads_of(attention: nn.Module, model: nn.Module) -> Heads | None:
 
 
 def is_linear_attention(attention: nn.Module) -> bool:
-    """Return whether the module has a state instead of the softmax of logits."""
+    """Return whether the module is linear attention, with a recurrent state instead of a softmax, by its attributes."""
     return any(hasattr(attention, name) for name in _LINEAR)
 
 
 def _config_of(module: nn.Module) -> Any:
-    """Return the config of a module; the text part of it where a model also has vision or audio."""
+    """Return the module's config, or its text part if the model also has vision or audio; ``None`` without a config."""
     config = getattr(module, "config", None)
     get = getattr(config, "get_text_config", None)
     try:
@@ -107,7 +108,7 @@ def _config_of(module: nn.Module) -> Any:
 
 
 def _numbers(source: Any) -> Heads:
-    """Return the numbers that a module or a config states; zeros for those that it does not."""
+    """Return the numbers that a module or config has as attributes; 0 for the others."""
     names = _NAMES_IN_LINEAR if _first(source, _VALUES) else _NAMES
     return Heads(**{number: _first(source, found) for number, found in names.items()})
 
@@ -124,22 +125,22 @@ def _first(source: Any, names: Sequence[str]) -> int:
 
 
 def is_a(module: nn.Module, prefixes: tuple[str, ...]) -> bool:
-    """Return whether a module's class, or one that it derives from, has a name with one of these prefixes."""
+    """Return whether the name of a module's class, or of a base class, starts with one of ``prefixes``."""
     return any(base.__name__.startswith(prefixes) for base in type(module).__mro__)
 
 
 def is_projection(leaf: str) -> bool:
-    """Return whether a module of this name (without its path) is an attention projection made of whole heads."""
+    """Return whether ``leaf``, the last part of a module's name, is a known name of an attention projection."""
     return leaf.lower() in QUERIES | KEYS | VALUES | FUSED | FUSED_WITH_GATES | LATENT
 
 
 def cut_by_head(leaf: str, outputs: int, axis: int, heads: Heads, gated: bool = False) -> Cut:
-    """Return how a projection with ``outputs`` along ``axis`` is cut into its heads; ``leaf``: the name of its module.
+    """Return how to split a projection, whose name ends in ``leaf``, along the ``axis`` of its outputs into its heads.
 
-    ``gated``: whether the attention is of :data:`GATED_CLASSES`; the gate of a head is a matrix of its own.
+    ``gated``: the attention module is one of :data:`GATED_CLASSES`; each head's gate becomes a matrix of its own.
 
     Raises:
-        ValueError: its outputs are not whole heads, or fit several widths.
+        ValueError: the outputs are not whole heads, or could be heads of several widths.
     """
     candidates = _candidates(leaf.lower(), heads, outputs, 2 if gated else 1)
     fitting = {sizes for sizes in candidates if sum(sizes) == outputs}
@@ -150,6 +151,7 @@ def cut_by_head(leaf: str, outputs: int, axis: int, heads: Heads, gated: bool = 
 
 
 def _candidates(leaf: str, heads: Heads, outputs: int, per_query: int) -> Iterator[tuple[int, ...]]:
+    """Yield the possible widths of a projection's heads. ``per_query``: 2 if each query is followed by a gate."""
     if leaf in LATENT:
         yield (heads.nope, heads.value) * heads.queries
     elif leaf in QUERIES:

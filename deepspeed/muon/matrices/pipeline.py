@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts about a stage of DeepSpeed's ``PipelineModule``: its number, and which of its layers are not hidden ones.
+"""Facts about a stage of DeepSpeed's ``PipelineModule``: its number, and its parameters that AdamW should update.
 
-Layers are named by number, so their order identifies the output head, not a name.
+Layers are named by number, so the output head is found by its place, not by its name.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ def stages_of(model: Any) -> int:
 
 
 def outer_parameters(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Return the parameters of a pipeline that are not hidden matrices, each with the reason.
+    """Return parameter -> reason, for the parameters of a pipeline stage that are not hidden matrices.
 
-    Those of tied layers, such as an embedding tied to the output head, and the only matrix of the last layer.
+    These are the parameters of tied layers, such as an embedding tied to the output head, and the output head: the
+    matrix of the last layer, if it has only one.
     """
     if not is_pipeline(model):
         return {}
@@ -45,6 +46,6 @@ def outer_parameters(model: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def shared_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters that another stage has a copy of; equal updates keep the copies equal."""
+    """Return the tied parameters of which another stage has a copy; all copies must get equal updates."""
     ties = model.tied_comms.values() if is_pipeline(model) else ()  # type: ignore[union-attr,operator]
     return {param for tie in ties if len(tie["ranks"]) > 1 for param in tie["module"].parameters()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the weights of each head's queries and keys lie, for rules that act on single heads."""
+"""Find the weights of each head's queries and keys, for QK-clip, which scales single heads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from deepspeed.muon.matrices.fused import DEVICE_CLASSES, QKV, cut_fused, output
 from deepspeed.muon.matrices.heads import FUSED, KEYS, LATENT, QUERIES, Heads, heads_of, is_a, is_linear_attention
 from deepspeed.muon.matrices.tp_sharding import local_shape, sharding_of, tp_rank, whole_shape
 
-#: Of latent attention, ``rotary`` is the part of a query whose key all heads share.
+#: ``rotary``: in latent attention, the part of a query that is multiplied by a key that all heads share.
 Role = Literal["query", "key", "rotary"]
 #: Names of norms of queries or keys, which undo any scaling of their weights.
 _NORM = re.compile(
@@ -26,7 +26,7 @@ _NORM = re.compile(
 
 
 class HeadWeights(NamedTuple):
-    """Elements of one parameter, as this rank has it, that make one head's queries or keys."""
+    """The part of one parameter (of this rank's tensor-parallel shard) that computes one head's queries or keys."""
 
     role: Role
     head: int
@@ -34,7 +34,7 @@ class HeadWeights(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Adjacent outputs of a projection; ``role`` is ``None`` for values and whatever else stays as it is."""
+    """``size`` adjacent outputs of a projection; ``role`` is ``None`` for outputs that are not queries or keys."""
 
     size: int
     role: Role | None = None
@@ -43,9 +43,9 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """The heads of one attention module.
+    """The heads of one attention module: numbers of query and key heads on all tensor-parallel ranks together.
 
-    ``local_heads``: the query heads that this rank has, which with tensor parallelism are some of ``queries``.
+    ``local_heads``: indices of the query heads on this rank. ``weights``: parameter -> the queries and keys in it.
     """
 
     name: str
@@ -56,13 +56,13 @@ class Attention:
 
 
 def attention_layers(model: nn.Module, trained: Collection[nn.Parameter] | None = None) -> dict[nn.Module, Attention]:
-    """Return the softmax attention of a model whose queries and keys are trained, by module.
+    """Return attention module -> its heads, for each softmax attention whose queries and keys are trained.
 
-    Args:
-        trained: the parameters that an optimizer has; by default those with ``requires_grad``.
+    ``trained``: the parameters that an optimizer has; by default those with ``requires_grad``.
 
     Raises:
-        MuonConfigError: a layer whose heads are not known, or whose logits do not follow its weights.
+        MuonConfigError: QK-clip cannot act on a layer, because its heads are unknown or scaling its weights would not
+            scale its logits.
     """
     trained = {param for param in model.parameters() if param.requires_grad} if trained is None else set(trained)
     found: dict[nn.Module, Attention] = {}
@@ -77,25 +77,27 @@ def attention_layers(model: nn.Module, trained: Collection[nn.Parameter] | None 
             problems.setdefault(str(error), name)
     for name, module in model.named_modules():
         if _is_unknown_attention(module, trained) and not any(map(_projections, module.modules())):
-            problems.setdefault("its queries and keys are not known by the names of its projections", name)
+            problems.setdefault("the names of its projections do not tell which are queries and keys", name)
     if problems:
         texts = "; ".join(f"{name}: {problem}" for problem, name in problems.items())
-        raise MuonConfigError(f"optimizer.params.qk_clip: cannot act on every attention layer: {texts}")
+        raise MuonConfigError(f"optimizer.params.qk_clip: remove it; it cannot act on every attention layer: {texts}")
     shared = [param for layer in found.values() for param in layer.weights]
     if len(set(shared)) < len(shared):
-        raise MuonConfigError("optimizer.params.qk_clip: cannot act on attention layers that share their projections")
+        raise MuonConfigError(
+            "optimizer.params.qk_clip: remove it; it cannot act on attention layers that share weights"
+        )
     return found
 
 
 def _is_unknown_attention(module: nn.Module, trained: Set[nn.Parameter]) -> bool:
-    """Return whether a module is attention by its class and has matrices that are trained."""
+    """Return whether a module is softmax attention by its class, with trained matrices in it or its children."""
     is_attention = isinstance(module, nn.MultiheadAttention) or type(module).__name__.endswith("Attention")
     own = [*module.parameters(recurse=False), *(p for child in module.children() for p in child.parameters(False))]
     return is_attention and not is_linear_attention(module) and any(p in trained and p.ndim == 2 for p in own)
 
 
 def _projections(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the children of an attention module that make queries and keys; empty for other modules."""
+    """Return name -> child, for an attention module's children that compute queries or keys; ``{}`` for others."""
     if isinstance(module, nn.MultiheadAttention) or is_linear_attention(module):
         return {}
 
@@ -110,28 +112,29 @@ def _projections(module: nn.Module) -> dict[str, nn.Module]:
 def _attention(
     name: str, module: nn.Module, projections: Mapping[str, nn.Module], model: nn.Module, trained: Set[nn.Parameter]
 ) -> Attention:
+    """Return the heads of attention ``module``; raise ValueError, with the reason, if QK-clip cannot act on it."""
     for child, _ in module.named_children():
         if _NORM.search(child):
             raise ValueError(f"{child} normalizes queries or keys, so that scaling their weights has no effect")
     heads = heads_of(module, model)
     if heads is None:
-        raise ValueError("neither its module nor a config for it gives a number of heads")
+        raise ValueError("neither the module nor a config has its number of heads")
     latent = any(leaf.lower() in LATENT for leaf in projections)
     weights: dict[nn.Parameter, tuple[HeadWeights, ...]] = {}
     keys = heads.queries
     for leaf, projection in projections.items():
         for attribute, param in projection.named_parameters():
             if attribute not in ("weight", "bias"):
-                raise ValueError(f"{leaf}.{attribute} adds to its {leaf}, as adapters do")
+                raise ValueError(f"{leaf}.{attribute} changes the outputs of {leaf}, as adapters do")
             if param not in trained:
-                raise ValueError(f"{leaf}.{attribute} is not trained and others of its projections are")
+                raise ValueError(f"{leaf}.{attribute} is frozen, but other projections of the layer are trained")
         parts = _parts(leaf, projection, module, model, heads, latent)
         keys = max((part.head + 1 for part in parts if part.role == "key"), default=keys)
         for attribute, param in projection.named_parameters():
             axis = output_axis(projection) if attribute == "weight" else 0
             weights[param] = tuple(_local_weights(param, parts, axis, projection))
     if heads.queries % keys:
-        raise ValueError(f"its {heads.queries} query heads do not share {keys} key heads evenly")
+        raise ValueError(f"its number of query heads, {heads.queries}, is not a multiple of its {keys} key heads")
     local = sorted({w.head for of_param in weights.values() for w in of_param if w.role == "query"})
     return Attention(name, heads.queries, keys, tuple(local), weights)
 
@@ -139,7 +142,7 @@ def _attention(
 def _parts(
     leaf: str, projection: Any, module: nn.Module, model: nn.Module, heads: Heads, latent: bool
 ) -> Sequence[_Part]:
-    """Return the outputs of a projection, in order."""
+    """Return the parts of a projection's outputs, in order. ``leaf``: its name; ``latent``: in latent attention."""
     shape, axis = whole_shape(projection.weight), output_axis(projection)
     kind, outputs = leaf.lower(), shape[axis]
     if kind in LATENT:
@@ -165,7 +168,7 @@ def _fused(
 ) -> Iterator[_Part]:
     known = None if is_a(module, DEVICE_CLASSES) else cut_fused(leaf, shape, axis, module, model)
     if known is None or known[1] != QKV:
-        raise ValueError(f"in which order {leaf} of {type(module).__name__} holds its heads is not known")
+        raise ValueError(f"it is unknown how {leaf} of {type(module).__name__} orders its heads")
     sizes, groups = known[0].sizes, known[0].groups
     per_group, width = heads.queries // groups, sizes[0] * groups // heads.queries
     for group in range(groups):
@@ -175,10 +178,10 @@ def _fused(
 
 
 def _local_weights(param: nn.Parameter, parts: Sequence[_Part], axis: int, projection: Any) -> Iterator[HeadWeights]:
-    """Yield the parts of a weight or a bias that this rank has; a bias counts as a matrix of one column."""
+    """Yield this rank's part of the queries and keys in a weight or bias. A bias counts as a matrix of one column."""
     whole, sharding = whole_shape(param), sharding_of(param)
     if sharding is None and whole != local_shape(param):
-        raise ValueError("how tensor parallelism cut its weights is not known")
+        raise ValueError("it is unknown how tensor parallelism split its weights")
     shape = (*whole, 1)[:2]
     blocks = cut(matrices(shape)[0], Cut(tuple(part.size for part in parts), axis))
     for part, block in zip(parts, blocks, strict=True):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which parameter goes to Muon, which to AdamW, and why.
+"""Decide which parameters Muon updates and which AdamW, with a reason for each (routing).
 
-By module type and shape first, then by name: a hidden matrix is a 2-D weight of a linear-like module that is neither
-an embedding, nor an output head, nor a router, nor a factor of a low-rank adapter. A stack of experts is several
-matrices. Every decision carries its reason. The user's tags and patterns override the rules.
+Muon updates hidden matrices: 2-D weights of linear-like modules that are not an embedding, output head, router or
+factor of a low-rank adapter, by module class, shape and name. A stack of experts is several matrices. The user's tags
+(``param.use_muon``) and patterns (``muon_include``, ``muon_exclude``) override these rules.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from deepspeed.muon.matrices.pipeline import outer_parameters, shared_parameters
 from deepspeed.muon.matrices.splitting import MatrixSpec, Use, first_match, is_convolution, is_stack, split_parameter
 from deepspeed.muon.matrices.tp_sharding import Sharding, local_shape, sharding_of, whole_shape
 
-#: The attribute of a parameter by which users, stock DeepSpeed and other projects say whether Muon updates it.
+#: Attribute of a parameter that says whether Muon updates it; set by users, stock DeepSpeed and other projects.
 TAG = "use_muon"
-#: Beside a tag that :func:`tag_parameters` has set, its value; a tag of another value is the user's.
+#: Attribute with a copy of the tag that :func:`tag_parameters` has set; a different tag was set by the user.
 ROUTED_TAG = "_use_muon_routed"
 
-#: Attribute names of output heads, and those that are heads only at the top level of the model.
+#: Module names of output heads, and names that mean an output head only at the top level of the model.
 HEAD_NAMES = frozenset({"lm_head", "score", "classifier", "embed_out", "output_projection", "qa_outputs"})
 TOP_LEVEL_HEAD_NAMES = frozenset({"output", "head"})
 #: ``LinearLayer`` and ``LinearAllreduce`` belong to DeepSpeed's tensor parallelism.
 _LINEAR_LIKE = re.compile(r"(Linear|Dense|Projection)(Layer|Allreduce)?$|^Conv1D$")
 _EMBEDDING_LIKE = re.compile(r"embed|(^|[._])(wte|wpe|pos(ition)?|tok(en)?)([._]|$)", re.IGNORECASE)
-#: What PEFT puts between a module that it trains whole and the module's own name, and before the model's own names.
+#: Name parts to remove: PEFT's, after a module that it trains in full; prefixes of PEFT, torch.compile and DDP.
 _SAVED_COPY = re.compile(r"\.modules_to_save\.[^.]+$")
 _PREFIX = re.compile(r"^((base_model\.model|_orig_mod|module)\.)+")
-#: Names of low-rank factors: PEFT, torchtune, diffusers, DeepSpeed-Chat, DeepSpeed's OptimizedLinear.
+#: Names of low-rank factors in PEFT, torchtune, diffusers, DeepSpeed-Chat and DeepSpeed's OptimizedLinear.
 _LORA = re.compile(
     r"(^|[._])lora_?(embedding_)?(A|B|a|b|up|down|left_weight|right_weight|weight_[12]|magnitude_vector)([._]|$)"
 )
-#: Of those, the factor that starts at zero and is applied second.
+#: Names of the low-rank factor B, which starts at zero and is applied second.
 _LORA_B = re.compile(r"(^|[._])lora_?(embedding_)?(B|b|up|left_weight|weight_2)([._]|$)")
 
 
-#: The dtypes of matrices that Newton-Schulz can read; AdamW gets the others, such as complex numbers.
+#: The dtypes of matrices that Muon can update. Of a complex matrix Newton-Schulz would read the real part only.
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class Route(NamedTuple):
-    """A decision for one parameter; the fields are those of :class:`MatrixSpec`."""
+    """The decision for one parameter; the fields mean the same as in :class:`MatrixSpec`."""
 
     use_muon: bool
     reason: str
@@ -58,14 +58,14 @@ class Route(NamedTuple):
 
 
 def route(model: nn.Module, config: MuonConfig | None = None) -> dict[nn.Parameter, MatrixSpec]:
-    """Decide for every trainable parameter of ``model``, which is left as it is.
+    """Return trainable parameter -> its route and matrices. The model is not changed.
 
-    A tag ``param.use_muon`` that the user has set overrides everything else.
+    A user's tag ``param.use_muon`` overrides the patterns in ``config``, and these override the rules.
 
     Raises:
-        ValueError: ``use_muon = True`` on a parameter that is not a matrix, or Muon for a parameter that several
-            stages of a pipeline have copies of.
-        MuonConfigError: a split that does not fit, or heads that are not known.
+        ValueError: the user sends a parameter to Muon that is not a matrix, or of which several pipeline stages have
+            copies.
+        MuonConfigError: a split in ``muon_split`` does not fit its parameter, or heads are unknown.
     """
     config = config or MuonConfig()
     outer = _output_embeddings(model) | outer_parameters(model)
@@ -79,8 +79,8 @@ def route(model: nn.Module, config: MuonConfig | None = None) -> dict[nn.Paramet
         decided = _route_by_user(names, param, no_matrix, config) or by_rules
         if decided.use_muon and param in shared:
             raise ValueError(
-                f"{names[0]}: {decided.reason}, but several stages of the pipeline have copies of it, and rounding in "
-                "Muon would let them drift apart; leave it to AdamW"
+                f"{names[0]}: Muon cannot update it ({decided.reason}), because several pipeline stages have copies of "
+                "it, which Muon's rounding would make different; remove the tag or pattern that sends it to Muon"
             )
         spec = MatrixSpec(
             names[0],
@@ -96,15 +96,15 @@ def route(model: nn.Module, config: MuonConfig | None = None) -> dict[nn.Paramet
 
 
 def user_tag(param: nn.Parameter) -> bool | None:
-    """Return the user's ``param.use_muon``; ``None`` for no tag, and for one that :func:`tag_parameters` has set."""
+    """Return ``param.use_muon`` if the user has set it; otherwise, or if :func:`tag_parameters` has, ``None``."""
     tag = param.__dict__.get(TAG)
     return None if tag is None or tag == param.__dict__.get(ROUTED_TAG) else bool(tag)
 
 
 def tag_parameters(model: nn.Module, specs: Mapping[nn.Parameter, MatrixSpec]) -> None:
-    """Set ``param.use_muon`` as routed on every parameter that the user has not tagged; ``False`` on frozen ones.
+    """Set ``param.use_muon`` on every parameter that the user has not tagged: as in ``specs``; False on frozen ones.
 
-    Other code reads the tag to find Muon's parameters. The next :func:`route` does not take it for the user's.
+    Other code reads the tag to find Muon's parameters. The next :func:`route` does not mistake it for the user's.
     """
     for param in model.parameters():
         if user_tag(param) is None:
@@ -114,13 +114,13 @@ def tag_parameters(model: nn.Module, specs: Mapping[nn.Parameter, MatrixSpec]) -
 
 
 def shapes_of(specs: Iterable[MatrixSpec]) -> Counter[tuple[int, int]]:
-    """Return how many matrices of each shape go to Newton-Schulz; a shape and its transpose count as the wide one."""
+    """Return (shorter side, longer side) -> number of matrices of that shape or its transpose that go to Muon."""
     blocks = (block for spec in specs if spec.use_muon for block in spec.blocks)
     return Counter((min(block.rows, block.cols), max(block.rows, block.cols)) for block in blocks)
 
 
 def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the whole shape of every trainable parameter, by name; a tied one has several names."""
+    """Return name -> shape before any sharding, for every trainable parameter; a tied parameter has several names."""
     used = _uses(model).items()
     return {use.name: whole_shape(param) for param, uses in used if param.requires_grad for use in uses}
 
@@ -132,11 +132,13 @@ def _sharding(name: str, param: nn.Parameter, use_muon: bool) -> Sharding | None
         if not use_muon:
             return None
         raise MuonConfigError(
-            f"{name}: tensor parallelism cut it, and {error}; name it in optimizer.params.muon_exclude"
+            f"{name}: cannot tell how tensor parallelism split it: {error}; to let AdamW update it, list it in "
+            "optimizer.params.muon_exclude"
         ) from None
 
 
 def _uses(model: nn.Module) -> dict[nn.Parameter, list[Use]]:
+    """Return parameter -> the places in the model that use it; several for a tied parameter."""
     modules = dict(model.named_modules(remove_duplicate=False))
     uses: dict[nn.Parameter, list[Use]] = {}
     for path, module in modules.items():
@@ -149,7 +151,7 @@ def _uses(model: nn.Module) -> dict[nn.Parameter, list[Use]]:
 
 
 def _output_embeddings(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Return the parameters of the head that a Hugging Face model declares, with the reason."""
+    """Return parameter -> reason, for the output head that a Hugging Face model's ``get_output_embeddings`` returns."""
     get = getattr(model, "get_output_embeddings", None)
     head = get() if callable(get) else None
     found = head.parameters() if isinstance(head, nn.Module) else ()
@@ -157,7 +159,7 @@ def _output_embeddings(model: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def is_lora(spec: MatrixSpec) -> bool:
-    """Return whether the parameter is a factor of a low-rank adapter, by its name and its rank."""
+    """Return whether the parameter is a factor of a low-rank adapter, by its name and shape."""
     return _lora(spec.name, spec.shape) is not None
 
 
@@ -168,12 +170,13 @@ def _lora(name: str, shape: tuple[int, ...]) -> str | None:
 
 
 def _route_by_user(names: Sequence[str], param: nn.Parameter, no_matrix: str, config: MuonConfig) -> Route | None:
+    """Return the route that a tag or pattern decides, else ``None``. ``no_matrix``: see :func:`_not_a_matrix`."""
     tag = user_tag(param)
     if tag is not None:
         if tag and no_matrix:
             raise ValueError(
-                f"{names[0]}: use_muon = True, but its shape {list(whole_shape(param))} of {param.dtype} is not that "
-                "of a matrix of real numbers"
+                f"{names[0]}: use_muon = True, but Muon updates only matrices of real numbers, and this is a parameter "
+                f"of shape {list(whole_shape(param))} and dtype {param.dtype}; remove the tag"
             )
         return Route(tag, f"use_muon = {tag} set by the user", TAG)
     for option, use_muon in (("muon_exclude", False), ("muon_include", True)):
@@ -181,7 +184,7 @@ def _route_by_user(names: Sequence[str], param: nn.Parameter, no_matrix: str, co
         if expression is not None:
             reason = f"{option} {expression!r}"
             if use_muon and no_matrix:
-                return Route(False, f"{no_matrix}, in spite of {reason}", option)
+                return Route(False, f"{no_matrix}, although {reason} matches", option)
             return Route(use_muon, reason, option)
     return None
 
@@ -196,6 +199,7 @@ def _not_a_matrix(shape: tuple[int, ...], dtype: torch.dtype) -> str:
 
 
 def _route_by_rules(shape: tuple[int, ...], uses: list[Use], outer: str | None, config: MuonConfig) -> Route:
+    """Return the route of a parameter without tag or pattern. ``outer``: why it is not a hidden matrix, if known."""
     if len(shape) != 2:
         return _route_of_more_dimensions(shape, uses[0], config.muon_conv)
     if lora := _lora(uses[0].name, shape):
@@ -213,7 +217,7 @@ def _route_by_rules(shape: tuple[int, ...], uses: list[Use], outer: str | None, 
     kind = type(module).__name__
     if _is_linear_like(module, uses[0].attribute):
         return Route(True, f"hidden matrix of {kind}")
-    return Route(False, f"2-D, but {kind} is not known to be linear; set use_muon = True to choose Muon")
+    return Route(False, f"2-D, but {kind} is not a known linear module; for Muon set param.use_muon = True")
 
 
 def _route_of_more_dimensions(shape: tuple[int, ...], use: Use, conv: str) -> Route:
@@ -223,7 +227,7 @@ def _route_of_more_dimensions(shape: tuple[int, ...], use: Use, conv: str) -> Ro
             return Route(False, f"grouped {kind}")
         if conv == "flatten":
             return Route(True, f"{kind}, by muon_conv")
-        return Route(False, f"convolution ({kind}); muon_conv: flatten is for Muon")
+        return Route(False, f'convolution ({kind}); for Muon set "muon_conv": "flatten"')
     if is_stack(use.module, use.path, shape):
         return Route(True, f"stack of {shape[0]} matrices of {kind}")
     return Route(False, "more than two dimensions")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A parameter's matrices: the whole parameter, slices of a stack, a flattened convolution, or what it is cut into."""
+"""Find the matrices in a parameter: it may be one matrix, a stack, a flattened convolution, or split into several."""
 
 from __future__ import annotations
 
@@ -21,23 +21,27 @@ from deepspeed.muon.matrices.tp_sharding import Sharding, tp_rank
 
 
 def is_convolution(module: nn.Module) -> bool:
-    """Return whether the module's weight is ``[out, in, *kernel]``."""
+    """Return whether the module is a convolution, with a weight ``[out, in, *kernel]``."""
     return isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
 
 
 def is_stack(module: nn.Module, path: str, shape: Sequence[int]) -> bool:
-    """Return whether a weight ``[experts, rows, cols]`` holds one matrix per expert, by the names of its module."""
+    """Return whether a 3-D weight holds one matrix per expert: "expert" is in its module's class name or path."""
     names = (type(module).__name__, *path.split(".")[-2:])
     return len(shape) == 3 and min(shape[1:]) > 1 and any("expert" in name.lower() for name in names)
 
 
 def first_match(patterns: Iterable[str], names: Sequence[str]) -> str | None:
-    """Return the first regular expression that is found in one of the names."""
+    """Return the first of ``patterns`` that matches a part of one of the names; ``None`` if none does."""
     return next((pattern for pattern in patterns if any(re.search(pattern, name) for name in names)), None)
 
 
 class Use(NamedTuple):
-    """One module that holds the parameter; a tied parameter has several. ``path`` is without wrappers."""
+    """One place in the model that uses a parameter; a tied parameter has several.
+
+    ``name``: the parameter's name in the model. ``path``: name in the model of ``module``, which has the parameter as
+    ``attribute``, without the names that wrappers such as DDP and PEFT add. ``parent``: the module that contains it.
+    """
 
     name: str
     module: nn.Module
@@ -47,18 +51,18 @@ class Use(NamedTuple):
 
     @property
     def projection(self) -> tuple[str, nn.Module]:
-        """Return the name that an attention projection has in its attention module, and that module."""
+        """Return (name of the projection in its attention module, that module), if this is an attention projection."""
         if isinstance(self.module, nn.MultiheadAttention):
             return self.attribute, self.module
         return self.path.rpartition(".")[2], self.parent
 
     @property
     def weight(self) -> tuple[str, nn.Module]:
-        """Return the name of the weight in its attention or feed-forward module, and that module."""
+        """Return (name of the weight or of its linear module, the attention or feed-forward module that has it)."""
         return self.projection if self.attribute == "weight" else (self.attribute, self.module)
 
     def matrix_output_axis(self, shape: Sequence[int]) -> int | None:
-        """Return the axis of its matrices along which the outputs lie; ``None`` for a stack that does not tell."""
+        """Return the axis of the outputs (0 or 1) of the parameter's matrices; ``None`` if unknown, for a stack."""
         if len(shape) != 3 or is_convolution(self.module):
             return output_axis(self.module)
         name, owner = self.weight
@@ -67,24 +71,24 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True)
 class MatrixSpec:
-    """One parameter's route, and the matrices that Muon sees in it.
+    """One parameter's route, and the matrices in it that Muon orthogonalizes.
 
     Args:
-        name: of the parameter in the model; of a tied one, the first.
-        shape: of the tensor on this rank, before ZeRO partitions it.
-        use_muon: whether Muon updates it; else AdamW.
-        reason: for people, why.
+        name: name of the parameter in the model; the first one of a tied parameter.
+        shape: shape of the tensor on this rank, before ZeRO partitions it.
+        use_muon: whether Muon updates the parameter; otherwise AdamW does.
+        reason: text that explains the route.
         blocks: the matrices; empty for AdamW. With ``sharding`` they are blocks of the whole parameter.
-        split: for people, how the parameter is split into them; empty for one matrix.
-        sharding: how tensor parallelism cut the parameter, if it did.
-        is_projection: whether its module's name says that it is an attention projection.
+        split: text that explains how the parameter is split into matrices; empty for one matrix.
+        sharding: how tensor parallelism split the parameter over ranks, if it did.
+        is_projection: whether the parameter's module is an attention projection, by its name.
         chosen_by: the user's option that decided the route: ``use_muon``, ``muon_exclude`` or ``muon_include``;
-            ``None`` where the rules did.
-        overrides_rules: whether the rules would have chosen the other half.
-        split_by: the option that cut it: ``muon_split``, ``per_head_muon`` or ``muon_fused``; ``None`` for none.
-        split_pattern: which pattern of ``muon_split`` did.
+            ``None`` if the rules did.
+        overrides_rules: whether the user sent the parameter to Muon or AdamW against the rules.
+        split_by: the option that split it: ``muon_split``, ``per_head_muon`` or ``muon_fused``; ``None`` if none did.
+        split_pattern: the pattern of ``muon_split`` that split it.
         left_whole: whether ``split`` says why the parameter stays one matrix.
-        output_axis: the axis of its matrices along which their outputs lie; ``None`` where that is not known.
+        output_axis: the axis (0 or 1) of the outputs in each of its matrices; ``None`` if unknown.
     """
 
     name: str
@@ -104,27 +108,29 @@ class MatrixSpec:
 
     @property
     def numel(self) -> int:
-        """Return the number of elements on this rank, before ZeRO partitions it."""
+        """Return the number of elements on this rank, before ZeRO partitions the parameter."""
         return math.prod(self.shape)
 
     @property
     def whole(self) -> tuple[int, ...]:
-        """Return the shape before tensor parallelism cut it."""
+        """Return the parameter's shape before tensor parallelism split it."""
         return self.sharding.shape if self.sharding else self.shape
 
 
 def split_parameter(
     spec: MatrixSpec, names: Sequence[str], param: nn.Parameter, use: Use, config: MuonConfig, model: nn.Module
 ) -> MatrixSpec:
-    """Return the spec of a parameter of the Muon half, with its matrices; a tied parameter has several ``names``.
+    """Return the spec of a parameter that goes to Muon, with the matrices in it.
+
+    ``spec``: its spec so far, with the route. ``names``: its name, several if it is tied. ``use``: its first use.
 
     Raises:
-        MuonConfigError: sizes that do not add up to the parameter's, or heads that are not known.
+        MuonConfigError: the sizes in ``muon_split`` do not add up to the parameter's, or its heads are unknown.
     """
     spec = _split(spec, names, use, config, model)
     if spec.sharding is None or config.tp_mode == "whole":
         return spec
-    rank = tp_rank(param, use.module)  # whose shards are matrices of their own
+    rank = tp_rank(param, use.module)  # with tp_mode "shard", each rank's shards are separate matrices
     blocks = tuple(part for block in spec.blocks for part, _ in spec.sharding.parts(block, rank))
     return replace(spec, blocks=blocks, split=_joined(spec.split, "tensor-parallel shards, by tp_mode"), sharding=None)
 
@@ -141,7 +147,7 @@ def _split(spec: MatrixSpec, names: Sequence[str], use: Use, config: MuonConfig,
             return _cut(spec, config.muon_split[pattern], f"by muon_split {pattern!r}", "muon_split", pattern)
         except ValueError as error:
             raise MuonConfigError(
-                f"optimizer.params.muon_split: {pattern!r} finds {names[0]} {list(shape)}, but {error}"
+                f"optimizer.params.muon_split: {pattern!r} matches {names[0]} of shape {list(shape)}, but {error}"
             ) from None
     if config.per_head_muon and len(shape) == 2 and spec.is_projection:
         return _cut(spec, _by_head(names[0], shape, use, model), "one matrix per head", "per_head_muon")
@@ -175,10 +181,10 @@ def _by_head(name: str, shape: Sequence[int], use: Use, model: nn.Module) -> Cut
     heads = heads_of(attention, model)
     try:
         if heads is None:
-            raise ValueError("neither its module nor a config for it gives a number of heads")
+            raise ValueError("neither its attention module nor a config has the number of heads")
         return cut_by_head(leaf, shape[axis], axis, heads, is_a(attention, GATED_CLASSES))
     except ValueError as error:
         raise MuonConfigError(
-            f"optimizer.params.per_head_muon: {name} {list(shape)} is an attention projection by its name, but "
-            f'{error}; give its sizes in muon_split, or "whole"'
+            f"optimizer.params.per_head_muon: {name} of shape {list(shape)} has the name of an attention projection, "
+            f'but {error}; set its sizes, or "whole", in muon_split'
         ) from None

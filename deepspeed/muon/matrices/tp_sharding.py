@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How tensor parallelism cuts a matrix: which rows or columns each rank of its group holds."""
+"""How tensor parallelism splits a matrix: which rows or columns each rank of the tensor-parallel group holds."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torch import Tensor
 
 from deepspeed.muon.matrices.block import Block
 
-#: The attribute in which DeepSpeed's AutoTP describes the layout of a parameter that it cut.
+#: The attribute in which DeepSpeed's AutoTP describes how it split a parameter.
 AUTOTP = "ds_autotp_universal_checkpoint_meta"
-#: The attributes by which Megatron marks a parameter that it cut; the first is the older one.
+#: The attributes by which Megatron marks a parameter that it split; the first is the older one.
 MEGATRON = ("model_parallel", "tensor_model_parallel")
-#: What Megatron's marks leave open: (rank, number of ranks) of the group that holds the parts.
+#: Our attribute on parameters that Megatron split: (this rank's index, number of ranks) in the tensor-parallel group.
 TP_RANK = "muon_tp_rank"
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """A parameter of ``shape``, [rows, cols] for a matrix, cut along one axis over a tensor-parallel group.
+    """How a parameter of ``shape``, [rows, cols] for a matrix, is split over the ranks of a tensor-parallel group.
 
-    ``axis``: 0 where the ranks hold rows (DeepSpeed's column parallel), 1 where they hold columns. ``ranges``: for each
-    rank, the (start, size) of the rows or columns in its shard, in order. A rank has several ranges of a fused weight,
-    because each part is cut on its own.
+    ``axis``: 0 if each rank holds rows (DeepSpeed calls that column parallel), 1 if columns. ``ranges``: for each rank,
+    the (start, size) ranges of rows or columns in its shard, in order. A rank has several ranges if the weight is
+    fused, because its parts are split separately.
     """
 
     shape: tuple[int, ...]
@@ -39,15 +39,14 @@ class Sharding:
         return sum(size for _, size in self.ranges[rank])
 
     def shard(self, whole: Tensor, rank: int) -> Tensor:
-        """Return the shard of a rank, of ``whole`` in any shape; a view where it is one range."""
+        """Return a rank's shard of ``whole``, the parameter in any shape; a view if the shard is one range."""
         parts = [whole.view(self.shape).narrow(self.axis, start, size) for start, size in self.ranges[rank]]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.axis)
 
     def parts(self, block: Block, rank: int) -> Iterator[tuple[Block, int]]:
-        """Return the parts of a block of the whole that a rank's shard holds.
+        """Yield (part, index of its first element in ``block``) for the parts of ``block`` that a rank's shard holds.
 
-        Yields:
-            Rectangular blocks of the shard, each with the index of its first element in ``block``.
+        ``block`` is a matrix in the whole parameter; a part is a rectangle, as a block of the rank's shard.
         """
         width = self.shape[1] if self.axis == 0 else self.size(rank)
         first_row, first_column = divmod(block.offset, self.shape[1])
@@ -68,10 +67,10 @@ class Sharding:
 
 
 def sharding_of(param: Any) -> Sharding | None:
-    """Return the layout that AutoTP or Megatron recorded on a parameter; ``None`` where each rank has all of it.
+    """Return how a parameter is split, as AutoTP or Megatron recorded on it; ``None`` if each rank has all of it.
 
     Raises:
-        ValueError: the record does not describe the cut by rows or columns.
+        ValueError: the record does not describe a split by rows or columns.
     """
     note = getattr(param, AUTOTP, None)
     if not note:
@@ -81,7 +80,7 @@ def sharding_of(param: Any) -> Sharding | None:
     axis, shape = note["partition_dim"], note["logical_shape"] or note["original_shape"]
     widths = note["sub_param_shard_widths"] or ([note["partition_sizes"]] if note["partition_sizes"] else [])
     if not widths or axis not in range(min(len(shape), 2)):
-        raise ValueError(note["conversion"]["unsupported_reason"] or "its layout is not described by rows or columns")
+        raise ValueError(note["conversion"]["unsupported_reason"] or "AutoTP does not describe it as rows or columns")
     starts = [0, *accumulate(sum(sizes) for sizes in widths)]
     ranges = tuple(
         tuple((start + sum(sizes[:rank]), sizes[rank]) for start, sizes in zip(starts, widths, strict=False))
@@ -95,13 +94,13 @@ def _is_marked(param: Any) -> bool:
 
 
 def _sharding_by_megatron(param: Any) -> Sharding | None:
-    """Return a layout of equal shards: each rank has ``partition_stride`` equal parts, and the ranks take turns."""
+    """Return the split by Megatron's marks: ``partition_stride`` equal ranges per rank; range i is rank i % ranks's."""
     axis, stride = getattr(param, "partition_dim", -1), getattr(param, "partition_stride", 1)
     if axis < 0:
-        raise ValueError(f"it is marked {MEGATRON[1]}, but nothing says how it was cut; set its partition_dim")
+        raise ValueError(f"it is marked {MEGATRON[1]} without an axis; set its attribute partition_dim to 0 or 1")
     if not hasattr(param, TP_RANK):
         raise ValueError(
-            f'it is marked {MEGATRON[1]}, but nothing says how many ranks share it; set "type": "Muon" in '
+            f'it is marked {MEGATRON[1]}, but the number of ranks is unknown; set "type": "Muon" in '
             "ds_config.json, or pass optimizer=lambda params: MuonWithAuxAdam(params, model=model, ...) to "
             "deepspeed.initialize"
         )
@@ -110,9 +109,11 @@ def _sharding_by_megatron(param: Any) -> Sharding | None:
         return None
     local = local_shape(param)
     if axis >= len(local) or len(local) > 2:
-        raise ValueError(f"its partition_dim {axis} is no axis of a matrix")
+        raise ValueError(f"its partition_dim {axis} is not an axis of a matrix")
     if local[axis] % stride:
-        raise ValueError(f"its partition_stride {stride} does not divide the {local[axis]} rows or columns of a rank")
+        raise ValueError(
+            f"its {local[axis]} rows or columns on a rank are not a multiple of its partition_stride {stride}"
+        )
     size = local[axis] // stride
     turns = range(0, ranks * stride, ranks)
     ranges = tuple(tuple(((first + rank) * size, size) for first in turns) for rank in range(ranks))
@@ -120,17 +121,17 @@ def _sharding_by_megatron(param: Any) -> Sharding | None:
 
 
 def tp_rank(param: Any, module: Any) -> int:
-    """Return this rank's number among those that hold the parts of a parameter of the module."""
+    """Return this rank's index in the tensor-parallel group that shares ``param``, a parameter of ``module``."""
     return getattr(param, TP_RANK)[0] if hasattr(param, TP_RANK) else module.tp_index
 
 
 def local_shape(param: Any) -> tuple[int, ...]:
-    """Return the shape after tensor parallelism and before ``zero.Init`` cut the parameter."""
+    """Return the parameter's shape on this rank: split by tensor parallelism, but not by ``zero.Init`` (ZeRO-3)."""
     return tuple(getattr(param, "ds_shape", param.shape))
 
 
 def whole_shape(param: Any) -> tuple[int, ...]:
-    """Return the shape before tensor parallelism cut the parameter."""
+    """Return the parameter's shape before tensor parallelism split it."""
     note = getattr(param, AUTOTP, None) or {}
     if shape := note.get("logical_shape") or note.get("original_shape"):
         return tuple(shape)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""QK-clip: after a step, the weights of queries and keys of heads whose logits exceeded a threshold are scaled down."""
+"""QK-clip: after a step, scale down the query and key weights of heads whose attention logits exceeded a threshold."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from deepspeed.muon.plan.plan import Plan
 
 
 class _HeadPart(NamedTuple):
-    """Elements of a tensor that belong to one head; ``piece.element`` counts in the tensor."""
+    """Elements of one tensor that belong to one head of ``layer``; ``piece.element`` is a position in the tensor."""
 
     parameter: str
     layer: str
@@ -37,14 +37,17 @@ class _HeadPart(NamedTuple):
 
 
 class QKClip:
-    """Watch the logits of a model and scale the weights of its heads.
+    """Watch a model's attention logits, and scale the query and key weights of heads whose logits are too large.
 
-    All ranks that train the same layers take the largest logit over all their micro-batches, so that each scales its
-    part of a weight by the same factor. It acts on the master weights, on weights and biases of both halves, but not
-    on frozen parameters nor on matrices that have no gradient in the step.
+    The largest logit is taken over all micro-batches of all ranks that train the same layers, so that every rank scales
+    its part of a weight by the same factor. The tensors that the optimizer updates are scaled, weights and biases, of
+    Muon's and AdamW's parameters; frozen parameters and matrices without a gradient in the step are not.
 
-    ``names``: of the parameters, in the partitions. ``step``: return the number of the step, for ``sampled`` and for
-    random numbers.
+    Args:
+        options: the value of the config key ``qk_clip``.
+        layers: attention module -> its heads.
+        names: parameter -> its name in the partitions.
+        step: returns the number of steps done, which seeds the sampling of logits and random rounding.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class QKClip:
         step: Callable[[], int],
     ) -> None:
         self._options = options
-        #: In the order of the model.
+        #: The attention layers, in the order of the model.
         self.layers = list(layers.values())
         self._params = [param for layer in self.layers for param in layer.weights]
         self._weights = {
@@ -64,7 +67,7 @@ class QKClip:
         #: Names of the parameters that no rank trains in this step; equal on all ranks that train the same layers.
         self._frozen: set[str] = set()
         self._step = step
-        # torch's causal masks load its compiler, which takes a second: only runs with QK-clip wait for it.
+        # Imported here because torch's causal masks load its compiler, which takes a second.
         from deepspeed.muon.qk_clip.watch import AttentionWatch
 
         self.watch = AttentionWatch(layers, options.logits, step)
@@ -76,16 +79,16 @@ class QKClip:
         self._warned: set[str] = set()
         #: Whether any attention was seen since the start; equal on all ranks that train the same layers.
         self._was_seen = False
-        #: By layer, the largest logit of the last step; infinite if one was not a number.
+        #: Layer name -> the largest logit of the last step; infinite if a logit was NaN.
         self.largest: dict[str, float] = {}
 
     def __str__(self) -> str:
         return f"QK-clip of {len(self.layers)} attention layers at {self._options.tau:g} ({self._options.logits})"
 
     def bind(self, partitions: Iterable[Partition], group: Any, device: torch.device) -> None:
-        """Find the weights in the tensors that this rank updates.
+        """Find the heads' weights in the tensors that this rank updates.
 
-        ``group``: the ranks that train the same layers; ``None``: all. ``device``: of the collective.
+        ``group``: process group of the ranks that train the same layers; ``None``: all. ``device``: of the collective.
         """
         self._group, self._device = group, device
         self._parts.clear()
@@ -100,13 +103,14 @@ class QKClip:
                 )
 
     def begin_step(self, is_logging: bool) -> None:
-        """Collective before a step: agree on the largest logits since the last one, and on the frozen parameters.
+        """Collective before a step. Agree on each layer's largest logits since the last step, and on frozen parameters.
 
-        A step without attention, of a batch of another modality say, scales nothing.
+        A layer that did not run, for example because the batch has another modality, is not scaled. ``is_logging``:
+        whether this rank warns about such layers.
 
         Raises:
-            UnsupportedError: on all ranks that train these layers, where the attention of one ran but was not seen, or
-                where none was seen in the first step.
+            UnsupportedError: the attention of a layer ran but could not be observed, or no attention was observed in
+                the first step. It is raised on all ranks that train these layers.
         """
         count = sum(layer.queries for layer in self.layers)
         logits = torch.full((1 + count + len(self._params),), -math.inf, dtype=torch.float32, device="cpu")
@@ -121,15 +125,15 @@ class QKClip:
             logits[places] = torch.cat(found).cpu()  # one copy to the host for all layers
         trained = [float(param.requires_grad) for param in self._params]
         logits[1 + count :] = torch.tensor(trained, dtype=torch.float32, device="cpu")
-        # Backends of the collective do not agree which is the larger of a number and NaN.
+        # The maximum of a number and NaN differs between backends of the collective, so NaN becomes infinite.
         logits.nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf)
         missed, *flat = all_maxima(logits.to(self._device), self._group).tolist()
         self.watch.clear()
         if missed:
             raise UnsupportedError(
-                f"optimizer.params.qk_clip: the attention of {self.layers[int(missed) - 1].name} runs in a way that "
-                "cannot be observed; use scaled_dot_product_attention (attn_implementation: sdpa in transformers) or "
-                "flash-attn 2"
+                f"optimizer.params.qk_clip: the logits of {self.layers[int(missed) - 1].name} cannot be observed, "
+                "because its forward calls no known attention function; use scaled_dot_product_attention "
+                "(attn_implementation: sdpa in transformers) or flash-attn 2"
             )
         self._frozen = {name for name, trained in zip(self._weights, flat[count:], strict=True) if not trained}
         values, self.largest = iter(flat), {}
@@ -141,15 +145,15 @@ class QKClip:
         self._was_seen |= bool(self.largest)
         if self.layers and not self._was_seen:
             raise UnsupportedError(
-                "optimizer.params.qk_clip: no attention layer ran since the last step, in training mode and with "
-                "gradients; a compiled model cannot be observed"
+                "optimizer.params.qk_clip: no attention layer ran in training mode and with gradients before this "
+                "step; if the model is compiled, do not compile it, because compiled attention cannot be observed"
             )
         idle = {layer.name for layer in self.layers} - self.largest.keys() - self._warned
         if idle and is_logging:
             self._warned |= idle
             logger.warning(
-                "deepspeed-muon: qk_clip: %d attention layers did not run in this step or are compiled, first %s; "
-                "their weights stay as they are",
+                "deepspeed-muon: qk_clip: %d attention layers did not run in this step or are compiled (first: %s); "
+                "qk_clip does not change their weights in such steps",
                 len(idle),
                 min(idle),
             )
@@ -157,11 +161,12 @@ class QKClip:
     def apply(
         self, tensors: Sequence[Tensor], plan: Plan | None, absent: Set[str], *, kernels: Operations, work: Workspace
     ) -> None:
-        """Scale the heads in these tensors, after their update; those kept in bf16 are rounded stochastically.
+        """Scale the heads in ``tensors``, which have just been updated; bf16 tensors are rounded stochastically.
 
         Args:
-            plan: of these tensors, in the Muon half.
-            absent: names of its matrices that keep their values. They may cut a head.
+            plan: the plan of the tensors if Muon updates them, else ``None``.
+            absent: names of the matrices that must keep their values, as they have no gradient. One may be part of a
+                head.
         """
         scaled = []
         for tensor in tensors:
@@ -187,7 +192,7 @@ class QKClip:
             view.copy_(values)
 
     def _unchanged(self, tensors: Sequence[Tensor], plan: Plan | None, absent: Set[str]) -> Iterator[Tensor]:
-        """Yield views of the elements of absent matrices that have heads."""
+        """Yield views of the elements of ``absent`` matrices in parameters that have heads."""
         for bucket in plan.buckets if plan and absent else ():
             for run in bucket.runs:
                 if run.matrix in absent and run.parameter in self._weights:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""See the queries and keys of attention layers while a model trains, without a change of the model.
+"""Observe the queries and keys of attention layers while a model trains, without changing the model.
 
-While the forward of an attention module runs, calls of ``torch.nn.functional.scaled_dot_product_attention`` and of
-flash-attn's operators are seen, whatever name the caller imported them under.
+While the forward of an attention module runs, a ``TorchFunctionMode`` intercepts calls of
+``torch.nn.functional.scaled_dot_product_attention`` and of flash-attn's operators, however they were imported.
 """
 
 from __future__ import annotations
@@ -23,29 +23,30 @@ from deepspeed.muon.matrices.query_keys import Attention
 from deepspeed.muon.numerics import fixed_numerics
 
 Seen = tuple[Tensor, Tensor, float, Visible]
-"""Queries and keys, ``[batch, heads, tokens, width]``, the scale of their products, and which keys a query sees."""
+"""(queries, keys, scale of their products, which keys a query sees); tensors are ``[batch, heads, tokens, width]``."""
 
 
 class AttentionWatch:
-    """The largest logit of every head since the last :meth:`clear`.
+    """Record the largest attention logit of every head since the last :meth:`clear`.
 
-    Forwards without gradients or in evaluation mode do not count, as in evaluation, generation and reference models.
-    Under gradient checkpointing one of the two forwards counts: the first, or the second, during backward, if the first
-    ran without gradients (reentrant).
+    Forwards without gradients or in evaluation mode (evaluation, generation, reference models) are ignored. Gradient
+    checkpointing runs a forward twice, of which one is recorded: the first, or the recomputation during backward if the
+    first ran without gradients (reentrant).
 
-    ``mode``: of :func:`deepspeed.muon.math.logits.largest`. ``step``: return the number of the step, for ``sampled``;
-    called once between two calls of :meth:`clear`, because the number may have to be copied from an accelerator.
+    ``mode``: see :func:`deepspeed.muon.math.logits.largest`. ``step``: returns the number of steps done, the seed of
+    mode ``sampled``; called at most once between two calls of :meth:`clear`, because the number may have to be copied
+    from an accelerator.
     """
 
     def __init__(self, layers: Mapping[nn.Module, Attention], mode: str, step: Callable[[], int]) -> None:
         self._layers, self._mode, self._step = layers, mode, step
-        #: By layer, ``[heads]`` of this rank, fp32.
+        #: Layer name -> largest logit of each head of this rank, fp32 ``[heads]``.
         self.largest: dict[str, Tensor] = {}
-        #: Layers whose attention ran, but by none of the known functions.
+        #: Names of layers whose forward ran but called no known attention function.
         self.missed: set[str] = set()
         self._running: list[_AttentionCalls | None] = []
         self._number: int | None = None
-        #: By layer, how many of its forwards were watched before backward, and not yet seen again during it.
+        #: Module -> how many of its forwards were recorded and not yet recomputed during backward.
         self._watched_forwards: Counter[nn.Module] = Counter()
         self._hooks = [
             hook
@@ -57,20 +58,20 @@ class AttentionWatch:
         ]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return AttentionWatch, ({}, self._mode, int)  # a copy of the model, or a saved one, is not watched
+        return AttentionWatch, ({}, self._mode, int)  # a copied or pickled model holds the hooks, and is not watched
 
     def clear(self) -> None:
-        """Forget what was seen. Called while no forward runs."""
+        """Forget all records. Called while no forward runs."""
         self.largest.clear()
         self.missed.clear()
         self._watched_forwards.clear()
         self._number = None
-        while self._running:  # an interrupt from the keyboard has ended forwards without their hooks
+        while self._running:  # forwards that a KeyboardInterrupt ended before their hooks could run
             if (calls := self._running.pop()) is not None:
                 calls.__exit__(None, None, None)
 
     def close(self) -> None:
-        """Stop watching."""
+        """Remove the hooks from the model."""
         for hook in self._hooks:
             hook.remove()
 
@@ -101,12 +102,12 @@ class AttentionWatch:
         for query, key, scale, visible in calls.seen:
             if query.size(1) != len(layer.local_heads):
                 raise UnsupportedError(
-                    f"qk_clip: the attention of {layer.name} has {query.size(1)} heads and its weights have "
-                    f"{len(layer.local_heads)}"
+                    f"qk_clip: the attention of {layer.name} was called with {query.size(1)} query heads, but its "
+                    f"weights have {len(layer.local_heads)}; remove qk_clip, which cannot act on this layer"
                 )
             kind = query.device.type
             dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-            with fixed_numerics(), torch.no_grad():  # autocast would cast back what is in fp32
+            with fixed_numerics(), torch.no_grad():  # under autocast, products of fp32 tensors would be 16-bit
                 if self._number is None:
                     self._number = self._step()
                 found = largest(query.to(dtype), key.to(dtype), scale, visible, self._mode, self._number)
@@ -115,7 +116,7 @@ class AttentionWatch:
 
 
 class _AttentionCalls(TorchFunctionMode):
-    """Notes what attention functions are called with."""
+    """Record the arguments of attention functions that are called while the mode is active."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,8 +146,8 @@ def _of_torch(
 ) -> Seen:
     if query.ndim != 4:
         raise UnsupportedError(
-            f"qk_clip: scaled_dot_product_attention got queries {list(query.shape)}; expected [batch, heads, tokens, "
-            "width], which tell the heads"
+            f"qk_clip: scaled_dot_product_attention got queries of shape {list(query.shape)}; qk_clip needs [batch, "
+            "heads, tokens, width], to know the heads"
         )
     visible = Visible(attn_mask, is_causal)
     if isinstance(attn_mask, CausalBias):
@@ -167,7 +168,7 @@ def _of_flash(
     *_: Any,
     **__: Any,
 ) -> Seen:
-    """Read a call with ``[batch, tokens, heads, width]``; the last query sees the last key."""
+    """Read the arguments of flash-attn, tensors ``[batch, tokens, heads, width]``; the last query sees the last key."""
     visible = Visible(is_causal=causal, shift=k.size(1) - q.size(1), window=(window_size_left, window_size_right))
     return q.detach().transpose(1, 2), k.detach().transpose(1, 2), _scale(softmax_scale, q), visible
 
@@ -188,9 +189,9 @@ def _of_packed_flash(
     *_: Any,
     **__: Any,
 ) -> Seen:
-    """Read a call with ``[tokens, heads, width]``: sequences one after the other, as long in queries as in keys."""
+    """Read the arguments of flash-attn for concatenated sequences, tensors ``[all tokens, heads, width]``."""
     if q.size(0) != k.size(0):
-        raise UnsupportedError("qk_clip: flash-attn got packed sequences with other lengths of queries than of keys")
+        raise UnsupportedError("qk_clip: needs as many keys as queries in packed sequences of flash-attn; remove it")
     tokens = torch.arange(q.size(0), dtype=torch.int64, device=q.device)
     documents = torch.bucketize(tokens, cu_seqlens_q.to(tokens.dtype), right=True)
     visible = Visible(is_causal=causal, window=(window_size_left, window_size_right), documents=(documents, documents))
@@ -201,7 +202,7 @@ def _scale(scale: float | None, query: Tensor) -> float:
     return query.size(-1) ** -0.5 if scale is None else float(scale)
 
 
-#: Operators of flash-attn 2.
+#: Operator of flash-attn 2 -> function that reads its arguments.
 _OPERATORS: dict[str, Callable[..., Seen]] = {
     "flash_attn._flash_attn_forward": _of_flash,
     "flash_attn._flash_attn_varlen_forward": _of_packed_flash,

@@ -174,7 +174,7 @@ def _shards(engine: Any, optimizer: MuonWithAuxAdam) -> dict[str, tuple[Sharding
             try:
                 tp_cut = sharding_of(param)
             except ValueError as error:
-                raise UnsupportedError(f"{spec.name}: tensor parallelism cut it, and {error}") from None
+                raise UnsupportedError(f"{spec.name}: cannot tell how tensor parallelism split it: {error}") from None
             if tp_cut:
                 shards[spec.name] = tp_cut, rank
     return shards

@@ -128,7 +128,7 @@ def test_only_training_forwards_of_the_model_itself_count() -> None:
     copy.deepcopy(net)(hidden)
     pickle.loads(pickle.dumps(net))(hidden)
     assert not clip.watch.largest
-    with pytest.raises(UnsupportedError, match="no attention layer ran since the last step"):
+    with pytest.raises(UnsupportedError, match="no attention layer ran in training mode"):
         optimizer.step()
     for reentrant in (True, False):
         checkpoint(net, hidden.requires_grad_(), use_reentrant=reentrant).sum().backward()
@@ -182,7 +182,7 @@ def test_attention_of_its_own_is_refused_at_the_step() -> None:
     net = nn.Sequential(Attention(), Attention("own"))
     optimizer, _ = clip_of(net)
     net(torch.randn(2, 5, 8)).sum().backward()
-    with pytest.raises(UnsupportedError, match="the attention of 1 runs in a way that cannot be observed"):
+    with pytest.raises(UnsupportedError, match="the logits of 1 cannot be observed"):
         optimizer.step()
 
 
@@ -225,21 +225,21 @@ def test_what_cannot_be_scaled_is_refused_by_name() -> None:
     refused(transformers.Qwen3ForCausalLM(qwen3), r"model\.layers\.0\.self_attn: q_norm normalizes queries or keys")
     frozen = Attention()
     frozen.k_proj.requires_grad_(False)
-    refused(frozen, r"k_proj\.weight is not trained and others")
+    refused(frozen, r"k_proj\.weight is frozen, but other")
     adapted = Attention()
     adapted.q_proj.lora_A = nn.Linear(8, 2, bias=False)
-    refused(adapted, r"q_proj\.lora_A\.weight adds to its q_proj, as adapters do")
+    refused(adapted, r"q_proj\.lora_A\.weight changes the outputs of q_proj, as adapters do")
     shared = nn.ModuleList([Attention(), Attention()])
     shared[1].q_proj = shared[0].q_proj
-    refused(shared, "attention layers that share their projections")
+    refused(shared, "attention layers that share weights")
     unknown = Attention()
     del unknown.num_heads
-    refused(unknown, "neither its module nor a config for it gives a number of heads")
-    refused(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), "no module of the model is softmax attention")
+    refused(unknown, "neither the module nor a config has its number of heads")
+    refused(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), "found no softmax attention in the model")
     nameless = nn.ModuleList([Attention(), Attention()])
     nameless[1].to_q, nameless[1].to_k = nameless[1].q_proj, nameless[1].k_proj
     del nameless[1].q_proj, nameless[1].k_proj
-    refused(nameless, "every attention layer: 1: its queries and keys are not known by the names of its projections")
+    refused(nameless, "every attention layer: 1: the names of its projections do not tell which are queries")
     refused(nn.ModuleList([Attention(), nn.MultiheadAttention(8, 2)]), "every attention layer: 1: its queries and keys")
     clip_of(nn.ModuleList([Attention(), nameless[1].requires_grad_(False)]))
     odd = Attention()
@@ -249,7 +249,9 @@ def test_what_cannot_be_scaled_is_refused_by_name() -> None:
 
 def test_a_projection_that_the_optimizer_does_not_have_is_refused() -> None:
     net = Attention()
-    with pytest.raises(MuonConfigError, match=r"k_proj\.weight is not trained and others of its projections are"):
+    with pytest.raises(
+        MuonConfigError, match=r"k_proj\.weight is frozen, but other projections of the layer are trained"
+    ):
         MuonWithAuxAdam([*net.q_proj.parameters(), *net.v_proj.parameters()], model=net, lr=0.1, qk_clip={})
 
 

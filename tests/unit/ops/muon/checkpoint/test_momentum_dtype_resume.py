@@ -100,7 +100,7 @@ def test_another_dtype_casts_once(saved: str, loaded: str, tmp_path: Path) -> No
                 is_momentum = name.endswith("momentum_buffer")
                 assert cast(value, loaded if is_momentum else "fp32", after[name]), (case, name)
             kinds = [str(DTYPES[dtype]).removeprefix("torch.") for dtype in (saved, loaded)]
-            assert [" is {} and goes on in {},".format(*kinds) in text for text in warnings] == [True], case
+            assert [" is {}; converted to {},".format(*kinds) in text for text in warnings] == [True], case
             assert kept == {DTYPES[loaded]}, case
 
 

@@ -161,8 +161,8 @@ def test_a_checkpoint_of_stock_adamw_is_refused(case: dict[str, Any], tmp_path: 
 def test_a_checkpoint_of_another_routing_is_refused(case: dict[str, Any], tmp_path: Path) -> None:
     run(save_once, 2, case=case, folder=str(tmp_path), tags={0: False})
     for text in run(refusal, 2, case=case, folder=str(tmp_path), tags={1: False}):
-        assert "with another division into Muon and AdamW; restore the model, its parameter groups, muon_inc" in text
-        assert "['layers.1.weight'] in the checkpoint only and ['layers.0.weight'] here only" in text
+        assert "Muon updated other parameters in the run that saved it; use that run's model, parameter groups" in text
+        assert "['layers.1.weight'] only in the checkpoint and ['layers.0.weight'] only in this run" in text
 
 
 # ---- zero_to_fp32 ------------------------------------------------------------------------------------------

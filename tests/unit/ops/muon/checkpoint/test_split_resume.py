@@ -18,7 +18,7 @@ from helpers.training import PARAMS, ds_config, make_engine
 from helpers.universal import convert
 
 WHOLE, SPLIT, HEADS = {"muon_fused": "whole"}, {"muon_fused": "split"}, {"per_head_muon": True}
-OTHER = "2 parameters are cut into other matrices than in the run that was saved, first blocks.0.qkv.weight"
+OTHER = "2 parameters (first: blocks.0.qkv.weight) are split into other matrices than in the run that saved"
 
 
 @pytest.fixture
@@ -67,8 +67,8 @@ def test_the_momentum_of_another_muon_goes_on_cut(warnings: list[str]) -> None:
     engine = SimpleNamespace(basic_optimizer=optimizer, optimizer=optimizer, global_rank=0)
     import_state(engine, {"state": state, "param_groups": groups}, "ema", names)
     (line,) = warnings
-    assert "2 fused parameters go on as several matrices, first blocks.0.qkv.weight" in line
-    assert "where a state_dict has them as one" in line
+    assert "2 fused parameters (first: blocks.0.qkv.weight) are now updated as several matrices" in line
+    assert "if a state_dict updated each as one" in line
 
 
 def go_on(folder: str, load: bool, params: dict[str, Any], universal: bool = False) -> list[str]:

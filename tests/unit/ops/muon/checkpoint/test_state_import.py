@@ -142,7 +142,7 @@ def test_what_changes_its_optimizer_is_refused_by_name(tmp_path: Path) -> None:
     assert "saved at ZeRO stage 1, 2 or 3, this run has stage 0; load its weights alone with load_module_only" in error
     assert main(["import", "--from", f"{folder}/saved", "--to", f"{folder}/universal", "--json"]) == 0
     error, _ = run(outcome, 1, universal=True, **ask)[0]
-    assert "Muon updated there what AdamW updates here: tokens.weight, positions.weight" in error
+    assert "and AdamW updates them in this one: tokens.weight, positions.weight" in error
     for params, expected in (
         (
             {"muon_include": ["tokens", "positions"]},
@@ -311,9 +311,9 @@ def test_going_on_from_a_state_dict(case: Case, convention: str) -> None:
         expected = momentum if convention == "ema" else momentum * (1.0 - 0.9)
         assert result["states"][f"{name}.momentum_buffer"].equal(expected), name
     compare(resting(0.0, 0.9, 0.8), result, 1e-5, convention)
-    assert "pass one name per parameter" in errors[0] and "nothing: the model has no such" in errors[1]
+    assert "pass exactly one name per parameter" in errors[0] and "nothing: the model has no such" in errors[1]
     assert "there, [" in errors[2] and json.dumps(errors)
-    assert "does not name its 5 parameters, and parameters of equal shape could be swapped unnoticed" in errors[3]
+    assert "does not name its 5 parameters, so those of equal shape could be mixed up" in errors[3]
     assert "pass names=[...]" in errors[3]
 
 

@@ -71,7 +71,7 @@ def test_a_group_overrides_too() -> None:
 
 def test_an_error_about_a_key_of_the_preset_names_the_preset() -> None:
     net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4))
-    hint = r"\(preset {} has set .*{}.*; null takes a key out\)"
+    hint = r"\(preset {} has set .*{}.*; set a key to null to remove it\)"
     for name, key in (("kimi_k2", "qk_clip"), ("glm5", "per_head_muon")):
         with pytest.raises(MuonConfigError, match=hint.format(name, key)):
             MuonWithAuxAdam(net.parameters(), model=net, preset=name)

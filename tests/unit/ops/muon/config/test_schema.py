@@ -253,7 +253,7 @@ def test_the_scale_has_a_reason(section: dict[str, Any], reason: str) -> None:
 def test_an_rms_asks_for_the_scale_that_has_one() -> None:
     for section in ({"rms_scale": 0.3}, {"rms_scale": 0.3, "muon_lr": 0.02}, ADAMW_SECTION | {"rms_scale": 0.3}):
         assert parse(section).scale == "match_rms_adamw"
-    assert "optimizer.params.rms_scale: acts under" in message({"rms_scale": 0.3, "adjust_lr_fn": "none"})
+    assert "optimizer.params.rms_scale: acts with" in message({"rms_scale": 0.3, "adjust_lr_fn": "none"})
 
 
 def test_a_group_may_have_another_scale_than_the_one_that_rms_scale_asks_for() -> None:
@@ -374,8 +374,8 @@ WRONG: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"ns_method": "Standard"}, ("optimizer.params.ns_method", "did you mean 'standard'?")),
     ({"ns_dtype": "bf1"}, ("optimizer.params.ns_dtype", "'bf1'", "did you mean 'bf16'?")),
     ({"ns_dtype": "fp64"}, ("optimizer.params.ns_dtype", "'fp64'", "auto, bf16, fp16 or fp32")),
-    ({"wire_dtype": "fp16"}, ("optimizer.params.wire_dtype", "fp16 is refused", "use bf16 or fp32")),
-    ({"wire_dtype": "Half"}, ("optimizer.params.wire_dtype", "fp16 is refused")),
+    ({"wire_dtype": "fp16"}, ("optimizer.params.wire_dtype", "fp16 is not supported", "use bf16 or fp32")),
+    ({"wire_dtype": "Half"}, ("optimizer.params.wire_dtype", "fp16 is not supported")),
     ({"ns_tuning": "measure"}, ("optimizer.params.ns_tuning", "shipped or measured", "mean 'measured'?")),
     ({"adjust_lr_fn": "match_rms_adam"}, ("optimizer.params.adjust_lr_fn", "did you mean 'match_rms_adamw'?")),
     ({"adjust_lr_fn": "rms"}, ("optimizer.params.adjust_lr_fn", "'rms'", "match_rms_adamw", "none")),

@@ -151,7 +151,7 @@ def disagree() -> str:
 
 
 def test_ranks_that_disagree_are_told() -> None:
-    assert len(told := set(run(disagree, 2))) == 1 and "different settings or kernels" in told.pop()
+    assert len(told := set(run(disagree, 2))) == 1 and "in settings, kernels, parameters or" in told.pop()
 
 
 def load_on_rank_0(settings: dict[str, Any]) -> str:

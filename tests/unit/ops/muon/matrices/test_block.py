@@ -146,11 +146,11 @@ def test_a_cut_is_what_torch_gives(by: Cut, expected: Callable[[Tensor], Sequenc
 
 def test_a_cut_that_does_not_fit_is_refused() -> None:
     whole = matrices((6, 5))[0]
-    with pytest.raises(ValueError, match=re.escape("2 + 3 rows make 5, not 6")):
+    with pytest.raises(ValueError, match=re.escape("2 + 3 rows add up to 5, not 6")):
         cut(whole, Cut((2, 3)))
-    with pytest.raises(ValueError, match=re.escape("2 + 3 rows in 2 groups make 10, not 6")):
+    with pytest.raises(ValueError, match=re.escape("2 + 3 rows in 2 groups add up to 10, not 6")):
         cut(whole, Cut((2, 3), groups=2))
-    with pytest.raises(ValueError, match="6 columns make 6, not 5"):
+    with pytest.raises(ValueError, match="6 columns add up to 6, not 5"):
         cut(whole, Cut((6,), axis=1))
     with pytest.raises(ValueError, match="only rows"):
         cut(matrices((6, 6))[0], Cut((3,), axis=1, groups=2))

@@ -298,17 +298,20 @@ def split(**children: nn.Module) -> str:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: {"attn": Attention(query_key_value=linear(8, 24))}, "left whole: in which order query_key_value of"),
-        (lambda: {"attn": Attention(wqkv=linear(8, 24))}, "left whole: in which order wqkv of Attention holds its"),
+        (
+            lambda: {"attn": Attention(query_key_value=linear(8, 24))},
+            "left whole: it is unknown how query_key_value of",
+        ),
+        (lambda: {"attn": Attention(wqkv=linear(8, 24))}, "left whole: it is unknown how wqkv of Attention orders"),
         (lambda: {"attn": Attention(c_attn=linear(8, 16))}, "the 16 outputs of c_attn are not the queries, keys and"),
         (lambda: {"attn": Attention(4, 2, 8, qkv=linear(8, 72))}, "left whole: the 72 outputs of qkv are not"),
         (lambda: {"attn": Attention(4, 3, 8, linear_qkv=linear(8, 80))}, "the 80 outputs of linear_qkv are not"),
-        (lambda: {"attn": InternLM2Attention(4, 2, 2, c_attn=Conv1D(8, 16))}, "only rows, axis 0, can have groups"),
+        (lambda: {"attn": InternLM2Attention(4, 2, 2, c_attn=Conv1D(8, 16))}, "groups above 1 need axis 0"),
         (lambda: {"attn": Attention(kv_b_proj=linear(8, 24))}, "the 24 outputs of kv_b_proj are not the keys and"),
-        (lambda: {"mlp": module(gate_up_proj=linear(8, 24))}, "no projection down beside gate_up_proj confirms its"),
+        (lambda: {"mlp": module(gate_up_proj=linear(8, 24))}, "there is no down projection next to gate_up_proj"),
         (
             lambda: {"mlp": module(gate_up_proj=linear(8, 24), down_proj=linear(24, 8))},
-            "no projection down beside gate_up_proj confirms its",
+            "there is no down projection next to gate_up_proj",
         ),
         (lambda: {"attn": Attention(4, 2, 8, linear_qkv=linear(8, 96))}, "the 96 outputs of linear_qkv are not the"),
         (lambda: {"attn": Gated(linear_qkv=linear(8, 90))}, "the 90 outputs of linear_qkv are not the queries, keys"),
@@ -318,8 +321,8 @@ def split(**children: nn.Module) -> str:
         (lambda: {"attn": DeltaNet(in_proj_qkvz=linear(8, 40))}, "the 40 outputs of in_proj_qkvz are not the queries"),
         (lambda: {"attn": DeltaNet(in_proj_ba=linear(8, 6))}, "the 6 outputs of in_proj_ba are not the step sizes"),
         (lambda: {"attn": Attention(4, 2, 8, in_proj_qkvz=linear(8, 80))}, "the 80 outputs of in_proj_qkvz are not"),
-        (lambda: {"experts": GptOssExperts()}, "2 of 8 x 32, left whole: gate and up of gate_up_proj alternate"),
-        (lambda: {"experts": Alternating()}, "2 of 8 x 32, left whole: gate and up of gate_up_proj alternate"),
+        (lambda: {"experts": GptOssExperts()}, "2 of 8 x 32, left whole: single outputs of gate and up alternate"),
+        (lambda: {"experts": Alternating()}, "2 of 8 x 32, left whole: single outputs of gate and up alternate"),
     ],
 )
 def test_what_is_not_certain_stays_whole_with_a_reason(make: Any, text: str) -> None:
@@ -329,7 +332,10 @@ def test_what_is_not_certain_stays_whole_with_a_reason(make: Any, text: str) -> 
 def test_gpt_oss_stays_whole() -> None:
     model = from_config("GptOssConfig", **SIZES, **GQA, **EXPERTS, head_dim=8)
     (spec,) = (s for s in route(model).values() if "gate_up_proj" in s.name and s.use_muon)
-    assert spec.split == "4 of 32 x 96, left whole: gate and up of gate_up_proj alternate one by one"
+    assert (
+        spec.split
+        == "4 of 32 x 96, left whole: single outputs of gate and up alternate in gate_up_proj, which cannot be split"
+    )
     assert len(spec.blocks) == 4
 
 

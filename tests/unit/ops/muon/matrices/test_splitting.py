@@ -175,7 +175,7 @@ def test_the_config_does_not_speak_for_linear_attention(mark: str) -> None:
     """Its shapes may be whole heads of the config's width by chance."""
     model = module(attention=Layer(**{mark: 1}), config=module())
     model.config.num_attention_heads, model.config.num_key_value_heads, model.config.head_dim = 4, 2, 8
-    with pytest.raises(MuonConfigError, match="neither its module nor a config for it gives a number of heads"):
+    with pytest.raises(MuonConfigError, match="neither its attention module nor a config has the number of heads"):
         route(model, MuonConfig(per_head_muon=True))
 
 
@@ -205,8 +205,11 @@ def test_a_split_of_the_user_wins_over_heads() -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: module(q_proj=linear()), "q_proj.weight [16, 8] is an attention projection by its name, but neither"),
-        (lambda: module(fc=linear()), "no parameter of the Muon half is an attention projection"),
+        (
+            lambda: module(q_proj=linear()),
+            "q_proj.weight of shape [16, 8] has the name of an attention projection, but neither",
+        ),
+        (lambda: module(fc=linear()), "no parameter that goes to Muon has the name of an attention"),
         (
             lambda: odd_heads(),
             "its 32 outputs are not whole heads; the model has 4 query and 2 key-value heads of width 5",
@@ -238,11 +241,13 @@ def message(net: nn.Module, **params: Any) -> str:
 
 def test_sizes_that_do_not_fit_are_refused_with_the_shape() -> None:
     text = message(Fused(), muon_split={"qkv": [7, 5, 5]})
-    assert text == "optimizer.params.muon_split: 'qkv' finds qkv.weight [16, 80], but 7 + 5 + 5 rows make 17, not 16"
+    why = "7 + 5 + 5 rows add up to 17, not 16"
+    assert text == f"optimizer.params.muon_split: 'qkv' matches qkv.weight of shape [16, 80], but {why}"
     text = message(Fused(), muon_split={"c_attn": {"sizes": [12, 4], "axis": 1}})
-    assert "c_attn.weight [16, 12], but 12 + 4 columns make 16, not 12" in text
+    assert "c_attn.weight of shape [16, 12], but 12 + 4 columns add up to 16, not 12" in text
     with pytest.raises(
-        ValueError, match=r"muon_split: 'conv' finds conv.weight \[5, 2, 3, 3\], but 4 rows make 4, not 5"
+        ValueError,
+        match=r"muon_split: 'conv' matches conv.weight of shape \[5, 2, 3, 3\], but 4 rows add up to 4, not 5",
     ):
         route(Fused(), MuonConfig(muon_split={"conv": Cut((4,))}, muon_conv="flatten"))
 
@@ -256,9 +261,9 @@ def test_sizes_of_a_parameter_that_goes_to_adamw_do_not_matter() -> None:
 
 def test_a_pattern_that_cuts_nothing_is_refused() -> None:
     assert "muon_split: 'w_qkv' matches none" in message(Fused(), muon_split={"w_qkv": [1]})
-    assert "'lm_head' cuts no parameter of the Muon half" in message(Fused(), muon_split={"lm_head": [2, 3]})
+    assert "'lm_head' has no effect, because what it matches" in message(Fused(), muon_split={"lm_head": [2, 3]})
     shadowed = {"qkv": [7, 5, 4], "^qkv": [8, 8]}
-    assert "'^qkv' cuts no parameter of the Muon half" in message(Fused(), muon_split=shadowed)
+    assert "'^qkv' has no effect, because what it matches" in message(Fused(), muon_split=shadowed)
 
 
 def test_a_pattern_may_find_the_alias_of_a_tied_parameter() -> None:
@@ -309,14 +314,14 @@ def test_a_fused_matrix_is_fused_on_every_tensor_parallel_rank(tp_mode: str) -> 
     [
         ([1], "expected an object: regular expression -> sizes"),
         ({"(": [1]}, "is not a regular expression"),
-        ({"a": 3}, "'a': expected whole, or sizes, a list of whole numbers above 0, not 3"),
-        ({"a": []}, "'a': expected whole, or sizes, a list of whole numbers above 0, not []"),
+        ({"a": 3}, "'a': expected \"whole\", or as sizes a list of whole numbers above 0, not 3"),
+        ({"a": []}, "'a': expected \"whole\", or as sizes a list of whole numbers above 0, not []"),
         ({"a": [3, -1]}, "not [3, -1]"),
         ({"a": [True]}, "not [True]"),
         ({"a": {"size": [1]}}, "'a': unknown key 'size', did you mean sizes?"),
-        ({"a": {"sizes": [1], "axis": 2}}, "'a': expected axis 0 (rows) or 1 (columns), not 2"),
-        ({"a": {"sizes": [1], "groups": 0}}, "'a': expected groups, a whole number above 0, not 0"),
-        ({"a": {"sizes": [1], "groups": 2, "axis": 1}}, "'a': only rows, axis 0, can have groups"),
+        ({"a": {"sizes": [1], "axis": 2}}, "'a': expected as axis 0 (rows) or 1 (columns), not 2"),
+        ({"a": {"sizes": [1], "groups": 0}}, "'a': expected as groups a whole number above 0, not 0"),
+        ({"a": {"sizes": [1], "groups": 2, "axis": 1}}, "'a': groups above 1 need axis 0"),
     ],
 )
 def test_wrong_values_are_explained(given: Any, text: str) -> None:

@@ -132,7 +132,7 @@ def test_a_part_of_the_model_trains(stage: int) -> None:
             assert [(moved, matrices) for moved, matrices, _ in ranks] == [(names, count)] * 2
             (line,), others = ranks[0][2], ranks[1][2]
             assert not others
-            text = "1 matrices" if count else "no parameter goes to Muon; the reasons are: 0-D or 1-D"
+            text = "1 matrices" if count else "AdamW updates all parameters; no matrix goes to Muon: 0-D or 1-D"
             assert text in line
 
 
@@ -191,7 +191,7 @@ def test_a_complex_matrix_trains_as_with_adamw() -> None:
     assert torch.allclose(net.mixed.weight, twin.mixed.weight, rtol=1e-6)
     assert (net.mixed.weight - Complex().mixed.weight).imag.abs().min() > 1e-3
     net.mixed.weight.use_muon = True
-    with pytest.raises(ValueError, match=re.escape("its shape [4, 4] of torch.complex64 is not that of a matrix")):
+    with pytest.raises(ValueError, match=re.escape("a parameter of shape [4, 4] and dtype torch.complex64")):
         MuonWithAuxAdam(net.parameters(), model=net)
 
 
@@ -210,7 +210,7 @@ def test_a_sparse_gradient_is_refused_as_by_adamw() -> None:
 def test_a_copy_is_refused_in_words(make: Callable[[Any], Any]) -> None:
     net = Mlp()
     optimizer = MuonWithAuxAdam(net.parameters(), model=net, **PARAMS)
-    with pytest.raises(UnsupportedError, match="build another one for the copied model"):
+    with pytest.raises(UnsupportedError, match="build a new optimizer for the copied model"):
         make(optimizer)
 
 

@@ -453,7 +453,7 @@ def test_what_takes_long_at_the_start_is_told() -> None:
 def test_no_matrix_for_muon_is_a_warning_with_the_reasons() -> None:
     logged, silent = run(records, 2, tag=False)
     assert silent == []
-    text = "deepspeed-muon: no parameter goes to Muon; the reasons are: use_muon = False set by the user"
+    text = "deepspeed-muon: AdamW updates all parameters; no matrix goes to Muon: use_muon = False set by the user"
     assert logged == [("WARNING", text)]
 
 

@@ -203,10 +203,10 @@ def test_marks_of_one_rank_say_that_nothing_is_cut() -> None:
 
 
 REFUSED = {
-    "built before": "1.q_proj.weight: tensor parallelism cut it, and it is marked tensor_model_parallel, but nothing "
-    'says how many ranks share it; set "type": "Muon" in ds_config.json, or pass optimizer=lambda params',
-    "stride": "1.gate_up_proj.weight: tensor parallelism cut it, and its partition_stride 3 does not divide the 10",
-    "axis": "1.q_proj.weight: tensor parallelism cut it, and its partition_dim 2 is no axis of a matrix",
+    "built before": "1.q_proj.weight: cannot tell how tensor parallelism split it: it is marked tensor_model_parallel, "
+    'but the number of ranks is unknown; set "type": "Muon" in ds_config.json, or pass optimizer=lambda params',
+    "stride": "1.gate_up_proj.weight: cannot tell how tensor parallelism split it: its 10 rows or columns on a rank",
+    "axis": "1.q_proj.weight: cannot tell how tensor parallelism split it: its partition_dim 2 is not an axis",
 }
 
 

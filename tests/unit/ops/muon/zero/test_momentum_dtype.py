@@ -109,7 +109,7 @@ def test_plain_pytorch_resumes_exactly_and_casts_once(momentum_dtype: str, caplo
     _, wide = plain_optimizer("fp32")
     wide.load_state_dict(saved["optimizer"])
     assert (
-        f"the checkpoint's momentum is {KEPT[momentum_dtype]} and goes on in float32".replace("torch.", "")
+        f"the checkpoint's momentum is {KEPT[momentum_dtype]}; converted to float32".replace("torch.", "")
         in caplog.text
     )
     assert not any("momentum_dtype" in group for group in wide.param_groups)

@@ -121,7 +121,10 @@ def test_a_reference_of_zero_divides_nothing() -> None:
         ({"momentum": 1.5}, ("parameter group 0: momentum", "1.5", "from 0 to below 1")),
         ({"lr": -1}, ("parameter group 0: lr", "-1")),
         ({"ns_method": "grams"}, ("parameter group 0: ns_method", "did you mean 'gram'?")),
-        ({"ns_steps": 3}, ("parameter group 0: ns_steps: set it in optimizer.params", "a group may set lr")),
+        (
+            {"ns_steps": 3},
+            ("parameter group 0: ns_steps: set it for all groups, in optimizer.params", "group may set lr"),
+        ),
         ({"name": "body", "betas": 0.9}, ("parameter group body: betas",)),
         ({"maximize": True}, ("parameter group 0: maximize", "change the sign")),
         ({"lr": "1e_3"}, ("parameter group 0: lr", "'1e_3'")),

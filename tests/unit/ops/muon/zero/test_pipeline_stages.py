@@ -133,7 +133,7 @@ def test_a_pipeline_without_a_matrix_for_muon_is_left_to_adamw() -> None:
 
 OPTIONS = {
     "muon_exclude": (["nowhere"], "muon_exclude: 'nowhere' matches none of the"),
-    "muon_split": ({"^5": [4, 15]}, "muon_split: '^5' cuts no parameter of the Muon half"),
+    "muon_split": ({"^5": [4, 15]}, "muon_split: '^5' has no effect, because what it matches"),
 }
 
 
@@ -148,7 +148,7 @@ def test_an_option_that_no_stage_follows_is_refused_on_all_ranks(key: str) -> No
 
 def test_heads_without_attention_are_refused() -> None:
     for kind, found in run(built, 2, name="mlp", optimizer=muon(per_head_muon=True)):
-        assert kind == "MuonConfigError" and "no parameter of the Muon half is an attention projection" in found
+        assert kind == "MuonConfigError" and "no parameter that goes to Muon has the name of an attention" in found
 
 
 def test_ranks_of_one_stage_that_differ_are_named() -> None:
@@ -161,7 +161,9 @@ def test_a_tied_layer_stays_with_adamw() -> None:
     """Its copies are equal only as long as their updates are."""
     for kind, text in run(built, 2, name="tied", optimizer=muon(muon_include=["tied"])):
         assert kind == "ValueError"
-        assert text.startswith(f"{SHARED}: muon_include 'tied', but several stages of the pipeline have copies of it")
+        assert text.startswith(
+            f"{SHARED}: Muon cannot update it (muon_include 'tied'), because several pipeline stages have copies"
+        )
 
 
 def tied_linear() -> list[tuple[str, str]]:

@@ -183,7 +183,7 @@ def test_a_projection_whose_heads_tensor_parallelism_hides_is_refused() -> None:
 
 
 def test_attention_that_cannot_be_seen_is_refused() -> None:
-    with pytest.raises(RankError, match=r"the attention of model\.layers\.1\.self_attn runs in a way that cannot be"):
+    with pytest.raises(RankError, match=r"the logits of model\.layers\.1\.self_attn cannot be observed"):
         run(tensor_parallel.train, 1, name="llama", tp=1, steps=1, optimizer=with_params(qk_clip={}))
 
 

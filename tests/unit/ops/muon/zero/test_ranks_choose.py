@@ -279,10 +279,10 @@ def test_a_resumed_run_keeps_its_choice(tmp_path: Path) -> None:
             assert set(got[1].values()) == {"gram"}, case
             assert got[1:] == wanted[1:], case
             assert differing(wanted[0], got[0]) == [], case
-            told = [text for text in said if "Newton-Schulz goes on in fp32 with the choice of the checkpoint" in text]
+            told = [text for text in said if "Newton-Schulz continues in fp32, with the checkpoint's methods" in text]
             raced = CASES.index(case) % 2 == 1
             assert len(told) == (raced and rank == 0), "once, where the times tell that another choice is faster"
-            assert not told or "which keeps the run's bits; on this machine bf16 would be" in told[0]
+            assert not told or "so that results stay reproducible; on this machine bf16 would be" in told[0]
 
 
 def told_of_a_faster_choice(folder: str, by: float) -> list[str]:
@@ -295,7 +295,7 @@ def told_of_a_faster_choice(folder: str, by: float) -> list[str]:
             engine = build({"optimizer": {"type": "Muon", "params": OPEN["params"] | {"ns_dtype": dtype}}})
         with log() as lines:
             engine.load_checkpoint(folder)
-        said += [line for line in lines if "Newton-Schulz goes on" in line]
+        said += [line for line in lines if "Newton-Schulz continues" in line]
     assert engine.basic_optimizer.choice.dtype == "bf16"
     return said
 
@@ -304,8 +304,9 @@ def test_little_speed_is_not_worth_a_warning(tmp_path: Path) -> None:
     assert run(told_of_a_faster_choice, 1, folder=str(tmp_path), by=1.4) == [[]]
     (said,) = run(told_of_a_faster_choice, 1, folder=str(tmp_path), by=1.6)
     assert said == [
-        "deepspeed-muon: Newton-Schulz goes on in fp32 with the choice of the checkpoint, which keeps the run's bits; "
-        'on this machine bf16 would be 1.6 times faster; "ns_dtype": "bf16" in the config takes that dtype'
+        "deepspeed-muon: Newton-Schulz continues in fp32, with the checkpoint's methods and kernels, so that results "
+        'stay reproducible; on this machine bf16 would be 1.6 times faster; to use it, set "ns_dtype": "bf16" in '
+        "optimizer.params"
     ]
 
 
@@ -360,7 +361,7 @@ def test_an_unknown_method_is_refused_before_anything_changes(tmp_path: Path) ->
         group["ns_choice"]["shapes"]["16x64"]["method"] = "quintic"
     header.write_text(json.dumps(facts))
     for text, is_unchanged in run(load_what_was_edited, 2, folder=str(tmp_path / "0")):
-        assert "it was saved with dtypes or methods that this deepspeed-muon lacks: 'quintic' for 16x64" in text
+        assert "dtypes or methods that this deepspeed-muon does not know, upgrade it: 'quintic' for 16x64" in text
         assert is_unchanged
 
 
@@ -411,5 +412,5 @@ def resume_elsewhere() -> list[str]:
 
 def test_a_choice_that_cannot_be_kept_is_told_once() -> None:
     said, others = run(resume_elsewhere, 2)
-    assert len([text for text in said if "used the kernels of triton, which are not here" in text]) == 1
+    assert len([text for text in said if "the kernels of triton, which are unavailable on this machine" in text]) == 1
     assert not any("triton" in text for text in others)

@@ -93,7 +93,7 @@ def test_the_log_names_the_rules() -> None:
 def test_a_stack_whose_outputs_are_unknown_is_refused(key: dict[str, Any]) -> None:
     net = MODELS["fused"]()
     with pytest.raises(
-        MuonConfigError, match=r"outputs is unknown for 1 stacks of matrices, first experts\.down; name them"
+        MuonConfigError, match=r"are the outputs in 1 stacks of matrices \(first: experts\.down\); list them"
     ):
         MuonWithAuxAdam(net.parameters(), model=net, lr=1e-3, **key)
     optimizer = MuonWithAuxAdam(net.parameters(), model=net, lr=1e-3, muon_exclude="experts", **key)
