@@ -240,7 +240,10 @@ def test_what_cannot_be_scaled_is_refused_by_name() -> None:
     nameless[1].to_q, nameless[1].to_k = nameless[1].q_proj, nameless[1].k_proj
     del nameless[1].q_proj, nameless[1].k_proj
     refused(nameless, "every attention layer: 1: the names of its projections do not tell which are queries")
-    refused(nn.ModuleList([Attention(), nn.MultiheadAttention(8, 2)]), "every attention layer: 1: its queries and keys")
+    refused(
+        nn.ModuleList([Attention(), nn.MultiheadAttention(8, 2)]),
+        "every attention layer: 1: the names of its projections",
+    )
     clip_of(nn.ModuleList([Attention(), nameless[1].requires_grad_(False)]))
     odd = Attention()
     odd.num_heads = 3

@@ -317,12 +317,12 @@ WRONG: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"decoupled_weight_decay": False}, ("optimizer.params.decoupled_weight_decay", '"adam_w_mode": false')),
     # Other projects' names.
     ({"momentum_beta": 0.9}, ("optimizer.params.momentum_beta", "did you mean momentum?")),
-    ({"muon_lr_scale": 10}, ("optimizer.params.muon_lr_scale", "into muon_lr")),
+    ({"muon_lr_scale": 10}, ("optimizer.params.muon_lr_scale", "set muon_lr to")),
     ({"aux_adam_lr": 1e-3}, ("optimizer.params.aux_adam_lr", "did you mean adam_lr?")),
     # Strings that Python reads as a number, and JSON's reader would not.
     ({"eps": "1.0e_8"}, ("optimizer.params.eps", "'1.0e_8'", "a number, 0 or more", "written like 1e-5")),
     ({"lr": "2e_5"}, ("optimizer.params.lr", "'2e_5'", "written like 1e-5")),
-    ({"lr": "1e-3 "}, ("optimizer.params.lr", "'1e-3 '", "blanks")),
+    ({"lr": "1e-3 "}, ("optimizer.params.lr", "'1e-3 '", "without spaces")),
     ({"lr": "\u0661"}, ("optimizer.params.lr", "a number")),
     ({"lr": "inf"}, ("optimizer.params.lr", "'inf'", "a number")),
     ({"lr": "nan"}, ("optimizer.params.lr", "'nan'", "a number")),

@@ -152,7 +152,7 @@ def test_a_cut_that_does_not_fit_is_refused() -> None:
         cut(whole, Cut((2, 3), groups=2))
     with pytest.raises(ValueError, match="6 columns add up to 6, not 5"):
         cut(whole, Cut((6,), axis=1))
-    with pytest.raises(ValueError, match="only rows"):
+    with pytest.raises(ValueError, match="groups above 1 need axis 0"):
         cut(matrices((6, 6))[0], Cut((3,), axis=1, groups=2))
 
 

@@ -212,7 +212,7 @@ def test_keys_of_the_users_change_nothing_in_training(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [
-        ({"lr": 1e-3, "eps": 0.1}, ("eps 0.1", "hardly moves")),
+        ({"lr": 1e-3, "eps": 0.1}, ("eps 0.1", "hardly move")),
         ({"lr": 1e-3, "betas": (0.999, 0.9)}, ("betas [0.999, 0.9]", "swapped")),
         ({"lr": 20.0}, ("lr 20",)),
         ({"lr": 1.0, "weight_decay": 1.5}, ("lr 1 x weight_decay 1.5", "sign")),
