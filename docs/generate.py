@@ -101,7 +101,7 @@ and stay in both halves, as in torch's AdamW. Refused are misspelt keys, other p
 In this order: `param.use_muon`, set before `deepspeed.initialize`; `muon_exclude`; `muon_include`; then the rules.
 Hidden matrices, that is 2-D weights of linear layers, go to Muon; embeddings, output heads, routers, norms, biases,
 convolutions and LoRA factors go to AdamW. Patterns are regular expressions, searched anywhere in a parameter's name;
-one that matches nothing is an error, and so is a model of which nothing goes to Muon. `ds_muon plan` prints every
+one that matches nothing is an error, and so is a model without any matrix for Muon. `ds_muon plan` prints every
 parameter's route and reason. Afterwards every parameter carries `param.use_muon` as routed; the next optimizer takes
 only the tags that you have set.
 

@@ -38,9 +38,9 @@ class MuonConfig(BaseModel):
     lr: types.Rate | None = field(None, STOCK, "per step")
     """learning rate of both halves where the two below are not set"""
     muon_lr: types.Rate | None = field(None, STOCK, "per step")
-    """learning rate of the Muon half; default `lr`, else 0.02"""
+    """learning rate of the Muon half; default `lr`, otherwise 0.02"""
     adam_lr: types.Rate | None = field(None, STOCK, "per step")
-    """learning rate of the AdamW half; default `lr`, else 3e-4"""
+    """learning rate of the AdamW half; default `lr`, otherwise 3e-4"""
     momentum: types.Fraction = field(0.95, STOCK, "per step")
     """decay of Muon's momentum, an exponential average"""
     momentum_start: types.Fraction | None = field(None, "nanochat", "per step")
@@ -100,7 +100,7 @@ class MuonConfig(BaseModel):
     ns_dtype: types.NsDtype = field("auto")
     """dtype of the products of Newton-Schulz; `auto`: the fastest here, [measured at start](evidence/choice.md)"""
     wire_dtype: types.WireDtype = field("auto")
-    """dtype of what ranks send each other; `auto`: fp32 where `ns_dtype` is set to fp32, else bf16"""
+    """dtype of what ranks send each other; `auto`: fp32 where `ns_dtype` is set to fp32, otherwise bf16"""
     bucket_bytes: types.Bytes | None = field(None, unit="bytes")
     """most bytes of an owner's matrices in one bucket of the exchange; default by device, [more](plan.md#memory)"""
     owners_per_matrix: types.Count | None = field(None, unit="ranks")
