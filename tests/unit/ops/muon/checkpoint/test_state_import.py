@@ -125,7 +125,7 @@ def outcome(folder: str, universal: bool, params: dict[str, Any], stage: int = 2
             is_same = all(weight.equal(before[name]) for name, weight in facts(engine)["weights"].items())
             assert is_same
     engine.destroy()
-    return error, [line for line in said if ": from " in line]
+    return error, [line for line in said if ": imported from " in line]
 
 
 @pytest.mark.full
@@ -312,7 +312,7 @@ def test_going_on_from_a_state_dict(case: Case, convention: str) -> None:
         assert result["states"][f"{name}.momentum_buffer"].equal(expected), name
     compare(resting(0.0, 0.9, 0.8), result, 1e-5, convention)
     assert "pass exactly one name per parameter" in errors[0] and "nothing: the model has no such" in errors[1]
-    assert "there, [" in errors[2] and json.dumps(errors)
+    assert "in the state_dict and [" in errors[2] and json.dumps(errors)
     assert "does not name its 5 parameters, so those of equal shape could be mixed up" in errors[3]
     assert "pass names=[...]" in errors[3]
 
