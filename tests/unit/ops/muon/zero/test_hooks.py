@@ -210,7 +210,7 @@ def test_a_later_version_that_has_all_seams_trains_with_one_warning(tmp_path: Pa
 def test_a_later_version_that_lacks_a_seam_fails_runs_with_muon_by_its_name(tmp_path: Path) -> None:
     env = another_version(tmp_path, engine=("_scheduler_from_config", "_schedule_of_config"))
     ((version, said, muon, other),) = run(train_again_installed, 1, fresh=True, restart=True, env=env)
-    lacks = "DeepSpeed 0.20.0 has no deepspeed.runtime.engine.DeepSpeedEngine._scheduler_from_config, where"
+    lacks = "DeepSpeed 0.20.0 has no deepspeed.runtime.engine.DeepSpeedEngine._scheduler_from_config, which"
     assert version == "0.20.0" and len(said) == 1 and said[0].startswith(f"deepspeed-muon is not active: {lacks}")
     assert muon.startswith(f"SeamError: {lacks}") and other.startswith("torch.optim")
 
