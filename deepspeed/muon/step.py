@@ -76,7 +76,7 @@ class PartitionStep:
         multi_run_kernels: kernels that update all runs of a :class:`Call` in one launch; ``None``: launch per span.
         scale: (rows, columns) of a matrix -> factor of its update.
         settings: text of all settings that decide the bits of results, for :attr:`digest`.
-        sharers: number of ranks that plan the same matrices.
+        sharers: number of ranks that make the same plan, also if each then does all the work itself.
         owner_counts: shape, such as ``16x64`` -> number of owners, for matrices with several; saved in checkpoints.
         blocks: tensor -> the quantization blocks of its int8 momentum; empty for other dtypes.
         second_moments: NorMuon's state.

@@ -158,7 +158,10 @@ def _lists(kind: str, outputs: Any, inputs: Any, *_: Any, **__: Any) -> dict[str
 
 
 def _split(kind: str, out: Tensor, sends: Tensor, out_splits: Any = (), in_splits: Any = (), *_: Any) -> dict[str, Any]:
-    """Read an all-to-all of two tensors, each split along its first axis; without sizes, into equal parts."""
+    """Return what to record of an ``all_to_all_single``, from its arguments: kind, dtype, and sizes in elements.
+
+    Tensors are split along their first axis; without ``in_splits`` and ``out_splits`` into equal parts.
+    """
     if not in_splits and not out_splits:
         return {"kind": kind, "dtype": _dtype([sends]), "numel": sends.numel()}
     sent, received = (

@@ -140,7 +140,7 @@ def _shape_of(owner: nn.Module, name: str) -> Sequence[int]:
 def _axis_of_both(gate_up: Sequence[int], down: Sequence[int]) -> int | None:
     """Return the axis along which a weight of shape ``gate_up`` holds gate and up; ``None`` if ``down`` does not fit.
 
-    ``down``: shape of the down projection, whose inputs are as many as the outputs of gate.
+    ``down``: shape of the down projection; its input size must equal the output size of gate.
     """
     if len(gate_up) < 2 or len(down) < 2:
         return None

@@ -108,7 +108,7 @@ def _config_of(module: nn.Module) -> Any:
 
 
 def _numbers(source: Any) -> Heads:
-    """Return the numbers that a module or config has as attributes; 0 for the others."""
+    """Return the numbers of heads and their widths that a module or config has as attributes; 0 for missing ones."""
     names = _NAMES_IN_LINEAR if _first(source, _VALUES) else _NAMES
     return Heads(**{number: _first(source, found) for number, found in names.items()})
 

@@ -87,7 +87,7 @@ class MatrixSpec:
         overrides_rules: whether the user sent the parameter to Muon or AdamW against the rules.
         split_by: the option that split it: ``muon_split``, ``per_head_muon`` or ``muon_fused``; ``None`` if none did.
         split_pattern: the pattern of ``muon_split`` that split it.
-        left_whole: whether ``split`` says why the parameter stays one matrix.
+        left_whole: whether ``split`` says why the parameter was not split.
         output_axis: the axis (0 or 1) of the outputs in each of its matrices; ``None`` if unknown.
     """
 

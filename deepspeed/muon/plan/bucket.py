@@ -186,7 +186,7 @@ class Bucket:
 
     def run_groups(self, scale: Scale) -> list[tuple[int, ...]]:
         """Return groups of runs, as indices, whose momentum and weights are updated in one call each. A group has all
-        contiguous runs with the same tensor, buffer and ``scale``; a run on a grid is its own group.
+        runs of one row with the same tensor, buffer and ``scale``; a run of several rows is a group of its own.
         """
         groups: dict[tuple, list[int]] = {}
         for index, run in enumerate(self.runs):

@@ -87,9 +87,9 @@ def loading_with_nvme(engine: Any, arguments: Mapping[str, Any]) -> Iterator[Non
 
 
 def _complete_state(engine: Any, arguments: Mapping[str, Any], uses_nvme: bool) -> dict[str, Any] | None:
-    """Return this rank's ZeRO state, completed from the swap files of older checkpoints; ``None``: DeepSpeed loads it.
+    """Return this rank's ZeRO state, completed from swap files of older checkpoints; ``None`` if DeepSpeed can load it.
 
-    Raises CheckpointError if what will be loaded of it does not fit the engine.
+    Raises CheckpointError if the part that will be loaded does not fit the engine.
     """
     load_dir, tag = arguments["load_dir"], arguments["tag"]
     file = Path(engine._get_zero_ckpt_name(load_dir, tag))

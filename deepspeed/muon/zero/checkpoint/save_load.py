@@ -240,7 +240,10 @@ def _refusal(load_dir: str, tag: str | None, problems: list[str]) -> str:
 
 
 def _look(engine: Any, arguments: dict[str, Any]) -> tuple[str | None, str | None, list[str]]:
-    """Return what this rank sees: (tag, id of the save, problems); ``None`` if there is no tag, or no id."""
+    """Look at the checkpoint that ``load_checkpoint(**arguments)`` would load; each rank looks at its files.
+
+    Return its tag (``None`` if there is none), the id of its save (``None`` without a manifest), and what does not fit.
+    """
     tag, header, problems = arguments["tag"], None, []
     try:
         _refuse_moved(engine)

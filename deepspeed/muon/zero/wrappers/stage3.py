@@ -105,7 +105,7 @@ class Stage3(Adapter):
             yield found[flat]
 
     def patch_state_access(self) -> None:
-        """Replace the wrapper's methods that ``safe_get_*``, ``safe_set_*`` and ``offload_states`` call."""
+        """Make ``safe_get_*``, ``safe_set_*`` and ``offload_states`` work with Muon's state: replace what they call."""
         self.replace("set_full_hp_param", self._set_full)
         self.replace("set_local_hp_param", self._set_local)
         self.replace("_get_fp32_opt_state_partition", self._get_local)
