@@ -82,3 +82,6 @@ class UserGroups(Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Do nothing; the real optimizer updates the parameters."""
+
+    # Torch wraps the step of a copy's class, for hooks that no instance has, unless it is wrapped already.
+    step.hooked = True  # type: ignore[attr-defined]

@@ -140,21 +140,21 @@ def test_marks_are_reused_once_their_collectives_have_ended() -> None:
     """To pin memory takes long. A mark that the device has yet to write would make another collective seem ended."""
     collectives, marks = watchdog.PendingCollectives("group0-muon"), []
     with Stream() as stream:
-        for number in range(3 * watchdog.LATEST):
+        for number in range(3 * watchdog.MAX_LATEST):
             pending = collectives.start(str(number), ("a",), Work)
             pending.wait()
             assert pending.mark.item() == 0
             marks.append(pending.mark)
-            if number >= watchdog.LATEST:
+            if number >= watchdog.MAX_LATEST:
                 stream.run(1)
     counts = Counter(map(id, marks))
-    assert watchdog.LATEST < len(counts) <= 2 * watchdog.LATEST + 1
+    assert watchdog.MAX_LATEST < len(counts) <= 2 * watchdog.MAX_LATEST + 1
 
 
 def test_a_mark_belongs_to_one_collective_until_that_was_waited_for() -> None:
     """Where results are replicated, one broadcast per owner is under way."""
     collectives = watchdog.PendingCollectives("group0-muon")
-    under_way = [collectives.start(str(number), ("a",), Work) for number in range(3 * watchdog.LATEST)]
+    under_way = [collectives.start(str(number), ("a",), Work) for number in range(3 * watchdog.MAX_LATEST)]
     assert len({id(pending.mark) for pending in under_way}) == len(under_way)
 
 
