@@ -10,7 +10,7 @@ square of tiles of ``ROWS x COLS``. Squares on the diagonal are computed whole; 
 transposed below it. So every element is written once. Tiles of all sizes sum in the same order, so the tuner's choice
 changes the time but not the bits.
 
-:func:`library_product` and :func:`multiply` add the contribution of the separate diagonals to a library's product, in
+:func:`unfused_product` and :func:`multiply` add the contribution of the separate diagonals to a library's product, in
 one kernel without the reference's fp32 temporaries. The library rounds its product before that kernel reads it, so an
 element is rounded twice. The index of a matrix is in the first dimension of a launch grid, because CUDA allows only
 65,535 programs along the others.
@@ -322,7 +322,7 @@ def complete(a: Symmetric, b: Symmetric, out: Symmetric, coeffs: Scalars) -> Non
     )
 
 
-def library_product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, coeffs: Scalars = PLAIN) -> None:
+def unfused_product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, coeffs: Scalars = PLAIN) -> None:
     """Set ``out = alpha A B + beta A + shift I``, by a library's full product and one pass over it."""
     torch.bmm(a.rest, b.rest, out=out.rest)
     complete(a, b, out, coeffs)

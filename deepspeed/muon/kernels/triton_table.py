@@ -85,7 +85,7 @@ def operations(other: Operations) -> Operations:
         product=_either(
             takes_product,
             products.product,
-            _either(lambda a, b, out, *_: _are_apart(a, b, out), products.library_product, other.product),
+            _either(lambda a, b, out, *_: _are_apart(a, b, out), products.unfused_product, other.product),
         ),
         multiply=_either(
             lambda p, x, out, *_: _are_apart(p, others=[base_of(x)[0], base_of(out)[0]]),

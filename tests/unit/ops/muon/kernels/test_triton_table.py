@@ -52,7 +52,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Callable[[Any], st
     monkeypatch.setitem(sys.modules, "quack", ModuleType("quack"))
     monkeypatch.setitem(sys.modules, "quack.gemm_interface", interface)
     monkeypatch.setattr(products, "complete", noted("completed"))
-    for name, kind in (("square", "symmetric"), ("product", "symmetric"), ("library_product", "library")):
+    for name, kind in (("square", "symmetric"), ("product", "symmetric"), ("unfused_product", "library")):
         monkeypatch.setattr(products, name, noted(kind))
     below = Operations("below", *map(noted, ["below"] * len(OPERATIONS)))
     tables = {"triton": triton_table.operations(below), "quack": quack.operations(below)}
@@ -249,7 +249,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("tiles", "advance_runs", "apply_runs_"):
         monkeypatch.setattr(elementwise, name, getattr(reference, name))
     monkeypatch.setattr(products, "multiply", reference.multiply)
-    monkeypatch.setattr(products, "library_product", reference.product)
+    monkeypatch.setattr(products, "unfused_product", reference.product)
     monkeypatch.setattr(products, "complete", lambda a, b, out, by: reference.product(a, b, out, Workspace(), by))
     monkeypatch.setattr(products, "square", lambda *args, kernel: reference.square(*args))
     monkeypatch.setattr(products, "product", lambda *args, kernel: reference.product(*args))
