@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the matrices that have no gradient in a step.
+"""Find the matrices that have no gradient in a step, and gradients that are not finite.
 
 ZeRO passes a gradient of zeros for a parameter that took no part in the loss. Its momentum then shrinks, but updates
 keep their full size, so the matrix would move on for some 1,900 steps. Therefore a matrix whose whole gradient is
@@ -109,3 +109,19 @@ def _spread(runs: Sequence[ShardRun]) -> list[int]:
         row, column = divmod(element - ends[number] + copy.numel, copy.cols)
         positions.append(copy.start + row * copy.pitch + column)
     return positions
+
+
+def are_finite(tensors: list[Tensor]) -> bool:
+    """Return whether all gradients have a finite norm, as a bool on the host; raise RuntimeError if one is sparse."""
+    if not tensors:
+        return True
+    if any(t.layout != torch.strided for t in tensors):
+        raise RuntimeError(
+            "MuonWithAuxAdam does not support sparse gradients; use nn.Embedding(..., sparse=False), or another "
+            "optimizer, such as torch.optim.SparseAdam, for that parameter"
+        )
+    tensors = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
+    # In fp16 the norm of a finite gradient may overflow.
+    dtype = torch.promote_types(max((t.dtype for t in tensors), key=lambda d: d.itemsize), torch.float32)
+    norms = torch._foreach_norm(tensors, dtype=dtype)
+    return bool(torch.stack([norm.float().to(norms[0].device) for norm in norms]).isfinite().all())

@@ -22,6 +22,7 @@ from deepspeed.muon.exchange.groups import Agreed, agreed, limit_time
 from deepspeed.muon.exchange.host_staging import Staging
 from deepspeed.muon.exchange.owner_set import ranks_of_set
 from deepspeed.muon.exchange.partition import Partition
+from deepspeed.muon.gradients import are_finite
 from deepspeed.muon.kernels.selection import product_tables
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace
@@ -45,9 +46,6 @@ from deepspeed.muon.second_moments import SecondMoments
 from deepspeed.muon.step import PartitionStep, short_hash
 from deepspeed.muon.step_stats import StepStats
 from deepspeed.muon.tuning import Tuning, pinned_in
-
-#: Warn if another choice would run Newton-Schulz this many times faster than the one pinned in the checkpoint.
-WARN_IF_SPEEDUP_EXCEEDS = 1.5
 
 
 class MuonWithAuxAdam(torch.optim.Optimizer):
@@ -222,28 +220,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         if self.context.is_logging and self._steps and self.choice != self._warned_choice:
             self._warned_choice = self.choice
             _, tuning, device = self._binding
-            self._warn_of_choice(tuning, set(self.tables_on(device)))
-
-    def _warn_of_choice(self, tuning: Tuning, tables: set[str]) -> None:
-        """Warn if the checkpoint's choice needs kernels that ``tables`` lacks, or is slow by ``tuning``'s rates."""
-        pinned = self.choice
-        speedup = tuning.speedup_over(pinned, self.shapes, self.config.schedule)
-        if absent := sorted(pinned.tables - tables):
-            logger.warning(
-                "deepspeed-muon: the checkpoint was saved by a run with the kernels of %s, which are unavailable on "
-                "this machine; plain PyTorch's are used instead, so results may differ in their last bits",
-                ", ".join(absent),
-            )
-        elif speedup is not None and speedup > WARN_IF_SPEEDUP_EXCEEDS:
-            other = tuning.choice.dtype
-            logger.warning(
-                "deepspeed-muon: Newton-Schulz continues in %s, with the checkpoint's methods and kernels, so that "
-                "results stay reproducible; on this machine %s would be %.1f times faster%s",
-                pinned.dtype,
-                "other methods or kernels" if other == pinned.dtype else other,
-                speedup,
-                "" if other == pinned.dtype else f'; to use it, set "ns_dtype": "{other}" in optimizer.params',
-            )
+            tuning.warn_of_pinned(self.choice, self.shapes, self.config.schedule, self.tables_on(device).keys())
 
     def whole_state(self) -> AbstractContextManager[None]:
         """Return a context in which ``state_dict`` holds NorMuon's state of all matrices. Enter it on all ranks."""
@@ -497,19 +474,3 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 for fragment in self._fragments[tensor]
             )
         return frozenset()
-
-
-def are_finite(tensors: list[Tensor]) -> bool:
-    """Return whether all gradients have a finite norm, as a bool on the host; raise RuntimeError if one is sparse."""
-    if not tensors:
-        return True
-    if any(t.layout != torch.strided for t in tensors):
-        raise RuntimeError(
-            "MuonWithAuxAdam does not support sparse gradients; use nn.Embedding(..., sparse=False), or another "
-            "optimizer, such as torch.optim.SparseAdam, for that parameter"
-        )
-    tensors = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
-    # In fp16 the norm of a finite gradient may overflow.
-    dtype = torch.promote_types(max((t.dtype for t in tensors), key=lambda d: d.itemsize), torch.float32)
-    norms = torch._foreach_norm(tensors, dtype=dtype)
-    return bool(torch.stack([norm.float().to(norms[0].device) for norm in norms]).isfinite().all())

@@ -40,6 +40,8 @@ TRIAL_OPERATIONS = 1e6
 MAX_SLOWDOWN = 3.0
 #: A result is wrong if its relative error against plain PyTorch in fp32 is more than this many eps of its dtype.
 MAX_ERROR = 32.0
+#: Warn if another choice would run Newton-Schulz this many times faster than the one pinned in the checkpoint.
+WARN_IF_SPEEDUP_EXCEEDS = 1.5
 #: (dtype, name of a table of kernels).
 Candidate = tuple[str, str]
 
@@ -55,6 +57,28 @@ class Tuning:
         """Return how many times faster than ``other`` this choice is for a model's matrices; ``None`` if not timed."""
         ours, theirs = (seconds(self.rates, choice, shapes, schedule) for choice in (self.choice, other))
         return theirs / ours if ours and theirs else None
+
+    def warn_of_pinned(
+        self, pinned: Choice, shapes: Mapping[Shape, int], schedule: Schedule, tables: Collection[str]
+    ) -> None:
+        """Warn if a checkpoint's choice needs kernels that ``tables`` lacks, or is slow by the measured rates."""
+        speedup = self.speedup_over(pinned, shapes, schedule)
+        if absent := sorted(pinned.tables - set(tables)):
+            logger.warning(
+                "deepspeed-muon: the checkpoint was saved by a run with the kernels of %s, which are unavailable on "
+                "this machine; plain PyTorch's are used instead, so results may differ in their last bits",
+                ", ".join(absent),
+            )
+        elif speedup is not None and speedup > WARN_IF_SPEEDUP_EXCEEDS:
+            other = self.choice.dtype
+            logger.warning(
+                "deepspeed-muon: Newton-Schulz continues in %s, with the checkpoint's methods and kernels, so that "
+                "results stay reproducible; on this machine %s would be %.1f times faster%s",
+                pinned.dtype,
+                "other methods or kernels" if other == pinned.dtype else other,
+                speedup,
+                "" if other == pinned.dtype else f'; to use it, set "ns_dtype": "{other}" in optimizer.params',
+            )
 
     def described(self, choice: Choice) -> str:
         """Return ``choice`` and the reason for it as one line of text for the log."""

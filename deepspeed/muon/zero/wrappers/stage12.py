@@ -19,9 +19,10 @@ from torch import Tensor
 
 from deepspeed.muon.exchange.groups import Agreed, agreed
 from deepspeed.muon.exchange.partition import Partition
+from deepspeed.muon.gradients import are_finite
 from deepspeed.muon.math.momentum import CODES, MOMENTUM
 from deepspeed.muon.matrices.routing import TAG
-from deepspeed.muon.optimizer import MuonWithAuxAdam, are_finite
+from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.patch import replace
 from deepspeed.muon.plan.placement import Placement
 from deepspeed.muon.zero.tp_ranks import tp_rank

@@ -275,6 +275,10 @@ def test_a_copied_scheduler_sets_the_rates_of_the_same_optimizer() -> None:
     scheduler = copy.deepcopy(torch.optim.lr_scheduler.LambdaLR(optimizer.given, lambda step: 0.5))
     scheduler.optimizer.param_groups[0]["lr"] = 0.25
     assert {group["lr"] / group["lr_ratio"] for group in optimizer.param_groups} == {0.25}
+    # Torch wraps the step of a copy's class; the schedule of another optimizer must not meet that.
+    other = MuonWithAuxAdam(model.parameters(), model=model, lr=0.02)
+    torch.optim.lr_scheduler.LambdaLR(other.given, lambda step: 0.5)
+    other.step()
 
 
 def test_a_closure_is_evaluated() -> None:

@@ -36,6 +36,20 @@ def test_a_small_file_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.Monk
     assert file.read_text() == "three"
 
 
+@pytest.mark.parametrize("has_advice", [True, False])
+def test_a_file_is_written_with_and_without_the_systems_advice(
+    has_advice: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(durable, "SYNC_BYTES", 4)
+    if not has_advice:  # as on macOS
+        monkeypatch.delattr(os, "posix_fadvise", raising=False)
+    file = durable.SyncedFile(tmp_path / "file")
+    for data in (b"12", b"345", b"6"):
+        file.write(data)
+    file.close()
+    assert (tmp_path / "file").read_bytes() == b"123456"
+
+
 def listed(file: Path) -> dict[str, int | None]:
     """What the manifest says of a file, the only one of a save."""
     manifest.finish(file.parent, 0, "id", [file])

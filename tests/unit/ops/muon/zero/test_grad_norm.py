@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed.muon.optimizer import are_finite
+from deepspeed.muon.gradients import are_finite
 from deepspeed.muon.patch import replace
 from deepspeed.muon.zero.wrappers.adapter import NORM_METHODS, watch_norms
 from helpers.distributed import run

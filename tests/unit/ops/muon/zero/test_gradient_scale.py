@@ -5,11 +5,13 @@ left in them.
 Muon hardly depends on the size of a gradient. Clipping does, and AdamW with an epsilon of the gradients' size.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from deepspeed.muon.zero.wrappers.loss_scale import unfused_scaler
 from helpers.distributed import run
 from helpers.engine_state import differing, snapshot
 from helpers.models import MODELS, make_batch, train_engine
@@ -176,3 +178,20 @@ def test_a_scale_of_the_config_stays(stage: int) -> None:
     """Of an fp16 model, also under fp16 autocast."""
     case = {"stage": stage, "dtype": "fp16", "fp16": {"enabled": True, "loss_scale": 128}, **FP16_AUTOCAST}
     assert run(scale_at_start, 1, case=case) == [128.0]
+
+
+def test_a_step_that_raised_leaves_no_update_of_the_scale() -> None:
+    wrapper = SimpleNamespace(loss_scale_config=SimpleNamespace(cur_scale=4.0), _global_grad_norm=8.0)
+    replacements: dict[str, Any] = {}
+    unfused_scaler(wrapper, replacements.__setitem__)
+    updates: list[bool] = []
+
+    def step(raises: bool) -> None:
+        replacements["_update_scale"](updates.append, raises)
+        if raises:
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        replacements["step"](step, True)
+    replacements["step"](step, False)
+    assert updates == [False] and wrapper._global_grad_norm == 2.0

@@ -11,6 +11,8 @@ import torch
 from torch.optim import lr_scheduler as torch_schedules
 
 from deepspeed.muon import MuonWithAuxAdam
+from deepspeed.muon.config.schema import parse
+from deepspeed.muon.zero.lr_scheduler import about_rate, read_schedule
 from helpers.distributed import run
 from helpers.logs import logged
 from helpers.models import Mlp, train_engine
@@ -46,6 +48,25 @@ WARMUP = {"warmup_min_lr": 0.0, "warmup_max_lr": 0.01, "warmup_num_steps": 2, "w
 def test_a_scalar_describes_lr(params: dict[str, float], muon: float, adam: float) -> None:
     last = run(run_deepspeed, 1, name="WarmupLR", values=WARMUP, params=params)[0][-1]
     assert last["muon"]["lr"] == pytest.approx(muon) and last["adam"]["lr"] == pytest.approx(adam)
+
+
+@pytest.mark.parametrize(
+    ("params", "named"),
+    [
+        ({"lr": 0.02, "muon_lr": 0.03}, "lr, 0.02;"),
+        ({"lr": 0, "muon_lr": 0.02}, "muon_lr, 0.02;"),
+        ({"adam_lr": 0.002}, "muon_lr, 0.02;"),  # Muon's default: AdamW's rate is a tenth of the schedule's
+        ({"lr": 0, "muon_lr": 0, "adam_lr": 0.002}, "adam_lr, 0.002;"),
+        ({"lr": 0.01}, ""),
+        ({"lr": 0}, ""),
+        ({}, ""),
+    ],
+)
+def test_the_rate_that_a_schedule_replaces_is_the_one_it_describes(params: dict[str, float], named: str) -> None:
+    config = parse(params)
+    text = about_rate(read_schedule({"type": "WarmupLR", "params": WARMUP}), config)
+    assert f"in place of optimizer.params.{named}" in text if named else text == ""
+    assert not named or named.endswith(f" {config.reference_lr};")
 
 
 def own_rates_only() -> dict[str, float]:
