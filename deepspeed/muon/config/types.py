@@ -129,7 +129,7 @@ def _as_cut(value: Any) -> Cut:
         raise ValueError(unknown_inside(key, known))
     sizes, axis, groups = settings.get("sizes"), settings.get("axis", 0), settings.get("groups", 1)
     if not isinstance(sizes, (list, tuple)) or not sizes or not all(type(n) is int and n > 0 for n in sizes):
-        raise ValueError(f'expected "whole", or as sizes a list of whole numbers above 0, not {sizes!r}')
+        raise ValueError(f'expected "whole" or a list of whole numbers above 0, the sizes, not {sizes!r}')
     if type(axis) is not int or axis not in (0, 1):
         raise ValueError(f"expected as axis 0 (rows) or 1 (columns), not {axis!r}")
     if type(groups) is not int or groups < 1:

@@ -193,8 +193,8 @@ def refuse_qk_clip(engine: Any) -> None:
     """Raise UnsupportedError for an engine whose attention ``qk_clip`` cannot observe."""
     if _is_spread(engine):
         raise UnsupportedError(
-            "optimizer.params.qk_clip: not supported with sequence parallelism, where a rank's attention has other "
-            "heads than its weights; remove it"
+            "optimizer.params.qk_clip: not supported with sequence parallelism, where a rank computes attention "
+            "for other heads than those of its weights; remove it"
         )
 
 

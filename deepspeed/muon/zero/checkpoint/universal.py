@@ -118,7 +118,9 @@ class Folder:
         for entry in (*state.values(), *self.groups):
             if "step" in entry:
                 return float(entry["step"])
-        raise ImportStateError(f"the universal checkpoint {self.zero.parent} has no step count for {name}")
+        raise ImportStateError(
+            f"the universal checkpoint {self.zero.parent} has no step count for {name}; convert it again"
+        )
 
     def check(self, wanted: Mapping[MatrixSpec, Iterable[str]], rank: int, world_size: int) -> None:
         """Raise ImportStateError if files of parameters are missing, or have a wrong number of elements.
@@ -142,7 +144,9 @@ class Folder:
                 if (saved := self._whole(spec.name, key).numel()) != current:
                     other.append(f"{spec.name}/{key}.pt ({saved} elements, this model has {current})")
         if other:
-            raise ImportStateError(f"the universal checkpoint belongs to another model: {', '.join(other[:4])}")
+            raise ImportStateError(
+                f"the universal checkpoint belongs to another model, whose parameters have other sizes: {', '.join(other[:4])}"
+            )
 
     def _open(self, name: str) -> Any:
         file = self.zero / name
@@ -248,8 +252,9 @@ def _matched(optimizer: MuonWithAuxAdam, saved: Groups) -> Iterator[tuple[dict[s
             yield group, by_name[group["name"]]
         else:
             logger.warning(
-                f"deepspeed-muon: the universal checkpoint has no settings for group {group['name']}, which keeps "
-                "those of the config: the converter kept the settings of a pipeline stage without this group"
+                f"deepspeed-muon: the universal checkpoint has no settings for group {group['name']}, which uses "
+                "those of the config; the converter saves the settings of one pipeline stage only, and that stage has "
+                "no such group"
             )
 
 

@@ -314,8 +314,8 @@ def test_a_fused_matrix_is_fused_on_every_tensor_parallel_rank(tp_mode: str) -> 
     [
         ([1], "expected an object: regular expression -> sizes"),
         ({"(": [1]}, "is not a regular expression"),
-        ({"a": 3}, "'a': expected \"whole\", or as sizes a list of whole numbers above 0, not 3"),
-        ({"a": []}, "'a': expected \"whole\", or as sizes a list of whole numbers above 0, not []"),
+        ({"a": 3}, "'a': expected \"whole\" or a list of whole numbers above 0, the sizes, not 3"),
+        ({"a": []}, "'a': expected \"whole\" or a list of whole numbers above 0, the sizes, not []"),
         ({"a": [3, -1]}, "not [3, -1]"),
         ({"a": [True]}, "not [True]"),
         ({"a": {"size": [1]}}, "'a': unknown key 'size', did you mean sizes?"),
