@@ -145,7 +145,8 @@ class Folder:
                     other.append(f"{spec.name}/{key}.pt ({saved} elements, this model has {current})")
         if other:
             raise ImportStateError(
-                f"the universal checkpoint belongs to another model, whose parameters have other sizes: {', '.join(other[:4])}"
+                "the universal checkpoint belongs to another model, whose parameters have other sizes: "
+                f"{', '.join(other[:4])}"
             )
 
     def _open(self, name: str) -> Any:
