@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.matrices.routing import route
 from deepspeed.muon.matrices.splitting import MatrixSpec
 
@@ -20,13 +21,28 @@ def module(**children: nn.Module) -> nn.Module:
     return parent
 
 
+def nested(path: str, child: nn.Module) -> nn.Module:
+    """Return a module with nothing but the child under this dotted path."""
+    for part in reversed(path.split(".")):
+        child = module(**{part: child})
+    return child
+
+
 def linear(inputs: int = WIDTH, outputs: int = 2 * WIDTH, bias: bool = False) -> nn.Linear:
     return nn.Linear(inputs, outputs, bias=bias)
 
 
-def routes(model: nn.Module) -> dict[str, MatrixSpec]:
-    """Return name -> MatrixSpec, after checks that hold for every model."""
-    specs = route(model)
+def of_class(name: str, weight: str = "weight", **attributes: Any) -> nn.Module:
+    """Return a module whose class has this name, with a matrix 12 x 8 called `weight`, and with these attributes."""
+    made = type(name, (nn.Module,), {})()
+    made.register_parameter(weight, nn.Parameter(torch.randn(12, 8)))
+    vars(made).update(attributes)
+    return made
+
+
+def routes(model: nn.Module, **options: Any) -> dict[str, MatrixSpec]:
+    """Return name -> MatrixSpec under these options, after checks that hold for every model."""
+    specs = route(model, MuonConfig(**options))
     trainable = {name: param for name, param in model.named_parameters() if param.requires_grad}
     assert list(specs) == list(trainable.values()), "every trainable parameter once, in the model's order"
     for name, param in trainable.items():
@@ -40,76 +56,13 @@ def routes(model: nn.Module) -> dict[str, MatrixSpec]:
 
 def covered(spec: MatrixSpec) -> list[int]:
     """Return the indices of all elements of the blocks, sorted, with repetitions."""
-    return sorted(
-        block.offset + i * block.stride + j
-        for block in spec.blocks
-        for i in range(block.rows)
-        for j in range(block.cols)
-    )
+    return sorted(block.element(at) for block in spec.blocks for at in range(block.numel))
 
 
-def muon_names(model: nn.Module) -> set[str]:
-    return {name for name, spec in routes(model).items() if spec.use_muon}
-
-
-def reason(model: nn.Module, name: str) -> str:
-    """Return why `name` goes to AdamW."""
-    spec = routes(model)[name]
-    assert not spec.use_muon, spec.reason
-    return spec.reason
-
-
-# ---- modules of foreign libraries -----------------------------------------------------------------------
-
-
-class Conv1D(nn.Module):
-    """Like Hugging Face's of GPT-2: a linear layer whose weight is [in, out]."""
-
-    def __init__(self, outputs: int, inputs: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(inputs, outputs))
-        self.bias = nn.Parameter(torch.zeros(outputs))
-
-
-class Projector(nn.Module):
-    """Linear by its attributes, like quantized and parallel layers of several libraries."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.in_features, self.out_features = inputs, outputs
-        self.weight = nn.Parameter(torch.randn(outputs, inputs))
-
-
-class ColumnParallelLinear(nn.Module):
-    """Linear by the name of its class, like Megatron's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(12, 8))
-
-
-class TokenMixingLinear(nn.Module):
-    """Linear by the name of its class, with a weight that has a name of embeddings."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.token_weight = nn.Parameter(torch.randn(12, 8))
-
-
-class VocabParallelEmbedding(nn.Module):
-    """An embedding by the name of its class, like Megatron's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(30, 8))
-
-
-class Mixer(nn.Module):
-    """A module with a matrix of unknown purpose."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(6, 8))
+def splits(model: nn.Module, **options: Any) -> dict[str, str]:
+    """Return how each parameter of the Muon half was split, by the last two words of its name without ".weight"."""
+    specs = [spec for spec in routes(model, **options).values() if spec.use_muon and spec.split]
+    return {".".join(spec.name.removesuffix(".weight").split(".")[-2:]): spec.split for spec in specs}
 
 
 class Swiglu(nn.Module):
@@ -118,19 +71,6 @@ class Swiglu(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = linear(), linear(), linear(2 * WIDTH, WIDTH)
-
-
-class BertLayer(nn.Module):
-    """Nested modules called `output`, with a Linear called `dense`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = module(
-            self=module(query=linear(), key=linear(), value=linear()),
-            output=module(dense=linear(), LayerNorm=nn.LayerNorm(WIDTH)),
-        )
-        self.intermediate = module(dense=linear())
-        self.output = module(dense=linear(2 * WIDTH, WIDTH), LayerNorm=nn.LayerNorm(WIDTH))
 
 
 class Gpt(nn.Module):
@@ -147,19 +87,6 @@ class Gpt(nn.Module):
         self.lm_head = linear(WIDTH, 32)
         if tied:
             self.lm_head.weight = self.wte.weight
-
-
-class HuggingFace(nn.Module):
-    """Names its head itself; the head may be None, a module, or something that is no module."""
-
-    def __init__(self, head: Any = "unembed") -> None:
-        super().__init__()
-        self.hidden = linear()
-        self.unembed = linear(WIDTH, 32, bias=True)
-        self._head = getattr(self, head) if isinstance(head, str) else head
-
-    def get_output_embeddings(self) -> Any:
-        return self._head
 
 
 class Adapted(nn.Module):

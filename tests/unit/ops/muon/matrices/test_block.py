@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of a parameter: their sizes, what a slice of the parameter holds of them, and how they are cut."""
+"""Blocks of a parameter against brute force, cuts against `torch.split`, tensor-parallel shards against slices."""
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
@@ -13,25 +13,7 @@ from torch import Tensor
 
 from deepspeed.muon.config.types import Cut
 from deepspeed.muon.matrices.block import Block, Piece, cut, matrices
-from deepspeed.muon.matrices.splitting import MatrixSpec
-from helpers.foreign_models import linear, module, routes
-
-
-def test_specs_and_blocks_are_frozen() -> None:
-    spec = routes(module(fc=linear()))["fc.weight"]
-    for holder, name in ((spec, "use_muon"), (spec, "reason"), (spec.blocks[0], "rows")):
-        with pytest.raises(FrozenInstanceError):
-            setattr(holder, name, None)
-    assert hash(spec) == hash(MatrixSpec(spec.name, spec.shape, True, spec.reason, (Block(0, 16, 8, 8),)))
-
-
-@pytest.mark.parametrize(("shape", "numel"), [((), 1), ((7,), 7), ((3, 5), 15), ((2, 3, 4), 24), ((0, 3), 0)])
-def test_numel(shape: tuple[int, ...], numel: int) -> None:
-    assert MatrixSpec("x", shape, False, "").numel == numel
-    assert Block(3, 4, 5, 9).numel == 20
-
-
-# ---- pieces ---------------------------------------------------------------------------------------------
+from deepspeed.muon.matrices.tp_sharding import Sharding
 
 
 @st.composite
@@ -78,7 +60,6 @@ def test_pieces_against_brute_force(case: tuple[Block, int], data: st.DataObject
     expected = {element: at for at, element in enumerate(places(block)) if start <= element < stop}
     assert dict(listed) == expected
     assert len(listed) == len(dict(listed)), "no element twice"
-    assert all(piece.numel == piece.rows * piece.cols > 0 for piece in pieces)
     assert [at for _, at in listed] == sorted(at for _, at in listed)
     assert block.before(stop) - block.before(start) == len(expected)
 
@@ -94,38 +75,13 @@ def test_places(case: tuple[Block, int]) -> None:
     ]
 
 
-@settings(max_examples=200, deadline=None)
-@given(blocks(), st.data())
-def test_pieces_of_consecutive_ranges_cover_the_block_once(case: tuple[Block, int], data: st.DataObject) -> None:
-    """Partitions of the ranks: their pieces together are the block."""
-    block, numel = case
-    span = data.draw(st.integers(1, numel))
-    cuts = [block.pieces(start, min(start + span, numel)) for start in range(0, numel, span)]
-    assert [at for pieces in cuts for piece in pieces for _, at in elements(piece)] == list(range(block.numel))
-
-
-@given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 20))
-def test_whole_rows_are_one_piece(rows: int, cols: int, offset: int) -> None:
-    block = Block(offset, rows, cols, cols)
-    assert list(block.pieces(0, 10**6)) == [Piece(offset, 0, 1, rows * cols, rows * cols, rows * cols)]
-    assert list(block.pieces(offset, offset)) == []
-
-
-@pytest.mark.parametrize(("start", "stop"), [(0, 3), (17, 100), (5, 5), (6, 8)])
-def test_pieces_outside_the_block_are_none(start: int, stop: int) -> None:
-    """Columns 3 .. 5 of rows 0 .. 2 of a matrix of 5 columns: elements 3, 4, 8, 9, 13, 14."""
-    assert list(Block(3, 3, 2, 5).pieces(start, stop)) == []
-
-
-def test_pieces_of_columns_by_hand() -> None:
+def test_pieces_are_as_few_as_can_be() -> None:
     """Whole rows are one piece, however many there are."""
+    assert list(Block(7, 4, 6, 6).pieces(0, 10**6)) == [Piece(7, 0, 1, 24, 24, 24)]
     block = Block(3, 3, 2, 5)
     assert list(block.pieces(0, 15)) == [(3, 0, 3, 2, 5, 2)]
     assert list(block.pieces(4, 14)) == [(4, 1, 1, 1, 1, 1), (8, 2, 1, 2, 2, 2), (13, 4, 1, 1, 1, 1)]
     assert len(list(Block(3, 1000, 2, 5).pieces(4, 4989))) == 3
-
-
-# ---- cutting --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -137,26 +93,75 @@ def test_pieces_of_columns_by_hand() -> None:
     ],
 )
 def test_a_cut_is_what_torch_gives(by: Cut, expected: Callable[[Tensor], Sequence[Tensor]]) -> None:
-    whole = matrices((6, 5))[0]
-    wanted = expected(torch.arange(30).view(6, 5))
-    found = cut(whole, by)
+    wanted, found = expected(torch.arange(30).view(6, 5)), cut(matrices((6, 5))[0], by)
     assert [places(block) for block in found] == [part.flatten().tolist() for part in wanted]
     assert [(block.rows, block.cols) for block in found] == [tuple(part.shape) for part in wanted]
 
 
-def test_a_cut_that_does_not_fit_is_refused() -> None:
-    whole = matrices((6, 5))[0]
-    with pytest.raises(ValueError, match=re.escape("2 + 3 rows add up to 5, not 6")):
-        cut(whole, Cut((2, 3)))
-    with pytest.raises(ValueError, match=re.escape("2 + 3 rows in 2 groups add up to 10, not 6")):
-        cut(whole, Cut((2, 3), groups=2))
-    with pytest.raises(ValueError, match="6 columns add up to 6, not 5"):
-        cut(whole, Cut((6,), axis=1))
-    with pytest.raises(ValueError, match="groups above 1 need axis 0"):
-        cut(matrices((6, 6))[0], Cut((3,), axis=1, groups=2))
+@pytest.mark.parametrize(
+    ("settings_of_cut", "text"),
+    [
+        ({"sizes": (2, 3)}, "2 + 3 rows add up to 5, not 6"),
+        ({"sizes": (2, 3), "groups": 2}, "2 + 3 rows in 2 groups add up to 10, not 6"),
+        ({"sizes": (6,), "axis": 1}, "6 columns add up to 6, not 5"),
+        ({"sizes": (3,), "axis": 1, "groups": 2}, "groups above 1 need axis 0"),
+    ],
+)
+def test_a_cut_that_does_not_fit_is_refused(settings_of_cut: dict, text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        cut(matrices((6, 5))[0], Cut(**settings_of_cut))
 
 
 def test_stacks() -> None:
     assert matrices((4, 3)) == (Block(0, 4, 3, 3),)
     assert matrices((2, 4, 3)) == (Block(0, 4, 3, 3), Block(12, 4, 3, 3))
     assert len(matrices((2, 5, 4, 3))) == 10
+
+
+@st.composite
+def shardings(draw: st.DrawFn) -> Sharding:
+    """1 to 3 ranks, of which some may hold nothing; one or two parts of the axis, each cut over the ranks."""
+    axis, ranks = draw(st.integers(0, 1)), draw(st.integers(1, 3))
+    widths = draw(st.lists(st.lists(st.integers(0, 4), min_size=ranks, max_size=ranks), min_size=1, max_size=2))
+    widths[0][draw(st.integers(0, ranks - 1))] += 2
+    other = draw(st.integers(2, 6))
+    size = sum(map(sum, widths))
+    starts = list(itertools.accumulate(map(sum, widths), initial=0))
+    ranges = tuple(
+        tuple((start + sum(part[:r]), part[r]) for start, part in zip(starts, widths, strict=False))
+        for r in range(ranks)
+    )
+    return Sharding((size, other) if axis == 0 else (other, size), axis, ranges)
+
+
+def cuts(draw: st.DrawFn, shape: tuple[int, int]) -> tuple[Block, ...]:
+    """The whole, or ranges of rows or columns, or two ranges of rows in groups."""
+    (whole,) = matrices(shape)
+    axis = draw(st.integers(0, 1))
+    at = draw(st.integers(1, shape[axis] - 1))
+    options = [Cut(()), Cut((at, shape[axis] - at), axis)]
+    if shape[0] % 4 == 0:
+        options.append(Cut((1, 1), 0, shape[0] // 2))
+    return cut(whole, draw(st.sampled_from(options)))
+
+
+def shard_of(sharding: Sharding, whole: Tensor, rank: int) -> Tensor:
+    """What a rank holds, by slicing."""
+    parts = [whole.narrow(sharding.axis, start, size) for start, size in sharding.ranges[rank]]
+    return torch.cat(parts, dim=sharding.axis).contiguous()
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), sharding=shardings())
+def test_parts_against_slices(data: st.DataObject, sharding: Sharding) -> None:
+    whole = torch.arange(sharding.shape[0] * sharding.shape[1]).view(sharding.shape)
+    for block in cuts(data.draw, sharding.shape):
+        found = torch.full((block.rows, block.cols), -1)
+        for rank in range(len(sharding.ranges)):
+            shard = shard_of(sharding, whole, rank).view(-1)
+            for part, at in sharding.parts(block, rank):
+                row, column = divmod(at, block.cols)
+                window = found[row : row + part.rows, column : column + part.cols]
+                assert window.shape == (part.rows, part.cols) and (window == -1).all()
+                window.copy_(shard[places(part)].view(part.rows, part.cols))
+        assert found.flatten().tolist() == places(block)

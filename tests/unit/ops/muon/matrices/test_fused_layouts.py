@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fused weights are recognized, and each block is what the model's own forward takes for one projection."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,10 +9,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from deepspeed.muon import route
-from deepspeed.muon.config.schema import MuonConfig
+from deepspeed.muon.config.types import Cut
 from deepspeed.muon.matrices.splitting import MatrixSpec
-from helpers.foreign_models import linear, module
+from helpers.foreign_models import linear, module, routes, splits
 from helpers.models import Conv1D, TinyGpt
 from helpers.transformers_models import EXPERTS, GQA, LATENT, MODELS, SIZES, from_config, hybrid, needs_stacks
 
@@ -21,78 +21,73 @@ SPARSE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_g
 MODERN_BERT = SIZES | {"num_attention_heads": 4, "pad_token_id": 0, "attn_implementation": "sdpa"}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
 QKV, PER_HEAD = "queries, keys and values by muon_fused", "3 x 8 rows in 4 groups"
-#: Model -> how its fused attention weight is split, which `test_attention` holds to the model's forward.
-ATTENTION: dict[str, tuple[Any, str]] = {
-    "gpt2": (MODELS["gpt2"], f"3 x 32 columns, {QKV}"),
-    "openai": (lambda: from_config("OpenAIGPTConfig", **OLD), f"3 x 32 columns, {QKV}"),
-    "phi3": (MODELS["phi3"], f"32 + 16 + 16 rows, {QKV}"),
-    "mpt": (lambda: from_config("MptConfig", vocab_size=32, d_model=32, n_layers=1, n_heads=4), f"3 x 32 rows, {QKV}"),
-    "modernbert": (
-        lambda: transformers.AutoModelForMaskedLM.from_config(transformers.ModernBertConfig(**MODERN_BERT)),
-        f"3 x 32 rows, {QKV}",
-    ),
-    "gpt_neox": (MODELS["gpt_neox"], f"{PER_HEAD}, {QKV}"),
-    "gpt_neox_japanese": (lambda: from_config("GPTNeoXJapaneseConfig", **FALCON), f"{PER_HEAD}, {QKV}"),
-    "bloom": (
-        lambda: from_config("BloomConfig", vocab_size=32, hidden_size=32, n_layer=1, n_head=4),
-        f"{PER_HEAD}, {QKV}",
-    ),
-    "persimmon": (lambda: from_config("PersimmonConfig", **SIZES, num_attention_heads=4), f"{PER_HEAD}, {QKV}"),
-    "falcon": (
-        lambda: from_config("FalconConfig", **FALCON, num_kv_heads=2, new_decoder_architecture=True),
-        f"16 + 8 + 8 rows in 2 groups, {QKV}",
-    ),
-    "falcon, multi_query": (
-        lambda: from_config("FalconConfig", **FALCON, multi_query=True, new_decoder_architecture=False),
-        f"32 + 8 + 8 rows, {QKV}",
-    ),
-    "falcon, all heads": (
-        lambda: from_config("FalconConfig", **FALCON, multi_query=False, new_decoder_architecture=False),
-        f"{PER_HEAD}, {QKV}",
-    ),
-    "gpt_bigcode": (lambda: from_config("GPTBigCodeConfig", **OLD), f"32 + 8 + 8 rows, {QKV}"),
-    "gpt_bigcode, all heads": (
-        lambda: from_config("GPTBigCodeConfig", **OLD, multi_query=False),
-        f"{PER_HEAD}, {QKV}",
-    ),
-    "codegen": (lambda: from_config("CodeGenConfig", **OLD, rotary_dim=4), f"{PER_HEAD}, {QKV}"),
-    "deepseek_v3": (MODELS["deepseek_v3"], "8 + 6 rows in 4 groups, keys and values by muon_fused"),
-}
-GATED: dict[str, tuple[Any, str]] = {
-    "phi3": (MODELS["phi3"], "2 x 48 rows"),
-    "glm": (lambda: from_config("GlmConfig", **SIZES, **GQA, head_dim=8, pad_token_id=0), "2 x 48 rows"),
-    "mixtral": (MODELS["mixtral"], "4 of 96 x 32, 2 x 48 rows"),
-    "qwen3_moe": (
-        lambda: from_config("Qwen3MoeConfig", **SIZES, **GQA, **MOE),
-        "4 of 48 x 32, 2 x 24 rows",
-    ),
-    "deepseek_v2": (
-        lambda: from_config("DeepseekV2Config", **SIZES, **LATENT, **SPARSE, first_k_dense_replace=0),
-        "4 of 48 x 32, 2 x 24 rows",
-    ),
-    "llama4": (lambda: llama4(), "4 of 32 x 96, 2 x 48 columns"),
-}
+GATED_QKV = "queries, keys, values and gates by muon_fused"
+Make = Callable[[], nn.Module]
+
+
+def of(kind: str, **settings: Any) -> Make:
+    return lambda: from_config(kind, **settings)
+
+
+def modern_bert() -> nn.Module:
+    return transformers.AutoModelForMaskedLM.from_config(transformers.ModernBertConfig(**MODERN_BERT))
 
 
 def llama4() -> nn.Module:
-    """As wide as its experts' two halves together, so that the shape alone tells no axis."""
-    config = transformers.Llama4TextConfig(
-        **SIZES, **GQA, **EXPERTS, intermediate_size_mlp=40, head_dim=8, use_cache=False
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    """As wide as its experts' two halves side by side, so that the shape tells no axis."""
+    sizes = SIZES | GQA | EXPERTS
+    model = from_config("Llama4TextConfig", **sizes, intermediate_size_mlp=40, head_dim=8, use_cache=False)
     for param in model.parameters():  # the experts are left at zero
         nn.init.normal_(param, std=0.15)
     return model
 
 
-def fused(model: nn.Module) -> MatrixSpec:
-    """The one parameter that is split."""
-    (spec,) = (s for s in route(model).values() if s.split.endswith("by muon_fused") and "gate" not in s.split)
-    return spec
+#: Model -> how its fused attention weight is split, which `test_attention` holds to the model's forward.
+ATTENTION: dict[str, tuple[Make, str]] = {
+    "gpt2": (MODELS["gpt2"], f"3 x 32 columns, {QKV}"),
+    "openai": (of("OpenAIGPTConfig", **OLD), f"3 x 32 columns, {QKV}"),
+    "phi3": (MODELS["phi3"], f"32 + 16 + 16 rows, {QKV}"),
+    "mpt": (of("MptConfig", vocab_size=32, d_model=32, n_layers=1, n_heads=4), f"3 x 32 rows, {QKV}"),
+    "modernbert": (modern_bert, f"3 x 32 rows, {QKV}"),
+    "gpt_neox": (MODELS["gpt_neox"], f"{PER_HEAD}, {QKV}"),
+    "gpt_neox_japanese": (of("GPTNeoXJapaneseConfig", **FALCON), f"{PER_HEAD}, {QKV}"),
+    "bloom": (of("BloomConfig", vocab_size=32, hidden_size=32, n_layer=1, n_head=4), f"{PER_HEAD}, {QKV}"),
+    "persimmon": (of("PersimmonConfig", **SIZES, num_attention_heads=4), f"{PER_HEAD}, {QKV}"),
+    "falcon": (
+        of("FalconConfig", **FALCON, num_kv_heads=2, new_decoder_architecture=True),
+        f"16 + 8 + 8 rows in 2 groups, {QKV}",
+    ),
+    "falcon, multi_query": (
+        of("FalconConfig", **FALCON, multi_query=True, new_decoder_architecture=False),
+        f"32 + 8 + 8 rows, {QKV}",
+    ),
+    "falcon, all heads": (
+        of("FalconConfig", **FALCON, multi_query=False, new_decoder_architecture=False),
+        f"{PER_HEAD}, {QKV}",
+    ),
+    "gpt_bigcode": (of("GPTBigCodeConfig", **OLD), f"32 + 8 + 8 rows, {QKV}"),
+    "gpt_bigcode, all heads": (of("GPTBigCodeConfig", **OLD, multi_query=False), f"{PER_HEAD}, {QKV}"),
+    "codegen": (of("CodeGenConfig", **OLD, rotary_dim=4), f"{PER_HEAD}, {QKV}"),
+    "deepseek_v3": (MODELS["deepseek_v3"], "8 + 6 rows in 4 groups, keys and values by muon_fused"),
+}
+#: Model -> how its fused gate and up are split.
+GATED: dict[str, tuple[Make, str]] = {
+    "phi3": (MODELS["phi3"], "2 x 48 rows"),
+    "glm": (of("GlmConfig", **SIZES, **GQA, head_dim=8, pad_token_id=0), "2 x 48 rows"),
+    "mixtral": (MODELS["mixtral"], "4 of 96 x 32, 2 x 48 rows"),
+    "qwen3_moe": (of("Qwen3MoeConfig", **SIZES, **GQA, **MOE), "4 of 48 x 32, 2 x 24 rows"),
+    "deepseek_v2": (
+        of("DeepseekV2Config", **SIZES, **LATENT, **SPARSE, first_k_dense_replace=0),
+        "4 of 48 x 32, 2 x 24 rows",
+    ),
+    "llama4": (llama4, "4 of 32 x 96, 2 x 48 columns"),
+}
 
 
-def filled(model: nn.Module) -> nn.Module:
-    """Its matrices are large enough that every part of the model has an influence."""
+def filled(make: Make) -> nn.Module:
+    """A model whose matrices are large enough that every part of it has an influence."""
+    torch.manual_seed(0)
+    model = make()
     for name, param in model.named_parameters():
         if param.ndim == 2:
             nn.init.normal_(param, std=0.15)
@@ -101,18 +96,19 @@ def filled(model: nn.Module) -> nn.Module:
     return model.eval()
 
 
-def elements(spec: MatrixSpec) -> list[set[int]]:
-    """By block, which elements of the parameter it is."""
-    return [{block.element(at) for at in range(block.numel)} for block in spec.blocks]
+def spec_of(model: nn.Module, word: str) -> tuple[MatrixSpec, str]:
+    """The one weight with this word in its name, and the path of its module."""
+    (spec,) = (spec for name, spec in routes(model).items() if word in name and spec.use_muon)
+    return spec, spec.name.removesuffix(".weight")
 
 
-def outputs(spec: MatrixSpec, model: nn.Module, name: str) -> list[frozenset[int]]:
+def outputs(spec: MatrixSpec, model: nn.Module) -> list[frozenset[int]]:
     """By block, which outputs of the weight's module it makes."""
-    cols, axis = spec.shape[1], int(type(model.get_submodule(name)).__name__ == "Conv1D")
-    return [frozenset(divmod(element, cols)[axis] for element in block) for block in elements(spec)]
+    cols, axis = spec.shape[1], spec.output_axis
+    return [frozenset(divmod(block.element(at), cols)[axis] for at in range(block.numel)) for block in spec.blocks]
 
 
-def reached(model: nn.Module, name: str, tokens: int) -> frozenset[int]:
+def reached(model: nn.Module, path: str, tokens: int) -> frozenset[int]:
     """The outputs of a module at the first of some tokens that the logits of the last token depend on."""
     kept: list[Tensor] = []
 
@@ -120,7 +116,7 @@ def reached(model: nn.Module, name: str, tokens: int) -> frozenset[int]:
         output.retain_grad()
         kept.append(output)
 
-    hook = model.get_submodule(name).register_forward_hook(keep)
+    hook = model.get_submodule(path).register_forward_hook(keep)
     generator = torch.Generator().manual_seed(0)
     logits = model(input_ids=torch.randint(3, 32, (1, tokens), generator=generator)).logits
     logits[0, -1].square().sum().backward()
@@ -129,84 +125,71 @@ def reached(model: nn.Module, name: str, tokens: int) -> frozenset[int]:
     return frozenset((size > 1e-6 * size.max()).nonzero().flatten().tolist())
 
 
-@pytest.mark.parametrize("kind", ATTENTION)
-def test_attention(kind: str) -> None:
-    """One layer. Of one token only the values count; of two, the last does not depend on the query of the first."""
-    torch.manual_seed(0)
-    make, split = ATTENTION[kind]
-    model = filled(make())
-    spec = fused(model)
-    assert spec.split == split
-    name = spec.name.removesuffix(".weight")
-    values, keys_and_values = reached(model, name, 1), reached(model, name, 2)
-    rest = frozenset(range(max(map(max, outputs(spec, model, name))) + 1)) - keys_and_values
-    expected = {part for part in (rest, keys_and_values - values, values) if part}
-    assert set(outputs(spec, model, name)) == expected
-
-
-def silencing(model: nn.Module, name: str) -> frozenset[int]:
+def silencing(model: nn.Module, path: str) -> frozenset[int]:
     """The outputs of a module without which a channel is silent before the layer's own output projection."""
     seen: list[Tensor] = []
-    module, out = model.get_submodule(name), model.get_submodule(name.rpartition(".")[0] + ".out_proj")
+    module, out = model.get_submodule(path), model.get_submodule(path.rpartition(".")[0] + ".out_proj")
     hooks = [out.register_forward_pre_hook(lambda owner, inputs: seen.append(inputs[0]))]
     silent = torch.zeros(1, dtype=torch.int64)
     hooks.append(module.register_forward_hook(lambda owner, inputs, output: output.index_fill(-1, silent, 0.0)))
-    found = set()
+    found = frozenset[int]()
     for silent[0] in range(module.out_features):
         with torch.no_grad():
             model(input_ids=torch.tensor([[3]]))
         found |= {int(silent)} if (seen.pop() == 0).any() else set()
     for hook in hooks:
         hook.remove()
-    return frozenset(found)
+    return found
+
+
+@pytest.mark.parametrize("kind", ATTENTION)
+def test_attention(kind: str) -> None:
+    """One layer. Of one token only the values count; of two, the last does not depend on the query of the first."""
+    make, split = ATTENTION[kind]
+    model = filled(make)
+    (spec,) = (s for s in routes(model).values() if s.split_by == "muon_fused" and "gate" not in s.split)
+    assert spec.split == split
+    path, found = spec.name.removesuffix(".weight"), outputs(spec, model)
+    values, keys_and_values = reached(model, path, 1), reached(model, path, 2)
+    rest = frozenset(range(max(map(max, found)) + 1)) - keys_and_values
+    assert set(found) == {part for part in (rest, keys_and_values - values, values) if part}
 
 
 @pytest.mark.parametrize(
     ("kind", "name", "split"),
     [
-        (
-            "Qwen3NextConfig",
-            "in_proj_qkvz",
-            "8 + 8 + 12 + 12 rows in 2 groups, queries, keys, values and gates by muon_fused",
-        ),
+        ("Qwen3NextConfig", "in_proj_qkvz", f"8 + 8 + 12 + 12 rows in 2 groups, {GATED_QKV}"),
         ("Qwen3_5TextConfig", "in_proj_qkv", f"16 + 16 + 24 rows, {QKV}"),
     ],
 )
 def test_linear_attention(kind: str, name: str, split: str) -> None:
     """The second token does not depend on query and gate of the first; without value or gate a channel is silent."""
-    torch.manual_seed(0)
-    model = filled(hybrid(kind, "linear"))
-    (spec,) = (s for s in route(model).values() if f"{name}." in s.name)
+    model = filled(lambda: hybrid(kind, "linear"))
+    spec, path = spec_of(model, f"{name}.")
     assert spec.split == split
-    path = spec.name.removesuffix(".weight")
     kept, silent = reached(model, path, 2), silencing(model, path)
     rest = frozenset(range(spec.shape[0])) - kept
-    assert outputs(spec, model, path) == [
-        part for part in (rest - silent, kept - silent, kept & silent, rest & silent) if part
-    ]
+    parts = (rest - silent, kept - silent, kept & silent, rest & silent)
+    assert outputs(spec, model) == [part for part in parts if part]
 
 
 def test_step_sizes_and_decays_of_linear_attention() -> None:
     """The first token writes what comes after it, and decays nothing, as nothing came before it."""
-    torch.manual_seed(0)
-    model = filled(hybrid("Qwen3NextConfig", "linear"))
-    (spec,) = (s for s in route(model).values() if "in_proj_ba" in s.name)
+    model = filled(lambda: hybrid("Qwen3NextConfig", "linear"))
+    spec, path = spec_of(model, "in_proj_ba")
     assert spec.split == "2 x 2 rows in 2 groups, step sizes and decays by muon_fused"
-    path = spec.name.removesuffix(".weight")
     steps = reached(model, path, 2)
-    assert outputs(spec, model, path) == [steps, frozenset(range(8)) - steps]
+    assert outputs(spec, model) == [steps, frozenset(range(8)) - steps]
 
 
 @pytest.mark.parametrize("kind", ["Qwen3NextConfig", "Qwen3_5TextConfig"])
 def test_queries_and_output_gates(kind: str) -> None:
     """Of one token the query does not matter, and the gate does."""
-    torch.manual_seed(0)
-    model = filled(hybrid(kind, "full"))
-    (spec,) = (s for s in route(model).values() if "q_proj" in s.name)
+    model = filled(lambda: hybrid(kind, "full"))
+    spec, path = spec_of(model, "q_proj")
     assert spec.split == "2 x 8 rows in 4 groups, queries and gates by muon_fused"
-    path = spec.name.removesuffix(".weight")
     gates = reached(model, path, 1)
-    assert outputs(spec, model, path) == [frozenset(range(64)) - gates, gates]
+    assert outputs(spec, model) == [frozenset(range(64)) - gates, gates]
 
 
 @pytest.mark.parametrize("kind", GATED)
@@ -218,7 +201,7 @@ def test_gate_and_up(kind: str) -> None:
     params = dict(model.named_parameters())
     if not any("gate_up" in name for name in params):
         pytest.skip(f"this transformers does not fuse gate and up of {kind}")
-    (spec,) = (s for s in route(model).values() if "gate_up" in s.name)
+    spec, _ = spec_of(model, "gate_up")
     assert spec.split == f"{split}, gate and up by muon_fused"
     tokens = torch.arange(3, 11)[None]
     down, gate_up = params[spec.name.replace("gate_up", "down")], params[spec.name]
@@ -232,11 +215,11 @@ def test_gate_and_up(kind: str) -> None:
             gate_up.view(-1)[indices] /= 2
 
 
-# ---- whole ----------------------------------------------------------------------------------------------
+# ---- by names, classes and numbers --------------------------------------------------------------------------
 
 
 class Attention(nn.Module):
-    """What only a name and two numbers tell of."""
+    """What only a name and some numbers tell of."""
 
     def __init__(self, num_heads: int = 0, num_query_groups: int = 0, head_dim: int = 8, **layers: nn.Module) -> None:
         super().__init__()
@@ -271,125 +254,119 @@ class DeltaNet(Attention):
         self.A_log = nn.Parameter(torch.empty(4))
 
 
-class Halves(nn.Module):
-    """Experts whose gate and up lie in one weight, in an order that the shape does not tell."""
+class Experts(nn.Module):
+    """Their gate and up lie in one weight, in an order that the shape does not tell."""
 
-    def __init__(self) -> None:
+    def __init__(self, **attributes: bool) -> None:
         super().__init__()
         self.gate_up_proj, self.down_proj = (nn.Parameter(torch.empty(2, *shape)) for shape in ((8, 32), (16, 8)))
+        vars(self).update(attributes)
 
 
-class GptOssExperts(Halves):
+class GptOssExperts(Experts):
     """Of a transformers that does not say how they lie."""
 
 
-class Alternating(Halves):
-    """Of a transformers that says how they lie."""
-
-    is_concatenated = False
-
-
-def split(**children: nn.Module) -> str:
+def split(owner: nn.Module) -> str:
     """How the one parameter that says anything was split."""
-    (found,) = (spec.split for spec in route(module(**children)).values() if spec.split and "down" not in spec.name)
+    (found,) = (text for name, text in splits(module(owner=owner)).items() if "down" not in name)
     return found
 
 
 @pytest.mark.parametrize(
-    ("make", "text"),
+    ("owner", "text"),
     [
-        (
-            lambda: {"attn": Attention(query_key_value=linear(8, 24))},
-            "left whole: it is unknown how query_key_value of",
-        ),
-        (lambda: {"attn": Attention(wqkv=linear(8, 24))}, "left whole: it is unknown how wqkv of Attention orders"),
-        (lambda: {"attn": Attention(c_attn=linear(8, 16))}, "the 16 outputs of c_attn are not the queries, keys and"),
-        (lambda: {"attn": Attention(4, 2, 8, qkv=linear(8, 72))}, "left whole: the 72 outputs of qkv are not"),
-        (lambda: {"attn": Attention(4, 3, 8, linear_qkv=linear(8, 80))}, "the 80 outputs of linear_qkv are not"),
-        (lambda: {"attn": InternLM2Attention(4, 2, 2, c_attn=Conv1D(8, 16))}, "groups above 1 need axis 0"),
-        (lambda: {"attn": Attention(kv_b_proj=linear(8, 24))}, "the 24 outputs of kv_b_proj are not the keys and"),
-        (lambda: {"mlp": module(gate_up_proj=linear(8, 24))}, "there is no down projection next to gate_up_proj"),
-        (
-            lambda: {"mlp": module(gate_up_proj=linear(8, 24), down_proj=linear(24, 8))},
-            "there is no down projection next to gate_up_proj",
-        ),
-        (lambda: {"attn": Attention(4, 2, 8, linear_qkv=linear(8, 96))}, "the 96 outputs of linear_qkv are not the"),
-        (lambda: {"attn": Gated(linear_qkv=linear(8, 90))}, "the 90 outputs of linear_qkv are not the queries, keys"),
-        (lambda: {"attn": Qwen3NextAttention(4, 2, 8, q_proj=linear(8, 32))}, "the 32 outputs of q_proj are not the"),
-        (lambda: {"attn": DeltaNet(in_proj_qkv=linear(8, 57))}, "the 57 outputs of in_proj_qkv are not the queries"),
-        (lambda: {"attn": DeltaNet(in_proj_qkv=linear(12, 36))}, "the 36 outputs of in_proj_qkv are not the queries"),
-        (lambda: {"attn": DeltaNet(in_proj_qkvz=linear(8, 40))}, "the 40 outputs of in_proj_qkvz are not the queries"),
-        (lambda: {"attn": DeltaNet(in_proj_ba=linear(8, 6))}, "the 6 outputs of in_proj_ba are not the step sizes"),
-        (lambda: {"attn": Attention(4, 2, 8, in_proj_qkvz=linear(8, 80))}, "the 80 outputs of in_proj_qkvz are not"),
-        (lambda: {"experts": GptOssExperts()}, "2 of 8 x 32, left whole: single outputs of gate and up alternate"),
-        (lambda: {"experts": Alternating()}, "2 of 8 x 32, left whole: single outputs of gate and up alternate"),
+        (nn.MultiheadAttention(32, 4), f"3 x 32 rows, {QKV}"),
+        (Attention(qkv=linear(8, 24)), f"3 x 8 rows, {QKV}"),
+        (Attention(4, 2, 4, qkv=linear(8, 32)), f"16 + 8 + 8 rows, {QKV}"),
+        (Attention(6, 2, 4, linear_qkv=linear(8, 40)), f"12 + 4 + 4 rows in 2 groups, {QKV}"),
+        (InternLM2Attention(6, 2, 4, wqkv=linear(8, 40)), f"12 + 4 + 4 rows in 2 groups, {QKV}"),
+        (Gated(linear_qkv=linear(8, 96)), f"16 + 16 + 8 + 8 rows in 2 groups, {GATED_QKV}"),
+        (DeltaNet(in_proj_qkv=linear(8, 56)), f"16 + 16 + 24 rows, {QKV}"),
     ],
 )
-def test_what_is_not_certain_stays_whole_with_a_reason(make: Any, text: str) -> None:
-    assert text in split(**make())
+def test_layouts_by_name_and_by_class(owner: nn.Module, text: str) -> None:
+    assert split(owner) == text
 
 
-def test_gpt_oss_stays_whole() -> None:
-    model = from_config("GptOssConfig", **SIZES, **GQA, **EXPERTS, head_dim=8)
-    (spec,) = (s for s in route(model).values() if "gate_up_proj" in s.name and s.use_muon)
-    assert (
-        spec.split
-        == "4 of 32 x 96, left whole: single outputs of gate and up alternate in gate_up_proj, which cannot be split"
-    )
-    assert len(spec.blocks) == 4
+ALTERNATE = "left whole: single outputs of gate and up alternate in gate_up_proj, which cannot be split"
+NO_DOWN = "there is no down projection next to gate_up_proj"
 
 
 @pytest.mark.parametrize(
-    ("make", "text"),
+    ("owner", "text"),
     [
-        (lambda: {"attn": nn.MultiheadAttention(32, 4)}, f"3 x 32 rows, {QKV}"),
-        (lambda: {"attn": Attention(qkv=linear(8, 24))}, f"3 x 8 rows, {QKV}"),
-        (lambda: {"attn": Attention(4, 2, 4, qkv=linear(8, 32))}, f"16 + 8 + 8 rows, {QKV}"),
-        (lambda: {"attn": Attention(6, 2, 4, linear_qkv=linear(8, 40))}, f"12 + 4 + 4 rows in 2 groups, {QKV}"),
-        (lambda: {"attn": InternLM2Attention(6, 2, 4, wqkv=linear(8, 40))}, f"12 + 4 + 4 rows in 2 groups, {QKV}"),
-        (
-            lambda: {"attn": Gated(linear_qkv=linear(8, 96))},
-            "16 + 16 + 8 + 8 rows in 2 groups, queries, keys, values and gates by muon_fused",
-        ),
-        (lambda: {"attn": DeltaNet(in_proj_qkv=linear(8, 56))}, f"16 + 16 + 24 rows, {QKV}"),
+        (Attention(query_key_value=linear(8, 24)), "left whole: it is unknown how query_key_value of Attention orders"),
+        (Attention(wqkv=linear(8, 24)), "left whole: it is unknown how wqkv of Attention orders"),
+        (Attention(c_attn=linear(8, 16)), "the 16 outputs of c_attn are not the queries, keys and"),
+        (Attention(4, 2, 8, qkv=linear(8, 72)), "left whole: the 72 outputs of qkv are not"),
+        (Attention(4, 3, 8, linear_qkv=linear(8, 80)), "the 80 outputs of linear_qkv are not"),
+        (Attention(4, 2, 8, linear_qkv=linear(8, 96)), "the 96 outputs of linear_qkv are not the"),
+        (Attention(4, 2, 8, in_proj_qkvz=linear(8, 80)), "the 80 outputs of in_proj_qkvz are not"),
+        (Attention(kv_b_proj=linear(8, 24)), "the 24 outputs of kv_b_proj are not the keys and"),
+        (InternLM2Attention(4, 2, 2, c_attn=Conv1D(8, 16)), "groups above 1 need axis 0"),
+        (Qwen3NextAttention(4, 2, 8, q_proj=linear(8, 32)), "the 32 outputs of q_proj are not the"),
+        (Gated(linear_qkv=linear(8, 90)), "the 90 outputs of linear_qkv are not the queries, keys"),
+        (DeltaNet(in_proj_qkv=linear(8, 57)), "the 57 outputs of in_proj_qkv are not the queries"),
+        (DeltaNet(in_proj_qkv=linear(12, 36)), "the 36 outputs of in_proj_qkv are not the queries"),
+        (DeltaNet(in_proj_qkvz=linear(8, 40)), "the 40 outputs of in_proj_qkvz are not the queries"),
+        (DeltaNet(in_proj_ba=linear(8, 6)), "the 6 outputs of in_proj_ba are not the step sizes"),
+        (module(gate_up_proj=linear(8, 24)), NO_DOWN),
+        (module(gate_up_proj=linear(8, 24), down_proj=linear(24, 8)), NO_DOWN),
+        (GptOssExperts(), f"2 of 8 x 32, {ALTERNATE}"),
+        (Experts(is_concatenated=False), f"2 of 8 x 32, {ALTERNATE}"),
     ],
 )
-def test_layouts_by_name_and_by_class(make: Any, text: str) -> None:
-    assert split(**make()) == text
-
-
-def test_the_attention_knows_better_than_the_models_config() -> None:
-    """A tower for images beside a model for text, whose heads would make up as many outputs."""
-    model = module(tower=Attention(4, 4, 8, qkv=linear(32, 96)), config=module())
-    model.config.num_attention_heads, model.config.num_key_value_heads, model.config.head_dim = 8, 2, 8
-    (spec,) = route(model).values()
-    assert spec.split == f"3 x 32 rows, {QKV}"
-
-
-def test_what_wins() -> None:
-    """muon_split, then per_head_muon, then muon_fused."""
-    from deepspeed.muon.config.types import Cut
-
-    def found(**options: Any) -> set[str]:
-        return {spec.split for spec in route(TinyGpt(), MuonConfig(**options)).values() if spec.split}
-
-    assert found() == {f"3 x 12 rows, {QKV}"}
-    assert found(per_head_muon=True) == {"6 x 6 rows, one matrix per head"}
-    assert found(per_head_muon=True, muon_split={"qkv": Cut((18, 18))}) == {"2 x 18 rows, by muon_split 'qkv'"}
-    assert found(muon_split={"qkv": Cut(())}) == {"left whole, by muon_split 'qkv'"}
-    assert found(muon_fused="whole") == set()
+def test_what_is_not_certain_stays_whole_with_a_reason(owner: nn.Module, text: str) -> None:
+    assert text in split(owner)
 
 
 def gpt_oss() -> nn.Module:
     return from_config("GptOssConfig", **SIZES, **GQA, **EXPERTS, head_dim=8)
 
 
+def test_gpt_oss_stays_whole() -> None:
+    spec, _ = spec_of(gpt_oss(), "gate_up_proj")
+    assert (spec.split, len(spec.blocks)) == (f"4 of 32 x 96, {ALTERNATE}", 4)
+
+
+@pytest.mark.parametrize(("numbers", "inputs"), [((4, 4, 8), 32), ((4, 0, 8), 8)])
+def test_the_attention_knows_better_than_the_models_config(numbers: tuple[int, int, int], inputs: int) -> None:
+    """A tower for images beside a model for text; without a number of key heads it has as many as query heads."""
+    model = module(tower=Attention(*numbers, qkv=linear(inputs, 96)), config=module())
+    vars(model.config).update(num_attention_heads=8 if inputs == 32 else 4, num_key_value_heads=2, head_dim=8)
+    assert list(splits(model).values()) == [f"3 x 32 rows, {QKV}"]
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "expected"),
+    [
+        (TinyGpt, {}, {f"3 x 12 rows, {QKV}"}),
+        (TinyGpt, {"per_head_muon": True}, {"6 x 6 rows, one matrix per head"}),
+        (TinyGpt, {"per_head_muon": True, "muon_split": {"qkv": Cut((18, 18))}}, {"2 x 18 rows, by muon_split 'qkv'"}),
+        (TinyGpt, {"muon_split": {"qkv": Cut(())}}, {"left whole, by muon_split 'qkv'"}),
+        (TinyGpt, {"muon_fused": "whole"}, set()),
+        (
+            MODELS["phi3"],
+            {"per_head_muon": True},
+            {"8 x 8 rows, one matrix per head", "2 x 48 rows, gate and up by muon_fused"},
+        ),
+    ],
+)
+def test_what_wins(make: Make, options: dict[str, Any], expected: set[str]) -> None:
+    """muon_split, then per_head_muon, then muon_fused."""
+    assert set(splits(make(), **options).values()) == expected
+
+
+# ---- the axis of the outputs --------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     "make", [pytest.param(MODELS["mixtral"], marks=needs_stacks), llama4, gpt_oss], ids=["mixtral", "llama4", "gpt_oss"]
 )
-def test_stacks_tell_where_their_outputs_lie(make: Any) -> None:
+def test_stacks_tell_where_their_outputs_lie(make: Make) -> None:
     """Gate and up take what is as wide as the model, and down gives it."""
-    found = {spec.name: spec for spec in route(make()).values() if spec.use_muon and len(spec.shape) == 3}
+    found = {name: spec for name, spec in routes(make()).items() if spec.use_muon and len(spec.shape) == 3}
     assert len({name.rpartition(".")[2] for name in found}) == 2
     for name, spec in found.items():
         assert spec.output_axis is not None
@@ -398,8 +375,8 @@ def test_stacks_tell_where_their_outputs_lie(make: Any) -> None:
 
 
 def test_where_outputs_of_other_weights_lie() -> None:
-    axes = {spec.name.rpartition("h.0.")[2]: spec.output_axis for spec in route(MODELS["gpt2"]()).values()}
+    axes = {name.rpartition("h.0.")[2]: spec.output_axis for name, spec in routes(MODELS["gpt2"]()).items()}
     assert axes["attn.c_attn.weight"] == axes["mlp.c_fc.weight"] == axes["mlp.c_proj.weight"] == 1
     model = module(up=linear(8, 24), conv=nn.Conv2d(2, 5, 3), experts=nn.ParameterDict({"w": torch.randn(2, 8, 6)}))
-    found = {spec.name: spec.output_axis for spec in route(model, MuonConfig(muon_conv="flatten")).values()}
+    found = {name: spec.output_axis for name, spec in routes(model, muon_conv="flatten").items()}
     assert found == {"up.weight": 0, "conv.weight": 0, "conv.bias": 0, "experts.w": None}

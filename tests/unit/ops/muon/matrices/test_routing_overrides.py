@@ -5,132 +5,113 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from deepspeed.muon import MuonConfigError, MuonWithAuxAdam, route
-from deepspeed.muon.config.schema import MuonConfig
-from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.matrices.routing import is_lora
 from helpers.distributed import run
-from helpers.foreign_models import Adapted, Gpt, Mixer, linear, module, routes
+from helpers.foreign_models import Adapted, Gpt, linear, module, nested, of_class, routes
 from helpers.models import TinyGpt
 from helpers.training import ds_config
 
 
-def specs_of(model: nn.Module, **patterns: Any) -> dict[str, tuple[bool, str]]:
-    return {s.name: (s.use_muon, s.reason) for s in route(model, MuonConfig(**patterns)).values()}
+def optimizer_of(net: nn.Module, **params: Any) -> MuonWithAuxAdam:
+    return MuonWithAuxAdam(net.parameters(), model=net, **params)
 
 
-def message(**params: Any) -> str:
-    net = TinyGpt()
+def refusal(net: nn.Module, **params: Any) -> str:
     with pytest.raises(MuonConfigError) as error:
-        MuonWithAuxAdam(net.parameters(), model=net, **params)
+        optimizer_of(net, **params)
+    assert not any(hasattr(param, "use_muon") for param in net.parameters()), "a refused optimizer leaves no tag"
     return str(error.value)
 
 
-def names_of(optimizer: MuonWithAuxAdam) -> set[str]:
-    return {spec.name for spec in optimizer.specs.values() if spec.use_muon}
+def shared() -> nn.Module:
+    """A TinyGpt of which two embeddings are one, and two hidden matrices."""
+    net = TinyGpt(tied=True)
+    net.blocks[1].up.weight = net.blocks[0].up.weight
+    return net
 
 
 # ---- patterns -----------------------------------------------------------------------------------------------
 
-
-def test_exclude_takes_matrices_from_muon() -> None:
-    got = specs_of(TinyGpt(), muon_exclude=[r"blocks\.0\.", "qkv"])
-    assert got["blocks.0.up.weight"] == (False, r"muon_exclude 'blocks\\.0\\.'")
-    assert got["blocks.1.qkv.weight"] == (False, "muon_exclude 'qkv'")
-    assert got["blocks.1.up.weight"][0]
-
-
-def test_include_brings_matrices_to_muon() -> None:
-    got = specs_of(TinyGpt(), muon_include=["^lm_head", "positions"])
-    assert got["lm_head.weight"] == (True, "muon_include '^lm_head'")
-    assert got["positions.weight"][0] and not got["tokens.weight"][0]
-
-
-def test_include_leaves_vectors_to_adamw_and_says_so() -> None:
-    got = specs_of(TinyGpt(), muon_include=["up"])
-    assert got["blocks.0.up.weight"][0]
-    assert got["blocks.0.up.bias"] == (False, "0-D or 1-D, although muon_include 'up' matches")
-
-
-def test_who_decided_is_a_field_and_not_a_text() -> None:
-    net = TinyGpt()
-    net.lm_head.weight.use_muon = False
-    specs = {s.name: s for s in route(net, MuonConfig(muon_include=["up"], muon_exclude=["qkv"])).values()}
-    by = {name: (spec.chosen_by, spec.overrides_rules) for name, spec in specs.items()}
-    assert by["blocks.0.qkv.weight"] == ("muon_exclude", True)
-    assert by["blocks.0.up.weight"] == ("muon_include", False)
-    assert by["blocks.0.up.bias"] == ("muon_include", False)
-    assert by["lm_head.weight"] == ("use_muon", False)
-    assert by["blocks.0.down.weight"] == (None, False)
-
-
-def test_exclude_wins_over_include_and_a_tag_over_both() -> None:
-    net = TinyGpt()
-    net.blocks[0].up.weight.use_muon = True
-    net.blocks[1].up.weight.use_muon = False
-    got = specs_of(net, muon_include=["up", "down"], muon_exclude=[r"\.0\."])
-    assert got["blocks.0.up.weight"] == (True, "use_muon = True set by the user")
-    assert got["blocks.1.up.weight"] == (False, "use_muon = False set by the user")
-    assert not got["blocks.0.down.weight"][0] and got["blocks.1.down.weight"][0]
-
-
-def test_a_tied_parameter_has_all_its_names() -> None:
-    net = TinyGpt(tied=True)
-    net.blocks[1].up.weight = net.blocks[0].up.weight
-    got = specs_of(net, muon_exclude=["lm_head", r"blocks\.1\.up"])
-    assert got["tokens.weight"] == (False, "muon_exclude 'lm_head'")
-    assert got["blocks.0.up.weight"] == (False, r"muon_exclude 'blocks\\.1\\.up'")
-    MuonWithAuxAdam(net.parameters(), model=net, muon_exclude=["lm_head"])
-
-
-def test_a_single_pattern_needs_no_list() -> None:
-    net = TinyGpt()
-    optimizer = MuonWithAuxAdam(net.parameters(), model=net, muon_exclude="qkv")
-    assert names_of(optimizer) == {f"blocks.{i}.{name}.weight" for i in (0, 1) for name in ("proj", "up", "down")}
+RULES, TAG = (True, "hidden matrix of Linear", None, False), "set by the user"
+#: Options, tags, and of some parameters: the route, its reason, which option decided, whether against the rules.
+PATTERNS: dict[str, tuple[dict[str, Any], dict[str, bool], dict[str, tuple[bool, str, str | None, bool]]]] = {
+    "exclude takes matrices from Muon": (
+        {"muon_exclude": [r"blocks\.0\.", "qkv"]},
+        {},
+        {
+            "blocks.0.up.weight": (False, r"muon_exclude 'blocks\\.0\\.'", "muon_exclude", True),
+            "blocks.1.qkv.weight": (False, "muon_exclude 'qkv'", "muon_exclude", True),
+            "blocks.1.up.weight": RULES,
+        },
+    ),
+    "include brings matrices to Muon": (
+        {"muon_include": ["^lm_head", "positions"]},
+        {},
+        {
+            "lm_head.weight": (True, "muon_include '^lm_head'", "muon_include", True),
+            "positions.weight": (True, "muon_include 'positions'", "muon_include", True),
+            "tokens.weight": (False, "embedding (Embedding)", None, False),
+        },
+    ),
+    "include leaves vectors to AdamW and says so": (
+        {"muon_include": "up"},  # one pattern needs no list
+        {},
+        {
+            "blocks.0.up.weight": (True, "muon_include 'up'", "muon_include", False),
+            "blocks.0.up.bias": (False, "0-D or 1-D, although muon_include 'up' matches", "muon_include", False),
+        },
+    ),
+    "exclude wins over include and a tag over both": (
+        {"muon_include": ["up", "down"], "muon_exclude": [r"\.0\."]},
+        {"blocks.0.up.weight": True, "blocks.1.up.weight": False, "lm_head.weight": False},
+        {
+            "blocks.0.up.weight": (True, f"use_muon = True {TAG}", "use_muon", False),
+            "blocks.1.up.weight": (False, f"use_muon = False {TAG}", "use_muon", True),
+            "lm_head.weight": (False, f"use_muon = False {TAG}", "use_muon", False),
+            "blocks.0.down.weight": (False, r"muon_exclude '\\.0\\.'", "muon_exclude", True),
+            "blocks.1.down.weight": (True, "muon_include 'down'", "muon_include", False),
+        },
+    ),
+    "a tied parameter has all its names": (
+        {"muon_exclude": ["lm_head", r"blocks\.1\.up"]},
+        {},
+        {
+            "tokens.weight": (False, "muon_exclude 'lm_head'", "muon_exclude", False),
+            "blocks.0.up.weight": (False, r"muon_exclude 'blocks\\.1\\.up'", "muon_exclude", True),
+        },
+    ),
+}
 
 
-@pytest.mark.parametrize("key", ["muon_include", "muon_exclude"])
-def test_a_pattern_that_matches_nothing_is_an_error(key: str) -> None:
-    text = message(**{key: ["qkv", "attention.query"]})
-    assert f"optimizer.params.{key}: 'attention.query' matches none of the" in text
-    assert "'qkv'" not in text and "such as tokens.weight" in text
+@pytest.mark.parametrize(("options", "tags", "expected"), PATTERNS.values(), ids=PATTERNS)
+def test_patterns(options: dict[str, Any], tags: dict[str, bool], expected: dict[str, Any]) -> None:
+    net = shared() if "lm_head" in options.get("muon_exclude", ()) else TinyGpt()
+    for name, tag in tags.items():
+        net.get_parameter(name).use_muon = tag
+    specs = {spec.name: spec for spec in optimizer_of(net, **options).specs.values()}
+    assert {
+        name: (specs[name].use_muon, specs[name].reason, specs[name].chosen_by, specs[name].overrides_rules)
+        for name in expected
+    } == expected
 
 
-def test_include_must_match_a_matrix() -> None:
-    assert "matches none of the 11 trainable matrices" in message(muon_include=["bias"])
-
-
-def test_a_pattern_must_compile() -> None:
-    text = message(muon_include=["qkv", "(up"])
-    assert "optimizer.params.muon_include" in text and "'(up' is not a regular expression" in text
-
-
-def test_a_pattern_must_be_text() -> None:
-    assert "optimizer.params.muon_exclude: got 3" in message(muon_exclude=3)
-
-
-def initialize_with(params: dict[str, Any]) -> tuple[str, bool]:
-    """The error of `deepspeed.initialize`, and whether the engine's construction had begun."""
-    from deepspeed.runtime.engine import DeepSpeedEngine
-
-    import deepspeed
-
-    begun = []
-    original = DeepSpeedEngine.__init__
-    DeepSpeedEngine.__init__ = lambda self, *args, **kwargs: begun.append(1)  # type: ignore[method-assign]
-    try:
-        with pytest.raises(ValueError) as error:
-            deepspeed.initialize(model=TinyGpt(), config=ds_config(optimizer={"type": "Muon", "params": params}))
-    finally:
-        DeepSpeedEngine.__init__ = original  # type: ignore[method-assign]
-    return str(error.value), bool(begun)
-
-
-def test_a_pattern_without_a_match_is_refused_before_the_engine_exists() -> None:
-    text, begun = run(initialize_with, 1, params={"muon_exclude": "router"})[0]
-    assert "'router' matches none" in text and not begun
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [
+        ({"muon_exclude": ["qkv", "attention.query"]}, "params.muon_exclude: 'attention.query' matches none of the"),
+        ({"muon_include": ["qkv", "attention.query"]}, "params.muon_include: 'attention.query' matches none of the"),
+        ({"muon_include": ["bias"]}, "'bias' matches none of the 11 trainable matrices, such as tokens.weight"),
+        ({"muon_include": ["qkv", "(up"]}, "optimizer.params.muon_include: got ['qkv', '(up']; '(up' is not a regular"),
+        ({"muon_exclude": 3}, "optimizer.params.muon_exclude: got 3"),
+    ],
+    ids=str,
+)
+def test_a_pattern_that_matches_nothing_or_is_none_is_an_error(params: dict[str, Any], text: str) -> None:
+    assert text in refusal(TinyGpt(), **params)
 
 
 # ---- tags -----------------------------------------------------------------------------------------------------
@@ -138,7 +119,10 @@ def test_a_pattern_without_a_match_is_refused_before_the_engine_exists() -> None
 
 @pytest.mark.parametrize("tag", [True, False, 1, 0])
 def test_a_tag_wins_over_the_rules_and_stays(tag: Any) -> None:
-    model = module(fc=linear(), tokens=nn.Embedding(9, 8), mixer=Mixer())
+    vector = {} if tag else {"norm": nn.LayerNorm(8)}
+    model = module(
+        fc=linear(), tokens=nn.Embedding(9, 8), mixer=of_class("Mixer"), conv=nn.Conv1d(4, 8, 3, bias=False), **vector
+    )
     for param in model.parameters():
         param.use_muon = tag
     specs = routes(model)
@@ -168,7 +152,7 @@ def test_parameters_are_tagged_as_routed() -> None:
     """By Python's own bool, which stock compares with `is`."""
     net = TinyGpt()
     net.blocks[1].down.requires_grad_(False)
-    MuonWithAuxAdam(net.parameters(), model=net, muon_exclude=["qkv"])
+    optimizer_of(net, muon_exclude="qkv")
     muon = {f"blocks.{i}.{name}.weight" for i in (0, 1) for name in ("proj", "up", "down")} - {"blocks.1.down.weight"}
     assert {name for name, tag in tags(net).items() if tag is True} == muon
     assert {tag for tag in tags(net).values() if tag is not True} == {False}
@@ -177,76 +161,38 @@ def test_parameters_are_tagged_as_routed() -> None:
 def test_our_tags_are_not_the_users_and_theirs_stay() -> None:
     net = TinyGpt()
     net.tokens.weight.use_muon = True
-    first = MuonWithAuxAdam(net.parameters(), model=net, muon_exclude=["qkv"])
+    first = optimizer_of(net, muon_exclude=["qkv"])
     assert {spec.chosen_by for spec in first.specs.values()} == {None, "use_muon", "muon_exclude"}
-    second = MuonWithAuxAdam(net.parameters(), model=net)
-    specs = {spec.name: spec for spec in second.specs.values()}
-    assert specs["blocks.0.qkv.weight"].use_muon and specs["blocks.0.qkv.weight"].chosen_by is None
-    assert specs["tokens.weight"].chosen_by == "use_muon" and tags(net)["tokens.weight"]
+    second = {spec.name: spec for spec in optimizer_of(net).specs.values()}
+    assert second["blocks.0.qkv.weight"].use_muon and second["blocks.0.qkv.weight"].chosen_by is None
+    assert second["tokens.weight"].chosen_by == "use_muon" and tags(net)["tokens.weight"]
     net.blocks[0].qkv.weight.use_muon = False
     net.lm_head.weight.use_muon = True
-    third = MuonWithAuxAdam(net.parameters(), model=net)
-    changed = {spec.name: spec.use_muon for spec in third.specs.values() if spec.chosen_by == "use_muon"}
+    third = optimizer_of(net).specs.values()
+    changed = {spec.name: spec.use_muon for spec in third if spec.chosen_by == "use_muon"}
     assert changed == {"tokens.weight": True, "blocks.0.qkv.weight": False, "lm_head.weight": True}
-    assert {name for name, tag in tags(net).items() if tag} == {s.name for s in third.specs.values() if s.use_muon}
-
-
-def test_a_refused_optimizer_leaves_no_tag() -> None:
-    net = TinyGpt()
-    with pytest.raises(MuonConfigError):
-        MuonWithAuxAdam(net.parameters(), model=net, muon_exclude=["nothing"])
-    assert not any(vars(param) for param in net.parameters())
-
-
-def test_the_shape_before_stage_3_partitioned_counts() -> None:
-    """Under `zero.Init` the data is empty and `ds_shape` holds the shape."""
-    model = module(fc=linear(bias=True), head=module(lm_head=linear()), row=linear(8, 1), conv=nn.Conv2d(4, 8, 3))
-    for param in model.parameters():
-        param.ds_shape = param.shape
-        param.data = torch.empty(0)
-    specs = routes(model)
-    assert {name for name, spec in specs.items() if spec.use_muon} == {"fc.weight"}
-    assert specs["fc.weight"].shape == (16, 8)
-    assert specs["fc.weight"].blocks == (Block(0, 16, 8, 8),)
-    assert specs["fc.weight"].numel == 128
-    assert specs["conv.weight"].numel == 8 * 4 * 9
-    assert "convolution" in specs["conv.weight"].reason
-
-
-def test_muon_is_refused_by_the_shape_before_stage_3() -> None:
-    model = module(norm=nn.LayerNorm(8))
-    weight: Any = model.norm.weight
-    weight.ds_shape, weight.data, weight.use_muon = weight.shape, torch.empty(0), True
-    with pytest.raises(ValueError, match=r"norm\.weight"):
-        route(model)
+    assert {name for name, tag in tags(net).items() if tag} == {spec.name for spec in third if spec.use_muon}
 
 
 # ---- nothing for Muon -------------------------------------------------------------------------------------------
 
 
-def refusal(net: nn.Module, **params: Any) -> str:
-    with pytest.raises(MuonConfigError) as error:
-        MuonWithAuxAdam(net.parameters(), model=net, **params)
-    assert not any(hasattr(param, "use_muon") for param in net.parameters())
-    return str(error.value)
-
-
-def test_low_rank_factors_alone_are_refused_with_the_option_that_helps() -> None:
+def test_low_rank_factors_without_another_matrix_are_refused_with_the_option_that_helps() -> None:
     net = nn.ModuleList(Adapted("lora_A", "lora_B") for _ in range(3))
     net.append(nn.Embedding(4, 8))
-    text = refusal(net)
-    assert text == (
+    assert refusal(net) == (
         "optimizer.type: Muon, but all 7 matrices go to AdamW: 6 x LoRA factor of rank 2 (0.lora_A.weight, "
         "0.lora_B.weight); 1 x embedding (Embedding) (3.weight). To change that, for low-rank adapters write "
         '"muon_lora": "both"; list matrices in muon_include; or set the type to "AdamW"'
     )
-    assert MuonWithAuxAdam(net.parameters(), model=net, muon_lora="both").shapes
+    assert optimizer_of(net, muon_lora="both").shapes
+    net = nn.ModuleDict({"lora": Adapted("lora_A", "lora_B"), "lm_head": linear()})
+    assert '"muon_lora": "both"' in refusal(net, muon_exclude="lm_head"), "an exclusion that changes nothing"
 
 
 def test_reasons_are_counted_the_most_common_first() -> None:
-    odd = [nn.Embedding(4, 8), nn.ModuleDict({"lm_head": linear()}), Mixer(), nn.Conv2d(2, 3, 2), linear(8, 1)]
-    net = nn.ModuleList([nn.Embedding(4, 8), *odd])
-    text = refusal(net)
+    odd = [nested("lm_head", linear()), of_class("Mixer"), nn.Conv2d(2, 3, 2), linear(8, 1)]
+    text = refusal(nn.ModuleList([nn.Embedding(4, 8), nn.Embedding(4, 8), *odd]))
     assert text.startswith("optimizer.type: Muon, but all 6 matrices go to AdamW: 2 x embedding (Embedding) (0.weight,")
     assert "1 other reasons. To change that, list matrices" in text and "lora" not in text
 
@@ -256,19 +202,13 @@ def test_a_frozen_model_is_refused() -> None:
     assert "no parameter of the model is trained; for a frozen model" in refusal(TinyGpt().requires_grad_(False))
 
 
-@pytest.mark.parametrize("how", ["tags", "pattern", "embeddings alone"])
+@pytest.mark.parametrize("how", ["tags", "pattern", "only embeddings"])
 def test_a_half_that_is_empty_on_purpose_is_not_refused(how: str) -> None:
-    net = nn.ModuleDict({"tokens": nn.Embedding(4, 8)}) if how == "embeddings alone" else TinyGpt()
+    net = nn.ModuleDict({"tokens": nn.Embedding(4, 8)}) if how == "only embeddings" else TinyGpt()
     for param in net.parameters() if how != "pattern" else ():
         param.use_muon = False
-    params = {"muon_exclude": "blocks"} if how == "pattern" else {}
-    optimizer = MuonWithAuxAdam(net.parameters(), model=net, **params)
+    optimizer = optimizer_of(net, **({"muon_exclude": "blocks"} if how == "pattern" else {}))
     assert not optimizer.shapes and optimizer.unused_options == {}
-
-
-def test_an_exclusion_that_changes_nothing_is_no_purpose() -> None:
-    net = nn.ModuleDict({"lora": Adapted("lora_A", "lora_B"), "lm_head": linear()})
-    assert '"muon_lora": "both"' in refusal(net, muon_exclude="lm_head")
 
 
 class Stage(nn.Module):
@@ -287,55 +227,50 @@ class Stage(nn.Module):
 
 def test_a_stage_without_matrices_leaves_the_verdict_to_all_stages() -> None:
     """`agree` raises where every stage says so."""
-    net = Stage()
-    optimizer = MuonWithAuxAdam(net.parameters(), model=net, muon_include=["fc"])
-    assert list(optimizer.unused_options) == ["muon_include fc"]
+    assert list(optimizer_of(Stage(), muon_include=["fc"]).unused_options) == ["muon_include fc"]
 
 
 # ---- low-rank adapters --------------------------------------------------------------------------------------
 
-
-NAMES = [("lora_A", "lora_B"), ("lora_a", "lora_b"), ("lora_down", "lora_up"), ("lora_weight_1", "lora_weight_2")]
-
-
-@pytest.mark.parametrize(("down", "up"), NAMES)
-def test_factors_go_to_adamw(down: str, up: str) -> None:
-    net = nn.Sequential(Adapted(down, up))
-    specs = route(net).values()
-    assert [(s.use_muon, s.reason) for s in specs] == [(False, "LoRA factor of rank 2")] * 2
-    assert all(is_lora(spec) for spec in specs)
+FACTORS = [("lora_A", "lora_B"), ("lora_a", "lora_b"), ("lora_down", "lora_up"), ("lora_weight_1", "lora_weight_2")]
 
 
-def test_factors_go_to_muon_where_the_user_says_so() -> None:
-    got = specs_of(nn.Sequential(Adapted("lora_A", "lora_B")), muon_include=["lora_B"])
-    assert [use_muon for use_muon, _ in got.values()] == [False, True]
+@pytest.mark.parametrize(
+    ("asked", "expected"), [("none", (False, False)), ("B", (False, True)), ("both", (True, True))]
+)
+@pytest.mark.parametrize(("down", "up"), FACTORS)
+def test_low_rank_factors(asked: str, expected: tuple[bool, bool], down: str, up: str) -> None:
+    specs = routes(Adapted(down, up), muon_lora=asked)
+    for name, use_muon in zip((down, up), expected, strict=True):
+        spec = specs[f"{name}.weight"]
+        reason = "LoRA factor of rank 2" + (f", by muon_lora {asked}" if use_muon else "")
+        assert (spec.use_muon, spec.reason, is_lora(spec)) == (use_muon, reason, True)
+    specs = routes(Adapted(down, up), muon_include=[up])
+    assert [spec.use_muon for spec in specs.values()] == [False, True]
 
 
-def test_a_square_matrix_is_no_factor() -> None:
-    net = nn.Sequential(Adapted("lora_A", "lora_B", rank=8))
-    assert [s.use_muon for s in route(net).values()] == [True, False]
+def test_what_looks_like_a_factor_and_is_none() -> None:
+    specs = routes(Adapted("lora_A", "lora_B", rank=8)).values()
+    assert [spec.use_muon for spec in specs] == [True, False], "a square matrix"
+    others = {name: nn.Linear(8, 2, bias=False) for name in ("lora", "flora_A", "lora_alpha", "explorable")}
+    assert all(spec.use_muon for spec in routes(module(**others)).values())
 
 
-@pytest.mark.parametrize("name", ["lora", "flora_A", "lora_alpha", "explorable"])
-def test_other_names_are_none(name: str) -> None:
-    assert [s.use_muon for s in route(nn.ModuleDict({name: nn.Linear(8, 2, bias=False)})).values()] == [True]
-
-
-def peft_model() -> nn.Module:
+def peft_model(kind: str = "CausalLM", **options: Any) -> nn.Module:
+    """A tiny Llama with adapters of rank 4."""
     from peft import LoraConfig, get_peft_model
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "vocab_size": 32, "num_attention_heads": 2}
-    config = LlamaConfig(num_hidden_layers=1, num_key_value_heads=1, **sizes)
-    lora = LoraConfig(r=4, target_modules=["q_proj", "up_proj"], modules_to_save=["lm_head", "k_proj"])
-    return get_peft_model(LlamaForCausalLM(config), lora)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "vocab_size": 32, "num_attention_heads": 2, "num_labels": 3}
+    config = transformers.LlamaConfig(num_hidden_layers=1, num_key_value_heads=1, **sizes)
+    model = getattr(transformers, f"LlamaFor{kind}")(config)
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "up_proj"], **options))
 
 
 def test_a_model_of_pefts() -> None:
-    got = specs_of(peft_model())
-    factors = {name: reason for name, (use_muon, reason) in got.items() if "lora" in name and not use_muon}
-    assert len(factors) == 4 and set(factors.values()) == {"LoRA factor of rank 4"}
-    saved = {name.split(".")[-4]: use_muon for name, (use_muon, _) in got.items() if "modules_to_save" in name}
+    specs = routes(peft_model(modules_to_save=["lm_head", "k_proj"]))
+    factors = [spec.reason for name, spec in specs.items() if "lora" in name and not spec.use_muon]
+    assert factors == ["LoRA factor of rank 4"] * 4
+    saved = {name.split(".")[-4]: spec.use_muon for name, spec in specs.items() if "modules_to_save" in name}
     assert saved == {"k_proj": True, "lm_head": False}
 
 
@@ -344,28 +279,24 @@ def test_a_model_of_pefts() -> None:
     [("SequenceClassification", "SEQ_CLS", "score"), ("QuestionAnswering", "QUESTION_ANS", "qa_outputs")],
 )
 def test_heads_that_peft_trains_whole_stay_heads(kind: str, task: str, head: str) -> None:
-    import transformers
-    from peft import LoraConfig, get_peft_model
-
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "vocab_size": 32, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(num_hidden_layers=1, num_key_value_heads=1, num_labels=3, **sizes)
-    net = getattr(transformers, f"LlamaFor{kind}")(config)
-    got = specs_of(get_peft_model(net, LoraConfig(r=4, target_modules=["q_proj"], task_type=task)))
-    heads = {name: found for name, found in got.items() if f".{head}." in name and name.endswith("weight")}
-    assert list(heads.values()) == [(False, f"output head {head}")]
+    specs = routes(peft_model(kind, task_type=task))
+    heads = [spec for name, spec in specs.items() if f".{head}." in name and name.endswith("weight")]
+    assert [(spec.use_muon, spec.reason) for spec in heads] == [(False, f"output head {head}")]
 
 
 def test_prefixes_of_wrappers_do_not_hide_a_head() -> None:
-    net = nn.ModuleDict({"_orig_mod": nn.ModuleDict({"head": nn.Linear(8, 4), "body": nn.Linear(8, 8)})})
-    got = {name: use_muon for name, (use_muon, _) in specs_of(net).items() if name.endswith("weight")}
-    assert got == {"_orig_mod.head.weight": False, "_orig_mod.body.weight": True}
+    specs = routes(module(_orig_mod=module(head=linear(), body=linear())))
+    assert {name: spec.use_muon for name, spec in specs.items()} == {
+        "_orig_mod.head.weight": False,
+        "_orig_mod.body.weight": True,
+    }
 
 
 def train_lora() -> list[float]:
     import deepspeed
 
     torch.manual_seed(0)
-    net = peft_model()
+    net = peft_model(modules_to_save=["lm_head", "k_proj"])
     config = ds_config(stage=2, optimizer={"type": "Muon", "params": {"lr": 1e-2}})
     engine = deepspeed.initialize(model=net, config=config, model_parameters=net.parameters())[0]
     ids = torch.randint(32, (8, 12), generator=torch.Generator().manual_seed(1))
