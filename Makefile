@@ -50,6 +50,7 @@ lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy -p deepspeed.muon
+	$(BIN)/python tools/words.py
 
 # The documentation as a site, into build/site; a broken link is an error.
 docs: venv

@@ -110,9 +110,9 @@ only the tags that you have set.
 A schedule changes both halves in proportion: the ratio of `muon_lr` to `adam_lr` stays what it was at start.
 
 - DeepSpeed's schedules from the config (`WarmupLR`, `WarmupDecayLR`, `WarmupCosineLR`, `OneCycle`, `LRRangeTest`): a
-  number such as `warmup_max_lr` describes `lr` if the section gives it, else `muon_lr`, or, in a section without any
-  rate, that of the script's first group with one; every group gets it in proportion to its own. A list has one value
-  per group of the script, or one per half, as for stock's Muon.
+  number such as `warmup_max_lr` describes `lr` if the section sets it, otherwise `muon_lr`, or, in a section without
+  any rate, that of the script's first group with one; every group gets it in proportion to its own. A list has one
+  value per group of the script, or one per half, as for stock's Muon.
 - A callable passed as `lr_scheduler`, which is what Hugging Face's Trainer does, gets the script's own groups:
   absolute numbers such as `eta_min` and `max_lr` describe `lr`, and a list of lambdas has one per group of the script.
 - In plain PyTorch write `Schedule(optimizer.given, ...)` instead of `Schedule(optimizer, ...)` for schedules with

@@ -78,7 +78,7 @@ class GradientProbe:
         return frozenset(name for name, is_present in zip(self._names, present.tolist(), strict=True) if not is_present)
 
     def _local(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return int32 ``[matrices]``: 1 if this rank holds a nonzero element of the matrix's gradient, else 0."""
+        """Return int32 ``[matrices]``: 1 if this rank holds a nonzero element of a matrix's gradient, 0 if not."""
         present = torch.zeros(len(self._names), dtype=torch.int32, device=tensors[0].device)
         grads = {
             p.tensor: grad.contiguous().view(-1) for p in self._probes if (grad := tensors[p.tensor].grad) is not None

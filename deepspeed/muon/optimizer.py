@@ -286,7 +286,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         return int(next(iter(self.state.values()))["step"]) if self.state else 0
 
     def begin_step(self) -> None:
-        """Collective with QK-clip. Begin a step: reduce QK-clip's attention logits over micro-batches and ranks."""
+        """Begin a step. With QK-clip a collective, which reduces attention logits over micro-batches and ranks."""
         self._is_skip_logged = False
         if self.qk_clip:
             self.qk_clip.begin_step(is_logging=self.context.is_logging)

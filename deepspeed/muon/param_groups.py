@@ -31,7 +31,7 @@ class Split:
     origins: list[tuple[int, ...]]
     #: For each of the user's groups, the learning rate that a scheduler sees and sets.
     given_lrs: list[float]
-    #: The learning rate that a scheduler sees for all groups: the config's, else the first group's that sets one.
+    #: The learning rate that a scheduler sees for all groups: the config's, otherwise the first one set by a group.
     reference_lr: float
     #: Whether the config or a group sets a learning rate.
     sets_a_rate: bool

@@ -57,7 +57,7 @@ def replace(owner: Any, name: str, function: Callable) -> Callable[[], None]:
 
 @contextmanager
 def replaced(owner: Any, **functions: Callable) -> Iterator[None]:
-    """While the context lasts, :func:`replace` attributes of ``owner``: attribute name = replacement function."""
+    """Call :func:`replace` for attributes of ``owner``, name = function, and undo it when the context ends."""
     with ExitStack() as undo:
         for name, function in functions.items():
             undo.callback(replace(owner, name, function))

@@ -80,7 +80,7 @@ def bind_whole(optimizer: Any, replicas: Any) -> None:
 
 
 def agree_with_replicas(optimizer: Any, replicas: Any) -> None:
-    """Collective. Check that all DDP ranks have the same settings and plan, and make the process groups of owners.
+    """Check that all DDP ranks have the same settings and plan; make the process groups of owners. A collective.
 
     Called in every step, because one rank may have loaded another state since the last step.
 
@@ -96,7 +96,7 @@ def agree_with_replicas(optimizer: Any, replicas: Any) -> None:
 
 
 def check_agreement(facts: Iterable[str], group: Any, device: torch.device) -> None:
-    """Collective on ``device``. Raise RuntimeError on all ranks of ``group`` unless ``facts`` are equal on all."""
+    """Raise RuntimeError on all ranks of ``group`` unless ``facts`` are equal on all; a collective on ``device``."""
     parts = torch.tensor(list(hashlib.sha256("".join(facts).encode()).digest()), dtype=torch.int32, device=device)
     highest, lowest = all_maxima(torch.stack([parts, -parts]), group)
     if not torch.equal(highest, -lowest):

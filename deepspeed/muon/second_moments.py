@@ -47,7 +47,7 @@ class SecondMoments:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Collective. Hold the second moments of all matrices, collected from their owners, while the context lasts."""
+        """Hold all matrices' second moments, collected from their owners, while the context lasts; a collective."""
         owned = self.by_name
         found = [exchange.collect(owned, outputs) for exchange, outputs in self._outputs]
         self.by_name = {name: moment for moments in found for name, moment in moments.items()} if found else owned

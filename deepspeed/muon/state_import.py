@@ -86,7 +86,7 @@ def write_state(optimizer: MuonWithAuxAdam, partition: Partition, source: Source
     """
     steps: dict[int, float] = {}
     for shard in partition.shards:
-        if action := actions.get(shard.spec.name):  # step 0 for moments at zero: their bias correction starts anew
+        if action := actions.get(shard.spec.name):  # step 0 for moments at zero: their bias correction starts again
             count = 0.0 if action == "zero" else source.step(shard.spec.name)
             steps[shard.tensor] = max(count, steps.get(shard.tensor, 0.0))
     for index, count in steps.items():
@@ -203,7 +203,7 @@ def _of_state_dict(
 
 
 def _names(groups: Sequence[Mapping[str, Any]], names: Sequence[str] | None) -> Sequence[str]:
-    """Return the names of a state_dict's parameters, in its order: ``names``, else the groups' ``param_names``."""
+    """Return the names of a state_dict's parameters, in its order: ``names``, or ``param_names`` of its groups."""
     count = sum(len(group["params"]) for group in groups)
     if names is None:
         names = [name for group in groups for name in group.get("param_names", ())]

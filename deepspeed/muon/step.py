@@ -54,7 +54,7 @@ class Call(NamedTuple):
 
     ``runs``: their indices in the bucket. ``tensor``: index in the parameter group. ``in_place``: whether the buffer is
     that of the owned matrices; otherwise it is the send buffer. ``spans``: the runs with neighbours joined; empty if
-    they are grids, whose elements are not contiguous. ``tiles``: the spans for a kernel that takes many; else ``None``.
+    they are grids, whose elements are not contiguous. ``tiles``: the spans for a kernel that takes many, or ``None``.
     """
 
     runs: tuple[int, ...]
@@ -192,8 +192,8 @@ class PartitionStep:
     def prepare(self, buffers: BucketBuffers) -> None:
         """Update the momentum of a bucket's runs, and write the input of Newton-Schulz into the bucket's buffers.
 
-        That input, called look-ahead, is ``g + momentum * (m - g)`` with Nesterov, else ``m``, where g is the gradient
-        and m the updated momentum. It has the dtype of the exchange.
+        That input, called look-ahead, is ``g + momentum * (m - g)`` with Nesterov and ``m`` without, where g is the
+        gradient and m the updated momentum. It has the dtype of the exchange.
         """
         for call in self.calls[buffers.index]:
             tensor: Tensor = self._group["params"][call.tensor]

@@ -77,7 +77,7 @@ class StepStats:
             self.seconds[name] += self._now(name) - started
 
     def _now(self, name: str) -> float:
-        """Return the time in seconds, on a clock that stands still while measuring, unless ``name`` is RECORD."""
+        """Return the seconds on a clock that is stopped while measuring; for the phase RECORD, on the real clock."""
         self._synchronize()
         return time.perf_counter() - (0.0 if name == RECORD else self.seconds[RECORD])
 

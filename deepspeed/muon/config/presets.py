@@ -100,7 +100,10 @@ def filled_in(params: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def preset_named(params: Mapping[str, Any]) -> Iterator[None]:
-    """In a MuonConfigError raised inside the context, note which of its keys the preset in ``params`` has set."""
+    """Add to a MuonConfigError raised inside the context which of the keys in its text the preset has set.
+
+    ``params``: the user's ``optimizer.params``, whose key ``preset`` names the preset.
+    """
     try:
         yield
     except MuonConfigError as error:

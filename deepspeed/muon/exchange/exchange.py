@@ -86,7 +86,7 @@ class Exchange:
         return OwnerSet(set_of(self.group, batch.owners), batch.owners, call)
 
     def collect(self, own: Mapping[str, Tensor], sizes: Mapping[str, int]) -> dict[str, Tensor]:
-        """Collective. Gather vectors, each stored on one rank of the group, and return name -> CPU tensor of all.
+        """Gather vectors, each of which one rank of the group stores; return name -> CPU tensor. A collective.
 
         ``own``: name -> fp32 vector that this rank stores. ``sizes``: name -> length of every vector, in the same order
         on all ranks.
@@ -100,7 +100,7 @@ class Exchange:
         return {name: vector.cpu() for name, vector in vectors.items()}
 
     def largest(self, values: Tensor, names: Sequence[str]) -> None:
-        """Collective. Replace each value by its maximum over the ranks; ``names``: of the matrices, for messages."""
+        """Replace each value by its maximum over the ranks; a collective. ``names``: the matrices, for messages."""
         largest = torch.distributed.ReduceOp.MAX
         launch = partial(torch.distributed.all_reduce, values, largest, group=self.group, async_op=True)
         self._collectives.start("", tuple(names), launch).wait()

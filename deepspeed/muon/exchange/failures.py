@@ -26,8 +26,10 @@ LAST_WORDS = 2.0
 
 
 class _Steps:
-    """The current or latest step of this process. ``number``: equal on all ranks. ``began``: its time. ``is_left``:
-    whether this process has left the step, and ``has_failed``: by an exception.
+    """The current or latest step of this process.
+
+    ``number``: of the step, equal on all ranks. ``began``: its start, by :func:`time.monotonic`. ``is_left``: whether
+    this process has left it. ``has_failed``: whether an exception has ended it.
     """
 
     number = 0
@@ -37,8 +39,8 @@ class _Steps:
 
 
 @contextmanager
-def told_to_all() -> Iterator[None]:
-    """Report to the other ranks what this rank raises inside, a step that all ranks take."""
+def failures_reported() -> Iterator[None]:
+    """Report an exception that is raised inside, in a step that all ranks take, to the other ranks; then raise it."""
     if _Steps.has_failed:  # the script has handled an exception and continues; all ranks may have had it
         with suppress(Exception):
             torch.distributed.distributed_c10d._get_default_store().delete_key(_key(_Steps.number))
@@ -49,32 +51,33 @@ def told_to_all() -> Iterator[None]:
     except BaseException as error:
         _Steps.has_failed = True
         with suppress(Exception):  # the store may be gone with its rank; the original error must be raised
-            _tell(f"rank {torch.distributed.get_rank()}: {type(error).__name__}: {error}")
+            _report(f"rank {torch.distributed.get_rank()}: {type(error).__name__}: {error}")
         raise
     finally:
         _Steps.is_left = True
 
 
 def step_of_all(step: Callable) -> Callable:
-    """Decorate an optimizer's ``step`` with :func:`told_to_all`. Not if it is one of several parts of an engine's step:
-    then :func:`told_to_all` is around the whole.
+    """Decorate an optimizer's ``step`` with :func:`failures_reported`.
+
+    If an engine calls ``step`` several times in one step, the caller enters :func:`failures_reported` around all calls.
     """
 
     @functools.wraps(step)
-    def told(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def reporting_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.context.is_stepped_in_parts or not torch.distributed.is_initialized():
             return step(self, *args, **kwargs)
-        with told_to_all():
+        with failures_reported():
             return step(self, *args, **kwargs)
 
-    return told
+    return reporting_step
 
 
 def _key(number: int) -> str:
     return f"deepspeed_muon/failed/{number}"
 
 
-def _tell(text: str) -> None:
+def _report(text: str) -> None:
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return
     store = torch.distributed.distributed_c10d._get_default_store()
@@ -85,7 +88,7 @@ def _tell(text: str) -> None:
         time.sleep(LAST_WORDS)
 
 
-def words() -> str:
+def first_failure() -> str:
     """Return the first error, with its rank, that a rank raised in this step or the one before; empty without one."""
     with suppress(Exception):
         store = torch.distributed.distributed_c10d._get_default_store()
@@ -102,7 +105,7 @@ def end_if_left_alone(is_waiting: Callable[[], bool]) -> None:
     number = _Steps.number
     if number == 0 or _Steps.has_failed or time.monotonic() - _Steps.began < GRACE:
         return
-    text = words()
+    text = first_failure()
     if not text or (_Steps.is_left and not is_waiting()) or _Steps.has_failed or _Steps.number != number:
         return
     logger.error("deepspeed-muon: this rank ends, because it waits in a step in which another rank failed: %s", text)

@@ -39,14 +39,14 @@ def join(group: Any) -> tuple[int, int]:
 
 
 def all_maxima(values: Tensor, group: Any) -> Tensor:
-    """Collective. Replace each value by its maximum over the ranks of ``group`` (``None``: all), and return them."""
+    """Replace each value by its maximum over the ranks of ``group`` (``None``: all); return them. A collective."""
     if processes() > 1:
         torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX, group=group)
     return values
 
 
 def agreed(has_passed: bool, *, group: Any = None, is_common: bool = False) -> Agreed:
-    """Return whether a check has passed on all ranks of ``group`` (``None``: all). Collective unless ``is_common``.
+    """Return whether a check has passed on all ranks of ``group`` (``None``: all); a collective unless ``is_common``.
 
     Args:
         has_passed: whether the check has passed on this rank.
@@ -61,8 +61,9 @@ def agreed(has_passed: bool, *, group: Any = None, is_common: bool = False) -> A
 
 
 def make_groups(wanted: Iterable[Sequence[int]], device: torch.device) -> None:
-    """Collective over all ranks of the world. Make process groups, for :func:`group_of`. ``wanted``: the ranks of each
-    group, equal on all ranks. ``device``: of the tensors that the groups will send.
+    """Make process groups, which :func:`group_of` then returns; a collective of all ranks of the world.
+
+    ``wanted``: the ranks of each group, equal on all ranks. ``device``: of the tensors that the groups will send.
     """
     for ranks in sorted({tuple(ranks) for ranks in wanted if len(ranks) < torch.distributed.get_world_size()}):
         group = torch.distributed.new_group(list(ranks), timeout=group_timeout(device))

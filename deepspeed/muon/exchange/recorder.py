@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Record the collectives that a process calls, DeepSpeed's and the script's as well as this package's, for the checker.
 
-All Python code that communicates, through DeepSpeed's wrapper or not, calls the methods of torch's ``ProcessGroup``.
+All Python code that communicates, through DeepSpeed's wrapper or not, calls torch's ``ProcessGroup``.
 What C++ code calls by itself, such as the gradient averaging of DistributedDataParallel, is not recorded.
 """
 

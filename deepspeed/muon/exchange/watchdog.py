@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.errors import ExchangeError
-from deepspeed.muon.exchange.failures import GRACE, end_if_left_alone, words
+from deepspeed.muon.exchange.failures import GRACE, end_if_left_alone, first_failure
 from deepspeed.muon.exchange.host_staging import pinned
 from deepspeed.muon.kernels.workspace import is_accelerator
 from deepspeed.muon.log import logger
@@ -101,11 +101,11 @@ class PendingCollective:
             if type(error) is not plain and not isinstance(error, torch.distributed.DistError):
                 logger.error("deepspeed-muon: %s in %s", type(error).__name__, self.location())
                 raise
-            told = f". The first error in this step was on {first}" if (first := words()) else ""
+            cause = f". The first error in this step was on {first}" if (first := first_failure()) else ""
             raise ExchangeError(
                 f"the exchange failed in {self.location()}: another rank died, or did not join within the timeout of "
                 "the process group; look first at the log of a rank without this error. If ranks are only slow, "
-                f"raise the timeout with DEEPSPEED_TIMEOUT (minutes). The backend's error: {error}{told}"
+                f"raise the timeout with DEEPSPEED_TIMEOUT (minutes). The backend's error: {error}{cause}"
             ) from error
 
 

@@ -3,7 +3,7 @@
 
 The operating system releases a lock of ``flock`` when its process ends, so a killed build leaves none behind. torch
 builds DeepSpeed's own extensions under another lock, which is held as long as a file exists (``FileBaton``) and which a
-killed build leaves for ever; :func:`wait_for_torch` logs which file a process waits for.
+killed build leaves forever; :func:`wait_for_torch` logs which file a process waits for.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _take(file: IO[str]) -> None:
 
 
 def wait_for_torch(original: Callable[[Any], None], baton: Any) -> None:
-    """Replace torch's ``FileBaton.wait``: log which file it waits for, which may be for ever after a killed build."""
+    """Replace torch's ``FileBaton.wait``: log which file it waits for. After a killed build that may last forever."""
     timer = threading.Timer(TELL_AFTER, _tell_of_file, [Path(baton.lock_file_path)])
     timer.daemon = True
     timer.start()
@@ -106,7 +106,7 @@ def _tell_of_file(path: Path) -> None:
 
 
 def _tell(text: str, *values: Any) -> None:
-    """Log a warning on one rank per machine; the machine's other ranks wait for the same."""
+    """Log a warning on one rank per machine, because the machine's other ranks wait for the same file."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         logger.warning(f"deepspeed-muon: {text}", *values)
 

@@ -5,7 +5,7 @@ Pure math over batches ``[batch, rows, cols]``, without ranks, shards or optimiz
 
 ``standard`` iterates on the matrix X itself: with rows <= cols, A = X X^T, X <- a X + (b A + c A^2) X.
 ``gram`` (Zhang, Amsel, Chen and Dao, "Gram Newton-Schulz", 2026) iterates on the small Gram matrix
-instead, R = X X^T, and forms it from X anew only at restarts: the same map in exact arithmetic, in fewer
+instead, R = X X^T, and forms it from X again only at restarts: the same map in exact arithmetic, in fewer
 operations when cols > rows. All its small matrices are polynomials of R, so they are symmetric and commute.
 """
 

@@ -131,7 +131,7 @@ def stack_output_axis(name: str, shape: Sequence[int], owner: nn.Module) -> int 
 
 
 def _shape_of(owner: nn.Module, name: str) -> Sequence[int]:
-    """Return the last two axes of the shape of ``owner.name``, a parameter or a module with a weight; else ``()``."""
+    """Return the last two sizes of ``owner.name``, a parameter or a module with a weight; ``()`` if it is neither."""
     value = getattr(owner, name, None)
     weight = getattr(value, "weight", value)
     return whole_shape(weight)[-2:] if isinstance(weight, Tensor) else ()

@@ -73,8 +73,8 @@ def heads_of(attention: nn.Module, model: nn.Module) -> Heads | None:
     """Return the heads of an attention module; ``None`` if their number is unknown.
 
     Attributes of the module come first, because layers of one model may differ. Numbers that it lacks are taken from
-    its config, else the model's, unless that has another number of query heads. For linear attention configs are
-    ignored, because they describe the model's softmax attention.
+    its config, or from the model's if it has none, unless that config has another number of query heads. For linear
+    attention configs are ignored, because they describe the model's softmax attention.
     """
     config = None if is_linear_attention(attention) else _config_of(attention) or _config_of(model)
     own, stated = _numbers(attention), _numbers(config)

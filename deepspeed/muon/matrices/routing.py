@@ -170,7 +170,10 @@ def _lora(name: str, shape: tuple[int, ...]) -> str | None:
 
 
 def _route_by_user(names: Sequence[str], param: nn.Parameter, no_matrix: str, config: MuonConfig) -> Route | None:
-    """Return the route that a tag or pattern decides, else ``None``. ``no_matrix``: see :func:`_not_a_matrix`."""
+    """Return the route that a tag or pattern decides; ``None`` if none does.
+
+    ``no_matrix``: the result of :func:`_not_a_matrix`.
+    """
     tag = user_tag(param)
     if tag is not None:
         if tag and no_matrix:

@@ -103,10 +103,10 @@ class QKClip:
                 )
 
     def begin_step(self, is_logging: bool) -> None:
-        """Collective before a step. Agree on each layer's largest logits since the last step, and on frozen parameters.
+        """Agree on each layer's largest logits since the last step, and on frozen parameters; a collective.
 
-        A layer that did not run, for example because the batch has another modality, is not scaled. ``is_logging``:
-        whether this rank warns about such layers.
+        Called before each step. A layer that did not run, for example because the batch has another modality, is not
+        scaled. ``is_logging``: whether this rank warns about such layers.
 
         Raises:
             UnsupportedError: the attention of a layer ran but could not be observed, or no attention was observed in
@@ -164,7 +164,7 @@ class QKClip:
         """Scale the heads in ``tensors``, which have just been updated; bf16 tensors are rounded stochastically.
 
         Args:
-            plan: the plan of the tensors if Muon updates them, else ``None``.
+            plan: the plan of the tensors if Muon updates them; ``None`` if AdamW does.
             absent: names of the matrices that must keep their values, as they have no gradient. One may be part of a
                 head.
         """

@@ -30,8 +30,8 @@ class AttentionWatch:
     """Record the largest attention logit of every head since the last :meth:`clear`.
 
     Forwards without gradients or in evaluation mode (evaluation, generation, reference models) are ignored. Gradient
-    checkpointing runs a forward twice, of which one is recorded: the first, or the recomputation during backward if the
-    first ran without gradients (reentrant).
+    checkpointing runs a forward twice. The first run is recorded, or the recomputation during backward if the first ran
+    without gradients (reentrant).
 
     ``mode``: see :func:`deepspeed.muon.math.logits.largest`. ``step``: returns the number of steps done, the seed of
     mode ``sampled``; called at most once between two calls of :meth:`clear`, because the number may have to be copied

@@ -178,8 +178,8 @@ def _by_text(texts: list[str | None]) -> str:
     """Return each message once, after the ranks that raised it; only the message if it is the same on all ranks."""
     if len(set(texts)) == 1:
         return str(texts[0])
-    told = [(text, ranks) for text, ranks in ranks_by_value(texts).items() if text is not None]
-    return "; ".join(f"rank{'s' * (len(ranks) > 1)} {str(ranks).strip('[]')}: {text}" for text, ranks in told)
+    found = [(text, ranks) for text, ranks in ranks_by_value(texts).items() if text is not None]
+    return "; ".join(f"rank{'s' * (len(ranks) > 1)} {str(ranks).strip('[]')}: {text}" for text, ranks in found)
 
 
 def ranks_by_value(values: Iterable[Any]) -> dict[Any, list[int]]:

@@ -164,7 +164,7 @@ def _check_client(engine: Any, optimizer: Any) -> None:
     refuse_engine(engine)
     refuse_replaced(optimizer)
     _check(engine, optimizer)
-    engine._config.zero_force_ds_cpu_optimizer = False  # else DeepSpeed refuses it together with ZeRO-Offload
+    engine._config.zero_force_ds_cpu_optimizer = False  # if true, DeepSpeed refuses it with ZeRO-Offload
 
 
 def _refuse_another(engine: Any, kind: type) -> None:
@@ -297,11 +297,11 @@ def install() -> None:
     for seam, function in REPLACEMENTS.items():
         owner, name = seam.find()
         _undo.append(replace(owner, name, function))
-    # torch waits for ever for the lock file of a process that was killed; the replacement logs which file it is.
+    # torch waits forever for the lock file of a process that was killed; the replacement logs which file it is.
     _undo.append(replace(FileBaton, "wait", wait_for_torch))
     _list_op()
     supported = importlib.import_module(_SUPPORTED.module).ZERO_SUPPORTED_OPTIMIZERS
-    supported.append(MuonWithAuxAdam)  # else ZeRO demands zero_allow_untested_optimizer
+    supported.append(MuonWithAuxAdam)  # so that ZeRO accepts it without zero_allow_untested_optimizer
     _undo.append(functools.partial(supported.remove, MuonWithAuxAdam))
 
 

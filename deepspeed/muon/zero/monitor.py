@@ -12,7 +12,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed.muon.exchange.exchange import Phase
-from deepspeed.muon.exchange.failures import told_to_all
+from deepspeed.muon.exchange.failures import failures_reported
 from deepspeed.muon.kernels.workspace import has_fp64
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.step_stats import (
@@ -44,7 +44,7 @@ def take_step(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Non
     optimizer = engine.basic_optimizer
 
     def step() -> None:
-        with told_to_all():
+        with failures_reported():
             optimizer.begin_step()
             original(engine, *args, **kwargs)
 

@@ -46,7 +46,7 @@ def sync(descriptor: int) -> None:
 
 
 def move(temporary: Path, file: Path) -> None:
-    """Replace ``file`` by ``temporary``: atomically if the file system can rename, else by a copy."""
+    """Replace ``file`` by ``temporary``: atomically if the file system can rename, otherwise by a copy."""
     try:
         temporary.replace(file)
     except OSError as error:

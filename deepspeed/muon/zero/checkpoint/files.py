@@ -62,7 +62,7 @@ class SafeFiles(CheckpointEngine):
         self.engine, self.contents = engine, engine.checkpoint_engine
         self.exclude_frozen, self.names_latest = exclude_frozen, names_latest
         is_local = engine.use_node_local_storage()
-        #: The first rank that sees the same files as this one: of its node if storage is local to nodes, else rank 0.
+        #: The first rank that sees this rank's files: its node's first rank if storage is local to nodes, or rank 0.
         self.node = engine.global_rank - engine.local_rank if is_local else 0
         #: Whether this rank writes the header and ``latest``.
         self.is_first = engine.global_rank == self.node
@@ -316,7 +316,7 @@ class SafeFiles(CheckpointEngine):
                 self._repoint_latest()
 
     def _repoint_latest(self) -> None:
-        """If ``latest`` names this failed save, make it name the newest complete checkpoint instead, or remove it."""
+        """Make ``latest`` name the newest complete checkpoint, or remove it, if it names this failed save."""
         latest = self.save_dir / "latest"
         if not latest.is_file() or latest.read_text().strip() != self.tag:
             return

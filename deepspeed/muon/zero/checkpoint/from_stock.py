@@ -102,7 +102,7 @@ class Saved:
         self.groups = groups
 
     def take_steps(self, entries: Iterable[dict[str, Any]]) -> None:
-        """Set the step count: the first one among the states ``entries``, else the steps that the engine has taken."""
+        """Set the step count: the first one among the states ``entries``, or the engine's if none has a count."""
         counts = (float(entry["step"]) for entry in entries if "step" in entry)
         self.steps = next(counts, float(self.model["global_steps"] - self.model["skipped_steps"]))
 

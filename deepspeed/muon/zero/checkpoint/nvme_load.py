@@ -56,7 +56,7 @@ def loading_with_nvme(engine: Any, arguments: Mapping[str, Any]) -> Iterator[Non
         return original(load_dir, tag, **options)
 
     def load_zero_file(original: Callable, state: dict[str, Any], load_optimizer_states: bool = True) -> None:
-        """Replace ``_rigid_load_state_dict``: with NVMe, copy the checked ``saved``, else ``state``, into place."""
+        """Replace ``_rigid_load_state_dict``: with NVMe, load the checked ``saved`` instead of ``state``."""
         nonlocal has_weights
         if saved is None and not uses_nvme:
             original(state, load_optimizer_states=load_optimizer_states)
@@ -65,7 +65,7 @@ def loading_with_nvme(engine: Any, arguments: Mapping[str, Any]) -> Iterator[Non
             has_weights = True
 
     def load_weights(original: Callable) -> None:
-        """Replace ``_restore_from_bit16_weights``: take fp32 weights from ``saved``, else from the model."""
+        """Replace ``_restore_from_bit16_weights``: load fp32 weights from ``saved``, or the model's without it."""
         nonlocal has_weights
         if saved is None and uses_nvme:
             _refresh(wrapper)

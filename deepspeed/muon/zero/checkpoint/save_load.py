@@ -263,7 +263,7 @@ def _refuse_moved(engine: Any) -> None:
 
 
 def _universal_tag(engine: Any, arguments: dict[str, Any]) -> str:
-    """Return the caller's tag, else the one in ``latest_universal``; raise CheckpointError without either."""
+    """Return the caller's tag, or the one in ``latest_universal``; raise CheckpointError without either."""
     _refuse_moved(engine)
     folder = Path(arguments["load_dir"])
     if tag := arguments["tag"] or _latest(folder, "latest_universal"):
@@ -286,7 +286,10 @@ def _latest(folder: Path, name: str = "latest") -> str | None:
 
 
 def _misfits(engine: Any, arguments: dict[str, Any], tag: str, header: dict[str, Any] | None) -> list[str]:
-    """Return messages about damaged files of ``tag``, else one if the checkpoint does not fit the engine."""
+    """Return messages about damaged files of ``tag``; if none are, a message if it does not fit the engine.
+
+    ``arguments``: those of ``load_checkpoint``, by name. ``header``: of the checkpoint's manifest; ``None`` without.
+    """
     folder = Path(arguments["load_dir"], tag)
     if not folder.is_dir():
         return [f"there is no folder {tag}" + ("" if arguments["tag"] else ", which latest names")]

@@ -59,7 +59,7 @@ def share_autocast_scale(engine: Any) -> None:
     wrapper.torch_autocast_gradscaler = None
     if not is_fp16_autocast(engine) or engine.fp16_enabled():
         return
-    wrapper.check_grad_overflow = True  # else stages 1 and 2 report no overflow, and the scale never falls
+    wrapper.check_grad_overflow = True  # without it stages 1 and 2 would never report an overflow
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
     wrapper.dynamic_loss_scale = True
@@ -75,7 +75,10 @@ def share_autocast_scale(engine: Any) -> None:
 
 @contextmanager
 def keeping_scaler_class(wrapper: Any) -> Iterator[None]:
-    """While a checkpoint is loaded, keep the loss scaler if the saved one, of another precision, has another class."""
+    """Load a checkpoint inside this context: it keeps the loss scaler unless the saved one has the same class.
+
+    A checkpoint from a run in another precision may have another class of loss scaler.
+    """
     names = ("loss_scaler", "dynamic_loss_scale")
     before = {name: getattr(wrapper, name) for name in names if hasattr(wrapper, name)}
     yield

@@ -72,7 +72,7 @@ class Flat(Adapter):
 
     @contextmanager
     def _moving(self) -> Iterator[None]:
-        """Around a load or a move of states: free temporary buffers before, link parameters again after."""
+        """Free temporary buffers before a load or a move of states, and link parameters to their state again after."""
         self.optimizer.workspace.clear()
         yield
         self.link()  # also while states are away: DeepSpeed's setters would ignore a value without a link
@@ -140,7 +140,7 @@ class Stage12(Flat):
 
     @contextmanager
     def _with_own_gradients(self) -> Iterator[None]:
-        """Around a step with CPU offload: first add gradients that DeepSpeed forgets, then set all to zero.
+        """Add the gradients that DeepSpeed forgets before a step with CPU offload, and set all to zero after it.
 
         DeepSpeed passes on only gradients of parameters that took part in the last micro-batch. Gradients that no
         backward overwrites would act again in the next step.
@@ -169,7 +169,7 @@ class Stage12(Flat):
         yield
 
     def drop_gradients(self) -> None:
-        """Also reset the micro-batch counter, so that the next micro-batch overwrites the accumulated gradient."""
+        """Discard gradients, and reset the counter of micro-batches, so that the next one overwrites the sum."""
         super().drop_gradients()
         self.wrapper.micro_step_id = -1  # DeepSpeed increments it before the first micro-batch
 
@@ -195,7 +195,10 @@ class Bf16(Flat):
         return lambda: agreed(is_valid(self.wrapper._global_grad_norm), is_common=True)
 
     def patch_state_access(self) -> None:
-        """Also save the key by which ``zero_to_fp32`` recognizes a ZeRO checkpoint; the layout equals stage 1's."""
+        """Patch as for all flat wrappers; also save the key by which ``zero_to_fp32`` recognizes a ZeRO checkpoint.
+
+        The key says stage 1, because the layout is the same.
+        """
         super().patch_state_access()
         self.replace("state_dict", lambda state_dict: {"zero_stage": 1, **state_dict()})
 

@@ -77,7 +77,7 @@ class Stage3(Adapter):
 
     @contextmanager
     def _with_own_gradients(self) -> Iterator[None]:
-        """Around a step: first add gradients that DeepSpeed forgets, then set all of them to zero.
+        """Add the gradients that DeepSpeed forgets before a step, and set all gradients to zero after it.
 
         With offload DeepSpeed passes on only gradients of parameters that took part in the last micro-batch. Gradients
         that no backward overwrites, in buffers or in files on NVMe, would act again in the next step.
@@ -99,7 +99,7 @@ class Stage3(Adapter):
             nvme.forget_gradients(wrapper)
 
     def resident_partitions(self) -> Iterator[Partition]:
-        """Yield each sub-group's partition, read from NVMe if need be; changes also reach the model's weights."""
+        """Yield each sub-group's partition, read from NVMe if necessary; changes also reach the model's weights."""
         found = {partition.tensors[0]: partition for partition in self.optimizer.all_partitions}
         for _, flat in nvme.each_sub_group(self.wrapper):
             yield found[flat]

@@ -21,7 +21,7 @@ KINDS = ("square", "product", "multiply")
 
 
 class Time:
-    """A clock that stands still except while a product runs, for as long as it is told."""
+    """A clock that advances only while a product runs, by as much as the test sets."""
 
     def __init__(self, seconds: Callable[[str, Tensor], float]) -> None:
         self.now, self.seconds = 0.0, seconds
