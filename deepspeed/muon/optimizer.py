@@ -257,7 +257,10 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     @property
     def owner_sets(self) -> set[tuple[int, ...]]:
-        """Return the sets of ranks that own matrices with this one, except whole partitions, which have a group."""
+        """Return the sets of ranks that own matrices with this rank, except all ranks of a partition.
+
+        The latter need no new process group, because a partition has one.
+        """
         return {
             ranks_of_set(step.partition.group, size)
             for step in self._steps.values()

@@ -207,18 +207,21 @@ _MARK = "\0"
 def as_written(config: Mapping[str, Any], path: str) -> str:
     """Return ``config`` as JSON. Numbers that are also in the file ``path`` keep its spelling, such as 2e8."""
     try:
-        given = json.loads(Path(path).read_text(), parse_float=lambda text: _MARK + text)
+        written = json.loads(Path(path).read_text(), parse_float=lambda text: _MARK + text)
     except ValueError:  # Hjson, which DeepSpeed reads as well
-        given = {}
-    marked = json.dumps(_spelt(config, given), indent=2)
+        written = {}
+    marked = json.dumps(_spelt(config, written), indent=2)
     return re.sub(rf'"{re.escape(json.dumps(_MARK)[1:-1])}([^"]*)"', r"\1", marked)
 
 
-def _spelt(value: Any, given: Any) -> Any:
-    """Return ``value``, in which each number that equals the one in ``given`` is replaced by that one's marked text."""
-    if isinstance(value, Mapping) and isinstance(given, Mapping):
-        return {key: _spelt(own, given.get(key)) for key, own in value.items()}
-    if isinstance(value, list) and isinstance(given, list):
-        return [_spelt(own, theirs) for own, theirs in zip_longest(value, given[: len(value)])]
-    is_marked = isinstance(given, str) and given.startswith(_MARK) and isinstance(value, (int, float))
-    return given if is_marked and float(given.removeprefix(_MARK)) == value else value
+def _spelt(value: Any, written: Any) -> Any:
+    """Return ``value``; a number that equals the one at its place in ``written`` becomes the text that is there.
+
+    ``written``: the content of the file, with each number as its text after ``_MARK``.
+    """
+    if isinstance(value, Mapping) and isinstance(written, Mapping):
+        return {key: _spelt(item, written.get(key)) for key, item in value.items()}
+    if isinstance(value, list) and isinstance(written, list):
+        return [_spelt(item, text) for item, text in zip_longest(value, written[: len(value)])]
+    is_marked = isinstance(written, str) and written.startswith(_MARK) and isinstance(value, (int, float))
+    return written if is_marked and float(written.removeprefix(_MARK)) == value else value

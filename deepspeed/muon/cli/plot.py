@@ -129,7 +129,7 @@ def _panels(records: Records) -> list[tuple[float, list[tuple[str, Draw]]]]:
 
 
 def _margin(samples: Sequence[int]) -> float:
-    """Return half of the mean distance between records; half of its number of samples if it is the only one."""
+    """Return half the mean distance between records, for the ends of the axis; half of ``samples`` if there is one."""
     return (samples[-1] - samples[0]) / (2 * max(1, len(samples) - 1)) or samples[0] / 2
 
 

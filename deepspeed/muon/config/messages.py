@@ -152,7 +152,10 @@ def _wrong_value(item: Mapping[str, Any], value: Any, field: FieldInfo, inner: S
 
 
 def _of_string(value: str, values: str) -> str:
-    """Return advice about a string given where ``values``, the text of what is allowed, asks for a flag or number."""
+    """Return advice about a string where a flag or number is expected; empty without advice.
+
+    ``values``: the text that says what is allowed, such as ``true or false``.
+    """
     if value.lower() in ("true", "false") and values == "true or false":
         return f"write {value.lower()} without quotes"
     is_number = re.fullmatch(r"[+-]?[\d.]+(e[+-]?\d+)?", re.sub(r"[\s_]", "", value.lower()))
@@ -162,7 +165,7 @@ def _of_string(value: str, values: str) -> str:
 
 
 def _special(key: str, value: Any) -> str:
-    """Return advice about particular wrong values of particular keys; empty for all others."""
+    """Return advice about a wrong value of a key that users confuse, such as ``wire_dtype: fp16``; otherwise empty."""
     text = str(value).lower()
     if key == "wire_dtype" and text in ("fp16", "float16", "half"):
         return "fp16 is not supported, because gradients underflow in it; use bf16 or fp32"

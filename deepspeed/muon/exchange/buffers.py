@@ -45,19 +45,23 @@ class BucketBuffers:
         return f"{self.index + 1} of {self.count}"
 
     def slice_of(self, index: int) -> Tensor:
-        """Return the place of the run with this index, 1-D, on the shards' device. ``prepare`` writes the input of
-        Newton-Schulz to it, and ``apply`` reads the result from it.
+        """Return the buffer's part for run number ``index`` of the bucket, 1-D, on the shards' device.
+
+        ``prepare`` writes the input of Newton-Schulz to it, and ``apply`` reads the result from it.
         """
         run = self.bucket.runs[index]
         at = run.copy.at if self.host is None else self.bucket.host_places[index]
         return self.beside_the_shards(run.in_place).narrow(0, at, run.copy.numel)
 
     def beside_the_shards(self, in_place: bool) -> Tensor:
-        """Return the buffer, on the shards' device, that has the runs with this ``in_place``."""
+        """Return the 1-D buffer on the shards' device for runs with this ``in_place``, see :class:`ShardRun`."""
         return self._buffer(in_place) if self.host is None else self.host
 
     def segments(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return (parts in host memory, parts on the accelerator): the same elements in as few copies as possible."""
+        """Return (slices of host memory, slices of buffers on the accelerator), 1-D, in as few pairs as possible.
+
+        The n-th slices of both lists are for the same elements; CPU offload copies one to the other.
+        """
         assert self.host is not None
         segments = self.bucket.segments
         host = [self.host.narrow(0, part.host, part.numel) for part in segments]
@@ -77,7 +81,7 @@ class BucketBuffers:
             grid_view(self.matrices, copy).copy_(self._received(copy))
 
     def pack(self) -> None:
-        """Copy the results of the elements that :meth:`unpack` copied back into the receive buffer."""
+        """Copy the results of elements that :meth:`unpack` has copied into the receive buffer, which is sent back."""
         for copy in self.bucket.scattered:
             self._received(copy).copy_(grid_view(self.matrices, copy))
 
@@ -87,8 +91,9 @@ class BucketBuffers:
 
 
 def copy_from_grid(tensor: Tensor, copy: GridCopy, work: Workspace, name: str) -> Tensor:
-    """Return a grid's elements, 1-D: a view if they are contiguous in ``tensor``, otherwise a copy in ``work``.
-    ``name``: of the scratch memory for the copy.
+    """Return the elements of ``tensor`` on the grid that ``copy`` describes, 1-D.
+
+    The result is a view if they are contiguous, otherwise a copy in the scratch memory ``name`` of ``work``.
     """
     if copy.rows == 1:
         return tensor.view(-1).narrow(0, copy.start, copy.cols)
@@ -103,6 +108,6 @@ def copy_to_grid(elements: Tensor, tensor: Tensor, copy: GridCopy) -> None:
 
 
 def grid_view(tensor: Tensor, copy: GridCopy) -> Tensor:
-    """Return a view ``[times, rows, cols]`` of a grid's elements in a contiguous tensor."""
+    """Return a view ``[times, rows, cols]`` of the elements of a contiguous ``tensor`` on the grids of ``copy``."""
     shape, strides = (copy.times, copy.rows, copy.cols), (copy.start_step, copy.pitch, 1)
     return torch.as_strided(tensor.view(-1)[copy.start :], shape, strides)

@@ -32,12 +32,12 @@ def ranks_of_set(group: Any, size: int) -> tuple[int, ...]:
 
 
 def set_of(group: Any, size: int) -> Any:
-    """Return the process group of :func:`ranks_of_set`; a part of ``group`` must have been made before."""
+    """Return the process group of :func:`ranks_of_set`; unless that is ``group``, ``make_groups`` must have made it."""
     return group if size == torch.distributed.get_world_size(group) else group_of(ranks_of_set(group, size))
 
 
 def neighbours_in(group: Any, ranks_per_node: int) -> int:
-    """Return the size of the sets of consecutive ranks of ``group`` that share a node; see :func:`neighbours`."""
+    """Return :func:`neighbours` for the ranks of ``group``: the size of sets of consecutive ranks that share a node."""
     return neighbours([rank // ranks_per_node for rank in torch.distributed.get_process_group_ranks(group)])
 
 
@@ -57,7 +57,10 @@ class OwnerSet:
     call: Callable[[str, Tensor, Callable[[], Any]], None]
 
     def operations(self, kernels: Operations) -> Operations:
-        """Return ``kernels`` for slices: ``normalize``, ``square`` and, for many owners, ``product`` communicate."""
+        """Return ``kernels`` that work on one slice of each matrix, and communicate with the owners of the others.
+
+        ``normalize``, ``square`` and, for :data:`SPLIT_FROM` owners or more, ``product`` communicate.
+        """
         square = functools.partial(self._square, kernels)
         ours = replace(kernels, normalize=self._normalize, square=square, is_slice=True)
         if self.size < SPLIT_FROM:
@@ -127,9 +130,9 @@ def _each(matrices: Symmetric) -> list[Symmetric]:
 
 
 def _complete(rows: Tensor, a: Symmetric, b: Symmetric, mine: slice, coeffs: Scalars, work: Workspace) -> Tensor:
-    """Turn some rows of ``A.rest B.rest`` into the same rows of ``alpha A B + beta A + shift I``, in place.
+    """Turn ``rows``, those of a product with indices ``mine``, into rows of ``alpha A B + beta A + shift I``, in place.
 
-    ``mine``: which rows.
+    If A and B store their diagonals separately, the product is that of A and B without their diagonals.
 
     Returns:
         The same part of the result's diagonal if diagonals are stored separately, otherwise an empty tensor.

@@ -93,7 +93,7 @@ class Recorder:
 
 
 def first_fault(recorders: Sequence[Recorder]) -> str | None:
-    """Return, as text, on which calls NCCL could hang; ``None`` if there are none. ``recorders``: by rank."""
+    """Return a text that names calls on which NCCL could hang; ``None`` if there are none. ``recorders``: by rank."""
     return conflict([recorder.calls for recorder in recorders]) or _unmatched([r.messages for r in recorders])
 
 
@@ -143,14 +143,20 @@ def _flat(tensors: Any) -> list[Tensor]:
 
 
 def _alike(kind: str, place: int, *args: Any, **_: Any) -> dict[str, Any]:
-    """Read a collective of equal sizes on all ranks; ``place``: index of the argument that a rank contributes."""
+    """Return what to record of a collective with equal sizes on all ranks: kind, dtype, elements, root.
+
+    ``place``: index of the argument that a rank contributes, a tensor or a list of tensors.
+    """
     tensors = _flat(args[place])
     root = next((one.rootRank for one in args if hasattr(one, "rootRank")), None)
     return {"kind": kind, "dtype": _dtype(tensors), "numel": sum(t.numel() for t in tensors), "root": root}
 
 
 def _lists(kind: str, outputs: Any, inputs: Any, *_: Any, **__: Any) -> dict[str, Any]:
-    """Read a collective on lists with one tensor per rank; a list of one tensor means that all ranks have its size."""
+    """Return what to record of a collective on lists with one tensor per rank: kind, dtype, elements by rank.
+
+    A list of one tensor means that the sizes of all ranks are equal.
+    """
     received, sent = ([tensor.numel() for tensor in _flat(tensors)] for tensors in (outputs, inputs))
     count = max(len(received), len(sent))
     sizes = {"sent": tuple(sent * (count // len(sent))), "received": tuple(received * (count // len(received)))}

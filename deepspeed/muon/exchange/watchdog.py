@@ -120,8 +120,8 @@ class PendingCollectives:
         _all.add(self)
 
     def start(self, bucket: str, names: tuple[str, ...], launch: Callable[[], Any]) -> PendingCollective:
-        """Launch a collective. ``bucket``: such as "2 of 5"; empty for the look for gradients before the first.
-        ``names``, ``launch``: ``names`` and ``start`` of :class:`PendingCollective`.
+        """Launch a collective and return it. ``bucket``: such as "2 of 5"; empty for the look for gradients before the
+        first bucket. ``names``, ``launch``: the arguments ``names`` and ``start`` of :class:`PendingCollective`.
         """
         what = f"bucket {bucket}" if bucket else "the look for gradients"
         if len(self._latest) == MAX_LATEST and (earlier := self._latest.popleft()).handle is None:

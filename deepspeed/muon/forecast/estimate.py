@@ -51,7 +51,7 @@ class Estimate:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Return the number of data-parallel ranks."""
         return self.layout.world_size
 
 

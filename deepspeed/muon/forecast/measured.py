@@ -142,7 +142,7 @@ class _ShapeTimer:
         return rates
 
     def _affordable(self, shape: Shape, seconds: float) -> tuple[tuple[int, int], int]:
-        """Return ((rows, columns) to time instead of a shape, how many such matrices fit into ``seconds``).
+        """Return ((rows, columns) to time in place of ``shape``, how many such matrices can be timed in ``seconds``).
 
         Starting from a small copy, the size doubles as long as the next one is predicted to fit, because small matrices
         are slower per operation.
@@ -158,7 +158,10 @@ class _ShapeTimer:
         return size, int(seconds / CALLS / (pace * self.flops(*size, method)))
 
     def _pace(self, shape: Shape, run_as: tuple[int, int, int], calls: int) -> float:
-        """Return the median seconds per operation of a batch ``run_as`` (batch, rows, columns), timed for ``shape``."""
+        """Return the median seconds per floating-point operation of Newton-Schulz on ``calls`` random batches.
+
+        ``run_as``: (batch, rows, columns) of the batches; method and kernels are those of ``shape``.
+        """
         (rows, cols, method), (batch, run_rows, run_cols) = shape, run_as
         x = torch.randn(run_as, dtype=torch.float32, device=self.candidates.device).to(self.wire)
         kernels = with_products(self.kernels, self.candidates.tables, self.choice, rows, cols)

@@ -17,7 +17,7 @@ from deepspeed.muon.kernels.workspace import Workspace
 
 @functools.cache
 def operations() -> Operations:
-    """Return the table of C++ kernels. The first call of a process builds them: one rank does, and the others wait.
+    """Return the C++ kernels. The first call in a process loads them; one rank builds them first, if necessary.
 
     Raises:
         KernelError: no compiler, the build failed, or another process has been building for too long.
@@ -46,7 +46,10 @@ def _load() -> Any:
 
 
 def table(module: Any) -> Operations:
-    """Return the table for a built C++ module, whose functions only return false if they do not support a tensor."""
+    """Return the kernels of a built C++ module as a table; plain PyTorch computes what they do not support.
+
+    A C++ function that does not support its arguments does nothing and returns false.
+    """
 
     def without_workspace(name: str) -> Callable[..., None]:
         compiled = getattr(module, name)

@@ -77,7 +77,9 @@ def warm(table: Operations, shapes: Iterable[tuple[int, int, int, int, torch.dty
 
 
 def _results(table: Operations) -> dict[str, Tensor]:
-    """Return kernel -> result in fp32; a symmetric matrix has two results, so that neither part hides the other."""
+    """Return kernel -> its result on made-up input, fp32. A symmetric matrix has two results, diagonal and rest, so
+    that an error in the smaller one is seen.
+    """
     work, results = Workspace(), {}
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, SIZE, 2 * SIZE, generator=generator, dtype=torch.float32, device="cpu").to(DEVICE)

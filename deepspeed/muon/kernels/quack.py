@@ -31,7 +31,7 @@ def unavailable() -> str | None:
 
 
 def operations(other: Operations) -> Operations:
-    """Return the table ``other`` with quack's symmetric products for 16-bit matrices on a GPU.
+    """Return the kernels ``other``, but with quack's symmetric products for 16-bit matrices on a GPU.
 
     The library rounds its output before a Triton kernel adds the contribution of the diagonals.
 

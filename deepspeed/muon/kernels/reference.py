@@ -140,7 +140,7 @@ def advance_codes(
 
 
 def chunks(x: Tensor) -> Iterator[slice]:
-    """Return the slices of a 1-D tensor that are processed one at a time if temporaries are needed."""
+    """Yield slices that divide ``x``, 1-D, into chunks. Functions that need temporaries process one chunk at a time."""
     size = CPU_CHUNK if x.device.type == "cpu" else CHUNK
     return (slice(start, min(start + size, x.numel())) for start in range(0, x.numel(), size))
 
@@ -190,12 +190,12 @@ def copy_rounded(target: Tensor, source: Tensor, key: Key, first: int, work: Wor
 
 
 def tiles(runs: Sequence[tuple[int, int, int]], device: torch.device) -> Tiles:
-    """Return one tile per run, ``[runs, 3]``: its start in the shard, its start in the other tensor, its length."""
+    """Return ``runs``, (start in the shard, start in the other tensor, length) each, as tiles; one tile per run."""
     return Tiles(torch.tensor(runs, dtype=torch.int64, device=device), are_aligned=False)
 
 
 def advance_runs(buffer: Tensor, grad: Tensor, out: Tensor, tiles: Tiles, momentum: float, nesterov: bool) -> None:
-    """Act as :func:`advance` for each run: at its first start in ``buffer`` and ``grad``, at its second in ``out``."""
+    """Act as :func:`advance` for each row (start in ``buffer`` and ``grad``, start in ``out``, length) of ``tiles``."""
     for shard, other, length in tiles.table.tolist():
         part = slice(shard, shard + length)
         advance(buffer[part], grad[part], out[other : other + length], momentum, nesterov, Workspace())
@@ -204,7 +204,7 @@ def advance_runs(buffer: Tensor, grad: Tensor, out: Tensor, tiles: Tiles, moment
 def apply_runs_(
     param: Tensor, update: Tensor, tiles: Tiles, lr: float, scale: float, weight_decay: float, cautious: bool
 ) -> None:
-    """Act as :func:`apply_` for each run: at its first start in ``param``, at its second in ``update``."""
+    """Act as :func:`apply_` for each row (start in ``param``, start in ``update``, length) of ``tiles``."""
     for shard, other, length in tiles.table.tolist():
         part, result = param[shard : shard + length], update[other : other + length]
         apply_(part, result, lr, scale, weight_decay, cautious, Workspace())

@@ -13,7 +13,7 @@ Unavailable = dict[str, str | None]
 
 
 def unavailable_kernels(kernels: str, device_types: Iterable[str]) -> Unavailable:
-    """Return why this process cannot use fast kernels. For ``cpu``, build the C++ kernels at the first call.
+    """Return device type -> why this process cannot use its fast kernels. For ``cpu``, first build the C++ kernels.
 
     Args:
         kernels: the config key ``optimizer.params.kernels``.
@@ -48,7 +48,7 @@ def choose(unavailable: Unavailable) -> Operations:
 
 
 def product_tables(unavailable: Unavailable, device_type: str) -> dict[str, Operations]:
-    """Return name -> table, for the tables that may compute matrix products on a device: plain PyTorch first."""
+    """Return name -> kernels that may compute matrix products on a device, plain PyTorch's first."""
     found = {"torch": reference.OPERATIONS}
     if device_type == "cpu" and _has(unavailable, "cpu"):
         found["C++"] = native.operations()

@@ -155,7 +155,7 @@ def look_ahead_kernel(
     NESTEROV: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the look-ahead of this program's elements for an int8 momentum.
+    """Write the look-ahead, the input of Newton-Schulz, of this program's elements for an int8 momentum.
 
     The elements are rows of ``cols``, which start ``pitch`` apart, or without gaps if ``IS_WHOLE``. The first is
     ``skipped`` elements after the start of its block.
@@ -225,7 +225,11 @@ def apply_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Set ``param <- keep param + step update`` for this program's elements."""
+    """Set ``param <- keep param + step update`` for this program's elements; with ``CAUTIOUS`` see :func:`_decayed`.
+
+    ``keep``: 1 - learning rate x weight decay. ``step``: -learning rate x scale. ``tiles_ptr``, ``numel``: see
+    :func:`_places`.
+    """
     shard, other, mask = _places(tiles_ptr, numel, ALIGNED, BLOCK)
     update = tl.load(update_ptr + other, mask).to(tl.float32)
     param = _decayed(tl.load(param_ptr + shard, mask).to(tl.float32), update, keep, CAUTIOUS)
@@ -260,7 +264,10 @@ def sum_kernel(x_ptr, exponent_ptr, sum_ptr, numel, parts, BLOCK: tl.constexpr):
 
 @triton.jit
 def norm_kernel(exponent_ptr, sum_ptr, norm_ptr, parts, scale, BLOCK: tl.constexpr):
-    """Store, for one matrix, (2^-e, scale norm / 2^e), or (2^-e, 1) if it is zero; e: largest exponent of its parts."""
+    """Store two factors of one matrix: 2^-e and ``scale`` norm / 2^e, where e is the largest exponent of its parts.
+
+    The second is 1 for a zero matrix. ``scale``: 1 / the norm that the result will have.
+    """
     matrix = tl.program_id(0).to(tl.int64)
     top = tl.full((BLOCK,), -126, tl.int32)
     for start in range(0, parts, BLOCK):
@@ -280,7 +287,10 @@ def norm_kernel(exponent_ptr, sum_ptr, norm_ptr, parts, scale, BLOCK: tl.constex
 
 @triton.jit
 def divide_kernel(x_ptr, out_ptr, norm_ptr, numel, BLOCK: tl.constexpr):
-    """Multiply every entry of one matrix by 2^-e, which is exact, and divide it by the norm; ``out`` may be ``x``."""
+    """Multiply each entry of a matrix by the first factor of :func:`norm_kernel`, and divide it by the second.
+
+    The product with a power of two is exact. ``out`` may be ``x``.
+    """
     at, mask = _place(numel, BLOCK)
     matrix = tl.program_id(1).to(tl.int64)
     power, norm = tl.load(norm_ptr + 2 * matrix), tl.load(norm_ptr + 2 * matrix + 1)
@@ -293,7 +303,7 @@ def _grid(numel: int) -> tuple[int]:
 
 
 def advance(buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool, work: Workspace) -> None:
-    """Advance an fp32 momentum."""
+    """Act as :func:`deepspeed.muon.kernels.reference.advance`."""
     numel, rate = buffer.numel(), 1.0 - momentum
     advance_kernel[_grid(numel)](
         buffer, grad, out, None, numel, momentum, rate, 0, 0, nesterov, ALIGNED=False, BLOCK=BLOCK, **OPTIONS
@@ -303,7 +313,7 @@ def advance(buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov
 def advance_rounded(
     buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool, key: Key, first: int, work: Workspace
 ) -> None:
-    """Advance a bf16 momentum, rounded with the random bits of :mod:`deepspeed.muon.kernels.rounding`."""
+    """Act as :func:`deepspeed.muon.kernels.reference.advance_rounded`, with the same random bits."""
     numel, rate, first_key = buffer.numel(), 1.0 - momentum, signed(key[0] + first)
     advance_kernel[_grid(numel)](
         buffer, grad, out, None, numel, momentum, rate, first_key, key[1], nesterov, False, BLOCK, **OPTIONS
@@ -322,7 +332,7 @@ def look_ahead(
     nesterov: bool,
     work: Workspace,
 ) -> None:
-    """Write the look-ahead of an int8 momentum."""
+    """Act as :func:`deepspeed.muon.kernels.reference.look_ahead`."""
     numel, rate = out.numel(), 1.0 - momentum
     is_whole = cols == numel
     look_ahead_kernel[_grid(numel)](
@@ -341,7 +351,7 @@ def advance_codes(
     first: int,
     work: Workspace,
 ) -> None:
-    """Advance an int8 momentum."""
+    """Act as :func:`deepspeed.muon.kernels.reference.advance_codes`, with the same random bits."""
     numel, rate, rows = codes_.numel(), 1.0 - momentum, BLOCK // codes.BLOCK
     target, first_key = grad if out is None else out, signed(key[0] + first)
     has_out = out is not None
@@ -353,13 +363,13 @@ def advance_codes(
 def apply_(
     param: Tensor, update: Tensor, lr: float, scale: float, weight_decay: float, cautious: bool, work: Workspace
 ) -> None:
-    """Update a parameter."""
+    """Act as :func:`deepspeed.muon.kernels.reference.apply_`."""
     numel, keep = param.numel(), 1.0 - lr * weight_decay
     apply_kernel[_grid(numel)](param, update, None, numel, keep, -lr * scale, cautious, False, BLOCK, **OPTIONS)
 
 
 def normalize(x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:
-    """Normalize each matrix of ``[batch, rows, cols]`` in two passes: sums of squares, then division."""
+    """Act as :func:`deepspeed.muon.kernels.reference.normalize`, in two passes: sums of squares, then division."""
     numel = x.size(1) * x.size(2)
     parts = triton.cdiv(numel, SUM_BLOCK)
     for matrices, results in zip(x.split(GRID), out.split(GRID), strict=True):
@@ -387,7 +397,7 @@ def tiles(runs: Sequence[tuple[int, int, int]], device: torch.device) -> Tiles:
 
 
 def advance_runs(buffer: Tensor, grad: Tensor, out: Tensor, tiles: Tiles, momentum: float, nesterov: bool) -> None:
-    """Advance the momentum of many runs in one launch; ``buffer`` is fp32."""
+    """Act as :func:`deepspeed.muon.kernels.reference.advance_runs`, in one launch."""
     grid, rate = (tiles.table.size(0),), 1.0 - momentum
     with torch.cuda.device_of(buffer):
         advance_kernel[grid](
@@ -398,7 +408,7 @@ def advance_runs(buffer: Tensor, grad: Tensor, out: Tensor, tiles: Tiles, moment
 def apply_runs_(
     param: Tensor, update: Tensor, tiles: Tiles, lr: float, scale: float, weight_decay: float, cautious: bool
 ) -> None:
-    """Apply the updates of many runs in one launch."""
+    """Act as :func:`deepspeed.muon.kernels.reference.apply_runs_`, in one launch."""
     grid, keep = (tiles.table.size(0),), 1.0 - lr * weight_decay
     with torch.cuda.device_of(param):
         apply_kernel[grid](

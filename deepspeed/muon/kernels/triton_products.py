@@ -99,7 +99,10 @@ def _tile(ptr, rows, cols, size):
 
 @triton.jit
 def _with_diagonals(total, a_ptr, b_ptr, a_diagonal_ptr, b_diagonal_ptr, rows, cols, size, alpha, beta):
-    """Return a tile of ``alpha A B + beta A``, valid off the diagonal, from ``total``, the tile of A.rest B.rest."""
+    """Return a tile of ``alpha A B + beta A``, valid off the diagonal, for A and B with separate diagonals.
+
+    ``total``: the same tile of the product of A and B without their diagonals. ``rows``, ``cols``: indices of the tile.
+    """
     of_rows = tl.load(a_diagonal_ptr + rows, rows < size, other=0.0)
     of_columns = tl.fma(tl.load(b_diagonal_ptr + cols, cols < size, other=0.0), alpha, beta)
     total = tl.fma(_tile(a_ptr, rows, cols, size), of_columns[None, :], total * alpha)
@@ -108,7 +111,7 @@ def _with_diagonals(total, a_ptr, b_ptr, a_diagonal_ptr, b_diagonal_ptr, rows, c
 
 @triton.jit
 def _on_diagonal(a_diagonal_ptr, b_diagonal_ptr, rows, size, alpha, beta, shift):
-    """Return what the diagonals of A and B contribute to the diagonal of ``alpha A B + beta A + shift I``."""
+    """Return what the diagonals of A and B add to the diagonal of ``alpha A B + beta A + shift I``, for some rows."""
     of_a = tl.load(a_diagonal_ptr + rows, rows < size, other=0.0)
     of_b = tl.load(b_diagonal_ptr + rows, rows < size, other=0.0)
     return tl.fma(of_a, tl.fma(of_b, alpha, beta), shift)
@@ -180,7 +183,7 @@ def symmetric_kernel(
 
 
 def _bench(call: Callable[[], None], quantiles: Any) -> list[float]:
-    """Return the median milliseconds of ``call``, once for each of the ``quantiles`` that the tuner asks for.
+    """Return the median milliseconds of ``call``, repeated for each of the ``quantiles``, as Triton's tuner expects.
 
     Triton's own benchmark empties the L2 cache before each call, with 256 MiB of memory. Newton-Schulz has just written
     what a product reads, so timing with a full cache is more realistic.
@@ -268,7 +271,10 @@ def complete_kernel(
     shift,
     BLOCK: tl.constexpr,
 ):
-    """Overwrite one row of ``A.rest B.rest`` with the same row of ``alpha A B + beta A + shift I``."""
+    """Overwrite a row of the product of A and B without diagonals by that row of ``alpha A B + beta A + shift I``.
+
+    The diagonals of A, B and the result are stored separately.
+    """
     row = tl.program_id(0) % size
     first = (tl.program_id(0) // size).to(tl.int64) * size
     at_row = (first + row) * size
@@ -294,7 +300,7 @@ def complete_kernel(
 
 @triton.jit
 def scale_kernel(x_ptr, diagonal_ptr, out_ptr, rows, cols, TALL: tl.constexpr, BLOCK: tl.constexpr):
-    """Set ``out <- out + D X``, or ``out + X D`` if ``TALL``, in a part of one row. D is a diagonal matrix."""
+    """Set ``out <- out + D X``, or ``out + X D`` if ``TALL``, in a part of one row. D: ``diagonal`` as a matrix."""
     matrix, row = (tl.program_id(0) // rows).to(tl.int64), tl.program_id(0) % rows
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = at < cols

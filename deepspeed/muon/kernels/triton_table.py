@@ -40,7 +40,10 @@ def unavailable() -> str | None:
 
 
 def _untuned() -> Operations:
-    """Return the table with untuned symmetric products: the tuner would compile all configurations."""
+    """Return the Triton kernels, but with one fixed configuration of the symmetric products, for a quick check.
+
+    The tuner would compile all configurations.
+    """
     table = operations(reference.OPERATIONS)
     if torch.version.hip:
         return table
@@ -53,9 +56,10 @@ def _untuned() -> Operations:
 
 
 def operations(other: Operations) -> Operations:
-    """Return Triton's table. Calls with tensors that it does not support (not on a GPU, other dtypes) go to ``other``.
+    """Return the Triton kernels. Calls with tensors that they do not support go to the kernels ``other``.
 
-    So do matrix products on AMD's GPUs, for which these kernels were not written.
+    These are tensors that are not on a GPU or have other dtypes, and matrix products on AMD GPUs, for which the kernels
+    were not written.
 
     Raises:
         ImportError: Triton is not installed; see :func:`unavailable`.
@@ -111,7 +115,9 @@ def _either(supports: Callable[..., bool], kernel: Callable[..., Any], fallback:
 
 
 def _takes(dtypes: tuple[torch.dtype, ...]) -> Callable[..., bool]:
-    """Return a function that checks arguments: all tensors suit one kernel, and the first has one of ``dtypes``."""
+    """Return a function that checks a call's arguments: the first tensor has one of ``dtypes``, and one kernel can
+    process them all, see :func:`_are_plain`.
+    """
 
     def supports(*args: Any) -> bool:
         first, *others = (arg for arg in args if isinstance(arg, Tensor))
@@ -132,7 +138,7 @@ def _are_plain(tensors: Sequence[Tensor], dtypes: tuple[torch.dtype, ...] = FLOA
 
 
 def _are_apart(*matrices: Symmetric, others: Sequence[Tensor] = ()) -> bool:
-    """Return whether all ``matrices`` store diagonals separately, and one kernel can process them with ``others``."""
+    """Return whether all ``matrices`` store their diagonals separately and, with ``others``, are :func:`_are_plain`."""
     parts = [part for matrix in matrices for part in matrix]
     return not any(matrix.is_whole for matrix in matrices) and _are_plain([*parts, *others])
 
@@ -148,7 +154,9 @@ def takes_product(a: Symmetric, b: Symmetric, out: Symmetric, *_: Any) -> bool:
 
 
 def _are_large(*matrices: Tensor) -> bool:
-    """Return whether the last matrix, the result, is large enough, and kernels load all of them fast."""
+    """Return whether the last matrix, the result, has :data:`SYMMETRIC_FROM` rows, and all matrices are 16-bit and
+    aligned, so that kernels load 16 bytes at a time.
+    """
     return matrices[-1].size(-1) >= SYMMETRIC_FROM and all(
         x.dtype in HALVES and x.data_ptr() % ADDRESS == 0 and all(size % MULTIPLE == 0 for size in x.shape[-2:])
         for x in matrices

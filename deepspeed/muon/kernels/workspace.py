@@ -80,7 +80,10 @@ def matrices_together(x: Tensor, dtype: torch.dtype, small: int, threads: int | 
 
 
 def batch_limit(numel: int, small: int, itemsize: int, accelerator: bool, threads: int | None = None) -> int:
-    """Return :func:`matrices_together` for matrices of ``numel`` elements of ``itemsize`` bytes each."""
+    """Return :func:`matrices_together` for matrices of ``numel`` elements with ``itemsize`` bytes each.
+
+    ``accelerator``: whether an accelerator orthogonalizes them. ``small``, ``threads``: as in that function.
+    """
     nbytes = max(1, itemsize * (numel + 4 * small * small))  # a second X, and up to four small matrices
     if accelerator:
         return max(1, BATCH_BYTES // nbytes)

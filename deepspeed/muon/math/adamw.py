@@ -84,7 +84,10 @@ def _update(
     group: Mapping[str, Any],
     decoupled: bool,
 ) -> None:
-    """Call torch's functional update, which also increments ``steps``."""
+    """Call torch's functional AdamW, or Adam unless ``decoupled``, which also increments ``steps``.
+
+    ``means``, ``squares``: the states exp_avg and exp_avg_sq of each of ``tensors``.
+    """
     if not tensors:
         return
     if not group.get("bias_correction", True):  # a checkpoint of an older version has no such key

@@ -31,7 +31,7 @@ YOU: Schedule = (
 
 @functools.cache
 def for_larger_norm(schedule: Schedule, factor: float) -> Schedule:
-    """Return the schedule that acts like ``schedule`` on an input divided by ``factor``."""
+    """Return the schedule whose result for an input X is that of ``schedule`` for X / ``factor``."""
     a, b, c = schedule[0]
     return ((a / factor, b / factor**3, c / factor**5), *schedule[1:])
 

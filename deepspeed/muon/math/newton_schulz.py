@@ -34,7 +34,7 @@ NORM = 16.0
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Return the key of a dtype in :data:`DTYPES`."""
+    """Return the name of a dtype: ``torch.bfloat16`` -> ``bf16``. :data:`DTYPES` has all names."""
     return next(name for name, known in DTYPES.items() if known == dtype)
 
 
@@ -214,7 +214,7 @@ def _precondition(x: Tensor, work: Workspace, kernels: Operations) -> None:
 
 
 def _polynomial(r: Symmetric, triple: Triple, out: Symmetric, work: Workspace, kernels: Operations) -> None:
-    """Set ``out = a I + b R + c R^2``."""
+    """Set ``out = a I + b R + c R^2``. ``triple``: (a, b, c)."""
     a, b, c = triple
     if c:
         return kernels.product(r, r, out, work, Scalars(c, b, a))

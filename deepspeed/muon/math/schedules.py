@@ -24,7 +24,7 @@ class Schedules:
     muon_weight_decay_steps: int | None = None
 
     def at(self, group: dict[str, Any], done: int) -> dict[str, Any]:
-        """Return a copy of a Muon group with the momentum and weight decay of the update that follows ``done`` ones."""
+        """Return a copy of a Muon group with the momentum and weight decay of update number ``done`` + 1."""
         momentum, decay = group["momentum"], group["weight_decay"]
         if self.momentum_start is not None and done < self.momentum_warmup_steps:
             share = done / self.momentum_warmup_steps

@@ -26,7 +26,7 @@ _NORM = re.compile(
 
 
 class HeadWeights(NamedTuple):
-    """The part of one parameter (of this rank's tensor-parallel shard) that computes one head's queries or keys."""
+    """The weights or biases that compute one head's queries or keys: ``block``, in this rank's shard of a parameter."""
 
     role: Role
     head: int

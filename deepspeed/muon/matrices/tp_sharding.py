@@ -94,7 +94,10 @@ def _is_marked(param: Any) -> bool:
 
 
 def _sharding_by_megatron(param: Any) -> Sharding | None:
-    """Return the split by Megatron's marks: ``partition_stride`` equal ranges per rank; range i is rank i % ranks's."""
+    """Return the split that Megatron's marks describe; ``None`` with one rank. Raise ValueError for a wrong mark.
+
+    Along ``partition_dim`` each rank has ``partition_stride`` equal ranges; range i belongs to rank i % ranks.
+    """
     axis, stride = getattr(param, "partition_dim", -1), getattr(param, "partition_stride", 1)
     if axis < 0:
         raise ValueError(f"it is marked {MEGATRON[1]} without an axis; set its attribute partition_dim to 0 or 1")

@@ -374,7 +374,10 @@ def _joined(first: GridCopy, second: GridCopy) -> GridCopy | None:
 
 
 def _repeated(first: GridCopy, second: GridCopy) -> GridCopy | None:
-    """Return two copies of equal grids as one if adjacent or spaced like the grids of ``first``; otherwise ``None``."""
+    """Return two copies of equally large grids as one; ``None`` if that is impossible.
+
+    It is possible if they are adjacent, or if ``second`` follows at the distance that the grids of ``first`` have.
+    """
     at, start = second.at - first.at, second.start - first.start
     steps = (first.at_step, first.start_step) if first.times > 1 else (at, start)
     alike = (first.rows, first.cols, first.pitch) == (second.rows, second.cols, second.pitch)

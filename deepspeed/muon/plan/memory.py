@@ -147,7 +147,7 @@ def _of_owners(small: int, owners: int, together: int, dtype: str) -> dict[str, 
 
 
 def demands_of(plan: GlobalPlan) -> list[list[Demand]]:
-    """Return the demands of all ranks, ``[rank][bucket]``.
+    """Return what decides the scratch memory of all ranks in a step, ``[rank][bucket]``.
 
     A bucket takes O(matrices + ranks x distinct layouts of matrices) time. The demand of an owner with one matrix is
     exact. For several matrices a receive buffer is counted, even if they happen to be received in order.
@@ -168,12 +168,12 @@ def _gathered(matrices: OwnedBlocks, world_size: int) -> list[Demand]:
 
 
 def _local(matrices: OwnedBlocks, world_size: int) -> list[Demand]:
-    """Return, by rank, the demand of the matrices that it owns, if every rank holds all matrices whole."""
+    """Return, by rank, the demand of a bucket of owned matrices if every rank holds all matrices whole (stage 0)."""
     return [_whole(own, _sizes(own)) for own in _by_owner(matrices, world_size)]
 
 
 def _results(part: OwnedBlocks, world_size: int) -> list[Demand]:
-    """Return, by rank, the demand of a bucket of results, into which it receives the results of other owners."""
+    """Return, by rank, the demand of a bucket of results (stage 0), which receives the results of other owners."""
     of_all, numels = _whole([item for _, item in part]), [0] * world_size
     for owner, item in part:
         numels[owner] += item.block.numel

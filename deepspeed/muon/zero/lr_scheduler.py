@@ -177,7 +177,11 @@ def _check_cycle(params: dict[str, Any], is_logging_rank: bool) -> None:
 
 
 def _target(optimizer: MuonWithAuxAdam, name: str, params: dict[str, Any]) -> Any:
-    """Return the user's groups (``optimizer.given``), or the optimizer if lists have one value per group of its own."""
+    """Return what the schedule will set: the user's groups (``optimizer.given``), or the optimizer with all its groups.
+
+    The latter if the lists in ``params`` have one value for each group of the optimizer. Raise MuonConfigError if lists
+    have other lengths. ``name``: of the schedule.
+    """
     lists = {key: params[key] for key in ABSOLUTE_RATES.get(name, ()) if isinstance(params.get(key), (list, tuple))}
     users, halves = len(optimizer.given.param_groups), len(optimizer.param_groups)
     lengths = {len(value) for value in lists.values()}

@@ -85,7 +85,11 @@ def _buffers_of(group: dict[str, Any], config: Any) -> int:
 
 
 def buffers_needed(config: Any, sizes: Sizes) -> int:
-    """Return the smallest ``buffer_count`` that works. With pipelines neighbouring sub-groups hold some."""
+    """Return the smallest ``offload_optimizer.buffer_count`` with which DeepSpeed's swapper can step every sub-group.
+
+    With ``pipeline_read`` or ``pipeline_write`` the next or the previous sub-group holds buffers, too. ``sizes``: see
+    :data:`Sizes`.
+    """
     section = config.zero_config.offload_optimizer
     needs = [
         _buffers_of(group, config) for group, numels in sizes for numel in numels if 4 * numel >= threshold(config)

@@ -99,7 +99,11 @@ def read_settings(path: str, section: dict[str, Any], world_size: int, stage: in
 
 
 def _assumptions(autos: list[str], defaults: list[str], stock: Any) -> Iterator[str]:
-    """Yield notes: what a forecast assumes and does not check. ``autos``, ``defaults``: keys with the value "auto"."""
+    """Yield notes: what a forecast assumes and does not check.
+
+    ``autos``, ``defaults``: keys with the value "auto" in ``optimizer.params`` and elsewhere. ``stock``: DeepSpeed's
+    config.
+    """
     texts = [f"optimizer.params: {', '.join(autos)} filled in by Hugging Face's integration"] if autos else []
     texts += [f"{', '.join(defaults)} taken as DeepSpeed's defaults"] if defaults else []
     if texts:

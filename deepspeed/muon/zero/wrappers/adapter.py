@@ -96,7 +96,10 @@ class Adapter:
         """
 
     def watch_gradients(self) -> Callable[[], Agreed]:
-        """Return a function that tells, in a step, whether its gradients are finite; call before :meth:`prepare`."""
+        """Return a function that returns, when called in a step, whether that step's gradients are finite.
+
+        The answer is equal on all ranks. Call this method before :meth:`prepare`.
+        """
         return watch_norms(self.replace)
 
     def patch_state_access(self) -> None:
@@ -125,8 +128,8 @@ def watch_norms(replace: Callable[[str, Callable], None]) -> Callable[[], Agreed
     """Record the norm of each group's gradient, which stages 1 to 3 reduce over all ranks before any update.
 
     Returns:
-        A function that tells whether the norms of this step are finite, alike on all ranks. It raises RuntimeError on
-        all of them if ZeRO computed no norm in this step.
+        A function that returns whether the norms of the current step are finite, equal on all ranks. It raises
+        RuntimeError on all ranks if ZeRO computed no norm in this step.
 
     Args:
         replace: :meth:`Adapter.replace`.

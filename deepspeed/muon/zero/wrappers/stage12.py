@@ -155,7 +155,7 @@ class Stage12(Flat):
             buffer.zero_()
 
     def watch_gradients(self) -> Callable[[], Agreed]:
-        """Check the gradients themselves if ``compute_grad_norm: false`` leaves no norm to check."""
+        """Return a check of the norms or, if ``compute_grad_norm: false`` leaves no norm, of the gradients."""
         if getattr(self.wrapper, "compute_grad_norm", True):
             return super().watch_gradients()
         self.around("step", self._with_a_look_at_gradients)

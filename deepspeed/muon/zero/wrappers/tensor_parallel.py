@@ -85,7 +85,10 @@ def _are_alike(everyones: Sequence[Sequence[Placements]], specs: Mapping[str, Ma
 
 
 def _over(grid: Grid, mine: Partition, everyones: Sequence[Placements], specs: Mapping[str, MatrixSpec]) -> Partition:
-    """Return partition ``mine`` over all ranks of ``grid``; ``everyones``: its placements on each line of the grid."""
+    """Return partition ``mine``, of one tensor-parallel rank's parameters, extended over all ranks of ``grid``.
+
+    ``everyones``: by tensor-parallel rank, the placements of its parameters in the same partition.
+    """
     rank, world_size = comm.get_rank(grid.group), comm.get_world_size(grid.group)
     t = next(t for t, line in enumerate(grid.lines) if rank in line)
     tensors = {shard.spec.name: shard.tensor for shard in mine.shards}
