@@ -27,7 +27,8 @@ MAX_SUB_GROUP_SLOWDOWN = 1.25
 
 
 def log_startup(adapter: Adapter, tuning: Tuning, matrices_of_all: int) -> None:
-    """Log what is updated in this rank's share of the model, how a step runs, and one line for each kind of split.
+    """Log which parameters are updated in this rank's share of the model, by how much, and how a step runs; then one
+    line for each kind of split.
 
     ``tuning``: how Newton-Schulz was chosen. ``matrices_of_all``: number of matrices in the whole model.
     """
@@ -40,18 +41,18 @@ def log_startup(adapter: Adapter, tuning: Tuning, matrices_of_all: int) -> None:
         optimizer.warn_of_no_matrix()
         return
     lora = [spec for spec in rest if is_lora(spec)]
-    place = _place(engine, optimizer)
+    place, count = _place(engine, optimizer), engine.world_size // stages_of(engine.module)
     facts = (
-        *place,
-        f"{sum(len(s.blocks) for s in matrices)} matrices ({_elements(matrices):,} parameters) to Muon",
+        f"Muon updates {sum(len(s.blocks) for s in matrices)} matrices ({_elements(matrices):,} parameters)",
         *expert_counts(engine, optimizer),
-        f"{len(rest)} tensors ({_elements(rest):,} parameters) to AdamW"
-        + (f", {len(lora)} of them LoRA factors (Muon by muon_include)" if lora else ""),
-        *(_updates(engine, optimizer, matrices) if matrices else ()),
+        f"AdamW updates {len(rest)} tensors ({_elements(rest):,} parameters)",
+        *([f"{len(lora)} of them LoRA factors (Muon by muon_include)"] if lora else ()),
+        f"on {count} rank{'s' * (count > 1)}{_stage_0(engine, optimizer)}",
     )
-    logger.info("deepspeed-muon %s: %s", __version__, "; ".join(facts))
+    logger.info("deepspeed-muon %s: %s%s", __version__, place, ", ".join(facts))
     if matrices:
-        logger.info("deepspeed-muon: %s", "; ".join((*place, *_steps(engine, optimizer, tuning))))
+        logger.info("deepspeed-muon: %s%s", place, "; ".join(_updates(optimizer, matrices)))
+        logger.info("deepspeed-muon: %s%s", place, "; ".join(_steps(engine, optimizer, tuning)))
     if optimizer.config.preset != "none":
         logger.info("deepspeed-muon: %s", optimizer.config.preset_says)
     splits = defaultdict[str, list[str]](list)
@@ -71,28 +72,25 @@ def _elements(specs: list[MatrixSpec]) -> int:
     return sum(math.prod(spec.whole) for spec in specs)
 
 
-def _place(engine: Any, optimizer: MuonWithAuxAdam) -> tuple[str, ...]:
-    """Return phrases that name this pipeline stage and tensor-parallel shard: each of these logs its own line."""
+def _place(engine: Any, optimizer: MuonWithAuxAdam) -> str:
+    """Return a prefix that names this pipeline stage and tensor-parallel shard, each of which logs its own lines."""
     (rank, size), stages = tp_rank(engine), stages_of(engine.module)
     is_whole = optimizer.config.tp_mode == "whole"
     how = "orthogonalizing whole matrices" if is_whole else f"orthogonalizing each shard by itself, here of rank {rank}"
-    return (
-        *([f"stage {optimizer.stage + 1} of {stages} of the pipeline"] if stages > 1 else ()),
-        *([f"tensor parallelism over {size} ranks, {how}"] if size > 1 else ()),
-    )
+    stage = f"stage {optimizer.stage + 1} of {stages} of the pipeline: " if stages > 1 else ""
+    return stage + (f"tensor parallelism over {size} ranks, {how}: " if size > 1 else "")
 
 
-def _updates(engine: Any, optimizer: MuonWithAuxAdam, matrices: list[MatrixSpec]) -> tuple[str, ...]:
-    """Return phrases on what a step does to the weights: number of ranks, scale, rules beyond plain Muon."""
+def _updates(optimizer: MuonWithAuxAdam, matrices: list[MatrixSpec]) -> tuple[str, ...]:
+    """Return phrases on what a step does to the weights: scale of the update, rules beyond plain Muon, QK-clip."""
     config = optimizer.config
     whole = sorted((spec for spec in matrices if spec.blocks), key=lambda spec: math.prod(spec.whole))
     typical = whole[len(whole) // 2]
     rms = update_rms(config.scale, typical.blocks[0].rows, typical.blocks[0].cols, config.rms_scale)
-    count = engine.world_size // stages_of(engine.module)
+    formula = SCALES[config.scale][0].replace("rms_scale", f"{config.rms_scale:g}")
     return (
-        f"{count} rank{'s' * (count > 1)}{_stage_0(engine, optimizer)}",
-        f"adjust_lr_fn {config.scale} = {SCALES[config.scale][0].replace('rms_scale', f'{config.rms_scale:g}')}: "
-        f"update RMS {rms:.3g} x lr for {typical.name} {list(typical.whole)} ({config.scale_reason})",
+        f"the update of {typical.name} {list(typical.whole)} has RMS {rms:.3g} x lr, by adjust_lr_fn {config.scale} = "
+        f"{formula} ({config.scale_reason})",
         *config.beyond_muon,
         *([f"{optimizer.qk_clip}"] if optimizer.qk_clip else ()),
     )
@@ -106,9 +104,9 @@ def _steps(engine: Any, optimizer: MuonWithAuxAdam, tuning: Tuning) -> tuple[str
     sent = sum(plan.sent_elements for plan in plans) * exchange.dtype.itemsize / 1e6
     extra = sum(2 * plan.of_all.moved_elements for plan in plans) * exchange.dtype.itemsize / 1e6
     return (
-        f"{sent:.1f} MB sent per step by rank {engine.global_rank}, {extra:.1f} MB by all ranks to balance the owners",
-        *([f"{len(shared)} matrices with up to {max(shared)} owners each"] if shared else ()),
-        f"exchange in {optimizer.config.wire}, "
+        f"rank {engine.global_rank} sends {sent:.1f} MB per step in {optimizer.config.wire}, and all ranks send "
+        f"{extra:.1f} MB to balance the owners",
+        *([f"{len(shared)} matrices have up to {max(shared)} owners each"] if shared else ()),
         f"kernels: {summary(optimizer.context.kernels, optimizer.context.unavailable)}",
         f"Newton-Schulz on {exchange.device.type} in {tuning.described(optimizer.choice)}"
         + (f", ns_method {', '.join(methods)} in groups that set it" if methods else ""),

@@ -147,7 +147,8 @@ def test_the_scripts_do_not_know_the_optimizer(framework: str) -> None:
 @pytest.mark.sample(1)
 def test_ours_took_the_matrices(runs: Runs) -> None:
     line = (
-        "deepspeed-muon 0.2.0: 14 matrices (98,304 parameters) to Muon; 7 tensors (33,088 parameters) to AdamW; 2 ranks"
+        "deepspeed-muon 0.2.0: Muon updates 14 matrices (98,304 parameters), AdamW updates 7 tensors (33,088 "
+        "parameters), on 2 ranks"
     )
     assert line in runs.muon.output
     assert line in runs.resumed.output

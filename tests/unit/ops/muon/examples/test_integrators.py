@@ -24,7 +24,10 @@ from helpers.models import GLOBAL_BATCH, MODELS, train_engine
 from helpers.paths import EXAMPLES
 
 RANKS, STEPS, TIMEOUT = 2, 20, 400.0
-LINE = "deepspeed-muon 0.2.0: 14 matrices (98,304 parameters) to Muon; 13 tensors (33,728 parameters) to AdamW; 2 ranks"
+LINE = (
+    "deepspeed-muon 0.2.0: Muon updates 14 matrices (98,304 parameters), AdamW updates 13 tensors (33,728 parameters), "
+    "on 2 ranks"
+)
 
 
 @dataclass(frozen=True)

@@ -399,18 +399,22 @@ def test_a_client_optimizer_trains_as_the_config_does(stage: int, offload: bool)
         assert max(float((weights[name] - wanted[name]).abs().max()) for name in wanted) == 0
 
 
-def test_two_lines_of_log_on_rank_0() -> None:
-    """What is updated, and how a step runs."""
+def test_three_lines_of_log_on_rank_0() -> None:
+    """What is updated, by how much, and how a step runs."""
     lines, silent = run(records, 2, stage=3, widths=(512, 512, 512))
-    assert [level for level, _ in lines] == ["INFO"] * 2 and silent == []
+    assert [level for level, _ in lines] == ["INFO"] * 3 and silent == []
     assert lines[0][1] == (
-        f"deepspeed-muon {deepspeed.muon.__version__}: 2 matrices (524,288 parameters) to Muon; "
-        "2 tensors (1,024 parameters) to AdamW; 2 ranks; adjust_lr_fn original = sqrt(max(1, rows / cols)): update RMS "
-        "0.0442 x lr for layers.1.weight [512, 512] (stock Muon's, because of adam_lr, momentum)"
+        f"deepspeed-muon {deepspeed.muon.__version__}: Muon updates 2 matrices (524,288 parameters), "
+        "AdamW updates 2 tensors (1,024 parameters), on 2 ranks"
     )
-    assert lines[1][1].startswith("deepspeed-muon: 1.0 MB sent per step by rank 0, 0.0 MB by all ranks to balance ")
-    assert "; exchange in fp32, kernels: " in lines[1][1]
-    assert "; Newton-Schulz on cpu in fp32, 1 of 1 shapes by " in lines[1][1]
+    assert lines[1][1] == (
+        "deepspeed-muon: the update of layers.1.weight [512, 512] has RMS 0.0442 x lr, by adjust_lr_fn original = "
+        "sqrt(max(1, rows / cols)) (stock Muon's, because of adam_lr, momentum)"
+    )
+    assert lines[2][1].startswith(
+        "deepspeed-muon: rank 0 sends 1.0 MB per step in fp32, and all ranks send 0.0 MB to balance the owners; kernels"
+    )
+    assert "; Newton-Schulz on cpu in fp32, 1 of 1 shapes by " in lines[2][1]
 
 
 def initialized(stage: int) -> tuple[list[float], list[str], float]:
@@ -458,16 +462,16 @@ def test_no_matrix_for_muon_is_a_warning_with_the_reasons() -> None:
 
 
 def test_small_sub_groups_are_a_warning_with_the_size_that_helps() -> None:
-    warning = run(records, 2, stage=3, zero={"sub_group_size": 50})[0][2]
+    warning = run(records, 2, stage=3, zero={"sub_group_size": 50})[0][3]
     assert warning[0] == "WARNING" and "sub_group_size splits the matrices into 5 sub-groups" in warning[1]
     size = int(warning[1].rpartition("write ")[2].split()[0])
-    for enough, lines in ((size // 2, 3), (size, 2)):
+    for enough, lines in ((size // 2, 4), (size, 3)):
         assert len(run(records, 2, stage=3, zero={"sub_group_size": enough})[0]) == lines
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_parameter_groups_of_the_user_are_no_sub_groups(stage: int) -> None:
-    assert [level for level, _ in run(records, 2, stage=stage, groups=3)[0]] == ["INFO"] * 2
+    assert [level for level, _ in run(records, 2, stage=stage, groups=3)[0]] == ["INFO"] * 3
 
 
 UNTESTED = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}

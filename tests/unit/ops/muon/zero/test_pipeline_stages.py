@@ -207,12 +207,12 @@ def test_each_stage_has_its_lines_of_log() -> None:
     """Of its parameters, and, if it has matrices, of its step."""
     found = [lines for lines, _ in run(started, 4, name="late")]
     updated, run_as = (
-        [[line for line in lines if words in line] for lines in found] for words in ("to AdamW", "sent per step")
+        [[line for line in lines if words in line] for lines in found] for words in ("AdamW updates", "MB per step")
     )
     assert [len(lines) for lines in updated] == [1, 0, 1, 0] and [len(lines) for lines in run_as] == [0, 0, 1, 0]
-    assert "stage 1 of 2 of the pipeline; 0 matrices" in updated[0][0]
-    assert "stage 2 of 2 of the pipeline; 12 matrices" in updated[2][0] and "2 ranks" in updated[2][0]
-    assert run_as[2][0].startswith("deepspeed-muon: stage 2 of 2 of the pipeline; ") and "by rank 2" in run_as[2][0]
+    assert "stage 1 of 2 of the pipeline: Muon updates 0 matrices" in updated[0][0]
+    assert "stage 2 of 2 of the pipeline: Muon updates 12 matrices" in updated[2][0] and "2 ranks" in updated[2][0]
+    assert run_as[2][0].startswith("deepspeed-muon: stage 2 of 2 of the pipeline: rank 2 sends ")
 
 
 def started_after_a_race(name: str, **config: Any) -> tuple[list[str], list[dict[str, Any]]]:
