@@ -283,7 +283,11 @@ def settings_of(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[st
     # Not the config's rates: a rate that the script has lowered by hand would jump back on every resume.
     if (ratio := saved.get("lr_ratio", current.get("lr_ratio"))) != current.get("lr_ratio"):
         change = f"lr_ratio = {current['lr_ratio']} from the config; the checkpoint has {ratio}"
-        logger.warning("deepspeed-muon: parameter group %s continues with %s", current.get("name"), change)
+        logger.warning(
+            "deepspeed-muon: checkpoint and config differ; parameter group %s continues with %s",
+            current.get("name"),
+            change,
+        )
     left_out = KEPT_FROM_CONFIG | {"params", "matrices", "blocks"}
     settings = {key: value for key, value in saved.items() if key not in left_out}
     silent = {"lr", "initial_lr", "ns_choice", "ns_methods", "owner_counts", SAVED}
@@ -292,5 +296,9 @@ def settings_of(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[st
     for key, value in settings.items():
         if key in current and key not in silent and value != current[key]:
             change = f"{key} = {value} from the checkpoint; the config has {current[key]}"
-            logger.warning("deepspeed-muon: parameter group %s continues with %s", current.get("name"), change)
+            logger.warning(
+                "deepspeed-muon: checkpoint and config differ; parameter group %s continues with %s",
+                current.get("name"),
+                change,
+            )
     return {key: value for key, value in current.items() if key != "params"} | settings

@@ -74,7 +74,10 @@ class SecondMoments:
         """Take the moments out of saved ``groups``. ``is_logging``: warn if only one of the two runs uses NorMuon."""
         found = {name: moment for group in groups for name, moment in group.pop(SAVED, {}).items()}
         if is_logging and found and not self.is_used:
-            logger.warning("deepspeed-muon: the checkpoint was saved with normuon; this run's config does not set it")
+            logger.warning(
+                "deepspeed-muon: the checkpoint was saved with normuon; this run's config does not set it, so its "
+                "second moments are dropped"
+            )
         if is_logging and self.is_used and not found:
             logger.warning("deepspeed-muon: the checkpoint has no second moments for normuon; they start at zero")
         self.by_name = found if self.is_used else {}

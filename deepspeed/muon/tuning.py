@@ -84,7 +84,9 @@ class Tuning:
         """Return ``choice`` and the reason for it as one line of text for the log."""
         recipes = [str(recipe) for recipe in choice.recipes.values()]
         how = ", ".join(f"{recipes.count(one)} of {len(recipes)} shapes by {one}" for one in dict.fromkeys(recipes))
-        reason = f"the fastest in a race at start; {pin(choice.dtype)}" if self.rates else "by the count of operations"
+        reason = (
+            f"the fastest of those timed at start; {pin(choice.dtype)}" if self.rates else "by the count of operations"
+        )
         return f"{choice.dtype}, {how} ({reason})"
 
 

@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True)
     init = commands.add_parser("init", help="print a ds_config for Muon, from one for AdamW; the reasons go to stderr")
     init.add_argument("--config", required=True, help=OF_INIT)
-    init.add_argument("--out", type=Path, help="new file for the config, beside it one for accelerate if --config is")
+    init.add_argument("--out", type=Path, help="new file for the ds_config; from accelerate's YAML also a new YAML")
     plan = commands.add_parser("plan", help="what the optimizer would do with a model on many ranks")
     plan.add_argument("--config", required=True, help="ds_config.json with optimizer.type Muon")
     plan.add_argument("--model", required=True, help=EXPECTED.removeprefix("expected "))

@@ -91,7 +91,7 @@ def group_of(ranks: Sequence[int]) -> Any:
         return torch.distributed.group.WORLD
     if not is_made(ranks):
         raise RuntimeError(
-            f"by the state that was loaded, ranks {list(ranks)} own matrices together, but they have no process group; "
+            f"the loaded state lets ranks {list(ranks)} share matrices, but they have no process group for that; "
             "load it with engine.load_checkpoint on all ranks, or before the first step"
         )
     return _made[torch.distributed.group.WORLD, tuple(ranks)]

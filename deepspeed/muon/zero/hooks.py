@@ -287,13 +287,16 @@ def install() -> None:
     oldest, newest = TESTED_DEEPSPEED
     if missing := [str(seam) for seam in SEAMS if not seam.exists()]:
         raise SeamError(
-            f"DeepSpeed {version} has no {', '.join(missing)}, which deepspeed-muon replaces; tested versions are "
-            f"{oldest} to {newest}"
+            f"DeepSpeed {version} has no {', '.join(missing)}, which deepspeed-muon replaces; install DeepSpeed "
+            f"{oldest} to {newest}, which are tested"
         )
     if _undo:
         return
     if not is_tested(version):
-        logger.warning(f"deepspeed-muon was tested on DeepSpeed {oldest} to {newest}, this is {version}")
+        logger.warning(
+            f"deepspeed-muon was tested on DeepSpeed {oldest} to {newest}, this is {version}; if training fails or "
+            "differs, install one of those"
+        )
     for seam, function in REPLACEMENTS.items():
         owner, name = seam.find()
         _undo.append(replace(owner, name, function))

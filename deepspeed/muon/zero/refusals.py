@@ -94,7 +94,7 @@ RULES: tuple[Rule, ...] = (
     *_nvme_rules("offload_param", "parameters", "remove offload_param"),
     _forbidden(
         "zero_optimization.offload_optimizer.super_offload",
-        "it runs its own Adam, on NVIDIA GPUs alone; set it to false",
+        "it runs its own Adam, only on NVIDIA GPUs; set it to false",
         first_stage=3,
     ),
     _forbidden(

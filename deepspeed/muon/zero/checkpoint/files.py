@@ -296,7 +296,8 @@ class SafeFiles(CheckpointEngine):
                 file.unlink(missing_ok=True)
             except OSError as error:
                 logger.warning(
-                    "deepspeed-muon: %s belongs to an older checkpoint of this tag and cannot be removed: %s",
+                    "deepspeed-muon: %s belongs to an older checkpoint of this tag and cannot be removed: %s; delete "
+                    "it before converting this checkpoint",
                     file,
                     error,
                 )

@@ -25,7 +25,10 @@ def read_states(file: Path) -> Any:
     def stage(kind: Any, name: str) -> Any:
         """Replace ``getattr``, with which some Python versions pickle enumerations: allow ``ZeroStageEnum`` only."""
         if kind is not ZeroStageEnum:
-            raise pickle.UnpicklingError(f"{file.name} calls getattr({kind}, {name!r}), which no optimizer state needs")
+            raise pickle.UnpicklingError(
+                f"{file.name} calls getattr({kind}, {name!r}), which no optimizer state needs; it may run foreign code "
+                "and is not loaded"
+            )
         return ZeroStageEnum[name]
 
     # torch allows a function by its name; from torch 2.6 on, (function, name) would do the same.

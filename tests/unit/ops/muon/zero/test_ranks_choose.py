@@ -129,7 +129,10 @@ def test_all_ranks_take_what_is_fastest_at_the_slowest(stage: int) -> None:
     assert all(result[0] == results[0][0] and result[3] == results[0][3] for result in results)
     assert {dtype for _, _, made, *_ in results for _, _, dtype in made} == {torch.float16}
     assert [len(said) for _, said, *_ in results] == [1, 0, 0], "one line"
-    assert "Newton-Schulz on cpu in fp16, " in results[0][1][0] and "the fastest in a race at start" in results[0][1][0]
+    assert (
+        "Newton-Schulz on cpu in fp16, " in results[0][1][0]
+        and "the fastest of those timed at start" in results[0][1][0]
+    )
     assert {exchanged for *_, exchanged in results} == {torch.bfloat16}
 
 
@@ -147,7 +150,7 @@ def race_for_real(case: dict[str, Any]) -> tuple[Choice, list[str]]:
     result = choice_of(engine)
     train_engine(engine, 1)
     engine.destroy()
-    return result, [text for text in said if "the fastest in a race at start" in text]
+    return result, [text for text in said if "the fastest of those timed at start" in text]
 
 
 def test_a_real_race_answers_for_every_shape() -> None:
