@@ -35,14 +35,13 @@ def test_no_preset_is_plain_muon() -> None:
 @pytest.mark.parametrize(
     ("section", "expected"),
     [
-        (
-            {"preset": "kimi_k2", "lr": 1e-3},
-            {"lr": 1e-3, "qk_clip": ClipOptions(tau=100, alpha=0.5), "weight_decay": 0.1},
-        ),
+        ({"preset": "kimi_k2", "lr": 1e-3}, {"lr": 1e-3, "qk_clip": ClipOptions(tau=100), "weight_decay": 0.1}),
         ({"preset": "kimi_k2", "qk_clip": None}, {"qk_clip": None, "lr": 2e-4}),
         ({"preset": "kimi_k2", "qk_clip": {"tau": 30}}, {"qk_clip": ClipOptions(tau=30)}),
         ({"preset": "moonlight", "ns_coefficients": "polar_express"}, {"ns_steps": None}),
         ({"preset": "deepseek_v4", "adjust_lr_fn": "original"}, {"scale": "original"}),
+        ({"preset": "kimi_k2", "adjust_lr_fn": None}, {"scale": "match_rms_adamw"}),
+        ({"preset": "kimi_k2", "adjust_lr_fn": "auto", "momentum": 0.9}, {"scale": "original"}),
         ({"preset": "nanochat", "lr": 1e-3}, {"muon_lr": None, "adam_lr": None}),
         ({"preset": "nanochat", "weight_decay": 0.1}, {"muon_weight_decay": None, "adam_weight_decay": None}),
         ({"preset": "nanochat", "muon_lr": 0.01}, {"muon_lr": 0.01, "adam_lr": 0.004}),
@@ -81,11 +80,6 @@ def test_an_error_about_a_key_of_the_preset_names_the_preset() -> None:
     with pytest.raises(MuonConfigError) as error:
         parse({"preset": "nanochat", "lr": -1})
     assert "preset" not in str(error.value)
-
-
-def test_the_keys_of_a_preset_do_not_decide_the_scale() -> None:
-    assert parse({"preset": "kimi_k2", "adjust_lr_fn": None}).scale == "match_rms_adamw"
-    assert parse({"preset": "kimi_k2", "adjust_lr_fn": "auto", "momentum": 0.9}).scale == "original"
 
 
 def test_the_log_says_what_a_preset_set() -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wrong configurations, and the message of each: the cases of docs/reference/errors.md."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -192,30 +193,21 @@ def _attempt(reached: list[str], model: Callable[[], nn.Module], config: dict[st
 
 def attempt_all() -> list[tuple[str, str, list[str]]]:
     """Try every case in this process; return (what was written, message, what was allocated before it) of each."""
-    plain = ds_config()
     muon: dict[str, Any] = {"type": "Muon", "params": {}}
-    cases: list[tuple[str, Callable[[], nn.Module], dict[str, Any], dict[str, Any]]] = []
-    for params in PARAMS:
-        cases.append((_text(params), Mlp, plain | {"optimizer": muon | {"params": params}}, {}))
-    for section in SECTIONS:
-        cases.append((_text(section), Mlp, plain | {"optimizer": muon} | section, {}))
-    for group in GROUPS:
-        cases.append((f"a parameter group with {_text(group)}", Mlp, plain | {"optimizer": muon}, group))
-    small = plain | {"optimizer": muon, "train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}}
-    for title, model in MODELS.items():
-        cases.append((title, model, small, {}))
+    plain = ds_config(optimizer=muon)
+    cases: list[tuple[str, Callable[[], nn.Module], dict[str, Any], dict[str, Any]]] = [
+        *((json.dumps(params), Mlp, plain | {"optimizer": muon | {"params": params}}, {}) for params in PARAMS),
+        *((json.dumps(section), Mlp, plain | section, {}) for section in SECTIONS),
+        *((f"a parameter group with {json.dumps(group)}", Mlp, plain, group) for group in GROUPS),
+    ]
+    small = plain | {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}}
+    cases += [(title, model, small, {}) for title, model in MODELS.items()]
     results = []
     for title, model, config, group in cases:
         torch.manual_seed(0)
         reached: list[str] = []
         results.append((title, _attempt(reached, model, config, group), reached))
     return results
-
-
-def _text(value: dict[str, Any]) -> str:
-    import json
-
-    return json.dumps(value)
 
 
 def table(results: list[tuple[str, str, list[str]]]) -> str:
