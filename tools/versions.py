@@ -38,7 +38,7 @@ SMOKE = (
 )
 MODELS = (
     *(f"matrices/test_{name}.py" for name in ("routing", "routing_overrides", "splitting", "fused_layouts")),
-    *("cli/test_cli.py", "cli/test_model.py", "test_attention_watch.py", "examples/test_frameworks.py"),
+    *("cli/test_cli.py", "test_attention_watch.py", "examples/test_frameworks.py"),
     *(f"zero/test_{name}.py" for name in ("tensor_parallel", "autoep", "alst", "qk_clip", "lr_scheduler")),
 )
 STOCK = "test_oracles.py::test_adam_matches_deepspeed"

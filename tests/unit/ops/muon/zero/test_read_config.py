@@ -68,6 +68,7 @@ UNKNOWN = {
     "weight_decay": "it belongs in optimizer.params",
     "warmup_num_steps": "it belongs in scheduler.params",
     "gradient_cliping": "did you mean gradient_clipping?",
+    "zero_optimisation": "did you mean zero_optimization?",
     "_comment": "it has no effect",
     "comment": "it has no effect",
     "//": "it has no effect",
@@ -76,8 +77,10 @@ UNKNOWN = {
 
 
 def test_unknown_keys_get_their_section_or_a_near_spelling() -> None:
+    """And no key that DeepSpeed reads is unknown."""
+    known = ("bf16", "fp16", "scheduler", "flops_profiler", "aio", "csv_monitor", "compile", "train_batch_size")
     with logged(logging.WARNING) as said:
-        read(dict.fromkeys(UNKNOWN, 1))
+        read(dict.fromkeys(UNKNOWN, 1) | dict.fromkeys(known, "auto"))
     assert said == [
         f"deepspeed-muon: DeepSpeed has no top-level ds_config key {key}; {advice}" for key, advice in UNKNOWN.items()
     ]
