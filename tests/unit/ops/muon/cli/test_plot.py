@@ -3,15 +3,13 @@
 
 import builtins
 import csv
-import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deepspeed.muon.cli import main
 from deepspeed.muon.cli.monitor_records import Records, read
 from deepspeed.muon.cli.plot import draw
 from helpers.distributed import run
@@ -20,6 +18,7 @@ from helpers.records import monitored
 from helpers.rules import RULES
 from helpers.training import make_engine
 
+Command = Callable[..., Any]
 PNG = b"\x89PNG\r\n"
 LAYERS = [f"blocks.{layer}.{name}.weight" for layer in (0, 2, 10) for name in ("down", "up")]
 PHASES = ("prepare", "exchange", "newton_schulz", "apply", "adamw", "step", "record")
@@ -56,23 +55,12 @@ def titles(written: Records) -> list[str]:
     return draw(written, Path("run"))[1]
 
 
-def outcome(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]:
-    status = main.main(["plot", *arguments])
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
-
-
-def test_a_panel_for_each_measure(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    folder = write(tmp_path / "run", everything())
-    status, out, _ = outcome(capsys, str(folder), "--json")
-    assert (status, json.loads(out)) == (
-        0,
-        {"file": str(folder / "muon.png"), "panels": [*PANELS], "records": 10},
-    )
-    assert (folder / "muon.png").read_bytes().startswith(PNG)
-    other = tmp_path / "other.png"
-    assert outcome(capsys, str(folder), "--out", str(other))[1] == f"{other}: 10 panels from 10 records\n"
-    assert other.read_bytes().startswith(PNG)
+def test_a_panel_for_each_measure(tmp_path: Path, ds_muon: Command) -> None:
+    folder, other = write(tmp_path / "run", everything()), tmp_path / "other.png"
+    facts = ds_muon("plot", folder, "--json").facts
+    assert facts == {"file": str(folder / "muon.png"), "panels": [*PANELS], "records": 10}
+    assert ds_muon("plot", folder, "--out", other).out == f"{other}: 10 panels from 10 records\n"
+    assert all(file.read_bytes().startswith(PNG) for file in (folder / "muon.png", other))
 
 
 @pytest.mark.parametrize("absent", [0, 4, 9])
@@ -139,25 +127,30 @@ def test_files_and_events_of_a_run_say_the_same(tmp_path: Path) -> None:
 # ---- refusals ---------------------------------------------------------------------------------------------------
 
 
-def test_a_wrong_folder_names_the_nearest(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    write(tmp_path / "logs" / "large", everything()[:2])
-    right = write(tmp_path / "logs" / "small", everything()[:2])
+NO_RECORDS = "has no records of deepspeed-muon"
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        *((f"logs/{asked}", "is not a folder; did you mean {}?") for asked in ("smal", "smal/run", "small/csv")),
+        ("log/small", "is not a folder; did you mean {}?"),
+        ("logs", f"{NO_RECORDS}; did you mean"),
+        ("logs/empty", "expected the folder that DeepSpeed's csv_monitor or tensorboard writes"),
+        ("stock", NO_RECORDS),
+    ],
+)
+def test_a_wrong_folder_names_the_nearest(asked: str, words: str, tmp_path: Path, ds_muon: Command) -> None:
+    for run_folder in ("large", "small"):
+        write(tmp_path / "logs" / run_folder, everything()[:2])
     (tmp_path / "logs" / "empty").mkdir()
-    for given in ("logs/smal", "logs/smal/run", "log/small", "logs/small/csv"):
-        status, _, err = outcome(capsys, str(tmp_path / given))
-        assert status == 2 and f"is not a folder; did you mean {right}?" in err, given
-    status, _, err = outcome(capsys, str(tmp_path / "logs"))
-    assert status == 2 and "has no records of deepspeed-muon; did you mean" in err
-    status, _, err = outcome(capsys, str(tmp_path / "logs" / "empty"))
-    assert status == 2 and "expected the folder that DeepSpeed's csv_monitor or tensorboard writes" in err
     write(tmp_path / "stock", ["Train_Samples_lr"])
-    assert "has no records of deepspeed-muon" in outcome(capsys, str(tmp_path / "stock"))[2]
+    ds_muon("plot", tmp_path / asked).must_refuse("plot", words.format(tmp_path / "logs" / "small"))
 
 
-def test_a_file_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    folder = write(tmp_path / "run", everything()[:2])
-    status, _, err = outcome(capsys, str(folder), "--out", str(tmp_path / "none" / "a.png"))
-    assert status == 2 and f"--out {tmp_path / 'none' / 'a.png'}: No such file or directory" in err
+def test_a_file_that_cannot_be_written(tmp_path: Path, ds_muon: Command) -> None:
+    folder, file = write(tmp_path / "run", everything()[:2]), tmp_path / "none" / "a.png"
+    ds_muon("plot", folder, "--out", file).must_refuse("plot", f"--out {file}: No such file or directory")
 
 
 @pytest.mark.parametrize(
@@ -168,7 +161,7 @@ def test_a_file_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFix
     ],
 )
 def test_a_library_that_is_missing(
-    library: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    library: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ds_muon: Command
 ) -> None:
     original = builtins.__import__
 
@@ -182,5 +175,4 @@ def test_a_library_that_is_missing(
     else:
         (tmp_path / "events.out.tfevents.1.host").touch()
     monkeypatch.setattr(builtins, "__import__", without)
-    status, _, err = outcome(capsys, str(tmp_path))
-    assert status == 2 and words in err
+    ds_muon("plot", tmp_path).must_refuse("plot", words)
