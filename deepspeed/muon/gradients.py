@@ -86,6 +86,7 @@ class GradientProbe:
         probed = [probes for probes in self._probes if probes.tensor in grads]
         if not probed:
             return present
+        # A gradient that is not zero is hardly ever zero at all of these positions, so most steps read no more of it.
         values = torch.cat([grads[probes.tensor][probes.positions] for probes in probed])
         matrices = torch.cat([probes.matrices for probes in probed])
         present[matrices] = found = values.ne(0).any(dim=1).to(torch.int32)

@@ -129,6 +129,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self._origins, self._given_lrs = split.origins, split.given_lrs
         #: Whether the config or a parameter group sets a learning rate; otherwise stock DeepSpeed's defaults apply.
         self.sets_a_rate = split.sets_a_rate
+        # No defaults: each half has all of its settings, those of Muon or those of AdamW.
         super().__init__(split.halves, defaults={})
         # torch's schedulers require ``betas`` in the defaults before they cycle those of every group.
         self.defaults |= {"lr": split.reference_lr, "betas": self.config.betas}
@@ -395,6 +396,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         if self._binding is None and not self._bind_on_first_use():
             return
         if not self.context.is_stepped_in_parts:
+            # In every step, because a rank that loads a state cannot know that the others did not.
             if self._replicas is not None:
                 agree_with_replicas(self, self._replicas)
             self.begin_step()
@@ -402,6 +404,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         if not self._is_finite():
             self.report_skip()
             return
+        # Not checked at start: a schedule changes these rates, and AdamW trains until one is out of range.
         for group in self.param_groups:
             check_decay_rates(group)
         for group in self.param_groups:

@@ -108,6 +108,7 @@ def _halves(
                 users["initial_lr"] = group["initial_lr"] * ratio
             if name_of:
                 users["param_names"] = [name_of[param] for param in half]
+            # By these marks ZeRO finds experts and their process group, so each such group gets its own halves.
             marks = {"name": experts, "moe": True} if experts else {"name": f"{base}-{label}" if base else label}
             ours = {"lr_ratio": ratio, "use_muon": use_muon, **marks}
             # Muon groups have betas, without effect, because torch's schedulers cycle the betas of every group.

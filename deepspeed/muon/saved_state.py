@@ -96,6 +96,7 @@ class SavedForm:
             entry[MOMENTUM] = values.view(codes.shape)
         if self.is_convertible and MOMENTUM in entry:
             momentum = entry.pop(MOMENTUM)
+            # The keys that DeepSpeed's converter knows. The expanded scalar takes one element of storage in the file.
             entry |= {"exp_avg": momentum, "exp_avg_sq": momentum.new_zeros(()).expand(momentum.shape)}
         return entry
 
@@ -120,6 +121,7 @@ class SavedForm:
                     entry[MOMENTUM] = entry.pop("exp_avg")
                 if MOMENTUM in entry:
                     tensor = entry[MOMENTUM]
+                    # torch would cast a bare tensor to the parameter's dtype, which may have fewer digits.
                     entry[MOMENTUM] = AsSaved(tensor, torch.int8 if is_int8 else tensor.dtype)
         self._before = {tensor: dict(entry) for tensor, entry in optimizer.state.items()}
         return {**saved, "state": state, "param_groups": groups}
@@ -290,6 +292,7 @@ def settings_of(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[st
         )
     left_out = KEPT_FROM_CONFIG | {"params", "matrices", "blocks"}
     settings = {key: value for key, value in saved.items() if key not in left_out}
+    # Schedules change rates all the time, and the other keys are choices that the saved run made, not settings.
     silent = {"lr", "initial_lr", "ns_choice", "ns_methods", "owner_counts", SAVED}
     if current.get("use_muon"):  # torch's schedulers change the betas of every group; a Muon group's have no effect
         silent.add("betas")

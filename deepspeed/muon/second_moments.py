@@ -68,6 +68,7 @@ class SecondMoments:
                 f"state_dict: NorMuon's second moments of {len(missing)} matrices are on other ranks; save with "
                 "engine.save_checkpoint, or call state_dict on all ranks within optimizer.whole_state()"
             )
+        # Every rank's file has all of them, so that a resumed run may have other owners.
         next(group for group in groups if group["use_muon"])[SAVED] = dict(self.by_name)
 
     def load(self, groups: Iterable[dict[str, Any]], is_logging: bool) -> None:

@@ -185,6 +185,7 @@ class PartitionStep:
         """Find the matrices that have no gradient on any rank; they are not updated in this step."""
         self._absent = self.gradients.absent(self._group["params"], operation)
         if self._stats is not None:
+            # All ranks that share the plan count the same matrices, and their counts are added up.
             self._stats.add(ABSENT, len(self._absent) / self.sharers, 0)
 
     # ---- on the shard: momentum and Nesterov --------------------------------------------------------------
@@ -251,6 +252,7 @@ class PartitionStep:
         state, copy = self._states[tensor], run.copy
         fragment, codes, absmax, skipped = self.blocks[tensor].around(state, copy.start, copy.extent)
         gradient = grad.view(-1)[copy.start : copy.start + copy.extent]
+        # The run is all that this rank holds of the parameter, so no other run shares its blocks: one pass does both.
         if copy.numel == fragment.numel:
             self._advance_codes(state, fragment, codes, absmax, gradient, target)
             self._advanced.add((run.tensor, fragment.position))

@@ -76,6 +76,7 @@ class Exchange:
         """
 
         def call(kind: str, tensor: Tensor, launch: Callable[[], Any]) -> None:
+            # A collective that the other owners do not call would hang on NCCL, so a call that is not planned raises.
             planned = next(calls, None)
             if planned is None or (planned.kind, planned.numel) != (kind, tensor.numel()):
                 called = f"{kind} of {tensor.numel():,} {name_of(tensor.dtype)} elements"

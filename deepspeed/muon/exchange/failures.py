@@ -111,4 +111,5 @@ def end_if_left_alone(is_waiting: Callable[[], bool]) -> None:
     logger.error("deepspeed-muon: this rank ends, because it waits in a step in which another rank failed: %s", text)
     for handler in logger.handlers:
         handler.flush()
+    # Not sys.exit: this is the watchdog's thread, and the main thread waits in a collective that never returns.
     os._exit(1)

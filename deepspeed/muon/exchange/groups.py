@@ -65,6 +65,7 @@ def make_groups(wanted: Iterable[Sequence[int]], device: torch.device) -> None:
 
     ``wanted``: the ranks of each group, equal on all ranks. ``device``: of the tensors that the groups will send.
     """
+    # In one order on all ranks, members or not: if NCCL splits the world's communicator, every rank must take part.
     for ranks in sorted({tuple(ranks) for ranks in wanted if len(ranks) < torch.distributed.get_world_size()}):
         group = torch.distributed.new_group(list(ranks), timeout=group_timeout(device))
         if torch.distributed.get_rank() in ranks:

@@ -73,6 +73,7 @@ class OwnerSet:
         found = torch.empty((self.size, x.size(0), 2), dtype=torch.float32, device=x.device)
         self._gather(found, sizes)
         exponents, lengths = found.unbind(-1)
+        # Each length is relative to its owner's power of two. Make all relative to the largest: squares stay in range.
         exponent = exponents.amax(dim=0)
         length = torch.linalg.vector_norm(lengths * torch.exp2(exponents - exponent), dim=0)
         # `magnitude` has divided the slice by its own power of two, 2^sizes[:, 0]; the owners' powers differ.

@@ -68,6 +68,7 @@ class PendingCollective:
         Raises:
             ExchangeError: another rank died, or did not join within the process group's timeout.
         """
+        # Not at the launch: until this call no stream waits for the collective, so it cannot be what hangs.
         self.mark.zero_()
         # gloo raises plain RuntimeErrors; errors of memory and of the device are subclasses of RuntimeError.
         try:

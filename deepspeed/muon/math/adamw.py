@@ -97,6 +97,7 @@ def _update(
     settings |= {key: group[key] for key in ("lr", "weight_decay", "eps")}
     settings["has_complex"] = any(p.is_complex() for p in tensors)
     is_fused = not settings["has_complex"] and all(map(has_fused_kernel, {p.device.type for p in tensors}))
+    # On a CPU torch's fused kernel is as fast as DeepSpeedCPUAdam without a build, and six times faster than foreach.
     settings["fused" if is_fused else "foreach"] = True
     update = adamw if decoupled else adam
     update(tensors, grads, means, squares, [], steps, amsgrad=False, maximize=False, **settings)

@@ -104,6 +104,7 @@ def state_of(state: State, tensor: Tensor, momentum_dtype: str, blocks: Callable
     ``momentum_absmax``, fp32, one per block. ``blocks``: returns the blocks of a tensor.
     """
     if MOMENTUM not in state and CODES not in state:
+        # On the CPU, because each step reads the count, for schedules and random numbers, and would wait for a device.
         state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
         dtype = kept_dtype(tensor, momentum_dtype)
         if dtype == torch.int8:

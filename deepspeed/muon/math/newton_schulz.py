@@ -169,6 +169,8 @@ def _gram(
     names = ("gram", "factor", "q") if kernels.in_place else ("gram", "factor", "q", "t")
     r, factor, q, *spares = (symmetric_of(name, x, work) for name in names)
     step = 0
+    # A segment multiplies small matrices, and X only once at its end, which saves wide products. Between segments R is
+    # computed from X again, because rounding lets the small matrices drift away from X.
     for length in lengths:
         kernels.square(x, r, work)
         for i, triple in enumerate(schedule[step : step + length]):

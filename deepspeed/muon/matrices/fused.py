@@ -63,6 +63,7 @@ def _attention(name: str, outputs: int, inputs: int, axis: int, owner: nn.Module
             return Cut((inputs // DEVICES,) * 3, axis, DEVICES), QKV
         raise _misfit(name, outputs)
     is_grouped = name in GROUPED or is_a(owner, GROUPED_CLASSES)
+    # A wrong order would train without any error, so nothing is guessed from a name that only looks fused.
     if not is_grouped and name not in CONTIGUOUS:
         raise ValueError(f"it is unknown how {name} of {type(owner).__name__} orders queries, keys and values")
     heads = heads_of(owner, model)

@@ -77,6 +77,7 @@ def route(model: nn.Module, config: MuonConfig | None = None) -> dict[nn.Paramet
         no_matrix = _not_a_matrix(shape, param.dtype)
         by_rules = Route(False, no_matrix) if no_matrix else _route_by_rules(shape, uses, outer.get(param), config)
         decided = _route_by_user(names, param, no_matrix, config) or by_rules
+        # Each stage updates its own copy. AdamW gives all copies equal bits, Newton-Schulz may not.
         if decided.use_muon and param in shared:
             raise ValueError(
                 f"{names[0]}: Muon cannot update it ({decided.reason}), because several pipeline stages have copies of "
@@ -164,6 +165,7 @@ def is_lora(spec: MatrixSpec) -> bool:
 
 
 def _lora(name: str, shape: tuple[int, ...]) -> str | None:
+    # A square matrix is not low-rank, whatever its name.
     if not _LORA.search(name) or (len(shape) == 2 and shape[0] == shape[1]):
         return None
     return f"LoRA factor of rank {min(shape)}" if len(shape) == 2 else "LoRA"

@@ -350,6 +350,7 @@ def _continued(first: Segment, second: Segment) -> Segment | None:
 
 
 def _one_span(first: Span, second: Span) -> Span | None:
+    # Matrices of one shape are in the order of the model, so runs that are neighbours in the shard often are here, too.
     is_next = (first.start + first.numel, first.at + first.numel) == (second.start, second.at)
     numel = first.numel + second.numel
     return first._replace(numel=numel) if is_next and numel <= MAX_SPAN else None

@@ -44,6 +44,7 @@ def counts_for(world_size: int, most: int = MAX_OWNERS) -> list[int]:
     """
     counts = [1]
     for count in range(2, min(world_size, most) + 1):
+        # If all numbers divide each other, smaller sets are inside larger ones, and no owners wait in a ring.
         if world_size % count == 0 and count % counts[-1] == 0:
             counts.append(count)
     return counts
@@ -137,6 +138,7 @@ def _for_memory(rows: int, cols: int, allowed: Sequence[int], holders: int, cost
         return cost.bytes_per_element * (3 * rows * cols // count + grams * min(rows, cols) ** 2)
 
     small = next((count for count in allowed if nbytes(count) <= MAX_WHOLE_BYTES), allowed[-1])
+    # With fewer holders, one of them would need more memory to send its part than slices save.
     return small if cost.device_type != "cpu" and small <= holders else 1
 
 
@@ -162,6 +164,7 @@ def assign(
     few: dict[Spread, dict[int, int]] = {}
     for count in sorted({*counts} - {1}, reverse=True):
         _assign_to_sets(count, items, counts, cost, owners, loads)
+    # Equal weights are ordered by index, so that all ranks assign alike.
     for index in sorted((i for i, count in enumerate(counts) if count == 1), key=lambda i: (-weights[i], i)):
         weight, missing = weights[index], _candidates(items[index], loads.least(), few)
         # The elements that the best-placed rank lacks are sent in any case, so only those beyond them have a cost.

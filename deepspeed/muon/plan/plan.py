@@ -195,6 +195,7 @@ def plan_partition(
     items, pinned = [item for shard in shards for item in shard.items], pinned or {}
     counts = counts_of(items, world_size, cost, pinned, most_owners)
     plan = global_plan(shards, world_size, cost, bucket_bytes, counts)
+    # Several owners round a sum differently from one, so a number from a checkpoint or the config must be kept.
     is_asked_for = bool(pinned or most_owners) and max(counts, default=1) > 1
     if plan.copies == 1 or is_asked_for or is_worth_sharing(plan, cost):
         return plan

@@ -244,6 +244,7 @@ def between_owners(batch: Batch, rank: int, how: NewtonSchulz) -> Iterator[Colle
     group, small = Group(range(first, first + batch.owners)), min(rows, cols)
     has_diagonals, splits_products = how.dtype != "fp32", batch.owners >= SPLIT_FROM
     products = [*product_order(how.schedule, how.method(rows, cols), how.dtype)]
+    # threads=1: owners on machines with different numbers of threads must split a batch alike.
     limit = batch_limit(batch.rows * batch.cols, small, DTYPES[how.dtype].itemsize, how.device_type != "cpu", threads=1)
     for count in _parts(batch.count, limit):
         yield Collective("all_gather", group, "fp32", 2 * count)  # per matrix: exponent and norm of the owner's slice

@@ -113,6 +113,7 @@ class QKClip:
                 the first step. It is raised on all ranks that train these layers.
         """
         count = sum(layer.queries for layer in self.layers)
+        # One collective for all: 1 + index of a layer that cannot be observed, the logits of all heads, who is trained.
         logits = torch.full((1 + count + len(self._params),), -math.inf, dtype=torch.float32, device="cpu")
         logits[0] = max((1 + i for i, layer in enumerate(self.layers) if layer.name in self.watch.missed), default=0)
         at, places, found = 1, [], []
@@ -176,6 +177,7 @@ class QKClip:
                     scaled.append((tensor, part, factor))
         if not scaled:
             return
+        # A head may lie in several matrices, some of them without a gradient; these must keep their bits.
         kept = [(view, view.clone()) for view in self._unchanged(tensors, plan, absent)]
         for tensor, part, factor in scaled:
             piece = part.piece

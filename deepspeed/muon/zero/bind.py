@@ -176,6 +176,7 @@ def _facts(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
         "shapes": [[*shape, count] for shape, count in optimizer.shapes.items()],
         "ns_methods": sorted(optimizer.ns_methods),
         "races": may_race(),
+        # Ranks with the same host name share a node, and only they may own a matrix together.
         "host": socket.gethostname(),
         "group_count": len(groups),
         "matrices": sum(len(spec.blocks) for spec in optimizer.specs.values()),

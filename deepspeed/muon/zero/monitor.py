@@ -120,6 +120,7 @@ class Recorder:
         count = len(self._labels)
         if not count:  # the user has left every matrix to AdamW
             return Sample()
+        # Coprime to the count, so that each label gets its turn; the golden ratio keeps successive turns far apart.
         stride = next((n for n in range(round(0.618 * count), count) if math.gcd(n, count) == 1), 1)
         name = self._labels[turn * stride % count]
         matrices = self._matrices.get(name) or [""]  # none in another stage of a pipeline

@@ -200,6 +200,7 @@ class SafeFiles(CheckpointEngine):
         self.files[final] = final.with_name(temporary)
         file = self._attempt(durable.SyncedFile, self.files[final])
 
+        # Never raise: torch.save calls this from C++, and to close its archive after a failed write ends the process.
         def write(data: Any) -> int:
             view = memoryview(data).cast("B")
             if self.error is None:
@@ -246,6 +247,7 @@ class SafeFiles(CheckpointEngine):
 
         The user may keep tensors of the other files, which a later save may overwrite.
         """
+        # Mapping saves time and memory. A load copies states into existing tensors, so nothing keeps the file in use.
         is_state = "zero_pp_rank_" in path and path.endswith("optim_states.pt")
         return read_model(Path(path)) if is_state else self.contents.load(path, map_location)
 

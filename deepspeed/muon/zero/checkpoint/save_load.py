@@ -99,6 +99,7 @@ def save_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
             # ``commit`` writes ``latest``: if DeepSpeed's write failed on rank 0, the others would wait in a barrier.
             arguments["save_latest"] = False
             return saving.run(lambda: original(**arguments))
+        # Other checkpoint engines finish files later or in slices, so a manifest would promise too much.
         saving.leave_to_deepspeed(Path(arguments["save_dir"], str(arguments["tag"])))
         return original(**arguments)
 
