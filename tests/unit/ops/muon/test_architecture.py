@@ -329,76 +329,8 @@ RULES: list[Callable[[Tree], list[str]]] = [
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_the_package_keeps_the_rule(rule: Callable[[Tree], list[str]]) -> None:
+    assert len(PACKAGE_TREE) > 60
     assert rule(PACKAGE_TREE) == []
-
-
-BROKEN: list[tuple[Callable[[Tree], list[str]], str, str]] = [
-    (unknown_layers, "utils", ""),
-    (unknown_layers, "utils.strings", ""),
-    (upward_imports, "kernels.new", "from deepspeed.muon.math.adamw import step"),
-    (upward_imports, "matrices.new", "from deepspeed.muon.plan import plan"),
-    (upward_imports, "math.new", "def f():\n    import deepspeed.muon.plan.plan"),
-    (upward_imports, "plan.new", "from deepspeed.muon.exchange.partition import Partition"),
-    (upward_imports, "config.new", "from deepspeed.muon import param_groups"),
-    (upward_imports, "scheduler_view", "from deepspeed.muon.config.schema import parse"),
-    (upward_imports, "optimizer", "from deepspeed.muon import state_import"),
-    (upward_imports, "forecast.new", "from deepspeed.muon.zero import hooks"),
-    (upward_imports, "zero.new", "from deepspeed.muon.cli.main import main"),
-    (relative_imports, "zero.new", "from .hooks import activate"),
-    (cycles, "math.adamw", "from deepspeed.muon.math import new"),
-    (imports_of_the_package, "zero.new", "import deepspeed.muon"),
-    (imports_of_the_package, "cli.new", "def f():\n    from deepspeed.muon import route"),
-    (collectives_elsewhere, "math.new", "import torch.distributed as dist"),
-    (collectives_elsewhere, "math.new", "from torch import distributed"),
-    (collectives_elsewhere, "plan.new", "from torch.distributed import all_reduce"),
-    (collectives_elsewhere, "optimizer", "import torch\ndef f():\n    torch.distributed.barrier()"),
-    (collectives_elsewhere, "cli.new", "import importlib\nimportlib.import_module('torch.distributed.nn')"),
-    (collectives_elsewhere, "kernels.new", "from deepspeed import comm"),
-    (collectives_elsewhere, "state_import", "from deepspeed.comm import all_to_all_single"),
-    (collectives_of_deepspeed, "zero.new", "from deepspeed import comm\ncomm.all_reduce(x)"),
-    (collectives_of_deepspeed, "exchange.exchange", "def run():\n    from deepspeed import comm\n    comm.barrier()"),
-    (collectives_of_deepspeed, "zero.new", "import deepspeed.comm as dist\ndist.barrier()"),
-    (collectives_of_deepspeed, "zero.new", "import deepspeed\ndeepspeed.comm.barrier()"),
-    (collectives_of_deepspeed, "zero.new", "from deepspeed.comm import all_reduce\nall_reduce(x)"),
-    (groups_elsewhere, "exchange.new", "torch.distributed.new_group([0])"),
-    (groups_elsewhere, "zero.new", "from torch.distributed.device_mesh import init_device_mesh"),
-    (groups_elsewhere, "zero.new", "from deepspeed import comm\ncomm.new_group([0])"),
-    (accelerators_of_one_kind, "exchange.new", "torch.cuda.synchronize()"),
-    (accelerators_of_one_kind, "exchange.new", "from torch import cuda"),
-    (accelerators_of_one_kind, "kernels.new", "torch.empty(1, pin_memory=True)"),
-    (accelerators_of_one_kind, "kernels.new", "x.pin_memory()"),
-    (accelerators_of_one_kind, "kernels.new", "_, exponent = x.float().frexp()"),
-    (accelerators_of_one_kind, "math.new", "torch.zeros(1, dtype=torch.float64)"),
-    (accelerators_of_one_kind, "math.new", "x.sum().double()"),
-    (accelerators_of_one_kind, "math.new", "torch.Generator(x.device)"),
-    (accelerators_of_one_kind, "zero.new", "model.cuda()"),
-    (deepspeed_elsewhere, "kernels.new", "from deepspeed.accelerator import get_accelerator"),
-    (deepspeed_elsewhere, "kernels.new", "from deepspeed.ops.op_builder import CPUOpBuilder"),
-    (deepspeed_elsewhere, "kernels.builder", "import deepspeed.runtime.engine"),
-    (deepspeed_elsewhere, "cli.new", "find('deepspeed.runtime.engine')"),
-    (other_libraries, "plan.new", "import torch"),
-    (other_libraries, "matrices.block", "from torch import Tensor"),
-    (other_libraries, "matrices.new", "import numpy"),
-    (other_libraries, "config.new", "import torch"),
-    (ranks_in_math, "math.new", "def scale(rows, world_size):\n    return rows"),
-    (ranks_in_math, "math.new", "rows = spec.rank"),
-    (ranks_in_math, "math.new", "owner_rank = 1"),
-    (undocumented, "math.new", "x = 1"),
-    (undocumented, "math.new", '"""Something."""\ndef f():\n    pass'),
-    (undocumented, "math.new", '"""Something."""\nclass A:\n    """A."""\n    def f(self):\n        pass'),
-]
-
-
-@pytest.mark.parametrize(("rule", "name", "source"), BROKEN, ids=lambda value: getattr(value, "__name__", value))
-def test_a_broken_rule_is_noticed(rule: Callable[[Tree], list[str]], name: str, source: str) -> None:
-    imports = "from deepspeed.muon.math import adamw" if rule is cycles else ""
-    tree = {**PACKAGE_TREE, "math.new": ast.parse(f'"""New."""\n{imports}')}
-    assert set(rule({**tree, name: ast.parse(source)})) - set(rule(tree))
-
-
-def test_what_the_rules_allow_is_not_noticed() -> None:
-    text = '"""torch.distributed and deepspeed.runtime are not used."""\nimport torch\nx.torch.distributions, franks'
-    assert [rule({**PACKAGE_TREE, "math.new": ast.parse(text)}) for rule in RULES] == [[]] * len(RULES)
 
 
 # ---- beside the package -----------------------------------------------------------------------------------------
@@ -433,11 +365,6 @@ def test_what_the_package_exports_is_documented() -> None:
     assert sorted(deepspeed.muon.__all__) == list(deepspeed.muon.__all__)
     exported = [getattr(deepspeed.muon, name) for name in deepspeed.muon.__all__]
     assert all(isinstance(thing, str) or thing.__doc__ for thing in exported)
-
-
-def test_sources_are_found() -> None:
-    assert {path.relative_to(ROOT).parts[0] for path in SOURCES} == {"deepspeed", "benchmarks", "examples"}
-    assert len(PACKAGE_TREE) > 60
 
 
 @pytest.mark.parametrize("path", [*SOURCES, SHIM], ids=lambda path: str(path.relative_to(ROOT)))

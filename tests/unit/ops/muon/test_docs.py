@@ -1,24 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The documentation against the code: names of tests, refusals, messages, the generated page, and the site itself."""
+"""The documentation against the code: names of tests, refusals, messages, commands, generated pages, the site."""
 
 import ast
 import importlib.util
+import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from deepspeed.muon.zero.refusals import MOMENTUM_DTYPE, RULES, _engine_problems, _pipeline_problems
+from deepspeed.muon.zero.refusals import MOMENTUM_DTYPE, RULES
 from helpers.distributed import run
 from helpers.models import MODELS, initialize_, train_engine
 from helpers.parity import CELLS
-from helpers.paths import DOCS, PACKAGE, ROOT, TESTS
+from helpers.paths import DOCS, EXAMPLES, PACKAGE, ROOT, TESTS
 from helpers.training import ds_config, fp32_weights, make_engine
 
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -49,43 +51,29 @@ def page_id(path: Path) -> str:
     return str(path.relative_to(DOCS))
 
 
-# ---- names of tests -----------------------------------------------------------------------------------------
+# ---- pages ----------------------------------------------------------------------------------------------------
+
+#: A path of one machine. `/path/to` and links of a site are none.
+MACHINE = re.compile(r"(?<![\w.~])/(home|work|root|tmp|mnt|opt|usr|var|Users|private|data)/\w")
 
 
 def cases_of(file: Path) -> set[str]:
     """Names of the tests of a file."""
-    named = [name for node in ast.parse(file.read_text()).body for name in names_of(node)]
-    return {name for name in named if name.startswith("test_")}
-
-
-def names_of(node: ast.AST) -> list[str]:
-    """What a statement at the top of a file defines."""
-    if isinstance(node, ast.Assign):
-        return [target.id for target in node.targets if isinstance(target, ast.Name)]
-    return [node.name] if isinstance(node, ast.FunctionDef) else []
-
-
-def missing_tests(text: str) -> list[str]:
-    """The tests that a text names and that do not exist."""
-    files = {path.name: path for path in TESTS.rglob("test_*.py")}
-    named = set(re.findall(r"(test_\w+\.py)::(\w+)", text))
-    found = {file: cases_of(files[file]) if file in files else set() for file, _ in named}
-    missing = {f"{file}::{name}" for file, name in named if name not in found[file]}
-    return sorted(missing | {file for file in re.findall(r"\btest_\w+\.py", text) if file not in files})
+    return set(re.findall(r"^(?:def )?(test_\w+)", file.read_text(), re.MULTILINE))
 
 
 @pytest.mark.parametrize("path", PAGES, ids=page_id)
-def test_every_named_test_exists(path: Path) -> None:
-    assert missing_tests(path.read_text()) == []
-
-
-def test_a_test_that_does_not_exist_is_noticed() -> None:
-    text = "`test_docs.py::test_messages_are_found`, `test_docs.py::test_nothing`, `test_none.py::test_it`, test_no.py"
-    assert missing_tests(text) == ["test_docs.py::test_nothing", "test_no.py", "test_none.py", "test_none.py::test_it"]
-
-
-def test_the_matrix_names_tests() -> None:
-    assert len(re.findall(r"test_\w+\.py::test_\w+", read("evidence/support.md"))) >= 30
+def test_a_page_names_tests_that_exist_and_no_path_of_a_machine_in_short_lines(path: Path) -> None:
+    """Lines may be longer in tables, in code, and where they are generated."""
+    text, files = path.read_text(), {path.name: path for path in TESTS.rglob("test_*.py")}
+    assert set(re.findall(r"\btest_\w+\.py", text)) <= files.keys()
+    assert [
+        case for file, case in re.findall(r"(test_\w+\.py)::(\w+)", text) if case not in cases_of(files[file])
+    ] == []
+    assert MACHINE.findall(text) == []
+    lines = re.sub(r"```.*?```", "", text, flags=re.DOTALL).splitlines()
+    long = [line for line in lines if len(line) > 120 and not line.startswith("|")]
+    assert long == [] or page_id(path) in GENERATED
 
 
 def test_the_matrix_says_what_is_compared_with_the_oracle() -> None:
@@ -107,39 +95,18 @@ def test_the_matrix_says_what_is_compared_with_the_oracle() -> None:
 # ---- refusals -----------------------------------------------------------------------------------------------
 
 
-class EverythingIsWrong:
-    """An engine to which every refusal applies."""
-
-    pipeline_parallelism, has_moe_layers, moe_layers = False, True, True
-    sequence_parallel_size = mp_world_size = 2
-    seq_dp_world_size, world_size = 1, 4
-
-    def __init__(self, autotp_size: int) -> None:
-        self.torch_autocast_enabled, self.torch_autocast_dtype = lambda: True, lambda: torch.float16
-        self.zero_optimization = lambda: False
-        self.autotp_size, self.load_universal_checkpoint = lambda: autotp_size, lambda: True
-        facts = {"rank": int, "world_size": lambda: 2}
-        self.mpu = SimpleNamespace(**{f"get_tensor_model_parallel_{key}": fact for key, fact in facts.items()})
-
-
-class WrongPipeline:
-    """A pipeline to which every refusal applies, but for the stage of ZeRO, which can be one only."""
-
-    def __init__(self, stage: int) -> None:
-        self.zero_optimization_stage = lambda: stage
-        self.bfloat16_enabled = bool
-        self.module = SimpleNamespace(phase_bounds=[])
+def reasons(name: str) -> list[str]:
+    """How the messages begin that a function yields."""
+    yields = [
+        node for node in ast.walk(function(PACKAGE / "zero" / "refusals.py", name)) if isinstance(node, ast.Yield)
+    ]
+    return [next(part.value for part in ast.walk(node) if isinstance(part, ast.Constant)) for node in yields]
 
 
 def test_every_refusal_is_in_the_support_matrix() -> None:
-    engines = list(dict.fromkeys(text for size in (1, 2) for text in _engine_problems(EverythingIsWrong(size))))
-    pipelines = list(dict.fromkeys(text for stage in (0, 2) for text in _pipeline_problems(WrongPipeline(stage))))
-    for name, problems in {"_engine_problems": engines, "_pipeline_problems": pipelines}.items():
-        texts = strings_in(function(PACKAGE / "zero" / "refusals.py", name))
-        assert len(problems) == len([text for text in texts if "_" not in text.split()[0]])
     refusals = [line for line in read("evidence/support.md").splitlines() if "refused" in line]
     refused = [f"`{key}`" for key in (*(rule[0] for rule in RULES), MOMENTUM_DTYPE)]
-    refused += [re.split("[,;]", problem)[0] for problem in engines + pipelines]
+    refused += [re.split("[,;]", text)[0] for text in reasons("_engine_problems") + reasons("_pipeline_problems")]
     assert [key for key in refused if not any(key in line for line in refusals)] == []
 
 
@@ -203,13 +170,6 @@ def test_every_message_is_explained(module: str, message: str) -> None:
     assert explained(message), f"docs/reference/messages.md has no row for a message of {module}"
 
 
-def test_messages_are_found() -> None:
-    assert len(ALL) > 40
-    new = 'logger.warning("a new %s kind of trouble with it", x)\nraise KeyError(f"this {x} is news to you")'
-    assert set(messages(new)) == {"kind of trouble with it", "is news to you", "keyerror"}
-    assert not any(explained(message) for message in messages(new))
-
-
 # ---- the generated page -------------------------------------------------------------------------------------
 
 
@@ -235,31 +195,105 @@ def test_the_page_of_versions_has_a_line_for_every_row() -> None:
         assert all(f"| {pins[package]} |" in line for package in set(versions.PACKAGES) & set(pins)), line
 
 
-# ---- style --------------------------------------------------------------------------------------------------
+# ---- commands ------------------------------------------------------------------------------------------------
 
-#: A path of one machine. `/path/to` and links of a site are none.
-MACHINE = re.compile(r"(?<![\w.~])/(home|work|root|tmp|mnt|opt|usr|var|Users|private|data)/\w")
+GUIDES = [ROOT / "README.md", *PAGES, *sorted(EXAMPLES.glob("*/README.md"))]
+ELSEWHERE = {
+    r"^make (demo|test)": "the demo is compare.py, which runs here; the tests are these",
+    r"pip (install|wheel|download)": "installs; tools/release_check.py does it",
+    r"--measured": "test_cli.py; the page means a GPU",
+    r"^(trl|\w+=\w+ (llamafactory-cli|swift)|axolotl) |tiny_model\.py|openrlhf": "test_integrators.py",
+    r"^accelerate launch|--deepspeed ds_config_muon|^python train\.py": "test_frameworks.py",
+    r"^python experiments\.py": "test_experiments.py",
+}
+"""What is not run here."""
+SMALL = "--steps 4 --layers 1 --width 32 --heads 2 --context 16 --eval-every 2 --eval-batches 1 --precision fp32"
+SMALLER = (
+    (r"(--num_gpus|--nproc_per_node) 8", r"\1 2"),
+    (r"((?:train|compare)\.py.*)", rf"\1 {SMALL}"),
+    (r"--save-every 60", "--save-every 2"),
+    (r"--stop-at 120", "--stop-at 2"),
+)
+"""What makes a run short: the later option of two counts."""
+TRAINED = {"checkpoints": "Muon", "migrating-from-adamw": "AdamW", "migrating-from-stock-muon": "stock"}
+"""The optimizer of `checkpoints/global_step1000`, by page."""
 
 
-@pytest.mark.parametrize("path", PAGES, ids=page_id)
-def test_no_path_of_a_machine(path: Path) -> None:
-    assert MACHINE.findall(path.read_text()) == []
+def commands(page: Path) -> list[str]:
+    """The lines of a page's bash blocks, joined where they continue, without comments."""
+    blocks = re.findall(r"^ *```bash\n(.*?)^ *```", page.read_text(), re.M | re.S)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [text for line in lines if (text := re.sub(r"(^|\s+)#.*", "", line).strip())]
 
 
-def test_paths_of_machines_are_noticed() -> None:
-    for folder in ("home", "root", "tmp", "Users"):
-        path = f"/{folder}/me"
-        for text in (path, f"see {path}", f"({path})", f"`{path}`"):
-            assert MACHINE.search(text), text
-        for text in (f"docs{path}", f"https://a.b{path}", f"..{path}", "and/or"):
-            assert not MACHINE.search(text), text
+def runs_elsewhere(command: str) -> bool:
+    return any(re.search(pattern, command) for pattern in ELSEWHERE)
 
 
-@pytest.mark.parametrize("path", [path for path in PAGES if page_id(path) not in GENERATED], ids=page_id)
-def test_lines_are_short(path: Path) -> None:
-    """Except in tables and code."""
-    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
-    assert [line for line in text.splitlines() if len(line) > 120 and not line.startswith("|")] == []
+HERE = {page: [line for line in commands(page) if not runs_elsewhere(line)] for page in GUIDES}
+
+
+def shell(command: str, folder: Path) -> str:
+    """The output of a command in the folder, with the environment of these tests first on the path."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    env = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    options = {"cwd": folder, "env": os.environ | env | {"PATH": path}, "timeout": 600}
+    done = subprocess.run(
+        ["bash", "-ec", command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}"
+    return done.stdout
+
+
+def smaller(command: str) -> str:
+    for pattern, text in SMALLER:
+        command = re.sub(pattern, text, command)
+    return command
+
+
+def train_for(optimizer: str, folder: Path) -> None:
+    """Make what pages call checkpoints/global_step1000, by AdamW, ours or stock's Muon."""
+    name = "adamw" if optimizer == "AdamW" else "muon"
+    env = "DS_MUON_AUTOLOAD=0 " if optimizer == "stock" else ""
+    line = f"deepspeed --num_gpus 2 train.py --deepspeed_config ds_config_{name}.json --save-every 4 --out checkpoints"
+    shell(env + smaller(line), folder)
+    (folder / "checkpoints" / "global_step4").rename(folder / "checkpoints" / "global_step1000")
+    (folder / "checkpoints" / "latest").write_text("global_step1000")
+
+
+def prepare(page: Path, folder: Path) -> None:
+    """The folder in which a reader would be: the example's, or for pages of the site one with what they name."""
+    example = page.parent if page.parent.parent == EXAMPLES else EXAMPLES / "pretrain_gpt"
+    shutil.copytree(example, folder, ignore=shutil.ignore_patterns("results", "__pycache__"))
+    if page.is_relative_to(DOCS):
+        shutil.copy(EXAMPLES / "plan" / "llama_8b.json", folder)
+        for name in ("ds_config", "ours", "stock"):
+            config = json.loads((folder / "ds_config_muon.json").read_text())
+            config["optimizer"]["params"].pop("lr")
+            config["optimizer"]["params"] |= {"muon_lr": 0.02, "adam_lr": 0.001}
+            if name == "ds_config":
+                config["optimizer"]["params"]["monitor_interval"] = 1
+                config["csv_monitor"] = {"enabled": True, "output_path": "logs", "job_name": "run"}
+            (folder / f"{name}.json").write_text(json.dumps(config))
+        (folder / "model.py").write_text(
+            (folder / "model.py").read_text() + "\n\ndef make_model():\n    return GPT(GPTConfig())\n"
+        )
+    if "ds_muon plot" in " ".join(HERE[page]):
+        shell(smaller("deepspeed --num_gpus 2 train.py --deepspeed_config ds_config.json"), folder)
+        shutil.copytree(folder / "logs" / "run", folder / "logs" / "pretrain_gpt")
+    if page.stem in TRAINED and page.is_relative_to(DOCS):
+        train_for(TRAINED[page.stem], folder)
+
+
+@pytest.mark.full
+@pytest.mark.time_limit(1500)
+@pytest.mark.parametrize("page", [page for page in GUIDES if HERE[page]], ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_run_as_written(page: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "here"
+    prepare(page, folder)
+    for command in HERE[page]:
+        output = shell(smaller(command), folder)
+        assert output or ">" in command, f"{command} says nothing"
 
 
 # ---- the recipe of migrating-from-adamw.md ------------------------------------------------------------------

@@ -12,12 +12,13 @@ from deepspeed.muon.math.coefficients import schedule
 from deepspeed.muon.matrices.block import Block, cut, matrices
 from deepspeed.muon.matrices.splitting import MatrixSpec
 from deepspeed.muon.matrices.tp_sharding import Sharding
+from deepspeed.muon.plan.bucket import Bucket
 from deepspeed.muon.plan.checker import conflict, lost_elements, violation
 from deepspeed.muon.plan.owners import counts_for, is_sliceable
 from deepspeed.muon.plan.placement import Placement, Shard
 from deepspeed.muon.plan.plan import GlobalPlan, Plan, global_plan
 from deepspeed.muon.plan.program import Collective, Group, NewtonSchulz, Open, Program, Send, collectives_of, program_of
-from helpers.plans import COST
+from helpers.plans import COST, places
 from helpers.simulation import simulate
 
 SHAPES = [(8, 4), (4, 8), (6, 5), (3, 3), (16, 12), (12, 16), (8, 8)]
@@ -258,18 +259,36 @@ def check_part(part: Part) -> None:
         most = 4 if plan.copies > 1 else min(3, plan.slots(view.travels(part.staged)))
         assert len({operation.storage for operation in opened}) <= most
         for bucket in view.buckets:
+            _check_copies(bucket)
             assert bucket.matrix_elements <= max(part.limit // plan.copies, largest)
             results = sum(bucket.send_counts) + bucket.own_results if bucket.only_results else 0
-            assert results <= max(part.limit, plan.copies, _largest_share(bucket.send_counts, bucket.own_results))
+            assert results <= max(part.limit, plan.copies, *bucket.send_counts, bucket.own_results)
         calls = [one for operation in program if isinstance(operation, Send) for one in operation.collectives]
         sent = sum(sum(one.sent) - one.sent[view.rank] for one in calls if one.sent)
         own = sum(one.numel for one in calls if one.root == view.rank)
         assert sent + own * (world - 1) == view.sent_elements
 
 
-def _largest_share(numels: Sequence[int], own: int) -> int:
-    """Return the elements that the owner with the most has in a bucket of results."""
-    return max(*numels, own)
+def _check_copies(bucket: Bucket) -> None:
+    """Assert that few copies fill the buffers, and that few calls update the shards, each run and element once."""
+    assert len([segment for segment in bucket.segments if not segment.in_place]) <= 1
+    assert len(bucket.segments) <= 1 + sum(run.in_place for run in bucket.runs)
+    scale = lambda rows, cols: max(1.0, rows / cols)  # noqa: E731
+    kinds = [(run.tensor, run.in_place, scale(*run.shape), run.copy.rows > 1 and run) for run in bucket.runs]
+    calls = bucket.run_groups(scale)
+    assert sorted(index for call in calls for index in call) == list(range(len(bucket.runs)))
+    assert len(calls) == len(set(kinds)), (
+        "a call is of one tensor, buffer and scale; runs of several rows have their own"
+    )
+    for call, staged in itertools.product(calls, (False, True)):
+        assert len({kinds[index] for index in call}) == 1
+        spans, wanted = bucket.spans(call, staged), []
+        for run, host in ((bucket.runs[index], bucket.host_places[index]) for index in call):
+            moved = host - run.copy.at if staged else 0
+            wanted += [(place, at + moved) for place, at in places(run) if run.copy.rows == 1]
+        assert [(start + i, at + i) for start, at, numel in spans for i in range(numel)] == wanted
+        for before, after in itertools.pairwise(spans):
+            assert (before.start + before.numel, before.at + before.numel) != (after.start, after.at)
 
 
 def check_job(grid: Grid, parts: Sequence[Part]) -> None:

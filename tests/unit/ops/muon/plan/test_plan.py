@@ -1,27 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan: balance, bounds of buckets and traffic, few copies. What travels where: test_jobs.py."""
+"""The plan: balance, bounds of buckets and traffic, few copies, how many owners. What travels where: test_jobs.py."""
 
 import itertools
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from deepspeed.muon.config.schema import parse
+from deepspeed.muon.math.choice import shape_key
+from deepspeed.muon.math.coefficients import schedule
+from deepspeed.muon.plan.bucket import MAX_SPAN
+from deepspeed.muon.plan.cost import CostModel
+from deepspeed.muon.plan.owners import MAX_WHOLE_BYTES, assign, counts_for, counts_of, neighbours
 from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard
 from deepspeed.muon.plan.plan import bucket_limit
-from helpers.plans import COST, flat_layout, make_plan, part_layout, specs
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("by_part", [True, False])
-def test_one_copy_fills_the_send_buffer_from_host_memory(by_part: bool, world_size: int) -> None:
-    """And one fills each of a rank's own matrices."""
-    items = specs([(8, 4), (4, 8), (6, 5), (8, 4)])
-    shards, _ = part_layout(items, world_size) if by_part else flat_layout(items, world_size, gap=2)
-    for rank, bucket_bytes in itertools.product(range(world_size), (60, 200, 2**20)):
-        for bucket in make_plan(shards, rank, world_size, COST, bucket_bytes).buckets:
-            assert len([segment for segment in bucket.segments if not segment.in_place]) <= 1
-            assert len(bucket.segments) <= 1 + len({run.matrix for run in bucket.runs if run.in_place})
+from helpers.plans import COST, counted_cost, flat_layout, make_plan, part_layout, specs
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
@@ -40,13 +35,6 @@ def test_parts_that_are_not_equal_have_copies_of_their_own() -> None:
     n = [plans[0].of_all.owners.count(rank) for rank in range(3)]
     found = [[(copy.times, copy.rows, copy.cols) for copy in plan.buckets[0].received] for plan in plans]
     assert found == [[(1, n[0], 9), (1, n[0], 7)], [(1, n[1], 9), (1, n[1], 7)], [(2, n[2], 9)]]
-
-
-def test_buckets_are_bounded() -> None:
-    shards, _ = part_layout(specs([(16, 16)] * 40 + [(64, 64)]), 4)
-    for rank in range(4):
-        for bucket in make_plan(shards, rank, 4, COST, bucket_bytes=2048).buckets:
-            assert bucket.matrix_elements <= 1024 or bucket.names.count("p40")
 
 
 MIB = 2**20
@@ -155,13 +143,6 @@ def test_stage_3_traffic_bound(world_size: int) -> None:
     assert max(sent) <= max(1.1 * mean, 4 * max(r * c for r, c in shapes))
 
 
-def test_a_matrix_moves_only_where_that_shortens_the_step() -> None:
-    """A lone matrix: another owner would take as long, after the bytes."""
-    (spec,) = specs([(64, 64)])
-    shards = [Shard(spec, 0, Placement(0, spec.numel, 0))]
-    assert make_plan(shards, 0, 2, COST).of_all.owners == [0]
-
-
 def test_matrices_stay_with_their_holders_where_bytes_are_dear() -> None:
     shapes = [(8, 8)] * 6 + [(32, 32)]
     shards, _ = flat_layout(specs(shapes), 2)
@@ -169,9 +150,10 @@ def test_matrices_stay_with_their_holders_where_bytes_are_dear() -> None:
     assert dear.of_all.moved_elements == 0
     holders = [shard.placement.ranks(0, shard.spec.numel) for shard in shards]
     assert all(owner in ranks for owner, ranks in zip(dear.of_all.owners, holders, strict=True))
-    free = make_plan(shards, 0, 2, replace(COST, flops_per_byte=0.0))
-    assert max(free.of_all.loads) <= max(make_plan(shards, 0, 2, replace(COST, flops_per_byte=0.0)).of_all.loads)
-    assert free.of_all.moved_elements > 0
+    assert make_plan(shards, 0, 2, replace(COST, flops_per_byte=0.0)).of_all.moved_elements > 0
+    # A lone matrix: another owner would take as long, after the bytes.
+    (spec,) = specs([(64, 64)])
+    assert make_plan([Shard(spec, 0, Placement(0, spec.numel, 0))], 0, 2, COST).of_all.owners == [0]
 
 
 def test_planning_is_linear_in_matrices_and_ranks() -> None:
@@ -201,3 +183,105 @@ def test_a_bucket_cuts_batches_only_where_it_is_full() -> None:
             fit = bucket_bytes // (rows * cols * COST.bytes_per_element)
             assert max(counts, default=0) <= fit and len(counts) <= math.ceil(sum(counts) / fit) + 1
             assert all(count == fit for count in counts[1:-1])
+
+
+# ---- runs that are updated by one call; each once: test_jobs.py ------------------------------------------------
+
+
+def test_matrices_that_lie_as_in_their_bucket_are_one_span() -> None:
+    shards, _ = flat_layout(specs([(8, 8)] * 50), 1)
+    (bucket,) = make_plan(shards, 0, 1, COST).buckets
+    (call,) = bucket.run_groups(lambda rows, cols: 1.0)
+    assert bucket.spans(call, staged=False) == [(0, 0, 50 * 64)]
+
+
+def test_a_span_is_no_longer_than_its_limit_unless_a_run_is() -> None:
+    shards, _ = flat_layout(specs([(256, 256)] * 2 + [(128, 256)] * 5), 1)
+    (bucket,) = make_plan(shards, 0, 1, COST).buckets
+    spans = [span for call in bucket.run_groups(lambda rows, cols: 1.0) for span in bucket.spans(call, staged=False)]
+    assert [span.numel for span in spans] == [MAX_SPAN] * 4 + [MAX_SPAN // 2]
+
+
+# ---- how many owners a matrix has -------------------------------------------------------------------------------
+
+
+def cost_of(device_type: str, near: int) -> CostModel:
+    return counted_cost("auto", schedule("simple"), "bf16", 2, device_type, near)
+
+
+def counts(
+    shapes: list[tuple[int, int]], world: int, cost: CostModel, most: int | None = None, pinned: dict | None = None
+) -> list[int]:
+    return counts_of(placed(shapes, world), world, cost, pinned or {}, most)
+
+
+def placed(shapes: list[tuple[int, int]], world_size: int) -> list[PlacedBlock]:
+    shards, _ = part_layout(specs(shapes), world_size)
+    return [PlacedBlock(shard, block) for shard in shards for block in shard.spec.blocks]
+
+
+@pytest.mark.parametrize(
+    ("world", "most", "expected"),
+    [(1, 16, [1]), (2, 16, [1, 2]), (6, 16, [1, 2, 6]), (12, 4, [1, 2, 4]), (8, 16, [1, 2, 4, 8]), (7, 16, [1, 7])],
+)
+def test_the_counts_of_one_plan_divide_each_other(world: int, most: int, expected: list[int]) -> None:
+    assert counts_for(world, most) == expected
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [("aaaa", 4), ("aabb", 2), ("aaab", 1), ("aaabbb", 3), ("aaaabb", 2), ("aabbbb", 2), ("abab", 1), ("a", 1)],
+)
+def test_neighbours_share_a_node(nodes: str, expected: int) -> None:
+    assert neighbours(nodes) == expected
+
+
+LONE = [(4096, 16384)]
+OWNERS = {
+    "many small ones": ([(768, 768), (768, 3072), (3072, 768)] * 12, 8, 8, {}, [1] * 36),
+    **{f"a lone large one on {world} ranks": (LONE, world, world, {}, [world]) for world in (2, 4, 8)},
+    "what does not divide": ([(4096, 16384), (4099, 16384)], 4, 4, {"most": 4}, [4, 1]),
+    "of a checkpoint": ([(768, 768)], 4, 4, {"pinned": {shape_key(768, 768): 2}}, [2]),
+    "of a checkpoint, where they do not fit": ([(768, 768)], 3, 3, {"pinned": {shape_key(768, 768): 2}}, [1]),
+    # Only ranks of one node share a matrix unless the user says so; with nodes of six, four would be on two nodes.
+    "nodes of two": (LONE, 8, 2, {}, [2]),
+    "nodes of one": (LONE, 8, 1, {}, [1]),
+    "nodes of two, as the user says": (LONE, 8, 2, {"most": 8}, [8]),
+    "one, as the user says": (LONE, 8, 8, {"most": 1}, [1]),
+    "nodes of six": ([(6144, 24576)], 12, 6, {}, [6]),
+    # Six and four would not divide each other, and ranks would wait for each other.
+    "beside a checkpoint": ([(768, 768), (6144, 24576)], 12, 6, {"pinned": {shape_key(768, 768): 4}}, [4, 2]),
+}
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@pytest.mark.parametrize("case", OWNERS)
+def test_how_many_owners_a_matrix_has(case: str, device_type: str) -> None:
+    shapes, world, near, options, expected = OWNERS[case]
+    assert counts(shapes, world, cost_of(device_type, near), **options) == expected
+
+
+@pytest.mark.parametrize("rule", [{"normuon": True}, {"muon_eq": "rows"}, {"ns_normalization": "aol"}], ids=str)
+def test_what_needs_whole_matrices_leaves_each_to_one_owner(rule: dict[str, Any]) -> None:
+    assert parse({}).most_owners is None
+    assert counts(LONE, 8, cost_of("cuda", 8), most=parse(rule).most_owners) == [1]
+
+
+def test_large_matrices_are_sliced_for_their_memory_on_an_accelerator_only() -> None:
+    shapes = [(28672, 8192)] * 64
+    assert {*counts(shapes, 8, cost_of("cuda", 8))} == {4} and MAX_WHOLE_BYTES < 2 * 28672 * 8192 * 3
+    assert {*counts(shapes, 8, cost_of("cpu", 8))} == {1}
+
+
+@pytest.mark.parametrize("world", [64, 1024])
+def test_the_busiest_rank_has_little_more_than_the_mean(world: int) -> None:
+    """The shapes of Llama 8B. What owners repeat counts, and the mean is that of one owner each."""
+    shapes = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)] * 32
+    cost, items = cost_of("cuda", 8), placed(shapes, world)
+    found = counts_of(items, world, cost, {}, None)
+    first, _ = assign(items, world, cost, found)
+    loads = [0.0] * world
+    for item, owner, count in zip(items, first, found, strict=True):
+        for rank in range(owner, owner + count):
+            loads[rank] += cost.of_owner(*item.shape, count).flops
+    assert max(loads) <= 1.3 * sum(cost.flops(*shape) for shape in shapes) / world
