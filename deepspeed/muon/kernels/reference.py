@@ -95,7 +95,10 @@ def _rows(x: Tensor, rows: int, cols: int, pitch: int) -> Tensor:
 
 
 def _parts(rows: int, cols: int, pitch: int, device: torch.device) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (first row, number of rows, first column, one past the last): whole rows of a chunk, or a part of a row."""
+    """Yield (first row, number of rows, first column, one past the last) of parts of a grid that fit in a chunk.
+
+    A part has whole rows or, if a row with its gap (``pitch`` elements) is longer than a chunk, a part of one row.
+    """
     size = CPU_CHUNK if device.type == "cpu" else CHUNK
     step = max(1, size // pitch)
     for row in range(0, rows, step):

@@ -119,8 +119,9 @@ def _on_diagonal(a_diagonal_ptr, b_diagonal_ptr, rows, size, alpha, beta, shift)
 
 @triton.jit
 def _store(total, on_diagonal, out_ptr, diagonal_ptr, row, col, size, is_above):
-    """Store the tile ``total``, whose first element is (row, col), and if it ``is_above`` the diagonal its transpose.
-    For a tile on the diagonal, store its diagonal plus ``on_diagonal`` separately.
+    """Store the tile ``total``, whose first element is (row, col), with zeros on the matrix's diagonal.
+
+    If it ``is_above`` the diagonal, also store its transpose; otherwise its diagonal plus ``on_diagonal``, separately.
     """
     down, right = tl.arange(0, total.shape[0]), tl.arange(0, total.shape[1])
     rows, cols = row + down, col + right

@@ -151,7 +151,10 @@ def cut_by_head(leaf: str, outputs: int, axis: int, heads: Heads, gated: bool = 
 
 
 def _candidates(leaf: str, heads: Heads, outputs: int, per_query: int) -> Iterator[tuple[int, ...]]:
-    """Yield the possible widths of a projection's heads. ``per_query``: 2 if each query is followed by a gate."""
+    """Yield the possible splits of a projection: the widths of its matrices, one or more per head, in order.
+
+    ``leaf``: last part of the projection's name. ``per_query``: 2 if each query is followed by a gate, otherwise 1.
+    """
     if leaf in LATENT:
         yield (heads.nope, heads.value) * heads.queries
     elif leaf in QUERIES:

@@ -34,7 +34,7 @@ class HeadWeights(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """``size`` adjacent outputs of a projection; ``role`` is ``None`` for outputs that are not queries or keys."""
+    """``size`` adjacent outputs of a projection: queries or keys (``role``) of head ``head``, or neither (``None``)."""
 
     size: int
     role: Role | None = None

@@ -152,7 +152,7 @@ class Bucket:
 
     @cached_property
     def received_at(self) -> int | None:
-        """Return the index in the matrices from which on elements are received directly; ``None`` if they cannot be."""
+        """Return the index in the buffer of matrices at which elements can be received in order; ``None`` if not."""
         first = self.received[0].start if self.received else 0
         is_direct = all(
             copy.rows == 1 and copy.start == first + copy.at and (copy.times == 1 or copy.start_step == copy.at_step)
@@ -162,7 +162,7 @@ class Bucket:
 
     @property
     def scattered(self) -> tuple[GridCopy, ...]:
-        """Return the copies between the receive buffer and the matrices; empty without a receive buffer."""
+        """Return the copies that bring received elements into the matrices; empty if they are received in order."""
         return self.received if self.received_at is None else ()
 
     @cached_property

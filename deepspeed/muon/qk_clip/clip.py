@@ -27,7 +27,10 @@ from deepspeed.muon.plan.plan import Plan
 
 
 class _HeadPart(NamedTuple):
-    """Elements of one tensor that belong to one head of ``layer``; ``piece.element`` is a position in the tensor."""
+    """Elements of one tensor, ``piece``, that compute the queries or keys (``role``) of one head of ``layer``.
+
+    ``parameter``: the parameter that they belong to. ``piece.element`` is an index in the tensor, not the parameter.
+    """
 
     parameter: str
     layer: str

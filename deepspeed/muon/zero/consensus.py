@@ -175,7 +175,10 @@ def with_type(error: BaseException) -> str:
 
 
 def _by_text(texts: list[str | None]) -> str:
-    """Return each message once, after the ranks that raised it; only the message if it is the same on all ranks."""
+    """Return all messages as one text, each once, after the ranks that have it; ``None``: this rank has none.
+
+    A message that all ranks have comes without the ranks. ``texts``: by rank.
+    """
     if len(set(texts)) == 1:
         return str(texts[0])
     found = [(text, ranks) for text, ranks in ranks_by_value(texts).items() if text is not None]

@@ -79,13 +79,20 @@ Ranks = Sequence[Sequence[int]]
 
 
 def _positions(data: Ranks, tensor: Ranks) -> dict[tuple[int, ...], dict[int, int]]:
-    """Return tensor-parallel group -> rank -> its position among all ranks of the grid to which the group belongs."""
+    """Return tensor-parallel group -> rank -> the rank's position among all ranks of the grid that has this group.
+
+    ``data``, ``tensor``: by rank, the ranks of its data-parallel and its tensor-parallel group.
+    """
     grids = {row: sorted(chain.from_iterable(data[other] for other in row)) for row in map(tuple, tensor)}
     return {row: {rank: at for at, rank in enumerate(members)} for row, members in grids.items()}
 
 
 def _lines(data: Ranks, tensor: Ranks, positions: Mapping[tuple[int, ...], Mapping[int, int]]) -> list[range] | None:
-    """Return for each rank the positions of its data-parallel group in its grid; ``None`` if any is unevenly spaced."""
+    """Return, by rank, its data-parallel group as positions in its grid; ``None`` if any group is unevenly spaced.
+
+    ``data``, ``tensor``: by rank, the ranks of its data-parallel and its tensor-parallel group. ``positions``: the
+    result of :func:`_positions`.
+    """
     lines = []
     for line, row in zip(data, tensor, strict=True):
         of_grid = positions[tuple(row)]

@@ -28,7 +28,7 @@ def with_names(params: Iterable[Any]) -> list[Any]:
 
 
 def with_all_experts(wrapper: Any, norm: Callable, *args: Any) -> Any:
-    """Return ``norm(*args)``, a group's gradient norm at stages 1 and 2, so that experts of all ranks count.
+    """Replace ``norm``, a group's gradient norm at stages 1 and 2: count the experts of all tensor-parallel ranks.
 
     Under tensor parallelism DeepSpeed takes experts for replicas and counts only those of the first rank, but each rank
     has its own part of them. The last of ``args`` is the list of the group's parameters.

@@ -71,7 +71,8 @@ def _refuse_cut_experts(experts: Sequence[Partition]) -> None:
 def _are_alike(everyones: Sequence[Sequence[Placements]], specs: Mapping[str, MatrixSpec]) -> bool:
     """Return whether all tensor-parallel ranks have the same parameters in each partition, in the same order.
 
-    A rank may lack parameters of which it holds no part. ``everyones``: for each rank, those of each partition.
+    A rank may lack parameters of which it holds no part. ``everyones``: by tensor-parallel rank, then by
+    partition, the placements of its parameters.
     """
     if len({len(partitions) for partitions in everyones}) > 1:
         return False
