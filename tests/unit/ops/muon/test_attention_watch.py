@@ -2,6 +2,7 @@
 """Which forwards count, which functions are seen, and what QK-clip refuses."""
 
 import copy
+import gc
 import math
 import pickle
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed.muon import MuonConfigError, MuonWithAuxAdam, UnsupportedError
+from deepspeed.muon.math import logits
 from deepspeed.muon.math.logits import Visible
 from deepspeed.muon.qk_clip import watch
 from deepspeed.muon.qk_clip.clip import QKClip
@@ -78,29 +80,26 @@ def clip_of(net: nn.Module, **options: Any) -> tuple[MuonWithAuxAdam, QKClip]:
     return optimizer, optimizer.qk_clip
 
 
-def expected(net: Attention, hidden: Tensor, lengths: tuple[int, ...]) -> list[float]:
-    """Causal, within each of the sequences."""
+def expected(net: Attention, lengths: tuple[int, ...], *batches: Tensor) -> Any:
+    """The largest logits of both heads in all micro-batches; causal, within each of the sequences."""
     found = [-math.inf, -math.inf]
     for head in range(2):
         rows = slice(4 * head, 4 * head + 4)
-        for sample in hidden:
-            for part in sample.split(lengths):
-                products = net.q_proj(part)[:, rows] @ net.k_proj(part)[:, rows].T * 0.5
-                seen = torch.ones_like(products).tril().bool()
-                found[head] = max(found[head], products[seen].max().item())
-    return found
+        for part in (part for hidden in batches for sample in hidden for part in sample.split(lengths)):
+            products = net.q_proj(part)[:, rows] @ net.k_proj(part)[:, rows].T * 0.5
+            seen = torch.ones_like(products).tril().bool()
+            found[head] = max(found[head], products[seen].max().item())
+    return pytest.approx(found)
 
 
 @pytest.mark.parametrize(("way", "lengths"), [("sdpa", (7,)), ("flash", (7,)), ("packed", (3, 4))])
 def test_every_way_of_attention_is_seen(way: str, lengths: tuple[int, ...]) -> None:
     net = Attention(way)
     _, clip = clip_of(net)
-    hidden = torch.randn(1, 7, 8)
-    for scale in (1.0, 0.1):
-        net(scale * hidden).sum().backward()
-    assert clip.watch.largest[""].tolist() == pytest.approx(
-        [max(pair) for pair in zip(*(expected(net, s * hidden, lengths) for s in (1.0, 0.1)), strict=True)]
-    ), "the largest of both micro-batches"
+    batches = [scale * torch.randn(1, 7, 8) for scale in (1.0, 0.1)]
+    for hidden in batches:
+        net(hidden).sum().backward()
+    assert clip.watch.largest[""].tolist() == expected(net, lengths, *batches)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -113,7 +112,7 @@ def test_under_autocast_logits_are_those_of_its_dtype_whatever_their_size(dtype:
     hidden = torch.ones(1, 3, 8)
     with torch.autocast("cpu", dtype=dtype):
         net(hidden)
-    assert clip.watch.largest[""].tolist() == pytest.approx(expected(net, hidden, (3,)), rel=0.01)
+    assert clip.watch.largest[""].tolist() == pytest.approx(expected(net, (3,), hidden).expected, rel=0.01)
     assert clip.watch.largest[""].max() > torch.finfo(torch.float16).max
 
 
@@ -130,11 +129,6 @@ def test_only_training_forwards_of_the_model_itself_count() -> None:
     assert not clip.watch.largest
     with pytest.raises(UnsupportedError, match="no attention layer ran in training mode"):
         optimizer.step()
-    for reentrant in (True, False):
-        checkpoint(net, hidden.requires_grad_(), use_reentrant=reentrant).sum().backward()
-        assert clip.watch.largest[""].tolist() == pytest.approx(expected(net, hidden, (5,)))
-        optimizer.step()
-        assert not clip.watch.largest
 
 
 def test_hooks_leave_with_the_optimizer_and_survive_an_error() -> None:
@@ -145,19 +139,12 @@ def test_hooks_leave_with_the_optimizer_and_survive_an_error() -> None:
     net(torch.randn(2, 5, 8)).sum().backward()
     assert clip.watch.largest
     optimizer.step()
-    del optimizer, clip
-    import gc
-
-    gc.collect()
-    assert not net._forward_hooks and not net._forward_pre_hooks
-
-
-def test_a_watch_that_outlives_its_optimizer_lets_the_model_run() -> None:
-    net = Attention()
-    optimizer, clip = clip_of(net)
     del optimizer
     net(torch.randn(2, 5, 8)).sum().backward()
-    assert clip.watch.largest
+    assert clip.watch.largest, "a watch that outlives its optimizer lets the model run"
+    del clip
+    gc.collect()
+    assert not net._forward_hooks and not net._forward_pre_hooks
 
 
 def test_a_step_leaves_a_forward_that_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,47 +202,37 @@ def test_a_forward_that_is_not_finite_is_a_skipped_step_like_any_other(value: fl
     assert not torch.equal(net[1].q_proj.weight, before["1.q_proj.weight"])
 
 
-def refused(net: nn.Module, match: str) -> None:
+def refused(net: nn.Module, match: str, params: Any = None) -> None:
     with pytest.raises(MuonConfigError, match=match):
-        clip_of(net)
+        MuonWithAuxAdam(params or net.parameters(), model=net, lr=0.0, qk_clip={})
 
 
 def test_what_cannot_be_scaled_is_refused_by_name() -> None:
     qwen3 = transformers.Qwen3Config(**SMALL, num_attention_heads=3, num_key_value_heads=1, head_dim=4, **IDS)
     refused(transformers.Qwen3ForCausalLM(qwen3), r"model\.layers\.0\.self_attn: q_norm normalizes queries or keys")
-    frozen = Attention()
-    frozen.k_proj.requires_grad_(False)
-    refused(frozen, r"k_proj\.weight is frozen, but other")
-    adapted = Attention()
-    adapted.q_proj.lora_A = nn.Linear(8, 2, bias=False)
-    refused(adapted, r"q_proj\.lora_A\.weight changes the outputs of q_proj, as adapters do")
-    shared = nn.ModuleList([Attention(), Attention()])
-    shared[1].q_proj = shared[0].q_proj
-    refused(shared, "attention layers that share weights")
-    unknown = Attention()
-    del unknown.num_heads
-    refused(unknown, "neither the module nor a config has its number of heads")
     refused(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), "found no softmax attention in the model")
-    nameless = nn.ModuleList([Attention(), Attention()])
-    nameless[1].to_q, nameless[1].to_k = nameless[1].q_proj, nameless[1].k_proj
-    del nameless[1].q_proj, nameless[1].k_proj
-    refused(nameless, "every attention layer: 1: the names of its projections do not tell which are queries")
-    refused(
-        nn.ModuleList([Attention(), nn.MultiheadAttention(8, 2)]),
-        "every attention layer: 1: the names of its projections",
-    )
-    clip_of(nn.ModuleList([Attention(), nameless[1].requires_grad_(False)]))
-    odd = Attention()
-    odd.num_heads = 3
-    refused(odd, "the 8 outputs of q_proj are not whole heads")
-
-
-def test_a_projection_that_the_optimizer_does_not_have_is_refused() -> None:
+    net, frozen = Attention(), r"k_proj\.weight is frozen, but other projections of the layer are trained"
+    refused(net, frozen, params=[*net.q_proj.parameters(), *net.v_proj.parameters()])
+    net.k_proj.requires_grad_(False)
+    refused(net, frozen)
     net = Attention()
-    with pytest.raises(
-        MuonConfigError, match=r"k_proj\.weight is frozen, but other projections of the layer are trained"
-    ):
-        MuonWithAuxAdam([*net.q_proj.parameters(), *net.v_proj.parameters()], model=net, lr=0.1, qk_clip={})
+    net.q_proj.lora_A = nn.Linear(8, 2, bias=False)
+    refused(net, r"q_proj\.lora_A\.weight changes the outputs of q_proj, as adapters do")
+    net = Attention()
+    net.num_heads = 3
+    refused(net, "the 8 outputs of q_proj are not whole heads")
+    del net.num_heads
+    refused(net, "neither the module nor a config has its number of heads")
+    net = nn.ModuleList([Attention(), Attention()])
+    net[1].q_proj = net[0].q_proj
+    refused(net, "attention layers that share weights")
+    no_names = "every attention layer: 1: the names of its projections do not tell which are queries"
+    net[1].to_q, net[1].to_k = nn.Linear(8, 8), nn.Linear(8, 8)
+    del net[1].q_proj, net[1].k_proj
+    refused(net, no_names)
+    net[1].requires_grad_(False)
+    clip_of(net)  # only what is trained must be scaled
+    refused(nn.ModuleList([Attention(), nn.MultiheadAttention(8, 2)]), no_names[:53])
 
 
 @pytest.mark.parametrize(("make", "shift"), [(causal_lower_right, 2), (causal_upper_left, 0)])
@@ -265,10 +242,9 @@ def test_torchs_causal_biases_are_understood(make: Any, shift: int) -> None:
     assert visible == Visible(is_causal=True, shift=shift)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointed_attention_is_watched_once(reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.utils.checkpoint import checkpoint
-
+@pytest.mark.parametrize("reentrant", [(True, True), (False, False), (False, True)])
+def test_checkpointed_attention_is_watched_once(reentrant: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each of two micro-batches, though its forward runs twice."""
     calls: list[int] = []
     original = watch.largest
 
@@ -279,15 +255,14 @@ def test_checkpointed_attention_is_watched_once(reentrant: bool, monkeypatch: py
     monkeypatch.setattr(watch, "largest", counted)
     net = Attention()
     optimizer, clip = clip_of(net)
-    hidden = torch.randn(2, 5, 8, requires_grad=True)
-    for scale in (1.0, 0.5):  # micro-batches
-        checkpoint(net, scale * hidden, use_reentrant=reentrant).sum().backward()
+    batches = [scale * torch.randn(2, 5, 8) for scale in (0.5, 1.0)]
+    for hidden, kind in zip(batches, reentrant, strict=True):
+        checkpoint(net, hidden.requires_grad_(), use_reentrant=kind).sum().backward()
     assert len(calls) == 2
-    assert clip.watch.largest[""].tolist() == pytest.approx(
-        [max(pair) for pair in zip(*(expected(net, s * hidden, (5,)) for s in (1.0, 0.5)), strict=True)]
-    )
+    assert clip.watch.largest[""].tolist() == expected(net, (5,), *batches)
     optimizer.step()
-    net(hidden).sum().backward()
+    assert not clip.watch.largest
+    net(batches[0]).sum().backward()
     assert len(calls) == 3
 
 
@@ -317,8 +292,6 @@ def test_the_number_of_the_step_is_read_once_per_step() -> None:
 
 
 def test_long_sequences_are_sampled_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    from deepspeed.muon.math import logits
-
     query, key = torch.randn(1, 2, 64, 4), torch.randn(1, 2, 64, 4)
     found = {mode: logits.largest(query, key, 1.0, logits.Visible(), mode, 3) for mode in ("exact", "sampled", "auto")}
     assert torch.equal(found["auto"], found["exact"])
