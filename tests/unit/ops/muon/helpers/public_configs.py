@@ -33,66 +33,40 @@ OPTIMIZERS: dict[str, dict[str, Any] | None] = {
     "l2": {"type": "Adam", "params": {"lr": 1e-3, "adam_w_mode": False, "weight_decay": 1e-4}},
     "fused": {"type": "AdamW", "params": {"lr": 2e-5, "fused": True, "amsgrad": False, "weight_decay": 0.05}},
 }
-#: The section `scheduler`.
-SCHEDULERS: dict[str, dict[str, Any] | None] = {
+WARMUP = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), AUTO)
+STAIRS = {
+    "cycle_first_step_size": 1000,
+    "cycle_first_stair_count": 500,
+    "decay_step_size": 1000,
+    "decay_lr_rate": 0.001,
+}
+CYCLE = {
+    "cycle_min_lr": 1e-4,
+    "cycle_max_lr": 1e-3,
+    "cycle_min_mom": 0.85,
+    "cycle_max_mom": 0.99,
+    "decay_mom_rate": 0.0,
+}
+#: Kind of scheduler -> (`type`, `params`) of the section `scheduler`.
+SCHEDULERS: dict[str, tuple[str, dict[str, Any]] | None] = {
     "none": None,
-    "trainer": {
-        "type": "WarmupLR",
-        "params": {"warmup_min_lr": AUTO, "warmup_max_lr": AUTO, "warmup_num_steps": AUTO},
-    },
-    "trainer decay": {
-        "type": "WarmupDecayLR",
-        "params": {
-            "last_batch_iteration": -1,
-            "total_num_steps": AUTO,
-            "warmup_min_lr": AUTO,
-            "warmup_max_lr": AUTO,
-            "warmup_num_steps": AUTO,
-        },
-    },
-    "warm-up": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000}},
-    "linear": {
-        "type": "WarmupLR",
-        "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-4, "warmup_num_steps": 5, "warmup_type": "linear"},
-    },
-    "defaults": {"type": "WarmupLR", "params": {}},
-    "decay": {
-        "type": "WarmupDecayLR",
-        "params": {"total_num_steps": 100, "warmup_min_lr": 1e-6, "warmup_max_lr": 3e-4, "warmup_num_steps": 3},
-    },
-    "cosine": {"type": "WarmupCosineLR", "params": {"total_num_steps": 100, "warmup_num_steps": 4}},
-    "one cycle": {
-        "type": "OneCycle",
-        "params": {
-            "cycle_first_step_size": 1000,
-            "cycle_first_stair_count": 500,
-            "cycle_second_step_size": 1000,
-            "cycle_second_stair_count": 500,
-            "decay_step_size": 1000,
-            "cycle_min_lr": 0.0001,
-            "cycle_max_lr": 0.0010,
-            "decay_lr_rate": 0.001,
-            "cycle_min_mom": 0.85,
-            "cycle_max_mom": 0.99,
-            "decay_mom_rate": 0.0,
-        },
-    },
-    "one cycle, no momentum": {
-        "type": "OneCycle",
-        "params": {"cycle_min_lr": 1e-5, "cycle_max_lr": 1e-3, "cycle_first_step_size": 4, "cycle_momentum": False},
-    },
-    "range test": {
-        "type": "LRRangeTest",
-        "params": {"lr_range_test_min_lr": 1e-5, "lr_range_test_step_size": 2, "lr_range_test_staircase": False},
-    },
+    "trainer": ("WarmupLR", WARMUP),
+    "trainer decay": ("WarmupDecayLR", WARMUP | {"last_batch_iteration": -1, "total_num_steps": AUTO}),
+    "warm-up": ("WarmupLR", {"warmup_min_lr": 0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000}),
+    "linear": ("WarmupLR", {"warmup_max_lr": 1e-4, "warmup_num_steps": 5, "warmup_type": "linear"}),
+    "defaults": ("WarmupLR", {}),
+    "decay": ("WarmupDecayLR", {"total_num_steps": 100, "warmup_min_lr": 1e-6, "warmup_max_lr": 3e-4}),
+    "cosine": ("WarmupCosineLR", {"total_num_steps": 100, "warmup_num_steps": 4}),
+    "one cycle": ("OneCycle", STAIRS | CYCLE),
+    "one cycle, no momentum": ("OneCycle", {"cycle_min_lr": 1e-5, "cycle_max_lr": 1e-3, "cycle_momentum": False}),
+    "range test": ("LRRangeTest", {"lr_range_test_min_lr": 1e-5, "lr_range_test_step_size": 2}),
 }
 BUCKETS = {"allgather_bucket_size": 2e8, "reduce_bucket_size": 2e8, "overlap_comm": True, "contiguous_gradients": True}
-AUTO_BUCKETS = {
-    "reduce_bucket_size": AUTO,
-    "stage3_prefetch_bucket_size": AUTO,
-    "stage3_param_persistence_threshold": AUTO,
-}
-CPU = {"device": "cpu", "pin_memory": True}
+AUTO_BUCKETS = dict.fromkeys(
+    ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"), AUTO
+)
+LIVE = {"sub_group_size": 1e9, "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9}
+CPU, NONE = {"device": "cpu", "pin_memory": True}, {"device": "none", "nvme_path": None}
 #: The section `zero_optimization`.
 ZERO: dict[str, dict[str, Any] | None] = {
     "none": None,
@@ -104,52 +78,23 @@ ZERO: dict[str, dict[str, Any] | None] = {
     "2 old offload": {"stage": 2, "cpu_offload": True, "contiguous_gradients": True},
     "2 ignore": {"stage": 2, "ignore_unused_parameters": True, "load_from_fp32_weights": True},
     "2 multi": {"stage": 2, "use_multi_rank_bucket_allreduce": False, "overlap_comm": True},
-    "3 trainer": {
-        "stage": 3,
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-        "sub_group_size": 1e9,
-        **AUTO_BUCKETS,
-        "stage3_max_live_parameters": 1e9,
-        "stage3_max_reuse_distance": 1e9,
-        "stage3_gather_16bit_weights_on_model_save": True,
-    },
+    "3 trainer": {"stage": 3, **AUTO_BUCKETS, **LIVE, "stage3_gather_16bit_weights_on_model_save": True},
     "3 offload": {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU, **AUTO_BUCKETS},
-    "3 none": {
-        "stage": 3,
-        "offload_optimizer": {"device": "none", "nvme_path": None},
-        "offload_param": {"device": "none", "nvme_path": None},
-        "stage3_gather_16bit_weights_on_model_save": False,
-    },
-    "3 rlhf": {
-        "stage": 3,
-        "stage3_param_persistence_threshold": 1e4,
-        "stage3_max_live_parameters": 3e7,
-        "stage3_prefetch_bucket_size": 3e7,
-        "memory_efficient_linear": False,
-    },
+    "3 none": {"stage": 3, "offload_optimizer": NONE, "offload_param": NONE, "overlap_comm": True},
+    "3 rlhf": {"stage": 3, "stage3_param_persistence_threshold": 1e4, "memory_efficient_linear": False},
     "3 small groups": {"stage": 3, "sub_group_size": 200, "stage3_prefetch_bucket_size": 0},
     "3 old": {"stage": 3, "stage3_gather_fp16_weights_on_model_save": True, "cpu_offload_param": False},
     "1 elastic": {"stage": 1, "elastic_checkpoint": True, "reduce_bucket_size": 5e8},
     "3 hpz": {"stage": 3, "zero_hpz_partition_size": 1, "reduce_scatter": True},
 }
+SCALE = {"loss_scale": 0, "loss_scale_window": 100, "hysteresis": 2, "min_loss_scale": 1, "initial_scale_power": 8}
 #: Precision.
 PRECISIONS: dict[str, dict[str, Any]] = {
-    "auto": {
-        "fp16": {
-            "enabled": AUTO,
-            "loss_scale": 0,
-            "loss_scale_window": 1000,
-            "initial_scale_power": 16,
-            "hysteresis": 2,
-            "min_loss_scale": 1,
-        },
-        "bf16": {"enabled": AUTO},
-    },
+    "auto": {"fp16": {"enabled": AUTO, **SCALE, "initial_scale_power": 16}, "bf16": {"enabled": AUTO}},
     "bf16": {"bf16": {"enabled": True}},
     "fp32": {},
     "fp32 said": {"fp16": {"enabled": False}, "bf16": {"enabled": False}},
-    "fp16": {"fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 8, "loss_scale_window": 100}},
+    "fp16": {"fp16": {"enabled": True, **SCALE}},
     "fp16 static": {"fp16": {"enabled": True, "loss_scale": 128.0}},
     "fp16 auto_cast": {"fp16": {"enabled": True, "auto_cast": True, "initial_scale_power": 10}},
     "bfloat16": {"bfloat16": {"enabled": True}},
@@ -165,52 +110,15 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "clock": {"wall_clock_breakdown": True, "steps_per_print": 1, "gradient_clipping": 0.1},
     "scaling": {"prescale_gradients": False, "gradient_predivide_factor": 1.0},
     "prescaled": {"prescale_gradients": True, "gradient_predivide_factor": 2.0},
-    "flops": {
-        "flops_profiler": {
-            "enabled": True,
-            "profile_step": 1,
-            "module_depth": -1,
-            "top_modules": 3,
-            "detailed": True,
-            "output_file": "FOLDER/flops.txt",
-        }
-    },
-    "checkpointing": {
-        "activation_checkpointing": {
-            "partition_activations": True,
-            "cpu_checkpointing": False,
-            "contiguous_memory_optimization": False,
-            "number_checkpoints": None,
-            "synchronize_checkpoint_boundary": False,
-            "profile": False,
-        }
-    },
-    "aio": {
-        "aio": {
-            "block_size": 262144,
-            "queue_depth": 32,
-            "thread_count": 1,
-            "single_submit": False,
-            "overlap_events": True,
-        }
-    },
+    "flops": {"flops_profiler": {"enabled": True, "profile_step": 1, "output_file": "FOLDER/flops.txt"}},
+    "checkpointing": {"activation_checkpointing": {"partition_activations": True, "number_checkpoints": None}},
+    "aio": {"aio": {"block_size": 262144, "queue_depth": 32, "thread_count": 1, "overlap_events": True}},
     "csv": {"csv_monitor": {"enabled": True, "output_path": "FOLDER/csv", "job_name": "run"}},
     "tensorboard": {"tensorboard": {"enabled": True, "output_path": "FOLDER/tb", "job_name": "run"}},
     "wandb off": {"wandb": {"enabled": False, "group": "g", "team": "t", "project": "p"}},
-    "comms logger": {
-        "comms_logger": {"enabled": True, "verbose": False, "prof_all": True, "debug": False, "prof_ops": []}
-    },
-    "data efficiency": {
-        "data_efficiency": {
-            "enabled": True,
-            "seed": 1234,
-            "data_routing": {"enabled": False, "random_ltd": {"enabled": False}},
-            "data_sampling": {"enabled": False, "num_epochs": 1},
-        }
-    },
-    "checkpoint": {
-        "checkpoint": {"tag_validation": "Warn", "load_universal": False, "parallel_write": {"pipeline_stage": False}}
-    },
+    "comms logger": {"comms_logger": {"enabled": True, "verbose": False, "prof_all": True, "prof_ops": []}},
+    "data efficiency": {"data_efficiency": {"enabled": True, "seed": 1, "data_routing": {"enabled": False}}},
+    "checkpoint": {"checkpoint": {"tag_validation": "Warn", "parallel_write": {"pipeline_stage": False}}},
     "node storage": {"checkpoint": {"use_node_local_storage": False, "tag_validation": "Fail"}},
     "untested": {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False},
     "dump": {"dump_state": True, "memory_breakdown": False},
@@ -242,13 +150,10 @@ REMOVED: dict[str, dict[str, Any]] = {
     "nebula": {"nebula": {"enabled": True, "persistent_storage_path": "/foo"}},
     "graph harvesting": {"graph_harvesting": True},
 }
+BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 #: Batch sizes.
 BATCHES: dict[str, dict[str, Any]] = {
-    "trainer": {
-        "train_batch_size": AUTO,
-        "train_micro_batch_size_per_gpu": AUTO,
-        "gradient_accumulation_steps": AUTO,
-    },
+    "trainer": dict.fromkeys(BATCH, AUTO),
     "whole": {"train_batch_size": 4096},
     "micro": {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2},
     "strings": {"train_micro_batch_size_per_gpu": 4},
@@ -274,37 +179,32 @@ FILLED: dict[str, Any] = {
 }
 
 
+#: How many entries each table advances from one config to the next. Their sizes have no common period below COUNT.
+STEPS = (1, 1, 3, 1, 5, 1)
+
+
 def configs() -> dict[str, dict[str, Any]]:
-    """Return name -> config: `text` of the file, its `suffix`, and `bf16`: whether "auto" precision means bf16."""
+    """Return name -> config: `text` of the file, its `suffix`, and the `config` itself."""
     tables = (OPTIMIZERS, SCHEDULERS, ZERO, PRECISIONS, EXTRAS, BATCHES)
     found: dict[str, dict[str, Any]] = {}
     for index in range(COUNT):
-        # The tables' sizes have no common period below COUNT, so that each combination differs.
-        names = [
+        optimizer, scheduler, zero, precision, extra, batch = (
             list(table)[(index * step + index // len(table)) % len(table)]
             for table, step in zip(tables, STEPS, strict=True)
-        ]
-        optimizer, scheduler, zero, precision, extra, batch = names
-        config = copy.deepcopy(
-            BATCHES[batch]
-            | ({} if ZERO[zero] is None else {"zero_optimization": ZERO[zero]})
-            | PRECISIONS[precision]
-            | ({} if OPTIMIZERS[optimizer] is None else {"optimizer": OPTIMIZERS[optimizer]})
-            | ({} if SCHEDULERS[scheduler] is None else {"scheduler": SCHEDULERS[scheduler]})
-            | EXTRAS[extra]
         )
+        schedule = SCHEDULERS[scheduler]
+        sections = {
+            "zero_optimization": ZERO[zero],
+            "optimizer": OPTIMIZERS[optimizer],
+            "scheduler": schedule and {"type": schedule[0], "params": schedule[1]},
+        }
+        named = {key: section for key, section in sections.items() if section is not None}
+        config = copy.deepcopy(BATCHES[batch] | PRECISIONS[precision] | named | EXTRAS[extra])
         style = STYLES[index % len(STYLES)]
         name = f"{index}: optimizer {optimizer}; scheduler {scheduler}; ZeRO {zero}; {precision}; {extra}; {style}"
-        found[name] = {
-            "text": _written(config, style),
-            "suffix": "yaml" if style == "yaml" else "json",
-            "config": config,
-        }
+        suffix = "yaml" if style == "yaml" else "json"
+        found[name] = {"text": _written(config, style), "suffix": suffix, "config": config}
     return found
-
-
-#: How many entries each table advances from one config to the next.
-STEPS = (1, 1, 3, 1, 5, 1)
 
 
 def _written(config: dict[str, Any], style: str) -> str:
